@@ -1,0 +1,37 @@
+"""Frozen records of what is known; imports nothing of the project and never torch."""
+
+from pipedejavu.facts.error import FaultsError, InputError, nearest
+from pipedejavu.facts.machine import Device, Host, Link, Machine, Overlap, Route
+from pipedejavu.facts.profile import Cost, Edge, Profile, Tie, Unit, UnitTime
+from pipedejavu.facts.quantity import Bytes, format_bytes, format_seconds
+from pipedejavu.facts.record import Record, read_file, write_file
+from pipedejavu.facts.timeline import MEMORY_CLASSES, MemoryCurve, Span, Timeline, WorkerSummary
+
+__all__ = [
+    "MEMORY_CLASSES",
+    "Bytes",
+    "Cost",
+    "Device",
+    "Edge",
+    "FaultsError",
+    "Host",
+    "InputError",
+    "Link",
+    "Machine",
+    "MemoryCurve",
+    "Overlap",
+    "Profile",
+    "Record",
+    "Route",
+    "Span",
+    "Tie",
+    "Timeline",
+    "Unit",
+    "UnitTime",
+    "WorkerSummary",
+    "format_bytes",
+    "format_seconds",
+    "nearest",
+    "read_file",
+    "write_file",
+]

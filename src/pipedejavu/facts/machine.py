@@ -1,0 +1,144 @@
+"""What is known of the hardware: hosts, the devices in them, and the links between devices.
+
+A link is a rule for pairs of devices, so that a cluster of a thousand devices is a short file. The
+first rule that matches a pair holds. Transfers whose links name the same wire split its bandwidth.
+"""
+
+from fnmatch import fnmatchcase
+from functools import cached_property
+from typing import Literal, Self
+
+from pydantic import Field, model_validator
+
+from pipedejavu.facts.error import InputError, nearest
+from pipedejavu.facts.quantity import Bytes, BytesPerSecond, FlopPerSecond, Seconds
+from pipedejavu.facts.record import Record
+
+
+class Host(Record):
+    """One computer: devices in it share its memory and its network interface."""
+
+    name: str
+    cores: int = Field(default=1, ge=1)
+
+
+class Device(Record):
+    """Something that computes and has a memory of its own; a host's CPU is one of its devices."""
+
+    name: str
+    kind: str
+    """The model of the device, such as 'h200': the key of a profile's measured times."""
+    type: Literal["cpu", "gpu"]
+    host: str
+    memory_bytes: Bytes
+    reserved_bytes: Bytes = 0
+    """Memory that is never ours: driver context, operating system."""
+    flop_per_s: FlopPerSecond = 0.0
+    memory_bytes_per_s: BytesPerSecond = 0.0
+
+
+class Link(Record):
+    """How bytes move from the devices that match `source` to those that match `target`."""
+
+    source: str = "*"
+    target: str = "*"
+    scope: Literal["any", "same-host", "other-host"] = "any"
+    latency_s: Seconds = 0.0
+    bytes_per_s: BytesPerSecond = Field(gt=0)
+    wires: tuple[str, ...] = ("{source}>{target}",)
+    """Names of what the bytes pass through; {source}, {target}, {source_host} and {target_host}
+    are filled in. By default each pair of devices has a wire of its own in each direction."""
+
+
+class Overlap(Record):
+    """How much longer compute and copies of one device take while they run together."""
+
+    compute: float = Field(default=1.0, ge=1)
+    transfer: float = Field(default=1.0, ge=1)
+
+
+class Route(Record):
+    """The link between two given devices, with its wires named."""
+
+    latency_s: float
+    bytes_per_s: float
+    wires: tuple[str, ...]
+
+
+class Machine(Record):
+    """Hosts, devices and links; one computer or a cluster, at hand or not."""
+
+    name: str
+    hosts: tuple[Host, ...] = Field(min_length=1)
+    devices: tuple[Device, ...] = Field(min_length=1)
+    links: tuple[Link, ...] = ()
+    overlap: Overlap = Overlap()
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        hosts = [h.name for h in self.hosts]
+        names = [d.name for d in self.devices]
+        faults = [f"two hosts are called '{n}'" for n in sorted(set(hosts)) if hosts.count(n) > 1]
+        if len(set(names)) < len(names):
+            faults += [f"two devices are called '{n}'" for n in sorted(set(names)) if names.count(n) > 1]
+        faults += [
+            f"device '{d.name}' is on host '{d.host}', which is missing{nearest(d.host, hosts)}"
+            for d in self.devices
+            if d.host not in set(hosts)
+        ]
+        for index, link in enumerate(self.links):
+            for end, pattern in (("source", link.source), ("target", link.target)):
+                if not any(fnmatchcase(n, pattern) for n in names):
+                    faults.append(
+                        f"links[{index}].{end} '{pattern}' matches no device{nearest(pattern, names)}"
+                    )
+        if faults:
+            raise ValueError("; ".join(faults))
+        return self
+
+    @cached_property
+    def _by_name(self) -> dict[str, Device]:
+        return {d.name: d for d in self.devices}
+
+    @cached_property
+    def _routes(self) -> dict[tuple[str, str], Route]:
+        return {}
+
+    def device(self, name: str) -> Device:
+        """Returns the device called `name`; raises InputError with the nearest name."""
+        if name not in self._by_name:
+            raise InputError(f"machine '{self.name}' has no device '{name}'{nearest(name, self._by_name)}")
+        return self._by_name[name]
+
+    def cpu_of(self, device: Device) -> Device:
+        """Returns the CPU of the host that `device` is in: where offloaded state rests."""
+        for other in self.devices:
+            if other.host == device.host and other.type == "cpu":
+                return other
+        raise InputError(
+            f"host '{device.host}' lists no device of type 'cpu', but the plan keeps state in its memory;"
+            " add one with the host's memory_bytes"
+        )
+
+    def route(self, source: str, target: str) -> Route:
+        """Returns how bytes go from one device to another; raises InputError where no link matches."""
+        found = self._routes.get((source, target))
+        if found is None:
+            found = self._routes[source, target] = self._find_route(self.device(source), self.device(target))
+        return found
+
+    def _find_route(self, source: Device, target: Device) -> Route:
+        scope = "same-host" if source.host == target.host else "other-host"
+        for link in self.links:
+            if (
+                link.scope in ("any", scope)
+                and fnmatchcase(source.name, link.source)
+                and fnmatchcase(target.name, link.target)
+            ):
+                ends = {"source": source.name, "target": target.name}
+                ends |= {"source_host": source.host, "target_host": target.host}
+                wires = tuple(w.format_map(ends) for w in link.wires)
+                return Route(latency_s=link.latency_s, bytes_per_s=link.bytes_per_s, wires=wires)
+        raise InputError(
+            f"machine '{self.name}' has no link from '{source.name}' to '{target.name}'; add one to its links"
+        )

@@ -1,0 +1,121 @@
+"""What is known of a model: its units in order, what each costs on each kind of device, and its edges."""
+
+from functools import cached_property
+from typing import Self
+
+from pydantic import Field, model_validator
+
+from pipedejavu.facts.error import InputError, nearest
+from pipedejavu.facts.quantity import Bytes, PartBytes, Seconds
+from pipedejavu.facts.record import Record
+
+
+class Cost(Record):
+    """A time that grows with the microbatch: fixed_s + per_sample_s × samples."""
+
+    fixed_s: Seconds = 0.0
+    per_sample_s: Seconds = 0.0
+
+    def at(self, samples: float) -> float:
+        """Returns the time for a microbatch of `samples`."""
+        return self.fixed_s + self.per_sample_s * samples
+
+
+class UnitTime(Record):
+    """What one unit takes on one kind of device."""
+
+    forward: Cost = Cost()
+    backward: Cost = Cost()
+    """Both halves: the gradient of the input and that of the weights."""
+    weight_backward: Cost = Cost()
+    """The weight half alone; the input half is the rest of `backward`."""
+    recompute: Cost = Cost()
+    """Running forward again for the backward pass."""
+    update_s: Seconds = 0.0
+    """One optimizer step over the unit's parameters, on this kind of device."""
+
+
+class Unit(Record):
+    """The smallest piece of a model that is placed."""
+
+    name: str
+    times: dict[str, UnitTime] = Field(default_factory=dict)
+    """By the device's kind."""
+    parameter_bytes: Bytes = 0
+    gradient_bytes: Bytes = 0
+    optimizer_bytes: Bytes = 0
+    activation_bytes: PartBytes = 0.0
+    """What autograd saves for the backward pass, for each sample."""
+    boundary_bytes: PartBytes = 0.0
+    """The unit's output, for each sample."""
+    has_batch_statistics: bool = False
+    """Whether it holds running statistics (BatchNorm): buffers that no weight version covers."""
+
+
+class Edge(Record):
+    """A value that one unit makes and a later one reads."""
+
+    source: str
+    target: str
+    bytes_: PartBytes | None = Field(default=None, alias="bytes")
+    """For each sample; by default the source's boundary_bytes."""
+
+
+class Tie(Record):
+    """Parameters that several units share: their gradients add up, their versions move together."""
+
+    units: tuple[str, ...] = Field(min_length=2)
+    size_bytes: Bytes
+
+
+class Profile(Record):
+    """A model as units in order; without `edges` each unit reads the one before it."""
+
+    name: str
+    units: tuple[Unit, ...] = Field(min_length=1)
+    edges: tuple[Edge, ...] | None = None
+    ties: tuple[Tie, ...] = ()
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        names = [u.name for u in self.units]
+        position = {n: i for i, n in enumerate(names)}
+        faults = [f"two units are called '{n}'" for n in position if names.count(n) > 1]
+        ends = [(f"edges[{i}]", n) for i, e in enumerate(self.edges or ()) for n in (e.source, e.target)]
+        ends += [(f"ties[{i}]", n) for i, t in enumerate(self.ties) for n in t.units]
+        faults += [
+            f"{where} names unit '{n}', which is missing{nearest(n, names)}"
+            for where, n in ends
+            if n not in position
+        ]
+        faults += [
+            f"edges[{i}] goes from '{e.source}' back to '{e.target}'; list units in an order where edges go forward"
+            for i, e in enumerate(self.edges or ())
+            if position.get(e.source, -1) >= position.get(e.target, len(names))
+        ]
+        if faults:
+            raise ValueError("; ".join(faults))
+        return self
+
+    @cached_property
+    def position(self) -> dict[str, int]:
+        """Each unit's place in the order, by its name."""
+        return {u.name: i for i, u in enumerate(self.units)}
+
+    @cached_property
+    def links(self) -> tuple[tuple[int, int, float], ...]:
+        """All edges as (source, target, bytes for each sample), units by their position."""
+        units, position = self.units, self.position
+        if self.edges is None:
+            return tuple((i, i + 1, units[i].boundary_bytes) for i in range(len(units) - 1))
+        ends = [(position[e.source], position[e.target], e.bytes_) for e in self.edges]
+        return tuple((s, t, units[s].boundary_bytes if b is None else b) for s, t, b in ends)
+
+    def time(self, unit: Unit, kind: str) -> UnitTime:
+        """Returns a unit's times on a kind of device; raises InputError where there are none."""
+        if kind not in unit.times:
+            raise InputError(
+                f"profile '{self.name}' has no times of unit '{unit.name}' on device kind '{kind}'"
+                f"{nearest(kind, unit.times)}"
+            )
+        return unit.times[kind]

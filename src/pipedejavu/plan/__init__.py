@@ -1,0 +1,22 @@
+"""Plans: the seven axes, presets, and the reasons for what was chosen; never imports torch."""
+
+from pipedejavu.plan.axis import Cut, Feed, Keep, Layout, Order, Place, Reduce, Version
+from pipedejavu.plan.plan import AXES, Decision, Plan
+from pipedejavu.plan.preset import Preset, preset, presets
+
+__all__ = [
+    "AXES",
+    "Cut",
+    "Decision",
+    "Feed",
+    "Keep",
+    "Layout",
+    "Order",
+    "Place",
+    "Plan",
+    "Preset",
+    "Reduce",
+    "Version",
+    "preset",
+    "presets",
+]

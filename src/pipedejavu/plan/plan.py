@@ -1,0 +1,80 @@
+"""The plan: a value on each of the seven axes, and the reason for each choice that was made for the user."""
+
+from pydantic import Field
+
+from pipedejavu.facts import Bytes, Record
+from pipedejavu.plan.axis import Cut, Feed, Keep, Order, Place, Reduce, Version
+
+AXES = ("cut", "place", "feed", "order", "version", "reduce", "keep")
+
+
+class Decision(Record):
+    """A choice that was made automatically, and why."""
+
+    axis: str
+    choice: str
+    reason: str
+
+
+class Plan(Record):
+    """How a training run is spread over a machine; `compile` turns it into a program."""
+
+    name: str = "plan"
+    cut: Cut = Cut()
+    place: Place = Place()
+    feed: Feed = Feed()
+    order: Order = Order()
+    version: Version = Version()
+    reduce: Reduce = Reduce()
+    keep: Keep = Keep()
+    steps: int = Field(default=1, ge=1)
+    """Updates in one program; the run repeats the program."""
+    bucket_bytes: Bytes = 25 * 2**20
+    """Gradients reduced together in an eager order."""
+    is_compiled: bool = False
+    """Whether stages run under torch.compile."""
+    decisions: tuple[Decision, ...] = ()
+
+    def axes(self) -> dict[str, str]:
+        """Returns the seven axes as short texts."""
+        texts = {a: str(getattr(self, a)) for a in AXES}
+        if self.order.recompute:
+            texts["keep"] += ", checkpoint"
+        return texts
+
+    @property
+    def pipeline_size(self) -> int:
+        """Workers of one pipeline, replicated stages counted in."""
+        return sum(self.place.stage_replicas) if self.place.stage_replicas else self.place.workers
+
+    @property
+    def num_workers(self) -> int:
+        """All workers: those of every pipeline and shard, CPU replicas and servers."""
+        place = self.place
+        return self.pipeline_size * place.replicas * place.shards + place.cpu_replicas + place.servers
+
+    @property
+    def num_stages(self) -> int | None:
+        """Stages that the place has room for; None where each unit is one."""
+        if self.cut.kind != "chain":
+            return 1
+        if self.order.kind == "layer-major":
+            return None
+        if self.place.stage_replicas:
+            return len(self.place.stage_replicas)
+        return self.place.workers * (2 if self.place.kind == "v" else self.place.chunks)
+
+    @property
+    def is_flush_free(self) -> bool:
+        """Whether the pipeline goes on from one update to the next without draining."""
+        return self.order.kind == "1f1b-async"
+
+    @property
+    def splits_backward(self) -> bool:
+        """Whether the backward pass runs as two halves."""
+        return self.order.kind in ("zb-h1", "zb-v", "dualpipe-v")
+
+    @property
+    def prefetches_data(self) -> bool:
+        """Whether samples are brought to the device ahead of their use."""
+        return self.order.prefetch > 0 and self.keep.kind == "replicated" and self.keep.activations == "device"

@@ -1,0 +1,250 @@
+"""Combinations of axes that cannot work, each with the reason and the remedy."""
+
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+from pipedejavu.facts import FaultsError, Profile
+from pipedejavu.plan.plan import Plan
+
+
+class Rule(NamedTuple):
+    """A combination that is refused."""
+
+    breaks: Callable[[Plan, Profile], bool]
+    reason: str
+    remedy: str
+
+
+_PIPELINES = ("gpipe", "1f1b", "1f1b-async", "interleaved", "zb-h1", "zb-v", "dualpipe-v", "ready-first")
+_PLACES = {
+    "gems": "bidirectional",
+    "chimera": "bidirectional",
+    "interleaved": "loop",
+    "zb-v": "v",
+    "dualpipe-v": "v",
+}
+
+
+def _is_asynchronous(plan: Plan) -> bool:
+    return plan.version.kind in ("local", "torn") or plan.is_flush_free
+
+
+RULES = (
+    Rule(
+        lambda plan, _: plan.version.kind in ("stash", "vertical", "double-buffer") and plan.keep.versions == 1,
+        "version '{version}' reads weights that an update in place has already overwritten",
+        "set keep.versions to 2 or more, or leave it out",
+    ),
+    Rule(
+        lambda plan, _: plan.is_flush_free and plan.reduce.clip == "global",
+        "order '1f1b-async' never has the gradients of all stages at once, so there is no norm to clip by",
+        "set reduce.clip to 'delayed' (the norm of the update before) or 'none', or use order '1f1b'",
+    ),
+    Rule(
+        lambda plan, _: plan.reduce.combiner == "score-trim" and plan.reduce.wire != "server",
+        "combiner 'score-trim' must see each gradient, but wire '{wire}' hands over their sum",
+        "set reduce.wire to 'server'",
+    ),
+    Rule(
+        lambda plan, _: (
+            plan.keep.kind == "zero-3" and plan.order.kind in _PIPELINES and not plan.keep.persists
+        ),
+        "keep 'zero-3' in a pipeline gathers all weights again for every microbatch",
+        "set keep.persists so that they stay for the batch, or use 'zero-1'",
+    ),
+    Rule(
+        lambda plan, _: plan.keep.kind == "zero-2" and plan.is_flush_free,
+        "keep 'zero-2' divides gradients once they are summed, but order '1f1b-async' updates as it goes",
+        "use 'zero-1', or a synchronous order such as '1f1b'",
+    ),
+    Rule(
+        lambda plan, _: plan.place.kind == "bidirectional" and plan.place.workers % 2 == 1,
+        "a bidirectional place pairs workers, and {workers} is odd",
+        "use an even number of workers",
+    ),
+    Rule(
+        lambda plan, profile: plan.splits_backward and _ties_cross_stages(plan, profile),
+        "order '{order}' splits the backward, which counts tied weights twice",
+        "use order '1f1b', or untie the weights",
+    ),
+    Rule(
+        lambda plan, _: plan.splits_backward and plan.is_compiled,
+        "order '{order}' splits the backward, which compiled stages cannot do",
+        "switch is_compiled off, or use order '1f1b'",
+    ),
+    Rule(
+        lambda plan, _: plan.order.recompute > 0 and plan.version.kind == "torn",
+        "recompute must read the weights that the forward read, and version 'torn' records none",
+        "switch order.recompute off, or use version 'local'",
+    ),
+    Rule(
+        lambda plan, _: plan.reduce.has_buffer_broadcast and _is_asynchronous(plan),
+        "replicas that do not wait for each other have no common moment to broadcast running statistics",
+        "switch reduce.has_buffer_broadcast off, or use version 'sync'",
+    ),
+    Rule(
+        lambda plan, _: plan.feed.kind == "share" and plan.reduce.combiner == "average",
+        "an average over replicas is wrong when they train unequal shares",
+        "set reduce.combiner to 'sum': sums of sample gradients, divided once by the whole batch",
+    ),
+    Rule(
+        lambda plan, _: plan.order.kind in _PLACES and plan.place.kind != _PLACES[plan.order.kind],
+        "order '{order}' is made for another place than '{place}'",
+        "set place.kind to the one that the preset of that name has",
+    ),
+    Rule(
+        lambda plan, _: plan.place.kind == "bidirectional" and plan.order.kind not in ("gems", "chimera"),
+        "a bidirectional place has two replicas on each worker, which order '{order}' does not run",
+        "use order 'gems' or 'chimera', or place 'linear'",
+    ),
+    Rule(
+        lambda plan, _: plan.place.kind in ("loop", "v") and plan.order.kind in ("zb-h1", "1f1b-async", "ready-first"),
+        "order '{order}' runs one chunk on each worker",
+        "use place 'linear'",
+    ),
+    Rule(
+        lambda plan, _: plan.order.kind == "1f1b" and plan.place.kind != "linear",
+        "order '1f1b' runs one chunk on each worker",
+        "use place 'linear', or order 'interleaved'",
+    ),
+    Rule(
+        lambda plan, _: plan.cut.kind != "chain" and plan.place.workers > 1,
+        "cut '{cut}' has one stage, and the place has {workers} workers in a line",
+        "set cut.kind to 'chain', or place.workers to 1 with more replicas or shards",
+    ),
+    Rule(
+        lambda plan, _: plan.cut.kind == "layout" and not plan.cut.layouts,
+        "a layout cut divides each operator, but cut.layouts is empty",
+        "name the layouts, such as ['col', 'row']",
+    ),
+    Rule(
+        lambda plan, _: plan.place.shards > 1 and plan.cut.kind != "layout",
+        "{shards} shards hold each stage together, but cut '{cut}' divides no operator",
+        "set cut.kind to 'layout' and name its layouts, or place.shards to 1",
+    ),
+    Rule(
+        lambda plan, _: plan.order.kind == "layer-major" and plan.place.workers > 1,
+        "order 'layer-major' takes all microbatches through one layer at a time, on one worker",
+        "set place.workers to 1",
+    ),
+    Rule(
+        lambda plan, _: plan.order.kind == "interleaved" and plan.feed.microbatches % plan.place.workers > 0,
+        "order 'interleaved' takes microbatches in groups of the {workers} workers, which do not divide {m}",
+        "use a multiple of {workers} microbatches",
+    ),
+    Rule(
+        lambda plan, _: plan.order.kind == "zb-v" and plan.feed.microbatches < 2 * plan.place.workers - 1,
+        "order 'zb-v' fills its V with 2·{workers} − 1 microbatches, and there are {m}",
+        "use more microbatches",
+    ),
+    Rule(
+        lambda plan, _: plan.order.kind == "dualpipe-v" and plan.feed.microbatches < 2 * plan.place.workers,
+        "order 'dualpipe-v' fills its V with 2·{workers} microbatches, and there are {m}",
+        "use more microbatches",
+    ),
+    Rule(
+        lambda plan, _: (
+            plan.version.kind == "double-buffer" and plan.feed.microbatches < plan.place.workers - 1
+        ),
+        "version 'double-buffer' needs an update of {workers} − 1 microbatches or more, so that two versions"
+        " are enough, and it has {m}",
+        "use more microbatches, or version 'stash'",
+    ),
+    Rule(
+        lambda plan, _: plan.version.kind in ("stash", "vertical", "double-buffer") and not plan.is_flush_free,
+        "version '{version}' is for pipelines that are never flushed, and order '{order}' flushes",
+        "use order '1f1b-async', or version 'sync'",
+    ),
+    Rule(
+        lambda plan, _: plan.is_flush_free and plan.version.kind == "sync",
+        "order '1f1b-async' starts microbatches before earlier ones have updated the weights",
+        "use version 'stash', 'vertical' or 'double-buffer', or order '1f1b'",
+    ),
+    Rule(
+        lambda plan, _: plan.version.kind == "vertical" and plan.feed.microbatches > 1,
+        "version 'vertical' follows single microbatches, and an update has {m}",
+        "use one microbatch an update, or version 'double-buffer'",
+    ),
+    Rule(
+        lambda plan, _: plan.version.kind != "sync" and plan.keep.kind in ("host", "split"),
+        "keep '{keep}' holds one version of the weights, and version '{version}' reads several",
+        "use version 'sync', or keep 'replicated'",
+    ),
+    Rule(
+        lambda plan, _: plan.keep.kind.startswith("zero") and plan.reduce.wire != "reduce-scatter",
+        "keep '{keep}' divides state over replicas, which wire '{wire}' does not",
+        "set reduce.wire to 'reduce-scatter'",
+    ),
+    Rule(
+        lambda plan, _: plan.reduce.wire == "server" and plan.place.servers < 1,
+        "wire 'server' needs a server, and the place has none",
+        "set place.servers to 1 or more",
+    ),
+    Rule(
+        lambda plan, _: (
+            plan.reduce.wire == "none" and plan.place.replicas + plan.place.cpu_replicas > 1
+        ),
+        "{replicas} replicas would never hear of each other's gradients",
+        "set reduce.wire, to 'all-reduce' for instance",
+    ),
+    Rule(
+        lambda plan, _: plan.reduce.wire == "shared-memory" and plan.keep.kind != "shared",
+        "wire 'shared-memory' has one copy of the weights for all workers, and keep is '{keep}'",
+        "set keep.kind to 'shared'",
+    ),
+    Rule(
+        lambda plan, _: plan.place.stage_replicas is not None and plan.order.kind not in ("1f1b", "1f1b-async"),
+        "order '{order}' has no form with replicated stages",
+        "use order '1f1b' or '1f1b-async', or place.replicas",
+    ),
+    Rule(
+        lambda plan, _: any(plan.feed.microbatches % r for r in plan.place.stage_replicas or ()),
+        "each of a stage's replicas needs the same number of an update's {m} microbatches",
+        "use a multiple of the numbers in place.stage_replicas",
+    ),
+    Rule(
+        lambda plan, _: plan.place.stage_replicas is not None and plan.place.replicas * plan.place.shards > 1,
+        "replicated stages and replicated pipelines are not combined",
+        "use place.stage_replicas or place.replicas",
+    ),
+    Rule(
+        lambda plan, _: (
+            plan.place.cpu_replicas > 0
+            and (plan.place.kind != "linear" or plan.is_flush_free or plan.place.shards > 1)
+        ),
+        "a CPU replica shares updates with a linear, flushed pipeline",
+        "use place 'linear' with order '1f1b' or 'gpipe', or no CPU replica",
+    ),
+    Rule(
+        lambda plan, _: plan.feed.kind == "mask" and len(plan.feed.budgets or ()) != plan.place.replicas,
+        "feed 'mask' needs a budget for each of the {replicas} replicas",
+        "set feed.budgets to that many numbers between 0 and 1",
+    ),
+)
+
+
+def check_plan(plan: Plan, profile: Profile) -> None:
+    """Raises FaultsError with every rule that the plan breaks."""
+    faults = list(_faults(plan, profile))
+    if faults:
+        raise FaultsError(f"plan '{plan.name}'", faults)
+
+
+def _faults(plan: Plan, profile: Profile) -> Iterator[str]:
+    facts = {axis: text for axis, text in plan.axes().items()} | {
+        "order": plan.order.kind,
+        "place": plan.place.kind,
+        "keep": plan.keep.kind,
+        "wire": plan.reduce.wire,
+        "workers": plan.place.workers,
+        "shards": plan.place.shards,
+        "replicas": plan.place.replicas + plan.place.cpu_replicas,
+        "m": plan.feed.microbatches,
+    }
+    for rule in RULES:
+        if rule.breaks(plan, profile):
+            yield f"{rule.reason.format_map(facts)}; {rule.remedy.format_map(facts)}"
+
+
+def _ties_cross_stages(plan: Plan, profile: Profile) -> bool:
+    return bool(profile.ties) and plan.num_stages != 1

@@ -1,0 +1,192 @@
+"""`compile`: from a plan, a profile and a machine to the program, by small steps."""
+
+from pipedejavu.facts import Machine, Profile
+from pipedejavu.plan import Decision, Plan
+from pipedejavu.plan.rule import check_plan
+from pipedejavu.program.action import Action
+from pipedejavu.program.crew import Crew, assign_devices, crews_of, share_counts, with_counts
+from pipedejavu.program.cut import balance, cut_pieces, piece_inputs
+from pipedejavu.program.passes import add_layout_collectives, add_recompute, add_transfers, add_version_drops
+from pipedejavu.program.program import Group, Piece, Program, Worker
+from pipedejavu.program.residency import add_residency
+from pipedejavu.program.update import add_updates, server_actions
+
+
+def compile(plan: Plan, profile: Profile, machine: Machine, *, fold: bool = True) -> Program:  # noqa: A001
+    """Returns the program of a plan; with `fold`, replicas that behave alike are held once.
+
+    The plan inside the program has every automatic choice filled in and its reason recorded. Raises
+    FaultsError for a plan that breaks a rule and InputError for one that the machine has no room for.
+    """
+    check_plan(plan, profile)
+    devices = assign_devices(plan, machine)
+    plan = _resolve_cut(plan, profile, machine, devices)
+    crews = crews_of(plan)
+    plan, counts = _resolve_counts(plan, profile, machine, crews, devices)
+    crews = with_counts(crews, counts, plan.place.shards)
+    pieces = cut_pieces(plan, profile, plan.cut.bounds or ())
+    copies = len(crews) if fold and _is_symmetric(plan, machine, devices) else 1
+    active = [crew for crew in crews if crew.count]
+    program = Program(
+        plan=plan,
+        profile=profile,
+        machine=machine,
+        pieces=pieces,
+        inputs=piece_inputs(profile, pieces),
+        workers=(),
+        groups=_groups(plan, profile, pieces, active),
+        devices=devices,
+        update_size=max(crew.offset + crew.count for crew in crews),
+        num_replicas=1 + max(replica for crew in crews for replica, _ in crew.homes()),
+        copies=copies,
+    )
+    program = _with_workers(program, active[:1] if copies > 1 else active)
+    program = add_updates(program)
+    program = _with_servers(program)
+    program = add_recompute(program)
+    program = add_residency(program)
+    program = add_layout_collectives(program)
+    program = add_transfers(program)
+    return add_version_drops(program)
+
+
+def _resolve_cut(plan: Plan, profile: Profile, machine: Machine, devices: tuple[str, ...]) -> Plan:
+    stages = plan.num_stages or len(profile.units)
+    if plan.order.kind == "layer-major":
+        plan = plan.but(place=plan.place.but(kind="loop", chunks=stages))
+        bounds = tuple(range(1, stages))
+        reason = "order 'layer-major' takes one unit at a time"
+    elif plan.cut.bounds is not None:
+        return plan
+    else:
+        crew = crews_of(plan)[0]
+        first = {stage: worker for (_, stage), worker in reversed(crew.homes().items())}
+        on = [machine.device(devices[first[stage]]) for stage in range(stages)]
+        bounds = balance(profile, on, plan.feed.samples)
+        reason = "the slowest stage's forward and backward time is least"
+    if not bounds:
+        return plan.but(cut=plan.cut.but(bounds=()))
+    decision = Decision(axis="cut", choice=f"stages begin at units {', '.join(map(str, bounds))}", reason=reason)
+    return plan.but(cut=plan.cut.but(bounds=bounds), decisions=(*plan.decisions, decision))
+
+
+def _resolve_counts(
+    plan: Plan, profile: Profile, machine: Machine, crews: list[Crew], devices: tuple[str, ...]
+) -> tuple[Plan, list[int]]:
+    if plan.feed.kind != "share":
+        return plan, [plan.feed.microbatches] * len(crews)
+    on = [[machine.device(devices[w]) for w in crew.workers] for crew in crews]
+    counts = share_counts(plan, profile, crews, on)
+    total = plan.feed.microbatches
+    reason = "in proportion to how fast each can train" if plan.feed.shares is None else "the plan's shares"
+    choice = " + ".join(map(str, counts)) + f" of {total} microbatches"
+    feed = plan.feed.but(shares=tuple(count / total for count in counts))
+    decision = Decision(axis="feed", choice=choice, reason=reason)
+    return plan.but(feed=feed, decisions=(*plan.decisions, decision)), counts
+
+
+def _groups(plan: Plan, profile: Profile, pieces: tuple[Piece, ...], crews: list[Crew]) -> dict[str, Group]:
+    """Returns who takes part in which collective.
+
+    's2' is everyone that holds stage 2, 't2.0' the shards of replica 0's stage 2, 'tie0.1' the workers whose
+    pieces share parameters in replica 1, 'all' everyone whose gradients count in the norm.
+    """
+    holders: dict[tuple[int, int], list[int]] = {}
+    for crew in crews:
+        for (replica, stage), worker in crew.homes().items():
+            holders.setdefault((stage, replica), []).append(worker)
+    stages = sorted({stage for stage, _ in holders})
+    helpers: tuple[int, ...] = ()
+    if plan.reduce.wire == "summation-service":
+        helpers = tuple(range(plan.num_workers - plan.place.servers, plan.num_workers))
+    groups = {}
+    if plan.reduce.wire in ("all-reduce", "reduce-scatter", "summation-service"):
+        for stage in stages:
+            # Each worker of a sharded stage reduces with its like in the other replicas.
+            members = [ws[0] for (s, _), ws in sorted(holders.items()) if s == stage]
+            if len(members) > 1:
+                groups[f"s{stage}"] = Group(workers=tuple(members), helpers=helpers)
+    if plan.place.shards > 1:
+        for (stage, replica), workers in holders.items():
+            groups[f"t{stage}.{replica}"] = Group(workers=tuple(workers))
+    home = {unit: piece.stage for piece in pieces for unit in piece.units}
+    for index, tie in enumerate(profile.ties):
+        tied = {home[profile.position[unit]] for unit in tie.units}
+        if len({i for i, p in enumerate(pieces) if {profile.position[u] for u in tie.units} & set(p.units)}) > 1:
+            for replica in sorted({q for _, q in holders}):
+                workers = {w for stage in tied for w in holders.get((stage, replica), ())}
+                groups[f"tie{index}.{replica}"] = Group(workers=tuple(sorted(workers)))
+    if plan.reduce.clip != "none":
+        groups["all"] = Group(workers=tuple(sorted({w for ws in holders.values() for w in ws})))
+    return groups
+
+
+def _with_workers(program: Program, crews: list[Crew]) -> Program:
+    """Gives each worker its forwards and backwards, stage by stage as scheduled, piece by piece."""
+    plan, size = program.plan, program.update_size
+    of_stage: dict[int, list[int]] = {}
+    for index, piece in enumerate(program.pieces):
+        of_stage.setdefault(piece.stage, []).append(index)
+    sequences: dict[int, list[Action]] = {}
+    limits: dict[int, int] = {}
+    ready: set[int] = set()
+    for crew in crews:
+        rounds, count = (1, crew.count * plan.steps) if plan.is_flush_free else (plan.steps, crew.count)
+        for rank, worker in enumerate(crew.workers):
+            sequence = sequences.setdefault(worker, [])
+            for t in range(rounds):
+                for kind, chunk, k in crew.slots(rank, count):
+                    replica, stage = crew.home(rank, chunk)
+                    n = t * crew.count + k
+                    microbatch = n // crew.count * size + crew.offset + n % crew.count
+                    order = of_stage[stage] if kind == "F" else reversed(of_stage[stage])
+                    sequence += [Action(kind, piece, replica, microbatch) for piece in order]
+            if crew.schedule == "ready-first" and rank < len(crew.workers) - 1:
+                ready.add(worker)
+                limits[worker] = len(crew.workers) if rank == 0 else 0
+    count = plan.num_workers - plan.place.servers if program.copies == 1 else len(crews[0].workers)
+    workers = [
+        Worker(actions=tuple(sequences.get(w, ())), picks_ready=w in ready, live_limit=limits.get(w, 0))
+        for w in range(count)
+    ]
+    return program.with_workers(tuple(workers))
+
+
+def _with_servers(program: Program) -> Program:
+    plan = program.plan
+    if program.copies > 1 or not plan.place.servers:
+        return program
+    servers = []
+    for n in range(plan.place.servers):
+        pieces = [p for p in range(len(program.pieces)) if p % plan.place.servers == n]
+        actions = tuple(server_actions(program, pieces)) if plan.reduce.wire == "server" else ()
+        servers.append(Worker(actions=actions, picks_ready=plan.reduce.gate in ("lock", "bound")))
+    return program.with_workers((*program.workers, *servers))
+
+
+def _is_symmetric(plan: Plan, machine: Machine, devices: tuple[str, ...]) -> bool:
+    """Whether every pipeline has the same work, the same kinds of devices and the same links as the first."""
+    place, size = plan.place, plan.pipeline_size
+    copies = place.replicas * place.shards
+    if copies == 1 or place.cpu_replicas or plan.reduce.wire == "server" or plan.feed.kind in ("share", "mask"):
+        return False
+    if place.shards > 1 and place.replicas > 1 and not _wires_are_private(machine):
+        return False
+    rows = [devices[c * size : (c + 1) * size] for c in range(copies)]
+    found = [[machine.device(name) for name in row] for row in rows]
+    like = {tuple((d.kind, d.memory_bytes, d.reserved_bytes) for d in row) for row in found}
+    if len(like) > 1:
+        return False
+    pairs = [(a, b) for a in range(size) for b in range(size) if a != b and (abs(a - b) in (1, size - 1))]
+    for a, b in pairs:
+        routes = [machine.route(row[a], row[b]) for row in rows]
+        if len({(r.latency_s, r.bytes_per_s) for r in routes}) > 1:
+            return False
+        users = [sorted(sum(wire in other.wires for other in routes) for wire in r.wires) for r in routes]
+        if any(u != users[0] for u in users):
+            return False
+    return True
+
+
+def _wires_are_private(machine: Machine) -> bool:
+    return all("{source}" in wire and "{target}" in wire for link in machine.links for wire in link.wires)

@@ -1,0 +1,150 @@
+"""Crews: the workers that train one stream of microbatches together, and the devices they are on."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from pipedejavu.facts import Device, InputError, Machine, Profile
+from pipedejavu.plan import Plan
+from pipedejavu.program.schedule import SCHEDULES, Slot, warmed_up
+
+
+@dataclass(frozen=True, kw_only=True)
+class Crew:
+    """One pipeline, one CPU replica, or one whole replica."""
+
+    workers: tuple[int, ...]
+    replica: int
+    """Of its first direction; the second of a bidirectional place is the next."""
+    place: str
+    chunks: int
+    schedule: str
+    count: int = 0
+    """Microbatches of one update."""
+    offset: int = 0
+    """Of its first microbatch among all of an update."""
+    stage_replicas: tuple[int, ...] = ()
+
+    def home(self, rank: int, chunk: int) -> tuple[int, int]:
+        """Returns the (replica, stage) of a worker's chunk."""
+        p = len(self.workers)
+        if self.stage_replicas:
+            stage, lane = self._seat(rank)
+            return self.replica + lane, stage
+        if self.place == "bidirectional" and chunk == 1:
+            return self.replica + 1, p - 1 - rank
+        if self.place == "v" and chunk == 1:
+            return self.replica, 2 * p - 1 - rank
+        return self.replica, chunk * p + rank
+
+    def homes(self) -> dict[tuple[int, int], int]:
+        """Returns the worker of every (replica, stage)."""
+        places = ((rank, c) for rank in range(len(self.workers)) for c in range(self.chunks))
+        return {self.home(rank, c): self.workers[rank] for rank, c in places}
+
+    def slots(self, rank: int, count: int) -> Iterator[Slot]:
+        """Yields the worker's schedule for `count` microbatches."""
+        if not self.stage_replicas:
+            yield from SCHEDULES[self.schedule](rank, len(self.workers), self.chunks, count)
+            return
+        stage, lane = self._seat(rank)
+        seats = self.stage_replicas[stage]
+        ahead = -(-sum(self.stage_replicas[stage + 1 :]) // seats)
+        for kind, chunk, k in warmed_up(ahead, len(range(lane, count, seats))):
+            yield Slot(kind, chunk, lane + k * seats)
+
+    def _seat(self, rank: int) -> tuple[int, int]:
+        for stage, seats in enumerate(self.stage_replicas):
+            if rank < seats:
+                return stage, rank
+            rank -= seats
+        raise AssertionError("rank beyond the crew")
+
+
+def crews_of(plan: Plan) -> list[Crew]:
+    """Returns the crews of a plan: pipelines copy by copy, shard by shard, then CPU replicas."""
+    place, size = plan.place, plan.pipeline_size
+    ways = 2 if place.kind == "bidirectional" else max(place.stage_replicas or (1,))
+    chunks = place.chunks if place.kind == "loop" else {"linear": 1}.get(place.kind, 2)
+    crews = [
+        Crew(
+            workers=tuple(range(copy * size, (copy + 1) * size)),
+            replica=copy // place.shards * ways,
+            place=place.kind,
+            chunks=chunks,
+            schedule=plan.order.kind,
+            stage_replicas=place.stage_replicas or (),
+        )
+        for copy in range(place.replicas * place.shards)
+    ]
+    for n in range(place.cpu_replicas):
+        worker, stages = len(crews) * size + n, plan.num_stages or 1
+        replica = place.replicas * ways + n
+        crews.append(
+            Crew(workers=(worker,), replica=replica, place="loop", chunks=stages, schedule="step")
+        )
+    return crews
+
+
+def with_counts(crews: list[Crew], counts: list[int], shards: int) -> list[Crew]:
+    """Returns the crews with their part of an update's microbatches; shards of one crew share theirs."""
+    done, offset = [], 0
+    for index, (crew, count) in enumerate(zip(crews, counts, strict=True)):
+        done.append(replace(crew, count=count, offset=offset))
+        if (index + 1) % shards == 0:
+            offset += count
+    return done
+
+
+def assign_devices(plan: Plan, machine: Machine) -> tuple[str, ...]:
+    """Returns the device of every worker; raises InputError where the machine has too few."""
+    place = plan.place
+    num_trainers = plan.num_workers - place.cpu_replicas - place.servers
+    if place.devices is not None:
+        if len(place.devices) != plan.num_workers:
+            raise InputError(
+                f"the plan names {len(place.devices)} devices for {plan.num_workers} workers; name one for each"
+            )
+        return tuple(machine.device(name).name for name in place.devices)
+    gpus = [d.name for d in machine.devices if d.type == "gpu"]
+    cpus = [d.name for d in machine.devices if d.type == "cpu"]
+    order = gpus + cpus
+    if len(order) < num_trainers:
+        raise InputError(
+            f"the plan needs {num_trainers} devices to train on, machine '{machine.name}' has {len(order)};"
+            f" use {len(order)} workers or fewer, or a larger machine"
+        )
+    spare = [name for name in cpus if name not in order[:num_trainers]]
+    extra = place.cpu_replicas + place.servers
+    if extra and not spare:
+        raise InputError(
+            f"the plan needs a CPU beside its {num_trainers} workers for {place.cpu_replicas} CPU replicas and"
+            f" {place.servers} servers; machine '{machine.name}' has none to spare"
+        )
+    return (*order[:num_trainers], *(spare[n % len(spare)] for n in range(extra)))
+
+
+def share_counts(plan: Plan, profile: Profile, crews: list[Crew], devices: list[list[Device]]) -> list[int]:
+    """Divides an update's microbatches over the crews, by the plan's shares or by how fast each can go."""
+    total, samples = plan.feed.microbatches, plan.feed.samples
+    shares = plan.feed.shares
+    if shares is None:
+        rates = []
+        for crew_devices in devices:
+            parts = [
+                sum(_unit_time(profile, unit, device.kind, samples) for unit in range(len(profile.units)))
+                for device in crew_devices
+            ]
+            rates.append(sum(1 / part if part else 1.0 for part in parts))
+        shares = tuple(rate / sum(rates) for rate in rates)
+    if len(shares) != len(crews):
+        raise InputError(f"the plan has {len(shares)} shares for {len(crews)} replicas; give one for each")
+    whole = [int(total * share / sum(shares)) for share in shares]
+    by_rest = sorted(range(len(shares)), key=lambda i: whole[i] - total * shares[i] / sum(shares))
+    for index in by_rest[: total - sum(whole)]:
+        whole[index] += 1
+    return whole
+
+
+def _unit_time(profile: Profile, unit: int, kind: str, samples: int) -> float:
+    time = profile.time(profile.units[unit], kind)
+    return time.forward.at(samples) + time.backward.at(samples)

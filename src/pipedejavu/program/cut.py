@@ -1,0 +1,88 @@
+"""Cuts a profile's units into stages, and stages into the pieces that actions name."""
+
+from itertools import pairwise
+
+from pipedejavu.facts import Device, InputError, Profile
+from pipedejavu.plan import Plan
+from pipedejavu.program.program import Piece
+
+
+def balance(profile: Profile, devices: list[Device], samples: int) -> tuple[int, ...]:
+    """Returns bounds that make the slowest stage as fast as possible, stage k running on devices[k].
+
+    A dynamic program over (stages, units): best[u] is the least possible slowest stage when the stages so
+    far hold the first u units.
+    """
+    units, stages = len(profile.units), len(devices)
+    if stages > units:
+        raise InputError(
+            f"the plan has {stages} stages but profile '{profile.name}' has {units} units; use at most {units}"
+            " stages (fewer workers or chunks)"
+        )
+    if stages == units:
+        return tuple(range(1, units))
+    infinite = float("inf")
+    best = [0.0] + [infinite] * units
+    choices = []
+    for k, device in enumerate(devices):
+        total = [0.0]
+        for unit in profile.units:
+            time = profile.time(unit, device.kind)
+            total.append(total[-1] + time.forward.at(samples) + time.backward.at(samples))
+        new, choice = [infinite] * (units + 1), [0] * (units + 1)
+        for end in range(k + 1, units - (stages - 1 - k) + 1):
+            for start in range(end - 1, k - 1, -1):
+                slowest = max(best[start], total[end] - total[start])
+                if slowest < new[end]:
+                    new[end], choice[end] = slowest, start
+                if total[end] - total[start] > new[end]:
+                    break
+        best = new
+        choices.append(choice)
+    bounds, end = [], units
+    for choice in reversed(choices[1:]):
+        end = choice[end]
+        bounds.append(end)
+    return tuple(reversed(bounds))
+
+
+def cut_pieces(plan: Plan, profile: Profile, bounds: tuple[int, ...]) -> tuple[Piece, ...]:
+    """Returns the pieces of each stage: one, or several where the order is eager."""
+    count = len(profile.units)
+    ends = (0, *bounds, count)
+    if any(a >= b for a, b in pairwise(ends)):
+        raise InputError(f"cut bounds {list(bounds)} must rise strictly between 0 and the {count} units")
+    pieces = []
+    for stage, (start, end) in enumerate(pairwise(ends)):
+        runs = _runs(plan, profile, range(start, end))
+        for index, units in enumerate(runs):
+            last = index == len(runs) - 1
+            pieces.append(Piece(stage=stage, units=units, opens_stage=index == 0, closes_stage=last))
+    return tuple(pieces)
+
+
+def _runs(plan: Plan, profile: Profile, units: range) -> list[range]:
+    """Divides a stage's units into the runs that are reduced and updated together."""
+    if not plan.order.is_eager:
+        return [units]
+    if plan.cut.kind == "layout" or plan.keep.kind in ("host", "split", "zero-3"):
+        return [range(u, u + 1) for u in units]
+    runs, end, size_bytes = [], units.stop, 0
+    for unit in reversed(units):  # as gradients become final
+        size_bytes += profile.units[unit].gradient_bytes
+        if size_bytes >= plan.bucket_bytes:
+            runs.append(range(unit, end))
+            end, size_bytes = unit, 0
+    if end > units.start:
+        runs.append(range(units.start, end))
+    return runs[::-1]
+
+
+def piece_inputs(profile: Profile, pieces: tuple[Piece, ...]) -> tuple[tuple[int, ...], ...]:
+    """Returns, for each piece, the pieces that make what it reads."""
+    home = {unit: index for index, piece in enumerate(pieces) for unit in piece.units}
+    found: list[set[int]] = [set() for _ in pieces]
+    for source, target, _ in profile.links:
+        if home[source] != home[target]:
+            found[home[target]].add(home[source])
+    return tuple(tuple(sorted(f)) for f in found)

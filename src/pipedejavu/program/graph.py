@@ -1,0 +1,170 @@
+"""The graph of a program: its operations, and which must end before which can start.
+
+An operation is one action, or the actions of several workers that happen together: a SEND and its RECV, or
+the members of a collective. The n-th send of a channel meets the n-th receive, the n-th REDUCE of a group's
+member the n-th of the others. Edges come from the lanes and from the table of values; those that a lane's
+own order implies are left out.
+"""
+
+from dataclasses import dataclass, field
+
+from pipedejavu.program.action import Action
+from pipedejavu.program.program import Program
+from pipedejavu.program.value import Table, Value, name_of, resting_places, value_of
+
+_SENDS = frozenset(("SEND", "RECV"))
+_JOINT = frozenset(("SEND", "RECV", "REDUCE", "GATHER"))
+
+
+@dataclass
+class Graph:
+    """Operations by number; the fields are columns over them."""
+
+    program: Program
+    members: list[tuple[int, int]] = field(default_factory=list)
+    """The (worker, position) of an operation's first action."""
+    successors: list[list[int]] = field(default_factory=list)
+    num_before: list[int] = field(default_factory=list)
+    """How many edges end at each operation."""
+    of_action: list[list[int]] = field(default_factory=list)
+    """For each worker, the operation of each of its actions."""
+    joint: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
+    """The (worker, position) of all actions of an operation that has several members."""
+    faults: list[str] = field(default_factory=list)
+    """What is wrong with the reads and writes."""
+
+    def action(self, op: int) -> Action:
+        """Returns an operation's first action."""
+        worker, position = self.members[op]
+        return self.program.workers[worker].actions[position]
+
+    def edge(self, before: int, after: int) -> None:
+        """Adds an edge."""
+        self.successors[before].append(after)
+        self.num_before[after] += 1
+
+
+def build_graph(program: Program) -> Graph:
+    """Returns the graph of a program, whether or not it is legal; `verify` says what is wrong with it."""
+    graph = Graph(program)
+    _number(graph)
+    table, initial = Table(program), resting_places(program)
+    for worker in range(len(program.workers)):
+        _connect(graph, worker, table, initial)
+    return graph
+
+
+def _number(graph: Graph) -> None:
+    """Gives every action its operation; partners of a transfer or collective share one."""
+    meeting: dict[tuple[object, ...], int] = {}
+    members, joint = graph.members, graph.joint
+    for index, worker in enumerate(graph.program.workers):
+        counts: dict[str, int] = {}
+        ops = []
+        for position, a in enumerate(worker.actions):
+            kind, via = a[0], a[6]
+            if kind in _JOINT:
+                n = counts[via] = counts.get(via, -1) + 1
+                key: tuple[object, ...] = (via, n)
+                if kind in _SENDS:
+                    peer = int(via[1:])
+                    key = (index, peer, n) if kind == "SEND" else (peer, index, n)
+                op = meeting.setdefault(key, len(members))
+                joint.setdefault(op, []).append((index, position))
+            else:
+                op = len(members)
+            if op == len(members):
+                members.append((index, position))
+            ops.append(op)
+        graph.of_action.append(ops)
+    graph.successors = [[] for _ in members]
+    graph.num_before = [0] * len(members)
+
+
+def _connect(graph: Graph, index: int, table: Table, initial: tuple[str, ...]) -> None:
+    """Adds the edges of one worker's lanes and values."""
+    worker = graph.program.workers[index]
+    successors, num_before, ops = graph.successors, graph.num_before, graph.of_action[index]
+    present = _Present(graph, index, initial)
+    writers = present.writers
+    readers: dict[Value, list[int]] = {}  # of weights, from other lanes than compute
+    tails: dict[str, int] = {}
+    in_order: set[int] = set()  # operations of a compute lane that keeps its order
+    last_drop = -1
+    for position, a in enumerate(worker.actions):
+        kind, op, lane = a[0], ops[position], a.lane
+        on_compute = lane == "compute" and not worker.picks_ready
+        if on_compute:
+            in_order.add(op)
+        if on_compute or lane != "compute":
+            tail = tails.get(lane, -1)
+            if tail >= 0 and graph.members[op][0] == index:
+                successors[tail].append(op)
+                num_before[op] += 1
+            tails[lane] = op
+        reads, writes, adds = table(a, index)
+        for value in reads:
+            found = writers.get(value)
+            if found is None:
+                present.check_initial(a, value)
+                continue
+            for writer in found:
+                if not (on_compute and writer in in_order):
+                    successors[writer].append(op)
+                    num_before[op] += 1
+            if not on_compute and value[0] == "w":
+                readers.setdefault(value, []).append(op)
+        if kind == "DROP":
+            dropped = value_of(a)
+            for reader in readers.pop(dropped, ()):
+                graph.edge(reader, op)
+            present.remove(a, dropped)
+            last_drop = op
+        elif last_drop >= 0 and (kind == "FETCH" or (kind == "GATHER" and a.what == "w")):
+            graph.edge(last_drop, op)
+        for value in writes:
+            if value in writers and value not in reads:
+                present.fault(a, value, "writes {} a second time")
+            writers[value] = [op]
+        for value in adds:
+            before = writers.get(value)
+            if before is None or (on_compute and len(before) == 1 and before[0] in in_order):
+                writers[value] = [op]  # the lane's order implies the earlier ones
+            else:
+                before.append(op)
+            if value in present.read:
+                present.fault(a, value, "adds to {} after it was read")
+        if kind in _COLLECTS:
+            present.read.update(reads)
+        if kind == "OFFLOAD":
+            present.remove(a, reads[0])
+
+
+_COLLECTS = frozenset(("REDUCE", "UPDATE", "OFFLOAD", "SEND"))
+"""Kinds that take a sum as it is: nothing may be added to it later."""
+
+
+class _Present:
+    """What is there as a worker's sequence goes on, and what is wrong with what it reads and writes."""
+
+    def __init__(self, graph: Graph, worker: int, initial: tuple[str, ...]):
+        self.graph, self.worker, self.initial = graph, worker, initial
+        self.writers: dict[Value, list[int]] = {}
+        self.gone: set[Value] = set()
+        self.read: set[Value] = set()
+
+    def check_initial(self, a: Action, value: Value) -> None:
+        """Records a fault unless `value` is there from the beginning."""
+        what, _, _, index, place = value
+        if value in self.gone:
+            self.fault(a, value, "reads {}, which is gone by then")
+        elif what != "b" and not (what == "w" and index <= 0 and place in self.initial):
+            self.fault(a, value, "reads {}, which nothing before it wrote")
+
+    def remove(self, a: Action, value: Value) -> None:
+        if self.writers.pop(value, None) is None:
+            self.check_initial(a, value)
+        self.gone.add(value)
+
+    def fault(self, a: Action, value: Value, text: str) -> None:
+        self.graph.faults.append(f"worker {self.worker}: {a} " + text.format(name_of(value)))

@@ -1,0 +1,120 @@
+"""When each value is in memory: from the start of what writes it to the end of what reads it last.
+
+The same walk serves the verifier, with positions in the sequence as its clock, and the simulator, with
+predicted times.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from pipedejavu.program.program import Program
+from pipedejavu.program.size import Sizes
+from pipedejavu.program.value import Table, Value, resting_places, update_place, value_of
+
+CLASSES = {
+    "w": "weights",
+    "d": "gradients",
+    "s": "activations",
+    "x": "activations",
+    "g": "buffers",
+    "p": "buffers",
+    "c": "buffers",
+}
+
+
+class Stay(NamedTuple):
+    """One value's stay in a memory."""
+
+    birth: float
+    death: float
+    value: Value
+    size_bytes: float
+
+
+class Liveness:
+    """The walk over one program."""
+
+    def __init__(self, program: Program):
+        self.program, self.table, self.sizes = program, Table(program), Sizes(program)
+        self.initial = resting_places(program)
+        self.is_partial = 0 < program.plan.order.recompute < 1
+
+    def stays(self, worker: int, start: Sequence[float], end: Sequence[float], last: float) -> list[Stay]:
+        """Returns all stays on a worker whose k-th action runs from start[k] to end[k]; `last` ends all."""
+        live: dict[Value, list[float]] = {}  # birth, death, and when the recomputed part came
+        done: list[Stay] = []
+        index = -1 if self.program.plan.version.kind == "torn" else 0
+        for piece, replica in self.program.held(worker):
+            live |= {("w", piece, replica, index, place): [0.0, 0.0, 0.0] for place in self.initial}
+        for k, a in enumerate(self.program.workers[worker].actions):
+            kind, begins, ends = a[0], start[k], end[k]
+            reads, writes, adds = self.table(a, worker)
+            for value in reads:
+                stay = live.get(value)
+                if stay is not None:
+                    # An update in place takes over the memory of the version that it read.
+                    until = begins if kind == "UPDATE" and value[0] == "w" else ends
+                    if until > stay[1]:
+                        stay[1] = until
+            for value in writes + adds:
+                stay = live.get(value)
+                if stay is None:
+                    live[value] = [begins, ends, begins]
+                elif ends > stay[1]:
+                    stay[1] = ends
+            if kind == "R":
+                live[adds[0]][2] = begins
+            elif kind in ("DROP", "OFFLOAD"):
+                gone = value_of(a)
+                stay = live.pop(gone, None)
+                if stay is not None:
+                    self._finish(done, gone, stay[0], max(stay[1], ends), stay[2])
+        newest: dict[tuple[int, int, str], int] = {}
+        for what, piece, replica, index, place in live:
+            if what == "w":
+                newest[piece, replica, place] = max(index, newest.get((piece, replica, place), -1))
+        for value, (birth, death, recomputed) in live.items():
+            what, piece, replica, index, place = value
+            if what == "w" and index == newest[piece, replica, place]:
+                death = last
+            self._finish(done, value, birth, death, recomputed)
+        return done
+
+    def _finish(self, done: list[Stay], value: Value, birth: float, death: float, recomputed: float) -> None:
+        size = self.sizes.of(value)
+        if value[0] == "s" and self.is_partial:
+            kept = self.sizes.kept_saved(value[1])
+            done.append(Stay(birth, death, value, kept))
+            done.append(Stay(recomputed, death, value, size - kept))
+        elif size:
+            done.append(Stay(birth, death, value, size))
+
+    def fixed(self, worker: int) -> dict[tuple[str, str], float]:
+        """Returns the bytes that stay throughout, by (memory, class): optimizer state, a server's weights."""
+        sizes, keep = self.sizes, self.program.plan.keep.kind
+        found = {("device", "optimizer"): 0.0, ("host", "optimizer"): 0.0, ("device", "weights"): 0.0}
+        if keep != "server":
+            for piece, _ in self.program.held(worker):
+                place = update_place(self.program, piece)
+                parts = sizes.group_size(piece) if place == "shard" else 1
+                memory = "host" if place == "host" else "device"
+                found[memory, "optimizer"] += sizes.optimizer[piece] / parts
+        for piece in {a.piece for a in self.program.workers[worker].actions if a.via == "~server"}:
+            found["device", "weights"] += sizes.weights[piece]
+            found["device", "optimizer"] += sizes.optimizer[piece] if keep == "server" else 0.0
+        return found
+
+
+def count_versions(stays: list[Stay]) -> int:
+    """Returns the most versions of one piece's weights that are on the device at once."""
+    events: dict[tuple[int, int], list[tuple[float, int]]] = {}
+    for birth, death, (what, piece, replica, _, place), _ in stays:
+        if what == "w" and not place and death > birth:
+            events.setdefault((piece, replica), []).extend(((birth, 1), (death, -1)))
+    most = 0
+    for changes in events.values():
+        count = 0
+        for _, change in sorted(changes):
+            count += change
+            most = max(most, count)
+    return most

@@ -1,0 +1,91 @@
+"""How many bytes each value of a program has, and how many a transfer moves."""
+
+from functools import cached_property
+
+from pipedejavu.program.action import Action
+from pipedejavu.program.program import Program
+from pipedejavu.program.value import Value
+
+
+class Sizes:
+    """Sizes of one program's values, worked out once for each piece."""
+
+    def __init__(self, program: Program):
+        self.program, self.samples = program, program.plan.feed.samples
+        self.shards = program.plan.place.shards
+        units = program.profile.units
+        self.weights = [sum(units[u].parameter_bytes for u in p.units) / self.shards for p in program.pieces]
+        self.gradients = [sum(units[u].gradient_bytes for u in p.units) / self.shards for p in program.pieces]
+        self.optimizer = [sum(units[u].optimizer_bytes for u in p.units) / self.shards for p in program.pieces]
+        self.saved = [
+            sum(units[u].activation_bytes for u in p.units) * self.samples / self.shards for p in program.pieces
+        ]
+        self._cache: dict[tuple[str, int, str], float] = {}
+
+    @cached_property
+    def _edges(self) -> dict[tuple[int, int], dict[int, float]]:
+        """For each pair of pieces, the bytes of every unit's output that goes from one to the other."""
+        home = {unit: index for index, piece in enumerate(self.program.pieces) for unit in piece.units}
+        edges: dict[tuple[int, int], dict[int, float]] = {}
+        for source, target, size in self.program.profile.links:
+            if home[source] != home[target]:
+                between = edges.setdefault((home[source], home[target]), {})
+                between[source] = max(size, between.get(source, 0.0))
+        return edges
+
+    def outgoing(self, piece: int, targets: tuple[int, ...]) -> float:
+        """Bytes of a piece's output that the pieces `targets` read, for one microbatch."""
+        outputs: dict[int, float] = {}
+        for target in targets:
+            outputs |= self._edges.get((piece, target), {})
+        return sum(outputs.values()) * self.samples
+
+    def incoming(self, piece: int, sources: tuple[int, ...]) -> float:
+        """Bytes of the gradient that a piece hands to the pieces `sources`, for one microbatch."""
+        return sum(self.outgoing(source, (piece,)) for source in sources)
+
+    def of(self, value: Value) -> float:
+        """Bytes that a value takes on one worker."""
+        key = (value[0], value[1], value[4])
+        if key not in self._cache:
+            self._cache[key] = self._of(*key)
+        return self._cache[key]
+
+    def _of(self, what: str, piece: int, place: str) -> float:
+        parts = self.group_size(piece) if place == "shard" else 1
+        if what == "w" and self.program.plan.keep.kind == "shared":
+            parts = self.program.num_replicas
+        if what in "wpc":
+            return self.weights[piece] / parts
+        if what == "d":
+            return self.gradients[piece] / parts
+        if what == "s":
+            return self.saved[piece]
+        if what == "x":
+            return self.outgoing(piece, self.program.outputs[piece])
+        if what == "g":
+            return self.incoming(piece, self.program.inputs[piece])
+        return 0.0
+
+    def kept_saved(self, piece: int) -> float:
+        """Bytes of saved activations that stay from the forward on, where some are recomputed."""
+        return self.saved[piece] * (1 - self.program.plan.order.recompute)
+
+    def group_size(self, piece: int) -> int:
+        """How many workers divide a piece's state under a zero keep."""
+        group = self.program.groups.get(f"s{self.program.pieces[piece].stage}")
+        return len(group.workers) if group else 1
+
+    def moved(self, a: Action, worker: int) -> float:
+        """Bytes that a SEND, FETCH, OFFLOAD or collective of `worker` moves."""
+        if a.kind == "SEND" and a.what in "xg":
+            # Only what the other worker's pieces read of it.
+            there = self.program.pieces_on[a.peer]
+            if a.what == "x":
+                return self.outgoing(a.piece, tuple(p for p in self.program.outputs[a.piece] if p in there))
+            return self.incoming(a.piece, tuple(p for p in self.program.inputs[a.piece] if p in there))
+        if a.via.startswith("*tie"):
+            return self.program.profile.ties[int(a.via[4:].partition(".")[0])].size_bytes
+        if a.what == "n":
+            return 4.0
+        return self.of((a.what, a.piece, a.replica, 0, ""))

@@ -1,0 +1,251 @@
+"""The table of what each kind of action reads and writes.
+
+A value is (what, piece, replica, index, place): index is the microbatch of x, g, s and b and the version or
+update of the rest; place is '' for the worker's device, 'host' for its host's memory and 'shard' for the
+part that a group's member keeps. Activations and their gradients carry replica 0: a microbatch belongs to
+one replica, so its number says which. Verifier, simulator and engine all use this table and nothing else to
+know what depends on what.
+
+| kind    | reads                                | writes              | adds to |
+|---------|--------------------------------------|---------------------|---------|
+| F       | x of the pieces before, w            | x, s                |         |
+| R       | x of the pieces before, w (and g)    |                     | s       |
+| B       | s, g of the pieces after, w          | g                   | d       |
+| I       | s, g of the pieces after, w          | g                   |         |
+| W       | s, g of the pieces after             |                     | d       |
+| SEND    | the value                            |                     |         |
+| RECV    |                                      | the value           |         |
+| REDUCE  | the value (n: all d)                 | the value           |         |
+| GATHER  | the value (w: its shard)             | the value           |         |
+| OFFLOAD | the value                            | it on the host      |         |
+| FETCH   | the value on the host                | the value           |         |
+| UPDATE  | d, w of the version before, n        | w                   | p, c    |
+| DROP    |                                      |                     |         |
+| EVAL    | d, w                                 | e                   |         |
+
+What is added to has many writers; a reader waits for all that stand before it.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from pipedejavu.program.action import Action
+from pipedejavu.program.program import Program
+
+Value = tuple[str, int, int, int, str]
+
+OF_MICROBATCH = frozenset("xgsb")
+"""Whats whose index is a microbatch."""
+
+
+class Effects(NamedTuple):
+    """What an action reads, writes and adds to."""
+
+    reads: tuple[Value, ...]
+    writes: tuple[Value, ...] = ()
+    adds: tuple[Value, ...] = ()
+
+
+class Table:
+    """The table, for one program."""
+
+    def __init__(self, program: Program):
+        plan = program.plan
+        self.inputs, self.outputs = program.inputs, program.outputs
+        self.update_size = program.update_size
+        self.keeps_saved = plan.order.recompute < 1
+        self.recompute_waits = not plan.order.recomputes_early
+        self.prefetches_data = plan.prefetches_data
+        self.clip_delay = {"none": None, "global": 0, "delayed": 1}[plan.reduce.clip]
+        self.scatters_gradient = plan.keep.kind in ("zero-2", "zero-3")
+        self.waves = _Waves(program) if plan.reduce.gate == "bound" else None
+        self.elastic = plan.reduce.combiner == "elastic"
+        self.in_turn = plan.reduce.gate == "round-robin"
+        self.scores = plan.reduce.combiner == "score-trim"
+        self.num_replicas = program.num_replicas
+        self.program = program
+        self.update_places = [update_place(program, piece) for piece in range(len(program.pieces))]
+        self._rows: dict[str, Callable[[Action, int], Effects]] = {
+            "F": self._forward,
+            "R": self._recompute,
+            "B": self._backward,
+            "I": self._input_half,
+            "W": self._weight_half,
+            "SEND": lambda a, _: Effects((value_of(a),)),
+            "RECV": lambda a, _: Effects((), (value_of(a),)),
+            "REDUCE": self._reduce,
+            "GATHER": lambda a, _: Effects((value_of(a, "shard" if a.what == "w" else ""),), (value_of(a),)),
+            "OFFLOAD": lambda a, _: Effects((value_of(a),), (value_of(a, "host"),)),
+            "FETCH": lambda a, _: Effects((value_of(a, "host"),), (value_of(a),)),
+            "UPDATE": self._update,
+            "DROP": lambda *_: Effects(()),
+            "EVAL": self._eval,
+        }
+
+    def __call__(self, action: Action, worker: int) -> Effects:
+        """Returns what `action` of `worker` reads and writes."""
+        return self._rows[action[0]](action, worker)
+
+    def _forward(self, a: Action, _worker: int) -> Effects:
+        _, piece, replica, i, version, _, _ = a
+        x = ("x", piece, 0, i, "")
+        weights = ("w", piece, replica, version, "")
+        inputs = self.inputs[piece]
+        if len(inputs) == 1:
+            reads: tuple[Value, ...] = (("x", inputs[0], 0, i, ""), weights)
+        elif inputs or not self.prefetches_data:
+            reads = (*(("x", before, 0, i, "") for before in inputs), weights)
+        else:
+            reads = (("b", piece, 0, i, ""), weights)
+        return Effects(reads, (x, ("s", piece, 0, i, "")) if self.keeps_saved else (x,))
+
+    def _recompute(self, a: Action, _worker: int) -> Effects:
+        _, piece, replica, i, version, _, _ = a
+        reads = (*(("x", before, 0, i, "") for before in self.inputs[piece]), ("w", piece, replica, version, ""))
+        if self.recompute_waits:
+            reads += tuple(("g", after, 0, i, "") for after in self.outputs[piece])
+        return Effects(reads, (), (("s", piece, 0, i, ""),))
+
+    def _backward(self, a: Action, worker: int) -> Effects:
+        reads, writes, _ = self._input_half(a, worker)
+        return Effects(reads, writes, (("d", a[1], a[2], a[3] // self.update_size, ""),))
+
+    def _input_half(self, a: Action, _worker: int) -> Effects:
+        _, piece, replica, i, version, _, _ = a
+        saved, weights = ("s", piece, 0, i, ""), ("w", piece, replica, version, "")
+        outputs = self.outputs[piece]
+        if len(outputs) == 1:
+            reads: tuple[Value, ...] = (saved, ("g", outputs[0], 0, i, ""), weights)
+        else:
+            reads = (saved, *(("g", after, 0, i, "") for after in outputs), weights)
+        return Effects(reads, (("g", piece, 0, i, ""),) if self.inputs[piece] else ())
+
+    def _weight_half(self, a: Action, _worker: int) -> Effects:
+        _, piece, replica, i, _, _, _ = a
+        reads = (("s", piece, 0, i, ""), *(("g", after, 0, i, "") for after in self.outputs[piece]))
+        return Effects(reads, (), (("d", piece, replica, i // self.update_size, ""),))
+
+    def _reduce(self, a: Action, worker: int) -> Effects:
+        value = value_of(a)
+        if a.what == "n":
+            held = self.program.held(worker)
+            return Effects(tuple(self._gradient(p, q, a.version) for p, q in held), (value,))
+        if a.via.startswith("*tie"):
+            tied = self.program.tied_pieces[int(a.via[4:].partition(".")[0])]
+            values = tuple(
+                ("d", p, q, a.version, "") for p, q in self.program.held(worker) if p in tied and q == a.replica
+            )
+            return Effects(values, values)
+        if a.what == "d" and self.scatters_gradient:
+            return Effects((value,), (value_of(a, "shard"),))
+        return Effects((value,), (value,))
+
+    def _gradient(self, piece: int, replica: int, update: int) -> Value:
+        """The gradient where the piece's update finds it."""
+        place = self.update_places[piece]
+        return ("d", piece, replica, update, place if place == "host" or self.scatters_gradient else "")
+
+    def _update(self, a: Action, _worker: int) -> Effects:
+        _, piece, replica, _, version, _, via = a
+        update, center = version - 1, self.num_replicas
+        place = "" if via in ("", "~server", "~shared") else via[1:]
+        weights, base = ("w", piece, replica, version, place), ("w", piece, replica, update, place)
+        if via == "~shared":
+            return Effects((("d", piece, replica, update, ""),), ())
+        if via == "~server":
+            return self._server_update(piece, replica, version)
+        reads: tuple[Value, ...] = (self._gradient(piece, replica, update), base)
+        if self.clip_delay is not None and update >= self.clip_delay:
+            reads += (("n", 0, 0, update - self.clip_delay, ""),)
+        if self.elastic:
+            turn = update * self.num_replicas + replica if self.in_turn else update
+            reads += (("w", piece, center, turn, ""),)
+        if self.waves:
+            reads += self.waves.pull(piece, version)
+            return Effects(reads, (weights,), (("p", piece, replica, self.waves.of(update), ""),))
+        return Effects(reads, (weights,))
+
+    def _server_update(self, piece: int, replica: int, version: int) -> Effects:
+        """An update on the server: of one push, of a barrier's pushes, of the elastic centre or of a wave."""
+        update, center, members = version - 1, self.num_replicas, range(self.num_replicas)
+        weights = ("w", piece, replica, version, "")
+        if self.elastic:
+            base = ("w", piece, center, update, "")
+            if self.in_turn:
+                pulls: tuple[Value, ...] = (("w", piece, update % center, update // center, ""),)
+            else:
+                pulls = tuple(("w", piece, q, update, "") for q in members)
+            return Effects((base, *pulls), (weights,))
+        if self.waves:
+            push = ("p", piece, update % center, update // center, "")
+            return Effects((push,), (), (("c", piece, 0, update // center, ""),))
+        if self.scores:
+            reads = tuple((what, piece, q, update, "") for q in members for what in "de")
+            return Effects(
+                (*reads, ("w", piece, 0, update, "")), tuple(("w", piece, q, version, "") for q in members)
+            )
+        return Effects((("d", piece, replica, update, ""),), (weights,))
+
+    def _eval(self, a: Action, _worker: int) -> Effects:
+        _, piece, replica, _, version, _, _ = a
+        reads = (("d", piece, replica, version, ""), ("w", piece, 0, version, ""))
+        return Effects(reads, (("e", piece, replica, version, ""),))
+
+
+class _Waves:
+    """HetPipe's waves: as many local updates as a pipeline has workers, pushed together.
+
+    Minibatch (c + 2)·n, n in a wave, may only start with weights that hold every member's waves up to c − D.
+    On stage s it reads local version (c + 2)·n − (n − 1 − s), so that version's update takes the pull.
+    """
+
+    def __init__(self, program: Program):
+        self.size = program.plan.place.workers
+        self.bound = program.plan.reduce.bound
+        self.stages = [piece.stage for piece in program.pieces]
+
+    def of(self, update: int) -> int:
+        return update // self.size
+
+    def pull(self, piece: int, version: int) -> tuple[Value, ...]:
+        first, n = version + (self.size - 1 - self.stages[piece]), self.size
+        wave = first // n - 2 - self.bound
+        return (("c", piece, 0, wave, ""),) if first % n == 0 and wave >= 0 else ()
+
+
+def value_of(a: Action, place: str = "") -> Value:
+    """Returns the value that a transfer, collective or drop names."""
+    if a.what in OF_MICROBATCH:
+        return (a.what, a.piece, 0, a.microbatch, place)
+    return (a.what, a.piece, a.replica, a.version, place)
+
+
+def name_of(value: Value) -> str:
+    """Prints a value for people: 'x2.5', 'w2/1@0 on the host'."""
+    what, piece, replica, index, place = value
+    text = f"{what}{piece}" + (f"/{replica}" if replica else "")
+    text += f".{index}" if what in OF_MICROBATCH else f"@{index}"
+    return text + {"": "", "host": " on the host", "shard": " as a shard"}[place]
+
+
+def resting_places(program: Program) -> tuple[str, ...]:
+    """Returns the places where weights are before the first action."""
+    kind = program.plan.keep.kind
+    if kind.startswith("zero") and update_place(program, 0) == "":
+        return ("",)  # nobody to divide with
+    return {"host": ("host",), "split": ("", "host"), "zero-3": ("shard",)}.get(
+        kind, ("", "shard") if kind.startswith("zero") else ("",)
+    )
+
+
+def update_place(program: Program, piece: int) -> str:
+    """Returns where a piece's optimizer state rests and its update runs: '', 'host' or 'shard'."""
+    keep = program.plan.keep
+    if keep.kind == "split":
+        stage = program.pieces[piece].stage
+        first = next(i for i, p in enumerate(program.pieces) if p.stage == stage)
+        return "host" if piece - first >= keep.device_pieces else ""
+    if keep.kind == "host":
+        return "host"
+    has_group = f"s{program.pieces[piece].stage}" in program.groups
+    return "shard" if keep.kind.startswith("zero") and has_group else ""

@@ -1,0 +1,148 @@
+"""What the page's scripts draw, as plain data: bars by worker and lane, and curves of memory.
+
+Decides what is drawn (which bars, how many points), never how it looks.
+"""
+
+from itertools import groupby
+from operator import attrgetter
+from typing import Any
+
+from pipedejavu.facts import MEMORY_CLASSES, MemoryCurve, Span, Timeline, WorkerSummary
+from pipedejavu.report.label import KINDS, Label, describe, parse_label
+from pipedejavu.report.lane import COMPUTE, is_network, sort_lanes
+
+MAX_BARS = 20_000
+"""A browser still zooms smoothly over this many."""
+
+_MAX_POINTS = 20_000
+_MAX_CURVE_POINTS = 2_000
+_NUM_SHADES = 4
+
+
+def chart_data(timeline: Timeline, max_bars: int = MAX_BARS) -> dict[str, Any]:
+    """Returns the data of both charts; beyond `max_bars`, the bars that start first are kept."""
+    spans = sorted((s for s in timeline.spans() if s.end_s > s.start_s), key=attrgetter("start_s"))
+    drawn = spans[:max_bars]
+    labels = {action: parse_label(action) for action in {s.action for s in drawn}}
+    end_s = max([timeline.makespan_s, *timeline.end_s])
+    kinds = {label.kind for label in labels.values()}
+    return {
+        "span_s": end_s or 1.0,
+        "drawn_s": end_s if len(drawn) == len(spans) else drawn[-1].start_s,
+        "num_drawn": len(drawn),
+        "num_actions": len(spans),
+        "kinds": [[k, KINDS[k]] for k in KINDS if k in kinds]
+        + [[k, "other"] for k in sorted(kinds - set(KINDS))],
+        "words": {action: describe(label) for action, label in labels.items()},
+        "workers": _workers(timeline, drawn, labels),
+        "classes": _classes(timeline),
+        "memory": _memory(timeline),
+    }
+
+
+def worker_name(number: int) -> str:
+    """Names a worker the same way everywhere on the page."""
+    return f"Worker {number}"
+
+
+def _workers(timeline: Timeline, spans: list[Span], labels: dict[str, Label]) -> list[dict[str, Any]]:
+    summaries: dict[int, WorkerSummary] = {w.worker: w for w in timeline.workers}
+    by_worker = {
+        number: list(group)
+        for number, group in groupby(sorted(spans, key=attrgetter("worker")), key=attrgetter("worker"))
+    }
+    found = []
+    for number in sorted(summaries.keys() | by_worker.keys()):
+        summary = summaries.get(number)
+        own = by_worker.get(number, [])
+        shades = _shades(own, labels)
+        lanes = {COMPUTE} | {s.lane for s in own}
+        found.append(
+            {
+                "name": worker_name(number),
+                "device": summary.device if summary else "",
+                "copies": summary.copies if summary else 1,
+                "num_shades": len(set(shades.values())),
+                "lanes": [
+                    {
+                        "name": lane,
+                        "role": "compute" if lane == COMPUTE else "net" if is_network(lane) else "local",
+                        "bars": [_bar(s, labels[s.action], shades) for s in own if s.lane == lane],
+                    }
+                    for lane in sort_lanes(lanes)
+                ],
+            }
+        )
+    return found
+
+
+def _shades(spans: list[Span], labels: dict[str, Label]) -> dict[tuple[int, int], int]:
+    """Gives neighbouring (replica, piece) pairs of one worker different shades."""
+    computed = [labels[s.action] for s in spans if s.lane == COMPUTE]
+    pairs = {(x.replica or 0, x.piece) for x in computed if x.piece is not None}
+    return {pair: rank % _NUM_SHADES for rank, pair in enumerate(sorted(pairs))}
+
+
+def _bar(span: Span, label: Label, shades: dict[tuple[int, int], int]) -> list[Any]:
+    """One bar as [action, kind, start_s, end_s, text inside, shade]."""
+    inside = label.kind if label.microbatch is None else str(label.microbatch)
+    shade = shades.get((label.replica or 0, label.piece if label.piece is not None else -1), 0)
+    return [span.action, label.kind, _short(span.start_s), _short(span.end_s), inside, shade]
+
+
+def _classes(timeline: Timeline) -> list[str]:
+    """Lists the memory classes that are ever in use, known ones first."""
+    curves = [c for w in timeline.workers for c in w.memory]
+    used = {name for c in curves for name, sizes in c.classes.items() if any(sizes)}
+    return [c for c in MEMORY_CLASSES if c in used] + sorted(used - set(MEMORY_CLASSES))
+
+
+def _memory(timeline: Timeline) -> list[dict[str, Any]]:
+    """Returns the curves that are not zero throughout, those nearest to their capacity first."""
+    pairs = [
+        (w, curve)
+        for w in timeline.workers
+        for curve in w.memory
+        if any(any(sizes) for sizes in curve.classes.values())
+    ]
+    if len({w.worker for w, _ in pairs}) > 8:
+        pairs.sort(key=lambda pair: -_fullness(pair[1]))
+    num_points = min(_MAX_CURVE_POINTS, max(100, _MAX_POINTS // max(1, len(pairs))))
+    return [_curve(w, curve, num_points) for w, curve in pairs]
+
+
+def _fullness(curve: MemoryCurve) -> float:
+    return curve.peak_bytes / curve.capacity_bytes if curve.capacity_bytes else curve.peak_bytes
+
+
+def _curve(worker: WorkerSummary, curve: MemoryCurve, num_points: int) -> dict[str, Any]:
+    totals = [sum(sizes) for sizes in zip(*curve.classes.values(), strict=True)]
+    kept = _thin(totals, num_points)
+    peak = max(range(len(totals)), key=totals.__getitem__)
+    return {
+        "worker": worker_name(worker.worker),
+        "number": worker.worker,
+        "device": worker.device,
+        "memory": curve.memory,
+        "capacity": curve.capacity_bytes,
+        "peak": max(curve.peak_bytes, totals[peak]),
+        "peak_s": curve.times_s[peak],
+        "times": [_short(curve.times_s[i]) for i in kept],
+        "sizes": {
+            name: [round(sizes[i]) for i in kept] for name, sizes in curve.classes.items() if any(sizes)
+        },
+    }
+
+
+def _thin(totals: list[float], num_points: int) -> list[int]:
+    """Picks at most about `num_points` indices: of each stretch the fullest moment, so that peaks stay."""
+    if len(totals) <= num_points:
+        return list(range(len(totals)))
+    starts = range(0, len(totals), -(-len(totals) // num_points))
+    picked = {max(range(a, min(a + starts.step, len(totals))), key=totals.__getitem__) for a in starts}
+    return sorted({0, *picked, len(totals) - 1})
+
+
+def _short(time_s: float) -> float:
+    """Drops digits that no screen can show, to keep the page small."""
+    return float(f"{time_s:.9g}")

@@ -1,0 +1,115 @@
+"""One self-contained HTML page about a timeline: assembled here, drawn by the scripts beside this file.
+
+Everything that is text is written, and escaped, here; the charts travel as JSON. The page asks for nothing
+from outside, and its content policy forbids any script but its own.
+"""
+
+import base64
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from html import escape
+from importlib import resources
+from string import Template
+from typing import Any
+
+from pipedejavu.facts import Timeline, format_bytes, format_seconds
+from pipedejavu.report.chart import chart_data, worker_name
+from pipedejavu.report.table import Cell, render_table, worker_table
+
+_SCRIPTS = ("page.js", "format.js", "view.js", "panel.js", "tip.js", "gantt.js", "memory.js")
+
+
+def render_html(
+    timeline: Timeline,
+    title: str,
+    axes: Mapping[str, str],
+    decisions: Sequence[tuple[str, str, str]] = (),
+    notes: Sequence[str] = (),
+) -> str:
+    """Returns the page; `axes` maps each axis to its value, `decisions` are (axis, choice, reason)."""
+    style = _read("page.css")
+    script = "".join(_read(name) for name in _SCRIPTS)
+    return Template(_read("page.html")).substitute(
+        title=escape(title),
+        policy=escape(_policy(style, script)),
+        style=style,
+        script=script,
+        figures=_figures(timeline),
+        notes="".join(f'<p class="note">{escape(note)}</p>' for note in notes),
+        workers=worker_table(timeline),
+        plan=_plan(axes, decisions),
+        data=_embed(chart_data(timeline)),
+    )
+
+
+def _read(name: str) -> str:
+    return resources.files(__package__).joinpath(name).read_text(encoding="utf-8")
+
+
+def _policy(style: str, script: str) -> str:
+    """Allows exactly this style and this script, and no request at all."""
+
+    def source(text: str) -> str:
+        digest = base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+        return f"'sha256-{digest}'"
+
+    return f"default-src 'none'; img-src data:; style-src {source(style)}; script-src {source(script)}"
+
+
+def _embed(data: dict[str, Any]) -> str:
+    """Returns JSON that is safe inside a script element: no '<' can end it or open a comment."""
+    return json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
+
+
+def _figures(timeline: Timeline) -> str:
+    num_workers = sum(w.copies for w in timeline.workers)
+    shown = (
+        "all shown" if num_workers == len(timeline.workers) else f"{len(timeline.workers)} shown, with copies"
+    )
+    return "".join(
+        (
+            _figure("Makespan", format_seconds(timeline.makespan_s), timeline.origin),
+            _figure("Bubble", f"{timeline.bubble_fraction:.1%}", "of compute lanes is idle"),
+            _peak_figure(timeline),
+            _figure("Workers", f"{num_workers}", shown),
+        )
+    )
+
+
+def _peak_figure(timeline: Timeline) -> str:
+    name = "Highest peak memory"
+    fullest = max(timeline.workers, key=lambda w: w.peak_bytes, default=None)
+    if fullest is None or not fullest.peak_bytes:
+        return _figure(name, "–", "not known")
+    peak, where = format_bytes(fullest.peak_bytes), worker_name(fullest.worker)
+    capacity = next((c.capacity_bytes for c in fullest.memory if c.memory == "device"), 0)
+    if not capacity:
+        return _figure(name, peak, where)
+    share = f"{where}, {fullest.peak_bytes / capacity:.0%} of {format_bytes(capacity)}"
+    return _figure(name, peak, share, is_over=fullest.peak_bytes > capacity)
+
+
+def _figure(name: str, value: str, aside: str, *, is_over: bool = False) -> str:
+    style = ' class="over"' if is_over else ""
+    text = f"{escape(value)}<small{style}>{escape(aside)}</small>"
+    return f"<div><dt>{escape(name)}</dt><dd{style}>{text}</dd></div>"
+
+
+def _plan(axes: Mapping[str, str], decisions: Sequence[tuple[str, str, str]]) -> str:
+    sections = []
+    if axes:
+        rows = [[Cell(axis, head=True), Cell(value)] for axis, value in axes.items()]
+        sections.append(_section("plan", "Plan", render_table(("Axis", "Value"), rows, "pairs")))
+    if decisions:
+        rows = [[Cell(axis, head=True), Cell(choice), Cell(reason)] for axis, choice, reason in decisions]
+        table = render_table(("Axis", "Choice", "Reason"), rows, "reasons")
+        sections.append(_section("decisions", "Decisions", table))
+    return f'<div class="columns">{"".join(sections)}</div>' if sections else ""
+
+
+def _section(name: str, title: str, content: str) -> str:
+    return (
+        f'<section id="{name}" aria-labelledby="{name}-title">'
+        f'<div class="heading"><h2 id="{name}-title">{title}</h2></div>{content}</section>'
+    )
