@@ -89,9 +89,7 @@ def build_timeline(num_stages: int, num_microbatches: int, copies: int = 1) -> T
     return timeline_of(spans, tuple(workers), bubble_fraction=1 - busy / (makespan_s * num_stages))
 
 
-def timeline_of(
-    spans: list[Span], workers: tuple[WorkerSummary, ...] = (), bubble_fraction: float = 0.0
-) -> Timeline:
+def timeline_of(spans: list[Span], workers: tuple[WorkerSummary, ...] = (), bubble_fraction: float = 0.0) -> Timeline:
     columns = list(zip(*spans, strict=True)) or [()] * 5
     return Timeline(
         origin="predicted",

@@ -39,9 +39,7 @@ class Page(HTMLParser):
 
 
 def test_the_page_shows_the_key_figures_the_axes_and_the_reasons(pipeline: Make) -> None:
-    text = render_html(
-        pipeline(4, 8, copies=3), "my run", AXES, [("order", "1f1b", "least memory")], ["a note"]
-    )
+    text = render_html(pipeline(4, 8, copies=3), "my run", AXES, [("order", "1f1b", "least memory")], ["a note"])
     for expected in ("my run", "39.9 ms", "38.6%", "3.2 GiB", "81% of 4.0 GiB", "4 shown, with copies"):
         assert expected in text
     for expected in (

@@ -1,5 +1,6 @@
 """Frozen records of what is known; imports nothing of the project and never torch."""
 
+from pipedejavu.facts.collector import paused_collector
 from pipedejavu.facts.error import FaultsError, InputError, nearest
 from pipedejavu.facts.machine import Device, Host, Link, Machine, Overlap, Route
 from pipedejavu.facts.profile import Cost, Edge, Profile, Tie, Unit, UnitTime
@@ -32,6 +33,7 @@ __all__ = [
     "format_bytes",
     "format_seconds",
     "nearest",
+    "paused_collector",
     "read_file",
     "write_file",
 ]

@@ -87,13 +87,12 @@ class Machine(Record):
             if d.host not in set(hosts)
         ]
         for index, link in enumerate(self.links):
+            faults += [f"links[{index}].wires: {fault}" for fault in _wire_faults(link)]
             for end, pattern in (("source", link.source), ("target", link.target)):
                 if not any(fnmatchcase(n, pattern) for n in names):
-                    faults.append(
-                        f"links[{index}].{end} '{pattern}' matches no device{nearest(pattern, names)}"
-                    )
+                    faults.append(f"links[{index}].{end} '{pattern}' matches no device{nearest(pattern, names)}")
         if faults:
-            raise ValueError("; ".join(faults))
+            raise ValueError("\n".join(faults))
         return self
 
     @cached_property
@@ -142,3 +141,16 @@ class Machine(Record):
         raise InputError(
             f"machine '{self.name}' has no link from '{source.name}' to '{target.name}'; add one to its links"
         )
+
+
+_ENDS = ("source", "target", "source_host", "target_host")
+
+
+def _wire_faults(link: Link) -> list[str]:
+    faults = []
+    for wire in link.wires:
+        try:
+            wire.format_map(dict.fromkeys(_ENDS, ""))
+        except (KeyError, ValueError, IndexError, AttributeError):
+            faults.append(f"'{wire}' may hold only {{{'}, {'.join(_ENDS)}}}")
+    return faults

@@ -84,9 +84,7 @@ class Profile(Record):
         ends = [(f"edges[{i}]", n) for i, e in enumerate(self.edges or ()) for n in (e.source, e.target)]
         ends += [(f"ties[{i}]", n) for i, t in enumerate(self.ties) for n in t.units]
         faults += [
-            f"{where} names unit '{n}', which is missing{nearest(n, names)}"
-            for where, n in ends
-            if n not in position
+            f"{where} names unit '{n}', which is missing{nearest(n, names)}" for where, n in ends if n not in position
         ]
         faults += [
             f"edges[{i}] goes from '{e.source}' back to '{e.target}'; list units in an order where edges go forward"
@@ -94,7 +92,7 @@ class Profile(Record):
             if position.get(e.source, -1) >= position.get(e.target, len(names))
         ]
         if faults:
-            raise ValueError("; ".join(faults))
+            raise ValueError("\n".join(faults))
         return self
 
     @cached_property

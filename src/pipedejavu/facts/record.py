@@ -10,7 +10,10 @@ from pipedejavu.facts.error import FaultsError, InputError, nearest
 
 
 class Record(BaseModel):
-    """A frozen, keyword-only record that refuses unknown keys and loose types."""
+    """A frozen, keyword-only record that refuses unknown keys and loose types.
+
+    A validator that finds several faults raises ValueError with one on each line.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
@@ -25,7 +28,8 @@ class Record(BaseModel):
         try:
             return cls.model_validate_json(text)
         except ValidationError as error:
-            faults = [_describe(cls, detail) for detail in error.errors()]
+            details = [d for d in error.errors() if d["type"] != "too_short" or not d["input"]]
+            faults = [fault for detail in details for fault in _describe(cls, detail).split("\n")]
             raise FaultsError(subject, faults) from None
 
     @classmethod
@@ -82,16 +86,12 @@ def _describe(record: type[BaseModel], detail: ErrorDetails) -> str:
 
 def _record_at(record: type[BaseModel], loc: tuple[int | str, ...]) -> type[BaseModel] | None:
     """Finds the record type that the path `loc` leads to inside `record`."""
-    found: Any = record
+    found: type[BaseModel] | None = record
     for part in loc:
-        if isinstance(found, type) and issubclass(found, BaseModel):
-            field = found.model_fields.get(str(part))
-            found = field.annotation if field else None
-        else:  # a container: its records are among the type's arguments
-            found = next((a for a in _flatten(found) if isinstance(a, type) and issubclass(a, BaseModel)), None)
-            continue
-    if not (isinstance(found, type) and issubclass(found, BaseModel)):
-        found = next((a for a in _flatten(found) if isinstance(a, type) and issubclass(a, BaseModel)), None)
+        field = found.model_fields.get(str(part)) if found and isinstance(part, str) else None
+        if field:
+            leaves = _flatten(field.annotation)
+            found = next((a for a in leaves if isinstance(a, type) and issubclass(a, BaseModel)), None)
     return found
 
 

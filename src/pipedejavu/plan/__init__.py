@@ -2,10 +2,12 @@
 
 from pipedejavu.plan.axis import Cut, Feed, Keep, Layout, Order, Place, Reduce, Version
 from pipedejavu.plan.plan import AXES, Decision, Plan
-from pipedejavu.plan.preset import Preset, preset, presets
+from pipedejavu.plan.preset import Preset, preset, presets, sized
+from pipedejavu.plan.rule import RULES, Rule, check_plan
 
 __all__ = [
     "AXES",
+    "RULES",
     "Cut",
     "Decision",
     "Feed",
@@ -16,7 +18,10 @@ __all__ = [
     "Plan",
     "Preset",
     "Reduce",
+    "Rule",
     "Version",
+    "check_plan",
     "preset",
     "presets",
+    "sized",
 ]

@@ -169,7 +169,7 @@ class Keep(Record):
     """Of `zero-3`: gathered weights stay until the last backward pass of the batch."""
 
     def __str__(self) -> str:
-        text = self.kind
+        text: str = self.kind
         if self.kind == "host":
             text += f"({self.window})"
         if self.kind == "split":

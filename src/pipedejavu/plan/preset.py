@@ -30,34 +30,45 @@ class Preset(Record):
         samples: int | None = None,
     ) -> Plan:
         """Returns the plan at a given size; what is not given keeps the preset's value."""
-        place, feed, plan = self.plan.place, self.plan.feed, self.plan
+        plan, place, feed = self.plan, self.plan.place, self.plan.feed
         sizes = {"workers": workers, "microbatches": microbatches, "replicas": replicas, "steps": steps}
-        for what, number in sizes.items():
+        for what, number in {**sizes, "samples": samples}.items():
             if number is not None and number < 1:
-                raise InputError(f"{what} must be 1 or more, not {number}")
-        if workers is not None:
-            if self.grows == "none" and workers != 1:
-                raise InputError(f"preset '{plan.name}' trains on one worker, not {workers}; leave --workers out")
-            if self.grows != "none":
-                place = place.but(**{self.grows: workers})
+                raise InputError(f"the number of {what} must be 1 or more, not {number}")
+        if workers is not None and self.grows != "none":
+            place = place.but(**{self.grows: workers})
+        elif workers is not None and workers != 1:
+            raise InputError(
+                f"preset '{plan.name}' trains on one worker, not {workers}; leave the number of workers out"
+            )
         if replicas is not None:
             place = place.but(replicas=replicas)
-        count = microbatches or 8
-        if self.per_update:
-            if count % self.per_update:
-                raise InputError(
-                    f"preset '{plan.name}' updates every {self.per_update} microbatches, which does not divide"
-                    f" {count}; use a multiple of {self.per_update}"
-                )
-            feed = feed.but(microbatches=self.per_update)
-            steps = count // self.per_update * (steps or 1)
-        else:
-            feed = feed.but(microbatches=count)
         if feed.budgets:
             feed = feed.but(budgets=tuple(feed.budgets[i % len(feed.budgets)] for i in range(place.replicas)))
         if samples is not None:
             feed = feed.but(samples=samples)
-        return plan.but(place=place, feed=feed, steps=steps or plan.steps)
+        updates = plan.steps if steps is None else steps
+        if microbatches is not None and self.per_update is None:
+            feed = feed.but(microbatches=microbatches)
+        elif microbatches is not None and self.per_update is not None:
+            if microbatches % self.per_update:
+                raise InputError(
+                    f"preset '{plan.name}' updates every {self.per_update} microbatches; {microbatches} is not a"
+                    f" multiple of {self.per_update}"
+                )
+            updates = microbatches // self.per_update * (steps or 1)
+        return plan.but(place=place, feed=feed, steps=updates)
+
+
+def sized(plan: Plan) -> Preset:
+    """Returns a user's own plan as a preset, so that it can be taken at another size."""
+    grows: Literal["workers", "replicas", "shards"] = "replicas"
+    if plan.cut.kind != "whole":
+        grows = "shards" if plan.cut.kind == "layout" else "workers"
+    return Preset(title=plan.name, plan=plan, grows=grows)
+
+
+DEFAULT_MICROBATCHES = 8
 
 
 @cache
@@ -68,6 +79,9 @@ def presets() -> dict[str, Preset]:
     for name, row in table.items():
         own = {k: row.pop(k) for k in ("title", "grows", "per_update", "aliases") if k in row}
         plan = Plan.model_validate({"name": name, **row}, strict=False)
+        per_update = own.get("per_update", DEFAULT_MICROBATCHES)
+        steps = DEFAULT_MICROBATCHES // per_update if "per_update" in own else plan.steps
+        plan = plan.but(feed=plan.feed.but(microbatches=per_update), steps=steps)
         found[name] = Preset.model_validate({**own, "plan": plan}, strict=False)
     return found
 

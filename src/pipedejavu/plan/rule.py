@@ -46,9 +46,7 @@ RULES = (
         "set reduce.wire to 'server'",
     ),
     Rule(
-        lambda plan, _: (
-            plan.keep.kind == "zero-3" and plan.order.kind in _PIPELINES and not plan.keep.persists
-        ),
+        lambda plan, _: plan.keep.kind == "zero-3" and plan.order.kind in _PIPELINES and not plan.keep.persists,
         "keep 'zero-3' in a pipeline gathers all weights again for every microbatch",
         "set keep.persists so that they stay for the batch, or use 'zero-1'",
     ),
@@ -143,9 +141,7 @@ RULES = (
         "use more microbatches",
     ),
     Rule(
-        lambda plan, _: (
-            plan.version.kind == "double-buffer" and plan.feed.microbatches < plan.place.workers - 1
-        ),
+        lambda plan, _: plan.version.kind == "double-buffer" and plan.feed.microbatches < plan.place.workers - 1,
         "version 'double-buffer' needs an update of {workers} − 1 microbatches or more, so that two versions"
         " are enough, and it has {m}",
         "use more microbatches, or version 'stash'",
@@ -181,9 +177,7 @@ RULES = (
         "set place.servers to 1 or more",
     ),
     Rule(
-        lambda plan, _: (
-            plan.reduce.wire == "none" and plan.place.replicas + plan.place.cpu_replicas > 1
-        ),
+        lambda plan, _: plan.reduce.wire == "none" and plan.place.replicas + plan.place.cpu_replicas > 1,
         "{replicas} replicas would never hear of each other's gradients",
         "set reduce.wire, to 'all-reduce' for instance",
     ),
@@ -209,8 +203,7 @@ RULES = (
     ),
     Rule(
         lambda plan, _: (
-            plan.place.cpu_replicas > 0
-            and (plan.place.kind != "linear" or plan.is_flush_free or plan.place.shards > 1)
+            plan.place.cpu_replicas > 0 and (plan.place.kind != "linear" or plan.is_flush_free or plan.place.shards > 1)
         ),
         "a CPU replica shares updates with a linear, flushed pipeline",
         "use place 'linear' with order '1f1b' or 'gpipe', or no CPU replica",

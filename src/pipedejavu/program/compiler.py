@@ -1,6 +1,6 @@
 """`compile`: from a plan, a profile and a machine to the program, by small steps."""
 
-from pipedejavu.facts import Machine, Profile
+from pipedejavu.facts import Machine, Profile, paused_collector
 from pipedejavu.plan import Decision, Plan
 from pipedejavu.plan.rule import check_plan
 from pipedejavu.program.action import Action
@@ -40,14 +40,35 @@ def compile(plan: Plan, profile: Profile, machine: Machine, *, fold: bool = True
         num_replicas=1 + max(replica for crew in crews for replica, _ in crew.homes()),
         copies=copies,
     )
-    program = _with_workers(program, active[:1] if copies > 1 else active)
-    program = add_updates(program)
-    program = _with_servers(program)
-    program = add_recompute(program)
-    program = add_residency(program)
-    program = add_layout_collectives(program)
-    program = add_transfers(program)
-    return add_version_drops(program)
+    with paused_collector():
+        program = _with_workers(program, active[:1] if copies > 1 else active)
+        for add in _PASSES:
+            program = add(program)
+    return program
+
+
+def _with_servers(program: Program) -> Program:
+    """Adds the servers, with the updates that they make."""
+    plan = program.plan
+    if program.copies > 1 or not plan.place.servers:
+        return program
+    servers = []
+    for n in range(plan.place.servers):
+        pieces = [p for p in range(len(program.pieces)) if p % plan.place.servers == n]
+        actions = tuple(server_actions(program, pieces)) if plan.reduce.wire == "server" else ()
+        servers.append(Worker(actions=actions, picks_ready=plan.reduce.gate in ("lock", "bound")))
+    return program.with_workers((*program.workers, *servers))
+
+
+_PASSES = (
+    add_updates,
+    _with_servers,
+    add_recompute,
+    add_residency,
+    add_layout_collectives,
+    add_transfers,
+    add_version_drops,
+)
 
 
 def _resolve_cut(plan: Plan, profile: Profile, machine: Machine, devices: tuple[str, ...]) -> Plan:
@@ -114,8 +135,8 @@ def _groups(plan: Plan, profile: Profile, pieces: tuple[Piece, ...], crews: list
         tied = {home[profile.position[unit]] for unit in tie.units}
         if len({i for i, p in enumerate(pieces) if {profile.position[u] for u in tie.units} & set(p.units)}) > 1:
             for replica in sorted({q for _, q in holders}):
-                workers = {w for stage in tied for w in holders.get((stage, replica), ())}
-                groups[f"tie{index}.{replica}"] = Group(workers=tuple(sorted(workers)))
+                sharers = {w for stage in tied for w in holders.get((stage, replica), ())}
+                groups[f"tie{index}.{replica}"] = Group(workers=tuple(sorted(sharers)))
     if plan.reduce.clip != "none":
         groups["all"] = Group(workers=tuple(sorted({w for ws in holders.values() for w in ws})))
     return groups
@@ -150,18 +171,6 @@ def _with_workers(program: Program, crews: list[Crew]) -> Program:
         for w in range(count)
     ]
     return program.with_workers(tuple(workers))
-
-
-def _with_servers(program: Program) -> Program:
-    plan = program.plan
-    if program.copies > 1 or not plan.place.servers:
-        return program
-    servers = []
-    for n in range(plan.place.servers):
-        pieces = [p for p in range(len(program.pieces)) if p % plan.place.servers == n]
-        actions = tuple(server_actions(program, pieces)) if plan.reduce.wire == "server" else ()
-        servers.append(Worker(actions=actions, picks_ready=plan.reduce.gate in ("lock", "bound")))
-    return program.with_workers((*program.workers, *servers))
 
 
 def _is_symmetric(plan: Plan, machine: Machine, devices: tuple[str, ...]) -> bool:

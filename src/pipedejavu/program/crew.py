@@ -79,9 +79,7 @@ def crews_of(plan: Plan) -> list[Crew]:
     for n in range(place.cpu_replicas):
         worker, stages = len(crews) * size + n, plan.num_stages or 1
         replica = place.replicas * ways + n
-        crews.append(
-            Crew(workers=(worker,), replica=replica, place="loop", chunks=stages, schedule="step")
-        )
+        crews.append(Crew(workers=(worker,), replica=replica, place="loop", chunks=stages, schedule="step"))
     return crews
 
 

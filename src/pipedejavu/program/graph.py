@@ -8,11 +8,11 @@ own order implies are left out.
 
 from dataclasses import dataclass, field
 
+from pipedejavu.facts import paused_collector
 from pipedejavu.program.action import Action
 from pipedejavu.program.program import Program
 from pipedejavu.program.value import Table, Value, name_of, resting_places, value_of
 
-_SENDS = frozenset(("SEND", "RECV"))
 _JOINT = frozenset(("SEND", "RECV", "REDUCE", "GATHER"))
 
 
@@ -47,38 +47,49 @@ class Graph:
 def build_graph(program: Program) -> Graph:
     """Returns the graph of a program, whether or not it is legal; `verify` says what is wrong with it."""
     graph = Graph(program)
-    _number(graph)
-    table, initial = Table(program), resting_places(program)
-    for worker in range(len(program.workers)):
-        _connect(graph, worker, table, initial)
+    with paused_collector():
+        _number(graph)
+        table, initial = Table(program), resting_places(program)
+        for worker in range(len(program.workers)):
+            _connect(graph, worker, table, initial)
     return graph
 
 
 def _number(graph: Graph) -> None:
     """Gives every action its operation; partners of a transfer or collective share one."""
-    meeting: dict[tuple[object, ...], int] = {}
+    queues: dict[object, list[int]] = {}  # the operations of each channel and group, in their order
     members, joint = graph.members, graph.joint
     for index, worker in enumerate(graph.program.workers):
-        counts: dict[str, int] = {}
+        at: dict[str, tuple[list[int], list[int]]] = {}  # via -> its queue, and where this worker stands in it
         ops = []
         for position, a in enumerate(worker.actions):
-            kind, via = a[0], a[6]
-            if kind in _JOINT:
-                n = counts[via] = counts.get(via, -1) + 1
-                key: tuple[object, ...] = (via, n)
-                if kind in _SENDS:
-                    peer = int(via[1:])
-                    key = (index, peer, n) if kind == "SEND" else (peer, index, n)
-                op = meeting.setdefault(key, len(members))
-                joint.setdefault(op, []).append((index, position))
-            else:
-                op = len(members)
-            if op == len(members):
+            if a[0] not in _JOINT:
+                ops.append(len(members))
                 members.append((index, position))
-            ops.append(op)
+                continue
+            via = a[6]
+            if via not in at:
+                at[via] = (queues.setdefault(_channel(index, via), []), [0])
+            queue, standing = at[via]
+            n = standing[0]
+            standing[0] = n + 1
+            if n == len(queue):
+                queue.append(len(members))
+                members.append((index, position))
+                joint[queue[n]] = [(index, position)]
+            else:
+                joint[queue[n]].append((index, position))
+            ops.append(queue[n])
         graph.of_action.append(ops)
     graph.successors = [[] for _ in members]
     graph.num_before = [0] * len(members)
+
+
+def _channel(worker: int, via: str) -> object:
+    """Names what both ends of a transfer, or all members of a collective, have in common."""
+    if via[0] == ">":
+        return worker, int(via[1:])
+    return (int(via[1:]), worker) if via[0] == "<" else via
 
 
 def _connect(graph: Graph, index: int, table: Table, initial: tuple[str, ...]) -> None:

@@ -76,7 +76,7 @@ def add_transfers(program: Program) -> Program:
     for index, worker in enumerate(program.workers):
         shard = program.shard_of(index)
         for position, a in enumerate(worker.actions):
-            for value in table(a, index).reads:
+            for value in table(a, index)[0]:
                 maker = made.get((shard, value))
                 if maker is not None and maker[0] != index:
                     wanted.setdefault((maker[0], index), {}).setdefault(value, position)
@@ -117,9 +117,7 @@ def _transfer(kind: str, value: Value, via: str) -> Action:
     return Action(kind, piece, replica, -1, index, what, via)
 
 
-def inserted(
-    program: Program, before: list[dict[int, list[Action]]], after: list[dict[int, list[Action]]]
-) -> Program:
+def inserted(program: Program, before: list[dict[int, list[Action]]], after: list[dict[int, list[Action]]]) -> Program:
     """Returns the program with actions added before and after given positions of each worker."""
     sequences = []
     for worker, ahead, behind in zip(program.workers, before, after, strict=True):
@@ -144,7 +142,7 @@ def add_version_drops(program: Program) -> Program:
         last: dict[Value, int] = {}
         newest: dict[tuple[int, int], int] = {}
         for position, a in enumerate(worker.actions):
-            last |= {v: position for v in table(a, index).reads if v[0] == "w"}
+            last |= {v: position for v in table(a, index)[0] if v[0] == "w"}
             if a.kind == "UPDATE":
                 newest[a.piece, a.replica] = a.version
         drops: dict[int, list[Action]] = {}

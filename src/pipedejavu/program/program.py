@@ -106,9 +106,7 @@ class Program:
 
     def to_text(self) -> str:
         """Prints the sequences, a line for each worker; `with_text` reads them back."""
-        return "".join(
-            f"w{index}: {' '.join(map(str, worker.actions))}\n" for index, worker in enumerate(self.workers)
-        )
+        return "".join(f"w{index}: {' '.join(map(str, worker.actions))}\n" for index, worker in enumerate(self.workers))
 
     def with_text(self, text: str) -> "Program":
         """Returns this program with the sequences of `text`, as `to_text` prints them."""

@@ -27,7 +27,6 @@ What is added to has many writers; a reader waits for all that stand before it.
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
 
 from pipedejavu.program.action import Action
 from pipedejavu.program.program import Program
@@ -38,12 +37,8 @@ OF_MICROBATCH = frozenset("xgsb")
 """Whats whose index is a microbatch."""
 
 
-class Effects(NamedTuple):
-    """What an action reads, writes and adds to."""
-
-    reads: tuple[Value, ...]
-    writes: tuple[Value, ...] = ()
-    adds: tuple[Value, ...] = ()
+Effects = tuple[tuple[Value, ...], tuple[Value, ...], tuple[Value, ...]]
+"""What an action reads, writes and adds to. A plain tuple: it is made for every action of a program."""
 
 
 class Table:
@@ -71,14 +66,14 @@ class Table:
             "B": self._backward,
             "I": self._input_half,
             "W": self._weight_half,
-            "SEND": lambda a, _: Effects((value_of(a),)),
-            "RECV": lambda a, _: Effects((), (value_of(a),)),
+            "SEND": lambda a, _: ((value_of(a),), (), ()),
+            "RECV": lambda a, _: ((), (value_of(a),), ()),
             "REDUCE": self._reduce,
-            "GATHER": lambda a, _: Effects((value_of(a, "shard" if a.what == "w" else ""),), (value_of(a),)),
-            "OFFLOAD": lambda a, _: Effects((value_of(a),), (value_of(a, "host"),)),
-            "FETCH": lambda a, _: Effects((value_of(a, "host"),), (value_of(a),)),
+            "GATHER": lambda a, _: ((value_of(a, "shard" if a.what == "w" else ""),), (value_of(a),), ()),
+            "OFFLOAD": lambda a, _: ((value_of(a),), (value_of(a, "host"),), ()),
+            "FETCH": lambda a, _: ((value_of(a, "host"),), (value_of(a),), ()),
             "UPDATE": self._update,
-            "DROP": lambda *_: Effects(()),
+            "DROP": lambda *_: ((), (), ()),
             "EVAL": self._eval,
         }
 
@@ -97,18 +92,18 @@ class Table:
             reads = (*(("x", before, 0, i, "") for before in inputs), weights)
         else:
             reads = (("b", piece, 0, i, ""), weights)
-        return Effects(reads, (x, ("s", piece, 0, i, "")) if self.keeps_saved else (x,))
+        return reads, ((x, ("s", piece, 0, i, "")) if self.keeps_saved else (x,)), ()
 
     def _recompute(self, a: Action, _worker: int) -> Effects:
         _, piece, replica, i, version, _, _ = a
         reads = (*(("x", before, 0, i, "") for before in self.inputs[piece]), ("w", piece, replica, version, ""))
         if self.recompute_waits:
             reads += tuple(("g", after, 0, i, "") for after in self.outputs[piece])
-        return Effects(reads, (), (("s", piece, 0, i, ""),))
+        return reads, (), (("s", piece, 0, i, ""),)
 
     def _backward(self, a: Action, worker: int) -> Effects:
         reads, writes, _ = self._input_half(a, worker)
-        return Effects(reads, writes, (("d", a[1], a[2], a[3] // self.update_size, ""),))
+        return reads, writes, (("d", a[1], a[2], a[3] // self.update_size, ""),)
 
     def _input_half(self, a: Action, _worker: int) -> Effects:
         _, piece, replica, i, version, _, _ = a
@@ -118,27 +113,27 @@ class Table:
             reads: tuple[Value, ...] = (saved, ("g", outputs[0], 0, i, ""), weights)
         else:
             reads = (saved, *(("g", after, 0, i, "") for after in outputs), weights)
-        return Effects(reads, (("g", piece, 0, i, ""),) if self.inputs[piece] else ())
+        return reads, ((("g", piece, 0, i, ""),) if self.inputs[piece] else ()), ()
 
     def _weight_half(self, a: Action, _worker: int) -> Effects:
         _, piece, replica, i, _, _, _ = a
         reads = (("s", piece, 0, i, ""), *(("g", after, 0, i, "") for after in self.outputs[piece]))
-        return Effects(reads, (), (("d", piece, replica, i // self.update_size, ""),))
+        return reads, (), (("d", piece, replica, i // self.update_size, ""),)
 
     def _reduce(self, a: Action, worker: int) -> Effects:
         value = value_of(a)
         if a.what == "n":
             held = self.program.held(worker)
-            return Effects(tuple(self._gradient(p, q, a.version) for p, q in held), (value,))
+            return tuple(self._gradient(p, q, a.version) for p, q in held), (value,), ()
         if a.via.startswith("*tie"):
             tied = self.program.tied_pieces[int(a.via[4:].partition(".")[0])]
             values = tuple(
                 ("d", p, q, a.version, "") for p, q in self.program.held(worker) if p in tied and q == a.replica
             )
-            return Effects(values, values)
+            return values, values, ()
         if a.what == "d" and self.scatters_gradient:
-            return Effects((value,), (value_of(a, "shard"),))
-        return Effects((value,), (value,))
+            return (value,), (value_of(a, "shard"),), ()
+        return (value,), (value,), ()
 
     def _gradient(self, piece: int, replica: int, update: int) -> Value:
         """The gradient where the piece's update finds it."""
@@ -151,7 +146,7 @@ class Table:
         place = "" if via in ("", "~server", "~shared") else via[1:]
         weights, base = ("w", piece, replica, version, place), ("w", piece, replica, update, place)
         if via == "~shared":
-            return Effects((("d", piece, replica, update, ""),), ())
+            return (("d", piece, replica, update, ""),), (), ()
         if via == "~server":
             return self._server_update(piece, replica, version)
         reads: tuple[Value, ...] = (self._gradient(piece, replica, update), base)
@@ -162,8 +157,8 @@ class Table:
             reads += (("w", piece, center, turn, ""),)
         if self.waves:
             reads += self.waves.pull(piece, version)
-            return Effects(reads, (weights,), (("p", piece, replica, self.waves.of(update), ""),))
-        return Effects(reads, (weights,))
+            return reads, (weights,), (("p", piece, replica, self.waves.of(update), ""),)
+        return reads, (weights,), ()
 
     def _server_update(self, piece: int, replica: int, version: int) -> Effects:
         """An update on the server: of one push, of a barrier's pushes, of the elastic centre or of a wave."""
@@ -175,21 +170,19 @@ class Table:
                 pulls: tuple[Value, ...] = (("w", piece, update % center, update // center, ""),)
             else:
                 pulls = tuple(("w", piece, q, update, "") for q in members)
-            return Effects((base, *pulls), (weights,))
+            return (base, *pulls), (weights,), ()
         if self.waves:
             push = ("p", piece, update % center, update // center, "")
-            return Effects((push,), (), (("c", piece, 0, update // center, ""),))
+            return (push,), (), (("c", piece, 0, update // center, ""),)
         if self.scores:
             reads = tuple((what, piece, q, update, "") for q in members for what in "de")
-            return Effects(
-                (*reads, ("w", piece, 0, update, "")), tuple(("w", piece, q, version, "") for q in members)
-            )
-        return Effects((("d", piece, replica, update, ""),), (weights,))
+            return (*reads, ("w", piece, 0, update, "")), tuple(("w", piece, q, version, "") for q in members), ()
+        return (("d", piece, replica, update, ""),), (weights,), ()
 
     def _eval(self, a: Action, _worker: int) -> Effects:
         _, piece, replica, _, version, _, _ = a
         reads = (("d", piece, replica, version, ""), ("w", piece, 0, version, ""))
-        return Effects(reads, (("e", piece, replica, version, ""),))
+        return reads, (("e", piece, replica, version, ""),), ()
 
 
 class _Waves:

@@ -12,7 +12,7 @@ from pipedejavu.facts import FaultsError, format_bytes
 from pipedejavu.plan.rule import check_plan
 from pipedejavu.program.action import Action
 from pipedejavu.program.graph import Graph, build_graph
-from pipedejavu.program.liveness import Liveness, count_versions
+from pipedejavu.program.liveness import Liveness, Stay, count_versions
 from pipedejavu.program.program import Program
 from pipedejavu.program.value import value_of
 
@@ -197,13 +197,13 @@ def _memory_faults(program: Program) -> Iterator[str]:
     """Adds up each memory's peak, in the order of the sequences, and compares with what there is."""
     machine, liveness = program.machine, Liveness(program)
     used: dict[str, float] = defaultdict(float)
-    limit = _most_versions(program)
     for index, worker in enumerate(program.workers):
         count = len(worker.actions)
         stays = liveness.stays(index, range(count), range(1, count + 1), count)
         versions = count_versions(stays)
-        if versions > limit(index):
-            yield f"worker {index} holds {versions} weight versions of a piece, the plan promises {limit(index)}"
+        limit = _most_versions(program, index)
+        if versions > limit and program.held(index):
+            yield f"worker {index} holds {versions} weight versions of a piece, the plan promises {limit}"
         peaks = peak_bytes(stays, liveness.fixed(index))
         for copy in range(program.copies):
             device = machine.device(program.devices[index + copy * len(program.workers)])
@@ -220,7 +220,7 @@ def _memory_faults(program: Program) -> Iterator[str]:
             )
 
 
-def peak_bytes(stays: list, fixed: dict[tuple[str, str], float]) -> dict[str, float]:  # type: ignore[type-arg]
+def peak_bytes(stays: list[Stay], fixed: dict[tuple[str, str], float]) -> dict[str, float]:
     """Returns the highest sum of sizes at any one time, by memory."""
     peaks = {}
     for memory in ("device", "host"):
@@ -237,16 +237,12 @@ def peak_bytes(stays: list, fixed: dict[tuple[str, str], float]) -> dict[str, fl
     return peaks
 
 
-def _most_versions(program: Program):  # type: ignore[no-untyped-def]
-    plan = program.plan
-    stages = program.pieces[-1].stage + 1
-
-    def limit(worker: int) -> int:
-        if plan.keep.versions:
-            return plan.keep.versions
-        if plan.version.kind == "stash":
-            held = program.held(worker)
-            return max((stages - program.pieces[piece].stage for piece, _ in held), default=1)
-        return {"vertical": stages, "double-buffer": 2}.get(plan.version.kind, 1)
-
-    return limit
+def _most_versions(program: Program, worker: int) -> int:
+    """Returns how many versions of one piece's weights the plan lets a worker hold."""
+    plan, stages = program.plan, program.pieces[-1].stage + 1
+    if plan.keep.versions:
+        return plan.keep.versions
+    if plan.version.kind == "stash":
+        held = program.held(worker)
+        return max((stages - program.pieces[piece].stage for piece, _ in held), default=1)
+    return {"vertical": stages, "double-buffer": 2}.get(plan.version.kind, 1)

@@ -31,8 +31,7 @@ def chart_data(timeline: Timeline, max_bars: int = MAX_BARS) -> dict[str, Any]:
         "drawn_s": end_s if len(drawn) == len(spans) else drawn[-1].start_s,
         "num_drawn": len(drawn),
         "num_actions": len(spans),
-        "kinds": [[k, KINDS[k]] for k in KINDS if k in kinds]
-        + [[k, "other"] for k in sorted(kinds - set(KINDS))],
+        "kinds": [[k, KINDS[k]] for k in KINDS if k in kinds] + [[k, "other"] for k in sorted(kinds - set(KINDS))],
         "words": {action: describe(label) for action, label in labels.items()},
         "workers": _workers(timeline, drawn, labels),
         "classes": _classes(timeline),
@@ -128,9 +127,7 @@ def _curve(worker: WorkerSummary, curve: MemoryCurve, num_points: int) -> dict[s
         "peak": max(curve.peak_bytes, totals[peak]),
         "peak_s": curve.times_s[peak],
         "times": [_short(curve.times_s[i]) for i in kept],
-        "sizes": {
-            name: [round(sizes[i]) for i in kept] for name, sizes in curve.classes.items() if any(sizes)
-        },
+        "sizes": {name: [round(sizes[i]) for i in kept] for name, sizes in curve.classes.items() if any(sizes)},
     }
 
 

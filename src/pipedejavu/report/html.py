@@ -64,9 +64,7 @@ def _embed(data: dict[str, Any]) -> str:
 
 def _figures(timeline: Timeline) -> str:
     num_workers = sum(w.copies for w in timeline.workers)
-    shown = (
-        "all shown" if num_workers == len(timeline.workers) else f"{len(timeline.workers)} shown, with copies"
-    )
+    shown = "all shown" if num_workers == len(timeline.workers) else f"{len(timeline.workers)} shown, with copies"
     return "".join(
         (
             _figure("Makespan", format_seconds(timeline.makespan_s), timeline.origin),

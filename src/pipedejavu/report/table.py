@@ -68,9 +68,7 @@ def _peaks(worker: WorkerSummary) -> str:
     for curve in used:
         split = _sorted_split(curve.peak_classes)
         total = f"{format_bytes(curve.peak_bytes)} {curve.memory}"
-        words = " · ".join(
-            f"{name} {format_bytes(size)}".replace(" ", "\N{NO-BREAK SPACE}") for name, size in split
-        )
+        words = " · ".join(f"{name} {format_bytes(size)}".replace(" ", "\N{NO-BREAK SPACE}") for name, size in split)
         found.append(
             f'<div class="peak"><span>{escape(total)}</span>{_strip(split, curve.peak_bytes)}'
             f"<small>{escape(words)}</small></div>"
@@ -80,9 +78,7 @@ def _peaks(worker: WorkerSummary) -> str:
 
 def _sorted_split(classes: Mapping[str, float]) -> list[tuple[str, float]]:
     order = {name: place for place, name in enumerate(MEMORY_CLASSES)}
-    return sorted(
-        ((n, s) for n, s in classes.items() if s > 0), key=lambda item: order.get(item[0], len(order))
-    )
+    return sorted(((n, s) for n, s in classes.items() if s > 0), key=lambda item: order.get(item[0], len(order)))
 
 
 def _strip(parts: Iterable[tuple[str, float]], whole: float) -> str:

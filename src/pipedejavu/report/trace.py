@@ -34,9 +34,7 @@ def _number_threads(timeline: Timeline) -> dict[tuple[int, str], int]:
     for worker, lane in set(zip(timeline.worker, timeline.lane, strict=True)):
         lanes.setdefault(worker, set()).add(lane)
     return {
-        (worker, lane): number
-        for worker in sorted(lanes)
-        for number, lane in enumerate(sort_lanes(lanes[worker]), 1)
+        (worker, lane): number for worker in sorted(lanes) for number, lane in enumerate(sort_lanes(lanes[worker]), 1)
     }
 
 

@@ -1,0 +1,231 @@
+"""The clock: when each operation of a graph starts and ends.
+
+`sweep` serves graphs in which nothing shares anything: one pass, no queue of events. `run_events` serves the
+rest: transfers that share a wire split it, compute and transfers of one worker slow each other, and workers
+that take what is ready first. Where both apply they agree.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from heapq import heappop, heappush
+
+from pipedejavu.facts import InputError, Overlap
+from pipedejavu.program import Graph
+from pipedejavu.simulate.cost import Work
+
+Times = tuple[list[float], list[float]]
+
+
+def sweep(graph: Graph, durations: Sequence[float]) -> Times:
+    """Returns start and end of each operation: the latest end before it, and its duration later."""
+    left, successors = graph.num_before.copy(), graph.successors
+    start = [0.0] * len(left)
+    end = [0.0] * len(left)
+    ready = [op for op, count in enumerate(left) if count == 0]
+    done = 0
+    while ready:
+        op = ready.pop()
+        done += 1
+        ends = end[op] = start[op] + durations[op]
+        for after in successors[op]:
+            if ends > start[after]:
+                start[after] = ends
+            count = left[after] = left[after] - 1
+            if not count:
+                ready.append(after)
+    _check_all_ran(done, graph)
+    return start, end
+
+
+def _check_all_ran(done: int, graph: Graph) -> None:
+    if done < len(graph.members):
+        raise InputError(
+            f"{len(graph.members) - done} of {len(graph.members)} operations can never start; verify the program"
+        )
+
+
+@dataclass(slots=True)
+class _Running:
+    """An operation under way that others may slow down."""
+
+    left_s: float
+    rate: float
+    since_s: float
+    ticket: int
+    """Of its newest finish event; older ones are void."""
+
+
+def run_events(graph: Graph, works: Sequence[Work], shared: frozenset[str], overlap: Overlap) -> Times:
+    """Returns start and end of each operation, event by event."""
+    return _Events(graph, works, shared, overlap).run()
+
+
+class _Events:
+    def __init__(self, graph: Graph, works: Sequence[Work], shared: frozenset[str], overlap: Overlap):
+        self.graph, self.works, self.overlap = graph, works, overlap
+        count = len(graph.members)
+        self.start, self.end = [0.0] * count, [0.0] * count
+        self.left = graph.num_before.copy()
+        self.heap: list[tuple[float, int, int, int]] = []  # time, ticket, operation, what happens
+        self.ticket = 0
+        self.running: dict[int, _Running] = {}
+        self.wires = [tuple(w for w in work.wires if w in shared) for work in works]
+        self.on_wire: dict[str, set[int]] = {}
+        self.slows = overlap.compute > 1 or overlap.transfer > 1
+        self.computing: dict[int, set[int]] = {}
+        self.moving: dict[int, set[int]] = {}
+        self.queues = _ReadyQueues(graph)
+
+    def run(self) -> Times:
+        for op, count in enumerate(self.left):
+            if count == 0:
+                self.available(op, 0.0)
+        done = 0
+        while self.heap:
+            now, ticket, op, event = heappop(self.heap)
+            if event == _JOIN:
+                self.join(op, now)
+                continue
+            state = self.running.get(op)
+            if state is not None and state.ticket != ticket:
+                continue  # it was slowed down or sped up since
+            done += 1
+            self.finish(op, now)
+        _check_all_ran(done, self.graph)
+        return self.start, self.end
+
+    def available(self, op: int, now: float) -> None:
+        """An operation has all that it waits for."""
+        if self.queues.holds(op):
+            self.queues.add(op)
+            self.feed(self.graph.members[op][0], now)
+        else:
+            self.begin(op, now)
+
+    def feed(self, worker: int, now: float) -> None:
+        """Starts the next ready action of a worker that takes what comes first."""
+        op = self.queues.take(worker)
+        if op is not None:
+            self.begin(op, now)
+
+    def begin(self, op: int, now: float) -> None:
+        self.start[op] = now
+        latency, time = self.works[op].latency_s, self.works[op].time_s
+        if time and (self.wires[op] or self.slows):
+            if latency:
+                self.push(now + latency, op, _JOIN)
+            else:
+                self.join(op, now)
+        else:
+            self.push(now + latency + time, op, _FINISH)
+
+    def push(self, time: float, op: int, event: int) -> None:
+        self.ticket += 1
+        heappush(self.heap, (time, self.ticket, op, event))
+
+    def join(self, op: int, now: float) -> None:
+        """The operation starts to load its wires and workers."""
+        self.running[op] = _Running(self.works[op].time_s, 0.0, now, 0)
+        for places in self.places(op):
+            places.add(op)
+        self.reprice(op, now)
+
+    def finish(self, op: int, now: float) -> None:
+        self.end[op] = now
+        if self.running.pop(op, None) is not None:
+            for places in self.places(op):
+                places.discard(op)
+            self.reprice(op, now)
+        if self.queues.holds(op):
+            worker = self.queues.release(op)
+            self.feed(worker, now)
+        for after in self.graph.successors[op]:
+            self.left[after] -= 1
+            if self.left[after] == 0:
+                self.available(after, now)
+
+    def places(self, op: int) -> list[set[int]]:
+        """The sets of running operations that this one belongs to."""
+        found = [self.on_wire.setdefault(wire, set()) for wire in self.wires[op]]
+        if self.slows:
+            kind = self.computing if self.computes(op) else self.moving
+            found += [kind.setdefault(worker, set()) for worker in self.workers(op)]
+        return found
+
+    def computes(self, op: int) -> bool:
+        return self.graph.action(op).lane == "compute"
+
+    def workers(self, op: int) -> list[int]:
+        return [w for w, _ in self.graph.joint.get(op, (self.graph.members[op],))]
+
+    def reprice(self, op: int, now: float) -> None:
+        """Gives every operation that shares something with `op` its new rate and finish."""
+        touched = {other for wire in self.wires[op] for other in self.on_wire[wire]}
+        if self.slows:
+            for worker in self.workers(op):
+                touched |= self.computing.get(worker, set()) | self.moving.get(worker, set())
+        if op in self.running:
+            touched.add(op)
+        for other in sorted(touched):
+            state, rate = self.running[other], self.rate(other)
+            if rate == state.rate:
+                continue
+            state.left_s -= (now - state.since_s) * state.rate
+            state.rate, state.since_s = rate, now
+            self.push(now + max(0.0, state.left_s) / rate, other, _FINISH)
+            state.ticket = self.ticket
+
+    def rate(self, op: int) -> float:
+        """The operation's speed, as a share of what it has alone."""
+        rate = min((1 / len(self.on_wire[wire]) for wire in self.wires[op]), default=1.0)
+        if self.slows:
+            others, factor = self.computing, self.overlap.transfer
+            if self.computes(op):
+                others, factor = self.moving, self.overlap.compute
+            if any(others.get(worker) for worker in self.workers(op)):
+                rate /= factor
+        return rate
+
+
+_FINISH, _JOIN = 0, 1
+
+
+class _ReadyQueues:
+    """Compute lanes of workers that take whatever is ready, first come, first served."""
+
+    def __init__(self, graph: Graph):
+        workers = graph.program.workers
+        self.graph = graph
+        self.limits = {i: w.live_limit for i, w in enumerate(workers) if w.picks_ready}
+        self.waiting: dict[int, list[int]] = {i: [] for i in self.limits}
+        self.busy = dict.fromkeys(self.limits, False)
+        self.live = dict.fromkeys(self.limits, 0)
+
+    def holds(self, op: int) -> bool:
+        """Whether the operation goes through one of these queues."""
+        return self.graph.members[op][0] in self.limits and self.graph.action(op).lane == "compute"
+
+    def add(self, op: int) -> None:
+        self.waiting[self.graph.members[op][0]].append(op)
+
+    def take(self, worker: int) -> int | None:
+        """Returns the operation to run next, if the worker is free and may run one."""
+        if self.busy[worker]:
+            return None
+        limit = self.limits[worker]
+        for op in self.waiting[worker]:
+            is_forward = self.graph.action(op).kind == "F"
+            if is_forward and limit and self.live[worker] >= limit:
+                continue
+            self.waiting[worker].remove(op)
+            self.busy[worker] = True
+            self.live[worker] += is_forward
+            return op
+        return None
+
+    def release(self, op: int) -> int:
+        """Marks the worker of a finished operation as free and returns it."""
+        worker = self.graph.members[op][0]
+        self.busy[worker] = False
+        self.live[worker] -= self.graph.action(op).kind in ("B", "W")
+        return worker

@@ -1,0 +1,168 @@
+"""What each operation of a program takes: seconds of work, latency, and the wires that it loads."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from pipedejavu.facts import Cost, Device, UnitTime
+from pipedejavu.program import Action, Graph, Program
+from pipedejavu.program.passes import COLLECTIVES
+from pipedejavu.program.size import Sizes
+
+
+class Work(NamedTuple):
+    """An operation's cost when nothing else runs."""
+
+    latency_s: float
+    time_s: float
+    """Beyond the latency; stretched where wires or devices are shared."""
+    wires: tuple[str, ...] = ()
+
+
+NOTHING = Work(0.0, 0.0)
+
+_HALVES = {"F": "forward", "B": "backward", "W": "weight_backward", "R": "recompute", "EVAL": "forward"}
+
+
+class Costs:
+    """Costs of one program's operations; equal actions of a worker are worked out once."""
+
+    def __init__(self, program: Program):
+        self.program, self.machine, self.sizes = program, program.machine, Sizes(program)
+        self.plan, self.samples = program.plan, program.plan.feed.samples
+        self._known: dict[tuple[object, ...], Work] = {}
+
+    def of(self, graph: Graph) -> list[Work]:
+        """Returns the work of every operation."""
+        known, joint, workers = self._known, graph.joint, self.program.workers
+        found = []
+        for op, (worker, position) in enumerate(graph.members):
+            a = workers[worker].actions[position]
+            if a[0] == "RECV":  # its sender knows
+                worker, position = next(m for m in joint[op] if m[0] != worker)
+                a = workers[worker].actions[position]
+            key = (worker, a[0], a[1], a[2], a[5], a[6])
+            work = known.get(key)
+            if work is None:
+                work = known[key] = self._work(a, worker)
+            found.append(work)
+        return found
+
+    def _work(self, a: Action, worker: int) -> Work:
+        if a.kind in ("F", "B", "I", "W", "R", "EVAL"):
+            return Work(0.0, self._compute(a, worker))
+        if a.kind == "UPDATE":
+            return Work(0.0, self._update(a, worker))
+        if a.kind == "SEND":
+            return self._send(a, worker)
+        if a.kind in ("FETCH", "OFFLOAD"):
+            return self._copy(a, worker)
+        if a.kind in ("REDUCE", "GATHER"):
+            return self._collective(a, worker)
+        return NOTHING
+
+    def _device(self, worker: int) -> Device:
+        return self.machine.device(self.program.devices[worker])
+
+    def _times(self, piece: int, kind: str) -> list[UnitTime]:
+        profile = self.program.profile
+        return [profile.time(profile.units[u], kind) for u in self.program.pieces[piece].units]
+
+    def _compute(self, a: Action, worker: int) -> float:
+        times = self._times(a.piece, self._device(worker).kind)
+
+        def total(part: str) -> float:
+            costs: list[Cost] = [getattr(t, part) for t in times]
+            return sum(cost.at(self.samples) for cost in costs)
+
+        time = total("backward") - total("weight_backward") if a.kind == "I" else total(_HALVES[a.kind])
+        if a.kind == "R":
+            time *= self.plan.order.recompute
+        if self.plan.feed.budgets:
+            time *= self.plan.feed.budgets[a.replica]
+        return time / self.plan.place.shards
+
+    def _update(self, a: Action, worker: int) -> float:
+        device = self._device(worker)
+        if a.via == "~host":
+            device = self.machine.cpu_of(device)
+        parts = self.sizes.group_size(a.piece) if a.via == "~shard" else 1
+        return sum(t.update_s for t in self._times(a.piece, device.kind)) / parts / self.plan.place.shards
+
+    def _send(self, a: Action, worker: int) -> Work:
+        size = self.sizes.moved(a, worker)
+        return self._move(worker, a.peer, size)
+
+    def _move(self, source: int, target: int, size_bytes: float) -> Work:
+        """A transfer between workers; wires that copies of the pair load too are slower by their number."""
+        program, n = self.program, len(self.program.workers)
+        ends = [(source + c * n, target + c * n) for c in range(program.copies)]
+        devices = program.devices
+        if devices[source] == devices[target]:
+            return NOTHING
+        routes = [self.machine.route(devices[s], devices[t]) for s, t in ends]
+        route = routes[0]
+        users = max(sum(wire in other.wires for other in routes) for wire in route.wires) if route.wires else 1
+        return Work(route.latency_s, size_bytes * users / route.bytes_per_s, route.wires)
+
+    def _copy(self, a: Action, worker: int) -> Work:
+        device = self._device(worker)
+        if device.type == "cpu":
+            return NOTHING
+        host = self.machine.cpu_of(device)
+        ends = (host.name, device.name) if a.kind == "FETCH" else (device.name, host.name)
+        route = self.machine.route(*ends)
+        return Work(route.latency_s, self.sizes.moved(a, worker) / route.bytes_per_s, route.wires)
+
+    def _collective(self, a: Action, worker: int) -> Work:
+        size = self.sizes.moved(a, worker)
+        group = self.program.groups[a.via[1:]]
+        n = len(group.workers)
+        if n == 1:
+            return NOTHING
+        ring = [self.program.devices[w] for w in group.workers]
+        routes = [self.machine.route(s, t) for s, t in zip(ring, ring[1:] + ring[:1], strict=True) if s != t]
+        if not routes:
+            return NOTHING
+        latency, rate = max(r.latency_s for r in routes), min(r.bytes_per_s for r in routes)
+        wires = tuple(sorted({w for r in routes for w in r.wires}))
+        rounds, volume = self._traffic(a, n, len(group.helpers))
+        return Work(rounds * latency, volume * size / rate, wires)
+
+    def _traffic(self, a: Action, n: int, helpers: int) -> tuple[float, float]:
+        """Returns the rounds of a collective over n workers, and the multiple of the value that each moves."""
+        if a.what in ("x", "g"):
+            rows = [COLLECTIVES[layout] for layout in self.plan.cut.layouts]
+            column = (0 if a.kind == "GATHER" else 1) + (2 if a.what == "g" else 0)
+            parts = [TRAFFIC[row[column]](n) for row in rows if row[column]]
+            return sum(p[0] for p in parts), sum(p[1] for p in parts)
+        if a.kind == "GATHER":
+            return TRAFFIC["all-gather"](n)
+        if helpers:
+            # Gradients are divided so that every network interface carries the same load.
+            return 2.0, 2 * n * (n - 1) / (n * n + helpers * n - 2 * helpers)
+        divides = self.plan.reduce.wire == "reduce-scatter" and a.via.startswith("*s")
+        return TRAFFIC["reduce-scatter" if divides else "all-reduce"](n)
+
+
+TRAFFIC = {
+    "all-reduce": lambda n: (2.0 * (n - 1), 2.0 * (n - 1) / n),
+    "reduce-scatter": lambda n: (n - 1.0, (n - 1) / n),
+    "all-gather": lambda n: (n - 1.0, (n - 1) / n),
+    "all-to-all": lambda n: (n - 1.0, (n - 1) / n),
+}
+"""Rounds and volume of ring algorithms."""
+
+
+def shared_wires(program: Program, graph: Graph, works: Sequence[Work]) -> frozenset[str]:
+    """Returns the wires that more than one lane uses: only there can transfers meet."""
+    users: dict[str, tuple[int, str]] = {}
+    shared = set()
+    for op, work in enumerate(works):
+        if work.wires and work.time_s:
+            worker, position = graph.members[op]
+            a = program.workers[worker].actions[position]
+            lane = (a.peer, f"net>{worker}") if a.kind == "RECV" else (worker, a.lane)
+            for wire in work.wires:
+                if users.setdefault(wire, lane) != lane:
+                    shared.add(wire)
+    return frozenset(shared)

@@ -1,0 +1,75 @@
+"""Memory over time: what each worker's memories hold, class by class."""
+
+from collections.abc import Sequence
+
+from pipedejavu.facts import MEMORY_CLASSES, MemoryCurve
+from pipedejavu.program.liveness import CLASSES, Liveness, Stay
+
+MAX_POINTS = 400
+"""Of a curve; beyond that, each point is the highest of several."""
+
+
+def trace_memory(liveness: Liveness, worker: int, stays: list[Stay], makespan_s: float) -> tuple[MemoryCurve, ...]:
+    """Returns the curves of a worker's device memory and, where it keeps anything there, its host's."""
+    program, machine = liveness.program, liveness.program.machine
+    device = machine.device(program.devices[worker])
+    fixed = liveness.fixed(worker)
+    curves = []
+    for memory in ("device", "host"):
+        here = [s for s in stays if (s.value[4] == "host") == (memory == "host")]
+        base = {c: size for (where, c), size in fixed.items() if where == memory and size}
+        if memory == "host" and not here and not base:
+            continue
+        owner = device if memory == "device" else machine.cpu_of(device)
+        curves.append(_curve(memory, owner.memory_bytes - owner.reserved_bytes, here, base, makespan_s))
+    return tuple(curves)
+
+
+def _curve(
+    memory: str, capacity_bytes: int, stays: list[Stay], base: dict[str, float], makespan_s: float
+) -> MemoryCurve:
+    changes = [(s.birth, 1, s.value, s.size_bytes) for s in stays]
+    changes += [(s.death, 0, s.value, s.size_bytes) for s in stays]
+    changes.sort(key=lambda c: c[:2])  # what leaves makes room for what comes at the same time
+    level = dict.fromkeys(MEMORY_CLASSES, 0.0) | base
+    total = sum(level.values())
+    peak, peak_level = total, dict(level)
+    versions: dict[tuple[int, int], int] = {}
+    rows = [(0.0, *level.values())]
+    for time, comes, value, size in changes:
+        name = CLASSES[value[0]]
+        if name == "weights":
+            # The first version of a piece is its weights, any further one an extra version.
+            key = (value[1], value[2])
+            versions[key] = versions.get(key, 0) + (1 if comes else -1)
+            if versions[key] - comes > 0:
+                name = "versions"
+        level[name] += size if comes else -size
+        total += size if comes else -size
+        if total > peak:
+            peak, peak_level = total, dict(level)
+        if time == rows[-1][0]:
+            rows[-1] = (time, *level.values())
+        else:
+            rows.append((time, *level.values()))
+    rows = _thinned([r for r in rows if r[0] <= makespan_s])
+    columns = list(zip(*rows, strict=True))
+    return MemoryCurve.model_validate(
+        {
+            "memory": memory,
+            "capacity_bytes": capacity_bytes,
+            "times_s": columns[0],
+            "classes": {name: columns[i + 1] for i, name in enumerate(MEMORY_CLASSES)},
+            "peak_bytes": peak,
+            "peak_classes": peak_level,
+        }
+    )
+
+
+def _thinned(rows: list[tuple[float, ...]]) -> list[tuple[float, ...]]:
+    """Keeps the highest row of each stretch, so that peaks survive."""
+    if len(rows) <= MAX_POINTS:
+        return rows
+    step = -(-len(rows) // MAX_POINTS)
+    stretches: Sequence[list[tuple[float, ...]]] = [rows[i : i + step] for i in range(0, len(rows), step)]
+    return [max(s, key=lambda row: sum(row[1:])) for s in stretches]

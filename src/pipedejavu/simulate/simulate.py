@@ -1,0 +1,116 @@
+"""`simulate`: runs a program on paper and yields its timeline."""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from pipedejavu.facts import Timeline, WorkerSummary
+from pipedejavu.program import Graph, Program, build_graph
+from pipedejavu.program.liveness import Liveness, count_versions
+from pipedejavu.simulate.clock import run_events, sweep
+from pipedejavu.simulate.cost import Costs, shared_wires
+from pipedejavu.simulate.memory import trace_memory
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """When every operation of a program runs; summaries and the timeline are worked out on demand."""
+
+    graph: Graph
+    start: list[float]
+    end: list[float]
+
+    @property
+    def program(self) -> Program:
+        """The program that was simulated."""
+        return self.graph.program
+
+    @cached_property
+    def makespan_s(self) -> float:
+        """When the last action ends."""
+        return max(self.end, default=0.0)
+
+    @cached_property
+    def bubble_fraction(self) -> float:
+        """Share of the makespan that the compute lanes of workers that train are idle."""
+        trains = [w.worker for w in self.workers if self.program.pieces_on[w.worker]]
+        busy = sum(self.busy_s[worker] for worker in trains)
+        whole = self.makespan_s * len(trains)
+        return 1 - busy / whole if whole else 0.0
+
+    @cached_property
+    def busy_s(self) -> tuple[float, ...]:
+        """For each worker, the time that its compute lane runs."""
+        busy = []
+        for ops, worker in zip(self.graph.of_action, self.program.workers, strict=True):
+            spans = zip(ops, worker.actions, strict=True)
+            busy.append(sum(self.end[op] - self.start[op] for op, a in spans if a.lane == "compute"))
+        return tuple(busy)
+
+    @cached_property
+    def workers(self) -> tuple[WorkerSummary, ...]:
+        """A summary for each worker of the program, memory curves included."""
+        program, liveness = self.program, Liveness(self.program)
+        found = []
+        for index, ops in enumerate(self.graph.of_action):
+            start, end = [self.start[op] for op in ops], [self.end[op] for op in ops]
+            stays = liveness.stays(index, start, end, self.makespan_s)
+            curves = trace_memory(liveness, index, stays, self.makespan_s)
+            found.append(
+                WorkerSummary(
+                    worker=index,
+                    device=program.devices[index],
+                    copies=program.copies,
+                    busy_s=self.busy_s[index],
+                    peak_bytes=curves[0].peak_bytes,
+                    peak_live_microbatches=self._peak_live(index),
+                    weight_versions=count_versions(stays),
+                    memory=curves,
+                )
+            )
+        return tuple(found)
+
+    def _peak_live(self, index: int) -> int:
+        """Counts stages of microbatches between the start of their forward and the end of their backward."""
+        pieces, changes = self.program.pieces, []
+        for op, a in zip(self.graph.of_action[index], self.program.workers[index].actions, strict=True):
+            if a.kind == "F" and pieces[a.piece].opens_stage:
+                changes.append((self.start[op], 1))
+            elif a.kind in ("B", "W") and pieces[a.piece].opens_stage:
+                changes.append((self.end[op], -1))
+        live = most = 0
+        for _, change in sorted(changes):
+            live += change
+            most = max(most, live)
+        return most
+
+    def timeline(self) -> Timeline:
+        """Returns the prediction as a timeline."""
+        rows = [
+            (index, a.lane, str(a), self.start[op], self.end[op])
+            for index, (ops, worker) in enumerate(zip(self.graph.of_action, self.program.workers, strict=True))
+            for op, a in zip(ops, worker.actions, strict=True)
+        ]
+        worker, lane, action, start, end = zip(*rows, strict=True)
+        return Timeline(
+            origin="predicted",
+            makespan_s=self.makespan_s,
+            bubble_fraction=self.bubble_fraction,
+            workers=self.workers,
+            worker=worker,
+            lane=lane,
+            action=action,
+            start_s=start,
+            end_s=end,
+        )
+
+
+def simulate(program: Program, graph: Graph | None = None) -> Prediction:
+    """Predicts when every action of a program runs; `graph` spares building it again after `verify`."""
+    graph = graph or build_graph(program)
+    works = Costs(program).of(graph)
+    shared = shared_wires(program, graph, works)
+    overlap = program.machine.overlap
+    contended = shared or overlap.compute > 1 or overlap.transfer > 1
+    if contended or any(w.picks_ready for w in program.workers):
+        return Prediction(graph, *run_events(graph, works, shared, overlap))
+    return Prediction(graph, *sweep(graph, [w.latency_s + w.time_s for w in works]))

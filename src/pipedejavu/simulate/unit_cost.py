@@ -1,0 +1,89 @@
+"""Unit costs: a profile and a machine made for a plan, in which a worker's forward of a microbatch takes 1.
+
+They are what published schedules are drawn with: equal stages, no communication. Every size is one byte.
+"""
+
+from pipedejavu.facts import Cost, Device, Host, InputError, Link, Machine, Profile, Unit, UnitTime, nearest
+from pipedejavu.plan import Plan
+
+PIECES_OF_EAGER = 4
+"""Units of each stage where a plan reduces and updates piece by piece."""
+
+UNITS_OF_LAYER_MAJOR = 4
+
+_FREE = 1e30
+"""Bytes a second that take no time beside a unit of cost, to the last bit of a double."""
+
+
+def parse_unit_costs(text: str) -> dict[str, float]:
+    """Parses 'F=1,B=2' (also I, W, R, U for the update); raises InputError otherwise."""
+    costs: dict[str, float] = {}
+    for part in text.split(","):
+        name, equals, number = part.strip().partition("=")
+        if name not in _NAMES or not equals:
+            raise InputError(f"'{part}' is not a unit cost; write F=1,B=2{nearest(name, _NAMES)}")
+        try:
+            costs[name] = float(number)
+        except ValueError:
+            raise InputError(f"'{number}' is not a number for unit cost {name}") from None
+        if not 0 <= costs[name] < float("inf"):
+            raise InputError(f"unit cost {name} must be 0 or more, not {number}")
+    if {"I", "W"} <= costs.keys() and costs.get("B", costs["I"] + costs["W"]) != costs["I"] + costs["W"]:
+        raise InputError(f"B must be I + W, and {costs['B']:g} is not {costs['I']:g} + {costs['W']:g}")
+    return costs
+
+
+_NAMES = ("F", "B", "I", "W", "R", "U")
+
+
+def unit_costs(plan: Plan, costs: dict[str, float]) -> tuple[Plan, Profile, Machine]:
+    """Returns the plan with one-byte buckets, and the profile and machine of these costs.
+
+    A cost is what a worker spends on a microbatch in all; stages of several chunks divide it evenly. What
+    is not given follows: F = 1, B = 2, W = B / 2, R = F, U = 0.
+    """
+    forward = costs.get("F", 1.0)
+    weight = costs.get(
+        "W", costs.get("B", 2.0) / 2 if "I" not in costs else costs.get("B", 2 * costs["I"]) - costs["I"]
+    )
+    backward = costs.get("B", costs["I"] + weight if "I" in costs else 2.0)
+    if weight > backward:
+        raise InputError(f"unit cost W={weight:g} cannot exceed B={backward:g}")
+    is_layered = plan.num_stages is None
+    per_stage = PIECES_OF_EAGER if plan.order.is_eager and not is_layered else 1
+    chunks = {"loop": plan.place.chunks, "v": 2}.get(plan.place.kind, 1)
+    parts = UNITS_OF_LAYER_MAJOR if is_layered else chunks * per_stage
+
+    def cost(total: float) -> Cost:
+        return Cost(fixed_s=total / parts)
+
+    time = UnitTime(
+        forward=cost(forward),
+        backward=cost(backward),
+        weight_backward=cost(weight),
+        recompute=cost(costs.get("R", forward)),
+        update_s=costs.get("U", 0.0) / parts,
+    )
+    count = UNITS_OF_LAYER_MAJOR if plan.num_stages is None else plan.num_stages * per_stage
+    units = tuple(
+        Unit(
+            name=f"unit{n}",
+            times={"unit": time},
+            parameter_bytes=1,
+            gradient_bytes=1,
+            optimizer_bytes=2,
+            activation_bytes=1 / parts,
+            boundary_bytes=1.0,
+        )
+        for n in range(count)
+    )
+    trainers = plan.num_workers - plan.place.servers - plan.place.cpu_replicas
+    room = 2**50
+    devices = [
+        Device(name=f"unit{n}", kind="unit", type="gpu", host="host", memory_bytes=room) for n in range(trainers)
+    ]
+    devices.append(Device(name="host", kind="unit", type="cpu", host="host", memory_bytes=room))
+    machine = Machine(
+        name="unit costs", hosts=(Host(name="host"),), devices=tuple(devices), links=(Link(bytes_per_s=_FREE),)
+    )
+    return plan.but(bucket_bytes=1), Profile(name="unit costs", units=units), machine
