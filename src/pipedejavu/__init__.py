@@ -1,1 +1,46 @@
-"""pipeDejavu: plan, preview and run the training of deep networks on mixed CPU and GPU hardware."""
+"""pipeDejavu: plan, preview and run the training of deep networks on mixed CPU and GPU hardware.
+
+The public names come in on first use, so that a room that needs only records imports only records.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from pipedejavu.facts import InputError, Machine, Profile, Timeline
+    from pipedejavu.plan import Plan, preset, presets
+    from pipedejavu.program import Program, compile, verify  # noqa: A004
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "InputError": "facts",
+    "Machine": "facts",
+    "Plan": "plan",
+    "Profile": "facts",
+    "Program": "program",
+    "Timeline": "facts",
+    "compile": "program",
+    "preset": "plan",
+    "presets": "plan",
+    "verify": "program",
+}
+
+__all__ = [
+    "InputError",
+    "Machine",
+    "Plan",
+    "Profile",
+    "Program",
+    "Timeline",
+    "compile",
+    "preset",
+    "presets",
+    "verify",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        return getattr(import_module(f"pipedejavu.{_HOMES[name]}"), name)
+    raise AttributeError(f"module 'pipedejavu' has no attribute '{name}'")

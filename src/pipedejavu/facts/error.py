@@ -1,7 +1,11 @@
 """Errors that a user can act on, and the search for the name they meant."""
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
+
+_MOST_NAMES = 60
+_MOST_CHARACTERS = 80
 
 
 class InputError(ValueError):
@@ -22,9 +26,21 @@ class FaultsError(InputError):
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """Returns '; did you mean …?' for the known name closest to `name`, else the list of all."""
-    names = [str(k) for k in known]
-    close = get_close_matches(name, names, n=1, cutoff=0.5)
+    """Returns '; did you mean …?' for the known name closest to `name`, else the list of all; case is ignored."""
+    names = {str(k).lower(): str(k) for k in known}
+    close = get_close_matches(name.lower(), names, n=1, cutoff=0.5)
     if close:
-        return f"; did you mean '{close[0]}'?"
-    return f"; known: {', '.join(names)}" if names else ""
+        return f"; did you mean '{names[close[0]]}'?"
+    rest = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
+    return f"; known: {', '.join(list(names.values())[:_MOST_NAMES])}{rest}" if names else ""
+
+
+def brief(value: object) -> str:
+    """Returns `value` as Python writes it, cut where it is long."""
+    text = repr(value)
+    return text if len(text) <= _MOST_CHARACTERS else f"{text[: _MOST_CHARACTERS - 1]}…"
+
+
+def repeated(names: Iterable[str]) -> list[str]:
+    """Returns the names that occur more than once, each once."""
+    return [name for name, count in Counter(names).items() if count > 1]

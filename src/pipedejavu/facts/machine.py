@@ -6,11 +6,12 @@ first rule that matches a pair holds. Transfers whose links name the same wire s
 
 from fnmatch import fnmatchcase
 from functools import cached_property
-from typing import Literal, Self
+from string import Formatter
+from typing import Literal, NamedTuple, Self
 
 from pydantic import Field, model_validator
 
-from pipedejavu.facts.error import InputError, nearest
+from pipedejavu.facts.error import InputError, nearest, repeated
 from pipedejavu.facts.quantity import Bytes, BytesPerSecond, FlopPerSecond, Seconds
 from pipedejavu.facts.record import Record
 
@@ -57,7 +58,7 @@ class Overlap(Record):
     transfer: float = Field(default=1.0, ge=1)
 
 
-class Route(Record):
+class Route(NamedTuple):
     """The link between two given devices, with its wires named."""
 
     latency_s: float
@@ -76,24 +77,25 @@ class Machine(Record):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        hosts = [h.name for h in self.hosts]
+        return self.agreed()
+
+    def disagreements(self) -> list[str]:
+        """Returns names given twice, hosts and devices that are missing, and wires that cannot be named."""
+        hosts = {h.name: h for h in self.hosts}
         names = [d.name for d in self.devices]
-        faults = [f"two hosts are called '{n}'" for n in sorted(set(hosts)) if hosts.count(n) > 1]
-        if len(set(names)) < len(names):
-            faults += [f"two devices are called '{n}'" for n in sorted(set(names)) if names.count(n) > 1]
+        faults = [f"two hosts are called '{n}'" for n in repeated(h.name for h in self.hosts)]
+        faults += [f"two devices are called '{n}'" for n in repeated(names)]
         faults += [
             f"device '{d.name}' is on host '{d.host}', which is missing{nearest(d.host, hosts)}"
             for d in self.devices
-            if d.host not in set(hosts)
+            if d.host not in hosts
         ]
         for index, link in enumerate(self.links):
             faults += [f"links[{index}].wires: {fault}" for fault in _wire_faults(link)]
             for end, pattern in (("source", link.source), ("target", link.target)):
                 if not any(fnmatchcase(n, pattern) for n in names):
                     faults.append(f"links[{index}].{end} '{pattern}' matches no device{nearest(pattern, names)}")
-        if faults:
-            raise ValueError("\n".join(faults))
-        return self
+        return faults
 
     @cached_property
     def _by_name(self) -> dict[str, Device]:
@@ -147,10 +149,12 @@ _ENDS = ("source", "target", "source_host", "target_host")
 
 
 def _wire_faults(link: Link) -> list[str]:
-    faults = []
-    for wire in link.wires:
-        try:
-            wire.format_map(dict.fromkeys(_ENDS, ""))
-        except (KeyError, ValueError, IndexError, AttributeError):
-            faults.append(f"'{wire}' may hold only {{{'}, {'.join(_ENDS)}}}")
-    return faults
+    return [f"'{w}' may hold only {{{'}, {'.join(_ENDS)}}}" for w in link.wires if not _is_wire(w)]
+
+
+def _is_wire(wire: str) -> bool:
+    try:
+        parts = list(Formatter().parse(wire))
+    except ValueError:
+        return False
+    return all(name is None or (name in _ENDS and not spec and not how) for _, name, spec, how in parts)

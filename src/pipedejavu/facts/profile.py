@@ -5,7 +5,7 @@ from typing import Self
 
 from pydantic import Field, model_validator
 
-from pipedejavu.facts.error import InputError, nearest
+from pipedejavu.facts.error import InputError, nearest, repeated
 from pipedejavu.facts.quantity import Bytes, PartBytes, Seconds
 from pipedejavu.facts.record import Record
 
@@ -78,9 +78,13 @@ class Profile(Record):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
+        return self.agreed()
+
+    def disagreements(self) -> list[str]:
+        """Returns names given twice, units that are missing, and edges that go backward."""
         names = [u.name for u in self.units]
         position = {n: i for i, n in enumerate(names)}
-        faults = [f"two units are called '{n}'" for n in position if names.count(n) > 1]
+        faults = [f"two units are called '{n}'" for n in repeated(names)]
         ends = [(f"edges[{i}]", n) for i, e in enumerate(self.edges or ()) for n in (e.source, e.target)]
         ends += [(f"ties[{i}]", n) for i, t in enumerate(self.ties) for n in t.units]
         faults += [
@@ -91,9 +95,7 @@ class Profile(Record):
             for i, e in enumerate(self.edges or ())
             if position.get(e.source, -1) >= position.get(e.target, len(names))
         ]
-        if faults:
-            raise ValueError("\n".join(faults))
-        return self
+        return faults
 
     @cached_property
     def position(self) -> dict[str, int]:

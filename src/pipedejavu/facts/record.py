@@ -1,21 +1,34 @@
 """The base of every record that has a JSON form: frozen, strict, all faults reported at once."""
 
+import json
+from contextlib import suppress
 from pathlib import Path
-from typing import Any, Self, get_args
+from typing import Any, Self, get_origin
 
 from pydantic import BaseModel, ConfigDict, ValidationError
-from pydantic_core import ErrorDetails
 
-from pipedejavu.facts.error import FaultsError, InputError, nearest
+from pipedejavu.facts.error import FaultsError, InputError, repeated
+from pipedejavu.facts.fault import field_faults, is_unreadable, record_in
 
 
 class Record(BaseModel):
     """A frozen, keyword-only record that refuses unknown keys and loose types.
 
-    A validator that finds several faults raises ValueError with one on each line.
+    Where fields must agree with each other, `disagreements` is overridden and a validator returns `agreed()`.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False, serialize_by_alias=True)
+
+    def disagreements(self) -> list[str]:
+        """Returns the faults between fields, each of which may be right alone."""
+        return []
+
+    def agreed(self) -> Self:
+        """Returns the record itself; raises FaultsError with every disagreement."""
+        faults = self.disagreements()
+        if faults:
+            raise FaultsError(type(self).__name__.lower(), faults)
+        return self
 
     def to_json(self, indent: int | None = 2) -> str:
         """Returns the record as JSON, without the fields that hold their defaults."""
@@ -26,11 +39,13 @@ class Record(BaseModel):
         """Parses `to_json`'s output; raises FaultsError with every fault found in `text`."""
         subject = source or cls.__name__.lower()
         try:
-            return cls.model_validate_json(text)
+            found = cls.model_validate_json(text)
         except ValidationError as error:
-            details = [d for d in error.errors() if d["type"] != "too_short" or not d["input"]]
-            faults = [fault for detail in details for fault in _describe(cls, detail).split("\n")]
-            raise FaultsError(subject, faults) from None
+            raise FaultsError(subject, _faults(cls, error, text)) from None
+        _, repeats = _parse(text)
+        if repeats:
+            raise FaultsError(subject, repeats)
+        return found
 
     @classmethod
     def load(cls, path: str | Path) -> Self:
@@ -57,43 +72,51 @@ def read_file(path: str | Path) -> bytes:
 def write_file(path: str | Path, text: str) -> None:
     """Writes `text` under a temporary name and renames it to `path`."""
     target = Path(path)
-    part = target.with_name(target.name + ".part")
+    part = target.parent / f"{target.name}.part"
     try:
         part.write_text(text, encoding="utf-8")
         part.replace(target)
     except OSError as error:
+        with suppress(OSError):
+            part.unlink()
         raise InputError(f"cannot write {path}: {error.strerror}") from None
 
 
-def _describe(record: type[BaseModel], detail: ErrorDetails) -> str:
-    where = "".join(f"[{p}]" if isinstance(p, int) else f".{p}" for p in detail["loc"]).lstrip(".")
-    if detail["type"] == "json_invalid":
-        return f"not valid JSON: {detail['ctx']['error']}"
-    if detail["type"] == "extra_forbidden":
-        owner = _record_at(record, detail["loc"][:-1])
-        known = owner.model_fields if owner else ()
-        return f"unknown key '{where}'{nearest(str(detail['loc'][-1]), known)}"
-    if detail["type"] == "missing":
-        return f"missing key '{where}'"
-    message = detail["msg"].removeprefix("Value error, ")
-    if detail["type"] == "literal_error":
-        expected = [e.strip("' ") for e in detail["ctx"]["expected"].replace(" or ", ", ").split(",")]
-        message = f"{detail['input']!r} is not one of its values{nearest(str(detail['input']), expected)}"
-    elif detail["type"] != "value_error":
-        message = f"{message}, found {detail['input']!r}"
-    return f"{where}: {message}" if where else message
+def _faults(record: type[Record], error: ValidationError, text: str | bytes) -> list[str]:
+    """Returns every fault of `text`: those of its fields, keys given twice, and where fields disagree."""
+    faults = field_faults(record, error)
+    if is_unreadable(error):
+        return faults
+    plain, repeats = _parse(text)
+    return list(dict.fromkeys([*faults, *repeats, *_disagreements(record, plain)]))
 
 
-def _record_at(record: type[BaseModel], loc: tuple[int | str, ...]) -> type[BaseModel] | None:
-    """Finds the record type that the path `loc` leads to inside `record`."""
-    found: type[BaseModel] | None = record
-    for part in loc:
-        field = found.model_fields.get(str(part)) if found and isinstance(part, str) else None
-        if field:
-            leaves = _flatten(field.annotation)
-            found = next((a for a in leaves if isinstance(a, type) and issubclass(a, BaseModel)), None)
+def _parse(text: str | bytes) -> tuple[Any, list[str]]:
+    """Returns valid JSON as plain data, and a fault for each key that an object holds twice."""
+    faults: list[str] = []
+
+    def read_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        faults.extend(f"key '{key}' is given twice" for key in repeated(key for key, _ in pairs))
+        return dict(pairs)
+
+    return json.loads(text, object_pairs_hook=read_object), faults
+
+
+def _disagreements(record: type[Record], plain: Any) -> list[str]:
+    """Looks for disagreements in data with other faults; finds none where these hide what to compare."""
+    try:
+        found: list[str] = _unchecked(record, plain).disagreements()
+    except (AttributeError, TypeError):
+        return []
     return found
 
 
-def _flatten(annotation: Any) -> list[Any]:
-    return [annotation, *(leaf for arg in get_args(annotation) for leaf in _flatten(arg))]
+def _unchecked(annotation: Any, plain: Any) -> Any:
+    """Builds records from plain data without a look at its types."""
+    record = None if get_origin(annotation) is dict else record_in(annotation)
+    if record and isinstance(plain, list):
+        return tuple(_unchecked(record, item) for item in plain)
+    if record and isinstance(plain, dict):
+        known = {name: field.annotation for name, field in record.model_fields.items() if name in plain}
+        return record.model_construct(**{name: _unchecked(a, plain[name]) for name, a in known.items()})
+    return plain

@@ -69,11 +69,14 @@ class Timeline(Record):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        columns = ("worker", "lane", "action", "start_s", "end_s")
-        sizes = {c: len(getattr(self, c)) for c in columns}
-        if len(set(sizes.values())) > 1:
-            raise ValueError(f"the columns differ in length: {sizes}")
-        return self
+        return self.agreed()
+
+    def disagreements(self) -> list[str]:
+        """Returns a fault where the columns differ in length."""
+        sizes = {c: len(getattr(self, c)) for c in ("worker", "lane", "action", "start_s", "end_s")}
+        if len(set(sizes.values())) == 1:
+            return []
+        return [f"the columns differ in length: {', '.join(f'{c} {n}' for c, n in sizes.items())}"]
 
     def __len__(self) -> int:
         return len(self.worker)

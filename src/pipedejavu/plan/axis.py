@@ -146,7 +146,7 @@ class Reduce(Record):
             text = "–"
         else:
             gate = f"bound({self.bound})" if self.gate == "bound" else self.gate
-            text = f"{self.wire}, {gate}, {self.combiner}"
+            text = ", ".join([self.wire] + [gate] * (gate != "barrier") + [self.combiner] * (self.combiner != "sum"))
         text += f", every {self.period}" if self.period > 1 else ""
         return text + (f", clip {self.clip}" if self.clip != "none" else "")
 

@@ -35,12 +35,19 @@ class Preset(Record):
         for what, number in {**sizes, "samples": samples}.items():
             if number is not None and number < 1:
                 raise InputError(f"the number of {what} must be 1 or more, not {number}")
+        if workers is not None and place.stage_replicas and self.grows == "workers":
+            raise InputError(
+                f"plan '{plan.name}' sets the workers of each stage; change place.stage_replicas, not their number"
+            )
+        if workers is not None and replicas not in (None, workers) and self.grows == "replicas":
+            raise InputError(
+                f"preset '{plan.name}' has one worker in each replica; give {workers} workers or {replicas} replicas,"
+                " not both"
+            )
         if workers is not None and self.grows != "none":
             place = place.but(**{self.grows: workers})
         elif workers is not None and workers != 1:
-            raise InputError(
-                f"preset '{plan.name}' trains on one worker, not {workers}; leave the number of workers out"
-            )
+            raise InputError(f"preset '{plan.name}' trains on one worker, not {workers}; do not give a number")
         if replicas is not None:
             place = place.but(replicas=replicas)
         if feed.budgets:
@@ -92,4 +99,5 @@ def preset(name: str) -> Preset:
     for key, found in table.items():
         if name == key or name in found.aliases:
             return found
-    raise InputError(f"there is no preset '{name}'{nearest(name, table)}")
+    known = [*table, *(alias for found in table.values() for alias in found.aliases)]
+    raise InputError(f"there is no preset '{name}'{nearest(name, known)}")

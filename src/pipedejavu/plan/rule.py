@@ -224,7 +224,7 @@ def check_plan(plan: Plan, profile: Profile) -> None:
 
 
 def _faults(plan: Plan, profile: Profile) -> Iterator[str]:
-    facts = {axis: text for axis, text in plan.axes().items()} | {
+    facts: dict[str, object] = plan.axes() | {
         "order": plan.order.kind,
         "place": plan.place.kind,
         "keep": plan.keep.kind,

@@ -1,7 +1,7 @@
 """Programs: actions, the table of values, schedules, `compile` and `verify`; never imports torch."""
 
 from pipedejavu.program.action import KINDS, WHATS, Action, parse_action
-from pipedejavu.program.compiler import compile
+from pipedejavu.program.compiler import compile  # noqa: A004
 from pipedejavu.program.graph import Graph, build_graph
 from pipedejavu.program.program import Group, Piece, Program, Worker
 from pipedejavu.program.schedule import SCHEDULES, Slot

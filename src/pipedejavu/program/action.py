@@ -84,6 +84,9 @@ class Action(NamedTuple):
         return int(self.via[1:])
 
 
+COMPUTE_KINDS = frozenset("FBIWR")
+"""Kinds that always run on the compute lane."""
+
 _NET = frozenset(("SEND", "RECV", "REDUCE", "GATHER"))
 _LANES = {"FETCH": "copy-in", "OFFLOAD": "copy-out"}
 

@@ -1,5 +1,7 @@
 """`compile`: from a plan, a profile and a machine to the program, by small steps."""
 
+from collections import Counter
+
 from pipedejavu.facts import Machine, Profile, paused_collector
 from pipedejavu.plan import Decision, Plan
 from pipedejavu.plan.rule import check_plan
@@ -25,7 +27,7 @@ def compile(plan: Plan, profile: Profile, machine: Machine, *, fold: bool = True
     plan, counts = _resolve_counts(plan, profile, machine, crews, devices)
     crews = with_counts(crews, counts, plan.place.shards)
     pieces = cut_pieces(plan, profile, plan.cut.bounds or ())
-    copies = len(crews) if fold and _is_symmetric(plan, machine, devices) else 1
+    copies = len(crews) if fold and _is_symmetric(plan, profile, machine, devices) else 1
     active = [crew for crew in crews if crew.count]
     program = Program(
         plan=plan,
@@ -173,7 +175,7 @@ def _with_workers(program: Program, crews: list[Crew]) -> Program:
     return program.with_workers(tuple(workers))
 
 
-def _is_symmetric(plan: Plan, machine: Machine, devices: tuple[str, ...]) -> bool:
+def _is_symmetric(plan: Plan, profile: Profile, machine: Machine, devices: tuple[str, ...]) -> bool:
     """Whether every pipeline has the same work, the same kinds of devices and the same links as the first."""
     place, size = plan.place, plan.pipeline_size
     copies = place.replicas * place.shards
@@ -186,13 +188,19 @@ def _is_symmetric(plan: Plan, machine: Machine, devices: tuple[str, ...]) -> boo
     like = {tuple((d.kind, d.memory_bytes, d.reserved_bytes) for d in row) for row in found}
     if len(like) > 1:
         return False
-    pairs = [(a, b) for a in range(size) for b in range(size) if a != b and (abs(a - b) in (1, size - 1))]
-    for a, b in pairs:
-        routes = [machine.route(row[a], row[b]) for row in rows]
+    in_line = profile.edges is None  # then only neighbours talk, or the ends of a loop
+    pairs = [(a, b) for a in range(size) for b in range(size) if a != b and (not in_line or abs(a - b) in (1, size - 1))]
+    ends = [[(row[a], row[b]) for row in rows] for a, b in pairs]
+    if plan.keep.kind in ("host", "split") or plan.keep.activations == "host" or plan.prefetches_data:
+        hosts = [[(machine.cpu_of(row[a]).name, row[a].name) for row in found] for a in range(size)]
+        hosts = [row for row in hosts if row[0][0] != row[0][1]]
+        ends += hosts + [[(device, host) for host, device in row] for row in hosts]
+    for alike in ends:
+        routes = [machine.route(*pair) for pair in alike]
         if len({(r.latency_s, r.bytes_per_s) for r in routes}) > 1:
             return False
-        users = [sorted(sum(wire in other.wires for other in routes) for wire in r.wires) for r in routes]
-        if any(u != users[0] for u in users):
+        users = Counter(wire for route in routes for wire in route.wires)
+        if len({tuple(users[wire] for wire in route.wires) for route in routes}) > 1:
             return False
     return True
 

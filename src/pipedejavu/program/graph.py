@@ -9,7 +9,7 @@ own order implies are left out.
 from dataclasses import dataclass, field
 
 from pipedejavu.facts import paused_collector
-from pipedejavu.program.action import Action
+from pipedejavu.program.action import COMPUTE_KINDS, Action
 from pipedejavu.program.program import Program
 from pipedejavu.program.value import Table, Value, name_of, resting_places, value_of
 
@@ -49,7 +49,7 @@ def build_graph(program: Program) -> Graph:
     graph = Graph(program)
     with paused_collector():
         _number(graph)
-        table, initial = Table(program), resting_places(program)
+        table, initial = Table(program), [resting_places(program, piece) for piece in range(len(program.pieces))]
         for worker in range(len(program.workers)):
             _connect(graph, worker, table, initial)
     return graph
@@ -92,7 +92,7 @@ def _channel(worker: int, via: str) -> object:
     return (int(via[1:]), worker) if via[0] == "<" else via
 
 
-def _connect(graph: Graph, index: int, table: Table, initial: tuple[str, ...]) -> None:
+def _connect(graph: Graph, index: int, table: Table, initial: list[tuple[str, ...]]) -> None:
     """Adds the edges of one worker's lanes and values."""
     worker = graph.program.workers[index]
     successors, num_before, ops = graph.successors, graph.num_before, graph.of_action[index]
@@ -103,7 +103,8 @@ def _connect(graph: Graph, index: int, table: Table, initial: tuple[str, ...]) -
     in_order: set[int] = set()  # operations of a compute lane that keeps its order
     last_drop = -1
     for position, a in enumerate(worker.actions):
-        kind, op, lane = a[0], ops[position], a.lane
+        kind, op = a[0], ops[position]
+        lane = "compute" if kind in COMPUTE_KINDS else a.lane
         on_compute = lane == "compute" and not worker.picks_ready
         if on_compute:
             in_order.add(op)
@@ -115,6 +116,8 @@ def _connect(graph: Graph, index: int, table: Table, initial: tuple[str, ...]) -
             tails[lane] = op
         reads, writes, adds = table(a, index)
         for value in reads:
+            if not on_compute and value[0] == "w":
+                readers.setdefault(value, []).append(op)
             found = writers.get(value)
             if found is None:
                 present.check_initial(a, value)
@@ -123,8 +126,6 @@ def _connect(graph: Graph, index: int, table: Table, initial: tuple[str, ...]) -
                 if not (on_compute and writer in in_order):
                     successors[writer].append(op)
                     num_before[op] += 1
-            if not on_compute and value[0] == "w":
-                readers.setdefault(value, []).append(op)
         if kind == "DROP":
             dropped = value_of(a)
             for reader in readers.pop(dropped, ()):
@@ -158,18 +159,25 @@ _COLLECTS = frozenset(("REDUCE", "UPDATE", "OFFLOAD", "SEND"))
 class _Present:
     """What is there as a worker's sequence goes on, and what is wrong with what it reads and writes."""
 
-    def __init__(self, graph: Graph, worker: int, initial: tuple[str, ...]):
+    def __init__(self, graph: Graph, worker: int, initial: list[tuple[str, ...]]):
         self.graph, self.worker, self.initial = graph, worker, initial
+        self.held = frozenset(graph.program.held(worker))
+        self.is_elastic = graph.program.plan.reduce.combiner == "elastic"
         self.writers: dict[Value, list[int]] = {}
         self.gone: set[Value] = set()
         self.read: set[Value] = set()
 
     def check_initial(self, a: Action, value: Value) -> None:
         """Records a fault unless `value` is there from the beginning."""
-        what, _, _, index, place = value
+        what, piece, replica, index, place = value
         if value in self.gone:
             self.fault(a, value, "reads {}, which is gone by then")
-        elif what != "b" and not (what == "w" and index <= 0 and place in self.initial):
+        elif what == "w" and index <= 0 and place in self.initial[piece]:
+            # A server has its own copy, and everyone knows where the elastic centre begins.
+            is_center = replica == self.graph.program.num_replicas and self.is_elastic
+            if self.held and (piece, replica) not in self.held and not is_center:
+                self.fault(a, value, "reads {}, which its worker does not hold")
+        elif what != "b" or place != "host":
             self.fault(a, value, "reads {}, which nothing before it wrote")
 
     def remove(self, a: Action, value: Value) -> None:

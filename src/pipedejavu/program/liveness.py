@@ -36,7 +36,7 @@ class Liveness:
 
     def __init__(self, program: Program):
         self.program, self.table, self.sizes = program, Table(program), Sizes(program)
-        self.initial = resting_places(program)
+        self.initial = [resting_places(program, piece) for piece in range(len(program.pieces))]
         self.is_partial = 0 < program.plan.order.recompute < 1
 
     def stays(self, worker: int, start: Sequence[float], end: Sequence[float], last: float) -> list[Stay]:
@@ -45,7 +45,7 @@ class Liveness:
         done: list[Stay] = []
         index = -1 if self.program.plan.version.kind == "torn" else 0
         for piece, replica in self.program.held(worker):
-            live |= {("w", piece, replica, index, place): [0.0, 0.0, 0.0] for place in self.initial}
+            live |= {("w", piece, replica, index, place): [0.0, 0.0, 0.0] for place in self.initial[piece]}
         for k, a in enumerate(self.program.workers[worker].actions):
             kind, begins, ends = a[0], start[k], end[k]
             reads, writes, adds = self.table(a, worker)

@@ -80,6 +80,12 @@ def add_transfers(program: Program) -> Program:
                 maker = made.get((shard, value))
                 if maker is not None and maker[0] != index:
                     wanted.setdefault((maker[0], index), {}).setdefault(value, position)
+        if program.plan.keep.kind == "server":
+            # The last reply, too, reaches its worker: the run repeats the program.
+            for piece, replica in program.held(index):
+                reply = ("w", piece, replica, program.plan.steps, "")
+                if (shard, reply) in made:
+                    wanted.setdefault((made[shard, reply][0], index), {})[reply] = len(worker.actions)
     before: list[dict[int, list[Action]]] = [{} for _ in program.workers]
     after: list[dict[int, list[Action]]] = [{} for _ in program.workers]
     for (source, target), needs in wanted.items():
@@ -128,6 +134,7 @@ def inserted(program: Program, before: list[dict[int, list[Action]]], after: lis
             sequence.append(a)
             if position in behind:
                 sequence += behind[position]
+        sequence += ahead.get(len(worker.actions), [])
         sequences.append(tuple(sequence))
     return program.with_actions(sequences)
 

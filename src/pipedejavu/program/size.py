@@ -76,8 +76,8 @@ class Sizes:
         group = self.program.groups.get(f"s{self.program.pieces[piece].stage}")
         return len(group.workers) if group else 1
 
-    def moved(self, a: Action, worker: int) -> float:
-        """Bytes that a SEND, FETCH, OFFLOAD or collective of `worker` moves."""
+    def moved(self, a: Action) -> float:
+        """Bytes that a SEND, FETCH, OFFLOAD or collective moves."""
         if a.kind == "SEND" and a.what in "xg":
             # Only what the other worker's pieces read of it.
             there = self.program.pieces_on[a.peer]

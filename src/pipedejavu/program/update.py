@@ -105,7 +105,8 @@ class _Walk:
         yield Action("UPDATE", piece, replica, -1, update + 1, "", "~shard" if shard else "")
         if plan.keep.kind in ("zero-1", "zero-2") and shard:
             yield Action("GATHER", piece, replica, -1, update + 1, "w", f"*{group}")
-        if plan.reduce.combiner == "average" and (update + 1) % plan.reduce.period == 0:
+        averages = plan.reduce.combiner == "average" and group in self.program.groups
+        if averages and (update + 1) % plan.reduce.period == 0:
             yield Action("REDUCE", piece, replica, -1, update + 1, "w", f"*{group}")
 
     def _host_update(self, home: Home, update: int) -> Iterator[Action]:

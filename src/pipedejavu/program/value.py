@@ -188,8 +188,8 @@ class Table:
 class _Waves:
     """HetPipe's waves: as many local updates as a pipeline has workers, pushed together.
 
-    Minibatch (c + 2)·n, n in a wave, may only start with weights that hold every member's waves up to c − D.
-    On stage s it reads local version (c + 2)·n − (n − 1 − s), so that version's update takes the pull.
+    Counted from 1, minibatch (c + 2)·n, n in a wave, may only start with weights that hold every member's waves
+    up to c − D. On stage s it reads local version (c + 2)·n − (n − s), so that version's update takes the pull.
     """
 
     def __init__(self, program: Program):
@@ -201,7 +201,7 @@ class _Waves:
         return update // self.size
 
     def pull(self, piece: int, version: int) -> tuple[Value, ...]:
-        first, n = version + (self.size - 1 - self.stages[piece]), self.size
+        first, n = version + (self.size - self.stages[piece]), self.size
         wave = first // n - 2 - self.bound
         return (("c", piece, 0, wave, ""),) if first % n == 0 and wave >= 0 else ()
 
@@ -221,14 +221,12 @@ def name_of(value: Value) -> str:
     return text + {"": "", "host": " on the host", "shard": " as a shard"}[place]
 
 
-def resting_places(program: Program) -> tuple[str, ...]:
-    """Returns the places where weights are before the first action."""
-    kind = program.plan.keep.kind
-    if kind.startswith("zero") and update_place(program, 0) == "":
-        return ("",)  # nobody to divide with
-    return {"host": ("host",), "split": ("", "host"), "zero-3": ("shard",)}.get(
-        kind, ("", "shard") if kind.startswith("zero") else ("",)
-    )
+def resting_places(program: Program, piece: int) -> tuple[str, ...]:
+    """Returns the places where a piece's weights are before the first action and after the last."""
+    place = update_place(program, piece)
+    if program.plan.keep.kind in ("host", "zero-3"):
+        return (place,)
+    return ("", place) if place else ("",)
 
 
 def update_place(program: Program, piece: int) -> str:

@@ -14,7 +14,7 @@ from pipedejavu.program.action import Action
 from pipedejavu.program.graph import Graph, build_graph
 from pipedejavu.program.liveness import Liveness, Stay, count_versions
 from pipedejavu.program.program import Program
-from pipedejavu.program.value import value_of
+from pipedejavu.program.value import Table, Value, name_of, resting_places, value_of
 
 MAX_FAULTS = 20
 
@@ -26,6 +26,8 @@ def verify(program: Program) -> Graph:
     faults = [*_partner_faults(graph), *_once_faults(program), *graph.faults]
     faults += _version_faults(program)
     faults += _update_faults(program)
+    faults += _server_faults(program)
+    faults += _rest_faults(program)
     if not faults:  # the rest walks the graph, which must make sense for that
         faults += _cycle_faults(graph)
     if not faults:
@@ -101,19 +103,24 @@ _COMPUTES = ("F", "B", "R", "I", "W")
 
 def _version_faults(program: Program) -> Iterator[str]:
     """Forwards read the version that the plan promises, and everything else of a microbatch reads the same."""
-    read: dict[tuple[int, int], int] = {}
-    for worker in program.workers:
+    read: dict[tuple[int, int, int], Action] = {}
+    for index, worker in enumerate(program.workers):
         for a in worker.actions:
             if a.kind == "F":
                 low, high = promised_versions(program, a)
                 if not low <= a.version <= high:
                     wanted = str(low) if low == high else f"{low} to {high}"
                     yield f"{a} reads version {a.version}; version '{program.plan.version}' promises {wanted}"
-                read[a.piece, a.microbatch] = a.version
-    for worker in program.workers:
+                read[index, a.piece, a.microbatch] = a
+    for index, worker in enumerate(program.workers):
         for a in worker.actions:
-            if a.kind in ("B", "I", "W", "R") and a.version != read.get((a.piece, a.microbatch), a.version):
-                yield f"{a} reads version {a.version}, its forward read {read[a.piece, a.microbatch]}"
+            if a.kind not in ("B", "I", "W", "R"):
+                continue
+            forward = read.get((index, a.piece, a.microbatch), a)
+            if a.version != forward.version:
+                yield f"{a} reads version {a.version}, its forward read {forward.version}"
+            if a.replica != forward.replica:
+                yield f"{a} belongs to replica {a.replica}, its forward to {forward.replica}"
 
 
 def promised_versions(program: Program, a: Action) -> tuple[int, int]:
@@ -165,6 +172,61 @@ def _update_faults(program: Program) -> Iterator[str]:
                         yield f"worker {index}: d{piece}/{replica}@{t} is reduced {count} times, not 1"
 
 
+def _server_faults(program: Program) -> Iterator[str]:
+    """A server that keeps a centre or sums waves moves it once for each contribution, or once for all."""
+    plan = program.plan
+    if plan.reduce.wire != "server" or plan.keep.kind == "server" or program.copies > 1:
+        return
+    center, turns = program.num_replicas, plan.steps
+    if plan.reduce.gate == "bound":
+        turns = -(-turns // plan.place.workers)
+    if plan.reduce.gate != "barrier":
+        turns *= center
+    moves: dict[int, list[int]] = defaultdict(list)
+    for worker in program.workers:
+        for a in worker.actions:
+            if a.kind == "UPDATE" and a.via == "~server":
+                moves[a.piece].append(a.version if a.replica == center else -1)
+    for piece in range(len(program.pieces)):
+        if sorted(moves[piece]) != [*range(1, turns + 1)]:
+            yield f"the server moves piece {piece} to versions {sorted(moves[piece])}, not to each of 1 to {turns} once"
+
+
+def _rest_faults(program: Program) -> Iterator[str]:
+    """At the end each worker holds its newest weights where they rest, and no others: the run repeats the program.
+
+    An update, a reply or a gathered whole takes over the memory of the version before it, unless that is read again.
+    """
+    plan = program.plan
+    if plan.version.kind == "torn":
+        return
+    takes_over = {"UPDATE", "RECV"} | ({"GATHER"} if plan.keep.kind != "zero-3" else set())
+    table = Table(program)
+    for index, worker in enumerate(program.workers):
+        homes = {home: resting_places(program, home[0]) for home in program.held(index)}
+        there = {("w", *home, 0, place) for home, places in homes.items() for place in places}
+        last_read: dict[Value, int] = {}
+        if plan.is_flush_free:
+            readers = ((k, a) for k, a in enumerate(worker.actions) if a[0] in ("F", "R", "B", "I"))
+            last_read = {("w", a.piece, a.replica, a.version, ""): k for k, a in readers}
+        for position, a in enumerate(worker.actions):
+            if a.kind == "DROP":
+                there.discard(value_of(a))
+            elif a.kind == "UPDATE" or (a.what == "w" and a.kind in ("RECV", "GATHER", "FETCH")):
+                for what, piece, replica, version, place in table(a, index)[1]:
+                    if what != "w" or (piece, replica) not in homes:
+                        continue
+                    older = (what, piece, replica, version - 1, place)
+                    if a.kind in takes_over and last_read.get(older, -1) < position:
+                        there.discard(older)
+                    there.add((what, piece, replica, version, place))
+        rests = {("w", *home, plan.steps, place) for home, places in homes.items() for place in places}
+        for value in sorted(there - rests):
+            yield f"worker {index} still holds {name_of(value)} at the end; drop it behind its last reader"
+        for value in sorted(rests - there):
+            yield f"worker {index} does not hold {name_of(value)} at the end"
+
+
 def _cycle_faults(graph: Graph) -> list[str]:
     """Runs the graph in any order that it allows; what cannot run waits in a circle."""
     left = graph.num_before.copy()
@@ -210,14 +272,15 @@ def _memory_faults(program: Program) -> Iterator[str]:
             used[device.name] += peaks["device"]
             if peaks["host"]:
                 used[machine.cpu_of(device).name] += peaks["host"]
-    for name, size in used.items():
-        device = machine.device(name)
-        room = device.memory_bytes - device.reserved_bytes
-        if size > room:
-            yield (
-                f"device '{name}' would need {format_bytes(size)} and has {format_bytes(room)}; use more workers,"
-                " smaller microbatches, recompute, or keep state on the host"
-            )
+    rooms = {name: machine.device(name).memory_bytes - machine.device(name).reserved_bytes for name in used}
+    short = [name for name in used if used[name] > rooms[name]]
+    if short:
+        worst = max(short, key=lambda name: used[name] / max(rooms[name], 1))
+        others = f" (and {len(short) - 1} more devices have too little)" if len(short) > 1 else ""
+        yield (
+            f"device '{worst}' would need {format_bytes(used[worst])} and has {format_bytes(rooms[worst])}{others};"
+            " use more workers, smaller microbatches, recompute, or keep state on the host"
+        )
 
 
 def peak_bytes(stays: list[Stay], fixed: dict[tuple[str, str], float]) -> dict[str, float]:

@@ -51,8 +51,6 @@ class _Running:
     left_s: float
     rate: float
     since_s: float
-    ticket: int
-    """Of its newest finish event; older ones are void."""
 
 
 def run_events(graph: Graph, works: Sequence[Work], shared: frozenset[str], overlap: Overlap) -> Times:
@@ -68,12 +66,14 @@ class _Events:
         self.left = graph.num_before.copy()
         self.heap: list[tuple[float, int, int, int]] = []  # time, ticket, operation, what happens
         self.ticket = 0
+        self.valid = [0] * count  # the ticket of each operation's next event; older ones are void
         self.running: dict[int, _Running] = {}
         self.wires = [tuple(w for w in work.wires if w in shared) for work in works]
-        self.on_wire: dict[str, set[int]] = {}
+        self.loads = [dict(zip(work.wires, work.loads, strict=True)) for work in works]
+        self.on_wire: dict[str, set[int]] = {wire: set() for wire in shared}
         self.slows = overlap.compute > 1 or overlap.transfer > 1
-        self.computing: dict[int, set[int]] = {}
-        self.moving: dict[int, set[int]] = {}
+        self.computing: dict[int, set[int]] = {w: set() for w in range(len(graph.program.workers))}
+        self.moving: dict[int, set[int]] = {w: set() for w in range(len(graph.program.workers))}
         self.queues = _ReadyQueues(graph)
 
     def run(self) -> Times:
@@ -83,14 +83,13 @@ class _Events:
         done = 0
         while self.heap:
             now, ticket, op, event = heappop(self.heap)
+            if self.valid[op] != ticket:
+                continue
             if event == _JOIN:
                 self.join(op, now)
-                continue
-            state = self.running.get(op)
-            if state is not None and state.ticket != ticket:
-                continue  # it was slowed down or sped up since
-            done += 1
-            self.finish(op, now)
+            else:
+                self.finish(op, now)
+                done += 1
         _check_all_ran(done, self.graph)
         return self.start, self.end
 
@@ -110,7 +109,7 @@ class _Events:
 
     def begin(self, op: int, now: float) -> None:
         self.start[op] = now
-        latency, time = self.works[op].latency_s, self.works[op].time_s
+        latency, time = self.works[op][:2]
         if time and (self.wires[op] or self.slows):
             if latency:
                 self.push(now + latency, op, _JOIN)
@@ -121,24 +120,25 @@ class _Events:
 
     def push(self, time: float, op: int, event: int) -> None:
         self.ticket += 1
+        self.valid[op] = self.ticket
         heappush(self.heap, (time, self.ticket, op, event))
 
     def join(self, op: int, now: float) -> None:
         """The operation starts to load its wires and workers."""
-        self.running[op] = _Running(self.works[op].time_s, 0.0, now, 0)
-        for places in self.places(op):
-            places.add(op)
+        self.running[op] = _Running(self.works[op].time_s, 0.0, now)
+        for others in self.places(op):
+            others.add(op)
         self.reprice(op, now)
 
     def finish(self, op: int, now: float) -> None:
         self.end[op] = now
+        self.valid[op] = 0
         if self.running.pop(op, None) is not None:
-            for places in self.places(op):
-                places.discard(op)
+            for others in self.places(op):
+                others.discard(op)
             self.reprice(op, now)
         if self.queues.holds(op):
-            worker = self.queues.release(op)
-            self.feed(worker, now)
+            self.feed(self.queues.release(op), now)
         for after in self.graph.successors[op]:
             self.left[after] -= 1
             if self.left[after] == 0:
@@ -146,10 +146,10 @@ class _Events:
 
     def places(self, op: int) -> list[set[int]]:
         """The sets of running operations that this one belongs to."""
-        found = [self.on_wire.setdefault(wire, set()) for wire in self.wires[op]]
+        found = [self.on_wire[wire] for wire in self.wires[op]]
         if self.slows:
             kind = self.computing if self.computes(op) else self.moving
-            found += [kind.setdefault(worker, set()) for worker in self.workers(op)]
+            found += [kind[worker] for worker in self.workers(op)]
         return found
 
     def computes(self, op: int) -> bool:
@@ -160,29 +160,32 @@ class _Events:
 
     def reprice(self, op: int, now: float) -> None:
         """Gives every operation that shares something with `op` its new rate and finish."""
-        touched = {other for wire in self.wires[op] for other in self.on_wire[wire]}
+        touched = {op} if op in self.running else set()
+        for wire in self.wires[op]:
+            touched |= self.on_wire[wire]
         if self.slows:
             for worker in self.workers(op):
-                touched |= self.computing.get(worker, set()) | self.moving.get(worker, set())
-        if op in self.running:
-            touched.add(op)
+                touched |= self.computing[worker] | self.moving[worker]
         for other in sorted(touched):
             state, rate = self.running[other], self.rate(other)
-            if rate == state.rate:
-                continue
-            state.left_s -= (now - state.since_s) * state.rate
-            state.rate, state.since_s = rate, now
-            self.push(now + max(0.0, state.left_s) / rate, other, _FINISH)
-            state.ticket = self.ticket
+            if rate != state.rate:
+                state.left_s = max(0.0, state.left_s - (now - state.since_s) * state.rate)
+                state.rate, state.since_s = rate, now
+                self.push(now + state.left_s / rate, other, _FINISH)
 
     def rate(self, op: int) -> float:
         """The operation's speed, as a share of what it has alone."""
-        rate = min((1 / len(self.on_wire[wire]) for wire in self.wires[op]), default=1.0)
+        rate, own = 1.0, self.loads[op]
+        for wire in self.wires[op]:
+            split = sum(self.loads[other][wire] for other in self.on_wire[wire])
+            rate = min(rate, max(own.values()) / split)
         if self.slows:
-            others, factor = self.computing, self.overlap.transfer
+            others, factor = self.moving, self.overlap.transfer
             if self.computes(op):
-                others, factor = self.moving, self.overlap.compute
-            if any(others.get(worker) for worker in self.workers(op)):
+                factor = self.overlap.compute
+            else:
+                others = self.computing
+            if any(others[worker] for worker in self.workers(op)):
                 rate /= factor
         return rate
 
@@ -203,7 +206,9 @@ class _ReadyQueues:
 
     def holds(self, op: int) -> bool:
         """Whether the operation goes through one of these queues."""
-        return self.graph.members[op][0] in self.limits and self.graph.action(op).lane == "compute"
+        return (
+            bool(self.limits) and self.graph.members[op][0] in self.limits and self.graph.action(op).lane == "compute"
+        )
 
     def add(self, op: int) -> None:
         self.waiting[self.graph.members[op][0]].append(op)

@@ -1,9 +1,10 @@
 """What each operation of a program takes: seconds of work, latency, and the wires that it loads."""
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from pipedejavu.facts import Cost, Device, UnitTime
+from pipedejavu.facts import Cost, Device, Route, UnitTime
 from pipedejavu.program import Action, Graph, Program
 from pipedejavu.program.passes import COLLECTIVES
 from pipedejavu.program.size import Sizes
@@ -16,6 +17,9 @@ class Work(NamedTuple):
     time_s: float
     """Beyond the latency; stretched where wires or devices are shared."""
     wires: tuple[str, ...] = ()
+    loads: tuple[int, ...] = ()
+    """How many transfers the operation stands for on each wire: its copies in a folded program, and the hops of
+    a ring. The time has the highest in it."""
 
 
 NOTHING = Work(0.0, 0.0)
@@ -57,7 +61,7 @@ class Costs:
         if a.kind in ("FETCH", "OFFLOAD"):
             return self._copy(a, worker)
         if a.kind in ("REDUCE", "GATHER"):
-            return self._collective(a, worker)
+            return self._collective(a)
         return NOTHING
 
     def _device(self, worker: int) -> Device:
@@ -89,44 +93,53 @@ class Costs:
         return sum(t.update_s for t in self._times(a.piece, device.kind)) / parts / self.plan.place.shards
 
     def _send(self, a: Action, worker: int) -> Work:
-        size = self.sizes.moved(a, worker)
+        size = self.sizes.moved(a)
         return self._move(worker, a.peer, size)
 
     def _move(self, source: int, target: int, size_bytes: float) -> Work:
-        """A transfer between workers; wires that copies of the pair load too are slower by their number."""
-        program, n = self.program, len(self.program.workers)
-        ends = [(source + c * n, target + c * n) for c in range(program.copies)]
-        devices = program.devices
+        """A transfer between workers."""
+        devices = self.program.devices
         if devices[source] == devices[target]:
             return NOTHING
-        routes = [self.machine.route(devices[s], devices[t]) for s, t in ends]
-        route = routes[0]
-        users = max(sum(wire in other.wires for other in routes) for wire in route.wires) if route.wires else 1
-        return Work(route.latency_s, size_bytes * users / route.bytes_per_s, route.wires)
+        ends = zip(self._copies(source), self._copies(target), strict=True)
+        return _transfer([self.machine.route(devices[s], devices[t]) for s, t in ends], size_bytes)
 
     def _copy(self, a: Action, worker: int) -> Work:
-        device = self._device(worker)
-        if device.type == "cpu":
+        """A transfer between a worker's device and its host."""
+        if self._device(worker).type == "cpu":
             return NOTHING
-        host = self.machine.cpu_of(device)
-        ends = (host.name, device.name) if a.kind == "FETCH" else (device.name, host.name)
-        route = self.machine.route(*ends)
-        return Work(route.latency_s, self.sizes.moved(a, worker) / route.bytes_per_s, route.wires)
+        devices = [self._device(w) for w in self._copies(worker)]
+        ends = [(self.machine.cpu_of(device).name, device.name) for device in devices]
+        routes = [self.machine.route(h, d) if a.kind == "FETCH" else self.machine.route(d, h) for h, d in ends]
+        return _transfer(routes, self.sizes.moved(a))
 
-    def _collective(self, a: Action, worker: int) -> Work:
-        size = self.sizes.moved(a, worker)
+    def _copies(self, worker: int) -> range:
+        """The workers that a worker of a folded program stands for."""
+        return range(worker, worker + self.program.copies * len(self.program.workers), len(self.program.workers))
+
+    def _collective(self, a: Action) -> Work:
+        size = self.sizes.moved(a)
         group = self.program.groups[a.via[1:]]
         n = len(group.workers)
         if n == 1:
             return NOTHING
-        ring = [self.program.devices[w] for w in group.workers]
-        routes = [self.machine.route(s, t) for s, t in zip(ring, ring[1:] + ring[:1], strict=True) if s != t]
+        routes = self._ring(group.workers)
         if not routes:
             return NOTHING
         latency, rate = max(r.latency_s for r in routes), min(r.bytes_per_s for r in routes)
+        rings = [routes]
+        if max(group.workers) < len(self.program.workers):  # then every copy has a ring of its own
+            rings = [self._ring(ws) for ws in zip(*map(self._copies, group.workers), strict=True)]
+        hops = Counter(wire for ring in rings for r in ring for wire in r.wires)
         wires = tuple(sorted({w for r in routes for w in r.wires}))
+        loads = tuple(hops[wire] for wire in wires)
         rounds, volume = self._traffic(a, n, len(group.helpers))
-        return Work(rounds * latency, volume * size / rate, wires)
+        return Work(rounds * latency, volume * size * max(loads, default=1) / rate, wires, loads)
+
+    def _ring(self, workers: tuple[int, ...]) -> list[Route]:
+        """The routes around a ring of workers, those within one device left out."""
+        ring = [self.program.devices[w] for w in workers]
+        return [self.machine.route(s, t) for s, t in zip(ring, ring[1:] + ring[:1], strict=True) if s != t]
 
     def _traffic(self, a: Action, n: int, helpers: int) -> tuple[float, float]:
         """Returns the rounds of a collective over n workers, and the multiple of the value that each moves."""
@@ -151,6 +164,13 @@ TRAFFIC = {
     "all-to-all": lambda n: (n - 1.0, (n - 1) / n),
 }
 """Rounds and volume of ring algorithms."""
+
+
+def _transfer(routes: list[Route], size_bytes: float) -> Work:
+    """A transfer along the first of `routes`, which its copies make along the others at the same time."""
+    route, users = routes[0], Counter(wire for other in routes for wire in other.wires)
+    loads = tuple(users[wire] for wire in route.wires)
+    return Work(route.latency_s, size_bytes * max(loads, default=1) / route.bytes_per_s, route.wires, loads)
 
 
 def shared_wires(program: Program, graph: Graph, works: Sequence[Work]) -> frozenset[str]:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from functools import cached_property
 
-from pipedejavu.facts import Timeline, WorkerSummary
+from pipedejavu.facts import Timeline, WorkerSummary, paused_collector
 from pipedejavu.program import Graph, Program, build_graph
 from pipedejavu.program.liveness import Liveness, count_versions
 from pipedejavu.simulate.clock import run_events, sweep
@@ -32,7 +32,7 @@ class Prediction:
     @cached_property
     def bubble_fraction(self) -> float:
         """Share of the makespan that the compute lanes of workers that train are idle."""
-        trains = [w.worker for w in self.workers if self.program.pieces_on[w.worker]]
+        trains = [index for index, pieces in enumerate(self.program.pieces_on) if pieces]
         busy = sum(self.busy_s[worker] for worker in trains)
         whole = self.makespan_s * len(trains)
         return 1 - busy / whole if whole else 0.0
@@ -49,25 +49,25 @@ class Prediction:
     @cached_property
     def workers(self) -> tuple[WorkerSummary, ...]:
         """A summary for each worker of the program, memory curves included."""
-        program, liveness = self.program, Liveness(self.program)
-        found = []
-        for index, ops in enumerate(self.graph.of_action):
-            start, end = [self.start[op] for op in ops], [self.end[op] for op in ops]
-            stays = liveness.stays(index, start, end, self.makespan_s)
-            curves = trace_memory(liveness, index, stays, self.makespan_s)
-            found.append(
-                WorkerSummary(
-                    worker=index,
-                    device=program.devices[index],
-                    copies=program.copies,
-                    busy_s=self.busy_s[index],
-                    peak_bytes=curves[0].peak_bytes,
-                    peak_live_microbatches=self._peak_live(index),
-                    weight_versions=count_versions(stays),
-                    memory=curves,
-                )
-            )
-        return tuple(found)
+        liveness = Liveness(self.program)
+        with paused_collector():
+            return tuple(self._summary(index, liveness) for index in range(len(self.program.workers)))
+
+    def _summary(self, index: int, liveness: Liveness) -> WorkerSummary:
+        ops = self.graph.of_action[index]
+        start, end = [self.start[op] for op in ops], [self.end[op] for op in ops]
+        stays = liveness.stays(index, start, end, self.makespan_s)
+        curves = trace_memory(liveness, index, stays, self.makespan_s)
+        return WorkerSummary(
+            worker=index,
+            device=self.program.devices[index],
+            copies=self.program.copies,
+            busy_s=self.busy_s[index],
+            peak_bytes=curves[0].peak_bytes,
+            peak_live_microbatches=self._peak_live(index),
+            weight_versions=count_versions(stays),
+            memory=curves,
+        )
 
     def _peak_live(self, index: int) -> int:
         """Counts stages of microbatches between the start of their forward and the end of their backward."""

@@ -43,12 +43,10 @@ def unit_costs(plan: Plan, costs: dict[str, float]) -> tuple[Plan, Profile, Mach
     is not given follows: F = 1, B = 2, W = B / 2, R = F, U = 0.
     """
     forward = costs.get("F", 1.0)
-    weight = costs.get(
-        "W", costs.get("B", 2.0) / 2 if "I" not in costs else costs.get("B", 2 * costs["I"]) - costs["I"]
-    )
-    backward = costs.get("B", costs["I"] + weight if "I" in costs else 2.0)
-    if weight > backward:
-        raise InputError(f"unit cost W={weight:g} cannot exceed B={backward:g}")
+    backward = costs.get("B", costs.get("I", 1.0) + costs.get("W", 1.0))
+    weight = costs.get("W", backward - costs["I"] if "I" in costs else backward / 2)
+    if not 0 <= weight <= backward:
+        raise InputError(f"the halves of a backward cannot exceed it: B={backward:g} and W={weight:g}")
     is_layered = plan.num_stages is None
     per_stage = PIECES_OF_EAGER if plan.order.is_eager and not is_layered else 1
     chunks = {"loop": plan.place.chunks, "v": 2}.get(plan.place.kind, 1)

@@ -1,0 +1,1 @@
+"""The command line; arguments, printing, file paths and no logic."""

@@ -1,0 +1,124 @@
+"""The command line: arguments, printing and file paths; no logic of its own."""
+
+import sys
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from pipedejavu.cli import show
+from pipedejavu.cli.source import Inputs, read_inputs
+from pipedejavu.facts import InputError, write_file
+from pipedejavu.plan import preset, presets
+from pipedejavu.program import compile  # noqa: A004
+from pipedejavu.program import verify as verify_program
+from pipedejavu.report import render_grid, render_html, render_trace
+from pipedejavu.simulate import simulate as simulate_program
+from pipedejavu.simulate import unit_costs
+
+app = typer.Typer(
+    name="pipedejavu",
+    help="Plan, preview and run the training of deep networks on mixed CPU and GPU hardware.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
+
+
+@app.command("presets")
+def list_presets(
+    name: Annotated[str | None, typer.Argument(help="A preset; without it, the table of all.")] = None,
+    workers: Annotated[int | None, typer.Option(help="Workers to show it with.")] = None,
+    microbatches: Annotated[int | None, typer.Option(help="Microbatches to show it with.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """List the presets, or show one: its axes, and its program as a grid."""
+    if name is None:
+        show.print_presets(presets(), as_json)
+        return
+    found = preset(name.removeprefix("preset:"))
+    plan = found.at(workers=workers, microbatches=microbatches)
+    program = compile(*unit_costs(plan, {}))
+    prediction = simulate_program(program, verify_program(program))
+    show.print_preset(found.title, plan, program, render_grid(prediction.timeline(), show.num_slices()), as_json)
+
+
+@app.command()
+def simulate(
+    plan: Annotated[str, typer.Argument(metavar="PLAN", help="A plan file, or preset:NAME.")],
+    workers: Annotated[
+        int | None, typer.Option(help="Workers of a pipeline, or replicas or shards without one.")
+    ] = None,
+    microbatches: Annotated[
+        int | None, typer.Option(help="Microbatches of an update, or in all without a flush.")
+    ] = None,
+    replicas: Annotated[int | None, typer.Option(help="Data-parallel copies.")] = None,
+    steps: Annotated[int | None, typer.Option(help="Updates to simulate.")] = None,
+    samples: Annotated[int | None, typer.Option(help="Samples in a microbatch.")] = None,
+    recompute: Annotated[float | None, typer.Option(help="Share of activations to recompute, 0 to 1.")] = None,
+    unit_costs: Annotated[
+        str | None, typer.Option(help="Costs of a worker's forward and backward of a microbatch, as F=1,B=2.")
+    ] = None,
+    model: Annotated[str | None, typer.Option(help="A model by its shape, such as gpt-small.")] = None,
+    profile: Annotated[str | None, typer.Option(help="A profile file instead of a model.")] = None,
+    machine: Annotated[str | None, typer.Option(help="A machine file; by default this machine's shape.")] = None,
+    trace: Annotated[str | None, typer.Option(help="Write a trace for Perfetto to this file.")] = None,
+    html: Annotated[str | None, typer.Option(help="Write the report, one HTML page, to this file.")] = None,
+    out: Annotated[str | None, typer.Option(help="Write the timeline as JSON to this file.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Predict a plan's time, memory and timeline."""
+    sizes = {"workers": workers, "microbatches": microbatches, "replicas": replicas, "steps": steps, "samples": samples}
+    inputs = read_inputs(Inputs(plan, sizes, recompute, unit_costs, model, profile, machine))
+    program = compile(inputs.plan, inputs.profile, inputs.machine)
+    prediction = simulate_program(program, verify_program(program))
+    if trace or html or out:
+        timeline = prediction.timeline()
+        if trace:
+            write_file(trace, render_trace(timeline))
+        if out:
+            write_file(out, timeline.to_json(indent=None))
+        if html:
+            decisions = [(d.axis, d.choice, d.reason) for d in program.plan.decisions]
+            title = f"{program.plan.name} · {inputs.profile.name} on {inputs.machine.name}"
+            write_file(html, render_html(timeline, title, program.plan.axes(), decisions, inputs.notes))
+    show.print_prediction(prediction, inputs.notes, [f for f in (trace, html, out) if f], as_json)
+
+
+def _later(verb: str, does: str, instead: str) -> None:
+    @app.command(verb, help=f"{does} (not built yet).", context_settings={"ignore_unknown_options": True})
+    def command(arguments: Annotated[list[str] | None, typer.Argument()] = None) -> None:  # noqa: ARG001
+        raise InputError(f"'{verb}' is not built yet; {instead}")
+
+
+_later("probe", "Measure this machine", "write a machine file by hand and give it to simulate --machine")
+_later("profile", "Profile a model", "use simulate --model with a model's shape, or write a profile file by hand")
+_later("plan", "Search for the best plan", "compare presets with simulate")
+_later("train", "Train a model", "simulate shows what a run would look like")
+_later("compare", "Compare prediction and measurement", "there are no measured runs before train is built")
+
+
+def main() -> None:
+    """Runs the command line; a fault of the user's exits 2 with one clear sentence."""
+    try:
+        app(standalone_mode=False)
+    except InputError as error:
+        _fail(str(error))
+    except typer.Exit as leave:
+        sys.exit(leave.exit_code)
+    except typer.Abort:
+        sys.exit(130)
+    except BrokenPipeError:
+        sys.exit(0)
+    except Exception as error:
+        usage = getattr(error, "format_message", None)  # a fault of usage, found by the parser of arguments
+        if usage is None:
+            raise
+        _fail(f"{usage().rstrip('.')}; try 'pipedejavu --help'")
+
+
+def _fail(text: str) -> None:
+    Console(stderr=True, highlight=False, soft_wrap=True).print(f"pipedejavu: {text}", markup=False)
+    sys.exit(2)

@@ -1,0 +1,114 @@
+"""How the command line prints: tables for people, one JSON object for programs."""
+
+import json
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.table import Table
+
+from pipedejavu.facts import format_bytes, format_seconds
+from pipedejavu.plan import AXES, Plan, Preset
+from pipedejavu.program import Program
+from pipedejavu.simulate import Prediction
+
+
+def print_presets(table: dict[str, Preset], as_json: bool) -> None:
+    """Prints all presets with their axes."""
+    if as_json:
+        rows = {n: {"title": p.title, "axes": p.at().axes(), "aliases": list(p.aliases)} for n, p in table.items()}
+        print(json.dumps({"presets": rows}, ensure_ascii=False))
+        return
+    console = Console(highlight=False)
+    shown = Table(box=None, pad_edge=False, header_style="bold")
+    for column in ("preset", *AXES):
+        shown.add_column(column, no_wrap=True)
+    for name, found in table.items():
+        shown.add_row(f"[cyan]{name}[/]", *found.at().axes().values())
+    width = console.measure(shown, options=console.options.update(width=500)).maximum
+    if not console.is_terminal or width <= console.width:
+        Console(highlight=False, width=width).print(shown)
+    else:  # too narrow for a table
+        for name, found in table.items():
+            console.print(f"[cyan]{name}[/]  {found.title}")
+            console.print("  " + " · ".join(found.at().axes().values()), style="dim", markup=False)
+    console.print(f"\n{len(table)} presets; 'pipedejavu presets NAME' shows one with its program.")
+
+
+def print_preset(title: str, plan: Plan, program: Program, grid: str, as_json: bool) -> None:
+    """Prints one preset: its axes, and its program at unit costs as a grid."""
+    if as_json:
+        form = {"name": plan.name, "title": title, "axes": plan.axes(), "plan": json.loads(plan.to_json())}
+        print(json.dumps(form | {"program": program.to_text().splitlines(), "grid": grid}, ensure_ascii=False))
+        return
+    console = Console(highlight=False)
+    console.print(f"[bold]{plan.name}[/]  {title}\n")
+    for axis, text in plan.axes().items():
+        console.print(f"  {axis:<8} {text}", markup=False)
+    workers = f"{plan.num_workers} workers"
+    if program.copies > 1:
+        workers += f", of which {len(program.workers)} are drawn: {program.copies} copies behave alike"
+    console.print(f"\nat unit costs (F=1, B=2, no communication), {workers}:\n")
+    console.print(grid, markup=False, soft_wrap=True)
+
+
+def num_slices() -> int:
+    """Returns how many slices of time fit beside each other in the terminal."""
+    return max(20, (Console().width - 6) // 4)
+
+
+def print_prediction(prediction: Prediction, notes: Sequence[str], files: Sequence[str], as_json: bool) -> None:
+    """Prints what a plan is predicted to take."""
+    program = prediction.program
+    if as_json:
+        print(json.dumps(_prediction_form(prediction, notes, files), ensure_ascii=False))
+        return
+    console = Console(highlight=False)
+    console.print(f"[bold]{program.plan.name}[/]  {'  '.join(f'{a}={t}' for a, t in program.plan.axes().items())}")
+    in_units = program.machine.name == "unit costs"
+    makespan = f"{prediction.makespan_s:g} units" if in_units else format_seconds(prediction.makespan_s)
+    rate = "" if in_units else f"   {_samples_per_s(prediction):.4g} samples/s"
+    console.print(f"[bold]makespan {makespan}[/]   bubble {prediction.bubble_fraction:.1%}{rate}\n")
+    shown = Table(box=None, pad_edge=False, header_style="bold")
+    for column in ("worker", "device", "busy", "peak memory", "on host", "live microbatches", "weight versions"):
+        shown.add_column(column, justify="left" if column in ("worker", "device") else "right")
+    for worker in prediction.workers:
+        name = f"{worker.worker}" + (f" ×{worker.copies}" if worker.copies > 1 else "")
+        host = next((c.peak_bytes for c in worker.memory if c.memory == "host"), None)
+        busy = f"{worker.busy_s / prediction.makespan_s:.0%}" if prediction.makespan_s else "–"
+        sizes = [format_bytes(worker.peak_bytes), "–" if host is None else format_bytes(host)]
+        counts = [str(worker.peak_live_microbatches), str(worker.weight_versions)]
+        shown.add_row(name, worker.device, busy, *sizes, *counts)
+    console.print(shown)
+    for decision in program.plan.decisions:
+        console.print(f"\n{decision.axis}: {decision.choice} ({decision.reason})", end="")
+    console.print("".join(f"\n{note}" for note in notes), markup=False)
+    for file in files:
+        console.print(f"wrote {file}", markup=False)
+
+
+def _samples_per_s(prediction: Prediction) -> float:
+    plan = prediction.program.plan
+    samples = prediction.program.update_size * plan.steps * plan.feed.samples
+    return samples / prediction.makespan_s if prediction.makespan_s else 0.0
+
+
+def _prediction_form(prediction: Prediction, notes: Sequence[str], files: Sequence[str]) -> dict[str, object]:
+    program = prediction.program
+    workers = []
+    for w in prediction.workers:
+        form: dict[str, object] = w.model_dump(exclude={"memory"})
+        form["peak_classes"] = w.memory[0].peak_classes
+        form["host_peak_bytes"] = next((c.peak_bytes for c in w.memory if c.memory == "host"), 0.0)
+        workers.append(form)
+    return {
+        "plan": json.loads(program.plan.to_json()),
+        "axes": program.plan.axes(),
+        "makespan_s": prediction.makespan_s,
+        "bubble_fraction": prediction.bubble_fraction,
+        "samples_per_s": _samples_per_s(prediction),
+        "num_workers": program.plan.num_workers,
+        "num_actions": program.num_actions,
+        "workers": workers,
+        "notes": list(notes),
+        "files": list(files),
+    }

@@ -1,0 +1,84 @@
+"""Where the command line's inputs come from: files, presets, shapes and this machine."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from pipedejavu.facts import InputError, Machine, Profile
+from pipedejavu.plan import Plan, preset, sized
+from pipedejavu.probe import read_shape
+from pipedejavu.simulate import parse_unit_costs, unit_costs
+from pipedejavu.zoo import estimate_profile
+from pipedejavu.zoo.shape import EFFICIENCY
+
+DEFAULT_MODEL = "gpt-small"
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What the user asked for, as text."""
+
+    plan: str
+    sizes: Mapping[str, int | None]
+    recompute: float | None
+    unit_costs: str | None
+    model: str | None
+    profile: str | None
+    machine: str | None
+
+
+class Read(NamedTuple):
+    """What `compile` needs, and what the user should know of where it came from."""
+
+    plan: Plan
+    profile: Profile
+    machine: Machine
+    notes: tuple[str, ...]
+
+
+def read_inputs(asked: Inputs) -> Read:
+    """Reads and checks all inputs."""
+    plan = _read_plan(asked)
+    if asked.unit_costs is not None:
+        for option in ("model", "profile", "machine"):
+            if getattr(asked, option) is not None:
+                raise InputError(f"--unit-costs makes its own model and machine; leave out --{option}")
+        return Read(
+            *unit_costs(plan, parse_unit_costs(asked.unit_costs)),
+            ("unit costs: time in units, no communication, every size one byte",),
+        )
+    if asked.model is not None and asked.profile is not None:
+        raise InputError("give --model or --profile, not both")
+    notes = []
+    if asked.machine is not None:
+        machine = Machine.load(asked.machine)
+    else:
+        machine = read_shape(plan.num_workers)
+        host = machine.hosts[0]
+        notes.append(
+            f"machine: the {host.cores} cores and the memory of this host, divided over {plan.num_workers} CPU workers;"
+            " its rates are assumed, not measured"
+        )
+    if asked.profile is not None:
+        return Read(plan, Profile.load(asked.profile), machine, tuple(notes))
+    profile = estimate_profile(asked.model or DEFAULT_MODEL, machine)
+    notes.append(f"model: {profile.name} from its shape, at {EFFICIENCY:.0%} of each device's stated rate")
+    return Read(plan, profile, machine, tuple(notes))
+
+
+def _read_plan(asked: Inputs) -> Plan:
+    kind, colon, name = asked.plan.partition(":")
+    if kind == "preset" and colon:
+        found = preset(name)
+    elif asked.plan.endswith(".json") or "/" in asked.plan:
+        found = sized(Plan.load(asked.plan))
+    else:
+        raise InputError(
+            f"'{asked.plan}' is neither a plan file (.json) nor preset:NAME; did you mean 'preset:{asked.plan}'?"
+        )
+    plan = found.at(**asked.sizes)
+    if asked.recompute is not None:
+        if not 0 <= asked.recompute <= 1:
+            raise InputError(f"--recompute is a share between 0 and 1, not {asked.recompute:g}")
+        plan = plan.but(order=plan.order.but(recompute=asked.recompute))
+    return plan

@@ -1,0 +1,163 @@
+"""The command line: what it prints, writes and refuses."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pipedejavu.facts import Machine, Timeline
+from pipedejavu.plan import preset, presets
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+def run(*arguments: str, code: int = 0) -> subprocess.CompletedProcess[str]:
+    done = subprocess.run(
+        [sys.executable, "-c", "from pipedejavu.cli.main import main; main()", *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == code, done.stderr
+    return done
+
+
+def refused(*arguments: str) -> str:
+    done = run(*arguments, code=2)
+    assert done.stdout == ""
+    assert done.stderr.startswith("pipedejavu: ")
+    assert "Traceback" not in done.stderr
+    return done.stderr
+
+
+def test_presets_lists_every_preset_with_its_axes() -> None:
+    lines = run("presets").stdout.splitlines()
+    assert lines[0].split() == ["preset", "cut", "place", "feed", "order", "version", "reduce", "keep"]
+    assert [line.split()[0] for line in lines[1 : 1 + len(presets())]] == list(presets())
+    assert "…" not in "".join(lines)
+
+
+def test_presets_as_json_is_one_object() -> None:
+    table = json.loads(run("presets", "--json").stdout)["presets"]
+    assert list(table) == list(presets())
+    assert table["1f1b"]["axes"]["order"] == "1f1b"
+
+
+def test_a_preset_shows_its_axes_and_its_grid() -> None:
+    text = run("presets", "1f1b", "--workers", "2", "--microbatches", "3").stdout
+    assert "order    1f1b" in text
+    assert text.splitlines()[-3:-1] == [
+        "w0  F0 F1       B0 ·  F2 B1 ·     B2 ·",
+        "w1     F0 B0 ·  F1 B1 ·  F2 B2 ·",
+    ]
+
+
+def test_every_preset_can_be_shown() -> None:
+    for name in ("l2l", "hetpipe", "megatron", "coarse"):
+        assert "at unit costs" in run("presets", name).stdout
+
+
+def test_simulate_as_json_has_the_promised_keys() -> None:
+    form = json.loads(run("simulate", "preset:1f1b", "--unit-costs", "F=1,B=2", "--json").stdout)
+    assert form["makespan_s"] == 33
+    assert form["bubble_fraction"] == pytest.approx(3 / 11)
+    keys = {"busy_s", "peak_bytes", "peak_live_microbatches", "weight_versions"}
+    assert all(keys <= worker.keys() for worker in form["workers"])
+    assert [worker["peak_live_microbatches"] for worker in form["workers"]] == [4, 3, 2, 1]
+
+
+def test_unit_costs_follow_what_is_given() -> None:
+    form = json.loads(run("simulate", "preset:chimera", "--unit-costs", "F=1,B=1", "--json").stdout)
+    assert form["makespan_s"] == 18
+
+
+def test_recompute_is_an_option_of_every_plan() -> None:
+    arguments = ("simulate", "preset:gpipe", "--unit-costs", "F=1,B=2", "--recompute", "1", "--json")
+    assert json.loads(run(*arguments).stdout)["makespan_s"] == 44
+
+
+def test_simulate_writes_report_trace_and_timeline(tmp_path: Path) -> None:
+    html, trace, out = tmp_path / "r.html", tmp_path / "t.json", tmp_path / "timeline.json"
+    machine = str(EXAMPLES / "four-gpus.json")
+    files = ("--html", str(html), "--trace", str(trace), "--out", str(out))
+    text = run("simulate", "preset:fine", "--model", "gpt-1.3b", "--machine", machine, *files).stdout
+    assert "samples/s" in text
+    assert html.read_text().startswith("<!doctype html>")
+    assert json.loads(trace.read_text())["traceEvents"]
+    timeline = Timeline.from_json(out.read_bytes())
+    assert any(span.lane == "host" for span in timeline.spans())
+    assert [path.name for path in tmp_path.iterdir() if path.suffix == ".part"] == []
+
+
+def test_simulate_reads_a_plan_file_and_can_resize_it(tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    preset("1f1b").at(workers=4, microbatches=8).save(path)
+    arguments = ("simulate", str(path), "--workers", "2", "--microbatches", "5", "--unit-costs", "F=1,B=2", "--json")
+    assert json.loads(run(*arguments).stdout)["makespan_s"] == 18
+
+
+def test_simulate_without_a_machine_takes_this_ones_shape() -> None:
+    text = run("simulate", "preset:ddp", "--workers", "2", "--model", "gpt-tiny").stdout
+    assert "its rates are assumed, not measured" in text.replace("\n", " ")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (("preset:1f2b",), "there is no preset '1f2b'; did you mean '1f1b'?"),
+        (("preset:1f1b", "--workers", "0"), "the number of workers must be 1 or more, not 0"),
+        (("preset:1f1b", "--workers", "x"), "Invalid value for '--workers'"),
+        (("preset:chimera", "--workers", "3"), "3 is odd; use an even number of workers"),
+        (("preset:l2l", "--workers", "2"), "preset 'l2l' trains on one worker, not 2"),
+        (("preset:gems-mast", "--microbatches", "3"), "3 is not a multiple of 2"),
+        (("preset:1f1b", "--unit-costs", "F=1,Q=2"), "'Q=2' is not a unit cost; write F=1,B=2"),
+        (("preset:1f1b", "--unit-costs", "F=one"), "'one' is not a number for unit cost F"),
+        (("preset:zb-h1", "--unit-costs", "B=3,I=1,W=1"), "B must be I + W, and 3 is not 1 + 1"),
+        (("preset:1f1b", "--unit-costs", "F=1", "--model", "gpt-tiny"), "leave out --model"),
+        (("preset:1f1b", "--recompute", "2"), "--recompute is a share between 0 and 1, not 2"),
+        (("preset:1f1b", "--model", "gpt-tyni"), "there is no model shape 'gpt-tyni'; did you mean 'gpt-tiny'?"),
+        (("preset:1f1b", "--model", "gpt-tiny", "--workers", "9"), "has 6 units; use at most 6 stages"),
+        (("1f1b",), "did you mean 'preset:1f1b'?"),
+        (("missing.json",), "cannot read missing.json: No such file or directory"),
+        (("preset:1f1b", "--machine", "missing.json"), "cannot read missing.json"),
+        (("preset:ddp", "--model", "gpt-175b", "--workers", "2"), "device 'cpu0' would need"),
+        (("preset:1f1b", "--html", "missing/r.html"), "cannot write missing/r.html: No such file or directory"),
+    ],
+)
+def test_bad_input_exits_2_with_a_sentence(arguments: tuple[str, ...], sentence: str) -> None:
+    assert sentence in refused("simulate", *arguments)
+
+
+def test_a_machine_that_is_too_small_is_refused() -> None:
+    text = refused("simulate", "preset:1f1b", "--workers", "9", "--machine", str(EXAMPLES / "four-gpus.json"))
+    assert "the plan needs 9 devices to train on, machine 'four GPUs and a CPU' has 5" in text
+
+
+def test_broken_json_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "machine.json"
+    path.write_text('{"name": ')
+    assert "machine.json: not valid JSON" in refused("simulate", "preset:1f1b", "--machine", str(path))
+
+
+def test_all_faults_of_a_file_come_together(tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    path.write_text('{"oder": {"kind": "1f1b"}, "place": {"workers": -1}}')
+    text = refused("simulate", str(path))
+    assert "unknown key 'oder'; did you mean 'order'?" in text
+    assert "place.workers" in text
+
+
+@pytest.mark.parametrize("verb", ["probe", "profile", "plan", "train", "compare"])
+def test_a_verb_that_is_not_built_says_so(verb: str) -> None:
+    assert f"'{verb}' is not built yet; " in refused(verb, "zoo:gpt", "--steps", "3")
+
+
+def test_usage_faults_exit_2_too() -> None:
+    assert "Missing argument 'PLAN'" in refused("simulate")
+    assert "No such command 'simulat'" in refused("simulat")
+
+
+def test_the_example_machine_is_valid() -> None:
+    assert len(Machine.load(EXAMPLES / "four-gpus.json").devices) == 5

@@ -1,0 +1,38 @@
+"""Every example runs, and the pages made from the code are what the code makes now."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+
+def python(*arguments: str) -> str:
+    return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, check=True, cwd=ROOT).stdout
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("*.py")), ids=lambda path: path.name)
+def test_an_example_runs_and_is_short(path: Path) -> None:
+    assert python(str(path))
+    assert len(path.read_text().splitlines()) <= 60
+
+
+def test_the_page_of_presets_is_up_to_date() -> None:
+    assert (ROOT / "docs" / "presets.md").read_text() == python("docs/presets.py")
+
+
+def test_the_tour_of_the_readme_runs() -> None:
+    readme = (ROOT / "README.md").read_text()
+    code = readme.split("```python\n")[1].split("```")[0]
+    out = python("-c", code).splitlines()
+    assert out[1] == "F0.0@0 SEND:x0.0>1 F0.1@0 SEND:x0.1>1"
+
+
+def test_the_grid_of_the_readme_is_what_the_command_prints() -> None:
+    readme = (ROOT / "README.md").read_text()
+    shown = [line for line in readme.splitlines() if line.startswith(("w0 ", "w1 ", "w2 ", "w3 "))]
+    page = (ROOT / "docs" / "presets.md").read_text()
+    assert len(shown) == 4
+    assert "\n".join(shown) in page.split("## 1f1b\n")[1]
