@@ -145,7 +145,8 @@ def test_a_time_is_a_number(written: str) -> None:
 def test_quantities_as_text_stand_in_a_file() -> None:
     machine = Machine.from_json(
         '{"name":"m","hosts":[{"name":"h"}],'
-        '"devices":[{"name":"d","kind":"k","type":"gpu","host":"h","memory_bytes":"80 GiB","flop_per_s":"989 TFLOP/s"}],'
+        '"devices":[{"name":"d","kind":"k","type":"gpu","host":"h","memory_bytes":"80 GiB",'
+        '"flop_per_s":"989 TFLOP/s"}],'
         '"links":[{"latency_s":"3 us","bytes_per_s":"400 Gbit/s"}]}'
     )
     assert machine.devices[0].memory_bytes == 80 * 2**30

@@ -58,7 +58,7 @@ class Record(BaseModel):
 
     def but(self, **changes: Any) -> Self:
         """Returns a validated copy with some fields changed."""
-        return type(self).model_validate({**dict(self), **changes})
+        return type(self).model_validate({**dict(self), **changes}, by_name=True)
 
 
 def read_file(path: str | Path) -> bytes:
@@ -113,9 +113,11 @@ def _disagreements(record: type[Record], plain: Any) -> list[str]:
 
 def _unchecked(annotation: Any, plain: Any) -> Any:
     """Builds records from plain data without a look at its types."""
-    record = None if get_origin(annotation) is dict else record_in(annotation)
+    record = record_in(annotation)
     if record and isinstance(plain, list):
         return tuple(_unchecked(record, item) for item in plain)
+    if record and isinstance(plain, dict) and get_origin(annotation) is dict:
+        return {key: _unchecked(record, item) for key, item in plain.items()}
     if record and isinstance(plain, dict):
         known = {name: field.annotation for name, field in record.model_fields.items() if name in plain}
         return record.model_construct(**{name: _unchecked(a, plain[name]) for name, a in known.items()})

@@ -2,7 +2,7 @@
 
 from collections import Counter
 
-from pipedejavu.facts import Machine, Profile, paused_collector
+from pipedejavu.facts import InputError, Machine, Profile, paused_collector
 from pipedejavu.plan import Decision, Plan
 from pipedejavu.plan.rule import check_plan
 from pipedejavu.program.action import Action
@@ -75,11 +75,21 @@ _PASSES = (
 
 def _resolve_cut(plan: Plan, profile: Profile, machine: Machine, devices: tuple[str, ...]) -> Plan:
     stages = plan.num_stages or len(profile.units)
+    if plan.cut.stages not in (None, stages):
+        raise InputError(
+            f"the plan cuts {plan.cut.stages} stages, but its place has room for {stages}; leave cut.stages out, or"
+            " change place.workers or place.chunks"
+        )
     if plan.order.kind == "layer-major":
         plan = plan.but(place=plan.place.but(kind="loop", chunks=stages))
         bounds = tuple(range(1, stages))
         reason = "order 'layer-major' takes one unit at a time"
     elif plan.cut.bounds is not None:
+        if len(plan.cut.bounds) != stages - 1:
+            raise InputError(
+                f"the plan's place has {stages} stages, so cut.bounds needs {stages - 1} numbers, not"
+                f" {len(plan.cut.bounds)}"
+            )
         return plan
     else:
         crew = crews_of(plan)[0]
@@ -188,8 +198,9 @@ def _is_symmetric(plan: Plan, profile: Profile, machine: Machine, devices: tuple
     like = {tuple((d.kind, d.memory_bytes, d.reserved_bytes) for d in row) for row in found}
     if len(like) > 1:
         return False
-    in_line = profile.edges is None  # then only neighbours talk, or the ends of a loop
-    pairs = [(a, b) for a in range(size) for b in range(size) if a != b and (not in_line or abs(a - b) in (1, size - 1))]
+    # In a chain only neighbours talk, or the ends of a loop.
+    distances = {1, size - 1} - {0} if profile.edges is None else set(range(1, size))
+    pairs = [(a, b) for a in range(size) for b in range(size) if abs(a - b) in distances]
     ends = [[(row[a], row[b]) for row in rows] for a, b in pairs]
     if plan.keep.kind in ("host", "split") or plan.keep.activations == "host" or plan.prefetches_data:
         hosts = [[(machine.cpu_of(row[a]).name, row[a].name) for row in found] for a in range(size)]

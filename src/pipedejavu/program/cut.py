@@ -1,6 +1,8 @@
 """Cuts a profile's units into stages, and stages into the pieces that actions name."""
 
+from collections.abc import Callable
 from itertools import pairwise
+from math import inf
 
 from pipedejavu.facts import Device, InputError, Profile
 from pipedejavu.plan import Plan
@@ -10,8 +12,7 @@ from pipedejavu.program.program import Piece
 def balance(profile: Profile, devices: list[Device], samples: int) -> tuple[int, ...]:
     """Returns bounds that make the slowest stage as fast as possible, stage k running on devices[k].
 
-    A dynamic program over (stages, units): best[u] is the least possible slowest stage when the stages so
-    far hold the first u units.
+    Among the cuts that do, it takes the one whose stages are most alike (the least sum of squares).
     """
     units, stages = len(profile.units), len(devices)
     if stages > units:
@@ -21,29 +22,49 @@ def balance(profile: Profile, devices: list[Device], samples: int) -> tuple[int,
         )
     if stages == units:
         return tuple(range(1, units))
-    infinite = float("inf")
-    best = [0.0] + [infinite] * units
+    totals = [_running_totals(profile, device.kind, samples) for device in devices]
+    slowest, _ = _divide(totals, max)
+    _, bounds = _divide(totals, lambda before, time: before + time * time, limit=slowest)
+    return bounds
+
+
+def _running_totals(profile: Profile, kind: str, samples: int) -> list[float]:
+    """Returns the forward and backward time of the first 0, 1, 2, … units on a kind of device."""
+    totals = [0.0]
+    for unit in profile.units:
+        time = profile.time(unit, kind)
+        totals.append(totals[-1] + time.forward.at(samples) + time.backward.at(samples))
+    return totals
+
+
+def _divide(
+    totals: list[list[float]], combine: Callable[[float, float], float], limit: float = inf
+) -> tuple[float, tuple[int, ...]]:
+    """Returns the least cost of a cut without a stage above `limit`, and its bounds.
+
+    A dynamic program over stages and units: best[u] is the least cost when the stages so far hold the first
+    u units, and `combine` adds a stage's time to the cost of those before it.
+    """
+    stages, units = len(totals), len(totals[0]) - 1
+    best = [0.0] + [inf] * units
     choices = []
-    for k, device in enumerate(devices):
-        total = [0.0]
-        for unit in profile.units:
-            time = profile.time(unit, device.kind)
-            total.append(total[-1] + time.forward.at(samples) + time.backward.at(samples))
-        new, choice = [infinite] * (units + 1), [0] * (units + 1)
+    for k, total in enumerate(totals):
+        new, choice = [inf] * (units + 1), [0] * (units + 1)
         for end in range(k + 1, units - (stages - 1 - k) + 1):
             for start in range(end - 1, k - 1, -1):
-                slowest = max(best[start], total[end] - total[start])
-                if slowest < new[end]:
-                    new[end], choice[end] = slowest, start
-                if total[end] - total[start] > new[end]:
+                time = total[end] - total[start]
+                if time > limit * (1 + 1e-12):
                     break
+                cost = combine(best[start], time)
+                if cost < new[end]:
+                    new[end], choice[end] = cost, start
         best = new
         choices.append(choice)
     bounds, end = [], units
     for choice in reversed(choices[1:]):
         end = choice[end]
         bounds.append(end)
-    return tuple(reversed(bounds))
+    return best[units], tuple(reversed(bounds))
 
 
 def cut_pieces(plan: Plan, profile: Profile, bounds: tuple[int, ...]) -> tuple[Piece, ...]:

@@ -135,7 +135,7 @@ def _connect(graph: Graph, index: int, table: Table, initial: list[tuple[str, ..
         elif last_drop >= 0 and (kind == "FETCH" or (kind == "GATHER" and a.what == "w")):
             graph.edge(last_drop, op)
         for value in writes:
-            if value in writers and value not in reads:
+            if (value in writers and value not in reads) or (value[0] == "w" and present.is_initial(value)):
                 present.fault(a, value, "writes {} a second time")
             writers[value] = [op]
         for value in adds:
@@ -169,16 +169,21 @@ class _Present:
 
     def check_initial(self, a: Action, value: Value) -> None:
         """Records a fault unless `value` is there from the beginning."""
-        what, piece, replica, index, place = value
+        what, piece, replica, _, place = value
         if value in self.gone:
             self.fault(a, value, "reads {}, which is gone by then")
-        elif what == "w" and index <= 0 and place in self.initial[piece]:
+        elif what == "w" and self.is_initial(value):
             # A server has its own copy, and everyone knows where the elastic centre begins.
             is_center = replica == self.graph.program.num_replicas and self.is_elastic
             if self.held and (piece, replica) not in self.held and not is_center:
                 self.fault(a, value, "reads {}, which its worker does not hold")
         elif what != "b" or place != "host":
             self.fault(a, value, "reads {}, which nothing before it wrote")
+
+    def is_initial(self, weights: Value) -> bool:
+        """Whether weights rest in their place from the beginning."""
+        _, piece, _, version, place = weights
+        return version <= 0 and place in self.initial[piece] and weights not in self.gone
 
     def remove(self, a: Action, value: Value) -> None:
         if self.writers.pop(value, None) is None:

@@ -8,7 +8,7 @@ know what depends on what.
 
 | kind    | reads                                | writes              | adds to |
 |---------|--------------------------------------|---------------------|---------|
-| F       | x of the pieces before, w            | x, s                |         |
+| F       | x of the pieces before, w (and c)    | x, s                |         |
 | R       | x of the pieces before, w (and g)    |                     | s       |
 | B       | s, g of the pieces after, w          | g                   | d       |
 | I       | s, g of the pieces after, w          | g                   |         |
@@ -86,8 +86,11 @@ class Table:
         x = ("x", piece, 0, i, "")
         weights = ("w", piece, replica, version, "")
         inputs = self.inputs[piece]
-        if len(inputs) == 1:
-            reads: tuple[Value, ...] = (("x", inputs[0], 0, i, ""), weights)
+        if self.waves:
+            befores = (("x", before, 0, i, "") for before in inputs)
+            reads: tuple[Value, ...] = (*befores, weights, *self.waves.pull(piece, i // self.update_size))
+        elif len(inputs) == 1:
+            reads = (("x", inputs[0], 0, i, ""), weights)
         elif inputs or not self.prefetches_data:
             reads = (*(("x", before, 0, i, "") for before in inputs), weights)
         else:
@@ -156,7 +159,6 @@ class Table:
             turn = update * self.num_replicas + replica if self.in_turn else update
             reads += (("w", piece, center, turn, ""),)
         if self.waves:
-            reads += self.waves.pull(piece, version)
             return reads, (weights,), (("p", piece, replica, self.waves.of(update), ""),)
         return reads, (weights,), ()
 
@@ -186,24 +188,22 @@ class Table:
 
 
 class _Waves:
-    """HetPipe's waves: as many local updates as a pipeline has workers, pushed together.
+    """HetPipe's waves: as many minibatches, each with a local update, as a pipeline has workers, pushed together.
 
     Counted from 1, minibatch (c + 2)·n, n in a wave, may only start with weights that hold every member's waves
-    up to c − D. On stage s it reads local version (c + 2)·n − (n − s), so that version's update takes the pull.
+    up to c − D: its forward takes the pull, and hands it on to the next local version.
     """
 
     def __init__(self, program: Program):
         self.size = program.plan.place.workers
         self.bound = program.plan.reduce.bound
-        self.stages = [piece.stage for piece in program.pieces]
 
     def of(self, update: int) -> int:
         return update // self.size
 
-    def pull(self, piece: int, version: int) -> tuple[Value, ...]:
-        first, n = version + (self.size - self.stages[piece]), self.size
-        wave = first // n - 2 - self.bound
-        return (("c", piece, 0, wave, ""),) if first % n == 0 and wave >= 0 else ()
+    def pull(self, piece: int, minibatch: int) -> tuple[Value, ...]:
+        wave = (minibatch + 1) // self.size - 2 - self.bound
+        return (("c", piece, 0, wave, ""),) if (minibatch + 1) % self.size == 0 and wave >= 0 else ()
 
 
 def value_of(a: Action, place: str = "") -> Value:

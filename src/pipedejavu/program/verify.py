@@ -150,6 +150,8 @@ def _update_faults(program: Program) -> Iterator[str]:
     reductions: Counter[tuple[int, int, int, int]] = Counter()
     for index, worker in enumerate(program.workers):
         for a in worker.actions:
+            if a.kind == "UPDATE" and (a.via == "~server") == bool(program.held(index)):
+                yield f"worker {index}: {a} does not belong there; servers update '~server', workers what they hold"
             if a.kind == "UPDATE" and (a.via != "~server" or plan.keep.kind == "server"):
                 updates[a.piece, a.replica].append(a.version - 1)
             elif a.kind == "REDUCE" and a.what == "d" and a.via.startswith("*s"):
@@ -210,9 +212,9 @@ def _rest_faults(program: Program) -> Iterator[str]:
             readers = ((k, a) for k, a in enumerate(worker.actions) if a[0] in ("F", "R", "B", "I"))
             last_read = {("w", a.piece, a.replica, a.version, ""): k for k, a in readers}
         for position, a in enumerate(worker.actions):
-            if a.kind == "DROP":
+            if a.kind == "DROP" or (a.kind == "OFFLOAD" and a.what == "w"):
                 there.discard(value_of(a))
-            elif a.kind == "UPDATE" or (a.what == "w" and a.kind in ("RECV", "GATHER", "FETCH")):
+            if a.kind == "UPDATE" or (a.what == "w" and a.kind in ("RECV", "GATHER", "FETCH", "OFFLOAD")):
                 for what, piece, replica, version, place in table(a, index)[1]:
                     if what != "w" or (piece, replica) not in homes:
                         continue
