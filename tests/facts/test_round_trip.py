@@ -7,8 +7,9 @@ from annotated_types import Ge, Gt, Le, MinLen
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pydantic import BaseModel, BeforeValidator
+from pydantic.fields import FieldInfo
 
-from pipedejavu.facts import Device, Edge, Host, Link, Machine, Profile, Record, Tie, Timeline, Unit
+from pipedejavu.facts import Device, Edge, Host, Link, Machine, Profile, Record, Tie, Timeline, Unit, WorkerSummary
 from pipedejavu.plan import Plan
 
 few = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -18,7 +19,8 @@ def values(annotation: Any, metadata: tuple[Any, ...] = ()) -> st.SearchStrategy
     """Values of a field, drawn by its annotation, so that a new field is covered without a word here."""
     origin, args = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
-        return values(args[0], (*metadata, *args[1:]))
+        inner = [limit for m in args[1:] for limit in (m.metadata if isinstance(m, FieldInfo) else (m,))]
+        return values(args[0], (*metadata, *inner))
     if origin is Literal:
         return st.sampled_from(args)
     if origin in (Union, types.UnionType):
@@ -91,10 +93,15 @@ def profiles(draw: st.DrawFn) -> Any:
 
 @st.composite
 def timelines(draw: st.DrawFn) -> Any:
-    rows = draw(st.integers(0, 3))
+    rows, workers = draw(st.integers(0, 3)), draw(st.integers(1, 3))
+    starts = draw(st.tuples(*[st.floats(0, 1e6)] * rows))
     columns = {
-        name: st.tuples(*[values(get_args(Timeline.model_fields[name].annotation)[0])] * rows)
-        for name in ("worker", "lane", "action", "start_s", "end_s")
+        "worker": st.tuples(*[st.integers(0, workers - 1)] * rows),
+        "lane": st.tuples(*[st.text(max_size=5)] * rows),
+        "action": st.tuples(*[st.text(max_size=5)] * rows),
+        "start_s": st.just(starts),
+        "end_s": st.tuples(*(st.floats(start, 2e6) for start in starts)),
+        "workers": st.tuples(*(records(WorkerSummary, worker=st.just(w)) for w in range(workers))),
     }
     return draw(records(Timeline, **columns))
 

@@ -83,3 +83,13 @@ def test_the_collector_runs_again_after_a_pause() -> None:
     with pytest.raises(KeyError):
         fail_in_a_pause()
     assert gc.isenabled()
+
+
+def test_actions_end_after_they_start_on_a_worker_that_is_there() -> None:
+    text = timeline().to_json(indent=None).replace('"end_s":[1.0,3.0]', '"end_s":[1.0,0.5]')
+    with pytest.raises(FaultsError) as caught:
+        Timeline.from_json(text.replace('"worker":[0,0]', '"worker":[0,7]'))
+    assert caught.value.faults == (
+        "worker 7 has actions but no summary",
+        "action 'B0.0@0' ends at 0.5 s, before it starts at 1.0 s",
+    )

@@ -90,10 +90,7 @@ DEPARTURES: dict[str, dict[str, tuple[Any, str]]] = {
     "stationary-x": {"is_eager": (True, _BY_UNIT)},
     "stationary-y": {"is_eager": (True, _BY_UNIT)},
     "stationary-w": {"is_eager": (True, _BY_UNIT)},
-    "moe": {
-        "is_eager": (True, _BY_UNIT),
-        "wire": ("none", "not expressed yet: all weights count as divided by expert, so none has copies to sum over"),
-    },
+    "moe": {"is_eager": (True, _BY_UNIT)},
     "zero-3": {"prefetch": (1, "weights are gathered one piece ahead")},
     "zero-r": {"prefetch": (1, "checkpoints come back from the host one action ahead")},
     "cotrain": {"cut": ("whole", _ONE_DEVICE)},

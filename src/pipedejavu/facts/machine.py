@@ -102,6 +102,11 @@ class Machine(Record):
         return {d.name: d for d in self.devices}
 
     @cached_property
+    def _cpus(self) -> dict[str, Device]:
+        """The first CPU of each host."""
+        return {d.host: d for d in reversed(self.devices) if d.type == "cpu"}
+
+    @cached_property
     def _routes(self) -> dict[tuple[str, str], Route]:
         return {}
 
@@ -113,9 +118,8 @@ class Machine(Record):
 
     def cpu_of(self, device: Device) -> Device:
         """Returns the CPU of the host that `device` is in: where offloaded state rests."""
-        for other in self.devices:
-            if other.host == device.host and other.type == "cpu":
-                return other
+        if device.host in self._cpus:
+            return self._cpus[device.host]
         raise InputError(
             f"host '{device.host}' lists no device of type 'cpu', but the plan keeps state in its memory;"
             " add one with the host's memory_bytes"

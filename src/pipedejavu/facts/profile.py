@@ -44,6 +44,8 @@ class Unit(Record):
     parameter_bytes: Bytes = 0
     gradient_bytes: Bytes = 0
     optimizer_bytes: Bytes = 0
+    expert_share: float = Field(default=0.0, ge=0, le=1)
+    """Part of the parameters that belongs to experts, which an 'expert' layout divides over workers."""
     activation_bytes: PartBytes = 0.0
     """What autograd saves for the backward pass, for each sample."""
     boundary_bytes: PartBytes = 0.0

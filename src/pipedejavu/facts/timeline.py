@@ -72,11 +72,16 @@ class Timeline(Record):
         return self.agreed()
 
     def disagreements(self) -> list[str]:
-        """Returns a fault where the columns differ in length."""
+        """Returns a fault where the columns differ in length, an action ends early or lacks its worker."""
         sizes = {c: len(getattr(self, c)) for c in ("worker", "lane", "action", "start_s", "end_s")}
-        if len(set(sizes.values())) == 1:
-            return []
-        return [f"the columns differ in length: {', '.join(f'{c} {n}' for c, n in sizes.items())}"]
+        if len(set(sizes.values())) > 1:
+            return [f"the columns differ in length: {', '.join(f'{c} {n}' for c, n in sizes.items())}"]
+        known = {w.worker for w in self.workers} or {*self.worker}  # summaries may be left out
+        faults = [f"worker {w} has actions but no summary" for w in sorted({*self.worker} - known)]
+        for action, start, end in zip(self.action, self.start_s, self.end_s, strict=True):
+            if end < start:
+                return [*faults, f"action '{action}' ends at {end} s, before it starts at {start} s"]
+        return faults
 
     def __len__(self) -> int:
         return len(self.worker)

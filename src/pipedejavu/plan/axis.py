@@ -3,12 +3,14 @@
 An axis says what a plan chose, never how it is carried out; `compile` gives the values their meaning.
 """
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
 from pipedejavu.facts import Record
 
+Count = Annotated[int, Field(ge=1)]
+Share = Annotated[float, Field(ge=0, le=1)]
 Layout = Literal["col", "row", "head", "stationary-x", "stationary-y", "stationary-w", "expert"]
 
 
@@ -18,7 +20,7 @@ class Cut(Record):
     kind: Literal["whole", "chain", "layout"] = "whole"
     stages: int | None = Field(default=None, ge=1)
     """Of a chain; by default as many as the place has room for."""
-    bounds: tuple[int, ...] | None = None
+    bounds: tuple[Count, ...] | None = None
     """The first unit of each stage after the first; by default stages of about equal forward and
     backward time."""
     layouts: tuple[Layout, ...] = ()
@@ -40,7 +42,7 @@ class Place(Record):
     """Stages on each worker, for `loop`; 2 for `v` and `bidirectional`."""
     replicas: int = Field(default=1, ge=1)
     """Data-parallel copies of the whole pipeline."""
-    stage_replicas: tuple[int, ...] | None = None
+    stage_replicas: tuple[Count, ...] | None = Field(default=None, min_length=1)
     """Workers for each stage of one linear pipeline, where stages differ; they share its microbatches."""
     shards: int = Field(default=1, ge=1)
     """Workers that hold each stage together, for a `layout` cut."""
@@ -77,12 +79,12 @@ class Feed(Record):
     """In one update, for each pipeline."""
     samples: int = Field(default=1, ge=1)
     """In one microbatch."""
-    shares: tuple[float, ...] | None = None
+    shares: tuple[Share, ...] | None = Field(default=None, min_length=1)
     """Of `share`: each replica's part of the microbatches of an update, CPU replicas last; by default in
     proportion to how fast each can go."""
     is_controlled: bool = False
     """Whether shares, or masks, follow the measured rates while the run goes on."""
-    budgets: tuple[float, ...] | None = None
+    budgets: tuple[Share, ...] | None = Field(default=None, min_length=1)
     """Of `mask`: the share of the full computation that each replica can afford."""
 
     def __str__(self) -> str:
@@ -96,7 +98,7 @@ class Order(Record):
         "step", "gpipe", "1f1b", "1f1b-async", "interleaved", "zb-h1", "zb-v", "dualpipe-v", "gems",
         "chimera", "layer-major", "ready-first",
     ] = "step"  # fmt: skip
-    recompute: float = Field(default=0.0, ge=0, le=1)
+    recompute: Share = 0.0
     """Share of each stage's units whose activations are computed again for the backward pass."""
     recomputes_early: bool = False
     """Whether recomputing starts before the gradient has arrived, as torchgpipe does."""

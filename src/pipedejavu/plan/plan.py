@@ -1,5 +1,7 @@
 """The plan: a value on each of the seven axes, and the reason for each choice that was made for the user."""
 
+from typing import Literal
+
 from pydantic import Field
 
 from pipedejavu.facts import Bytes, Record
@@ -11,7 +13,7 @@ AXES = ("cut", "place", "feed", "order", "version", "reduce", "keep")
 class Decision(Record):
     """A choice that was made automatically, and why."""
 
-    axis: str
+    axis: Literal["cut", "place", "feed", "order", "version", "reduce", "keep"]
     choice: str
     reason: str
 
@@ -78,3 +80,8 @@ class Plan(Record):
     def prefetches_data(self) -> bool:
         """Whether samples are brought to the device ahead of their use."""
         return self.order.prefetch > 0 and self.keep.kind == "replicated" and self.keep.activations == "device"
+
+    @property
+    def sums_over_shards(self) -> bool:
+        """Whether shards train samples of their own, so that what they do not divide has gradients to sum."""
+        return "expert" in self.cut.layouts and self.reduce.wire == "all-reduce"

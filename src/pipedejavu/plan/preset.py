@@ -72,7 +72,9 @@ def sized(plan: Plan) -> Preset:
     grows: Literal["workers", "replicas", "shards"] = "replicas"
     if plan.cut.kind != "whole":
         grows = "shards" if plan.cut.kind == "layout" else "workers"
-    return Preset(title=plan.name, plan=plan, grows=grows)
+    counts_updates = plan.version.kind in ("stash", "vertical", "local", "torn")
+    per_update = plan.feed.microbatches if counts_updates else None
+    return Preset(title=plan.name, plan=plan, grows=grows, per_update=per_update)
 
 
 DEFAULT_MICROBATCHES = 8

@@ -121,8 +121,9 @@ def _resolve_counts(
 def _groups(plan: Plan, profile: Profile, pieces: tuple[Piece, ...], crews: list[Crew]) -> dict[str, Group]:
     """Returns who takes part in which collective.
 
-    's2' is everyone that holds stage 2, 't2.0' the shards of replica 0's stage 2, 'tie0.1' the workers whose
-    pieces share parameters in replica 1, 'all' everyone whose gradients count in the norm.
+    's2' is everyone that holds stage 2, 't2.0' the shards of replica 0's stage 2 and 'd2.0' the same for
+    the gradients of what they do not divide, 'tie0.1' the workers whose pieces share parameters in replica 1,
+    'all' everyone whose gradients count in the norm.
     """
     holders: dict[tuple[int, int], list[int]] = {}
     for crew in crews:
@@ -142,6 +143,8 @@ def _groups(plan: Plan, profile: Profile, pieces: tuple[Piece, ...], crews: list
     if plan.place.shards > 1:
         for (stage, replica), workers in holders.items():
             groups[f"t{stage}.{replica}"] = Group(workers=tuple(workers))
+            if plan.sums_over_shards:
+                groups[f"d{stage}.{replica}"] = Group(workers=tuple(workers))
     home = {unit: piece.stage for piece in pieces for unit in piece.units}
     for index, tie in enumerate(profile.ties):
         tied = {home[profile.position[unit]] for unit in tie.units}

@@ -14,13 +14,29 @@ class Sizes:
         self.program, self.samples = program, program.plan.feed.samples
         self.shards = program.plan.place.shards
         units = program.profile.units
-        self.weights = [sum(units[u].parameter_bytes for u in p.units) / self.shards for p in program.pieces]
-        self.gradients = [sum(units[u].gradient_bytes for u in p.units) / self.shards for p in program.pieces]
-        self.optimizer = [sum(units[u].optimizer_bytes for u in p.units) / self.shards for p in program.pieces]
+        self.weights = self._per_worker([u.parameter_bytes for u in units])
+        self.gradients = self._per_worker([u.gradient_bytes for u in units])
+        self.optimizer = self._per_worker([u.optimizer_bytes for u in units])
         self.saved = [
             sum(units[u].activation_bytes for u in p.units) * self.samples / self.shards for p in program.pieces
         ]
         self._cache: dict[tuple[str, int, str], float] = {}
+
+    def _per_worker(self, sizes: list[int]) -> list[float]:
+        """Sums sizes of state over each piece, as one of the workers that divide it holds them."""
+        units, parts = self.program.profile.units, self.shards
+        divided = [u.expert_share if self.divides_experts else 1.0 for u in units]
+        return [sum(sizes[u] * (1 - divided[u] + divided[u] / parts) for u in p.units) for p in self.program.pieces]
+
+    @property
+    def divides_experts(self) -> bool:
+        """Whether only experts are divided over the shards, and the rest is there on each."""
+        return "expert" in self.program.plan.cut.layouts
+
+    def dense_gradients(self, piece: int) -> float:
+        """Bytes of a piece's gradients that every shard has a part of: those of all but the experts."""
+        units = self.program.profile.units
+        return sum(units[u].gradient_bytes * (1 - units[u].expert_share) for u in self.program.pieces[piece].units)
 
     @cached_property
     def _edges(self) -> dict[tuple[int, int], dict[int, float]]:
@@ -88,4 +104,6 @@ class Sizes:
             return self.program.profile.ties[int(a.via[4:].partition(".")[0])].size_bytes
         if a.what == "n":
             return 4.0
+        if a.via.startswith("*d"):
+            return self.dense_gradients(a.piece)
         return self.of((a.what, a.piece, a.replica, 0, ""))

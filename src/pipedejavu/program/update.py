@@ -69,6 +69,9 @@ class _Walk:
         group = f"s{self.program.pieces[piece].stage}"
         if group in self.program.groups and plan.reduce.combiner == "sum":
             yield Action("REDUCE", piece, replica, -1, update, "d", f"*{group}")
+        dense = f"d{self.program.pieces[piece].stage}.{replica}"
+        if dense in self.program.groups:
+            yield Action("REDUCE", piece, replica, -1, update, "d", f"*{dense}")
         for name, tied in self._ties(replica):
             finals = {p: self.last_gradient.get(((p, replica), update), -1) for p in tied}
             if piece in tied and finals[piece] == max(finals.values()):
