@@ -74,7 +74,8 @@ def test_chimera_beats_1f1b_at_equal_costs():
 
 
 def test_the_bubble_of_zb_h1_is_p_minus_1_times_f_plus_i_minus_w():
-    for forward, first, second in ((1, 1, 1), (2, 3, 1), (1, 2, 2), (1.5, 1.25, 1)):
+    # Where a weight half fits beside a forward; a longer one delays the stages before it.
+    for forward, first, second in ((1, 1, 1), (2, 3, 1), (2, 2, 2), (3, 1, 1), (1.5, 1.25, 1)):
         prediction = predict("zb-h1", f"F={forward},I={first},W={second}")
         work = 8 * (forward + first + second)
         assert prediction.makespan_s == work + 3 * (forward + first - second)

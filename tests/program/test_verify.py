@@ -327,6 +327,16 @@ BROKEN: list[tuple[Plan, str, str]] = [
         "use an even number of workers",
     ),
     (
+        preset("gems-master").at(microbatches=1),
+        "a bidirectional place sends microbatches both ways, and an update has 1",
+        "use 2 microbatches or more",
+    ),
+    (
+        preset("parameter-server").plan.but(reduce=Reduce(wire="server", gate="barrier")),
+        "a server that waits for everyone's gradients to sum them does what an all-reduce does, without its speed",
+        "set reduce.wire to 'all-reduce', or reduce.gate to 'lock'",
+    ),
+    (
         preset("zb-h1").plan.but(name="tied"),
         "order 'zb-h1' splits the backward, which counts tied weights twice",
         "use order '1f1b', or untie the weights",

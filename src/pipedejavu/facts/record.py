@@ -58,7 +58,8 @@ class Record(BaseModel):
 
     def but(self, **changes: Any) -> Self:
         """Returns a validated copy with some fields changed."""
-        return type(self).model_validate({**dict(self), **changes}, by_name=True)
+        fields = {name: getattr(self, name) for name in type(self).model_fields}
+        return type(self).model_validate({**fields, **changes}, by_name=True)
 
 
 def read_file(path: str | Path) -> bytes:

@@ -61,6 +61,11 @@ RULES = (
         "use an even number of workers",
     ),
     Rule(
+        lambda plan, _: plan.place.kind == "bidirectional" and plan.feed.microbatches < 2,
+        "a bidirectional place sends microbatches both ways, and an update has {m}",
+        "use 2 microbatches or more",
+    ),
+    Rule(
         lambda plan, profile: plan.splits_backward and _ties_cross_stages(plan, profile),
         "order '{order}' splits the backward, which counts tied weights twice",
         "use order '1f1b', or untie the weights",
@@ -175,6 +180,15 @@ RULES = (
         lambda plan, _: plan.reduce.wire == "server" and plan.place.servers < 1,
         "wire 'server' needs a server, and the place has none",
         "set place.servers to 1 or more",
+    ),
+    Rule(
+        lambda plan, _: (
+            plan.reduce.wire == "server"
+            and plan.reduce.gate == "barrier"
+            and plan.reduce.combiner in ("sum", "average")
+        ),
+        "a server that waits for everyone's gradients to sum them does what an all-reduce does, without its speed",
+        "set reduce.wire to 'all-reduce', or reduce.gate to 'lock'",
     ),
     Rule(
         lambda plan, _: plan.reduce.wire == "none" and plan.place.replicas + plan.place.cpu_replicas > 1,

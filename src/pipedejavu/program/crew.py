@@ -63,8 +63,6 @@ class Crew:
 def crews_of(plan: Plan) -> list[Crew]:
     """Returns the crews of a plan: pipelines copy by copy, shard by shard, then CPU replicas."""
     place, size = plan.place, plan.pipeline_size
-    if place.kind == "bidirectional" and plan.feed.microbatches < 2:
-        raise InputError("a bidirectional place sends microbatches both ways, and an update has 1; use 2 or more")
     ways = 2 if place.kind == "bidirectional" else max(place.stage_replicas or (1,))
     chunks = place.chunks if place.kind == "loop" else {"linear": 1}.get(place.kind, 2)
     crews = [

@@ -44,7 +44,8 @@ class Liveness:
         live: dict[Value, list[float]] = {}  # birth, death, and when the recomputed part came
         done: list[Stay] = []
         index = -1 if self.program.plan.version.kind == "torn" else 0
-        for piece, replica in self.program.held(worker):
+        held = self.program.held(worker)
+        for piece, replica in held:
             live |= {("w", piece, replica, index, place): [0.0, 0.0, 0.0] for place in self.initial[piece]}
         for k, a in enumerate(self.program.workers[worker].actions):
             kind, begins, ends = a[0], start[k], end[k]
@@ -60,6 +61,11 @@ class Liveness:
                 stay = live.get(value)
                 if stay is None:
                     live[value] = [begins, ends, begins]
+                    if value[0] == "w" and value[1:3] in held:
+                        # What a reply or a gathered whole takes over was there until then, read or not.
+                        older = live.get((*value[:3], value[3] - 1, value[4]))
+                        if older is not None:
+                            older[1] = max(older[1], begins)
                 elif ends > stay[1]:
                     stay[1] = ends
             if kind == "R":
