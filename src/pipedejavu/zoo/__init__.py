@@ -1,5 +1,45 @@
-"""Reference models that ship with the project; so far by their shape alone."""
+"""Reference models and data sets that ship with the project; shapes alone need no torch."""
 
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+from pipedejavu.facts import InputError
 from pipedejavu.zoo.shape import SHAPES, estimate_profile
 
-__all__ = ["SHAPES", "estimate_profile"]
+if TYPE_CHECKING:
+    from pipedejavu.zoo.chain import Chain, Flow
+    from pipedejavu.zoo.data import DATA_NAMES, Dataset, open_data, order
+    from pipedejavu.zoo.task import MODEL_NAMES, Task, build
+
+__all__ = [
+    "DATA_NAMES",
+    "MODEL_NAMES",
+    "SHAPES",
+    "Chain",
+    "Dataset",
+    "Flow",
+    "Task",
+    "build",
+    "estimate_profile",
+    "open_data",
+    "order",
+]
+
+_WITH_TORCH = {
+    **dict.fromkeys(("Chain", "Flow"), "chain"),
+    **dict.fromkeys(("DATA_NAMES", "Dataset", "open_data", "order"), "data"),
+    **dict.fromkeys(("MODEL_NAMES", "Task", "build"), "task"),
+}
+
+
+def __getattr__(name: str) -> object:
+    """Imports what needs torch when it is first asked for."""
+    if name not in _WITH_TORCH:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    try:
+        module = import_module(f"{__name__}.{_WITH_TORCH[name]}")
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        raise InputError("the zoo's models need torch; pip install 'pipedejavu[train]'") from None
+    return getattr(module, name)

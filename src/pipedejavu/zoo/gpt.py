@@ -1,0 +1,23 @@
+"""GPT: a causal transformer, byte-level by default, in the sizes of SHAPES and in any other."""
+
+import torch
+
+from pipedejavu.zoo.chain import Chain
+from pipedejavu.zoo.shape import SHAPES
+from pipedejavu.zoo.transformer import Block, Embedding, Head, TransformerSize, transformer_std
+
+SIZES = {name: TransformerSize(**shape._asdict()) for name, shape in SHAPES.items()}
+
+
+class Gpt(Chain):
+    """A GPT; its embedding, each block and its head are units, named as in the profile of its shape."""
+
+    def __init__(self, size: TransformerSize, *, seed: int = 0, device: torch.device | str | None = None):
+        with torch.device("meta"):
+            embedding = Embedding(size)
+            units = [
+                ("embedding", embedding),
+                *((f"block{n}", Block(size, is_causal=True)) for n in range(size.layers)),
+                ("head", Head(size, embedding)),
+            ]
+        super().__init__(units, std=transformer_std(2 * size.layers), seed=seed, device=device)

@@ -1,0 +1,138 @@
+"""Sets of labelled images: digits, MNIST and CIFAR-10, from a package or from their usual files, never a pickle.
+
+Images keep their bytes; a batch is brought to the form that a model reads: scaled to −1…1, enlarged by a whole
+factor, padded, repeated over channels, or flattened.
+"""
+
+import math
+from importlib import import_module
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from pipedejavu.facts import InputError, read_file
+from pipedejavu.zoo.chain import Flow
+from pipedejavu.zoo.dataset import Indices, check_indices
+from pipedejavu.zoo.form import ImageForm
+from pipedejavu.zoo.idx import read_idx
+
+Split = Literal["train", "test"]
+
+_CLASSES = 10
+_NUM_TRAIN_DIGITS = 1500
+_CIFAR_RECORD_BYTES = 1 + 3 * 32 * 32
+_CIFAR_REMEDY = "get the binary version, cifar-10-binary.tar.gz, and unpack it there"
+
+
+class Images:
+    """Bytes [samples, channels, height, width] with a label each, in the form that a model reads."""
+
+    def __init__(self, name: str, pixels: Tensor, labels: Tensor, form: ImageForm | None = None):
+        self.form = form or ImageForm(shape=tuple(pixels.shape[1:]), classes=_CLASSES)
+        if self.form.classes < _CLASSES:
+            raise InputError(f"{name} has {_CLASSES} classes, but the model has {self.form.classes}; raise that")
+        self._pixels = pixels
+        self._labels = labels.long()
+        self._frame = _frame(name, tuple(pixels.shape[1:]), self.form.shape)
+
+    def __len__(self) -> int:
+        return len(self._labels)
+
+    def batch(self, indices: Indices) -> tuple[Flow, Tensor]:
+        """Returns images as fp32 and labels as numbers."""
+        found = check_indices(indices, len(self))
+        pixels = self._pixels[found]
+        channels, height, width = self._frame
+        factor = min(height // pixels.shape[2], width // pixels.shape[3])
+        pixels = pixels.repeat_interleave(factor, dim=2).repeat_interleave(factor, dim=3)
+        down, right = height - pixels.shape[2], width - pixels.shape[3]
+        pixels = functional.pad(pixels, (right // 2, right - right // 2, down // 2, down - down // 2))
+        images = pixels.expand(-1, channels, -1, -1).float() / 127.5 - 1
+        return images.reshape(-1, *self.form.shape), self._labels[found]
+
+
+def _frame(name: str, found: tuple[int, ...], wanted: tuple[int, ...]) -> tuple[int, int, int]:
+    """Returns channels, height and width that `found` can be brought to and that hold what is wanted."""
+    frame = wanted
+    if len(wanted) == 1:
+        side = math.isqrt(wanted[0])
+        frame = found if math.prod(found) == wanted[0] else (1, side, side)
+    fits = (
+        len(frame) == 3
+        and math.prod(frame) == math.prod(wanted)
+        and found[0] in (1, frame[0])
+        and found[1] <= frame[1]
+        and found[2] <= frame[2]
+    )
+    if not fits:
+        raise InputError(
+            f"images of {name} are {'×'.join(map(str, found))} and cannot be brought to"
+            f" {'×'.join(map(str, wanted))}, which the model reads; use other data or another size of input"
+        )
+    channels, height, width = frame
+    return channels, height, width
+
+
+def read_digits(split: Split, form: ImageForm | None = None) -> Images:
+    """Returns the 1,797 digits of 8×8 pixels that come with scikit-learn; the last 297 are for tests."""
+    try:
+        datasets = import_module("sklearn.datasets")
+    except ImportError:
+        raise InputError(
+            "data 'digits' is part of scikit-learn, which is not installed; pip install scikit-learn, or use 'random'"
+        ) from None
+    found = datasets.load_digits()
+    part = slice(None, _NUM_TRAIN_DIGITS) if split == "train" else slice(_NUM_TRAIN_DIGITS, None)
+    pixels = torch.tensor(found.images[part], dtype=torch.uint8, device="cpu").unsqueeze(1) * 15  # 0 to 16 there
+    return Images("digits", pixels, torch.tensor(found.target[part], device="cpu"), form)
+
+
+def read_mnist(folder: Path, split: Split, form: ImageForm | None = None) -> Images:
+    """Reads MNIST's two IDX files of a split."""
+    start = "train" if split == "train" else "t10k"
+    pixels = read_idx(_find_idx(folder, f"{start}-images", 3), 3)
+    labels = read_idx(_find_idx(folder, f"{start}-labels", 1), 1)
+    if len(pixels) != len(labels):
+        raise InputError(f"{folder} has {len(pixels)} {start} images but {len(labels)} labels; get both files again")
+    _check_labels(labels, folder / f"{start}-labels")
+    return Images("mnist", pixels.unsqueeze(1), labels, form)
+
+
+def _find_idx(folder: Path, start: str, dimensions: int) -> Path:
+    names = [f"{start}{mark}idx{dimensions}-ubyte{end}" for mark in "-." for end in ("", ".gz")]
+    for name in names:
+        if (folder / name).is_file():
+            return folder / name
+    raise InputError(f"there is no {names[0]} (or {names[1]}) in {folder}; put MNIST's four files there")
+
+
+def read_cifar10(folder: Path, split: Split, form: ImageForm | None = None) -> Images:
+    """Reads CIFAR-10's binary files of a split: records of a label, then 1,024 bytes each of red, green and blue."""
+    inside = folder / "cifar-10-batches-bin"
+    folder = inside if inside.is_dir() else folder
+    paths = sorted(folder.glob("data_batch_*.bin" if split == "train" else "test_batch.bin"))
+    if not paths:
+        pickled = [folder / "cifar-10-batches-py", folder / "data_batch_1", folder / "test_batch"]
+        if any(path.exists() for path in pickled):
+            raise InputError(f"{folder} has CIFAR-10 as Python pickles, which are not opened; {_CIFAR_REMEDY}")
+        raise InputError(f"there are no {split} files of CIFAR-10 in {folder}; {_CIFAR_REMEDY}")
+    records = torch.cat([_read_cifar(path) for path in paths])
+    return Images("cifar10", records[:, 1:].reshape(-1, 3, 32, 32), records[:, 0], form)
+
+
+def _read_cifar(path: Path) -> Tensor:
+    body = read_file(path)
+    if not body or len(body) % _CIFAR_RECORD_BYTES:
+        raise InputError(f"{path} has {len(body)} bytes, which is no multiple of {_CIFAR_RECORD_BYTES}; get it again")
+    records = torch.frombuffer(bytearray(body), dtype=torch.uint8).view(-1, _CIFAR_RECORD_BYTES)
+    _check_labels(records[:, 0], path)
+    return records
+
+
+def _check_labels(labels: Tensor, path: Path) -> None:
+    most = int(labels.max())
+    if most >= _CLASSES:
+        raise InputError(f"{path} has the label {most}, but there are {_CLASSES} classes; get it again")

@@ -1,0 +1,103 @@
+"""An encoder–decoder transformer as one chain.
+
+The pair (memory, hidden) passes through it: encoder blocks work on the first and hand on the second, decoder blocks
+the other way round. Both sequences are embedded by the first unit, so that no token numbers travel, and the last
+decoder block hands on `hidden` alone, so that every tensor that travels has a gradient.
+"""
+
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from pipedejavu.zoo.chain import Chain, Flow
+from pipedejavu.zoo.form import Objective
+from pipedejavu.zoo.transformer import (
+    Attention,
+    Block,
+    Embedding,
+    FeedForward,
+    Head,
+    TransformerSize,
+    transformer_std,
+)
+
+
+class Seq2seqSize(TransformerSize):
+    """The numbers that make an encoder–decoder; the last token of its vocabulary begins a sequence.
+
+    `layers` counts the blocks of the encoder and, again, those of the decoder.
+    """
+
+    objective: ClassVar[Objective] = "reversed"
+
+    vocabulary: int = 257
+
+
+SIZES = {
+    "seq2seq-tiny": Seq2seqSize(layers=2, width=128, context=64),
+    "seq2seq-base": Seq2seqSize(layers=6, width=512, context=512),
+}
+
+Pair = tuple[Tensor, Tensor]
+
+
+class PairEmbedding(Embedding):
+    """Embeds source and target with the same vectors."""
+
+    def forward(self, tokens: Pair) -> Pair:  # type: ignore[override]
+        """Takes the tokens of the source and those of the target, which begin with the beginning."""
+        source, target = tokens
+        return super().forward(source), super().forward(target)
+
+
+class EncoderBlock(Block):
+    """A block on the source; the last one ends with a norm."""
+
+    def __init__(self, size: Seq2seqSize, is_last: bool):
+        super().__init__(size, is_causal=False)
+        self.norm3 = nn.LayerNorm(size.width) if is_last else nn.Identity()
+
+    def forward(self, pair: Pair) -> Pair:  # type: ignore[override]
+        """Changes the memory."""
+        memory, hidden = pair
+        return self.norm3(super().forward(memory)), hidden
+
+
+class DecoderBlock(nn.Module):
+    """A block on the target, with attention to the memory."""
+
+    def __init__(self, size: Seq2seqSize, is_last: bool):
+        super().__init__()
+        self.norm1 = nn.LayerNorm(size.width)
+        self.attention = Attention(size, is_causal=True)
+        self.norm2 = nn.LayerNorm(size.width)
+        self.recall = Attention(size)
+        self.norm3 = nn.LayerNorm(size.width)
+        self.feed_forward = FeedForward(size.width)
+        self.dropout = nn.Dropout(size.dropout)
+        self.is_last = is_last
+
+    def forward(self, pair: Pair) -> Flow:
+        """Changes the hidden state; the last block leaves the memory behind."""
+        memory, hidden = pair
+        hidden = hidden + self.dropout(self.attention(self.norm1(hidden)))
+        hidden = hidden + self.dropout(self.recall(self.norm2(hidden), memory))
+        hidden = hidden + self.dropout(self.feed_forward(self.norm3(hidden)))
+        return hidden if self.is_last else (memory, hidden)
+
+
+class Seq2seq(Chain):
+    """An encoder–decoder; its embedding, each block and its head are units."""
+
+    def __init__(self, size: Seq2seqSize, *, seed: int = 0, device: torch.device | str | None = None):
+        last = size.layers - 1
+        with torch.device("meta"):
+            embedding = PairEmbedding(size)
+            units = [
+                ("embedding", embedding),
+                *((f"encoder{n}", EncoderBlock(size, is_last=n == last)) for n in range(size.layers)),
+                *((f"decoder{n}", DecoderBlock(size, is_last=n == last)) for n in range(size.layers)),
+                ("head", Head(size, embedding)),
+            ]
+        super().__init__(units, std=transformer_std(3 * size.layers), seed=seed, device=device)

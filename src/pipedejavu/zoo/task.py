@@ -1,0 +1,75 @@
+"""Tasks by name: a model with its loss, its count and its data."""
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pipedejavu.facts import InputError, nearest
+from pipedejavu.zoo import bert, gpt, moe, resnet, seq2seq, vgg
+from pipedejavu.zoo.chain import Chain, Flow
+from pipedejavu.zoo.data import Dataset, open_data
+from pipedejavu.zoo.form import TokenForm
+from pipedejavu.zoo.loss import balanced_cross_entropy, count, cross_entropy
+from pipedejavu.zoo.mlp import Mlp, MlpSize
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """What is trained on what."""
+
+    name: str
+    model: Chain
+    loss: Callable[[Flow, Tensor], Tensor]
+    """Takes the model's output and the targets; returns a sum, to be divided once by the whole batch's count."""
+    count: Callable[[Tensor], int]
+    """Takes targets; returns how many of them the loss sums over."""
+    data: Dataset
+
+
+_MODELS: dict[str, tuple[type[Chain], Any]] = {
+    "mlp": (Mlp, MlpSize()),
+    **{name: (vgg.Vgg, size) for name, size in vgg.SIZES.items()},
+    **{name: (resnet.Resnet, size) for name, size in resnet.SIZES.items()},
+    **{name: (gpt.Gpt, size) for name, size in gpt.SIZES.items()},
+    **{name: (bert.Bert, size) for name, size in bert.SIZES.items()},
+    **{name: (seq2seq.Seq2seq, size) for name, size in seq2seq.SIZES.items()},
+    **{name: (moe.Moe, size) for name, size in moe.SIZES.items()},
+}
+
+MODEL_NAMES = tuple(_MODELS)
+
+
+def build(
+    name: str,
+    *,
+    seed: int = 0,
+    device: torch.device | str | None = None,
+    data: str | None = None,
+    **options: object,
+) -> Task:
+    """Builds the task that the command line calls zoo:NAME; `options` change its size.
+
+    On the device 'meta' the model gets no memory. Without `data` the task takes what every installation has: text
+    for models of tokens, random arrays for the others.
+    """
+    if name not in _MODELS:
+        raise InputError(f"there is no model 'zoo:{name}'{nearest(name, _MODELS)}")
+    make, base = _MODELS[name]
+    # By way of JSON, so that options read as on a command line and all faults come at once.
+    size = type(base).from_json(json.dumps({**base.model_dump(), **options}, default=repr), f"zoo:{name}")
+    form = size.form()
+    default = "stdlib" if isinstance(form, TokenForm) else "random"
+    loss = partial(balanced_cross_entropy, coefficient=size.balance) if make is moe.Moe else cross_entropy
+    made: Any = make
+    return Task(
+        name=name,
+        model=made(size, seed=seed, device=device),
+        loss=loss,
+        count=count,
+        data=open_data(data or default, form, seed=seed),
+    )

@@ -1,0 +1,162 @@
+"""The parts that all transformers here are made of, and the numbers that size them.
+
+Blocks are pre-norm: what passes from block to block is the plain sum of the residuals.
+"""
+
+import math
+from functools import partial
+from typing import ClassVar, Self
+
+import torch
+from pydantic import Field, model_validator
+from torch import Tensor, nn
+from torch.nn import functional
+
+from pipedejavu.facts import InputError, Record
+from pipedejavu.zoo.chain import Std
+from pipedejavu.zoo.form import Objective, TokenForm
+
+_STD = 0.02
+
+
+class TransformerSize(Record):
+    """The numbers that make a transformer."""
+
+    objective: ClassVar[Objective] = "next"
+
+    layers: int = Field(ge=1)
+    width: int = Field(ge=1)
+    context: int = Field(default=256, ge=1)
+    """Most tokens of a sequence."""
+    vocabulary: int = Field(default=256, ge=2)
+    heads: int | None = Field(default=None, ge=1)
+    """By default as many as make heads of about 64 values, of 128 from width 2048 on."""
+    dropout: float = Field(default=0.0, ge=0, lt=1)
+    is_tied: bool = False
+    """Whether the embedding of tokens and the last matrix are one Parameter."""
+
+    @property
+    def num_heads(self) -> int:
+        """The number of heads, resolved."""
+        if self.heads is not None:
+            return self.heads
+        wanted = max(1, self.width // (128 if self.width >= 2048 else 64))
+        return next(n for n in range(wanted, 0, -1) if self.width % n == 0)
+
+    def form(self) -> TokenForm:
+        """Returns the form of its samples."""
+        return TokenForm(context=self.context, vocabulary=self.vocabulary, objective=self.objective)
+
+    def disagreements(self) -> list[str]:
+        """Finds heads that do not divide the width."""
+        if self.heads and self.width % self.heads:
+            return [f"a width of {self.width} cannot be divided over {self.heads} heads; change one of them"]
+        return []
+
+    @model_validator(mode="after")
+    def _agree(self) -> Self:
+        return self.agreed()
+
+
+def transformer_std(num_residuals: int) -> Std:
+    """Returns the rule 0.02, less for what is added to the residual, so that its variance does not grow."""
+    return partial(_std, num_residuals)
+
+
+def _std(num_residuals: int, name: str, shape: torch.Size) -> float:  # noqa: ARG001 (a Std takes both)
+    return _STD / math.sqrt(num_residuals) if name.endswith(("output.weight", "weight_out")) else _STD
+
+
+class Embedding(nn.Module):
+    """Tokens and their positions as vectors."""
+
+    def __init__(self, size: TransformerSize):
+        super().__init__()
+        self.token = nn.Embedding(size.vocabulary, size.width)
+        self.position = nn.Embedding(size.context, size.width)
+        self.dropout = nn.Dropout(size.dropout)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Takes token numbers [samples, tokens] and returns vectors [samples, tokens, width]."""
+        length, context = tokens.shape[1], self.position.num_embeddings
+        if length > context:
+            raise InputError(f"a sequence has {length} tokens, but the model's context is {context}; raise context")
+        hidden: Tensor = self.dropout(self.token(tokens) + self.position.weight[:length])
+        return hidden
+
+
+class Attention(nn.Module):
+    """Attention of a sequence to itself or, if it is given, to a memory."""
+
+    def __init__(self, size: TransformerSize, is_causal: bool = False):
+        super().__init__()
+        self.query = nn.Linear(size.width, size.width)
+        self.key_value = nn.Linear(size.width, 2 * size.width)
+        self.output = nn.Linear(size.width, size.width)
+        self.num_heads = size.num_heads
+        self.dropout = size.dropout
+        self.is_causal = is_causal
+
+    def forward(self, hidden: Tensor, memory: Tensor | None = None) -> Tensor:
+        """Takes and returns [samples, tokens, width]."""
+        key, value = self.key_value(hidden if memory is None else memory).chunk(2, dim=-1)
+        mixed = functional.scaled_dot_product_attention(
+            self._heads(self.query(hidden)),
+            self._heads(key),
+            self._heads(value),
+            dropout_p=self.dropout if self.training else 0.0,
+            is_causal=self.is_causal,
+        )
+        out: Tensor = self.output(mixed.transpose(1, 2).flatten(2))
+        return out
+
+    def _heads(self, hidden: Tensor) -> Tensor:
+        return hidden.view(*hidden.shape[:-1], self.num_heads, -1).transpose(1, 2)
+
+
+class FeedForward(nn.Module):
+    """Two matrices with GELU between them, four times as wide inside."""
+
+    def __init__(self, width: int):
+        super().__init__()
+        self.input = nn.Linear(width, 4 * width)
+        self.output = nn.Linear(4 * width, width)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Takes and returns [samples, tokens, width]."""
+        out: Tensor = self.output(functional.gelu(self.input(hidden)))
+        return out
+
+
+class Block(nn.Module):
+    """Attention and two matrices, each beside a residual."""
+
+    def __init__(self, size: TransformerSize, is_causal: bool):
+        super().__init__()
+        self.norm1 = nn.LayerNorm(size.width)
+        self.attention = Attention(size, is_causal)
+        self.norm2 = nn.LayerNorm(size.width)
+        self.feed_forward = FeedForward(size.width)
+        self.dropout = nn.Dropout(size.dropout)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Takes and returns [samples, tokens, width]."""
+        hidden = hidden + self.dropout(self.attention(self.norm1(hidden)))
+        out: Tensor = hidden + self.dropout(self.feed_forward(self.norm2(hidden)))
+        return out
+
+
+class Head(nn.Module):
+    """The last norm, and one matrix to the vocabulary."""
+
+    def __init__(self, size: TransformerSize, embedding: Embedding):
+        super().__init__()
+        self.norm = nn.LayerNorm(size.width)
+        self.logit = nn.Linear(size.width, size.vocabulary, bias=False)
+        if size.is_tied:
+            self.logit.weight = embedding.token.weight
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Returns logits [samples, tokens, vocabulary]."""
+        logits: Tensor = self.logit(self.norm(hidden))
+        return logits
