@@ -337,6 +337,11 @@ BROKEN: list[tuple[Plan, str, str]] = [
         "set reduce.wire to 'all-reduce', or reduce.gate to 'lock'",
     ),
     (
+        preset("1f1b").plan.but(name="tied", place=Place(stage_replicas=(2, 1))),
+        "stages with different numbers of replicas have no common replica to tie weights in",
+        "use place.replicas, or untie the weights",
+    ),
+    (
         preset("zb-h1").plan.but(name="tied"),
         "order 'zb-h1' splits the backward, which counts tied weights twice",
         "use order '1f1b', or untie the weights",

@@ -211,6 +211,11 @@ RULES = (
         "use a multiple of the numbers in place.stage_replicas",
     ),
     Rule(
+        lambda plan, profile: plan.place.stage_replicas is not None and _ties_cross_stages(plan, profile),
+        "stages with different numbers of replicas have no common replica to tie weights in",
+        "use place.replicas, or untie the weights",
+    ),
+    Rule(
         lambda plan, _: plan.place.stage_replicas is not None and plan.place.replicas * plan.place.shards > 1,
         "replicated stages and replicated pipelines are not combined",
         "use place.stage_replicas or place.replicas",

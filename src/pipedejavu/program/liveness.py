@@ -4,7 +4,7 @@ The same walk serves the verifier, with positions in the sequence as its clock, 
 predicted times.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 from pipedejavu.program.program import Program
@@ -111,11 +111,11 @@ class Liveness:
         return found
 
 
-def count_versions(stays: list[Stay]) -> int:
-    """Returns the most versions of one piece's weights that are on the device at once."""
+def count_versions(stays: list[Stay], held: Collection[tuple[int, int]]) -> int:
+    """Returns the most versions on the device at once of one piece's weights, of those that a worker holds."""
     events: dict[tuple[int, int], list[tuple[float, int]]] = {}
     for birth, death, (what, piece, replica, _, place), _ in stays:
-        if what == "w" and not place and death > birth:
+        if what == "w" and not place and death > birth and (piece, replica) in held:
             events.setdefault((piece, replica), []).extend(((birth, 1), (death, -1)))
     most = 0
     for changes in events.values():

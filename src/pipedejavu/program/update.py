@@ -72,14 +72,23 @@ class _Walk:
         dense = f"d{self.program.pieces[piece].stage}.{replica}"
         if dense in self.program.groups:
             yield Action("REDUCE", piece, replica, -1, update, "d", f"*{dense}")
+        final = [piece]  # pieces of this worker whose gradient is complete now
         for name, tied in self._ties(replica):
-            finals = {p: self.last_gradient.get(((p, replica), update), -1) for p in tied}
-            if piece in tied and finals[piece] == max(finals.values()):
+            lasts = {
+                p: self.last_gradient[(p, replica), update]
+                for p in tied
+                if ((p, replica), update) in self.last_gradient
+            }
+            if piece in tied and lasts[piece] == max(lasts.values()):
                 yield Action("REDUCE", piece, replica, -1, update, "d", f"*{name}")
-        if update_place(self.program, piece) == "host":
-            yield Action("OFFLOAD", piece, replica, -1, update, "d")
-            if plan.reduce.clip == "none":
-                yield from self._host_update(home, update)
+                final = sorted({*final, *lasts}, reverse=True)
+            elif piece in tied:
+                final = []  # it waits for the pieces that it shares parameters with
+        for each in final:
+            if update_place(self.program, each) == "host":
+                yield Action("OFFLOAD", each, replica, -1, update, "d")
+                if plan.reduce.clip == "none":
+                    yield from self._host_update((each, replica), update)
 
     def _after_step(self, homes: list[Home], update: int) -> Iterator[Action]:
         """What comes once the worker's gradients of an update are final."""

@@ -264,7 +264,7 @@ def _memory_faults(program: Program) -> Iterator[str]:
     for index, worker in enumerate(program.workers):
         count = len(worker.actions)
         stays = liveness.stays(index, range(count), range(1, count + 1), count)
-        versions = count_versions(stays)
+        versions = count_versions(stays, program.held(index))
         limit = _most_versions(program, index)
         if versions > limit and program.held(index):
             yield f"worker {index} holds {versions} weight versions of a piece, the plan promises {limit}"

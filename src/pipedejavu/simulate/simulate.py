@@ -65,7 +65,7 @@ class Prediction:
             busy_s=self.busy_s[index],
             peak_bytes=curves[0].peak_bytes,
             peak_live_microbatches=self._peak_live(index),
-            weight_versions=count_versions(stays),
+            weight_versions=count_versions(stays, self.program.held(index)),
             memory=curves,
         )
 
