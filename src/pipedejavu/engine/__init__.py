@@ -1,0 +1,22 @@
+"""The engine: interprets programs with torch. Workers, lanes, wires, optimizers, and the audit of what they did."""
+
+from pipedejavu.engine.audit import audit
+from pipedejavu.engine.job import Applied, Batches, Job, Log, Read
+from pipedejavu.engine.optimizer import AdamW, Optimizer, Sgd
+from pipedejavu.engine.run import Outcome, Threads, check_runnable, run_threads
+
+__all__ = [
+    "AdamW",
+    "Applied",
+    "Batches",
+    "Job",
+    "Log",
+    "Optimizer",
+    "Outcome",
+    "Read",
+    "Sgd",
+    "Threads",
+    "audit",
+    "check_runnable",
+    "run_threads",
+]

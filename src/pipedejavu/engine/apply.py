@@ -1,0 +1,186 @@
+"""Updates: how summed gradients become the next version of a piece's weights, by every rule of the plan's axes.
+
+On a worker an update makes a new version of the weights; on a server it changes the one copy that the server
+has, in the order in which the pushes are taken.
+"""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pipedejavu.engine.job import Applied, Batches, Job, Log
+from pipedejavu.engine.optimizer import Tensors
+from pipedejavu.engine.piece import PieceRunner
+from pipedejavu.facts import InputError
+from pipedejavu.program import Action, Program
+
+Home = tuple[int, int]
+"""A (piece, replica)."""
+
+
+class Applier:
+    """The updates of one worker or server."""
+
+    def __init__(
+        self,
+        program: Program,
+        runners: dict[Home, PieceRunner],
+        job: Job,
+        batches: Batches,
+        values: dict[tuple[str, int, int, int, str], Any],
+        log: Log,
+    ):
+        self.program, self.plan, self.runners, self.job = program, program.plan, runners, job
+        self.batches, self.values, self.log = batches, values, log
+        self.state: dict[Home, dict[str, Tensors]] = {}
+        self.center = program.num_replicas
+        if self.plan.reduce.clip != "none" and self.plan.feed.kind == "own":
+            raise InputError(
+                f"plan '{self.plan.name}' clips by the norm over all workers, but with feed 'own' each makes updates of"
+                " its own; set reduce.clip to 'none'"
+            )
+        self.first_version = 0
+        self.served: dict[int, int] = {}
+        """How many updates the server has made of each piece."""
+        self.pushed: dict[Home, dict[int, Tensors]] = {}
+        """What a piece has pushed in each wave that it has not pulled yet."""
+
+    def update(self, a: Action) -> None:
+        """Makes the update that an UPDATE names."""
+        if a.via == "~server":
+            self._on_server(a)
+            return
+        home, update, place = (a.piece, a.replica), a.version - 1, "host" if a.via == "~host" else ""
+        summed: Tensors = self.values["d", *home, update, place]
+        coefficient = self._coefficient(a.replica, update)
+        gradients = {name: gradient * coefficient for name, gradient in summed.items()}
+        if a.via == "~shared":
+            self._in_shared_memory(home, update, gradients)
+            return
+        base: Tensors = self.values["w", *home, update, place]
+        deltas = self._deltas(home, update, base, gradients)
+        if self.plan.reduce.combiner == "elastic":
+            self._pull_elastic(home, update, base, deltas)
+        self.values["w", *home, a.version, place] = as_leaves({n: w.detach() + deltas[n] for n, w in base.items()})
+        if self.plan.reduce.gate == "bound":
+            self._push(home, update, deltas)
+
+    def _coefficient(self, replica: int, update: int) -> float:
+        """Returns what each summed gradient counts: one over the samples that feed the update, clipped."""
+        members = self._members(replica, update)
+        coefficient = 1 / sum(self.batches.count(i) for i in members)
+        delay = {"none": None, "global": 0, "delayed": 1}[self.plan.reduce.clip]
+        norm = None if delay is None else self.values.get(("n", 0, 0, update - delay, ""))
+        if norm is not None and not math.isfinite(norm):
+            return 0.0  # everyone has this norm, so everyone leaves the update out
+        if norm is not None and delay is not None and self.job.clip_norm is not None:
+            mean = norm / sum(self.batches.count(i) for i in self._members(replica, update - delay))
+            coefficient *= min(1.0, self.job.clip_norm / (mean + 1e-6))  # as torch clips
+        return coefficient
+
+    def _members(self, replica: int, update: int) -> tuple[int, ...]:
+        """Returns the microbatches that feed an update: all of its number, or those of a replica on its own."""
+        size, number = self.program.update_size, self.first_version + update
+        if self.plan.feed.kind == "own":
+            first, count = number * size + replica * self.plan.feed.microbatches, self.plan.feed.microbatches
+            return tuple(range(first, first + count))
+        return tuple(range(number * size, (number + 1) * size))
+
+    def _deltas(self, home: Home, update: int, base: Tensors, gradients: Tensors) -> Tensors:
+        coefficient = self._coefficient(home[1], update)
+        number = self.first_version + update
+        self.log.events.append(Applied(*home, number + 1, self._members(home[1], update), coefficient))
+        if coefficient == 0:
+            return {name: torch.zeros_like(weight) for name, weight in base.items()}
+        return self.job.optimizer.step(number, base, gradients, self.state.setdefault(home, {}))
+
+    def _in_shared_memory(self, home: Home, update: int, gradients: Tensors) -> None:
+        """Adds to weights that others read and write at the same time; autograd must not notice."""
+        base: Tensors = self.values["w", *home, -1, ""]
+        for name, delta in self._deltas(home, update, base, gradients).items():
+            weight, is_touched = base[name].data, delta != 0
+            if is_touched.all():
+                weight.add_(delta)
+            else:  # to add zeros would undo what others write meanwhile
+                weight[is_touched] += delta[is_touched]
+
+    def _pull_elastic(self, home: Home, update: int, base: Tensors, deltas: Tensors) -> None:
+        turn = update * self.center + home[1] if self.plan.reduce.gate == "round-robin" else update
+        center = self._weights_of(home[0], self.center, turn)
+        pull = self.job.optimizer.rate(update) * self.job.elasticity
+        for name, weight in base.items():
+            deltas[name] = deltas[name] - pull * (weight.detach() - center[name])
+
+    def _on_server(self, a: Action) -> None:
+        piece, replica, update = a.piece, a.replica, a.version - 1
+        if self.plan.reduce.combiner == "elastic":
+            self._move_center(piece, update)
+        elif self.plan.reduce.gate == "bound":
+            self._take_wave(piece, update)
+        else:
+            home, cell = (piece, self.center), self.values["w", piece, self.center, 0, ""]
+            gradients = self.values["d", piece, replica, update, ""]
+            coefficient = self._coefficient(replica, update)
+            scaled = {name: gradient * coefficient for name, gradient in gradients.items()}
+            count = self.served.get(piece, 0)
+            self.served[piece] = count + 1
+            deltas = self.job.optimizer.step(count, cell, scaled, self.state.setdefault(home, {}))
+            number = self.first_version + a.version
+            self.log.events.append(Applied(piece, replica, number, self._members(replica, update), coefficient))
+            for name, delta in deltas.items():
+                cell[name].data.add_(delta)
+            self.values["w", piece, replica, a.version, ""] = as_leaves({n: w.clone() for n, w in cell.items()})
+
+    def _move_center(self, piece: int, update: int) -> None:
+        """Moves the elastic centre towards one worker's weights, or towards all at once."""
+        center = self._weights_of(piece, self.center, update)
+        if self.plan.reduce.gate == "round-robin":
+            members = [self._weights_of(piece, update % self.center, update // self.center)]
+            rate = self.job.optimizer.rate(update // self.center)
+        else:
+            members = [self._weights_of(piece, q, update) for q in range(self.center)]
+            rate = self.job.optimizer.rate(update)
+        pull = rate * self.job.elasticity
+        moved = {
+            n: w + sum((pull * (m[n].detach() - w) for m in members), torch.zeros_like(w)) for n, w in center.items()
+        }
+        self.values["w", piece, self.center, update + 1, ""] = as_leaves(moved)
+        self.log.events.append(Applied(piece, self.center, update + 1, (), pull))
+
+    def _push(self, home: Home, update: int, deltas: Tensors) -> None:
+        """Adds an update to what the wave pushes."""
+        wave = update // self.plan.place.workers
+        push = self.values.setdefault(("p", *home, wave, ""), {n: torch.zeros_like(d) for n, d in deltas.items()})
+        for name, delta in deltas.items():
+            push[name] += delta
+        self.pushed.setdefault(home, {})[wave] = push
+
+    def _take_wave(self, piece: int, update: int) -> None:
+        """Adds a member's push to those of the others in the same wave."""
+        wave, replica = divmod(update, self.center)
+        push = self.values["p", piece, replica, wave, ""]
+        own = self.values.setdefault(("c", piece, 0, wave, ""), {n: torch.zeros_like(t) for n, t in push.items()})
+        for name, tensor in push.items():
+            own[name] += tensor
+
+    def pull(self, home: Home, version: int, wave: int) -> None:
+        """Adds what all others pushed in `wave` to a piece's weights; microbatches in flight keep theirs."""
+        consensus, own = self.values[("c", home[0], 0, wave, "")], self.pushed[home].pop(wave)
+        weights: Tensors = self.values["w", *home, version, ""]
+        moved = {name: w.detach() + (consensus[name] - own[name]) for name, w in weights.items()}
+        self.values["w", *home, version, ""] = as_leaves(moved)
+
+    def _weights_of(self, piece: int, replica: int, version: int) -> Tensors:
+        """Returns weights that were received or are the same for everyone at the start."""
+        if version == 0 and ("w", piece, replica, 0, "") not in self.values:
+            found = next(runner.initial for (p, _), runner in self.runners.items() if p == piece)
+        else:
+            found = self.values["w", piece, replica, version, ""]
+        return {name: w.detach() for name, w in found.items()}
+
+
+def as_leaves(weights: dict[str, Tensor]) -> Tensors:
+    """Returns weights that autograd can differentiate by."""
+    return {name: w.detach().requires_grad_() for name, w in weights.items()}

@@ -1,0 +1,265 @@
+"""The audit: replays what a run logged, in one process and in float64, and compares the weights.
+
+The log of a run is its meaning: which weight version each microbatch read on each piece, which microbatches fed
+each update, with which coefficient, and in which order. The replay knows nothing of schedules, lanes, wires or
+workers; if it arrives at other weights, or the log says other than the plan promises, the engine is wrong.
+"""
+
+import copy
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from pipedejavu.engine.job import Applied, Batches, Job, Log, Read
+from pipedejavu.engine.optimizer import Tensors
+from pipedejavu.engine.piece import PieceRunner, Saved
+from pipedejavu.engine.run import Outcome
+from pipedejavu.facts import InputError
+from pipedejavu.program import Action, Program
+from pipedejavu.program.verify import promised_versions
+
+
+def audit(program: Program, job: Job, batches: Batches, outcome: Outcome) -> dict[str, float]:
+    """Returns the largest difference of each parameter between a run and its replay.
+
+    Raises InputError where the log itself is not what the plan promises. A run without versions (Hogwild) has
+    no replay.
+    """
+    if program.plan.version.kind == "torn":
+        raise InputError("version 'torn' records no versions, so there is nothing to replay")
+    check_log(program, batches, outcome.logs)
+    replayed = Replay(program, job, batches).run(outcome.logs)
+    differences: dict[str, float] = defaultdict(float)
+    for home, weights in outcome.weights.items():
+        for name, weight in weights.items():
+            difference = float((weight.double() - replayed[home][name]).abs().max()) if weight.numel() else 0.0
+            differences[name] = max(differences[name], difference)
+    return dict(differences)
+
+
+def check_log(program: Program, batches: Batches, logs: Sequence[Log]) -> None:
+    """Raises InputError where versions, members or coefficients are not the plan's."""
+    plan, size = program.plan, program.update_size
+    updates: dict[tuple[int, int], list[int]] = defaultdict(list)
+    for log in logs:
+        for event in log.events:
+            if isinstance(event, Read):
+                low, high = _promised(program, event)
+                if not low <= event.version <= high:
+                    raise InputError(
+                        f"the run read version {event.version} where the plan promises {low} to {high}: {event}"
+                    )
+                continue
+            updates[event.piece, event.replica].append(event.version)
+            if event.replica < program.num_replicas:
+                first, count = (event.version - 1) * size, size
+                if plan.feed.kind == "own":
+                    first, count = first + event.replica * plan.feed.microbatches, plan.feed.microbatches
+                members = tuple(range(first, first + count))
+                most = 1 / sum(batches.count(i) for i in members)
+                if event.microbatches != members:
+                    raise InputError(f"the run fed an update with other microbatches than {members}: {event}")
+                is_wrong = event.coefficient > most if plan.reduce.clip != "none" else event.coefficient != most
+                if is_wrong:
+                    raise InputError(f"the run gave gradients a coefficient other than {most}: {event}")
+    _check_complete(program, updates)
+
+
+def _promised(program: Program, event: Read) -> tuple[int, int]:
+    """Returns the versions that a read may see; each run of the program starts from its first version."""
+    before, update = divmod(event.microbatch // program.update_size, program.plan.steps)
+    microbatch = update * program.update_size + event.microbatch % program.update_size
+    low, high = promised_versions(program, Action("F", event.piece, event.replica, microbatch))
+    return before * program.plan.steps + low, before * program.plan.steps + high
+
+
+def _check_complete(program: Program, updates: dict[tuple[int, int], list[int]]) -> None:
+    """Raises InputError where a piece that is held somewhere has not had every update, one after the other."""
+    homes = {home for worker in range(len(program.workers)) for home in program.held(worker)}
+    last = max((max(versions) for home, versions in updates.items() if home in homes), default=0)
+    whole = -(-max(last, 1) // program.plan.steps) * program.plan.steps
+    for piece, replica in sorted(homes):
+        if updates[piece, replica] != [*range(1, whole + 1)]:
+            found = updates[piece, replica]
+            raise InputError(f"piece {piece} of replica {replica} had updates {found}, not 1 to {whole} in order")
+
+
+class Replay:
+    """One replay in float64."""
+
+    def __init__(self, program: Program, job: Job, batches: Batches):
+        self.program, self.plan, self.job, self.batches = program, program.plan, job, batches
+        units = copy.deepcopy([module for _, module in job.units])
+        doubles = [(n, job.units[n][0], module.double()) for n, module in enumerate(units)]
+        self.runners = [PieceRunner([doubles[u] for u in piece.units], job.seed) for piece in program.pieces]
+        self.center = program.num_replicas
+        self.newest: dict[tuple[int, int, int], Tensors] = {}
+        self.read: dict[tuple[int, int], Tensors] = {}
+        self.gradients: dict[int, list[Tensors]] = {}
+        self.norms: dict[int, float] = {}
+        self.state: dict[tuple[int, int], dict[str, Tensors]] = defaultdict(dict)
+        self.cells = {p: {n: w.clone() for n, w in r.initial.items()} for p, r in enumerate(self.runners)}
+        self.served: dict[int, int] = defaultdict(int)
+        self.pushes: dict[tuple[int, int, int], list[Tensors]] = defaultdict(list)
+
+    def run(self, logs: Sequence[Log]) -> dict[tuple[int, int], Tensors]:
+        """Replays all events as soon as what they need is there; returns the last weights of each (piece, replica)."""
+        queues = [list(reversed(log.events)) for log in logs]
+        while any(queues):
+            before = sum(map(len, queues))
+            for queue in queues:
+                while queue and self.replay(queue[-1]):
+                    queue.pop()
+            if sum(map(len, queues)) == before:
+                raise InputError(f"the log cannot be replayed: nothing comes before {[q[-1] for q in queues if q]}")
+        last: dict[tuple[int, int], tuple[int, Tensors]] = {}
+        for (piece, replica, version), weights in self.newest.items():
+            if version > last.get((piece, replica), (-1, {}))[0]:
+                last[piece, replica] = (version, weights)
+        found = {home: weights for home, (_, weights) in last.items()}
+        if self.plan.reduce.wire == "server" and self.plan.reduce.gate == "lock":
+            found |= {(piece, self.center): cell for piece, cell in self.cells.items()}
+        return {(p, self.center): r.initial for p, r in enumerate(self.runners)} | found
+
+    def replay(self, event: Read | Applied) -> bool:
+        """Replays one event; returns whether it could."""
+        if isinstance(event, Read):
+            return self._replay_read(event)
+        if event.replica == self.center:
+            return self._replay_center(event)
+        return self._replay_update(event)
+
+    def weights(self, piece: int, replica: int, version: int) -> Tensors | None:
+        """Returns one version of a piece's weights, if it is there."""
+        if version == 0 and (piece, replica, 0) not in self.newest:
+            self.newest[piece, replica, 0] = {n: w.clone() for n, w in self.runners[piece].initial.items()}
+        return self.newest.get((piece, replica, version))
+
+    def _replay_read(self, event: Read) -> bool:
+        weights = self.weights(event.piece, event.replica, event.version)
+        if weights is None:
+            return False
+        if event.wave >= 0:
+            others = [q for q in range(self.center) if q != event.replica]
+            size = self.plan.place.workers
+            if any(len(self.pushes[event.piece, q, event.wave]) < size for q in others):
+                return False
+            pushed = [d for q in others for d in self.pushes[event.piece, q, event.wave]]
+            weights = {n: w + sum((d[n] for d in pushed), torch.zeros_like(w)) for n, w in weights.items()}
+            self.newest[event.piece, event.replica, event.version] = weights
+        self.read[event.piece, event.microbatch] = weights
+        return True
+
+    def _replay_update(self, event: Applied) -> bool:
+        piece, replica, version, members, coefficient = event
+        update, reduce = version - 1, self.plan.reduce
+        on_server = reduce.wire == "server" and reduce.gate == "lock"
+        base = self.cells[piece] if on_server else self.weights(piece, replica, update)
+        turn = update * self.center + replica if reduce.gate == "round-robin" else update
+        center = self.weights(piece, self.center, turn) if reduce.combiner == "elastic" else {}
+        if base is None or center is None or not all(self._differentiate(i) for i in members):
+            return False
+        self._check_clipping(event)
+        if coefficient == 0:  # the update was left out
+            self.newest[piece, replica, version] = base
+            return True
+        gradients = {n: coefficient * self._summed(members, piece, n) for n in base}
+        home = (piece, self.center if on_server else replica)
+        count = self.served[piece] if on_server else update
+        deltas = self.job.optimizer.step(count, base, gradients, self.state[home])
+        if center:
+            pull = self.job.optimizer.rate(update) * self.job.elasticity
+            deltas = {n: d - pull * (base[n] - center[n]) for n, d in deltas.items()}
+        new = {n: w + deltas[n] for n, w in base.items()}
+        if on_server:
+            self.cells[piece] = new
+            self.served[piece] += 1
+        if reduce.gate == "bound":
+            self.pushes[piece, replica, update // self.plan.place.workers].append(deltas)
+        self.newest[piece, replica, version] = new
+        return True
+
+    def _check_clipping(self, event: Applied) -> None:
+        """Raises InputError where a coefficient does not follow from the norm that the plan clips by."""
+        clip, most = self.plan.reduce.clip, 1 / sum(self.batches.count(i) for i in event.microbatches)
+        update = event.version - 1 - (clip == "delayed")
+        expected = most
+        norm = self._norm(update) if clip != "none" and update >= 0 else 0.0
+        if not math.isfinite(norm):
+            expected = 0.0
+        elif self.job.clip_norm is not None:
+            expected *= min(1.0, self.job.clip_norm / (norm + 1e-6))
+        if abs(event.coefficient - expected) > 1e-4 * expected:
+            raise InputError(f"the run clipped by another norm, its coefficient should be {expected}: {event}")
+
+    def _norm(self, update: int) -> float:
+        """Returns the norm of an update's mean gradient over all pieces, shared parameters counted once."""
+        if update not in self.norms:
+            members = tuple(range(update * self.program.update_size, (update + 1) * self.program.update_size))
+            names = {name: piece for piece, runner in enumerate(self.runners) for name in runner.initial}
+            for tie in self.job.ties:
+                for name in sorted(tie & names.keys())[1:]:
+                    del names[name]
+            square = sum(float(self._summed(members, piece, n).square().sum()) for n, piece in names.items())
+            self.norms[update] = square**0.5 / sum(self.batches.count(i) for i in members)
+        return self.norms[update]
+
+    def _replay_center(self, event: Applied) -> bool:
+        """Moves the elastic centre."""
+        piece, update = event.piece, event.version - 1
+        if self.plan.reduce.gate == "round-robin":
+            members = [self.weights(piece, update % self.center, update // self.center)]
+        else:
+            members = [self.weights(piece, q, update) for q in range(self.center)]
+        center = self.weights(piece, self.center, update)
+        if center is None or any(m is None for m in members):
+            return False
+        moved = {}
+        for name, weight in center.items():
+            moved[name] = weight + sum(event.coefficient * (m[name] - weight) for m in members if m is not None)
+        self.newest[piece, self.center, update + 1] = moved
+        return True
+
+    def _differentiate(self, microbatch: int) -> bool:
+        """Works out the gradients of one microbatch, once all its reads are known."""
+        if microbatch in self.gradients:
+            return True
+        reads = [self.read.get((piece, microbatch)) for piece in range(len(self.runners))]
+        value, saved = _double(self.batches.inputs(microbatch)), []
+        for runner, weights in zip(self.runners, reads, strict=True):
+            if weights is None:
+                return False
+            leaves = {n: w.detach().requires_grad_() for n, w in weights.items()}
+            value, kept = runner.forward(leaves, value, microbatch)
+            saved.append(kept)
+        loss = self.job.loss(value, _double(self.batches.targets(microbatch)))
+        saved[-1] = Saved(saved[-1].inputs, saved[-1].weights, (loss,))
+        passed: tuple[Tensor, ...] = (torch.ones_like(loss),)
+        gradients = []
+        for runner, kept in zip(reversed(self.runners), reversed(saved), strict=True):
+            passed, own = runner.backward(kept, passed)
+            gradients.append(own)
+        self.gradients[microbatch] = gradients[::-1]
+        return True
+
+    def _summed(self, members: tuple[int, ...], piece: int, name: str) -> Tensor:
+        """Sums a parameter's gradients over microbatches, and over all pieces that share it."""
+        tie = next((names for names in self.job.ties if name in names), frozenset((name,)))
+        parts = [
+            self.gradients[i][p][n]
+            for i in members
+            for p in (range(len(self.runners)) if len(tie) > 1 else (piece,))
+            for n in tie
+            if n in self.gradients[i][p]
+        ]
+        return torch.stack(parts).sum(0)
+
+
+def _double(value: object) -> object:
+    """Returns a value with its floating-point tensors in float64."""
+    if isinstance(value, tuple):
+        return tuple(_double(v) for v in value)
+    return value.double() if isinstance(value, Tensor) and value.is_floating_point() else value

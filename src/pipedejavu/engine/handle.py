@@ -1,0 +1,299 @@
+"""What each kind of action does to the values of a worker: one handler each.
+
+Values are held under the names of the program's table: activations and gradients as tensors, what a forward
+saved as `Saved`, weights and weight gradients as tensors by parameter name.
+"""
+
+import math
+import threading
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pipedejavu.engine.apply import Applier, as_leaves
+from pipedejavu.engine.device import CPU, device_of, to_device
+from pipedejavu.engine.job import Batches, Job, Log, Read
+from pipedejavu.engine.optimizer import Tensors
+from pipedejavu.engine.piece import PieceRunner, Saved, like, tensors_of
+from pipedejavu.engine.wire import Wire, flatten, unflatten
+from pipedejavu.facts import InputError
+from pipedejavu.program import Action, Program, Table
+from pipedejavu.program.value import value_of
+
+TRANSIENT = frozenset("xgsbncdp")
+"""Whats that are freed behind their last reader; of its own weights a worker keeps the newest version."""
+
+Runners = dict[tuple[int, int], PieceRunner]
+"""By (piece, replica)."""
+
+
+class Handlers:
+    """The values of one worker, and the handlers that work on them."""
+
+    def __init__(self, program: Program, index: int, runners: Runners, job: Job, batches: Batches, wire: Wire):
+        self.program, self.index, self.runners, self.job = program, index, runners, job
+        self.device = device_of(program, index)
+        self.batches, self.wire, self.log, self.live = batches, wire, Log(), 0
+        self.values: dict[tuple[str, int, int, int, str], Any] = {}
+        self.applier = Applier(program, runners, job, batches, self.values, self.log)
+        self.table = Table(program)
+        self.reads = Counter(value for a in program.workers[index].actions for value in self.table(a, index)[0])
+        self.readers = self.reads.copy()
+        self.lock = threading.Lock()
+        self.first_microbatch = self.first_version = 0
+        self._added_up: dict[tuple[int, int], int] = {}
+        """By (piece, replica): the update whose gradients are summed in memory of their own."""
+        self._handlers: dict[str, Callable[[Action], None]] = {
+            "F": self.forward,
+            "R": self.recompute,
+            "B": self.backward,
+            "I": self.backward_input,
+            "W": self.backward_weights,
+            "SEND": self.send,
+            "RECV": self.receive,
+            "REDUCE": self.reduce,
+            "UPDATE": self.applier.update,
+            "DROP": self.drop,
+            "OFFLOAD": self.offload,
+            "FETCH": self.fetch,
+        }
+
+    def begin(self, round_: int) -> None:
+        """Prepares to run the program once more: the newest weights become version 0, numbers go on."""
+        plan = self.program.plan
+        if round_ and (plan.reduce.combiner == "elastic" or plan.reduce.gate == "bound"):
+            raise InputError(
+                f"plan '{plan.name}' cannot be run a second time: its server and workers would forget what they know"
+                " of each other's weights; give all updates to one program (steps)"
+            )
+        self.first_microbatch = round_ * plan.steps * self.program.update_size
+        self.first_version = self.applier.first_version = round_ * plan.steps
+        self.readers = self.reads.copy()
+        norms = {key[3]: self.values.pop(key) for key in list(self.values) if key[0] == "n"}
+        if plan.reduce.clip == "delayed" and plan.steps - 1 in norms:
+            self.values["n", 0, 0, -1, ""] = norms[plan.steps - 1]
+        for key in [key for key in self.values if key[0] == "w" and key[3] == plan.steps]:
+            self.values[key[0], key[1], key[2], 0, key[4]] = self.values.pop(key)
+
+    def take_over(self, other: "Handlers") -> "Handlers":
+        """Goes on where the handlers of another program left off, with the same pieces."""
+        self.log, self.applier.log, self.applier.state = other.log, other.log, other.applier.state
+        self.values.update({key: value for key, value in other.values.items() if key[0] == "w"})
+        return self
+
+    def do(self, a: Action) -> None:
+        """Does one action, and frees what nobody will read again."""
+        self._handlers[a.kind](a)
+        reads, writes, _ = self.table(a, self.index)
+        weights = [value for value in writes if value[0] == "w"]
+        with self.lock:
+            self.readers.subtract(reads)
+            for value in (*reads, *(_before(written) for written in weights)):
+                if not self.readers[value] and self._is_spent(value):
+                    self.values.pop(value, None)
+            for _, piece, replica, _, _ in weights:
+                self._count_versions(piece, replica)
+
+    def _is_spent(self, value: tuple[str, int, int, int, str]) -> bool:
+        """Whether a value that nobody will read again can go."""
+        what, piece, replica, version, place = value
+        if what != "w":
+            return what in TRANSIENT
+        is_own = (piece, replica) in self.runners
+        return not is_own or ("w", piece, replica, version + 1, place) in self.values
+
+    def _count_versions(self, piece: int, replica: int) -> None:
+        """Notes how many versions of its own weights the worker has; those of others only pass through."""
+        if (piece, replica) in self.program.held(self.index):
+            held = sum(key[:3] == ("w", piece, replica) and not key[4] for key in list(self.values))
+            self.log.peak_versions = max(self.log.peak_versions, held)
+
+    def forward(self, a: Action) -> None:
+        """Runs a piece forward and keeps what its backward needs."""
+        wave = next((v[3] for v in self.table(a, self.index)[0] if v[0] == "c"), -1)
+        if wave >= 0:
+            self.applier.pull((a.piece, a.replica), a.version, wave)
+        version = a.version if a.version < 0 else self.first_version + a.version
+        self.log.events.append(Read(a.piece, a.replica, self.first_microbatch + a.microbatch, version, wave))
+        if self.program.pieces[a.piece].opens_stage:
+            self.live += 1
+            self.log.peak_live = max(self.log.peak_live, self.live)
+            self.log.peak_versions = max(self.log.peak_versions, 1)
+        output, saved = self._run_piece(a, keeps_buffers=False)
+        self.values["x", a.piece, 0, a.microbatch, ""] = output
+        if not self.program.plan.order.recompute:
+            self.values["s", a.piece, 0, a.microbatch, ""] = saved
+
+    def recompute(self, a: Action) -> None:
+        """Runs a piece forward again, under the weights and the randomness of the first time."""
+        self.values["s", a.piece, 0, a.microbatch, ""] = self._run_piece(a, keeps_buffers=True)[1]
+
+    def _run_piece(self, a: Action, keeps_buffers: bool) -> tuple[Any, Saved]:
+        before = self.program.inputs[a.piece]
+        if before:
+            value = self.values["x", before[0], 0, a.microbatch, ""]
+        else:
+            value = self.values.get(("b", a.piece, 0, a.microbatch, ""))
+            value = self._inputs(a.microbatch) if value is None else value
+        weights = self.values["w", a.piece, a.replica, a.version, ""]
+        output, saved = self.runners[a.piece, a.replica].forward(
+            weights, value, self.first_microbatch + a.microbatch, keeps_buffers
+        )
+        if not self.program.outputs[a.piece]:
+            targets = to_device(self.batches.targets(self.first_microbatch + a.microbatch), self.device)
+            loss = self.job.loss(output, targets)
+            self._note_loss(a.microbatch, loss.item())
+            saved = Saved(saved.inputs, saved.weights, (loss,))
+        return like(output, [t.detach() for t in tensors_of(output)]), saved
+
+    def _inputs(self, microbatch: int) -> Any:
+        return to_device(self.batches.inputs(self.first_microbatch + microbatch), self.device)
+
+    def _note_loss(self, microbatch: int, loss: float) -> None:
+        number = self.first_microbatch + microbatch
+        self.log.losses[number] = loss
+        if not math.isfinite(loss) and self.job.on_nan == "stop":
+            step = number // self.program.update_size + 1
+            raise InputError(
+                f"the loss is {loss} in step {step}, microbatch {number}, on worker {self.index}; lower the learning"
+                " rate, look at that batch, or skip such updates (--on-nan skip)"
+            )
+
+    def backward(self, a: Action) -> None:
+        """Runs a piece backward: hands a gradient on and adds to the piece's own."""
+        saved, gradients = self._needed(a)
+        passed, own = self.runners[a.piece, a.replica].backward(saved, gradients)
+        self.values["g", a.piece, 0, a.microbatch, ""] = passed
+        self._add_gradient(a, own)
+
+    def backward_input(self, a: Action) -> None:
+        """Makes the gradient that the piece hands on."""
+        saved, gradients = self._needed(a)
+        self.values["g", a.piece, 0, a.microbatch, ""] = self.runners[a.piece, a.replica].backward_input(
+            saved, gradients
+        )
+
+    def backward_weights(self, a: Action) -> None:
+        """Makes the gradient of the piece's weights."""
+        saved, gradients = self._needed(a)
+        self._add_gradient(a, self.runners[a.piece, a.replica].backward_weights(saved, gradients))
+
+    def _needed(self, a: Action) -> tuple[Saved, tuple[Tensor, ...]]:
+        """Returns what a backward works on."""
+        saved: Saved = self.values["s", a.piece, 0, a.microbatch, ""]
+        after = self.program.outputs[a.piece]
+        if not after:
+            return saved, (torch.ones_like(saved.outputs[0]),)
+        return saved, self.values["g", after[0], 0, a.microbatch, ""]
+
+    def _add_gradient(self, a: Action, own: Tensors) -> None:
+        if self.program.pieces[a.piece].opens_stage:
+            self.live -= 1
+        update, home = a.microbatch // self.program.update_size, (a.piece, a.replica)
+        key = ("d", *home, update, "")
+        total = self.values.get(key)
+        if total is None:
+            self.values[key] = own
+            self._added_up.pop(home, None)
+        elif self._added_up.get(home) == update:
+            for name, gradient in own.items():
+                total[name] += gradient
+        else:
+            # Autograd may hand out one tensor several times: as the first gradient and as what was passed on.
+            self.values[key] = {name: total[name] + gradient for name, gradient in own.items()}
+            self._added_up[home] = update
+
+    def send(self, a: Action) -> None:
+        """Hands a value to another worker."""
+        value = self.values[value_of(a)]
+        tensors = tuple(value.values()) if isinstance(value, dict) else tensors_of(value)
+        self.wire.send(tensors, a.peer, self._key(a))
+
+    def receive(self, a: Action) -> None:
+        """Takes a value from another worker."""
+        tensors = self.wire.receive(a.peer, self._key(a))
+        if a.what in "wdpc":
+            names = next(runner.initial for (piece, _), runner in self.runners.items() if piece == a.piece)
+            received = dict(zip(names, tensors, strict=True))
+            self.values[value_of(a)] = as_leaves(received) if a.what == "w" else received
+        else:
+            self.values[value_of(a)] = tensors if len(tensors) > 1 or a.what == "g" else tensors[0]
+
+    def _key(self, a: Action) -> tuple[object, ...]:
+        size = self.batches.count(self.first_microbatch + a.microbatch) if a.microbatch >= 0 else 0
+        return (a.what, a.piece, size)
+
+    def reduce(self, a: Action) -> None:
+        """Sums a value over a group, in place."""
+        group = a.via[1:]
+        if a.what == "n":
+            own = torch.tensor([self._square_of_norm(a.version)], dtype=torch.float64)
+            self.values[value_of(a)] = float(self.wire.add_up(own, group)) ** 0.5
+        elif group.startswith("tie"):
+            self._reduce_tied(a)
+        else:
+            key = value_of(a)
+            value: Tensors = self.values[key]
+            parts = unflatten(self.wire.add_up(flatten([*value.values()]), group), [*value.values()])
+            self.values[key] = dict(zip(value, parts, strict=True))
+
+    def _reduce_tied(self, a: Action) -> None:
+        """Sums the gradients of parameters that several pieces share, and gives each the sum."""
+        tie = int(a.via[4:].partition(".")[0])
+        mine = [
+            (self.values["d", piece, replica, a.version, ""], name)
+            for piece, replica in self.program.held(self.index)
+            if replica == a.replica
+            for name in self.runners[piece, replica].initial
+            if name in self.job.ties[tie]
+        ]
+        own = torch.stack([gradients[name] for gradients, name in mine]).sum(0)
+        total = self.wire.add_up(own.reshape(-1), a.via[1:]).view_as(own)
+        for gradients, name in mine:
+            gradients[name] = total.clone()
+
+    def _square_of_norm(self, update: int) -> float:
+        """This worker's part of the squared norm: what several workers hold alike counts once in all."""
+        square = 0.0
+        for piece, replica in self.program.held(self.index):
+            holders = self.program.groups.get(f"s{self.program.pieces[piece].stage}")
+            share = 1 / (len(holders.workers) if holders else 1)
+            places = [key for place in ("", "host") if (key := ("d", piece, replica, update, place)) in self.values]
+            for name, gradient in self.values[places[0]].items():
+                tied = [len(self.program.tied_pieces[n]) for n, names in enumerate(self.job.ties) if name in names]
+                square += share * float(gradient.double().square().sum()) / max(tied, default=1)
+        return square
+
+    def drop(self, a: Action) -> None:
+        """Frees a value, unless that has happened behind its last reader."""
+        self.values.pop(value_of(a), None)
+
+    def offload(self, a: Action) -> None:
+        """Moves a value to the host's memory."""
+        self.values[value_of(a, "host")] = _moved(self.values.pop(value_of(a)), CPU)
+
+    def fetch(self, a: Action) -> None:
+        """Brings a value to the device; weights stay in the host's memory too."""
+        key = value_of(a, "host")
+        if a.what == "b":
+            self.values[value_of(a)] = self._inputs(a.microbatch)
+        else:
+            found = self.values[key] if a.what == "w" else self.values.pop(key)
+            moved = _moved(found, self.device)
+            self.values[value_of(a)] = as_leaves(moved) if a.what == "w" else moved
+
+
+def _moved(value: Any, device: torch.device) -> Any:
+    """Returns a value of any kind on a device; what a forward saved stays where autograd has it."""
+    if isinstance(value, dict):
+        return {name: tensor.to(device) for name, tensor in value.items()}
+    return value if isinstance(value, Saved) else to_device(value, device)
+
+
+def _before(weights: tuple[str, int, int, int, str]) -> tuple[str, int, int, int, str]:
+    """Returns the version before one of a piece's weights."""
+    what, piece, replica, version, place = weights
+    return (what, piece, replica, version - 1, place)

@@ -1,0 +1,84 @@
+"""What is trained: the model as a chain of units, its loss, its optimizer, its samples, and the log of a run."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, Literal, NamedTuple, Protocol
+
+from torch import Tensor, nn
+
+from pipedejavu.engine.optimizer import Optimizer
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """A model and how to train it; the engine asks nothing else of either."""
+
+    units: Sequence[tuple[str, nn.Module]]
+    """Names and modules in order; each module takes the value of the one before it."""
+    loss: Callable[[Any, Any], Tensor]
+    """The sum, not the mean, of the losses of a microbatch's samples or tokens."""
+    optimizer: Optimizer
+    seed: int = 0
+    clip_norm: float | None = None
+    """Gradients are scaled down to this norm over all pieces where the plan clips."""
+    on_nan: Literal["stop", "skip"] = "stop"
+    """What to do at a loss that is no number: stop the run, or leave out the update where the plan has a norm to tell
+    all workers by."""
+    elasticity: float = 0.5
+    """How strongly an elastic combiner pulls weights and centre together (ρ)."""
+
+    @cached_property
+    def ties(self) -> tuple[frozenset[str], ...]:
+        """The full names of each parameter that several units share, in the order of the units."""
+        names: dict[int, list[tuple[str, str]]] = {}
+        for unit, module in self.units:
+            for name, parameter in module.named_parameters(remove_duplicate=False):
+                names.setdefault(id(parameter), []).append((unit, f"{unit}.{name}"))
+        shared = [found for found in names.values() if len({unit for unit, _ in found}) > 1]
+        return tuple(frozenset(full for _, full in found) for found in shared)
+
+
+class Batches(Protocol):
+    """The samples of each microbatch, by its number."""
+
+    def inputs(self, microbatch: int) -> Any:
+        """Returns what the first piece reads."""
+
+    def targets(self, microbatch: int) -> Any:
+        """Returns what the loss compares with."""
+
+    def count(self, microbatch: int) -> int:
+        """Returns how many samples or tokens count in the loss."""
+
+
+class Read(NamedTuple):
+    """A forward: which weights a microbatch read on a piece."""
+
+    piece: int
+    replica: int
+    microbatch: int
+    version: int
+    wave: int = -1
+    """Of a consensus that was pulled for it; -1 for none."""
+
+
+class Applied(NamedTuple):
+    """An update: which microbatches fed it, and with which coefficient."""
+
+    piece: int
+    replica: int
+    version: int
+    microbatches: tuple[int, ...]
+    coefficient: float
+
+
+@dataclass
+class Log:
+    """What a worker did, in the order it did it: the meaning of its run."""
+
+    events: list[Read | Applied] = field(default_factory=list)
+    losses: dict[int, float] = field(default_factory=dict)
+    """The summed loss of each microbatch, on the worker that has the last piece."""
+    peak_live: int = 0
+    peak_versions: int = 0

@@ -1,0 +1,58 @@
+"""Programs on workers that are processes under torch.distributed, one rank each."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from pipedejavu.engine.handle import Handlers
+from pipedejavu.engine.job import Batches, Job
+from pipedejavu.engine.run import check_runnable, make_handlers
+from pipedejavu.engine.wire import ProcessWire
+from pipedejavu.engine.worker import Worker
+from pipedejavu.facts import InputError, Span
+from pipedejavu.program import Program, verify
+
+AfterRound = Callable[[int, Handlers, list[Span]], Program]
+"""Is told of each round with its number, the worker's state and its spans; returns the program of the next."""
+
+
+def run_rank(program: Program, job: Job, batches: Batches, rounds: int, after: AfterRound, shared: Path) -> Handlers:
+    """Runs this rank's worker of a program `rounds` times; the process group must be there.
+
+    All ranks start each round together. `shared` is a folder for weights that processes of one host share.
+    """
+    check_runnable(program)
+    rank, size = dist.get_rank(), dist.get_world_size()
+    if size != len(program.workers):
+        raise InputError(
+            f"the plan has {len(program.workers)} workers and {size} processes were started; start one for each"
+        )
+    graph = verify(program)
+    wire = ProcessWire(rank, {name: group.workers for name, group in program.groups.items()})
+    handlers = make_handlers(program, rank, job, batches, wire)
+    if program.plan.keep.kind == "shared":
+        _share_weights(handlers, shared)
+    for number in range(rounds):
+        dist.barrier()
+        handlers.begin(number)
+        worker = Worker(graph, rank, handlers)
+        worker.run()
+        following = after(number, handlers, worker.spans)
+        if following is not handlers.program:
+            graph = verify(following)
+            handlers = make_handlers(following, rank, job, batches, wire).take_over(handlers)
+    return handlers
+
+
+def _share_weights(handlers: Handlers, folder: Path) -> None:
+    """Puts the weights into files that all processes map into their memory."""
+    for key in [key for key in handlers.values if key[0] == "w"]:
+        for name, weight in handlers.values[key].items():
+            path = folder / f"{key[1]}.{name}.bin"
+            if handlers.index == 0:
+                path.write_bytes(weight.detach().contiguous().numpy().tobytes())
+            dist.barrier()
+            mapped = torch.from_file(str(path), shared=True, size=weight.numel(), dtype=weight.dtype)
+            handlers.values[key][name] = mapped.view_as(weight).requires_grad_()

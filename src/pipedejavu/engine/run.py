@@ -1,0 +1,135 @@
+"""Programs on workers that are threads of this process, and what came of it."""
+
+import copy
+import threading
+from dataclasses import dataclass, replace
+
+from torch import Tensor
+
+from pipedejavu.engine.device import CPU, device_of
+from pipedejavu.engine.handle import Handlers, Runners
+from pipedejavu.engine.job import Batches, Job, Log
+from pipedejavu.engine.optimizer import Tensors
+from pipedejavu.engine.piece import PieceRunner
+from pipedejavu.engine.wire import Exchange, StagedWire, StoppedError, ThreadWire, Wire
+from pipedejavu.engine.worker import Worker
+from pipedejavu.facts import InputError, Span
+from pipedejavu.program import Program, verify
+from pipedejavu.program.value import resting_places
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a run leaves: final weights of each (piece, replica), logs, and when every action ran."""
+
+    weights: dict[tuple[int, int], dict[str, Tensor]]
+    logs: tuple[Log, ...]
+    spans: tuple[Span, ...]
+
+
+def check_runnable(program: Program) -> None:
+    """Raises InputError for what programs may say and the engine cannot run yet."""
+    plan = program.plan
+    cannot = {
+        "a layout cut": plan.cut.kind == "layout",
+        f"keep '{plan.keep.kind}'": plan.keep.kind.startswith("zero"),
+        f"combiner '{plan.reduce.combiner}'": plan.reduce.combiner in ("average", "score-trim"),
+        "feed 'mask'": plan.feed.kind == "mask",
+        "edges that skip": any(len(before) > 1 for before in program.inputs + program.outputs),
+        "a folded program": program.copies > 1,
+        "weights shared between devices": plan.keep.kind == "shared"
+        and len({device_of(program, worker) for worker in range(len(program.workers))}) > 1,
+    }
+    for what, asked in cannot.items():
+        if asked:
+            raise InputError(f"the engine does not run {what} yet; plan '{plan.name}' needs it")
+
+
+class Threads:
+    """The workers of a program as threads of this process; their weights last from run to run."""
+
+    def __init__(self, program: Program, job: Job, batches: Batches):
+        check_runnable(program)
+        self.program, self.graph, self.rounds = program, verify(program), 0
+        self.exchange = Exchange({name: group.workers for name, group in program.groups.items()})
+        self.handlers = []
+        for index in range(len(program.workers)):
+            # A module is run by one thread at a time, so each worker has its own.
+            own = replace(job, units=copy.deepcopy(list(job.units)))
+            self.handlers.append(make_handlers(program, index, own, batches, ThreadWire(self.exchange, index)))
+        if program.plan.keep.kind == "shared":
+            for other in self.handlers[1:]:
+                _share_weights(self.handlers[0], other)
+
+    def run(self) -> tuple[Span, ...]:
+        """Runs the program once; returns when every action ran, and raises what the first worker to fail raised."""
+        for own in self.handlers:
+            own.begin(self.rounds)
+        workers = [Worker(self.graph, index, own) for index, own in enumerate(self.handlers)]
+        errors: list[BaseException] = []
+
+        def work(worker: Worker) -> None:
+            try:
+                worker.run()
+            except BaseException as error:
+                errors.append(error)
+
+        threads = [threading.Thread(target=work, args=(worker,)) for worker in workers]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        for error in sorted(errors, key=lambda e: isinstance(e, StoppedError)):
+            raise error
+        self.rounds += 1
+        return tuple(span for worker in workers for span in worker.spans)
+
+    def outcome(self, spans: tuple[Span, ...] = ()) -> Outcome:
+        """Returns the weights and logs so far."""
+        weights = {home: found for own in self.handlers for home, found in final_weights(own).items()}
+        return Outcome(weights, tuple(own.log for own in self.handlers), spans)
+
+
+def run_threads(program: Program, job: Job, batches: Batches, rounds: int = 1) -> Outcome:
+    """Runs a program `rounds` times with a thread for each worker."""
+    threads = Threads(program, job, batches)
+    spans: tuple[Span, ...] = ()
+    for _ in range(rounds):
+        spans = threads.run()
+    return threads.outcome(spans)
+
+
+def make_handlers(program: Program, index: int, job: Job, batches: Batches, wire: Wire) -> Handlers:
+    """Returns a worker's handlers, with the first version of its weights in their resting places."""
+    homes = set(program.held(index))
+    served = {a.piece for a in program.workers[index].actions if a.via == "~server"}
+    homes |= {(piece, program.num_replicas) for piece in served}
+    runners: Runners = {}
+    device = device_of(program, index)
+    for piece, replica in sorted(homes):
+        units = [(u, job.units[u][0], job.units[u][1].to(device)) for u in program.pieces[piece].units]
+        runners[piece, replica] = PieceRunner(units, job.seed)
+    own = Handlers(program, index, runners, job, batches, wire if device == CPU else StagedWire(wire, device))
+    version = -1 if program.plan.version.kind == "torn" else 0
+    for (piece, replica), runner in runners.items():
+        for place in resting_places(program, piece):
+            where = CPU if place == "host" else device
+            weights = {name: w.clone().to(where).requires_grad_() for name, w in runner.initial.items()}
+            own.values["w", piece, replica, version, place] = weights
+    return own
+
+
+def _share_weights(first: Handlers, other: Handlers) -> None:
+    """Lets a worker read and write the very weights of the first."""
+    for what, piece, replica, version, place in list(other.values):
+        if what == "w":
+            other.values[what, piece, replica, version, place] = first.values[what, piece, 0, version, place]
+
+
+def final_weights(own: Handlers) -> dict[tuple[int, int], Tensors]:
+    """Returns the newest weights of every piece that a worker holds or serves."""
+    found: dict[tuple[int, int], tuple[int, Tensors]] = {}
+    for (what, piece, replica, version, _), value in own.values.items():
+        if what == "w" and (piece, replica) in own.runners and version >= found.get((piece, replica), (-2, {}))[0]:
+            found[piece, replica] = (version, value)
+    return {home: {n: w.detach() for n, w in weights.items()} for home, (_, weights) in found.items()}

@@ -1,0 +1,192 @@
+"""Wires: how values pass between workers. One interface, two kinds: threads of a process, and processes.
+
+A channel carries values from one worker to another, first in, first out; a group sums tensors over its members.
+Nothing that arrives is unpickled: processes exchange raw tensors, and once for each kind of value a header that
+says their shapes.
+"""
+
+import json
+import queue
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from pipedejavu.engine.device import to_host
+
+Key = tuple[object, ...]
+"""What decides a message's shapes: the value's kind and piece, and the microbatch's size."""
+
+
+class StoppedError(Exception):
+    """Another worker has failed, so this one stops."""
+
+
+class Wire(Protocol):
+    """One worker's end of all channels and groups."""
+
+    def send(self, tensors: tuple[Tensor, ...], to: int, key: Key) -> None:
+        """Hands tensors to a worker."""
+
+    def receive(self, source: int, key: Key) -> tuple[Tensor, ...]:
+        """Takes the next tensors from a worker."""
+
+    def add_up(self, tensor: Tensor, group: str) -> Tensor:
+        """Returns the sum of the members' tensors."""
+
+    def stop(self) -> None:
+        """Lets the other workers know that this one has failed."""
+
+
+@dataclass
+class Exchange:
+    """What the threads of one process share."""
+
+    groups: dict[str, tuple[int, ...]]
+    stopped: threading.Event = field(default_factory=threading.Event)
+    channels: dict[tuple[int, int], queue.SimpleQueue[tuple[Tensor, ...]]] = field(default_factory=dict)
+    meetings: dict[str, "_Meeting"] = field(default_factory=dict)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def channel(self, source: int, target: int) -> queue.SimpleQueue[tuple[Tensor, ...]]:
+        """Returns the queue between two workers."""
+        with self.lock:
+            return self.channels.setdefault((source, target), queue.SimpleQueue())
+
+    def meeting(self, group: str) -> "_Meeting":
+        """Returns where a group meets; raises StoppedError where nobody will come any more."""
+        with self.lock:
+            if self.stopped.is_set():
+                raise StoppedError
+            return self.meetings.setdefault(group, _Meeting(len(self.groups[group])))
+
+
+class _Meeting:
+    """Where the members of a group meet; sums in the order of the members, so that all get the same bits."""
+
+    def __init__(self, size: int):
+        self.barrier = threading.Barrier(size)
+        self.given: dict[int, Tensor] = {}
+
+
+@dataclass(frozen=True)
+class ThreadWire:
+    """Workers as threads of one process."""
+
+    exchange: Exchange
+    worker: int
+
+    def send(self, tensors: tuple[Tensor, ...], to: int, key: Key) -> None:  # noqa: ARG002
+        """Hands tensors over as they are."""
+        self.exchange.channel(self.worker, to).put(tensors)
+
+    def receive(self, source: int, key: Key) -> tuple[Tensor, ...]:  # noqa: ARG002
+        """Waits for the next tensors, or for the news that a worker has failed."""
+        channel = self.exchange.channel(source, self.worker)
+        while not self.exchange.stopped.is_set():
+            try:
+                return channel.get(timeout=0.05)
+            except queue.Empty:
+                continue
+        raise StoppedError
+
+    def add_up(self, tensor: Tensor, group: str) -> Tensor:
+        """Sums in the order of the workers, on every member alike."""
+        meeting = self.exchange.meeting(group)
+        meeting.given[self.worker] = tensor
+        try:
+            meeting.barrier.wait()
+            total = torch.stack([meeting.given[w] for w in sorted(meeting.given)]).sum(0)
+            meeting.barrier.wait()
+        except threading.BrokenBarrierError:
+            raise StoppedError from None
+        return total
+
+    def stop(self) -> None:
+        """Wakes all other workers, wherever they wait."""
+        with self.exchange.lock:
+            self.exchange.stopped.set()
+            for meeting in self.exchange.meetings.values():
+                meeting.barrier.abort()
+
+
+class ProcessWire:
+    """Workers as processes under torch.distributed."""
+
+    def __init__(self, worker: int, groups: dict[str, tuple[int, ...]]):
+        self.worker = worker
+        # Every process makes every group, in one order, as torch.distributed asks.
+        self.groups = {name: dist.new_group(list(workers)) for name, workers in sorted(groups.items())}
+        self.sent: dict[tuple[int, Key], str] = {}
+        self.known: dict[tuple[int, Key], list[tuple[list[int], str]]] = {}
+
+    def send(self, tensors: tuple[Tensor, ...], to: int, key: Key) -> None:
+        """Sends a header the first time that a key is used on the channel, then the tensors."""
+        if (to, key) not in self.sent:
+            header = json.dumps([[list(t.shape), str(t.dtype).removeprefix("torch.")] for t in tensors])
+            self.sent[to, key] = header
+            raw = torch.frombuffer(bytearray(header.encode()), dtype=torch.uint8)
+            dist.send(torch.tensor([len(raw)]), to)
+            dist.send(raw, to)
+        for tensor in tensors:
+            dist.send(tensor.detach().contiguous(), to)
+
+    def receive(self, source: int, key: Key) -> tuple[Tensor, ...]:
+        """Receives a header the first time that a key is used on the channel, then the tensors."""
+        if (source, key) not in self.known:
+            size = torch.zeros(1, dtype=torch.int64)
+            dist.recv(size, source)
+            raw = torch.zeros(int(size), dtype=torch.uint8)
+            dist.recv(raw, source)
+            self.known[source, key] = json.loads(bytes(raw.tolist()))
+        tensors = [torch.empty(shape, dtype=getattr(torch, dtype)) for shape, dtype in self.known[source, key]]
+        for tensor in tensors:
+            dist.recv(tensor, source)
+        return tuple(tensors)
+
+    def add_up(self, tensor: Tensor, group: str) -> Tensor:
+        """Sums over the members' processes."""
+        dist.all_reduce(tensor, group=self.groups[group])
+        return tensor
+
+    def stop(self) -> None:
+        """Peers see this process end."""
+
+
+@dataclass(frozen=True)
+class StagedWire:
+    """The wire of a worker on a GPU: everything passes through pinned host memory."""
+
+    wire: Wire
+    device: torch.device
+
+    def send(self, tensors: tuple[Tensor, ...], to: int, key: Key) -> None:
+        """Copies to the host, then sends."""
+        self.wire.send(tuple(to_host(t) for t in tensors), to, key)
+
+    def receive(self, source: int, key: Key) -> tuple[Tensor, ...]:
+        """Receives, then copies to the device."""
+        return tuple(t.to(self.device) for t in self.wire.receive(source, key))
+
+    def add_up(self, tensor: Tensor, group: str) -> Tensor:
+        """Sums on the hosts."""
+        return self.wire.add_up(to_host(tensor), group).to(tensor.device)
+
+    def stop(self) -> None:
+        """Passes it on."""
+        self.wire.stop()
+
+
+def flatten(tensors: Sequence[Tensor]) -> Tensor:
+    """Returns all elements of some tensors in one vector."""
+    return torch.cat([t.reshape(-1) for t in tensors]) if tensors else torch.zeros(0)
+
+
+def unflatten(vector: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
+    """Takes a vector apart again."""
+    parts = torch.split(vector, [t.numel() for t in like])
+    return [part.view_as(t) for part, t in zip(parts, like, strict=True)]

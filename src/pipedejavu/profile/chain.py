@@ -1,0 +1,26 @@
+"""Models as chains: the units of a module that lists them in order."""
+
+from collections.abc import Callable, Sequence
+from typing import cast
+
+from torch import nn
+
+from pipedejavu.facts import InputError
+
+Units = Sequence[tuple[str, nn.Module]]
+
+
+def read_chain(model: nn.Module) -> Units:
+    """Returns a model's units by name, in order; each takes the output of the one before it.
+
+    A chain is an nn.Sequential, or a module with a method `units` that lists them; other modules cannot be cut yet.
+    """
+    listed = getattr(model, "units", None)
+    if callable(listed):
+        return cast(Callable[[], Units], listed)()
+    if isinstance(model, nn.Sequential) and len(model):
+        return list(model.named_children())
+    raise InputError(
+        f"a {type(model).__name__} cannot be cut into units yet; give an nn.Sequential, or a method units() that lists"
+        " (name, module) pairs in order"
+    )

@@ -1,0 +1,122 @@
+"""Wires between threads: channels keep their order, groups give all members one sum, and a failure wakes everyone."""
+
+import threading
+
+import pytest
+import torch
+
+from pipedejavu.engine.wire import Exchange, StoppedError, ThreadWire, flatten, unflatten
+
+
+def on_threads(*calls):
+    """Runs calls side by side; returns what each returned or raised."""
+    results = [None] * len(calls)
+
+    def run(n):
+        try:
+            results[n] = calls[n]()
+        except BaseException as error:
+            results[n] = error
+
+    threads = [threading.Thread(target=run, args=(n,), daemon=True) for n in range(len(calls))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(5)
+        assert not thread.is_alive()
+    return results
+
+
+def test_a_channel_is_first_in_first_out_and_apart_from_the_others():
+    exchange = Exchange({})
+    first, second, third = (ThreadWire(exchange, n) for n in range(3))
+
+    def send(wire, base):
+        for n in range(50):
+            wire.send((torch.tensor(base + n), torch.tensor(-n)), 2, ("x", n))
+
+    def receive():
+        pairs = [[third.receive(source, ("x", n)) for n in range(50)] for source in (1, 0)]
+        return [[tuple(map(int, pair)) for pair in found] for found in pairs]
+
+    *_, found = on_threads(lambda: send(first, 0), lambda: send(second, 1000), receive)
+    assert found == [[(1000 + n, -n) for n in range(50)], [(n, -n) for n in range(50)]]
+
+
+def test_what_is_sent_back_is_another_channel():
+    exchange = Exchange({})
+    first, second = ThreadWire(exchange, 0), ThreadWire(exchange, 1)
+    first.send((torch.tensor(1),), 1, ("x",))
+    second.send((torch.tensor(2),), 0, ("g",))
+    assert int(first.receive(1, ("g",))[0]) == 2
+    assert int(second.receive(0, ("x",))[0]) == 1
+
+
+def test_all_members_of_a_group_get_the_same_bits():
+    """The order of a sum of floats matters; every member must use the same one."""
+    exchange = Exchange({"all": (0, 1, 2, 3), "pair": (1, 3)})
+    values = [torch.tensor([1e16, 0.1]), torch.tensor([1.0, 0.2]), torch.tensor([-1e16, 0.3]), torch.tensor([1.0, 0.7])]
+    expected = [torch.stack([v * n for v in values]).sum(0) for n in range(1, 30)]
+
+    def member(worker):
+        wire = ThreadWire(exchange, worker)
+        return [wire.add_up(values[worker] * n, "all") for n in range(1, 30)]
+
+    results = on_threads(*(lambda w=w: member(w) for w in range(4)))
+    for result in results:
+        assert all(torch.equal(total, wanted) for total, wanted in zip(result, expected, strict=True))
+
+
+def test_groups_meet_apart_and_leave_what_was_given_alone():
+    exchange = Exchange({"a": (0, 1), "b": (0, 1)})
+    given = [torch.ones(2), 2 * torch.ones(2)]
+
+    def member(worker, groups):
+        wire = ThreadWire(exchange, worker)
+        return on_threads(*(lambda g=g: wire.add_up(given[worker] * (1 + (g == "b")), g) for g in groups))
+
+    first, second = on_threads(lambda: member(0, "ab"), lambda: member(1, "ba"))
+    assert torch.equal(first[0], torch.full((2,), 3.0))
+    assert torch.equal(first[1], torch.full((2,), 6.0))
+    assert torch.equal(second[1], first[0])
+    assert torch.equal(given[0], torch.ones(2))
+
+
+@pytest.mark.parametrize("waits", ["receive", "add_up"])
+def test_stop_wakes_whoever_waits(waits):
+    exchange = Exchange({"all": (0, 1, 2)})
+    started = threading.Barrier(3)
+
+    def wait(worker):
+        wire = ThreadWire(exchange, worker)
+        started.wait()
+        if waits == "receive":
+            wire.receive(2, ("x",))
+        else:
+            wire.add_up(torch.ones(1), "all")
+
+    def stop():
+        started.wait()
+        ThreadWire(exchange, 2).stop()
+
+    results = on_threads(lambda: wait(0), lambda: wait(1), stop)
+    assert [type(result) for result in results] == [StoppedError, StoppedError, type(None)]
+
+
+@pytest.mark.parametrize("waits", ["receive", "add_up"])
+def test_whoever_comes_after_the_stop_does_not_wait(waits):
+    exchange = Exchange({"all": (0, 1)})
+    wire = ThreadWire(exchange, 0)
+    ThreadWire(exchange, 1).stop()
+    call = {"receive": lambda: wire.receive(1, ("x",)), "add_up": lambda: wire.add_up(torch.ones(1), "all")}[waits]
+    (result,) = on_threads(call)
+    assert isinstance(result, StoppedError)
+
+
+def test_tensors_survive_being_flattened():
+    tensors = [torch.randn(2, 3), torch.randn(()), torch.randn(0, 4), torch.randn(5)]
+    flat = flatten(tensors)
+    assert flat.shape == (12,)
+    assert all(torch.equal(a, b) for a, b in zip(unflatten(flat, tensors), tensors, strict=True))
+    assert flatten([]).numel() == 0
+    assert unflatten(flatten([]), []) == []
