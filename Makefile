@@ -5,11 +5,12 @@ BIN := .venv/bin
 
 .PHONY: demo test lint bench format clean
 
-demo: .venv/ready  ## Simulate a small GPT on this machine's shape and write the report
-	@mkdir -p out
-	$(BIN)/pipedejavu simulate preset:1f1b --workers 4 --microbatches 8 --samples 4 --model gpt-tiny \
-		--html out/report.html --trace out/trace.json
-	@echo "Open out/report.html in a browser, and out/trace.json in Perfetto (ui.perfetto.dev)."
+demo: .venv/ready  ## Train a small byte-level GPT on the standard library's text with two workers
+	@rm -rf out/demo
+	$(BIN)/pipedejavu train zoo:gpt-tiny --plan preset:1f1b --workers 2 --microbatches 4 --samples 4 --steps 60 --audit \
+		--run-dir out/demo
+	$(BIN)/pipedejavu compare out/demo
+	@echo "Open out/demo/report.html in a browser."
 
 test: .venv/ready  ## Run the tests
 	$(BIN)/python -m pytest -m "not slow and not gpu"
@@ -23,12 +24,13 @@ format: .venv/ready
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: .venv/ready  ## Measure the simulator's speed
+bench: .venv/ready  ## Measure the speed of the simulator and of the engine
 	$(BIN)/python bench/simulate.py
+	$(BIN)/python bench/engine.py
 
 .venv/ready: pyproject.toml
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[train,data,dev]'
 	@touch $@
 
 clean:

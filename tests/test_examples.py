@@ -25,9 +25,10 @@ def test_the_page_of_presets_is_up_to_date() -> None:
 
 def test_the_tour_of_the_readme_runs() -> None:
     readme = (ROOT / "README.md").read_text()
-    code = readme.split("```python\n")[1].split("```")[0]
-    out = python("-c", code).splitlines()
-    assert out[1] == "F0.0@0 SEND:x0.0>1 F0.1@0 SEND:x0.1>1"
+    first, second = (part.split("```")[0] for part in readme.split("```python\n")[1:])
+    assert python("-c", first).splitlines()[1] == "F0.0@0 SEND:x0.0>1 F0.1@0 SEND:x0.1>1"
+    losses = [float(line) for line in python("-c", second).splitlines()]
+    assert losses == sorted(losses, reverse=True)
 
 
 def test_the_grid_of_the_readme_is_what_the_command_prints() -> None:

@@ -149,7 +149,7 @@ def test_all_faults_of_a_file_come_together(tmp_path: Path) -> None:
     assert "place.workers" in text
 
 
-@pytest.mark.parametrize("verb", ["probe", "profile", "plan", "train", "compare"])
+@pytest.mark.parametrize("verb", ["probe", "profile", "plan"])
 def test_a_verb_that_is_not_built_says_so(verb: str) -> None:
     assert f"'{verb}' is not built yet; " in refused(verb, "zoo:gpt", "--steps", "3")
 
@@ -161,3 +161,49 @@ def test_usage_faults_exit_2_too() -> None:
 
 def test_the_example_machine_is_valid() -> None:
     assert len(Machine.load(EXAMPLES / "four-gpus.json").devices) == 5
+
+
+def test_train_trains_and_compare_joins_the_timelines(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    run_dir = str(tmp_path / "run")
+    sizes = ("--workers", "2", "--microbatches", "2", "--samples", "2", "--steps", "2", "--optimizer", "sgd")
+    text = run(
+        "train",
+        "zoo:mlp",
+        "--data",
+        "random:32",
+        "--plan",
+        "preset:1f1b",
+        *sizes,
+        "--audit",
+        "--json",
+        "--run-dir",
+        run_dir,
+    )
+    form = json.loads(text.stdout)
+    assert form["steps"] == 2
+    assert form["audit"]["largest_difference"] < 1e-6  # weights below 1 in float32, against a float64 replay
+    rows = json.loads(run("compare", run_dir, "--json").stdout)["rows"]
+    assert {(row["worker"], row["kind"]) for row in rows} >= {(0, "F"), (0, "B"), (1, "F"), (1, "UPDATE")}
+    shown = run("compare", run_dir).stdout
+    assert "makespan" in shown
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (("gpt-tiny",), "'gpt-tiny' is not a model that can be trained yet; use zoo:NAME"),
+        (("zoo:gpt-tyni",), "there is no model 'zoo:gpt-tyni'; did you mean 'gpt-tiny'?"),
+        (("zoo:mlp", "--plan", "preset:zero-3"), "the engine does not run keep 'zero-3' yet"),
+        (("zoo:mlp", "--plan", "preset:1f1b", "--workers", "99"), "the plan has 99 stages but profile 'mlp' has"),
+        (("zoo:mlp", "--lr", "-1", "--optimizer", "adam"), "the options of train has 2 faults"),
+    ],
+)
+def test_train_refuses_what_cannot_run(arguments: tuple[str, ...], sentence: str) -> None:
+    pytest.importorskip("torch")
+    assert sentence in refused("train", *arguments)
+
+
+def test_compare_needs_a_run(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    assert "has no predicted timeline" in refused("compare", str(tmp_path))

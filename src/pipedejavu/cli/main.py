@@ -96,8 +96,44 @@ def _later(verb: str, does: str, instead: str) -> None:
 _later("probe", "Measure this machine", "write a machine file by hand and give it to simulate --machine")
 _later("profile", "Profile a model", "use simulate --model with a model's shape, or write a profile file by hand")
 _later("plan", "Search for the best plan", "compare presets with simulate")
-_later("train", "Train a model", "simulate shows what a run would look like")
-_later("compare", "Compare prediction and measurement", "there are no measured runs before train is built")
+
+
+@app.command()
+def train(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="zoo:NAME, such as zoo:gpt-tiny.")],
+    plan: Annotated[str, typer.Option(help="auto, a plan file, or preset:NAME.")] = "auto",
+    workers: Annotated[int | None, typer.Option(help="Workers of a pipeline, or replicas without one.")] = None,
+    microbatches: Annotated[int | None, typer.Option(help="Microbatches of an update.")] = None,
+    samples: Annotated[int | None, typer.Option(help="Samples in a microbatch.")] = None,
+    steps: Annotated[int, typer.Option(help="Updates to make.")] = 100,
+    data: Annotated[str | None, typer.Option(help="digits, mnist:DIR, cifar10:DIR, stdlib or random.")] = None,
+    optimizer: Annotated[str, typer.Option(help="sgd or adamw.")] = "adamw",
+    lr: Annotated[float, typer.Option(help="Learning rate.")] = 1e-3,
+    clip_norm: Annotated[float | None, typer.Option(help="Clip gradients to this norm over all stages.")] = None,
+    seed: Annotated[int, typer.Option(help="Of weights, data order and dropout.")] = 0,
+    audit: Annotated[bool, typer.Option(help="Replay the run in float64 and print the largest differences.")] = False,
+    on_nan: Annotated[str, typer.Option(help="stop or skip an update whose gradients are not finite.")] = "stop",
+    run_dir: Annotated[str | None, typer.Option(help="Folder for what the run leaves.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Train a model with a plan, a process for each worker."""
+    from pipedejavu.cli import training  # needs torch
+
+    sizes = {"workers": workers, "microbatches": microbatches, "samples": samples}
+    given = {"steps": steps, "data": data, "optimizer": optimizer, "lr": lr, "clip_norm": clip_norm, "seed": seed}
+    options = training.read_options(model, {**given, "on_nan": on_nan, "keeps_log": audit})
+    training.run(options, plan, sizes, run_dir, as_json)
+
+
+@app.command()
+def compare(
+    run_dir: Annotated[str, typer.Argument(metavar="RUN_DIR", help="The folder of a finished run.")],
+    as_json: AsJson = False,
+) -> None:
+    """Compare prediction and measurement of a run, kind of action by kind."""
+    from pipedejavu.cli import training
+
+    training.compare(run_dir, as_json)
 
 
 def main() -> None:

@@ -38,7 +38,11 @@ class Read(NamedTuple):
 
 def read_inputs(asked: Inputs) -> Read:
     """Reads and checks all inputs."""
-    plan = _read_plan(asked)
+    plan = read_plan(asked.plan, asked.sizes)
+    if asked.recompute is not None:
+        if not 0 <= asked.recompute <= 1:
+            raise InputError(f"--recompute is a share between 0 and 1, not {asked.recompute:g}")
+        plan = plan.but(order=plan.order.but(recompute=asked.recompute))
     if asked.unit_costs is not None:
         for option in ("model", "profile", "machine"):
             if getattr(asked, option) is not None:
@@ -66,19 +70,13 @@ def read_inputs(asked: Inputs) -> Read:
     return Read(plan, profile, machine, tuple(notes))
 
 
-def _read_plan(asked: Inputs) -> Plan:
-    kind, colon, name = asked.plan.partition(":")
+def read_plan(text: str, sizes: Mapping[str, int | None]) -> Plan:
+    """Reads preset:NAME or a plan file, at the sizes given."""
+    kind, colon, name = text.partition(":")
     if kind == "preset" and colon:
         found = preset(name)
-    elif asked.plan.endswith(".json") or "/" in asked.plan:
-        found = sized(Plan.load(asked.plan))
+    elif text.endswith(".json") or "/" in text:
+        found = sized(Plan.load(text))
     else:
-        raise InputError(
-            f"'{asked.plan}' is neither a plan file (.json) nor preset:NAME; did you mean 'preset:{asked.plan}'?"
-        )
-    plan = found.at(**asked.sizes)
-    if asked.recompute is not None:
-        if not 0 <= asked.recompute <= 1:
-            raise InputError(f"--recompute is a share between 0 and 1, not {asked.recompute:g}")
-        plan = plan.but(order=plan.order.but(recompute=asked.recompute))
-    return plan
+        raise InputError(f"'{text}' is neither a plan file (.json) nor preset:NAME; did you mean 'preset:{text}'?")
+    return found.at(**sizes)

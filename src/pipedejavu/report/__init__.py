@@ -4,8 +4,9 @@ Owns how a timeline and the choices behind it are shown. Knows the records of `f
 action; does not know how a plan is made, simulated or run, and writes no files.
 """
 
+from pipedejavu.report.compare import Comparison, compare
 from pipedejavu.report.grid import render_grid
 from pipedejavu.report.html import render_html
 from pipedejavu.report.trace import render_trace
 
-__all__ = ["render_grid", "render_html", "render_trace"]
+__all__ = ["Comparison", "compare", "render_grid", "render_html", "render_trace"]

@@ -1,0 +1,166 @@
+"""The verbs that need torch: `train` and `compare`."""
+
+import json
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.table import Table
+
+from pipedejavu.cli.source import read_plan
+from pipedejavu.facts import InputError, Timeline, format_seconds, write_file
+from pipedejavu.plan import Decision, Plan, preset
+from pipedejavu.probe.shape import num_cores
+from pipedejavu.report import compare as compare_timelines
+from pipedejavu.report import render_html
+
+if TYPE_CHECKING:
+    from pipedejavu.train import Trained, TrainOptions
+
+
+def _room() -> ModuleType:
+    """Returns the room that trains; it needs torch, which planning does not."""
+    try:
+        return import_module("pipedejavu.train")
+    except ImportError as error:
+        raise InputError(f"training needs torch and safetensors: pip install 'pipedejavu[train]' ({error})") from None
+
+
+def read_options(model: str, given: Mapping[str, object]) -> "TrainOptions":
+    """Returns the run's options; raises InputError with every fault."""
+    kind, colon, name = model.partition(":")
+    if kind != "zoo" or not colon:
+        raise InputError(f"'{model}' is not a model that can be trained yet; use zoo:NAME, such as zoo:gpt-tiny")
+    found: TrainOptions = _room().TrainOptions.from_json(
+        json.dumps({"model": name, **given}), source="the options of train"
+    )
+    return found
+
+
+def run(
+    options: "TrainOptions", plan: str, sizes: Mapping[str, int | None], run_dir: str | None, as_json: bool
+) -> None:
+    """Trains, and prints the forecast beside what happened."""
+    chosen = choose_plan(sizes) if plan == "auto" else read_plan(plan, sizes)
+    folder = run_dir or f"runs/{options.model}-{chosen.name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    options, program = _room().plan_run(options, chosen)
+    if not as_json:
+        axes = "  ".join(f"{axis}={text}" for axis, text in program.plan.axes().items())
+        print(f"{options.model} with plan {program.plan.name}: {axes}", file=sys.stderr)
+        for decision in program.plan.decisions:
+            print(f"{decision.axis}: {decision.choice} ({decision.reason})", file=sys.stderr)
+    done = _room().train(options, program, folder)
+    _write_report(done, options)
+    summary = _summary(done)
+    if options.keeps_log:
+        differences = _room().audit_run(done)
+        summary["audit"] = {"largest_difference": max(differences.values()), "differences": differences}
+    if as_json:
+        print(json.dumps(summary))
+        return
+    _print_summary(summary, done)
+
+
+def choose_plan(sizes: Mapping[str, int | None]) -> Plan:
+    """Chooses a plan by a simple rule, until there is a search: data parallel over the cores, four at most."""
+    workers = sizes.get("workers") or min(4, max(2, num_cores()))
+    given = {"microbatches": sizes.get("microbatches") or 1, "samples": sizes.get("samples") or 8}
+    plan = preset("ddp").at(workers=workers, **given)
+    reason = "CPU workers of one host are alike and each can hold the model; a worker for each core, four at most"
+    return plan.but(decisions=(Decision(axis="place", choice=f"{workers} replicas", reason=reason),))
+
+
+@dataclass(frozen=True)
+class _Metrics:
+    first_loss: float
+    last_loss: float
+    steps: int
+    elapsed_s: float
+
+
+def _read_metrics(path: Path) -> _Metrics:
+    rows = [row for row in map(json.loads, path.read_text().splitlines()) if "loss" in row]
+    return _Metrics(rows[0]["loss"], rows[-1]["loss"], rows[-1]["step"], rows[-1]["elapsed_s"])
+
+
+def _summary(done: "Trained") -> dict[str, object]:
+    metrics = _read_metrics(done.folder.metrics)
+    return {
+        "run_dir": str(done.folder.path),
+        "steps": metrics.steps,
+        "first_loss": metrics.first_loss,
+        "last_loss": metrics.last_loss,
+        "elapsed_s": metrics.elapsed_s,
+        "predicted_s": done.prediction.makespan_s,
+        "measured_s": done.measured.makespan_s,
+        "predicted_bubble_fraction": done.prediction.bubble_fraction,
+        "measured_bubble_fraction": done.measured.bubble_fraction,
+        "model": str(done.folder.model),
+        "report": str(done.folder.report),
+    }
+
+
+def _print_summary(summary: Mapping[str, object], done: "Trained") -> None:
+    console = Console(highlight=False, soft_wrap=True)
+    console.print(
+        f"loss {summary['first_loss']:.4f} → {summary['last_loss']:.4f} in {summary['steps']} steps,"
+        f" {format_seconds(float(str(summary['elapsed_s'])))}"
+    )
+    steps = done.program.plan.steps
+    unit = "an update" if steps == 1 else f"{steps} updates"
+    console.print(
+        f"forecast of {unit}: {format_seconds(done.prediction.makespan_s)},"
+        f" bubble {done.prediction.bubble_fraction:.1%}; measured in the last round:"
+        f" {format_seconds(done.measured.makespan_s)}, bubble {done.measured.bubble_fraction:.1%}"
+    )
+    if "audit" in summary:
+        audit = summary["audit"]
+        assert isinstance(audit, dict)
+        console.print(f"audit: the float64 replay differs by {audit['largest_difference']:.3g} at most")
+        for name, difference in sorted(audit["differences"].items(), key=lambda item: -item[1])[:5]:
+            console.print(f"  {name}: {difference:.3g}")
+    console.print(f"weights in {done.folder.model}, report in {done.folder.report}")
+
+
+def _write_report(done: "Trained", options: "TrainOptions") -> None:
+    plan = done.program.plan
+    decisions = [(d.axis, d.choice, d.reason) for d in plan.decisions]
+    forecast = f"forecast {format_seconds(done.prediction.makespan_s)}, bubble {done.prediction.bubble_fraction:.1%}"
+    notes = [f"measured: the last round of {options.steps} steps; {forecast}"]
+    title = f"{plan.name} · {options.model}, measured"
+    write_file(done.folder.report, render_html(done.measured, title, plan.axes(), decisions, notes))
+
+
+def compare(run_dir: str, as_json: bool) -> None:
+    """Prints what was predicted against what was measured, by worker and kind."""
+    folder = _room().RunFolder(run_dir)
+    predicted, measured = folder.timeline("predicted"), folder.timeline("measured")
+    rows = compare_timelines(predicted, measured)
+    if as_json:
+        table = [{**row._asdict(), "ratio": row.ratio} for row in rows if row.predicted_s]
+        print(json.dumps({"rows": table, "predicted_s": predicted.makespan_s, "measured_s": measured.makespan_s}))
+        return
+    shown = Table(box=None, pad_edge=False, header_style="bold")
+    for column in ("worker", "kind", "actions", "predicted", "measured", "ratio"):
+        shown.add_column(column, justify="left" if column in ("worker", "kind") else "right")
+    for row in rows:
+        times = [format_seconds(row.predicted_s), format_seconds(row.measured_s)]
+        shown.add_row(str(row.worker), row.kind, str(row.num_actions), *times, f"{row.ratio:.2f}")
+    shown.add_row(
+        "all",
+        "makespan",
+        "",
+        *(format_seconds(t.makespan_s) for t in (predicted, measured)),
+        _ratio(predicted, measured),
+    )
+    Console(highlight=False).print(shown)
+
+
+def _ratio(predicted: Timeline, measured: Timeline) -> str:
+    return f"{measured.makespan_s / predicted.makespan_s:.2f}" if predicted.makespan_s else "–"

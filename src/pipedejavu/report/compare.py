@@ -1,0 +1,38 @@
+"""Two timelines of one program joined: what was predicted against what was measured, kind by kind."""
+
+from collections import defaultdict
+from typing import NamedTuple
+
+from pipedejavu.facts import Timeline
+from pipedejavu.report.label import parse_label
+
+
+class Comparison(NamedTuple):
+    """What all actions of one kind on one worker take, in all."""
+
+    worker: int
+    kind: str
+    num_actions: int
+    predicted_s: float
+    measured_s: float
+
+    @property
+    def ratio(self) -> float:
+        """How many times longer than predicted it took."""
+        return self.measured_s / self.predicted_s if self.predicted_s else float("inf") if self.measured_s else 1.0
+
+
+def compare(predicted: Timeline, measured: Timeline) -> list[Comparison]:
+    """Joins two timelines on worker and action; what only one of them has counts as zero in the other.
+
+    A receive is left out: it lasts as long as its worker waits, which is nobody's cost.
+    """
+    times: dict[tuple[int, str], list[float]] = defaultdict(lambda: [0.0, 0.0])
+    counts: dict[tuple[int, str], int] = defaultdict(int)
+    for column, timeline in enumerate((predicted, measured)):
+        for span in timeline.spans():
+            key = (span.worker, parse_label(span.action).kind)
+            if key[1] not in ("RECV", "DROP"):
+                times[key][column] += span.end_s - span.start_s
+                counts[key] += column
+    return [Comparison(*key, counts[key], *both) for key, both in sorted(times.items())]

@@ -1,0 +1,108 @@
+"""The run folder: what a run is given, what it leaves, and under which names."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from pipedejavu.facts import InputError, Machine, Profile, Span, Timeline, write_file
+from pipedejavu.plan import Plan
+from pipedejavu.program import Program
+from pipedejavu.program import compile as compile_plan
+from pipedejavu.train.options import TrainOptions
+
+Weights = dict[tuple[int, int], dict[str, Tensor]]
+"""By (piece, replica) and name."""
+
+
+class RunFolder:
+    """Paths and records of one run."""
+
+    def __init__(self, path: str | Path):
+        self.path = Path(path)
+        self.model = self.path / "model.safetensors"
+        self.metrics = self.path / "metrics.jsonl"
+        self.predicted = self.path / "predicted.json"
+        self.measured = self.path / "measured.json"
+        self.report = self.path / "report.html"
+        self.parts = self.path / "parts"
+
+    def create(self, options: TrainOptions, program: Program) -> None:
+        """Makes the folder and writes what the workers need; refuses one that holds a run."""
+        if (self.path / "options.json").exists():
+            raise InputError(f"{self.path} holds a run already; choose another --run-dir or remove it")
+        try:
+            self.parts.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise InputError(f"cannot make the run folder {self.path}: {error.strerror}") from None
+        options.save(self.path / "options.json")
+        program.plan.save(self.path / "plan.json")
+        program.profile.save(self.path / "profile.json")
+        program.machine.save(self.path / "machine.json")
+
+    def options(self) -> TrainOptions:
+        """Reads the options."""
+        return TrainOptions.load(self.path / "options.json")
+
+    def program(self) -> Program:
+        """Compiles the program again: the same on every worker, as everything in it is in the folder."""
+        plan = Plan.load(self.path / "plan.json")
+        profile, machine = Profile.load(self.path / "profile.json"), Machine.load(self.path / "machine.json")
+        return compile_plan(plan, profile, machine, fold=False)
+
+    def timeline(self, origin: str) -> Timeline:
+        """Reads the predicted or the measured timeline."""
+        path = self.path / f"{origin}.json"
+        if not path.exists():
+            raise InputError(
+                f"{self.path} has no {origin} timeline; the run did not get that far, or it is no run folder"
+            )
+        return Timeline.from_json(path.read_bytes(), str(path))
+
+    def write_part(self, rank: int, weights: Weights, spans: list[Span], facts: dict[str, Any]) -> None:
+        """Writes one worker's share: its weights, the spans of its last round, its counts."""
+        flat = {
+            f"{piece}/{replica}/{name}": weight.detach().contiguous().clone()
+            for (piece, replica), found in weights.items()
+            for name, weight in found.items()
+        }
+        save_file(flat, self.parts / f"{rank}.safetensors")
+        write_file(self.parts / f"{rank}.json", json.dumps({"spans": spans, **facts}))
+
+    def read_parts(self, count: int) -> tuple[Weights, list[dict[str, Any]]]:
+        """Reads what all workers wrote."""
+        weights: Weights = {}
+        for rank in range(count):
+            for key, weight in load_file(self.parts / f"{rank}.safetensors").items():
+                piece, replica, name = key.split("/", 2)
+                weights.setdefault((int(piece), int(replica)), {})[name] = weight
+        return weights, [json.loads((self.parts / f"{rank}.json").read_text()) for rank in range(count)]
+
+    def write_model(self, weights: Weights, replica: int) -> None:
+        """Writes one replica's weights under the model's own names, whole or not at all."""
+        whole = {name: w for (_, q), found in weights.items() if q == replica for name, w in found.items()}
+        part = self.model.with_suffix(".part")
+        save_file(whole, part)
+        part.replace(self.model)
+
+    def write_reason(self, text: str) -> None:
+        """Keeps why a worker stopped the run, in the words for the user."""
+        write_file(self.parts / "reason.txt", text)
+
+    def read_reason(self) -> str:
+        """Returns why a worker stopped the run; empty where none said."""
+        path = self.parts / "reason.txt"
+        return path.read_text(encoding="utf-8") if path.exists() else ""
+
+    def remove_parts(self) -> None:
+        """Removes what only the workers needed."""
+        for path in self.parts.iterdir():
+            path.unlink()
+        self.parts.rmdir()
+
+    def add_metrics(self, row: dict[str, Any]) -> None:
+        """Adds a line to the metrics."""
+        with self.metrics.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(row) + "\n")

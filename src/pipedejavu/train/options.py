@@ -1,0 +1,29 @@
+"""What a training run was asked to do; kept in the run folder, so that every worker reads the same."""
+
+from typing import Literal
+
+from pydantic import Field
+
+from pipedejavu.facts import Record
+
+
+class TrainOptions(Record):
+    """The options of `train`, without the plan, the profile and the machine, which have files of their own."""
+
+    model: str
+    """A model of the zoo, without 'zoo:'."""
+    data: str | None = None
+    """By default what the model's task brings."""
+    steps: int = Field(default=100, ge=1)
+    seed: int = 0
+    optimizer: Literal["sgd", "adamw"] = "adamw"
+    lr: float = Field(default=1e-3, gt=0)
+    momentum: float = Field(default=0.0, ge=0, lt=1)
+    weight_decay: float = Field(default=0.0, ge=0)
+    clip_norm: float | None = Field(default=None, gt=0)
+    dtype: Literal["float32", "float64"] = "float32"
+    num_threads: int = Field(default=1, ge=1)
+    """Of each worker."""
+    on_nan: Literal["stop", "skip"] = "stop"
+    keeps_log: bool = False
+    """Whether every worker writes what it read and applied, for the audit."""

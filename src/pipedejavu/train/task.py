@@ -1,0 +1,66 @@
+"""From options to what the engine runs: the model as a job, the data as microbatches by number."""
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from pipedejavu.engine import AdamW, Job, Optimizer, Sgd
+from pipedejavu.profile import read_chain
+from pipedejavu.train.options import TrainOptions
+from pipedejavu.zoo import Dataset, Task, build, order
+
+
+def make_task(options: TrainOptions) -> Task:
+    """Builds the model and opens its data."""
+    torch.set_default_dtype(getattr(torch, options.dtype))
+    return build(options.model, seed=options.seed, data=options.data)
+
+
+def make_job(task: Task, options: TrainOptions) -> Job:
+    """Returns the job that trains a task's model."""
+    optimizer: Optimizer = Sgd(lr=options.lr, weight_decay=options.weight_decay, momentum=options.momentum)
+    if options.optimizer == "adamw":
+        optimizer = AdamW(lr=options.lr, weight_decay=options.weight_decay)
+    return Job(
+        units=read_chain(task.model),
+        loss=task.loss,
+        optimizer=optimizer,
+        seed=options.seed,
+        clip_norm=options.clip_norm,
+        on_nan=options.on_nan,
+    )
+
+
+@dataclass(frozen=True)
+class SampleOrder:
+    """Microbatches by number: sample n of the run is a function of the seed and n alone."""
+
+    data: Dataset
+    task: Task
+    samples: int
+    seed: int
+
+    def inputs(self, microbatch: int) -> Any:
+        """Returns what the model reads."""
+        return self._batch(microbatch)[0]
+
+    def targets(self, microbatch: int) -> Any:
+        """Returns what the loss compares with."""
+        return self._batch(microbatch)[1]
+
+    def count(self, microbatch: int) -> int:
+        """Returns how many samples or tokens count."""
+        return self.task.count(self.targets(microbatch))
+
+    @lru_cache(maxsize=64)  # noqa: B019 - lives as long as the run
+    def _batch(self, microbatch: int) -> tuple[Any, Any]:
+        size = len(self.data)
+        numbers = range(microbatch * self.samples, (microbatch + 1) * self.samples)
+        return self.data.batch(torch.tensor([int(_order(self.seed, n // size, size)[n % size]) for n in numbers]))
+
+
+@lru_cache(maxsize=4)
+def _order(seed: int, epoch: int, size: int) -> torch.Tensor:
+    return order(seed, epoch, size)

@@ -1,0 +1,123 @@
+"""The Trainer: a user's own loop over a plan, with the workers as threads of the user's process."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pipedejavu.engine import AdamW, Job, Optimizer, Threads
+from pipedejavu.facts import InputError, Machine
+from pipedejavu.plan import Plan, preset
+from pipedejavu.probe import read_shape
+from pipedejavu.profile import measure_profile, read_chain
+from pipedejavu.program import compile as compile_plan
+from pipedejavu.simulate import Prediction, simulate
+
+
+class Trainer:
+    """Trains a model step by step with a synchronous plan.
+
+    `loss` takes the model's output and the targets and returns the *sum* over samples; a step divides once by
+    the number of samples. `sample` is a batch like those to come: (inputs, targets).
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss: Callable[[Any, Any], Tensor],
+        *,
+        sample: tuple[Any, Any],
+        plan: str | Plan = "1f1b",
+        workers: int = 2,
+        optimizer: Optimizer | None = None,
+        seed: int = 0,
+        machine: Machine | None = None,
+    ):
+        self.model = model
+        plan = (
+            preset(plan.removeprefix("preset:")).at(workers=workers, microbatches=4) if isinstance(plan, str) else plan
+        )
+        if plan.version.kind != "sync":
+            raise InputError(
+                f"a step ends with one update for all, which version '{plan.version}' has not; use a synchronous plan"
+            )
+        self.units = read_chain(model)
+        job = Job(units=self.units, loss=loss, optimizer=optimizer or AdamW(lr=1e-3), seed=seed)
+        machine = machine or read_shape(plan.num_workers)
+        inputs, targets = sample
+        self.batch = _Split(inputs, targets, plan.feed.microbatches * _copies(plan))
+        samples = max(1, len(targets) // self.batch.parts)
+        first = (_part(inputs, 0, samples), targets[:samples])
+        profile = measure_profile("model", self.units, job.ties, *first, loss, machine.devices[0].kind)
+        plan = plan.but(steps=1, feed=plan.feed.but(samples=samples))
+        self.program = compile_plan(plan, profile, machine, fold=False)
+        self.threads = Threads(self.program, job, self.batch)
+
+    def predict(self) -> Prediction:
+        """Returns what a step is predicted to look like."""
+        return simulate(self.program)
+
+    def step(self, batch: tuple[Any, Any]) -> float:
+        """Trains on one batch; returns its mean loss."""
+        self.batch.take(*batch, first=self.threads.rounds * self.program.update_size)
+        self.threads.run()
+        losses = [loss for own in self.threads.handlers for loss in own.log.losses.values()]
+        for own in self.threads.handlers:
+            own.log.losses.clear()
+        return sum(losses) / len(batch[1])
+
+    def save_to_model(self) -> nn.Module:
+        """Copies the trained weights into the user's model and returns it."""
+        weights = {
+            name: w for (_, q), found in self.threads.outcome().weights.items() if q == 0 for name, w in found.items()
+        }
+        parameters = {f"{u}.{n}": p for u, m in self.units for n, p in m.named_parameters(remove_duplicate=False)}
+        with torch.no_grad():
+            for name, weight in weights.items():
+                parameters[name].copy_(weight)
+        return self.model
+
+
+class _Split:
+    """One batch as microbatches by number."""
+
+    def __init__(self, inputs: Any, targets: Any, parts: int):
+        self.parts = parts
+        self.take(inputs, targets, first=0)
+
+    def take(self, inputs: Any, targets: Any, first: int) -> None:
+        """Makes this the batch whose first microbatch has the number `first`."""
+        if len(targets) < self.parts:
+            raise InputError(
+                f"a batch of {len(targets)} samples has fewer than the plan's {self.parts} microbatches; use a larger"
+                " batch or fewer microbatches"
+            )
+        self._inputs, self._targets, self.first = inputs, targets, first
+        size, more = divmod(len(targets), self.parts)
+        ends = [0]
+        for part in range(self.parts):
+            ends.append(ends[-1] + size + (part < more))
+        self.ends = ends
+
+    def inputs(self, microbatch: int) -> Any:
+        """Returns what the first piece reads."""
+        n = microbatch - self.first
+        return _part(self._inputs, self.ends[n], self.ends[n + 1])
+
+    def targets(self, microbatch: int) -> Any:
+        """Returns what the loss compares with."""
+        n = microbatch - self.first
+        return self._targets[self.ends[n] : self.ends[n + 1]]
+
+    def count(self, microbatch: int) -> int:
+        """Returns the samples of a microbatch."""
+        return len(self.targets(microbatch))
+
+
+def _part(value: Any, start: int, end: int) -> Any:
+    return tuple(v[start:end] for v in value) if isinstance(value, tuple) else value[start:end]
+
+
+def _copies(plan: Plan) -> int:
+    return 1 if plan.feed.kind == "share" else plan.place.replicas

@@ -1,0 +1,87 @@
+"""Whole training runs with real processes: what they leave, what they prove, and how they fail."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("safetensors")
+
+from safetensors.torch import load_file
+
+from pipedejavu.facts import InputError
+from pipedejavu.plan import preset
+from pipedejavu.train import TrainOptions, audit_run, plan_run, train
+from pipedejavu.zoo import build
+
+
+@pytest.fixture(autouse=True)
+def _restored():
+    """Runs set torch's default type and threads; put them back."""
+    dtype, threads = torch.get_default_dtype(), torch.get_num_threads()
+    yield
+    torch.set_default_dtype(dtype)
+    torch.set_num_threads(threads)
+
+
+def run(tmp_path: Path, name: str, **changes):
+    options = TrainOptions(model="mlp", data="random:64", dtype="float64", keeps_log=True, steps=3).but(**changes)
+    sizes = {"microbatches": 4} if preset(name).per_update is None else {}
+    plan = preset(name).at(workers=2, samples=3, **sizes)
+    options, program = plan_run(options, plan)
+    return train(options, program, str(tmp_path / "run"))
+
+
+@pytest.mark.parametrize("name", ["1f1b", "ddp", "pipedream", "parameter-server"])
+def test_a_run_with_processes_equals_its_replay(tmp_path, name) -> None:
+    done = run(tmp_path, name, optimizer="sgd", lr=0.01)
+    # A few units in the last place of weights of size one, for each of the updates.
+    assert max(audit_run(done).values()) < 1e-12
+    weights = load_file(done.folder.model)
+    start = build("mlp").model.state_dict()
+    assert weights.keys() == start.keys()
+    assert any(not torch.equal(weights[n], start[n].double()) for n in start)
+
+
+def test_a_run_leaves_what_it_promises(tmp_path) -> None:
+    done = run(tmp_path, "1f1b")
+    rows = [json.loads(line) for line in done.folder.metrics.read_text().splitlines()]
+    assert [row["step"] for row in rows] == [1, 2, 3]
+    assert all(row["count"] == 12 for row in rows)
+    names = {path.name for path in done.folder.path.iterdir()}
+    assert names == {
+        "machine.json", "measured.json", "metrics.jsonl", "model.safetensors", "options.json", "plan.json",
+        "predicted.json", "profile.json",
+    }  # fmt: skip
+    predicted, measured = done.folder.timeline("predicted"), done.folder.timeline("measured")
+    assert sorted(predicted.action) == sorted(measured.action)
+    live = [[w.peak_live_microbatches for w in t.workers] for t in (predicted, measured)]
+    assert live[0] == live[1] == [2, 1]
+
+
+def test_every_plan_trains_to_the_same_weights(tmp_path) -> None:
+    found = [load_file(run(tmp_path / name, name, optimizer="sgd").folder.model) for name in ("1f1b", "gpipe")]
+    assert max(float((found[0][n] - found[1][n]).abs().max()) for n in found[0]) < 1e-12
+
+
+def test_a_loss_that_is_no_number_stops_the_run_with_its_step_and_worker(tmp_path) -> None:
+    with pytest.raises(InputError, match=r"the loss is (nan|inf) in step \d+, microbatch \d+, on worker 1; lower the"):
+        run(tmp_path, "1f1b", optimizer="sgd", lr=1e300, steps=6)
+
+
+def test_a_run_folder_is_not_overwritten(tmp_path) -> None:
+    run(tmp_path, "1f1b", steps=1)
+    with pytest.raises(InputError, match="holds a run already; choose another --run-dir or remove it"):
+        run(tmp_path, "1f1b", steps=1)
+
+
+def test_what_the_engine_cannot_run_is_refused_before_anything_starts(tmp_path) -> None:
+    with pytest.raises(InputError, match="the engine does not run keep 'zero-3' yet"):
+        run(tmp_path, "zero-3")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_skipping_needs_a_plan_that_can_agree_on_it(tmp_path) -> None:
+    with pytest.raises(InputError, match="has no common moment to agree on leaving an update out"):
+        run(tmp_path, "pipedream", on_nan="skip")
