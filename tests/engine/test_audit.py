@@ -239,8 +239,8 @@ def test_a_recompute_with_other_masks(make, monkeypatch, name):
     case = make(name, "gpt", workers=2, microbatches=3)
 
     def otherwise(forward):
-        def run(self, weights, value, microbatch, keeps_buffers=False):
-            return forward(self, weights, value, microbatch + 1000 * keeps_buffers, keeps_buffers)
+        def run(self, weights, value, microbatch, keeps_buffers=False, is_first=False):
+            return forward(self, weights, value, microbatch + 1000 * keeps_buffers, keeps_buffers, is_first)
 
         return run
 

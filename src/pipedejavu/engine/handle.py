@@ -139,9 +139,8 @@ class Handlers:
             value = self.values.get(("b", a.piece, 0, a.microbatch, ""))
             value = self._inputs(a.microbatch) if value is None else value
         weights = self.values["w", a.piece, a.replica, a.version, ""]
-        output, saved = self.runners[a.piece, a.replica].forward(
-            weights, value, self.first_microbatch + a.microbatch, keeps_buffers
-        )
+        number, runner = self.first_microbatch + a.microbatch, self.runners[a.piece, a.replica]
+        output, saved = runner.forward(weights, value, number, keeps_buffers, is_first=not before)
         if not self.program.outputs[a.piece]:
             targets = to_device(self.batches.targets(self.first_microbatch + a.microbatch), self.device)
             loss = self.job.loss(output, targets)

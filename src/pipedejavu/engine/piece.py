@@ -62,10 +62,13 @@ class PieceRunner:
         """Units that were seen to draw no random numbers; the others wait for their turn with the generator."""
 
     def forward(
-        self, weights: Tensors, value: Value, microbatch: int, keeps_buffers: bool = False
+        self, weights: Tensors, value: Value, microbatch: int, keeps_buffers: bool = False, is_first: bool = False
     ) -> tuple[Value, Saved]:
-        """Runs the units; with `keeps_buffers`, running statistics stay as they are (for recomputing)."""
-        inputs = tuple(t.detach().requires_grad_(t.is_floating_point()) for t in tensors_of(value))
+        """Runs the units; with `keeps_buffers`, running statistics stay as they are (for recomputing).
+
+        The first piece's inputs are samples, whose gradient nobody wants.
+        """
+        inputs = tuple(t.detach().requires_grad_(t.is_floating_point() and not is_first) for t in tensors_of(value))
         value = like(value, inputs)
         for number, unit, module in self.units:
             own = {n: weights[self.names[f"{unit}.{n}"]] for n, _ in module.named_parameters(remove_duplicate=False)}
