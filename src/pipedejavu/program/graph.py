@@ -104,7 +104,7 @@ def _connect(graph: Graph, index: int, table: Table, initial: list[tuple[str, ..
     last_drop = -1
     for position, a in enumerate(worker.actions):
         kind, op = a[0], ops[position]
-        lane = "compute" if kind in COMPUTE_KINDS else a.lane
+        lane = "compute" if kind in COMPUTE_KINDS else a[6] if kind in _JOINT else a.lane
         on_compute = lane == "compute" and not worker.picks_ready
         if on_compute:
             in_order.add(op)
@@ -146,7 +146,7 @@ def _connect(graph: Graph, index: int, table: Table, initial: list[tuple[str, ..
                 before.append(op)
             if value in present.read:
                 present.fault(a, value, "adds to {} after it was read")
-        if kind in _COLLECTS:
+        if kind in _COLLECTS and reads[0][0] in SUMS:
             present.read.update(reads)
         if kind == "OFFLOAD":
             present.remove(a, reads[0])
@@ -154,6 +154,8 @@ def _connect(graph: Graph, index: int, table: Table, initial: list[tuple[str, ..
 
 _COLLECTS = frozenset(("REDUCE", "UPDATE", "OFFLOAD", "SEND"))
 """Kinds that take a sum as it is: nothing may be added to it later."""
+SUMS = frozenset("dpc")
+"""Whats that are added to."""
 
 
 class _Present:
@@ -177,6 +179,7 @@ class _Present:
             is_center = replica == self.graph.program.num_replicas and self.is_elastic
             if self.held and (piece, replica) not in self.held and not is_center:
                 self.fault(a, value, "reads {}, which its worker does not hold")
+            self.writers[value] = []  # there, and nobody wrote it
         elif what != "b" or place != "host":
             self.fault(a, value, "reads {}, which nothing before it wrote")
 
@@ -186,8 +189,9 @@ class _Present:
         return version <= 0 and place in self.initial[piece] and weights not in self.gone
 
     def remove(self, a: Action, value: Value) -> None:
-        if self.writers.pop(value, None) is None:
+        if value not in self.writers:
             self.check_initial(a, value)
+        self.writers.pop(value, None)
         self.gone.add(value)
 
     def fault(self, a: Action, value: Value, text: str) -> None:

@@ -208,9 +208,8 @@ class _Waves:
 
 def value_of(a: Action, place: str = "") -> Value:
     """Returns the value that a transfer, collective or drop names."""
-    if a.what in OF_MICROBATCH:
-        return (a.what, a.piece, 0, a.microbatch, place)
-    return (a.what, a.piece, a.replica, a.version, place)
+    _, piece, replica, microbatch, version, what, _ = a
+    return (what, piece, 0, microbatch, place) if what in OF_MICROBATCH else (what, piece, replica, version, place)
 
 
 def name_of(value: Value) -> str:
