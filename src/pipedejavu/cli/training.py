@@ -55,7 +55,11 @@ def run(
         print(f"{options.model} with plan {program.plan.name}: {axes}", file=sys.stderr)
         for decision in program.plan.decisions:
             print(f"{decision.axis}: {decision.choice} ({decision.reason})", file=sys.stderr)
-    done = _room().train(options, program, folder)
+    try:
+        done = _room().train(options, program, folder)
+    except KeyboardInterrupt:
+        print(f"stopped; the metrics so far are in {folder}", file=sys.stderr)
+        raise SystemExit(130) from None
     _write_report(done, options)
     summary = _summary(done)
     if options.keeps_log:

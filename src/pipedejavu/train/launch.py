@@ -68,15 +68,7 @@ def train(options: TrainOptions, program: Program, run_dir: str) -> Trained:
     folder.create(options, program)
     write_file(folder.predicted, prediction.timeline().to_json(indent=None))
     count = len(program.workers)
-    try:
-        start_processes(  # type: ignore[no-untyped-call]
-            work, args=(count, str(folder.path)), nprocs=count, start_method="spawn"
-        )
-    except ProcessException:
-        reason = folder.read_reason()
-        if reason:
-            raise InputError(reason) from None
-        raise
+    _run_workers(folder, count)
     weights, parts = folder.read_parts(count)
     # A server's copy is the result where there is one; replicas are alike otherwise.
     center = program.num_replicas
@@ -86,6 +78,25 @@ def train(options: TrainOptions, program: Program, run_dir: str) -> Trained:
     folder.remove_parts()
     logs = tuple(_log(part) for part in parts)
     return Trained(options, folder, program, prediction, measured, Outcome(weights, logs, ()))
+
+
+def _run_workers(folder: RunFolder, count: int) -> None:
+    """Starts a process for each worker and waits for all; whatever ends the wait ends them too."""
+    context = start_processes(  # type: ignore[no-untyped-call]
+        work, args=(count, str(folder.path)), nprocs=count, join=False, start_method="spawn"
+    )
+    try:
+        while not context.join():
+            pass
+    except ProcessException:
+        reason = folder.read_reason()
+        if reason:
+            raise InputError(reason) from None
+        raise
+    finally:
+        for process in context.processes:
+            if process.is_alive():
+                process.kill()
 
 
 def audit_run(done: Trained) -> dict[str, float]:
