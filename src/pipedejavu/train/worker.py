@@ -70,17 +70,18 @@ class Rank:
         """Adds up the round's loss over all ranks, reports it, and returns the program of the next round."""
         self.spans = spans
         steps, size = self.program.plan.steps, self.program.update_size
-        first = number * steps * size
-        own = [(i, value) for i, value in handlers.log.losses.items() if i >= first]
-        total = torch.tensor([sum(v for _, v in own), sum(self.batches.count(i) for i, _ in own)], dtype=torch.float64)
-        dist.all_reduce(total)
-        loss, count = float(total[0] / total[1]), int(total[1])
+        totals = torch.zeros(steps, 2, dtype=torch.float64)  # of each update: summed loss, and what it sums over
+        for microbatch, loss in handlers.log.losses.items():
+            row = totals[microbatch // size - number * steps]
+            row += torch.tensor([loss, self.batches.count(microbatch)], dtype=torch.float64)
+        dist.all_reduce(totals)
         handlers.log.losses.clear()
-        step = min((number + 1) * steps, self.options.steps)
         if self.is_first:
             elapsed = time.perf_counter() - self.started_s
-            self.folder.add_metrics({"step": step, "loss": loss, "count": count, "elapsed_s": elapsed})
-            self.progress.report(step, loss, count)
+            for n, (loss, count) in enumerate(totals.tolist()):
+                step = number * steps + n + 1
+                self.folder.add_metrics({"step": step, "loss": loss / count, "count": int(count), "elapsed_s": elapsed})
+                self.progress.report(step, loss / count, int(count))
         return self._rebalanced(spans)
 
     def _rebalanced(self, spans: list[Span]) -> Program:
