@@ -63,9 +63,10 @@ class Applier:
         deltas = self._deltas(home, update, base, gradients)
         if self.plan.reduce.combiner == "elastic":
             self._pull_elastic(home, update, base, deltas)
-        self.values["w", *home, a.version, place] = as_leaves({n: w.detach() + deltas[n] for n, w in base.items()})
         if self.plan.reduce.gate == "bound":
             self._push(home, update, deltas)
+        # The deltas' own memory becomes the new version.
+        self.values["w", *home, a.version, place] = as_leaves({n: deltas[n].add_(w.detach()) for n, w in base.items()})
 
     def _coefficient(self, replica: int, update: int) -> float:
         """Returns what each summed gradient counts: one over the samples that feed the update, clipped."""
