@@ -70,9 +70,8 @@ ADAMW = AdamW(lr=0.01, eps=0.01, weight_decay=0.1, decays=decays, schedule=lambd
 
 
 def can_tie(name):
-    """Whether pieces may share weights: not where the backward is split or gradients leave for the host at once."""
-    plan = preset(name).plan
-    return not plan.splits_backward and not (plan.keep.kind in ("host", "split") and plan.place.workers == 1)
+    """Whether pieces may share weights: not where the backward is split."""
+    return not preset(name).plan.splits_backward
 
 
 def test_the_sizes_below_cover_every_preset_that_runs():
