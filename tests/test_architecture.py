@@ -23,6 +23,7 @@ LEVELS = {
     "probe": 3,
     "profile": 3,
     "engine": 3,
+    "hybrid": 3,
     "search": 4,
     "report": 4,
     "zoo": 4,

@@ -1,0 +1,5 @@
+"""One GPU and its CPU as one machine: exact AdamW on both their memories, inside the user's own loop."""
+
+from pipedejavu.hybrid.optimizer import HybridAdamW
+
+__all__ = ["HybridAdamW"]

@@ -1,0 +1,95 @@
+"""The one arithmetic of the hybrid optimizer: AdamW as a fixed sequence of operations, each rounded once.
+
+The host's native pass and the GPU's kernel do the same operations in the same order, without fused multiply-add, so
+a parameter's bits do not depend on where its state rests. The functions here are their plain torch reference, and
+take their place where they are missing.
+
+The float32 master of a bf16 weight is kept as two halves. The high half is the weight that the model computes with,
+the master rounded to the nearest bf16 (halves away from zero); the low half is what is left, as a signed 16-bit
+integer. `master bits = (high bits << 16) + low`, exactly.
+"""
+
+import math
+from typing import NamedTuple
+
+import numpy
+import torch
+from torch import Tensor
+
+
+class Scalars(NamedTuple):
+    """The factors of one update, computed in double precision; kernels take them as float32."""
+
+    scale: float
+    beta1: float
+    rest1: float
+    beta2: float
+    rest2: float
+    unroot2: float
+    eps: float
+    decay: float
+    rate: float
+
+
+class State(NamedTuple):
+    """What an update reads and writes of one parameter, one-dimensional and in one memory."""
+
+    weight: Tensor
+    """bf16, the high half of the master; or float32, the master itself."""
+    low: Tensor | None
+    """int16, the low half of the master of a bf16 weight."""
+    m: Tensor
+    v: Tensor
+
+
+def scalars_of(
+    step: int, lr: float, betas: tuple[float, float], eps: float, weight_decay: float, scale: float
+) -> Scalars:
+    """Returns the factors of a parameter's update number `step`, counted from 1."""
+    beta1, beta2 = betas
+    return Scalars(
+        scale=scale,
+        beta1=beta1,
+        rest1=1 - beta1,
+        beta2=beta2,
+        rest2=1 - beta2,
+        unroot2=1 / math.sqrt(1 - beta2**step),
+        eps=eps,
+        decay=1 - lr * weight_decay,
+        rate=lr / (1 - beta1**step),
+    )
+
+
+def update_(s: Scalars, gradient: Tensor, old: State, new: State) -> None:
+    """Writes the state after one update of `old` to `new`, which may be the same memory."""
+    x = gradient.float() * s.scale
+    m = old.m * s.beta1 + x * s.rest1
+    v = old.v * s.beta2 + (x * s.rest2) * x
+    d = _root(v) * s.unroot2 + s.eps
+    w = (old.weight if old.low is None else join(old.weight, old.low)) * s.decay - (m / d) * s.rate
+    new.m.copy_(m)
+    new.v.copy_(v)
+    if new.low is None:
+        new.weight.copy_(w)
+    else:
+        high, low = split(w)
+        new.weight.copy_(high)
+        new.low.copy_(low)
+
+
+def _root(v: Tensor) -> Tensor:
+    """Returns the correctly rounded root; torch's own may be off in the last bit on a CPU."""
+    return v.sqrt() if v.device.type != "cpu" else torch.from_numpy(numpy.sqrt(v.numpy()))
+
+
+def join(high: Tensor, low: Tensor) -> Tensor:
+    """Returns the float32 master of its two halves."""
+    bits = (high.view(torch.int16).to(torch.int32) << 16) + low.to(torch.int32)
+    return bits.view(torch.float32)
+
+
+def split(master: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns the bf16 high half and the 16-bit low half of a float32 master."""
+    bits = master.view(torch.int32)
+    low = bits.to(torch.int16)
+    return ((bits - low.to(torch.int32)) >> 16).to(torch.int16).view(torch.bfloat16), low

@@ -1,0 +1,141 @@
+"""What a step takes of the GPU and what there is: the memory and the forward time of each unit, seen in real steps."""
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Literal
+
+import torch
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+
+from pipedejavu.facts import InputError, format_bytes
+from pipedejavu.hybrid.home import Home, size_of
+from pipedejavu.hybrid.home import Progress as Report
+from pipedejavu.hybrid.placement import Limits, Place, Stretch, UnitSize, gpu_peak
+
+Budget = int | Literal["auto"]
+
+GPU_SHARE, HOST_SHARE = 0.97, 0.92
+"""Of what is free; the rest is for fragments of the allocator, and for everything else that runs."""
+SHOWN_FROM_BYTES = 2**31
+
+
+class Meter:
+    """Sees the first steps of a run: how much memory each stretch of a step takes, how long each forward."""
+
+    def __init__(self, device: torch.device, gpu_budget: Budget, host_budget: Budget):
+        for name, budget in (("gpu_budget", gpu_budget), ("host_budget", host_budget)):
+            if budget != "auto" and (not isinstance(budget, int) or budget <= 0):
+                raise InputError(f"{name} is {budget!r}; give a number of bytes above 0, or 'auto'")
+        self.device, self._gpu_budget, self._host_budget = device, gpu_budget, host_budget
+        self._left: dict[int, int] = {}
+        self._stretches: list[Stretch] = []
+        self._base_bytes = self._gradient_bytes = 0
+
+    def check(self, sizes: Sequence[UnitSize], keeps_gradients: bool, num_first: int | None) -> None:
+        """Refuses what cannot fit whatever the activations take, before anything is allocated."""
+        count = num_first or 0
+        if not 0 <= count <= len(sizes):
+            raise InputError(f"gpu_units is {count} and the model has {len(sizes)} units; give 0 to {len(sizes)}")
+        places: list[Place] = ["gpu" if n < count else "host" for n in range(len(sizes))]
+        needed = gpu_peak(sizes, (), places, keeps_gradients)
+        if self._gpu_budget != "auto" and needed > self._gpu_budget:
+            raise InputError(
+                f"weights and state take {format_bytes(needed)} of the GPU without any activation, and gpu_budget is"
+                f" {format_bytes(self._gpu_budget)}; give more than {format_bytes(needed)}"
+            )
+        pool = self.limits(keeps_gradients, num_first)
+        least = sum(size.weight_bytes + size.lean_bytes for size in sizes)
+        if least > pool.gpu_bytes + pool.host_bytes:
+            raise InputError(
+                f"weights, state and gradients take at least {format_bytes(least)}, and both budgets together are"
+                f" {format_bytes(pool.gpu_bytes + pool.host_bytes)} ({format_bytes(pool.gpu_bytes)} of the GPU,"
+                f" {format_bytes(pool.host_bytes)} of the host); give {format_bytes(least)} or more"
+            )
+
+    def limits(self, keeps_gradients: bool, num_first: int | None) -> Limits:
+        """Returns the budgets in bytes; `auto` is what is free now and what torch holds already."""
+        gpu, host = self._gpu_budget, self._host_budget
+        if gpu == "auto":
+            gpu = 2**62
+            if self.device.type == "cuda":
+                free, _ = torch.cuda.mem_get_info(self.device)
+                gpu = int((free + torch.cuda.memory_reserved(self.device)) * GPU_SHARE)
+        if host == "auto":
+            host = int(free_host_bytes() * HOST_SHARE)
+        return Limits(gpu_bytes=gpu, host_bytes=host, keeps_gradients=keeps_gradients, num_first=num_first)
+
+    def begin(self, homes: Sequence[Home]) -> None:
+        """Begins to watch a step's memory, from what rests on the GPU."""
+        self._stretches, self._gradient_bytes = [], 0
+        self._left = {home.index: len(home.members) for home in homes}
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)
+            self._base_bytes = sum(size_of(home).weight_bytes for home in homes)
+
+    def saw_gradient(self, home: Home, size: int) -> None:
+        """Takes note of a gradient; the last one of a unit ends a stretch."""
+        self._left[home.index] -= 1
+        if self._left[home.index] == 0:
+            peak = 0
+            if self.device.type == "cuda":
+                peak = torch.cuda.max_memory_allocated(self.device) - self._base_bytes - self._gradient_bytes
+                torch.cuda.reset_peak_memory_stats(self.device)
+            self._stretches.append(Stretch(unit=home.index, peak_bytes=max(0, peak)))
+            self._gradient_bytes += size
+
+    @property
+    def stretches(self) -> list[Stretch]:
+        """The stretches of the step that was seen, in the order of its backward pass."""
+        return self._stretches
+
+
+class ForwardClock:
+    """The seconds of each unit's forward on the compute lane of a GPU, without the waiting for its weights."""
+
+    def __init__(self) -> None:
+        self._marks: dict[int, tuple[torch.cuda.Event, torch.cuda.Event]] = {}
+
+    def note(self, index: int, wait: Callable[[], None]) -> None:
+        """Waits for a unit's weights, between two events if this is its first forward."""
+        if index in self._marks:
+            wait()
+            return
+        came = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        began = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        came.record()
+        wait()
+        began.record()
+        self._marks[index] = came, began
+
+    def seconds(self) -> dict[int, float]:
+        """Returns the time from the begin of each unit to the coming of the next; the last one's is unknown."""
+        torch.cuda.synchronize()
+        marks = list(self._marks.items())
+        following = [came for _, (came, _) in marks[1:]]
+        return {n: began.elapsed_time(end) / 1e3 for (n, (_, began)), end in zip(marks, following, strict=False)}
+
+
+def free_host_bytes() -> int:
+    """Returns the memory of the host that can be taken now, within the limits of the process's group."""
+    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
+        group = Path("/sys/fs/cgroup")
+        return min(free, int((group / "memory.max").read_text()) - int((group / "memory.current").read_text()))
+    except (OSError, ValueError, StopIteration):
+        return free
+
+
+@contextmanager
+def pinning_progress(size_bytes: int) -> Iterator[Report]:
+    """Shows the allocation of host memory where it takes long."""
+    if size_bytes < SHOWN_FROM_BYTES:
+        yield lambda _: None
+        return
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+    with Progress(*columns, transient=True) as bar:
+        task = bar.add_task("host memory", total=size_bytes)
+        yield lambda size: bar.advance(task, size)

@@ -1,0 +1,359 @@
+"""The flow of a step: gradients leave, updates run in their places, weights return in time.
+
+It knows the units and their lanes, not the interface of an optimizer. Hooks on the model's own modules and parameters
+drive it: a forward waits for its unit's weights, a gradient that is final sets out at once.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from pipedejavu.facts import InputError
+from pipedejavu.hybrid.arithmetic import Scalars, scalars_of
+from pipedejavu.hybrid.budget import ForwardClock, Meter, pinning_progress
+from pipedejavu.hybrid.home import Home, Lanes, Member, Staging, size_of
+from pipedejavu.hybrid.lane import Mark, Recorder
+from pipedejavu.hybrid.placement import Placement, choose_placement, wants_spares, with_spares
+from pipedejavu.hybrid.unit import ModelUnit, find_units
+from pipedejavu.hybrid.window import Window
+
+CALM_STEPS = 3
+"""Unclipped steps in a row after which updates are guessed during the backward pass."""
+NORM_EPS = 1e-6
+"""As torch.nn.utils.clip_grad_norm_ adds to the norm before it divides."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rules:
+    """How the updates of a run are made."""
+
+    clip_norm: float | None
+    microbatches: int
+    speculates: bool
+    gpu_units: int | None
+
+
+class Flow:
+    """The units of a model with their state, and the work of each step."""
+
+    def __init__(self, model: nn.Module, groups: list[dict[str, Any]], lanes: Lanes, meter: Meter, rules: Rules):
+        self.rules, self.lanes, self.meter, self.device = rules, lanes, meter, lanes.device
+        self.plan: Placement | None = None
+        self.num_skipped, self.norm = 0, 0.0
+        self.num_calm = 0
+        """Steps in a row that needed no clipping."""
+        self.recorder: Recorder | None = None
+        self.window: Window | None = None
+        self.members: dict[Tensor, Member] = {}
+        self.homes: list[Home] = []
+        self._home_of: dict[Member, Home] = {}
+        self._leaving: list[tuple[Mark, Tensor]] = []
+        self._visited: list[Home] = []
+        self._clock: ForwardClock | None = None
+        self._make_homes(model, groups)
+        self._norms = torch.zeros(len(self.members), device=self.device)
+        self._host_norms = torch.zeros(len(self.members), pin_memory=self.device.type == "cuda")
+        self._staging = Staging([], lanes, lambda _: None)
+        self._witness: Member | None = None
+        self._witnessed = -1
+
+    def _make_homes(self, model: nn.Module, groups: list[dict[str, Any]]) -> None:
+        group_of = {p: group for group in groups for p in group["params"]}
+        homes: dict[ModelUnit, Home] = {}
+        for unit in find_units(model):
+            found = [(name, p) for name, p in unit.parameters.items() if p in group_of]
+            members = [Member(name, p, group_of[p], len(self.members) + n) for n, (name, p) in enumerate(found)]
+            self.members.update({member.parameter: member for member in members})
+            if members:
+                homes[unit] = Home(unit, len(homes), members, self.lanes)
+                self._home_of.update(dict.fromkeys(members, homes[unit]))
+            used = [homes[u] for u in (*unit.shares, unit) if u in homes]
+            if used:
+                unit.module.register_forward_pre_hook(self._before_forward(used))
+        self.homes = list(homes.values())
+        for parameter in self.members:
+            parameter.register_post_accumulate_grad_hook(self._on_gradient)  # type: ignore[no-untyped-call]
+        if len(self.members) < len(group_of):
+            raise InputError(
+                f"{len(group_of) - len(self.members)} of {len(group_of)} parameters are not in the model; give the"
+                " model that has all of them"
+            )
+
+    def begin(self) -> None:
+        """Begins to watch the first step; the smallest parameter that stays keeps its gradient as a witness."""
+        self.meter.begin(self.homes)
+        staying = [m for home in self.homes for m in home.members if not home.is_windowed]
+        self._witness = min(staying, key=lambda member: member.numel, default=None)
+
+    def _before_forward(self, homes: list[Home]) -> Callable[..., None]:
+        def wait(*_: object) -> None:
+            self._prune(is_last=homes[-1] is self.homes[-1])
+            for home in homes:
+                self._enter(home)
+
+        return cast(Callable[..., None], torch._dynamo.disable(wait))  # type: ignore[no-untyped-call]
+
+    def _enter(self, home: Home) -> None:
+        """Lets the compute lane wait for a unit's weights."""
+        if self.recorder is not None:
+            self.recorder.came(home.index)
+        if home.is_windowed and self.window is not None:
+            self.window.enter(home)
+        elif self._clock is not None:
+            self._clock.note(home.index, home.wait)
+        else:
+            home.wait()
+        if self.recorder is not None:
+            self.recorder.began(home.index)
+
+    # --- gradients
+
+    @torch.no_grad()
+    def _on_gradient(self, parameter: Tensor) -> None:
+        """Takes a gradient as soon as the backward pass has made it."""
+        member = self.members[parameter]
+        home = self._home_of[member]
+        home.wait()
+        gradient = parameter.grad
+        assert gradient is not None
+        if gradient.is_sparse or gradient.dtype != parameter.dtype:
+            kind = "sparse" if gradient.is_sparse else str(gradient.dtype)
+            raise InputError(f"the gradient of '{member.name}' is {kind}; HybridAdamW takes dense {parameter.dtype}")
+        is_leaving = home.place in ("host", "lean")
+        if is_leaving and member.arrived:
+            gradient = self._accumulated(member, gradient)
+        member.arrived += 1
+        torch.linalg.vector_norm(gradient, dtype=torch.float32, out=self._norms[member.slot])
+        if self.plan is None and member.arrived == 1:
+            self.meter.saw_gradient(home, 0 if is_leaving else size_of(home).gradient_bytes)
+        if member is self._witness:
+            self._witnessed = gradient._version
+        if is_leaving:
+            self._let_go(home, member, gradient)
+        if self.recorder is not None and self._is_complete(home):
+            self.recorder.ended(home.index)
+        if self.plan is not None and self._is_complete(home):
+            for index in self.plan.arrivals.get(home.index, ()):
+                visitor = self.homes[index].visitor
+                assert visitor is not None
+                visitor.come()
+
+    def _is_complete(self, home: Home) -> bool:
+        """Whether the gradients of a unit are final, as far as is known."""
+        return all(member.arrived == self.rules.microbatches for member in home.members)
+
+    def _prune(self, is_last: bool) -> None:
+        """Frees what has left the GPU; before the last unit's forward, where memory peaks, all must have left."""
+        if self._leaving:
+            self._leaving = [(mark, kept) for mark, kept in self._leaving if not mark.is_past()]
+        for home in self._visited:
+            assert home.visitor is not None
+            home.visitor.finish() if is_last else home.visitor.prune()
+        self._visited = [h for h in self._visited if h.visitor is not None and h.visitor.leaving is not None]
+
+    def _accumulated(self, member: Member, gradient: Tensor) -> Tensor:
+        """Returns the sum with what an earlier backward pass of this step has sent away."""
+        passes, known = member.arrived + 1, self.rules.microbatches
+        if self.rules.clip_norm is None and passes > known:
+            raise InputError(
+                f"'{member.name}' got a gradient in {passes} backward passes of one step, and without clip_norm its"
+                f" update begins in pass {known}; give microbatches={passes}"
+            )
+        if member is self._witness:
+            return gradient  # it has stayed, so autograd has added to it
+        assert member.out is not None
+        assert member.gradient is not None
+        member.out.wait_on_device()
+        earlier = member.gradient.to(self.device, non_blocking=True, copy=True).view_as(gradient)
+        return earlier.add_(gradient)
+
+    def _let_go(self, home: Home, member: Member, gradient: Tensor) -> None:
+        """Sends a gradient to host memory; the last one of a unit may start its update."""
+        self._prune(is_last=False)
+        home.send(member, gradient, self._norms, self._host_norms)
+        assert member.out is not None
+        self._leaving.append((member.out, gradient))
+        if member is not self._witness:
+            member.parameter.grad = None
+        if not self._is_complete(home):
+            return
+        if self.rules.clip_norm is None:
+            slots = [m.slot for m in home.members]
+            home.update(self._factors(home, 1.0), self._staging, lambda: not self._is_finite(slots))
+            home.began_with = _settings(home)
+        elif home.members[0].spare is not None and self.num_calm:
+            home.guess(self._factors(home, 1.0), self._proves_clipping)
+
+    def _proves_clipping(self) -> bool:
+        """Whether the norms that have arrived say already that a guess without clipping is wrong."""
+        assert self.rules.clip_norm is not None
+        arrived = [m.slot for m in self.members.values() if m.arrived and m.out is not None and m.out.is_past()]
+        partial = float(torch.linalg.vector_norm(self._host_norms[arrived]))
+        return not partial <= self.rules.clip_norm
+
+    def _is_finite(self, slots: list[int]) -> bool:
+        return bool(self._host_norms[slots].isfinite().all())
+
+    # --- updates
+
+    def apply(self) -> None:
+        """Updates everything that has a gradient, or queues its update; placed where the plan says."""
+        if self.rules.clip_norm is not None:
+            for home in self.homes:
+                home.wait()
+        self._host_norms.copy_(self._norms)
+        if self.rules.clip_norm is not None:
+            self._commit(self._scale())
+        else:
+            self._commit_rest()
+        for member in self.members.values():
+            member.parameter.grad = None
+        self.forget()
+        if self.window is not None:
+            self.window.restart()
+
+    def were_dropped(self) -> bool:
+        """Whether the model's gradients were set to None since the backward pass; refuses changed ones."""
+        if self._witness is None or not self._witness.arrived:
+            return False
+        kept = self._witness.parameter.grad
+        if kept is None or kept._version == self._witnessed:
+            return kept is None
+        raise InputError(
+            "gradients were changed between backward and step, where most of them have left the model already; clip"
+            " with HybridAdamW(clip_norm=…) in place of clip_grad_norm_ (max_grad_norm=0 in a Hugging Face Trainer)"
+        )
+
+    def _scale(self) -> float | None:
+        """Returns the factor of all gradients, or None where their norm is not finite."""
+        assert self.rules.clip_norm is not None
+        self.norm = float(torch.linalg.vector_norm(self._host_norms))
+        scale = min(1.0, self.rules.clip_norm / (self.norm + NORM_EPS)) if math.isfinite(self.norm) else None
+        self.num_calm = self.num_calm + 1 if scale == 1.0 else 0
+        return scale
+
+    def _commit(self, scale: float | None) -> None:
+        """Starts the update of every unit, in the order of the forward pass."""
+        if scale is None:
+            self.num_skipped += 1
+            return
+        work = [(home, self._factors(home, scale)) for home in self.homes]
+        self._staging.expect([home for home, factors in work if home.place == "lean" and factors])
+        for home, factors in work:
+            if factors and home.place == "gpu":
+                home.update_on_gpu(factors)
+            elif factors and home.visitor is not None:
+                home.visitor.update(factors)
+            elif factors:
+                home.update(factors, self._staging)
+        self._visited = [home for home in self.homes if home.visitor is not None]
+
+    def _commit_rest(self) -> None:
+        """Updates what did not begin in the backward pass."""
+        left_out = 0
+        for home in self.homes:
+            slots = [m.slot for m in home.members if m.arrived]
+            is_finite = self._is_finite(slots)
+            left_out += not is_finite
+            if home.began_with is not None and home.began_with != _settings(home):
+                raise InputError(
+                    f"the settings of '{home.unit.name}' changed between backward and step, and without clip_norm its"
+                    " update has begun; change them before the backward pass"
+                )
+            if is_finite and slots and home.began_with is None:
+                factors = self._factors(home, 1.0)
+                home.update_on_gpu(factors) if home.place == "gpu" else home.update(factors, self._staging)
+        self.num_skipped += left_out > 0
+
+    def forget(self) -> None:
+        """Leaves no gradient behind for the next step."""
+        for home in self.homes:
+            home.began_with = None
+            if home.visitor is not None:
+                home.visitor.cancel()
+        for member in self.members.values():
+            member.arrived = 0
+        self._norms.zero_()
+
+    def _factors(self, home: Home, scale: float) -> dict[Member, Scalars]:
+        """Returns the factors of the coming update of each parameter that has a gradient."""
+        return {
+            member: scalars_of(member.step + 1, *setting, scale)
+            for member, setting in zip(home.members, _settings(home), strict=True)
+            if member.arrived
+        }
+
+    # --- placement
+
+    def settle(self) -> None:
+        """Decides where the state goes, lets the gradients of host-held units leave, and allocates all of it."""
+        sizes = [size_of(home) for home in self.homes]
+        limits = self.meter.limits(self.rules.clip_norm is not None, self.rules.gpu_units)
+        self.plan = choose_placement(sizes, self.meter.stretches, limits)
+        if self.rules.speculates and self.rules.clip_norm is not None and self.device.type != "cuda":
+            self.plan = with_spares(self.plan, sizes, [True] * len(sizes), limits.host_bytes)
+        places = list(zip(self.homes, self.plan.places, self.plan.is_spare, strict=True))
+        with pinning_progress(self.plan.host_bytes) as progress:
+            for home, place, has_spare in sorted(places, key=lambda item: item[1] == "gpu"):
+                if place == "gpu" and self._leaving:
+                    self._finish_leaving()
+                if home.place is None:
+                    home.settle(place, has_spare=has_spare, progress=progress)
+                elif has_spare:
+                    home.add_spare(progress)
+                for member in home.members:
+                    gradient = member.parameter.grad
+                    if place in ("host", "lean") and gradient is not None:
+                        home.send(member, gradient, self._norms, self._host_norms)
+                        assert member.out is not None
+                        self._leaving.append((member.out, gradient))
+                        member.parameter.grad = None
+            self._staging = Staging(self.homes, self.lanes, progress)
+
+    def _finish_leaving(self) -> None:
+        """Waits until the gradients of host-held units have left, and gives their memory to the state."""
+        for mark, _ in self._leaving:
+            mark.wait_on_host()
+        self._leaving = []
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def tune(self) -> None:
+        """Adds spare copies where steps go unclipped and the forward pass turns out too short for the host."""
+        if self.device.type != "cuda" or self.rules.clip_norm is None or not self.rules.speculates or self.plan is None:
+            return
+        if self.num_calm == CALM_STEPS and not any(self.plan.is_spare):
+            self._clock = ForwardClock()
+        elif self.num_calm > CALM_STEPS and self._clock is not None:
+            forward_s, self._clock = self._clock.seconds(), None
+            sizes = [size_of(home) for home in self.homes]
+            rate = self.lanes.update.busy_s / max(1, self.lanes.update.num_updated)
+            host_s = [rate * size.num_parameters for size in sizes]
+            wanted = wants_spares(self.plan.places, host_s, [forward_s.get(n, 0.0) for n in range(len(sizes))])
+            limits = self.meter.limits(True, self.rules.gpu_units)
+            before = self.plan.host_bytes
+            self.plan = with_spares(self.plan, sizes, wanted, limits.host_bytes + before)
+            self.synchronize()
+            with pinning_progress(self.plan.host_bytes - before) as progress:
+                for home, is_spare in zip(self.homes, self.plan.is_spare, strict=True):
+                    if is_spare:
+                        home.add_spare(progress)
+
+    def synchronize(self) -> None:
+        """Waits until every weight is the newest, and all state is at rest."""
+        for home in self.homes:
+            home.wait()
+            if home.visitor is not None:
+                home.visitor.finish()
+        if self.window is not None:
+            self.window.clear()
+
+
+def _settings(home: Home) -> list[tuple[float, tuple[float, float], float, float]]:
+    """Returns learning rate, betas, eps and weight decay of each parameter, as they are now."""
+    groups = [member.group for member in home.members]
+    return [(float(g["lr"]), tuple(g["betas"]), g["eps"], g["weight_decay"]) for g in groups]

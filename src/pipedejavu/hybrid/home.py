@@ -1,0 +1,395 @@
+"""One unit at run time: its parameters, where their state lies, and how an update reaches the model.
+
+Three lanes work beside the compute lane. Gradients leave on `copy-out`, the `host` lane updates, and new weights
+return on `copy-in`:
+
+    compute   F0 F1 F2 ...      B2 B1 B0   F0   F1 ...
+    copy-out                       g2 g1 g0
+    host                                 U0 U1 U2          each forward waits for its own unit alone
+    copy-in                                 w0 w1 w2
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pipedejavu.hybrid.arithmetic import Scalars, State
+from pipedejavu.hybrid.gpu import update_on_gpu
+from pipedejavu.hybrid.lane import Lane, Mark, ThreadLane, copy_lane, now
+from pipedejavu.hybrid.native import HostUpdate, Task
+from pipedejavu.hybrid.placement import Place, UnitSize
+from pipedejavu.hybrid.slab import Slab, aligned
+from pipedejavu.hybrid.unit import ModelUnit
+
+Progress = Callable[[int], None]
+
+
+@dataclass(eq=False)
+class Member:
+    """One parameter of a unit."""
+
+    name: str
+    parameter: nn.Parameter
+    group: Mapping[str, Any]
+    """Its group in the optimizer, whose learning rate a scheduler may change."""
+    slot: int
+    """Its place among the norms."""
+    step: int = 0
+    """Updates that were applied."""
+    arrived: int = 0
+    """Backward passes since the last step that gave it a gradient."""
+    gradient: Tensor | None = None
+    """Where its gradient waits in host memory."""
+    state: State | None = None
+    spare: State | None = None
+    out: Mark | None = None
+    """The point when its gradient lies in host memory."""
+
+    @property
+    def numel(self) -> int:
+        """The number of its elements."""
+        return self.parameter.numel()
+
+    @property
+    def is_split(self) -> bool:
+        """Whether its master is kept in two halves."""
+        return self.parameter.dtype == torch.bfloat16
+
+
+class Lanes:
+    """The lanes of one device, and the update that the host lane runs."""
+
+    def __init__(self, device: torch.device, update: HostUpdate):
+        self.device, self.update = device, update
+        self.copy_in = copy_lane("copy-in", device)
+        self.copy_out = copy_lane("copy-out", device)
+        self.host = ThreadLane("host")
+        self.fetch = ThreadLane("fetch")
+        """Waits for updates on behalf of weights that are on their way."""
+
+    @property
+    def all(self) -> tuple[Lane, ...]:
+        """Every lane."""
+        return self.copy_in, self.copy_out, self.host, self.fetch
+
+    def close(self) -> None:
+        """Ends all lanes."""
+        for lane in (self.host, self.fetch, self.copy_in, self.copy_out):
+            lane.close()
+
+
+@dataclass(eq=False)
+class Home:
+    """A unit with its state in one place."""
+
+    unit: ModelUnit
+    index: int
+    members: list[Member]
+    lanes: Lanes
+    place: Place | None = None
+    is_windowed: bool = False
+    """Whether its weights rest in host memory and come for each use."""
+    updated: Mark | None = None
+    """The end of the host's work on its newest weights."""
+    returned: Mark | None = None
+    """The end of the copy of its newest weights to the GPU."""
+    began_with: list[Any] | None = None
+    """The settings of an update that began in the backward pass of a step that has not ended."""
+    assumed: dict[Member, Scalars] = field(default_factory=dict)
+    """The factors of a guess that was asked for."""
+    guessed: dict[Member, Scalars] = field(default_factory=dict)
+    """The factors of what lies in the spare state; the host lane's own."""
+    visitor: "Visitor | None" = None
+    _slabs: list[Slab] = field(default_factory=list)
+
+    def settle(self, place: Place, *, has_spare: bool, progress: Progress) -> None:
+        """Allocates the state in its place, with moments of zero and masters equal to the weights."""
+        self.place = place
+        device = self.lanes.device
+        if place == "gpu":
+            for member in self.members:
+                moments = (torch.zeros(member.numel, dtype=torch.float32, device=device) for _ in range(2))
+                low = torch.zeros(member.numel, dtype=torch.int16, device=device) if member.is_split else None
+                member.state = State(member.parameter.data.view(-1), low, *moments)
+            return
+        if place == "visit":
+            self.visitor = Visitor(self, progress)
+            return
+        is_lean = place == "lean"
+        is_pinned = device.type == "cuda"
+        sizes = size_of(self)
+        resting = sum(_resting_bytes(member) for member in self.members)
+        moved = Slab(
+            (sizes.lean_bytes if is_lean else sizes.host_bytes) - resting,
+            self.lanes.update, is_pinned=is_pinned, progress=progress,
+        )  # fmt: skip
+        rest = Slab(resting, self.lanes.update, is_pinned=False, progress=progress)
+        self._slabs += [moved, rest]
+        for member in self.members:
+            dtype = member.parameter.dtype
+            member.gradient = moved.take(member.numel, dtype)
+            weight = member.gradient if is_lean else moved.take(member.numel, dtype)
+            member.state = _take_state(member, weight, rest)
+        self.refresh()
+        if has_spare:
+            self.add_spare(progress)
+
+    def add_spare(self, progress: Progress) -> None:
+        """Allocates a second copy of what an update writes."""
+        is_pinned = self.lanes.device.type == "cuda"
+        weights = sum(aligned(m.numel * m.parameter.dtype.itemsize) for m in self.members)
+        moved = Slab(weights, self.lanes.update, is_pinned=is_pinned, progress=progress)
+        resting = sum(_resting_bytes(member) for member in self.members)
+        rest = Slab(resting, self.lanes.update, is_pinned=False, progress=progress)
+        self._slabs += [moved, rest]
+        for member in self.members:
+            member.spare = _take_state(member, moved.take(member.numel, member.parameter.dtype), rest)
+
+    def refresh(self) -> None:
+        """Copies the model's weights to host memory, where the state of a unit has a copy of them."""
+        for member in self.members:
+            if self.place == "host" and member.state is not None:
+                member.state.weight.copy_(member.parameter.data.view(-1))
+
+    def wait(self) -> None:
+        """Lets the compute lane wait for the newest weights of this unit."""
+        if self.updated is not None:
+            self.updated.wait_on_host()
+            if self.returned is not None:
+                self.returned.wait_on_device()
+            self.updated = self.returned = None
+
+    def send(self, member: Member, gradient: Tensor, norms: Tensor, partial: Tensor) -> None:
+        """Lets a gradient leave for host memory, with its norm."""
+        target, slot = member.gradient, slice(member.slot, member.slot + 1)
+        assert target is not None
+        flat = gradient.reshape(-1)
+
+        def copy() -> None:
+            target.copy_(flat, non_blocking=True)
+            partial[slot].copy_(norms[slot], non_blocking=True)
+
+        member.out = self.lanes.copy_out.submit(f"OFFLOAD:d{self.index}", copy, now(self.lanes.device))
+
+    def guess(self, factors: dict[Member, Scalars], is_wrong: Callable[[], bool]) -> None:
+        """Queues an update into the spare state, which becomes true only if its factors turn out to be right."""
+        self.assumed, self.guessed = factors, {}
+
+        def work() -> None:
+            for member in factors:
+                assert member.out is not None
+                member.out.wait_on_host()
+            if self.assumed is not factors or is_wrong():
+                return
+            self.lanes.update([_task(member, s, None, member.spare) for member, s in factors.items()])
+            self.guessed = factors
+
+        self.lanes.host.submit(f"UPDATE{self.index}~guess", work)
+
+    def update(
+        self, factors: dict[Member, Scalars], staging: "Staging", is_left_out: Callable[[], bool] = lambda: False
+    ) -> None:
+        """Queues the update on the host and the way of the new weights to the GPU; a right guess is taken over."""
+        ready = now(self.lanes.device)
+        if self.assumed != factors:
+            self.assumed = {}
+
+        def work() -> None:
+            lean = staging.take(self) if self.place == "lean" else {}
+            for member in factors:
+                assert member.out is not None
+                member.out.wait_on_host()
+            if is_left_out():
+                return
+            for member in factors:
+                member.step += 1
+            if self.guessed == factors:
+                for member in factors:
+                    member.state, member.spare = member.spare, member.state
+            else:
+                tasks = [_task(member, s, lean.get(member), member.state) for member, s in factors.items()]
+                self.lanes.update(tasks)
+            self.guessed = {}
+            if not self.is_windowed:
+                self.returned = self.lanes.copy_in.submit(f"FETCH:w{self.index}", lambda: _return(factors), ready)
+
+        self.updated = self.lanes.host.submit(f"UPDATE{self.index}~host", work)
+
+    def update_on_gpu(self, factors: dict[Member, Scalars]) -> None:
+        """Updates a unit whose state lies on the GPU, on the compute lane."""
+        for member, s in factors.items():
+            gradient = member.parameter.grad
+            assert member.state is not None
+            assert gradient is not None
+            member.step += 1
+            update_on_gpu(s, gradient.reshape(-1), member.state)
+
+
+class Visitor:
+    """The state of a unit that rests in host memory and visits the GPU for its update."""
+
+    def __init__(self, home: Home, progress: Progress):
+        self.home, self.lanes = home, home.lanes
+        size = sum(_resting_bytes(member) for member in home.members)
+        is_pinned = self.lanes.device.type == "cuda"
+        self.slab = Slab(size, self.lanes.update, is_pinned=is_pinned, progress=progress)
+        for member in home.members:
+            member.state = _take_state(member, member.parameter.data.view(-1), self.slab)
+        self.here: Tensor | None = None
+        """The state on the GPU, byte for byte as in host memory."""
+        self.came: Mark | None = None
+        self.leaving: tuple[Mark, Tensor] | None = None
+
+    def come(self) -> None:
+        """Lets the state come to the GPU, behind its last way back."""
+        if self.here is not None:
+            return
+        self.finish()
+        here = torch.empty(self.slab.size_bytes, dtype=torch.uint8, device=self.lanes.device)
+        copy = partial(here.copy_, self.slab.whole, non_blocking=True)
+        self.came = self.lanes.copy_in.submit(f"FETCH:o{self.home.index}", copy, now(self.lanes.device))
+        self.here = here
+
+    def update(self, factors: dict[Member, Scalars]) -> None:
+        """Updates the unit on the compute lane and lets the state go back."""
+        self.come()
+        assert self.here is not None
+        assert self.came is not None
+        self.came.wait_on_device()
+        used = 0
+        for member in self.home.members:
+            size = _resting_bytes(member)
+            state = _state_in(member, self.here[used : used + size])
+            used += size
+            if member in factors:
+                gradient = member.parameter.grad
+                assert gradient is not None
+                member.step += 1
+                update_on_gpu(factors[member], gradient.reshape(-1), state)
+        here, self.here = self.here, None
+        copy = partial(self.slab.whole.copy_, here, non_blocking=True)
+        gone = self.lanes.copy_out.submit(f"OFFLOAD:o{self.home.index}", copy, now(self.lanes.device))
+        self.leaving = gone, here
+
+    def prune(self) -> None:
+        """Frees the memory on the GPU once the state has left it."""
+        if self.leaving is not None and self.leaving[0].is_past():
+            self.leaving = None
+
+    def finish(self) -> None:
+        """Waits until the state is in host memory."""
+        if self.leaving is not None:
+            self.leaving[0].wait_on_host()
+            self.leaving = None
+
+    def cancel(self) -> None:
+        """Ends a visit that led to no update; its memory is free once the copy into it has ended."""
+        if self.here is not None and self.came is not None:
+            self.came.wait_on_device()
+            self.here = None
+
+
+class Staging:
+    """Room for the weights of two lean units: one is updated while the next one's weights come."""
+
+    def __init__(self, homes: list[Home], lanes: Lanes, progress: Progress):
+        self.lanes = lanes
+        lean = [home for home in homes if home.place == "lean"]
+        size = max((size_of(home).gradient_bytes for home in lean), default=0)
+        is_pinned = lanes.device.type == "cuda"
+        self._slabs = [
+            Slab(size, lanes.update, is_pinned=is_pinned, progress=progress) for _ in range(2 if lean else 0)
+        ]
+        self._queue: list[Home] = []
+        self._asked: dict[Home, tuple[dict[Member, Tensor], Mark]] = {}
+        self._turn = 0
+
+    def expect(self, homes: list[Home]) -> None:
+        """Takes the lean units of one step, in the order in which they will be updated; asks for the first."""
+        self._queue = list(homes)
+        self._ask()
+
+    def take(self, home: Home) -> dict[Member, Tensor]:
+        """Returns a unit's weights as they were before the update, and asks for the next unit's."""
+        if home not in self._asked:
+            self._queue.insert(0, home)
+            self._ask()
+        weights, mark = self._asked.pop(home)
+        mark.wait_on_host()
+        self._ask()
+        return weights
+
+    def _ask(self) -> None:
+        if not self._queue:
+            return
+        home, slab = self._queue.pop(0), self._slabs[self._turn]
+        self._turn = 1 - self._turn
+        slab.rewind()
+        weights = {member: slab.take(member.numel, member.parameter.dtype) for member in home.members}
+
+        def copy() -> None:
+            for member, weight in weights.items():
+                weight.copy_(member.parameter.data.view(-1), non_blocking=True)
+
+        self._asked[home] = weights, self.lanes.copy_out.submit(f"OFFLOAD:w{home.index}", copy)
+
+
+def size_of(home: Home) -> UnitSize:
+    """Returns the bytes of a unit in each place."""
+    weights = sum(aligned(m.numel * m.parameter.dtype.itemsize) for m in home.members)
+    resting = sum(_resting_bytes(m) for m in home.members)
+    on_gpu = sum(m.numel * (10 if m.is_split else 8) for m in home.members)
+    device = sum(m.numel * m.parameter.dtype.itemsize for m in home.members)
+    return UnitSize(
+        name=home.unit.name,
+        num_parameters=sum(m.numel for m in home.members),
+        weight_bytes=0 if home.is_windowed else device,
+        gradient_bytes=weights,
+        gpu_bytes=on_gpu,
+        host_bytes=2 * weights + resting,
+        lean_bytes=weights + resting,
+        visit_bytes=resting,
+        spare_bytes=weights + resting,
+        is_bound_to_host=home.is_windowed,
+    )
+
+
+def _resting_bytes(member: Member) -> int:
+    """Returns the host bytes of what never moves: moments, and the low half of the master."""
+    low = aligned(2 * member.numel) if member.is_split else 0
+    return low + 2 * aligned(4 * member.numel)
+
+
+def _state_in(member: Member, visiting: Tensor) -> State:
+    """Returns a member's state in the bytes of a visit, laid out as in its slab."""
+    n, at, low = member.numel, 0, None
+    if member.is_split:
+        low, at = visiting[: 2 * n].view(torch.int16), aligned(2 * n)
+    m = visiting[at : at + 4 * n].view(torch.float32)
+    at += aligned(4 * n)
+    return State(member.parameter.data.view(-1), low, m, visiting[at : at + 4 * n].view(torch.float32))
+
+
+def _take_state(member: Member, weight: Tensor, rest: Slab) -> State:
+    low = rest.take(member.numel, torch.int16) if member.is_split else None
+    return State(weight, low, rest.take(member.numel, torch.float32), rest.take(member.numel, torch.float32))
+
+
+def _task(member: Member, s: Scalars, weight: Tensor | None, new: State | None) -> Task:
+    """Returns a member's update from its state, or from a weight that it keeps elsewhere, to `new`."""
+    assert member.gradient is not None
+    assert member.state is not None
+    assert new is not None
+    old = member.state if weight is None else member.state._replace(weight=weight)
+    return Task(s, member.gradient, old, new)
+
+
+def _return(members: Iterable[Member]) -> None:
+    """Copies new weights from host memory into the model."""
+    for member in members:
+        assert member.state is not None
+        member.parameter.data.view(-1).copy_(member.state.weight, non_blocking=True)

@@ -1,0 +1,251 @@
+"""Queues of work beside the compute lane: a CUDA stream for copies of a GPU, a thread for everything else.
+
+Work of one lane runs in order; `Mark` is a point in it that others can wait for. On a machine without a GPU all lanes
+are threads that work on CPU tensors: the same queues, the same waits.
+"""
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+
+
+class Mark(Protocol):
+    """A point in a lane's work."""
+
+    def is_past(self) -> bool:
+        """Whether the work before it has ended."""
+
+    def wait_on_host(self) -> None:
+        """Blocks the calling thread; raises what the work raised."""
+
+    def wait_on_device(self) -> None:
+        """Lets the current stream wait, and not the calling thread where there is a stream."""
+
+
+class EventMark:
+    """A point in a CUDA stream."""
+
+    def __init__(self, event: torch.cuda.Event):
+        self.event = event
+
+    def is_past(self) -> bool:
+        """Whether the work before it has ended."""
+        return bool(self.event.query())  # type: ignore[no-untyped-call]
+
+    def wait_on_host(self) -> None:
+        """Blocks the calling thread."""
+        self.event.synchronize()
+
+    def wait_on_device(self) -> None:
+        """Lets the current stream wait, or the thread where there is none."""
+        self.event.wait()
+
+
+class ThreadMark:
+    """A point in a thread's work."""
+
+    def __init__(self, is_past: bool = False):
+        self.event, self.error = threading.Event(), None  # type: tuple[threading.Event, BaseException | None]
+        if is_past:
+            self.event.set()
+
+    def is_past(self) -> bool:
+        """Whether the work before it has ended."""
+        return self.event.is_set()
+
+    def wait_on_host(self) -> None:
+        """Blocks the calling thread."""
+        self.event.wait()
+        if self.error is not None:
+            raise self.error
+
+    def wait_on_device(self) -> None:
+        """Lets the current stream wait, or the thread where there is none."""
+        self.wait_on_host()
+
+
+def now(device: torch.device) -> Mark:
+    """Returns the present point of the compute lane."""
+    if device.type != "cuda":
+        return ThreadMark(is_past=True)
+    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    event.record()
+    return EventMark(event)
+
+
+class Recorder:
+    """When the actions of all lanes ran, in seconds since it began; a GPU's by its own clock."""
+
+    def __init__(self, device: torch.device):
+        self.spans: list[tuple[str, str, float, float]] = []
+        """Lane, action, start and end."""
+        self._timed: list[tuple[str, str, torch.cuda.Event, torch.cuda.Event]] = []
+        self._points: list[tuple[str, int, Any]] = []
+        self._open: set[int] = set()
+        self._origin: torch.cuda.Event | None = None
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+            self._origin = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            self._origin.record()
+        self.began_s = time.perf_counter()
+
+    def add(self, lane: str, action: str, start_s: float, end_s: float) -> None:
+        """Takes a span in the seconds of time.perf_counter."""
+        self.spans.append((lane, action, start_s - self.began_s, end_s - self.began_s))
+
+    def add_events(self, lane: str, action: str, start: torch.cuda.Event, end: torch.cuda.Event) -> None:
+        """Takes a span of a stream, between two events with timing."""
+        self._timed.append((lane, action, start, end))
+
+    def came(self, unit: int) -> None:
+        """Takes note that the compute lane has come to a unit's forward; of a recompute it is told and takes none."""
+        if unit not in self._open:
+            self._points.append(("came", unit, self._point()))
+
+    def began(self, unit: int) -> None:
+        """Takes note that a unit's weights are there."""
+        if unit not in self._open:
+            self._open.add(unit)
+            self._points.append(("began", unit, self._point()))
+
+    def ended(self, unit: int) -> None:
+        """Takes note that a unit's gradients are final."""
+        self._open.discard(unit)
+        self._points.append(("ended", unit, self._point()))
+
+    def _point(self) -> Any:
+        if self._origin is None:
+            return time.perf_counter() - self.began_s
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record()
+        return event
+
+    def _compute_spans(self) -> list[tuple[str, str, float, float]]:
+        """Returns the forwards, from weights to the next unit, and the backwards, from one unit's end to the next."""
+        times = [p if self._origin is None else self._origin.elapsed_time(p) / 1e3 for _, _, p in self._points]
+        spans = []
+        for (kind, unit, _), (following, other, _), start, end in zip(
+            self._points, self._points[1:], times, times[1:], strict=False
+        ):
+            if kind == "began":
+                spans.append(("compute", f"F{unit}", start, end))
+            elif kind == "ended" and following == "ended":
+                spans.append(("compute", f"B{other}", start, end))
+        return spans
+
+    def finish(self) -> list[tuple[str, str, float, float]]:
+        """Returns all spans, the earliest first; waits for the GPU."""
+        if self._origin is not None:
+            torch.cuda.synchronize()
+            for lane, action, start, end in self._timed:
+                times = [self._origin.elapsed_time(event) / 1e3 for event in (start, end)]
+                self.spans.append((lane, action, *times))
+            self._timed.clear()
+        self.spans += self._compute_spans()
+        self._points.clear()
+        return sorted(self.spans, key=lambda span: span[2])
+
+
+class Lane:
+    """What all lanes share: their name, a recorder if one listens, and a delay that stress tests inject."""
+
+    def __init__(self, name: str):
+        self.name = name
+        self.recorder: Recorder | None = None
+        self.delay: Callable[[], None] | None = None
+
+    def submit(self, action: str, work: Callable[[], Any], *after: Mark | None) -> Mark:
+        """Queues work behind all that was submitted and behind the marks; returns the point of its end."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Ends the lane."""
+
+
+class StreamLane(Lane):
+    """A lane of a GPU: work is issued at once, and runs in the order of its stream."""
+
+    def __init__(self, name: str, device: torch.device):
+        super().__init__(name)
+        self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    def submit(self, action: str, work: Callable[[], Any], *after: Mark | None) -> Mark:
+        """Queues work behind all that was submitted and behind the marks."""
+        with torch.cuda.stream(self.stream):
+            for mark in after:
+                if mark is not None:
+                    mark.wait_on_device()
+            if self.delay is not None:
+                self.delay()
+            start = self._event()
+            work()
+            end = self._event()
+        if self.recorder is not None:
+            self.recorder.add_events(self.name, action, start, end)
+        return EventMark(end)
+
+    def _event(self) -> torch.cuda.Event:
+        is_timed = self.recorder is not None
+        event = torch.cuda.Event(enable_timing=is_timed, blocking=True)  # type: ignore[no-untyped-call]
+        event.record()
+        return event
+
+
+class ThreadLane(Lane):
+    """A lane that is a thread of this process; after a failure it does no more work, and its marks raise."""
+
+    def __init__(self, name: str):
+        super().__init__(name)
+        self._queue: deque[tuple[str, Callable[[], Any], tuple[Mark | None, ...], ThreadMark] | None] = deque()
+        self._filled = threading.Semaphore(0)
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name=f"pipedejavu {name}", daemon=True)
+        self._thread.start()
+
+    def submit(self, action: str, work: Callable[[], Any], *after: Mark | None) -> Mark:
+        """Queues work behind all that was submitted and behind the marks."""
+        mark = ThreadMark()
+        self._queue.append((action, work, after, mark))
+        self._filled.release()
+        return mark
+
+    def close(self) -> None:
+        """Ends the thread, behind all that was submitted."""
+        self._queue.append(None)
+        self._filled.release()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while True:
+            self._filled.acquire()
+            item = self._queue.popleft()
+            if item is None:
+                return
+            action, work, after, mark = item
+            try:
+                if self._error is not None:
+                    raise self._error
+                self._do(action, work, after)
+            except BaseException as error:
+                self._error = mark.error = error
+            mark.event.set()
+
+    def _do(self, action: str, work: Callable[[], Any], after: tuple[Mark | None, ...]) -> None:
+        for before in after:
+            if before is not None:
+                before.wait_on_host()
+        if self.delay is not None:
+            self.delay()
+        start = time.perf_counter()
+        work()
+        if self.recorder is not None:
+            self.recorder.add(self.name, action, start, time.perf_counter())
+
+
+def copy_lane(name: str, device: torch.device) -> Lane:
+    """Returns a lane for copies between a device and the host."""
+    return StreamLane(name, device) if device.type == "cuda" else ThreadLane(name)

@@ -1,0 +1,234 @@
+/* One pass of AdamW over host memory, on a pool of threads.
+
+   Every element goes through the operations of arithmetic.py in the same order, each rounded once: no fused
+   multiply-add (the file is built with -ffp-contract=off), no approximate division or root. Inputs and outputs are
+   separate pointers: equal ones update in place, other ones leave the old state as it was. */
+
+#define _GNU_SOURCE
+#include <pthread.h>
+#include <stdatomic.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+#ifdef __SSE2__
+#include <emmintrin.h>
+#endif
+
+#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
+#define CLONES __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
+#else
+#define CLONES
+#endif
+
+enum { BLOCK = 2048, CHUNK = 16 * BLOCK };
+static const int64_t FILL = (int64_t)1 << 24;
+
+typedef struct {
+    float scale, beta1, rest1, beta2, rest2, unroot2, eps, decay, rate;
+} Scalars;
+
+typedef struct {
+    Scalars s;
+    int64_t n;
+    int is_split;      /* bf16 gradient and weight with a 16-bit low half, or all of it in float */
+    const void *g, *w; /* gradient; weight, or its high half */
+    const int16_t *low;
+    const float *m, *v;
+    void *w_out;
+    int16_t *low_out;
+    float *m_out, *v_out;
+} Job;
+
+/* Non-temporal: a fresh copy of state need not be read into the cache before it is written. */
+static void store(void *to, const void *from, size_t size, int streams) {
+#ifdef __SSE2__
+    if (streams && ((uintptr_t)to & 15) == 0) {
+        size_t i = 0;
+        for (; i + 16 <= size; i += 16)
+            _mm_stream_si128((__m128i *)((char *)to + i), _mm_loadu_si128((const __m128i *)((const char *)from + i)));
+        memcpy((char *)to + i, (const char *)from + i, size - i);
+        return;
+    }
+#endif
+    memcpy(to, from, size);
+}
+
+CLONES static void unpack(const uint16_t *restrict half, float *restrict out, int n) {
+    for (int i = 0; i < n; i++) {
+        uint32_t bits = (uint32_t)half[i] << 16;
+        memcpy(&out[i], &bits, 4);
+    }
+}
+
+CLONES static void join(const uint16_t *restrict high, const int16_t *restrict low, float *restrict out, int n) {
+    for (int i = 0; i < n; i++) {
+        uint32_t bits = ((uint32_t)high[i] << 16) + (uint32_t)(int32_t)low[i];
+        memcpy(&out[i], &bits, 4);
+    }
+}
+
+CLONES static void split(const float *restrict in, uint16_t *restrict high, int16_t *restrict low, int n) {
+    for (int i = 0; i < n; i++) {
+        uint32_t bits;
+        memcpy(&bits, &in[i], 4);
+        high[i] = (uint16_t)((bits + 0x8000u) >> 16);
+        low[i] = (int16_t)(uint16_t)bits;
+    }
+}
+
+CLONES static void adamw(const Scalars *s, const float *restrict g, float *restrict w, const float *m, const float *v,
+                         float *m_out, float *v_out, int n) {
+    const float scale = s->scale, beta1 = s->beta1, rest1 = s->rest1, beta2 = s->beta2, rest2 = s->rest2;
+    const float unroot2 = s->unroot2, eps = s->eps, decay = s->decay, rate = s->rate;
+#pragma GCC ivdep
+    for (int i = 0; i < n; i++) {
+        float x = g[i] * scale;
+        float a = m[i] * beta1 + x * rest1;
+        float b = v[i] * beta2 + (x * rest2) * x;
+        float d = __builtin_sqrtf(b) * unroot2 + eps;
+        w[i] = w[i] * decay - (a / d) * rate;
+        m_out[i] = a;
+        v_out[i] = b;
+    }
+}
+
+static void run_block(const Job *job, int64_t start, int n) {
+    float g[BLOCK], w[BLOCK], m[BLOCK], v[BLOCK];
+    uint16_t high[BLOCK];
+    int16_t low[BLOCK];
+    int streams = job->m != job->m_out;
+    const float *gradient = g;
+    if (job->is_split) {
+        unpack((const uint16_t *)job->g + start, g, n);
+        join((const uint16_t *)job->w + start, job->low + start, w, n);
+    } else {
+        gradient = (const float *)job->g + start;
+        memcpy(w, (const float *)job->w + start, 4 * (size_t)n);
+    }
+    if (streams) {
+        adamw(&job->s, gradient, w, job->m + start, job->v + start, m, v, n);
+        store(job->m_out + start, m, 4 * (size_t)n, 1);
+        store(job->v_out + start, v, 4 * (size_t)n, 1);
+    } else {
+        adamw(&job->s, gradient, w, job->m + start, job->v + start, job->m_out + start, job->v_out + start, n);
+    }
+    if (job->is_split) {
+        split(w, high, low, n);
+        store((uint16_t *)job->w_out + start, high, 2 * (size_t)n, streams);
+        store(job->low_out + start, low, 2 * (size_t)n, streams);
+    } else {
+        store((float *)job->w_out + start, w, 4 * (size_t)n, streams);
+    }
+}
+
+static int64_t num_chunks(const Job *job) { return (job->n + CHUNK - 1) / CHUNK; }
+
+typedef struct Pool {
+    pthread_mutex_t lock;
+    pthread_cond_t begin, end;
+    int num_threads, busy, stops;
+    uint64_t round;
+    const Job *jobs;
+    int num_jobs;
+    void *fill;
+    int64_t fill_size;
+    atomic_llong next;
+    pthread_t threads[];
+} Pool;
+
+/* The chunks of all jobs are numbered through; each thread takes the next one until none is left. */
+static void run_chunks(Pool *pool) {
+    if (pool->fill) {
+        for (int64_t start; (start = atomic_fetch_add(&pool->next, 1) * FILL) < pool->fill_size;) {
+            int64_t left = pool->fill_size - start;
+            memset((char *)pool->fill + start, 0, (size_t)(left < FILL ? left : FILL));
+        }
+        return;
+    }
+    const Job *job = pool->jobs, *last = job + pool->num_jobs;
+    int64_t before = 0;
+    for (;;) {
+        int64_t chunk = atomic_fetch_add(&pool->next, 1);
+        while (job < last && chunk - before >= num_chunks(job)) before += num_chunks(job++);
+        if (job == last) break;
+        int64_t start = (chunk - before) * CHUNK, stop = start + CHUNK < job->n ? start + CHUNK : job->n;
+        for (int64_t at = start; at < stop; at += BLOCK) run_block(job, at, (int)(stop - at < BLOCK ? stop - at : BLOCK));
+    }
+#ifdef __SSE2__
+    _mm_sfence();
+#endif
+}
+
+static void *work(void *argument) {
+    Pool *pool = argument;
+    uint64_t seen = 0;
+    pthread_mutex_lock(&pool->lock);
+    for (;;) {
+        while (pool->round == seen && !pool->stops) pthread_cond_wait(&pool->begin, &pool->lock);
+        if (pool->stops) break;
+        seen = pool->round;
+        pthread_mutex_unlock(&pool->lock);
+        run_chunks(pool);
+        pthread_mutex_lock(&pool->lock);
+        if (--pool->busy == 0) pthread_cond_signal(&pool->end);
+    }
+    pthread_mutex_unlock(&pool->lock);
+    return NULL;
+}
+
+/* A pool of this many threads, the caller among them; NULL where none can be started. */
+Pool *pdv_start(int num_threads) {
+    Pool *pool = calloc(1, sizeof(Pool) + sizeof(pthread_t) * (size_t)num_threads);
+    if (!pool) return NULL;
+    pthread_mutex_init(&pool->lock, NULL);
+    pthread_cond_init(&pool->begin, NULL);
+    pthread_cond_init(&pool->end, NULL);
+    for (int i = 1; i < num_threads; i++) {
+        if (pthread_create(&pool->threads[pool->num_threads], NULL, work, pool)) break;
+        pool->num_threads++;
+    }
+    return pool;
+}
+
+void pdv_stop(Pool *pool) {
+    pthread_mutex_lock(&pool->lock);
+    pool->stops = 1;
+    pthread_cond_broadcast(&pool->begin);
+    pthread_mutex_unlock(&pool->lock);
+    for (int i = 0; i < pool->num_threads; i++) pthread_join(pool->threads[i], NULL);
+    free(pool);
+}
+
+static void run_all(Pool *pool, int is_small) {
+    atomic_store(&pool->next, 0);
+    if (is_small) {
+        run_chunks(pool);
+        return;
+    }
+    pthread_mutex_lock(&pool->lock);
+    pool->busy = pool->num_threads;
+    pool->round++;
+    pthread_cond_broadcast(&pool->begin);
+    pthread_mutex_unlock(&pool->lock);
+    run_chunks(pool);
+    pthread_mutex_lock(&pool->lock);
+    while (pool->busy) pthread_cond_wait(&pool->end, &pool->lock);
+    pthread_mutex_unlock(&pool->lock);
+}
+
+/* Runs all jobs; one caller at a time. */
+void pdv_adamw(Pool *pool, const Job *jobs, int num_jobs) {
+    int64_t chunks = 0;
+    for (int i = 0; i < num_jobs; i++) chunks += num_chunks(&jobs[i]);
+    pool->jobs = jobs;
+    pool->num_jobs = num_jobs;
+    pool->fill = NULL;
+    run_all(pool, chunks <= 1);
+}
+
+/* Writes zeros, so that the pages are there. */
+void pdv_zero(Pool *pool, void *to, int64_t size) {
+    pool->fill = to;
+    pool->fill_size = size;
+    run_all(pool, size <= FILL);
+}

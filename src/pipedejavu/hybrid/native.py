@@ -1,0 +1,118 @@
+"""The host's update: one native pass where it was built, the torch reference where it was not.
+
+`native.c` is built when the package is installed, by the C compiler that is there. The two give the same bits.
+"""
+
+import ctypes
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+from torch import Tensor
+
+from pipedejavu.hybrid.arithmetic import Scalars, State, update_
+
+LIBRARY = Path(__file__).with_name("_native.so")
+SPARED_CORES = 2
+"""Cores that are left for launching kernels and for the data loader."""
+
+
+class _Scalars(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_float) for name in Scalars._fields]
+
+
+class _Job(ctypes.Structure):
+    _fields_ = [
+        ("s", _Scalars),
+        ("n", ctypes.c_int64),
+        ("is_split", ctypes.c_int),
+        *((name, ctypes.c_void_p) for name in ("g", "w", "low", "m", "v", "w_out", "low_out", "m_out", "v_out")),
+    ]
+
+
+class Task(NamedTuple):
+    """One parameter's update: the state after it is written to `new`, which may be the memory of `old`."""
+
+    s: Scalars
+    gradient: Tensor
+    old: State
+    new: State
+
+
+def _job(s: Scalars, gradient: Tensor, old: State, new: State) -> _Job:
+    for tensor in (gradient, *old, *new):
+        assert tensor is None or (tensor.is_contiguous() and tensor.device.type == "cpu")
+    low, low_out = (None if half is None else half.data_ptr() for half in (old.low, new.low))
+    return _Job(
+        _Scalars(*s), gradient.numel(), old.low is not None, gradient.data_ptr(), old.weight.data_ptr(), low,
+        old.m.data_ptr(), old.v.data_ptr(), new.weight.data_ptr(), low_out, new.m.data_ptr(), new.v.data_ptr(),
+    )  # fmt: skip
+
+
+@cache
+def library() -> ctypes.CDLL | None:
+    """Returns the native library, or None where it was not built."""
+    if not LIBRARY.exists():
+        return None
+    found = ctypes.CDLL(str(LIBRARY))
+    found.pdv_start.restype = ctypes.c_void_p
+    found.pdv_start.argtypes = [ctypes.c_int]
+    found.pdv_stop.argtypes = [ctypes.c_void_p]
+    found.pdv_adamw.argtypes = [ctypes.c_void_p, ctypes.POINTER(_Job), ctypes.c_int]
+    found.pdv_zero.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64]
+    return found
+
+
+class HostUpdate:
+    """The host's update on a number of threads of its own."""
+
+    def __init__(self, num_threads: int | None = None, *, is_native: bool | None = None):
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        self.num_threads = num_threads or max(1, cores - SPARED_CORES)
+        self._library = library() if is_native is not False else None
+        if is_native and self._library is None:
+            raise RuntimeError(f"{LIBRARY} was not built; install the package where there is a C compiler")
+        self.num_updated, self.busy_s = 0, 0.0
+        self._lock = threading.Lock()
+        """The threads serve one call at a time: memory may be made ready while updates run."""
+        self._pool = self._library.pdv_start(self.num_threads) if self._library else None
+
+    @property
+    def is_native(self) -> bool:
+        """Whether the native pass is there."""
+        return self._library is not None
+
+    def __call__(self, tasks: Sequence[Task]) -> None:
+        """Runs updates of several parameters, none of which shares memory with another."""
+        started = time.perf_counter()
+        if self._library is None:
+            for task in tasks:
+                update_(*task)
+        else:
+            jobs = (_Job * len(tasks))(*(_job(*task) for task in tasks))
+            with self._lock:
+                self._library.pdv_adamw(self._pool, jobs, len(tasks))
+        self.busy_s += time.perf_counter() - started
+        self.num_updated += sum(task.gradient.numel() for task in tasks)
+
+    def zero(self, address: int, size_bytes: int, progress: Callable[[int], None] = lambda _: None) -> None:
+        """Writes zeros to memory on all threads, so that its pages are there."""
+        piece = 2**30
+        for start in range(0, size_bytes, piece):
+            size = min(piece, size_bytes - start)
+            if self._library is None:
+                ctypes.memset(address + start, 0, size)
+            else:
+                with self._lock:
+                    self._library.pdv_zero(self._pool, address + start, size)
+            progress(size)
+
+    def close(self) -> None:
+        """Ends the threads."""
+        if self._library and self._pool:
+            self._library.pdv_stop(self._pool)
+            self._pool = None

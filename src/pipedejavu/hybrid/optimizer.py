@@ -1,0 +1,222 @@
+"""HybridAdamW: AdamW whose state lies in GPU and host memory together; the training loop stays as it is.
+
+Gradients of host-held units leave while the backward pass goes on. With `clip_norm`, the update waits for the norm of
+all gradients and runs in forward order while the next forward pass is under way, each unit's forward waiting for its
+own weights alone; without, it runs as soon as a unit's gradients are final. Which unit lies where changes no bit.
+"""
+
+from collections.abc import Callable, Iterable
+from typing import Any, Literal, cast
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from pipedejavu.facts import InputError
+from pipedejavu.hybrid.budget import Budget, Meter
+from pipedejavu.hybrid.flow import Flow, Rules
+from pipedejavu.hybrid.home import Lanes, size_of
+from pipedejavu.hybrid.lane import Recorder
+from pipedejavu.hybrid.native import HostUpdate
+from pipedejavu.hybrid.placement import Placement
+from pipedejavu.hybrid.state import fill_state, read_state
+from pipedejavu.hybrid.window import open_window
+
+
+class HybridAdamW(Optimizer):
+    """AdamW with decoupled weight decay, float32 moments and float32 masters of bf16 weights, placed by budget.
+
+    Where the state goes is decided at the first `step`, when the memory of a whole step has been seen; `plan` says
+    what was decided and why. Gradients are consumed by `step`, as by `zero_grad`. Weights that are read outside the
+    modules' own forward need `synchronize` first.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        params: Iterable[Any] | None = None,
+        *,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        clip_norm: float | None = None,
+        gpu_budget: Budget = "auto",
+        host_budget: Budget = "auto",
+        gpu_units: int | None = None,
+        window: int | Literal["auto"] | None = "auto",
+        device: torch.device | str | None = None,
+        speculate: bool = True,
+        microbatches: int = 1,
+        host_threads: int | None = None,
+    ):
+        """Takes a model, and its parameters in groups where they differ.
+
+        Args:
+            model: its modules tell when weights are needed.
+            params: parameters or groups as every torch optimizer takes them; all of the model's by default.
+            lr: may be changed between steps, as schedulers do.
+            betas: the decay of both moments.
+            eps: added to the root of the second moment.
+            weight_decay: decoupled from the gradient.
+            clip_norm: gradients are scaled down to this norm over all parameters, exactly.
+            gpu_budget: bytes that weights, state, gradients and activations may take of the GPU.
+            host_budget: bytes that state may take of host memory.
+            gpu_units: how many of the first units have their state on the GPU, in place of what the budgets say.
+            window: how many blocks have their weights on the GPU at a time; the others' rest in host memory and come
+                when they are needed. None for all, "auto" for all where they fit.
+            device: where the model computes; its own device by default. A model that is larger than the GPU is built
+                on the CPU, and its blocks come through the window.
+            speculate: whether updates are guessed during the backward pass where spare memory allows it.
+            microbatches: backward passes between steps; updates that do not wait for the norm begin in the last.
+            host_threads: of the host's update; all cores but two by default.
+        """
+        parameters = [p for p in model.parameters() if p.requires_grad] if params is None else params
+        self._flow: Flow | None = None
+        _check_factors(clip_norm, microbatches, window)
+        super().__init__(parameters, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+        self.device = _check_parameters(self.param_groups, device)
+        meter = Meter(self.device, gpu_budget, host_budget)
+        self._lanes = Lanes(self.device, HostUpdate(host_threads))
+        rules = Rules(clip_norm=clip_norm, microbatches=microbatches, speculates=speculate, gpu_units=gpu_units)
+        flow = Flow(model, self.param_groups, self._lanes, meter, rules)
+        flow.window = open_window(model, flow.homes, self._lanes, meter, window)
+        meter.check([size_of(home) for home in flow.homes], clip_norm is not None, gpu_units)
+        if flow.window is not None:
+            flow.window.fill(model)
+        flow.begin()
+        self._flow = flow
+        self._loaded: dict[Tensor, dict[str, Any]] = {}
+        model.register_state_dict_pre_hook(lambda *_: self.synchronize())  # type: ignore[no-untyped-call]
+        model.register_load_state_dict_pre_hook(lambda *_: self.synchronize())
+
+    @property
+    def flow(self) -> Flow:
+        """The units with their state, and the work of each step."""
+        assert self._flow is not None
+        return self._flow
+
+    @property
+    def plan(self) -> Placement | None:
+        """Where the state of each unit rests, the forecast and the reasons; None before the first step."""
+        return self.flow.plan
+
+    @property
+    def num_skipped(self) -> int:
+        """Steps that were left out, in whole or in part, because gradients were not finite."""
+        return self.flow.num_skipped
+
+    @property
+    def norm(self) -> float:
+        """The norm of all gradients of the last step before clipping, where `clip_norm` is given."""
+        return self.flow.norm
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
+        """Applies the gradients that have come since the last step.
+
+        With `clip_norm` all of them or, if their norm is not finite, none; without, each unit whose own are finite.
+        """
+        if closure is not None:
+            raise InputError("HybridAdamW takes no closure: run forward and backward yourself, then call step()")
+        flow = self.flow
+        if flow.were_dropped() or not any(member.arrived for member in flow.members.values()):
+            flow.forget()
+            return
+        if flow.plan is None:
+            flow.settle()
+            self._fill()
+        flow.apply()
+        flow.tune()
+
+    def synchronize(self) -> None:
+        """Waits until every weight is the newest, and all state is at rest."""
+        self.flow.synchronize()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drops gradients that no step has taken; a step has taken its own already."""
+        if any(home.began_with is not None for home in self.flow.homes):
+            raise InputError(
+                "zero_grad came between backward and step, and without clip_norm the update has begun; give clip_norm"
+                " (math.inf for no clipping) to be able to drop gradients"
+            )
+        self.flow.forget()
+        super().zero_grad(set_to_none)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the state in the layout of torch.optim.AdamW, with the low half of each split master beside it."""
+        self.synchronize()
+        read_state(self.flow.homes, self.state)
+        return super().state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Takes the state of a HybridAdamW or of a torch.optim.AdamW, for weights that are loaded beside it."""
+        self.synchronize()
+        saved = [len(group["params"]) for group in state_dict["param_groups"]]
+        own = [len(group["params"]) for group in self.param_groups]
+        if saved != own:
+            raise InputError(f"the state is of groups of {saved} parameters, and this optimizer's are of {own}")
+        order = [p for group in self.param_groups for p in group["params"]]
+        numbers = [n for group in state_dict["param_groups"] for n in group["params"]]
+        states = state_dict["state"]
+        self._loaded = {p: states[n] for p, n in zip(order, numbers, strict=True) if n in states}
+        for group, found in zip(self.param_groups, state_dict["param_groups"], strict=True):
+            group.update({key: value for key, value in found.items() if key != "params"})
+        if self.plan is not None:
+            self._fill()
+
+    def _fill(self) -> None:
+        """Moves loaded state to where it rests, and the weights into the copies of host-held units."""
+        for parameter, found in self._loaded.items():
+            fill_state(self.flow.members[parameter], found)
+        self._loaded = {}
+        for home in self.flow.homes:
+            if not home.is_windowed:  # loading into a model whose blocks are away has written their host memory
+                home.refresh()
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Adds parameters of the model; all of them are known before the first step, which places them."""
+        if self._flow is not None:
+            raise InputError(
+                "add_param_group came after the optimizer was made, which has seen its model as a whole; give all"
+                " groups to HybridAdamW(model, groups), frozen parameters among them"
+            )
+        super().add_param_group(param_group)
+
+    def record(self) -> Recorder:
+        """Begins to record when the actions of the lanes run; its `finish` returns them."""
+        recorder = Recorder(self.device)
+        for lane in self._lanes.all:
+            lane.recorder = recorder
+        self.flow.recorder = recorder
+        return recorder
+
+    def close(self) -> None:
+        """Waits for all work and ends the threads; the optimizer cannot be used again."""
+        self.synchronize()
+        self._lanes.close()
+        self._lanes.update.close()
+
+
+def _check_factors(clip_norm: float | None, microbatches: int, window: object) -> None:
+    if clip_norm is not None and not clip_norm > 0:
+        raise InputError(f"clip_norm is {clip_norm}; give a number above 0, or None for no clipping")
+    if microbatches < 1:
+        raise InputError(f"microbatches is {microbatches}; give the number of backward passes of a step, 1 or more")
+    if window not in (None, "auto") and not (isinstance(window, int) and window >= 1):
+        raise InputError(f"window is {window!r}; give the number of blocks on the GPU, 'auto', or None for all")
+
+
+def _check_parameters(groups: list[dict[str, Any]], device: torch.device | str | None) -> torch.device:
+    """Returns the device that the model computes on."""
+    parameters = [p for group in groups for p in group["params"]]
+    devices = {p.device for p in parameters}
+    if len(devices) != 1:
+        raise InputError(f"the parameters are on {len(devices)} devices ({devices}); move the model to one")
+    for parameter in parameters:
+        if parameter.dtype not in (torch.bfloat16, torch.float32):
+            raise InputError(f"a parameter is {parameter.dtype}; HybridAdamW trains bfloat16 and float32")
+        if not parameter.is_contiguous():
+            raise InputError(f"a parameter of shape {tuple(parameter.shape)} is not contiguous; call .contiguous()")
+    found = cast(torch.device, devices.pop())
+    return found if device is None else torch.device(device)

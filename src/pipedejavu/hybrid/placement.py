@@ -1,0 +1,241 @@
+"""Where the optimizer state of each unit rests, and what that costs in bytes: arithmetic, without a device.
+
+The first units' gradients come last and their weights are needed first, so their state lies on the GPU as far as its
+budget goes; the last units' state lies in host memory, whose update then hides behind the forward of the others.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from pipedejavu.facts import InputError, format_bytes
+
+Place = Literal["gpu", "visit", "host", "lean"]
+"""On the GPU; in host memory, visiting the GPU for its update; in host memory, updated there; and the same without a
+copy of the weights, for which each update asks the GPU."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class UnitSize:
+    """The bytes of one unit in each place."""
+
+    name: str
+    num_parameters: int
+    weight_bytes: int
+    """On the GPU, wherever the state rests; none for a unit that comes and goes with the window."""
+    gradient_bytes: int
+    gpu_bytes: int
+    """State on the GPU beside the weights."""
+    host_bytes: int
+    """State, weights and gradients in host memory."""
+    lean_bytes: int
+    """State and gradients in host memory."""
+    visit_bytes: int
+    """State alone, in host memory or on the GPU."""
+    spare_bytes: int
+    """A second copy of what an update writes in host memory."""
+    is_bound_to_host: bool = False
+    """Whether only host memory can hold it, because its weights come and go."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stretch:
+    """A part of a step that ends when a unit's gradients are final."""
+
+    unit: int
+    peak_bytes: int
+    """The most GPU memory in it, without weights, state and the gradients of earlier stretches."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """What a placement may use, and how the optimizer works."""
+
+    gpu_bytes: int
+    host_bytes: int
+    keeps_gradients: bool
+    """Whether gradients wait for the end of the backward pass, as global-norm clipping needs."""
+    num_first: int | None = None
+    """How many of the first units must have their state on the GPU; None for as many as fit."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Placement:
+    """The place of each unit's state, with the forecast and the reasons."""
+
+    places: tuple[Place, ...]
+    is_spare: tuple[bool, ...]
+    """Whether a second copy of a unit's state is there to write a guess to."""
+    gpu_bytes: int
+    host_bytes: int
+    reasons: tuple[str, ...]
+    arrivals: Mapping[int, tuple[int, ...]]
+    """By unit: the units whose state comes to the GPU when this one's gradients are final."""
+
+
+def choose_placement(units: Sequence[UnitSize], stretches: Sequence[Stretch], limits: Limits) -> Placement:
+    """Returns the placement with the most state on the GPU; raises InputError where none fits."""
+    counts = range(len(units), -1, -1) if limits.num_first is None else [limits.num_first]
+    nearest: tuple[int, int] | None = None
+    for count in counts:
+        places: list[Place] = ["gpu" if n < count and not u.is_bound_to_host else "host" for n, u in enumerate(units)]
+        gpu = gpu_peak(units, stretches, places, limits.keeps_gradients)
+        if gpu > limits.gpu_bytes:
+            nearest = (gpu, 0)
+            continue
+        ceiling = limits.gpu_bytes if limits.num_first is None else gpu
+        arrivals = _choose_visitors(units, stretches, places, ceiling) if limits.keeps_gradients else {}
+        gpu = max(gpu, gpu_peak(units, stretches, places, limits.keeps_gradients))
+        _make_lean(units, places, limits.host_bytes)
+        host = host_bytes(units, places)
+        if host <= limits.host_bytes:
+            return Placement(
+                places=tuple(places), is_spare=(False,) * len(units), gpu_bytes=gpu, host_bytes=host,
+                reasons=_reasons(units, places, gpu, host, limits), arrivals=arrivals,
+            )  # fmt: skip
+        nearest = (gpu, host)
+        break  # fewer units on the GPU would need still more of the host
+    gpu, host = nearest or (0, 0)
+    raise InputError(_refusal(units, stretches, limits, gpu, host))
+
+
+def with_spares(placement: Placement, units: Sequence[UnitSize], wanted: Sequence[bool], limit: int) -> Placement:
+    """Returns the placement with spare copies for the wanted units, as far as host memory goes."""
+    total, spare = placement.host_bytes, []
+    for unit, place, is_wanted in zip(units, placement.places, wanted, strict=True):
+        fits = is_wanted and place == "host" and not unit.is_bound_to_host and total + unit.spare_bytes <= limit
+        spare.append(fits)
+        total += unit.spare_bytes if fits else 0
+    if not any(spare):
+        return placement
+    reason = (
+        f"{sum(spare)} units have a spare copy of their state ({format_bytes(total - placement.host_bytes)}): their"
+        " update is written there during the backward pass, and counts if no clipping turns out to be needed"
+    )
+    return replace(placement, is_spare=tuple(spare), host_bytes=total, reasons=(*placement.reasons, reason))
+
+
+def wants_spares(places: Sequence[Place], host_s: Sequence[float], forward_s: Sequence[float]) -> list[bool]:
+    """Returns which host-held units should be guessed: all but the last ones, which the forward pass hides.
+
+    An update that waits for the norm starts at the end of the backward pass, and must end before the forward pass
+    arrives at its unit; those that cannot are better begun during the backward pass.
+    """
+    arrives_s = [sum(forward_s[:n]) for n in range(len(places))]
+    held = [n for n, place in enumerate(places) if place == "host"]
+    hidden = 0
+    for count in range(1, len(held) + 1):
+        last = held[len(held) - count :]
+        if any(sum(host_s[m] for m in last if m <= n) > arrives_s[n] for n in last):
+            break
+        hidden = count
+    return [n in held[: len(held) - hidden] for n in range(len(places))]
+
+
+def gpu_peak(
+    units: Sequence[UnitSize], stretches: Sequence[Stretch], places: Sequence[Place], keeps_gradients: bool
+) -> int:
+    """Returns the most GPU memory of a step; what visits comes only into memory that is free below this peak."""
+    return max(_usage(units, stretches, places, keeps_gradients))
+
+
+def _usage(
+    units: Sequence[UnitSize], stretches: Sequence[Stretch], places: Sequence[Place], keeps_gradients: bool
+) -> list[int]:
+    """Returns the GPU memory of each stretch, and of the end of the backward pass."""
+    held = zip(units, places, strict=True)
+    resting = sum(unit.weight_bytes + (unit.gpu_bytes if place == "gpu" else 0) for unit, place in held)
+    usage, kept = [], 0
+    for stretch in stretches:
+        usage.append(resting + kept + stretch.peak_bytes)
+        if places[stretch.unit] == "gpu" or (places[stretch.unit] == "visit" and keeps_gradients):
+            kept += units[stretch.unit].gradient_bytes
+    return [*usage, resting + kept]
+
+
+def _choose_visitors(
+    units: Sequence[UnitSize], stretches: Sequence[Stretch], places: list[Place], ceiling: int
+) -> dict[int, tuple[int, ...]]:
+    """Turns the first host-held units into visitors, at most half of the parameters; returns when each comes.
+
+    The way back of a visitor takes about as long as the host's update of as many parameters, so that halves end
+    together; and visitors stay below the ceiling of GPU memory.
+    """
+    held = [n for n, place in enumerate(places) if place == "host" and not units[n].is_bound_to_host]
+    total = sum(units[n].num_parameters for n in held)
+    for count in range(len(held), 0, -1):
+        chosen = held[:count]
+        if 2 * sum(units[n].num_parameters for n in chosen) > total:
+            continue
+        trial: list[Place] = ["visit" if n in chosen else place for n, place in enumerate(places)]
+        usage = _usage(units, stretches, trial, True)
+        waiting, arrivals, here = list(chosen), {}, 0
+        for position, stretch in enumerate(stretches):
+            free, coming = ceiling - max(usage[position + 1 :]), []
+            while waiting and here + units[waiting[0]].visit_bytes <= free:
+                here += units[waiting[0]].visit_bytes
+                coming.append(waiting.pop(0))
+            if coming:
+                arrivals[stretch.unit] = tuple(coming)
+        if not waiting and max(usage) <= ceiling:
+            places[:] = trial
+            return arrivals
+    return {}
+
+
+def host_bytes(units: Sequence[UnitSize], places: Sequence[Place]) -> int:
+    """Returns the host memory of a placement: all units in it, and room for the weights of two lean ones."""
+    total = largest = 0
+    for unit, place in zip(units, places, strict=True):
+        total += {"gpu": 0, "visit": unit.visit_bytes, "host": unit.host_bytes, "lean": unit.lean_bytes}[place]
+        largest = max(largest, unit.gradient_bytes if place == "lean" else 0)
+    return total + 2 * largest
+
+
+def _make_lean(units: Sequence[UnitSize], places: list[Place], limit: int) -> None:
+    """Turns as few host-held units as fit the host into lean ones, the last ones first."""
+    for n in reversed(range(len(units))):
+        if host_bytes(units, places) <= limit:
+            break
+        if places[n] == "host" and not units[n].is_bound_to_host:
+            places[n] = "lean"
+
+
+def _reasons(
+    units: Sequence[UnitSize], places: Sequence[Place], gpu: int, host: int, limits: Limits
+) -> tuple[str, ...]:
+    first = sum(place == "gpu" for place in places)
+    count = sum(unit.num_parameters for unit, place in zip(units, places, strict=True) if place == "gpu")
+    total = sum(unit.num_parameters for unit in units)
+    why = "as asked" if limits.num_first is not None else "as many as the GPU's budget holds"
+    reasons = [
+        f"the state of {first} of {len(units)} units ({count:,} of {total:,} parameters) lies on the GPU, {why}:"
+        f" {format_bytes(gpu)} of {format_bytes(limits.gpu_bytes)}"
+    ]
+    if first < len(units):
+        reasons.append(f"the others' lies in host memory: {format_bytes(host)} of {format_bytes(limits.host_bytes)}")
+    if visitors := places.count("visit"):
+        reasons.append(f"{visitors} units visit the GPU for their update, in memory that the backward pass has freed")
+    if lean := places.count("lean"):
+        reasons.append(f"{lean} units keep no copy of their weights on the host, which could not hold them")
+    return tuple(reasons)
+
+
+def _refusal(units: Sequence[UnitSize], stretches: Sequence[Stretch], limits: Limits, gpu: int, host: int) -> str:
+    """Says what does not fit and the smallest budget of either kind that would do."""
+    none: list[Place] = ["host"] * len(units)
+    least_gpu = gpu_peak(units, stretches, none, limits.keeps_gradients)
+    if host == 0:
+        what = f"the model needs {format_bytes(gpu)} of GPU memory and the budget is {format_bytes(limits.gpu_bytes)}"
+        if limits.num_first is None:
+            remedy = f"the smallest gpu_budget that would do is {format_bytes(least_gpu)}; or give a window"
+        else:
+            remedy = f"{format_bytes(gpu)} would do, or fewer units on the GPU"
+        return f"{what}; {remedy}"
+    most: list[Place] = ["host" if unit.is_bound_to_host else "gpu" for unit in units]
+    most_gpu = gpu_peak(units, stretches, most, limits.keeps_gradients)
+    return (
+        f"the state that the GPU cannot hold needs {format_bytes(host)} of host memory and the budget is"
+        f" {format_bytes(limits.host_bytes)}; a host_budget of {format_bytes(host)} would do, or a gpu_budget of up to"
+        f" {format_bytes(most_gpu)}, which would hold all of it"
+    )

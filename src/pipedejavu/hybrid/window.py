@@ -1,0 +1,154 @@
+"""Blocks whose weights rest in host memory and come to the GPU when they are needed.
+
+At most `size` blocks are there at once. As the compute lane comes to one, the next in its direction sets out, and the
+ones behind make room; a forward pass goes up the blocks and a backward pass down. Memory is taken and freed in the
+order of the compute lane, and each copy waits for the point at which its memory was taken.
+"""
+
+from functools import partial
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from pipedejavu.facts import InputError
+from pipedejavu.hybrid.budget import Meter, pinning_progress
+from pipedejavu.hybrid.home import Home, Lanes, Member, size_of
+from pipedejavu.hybrid.lane import Mark, now
+
+ROOMY_SHARE = 0.5
+"""Of the GPU's budget that weights may take before they come through a window; the rest is for a step."""
+
+
+def open_window(
+    model: nn.Module, homes: list[Home], lanes: Lanes, meter: Meter, size: int | Literal["auto"] | None
+) -> "Window | None":
+    """Returns the window of the asked size, or None where all weights stay on the GPU."""
+    blocks = [home for home in homes if home.unit.is_block]
+    if size == "auto":
+        size = _auto_size(homes, blocks, meter)
+    if size is None or size >= len(blocks):
+        is_away = any(p.device != lanes.device for p in model.parameters())
+        if is_away and size is None:
+            model.to(lanes.device)
+            return None
+        if not is_away:
+            return None
+        size = max(1, len(blocks))
+    if not blocks:
+        raise InputError("a window needs blocks, and the model has no list of modules; give window=None")
+    window = Window(blocks, lanes, size)
+    for home in blocks:
+        home.is_windowed = True
+        home.unit.module.register_full_backward_pre_hook(partial(window.before_backward, home))
+    return window
+
+
+def _auto_size(homes: list[Home], blocks: list[Home], meter: Meter) -> int | None:
+    """Returns None if all weights fit in their share of the budget, else how many blocks do, at least two."""
+    room = int(meter.limits(True, None).gpu_bytes * ROOMY_SHARE)
+    weights = {home: size_of(home).weight_bytes for home in homes}
+    if sum(weights.values()) <= room or not blocks:
+        return None
+    left = room - sum(weights[home] for home in homes if home not in blocks)
+    return max(2, left // max(weights[home] for home in blocks))
+
+
+class Window:
+    """The blocks of a model that come and go."""
+
+    def __init__(self, blocks: list[Home], lanes: Lanes, size: int):
+        self.blocks, self.lanes, self.size = blocks, lanes, size
+        self._position = {home: n for n, home in enumerate(blocks)}
+        self._here: dict[Home, tuple[Mark, list[Mark]]] = {}
+        """Blocks on the GPU or on their way, the longest unused first: the host's part of the way, and the copy."""
+        self._weights: dict[Member, Tensor] = {}
+        """Memory of the GPU, empty while its block is away; what autograd has saved stays valid when it is back."""
+        self._last, self._step = 0, 1
+
+    def fill(self, model: nn.Module) -> None:
+        """Moves the blocks' weights to host memory and everything else of the model to the device."""
+        device = self.lanes.device
+        with pinning_progress(sum(size_of(home).host_bytes for home in self.blocks)) as progress:
+            for home in self.blocks:
+                home.settle("host", has_spare=False, progress=progress)
+                for member in home.members:
+                    shape = member.parameter.shape
+                    self._weights[member] = torch.empty(shape, dtype=member.parameter.dtype, device=device)
+                    self._leave(member)
+        windowed = set(self._weights)
+        moved = {id(member.parameter) for member in windowed}
+        for tensor in (*model.parameters(), *model.buffers()):
+            if id(tensor) not in moved:
+                tensor.data = tensor.data.to(device)
+
+    def enter(self, home: Home) -> None:
+        """Lets the compute lane wait for a block's weights, and lets its neighbour set out."""
+        position = self._position[home]
+        if position != self._last:
+            self._step = 1 if position > self._last else -1
+        self._last = position
+        self._bring(home, {home})
+        coming, copies = self._here[home]
+        coming.wait_on_host()
+        for copy in copies:
+            copy.wait_on_device()
+        ahead = position + self._step
+        if self.size > 1 and 0 <= ahead < len(self.blocks):
+            self._bring(self.blocks[ahead], {home, self.blocks[ahead]})
+
+    def before_backward(self, home: Home, *_: object) -> None:
+        """Is called by autograd as it comes to a block."""
+        self.enter(home)
+
+    def restart(self) -> None:
+        """Drops all weights, which an update makes old, and lets the first blocks set out as they become new."""
+        self.clear()
+        for home in self.blocks[: min(self.size, 2)]:
+            self._bring(home, {home})
+
+    def clear(self) -> None:
+        """Lets all blocks leave."""
+        for home in list(self._here):
+            self._evict(home)
+        self._last, self._step = 0, 1
+
+    def _bring(self, home: Home, needed: set[Home]) -> None:
+        """Lets a block set out for the GPU; others than the needed ones make room."""
+        if home in self._here:
+            self._here[home] = self._here.pop(home)
+            return
+        for other in [other for other in self._here if other not in needed]:
+            if len(self._here) >= self.size:
+                self._evict(other)
+        for member in home.members:
+            weight = self._weights[member]
+            weight.untyped_storage().resize_(weight.numel() * weight.dtype.itemsize)
+            member.parameter.data = weight
+        taken, updated, copies = now(self.lanes.device), home.updated, []
+
+        def copy() -> None:
+            for member in home.members:
+                assert member.state is not None
+                self._weights[member].view(-1).copy_(member.state.weight, non_blocking=True)
+
+        def fetch() -> None:
+            if updated is not None:
+                updated.wait_on_host()
+            copies.append(self.lanes.copy_in.submit(f"FETCH:w{home.index}", copy, taken))
+
+        self._here[home] = self.lanes.fetch.submit(f"wait{home.index}", fetch), copies
+
+    def _evict(self, home: Home) -> None:
+        coming, copies = self._here.pop(home)
+        coming.wait_on_host()
+        for copy in copies:
+            copy.wait_on_device()  # its memory must not be taken by others while the copy still writes
+        for member in home.members:
+            self._leave(member)
+
+    def _leave(self, member: Member) -> None:
+        """Frees a weight's memory on the GPU; the model then holds the one in host memory."""
+        assert member.state is not None
+        self._weights[member].untyped_storage().resize_(0)
+        member.parameter.data = member.state.weight.view(member.parameter.shape)
