@@ -55,7 +55,10 @@ class Applier:
         home, update, place = (a.piece, a.replica), a.version - 1, "host" if a.via == "~host" else ""
         summed: Tensors = self.values["d", *home, update, place]
         coefficient = self._coefficient(a.replica, update)
-        gradients = {name: gradient * coefficient for name, gradient in summed.items()}
+        # The sum's own memory holds the scaled gradients, then the deltas, then the new version; not where the next
+        # update's norm may still be reading it.
+        scale = torch.mul if self.plan.reduce.clip == "delayed" else Tensor.mul_
+        gradients = {name: scale(gradient, coefficient) for name, gradient in summed.items()}
         if a.via == "~shared":
             self._in_shared_memory(home, update, gradients)
             return
@@ -65,7 +68,6 @@ class Applier:
             self._pull_elastic(home, update, base, deltas)
         if self.plan.reduce.gate == "bound":
             self._push(home, update, deltas)
-        # The deltas' own memory becomes the new version.
         self.values["w", *home, a.version, place] = as_leaves({n: deltas[n].add_(w.detach()) for n, w in base.items()})
 
     def _coefficient(self, replica: int, update: int) -> float:
@@ -112,7 +114,7 @@ class Applier:
         center = self._weights_of(home[0], self.center, turn)
         pull = self.job.optimizer.rate(update) * self.job.elasticity
         for name, weight in base.items():
-            deltas[name] = deltas[name] - pull * (weight.detach() - center[name])
+            deltas[name] -= pull * (weight.detach() - center[name])
 
     def _on_server(self, a: Action) -> None:
         piece, replica, update = a.piece, a.replica, a.version - 1

@@ -21,7 +21,7 @@ from pipedejavu.engine.piece import PieceRunner, Saved, like, tensors_of
 from pipedejavu.engine.wire import Wire, flatten, unflatten
 from pipedejavu.facts import InputError
 from pipedejavu.program import Action, Program, Table
-from pipedejavu.program.value import value_of
+from pipedejavu.program.value import Value, value_of
 
 TRANSIENT = frozenset("xgsbncdp")
 """Whats that are freed behind their last reader; of its own weights a worker keeps the newest version."""
@@ -37,15 +37,13 @@ class Handlers:
         self.program, self.index, self.runners, self.job = program, index, runners, job
         self.device = device_of(program, index)
         self.batches, self.wire, self.log, self.live = batches, wire, Log(), 0
-        self.values: dict[tuple[str, int, int, int, str], Any] = {}
+        self.values: dict[Value, Any] = {}
         self.applier = Applier(program, runners, job, batches, self.values, self.log)
         self.table = Table(program)
         self.reads = Counter(value for a in program.workers[index].actions for value in self.table(a, index)[0])
         self.readers = self.reads.copy()
         self.lock = threading.Lock()
         self.first_microbatch = self.first_version = 0
-        self._added_up: dict[tuple[int, int], int] = {}
-        """By (piece, replica): the update whose gradients are summed in memory of their own."""
         self._handlers: dict[str, Callable[[Action], None]] = {
             "F": self.forward,
             "R": self.recompute,
@@ -97,7 +95,7 @@ class Handlers:
             for _, piece, replica, _, _ in weights:
                 self._count_versions(piece, replica)
 
-    def _is_spent(self, value: tuple[str, int, int, int, str]) -> bool:
+    def _is_spent(self, value: Value) -> bool:
         """Whether a value that nobody will read again can go."""
         what, piece, replica, version, place = value
         if what != "w":
@@ -164,21 +162,24 @@ class Handlers:
     def backward(self, a: Action) -> None:
         """Runs a piece backward: hands a gradient on and adds to the piece's own."""
         saved, gradients = self._needed(a)
-        passed, own = self.runners[a.piece, a.replica].backward(saved, gradients)
-        self.values["g", a.piece, 0, a.microbatch, ""] = passed
-        self._add_gradient(a, own)
+        total = self._of_update(a)
+        passed, self.values[total] = self._runner(a).backward(saved, gradients, self.values.get(total))
+        self._pass_on(a, passed)
+        self._end_microbatch(a)
 
     def backward_input(self, a: Action) -> None:
         """Makes the gradient that the piece hands on."""
-        saved, gradients = self._needed(a)
-        self.values["g", a.piece, 0, a.microbatch, ""] = self.runners[a.piece, a.replica].backward_input(
-            saved, gradients
-        )
+        self._pass_on(a, self._runner(a).backward_input(*self._needed(a)))
 
     def backward_weights(self, a: Action) -> None:
-        """Makes the gradient of the piece's weights."""
+        """Adds to the gradient of the piece's weights."""
         saved, gradients = self._needed(a)
-        self._add_gradient(a, self.runners[a.piece, a.replica].backward_weights(saved, gradients))
+        total = self._of_update(a)
+        self.values[total] = self._runner(a).backward_weights(saved, gradients, self.values.get(total))
+        self._end_microbatch(a)
+
+    def _runner(self, a: Action) -> PieceRunner:
+        return self.runners[a.piece, a.replica]
 
     def _needed(self, a: Action) -> tuple[Saved, tuple[Tensor, ...]]:
         """Returns what a backward works on."""
@@ -188,22 +189,17 @@ class Handlers:
             return saved, (torch.ones_like(saved.outputs[0]),)
         return saved, self.values["g", after[0], 0, a.microbatch, ""]
 
-    def _add_gradient(self, a: Action, own: Tensors) -> None:
+    def _of_update(self, a: Action) -> Value:
+        """Names the sum of gradients that a backward adds to."""
+        return ("d", a.piece, a.replica, a.microbatch // self.program.update_size, "")
+
+    def _pass_on(self, a: Action, gradients: tuple[Tensor, ...]) -> None:
+        if self.program.inputs[a.piece]:
+            self.values["g", a.piece, 0, a.microbatch, ""] = gradients
+
+    def _end_microbatch(self, a: Action) -> None:
         if self.program.pieces[a.piece].opens_stage:
             self.live -= 1
-        update, home = a.microbatch // self.program.update_size, (a.piece, a.replica)
-        key = ("d", *home, update, "")
-        total = self.values.get(key)
-        if total is None:
-            self.values[key] = own
-            self._added_up.pop(home, None)
-        elif self._added_up.get(home) == update:
-            for name, gradient in own.items():
-                total[name] += gradient
-        else:
-            # Autograd may hand out one tensor several times: as the first gradient and as what was passed on.
-            self.values[key] = {name: total[name] + gradient for name, gradient in own.items()}
-            self._added_up[home] = update
 
     def send(self, a: Action) -> None:
         """Hands a value to another worker."""
@@ -292,7 +288,7 @@ def _moved(value: Any, device: torch.device) -> Any:
     return value if isinstance(value, Saved) else to_device(value, device)
 
 
-def _before(weights: tuple[str, int, int, int, str]) -> tuple[str, int, int, int, str]:
+def _before(weights: Value) -> Value:
     """Returns the version before one of a piece's weights."""
     what, piece, replica, version, place = weights
     return (what, piece, replica, version - 1, place)

@@ -1,7 +1,7 @@
 """Optimizers as pure arithmetic on a piece's tensors: settings, state and one step.
 
-The state belongs to a piece, not to a weight version: a step takes the gradients and writes new weights, in
-place or into new tensors, as its caller needs.
+The state belongs to a piece, not to a weight version: a step turns the gradients, in their own memory, into what
+is to be added to the weights, and leaves it to its caller to make a new version or to change the old.
 """
 
 import math
@@ -31,18 +31,19 @@ class Sgd:
         return self.lr * self.schedule(update) if self.schedule else self.lr
 
     def step(self, update: int, weights: Tensors, gradients: Tensors, state: dict[str, Tensors]) -> Tensors:
-        """Returns what to add to each weight."""
+        """Returns what to add to each weight, in the memory of its gradient."""
         lr = self.rate(update)
         deltas = {}
         for name, gradient in gradients.items():
             if self.weight_decay and self.decays(name):
-                gradient = gradient + self.weight_decay * weights[name].detach()
+                gradient.add_(weights[name].detach(), alpha=self.weight_decay)
             if self.momentum:
                 own = state.setdefault(name, {})
-                velocity = own.get("momentum")
-                velocity = gradient.clone() if velocity is None else velocity.mul_(self.momentum).add_(gradient)
-                own["momentum"] = gradient = velocity
-            deltas[name] = gradient * -lr
+                if own:
+                    gradient.copy_(own["momentum"].mul_(self.momentum).add_(gradient))
+                else:
+                    own["momentum"] = gradient.clone()
+            deltas[name] = gradient.mul_(-lr)
         return deltas
 
 
@@ -62,7 +63,7 @@ class AdamW:
         return self.lr * self.schedule(update) if self.schedule else self.lr
 
     def step(self, update: int, weights: Tensors, gradients: Tensors, state: dict[str, Tensors]) -> Tensors:
-        """Returns what to add to each weight."""
+        """Returns what to add to each weight, in the memory of its gradient."""
         lr, (beta1, beta2) = self.rate(update), self.betas
         deltas = {}
         for name, gradient in gradients.items():
@@ -74,10 +75,9 @@ class AdamW:
             mean = own["m"].mul_(beta1).add_(gradient, alpha=1 - beta1)
             square = own["v"].mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
             scale = (square.sqrt() / math.sqrt(1 - beta2**count)).add_(self.eps)
-            delta = (mean / scale).mul_(-lr / (1 - beta1**count))
+            deltas[name] = torch.div(mean, scale, out=gradient).mul_(-lr / (1 - beta1**count))
             if self.weight_decay and self.decays(name):
-                delta = delta - lr * self.weight_decay * weights[name].detach()
-            deltas[name] = delta
+                gradient.sub_(weights[name].detach(), alpha=lr * self.weight_decay)
         return deltas
 
 

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 
 from pipedejavu.engine.optimizer import Tensors
 
@@ -44,20 +43,26 @@ def like(value: Value, tensors: Sequence[Tensor]) -> Value:
 
 
 class PieceRunner:
-    """Runs one piece; `units` are (number, name, module) in order."""
+    """Runs one piece; `units` are (number, name, module) in order. One thread at a time may use it."""
 
     def __init__(self, units: Sequence[tuple[int, str, nn.Module]], seed: int):
         self.units, self.seed = units, seed
         self.names: dict[str, str] = {}
         """Each parameter's full name, and the name that stands for it where the piece holds it twice."""
         self.initial: Tensors = {}
+        self._slots: list[tuple[dict[str, Any], str, str]] = []
+        """Where the modules look for each parameter: a module's own dictionary, the key there, the full name."""
         first: dict[int, str] = {}
         for _, unit, module in units:
-            for name, parameter in module.named_parameters(remove_duplicate=False):
-                full = f"{unit}.{name}"
-                self.names[full] = first.setdefault(id(parameter), full)
-                if self.names[full] == full:
-                    self.initial[full] = parameter.detach().clone()
+            for path, part in module.named_modules(remove_duplicate=False):
+                for key, parameter in part._parameters.items():
+                    if parameter is None:
+                        continue
+                    full = ".".join(filter(None, (unit, path, key)))
+                    self.names[full] = first.setdefault(id(parameter), full)
+                    self._slots.append((part._parameters, key, self.names[full]))
+                    if self.names[full] == full:
+                        self.initial[full] = parameter.detach()
         self._calm: set[int] = set()
         """Units that were seen to draw no random numbers; the others wait for their turn with the generator."""
 
@@ -70,61 +75,85 @@ class PieceRunner:
         """
         inputs = tuple(t.detach().requires_grad_(t.is_floating_point() and not is_first) for t in tensors_of(value))
         value = like(value, inputs)
-        for number, unit, module in self.units:
-            own = {n: weights[self.names[f"{unit}.{n}"]] for n, _ in module.named_parameters(remove_duplicate=False)}
-            if keeps_buffers:
-                own |= {name: buffer.clone() for name, buffer in module.named_buffers()}
-            if number in self._calm:
-                value = functional_call(module, own, (value,), tie_weights=False)
-                continue
-            with _random:
-                torch.manual_seed(_mixed(self.seed, microbatch, number))
-                before = torch.get_rng_state()
-                value = functional_call(module, own, (value,), tie_weights=False)
-                if not _looks_random(module) and torch.equal(before, torch.get_rng_state()):
-                    self._calm.add(number)
+        before = [(place, key, place[key]) for place, key, _ in self._slots]
+        if keeps_buffers:
+            before += [
+                (p._buffers, key, b) for _, _, m in self.units for p in m.modules() for key, b in p._buffers.items()
+            ]
+        try:
+            for place, key, name in self._slots:
+                place[key] = weights[name]
+            for place, key, buffer in before[len(self._slots) :]:
+                place[key] = None if buffer is None else buffer.clone()
+            for number, _, module in self.units:
+                value = module(value) if number in self._calm else self._run_seeded(number, module, value, microbatch)
+        finally:
+            for place, key, tensor in before:
+                place[key] = tensor
         return value, Saved(inputs, weights, tensors_of(value))
 
-    def backward(self, saved: Saved, gradients: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], Tensors]:
-        """Returns the gradients of the inputs and of the weights."""
-        inputs = [t for t in saved.inputs if t.requires_grad]
-        found = _grad(saved, gradients, [*inputs, *saved.weights.values()], keeps_graph=False)
-        return _padded(saved.inputs, found[: len(inputs)]), _named(saved.weights, found[len(inputs) :])
+    def _run_seeded(self, number: int, module: nn.Module, value: Value, microbatch: int) -> Value:
+        """Runs a unit that may draw random numbers."""
+        with _random:
+            torch.manual_seed(_mixed(self.seed, microbatch, number))
+            before = torch.get_rng_state()
+            value = module(value)
+            if not _looks_random(module) and torch.equal(before, torch.get_rng_state()):
+                self._calm.add(number)
+        return value
+
+    def backward(
+        self, saved: Saved, gradients: Sequence[Tensor], total: Tensors | None = None
+    ) -> tuple[tuple[Tensor, ...], Tensors]:
+        """Returns the gradients of the inputs, and those of the weights: added to `total`, in its memory, if given."""
+        own = _summed_up(saved, gradients, total, wanted=None)
+        passed = tuple(torch.zeros_like(t) if t.grad is None else t.grad for t in saved.inputs)
+        for tensor in saved.inputs:
+            tensor.grad = None
+        return passed, own
 
     def backward_input(self, saved: Saved, gradients: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Returns the gradients of the inputs; the graph stays for the weights."""
         inputs = [t for t in saved.inputs if t.requires_grad]
-        return _padded(saved.inputs, _grad(saved, gradients, inputs, keeps_graph=True)) if inputs else ()
+        outputs, heads = _ends(saved, gradients)
+        if not inputs or not outputs:
+            return tuple(torch.zeros_like(t) for t in saved.inputs)
+        found = iter(torch.autograd.grad(outputs, inputs, heads, retain_graph=True, allow_unused=True))
+        passed = [next(found) if t.requires_grad else None for t in saved.inputs]
+        return tuple(torch.zeros_like(t) if g is None else g for t, g in zip(saved.inputs, passed, strict=True))
 
-    def backward_weights(self, saved: Saved, gradients: Sequence[Tensor]) -> Tensors:
-        """Returns the gradients of the weights."""
-        return _named(saved.weights, _grad(saved, gradients, [*saved.weights.values()], keeps_graph=False))
+    def backward_weights(self, saved: Saved, gradients: Sequence[Tensor], total: Tensors | None = None) -> Tensors:
+        """Returns the gradients of the weights: added to `total`, in its memory, if given."""
+        return _summed_up(saved, gradients, total, wanted=[*saved.weights.values()])
+
+
+def _summed_up(
+    saved: Saved, gradients: Sequence[Tensor], total: Tensors | None, wanted: list[Tensor] | None
+) -> Tensors:
+    """Runs backward with `total` as the weights' gradients, so that autograd adds to each while it is in the cache.
+
+    Autograd gives every weight memory of its own, also where it hands one tensor out several times.
+    """
+    outputs, heads = _ends(saved, gradients)
+    for name, weight in saved.weights.items():
+        weight.grad = None if total is None else total[name]
+    if outputs and wanted != []:
+        torch.autograd.backward(outputs, heads, inputs=wanted)
+    own = {name: torch.zeros_like(w) if w.grad is None else w.grad for name, w in saved.weights.items()}
+    for weight in saved.weights.values():
+        weight.grad = None
+    return own
+
+
+def _ends(saved: Saved, gradients: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+    """Returns the outputs that a gradient can start from, and those gradients."""
+    pairs = [(o, g) for o, g in zip(saved.outputs, gradients, strict=True) if o.requires_grad]
+    return [o for o, _ in pairs], [g for _, g in pairs]
 
 
 def _looks_random(module: nn.Module) -> bool:
     """Whether a module holds dropout; other devices have generators that are not watched."""
     return any(isinstance(m, _RANDOM) or getattr(m, "dropout", 0) for m in module.modules())
-
-
-def _grad(
-    saved: Saved, gradients: Sequence[Tensor], wanted: Sequence[Tensor], keeps_graph: bool
-) -> tuple[Tensor | None, ...]:
-    pairs = [(o, g) for o, g in zip(saved.outputs, gradients, strict=True) if o.requires_grad]
-    if not wanted:
-        return ()
-    outputs, heads = [o for o, _ in pairs], [g for _, g in pairs]
-    return torch.autograd.grad(outputs, wanted, heads, retain_graph=keeps_graph, allow_unused=True)
-
-
-def _padded(inputs: tuple[Tensor, ...], found: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
-    """Gives every input a gradient: zeros where it has none."""
-    left = iter(found)
-    gradients = [next(left) if t.requires_grad else None for t in inputs]
-    return tuple(torch.zeros_like(t) if g is None else g for t, g in zip(inputs, gradients, strict=True))
-
-
-def _named(weights: Tensors, found: Sequence[Tensor | None]) -> Tensors:
-    return {n: torch.zeros_like(w) if g is None else g for (n, w), g in zip(weights.items(), found, strict=True)}
 
 
 def _mixed(*numbers: int) -> int:

@@ -123,7 +123,10 @@ def _share_weights(first: Handlers, other: Handlers) -> None:
     """Lets a worker read and write the very weights of the first."""
     for what, piece, replica, version, place in list(other.values):
         if what == "w":
-            other.values[what, piece, replica, version, place] = first.values[what, piece, 0, version, place]
+            shared = first.values[what, piece, 0, version, place]
+            # Tensors of its own over the same memory: each has the gradients of its worker.
+            own = {name: weight.data.requires_grad_() for name, weight in shared.items()}
+            other.values[what, piece, replica, version, place] = own
 
 
 def final_weights(own: Handlers) -> dict[tuple[int, int], Tensors]:
