@@ -31,9 +31,10 @@ class Applier:
         batches: Batches,
         values: dict[tuple[str, int, int, int, str], Any],
         log: Log,
+        device: torch.device,
     ):
         self.program, self.plan, self.runners, self.job = program, program.plan, runners, job
-        self.batches, self.values, self.log = batches, values, log
+        self.batches, self.values, self.log, self.device = batches, values, log, device
         self.state: dict[Home, dict[str, Tensors]] = {}
         self.center = program.num_replicas
         if self.plan.reduce.clip != "none" and self.plan.feed.kind == "own":
@@ -181,7 +182,7 @@ class Applier:
             found = next(runner.initial for (p, _), runner in self.runners.items() if p == piece)
         else:
             found = self.values["w", piece, replica, version, ""]
-        return {name: w.detach() for name, w in found.items()}
+        return {name: w.detach().to(self.device) for name, w in found.items()}
 
 
 def as_leaves(weights: dict[str, Tensor]) -> Tensors:

@@ -50,8 +50,9 @@ class PieceRunner:
         self.names: dict[str, str] = {}
         """Each parameter's full name, and the name that stands for it where the piece holds it twice."""
         self.initial: Tensors = {}
-        self._slots: list[tuple[dict[str, Any], str, str]] = []
-        """Where the modules look for each parameter: a module's own dictionary, the key there, the full name."""
+        self._slots: list[tuple[dict[str, Any], str, str, Tensor]] = []
+        """Where the modules look for parameters: a module's own dictionary, the key there, the full name, and the
+        tensor that is there while the piece is at rest."""
         first: dict[int, str] = {}
         for _, unit, module in units:
             for path, part in module.named_modules(remove_duplicate=False):
@@ -60,7 +61,7 @@ class PieceRunner:
                         continue
                     full = ".".join(filter(None, (unit, path, key)))
                     self.names[full] = first.setdefault(id(parameter), full)
-                    self._slots.append((part._parameters, key, self.names[full]))
+                    self._slots.append((part._parameters, key, self.names[full], parameter))
                     if self.names[full] == full:
                         self.initial[full] = parameter.detach()
         self._calm: set[int] = set()
@@ -75,30 +76,40 @@ class PieceRunner:
         """
         inputs = tuple(t.detach().requires_grad_(t.is_floating_point() and not is_first) for t in tensors_of(value))
         value = like(value, inputs)
-        before = [(place, key, place[key]) for place, key, _ in self._slots]
-        if keeps_buffers:
-            before += [
-                (p._buffers, key, b) for _, _, m in self.units for p in m.modules() for key, b in p._buffers.items()
-            ]
+        buffers = self._buffers() if keeps_buffers else []
         try:
-            for place, key, name in self._slots:
+            for place, key, name, _ in self._slots:
                 place[key] = weights[name]
-            for place, key, buffer in before[len(self._slots) :]:
-                place[key] = None if buffer is None else buffer.clone()
+            for place, key, buffer in buffers:
+                place[key] = buffer.clone()
             for number, _, module in self.units:
                 value = module(value) if number in self._calm else self._run_seeded(number, module, value, microbatch)
         finally:
-            for place, key, tensor in before:
+            for place, key, _, tensor in self._slots:
+                place[key] = tensor
+            for place, key, tensor in buffers:
                 place[key] = tensor
         return value, Saved(inputs, weights, tensors_of(value))
+
+    def _buffers(self) -> list[tuple[dict[str, Any], str, Tensor]]:
+        """Returns the modules' buffers, and where they are."""
+        parts = [part for _, _, module in self.units for part in module.modules()]
+        return [(p._buffers, key, buffer) for p in parts for key, buffer in p._buffers.items() if buffer is not None]
+
+    def to(self, device: torch.device) -> "PieceRunner":
+        """Moves the buffers to a device; weights come with each call."""
+        for place, key, buffer in self._buffers():
+            place[key] = buffer.to(device)
+        return self
 
     def _run_seeded(self, number: int, module: nn.Module, value: Value, microbatch: int) -> Value:
         """Runs a unit that may draw random numbers."""
         with _random:
             torch.manual_seed(_mixed(self.seed, microbatch, number))
-            before = torch.get_rng_state()
+            device = tensors_of(value)[0].device
+            before = _generators(device)
             value = module(value)
-            if not _looks_random(module) and torch.equal(before, torch.get_rng_state()):
+            if not _looks_random(module) and all(map(torch.equal, before, _generators(device))):
                 self._calm.add(number)
         return value
 
@@ -139,8 +150,10 @@ def _summed_up(
         weight.grad = None if total is None else total[name]
     if outputs and wanted != []:
         torch.autograd.backward(outputs, heads, inputs=wanted)
-    own = {name: torch.zeros_like(w) if w.grad is None else w.grad for name, w in saved.weights.items()}
-    for weight in saved.weights.values():
+    own = {}
+    for name, weight in saved.weights.items():
+        gradient = weight.grad
+        own[name] = torch.zeros_like(weight) if gradient is None else gradient
         weight.grad = None
     return own
 
@@ -151,8 +164,13 @@ def _ends(saved: Saved, gradients: Sequence[Tensor]) -> tuple[list[Tensor], list
     return [o for o, _ in pairs], [g for _, g in pairs]
 
 
+def _generators(device: torch.device) -> list[Tensor]:
+    """Returns the states of the generators that a unit on a device may draw from."""
+    return [torch.get_rng_state()] + ([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])
+
+
 def _looks_random(module: nn.Module) -> bool:
-    """Whether a module holds dropout; other devices have generators that are not watched."""
+    """Whether a module holds dropout, whatever it drew this time."""
     return any(isinstance(m, _RANDOM) or getattr(m, "dropout", 0) for m in module.modules())
 
 

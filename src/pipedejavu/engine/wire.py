@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pipedejavu.engine.device import to_host
+from pipedejavu.engine.device import CPU, moved
 
 Key = tuple[object, ...]
 """What decides a message's shapes: the value's kind and piece, and the microbatch's size."""
@@ -166,15 +166,22 @@ class StagedWire:
 
     def send(self, tensors: tuple[Tensor, ...], to: int, key: Key) -> None:
         """Copies to the host, then sends."""
-        self.wire.send(tuple(to_host(t) for t in tensors), to, key)
+        self.wire.send(self._on_host(tensors), to, key)
 
     def receive(self, source: int, key: Key) -> tuple[Tensor, ...]:
         """Receives, then copies to the device."""
-        return tuple(t.to(self.device) for t in self.wire.receive(source, key))
+        received: tuple[Tensor, ...] = moved(self.wire.receive(source, key), self.device)
+        return received
 
     def add_up(self, tensor: Tensor, group: str) -> Tensor:
         """Sums on the hosts."""
-        return self.wire.add_up(to_host(tensor), group).to(tensor.device)
+        (staged,) = self._on_host((tensor,))
+        return self.wire.add_up(staged, group).to(tensor.device, non_blocking=True)
+
+    def _on_host(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        staged: tuple[Tensor, ...] = moved(tensors, CPU)
+        torch.cuda.current_stream(self.device).synchronize()
+        return staged
 
     def stop(self) -> None:
         """Passes it on."""
