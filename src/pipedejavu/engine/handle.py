@@ -128,7 +128,8 @@ class Handlers:
             self.log.peak_live = max(self.log.peak_live, self.live)
             self.log.peak_versions = max(self.log.peak_versions, 1)
         output, saved = self._run_piece(a, keeps_buffers=False)
-        self.values["x", a.piece, 0, a.microbatch, ""] = output
+        if self.program.outputs[a.piece]:
+            self.values["x", a.piece, 0, a.microbatch, ""] = output
         if not self.program.plan.order.recompute:
             self.values["s", a.piece, 0, a.microbatch, ""] = saved
 
