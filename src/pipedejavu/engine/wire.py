@@ -122,6 +122,8 @@ class ProcessWire:
         # Every process makes every group, in one order, as torch.distributed asks.
         self.groups = {name: dist.new_group(list(workers)) for name, workers in sorted(groups.items())}
         self.sent: dict[tuple[int, Key], str] = {}
+        self._carried: dict[object, tuple[int, int]] = {}
+        """Messages and bytes of each channel and group, whose one lane counts them."""
         self.known: dict[tuple[int, Key], list[tuple[list[int], str]]] = {}
 
     def send(self, tensors: tuple[Tensor, ...], to: int, key: Key) -> None:
@@ -130,10 +132,23 @@ class ProcessWire:
             header = json.dumps([[list(t.shape), str(t.dtype).removeprefix("torch.")] for t in tensors])
             self.sent[to, key] = header
             raw = torch.frombuffer(bytearray(header.encode()), dtype=torch.uint8)
-            dist.send(torch.tensor([len(raw)]), to)
-            dist.send(raw, to)
+            self._put(torch.tensor([len(raw)]), to)
+            self._put(raw, to)
         for tensor in tensors:
-            dist.send(tensor.detach().contiguous(), to)
+            self._put(tensor.detach().contiguous(), to)
+
+    def _put(self, tensor: Tensor, to: int) -> None:
+        dist.send(tensor, to)
+        self._count(to, 1, tensor.nbytes)
+
+    def _count(self, where: object, messages: int, size_bytes: int) -> None:
+        before = self._carried.get(where, (0, 0))
+        self._carried[where] = before[0] + messages, before[1] + size_bytes
+
+    def traffic(self) -> tuple[int, int]:
+        """Returns the messages and bytes that this worker has sent; a member of a sum takes part in a ring."""
+        carried = list(self._carried.values())
+        return sum(messages for messages, _ in carried), sum(size for _, size in carried)
 
     def receive(self, source: int, key: Key) -> tuple[Tensor, ...]:
         """Receives a header the first time that a key is used on the channel, then the tensors."""
@@ -151,6 +166,8 @@ class ProcessWire:
     def add_up(self, tensor: Tensor, group: str) -> Tensor:
         """Sums over the members' processes."""
         dist.all_reduce(tensor, group=self.groups[group])
+        size = self.groups[group].size()
+        self._count(group, 2 * (size - 1), 2 * (size - 1) * tensor.nbytes // size)
         return tensor
 
     def stop(self) -> None:
