@@ -171,7 +171,8 @@ class Handlers:
             )
 
     def finish(self) -> None:
-        """Notes what could not be read while the program ran."""
+        """Lets all that was sent leave, and notes what could not be read while the program ran."""
+        self.wire.flush()
         for number, loss in self._unread_losses.items():
             self._note_loss(number, loss.cpu())
         self._unread_losses.clear()

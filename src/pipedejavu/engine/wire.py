@@ -8,6 +8,7 @@ says their shapes.
 import json
 import queue
 import threading
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -22,6 +23,10 @@ Key = tuple[object, ...]
 """What decides a message's shapes: the value's kind and piece, and the microbatch's size."""
 
 
+LEAVING = 4
+"""Messages of a channel that may be under way, and keep their memory; the receiver takes them as they come."""
+
+
 class StoppedError(Exception):
     """Another worker has failed, so this one stops."""
 
@@ -30,13 +35,16 @@ class Wire(Protocol):
     """One worker's end of all channels and groups."""
 
     def send(self, tensors: tuple[Tensor, ...], to: int, key: Key) -> None:
-        """Hands tensors to a worker."""
+        """Hands tensors to a worker; does not wait for it to take them."""
 
     def receive(self, source: int, key: Key) -> tuple[Tensor, ...]:
         """Takes the next tensors from a worker."""
 
     def add_up(self, tensor: Tensor, group: str) -> Tensor:
         """Returns the sum of the members' tensors."""
+
+    def flush(self) -> None:
+        """Waits until all that was handed over has left."""
 
     def stop(self) -> None:
         """Lets the other workers know that this one has failed."""
@@ -106,6 +114,9 @@ class ThreadWire:
             raise StoppedError from None
         return total
 
+    def flush(self) -> None:
+        """Returns at once: what is handed over is there."""
+
     def stop(self) -> None:
         """Wakes all other workers, wherever they wait."""
         with self.exchange.lock:
@@ -122,6 +133,8 @@ class ProcessWire:
         # Every process makes every group, in one order, as torch.distributed asks.
         self.groups = {name: dist.new_group(list(workers)) for name, workers in sorted(groups.items())}
         self.sent: dict[tuple[int, Key], str] = {}
+        self._leaving: dict[int, deque[tuple[dist.Work, Tensor]]] = {}
+        """By channel, sends that may still be under way, with what they send."""
         self._carried: dict[object, tuple[int, int]] = {}
         """Messages and bytes of each channel and group, whose one lane counts them."""
         self.known: dict[tuple[int, Key], list[tuple[list[int], str]]] = {}
@@ -138,8 +151,19 @@ class ProcessWire:
             self._put(tensor.detach().contiguous(), to)
 
     def _put(self, tensor: Tensor, to: int) -> None:
-        dist.send(tensor, to)
+        leaving = self._leaving.setdefault(to, deque())
+        if len(leaving) == LEAVING:
+            leaving.popleft()[0].wait()
+        work = dist.isend(tensor, to)
+        assert work is not None, "this process is a member of the default group"
+        leaving.append((work, tensor))
         self._count(to, 1, tensor.nbytes)
+
+    def flush(self) -> None:
+        """Waits for all sends."""
+        for leaving in self._leaving.values():
+            while leaving:
+                leaving.popleft()[0].wait()
 
     def _count(self, where: object, messages: int, size_bytes: int) -> None:
         before = self._carried.get(where, (0, 0))
@@ -199,6 +223,10 @@ class StagedWire:
         staged: tuple[Tensor, ...] = moved(tensors, CPU)
         torch.cuda.current_stream(self.device).synchronize()
         return staged
+
+    def flush(self) -> None:
+        """Passes it on."""
+        self.wire.flush()
 
     def stop(self) -> None:
         """Passes it on."""

@@ -1,14 +1,15 @@
 """A worker: runs its sequence of a program, lane by lane, as often as it is asked to.
 
-The lanes run side by side, each in a thread. An action starts when it is at the head of its lane and the actions
-of this worker that it depends on have ended; what depends on other workers waits in the wire. What an action
-does is `handle`'s business, where it does it `lane`'s.
+The lanes run side by side, each in a thread unless it only sends. An action starts when it is at the head of its lane
+and the actions of this worker that it depends on have ended; what depends on other workers waits in the wire. What an
+action does is `handle`'s business, where it does it `lane`'s.
 """
 
 import threading
 import time
 from collections.abc import Callable
 
+from pipedejavu.engine.device import CPU
 from pipedejavu.engine.handle import Handlers
 from pipedejavu.engine.lane import Lane, Mark, Origin, make_lane
 from pipedejavu.facts import Span
@@ -28,9 +29,19 @@ class Worker:
         self.waits = self._waits(graph)
         self.done = {before: threading.Event() for waits in self.waits for before in waits}
         """Whether an action that others wait for is over or, on a stream, issued."""
+        self.sent_by: dict[int, set[str]] = {}
+        """By action, the lanes that may go on behind it and have no thread: on a CPU sending does not wait, so that
+        whoever makes a value sends it too."""
+        for name in self._threadless():
+            for before in (before for position in self.positions[name] for before in self.waits[position]):
+                self.sent_by.setdefault(before, set()).add(name)
+        self.heads: dict[str, int] = {}
         self.marks: dict[int, Mark] = {}
         self.failure: BaseException | None = None
-        self.lock = threading.Lock()
+        self.lock, self.sending = threading.Lock(), threading.RLock()
+
+    def _threadless(self) -> list[str]:
+        return [name for name in self.positions if name.startswith("net>") and self.handlers.device == CPU]
 
     def _waits(self, graph: Graph) -> list[list[int]]:
         """For each action, those of this worker that it waits for and its lane's own order does not imply."""
@@ -49,14 +60,17 @@ class Worker:
         for event in self.done.values():
             event.clear()
         self.marks.clear()
+        self.heads = dict.fromkeys(self._threadless(), 0)
         others = [
             threading.Thread(target=self._guarded, args=(self._run_in_order, name), daemon=True)
             for name in self.positions
-            if name != "compute"
+            if name != "compute" and name not in self.heads
         ]
         origin = Origin.now(self.handlers.device)
         for thread in others:
             thread.start()
+        for name in self.heads:
+            self._guarded(self._go_on, name)
         self._guarded(self._take_ready if self.own.picks_ready else self._run_in_order, "compute")
         for thread in others:
             thread.join()
@@ -85,6 +99,17 @@ class Worker:
                 return
             self._do(lane, position)
 
+    def _go_on(self, name: str) -> None:
+        """Runs what is ready at the head of a lane without a thread."""
+        positions = self.positions[name]
+        with self.sending:
+            while self.failure is None and self.heads[name] < len(positions):
+                position = positions[self.heads[name]]
+                if not all(self.done[before].is_set() for before in self.waits[position]):
+                    return
+                self.heads[name] += 1
+                self._do(self.lanes[name], position)
+
     def _take_ready(self, name: str) -> None:
         """Runs whatever is ready, within the limit of live microbatches."""
         lane, left, limit = self.lanes[name], list(self.positions[name]), self.own.live_limit
@@ -104,6 +129,8 @@ class Worker:
         self.marks[position] = lane.run(self.handlers.do, self.own.actions[position])
         if position in self.done:
             self.done[position].set()
+            for name in self.sent_by.get(position, ()):
+                self._go_on(name)
 
     def _guarded(self, call: Callable[[str], None], name: str) -> None:
         try:
