@@ -118,6 +118,8 @@ class PieceRunner:
     ) -> tuple[tuple[Tensor, ...], Tensors]:
         """Returns the gradients of the inputs, and those of the weights: added to `total`, in its memory, if given."""
         own = _summed_up(saved, gradients, total, wanted=None)
+        if not any(t.requires_grad for t in saved.inputs):
+            return (), own
         passed = tuple(torch.zeros_like(t) if t.grad is None else t.grad for t in saved.inputs)
         for tensor in saved.inputs:
             tensor.grad = None
