@@ -104,8 +104,8 @@ def test_a_coefficient_that_is_applied_wrong_and_logged_right(make, monkeypatch)
     case = make("1f1b", workers=2, microbatches=3)
 
     def too_large(deltas):
-        def run(self, home, update, base, gradients):
-            return deltas(self, home, update, base, {n: 1.01 * g for n, g in gradients.items()})
+        def run(self, home, update, base, summed):
+            return deltas(self, home, update, base, {n: 1.01 * g for n, g in summed.items()})
 
         return run
 
@@ -174,13 +174,14 @@ def test_the_mean_of_means_under_uneven_shares(make, monkeypatch, shares):
 def test_a_microbatch_whose_gradient_is_left_out(make, monkeypatch, name):
     case = make(name, workers=2, microbatches=3, steps=2)
 
-    def without(add):
-        def run(self, a, own):
-            add(self, a, {n: g * (a.microbatch != 1) for n, g in own.items()})
+    def without(needed):
+        def run(self, a):
+            saved, gradients = needed(self, a)
+            return saved, tuple(g * (a.microbatch != 1) for g in gradients)
 
         return run
 
-    assert caught(case, monkeypatch, Handlers, "_add_gradient", without) > FAR
+    assert caught(case, monkeypatch, Handlers, "_needed", without) > FAR
 
 
 def test_a_microbatch_that_is_left_out_and_logged_so(make, monkeypatch):
@@ -270,12 +271,13 @@ def test_a_centre_that_moves_before_the_workers(make, monkeypatch, name):
 
     def later(pull):
         def run(self, home, update, base, deltas):
-            moved = {n: (w.detach() + deltas[n]).requires_grad_() for n, w in base.items()}
-            pull(self, home, update, moved, deltas)
+            found = dict(deltas)
+            moved = {n: (w.detach() + found[n]).requires_grad_() for n, w in base.items()}
+            return pull(self, home, update, moved, iter(found.items()))
 
         return run
 
-    assert caught(case, monkeypatch, Applier, "_pull_elastic", later) > FAR
+    assert caught(case, monkeypatch, Applier, "_pulled", later) > FAR
 
 
 def test_a_wave_that_counts_a_worker_s_own_push_again(make, monkeypatch):
@@ -295,9 +297,9 @@ def test_an_optimizer_whose_state_starts_anew(make, monkeypatch):
     case = make("1f1b", workers=2, microbatches=3, steps=3, optimizer=Sgd(lr=0.1, momentum=0.9))
 
     def forgetful(deltas):
-        def run(self, home, update, base, gradients):
+        def run(self, home, update, base, summed):
             self.state.clear()
-            return deltas(self, home, update, base, gradients)
+            return deltas(self, home, update, base, summed)
 
         return run
 

@@ -42,8 +42,11 @@ def test_steps_are_those_of_torch(own, theirs, schedule, decays):
         gradients = {n: torch.randn_like(w) for n, w in start.items()}
         kept = {n: g.clone() for n, g in gradients.items()}
         before = {n: w.detach().clone() for n, w in weights.items()}
-        deltas = own.step(update, weights, gradients, state)
-        assert all(torch.equal(gradients[n], kept[n]) for n in start), "gradients are the caller's"
+        coefficient = 0.5 if update % 2 else 1.0  # exact
+        deltas = dict(
+            own.step(update, weights, {n: g.div_(coefficient) for n, g in gradients.items()}, state, coefficient)
+        )
+        assert all(deltas[n].data_ptr() == gradients[n].data_ptr() for n in start), "no memory but the gradients' own"
         assert all(torch.equal(weights[n], before[n]) for n in start), "weights are the caller's"
         assert not any(delta.requires_grad for delta in deltas.values())
         weights = {n: (w.detach() + deltas[n]).requires_grad_() for n, w in weights.items()}
@@ -61,7 +64,7 @@ def test_the_state_carries_no_history():
     optimizer, state = Sgd(lr=0.1, momentum=0.9, weight_decay=0.1), {}
     weights = {"a": torch.ones(2, requires_grad=True)}
     for update in range(3):
-        optimizer.step(update, weights, {"a": torch.ones(2)}, state)
+        dict(optimizer.step(update, weights, {"a": torch.ones(2)}, state, 1.0))
     assert not any(t.requires_grad for tensors in state.values() for t in tensors.values())
 
 

@@ -1,11 +1,15 @@
-"""Wires between threads: channels keep their order, groups give all members one sum, and a failure wakes everyone."""
+"""Wires: channels keep their order, groups give all members one sum, a failure wakes everyone, traffic is counted."""
 
+import json
 import threading
+from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.multiprocessing.spawn import start_processes
 
-from pipedejavu.engine.wire import Exchange, StoppedError, ThreadWire, flatten, unflatten
+from pipedejavu.engine.wire import Exchange, ProcessWire, StoppedError, ThreadWire, flatten, unflatten
 
 
 def on_threads(*calls):
@@ -120,3 +124,39 @@ def test_tensors_survive_being_flattened():
     assert all(torch.equal(a, b) for a, b in zip(unflatten(flat, tensors), tensors, strict=True))
     assert flatten([]).numel() == 0
     assert unflatten(flatten([]), []) == []
+
+
+def between_processes(rank, folder):
+    """Sends one kind of value twice and takes part in a sum; notes what the wire carried."""
+    torch.set_default_dtype(torch.float64)
+    store = dist.FileStore(f"{folder}/store", 2)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+    wire = ProcessWire(rank, {"all": (0, 1)})
+    carried = []
+    for n in range(2):
+        if rank == 0:
+            wire.send((torch.full((3, 2), float(n)), torch.tensor([n])), 1, ("x", 0))
+            wire.flush()
+        else:
+            x, index = wire.receive(0, ("x", 0))
+            assert torch.equal(x, torch.full((3, 2), float(n)))
+            assert int(index) == n
+        carried.append(wire.traffic())
+    total = wire.add_up(torch.ones(4) * (rank + 1), "all")
+    assert torch.equal(total, torch.full((4,), 3.0))
+    carried.append(wire.traffic())
+    Path(folder, f"{rank}.json").write_text(json.dumps(carried))
+    dist.destroy_process_group()
+
+
+def test_a_process_counts_what_it_sends(tmp_path, monkeypatch):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    start_processes(between_processes, args=(str(tmp_path),), nprocs=2, start_method="spawn")
+    first, second = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (0, 1))
+    header = len('[[[3, 2], "float64"], [[1], "int64"]]')
+    message = 8 * (6 + 1)
+    assert first[0] == [4, 8 + header + message]  # the header's length and the header, once
+    assert first[1] == [6, 8 + header + 2 * message]
+    assert second[:2] == [[0, 0], [0, 0]]
+    assert [n - m for n, m in zip(first[2], first[1], strict=True)] == [2, 32]  # half of four numbers, there and back
+    assert second[2] == [2, 32]

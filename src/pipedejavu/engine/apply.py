@@ -5,6 +5,7 @@ has, in the order in which the pushes are taken.
 """
 
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -18,6 +19,8 @@ from pipedejavu.program import Action, Program
 
 Home = tuple[int, int]
 """A (piece, replica)."""
+Deltas = Iterator[tuple[str, Tensor]]
+"""What to add to each parameter, made as it is asked for."""
 
 
 class Applier:
@@ -31,9 +34,10 @@ class Applier:
         batches: Batches,
         values: dict[tuple[str, int, int, int, str], Any],
         log: Log,
+        device: torch.device,
     ):
         self.program, self.plan, self.runners, self.job = program, program.plan, runners, job
-        self.batches, self.values, self.log = batches, values, log
+        self.batches, self.values, self.log, self.device = batches, values, log, device
         self.state: dict[Home, dict[str, Tensors]] = {}
         self.center = program.num_replicas
         if self.plan.reduce.clip != "none" and self.plan.feed.kind == "own":
@@ -54,19 +58,19 @@ class Applier:
             return
         home, update, place = (a.piece, a.replica), a.version - 1, "host" if a.via == "~host" else ""
         summed: Tensors = self.values["d", *home, update, place]
-        coefficient = self._coefficient(a.replica, update)
-        gradients = {name: gradient * coefficient for name, gradient in summed.items()}
+        if self.plan.reduce.clip == "delayed":  # this update's norm may still be read from them
+            summed = {name: gradient.clone() for name, gradient in summed.items()}
         if a.via == "~shared":
-            self._in_shared_memory(home, update, gradients)
+            self._in_shared_memory(home, update, summed)
             return
         base: Tensors = self.values["w", *home, update, place]
-        deltas = self._deltas(home, update, base, gradients)
+        deltas = self._deltas(home, update, base, summed)
         if self.plan.reduce.combiner == "elastic":
-            self._pull_elastic(home, update, base, deltas)
+            deltas = self._pulled(home, update, base, deltas)
         if self.plan.reduce.gate == "bound":
-            self._push(home, update, deltas)
-        # The deltas' own memory becomes the new version.
-        self.values["w", *home, a.version, place] = as_leaves({n: deltas[n].add_(w.detach()) for n, w in base.items()})
+            deltas = self._pushed_too(home, update, deltas)
+        # What was the sum's memory, then the deltas', becomes the new version.
+        self.values["w", *home, a.version, place] = as_leaves({n: d.add_(base[n].detach()) for n, d in deltas})
 
     def _coefficient(self, replica: int, update: int) -> float:
         """Returns what each summed gradient counts: one over the samples that feed the update, clipped."""
@@ -89,30 +93,31 @@ class Applier:
             return tuple(range(first, first + count))
         return tuple(range(number * size, (number + 1) * size))
 
-    def _deltas(self, home: Home, update: int, base: Tensors, gradients: Tensors) -> Tensors:
+    def _deltas(self, home: Home, update: int, base: Tensors, summed: Tensors) -> Deltas:
         coefficient = self._coefficient(home[1], update)
         number = self.first_version + update
         self.log.events.append(Applied(*home, number + 1, self._members(home[1], update), coefficient))
         if coefficient == 0:
-            return {name: torch.zeros_like(weight) for name, weight in base.items()}
-        return self.job.optimizer.step(number, base, gradients, self.state.setdefault(home, {}))
+            return iter([(name, torch.zeros_like(weight)) for name, weight in base.items()])
+        return self.job.optimizer.step(number, base, summed, self.state.setdefault(home, {}), coefficient)
 
-    def _in_shared_memory(self, home: Home, update: int, gradients: Tensors) -> None:
+    def _in_shared_memory(self, home: Home, update: int, summed: Tensors) -> None:
         """Adds to weights that others read and write at the same time; autograd must not notice."""
         base: Tensors = self.values["w", *home, -1, ""]
-        for name, delta in self._deltas(home, update, base, gradients).items():
+        for name, delta in self._deltas(home, update, base, summed):
             weight, is_touched = base[name].data, delta != 0
             if is_touched.all():
                 weight.add_(delta)
             else:  # to add zeros would undo what others write meanwhile
                 weight[is_touched] += delta[is_touched]
 
-    def _pull_elastic(self, home: Home, update: int, base: Tensors, deltas: Tensors) -> None:
+    def _pulled(self, home: Home, update: int, base: Tensors, deltas: Deltas) -> Deltas:
+        """Pulls the updated weights towards the elastic centre."""
         turn = update * self.center + home[1] if self.plan.reduce.gate == "round-robin" else update
         center = self._weights_of(home[0], self.center, turn)
         pull = self.job.optimizer.rate(update) * self.job.elasticity
-        for name, weight in base.items():
-            deltas[name] = deltas[name] - pull * (weight.detach() - center[name])
+        for name, delta in deltas:
+            yield name, delta.sub_(pull * (base[name].detach() - center[name]))
 
     def _on_server(self, a: Action) -> None:
         piece, replica, update = a.piece, a.replica, a.version - 1
@@ -122,15 +127,15 @@ class Applier:
             self._take_wave(piece, update)
         else:
             home, cell = (piece, self.center), self.values["w", piece, self.center, 0, ""]
-            gradients = self.values["d", piece, replica, update, ""]
             coefficient = self._coefficient(replica, update)
-            scaled = {name: gradient * coefficient for name, gradient in gradients.items()}
+            # What a worker of the same process has pushed is still its own.
+            pushed = {name: gradient.clone() for name, gradient in self.values["d", piece, replica, update, ""].items()}
             count = self.served.get(piece, 0)
             self.served[piece] = count + 1
-            deltas = self.job.optimizer.step(count, cell, scaled, self.state.setdefault(home, {}))
+            deltas = self.job.optimizer.step(count, cell, pushed, self.state.setdefault(home, {}), coefficient)
             number = self.first_version + a.version
             self.log.events.append(Applied(piece, replica, number, self._members(replica, update), coefficient))
-            for name, delta in deltas.items():
+            for name, delta in deltas:
                 cell[name].data.add_(delta)
             self.values["w", piece, replica, a.version, ""] = as_leaves({n: w.clone() for n, w in cell.items()})
 
@@ -150,13 +155,14 @@ class Applier:
         self.values["w", piece, self.center, update + 1, ""] = as_leaves(moved)
         self.log.events.append(Applied(piece, self.center, update + 1, (), pull))
 
-    def _push(self, home: Home, update: int, deltas: Tensors) -> None:
+    def _pushed_too(self, home: Home, update: int, deltas: Deltas) -> Deltas:
         """Adds an update to what the wave pushes."""
         wave = update // self.plan.place.workers
-        push = self.values.setdefault(("p", *home, wave, ""), {n: torch.zeros_like(d) for n, d in deltas.items()})
-        for name, delta in deltas.items():
-            push[name] += delta
+        push: Tensors = self.values.setdefault(("p", *home, wave, ""), {})
         self.pushed.setdefault(home, {})[wave] = push
+        for name, delta in deltas:
+            push[name] = push[name] + delta if name in push else delta.clone()
+            yield name, delta
 
     def _take_wave(self, piece: int, update: int) -> None:
         """Adds a member's push to those of the others in the same wave."""
@@ -179,7 +185,7 @@ class Applier:
             found = next(runner.initial for (p, _), runner in self.runners.items() if p == piece)
         else:
             found = self.values["w", piece, replica, version, ""]
-        return {name: w.detach() for name, w in found.items()}
+        return {name: w.detach().to(self.device) for name, w in found.items()}
 
 
 def as_leaves(weights: dict[str, Tensor]) -> Tensors:

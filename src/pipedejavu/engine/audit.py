@@ -35,7 +35,7 @@ def audit(program: Program, job: Job, batches: Batches, outcome: Outcome) -> dic
     differences: dict[str, float] = defaultdict(float)
     for home, weights in outcome.weights.items():
         for name, weight in weights.items():
-            difference = float((weight.double() - replayed[home][name]).abs().max()) if weight.numel() else 0.0
+            difference = float((weight.double().cpu() - replayed[home][name]).abs().max()) if weight.numel() else 0.0
             differences[name] = max(differences[name], difference)
     return dict(differences)
 
@@ -166,10 +166,10 @@ class Replay:
         if coefficient == 0:  # the update was left out
             self.newest[piece, replica, version] = base
             return True
-        gradients = {n: coefficient * self._summed(members, piece, n) for n in base}
+        summed = {n: self._summed(members, piece, n) for n in base}
         home = (piece, self.center if on_server else replica)
         count = self.served[piece] if on_server else update
-        deltas = self.job.optimizer.step(count, base, gradients, self.state[home])
+        deltas = dict(self.job.optimizer.step(count, base, summed, self.state[home], coefficient))
         if center:
             pull = self.job.optimizer.rate(update) * self.job.elasticity
             deltas = {n: d - pull * (base[n] - center[n]) for n, d in deltas.items()}

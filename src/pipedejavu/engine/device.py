@@ -4,6 +4,8 @@ On a machine without GPUs a plan for some runs on CPU tensors, in the same lanes
 between workers passes through host memory, pinned on the side of a GPU.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -21,19 +23,27 @@ def device_of(program: Program, worker: int) -> torch.device:
     return torch.device("cuda", gpus.index(own.name) % torch.cuda.device_count())
 
 
-def to_host(tensor: Tensor) -> Tensor:
-    """Returns a tensor in host memory; from a GPU through a pinned buffer, complete when this returns."""
-    tensor = tensor.detach()
-    if tensor.device.type == "cpu":
-        return tensor
-    staged = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-    staged.copy_(tensor, non_blocking=True)
-    torch.cuda.current_stream(tensor.device).synchronize()
-    return staged
+def moved(value: Any, device: torch.device) -> Any:
+    """Returns a value of any form with its tensors, without their history, on a device.
 
-
-def to_device(value: object, device: torch.device) -> object:
-    """Returns a value, or a tuple of values, with its tensors on a device."""
+    From a GPU they come into pinned memory. Copies are issued to the current stream, and there when it has come so far.
+    """
     if isinstance(value, tuple):
-        return tuple(to_device(v, device) for v in value)
-    return value.to(device) if isinstance(value, Tensor) else value
+        return tuple(moved(v, device) for v in value)
+    if isinstance(value, dict):
+        return {name: moved(v, device) for name, v in value.items()}
+    if not isinstance(value, Tensor):
+        return value
+    tensor = value.detach()
+    if tensor.is_cuda and device == CPU:
+        return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
+    return tensor.to(device, non_blocking=True)
+
+
+def hold(value: Any, stream: torch.cuda.Stream) -> None:
+    """Keeps the memory of a value's tensors until a stream has done what it was given before they were freed."""
+    if isinstance(value, tuple | dict):
+        for part in value.values() if isinstance(value, dict) else value:
+            hold(part, stream)
+    elif isinstance(value, Tensor) and value.is_cuda:
+        value.record_stream(stream)

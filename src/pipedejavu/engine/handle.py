@@ -14,14 +14,14 @@ import torch
 from torch import Tensor
 
 from pipedejavu.engine.apply import Applier, as_leaves
-from pipedejavu.engine.device import CPU, device_of, to_device
+from pipedejavu.engine.device import CPU, device_of, hold, moved
 from pipedejavu.engine.job import Batches, Job, Log, Read
 from pipedejavu.engine.optimizer import Tensors
 from pipedejavu.engine.piece import PieceRunner, Saved, like, tensors_of
 from pipedejavu.engine.wire import Wire, flatten, unflatten
 from pipedejavu.facts import InputError
 from pipedejavu.program import Action, Program, Table
-from pipedejavu.program.value import value_of
+from pipedejavu.program.value import Value, value_of
 
 TRANSIENT = frozenset("xgsbncdp")
 """Whats that are freed behind their last reader; of its own weights a worker keeps the newest version."""
@@ -37,15 +37,17 @@ class Handlers:
         self.program, self.index, self.runners, self.job = program, index, runners, job
         self.device = device_of(program, index)
         self.batches, self.wire, self.log, self.live = batches, wire, Log(), 0
-        self.values: dict[tuple[str, int, int, int, str], Any] = {}
-        self.applier = Applier(program, runners, job, batches, self.values, self.log)
-        self.table = Table(program)
-        self.reads = Counter(value for a in program.workers[index].actions for value in self.table(a, index)[0])
+        self.values: dict[Value, Any] = {}
+        self.applier = Applier(program, runners, job, batches, self.values, self.log, self.device)
+        table = Table(program)
+        self.effects = {a: table(a, index)[:2] for a in program.workers[index].actions}
+        """What each action reads and writes."""
+        self.reads = Counter(value for a in program.workers[index].actions for value in self.effects[a][0])
         self.readers = self.reads.copy()
         self.lock = threading.Lock()
         self.first_microbatch = self.first_version = 0
-        self._added_up: dict[tuple[int, int], int] = {}
-        """By (piece, replica): the update whose gradients are summed in memory of their own."""
+        self._unread_losses: dict[int, Tensor] = {}
+        """Of microbatches whose forward was issued to a GPU, which nobody should wait for."""
         self._handlers: dict[str, Callable[[Action], None]] = {
             "F": self.forward,
             "R": self.recompute,
@@ -86,18 +88,21 @@ class Handlers:
 
     def do(self, a: Action) -> None:
         """Does one action, and frees what nobody will read again."""
+        reads, writes = self.effects[a]
+        if self.device.type == "cuda":
+            hold(tuple(self.values.get(value) for value in reads), torch.cuda.current_stream(self.device))
         self._handlers[a.kind](a)
-        reads, writes, _ = self.table(a, self.index)
         weights = [value for value in writes if value[0] == "w"]
         with self.lock:
-            self.readers.subtract(reads)
-            for value in (*reads, *(_before(written) for written in weights)):
-                if not self.readers[value] and self._is_spent(value):
-                    self.values.pop(value, None)
+            for value in reads:
+                self.readers[value] -= 1
+            ends = [value for value in (*reads, *map(_before, weights)) if not self.readers[value]]
+            freed = [self.values.pop(value, None) for value in ends if self._is_spent(value)]
             for _, piece, replica, _, _ in weights:
                 self._count_versions(piece, replica)
+        del freed  # which takes a while, so not under the lock
 
-    def _is_spent(self, value: tuple[str, int, int, int, str]) -> bool:
+    def _is_spent(self, value: Value) -> bool:
         """Whether a value that nobody will read again can go."""
         what, piece, replica, version, place = value
         if what != "w":
@@ -113,7 +118,7 @@ class Handlers:
 
     def forward(self, a: Action) -> None:
         """Runs a piece forward and keeps what its backward needs."""
-        wave = next((v[3] for v in self.table(a, self.index)[0] if v[0] == "c"), -1)
+        wave = next((v[3] for v in self.effects[a][0] if v[0] == "c"), -1)
         if wave >= 0:
             self.applier.pull((a.piece, a.replica), a.version, wave)
         version = a.version if a.version < 0 else self.first_version + a.version
@@ -123,7 +128,8 @@ class Handlers:
             self.log.peak_live = max(self.log.peak_live, self.live)
             self.log.peak_versions = max(self.log.peak_versions, 1)
         output, saved = self._run_piece(a, keeps_buffers=False)
-        self.values["x", a.piece, 0, a.microbatch, ""] = output
+        if self.program.outputs[a.piece]:
+            self.values["x", a.piece, 0, a.microbatch, ""] = output
         if not self.program.plan.order.recompute:
             self.values["s", a.piece, 0, a.microbatch, ""] = saved
 
@@ -142,43 +148,56 @@ class Handlers:
         number, runner = self.first_microbatch + a.microbatch, self.runners[a.piece, a.replica]
         output, saved = runner.forward(weights, value, number, keeps_buffers, is_first=not before)
         if not self.program.outputs[a.piece]:
-            targets = to_device(self.batches.targets(self.first_microbatch + a.microbatch), self.device)
+            targets = moved(self.batches.targets(number), self.device)
             loss = self.job.loss(output, targets)
-            self._note_loss(a.microbatch, loss.item())
+            self._note_loss(number, loss)
             saved = Saved(saved.inputs, saved.weights, (loss,))
         return like(output, [t.detach() for t in tensors_of(output)]), saved
 
     def _inputs(self, microbatch: int) -> Any:
-        return to_device(self.batches.inputs(self.first_microbatch + microbatch), self.device)
+        return moved(self.batches.inputs(self.first_microbatch + microbatch), self.device)
 
-    def _note_loss(self, microbatch: int, loss: float) -> None:
-        number = self.first_microbatch + microbatch
-        self.log.losses[number] = loss
-        if not math.isfinite(loss) and self.job.on_nan == "stop":
+    def _note_loss(self, number: int, loss: Tensor) -> None:
+        """Notes the loss of a microbatch: now, or at the end of the round where that would wait for a GPU."""
+        if loss.is_cuda:
+            self._unread_losses[number] = loss.detach()
+            return
+        self.log.losses[number] = found = loss.item()
+        if not math.isfinite(found) and self.job.on_nan == "stop":
             step = number // self.program.update_size + 1
             raise InputError(
-                f"the loss is {loss} in step {step}, microbatch {number}, on worker {self.index}; lower the learning"
+                f"the loss is {found} in step {step}, microbatch {number}, on worker {self.index}; lower the learning"
                 " rate, look at that batch, or skip such updates (--on-nan skip)"
             )
+
+    def finish(self) -> None:
+        """Lets all that was sent leave, and notes what could not be read while the program ran."""
+        self.wire.flush()
+        for number, loss in self._unread_losses.items():
+            self._note_loss(number, loss.cpu())
+        self._unread_losses.clear()
 
     def backward(self, a: Action) -> None:
         """Runs a piece backward: hands a gradient on and adds to the piece's own."""
         saved, gradients = self._needed(a)
-        passed, own = self.runners[a.piece, a.replica].backward(saved, gradients)
-        self.values["g", a.piece, 0, a.microbatch, ""] = passed
-        self._add_gradient(a, own)
+        total = self._of_update(a)
+        passed, self.values[total] = self._runner(a).backward(saved, gradients, self.values.get(total))
+        self._pass_on(a, passed)
+        self._end_microbatch(a)
 
     def backward_input(self, a: Action) -> None:
         """Makes the gradient that the piece hands on."""
-        saved, gradients = self._needed(a)
-        self.values["g", a.piece, 0, a.microbatch, ""] = self.runners[a.piece, a.replica].backward_input(
-            saved, gradients
-        )
+        self._pass_on(a, self._runner(a).backward_input(*self._needed(a)))
 
     def backward_weights(self, a: Action) -> None:
-        """Makes the gradient of the piece's weights."""
+        """Adds to the gradient of the piece's weights."""
         saved, gradients = self._needed(a)
-        self._add_gradient(a, self.runners[a.piece, a.replica].backward_weights(saved, gradients))
+        total = self._of_update(a)
+        self.values[total] = self._runner(a).backward_weights(saved, gradients, self.values.get(total))
+        self._end_microbatch(a)
+
+    def _runner(self, a: Action) -> PieceRunner:
+        return self.runners[a.piece, a.replica]
 
     def _needed(self, a: Action) -> tuple[Saved, tuple[Tensor, ...]]:
         """Returns what a backward works on."""
@@ -188,22 +207,17 @@ class Handlers:
             return saved, (torch.ones_like(saved.outputs[0]),)
         return saved, self.values["g", after[0], 0, a.microbatch, ""]
 
-    def _add_gradient(self, a: Action, own: Tensors) -> None:
+    def _of_update(self, a: Action) -> Value:
+        """Names the sum of gradients that a backward adds to."""
+        return ("d", a.piece, a.replica, a.microbatch // self.program.update_size, "")
+
+    def _pass_on(self, a: Action, gradients: tuple[Tensor, ...]) -> None:
+        if self.program.inputs[a.piece]:
+            self.values["g", a.piece, 0, a.microbatch, ""] = gradients
+
+    def _end_microbatch(self, a: Action) -> None:
         if self.program.pieces[a.piece].opens_stage:
             self.live -= 1
-        update, home = a.microbatch // self.program.update_size, (a.piece, a.replica)
-        key = ("d", *home, update, "")
-        total = self.values.get(key)
-        if total is None:
-            self.values[key] = own
-            self._added_up.pop(home, None)
-        elif self._added_up.get(home) == update:
-            for name, gradient in own.items():
-                total[name] += gradient
-        else:
-            # Autograd may hand out one tensor several times: as the first gradient and as what was passed on.
-            self.values[key] = {name: total[name] + gradient for name, gradient in own.items()}
-            self._added_up[home] = update
 
     def send(self, a: Action) -> None:
         """Hands a value to another worker."""
@@ -272,7 +286,7 @@ class Handlers:
 
     def offload(self, a: Action) -> None:
         """Moves a value to the host's memory."""
-        self.values[value_of(a, "host")] = _moved(self.values.pop(value_of(a)), CPU)
+        self.values[value_of(a, "host")] = moved(self.values.pop(value_of(a)), CPU)
 
     def fetch(self, a: Action) -> None:
         """Brings a value to the device; weights stay in the host's memory too."""
@@ -281,18 +295,11 @@ class Handlers:
             self.values[value_of(a)] = self._inputs(a.microbatch)
         else:
             found = self.values[key] if a.what == "w" else self.values.pop(key)
-            moved = _moved(found, self.device)
-            self.values[value_of(a)] = as_leaves(moved) if a.what == "w" else moved
+            brought = moved(found, self.device)
+            self.values[value_of(a)] = as_leaves(brought) if a.what == "w" else brought
 
 
-def _moved(value: Any, device: torch.device) -> Any:
-    """Returns a value of any kind on a device; what a forward saved stays where autograd has it."""
-    if isinstance(value, dict):
-        return {name: tensor.to(device) for name, tensor in value.items()}
-    return value if isinstance(value, Saved) else to_device(value, device)
-
-
-def _before(weights: tuple[str, int, int, int, str]) -> tuple[str, int, int, int, str]:
+def _before(weights: Value) -> Value:
     """Returns the version before one of a piece's weights."""
     what, piece, replica, version, place = weights
     return (what, piece, replica, version - 1, place)

@@ -1,11 +1,12 @@
 """Optimizers as pure arithmetic on a piece's tensors: settings, state and one step.
 
-The state belongs to a piece, not to a weight version: a step takes the gradients and writes new weights, in
-place or into new tensors, as its caller needs.
+The state belongs to a piece, not to a weight version: a step turns summed gradients, in their own memory, into what
+is to be added to the weights, and leaves it to its caller to make a new version or to change the old. It yields one
+parameter after the other, so that the caller finds each in the cache.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -30,20 +31,26 @@ class Sgd:
         """Returns the learning rate of an update."""
         return self.lr * self.schedule(update) if self.schedule else self.lr
 
-    def step(self, update: int, weights: Tensors, gradients: Tensors, state: dict[str, Tensors]) -> Tensors:
-        """Returns what to add to each weight."""
+    def step(
+        self, update: int, weights: Tensors, gradients: Tensors, state: dict[str, Tensors], coefficient: float
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Yields what to add to each weight, in the memory of its gradient, which counts `coefficient` times."""
         lr = self.rate(update)
-        deltas = {}
+        if not self.momentum and not self.weight_decay:
+            for name, gradient in gradients.items():
+                yield name, gradient.mul_(-lr * coefficient)
+            return
         for name, gradient in gradients.items():
+            gradient.mul_(coefficient)
             if self.weight_decay and self.decays(name):
-                gradient = gradient + self.weight_decay * weights[name].detach()
+                gradient.add_(weights[name].detach(), alpha=self.weight_decay)
             if self.momentum:
                 own = state.setdefault(name, {})
-                velocity = own.get("momentum")
-                velocity = gradient.clone() if velocity is None else velocity.mul_(self.momentum).add_(gradient)
-                own["momentum"] = gradient = velocity
-            deltas[name] = gradient * -lr
-        return deltas
+                if own:
+                    gradient.copy_(own["momentum"].mul_(self.momentum).add_(gradient))
+                else:
+                    own["momentum"] = gradient.clone()
+            yield name, gradient.mul_(-lr)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,11 +68,13 @@ class AdamW:
         """Returns the learning rate of an update."""
         return self.lr * self.schedule(update) if self.schedule else self.lr
 
-    def step(self, update: int, weights: Tensors, gradients: Tensors, state: dict[str, Tensors]) -> Tensors:
-        """Returns what to add to each weight."""
+    def step(
+        self, update: int, weights: Tensors, gradients: Tensors, state: dict[str, Tensors], coefficient: float
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Yields what to add to each weight, in the memory of its gradient, which counts `coefficient` times."""
         lr, (beta1, beta2) = self.rate(update), self.betas
-        deltas = {}
         for name, gradient in gradients.items():
+            gradient.mul_(coefficient)
             own = state.setdefault(name, {})
             if not own:
                 own |= {"step": torch.zeros(()), "m": torch.zeros_like(gradient), "v": torch.zeros_like(gradient)}
@@ -74,11 +83,10 @@ class AdamW:
             mean = own["m"].mul_(beta1).add_(gradient, alpha=1 - beta1)
             square = own["v"].mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
             scale = (square.sqrt() / math.sqrt(1 - beta2**count)).add_(self.eps)
-            delta = (mean / scale).mul_(-lr / (1 - beta1**count))
+            torch.div(mean, scale, out=gradient).mul_(-lr / (1 - beta1**count))
             if self.weight_decay and self.decays(name):
-                delta = delta - lr * self.weight_decay * weights[name].detach()
-            deltas[name] = delta
-        return deltas
+                gradient.sub_(weights[name].detach(), alpha=lr * self.weight_decay)
+            yield name, gradient
 
 
 Optimizer = Sgd | AdamW

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 
 from pipedejavu.engine.optimizer import Tensors
 
@@ -44,20 +43,27 @@ def like(value: Value, tensors: Sequence[Tensor]) -> Value:
 
 
 class PieceRunner:
-    """Runs one piece; `units` are (number, name, module) in order."""
+    """Runs one piece; `units` are (number, name, module) in order. One thread at a time may use it."""
 
     def __init__(self, units: Sequence[tuple[int, str, nn.Module]], seed: int):
         self.units, self.seed = units, seed
         self.names: dict[str, str] = {}
         """Each parameter's full name, and the name that stands for it where the piece holds it twice."""
         self.initial: Tensors = {}
+        self._slots: list[tuple[dict[str, Any], str, str, Tensor]] = []
+        """Where the modules look for parameters: a module's own dictionary, the key there, the full name, and the
+        tensor that is there while the piece is at rest."""
         first: dict[int, str] = {}
         for _, unit, module in units:
-            for name, parameter in module.named_parameters(remove_duplicate=False):
-                full = f"{unit}.{name}"
-                self.names[full] = first.setdefault(id(parameter), full)
-                if self.names[full] == full:
-                    self.initial[full] = parameter.detach().clone()
+            for path, part in module.named_modules(remove_duplicate=False):
+                for key, parameter in part._parameters.items():
+                    if parameter is None:
+                        continue
+                    full = ".".join(filter(None, (unit, path, key)))
+                    self.names[full] = first.setdefault(id(parameter), full)
+                    self._slots.append((part._parameters, key, self.names[full], parameter))
+                    if self.names[full] == full:
+                        self.initial[full] = parameter.detach()
         self._calm: set[int] = set()
         """Units that were seen to draw no random numbers; the others wait for their turn with the generator."""
 
@@ -70,61 +76,104 @@ class PieceRunner:
         """
         inputs = tuple(t.detach().requires_grad_(t.is_floating_point() and not is_first) for t in tensors_of(value))
         value = like(value, inputs)
-        for number, unit, module in self.units:
-            own = {n: weights[self.names[f"{unit}.{n}"]] for n, _ in module.named_parameters(remove_duplicate=False)}
-            if keeps_buffers:
-                own |= {name: buffer.clone() for name, buffer in module.named_buffers()}
-            if number in self._calm:
-                value = functional_call(module, own, (value,), tie_weights=False)
-                continue
-            with _random:
-                torch.manual_seed(_mixed(self.seed, microbatch, number))
-                before = torch.get_rng_state()
-                value = functional_call(module, own, (value,), tie_weights=False)
-                if not _looks_random(module) and torch.equal(before, torch.get_rng_state()):
-                    self._calm.add(number)
+        buffers = self._buffers() if keeps_buffers else []
+        try:
+            for place, key, name, _ in self._slots:
+                place[key] = weights[name]
+            for place, key, buffer in buffers:
+                place[key] = buffer.clone()
+            for number, _, module in self.units:
+                value = module(value) if number in self._calm else self._run_seeded(number, module, value, microbatch)
+        finally:
+            for place, key, _, tensor in self._slots:
+                place[key] = tensor
+            for place, key, tensor in buffers:
+                place[key] = tensor
         return value, Saved(inputs, weights, tensors_of(value))
 
-    def backward(self, saved: Saved, gradients: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], Tensors]:
-        """Returns the gradients of the inputs and of the weights."""
-        inputs = [t for t in saved.inputs if t.requires_grad]
-        found = _grad(saved, gradients, [*inputs, *saved.weights.values()], keeps_graph=False)
-        return _padded(saved.inputs, found[: len(inputs)]), _named(saved.weights, found[len(inputs) :])
+    def _buffers(self) -> list[tuple[dict[str, Any], str, Tensor]]:
+        """Returns the modules' buffers, and where they are."""
+        parts = [part for _, _, module in self.units for part in module.modules()]
+        return [(p._buffers, key, buffer) for p in parts for key, buffer in p._buffers.items() if buffer is not None]
+
+    def to(self, device: torch.device) -> "PieceRunner":
+        """Moves the buffers to a device; weights come with each call."""
+        for place, key, buffer in self._buffers():
+            place[key] = buffer.to(device)
+        return self
+
+    def _run_seeded(self, number: int, module: nn.Module, value: Value, microbatch: int) -> Value:
+        """Runs a unit that may draw random numbers."""
+        with _random:
+            torch.manual_seed(_mixed(self.seed, microbatch, number))
+            device = tensors_of(value)[0].device
+            before = _generators(device)
+            value = module(value)
+            if not _looks_random(module) and all(map(torch.equal, before, _generators(device))):
+                self._calm.add(number)
+        return value
+
+    def backward(
+        self, saved: Saved, gradients: Sequence[Tensor], total: Tensors | None = None
+    ) -> tuple[tuple[Tensor, ...], Tensors]:
+        """Returns the gradients of the inputs, and those of the weights: added to `total`, in its memory, if given."""
+        own = _summed_up(saved, gradients, total, wanted=None)
+        if not any(t.requires_grad for t in saved.inputs):
+            return (), own
+        passed = tuple(torch.zeros_like(t) if t.grad is None else t.grad for t in saved.inputs)
+        for tensor in saved.inputs:
+            tensor.grad = None
+        return passed, own
 
     def backward_input(self, saved: Saved, gradients: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Returns the gradients of the inputs; the graph stays for the weights."""
         inputs = [t for t in saved.inputs if t.requires_grad]
-        return _padded(saved.inputs, _grad(saved, gradients, inputs, keeps_graph=True)) if inputs else ()
+        outputs, heads = _ends(saved, gradients)
+        if not inputs or not outputs:
+            return tuple(torch.zeros_like(t) for t in saved.inputs)
+        found = iter(torch.autograd.grad(outputs, inputs, heads, retain_graph=True, allow_unused=True))
+        passed = [next(found) if t.requires_grad else None for t in saved.inputs]
+        return tuple(torch.zeros_like(t) if g is None else g for t, g in zip(saved.inputs, passed, strict=True))
 
-    def backward_weights(self, saved: Saved, gradients: Sequence[Tensor]) -> Tensors:
-        """Returns the gradients of the weights."""
-        return _named(saved.weights, _grad(saved, gradients, [*saved.weights.values()], keeps_graph=False))
+    def backward_weights(self, saved: Saved, gradients: Sequence[Tensor], total: Tensors | None = None) -> Tensors:
+        """Returns the gradients of the weights: added to `total`, in its memory, if given."""
+        return _summed_up(saved, gradients, total, wanted=[*saved.weights.values()])
+
+
+def _summed_up(
+    saved: Saved, gradients: Sequence[Tensor], total: Tensors | None, wanted: list[Tensor] | None
+) -> Tensors:
+    """Runs backward with `total` as the weights' gradients, so that autograd adds to each while it is in the cache.
+
+    Autograd gives every weight memory of its own, also where it hands one tensor out several times.
+    """
+    outputs, heads = _ends(saved, gradients)
+    for name, weight in saved.weights.items():
+        weight.grad = None if total is None else total[name]
+    if outputs and wanted != []:
+        torch.autograd.backward(outputs, heads, inputs=wanted)
+    own = {}
+    for name, weight in saved.weights.items():
+        gradient = weight.grad
+        own[name] = torch.zeros_like(weight) if gradient is None else gradient
+        weight.grad = None
+    return own
+
+
+def _ends(saved: Saved, gradients: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+    """Returns the outputs that a gradient can start from, and those gradients."""
+    pairs = [(o, g) for o, g in zip(saved.outputs, gradients, strict=True) if o.requires_grad]
+    return [o for o, _ in pairs], [g for _, g in pairs]
+
+
+def _generators(device: torch.device) -> list[Tensor]:
+    """Returns the states of the generators that a unit on a device may draw from."""
+    return [torch.get_rng_state()] + ([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])
 
 
 def _looks_random(module: nn.Module) -> bool:
-    """Whether a module holds dropout; other devices have generators that are not watched."""
+    """Whether a module holds dropout, whatever it drew this time."""
     return any(isinstance(m, _RANDOM) or getattr(m, "dropout", 0) for m in module.modules())
-
-
-def _grad(
-    saved: Saved, gradients: Sequence[Tensor], wanted: Sequence[Tensor], keeps_graph: bool
-) -> tuple[Tensor | None, ...]:
-    pairs = [(o, g) for o, g in zip(saved.outputs, gradients, strict=True) if o.requires_grad]
-    if not wanted:
-        return ()
-    outputs, heads = [o for o, _ in pairs], [g for _, g in pairs]
-    return torch.autograd.grad(outputs, wanted, heads, retain_graph=keeps_graph, allow_unused=True)
-
-
-def _padded(inputs: tuple[Tensor, ...], found: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
-    """Gives every input a gradient: zeros where it has none."""
-    left = iter(found)
-    gradients = [next(left) if t.requires_grad else None for t in inputs]
-    return tuple(torch.zeros_like(t) if g is None else g for t, g in zip(inputs, gradients, strict=True))
-
-
-def _named(weights: Tensors, found: Sequence[Tensor | None]) -> Tensors:
-    return {n: torch.zeros_like(w) if g is None else g for (n, w), g in zip(weights.items(), found, strict=True)}
 
 
 def _mixed(*numbers: int) -> int:

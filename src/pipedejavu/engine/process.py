@@ -21,7 +21,8 @@ AfterRound = Callable[[int, Handlers, list[Span]], Program]
 def run_rank(program: Program, job: Job, batches: Batches, rounds: int, after: AfterRound, shared: Path) -> Handlers:
     """Runs this rank's worker of a program `rounds` times; the process group must be there.
 
-    All ranks start each round together. `shared` is a folder for weights that processes of one host share.
+    All ranks start the first round together; each starts the next when `after` returns, which may wait for the others.
+    `shared` is a folder for weights that processes of one host share.
     """
     check_runnable(program)
     rank, size = dist.get_rank(), dist.get_world_size()
@@ -29,20 +30,19 @@ def run_rank(program: Program, job: Job, batches: Batches, rounds: int, after: A
         raise InputError(
             f"the plan has {len(program.workers)} workers and {size} processes were started; start one for each"
         )
-    graph = verify(program)
     wire = ProcessWire(rank, {name: group.workers for name, group in program.groups.items()})
     handlers = make_handlers(program, rank, job, batches, wire)
     if program.plan.keep.kind == "shared":
         _share_weights(handlers, shared)
+    worker = Worker(verify(program), rank, handlers)
+    dist.barrier()
     for number in range(rounds):
-        dist.barrier()
         handlers.begin(number)
-        worker = Worker(graph, rank, handlers)
-        worker.run()
-        following = after(number, handlers, worker.spans)
+        spans = worker.run()
+        following = after(number, handlers, spans)
         if following is not handlers.program:
-            graph = verify(following)
             handlers = make_handlers(following, rank, job, batches, wire).take_over(handlers)
+            worker = Worker(verify(following), rank, handlers)
     return handlers
 
 

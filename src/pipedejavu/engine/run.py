@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
+from pipedejavu.engine.apply import as_leaves
 from pipedejavu.engine.device import CPU, device_of
 from pipedejavu.engine.handle import Handlers, Runners
 from pipedejavu.engine.job import Batches, Job, Log
@@ -60,29 +61,31 @@ class Threads:
         if program.plan.keep.kind == "shared":
             for other in self.handlers[1:]:
                 _share_weights(self.handlers[0], other)
+        self.workers = [Worker(self.graph, index, own) for index, own in enumerate(self.handlers)]
 
     def run(self) -> tuple[Span, ...]:
         """Runs the program once; returns when every action ran, and raises what the first worker to fail raised."""
         for own in self.handlers:
             own.begin(self.rounds)
-        workers = [Worker(self.graph, index, own) for index, own in enumerate(self.handlers)]
+        spans: list[Span] = []
         errors: list[BaseException] = []
 
         def work(worker: Worker) -> None:
             try:
-                worker.run()
+                spans.extend(worker.run())
             except BaseException as error:
                 errors.append(error)
 
-        threads = [threading.Thread(target=work, args=(worker,)) for worker in workers]
+        threads = [threading.Thread(target=work, args=(worker,)) for worker in self.workers[1:]]
         for thread in threads:
             thread.start()
+        work(self.workers[0])  # in the caller's own thread
         for thread in threads:
             thread.join()
         for error in sorted(errors, key=lambda e: isinstance(e, StoppedError)):
             raise error
         self.rounds += 1
-        return tuple(span for worker in workers for span in worker.spans)
+        return tuple(sorted(spans, key=lambda span: span.worker))
 
     def outcome(self, spans: tuple[Span, ...] = ()) -> Outcome:
         """Returns the weights and logs so far."""
@@ -107,15 +110,16 @@ def make_handlers(program: Program, index: int, job: Job, batches: Batches, wire
     runners: Runners = {}
     device = device_of(program, index)
     for piece, replica in sorted(homes):
-        units = [(u, job.units[u][0], job.units[u][1].to(device)) for u in program.pieces[piece].units]
-        runners[piece, replica] = PieceRunner(units, job.seed)
+        units = [(u, *job.units[u]) for u in program.pieces[piece].units]
+        runners[piece, replica] = PieceRunner(units, job.seed).to(device)
     own = Handlers(program, index, runners, job, batches, wire if device == CPU else StagedWire(wire, device))
     version = -1 if program.plan.version.kind == "torn" else 0
     for (piece, replica), runner in runners.items():
         for place in resting_places(program, piece):
-            where = CPU if place == "host" else device
-            weights = {name: w.clone().to(where).requires_grad_() for name, w in runner.initial.items()}
-            own.values["w", piece, replica, version, place] = weights
+            weights = {name: w.clone() for name, w in runner.initial.items()}
+            if device != CPU:
+                weights = {n: w.pin_memory() if place == "host" else w.to(device) for n, w in weights.items()}
+            own.values["w", piece, replica, version, place] = as_leaves(weights)
     return own
 
 
@@ -123,7 +127,10 @@ def _share_weights(first: Handlers, other: Handlers) -> None:
     """Lets a worker read and write the very weights of the first."""
     for what, piece, replica, version, place in list(other.values):
         if what == "w":
-            other.values[what, piece, replica, version, place] = first.values[what, piece, 0, version, place]
+            shared = first.values[what, piece, 0, version, place]
+            # Tensors of its own over the same memory: each has the gradients of its worker.
+            own = {name: weight.data.requires_grad_() for name, weight in shared.items()}
+            other.values[what, piece, replica, version, place] = own
 
 
 def final_weights(own: Handlers) -> dict[tuple[int, int], Tensors]:

@@ -8,6 +8,7 @@ says their shapes.
 import json
 import queue
 import threading
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -16,10 +17,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pipedejavu.engine.device import to_host
+from pipedejavu.engine.device import CPU, moved
 
 Key = tuple[object, ...]
 """What decides a message's shapes: the value's kind and piece, and the microbatch's size."""
+
+
+LEAVING = 4
+"""Messages of a channel that may be under way, and keep their memory; the receiver takes them as they come."""
 
 
 class StoppedError(Exception):
@@ -30,13 +35,16 @@ class Wire(Protocol):
     """One worker's end of all channels and groups."""
 
     def send(self, tensors: tuple[Tensor, ...], to: int, key: Key) -> None:
-        """Hands tensors to a worker."""
+        """Hands tensors to a worker; does not wait for it to take them."""
 
     def receive(self, source: int, key: Key) -> tuple[Tensor, ...]:
         """Takes the next tensors from a worker."""
 
     def add_up(self, tensor: Tensor, group: str) -> Tensor:
         """Returns the sum of the members' tensors."""
+
+    def flush(self) -> None:
+        """Waits until all that was handed over has left."""
 
     def stop(self) -> None:
         """Lets the other workers know that this one has failed."""
@@ -106,6 +114,9 @@ class ThreadWire:
             raise StoppedError from None
         return total
 
+    def flush(self) -> None:
+        """Returns at once: what is handed over is there."""
+
     def stop(self) -> None:
         """Wakes all other workers, wherever they wait."""
         with self.exchange.lock:
@@ -122,6 +133,10 @@ class ProcessWire:
         # Every process makes every group, in one order, as torch.distributed asks.
         self.groups = {name: dist.new_group(list(workers)) for name, workers in sorted(groups.items())}
         self.sent: dict[tuple[int, Key], str] = {}
+        self._leaving: dict[int, deque[tuple[dist.Work, Tensor]]] = {}
+        """By channel, sends that may still be under way, with what they send."""
+        self._carried: dict[object, tuple[int, int]] = {}
+        """Messages and bytes of each channel and group, whose one lane counts them."""
         self.known: dict[tuple[int, Key], list[tuple[list[int], str]]] = {}
 
     def send(self, tensors: tuple[Tensor, ...], to: int, key: Key) -> None:
@@ -130,10 +145,34 @@ class ProcessWire:
             header = json.dumps([[list(t.shape), str(t.dtype).removeprefix("torch.")] for t in tensors])
             self.sent[to, key] = header
             raw = torch.frombuffer(bytearray(header.encode()), dtype=torch.uint8)
-            dist.send(torch.tensor([len(raw)]), to)
-            dist.send(raw, to)
+            self._put(torch.tensor([len(raw)]), to)
+            self._put(raw, to)
         for tensor in tensors:
-            dist.send(tensor.detach().contiguous(), to)
+            self._put(tensor.detach().contiguous(), to)
+
+    def _put(self, tensor: Tensor, to: int) -> None:
+        leaving = self._leaving.setdefault(to, deque())
+        if len(leaving) == LEAVING:
+            leaving.popleft()[0].wait()
+        work = dist.isend(tensor, to)
+        assert work is not None, "this process is a member of the default group"
+        leaving.append((work, tensor))
+        self._count(to, 1, tensor.nbytes)
+
+    def flush(self) -> None:
+        """Waits for all sends."""
+        for leaving in self._leaving.values():
+            while leaving:
+                leaving.popleft()[0].wait()
+
+    def _count(self, where: object, messages: int, size_bytes: int) -> None:
+        before = self._carried.get(where, (0, 0))
+        self._carried[where] = before[0] + messages, before[1] + size_bytes
+
+    def traffic(self) -> tuple[int, int]:
+        """Returns the messages and bytes that this worker has sent; a member of a sum takes part in a ring."""
+        carried = list(self._carried.values())
+        return sum(messages for messages, _ in carried), sum(size for _, size in carried)
 
     def receive(self, source: int, key: Key) -> tuple[Tensor, ...]:
         """Receives a header the first time that a key is used on the channel, then the tensors."""
@@ -151,6 +190,8 @@ class ProcessWire:
     def add_up(self, tensor: Tensor, group: str) -> Tensor:
         """Sums over the members' processes."""
         dist.all_reduce(tensor, group=self.groups[group])
+        size = self.groups[group].size()
+        self._count(group, 2 * (size - 1), 2 * (size - 1) * tensor.nbytes // size)
         return tensor
 
     def stop(self) -> None:
@@ -166,15 +207,26 @@ class StagedWire:
 
     def send(self, tensors: tuple[Tensor, ...], to: int, key: Key) -> None:
         """Copies to the host, then sends."""
-        self.wire.send(tuple(to_host(t) for t in tensors), to, key)
+        self.wire.send(self._on_host(tensors), to, key)
 
     def receive(self, source: int, key: Key) -> tuple[Tensor, ...]:
         """Receives, then copies to the device."""
-        return tuple(t.to(self.device) for t in self.wire.receive(source, key))
+        received: tuple[Tensor, ...] = moved(self.wire.receive(source, key), self.device)
+        return received
 
     def add_up(self, tensor: Tensor, group: str) -> Tensor:
         """Sums on the hosts."""
-        return self.wire.add_up(to_host(tensor), group).to(tensor.device)
+        (staged,) = self._on_host((tensor,))
+        return self.wire.add_up(staged, group).to(tensor.device, non_blocking=True)
+
+    def _on_host(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        staged: tuple[Tensor, ...] = moved(tensors, CPU)
+        torch.cuda.current_stream(self.device).synchronize()
+        return staged
+
+    def flush(self) -> None:
+        """Passes it on."""
+        self.wire.flush()
 
     def stop(self) -> None:
         """Passes it on."""

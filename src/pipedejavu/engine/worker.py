@@ -1,101 +1,143 @@
-"""A worker: runs its sequence of a program, lane by lane.
+"""A worker: runs its sequence of a program, lane by lane, as often as it is asked to.
 
-The lanes run side by side, each a thread. An action starts when it is at the head of its lane and the actions
-of this worker that it depends on have ended; what depends on other workers waits in the wire. What an action
-does is `handle`'s business.
+The lanes run side by side, each in a thread unless it only sends. An action starts when it is at the head of its lane
+and the actions of this worker that it depends on have ended; what depends on other workers waits in the wire. What an
+action does is `handle`'s business, where it does it `lane`'s.
 """
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
+from pipedejavu.engine.device import CPU
 from pipedejavu.engine.handle import Handlers
+from pipedejavu.engine.lane import Lane, Mark, Origin, make_lane
 from pipedejavu.facts import Span
 from pipedejavu.program import Graph
 
 
 class Worker:
-    """One run of one worker's sequence."""
+    """One worker's sequence and its lanes."""
 
     def __init__(self, graph: Graph, index: int, handlers: Handlers):
-        self.graph, self.index, self.handlers = graph, index, handlers
-        self.own = graph.program.workers[index]
-        self.spans: list[Span] = []
-        self.done = [threading.Event() for _ in self.own.actions]
+        self.index, self.handlers, self.own = index, handlers, graph.program.workers[index]
+        self.names = [(a.lane, str(a)) for a in self.own.actions]
+        self.positions: dict[str, list[int]] = {"compute": []}
+        for position, (lane, _) in enumerate(self.names):
+            self.positions.setdefault(lane, []).append(position)
+        self.lanes = {name: make_lane(name, handlers.device) for name in self.positions}
+        self.waits = self._waits(graph)
+        self.done = {before: threading.Event() for waits in self.waits for before in waits}
+        """Whether an action that others wait for is over or, on a stream, issued."""
+        self.sent_by: dict[int, set[str]] = {}
+        """By action, the lanes that may go on behind it and have no thread: on a CPU sending does not wait, so that
+        whoever makes a value sends it too."""
+        for name in self._threadless():
+            for before in (before for position in self.positions[name] for before in self.waits[position]):
+                self.sent_by.setdefault(before, set()).add(name)
+        self.heads: dict[str, int] = {}
+        self.marks: dict[int, Mark] = {}
         self.failure: BaseException | None = None
-        self.lock = threading.Lock()
+        self.lock, self.sending = threading.Lock(), threading.RLock()
 
-    def run(self) -> None:
-        """Runs the sequence to its end; raises what any of its lanes raised first."""
-        lanes: dict[str, list[int]] = {"compute": []}
-        for position, a in enumerate(self.own.actions):
-            lanes.setdefault(a.lane, []).append(position)
-        waits = self._waits()
-        compute = lanes.pop("compute")
-        others = [threading.Thread(target=self._lane, args=(ps, waits), daemon=True) for ps in lanes.values()]
-        self.started_s = time.perf_counter()
-        for thread in others:
-            thread.start()
-        if self.own.picks_ready:
-            self._guarded(lambda: self._take_ready(compute, waits))
-        else:
-            self._lane(compute, waits)
-        for thread in others:
-            thread.join()
-        if self.failure is not None:
-            raise self.failure
+    def _threadless(self) -> list[str]:
+        return [name for name in self.positions if name.startswith("net>") and self.handlers.device == CPU]
 
-    def _waits(self) -> list[list[int]]:
-        """For each action, the actions of this worker that must have ended."""
-        position = {op: p for p, op in enumerate(self.graph.of_action[self.index])}
+    def _waits(self, graph: Graph) -> list[list[int]]:
+        """For each action, those of this worker that it waits for and its lane's own order does not imply."""
+        position = {op: p for p, op in enumerate(graph.of_action[self.index])}
         waits: list[list[int]] = [[] for _ in self.own.actions]
         for op, before in position.items():
-            for after in self.graph.successors[op]:
-                if after in position:
+            lane = self.names[before][0]
+            keeps_order = lane != "compute" or not self.own.picks_ready
+            for after in graph.successors[op]:
+                if after in position and not (keeps_order and self.names[position[after]][0] == lane):
                     waits[position[after]].append(before)
         return waits
 
-    def _lane(self, positions: Sequence[int], waits: list[list[int]]) -> None:
+    def run(self) -> list[Span]:
+        """Runs the sequence to its end and returns when each action ran; raises what any lane raised first."""
+        for event in self.done.values():
+            event.clear()
+        self.marks.clear()
+        self.heads = dict.fromkeys(self._threadless(), 0)
+        others = [
+            threading.Thread(target=self._guarded, args=(self._run_in_order, name), daemon=True)
+            for name in self.positions
+            if name != "compute" and name not in self.heads
+        ]
+        origin = Origin.now(self.handlers.device)
+        for thread in others:
+            thread.start()
+        for name in self.heads:
+            self._guarded(self._go_on, name)
+        self._guarded(self._take_ready if self.own.picks_ready else self._run_in_order, "compute")
+        for thread in others:
+            thread.join()
+        if self.failure is None:
+            self._guarded(lambda _: self._finish(), "compute")
+        if self.failure is not None:
+            raise self.failure
+        return [
+            Span(self.index, lane, action, *self.marks[position].times_s(origin))
+            for position, (lane, action) in enumerate(self.names)
+        ]
+
+    def _finish(self) -> None:
+        """Waits for what was issued."""
+        for mark in self.marks.values():
+            mark.wait()
+        self.handlers.finish()
+
+    def _run_in_order(self, name: str) -> None:
         """Runs one lane in its order."""
+        lane = self.lanes[name]
+        for position in self.positions[name]:
+            for before in self.waits[position]:
+                self.done[before].wait()
+            if self.failure is not None:
+                return
+            self._do(lane, position)
 
-        def run_in_order() -> None:
-            for position in positions:
-                for before in waits[position]:
-                    self.done[before].wait()
-                if self.failure is not None:
+    def _go_on(self, name: str) -> None:
+        """Runs what is ready at the head of a lane without a thread."""
+        positions = self.positions[name]
+        with self.sending:
+            while self.failure is None and self.heads[name] < len(positions):
+                position = positions[self.heads[name]]
+                if not all(self.done[before].is_set() for before in self.waits[position]):
                     return
-                self._do(position)
+                self.heads[name] += 1
+                self._do(self.lanes[name], position)
 
-        self._guarded(run_in_order)
-
-    def _take_ready(self, positions: Sequence[int], waits: list[list[int]]) -> None:
+    def _take_ready(self, name: str) -> None:
         """Runs whatever is ready, within the limit of live microbatches."""
-        left, limit = list(positions), self.own.live_limit
+        lane, left, limit = self.lanes[name], list(self.positions[name]), self.own.live_limit
         while left and self.failure is None:
             for position in left:
                 is_held_back = self.own.actions[position].kind == "F" and limit and self.handlers.live >= limit
-                if not is_held_back and all(self.done[before].is_set() for before in waits[position]):
+                if not is_held_back and all(self.done[before].is_set() for before in self.waits[position]):
                     left.remove(position)
-                    self._do(position)
+                    self._do(lane, position)
                     break
             else:
                 time.sleep(1e-4)
 
-    def _guarded(self, call: Callable[[], None]) -> None:
+    def _do(self, lane: Lane, position: int) -> None:
+        for before in self.waits[position]:
+            lane.wait(self.marks[before])
+        self.marks[position] = lane.run(self.handlers.do, self.own.actions[position])
+        if position in self.done:
+            self.done[position].set()
+            for name in self.sent_by.get(position, ()):
+                self._go_on(name)
+
+    def _guarded(self, call: Callable[[str], None], name: str) -> None:
         try:
-            call()
+            call(name)
         except BaseException as error:  # a lane is a thread: whatever it raises must reach the others
             with self.lock:
                 self.failure = self.failure or error
-            for event in self.done:
+            for event in self.done.values():
                 event.set()
             self.handlers.wire.stop()
-
-    def _do(self, position: int) -> None:
-        a = self.own.actions[position]
-        start = time.perf_counter() - self.started_s
-        self.handlers.do(a)
-        span = Span(self.index, a.lane, str(a), start, time.perf_counter() - self.started_s)
-        with self.lock:
-            self.spans.append(span)
-        self.done[position].set()

@@ -1,0 +1,28 @@
+"""Lanes as CUDA streams: the same weights as on the CPU, and the same bits however late any lane is."""
+
+import pytest
+import torch
+
+from tests.engine.gpu import MODELS, PRESETS, check_delay, check_equality, lanes_of
+
+on_gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")]
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=on_gpu) for name in PRESETS])
+def test_a_preset_on_a_gpu_equals_plain_training(name, model):
+    check_equality(name, model)
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=on_gpu) for name in PRESETS])
+def test_a_late_lane_of_a_gpu_changes_no_bit(name):
+    for lane in lanes_of(name):
+        check_delay(name, lane)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_plan_for_gpus_runs_on_a_cpu_in_the_same_lanes(name):
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    check_equality(name, "mlp")
+    check_delay(name, lanes_of(name)[-1])
