@@ -28,7 +28,8 @@ class Meter:
         for name, budget in (("gpu_budget", gpu_budget), ("host_budget", host_budget)):
             if budget != "auto" and (not isinstance(budget, int) or budget <= 0):
                 raise InputError(f"{name} is {budget!r}; give a number of bytes above 0, or 'auto'")
-        self.device, self._gpu_budget, self._host_budget = device, gpu_budget, host_budget
+        self.device, self._gpu_budget = device, gpu_budget
+        self._host_bytes = int(free_host_bytes() * HOST_SHARE) if host_budget == "auto" else host_budget
         self._left: dict[int, int] = {}
         self._stretches: list[Stretch] = []
         self._base_bytes = self._gradient_bytes = 0
@@ -55,16 +56,14 @@ class Meter:
             )
 
     def limits(self, keeps_gradients: bool, num_first: int | None) -> Limits:
-        """Returns the budgets in bytes; `auto` is what is free now and what torch holds already."""
-        gpu, host = self._gpu_budget, self._host_budget
+        """Returns the budgets in bytes; `auto` is what was free at first, on the GPU also what torch holds already."""
+        gpu = self._gpu_budget
         if gpu == "auto":
             gpu = 2**62
             if self.device.type == "cuda":
                 free, _ = torch.cuda.mem_get_info(self.device)
                 gpu = int((free + torch.cuda.memory_reserved(self.device)) * GPU_SHARE)
-        if host == "auto":
-            host = int(free_host_bytes() * HOST_SHARE)
-        return Limits(gpu_bytes=gpu, host_bytes=host, keeps_gradients=keeps_gradients, num_first=num_first)
+        return Limits(gpu_bytes=gpu, host_bytes=self._host_bytes, keeps_gradients=keeps_gradients, num_first=num_first)
 
     def begin(self, homes: Sequence[Home]) -> None:
         """Begins to watch a step's memory, from what rests on the GPU."""

@@ -19,6 +19,7 @@ from pipedejavu.hybrid.home import Home, Lanes, Member, Staging, size_of
 from pipedejavu.hybrid.lane import Mark, Recorder
 from pipedejavu.hybrid.placement import Placement, choose_placement, wants_spares, with_spares
 from pipedejavu.hybrid.unit import ModelUnit, find_units
+from pipedejavu.hybrid.visitor import Room, Visitor
 from pipedejavu.hybrid.window import Window
 
 CALM_STEPS = 3
@@ -52,7 +53,8 @@ class Flow:
         self.homes: list[Home] = []
         self._home_of: dict[Member, Home] = {}
         self._leaving: list[tuple[Mark, Tensor]] = []
-        self._visited: list[Home] = []
+        self._room = Room(0)
+        self._visitors: dict[int, Visitor] = {}
         self._clock: ForwardClock | None = None
         self._make_homes(model, groups)
         self._norms = torch.zeros(len(self.members), device=self.device)
@@ -138,9 +140,7 @@ class Flow:
             self.recorder.ended(home.index)
         if self.plan is not None and self._is_complete(home):
             for index in self.plan.arrivals.get(home.index, ()):
-                visitor = self.homes[index].visitor
-                assert visitor is not None
-                visitor.come()
+                self._visitors[index].come()
 
     def _is_complete(self, home: Home) -> bool:
         """Whether the gradients of a unit are final, as far as is known."""
@@ -150,10 +150,7 @@ class Flow:
         """Frees what has left the GPU; before the last unit's forward, where memory peaks, all must have left."""
         if self._leaving:
             self._leaving = [(mark, kept) for mark, kept in self._leaving if not mark.is_past()]
-        for home in self._visited:
-            assert home.visitor is not None
-            home.visitor.finish() if is_last else home.visitor.prune()
-        self._visited = [h for h in self._visited if h.visitor is not None and h.visitor.leaving is not None]
+        self._room.finish() if is_last else self._room.prune()
 
     def _accumulated(self, member: Member, gradient: Tensor) -> Tensor:
         """Returns the sum with what an earlier backward pass of this step has sent away."""
@@ -246,11 +243,10 @@ class Flow:
         for home, factors in work:
             if factors and home.place == "gpu":
                 home.update_on_gpu(factors)
-            elif factors and home.visitor is not None:
-                home.visitor.update(factors)
+            elif factors and home.place == "visit":
+                self._visitors[home.index].update(factors)
             elif factors:
                 home.update(factors, self._staging)
-        self._visited = [home for home in self.homes if home.visitor is not None]
 
     def _commit_rest(self) -> None:
         """Updates what did not begin in the backward pass."""
@@ -273,8 +269,8 @@ class Flow:
         """Leaves no gradient behind for the next step."""
         for home in self.homes:
             home.began_with = None
-            if home.visitor is not None:
-                home.visitor.cancel()
+        for visitor in self._visitors.values():
+            visitor.cancel()
         for member in self.members.values():
             member.arrived = 0
         self._norms.zero_()
@@ -296,12 +292,15 @@ class Flow:
         self.plan = choose_placement(sizes, self.meter.stretches, limits)
         if self.rules.speculates and self.rules.clip_norm is not None and self.device.type != "cuda":
             self.plan = with_spares(self.plan, sizes, [True] * len(sizes), limits.host_bytes)
+        self._room = Room(self.plan.room_bytes)
         places = list(zip(self.homes, self.plan.places, self.plan.is_spare, strict=True))
         with pinning_progress(self.plan.host_bytes) as progress:
             for home, place, has_spare in sorted(places, key=lambda item: item[1] == "gpu"):
                 if place == "gpu" and self._leaving:
                     self._finish_leaving()
-                if home.place is None:
+                if place == "visit":
+                    self._visitors[home.index] = Visitor(home, self._room, progress)
+                elif home.place is None:
                     home.settle(place, has_spare=has_spare, progress=progress)
                 elif has_spare:
                     home.add_spare(progress)
@@ -336,7 +335,7 @@ class Flow:
             wanted = wants_spares(self.plan.places, host_s, [forward_s.get(n, 0.0) for n in range(len(sizes))])
             limits = self.meter.limits(True, self.rules.gpu_units)
             before = self.plan.host_bytes
-            self.plan = with_spares(self.plan, sizes, wanted, limits.host_bytes + before)
+            self.plan = with_spares(self.plan, sizes, wanted, limits.host_bytes)
             self.synchronize()
             with pinning_progress(self.plan.host_bytes - before) as progress:
                 for home, is_spare in zip(self.homes, self.plan.is_spare, strict=True):
@@ -347,8 +346,7 @@ class Flow:
         """Waits until every weight is the newest, and all state is at rest."""
         for home in self.homes:
             home.wait()
-            if home.visitor is not None:
-                home.visitor.finish()
+        self._room.finish()
         if self.window is not None:
             self.window.clear()
 

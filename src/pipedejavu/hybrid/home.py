@@ -11,7 +11,6 @@ return on `copy-in`:
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
@@ -70,15 +69,17 @@ class Lanes:
         self.host = ThreadLane("host")
         self.fetch = ThreadLane("fetch")
         """Waits for updates on behalf of weights that are on their way."""
+        self.leave = ThreadLane("leave")
+        """Lets large copies out piece by piece."""
 
     @property
     def all(self) -> tuple[Lane, ...]:
         """Every lane."""
-        return self.copy_in, self.copy_out, self.host, self.fetch
+        return self.host, self.fetch, self.leave, self.copy_in, self.copy_out
 
     def close(self) -> None:
         """Ends all lanes."""
-        for lane in (self.host, self.fetch, self.copy_in, self.copy_out):
+        for lane in self.all:
             lane.close()
 
 
@@ -103,7 +104,8 @@ class Home:
     """The factors of a guess that was asked for."""
     guessed: dict[Member, Scalars] = field(default_factory=dict)
     """The factors of what lies in the spare state; the host lane's own."""
-    visitor: "Visitor | None" = None
+    before: Callable[[], None] | None = None
+    """What is left to do on the compute lane before the weights are the newest."""
     _slabs: list[Slab] = field(default_factory=list)
 
     def settle(self, place: Place, *, has_spare: bool, progress: Progress) -> None:
@@ -116,13 +118,10 @@ class Home:
                 low = torch.zeros(member.numel, dtype=torch.int16, device=device) if member.is_split else None
                 member.state = State(member.parameter.data.view(-1), low, *moments)
             return
-        if place == "visit":
-            self.visitor = Visitor(self, progress)
-            return
         is_lean = place == "lean"
         is_pinned = device.type == "cuda"
         sizes = size_of(self)
-        resting = sum(_resting_bytes(member) for member in self.members)
+        resting = sum(resting_bytes(member) for member in self.members)
         moved = Slab(
             (sizes.lean_bytes if is_lean else sizes.host_bytes) - resting,
             self.lanes.update, is_pinned=is_pinned, progress=progress,
@@ -133,7 +132,7 @@ class Home:
             dtype = member.parameter.dtype
             member.gradient = moved.take(member.numel, dtype)
             weight = member.gradient if is_lean else moved.take(member.numel, dtype)
-            member.state = _take_state(member, weight, rest)
+            member.state = take_state(member, weight, rest)
         self.refresh()
         if has_spare:
             self.add_spare(progress)
@@ -143,11 +142,11 @@ class Home:
         is_pinned = self.lanes.device.type == "cuda"
         weights = sum(aligned(m.numel * m.parameter.dtype.itemsize) for m in self.members)
         moved = Slab(weights, self.lanes.update, is_pinned=is_pinned, progress=progress)
-        resting = sum(_resting_bytes(member) for member in self.members)
+        resting = sum(resting_bytes(member) for member in self.members)
         rest = Slab(resting, self.lanes.update, is_pinned=False, progress=progress)
         self._slabs += [moved, rest]
         for member in self.members:
-            member.spare = _take_state(member, moved.take(member.numel, member.parameter.dtype), rest)
+            member.spare = take_state(member, moved.take(member.numel, member.parameter.dtype), rest)
 
     def refresh(self) -> None:
         """Copies the model's weights to host memory, where the state of a unit has a copy of them."""
@@ -157,6 +156,9 @@ class Home:
 
     def wait(self) -> None:
         """Lets the compute lane wait for the newest weights of this unit."""
+        if self.before is not None:
+            before, self.before = self.before, None
+            before()
         if self.updated is not None:
             self.updated.wait_on_host()
             if self.returned is not None:
@@ -229,70 +231,6 @@ class Home:
             update_on_gpu(s, gradient.reshape(-1), member.state)
 
 
-class Visitor:
-    """The state of a unit that rests in host memory and visits the GPU for its update."""
-
-    def __init__(self, home: Home, progress: Progress):
-        self.home, self.lanes = home, home.lanes
-        size = sum(_resting_bytes(member) for member in home.members)
-        is_pinned = self.lanes.device.type == "cuda"
-        self.slab = Slab(size, self.lanes.update, is_pinned=is_pinned, progress=progress)
-        for member in home.members:
-            member.state = _take_state(member, member.parameter.data.view(-1), self.slab)
-        self.here: Tensor | None = None
-        """The state on the GPU, byte for byte as in host memory."""
-        self.came: Mark | None = None
-        self.leaving: tuple[Mark, Tensor] | None = None
-
-    def come(self) -> None:
-        """Lets the state come to the GPU, behind its last way back."""
-        if self.here is not None:
-            return
-        self.finish()
-        here = torch.empty(self.slab.size_bytes, dtype=torch.uint8, device=self.lanes.device)
-        copy = partial(here.copy_, self.slab.whole, non_blocking=True)
-        self.came = self.lanes.copy_in.submit(f"FETCH:o{self.home.index}", copy, now(self.lanes.device))
-        self.here = here
-
-    def update(self, factors: dict[Member, Scalars]) -> None:
-        """Updates the unit on the compute lane and lets the state go back."""
-        self.come()
-        assert self.here is not None
-        assert self.came is not None
-        self.came.wait_on_device()
-        used = 0
-        for member in self.home.members:
-            size = _resting_bytes(member)
-            state = _state_in(member, self.here[used : used + size])
-            used += size
-            if member in factors:
-                gradient = member.parameter.grad
-                assert gradient is not None
-                member.step += 1
-                update_on_gpu(factors[member], gradient.reshape(-1), state)
-        here, self.here = self.here, None
-        copy = partial(self.slab.whole.copy_, here, non_blocking=True)
-        gone = self.lanes.copy_out.submit(f"OFFLOAD:o{self.home.index}", copy, now(self.lanes.device))
-        self.leaving = gone, here
-
-    def prune(self) -> None:
-        """Frees the memory on the GPU once the state has left it."""
-        if self.leaving is not None and self.leaving[0].is_past():
-            self.leaving = None
-
-    def finish(self) -> None:
-        """Waits until the state is in host memory."""
-        if self.leaving is not None:
-            self.leaving[0].wait_on_host()
-            self.leaving = None
-
-    def cancel(self) -> None:
-        """Ends a visit that led to no update; its memory is free once the copy into it has ended."""
-        if self.here is not None and self.came is not None:
-            self.came.wait_on_device()
-            self.here = None
-
-
 class Staging:
     """Room for the weights of two lean units: one is updated while the next one's weights come."""
 
@@ -341,7 +279,7 @@ class Staging:
 def size_of(home: Home) -> UnitSize:
     """Returns the bytes of a unit in each place."""
     weights = sum(aligned(m.numel * m.parameter.dtype.itemsize) for m in home.members)
-    resting = sum(_resting_bytes(m) for m in home.members)
+    resting = sum(resting_bytes(m) for m in home.members)
     on_gpu = sum(m.numel * (10 if m.is_split else 8) for m in home.members)
     device = sum(m.numel * m.parameter.dtype.itemsize for m in home.members)
     return UnitSize(
@@ -358,23 +296,14 @@ def size_of(home: Home) -> UnitSize:
     )
 
 
-def _resting_bytes(member: Member) -> int:
+def resting_bytes(member: Member) -> int:
     """Returns the host bytes of what never moves: moments, and the low half of the master."""
     low = aligned(2 * member.numel) if member.is_split else 0
     return low + 2 * aligned(4 * member.numel)
 
 
-def _state_in(member: Member, visiting: Tensor) -> State:
-    """Returns a member's state in the bytes of a visit, laid out as in its slab."""
-    n, at, low = member.numel, 0, None
-    if member.is_split:
-        low, at = visiting[: 2 * n].view(torch.int16), aligned(2 * n)
-    m = visiting[at : at + 4 * n].view(torch.float32)
-    at += aligned(4 * n)
-    return State(member.parameter.data.view(-1), low, m, visiting[at : at + 4 * n].view(torch.float32))
-
-
-def _take_state(member: Member, weight: Tensor, rest: Slab) -> State:
+def take_state(member: Member, weight: Tensor, rest: Slab) -> State:
+    """Returns a member's state, whose resting part is taken from a slab."""
     low = rest.take(member.numel, torch.int16) if member.is_split else None
     return State(weight, low, rest.take(member.numel, torch.float32), rest.take(member.numel, torch.float32))
 

@@ -72,7 +72,7 @@ def now(device: torch.device) -> Mark:
     """Returns the present point of the compute lane."""
     if device.type != "cuda":
         return ThreadMark(is_past=True)
-    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
     event.record()
     return EventMark(event)
 

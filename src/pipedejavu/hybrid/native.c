@@ -39,86 +39,90 @@ typedef struct {
     float *m_out, *v_out;
 } Job;
 
-/* Non-temporal: a fresh copy of state need not be read into the cache before it is written. */
-static void store(void *to, const void *from, size_t size, int streams) {
+static void stream(void *to, const void *from, size_t size) {
+    size_t i = 0;
 #ifdef __SSE2__
-    if (streams && ((uintptr_t)to & 15) == 0) {
-        size_t i = 0;
+    if (((uintptr_t)to & 15) == 0)
         for (; i + 16 <= size; i += 16)
             _mm_stream_si128((__m128i *)((char *)to + i), _mm_loadu_si128((const __m128i *)((const char *)from + i)));
-        memcpy((char *)to + i, (const char *)from + i, size - i);
-        return;
-    }
 #endif
-    memcpy(to, from, size);
+    memcpy((char *)to + i, (const char *)from + i, size - i);
 }
 
-CLONES static void unpack(const uint16_t *restrict half, float *restrict out, int n) {
-    for (int i = 0; i < n; i++) {
-        uint32_t bits = (uint32_t)half[i] << 16;
-        memcpy(&out[i], &bits, 4);
-    }
+static inline float from_bits(uint32_t bits) {
+    float value;
+    memcpy(&value, &bits, 4);
+    return value;
 }
 
-CLONES static void join(const uint16_t *restrict high, const int16_t *restrict low, float *restrict out, int n) {
-    for (int i = 0; i < n; i++) {
-        uint32_t bits = ((uint32_t)high[i] << 16) + (uint32_t)(int32_t)low[i];
-        memcpy(&out[i], &bits, 4);
-    }
+static inline uint32_t to_bits(float value) {
+    uint32_t bits;
+    memcpy(&bits, &value, 4);
+    return bits;
 }
 
-CLONES static void split(const float *restrict in, uint16_t *restrict high, int16_t *restrict low, int n) {
-    for (int i = 0; i < n; i++) {
-        uint32_t bits;
-        memcpy(&bits, &in[i], 4);
-        high[i] = (uint16_t)((bits + 0x8000u) >> 16);
-        low[i] = (int16_t)(uint16_t)bits;
-    }
+/* The operations of arithmetic.update_ on one element; `w` is the master. */
+static inline void adamw(const Scalars *s, float g, float *w, float *m, float *v) {
+    float x = g * s->scale;
+    float a = *m * s->beta1 + x * s->rest1;
+    float b = *v * s->beta2 + (x * s->rest2) * x;
+    float d = __builtin_sqrtf(b) * s->unroot2 + s->eps;
+    *w = *w * s->decay - (a / d) * s->rate;
+    *m = a;
+    *v = b;
 }
 
-CLONES static void adamw(const Scalars *s, const float *restrict g, float *restrict w, const float *m, const float *v,
-                         float *m_out, float *v_out, int n) {
-    const float scale = s->scale, beta1 = s->beta1, rest1 = s->rest1, beta2 = s->beta2, rest2 = s->rest2;
-    const float unroot2 = s->unroot2, eps = s->eps, decay = s->decay, rate = s->rate;
+CLONES static void update_split(const Scalars *scalars, int n, const uint16_t *g, const uint16_t *high, const int16_t *low,
+                                const float *m, const float *v, uint16_t *high_out, int16_t *low_out, float *m_out,
+                                float *v_out) {
+    const Scalars s = *scalars;
 #pragma GCC ivdep
     for (int i = 0; i < n; i++) {
-        float x = g[i] * scale;
-        float a = m[i] * beta1 + x * rest1;
-        float b = v[i] * beta2 + (x * rest2) * x;
-        float d = __builtin_sqrtf(b) * unroot2 + eps;
-        w[i] = w[i] * decay - (a / d) * rate;
+        float w = from_bits(((uint32_t)high[i] << 16) + (uint32_t)(int32_t)low[i]), a = m[i], b = v[i];
+        adamw(&s, from_bits((uint32_t)g[i] << 16), &w, &a, &b);
+        high_out[i] = (uint16_t)((to_bits(w) + 0x8000u) >> 16);
+        low_out[i] = (int16_t)(uint16_t)to_bits(w);
         m_out[i] = a;
         v_out[i] = b;
     }
 }
 
-static void run_block(const Job *job, int64_t start, int n) {
-    float g[BLOCK], w[BLOCK], m[BLOCK], v[BLOCK];
-    uint16_t high[BLOCK];
+CLONES static void update_whole(const Scalars *scalars, int n, const float *g, const float *weight, const float *m,
+                                const float *v, float *weight_out, float *m_out, float *v_out) {
+    const Scalars s = *scalars;
+#pragma GCC ivdep
+    for (int i = 0; i < n; i++) {
+        float w = weight[i], a = m[i], b = v[i];
+        adamw(&s, g[i], &w, &a, &b);
+        weight_out[i] = w;
+        m_out[i] = a;
+        v_out[i] = b;
+    }
+}
+
+/* A copy goes through a block in the cache, and leaves it past the cache: its old lines need not be read first. */
+static void run_block(const Job *job, int64_t at, int n) {
+    float w[BLOCK], m[BLOCK], v[BLOCK];
     int16_t low[BLOCK];
-    int streams = job->m != job->m_out;
-    const float *gradient = g;
+    const int is_copy = job->m != job->m_out;
+    float *m_out = is_copy ? m : job->m_out + at, *v_out = is_copy ? v : job->v_out + at;
     if (job->is_split) {
-        unpack((const uint16_t *)job->g + start, g, n);
-        join((const uint16_t *)job->w + start, job->low + start, w, n);
+        uint16_t *high_out = (uint16_t *)job->w_out + at, *high = is_copy ? (uint16_t *)w : high_out;
+        int16_t *rest = is_copy ? low : job->low_out + at;
+        update_split(&job->s, n, (const uint16_t *)job->g + at, (const uint16_t *)job->w + at, job->low + at,
+                     job->m + at, job->v + at, high, rest, m_out, v_out);
+        if (!is_copy) return;
+        stream(high_out, high, 2 * (size_t)n);
+        stream(job->low_out + at, low, 2 * (size_t)n);
     } else {
-        gradient = (const float *)job->g + start;
-        memcpy(w, (const float *)job->w + start, 4 * (size_t)n);
+        float *weight = is_copy ? w : (float *)job->w_out + at;
+        update_whole(&job->s, n, (const float *)job->g + at, (const float *)job->w + at, job->m + at, job->v + at,
+                     weight, m_out, v_out);
+        if (!is_copy) return;
+        stream((float *)job->w_out + at, w, 4 * (size_t)n);
     }
-    if (streams) {
-        adamw(&job->s, gradient, w, job->m + start, job->v + start, m, v, n);
-        store(job->m_out + start, m, 4 * (size_t)n, 1);
-        store(job->v_out + start, v, 4 * (size_t)n, 1);
-    } else {
-        adamw(&job->s, gradient, w, job->m + start, job->v + start, job->m_out + start, job->v_out + start, n);
-    }
-    if (job->is_split) {
-        split(w, high, low, n);
-        store((uint16_t *)job->w_out + start, high, 2 * (size_t)n, streams);
-        store(job->low_out + start, low, 2 * (size_t)n, streams);
-    } else {
-        store((float *)job->w_out + start, w, 4 * (size_t)n, streams);
-    }
+    stream(job->m_out + at, m, 4 * (size_t)n);
+    stream(job->v_out + at, v, 4 * (size_t)n);
 }
 
 static int64_t num_chunks(const Job *job) { return (job->n + CHUNK - 1) / CHUNK; }

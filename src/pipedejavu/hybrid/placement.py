@@ -10,6 +10,10 @@ from typing import Literal
 
 from pipedejavu.facts import InputError, format_bytes
 
+VISITOR_SHARE = 0.65
+"""Of the parameters that the GPU cannot hold. The way back of a visitor takes about half as long as the host's update
+of as many parameters while copies run beside it, so at this share both end together."""
+
 Place = Literal["gpu", "visit", "host", "lean"]
 """On the GPU; in host memory, visiting the GPU for its update; in host memory, updated there; and the same without a
 copy of the weights, for which each update asks the GPU."""
@@ -71,6 +75,8 @@ class Placement:
     reasons: tuple[str, ...]
     arrivals: Mapping[int, tuple[int, ...]]
     """By unit: the units whose state comes to the GPU when this one's gradients are final."""
+    room_bytes: int
+    """GPU memory for all visitors together."""
 
 
 def choose_placement(units: Sequence[UnitSize], stretches: Sequence[Stretch], limits: Limits) -> Placement:
@@ -84,14 +90,15 @@ def choose_placement(units: Sequence[UnitSize], stretches: Sequence[Stretch], li
             nearest = (gpu, 0)
             continue
         ceiling = limits.gpu_bytes if limits.num_first is None else gpu
-        arrivals = _choose_visitors(units, stretches, places, ceiling) if limits.keeps_gradients else {}
-        gpu = max(gpu, gpu_peak(units, stretches, places, limits.keeps_gradients))
+        arrivals, room = _choose_visitors(units, stretches, places, ceiling) if limits.keeps_gradients else ({}, 0)
+        usage = _usage(units, stretches, places, limits.keeps_gradients)
+        gpu = max(*usage, usage[-1] + room)
         _make_lean(units, places, limits.host_bytes)
         host = host_bytes(units, places)
         if host <= limits.host_bytes:
             return Placement(
                 places=tuple(places), is_spare=(False,) * len(units), gpu_bytes=gpu, host_bytes=host,
-                reasons=_reasons(units, places, gpu, host, limits), arrivals=arrivals,
+                reasons=_reasons(units, places, gpu, host, limits), arrivals=arrivals, room_bytes=room,
             )  # fmt: skip
         nearest = (gpu, host)
         break  # fewer units on the GPU would need still more of the host
@@ -155,32 +162,34 @@ def _usage(
 
 def _choose_visitors(
     units: Sequence[UnitSize], stretches: Sequence[Stretch], places: list[Place], ceiling: int
-) -> dict[int, tuple[int, ...]]:
-    """Turns the first host-held units into visitors, at most half of the parameters; returns when each comes.
+) -> tuple[dict[int, tuple[int, ...]], int]:
+    """Turns the first host-held units into visitors; returns when the first of them come, and their room in bytes.
 
-    The way back of a visitor takes about as long as the host's update of as many parameters, so that halves end
-    together; and visitors stay below the ceiling of GPU memory.
+    The gradients of visitors wait on the GPU. Below the ceiling there must be room for the state of two beside them.
     """
     held = [n for n, place in enumerate(places) if place == "host" and not units[n].is_bound_to_host]
     total = sum(units[n].num_parameters for n in held)
     for count in range(len(held), 0, -1):
         chosen = held[:count]
-        if 2 * sum(units[n].num_parameters for n in chosen) > total:
+        if sum(units[n].num_parameters for n in chosen) > VISITOR_SHARE * total:
             continue
         trial: list[Place] = ["visit" if n in chosen else place for n, place in enumerate(places)]
         usage = _usage(units, stretches, trial, True)
-        waiting, arrivals, here = list(chosen), {}, 0
+        room = min(ceiling - usage[-1], sum(units[n].visit_bytes for n in chosen))
+        if max(usage) > ceiling or room < min(2, count) * max(units[n].visit_bytes for n in chosen):
+            continue
+        arrivals: dict[int, tuple[int, ...]] = {}
+        used, waiting = 0, list(chosen)
         for position, stretch in enumerate(stretches):
-            free, coming = ceiling - max(usage[position + 1 :]), []
-            while waiting and here + units[waiting[0]].visit_bytes <= free:
-                here += units[waiting[0]].visit_bytes
+            free, coming = min(room, ceiling - max(usage[position + 1 :])), []
+            while waiting and used + units[waiting[0]].visit_bytes <= free:
+                used += units[waiting[0]].visit_bytes
                 coming.append(waiting.pop(0))
             if coming:
                 arrivals[stretch.unit] = tuple(coming)
-        if not waiting and max(usage) <= ceiling:
-            places[:] = trial
-            return arrivals
-    return {}
+        places[:] = trial
+        return arrivals, room
+    return {}, 0
 
 
 def host_bytes(units: Sequence[UnitSize], places: Sequence[Place]) -> int:
