@@ -14,11 +14,21 @@ from pipedejavu.engine.worker import Worker
 from pipedejavu.facts import InputError, Span
 from pipedejavu.program import Program, verify
 
+BeforeRound = Callable[[Handlers], None]
+"""Is given the worker's state that the round will run on."""
 AfterRound = Callable[[int, Handlers, list[Span]], Program]
 """Is told of each round with its number, the worker's state and its spans; returns the program of the next."""
 
 
-def run_rank(program: Program, job: Job, batches: Batches, rounds: int, after: AfterRound, shared: Path) -> Handlers:
+def run_rank(
+    program: Program,
+    job: Job,
+    batches: Batches,
+    rounds: int,
+    after: AfterRound,
+    shared: Path,
+    before: BeforeRound = lambda _: None,
+) -> Handlers:
     """Runs this rank's worker of a program `rounds` times; the process group must be there.
 
     All ranks start each round together. `shared` is a folder for weights that processes of one host share.
@@ -37,6 +47,7 @@ def run_rank(program: Program, job: Job, batches: Batches, rounds: int, after: A
     for number in range(rounds):
         dist.barrier()
         handlers.begin(number)
+        before(handlers)
         worker = Worker(graph, rank, handlers)
         worker.run()
         following = after(number, handlers, worker.spans)
