@@ -13,6 +13,9 @@ from pipedejavu.engine.handle import Handlers
 from pipedejavu.facts import Span
 from pipedejavu.program import Graph
 
+JOIN_S = 0.1
+"""How often a worker that waits for its lanes looks whether one has failed; the others may wait for peers for ever."""
+
 
 class Worker:
     """One run of one worker's sequence."""
@@ -41,7 +44,8 @@ class Worker:
         else:
             self._lane(compute, waits)
         for thread in others:
-            thread.join()
+            while thread.is_alive() and self.failure is None:
+                thread.join(JOIN_S)
         if self.failure is not None:
             raise self.failure
 
