@@ -16,8 +16,11 @@ class Processes:
     def __init__(self) -> None:
         self.started: list[subprocess.Popen[str]] = []
 
-    def start(self, arguments: Sequence[str], cwd: Path, **more: str) -> subprocess.Popen[str]:
-        """Starts a command that finds this checkout, and no launcher's variables but those given."""
+    def start(self, arguments: Sequence[str], cwd: Path, is_leader: bool = False, **more: str) -> subprocess.Popen[str]:
+        """Starts a command that finds this checkout, and no launcher's variables but those given.
+
+        A leader has a group of its own for itself and all that it starts.
+        """
         launched = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
         kept = {name: text for name, text in os.environ.items() if name not in launched}
         paths = os.pathsep.join((str(ROOT / "src"), str(cwd)))
@@ -25,6 +28,7 @@ class Processes:
             list(arguments),
             cwd=cwd,
             env={**kept, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", **more},
+            start_new_session=is_leader,
             text=True,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

@@ -182,25 +182,27 @@ def run_workers(folder: RunFolder, count: int) -> None:
     )
     processes = context.processes
     try:
-        while any(process.exitcode is None for process in processes):
-            wait([process.sentinel for process in processes if process.exitcode is None])
-            if any(process.exitcode for process in processes):
-                codes = _exit_codes(processes)
-                if -signal.SIGINT in codes:
-                    raise KeyboardInterrupt
-                raise read_failure(folder.failure, codes)
+        while True:
+            codes = [process.exitcode for process in processes]
+            if any(codes):
+                raise _failure(folder, processes)
+            alive = [process.sentinel for process, code in zip(processes, codes, strict=True) if code is None]
+            if not alive:
+                return
+            wait(alive)
     finally:
         for process in processes:
             process.kill()
             process.join()
 
 
-def _exit_codes(processes: Sequence[Any]) -> list[int | None]:
-    """Returns how processes ended, once those that end by themselves have had a moment to."""
+def _failure(folder: RunFolder, processes: Sequence[Any]) -> BaseException:
+    """Returns what to raise, once processes that end by themselves have had a moment to."""
     last_s = time.monotonic() + 1.0
     for process in processes:
         process.join(max(0.0, last_s - time.monotonic()))
-    return [process.exitcode for process in processes]
+    codes = [process.exitcode for process in processes]
+    return KeyboardInterrupt() if -signal.SIGINT in codes else read_failure(folder.failure, codes)
 
 
 def audit_run(done: Trained) -> dict[str, float]:
