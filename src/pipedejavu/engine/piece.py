@@ -58,6 +58,8 @@ class PieceRunner:
                 self.names[full] = first.setdefault(id(parameter), full)
                 if self.names[full] == full:
                     self.initial[full] = parameter.detach().clone()
+        # A leaf, and a sample that will be read again, must not be changed; a copy may.
+        self._works_in_place = any(getattr(m, "inplace", False) for _, _, unit in units[:1] for m in unit.modules())
         self._calm: set[int] = set()
         """Units that were seen to draw no random numbers; the others wait for their turn with the generator."""
 
@@ -69,7 +71,7 @@ class PieceRunner:
         The first piece's inputs are samples, whose gradient nobody wants.
         """
         inputs = tuple(t.detach().requires_grad_(t.is_floating_point() and not is_first) for t in tensors_of(value))
-        value = like(value, inputs)
+        value = like(value, [t.clone() for t in inputs] if self._works_in_place else inputs)
         for number, unit, module in self.units:
             own = {n: weights[self.names[f"{unit}.{n}"]] for n, _ in module.named_parameters(remove_duplicate=False)}
             if keeps_buffers:
