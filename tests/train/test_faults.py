@@ -148,7 +148,9 @@ def wait_until_nobody_is_left(group: int) -> None:
 
 
 def test_a_rank_of_torchrun_that_raises_stops_the_others(processes, tmp_path) -> None:
-    code = FAULTY.format(inputs="pass", targets="if rank == 1 and n == 5: raise KeyError('the broken sample')", send="pass")
+    code = FAULTY.format(
+        inputs="pass", targets="if rank == 1 and n == 5: raise KeyError('the broken sample')", send="pass"
+    )
     start = "\nfrom pipedejavu.cli.main import main\npatch(int(os.environ['RANK']))\nmain()\n"
     (tmp_path / "faulty.py").write_text(code + start)
     torchrun = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2")

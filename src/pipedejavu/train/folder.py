@@ -17,6 +17,14 @@ Weights = dict[tuple[int, int], dict[str, Tensor]]
 """By (piece, replica) and name."""
 
 
+def result_of(program: Program, weights: Weights) -> dict[str, Tensor]:
+    """Returns what a run has trained: the server's copy where it makes the updates, else the first replica's."""
+    reduce = program.plan.reduce
+    is_on_server = reduce.combiner == "elastic" or (reduce.wire == "server" and reduce.gate == "lock")
+    source = program.num_replicas if is_on_server else 0
+    return {name: w for (_, replica), found in weights.items() if replica == source for name, w in found.items()}
+
+
 class Part(NamedTuple):
     """What one worker leaves, as bytes that a file or a wire can carry."""
 
@@ -93,11 +101,10 @@ class RunFolder:
                 weights.setdefault((int(piece), int(replica)), {})[name] = weight
         return weights, [json.loads((self.parts / f"{rank}.json").read_text()) for rank in range(count)]
 
-    def write_model(self, weights: Weights, replica: int) -> None:
-        """Writes one replica's weights under the model's own names, whole or not at all."""
-        whole = {name: w for (_, q), found in weights.items() if q == replica for name, w in found.items()}
+    def write_model(self, trained: dict[str, Tensor]) -> None:
+        """Writes a run's weights under the model's own names, whole or not at all."""
         part = self.model.with_suffix(".part")
-        save_file(whole, part)
+        save_file(trained, part)
         part.replace(self.model)
 
     def remove_parts(self) -> None:

@@ -21,7 +21,7 @@ from pipedejavu.program import compile as compile_plan
 from pipedejavu.program.crew import assign_devices
 from pipedejavu.simulate import Prediction, simulate
 from pipedejavu.train.failure import read_failure
-from pipedejavu.train.folder import Part, RunFolder
+from pipedejavu.train.folder import Part, RunFolder, result_of
 from pipedejavu.train.options import TrainOptions
 from pipedejavu.train.site import (
     DeviceChoice,
@@ -160,9 +160,7 @@ def _open(folder: RunFolder, options: TrainOptions, program: Program) -> Predict
 def _finish(folder: RunFolder, options: TrainOptions, program: Program, prediction: Prediction) -> Trained:
     """Reads what the workers left and writes what stays."""
     weights, parts = folder.read_parts(len(program.workers))
-    # A server's copy is the result where there is one; replicas are alike otherwise.
-    center = program.num_replicas
-    folder.write_model(weights, center if any(replica == center for _, replica in weights) else 0)
+    folder.write_model(result_of(program, weights))
     shares = parts[0]["shares"]
     if shares is not None and tuple(shares) != program.plan.feed.shares:
         # The last round ran another program than the first: it is that one's forecast that compares with it.

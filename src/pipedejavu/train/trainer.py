@@ -13,6 +13,7 @@ from pipedejavu.profile import measure_profile, read_chain
 from pipedejavu.program import compile as compile_plan
 from pipedejavu.program.crew import assign_devices
 from pipedejavu.simulate import Prediction, simulate
+from pipedejavu.train.folder import result_of
 from pipedejavu.train.site import make_machine, read_sites, torch_device
 from pipedejavu.train.task import describe_form
 
@@ -75,10 +76,7 @@ class Trainer:
 
     def save_to_model(self) -> nn.Module:
         """Copies the trained weights into the user's model and returns it."""
-        found = self.threads.outcome().weights
-        center = self.program.num_replicas  # a server's copy, where there is one
-        source = center if any(replica == center for _, replica in found) else 0
-        weights = {name: w for (_, replica), own in found.items() if replica == source for name, w in own.items()}
+        weights = result_of(self.program, self.threads.outcome().weights)
         parameters = {f"{u}.{n}": p for u, m in self.units for n, p in m.named_parameters(remove_duplicate=False)}
         with torch.no_grad():
             for name, weight in weights.items():
