@@ -123,10 +123,17 @@ def test_a_loss_that_is_no_number_can_be_skipped(processes, tmp_path) -> None:
     assert all(bool(w.isfinite().all()) for w in load_file(tmp_path / "run" / "model.safetensors").values())
 
 
-def test_an_interrupt_stops_all_and_leaves_what_was_saved(processes, tmp_path) -> None:
-    process = processes.start(
-        (sys.executable, "-m", "pipedejavu", *RUN, "--steps", "1000000"), tmp_path, is_leader=True
-    )
+@pytest.mark.parametrize(
+    ("plan", "steps"),
+    [
+        ("1f1b", "1000000"),
+        pytest.param("pipedream", "800", marks=pytest.mark.slow),  # one program over all steps, watched while it runs
+    ],
+)
+def test_an_interrupt_stops_all_and_leaves_what_was_saved(processes, tmp_path, plan, steps) -> None:
+    sizes = ("--workers", "2", "--run-dir", "run", "--steps", steps)
+    command = (sys.executable, "-m", "pipedejavu", "train", *SMALL, "--plan", f"preset:{plan}", *sizes)
+    process = processes.start(command, tmp_path, is_leader=True)
     metrics = tmp_path / "run" / "metrics.jsonl"
     while not (metrics.exists() and metrics.read_text().count("\n") > 2) and process.poll() is None:
         time.sleep(0.05)

@@ -181,6 +181,10 @@ def _print_summary(summary: Mapping[str, object], done: "Trained") -> None:
         f" bubble {done.prediction.bubble_fraction:.1%}; measured in the last round:"
         f" {format_seconds(done.measured.makespan_s)}, bubble {done.measured.bubble_fraction:.1%}"
     )
+    shares = done.prediction.program.plan.feed.shares
+    if shares is not None and shares != done.program.plan.feed.shares:
+        moved = ", ".join(f"{share:.0%}" for share in shares)
+        console.print(f"shares moved to {moved} while it ran; both figures are of the last round's program")
     if "audit" in summary:
         audit = summary["audit"]
         assert isinstance(audit, dict)

@@ -6,6 +6,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from pipedejavu.engine.device import CPU
 from pipedejavu.engine.handle import Handlers
 from pipedejavu.engine.job import Batches, Job
 from pipedejavu.engine.run import check_runnable, make_handlers
@@ -59,6 +60,8 @@ def run_rank(
 
 def _share_weights(handlers: Handlers, folder: Path) -> None:
     """Puts the weights into files that all processes map into their memory."""
+    if handlers.device != CPU:
+        raise InputError(f"plan '{handlers.program.plan.name}' shares weights in host memory; use --devices cpu")
     for key in [key for key in handlers.values if key[0] == "w"]:
         for name, weight in handlers.values[key].items():
             path = folder / f"{key[1]}.{name}.bin"

@@ -62,5 +62,5 @@ class Progress:
         if not self.is_live and (now - self.last_s > INTERVAL_S or step in (1, self.steps)):
             self.last_s = now
             left_s = (now - self.started_s) / step * (self.steps - step)
-            left = f"  {format_seconds(left_s)} left" if left_s else ""
+            left = f"  {format_seconds(left_s)} left" if 1 < step < self.steps else ""
             print(f"step {step}/{self.steps}  {facts}{left}", file=sys.stderr, flush=True)

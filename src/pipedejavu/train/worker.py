@@ -55,6 +55,7 @@ class Rank:
         self.options, self.program, self.store, self.folder = options, program, store, folder
         self.rank = dist.get_rank()
         torch.set_num_threads(num_threads(program.machine, program.devices, self.rank))
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what cuBLAS needs to be deterministic
         torch.use_deterministic_algorithms(True, warn_only=True)
         task = make_task(options)
         self.job = make_job(task, options)
