@@ -73,7 +73,7 @@ def test_a_worker_that_raises_shows_its_traceback_and_stops_all(processes, tmp_p
     assert code == 1
     assert "Traceback" in err
     assert "KeyError: 'the broken sample'" in err
-    assert err.endswith(f"worker {rank} raised KeyError; all others were stopped\n")
+    assert err.endswith(f"\npipedejavu: worker {rank} raised KeyError; all others were stopped\n")
     assert err.count("Traceback") == 1
 
 

@@ -107,7 +107,7 @@ def train(
     microbatches: Annotated[int | None, typer.Option(help="Microbatches of an update.")] = None,
     samples: Annotated[int | None, typer.Option(help="Samples in a microbatch.")] = None,
     steps: Annotated[int, typer.Option(help="Updates to make.")] = 100,
-    data: Annotated[str | None, typer.Option(help="digits, mnist:DIR, cifar10:DIR, stdlib or random.")] = None,
+    data: Annotated[str | None, typer.Option(help="digits, mnist[:DIR], cifar10[:DIR], stdlib or random.")] = None,
     optimizer: Annotated[str, typer.Option(help="sgd or adamw.")] = "adamw",
     lr: Annotated[float, typer.Option(help="Learning rate.")] = 1e-3,
     clip_norm: Annotated[float | None, typer.Option(help="Clip gradients to this norm over all stages.")] = None,

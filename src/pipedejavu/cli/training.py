@@ -64,7 +64,8 @@ def run(options: "TrainOptions", asked: Asked) -> None:
     try:
         _run(options, asked, team)
     except _room().WorkerError as error:
-        print(f"pipedejavu: {error}", file=sys.stderr)
+        trace, _, sentence = str(error).rpartition("\n")
+        print(trace, f"pipedejavu: {sentence}", sep="\n" if trace else "", file=sys.stderr)
         raise SystemExit(1) from None
     except BaseException as error:
         team.leave(error)
