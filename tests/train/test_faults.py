@@ -90,7 +90,11 @@ def test_a_worker_that_is_killed_is_named_with_the_signal(processes, tmp_path) -
     ("fault", "form"),
     [
         ("x = x.repeat(1, 2) if n == 5 else x", "1568 float32 where those before it were 784 float32"),
-        ("x = x.double() if n == 5 else x", "784 float64 where those before it were 784 float32"),
+        pytest.param(
+            "x = x.double() if n == 5 else x",
+            "784 float64 where those before it were 784 float32",
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=["shape", "dtype"],
 )

@@ -10,6 +10,8 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("safetensors")
 
+from pipedejavu.plan import preset
+
 COMMAND = (sys.executable, "-m", "pipedejavu", "train")
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
 SMALL = ("zoo:mlp", "--data", "random:64", "--samples", "3", "--steps", "3", "--optimizer", "sgd", "--lr", "0.01")
@@ -73,12 +75,14 @@ def test_half_an_environment_is_refused(tmp_path: Path, processes) -> None:
 
 def test_two_hosts_train_a_pipeline_with_replicas_and_share_no_folder(tmp_path: Path, processes, two_hosts) -> None:
     names, address = two_hosts
-    plan = ("--plan", "preset:1f1b", "--workers", "2", "--replicas", "2", "--microbatches", "2", "--audit", "--json")
+    plan = ("--plan", "plan.json", "--audit", "--json")
     started, folders = [], []
-    for n, name in enumerate(names):
+    for name in names:
         folder = tmp_path / name
         folder.mkdir()
         folders.append(folder)
+    preset("1f1b").at(workers=2, replicas=2, microbatches=2).save(folders[0] / "plan.json")
+    for n, (name, folder) in enumerate(zip(names, folders, strict=True)):
         hosts = ("--nnodes", "2", "--node-rank", str(n), "--nproc-per-node", "2", "--master-addr", address)
         inside = ("ip", "netns", "exec", name)
         command = (*inside, *TORCHRUN, *hosts, "--master-port", "29611", *TRAIN, *plan, "--run-dir", "run")

@@ -77,8 +77,9 @@ def _run(options: "TrainOptions", asked: Asked, team: "Team") -> None:
     room = _room()
     if asked.devices not in ("auto", "cpu", "gpu"):
         raise InputError(f"--devices is auto, cpu or gpu, not '{asked.devices}'")
+    # Files are read by the first rank, which gives their content to the others.
     machine = Machine.load(asked.machine) if asked.machine and team.is_first else None
-    chosen = choose_plan(asked, team.size if team.is_launched else None)
+    chosen = choose_plan(asked, team.size if team.is_launched else None) if team.is_first else Plan()
     options, program, note = room.plan_run(options, chosen, machine, devices=asked.devices, team=team)
     folder = asked.run_dir or f"runs/{options.model}-{chosen.name}-{time.strftime('%Y%m%d-%H%M%S')}"
     if team.is_first and not asked.as_json:
