@@ -34,6 +34,8 @@ LEVELS = {
 WITHOUT_TORCH = ("facts", "plan", "program", "simulate", "search", "report")
 TORCH = ("torch", "torchvision", "transformers", "accelerate")
 ONLY_IN_CLI = ("typer", "click")
+ROOT = ("", "__main__")
+"""Above all rooms: the public names, and the door of `python -m`."""
 MOST_LINES = 400
 BANNED = ("utils", "util", "helpers", "helper", "common", "misc", "manager")
 
@@ -97,11 +99,11 @@ def _targets(tree: ast.Module, name: str, is_package: bool, package: str) -> Ite
 def room_faults(modules: dict[str, Module]) -> list[str]:
     faults = []
     for module in modules.values():
-        if module.room and module.room not in LEVELS:
+        if module.room not in (*LEVELS, *ROOT):
             faults.append(
                 f"{module.path} is in no room; move it to one of {', '.join(LEVELS)}, or add a room to LEVELS"
             )
-        elif module.room and module.room not in modules:
+        elif module.room not in modules:
             faults.append(f"{module.path} is in a folder without __init__.py; add one with a docstring")
     return faults
 

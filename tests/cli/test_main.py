@@ -197,11 +197,40 @@ def test_train_trains_and_compare_joins_the_timelines(tmp_path: Path) -> None:
         (("zoo:mlp", "--plan", "preset:zero-3"), "the engine does not run keep 'zero-3' yet"),
         (("zoo:mlp", "--plan", "preset:1f1b", "--workers", "99"), "the plan has 99 stages but profile 'mlp' has"),
         (("zoo:mlp", "--lr", "-1", "--optimizer", "adam"), "the options of train has 2 faults"),
+        (("zoo:mlp", "--devices", "tpu"), "--devices is auto, cpu or gpu, not 'tpu'"),
+        (("zoo:mlp", "--machine", "missing.json"), "cannot read missing.json"),
+        (
+            ("zoo:mlp", "--plan", "preset:1f1b", "--workers", "9", "--machine", str(EXAMPLES / "four-gpus.json")),
+            "the plan needs 9 devices to train on, machine 'four GPUs and a CPU' has 5",
+        ),
     ],
 )
 def test_train_refuses_what_cannot_run(arguments: tuple[str, ...], sentence: str) -> None:
     pytest.importorskip("torch")
     assert sentence in refused("train", *arguments)
+
+
+@pytest.mark.slow
+def test_a_machine_of_gpus_and_a_cpu_trains_with_stand_ins(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    if torch.cuda.is_available():
+        pytest.skip("this host has GPUs, so nothing stands in for them")
+    where = ("--machine", str(EXAMPLES / "four-gpus.json"), "--run-dir", str(tmp_path / "run"))
+    sizes = ("--workers", "2", "--microbatches", "4", "--samples", "2", "--steps", "2", "--optimizer", "sgd")
+    done = run("train", "zoo:mlp", "--data", "random:32", "--plan", "preset:coarse", *sizes, *where, "--audit")
+    assert "workers on gpu0 (a100), gpu1 (a100), cpu (cpu)" in done.stderr
+    assert "the plan has workers on 2 GPUs of one host, and 0 are there: CPU workers stand in for them" in done.stderr
+    assert "audit: the float64 replay differs by" in done.stdout
+    profile = json.loads((tmp_path / "run" / "profile.json").read_text())
+    assert all(unit["times"].keys() == {"a100", "cpu"} for unit in profile["units"])
+
+
+def test_gpus_that_are_not_there_are_not_taken_for_granted() -> None:
+    torch = pytest.importorskip("torch")
+    if torch.cuda.is_available():
+        pytest.skip("this host has GPUs")
+    text = refused("train", "zoo:mlp", "--plan", "preset:1f1b", "--workers", "2", "--devices", "gpu")
+    assert "which has 0 GPUs; use as many workers as there are GPUs, or --devices auto" in text
 
 
 def test_compare_needs_a_run(tmp_path: Path) -> None:

@@ -150,3 +150,9 @@ def test_samples_that_cannot_be_read_stop_the_run(make):
     case = make("1f1b", workers=2, microbatches=4)
     del case.batches.x[5:]
     assert isinstance(fails(case), IndexError)
+
+
+def test_clipping_needs_a_plan_that_takes_the_norm(make):
+    error = fails(make("1f1b", workers=2, microbatches=2, clip_norm=0.5))
+    assert isinstance(error, InputError)
+    assert str(error).startswith("the job clips gradients to the norm 0.5, but plan '1f1b' takes no norm; set")

@@ -10,7 +10,7 @@ pytest.importorskip("safetensors")
 
 from safetensors.torch import load_file
 
-from pipedejavu.facts import InputError
+from pipedejavu.facts import InputError, Machine
 from pipedejavu.plan import preset
 from pipedejavu.train import TrainOptions, audit_run, plan_run, train
 from pipedejavu.zoo import build
@@ -25,15 +25,23 @@ def _restored():
     torch.set_num_threads(threads)
 
 
-def run(tmp_path: Path, name: str, **changes):
+def run(tmp_path: Path, name: str, machine: Machine | None = None, **changes):
     options = TrainOptions(model="mlp", data="random:64", dtype="float64", keeps_log=True, steps=3).but(**changes)
     sizes = {"microbatches": 4} if preset(name).per_update is None else {}
-    plan = preset(name).at(workers=2, samples=3, **sizes)
-    options, program = plan_run(options, plan)
+    grows = preset(name).grows != "none"
+    plan = preset(name).at(workers=2 if grows else None, samples=3, **sizes)
+    options, program, _ = plan_run(options, plan, machine)
     return train(options, program, str(tmp_path / "run"))
 
 
-@pytest.mark.parametrize("name", ["1f1b", "ddp", "pipedream", "parameter-server"])
+QUICK = ("1f1b", "ddp", "pipedream", "parameter-server")
+SLOW = (
+    "gpipe", "interleaved", "zb-h1", "zb-v", "gems-mast", "gems-hy", "chimera", "pipedream-2bw", "hippie", "hetpipe",
+    "easgd", "easgd-sync", "axonn", "coarse", "hyscale", "fine", "zero-offload", "byteps",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
 def test_a_run_with_processes_equals_its_replay(tmp_path, name) -> None:
     done = run(tmp_path, name, optimizer="sgd", lr=0.01)
     # A few units in the last place of weights of size one, for each of the updates.
@@ -42,6 +50,20 @@ def test_a_run_with_processes_equals_its_replay(tmp_path, name) -> None:
     start = build("mlp").model.state_dict()
     assert weights.keys() == start.keys()
     assert any(not torch.equal(weights[n], start[n].double()) for n in start)
+    rows = [json.loads(line) for line in done.folder.metrics.read_text().splitlines()]
+    assert [row["step"] for row in rows if "step" in row] == [1, 2, 3]
+
+
+@pytest.mark.slow
+def test_hogwild_with_processes_learns(tmp_path) -> None:
+    """Two processes write one set of weights without a lock; there is no replay, but the loss falls."""
+    done = run(tmp_path, "hogwild", optimizer="sgd", lr=0.01, steps=60)
+    losses = [json.loads(line)["loss"] for line in done.folder.metrics.read_text().splitlines()]
+    assert len(losses) == 60
+    # 6 of 64 samples an update: the last ten updates have seen each sample more than five times.
+    assert sum(losses[-10:]) < 0.5 * sum(losses[:10])
+    with pytest.raises(InputError, match="records no versions, so there is nothing to replay"):
+        audit_run(done)
 
 
 def test_a_run_leaves_what_it_promises(tmp_path) -> None:
@@ -60,14 +82,10 @@ def test_a_run_leaves_what_it_promises(tmp_path) -> None:
     assert live[0] == live[1] == [2, 1]
 
 
+@pytest.mark.slow
 def test_every_plan_trains_to_the_same_weights(tmp_path) -> None:
     found = [load_file(run(tmp_path / name, name, optimizer="sgd").folder.model) for name in ("1f1b", "gpipe")]
     assert max(float((found[0][n] - found[1][n]).abs().max()) for n in found[0]) < 1e-12
-
-
-def test_a_loss_that_is_no_number_stops_the_run_with_its_step_and_worker(tmp_path) -> None:
-    with pytest.raises(InputError, match=r"the loss is (nan|inf) in step \d+, microbatch \d+, on worker 1; lower the"):
-        run(tmp_path, "1f1b", optimizer="sgd", lr=1e300, steps=6)
 
 
 def test_a_run_folder_is_not_overwritten(tmp_path) -> None:

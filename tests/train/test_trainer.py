@@ -8,8 +8,9 @@ torch = pytest.importorskip("torch")
 
 from torch import nn
 
-from pipedejavu.engine import Sgd
+from pipedejavu.engine import Applied, Job, Sgd, audit
 from pipedejavu.facts import InputError
+from pipedejavu.profile import read_chain
 from pipedejavu.train import Trainer
 
 
@@ -53,9 +54,81 @@ def test_a_batch_smaller_than_the_microbatches_is_refused() -> None:
         trainer.step(batch(3))
 
 
-def test_plans_without_a_common_update_are_refused() -> None:
-    with pytest.raises(InputError, match="use a synchronous plan"):
-        Trainer(model(), loss, sample=batch(8), plan="pipedream", workers=2)
+@pytest.mark.parametrize("plan", ["pipedream", "pipedream-vertical", "pipedream-2bw", "parameter-server"])
+def test_steps_of_plans_without_a_flush_equal_their_replay(plan) -> None:
+    trainer = Trainer(model(), loss, sample=batch(48), plan=plan, workers=2, optimizer=Sgd(lr=0.05, momentum=0.9))
+    given = Given([batch(48, 1), batch(41, 2), batch(37, 3)], trainer.batch.parts)
+    losses = [trainer.step(b) for b in given.batches]
+    outcome = trainer.threads.outcome()
+    job = Job(units=read_chain(model()), loss=loss, optimizer=Sgd(lr=0.05, momentum=0.9))
+    # Sums of a few gradients of size one, over a few updates.
+    assert max(audit(trainer.program, job, given, outcome).values()) < 1e-13
+    assert losses[-1] < losses[0]
+    updates = trainer.program.plan.steps * 3
+    if plan != "parameter-server":
+        applied = [e.version for log in outcome.logs for e in log.events if isinstance(e, Applied)]
+        assert max(applied) == updates > 3
+
+
+class Given:
+    """The batches of several steps as microbatches by number, cut by plain arithmetic."""
+
+    def __init__(self, batches, parts: int):
+        self.batches = batches
+        self.cut = [tensors for b in batches for tensors in zip(*(t.tensor_split(parts) for t in b), strict=True)]
+
+    def inputs(self, microbatch: int):
+        return self.cut[microbatch][0]
+
+    def targets(self, microbatch: int):
+        return self.cut[microbatch][1]
+
+    def count(self, microbatch: int) -> int:
+        return len(self.cut[microbatch][1])
+
+
+@pytest.mark.parametrize(("plan", "what"), [("easgd", "how far each worker is"), ("hetpipe", "the waves in flight")])
+def test_plans_that_a_step_would_cut_off_are_refused(plan, what) -> None:
+    with pytest.raises(InputError, match=f"carries {what}.*which the end of a step would cut off; give all updates"):
+        Trainer(model(), loss, sample=batch(8), plan=plan, workers=2)
+
+
+@pytest.mark.parametrize(
+    ("change", "form"),
+    [
+        (lambda x, y: (x[:, :3], y), "inputs of 3 float64, targets of single int64"),
+        (lambda x, y: (x.float(), y), "inputs of 6 float32, targets of single int64"),
+        (lambda x, y: (x, y.int()), "inputs of 6 float64, targets of single int32"),
+    ],
+)
+def test_a_batch_of_another_form_is_refused(change, form) -> None:
+    trainer = Trainer(model(), loss, sample=batch(8), workers=2)
+    with pytest.raises(InputError, match=f"a batch has {form}, where the sample had inputs of 6 float64, targets of"):
+        trainer.step(change(*batch(8)))
+
+
+def test_what_is_measured_stays_as_it_was() -> None:
+    own = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Linear(6, 3)).double()
+    before = copy.deepcopy(own.state_dict())
+    Trainer(own, loss, sample=batch(8), workers=2)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in own.state_dict().items())
+
+
+@pytest.mark.parametrize("plan", ["1f1b", "gpipe-recompute", "zb-h1"])
+def test_units_that_begin_in_place_train_like_others(plan) -> None:
+    """Also where they are the first of a piece, whose input is a leaf, and where samples are read again."""
+    built = [nn.ReLU(inplace=True), nn.Linear(6, 6), nn.ReLU(inplace=True), nn.Linear(6, 6), nn.ReLU(inplace=True)]
+    torch.manual_seed(0)
+    own = nn.Sequential(*built, nn.Linear(6, 3)).double()
+    plain = copy.deepcopy(own)
+    inputs, targets = batch(16)
+    kept = inputs.clone()
+    (loss(plain(inputs.clone()), targets) / 16).backward()
+    trainer = Trainer(own, loss, sample=(inputs, targets), plan=plan, workers=3, optimizer=Sgd(lr=1.0))
+    trainer.step((inputs, targets))
+    assert torch.equal(inputs, kept)
+    for trained, expected in zip(trainer.save_to_model().parameters(), plain.parameters(), strict=True):
+        assert torch.allclose(trained, expected - expected.grad, rtol=0, atol=1e-14)
 
 
 def test_a_module_that_is_no_chain_is_refused() -> None:

@@ -7,7 +7,7 @@ pytest.importorskip("torch")
 import torch
 
 from pipedejavu.facts import InputError
-from pipedejavu.zoo import open_data, order
+from pipedejavu.zoo import download, open_data, order
 from pipedejavu.zoo.form import Form, ImageForm, TokenForm
 
 FORMS: list[tuple[str, Form | None]] = [
@@ -123,5 +123,8 @@ def test_a_wrong_split_says_what_is_right() -> None:
 
 def test_files_are_looked_for_in_a_folder_of_their_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(InputError, match=r"there is no train-images-idx3-ubyte .* in data/mnist; put MNIST's four"):
+    monkeypatch.setattr(download, "MIRROR", tmp_path.as_uri())
+    with pytest.raises(
+        InputError, match=r"^data/mnist/train-images-idx3-ubyte.gz is missing, .* into data/mnist by hand"
+    ):
         open_data("mnist")

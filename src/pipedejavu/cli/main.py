@@ -103,26 +103,29 @@ def train(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="zoo:NAME, such as zoo:gpt-tiny.")],
     plan: Annotated[str, typer.Option(help="auto, a plan file, or preset:NAME.")] = "auto",
     workers: Annotated[int | None, typer.Option(help="Workers of a pipeline, or replicas without one.")] = None,
+    replicas: Annotated[int | None, typer.Option(help="Data-parallel copies of a pipeline.")] = None,
     microbatches: Annotated[int | None, typer.Option(help="Microbatches of an update.")] = None,
     samples: Annotated[int | None, typer.Option(help="Samples in a microbatch.")] = None,
     steps: Annotated[int, typer.Option(help="Updates to make.")] = 100,
-    data: Annotated[str | None, typer.Option(help="digits, mnist:DIR, cifar10:DIR, stdlib or random.")] = None,
+    data: Annotated[str | None, typer.Option(help="digits, mnist[:DIR], cifar10[:DIR], stdlib or random.")] = None,
     optimizer: Annotated[str, typer.Option(help="sgd or adamw.")] = "adamw",
     lr: Annotated[float, typer.Option(help="Learning rate.")] = 1e-3,
     clip_norm: Annotated[float | None, typer.Option(help="Clip gradients to this norm over all stages.")] = None,
     seed: Annotated[int, typer.Option(help="Of weights, data order and dropout.")] = 0,
     audit: Annotated[bool, typer.Option(help="Replay the run in float64 and print the largest differences.")] = False,
     on_nan: Annotated[str, typer.Option(help="stop or skip an update whose gradients are not finite.")] = "stop",
+    machine: Annotated[str | None, typer.Option(help="A machine file; by default this machine's own devices.")] = None,
+    devices: Annotated[str, typer.Option(help="auto (GPUs first, then the CPU), cpu or gpu.")] = "auto",
     run_dir: Annotated[str | None, typer.Option(help="Folder for what the run leaves.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Train a model with a plan, a process for each worker."""
+    """Train a model with a plan, a process for each worker; under torchrun its processes are the workers."""
     from pipedejavu.cli import training  # needs torch
 
-    sizes = {"workers": workers, "microbatches": microbatches, "samples": samples}
+    sizes = {"workers": workers, "replicas": replicas, "microbatches": microbatches, "samples": samples}
     given = {"steps": steps, "data": data, "optimizer": optimizer, "lr": lr, "clip_norm": clip_norm, "seed": seed}
     options = training.read_options(model, {**given, "on_nan": on_nan, "keeps_log": audit})
-    training.run(options, plan, sizes, run_dir, as_json)
+    training.run(options, training.Asked(plan, sizes, machine, devices, run_dir, as_json))
 
 
 @app.command()

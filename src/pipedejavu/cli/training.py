@@ -4,7 +4,9 @@ import json
 import sys
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
@@ -14,14 +16,15 @@ from rich.console import Console
 from rich.table import Table
 
 from pipedejavu.cli.source import read_plan
-from pipedejavu.facts import InputError, Timeline, format_seconds, write_file
+from pipedejavu.facts import InputError, Machine, Timeline, format_seconds, write_file
 from pipedejavu.plan import Decision, Plan, preset
 from pipedejavu.probe.shape import num_cores
+from pipedejavu.program import Program
 from pipedejavu.report import compare as compare_timelines
 from pipedejavu.report import render_html
 
 if TYPE_CHECKING:
-    from pipedejavu.train import Trained, TrainOptions
+    from pipedejavu.train import Team, Trained, TrainOptions
 
 
 def _room() -> ModuleType:
@@ -43,23 +46,66 @@ def read_options(model: str, given: Mapping[str, object]) -> "TrainOptions":
     return found
 
 
-def run(
-    options: "TrainOptions", plan: str, sizes: Mapping[str, int | None], run_dir: str | None, as_json: bool
-) -> None:
+@dataclass(frozen=True)
+class Asked:
+    """What the user asked of a run beside its options."""
+
+    plan: str
+    sizes: Mapping[str, int | None]
+    machine: str | None
+    devices: str
+    run_dir: str | None
+    as_json: bool
+
+
+def run(options: "TrainOptions", asked: Asked) -> None:
     """Trains, and prints the forecast beside what happened."""
-    chosen = choose_plan(sizes) if plan == "auto" else read_plan(plan, sizes)
-    folder = run_dir or f"runs/{options.model}-{chosen.name}-{time.strftime('%Y%m%d-%H%M%S')}"
-    options, program = _room().plan_run(options, chosen)
-    if not as_json:
-        axes = "  ".join(f"{axis}={text}" for axis, text in program.plan.axes().items())
-        print(f"{options.model} with plan {program.plan.name}: {axes}", file=sys.stderr)
-        for decision in program.plan.decisions:
-            print(f"{decision.axis}: {decision.choice} ({decision.reason})", file=sys.stderr)
+    team = _room().Team.join()
     try:
-        done = _room().train(options, program, folder)
+        _run(options, asked, team)
+    except _room().WorkerError as error:
+        trace, _, sentence = str(error).rpartition("\n")
+        print(trace, f"pipedejavu: {sentence}", sep="\n" if trace else "", file=sys.stderr)
+        raise SystemExit(1) from None
+    except BaseException as error:
+        team.leave(error)
+        raise
+    team.leave()
+
+
+def _run(options: "TrainOptions", asked: Asked, team: "Team") -> None:
+    room = _room()
+    if asked.devices not in ("auto", "cpu", "gpu"):
+        raise InputError(f"--devices is auto, cpu or gpu, not '{asked.devices}'")
+    # Files are read by the first rank, which gives their content to the others.
+    machine = Machine.load(asked.machine) if asked.machine and team.is_first else None
+    chosen = choose_plan(asked, team.size if team.is_launched else None) if team.is_first else Plan()
+    options, program, note = room.plan_run(options, chosen, machine, devices=asked.devices, team=team)
+    folder = asked.run_dir or f"runs/{options.model}-{chosen.name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    if team.is_first and not asked.as_json:
+        _announce(options, program, note)
+    try:
+        started = (options, program, folder)
+        done = room.train_rank(*started, team) if team.is_launched else room.train(*started)
     except KeyboardInterrupt:
         print(f"stopped; the metrics so far are in {folder}", file=sys.stderr)
         raise SystemExit(130) from None
+    if done is not None:
+        _conclude(done, options, asked.as_json)
+
+
+def _announce(options: "TrainOptions", program: Program, note: str) -> None:
+    axes = "  ".join(f"{axis}={text}" for axis, text in program.plan.axes().items())
+    print(f"{options.model} with plan {program.plan.name}: {axes}", file=sys.stderr)
+    devices = (program.machine.device(name) for name in program.devices)
+    print(f"workers on {', '.join(f'{d.name} ({d.kind})' for d in devices)}", file=sys.stderr)
+    for decision in program.plan.decisions:
+        print(f"{decision.axis}: {decision.choice} ({decision.reason})", file=sys.stderr)
+    if note:
+        print(note, file=sys.stderr)
+
+
+def _conclude(done: "Trained", options: "TrainOptions", as_json: bool) -> None:
     _write_report(done, options)
     summary = _summary(done)
     if options.keeps_log:
@@ -71,12 +117,26 @@ def run(
     _print_summary(summary, done)
 
 
-def choose_plan(sizes: Mapping[str, int | None]) -> Plan:
-    """Chooses a plan by a simple rule, until there is a search: data parallel over the cores, four at most."""
-    workers = sizes.get("workers") or min(4, max(2, num_cores()))
+def choose_plan(asked: Asked, processes: int | None) -> Plan:
+    """Reads the plan, for as many workers as there are processes where they are started already."""
+    read = _choose_simply if asked.plan == "auto" else partial(read_plan, asked.plan)
+    if processes is None or asked.sizes.get("workers") is not None:
+        return read(asked.sizes)
+    for workers in range(1, processes + 1):
+        with suppress(InputError):
+            found = read({**asked.sizes, "workers": workers})
+            if found.num_workers == processes:
+                return found
+    return read(asked.sizes)
+
+
+def _choose_simply(sizes: Mapping[str, int | None]) -> Plan:
+    """Chooses a plan by a simple rule, until there is a search: data parallel over the GPUs, or over four cores."""
+    gpus = _room().num_gpus()
+    workers = sizes.get("workers") or gpus or min(4, max(2, num_cores()))
     given = {"microbatches": sizes.get("microbatches") or 1, "samples": sizes.get("samples") or 8}
     plan = preset("ddp").at(workers=workers, **given)
-    reason = "CPU workers of one host are alike and each can hold the model; a worker for each core, four at most"
+    reason = "a replica for each GPU" if gpus else "CPU workers of one host are alike; one for each core, four at most"
     return plan.but(decisions=(Decision(axis="place", choice=f"{workers} replicas", reason=reason),))
 
 
@@ -123,6 +183,10 @@ def _print_summary(summary: Mapping[str, object], done: "Trained") -> None:
         f" bubble {done.prediction.bubble_fraction:.1%}; measured in the last round:"
         f" {format_seconds(done.measured.makespan_s)}, bubble {done.measured.bubble_fraction:.1%}"
     )
+    shares = done.prediction.program.plan.feed.shares
+    if shares is not None and shares != done.program.plan.feed.shares:
+        moved = ", ".join(f"{share:.0%}" for share in shares)
+        console.print(f"shares moved to {moved} while it ran; both figures are of the last round's program")
     if "audit" in summary:
         audit = summary["audit"]
         assert isinstance(audit, dict)

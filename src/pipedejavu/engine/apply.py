@@ -45,6 +45,11 @@ class Applier:
                 f"plan '{self.plan.name}' clips by the norm over all workers, but with feed 'own' each makes updates of"
                 " its own; set reduce.clip to 'none'"
             )
+        if self.plan.reduce.clip == "none" and job.clip_norm is not None:
+            raise InputError(
+                f"the job clips gradients to the norm {job.clip_norm:g}, but plan '{self.plan.name}' takes no norm; set"
+                " reduce.clip to 'global', or to 'delayed' where nothing flushes"
+            )
         self.first_version = 0
         self.served: dict[int, int] = {}
         """How many updates the server has made of each piece."""

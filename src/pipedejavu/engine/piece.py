@@ -64,6 +64,8 @@ class PieceRunner:
                     self._slots.append((part._parameters, key, self.names[full], parameter))
                     if self.names[full] == full:
                         self.initial[full] = parameter.detach()
+        # A leaf, and a sample that will be read again, must not be changed; a copy may.
+        self._works_in_place = any(getattr(m, "inplace", False) for _, _, unit in units[:1] for m in unit.modules())
         self._calm: set[int] = set()
         """Units that were seen to draw no random numbers; the others wait for their turn with the generator."""
 
@@ -75,7 +77,7 @@ class PieceRunner:
         The first piece's inputs are samples, whose gradient nobody wants.
         """
         inputs = tuple(t.detach().requires_grad_(t.is_floating_point() and not is_first) for t in tensors_of(value))
-        value = like(value, inputs)
+        value = like(value, [t.clone() for t in inputs] if self._works_in_place else inputs)
         buffers = self._buffers() if keeps_buffers else []
         try:
             for place, key, name, _ in self._slots:

@@ -6,6 +6,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from pipedejavu.engine.device import CPU
 from pipedejavu.engine.handle import Handlers
 from pipedejavu.engine.job import Batches, Job
 from pipedejavu.engine.run import check_runnable, make_handlers
@@ -14,11 +15,21 @@ from pipedejavu.engine.worker import Worker
 from pipedejavu.facts import InputError, Span
 from pipedejavu.program import Program, verify
 
+BeforeRound = Callable[[Handlers], None]
+"""Is given the worker's state that the round will run on."""
 AfterRound = Callable[[int, Handlers, list[Span]], Program]
 """Is told of each round with its number, the worker's state and its spans; returns the program of the next."""
 
 
-def run_rank(program: Program, job: Job, batches: Batches, rounds: int, after: AfterRound, shared: Path) -> Handlers:
+def run_rank(
+    program: Program,
+    job: Job,
+    batches: Batches,
+    rounds: int,
+    after: AfterRound,
+    shared: Path,
+    before: BeforeRound = lambda _: None,
+) -> Handlers:
     """Runs this rank's worker of a program `rounds` times; the process group must be there.
 
     All ranks start the first round together; each starts the next when `after` returns, which may wait for the others.
@@ -38,6 +49,7 @@ def run_rank(program: Program, job: Job, batches: Batches, rounds: int, after: A
     dist.barrier()
     for number in range(rounds):
         handlers.begin(number)
+        before(handlers)
         spans = worker.run()
         following = after(number, handlers, spans)
         if following is not handlers.program:
@@ -48,6 +60,8 @@ def run_rank(program: Program, job: Job, batches: Batches, rounds: int, after: A
 
 def _share_weights(handlers: Handlers, folder: Path) -> None:
     """Puts the weights into files that all processes map into their memory."""
+    if handlers.device != CPU:
+        raise InputError(f"plan '{handlers.program.plan.name}' shares weights in host memory; use --devices cpu")
     for key in [key for key in handlers.values if key[0] == "w"]:
         for name, weight in handlers.values[key].items():
             path = folder / f"{key[1]}.{name}.bin"

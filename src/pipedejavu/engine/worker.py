@@ -15,6 +15,9 @@ from pipedejavu.engine.lane import Lane, Mark, Origin, make_lane
 from pipedejavu.facts import Span
 from pipedejavu.program import Graph
 
+JOIN_S = 0.1
+"""How often a worker that waits for its lanes looks whether one has failed; the others may wait for peers for ever."""
+
 
 class Worker:
     """One worker's sequence and its lanes."""
@@ -73,7 +76,8 @@ class Worker:
             self._guarded(self._go_on, name)
         self._guarded(self._take_ready if self.own.picks_ready else self._run_in_order, "compute")
         for thread in others:
-            thread.join()
+            while thread.is_alive() and self.failure is None:
+                thread.join(JOIN_S)
         if self.failure is None:
             self._guarded(lambda _: self._finish(), "compute")
         if self.failure is not None:

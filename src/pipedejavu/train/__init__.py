@@ -1,8 +1,24 @@
 """Training runs: options, the run folder, workers as processes, and what they leave."""
 
+from pipedejavu.train.failure import WorkerError
 from pipedejavu.train.folder import RunFolder
-from pipedejavu.train.launch import Trained, audit_run, plan_run, train
+from pipedejavu.train.launch import Planned, Trained, audit_run, plan_run, train, train_rank
 from pipedejavu.train.options import TrainOptions
+from pipedejavu.train.site import num_gpus
+from pipedejavu.train.team import Team
 from pipedejavu.train.trainer import Trainer
 
-__all__ = ["RunFolder", "TrainOptions", "Trained", "Trainer", "audit_run", "plan_run", "train"]
+__all__ = [
+    "Planned",
+    "RunFolder",
+    "Team",
+    "TrainOptions",
+    "Trained",
+    "Trainer",
+    "WorkerError",
+    "audit_run",
+    "num_gpus",
+    "plan_run",
+    "train",
+    "train_rank",
+]

@@ -2,12 +2,12 @@
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save, save_file
 from torch import Tensor
 
-from pipedejavu.facts import InputError, Machine, Profile, Span, Timeline, write_file
+from pipedejavu.facts import InputError, Machine, Profile, Span, Timeline
 from pipedejavu.plan import Plan
 from pipedejavu.program import Program
 from pipedejavu.program import compile as compile_plan
@@ -15,6 +15,31 @@ from pipedejavu.train.options import TrainOptions
 
 Weights = dict[tuple[int, int], dict[str, Tensor]]
 """By (piece, replica) and name."""
+
+
+def result_of(program: Program, weights: Weights) -> dict[str, Tensor]:
+    """Returns what a run has trained: the server's copy where it makes the updates, else the first replica's."""
+    reduce = program.plan.reduce
+    is_on_server = reduce.combiner == "elastic" or (reduce.wire == "server" and reduce.gate == "lock")
+    source = program.num_replicas if is_on_server else 0
+    return {name: w for (_, replica), found in weights.items() if replica == source for name, w in found.items()}
+
+
+class Part(NamedTuple):
+    """What one worker leaves, as bytes that a file or a wire can carry."""
+
+    weights: bytes
+    facts: bytes
+
+    @classmethod
+    def of(cls, weights: Weights, spans: list[Span], facts: dict[str, Any]) -> "Part":
+        """Packs a worker's weights, the spans of its last round, and its counts."""
+        flat = {
+            f"{piece}/{replica}/{name}": weight.detach().cpu().contiguous().clone()
+            for (piece, replica), found in weights.items()
+            for name, weight in found.items()
+        }
+        return cls(save(flat), json.dumps({"spans": spans, **facts}).encode())
 
 
 class RunFolder:
@@ -28,6 +53,7 @@ class RunFolder:
         self.measured = self.path / "measured.json"
         self.report = self.path / "report.html"
         self.parts = self.path / "parts"
+        self.failure = self.parts / "failure"
 
     def create(self, options: TrainOptions, program: Program) -> None:
         """Makes the folder and writes what the workers need; refuses one that holds a run."""
@@ -61,15 +87,10 @@ class RunFolder:
             )
         return Timeline.from_json(path.read_bytes(), str(path))
 
-    def write_part(self, rank: int, weights: Weights, spans: list[Span], facts: dict[str, Any]) -> None:
-        """Writes one worker's share: its weights, the spans of its last round, its counts."""
-        flat = {
-            f"{piece}/{replica}/{name}": weight.detach().contiguous().clone()
-            for (piece, replica), found in weights.items()
-            for name, weight in found.items()
-        }
-        save_file(flat, self.parts / f"{rank}.safetensors")
-        write_file(self.parts / f"{rank}.json", json.dumps({"spans": spans, **facts}))
+    def write_part(self, rank: int, part: "Part") -> None:
+        """Writes one worker's part."""
+        (self.parts / f"{rank}.safetensors").write_bytes(part.weights)
+        (self.parts / f"{rank}.json").write_bytes(part.facts)
 
     def read_parts(self, count: int) -> tuple[Weights, list[dict[str, Any]]]:
         """Reads what all workers wrote."""
@@ -80,21 +101,11 @@ class RunFolder:
                 weights.setdefault((int(piece), int(replica)), {})[name] = weight
         return weights, [json.loads((self.parts / f"{rank}.json").read_text()) for rank in range(count)]
 
-    def write_model(self, weights: Weights, replica: int) -> None:
-        """Writes one replica's weights under the model's own names, whole or not at all."""
-        whole = {name: w for (_, q), found in weights.items() if q == replica for name, w in found.items()}
+    def write_model(self, trained: dict[str, Tensor]) -> None:
+        """Writes a run's weights under the model's own names, whole or not at all."""
         part = self.model.with_suffix(".part")
-        save_file(whole, part)
+        save_file(trained, part)
         part.replace(self.model)
-
-    def write_reason(self, text: str) -> None:
-        """Keeps why a worker stopped the run, in the words for the user."""
-        write_file(self.parts / "reason.txt", text)
-
-    def read_reason(self) -> str:
-        """Returns why a worker stopped the run; empty where none said."""
-        path = self.parts / "reason.txt"
-        return path.read_text(encoding="utf-8") if path.exists() else ""
 
     def remove_parts(self) -> None:
         """Removes what only the workers needed."""

@@ -1,23 +1,49 @@
-"""`train`: plans a run on this machine, predicts it, starts its workers, and gathers what they leave."""
+"""`train`: plans a run, predicts it, starts its workers or is one of them, and gathers what they leave."""
 
+import signal
+import time
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from multiprocessing.connection import wait
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
-from torch.multiprocessing.spawn import ProcessException, start_processes
+from torch._C._distributed_c10d import PrefixStore
+from torch.multiprocessing.spawn import start_processes
 
 from pipedejavu.engine import Applied, Log, Outcome, Read, audit, check_runnable
-from pipedejavu.facts import InputError, Machine, Span, Timeline, WorkerSummary, write_file
+from pipedejavu.facts import InputError, Machine, Profile, Span, Timeline, WorkerSummary, write_file
 from pipedejavu.plan import Plan
-from pipedejavu.probe import read_shape
-from pipedejavu.profile import measure_profile
+from pipedejavu.profile import measure_profile, merge_profiles
 from pipedejavu.program import Program, verify
 from pipedejavu.program import compile as compile_plan
+from pipedejavu.program.crew import assign_devices
 from pipedejavu.simulate import Prediction, simulate
-from pipedejavu.train.folder import RunFolder
+from pipedejavu.train.failure import read_failure
+from pipedejavu.train.folder import Part, RunFolder, result_of
 from pipedejavu.train.options import TrainOptions
+from pipedejavu.train.site import (
+    DeviceChoice,
+    Site,
+    describe_stand_ins,
+    make_machine,
+    num_threads,
+    read_sites,
+    torch_device,
+)
 from pipedejavu.train.task import SampleOrder, make_job, make_task
-from pipedejavu.train.worker import work
+from pipedejavu.train.team import Team
+from pipedejavu.train.worker import Rank, with_shares, work
+
+
+class Planned(NamedTuple):
+    """A run that is ready to start."""
+
+    options: TrainOptions
+    program: Program
+    note: str
+    """Where workers run other than the plan says; mostly empty."""
 
 
 @dataclass(frozen=True)
@@ -32,47 +58,114 @@ class Trained:
     outcome: Outcome
 
 
-def plan_run(options: TrainOptions, plan: Plan, machine: Machine | None = None) -> tuple[TrainOptions, Program]:
-    """Measures the model on this machine and compiles the plan for it.
+def plan_run(
+    options: TrainOptions,
+    plan: Plan,
+    machine: Machine | None = None,
+    *,
+    devices: DeviceChoice = "auto",
+    team: Team | None = None,
+) -> Planned:
+    """Measures the model on the devices that the plan uses and compiles the plan; all ranks of a team do so together.
 
     A plan whose workers do not wait for each other becomes one program over all steps; any other a program of
     one update, which the run repeats.
     """
-    machine = machine or read_shape(plan.num_workers)
-    cores = sum(host.cores for host in machine.hosts)
-    options = options.but(num_threads=max(1, cores // plan.num_workers))
-    plan = plan.but(steps=1 if plan.version.kind == "sync" else options.steps)
+    team = team or Team()
+    options = TrainOptions.from_json(team.share(options.to_json().encode()))
+    plan = _adapted(Plan.from_json(team.share(plan.to_json().encode())), options, team)
+    if team.is_launched:
+        sites = tuple(Site.from_json(found) for found in team.share_all(team.site().to_json().encode()))
+    else:
+        sites = read_sites(plan.num_workers)
+    given = team.share(machine.to_json().encode() if machine else b"")
+    if given:
+        machine = Machine.from_json(given)
+    else:
+        plan, machine = make_machine(plan, sites, devices)
+    names = assign_devices(plan, machine)
+    profile = _measure(options, plan, machine, names, team)
+    program = compile_plan(plan, profile, machine, fold=False)
+    check_runnable(program)
+    return Planned(options, program, describe_stand_ins(machine, names, sites))
+
+
+def _adapted(plan: Plan, options: TrainOptions, team: Team) -> Plan:
+    """Returns the plan with what the options ask of it; raises InputError where it cannot do that."""
+    if team.is_launched and plan.num_workers != team.size:
+        raise InputError(
+            f"plan '{plan.name}' has {plan.num_workers} workers and torchrun started {team.size} processes; start one"
+            " for each worker, or change --workers"
+        )
+    if plan.keep.kind == "shared" and not team.is_on_one_host:
+        raise InputError(f"plan '{plan.name}' shares weights in the memory of one host; start all its workers there")
     if options.on_nan == "skip" and plan.version.kind != "sync":
         raise InputError(
             f"plan '{plan.name}' has no common moment to agree on leaving an update out; use --on-nan stop"
         )
     if (options.clip_norm is not None or options.on_nan == "skip") and plan.reduce.clip == "none":
         plan = plan.but(reduce=plan.reduce.but(clip="global"))
-    torch.set_num_threads(options.num_threads)
-    task = make_task(options)
-    job = make_job(task, options)
-    sample, target = task.data.batch(range(plan.feed.samples))
-    kinds = {device.kind for device in machine.devices}
-    if len(kinds) > 1:
-        raise InputError(f"measuring several kinds of devices ({', '.join(sorted(kinds))}) is not built yet")
-    profile = measure_profile(options.model, job.units, job.ties, sample, target, job.loss, kinds.pop())
-    program = compile_plan(plan, profile, machine, fold=False)
-    check_runnable(program)
-    return options, program
+    return plan.but(steps=1 if plan.version.kind == "sync" else options.steps)
+
+
+def _measure(options: TrainOptions, plan: Plan, machine: Machine, names: Sequence[str], team: Team) -> Profile:
+    """Measures the model on each kind of device that the plan uses, where the first worker of that kind is."""
+    kinds = {machine.device(name).kind: worker for worker, name in reversed([*enumerate(names)])}
+    profiles = []
+    for kind, worker in sorted(kinds.items(), key=lambda item: item[1]):
+        source, found = worker if team.is_launched else 0, b""
+        if team.rank == source:
+            torch.set_num_threads(num_threads(machine, names, worker))
+            task = make_task(options)
+            job = make_job(task, options)
+            sample, target = task.data.batch(range(plan.feed.samples))
+            device = torch_device(machine, names[worker])
+            profile = measure_profile(options.model, job.units, job.ties, sample, target, job.loss, {kind: device})
+            found = profile.to_json().encode()
+        profiles.append(Profile.from_json(team.share(found, source)))
+    return merge_profiles(profiles)
 
 
 def train(options: TrainOptions, program: Program, run_dir: str) -> Trained:
-    """Runs a program to the end with a process for each worker; raises what the first of them to fail raised."""
+    """Runs a program to the end with a process of its own for each worker; raises what the first to fail raised."""
     folder = RunFolder(run_dir)
+    prediction = _open(folder, options, program)
+    run_workers(folder, len(program.workers))
+    return _finish(folder, options, program, prediction)
+
+
+def train_rank(options: TrainOptions, program: Program, run_dir: str, team: Team) -> Trained | None:
+    """Runs this rank's worker of a program to the end; the first rank gets what all leave, the others None."""
+    assert team.store is not None
+    folder = RunFolder(run_dir)
+    prediction = _open(folder, options, program) if team.is_first else None
+    shared = Path(team.share(str(folder.parts.resolve()).encode()).decode())
+    part = Rank(options, program, PrefixStore("watch", team.store), folder).run(shared)
+    parts = [*map(Part, team.collect(part.weights), team.collect(part.facts))]
+    if prediction is None:
+        return None
+    for rank, found in enumerate(parts):
+        folder.write_part(rank, found)
+    return _finish(folder, options, program, prediction)
+
+
+def _open(folder: RunFolder, options: TrainOptions, program: Program) -> Prediction:
+    """Predicts the run and makes its folder."""
     prediction = simulate(program, verify(program))
     folder.create(options, program)
     write_file(folder.predicted, prediction.timeline().to_json(indent=None))
-    count = len(program.workers)
-    _run_workers(folder, count)
-    weights, parts = folder.read_parts(count)
-    # A server's copy is the result where there is one; replicas are alike otherwise.
-    center = program.num_replicas
-    folder.write_model(weights, center if any(replica == center for _, replica in weights) else 0)
+    return prediction
+
+
+def _finish(folder: RunFolder, options: TrainOptions, program: Program, prediction: Prediction) -> Trained:
+    """Reads what the workers left and writes what stays."""
+    weights, parts = folder.read_parts(len(program.workers))
+    folder.write_model(result_of(program, weights))
+    shares = parts[0]["shares"]
+    if shares is not None and tuple(shares) != program.plan.feed.shares:
+        # The last round ran another program than the first: it is that one's forecast that compares with it.
+        prediction = simulate(with_shares(program, tuple(shares)))
+        write_file(folder.predicted, prediction.timeline().to_json(indent=None))
     measured = _timeline(program, parts)
     write_file(folder.measured, measured.to_json(indent=None))
     folder.remove_parts()
@@ -80,23 +173,34 @@ def train(options: TrainOptions, program: Program, run_dir: str) -> Trained:
     return Trained(options, folder, program, prediction, measured, Outcome(weights, logs, ()))
 
 
-def _run_workers(folder: RunFolder, count: int) -> None:
+def run_workers(folder: RunFolder, count: int) -> None:
     """Starts a process for each worker and waits for all; whatever ends the wait ends them too."""
     context = start_processes(  # type: ignore[no-untyped-call]
         work, args=(count, str(folder.path)), nprocs=count, join=False, start_method="spawn"
     )
+    processes = context.processes
     try:
-        while not context.join():
-            pass
-    except ProcessException:
-        reason = folder.read_reason()
-        if reason:
-            raise InputError(reason) from None
-        raise
+        while True:
+            codes = [process.exitcode for process in processes]
+            if any(codes):
+                raise _failure(folder, processes)
+            alive = [process.sentinel for process, code in zip(processes, codes, strict=True) if code is None]
+            if not alive:
+                return
+            wait(alive)
     finally:
-        for process in context.processes:
-            if process.is_alive():
-                process.kill()
+        for process in processes:
+            process.kill()
+            process.join()
+
+
+def _failure(folder: RunFolder, processes: Sequence[Any]) -> BaseException:
+    """Returns what to raise, once processes that end by themselves have had a moment to."""
+    last_s = time.monotonic() + 1.0
+    for process in processes:
+        process.join(max(0.0, last_s - time.monotonic()))
+    codes = [process.exitcode for process in processes]
+    return KeyboardInterrupt() if -signal.SIGINT in codes else read_failure(folder.failure, codes)
 
 
 def audit_run(done: Trained) -> dict[str, float]:

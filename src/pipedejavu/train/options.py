@@ -22,8 +22,6 @@ class TrainOptions(Record):
     weight_decay: float = Field(default=0.0, ge=0)
     clip_norm: float | None = Field(default=None, gt=0)
     dtype: Literal["float32", "float64"] = "float32"
-    num_threads: int = Field(default=1, ge=1)
-    """Of each worker."""
     on_nan: Literal["stop", "skip"] = "stop"
     keeps_log: bool = False
     """Whether every worker writes what it read and applied, for the audit."""

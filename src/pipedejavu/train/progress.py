@@ -1,25 +1,42 @@
-"""The progress of a run: loss, rate, time left; a bar on a terminal, a line now and then elsewhere."""
+"""The progress of a run: loss, rate, memory, time left; a bar on a terminal, a line now and then elsewhere."""
 
 import sys
 import time
 from types import TracebackType
-from typing import Self
+from typing import NamedTuple, Self
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
 
+from pipedejavu.facts import format_bytes, format_seconds
+
 INTERVAL_S = 10.0
 
 
-class Progress:
-    """Shows how a run of `steps` gets on."""
+class Memory(NamedTuple):
+    """Most bytes that any worker has had: in its process, and on its GPU."""
 
-    def __init__(self, steps: int, is_shown: bool):
-        self.steps, self.is_shown = steps, is_shown
+    host_bytes: int
+    gpu_bytes: int
+
+    def form(self) -> dict[str, int]:
+        """Returns it for the metrics; without a GPU there is nothing to say of one."""
+        return {"peak_bytes": self.host_bytes} | ({"peak_gpu_bytes": self.gpu_bytes} if self.gpu_bytes else {})
+
+    def __str__(self) -> str:
+        gpu = f" + {format_bytes(self.gpu_bytes)} GPU" if self.gpu_bytes else ""
+        return f"{format_bytes(self.host_bytes)}{gpu}"
+
+
+class Progress:
+    """Shows how a run of `steps` gets on; `items` are samples or tokens."""
+
+    def __init__(self, steps: int, items: str):
+        self.steps, self.items = steps, items
         self.last_s = self.started_s = time.perf_counter()
         columns = [TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()]
-        self.is_live = is_shown and sys.stderr.isatty()
+        self.is_live = sys.stderr.isatty()
         self.bar = Bar(
             *columns, TextColumn("{task.fields[facts]}"), console=Console(stderr=True), disable=not self.is_live
         )
@@ -35,12 +52,15 @@ class Progress:
     ) -> None:
         self.bar.stop()
 
-    def report(self, step: int, loss: float, count: int) -> None:
+    def report(self, step: int, loss: float, count: int, memory: Memory) -> None:
         """Shows a finished step; `count` samples or tokens were in it."""
         now = time.perf_counter()
         self.count += count
-        facts = f"loss {loss:.4f}  {self.count / (now - self.started_s):,.0f} items/s"
+        rate = self.count / (now - self.started_s)
+        facts = f"loss {loss:.4f}  {rate:,.0f} {self.items}/s  memory {memory}"
         self.bar.update(self.line, completed=step, facts=facts)
         if not self.is_live and (now - self.last_s > INTERVAL_S or step in (1, self.steps)):
             self.last_s = now
-            print(f"step {step}/{self.steps}  {facts}", file=sys.stderr, flush=True)
+            left_s = (now - self.started_s) / step * (self.steps - step)
+            left = f"  {format_seconds(left_s)} left" if 1 < step < self.steps else ""
+            print(f"step {step}/{self.steps}  {facts}{left}", file=sys.stderr, flush=True)

@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 
-from pipedejavu.engine import AdamW, Job, Optimizer, Sgd
+from pipedejavu.engine import AdamW, Batches, Job, Optimizer, Sgd
+from pipedejavu.facts import InputError
 from pipedejavu.profile import read_chain
 from pipedejavu.train.options import TrainOptions
 from pipedejavu.zoo import Dataset, Task, build, order
@@ -64,3 +65,45 @@ class SampleOrder:
 @lru_cache(maxsize=4)
 def _order(seed: int, epoch: int, size: int) -> torch.Tensor:
     return order(seed, epoch, size)
+
+
+class SteadyBatches:
+    """Microbatches that are all alike: one whose shape or type differs from the first is refused.
+
+    The wire says the form of a value once, and the forecast holds for one form only.
+    """
+
+    def __init__(self, batches: Batches):
+        self.batches = batches
+        self.forms: dict[str, str] = {}
+
+    def inputs(self, microbatch: int) -> Any:
+        """Returns what the model reads."""
+        return self._checked("inputs", microbatch, self.batches.inputs(microbatch))
+
+    def targets(self, microbatch: int) -> Any:
+        """Returns what the loss compares with."""
+        return self._checked("targets", microbatch, self.batches.targets(microbatch))
+
+    def count(self, microbatch: int) -> int:
+        """Returns how many samples or tokens count."""
+        return self.batches.count(microbatch)
+
+    def _checked(self, what: str, microbatch: int, value: Any) -> Any:
+        form = describe_form(value)
+        first = self.forms.setdefault(what, form)
+        if form != first:
+            raise InputError(
+                f"the {what} of microbatch {microbatch} are {form} where those before it were {first}; give all"
+                " batches one shape and one dtype"
+            )
+        return value
+
+
+def describe_form(value: Any) -> str:
+    """Returns the shape of one sample and the dtype of each of a value's tensors."""
+    if isinstance(value, tuple):
+        return " and ".join(map(describe_form, value))
+    if not isinstance(value, torch.Tensor):
+        return type(value).__name__
+    return f"{'×'.join(map(str, value.shape[1:])) or 'single'} {str(value.dtype).removeprefix('torch.')}"

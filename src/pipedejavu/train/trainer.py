@@ -9,14 +9,20 @@ from torch import Tensor, nn
 from pipedejavu.engine import AdamW, Job, Optimizer, Threads
 from pipedejavu.facts import InputError, Machine
 from pipedejavu.plan import Plan, preset
-from pipedejavu.probe import read_shape
 from pipedejavu.profile import measure_profile, read_chain
 from pipedejavu.program import compile as compile_plan
+from pipedejavu.program.crew import assign_devices
 from pipedejavu.simulate import Prediction, simulate
+from pipedejavu.train.folder import result_of
+from pipedejavu.train.site import make_machine, read_sites, torch_device
+from pipedejavu.train.task import describe_form
 
 
 class Trainer:
-    """Trains a model step by step with a synchronous plan.
+    """Trains a model step by step.
+
+    A step of a synchronous plan makes one update. A step of any other makes as many as the plan's `steps`, drains the
+    pipeline, and starts the next from the newest weights: a loop of the user's own has that border.
 
     `loss` takes the model's output and the targets and returns the *sum* over samples; a step divides once by
     the number of samples. `sample` is a batch like those to come: (inputs, targets).
@@ -38,19 +44,20 @@ class Trainer:
         plan = (
             preset(plan.removeprefix("preset:")).at(workers=workers, microbatches=4) if isinstance(plan, str) else plan
         )
-        if plan.version.kind != "sync":
-            raise InputError(
-                f"a step ends with one update for all, which version '{plan.version}' has not; use a synchronous plan"
-            )
+        plan = plan if plan.version.kind != "sync" else plan.but(steps=1)
+        _check_steps(plan)
         self.units = read_chain(model)
         job = Job(units=self.units, loss=loss, optimizer=optimizer or AdamW(lr=1e-3), seed=seed)
-        machine = machine or read_shape(plan.num_workers)
         inputs, targets = sample
-        self.batch = _Split(inputs, targets, plan.feed.microbatches * _copies(plan))
+        self.batch = _Split(inputs, targets, plan.feed.microbatches * _copies(plan) * plan.steps)
         samples = max(1, len(targets) // self.batch.parts)
+        plan = plan.but(feed=plan.feed.but(samples=samples))
+        if machine is None:
+            plan, machine = make_machine(plan, read_sites(plan.num_workers), "auto")
+        names = assign_devices(plan, machine)
+        kinds = {machine.device(name).kind: torch_device(machine, name) for name in reversed(names)}
         first = (_part(inputs, 0, samples), targets[:samples])
-        profile = measure_profile("model", self.units, job.ties, *first, loss, machine.devices[0].kind)
-        plan = plan.but(steps=1, feed=plan.feed.but(samples=samples))
+        profile = measure_profile("model", self.units, job.ties, *first, loss, kinds)
         self.program = compile_plan(plan, profile, machine, fold=False)
         self.threads = Threads(self.program, job, self.batch)
 
@@ -60,7 +67,7 @@ class Trainer:
 
     def step(self, batch: tuple[Any, Any]) -> float:
         """Trains on one batch; returns its mean loss."""
-        self.batch.take(*batch, first=self.threads.rounds * self.program.update_size)
+        self.batch.take(*batch, first=self.threads.rounds * self.batch.parts)
         self.threads.run()
         losses = [loss for own in self.threads.handlers for loss in own.log.losses.values()]
         for own in self.threads.handlers:
@@ -69,9 +76,7 @@ class Trainer:
 
     def save_to_model(self) -> nn.Module:
         """Copies the trained weights into the user's model and returns it."""
-        weights = {
-            name: w for (_, q), found in self.threads.outcome().weights.items() if q == 0 for name, w in found.items()
-        }
+        weights = result_of(self.program, self.threads.outcome().weights)
         parameters = {f"{u}.{n}": p for u, m in self.units for n, p in m.named_parameters(remove_duplicate=False)}
         with torch.no_grad():
             for name, weight in weights.items():
@@ -83,7 +88,7 @@ class _Split:
     """One batch as microbatches by number."""
 
     def __init__(self, inputs: Any, targets: Any, parts: int):
-        self.parts = parts
+        self.parts, self.form = parts, ""
         self.take(inputs, targets, first=0)
 
     def take(self, inputs: Any, targets: Any, first: int) -> None:
@@ -93,7 +98,12 @@ class _Split:
                 f"a batch of {len(targets)} samples has fewer than the plan's {self.parts} microbatches; use a larger"
                 " batch or fewer microbatches"
             )
-        self._inputs, self._targets, self.first = inputs, targets, first
+        form = f"inputs of {describe_form(inputs)}, targets of {describe_form(targets)}"
+        if form != (self.form or form):
+            raise InputError(
+                f"a batch has {form}, where the sample had {self.form}; give all batches one shape and one dtype"
+            )
+        self._inputs, self._targets, self.first, self.form = inputs, targets, first, form
         size, more = divmod(len(targets), self.parts)
         ends = [0]
         for part in range(self.parts):
@@ -113,6 +123,16 @@ class _Split:
     def count(self, microbatch: int) -> int:
         """Returns the samples of a microbatch."""
         return len(self.targets(microbatch))
+
+
+def _check_steps(plan: Plan) -> None:
+    """Raises InputError for plans whose workers know more of each other than a step can hand to the next."""
+    if plan.reduce.combiner == "elastic" or plan.reduce.gate == "bound":
+        what = "how far each worker is from the centre" if plan.reduce.combiner == "elastic" else "the waves in flight"
+        raise InputError(
+            f"plan '{plan.name}' carries {what} from update to update, which the end of a step would cut off; give all"
+            " updates to one program, as 'train' does, or use another plan"
+        )
 
 
 def _part(value: Any, start: int, end: int) -> Any:

@@ -1,4 +1,4 @@
-"""Data sets by name, none of which is ever downloaded here.
+"""Data sets by name; of all these only MNIST is downloaded, and only where its files are missing.
 
 A name may carry a detail behind a colon: the folder of 'mnist' and 'cifar10', by default data/NAME, and the number
 of samples of 'random'.

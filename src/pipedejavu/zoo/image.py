@@ -16,6 +16,7 @@ from torch.nn import functional
 from pipedejavu.facts import InputError, read_file
 from pipedejavu.zoo.chain import Flow
 from pipedejavu.zoo.dataset import Indices, check_indices
+from pipedejavu.zoo.download import download_mnist
 from pipedejavu.zoo.form import ImageForm
 from pipedejavu.zoo.idx import read_idx
 
@@ -91,7 +92,7 @@ def read_digits(split: Split, form: ImageForm | None = None) -> Images:
 
 
 def read_mnist(folder: Path, split: Split, form: ImageForm | None = None) -> Images:
-    """Reads MNIST's two IDX files of a split."""
+    """Reads MNIST's two IDX files of a split; those that are missing are downloaded first."""
     start = "train" if split == "train" else "t10k"
     pixels = read_idx(_find_idx(folder, f"{start}-images", 3), 3)
     labels = read_idx(_find_idx(folder, f"{start}-labels", 1), 1)
@@ -106,7 +107,7 @@ def _find_idx(folder: Path, start: str, dimensions: int) -> Path:
     for name in names:
         if (folder / name).is_file():
             return folder / name
-    raise InputError(f"there is no {names[0]} (or {names[1]}) in {folder}; put MNIST's four files there")
+    return download_mnist(folder, names[1])
 
 
 def read_cifar10(folder: Path, split: Split, form: ImageForm | None = None) -> Images:

@@ -1,0 +1,49 @@
+"""How a worker fails: what it leaves for the process that started it, and what that one tells the user."""
+
+import signal
+import traceback
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from pipedejavu.facts import InputError
+
+_LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Socket Timeout", "Connection refused")
+
+
+class WorkerError(Exception):
+    """A worker failed for a reason that is not the user's input."""
+
+
+def is_lost(error: BaseException) -> bool:
+    """Whether an error only says that another worker is gone, whose own words say why."""
+    return isinstance(error, RuntimeError) and any(text in str(error) for text in _LOST)
+
+
+def write_failure(path: Path, rank: int, error: BaseException) -> None:
+    """Keeps why a worker failed, unless another failed before it."""
+    if is_lost(error):
+        return
+    if isinstance(error, InputError):
+        text = f"input\n{error}"
+    else:
+        lines = traceback.format_exception(error)
+        text = f"raised\n{''.join(lines)}worker {rank} raised {type(error).__name__}; all others were stopped"
+    own = path.with_suffix(f".{rank}")
+    own.write_text(text, encoding="utf-8")
+    with suppress(FileExistsError):
+        path.hardlink_to(own)  # whole or not at all, and only for the first
+
+
+def read_failure(path: Path, exit_codes: Sequence[int | None]) -> Exception:
+    """Returns what to raise for workers that ended with these codes, by what the first of them left."""
+    if path.exists():
+        kind, _, text = path.read_text(encoding="utf-8").partition("\n")
+        return InputError(text) if kind == "input" else WorkerError(text)
+    for rank, code in enumerate(exit_codes):
+        if code is not None and code < 0:
+            name = signal.Signals(-code).name
+            hint = " (the system may have run out of memory)" if name == "SIGKILL" else ""
+            return WorkerError(f"worker {rank} was ended by {name}{hint}; all others were stopped")
+    ended = ", ".join(f"worker {rank} with {code}" for rank, code in enumerate(exit_codes) if code)
+    return WorkerError(f"workers ended without a reason: exit codes {ended}")

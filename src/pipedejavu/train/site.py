@@ -1,0 +1,157 @@
+"""Where workers run: what each one's host has, and the machine and threads that follow from it.
+
+Sizes are those that the operating system and the driver state; rates are assumed, as `probe` does.
+"""
+
+import platform
+import re
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+
+from pipedejavu.facts import Device, Host, InputError, Link, Machine, Record
+from pipedejavu.plan import Plan
+from pipedejavu.probe.shape import (
+    ASSUMED_LINK_BYTES_PER_S,
+    ASSUMED_LINK_LATENCY_S,
+    ASSUMED_MEMORY_BYTES_PER_S,
+    num_cores,
+    total_memory_bytes,
+)
+
+DeviceChoice = Literal["auto", "cpu", "gpu"]
+
+ASSUMED_NETWORK_BYTES_PER_S = 1.25e9
+"""Between hosts: ten gigabits a second."""
+ASSUMED_NETWORK_LATENCY_S = 100e-6
+
+
+class Gpu(Record):
+    """One GPU as its driver states it."""
+
+    kind: str
+    memory_bytes: int
+
+
+class Site(Record):
+    """What one worker finds where it runs."""
+
+    host: str
+    local_rank: int
+    """Its number among the workers of its host."""
+    cores: int
+    memory_bytes: int
+    gpus: tuple[Gpu, ...]
+
+
+def read_site(host: str, local_rank: int) -> Site:
+    """Returns the site of a worker on this host."""
+    gpus = []
+    for n in range(num_gpus()):
+        found = torch.cuda.get_device_properties(n)
+        kind = re.sub("[^a-z0-9]+", "-", found.name.lower()).strip("-")
+        gpus.append(Gpu(kind=kind, memory_bytes=found.total_memory))
+    return Site(
+        host=host, local_rank=local_rank, cores=num_cores(), memory_bytes=total_memory_bytes(), gpus=tuple(gpus)
+    )
+
+
+def read_sites(count: int) -> tuple[Site, ...]:
+    """Returns the sites of workers that all run on this host."""
+    here = read_site(platform.node() or "here", 0)
+    return tuple(here.but(local_rank=n) for n in range(count))
+
+
+def make_machine(plan: Plan, sites: Sequence[Site], choice: DeviceChoice) -> tuple[Plan, Machine]:
+    """Returns the machine with a device for each worker, and the plan with its workers on them.
+
+    The n-th worker of a host has its n-th GPU where there is one; CPU replicas, servers and all who are left share the
+    host's cores.
+    """
+    trainers = plan.num_workers - plan.place.cpu_replicas - plan.place.servers
+    on_gpu = [
+        choice != "cpu" and rank < trainers and site.local_rank < len(site.gpus) for rank, site in enumerate(sites)
+    ]
+    for rank, site in enumerate(sites[:trainers]):
+        if choice == "gpu" and not on_gpu[rank]:
+            raise InputError(
+                f"worker {rank} is number {site.local_rank + 1} on host '{site.host}', which has {len(site.gpus)} GPUs;"
+                " use as many workers as there are GPUs, or --devices auto, which puts the rest on the CPU"
+            )
+    hosts = {site.host: site for site in sites}
+    sharing = {name: sum(s.host == name and not g for s, g in zip(sites, on_gpu, strict=True)) for name in hosts}
+    devices = [
+        _gpu(rank, site) if is_gpu else _cpu(f"cpu{rank}", site, sharing[site.host])
+        for rank, (site, is_gpu) in enumerate(zip(sites, on_gpu, strict=True))
+    ]
+    names = tuple(device.name for device in devices)
+    # State that rests in host memory needs a CPU on every host, also where no worker has it.
+    devices += [_cpu(f"cpu@{name}", site, 1) for name, site in hosts.items() if not sharing[name]]
+    machine = Machine(
+        name=", ".join(hosts),
+        hosts=tuple(Host(name=name, cores=site.cores) for name, site in hosts.items()),
+        devices=tuple(devices),
+        links=(
+            Link(scope="same-host", latency_s=ASSUMED_LINK_LATENCY_S, bytes_per_s=ASSUMED_LINK_BYTES_PER_S),
+            Link(latency_s=ASSUMED_NETWORK_LATENCY_S, bytes_per_s=ASSUMED_NETWORK_BYTES_PER_S),
+        ),
+    )
+    return plan.but(place=plan.place.but(devices=plan.place.devices or names)), machine
+
+
+def _gpu(rank: int, site: Site) -> Device:
+    own = site.gpus[site.local_rank]
+    return Device(name=f"gpu{rank}", kind=own.kind, type="gpu", host=site.host, memory_bytes=own.memory_bytes)
+
+
+def _cpu(name: str, site: Site, sharing: int) -> Device:
+    return Device(
+        name=name,
+        kind="cpu",
+        type="cpu",
+        host=site.host,
+        memory_bytes=site.memory_bytes // sharing,
+        memory_bytes_per_s=ASSUMED_MEMORY_BYTES_PER_S / sharing,
+    )
+
+
+def num_threads(machine: Machine, devices: Sequence[str], worker: int) -> int:
+    """Returns the CPU threads of a worker: its part of its host's cores.
+
+    Beside CPU workers a GPU worker, which mostly waits for its device, has one.
+    """
+    own = machine.device(devices[worker])
+    beside = [found for name in devices if (found := machine.device(name)).host == own.host]
+    cores = min(next(host.cores for host in machine.hosts if host.name == own.host), num_cores())
+    gpus = sum(device.type == "gpu" for device in beside)
+    if gpus and gpus < len(beside):
+        return 1 if own.type == "gpu" else max(1, (cores - gpus) // (len(beside) - gpus))
+    return max(1, cores // len(beside))
+
+
+def describe_stand_ins(machine: Machine, devices: Sequence[str], sites: Sequence[Site]) -> str:
+    """Returns a sentence where a plan has more GPUs on a host than there are; empty otherwise."""
+    asked = {d.host: 0 for d in machine.devices}
+    for name in devices:
+        asked[machine.device(name).host] += machine.device(name).type == "gpu"
+    found = min(len(site.gpus) for site in sites)
+    most = max(asked.values())
+    if most <= found:
+        return ""
+    stand_in = "workers share them" if found else "CPU workers stand in for them, and times are those of the CPU"
+    return f"the plan has workers on {most} GPUs of one host, and {found} are there: {stand_in}"
+
+
+def torch_device(machine: Machine, name: str) -> torch.device:
+    """Returns where a device's work runs on this host: its GPU, or the CPU that stands in for one."""
+    own = machine.device(name)
+    if own.type != "gpu" or not torch.cuda.is_available():
+        return torch.device("cpu")
+    gpus = [d.name for d in machine.devices if d.type == "gpu" and d.host == own.host]
+    return torch.device("cuda", gpus.index(own.name) % torch.cuda.device_count())
+
+
+def num_gpus() -> int:
+    """Returns the GPUs of this host."""
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0

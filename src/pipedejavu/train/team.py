@@ -1,0 +1,140 @@
+"""The ranks that torchrun started for one run, on one host or several; nothing is taken for a file that all can read.
+
+What passes between ranks are bytes: JSON records and safetensors, nothing that is unpickled.
+"""
+
+import os
+import platform
+import sys
+import traceback
+from contextlib import suppress
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store
+from torch.distributed import DistNetworkError, DistStoreError
+from torch.distributed.rendezvous import rendezvous
+
+from pipedejavu.facts import InputError
+from pipedejavu.train.failure import is_lost
+from pipedejavu.train.site import Site, read_site
+
+MEETING_S = 300
+"""How long ranks wait for each other at the start."""
+_NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+class Team:
+    """One rank's view of all; a process that torchrun did not start is a team of its own."""
+
+    def __init__(self) -> None:
+        self.rank, self.size = 0, 1
+        self.store: Store | None = None
+        self.is_on_one_host = True
+
+    @classmethod
+    def join(cls) -> "Team":
+        """Meets the other ranks of torchrun's environment; raises InputError where they cannot meet."""
+        team, given = cls(), {name: os.environ.get(name, "") for name in _NEEDED}
+        if not (given["RANK"] and given["WORLD_SIZE"]):
+            return team
+        missing = [name for name, text in given.items() if not text]
+        if missing:
+            raise InputError(f"RANK and WORLD_SIZE are set, but {' and '.join(missing)} not; start ranks with torchrun")
+        team.rank, team.size = int(given["RANK"]), int(given["WORLD_SIZE"])
+        team.is_on_one_host = os.environ.get("LOCAL_WORLD_SIZE") == given["WORLD_SIZE"]
+        if team.is_on_one_host:
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        where = f"{given['MASTER_ADDR']}:{given['MASTER_PORT']}"
+        try:
+            meeting = rendezvous("env://", timeout=timedelta(seconds=MEETING_S))
+            team.store, _, _ = next(meeting)
+            dist.init_process_group(
+                "gloo", store=PrefixStore("group", team.store), rank=team.rank, world_size=team.size
+            )
+        except (DistNetworkError, DistStoreError) as error:
+            if "EADDRINUSE" in str(error):
+                raise InputError(f"the port of {where} is in use; set MASTER_PORT to a free one") from None
+            raise InputError(
+                f"rank {team.rank} did not meet the others at {where} within {MEETING_S} s; check that all"
+                f" {team.size} ranks were started and that MASTER_ADDR and MASTER_PORT can be reached ({error})"
+            ) from None
+        return team
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank plans and prints."""
+        return self.rank == 0
+
+    @property
+    def is_launched(self) -> bool:
+        """Whether torchrun started it."""
+        return self.store is not None
+
+    def site(self) -> Site:
+        """Returns where this rank runs; hosts are told apart by torchrun's number of them."""
+        name, number = platform.node() or "host", os.environ.get("GROUP_RANK", str(self.rank))
+        host = name if self.is_on_one_host else f"{name}-{number}"
+        return read_site(host, int(os.environ.get("LOCAL_RANK", "0")))
+
+    def share(self, data: bytes, source: int = 0) -> bytes:
+        """Gives everyone the bytes of one rank."""
+        if not self.is_launched:
+            return data
+        size = torch.tensor([len(data)])
+        dist.broadcast(size, source)
+        vector = _vector(data) if self.rank == source else torch.empty(int(size), dtype=torch.uint8)
+        if len(vector):
+            dist.broadcast(vector, source)
+        return vector.numpy().tobytes()
+
+    def share_all(self, data: bytes) -> list[bytes]:
+        """Gives everyone the bytes of each rank."""
+        return [self.share(data, source) for source in range(self.size)]
+
+    def collect(self, data: bytes) -> list[bytes]:
+        """Brings the bytes of every rank to the first; returns nothing elsewhere."""
+        if not self.is_first:
+            dist.send(torch.tensor([len(data)]), 0)
+            dist.send(_vector(data), 0)
+            return []
+        found = [data]
+        for rank in range(1, self.size):
+            size = torch.zeros(1, dtype=torch.int64)
+            dist.recv(size, rank)
+            vector = torch.empty(int(size), dtype=torch.uint8)
+            dist.recv(vector, rank)
+            found.append(vector.numpy().tobytes())
+        return found
+
+    def leave(self, error: BaseException | None = None) -> None:
+        """Ends a process that torchrun started, and tells of the error that ends it, unless another has told the same.
+
+        The interpreter's own shutdown would wait for lanes that wait for others, and now and then aborts a process
+        whose C++ threads are still about.
+        """
+        if not self.is_launched:
+            return
+        code = 0 if error is None else 2 if isinstance(error, InputError) else 1
+        if error is not None and is_lost(error):
+            self._tell(f"pipedejavu: rank {self.rank} stops, as it has lost another; see what that one says")
+        elif isinstance(error, InputError):
+            self._tell(f"pipedejavu: {error}")
+        elif error is not None and not isinstance(error, KeyboardInterrupt):
+            lines = "".join(traceback.format_exception(error))
+            self._tell(f"{lines}pipedejavu: worker {self.rank} raised {type(error).__name__}")
+        sys.stdout.flush()
+        os._exit(code)
+
+    def _tell(self, text: str) -> None:
+        """Prints what no other rank has printed."""
+        is_first = True
+        with suppress(RuntimeError):  # the store may have gone with its rank
+            is_first = self.store is None or self.store.add(f"told/{text}", 1) == 1
+        if is_first:
+            print(text, file=sys.stderr, flush=True)
+
+
+def _vector(data: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.zeros(0, dtype=torch.uint8)

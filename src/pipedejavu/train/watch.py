@@ -1,0 +1,119 @@
+"""How a run is watched while it goes on: every rank tells the first of its losses and its memory, by way of a store.
+
+It has no part in the program: nothing waits for it, so plans without a common moment are watched like all others.
+"""
+
+import json
+import resource
+import threading
+import time
+from collections import defaultdict
+from contextlib import suppress
+from types import TracebackType
+from typing import Self
+
+import torch
+from torch._C._distributed_c10d import Store
+
+from pipedejavu.engine import Batches, Log
+from pipedejavu.train.folder import RunFolder
+from pipedejavu.train.progress import Memory, Progress
+
+INTERVAL_S = 0.25
+
+
+class Watch:
+    """One rank's reports; on the first rank also the desk that takes those of all."""
+
+    def __init__(self, store: Store, rank: int, batches: Batches, device: torch.device, desk: "Desk | None"):
+        self.store, self.rank, self.batches, self.device, self.desk = store, rank, batches, device, desk
+        self.started_s = time.perf_counter()
+        self._log, self._taken, self._number = Log(), 0, 0
+        self._pending: list[tuple[int, float, int, float]] = []
+        self._lock, self._ended = threading.Lock(), threading.Event()
+        self._thread = threading.Thread(target=self._go, daemon=True)
+
+    def __enter__(self) -> Self:
+        self.started_s = time.perf_counter()
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._ended.set()
+        self._thread.join()
+        if error is None:
+            self.send()
+
+    def follow(self, log: Log) -> None:
+        """Reports the losses of this log from now on."""
+        with self._lock:
+            self._log, self._taken = log, 0
+
+    def settle(self) -> None:
+        """Takes what a finished round has left in the log."""
+        self._take()
+        with self._lock:
+            self._log.losses.clear()
+            self._taken = 0
+
+    def peak(self) -> Memory:
+        """Returns the most memory that this process has had."""
+        host = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        return Memory(host, torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else 0)
+
+    def send(self) -> None:
+        """Tells the first rank what is new."""
+        self._take()
+        with self._lock:
+            losses, self._pending = self._pending, []
+        self.store.set(f"{self.rank}/{self._number}", json.dumps([losses, self.peak()]))
+        self._number += 1
+
+    def _take(self) -> None:
+        now = time.perf_counter() - self.started_s
+        with self._lock:
+            found = list(self._log.losses.items())[self._taken :]
+            self._taken += len(found)
+            self._pending += [(n, loss, self.batches.count(n), now) for n, loss in found]
+
+    def _go(self) -> None:
+        with suppress(RuntimeError):  # whoever keeps the store is gone, and the run itself will say why
+            while not self._ended.wait(INTERVAL_S):
+                self.send()
+                if self.desk:
+                    self.desk.take_all(self.store)
+
+
+class Desk:
+    """Where the first rank adds up what all report: a line of metrics for each finished update, and the progress."""
+
+    def __init__(self, folder: RunFolder, progress: Progress, num_ranks: int, update_size: int):
+        self.folder, self.progress, self.update_size = folder, progress, update_size
+        self.taken = [0] * num_ranks
+        self.step = 1
+        self.memory = Memory(0, 0)
+        self._sums: dict[int, list[tuple[float, int, float]]] = defaultdict(list)
+
+    def take_all(self, store: Store) -> None:
+        """Takes every report that has arrived."""
+        for rank in range(len(self.taken)):
+            while store.check([key := f"{rank}/{self.taken[rank]}"]):
+                self._take(*json.loads(store.get(key)))
+                self.taken[rank] += 1
+        while len(self._sums[self.step]) == self.update_size:
+            self._finish(self._sums.pop(self.step))
+
+    def _take(self, losses: list[tuple[int, float, int, float]], peak: list[int]) -> None:
+        self.memory = Memory(*map(max, self.memory, peak))
+        for microbatch, loss, count, at_s in losses:
+            self._sums[microbatch // self.update_size + 1].append((loss, count, at_s))
+
+    def _finish(self, rows: list[tuple[float, int, float]]) -> None:
+        count = sum(row[1] for row in rows)
+        loss, elapsed_s = sum(row[0] for row in rows) / count, max(row[2] for row in rows)
+        line = {"step": self.step, "loss": loss, "count": count, "elapsed_s": elapsed_s}
+        self.folder.add_metrics({**line, **self.memory.form()})
+        self.progress.report(self.step, loss, count, self.memory)
+        self.step += 1

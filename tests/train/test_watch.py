@@ -1,0 +1,92 @@
+"""The watch of a run: what ranks report while it goes on, and what the first makes of it."""
+
+import json
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from torch.distributed import HashStore
+
+from pipedejavu.engine import Log
+from pipedejavu.train import RunFolder
+from pipedejavu.train.progress import Memory, Progress
+from pipedejavu.train.watch import Desk, Watch
+
+CPU = torch.device("cpu")
+
+
+class Pairs:
+    """Microbatches of two samples."""
+
+    def count(self, _: int) -> int:
+        return 2
+
+
+@pytest.fixture
+def desk(tmp_path):
+    with Progress(3, "samples") as progress:
+        yield Desk(RunFolder(tmp_path), progress, num_ranks=2, update_size=2)
+
+
+def rows(desk: Desk) -> list[dict]:
+    path = desk.folder.metrics
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def test_an_update_is_told_once_all_its_microbatches_are_known(desk) -> None:
+    store, logs = HashStore(), (Log(), Log())
+    watches = [Watch(store, rank, Pairs(), CPU, None) for rank in range(2)]
+    for watch, log in zip(watches, logs, strict=True):
+        watch.follow(log)
+
+    def tell(rank: int, losses: dict[int, float]) -> list[int]:
+        logs[rank].losses.update(losses)
+        watches[rank].send()
+        desk.take_all(store)
+        return [row["step"] for row in rows(desk)]
+
+    assert tell(0, {0: 3.0}) == []
+    assert tell(0, {2: 9.0}) == []
+    assert tell(1, {3: 1.0}) == []  # the second update is whole, but not the first
+    assert tell(1, {1: 5.0}) == [1, 2]
+    assert [(row["loss"], row["count"]) for row in rows(desk)] == [(2.0, 4), (2.5, 4)]
+    assert all(row["peak_bytes"] > 1e6 for row in rows(desk))
+    assert all("peak_gpu_bytes" not in row for row in rows(desk))
+
+
+def test_a_loss_that_is_noted_again_counts_once(desk) -> None:
+    """A piece that is recomputed notes its loss a second time."""
+    store, log = HashStore(), Log()
+    watch = Watch(store, 0, Pairs(), CPU, None)
+    watch.follow(log)
+    log.losses[0] = 3.0
+    watch.send()
+    log.losses[0] = 3.0
+    log.losses[1] = 5.0
+    watch.settle()
+    assert log.losses == {}
+    log.losses[2] = 1.0
+    watch.send()
+    desk.take_all(store)
+    assert [(row["step"], row["loss"]) for row in rows(desk)] == [(1, 2.0)]
+
+
+def test_reports_come_while_the_run_goes_on(desk) -> None:
+    store, log = HashStore(), Log()
+    with Watch(store, 0, Pairs(), CPU, desk) as watch:
+        watch.follow(log)
+        log.losses.update({0: 1.0, 1: 1.0})
+        while not rows(desk):  # the watch's own thread brings them; the test's timeout ends a wait in vain
+            pass
+        assert rows(desk)[0]["step"] == 1
+
+
+def test_the_progress_says_all_that_is_known(capsys) -> None:
+    with Progress(2, "tokens") as progress:
+        progress.report(1, 0.5, 10, Memory(3 << 20, 0))
+        progress.report(2, 0.25, 10, Memory(3 << 20, 5 << 30))
+    first, last = capsys.readouterr().err.splitlines()
+    assert first.startswith("step 1/2  loss 0.5000  ")
+    assert first.endswith("tokens/s  memory 3.0 MiB")
+    assert last.endswith("tokens/s  memory 3.0 MiB + 5.0 GiB GPU")
