@@ -129,19 +129,23 @@ def train_one(method: str, size: str, batch: int, sequence: int, steps: int, set
     num_parameters = sum(getattr(p, "ds_numel", p.numel()) for p in model.parameters())
     generator = torch.Generator().manual_seed(1)
     times, losses, norms = [], [], []
-    warm_up = 5
-    for n in range(steps):
+    warm_up, recorded = 5, 2 if extra is not None else 0
+    for n in range(steps + recorded):
         tokens = torch.randint(0, 32000, (batch, sequence), generator=generator).cuda()
         if n == warm_up:
             torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()
-            recorder = extra.record() if extra is not None else None
             began = time.perf_counter()
+        if n == steps:
+            torch.cuda.synchronize()  # once, at the end: work may reach from one step into the next
+            typical = (time.perf_counter() - began) / (steps - warm_up)
+            recorder = extra.record()
         losses.append(step(tokens))
         times.append(time.perf_counter())
         norms.append(getattr(extra, "norm", 0.0))
-    torch.cuda.synchronize()  # once, at the end: work may reach from one step into the next
-    typical = (time.perf_counter() - began) / (steps - warm_up)
+    torch.cuda.synchronize()
+    if not recorded:
+        typical = (time.perf_counter() - began) / (steps - warm_up)
     peak = next(int(row.split()[1]) for row in Path("/proc/self/status").read_text().splitlines() if "VmHWM" in row)
     result = {
         "parameters": num_parameters,
@@ -153,11 +157,11 @@ def train_one(method: str, size: str, batch: int, sequence: int, steps: int, set
         "losses": [round(float(loss), 4) for loss in losses],
         "times": [round(after - before, 3) for before, after in zip([started, *times], times, strict=False)],
     }
-    if extra is not None and recorder is not None:
+    if extra is not None:
         extra.synchronize()
         spans = recorder.finish()
         result["busy"] = {
-            lane: sum(end - start for name, _, start, end in spans if name == lane) / typical / (steps - warm_up)
+            lane: sum(end - start for name, _, start, end in spans if name == lane) / typical / recorded
             for lane in ("copy-out", "host", "copy-in")
         }
         result["spans"] = [(a, b, round(c, 5), round(d, 5)) for a, b, c, d in spans]

@@ -53,7 +53,7 @@ class Flow:
         self.homes: list[Home] = []
         self._home_of: dict[Member, Home] = {}
         self._leaving: list[tuple[Mark, Tensor]] = []
-        self._room = Room(0)
+        self._room = Room(lanes)
         self._visitors: dict[int, Visitor] = {}
         self._clock: ForwardClock | None = None
         self._make_homes(model, groups)
@@ -150,7 +150,14 @@ class Flow:
         """Frees what has left the GPU; before the last unit's forward, where memory peaks, all must have left."""
         if self._leaving:
             self._leaving = [(mark, kept) for mark, kept in self._leaving if not mark.is_past()]
-        self._room.finish() if is_last else self._room.prune()
+        if is_last:
+            self._leave_room()
+
+    def _leave_room(self) -> None:
+        """Waits until all visitors have left, and frees the memory that they shared."""
+        for visitor in self._visitors.values():
+            visitor.rest()
+        self._room.finish()
 
     def _accumulated(self, member: Member, gradient: Tensor) -> Tensor:
         """Returns the sum with what an earlier backward pass of this step has sent away."""
@@ -292,7 +299,6 @@ class Flow:
         self.plan = choose_placement(sizes, self.meter.stretches, limits)
         if self.rules.speculates and self.rules.clip_norm is not None and self.device.type != "cuda":
             self.plan = with_spares(self.plan, sizes, [True] * len(sizes), limits.host_bytes)
-        self._room = Room(self.plan.room_bytes)
         places = list(zip(self.homes, self.plan.places, self.plan.is_spare, strict=True))
         with pinning_progress(self.plan.host_bytes) as progress:
             for home, place, has_spare in sorted(places, key=lambda item: item[1] == "gpu"):
@@ -346,7 +352,7 @@ class Flow:
         """Waits until every weight is the newest, and all state is at rest."""
         for home in self.homes:
             home.wait()
-        self._room.finish()
+        self._leave_room()
         if self.window is not None:
             self.window.clear()
 

@@ -69,13 +69,13 @@ class Lanes:
         self.host = ThreadLane("host")
         self.fetch = ThreadLane("fetch")
         """Waits for updates on behalf of weights that are on their way."""
-        self.leave = ThreadLane("leave")
-        """Lets large copies out piece by piece."""
+        self.arrive, self.leave = ThreadLane("arrive"), ThreadLane("leave")
+        """Let visitors come and go, piece by piece."""
 
     @property
     def all(self) -> tuple[Lane, ...]:
         """Every lane."""
-        return self.host, self.fetch, self.leave, self.copy_in, self.copy_out
+        return self.host, self.fetch, self.arrive, self.leave, self.copy_in, self.copy_out
 
     def close(self) -> None:
         """Ends all lanes."""

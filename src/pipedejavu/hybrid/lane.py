@@ -181,18 +181,19 @@ class StreamLane(Lane):
                     mark.wait_on_device()
             if self.delay is not None:
                 self.delay()
-            start = self._event()
+            recorder = self.recorder
+            start = _event(is_timed=recorder is not None)
             work()
-            end = self._event()
-        if self.recorder is not None:
-            self.recorder.add_events(self.name, action, start, end)
+            end = _event(is_timed=recorder is not None)
+        if recorder is not None:
+            recorder.add_events(self.name, action, start, end)
         return EventMark(end)
 
-    def _event(self) -> torch.cuda.Event:
-        is_timed = self.recorder is not None
-        event = torch.cuda.Event(enable_timing=is_timed, blocking=True)  # type: ignore[no-untyped-call]
-        event.record()
-        return event
+
+def _event(is_timed: bool) -> torch.cuda.Event:
+    event = torch.cuda.Event(enable_timing=is_timed, blocking=True)  # type: ignore[no-untyped-call]
+    event.record()
+    return event
 
 
 class ThreadLane(Lane):
@@ -213,6 +214,11 @@ class ThreadLane(Lane):
         self._filled.release()
         return mark
 
+    def check(self) -> None:
+        """Raises what its work has raised."""
+        if self._error is not None:
+            raise self._error
+
     def close(self) -> None:
         """Ends the thread, behind all that was submitted."""
         self._queue.append(None)
@@ -227,8 +233,7 @@ class ThreadLane(Lane):
                 return
             action, work, after, mark = item
             try:
-                if self._error is not None:
-                    raise self._error
+                self.check()
                 self._do(action, work, after)
             except BaseException as error:
                 self._error = mark.error = error

@@ -92,7 +92,7 @@ def choose_placement(units: Sequence[UnitSize], stretches: Sequence[Stretch], li
         ceiling = limits.gpu_bytes if limits.num_first is None else gpu
         arrivals, room = _choose_visitors(units, stretches, places, ceiling) if limits.keeps_gradients else ({}, 0)
         usage = _usage(units, stretches, places, limits.keeps_gradients)
-        gpu = max(*usage, usage[-1] + room)
+        gpu = max(*usage, usage[-1] + room + (max(s.peak_bytes for s in stretches[-2:]) if room else 0))
         _make_lean(units, places, limits.host_bytes)
         host = host_bytes(units, places)
         if host <= limits.host_bytes:
@@ -165,7 +165,8 @@ def _choose_visitors(
 ) -> tuple[dict[int, tuple[int, ...]], int]:
     """Turns the first host-held units into visitors; returns when the first of them come, and their room in bytes.
 
-    The gradients of visitors wait on the GPU. Below the ceiling there must be room for the state of two beside them.
+    The gradients of visitors wait on the GPU. Below the ceiling there must be room for the state of two beside them,
+    and for what a block of the next forward pass needs, for which its backward stands.
     """
     held = [n for n, place in enumerate(places) if place == "host" and not units[n].is_bound_to_host]
     total = sum(units[n].num_parameters for n in held)
@@ -175,7 +176,8 @@ def _choose_visitors(
             continue
         trial: list[Place] = ["visit" if n in chosen else place for n, place in enumerate(places)]
         usage = _usage(units, stretches, trial, True)
-        room = min(ceiling - usage[-1], sum(units[n].visit_bytes for n in chosen))
+        working = max((stretch.peak_bytes for stretch in stretches[-2:]), default=0)
+        room = min(ceiling - usage[-1] - working, sum(units[n].visit_bytes for n in chosen))
         if max(usage) > ceiling or room < min(2, count) * max(units[n].visit_bytes for n in chosen):
             continue
         arrivals: dict[int, tuple[int, ...]] = {}

@@ -8,7 +8,9 @@ forward pass is under way; the memory of those that have left takes in those tha
     copy-out               o0   o1   o2
 """
 
+import threading
 from collections.abc import Mapping
+from contextlib import nullcontext
 from functools import partial
 
 import torch
@@ -16,40 +18,65 @@ from torch import Tensor
 
 from pipedejavu.hybrid.arithmetic import Scalars, State
 from pipedejavu.hybrid.gpu import update_on_gpu
-from pipedejavu.hybrid.home import Home, Member, Progress, resting_bytes, take_state
-from pipedejavu.hybrid.lane import Mark, now
+from pipedejavu.hybrid.home import Home, Lanes, Member, Progress, resting_bytes, take_state
+from pipedejavu.hybrid.lane import Lane, Mark, StreamLane, now
 from pipedejavu.hybrid.slab import Slab, aligned
 
 PIECE_BYTES = 2**26
-"""Copies to the host run in turn, so a large one would keep every small one waiting that a model may ask for."""
+"""The copies of one direction run one after the other, whoever asks for them: a large one is cut into pieces, so that
+a small one which the model needs comes in between."""
+
+WAIT_S = 0.1
+"""How often a wait looks again; a lane that has failed gives nothing back."""
 
 
 class Room:
-    """The memory of the GPU that visitors share."""
+    """The memory of the GPU that visitors share; what one has left takes in the next."""
 
-    def __init__(self, size_bytes: int):
-        self.size_bytes, self.used_bytes = size_bytes, 0
-        self.leaving: list[tuple[Mark, Tensor]] = []
+    def __init__(self, lanes: Lanes) -> None:
+        self._lanes = lanes
+        self._free: list[Tensor] = []
+        self._num_taken = 0
+        self._changed = threading.Condition()
 
-    def take(self, size_bytes: int, device: torch.device) -> Tensor:
-        """Returns memory for one visitor, as soon as others have left enough of it."""
-        self.prune()
-        while self.leaving and self.used_bytes + size_bytes > self.size_bytes:
-            self.leaving[0][0].wait_on_host()
-            self.prune()
-        self.used_bytes += size_bytes
-        return torch.empty(size_bytes, dtype=torch.uint8, device=device)
+    def add(self, memory: Tensor) -> Tensor:
+        """Takes note of memory that a visitor brings with it."""
+        with self._changed:
+            self._num_taken += 1
+        return memory
 
-    def prune(self) -> None:
-        """Frees what visitors have left."""
-        while self.leaving and self.leaving[0][0].is_past():
-            self.used_bytes -= self.leaving.pop(0)[1].numel()
+    def take(self, size_bytes: int) -> Tensor | None:
+        """Waits for memory of at least this size; None if all that is here is too small."""
+        with self._changed:
+            while True:
+                fitting = [memory for memory in self._free if memory.numel() >= size_bytes]
+                if fitting:
+                    found = min(fitting, key=Tensor.numel)
+                    self._free = [memory for memory in self._free if memory is not found]
+                    self._num_taken += 1
+                    return found
+                if self._num_taken == 0:
+                    return None
+                self._wait()
+
+    def give(self, memory: Tensor) -> None:
+        """Takes memory back that nobody uses any more."""
+        with self._changed:
+            self._free.append(memory)
+            self._num_taken -= 1
+            self._changed.notify_all()
 
     def finish(self) -> None:
-        """Waits until all that is leaving has left."""
-        for mark, _ in self.leaving:
-            mark.wait_on_host()
-        self.prune()
+        """Waits until all visitors have left, and frees the memory."""
+        with self._changed:
+            while self._num_taken:
+                self._wait()
+            self._free = []
+
+    def _wait(self) -> None:
+        self._changed.wait(WAIT_S)
+        self._lanes.leave.check()
+        self._lanes.arrive.check()
 
 
 class Visitor:
@@ -63,35 +90,49 @@ class Visitor:
         self.slab = Slab(size, self.lanes.update, is_pinned=is_pinned, progress=progress)
         for member in home.members:
             member.state = take_state(member, member.parameter.data.view(-1), self.slab)
-        self._here: tuple[Tensor, Mark] | None = None
-        """The state on the GPU, byte for byte as in host memory, and the end of its way there."""
+        self._here: Tensor | None = None
+        """The state on the GPU, byte for byte as in host memory."""
+        self._came: Mark | None = None
         self._left: Mark | None = None
 
     def come(self) -> None:
-        """Lets the state come to the GPU, behind its last way back."""
-        if self._here is not None:
-            return
-        if self._left is not None:
-            self._left.wait_on_host()
-        here = self.room.take(self.slab.size_bytes, self.lanes.device)
-        copy = partial(here.copy_, self.slab.whole, non_blocking=True)
-        came = self.lanes.copy_in.submit(f"FETCH:o{self.home.index}", copy, now(self.lanes.device))
-        self._here = here, came
+        """Lets the state come now, into new memory of the compute lane."""
+        if self._came is None:
+            memory = torch.empty(self.slab.size_bytes, dtype=torch.uint8, device=self.lanes.device)
+            arrive = partial(self._arrive, self.room.add(memory))
+            self._came = self.lanes.arrive.submit(f"come{self.home.index}", arrive, self._left, now(self.lanes.device))
 
     def update(self, factors: Mapping[Member, Scalars]) -> None:
-        """Updates the unit on the compute lane: now if its state is there, else before its next forward."""
+        """Updates the unit on the compute lane, before its next forward; until then its state may still come."""
+        if self._came is None:
+            self._came = self.lanes.arrive.submit(f"come{self.home.index}", partial(self._arrive, None), self._left)
         gradients = {member: member.parameter.grad for member in factors}
         apply = partial(self._apply, factors, gradients)
-        if self._here is not None and self._here[1].is_past():
+        if self._came.is_past():
             apply()
         else:
             self.home.before = apply
 
+    def _arrive(self, memory: Tensor | None) -> None:
+        """Copies the state to the GPU; without memory of its own, into what another visitor has left."""
+        size = self.slab.size_bytes
+        memory = self.room.take(size) if memory is None else memory
+        if memory is None:
+            memory = self.room.add(self._own_memory(size))
+        self._here = memory[:size]
+        self._copy("FETCH", self.lanes.copy_in, self.slab.whole, self._here)
+
+    def _own_memory(self, size: int) -> Tensor:
+        """Returns memory that only this lane's copies wait for."""
+        lane = self.lanes.copy_in
+        with torch.cuda.stream(lane.stream) if isinstance(lane, StreamLane) else nullcontext():
+            return torch.empty(size, dtype=torch.uint8, device=self.lanes.device)
+
     def _apply(self, factors: Mapping[Member, Scalars], gradients: Mapping[Member, Tensor | None]) -> None:
-        self.come()
-        assert self._here is not None
-        (here, came), self._here = self._here, None
-        came.wait_on_device()
+        assert self._came is not None
+        self._came.wait_on_host()
+        here, self._here, self._came = self._here, None, None
+        assert here is not None
         used = 0
         for member in self.home.members:
             size = resting_bytes(member)
@@ -102,25 +143,34 @@ class Visitor:
             used += size
         leave = partial(self._leave, here)
         self._left = self.lanes.leave.submit(f"leave{self.home.index}", leave, now(self.lanes.device))
-        self.room.leaving.append((self._left, here))
 
     def _leave(self, here: Tensor) -> None:
-        """Copies the state to host memory, with no more than two pieces under way."""
+        self._copy("OFFLOAD", self.lanes.copy_out, here, self.slab.whole)
+        self.room.give(here)
+
+    def _copy(self, kind: str, lane: Lane, source: Tensor, target: Tensor) -> None:
+        """Copies piece by piece, with no more than two under way; returns when all of it is there."""
         marks: list[Mark] = []
-        for start in range(0, here.numel(), PIECE_BYTES):
+        for start in range(0, source.numel(), PIECE_BYTES):
             piece = slice(start, start + PIECE_BYTES)
-            copy = partial(self.slab.whole[piece].copy_, here[piece], non_blocking=True)
-            marks.append(self.lanes.copy_out.submit(f"OFFLOAD:o{self.home.index}", copy))
+            copy = partial(target[piece].copy_, source[piece], non_blocking=True)
+            marks.append(lane.submit(f"{kind}:o{self.home.index}", copy))
             if len(marks) > 1:
                 marks[-2].wait_on_host()
         marks[-1].wait_on_host()
 
     def cancel(self) -> None:
-        """Ends a visit that led to no update; its memory is free once the copy into it has ended."""
-        if self._here is not None and self.home.before is None:
-            (here, came), self._here = self._here, None
-            came.wait_on_device()
-            self.room.used_bytes -= here.numel()
+        """Ends a visit that led to no update."""
+        if self._came is not None and self.home.before is None:
+            self._came.wait_on_host()
+            assert self._here is not None
+            self.room.give(self._here)
+            self._here = self._came = None
+
+    def rest(self) -> None:
+        """Waits until the state is in host memory."""
+        if self._left is not None:
+            self._left.wait_on_host()
 
 
 def _state_in(member: Member, visiting: Tensor) -> State:
