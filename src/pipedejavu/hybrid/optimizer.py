@@ -88,7 +88,7 @@ class HybridAdamW(Optimizer):
         self._flow = flow
         self._loaded: dict[Tensor, dict[str, Any]] = {}
         model.register_state_dict_pre_hook(lambda *_: self.synchronize())  # type: ignore[no-untyped-call]
-        model.register_load_state_dict_pre_hook(lambda *_: self.synchronize())
+        model.register_load_state_dict_pre_hook(lambda *_: self.synchronize())  # type: ignore[no-untyped-call]
 
     @property
     def flow(self) -> Flow:
