@@ -231,7 +231,8 @@ class Flow:
     def _scale(self) -> float | None:
         """Returns the factor of all gradients, or None where their norm is not finite."""
         assert self.rules.clip_norm is not None
-        self.norm = float(torch.linalg.vector_norm(self._host_norms))
+        arrived = [member.slot for member in self.members.values() if member.arrived]
+        self.norm = float(torch.linalg.vector_norm(self._host_norms[arrived]))
         scale = min(1.0, self.rules.clip_norm / (self.norm + NORM_EPS)) if math.isfinite(self.norm) else None
         self.num_calm = self.num_calm + 1 if scale == 1.0 else 0
         return scale
@@ -277,7 +278,6 @@ class Flow:
                 home.visitor.cancel()
         for member in self.members.values():
             member.arrived = 0
-        self._norms.zero_()
 
     def _factors(self, home: Home, scale: float) -> dict[Member, Scalars]:
         """Returns the factors of the coming update of each parameter that has a gradient."""
