@@ -11,6 +11,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from pipedejavu.facts import InputError
 from pipedejavu.hybrid.arithmetic import Scalars, scalars_of
@@ -50,7 +51,10 @@ class Flow:
         self.window: Window | None = None
         self.members: dict[Tensor, Member] = {}
         self.homes: list[Home] = []
+        self.hooks: list[RemovableHandle] = []
+        """On the model, which is free of the optimizer without them."""
         self._home_of: dict[Member, Home] = {}
+        self._uses: list[tuple[nn.Module, list[Home]]] = []
         self._leaving: list[tuple[Mark, Tensor]] = []
         self._visited: list[Home] = []
         self._clock: ForwardClock | None = None
@@ -71,12 +75,9 @@ class Flow:
             if members:
                 homes[unit] = Home(unit, len(homes), members, self.lanes)
                 self._home_of.update(dict.fromkeys(members, homes[unit]))
-            used = [homes[u] for u in (*unit.shares, unit) if u in homes]
-            if used:
-                unit.module.register_forward_pre_hook(self._before_forward(used))
+            if used := [homes[u] for u in (*unit.shares, unit) if u in homes]:
+                self._uses.append((unit.module, used))
         self.homes = list(homes.values())
-        for parameter in self.members:
-            parameter.register_post_accumulate_grad_hook(self._on_gradient)  # type: ignore[no-untyped-call]
         if len(self.members) < len(group_of):
             raise InputError(
                 f"{len(group_of) - len(self.members)} of {len(group_of)} parameters are not in the model; give the"
@@ -85,6 +86,10 @@ class Flow:
 
     def begin(self) -> None:
         """Begins to watch the first step; the smallest parameter that stays keeps its gradient as a witness."""
+        for module, homes in self._uses:
+            self.hooks.append(module.register_forward_pre_hook(self._before_forward(homes)))
+        for parameter in self.members:
+            self.hooks.append(parameter.register_post_accumulate_grad_hook(self._on_gradient))  # type: ignore[no-untyped-call]
         self.meter.begin(self.homes)
         staying = [m for home in self.homes for m in home.members if not home.is_windowed]
         self._witness = min(staying, key=lambda member: member.numel, default=None)
@@ -342,6 +347,12 @@ class Flow:
                 for home, is_spare in zip(self.homes, self.plan.is_spare, strict=True):
                     if is_spare:
                         home.add_spare(progress)
+
+    def refresh(self) -> None:
+        """Takes over weights that were written into the model; those of blocks that are away have been."""
+        for home in self.homes:
+            if not home.is_windowed:
+                home.refresh()
 
     def synchronize(self) -> None:
         """Waits until every weight is the newest, and all state is at rest."""

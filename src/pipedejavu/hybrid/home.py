@@ -77,9 +77,10 @@ class Lanes:
         return self.copy_in, self.copy_out, self.host, self.fetch
 
     def close(self) -> None:
-        """Ends all lanes."""
+        """Ends all lanes and the threads of the update."""
         for lane in (self.host, self.fetch, self.copy_in, self.copy_out):
             lane.close()
+        self.update.close()
 
 
 @dataclass(eq=False)

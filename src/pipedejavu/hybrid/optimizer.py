@@ -79,16 +79,29 @@ class HybridAdamW(Optimizer):
         meter = Meter(self.device, gpu_budget, host_budget)
         self._lanes = Lanes(self.device, HostUpdate(host_threads))
         rules = Rules(clip_norm=clip_norm, microbatches=microbatches, speculates=speculate, gpu_units=gpu_units)
+        try:
+            self._flow = self._make_flow(model, meter, rules, window)
+        except BaseException:
+            self._lanes.close()
+            raise
+        self._loaded: dict[Tensor, dict[str, Any]] = {}
+
+    def _make_flow(self, model: nn.Module, meter: Meter, rules: Rules, window: int | Literal["auto"] | None) -> Flow:
+        """Returns the flow, hooked into the model; where it is refused, the model stays as it was."""
         flow = Flow(model, self.param_groups, self._lanes, meter, rules)
         flow.window = open_window(model, flow.homes, self._lanes, meter, window)
-        meter.check([size_of(home) for home in flow.homes], clip_norm is not None, gpu_units)
-        if flow.window is not None:
-            flow.window.fill(model)
+        meter.check([size_of(home) for home in flow.homes], rules.clip_norm is not None, rules.gpu_units)
+        if flow.window is None:
+            model.to(self.device)
+        else:
+            flow.hooks += flow.window.fill(model)
         flow.begin()
-        self._flow = flow
-        self._loaded: dict[Tensor, dict[str, Any]] = {}
-        model.register_state_dict_pre_hook(lambda *_: self.synchronize())  # type: ignore[no-untyped-call]
-        model.register_load_state_dict_pre_hook(lambda *_: self.synchronize())  # type: ignore[no-untyped-call]
+        flow.hooks += [
+            model.register_state_dict_pre_hook(lambda *_: self.synchronize()),  # type: ignore[no-untyped-call]
+            model.register_load_state_dict_pre_hook(lambda *_: self.synchronize()),  # type: ignore[no-untyped-call]
+            model.register_load_state_dict_post_hook(lambda *_: flow.refresh()),  # type: ignore[no-untyped-call]
+        ]
+        return flow
 
     @property
     def flow(self) -> Flow:
@@ -170,9 +183,7 @@ class HybridAdamW(Optimizer):
         for parameter, found in self._loaded.items():
             fill_state(self.flow.members[parameter], found)
         self._loaded = {}
-        for home in self.flow.homes:
-            if not home.is_windowed:  # loading into a model whose blocks are away has written their host memory
-                home.refresh()
+        self.flow.refresh()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds parameters of the model; all of them are known before the first step, which places them."""
@@ -192,10 +203,11 @@ class HybridAdamW(Optimizer):
         return recorder
 
     def close(self) -> None:
-        """Waits for all work and ends the threads; the optimizer cannot be used again."""
+        """Waits for all work and ends the threads; the model is free, and the optimizer cannot be used again."""
         self.synchronize()
+        for hook in self.flow.hooks:
+            hook.remove()
         self._lanes.close()
-        self._lanes.update.close()
 
 
 def _check_factors(clip_norm: float | None, microbatches: int, window: object) -> None:
