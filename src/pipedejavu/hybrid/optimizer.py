@@ -159,6 +159,8 @@ class HybridAdamW(Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """Returns the state in the layout of torch.optim.AdamW, with the low half of each split master beside it."""
         self.synchronize()
+        self.state.clear()
+        self.state.update(self._loaded)
         read_state(self.flow.homes, self.state)
         return super().state_dict()
 
@@ -169,6 +171,9 @@ class HybridAdamW(Optimizer):
         own = [len(group["params"]) for group in self.param_groups]
         if saved != own:
             raise InputError(f"the state is of groups of {saved} parameters, and this optimizer's are of {own}")
+        for key in ("amsgrad", "maximize"):
+            if any(group.get(key) for group in state_dict["param_groups"]):
+                raise InputError(f"the state is of an AdamW with {key}=True, which HybridAdamW does not have")
         order = [p for group in self.param_groups for p in group["params"]]
         numbers = [n for group in state_dict["param_groups"] for n in group["params"]]
         states = state_dict["state"]
@@ -180,8 +185,9 @@ class HybridAdamW(Optimizer):
 
     def _fill(self) -> None:
         """Moves loaded state to where it rests, and the weights into the copies of host-held units."""
-        for parameter, found in self._loaded.items():
-            fill_state(self.flow.members[parameter], found)
+        for parameter, member in self.flow.members.items():
+            if parameter in self._loaded or member.step:
+                fill_state(member, self._loaded.get(parameter))
         self._loaded = {}
         self.flow.refresh()
 
