@@ -96,6 +96,7 @@ class Flow:
 
     def _before_forward(self, homes: list[Home]) -> Callable[..., None]:
         def wait(*_: object) -> None:
+            self.drop_with_model()
             self._prune(is_last=homes[-1] is self.homes[-1])
             for home in homes:
                 self._enter(home)
@@ -221,13 +222,24 @@ class Flow:
         if self.window is not None:
             self.window.restart()
 
-    def were_dropped(self) -> bool:
-        """Whether the model's gradients were set to None since the backward pass; refuses changed ones."""
+    def drop(self) -> None:
+        """Forgets gradients that the user does not want; too late where an update has begun."""
+        if any(home.began_with is not None for home in self.homes):
+            raise InputError(
+                "gradients were dropped between backward and step, and without clip_norm the update has begun; give"
+                " clip_norm (math.inf for no clipping) to be able to drop them"
+            )
+        self.forget()
+
+    def drop_with_model(self) -> None:
+        """Drops gradients where the model's own were set to None since the backward pass; refuses changed ones."""
         if self._witness is None or not self._witness.arrived:
-            return False
+            return
         kept = self._witness.parameter.grad
+        if kept is None:
+            self.drop()
         if kept is None or kept._version == self._witnessed:
-            return kept is None
+            return
         raise InputError(
             "gradients were changed between backward and step, where most of them have left the model already; clip"
             " with HybridAdamW(clip_norm=…) in place of clip_grad_norm_ (max_grad_norm=0 in a Hugging Face Trainer)"

@@ -6,7 +6,7 @@ own weights alone; without, it runs as soon as a unit's gradients are final. Whi
 """
 
 from collections.abc import Callable, Iterable
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -133,8 +133,8 @@ class HybridAdamW(Optimizer):
         if closure is not None:
             raise InputError("HybridAdamW takes no closure: run forward and backward yourself, then call step()")
         flow = self.flow
-        if flow.were_dropped() or not any(member.arrived for member in flow.members.values()):
-            flow.forget()
+        flow.drop_with_model()
+        if not any(member.arrived for member in flow.members.values()):
             return
         if flow.plan is None:
             flow.settle()
@@ -148,12 +148,7 @@ class HybridAdamW(Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drops gradients that no step has taken; a step has taken its own already."""
-        if any(home.began_with is not None for home in self.flow.homes):
-            raise InputError(
-                "zero_grad came between backward and step, and without clip_norm the update has begun; give clip_norm"
-                " (math.inf for no clipping) to be able to drop gradients"
-            )
-        self.flow.forget()
+        self.flow.drop()
         super().zero_grad(set_to_none)
 
     def state_dict(self) -> dict[str, Any]:
@@ -236,5 +231,4 @@ def _check_parameters(groups: list[dict[str, Any]], device: torch.device | str |
             raise InputError(f"a parameter is {parameter.dtype}; HybridAdamW trains bfloat16 and float32")
         if not parameter.is_contiguous():
             raise InputError(f"a parameter of shape {tuple(parameter.shape)} is not contiguous; call .contiguous()")
-    found = cast(torch.device, devices.pop())
-    return found if device is None else torch.device(device)
+    return torch.empty(0, device=device or devices.pop()).device  # with its number
