@@ -175,15 +175,16 @@ class HybridAdamW(Optimizer):
         self._loaded = {p: states[n] for p, n in zip(order, numbers, strict=True) if n in states}
         for group, found in zip(self.param_groups, state_dict["param_groups"], strict=True):
             group.update({key: value for key, value in found.items() if key != "params"})
-        if self.plan is not None:
-            self._fill()
+        for parameter, member in self.flow.members.items():
+            if member.step and parameter not in self._loaded:
+                fill_state(member, None)
+        self._fill()
 
     def _fill(self) -> None:
-        """Moves loaded state to where it rests, and the weights into the copies of host-held units."""
+        """Moves loaded state to where it rests, as far as that is decided, and weights to the copies on the host."""
         for parameter, member in self.flow.members.items():
-            if parameter in self._loaded or member.step:
-                fill_state(member, self._loaded.get(parameter))
-        self._loaded = {}
+            if member.state is not None and parameter in self._loaded:
+                fill_state(member, self._loaded.pop(parameter))
         self.flow.refresh()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
