@@ -2,13 +2,13 @@
 
 import random
 import time
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
 from pipedejavu.hybrid import flow as flow_file
+from pipedejavu.hybrid.native import HostUpdate
 from pipedejavu.hybrid.placement import Placement, host_bytes
 
 UNITS = 6
@@ -133,13 +133,12 @@ def test_what_a_lane_raises_reaches_the_caller(name: str, clip_norm: float | Non
     optimizer._lanes.close()
 
 
-def test_what_an_update_raises_reaches_the_caller(lab: Any) -> None:
+def test_what_an_update_raises_reaches_the_caller(lab: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     model = lab.net()
     optimizer = lab.hybrid(model, clip_norm=1.0, gpu_units=0)
     lab.made.clear()
     lab.train(model, optimizer, range(2))
-    call: Callable[..., None] = lambda *_: fail()
-    optimizer._lanes.update.__class__ = type("Broken", (type(optimizer._lanes.update),), {"__call__": call})
+    monkeypatch.setattr(HostUpdate, "__call__", lambda *_: fail())
     with pytest.raises(BrokenError, match="the lane broke"):
         lab.train(model, optimizer, range(2, 5))
     optimizer._lanes.close()
