@@ -39,7 +39,7 @@ class Meter:
         count = num_first or 0
         if not 0 <= count <= len(sizes):
             raise InputError(f"gpu_units is {count} and the model has {len(sizes)} units; give 0 to {len(sizes)}")
-        places: list[Place] = ["gpu" if n < count else "host" for n in range(len(sizes))]
+        places: list[Place] = ["gpu" if n < count and not u.is_bound_to_host else "host" for n, u in enumerate(sizes)]
         needed = gpu_peak(sizes, (), places, keeps_gradients)
         if self._gpu_budget != "auto" and needed > self._gpu_budget:
             raise InputError(

@@ -11,6 +11,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from pipedejavu.facts import InputError
 from pipedejavu.hybrid.arithmetic import Scalars, scalars_of
@@ -51,7 +52,10 @@ class Flow:
         self.window: Window | None = None
         self.members: dict[Tensor, Member] = {}
         self.homes: list[Home] = []
+        self.hooks: list[RemovableHandle] = []
+        """On the model, which is free of the optimizer without them."""
         self._home_of: dict[Member, Home] = {}
+        self._uses: list[tuple[nn.Module, list[Home]]] = []
         self._leaving: list[tuple[Mark, Tensor]] = []
         self._room = Room(lanes)
         self._visitors: dict[int, Visitor] = {}
@@ -73,12 +77,9 @@ class Flow:
             if members:
                 homes[unit] = Home(unit, len(homes), members, self.lanes)
                 self._home_of.update(dict.fromkeys(members, homes[unit]))
-            used = [homes[u] for u in (*unit.shares, unit) if u in homes]
-            if used:
-                unit.module.register_forward_pre_hook(self._before_forward(used))
+            if used := [homes[u] for u in (*unit.shares, unit) if u in homes]:
+                self._uses.append((unit.module, used))
         self.homes = list(homes.values())
-        for parameter in self.members:
-            parameter.register_post_accumulate_grad_hook(self._on_gradient)  # type: ignore[no-untyped-call]
         if len(self.members) < len(group_of):
             raise InputError(
                 f"{len(group_of) - len(self.members)} of {len(group_of)} parameters are not in the model; give the"
@@ -87,12 +88,17 @@ class Flow:
 
     def begin(self) -> None:
         """Begins to watch the first step; the smallest parameter that stays keeps its gradient as a witness."""
+        for module, homes in self._uses:
+            self.hooks.append(module.register_forward_pre_hook(self._before_forward(homes)))
+        for parameter in self.members:
+            self.hooks.append(parameter.register_post_accumulate_grad_hook(self._on_gradient))  # type: ignore[no-untyped-call]
         self.meter.begin(self.homes)
         staying = [m for home in self.homes for m in home.members if not home.is_windowed]
         self._witness = min(staying, key=lambda member: member.numel, default=None)
 
     def _before_forward(self, homes: list[Home]) -> Callable[..., None]:
         def wait(*_: object) -> None:
+            self.drop_with_model()
             self._prune(is_last=homes[-1] is self.homes[-1])
             for home in homes:
                 self._enter(home)
@@ -154,7 +160,7 @@ class Flow:
             self._leave_room()
 
     def _leave_room(self) -> None:
-        """Waits until all visitors have left, and frees the memory that they shared."""
+        """Waits until all visitors that were updated have left, and frees the memory that they shared."""
         for visitor in self._visitors.values():
             visitor.rest()
         self._room.finish()
@@ -220,13 +226,24 @@ class Flow:
         if self.window is not None:
             self.window.restart()
 
-    def were_dropped(self) -> bool:
-        """Whether the model's gradients were set to None since the backward pass; refuses changed ones."""
+    def drop(self) -> None:
+        """Forgets gradients that the user does not want; too late where an update has begun."""
+        if any(home.began_with is not None for home in self.homes):
+            raise InputError(
+                "gradients were dropped between backward and step, and without clip_norm the update has begun; give"
+                " clip_norm (math.inf for no clipping) to be able to drop them"
+            )
+        self.forget()
+
+    def drop_with_model(self) -> None:
+        """Drops gradients where the model's own were set to None since the backward pass; refuses changed ones."""
         if self._witness is None or not self._witness.arrived:
-            return False
+            return
         kept = self._witness.parameter.grad
+        if kept is None:
+            self.drop()
         if kept is None or kept._version == self._witnessed:
-            return kept is None
+            return
         raise InputError(
             "gradients were changed between backward and step, where most of them have left the model already; clip"
             " with HybridAdamW(clip_norm=…) in place of clip_grad_norm_ (max_grad_norm=0 in a Hugging Face Trainer)"
@@ -235,7 +252,8 @@ class Flow:
     def _scale(self) -> float | None:
         """Returns the factor of all gradients, or None where their norm is not finite."""
         assert self.rules.clip_norm is not None
-        self.norm = float(torch.linalg.vector_norm(self._host_norms))
+        arrived = [member.slot for member in self.members.values() if member.arrived]
+        self.norm = float(torch.linalg.vector_norm(self._host_norms[arrived]))
         scale = min(1.0, self.rules.clip_norm / (self.norm + NORM_EPS)) if math.isfinite(self.norm) else None
         self.num_calm = self.num_calm + 1 if scale == 1.0 else 0
         return scale
@@ -280,7 +298,6 @@ class Flow:
             visitor.cancel()
         for member in self.members.values():
             member.arrived = 0
-        self._norms.zero_()
 
     def _factors(self, home: Home, scale: float) -> dict[Member, Scalars]:
         """Returns the factors of the coming update of each parameter that has a gradient."""
@@ -347,6 +364,12 @@ class Flow:
                 for home, is_spare in zip(self.homes, self.plan.is_spare, strict=True):
                     if is_spare:
                         home.add_spare(progress)
+
+    def refresh(self) -> None:
+        """Takes over weights that were written into the model; those of blocks that are away have been."""
+        for home in self.homes:
+            if not home.is_windowed:
+                home.refresh()
 
     def synchronize(self) -> None:
         """Waits until every weight is the newest, and all state is at rest."""

@@ -78,9 +78,10 @@ class Lanes:
         return self.host, self.fetch, self.arrive, self.leave, self.copy_in, self.copy_out
 
     def close(self) -> None:
-        """Ends all lanes."""
+        """Ends all lanes and the threads of the update."""
         for lane in self.all:
             lane.close()
+        self.update.close()
 
 
 @dataclass(eq=False)
@@ -167,6 +168,7 @@ class Home:
 
     def send(self, member: Member, gradient: Tensor, norms: Tensor, partial: Tensor) -> None:
         """Lets a gradient leave for host memory, with its norm."""
+        self.assumed = {}  # a guess that was made of an earlier sum of gradients
         target, slot = member.gradient, slice(member.slot, member.slot + 1)
         assert target is not None
         flat = gradient.reshape(-1)
@@ -179,7 +181,7 @@ class Home:
 
     def guess(self, factors: dict[Member, Scalars], is_wrong: Callable[[], bool]) -> None:
         """Queues an update into the spare state, which becomes true only if its factors turn out to be right."""
-        self.assumed, self.guessed = factors, {}
+        self.assumed = factors
 
         def work() -> None:
             for member in factors:
@@ -197,8 +199,7 @@ class Home:
     ) -> None:
         """Queues the update on the host and the way of the new weights to the GPU; a right guess is taken over."""
         ready = now(self.lanes.device)
-        if self.assumed != factors:
-            self.assumed = {}
+        assumed = self.assumed = self.assumed if self.assumed == factors else {}
 
         def work() -> None:
             lean = staging.take(self) if self.place == "lean" else {}
@@ -209,7 +210,7 @@ class Home:
                 return
             for member in factors:
                 member.step += 1
-            if self.guessed == factors:
+            if assumed and self.guessed is assumed:
                 for member in factors:
                     member.state, member.spare = member.spare, member.state
             else:
