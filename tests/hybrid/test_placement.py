@@ -7,6 +7,7 @@ from hypothesis import given
 
 from pipedejavu.facts import InputError
 from pipedejavu.hybrid.placement import (
+    VISITOR_SHARE,
     Limits,
     Place,
     Placement,
@@ -223,9 +224,10 @@ def test_visitors_never_pass_the_ceiling(model: Model, more_gpu: int) -> None:
         here += sum(units[n].visit_bytes for n in coming)
         came += coming
     assert resting + kept + here <= gpu
-    assert sorted(came) == [n for n, place in enumerate(placed.places) if place == "visit"]
+    visitors = [n for n, place in enumerate(placed.places) if place == "visit"]
+    assert came == visitors[: len(came)]  # the others come when these have left
     away = [u.num_parameters for u, place in held if place != "gpu" and not u.is_bound_to_host]
-    assert 2 * sum(units[n].num_parameters for n in came) <= sum(away)
+    assert sum(units[n].num_parameters for n in visitors) <= VISITOR_SHARE * sum(away)
 
 
 @given(models(), BUDGETS, BUDGETS, BUDGETS, BUDGETS, st.booleans())
