@@ -123,6 +123,11 @@ class Flow:
         """Takes a gradient as soon as the backward pass has made it."""
         member = self.members[parameter]
         home = self._home_of[member]
+        if home.updated is not None and not home.is_windowed:
+            raise InputError(
+                f"'{member.name}' was used without a call of '{home.unit.name}', whose forward waits for its update; call"
+                " synchronize() of the optimizer before each forward pass"
+            )
         home.wait()
         gradient = parameter.grad
         assert gradient is not None
