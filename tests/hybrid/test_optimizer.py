@@ -364,6 +364,31 @@ def test_a_copy_of_the_models_weights_is_the_newest(lab: Any) -> None:
     assert all(torch.equal(tensor, expected[name]) for name, tensor in model.state_dict().items())
 
 
+class Pooled(nn.Module):
+    """Attention outside of a list: torch reads the weight of its `out_proj` without calling that module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(4, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found, _ = self.attention(x, x, x)
+        return found.square().sum()
+
+
+def test_weights_that_are_used_without_their_module_are_noticed(lab: Any) -> None:
+    model = Pooled()
+    optimizer = lab.hybrid(model, clip_norm=1.0, gpu_units=0)
+    for _ in range(3):
+        optimizer.synchronize()
+        model(torch.randn(3, 4)).backward()
+        optimizer.step()
+    with pytest.raises(
+        InputError, match=r"^'attention\.out_proj\..*' was used without a call of 'attention\.out_proj', whos"
+    ):
+        model(torch.randn(3, 4)).backward()
+
+
 # --- compiled blocks
 
 
