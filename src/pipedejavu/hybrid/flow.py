@@ -125,8 +125,8 @@ class Flow:
         home = self._home_of[member]
         if home.updated is not None and not home.is_windowed:
             raise InputError(
-                f"'{member.name}' was used without a call of '{home.unit.name}', whose forward waits for its update; call"
-                " synchronize() of the optimizer before each forward pass"
+                f"'{member.name}' was used without a call of '{home.unit.name}', whose forward waits for its update;"
+                " call synchronize() of the optimizer before each forward pass"
             )
         home.wait()
         gradient = parameter.grad
