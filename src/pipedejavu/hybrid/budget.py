@@ -58,10 +58,10 @@ class Meter:
         """Returns the budgets in bytes; `auto` is what is free now and what torch holds already."""
         gpu, host = self._gpu_budget, self._host_budget
         if gpu == "auto":
-            gpu = 2**62
+            free = free_host_bytes()
             if self.device.type == "cuda":
-                free, _ = torch.cuda.mem_get_info(self.device)
-                gpu = int((free + torch.cuda.memory_reserved(self.device)) * GPU_SHARE)
+                free = torch.cuda.mem_get_info(self.device)[0] + torch.cuda.memory_reserved(self.device)
+            gpu = int(free * GPU_SHARE)
         if host == "auto":
             host = int(free_host_bytes() * HOST_SHARE)
         return Limits(gpu_bytes=gpu, host_bytes=host, keeps_gradients=keeps_gradients, num_first=num_first)
