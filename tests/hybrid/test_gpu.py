@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from pipedejavu.facts import InputError
 from pipedejavu.hybrid import native
 from pipedejavu.hybrid.arithmetic import State, join, scalars_of, split, update_
 from pipedejavu.hybrid.gpu import _kernel, update_on_gpu
@@ -155,6 +156,14 @@ def test_training_goes_on_bit_for_bit_after_a_load(
     second.load_state_dict(optimizer.state_dict())
     cuda_lab.train(other, second, range(6, STEPS))
     compare(bits(second, other), cuda_lab.plain_bits(torch.bfloat16, clip_norm, STEPS))
+
+
+def test_a_model_that_moves_after_the_optimizer_was_made_is_noticed(cuda_lab: Any) -> None:
+    model = cuda_lab.net().cpu()
+    cuda_lab.hybrid(model, clip_norm=1.0)
+    model.cuda()
+    with pytest.raises(InputError, match=r"^HybridAdamW was made for cpu, and the model is on cuda:0; move it first$"):
+        model.loss(cuda_lab.tokens(0)).backward()
 
 
 # --- late lanes

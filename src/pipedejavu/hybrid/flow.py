@@ -132,6 +132,10 @@ class Flow:
         home.wait()
         gradient = parameter.grad
         assert gradient is not None
+        if gradient.device != self.device:
+            raise InputError(
+                f"HybridAdamW was made for {self.device}, and the model is on {gradient.device}; move it first"
+            )
         if gradient.is_sparse or gradient.dtype != parameter.dtype:
             kind = "sparse" if gradient.is_sparse else str(gradient.dtype)
             raise InputError(f"the gradient of '{member.name}' is {kind}; HybridAdamW takes dense {parameter.dtype}")
