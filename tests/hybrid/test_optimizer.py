@@ -220,6 +220,14 @@ def test_gradients_whose_update_has_begun_cannot_be_dropped(lab: Any) -> None:
             optimizer.step() if is_by_model else optimizer.zero_grad()
 
 
+def test_an_infinite_clip_norm_waits_and_never_clips(lab: Any, bits: Any, compare: Any) -> None:
+    model = lab.net()
+    optimizer = lab.hybrid(model, clip_norm=math.inf, gpu_units=1)
+    lab.train(model, optimizer, range(5))
+    compare(bits(optimizer, model), lab.plain_bits(torch.bfloat16, None, 5))
+    assert optimizer.norm > 0
+
+
 def test_a_step_without_gradients_changes_nothing(lab: Any, bits: Any, compare: Any) -> None:
     model = lab.net()
     optimizer = lab.hybrid(model, clip_norm=1.0)
