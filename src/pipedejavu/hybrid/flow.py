@@ -67,7 +67,7 @@ class Flow:
         """The version of its gradient, and a copy."""
 
     def _make_homes(self, model: nn.Module, groups: list[dict[str, Any]]) -> None:
-        group_of = {p: group for group in groups for p in group["params"]}
+        group_of = {p: group for group in groups for p in group["params"] if p.requires_grad}
         homes: dict[ModelUnit, Home] = {}
         for unit in find_units(model):
             found = [(name, p) for name, p in unit.parameters.items() if p in group_of]
