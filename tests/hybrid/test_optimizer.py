@@ -156,18 +156,38 @@ def test_blocks_without_a_gradient_rest_in_some_steps(options: Options, lab: Any
 
 
 @pytest.mark.filterwarnings("ignore:Full backward hook is firing:UserWarning")  # torch's, of a block behind frozen ones
+@pytest.mark.parametrize("are_given", [False, True])
 @everywhere
-def test_frozen_parameters_stay(options: Options, lab: Any, bits: Any, compare: Any, plain_optimizer: Any) -> None:
+def test_frozen_parameters_stay(
+    options: Options, are_given: bool, lab: Any, bits: Any, compare: Any, plain_optimizer: Any
+) -> None:
     first, second = lab.net(), lab.net()
     for model in (first, second):
         model.embed.requires_grad_(False)
         model.blocks[1].up.requires_grad_(False)
     reference = plain_optimizer(first, clip_norm=options["clip_norm"])
-    hybrid = lab.hybrid(second, **options)
+    hybrid = lab.hybrid(second, second.parameters() if are_given else None, **{**options, "gpu_units": 1})
     lab.train(first, reference, range(5))
     lab.train(second, hybrid, range(5))
     compare(bits(reference, first), bits(hybrid, second))
     assert torch.equal(second.embed.weight, lab.net().embed.weight)
+
+
+def test_a_parameter_that_thaws_is_noticed(lab: Any) -> None:
+    model = lab.net()
+    model.head.requires_grad_(False)
+    optimizer = lab.hybrid(model, model.parameters(), clip_norm=1.0)
+    lab.train(model, optimizer, range(2))
+    model.head.requires_grad_(True)
+    model.loss(lab.tokens(2)).backward()
+    with pytest.raises(
+        InputError, match=r"^a parameter that was frozen when HybridAdamW was made has a gradient; close()"
+    ):
+        optimizer.step()
+    with pytest.raises(
+        InputError, match=r"^no parameter requires a gradient; call requires_grad_\(\) on what is to be tr"
+    ):
+        lab.hybrid(lab.net().requires_grad_(False), model.requires_grad_(False).parameters())
 
 
 @everywhere
