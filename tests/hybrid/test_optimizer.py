@@ -1,6 +1,7 @@
 """What users of AdamW rely on works as in a plain loop, bit for bit; what cannot work says so."""
 
 import copy
+import io
 import math
 from typing import Any
 
@@ -155,18 +156,38 @@ def test_blocks_without_a_gradient_rest_in_some_steps(options: Options, lab: Any
 
 
 @pytest.mark.filterwarnings("ignore:Full backward hook is firing:UserWarning")  # torch's, of a block behind frozen ones
+@pytest.mark.parametrize("are_given", [False, True])
 @everywhere
-def test_frozen_parameters_stay(options: Options, lab: Any, bits: Any, compare: Any, plain_optimizer: Any) -> None:
+def test_frozen_parameters_stay(
+    options: Options, are_given: bool, lab: Any, bits: Any, compare: Any, plain_optimizer: Any
+) -> None:
     first, second = lab.net(), lab.net()
     for model in (first, second):
         model.embed.requires_grad_(False)
         model.blocks[1].up.requires_grad_(False)
     reference = plain_optimizer(first, clip_norm=options["clip_norm"])
-    hybrid = lab.hybrid(second, **options)
+    hybrid = lab.hybrid(second, second.parameters() if are_given else None, **{**options, "gpu_units": 1})
     lab.train(first, reference, range(5))
     lab.train(second, hybrid, range(5))
     compare(bits(reference, first), bits(hybrid, second))
     assert torch.equal(second.embed.weight, lab.net().embed.weight)
+
+
+def test_a_parameter_that_thaws_is_noticed(lab: Any) -> None:
+    model = lab.net()
+    model.head.requires_grad_(False)
+    optimizer = lab.hybrid(model, model.parameters(), clip_norm=1.0)
+    lab.train(model, optimizer, range(2))
+    model.head.requires_grad_(True)
+    model.loss(lab.tokens(2)).backward()
+    with pytest.raises(
+        InputError, match=r"^a parameter that was frozen when HybridAdamW was made has a gradient; close()"
+    ):
+        optimizer.step()
+    with pytest.raises(
+        InputError, match=r"^no parameter requires a gradient; call requires_grad_\(\) on what is to be tr"
+    ):
+        lab.hybrid(lab.net().requires_grad_(False), model.requires_grad_(False).parameters())
 
 
 @everywhere
@@ -217,6 +238,14 @@ def test_gradients_whose_update_has_begun_cannot_be_dropped(lab: Any) -> None:
             model.zero_grad()
         with pytest.raises(InputError, match=text):
             optimizer.step() if is_by_model else optimizer.zero_grad()
+
+
+def test_an_infinite_clip_norm_waits_and_never_clips(lab: Any, bits: Any, compare: Any) -> None:
+    model = lab.net()
+    optimizer = lab.hybrid(model, clip_norm=math.inf, gpu_units=1)
+    lab.train(model, optimizer, range(5))
+    compare(bits(optimizer, model), lab.plain_bits(torch.bfloat16, None, 5))
+    assert optimizer.norm > 0
 
 
 def test_a_step_without_gradients_changes_nothing(lab: Any, bits: Any, compare: Any) -> None:
@@ -277,7 +306,10 @@ def test_training_goes_on_bit_for_bit_after_a_save_and_a_load(
     model = lab.net(dtype)
     optimizer = lab.hybrid(model, **options)
     lab.train(model, optimizer, range(5))
-    saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    file = io.BytesIO()
+    torch.save((model.state_dict(), optimizer.state_dict()), file)
+    file.seek(0)
+    saved = torch.load(file, weights_only=True)
     lab.train(model, optimizer, range(5, 10))
     expected = bits(optimizer, model)
     clip_norm = options["clip_norm"]
@@ -364,6 +396,31 @@ def test_a_copy_of_the_models_weights_is_the_newest(lab: Any) -> None:
     assert all(torch.equal(tensor, expected[name]) for name, tensor in model.state_dict().items())
 
 
+class Pooled(nn.Module):
+    """Attention outside of a list: torch reads the weight of its `out_proj` without calling that module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(4, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found, _ = self.attention(x, x, x)
+        return found.square().sum()
+
+
+def test_weights_that_are_used_without_their_module_are_noticed(lab: Any) -> None:
+    model = Pooled()
+    optimizer = lab.hybrid(model, clip_norm=1.0, gpu_units=0)
+    for _ in range(3):
+        optimizer.synchronize()
+        model(torch.randn(3, 4)).backward()
+        optimizer.step()
+    with pytest.raises(
+        InputError, match=r"^'attention\.out_proj\..*' was used without a call of 'attention\.out_proj', whos"
+    ):
+        model(torch.randn(3, 4)).backward()
+
+
 # --- compiled blocks
 
 
@@ -412,6 +469,21 @@ def test_clipping_outside_is_noticed(options: Options, lab: Any) -> None:
                 optimizer.step()
         else:
             optimizer.step()
+
+
+@clipped
+def test_clipping_to_an_infinite_norm_changes_nothing(options: Options, lab: Any) -> None:
+    """Hugging Face's Trainer does so to know the norm; a norm that is not finite turns what is left into NaN."""
+
+    def loop(lab: Any, model: Any, optimizer: Any) -> None:
+        for n in range(6):
+            if n == 3:
+                spoil(model, "inf")
+            model.loss(lab.tokens(n)).backward()
+            nn.utils.clip_grad_norm_(model.parameters(), math.inf)
+            optimizer.step()
+
+    lab.check_same(loop, options=options)
 
 
 def test_sparse_gradients_are_refused(lab: Any) -> None:

@@ -50,6 +50,10 @@ def test_any_mix_of_places_agrees_bit_for_bit(
             arrivals[after] = (*arrivals.get(after, ()), n)
     placed(monkeypatch, places, arrivals)
     check(lab, bits, compare, draw.choice([torch.bfloat16, torch.float32]), clip_norm)
+    (optimizer,) = lab.made
+    visitors_bytes = sum(home.visitor.slab.size_bytes for home in optimizer.flow.homes if home.visitor)
+    slabs = [*optimizer.flow._staging._slabs, *(slab for home in optimizer.flow.homes for slab in home._slabs)]
+    assert visitors_bytes + sum(slab.size_bytes for slab in slabs) == optimizer.plan.host_bytes
 
 
 @pytest.mark.parametrize("places", [["lean"] * 6, ["gpu", "lean", "host", "lean", "lean", "gpu"]])

@@ -72,8 +72,8 @@ def run_torch(
 
 
 def largest_of(model: Probes) -> float:
-    """Returns the largest weight on the way: the last ones, and T steps of at most lr back."""
-    return max(p.detach().abs().max().item() for p in model.parameters()) + STEPS * LR
+    """Returns the largest weight on the way: the last ones, and T steps of at most 9 lr back."""
+    return max(p.detach().abs().max().item() for p in model.parameters()) + 9 * STEPS * LR
 
 
 def off(one: Tensor, other: Tensor) -> float:

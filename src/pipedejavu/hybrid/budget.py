@@ -59,10 +59,10 @@ class Meter:
         """Returns the budgets in bytes; `auto` is what was free at first, on the GPU also what torch holds already."""
         gpu = self._gpu_budget
         if gpu == "auto":
-            gpu = 2**62
+            free = free_host_bytes()
             if self.device.type == "cuda":
-                free, _ = torch.cuda.mem_get_info(self.device)
-                gpu = int((free + torch.cuda.memory_reserved(self.device)) * GPU_SHARE)
+                free = torch.cuda.mem_get_info(self.device)[0] + torch.cuda.memory_reserved(self.device)
+            gpu = int(free * GPU_SHARE)
         return Limits(gpu_bytes=gpu, host_bytes=self._host_bytes, keeps_gradients=keeps_gradients, num_first=num_first)
 
     def begin(self, homes: Sequence[Home]) -> None:

@@ -65,10 +65,11 @@ class Flow:
         self._host_norms = torch.zeros(len(self.members), pin_memory=self.device.type == "cuda")
         self._staging = Staging([], lanes, lambda _: None)
         self._witness: Member | None = None
-        self._witnessed = -1
+        self._witnessed: tuple[int, Tensor] | None = None
+        """The version of its gradient, and a copy."""
 
     def _make_homes(self, model: nn.Module, groups: list[dict[str, Any]]) -> None:
-        group_of = {p: group for group in groups for p in group["params"]}
+        group_of = {p: group for group in groups for p in group["params"] if p.requires_grad}
         homes: dict[ModelUnit, Home] = {}
         for unit in find_units(model):
             found = [(name, p) for name, p in unit.parameters.items() if p in group_of]
@@ -125,9 +126,18 @@ class Flow:
         """Takes a gradient as soon as the backward pass has made it."""
         member = self.members[parameter]
         home = self._home_of[member]
+        if home.updated is not None and not home.is_windowed:
+            raise InputError(
+                f"'{member.name}' was used without a call of '{home.unit.name}', whose forward waits for its update;"
+                " call synchronize() of the optimizer before each forward pass"
+            )
         home.wait()
         gradient = parameter.grad
         assert gradient is not None
+        if gradient.device != self.device:
+            raise InputError(
+                f"HybridAdamW was made for {self.device}, and the model is on {gradient.device}; move it first"
+            )
         if gradient.is_sparse or gradient.dtype != parameter.dtype:
             kind = "sparse" if gradient.is_sparse else str(gradient.dtype)
             raise InputError(f"the gradient of '{member.name}' is {kind}; HybridAdamW takes dense {parameter.dtype}")
@@ -139,7 +149,7 @@ class Flow:
         if self.plan is None and member.arrived == 1:
             self.meter.saw_gradient(home, 0 if is_leaving else size_of(home).gradient_bytes)
         if member is self._witness:
-            self._witnessed = gradient._version
+            self._witnessed = gradient._version, gradient.clone()
         if is_leaving:
             self._let_go(home, member, gradient)
         if self.recorder is not None and self._is_complete(home):
@@ -242,8 +252,14 @@ class Flow:
         kept = self._witness.parameter.grad
         if kept is None:
             self.drop()
-        if kept is None or kept._version == self._witnessed:
             return
+        assert self._witnessed is not None
+        version, seen = self._witnessed
+        if kept._version == version or torch.equal(kept, seen):
+            return
+        arrived = [member.slot for member in self.members.values() if member.arrived]
+        if self.rules.clip_norm is not None and not self._norms[arrived].isfinite().all():
+            return  # clipping to an infinite norm, as Trainers do to know it, has made NaN of all; they are left out
         raise InputError(
             "gradients were changed between backward and step, where most of them have left the model already; clip"
             " with HybridAdamW(clip_norm=…) in place of clip_grad_norm_ (max_grad_norm=0 in a Hugging Face Trainer)"

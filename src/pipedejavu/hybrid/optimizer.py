@@ -54,7 +54,8 @@ class HybridAdamW(Optimizer):
 
         Args:
             model: its modules tell when weights are needed.
-            params: parameters or groups as every torch optimizer takes them; all of the model's by default.
+            params: parameters or groups as every torch optimizer takes them; all of the model's by default. Those that
+                are frozen now stay so.
             lr: may be changed between steps, as schedulers do.
             betas: the decay of both moments.
             eps: added to the root of the second moment.
@@ -133,6 +134,11 @@ class HybridAdamW(Optimizer):
         if closure is not None:
             raise InputError("HybridAdamW takes no closure: run forward and backward yourself, then call step()")
         flow = self.flow
+        if any(p.grad is not None for group in self.param_groups for p in group["params"] if p not in flow.members):
+            raise InputError(
+                "a parameter that was frozen when HybridAdamW was made has a gradient; close() this optimizer and make"
+                " a new one for what is trained now"
+            )
         flow.drop_with_model()
         if not any(member.arrived for member in flow.members.values()):
             return
@@ -192,7 +198,7 @@ class HybridAdamW(Optimizer):
         if self._flow is not None:
             raise InputError(
                 "add_param_group came after the optimizer was made, which has seen its model as a whole; give all"
-                " groups to HybridAdamW(model, groups), frozen parameters among them"
+                " groups to HybridAdamW(model, groups)"
             )
         super().add_param_group(param_group)
 
@@ -223,8 +229,10 @@ def _check_factors(clip_norm: float | None, microbatches: int, window: object) -
 
 def _check_parameters(groups: list[dict[str, Any]], device: torch.device | str | None) -> torch.device:
     """Returns the device that the model computes on."""
-    parameters = [p for group in groups for p in group["params"]]
+    parameters = [p for group in groups for p in group["params"] if p.requires_grad]
     devices = {p.device for p in parameters}
+    if not parameters:
+        raise InputError("no parameter requires a gradient; call requires_grad_() on what is to be trained")
     if len(devices) != 1:
         raise InputError(f"the parameters are on {len(devices)} devices ({devices}); move the model to one")
     for parameter in parameters:
