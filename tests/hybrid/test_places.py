@@ -51,7 +51,7 @@ def test_any_mix_of_places_agrees_bit_for_bit(
     placed(monkeypatch, places, arrivals)
     check(lab, bits, compare, draw.choice([torch.bfloat16, torch.float32]), clip_norm)
     (optimizer,) = lab.made
-    visitors_bytes = sum(home.visitor.slab.size_bytes for home in optimizer.flow.homes if home.visitor)
+    visitors_bytes = sum(visitor.slab.size_bytes for visitor in optimizer.flow._visitors.values())
     slabs = [*optimizer.flow._staging._slabs, *(slab for home in optimizer.flow.homes for slab in home._slabs)]
     assert visitors_bytes + sum(slab.size_bytes for slab in slabs) == optimizer.plan.host_bytes
 

@@ -16,7 +16,7 @@ from torch.utils.hooks import RemovableHandle
 from pipedejavu.facts import InputError
 from pipedejavu.hybrid.arithmetic import Scalars, scalars_of
 from pipedejavu.hybrid.budget import ForwardClock, Meter, pinning_progress
-from pipedejavu.hybrid.home import Home, Lanes, Member, Staging, size_of
+from pipedejavu.hybrid.home import Home, Lanes, Member, Staging, check_gradient, size_of
 from pipedejavu.hybrid.lane import Mark, Recorder
 from pipedejavu.hybrid.placement import Placement, choose_placement, wants_spares, with_spares
 from pipedejavu.hybrid.unit import ModelUnit, find_units
@@ -126,21 +126,8 @@ class Flow:
         """Takes a gradient as soon as the backward pass has made it."""
         member = self.members[parameter]
         home = self._home_of[member]
-        if home.updated is not None and not home.is_windowed:
-            raise InputError(
-                f"'{member.name}' was used without a call of '{home.unit.name}', whose forward waits for its update;"
-                " call synchronize() of the optimizer before each forward pass"
-            )
+        gradient = check_gradient(home, member)
         home.wait()
-        gradient = parameter.grad
-        assert gradient is not None
-        if gradient.device != self.device:
-            raise InputError(
-                f"HybridAdamW was made for {self.device}, and the model is on {gradient.device}; move it first"
-            )
-        if gradient.is_sparse or gradient.dtype != parameter.dtype:
-            kind = "sparse" if gradient.is_sparse else str(gradient.dtype)
-            raise InputError(f"the gradient of '{member.name}' is {kind}; HybridAdamW takes dense {parameter.dtype}")
         is_leaving = home.place in ("host", "lean")
         if is_leaving and member.arrived:
             gradient = self._accumulated(member, gradient)
@@ -167,13 +154,7 @@ class Flow:
         if self._leaving:
             self._leaving = [(mark, kept) for mark, kept in self._leaving if not mark.is_past()]
         if is_last:
-            self._leave_room()
-
-    def _leave_room(self) -> None:
-        """Waits until all visitors that were updated have left, and frees the memory that they shared."""
-        for visitor in self._visitors.values():
-            visitor.rest()
-        self._room.finish()
+            self._room.finish()
 
     def _accumulated(self, member: Member, gradient: Tensor) -> Tensor:
         """Returns the sum with what an earlier backward pass of this step has sent away."""
@@ -391,7 +372,7 @@ class Flow:
         """Waits until every weight is the newest, and all state is at rest."""
         for home in self.homes:
             home.wait()
-        self._leave_room()
+        self._room.finish()
         if self.window is not None:
             self.window.clear()
 

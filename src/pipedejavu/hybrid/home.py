@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pipedejavu.facts import InputError
 from pipedejavu.hybrid.arithmetic import Scalars, State
 from pipedejavu.hybrid.gpu import update_on_gpu
 from pipedejavu.hybrid.lane import Lane, Mark, ThreadLane, copy_lane, now
@@ -295,6 +296,23 @@ def size_of(home: Home) -> UnitSize:
         spare_bytes=weights + resting,
         is_bound_to_host=home.is_windowed,
     )
+
+
+def check_gradient(home: Home, member: Member) -> Tensor:
+    """Returns a gradient that has just come; raises InputError for one that cannot be right or cannot be used."""
+    gradient, device = member.parameter.grad, home.lanes.device
+    assert gradient is not None
+    if (home.updated is not None or home.before is not None) and not home.is_windowed:
+        raise InputError(
+            f"'{member.name}' was used without a call of '{home.unit.name}', whose forward waits for its update;"
+            " call synchronize() of the optimizer before each forward pass"
+        )
+    if gradient.device != device:
+        raise InputError(f"HybridAdamW was made for {device}, and the model is on {gradient.device}; move it first")
+    if gradient.is_sparse or gradient.dtype != member.parameter.dtype:
+        kind = "sparse" if gradient.is_sparse else str(gradient.dtype)
+        raise InputError(f"the gradient of '{member.name}' is {kind}; HybridAdamW takes dense {member.parameter.dtype}")
+    return gradient
 
 
 def resting_bytes(member: Member) -> int:

@@ -185,11 +185,6 @@ class Visitor:
             self.room.give(self._here, has_left=False)
             self._here = self._came = None
 
-    def rest(self) -> None:
-        """Waits until the state is in host memory."""
-        if self._left is not None:
-            self._left.wait_on_host()
-
 
 def _state_in(member: Member, visiting: Tensor) -> State:
     """Returns a member's state in the bytes of a visit, laid out as in its slab."""
