@@ -32,6 +32,7 @@ class Meter:
         self._host_bytes = int(free_host_bytes() * HOST_SHARE) if host_budget == "auto" else host_budget
         self._left: dict[int, int] = {}
         self._stretches: list[Stretch] = []
+        self._forwards: list[Stretch] = []
         self._base_bytes = self._gradient_bytes = 0
 
     def check(self, sizes: Sequence[UnitSize], keeps_gradients: bool, num_first: int | None) -> None:
@@ -67,22 +68,42 @@ class Meter:
 
     def begin(self, homes: Sequence[Home]) -> None:
         """Begins to watch a step's memory, from what rests on the GPU."""
-        self._stretches, self._gradient_bytes = [], 0
+        self._stretches, self._forwards, self._gradient_bytes = [], [], 0
         self._left = {home.index: len(home.members) for home in homes}
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
             self._base_bytes = sum(size_of(home).weight_bytes for home in homes)
 
+    def saw_forward(self, home: Home) -> None:
+        """Takes note that the forward comes to a unit, which ends the stretch of the unit before."""
+        peak = self._peak()
+        if self._forwards:
+            self._forwards[-1] = Stretch(unit=self._forwards[-1].unit, peak_bytes=peak)
+        self._forwards.append(Stretch(unit=home.index, peak_bytes=peak))
+
+    def _peak(self) -> int:
+        """Returns the most memory since the last call, beside weights and gradients."""
+        if self.device.type != "cuda":
+            return 0
+        peak = torch.cuda.max_memory_allocated(self.device) - self._base_bytes - self._gradient_bytes
+        torch.cuda.reset_peak_memory_stats(self.device)
+        return max(0, peak)
+
     def saw_gradient(self, home: Home, size: int) -> None:
         """Takes note of a gradient; the last one of a unit ends a stretch."""
         self._left[home.index] -= 1
         if self._left[home.index] == 0:
-            peak = 0
-            if self.device.type == "cuda":
-                peak = torch.cuda.max_memory_allocated(self.device) - self._base_bytes - self._gradient_bytes
-                torch.cuda.reset_peak_memory_stats(self.device)
-            self._stretches.append(Stretch(unit=home.index, peak_bytes=max(0, peak)))
+            peak = self._peak()
+            if not self._stretches and self._forwards:  # the last forward, the loss, and the first backward
+                self._forwards[-1] = Stretch(unit=self._forwards[-1].unit, peak_bytes=peak)
+                peak = max(peak, *(forward.peak_bytes for forward in self._forwards))
+            self._stretches.append(Stretch(unit=home.index, peak_bytes=peak))
             self._gradient_bytes += size
+
+    @property
+    def forwards(self) -> list[Stretch]:
+        """The forwards of the step that was seen, in their order; the last one reaches into the backward pass."""
+        return self._forwards
 
     @property
     def stretches(self) -> list[Stretch]:

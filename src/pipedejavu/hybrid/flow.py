@@ -18,7 +18,7 @@ from pipedejavu.hybrid.arithmetic import Scalars, scalars_of
 from pipedejavu.hybrid.budget import ForwardClock, Meter, pinning_progress
 from pipedejavu.hybrid.home import Home, Lanes, Member, Staging, check_gradient, size_of
 from pipedejavu.hybrid.lane import Mark, Recorder
-from pipedejavu.hybrid.placement import Placement, choose_placement, wants_spares, with_spares
+from pipedejavu.hybrid.placement import Placement, choose_placement, forward_room, wants_spares, with_spares
 from pipedejavu.hybrid.unit import ModelUnit, find_units
 from pipedejavu.hybrid.visitor import Room, Visitor
 from pipedejavu.hybrid.window import Window
@@ -58,6 +58,9 @@ class Flow:
         self._uses: list[tuple[nn.Module, list[Home]]] = []
         self._leaving: list[tuple[Mark, Tensor]] = []
         self._room = Room(lanes)
+        self._free_bytes: dict[int, int] = {}
+        """By unit: what visitors may still take of the GPU during its forward."""
+        self._is_forward = True
         self._visitors: dict[int, Visitor] = {}
         self._clock: ForwardClock | None = None
         self._make_homes(model, groups)
@@ -100,8 +103,9 @@ class Flow:
     def _before_forward(self, homes: list[Home]) -> Callable[..., None]:
         def wait(*_: object) -> None:
             self.drop_with_model()
-            self._prune(is_last=homes[-1] is self.homes[-1])
+            self._prune()
             for home in homes:
+                self._make_way(home)
                 self._enter(home)
 
         return cast(Callable[..., None], torch._dynamo.disable(wait))  # type: ignore[no-untyped-call]
@@ -132,6 +136,7 @@ class Flow:
         if is_leaving and member.arrived:
             gradient = self._accumulated(member, gradient)
         member.arrived += 1
+        self._is_forward = False
         torch.linalg.vector_norm(gradient, dtype=torch.float32, out=self._norms[member.slot])
         if self.plan is None and member.arrived == 1:
             self.meter.saw_gradient(home, 0 if is_leaving else size_of(home).gradient_bytes)
@@ -149,12 +154,19 @@ class Flow:
         """Whether the gradients of a unit are final, as far as is known."""
         return all(member.arrived == self.rules.microbatches for member in home.members)
 
-    def _prune(self, is_last: bool) -> None:
-        """Frees what has left the GPU; before the last unit's forward, where memory peaks, all must have left."""
+    def _prune(self) -> None:
+        """Frees gradients that have left the GPU."""
         if self._leaving:
             self._leaving = [(mark, kept) for mark, kept in self._leaving if not mark.is_past()]
-        if is_last:
-            self._room.finish()
+
+    def _make_way(self, home: Home) -> None:
+        """Lets visitors leave before a unit's forward takes the memory that they are in."""
+        if not self._is_forward:
+            return  # a recompute
+        if self.plan is None:
+            self.meter.saw_forward(home)
+        elif self._visitors:
+            self._room.shrink(self._free_bytes.get(home.index, 0))
 
     def _accumulated(self, member: Member, gradient: Tensor) -> Tensor:
         """Returns the sum with what an earlier backward pass of this step has sent away."""
@@ -174,7 +186,7 @@ class Flow:
 
     def _let_go(self, home: Home, member: Member, gradient: Tensor) -> None:
         """Sends a gradient to host memory; the last one of a unit may start its update."""
-        self._prune(is_last=False)
+        self._prune()
         home.send(member, gradient, self._norms, self._host_norms)
         assert member.out is not None
         self._leaving.append((member.out, gradient))
@@ -289,6 +301,7 @@ class Flow:
 
     def forget(self) -> None:
         """Leaves no gradient behind for the next step."""
+        self._is_forward = True
         for home in self.homes:
             home.began_with = None
         for visitor in self._visitors.values():
@@ -310,7 +323,10 @@ class Flow:
         """Decides where the state goes, lets the gradients of host-held units leave, and allocates all of it."""
         sizes = [size_of(home) for home in self.homes]
         limits = self.meter.limits(self.rules.clip_norm is not None, self.rules.gpu_units)
-        self.plan = choose_placement(sizes, self.meter.stretches, limits)
+        forwards = self.meter.forwards
+        begin = max((forward.peak_bytes for forward in forwards[:2]), default=0)
+        self.plan = choose_placement(sizes, self.meter.stretches, limits, begin)
+        self._free_bytes = forward_room(sizes, self.plan, forwards)
         if self.rules.speculates and self.rules.clip_norm is not None and self.device.type != "cuda":
             self.plan = with_spares(self.plan, sizes, [True] * len(sizes), limits.host_bytes)
         places = list(zip(self.homes, self.plan.places, self.plan.is_spare, strict=True))

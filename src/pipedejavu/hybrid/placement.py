@@ -77,8 +77,13 @@ class Placement:
     """By unit: the units whose state comes to the GPU when this one's gradients are final."""
 
 
-def choose_placement(units: Sequence[UnitSize], stretches: Sequence[Stretch], limits: Limits) -> Placement:
-    """Returns the placement with the most state on the GPU; raises InputError where none fits."""
+def choose_placement(
+    units: Sequence[UnitSize], stretches: Sequence[Stretch], limits: Limits, forward_bytes: int = 0
+) -> Placement:
+    """Returns the placement with the most state on the GPU; raises InputError where none fits.
+
+    `forward_bytes` is what the begin of a forward pass takes of the GPU, when visitors are still there.
+    """
     counts = range(len(units), -1, -1) if limits.num_first is None else [limits.num_first]
     least_gpu = least_host = 0
     for count in counts:
@@ -88,9 +93,12 @@ def choose_placement(units: Sequence[UnitSize], stretches: Sequence[Stretch], li
             least_gpu = gpu
             continue
         ceiling = limits.gpu_bytes if limits.num_first is None else gpu
-        arrivals, room = _choose_visitors(units, stretches, places, ceiling) if limits.keeps_gradients else ({}, 0)
+        arrivals: dict[int, tuple[int, ...]] = {}
+        room = 0
+        if limits.keeps_gradients:
+            arrivals, room = _choose_visitors(units, stretches, places, ceiling - forward_bytes, ceiling)
         usage = _usage(units, stretches, places, limits.keeps_gradients)
-        gpu = max(*usage, usage[-1] + room + (max(s.peak_bytes for s in stretches[-2:]) if room else 0))
+        gpu = max(*usage, usage[-1] + room + (forward_bytes if room else 0))
         host = _make_lean(units, places, limits.host_bytes)
         if host <= limits.host_bytes:
             return Placement(
@@ -134,6 +142,19 @@ def wants_spares(places: Sequence[Place], host_s: Sequence[float], forward_s: Se
     return [n in held[: len(held) - hidden] for n in range(len(places))]
 
 
+def forward_room(units: Sequence[UnitSize], placement: Placement, forwards: Sequence[Stretch]) -> dict[int, int]:
+    """Returns by unit what visitors may still take of the GPU during its forward, so that the peak stays."""
+    held = list(zip(units, placement.places, strict=True))
+    resting = sum(unit.weight_bytes + (unit.gpu_bytes if place == "gpu" else 0) for unit, place in held)
+    kept = sum(unit.gradient_bytes for unit, place in held if place == "visit")
+    room = {}
+    for forward in forwards:
+        room[forward.unit] = placement.gpu_bytes - resting - kept - forward.peak_bytes
+        unit, place = held[forward.unit]
+        kept -= unit.gradient_bytes if place == "visit" else 0
+    return room
+
+
 def gpu_peak(
     units: Sequence[UnitSize], stretches: Sequence[Stretch], places: Sequence[Place], keeps_gradients: bool
 ) -> int:
@@ -156,12 +177,12 @@ def _usage(
 
 
 def _choose_visitors(
-    units: Sequence[UnitSize], stretches: Sequence[Stretch], places: list[Place], ceiling: int
+    units: Sequence[UnitSize], stretches: Sequence[Stretch], places: list[Place], last_ceiling: int, ceiling: int
 ) -> tuple[dict[int, tuple[int, ...]], int]:
     """Turns the first host-held units into visitors; returns when the first of them come, and their room in bytes.
 
-    The gradients of visitors wait on the GPU. Below the ceiling there must be room for the state of two beside them,
-    and for what a block of the next forward pass needs, for which its backward stands.
+    The gradients of visitors wait on the GPU. Below the ceiling of the end of the backward pass there must be room for
+    the state of two beside them.
     """
     held = [n for n, place in enumerate(places) if place == "host" and not units[n].is_bound_to_host]
     total = sum(units[n].num_parameters for n in held)
@@ -171,8 +192,7 @@ def _choose_visitors(
             continue
         trial: list[Place] = ["visit" if n in chosen else place for n, place in enumerate(places)]
         usage = _usage(units, stretches, trial, True)
-        working = max((stretch.peak_bytes for stretch in stretches[-2:]), default=0)
-        room = min(ceiling - usage[-1] - working, sum(units[n].visit_bytes for n in chosen))
+        room = min(last_ceiling - usage[-1], sum(units[n].visit_bytes for n in chosen))
         if max(usage) > ceiling or room < min(2, count) * max(units[n].visit_bytes for n in chosen):
             continue
         arrivals: dict[int, tuple[int, ...]] = {}

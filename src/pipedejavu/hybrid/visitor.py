@@ -36,7 +36,8 @@ class Room:
     def __init__(self, lanes: Lanes) -> None:
         self._lanes = lanes
         self._free: list[Tensor] = []
-        self._num_taken = self._num_leaving = 0
+        self._num_taken = self._num_leaving = self._num_expected = 0
+        self._size_bytes = 0
         self._is_urgent = False
         self._changed = threading.Condition()
 
@@ -44,11 +45,18 @@ class Room:
         """Takes note of memory that a visitor brings with it."""
         with self._changed:
             self._num_taken += 1
+            self._size_bytes += memory.numel()
         return memory
+
+    def expect(self) -> None:
+        """Takes note of a visitor that will come into what another has left."""
+        with self._changed:
+            self._num_expected += 1
 
     def take(self, size_bytes: int) -> Tensor | None:
         """Waits for memory of at least this size; None if none will be left before the compute lane needs it."""
         with self._changed:
+            self._num_expected -= 1
             while True:
                 fitting = [memory for memory in self._free if memory.numel() >= size_bytes]
                 if fitting:
@@ -80,14 +88,26 @@ class Room:
             self._free.append(memory)
             self._num_taken -= 1
             self._num_leaving -= has_left
+            if not self._num_expected:
+                self._drop()
             self._changed.notify_all()
+
+    def shrink(self, size_bytes: int) -> None:
+        """Frees what nobody uses, and waits for visitors that are leaving until the rest is within this size."""
+        with self._changed:
+            while self._size_bytes > size_bytes:
+                self._drop()
+                if not self._num_leaving or self._size_bytes <= size_bytes:
+                    return
+                self._wait()
 
     def finish(self) -> None:
         """Waits until all visitors that are leaving have left, and frees what nobody uses."""
-        with self._changed:
-            while self._num_leaving:
-                self._wait()
-            self._free = []
+        self.shrink(-1)
+
+    def _drop(self) -> None:
+        self._size_bytes -= sum(memory.numel() for memory in self._free)
+        self._free = []
 
     def _wait(self) -> None:
         self._changed.wait(WAIT_S)
@@ -121,6 +141,7 @@ class Visitor:
     def update(self, factors: Mapping[Member, Scalars]) -> None:
         """Updates the unit on the compute lane, before its next forward; until then its state may still come."""
         if self._came is None:
+            self.room.expect()
             self._came = self.lanes.arrive.submit(f"come{self.home.index}", partial(self._arrive, None), self._left)
         gradients = {member: member.parameter.grad for member in factors}
         apply = partial(self._apply, factors, gradients)
