@@ -53,6 +53,7 @@ class Flow:
         self.members: dict[Tensor, Member] = {}
         self.homes: list[Home] = []
         self.hooks: list[RemovableHandle] = []
+        self.undo: list[Callable[[], None]] = []
         """On the model, which is free of the optimizer without them."""
         self._home_of: dict[Member, Home] = {}
         self._uses: list[tuple[nn.Module, list[Home]]] = []

@@ -5,7 +5,7 @@ all gradients and runs in forward order while the next forward pass is under way
 own weights alone; without, it runs as soon as a unit's gradients are final. Which unit lies where changes no bit.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal
 
 import torch
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from pipedejavu.facts import InputError
+from pipedejavu.hybrid.activation import Activations, set_activations
 from pipedejavu.hybrid.budget import Budget, Meter
 from pipedejavu.hybrid.flow import Flow, Rules
 from pipedejavu.hybrid.home import Lanes, size_of
@@ -46,6 +47,7 @@ class HybridAdamW(Optimizer):
         gpu_units: int | None = None,
         window: int | Literal["auto"] | None = "auto",
         device: torch.device | str | None = None,
+        activations: Activations | Mapping[str, Activations] = "keep",
         speculate: bool = True,
         microbatches: int = 1,
         host_threads: int | None = None,
@@ -68,6 +70,8 @@ class HybridAdamW(Optimizer):
                 when they are needed. None for all, "auto" for all where they fit.
             device: where the model computes; its own device by default. A model that is larger than the GPU is built
                 on the CPU, and its blocks come through the window.
+            activations: what each block keeps for its backward, for all alike or by the block's name: "keep" for
+                what the model itself keeps, "recompute" for its input alone, "offload" for host memory.
             speculate: whether updates are guessed during the backward pass where spare memory allows it.
             microbatches: backward passes between steps; updates that do not wait for the norm begin in the last.
             host_threads: of the host's update; all cores but two by default.
@@ -81,17 +85,25 @@ class HybridAdamW(Optimizer):
         self._lanes = Lanes(self.device, HostUpdate(host_threads))
         rules = Rules(clip_norm=clip_norm, microbatches=microbatches, speculates=speculate, gpu_units=gpu_units)
         try:
-            self._flow = self._make_flow(model, meter, rules, window)
+            self._flow = self._make_flow(model, meter, rules, window, activations)
         except BaseException:
             self._lanes.close()
             raise
         self._loaded: dict[Tensor, dict[str, Any]] = {}
 
-    def _make_flow(self, model: nn.Module, meter: Meter, rules: Rules, window: int | Literal["auto"] | None) -> Flow:
+    def _make_flow(
+        self,
+        model: nn.Module,
+        meter: Meter,
+        rules: Rules,
+        window: int | Literal["auto"] | None,
+        activations: Activations | Mapping[str, Activations],
+    ) -> Flow:
         """Returns the flow, hooked into the model; where it is refused, the model stays as it was."""
         flow = Flow(model, self.param_groups, self._lanes, meter, rules)
         flow.window = open_window(model, flow.homes, self._lanes, meter, window)
         meter.check([size_of(home) for home in flow.homes], rules.clip_norm is not None, rules.gpu_units)
+        flow.undo += set_activations([home.unit for home in flow.homes], activations, self._lanes)
         if flow.window is None:
             model.to(self.device)
         else:
@@ -215,6 +227,8 @@ class HybridAdamW(Optimizer):
         self.synchronize()
         for hook in self.flow.hooks:
             hook.remove()
+        for undo in self.flow.undo:
+            undo()
         self._lanes.close()
 
 
