@@ -3,8 +3,10 @@
 import pytest
 
 from pipedejavu.facts import InputError
-from pipedejavu.program import parse_action, verify
+from pipedejavu.program import compile, parse_action, verify  # noqa: A004
+from pipedejavu.simulate import simulate
 from pipedejavu.train import HybridRun, review
+from pipedejavu.train.review import machine_of, plan_of, profile_of
 from tests.train.test_recording import train
 
 
@@ -61,6 +63,15 @@ def test_without_clipping_updates_begin_in_the_backward_pass() -> None:
     assert waits == pytest.approx(4 * 2.0 + 0.25 + 4 * 2.0 + 0.25 + 1.0)
 
 
+def test_another_placement_can_be_predicted_from_a_run() -> None:
+    run = written(["gpu", "gpu", "host", "host"], update_s=3.0)
+    plan = plan_of(run)
+    plan = plan.but(keep=plan.keep.but(device_pieces=0))
+    prediction = simulate(compile(plan, profile_of(run), machine_of(run)))
+    starts = [s.start_s for s in prediction.timeline().spans() if s.action.startswith("F0.")]
+    assert starts[-1] - starts[-2] == pytest.approx(4 * 2.0 + 0.25 + 4 * 3.0 + 0.25 + 1.0)
+
+
 @pytest.mark.parametrize("clip_norm", [None, 0.1])
 def test_identities_and_lanes_of_a_real_run_join(clip_norm: float | None) -> None:
     optimizer, run = train(gpu_units=2, clip_norm=clip_norm, speculate=False)
@@ -86,11 +97,19 @@ def test_what_is_not_modelled_is_said() -> None:
     assert any("asks the GPU" in note and "units: 1" in note for note in notes)
 
 
-def test_a_review_prints_lanes_and_the_step() -> None:
-    text = str(review(written(["gpu", "host"])))
-    assert [line.split()[0] for line in text.splitlines()[1:-1]] == [
-        "B", "F", "FETCH", "OFFLOAD", "UPDATE", "compute", "copy-in", "copy-out", "host", "step",
+def test_a_review_prints_kinds_by_lane_and_the_step() -> None:
+    run = written(["gpu", "visit", "host"])
+    visits = [("copy-in", "FETCH:o1", w.end_s, w.end_s + 0.5) for w in run.work if w.action.startswith("B1.")]
+    found = review(run.but(spans=(*run.spans, *visits)))
+    lines = [line.split() for line in str(found).splitlines()]
+    assert [line[:2] for line in lines[1:9]] == [
+        ["compute", "B"], ["compute", "F"], ["compute", "UPDATE"], ["copy-out", "OFFLOAD"], ["host", "UPDATE"],
+        ["copy-in", "FETCH"], ["copy-in", "FETCH:o"], ["step", lines[8][1]],
     ]  # fmt: skip
+    # a step's 20 bytes of weights and 100 of state came in 0.75 s, so the weights alone should in 0.125
+    assert lines[6] == ["copy-in", "FETCH", "500", "ms", "1", "s", "0.500"]
+    assert lines[7] == ["copy-in", "FETCH:o", "–", "2", "s", "–"]
+    assert found.unmodelled() == {("copy-in", "FETCH:o"): pytest.approx(2.0)}
 
 
 def test_pages_hold_both_timelines() -> None:

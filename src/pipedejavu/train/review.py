@@ -8,7 +8,7 @@ the copies went. The prediction is then the program's own: which lane waits for 
 """
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from dataclasses import dataclass
 from statistics import median
 
@@ -30,7 +30,7 @@ from pipedejavu.program import Program, parse_action
 from pipedejavu.program import compile as compile_plan
 from pipedejavu.report import Comparison, compare, render_html
 from pipedejavu.simulate import simulate
-from pipedejavu.train.recording import HybridRun, timeline_of
+from pipedejavu.train.recording import LANES, HybridRun, timeline_of
 
 _FREE = 1e30
 """Bytes a second of a direction in which nothing was copied."""
@@ -48,27 +48,27 @@ class Review:
     notes: tuple[str, ...]
     """What the prediction leaves out."""
 
-    @property
-    def rows(self) -> list[Comparison]:
-        """Both timelines joined, kind by kind."""
-        return compare(self.predicted, self.measured)
+    def rows(self) -> dict[str, list[Comparison]]:
+        """Returns by lane what its actions take, kind by kind, of those that the program has."""
+        known = set(self.predicted.action)
+        return {lane: compare(_part(self.predicted, lane, known), _part(self.measured, lane, known)) for lane in LANES}
 
-    def busy(self) -> dict[str, tuple[float, float]]:
-        """Returns the seconds that each lane works, predicted and measured."""
-        found: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
-        for column, timeline in enumerate((self.predicted, self.measured)):
-            for span in timeline.spans():
-                found[span.lane][column] += span.end_s - span.start_s
-        return {lane: (both[0], both[1]) for lane, both in sorted(found.items()) if any(both)}
+    def unmodelled(self) -> dict[tuple[str, str], float]:
+        """Returns the measured seconds of what the program does not have, by lane and kind."""
+        known, found = set(self.predicted.action), dict[tuple[str, str], float]()
+        for span in self.measured.spans():
+            if span.action not in known:
+                key = (span.lane, span.action.rstrip("0123456789@"))
+                found[key] = found.get(key, 0.0) + span.end_s - span.start_s
+        return found
 
     def __str__(self) -> str:
-        lines = [f"{'':12} {'predicted':>10} {'measured':>10} {'predicted/measured':>19}"]
-        table = [(row.kind, row.predicted_s, row.measured_s) for row in self.rows]
-        table += [(lane, *both) for lane, both in self.busy().items()]
-        table.append(("step", self.predicted_step_s, self.measured_step_s))
-        for name, predicted, measured in table:
-            ratio = f"{predicted / measured:.3f}" if measured else "–"
-            lines.append(f"{name:12} {format_seconds(predicted):>10} {format_seconds(measured):>10} {ratio:>19}")
+        lines = [f"{'':22} {'predicted':>10} {'measured':>10} {'predicted/measured':>19}"]
+        for lane, rows in self.rows().items():
+            lines += [_line(f"{lane:9} {row.kind}", row.predicted_s, row.measured_s) for row in rows]
+            more = {kind: time_s for (where, kind), time_s in self.unmodelled().items() if where == lane}
+            lines += [_line(f"{lane:9} {kind}", None, time_s) for kind, time_s in more.items()]
+        lines.append(_line("step", self.predicted_step_s, self.measured_step_s))
         return "\n".join((*lines, *self.notes))
 
     def html(self, title: str) -> tuple[str, str]:
@@ -80,6 +80,22 @@ class Review:
             for timeline in (self.predicted, self.measured)
         )
         return predicted, measured
+
+
+def _part(timeline: Timeline, lane: str, known: Container[str]) -> Timeline:
+    """Returns the known actions of one lane."""
+    kept = [n for n, at in enumerate(timeline.lane) if at == lane and timeline.action[n] in known]
+    columns = {
+        c: tuple(getattr(timeline, c)[n] for n in kept) for c in ("worker", "lane", "action", "start_s", "end_s")
+    }
+    return timeline.but(**columns)
+
+
+def _line(name: str, predicted_s: float | None, measured_s: float) -> str:
+    predicted = "–" if predicted_s is None else format_seconds(predicted_s)
+    ratio = f"{predicted_s / measured_s:.3f}" if measured_s and predicted_s is not None else "–"
+    measured = format_seconds(measured_s) if measured_s else "–"
+    return f"{name:22} {predicted:>10} {measured:>10} {ratio:>19}"
 
 
 def review(run: HybridRun, machine: Machine | None = None) -> Review:
@@ -108,17 +124,25 @@ def plan_of(run: HybridRun) -> Plan:
 
 
 def profile_of(run: HybridRun) -> Profile:
-    """Returns the units with the median times of the recorded steps."""
+    """Returns the units with the median times of the recorded steps.
+
+    A unit that was not updated in one of the two places gets what its parameters take there at the others' rate, so
+    that other placements than the recorded one can be predicted too.
+    """
     times = _median_times(run)
-    rest = _between_s(run) / max(1, sum(unit.num_parameters for unit in run.units if unit.place == "gpu"))
+    sizes = [unit.num_parameters for unit in run.units]
+    host_s = {n: time_s for (kind, n), time_s in times.items() if kind == "UPDATE"}
+    host_rate = sum(host_s.values()) / max(1, sum(sizes[n] for n in host_s))
+    on_device = sum(unit.num_parameters for unit in run.units if unit.place in ("gpu", "visit"))
+    gpu_rate = _between_s(run) / max(1, on_device)
     units = []
     for n, unit in enumerate(run.units):
         on_gpu = UnitTime(
             forward=Cost(fixed_s=times.get(("F", n), 0.0)),
             backward=Cost(fixed_s=times.get(("B", n), 0.0)),
-            update_s=rest * unit.num_parameters if unit.place == "gpu" else 0.0,
+            update_s=gpu_rate * sizes[n],
         )
-        on_host = UnitTime(update_s=times.get(("UPDATE", n), 0.0))
+        on_host = UnitTime(update_s=host_s.get(n, host_rate * sizes[n]))
         units.append(
             Unit(
                 name=f"{n} {unit.name}", times={"gpu": on_gpu, "cpu": on_host}, parameter_bytes=unit.weight_bytes,
@@ -212,6 +236,8 @@ def _recorded_steps(timeline: Timeline, begin_s: float) -> Timeline:
 
 def _notes(run: HybridRun) -> Iterable[str]:
     yield f"the backward of the last unit, {len(run.units) - 1}, is recorded as part of its forward"
+    if run.units[0].place == "gpu":
+        yield "what the GPU updates itself is not recorded, and takes the time between a backward pass and a forward"
     places = [unit.place for unit in run.units]
     if visitors := places.count("visit"):
         yield f"not modelled: the state that visits the GPU for its update (units: {visitors})"
