@@ -28,7 +28,7 @@ bench: .venv/ready  ## Measure the speed of the simulator and of the engine
 	$(BIN)/python bench/simulate.py
 	$(BIN)/python bench/engine.py
 
-.venv/ready: pyproject.toml
+.venv/ready: pyproject.toml hatch_build.py src/pipedejavu/hybrid/native.c
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[train,data,dev]'
 	@touch $@

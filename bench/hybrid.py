@@ -5,6 +5,7 @@ other; the table sets each beside the first of its case. Peers that are not inst
 """
 
 import argparse
+import gc
 import json
 import os
 import subprocess
@@ -151,6 +152,8 @@ def train_one(method: str, size: str, batch: int, sequence: int, steps: int, set
     for n in range(steps + recorded):
         tokens = torch.randint(0, 32000, (batch, sequence), generator=generator).cuda()
         if n == warm_up:
+            gc.collect()
+            gc.freeze()  # for everyone: a collection of all that was imported would take as long as half a step
             torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()
             began = time.perf_counter()

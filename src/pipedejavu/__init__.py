@@ -8,12 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from pipedejavu.facts import InputError, Machine, Profile, Timeline
+    from pipedejavu.hybrid import HybridAdamW
     from pipedejavu.plan import Plan, preset, presets
     from pipedejavu.program import Program, compile, verify  # noqa: A004
 
 __version__ = "0.1.0"
 
 _HOMES = {
+    "HybridAdamW": "hybrid",
     "InputError": "facts",
     "Machine": "facts",
     "Plan": "plan",
@@ -27,6 +29,7 @@ _HOMES = {
 }
 
 __all__ = [
+    "HybridAdamW",
     "InputError",
     "Machine",
     "Plan",

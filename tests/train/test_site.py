@@ -8,7 +8,15 @@ from pipedejavu.facts import Host, InputError, Machine
 from pipedejavu.plan import preset
 from pipedejavu.program.crew import assign_devices
 from pipedejavu.train import site as site_file
-from pipedejavu.train.site import Gpu, Site, describe_stand_ins, make_machine, num_threads, read_sites
+from pipedejavu.train.site import (
+    Gpu,
+    Site,
+    describe_stand_ins,
+    devices_to_measure,
+    make_machine,
+    num_threads,
+    read_sites,
+)
 
 H200 = Gpu(kind="nvidia-h200", memory_bytes=139 << 30)
 
@@ -89,3 +97,10 @@ def test_this_host_has_a_site_for_each_worker() -> None:
     assert [s.local_rank for s in sites] == [0, 1, 2]
     assert {len(s.gpus) for s in sites} == {torch.cuda.device_count()}
     assert sites[0].cores >= 1
+
+
+@pytest.mark.parametrize(("name", "types"), [("ddp", ["gpu"]), ("fine", ["gpu", "cpu"]), ("l2l", ["gpu", "cpu"])])
+def test_the_host_is_measured_where_updates_run_on_it(name: str, types: list[str]) -> None:
+    plan, machine = make_machine(preset(name).at(workers=1), host("a", 1, gpus=1), "gpu")
+    found = devices_to_measure(plan, machine, assign_devices(plan, machine))
+    assert [machine.device(device).type for _, device in found.values()] == types

@@ -32,6 +32,7 @@ class Meter:
         self._host_bytes = int(free_host_bytes() * HOST_SHARE) if host_budget == "auto" else host_budget
         self._left: dict[int, int] = {}
         self._stretches: list[Stretch] = []
+        self._forwards: list[Stretch] = []
         self._base_bytes = self._gradient_bytes = 0
 
     def check(self, sizes: Sequence[UnitSize], keeps_gradients: bool, num_first: int | None) -> None:
@@ -39,7 +40,7 @@ class Meter:
         count = num_first or 0
         if not 0 <= count <= len(sizes):
             raise InputError(f"gpu_units is {count} and the model has {len(sizes)} units; give 0 to {len(sizes)}")
-        places: list[Place] = ["gpu" if n < count else "host" for n in range(len(sizes))]
+        places: list[Place] = ["gpu" if n < count and not u.is_bound_to_host else "host" for n, u in enumerate(sizes)]
         needed = gpu_peak(sizes, (), places, keeps_gradients)
         if self._gpu_budget != "auto" and needed > self._gpu_budget:
             raise InputError(
@@ -59,30 +60,50 @@ class Meter:
         """Returns the budgets in bytes; `auto` is what was free at first, on the GPU also what torch holds already."""
         gpu = self._gpu_budget
         if gpu == "auto":
-            gpu = 2**62
+            free = free_host_bytes()
             if self.device.type == "cuda":
-                free, _ = torch.cuda.mem_get_info(self.device)
-                gpu = int((free + torch.cuda.memory_reserved(self.device)) * GPU_SHARE)
+                free = torch.cuda.mem_get_info(self.device)[0] + torch.cuda.memory_reserved(self.device)
+            gpu = int(free * GPU_SHARE)
         return Limits(gpu_bytes=gpu, host_bytes=self._host_bytes, keeps_gradients=keeps_gradients, num_first=num_first)
 
     def begin(self, homes: Sequence[Home]) -> None:
         """Begins to watch a step's memory, from what rests on the GPU."""
-        self._stretches, self._gradient_bytes = [], 0
+        self._stretches, self._forwards, self._gradient_bytes = [], [], 0
         self._left = {home.index: len(home.members) for home in homes}
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
             self._base_bytes = sum(size_of(home).weight_bytes for home in homes)
 
+    def saw_forward(self, home: Home) -> None:
+        """Takes note that the forward comes to a unit, which ends the stretch of the unit before."""
+        peak = self._peak()
+        if self._forwards:
+            self._forwards[-1] = Stretch(unit=self._forwards[-1].unit, peak_bytes=peak)
+        self._forwards.append(Stretch(unit=home.index, peak_bytes=peak))
+
+    def _peak(self) -> int:
+        """Returns the most memory since the last call, beside weights and gradients."""
+        if self.device.type != "cuda":
+            return 0
+        peak = torch.cuda.max_memory_allocated(self.device) - self._base_bytes - self._gradient_bytes
+        torch.cuda.reset_peak_memory_stats(self.device)
+        return max(0, peak)
+
     def saw_gradient(self, home: Home, size: int) -> None:
         """Takes note of a gradient; the last one of a unit ends a stretch."""
         self._left[home.index] -= 1
         if self._left[home.index] == 0:
-            peak = 0
-            if self.device.type == "cuda":
-                peak = torch.cuda.max_memory_allocated(self.device) - self._base_bytes - self._gradient_bytes
-                torch.cuda.reset_peak_memory_stats(self.device)
-            self._stretches.append(Stretch(unit=home.index, peak_bytes=max(0, peak)))
+            peak = self._peak()
+            if not self._stretches and self._forwards:  # the last forward, the loss, and the first backward
+                self._forwards[-1] = Stretch(unit=self._forwards[-1].unit, peak_bytes=peak)
+                peak = max(peak, *(forward.peak_bytes for forward in self._forwards))
+            self._stretches.append(Stretch(unit=home.index, peak_bytes=peak))
             self._gradient_bytes += size
+
+    @property
+    def forwards(self) -> list[Stretch]:
+        """The forwards of the step that was seen, in their order; the last one reaches into the backward pass."""
+        return self._forwards
 
     @property
     def stretches(self) -> list[Stretch]:

@@ -11,13 +11,14 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from pipedejavu.facts import InputError
 from pipedejavu.hybrid.arithmetic import Scalars, scalars_of
 from pipedejavu.hybrid.budget import ForwardClock, Meter, pinning_progress
-from pipedejavu.hybrid.home import Home, Lanes, Member, Staging, size_of
+from pipedejavu.hybrid.home import Home, Lanes, Member, Staging, check_gradient, size_of
 from pipedejavu.hybrid.lane import Mark, Recorder
-from pipedejavu.hybrid.placement import Placement, choose_placement, wants_spares, with_spares
+from pipedejavu.hybrid.placement import Placement, choose_placement, forward_room, wants_spares, with_spares
 from pipedejavu.hybrid.unit import ModelUnit, find_units
 from pipedejavu.hybrid.visitor import Room, Visitor
 from pipedejavu.hybrid.window import Window
@@ -51,9 +52,15 @@ class Flow:
         self.window: Window | None = None
         self.members: dict[Tensor, Member] = {}
         self.homes: list[Home] = []
+        self.hooks: list[RemovableHandle] = []
+        """On the model, which is free of the optimizer without them."""
         self._home_of: dict[Member, Home] = {}
+        self._uses: list[tuple[nn.Module, list[Home]]] = []
         self._leaving: list[tuple[Mark, Tensor]] = []
         self._room = Room(lanes)
+        self._free_bytes: dict[int, int] = {}
+        """By unit: what visitors may still take of the GPU during its forward."""
+        self._is_forward = True
         self._visitors: dict[int, Visitor] = {}
         self._clock: ForwardClock | None = None
         self._make_homes(model, groups)
@@ -61,10 +68,11 @@ class Flow:
         self._host_norms = torch.zeros(len(self.members), pin_memory=self.device.type == "cuda")
         self._staging = Staging([], lanes, lambda _: None)
         self._witness: Member | None = None
-        self._witnessed = -1
+        self._witnessed: tuple[int, Tensor] | None = None
+        """The version of its gradient, and a copy."""
 
     def _make_homes(self, model: nn.Module, groups: list[dict[str, Any]]) -> None:
-        group_of = {p: group for group in groups for p in group["params"]}
+        group_of = {p: group for group in groups for p in group["params"] if p.requires_grad}
         homes: dict[ModelUnit, Home] = {}
         for unit in find_units(model):
             found = [(name, p) for name, p in unit.parameters.items() if p in group_of]
@@ -73,12 +81,9 @@ class Flow:
             if members:
                 homes[unit] = Home(unit, len(homes), members, self.lanes)
                 self._home_of.update(dict.fromkeys(members, homes[unit]))
-            used = [homes[u] for u in (*unit.shares, unit) if u in homes]
-            if used:
-                unit.module.register_forward_pre_hook(self._before_forward(used))
+            if used := [homes[u] for u in (*unit.shares, unit) if u in homes]:
+                self._uses.append((unit.module, used))
         self.homes = list(homes.values())
-        for parameter in self.members:
-            parameter.register_post_accumulate_grad_hook(self._on_gradient)  # type: ignore[no-untyped-call]
         if len(self.members) < len(group_of):
             raise InputError(
                 f"{len(group_of) - len(self.members)} of {len(group_of)} parameters are not in the model; give the"
@@ -87,14 +92,20 @@ class Flow:
 
     def begin(self) -> None:
         """Begins to watch the first step; the smallest parameter that stays keeps its gradient as a witness."""
+        for module, homes in self._uses:
+            self.hooks.append(module.register_forward_pre_hook(self._before_forward(homes)))
+        for parameter in self.members:
+            self.hooks.append(parameter.register_post_accumulate_grad_hook(self._on_gradient))  # type: ignore[no-untyped-call]
         self.meter.begin(self.homes)
         staying = [m for home in self.homes for m in home.members if not home.is_windowed]
         self._witness = min(staying, key=lambda member: member.numel, default=None)
 
     def _before_forward(self, homes: list[Home]) -> Callable[..., None]:
         def wait(*_: object) -> None:
-            self._prune(is_last=homes[-1] is self.homes[-1])
+            self.drop_with_model()
+            self._prune()
             for home in homes:
+                self._make_way(home)
                 self._enter(home)
 
         return cast(Callable[..., None], torch._dynamo.disable(wait))  # type: ignore[no-untyped-call]
@@ -119,21 +130,18 @@ class Flow:
         """Takes a gradient as soon as the backward pass has made it."""
         member = self.members[parameter]
         home = self._home_of[member]
+        gradient = check_gradient(home, member)
         home.wait()
-        gradient = parameter.grad
-        assert gradient is not None
-        if gradient.is_sparse or gradient.dtype != parameter.dtype:
-            kind = "sparse" if gradient.is_sparse else str(gradient.dtype)
-            raise InputError(f"the gradient of '{member.name}' is {kind}; HybridAdamW takes dense {parameter.dtype}")
         is_leaving = home.place in ("host", "lean")
         if is_leaving and member.arrived:
             gradient = self._accumulated(member, gradient)
         member.arrived += 1
+        self._is_forward = False
         torch.linalg.vector_norm(gradient, dtype=torch.float32, out=self._norms[member.slot])
         if self.plan is None and member.arrived == 1:
             self.meter.saw_gradient(home, 0 if is_leaving else size_of(home).gradient_bytes)
         if member is self._witness:
-            self._witnessed = gradient._version
+            self._witnessed = gradient._version, gradient.clone()
         if is_leaving:
             self._let_go(home, member, gradient)
         if self.recorder is not None and self._is_complete(home):
@@ -146,18 +154,19 @@ class Flow:
         """Whether the gradients of a unit are final, as far as is known."""
         return all(member.arrived == self.rules.microbatches for member in home.members)
 
-    def _prune(self, is_last: bool) -> None:
-        """Frees what has left the GPU; before the last unit's forward, where memory peaks, all must have left."""
+    def _prune(self) -> None:
+        """Frees gradients that have left the GPU."""
         if self._leaving:
             self._leaving = [(mark, kept) for mark, kept in self._leaving if not mark.is_past()]
-        if is_last:
-            self._leave_room()
 
-    def _leave_room(self) -> None:
-        """Waits until all visitors have left, and frees the memory that they shared."""
-        for visitor in self._visitors.values():
-            visitor.rest()
-        self._room.finish()
+    def _make_way(self, home: Home) -> None:
+        """Lets visitors leave before a unit's forward takes the memory that they are in."""
+        if not self._is_forward:
+            return  # a recompute
+        if self.plan is None:
+            self.meter.saw_forward(home)
+        elif self._visitors:
+            self._room.shrink(self._free_bytes.get(home.index, 0))
 
     def _accumulated(self, member: Member, gradient: Tensor) -> Tensor:
         """Returns the sum with what an earlier backward pass of this step has sent away."""
@@ -177,7 +186,7 @@ class Flow:
 
     def _let_go(self, home: Home, member: Member, gradient: Tensor) -> None:
         """Sends a gradient to host memory; the last one of a unit may start its update."""
-        self._prune(is_last=False)
+        self._prune()
         home.send(member, gradient, self._norms, self._host_norms)
         assert member.out is not None
         self._leaving.append((member.out, gradient))
@@ -220,13 +229,30 @@ class Flow:
         if self.window is not None:
             self.window.restart()
 
-    def were_dropped(self) -> bool:
-        """Whether the model's gradients were set to None since the backward pass; refuses changed ones."""
+    def drop(self) -> None:
+        """Forgets gradients that the user does not want; too late where an update has begun."""
+        if any(home.began_with is not None for home in self.homes):
+            raise InputError(
+                "gradients were dropped between backward and step, and without clip_norm the update has begun; give"
+                " clip_norm (math.inf for no clipping) to be able to drop them"
+            )
+        self.forget()
+
+    def drop_with_model(self) -> None:
+        """Drops gradients where the model's own were set to None since the backward pass; refuses changed ones."""
         if self._witness is None or not self._witness.arrived:
-            return False
+            return
         kept = self._witness.parameter.grad
-        if kept is None or kept._version == self._witnessed:
-            return kept is None
+        if kept is None:
+            self.drop()
+            return
+        assert self._witnessed is not None
+        version, seen = self._witnessed
+        if kept._version == version or torch.equal(kept, seen):
+            return
+        arrived = [member.slot for member in self.members.values() if member.arrived]
+        if self.rules.clip_norm is not None and not self._norms[arrived].isfinite().all():
+            return  # clipping to an infinite norm, as Trainers do to know it, has made NaN of all; they are left out
         raise InputError(
             "gradients were changed between backward and step, where most of them have left the model already; clip"
             " with HybridAdamW(clip_norm=…) in place of clip_grad_norm_ (max_grad_norm=0 in a Hugging Face Trainer)"
@@ -235,7 +261,8 @@ class Flow:
     def _scale(self) -> float | None:
         """Returns the factor of all gradients, or None where their norm is not finite."""
         assert self.rules.clip_norm is not None
-        self.norm = float(torch.linalg.vector_norm(self._host_norms))
+        arrived = [member.slot for member in self.members.values() if member.arrived]
+        self.norm = float(torch.linalg.vector_norm(self._host_norms[arrived]))
         scale = min(1.0, self.rules.clip_norm / (self.norm + NORM_EPS)) if math.isfinite(self.norm) else None
         self.num_calm = self.num_calm + 1 if scale == 1.0 else 0
         return scale
@@ -274,13 +301,13 @@ class Flow:
 
     def forget(self) -> None:
         """Leaves no gradient behind for the next step."""
+        self._is_forward = True
         for home in self.homes:
             home.began_with = None
         for visitor in self._visitors.values():
             visitor.cancel()
         for member in self.members.values():
             member.arrived = 0
-        self._norms.zero_()
 
     def _factors(self, home: Home, scale: float) -> dict[Member, Scalars]:
         """Returns the factors of the coming update of each parameter that has a gradient."""
@@ -296,7 +323,10 @@ class Flow:
         """Decides where the state goes, lets the gradients of host-held units leave, and allocates all of it."""
         sizes = [size_of(home) for home in self.homes]
         limits = self.meter.limits(self.rules.clip_norm is not None, self.rules.gpu_units)
-        self.plan = choose_placement(sizes, self.meter.stretches, limits)
+        forwards = self.meter.forwards
+        begin = max((forward.peak_bytes for forward in forwards[:2]), default=0)
+        self.plan = choose_placement(sizes, self.meter.stretches, limits, begin)
+        self._free_bytes = forward_room(sizes, self.plan, forwards)
         if self.rules.speculates and self.rules.clip_norm is not None and self.device.type != "cuda":
             self.plan = with_spares(self.plan, sizes, [True] * len(sizes), limits.host_bytes)
         places = list(zip(self.homes, self.plan.places, self.plan.is_spare, strict=True))
@@ -348,11 +378,17 @@ class Flow:
                     if is_spare:
                         home.add_spare(progress)
 
+    def refresh(self) -> None:
+        """Takes over weights that were written into the model; those of blocks that are away have been."""
+        for home in self.homes:
+            if not home.is_windowed:
+                home.refresh()
+
     def synchronize(self) -> None:
         """Waits until every weight is the newest, and all state is at rest."""
         for home in self.homes:
             home.wait()
-        self._leave_room()
+        self._room.finish()
         if self.window is not None:
             self.window.clear()
 

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pipedejavu.facts import InputError
 from pipedejavu.hybrid.arithmetic import Scalars, State
 from pipedejavu.hybrid.gpu import update_on_gpu
 from pipedejavu.hybrid.lane import Lane, Mark, ThreadLane, copy_lane, now
@@ -78,9 +79,10 @@ class Lanes:
         return self.host, self.fetch, self.arrive, self.leave, self.copy_in, self.copy_out
 
     def close(self) -> None:
-        """Ends all lanes."""
+        """Ends all lanes and the threads of the update."""
         for lane in self.all:
             lane.close()
+        self.update.close()
 
 
 @dataclass(eq=False)
@@ -167,6 +169,7 @@ class Home:
 
     def send(self, member: Member, gradient: Tensor, norms: Tensor, partial: Tensor) -> None:
         """Lets a gradient leave for host memory, with its norm."""
+        self.assumed = {}  # a guess that was made of an earlier sum of gradients
         target, slot = member.gradient, slice(member.slot, member.slot + 1)
         assert target is not None
         flat = gradient.reshape(-1)
@@ -179,7 +182,7 @@ class Home:
 
     def guess(self, factors: dict[Member, Scalars], is_wrong: Callable[[], bool]) -> None:
         """Queues an update into the spare state, which becomes true only if its factors turn out to be right."""
-        self.assumed, self.guessed = factors, {}
+        self.assumed = factors
 
         def work() -> None:
             for member in factors:
@@ -197,8 +200,7 @@ class Home:
     ) -> None:
         """Queues the update on the host and the way of the new weights to the GPU; a right guess is taken over."""
         ready = now(self.lanes.device)
-        if self.assumed != factors:
-            self.assumed = {}
+        assumed = self.assumed = self.assumed if self.assumed == factors else {}
 
         def work() -> None:
             lean = staging.take(self) if self.place == "lean" else {}
@@ -209,7 +211,7 @@ class Home:
                 return
             for member in factors:
                 member.step += 1
-            if self.guessed == factors:
+            if assumed and self.guessed is assumed:
                 for member in factors:
                     member.state, member.spare = member.spare, member.state
             else:
@@ -294,6 +296,23 @@ def size_of(home: Home) -> UnitSize:
         spare_bytes=weights + resting,
         is_bound_to_host=home.is_windowed,
     )
+
+
+def check_gradient(home: Home, member: Member) -> Tensor:
+    """Returns a gradient that has just come; raises InputError for one that cannot be right or cannot be used."""
+    gradient, device = member.parameter.grad, home.lanes.device
+    assert gradient is not None
+    if (home.updated is not None or home.before is not None) and not home.is_windowed:
+        raise InputError(
+            f"'{member.name}' was used without a call of '{home.unit.name}', whose forward waits for its update;"
+            " call synchronize() of the optimizer before each forward pass"
+        )
+    if gradient.device != device:
+        raise InputError(f"HybridAdamW was made for {device}, and the model is on {gradient.device}; move it first")
+    if gradient.is_sparse or gradient.dtype != member.parameter.dtype:
+        kind = "sparse" if gradient.is_sparse else str(gradient.dtype)
+        raise InputError(f"the gradient of '{member.name}' is {kind}; HybridAdamW takes dense {member.parameter.dtype}")
+    return gradient
 
 
 def resting_bytes(member: Member) -> int:

@@ -6,7 +6,7 @@ own weights alone; without, it runs as soon as a unit's gradients are final. Whi
 """
 
 from collections.abc import Callable, Iterable
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -54,7 +54,8 @@ class HybridAdamW(Optimizer):
 
         Args:
             model: its modules tell when weights are needed.
-            params: parameters or groups as every torch optimizer takes them; all of the model's by default.
+            params: parameters or groups as every torch optimizer takes them; all of the model's by default. Those that
+                are frozen now stay so.
             lr: may be changed between steps, as schedulers do.
             betas: the decay of both moments.
             eps: added to the root of the second moment.
@@ -79,16 +80,29 @@ class HybridAdamW(Optimizer):
         meter = Meter(self.device, gpu_budget, host_budget)
         self._lanes = Lanes(self.device, HostUpdate(host_threads))
         rules = Rules(clip_norm=clip_norm, microbatches=microbatches, speculates=speculate, gpu_units=gpu_units)
+        try:
+            self._flow = self._make_flow(model, meter, rules, window)
+        except BaseException:
+            self._lanes.close()
+            raise
+        self._loaded: dict[Tensor, dict[str, Any]] = {}
+
+    def _make_flow(self, model: nn.Module, meter: Meter, rules: Rules, window: int | Literal["auto"] | None) -> Flow:
+        """Returns the flow, hooked into the model; where it is refused, the model stays as it was."""
         flow = Flow(model, self.param_groups, self._lanes, meter, rules)
         flow.window = open_window(model, flow.homes, self._lanes, meter, window)
-        meter.check([size_of(home) for home in flow.homes], clip_norm is not None, gpu_units)
-        if flow.window is not None:
-            flow.window.fill(model)
+        meter.check([size_of(home) for home in flow.homes], rules.clip_norm is not None, rules.gpu_units)
+        if flow.window is None:
+            model.to(self.device)
+        else:
+            flow.hooks += flow.window.fill(model)
         flow.begin()
-        self._flow = flow
-        self._loaded: dict[Tensor, dict[str, Any]] = {}
-        model.register_state_dict_pre_hook(lambda *_: self.synchronize())  # type: ignore[no-untyped-call]
-        model.register_load_state_dict_pre_hook(lambda *_: self.synchronize())  # type: ignore[no-untyped-call]
+        flow.hooks += [
+            model.register_state_dict_pre_hook(lambda *_: self.synchronize()),  # type: ignore[no-untyped-call]
+            model.register_load_state_dict_pre_hook(lambda *_: self.synchronize()),  # type: ignore[no-untyped-call]
+            model.register_load_state_dict_post_hook(lambda *_: flow.refresh()),  # type: ignore[no-untyped-call]
+        ]
+        return flow
 
     @property
     def flow(self) -> Flow:
@@ -120,8 +134,13 @@ class HybridAdamW(Optimizer):
         if closure is not None:
             raise InputError("HybridAdamW takes no closure: run forward and backward yourself, then call step()")
         flow = self.flow
-        if flow.were_dropped() or not any(member.arrived for member in flow.members.values()):
-            flow.forget()
+        if any(p.grad is not None for group in self.param_groups for p in group["params"] if p not in flow.members):
+            raise InputError(
+                "a parameter that was frozen when HybridAdamW was made has a gradient; close() this optimizer and make"
+                " a new one for what is trained now"
+            )
+        flow.drop_with_model()
+        if not any(member.arrived for member in flow.members.values()):
             return
         if flow.plan is None:
             flow.settle()
@@ -135,17 +154,14 @@ class HybridAdamW(Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drops gradients that no step has taken; a step has taken its own already."""
-        if any(home.began_with is not None for home in self.flow.homes):
-            raise InputError(
-                "zero_grad came between backward and step, and without clip_norm the update has begun; give clip_norm"
-                " (math.inf for no clipping) to be able to drop gradients"
-            )
-        self.flow.forget()
+        self.flow.drop()
         super().zero_grad(set_to_none)
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the state in the layout of torch.optim.AdamW, with the low half of each split master beside it."""
         self.synchronize()
+        self.state.clear()
+        self.state.update(self._loaded)
         read_state(self.flow.homes, self.state)
         return super().state_dict()
 
@@ -156,30 +172,33 @@ class HybridAdamW(Optimizer):
         own = [len(group["params"]) for group in self.param_groups]
         if saved != own:
             raise InputError(f"the state is of groups of {saved} parameters, and this optimizer's are of {own}")
+        for key in ("amsgrad", "maximize"):
+            if any(group.get(key) for group in state_dict["param_groups"]):
+                raise InputError(f"the state is of an AdamW with {key}=True, which HybridAdamW does not have")
         order = [p for group in self.param_groups for p in group["params"]]
         numbers = [n for group in state_dict["param_groups"] for n in group["params"]]
         states = state_dict["state"]
         self._loaded = {p: states[n] for p, n in zip(order, numbers, strict=True) if n in states}
         for group, found in zip(self.param_groups, state_dict["param_groups"], strict=True):
             group.update({key: value for key, value in found.items() if key != "params"})
-        if self.plan is not None:
-            self._fill()
+        for parameter, member in self.flow.members.items():
+            if member.step and parameter not in self._loaded:
+                fill_state(member, None)
+        self._fill()
 
     def _fill(self) -> None:
-        """Moves loaded state to where it rests, and the weights into the copies of host-held units."""
-        for parameter, found in self._loaded.items():
-            fill_state(self.flow.members[parameter], found)
-        self._loaded = {}
-        for home in self.flow.homes:
-            if not home.is_windowed:  # loading into a model whose blocks are away has written their host memory
-                home.refresh()
+        """Moves loaded state to where it rests, as far as that is decided, and weights to the copies on the host."""
+        for parameter, member in self.flow.members.items():
+            if member.state is not None and parameter in self._loaded:
+                fill_state(member, self._loaded.pop(parameter))
+        self.flow.refresh()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds parameters of the model; all of them are known before the first step, which places them."""
         if self._flow is not None:
             raise InputError(
                 "add_param_group came after the optimizer was made, which has seen its model as a whole; give all"
-                " groups to HybridAdamW(model, groups), frozen parameters among them"
+                " groups to HybridAdamW(model, groups)"
             )
         super().add_param_group(param_group)
 
@@ -192,10 +211,11 @@ class HybridAdamW(Optimizer):
         return recorder
 
     def close(self) -> None:
-        """Waits for all work and ends the threads; the optimizer cannot be used again."""
+        """Waits for all work and ends the threads; the model is free, and the optimizer cannot be used again."""
         self.synchronize()
+        for hook in self.flow.hooks:
+            hook.remove()
         self._lanes.close()
-        self._lanes.update.close()
 
 
 def _check_factors(clip_norm: float | None, microbatches: int, window: object) -> None:
@@ -209,8 +229,10 @@ def _check_factors(clip_norm: float | None, microbatches: int, window: object) -
 
 def _check_parameters(groups: list[dict[str, Any]], device: torch.device | str | None) -> torch.device:
     """Returns the device that the model computes on."""
-    parameters = [p for group in groups for p in group["params"]]
+    parameters = [p for group in groups for p in group["params"] if p.requires_grad]
     devices = {p.device for p in parameters}
+    if not parameters:
+        raise InputError("no parameter requires a gradient; call requires_grad_() on what is to be trained")
     if len(devices) != 1:
         raise InputError(f"the parameters are on {len(devices)} devices ({devices}); move the model to one")
     for parameter in parameters:
@@ -218,5 +240,4 @@ def _check_parameters(groups: list[dict[str, Any]], device: torch.device | str |
             raise InputError(f"a parameter is {parameter.dtype}; HybridAdamW trains bfloat16 and float32")
         if not parameter.is_contiguous():
             raise InputError(f"a parameter of shape {tuple(parameter.shape)} is not contiguous; call .contiguous()")
-    found = cast(torch.device, devices.pop())
-    return found if device is None else torch.device(device)
+    return torch.empty(0, device=device or devices.pop()).device  # with its number

@@ -75,35 +75,38 @@ class Placement:
     reasons: tuple[str, ...]
     arrivals: Mapping[int, tuple[int, ...]]
     """By unit: the units whose state comes to the GPU when this one's gradients are final."""
-    room_bytes: int
-    """GPU memory for all visitors together."""
 
 
-def choose_placement(units: Sequence[UnitSize], stretches: Sequence[Stretch], limits: Limits) -> Placement:
-    """Returns the placement with the most state on the GPU; raises InputError where none fits."""
+def choose_placement(
+    units: Sequence[UnitSize], stretches: Sequence[Stretch], limits: Limits, forward_bytes: int = 0
+) -> Placement:
+    """Returns the placement with the most state on the GPU; raises InputError where none fits.
+
+    `forward_bytes` is what the begin of a forward pass takes of the GPU, when visitors are still there.
+    """
     counts = range(len(units), -1, -1) if limits.num_first is None else [limits.num_first]
-    nearest: tuple[int, int] | None = None
+    least_gpu = least_host = 0
     for count in counts:
         places: list[Place] = ["gpu" if n < count and not u.is_bound_to_host else "host" for n, u in enumerate(units)]
         gpu = gpu_peak(units, stretches, places, limits.keeps_gradients)
         if gpu > limits.gpu_bytes:
-            nearest = (gpu, 0)
+            least_gpu = gpu
             continue
         ceiling = limits.gpu_bytes if limits.num_first is None else gpu
-        arrivals, room = _choose_visitors(units, stretches, places, ceiling) if limits.keeps_gradients else ({}, 0)
+        arrivals: dict[int, tuple[int, ...]] = {}
+        room = 0
+        if limits.keeps_gradients:
+            arrivals, room = _choose_visitors(units, stretches, places, ceiling - forward_bytes, ceiling)
         usage = _usage(units, stretches, places, limits.keeps_gradients)
-        gpu = max(*usage, usage[-1] + room + (max(s.peak_bytes for s in stretches[-2:]) if room else 0))
-        _make_lean(units, places, limits.host_bytes)
-        host = host_bytes(units, places)
+        gpu = max(*usage, usage[-1] + room + (forward_bytes if room else 0))
+        host = _make_lean(units, places, limits.host_bytes)
         if host <= limits.host_bytes:
             return Placement(
                 places=tuple(places), is_spare=(False,) * len(units), gpu_bytes=gpu, host_bytes=host,
-                reasons=_reasons(units, places, gpu, host, limits), arrivals=arrivals, room_bytes=room,
+                reasons=_reasons(units, places, gpu, host, limits), arrivals=arrivals,
             )  # fmt: skip
-        nearest = (gpu, host)
-        break  # fewer units on the GPU would need still more of the host
-    gpu, host = nearest or (0, 0)
-    raise InputError(_refusal(units, stretches, limits, gpu, host))
+        least_host = min(least_host or host, host)  # fewer units on the GPU may leave room for more visitors
+    raise InputError(_refusal(units, stretches, limits, least_gpu, least_host))
 
 
 def with_spares(placement: Placement, units: Sequence[UnitSize], wanted: Sequence[bool], limit: int) -> Placement:
@@ -139,6 +142,19 @@ def wants_spares(places: Sequence[Place], host_s: Sequence[float], forward_s: Se
     return [n in held[: len(held) - hidden] for n in range(len(places))]
 
 
+def forward_room(units: Sequence[UnitSize], placement: Placement, forwards: Sequence[Stretch]) -> dict[int, int]:
+    """Returns by unit what visitors may still take of the GPU during its forward, so that the peak stays."""
+    held = list(zip(units, placement.places, strict=True))
+    resting = sum(unit.weight_bytes + (unit.gpu_bytes if place == "gpu" else 0) for unit, place in held)
+    kept = sum(unit.gradient_bytes for unit, place in held if place == "visit")
+    room = {}
+    for forward in forwards:
+        room[forward.unit] = placement.gpu_bytes - resting - kept - forward.peak_bytes
+        unit, place = held[forward.unit]
+        kept -= unit.gradient_bytes if place == "visit" else 0
+    return room
+
+
 def gpu_peak(
     units: Sequence[UnitSize], stretches: Sequence[Stretch], places: Sequence[Place], keeps_gradients: bool
 ) -> int:
@@ -161,12 +177,12 @@ def _usage(
 
 
 def _choose_visitors(
-    units: Sequence[UnitSize], stretches: Sequence[Stretch], places: list[Place], ceiling: int
+    units: Sequence[UnitSize], stretches: Sequence[Stretch], places: list[Place], last_ceiling: int, ceiling: int
 ) -> tuple[dict[int, tuple[int, ...]], int]:
     """Turns the first host-held units into visitors; returns when the first of them come, and their room in bytes.
 
-    The gradients of visitors wait on the GPU. Below the ceiling there must be room for the state of two beside them,
-    and for what a block of the next forward pass needs, for which its backward stands.
+    The gradients of visitors wait on the GPU. Below the ceiling of the end of the backward pass there must be room for
+    the state of two beside them.
     """
     held = [n for n, place in enumerate(places) if place == "host" and not units[n].is_bound_to_host]
     total = sum(units[n].num_parameters for n in held)
@@ -176,8 +192,7 @@ def _choose_visitors(
             continue
         trial: list[Place] = ["visit" if n in chosen else place for n, place in enumerate(places)]
         usage = _usage(units, stretches, trial, True)
-        working = max((stretch.peak_bytes for stretch in stretches[-2:]), default=0)
-        room = min(ceiling - usage[-1] - working, sum(units[n].visit_bytes for n in chosen))
+        room = min(last_ceiling - usage[-1], sum(units[n].visit_bytes for n in chosen))
         if max(usage) > ceiling or room < min(2, count) * max(units[n].visit_bytes for n in chosen):
             continue
         arrivals: dict[int, tuple[int, ...]] = {}
@@ -203,13 +218,16 @@ def host_bytes(units: Sequence[UnitSize], places: Sequence[Place]) -> int:
     return total + 2 * largest
 
 
-def _make_lean(units: Sequence[UnitSize], places: list[Place], limit: int) -> None:
-    """Turns as few host-held units as fit the host into lean ones, the last ones first."""
+def _make_lean(units: Sequence[UnitSize], places: list[Place], limit: int) -> int:
+    """Turns as few host-held units as fit the host into lean ones, the last ones first; returns the fewest bytes."""
+    fewest = host_bytes(units, places)
     for n in reversed(range(len(units))):
-        if host_bytes(units, places) <= limit:
+        if fewest <= limit:
             break
         if places[n] == "host" and not units[n].is_bound_to_host:
             places[n] = "lean"
+            fewest = min(fewest, host_bytes(units, places))
+    return fewest
 
 
 def _reasons(
@@ -233,20 +251,19 @@ def _reasons(
 
 
 def _refusal(units: Sequence[UnitSize], stretches: Sequence[Stretch], limits: Limits, gpu: int, host: int) -> str:
-    """Says what does not fit and the smallest budget of either kind that would do."""
-    none: list[Place] = ["host"] * len(units)
-    least_gpu = gpu_peak(units, stretches, none, limits.keeps_gradients)
+    """Says what does not fit and the smallest budget of either kind that would do, to the byte."""
     if host == 0:
         what = f"the model needs {format_bytes(gpu)} of GPU memory and the budget is {format_bytes(limits.gpu_bytes)}"
         if limits.num_first is None:
-            remedy = f"the smallest gpu_budget that would do is {format_bytes(least_gpu)}; or give a window"
+            remedy = f"the smallest gpu_budget that would do is {gpu} bytes; or give a window"
         else:
-            remedy = f"{format_bytes(gpu)} would do, or fewer units on the GPU"
+            remedy = f"{gpu} bytes would do, or fewer units on the GPU"
         return f"{what}; {remedy}"
-    most: list[Place] = ["host" if unit.is_bound_to_host else "gpu" for unit in units]
-    most_gpu = gpu_peak(units, stretches, most, limits.keeps_gradients)
-    return (
+    refusal = (
         f"the state that the GPU cannot hold needs {format_bytes(host)} of host memory and the budget is"
-        f" {format_bytes(limits.host_bytes)}; a host_budget of {format_bytes(host)} would do, or a gpu_budget of up to"
-        f" {format_bytes(most_gpu)}, which would hold all of it"
+        f" {format_bytes(limits.host_bytes)}; a host_budget of {host} bytes would do"
     )
+    if limits.num_first is not None or any(unit.is_bound_to_host for unit in units):
+        return refusal
+    most = gpu_peak(units, stretches, ["gpu"] * len(units), limits.keeps_gradients)
+    return f"{refusal}, or a gpu_budget of {most} bytes, which would hold all of it"

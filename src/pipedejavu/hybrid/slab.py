@@ -21,10 +21,10 @@ class Slab:
 
     def __init__(self, size_bytes: int, host: HostUpdate, *, is_pinned: bool, progress: Callable[[int], None]):
         self.size_bytes, self._used = size_bytes, 0
-        pages = mmap.mmap(-1, max(size_bytes, 1))
+        self._pages = mmap.mmap(-1, max(size_bytes, 1))
         if hasattr(mmap, "MADV_HUGEPAGE"):
-            pages.madvise(mmap.MADV_HUGEPAGE)
-        self.whole = torch.frombuffer(pages, dtype=torch.uint8)[:size_bytes]
+            self._pages.madvise(mmap.MADV_HUGEPAGE)
+        self.whole = torch.frombuffer(self._pages, dtype=torch.uint8)[:size_bytes]
         address = self.whole.data_ptr()
         host.zero(address, size_bytes, progress)
         if is_pinned and size_bytes:
@@ -38,12 +38,13 @@ class Slab:
         self._used = 0
 
     def take(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Returns the next tensor of the slab, one-dimensional, zero at first."""
-        size = numel * dtype.itemsize
-        view = self.whole[self._used : self._used + size].view(dtype)
-        assert view.numel() == numel, "the slab is too small"
+        """Returns the next tensor of the slab, one-dimensional, zero at first; torch.save takes it alone."""
+        start, size = self._used, numel * dtype.itemsize
         self._used += aligned(size)
-        return view
+        assert self._used <= self.size_bytes, "the slab is too small"
+        return (
+            torch.frombuffer(self._pages, dtype=dtype, count=numel, offset=start) if numel else torch.empty(0).to(dtype)
+        )
 
 
 def aligned(size_bytes: int) -> int:

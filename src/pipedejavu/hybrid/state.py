@@ -29,9 +29,18 @@ def read_state(homes: Iterable[Home], state: dict[Tensor, Any]) -> None:
             state[member.parameter] = found
 
 
-def fill_state(member: Member, found: dict[str, Any]) -> None:
-    """Copies a parameter's loaded state to where it rests; without a low half the weight is its own master."""
+def fill_state(member: Member, found: dict[str, Any] | None) -> None:
+    """Copies a parameter's loaded state, or that of one never updated, to where it rests.
+
+    Without a low half the weight is its own master.
+    """
     assert member.state is not None
+    if found is None:
+        for tensor in (member.state.m, member.state.v, member.state.low):
+            if tensor is not None:
+                tensor.zero_()
+        member.step = 0
+        return
     for name, target in (("exp_avg", member.state.m), ("exp_avg_sq", member.state.v), (LOW, member.state.low)):
         value = found.get(name)
         if target is None:

@@ -9,8 +9,8 @@ forward pass is under way; the memory of those that have left takes in those tha
 """
 
 import threading
-from collections.abc import Mapping
-from contextlib import nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from functools import partial
 
 import torch
@@ -36,18 +36,27 @@ class Room:
     def __init__(self, lanes: Lanes) -> None:
         self._lanes = lanes
         self._free: list[Tensor] = []
-        self._num_taken = 0
+        self._num_taken = self._num_leaving = self._num_expected = 0
+        self._size_bytes = 0
+        self._is_urgent = False
         self._changed = threading.Condition()
 
     def add(self, memory: Tensor) -> Tensor:
         """Takes note of memory that a visitor brings with it."""
         with self._changed:
             self._num_taken += 1
+            self._size_bytes += memory.numel()
         return memory
 
-    def take(self, size_bytes: int) -> Tensor | None:
-        """Waits for memory of at least this size; None if all that is here is too small."""
+    def expect(self) -> None:
+        """Takes note of a visitor that will come into what another has left."""
         with self._changed:
+            self._num_expected += 1
+
+    def take(self, size_bytes: int) -> Tensor | None:
+        """Waits for memory of at least this size; None if none will be left before the compute lane needs it."""
+        with self._changed:
+            self._num_expected -= 1
             while True:
                 fitting = [memory for memory in self._free if memory.numel() >= size_bytes]
                 if fitting:
@@ -55,23 +64,50 @@ class Room:
                     self._free = [memory for memory in self._free if memory is not found]
                     self._num_taken += 1
                     return found
-                if self._num_taken == 0:
+                if self._num_leaving == 0 and (self._num_taken == 0 or self._is_urgent):
                     return None
                 self._wait()
 
-    def give(self, memory: Tensor) -> None:
+    def leave(self) -> None:
+        """Takes note that a visitor is about to leave."""
+        with self._changed:
+            self._num_leaving += 1
+
+    @contextmanager
+    def urgency(self) -> Iterator[None]:
+        """Lets visitors come at once while the compute lane waits for one."""
+        with self._changed:
+            self._is_urgent = True
+            self._changed.notify_all()
+        yield
+        self._is_urgent = False
+
+    def give(self, memory: Tensor, *, has_left: bool) -> None:
         """Takes memory back that nobody uses any more."""
         with self._changed:
             self._free.append(memory)
             self._num_taken -= 1
+            self._num_leaving -= has_left
+            if not self._num_expected:
+                self._drop()
             self._changed.notify_all()
 
-    def finish(self) -> None:
-        """Waits until all visitors have left, and frees the memory."""
+    def shrink(self, size_bytes: int) -> None:
+        """Frees what nobody uses, and waits for visitors that are leaving until the rest is within this size."""
         with self._changed:
-            while self._num_taken:
+            while self._size_bytes > size_bytes:
+                self._drop()
+                if not self._num_leaving or self._size_bytes <= size_bytes:
+                    return
                 self._wait()
-            self._free = []
+
+    def finish(self) -> None:
+        """Waits until all visitors that are leaving have left, and frees what nobody uses."""
+        self.shrink(-1)
+
+    def _drop(self) -> None:
+        self._size_bytes -= sum(memory.numel() for memory in self._free)
+        self._free = []
 
     def _wait(self) -> None:
         self._changed.wait(WAIT_S)
@@ -105,6 +141,7 @@ class Visitor:
     def update(self, factors: Mapping[Member, Scalars]) -> None:
         """Updates the unit on the compute lane, before its next forward; until then its state may still come."""
         if self._came is None:
+            self.room.expect()
             self._came = self.lanes.arrive.submit(f"come{self.home.index}", partial(self._arrive, None), self._left)
         gradients = {member: member.parameter.grad for member in factors}
         apply = partial(self._apply, factors, gradients)
@@ -119,8 +156,8 @@ class Visitor:
         memory = self.room.take(size) if memory is None else memory
         if memory is None:
             memory = self.room.add(self._own_memory(size))
-        self._here = memory[:size]
-        self._copy("FETCH", self.lanes.copy_in, self.slab.whole, self._here)
+        self._copy("FETCH", self.lanes.copy_in, self.slab.whole, memory[:size])
+        self._here = memory
 
     def _own_memory(self, size: int) -> Tensor:
         """Returns memory that only this lane's copies wait for."""
@@ -130,7 +167,8 @@ class Visitor:
 
     def _apply(self, factors: Mapping[Member, Scalars], gradients: Mapping[Member, Tensor | None]) -> None:
         assert self._came is not None
-        self._came.wait_on_host()
+        with self.room.urgency():
+            self._came.wait_on_host()
         here, self._here, self._came = self._here, None, None
         assert here is not None
         used = 0
@@ -141,12 +179,13 @@ class Visitor:
                 member.step += 1
                 update_on_gpu(factors[member], gradient.reshape(-1), _state_in(member, here[used : used + size]))
             used += size
+        self.room.leave()
         leave = partial(self._leave, here)
         self._left = self.lanes.leave.submit(f"leave{self.home.index}", leave, now(self.lanes.device))
 
     def _leave(self, here: Tensor) -> None:
-        self._copy("OFFLOAD", self.lanes.copy_out, here, self.slab.whole)
-        self.room.give(here)
+        self._copy("OFFLOAD", self.lanes.copy_out, here[: self.slab.size_bytes], self.slab.whole)
+        self.room.give(here, has_left=True)
 
     def _copy(self, kind: str, lane: Lane, source: Tensor, target: Tensor) -> None:
         """Copies piece by piece, with no more than two under way; returns when all of it is there."""
@@ -164,13 +203,8 @@ class Visitor:
         if self._came is not None and self.home.before is None:
             self._came.wait_on_host()
             assert self._here is not None
-            self.room.give(self._here)
+            self.room.give(self._here, has_left=False)
             self._here = self._came = None
-
-    def rest(self) -> None:
-        """Waits until the state is in host memory."""
-        if self._left is not None:
-            self._left.wait_on_host()
 
 
 def _state_in(member: Member, visiting: Tensor) -> State:

@@ -10,6 +10,7 @@ from typing import Literal
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from pipedejavu.facts import InputError
 from pipedejavu.hybrid.budget import Meter, pinning_progress
@@ -29,10 +30,7 @@ def open_window(
         size = _auto_size(homes, blocks, meter)
     if size is None or size >= len(blocks):
         is_away = any(p.device != lanes.device for p in model.parameters())
-        if is_away and size is None:
-            model.to(lanes.device)
-            return None
-        if not is_away:
+        if size is None or not is_away:
             return None
         size = max(1, len(blocks))
     if not blocks:
@@ -40,7 +38,6 @@ def open_window(
     window = Window(blocks, lanes, size)
     for home in blocks:
         home.is_windowed = True
-        home.unit.module.register_full_backward_pre_hook(partial(window.before_backward, home))
     return window
 
 
@@ -66,8 +63,8 @@ class Window:
         """Memory of the GPU, empty while its block is away; what autograd has saved stays valid when it is back."""
         self._last, self._step = 0, 1
 
-    def fill(self, model: nn.Module) -> None:
-        """Moves the blocks' weights to host memory and everything else of the model to the device."""
+    def fill(self, model: nn.Module) -> list[RemovableHandle]:
+        """Moves the blocks' weights to host memory and all else of the model to the device; returns its hooks."""
         device = self.lanes.device
         with pinning_progress(sum(size_of(home).host_bytes for home in self.blocks)) as progress:
             for home in self.blocks:
@@ -81,6 +78,10 @@ class Window:
         for tensor in (*model.parameters(), *model.buffers()):
             if id(tensor) not in moved:
                 tensor.data = tensor.data.to(device)
+        return [
+            home.unit.module.register_full_backward_pre_hook(partial(self.before_backward, home))
+            for home in self.blocks
+        ]
 
     def enter(self, home: Home) -> None:
         """Lets the compute lane wait for a block's weights, and lets its neighbour set out."""

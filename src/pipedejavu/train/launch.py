@@ -27,6 +27,7 @@ from pipedejavu.train.site import (
     DeviceChoice,
     Site,
     describe_stand_ins,
+    devices_to_measure,
     make_machine,
     num_threads,
     read_sites,
@@ -110,16 +111,15 @@ def _adapted(plan: Plan, options: TrainOptions, team: Team) -> Plan:
 
 def _measure(options: TrainOptions, plan: Plan, machine: Machine, names: Sequence[str], team: Team) -> Profile:
     """Measures the model on each kind of device that the plan uses, where the first worker of that kind is."""
-    kinds = {machine.device(name).kind: worker for worker, name in reversed([*enumerate(names)])}
     profiles = []
-    for kind, worker in sorted(kinds.items(), key=lambda item: item[1]):
+    for kind, (worker, name) in sorted(devices_to_measure(plan, machine, names).items(), key=lambda item: item[1]):
         source, found = worker if team.is_launched else 0, b""
         if team.rank == source:
             torch.set_num_threads(num_threads(machine, names, worker))
             task = make_task(options)
             job = make_job(task, options)
             sample, target = task.data.batch(range(plan.feed.samples))
-            device = torch_device(machine, names[worker])
+            device = torch_device(machine, name)
             profile = measure_profile(options.model, job.units, job.ties, sample, target, job.loss, {kind: device})
             found = profile.to_json().encode()
         profiles.append(Profile.from_json(team.share(found, source)))

@@ -143,6 +143,18 @@ def describe_stand_ins(machine: Machine, devices: Sequence[str], sites: Sequence
     return f"the plan has workers on {most} GPUs of one host, and {found} are there: {stand_in}"
 
 
+def devices_to_measure(plan: Plan, machine: Machine, devices: Sequence[str]) -> dict[str, tuple[int, str]]:
+    """Returns for each kind of device that a plan computes or updates on the first worker there, and the device."""
+    found: dict[str, tuple[int, str]] = {}
+    for worker, name in enumerate(devices):
+        own = machine.device(name)
+        found.setdefault(own.kind, (worker, name))
+        if plan.keep.kind in ("host", "split"):  # some updates run on the host of the device
+            cpu = machine.cpu_of(own)
+            found.setdefault(cpu.kind, (worker, cpu.name))
+    return found
+
+
 def torch_device(machine: Machine, name: str) -> torch.device:
     """Returns where a device's work runs on this host: its GPU, or the CPU that stands in for one."""
     own = machine.device(name)

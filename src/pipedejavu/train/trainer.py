@@ -14,7 +14,7 @@ from pipedejavu.program import compile as compile_plan
 from pipedejavu.program.crew import assign_devices
 from pipedejavu.simulate import Prediction, simulate
 from pipedejavu.train.folder import result_of
-from pipedejavu.train.site import make_machine, read_sites, torch_device
+from pipedejavu.train.site import devices_to_measure, make_machine, read_sites, torch_device
 from pipedejavu.train.task import describe_form
 
 
@@ -55,7 +55,8 @@ class Trainer:
         if machine is None:
             plan, machine = make_machine(plan, read_sites(plan.num_workers), "auto")
         names = assign_devices(plan, machine)
-        kinds = {machine.device(name).kind: torch_device(machine, name) for name in reversed(names)}
+        found = devices_to_measure(plan, machine, names)
+        kinds = {kind: torch_device(machine, name) for kind, (_, name) in found.items()}
         first = (_part(inputs, 0, samples), targets[:samples])
         profile = measure_profile("model", self.units, job.ties, *first, loss, kinds)
         self.program = compile_plan(plan, profile, machine, fold=False)

@@ -1,0 +1,274 @@
+"""The grid of placements on a GPU, its kernel beside the host's pass, late streams, and memory beside its forecast."""
+
+import gc
+import itertools
+import os
+import random
+import time
+from collections.abc import Iterator
+from typing import Any
+
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # deterministic products; read when CUDA starts
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from pipedejavu.facts import InputError
+from pipedejavu.hybrid import native
+from pipedejavu.hybrid.arithmetic import State, join, scalars_of, split, update_
+from pipedejavu.hybrid.gpu import _kernel, update_on_gpu
+from pipedejavu.hybrid.lane import StreamLane
+from pipedejavu.hybrid.native import HostUpdate, Task
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU"),
+]
+
+STEPS, UNITS = 20, 6
+GRID = list(
+    itertools.product(
+        range(UNITS + 1),
+        (None, 1, 2, 3),
+        (None, 0.5, 1e9),
+        (True, False),
+        (torch.bfloat16, torch.float32),
+        (False, True),
+    )
+)
+Case = tuple[int, int | None, float | None, bool, torch.dtype, bool]
+
+
+# --- one arithmetic
+
+
+def wild(numel: int, generator: torch.Generator) -> Tensor:
+    """Returns values of every magnitude, denormal ones and zeros among them."""
+    value = torch.ldexp(
+        torch.randn(numel, generator=generator), torch.randint(-149, 127, (numel,), generator=generator)
+    )
+    return torch.where(torch.rand(numel, generator=generator) < 0.05, 0.0, value)
+
+
+def tame(numel: int, generator: torch.Generator) -> Tensor:
+    return torch.randn(numel, generator=generator)
+
+
+def as_bits(state: State) -> list[Tensor]:
+    """Returns master and moments as integers on the CPU; all NaNs are one."""
+    master = state.weight if state.low is None else join(state.weight, state.low)
+    found = [tensor.cpu() for tensor in (master, state.m, state.v)]
+    return [t.where(~t.isnan(), torch.full_like(t, torch.nan)).view(torch.int32) for t in found]
+
+
+def on(device: str, state: State) -> State:
+    return State(*(None if tensor is None else tensor.to(device, copy=True) for tensor in state))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["split", "float32"])
+@pytest.mark.parametrize("is_wild", [False, True], ids=["tame", "wild"])
+@pytest.mark.parametrize(
+    "s",
+    [
+        scalars_of(1, 1e-3, (0.9, 0.999), 1e-8, 0.01, 1.0),
+        scalars_of(100_000, 3e-4, (0.9, 0.95), 1e-8, 0.1, 0.0371),
+        scalars_of(2, 1.0, (0.0, 0.0), 0.0, 0.0, 1.0),
+        scalars_of(3, 1e-38, (0.9, 0.999), 1e-38, 1e-3, 1e-30),
+        scalars_of(3, 1e30, (0.999, 0.9999), 1e20, 1e-30, 1e15),
+    ],
+    ids=["first", "late", "no eps", "tiny", "huge"],
+)
+def test_kernel_torch_and_native_pass_give_the_same_bits(s: Any, is_wild: bool, dtype: torch.dtype) -> None:
+    assert _kernel() is not None, "Triton is missing"
+    draw = wild if is_wild else tame
+    for numel in (1, 1023, 1025, 300_001):
+        generator = torch.Generator().manual_seed(numel)
+        gradient, weight, low = draw(numel, generator).to(dtype), draw(numel, generator), None
+        if dtype == torch.bfloat16:
+            weight, low = split(weight)
+        start = State(weight, low, draw(numel, generator), draw(numel, generator).abs())
+        by_kernel, by_torch, by_reference, by_host = (
+            on("cuda", start),
+            on("cuda", start),
+            on("cpu", start),
+            on("cpu", start),
+        )
+        update_on_gpu(s, gradient.cuda(), by_kernel)
+        update_(s, gradient.cuda(), by_torch, by_torch)
+        update_(s, gradient, by_reference, by_reference)
+        expected = as_bits(by_reference)
+        assert all(a.equal(b) for a, b in zip(expected, as_bits(by_torch), strict=True)), "torch on the GPU"
+        assert all(a.equal(b) for a, b in zip(expected, as_bits(by_kernel), strict=True)), "the kernel"
+        if native.library() is not None:
+            update = HostUpdate(4, is_native=True)
+            update([Task(s, gradient, by_host, by_host)])
+            update.close()
+            assert all(a.equal(b) for a, b in zip(expected, as_bits(by_host), strict=True)), "the native pass"
+
+
+# --- placements
+
+
+def name(case: Case) -> str:
+    units, window, clip, guesses, dtype, checkpoints = case
+    words = [f"{units} on the GPU", f"window {window}", f"clip {clip}", str(dtype).removeprefix("torch.")]
+    return ", ".join([*words, *["guesses"] * guesses, *["checkpointed"] * checkpoints])
+
+
+def check(lab: Any, bits: Any, compare: Any, case: Case) -> None:
+    units, window, clip_norm, guesses, dtype, checkpoints = case
+    model = lab.net(dtype, checkpoints=checkpoints)
+    optimizer = lab.hybrid(model, clip_norm=clip_norm, gpu_units=units, window=window, speculate=guesses)
+    lab.train(model, optimizer, range(STEPS))
+    compare(bits(optimizer, model), lab.plain_bits(dtype, clip_norm, STEPS))
+
+
+@pytest.mark.parametrize("case", GRID[::41], ids=name)
+def test_some_placements_agree_bit_for_bit(case: Case, cuda_lab: Any, bits: Any, compare: Any) -> None:
+    check(cuda_lab, bits, compare, case)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", GRID, ids=name)
+def test_all_placements_agree_bit_for_bit(case: Case, cuda_lab: Any, bits: Any, compare: Any) -> None:
+    check(cuda_lab, bits, compare, case)
+
+
+@pytest.mark.parametrize("window", [1, 2])
+def test_a_model_that_was_never_whole_on_the_gpu_agrees(window: int, cuda_lab: Any, bits: Any, compare: Any) -> None:
+    model = cuda_lab.net().cpu()
+    optimizer = cuda_lab.hybrid(model, clip_norm=0.5, window=window, device="cuda")
+    cuda_lab.train(model, optimizer, range(STEPS))
+    compare(bits(optimizer, model), cuda_lab.plain_bits(torch.bfloat16, 0.5, STEPS))
+
+
+@pytest.mark.parametrize("clip_norm", [None, 0.5])
+def test_training_goes_on_bit_for_bit_after_a_load(
+    clip_norm: float | None, cuda_lab: Any, bits: Any, compare: Any
+) -> None:
+    model = cuda_lab.net()
+    optimizer = cuda_lab.hybrid(model, clip_norm=clip_norm, gpu_units=2)
+    cuda_lab.train(model, optimizer, range(6))
+    other = cuda_lab.net()
+    second = cuda_lab.hybrid(other, clip_norm=clip_norm, gpu_units=4, window=1)
+    other.load_state_dict(model.state_dict())
+    second.load_state_dict(optimizer.state_dict())
+    cuda_lab.train(other, second, range(6, STEPS))
+    compare(bits(second, other), cuda_lab.plain_bits(torch.bfloat16, clip_norm, STEPS))
+
+
+def test_a_model_that_moves_after_the_optimizer_was_made_is_noticed(cuda_lab: Any) -> None:
+    model = cuda_lab.net().cpu()
+    cuda_lab.hybrid(model, clip_norm=1.0)
+    model.cuda()
+    with pytest.raises(InputError, match=r"^HybridAdamW was made for cpu, and the model is on cuda:0; move it first$"):
+        model.loss(cuda_lab.tokens(0)).backward()
+
+
+# --- late lanes
+
+
+def sleep(draw: random.Random) -> None:
+    """Keeps the current stream busy for up to about two milliseconds."""
+    torch.cuda._sleep(draw.choice([1, 1, 500_000, 4_000_000]))
+
+
+@pytest.mark.parametrize("late", ["copy-in", "copy-out", "host", "fetch", "compute", "all"])
+@pytest.mark.parametrize("window", [None, 1, 2])
+@pytest.mark.parametrize("clip_norm", [None, 0.5, 1e9])
+def test_late_lanes_give_the_same_bits(
+    clip_norm: float | None, window: int | None, late: str, cuda_lab: Any, bits: Any, compare: Any
+) -> None:
+    draw = random.Random(5)
+    model = cuda_lab.net()
+    optimizer = cuda_lab.hybrid(model, clip_norm=clip_norm, gpu_units=2, window=window)
+    for lane in optimizer._lanes.all:
+        if late in (lane.name, "all"):
+            is_stream = isinstance(lane, StreamLane)
+            lane.delay = (lambda: sleep(draw)) if is_stream else (lambda: time.sleep(draw.choice([0, 0.001, 0.004])))
+    if late in ("compute", "all"):
+        for module in model.modules():
+            module.register_forward_hook(lambda *_: sleep(draw))
+    cuda_lab.train(model, optimizer, range(STEPS))
+    compare(bits(optimizer, model), cuda_lab.plain_bits(torch.bfloat16, clip_norm, STEPS))
+
+
+@pytest.mark.parametrize("clip_norm", [None, 0.5])
+def test_a_gradient_of_nan_is_left_out_though_its_copy_is_late(
+    clip_norm: float | None, cuda_lab: Any, bits: Any, compare: Any, plain_optimizer: Any
+) -> None:
+    first, second = cuda_lab.net(), cuda_lab.net()
+    reference = plain_optimizer(first, clip_norm=clip_norm)
+    hybrid = cuda_lab.hybrid(second, clip_norm=clip_norm, gpu_units=0, window=None)
+    hybrid._lanes.copy_out.delay = lambda: torch.cuda._sleep(8_000_000)
+    for model, optimizer in ((first, reference), (second, hybrid)):
+        for n in range(5):
+            (model.loss(cuda_lab.tokens(n)) * (float("nan") if n == 2 else 1.0)).backward()
+            optimizer.step()
+    compare(bits(reference, first), bits(hybrid, second))
+    assert hybrid.num_skipped == reference.num_skipped == 1
+
+
+# --- memory
+
+
+class Wide(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(1024), nn.Linear(1024, 4096), nn.Linear(4096, 1024)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
+
+
+class Deep(nn.Module):
+    """About 100 million parameters in twelve blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Wide() for _ in range(12))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x.float().square().mean()
+
+
+@pytest.fixture
+def empty_gpu() -> Iterator[None]:
+    gc.collect()
+    torch.cuda.empty_cache()
+    yield
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"gpu_units": 0},
+        {"gpu_units": 6},
+        {},
+        {"gpu_units": 0, "clip_norm": None},
+        {"gpu_budget": 1_500_000_000},
+    ],
+    ids=["none", "half", "all", "none, no clip", "1.5 GB"],
+)
+@pytest.mark.usefixtures("empty_gpu")
+def test_peak_memory_is_within_three_percent_of_the_plan(options: dict[str, Any], cuda_lab: Any) -> None:
+    torch.use_deterministic_algorithms(False)
+    already = torch.cuda.memory_allocated()
+    model = Deep().cuda().bfloat16()
+    optimizer = cuda_lab.hybrid(model, **{"clip_norm": 1.0, "window": None, **options})
+    peaks = []
+    for _ in range(8):
+        torch.cuda.reset_peak_memory_stats()
+        model(torch.randn(4096, 1024, device="cuda", dtype=torch.bfloat16)).backward()
+        optimizer.step()
+        peaks.append(torch.cuda.max_memory_allocated() - already)
+    assert optimizer.plan is not None
+    forecast = optimizer.plan.gpu_bytes
+    print(f"peaks {peaks}, forecast {forecast}, places {optimizer.plan.places}")
+    assert max(peaks[2:]) == pytest.approx(forecast, rel=0.03)
+    assert max(peaks[2:]) <= options.get("gpu_budget", 2**62)

@@ -1,0 +1,153 @@
+"""Every place that a unit's state can have, mixed at random; and lanes that are late or fail."""
+
+import random
+import time
+from typing import Any
+
+import pytest
+import torch
+
+from pipedejavu.hybrid import flow as flow_file
+from pipedejavu.hybrid.native import HostUpdate
+from pipedejavu.hybrid.placement import Placement, host_bytes
+
+UNITS = 6
+STEPS = 8
+
+
+def placed(monkeypatch: pytest.MonkeyPatch, places: list[str], arrivals: dict[int, tuple[int, ...]]) -> None:
+    """Lets the next optimizers have these places; visitors that no arrival names come for their update alone."""
+
+    def choose(units: Any, *_: object) -> Placement:
+        total = host_bytes(units, places)  # type: ignore[arg-type]
+        spare = (False,) * len(places)
+        return Placement(
+            places=tuple(places), is_spare=spare, gpu_bytes=0, host_bytes=total, reasons=(), arrivals=arrivals
+        )  # type: ignore[arg-type]
+
+    monkeypatch.setattr(flow_file, "choose_placement", choose)
+
+
+def check(lab: Any, bits: Any, compare: Any, dtype: torch.dtype, clip_norm: float | None, **options: Any) -> None:
+    model = lab.net(dtype)
+    optimizer = lab.hybrid(model, clip_norm=clip_norm, **options)
+    lab.train(model, optimizer, range(STEPS))
+    compare(bits(optimizer, model), lab.plain_bits(dtype, clip_norm, STEPS))
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_any_mix_of_places_agrees_bit_for_bit(
+    seed: int, lab: Any, bits: Any, compare: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    draw = random.Random(seed)
+    clip_norm = draw.choice([0.5, 1e9])
+    places = [draw.choice(["gpu", "visit", "host", "lean"]) for _ in range(UNITS)]
+    visitors = [n for n, place in enumerate(places) if place == "visit"]
+    arrivals: dict[int, tuple[int, ...]] = {}
+    for n in visitors:
+        if draw.random() < 0.7:
+            after = draw.randrange(UNITS)
+            arrivals[after] = (*arrivals.get(after, ()), n)
+    placed(monkeypatch, places, arrivals)
+    check(lab, bits, compare, draw.choice([torch.bfloat16, torch.float32]), clip_norm)
+    (optimizer,) = lab.made
+    visitors_bytes = sum(visitor.slab.size_bytes for visitor in optimizer.flow._visitors.values())
+    slabs = [*optimizer.flow._staging._slabs, *(slab for home in optimizer.flow.homes for slab in home._slabs)]
+    assert visitors_bytes + sum(slab.size_bytes for slab in slabs) == optimizer.plan.host_bytes
+
+
+@pytest.mark.parametrize("places", [["lean"] * 6, ["gpu", "lean", "host", "lean", "lean", "gpu"]])
+def test_lean_units_agree_without_clipping(
+    places: list[str], lab: Any, bits: Any, compare: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    placed(monkeypatch, places, {})
+    check(lab, bits, compare, torch.bfloat16, None)
+
+
+DELAYED = ["host", "fetch", "arrive", "leave", "copy-in", "copy-out"]
+
+
+@pytest.mark.parametrize("window", [None, 1, 2])
+@pytest.mark.parametrize("clip_norm", [None, 0.5, 1e9])
+def test_late_lanes_give_the_same_bits(
+    clip_norm: float | None, window: int | None, lab: Any, bits: Any, compare: Any
+) -> None:
+    draw = random.Random(3)
+    model = lab.net()
+    optimizer = lab.hybrid(model, clip_norm=clip_norm, gpu_units=2, window=window)
+    for lane in optimizer._lanes.all:
+        assert lane.name in DELAYED
+        lane.delay = lambda: time.sleep(draw.choice([0, 0, 0.001, 0.004]))
+    lab.train(model, optimizer, range(STEPS))
+    compare(bits(optimizer, model), lab.plain_bits(torch.bfloat16, clip_norm, STEPS))
+
+
+@pytest.mark.parametrize("name", DELAYED)
+def test_each_late_lane_alone_gives_the_same_bits(
+    name: str, lab: Any, bits: Any, compare: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    placed(monkeypatch, ["gpu", "visit", "visit", "host", "lean", "host"], {4: (1,), 3: (2,)})
+    model = lab.net()
+    optimizer = lab.hybrid(model, clip_norm=1e9)
+    (late,) = (lane for lane in optimizer._lanes.all if lane.name == name)
+    late.delay = lambda: time.sleep(0.003)
+    lab.train(model, optimizer, range(STEPS))
+    compare(bits(optimizer, model), lab.plain_bits(torch.bfloat16, 1e9, STEPS))
+
+
+def test_a_gradient_of_nan_is_left_out_though_its_norm_comes_late(
+    lab: Any, bits: Any, compare: Any, plain_optimizer: Any
+) -> None:
+    """The copy of a norm may still wait when the step has ended."""
+
+    def loop(lab: Any, model: Any, optimizer: Any) -> None:
+        for n in range(4):
+            loss = model.loss(lab.tokens(n))
+            (loss * (float("nan") if n == 2 else 1.0)).backward()
+            optimizer.step()
+
+    first, second = lab.net(), lab.net()
+    reference, hybrid = plain_optimizer(first, clip_norm=None), lab.hybrid(second, gpu_units=0, window=None)
+    loop(lab, first, reference)
+    hybrid._lanes.copy_out.delay = lambda: time.sleep(0.01)
+    loop(lab, second, hybrid)
+    compare(bits(reference, first), bits(hybrid, second))
+    assert hybrid.num_skipped == 1
+
+
+class BrokenError(Exception):
+    pass
+
+
+def fail() -> None:
+    raise BrokenError("the lane broke")
+
+
+@pytest.mark.parametrize("name", DELAYED)
+@pytest.mark.parametrize("clip_norm", [None, 1.0])
+def test_what_a_lane_raises_reaches_the_caller(
+    name: str, clip_norm: float | None, lab: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = lab.net()
+    if name in ("arrive", "leave"):
+        placed(monkeypatch, ["gpu", "visit", "visit", "host", "lean", "host"], {4: (1,), 3: (2,)})
+        clip_norm = 1.0
+    optimizer = lab.hybrid(model, clip_norm=clip_norm, gpu_units=0, window=1 if name == "fetch" else None)
+    lab.made.clear()  # a broken optimizer cannot end its work
+    lab.train(model, optimizer, range(2))
+    (broken,) = (lane for lane in optimizer._lanes.all if lane.name == name)
+    broken.delay = fail
+    with pytest.raises(BrokenError, match="the lane broke"):
+        lab.train(model, optimizer, range(2, 4))
+    optimizer._lanes.close()
+
+
+def test_what_an_update_raises_reaches_the_caller(lab: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = lab.net()
+    optimizer = lab.hybrid(model, clip_norm=1.0, gpu_units=0)
+    lab.made.clear()
+    lab.train(model, optimizer, range(2))
+    monkeypatch.setattr(HostUpdate, "__call__", lambda *_: fail())
+    with pytest.raises(BrokenError, match="the lane broke"):
+        lab.train(model, optimizer, range(2, 5))
+    optimizer._lanes.close()
