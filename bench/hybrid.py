@@ -61,10 +61,14 @@ def main() -> None:
     parser.add_argument("--batch", default="8x2048")
     parser.add_argument("--timeout", type=int, default=240)
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--review", type=Path, help="results of --out to set beside the simulator's prediction")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.one:
         train_one(**json.loads(options.one))
+        return
+    if options.review:
+        review_results(json.loads(options.review.read_text()))
         return
     results = []
     for case in options.cases.split(","):
@@ -83,6 +87,20 @@ def main() -> None:
             print(line(title, found, first), flush=True)
             if options.out:
                 options.out.write_text(json.dumps(results, indent=1))
+
+
+def review_results(results: list[dict[str, Any]]) -> None:
+    """Prints what the simulator says of each recorded run."""
+    from pipedejavu.facts import InputError
+    from pipedejavu.train import HybridRun, review
+
+    for found in results:
+        if "run" in found:
+            print(f"\n{found['size']}, {found['title'].strip()}")
+            try:
+                print(review(HybridRun.from_json(json.dumps({**found["run"], "spans": found["spans"]}))))
+            except InputError as error:
+                print(error)
 
 
 def run_one(order: dict[str, Any], timeout: int) -> dict[str, Any]:
@@ -161,6 +179,8 @@ def train_one(method: str, size: str, batch: int, sequence: int, steps: int, set
         "times": [round(after - before, 3) for before, after in zip([started, *times], times, strict=False)],
     }
     if extra is not None:
+        from pipedejavu.train import read_run
+
         extra.synchronize()
         spans = recorder.finish()
         result["busy"] = {
@@ -168,6 +188,7 @@ def train_one(method: str, size: str, batch: int, sequence: int, steps: int, set
             for lane in ("copy-out", "host", "copy-in")
         }
         result["spans"] = [(a, b, round(c, 5), round(d, 5)) for a, b, c, d in spans]
+        result["run"] = read_run(extra, spans).model_dump(exclude={"spans"})
         result["plan"] = list(extra.plan.reasons)
         result["forecast_gb"] = extra.plan.gpu_bytes / GB, extra.plan.host_bytes / GB
         result["norms"] = [round(norm, 3) for norm in norms]

@@ -4,12 +4,16 @@ from pipedejavu.train.failure import WorkerError
 from pipedejavu.train.folder import RunFolder
 from pipedejavu.train.launch import Planned, Trained, audit_run, plan_run, train, train_rank
 from pipedejavu.train.options import TrainOptions
+from pipedejavu.train.recording import HybridRun, read_run
+from pipedejavu.train.review import Review, review
 from pipedejavu.train.site import num_gpus
 from pipedejavu.train.team import Team
 from pipedejavu.train.trainer import Trainer
 
 __all__ = [
+    "HybridRun",
     "Planned",
+    "Review",
     "RunFolder",
     "Team",
     "TrainOptions",
@@ -19,6 +23,8 @@ __all__ = [
     "audit_run",
     "num_gpus",
     "plan_run",
+    "read_run",
+    "review",
     "train",
     "train_rank",
 ]
