@@ -55,6 +55,28 @@ def test_the_weights_are_those_that_are_handed_in():
     assert not torch.equal(runner.units[0][2].weight, own["u0.weight"])
 
 
+class Recurrent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.cell = nn.LSTM(3, 4, num_layers=2, batch_first=True)
+
+    def forward(self, x):
+        return self.cell(x)[0]
+
+
+def test_recurrent_modules_use_the_weights_that_are_handed_in():
+    module, other, x = Recurrent(), Recurrent(), torch.randn(2, 5, 3)
+    runner, head = runner_of(module), torch.randn(2, 5, 4)
+    weights = {f"u0.{n}": p.detach().clone().requires_grad_() for n, p in other.named_parameters()}
+    output, saved = runner.forward(weights, x, 0)
+    _, own = runner.backward(saved, (head,))
+    expected = other(x)
+    expected.backward(head)
+    assert torch.equal(output, expected)
+    assert all(torch.equal(own[f"u0.{n}"], p.grad) for n, p in other.named_parameters())
+    assert not torch.equal(module(x), expected)
+
+
 def test_several_values_pass_and_integers_have_no_gradient():
     class Pair(nn.Module):
         def __init__(self):
