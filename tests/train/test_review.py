@@ -1,5 +1,7 @@
 """Prediction beside measurement of hybrid runs, recorded on CPU stand-ins or written by hand."""
 
+import json
+
 import pytest
 
 from pipedejavu.facts import InputError
@@ -112,10 +114,14 @@ def test_a_review_prints_kinds_by_lane_and_the_step() -> None:
     assert found.unmodelled() == {("copy-in", "FETCH:o"): pytest.approx(2.0)}
 
 
-def test_pages_hold_both_timelines() -> None:
-    predicted, measured = review(written(["gpu", "host"])).html("a run")
-    assert "a run, predicted" in predicted
-    assert "a run, measured" in measured
+def test_a_page_holds_both_timelines() -> None:
+    found = review(written(["gpu", "host"]))
+    page = found.html("a run")
+    data = json.loads(page.split('id="data">')[1].split("</script>")[0])
+    assert [worker["device"] for worker in data["workers"]] == ["predicted", "measured"]
+    for worker, timeline in zip(data["workers"], (found.predicted, found.measured), strict=True):
+        drawn = [bar[0] for lane in worker["lanes"] for bar in lane["bars"]]
+        assert sorted(drawn) == sorted(s.action for s in timeline.spans() if s.end_s > s.start_s)
 
 
 def test_a_window_is_refused() -> None:

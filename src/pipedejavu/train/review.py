@@ -71,15 +71,21 @@ class Review:
         lines.append(_line("step", self.predicted_step_s, self.measured_step_s))
         return "\n".join((*lines, *self.notes))
 
-    def html(self, title: str) -> tuple[str, str]:
-        """Returns the pages of the predicted and of the measured timeline."""
+    def html(self, title: str) -> str:
+        """Returns a page on which the first worker is the prediction and the second the measurement."""
+        both = (self.predicted, self.measured)
+        worker, lane, action, start, end = zip(
+            *((n, *span[1:]) for n, timeline in enumerate(both) for span in timeline.spans()), strict=True
+        )
+        timeline = self.measured.but(
+            makespan_s=max(t.makespan_s for t in both),
+            bubble_fraction=sum(t.bubble_fraction for t in both) / len(both),
+            workers=tuple(t.workers[0].but(worker=n, device=t.origin) for n, t in enumerate(both)),
+            worker=worker, lane=lane, action=action, start_s=start, end_s=end,
+        )  # fmt: skip
         step = f"a step: predicted {format_seconds(self.predicted_step_s)}"
         notes = (f"{step}, measured {format_seconds(self.measured_step_s)}", *self.notes)
-        predicted, measured = (
-            render_html(timeline, f"{title}, {timeline.origin}", self.program.plan.axes(), notes=notes)
-            for timeline in (self.predicted, self.measured)
-        )
-        return predicted, measured
+        return render_html(timeline, title, self.program.plan.axes(), notes=notes)
 
 
 def _part(timeline: Timeline, lane: str, known: Container[str]) -> Timeline:
