@@ -30,8 +30,12 @@ def batch(size: int, seed: int = 0):
     return inputs, (inputs.sum(1) > 0).long()
 
 
-@pytest.mark.parametrize("plan", ["1f1b", "ddp", "zb-h1", "chimera", "interleaved", "coarse"])
-def test_steps_equal_a_plain_loop_also_with_uneven_batches(plan) -> None:
+PLANS = {"1f1b": 2, "ddp": 2, "zb-h1": 2, "chimera": 2, "interleaved": 2, "coarse": 2, "fine": 2}
+PLANS |= {"zero-offload": 1, "cotrain": 1, "l2l": 1, "stronghold": 1}
+
+
+@pytest.mark.parametrize(("plan", "workers"), PLANS.items())
+def test_steps_equal_a_plain_loop_also_with_uneven_batches(plan, workers) -> None:
     plain, batches = model(), [batch(size, size) for size in (30, 25, 19)]
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9)
     expected = []
@@ -41,7 +45,7 @@ def test_steps_equal_a_plain_loop_also_with_uneven_batches(plan) -> None:
         mean.backward()
         optimizer.step()
         expected.append(mean.item())
-    trainer = Trainer(model(), loss, sample=batches[0], plan=plan, workers=2, optimizer=Sgd(lr=0.1, momentum=0.9))
+    trainer = Trainer(model(), loss, sample=batches[0], plan=plan, workers=workers, optimizer=Sgd(lr=0.1, momentum=0.9))
     assert [trainer.step(b) for b in batches] == pytest.approx(expected, rel=1e-12)
     trained = trainer.save_to_model()
     for own, other in zip(trained.parameters(), plain.parameters(), strict=True):
