@@ -56,17 +56,16 @@ class Room:
     def take(self, size_bytes: int) -> Tensor | None:
         """Waits for memory of at least this size; None if none will be left before the compute lane needs it."""
         with self._changed:
-            self._num_expected -= 1
-            while True:
-                fitting = [memory for memory in self._free if memory.numel() >= size_bytes]
-                if fitting:
-                    found = min(fitting, key=Tensor.numel)
-                    self._free = [memory for memory in self._free if memory is not found]
-                    self._num_taken += 1
-                    return found
+            while not (fitting := [memory for memory in self._free if memory.numel() >= size_bytes]):
                 if self._num_leaving == 0 and (self._num_taken == 0 or self._is_urgent):
-                    return None
+                    break
                 self._wait()
+            self._num_expected -= 1
+            found = min(fitting, key=Tensor.numel, default=None)
+            if found is not None:
+                self._free = [memory for memory in self._free if memory is not found]
+                self._num_taken += 1
+            return found
 
     def leave(self) -> None:
         """Takes note that a visitor is about to leave."""
