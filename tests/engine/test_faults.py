@@ -156,3 +156,13 @@ def test_clipping_needs_a_plan_that_takes_the_norm(make):
     error = fails(make("1f1b", workers=2, microbatches=2, clip_norm=0.5))
     assert isinstance(error, InputError)
     assert str(error).startswith("the job clips gradients to the norm 0.5, but plan '1f1b' takes no norm; set")
+
+
+@pytest.mark.parametrize("name", ["zb-h1", "zb-v"])
+def test_compiled_units_are_refused_where_the_backward_is_split(make, name):
+    case = make(name, workers=2)
+    case.units[1][1].compile(backend="eager")
+    with pytest.raises(
+        InputError, match=f"is compiled and order '{name}' splits the backward, which a compiled module"
+    ):
+        run_threads(case.program, case.job, case.batches)

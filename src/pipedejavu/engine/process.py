@@ -9,7 +9,7 @@ import torch.distributed as dist
 from pipedejavu.engine.device import CPU
 from pipedejavu.engine.handle import Handlers
 from pipedejavu.engine.job import Batches, Job
-from pipedejavu.engine.run import check_runnable, make_handlers
+from pipedejavu.engine.run import check_runnable, check_units, make_handlers
 from pipedejavu.engine.wire import ProcessWire
 from pipedejavu.engine.worker import Worker
 from pipedejavu.facts import InputError, Span
@@ -36,6 +36,7 @@ def run_rank(
     `shared` is a folder for weights that processes of one host share.
     """
     check_runnable(program)
+    check_units(program, job)
     rank, size = dist.get_rank(), dist.get_world_size()
     if size != len(program.workers):
         raise InputError(

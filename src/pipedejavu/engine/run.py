@@ -46,11 +46,24 @@ def check_runnable(program: Program) -> None:
             raise InputError(f"the engine does not run {what} yet; plan '{plan.name}' needs it")
 
 
+def check_units(program: Program, job: Job) -> None:
+    """Raises InputError for compiled units where a plan splits the backward: they can run it only as a whole."""
+    if not program.plan.splits_backward:
+        return
+    for name, module in job.units:
+        if any(hasattr(part, "_orig_mod") or part._compiled_call_impl is not None for part in module.modules()):
+            raise InputError(
+                f"unit '{name}' is compiled and order '{program.plan.order.kind}' splits the backward, which a compiled"
+                " module runs only as a whole; use order '1f1b', or the module as it was before torch.compile"
+            )
+
+
 class Threads:
     """The workers of a program as threads of this process; their weights last from run to run."""
 
     def __init__(self, program: Program, job: Job, batches: Batches):
         check_runnable(program)
+        check_units(program, job)
         self.program, self.graph, self.rounds = program, verify(program), 0
         self.exchange = Exchange({name: group.workers for name, group in program.groups.items()})
         self.handlers = []
