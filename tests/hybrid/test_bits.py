@@ -5,6 +5,9 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
+
+from pipedejavu.hybrid import HybridAdamW
 
 STEPS = 20
 UNITS = 6
@@ -48,3 +51,20 @@ def test_the_clips_are_what_they_say(lab: Any) -> None:
         free, bound, loose = (lab.plain_bits(dtype, clip, STEPS) for clip in CLIPS)
         assert all(torch.equal(free[key], loose[key]) for key in free)
         assert not any(torch.equal(free[key], bound[key]) for key in free if key.endswith(": m"))
+
+
+@pytest.mark.parametrize("window", [1, 2])
+def test_blocks_whose_inputs_have_no_gradient_come_through_the_window_too(window: int) -> None:
+    def train(window: int | None) -> dict[str, torch.Tensor]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Embedding(7, 8), nn.Linear(8, 8), nn.Linear(8, 7))
+        optimizer = HybridAdamW(model, lr=0.01, clip_norm=1.0, window=window)
+        for _ in range(3):
+            model(torch.arange(7)).logsumexp(-1).sum().backward()
+            optimizer.step()
+        found = {name: weight.clone() for name, weight in model.state_dict().items()}
+        optimizer.close()
+        return found
+
+    expected = train(None)
+    assert all(torch.equal(weight, expected[name]) for name, weight in train(window).items())

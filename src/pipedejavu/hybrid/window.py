@@ -5,11 +5,12 @@ ones behind make room; a forward pass goes up the blocks and a backward pass dow
 order of the compute lane, and each copy waits for the point at which its memory was taken.
 """
 
-from functools import partial
-from typing import Literal
+from collections.abc import Callable
+from typing import Literal, cast
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from pipedejavu.facts import InputError
@@ -78,10 +79,7 @@ class Window:
         for tensor in (*model.parameters(), *model.buffers()):
             if id(tensor) not in moved:
                 tensor.data = tensor.data.to(device)
-        return [
-            home.unit.module.register_full_backward_pre_hook(partial(self.before_backward, home))
-            for home in self.blocks
-        ]
+        return [home.unit.module.register_forward_hook(self._watch(home)) for home in self.blocks]
 
     def enter(self, home: Home) -> None:
         """Lets the compute lane wait for a block's weights, and lets its neighbour set out."""
@@ -98,9 +96,15 @@ class Window:
         if self.size > 1 and 0 <= ahead < len(self.blocks):
             self._bring(self.blocks[ahead], {home, self.blocks[ahead]})
 
-    def before_backward(self, home: Home, *_: object) -> None:
-        """Is called by autograd as it comes to a block."""
-        self.enter(home)
+    def _watch(self, home: Home) -> Callable[..., None]:
+        """Lets autograd tell when it comes to a block: when the gradient of one of its outputs is there."""
+
+        def watch(_module: nn.Module, _inputs: object, output: object) -> None:
+            for value in tree_leaves(output):
+                if isinstance(value, Tensor) and value.requires_grad:
+                    value.register_hook(lambda _: self.enter(home))  # type: ignore[no-untyped-call]
+
+        return cast(Callable[..., None], torch._dynamo.disable(watch))  # type: ignore[no-untyped-call]
 
     def restart(self) -> None:
         """Drops all weights, which an update makes old, and lets the first blocks set out as they become new."""
