@@ -240,6 +240,8 @@ def main() -> None:
     parser.add_argument("--workers", type=int, nargs="*", default=[2, 4])
     parser.add_argument("--presets", nargs="*", default=["gpipe", "1f1b", "ddp"])
     asked = parser.parse_args()
+    if any(workers < 2 for workers in asked.workers):
+        parser.error("--workers takes numbers from 2 on; one worker is always measured, against a loop by hand")
     torch.set_num_threads(1)
     print(f"{BLOCKS} blocks of width {asked.width}, {MICROBATCHES} microbatches of {asked.samples};", end=" ")
     print("milliseconds a step: median (fastest)")
