@@ -17,8 +17,9 @@ from pipedejavu.facts import InputError
 from pipedejavu.hybrid.arithmetic import Scalars, scalars_of
 from pipedejavu.hybrid.budget import ForwardClock, Meter, pinning_progress
 from pipedejavu.hybrid.home import Home, Lanes, Member, Staging, check_gradient, size_of
-from pipedejavu.hybrid.lane import Mark, Recorder
+from pipedejavu.hybrid.lane import Mark
 from pipedejavu.hybrid.placement import Placement, choose_placement, forward_room, wants_spares, with_spares
+from pipedejavu.hybrid.recorder import Recorder
 from pipedejavu.hybrid.unit import ModelUnit, find_units
 from pipedejavu.hybrid.visitor import Room, Visitor
 from pipedejavu.hybrid.window import Window

@@ -17,9 +17,9 @@ from pipedejavu.hybrid.activation import Activations, set_activations
 from pipedejavu.hybrid.budget import Budget, Meter
 from pipedejavu.hybrid.flow import Flow, Rules
 from pipedejavu.hybrid.home import Lanes, size_of
-from pipedejavu.hybrid.lane import Recorder
 from pipedejavu.hybrid.native import HostUpdate
 from pipedejavu.hybrid.placement import Placement
+from pipedejavu.hybrid.recorder import Recorder
 from pipedejavu.hybrid.state import fill_state, read_state
 from pipedejavu.hybrid.window import open_window
 
