@@ -6,7 +6,6 @@ drive it: a forward waits for its unit's weights, a gradient that is final sets 
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -20,6 +19,7 @@ from pipedejavu.hybrid.home import Home, Lanes, Member, Staging, check_gradient,
 from pipedejavu.hybrid.lane import Mark
 from pipedejavu.hybrid.placement import Placement, choose_placement, forward_room, wants_spares, with_spares
 from pipedejavu.hybrid.recorder import Recorder
+from pipedejavu.hybrid.rule import Rules
 from pipedejavu.hybrid.unit import ModelUnit, find_units
 from pipedejavu.hybrid.visitor import Room, Visitor
 from pipedejavu.hybrid.window import Window
@@ -28,16 +28,6 @@ CALM_STEPS = 3
 """Unclipped steps in a row after which updates are guessed during the backward pass."""
 NORM_EPS = 1e-6
 """As torch.nn.utils.clip_grad_norm_ adds to the norm before it divides."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Rules:
-    """How the updates of a run are made."""
-
-    clip_norm: float | None
-    microbatches: int
-    speculates: bool
-    gpu_units: int | None
 
 
 class Flow:
@@ -54,8 +44,8 @@ class Flow:
         self.members: dict[Tensor, Member] = {}
         self.homes: list[Home] = []
         self.hooks: list[RemovableHandle] = []
+        """On the model, which is free of the optimizer without them and behind `undo`."""
         self.undo: list[Callable[[], None]] = []
-        """On the model, which is free of the optimizer without them."""
         self._home_of: dict[Member, Home] = {}
         self._uses: list[tuple[nn.Module, list[Home]]] = []
         self._leaving: list[tuple[Mark, Tensor]] = []
@@ -189,11 +179,7 @@ class Flow:
     def _let_go(self, home: Home, member: Member, gradient: Tensor) -> None:
         """Sends a gradient to host memory; the last one of a unit may start its update."""
         self._prune()
-        home.send(member, gradient, self._norms, self._host_norms)
-        assert member.out is not None
-        self._leaving.append((member.out, gradient))
-        if member is not self._witness:
-            member.parameter.grad = None
+        self._send(home, member, gradient)
         if not self._is_complete(home):
             return
         if self.rules.clip_norm is None:
@@ -202,6 +188,14 @@ class Flow:
             home.began_with = _settings(home)
         elif home.members[0].spare is not None and self.num_calm:
             home.guess(self._factors(home, 1.0), self._proves_clipping)
+
+    def _send(self, home: Home, member: Member, gradient: Tensor) -> None:
+        """Lets a gradient leave the model; its memory is held until its copy has ended."""
+        home.send(member, gradient, self._norms, self._host_norms)
+        assert member.out is not None
+        self._leaving.append((member.out, gradient))
+        if member is not self._witness:
+            member.parameter.grad = None
 
     def _proves_clipping(self) -> bool:
         """Whether the norms that have arrived say already that a guess without clipping is wrong."""
@@ -345,10 +339,7 @@ class Flow:
                 for member in home.members:
                     gradient = member.parameter.grad
                     if place in ("host", "lean") and gradient is not None:
-                        home.send(member, gradient, self._norms, self._host_norms)
-                        assert member.out is not None
-                        self._leaving.append((member.out, gradient))
-                        member.parameter.grad = None
+                        self._send(home, member, gradient)
             self._staging = Staging(self.homes, self.lanes, progress)
 
     def _finish_leaving(self) -> None:

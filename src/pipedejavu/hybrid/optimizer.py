@@ -15,11 +15,12 @@ from torch.optim import Optimizer
 from pipedejavu.facts import InputError
 from pipedejavu.hybrid.activation import Activations, set_activations
 from pipedejavu.hybrid.budget import Budget, Meter
-from pipedejavu.hybrid.flow import Flow, Rules
+from pipedejavu.hybrid.flow import Flow
 from pipedejavu.hybrid.home import Lanes, size_of
 from pipedejavu.hybrid.native import HostUpdate
 from pipedejavu.hybrid.placement import Placement
 from pipedejavu.hybrid.recorder import Recorder
+from pipedejavu.hybrid.rule import Rules
 from pipedejavu.hybrid.state import fill_state, read_state
 from pipedejavu.hybrid.window import open_window
 
