@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from pipedejavu.facts import InputError
-from pipedejavu.hybrid import native
+from pipedejavu.hybrid import activation, native
 from pipedejavu.hybrid.arithmetic import State, join, scalars_of, split, update_
 from pipedejavu.hybrid.gpu import _kernel, update_on_gpu
 from pipedejavu.hybrid.lane import StreamLane
@@ -164,6 +164,18 @@ def test_a_model_that_moves_after_the_optimizer_was_made_is_noticed(cuda_lab: An
     model.cuda()
     with pytest.raises(InputError, match=r"^HybridAdamW was made for cpu, and the model is on cuda:0; move it first$"):
         model.loss(cuda_lab.tokens(0)).backward()
+
+
+@pytest.mark.parametrize("window", [None, 1])
+@pytest.mark.parametrize("activations", ["recompute", "offload"])
+def test_what_blocks_keep_changes_no_bit(
+    activations: Any, window: int | None, cuda_lab: Any, bits: Any, compare: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(activation, "MIN_BYTES", 0)
+    model = cuda_lab.net()
+    optimizer = cuda_lab.hybrid(model, clip_norm=0.5, gpu_units=1, window=window, activations=activations)
+    cuda_lab.train(model, optimizer, range(STEPS))
+    compare(bits(optimizer, model), cuda_lab.plain_bits(torch.bfloat16, 0.5, STEPS))
 
 
 # --- late lanes

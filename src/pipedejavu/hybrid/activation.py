@@ -11,6 +11,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
 from pipedejavu.facts import InputError
@@ -27,12 +28,17 @@ class Away:
     """A tensor of one forward that waits in host memory."""
 
     def __init__(self, tensor: Tensor, lanes: Lanes):
-        self.lanes, self.key = lanes, _identity(tensor)
+        self.lanes, self._key = lanes, _identity(tensor)
+        self._memory = StorageWeakRef(tensor.untyped_storage())
         is_pinned = lanes.device.type == "cuda"
         self.host = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, pin_memory=is_pinned)
         copy = partial(self.host.copy_, tensor, non_blocking=True)
         self.out = lanes.copy_out.submit("OFFLOAD:s", copy, now(lanes.device))
         self._back: tuple[Tensor, Mark] | None = None
+
+    def is_of(self, tensor: Tensor) -> bool:
+        """Whether it is this tensor, and not an earlier one whose memory this one was given."""
+        return self._key == _identity(tensor) and not self._memory.expired()
 
     def fetch(self) -> None:
         """Lets it come back, if it is not on its way."""
@@ -77,7 +83,7 @@ class Offload:
             return tensor
         tensor = tensor.detach()
         for found in away:  # several operations may save one tensor
-            if found.key == _identity(tensor):
+            if found.is_of(tensor):
                 return found
         found = Away(tensor, self.lanes)
         away.append(found)

@@ -264,19 +264,20 @@ class Flow:
         return scale
 
     def _commit(self, scale: float | None) -> None:
-        """Starts the update of every unit, in the order of the forward pass."""
+        """Starts the update of every unit, in the order of the forward pass; the host's first, as it takes longest."""
         if scale is None:
             self.num_skipped += 1
             return
         work = [(home, self._factors(home, scale)) for home in self.homes]
         self._staging.expect([home for home, factors in work if home.place == "lean" and factors])
         for home, factors in work:
+            if factors and home.place in ("host", "lean"):
+                home.update(factors, self._staging)
+        for home, factors in work:
             if factors and home.place == "gpu":
                 home.update_on_gpu(factors)
             elif factors and home.place == "visit":
                 self._visitors[home.index].update(factors)
-            elif factors:
-                home.update(factors, self._staging)
 
     def _commit_rest(self) -> None:
         """Updates what did not begin in the backward pass."""

@@ -168,6 +168,7 @@ class ThreadLane(Lane):
             except BaseException as error:
                 self._error = mark.error = error
             mark.event.set()
+            del item, work, after, mark  # what the work held is free while the lane waits for more
 
     def _do(self, action: str, work: Callable[[], Any], after: tuple[Mark | None, ...]) -> None:
         for before in after:

@@ -138,16 +138,12 @@ class Visitor:
             self._came = self.lanes.arrive.submit(f"come{self.home.index}", arrive, self._left, now(self.lanes.device))
 
     def update(self, factors: Mapping[Member, Scalars]) -> None:
-        """Updates the unit on the compute lane, before its next forward; until then its state may still come."""
+        """Lets the unit be updated on the compute lane right before its next forward, when its state has come."""
         if self._came is None:
             self.room.expect()
             self._came = self.lanes.arrive.submit(f"come{self.home.index}", partial(self._arrive, None), self._left)
         gradients = {member: member.parameter.grad for member in factors}
-        apply = partial(self._apply, factors, gradients)
-        if self._came.is_past():
-            apply()
-        else:
-            self.home.before = apply
+        self.home.before = partial(self._apply, factors, gradients)
 
     def _arrive(self, memory: Tensor | None) -> None:
         """Copies the state to the GPU; without memory of its own, into what another visitor has left."""
