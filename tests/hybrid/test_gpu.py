@@ -270,7 +270,6 @@ def empty_gpu() -> Iterator[None]:
 @pytest.mark.usefixtures("empty_gpu")
 def test_peak_memory_is_within_three_percent_of_the_plan(options: dict[str, Any], cuda_lab: Any) -> None:
     torch.use_deterministic_algorithms(False)
-    already = torch.cuda.memory_allocated()
     model = Deep().cuda().bfloat16()
     optimizer = cuda_lab.hybrid(model, **{"clip_norm": 1.0, "window": None, **options})
     peaks = []
@@ -278,7 +277,7 @@ def test_peak_memory_is_within_three_percent_of_the_plan(options: dict[str, Any]
         torch.cuda.reset_peak_memory_stats()
         model(torch.randn(4096, 1024, device="cuda", dtype=torch.bfloat16)).backward()
         optimizer.step()
-        peaks.append(torch.cuda.max_memory_allocated() - already)
+        peaks.append(torch.cuda.max_memory_allocated())  # with cuBLAS's workspace, which the first step sees too
     assert optimizer.plan is not None
     forecast = optimizer.plan.gpu_bytes
     print(f"peaks {peaks}, forecast {forecast}, places {optimizer.plan.places}")

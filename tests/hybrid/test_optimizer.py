@@ -181,7 +181,7 @@ def test_a_parameter_that_thaws_is_noticed(lab: Any) -> None:
     model.head.requires_grad_(True)
     model.loss(lab.tokens(2)).backward()
     with pytest.raises(
-        InputError, match=r"^a parameter that was frozen when HybridAdamW was made has a gradient; close()"
+        InputError, match=r"^a parameter that was frozen when HybridAdamW was made has a gradient; leave it"
     ):
         optimizer.step()
     with pytest.raises(
@@ -334,6 +334,24 @@ def test_training_goes_on_bit_for_bit_after_a_save_and_a_load(
         )
         lab.train(other, second, range(5, 10))
         compare(expected, bits(second, other))
+
+
+def test_the_low_half_does_not_outlive_weights_that_torch_trained(lab: Any) -> None:
+    model = lab.net()
+    optimizer = lab.hybrid(model, clip_norm=1.0, gpu_units=2)
+    lab.train(model, optimizer, range(3))
+    plain = torch.optim.AdamW(model.parameters())
+    plain.load_state_dict(optimizer.state_dict())
+    optimizer.close()
+    lab.train(model, plain, range(3, 5))
+    second = lab.hybrid(model, clip_norm=1.0, gpu_units=2)
+    second.load_state_dict(plain.state_dict())
+    before = [p.detach().clone() for p in model.parameters()]
+    model.loss(lab.tokens(5)).backward()
+    second.flow.settle()
+    second._fill()
+    assert all(not m.state.low.any() and m.step == 5 for m in second.flow.members.values())
+    assert all(map(torch.equal, before, model.parameters()))
 
 
 def test_weights_that_are_loaded_alone_count(lab: Any) -> None:
@@ -507,11 +525,49 @@ def test_parameters_that_are_not_contiguous_are_refused(lab: Any) -> None:
         lab.hybrid(model)
 
 
-def test_groups_that_come_later_are_refused(lab: Any) -> None:
-    optimizer = lab.hybrid(lab.net())
-    with pytest.raises(
-        InputError, match=r"^add_param_group came after the optimizer was made, .* give all groups to Hyb"
-    ):
+@pytest.mark.parametrize("options", OPTIONS, ids=NAMES)
+def test_parameters_that_are_trained_later_join(
+    options: Options, lab: Any, bits: Any, compare: Any, plain_optimizer: Any
+) -> None:
+    found = []
+    for make in (plain_optimizer, lab.hybrid):
+        model = lab.net()
+        late = [*model.blocks[0].parameters()]
+        early = [p for p in model.parameters() if all(p is not other for other in late)]
+        for p in late:
+            p.requires_grad_(False)
+        own = {"clip_norm": options["clip_norm"]} if make is plain_optimizer else options
+        optimizer = make(model, [{"params": early}], **own)
+        lab.train(model, optimizer, range(4))
+        for p in late:
+            p.requires_grad_(True)
+        group = {"params": late, "lr": 0.003, "weight_decay": 0.0}
+        if make is plain_optimizer:
+            more = plain_optimizer(model, [group], clip_norm=None)
+            optimizer.param_groups += more.param_groups
+            optimizer.states.update(more.states)
+            optimizer.steps.update(more.steps)
+        else:
+            optimizer.add_param_group(group)
+        lab.train(model, optimizer, range(4, 9))
+        found.append(bits(optimizer, model))
+    compare(*found)
+
+
+def test_a_group_that_cannot_join_changes_nothing(lab: Any, bits: Any, compare: Any) -> None:
+    model = lab.net()
+    optimizer = lab.hybrid(model, clip_norm=0.5, gpu_units=2, window=1)
+    lab.train(model, optimizer, range(3))
+    with pytest.raises(InputError, match=r"^1 of 23 parameters are not in the model; give the model that has all"):
+        optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2))]})
+    with pytest.raises(InputError, match=r"^a parameter is torch.float64; HybridAdamW trains bfloat16 and float32"):
+        optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2, dtype=torch.float64))]})
+    with pytest.raises(ValueError, match="appear in more than one parameter group"):
+        optimizer.add_param_group({"params": [model.head.weight]})
+    lab.train(model, optimizer, range(3, 6))
+    compare(bits(optimizer, model), lab.plain_bits(torch.bfloat16, 0.5, 6))
+    model.loss(lab.tokens(0)).backward()
+    with pytest.raises(InputError, match=r"^add_param_group came between backward and step; call it after step\(\)$"):
         optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2))]})
 
 
@@ -556,9 +612,47 @@ def test_parameters_of_another_model_are_refused(lab: Any) -> None:
         lab.hybrid(lab.net(), lab.net().parameters())
 
 
+@pytest.mark.parametrize("window", [1, 2, 3])
+def test_blocks_that_share_weights_stay_out_of_the_window(window: int, lab: Any) -> None:
+    found = []
+    for size in (None, window):
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(5)))
+        model[3].weight = model[0].weight
+        optimizer = lab.hybrid(model, clip_norm=1.0, window=size)
+        for n in range(4):
+            torch.manual_seed(n)
+            model(torch.randn(3, 4)).square().mean().backward()
+            optimizer.step()
+        optimizer.synchronize()
+        found.append([p.detach().clone() for p in model.parameters()])
+    assert [home.is_windowed for home in optimizer.flow.homes] == [False, True, True, True, True]
+    assert all(map(torch.equal, *found))
+
+
+def test_a_model_with_a_window_may_be_moved_and_not_recast(lab: Any, bits: Any, compare: Any) -> None:
+    model = lab.net()
+    model.blocks[0].register_buffer("mask", torch.ones(2))
+    optimizer = lab.hybrid(model, clip_norm=0.5, window=1)
+    lab.train(model, optimizer, range(3))
+    resting = model.blocks[1].up.weight.data_ptr()
+    model.to(torch.device("cpu"))
+    assert model.blocks[1].up.weight.data_ptr() == resting
+    with pytest.raises(
+        InputError, match=r"^the model's dtype is torch.bfloat16, and its weights come through a window"
+    ):
+        model.blocks.double()
+    model.blocks[0]._apply(lambda t: t.clone())
+    lab.train(model, optimizer, range(3, 6))
+    compare(bits(optimizer, model), lab.plain_bits(torch.bfloat16, 0.5, 6))
+    optimizer.close()
+    assert model.double().blocks[0].mask.dtype == torch.float64
+
+
 def test_a_window_needs_blocks(lab: Any) -> None:
     with pytest.raises(
-        InputError, match=r"^a window needs blocks, and the model has no list of modules; give window=None"
+        InputError,
+        match=r"^a window needs blocks of their own weights in a list, and the model has none; give window=None",
     ):
         lab.hybrid(nn.Linear(2, 2), window=1, device="meta")
 

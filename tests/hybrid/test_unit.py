@@ -2,6 +2,7 @@ import torch
 from torch import nn
 
 from pipedejavu.hybrid.unit import ModelUnit, find_units
+from pipedejavu.zoo import build
 
 
 def shape(units: list[ModelUnit]) -> list[tuple[str, bool, list[str]]]:
@@ -11,6 +12,12 @@ def shape(units: list[ModelUnit]) -> list[tuple[str, bool, list[str]]]:
 def test_the_children_of_a_sequential_are_blocks() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2, bias=False))
     assert shape(find_units(model)) == [("0", True, ["0.weight", "0.bias"]), ("2", True, ["2.weight"])]
+
+
+def test_the_units_of_a_chain_are_blocks() -> None:
+    found = find_units(build("gpt-tiny", device="meta").model)
+    assert [unit.name for unit in found if unit.is_block] == [unit.name for unit in found]
+    assert len(found) > 4
 
 
 class Listed(nn.Module):

@@ -29,7 +29,7 @@ class Away:
 
     def __init__(self, tensor: Tensor, lanes: Lanes):
         self.lanes, self._key = lanes, _identity(tensor)
-        self._memory = StorageWeakRef(tensor.untyped_storage())
+        self._memory = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
         is_pinned = lanes.device.type == "cuda"
         self.host = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, pin_memory=is_pinned)
         copy = partial(self.host.copy_, tensor, non_blocking=True)
@@ -38,7 +38,7 @@ class Away:
 
     def is_of(self, tensor: Tensor) -> bool:
         """Whether it is this tensor, and not an earlier one whose memory this one was given."""
-        return self._key == _identity(tensor) and not self._memory.expired()
+        return self._key == _identity(tensor) and not self._memory.expired()  # type: ignore[no-untyped-call]
 
     def fetch(self) -> None:
         """Lets it come back, if it is not on its way."""

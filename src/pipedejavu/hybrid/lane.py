@@ -112,10 +112,10 @@ class StreamLane(Lane):
             if self.delay is not None:
                 self.delay()
             recorder = self.recorder
-            start = _event(is_timed=recorder is not None)
+            start = None if recorder is None else _event(is_timed=True)
             work()
             end = _event(is_timed=recorder is not None)
-        if recorder is not None:
+        if recorder is not None and start is not None:
             recorder.add_events(self.name, action, start, end)
         return EventMark(end)
 

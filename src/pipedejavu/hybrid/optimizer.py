@@ -6,6 +6,7 @@ own weights alone; without, it runs as soon as a unit's gradients are final. Whi
 """
 
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -58,7 +59,7 @@ class HybridAdamW(Optimizer):
         Args:
             model: its modules tell when weights are needed.
             params: parameters or groups as every torch optimizer takes them; all of the model's by default. Those that
-                are frozen now stay so.
+                are frozen now stay so; what comes later is given to `add_param_group`.
             lr: may be changed between steps, as schedulers do.
             betas: the decay of both moments.
             eps: added to the root of the second moment.
@@ -82,11 +83,13 @@ class HybridAdamW(Optimizer):
         _check_factors(clip_norm, microbatches, window)
         super().__init__(parameters, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
         self.device = _check_parameters(self.param_groups, device)
-        meter = Meter(self.device, gpu_budget, host_budget)
+        self._budgets = gpu_budget, host_budget
+        meter = Meter(self.device, *self._budgets)
         self._lanes = Lanes(self.device, HostUpdate(host_threads))
         rules = Rules(clip_norm=clip_norm, microbatches=microbatches, speculates=speculate, gpu_units=gpu_units)
+        self._make = partial(self._make_flow, model, rules, window, activations)
         try:
-            self._flow = self._make_flow(model, meter, rules, window, activations)
+            self._flow = self._make(meter)
         except BaseException:
             self._lanes.close()
             raise
@@ -95,10 +98,10 @@ class HybridAdamW(Optimizer):
     def _make_flow(
         self,
         model: nn.Module,
-        meter: Meter,
         rules: Rules,
         window: int | Literal["auto"] | None,
         activations: Activations | Mapping[str, Activations],
+        meter: Meter,
     ) -> Flow:
         """Returns the flow, hooked into the model; where it is refused, the model stays as it was."""
         flow = Flow(model, self.param_groups, self._lanes, meter, rules)
@@ -109,6 +112,7 @@ class HybridAdamW(Optimizer):
             model.to(self.device)
         else:
             flow.hooks += flow.window.fill(model)
+            flow.undo.append(flow.window.release)
         flow.begin()
         flow.hooks += [
             model.register_state_dict_pre_hook(lambda *_: self.synchronize()),  # type: ignore[no-untyped-call]
@@ -149,8 +153,8 @@ class HybridAdamW(Optimizer):
         flow = self.flow
         if any(p.grad is not None for group in self.param_groups for p in group["params"] if p not in flow.members):
             raise InputError(
-                "a parameter that was frozen when HybridAdamW was made has a gradient; close() this optimizer and make"
-                " a new one for what is trained now"
+                "a parameter that was frozen when HybridAdamW was made has a gradient; leave it out of the groups then,"
+                " and give it to add_param_group when it is trained"
             )
         flow.drop_with_model()
         if not any(member.arrived for member in flow.members.values()):
@@ -207,13 +211,35 @@ class HybridAdamW(Optimizer):
         self.flow.refresh()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds parameters of the model; all of them are known before the first step, which places them."""
-        if self._flow is not None:
-            raise InputError(
-                "add_param_group came after the optimizer was made, which has seen its model as a whole; give all"
-                " groups to HybridAdamW(model, groups)"
-            )
+        """Adds parameters of the model, between steps; the next step places everything anew.
+
+        What was on the GPU waits on the host until then, and what was on the host is there twice for a moment.
+        """
+        if self._flow is None:
+            super().add_param_group(param_group)
+            return
+        if any(member.arrived for member in self.flow.members.values()):
+            raise InputError("add_param_group came between backward and step; call it after step()")
         super().add_param_group(param_group)
+        skipped, self._loaded = self.num_skipped, self._at_rest()
+        try:
+            _check_parameters(self.param_groups[-1:], self.device)
+            self._flow = self._make(Meter(self.device, *self._budgets))
+        except InputError:
+            self.param_groups.pop()
+            self._flow = self._make(Meter(self.device, *self._budgets))
+            raise
+        finally:
+            self.flow.num_skipped = skipped
+            self._fill()
+
+    def _at_rest(self) -> dict[Tensor, dict[str, Any]]:
+        """Returns all state in host memory, and leaves the model free."""
+        self.state_dict()
+        state = {p: {name: value.cpu() for name, value in found.items()} for p, found in self.state.items()}
+        self.state.clear()
+        self._release()
+        return state
 
     def record(self) -> Recorder:
         """Begins to record when the actions of the lanes run; its `finish` returns them."""
@@ -226,11 +252,14 @@ class HybridAdamW(Optimizer):
     def close(self) -> None:
         """Waits for all work and ends the threads; the model is free, and the optimizer cannot be used again."""
         self.synchronize()
+        self._release()
+        self._lanes.close()
+
+    def _release(self) -> None:
         for hook in self.flow.hooks:
             hook.remove()
         for undo in self.flow.undo:
             undo()
-        self._lanes.close()
 
 
 def _check_factors(clip_norm: float | None, microbatches: int, window: object) -> None:

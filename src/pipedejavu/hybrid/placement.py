@@ -10,9 +10,9 @@ from typing import Literal
 
 from pipedejavu.facts import InputError, format_bytes
 
-VISITOR_SHARE = 0.65
-"""Of the parameters that the GPU cannot hold. The way back of a visitor takes about half as long as the host's update
-of as many parameters while copies run beside it, so at this share both end together."""
+VISITOR_SHARE = 0.55
+"""Of the parameters that the GPU cannot hold. The way back of a visitor takes three quarters of the time in which the
+host updates as many parameters while copies run beside it, so at about this share both end together."""
 
 Place = Literal["gpu", "visit", "host", "lean"]
 """On the GPU; in host memory, visiting the GPU for its update; in host memory, updated there; and the same without a

@@ -32,7 +32,8 @@ def read_state(homes: Iterable[Home], state: dict[Tensor, Any]) -> None:
 def fill_state(member: Member, found: dict[str, Any] | None) -> None:
     """Copies a parameter's loaded state, or that of one never updated, to where it rests.
 
-    Without a low half the weight is its own master.
+    Without a low half the weight is its own master. An optimizer of torch makes bf16 of what it loads: a low half that
+    has been through one, and is older than the weight, is no integer any more.
     """
     assert member.state is not None
     if found is None:
@@ -45,6 +46,8 @@ def fill_state(member: Member, found: dict[str, Any] | None) -> None:
         value = found.get(name)
         if target is None:
             continue
+        if name == LOW and value is not None and value.dtype != target.dtype:
+            value = None
         if value is None and name != LOW:
             raise InputError(f"the state of '{member.name}' has no '{name}'; it is not that of an AdamW")
         if value is not None and value.numel() != target.numel():

@@ -1,7 +1,7 @@
 """What of a model is placed as one: its blocks in order, and the modules around them.
 
 A unit is the smallest stretch of a model whose optimizer state has one place. Blocks are the children of the model's
-lists; whatever module holds parameters outside of them is a unit of its own.
+lists, and of a chain that lists its `units()`; whatever module holds parameters outside of them is a unit of its own.
 """
 
 from collections.abc import Iterable, Iterator
@@ -20,6 +20,8 @@ class ModelUnit:
     shares: list["ModelUnit"] = field(default_factory=list)
     """Earlier units whose parameters this one uses too."""
     is_block: bool = False
+    is_shared: bool = False
+    """Whether later units use its parameters too."""
 
 
 def find_units(model: nn.Module) -> list[ModelUnit]:
@@ -34,6 +36,7 @@ def find_units(model: nn.Module) -> list[ModelUnit]:
                 unit.parameters.setdefault(full_name, parameter)
             elif owner not in unit.shares:
                 unit.shares.append(owner)
+                owner.is_shared = True
         if unit.parameters or unit.shares:
             units.append(unit)
     return units
@@ -52,7 +55,11 @@ def _stretches(module: nn.Module, name: str, *, is_block: bool) -> Iterator[tupl
     if own:
         yield name, module, False, own
     children = [(n, child) for n, child in module.named_children() if any(True for _ in child.parameters())]
-    is_list = isinstance(module, nn.ModuleList | nn.Sequential) and len(children) > 1
+    is_list = _is_list(module) and len(children) > 1
     for n, child in children:
-        nested = isinstance(child, nn.ModuleList | nn.Sequential) and len(list(child.children())) > 1
+        nested = _is_list(child) and len(list(child.children())) > 1
         yield from _stretches(child, prefix + n, is_block=is_list and not nested)
+
+
+def _is_list(module: nn.Module) -> bool:
+    return isinstance(module, nn.ModuleList | nn.Sequential) or callable(getattr(module, "units", None))

@@ -5,7 +5,8 @@ ones behind make room; a forward pass goes up the blocks and a backward pass dow
 order of the compute lane, and each copy waits for the point at which its memory was taken.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from functools import partial
 from typing import Literal, cast
 
 import torch
@@ -26,7 +27,7 @@ def open_window(
     model: nn.Module, homes: list[Home], lanes: Lanes, meter: Meter, size: int | Literal["auto"] | None
 ) -> "Window | None":
     """Returns the window of the asked size, or None where all weights stay on the GPU."""
-    blocks = [home for home in homes if home.unit.is_block]
+    blocks = [home for home in homes if home.unit.is_block and not home.unit.is_shared]
     if size == "auto":
         size = _auto_size(homes, blocks, meter)
     if size is None or size >= len(blocks):
@@ -35,7 +36,9 @@ def open_window(
             return None
         size = max(1, len(blocks))
     if not blocks:
-        raise InputError("a window needs blocks, and the model has no list of modules; give window=None")
+        raise InputError(
+            "a window needs blocks of their own weights in a list, and the model has none; give window=None"
+        )
     window = Window(blocks, lanes, size)
     for home in blocks:
         home.is_windowed = True
@@ -65,7 +68,10 @@ class Window:
         self._last, self._step = 0, 1
 
     def fill(self, model: nn.Module) -> list[RemovableHandle]:
-        """Moves the blocks' weights to host memory and all else of the model to the device; returns its hooks."""
+        """Moves the blocks' weights to host memory and all else of the model to the device; returns its hooks.
+
+        From then on `model.to(device)`, which trainers call, moves all but these weights.
+        """
         device = self.lanes.device
         with pinning_progress(sum(size_of(home).host_bytes for home in self.blocks)) as progress:
             for home in self.blocks:
@@ -74,12 +80,16 @@ class Window:
                     shape = member.parameter.shape
                     self._weights[member] = torch.empty(shape, dtype=member.parameter.dtype, device=device)
                     self._leave(member)
-        windowed = set(self._weights)
-        moved = {id(member.parameter) for member in windowed}
-        for tensor in (*model.parameters(), *model.buffers()):
-            if id(tensor) not in moved:
-                tensor.data = tensor.data.to(device)
+        weights = {member.parameter for member in self._weights}
+        for home in self.blocks:
+            home.unit.module._apply = partial(_apply_to_rest, home.unit.module, weights)  # type: ignore[method-assign]
+        model.to(device)
         return [home.unit.module.register_forward_hook(self._watch(home)) for home in self.blocks]
+
+    def release(self) -> None:
+        """Lets the blocks be moved as any module again."""
+        for home in self.blocks:
+            del home.unit.module._apply
 
     def enter(self, home: Home) -> None:
         """Lets the compute lane wait for a block's weights, and lets its neighbour set out."""
@@ -157,3 +167,22 @@ class Window:
         assert member.state is not None
         self._weights[member].untyped_storage().resize_(0)
         member.parameter.data = member.state.weight.view(member.parameter.shape)
+
+
+def _apply_to_rest(
+    block: nn.Module, weights: Collection[nn.Parameter], convert: Callable[[Tensor], Tensor], recurse: bool = True
+) -> nn.Module:
+    """Stands in for a block's `_apply`, by which modules are moved: weights that come and go stay where they are."""
+    modules = block.modules() if recurse else (block,)
+    for module in modules:
+        for parameter in module.parameters(recurse=False):
+            if parameter not in weights:
+                parameter.data = convert(parameter.data)
+            elif convert(parameter.data.new_empty(0)).dtype != parameter.dtype:
+                raise InputError(
+                    f"the model's dtype is {parameter.dtype}, and its weights come through a window; change the dtype"
+                    " before HybridAdamW is made"
+                )
+        for name, buffer in module.named_buffers(recurse=False):
+            module._buffers[name] = convert(buffer)
+    return block
