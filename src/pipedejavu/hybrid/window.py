@@ -89,7 +89,7 @@ class Window:
     def release(self) -> None:
         """Lets the blocks be moved as any module again."""
         for home in self.blocks:
-            del home.unit.module._apply
+            home.unit.module.__dict__.pop("_apply", None)
 
     def enter(self, home: Home) -> None:
         """Lets the compute lane wait for a block's weights, and lets its neighbour set out."""
