@@ -23,6 +23,10 @@ SHAPES = {
 }
 """Hidden size, layers, heads, and width of the feed-forward part."""
 GB = 10**9
+PCIE, DRAM = 55 * GB, 170 * GB
+"""Bytes a second of the reference machine: PCIe in each direction, and its DRAM as updates and copies share it."""
+TRAFFIC = {"gpu": (0, 0, 0), "visit": (10, 10, 20), "host": (2, 2, 32), "lean": (2, 4, 32), "window": (4, 2, 34)}
+"""By place: the bytes that a parameter moves in each step to the GPU, from the GPU, and in DRAM."""
 HYBRID = {"clip_norm": 1.0}
 CASES: dict[str, list[tuple[str, str, dict[str, Any]]]] = {
     "1.3b": [
@@ -30,6 +34,7 @@ CASES: dict[str, list[tuple[str, str, dict[str, Any]]]] = {
         ("hybrid, all state on the CPU", "hybrid", {**HYBRID, "gpu_units": 0}),
         ("  without guesses", "hybrid", {**HYBRID, "gpu_units": 0, "speculate": False}),
         ("  without clipping", "hybrid", {"gpu_units": 0}),
+        ("  where no step needs clipping", "hybrid", {"clip_norm": 1e9, "gpu_units": 0}),
         ("hybrid, 16 GB", "hybrid", {**HYBRID, "gpu_budget": 16 * GB}),
         ("hybrid, 20 GB", "hybrid", {**HYBRID, "gpu_budget": 20 * GB}),
         ("hybrid, window of 2 blocks", "hybrid", {**HYBRID, "window": 2}),
@@ -70,7 +75,7 @@ def main() -> None:
     if options.review:
         review_results(json.loads(options.review.read_text()))
         return
-    results = []
+    results, flop_per_s = [], None
     for case in options.cases.split(","):
         first: dict[str, Any] | None = None
         for title, method, settings in CASES[case]:
@@ -83,6 +88,10 @@ def main() -> None:
             }  # fmt: skip
             found = run_one(order, options.timeout)
             first = first or found
+            if method.startswith("gpu") and "tflops" in found:
+                flop_per_s = found["tflops"] * 1e12
+            if flop_per_s and "run" in found:
+                found["limits"] = limits(found, batch * sequence, flop_per_s)
             results.append({"title": title, **order, **found})
             print(line(title, found, first), flush=True)
             if options.out:
@@ -134,7 +143,21 @@ def line(title: str, found: dict[str, Any], first: dict[str, Any]) -> str:
     )
     if "busy" in found:
         row += "  busy " + " ".join(f"{lane} {share:.2f}" for lane, share in found["busy"].items())
+    if "limits" in found:
+        name, least = max(found["limits"].items(), key=lambda item: item[1])
+        row += f"  {least / found['step_s']:.2f} of the limit, {least:.3f} s by {name}"
     return row
+
+
+def limits(found: dict[str, Any], tokens: int, flop_per_s: float) -> dict[str, float]:
+    """Returns the least seconds of a step by each resource, where the GPU computes as fast as with all state on it."""
+    moved = [0.0, 0.0, 0.0]
+    for unit in found["run"]["units"]:
+        place = "window" if found["run"]["window"] is not None and unit["place"] == "host" else unit["place"]
+        moved = [total + each * unit["num_parameters"] for total, each in zip(moved, TRAFFIC[place], strict=True)]
+    to_gpu, from_gpu, dram = moved
+    gpu_s = 8 * found["parameters"] * tokens / flop_per_s
+    return {"GPU": gpu_s, "PCIe": max(to_gpu, from_gpu) / PCIE, "DRAM": dram / DRAM}
 
 
 def train_one(method: str, size: str, batch: int, sequence: int, steps: int, settings: dict[str, Any]) -> None:
