@@ -6,6 +6,7 @@ own weights alone; without, it runs as soon as a unit's gradients are final. Whi
 """
 
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -108,7 +109,7 @@ class HybridAdamW(Optimizer):
         if flow.window is None:
             model.to(self.device)
         else:
-            flow.hooks += flow.window.fill(model)
+            flow.hooks += flow.window.fill(model, flow.enter)
         flow.begin()
         flow.hooks += [
             model.register_state_dict_pre_hook(lambda *_: self.synchronize()),  # type: ignore[no-untyped-call]
@@ -218,9 +219,9 @@ class HybridAdamW(Optimizer):
     def record(self) -> Recorder:
         """Begins to record when the actions of the lanes run; its `finish` returns them."""
         recorder = Recorder(self.device)
-        for lane in self._lanes.all:
-            lane.recorder = recorder
-        self.flow.recorder = recorder
+        recorder.watch(self.flow.homes[-1].unit.module, self.flow.homes[-1].index)
+        self._lanes.listen(recorder)
+        recorder.undo.append(partial(self._lanes.listen, None))
         return recorder
 
     def close(self) -> None:
