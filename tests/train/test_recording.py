@@ -67,7 +67,7 @@ def test_nothing_of_the_lanes_is_lost_but_what_the_step_before_left() -> None:
     assert not kept - spans
     left = spans - kept
     assert all(action[:3] in ("UPD", "FET", "OFF", "wai", "loo") for action in left)
-    assert len(run.waits) == sum(count for action, count in spans.items() if action.startswith("wait"))
+    assert len(run.everything) == sum(spans.values())
     assert all(count == 1 for action, count in left.items() if action.startswith("UPDATE"))
     timeline = run.timeline()
     assert len(timeline) == len(run.work)
@@ -111,7 +111,7 @@ def test_weights_that_come_through_a_window_are_told_apart(window: int) -> None:
     stays = {1: {3}, 2: {2, 3}}[window]
     for block in range(4):
         assert [names[f"FETCH:w{block}@{step}"] for step in (2, 3)] == [1 if block in stays else 2] * 2
-    assert {unit for unit, _, _ in run.waits} == set(range(5))
+    assert {work.unit for work in run.everything if work.kind == "wait"} == set(range(5))
 
 
 def test_a_run_comes_back_from_json() -> None:

@@ -95,14 +95,19 @@ class Flow:
             self.drop_with_model()
             self._prune()
             for home in homes:
-                self.enter(home)
+                self.lanes.note("came", home.index)
+                self._make_way(home)
+                self._wait(home)
 
         return cast(Callable[..., None], torch._dynamo.disable(wait))  # type: ignore[no-untyped-call]
 
     def enter(self, home: Home) -> None:
-        """Lets the compute lane wait for a unit's weights."""
+        """Lets the compute lane wait for the weights of a block whose backward begins."""
         self.lanes.note("came", home.index)
-        self._make_way(home)
+        self._wait(home)
+
+    def _wait(self, home: Home) -> None:
+        """Lets the compute lane wait for a unit's weights."""
         if home.is_windowed and self.window is not None:
             self.window.enter(home)
         elif self._clock is not None:

@@ -26,7 +26,7 @@ LANES = ("compute", "copy-out", "host", "copy-in")
 """Those that do the work; threads that only hand it on are left out."""
 LEAST_STEPS = 2
 
-_SPAN = re.compile(r"(F|B|UPDATE|OFFLOAD:[dwo]|FETCH:[wo]|wait)(\d+)(~host)?|loop")
+_SPAN = re.compile(r"(F|B|UPDATE|OFFLOAD:[dwo]|FETCH:[wo]|wait)(\d+)(~host|~guess)?|loop")
 _NAMES = {
     "F": "F{unit}.{step}@{step}",
     "B": "B{unit}.{step}@{step}",
@@ -109,9 +109,14 @@ class HybridRun(Record):
             for unit in self.units
         )
 
-    @cached_property
+    @property
     def work(self) -> tuple[Work, ...]:
-        """All work of the recorded steps, numbered; what was left of the step before them is not in it.
+        """All work of the recorded steps that a program has too; what was left of the step before them is not in it."""
+        return tuple(work for work in self.everything if work.step and work.kind in _NAMES)
+
+    @cached_property
+    def everything(self) -> tuple[Work, ...]:
+        """All that was recorded, numbered by step from 1; 0 is what was left of the step before.
 
         Between a unit's forwards of two steps lies all its work of the first, but for two: a visitor's state may still
         leave after the second has begun, and belongs to the visit before it; and weights that come through a window
@@ -138,20 +143,13 @@ class HybridRun(Record):
             elif kind == "loop":
                 step = step + 1 if 0 < step < len(forwards[unit]) else 0
             last[kind, unit] = step
-            if step:
-                found.append(Work(lane, kind, unit, step, start, end))
+            found.append(Work(lane, kind, unit, step, start, end))
         return tuple(
             work._replace(start_s=min(max(work.start_s, arrived[work.unit, work.step]), work.end_s))
             if work.kind == "UPDATE~host"  # the time that it waited for what it reads is not its own
             else work
             for work in found
-            if work.kind != "wait"
         )
-
-    @cached_property
-    def waits(self) -> tuple[tuple[int, float, float], ...]:
-        """Unit, start and end of each wait of the compute lane, where they were recorded."""
-        return tuple((unit, start, end) for _, kind, unit, start, end in self._parsed() if kind == "wait")
 
     def _parsed(self) -> Iterator[_Parsed]:
         for lane, action, start, end in self.spans:
