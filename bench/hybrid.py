@@ -101,13 +101,14 @@ def main() -> None:
 def review_results(results: list[dict[str, Any]]) -> None:
     """Prints what the simulator says of each recorded run."""
     from pipedejavu.facts import InputError
-    from pipedejavu.train import HybridRun, review
+    from pipedejavu.train import HybridRun, occupancy_of, review
 
     for found in results:
         if "run" in found:
             print(f"\n{found['size']}, {found['title'].strip()}")
             try:
-                print(review(HybridRun.from_json(json.dumps({**found["run"], "spans": found["spans"]}))))
+                run = HybridRun.from_json(json.dumps({**found["run"], "spans": found["spans"]}))
+                print(review(run), occupancy_of(run), sep="\n")
             except InputError as error:
                 print(error)
 
@@ -141,11 +142,11 @@ def line(title: str, found: dict[str, Any], first: dict[str, Any]) -> str:
         f"{title:34} {found['step_s']:7.3f} s/step  {ratio:5.2f} of the first  {found['tflops']:5.0f} TFLOP/s"
         f"  GPU {found['gpu_gb']:6.1f} GB  host {found['host_gb']:6.1f} GB  ready in {found['ready_s']:4.0f} s"
     )
-    if "busy" in found:
-        row += "  busy " + " ".join(f"{lane} {share:.2f}" for lane, share in found["busy"].items())
     if "limits" in found:
         name, least = max(found["limits"].items(), key=lambda item: item[1])
         row += f"  {least / found['step_s']:.2f} of the limit, {least:.3f} s by {name}"
+    if "why" in found:
+        row += f"\n{'':34} {found['why']}"
     return row
 
 
@@ -158,6 +159,18 @@ def limits(found: dict[str, Any], tokens: int, flop_per_s: float) -> dict[str, f
     to_gpu, from_gpu, dram = moved
     gpu_s = 8 * found["parameters"] * tokens / flop_per_s
     return {"GPU": gpu_s, "PCIe": max(to_gpu, from_gpu) / PCIE, "DRAM": dram / DRAM}
+
+
+def lane_use(run: Any) -> dict[str, Any]:
+    """Returns what a recording says of the lanes: how busy they are, what is hidden, and what bounds a step."""
+    from pipedejavu.facts import InputError
+    from pipedejavu.train import occupancy_of
+
+    try:
+        found = occupancy_of(run)
+    except InputError as error:
+        return {"why": str(error)}
+    return {"busy": found.busy, "bounds": found.bounds, "hidden": found.hidden, "why": str(found)}
 
 
 def train_one(method: str, size: str, batch: int, sequence: int, steps: int, settings: dict[str, Any]) -> None:
@@ -206,10 +219,7 @@ def train_one(method: str, size: str, batch: int, sequence: int, steps: int, set
 
         extra.synchronize()
         spans = recorder.finish()
-        result["busy"] = {
-            lane: sum(end - start for name, _, start, end in spans if name == lane) / typical / recorded
-            for lane in ("copy-out", "host", "copy-in")
-        }
+        result |= lane_use(read_run(extra, spans))
         result["spans"] = [(a, b, round(c, 5), round(d, 5)) for a, b, c, d in spans]
         result["run"] = read_run(extra, spans).model_dump(exclude={"spans"})
         result["plan"] = list(extra.plan.reasons)

@@ -2,6 +2,7 @@
 
 import copy
 from collections import defaultdict
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 from pipedejavu.engine import AdamW, Read, Sgd, check_runnable, run_threads
 from pipedejavu.engine.run import Threads
 from pipedejavu.facts import FaultsError, InputError
-from pipedejavu.plan import preset, presets
+from pipedejavu.plan import Keep, Reduce, preset, presets
 from pipedejavu.program import build_graph
 from pipedejavu.program import compile as compile_plan
 from pipedejavu.program.liveness import Liveness, count_versions
@@ -271,6 +272,20 @@ def test_a_split_backward_refuses_tied_weights(make, name):
     message = f"order '{name}' splits the backward, which counts tied weights twice; use order '1f1b', or untie"
     with pytest.raises(FaultsError, match=message):
         case.program  # noqa: B018
+
+
+@pytest.mark.parametrize("clip_norm", [None, 0.5])
+@pytest.mark.parametrize(
+    "places",
+    [("visit",) * 3, ("visit", "host", "lean"), ("lean",) * 3, ("device", "window", "window"), ("window",) * 3],
+)
+def test_state_that_visits_and_weights_that_come_change_nothing(make, places, clip_norm):
+    case = make("zero-offload", "convnet", microbatches=3, clip_norm=clip_norm, optimizer=ADAMW, rounds=2)
+    reduce = case.plan.reduce if clip_norm else Reduce()
+    case = replace(case, plan=case.plan.but(keep=Keep(kind="split", places=places), reduce=reduce))
+    assert case.furthest(case.trained_plainly()) <= case.tolerance
+    assert case.audit() <= case.tolerance
+    assert case.moved() > 1e6 * case.tolerance
 
 
 @pytest.mark.parametrize("name", ["l2l", "zero-offload", "cotrain", "stronghold"])

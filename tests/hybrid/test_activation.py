@@ -80,8 +80,8 @@ def test_nothing_leaves_without_a_backward_pass_and_small_tensors_stay(lab: Any)
         model.loss(lab.tokens(0))
     lab.train(model, optimizer, range(1))
     optimizer.synchronize()
-    assert not [span for span in recorder.finish() if span[1] == "OFFLOAD:s"]
     assert lanes.copy_out.recorder is recorder
+    assert not [span for span in recorder.finish() if span[1] == "OFFLOAD:s"]
 
 
 def test_a_closed_optimizer_gives_the_forwards_back(lab: Any) -> None:

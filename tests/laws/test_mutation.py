@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipedejavu.facts import FaultsError
-from pipedejavu.plan import preset, presets
+from pipedejavu.plan import Keep, preset, presets
 from pipedejavu.program import Action, Program, verify
 from pipedejavu.program import compile as compile_plan
 from pipedejavu.simulate import unit_costs
@@ -82,7 +82,7 @@ def change_group(program, actions, n):
 
 def change_what(_program, actions, n):
     if actions[n].what:
-        yield from (put(actions, n, what=what) for what in "xgswdnbpce" if what != actions[n].what)
+        yield from (put(actions, n, what=what) for what in "xgswodnbpce" if what != actions[n].what)
 
 
 def change_kind(_program, actions, n):
@@ -145,8 +145,21 @@ MUTATIONS: dict[str, Mutate] = {
 }  # fmt: skip
 
 
+PLACES = {
+    "visit": Keep(kind="split", places=("visit", "visit", "visit", "host"), visitors=1),
+    "lean": Keep(kind="split", places=("device", "visit", "lean", "lean"), visitors=2),
+    "window": Keep(kind="split", places=("device", "window", "window", "host")),
+}
+"""Ways to keep state that are no preset: those of a hybrid step."""
+
+
 @cache
 def legal(name: str) -> Program:
+    if name in PLACES:
+        plan = preset("zero-offload").at(microbatches=2, steps=2).but(keep=PLACES[name])
+        program = compile_plan(*unit_costs(plan, {}), fold=False)
+        verify(program)
+        return program
     found = preset(name)
     plan = found.at(workers=None if found.grows == "none" else 2, microbatches=4, steps=None if found.per_update else 2)
     program = compile_plan(*unit_costs(plan, {}), fold=False)
@@ -173,7 +186,7 @@ tried: Counter[str] = Counter()
 @settings(derandomize=True, max_examples=2000, deadline=None)
 def check_one_mutant(data: st.DataObject) -> None:
     mutation = data.draw(st.sampled_from([*MUTATIONS]), "mutation")
-    name = data.draw(st.sampled_from([n for n in presets() if mutants(n, mutation)]), "preset")
+    name = data.draw(st.sampled_from([n for n in (*presets(), *PLACES) if mutants(n, mutation)]), "preset")
     w, n, k = data.draw(st.sampled_from(mutants(name, mutation)), "place")
     program = legal(name)
     changed = [*MUTATIONS[mutation](program, [*program.workers[w].actions], n)][k]
@@ -191,7 +204,9 @@ def test_every_mutant_is_caught():
     assert tried.keys() == MUTATIONS.keys()
 
 
-@pytest.mark.parametrize("name", ["1f1b", "pipedream", "zb-h1", "gems-mast", "l2l", "zero-3", "easgd", "hetpipe"])
+@pytest.mark.parametrize(
+    "name", ["1f1b", "pipedream", "zb-h1", "gems-mast", "l2l", "zero-3", "easgd", "hetpipe", *PLACES]
+)
 @pytest.mark.parametrize("mutation", ["delete", "duplicate"])
 def test_no_action_of_these_presets_can_go_missing_or_come_twice(name, mutation):
     program = legal(name)

@@ -38,6 +38,7 @@ from pipedejavu.plan import Cut, Feed, Keep, Order, Place, Reduce, Version
         (Keep(), "replicated"),
         (Keep(kind="host", window=2), "host(2)"),
         (Keep(kind="split", device_pieces=3), "split(3)"),
+        (Keep(kind="split", places=("device", "visit", "visit", "host")), "split(1 device, 2 visit, 1 host)"),
         (Keep(kind="zero-2", activations="host"), "zero-2, activations on host"),
         (Keep(versions=1), "replicated, 1 version"),
         (Keep(versions=2), "replicated, 2 versions"),

@@ -468,6 +468,11 @@ BROKEN: list[tuple[Plan, str, str]] = [
         "set keep.kind to 'shared'",
     ),
     (
+        preset("l2l").plan.but(keep=Keep(kind="host", places=("visit",))),
+        "keep.places divides state piece by piece, and keep 'host' treats all pieces alike",
+        "set keep.kind to 'split', or leave keep.places out",
+    ),
+    (
         preset("gpipe").plan.but(place=Place(workers=2, stage_replicas=(2, 1))),
         "order 'gpipe' has no form with replicated stages",
         "use order '1f1b' or '1f1b-async', or place.replicas",

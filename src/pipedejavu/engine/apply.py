@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pipedejavu.engine.device import moved
 from pipedejavu.engine.job import Applied, Batches, Job, Log
 from pipedejavu.engine.optimizer import Tensors
 from pipedejavu.engine.piece import PieceRunner
@@ -76,6 +77,10 @@ class Applier:
             deltas = self._pushed_too(home, update, deltas)
         # What was the sum's memory, then the deltas', becomes the new version.
         self.values["w", *home, a.version, place] = as_leaves({n: d.add_(base[n].detach()) for n, d in deltas})
+
+    def move_state(self, home: Home, device: torch.device) -> None:
+        """Moves a piece's optimizer state between host and device."""
+        self.state[home] = moved(self.state.get(home, {}), device)
 
     def _coefficient(self, replica: int, update: int) -> float:
         """Returns what each summed gradient counts: one over the samples that feed the update, clipped."""

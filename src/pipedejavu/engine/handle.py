@@ -21,7 +21,7 @@ from pipedejavu.engine.piece import PieceRunner, Saved, like, tensors_of
 from pipedejavu.engine.wire import Wire, flatten, unflatten
 from pipedejavu.facts import InputError
 from pipedejavu.program import Action, Program, Table
-from pipedejavu.program.value import Value, value_of
+from pipedejavu.program.value import Value, rest_of, value_of
 
 TRANSIENT = frozenset("xgsbncdp")
 """Whats that are freed behind their last reader; of its own weights a worker keeps the newest version."""
@@ -286,15 +286,21 @@ class Handlers:
 
     def offload(self, a: Action) -> None:
         """Moves a value to the host's memory."""
-        self.values[value_of(a, "host")] = moved(self.values.pop(value_of(a)), CPU)
+        if a.what == "o":
+            self.applier.move_state((a.piece, a.replica), CPU)
+        else:
+            self.values[value_of(a, "host")] = moved(self.values.pop(value_of(a)), CPU)
 
     def fetch(self, a: Action) -> None:
-        """Brings a value to the device; weights stay in the host's memory too."""
+        """Brings a value to the device; weights that rest in the host's memory stay there too."""
         key = value_of(a, "host")
         if a.what == "b":
             self.values[value_of(a)] = self._inputs(a.microbatch)
+        elif a.what == "o":
+            self.applier.move_state((a.piece, a.replica), self.device)
         else:
-            found = self.values[key] if a.what == "w" else self.values.pop(key)
+            stays = a.what == "w" and rest_of(self.program, a.piece) != "lean"
+            found = self.values[key] if stays else self.values.pop(key)
             brought = moved(found, self.device)
             self.values[value_of(a)] = as_leaves(brought) if a.what == "w" else brought
 

@@ -16,7 +16,7 @@ from pipedejavu.engine.wire import Exchange, StagedWire, StoppedError, ThreadWir
 from pipedejavu.engine.worker import Worker
 from pipedejavu.facts import InputError, Span
 from pipedejavu.program import Program, verify
-from pipedejavu.program.value import resting_places
+from pipedejavu.program.value import resting
 
 
 @dataclass(frozen=True)
@@ -128,7 +128,7 @@ def make_handlers(program: Program, index: int, job: Job, batches: Batches, wire
     own = Handlers(program, index, runners, job, batches, wire if device == CPU else StagedWire(wire, device))
     version = -1 if program.plan.version.kind == "torn" else 0
     for (piece, replica), runner in runners.items():
-        for place in resting_places(program, piece):
+        for place in [place for what, place in resting(program, piece) if what == "w"]:
             weights = {name: w.clone() for name, w in runner.initial.items()}
             if device != CPU:
                 weights = {n: w.pin_memory() if place == "host" else w.to(device) for n, w in weights.items()}

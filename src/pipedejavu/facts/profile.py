@@ -33,6 +33,9 @@ class UnitTime(Record):
     """Running forward again for the backward pass."""
     update_s: Seconds = 0.0
     """One optimizer step over the unit's parameters, on this kind of device."""
+    copy_s: dict[str, Seconds] = Field(default_factory=dict)
+    """Copies between the device and its host that were measured, by what an action of a program says: 'FETCH:w'. All
+    others take what the machine's links say."""
 
 
 class Unit(Record):

@@ -18,7 +18,6 @@ from pipedejavu.hybrid.budget import ForwardClock, Meter, pinning_progress
 from pipedejavu.hybrid.home import Home, Lanes, Member, Staging, check_gradient, size_of
 from pipedejavu.hybrid.lane import Mark
 from pipedejavu.hybrid.placement import Placement, choose_placement, forward_room, wants_spares, with_spares
-from pipedejavu.hybrid.recorder import Recorder
 from pipedejavu.hybrid.rule import Rules
 from pipedejavu.hybrid.unit import ModelUnit, find_units
 from pipedejavu.hybrid.visitor import Room, Visitor
@@ -39,7 +38,6 @@ class Flow:
         self.num_skipped, self.norm = 0, 0.0
         self.num_calm = 0
         """Steps in a row that needed no clipping."""
-        self.recorder: Recorder | None = None
         self.window: Window | None = None
         self.members: dict[Tensor, Member] = {}
         self.homes: list[Home] = []
@@ -97,23 +95,26 @@ class Flow:
             self.drop_with_model()
             self._prune()
             for home in homes:
+                self.lanes.note("came", home.index)
                 self._make_way(home)
-                self._enter(home)
+                self._wait(home)
 
         return cast(Callable[..., None], torch._dynamo.disable(wait))  # type: ignore[no-untyped-call]
 
-    def _enter(self, home: Home) -> None:
+    def enter(self, home: Home) -> None:
+        """Lets the compute lane wait for the weights of a block whose backward begins."""
+        self.lanes.note("came", home.index)
+        self._wait(home)
+
+    def _wait(self, home: Home) -> None:
         """Lets the compute lane wait for a unit's weights."""
-        if self.recorder is not None:
-            self.recorder.came(home.index)
         if home.is_windowed and self.window is not None:
             self.window.enter(home)
         elif self._clock is not None:
             self._clock.note(home.index, home.wait)
         else:
             home.wait()
-        if self.recorder is not None:
-            self.recorder.began(home.index)
+        self.lanes.note("began", home.index)
 
     # --- gradients
 
@@ -136,10 +137,9 @@ class Flow:
             self._witnessed = gradient._version, gradient.clone()
         if is_leaving:
             self._let_go(home, member, gradient)
-        if self.recorder is not None and self._is_complete(home):
-            self.recorder.ended(home.index)
-        if self.plan is not None and self._is_complete(home):
-            for index in self.plan.arrivals.get(home.index, ()):
+        if self._is_complete(home):
+            self.lanes.note("ended", home.index)
+            for index in self.plan.arrivals.get(home.index, ()) if self.plan is not None else ():
                 self._visitors[index].come()
 
     def _is_complete(self, home: Home) -> bool:

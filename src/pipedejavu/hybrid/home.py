@@ -22,6 +22,7 @@ from pipedejavu.hybrid.gpu import update_on_gpu
 from pipedejavu.hybrid.lane import Lane, Mark, ThreadLane, copy_lane, now
 from pipedejavu.hybrid.native import HostUpdate, Task
 from pipedejavu.hybrid.placement import Place, UnitSize
+from pipedejavu.hybrid.recorder import Recorder
 from pipedejavu.hybrid.slab import Slab, aligned
 from pipedejavu.hybrid.unit import ModelUnit
 
@@ -72,11 +73,23 @@ class Lanes:
         """Waits for updates on behalf of weights that are on their way."""
         self.arrive, self.leave = ThreadLane("arrive"), ThreadLane("leave")
         """Let visitors come and go, piece by piece."""
+        self._recorder: Recorder | None = None
 
     @property
     def all(self) -> tuple[Lane, ...]:
         """Every lane."""
         return self.host, self.fetch, self.arrive, self.leave, self.copy_in, self.copy_out
+
+    def listen(self, recorder: Recorder | None) -> None:
+        """Lets a recorder take note of all work from now on."""
+        self._recorder = recorder
+        for lane in self.all:
+            lane.recorder = recorder
+
+    def note(self, what: str, unit: int) -> None:
+        """Tells the recorder what the compute lane has come to, if one listens."""
+        if self._recorder is not None:
+            self._recorder.note(what, unit)
 
     def close(self) -> None:
         """Ends all lanes and the threads of the update."""
@@ -225,12 +238,14 @@ class Home:
 
     def update_on_gpu(self, factors: dict[Member, Scalars]) -> None:
         """Updates a unit whose state lies on the GPU, on the compute lane."""
+        self.lanes.note("updating", self.index)
         for member, s in factors.items():
             gradient = member.parameter.grad
             assert member.state is not None
             assert gradient is not None
             member.step += 1
             update_on_gpu(s, gradient.reshape(-1), member.state)
+        self.lanes.note("updated", self.index)
 
 
 class Staging:

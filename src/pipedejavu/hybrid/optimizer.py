@@ -111,7 +111,7 @@ class HybridAdamW(Optimizer):
         if flow.window is None:
             model.to(self.device)
         else:
-            flow.hooks += flow.window.fill(model)
+            flow.hooks += flow.window.fill(model, flow.enter)
             flow.undo.append(flow.window.release)
         flow.begin()
         flow.hooks += [
@@ -244,9 +244,9 @@ class HybridAdamW(Optimizer):
     def record(self) -> Recorder:
         """Begins to record when the actions of the lanes run; its `finish` returns them."""
         recorder = Recorder(self.device)
-        for lane in self._lanes.all:
-            lane.recorder = recorder
-        self.flow.recorder = recorder
+        recorder.watch(self.flow.homes[-1].unit.module, self.flow.homes[-1].index)
+        self._lanes.listen(recorder)
+        recorder.undo.append(partial(self._lanes.listen, None))
         return recorder
 
     def close(self) -> None:

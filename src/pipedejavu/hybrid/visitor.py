@@ -167,6 +167,7 @@ class Visitor:
         here, self._here, self._came = self._here, None, None
         assert here is not None
         used = 0
+        self.lanes.note("updating", self.home.index)
         for member in self.home.members:
             size = resting_bytes(member)
             gradient = gradients.get(member)
@@ -174,6 +175,7 @@ class Visitor:
                 member.step += 1
                 update_on_gpu(factors[member], gradient.reshape(-1), _state_in(member, here[used : used + size]))
             used += size
+        self.lanes.note("updated", self.home.index)
         self.room.leave()
         leave = partial(self._leave, here)
         self._left = self.lanes.leave.submit(f"leave{self.home.index}", leave, now(self.lanes.device))

@@ -67,10 +67,11 @@ class Window:
         """Memory of the GPU, empty while its block is away; what autograd has saved stays valid when it is back."""
         self._last, self._step = 0, 1
 
-    def fill(self, model: nn.Module) -> list[RemovableHandle]:
+    def fill(self, model: nn.Module, enter: Callable[[Home], None]) -> list[RemovableHandle]:
         """Moves the blocks' weights to host memory and all else of the model to the device; returns its hooks.
 
-        From then on `model.to(device)`, which trainers call, moves all but these weights.
+        As the backward pass comes to a block they call `enter`. From now on `model.to(device)`, which trainers call,
+        moves all but these weights.
         """
         device = self.lanes.device
         with pinning_progress(sum(size_of(home).host_bytes for home in self.blocks)) as progress:
@@ -84,7 +85,7 @@ class Window:
         for home in self.blocks:
             home.unit.module._apply = partial(_apply_to_rest, home.unit.module, weights)  # type: ignore[method-assign]
         model.to(device)
-        return [home.unit.module.register_forward_hook(self._watch(home)) for home in self.blocks]
+        return [home.unit.module.register_forward_hook(_watch(home, enter)) for home in self.blocks]
 
     def release(self) -> None:
         """Lets the blocks be moved as any module again."""
@@ -105,16 +106,6 @@ class Window:
         ahead = position + self._step
         if self.size > 1 and 0 <= ahead < len(self.blocks):
             self._bring(self.blocks[ahead], {home, self.blocks[ahead]})
-
-    def _watch(self, home: Home) -> Callable[..., None]:
-        """Lets autograd tell when it comes to a block: when the gradient of one of its outputs is there."""
-
-        def watch(_module: nn.Module, _inputs: object, output: object) -> None:
-            for value in tree_leaves(output):
-                if isinstance(value, Tensor) and value.requires_grad:
-                    value.register_hook(lambda _: self.enter(home))  # type: ignore[no-untyped-call]
-
-        return cast(Callable[..., None], torch._dynamo.disable(watch))  # type: ignore[no-untyped-call]
 
     def restart(self) -> None:
         """Drops all weights, which an update makes old, and lets the first blocks set out as they become new."""
@@ -167,6 +158,17 @@ class Window:
         assert member.state is not None
         self._weights[member].untyped_storage().resize_(0)
         member.parameter.data = member.state.weight.view(member.parameter.shape)
+
+
+def _watch(home: Home, enter: Callable[[Home], None]) -> Callable[..., None]:
+    """Lets autograd tell when it comes to a block: when the gradient of one of its outputs is there."""
+
+    def watch(_module: nn.Module, _inputs: object, output: object) -> None:
+        for value in tree_leaves(output):
+            if isinstance(value, Tensor) and value.requires_grad:
+                value.register_hook(lambda _: enter(home))  # type: ignore[no-untyped-call]
+
+    return cast(Callable[..., None], torch._dynamo.disable(watch))  # type: ignore[no-untyped-call]
 
 
 def _apply_to_rest(

@@ -3,6 +3,7 @@
 An axis says what a plan chose, never how it is carried out; `compile` gives the values their meaning.
 """
 
+from itertools import groupby
 from typing import Annotated, Literal
 
 from pydantic import Field
@@ -11,6 +12,7 @@ from pipedejavu.facts import Record
 
 Count = Annotated[int, Field(ge=1)]
 Share = Annotated[float, Field(ge=0, le=1)]
+Rest = Literal["device", "visit", "host", "lean", "window"]
 Layout = Literal["col", "row", "head", "stationary-x", "stationary-y", "stationary-w", "expert"]
 
 
@@ -160,9 +162,16 @@ class Keep(Record):
     """`host`: weights and optimizer state rest in host memory; `split`: weights on the device, optimizer
     state of the first pieces there too and of the rest in host memory; `shared`: one copy for all."""
     window: int = Field(default=1, ge=1)
-    """Of `host`: pieces on the device at once, beside those that are prefetched."""
+    """Of weights that rest in host memory: pieces on the device at once, beside those that are prefetched."""
     device_pieces: int = Field(default=0, ge=0)
     """Of `split`: how many of the first pieces of a stage keep their optimizer state on the device."""
+    places: tuple[Rest, ...] | None = Field(default=None, min_length=1)
+    """Of `split`: where the state of each piece of a stage rests, in place of `device_pieces`. `device`, which updates
+    it; `visit`: host memory, from where it comes to the device for its update; `host`, which updates it; `lean`: the
+    host, which has no copy of the weights and asks the device for them; `window`: the host, with the weights, which
+    come for each use."""
+    visitors: int = Field(default=1, ge=1)
+    """Of `visit`: pieces whose state is on the device at once."""
     activations: Literal["device", "host"] = "device"
     """Where saved activations wait for the backward pass."""
     versions: int | None = Field(default=None, ge=1)
@@ -175,9 +184,14 @@ class Keep(Record):
         if self.kind == "host":
             text += f"({self.window})"
         if self.kind == "split":
-            text += f"({self.device_pieces})"
+            text += f"({self._places() if self.places else self.device_pieces})"
         if self.activations == "host":
             text += ", activations on host"
         if self.versions:
             text += f", {self.versions} version" + "s" * (self.versions > 1)
         return text + (", persists" if self.persists else "")
+
+    def _places(self) -> str:
+        """Returns runs of pieces that rest alike: '2 device, 5 visit'."""
+        runs = ((rest, len([*found])) for rest, found in groupby(self.places or ()))
+        return ", ".join(f"{count} {rest}" for rest, count in runs)

@@ -172,6 +172,11 @@ RULES = (
         "use version 'sync', or keep 'replicated'",
     ),
     Rule(
+        lambda plan, _: plan.keep.places is not None and plan.keep.kind != "split",
+        "keep.places divides state piece by piece, and keep '{keep}' treats all pieces alike",
+        "set keep.kind to 'split', or leave keep.places out",
+    ),
+    Rule(
         lambda plan, _: plan.keep.kind.startswith("zero") and plan.reduce.wire != "reduce-scatter",
         "keep '{keep}' divides state over replicas, which wire '{wire}' does not",
         "set reduce.wire to 'reduce-scatter'",

@@ -37,6 +37,7 @@ WHATS = {
     "s": "saved: what a forward keeps for its backward",
     "w": "weights of a piece, in one version",
     "d": "weight gradient of a piece, summed for one update",
+    "o": "optimizer state of a piece that rests in host memory and visits the device",
     "n": "norm of an update's gradients over all pieces",
     "b": "batch: the samples of a microbatch",
     "p": "push: the updates of a wave, summed for the server",
@@ -77,6 +78,11 @@ class Action(NamedTuple):
         if kind == "UPDATE" and self.via == "~host":
             return "host"
         return _LANES.get(kind, "compute")
+
+    @property
+    def queue(self) -> str:
+        """Whom it waits for in its lane: state that visits has a line of its own, and others go in between."""
+        return f"{self.lane} of visitors" if self.what == "o" else self.lane
 
     @property
     def peer(self) -> int:

@@ -76,6 +76,11 @@ def cut_pieces(plan: Plan, profile: Profile, bounds: tuple[int, ...]) -> tuple[P
     pieces = []
     for stage, (start, end) in enumerate(pairwise(ends)):
         runs = _runs(plan, profile, range(start, end))
+        if plan.keep.places is not None and len(plan.keep.places) != len(runs):
+            raise InputError(
+                f"keep.places has {len(plan.keep.places)} entries, and stage {stage} has {len(runs)} pieces; give one"
+                " for each"
+            )
         for index, units in enumerate(runs):
             last = index == len(runs) - 1
             pieces.append(Piece(stage=stage, units=units, opens_stage=index == 0, closes_stage=last))

@@ -11,9 +11,12 @@ from dataclasses import dataclass, field
 from pipedejavu.facts import paused_collector
 from pipedejavu.program.action import COMPUTE_KINDS, Action
 from pipedejavu.program.program import Program
-from pipedejavu.program.value import Table, Value, name_of, resting_places, value_of
+from pipedejavu.program.value import Table, Value, name_of, resting, value_of
 
 _JOINT = frozenset(("SEND", "RECV", "REDUCE", "GATHER"))
+
+Initial = list[tuple[tuple[str, str], ...]]
+"""For each piece, what is where from the beginning."""
 
 
 @dataclass
@@ -49,7 +52,7 @@ def build_graph(program: Program) -> Graph:
     graph = Graph(program)
     with paused_collector():
         _number(graph)
-        table, initial = Table(program), [resting_places(program, piece) for piece in range(len(program.pieces))]
+        table, initial = Table(program), [resting(program, piece) for piece in range(len(program.pieces))]
         for worker in range(len(program.workers)):
             _connect(graph, worker, table, initial)
     return graph
@@ -92,7 +95,7 @@ def _channel(worker: int, via: str) -> object:
     return (int(via[1:]), worker) if via[0] == "<" else via
 
 
-def _connect(graph: Graph, index: int, table: Table, initial: list[tuple[str, ...]]) -> None:
+def _connect(graph: Graph, index: int, table: Table, initial: Initial) -> None:
     """Adds the edges of one worker's lanes and values."""
     worker = graph.program.workers[index]
     successors, num_before, ops = graph.successors, graph.num_before, graph.of_action[index]
@@ -101,10 +104,11 @@ def _connect(graph: Graph, index: int, table: Table, initial: list[tuple[str, ..
     readers: dict[Value, list[int]] = {}  # of weights, from other lanes than compute
     tails: dict[str, int] = {}
     in_order: set[int] = set()  # operations of a compute lane that keeps its order
-    last_drop = -1
+    last_drop = last_update = -1
+    last_freed = -1  # a backward, or a visitor that leaves: the next one comes into its memory
     for position, a in enumerate(worker.actions):
         kind, op = a[0], ops[position]
-        lane = "compute" if kind in COMPUTE_KINDS else a[6] if kind in _JOINT else a.lane
+        lane = "compute" if kind in COMPUTE_KINDS else a[6] if kind in _JOINT else a.queue
         on_compute = lane == "compute" and not worker.picks_ready
         if on_compute:
             in_order.add(op)
@@ -132,10 +136,19 @@ def _connect(graph: Graph, index: int, table: Table, initial: list[tuple[str, ..
                 graph.edge(reader, op)
             present.remove(a, dropped)
             last_drop = op
+        elif kind == "FETCH" and a.what == "o":
+            if last_freed >= 0:
+                graph.edge(last_freed, op)
         elif last_drop >= 0 and (kind == "FETCH" or (kind == "GATHER" and a.what == "w")):
             graph.edge(last_drop, op)
+        elif kind in ("B", "W") or (kind == "OFFLOAD" and a.what == "o"):
+            last_freed = op
+        elif kind == "OFFLOAD" and a.what == "w" and last_update >= 0:  # into room that an update has left
+            graph.edge(last_update, op)
+        elif kind == "UPDATE" and lane == "host":
+            last_update = op
         for value in writes:
-            if (value in writers and value not in reads) or (value[0] == "w" and present.is_initial(value)):
+            if (value in writers and value not in reads) or present.is_initial(value):
                 present.fault(a, value, "writes {} a second time")
             writers[value] = [op]
         for value in adds:
@@ -148,8 +161,8 @@ def _connect(graph: Graph, index: int, table: Table, initial: list[tuple[str, ..
                 present.fault(a, value, "adds to {} after it was read")
         if kind in _COLLECTS and reads[0][0] in SUMS:
             present.read.update(reads)
-        if kind == "OFFLOAD":
-            present.remove(a, reads[0])
+        if kind != "DROP" and (taken := table.taken(a)) is not None:
+            present.remove(a, taken)
 
 
 _COLLECTS = frozenset(("REDUCE", "UPDATE", "OFFLOAD", "SEND"))
@@ -161,7 +174,7 @@ SUMS = frozenset("dpc")
 class _Present:
     """What is there as a worker's sequence goes on, and what is wrong with what it reads and writes."""
 
-    def __init__(self, graph: Graph, worker: int, initial: list[tuple[str, ...]]):
+    def __init__(self, graph: Graph, worker: int, initial: Initial):
         self.graph, self.worker, self.initial = graph, worker, initial
         self.held = frozenset(graph.program.held(worker))
         self.is_elastic = graph.program.plan.reduce.combiner == "elastic"
@@ -174,7 +187,7 @@ class _Present:
         what, piece, replica, _, place = value
         if value in self.gone:
             self.fault(a, value, "reads {}, which is gone by then")
-        elif what == "w" and self.is_initial(value):
+        elif self.is_initial(value):
             # A server has its own copy, and everyone knows where the elastic centre begins.
             is_center = replica == self.graph.program.num_replicas and self.is_elastic
             if self.held and (piece, replica) not in self.held and not is_center:
@@ -183,10 +196,10 @@ class _Present:
         elif what != "b" or place != "host":
             self.fault(a, value, "reads {}, which nothing before it wrote")
 
-    def is_initial(self, weights: Value) -> bool:
-        """Whether weights rest in their place from the beginning."""
-        _, piece, _, version, place = weights
-        return version <= 0 and place in self.initial[piece] and weights not in self.gone
+    def is_initial(self, value: Value) -> bool:
+        """Whether weights or state rest in their place from the beginning."""
+        what, piece, _, version, place = value
+        return what in "wo" and version <= 0 and (what, place) in self.initial[piece] and value not in self.gone
 
     def remove(self, a: Action, value: Value) -> None:
         if value not in self.writers:

@@ -9,10 +9,11 @@ from typing import NamedTuple
 
 from pipedejavu.program.program import Program
 from pipedejavu.program.size import Sizes
-from pipedejavu.program.value import Table, Value, resting_places, update_place, value_of
+from pipedejavu.program.value import Table, Value, rest_of, resting, update_place
 
 CLASSES = {
     "w": "weights",
+    "o": "optimizer",
     "d": "gradients",
     "s": "activations",
     "x": "activations",
@@ -36,7 +37,7 @@ class Liveness:
 
     def __init__(self, program: Program):
         self.program, self.table, self.sizes = program, Table(program), Sizes(program)
-        self.initial = [resting_places(program, piece) for piece in range(len(program.pieces))]
+        self.initial = [resting(program, piece) for piece in range(len(program.pieces))]
         self.is_partial = 0 < program.plan.order.recompute < 1
 
     def stays(self, worker: int, start: Sequence[float], end: Sequence[float], last: float) -> list[Stay]:
@@ -46,7 +47,7 @@ class Liveness:
         index = -1 if self.program.plan.version.kind == "torn" else 0
         held = self.program.held(worker)
         for piece, replica in held:
-            live |= {("w", piece, replica, index, place): [0.0, 0.0, 0.0] for place in self.initial[piece]}
+            live |= {(what, piece, replica, index, at): [0.0, 0.0, 0.0] for what, at in self.initial[piece]}
         for k, a in enumerate(self.program.workers[worker].actions):
             kind, begins, ends = a[0], start[k], end[k]
             reads, writes, adds = self.table(a, worker)
@@ -54,7 +55,7 @@ class Liveness:
                 stay = live.get(value)
                 if stay is not None:
                     # An update in place takes over the memory of the version that it read.
-                    until = begins if kind == "UPDATE" and value[0] == "w" else ends
+                    until = begins if kind == "UPDATE" and value[0] in "wo" else ends
                     if until > stay[1]:
                         stay[1] = until
             for value in writes + adds:
@@ -70,11 +71,13 @@ class Liveness:
                     stay[1] = ends
             if kind == "R":
                 live[adds[0]][2] = begins
-            elif kind in ("DROP", "OFFLOAD"):
-                gone = value_of(a)
+            elif (gone := self.table.taken(a)) is not None:
                 stay = live.pop(gone, None)
                 if stay is not None:
                     self._finish(done, gone, stay[0], max(stay[1], ends), stay[2])
+                before = (*gone[:3], gone[3] - 1, gone[4])
+                if kind == "FETCH" and (stay := live.pop(before, None)) is not None:
+                    self._finish(done, before, *stay)  # what the update took over does not outlive it
         newest: dict[tuple[int, int, str], int] = {}
         for what, piece, replica, index, place in live:
             if what == "w":
@@ -103,7 +106,7 @@ class Liveness:
             for piece, _ in self.program.held(worker):
                 place = update_place(self.program, piece)
                 parts = sizes.group_size(piece) if place == "shard" else 1
-                memory = "host" if place == "host" else "device"
+                memory = "host" if place == "host" or rest_of(self.program, piece) == "visit" else "device"
                 found[memory, "optimizer"] += sizes.optimizer[piece] / parts
         for piece in {a.piece for a in self.program.workers[worker].actions if a.via == "~server"}:
             found["device", "weights"] += sizes.weights[piece]

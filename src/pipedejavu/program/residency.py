@@ -2,12 +2,13 @@
 the host, and samples that are brought in ahead.
 """
 
+from collections.abc import Container
 from dataclasses import dataclass
 
 from pipedejavu.program.action import Action
 from pipedejavu.program.passes import inserted
 from pipedejavu.program.program import Program
-from pipedejavu.program.value import Value, update_place
+from pipedejavu.program.value import Value, rest_of, update_place
 
 Inserts = dict[int, list[Action]]
 
@@ -38,13 +39,15 @@ def _add_weights(program: Program) -> Program:
     been dropped, and not before the update that wrote it.
     """
     keep, ahead = program.plan.keep, program.plan.order.prefetch
-    if keep.kind not in ("host", "zero-3") or update_place(program, 0) == "":
+    gathers = keep.kind == "zero-3" and update_place(program, 0) == "shard"
+    moving = {p for p in range(len(program.pieces)) if gathers or rest_of(program, p) == "window"}
+    if not moving:
         return program
-    room = ahead + (keep.window if keep.kind == "host" else 1)
+    room = ahead + (1 if gathers else keep.window)
     before: list[Inserts] = []
     after: list[Inserts] = []
     for worker in program.workers:
-        uses, updated = _uses(worker.actions, keep.persists)
+        uses, updated = _uses(worker.actions, moving, keep.persists)
         brings: Inserts = {}
         latest: dict[tuple[int, int, int], _Use] = {}
         for j, use in enumerate(uses):
@@ -55,7 +58,7 @@ def _add_weights(program: Program) -> Program:
             if earlier is not None and free <= earlier.last:
                 earlier.stays = True  # it would come back before it has left
                 continue
-            bring = _weights("FETCH", use) if keep.kind == "host" else _gather(program, use)
+            bring = _gather(program, use) if gathers else _weights("FETCH", use)
             brings.setdefault(max(free, updated.get(key, -1) + 1), []).append(bring)
         drops: Inserts = {}
         for use in uses:
@@ -66,14 +69,16 @@ def _add_weights(program: Program) -> Program:
     return inserted(program, before, after)
 
 
-def _uses(actions: tuple[Action, ...], persists: bool) -> tuple[list[_Use], dict[tuple[int, int, int], int]]:
-    """Returns the uses in order, and the position of the update that writes each version."""
+def _uses(
+    actions: tuple[Action, ...], pieces: Container[int], persists: bool
+) -> tuple[list[_Use], dict[tuple[int, int, int], int]]:
+    """Returns the uses of some pieces in order, and the position of the update that writes each version."""
     uses: list[_Use] = []
     updated: dict[tuple[int, int, int], int] = {}
     for position, a in enumerate(actions):
         if a.kind == "UPDATE":
             updated[a.piece, a.replica, a.version] = position
-        if a.kind not in ("F", "R", "B", "I"):
+        if a.kind not in ("F", "R", "B", "I") or a.piece not in pieces:
             continue
         key = (a.piece, a.replica, a.version)
         candidates = uses if persists else uses[-1:]

@@ -75,6 +75,8 @@ class Sizes:
             parts = self.program.num_replicas
         if what in "wpc":
             return self.weights[piece] / parts
+        if what == "o":
+            return 0.0 if place else self.optimizer[piece]  # its memory on the host is kept for it
         if what == "d":
             return self.gradients[piece] / parts
         if what == "s":

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 from pipedejavu.program.action import Action
 from pipedejavu.program.program import Program
-from pipedejavu.program.value import update_place
+from pipedejavu.program.value import rest_of, update_place
 
 Home = tuple[int, int]
 """A (piece, replica) that a worker holds."""
@@ -26,6 +26,13 @@ class _Walk:
         """The version that each (piece, microbatch) in flight reads."""
         self.last_gradient: dict[tuple[Home, int], int] = {}
         self.last_action: dict[int, int] = {}
+        homes = {(a.piece, a.replica) for a in actions}
+        self.visits = sorted(home for home in homes if rest_of(program, home[0]) == "visit")
+        self.visit = -1
+        """The update that state comes to the device for."""
+        self.due: list[Home] = []
+        """Whose state has not come yet, in the order of the forward pass."""
+        self.here: list[Home] = []
         for position, a in enumerate(actions):
             update = a.microbatch // program.update_size
             self.last_action[update] = position
@@ -36,6 +43,8 @@ class _Walk:
         waiting: list[Home] = []  # pieces with a final gradient whose update comes at the end of the step
         for position, a in enumerate(self.actions):
             update, home = a.microbatch // self.program.update_size, (a.piece, a.replica)
+            if a.kind == "F" and update > self.visit and home in (*self.here, *self.due):
+                yield from self._visited(home)
             yield a._replace(version=self._version(a, update, home))
             if a.kind in "BW" and self.last_gradient[home, update] == position:
                 yield from self._after_gradient(home, update)
@@ -43,6 +52,8 @@ class _Walk:
             if self._updates_at(update, position):
                 yield from self._after_step(waiting, update)
                 waiting = []
+        for home in (*self.here, *self.due):
+            yield from self._visited(home)
 
     def _updates_at(self, update: int, position: int) -> bool:
         if self.plan.is_flush_free:
@@ -88,7 +99,11 @@ class _Walk:
             if update_place(self.program, each) == "host":
                 yield Action("OFFLOAD", each, replica, -1, update, "d")
                 if plan.reduce.clip == "none":
+                    yield from self._asked([(each, replica)], update)
                     yield from self._host_update((each, replica), update)
+        if update > self.visit:
+            self.visit, self.due = update, [*self.visits]
+        yield from self._comes()
 
     def _after_step(self, homes: list[Home], update: int) -> Iterator[Action]:
         """What comes once the worker's gradients of an update are final."""
@@ -96,13 +111,46 @@ class _Walk:
         if plan.reduce.clip != "none":
             yield Action("REDUCE", 0, 0, -1, update, "n", "*all")
         for home in homes:
-            if update_place(self.program, home[0]) != "host":
+            if home not in self.visits and update_place(self.program, home[0]) != "host":
                 yield from self._device_update(home, update)
+        for _ in self.visits:
+            yield from self._comes()
+        for home in [*self.here]:  # the others follow before their next forward
+            yield from self._visited(home)
         if plan.reduce.clip != "none":
             # The next forward needs the first pieces first.
-            for home in sorted(homes):
-                if update_place(self.program, home[0]) == "host":
-                    yield from self._host_update(home, update)
+            on_host = [home for home in sorted(homes) if update_place(self.program, home[0]) == "host"]
+            lean = [home for home in on_host if rest_of(self.program, home[0]) == "lean"]
+            yield from self._asked(lean[:1], update)
+            for home in on_host:
+                if home in lean:  # the next one's weights come while it is updated
+                    yield from self._asked(lean[lean.index(home) + 1 :][:1], update)
+                yield from self._host_update(home, update)
+
+    def _comes(self) -> Iterator[Action]:
+        """Lets the next visitor come, if there is room for it."""
+        if self.due and len(self.here) < self.plan.keep.visitors:
+            self.here.append(self.due.pop(0))
+            piece, replica = self.here[-1]
+            yield Action("FETCH", piece, replica, -1, self.visit, "o")
+
+    def _visited(self, home: Home) -> Iterator[Action]:
+        """Updates a visitor, whose state then leaves and makes room for the next."""
+        (piece, replica), update = home, self.visit
+        if home in self.due:
+            self.due.remove(home)
+            yield Action("FETCH", piece, replica, -1, update, "o")
+        else:
+            self.here.remove(home)
+        yield from self._device_update(home, update)
+        yield Action("OFFLOAD", piece, replica, -1, update + 1, "o")
+        yield from self._comes()
+
+    def _asked(self, homes: list[Home], update: int) -> Iterator[Action]:
+        """Asks the device for weights of which the host has no copy."""
+        for piece, replica in homes:
+            if rest_of(self.program, piece) == "lean":
+                yield Action("OFFLOAD", piece, replica, -1, update, "w")
 
     def _device_update(self, home: Home, update: int) -> Iterator[Action]:
         (piece, replica), plan = home, self.plan
@@ -125,8 +173,10 @@ class _Walk:
         piece, replica = home
         self.newest[home] = update + 1
         yield Action("UPDATE", piece, replica, -1, update + 1, "", "~host")
-        if self.plan.keep.kind == "split":
+        rest = rest_of(self.program, piece)
+        if rest == "host":
             yield Action("DROP", piece, replica, -1, update, "w")
+        if rest != "window":
             yield Action("FETCH", piece, replica, -1, update + 1, "w")
 
     def _ties(self, replica: int) -> Iterator[tuple[str, tuple[int, ...]]]:

@@ -19,15 +19,17 @@ know what depends on what.
 | GATHER  | the value (w: its shard)             | the value           |         |
 | OFFLOAD | the value                            | it on the host      |         |
 | FETCH   | the value on the host                | the value           |         |
-| UPDATE  | d, w of the version before, n        | w                   | p, c    |
+| UPDATE  | d, w (and o) of the version before, n | w (and o)          | p, c    |
 | DROP    |                                      |                     |         |
 | EVAL    | d, w                                 | e                   |         |
 
-What is added to has many writers; a reader waits for all that stand before it.
+OFFLOAD moves, and so does FETCH of what does not rest on the host; a DROP ends a value on the device. What is added to
+has many writers; a reader waits for all that stand before it.
 """
 
 from collections.abc import Callable
 
+from pipedejavu.plan.axis import Rest
 from pipedejavu.program.action import Action
 from pipedejavu.program.program import Program
 
@@ -59,6 +61,7 @@ class Table:
         self.scores = plan.reduce.combiner == "score-trim"
         self.num_replicas = program.num_replicas
         self.program = program
+        self.rests = [rest_of(program, piece) for piece in range(len(program.pieces))]
         self.update_places = [update_place(program, piece) for piece in range(len(program.pieces))]
         self._rows: dict[str, Callable[[Action, int], Effects]] = {
             "F": self._forward,
@@ -80,6 +83,13 @@ class Table:
     def __call__(self, action: Action, worker: int) -> Effects:
         """Returns what `action` of `worker` reads and writes."""
         return self._rows[action[0]](action, worker)
+
+    def taken(self, a: Action) -> Value | None:
+        """Returns the value that an action takes away from its place, if it does."""
+        if a.kind in ("DROP", "OFFLOAD"):
+            return value_of(a)
+        is_moved = a.what == "o" or (a.what == "w" and self.rests[a.piece] == "lean")
+        return value_of(a, "host") if a.kind == "FETCH" and is_moved else None
 
     def _forward(self, a: Action, _worker: int) -> Effects:
         _, piece, replica, i, version, _, _ = a
@@ -160,6 +170,8 @@ class Table:
             reads += (("w", piece, center, turn, ""),)
         if self.waves:
             return reads, (weights,), (("p", piece, replica, self.waves.of(update), ""),)
+        if self.rests[piece] == "visit":
+            return (*reads, ("o", piece, replica, update, "")), (weights, ("o", piece, replica, version, "")), ()
         return reads, (weights,), ()
 
     def _server_update(self, piece: int, replica: int, version: int) -> Effects:
@@ -220,22 +232,33 @@ def name_of(value: Value) -> str:
     return text + {"": "", "host": " on the host", "shard": " as a shard"}[place]
 
 
-def resting_places(program: Program, piece: int) -> tuple[str, ...]:
-    """Returns the places where a piece's weights are before the first action and after the last."""
-    place = update_place(program, piece)
-    if program.plan.keep.kind in ("host", "zero-3"):
-        return (place,)
-    return ("", place) if place else ("",)
+def rest_of(program: Program, piece: int) -> Rest:
+    """Returns where a piece's state rests, where it is not divided."""
+    keep = program.plan.keep
+    if keep.kind == "host":
+        return "window"
+    if keep.kind != "split":
+        return "device"
+    stage = program.pieces[piece].stage
+    index = piece - next(i for i, p in enumerate(program.pieces) if p.stage == stage)
+    if keep.places is not None:
+        return keep.places[index]
+    return "device" if index < keep.device_pieces else "host"
+
+
+def resting(program: Program, piece: int) -> tuple[tuple[str, str], ...]:
+    """Returns what of a piece is where before the first action and after the last: weights, and state that visits."""
+    place, rest = update_place(program, piece), rest_of(program, piece)
+    if rest == "window" or program.plan.keep.kind == "zero-3":
+        return (("w", place),)
+    if rest == "visit":
+        return ("w", ""), ("o", "host")
+    return (("w", ""), ("w", place)) if place and rest != "lean" else (("w", ""),)
 
 
 def update_place(program: Program, piece: int) -> str:
-    """Returns where a piece's optimizer state rests and its update runs: '', 'host' or 'shard'."""
-    keep = program.plan.keep
-    if keep.kind == "split":
-        stage = program.pieces[piece].stage
-        first = next(i for i, p in enumerate(program.pieces) if p.stage == stage)
-        return "host" if piece - first >= keep.device_pieces else ""
-    if keep.kind == "host":
+    """Returns where a piece's update runs: '', 'host' or 'shard'."""
+    if rest_of(program, piece) in ("host", "lean", "window"):
         return "host"
     has_group = f"s{program.pieces[piece].stage}" in program.groups
-    return "shard" if keep.kind.startswith("zero") and has_group else ""
+    return "shard" if program.plan.keep.kind.startswith("zero") and has_group else ""

@@ -14,7 +14,7 @@ from pipedejavu.program.action import Action
 from pipedejavu.program.graph import Graph, build_graph
 from pipedejavu.program.liveness import Liveness, Stay, count_versions
 from pipedejavu.program.program import Program
-from pipedejavu.program.value import Table, Value, name_of, resting_places, value_of
+from pipedejavu.program.value import Table, Value, name_of, resting, value_of
 
 MAX_FAULTS = 20
 
@@ -195,7 +195,7 @@ def _server_faults(program: Program) -> Iterator[str]:
 
 
 def _rest_faults(program: Program) -> Iterator[str]:
-    """At the end each worker holds its newest weights where they rest, and no others: the run repeats the program.
+    """At the end each worker holds its newest weights and state where they rest, and no others: the run repeats.
 
     An update, a reply or a gathered whole takes over the memory of the version before it, unless that is read again.
     """
@@ -205,27 +205,27 @@ def _rest_faults(program: Program) -> Iterator[str]:
     takes_over = {"UPDATE", "RECV"} | ({"GATHER"} if plan.keep.kind != "zero-3" else set())
     table = Table(program)
     for index, worker in enumerate(program.workers):
-        homes = {home: resting_places(program, home[0]) for home in program.held(index)}
-        there = {("w", *home, 0, place) for home, places in homes.items() for place in places}
+        homes = {home: resting(program, home[0]) for home in program.held(index)}
+        there = {(what, *home, 0, place) for home, rests in homes.items() for what, place in rests}
         last_read: dict[Value, int] = {}
         if plan.is_flush_free:
             readers = ((k, a) for k, a in enumerate(worker.actions) if a[0] in ("F", "R", "B", "I"))
             last_read = {("w", a.piece, a.replica, a.version, ""): k for k, a in readers}
         for position, a in enumerate(worker.actions):
-            if a.kind == "DROP" or (a.kind == "OFFLOAD" and a.what == "w"):
-                there.discard(value_of(a))
-            if a.kind == "UPDATE" or (a.what == "w" and a.kind in ("RECV", "GATHER", "FETCH", "OFFLOAD")):
+            if (taken := table.taken(a)) is not None:
+                there.discard(taken)
+            if a.kind == "UPDATE" or (a.what in ("w", "o") and a.kind in ("RECV", "GATHER", "FETCH", "OFFLOAD")):
                 for what, piece, replica, version, place in table(a, index)[1]:
-                    if what != "w" or (piece, replica) not in homes:
+                    if what not in "wo" or (piece, replica) not in homes:
                         continue
                     older = (what, piece, replica, version - 1, place)
                     if a.kind in takes_over and last_read.get(older, -1) < position:
                         there.discard(older)
                     there.add((what, piece, replica, version, place))
-        rests = {("w", *home, plan.steps, place) for home, places in homes.items() for place in places}
-        for value in sorted(there - rests):
+        at_end = {(what, *home, plan.steps, place) for home, rests in homes.items() for what, place in rests}
+        for value in sorted(there - at_end):
             yield f"worker {index} still holds {name_of(value)} at the end; drop it behind its last reader"
-        for value in sorted(rests - there):
+        for value in sorted(at_end - there):
             yield f"worker {index} does not hold {name_of(value)} at the end"
 
 

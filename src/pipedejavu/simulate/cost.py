@@ -111,7 +111,12 @@ class Costs:
         devices = [self._device(w) for w in self._copies(worker)]
         ends = [(self.machine.cpu_of(device).name, device.name) for device in devices]
         routes = [self.machine.route(h, d) if a.kind == "FETCH" else self.machine.route(d, h) for h, d in ends]
-        return _transfer(routes, self.sizes.moved(a))
+        work = _transfer(routes, self.sizes.moved(a))
+        measured = [t.copy_s.get(f"{a.kind}:{a.what}") for t in self._times(a.piece, devices[0].kind)]
+        known = [time for time in measured if time is not None]
+        if len(known) < len(measured):
+            return work
+        return work._replace(latency_s=0.0, time_s=sum(known) * max(work.loads, default=1))
 
     def _copies(self, worker: int) -> range:
         """The workers that a worker of a folded program stands for."""
@@ -181,7 +186,7 @@ def shared_wires(program: Program, graph: Graph, works: Sequence[Work]) -> froze
         if work.wires and work.time_s:
             worker, position = graph.members[op]
             a = program.workers[worker].actions[position]
-            lane = (a.peer, f"net>{worker}") if a.kind == "RECV" else (worker, a.lane)
+            lane = (a.peer, f"net>{worker}") if a.kind == "RECV" else (worker, a.queue)
             for wire in work.wires:
                 if users.setdefault(wire, lane) != lane:
                     shared.add(wire)

@@ -3,6 +3,7 @@
 from pipedejavu.train.failure import WorkerError
 from pipedejavu.train.folder import RunFolder
 from pipedejavu.train.launch import Planned, Trained, audit_run, plan_run, train, train_rank
+from pipedejavu.train.occupancy import Occupancy, occupancy_of
 from pipedejavu.train.options import TrainOptions
 from pipedejavu.train.recording import HybridRun, read_run
 from pipedejavu.train.review import Review, review
@@ -12,6 +13,7 @@ from pipedejavu.train.trainer import Trainer
 
 __all__ = [
     "HybridRun",
+    "Occupancy",
     "Planned",
     "Review",
     "RunFolder",
@@ -22,6 +24,7 @@ __all__ = [
     "WorkerError",
     "audit_run",
     "num_gpus",
+    "occupancy_of",
     "plan_run",
     "read_run",
     "review",

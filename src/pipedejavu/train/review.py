@@ -32,6 +32,8 @@ from pipedejavu.report import Comparison, compare, render_html
 from pipedejavu.simulate import simulate
 from pipedejavu.train.recording import LANES, HybridRun, timeline_of
 
+_BEHIND = ("UPDATE", "UPDATE~host", "FETCH:w", "OFFLOAD:o")
+"""Work on what a step's update makes, which reaches into the next step."""
 _FREE = 1e30
 """Bytes a second of a direction in which nothing was copied."""
 
@@ -107,7 +109,8 @@ def _line(name: str, predicted_s: float | None, measured_s: float) -> str:
 def review(run: HybridRun, machine: Machine | None = None) -> Review:
     """Predicts the recorded steps and sets both beside each other; a machine of one's own may have other links."""
     _check_modelled(run)
-    program = compile_plan(plan_of(run), profile_of(run), machine or machine_of(run))
+    profile = profile_of(run, has_copies=machine is None)
+    program = compile_plan(plan_of(run), profile, machine or machine_of(run))
     prediction = simulate(program)
     timeline = prediction.timeline()
     begins = [span.start_s for span in timeline.spans() if span.action.startswith("F0.")]
@@ -124,35 +127,57 @@ def review(run: HybridRun, machine: Machine | None = None) -> Review:
 def plan_of(run: HybridRun) -> Plan:
     """Returns the plan of the run: one step more than recorded, whose updates the first recorded one waits for."""
     plan = preset("cotrain").at(microbatches=1, samples=1, steps=run.num_steps + 1)
-    on_device = sum(unit.place in ("gpu", "visit") for unit in run.units)
     reduce = Reduce(clip="global") if run.is_clipped else Reduce()
-    return plan.but(reduce=reduce, keep=Keep(kind="split", device_pieces=on_device))
+    ahead = int((run.window or 1) > 1)  # as one block is computed the next one comes
+    keep = Keep(kind="split", places=run.places, visitors=_visitors(run), window=(run.window or 1) - ahead)
+    return plan.but(reduce=reduce, order=plan.order.but(prefetch=ahead), keep=keep)
 
 
-def profile_of(run: HybridRun) -> Profile:
+def _visitors(run: HybridRun) -> int:
+    """Returns how many visitors come during a backward pass; the others wait until one of them has left."""
+    ends = _ends(run)
+    began: dict[tuple[int, int], float] = {}
+    for work in run.work:
+        if work.kind == "FETCH:o":
+            began.setdefault((work.unit, work.step), work.start_s)
+    counts = [sum(start < end for (_, s), start in began.items() if s == step) for step, end in ends.items()]
+    return max(1, int(median(counts)))
+
+
+def _ends(run: HybridRun) -> dict[int, float]:
+    """Returns when the backward pass of each step ended."""
+    ends: dict[int, float] = defaultdict(float)
+    for work in run.work:
+        if work.kind == "B":
+            ends[work.step] = max(ends[work.step], work.end_s)
+    return ends
+
+
+def profile_of(run: HybridRun, *, has_copies: bool = True) -> Profile:
     """Returns the units with the median times of the recorded steps.
 
     A unit that was not updated in one of the two places gets what its parameters take there at the others' rate, so
-    that other placements than the recorded one can be predicted too.
+    that other placements than the recorded one can be predicted too. Copies take what they took, as far as they were
+    made and are asked for, and else what the machine's links say.
     """
     times = _median_times(run)
     sizes = [unit.num_parameters for unit in run.units]
-    host_s = {n: time_s for (kind, n), time_s in times.items() if kind == "UPDATE"}
-    host_rate = sum(host_s.values()) / max(1, sum(sizes[n] for n in host_s))
-    on_device = sum(unit.num_parameters for unit in run.units if unit.place in ("gpu", "visit"))
-    gpu_rate = _between_s(run) / max(1, on_device)
+    gpu_s, host_s = ({n: s for (kind, n), s in times.items() if kind == k} for k in ("UPDATE", "UPDATE~host"))
+    gpu_s = gpu_s or _between_s(run)
+    gpu_rate, host_rate = (sum(s.values()) / max(1, sum(sizes[n] for n in s)) for s in (gpu_s, host_s))
     units = []
     for n, unit in enumerate(run.units):
-        on_gpu = UnitTime(
-            forward=Cost(fixed_s=times.get(("F", n), 0.0)),
+        gpu = UnitTime(
+            forward=Cost(fixed_s=times.get(("F", n), 0.0) + times.get(("loop", n), 0.0)),
             backward=Cost(fixed_s=times.get(("B", n), 0.0)),
-            update_s=gpu_rate * sizes[n],
+            update_s=gpu_s.get(n, gpu_rate * sizes[n]),
+            copy_s={kind: time_s for (kind, k), time_s in times.items() if has_copies and k == n and ":" in kind},
         )
-        on_host = UnitTime(update_s=host_s.get(n, host_rate * sizes[n]))
         units.append(
             Unit(
-                name=f"{n} {unit.name}", times={"gpu": on_gpu, "cpu": on_host}, parameter_bytes=unit.weight_bytes,
-                gradient_bytes=unit.gradient_bytes, optimizer_bytes=unit.state_bytes,
+                name=f"{n} {unit.name}",
+                times={"gpu": gpu, "cpu": UnitTime(update_s=host_s.get(n, host_rate * sizes[n]))},
+                parameter_bytes=unit.weight_bytes, gradient_bytes=unit.gradient_bytes, optimizer_bytes=unit.state_bytes,
             )
         )  # fmt: skip
     return Profile(name="recorded run", units=tuple(units))
@@ -175,42 +200,40 @@ def machine_of(run: HybridRun) -> Machine:
 
 
 def _check_modelled(run: HybridRun) -> None:
-    if run.window is not None:
-        raise InputError(
-            f"the run has a window of {run.window} blocks, whose weights come and go; only runs with window=None can be"
-            " set beside a prediction"
-        )
     if run.microbatches > 1:
         raise InputError(
             f"a step has {run.microbatches} backward passes, of which the recorder tells only the first forward apart;"
             " record with microbatches=1"
         )
-    places = [unit.place for unit in run.units]
-    if places != sorted(places, key=("gpu", "visit", "host", "lean").index):
-        raise InputError(f"the places of the units are {', '.join(places)}; only 'gpu' before 'host' is modelled")
 
 
 def _median_times(run: HybridRun) -> dict[tuple[str, int], float]:
-    """Returns what a unit's work of each kind takes in a step; the median leaves out a single hiccup."""
-    sums: dict[tuple[str, int], dict[int, float]] = defaultdict(lambda: defaultdict(float))
-    for work in run.work:
-        sums[work.kind, work.unit][work.step] += work.end_s - work.start_s
-    return {key: median(by_step.values()) for key, by_step in sums.items()}
+    """Returns what a unit's work of each kind takes in a step; the median leaves out a single hiccup.
 
-
-def _between_s(run: HybridRun) -> float:
-    """Returns the time between a backward pass and the next forward, where the first unit waits for no copy.
-
-    In it the norm is read and the GPU updates its own units, of which the recorder takes no note.
+    Weights are copied as a whole, in a window more than once a step; gradients and state go in parts. What follows the
+    last backward pass has no forward beside it, and does not count.
     """
-    if run.units[0].place != "gpu":
-        return 0.0
-    begins = {w.step: w.start_s for w in run.work if w.kind == "F" and w.unit == 0}
-    ends: dict[int, float] = defaultdict(float)
+    last = _ends(run)[run.num_steps]
+    sums: dict[tuple[str, int], dict[float, float]] = defaultdict(lambda: defaultdict(float))
     for work in run.work:
-        if work.kind == "B":
-            ends[work.step] = max(ends[work.step], work.end_s)
-    return median(max(0.0, begins[step + 1] - end) for step, end in ends.items() if step + 1 in begins)
+        if work.start_s >= last:
+            continue
+        part = work.start_s if work.kind in ("FETCH:w", "OFFLOAD:w") else work.step
+        sums[work.kind, work.unit][part] += work.end_s - work.start_s
+    return {key: median(parts.values()) for key, parts in sums.items()}
+
+
+def _between_s(run: HybridRun) -> dict[int, float]:
+    """Returns what the GPU's updates take where none were recorded: the time between a backward pass and a forward.
+
+    Units share it by their parameters; nothing is known of it where the first one waits for a copy.
+    """
+    if run.places[0] not in ("device", "visit"):
+        return {}
+    begins, ends = {w.step: w.start_s for w in run.work if w.kind == "F" and w.unit == 0}, _ends(run)
+    between = median(max(0.0, begins[step + 1] - end) for step, end in ends.items() if step + 1 in begins)
+    sizes = {n: u.num_parameters for n, u in enumerate(run.units) if run.places[n] in ("device", "visit")}
+    return {n: between * size / max(1, sum(sizes.values())) for n, size in sizes.items()}
 
 
 def _rate(run: HybridRun, lane: str) -> float:
@@ -234,20 +257,17 @@ def _recorded_steps(timeline: Timeline, begin_s: float) -> Timeline:
     rows = []
     for _, lane, text, start, end in timeline.spans():
         action = parse_action(text)
-        step = action.microbatch if action.kind in "FB" else action.version - (text[:3] != "OFF")
+        step = action.microbatch if action.kind in "FB" else action.version - text.startswith(_BEHIND)
         if step > 0 and action.kind not in ("DROP", "REDUCE"):
             rows.append((lane, text, start - begin_s, end - begin_s))
     return timeline_of("predicted", sorted(rows, key=lambda row: row[2]))
 
 
 def _notes(run: HybridRun) -> Iterable[str]:
-    yield f"the backward of the last unit, {len(run.units) - 1}, is recorded as part of its forward"
-    if run.units[0].place == "gpu":
+    kinds = {(work.kind, work.unit) for work in run.work}
+    if ("B", len(run.units) - 1) not in kinds:
+        yield f"the backward of the last unit, {len(run.units) - 1}, is recorded as part of its forward"
+    if run.places[0] in ("device", "visit") and not any(kind == "UPDATE" for kind, _ in kinds):
         yield "what the GPU updates itself is not recorded, and takes the time between a backward pass and a forward"
-    places = [unit.place for unit in run.units]
-    if visitors := places.count("visit"):
-        yield f"not modelled: the state that visits the GPU for its update (units: {visitors})"
-    if lean := places.count("lean"):
-        yield f"not modelled: the weights that an update asks the GPU for (units: {lean})"
     if guesses := sum(action.endswith("~guess") for _, action, _, _ in run.spans):
         yield f"not modelled: what was guessed during the backward pass (updates: {guesses})"
