@@ -29,7 +29,7 @@ def taking(room: Room, size: int) -> tuple[threading.Thread, list[Tensor | None]
 
 def test_memory_passes_to_the_visitor_that_waits_for_it(room: Room) -> None:
     memory = room.add(torch.empty(64, dtype=torch.uint8))
-    room.leave()
+    room.leave(lambda: None)
     thread, found = taking(room, 48)
     room.give(memory, has_left=True)
     thread.join()
@@ -37,7 +37,7 @@ def test_memory_passes_to_the_visitor_that_waits_for_it(room: Room) -> None:
 
 
 def test_memory_that_nobody_expects_is_freed(room: Room) -> None:
-    room.leave()
+    room.leave(lambda: None)
     room.give(room.add(torch.empty(64, dtype=torch.uint8)), has_left=True)
     assert room._size_bytes == 0
     assert room.take(1) is None
@@ -55,10 +55,24 @@ def test_the_forward_pass_waits_only_for_those_that_are_leaving(room: Room) -> N
     memory = room.add(torch.empty(64, dtype=torch.uint8))
     room.add(torch.empty(32, dtype=torch.uint8))
     room.shrink(100)
-    room.leave()
+    room.leave(lambda: None)
     timer = threading.Timer(0.05, lambda: room.give(memory, has_left=True))
     timer.start()
     room.shrink(40)
     assert room._size_bytes == 32
     room.finish()
     assert room._size_bytes == 32
+
+
+def test_who_is_about_to_leave_sets_out_when_the_next_forward_comes(room: Room) -> None:
+    memory, gone = room.add(torch.empty(64, dtype=torch.uint8)), []
+
+    def depart() -> None:
+        gone.append(memory)
+        room.give(memory, has_left=True)
+
+    room.leave(depart)
+    assert not gone
+    room.shrink(0)
+    assert len(gone) == 1
+    assert room._size_bytes == 0

@@ -5,11 +5,11 @@ forward pass is under way; the memory of those that have left takes in those tha
 
     compute    B2 B1 B0  V0 F0 V1 F1 V2 F2 ...        V: the update of a visitor, right before its forward
     copy-in       o0 o1       o2                      o2 comes when o0 has left
-    copy-out               o0   o1   o2
+    copy-out                  o0   o1   o2            each leaves at the forward of the next unit
 """
 
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import partial
 
@@ -23,8 +23,8 @@ from pipedejavu.hybrid.lane import Lane, Mark, StreamLane, now
 from pipedejavu.hybrid.slab import Slab, aligned
 
 PIECE_BYTES = 2**26
-"""The copies of one direction run one after the other, whoever asks for them: a large one is cut into pieces, so that
-a small one which the model needs comes in between."""
+"""The copies of one direction run one after the other, whoever asks for them, and a stream that always has a next one
+keeps its turn: a large one is cut into pieces, so that a small one which the model needs comes in between."""
 
 WAIT_S = 0.1
 """How often a wait looks again; a lane that has failed gives nothing back."""
@@ -40,6 +40,7 @@ class Room:
         self._size_bytes = 0
         self._is_urgent = False
         self._changed = threading.Condition()
+        self._departures: list[Callable[[], None]] = []
 
     def add(self, memory: Tensor) -> Tensor:
         """Takes note of memory that a visitor brings with it."""
@@ -67,10 +68,17 @@ class Room:
                 self._num_taken += 1
             return found
 
-    def leave(self) -> None:
-        """Takes note that a visitor is about to leave."""
+    def leave(self, depart: Callable[[], None]) -> None:
+        """Takes note of a visitor that is about to leave."""
         with self._changed:
             self._num_leaving += 1
+        self._departures.append(depart)
+
+    def let_go(self) -> None:
+        """Lets those leave that are about to; not at once, as models read small values back before their first block."""
+        departures, self._departures = self._departures, []
+        for depart in departures:
+            depart()
 
     @contextmanager
     def urgency(self) -> Iterator[None]:
@@ -93,6 +101,7 @@ class Room:
 
     def shrink(self, size_bytes: int) -> None:
         """Frees what nobody uses, and waits for visitors that are leaving until the rest is within this size."""
+        self.let_go()
         with self._changed:
             while self._size_bytes > size_bytes:
                 self._drop()
@@ -132,6 +141,7 @@ class Visitor:
 
     def come(self) -> None:
         """Lets the state come now, into new memory of the compute lane."""
+        self.room.let_go()
         if self._came is None:
             memory = torch.empty(self.slab.size_bytes, dtype=torch.uint8, device=self.lanes.device)
             arrive = partial(self._arrive, self.room.add(memory))
@@ -139,6 +149,7 @@ class Visitor:
 
     def update(self, factors: Mapping[Member, Scalars]) -> None:
         """Lets the unit be updated on the compute lane right before its next forward, when its state has come."""
+        self.room.let_go()
         if self._came is None:
             self.room.expect()
             self._came = self.lanes.arrive.submit(f"come{self.home.index}", partial(self._arrive, None), self._left)
@@ -151,7 +162,7 @@ class Visitor:
         memory = self.room.take(size) if memory is None else memory
         if memory is None:
             memory = self.room.add(self._own_memory(size))
-        self._copy("FETCH", self.lanes.copy_in, self.slab.whole, memory[:size])
+        self._copy("FETCH", self.lanes.copy_in, self.slab.whole, memory[:size], ahead=0)
         self._here = memory
 
     def _own_memory(self, size: int) -> Tensor:
@@ -162,6 +173,7 @@ class Visitor:
 
     def _apply(self, factors: Mapping[Member, Scalars], gradients: Mapping[Member, Tensor | None]) -> None:
         assert self._came is not None
+        self.room.let_go()
         with self.room.urgency():
             self._came.wait_on_host()
         here, self._here, self._came = self._here, None, None
@@ -176,23 +188,24 @@ class Visitor:
                 update_on_gpu(factors[member], gradient.reshape(-1), _state_in(member, here[used : used + size]))
             used += size
         self.lanes.note("updated", self.home.index)
-        self.room.leave()
-        leave = partial(self._leave, here)
-        self._left = self.lanes.leave.submit(f"leave{self.home.index}", leave, now(self.lanes.device))
+        self.room.leave(partial(self._depart, here, now(self.lanes.device)))
+
+    def _depart(self, here: Tensor, updated: Mark) -> None:
+        self._left = self.lanes.leave.submit(f"leave{self.home.index}", partial(self._leave, here), updated)
 
     def _leave(self, here: Tensor) -> None:
-        self._copy("OFFLOAD", self.lanes.copy_out, here[: self.slab.size_bytes], self.slab.whole)
+        self._copy("OFFLOAD", self.lanes.copy_out, here[: self.slab.size_bytes], self.slab.whole, ahead=1)
         self.room.give(here, has_left=True)
 
-    def _copy(self, kind: str, lane: Lane, source: Tensor, target: Tensor) -> None:
-        """Copies piece by piece, with no more than two under way; returns when all of it is there."""
+    def _copy(self, kind: str, lane: Lane, source: Tensor, target: Tensor, *, ahead: int) -> None:
+        """Copies piece by piece, with so many queued beside the one under way; returns when all of it is there."""
         marks: list[Mark] = []
         for start in range(0, source.numel(), PIECE_BYTES):
             piece = slice(start, start + PIECE_BYTES)
             copy = partial(target[piece].copy_, source[piece], non_blocking=True)
             marks.append(lane.submit(f"{kind}:o{self.home.index}", copy))
-            if len(marks) > 1:
-                marks[-2].wait_on_host()
+            if len(marks) > ahead:
+                marks[-1 - ahead].wait_on_host()
         marks[-1].wait_on_host()
 
     def cancel(self) -> None:
