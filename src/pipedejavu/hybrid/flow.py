@@ -303,6 +303,7 @@ class Flow:
             home.began_with = None
         for visitor in self._visitors.values():
             visitor.cancel()
+        self._room.begin()
         for member in self.members.values():
             member.arrived = 0
 

@@ -10,7 +10,7 @@ from typing import Literal
 
 from pipedejavu.facts import InputError, format_bytes
 
-VISITOR_SHARE = 0.55
+VISITOR_SHARE = 0.58
 """Of the parameters that the GPU cannot hold. The way back of a visitor takes three quarters of the time in which the
 host updates as many parameters while copies run beside it, so at about this share both end together."""
 

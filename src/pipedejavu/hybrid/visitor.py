@@ -41,6 +41,7 @@ class Room:
         self._is_urgent = False
         self._changed = threading.Condition()
         self._departures: list[Callable[[], None]] = []
+        self._num_forwards = 0
 
     def add(self, memory: Tensor) -> Tensor:
         """Takes note of memory that a visitor brings with it."""
@@ -74,8 +75,17 @@ class Room:
             self._num_leaving += 1
         self._departures.append(depart)
 
+    def begin(self) -> None:
+        """Takes note that a step begins: models move small values, to and fro, before their first block."""
+        self._num_forwards = 0
+
+    @property
+    def num_ahead(self) -> int:
+        """How many pieces may be queued beside the one under way; none while small copies should find a gap."""
+        return 0 if self._num_forwards < 2 else 1
+
     def let_go(self) -> None:
-        """Lets those leave that are about to; not at once, as models read small values back before their first block."""
+        """Lets those leave that are about to: when the next forward comes, or someone waits for their memory."""
         departures, self._departures = self._departures, []
         for depart in departures:
             depart()
@@ -100,7 +110,8 @@ class Room:
             self._changed.notify_all()
 
     def shrink(self, size_bytes: int) -> None:
-        """Frees what nobody uses, and waits for visitors that are leaving until the rest is within this size."""
+        """Makes way for a forward: waits for visitors that are leaving until the rest is within this size."""
+        self._num_forwards += 1
         self.let_go()
         with self._changed:
             while self._size_bytes > size_bytes:
@@ -162,7 +173,7 @@ class Visitor:
         memory = self.room.take(size) if memory is None else memory
         if memory is None:
             memory = self.room.add(self._own_memory(size))
-        self._copy("FETCH", self.lanes.copy_in, self.slab.whole, memory[:size], ahead=0)
+        self._copy("FETCH", self.lanes.copy_in, self.slab.whole, memory[:size])
         self._here = memory
 
     def _own_memory(self, size: int) -> Tensor:
@@ -194,18 +205,18 @@ class Visitor:
         self._left = self.lanes.leave.submit(f"leave{self.home.index}", partial(self._leave, here), updated)
 
     def _leave(self, here: Tensor) -> None:
-        self._copy("OFFLOAD", self.lanes.copy_out, here[: self.slab.size_bytes], self.slab.whole, ahead=1)
+        self._copy("OFFLOAD", self.lanes.copy_out, here[: self.slab.size_bytes], self.slab.whole)
         self.room.give(here, has_left=True)
 
-    def _copy(self, kind: str, lane: Lane, source: Tensor, target: Tensor, *, ahead: int) -> None:
-        """Copies piece by piece, with so many queued beside the one under way; returns when all of it is there."""
+    def _copy(self, kind: str, lane: Lane, source: Tensor, target: Tensor) -> None:
+        """Copies piece by piece; returns when all of it is there."""
         marks: list[Mark] = []
         for start in range(0, source.numel(), PIECE_BYTES):
             piece = slice(start, start + PIECE_BYTES)
             copy = partial(target[piece].copy_, source[piece], non_blocking=True)
             marks.append(lane.submit(f"{kind}:o{self.home.index}", copy))
-            if len(marks) > ahead:
-                marks[-1 - ahead].wait_on_host()
+            for mark in marks[-2 : len(marks) - self.room.num_ahead]:
+                mark.wait_on_host()
         marks[-1].wait_on_host()
 
     def cancel(self) -> None:
