@@ -1,7 +1,7 @@
 """A recorded run of HybridAdamW beside what the simulator says of the program of its steps.
 
     run = read_run(optimizer, recorder.finish())
-    print(review(run))
+    print(review(run))  # what `pipedejavu compare` prints of run.to_json()
 
 The profile and the machine come from the recording: what each unit's forward, backward and update took, and how fast
 the copies went. The prediction is then the program's own: which lane waits for which, and how long a step is.
