@@ -26,7 +26,7 @@ from pipedejavu.facts import (
     format_seconds,
 )
 from pipedejavu.plan import Keep, Plan, Reduce, preset
-from pipedejavu.program import Program, parse_action
+from pipedejavu.program import Program, parse_action, verify
 from pipedejavu.program import compile as compile_plan
 from pipedejavu.report import Comparison, compare, render_html
 from pipedejavu.simulate import simulate
@@ -34,6 +34,8 @@ from pipedejavu.train.recording import LANES, HybridRun, timeline_of
 
 _BEHIND = ("UPDATE", "UPDATE~host", "FETCH:w", "OFFLOAD:o")
 """Work on what a step's update makes, which reaches into the next step."""
+_ANY = 2**60
+"""Bytes of a memory whose budget was not recorded."""
 _FREE = 1e30
 """Bytes a second of a direction in which nothing was copied."""
 
@@ -111,7 +113,7 @@ def review(run: HybridRun, machine: Machine | None = None) -> Review:
     _check_modelled(run)
     profile = profile_of(run, has_copies=machine is None)
     program = compile_plan(plan_of(run), profile, machine or machine_of(run))
-    prediction = simulate(program)
+    prediction = simulate(program, verify(program))
     timeline = prediction.timeline()
     begins = [span.start_s for span in timeline.spans() if span.action.startswith("F0.")]
     return Review(
@@ -189,8 +191,8 @@ def machine_of(run: HybridRun) -> Machine:
         name="recorded machine",
         hosts=(Host(name="host"),),
         devices=(
-            Device(name="gpu", kind="gpu", type="gpu", host="host", memory_bytes=run.gpu_bytes),
-            Device(name="cpu", kind="cpu", type="cpu", host="host", memory_bytes=run.host_bytes),
+            Device(name="gpu", kind="gpu", type="gpu", host="host", memory_bytes=run.gpu_bytes or _ANY),
+            Device(name="cpu", kind="cpu", type="cpu", host="host", memory_bytes=run.host_bytes or _ANY),
         ),
         links=(
             Link(source="cpu", target="gpu", bytes_per_s=_rate(run, "copy-in")),
