@@ -10,6 +10,7 @@ the copies went. The prediction is then the program's own: which lane waits for 
 from collections import defaultdict
 from collections.abc import Container, Iterable
 from dataclasses import dataclass
+from math import inf
 from statistics import median
 
 from pipedejavu.facts import (
@@ -143,7 +144,7 @@ def _visitors(run: HybridRun) -> int:
         if work.kind == "FETCH:o":
             began.setdefault((work.unit, work.step), work.start_s)
     counts = [sum(start < end for (_, s), start in began.items() if s == step) for step, end in ends.items()]
-    return max(1, int(median(counts)))
+    return max(1, int(median(counts))) if counts else 1
 
 
 def _ends(run: HybridRun) -> dict[int, float]:
@@ -215,7 +216,7 @@ def _median_times(run: HybridRun) -> dict[tuple[str, int], float]:
     Weights are copied as a whole, in a window more than once a step; gradients and state go in parts. What follows the
     last backward pass has no forward beside it, and does not count.
     """
-    last = _ends(run)[run.num_steps]
+    last = _ends(run).get(run.num_steps, inf)
     sums: dict[tuple[str, int], dict[float, float]] = defaultdict(lambda: defaultdict(float))
     for work in run.work:
         if work.start_s >= last:
@@ -271,5 +272,7 @@ def _notes(run: HybridRun) -> Iterable[str]:
         yield f"the backward of the last unit, {len(run.units) - 1}, is recorded as part of its forward"
     if run.places[0] in ("device", "visit") and not any(kind == "UPDATE" for kind, _ in kinds):
         yield "what the GPU updates itself is not recorded, and takes the time between a backward pass and a forward"
+    if run.window is not None and run.window > 2:
+        yield f"the program brings blocks up to {run.window - 1} ahead into the window, the optimizer brings one ahead"
     if guesses := sum(action.endswith("~guess") for _, action, _, _ in run.spans):
         yield f"not modelled: what was guessed during the backward pass (updates: {guesses})"
