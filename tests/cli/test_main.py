@@ -233,6 +233,33 @@ def test_gpus_that_are_not_there_are_not_taken_for_granted() -> None:
     assert "which has 0 GPUs; use as many workers as there are GPUs, or --devices auto" in text
 
 
+def test_compare_takes_a_recording_of_a_hybrid_run(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    from tests.train.test_recording import train
+
+    optimizer, recorded = train(gpu_units=2, clip_norm=0.1, speculate=False)
+    optimizer.close()
+    path = tmp_path / "run.json"
+    path.write_text(recorded.to_json())
+    found = json.loads(run("compare", str(path), "--json").stdout)
+    assert {(row["lane"], row["kind"]) for row in found["rows"]} == {
+        ("compute", "F"), ("compute", "B"), ("compute", "UPDATE"), ("copy-out", "OFFLOAD"), ("host", "UPDATE"),
+        ("copy-in", "FETCH"),
+    }  # fmt: skip
+    assert found["measured_s"] == pytest.approx(recorded.step_s)
+    assert sum(found["bounds"].values()) == pytest.approx(1.0)
+    text = run("compare", str(path)).stdout
+    assert "predicted/measured" in text
+    assert "of a step of" in text
+
+
+def test_compare_refuses_a_file_that_is_no_recording(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    path = tmp_path / "run.json"
+    path.write_text("{}")
+    assert "units" in refused("compare", str(path))
+
+
 def test_compare_needs_a_run(tmp_path: Path) -> None:
     pytest.importorskip("torch")
     assert "has no predicted timeline" in refused("compare", str(tmp_path))

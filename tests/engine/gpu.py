@@ -7,6 +7,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # sums in one order, whatever the stream
@@ -16,6 +17,8 @@ import torch
 
 from pipedejavu.engine import AdamW, Outcome, Sgd, run_threads
 from pipedejavu.engine.handle import Handlers
+from pipedejavu.plan import Keep
+from pipedejavu.plan.axis import Rest
 from pipedejavu.program import Action, build_graph
 from tests.engine.case import Case, make_case
 
@@ -28,6 +31,9 @@ PRESETS: dict[str, dict[str, int]] = {
     "1f1b": {"workers": 3, "microbatches": 5},
     "ddp": {"workers": 2, "microbatches": 2},
 }
+PLACES: dict[str, tuple[Rest, ...]] = {"visit": ("visit",), "lean": ("visit", "lean"), "window": ("device", "window")}
+"""No presets: where the state of the pieces rests, in turn."""
+NAMES = (*PRESETS, *PLACES)
 MODELS = ("mlp", "convnet", "calm-gpt")
 """Those without dropout, whose masks a GPU draws otherwise."""
 DEVICE_LANES = ("compute", "copy-in", "copy-out")
@@ -37,7 +43,14 @@ CYCLES = 2_000_000
 
 def case_of(name: str, model: str) -> Case:
     optimizer = Sgd(lr=0.1, momentum=0.9) if model == "convnet" else AdamW(lr=0.01, eps=0.01, weight_decay=0.1)
-    return make_case(name, model, **PRESETS[name], steps=3, rounds=2, optimizer=optimizer, type_="gpu")
+    sizes = PRESETS.get(name, {"microbatches": 3})
+    known = name if name in PRESETS else "zero-offload"
+    case = make_case(known, model, **sizes, steps=3, rounds=2, optimizer=optimizer, type_="gpu")
+    if name in PRESETS:
+        return case
+    count = len(case.units)
+    keep = Keep(kind="split", places=(PLACES[name] * count)[:count])
+    return replace(case, plan=case.plan.but(keep=keep))
 
 
 def lanes_of(name: str) -> list[str]:
@@ -109,8 +122,8 @@ def check_order(case: Case, outcome: Outcome) -> None:
 def main() -> None:
     torch.set_default_dtype(torch.float64)
     calls: list[tuple[Callable[[str, str], None], str, str]] = []
-    calls += [(check_equality, name, model) for name in PRESETS for model in MODELS]
-    calls += [(check_delay, name, lane) for name in PRESETS for lane in lanes_of(name)]
+    calls += [(check_equality, name, model) for name in NAMES for model in MODELS]
+    calls += [(check_delay, name, lane) for name in NAMES for lane in lanes_of(name)]
     failed = 0
     for check, name, other in calls:
         torch.manual_seed(0)

@@ -3,24 +3,24 @@
 import pytest
 import torch
 
-from tests.engine.gpu import MODELS, PRESETS, check_delay, check_equality, lanes_of
+from tests.engine.gpu import MODELS, NAMES, check_delay, check_equality, lanes_of
 
 on_gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")]
 
 
 @pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("name", [pytest.param(name, marks=on_gpu) for name in PRESETS])
+@pytest.mark.parametrize("name", [pytest.param(name, marks=on_gpu) for name in NAMES])
 def test_a_preset_on_a_gpu_equals_plain_training(name, model):
     check_equality(name, model)
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=on_gpu) for name in PRESETS])
+@pytest.mark.parametrize("name", [pytest.param(name, marks=on_gpu) for name in NAMES])
 def test_a_late_lane_of_a_gpu_changes_no_bit(name):
     for lane in lanes_of(name):
         check_delay(name, lane)
 
 
-@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("name", NAMES)
 def test_a_plan_for_gpus_runs_on_a_cpu_in_the_same_lanes(name):
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")

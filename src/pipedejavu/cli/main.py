@@ -130,7 +130,9 @@ def train(
 
 @app.command()
 def compare(
-    run_dir: Annotated[str, typer.Argument(metavar="RUN_DIR", help="The folder of a finished run.")],
+    run_dir: Annotated[
+        str, typer.Argument(metavar="RUN_DIR", help="The folder of a finished run, or a recording of HybridAdamW.")
+    ],
     as_json: AsJson = False,
 ) -> None:
     """Compare prediction and measurement of a run, kind of action by kind."""

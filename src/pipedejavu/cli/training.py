@@ -207,6 +207,9 @@ def _write_report(done: "Trained", options: "TrainOptions") -> None:
 
 def compare(run_dir: str, as_json: bool) -> None:
     """Prints what was predicted against what was measured, by worker and kind."""
+    if Path(run_dir).is_file():
+        _compare_recording(Path(run_dir), as_json)
+        return
     folder = _room().RunFolder(run_dir)
     predicted, measured = folder.timeline("predicted"), folder.timeline("measured")
     rows = compare_timelines(predicted, measured)
@@ -228,6 +231,19 @@ def compare(run_dir: str, as_json: bool) -> None:
         _ratio(predicted, measured),
     )
     Console(highlight=False).print(shown)
+
+
+def _compare_recording(path: Path, as_json: bool) -> None:
+    """Prints the same of the recorded steps of a HybridAdamW, by lane and kind, and what bounds a step."""
+    room = _room()
+    run = room.HybridRun.from_json(path.read_text(), source=str(path))
+    found, use = room.review(run), room.occupancy_of(run)
+    if as_json:
+        table = [{"lane": lane, **row._asdict()} for lane, rows in found.rows().items() for row in rows]
+        steps = {"predicted_s": found.predicted_step_s, "measured_s": found.measured_step_s}
+        print(json.dumps({"rows": table, **steps, "busy": use.busy, "bounds": use.bounds, "hidden": use.hidden}))
+        return
+    print(found, use, sep="\n")
 
 
 def _ratio(predicted: Timeline, measured: Timeline) -> str:

@@ -77,10 +77,13 @@ class Applier:
             deltas = self._pushed_too(home, update, deltas)
         # What was the sum's memory, then the deltas', becomes the new version.
         self.values["w", *home, a.version, place] = as_leaves({n: d.add_(base[n].detach()) for n, d in deltas})
+        if ("o", *home, update, "") in self.values:
+            self.values["o", *home, a.version, ""] = self.state[home]
 
-    def move_state(self, home: Home, device: torch.device) -> None:
-        """Moves a piece's optimizer state between host and device."""
+    def move_state(self, home: Home, device: torch.device) -> dict[str, Tensors]:
+        """Moves a piece's optimizer state between host and device, and returns it."""
         self.state[home] = moved(self.state.get(home, {}), device)
+        return self.state[home]
 
     def _coefficient(self, replica: int, update: int) -> float:
         """Returns what each summed gradient counts: one over the samples that feed the update, clipped."""

@@ -23,7 +23,7 @@ from pipedejavu.facts import InputError
 from pipedejavu.program import Action, Program, Table
 from pipedejavu.program.value import Value, rest_of, value_of
 
-TRANSIENT = frozenset("xgsbncdp")
+TRANSIENT = frozenset("xgsobncdp")
 """Whats that are freed behind their last reader; of its own weights a worker keeps the newest version."""
 
 Runners = dict[tuple[int, int], PieceRunner]
@@ -287,6 +287,7 @@ class Handlers:
     def offload(self, a: Action) -> None:
         """Moves a value to the host's memory."""
         if a.what == "o":
+            del self.values[value_of(a)]
             self.applier.move_state((a.piece, a.replica), CPU)
         else:
             self.values[value_of(a, "host")] = moved(self.values.pop(value_of(a)), CPU)
@@ -297,7 +298,7 @@ class Handlers:
         if a.what == "b":
             self.values[value_of(a)] = self._inputs(a.microbatch)
         elif a.what == "o":
-            self.applier.move_state((a.piece, a.replica), self.device)
+            self.values[value_of(a)] = self.applier.move_state((a.piece, a.replica), self.device)
         else:
             stays = a.what == "w" and rest_of(self.program, a.piece) != "lean"
             found = self.values[key] if stays else self.values.pop(key)

@@ -161,7 +161,7 @@ def _connect(graph: Graph, index: int, table: Table, initial: Initial) -> None:
                 present.fault(a, value, "adds to {} after it was read")
         if kind in _COLLECTS and reads[0][0] in SUMS:
             present.read.update(reads)
-        if kind != "DROP" and (taken := table.taken(a)) is not None:
+        if kind in ("OFFLOAD", "FETCH") and (taken := table.taken(a)) is not None:
             present.remove(a, taken)
 
 

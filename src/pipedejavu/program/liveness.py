@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from pipedejavu.program.program import Program
 from pipedejavu.program.size import Sizes
-from pipedejavu.program.value import Table, Value, rest_of, resting, update_place
+from pipedejavu.program.value import TAKING, Table, Value, rest_of, resting, update_place
 
 CLASSES = {
     "w": "weights",
@@ -71,7 +71,7 @@ class Liveness:
                     stay[1] = ends
             if kind == "R":
                 live[adds[0]][2] = begins
-            elif (gone := self.table.taken(a)) is not None:
+            elif kind in TAKING and (gone := self.table.taken(a)) is not None:
                 stay = live.pop(gone, None)
                 if stay is not None:
                     self._finish(done, gone, stay[0], max(stay[1], ends), stay[2])

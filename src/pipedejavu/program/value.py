@@ -39,6 +39,9 @@ OF_MICROBATCH = frozenset("xgsb")
 """Whats whose index is a microbatch."""
 
 
+TAKING = frozenset(("DROP", "OFFLOAD", "FETCH"))
+"""Kinds that may take a value away from its place."""
+
 Effects = tuple[tuple[Value, ...], tuple[Value, ...], tuple[Value, ...]]
 """What an action reads, writes and adds to. A plain tuple: it is made for every action of a program."""
 

@@ -14,7 +14,7 @@ from pipedejavu.program.action import Action
 from pipedejavu.program.graph import Graph, build_graph
 from pipedejavu.program.liveness import Liveness, Stay, count_versions
 from pipedejavu.program.program import Program
-from pipedejavu.program.value import Table, Value, name_of, resting, value_of
+from pipedejavu.program.value import TAKING, Table, Value, name_of, resting, value_of
 
 MAX_FAULTS = 20
 
@@ -212,7 +212,7 @@ def _rest_faults(program: Program) -> Iterator[str]:
             readers = ((k, a) for k, a in enumerate(worker.actions) if a[0] in ("F", "R", "B", "I"))
             last_read = {("w", a.piece, a.replica, a.version, ""): k for k, a in readers}
         for position, a in enumerate(worker.actions):
-            if (taken := table.taken(a)) is not None:
+            if a.kind in TAKING and (taken := table.taken(a)) is not None:
                 there.discard(taken)
             if a.kind == "UPDATE" or (a.what in ("w", "o") and a.kind in ("RECV", "GATHER", "FETCH", "OFFLOAD")):
                 for what, piece, replica, version, place in table(a, index)[1]:

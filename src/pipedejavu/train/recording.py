@@ -109,7 +109,7 @@ class HybridRun(Record):
             for unit in self.units
         )
 
-    @property
+    @cached_property
     def work(self) -> tuple[Work, ...]:
         """All work of the recorded steps that a program has too; what was left of the step before them is not in it."""
         return tuple(work for work in self.everything if work.step and work.kind in _NAMES)

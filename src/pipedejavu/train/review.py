@@ -1,7 +1,7 @@
 """A recorded run of HybridAdamW beside what the simulator says of the program of its steps.
 
     run = read_run(optimizer, recorder.finish())
-    print(review(run))
+    print(review(run))  # what `pipedejavu compare` prints of run.to_json()
 
 The profile and the machine come from the recording: what each unit's forward, backward and update took, and how fast
 the copies went. The prediction is then the program's own: which lane waits for which, and how long a step is.
@@ -10,6 +10,7 @@ the copies went. The prediction is then the program's own: which lane waits for 
 from collections import defaultdict
 from collections.abc import Container, Iterable
 from dataclasses import dataclass
+from math import inf
 from statistics import median
 
 from pipedejavu.facts import (
@@ -26,7 +27,7 @@ from pipedejavu.facts import (
     format_seconds,
 )
 from pipedejavu.plan import Keep, Plan, Reduce, preset
-from pipedejavu.program import Program, parse_action
+from pipedejavu.program import Program, parse_action, verify
 from pipedejavu.program import compile as compile_plan
 from pipedejavu.report import Comparison, compare, render_html
 from pipedejavu.simulate import simulate
@@ -34,6 +35,8 @@ from pipedejavu.train.recording import LANES, HybridRun, timeline_of
 
 _BEHIND = ("UPDATE", "UPDATE~host", "FETCH:w", "OFFLOAD:o")
 """Work on what a step's update makes, which reaches into the next step."""
+_ANY = 2**60
+"""Bytes of a memory whose budget was not recorded."""
 _FREE = 1e30
 """Bytes a second of a direction in which nothing was copied."""
 
@@ -111,7 +114,7 @@ def review(run: HybridRun, machine: Machine | None = None) -> Review:
     _check_modelled(run)
     profile = profile_of(run, has_copies=machine is None)
     program = compile_plan(plan_of(run), profile, machine or machine_of(run))
-    prediction = simulate(program)
+    prediction = simulate(program, verify(program))
     timeline = prediction.timeline()
     begins = [span.start_s for span in timeline.spans() if span.action.startswith("F0.")]
     return Review(
@@ -141,7 +144,7 @@ def _visitors(run: HybridRun) -> int:
         if work.kind == "FETCH:o":
             began.setdefault((work.unit, work.step), work.start_s)
     counts = [sum(start < end for (_, s), start in began.items() if s == step) for step, end in ends.items()]
-    return max(1, int(median(counts)))
+    return max(1, int(median(counts))) if counts else 1
 
 
 def _ends(run: HybridRun) -> dict[int, float]:
@@ -189,8 +192,8 @@ def machine_of(run: HybridRun) -> Machine:
         name="recorded machine",
         hosts=(Host(name="host"),),
         devices=(
-            Device(name="gpu", kind="gpu", type="gpu", host="host", memory_bytes=run.gpu_bytes),
-            Device(name="cpu", kind="cpu", type="cpu", host="host", memory_bytes=run.host_bytes),
+            Device(name="gpu", kind="gpu", type="gpu", host="host", memory_bytes=run.gpu_bytes or _ANY),
+            Device(name="cpu", kind="cpu", type="cpu", host="host", memory_bytes=run.host_bytes or _ANY),
         ),
         links=(
             Link(source="cpu", target="gpu", bytes_per_s=_rate(run, "copy-in")),
@@ -213,7 +216,7 @@ def _median_times(run: HybridRun) -> dict[tuple[str, int], float]:
     Weights are copied as a whole, in a window more than once a step; gradients and state go in parts. What follows the
     last backward pass has no forward beside it, and does not count.
     """
-    last = _ends(run)[run.num_steps]
+    last = _ends(run).get(run.num_steps, inf)
     sums: dict[tuple[str, int], dict[float, float]] = defaultdict(lambda: defaultdict(float))
     for work in run.work:
         if work.start_s >= last:
@@ -269,5 +272,7 @@ def _notes(run: HybridRun) -> Iterable[str]:
         yield f"the backward of the last unit, {len(run.units) - 1}, is recorded as part of its forward"
     if run.places[0] in ("device", "visit") and not any(kind == "UPDATE" for kind, _ in kinds):
         yield "what the GPU updates itself is not recorded, and takes the time between a backward pass and a forward"
+    if run.window is not None and run.window > 2:
+        yield f"the program brings blocks up to {run.window - 1} ahead into the window, the optimizer brings one ahead"
     if guesses := sum(action.endswith("~guess") for _, action, _, _ in run.spans):
         yield f"not modelled: what was guessed during the backward pass (updates: {guesses})"
