@@ -184,7 +184,7 @@ def train_one(method: str, size: str, batch: int, sequence: int, steps: int, set
     num_parameters = sum(getattr(p, "ds_numel", p.numel()) for p in model.parameters())
     generator = torch.Generator().manual_seed(1)
     times, losses, norms = [], [], []
-    warm_up, recorded = 5, 2 if extra is not None else 0
+    warm_up, recorded = 5, 4 if extra is not None else 0
     for n in range(steps + recorded):
         tokens = torch.randint(0, 32000, (batch, sequence), generator=generator).cuda()
         if n == warm_up:
