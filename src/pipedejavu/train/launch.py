@@ -142,6 +142,7 @@ def train_rank(options: TrainOptions, program: Program, run_dir: str, team: Team
     shared = Path(team.share(str(folder.parts.resolve()).encode()).decode())
     part = Rank(options, program, PrefixStore("watch", team.store), folder).run(shared)
     parts = [*map(Part, team.collect(part.weights), team.collect(part.facts))]
+    team.part()
     if prediction is None:
         return None
     for rank, found in enumerate(parts):
