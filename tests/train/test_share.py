@@ -1,7 +1,6 @@
 """Shares that move while a run goes on: what is compared and replayed is what ran."""
 
-import re
-from collections import Counter
+import json
 
 import pytest
 
@@ -10,12 +9,13 @@ pytest.importorskip("safetensors")
 
 from pipedejavu.plan import preset
 from pipedejavu.train import TrainOptions, audit_run, launch, plan_run, train
+from pipedejavu.train.task import SampleOrder
 
 MOVING = """
 from pipedejavu.train import worker
 
 def work(rank, size, path):
-    worker.adjusted_counts = lambda counts, times: (1, 2, 5)
+    worker.adjusted_counts = lambda counts, times, bounds: (4, 5, 15)
     worker.work(rank, size, path)
 """
 
@@ -26,14 +26,25 @@ def test_the_forecast_is_of_the_program_that_ran_last(tmp_path, monkeypatch) -> 
     monkeypatch.setattr(launch, "work", __import__("moving").work)
     before = torch.get_default_dtype(), torch.get_num_threads()
     plan = preset("hyscale").at(workers=2, samples=3, microbatches=8)
+    plan = plan.but(feed=plan.feed.but(shares=(0.25, 0.25, 0.5)))  # two, two and four microbatches
     options = TrainOptions(model="mlp", data="random:64", dtype="float64", keeps_log=True, steps=3, optimizer="sgd")
     options, program, _ = plan_run(options, plan)
     done = train(options, program, str(tmp_path / "run"))
     assert max(audit_run(done).values()) < 1e-12  # a few units in the last place, for each of the updates
     predicted, measured = (done.folder.timeline(origin) for origin in ("predicted", "measured"))
     assert sorted(predicted.action) == sorted(measured.action)
-    forwards = Counter(span.worker for span in measured.spans() if re.match("F[0-9]", span.action))
-    assert forwards == {0: 1, 1: 2, 2: 5}
-    assert '"shares": [0.125, 0.25, 0.625]' in done.folder.metrics.read_text()
+    assert [sum(part) for part in done.prediction.program.parts] == [4, 5, 15]
+    assert [update for update, _ in done.moves] == [1]
+    rows = [json.loads(line) for line in done.folder.metrics.read_text().splitlines()]
+    assert [row["shares"] for row in rows if "shares" in row] == [[4 / 24, 5 / 24, 15 / 24]]
+    assert [row["count"] for row in rows if "loss" in row] == [24] * 3
     torch.set_default_dtype(before[0])
     torch.set_num_threads(before[1])
+
+
+def test_microbatches_keep_their_samples_apart_when_their_sizes_change() -> None:
+    order = SampleOrder(None, None, (3, 2, 1), seed=0)
+    order.change(2, (1, 1, 4))
+    found = [[*order.numbers(n)] for n in range(9)]
+    assert [len(numbers) for numbers in found] == [3, 2, 1, 3, 2, 1, 1, 1, 4]
+    assert [n for numbers in found for n in numbers] == [*range(18)]
