@@ -225,6 +225,18 @@ def test_a_machine_of_gpus_and_a_cpu_trains_with_stand_ins(tmp_path: Path) -> No
     assert all(unit["times"].keys() == {"a100", "cpu"} for unit in profile["units"])
 
 
+@pytest.mark.parametrize(
+    ("plan", "share", "sentence"),
+    [
+        ("ddp", "0.5", "plan 'ddp' shares no batch with CPU replicas; leave --cpu-share out, or use preset:coarse"),
+        ("coarse", "1.5", "--cpu-share is a part of the batch between 0 and 1, not 1.5"),
+    ],
+)
+def test_a_cpu_share_needs_somebody_to_take_it(plan: str, share: str, sentence: str) -> None:
+    pytest.importorskip("torch")
+    assert sentence in refused("train", "zoo:mlp", "--plan", f"preset:{plan}", "--cpu-share", share)
+
+
 def test_gpus_that_are_not_there_are_not_taken_for_granted() -> None:
     torch = pytest.importorskip("torch")
     if torch.cuda.is_available():

@@ -7,7 +7,11 @@ pytest.importorskip("torch")
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipedejavu.engine.share import adjusted_counts
+from pipedejavu.engine import share
+
+
+def adjusted_counts(counts, times, bounds=None):
+    return share.adjusted_counts(counts, times, bounds or [(1, sum(counts))] * len(counts))
 
 
 def test_shares_follow_the_rates() -> None:
@@ -19,8 +23,13 @@ def test_what_gains_nothing_changes_nothing() -> None:
     assert adjusted_counts((12, 4), (1.0, 1.005)) == (12, 4)
 
 
-def test_everyone_keeps_a_microbatch() -> None:
+def test_everyone_keeps_a_sample() -> None:
     assert adjusted_counts((4, 4), (0.001, 100.0)) == (7, 1)
+
+
+def test_nobody_goes_beyond_its_bounds() -> None:
+    assert adjusted_counts((8, 8), (1.0, 3.0), [(2, 10), (2, 16)]) == (10, 6)
+    assert adjusted_counts((8, 8), (1.0, 30.0), [(1, 16), (3, 16)]) == (13, 3)
 
 
 def test_without_a_measurement_or_a_choice_nothing_changes() -> None:

@@ -1,8 +1,10 @@
 """Whole runs in processes of their own: the command line, torchrun, and hosts made of network namespaces."""
 
 import os
+import signal
 import subprocess
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -82,4 +84,8 @@ def two_hosts() -> Iterator[tuple[tuple[str, ...], str]]:
         yield names, "10.77.0.1"
     finally:
         for name in names:
+            left = subprocess.run(["ip", "netns", "pids", name], capture_output=True, text=True, check=False)
+            for pid in left.stdout.split():
+                with suppress(ProcessLookupError):
+                    os.kill(int(pid), signal.SIGKILL)
             subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)

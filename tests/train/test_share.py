@@ -1,39 +1,81 @@
 """Shares that move while a run goes on: what is compared and replayed is what ran."""
 
-import re
-from collections import Counter
+import json
+from collections.abc import Iterator
 
 import pytest
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("safetensors")
 
+from safetensors.torch import load_file
+
 from pipedejavu.plan import preset
 from pipedejavu.train import TrainOptions, audit_run, launch, plan_run, train
+from pipedejavu.train.task import SampleOrder
 
 MOVING = """
 from pipedejavu.train import worker
 
 def work(rank, size, path):
-    worker.adjusted_counts = lambda counts, times: (1, 2, 5)
+    worker.adjusted_counts = lambda counts, times, bounds: (4, 5, 15)
     worker.work(rank, size, path)
 """
+
+
+@pytest.fixture(autouse=True)
+def settings() -> Iterator[None]:
+    """Leaves what planning sets for this process as it was."""
+    before = torch.get_default_dtype(), torch.get_num_threads()
+    yield
+    torch.set_default_dtype(before[0])
+    torch.set_num_threads(before[1])
+
+
+EXACT = TrainOptions(model="mlp", data="random:64", dtype="float64", keeps_log=True, steps=3, optimizer="sgd")
 
 
 def test_the_forecast_is_of_the_program_that_ran_last(tmp_path, monkeypatch) -> None:
     (tmp_path / "moving.py").write_text(MOVING)
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setattr(launch, "work", __import__("moving").work)
-    before = torch.get_default_dtype(), torch.get_num_threads()
     plan = preset("hyscale").at(workers=2, samples=3, microbatches=8)
-    options = TrainOptions(model="mlp", data="random:64", dtype="float64", keeps_log=True, steps=3, optimizer="sgd")
-    options, program, _ = plan_run(options, plan)
+    plan = plan.but(feed=plan.feed.but(shares=(0.25, 0.25, 0.5)))  # two, two and four microbatches
+    options, program, _ = plan_run(EXACT, plan)
     done = train(options, program, str(tmp_path / "run"))
     assert max(audit_run(done).values()) < 1e-12  # a few units in the last place, for each of the updates
     predicted, measured = (done.folder.timeline(origin) for origin in ("predicted", "measured"))
     assert sorted(predicted.action) == sorted(measured.action)
-    forwards = Counter(span.worker for span in measured.spans() if re.match("F[0-9]", span.action))
-    assert forwards == {0: 1, 1: 2, 2: 5}
-    assert '"shares": [0.125, 0.25, 0.625]' in done.folder.metrics.read_text()
-    torch.set_default_dtype(before[0])
-    torch.set_num_threads(before[1])
+    assert [sum(part) for part in done.prediction.program.parts] == [4, 5, 15]
+    assert [update for update, _ in done.moves] == [1]
+    rows = [json.loads(line) for line in done.folder.metrics.read_text().splitlines()]
+    assert [row["shares"] for row in rows if "shares" in row] == [[4 / 24, 5 / 24, 15 / 24]]
+    assert [row["count"] for row in rows if "loss" in row] == [24] * 3
+
+
+@pytest.mark.parametrize(
+    ("shares", "parts"),
+    [
+        ((0.8, 0.2), ((4, 4), (2,))),
+        pytest.param((1.0, 0.0), ((5, 5), ()), marks=pytest.mark.slow),
+        pytest.param((0.0, 1.0), ((), (5, 5)), marks=pytest.mark.slow),
+    ],
+)
+def test_parts_of_any_size_train_and_equal_their_replay(tmp_path, shares, parts) -> None:
+    plan = preset("coarse").at(workers=1, samples=5, microbatches=2)
+    plan = plan.but(feed=plan.feed.but(shares=shares, is_controlled=False))
+    options, program, _ = plan_run(EXACT, plan)
+    assert program.parts == parts
+    done = train(options, program, str(tmp_path / "run"))
+    assert max(audit_run(done).values()) < 1e-12
+    assert set(load_file(done.folder.model)) == {
+        f"layer{n}.linear.{what}" for n in range(4) for what in ("weight", "bias")
+    }
+
+
+def test_microbatches_keep_their_samples_apart_when_their_sizes_change() -> None:
+    order = SampleOrder(None, None, (3, 2, 1), seed=0)
+    order.change(2, (1, 1, 4))
+    found = [[*order.numbers(n)] for n in range(9)]
+    assert [len(numbers) for numbers in found] == [3, 2, 1, 3, 2, 1, 1, 1, 4]
+    assert [n for numbers in found for n in numbers] == [*range(18)]

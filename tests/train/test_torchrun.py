@@ -1,8 +1,12 @@
 """Runs whose processes torchrun starts: on one host, and on two that share no file."""
 
 import json
+import os
+import signal
 import socket
+import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -11,6 +15,7 @@ pytest.importorskip("torch")
 pytest.importorskip("safetensors")
 
 from pipedejavu.plan import preset
+from tests.train.conftest import ROOT
 
 COMMAND = (sys.executable, "-m", "pipedejavu", "train")
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
@@ -73,25 +78,111 @@ def test_half_an_environment_is_refused(tmp_path: Path, processes) -> None:
     )
 
 
-def test_two_hosts_train_a_pipeline_with_replicas_and_share_no_folder(tmp_path: Path, processes, two_hosts) -> None:
+def test_ranks_that_cannot_connect_are_told_of_the_interface_once(tmp_path: Path, processes) -> None:
+    torchrun = (*TORCHRUN, "--nproc-per-node", "2", *TRAIN, "--plan", "preset:1f1b")
+    code, _, err = processes.run(torchrun, tmp_path, GLOO_SOCKET_IFNAME="none0")
+    assert code == 1
+    said = [line for line in err.splitlines() if line.startswith("pipedejavu: ")]
+    assert len(said) == 1
+    assert said[0].startswith("pipedejavu: ranks that have met cannot connect to each other: ")
+    assert said[0].endswith(
+        "(GLOO_SOCKET_IFNAME is 'none0'; set it, on each host, to the network interface that leads to the others)"
+    )
+
+
+IMPATIENT = """
+from pipedejavu.cli.main import main
+from pipedejavu.train import pulse
+
+pulse.LOST_S = 5.0
+main()
+"""
+
+
+def start_on_hosts(processes, folder: Path, two_hosts, command: tuple[str, ...]) -> list[subprocess.Popen[str]]:
+    """Starts two ranks on each of two hosts; each host has a folder of its own, named like it."""
     names, address = two_hosts
-    plan = ("--plan", "plan.json", "--audit", "--json")
-    started, folders = [], []
-    for name in names:
-        folder = tmp_path / name
-        folder.mkdir()
-        folders.append(folder)
-    preset("1f1b").at(workers=2, replicas=2, microbatches=2).save(folders[0] / "plan.json")
-    for n, (name, folder) in enumerate(zip(names, folders, strict=True)):
+    started = []
+    for n, name in enumerate(names):
+        (folder / name).mkdir(exist_ok=True)
         hosts = ("--nnodes", "2", "--node-rank", str(n), "--nproc-per-node", "2", "--master-addr", address)
-        inside = ("ip", "netns", "exec", name)
-        command = (*inside, *TORCHRUN, *hosts, "--master-port", "29611", *TRAIN, *plan, "--run-dir", "run")
-        started.append(processes.start(command, folder, GLOO_SOCKET_IFNAME=name))
+        torchrun = ("ip", "netns", "exec", name, *TORCHRUN, *hosts, "--master-port", "29611")
+        started.append(processes.start((*torchrun, *command), folder / name, is_leader=True, GLOO_SOCKET_IFNAME=name))
+    return started
+
+
+def test_two_hosts_train_a_pipeline_with_replicas_and_share_no_folder(tmp_path: Path, processes, two_hosts) -> None:
+    first, second = (tmp_path / name for name in two_hosts[0])
+    first.mkdir()
+    preset("1f1b").at(workers=2, replicas=2, microbatches=2).save(first / "plan.json")
+    plan = ("--plan", "plan.json", "--audit", "--json", "--run-dir", "run")
+    started = start_on_hosts(processes, tmp_path, two_hosts, (*TRAIN, *plan))
     (code, out, err), (other_code, other_out, other_err) = [processes.finish(p) for p in started]
     assert code == 0, err
     assert other_code == 0, other_err
     assert other_out == ""
-    check_run(json.loads(out), folders[0] / "run", workers=4)
-    assert list(folders[1].iterdir()) == []
-    machine = json.loads((folders[0] / "run" / "machine.json").read_text())
+    check_run(json.loads(out), first / "run", workers=4)
+    assert list(second.iterdir()) == []
+    machine = json.loads((first / "run" / "machine.json").read_text())
     assert len(machine["hosts"]) == 2
+
+
+def test_two_hosts_have_nothing_in_common_but_the_cable(two_hosts) -> None:
+    names, address = two_hosts
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        ask = f"import socket; socket.create_connection(('127.0.0.1', {server.getsockname()[1]}), 5)"
+        for name in names:
+            done = subprocess.run(["ip", "netns", "exec", name, sys.executable, "-c", ask], capture_output=True)
+            assert b"Connection refused" in done.stderr  # loopback is each host's own
+    reach = ["ip", "netns", "exec", names[1], "ip", "route", "get", address]
+    assert names[1] in subprocess.run(reach, capture_output=True, text=True, check=True).stdout
+    subprocess.run(["ip", "-n", names[1], "link", "set", names[1], "down"], check=True)
+    assert b"unreachable" in subprocess.run(reach, capture_output=True).stderr
+
+
+@pytest.mark.parametrize(
+    ("fault", "dead", "sentence"),
+    [
+        ("killed", 1, "the connection to another rank is lost; see what that one or its host says"),
+        pytest.param(
+            "killed", 0, "the connection to another rank is lost; see what that one or its host says",
+            marks=pytest.mark.slow,
+        ),
+        ("cut off", 1, "rank {} was not heard for 5 s: its host or the network to it is gone"),
+    ],
+)  # fmt: skip
+def test_a_lost_host_ends_the_other_with_one_sentence(
+    tmp_path: Path, processes, two_hosts, fault: str, dead: int, sentence: str
+) -> None:
+    names, _ = two_hosts
+    (tmp_path / "impatient.py").write_text(IMPATIENT)
+    sizes = ("--workers", "2", "--replicas", "2", "--microbatches", "2", "--steps", "100000", "--run-dir", "run")
+    command = (str(tmp_path / "impatient.py"), "train", *SMALL, "--plan", "preset:1f1b", *sizes)
+    started = start_on_hosts(processes, tmp_path, two_hosts, command)
+    metrics = tmp_path / names[0] / "run" / "metrics.jsonl"
+    while not (metrics.exists() and metrics.read_text().count("\n") > 2) and started[0].poll() is None:
+        time.sleep(0.05)
+    if fault == "killed":
+        os.killpg(started[dead].pid, signal.SIGKILL)
+        for pid in pids_on(names[dead]):  # torchrun's workers have sessions of their own
+            os.kill(pid, signal.SIGKILL)
+    else:
+        subprocess.run(["ip", "-n", names[dead], "link", "set", names[dead], "down"], check=True)
+    ends = "the ranks of host '{}' stop, and the run folder keeps the metrics so far"
+    for host in {1 - dead} if fault == "killed" else {0, 1}:
+        code, out, err = processes.finish(started[host])
+        assert (code, out) == (1, "")
+        said = [line for line in err.splitlines() if line.startswith("pipedejavu: ")]
+        # Ranks 2 and 3 went together, and either may be missed first; on their side it is the first rank.
+        missed = (0,) if host == dead else (2, 3)
+        end = ends.format(f"{socket.gethostname()}-{host}")
+        assert said in ([f"pipedejavu: {sentence.format(n)}; {end}"] for n in missed)
+        assert str(ROOT / "src") not in err  # torchrun shows a traceback of its own, and that is all
+    steps = [json.loads(line)["step"] for line in metrics.read_text().splitlines()]
+    assert steps == list(range(1, len(steps) + 1))
+    assert len(steps) > 2
+
+
+def pids_on(name: str) -> list[int]:
+    found = subprocess.run(["ip", "netns", "pids", name], capture_output=True, text=True, check=True)
+    return [int(pid) for pid in found.stdout.split()]

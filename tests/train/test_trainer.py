@@ -61,7 +61,7 @@ def test_a_batch_smaller_than_the_microbatches_is_refused() -> None:
 @pytest.mark.parametrize("plan", ["pipedream", "pipedream-vertical", "pipedream-2bw", "parameter-server"])
 def test_steps_of_plans_without_a_flush_equal_their_replay(plan) -> None:
     trainer = Trainer(model(), loss, sample=batch(48), plan=plan, workers=2, optimizer=Sgd(lr=0.05, momentum=0.9))
-    given = Given([batch(48, 1), batch(41, 2), batch(37, 3)], trainer.batch.parts)
+    given = Given([batch(48, 1), batch(41, 2), batch(37, 3)], len(trainer.batch.sizes))
     losses = [trainer.step(b) for b in given.batches]
     outcome = trainer.threads.outcome()
     job = Job(units=read_chain(model()), loss=loss, optimizer=Sgd(lr=0.05, momentum=0.9))

@@ -97,3 +97,16 @@ def test_a_sequence_that_is_too_long_is_refused() -> None:
     model = build("gpt-tiny", layers=1, width=8, context=5).model
     with pytest.raises(ValueError, match="a sequence has 6 tokens, but the model's context is 5; raise context"):
         model(torch.zeros(1, 6, dtype=torch.int64))
+
+
+@pytest.mark.parametrize(("name", "dropout"), [("gpt-10-layers", 0.2), ("gpt-10-layers-no-dropout", 0.0)])
+def test_ten_layers_have_one_head_and_a_long_context(name: str, dropout: float) -> None:
+    task = build(name, device="meta")
+    units = dict(task.model.units())
+    assert len(units) == 12
+    assert units["embedding"].position.weight.shape == (1000, 512)
+    assert units["head"].logit.weight.shape == (10_000, 512)
+    attention = units["block9"].attention
+    assert (attention.num_heads, attention.dropout) == (1, dropout)
+    (tokens, targets) = task.data.batch(range(2))
+    assert tokens.shape == targets.shape == (2, 1000)

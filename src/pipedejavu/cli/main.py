@@ -106,6 +106,9 @@ def train(
     replicas: Annotated[int | None, typer.Option(help="Data-parallel copies of a pipeline.")] = None,
     microbatches: Annotated[int | None, typer.Option(help="Microbatches of an update.")] = None,
     samples: Annotated[int | None, typer.Option(help="Samples in a microbatch.")] = None,
+    cpu_share: Annotated[
+        float | None, typer.Option(help="Part of a batch for CPU replicas, 0 to 1; by default what is fastest.")
+    ] = None,
     steps: Annotated[int, typer.Option(help="Updates to make.")] = 100,
     data: Annotated[str | None, typer.Option(help="digits, mnist[:DIR], cifar10[:DIR], stdlib or random.")] = None,
     optimizer: Annotated[str, typer.Option(help="sgd or adamw.")] = "adamw",
@@ -125,7 +128,7 @@ def train(
     sizes = {"workers": workers, "replicas": replicas, "microbatches": microbatches, "samples": samples}
     given = {"steps": steps, "data": data, "optimizer": optimizer, "lr": lr, "clip_norm": clip_norm, "seed": seed}
     options = training.read_options(model, {**given, "on_nan": on_nan, "keeps_log": audit})
-    training.run(options, training.Asked(plan, sizes, machine, devices, run_dir, as_json))
+    training.run(options, training.Asked(plan, sizes, cpu_share, machine, devices, run_dir, as_json))
 
 
 @app.command()

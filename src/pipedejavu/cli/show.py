@@ -88,7 +88,7 @@ def print_prediction(prediction: Prediction, notes: Sequence[str], files: Sequen
 
 def _samples_per_s(prediction: Prediction) -> float:
     plan = prediction.program.plan
-    samples = prediction.program.update_size * plan.steps * plan.feed.samples
+    samples = sum(prediction.program.sizes) * plan.steps
     return samples / prediction.makespan_s if prediction.makespan_s else 0.0
 
 

@@ -52,6 +52,7 @@ class Asked:
 
     plan: str
     sizes: Mapping[str, int | None]
+    cpu_share: float | None
     machine: str | None
     devices: str
     run_dir: str | None
@@ -119,6 +120,11 @@ def _conclude(done: "Trained", options: "TrainOptions", as_json: bool) -> None:
 
 def choose_plan(asked: Asked, processes: int | None) -> Plan:
     """Reads the plan, for as many workers as there are processes where they are started already."""
+    plan = _read_sized(asked, processes)
+    return plan if asked.cpu_share is None else _with_cpu_share(plan, asked.cpu_share)
+
+
+def _read_sized(asked: Asked, processes: int | None) -> Plan:
     read = _choose_simply if asked.plan == "auto" else partial(read_plan, asked.plan)
     if processes is None or asked.sizes.get("workers") is not None:
         return read(asked.sizes)
@@ -128,6 +134,19 @@ def choose_plan(asked: Asked, processes: int | None) -> Plan:
             if found.num_workers == processes:
                 return found
     return read(asked.sizes)
+
+
+def _with_cpu_share(plan: Plan, share: float) -> Plan:
+    """Returns the plan with a fixed part of each batch for its CPU replicas."""
+    place, feed = plan.place, plan.feed
+    if feed.kind != "share" or not place.cpu_replicas:
+        raise InputError(
+            f"plan '{plan.name}' shares no batch with CPU replicas; leave --cpu-share out, or use preset:coarse"
+        )
+    if not 0 <= share <= 1:
+        raise InputError(f"--cpu-share is a part of the batch between 0 and 1, not {share:g}")
+    shares = ((1 - share) / place.replicas,) * place.replicas + (share / place.cpu_replicas,) * place.cpu_replicas
+    return plan.but(feed=feed.but(shares=shares, is_controlled=False))
 
 
 def _choose_simply(sizes: Mapping[str, int | None]) -> Plan:
@@ -183,10 +202,9 @@ def _print_summary(summary: Mapping[str, object], done: "Trained") -> None:
         f" bubble {done.prediction.bubble_fraction:.1%}; measured in the last round:"
         f" {format_seconds(done.measured.makespan_s)}, bubble {done.measured.bubble_fraction:.1%}"
     )
-    shares = done.prediction.program.plan.feed.shares
-    if shares is not None and shares != done.program.plan.feed.shares:
-        moved = ", ".join(f"{share:.0%}" for share in shares)
-        console.print(f"shares moved to {moved} while it ran; both figures are of the last round's program")
+    if done.moves:
+        moved = " + ".join(str(sum(part)) for part in done.moves[-1][1])
+        console.print(f"shares moved to {moved} samples while it ran; both figures are of the last round")
     if "audit" in summary:
         audit = summary["audit"]
         assert isinstance(audit, dict)

@@ -80,12 +80,6 @@ class Handlers:
         for key in [key for key in self.values if key[0] == "w" and key[3] == plan.steps]:
             self.values[key[0], key[1], key[2], 0, key[4]] = self.values.pop(key)
 
-    def take_over(self, other: "Handlers") -> "Handlers":
-        """Goes on where the handlers of another program left off, with the same pieces."""
-        self.log, self.applier.log, self.applier.state = other.log, other.log, other.applier.state
-        self.values.update({key: value for key, value in other.values.items() if key[0] == "w"})
-        return self
-
     def do(self, a: Action) -> None:
         """Does one action, and frees what nobody will read again."""
         reads, writes = self.effects[a]

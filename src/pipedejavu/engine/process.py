@@ -17,8 +17,8 @@ from pipedejavu.program import Program, verify
 
 BeforeRound = Callable[[Handlers], None]
 """Is given the worker's state that the round will run on."""
-AfterRound = Callable[[int, Handlers, list[Span]], Program]
-"""Is told of each round with its number, the worker's state and its spans; returns the program of the next."""
+AfterRound = Callable[[int, Handlers, list[Span]], None]
+"""Is told of each round with its number, the worker's state and its spans."""
 
 
 def run_rank(
@@ -51,11 +51,7 @@ def run_rank(
     for number in range(rounds):
         handlers.begin(number)
         before(handlers)
-        spans = worker.run()
-        following = after(number, handlers, spans)
-        if following is not handlers.program:
-            handlers = make_handlers(following, rank, job, batches, wire).take_over(handlers)
-            worker = Worker(verify(following), rank, handlers)
+        after(number, handlers, worker.run())
     return handlers
 
 

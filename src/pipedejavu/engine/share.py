@@ -1,4 +1,4 @@
-"""Shares of a batch that follow measured rates: each replica gets microbatches in proportion to how fast it is."""
+"""Shares of a batch that follow measured rates: each replica gets samples in proportion to how fast it is."""
 
 from collections.abc import Sequence
 
@@ -7,11 +7,15 @@ DEAD_BAND = 0.01
 LEAST, MOST = 0.05, 0.95
 
 
-def adjusted_counts(counts: Sequence[int], times_s: Sequence[float]) -> tuple[int, ...]:
-    """Returns the next microbatches of each replica, from those of this round and the time that each took.
+Bounds = Sequence[tuple[int, int]]
+"""The least and the most samples that each replica can have."""
 
-    Shares are in proportion to the rates, between 5 % and 95 %, with one microbatch at least; what gains less than the
-    dead band changes nothing.
+
+def adjusted_counts(counts: Sequence[int], times_s: Sequence[float], bounds: Bounds) -> tuple[int, ...]:
+    """Returns the next samples of each replica, from those of this round and the time that each took.
+
+    Shares are in proportion to the rates, between 5 % and 95 %, within the bounds; what gains less than the dead band
+    changes nothing.
     """
     total = sum(counts)
     rates = [count / time if time > 0 else 0.0 for count, time in zip(counts, times_s, strict=True)]
@@ -19,11 +23,11 @@ def adjusted_counts(counts: Sequence[int], times_s: Sequence[float]) -> tuple[in
         return tuple(counts)
     shares = [min(MOST, max(LEAST, rate / sum(rates))) for rate in rates]
     exact = [total * share / sum(shares) for share in shares]
-    found = [max(1, int(part)) for part in exact]
+    found = [min(most, max(least, int(part))) for part, (least, most) in zip(exact, bounds, strict=True)]
     while sum(found) != total:
         step = 1 if sum(found) < total else -1
         # The replica whose count is furthest from its exact part takes the next one, or gives one up.
-        movable = [n for n in range(len(found)) if step > 0 or found[n] > 1]
+        movable = [n for n, (least, most) in enumerate(bounds) if least <= found[n] + step <= most]
         found[max(movable, key=lambda n: step * (exact[n] - found[n]))] += step
     slowest, before = (max(n / rate for n, rate in zip(c, rates, strict=True)) for c in (found, counts))
     return tuple(found) if slowest < before * (1 - DEAD_BAND) else tuple(counts)

@@ -80,10 +80,10 @@ class Feed(Record):
     microbatches: int = Field(default=1, ge=1)
     """In one update, for each pipeline."""
     samples: int = Field(default=1, ge=1)
-    """In one microbatch."""
+    """In one microbatch; of `share`, at most."""
     shares: tuple[Share, ...] | None = Field(default=None, min_length=1)
-    """Of `share`: each replica's part of the microbatches of an update, CPU replicas last; by default in
-    proportion to how fast each can go."""
+    """Of `share`: each replica's part of the samples of an update, CPU replicas last; by default those with the
+    shortest update, in whole samples, where some may get none."""
     is_controlled: bool = False
     """Whether shares, or masks, follow the measured rates while the run goes on."""
     budgets: tuple[Share, ...] | None = Field(default=None, min_length=1)

@@ -6,11 +6,12 @@ from pipedejavu.facts import InputError, Machine, Profile, paused_collector
 from pipedejavu.plan import Decision, Plan
 from pipedejavu.plan.rule import check_plan
 from pipedejavu.program.action import Action
-from pipedejavu.program.crew import Crew, assign_devices, crews_of, share_counts, with_counts
+from pipedejavu.program.crew import Crew, assign_devices, crews_of, with_counts
 from pipedejavu.program.cut import balance, cut_pieces, piece_inputs
 from pipedejavu.program.passes import add_layout_collectives, add_recompute, add_transfers, add_version_drops
 from pipedejavu.program.program import Group, Piece, Program, Worker
 from pipedejavu.program.residency import add_residency
+from pipedejavu.program.share import Split, cut_samples
 from pipedejavu.program.update import add_updates, server_actions
 
 
@@ -24,8 +25,8 @@ def compile(plan: Plan, profile: Profile, machine: Machine, *, fold: bool = True
     devices = assign_devices(plan, machine)
     plan = _resolve_cut(plan, profile, machine, devices)
     crews = crews_of(plan)
-    plan, counts = _resolve_counts(plan, profile, machine, crews, devices)
-    crews = with_counts(crews, counts, plan.place.shards)
+    plan, parts = _resolve_parts(plan, profile, machine, crews, devices)
+    crews = with_counts(crews, [len(part) for part in parts], plan.place.shards)
     pieces = cut_pieces(plan, profile, plan.cut.bounds or ())
     copies = len(crews) if fold and _is_symmetric(plan, profile, machine, devices) else 1
     active = [crew for crew in crews if crew.count]
@@ -38,7 +39,7 @@ def compile(plan: Plan, profile: Profile, machine: Machine, *, fold: bool = True
         workers=(),
         groups=_groups(plan, profile, pieces, active),
         devices=devices,
-        update_size=max(crew.offset + crew.count for crew in crews),
+        parts=tuple(parts[:: plan.place.shards]),
         num_replicas=1 + max(replica for crew in crews for replica, _ in crew.homes()),
         copies=copies,
     )
@@ -103,19 +104,20 @@ def _resolve_cut(plan: Plan, profile: Profile, machine: Machine, devices: tuple[
     return plan.but(cut=plan.cut.but(bounds=bounds), decisions=(*plan.decisions, decision))
 
 
-def _resolve_counts(
+def _resolve_parts(
     plan: Plan, profile: Profile, machine: Machine, crews: list[Crew], devices: tuple[str, ...]
-) -> tuple[Plan, list[int]]:
-    if plan.feed.kind != "share":
-        return plan, [plan.feed.microbatches] * len(crews)
-    on = [[machine.device(devices[w]) for w in crew.workers] for crew in crews]
-    counts = share_counts(plan, profile, crews, on)
-    total = plan.feed.microbatches
-    reason = "in proportion to how fast each can train" if plan.feed.shares is None else "the plan's shares"
-    choice = " + ".join(map(str, counts)) + f" of {total} microbatches"
-    feed = plan.feed.but(shares=tuple(count / total for count in counts))
+) -> tuple[Plan, list[tuple[int, ...]]]:
+    """Returns for each crew the samples of its microbatches of an update."""
+    feed = plan.feed
+    if feed.kind != "share":
+        return plan, [(feed.samples,) * feed.microbatches] * len(crews)
+    split = Split(plan, profile, machine, crews, devices)
+    samples, reason = split.choose()
+    choice = " + ".join(map(str, samples)) + f" of {split.total} samples"
     decision = Decision(axis="feed", choice=choice, reason=reason)
-    return plan.but(feed=feed, decisions=(*plan.decisions, decision)), counts
+    shares = tuple(count / split.total for count in samples)
+    plan = plan.but(feed=feed.but(shares=shares), decisions=(*plan.decisions, decision))
+    return plan, [cut_samples(count, feed.samples) for count in samples]
 
 
 def _groups(plan: Plan, profile: Profile, pieces: tuple[Piece, ...], crews: list[Crew]) -> dict[str, Group]:

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from pipedejavu.facts import Device, InputError, Machine, Profile
+from pipedejavu.facts import InputError, Machine
 from pipedejavu.plan import Plan
 from pipedejavu.program.schedule import SCHEDULES, Slot, warmed_up
 
@@ -119,30 +119,3 @@ def assign_devices(plan: Plan, machine: Machine) -> tuple[str, ...]:
             f" {place.servers} servers; machine '{machine.name}' has none to spare"
         )
     return (*order[:num_trainers], *(spare[n % len(spare)] for n in range(extra)))
-
-
-def share_counts(plan: Plan, profile: Profile, crews: list[Crew], devices: list[list[Device]]) -> list[int]:
-    """Divides an update's microbatches over the crews, by the plan's shares or by how fast each can go."""
-    total, samples = plan.feed.microbatches, plan.feed.samples
-    shares = plan.feed.shares
-    if shares is None:
-        rates = []
-        for crew_devices in devices:
-            parts = [
-                sum(_unit_time(profile, unit, device.kind, samples) for unit in range(len(profile.units)))
-                for device in crew_devices
-            ]
-            rates.append(sum(1 / part if part else 1.0 for part in parts))
-        shares = tuple(rate / sum(rates) for rate in rates)
-    if len(shares) != len(crews):
-        raise InputError(f"the plan has {len(shares)} shares for {len(crews)} replicas; give one for each")
-    whole = [int(total * share / sum(shares)) for share in shares]
-    by_rest = sorted(range(len(shares)), key=lambda i: whole[i] - total * shares[i] / sum(shares))
-    for index in by_rest[: total - sum(whole)]:
-        whole[index] += 1
-    return whole
-
-
-def _unit_time(profile: Profile, unit: int, kind: str, samples: int) -> float:
-    time = profile.time(profile.units[unit], kind)
-    return time.forward.at(samples) + time.backward.at(samples)

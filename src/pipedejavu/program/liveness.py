@@ -92,7 +92,7 @@ class Liveness:
     def _finish(self, done: list[Stay], value: Value, birth: float, death: float, recomputed: float) -> None:
         size = self.sizes.of(value)
         if value[0] == "s" and self.is_partial:
-            kept = self.sizes.kept_saved(value[1])
+            kept = self.sizes.kept(value)
             done.append(Stay(birth, death, value, kept))
             done.append(Stay(recomputed, death, value, size - kept))
         elif size:

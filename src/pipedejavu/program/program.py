@@ -59,10 +59,20 @@ class Program:
     groups: dict[str, Group]
     devices: tuple[str, ...]
     """Of every worker, copies included."""
-    update_size: int
-    """Microbatches, over all replicas, that carry one update's number."""
+    parts: tuple[tuple[int, ...], ...]
+    """For each replica, the samples of each of its microbatches of an update."""
     num_replicas: int
     copies: int = 1
+
+    @cached_property
+    def sizes(self) -> tuple[int, ...]:
+        """Samples of each microbatch of an update, over all replicas."""
+        return tuple(size for part in self.parts for size in part)
+
+    @cached_property
+    def update_size(self) -> int:
+        """Microbatches, over all replicas, that carry one update's number."""
+        return len(self.sizes)
 
     @cached_property
     def outputs(self) -> tuple[tuple[int, ...], ...]:

@@ -11,16 +11,15 @@ class Sizes:
     """Sizes of one program's values, worked out once for each piece."""
 
     def __init__(self, program: Program):
-        self.program, self.samples = program, program.plan.feed.samples
+        self.program = program
         self.shards = program.plan.place.shards
         units = program.profile.units
         self.weights = self._per_worker([u.parameter_bytes for u in units])
         self.gradients = self._per_worker([u.gradient_bytes for u in units])
         self.optimizer = self._per_worker([u.optimizer_bytes for u in units])
-        self.saved = [
-            sum(units[u].activation_bytes for u in p.units) * self.samples / self.shards for p in program.pieces
-        ]
-        self._cache: dict[tuple[str, int, str], float] = {}
+        self.saved = [sum(units[u].activation_bytes for u in p.units) / self.shards for p in program.pieces]
+        """For each sample."""
+        self._cache: dict[tuple[str, int, str, int], float] = {}
 
     def _per_worker(self, sizes: list[int]) -> list[float]:
         """Sums sizes of state over each piece, as one of the workers that divide it holds them."""
@@ -49,25 +48,30 @@ class Sizes:
                 between[source] = max(size, between.get(source, 0.0))
         return edges
 
+    def samples(self, microbatch: int) -> int:
+        """Returns how many samples a microbatch has."""
+        return self.program.sizes[microbatch % self.program.update_size]
+
     def outgoing(self, piece: int, targets: tuple[int, ...]) -> float:
-        """Bytes of a piece's output that the pieces `targets` read, for one microbatch."""
+        """Bytes of a piece's output that the pieces `targets` read, for each sample."""
         outputs: dict[int, float] = {}
         for target in targets:
             outputs |= self._edges.get((piece, target), {})
-        return sum(outputs.values()) * self.samples
+        return sum(outputs.values())
 
     def incoming(self, piece: int, sources: tuple[int, ...]) -> float:
-        """Bytes of the gradient that a piece hands to the pieces `sources`, for one microbatch."""
+        """Bytes of the gradient that a piece hands to the pieces `sources`, for each sample."""
         return sum(self.outgoing(source, (piece,)) for source in sources)
 
     def of(self, value: Value) -> float:
         """Bytes that a value takes on one worker."""
-        key = (value[0], value[1], value[4])
+        samples = self.samples(value[3]) if value[0] in "sxg" else 0
+        key = (value[0], value[1], value[4], samples)
         if key not in self._cache:
             self._cache[key] = self._of(*key)
         return self._cache[key]
 
-    def _of(self, what: str, piece: int, place: str) -> float:
+    def _of(self, what: str, piece: int, place: str, samples: int) -> float:
         parts = self.group_size(piece) if place == "shard" else 1
         if what == "w" and place == "shard" and self.program.plan.keep.kind != "zero-3":
             return 0.0  # a view of the whole weights
@@ -80,16 +84,16 @@ class Sizes:
         if what == "d":
             return self.gradients[piece] / parts
         if what == "s":
-            return self.saved[piece]
+            return self.saved[piece] * samples
         if what == "x":
-            return self.outgoing(piece, self.program.outputs[piece])
+            return self.outgoing(piece, self.program.outputs[piece]) * samples
         if what == "g":
-            return self.incoming(piece, self.program.inputs[piece])
+            return self.incoming(piece, self.program.inputs[piece]) * samples
         return 0.0
 
-    def kept_saved(self, piece: int) -> float:
+    def kept(self, saved: Value) -> float:
         """Bytes of saved activations that stay from the forward on, where some are recomputed."""
-        return self.saved[piece] * (1 - self.program.plan.order.recompute)
+        return self.of(saved) * (1 - self.program.plan.order.recompute)
 
     def group_size(self, piece: int) -> int:
         """How many workers divide a piece's state under a zero keep."""
@@ -100,14 +104,15 @@ class Sizes:
         """Bytes that a SEND, FETCH, OFFLOAD or collective moves."""
         if a.kind == "SEND" and a.what in "xg":
             # Only what the other worker's pieces read of it.
-            there = self.program.pieces_on[a.peer]
+            there, samples = self.program.pieces_on[a.peer], self.samples(a.microbatch)
             if a.what == "x":
-                return self.outgoing(a.piece, tuple(p for p in self.program.outputs[a.piece] if p in there))
-            return self.incoming(a.piece, tuple(p for p in self.program.inputs[a.piece] if p in there))
+                targets = tuple(p for p in self.program.outputs[a.piece] if p in there)
+                return self.outgoing(a.piece, targets) * samples
+            return self.incoming(a.piece, tuple(p for p in self.program.inputs[a.piece] if p in there)) * samples
         if a.via.startswith("*tie"):
             return self.program.profile.ties[int(a.via[4:].partition(".")[0])].size_bytes
         if a.what == "n":
             return 4.0
         if a.via.startswith("*d"):
             return self.dense_gradients(a.piece)
-        return self.of((a.what, a.piece, a.replica, 0, ""))
+        return self.of((a.what, a.piece, a.replica, a.microbatch, ""))

@@ -32,7 +32,7 @@ class Costs:
 
     def __init__(self, program: Program):
         self.program, self.machine, self.sizes = program, program.machine, Sizes(program)
-        self.plan, self.samples = program.plan, program.plan.feed.samples
+        self.plan = program.plan
         self._known: dict[tuple[object, ...], Work] = {}
 
     def of(self, graph: Graph) -> list[Work]:
@@ -44,7 +44,7 @@ class Costs:
             if a[0] == "RECV":  # its sender knows
                 worker, position = next(m for m in joint[op] if m[0] != worker)
                 a = workers[worker].actions[position]
-            key = (worker, a[0], a[1], a[2], a[5], a[6])
+            key = (worker, a[0], a[1], a[2], a[5], a[6], self.sizes.samples(a[3]))
             work = known.get(key)
             if work is None:
                 work = known[key] = self._work(a, worker)
@@ -72,11 +72,11 @@ class Costs:
         return [profile.time(profile.units[u], kind) for u in self.program.pieces[piece].units]
 
     def _compute(self, a: Action, worker: int) -> float:
-        times = self._times(a.piece, self._device(worker).kind)
+        times, samples = self._times(a.piece, self._device(worker).kind), self.sizes.samples(a.microbatch)
 
         def total(part: str) -> float:
             costs: list[Cost] = [getattr(t, part) for t in times]
-            return sum(cost.at(self.samples) for cost in costs)
+            return sum(cost.at(samples) for cost in costs)
 
         time = total("backward") - total("weight_backward") if a.kind == "I" else total(_HALVES[a.kind])
         if a.kind == "R":

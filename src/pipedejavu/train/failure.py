@@ -8,7 +8,10 @@ from pathlib import Path
 
 from pipedejavu.facts import InputError
 
-_LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Socket Timeout", "Connection refused")
+_LOST = (
+    "Connection closed by peer", "Connection reset by peer", "Broken pipe", "Socket Timeout", "Connection refused",
+    "Connection timed out", "No route to host",
+)  # fmt: skip
 
 
 class WorkerError(Exception):

@@ -18,10 +18,13 @@ Weights = dict[tuple[int, int], dict[str, Tensor]]
 
 
 def result_of(program: Program, weights: Weights) -> dict[str, Tensor]:
-    """Returns what a run has trained: the server's copy where it makes the updates, else the first replica's."""
+    """Returns what a run has trained: the server's copy where it makes the updates, else the first replica's.
+
+    A replica whose share is nothing has none.
+    """
     reduce = program.plan.reduce
     is_on_server = reduce.combiner == "elastic" or (reduce.wire == "server" and reduce.gate == "lock")
-    source = program.num_replicas if is_on_server else 0
+    source = program.num_replicas if is_on_server else min(replica for _, replica in weights)
     return {name: w for (_, replica), found in weights.items() if replica == source for name, w in found.items()}
 
 

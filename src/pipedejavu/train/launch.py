@@ -3,7 +3,7 @@
 import signal
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,15 +13,17 @@ from torch._C._distributed_c10d import PrefixStore
 from torch.multiprocessing.spawn import start_processes
 
 from pipedejavu.engine import Applied, Log, Outcome, Read, audit, check_runnable
-from pipedejavu.facts import InputError, Machine, Profile, Span, Timeline, WorkerSummary, write_file
+from pipedejavu.facts import InputError, Link, Machine, Profile, Span, Timeline, WorkerSummary, write_file
 from pipedejavu.plan import Plan
-from pipedejavu.profile import measure_profile, merge_profiles
+from pipedejavu.probe.link import measure_link
+from pipedejavu.profile import merge_profiles
 from pipedejavu.program import Program, verify
 from pipedejavu.program import compile as compile_plan
 from pipedejavu.program.crew import assign_devices
 from pipedejavu.simulate import Prediction, simulate
 from pipedejavu.train.failure import read_failure
 from pipedejavu.train.folder import Part, RunFolder, result_of
+from pipedejavu.train.measure import measure
 from pipedejavu.train.options import TrainOptions
 from pipedejavu.train.site import (
     DeviceChoice,
@@ -35,7 +37,7 @@ from pipedejavu.train.site import (
 )
 from pipedejavu.train.task import SampleOrder, make_job, make_task
 from pipedejavu.train.team import Team
-from pipedejavu.train.worker import Rank, with_shares, work
+from pipedejavu.train.worker import Move, Rank, work
 
 
 class Planned(NamedTuple):
@@ -57,6 +59,7 @@ class Trained:
     prediction: Prediction
     measured: Timeline
     outcome: Outcome
+    moves: tuple[Move, ...]
 
 
 def plan_run(
@@ -84,6 +87,9 @@ def plan_run(
         machine = Machine.from_json(given)
     else:
         plan, machine = make_machine(plan, sites, devices)
+        if plan.feed.kind == "share":  # what it costs to add up gradients decides who gets how much
+            link = Link.from_json(team.share(measure_link().to_json().encode() if team.is_first else b""))
+            machine = machine.but(links=(link, *machine.links[1:]))
     names = assign_devices(plan, machine)
     profile = _measure(options, plan, machine, names, team)
     program = compile_plan(plan, profile, machine, fold=False)
@@ -116,14 +122,15 @@ def _measure(options: TrainOptions, plan: Plan, machine: Machine, names: Sequenc
         source, found = worker if team.is_launched else 0, b""
         if team.rank == source:
             torch.set_num_threads(num_threads(machine, names, worker))
-            task = make_task(options)
-            job = make_job(task, options)
-            sample, target = task.data.batch(range(plan.feed.samples))
-            device = torch_device(machine, name)
-            profile = measure_profile(options.model, job.units, job.ties, sample, target, job.loss, {kind: device})
+            profile = _measure_here(options, plan, {kind: torch_device(machine, name)})
             found = profile.to_json().encode()
         profiles.append(Profile.from_json(team.share(found, source)))
     return merge_profiles(profiles)
+
+
+def _measure_here(options: TrainOptions, plan: Plan, kinds: dict[str, torch.device]) -> Profile:
+    task = make_task(options)
+    return measure(options.model, make_job(task, options), plan, lambda count: task.data.batch(range(count)), kinds)
 
 
 def train(options: TrainOptions, program: Program, run_dir: str) -> Trained:
@@ -142,6 +149,7 @@ def train_rank(options: TrainOptions, program: Program, run_dir: str, team: Team
     shared = Path(team.share(str(folder.parts.resolve()).encode()).decode())
     part = Rank(options, program, PrefixStore("watch", team.store), folder).run(shared)
     parts = [*map(Part, team.collect(part.weights), team.collect(part.facts))]
+    team.part()
     if prediction is None:
         return None
     for rank, found in enumerate(parts):
@@ -161,16 +169,16 @@ def _finish(folder: RunFolder, options: TrainOptions, program: Program, predicti
     """Reads what the workers left and writes what stays."""
     weights, parts = folder.read_parts(len(program.workers))
     folder.write_model(result_of(program, weights))
-    shares = parts[0]["shares"]
-    if shares is not None and tuple(shares) != program.plan.feed.shares:
-        # The last round ran another program than the first: it is that one's forecast that compares with it.
-        prediction = simulate(with_shares(program, tuple(shares)))
+    moves = [(int(update), tuple(map(tuple, moved))) for update, moved in parts[0]["moves"]]
+    if moves:
+        # The last round had other shares than the first: it is their forecast that compares with it.
+        prediction = simulate(replace(program, parts=moves[-1][1]))
         write_file(folder.predicted, prediction.timeline().to_json(indent=None))
     measured = _timeline(program, parts)
     write_file(folder.measured, measured.to_json(indent=None))
     folder.remove_parts()
     logs = tuple(_log(part) for part in parts)
-    return Trained(options, folder, program, prediction, measured, Outcome(weights, logs, ()))
+    return Trained(options, folder, program, prediction, measured, Outcome(weights, logs, ()), tuple(moves))
 
 
 def run_workers(folder: RunFolder, count: int) -> None:
@@ -207,7 +215,9 @@ def audit_run(done: Trained) -> dict[str, float]:
     """Replays a run that kept its log; returns the largest difference of each parameter."""
     task = make_task(done.options)
     job = make_job(task, done.options)
-    batches = SampleOrder(task.data, task, done.program.plan.feed.samples, done.options.seed)
+    batches = SampleOrder(task.data, task, done.program.sizes, done.options.seed)
+    for update, parts in done.moves:
+        batches.change(update, [size for part in parts for size in part])
     return audit(done.program, job, batches, done.outcome)
 
 

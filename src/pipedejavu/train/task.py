@@ -1,6 +1,6 @@
 """From options to what the engine runs: the model as a job, the data as microbatches by number."""
 
-from dataclasses import dataclass
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -34,14 +34,20 @@ def make_job(task: Task, options: TrainOptions) -> Job:
     )
 
 
-@dataclass(frozen=True)
 class SampleOrder:
-    """Microbatches by number: sample n of the run is a function of the seed and n alone."""
+    """Microbatches by number: sample n of the run is a function of the seed and n alone.
 
-    data: Dataset
-    task: Task
-    samples: int
-    seed: int
+    `sizes` are the samples of each microbatch of an update; they may change from one update on, but not their number
+    nor their sum.
+    """
+
+    def __init__(self, data: Dataset, task: Task, sizes: Sequence[int], seed: int):
+        self.data, self.task, self.seed = data, task, seed
+        self._changes = [(0, tuple(sizes))]
+
+    def change(self, update: int, sizes: Sequence[int]) -> None:
+        """Gives the microbatches other sizes from an update on, which must not have begun."""
+        self._changes.append((update, tuple(sizes)))
 
     def inputs(self, microbatch: int) -> Any:
         """Returns what the model reads."""
@@ -55,11 +61,18 @@ class SampleOrder:
         """Returns how many samples or tokens count."""
         return self.task.count(self.targets(microbatch))
 
+    def numbers(self, microbatch: int) -> range:
+        """Returns the numbers of a microbatch's samples in the run."""
+        update, place = divmod(microbatch, len(self._changes[0][1]))
+        sizes = next(sizes for first, sizes in reversed(self._changes) if first <= update)
+        start = update * sum(sizes) + sum(sizes[:place])
+        return range(start, start + sizes[place])
+
     @lru_cache(maxsize=64)  # noqa: B019 - lives as long as the run
     def _batch(self, microbatch: int) -> tuple[Any, Any]:
         size = len(self.data)
-        numbers = range(microbatch * self.samples, (microbatch + 1) * self.samples)
-        return self.data.batch(torch.tensor([int(_order(self.seed, n // size, size)[n % size]) for n in numbers]))
+        numbers = [int(_order(self.seed, n // size, size)[n % size]) for n in self.numbers(microbatch)]
+        return self.data.batch(torch.tensor(numbers))
 
 
 @lru_cache(maxsize=4)

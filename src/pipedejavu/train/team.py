@@ -6,6 +6,7 @@ What passes between ranks are bytes: JSON records and safetensors, nothing that 
 import os
 import platform
 import sys
+import time
 import traceback
 from contextlib import suppress
 from datetime import timedelta
@@ -18,10 +19,13 @@ from torch.distributed.rendezvous import rendezvous
 
 from pipedejavu.facts import InputError
 from pipedejavu.train.failure import is_lost
+from pipedejavu.train.pulse import Pulse
 from pipedejavu.train.site import Site, read_site
 
 MEETING_S = 300
 """How long ranks wait for each other at the start."""
+LAST_WORD_S = 1.0
+"""How long a rank that has lost another waits for the first of its host to say so."""
 _NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -31,6 +35,7 @@ class Team:
     def __init__(self) -> None:
         self.rank, self.size = 0, 1
         self.store: Store | None = None
+        self.pulse: Pulse | None = None
         self.is_on_one_host = True
 
     @classmethod
@@ -50,9 +55,6 @@ class Team:
         try:
             meeting = rendezvous("env://", timeout=timedelta(seconds=MEETING_S))
             team.store, _, _ = next(meeting)
-            dist.init_process_group(
-                "gloo", store=PrefixStore("group", team.store), rank=team.rank, world_size=team.size
-            )
         except (DistNetworkError, DistStoreError) as error:
             if "EADDRINUSE" in str(error):
                 raise InputError(f"the port of {where} is in use; set MASTER_PORT to a free one") from None
@@ -60,7 +62,21 @@ class Team:
                 f"rank {team.rank} did not meet the others at {where} within {MEETING_S} s; check that all"
                 f" {team.size} ranks were started and that MASTER_ADDR and MASTER_PORT can be reached ({error})"
             ) from None
+        team._connect(team.store)
         return team
+
+    def _connect(self, store: Store) -> None:
+        """Opens the connections between all ranks; one that cannot ends this process with the reason."""
+        try:
+            dist.init_process_group("gloo", store=PrefixStore("group", store), rank=self.rank, world_size=self.size)
+        except RuntimeError as error:
+            name = os.environ.get("GLOO_SOCKET_IFNAME")
+            found = f"GLOO_SOCKET_IFNAME is '{name}'" if name else "GLOO_SOCKET_IFNAME is not set"
+            remedy = "set it, on each host, to the network interface that leads to the others"
+            reason = str(error).rpartition("] ")[2].partition(", remote")[0]
+            self.leave(InputError(f"ranks that have met cannot connect to each other: {reason} ({found}; {remedy})"))
+        if self.size > 1:
+            self.pulse = Pulse(PrefixStore("pulse", store), self.rank, self.size, self.miss)
 
     @property
     def is_first(self) -> bool:
@@ -73,10 +89,18 @@ class Team:
         return self.store is not None
 
     def site(self) -> Site:
-        """Returns where this rank runs; hosts are told apart by torchrun's number of them."""
+        """Returns where this rank runs."""
+        return read_site(self._host, self._local_rank)
+
+    @property
+    def _host(self) -> str:
+        """Hosts are told apart by torchrun's number of them."""
         name, number = platform.node() or "host", os.environ.get("GROUP_RANK", str(self.rank))
-        host = name if self.is_on_one_host else f"{name}-{number}"
-        return read_site(host, int(os.environ.get("LOCAL_RANK", "0")))
+        return name if self.is_on_one_host else f"{name}-{number}"
+
+    @property
+    def _local_rank(self) -> int:
+        return int(os.environ.get("LOCAL_RANK", "0"))
 
     def share(self, data: bytes, source: int = 0) -> bytes:
         """Gives everyone the bytes of one rank."""
@@ -108,6 +132,26 @@ class Team:
             found.append(vector.numpy().tobytes())
         return found
 
+    def part(self) -> None:
+        """Meets the others for the last time; from now on each may leave unmissed."""
+        dist.barrier()
+        if self.pulse:
+            self.pulse.stop()
+
+    def miss(self, other: int, silent_s: float) -> None:
+        """Ends this process because another rank has fallen silent."""
+        self._stop_host(f"rank {other} was not heard for {silent_s:.0f} s: its host or the network to it is gone")
+
+    def _stop_host(self, reason: str) -> None:
+        """Ends this process with a sentence that the first rank of each host says for all of it."""
+        if self._local_rank == 0:
+            stop = f"the ranks of host '{self._host}' stop, and the run folder keeps the metrics so far"
+            print(f"pipedejavu: {reason}; {stop}", file=sys.stderr, flush=True)
+        else:
+            time.sleep(LAST_WORD_S)  # torchrun ends all ranks of a host as soon as one has ended
+        sys.stdout.flush()
+        os._exit(1)
+
     def leave(self, error: BaseException | None = None) -> None:
         """Ends a process that torchrun started, and tells of the error that ends it, unless another has told the same.
 
@@ -118,8 +162,8 @@ class Team:
             return
         code = 0 if error is None else 2 if isinstance(error, InputError) else 1
         if error is not None and is_lost(error):
-            self._tell(f"pipedejavu: rank {self.rank} stops, as it has lost another; see what that one says")
-        elif isinstance(error, InputError):
+            self._stop_host("the connection to another rank is lost; see what that one or its host says")
+        if isinstance(error, InputError):
             self._tell(f"pipedejavu: {error}")
         elif error is not None and not isinstance(error, KeyboardInterrupt):
             lines = "".join(traceback.format_exception(error))

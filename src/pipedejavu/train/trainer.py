@@ -1,6 +1,7 @@
 """The Trainer: a user's own loop over a plan, with the workers as threads of the user's process."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -9,11 +10,13 @@ from torch import Tensor, nn
 from pipedejavu.engine import AdamW, Job, Optimizer, Threads
 from pipedejavu.facts import InputError, Machine
 from pipedejavu.plan import Plan, preset
-from pipedejavu.profile import measure_profile, read_chain
+from pipedejavu.profile import read_chain
 from pipedejavu.program import compile as compile_plan
 from pipedejavu.program.crew import assign_devices
+from pipedejavu.program.share import divide
 from pipedejavu.simulate import Prediction, simulate
 from pipedejavu.train.folder import result_of
+from pipedejavu.train.measure import measure
 from pipedejavu.train.site import devices_to_measure, make_machine, read_sites, torch_device
 from pipedejavu.train.task import describe_form
 
@@ -49,17 +52,18 @@ class Trainer:
         self.units = read_chain(model)
         job = Job(units=self.units, loss=loss, optimizer=optimizer or AdamW(lr=1e-3), seed=seed)
         inputs, targets = sample
-        self.batch = _Split(inputs, targets, plan.feed.microbatches * _copies(plan) * plan.steps)
-        samples = max(1, len(targets) // self.batch.parts)
+        parts = plan.feed.microbatches * _copies(plan) * plan.steps
+        self.batch = _Split(inputs, targets, (1,) * parts)
+        samples = len(targets) // parts
         plan = plan.but(feed=plan.feed.but(samples=samples))
         if machine is None:
             plan, machine = make_machine(plan, read_sites(plan.num_workers), "auto")
         names = assign_devices(plan, machine)
         found = devices_to_measure(plan, machine, names)
         kinds = {kind: torch_device(machine, name) for kind, (_, name) in found.items()}
-        first = (_part(inputs, 0, samples), targets[:samples])
-        profile = measure_profile("model", self.units, job.ties, *first, loss, kinds)
+        profile = measure("model", job, plan, lambda count: (_part(inputs, 0, count), targets[:count]), kinds)
         self.program = compile_plan(plan, profile, machine, fold=False)
+        self.batch = _Split(inputs, targets, self.program.sizes * plan.steps)
         self.threads = Threads(self.program, job, self.batch)
 
     def predict(self) -> Prediction:
@@ -68,7 +72,7 @@ class Trainer:
 
     def step(self, batch: tuple[Any, Any]) -> float:
         """Trains on one batch; returns its mean loss."""
-        self.batch.take(*batch, first=self.threads.rounds * self.batch.parts)
+        self.batch.take(*batch, first=self.threads.rounds * len(self.batch.sizes))
         self.threads.run()
         losses = [loss for own in self.threads.handlers for loss in own.log.losses.values()]
         for own in self.threads.handlers:
@@ -88,15 +92,16 @@ class Trainer:
 class _Split:
     """One batch as microbatches by number."""
 
-    def __init__(self, inputs: Any, targets: Any, parts: int):
-        self.parts, self.form = parts, ""
+    def __init__(self, inputs: Any, targets: Any, sizes: Sequence[int]):
+        self.sizes, self.form = sizes, ""
         self.take(inputs, targets, first=0)
 
     def take(self, inputs: Any, targets: Any, first: int) -> None:
-        """Makes this the batch whose first microbatch has the number `first`."""
-        if len(targets) < self.parts:
+        """Makes this the batch whose first microbatch has the number `first`; sizes are in proportion to the plan's."""
+        parts = divide(len(targets), self.sizes)
+        if min(parts) < 1:
             raise InputError(
-                f"a batch of {len(targets)} samples has fewer than the plan's {self.parts} microbatches; use a larger"
+                f"a batch of {len(targets)} samples has fewer than the plan's {len(parts)} microbatches; use a larger"
                 " batch or fewer microbatches"
             )
         form = f"inputs of {describe_form(inputs)}, targets of {describe_form(targets)}"
@@ -105,11 +110,7 @@ class _Split:
                 f"a batch has {form}, where the sample had {self.form}; give all batches one shape and one dtype"
             )
         self._inputs, self._targets, self.first, self.form = inputs, targets, first, form
-        size, more = divmod(len(targets), self.parts)
-        ends = [0]
-        for part in range(self.parts):
-            ends.append(ends[-1] + size + (part < more))
-        self.ends = ends
+        self.ends = [0, *accumulate(parts)]
 
     def inputs(self, microbatch: int) -> Any:
         """Returns what the first piece reads."""

@@ -5,6 +5,7 @@ import os
 import signal
 import sys
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from pipedejavu.engine.run import final_weights
 from pipedejavu.engine.share import adjusted_counts
 from pipedejavu.facts import Span
 from pipedejavu.program import Program
-from pipedejavu.program import compile as compile_plan
+from pipedejavu.program.share import cut_evenly
 from pipedejavu.train.failure import write_failure
 from pipedejavu.train.folder import Part, RunFolder
 from pipedejavu.train.options import TrainOptions
@@ -48,6 +49,10 @@ def work(rank: int, size: int, path: str) -> None:
     os._exit(code)
 
 
+Move = tuple[int, tuple[tuple[int, ...], ...]]
+"""An update, and the parts that the replicas of a program have from it on."""
+
+
 class Rank:
     """One rank's state during a run; the first has the run folder, the others need none."""
 
@@ -59,7 +64,9 @@ class Rank:
         torch.use_deterministic_algorithms(True, warn_only=True)
         task = make_task(options)
         self.job = make_job(task, options)
-        self.batches = SteadyBatches(SampleOrder(task.data, task, program.plan.feed.samples, options.seed))
+        self.order = SampleOrder(task.data, task, program.sizes, options.seed)
+        self.batches = SteadyBatches(self.order)
+        self.moves: list[Move] = []
         self.spans: list[Span] = []
 
     def run(self, shared: Path) -> Part:
@@ -80,14 +87,14 @@ class Rank:
             "peak_live": log.peak_live,
             "peak_versions": log.peak_versions,
             "peak_bytes": peak.gpu_bytes or peak.host_bytes,
-            "shares": self.program.plan.feed.shares,
+            "moves": self.moves,
         }
         if self.options.keeps_log:
             facts["events"] = [[type(e).__name__, *e] for e in log.events]
         return Part.of(final_weights(handlers), self.spans, facts)
 
     def _open_desk(self, stack: ExitStack) -> Desk:
-        is_counting_samples = self.batches.count(0) == self.program.plan.feed.samples
+        is_counting_samples = self.batches.count(0) == self.program.sizes[0]
         progress = Progress(self.options.steps, "samples" if is_counting_samples else "tokens")
         ranks = len(self.program.workers)
         return Desk(self.folder, stack.enter_context(progress), ranks, self.program.update_size)
@@ -96,17 +103,17 @@ class Rank:
         """Lets the watch follow the log."""
         self.watch.follow(handlers.log)
 
-    def after_round(self, number: int, handlers: Handlers, spans: list[Span]) -> Program:  # noqa: ARG002
-        """Keeps the round's spans, and returns the program of the next round."""
+    def after_round(self, number: int, handlers: Handlers, spans: list[Span]) -> None:  # noqa: ARG002
+        """Keeps the round's spans, and lets shares follow the measured rates."""
         self.spans = spans
         self.watch.settle()
-        return self._rebalanced(spans)
+        feed = self.program.plan.feed
+        if feed.kind == "share" and feed.is_controlled:
+            self._rebalance(number + 1, spans)
 
-    def _rebalanced(self, spans: list[Span]) -> Program:
-        """Returns the next round's program: the same, or one with shares that follow the measured rates."""
-        plan = self.program.plan
-        if plan.feed.kind != "share" or not plan.feed.is_controlled or plan.feed.shares is None:
-            return self.program
+    def _rebalance(self, update: int, spans: list[Span]) -> None:
+        """Moves samples between replicas from an update on; each keeps its number of microbatches."""
+        plan, parts = self.program.plan, self.program.parts
         size = plan.pipeline_size
         crews = [range(c * size, (c + 1) * size) for c in range(plan.place.replicas)]
         crews += [range(w, w + 1) for w in range(len(crews) * size, plan.num_workers - plan.place.servers)]
@@ -114,18 +121,13 @@ class Rank:
         ends = [max(busy, default=0.0) if self.rank in crew else 0.0 for crew in crews]
         times = torch.tensor(ends, dtype=torch.float64)
         dist.all_reduce(times, dist.ReduceOp.MAX)
-        counts = [round(share * plan.feed.microbatches) for share in plan.feed.shares]
-        following = adjusted_counts(counts, times.tolist())
+        counts = [sum(part) for part in parts]
+        bounds = [(len(part), len(part) * plan.feed.samples) for part in parts]
+        following = adjusted_counts(counts, times.tolist(), bounds)
         if following != tuple(counts):
-            shares = tuple(count / plan.feed.microbatches for count in following)
-            self.program = with_shares(self.program, shares)
+            parts = tuple(cut_evenly(count, len(part)) for count, part in zip(following, parts, strict=True))
+            self.program = replace(self.program, parts=parts)
+            self.order.change(update, self.program.sizes)
+            self.moves.append((update, parts))
             if self.rank == 0:
-                self.folder.add_metrics({"shares": shares})
-        return self.program
-
-
-def with_shares(program: Program, shares: tuple[float, ...]) -> Program:
-    """Returns the program of the same plan with other shares."""
-    plan = program.plan
-    changed = plan.but(feed=plan.feed.but(shares=shares), decisions=())
-    return compile_plan(changed, program.profile, program.machine, fold=False)
+                self.folder.add_metrics({"shares": [count / sum(following) for count in following]})

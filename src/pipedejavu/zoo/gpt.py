@@ -6,7 +6,14 @@ from pipedejavu.zoo.chain import Chain
 from pipedejavu.zoo.shape import SHAPES
 from pipedejavu.zoo.transformer import Block, Embedding, Head, TransformerSize, transformer_std
 
-SIZES = {name: TransformerSize(**shape._asdict()) for name, shape in SHAPES.items()}
+_TEN = TransformerSize(layers=10, width=512, context=1000, vocabulary=10_000, heads=1)
+"""Ten layers with one head; their width is a choice of ours, 512 as in the first transformers."""
+
+SIZES = {
+    **{name: TransformerSize(**shape._asdict()) for name, shape in SHAPES.items()},
+    "gpt-10-layers": _TEN.but(dropout=0.2),
+    "gpt-10-layers-no-dropout": _TEN,
+}
 
 
 class Gpt(Chain):

@@ -1,0 +1,177 @@
+"""Shares of a batch: how many samples of an update each replica trains, so that the update is over soonest.
+
+Knows crews, what their units take and what the wires carry; the order of single actions is `schedule`'s.
+"""
+
+import heapq
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from typing import NamedTuple
+
+from pipedejavu.facts import Cost, Device, InputError, Machine, Profile, format_seconds
+from pipedejavu.plan import Plan
+from pipedejavu.program.crew import Crew
+
+
+class Shares(NamedTuple):
+    """Samples of an update for each crew, and why."""
+
+    samples: tuple[int, ...]
+    reason: str
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What an update takes under some shares; the three follow each other."""
+
+    compute_s: float
+    sum_s: float
+    """Adding up the gradients."""
+    update_s: float
+
+    @property
+    def total_s(self) -> float:
+        """The whole update."""
+        return self.compute_s + self.sum_s + self.update_s
+
+    def __str__(self) -> str:
+        parts = (self.total_s, self.compute_s, self.sum_s, self.update_s)
+        total, compute, adding, update = map(format_seconds, parts)
+        return f"{total} ({compute} to compute, {adding} to add up gradients, {update} to update)"
+
+
+def cut_samples(samples: int, most: int) -> tuple[int, ...]:
+    """Cuts a crew's samples into as few microbatches of at most `most` as hold them."""
+    return cut_evenly(samples, -(-samples // most))
+
+
+def cut_evenly(samples: int, parts: int) -> tuple[int, ...]:
+    """Cuts samples into parts as equal as can be."""
+    size, more = divmod(samples, parts or 1)
+    return (size + 1,) * more + (size,) * (parts - more)
+
+
+def divide(total: int, weights: Sequence[float]) -> tuple[int, ...]:
+    """Divides a whole number in proportion to weights; what is left goes to the largest remainders."""
+    exact = [total * weight / sum(weights) for weight in weights]
+    found = [int(part) for part in exact]
+    by_rest = sorted(range(len(weights)), key=lambda n: found[n] - exact[n])
+    for n in by_rest[: total - sum(found)]:
+        found[n] += 1
+    return tuple(found)
+
+
+class Split:
+    """The shares of one plan on one machine: what each would take, and which is best.
+
+    Crews compute at the same time, gradients are added up once all have ended, and then each makes the update. For
+    crews of one worker that is what the simulator finds; of a pipeline it is the time of its slowest stage for every
+    microbatch, and of the others once.
+    """
+
+    def __init__(self, plan: Plan, profile: Profile, machine: Machine, crews: Sequence[Crew], devices: Sequence[str]):
+        self.plan, self.profile, self.machine, self.crews, self.devices = plan, profile, machine, crews, devices
+        self.total = plan.feed.microbatches * plan.feed.samples
+        bounds = (0, *(plan.cut.bounds or ()), len(profile.units))
+        self.stages = [range(start, end) for start, end in pairwise(bounds)]
+
+    def choose(self) -> Shares:
+        """Returns the plan's own shares or, where it has none, those with the shortest update."""
+        given = self.plan.feed.shares
+        if given is not None:
+            if len(given) != len(self.crews):
+                raise InputError(f"the plan has {len(given)} shares for {len(self.crews)} replicas; give one for each")
+            return Shares(divide(self.total, given), "the plan's shares")
+        numbers = range(len(self.crews))
+        pipelines = [n for n in numbers if n < len(self.crews) - self.plan.place.cpu_replicas]
+        everyone = self._level(numbers)
+        alone = self._level(pipelines)
+        others = [self._level([n for n in numbers if n not in pipelines])] if len(pipelines) < len(numbers) else []
+        best = min((everyone, alone, *others), key=lambda samples: self.estimate(samples).total_s)
+        return Shares(best, self._reason(best, alone, everyone))
+
+    def _reason(self, best: tuple[int, ...], alone: tuple[int, ...], everyone: tuple[int, ...]) -> str:
+        taken = self.estimate(best)
+        if alone == everyone:
+            return f"all end at about the same time; an update is estimated at {taken}"
+        if best == alone:
+            part = sum(everyone[len(self.crews) - self.plan.place.cpu_replicas :])
+            return (
+                f"the CPU gets none: an update is estimated at {taken}, and with {part} samples on the CPU, its best"
+                f" part, at {self.estimate(everyone)}"
+            )
+        return (
+            f"an update is estimated at {taken}, and without the CPU at {format_seconds(self.estimate(alone).total_s)}"
+        )
+
+    def estimate(self, samples: Sequence[int]) -> Estimate:
+        """Returns what an update takes when each crew trains so many samples."""
+        active = [n for n, count in enumerate(samples) if count]
+        compute = max(self._compute_s(n, samples[n]) for n in active)
+        update = max(self._update_s(n) for n in active)
+        return Estimate(compute, self._sum_s(active), update)
+
+    def _level(self, active: Sequence[int]) -> tuple[int, ...]:
+        """Gives each crew one sample and then every next one to whoever ends soonest with it.
+
+        Crews of one worker take no less for more samples, so no other shares of these end sooner.
+        """
+        found = [0] * len(self.crews)
+        for n in active[: self.total]:
+            found[n] = 1
+        queue = [(self._compute_s(n, found[n] + 1), n) for n in active]
+        heapq.heapify(queue)
+        for _ in range(self.total - sum(found)):
+            n = queue[0][1]
+            found[n] += 1
+            heapq.heapreplace(queue, (self._compute_s(n, found[n] + 1), n))
+        return tuple(found)
+
+    def _compute_s(self, crew: int, samples: int) -> float:
+        parts = -(-samples // self.plan.feed.samples)
+        size, more = divmod(samples, parts)  # so many microbatches have a sample more than the others
+        small, large = ([cost.at(n) for cost in self._costs[crew]] for n in (size, size + 1))
+        first = large if more else small
+        return more * max(large) + (parts - more) * max(small) + sum(first) - max(first)
+
+    @cached_property
+    def _costs(self) -> list[list[Cost]]:
+        """Of each crew's workers, forward and backward of a microbatch."""
+        return [[self._cost(worker, units) for worker, units in self._workers(crew)] for crew in self.crews]
+
+    def _workers(self, crew: Crew) -> list[tuple[int, list[int]]]:
+        """Returns a crew's workers with the units that each holds."""
+        held: dict[int, list[int]] = {}
+        for (_, stage), worker in crew.homes().items():
+            held.setdefault(worker, []).extend(self.stages[stage])
+        return list(held.items())
+
+    def _device(self, worker: int) -> Device:
+        return self.machine.device(self.devices[worker])
+
+    def _cost(self, worker: int, units: Sequence[int]) -> Cost:
+        times = [self.profile.time(self.profile.units[u], self._device(worker).kind) for u in units]
+        costs = [cost for time in times for cost in (time.forward, time.backward)]
+        return Cost(fixed_s=sum(c.fixed_s for c in costs), per_sample_s=sum(c.per_sample_s for c in costs))
+
+    def _update_s(self, crew: int) -> float:
+        return max(
+            sum(self.profile.time(self.profile.units[u], self._device(worker).kind).update_s for u in units)
+            for worker, units in self._workers(self.crews[crew])
+        )
+
+    def _sum_s(self, active: Sequence[int]) -> float:
+        """Returns the time to add up gradients, stage by stage, around a ring of those who hold it."""
+        total = 0.0
+        for stage, units in enumerate(self.stages):
+            ring = [self.devices[w] for n in active for (_, s), w in self.crews[n].homes().items() if s == stage]
+            routes = [self.machine.route(a, b) for a, b in zip(ring, ring[1:] + ring[:1], strict=True) if a != b]
+            if routes:
+                size, n = sum(self.profile.units[u].gradient_bytes for u in units), len(ring)
+                load = max(Counter(wire for route in routes for wire in route.wires).values(), default=1)
+                rate = min(route.bytes_per_s for route in routes) / load
+                total += 2 * (n - 1) * max(route.latency_s for route in routes) + 2 * (n - 1) / n * size / rate
+        return total

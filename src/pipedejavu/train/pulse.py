@@ -1,0 +1,59 @@
+"""The pulse of a rank that torchrun started: others hear it by way of the store, and a rank that falls silent is lost.
+
+A process that ends closes its connections, which its peers see at once. A host that loses its power or its cable closes
+nothing, and those who wait for it would wait for ever.
+"""
+
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+
+from torch._C._distributed_c10d import Store
+
+INTERVAL_S = 1.0
+LOST_S = 30.0
+"""How long a rank may be silent; its pulse has a thread of its own, so that only what stops a process stops it."""
+
+
+class Pulse:
+    """One rank's pulse and its ear: the first rank hears all others, each of them hears the first.
+
+    `end` is called with a rank that was not heard, and for how many seconds; it should end the process.
+    """
+
+    def __init__(self, store: Store, rank: int, size: int, end: Callable[[int, float], None]):
+        self.rank, self.end = rank, end
+        # A connection of its own: whoever waits on the one that all share keeps the others off it.
+        self.store: Store = store.clone()  # type: ignore[attr-defined]
+        others = range(1, size) if rank == 0 else range(1)
+        self.heard_s = dict.fromkeys(others, time.monotonic())
+        self.last: dict[int, bytes] = {}
+        self._ended = threading.Event()
+        for task in (self._beat, self._judge):
+            threading.Thread(target=task, daemon=True).start()
+
+    def stop(self) -> None:
+        """Ends pulse and ear; the others must have ended theirs, or they will miss this one."""
+        self._ended.set()
+
+    def _beat(self) -> None:
+        number = 0
+        with suppress(RuntimeError):  # the store is gone; then nobody is heard any more
+            while not self._ended.wait(INTERVAL_S):
+                number += 1
+                self.store.set(str(self.rank), str(number))
+                for other in self.heard_s:
+                    if self.store.check([str(other)]):
+                        self._hear(other, self.store.get(str(other)))
+
+    def _hear(self, other: int, pulse: bytes) -> None:
+        if pulse != self.last.get(other):
+            self.last[other], self.heard_s[other] = pulse, time.monotonic()
+
+    def _judge(self) -> None:
+        while not self._ended.wait(INTERVAL_S):
+            other = min(self.heard_s, key=lambda n: self.heard_s[n])
+            if time.monotonic() - self.heard_s[other] > LOST_S:
+                self.end(other, LOST_S)
+                return
