@@ -78,7 +78,7 @@ class Trainer:
     def save_to_model(self) -> nn.Module:
         """Copies the trained weights into the user's model and returns it."""
         weights = result_of(self.program, self.threads.outcome().weights)
-        parameters = {f"{u}.{n}": p for u, m in self.units for n, p in m.named_parameters(remove_duplicate=False)}
+        parameters = {n: p for u, m in self.units for n, p in m.named_parameters(u, remove_duplicate=False)}
         with torch.no_grad():
             for name, weight in weights.items():
                 parameters[name].copy_(weight)
