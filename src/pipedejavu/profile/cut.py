@@ -1,7 +1,7 @@
 """The cutter: a user's module, unchanged, as units that run one after another.
 
-A chain is read as it is. Any other model is recorded as a graph and divided where its blocks begin; where blocks hold
-too few of its parameters, between any two uses of parameters. Positions inside of a residual are left out, where much
+A chain is read as it is. Any other model is recorded as a graph and divided where its blocks begin; where it has
+too few blocks, between any two uses of parameters. Positions inside of a residual are left out, where much
 more is handed on than before and behind it.
 """
 
@@ -72,12 +72,10 @@ def _restored(value: Value, leaves: Sequence[Any], spec: pytree.TreeSpec) -> Any
 
 
 def _positions(live: Liveness) -> tuple[Way, list[int]]:
-    """Returns where to cut, by blocks if they hold at least half of all parameters."""
+    """Returns where to cut, by blocks if at least half of the operations with parameters are in some."""
     found, users = live.trace, _weighted(live.trace)
     blocks = _blocks(module_paths(found.nodes))
-    total = sum(_sizes(found, range(live.size)).values())
-    inside = sum(_sizes(found, [n for n in range(live.size) if blocks[n]]).values())
-    if 2 * inside >= total > 0:
+    if 2 * sum(bool(blocks[n]) for n in users) >= len(users):
         edges = [p for p in range(1, live.size) if blocks[p] != blocks[p - 1] and live.is_legal(p)]
         outer = frozenset(p for p in edges if blocks[p][:1] != blocks[p - 1][:1])
         kept = _with_weights(_cheap(live, edges, outer), users, live)
@@ -95,13 +93,6 @@ def _weighted(found: Trace) -> list[int]:
     """Returns the operations that read parameters."""
     weights = {node for node, name in found.states.items() if isinstance(found.held[name], nn.Parameter)}
     return [n for n, node in enumerate(found.nodes) if not weights.isdisjoint(node.all_input_nodes)]
-
-
-def _sizes(found: Trace, numbers: Sequence[int]) -> dict[str, int]:
-    """Returns the parameters that some operations read, with their sizes."""
-    names = {found.states[used] for n in numbers for used in found.nodes[n].all_input_nodes if used in found.states}
-    held = {name: found.held[name] for name in names}
-    return {name: tensor.numel() for name, tensor in held.items() if isinstance(tensor, nn.Parameter)}
 
 
 def _blocks(paths: Sequence[str]) -> list[tuple[str, ...]]:
