@@ -14,6 +14,12 @@ GPT2 = {"vocab_size": 64, "n_embd": 16, "n_layer": 3, "n_head": 2, "bos_token_id
 CALM = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 VIT = {key: SMALL[key] for key in SMALL if key != "vocab_size"} | {"image_size": 16, "patch_size": 4}
 
+
+def untied(model):
+    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())
+    return model
+
+
 MODELS = {
     "gpt2": (
         lambda t: t.GPT2LMHeadModel(t.GPT2Config(**GPT2, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0, use_cache=False)),
@@ -32,7 +38,7 @@ MODELS = {
         ],
     ),
     "t5": (
-        lambda t: t.T5ForConditionalGeneration(t.T5Config(**T5, tie_word_embeddings=False)),
+        lambda t: untied(t.T5ForConditionalGeneration(t.T5Config(**T5))),
         None,
     ),
     "vit": (
