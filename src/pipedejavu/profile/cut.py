@@ -30,7 +30,7 @@ _MUCH = 1.5
 """How many times the bytes of those it may hand on."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Cut:
     """A model as units, and how its inputs and outputs look to them."""
 

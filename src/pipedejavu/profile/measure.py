@@ -39,7 +39,7 @@ def measure_profile(
     found: list[Unit] = []
     for kind, device in kinds.items():
         value, goal = _moved(sample, device), _moved(target, device)
-        size = len(_tensors(sample)[0])
+        size = len(_tensors(target)[0])
         found = []
         for index, (unit, module) in enumerate(units):
             own = copy.deepcopy(module).to(device)

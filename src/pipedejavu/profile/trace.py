@@ -177,7 +177,7 @@ def _watched() -> Iterator[None]:
 
 def _refusal(model: nn.Module, error: Exception) -> str:
     """Returns the sentence for a model that could not be recorded, with the innermost line that is not torch's."""
-    foreign = (str(Path(torch.__file__).parent), __file__, *_LIBRARY)
+    foreign = (str(Path(torch.__file__).parent), __file__, "<string>", "<eval", *_LIBRARY)
     frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(foreign)]
     where = f"{frames[-1].filename}:{frames[-1].lineno}, '{frames[-1].line}': " if frames else ""
     if isinstance(error, GuardOnDataDependentSymNode):

@@ -33,7 +33,7 @@ from pipedejavu.train.site import (
     read_sites,
     torch_device,
 )
-from pipedejavu.train.task import SampleOrder, make_job, make_task
+from pipedejavu.train.task import prepare
 from pipedejavu.train.team import Team
 from pipedejavu.train.worker import Rank, with_shares, work
 
@@ -116,11 +116,9 @@ def _measure(options: TrainOptions, plan: Plan, machine: Machine, names: Sequenc
         source, found = worker if team.is_launched else 0, b""
         if team.rank == source:
             torch.set_num_threads(num_threads(machine, names, worker))
-            task = make_task(options)
-            job = make_job(task, options)
-            sample, target = task.data.batch(range(plan.feed.samples))
-            device = torch_device(machine, name)
-            profile = measure_profile(options.model, job.units, job.ties, sample, target, job.loss, {kind: device})
+            job, batches = prepare(options, plan.feed.samples)
+            first, device = (batches.inputs(0), batches.targets(0)), torch_device(machine, name)
+            profile = measure_profile(options.model, job.units, job.ties, *first, job.loss, {kind: device})
             found = profile.to_json().encode()
         profiles.append(Profile.from_json(team.share(found, source)))
     return merge_profiles(profiles)
@@ -205,9 +203,7 @@ def _failure(folder: RunFolder, processes: Sequence[Any]) -> BaseException:
 
 def audit_run(done: Trained) -> dict[str, float]:
     """Replays a run that kept its log; returns the largest difference of each parameter."""
-    task = make_task(done.options)
-    job = make_job(task, done.options)
-    batches = SampleOrder(task.data, task, done.program.plan.feed.samples, done.options.seed)
+    job, batches = prepare(done.options, done.program.plan.feed.samples)
     return audit(done.program, job, batches, done.outcome)
 
 

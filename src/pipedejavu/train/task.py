@@ -1,51 +1,63 @@
 """From options to what the engine runs: the model as a job, the data as microbatches by number."""
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from pipedejavu.engine import AdamW, Batches, Job, Optimizer, Sgd
 from pipedejavu.facts import InputError
-from pipedejavu.profile import read_chain
+from pipedejavu.profile import Cut, cut_model
+from pipedejavu.train.door import open_task
 from pipedejavu.train.options import TrainOptions
-from pipedejavu.zoo import Dataset, Task, build, order
+from pipedejavu.zoo import Task, order
 
 
-def make_task(options: TrainOptions) -> Task:
-    """Builds the model and opens its data."""
+class Prepared(NamedTuple):
+    """What the engine runs."""
+
+    job: Job
+    batches: "SampleOrder"
+
+
+def prepare(options: TrainOptions, samples: int) -> Prepared:
+    """Builds the model, cuts it for microbatches of so many samples, and opens its data."""
     torch.set_default_dtype(getattr(torch, options.dtype))
-    return build(options.model, seed=options.seed, data=options.data)
-
-
-def make_job(task: Task, options: TrainOptions) -> Job:
-    """Returns the job that trains a task's model."""
+    task = open_task(options.model, seed=options.seed, data=options.data)
+    cut = cut_model(task.model, task.data.batch(range(samples))[0])
     optimizer: Optimizer = Sgd(lr=options.lr, weight_decay=options.weight_decay, momentum=options.momentum)
     if options.optimizer == "adamw":
         optimizer = AdamW(lr=options.lr, weight_decay=options.weight_decay)
-    return Job(
-        units=read_chain(task.model),
-        loss=task.loss,
+    job = Job(
+        units=cut.units,
+        loss=loss_of(cut, task.loss),
         optimizer=optimizer,
         seed=options.seed,
         clip_norm=options.clip_norm,
         on_nan=options.on_nan,
     )
+    return Prepared(job, SampleOrder(task, cut, samples, options.seed))
 
 
-@dataclass(frozen=True)
+def loss_of(cut: Cut, loss: Callable[[Any, Any], torch.Tensor]) -> Callable[[Any, Any], torch.Tensor]:
+    """Returns a loss on the model's output as one on what the last unit returns."""
+    return lambda value, target: loss(cut.output(value), target)
+
+
+@dataclass(frozen=True, eq=False)
 class SampleOrder:
     """Microbatches by number: sample n of the run is a function of the seed and n alone."""
 
-    data: Dataset
     task: Task
+    cut: Cut
     samples: int
     seed: int
 
     def inputs(self, microbatch: int) -> Any:
-        """Returns what the model reads."""
-        return self._batch(microbatch)[0]
+        """Returns what the first unit reads."""
+        return self.cut.flat(self._batch(microbatch)[0])
 
     def targets(self, microbatch: int) -> Any:
         """Returns what the loss compares with."""
@@ -57,9 +69,10 @@ class SampleOrder:
 
     @lru_cache(maxsize=64)  # noqa: B019 - lives as long as the run
     def _batch(self, microbatch: int) -> tuple[Any, Any]:
-        size = len(self.data)
+        data = self.task.data
+        size = len(data)
         numbers = range(microbatch * self.samples, (microbatch + 1) * self.samples)
-        return self.data.batch(torch.tensor([int(_order(self.seed, n // size, size)[n % size]) for n in numbers]))
+        return data.batch(torch.tensor([int(_order(self.seed, n // size, size)[n % size]) for n in numbers]))
 
 
 @lru_cache(maxsize=4)
@@ -102,8 +115,8 @@ class SteadyBatches:
 
 def describe_form(value: Any) -> str:
     """Returns the shape of one sample and the dtype of each of a value's tensors."""
-    if isinstance(value, tuple):
-        return " and ".join(map(describe_form, value))
+    if isinstance(value, tuple | Mapping):
+        return " and ".join(map(describe_form, value.values() if isinstance(value, Mapping) else value))
     if not isinstance(value, torch.Tensor):
         return type(value).__name__
     return f"{'×'.join(map(str, value.shape[1:])) or 'single'} {str(value.dtype).removeprefix('torch.')}"

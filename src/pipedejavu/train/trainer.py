@@ -5,17 +5,19 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from pipedejavu.engine import AdamW, Job, Optimizer, Threads
 from pipedejavu.facts import InputError, Machine
 from pipedejavu.plan import Plan, preset
-from pipedejavu.profile import measure_profile, read_chain
+from pipedejavu.profile import Cut, cut_model, measure_profile
 from pipedejavu.program import compile as compile_plan
 from pipedejavu.program.crew import assign_devices
 from pipedejavu.simulate import Prediction, simulate
+from pipedejavu.train.door import inputs_and_targets, own_loss
 from pipedejavu.train.folder import result_of
 from pipedejavu.train.site import devices_to_measure, make_machine, read_sites, torch_device
-from pipedejavu.train.task import describe_form
+from pipedejavu.train.task import describe_form, loss_of
 
 
 class Trainer:
@@ -25,15 +27,19 @@ class Trainer:
     pipeline, and starts the next from the newest weights: a loop of the user's own has that border.
 
     `loss` takes the model's output and the targets and returns the *sum* over samples; a step divides once by
-    the number of samples. `sample` is a batch like those to come: (inputs, targets).
+    the number of samples. With None it is the model's own loss, a mean over samples that its output has as `loss`.
+    `sample` is a batch like those to come: (inputs, targets), where inputs are a tensor, a tuple of arguments or a
+    mapping of keyword arguments; or, for a model's own loss, that mapping alone.
+
+    A model that is no chain is cut for microbatches of one size, so its batches must divide into equal ones.
     """
 
     def __init__(
         self,
         model: nn.Module,
-        loss: Callable[[Any, Any], Tensor],
+        loss: Callable[[Any, Any], Tensor] | None,
         *,
-        sample: tuple[Any, Any],
+        sample: Any,
         plan: str | Plan = "1f1b",
         workers: int = 2,
         optimizer: Optimizer | None = None,
@@ -46,19 +52,20 @@ class Trainer:
         )
         plan = plan if plan.version.kind != "sync" else plan.but(steps=1)
         _check_steps(plan)
-        self.units = read_chain(model)
-        job = Job(units=self.units, loss=loss, optimizer=optimizer or AdamW(lr=1e-3), seed=seed)
-        inputs, targets = sample
-        self.batch = _Split(inputs, targets, plan.feed.microbatches * _copies(plan) * plan.steps)
-        samples = max(1, len(targets) // self.batch.parts)
+        self.batch = _Split(sample, plan.feed.microbatches * _copies(plan) * plan.steps)
+        samples = len(self.batch.targets(0))
+        self.batch.cut = cut = cut_model(model, self.batch.own_inputs(0))
+        self.units = cut.units
+        optimizer = optimizer or AdamW(lr=1e-3)
+        job = Job(units=cut.units, loss=loss_of(cut, loss or own_loss), optimizer=optimizer, seed=seed)
         plan = plan.but(feed=plan.feed.but(samples=samples))
         if machine is None:
             plan, machine = make_machine(plan, read_sites(plan.num_workers), "auto")
         names = assign_devices(plan, machine)
         found = devices_to_measure(plan, machine, names)
         kinds = {kind: torch_device(machine, name) for kind, (_, name) in found.items()}
-        first = (_part(inputs, 0, samples), targets[:samples])
-        profile = measure_profile("model", self.units, job.ties, *first, loss, kinds)
+        first = (self.batch.inputs(0), self.batch.targets(0))
+        profile = measure_profile("model", self.units, job.ties, *first, job.loss, kinds)
         self.program = compile_plan(plan, profile, machine, fold=False)
         self.threads = Threads(self.program, job, self.batch)
 
@@ -66,14 +73,14 @@ class Trainer:
         """Returns what a step is predicted to look like."""
         return simulate(self.program)
 
-    def step(self, batch: tuple[Any, Any]) -> float:
+    def step(self, batch: Any) -> float:
         """Trains on one batch; returns its mean loss."""
-        self.batch.take(*batch, first=self.threads.rounds * self.batch.parts)
+        self.batch.take(batch, first=self.threads.rounds * self.batch.parts)
         self.threads.run()
         losses = [loss for own in self.threads.handlers for loss in own.log.losses.values()]
         for own in self.threads.handlers:
             own.log.losses.clear()
-        return sum(losses) / len(batch[1])
+        return sum(losses) / self.batch.size
 
     def save_to_model(self) -> nn.Module:
         """Copies the trained weights into the user's model and returns it."""
@@ -88,12 +95,16 @@ class Trainer:
 class _Split:
     """One batch as microbatches by number."""
 
-    def __init__(self, inputs: Any, targets: Any, parts: int):
-        self.parts, self.form = parts, ""
-        self.take(inputs, targets, first=0)
+    cut: Cut
+    """Says how the first unit sees the inputs."""
 
-    def take(self, inputs: Any, targets: Any, first: int) -> None:
+    def __init__(self, batch: Any, parts: int):
+        self.parts, self.form = parts, ""
+        self.take(batch, first=0)
+
+    def take(self, batch: Any, first: int) -> None:
         """Makes this the batch whose first microbatch has the number `first`."""
+        inputs, targets = inputs_and_targets(batch)
         if len(targets) < self.parts:
             raise InputError(
                 f"a batch of {len(targets)} samples has fewer than the plan's {self.parts} microbatches; use a larger"
@@ -105,7 +116,8 @@ class _Split:
                 f"a batch has {form}, where the sample had {self.form}; give all batches one shape and one dtype"
             )
         self._inputs, self._targets, self.first, self.form = inputs, targets, first, form
-        size, more = divmod(len(targets), self.parts)
+        self.size = len(targets)
+        size, more = divmod(self.size, self.parts)
         ends = [0]
         for part in range(self.parts):
             ends.append(ends[-1] + size + (part < more))
@@ -113,8 +125,16 @@ class _Split:
 
     def inputs(self, microbatch: int) -> Any:
         """Returns what the first piece reads."""
-        n = microbatch - self.first
-        return _part(self._inputs, self.ends[n], self.ends[n + 1])
+        return self.cut.flat(self.own_inputs(microbatch))
+
+    def own_inputs(self, microbatch: int) -> Any:
+        """Returns what the user's model reads: its samples of tensors that have one row for each, the others whole."""
+        start, end = self.ends[microbatch - self.first], self.ends[microbatch - self.first + 1]
+
+        def part(tensor: Tensor) -> Tensor:
+            return tensor[start:end] if tensor.ndim and len(tensor) == self.size else tensor
+
+        return pytree.tree_map_only(Tensor, part, self._inputs)
 
     def targets(self, microbatch: int) -> Any:
         """Returns what the loss compares with."""
@@ -134,10 +154,6 @@ def _check_steps(plan: Plan) -> None:
             f"plan '{plan.name}' carries {what} from update to update, which the end of a step would cut off; give all"
             " updates to one program, as 'train' does, or use another plan"
         )
-
-
-def _part(value: Any, start: int, end: int) -> Any:
-    return tuple(v[start:end] for v in value) if isinstance(value, tuple) else value[start:end]
 
 
 def _copies(plan: Plan) -> int:

@@ -25,7 +25,7 @@ from pipedejavu.train.folder import Part, RunFolder
 from pipedejavu.train.options import TrainOptions
 from pipedejavu.train.progress import Progress
 from pipedejavu.train.site import num_threads
-from pipedejavu.train.task import SampleOrder, SteadyBatches, make_job, make_task
+from pipedejavu.train.task import SteadyBatches, prepare
 from pipedejavu.train.watch import Desk, Watch
 
 
@@ -57,9 +57,8 @@ class Rank:
         torch.set_num_threads(num_threads(program.machine, program.devices, self.rank))
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what cuBLAS needs to be deterministic
         torch.use_deterministic_algorithms(True, warn_only=True)
-        task = make_task(options)
-        self.job = make_job(task, options)
-        self.batches = SteadyBatches(SampleOrder(task.data, task, program.plan.feed.samples, options.seed))
+        self.job, batches = prepare(options, program.plan.feed.samples)
+        self.batches = SteadyBatches(batches)
         self.spans: list[Span] = []
 
     def run(self, shared: Path) -> Part:
