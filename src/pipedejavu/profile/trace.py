@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.export.graph_signature import InputKind
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from pipedejavu.facts import InputError
@@ -94,7 +95,7 @@ def trace(model: nn.Module, inputs: Any) -> Trace:
     """Records a model's forward; raises InputError with the line where that cannot be done. Nothing is computed."""
     args, kwargs = pytree.tree_map_only(Tensor, torch.clone, as_call(inputs))  # else the same tensor twice is one input
     try:
-        with _watched():
+        with _watched(), _Draws():
             exported = torch.export.export(model, args, kwargs, strict=False)
     except Exception as error:
         raise InputError(_refusal(model, error)) from None
@@ -152,6 +153,24 @@ def _schema_name(node: fx.Node) -> str:
 
 class _LostBackwardError(Exception):
     """A backward of the user's own would be lost."""
+
+
+class _Draws(TorchFunctionMode):
+    """Knows that no random number lies below 0, so that layers which are dropped with that probability never are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.drawn: list[Tensor] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Answers comparisons that need no number, and lets everything else happen."""
+        is_below = func in (Tensor.__lt__, Tensor.lt) and isinstance(args[1], float | int) and args[1] <= 0
+        if is_below and any(args[0] is number for number in self.drawn):
+            return False
+        found = func(*args, **kwargs or {})
+        if func is torch.rand:
+            self.drawn.append(found)
+        return found
 
 
 @contextmanager
