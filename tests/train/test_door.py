@@ -60,8 +60,8 @@ def test_a_configuration_trains(tmp_path: Path) -> None:
     again = open_task(f"hf:{tmp_path}")
     for one, other in zip(task.model.parameters(), again.model.parameters(), strict=True):
         assert torch.equal(one, other)
-    # Its norms compute in float32, also in a run that is otherwise float64, and the replay does not: a relative error of
-    # about 1e-7 in gradients below 1, times the rate and the updates.
+    # Its norms compute in float32, also in a run that is otherwise float64, and the replay does not: a relative error
+    # of about 1e-7 in gradients below 1, times the rate and the updates.
     names = {name for name, _ in task.model.named_parameters()}
     check_run(tmp_path, f"hf:{path}", names, most=1e-7 * 0.01 * 2)
 
