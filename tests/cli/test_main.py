@@ -192,7 +192,7 @@ def test_train_trains_and_compare_joins_the_timelines(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (("gpt-tiny",), "'gpt-tiny' is not a model that can be trained yet; use zoo:NAME"),
+        (("gpt-tiny",), "'gpt-tiny' is not a model that can be trained; use zoo:NAME"),
         (("zoo:gpt-tyni",), "there is no model 'zoo:gpt-tyni'; did you mean 'gpt-tiny'?"),
         (("zoo:mlp", "--plan", "preset:zero-3"), "the engine does not run keep 'zero-3' yet"),
         (("zoo:mlp", "--plan", "preset:1f1b", "--workers", "99"), "the plan has 99 stages but profile 'mlp' has"),

@@ -135,8 +135,84 @@ def test_units_that_begin_in_place_train_like_others(plan) -> None:
         assert torch.allclose(trained, expected - expected.grad, rtol=0, atol=1e-14)
 
 
-def test_a_module_that_is_no_chain_is_refused() -> None:
-    with pytest.raises(InputError, match="a Linear cannot be cut into units yet"):
+class Residual(nn.Module):
+    """A model that is no chain, with a loss of its own and, where that can be, an embedding that is also its head."""
+
+    def __init__(self, is_tied: bool):
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(12, 6), nn.Linear(6, 12, bias=False)
+        if is_tied:
+            self.head.weight = self.embedding.weight
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(4))
+        self.register_buffer("scale", torch.tensor(0.5))
+
+    def forward(self, tokens, *, mask, labels=None):
+        x = start = self.embedding(tokens)
+        for block in self.blocks:
+            x = x + self.scale * block(x) * mask
+        logits = self.head(x + start)
+        if labels is None:
+            return {"logits": logits}
+        return {"logits": logits, "loss": nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())}
+
+
+def residual(is_tied: bool = True) -> Residual:
+    torch.manual_seed(0)
+    return Residual(is_tied).double()
+
+
+def texts(size: int, seed: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(12, (size, 5), generator=generator)
+    return {"mask": torch.linspace(0, 1, 5, dtype=torch.float64)[:, None], "tokens": tokens, "labels": tokens.flip(1)}
+
+
+@pytest.mark.parametrize("plan", ["1f1b", "ddp", "zb-h1", "gpipe-recompute", "chimera"])
+@pytest.mark.parametrize("has_own_loss", [True, False])
+def test_a_module_that_is_no_chain_trains_like_in_a_plain_loop(plan, has_own_loss) -> None:
+    is_tied = plan != "zb-h1"  # which splits the backward, as ties do not allow
+    plain, batches = residual(is_tied), [texts(8, seed) for seed in range(3)]
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9)
+    expected = []
+    for given in batches:
+        optimizer.zero_grad()
+        mean = plain(**given)["loss"]
+        mean.backward()
+        optimizer.step()
+        expected.append(mean.item())
+    steps = batches
+    if not has_own_loss:
+        steps = [({"tokens": b["tokens"], "mask": b["mask"]}, b["labels"]) for b in batches]
+    trainer = Trainer(
+        residual(is_tied),
+        None if has_own_loss else lambda output, target: loss(output["logits"].flatten(0, 1), target.flatten()) / 5,
+        sample=steps[0],
+        plan=plan,
+        workers=2,
+        optimizer=Sgd(lr=0.1, momentum=0.9),
+    )
+    assert [trainer.step(b) for b in steps] == pytest.approx(expected, rel=1e-12)
+    for (name, own), other in zip(trainer.save_to_model().named_parameters(), plain.parameters(), strict=True):
+        assert torch.allclose(own, other, rtol=0, atol=1e-13), name
+
+
+def test_a_cut_model_takes_microbatches_of_one_size() -> None:
+    trainer = Trainer(residual(), None, sample=texts(8, 0), workers=2)
+    with pytest.raises(
+        InputError, match=r"unit 'embedding' was cut for 5×1 and 2×5 .* 3×5; give every microbatch the shape"
+    ):
+        trainer.step(texts(10, 0))
+
+
+def test_a_model_without_a_loss_of_its_own_is_refused() -> None:
+    given = texts(8, 0)
+    inputs = {"tokens": given["tokens"], "mask": given["mask"]}
+    with pytest.raises(InputError, match="the model computes no loss of its own"):
+        Trainer(residual(), None, sample=inputs, workers=2)
+
+
+def test_a_module_that_does_not_take_the_sample_is_refused() -> None:
+    with pytest.raises(InputError, match="a Linear cannot be cut: a and b must have same reduction dim"):
         Trainer(nn.Linear(2, 2), loss, sample=batch(8))
 
 

@@ -100,7 +100,7 @@ _later("plan", "Search for the best plan", "compare presets with simulate")
 
 @app.command()
 def train(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="zoo:NAME, such as zoo:gpt-tiny.")],
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="zoo:NAME, hf:CONFIG or FILE.py:FUNCTION.")],
     plan: Annotated[str, typer.Option(help="auto, a plan file, or preset:NAME.")] = "auto",
     workers: Annotated[int | None, typer.Option(help="Workers of a pipeline, or replicas without one.")] = None,
     replicas: Annotated[int | None, typer.Option(help="Data-parallel copies of a pipeline.")] = None,

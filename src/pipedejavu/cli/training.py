@@ -1,6 +1,7 @@
 """The verbs that need torch: `train` and `compare`."""
 
 import json
+import re
 import sys
 import time
 from collections.abc import Mapping
@@ -37,11 +38,13 @@ def _room() -> ModuleType:
 
 def read_options(model: str, given: Mapping[str, object]) -> "TrainOptions":
     """Returns the run's options; raises InputError with every fault."""
-    kind, colon, name = model.partition(":")
-    if kind != "zoo" or not colon:
-        raise InputError(f"'{model}' is not a model that can be trained yet; use zoo:NAME, such as zoo:gpt-tiny")
+    if not model.startswith(("zoo:", "hf:")) and ".py:" not in model:
+        raise InputError(
+            f"'{model}' is not a model that can be trained; use zoo:NAME, such as zoo:gpt-tiny, hf:CONFIG or"
+            " FILE.py:FUNCTION"
+        )
     found: TrainOptions = _room().TrainOptions.from_json(
-        json.dumps({"model": name, **given}), source="the options of train"
+        json.dumps({"model": model.removeprefix("zoo:"), **given}), source="the options of train"
     )
     return found
 
@@ -82,7 +85,8 @@ def _run(options: "TrainOptions", asked: Asked, team: "Team") -> None:
     machine = Machine.load(asked.machine) if asked.machine and team.is_first else None
     chosen = choose_plan(asked, team.size if team.is_launched else None) if team.is_first else Plan()
     options, program, note = room.plan_run(options, chosen, machine, devices=asked.devices, team=team)
-    folder = asked.run_dir or f"runs/{options.model}-{chosen.name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    name = re.sub(r"[^\w.-]+", "-", options.model)
+    folder = asked.run_dir or f"runs/{name}-{chosen.name}-{time.strftime('%Y%m%d-%H%M%S')}"
     if team.is_first and not asked.as_json:
         _announce(options, program, note)
     try:

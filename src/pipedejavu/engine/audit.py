@@ -247,12 +247,12 @@ class Replay:
 
     def _summed(self, members: tuple[int, ...], piece: int, name: str) -> Tensor:
         """Sums a parameter's gradients over microbatches, and over all pieces that share it."""
-        tie = next((names for names in self.job.ties if name in names), frozenset((name,)))
+        tie = next((names for names in self.job.ties if name in names), None)
         parts = [
             self.gradients[i][p][n]
             for i in members
-            for p in (range(len(self.runners)) if len(tie) > 1 else (piece,))
-            for n in tie
+            for p in ((piece,) if tie is None else range(len(self.runners)))
+            for n in tie or (name,)
             if n in self.gradients[i][p]
         ]
         return torch.stack(parts).sum(0)

@@ -15,7 +15,8 @@ class Job:
     """A model and how to train it; the engine asks nothing else of either."""
 
     units: Sequence[tuple[str, nn.Module]]
-    """Names and modules in order; each module takes the value of the one before it."""
+    """Names and modules in order; each module takes the value of the one before it. A parameter's full name is what the
+    module calls it under the unit's name as a prefix (`named_parameters(prefix=unit)`)."""
     loss: Callable[[Any, Any], Tensor]
     """The sum, not the mean, of the losses of a microbatch's samples or tokens."""
     optimizer: Optimizer
@@ -33,8 +34,8 @@ class Job:
         """The full names of each parameter that several units share, in the order of the units."""
         names: dict[int, list[tuple[str, str]]] = {}
         for unit, module in self.units:
-            for name, parameter in module.named_parameters(remove_duplicate=False):
-                names.setdefault(id(parameter), []).append((unit, f"{unit}.{name}"))
+            for full, parameter in module.named_parameters(prefix=unit, remove_duplicate=False):
+                names.setdefault(id(parameter), []).append((unit, full))
         shared = [found for found in names.values() if len({unit for unit, _ in found}) > 1]
         return tuple(frozenset(full for _, full in found) for found in shared)
 

@@ -55,11 +55,11 @@ class PieceRunner:
         tensor that is there while the piece is at rest."""
         first: dict[int, str] = {}
         for _, unit, module in units:
-            for path, part in module.named_modules(remove_duplicate=False):
+            for path, part in module.named_modules(prefix=unit, remove_duplicate=False):
                 for key, parameter in part._parameters.items():
                     if parameter is None:
                         continue
-                    full = ".".join(filter(None, (unit, path, key)))
+                    full = ".".join(filter(None, (path, key)))
                     self.names[full] = first.setdefault(id(parameter), full)
                     self._slots.append((part._parameters, key, self.names[full], parameter))
                     if self.names[full] == full:

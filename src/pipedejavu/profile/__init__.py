@@ -1,6 +1,7 @@
-"""Models as units: read from a chain, and measured on devices of this machine."""
+"""Models as units: read from a chain or cut out of any module, and measured on devices of this machine."""
 
-from pipedejavu.profile.chain import Units, read_chain
+from pipedejavu.profile.chain import Units, is_chain, read_chain
+from pipedejavu.profile.cut import Cut, cut_model
 from pipedejavu.profile.measure import measure_profile, merge_profiles
 
-__all__ = ["Units", "measure_profile", "merge_profiles", "read_chain"]
+__all__ = ["Cut", "Units", "cut_model", "is_chain", "measure_profile", "merge_profiles", "read_chain"]

@@ -10,10 +10,15 @@ from pipedejavu.facts import InputError
 Units = Sequence[tuple[str, nn.Module]]
 
 
+def is_chain(model: nn.Module) -> bool:
+    """Whether a model lists its units itself."""
+    return callable(getattr(model, "units", None)) or (isinstance(model, nn.Sequential) and len(model) > 0)
+
+
 def read_chain(model: nn.Module) -> Units:
     """Returns a model's units by name, in order; each takes the output of the one before it.
 
-    A chain is an nn.Sequential, or a module with a method `units` that lists them; other modules cannot be cut yet.
+    A chain is an nn.Sequential, or a module with a method `units` that lists them; see `cut_model` for all others.
     """
     listed = getattr(model, "units", None)
     if callable(listed):
@@ -21,6 +26,6 @@ def read_chain(model: nn.Module) -> Units:
     if isinstance(model, nn.Sequential) and len(model):
         return list(model.named_children())
     raise InputError(
-        f"a {type(model).__name__} cannot be cut into units yet; give an nn.Sequential, or a method units() that lists"
+        f"a {type(model).__name__} is no chain; give an nn.Sequential, or a method units() that lists"
         " (name, module) pairs in order"
     )

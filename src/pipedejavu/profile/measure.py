@@ -39,7 +39,7 @@ def measure_profile(
     found: list[Unit] = []
     for kind, device in kinds.items():
         value, goal = _moved(sample, device), _moved(target, device)
-        size = len(_tensors(sample)[0])
+        size = len(_tensors(target)[0])
         found = []
         for index, (unit, module) in enumerate(units):
             own = copy.deepcopy(module).to(device)
@@ -65,7 +65,7 @@ def merge_profiles(profiles: Sequence[Profile]) -> Profile:
 
 def _ties(ties: Sequence[frozenset[str]], units: Units) -> tuple[Tie, ...]:
     """Returns the profile's form of parameters that units share, in the order given."""
-    owned = [(u, f"{u}.{n}", p.nbytes) for u, m in units for n, p in m.named_parameters(remove_duplicate=False)]
+    owned = [(u, n, p.nbytes) for u, m in units for n, p in m.named_parameters(prefix=u, remove_duplicate=False)]
     found = []
     for names in ties:
         homes = {unit: size for unit, full, size in owned if full in names}

@@ -35,7 +35,7 @@ from pipedejavu.train.site import (
     read_sites,
     torch_device,
 )
-from pipedejavu.train.task import SampleOrder, make_job, make_task
+from pipedejavu.train.task import check_sizes, prepare
 from pipedejavu.train.team import Team
 from pipedejavu.train.worker import Move, Rank, work
 
@@ -129,8 +129,9 @@ def _measure(options: TrainOptions, plan: Plan, machine: Machine, names: Sequenc
 
 
 def _measure_here(options: TrainOptions, plan: Plan, kinds: dict[str, torch.device]) -> Profile:
-    task = make_task(options)
-    return measure(options.model, make_job(task, options), plan, lambda count: task.data.batch(range(count)), kinds)
+    job, batches = prepare(options, (plan.feed.samples,))
+    check_sizes(batches.cut, plan)
+    return measure(options.model, job, plan, batches.first, kinds)
 
 
 def train(options: TrainOptions, program: Program, run_dir: str) -> Trained:
@@ -213,9 +214,7 @@ def _failure(folder: RunFolder, processes: Sequence[Any]) -> BaseException:
 
 def audit_run(done: Trained) -> dict[str, float]:
     """Replays a run that kept its log; returns the largest difference of each parameter."""
-    task = make_task(done.options)
-    job = make_job(task, done.options)
-    batches = SampleOrder(task.data, task, done.program.sizes, done.options.seed)
+    job, batches = prepare(done.options, done.program.sizes)
     for update, parts in done.moves:
         batches.change(update, [size for part in parts for size in part])
     return audit(done.program, job, batches, done.outcome)

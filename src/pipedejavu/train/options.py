@@ -11,7 +11,7 @@ class TrainOptions(Record):
     """The options of `train`, without the plan, the profile and the machine, which have files of their own."""
 
     model: str
-    """A model of the zoo, without 'zoo:'."""
+    """A model of the zoo without 'zoo:', or else 'hf:CONFIG' or 'FILE.py:FUNCTION'."""
     data: str | None = None
     """By default what the model's task brings."""
     steps: int = Field(default=100, ge=1)

@@ -1,37 +1,59 @@
 """From options to what the engine runs: the model as a job, the data as microbatches by number."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from pipedejavu.engine import AdamW, Batches, Job, Optimizer, Sgd
 from pipedejavu.facts import InputError
-from pipedejavu.profile import read_chain
+from pipedejavu.plan import Plan
+from pipedejavu.profile import Cut, cut_model
+from pipedejavu.train.door import open_task
 from pipedejavu.train.options import TrainOptions
-from pipedejavu.zoo import Dataset, Task, build, order
+from pipedejavu.zoo import Task, order
 
 
-def make_task(options: TrainOptions) -> Task:
-    """Builds the model and opens its data."""
+class Prepared(NamedTuple):
+    """What the engine runs."""
+
+    job: Job
+    batches: "SampleOrder"
+
+
+def prepare(options: TrainOptions, sizes: Sequence[int]) -> Prepared:
+    """Builds the model, cuts it for microbatches of so many samples, and opens its data."""
     torch.set_default_dtype(getattr(torch, options.dtype))
-    return build(options.model, seed=options.seed, data=options.data)
-
-
-def make_job(task: Task, options: TrainOptions) -> Job:
-    """Returns the job that trains a task's model."""
+    task = open_task(options.model, seed=options.seed, data=options.data)
+    cut = cut_model(task.model, task.data.batch(range(max(sizes)))[0])
     optimizer: Optimizer = Sgd(lr=options.lr, weight_decay=options.weight_decay, momentum=options.momentum)
     if options.optimizer == "adamw":
         optimizer = AdamW(lr=options.lr, weight_decay=options.weight_decay)
-    return Job(
-        units=read_chain(task.model),
-        loss=task.loss,
+    job = Job(
+        units=cut.units,
+        loss=loss_of(cut, task.loss),
         optimizer=optimizer,
         seed=options.seed,
         clip_norm=options.clip_norm,
         on_nan=options.on_nan,
     )
+    return Prepared(job, SampleOrder(task, cut, sizes, options.seed))
+
+
+def loss_of(cut: Cut, loss: Callable[[Any, Any], torch.Tensor]) -> Callable[[Any, Any], torch.Tensor]:
+    """Returns a loss on the model's output as one on what the last unit returns."""
+    return lambda value, target: loss(cut.output(value), target)
+
+
+def check_sizes(cut: Cut, plan: Plan) -> None:
+    """Refuses a plan that gives replicas microbatches of different sizes, where the model was cut for one."""
+    if plan.feed.kind == "share" and cut.way != "chain":
+        raise InputError(
+            f"plan '{plan.name}' gives replicas microbatches of different sizes, and the model was cut for one; give a"
+            " model that is a chain (an nn.Sequential, or a module with units()), or a plan of equal shares, such as"
+            " preset:ddp"
+        )
 
 
 class SampleOrder:
@@ -41,17 +63,22 @@ class SampleOrder:
     nor their sum.
     """
 
-    def __init__(self, data: Dataset, task: Task, sizes: Sequence[int], seed: int):
-        self.data, self.task, self.seed = data, task, seed
+    def __init__(self, task: Task, cut: Cut, sizes: Sequence[int], seed: int):
+        self.task, self.cut, self.seed = task, cut, seed
         self._changes = [(0, tuple(sizes))]
 
     def change(self, update: int, sizes: Sequence[int]) -> None:
         """Gives the microbatches other sizes from an update on, which must not have begun."""
         self._changes.append((update, tuple(sizes)))
 
+    def first(self, count: int) -> tuple[Any, Any]:
+        """Returns the first samples of the data, as the first unit and the loss read them."""
+        inputs, targets = self.task.data.batch(range(count))
+        return self.cut.flat(inputs), targets
+
     def inputs(self, microbatch: int) -> Any:
-        """Returns what the model reads."""
-        return self._batch(microbatch)[0]
+        """Returns what the first unit reads."""
+        return self.cut.flat(self._batch(microbatch)[0])
 
     def targets(self, microbatch: int) -> Any:
         """Returns what the loss compares with."""
@@ -70,9 +97,10 @@ class SampleOrder:
 
     @lru_cache(maxsize=64)  # noqa: B019 - lives as long as the run
     def _batch(self, microbatch: int) -> tuple[Any, Any]:
-        size = len(self.data)
+        data = self.task.data
+        size = len(data)
         numbers = [int(_order(self.seed, n // size, size)[n % size]) for n in self.numbers(microbatch)]
-        return self.data.batch(torch.tensor(numbers))
+        return data.batch(torch.tensor(numbers))
 
 
 @lru_cache(maxsize=4)
@@ -115,8 +143,8 @@ class SteadyBatches:
 
 def describe_form(value: Any) -> str:
     """Returns the shape of one sample and the dtype of each of a value's tensors."""
-    if isinstance(value, tuple):
-        return " and ".join(map(describe_form, value))
+    if isinstance(value, tuple | Mapping):
+        return " and ".join(map(describe_form, value.values() if isinstance(value, Mapping) else value))
     if not isinstance(value, torch.Tensor):
         return type(value).__name__
     return f"{'×'.join(map(str, value.shape[1:])) or 'single'} {str(value.dtype).removeprefix('torch.')}"

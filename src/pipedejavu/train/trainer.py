@@ -6,19 +6,21 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from pipedejavu.engine import AdamW, Job, Optimizer, Threads
 from pipedejavu.facts import InputError, Machine
 from pipedejavu.plan import Plan, preset
-from pipedejavu.profile import read_chain
+from pipedejavu.profile import Cut, cut_model
 from pipedejavu.program import compile as compile_plan
 from pipedejavu.program.crew import assign_devices
 from pipedejavu.program.share import divide
 from pipedejavu.simulate import Prediction, simulate
+from pipedejavu.train.door import inputs_and_targets, own_loss
 from pipedejavu.train.folder import result_of
 from pipedejavu.train.measure import measure
 from pipedejavu.train.site import devices_to_measure, make_machine, read_sites, torch_device
-from pipedejavu.train.task import describe_form
+from pipedejavu.train.task import check_sizes, describe_form, loss_of
 
 
 class Trainer:
@@ -28,15 +30,19 @@ class Trainer:
     pipeline, and starts the next from the newest weights: a loop of the user's own has that border.
 
     `loss` takes the model's output and the targets and returns the *sum* over samples; a step divides once by
-    the number of samples. `sample` is a batch like those to come: (inputs, targets).
+    the number of samples. With None it is the model's own loss, a mean over samples that its output has as `loss`.
+    `sample` is a batch like those to come: (inputs, targets), where inputs are a tensor, a tuple of arguments or a
+    mapping of keyword arguments; or, for a model's own loss, that mapping alone.
+
+    A model that is no chain is cut for microbatches of one size, so its batches must divide into equal ones.
     """
 
     def __init__(
         self,
         model: nn.Module,
-        loss: Callable[[Any, Any], Tensor],
+        loss: Callable[[Any, Any], Tensor] | None,
         *,
-        sample: tuple[Any, Any],
+        sample: Any,
         plan: str | Plan = "1f1b",
         workers: int = 2,
         optimizer: Optimizer | None = None,
@@ -49,40 +55,42 @@ class Trainer:
         )
         plan = plan if plan.version.kind != "sync" else plan.but(steps=1)
         _check_steps(plan)
-        self.units = read_chain(model)
-        job = Job(units=self.units, loss=loss, optimizer=optimizer or AdamW(lr=1e-3), seed=seed)
-        inputs, targets = sample
-        parts = plan.feed.microbatches * _copies(plan) * plan.steps
-        self.batch = _Split(inputs, targets, (1,) * parts)
-        samples = len(targets) // parts
+        self.batch = _Split(sample, (1,) * (plan.feed.microbatches * _copies(plan) * plan.steps))
+        samples = len(self.batch.targets(0))
+        self.batch.cut = cut = cut_model(model, self.batch.own_inputs(0))
+        check_sizes(cut, plan)
+        self.units = cut.units
+        optimizer = optimizer or AdamW(lr=1e-3)
+        job = Job(units=cut.units, loss=loss_of(cut, loss or own_loss), optimizer=optimizer, seed=seed)
         plan = plan.but(feed=plan.feed.but(samples=samples))
         if machine is None:
             plan, machine = make_machine(plan, read_sites(plan.num_workers), "auto")
         names = assign_devices(plan, machine)
         found = devices_to_measure(plan, machine, names)
         kinds = {kind: torch_device(machine, name) for kind, (_, name) in found.items()}
-        profile = measure("model", job, plan, lambda count: (_part(inputs, 0, count), targets[:count]), kinds)
+        profile = measure("model", job, plan, self.batch.head, kinds)
         self.program = compile_plan(plan, profile, machine, fold=False)
-        self.batch = _Split(inputs, targets, self.program.sizes * plan.steps)
+        self.batch = _Split(sample, self.program.sizes * plan.steps)
+        self.batch.cut = cut
         self.threads = Threads(self.program, job, self.batch)
 
     def predict(self) -> Prediction:
         """Returns what a step is predicted to look like."""
         return simulate(self.program)
 
-    def step(self, batch: tuple[Any, Any]) -> float:
+    def step(self, batch: Any) -> float:
         """Trains on one batch; returns its mean loss."""
-        self.batch.take(*batch, first=self.threads.rounds * len(self.batch.sizes))
+        self.batch.take(batch, first=self.threads.rounds * len(self.batch.sizes))
         self.threads.run()
         losses = [loss for own in self.threads.handlers for loss in own.log.losses.values()]
         for own in self.threads.handlers:
             own.log.losses.clear()
-        return sum(losses) / len(batch[1])
+        return sum(losses) / self.batch.size
 
     def save_to_model(self) -> nn.Module:
         """Copies the trained weights into the user's model and returns it."""
         weights = result_of(self.program, self.threads.outcome().weights)
-        parameters = {f"{u}.{n}": p for u, m in self.units for n, p in m.named_parameters(remove_duplicate=False)}
+        parameters = {n: p for u, m in self.units for n, p in m.named_parameters(u, remove_duplicate=False)}
         with torch.no_grad():
             for name, weight in weights.items():
                 parameters[name].copy_(weight)
@@ -92,12 +100,16 @@ class Trainer:
 class _Split:
     """One batch as microbatches by number."""
 
-    def __init__(self, inputs: Any, targets: Any, sizes: Sequence[int]):
-        self.sizes, self.form = sizes, ""
-        self.take(inputs, targets, first=0)
+    cut: Cut
+    """Says how the first unit sees the inputs."""
 
-    def take(self, inputs: Any, targets: Any, first: int) -> None:
+    def __init__(self, batch: Any, sizes: Sequence[int]):
+        self.sizes, self.form = sizes, ""
+        self.take(batch, first=0)
+
+    def take(self, batch: Any, first: int) -> None:
         """Makes this the batch whose first microbatch has the number `first`; sizes are in proportion to the plan's."""
+        inputs, targets = inputs_and_targets(batch)
         parts = divide(len(targets), self.sizes)
         if min(parts) < 1:
             raise InputError(
@@ -110,12 +122,28 @@ class _Split:
                 f"a batch has {form}, where the sample had {self.form}; give all batches one shape and one dtype"
             )
         self._inputs, self._targets, self.first, self.form = inputs, targets, first, form
+        self.size = len(targets)
         self.ends = [0, *accumulate(parts)]
 
     def inputs(self, microbatch: int) -> Any:
         """Returns what the first piece reads."""
-        n = microbatch - self.first
-        return _part(self._inputs, self.ends[n], self.ends[n + 1])
+        return self.cut.flat(self.own_inputs(microbatch))
+
+    def own_inputs(self, microbatch: int) -> Any:
+        """Returns what the user's model reads."""
+        return self._rows(*self.ends[microbatch - self.first :][:2])
+
+    def head(self, count: int) -> tuple[Any, Any]:
+        """Returns the first samples, as the first unit and the loss read them."""
+        return self.cut.flat(self._rows(0, count)), self._targets[:count]
+
+    def _rows(self, start: int, end: int) -> Any:
+        """Returns some samples of tensors that have one row for each, and the others whole."""
+
+        def part(tensor: Tensor) -> Tensor:
+            return tensor[start:end] if tensor.ndim and len(tensor) == self.size else tensor
+
+        return pytree.tree_map_only(Tensor, part, self._inputs)
 
     def targets(self, microbatch: int) -> Any:
         """Returns what the loss compares with."""
@@ -135,10 +163,6 @@ def _check_steps(plan: Plan) -> None:
             f"plan '{plan.name}' carries {what} from update to update, which the end of a step would cut off; give all"
             " updates to one program, as 'train' does, or use another plan"
         )
-
-
-def _part(value: Any, start: int, end: int) -> Any:
-    return tuple(v[start:end] for v in value) if isinstance(value, tuple) else value[start:end]
 
 
 def _copies(plan: Plan) -> int:

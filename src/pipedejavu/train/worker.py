@@ -26,7 +26,7 @@ from pipedejavu.train.folder import Part, RunFolder
 from pipedejavu.train.options import TrainOptions
 from pipedejavu.train.progress import Progress
 from pipedejavu.train.site import num_threads
-from pipedejavu.train.task import SampleOrder, SteadyBatches, make_job, make_task
+from pipedejavu.train.task import SteadyBatches, prepare
 from pipedejavu.train.watch import Desk, Watch
 
 
@@ -62,9 +62,7 @@ class Rank:
         torch.set_num_threads(num_threads(program.machine, program.devices, self.rank))
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what cuBLAS needs to be deterministic
         torch.use_deterministic_algorithms(True, warn_only=True)
-        task = make_task(options)
-        self.job = make_job(task, options)
-        self.order = SampleOrder(task.data, task, program.sizes, options.seed)
+        self.job, self.order = prepare(options, program.sizes)
         self.batches = SteadyBatches(self.order)
         self.moves: list[Move] = []
         self.spans: list[Span] = []

@@ -5,13 +5,12 @@ which samples of an order is the caller's business.
 """
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from pipedejavu.facts import InputError
-from pipedejavu.zoo.chain import Flow
 from pipedejavu.zoo.generator import generator
 
 Indices = Tensor | Sequence[int]
@@ -24,7 +23,7 @@ class Dataset(Protocol):
         """Returns the number of samples."""
         ...
 
-    def batch(self, indices: Indices) -> tuple[Flow, Tensor]:
+    def batch(self, indices: Indices) -> tuple[Any, Any]:
         """Returns inputs and targets of these samples, in this order, on the CPU."""
         ...
 

@@ -7,11 +7,11 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from pipedejavu.facts import InputError, nearest
 from pipedejavu.zoo import bert, gpt, moe, resnet, seq2seq, vgg
-from pipedejavu.zoo.chain import Chain, Flow
+from pipedejavu.zoo.chain import Chain
 from pipedejavu.zoo.data import Dataset, open_data
 from pipedejavu.zoo.form import TokenForm
 from pipedejavu.zoo.loss import balanced_cross_entropy, count, cross_entropy
@@ -23,10 +23,10 @@ class Task:
     """What is trained on what."""
 
     name: str
-    model: Chain
-    loss: Callable[[Flow, Tensor], Tensor]
+    model: nn.Module
+    loss: Callable[[Any, Any], Tensor]
     """Takes the model's output and the targets; returns a sum, to be divided once by the whole batch's count."""
-    count: Callable[[Tensor], int]
+    count: Callable[[Any], int]
     """Takes targets; returns how many of them the loss sums over."""
     data: Dataset
 

@@ -1,0 +1,106 @@
+"""Models of Hugging Face's transformers, built from a configuration with random weights, on data of the zoo."""
+
+import json
+from collections.abc import Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pipedejavu.facts import InputError, read_file
+from pipedejavu.zoo import Dataset, Task, open_data
+from pipedejavu.zoo.form import Form, ImageForm, TokenForm
+from pipedejavu.zoo.loss import count, cross_entropy
+
+_MOST_TOKENS = 128
+"""Of a sequence, where the configuration allows as many."""
+_MARGIN = 2
+"""Positions that some models number before the first token's."""
+_NUM_BYTES = 256
+
+_HEADS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
+    ("AutoModelForImageClassification", "image", ("pixel_values",)),
+    ("AutoModelForSeq2SeqLM", "reversed", ("input_ids", "decoder_input_ids")),
+    ("AutoModelForMaskedLM", "masked", ("input_ids",)),
+    ("AutoModelForCausalLM", "next", ("input_ids",)),
+)
+"""What a configuration can be built as, in the order in which it is tried: what is asked, and the inputs."""
+
+
+def build_hugging(name: str, *, seed: int = 0, data: str | None = None) -> Task:
+    """Builds the task that the command line calls hf:NAME: a configuration's file or folder, or its name on the hub."""
+    try:
+        room: Any = import_module("transformers")
+    except ImportError:
+        raise InputError(f"'hf:{name}' needs transformers; pip install 'pipedejavu[hf]'") from None
+    config = _read_config(room, name)
+    config.use_cache = False  # what generating keeps would pass from unit to unit
+    head, objective, inputs = _choose_head(room, config, name)
+    torch.manual_seed(seed)
+    model = getattr(room, head).from_config(config, dtype=torch.get_default_dtype()).train()
+    form = _form(config, objective)
+    has_text = isinstance(form, TokenForm) and form.num_plain >= _NUM_BYTES
+    source = open_data(data or ("stdlib" if has_text else "random"), form, seed=seed)
+    return Task(name=name, model=model, loss=_loss, count=count, data=_Named(source, inputs))
+
+
+def _read_config(room: Any, name: str) -> Any:
+    path = Path(name)
+    if path.is_dir():
+        path = path / "config.json"
+    try:
+        if path.suffix != ".json":
+            return room.AutoConfig.from_pretrained(name)
+        found = json.loads(read_file(path))
+        return room.AutoConfig.for_model(found.pop("model_type"), **found)
+    except InputError:
+        raise
+    except KeyError as error:
+        raise InputError(f"{path} has no {error}, which says what kind of model it is; add it") from None
+    except Exception as error:
+        text = next(iter(str(error).strip().splitlines()), type(error).__name__)
+        raise InputError(f"cannot read the configuration 'hf:{name}': {text}") from None
+
+
+def _choose_head(room: Any, config: Any, name: str) -> tuple[str, str, tuple[str, ...]]:
+    for head, objective, inputs in _HEADS:
+        fits = type(config) in getattr(room, head)._model_mapping
+        if fits and (objective != "reversed" or config.is_encoder_decoder):
+            return head, objective, inputs
+    raise InputError(
+        f"'hf:{name}' is a {type(config).__name__}, which makes no language model and classifies no images; write a"
+        " function that returns (model, loss, samples) and give FILE.py:FUNCTION"
+    )
+
+
+def _form(config: Any, objective: Any) -> Form:
+    """Returns the form of the samples that a configuration asks for."""
+    if objective == "image":
+        size = getattr(config, "image_size", None) or 32
+        height, width = size if isinstance(size, list | tuple) else (size, size)
+        channels = getattr(config, "num_channels", 3)
+        return ImageForm(shape=(channels, height, width), classes=config.num_labels)
+    positions = getattr(config, "max_position_embeddings", None) or _MOST_TOKENS + _MARGIN
+    context = max(1, min(_MOST_TOKENS, positions - _MARGIN))
+    return TokenForm(context=context, vocabulary=config.vocab_size, objective=objective)
+
+
+class _Named(Dataset):
+    """Data whose inputs have the names that a model calls them by."""
+
+    def __init__(self, source: Dataset, names: Sequence[str]):
+        self.source, self.names = source, names
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def batch(self, indices: Tensor | Sequence[int]) -> tuple[Any, Any]:
+        """Returns keyword arguments, and targets."""
+        inputs, targets = self.source.batch(indices)
+        return dict(zip(self.names, inputs if isinstance(inputs, tuple) else (inputs,), strict=True)), targets
+
+
+def _loss(output: Any, targets: Any) -> Tensor:
+    return cross_entropy(output.logits, targets)

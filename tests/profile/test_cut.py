@@ -1,0 +1,171 @@
+"""The cutter: what is cut computes what the whole does, bit for bit, whatever the number of pieces."""
+
+import copy
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from torch import nn
+
+from pipedejavu.facts import InputError
+from pipedejavu.profile import cut_model
+from tests.profile.case import PLAIN, Cell, Counting, Mixer, Resnet, Tied, compare, own_loss, run, tokens
+
+WAYS = {
+    "ResNet, bottlenecks in place": ("blocks", 8),
+    "U-Net": ("graph", 5),
+    "MLP-Mixer": ("blocks", 4),
+    "LSTM": ("graph", 3),
+    "nn.Transformer": ("blocks", 7),
+    "dense convolutions": ("blocks", 5),
+    "buffers that change": ("blocks", 4),
+    "tied language model": ("blocks", 5),
+}
+
+
+@pytest.mark.parametrize(("name", "way"), WAYS.items())
+def test_pieces_equal_the_whole_bit_for_bit(name: str, way: tuple[str, int]) -> None:
+    torch.manual_seed(0)
+    cut, found = compare(*PLAIN[name]())
+    assert (cut.way, len(cut.units)) == way
+    assert [difference for difference in found if not difference.is_none] == []
+
+
+def test_a_weight_of_many_units_has_the_same_gradient_but_for_the_order_of_its_sum() -> None:
+    """Each piece adds up the uses of its own units, so sums of more than two uses associate in another order."""
+    torch.manual_seed(0)
+    model, inputs = Cell(), tokens()
+    cut, found = compare(model, inputs)
+    assert not any(difference.outputs or difference.loss for difference in found)
+    own_loss(model(inputs)).backward()
+    for pieces in range(1, len(cut.units) + 1):
+        for name, gradient in run(cut, inputs, own_loss, pieces)[2].items():
+            expected = dict(model.named_parameters())[name].grad
+            # Ten additions, each with a rounding error of half a unit in the last place of sums below 1e2.
+            assert torch.allclose(gradient, expected, rtol=0, atol=10 * 2**-24 * 1e2)
+
+
+def test_parameters_are_the_models_own_under_its_own_names() -> None:
+    model = Tied()
+    units = cut_model(model, tokens()).units
+    assert [name for name, _ in units] == ["embedding", "layers.0", "layers.1", "layers.2", "head"]
+    named = [pair for unit, module in units for pair in module.named_parameters(unit, remove_duplicate=False)]
+    own = dict(model.named_parameters(remove_duplicate=False))
+    assert all(own[name] is parameter for name, parameter in named)
+    assert {name for name, _ in named} == {name for name, _ in model.named_parameters()}
+    assert [name for name, _ in named].count("embedding.weight") == 2
+
+
+def test_what_is_frozen_or_not_used_is_no_weight_of_a_unit() -> None:
+    model = Counting()
+    units = cut_model(model, torch.randn(3, 4)).units
+    names = {name for unit, module in units for name, _ in module.named_parameters(unit)}
+    assert names == {f"layers.{n}.{name}" for n in range(4) for name in ("weight", "bias")}
+    assert model.count == 0
+    assert not model.mean.any()
+
+
+def test_statistics_reach_the_models_own_buffers() -> None:
+    model, inputs = Resnet(), torch.randn(4, 3, 16, 16)
+    plain = copy.deepcopy(model)
+    plain(inputs)
+    value = inputs
+    for _, unit in cut_model(model, inputs).units:
+        value = unit(value)
+    for (name, buffer), other in zip(model.named_buffers(), plain.buffers(), strict=True):
+        assert torch.equal(buffer, other), name
+
+
+def test_dropout_is_the_same_for_every_number_of_pieces() -> None:
+    inputs = tokens(4)
+    cut = cut_model(Tied(dropout=0.5), inputs)
+    first, *others = [run(cut, inputs, own_loss, pieces, seed=7) for pieces in range(1, len(cut.units) + 1)]
+    assert not torch.equal(first[0], run(cut, inputs, own_loss, 1, seed=8)[0])
+    for other in others:
+        assert torch.equal(first[0], other[0])
+        assert all(torch.equal(gradient, other[2][name]) for name, gradient in first[2].items())
+
+
+def test_a_double_unit_computes_in_float64_throughout() -> None:
+    """The audit replays in float64; what a model makes in float32 itself, like a mask, must follow."""
+    inputs = tokens()
+    model = Tied()
+    units = copy.deepcopy([module.double() for _, module in copy.deepcopy(cut_model(model, inputs).units)])
+    value = inputs
+    for unit in units:
+        value = unit(value)
+    assert value.dtype == torch.float64
+    # Both are float32's rounding, of values of size one, away from each other.
+    assert torch.allclose(value.float(), model(inputs), atol=1e-5)
+    assert (value.float() != value).any()
+
+
+def test_inputs_keep_their_form() -> None:
+    inputs = {"mask": torch.ones(2, 6, 8), "x": torch.randn(2, 6, 8), "scale": 2.0}
+    cut = cut_model(Mixer(), inputs)
+    first, second = cut.flat({"scale": 2.0, "x": inputs["x"], "mask": inputs["mask"]})
+    assert {id(first), id(second)} == {id(inputs["x"]), id(inputs["mask"])}
+    with pytest.raises(InputError, match=r"the keyword arguments .'mask', 'scale', 'x'. and is given .'x'."):
+        cut.flat({"x": inputs["x"]})
+    with pytest.raises(InputError, match="not those of the sample that the model was cut for"):
+        cut.flat({**inputs, "scale": 3.0})
+    with pytest.raises(InputError, match="not those of the sample that the model was cut for"):
+        cut.flat({**inputs, "mask": None})
+
+
+def test_another_shape_is_refused() -> None:
+    cut = cut_model(Tied(), tokens(2))
+    with pytest.raises(InputError, match="unit 'embedding' was cut for 2×5 and is given 3×5; give every microbatch"):
+        cut.units[0][1](tokens(3))
+
+
+class Deciding(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x):
+        if self.layer(x).sum() > 0:  # the line that the sentence names
+            x = -x
+        return self.layer(x)
+
+
+class Sign(torch.autograd.Function):
+    @staticmethod
+    def forward(_, x):
+        return x.sign()
+
+    @staticmethod
+    def backward(_, gradient):
+        return gradient
+
+
+class Straight(Deciding):
+    def forward(self, x):
+        return Sign.apply(self.layer(x))
+
+
+class Foreign(Deciding):
+    def forward(self, x):
+        return self.layer(x) + torch.from_numpy(x.numpy())
+
+
+@pytest.mark.parametrize(
+    ("model", "text"),
+    [
+        (
+            Deciding,
+            r"a Deciding cannot be cut: .*test_cut.py:\d+, 'if self.layer\(x\).sum\(\) > 0:.*values of a tensor",
+        ),
+        (
+            Straight,
+            r"a Straight cannot be cut: .*, 'return Sign.apply\(self.layer\(x\)\)': the backward of the autograd",
+        ),
+        (Foreign, r"a Foreign cannot be cut: .*test_cut.py:\d+, 'return self.layer\(x\) \+ torch.from_numpy\(x.numpy"),
+    ],
+)
+def test_a_model_that_cannot_be_cut_is_told_the_line(model, text, capfd) -> None:
+    with pytest.raises(InputError, match=text):
+        cut_model(model(), torch.randn(2, 4))
+    assert capfd.readouterr() == ("", "")
