@@ -204,6 +204,11 @@ def test_a_cut_model_takes_microbatches_of_one_size() -> None:
         trainer.step(texts(10, 0))
 
 
+def test_a_cut_model_takes_no_plan_of_unequal_shares() -> None:
+    with pytest.raises(InputError, match=r"^plan 'coarse' gives replicas microbatches of different sizes, and the model"):
+        Trainer(residual(), None, sample=texts(8, 0), plan="coarse", workers=1)
+
+
 def test_a_model_without_a_loss_of_its_own_is_refused() -> None:
     given = texts(8, 0)
     inputs = {"tokens": given["tokens"], "mask": given["mask"]}
