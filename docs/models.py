@@ -175,7 +175,7 @@ def others() -> dict[str, Callable[[], Case]]:
     found: dict[str, Callable[[], Case]] = {**PLAIN}
     found["nn.Transformer that detects causality"] = lambda: (Recurrent(), (torch.randn(2, 5, 8), torch.randn(2, 4, 8)))
     found["nn.Sequential"] = lambda: (nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)), torch.randn(3, 4))
-    for name in ("vgg19", "resnet50", "gpt-tiny"):
+    for name in ("vgg19", "gpt-tiny"):
         found[f"zoo:{name}"] = lambda name=name: build_zoo(name)
     return found
 
@@ -275,8 +275,10 @@ def main() -> None:
     transformers.logging.set_verbosity_error()
     wanted = sys.argv[1:]
     cases = {name: lambda name=name: build_transformer(name) for name in TRANSFORMERS} | others()
-    rows = [row(name, make) for name, make in cases.items() if not wanted or name in wanted]
-    print(INTRODUCTION + "\n".join(rows))
+    print(INTRODUCTION, end="")
+    for name, make in cases.items():
+        if not wanted or name in wanted:
+            print(row(name, make), flush=True)
     print(
         f"\nMade by [models.py](models.py) with torch {torch.__version__.partition('+')[0]} and transformers"
         f" {transformers.__version__}."
