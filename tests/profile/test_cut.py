@@ -169,3 +169,18 @@ def test_a_model_that_cannot_be_cut_is_told_the_line(model, text, capfd) -> None
     with pytest.raises(InputError, match=text):
         cut_model(model(), torch.randn(2, 4))
     assert capfd.readouterr() == ("", "")
+
+
+class Dropping(Deciding):
+    def __init__(self, rate: float):
+        super().__init__()
+        self.rate = rate
+
+    def forward(self, x):
+        return x if torch.rand([]) < self.rate else self.layer(x)
+
+
+def test_a_layer_that_is_never_dropped_is_cut_and_one_that_may_be_is_refused() -> None:
+    assert [name for name, _ in cut_model(Dropping(0.0), torch.randn(2, 4)).units] == ["layer"]
+    with pytest.raises(InputError, match=r"a Dropping cannot be cut: .*depends on the values of a tensor"):
+        cut_model(Dropping(0.5), torch.randn(2, 4))
