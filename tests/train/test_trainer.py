@@ -205,7 +205,7 @@ def test_a_cut_model_takes_microbatches_of_one_size() -> None:
 
 
 def test_a_cut_model_takes_no_plan_of_unequal_shares() -> None:
-    with pytest.raises(InputError, match=r"^plan 'coarse' gives replicas microbatches of different sizes, and the model"):
+    with pytest.raises(InputError, match=r"^plan 'coarse' gives replicas microbatches of different sizes, and the mod"):
         Trainer(residual(), None, sample=texts(8, 0), plan="coarse", workers=1)
 
 
