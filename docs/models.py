@@ -239,7 +239,7 @@ INTRODUCTION = """# Models that were cut
 is given.
 
 - A **chain** (`nn.Sequential`, or a module with `units()`) is read as it is.
-- Any other model is recorded once by `torch.export`, on tensors without memory, for inputs of one shape. It is cut
+- Any other model is recorded by `torch.export`, on tensors without memory, for inputs of one shape. It is cut
   where its **blocks** begin: modules with numbers for names, as in an `nn.ModuleList`. Where it has too few of them,
   it is cut anywhere in its **graph** between two uses of parameters. Positions inside of a residual are left out.
 - A unit takes the tensors that are live where it begins, as a tuple: skips, masks, position embeddings and labels
@@ -258,8 +258,8 @@ a model's own loss.
 What does not come along: autograd functions of one's own are refused, since a recorded forward has lost their
 backward, and so is Python that decides by the values of tensors. Activation checkpointing inside of the model is left
 out (use a plan that recomputes). Attributes that are no tensors are not changed by a forward. A parameter that is
-frozen, or that the forward does not use, is neither trained nor written. Microbatches have the shape that the model
-was cut for.
+frozen, or that the forward does not use, is neither trained nor written. A model is
+recorded once more for each size that its microbatches have.
 
 Each model below was built small, with random weights, and divided evenly into every number of pieces from one to all
 its units, on a CPU. "Equal" means bit for bit: outputs, loss and buffers; gradients of all parameters. A weight that

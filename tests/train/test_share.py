@@ -11,8 +11,10 @@ pytest.importorskip("safetensors")
 from safetensors.torch import load_file
 
 from pipedejavu.plan import preset
+from pipedejavu.profile import cut_model
 from pipedejavu.train import TrainOptions, audit_run, launch, plan_run, train
 from pipedejavu.train.task import SampleOrder
+from pipedejavu.zoo import build
 
 MOVING = """
 from pipedejavu.train import worker
@@ -20,6 +22,28 @@ from pipedejavu.train import worker
 def work(rank, size, path):
     worker.adjusted_counts = lambda counts, times, bounds: (4, 5, 15)
     worker.work(rank, size, path)
+"""
+
+
+OWN = """
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+class Skips(nn.Module):  # no chain: it is recorded for each size of a microbatch
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(6, 6) for _ in range(4))
+
+    def forward(self, x):
+        start = x
+        for block in self.blocks:
+            x = x + block(x).tanh() * start
+        return x
+
+def make():
+    x = torch.randn(64, 6)
+    return Skips(), lambda output, target: (output - target).square().sum(), TensorDataset(x, x.flip(1))
 """
 
 
@@ -35,13 +59,16 @@ def settings() -> Iterator[None]:
 EXACT = TrainOptions(model="mlp", data="random:64", dtype="float64", keeps_log=True, steps=3, optimizer="sgd")
 
 
-def test_the_forecast_is_of_the_program_that_ran_last(tmp_path, monkeypatch) -> None:
+@pytest.mark.parametrize("is_own", [False, True], ids=["chain", "cut"])
+def test_the_forecast_is_of_the_program_that_ran_last(tmp_path, monkeypatch, is_own) -> None:
     (tmp_path / "moving.py").write_text(MOVING)
+    (tmp_path / "own.py").write_text(OWN)
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setattr(launch, "work", __import__("moving").work)
     plan = preset("hyscale").at(workers=2, samples=3, microbatches=8)
     plan = plan.but(feed=plan.feed.but(shares=(0.25, 0.25, 0.5)))  # two, two and four microbatches
-    options, program, _ = plan_run(EXACT, plan)
+    given = EXACT.but(model=f"{tmp_path}/own.py:make", data=None) if is_own else EXACT
+    options, program, _ = plan_run(given, plan)
     done = train(options, program, str(tmp_path / "run"))
     assert max(audit_run(done).values()) < 1e-12  # a few units in the last place, for each of the updates
     predicted, measured = (done.folder.timeline(origin) for origin in ("predicted", "measured"))
@@ -74,7 +101,8 @@ def test_parts_of_any_size_train_and_equal_their_replay(tmp_path, shares, parts)
 
 
 def test_microbatches_keep_their_samples_apart_when_their_sizes_change() -> None:
-    order = SampleOrder(None, None, (3, 2, 1), seed=0)
+    task = build("mlp")
+    order = SampleOrder(task, cut_model(task.model, task.data.batch(range(2))[0]), (3, 2, 1), seed=0)
     order.change(2, (1, 1, 4))
     found = [[*order.numbers(n)] for n in range(9)]
     assert [len(numbers) for numbers in found] == [3, 2, 1, 3, 2, 1, 1, 1, 4]

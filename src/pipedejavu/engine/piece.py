@@ -99,9 +99,11 @@ class PieceRunner:
         return [(p._buffers, key, buffer) for p in parts for key, buffer in p._buffers.items() if buffer is not None]
 
     def to(self, device: torch.device) -> "PieceRunner":
-        """Moves the buffers to a device; weights come with each call."""
-        for place, key, buffer in self._buffers():
-            place[key] = buffer.to(device)
+        """Moves the buffers to a device, those that are one to one; weights come with each call."""
+        buffers = self._buffers()
+        moved = {id(buffer): buffer.to(device) for _, _, buffer in buffers}
+        for place, key, buffer in buffers:
+            place[key] = moved[id(buffer)]
         return self
 
     def _run_seeded(self, number: int, module: nn.Module, value: Value, microbatch: int) -> Value:

@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 from pipedejavu.facts import InputError
 from pipedejavu.profile.chain import Units, is_chain, read_chain
 from pipedejavu.profile.live import Liveness, module_paths
-from pipedejavu.profile.segment import Entry, Segment, Value, make_body
+from pipedejavu.profile.segment import Body, Entry, Segment, Value, make_body
 from pipedejavu.profile.trace import Trace, trace
 
 Way = Literal["chain", "blocks", "graph"]
@@ -41,16 +41,38 @@ class Cut:
     """Takes the model's inputs as the user has them; returns the tensors that the first unit takes."""
     output: Callable[[Value], Any]
     """Takes what the last unit returns; returns the model's output as the user knows it."""
+    model: nn.Module
+
+    def fit(self, inputs: Any) -> None:
+        """Lets the units take inputs of another shape too, by recording the model again; a chain takes any."""
+        first = self.units[0][1]
+        if not isinstance(first, Segment) or first.takes(self.flat(inputs)):
+            return
+        others = cut_model(self.model, inputs).units
+        if [_contents(*unit) for unit in others] != [_contents(*unit) for unit in self.units]:
+            raise InputError(
+                f"a {type(self.model).__name__} is cut into other units for microbatches of another size; give all of"
+                " them one size"
+            )
+        for (_, own), (_, other) in zip(self.units, others, strict=True):
+            assert isinstance(own, Segment)
+            assert isinstance(other, Segment)
+            own.adopt(other)
+
+
+def _contents(name: str, unit: nn.Module) -> tuple[str, frozenset[str]]:
+    return name, frozenset(own for own, _ in unit.named_parameters(remove_duplicate=False))
 
 
 def cut_model(model: nn.Module, inputs: Any) -> Cut:
     """Cuts a model for inputs of one shape: a tensor, a tuple of arguments, or a mapping of keyword arguments.
 
+    `Cut.fit` adds other shapes.
     Outputs and gradients of the units equal the model's, however they are divided into pieces; the parameters are the
     model's own, under its own names. Raises InputError for a model that cannot be recorded.
     """
     if is_chain(model):
-        return Cut(read_chain(model), "chain", _same, _same)
+        return Cut(read_chain(model), "chain", _same, _same, model)
     found = trace(model, inputs)
     live = Liveness(found)
     if not any(isinstance(leaf, fx.Node) for leaf in found.outputs):
@@ -58,7 +80,7 @@ def cut_model(model: nn.Module, inputs: Any) -> Cut:
     way, positions = _positions(live)
     units = _segments(live, positions)
     leaves, spec = found.outputs, found.spec
-    return Cut(units, way, found.form.flat, lambda value: _restored(value, leaves, spec))
+    return Cut(units, way, found.form.flat, lambda value: _restored(value, leaves, spec), model)
 
 
 def _same(value: Any) -> Any:
@@ -148,7 +170,7 @@ def _segments(live: Liveness, positions: Sequence[int]) -> Units:
             Entry(tuple(node.meta["val"].shape), carried, node in live.overwritten)
             for node, carried in zip(inputs, carries, strict=True)
         ]
-        units.append((name, Segment(name, body, entries)))
+        units.append((name, Segment(name, Body(body, entries))))
         value, carries = _dry_run(body, value, carries, mode)
     return units
 

@@ -1,8 +1,8 @@
 """A part of a model's graph as a module: it takes the tensors that are live where it begins, and returns those that are
 live where it ends.
 
-Its parameters and buffers are the model's own, under the model's own names. The graph holds for one shape; it follows
-its inputs to another device, and a replay to float64.
+Its parameters and buffers are the model's own, under the model's own names. A graph holds for one shape, and a segment
+may have several; they follow their inputs to another device, and a replay to float64.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -28,32 +28,72 @@ class Entry:
     """Whether the segment works in its memory, so that it needs a copy."""
 
 
-class Segment(nn.Module):
-    """Runs a part of a graph."""
+class Body(nn.Module):
+    """A graph for one shape."""
 
-    def __init__(self, name: str, body: fx.GraphModule, entries: Sequence[Entry]):
+    def __init__(self, graph: fx.GraphModule, entries: Sequence[Entry]):
         super().__init__()
-        self.name, self.body, self.entries = name, body, tuple(entries)
+        self.graph, self.entries = graph, tuple(entries)
         self.device, self.dtype = torch.device("cpu"), torch.float32
 
-    def forward(self, value: Value) -> Value:
-        """Takes and returns the live tensors: one, or a tuple of several."""
-        given = value if isinstance(value, tuple) else (value,)
-        shapes = [tuple(tensor.shape) for tensor in given]
-        if shapes != [entry.shape for entry in self.entries]:
-            raise InputError(
-                f"unit '{self.name}' was cut for {_shapes(e.shape for e in self.entries)} and is given"
-                f" {_shapes(shapes)}; give every microbatch the shape of the sample that the model was cut for"
-            )
+    def forward(self, given: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """Runs the graph on the device of what it is given."""
         if given[0].device != self.device:
             self.device = given[0].device
-            _rewrite(self.body, lambda leaf: self.device if isinstance(leaf, torch.device) else leaf)
+            _rewrite(self.graph, lambda leaf: self.device if isinstance(leaf, torch.device) else leaf)
         inputs = []
         for tensor, entry in zip(given, self.entries, strict=True):
             own = tensor if entry.has_gradient else tensor.detach()
             inputs.append(own.clone() if entry.is_overwritten else own)
-        found: tuple[Tensor, ...] = self.body(*inputs)
+        found: tuple[Tensor, ...] = self.graph(*inputs)
+        return found
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Body":
+        """Follows `double`: what the graph makes in any floating-point type it then makes in float64."""
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        if fn(torch.empty(0, dtype=torch.float32)).dtype == torch.float64 != self.dtype:
+            self.dtype = torch.float64
+            _rewrite(self.graph, _widened)
+        return self
+
+
+class Segment(nn.Module):
+    """Runs a part of a model, by the graph for the shape of what it is given."""
+
+    def __init__(self, name: str, body: Body):
+        super().__init__()
+        self.name, self.bodies = name, nn.ModuleList([body])
+
+    def forward(self, value: Value) -> Value:
+        """Takes and returns the live tensors: one, or a tuple of several."""
+        given = value if isinstance(value, tuple) else (value,)
+        shapes = tuple(tuple(tensor.shape) for tensor in given)
+        body = self._by_shapes().get(shapes)
+        if body is None:
+            known = " or ".join(_shapes(own) for own in self._by_shapes())
+            raise InputError(
+                f"unit '{self.name}' was cut for {known} and is given {_shapes(shapes)}; give every microbatch a shape"
+                " that the model was cut for"
+            )
+        found: tuple[Tensor, ...] = body(given)
         return found if len(found) > 1 else found[0]
+
+    def _by_shapes(self) -> dict[tuple[tuple[int, ...], ...], nn.Module]:
+        bodies = [body for body in self.bodies if isinstance(body, Body)]
+        return {tuple(entry.shape for entry in body.entries): body for body in bodies}
+
+    def takes(self, value: Value) -> bool:
+        """Whether it has a graph for the shape of what it would be given."""
+        given = value if isinstance(value, tuple) else (value,)
+        return tuple(tuple(tensor.shape) for tensor in given) in self._by_shapes()
+
+    def adopt(self, other: "Segment") -> None:
+        """Takes over the graph of the same part of the model for another shape; both look for weights in one place."""
+        own = {path: part for path, part in self.named_modules() if part._parameters}
+        for path, part in other.named_modules():
+            if part._parameters:
+                part.__dict__["_parameters"] = own[path]._parameters
+        self.bodies.extend(other.bodies)
 
     def named_modules(
         self,
@@ -62,15 +102,9 @@ class Segment(nn.Module):
         remove_duplicate: bool = True,
     ) -> Iterator[tuple[str, nn.Module]]:
         """Yields the holders of parameters under the model's own names, whatever the unit is called."""
-        yield from self.body.named_modules(memo, "", remove_duplicate)
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Segment":
-        """Follows `double`: what the graph makes in any floating-point type it then makes in float64."""
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        if fn(torch.empty(0, dtype=torch.float32)).dtype == torch.float64 != self.dtype:
-            self.dtype = torch.float64
-            _rewrite(self.body, _widened)
-        return self
+        for body in self.bodies:
+            assert isinstance(body, Body)
+            yield from body.graph.named_modules(memo, "", remove_duplicate)
 
 
 def make_body(

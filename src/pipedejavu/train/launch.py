@@ -35,7 +35,7 @@ from pipedejavu.train.site import (
     read_sites,
     torch_device,
 )
-from pipedejavu.train.task import check_sizes, prepare
+from pipedejavu.train.task import prepare
 from pipedejavu.train.team import Team
 from pipedejavu.train.worker import Move, Rank, work
 
@@ -130,7 +130,6 @@ def _measure(options: TrainOptions, plan: Plan, machine: Machine, names: Sequenc
 
 def _measure_here(options: TrainOptions, plan: Plan, kinds: dict[str, torch.device]) -> Profile:
     job, batches = prepare(options, (plan.feed.samples,))
-    check_sizes(batches.cut, plan)
     return measure(options.model, job, plan, batches.first, kinds)
 
 

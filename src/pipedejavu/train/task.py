@@ -8,7 +8,6 @@ import torch
 
 from pipedejavu.engine import AdamW, Batches, Job, Optimizer, Sgd
 from pipedejavu.facts import InputError
-from pipedejavu.plan import Plan
 from pipedejavu.profile import Cut, cut_model
 from pipedejavu.train.door import open_task
 from pipedejavu.train.options import TrainOptions
@@ -26,7 +25,7 @@ def prepare(options: TrainOptions, sizes: Sequence[int]) -> Prepared:
     """Builds the model, cuts it for microbatches of so many samples, and opens its data."""
     torch.set_default_dtype(getattr(torch, options.dtype))
     task = open_task(options.model, seed=options.seed, data=options.data)
-    cut = cut_model(task.model, task.data.batch(range(max(sizes)))[0])
+    cut = cut_model(task.model, task.data.batch(range(sizes[0]))[0])
     optimizer: Optimizer = Sgd(lr=options.lr, weight_decay=options.weight_decay, momentum=options.momentum)
     if options.optimizer == "adamw":
         optimizer = AdamW(lr=options.lr, weight_decay=options.weight_decay)
@@ -46,16 +45,6 @@ def loss_of(cut: Cut, loss: Callable[[Any, Any], torch.Tensor]) -> Callable[[Any
     return lambda value, target: loss(cut.output(value), target)
 
 
-def check_sizes(cut: Cut, plan: Plan) -> None:
-    """Refuses a plan that gives replicas microbatches of different sizes, where the model was cut for one."""
-    if plan.feed.kind == "share" and cut.way != "chain":
-        raise InputError(
-            f"plan '{plan.name}' gives replicas microbatches of different sizes, and the model was cut for one; give a"
-            " model that is a chain (an nn.Sequential, or a module with units()), or a plan of equal shares, such as"
-            " preset:ddp"
-        )
-
-
 class SampleOrder:
     """Microbatches by number: sample n of the run is a function of the seed and n alone.
 
@@ -65,15 +54,19 @@ class SampleOrder:
 
     def __init__(self, task: Task, cut: Cut, sizes: Sequence[int], seed: int):
         self.task, self.cut, self.seed = task, cut, seed
-        self._changes = [(0, tuple(sizes))]
+        self._changes: list[tuple[int, tuple[int, ...]]] = []
+        self.change(0, sizes)
 
     def change(self, update: int, sizes: Sequence[int]) -> None:
         """Gives the microbatches other sizes from an update on, which must not have begun."""
+        for size in set(sizes):
+            self.first(size)
         self._changes.append((update, tuple(sizes)))
 
     def first(self, count: int) -> tuple[Any, Any]:
         """Returns the first samples of the data, as the first unit and the loss read them."""
         inputs, targets = self.task.data.batch(range(count))
+        self.cut.fit(inputs)
         return self.cut.flat(inputs), targets
 
     def inputs(self, microbatch: int) -> Any:

@@ -1,6 +1,7 @@
 """The Trainer: a user's own loop over a plan, with the workers as threads of the user's process."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import accumulate
 from typing import Any
 
@@ -20,7 +21,7 @@ from pipedejavu.train.door import inputs_and_targets, own_loss
 from pipedejavu.train.folder import result_of
 from pipedejavu.train.measure import measure
 from pipedejavu.train.site import devices_to_measure, make_machine, read_sites, torch_device
-from pipedejavu.train.task import check_sizes, describe_form, loss_of
+from pipedejavu.train.task import describe_form, loss_of
 
 
 class Trainer:
@@ -34,7 +35,7 @@ class Trainer:
     `sample` is a batch like those to come: (inputs, targets), where inputs are a tensor, a tuple of arguments or a
     mapping of keyword arguments; or, for a model's own loss, that mapping alone.
 
-    A model that is no chain is cut for microbatches of one size, so its batches must divide into equal ones.
+    A model that is no chain is recorded once more for each new size of a microbatch.
     """
 
     def __init__(
@@ -57,8 +58,7 @@ class Trainer:
         _check_steps(plan)
         self.batch = _Split(sample, (1,) * (plan.feed.microbatches * _copies(plan) * plan.steps))
         samples = len(self.batch.targets(0))
-        self.batch.cut = cut = cut_model(model, self.batch.own_inputs(0))
-        check_sizes(cut, plan)
+        cut = self.batch.cut = cut_model(model, self.batch.own_inputs(0))
         self.units = cut.units
         optimizer = optimizer or AdamW(lr=1e-3)
         job = Job(units=cut.units, loss=loss_of(cut, loss or own_loss), optimizer=optimizer, seed=seed)
@@ -70,9 +70,9 @@ class Trainer:
         kinds = {kind: torch_device(machine, name) for kind, (_, name) in found.items()}
         profile = measure("model", job, plan, self.batch.head, kinds)
         self.program = compile_plan(plan, profile, machine, fold=False)
-        self.batch = _Split(sample, self.program.sizes * plan.steps)
-        self.batch.cut = cut
+        self.batch = _Split(sample, self.program.sizes * plan.steps, cut)
         self.threads = Threads(self.program, job, self.batch)
+        self.batch.cuts = [replace(cut, units=own.job.units) for own in self.threads.handlers]
 
     def predict(self) -> Prediction:
         """Returns what a step is predicted to look like."""
@@ -100,11 +100,10 @@ class Trainer:
 class _Split:
     """One batch as microbatches by number."""
 
-    cut: Cut
-    """Says how the first unit sees the inputs."""
-
-    def __init__(self, batch: Any, sizes: Sequence[int]):
-        self.sizes, self.form = sizes, ""
+    def __init__(self, batch: Any, sizes: Sequence[int], cut: Cut | None = None):
+        self.sizes, self.cut, self.form = sizes, cut, ""
+        self.cuts = [cut] if cut is not None else []
+        """Whose units must take every microbatch: each worker has its own copy of them."""
         self.take(batch, first=0)
 
     def take(self, batch: Any, first: int) -> None:
@@ -124,9 +123,13 @@ class _Split:
         self._inputs, self._targets, self.first, self.form = inputs, targets, first, form
         self.size = len(targets)
         self.ends = [0, *accumulate(parts)]
+        for cut in self.cuts:
+            for count in set(parts):
+                cut.fit(self._rows(0, count))
 
     def inputs(self, microbatch: int) -> Any:
         """Returns what the first piece reads."""
+        assert self.cut is not None
         return self.cut.flat(self.own_inputs(microbatch))
 
     def own_inputs(self, microbatch: int) -> Any:
@@ -135,7 +138,10 @@ class _Split:
 
     def head(self, count: int) -> tuple[Any, Any]:
         """Returns the first samples, as the first unit and the loss read them."""
-        return self.cut.flat(self._rows(0, count)), self._targets[:count]
+        assert self.cut is not None
+        inputs = self._rows(0, count)
+        self.cut.fit(inputs)
+        return self.cut.flat(inputs), self._targets[:count]
 
     def _rows(self, start: int, end: int) -> Any:
         """Returns some samples of tensors that have one row for each, and the others whole."""
