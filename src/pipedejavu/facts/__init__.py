@@ -3,6 +3,7 @@
 from pipedejavu.facts.collector import paused_collector
 from pipedejavu.facts.error import FaultsError, InputError, nearest
 from pipedejavu.facts.machine import Device, Host, Link, Machine, Overlap, Route
+from pipedejavu.facts.measurement import Measurement, Survey
 from pipedejavu.facts.profile import Cost, Edge, Profile, Tie, Unit, UnitTime
 from pipedejavu.facts.quantity import Bytes, format_bytes, format_seconds
 from pipedejavu.facts.record import Record, read_file, write_file
@@ -19,12 +20,14 @@ __all__ = [
     "InputError",
     "Link",
     "Machine",
+    "Measurement",
     "MemoryCurve",
     "Overlap",
     "Profile",
     "Record",
     "Route",
     "Span",
+    "Survey",
     "Tie",
     "Timeline",
     "Unit",

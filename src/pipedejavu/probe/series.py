@@ -1,0 +1,181 @@
+"""Series of measurements: trials that take turns in rounds, and what their scatter says of another survey.
+
+Nothing here knows what is timed. Rounds are spread over the whole survey, so that a neighbour who is busy for some
+seconds disturbs a few rounds of every trial and not one trial alone.
+
+Note: what a spread means. A second survey, minutes later, has a median of its own. What is measured once within each
+round scatters; where the rounds are independent, their median is far steadier than they are, but where disturbances
+last for seconds it is not. So a survey is cut into quarters: the scatter of the quarters' medians shows slow
+disturbances, that of single rounds fast ones, and the spread is the wider of the two. What changes over hours (other
+neighbours, heat, a new driver) does not show within a minute; a floor stands for that.
+"""
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median, quantiles, stdev
+from typing import Literal
+
+from pipedejavu.facts import Measurement
+
+Unit = Literal["B", "s", "B/s", "FLOP/s", "1/s", "×"]
+Report = Callable[[str, float], None]
+"""Is told what is under way, and which share of the survey is done."""
+
+VISIT_S, PARTS = 0.02, 3
+"""A visit to a trial repeats it for about this long, in parts of which the fastest counts: what interrupts a part only
+ever slows it. A trial that takes longer runs once a part."""
+LONG_RUN_S = 0.2
+"""A trial that takes longer than this has one part."""
+LONGEST_RUN_S = 1.0
+"""A trial whose single run takes longer is left out."""
+FEWEST_ROUNDS, MOST_ROUNDS = 5, 60
+FLOOR = 0.03
+"""Least relative spread: what differs between processes that run the same on a quiet machine."""
+QUARTERS = 4
+QUARTER_FACTOR = 3.2
+"""Standard deviations of the quarters' medians: the 95 % point of Student's t for four of them."""
+
+
+@dataclass(frozen=True)
+class Trial:
+    """Something that can be timed, again and again."""
+
+    subject: str
+    what: str
+    setting: str
+    amount: float
+    """What one run computes, moves or updates; 1 to keep its seconds."""
+    unit: Unit
+    time_s: Callable[[int], float]
+    """Runs it so many times and returns the seconds that they took together."""
+
+    @property
+    def name(self) -> str:
+        """Returns subject, what and setting in one text."""
+        return f"{self.subject} {self.what} {self.setting}".rstrip()
+
+
+Series = dict[str, list[float]]
+"""Of every trial, by name, the seconds that one run took in each round."""
+
+
+@dataclass(frozen=True)
+class Rounds:
+    """What a survey's rounds yielded: for each trial one time a round, and the trials that were left out."""
+
+    times_s: Series
+    left_out: dict[str, str]
+    """Why, by name."""
+
+
+def run_rounds(
+    trials: Sequence[Trial],
+    budget_s: float,
+    report: Report = lambda *_: None,
+    now: Callable[[], float] = time.perf_counter,
+) -> Rounds:
+    """Visits every trial once a round until the budget is spent; each round starts at another trial."""
+    start = now()
+    counts: dict[str, int] = {}
+    left_out: dict[str, str] = {}
+    for trial in trials:
+        report(f"warming up: {trial.name}", 0.0)
+        fault = _warm_up(trial, counts)
+        if fault:
+            left_out[trial.name] = fault
+    kept = [trial for trial in trials if trial.name in counts]
+    times: Series = {trial.name: [] for trial in kept}
+    for number in range(MOST_ROUNDS):
+        began = now()
+        if number >= FEWEST_ROUNDS and (began - start) * (1 + 1 / number) > budget_s:
+            break
+        shift = number * 7 % max(1, len(kept))
+        for trial in kept[shift:] + kept[:shift]:
+            report(trial.name, max(number / MOST_ROUNDS, (now() - start) / budget_s))
+            try:
+                times[trial.name].append(_visit(trial, counts[trial.name]))
+            except (RuntimeError, OSError) as error:
+                times[trial.name].append(math.nan)
+                left_out[trial.name] = _brief(error)
+    return Rounds({name: t for name, t in times.items() if name not in left_out}, left_out)
+
+
+def _warm_up(trial: Trial, counts: dict[str, int]) -> str:
+    """Finds how many runs are a part of a visit, zero for one run in all; returns why there is no visit, if so."""
+    try:
+        once_s = min(trial.time_s(1), trial.time_s(1))  # the first makes what it works on
+    except (RuntimeError, OSError) as error:  # a type or a size that this device does not have
+        return _brief(error)
+    if once_s > LONGEST_RUN_S:
+        return f"one run takes {once_s:.2g} s"
+    part = min(1000, max(1, int(VISIT_S / PARTS / max(once_s, 1e-9))))
+    counts[trial.name] = part if once_s < LONG_RUN_S else 0
+    return ""
+
+
+def _visit(trial: Trial, count: int) -> float:
+    """Returns the seconds of one run: the fastest part's mean, or that of a single run where `count` is zero."""
+    return min(trial.time_s(count) / count for _ in range(PARTS)) if count else trial.time_s(1)
+
+
+def _brief(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:160]
+
+
+def summarise(subject: str, what: str, setting: str, unit: Unit, values: Sequence[float]) -> Measurement:
+    """Returns the median of a value over the rounds with its spread."""
+    known = [value for value in values if math.isfinite(value)]
+    middle = median(known)
+    return Measurement(
+        subject=subject,
+        what=what,
+        setting=setting,
+        unit=unit,
+        value=middle,
+        spread=max(estimate_spread(known), FLOOR * abs(middle)),
+        rounds=len(known),
+    )
+
+
+def estimate_spread(values: Sequence[float]) -> float:
+    """Returns how far the median of another survey may lie from this one's; see the note above."""
+    if len(values) < 2:
+        return abs(values[0]) if values else 0.0
+    middle, tenths = median(values), quantiles(values, n=10, method="inclusive")
+    fast = max(middle - tenths[0], tenths[-1] - middle)
+    if len(values) < 2 * QUARTERS:
+        return max(fast, (max(values) - min(values)) / 2)
+    size = len(values) / QUARTERS
+    parts = [values[round(n * size) : round((n + 1) * size)] for n in range(QUARTERS)]
+    return max(fast, QUARTER_FACTOR * stdev(median(part) for part in parts))
+
+
+def rates(trial: Trial, times_s: Series) -> list[float]:
+    """Returns a trial's amount for each second, round by round; its seconds where its unit is that."""
+    if trial.unit == "s":
+        return times_s[trial.name]
+    return [trial.amount / max(t, 1e-12) for t in times_s[trial.name]]
+
+
+@dataclass(frozen=True)
+class Line:
+    """What a transfer takes: latency and then bytes over bandwidth."""
+
+    latency_s: float
+    bytes_per_s: float
+
+
+def fit_line(times_s: Mapping[int, float]) -> Line:
+    """Fits a line to times by size; relative errors count, so that small messages weigh as much as large ones."""
+    points = [(size / t, 1 / t) for size, t in times_s.items() if t > 0]
+    # Least squares of latency/t + size·slope/t − 1 over the points: two equations in two unknowns.
+    aa, ab, bb = sum(y * y for _, y in points), sum(x * y for x, y in points), sum(x * x for x, _ in points)
+    a1, b1 = sum(y for _, y in points), sum(x for x, _ in points)
+    determinant = aa * bb - ab * ab
+    latency = (bb * a1 - ab * b1) / determinant if determinant > 1e-12 * aa * bb else 0.0
+    slope = (aa * b1 - ab * a1) / determinant if determinant > 1e-12 * aa * bb else b1 / bb
+    if latency < 0 or slope <= 0:  # noise: one of the two does not show
+        latency, slope = (0.0, b1 / bb) if latency < 0 else (a1 / aa, min(1 / x for x, _ in points))
+    return Line(latency, 1 / slope)
