@@ -26,18 +26,21 @@ SIZES = (4 << 10, 64 << 10, 1 << 20, 16 << 20)
 LARGEST = SIZES[-1]
 SIDE = 512
 """Of the square matrices that are multiplied beside messages."""
-START_S, ANSWER_S = 60.0, 30.0
+START_S, ANSWER_S = 40.0, 10.0
 """How long to wait for the processes to start, and for an answer."""
 
 
 class Pair:
-    """Two processes that exchange messages; a context, at whose end they are gone."""
+    """Two processes that exchange messages; a context, at whose end they are gone.
 
-    def __init__(self, num_gpus: int, threads: int):
-        self.has_nccl = num_gpus >= 2 and dist.is_nccl_available()
-        self.num_gpus, self.threads = num_gpus, threads
+    What fails, fails for all trials of a pair: so NCCL, between the first two GPUs, has a pair of its own.
+    """
+
+    def __init__(self, threads: int, *, uses_nccl: bool = False):
+        self.threads, self.uses_nccl = threads, uses_nccl
         self.ends: list[Connection] = []
         self.processes: list[Any] = []
+        self.fault = ""
 
     def __enter__(self) -> Self:
         context = multiprocessing.get_context("spawn")
@@ -45,7 +48,7 @@ class Pair:
         self.signals = context.Semaphore(0), context.Semaphore(0)
         for rank in range(2):
             here, there = context.Pipe()
-            setup = (rank, self.folder.name, there, self.signals, self.has_nccl, self.threads)
+            setup = (rank, self.folder.name, there, self.signals, self.uses_nccl, self.threads)
             process = context.Process(target=_serve, args=setup, daemon=True)
             process.start()
             there.close()
@@ -55,8 +58,7 @@ class Pair:
 
     def wait(self) -> None:
         """Waits until both are there; raises RuntimeError where one is not."""
-        for rank, end in enumerate(self.ends):
-            _answer(end, rank, START_S)
+        self._answers(START_S)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -73,10 +75,20 @@ class Pair:
 
     def ask(self, name: str, size: int, count: int) -> float:
         """Lets both do something; returns the seconds that the first took."""
+        if self.fault:
+            raise RuntimeError(self.fault)
         for end in self.ends:
             end.send((name, size, count))
-        took_s, _ = (_answer(end, rank, ANSWER_S) for rank, end in enumerate(self.ends))
-        return took_s
+        return self._answers(ANSWER_S)
+
+    def _answers(self, patience_s: float) -> float:
+        """Returns what the first answers; once one of them fails, both are given up."""
+        try:
+            first_s, _ = (_answer(end, rank, patience_s) for rank, end in enumerate(self.ends))
+        except RuntimeError as error:
+            self.fault = str(error)
+            raise
+        return first_s
 
     def open_context(self, gpu: int) -> None:
         """Lets the first process, alone, begin to use a GPU."""
@@ -85,22 +97,23 @@ class Pair:
 
     def trials(self) -> list[Trial]:
         """Returns the trials of messages; both ways counts both messages."""
-        ways = [("gloo", "cpu>cpu"), ("shared memory", "cpu>cpu")] + [("nccl", "gpu0>gpu1")] * self.has_nccl
-        trials = [
-            Trial(subject, way, format_bytes(size), float(size), "B/s", self._run(way, size))
-            for way, subject in ways
-            for size in SIZES
-        ]
-        both = [way for way in ways if way[0] != "shared memory"]
-        trials += [
-            Trial(s, way, "both ways", 2.0 * LARGEST, "B/s", self._run(f"{way} both", LARGEST)) for way, s in both
-        ]
+        if self.uses_nccl:
+            return self._messages("gpu0>gpu1", "nccl")
+        memory = [self._message("cpu>cpu", "shared memory", size) for size in SIZES]
         return [
-            *trials,
+            *self._messages("cpu>cpu", "gloo"),
+            *memory,
             Trial("cpu>cpu", "gloo", "beside compute", float(LARGEST), "B/s", self._run("gloo beside", LARGEST)),
             Trial("cpu>cpu", "compute", "alone", 1, "s", self._run("compute", SIDE)),
             Trial("cpu>cpu", "compute", "beside gloo", 1, "s", self._run("compute beside", SIDE)),
         ]
+
+    def _messages(self, subject: str, way: str) -> list[Trial]:
+        both = Trial(subject, way, "both ways", 2.0 * LARGEST, "B/s", self._run(f"{way} both", LARGEST))
+        return [*(self._message(subject, way, size) for size in SIZES), both]
+
+    def _message(self, subject: str, way: str, size: int) -> Trial:
+        return Trial(subject, way, format_bytes(size), float(size), "B/s", self._run(way, size))
 
     def _run(self, name: str, size: int) -> Callable[[int], float]:
         return lambda count: self.ask(name, size, count)
@@ -123,10 +136,10 @@ def _shared_folder() -> str | None:
     return "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
 
 
-def _serve(rank: int, folder: str, end: Connection, signals: tuple[Any, Any], has_nccl: bool, threads: int) -> None:
+def _serve(rank: int, folder: str, end: Connection, signals: tuple[Any, Any], uses_nccl: bool, threads: int) -> None:
     """Runs in each of the two processes until told to stop."""
     try:
-        peer = _Peer(rank, Path(folder), signals, has_nccl, threads)
+        peer = _Peer(rank, Path(folder), signals, uses_nccl, threads)
         end.send(0.0)
         while (asked := end.recv()) is not None:
             try:
@@ -145,17 +158,14 @@ def _serve(rank: int, folder: str, end: Connection, signals: tuple[Any, Any], ha
 class _Peer:
     """One of the two processes."""
 
-    def __init__(self, rank: int, folder: Path, signals: tuple[Any, Any], has_nccl: bool, threads: int):
+    def __init__(self, rank: int, folder: Path, signals: tuple[Any, Any], uses_nccl: bool, threads: int):
         if Path("/sys/class/net/lo").exists():
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # both are on this host
         torch.set_num_threads(threads)
         self.rank, self.other = rank, 1 - rank
         self.mine, self.theirs = signals[rank], signals[1 - rank]
         dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
-        self.nccl = None
-        if has_nccl:
-            torch.cuda.set_device(rank)
-            self.nccl = dist.new_group(backend="nccl")
+        self.nccl = dist.new_group(backend="nccl") if uses_nccl else None
         self.shared = torch.from_file(f"{folder}/bytes", shared=True, size=LARGEST, dtype=torch.uint8)
         self.out, self.back = torch.ones(LARGEST, dtype=torch.uint8), torch.ones(LARGEST, dtype=torch.uint8)
         self.left = torch.ones(SIDE, SIDE)
@@ -182,12 +192,11 @@ class _Peer:
 
     def _on_gpu(self, size: int) -> tuple[Tensor, Tensor]:
         where = torch.device("cuda", self.rank)
+        torch.cuda.set_device(where)
         return tuple(torch.ones(size, dtype=torch.uint8, device=where) for _ in range(2))  # type: ignore[return-value]
 
     def _timed(self, work: Callable[[], None], count: int) -> float:
         dist.barrier()
-        if self.nccl:
-            torch.cuda.synchronize()
         start = time.perf_counter()
         for _ in range(count):
             work()

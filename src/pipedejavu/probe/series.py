@@ -26,7 +26,7 @@ Report = Callable[[str, float], None]
 VISIT_S, PARTS = 0.02, 3
 """A visit to a trial repeats it for about this long, in parts of which the fastest counts: what interrupts a part only
 ever slows it. A trial that takes longer runs once a part."""
-LONG_RUN_S = 0.2
+LONG_RUN_S = 0.05
 """A trial that takes longer than this has one part."""
 LONGEST_RUN_S = 1.0
 """A trial whose single run takes longer is left out."""
@@ -87,9 +87,10 @@ def run_rounds(
             left_out[trial.name] = fault
     kept = [trial for trial in trials if trial.name in counts]
     times: Series = {trial.name: [] for trial in kept}
+    warm = now()
     for number in range(MOST_ROUNDS):
         began = now()
-        if number >= FEWEST_ROUNDS and (began - start) * (1 + 1 / number) > budget_s:
+        if number >= FEWEST_ROUNDS and began - start + (began - warm) / number > budget_s:
             break
         shift = number * 7 % max(1, len(kept))
         for trial in kept[shift:] + kept[:shift]:

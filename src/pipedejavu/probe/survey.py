@@ -20,8 +20,10 @@ from pipedejavu.probe.pair import Pair
 from pipedejavu.probe.result import Circumstances, Findings, GpuFacts, build_machine
 from pipedejavu.probe.series import Report, Trial, run_rounds
 
-TIME_S, QUICK_TIME_S = 48.0, 15.0
+TIME_S, QUICK_TIME_S = 45.0, 15.0
 """How long a survey takes, beside the import of torch."""
+BUSY = 0.5
+"""Processes that want to run, for each core, above which a survey says that it was disturbed."""
 
 
 def measure_machine(folder: Path, *, quick: bool = False, report: Report = lambda *_: None) -> Machine:
@@ -29,16 +31,23 @@ def measure_machine(folder: Path, *, quick: bool = False, report: Report = lambd
     start = time.perf_counter()
     report("looking around", 0.0)
     host, free, unknown = read_host(), [free_memory_bytes()], list[str]()
-    unknown += host.unknown
+    unknown += [*host.unknown, *_disturbances(host.cores)]
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    gpus = [Place(f"gpu{n}", torch.device("cuda", n), _open(n)[0]) for n in range(count)]
-    places = [Place("cpu", torch.device("cpu"), free[0], threads=host.cores), *gpus]
-    trials = [trial for place in places for trial in compute_trials(place)]
-    trials += [trial for place in gpus for trial in copy_trials(place)] + peer_trials(gpus)
     with ExitStack() as stack:
+        threads = max(1, host.cores // 2)
+        pair = stack.enter_context(Pair(threads))
+        pairs = [pair, *(stack.enter_context(Pair(threads, uses_nccl=True)) for _ in range(count >= 2))]
+        gpus = _open_gpus(count, unknown)
+        places = [Place("cpu", torch.device("cpu"), free[0], threads=host.cores), *gpus]
+        trials = [trial for place in places for trial in compute_trials(place)]
+        trials += [trial for place in gpus for trial in copy_trials(place)] + peer_trials(gpus)
         report("starting two processes", 0.0)
-        pair = _start_pair(stack, count, host.cores, unknown)
-        trials += pair.trials() if pair else []
+        for each in pairs:
+            try:
+                each.wait()
+                trials += each.trials()
+            except (RuntimeError, OSError) as error:
+                unknown.append(f"messages between processes{' with NCCL' * each.uses_nccl}: {error}")
         trials += _on_disk(stack, folder, unknown)
         facts = tuple(_gpu_facts(place, pair, unknown) for place in gpus)
         rounds = run_rounds(trials, (QUICK_TIME_S if quick else TIME_S) - (time.perf_counter() - start), report)
@@ -53,41 +62,47 @@ def measure_machine(folder: Path, *, quick: bool = False, report: Report = lambd
     )
 
 
-def _open(gpu: int) -> tuple[int, int]:
-    """Returns the free and the total bytes of a GPU, once this process has a context there."""
+def _disturbances(cores: int) -> list[str]:
+    """Returns a sentence where other processes keep this host busy."""
+    load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
+    if load <= BUSY * cores:
+        return []
+    return [f"this machine at rest: {load:.1f} processes wanted its {cores} cores before the survey began"]
+
+
+def _open_gpus(count: int, unknown: list[str]) -> list[Place]:
+    """Returns the GPUs that can be used, once this process has a context on each."""
+    found = []
+    for n in range(count):
+        try:
+            found.append(Place(f"gpu{n}", torch.device("cuda", n), _open(n)))
+        except RuntimeError as error:
+            unknown.append(f"gpu{n}: {str(error).splitlines()[0]}")
+    return found
+
+
+def _open(gpu: int) -> int:
+    """Begins to use a GPU; returns its free bytes then."""
     side = torch.ones(8, 8, device=f"cuda:{gpu}")
     side @ side  # the libraries of matrix products have memory of their own
     torch.cuda.synchronize(gpu)
-    free, total = torch.cuda.mem_get_info(gpu)
-    return int(free), int(total)
+    return int(torch.cuda.mem_get_info(gpu)[0])
 
 
-def _gpu_facts(place: Place, pair: Pair | None, unknown: list[str]) -> GpuFacts:
+def _gpu_facts(place: Place, pair: Pair, unknown: list[str]) -> GpuFacts:
     """Returns what the driver states of a GPU, and how much memory falls away when one more process uses it."""
     index = place.device.index
     context: int | None = None
     total = torch.cuda.get_device_properties(index).total_memory
     try:
-        if pair is None:
-            raise RuntimeError("there is no second process")
         before, _ = torch.cuda.mem_get_info(index)
         pair.open_context(index)
         after, _ = torch.cuda.mem_get_info(index)
-        context = max(0, before - after)
-    except RuntimeError as error:
+        context = before - after if after < before else None
+    except (RuntimeError, OSError) as error:
         unknown.append(f"{place.name} memory context: {error}")
     kind = re.sub("[^a-z0-9]+", "-", torch.cuda.get_device_name(index).lower()).strip("-")
     return GpuFacts(place.name, kind, int(total), min(place.free_bytes, int(total)), context)
-
-
-def _start_pair(stack: ExitStack, num_gpus: int, cores: int, unknown: list[str]) -> Pair | None:
-    try:
-        pair = stack.enter_context(Pair(num_gpus, threads=max(1, cores // 2)))
-        pair.wait()
-    except (RuntimeError, OSError) as error:
-        unknown.append(f"messages between processes: {error}")
-        return None
-    return pair
 
 
 def _on_disk(stack: ExitStack, folder: Path, unknown: list[str]) -> list[Trial]:
