@@ -94,7 +94,7 @@ def run_rounds(
             break
         shift = number * 7 % max(1, len(kept))
         for trial in kept[shift:] + kept[:shift]:
-            report(trial.name, max(number / MOST_ROUNDS, (now() - start) / budget_s))
+            report(trial.name, max(number / MOST_ROUNDS, (now() - start) / max(budget_s, 1.0)))
             try:
                 times[trial.name].append(_visit(trial, counts[trial.name]))
             except (RuntimeError, OSError) as error:
