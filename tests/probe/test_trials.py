@@ -20,10 +20,8 @@ devices = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=o
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sizes at which a trial is over at once."""
-    monkeypatch.setattr(compute, "SQUARES", {"cpu": (8, 16), "cuda": (256,)})
-    monkeypatch.setattr(compute, "TOKENS", {"cpu": 8, "cuda": 256})
-    monkeypatch.setattr(compute, "WIDTH", {"cpu": 8, "cuda": 256})
-    monkeypatch.setattr(compute, "BLOCK", {"cpu": (1, 4, 64), "cuda": (1, 64, 256)})
+    sizes = {"squares": (8, 16), "tall": (8, 8, 32), "block": (1, 4, 64)}
+    monkeypatch.setattr(compute, "SCALES", {name: scale._replace(**sizes) for name, scale in compute.SCALES.items()})
     monkeypatch.setattr(link, "SIZES", (4 << 10, 64 << 10))
     monkeypatch.setattr(link, "LARGEST", 64 << 10)
     monkeypatch.setattr(link, "BESIDE", {"cpu": 16, "cuda": 256})

@@ -2,9 +2,9 @@
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -12,17 +12,30 @@ from torch.nn import functional
 
 from pipedejavu.probe.series import Trial
 
-SQUARES = {"cpu": (256, 512, 1024), "cuda": (1024, 2048, 4096, 8192)}
-MANY_THREADS, MANY_SQUARE = 8, 2048
-"""So many threads of a CPU are tried with a larger square too."""
-TOKENS = {"cpu": 512, "cuda": 16384}
-WIDTH = {"cpu": 512, "cuda": 4096}
-"""Of the matrix that is no square: as many rows as a microbatch has tokens, and four times as many columns out."""
-DTYPES = {"cpu": ("float32", "bfloat16"), "cuda": ("float32", "tf32", "float16", "bfloat16")}
-BLOCK = {"cpu": (1, 128, 512), "cuda": (8, 2048, 2048)}
-"""Sequences, context and width of the transformer's block."""
+
+class Scale(NamedTuple):
+    """The sizes that suit a kind of device: a run takes milliseconds, not less than a launch and not a second."""
+
+    squares: tuple[int, ...]
+    square_dtypes: tuple[str, ...]
+    tall: tuple[int, int, int]
+    """Tokens × width × four times the width, as in a transformer."""
+    tall_dtypes: tuple[str, ...]
+    block: tuple[int, int, int]
+    """Sequences × context × width."""
+    block_dtypes: tuple[str, ...]
+
+
+_CPU, _GPU = ("float32", "bfloat16"), ("float32", "tf32", "float16", "bfloat16")
+SCALES = {
+    "few cores": Scale((256, 512, 1024), ("float32",), (512, 512, 2048), _CPU, (1, 128, 256), ("float32",)),
+    "many cores": Scale((512, 1024, 2048), _CPU, (1024, 1024, 4096), _CPU, (1, 256, 1024), ("float32",)),
+    "gpu": Scale(
+        (1024, 2048, 4096, 8192), _GPU, (16384, 4096, 16384), _GPU, (8, 2048, 2048), ("float32", "float16", "bfloat16")
+    ),
+}
+MANY_CORES = 8
 HEAD_WIDTH = 64
-BLOCK_DTYPES = {"cpu": ("float32",), "cuda": ("float32", "float16", "bfloat16")}
 MEMORY_BYTES, MOST_MEMORY_BYTES = 64 << 20, 1 << 30
 """Of the tensor that is copied, for each thread, and the size on a GPU: larger than caches."""
 PARAMETERS, MOST_PARAMETERS = 4 << 20, 64 << 20
@@ -51,6 +64,13 @@ class Place:
             self.kept[key] = make()
         found: Made = self.kept[key]
         return found
+
+    @property
+    def scale(self) -> Scale:
+        """Returns the sizes that suit this device."""
+        if self.device.type != "cpu":
+            return SCALES["gpu"]
+        return SCALES["many cores" if self.threads >= MANY_CORES else "few cores"]
 
     def scaled(self, each: int, most: int) -> int:
         """Returns a size that grows with a CPU's threads, two at least, up to that of a GPU."""
@@ -95,16 +115,12 @@ def using_threads(count: int) -> Iterator[None]:
 
 def compute_trials(place: Place) -> list[Trial]:
     """Returns all trials of one device."""
-    kind = place.device.type
-    squares = (*SQUARES[kind], MANY_SQUARE) if place.threads >= MANY_THREADS else SQUARES[kind]
-    trials = [_matrix(place, (n, n, n), dtype) for dtype in DTYPES[kind] for n in squares]
-    if kind == "cpu" and place.threads < MANY_THREADS:  # there bfloat16 is slow, and the tall matrix says how slow
-        trials = [trial for trial in trials if "bfloat16" not in trial.setting]
-    tall = (TOKENS[kind], WIDTH[kind], 4 * WIDTH[kind])
-    trials += [_matrix(place, tall, dtype) for dtype in DTYPES[kind]]
-    if kind == "cpu" and place.threads > 1:
-        trials.append(_matrix(place, (1024, 1024, 1024), "float32", threads=1))
-    trials += [_block(place, dtype) for dtype in BLOCK_DTYPES[kind]]
+    scale = place.scale
+    trials = [_matrix(place, (n, n, n), dtype) for dtype in scale.square_dtypes for n in scale.squares]
+    trials += [_matrix(place, scale.tall, dtype) for dtype in scale.tall_dtypes]
+    if place.device.type == "cpu" and place.threads > 1:
+        trials.append(_matrix(place, (scale.squares[-1],) * 3, "float32", threads=1))
+    trials += [_block(place, dtype) for dtype in scale.block_dtypes]
     trials.append(_memory(place))
     return trials + [_update(place, threads) for threads in thread_counts(place)]
 
@@ -137,10 +153,7 @@ def _matrix(place: Place, shape: tuple[int, int, int], dtype: str, threads: int 
         return place.made(key, lambda: torch.randn(rows, columns, device=place.device).to(real))
 
     def work() -> None:
-        if dtype != "tf32":
-            make(m, k) @ make(k, n)
-            return
-        with torch.no_grad(), _tf32():
+        with _tf32() if dtype == "tf32" else nullcontext():
             make(m, k) @ make(k, n)
 
     shown = f"{dtype} {m}×{k}×{n}" + (f", {threads} thread" if threads else "")
@@ -150,12 +163,12 @@ def _matrix(place: Place, shape: tuple[int, int, int], dtype: str, threads: int 
 
 @contextmanager
 def _tf32() -> Iterator[None]:
-    before = torch.backends.cuda.matmul.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = True
+    before = torch.backends.cuda.matmul.fp32_precision
+    torch.backends.cuda.matmul.fp32_precision = "tf32"
     try:
         yield
     finally:
-        torch.backends.cuda.matmul.allow_tf32 = before
+        torch.backends.cuda.matmul.fp32_precision = before
 
 
 class Block(nn.Module):
@@ -180,7 +193,7 @@ class Block(nn.Module):
 
 def _block(place: Place, dtype: str) -> Trial:
     """Trains a block: forward and backward, three times the multiply-adds of a forward."""
-    most, context, width = BLOCK[place.device.type]
+    most, context, width = place.scale.block
     batch = max(1, min(most, place.free_bytes >> 32))
     real = getattr(torch, dtype)
 
