@@ -17,6 +17,8 @@ from pipedejavu.facts import (
 )
 from pipedejavu.facts.cluster import LINK_EFFICIENCY
 
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
 
 def test_eight_hosts_of_eight() -> None:
     machine = read_machine("8x(8xa100-80gb + 2xepyc-7763 + 1TiB), 100Gb/s, 5us")
@@ -93,8 +95,14 @@ def test_a_machine_file_stays_one(tmp_path: Path) -> None:
     machine = read_machine("2x(t4), 1Gb/s")
     machine.save(tmp_path / "machine.json")
     assert read_machine(str(tmp_path / "machine.json")) == machine
-    four = Path(__file__).parents[2] / "examples" / "four-gpus.json"
+    four = EXAMPLES / "four-gpus.json"
     assert read_machine(str(four)) == Machine.load(four)
+
+
+def test_the_example_cluster_is_the_one_of_the_documents() -> None:
+    machine = read_machine(str(EXAMPLES / "sixty-four-a100.json"))
+    line = "8x(8xa100-80gb + 2xepyc-7763 + 1TiB), 100Gb/s, 5us"
+    assert machine.but(name=line) == read_machine(line)
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ SIZES = (4 << 10, 64 << 10, 1 << 20, 16 << 20)
 LARGEST = SIZES[-1]
 SIDE = 512
 """Of the square matrices that are multiplied beside messages."""
-START_S, ANSWER_S = 40.0, 10.0
+START_S, ANSWER_S = 40.0, 20.0
 """How long to wait for the processes to start, and for an answer."""
 
 

@@ -82,7 +82,7 @@ def plan_run(
     given = team.share(machine.to_json().encode() if machine else b"")
     if given:
         machine = Machine.from_json(given)
-        machine = machine if plan.place.devices else machine.divided(plan.num_workers)
+        machine = machine.divided(plan.num_workers) if plan.place.devices is None else machine
     else:
         plan, machine = make_machine(plan, sites, devices)
     names = assign_devices(plan, machine)
