@@ -4,6 +4,8 @@ import json
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from pipedejavu.facts import (
     Cluster,
@@ -123,6 +125,16 @@ def test_what_cannot_be_composed(text: str, sentence: str) -> None:
     with pytest.raises(InputError) as caught:
         read_machine(text)
     assert sentence in str(caught.value)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(st.sampled_from([*"8x×*()+,., \0é", "a100", "t4", "epyc-7763", "GiB", "Gb/s", "us", "1", "9" * 5000])))
+def test_any_line_is_a_machine_or_a_fault(parts: list[str]) -> None:
+    try:
+        machine = read_machine("".join(parts))
+    except InputError:
+        return
+    assert machine.devices
 
 
 def test_all_faults_of_a_file_come_at_once(tmp_path: Path) -> None:

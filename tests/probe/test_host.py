@@ -54,6 +54,8 @@ def test_a_container_has_its_limits(tmp_path: Path) -> None:
     host = read_host(write(root, proc__meminfo="MemTotal: 99 kB\nMemAvailable: 999999999 kB\n"))
     assert (host.cores, host.memory_bytes) == (1, 1 << 30)
     assert free_memory_bytes(root) == (1 << 30) - (1 << 28)
+    write(root, sys__fs__cgroup__memory_dot_stat="anon 5\ninactive_file 4096\n")  # cached files give way
+    assert free_memory_bytes(root) == (1 << 30) - (1 << 28) + 4096
 
 
 def test_limits_that_are_none_do_not_count(tmp_path: Path) -> None:

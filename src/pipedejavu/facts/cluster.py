@@ -32,7 +32,7 @@ PROCESS_BYTES_PER_S = 5e9
 """Between two workers that divide a CPU."""
 MOST_DEVICES = 65_536
 
-_COUNTED = re.compile(r"(?:(\d+)\s*[x×*]\s*)?(.+)", re.IGNORECASE | re.DOTALL)
+_COUNTED = re.compile(r"(?:(\d{1,9})\s*[x×*]\s*)?(.+)", re.IGNORECASE | re.DOTALL)
 
 
 class HostGroup(Record):
@@ -85,7 +85,7 @@ class _Part(NamedTuple):
 
 def read_machine(text: str) -> Machine:
     """Returns the machine of a machine file, of a cluster file, or of a cluster in one line."""
-    if not text.endswith(".json") and not Path(text).is_file():
+    if not text.endswith(".json") and not _is_file(text):
         return compose(parse_cluster(text))
     content = read_file(text)
     try:
@@ -95,6 +95,13 @@ def read_machine(text: str) -> Machine:
     if isinstance(plain, dict) and "devices" not in plain and _is_cluster(plain):
         return compose(Cluster.from_json(content, source=text))
     return Machine.from_json(content, source=text)
+
+
+def _is_file(text: str) -> bool:
+    try:
+        return Path(text).is_file()
+    except OSError:  # too long for a name
+        return False
 
 
 def _is_cluster(plain: dict[str, object]) -> bool:
@@ -118,7 +125,7 @@ def parse_cluster(text: str) -> Cluster:
 
 
 def _parse_host(text: str, whole: str) -> dict[str, object]:
-    counted = re.fullmatch(r"(?:(\d+)\s*[x×*]\s*)?\(([^()]*)\)", text, re.IGNORECASE)
+    counted = re.fullmatch(r"(?:(\d{1,9})\s*[x×*]\s*)?\(([^()]*)\)", text, re.IGNORECASE)
     count, inside = (int(counted[1] or 1), counted[2]) if counted else (1, text)
     gpus: list[str] = []
     form: dict[str, object] = {"count": count}

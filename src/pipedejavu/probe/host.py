@@ -1,7 +1,7 @@
 """What the operating system says of this host. Whatever it does not say stays unknown; nothing here raises for it."""
 
-import math
 import os
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,23 +33,21 @@ class HostFacts:
 def read_host(root: Path = Path("/")) -> HostFacts:
     """Reads what is known of this host; `root` is where its /proc and /sys are."""
     lines = list(_pairs(_text(root / "proc/cpuinfo")))
-    sockets = len({value for key, value in lines if key == "physical id"}) or None
     flags = {flag for key, value in lines if key in ("flags", "Features") for flag in value.split()}
-    found = {
-        "the model of the processor": next((value for key, value in lines if key == "model name"), ""),
-        "sockets": sockets,
-        "NUMA nodes": _count(_text(root / "sys/devices/system/node/online")),
-        "instruction sets": tuple(name for name in INSTRUCTION_SETS if name in flags),
-    }
-    limits = (total_memory_bytes(), _limit_bytes(root))
+    processor = next((" ".join(value.split()) for key, value in lines if key == "model name"), "")
+    sockets = len({value for key, value in lines if key == "physical id"}) or None
+    numa_nodes = _count(_text(root / "sys/devices/system/node/online"))
+    sets = tuple(name for name in INSTRUCTION_SETS if name in flags)
+    names = ("the model of the processor", "sockets", "NUMA nodes", "instruction sets")
+    found = zip(names, (processor, sockets, numa_nodes, sets), strict=True)
     return HostFacts(
-        cores=max(1, min(num_cores(), math.floor(_quota(root)) if _quota(root) < math.inf else num_cores())),
-        memory_bytes=min(limit for limit in limits if limit),
-        processor=" ".join(str(found["the model of the processor"]).split()),
+        cores=max(1, min(num_cores(), _quota(root) or num_cores())),
+        memory_bytes=min(total_memory_bytes(), _limit_bytes(root) or total_memory_bytes()),
+        processor=processor,
         sockets=sockets,
-        numa_nodes=_count(_text(root / "sys/devices/system/node/online")),
-        instruction_sets=tuple(name for name in INSTRUCTION_SETS if name in flags),
-        unknown=tuple(f"{what}: the operating system does not say" for what, value in found.items() if not value),
+        numa_nodes=numa_nodes,
+        instruction_sets=sets,
+        unknown=tuple(f"{name}: the operating system does not say" for name, value in found if not value),
     )
 
 
@@ -58,7 +56,10 @@ def free_memory_bytes(root: Path = Path("/")) -> int:
     stated = dict(_pairs(_text(root / "proc/meminfo"))).get("MemAvailable", "").split()
     free = int(stated[0]) * 1024 if stated else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
     limit, used = _limit_bytes(root), _text(root / "sys/fs/cgroup/memory.current")
-    return min(free, max(0, limit - int(used))) if limit and used.isdigit() else free
+    if not limit or not used.isdigit():
+        return free
+    cached = re.search(r"^inactive_file (\d+)$", _text(root / "sys/fs/cgroup/memory.stat"), re.MULTILINE)
+    return max(0, min(free, limit - int(used) + int(cached[1] if cached else 0)))
 
 
 def _pairs(text: str) -> Iterator[tuple[str, str]]:
@@ -84,10 +85,10 @@ def _count(ranges: str) -> int | None:
         return None
 
 
-def _quota(root: Path) -> float:
-    """Returns the cores that a container's quota allows."""
+def _quota(root: Path) -> int | None:
+    """Returns the whole cores that a container's quota allows."""
     limit, _, period = _text(root / "sys/fs/cgroup/cpu.max").partition(" ")
-    return int(limit) / int(period) if limit.isdigit() and period.isdigit() else math.inf
+    return int(limit) // int(period) if limit.isdigit() and period.isdigit() else None
 
 
 def _limit_bytes(root: Path) -> int | None:

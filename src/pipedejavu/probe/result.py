@@ -100,6 +100,10 @@ class _Book:
         """Returns the trials of a subject whose setting begins with `part`."""
         return [t for t in self.known if (t.subject, t.what) == (subject, what) and t.setting.startswith(part)]
 
+    def messages(self, subject: str, way: str) -> list[Trial]:
+        """Returns the trials of single messages, whose settings are their sizes."""
+        return [trial for trial in self.trials(subject, way) if trial.setting[0].isdigit()]
+
     def note(self, subject: str, what: str, setting: str, unit: Unit, values: Sequence[float]) -> float:
         """Writes down what was made of several trials; returns its median."""
         self.measurements.append(summarise(subject, what, setting, unit, values))
@@ -191,15 +195,13 @@ def _efficiency(book: _Book, device: str, dtype: str, flop_per_s: float) -> floa
 
 
 def _process_link(book: _Book) -> Link:
-    for way in ("gloo", "shared memory"):
-        sizes = [t for t in book.trials("cpu>cpu", way) if t.setting[0].isdigit()]
-        line = book.line("cpu>cpu", way, sizes)
-        if way == "gloo":
-            found = line
-    if found is None:
+    """Returns the link between processes: Gloo, which workers use."""
+    lines = {way: book.line("cpu>cpu", way, book.messages("cpu>cpu", way)) for way in ("gloo", "shared memory")}
+    line = lines["gloo"]
+    if line is None:
         book.unknown.append("cpu>cpu: messages between processes were not measured; their link is assumed")
-        found = (ASSUMED_LINK_LATENCY_S, ASSUMED_LINK_BYTES_PER_S)
-    return Link(latency_s=found[0], bytes_per_s=found[1])
+        line = (ASSUMED_LINK_LATENCY_S, ASSUMED_LINK_BYTES_PER_S)
+    return Link(latency_s=line[0], bytes_per_s=line[1])
 
 
 def _host_links(book: _Book, gpu: str) -> list[Link]:
@@ -234,8 +236,7 @@ def _wires(book: _Book, gpu: str) -> tuple[str, str]:
 
 def _gpu_link(book: _Book) -> Link:
     """Returns the link between GPUs of this host: NCCL where it was measured, else plain copies."""
-    sizes = [t for t in book.trials("gpu0>gpu1", "nccl") if t.setting[0].isdigit()]
-    line = book.line("gpu0>gpu1", "nccl", sizes)
+    line = book.line("gpu0>gpu1", "nccl", book.messages("gpu0>gpu1", "nccl"))
     if line is None:
         names = [gpu.name for gpu in book.found.gpus]
         peers = [rate for a, b in pairwise(names) if (rate := book.value(f"{a}>{b}", "peer copy"))]
@@ -258,10 +259,10 @@ def _overlap(book: _Book) -> Overlap:
             factors["transfer"].append(book.ratio(both, "overlap", "transfer", copy[0], free[0]))
     beside, message = book.trials("cpu>cpu", "compute", "beside"), book.trials("cpu>cpu", "gloo", "beside")
     alone = book.trials("cpu>cpu", "compute", "alone")
-    free = [t for t in book.trials("cpu>cpu", "gloo") if t.setting[0].isdigit()]
+    free = [t for t in book.messages("cpu>cpu", "gloo") if message and t.amount == message[0].amount]
     if beside and message and alone and free:
         cpu = book.ratio("cpu>cpu", "overlap", "compute", beside[0], alone[0])
-        wire = book.ratio("cpu>cpu", "overlap", "transfer", message[0], free[-1])
+        wire = book.ratio("cpu>cpu", "overlap", "transfer", message[0], free[0])
         if not book.found.gpus:
             factors = {"compute": [cpu], "transfer": [wire]}
     if not factors["compute"]:

@@ -147,7 +147,7 @@ def estimate_spread(values: Sequence[float]) -> float:
     middle, tenths = median(values), quantiles(values, n=10, method="inclusive")
     fast = max(middle - tenths[0], tenths[-1] - middle)
     if len(values) < 2 * QUARTERS:
-        return max(fast, (max(values) - min(values)) / 2)
+        return max(values) - min(values)
     size = len(values) / QUARTERS
     parts = [values[round(n * size) : round((n + 1) * size)] for n in range(QUARTERS)]
     return max(fast, QUARTER_FACTOR * stdev(median(part) for part in parts))
@@ -170,13 +170,14 @@ class Line:
 
 def fit_line(times_s: Mapping[int, float]) -> Line:
     """Fits a line to times by size; relative errors count, so that small messages weigh as much as large ones."""
-    points = [(size / t, 1 / t) for size, t in times_s.items() if t > 0]
-    # Least squares of latency/t + size·slope/t − 1 over the points: two equations in two unknowns.
-    aa, ab, bb = sum(y * y for _, y in points), sum(x * y for x, y in points), sum(x * x for x, _ in points)
-    a1, b1 = sum(y for _, y in points), sum(x for x, _ in points)
-    determinant = aa * bb - ab * ab
-    latency = (bb * a1 - ab * b1) / determinant if determinant > 1e-12 * aa * bb else 0.0
-    slope = (aa * b1 - ab * a1) / determinant if determinant > 1e-12 * aa * bb else b1 / bb
-    if latency < 0 or slope <= 0:  # noise: one of the two does not show
-        latency, slope = (0.0, b1 / bb) if latency < 0 else (a1 / aa, min(1 / x for x, _ in points))
-    return Line(latency, 1 / slope)
+    points = [(1 / t, size / t) for size, t in times_s.items() if t > 0]
+    # Least squares of latency · x + slope · y − 1 over the points (x, y): two equations in two unknowns.
+    xx, xy, yy = (sum(p[i] * p[j] for p in points) for i, j in ((0, 0), (0, 1), (1, 1)))
+    x1, y1 = (sum(p[i] for p in points) for i in (0, 1))
+    determinant = xx * yy - xy * xy
+    latency, slope = yy * x1 - xy * y1, xx * y1 - xy * x1
+    if slope <= 0:  # noise: larger messages take no longer, so that only a least bandwidth is known
+        return Line(x1 / xx, max(y for _, y in points))
+    if latency < 0 or determinant <= 0:  # noise: the latency does not show
+        return Line(0.0, yy / y1)
+    return Line(latency / determinant, determinant / slope)
