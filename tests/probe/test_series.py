@@ -17,6 +17,7 @@ from pipedejavu.probe.series import (
     Trial,
     estimate_spread,
     fit_line,
+    quantile,
     rates,
     run_rounds,
     summarise,
@@ -78,15 +79,15 @@ NOISES: list[Noise] = [white, heavy_tailed, drifting, bursts]
 def test_another_survey_lies_within_the_spread(noise: Noise) -> None:
     """Of 600 pairs of surveys of thirty rounds, five of six differ by less than the first's spread.
 
-    The usual standard error of a median is not honest where disturbances last: it covers less than half.
+    The usual standard error (here that of a median, the smallest) is not honest where disturbances last.
     """
     random_, rounds, num_pairs = random.Random(1), 30, 600
     covered = covered_by_error = 0
     for _ in range(num_pairs):
         one, other = (list(itertools.islice(noise(random_), rounds)) for _ in range(2))
-        difference = abs(median(one) - median(other))
-        covered += difference <= summarise("a", "b", "", "s", one).spread
-        covered_by_error += difference <= 1.96 * 1.25 * stdev(one) / math.sqrt(rounds)
+        first, second = summarise("a", "b", "", "s", one), summarise("a", "b", "", "s", other)
+        covered += abs(first.value - second.value) <= first.spread
+        covered_by_error += abs(median(one) - median(other)) <= 1.96 * 1.25 * stdev(one) / math.sqrt(rounds)
     assert covered > 5 / 6 * num_pairs
     if noise in (drifting, bursts):
         assert covered_by_error < num_pairs / 2
@@ -95,8 +96,26 @@ def test_another_survey_lies_within_the_spread(noise: Noise) -> None:
 def test_the_spread_is_not_wider_than_single_rounds_are_apart() -> None:
     """Of independent rounds it is about what one of them may be off, and no more: 1.3 to 2 standard deviations."""
     random_ = random.Random(2)
-    spreads = [estimate_spread(list(itertools.islice(white(random_), 40))) for _ in range(200)]
+    spreads = [estimate_spread(list(itertools.islice(white(random_), 40)), 0.5) for _ in range(200)]
     assert 0.1 < median(spreads) < 0.2
+
+
+def test_a_neighbour_for_half_of_the_time_does_not_change_a_value() -> None:
+    quiet, busy = [1.0, 1.01, 1.02, 1.03] * 4, [2.0, 2.5, 3.0, 3.5] * 4
+    assert 1.0 <= summarise("a", "b", "", "s", quiet + busy).value <= 1.03
+    rates_ = [1 / time for time in busy + quiet]
+    assert 1 / 1.03 <= summarise("a", "b", "", "B/s", rates_).value <= 1.0
+
+
+def test_of_ratios_and_sizes_the_median_counts() -> None:
+    for unit in ("×", "B"):
+        assert summarise("a", "b", "", unit, [1.0, 2.0, 9.0]).value == 2.0  # type: ignore[arg-type]
+
+
+def test_quantiles() -> None:
+    values = [4.0, 1.0, 3.0, 2.0, 5.0]
+    assert [quantile(values, share) for share in (0, 0.25, 0.5, 0.625, 1)] == [1.0, 2.0, 3.0, 3.5, 5.0]
+    assert quantile([7.0], 0.25) == 7.0
 
 
 def test_a_quiet_clock_still_has_a_spread() -> None:
@@ -109,7 +128,7 @@ def test_a_single_round_knows_nothing_of_its_spread() -> None:
 
 
 def test_values_that_were_not_measured_do_not_count() -> None:
-    found = summarise("a", "b", "", "s", [1.0, math.nan, 3.0, 2.0])
+    found = summarise("a", "b", "", "×", [1.0, math.nan, 3.0, 2.0])
     assert (found.value, found.rounds) == (2.0, 3)
 
 

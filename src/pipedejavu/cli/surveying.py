@@ -67,8 +67,8 @@ def print_machine(machine: Machine) -> None:
         if not rows:
             continue
         shown = Table(box=None, pad_edge=False, header_style="bold", title=f"\n{title}", title_justify="left")
-        for column in ("of", "what", "how", "median", "spread"):
-            shown.add_column(column, justify="right" if column in ("median", "spread") else "left", no_wrap=True)
+        for column in ("of", "what", "how", "value", "spread"):
+            shown.add_column(column, justify="right" if column in ("value", "spread") else "left", no_wrap=True)
         for row in rows:
             spread = f"± {row.spread / row.value:.0%}" if row.spread and row.value else ""
             shown.add_row(row.subject, row.what, row.setting, format_value(row), spread)

@@ -19,7 +19,7 @@ class Measurement(Record):
     """Under which circumstances: shape, type, threads, size of a message."""
     unit: Literal["B", "s", "B/s", "FLOP/s", "1/s", "×"]
     value: float
-    """The median over the rounds."""
+    """What the fastest quarter of the rounds surpasses; of a size or a ratio, the median."""
     spread: float = Field(default=0.0, ge=0)
     """Another survey's value is expected within this of the value, up or down."""
     rounds: int = Field(default=1, ge=1)

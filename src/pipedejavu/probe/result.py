@@ -105,7 +105,7 @@ class _Book:
         return [trial for trial in self.trials(subject, way) if trial.setting[0].isdigit()]
 
     def note(self, subject: str, what: str, setting: str, unit: Unit, values: Sequence[float]) -> float:
-        """Writes down what was made of several trials; returns its median."""
+        """Writes down what was made of several trials; returns its value."""
         self.measurements.append(summarise(subject, what, setting, unit, values))
         return self.measurements[-1].value
 
@@ -115,11 +115,11 @@ class _Book:
         self.measurements.append(row)
 
     def value(self, subject: str, what: str, part: str = "") -> float:
-        """Returns the highest median of some measurements; zero where there is none."""
+        """Returns the highest value of some measurements; zero where there is none."""
         return max((m.value for m in self._of(subject, what, part)), default=0.0)
 
     def best(self, subject: str, what: str, part: str = "") -> Measurement | None:
-        """Returns the measurement with the highest median."""
+        """Returns the measurement with the highest value."""
         return max(self._of(subject, what, part), key=lambda m: m.value, default=None)
 
     def _of(self, subject: str, what: str, part: str) -> list[Measurement]:
@@ -187,11 +187,13 @@ def _gpu(book: _Book, host: str, gpu: GpuFacts) -> Device:
 
 def _efficiency(book: _Book, device: str, dtype: str, flop_per_s: float) -> float | None:
     """Returns the share of the best matrix rate that a transformer's block reaches in training."""
-    blocks = book.trials(device, "block", dtype)
-    if not blocks or not flop_per_s:
+    block = book.best(device, "block", dtype)
+    if not block or not flop_per_s:
         return None
-    reached = [rate / flop_per_s for rate in rates(blocks[0], book.found.times_s)]
-    return min(1.0, book.note(device, "efficiency", dtype, "×", reached))
+    share, spread = block.value / flop_per_s, block.spread / flop_per_s
+    row = block.but(what="efficiency", setting=dtype, unit="×", value=share, spread=spread)
+    book.measurements.append(row)
+    return min(1.0, share)
 
 
 def _process_link(book: _Book) -> Link:

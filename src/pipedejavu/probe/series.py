@@ -3,18 +3,20 @@
 Nothing here knows what is timed. Rounds are spread over the whole survey, so that a neighbour who is busy for some
 seconds disturbs a few rounds of every trial and not one trial alone.
 
-Note: what a spread means. A second survey, minutes later, has a median of its own. What is measured once within each
-round scatters; where the rounds are independent, their median is far steadier than they are, but where disturbances
-last for seconds it is not. So a survey is cut into quarters: the scatter of the quarters' medians shows slow
-disturbances, that of single rounds fast ones, and the spread is the wider of the two. What changes over hours (other
-neighbours, heat, a new driver) does not show within a minute; a floor stands for that.
+Note: what a value and its spread mean. Disturbances only ever slow, so the value of a time or a rate is the one that
+the fastest quarter of the rounds surpasses: it stays where it is while others take the machine for less than three
+quarters of the survey. A second survey, minutes later, has a value of its own. Where the rounds are independent it lies
+far closer than they do, but where disturbances last for seconds it does not. So a survey is cut into quarters: the
+scatter of the quarters' values shows slow disturbances, that of single rounds fast ones, and the spread is the wider of
+the two. What changes over hours (other neighbours, heat, a new driver) does not show within a minute; a floor stands
+for that.
 """
 
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from statistics import median, quantiles, stdev
+from statistics import stdev
 from typing import Literal
 
 from pipedejavu.facts import Measurement
@@ -35,7 +37,9 @@ FLOOR = 0.03
 """Least relative spread: what differs between processes that run the same on a quiet machine."""
 QUARTERS = 4
 QUARTER_FACTOR = 3.2
-"""Standard deviations of the quarters' medians: the 95 % point of Student's t for four of them."""
+"""Standard deviations of the quarters' values: the 95 % point of Student's t for four of them."""
+FAST = {"s": 0.25, "B/s": 0.75, "FLOP/s": 0.75, "1/s": 0.75}
+"""The quantile that is a value; of a size or a ratio, which have no fast side, it is the median."""
 
 
 @dataclass(frozen=True)
@@ -126,31 +130,40 @@ def _brief(error: Exception) -> str:
 
 
 def summarise(subject: str, what: str, setting: str, unit: Unit, values: Sequence[float]) -> Measurement:
-    """Returns the median of a value over the rounds with its spread."""
+    """Returns the value of what each round found, with its spread."""
     known = [value for value in values if math.isfinite(value)]
-    middle = median(known)
+    share = FAST.get(unit, 0.5)
+    found = quantile(known, share)
     return Measurement(
         subject=subject,
         what=what,
         setting=setting,
         unit=unit,
-        value=middle,
-        spread=max(estimate_spread(known), FLOOR * abs(middle)),
+        value=found,
+        spread=max(estimate_spread(known, share), FLOOR * abs(found)),
         rounds=len(known),
     )
 
 
-def estimate_spread(values: Sequence[float]) -> float:
-    """Returns how far the median of another survey may lie from this one's; see the note above."""
+def quantile(values: Sequence[float], share: float) -> float:
+    """Returns the value below which a share of the others lies, between neighbours in proportion."""
+    ordered = sorted(values)
+    at = share * (len(ordered) - 1)
+    low, high = ordered[math.floor(at)], ordered[math.ceil(at)]
+    return low + (at - math.floor(at)) * (high - low)
+
+
+def estimate_spread(values: Sequence[float], share: float) -> float:
+    """Returns how far this quantile of another survey may lie from this one's; see the note above."""
     if len(values) < 2:
         return abs(values[0]) if values else 0.0
-    middle, tenths = median(values), quantiles(values, n=10, method="inclusive")
-    fast = max(middle - tenths[0], tenths[-1] - middle)
+    found = quantile(values, share)
+    fast = max(found - quantile(values, 0.1), quantile(values, 0.9) - found)
     if len(values) < 2 * QUARTERS:
         return max(values) - min(values)
     size = len(values) / QUARTERS
     parts = [values[round(n * size) : round((n + 1) * size)] for n in range(QUARTERS)]
-    return max(fast, QUARTER_FACTOR * stdev(median(part) for part in parts))
+    return max(fast, QUARTER_FACTOR * stdev(quantile(part, share) for part in parts))
 
 
 def rates(trial: Trial, times_s: Series) -> list[float]:

@@ -20,7 +20,7 @@ from pipedejavu.probe.pair import Pair
 from pipedejavu.probe.result import Circumstances, Findings, GpuFacts, build_machine
 from pipedejavu.probe.series import Report, Trial, run_rounds
 
-TIME_S, QUICK_TIME_S = 45.0, 15.0
+TIME_S, QUICK_TIME_S = 42.0, 15.0
 """How long a survey takes, beside the import of torch."""
 BUSY = 0.5
 """Processes that want to run, for each core, above which a survey says that it was disturbed."""
