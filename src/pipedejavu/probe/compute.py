@@ -120,7 +120,8 @@ def compute_trials(place: Place) -> list[Trial]:
     trials += [_matrix(place, scale.tall, dtype) for dtype in scale.tall_dtypes]
     if place.device.type == "cpu" and place.threads > 1:
         trials.append(_matrix(place, (scale.squares[-1],) * 3, "float32", threads=1))
-    trials += [_block(place, dtype) for dtype in scale.block_dtypes]
+    # One thread too: where others are busy, a block's many small operations wait for each other's threads.
+    trials += [_block(place, dtype, threads) for dtype in scale.block_dtypes for threads in sorted({1, place.threads})]
     trials.append(_memory(place))
     return trials + [_update(place, threads) for threads in thread_counts(place)]
 
@@ -156,7 +157,7 @@ def _matrix(place: Place, shape: tuple[int, int, int], dtype: str, threads: int 
         with _tf32() if dtype == "tf32" else nullcontext():
             make(m, k) @ make(k, n)
 
-    shown = f"{dtype} {m}×{k}×{n}" + (f", {threads} thread" if threads else "")
+    shown = f"{dtype} {m}×{k}×{n}" + (f", {threads} threads" if threads else "")
     run = _on_threads(place, threads or place.threads, work)
     return Trial(place.name, "matrix", shown, 2.0 * m * k * n, "FLOP/s", run)
 
@@ -191,7 +192,7 @@ class Block(nn.Module):
         return y
 
 
-def _block(place: Place, dtype: str) -> Trial:
+def _block(place: Place, dtype: str, threads: int) -> Trial:
     """Trains a block: forward and backward, three times the multiply-adds of a forward."""
     most, context, width = place.scale.block
     batch = max(1, min(most, place.free_bytes >> 32))
@@ -204,8 +205,8 @@ def _block(place: Place, dtype: str) -> Trial:
         block.zero_grad()
 
     forward = 2.0 * batch * context * (12 * width * width + 2 * context * width)
-    run = _on_threads(place, place.threads, work)
-    return Trial(place.name, "block", f"{dtype} {batch}×{context}×{width}", 3 * forward, "FLOP/s", run)
+    shown = f"{dtype} {batch}×{context}×{width}" + (f", {threads} threads" if place.device.type == "cpu" else "")
+    return Trial(place.name, "block", shown, 3 * forward, "FLOP/s", _on_threads(place, threads, work))
 
 
 def _memory(place: Place) -> Trial:
