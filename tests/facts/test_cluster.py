@@ -118,6 +118,9 @@ def test_the_example_cluster_is_the_one_of_the_documents() -> None:
         ("0xt4", "'0xt4' has no device; give at least 1"),
         ("99999999x(t4), 1Gb/s", "the machine would have 199,999,998 devices; compose at most 65,536"),
         ("t4, 64 GiB", "hosts[1] has neither GPUs nor a CPU; name one, such as 'epyc-7763'"),
+        ("t4 + 1e9GiB", "the library of devices has no device '1e9GiB'"),
+        ("t4 + 1" + 400 * "0" + "GiB", "is not possible; it must be zero or more, and finite"),
+        ("2x(t4), 100 Gq/s", "unit 'Gq/s' is not known; this needs bytes per second, such as '1 B/s'"),
         ("missing.json", "cannot read missing.json: No such file or directory"),
     ],
 )

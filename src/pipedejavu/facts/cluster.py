@@ -16,7 +16,7 @@ from pydantic import Field, model_validator
 from pipedejavu.facts.catalog import KnownDevice, known_device
 from pipedejavu.facts.error import InputError
 from pipedejavu.facts.machine import Device, Host, Link, Machine
-from pipedejavu.facts.quantity import Bytes, BytesPerSecond, Seconds, parse_quantity
+from pipedejavu.facts.quantity import Bytes, BytesPerSecond, Seconds
 from pipedejavu.facts.record import Record, read_file
 
 LINK_EFFICIENCY = 0.8
@@ -116,9 +116,9 @@ def parse_cluster(text: str) -> Cluster:
     for part in re.split(r",(?![^()]*\))", text):
         part = part.strip()
         if re.fullmatch(r"[\d.]+\s*\S*(/s|bps)", part):
-            network["network_bytes_per_s"] = _quantity(part, "B/s")
+            network["network_bytes_per_s"] = part
         elif re.fullmatch(r"[\d.]+\s*[nuµm]?s", part):
-            network["network_latency_s"] = _quantity(part, "s")
+            network["network_latency_s"] = part
         else:
             hosts.append(_parse_host(part, text))
     return _checked({"name": text, "hosts": hosts, **network})
@@ -136,7 +136,7 @@ def _parse_host(text: str, whole: str) -> dict[str, object]:
                 " write it as '8x(8xa100-80gb + 2xepyc-7763), 100Gb/s'"
             )
         if re.fullmatch(r"[\d.]+\s*[KMGTP]i?B", item):
-            form["memory_bytes"] = round(_quantity(item, "B"))
+            form["memory_bytes"] = item
         elif _read_part(item).device.type == "gpu":
             gpus.append(item)
         elif "cpu" in form:
@@ -144,13 +144,6 @@ def _parse_host(text: str, whole: str) -> dict[str, object]:
         else:
             form["cpu"] = item
     return {**form, "gpus": tuple(gpus)}
-
-
-def _quantity(text: str, base: str) -> float:
-    try:
-        return parse_quantity(text, base)
-    except ValueError as fault:
-        raise InputError(str(fault)) from None
 
 
 def _checked(form: dict[str, object]) -> Cluster:
