@@ -149,9 +149,44 @@ def test_all_faults_of_a_file_come_together(tmp_path: Path) -> None:
     assert "place.workers" in text
 
 
-@pytest.mark.parametrize("verb", ["probe", "profile", "plan"])
+@pytest.mark.parametrize("verb", ["profile", "plan"])
 def test_a_verb_that_is_not_built_says_so(verb: str) -> None:
     assert f"'{verb}' is not built yet; " in refused(verb, "zoo:gpt", "--steps", "3")
+
+
+def test_simulate_on_a_machine_that_is_not_at_hand() -> None:
+    line = "2x(4xa100-80gb + epyc-7763), 100Gb/s"
+    form = json.loads(run("simulate", "preset:1f1b", "--workers", "8", "--machine", line, "--json").stdout)
+    assert [w["device"] for w in form["workers"]] == [f"h{h}/a100-80gb-{n}" for h in range(2) for n in range(4)]
+    assert form["notes"] == ["model: gpt-small from its shape, at 44% of a100-80gb's rate, 40% of every other's"]
+
+
+def test_simulate_divides_the_cpu_of_a_machine_over_the_workers() -> None:
+    form = json.loads(run("simulate", "preset:1f1b", "--workers", "3", "--machine", "t4 + xeon-6248", "--json").stdout)
+    assert [w["device"] for w in form["workers"]] == ["t4-0", "cpu.0", "cpu.1"]
+    text = refused("simulate", "preset:1f1b", "--workers", "12", "--machine", "t4 + core-i7-9700k")
+    assert "the plan needs 12 devices to train on, machine 't4 + core-i7-9700k' has 9" in text
+
+
+def test_probe_refuses_a_folder_that_is_not_there() -> None:
+    assert "cannot write missing/m.json: its folder does not exist" in refused("probe", "--out", "missing/m.json")
+
+
+@pytest.mark.slow
+def test_probe_measures_and_simulate_and_train_use_it(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    out = tmp_path / "machine.json"
+    done = run("probe", "--quick", "--json", "--out", str(out))
+    machine = Machine.load(out)
+    assert Machine.from_json(done.stdout) == machine
+    assert machine.survey is not None
+    arguments = ("--workers", "2", "--microbatches", "2", "--samples", "2", "--machine", str(out))
+    notes = json.loads(run("simulate", "preset:1f1b", *arguments, "--json").stdout)["notes"]
+    assert notes[0] == f"machine: {machine.name}, measured {machine.survey.date}"
+    where = ("--run-dir", str(tmp_path / "run"), "--data", "random:32", "--steps", "1", "--optimizer", "sgd")
+    assert (
+        json.loads(run("train", "zoo:mlp", "--plan", "preset:1f1b", *arguments, *where, "--json").stdout)["steps"] == 1
+    )
 
 
 def test_usage_faults_exit_2_too() -> None:

@@ -145,3 +145,42 @@ def test_a_cluster_of_a_thousand_devices_is_checked_quickly() -> None:
     devices = tuple(device(f"h{i // 4}-gpu{i % 4}", f"h{i // 4}") for i in range(1000))
     machine = Machine(name="big", hosts=hosts, devices=devices, links=(Link(bytes_per_s=1.0),))
     assert Machine.from_json(machine.to_json()) == machine
+
+
+def whole(**changes: object) -> Machine:
+    """A host with a CPU of eight cores and a GPU."""
+    cpu = device("cpu", type_="cpu").but(
+        memory_bytes=800, reserved_bytes=80, flop_per_s=8.0, memory_bytes_per_s=16.0, parameters_per_s=4.0,
+        most_workers=8, efficiency=0.5,
+    )  # fmt: skip
+    links = (Link(source="cpu*", target="cpu*", bytes_per_s=3.0), Link(bytes_per_s=1.0))
+    return Machine(
+        name="m", hosts=(Host(name="a", cores=8),), devices=(device("gpu0"), cpu.but(**changes)), links=links
+    )
+
+
+def test_a_cpu_is_divided_over_the_workers_that_have_no_gpu() -> None:
+    machine = whole().divided(5)
+    assert [d.name for d in machine.devices] == ["gpu0", "cpu.0", "cpu.1", "cpu.2", "cpu.3"]
+    part = machine.device("cpu.3")
+    assert (part.memory_bytes, part.reserved_bytes, part.most_workers, part.efficiency) == (200, 20, 2, 0.5)
+    assert (part.flop_per_s, part.memory_bytes_per_s, part.parameters_per_s) == (2.0, 4.0, 1.0)
+    assert machine.route("cpu.0", "cpu.1").bytes_per_s == 3.0
+    assert machine.cpu_of(machine.device("gpu0")).name == "cpu.0"
+
+
+@pytest.mark.parametrize(("workers", "devices"), [(1, 2), (2, 2), (3, 3), (9, 9), (10, 9)])
+def test_a_cpu_is_divided_no_further_than_needed_nor_than_it_has_cores(workers: int, devices: int) -> None:
+    assert len(whole().divided(workers).devices) == devices
+
+
+def test_a_cpu_that_says_nothing_of_cores_is_never_divided() -> None:
+    machine = whole(most_workers=1)
+    assert machine.divided(5) is machine
+
+
+def test_cpus_of_several_hosts_are_divided_alike() -> None:
+    hosts = (Host(name="a", cores=4), Host(name="b", cores=2))
+    cpus = [device(f"{h.name}-cpu", h.name, "cpu").but(most_workers=h.cores) for h in hosts]
+    machine = Machine(name="m", hosts=hosts, devices=tuple(cpus), links=(Link(bytes_per_s=1.0),)).divided(3)
+    assert [d.name for d in machine.devices] == ["a-cpu.0", "a-cpu.1", "b-cpu.0", "b-cpu.1"]

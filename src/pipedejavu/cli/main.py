@@ -63,7 +63,9 @@ def simulate(
     ] = None,
     model: Annotated[str | None, typer.Option(help="A model by its shape, such as gpt-small.")] = None,
     profile: Annotated[str | None, typer.Option(help="A profile file instead of a model.")] = None,
-    machine: Annotated[str | None, typer.Option(help="A machine file; by default this machine's shape.")] = None,
+    machine: Annotated[
+        str | None, typer.Option(help="A machine file, or such as '4xa100 + epyc-7763'; by default this one's shape.")
+    ] = None,
     trace: Annotated[str | None, typer.Option(help="Write a trace for Perfetto to this file.")] = None,
     html: Annotated[str | None, typer.Option(help="Write the report, one HTML page, to this file.")] = None,
     out: Annotated[str | None, typer.Option(help="Write the timeline as JSON to this file.")] = None,
@@ -87,13 +89,24 @@ def simulate(
     show.print_prediction(prediction, inputs.notes, [f for f in (trace, html, out) if f], as_json)
 
 
+@app.command()
+def probe(
+    out: Annotated[str, typer.Option(help="Write the machine to this file.")] = "machine.json",
+    quick: Annotated[bool, typer.Option(help="Take a quarter of a minute; spreads are wider.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Measure this machine: its devices, its links, its disk; in under a minute."""
+    from pipedejavu.cli import surveying
+
+    surveying.run(out, quick, as_json)
+
+
 def _later(verb: str, does: str, instead: str) -> None:
     @app.command(verb, help=f"{does} (not built yet).", context_settings={"ignore_unknown_options": True})
     def command(arguments: Annotated[list[str] | None, typer.Argument()] = None) -> None:  # noqa: ARG001
         raise InputError(f"'{verb}' is not built yet; {instead}")
 
 
-_later("probe", "Measure this machine", "write a machine file by hand and give it to simulate --machine")
 _later("profile", "Profile a model", "use simulate --model with a model's shape, or write a profile file by hand")
 _later("plan", "Search for the best plan", "compare presets with simulate")
 

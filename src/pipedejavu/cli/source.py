@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from pipedejavu.facts import InputError, Machine, Profile
+from pipedejavu.facts import InputError, Machine, Profile, read_machine
 from pipedejavu.plan import Plan, preset, sized
 from pipedejavu.probe import read_shape
 from pipedejavu.simulate import parse_unit_costs, unit_costs
@@ -55,7 +55,10 @@ def read_inputs(asked: Inputs) -> Read:
         raise InputError("give --model or --profile, not both")
     notes = []
     if asked.machine is not None:
-        machine = Machine.load(asked.machine)
+        machine = read_machine(asked.machine)
+        if plan.place.devices is None:
+            machine = machine.divided(plan.num_workers)
+        notes.extend(_origin(machine))
     else:
         machine = read_shape(plan.num_workers)
         host = machine.hosts[0]
@@ -66,8 +69,22 @@ def read_inputs(asked: Inputs) -> Read:
     if asked.profile is not None:
         return Read(plan, Profile.load(asked.profile), machine, tuple(notes))
     profile = estimate_profile(asked.model or DEFAULT_MODEL, machine)
-    notes.append(f"model: {profile.name} from its shape, at {EFFICIENCY:.0%} of each device's stated rate")
+    notes.append(f"model: {profile.name} from its shape, at {_efficiencies(machine)}")
     return Read(plan, profile, machine, tuple(notes))
+
+
+def _origin(machine: Machine) -> list[str]:
+    """Returns when a machine was measured, where it was."""
+    return [f"machine: {machine.name}, measured {machine.survey.date}"] if machine.survey else []
+
+
+def _efficiencies(machine: Machine) -> str:
+    """Returns which share of their rates devices are taken to reach."""
+    own = {d.kind: d.efficiency for d in machine.devices if d.efficiency is not None}
+    if not own:
+        return f"{EFFICIENCY:.0%} of each device's stated rate"
+    rest = [f"{EFFICIENCY:.0%} of every other's"] if len(own) < len({d.kind for d in machine.devices}) else []
+    return ", ".join([*(f"{share:.0%} of {kind}'s rate" for kind, share in own.items()), *rest])
 
 
 def read_plan(text: str, sizes: Mapping[str, int | None]) -> Plan:

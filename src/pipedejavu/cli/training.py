@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 from pipedejavu.cli.source import read_plan
-from pipedejavu.facts import InputError, Machine, Timeline, format_seconds, write_file
+from pipedejavu.facts import InputError, Timeline, format_seconds, read_machine, write_file
 from pipedejavu.plan import Decision, Plan, preset
 from pipedejavu.probe.shape import num_cores
 from pipedejavu.program import Program
@@ -82,7 +82,7 @@ def _run(options: "TrainOptions", asked: Asked, team: "Team") -> None:
     if asked.devices not in ("auto", "cpu", "gpu"):
         raise InputError(f"--devices is auto, cpu or gpu, not '{asked.devices}'")
     # Files are read by the first rank, which gives their content to the others.
-    machine = Machine.load(asked.machine) if asked.machine and team.is_first else None
+    machine = read_machine(asked.machine) if asked.machine and team.is_first else None
     chosen = choose_plan(asked, team.size if team.is_launched else None) if team.is_first else Plan()
     options, program, note = room.plan_run(options, chosen, machine, devices=asked.devices, team=team)
     name = re.sub(r"[^\w.-]+", "-", options.model)

@@ -1,8 +1,11 @@
 """Frozen records of what is known; imports nothing of the project and never torch."""
 
+from pipedejavu.facts.catalog import KnownDevice, known_device, read_catalog
+from pipedejavu.facts.cluster import Cluster, compose, parse_cluster, read_machine
 from pipedejavu.facts.collector import paused_collector
 from pipedejavu.facts.error import FaultsError, InputError, nearest
 from pipedejavu.facts.machine import Device, Host, Link, Machine, Overlap, Route
+from pipedejavu.facts.measurement import Measurement, Survey
 from pipedejavu.facts.profile import Cost, Edge, Profile, Tie, Unit, UnitTime
 from pipedejavu.facts.quantity import Bytes, format_bytes, format_seconds
 from pipedejavu.facts.record import Record, read_file, write_file
@@ -11,29 +14,38 @@ from pipedejavu.facts.timeline import MEMORY_CLASSES, MemoryCurve, Span, Timelin
 __all__ = [
     "MEMORY_CLASSES",
     "Bytes",
+    "Cluster",
     "Cost",
     "Device",
     "Edge",
     "FaultsError",
     "Host",
     "InputError",
+    "KnownDevice",
     "Link",
     "Machine",
+    "Measurement",
     "MemoryCurve",
     "Overlap",
     "Profile",
     "Record",
     "Route",
     "Span",
+    "Survey",
     "Tie",
     "Timeline",
     "Unit",
     "UnitTime",
     "WorkerSummary",
+    "compose",
     "format_bytes",
     "format_seconds",
+    "known_device",
     "nearest",
+    "parse_cluster",
     "paused_collector",
+    "read_catalog",
     "read_file",
+    "read_machine",
     "write_file",
 ]

@@ -2,6 +2,7 @@
 
 A link is a rule for pairs of devices, so that a cluster of a thousand devices is a short file. The
 first rule that matches a pair holds. Transfers whose links name the same wire split its bandwidth.
+A figure that is not known is None, or zero where the simulator has an assumption of its own.
 """
 
 from fnmatch import fnmatchcase
@@ -12,6 +13,7 @@ from typing import Literal, NamedTuple, Self
 from pydantic import Field, model_validator
 
 from pipedejavu.facts.error import InputError, nearest, repeated
+from pipedejavu.facts.measurement import Survey
 from pipedejavu.facts.quantity import Bytes, BytesPerSecond, FlopPerSecond, Seconds
 from pipedejavu.facts.record import Record
 
@@ -21,6 +23,14 @@ class Host(Record):
 
     name: str
     cores: int = Field(default=1, ge=1)
+    processor: str = ""
+    """The model of its CPU, as the manufacturer calls it."""
+    sockets: int | None = Field(default=None, ge=1)
+    numa_nodes: int | None = Field(default=None, ge=1)
+    instruction_sets: tuple[str, ...] = ()
+    """Those that matter for arithmetic, such as 'avx512f' and 'amx_bf16'."""
+    disk_read_bytes_per_s: BytesPerSecond = 0.0
+    disk_write_bytes_per_s: BytesPerSecond = 0.0
 
 
 class Device(Record):
@@ -36,6 +46,12 @@ class Device(Record):
     """Memory that is never ours: driver context, operating system."""
     flop_per_s: FlopPerSecond = 0.0
     memory_bytes_per_s: BytesPerSecond = 0.0
+    efficiency: float | None = Field(default=None, gt=0, le=1)
+    """Share of `flop_per_s` that the blocks of a transformer reach in training."""
+    parameters_per_s: float = Field(default=0.0, ge=0)
+    """How many parameters the optimizer (AdamW) updates in a second."""
+    most_workers: int = Field(default=1, ge=1)
+    """How many workers may divide it between them; of a CPU, its cores."""
 
 
 class Link(Record):
@@ -74,6 +90,8 @@ class Machine(Record):
     devices: tuple[Device, ...] = Field(min_length=1)
     links: tuple[Link, ...] = ()
     overlap: Overlap = Overlap()
+    survey: Survey | None = None
+    """How the figures were measured, where they were."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -125,6 +143,23 @@ class Machine(Record):
             " add one with the host's memory_bytes"
         )
 
+    def divided(self, num_workers: int) -> Self:
+        """Returns the machine with its CPUs divided, all alike, into parts enough for `num_workers`.
+
+        A part has the name of its CPU and a number, and its share of memory and rates. Without CPUs that may be
+        divided, or where there are devices enough, this is the machine as it is.
+        """
+        most = max(d.most_workers for d in self.devices)
+        counts = (parts for parts in range(1, most + 1) if self._num_parts(parts) >= num_workers)
+        parts = next(counts, most)
+        if parts == 1:
+            return self
+        devices = [part for d in self.devices for part in _parts_of(d, min(parts, d.most_workers))]
+        return self.but(devices=tuple(devices))
+
+    def _num_parts(self, parts: int) -> int:
+        return sum(min(parts, d.most_workers) for d in self.devices)
+
     def route(self, source: str, target: str) -> Route:
         """Returns how bytes go from one device to another; raises InputError where no link matches."""
         found = self._routes.get((source, target))
@@ -147,6 +182,20 @@ class Machine(Record):
         raise InputError(
             f"machine '{self.name}' has no link from '{source.name}' to '{target.name}'; add one to its links"
         )
+
+
+def _parts_of(device: Device, count: int) -> list[Device]:
+    if count == 1:
+        return [device]
+    part = device.but(
+        memory_bytes=device.memory_bytes // count,
+        reserved_bytes=device.reserved_bytes // count,
+        flop_per_s=device.flop_per_s / count,
+        memory_bytes_per_s=device.memory_bytes_per_s / count,
+        parameters_per_s=device.parameters_per_s / count,
+        most_workers=max(1, device.most_workers // count),
+    )
+    return [part.but(name=f"{device.name}.{n}") for n in range(count)]
 
 
 _ENDS = ("source", "target", "source_host", "target_host")

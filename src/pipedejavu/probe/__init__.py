@@ -1,4 +1,7 @@
-"""What this machine is; so far its shape, as the operating system states it."""
+"""What this machine is: its shape as the operating system states it, or all that a survey measures.
+
+Without torch there is the shape alone: `survey` imports it.
+"""
 
 from pipedejavu.probe.shape import read_shape
 

@@ -15,7 +15,7 @@ from torch.multiprocessing.spawn import start_processes
 from pipedejavu.engine import Applied, Log, Outcome, Read, audit, check_runnable
 from pipedejavu.facts import InputError, Link, Machine, Profile, Span, Timeline, WorkerSummary, write_file
 from pipedejavu.plan import Plan
-from pipedejavu.probe.link import measure_link
+from pipedejavu.probe.gloo import measure_link
 from pipedejavu.profile import merge_profiles
 from pipedejavu.program import Program, verify
 from pipedejavu.program import compile as compile_plan
@@ -85,6 +85,7 @@ def plan_run(
     given = team.share(machine.to_json().encode() if machine else b"")
     if given:
         machine = Machine.from_json(given)
+        machine = machine.divided(plan.num_workers) if plan.place.devices is None else machine
     else:
         plan, machine = make_machine(plan, sites, devices)
         if plan.feed.kind == "share":  # what it costs to add up gradients decides who gets how much

@@ -65,6 +65,8 @@ class Trainer:
         plan = plan.but(feed=plan.feed.but(samples=samples))
         if machine is None:
             plan, machine = make_machine(plan, read_sites(plan.num_workers), "auto")
+        elif plan.place.devices is None:
+            machine = machine.divided(plan.num_workers)
         names = assign_devices(plan, machine)
         found = devices_to_measure(plan, machine, names)
         kinds = {kind: torch_device(machine, name) for kind, (_, name) in found.items()}

@@ -1,7 +1,7 @@
 """GPT models by their shape alone: profiles in closed form, without a model, weights or torch.
 
-Times come from counts of floating-point operations and bytes and from a device's rates, times an efficiency
-that is a stated assumption, not a measurement.
+Times come from counts of floating-point operations and bytes and from a device's rates, times its efficiency, which
+is a stated assumption where the machine does not know it.
 """
 
 from typing import NamedTuple
@@ -75,7 +75,7 @@ def _unit(
 
 
 def _time(device: Device, parameters: int, flop: float, values: int) -> UnitTime:
-    rate = EFFICIENCY * (device.flop_per_s or _NO_RATE)
+    rate = (device.efficiency or EFFICIENCY) * (device.flop_per_s or _NO_RATE)
     memory_rate = device.memory_bytes_per_s or _NO_RATE
     forward = Cost(per_sample_s=flop / rate + 4 * values / memory_rate)
     weight = Cost(per_sample_s=forward.per_sample_s)
@@ -84,5 +84,5 @@ def _time(device: Device, parameters: int, flop: float, values: int) -> UnitTime
         backward=Cost(per_sample_s=2 * forward.per_sample_s),
         weight_backward=weight,
         recompute=forward,
-        update_s=_UPDATE_TRAFFIC_BYTES * parameters / memory_rate,
+        update_s=parameters / (device.parameters_per_s or memory_rate / _UPDATE_TRAFFIC_BYTES),
     )

@@ -2,7 +2,7 @@ import pytest
 
 pytest.importorskip("torch")
 
-from pipedejavu.probe.link import measure_link
+from pipedejavu.probe.gloo import measure_link
 
 
 def test_workers_of_this_host_have_a_measured_link() -> None:

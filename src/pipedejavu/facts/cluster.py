@@ -1,0 +1,279 @@
+"""Machines composed of known devices: so many hosts with such GPUs and such CPUs, and a network between them.
+
+A cluster is a short JSON file or one line, '8x(8xa100-80gb + 2xepyc-7763 + 1TiB), 100Gb/s'; `compose` makes a machine
+of it. Within a host GPUs of one kind use NVLink where they have it, everything else PCIe, which they share with copies
+to and from the host; all that leaves a host shares its network interface.
+"""
+
+import json
+import re
+from itertools import product
+from pathlib import Path
+from typing import NamedTuple, Self
+
+from pydantic import Field, model_validator
+
+from pipedejavu.facts.catalog import KnownDevice, known_device
+from pipedejavu.facts.error import InputError
+from pipedejavu.facts.machine import Device, Host, Link, Machine
+from pipedejavu.facts.quantity import Bytes, BytesPerSecond, Seconds
+from pipedejavu.facts.record import Record, read_file
+
+LINK_EFFICIENCY = 0.8
+"""Share of a stated rate of PCIe, NVLink or a network that transfers are assumed to reach."""
+MEMORY_BYTES_PER_CORE = 8 << 30
+"""Of a host whose memory is not given."""
+CONTEXT_BYTES, HIDDEN_SHARE = 1 << 29, 0.02
+"""Of a GPU's memory: what a context takes, and the share that its driver keeps to itself."""
+SYSTEM_SHARE = 0.05
+"""Of a host's memory, for its operating system."""
+PEER_LATENCY_S, PCIE_LATENCY_S, PROCESS_LATENCY_S = 5e-6, 10e-6, 20e-6
+PROCESS_BYTES_PER_S = 5e9
+"""Between two workers that divide a CPU."""
+MOST_DEVICES = 65_536
+
+_COUNTED = re.compile(r"(?:(\d{1,9})\s*[x×*]\s*)?(.+)", re.IGNORECASE | re.DOTALL)
+
+
+class HostGroup(Record):
+    """Hosts that are alike."""
+
+    count: int = Field(default=1, ge=1)
+    gpus: tuple[str, ...] = ()
+    """Each as '8 x a100-80gb', or the name alone for one."""
+    cpu: str = ""
+    """As '2 x epyc-7763' for two sockets; without it no state can rest in the host's memory."""
+    memory_bytes: Bytes = 0
+    """Of the host; by default 8 GiB for each core."""
+
+
+class Cluster(Record):
+    """Groups of hosts, and the network between them."""
+
+    name: str = ""
+    hosts: tuple[HostGroup, ...] = Field(min_length=1)
+    network_bytes_per_s: BytesPerSecond = 0.0
+    """Of each host, one way."""
+    network_latency_s: Seconds = 20e-6
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        return self.agreed()
+
+    def disagreements(self) -> list[str]:
+        """Returns devices that are not known, hosts without any, and several hosts without a network."""
+        faults = []
+        for index, group in enumerate(self.hosts):
+            asked = [(text, "gpu") for text in group.gpus] + [(group.cpu, "cpu")] * bool(group.cpu)
+            if not asked:
+                faults.append(f"hosts[{index}] has neither GPUs nor a CPU; name one, such as 'epyc-7763'")
+            for text, type_ in asked:
+                try:
+                    _read_part(text, type_)
+                except InputError as fault:
+                    faults.append(f"hosts[{index}]: {fault}")
+        count = sum(group.count for group in self.hosts)
+        if count > 1 and not self.network_bytes_per_s:
+            faults.append(f"{count} hosts have no network between them; give its rate, such as '100 Gb/s'")
+        return faults
+
+
+class _Part(NamedTuple):
+    number: int
+    device: KnownDevice
+
+
+def read_machine(text: str) -> Machine:
+    """Returns the machine of a machine file, of a cluster file, or of a cluster in one line."""
+    if not text.endswith(".json") and not _is_file(text):
+        return compose(parse_cluster(text))
+    content = read_file(text)
+    try:
+        plain = json.loads(content)
+    except ValueError:
+        plain = None
+    if isinstance(plain, dict) and "devices" not in plain and _is_cluster(plain):
+        return compose(Cluster.from_json(content, source=text))
+    return Machine.from_json(content, source=text)
+
+
+def _is_file(text: str) -> bool:
+    try:
+        return Path(text).is_file()
+    except OSError:  # too long for a name
+        return False
+
+
+def _is_cluster(plain: dict[str, object]) -> bool:
+    hosts = plain.get("hosts")
+    groups = [host for host in hosts if isinstance(host, dict)] if isinstance(hosts, list) else []
+    return "network_bytes_per_s" in plain or any({"gpus", "cpu", "count"} & host.keys() for host in groups)
+
+
+def parse_cluster(text: str) -> Cluster:
+    """Reads one line: hosts and the network, parted by commas; a host's devices and memory, parted by '+'."""
+    hosts, network = [], {}
+    for part in re.split(r",(?![^()]*\))", text):
+        part = part.strip()
+        if re.fullmatch(r"[\d.]+\s*\S*(/s|bps)", part):
+            network["network_bytes_per_s"] = part
+        elif re.fullmatch(r"[\d.]+\s*[nuµm]?s", part):
+            network["network_latency_s"] = part
+        else:
+            hosts.append(_parse_host(part, text))
+    return _checked({"name": text, "hosts": hosts, **network})
+
+
+def _parse_host(text: str, whole: str) -> dict[str, object]:
+    counted = re.fullmatch(r"(?:(\d{1,9})\s*[x×*]\s*)?\(([^()]*)\)", text, re.IGNORECASE)
+    count, inside = (int(counted[1] or 1), counted[2]) if counted else (1, text)
+    gpus: list[str] = []
+    form: dict[str, object] = {"count": count}
+    for item in (part.strip() for part in inside.split("+")):
+        if not item or "(" in item or ")" in item:
+            raise InputError(
+                f"machine '{whole}' is neither a file nor hosts of known devices;"
+                " write it as '8x(8xa100-80gb + 2xepyc-7763), 100Gb/s'"
+            )
+        if re.fullmatch(r"[\d.]+\s*[KMGTP]i?B", item):
+            form["memory_bytes"] = item
+        elif _read_part(item).device.type == "gpu":
+            gpus.append(item)
+        elif "cpu" in form:
+            raise InputError(f"host '{text}' names two CPUs, '{form['cpu']}' and '{item}'; write sockets as '2x{item}'")
+        else:
+            form["cpu"] = item
+    return {**form, "gpus": tuple(gpus)}
+
+
+def _checked(form: dict[str, object]) -> Cluster:
+    return Cluster.from_json(json.dumps(form), source=f"machine '{form['name']}'")
+
+
+def _read_part(text: str, type_: str | None = None) -> _Part:
+    match = _COUNTED.fullmatch(text.strip())
+    count, name = (int(match[1] or 1), match[2]) if match else (1, text)
+    if count < 1:
+        raise InputError(f"'{text}' has no device; give at least 1")
+    return _Part(count, known_device(name, type_))  # type: ignore[arg-type]
+
+
+def compose(cluster: Cluster) -> Machine:
+    """Returns the machine of a cluster."""
+    groups = [(group, [_read_part(text, "gpu") for text in group.gpus]) for group in cluster.hosts]
+    num_devices = sum(group.count * (1 + sum(part.number for part in gpus)) for group, gpus in groups)
+    if num_devices > MOST_DEVICES:
+        raise InputError(f"the machine would have {num_devices:,} devices; compose at most {MOST_DEVICES:,}")
+    hosts: list[Host] = []
+    devices: list[Device] = []
+    is_alone = sum(group.count for group in cluster.hosts) == 1
+    for group, gpus in groups:
+        cpu = _read_part(group.cpu, "cpu") if group.cpu else None
+        for _ in range(group.count):
+            name = "host" if is_alone else f"h{len(hosts)}"
+            prefix = "" if is_alone else f"{name}/"
+            hosts.append(_host(name, cpu))
+            devices += [_gpu(f"{prefix}{d.name}-{n}", name, d) for n, d in _numbered(gpus)]
+            devices += [_cpu(f"{prefix}cpu", name, cpu, group.memory_bytes)] if cpu else []
+    links = _links(groups, "" if is_alone else "*/")
+    if not is_alone:
+        links.append(
+            Link(
+                scope="other-host",
+                latency_s=cluster.network_latency_s,
+                bytes_per_s=LINK_EFFICIENCY * cluster.network_bytes_per_s,
+                wires=("nic-out:{source_host}", "nic-in:{target_host}"),
+            )
+        )
+    return Machine(name=cluster.name or "cluster", hosts=tuple(hosts), devices=tuple(devices), links=tuple(links))
+
+
+def _numbered(parts: list[_Part]) -> list[tuple[int, KnownDevice]]:
+    """Returns a host's GPUs, those of each kind counted on their own."""
+    found: dict[str, int] = {}
+    rows = []
+    for part in parts:
+        for _ in range(part.number):
+            rows.append((found.setdefault(part.device.name, 0), part.device))
+            found[part.device.name] += 1
+    return rows
+
+
+def _host(name: str, cpu: _Part | None) -> Host:
+    if cpu is None:
+        return Host(name=name)
+    return Host(name=name, cores=cpu.number * cpu.device.units, processor=cpu.device.title, sockets=cpu.number)
+
+
+def _gpu(name: str, host: str, known: KnownDevice) -> Device:
+    return Device(
+        name=name,
+        kind=known.name,
+        type="gpu",
+        host=host,
+        memory_bytes=known.memory_bytes,
+        reserved_bytes=CONTEXT_BYTES + round(HIDDEN_SHARE * known.memory_bytes),
+        flop_per_s=known.flop_per_s,
+        memory_bytes_per_s=known.memory_bytes_per_s,
+        efficiency=known.efficiency,
+    )
+
+
+def _cpu(name: str, host: str, cpu: _Part, memory_bytes: int) -> Device:
+    count, known = cpu
+    cores = count * known.units
+    size = memory_bytes or cores * MEMORY_BYTES_PER_CORE
+    return Device(
+        name=name,
+        kind=known.name if count == 1 else f"{count}x{known.name}",
+        type="cpu",
+        host=host,
+        memory_bytes=size,
+        reserved_bytes=round(SYSTEM_SHARE * size),
+        flop_per_s=count * known.flop_per_s,
+        memory_bytes_per_s=count * known.memory_bytes_per_s,
+        efficiency=known.efficiency,
+        most_workers=cores,
+    )
+
+
+def _links(groups: list[tuple[HostGroup, list[_Part]]], prefix: str) -> list[Link]:
+    """Returns the links within hosts; where a kind of GPU is in several groups, the slowest PCIe counts."""
+    pcie: dict[str, float] = {}
+    peers: dict[str, float] = {}
+    for group, gpus in groups:
+        limit = [_read_part(group.cpu, "cpu").device.pcie_bytes_per_s] if group.cpu else []
+        for _, known in gpus:
+            pcie[known.name] = min([known.pcie_bytes_per_s, pcie.get(known.name, known.pcie_bytes_per_s), *limit])
+            peers[known.name] = known.peer_bytes_per_s
+    has_cpu = any(group.cpu for group, _ in groups)
+    links = []
+    for a, b in product(pcie, repeat=2):
+        ends = {"source": f"{prefix}{a}-*", "target": f"{prefix}{b}-*", "scope": "same-host"}
+        if a == b and peers[a]:
+            links.append(_link(ends, PEER_LATENCY_S, peers[a], "nvlink-out:{source}", "nvlink-in:{target}"))
+        else:
+            links.append(_link(ends, PCIE_LATENCY_S, min(pcie[a], pcie[b]), "pcie-out:{source}", "pcie-in:{target}"))
+    for kind, rate in pcie.items() if has_cpu else ():
+        gpu, cpu = f"{prefix}{kind}-*", f"{prefix}cpu*"
+        ends = {"source": gpu, "target": cpu, "scope": "same-host"}
+        links.append(_link(ends, PCIE_LATENCY_S, rate, "pcie-out:{source}"))
+        links.append(_link({**ends, "source": cpu, "target": gpu}, PCIE_LATENCY_S, rate, "pcie-in:{target}"))
+    if has_cpu:
+        cpu = f"{prefix}cpu*"
+        links.append(
+            Link(
+                source=cpu,
+                target=cpu,
+                scope="same-host",
+                latency_s=PROCESS_LATENCY_S,
+                bytes_per_s=PROCESS_BYTES_PER_S,
+            )
+        )
+    return links
+
+
+def _link(ends: dict[str, str], latency_s: float, stated: float, *wires: str) -> Link:
+    return Link.model_validate(
+        {**ends, "latency_s": latency_s, "bytes_per_s": LINK_EFFICIENCY * stated, "wires": wires}
+    )

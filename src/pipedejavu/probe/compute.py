@@ -1,0 +1,236 @@
+"""Trials of one device: matrix products, a transformer's block, memory, the optimizer. CPU and GPU share the code."""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from pipedejavu.probe.series import Trial
+
+
+class Scale(NamedTuple):
+    """The sizes that suit a kind of device: a run takes milliseconds, not less than a launch and not a second."""
+
+    squares: tuple[int, ...]
+    square_dtypes: tuple[str, ...]
+    tall: tuple[int, int, int]
+    """Tokens × width × four times the width, as in a transformer."""
+    tall_dtypes: tuple[str, ...]
+    block: tuple[int, int, int]
+    """Sequences × context × width."""
+    block_dtypes: tuple[str, ...]
+
+
+_CPU, _GPU = ("float32", "bfloat16"), ("float32", "tf32", "float16", "bfloat16")
+SCALES = {
+    "few cores": Scale((256, 512, 1024), ("float32",), (512, 512, 2048), _CPU, (1, 128, 256), ("float32",)),
+    "many cores": Scale((512, 1024, 2048), _CPU, (1024, 1024, 4096), _CPU, (1, 256, 1024), ("float32",)),
+    "gpu": Scale(
+        (1024, 2048, 4096, 8192), _GPU, (16384, 4096, 16384), _GPU, (8, 2048, 2048), ("float32", "float16", "bfloat16")
+    ),
+}
+MANY_CORES = 8
+HEAD_WIDTH = 64
+MEMORY_BYTES, MOST_MEMORY_BYTES = 64 << 20, 1 << 30
+"""Of the tensor that is copied, for each thread, and the size on a GPU: larger than caches."""
+PARAMETERS, MOST_PARAMETERS = 4 << 20, 64 << 20
+"""That the optimizer updates, likewise: each has 16 bytes."""
+LARGEST_SHARE = 1 / 16
+"""Of the free memory, for any one tensor."""
+
+Made = TypeVar("Made")
+
+
+@dataclass(frozen=True)
+class Place:
+    """A device of this process, with the name that it has in the machine."""
+
+    name: str
+    device: torch.device
+    free_bytes: int
+    threads: int = 1
+    """Of a CPU: those that all trials but those over threads use."""
+    kept: dict[str, Any] = field(default_factory=dict, compare=False)
+    """What trials work on, made when first needed; `clear` gives it back."""
+
+    def made(self, key: str, make: Callable[[], Made]) -> Made:
+        """Returns what is called `key`, which `make` makes the first time."""
+        if key not in self.kept:
+            self.kept[key] = make()
+        found: Made = self.kept[key]
+        return found
+
+    @property
+    def scale(self) -> Scale:
+        """Returns the sizes that suit this device."""
+        if self.device.type != "cpu":
+            return SCALES["gpu"]
+        return SCALES["many cores" if self.threads >= MANY_CORES else "few cores"]
+
+    def scaled(self, each: int, most: int) -> int:
+        """Returns a size that grows with a CPU's threads, two at least, up to that of a GPU."""
+        return min(max(2, self.threads) * each, most) if self.device.type == "cpu" else most
+
+    def clear(self) -> None:
+        """Gives all memory back."""
+        self.kept.clear()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+def timed(device: torch.device, work: Callable[[], object], count: int, *, waits: bool = True) -> float:
+    """Returns the seconds that `count` runs take on a device; `waits` first for what its streams are at."""
+    if device.type != "cuda":
+        start = time.perf_counter()
+        for _ in range(count):
+            work()
+        return time.perf_counter() - start
+    with torch.cuda.device(device):
+        first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        if waits:
+            torch.cuda.synchronize(device)
+        first.record()
+        for _ in range(count):
+            work()
+        last.record()
+        last.synchronize()
+        return float(first.elapsed_time(last)) / 1000
+
+
+@contextmanager
+def using_threads(count: int) -> Iterator[None]:
+    """Lets torch compute with so many threads for a while."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def compute_trials(place: Place) -> list[Trial]:
+    """Returns all trials of one device."""
+    scale = place.scale
+    trials = [_matrix(place, (n, n, n), dtype) for dtype in scale.square_dtypes for n in scale.squares]
+    trials += [_matrix(place, scale.tall, dtype) for dtype in scale.tall_dtypes]
+    if place.device.type == "cpu" and place.threads > 1:
+        trials.append(_matrix(place, (scale.squares[-1],) * 3, "float32", threads=1))
+    # One thread too: where others are busy, a block's many small operations wait for each other's threads.
+    trials += [_block(place, dtype, threads) for dtype in scale.block_dtypes for threads in sorted({1, place.threads})]
+    trials.append(_memory(place))
+    return trials + [_update(place, threads) for threads in thread_counts(place)]
+
+
+def thread_counts(place: Place) -> list[int]:
+    """Returns powers of two up to a CPU's threads, and these; of a GPU there is one."""
+    if place.device.type != "cpu":
+        return [1]
+    return sorted({min(1 << n, place.threads) for n in range(place.threads.bit_length() + 1)})
+
+
+def _on_threads(place: Place, threads: int, work: Callable[[], object]) -> Callable[[int], float]:
+    def time_s(count: int) -> float:
+        if place.device.type != "cpu":
+            return timed(place.device, work, count)
+        with using_threads(threads):
+            functional.relu(place.made("few", lambda: torch.ones(1 << 16)))  # wakes the threads
+            return timed(place.device, work, count)
+
+    return time_s
+
+
+def _matrix(place: Place, shape: tuple[int, int, int], dtype: str, threads: int = 0) -> Trial:
+    """Multiplies [m × k] by [k × n]; 'tf32' is float32 whose products may be rounded."""
+    m, k, n = shape
+    real = torch.float32 if dtype == "tf32" else getattr(torch, dtype)
+
+    def make(rows: int, columns: int) -> Tensor:
+        key = f"matrix {rows}×{columns} {real}"
+        return place.made(key, lambda: torch.randn(rows, columns, device=place.device).to(real))
+
+    def work() -> None:
+        with _tf32() if dtype == "tf32" else nullcontext():
+            make(m, k) @ make(k, n)
+
+    shown = f"{dtype} {m}×{k}×{n}" + (f", {threads} threads" if threads else "")
+    run = _on_threads(place, threads or place.threads, work)
+    return Trial(place.name, "matrix", shown, 2.0 * m * k * n, "FLOP/s", run)
+
+
+@contextmanager
+def _tf32() -> Iterator[None]:
+    before = torch.backends.cuda.matmul.fp32_precision
+    torch.backends.cuda.matmul.fp32_precision = "tf32"
+    try:
+        yield
+    finally:
+        torch.backends.cuda.matmul.fp32_precision = before
+
+
+class Block(nn.Module):
+    """One block of a transformer, as GPT has it."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.before, self.between = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.mix, self.merge = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.widen, self.narrow = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Attends, then thinks."""
+        batch, context, width = x.shape
+        parts = self.mix(self.before(x)).view(batch, context, 3, width // HEAD_WIDTH, HEAD_WIDTH)
+        q, k, v = parts.permute(2, 0, 3, 1, 4).unbind()
+        seen = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.merge(seen.transpose(1, 2).reshape(batch, context, width))
+        y: Tensor = x + self.narrow(functional.gelu(self.widen(self.between(x))))
+        return y
+
+
+def _block(place: Place, dtype: str, threads: int) -> Trial:
+    """Trains a block: forward and backward, three times the multiply-adds of a forward."""
+    most, context, width = place.scale.block
+    batch = max(1, min(most, place.free_bytes >> 32))
+    real = getattr(torch, dtype)
+
+    def work() -> None:
+        block = place.made(f"block {dtype}", lambda: Block(width).to(place.device, real))
+        x = place.made(f"block in {dtype}", lambda: torch.randn(batch, context, width, device=place.device).to(real))
+        block(x).sum().backward()
+        block.zero_grad()
+
+    forward = 2.0 * batch * context * (12 * width * width + 2 * context * width)
+    shown = f"{dtype} {batch}×{context}×{width}" + (f", {threads} threads" if place.device.type == "cpu" else "")
+    return Trial(place.name, "block", shown, 3 * forward, "FLOP/s", _on_threads(place, threads, work))
+
+
+def _memory(place: Place) -> Trial:
+    """Copies a large tensor within the device's memory; what is read and what is written both count."""
+    size = int(min(place.scaled(MEMORY_BYTES, MOST_MEMORY_BYTES), LARGEST_SHARE * place.free_bytes))
+
+    def work() -> None:
+        source = place.made("memory", lambda: torch.ones(size // 4, device=place.device))
+        place.made("memory copy", lambda: torch.empty_like(source)).copy_(source)
+
+    return Trial(place.name, "memory", "copy", 2.0 * size, "B/s", _on_threads(place, place.threads, work))
+
+
+def _update(place: Place, threads: int) -> Trial:
+    """Updates float32 parameters with torch's fused AdamW."""
+    count = int(min(place.scaled(PARAMETERS, MOST_PARAMETERS), LARGEST_SHARE * place.free_bytes / 16))
+
+    def make() -> torch.optim.AdamW:
+        weight = nn.Parameter(torch.ones(count, device=place.device))
+        weight.grad = torch.full_like(weight, 1e-3)
+        return torch.optim.AdamW([weight], lr=1e-6, fused=True)
+
+    def work() -> None:
+        place.made("AdamW", make).step()
+
+    shown = f"AdamW, {threads} threads" if place.device.type == "cpu" else "AdamW"
+    return Trial(place.name, "update", shown, float(count), "1/s", _on_threads(place, threads, work))

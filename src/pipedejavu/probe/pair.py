@@ -1,0 +1,284 @@
+"""Two processes of this host, and how fast messages go between them: Gloo, shared memory and, with two GPUs, NCCL.
+
+The processes live as long as the survey and do what they are told, both the same: a message out and a message back.
+"""
+
+import multiprocessing
+import os
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from multiprocessing.connection import Connection
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from pipedejavu.facts import format_bytes
+from pipedejavu.probe.series import Trial
+
+SIZES = (4 << 10, 64 << 10, 1 << 20, 16 << 20)
+LARGEST = SIZES[-1]
+SIDE = 512
+"""Of the square matrices that are multiplied beside messages."""
+START_S, ANSWER_S = 40.0, 20.0
+"""How long to wait for the processes to start, and for an answer."""
+
+
+class Pair:
+    """Two processes that exchange messages; a context, at whose end they are gone.
+
+    What fails, fails for all trials of a pair: so NCCL, between the first two GPUs, has a pair of its own.
+    """
+
+    def __init__(self, threads: int, *, uses_nccl: bool = False):
+        self.threads, self.uses_nccl = threads, uses_nccl
+        self.ends: list[Connection] = []
+        self.processes: list[Any] = []
+        self.fault = ""
+
+    def __enter__(self) -> Self:
+        context = multiprocessing.get_context("spawn")
+        self.folder = tempfile.TemporaryDirectory(prefix="pipedejavu-", dir=_shared_folder())
+        self.signals = context.Semaphore(0), context.Semaphore(0)
+        for rank in range(2):
+            here, there = context.Pipe()
+            setup = (rank, self.folder.name, there, self.signals, self.uses_nccl, self.threads)
+            process = context.Process(target=_serve, args=setup, daemon=True)
+            process.start()
+            there.close()
+            self.ends.append(here)
+            self.processes.append(process)
+        return self
+
+    def wait(self) -> None:
+        """Waits until both are there; raises RuntimeError where one is not."""
+        self._answers(START_S)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for end in self.ends:
+            with suppress(OSError):
+                end.send(None)
+        for process in self.processes:
+            process.join(5)
+            if process.is_alive():
+                process.terminate()
+                process.join(5)
+        self.folder.cleanup()
+
+    def ask(self, name: str, size: int, count: int) -> float:
+        """Lets both do something; returns the seconds that the first took."""
+        if self.fault:
+            raise RuntimeError(self.fault)
+        for end in self.ends:
+            end.send((name, size, count))
+        return self._answers(ANSWER_S)
+
+    def _answers(self, patience_s: float) -> float:
+        """Returns what the first answers; once one of them fails, both are given up."""
+        try:
+            first_s, _ = (_answer(end, rank, patience_s) for rank, end in enumerate(self.ends))
+        except RuntimeError as error:
+            self.fault = str(error)
+            raise
+        return first_s
+
+    def open_context(self, gpu: int) -> None:
+        """Lets the first process, alone, begin to use a GPU."""
+        self.ends[0].send(("open", gpu, 1))
+        _answer(self.ends[0], 0, START_S)
+
+    def trials(self) -> list[Trial]:
+        """Returns the trials of messages; both ways counts both messages."""
+        if self.uses_nccl:
+            return self._messages("gpu0>gpu1", "nccl")
+        memory = [self._message("cpu>cpu", "shared memory", size) for size in SIZES]
+        return [
+            *self._messages("cpu>cpu", "gloo"),
+            *memory,
+            Trial("cpu>cpu", "gloo", "beside compute", float(LARGEST), "B/s", self._run("gloo beside", LARGEST)),
+            Trial("cpu>cpu", "compute", "alone", 1, "s", self._run("compute", SIDE)),
+            Trial("cpu>cpu", "compute", "beside gloo", 1, "s", self._run("compute beside", SIDE)),
+        ]
+
+    def _messages(self, subject: str, way: str) -> list[Trial]:
+        both = Trial(subject, way, "both ways", 2.0 * LARGEST, "B/s", self._run(f"{way} both", LARGEST))
+        return [*(self._message(subject, way, size) for size in SIZES), both]
+
+    def _message(self, subject: str, way: str, size: int) -> Trial:
+        return Trial(subject, way, format_bytes(size), float(size), "B/s", self._run(way, size))
+
+    def _run(self, name: str, size: int) -> Callable[[int], float]:
+        return lambda count: self.ask(name, size, count)
+
+
+def _answer(end: Connection, rank: int, patience_s: float) -> float:
+    try:
+        if not end.poll(patience_s):
+            raise RuntimeError(f"process {rank} did not answer within {patience_s:g} s")
+        found = end.recv()
+    except (EOFError, ConnectionError):
+        raise RuntimeError(f"process {rank} ended") from None
+    if isinstance(found, str):
+        raise RuntimeError(found)
+    return float(found)
+
+
+def _shared_folder() -> str | None:
+    """Returns a folder in memory where there is one."""
+    return "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+
+
+def _serve(rank: int, folder: str, end: Connection, signals: tuple[Any, Any], uses_nccl: bool, threads: int) -> None:
+    """Runs in each of the two processes until told to stop."""
+    try:
+        peer = _Peer(rank, Path(folder), signals, uses_nccl, threads)
+        end.send(0.0)
+        while (asked := end.recv()) is not None:
+            try:
+                end.send(peer.do(*asked))
+            except (RuntimeError, OSError) as error:
+                end.send(f"{type(error).__name__}: {error}")
+    except (EOFError, KeyboardInterrupt, ConnectionError):
+        pass  # the survey is over
+    except Exception as error:
+        end.send(f"{type(error).__name__}: {error}")
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+class _Peer:
+    """One of the two processes."""
+
+    def __init__(self, rank: int, folder: Path, signals: tuple[Any, Any], uses_nccl: bool, threads: int):
+        if Path("/sys/class/net/lo").exists():
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # both are on this host
+        torch.set_num_threads(threads)
+        self.rank, self.other = rank, 1 - rank
+        self.mine, self.theirs = signals[rank], signals[1 - rank]
+        dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+        self.nccl = dist.new_group(backend="nccl") if uses_nccl else None
+        self.shared = torch.from_file(f"{folder}/bytes", shared=True, size=LARGEST, dtype=torch.uint8)
+        self.out, self.back = torch.ones(LARGEST, dtype=torch.uint8), torch.ones(LARGEST, dtype=torch.uint8)
+        self.left = torch.ones(SIDE, SIDE)
+
+    def do(self, name: str, size: int, count: int) -> float:
+        """Does what is asked; returns the seconds that one message, or one product, takes times `count`."""
+        if name == "open":
+            torch.ones(8, 8, device=f"cuda:{size}") @ torch.ones(8, 8, device=f"cuda:{size}")
+            torch.cuda.synchronize(size)
+            return 0.0
+        if name == "compute":
+            return self._timed(self._multiply, count)
+        if name == "compute beside":
+            return self._compute_beside(count)
+        if name == "gloo beside":
+            return self._exchange_beside(size, count)
+        if name == "shared memory":
+            return self._timed(lambda: self._through_memory(size), count) / 2
+        on_gpu = name.startswith("nccl")
+        ends = (self.out[:size], self.back[:size]) if not on_gpu else self._on_gpu(size)
+        if name.endswith("both"):
+            return self._timed(lambda: self._swap(*ends), count)
+        return self._timed(lambda: self._exchange(*ends), count) / 2
+
+    def _on_gpu(self, size: int) -> tuple[Tensor, Tensor]:
+        where = torch.device("cuda", self.rank)
+        torch.cuda.set_device(where)
+        return tuple(torch.ones(size, dtype=torch.uint8, device=where) for _ in range(2))  # type: ignore[return-value]
+
+    def _timed(self, work: Callable[[], None], count: int) -> float:
+        dist.barrier()
+        start = time.perf_counter()
+        for _ in range(count):
+            work()
+        if self.nccl:
+            torch.cuda.synchronize()
+        return time.perf_counter() - start
+
+    def _multiply(self) -> None:
+        self.left @ self.left
+
+    def _exchange(self, out: Tensor, back: Tensor) -> None:
+        """Sends a message out and takes it back: two messages, one after the other."""
+        group = self.nccl if out.is_cuda else None
+        if self.rank == 0:
+            dist.send(out, self.other, group=group)
+            dist.recv(back, self.other, group=group)
+        else:
+            dist.recv(back, self.other, group=group)
+            dist.send(out, self.other, group=group)
+
+    def _swap(self, out: Tensor, back: Tensor) -> None:
+        """Sends and takes at the same time."""
+        group = self.nccl if out.is_cuda else None
+        ops = [dist.P2POp(dist.isend, out, self.other, group), dist.P2POp(dist.irecv, back, self.other, group)]
+        for work in dist.batch_isend_irecv(ops):
+            work.wait()
+
+    def _through_memory(self, size: int) -> None:
+        """Writes a message where the other reads it, and reads its answer."""
+        if self.rank == 1:
+            self.mine.acquire()
+            self.back[:size].copy_(self.shared[:size])
+        self.shared[:size].copy_(self.out[:size])
+        self.theirs.release()
+        if self.rank == 0:
+            self.mine.acquire()
+            self.back[:size].copy_(self.shared[:size])
+
+    def _exchange_beside(self, size: int, count: int) -> float:
+        """Exchanges messages while both processes compute."""
+        done = threading.Event()
+
+        def compute() -> None:
+            while not done.is_set():
+                self._multiply()
+
+        thread = threading.Thread(target=compute)
+        thread.start()
+        try:
+            return self._timed(lambda: self._exchange(self.out[:size], self.back[:size]), count) / 2
+        finally:
+            done.set()
+            thread.join()
+
+    def _compute_beside(self, count: int) -> float:
+        """Computes while messages go to and fro; the first process says with each whether it is the last."""
+        done = threading.Event()
+        word = torch.zeros(1, dtype=torch.uint8)
+
+        def exchange() -> None:
+            while True:
+                word.fill_(done.is_set())
+                if self.rank == 0:
+                    dist.send(word, self.other)
+                else:
+                    dist.recv(word, self.other)
+                self._exchange(self.out, self.back)
+                if word.item():
+                    return
+
+        dist.barrier()
+        thread = threading.Thread(target=exchange)
+        thread.start()
+        start = time.perf_counter()
+        if self.rank == 0:
+            for _ in range(count):
+                self._multiply()
+            took_s = time.perf_counter() - start
+            done.set()
+        else:
+            while thread.is_alive():
+                self._multiply()
+            took_s = 0.0
+        thread.join()
+        return took_s

@@ -1,0 +1,127 @@
+"""A survey: everything that is measured of this machine, in rounds that go on until its time is over."""
+
+import os
+import platform
+import re
+import tempfile
+import time
+from contextlib import ExitStack
+from datetime import UTC, datetime
+from pathlib import Path
+
+import torch
+
+from pipedejavu.facts import Machine
+from pipedejavu.probe.compute import Place, compute_trials
+from pipedejavu.probe.disk import disk_trials
+from pipedejavu.probe.host import free_memory_bytes, read_host
+from pipedejavu.probe.link import copy_trials, peer_trials
+from pipedejavu.probe.pair import Pair
+from pipedejavu.probe.result import Circumstances, Findings, GpuFacts, build_machine
+from pipedejavu.probe.series import Report, Trial, run_rounds
+
+TIME_S, QUICK_TIME_S = 42.0, 15.0
+"""How long a survey takes, beside the import of torch."""
+BUSY = 0.5
+"""Processes that want to run, for each core, above which a survey says that it was disturbed."""
+
+
+def measure_machine(folder: Path, *, quick: bool = False, report: Report = lambda *_: None) -> Machine:
+    """Measures this machine; `folder` is where the disk is tried. What cannot be measured is noted as unknown."""
+    start = time.perf_counter()
+    report("looking around", 0.0)
+    host, free, unknown = read_host(), [free_memory_bytes()], list[str]()
+    unknown += [*host.unknown, *_disturbances(host.cores)]
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    with ExitStack() as stack:
+        threads = max(1, host.cores // 2)
+        pair = stack.enter_context(Pair(threads))
+        pairs = [pair, *(stack.enter_context(Pair(threads, uses_nccl=True)) for _ in range(count >= 2))]
+        gpus = _open_gpus(count, unknown)
+        places = [Place("cpu", torch.device("cpu"), free[0], threads=host.cores), *gpus]
+        trials = [trial for place in places for trial in compute_trials(place)]
+        trials += [trial for place in gpus for trial in copy_trials(place)] + peer_trials(gpus)
+        report("starting two processes", 0.0)
+        for each in pairs:
+            try:
+                each.wait()
+                trials += each.trials()
+            except (RuntimeError, OSError) as error:
+                unknown.append(f"messages between processes{' with NCCL' * each.uses_nccl}: {error}")
+        trials += _on_disk(stack, folder, unknown)
+        facts = tuple(_gpu_facts(place, pair, unknown) for place in gpus)
+        rounds = run_rounds(trials, (QUICK_TIME_S if quick else TIME_S) - (time.perf_counter() - start), report)
+    for place in places:
+        place.clear()
+    free.append(free_memory_bytes())
+    unknown += [f"{name}: {why}" for name, why in rounds.left_out.items()]
+    found = Findings(host, facts, tuple(free), tuple(trials), rounds.times_s, tuple(unknown))
+    date = datetime.now(UTC).isoformat(timespec="seconds")
+    return build_machine(
+        platform.node() or "here", found, Circumstances(date, read_versions(), time.perf_counter() - start)
+    )
+
+
+def _disturbances(cores: int) -> list[str]:
+    """Returns a sentence where other processes keep this host busy."""
+    load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
+    if load <= BUSY * cores:
+        return []
+    return [f"this machine at rest: {load:.1f} processes wanted its {cores} cores before the survey began"]
+
+
+def _open_gpus(count: int, unknown: list[str]) -> list[Place]:
+    """Returns the GPUs that can be used, once this process has a context on each."""
+    found = []
+    for n in range(count):
+        try:
+            found.append(Place(f"gpu{n}", torch.device("cuda", n), _open(n)))
+        except RuntimeError as error:
+            unknown.append(f"gpu{n}: {str(error).splitlines()[0]}")
+    return found
+
+
+def _open(gpu: int) -> int:
+    """Begins to use a GPU; returns its free bytes then."""
+    side = torch.ones(8, 8, device=f"cuda:{gpu}")
+    side @ side  # the libraries of matrix products have memory of their own
+    torch.cuda.synchronize(gpu)
+    return int(torch.cuda.mem_get_info(gpu)[0])
+
+
+def _gpu_facts(place: Place, pair: Pair, unknown: list[str]) -> GpuFacts:
+    """Returns what the driver states of a GPU, and how much memory falls away when one more process uses it."""
+    index = place.device.index
+    context: int | None = None
+    total = torch.cuda.get_device_properties(index).total_memory
+    try:
+        before, _ = torch.cuda.mem_get_info(index)
+        pair.open_context(index)
+        after, _ = torch.cuda.mem_get_info(index)
+        context = before - after if after < before else None
+    except (RuntimeError, OSError) as error:
+        unknown.append(f"{place.name} memory context: {error}")
+    kind = re.sub("[^a-z0-9]+", "-", torch.cuda.get_device_name(index).lower()).strip("-")
+    return GpuFacts(place.name, kind, int(total), min(place.free_bytes, int(total)), context)
+
+
+def _on_disk(stack: ExitStack, folder: Path, unknown: list[str]) -> list[Trial]:
+    """Returns the trials of the disk under a folder; their file goes when the survey ends."""
+    try:
+        where = stack.enter_context(tempfile.TemporaryDirectory(prefix=".pipedejavu-", dir=folder))
+    except OSError as error:
+        unknown.append(f"disk: {folder} cannot be written ({error.strerror})")
+        return []
+    return disk_trials(Path(where) / "probe.bin")
+
+
+def read_versions() -> dict[str, str]:
+    """Returns the versions of the software that takes part, as far as it states them."""
+    found = {"python": platform.python_version(), "torch": torch.__version__, "system": platform.platform()}
+    if torch.version.cuda:
+        found["cuda"] = torch.version.cuda
+    driver = Path("/proc/driver/nvidia/version")
+    text = driver.read_text("utf-8", errors="replace") if os.access(driver, os.R_OK) else ""
+    if number := re.search(r"\b(\d+\.\d+[.\d]*)\b", text):
+        found["driver"] = number[1]
+    return found
