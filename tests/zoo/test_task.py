@@ -65,6 +65,7 @@ def test_the_names_are_those_of_the_command_line() -> None:
     assert MODEL_NAMES == (
         "mlp", "vgg19", "vgg-small", "resnet18", "resnet50",
         "gpt-tiny", "gpt-small", "gpt-medium", "gpt-large", "gpt-1.3b", "gpt-6.7b", "gpt-175b",
+        "gpt-10-layers", "gpt-10-layers-no-dropout",
         "bert-tiny", "bert-base", "bert-large", "seq2seq-tiny", "seq2seq-base", "moe-tiny", "moe-small",
     )  # fmt: skip
 
