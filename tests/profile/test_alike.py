@@ -6,9 +6,9 @@ torch = pytest.importorskip("torch")
 
 from torch import nn
 
-from pipedejavu.facts import InputError
 from pipedejavu.profile import Shot, cut_model, measure_profile
 from pipedejavu.profile.alike import likeness
+from pipedejavu.profile.measure import has_same_units
 
 X = torch.zeros(4, 6)
 
@@ -97,11 +97,13 @@ def test_alike_units_are_measured_once() -> None:
     assert profile.units[0].times != profile.units[1].times
 
 
-def test_units_that_do_not_correspond_are_refused() -> None:
-    def shot(samples, *units):
-        x = torch.zeros(samples, 6)
-        return Shot(list(enumerate(units)), x, x, lambda output, target: (output - target).sum())
+def test_units_of_two_sizes_correspond_by_name_and_parameters() -> None:
+    net = Net()
 
-    shots = [shot(4, nn.Linear(6, 6)), shot(8, nn.Linear(6, 6), nn.ReLU())]
-    with pytest.raises(InputError, match="into 1 units for 4 samples and into 2 others for 8"):
-        measure_profile("net", shots, (), {"cpu": torch.device("cpu")})
+    def shot(model, samples, count=5):
+        x = torch.zeros(samples, 6)
+        return Shot(cut_model(model, x).units[:count], x, x, lambda output, target: (output - target).sum())
+
+    assert has_same_units(shot(net, 4), shot(net, 8))
+    assert not has_same_units(shot(net, 4), shot(net, 8, count=4))
+    assert not has_same_units(shot(net, 4), shot(Net(), 8))

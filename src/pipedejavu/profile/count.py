@@ -84,13 +84,11 @@ class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Runs an operation and notes it."""
         kwargs = kwargs or {}
         output = func(*args, **kwargs)
-        given, made = _tensors((args, kwargs)), _tensors(output)
-        before = {_where(t) for t in given}
-        is_view = not func._schema.is_mutable and any(_where(t) in before for t in made)
-        if not is_view and "empty" not in func._schema.name:
+        made = _tensors(output)
+        if made and not func.is_view and func._overloadpacket not in _FREE:
             count = _FLOP.get(func._overloadpacket)
             flop = count(*args, **kwargs, out_val=output) if count else 0
-            self.done.append(Work(int(flop), sum(t.nbytes for t in (*given, *made))))
+            self.done.append(Work(int(flop), sum(t.nbytes for t in (*_tensors((args, kwargs)), *made))))
         return output
 
 
@@ -112,6 +110,11 @@ def _attention_backward(gradient: Tensor, query: Tensor, key: Tensor, value: Ten
     shapes = gradient.shape, query.shape, key.shape, value.shape
     return int(sdpa_backward_flop_count(*shapes))  # type: ignore[no-untyped-call]
 
+
+_FREE = frozenset(
+    getattr(torch.ops.aten, name) for name in ("_unsafe_view", "empty", "empty_like", "empty_strided", "new_empty")
+)
+"""Operations beside views that touch no bytes."""
 
 _FLOP: dict[Any, Any] = {
     **flop_registry,

@@ -9,12 +9,23 @@ import torch
 from pipedejavu.engine import AdamW, Job
 from pipedejavu.facts import Device, InputError, Machine, Profile
 from pipedejavu.probe import read_shape
-from pipedejavu.profile import Cut, Shot, cut_model, measure_profile
-from pipedejavu.profile.measure import Report
+from pipedejavu.profile import (
+    Cut,
+    Shot,
+    blank_like,
+    cut_model,
+    estimate_units,
+    make_blank,
+    make_mode,
+    measure_profile,
+    read_rates,
+)
+from pipedejavu.profile.measure import Report, has_same_units
 from pipedejavu.train.door import open_task
 from pipedejavu.train.site import read_sites
 from pipedejavu.train.task import describe_form, loss_of
 from pipedejavu.zoo import Task
+from pipedejavu.zoo.shape import EFFICIENCY
 
 _LEAST = 2
 """Batch statistics need more than one sample."""
@@ -27,7 +38,7 @@ class Survey:
     profile: Profile
     machine: Machine
     sizes: tuple[int, ...]
-    """The microbatches that were looked at; the last one is what was asked for, where it is not the smallest."""
+    """The microbatches that were looked at; the last one is what was asked for."""
     sample: str
     """The form of one sample."""
 
@@ -39,35 +50,49 @@ def measure_model(model: str, samples: int, report: Report) -> Survey:
     shots, cut = [], None
     for size in sizes:
         report(f"cutting {model} for {size} samples")
-        inputs, targets = batch_of(task, size)
+        inputs, targets = _batch(task, size)
         cut = cut if cut and cut.way == "chain" else cut_model(task.model, inputs)
-        shots.append(shot_of(task, cut, inputs, targets))
+        shots.append(_shot(task, cut, inputs, targets))
     kinds = {device.kind: torch.device("cpu" if device.type == "cpu" else "cuda") for device in machine.devices}
-    profile = measure_profile(model, shots, ties_of(shots[-1]), kinds, report)
-    return Survey(profile, machine, sizes, describe_form(inputs))
+    shots = [shot for shot in shots if has_same_units(shot, shots[-1])]  # a cut goes by bytes, which sizes change
+    profile = measure_profile(model, shots, _ties(shots[-1]), kinds, report)
+    return Survey(profile, machine, tuple(shot.samples for shot in shots), describe_form(inputs))
+
+
+def estimate_model(model: str, samples: int, machine: Machine, report: Report) -> Survey:
+    """Estimates a model on each kind of device of a machine; the model is never given memory."""
+    rates = read_rates(machine.devices, EFFICIENCY)
+    report(f"building {model} without memory")
+    task, mode = open_task(model, device="meta"), make_mode()
+    make_blank(task.model, mode)
+    inputs, targets = blank_like(_batch(task, samples), mode)
+    report(f"cutting {model}")
+    shot = _shot(task, cut_model(task.model, inputs), inputs, targets)
+    profile = estimate_units(model, shot, _ties(shot), rates, report)
+    return Survey(profile, machine, (samples,), describe_form(inputs))
 
 
 def choose_sizes(samples: int) -> tuple[int, ...]:
-    """Returns three sizes of microbatch, up to the one asked for where there are as many below it."""
+    """Returns three sizes of microbatch, the one asked for last: the others are below it where there are as many."""
     if samples < 1:
         raise InputError(f"a batch has at least one sample, not {samples}")
     if samples < _LEAST + 2:
-        return samples, samples + 1, samples + 2
+        return samples + 2, samples + 1, samples
     least = max(_LEAST, samples // 4)
     return least, (least + samples) // 2, samples
 
 
-def batch_of(task: Task, samples: int) -> tuple[Any, Any]:
+def _batch(task: Task, samples: int) -> tuple[Any, Any]:
     """Returns the first samples of a task's data, from the beginning again where there are not as many."""
     return task.data.batch([n % len(task.data) for n in range(samples)])
 
 
-def shot_of(task: Task, cut: Cut, inputs: Any, targets: Any) -> Shot:
+def _shot(task: Task, cut: Cut, inputs: Any, targets: Any) -> Shot:
     """Returns a cut model with a microbatch."""
     return Shot(cut.units, cut.flat(inputs), targets, loss_of(cut, task.loss))
 
 
-def ties_of(shot: Shot) -> Sequence[frozenset[str]]:
+def _ties(shot: Shot) -> Sequence[frozenset[str]]:
     """Returns the names of parameters that units share."""
     return Job(units=shot.units, loss=shot.loss, optimizer=AdamW(lr=0.0)).ties
 
