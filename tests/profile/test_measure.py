@@ -6,7 +6,7 @@ torch = pytest.importorskip("torch")
 
 from torch import nn
 
-from pipedejavu.profile import measure_profile, merge_profiles
+from pipedejavu.profile import Shot, measure_profile, merge_profiles
 
 CPU = torch.device("cpu")
 
@@ -26,7 +26,7 @@ def loss(output, target):
 
 def measure(kinds, chain=None):
     sample, target = torch.randn(5, 4), torch.tensor([0, 1, 2, 0, 1])
-    return measure_profile("net", chain or units(), (), sample, target, loss, kinds)
+    return measure_profile("net", [Shot(chain or units(), sample, target, loss)], (), kinds)
 
 
 def test_sizes_follow_from_the_tensors() -> None:
@@ -68,3 +68,21 @@ def test_a_gpu_is_measured_beside_the_cpu() -> None:
     for unit in profile.units:
         assert unit.times.keys() == {"cpu", "gpu"}
         assert all(times.forward.per_sample_s > 0 for times in unit.times.values())
+
+
+def test_halves_of_a_backward_are_measured_apart() -> None:
+    first, second, third = (unit.times["cpu"] for unit in measure({"cpu": CPU}).units)
+    assert first.input_backward is not None
+    assert first.input_backward.at(5) == 0  # nobody wants the gradient of a sample
+    assert second.weight_backward.at(5) == 0
+    for found in (second.input_backward, third.input_backward, first.weight_backward, third.weight_backward):
+        assert found is not None
+        assert found.at(5) > 0
+
+
+def test_saved_bytes_are_those_that_autograd_keeps() -> None:
+    linear = measure({"cpu": CPU}, [("only", nn.Linear(4, 3))]).units[0]
+    # Of each sample: the input, the log-probabilities of the loss, the target; and one number for the batch.
+    assert linear.activation_bytes == 4 * 4 + 4 * 3 + 8 + 4 / 5
+    assert linear.flop == 2 * 4 * 3
+    assert linear.num_parameters == 4 * 3 + 3

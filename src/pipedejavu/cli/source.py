@@ -87,6 +87,16 @@ def _efficiencies(machine: Machine) -> str:
     return ", ".join([*(f"{share:.0%} of {kind}'s rate" for kind, share in own.items()), *rest])
 
 
+def read_model(text: str) -> str:
+    """Reads zoo:NAME, hf:CONFIG or FILE.py:FUNCTION, as the door for models knows them."""
+    if not text.startswith(("zoo:", "hf:")) and ".py:" not in text:
+        raise InputError(
+            f"'{text}' is not a model that can be trained; use zoo:NAME, such as zoo:gpt-tiny, hf:CONFIG or"
+            " FILE.py:FUNCTION"
+        )
+    return text.removeprefix("zoo:")
+
+
 def read_plan(text: str, sizes: Mapping[str, int | None]) -> Plan:
     """Reads preset:NAME or a plan file, at the sizes given."""
     kind, colon, name = text.partition(":")

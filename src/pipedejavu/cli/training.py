@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.table import Table
 
-from pipedejavu.cli.source import read_plan
+from pipedejavu.cli.source import read_model, read_plan
 from pipedejavu.facts import InputError, Timeline, format_seconds, read_machine, write_file
 from pipedejavu.plan import Decision, Plan, preset
 from pipedejavu.probe.shape import num_cores
@@ -38,13 +38,8 @@ def _room() -> ModuleType:
 
 def read_options(model: str, given: Mapping[str, object]) -> "TrainOptions":
     """Returns the run's options; raises InputError with every fault."""
-    if not model.startswith(("zoo:", "hf:")) and ".py:" not in model:
-        raise InputError(
-            f"'{model}' is not a model that can be trained; use zoo:NAME, such as zoo:gpt-tiny, hf:CONFIG or"
-            " FILE.py:FUNCTION"
-        )
     found: TrainOptions = _room().TrainOptions.from_json(
-        json.dumps({"model": model.removeprefix("zoo:"), **given}), source="the options of train"
+        json.dumps({"model": read_model(model), **given}), source="the options of train"
     )
     return found
 

@@ -15,6 +15,8 @@ class Cost(Record):
 
     fixed_s: Seconds = 0.0
     per_sample_s: Seconds = 0.0
+    spread: float = Field(default=0.0, ge=0)
+    """How far the middle half of what was measured lies from this line at most, as a part of it."""
 
     def at(self, samples: float) -> float:
         """Returns the time for a microbatch of `samples`."""
@@ -28,7 +30,9 @@ class UnitTime(Record):
     backward: Cost = Cost()
     """Both halves: the gradient of the input and that of the weights."""
     weight_backward: Cost = Cost()
-    """The weight half alone; the input half is the rest of `backward`."""
+    """The weight half alone."""
+    input_backward: Cost | None = None
+    """The input half alone; by default the rest of `backward`. Halves apart may take more than both at once."""
     recompute: Cost = Cost()
     """Running forward again for the backward pass."""
     update_s: Seconds = 0.0
@@ -44,6 +48,9 @@ class Unit(Record):
     name: str
     times: dict[str, UnitTime] = Field(default_factory=dict)
     """By the device's kind."""
+    flop: float = Field(default=0.0, ge=0)
+    """Floating-point operations of a forward, for each sample."""
+    num_parameters: int = Field(default=0, ge=0)
     parameter_bytes: Bytes = 0
     gradient_bytes: Bytes = 0
     optimizer_bytes: Bytes = 0

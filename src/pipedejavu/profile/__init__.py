@@ -1,7 +1,23 @@
 """Models as units: read from a chain or cut out of any module, and measured on devices of this machine."""
 
+from pipedejavu.profile.blank import blank_like, make_blank, make_mode
 from pipedejavu.profile.chain import Units, is_chain, read_chain
 from pipedejavu.profile.cut import Cut, cut_model
-from pipedejavu.profile.measure import measure_profile, merge_profiles
+from pipedejavu.profile.estimate import estimate_units, read_rates
+from pipedejavu.profile.measure import Shot, measure_profile, merge_profiles
 
-__all__ = ["Cut", "Units", "cut_model", "is_chain", "measure_profile", "merge_profiles", "read_chain"]
+__all__ = [
+    "Cut",
+    "Shot",
+    "Units",
+    "blank_like",
+    "cut_model",
+    "estimate_units",
+    "is_chain",
+    "make_blank",
+    "make_mode",
+    "measure_profile",
+    "merge_profiles",
+    "read_chain",
+    "read_rates",
+]

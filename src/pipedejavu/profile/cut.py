@@ -12,11 +12,11 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, fx, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 
 from pipedejavu.facts import InputError
+from pipedejavu.profile.blank import Mode, mode_of
 from pipedejavu.profile.chain import Units, is_chain, read_chain
 from pipedejavu.profile.live import Liveness, module_paths
 from pipedejavu.profile.segment import Body, Entry, Segment, Value, make_body
@@ -162,7 +162,7 @@ def _segments(live: Liveness, positions: Sequence[int]) -> Units:
     names = _names(found, [0, *ends])
     units, carries = [], [False] * len(found.inputs)
     value = tuple(node.meta["val"] for node in found.inputs)
-    mode = FakeTensorMode(shape_env=ShapeEnv(), static_shapes=True)
+    mode = mode_of(list(found.held.values()))
     for name, (start, end) in zip(names, pairwise([0, *ends]), strict=True):
         inputs, results = live.at(start), outputs if end == live.size else live.at(end)
         body = make_body(found.nodes[start:end], inputs, results, found.states, found.held)
@@ -176,7 +176,7 @@ def _segments(live: Liveness, positions: Sequence[int]) -> Units:
 
 
 def _dry_run(
-    body: fx.GraphModule, value: tuple[Tensor, ...], carries: Sequence[bool], mode: FakeTensorMode
+    body: fx.GraphModule, value: tuple[Tensor, ...], carries: Sequence[bool], mode: Mode
 ) -> tuple[tuple[Tensor, ...], list[bool]]:
     """Runs a segment on tensors without memory; returns its results, and which of them weights made."""
     with mode, torch.enable_grad():
@@ -185,9 +185,13 @@ def _dry_run(
             for t, carried in zip(value, carries, strict=True)
         ]
         tensors = [*body.named_parameters(remove_duplicate=False), *body.named_buffers(remove_duplicate=False)]
-        states: dict[str, Tensor] = {name: mode.from_tensor(tensor) for name, tensor in tensors}
+        states: dict[str, Tensor] = {name: _without_memory(tensor, mode) for name, tensor in tensors}
         results = torch.func.functional_call(body, states, tuple(t.clone() for t in given), strict=False)
     return tuple(results), [t.requires_grad for t in results]
+
+
+def _without_memory(tensor: Tensor, mode: Mode) -> Tensor:
+    return tensor if isinstance(tensor, FakeTensor) else mode.from_tensor(tensor)
 
 
 def _names(found: Trace, edges: Sequence[int]) -> list[str]:

@@ -1,11 +1,14 @@
-"""Measures a chain on devices of this machine: time, memory and boundary of each unit, at one microbatch.
+"""Measures a model's units on devices of this machine: time, memory and boundary of each, at one microbatch or several.
 
-Everything runs on copies, so that what is measured (batch statistics, say) stays as it was.
+Units that are alike are measured once. Everything runs on copies, so that what is measured (batch statistics, say)
+stays as it was.
 """
 
 import copy
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from statistics import median
 from typing import Any
@@ -13,46 +16,80 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pipedejavu.facts import Cost, Profile, Tie, Unit, UnitTime
+from pipedejavu.facts import Profile, Tie, Unit, UnitTime
+from pipedejavu.profile.alike import likeness
 from pipedejavu.profile.chain import Units
+from pipedejavu.profile.count import Counted, count_step
+from pipedejavu.profile.line import fit_line
+from pipedejavu.profile.step import PARTS, Head, run_step, tensors_of
 
-REPEATS = 3
-_WARM_UPS = {"cpu": 1, "cuda": 3}
-"""A GPU's first passes load kernels and choose algorithms."""
+_FEWEST, _MOST, _ENOUGH_S = 3, 20, 0.05
+"""Passes that are timed: at least so many, and more of short ones, until they took so long together."""
+_WARM_UPS = {"cpu": 0, "cuda": 2}
+"""Beside the pass that counts. A GPU's first passes load kernels and choose algorithms."""
+
+Report = Callable[[str], None]
+"""Is told what is measured next."""
+
+
+@dataclass(frozen=True)
+class Shot:
+    """A model's units for microbatches of one size, and such a microbatch."""
+
+    units: Units
+    inputs: Any
+    """As the first unit takes them."""
+    targets: Any
+    loss: Callable[[Any, Any], Tensor]
+    """Takes what the last unit returns and the targets."""
+
+    @property
+    def samples(self) -> int:
+        """The size of the microbatch."""
+        return len(tensors_of(self.targets)[0])
+
+    def head(self, index: int, targets: Any) -> Head | None:
+        """Returns what follows a unit: the loss for the last, nothing for the others."""
+        return partial(_loss, self.loss, targets) if index == len(self.units) - 1 else None
+
+
+def _loss(loss: Callable[[Any, Any], Tensor], targets: Any, output: Any) -> Tensor:
+    return loss(output, targets)
 
 
 def measure_profile(
     name: str,
-    units: Units,
+    shots: Sequence[Shot],
     ties: Sequence[frozenset[str]],
-    sample: Any,
-    target: Any,
-    loss: Callable[[Any, Any], Tensor],
     kinds: Mapping[str, torch.device],
+    report: Report = lambda text: None,  # noqa: ARG005
 ) -> Profile:
-    """Runs each unit forward and backward on one microbatch, on a device of each kind.
+    """Runs each unit forward and backward on a microbatch of each size, on a device of each kind.
 
-    `ties` are the full names of parameters that units share. Times grow with the samples; the backward's weight half
-    is taken as half of it.
+    `ties` are the full names of parameters that units share. Times are lines over the sizes; bytes are those of the
+    last. The units must be the same at all sizes.
     """
-    times: list[dict[str, UnitTime]] = [{} for _ in units]
+    assert all(has_same_units(shot, shots[-1]) for shot in shots)
+    times: list[dict[str, UnitTime]] = [{} for _ in shots[-1].units]
     found: list[Unit] = []
     for kind, device in kinds.items():
-        value, goal = _moved(sample, device), _moved(target, device)
-        size = len(_tensors(target)[0])
-        found = []
-        for index, (unit, module) in enumerate(units):
-            own = copy.deepcopy(module).to(device)
-            head = partial(_loss, loss, goal) if index == len(units) - 1 else None
-            measured, value = _measure(own, value, head)
-            times[index][kind] = _unit_time(own, measured, size)
-            found.append(_unit(unit, own, measured, value, size))
+        rows = [_measure_shot(shot, device, f"{kind}, {shot.samples} samples", report) for shot in shots]
+        for own, *same in zip(times, *rows, strict=True):
+            by_size = {shot.samples: row.times for shot, row in zip(shots, same, strict=True)}
+            lines = {part: fit_line({n: taken[part] for n, taken in by_size.items()}) for part in PARTS}
+            own[kind] = UnitTime(update_s=same[-1].update_s).but(**lines)
+        found = [
+            describe(unit, module, row.counted, shots[-1].samples)
+            for (unit, module), row in zip(shots[-1].units, rows[-1], strict=True)
+        ]
     described = tuple(unit.but(times=own) for unit, own in zip(found, times, strict=True))
-    return Profile(name=name, units=described, ties=_ties(ties, units))
+    return Profile(name=name, units=described, ties=describe_ties(ties, shots[-1].units))
 
 
-def _loss(loss: Callable[[Any, Any], Tensor], target: Any, output: Any) -> Tensor:
-    return loss(output, target)
+def has_same_units(shot: Shot, other: Shot) -> bool:
+    """Whether the units of two sizes correspond one to one."""
+    one, two = ([(name, list(map(id, m.parameters()))) for name, m in found.units] for found in (shot, other))
+    return one == two
 
 
 def merge_profiles(profiles: Sequence[Profile]) -> Profile:
@@ -63,7 +100,7 @@ def merge_profiles(profiles: Sequence[Profile]) -> Profile:
     return profiles[0].but(units=tuple(units))
 
 
-def _ties(ties: Sequence[frozenset[str]], units: Units) -> tuple[Tie, ...]:
+def describe_ties(ties: Sequence[frozenset[str]], units: Units) -> tuple[Tie, ...]:
     """Returns the profile's form of parameters that units share, in the order given."""
     owned = [(u, n, p.nbytes) for u, m in units for n, p in m.named_parameters(prefix=u, remove_duplicate=False)]
     found = []
@@ -73,97 +110,97 @@ def _ties(ties: Sequence[frozenset[str]], units: Units) -> tuple[Tie, ...]:
     return tuple(found)
 
 
+@dataclass(frozen=True)
+class _Row:
+    """What one unit takes on one device at one size."""
+
+    counted: Counted
+    times: Mapping[str, Sequence[float]]
+    update_s: float
+
+
+def _measure_shot(shot: Shot, device: torch.device, place: str, report: Report) -> list[_Row]:
+    value, targets = _moved(shot.inputs, device), _moved(shot.targets, device)
+    known: dict[Hashable, _Row] = {}
+    rows = []
+    for index, (name, module) in enumerate(shot.units):
+        head = shot.head(index, targets)
+        key = (likeness(module, value), head is None, index == 0)
+        if key not in known:
+            report(f"{name} ({place})")
+            known[key] = _measure(copy.deepcopy(module).to(device), value, head, index == 0)
+        rows.append(known[key])
+        value = known[key].counted.output
+    return rows
+
+
+def _measure(module: nn.Module, value: Any, head: Head | None, is_first: bool) -> _Row:
+    counted = count_step(module, value, head, is_first)
+    device = tensors_of(value)[0].device
+    taken: dict[str, list[float]] = {part: [] for part in PARTS}
+    for _ in range(_WARM_UPS[device.type]):
+        run_step(module, value, head, is_first, _Stopwatch(device))
+    for _ in _repeats():
+        watch = _Stopwatch(device)
+        run_step(module, value, head, is_first, watch)
+        for part, found in taken.items():
+            found.append(watch.time_s(part))
+    return _Row(counted, taken, _update_s(module))
+
+
+def _repeats() -> Iterator[int]:
+    """Counts passes until there are enough."""
+    start = time.perf_counter()
+    for n in range(_MOST):
+        if n >= _FEWEST and time.perf_counter() - start > _ENOUGH_S:
+            return
+        yield n
+
+
 class _Stopwatch:
-    """Times between marks: by the clock on a CPU, by events of the stream on a GPU, which works behind the host."""
+    """A meter of time: by the clock on a CPU, by events of the stream on a GPU, which works behind the host."""
 
     def __init__(self, device: torch.device):
         self.device = device
-        self.marks: list[Any] = []
+        self.marks: dict[str, tuple[Any, Any]] = {}
 
-    def mark(self) -> None:
-        """Ends the last stretch and begins the next."""
+    @contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        """Times what runs inside."""
+        start = self._mark()
+        yield
+        self.marks[name] = start, self._mark()
+
+    def _mark(self) -> Any:
         if self.device.type == "cpu":
-            self.marks.append(time.perf_counter())
-            return
+            return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(self.device))
-        self.marks.append(event)
+        return event
 
-    def times_s(self) -> list[float]:
-        """Returns the stretches between the marks, once the device has passed the last."""
-        pairs = zip(self.marks, self.marks[1:], strict=False)
+    def time_s(self, name: str) -> float:
+        """Returns what a part took, once the device is through with it; nothing for a part that did not run."""
+        if name not in self.marks:
+            return 0.0
+        start, end = self.marks[name]
         if self.device.type == "cpu":
-            return [end - start for start, end in pairs]
-        self.marks[-1].synchronize()
-        return [start.elapsed_time(end) / 1000 for start, end in pairs]
+            return float(end - start)
+        end.synchronize()
+        return float(start.elapsed_time(end)) / 1000
 
 
-class _Measured:
-    """What one unit's forward and backward take each time, and the bytes that autograd saved."""
-
-    def __init__(self) -> None:
-        self.forward_s: list[float] = []
-        self.backward_s: list[float] = []
-        self.saved_bytes = 0
-
-
-def _measure(module: nn.Module, value: Any, head: Callable[[Any], Tensor] | None) -> tuple[_Measured, Any]:
-    measured = _Measured()
-    output: Any = None
-    device = _tensors(value)[0].device
-    warm_ups = _WARM_UPS[device.type]
-    for repeat in range(warm_ups + REPEATS):
-        # Copies of the inputs: a unit may change what it is given in place.
-        inputs = [t.detach().requires_grad_(t.is_floating_point()).clone() for t in _tensors(value)]
-        saved: dict[int, int] = {}
-
-        def keep(tensor: Tensor, saved: dict[int, int] = saved) -> Tensor:
-            saved[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-            return tensor
-
-        watch = _Stopwatch(device)
-        watch.mark()
-        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-            output = module(tuple(inputs) if isinstance(value, tuple) else inputs[0])
-            ends = _tensors(head(output) if head else output)
-        watch.mark()
-        roots = [t for t in ends if t.requires_grad]
-        if roots:
-            torch.autograd.backward(roots, [torch.ones_like(t) for t in roots])
-        watch.mark()
-        module.zero_grad()
-        forward_s, backward_s = watch.times_s()
-        if repeat >= warm_ups:
-            measured.forward_s.append(forward_s)
-            measured.backward_s.append(backward_s)
-        own = {p.untyped_storage().data_ptr() for p in module.parameters()}
-        measured.saved_bytes = sum(size for where, size in saved.items() if where not in own)
-    detached = [t.detach() for t in _tensors(output)]
-    return measured, tuple(detached) if isinstance(output, tuple) else detached[0]
-
-
-def _unit_time(module: nn.Module, measured: _Measured, size: int) -> UnitTime:
-    forward = Cost(per_sample_s=median(measured.forward_s) / size)
-    backward = median(measured.backward_s) / size
-    has_weights = any(True for _ in module.parameters())
-    return UnitTime(
-        forward=forward,
-        backward=Cost(per_sample_s=backward),
-        weight_backward=Cost(per_sample_s=backward / 2 if has_weights else 0.0),
-        recompute=forward,
-        update_s=_update_s(module),
-    )
-
-
-def _unit(name: str, module: nn.Module, measured: _Measured, output: Any, size: int) -> Unit:
-    parameters = sum(p.nbytes for p in module.parameters())
+def describe(name: str, module: nn.Module, counted: Counted, samples: int) -> Unit:
+    """Returns a unit's sizes."""
+    parameter_bytes = sum(p.nbytes for p in module.parameters())
     return Unit(
         name=name,
-        parameter_bytes=parameters,
-        gradient_bytes=parameters,
-        optimizer_bytes=2 * parameters,
-        activation_bytes=measured.saved_bytes / size,
-        boundary_bytes=sum(t.nbytes for t in _tensors(output)) / size,
+        flop=counted.flop / samples,
+        num_parameters=sum(p.numel() for p in module.parameters()),
+        parameter_bytes=parameter_bytes,
+        gradient_bytes=parameter_bytes,
+        optimizer_bytes=2 * parameter_bytes,
+        activation_bytes=counted.saved_bytes / samples,
+        boundary_bytes=sum(t.nbytes for t in tensors_of(counted.output)) / samples,
         has_batch_statistics=any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in module.modules()),
     )
 
@@ -173,16 +210,17 @@ def _update_s(module: nn.Module) -> float:
     parameters = [p.detach() for p in module.parameters()]
     if not parameters:
         return 0.0
-    watch = _Stopwatch(parameters[0].device)
-    for _ in range(2):  # the first pass warms up
-        watch.mark()
-        for parameter in parameters:
-            state = torch.zeros_like(parameter)
-            for _ in range(2):
-                state.mul_(0.9).add_(parameter, alpha=0.1)
-            parameter + state.sqrt().add_(1e-8).reciprocal_()
-    watch.mark()
-    return watch.times_s()[-1]
+    times = []
+    for _ in range(1 + _FEWEST):
+        watch = _Stopwatch(parameters[0].device)
+        with watch.part("update"):
+            for parameter in parameters:
+                state = torch.zeros_like(parameter)
+                for _ in range(2):
+                    state.mul_(0.9).add_(parameter, alpha=0.1)
+                parameter + state.sqrt().add_(1e-8).reciprocal_()
+        times.append(watch.time_s("update"))
+    return median(times[1:])  # the first pass warms up
 
 
 def _moved(value: Any, device: torch.device) -> Any:
@@ -190,7 +228,3 @@ def _moved(value: Any, device: torch.device) -> Any:
     if isinstance(value, tuple):
         return tuple(_moved(v, device) for v in value)
     return value.to(device) if isinstance(value, Tensor) else value
-
-
-def _tensors(value: Any) -> list[Tensor]:
-    return list(value) if isinstance(value, tuple) else [value]

@@ -15,6 +15,7 @@ from torch import Tensor, fx, nn
 from pipedejavu.facts import InputError
 
 Value = Tensor | tuple[Tensor, ...]
+Shapes = tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True)
@@ -66,26 +67,26 @@ class Segment(nn.Module):
 
     def forward(self, value: Value) -> Value:
         """Takes and returns the live tensors: one, or a tuple of several."""
-        given = value if isinstance(value, tuple) else (value,)
-        shapes = tuple(tuple(tensor.shape) for tensor in given)
-        body = self._by_shapes().get(shapes)
-        if body is None:
-            known = " or ".join(_shapes(own) for own in self._by_shapes())
-            raise InputError(
-                f"unit '{self.name}' was cut for {known} and is given {_shapes(shapes)}; give every microbatch a shape"
-                " that the model was cut for"
-            )
-        found: tuple[Tensor, ...] = body(given)
+        found: tuple[Tensor, ...] = self.body_for(value)(value if isinstance(value, tuple) else (value,))
         return found if len(found) > 1 else found[0]
 
-    def _by_shapes(self) -> dict[tuple[tuple[int, ...], ...], nn.Module]:
-        bodies = [body for body in self.bodies if isinstance(body, Body)]
-        return {tuple(entry.shape for entry in body.entries): body for body in bodies}
+    def body_for(self, value: Value) -> Body:
+        """Returns the graph for the shape of a value; raises InputError where there is none."""
+        shapes, bodies = _shapes_of(value), self._by_shapes()
+        if shapes not in bodies:
+            raise InputError(
+                f"unit '{self.name}' was cut for {' or '.join(map(_written, bodies))} and is given {_written(shapes)};"
+                " give every microbatch a shape that the model was cut for"
+            )
+        return bodies[shapes]
 
     def takes(self, value: Value) -> bool:
-        """Whether it has a graph for the shape of what it would be given."""
-        given = value if isinstance(value, tuple) else (value,)
-        return tuple(tuple(tensor.shape) for tensor in given) in self._by_shapes()
+        """Whether it has a graph for the shape of a value."""
+        return _shapes_of(value) in self._by_shapes()
+
+    def _by_shapes(self) -> dict[Shapes, Body]:
+        bodies = [body for body in self.bodies if isinstance(body, Body)]
+        return {tuple(entry.shape for entry in body.entries): body for body in bodies}
 
     def adopt(self, other: "Segment") -> None:
         """Takes over the graph of the same part of the model for another shape; both look for weights in one place."""
@@ -181,5 +182,9 @@ def _widened(leaf: Any) -> Any:
     return torch.float64 if isinstance(leaf, torch.dtype) and leaf.is_floating_point else leaf
 
 
-def _shapes(shapes: Any) -> str:
+def _shapes_of(value: Value) -> Shapes:
+    return tuple(tuple(tensor.shape) for tensor in (value if isinstance(value, tuple) else (value,)))
+
+
+def _written(shapes: Shapes) -> str:
     return " and ".join("×".join(map(str, shape)) or "a number" for shape in shapes)

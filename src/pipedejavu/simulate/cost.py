@@ -74,11 +74,11 @@ class Costs:
     def _compute(self, a: Action, worker: int) -> float:
         times, samples = self._times(a.piece, self._device(worker).kind), self.sizes.samples(a.microbatch)
 
-        def total(part: str) -> float:
-            costs: list[Cost] = [getattr(t, part) for t in times]
-            return sum(cost.at(samples) for cost in costs)
-
-        time = total("backward") - total("weight_backward") if a.kind == "I" else total(_HALVES[a.kind])
+        if a.kind == "I":
+            time = sum(_input_s(t, samples) for t in times)
+        else:
+            costs: list[Cost] = [getattr(t, _HALVES[a.kind]) for t in times]
+            time = sum(cost.at(samples) for cost in costs)
         if a.kind == "R":
             time *= self.plan.order.recompute
         if self.plan.feed.budgets:
@@ -169,6 +169,13 @@ TRAFFIC = {
     "all-to-all": lambda n: (n - 1.0, (n - 1) / n),
 }
 """Rounds and volume of ring algorithms."""
+
+
+def _input_s(time: UnitTime, samples: float) -> float:
+    """Returns what the input half of a backward takes."""
+    if time.input_backward is not None:
+        return time.input_backward.at(samples)
+    return time.backward.at(samples) - time.weight_backward.at(samples)
 
 
 def _transfer(routes: list[Route], size_bytes: float) -> Work:

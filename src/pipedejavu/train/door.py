@@ -15,17 +15,21 @@ from pipedejavu.train.hugging import build_hugging
 from pipedejavu.zoo import Dataset, Task, build
 
 
-def open_task(model: str, *, seed: int = 0, data: str | None = None) -> Task:
-    """Builds the task that a model's name stands for: 'hf:CONFIG', 'FILE.py:FUNCTION', or a model of the zoo."""
+def open_task(model: str, *, seed: int = 0, data: str | None = None, device: str | None = None) -> Task:
+    """Builds the task that a model's name stands for: 'hf:CONFIG', 'FILE.py:FUNCTION', or a model of the zoo.
+
+    On the device 'meta' the model gets no memory.
+    """
     if model.startswith("hf:"):
-        return build_hugging(model.removeprefix("hf:"), seed=seed, data=data)
+        return build_hugging(model.removeprefix("hf:"), seed=seed, data=data, device=device)
     path, colon, function = model.rpartition(":")
     if colon and path.endswith(".py"):
         if data is not None:
             raise InputError(f"{model} brings its own data, but --data asks for '{data}'; leave --data out")
         torch.manual_seed(seed)
-        return _task(model, _load(path, function)())
-    return build(model, seed=seed, data=data)
+        with torch.device(device or torch.get_default_device()):
+            return _task(model, _load(path, function)())
+    return build(model, seed=seed, data=data, device=device)
 
 
 def _load(path: str, function: str) -> Callable[[], Any]:

@@ -29,7 +29,7 @@ _HEADS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
 """What a configuration can be built as, in the order in which it is tried: what is asked, and the inputs."""
 
 
-def build_hugging(name: str, *, seed: int = 0, data: str | None = None) -> Task:
+def build_hugging(name: str, *, seed: int = 0, data: str | None = None, device: str | None = None) -> Task:
     """Builds the task that the command line calls hf:NAME: a configuration's file or folder, or its name on the hub."""
     try:
         room: Any = import_module("transformers")
@@ -39,7 +39,8 @@ def build_hugging(name: str, *, seed: int = 0, data: str | None = None) -> Task:
     config.use_cache = False  # what generating keeps would pass from unit to unit
     head, objective, inputs = _choose_head(room, config, name)
     torch.manual_seed(seed)
-    model = getattr(room, head).from_config(config, dtype=torch.get_default_dtype()).train()
+    with torch.device(device or torch.get_default_device()):
+        model = getattr(room, head).from_config(config, dtype=torch.get_default_dtype()).train()
     form = _form(config, objective)
     has_text = isinstance(form, TokenForm) and form.num_plain >= _NUM_BYTES
     source = open_data(data or ("stdlib" if has_text else "random"), form, seed=seed)

@@ -8,7 +8,8 @@ import torch
 from pipedejavu.engine import Job
 from pipedejavu.facts import Cost, Profile, UnitTime
 from pipedejavu.plan import Plan
-from pipedejavu.profile import measure_profile
+from pipedejavu.profile import Shot, measure_profile
+from pipedejavu.profile.step import PARTS
 
 _TIMES, _LEAST = 4, 2
 """A share of a batch may be small: a microbatch so many times smaller is measured too, of two samples at least, as
@@ -22,7 +23,7 @@ def measure(name: str, job: Job, plan: Plan, batch: Batch, kinds: Mapping[str, t
     """Measures a job's units; where the plan shares a batch, at two sizes, so that what does not grow is known too."""
 
     def at(samples: int) -> Profile:
-        return measure_profile(name, job.units, job.ties, *batch(samples), job.loss, kinds)
+        return measure_profile(name, [Shot(job.units, *batch(samples), job.loss)], job.ties, kinds)
 
     large = plan.feed.samples
     small = max(_LEAST, large // _TIMES)
@@ -42,7 +43,7 @@ def fit(low: Profile, small: int, high: Profile, large: int) -> Profile:
         return Cost(fixed_s=second - slope * large, per_sample_s=slope)
 
     def time(before: UnitTime, after: UnitTime) -> UnitTime:
-        parts = ("forward", "backward", "weight_backward", "recompute")
+        parts = [part for part in PARTS if getattr(after, part) is not None]
         return after.but(**{part: line(getattr(before, part), getattr(after, part)) for part in parts})
 
     units = [

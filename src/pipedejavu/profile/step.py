@@ -1,0 +1,77 @@
+"""One unit's share of a training step, part by part: what is run is decided here, what is noted of it by a meter.
+
+The parts are those that programs name: a forward and its whole backward; then a forward again, and both halves
+of its backward apart, each asked of autograd alone.
+"""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+PARTS = ("forward", "backward", "recompute", "input_backward", "weight_backward")
+
+Head = Callable[[Any], Tensor]
+"""Takes what the last unit returns; returns the loss."""
+
+
+class Meter(Protocol):
+    """Notes something of what runs."""
+
+    def part(self, name: str) -> AbstractContextManager[None]:
+        """Notes what runs inside, under a name."""
+
+
+@dataclass(frozen=True)
+class _Forward:
+    inputs: list[Tensor]
+    """The leaves whose gradients the unit before wants."""
+    output: Any
+    roots: list[Tensor]
+    seeds: list[Tensor]
+
+
+def run_step(module: nn.Module, value: Any, head: Head | None, is_first: bool, meter: Meter) -> Any:
+    """Runs every part once and returns the unit's output. The first unit's inputs are samples, which need no gradient.
+
+    A part that has nothing to do is left out.
+    """
+    weights = [p for p in module.parameters() if p.requires_grad]
+    whole = _forward(module, value, head, is_first, meter, "forward")
+    if whole.roots:
+        with meter.part("backward"):
+            torch.autograd.backward(whole.roots, whole.seeds)
+    output = whole.output
+    del whole
+    module.zero_grad()
+    again = _forward(module, value, head, is_first, meter, "recompute")
+    for part, wanted in (("input_backward", again.inputs), ("weight_backward", weights)):
+        if again.roots and wanted:
+            with meter.part(part):
+                torch.autograd.grad(again.roots, wanted, again.seeds, retain_graph=True, allow_unused=True)
+    return output
+
+
+def _forward(module: nn.Module, value: Any, head: Head | None, is_first: bool, meter: Meter, part: str) -> _Forward:
+    # Copies of the inputs: a unit may change what it is given in place.
+    leaves = [t.detach().requires_grad_(t.is_floating_point() and not is_first) for t in tensors_of(value)]
+    given = [leaf.clone() for leaf in leaves]
+    with meter.part(part):
+        output = module(tuple(given) if isinstance(value, tuple) else given[0])
+        ends = tensors_of(head(output) if head else output)
+    roots = [t for t in ends if t.requires_grad]
+    seeds = [torch.ones_like(t) for t in roots]
+    return _Forward([t for t in leaves if t.requires_grad], output, roots, seeds)
+
+
+def tensors_of(value: Any) -> list[Tensor]:
+    """Returns a value's tensors."""
+    return list(value) if isinstance(value, tuple) else [value]
+
+
+def detached(value: Any) -> Any:
+    """Returns a value that remembers nothing of how it was made."""
+    return tuple(t.detach() for t in value) if isinstance(value, tuple) else value.detach()

@@ -1,0 +1,107 @@
+"""From a model's name to its profile: opens the model, cuts it for each size of microbatch, and measures its units."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from pipedejavu.engine import AdamW, Job
+from pipedejavu.facts import Device, InputError, Machine, Profile
+from pipedejavu.probe import read_shape
+from pipedejavu.profile import (
+    Cut,
+    Shot,
+    blank_like,
+    cut_model,
+    estimate_units,
+    make_blank,
+    make_mode,
+    measure_profile,
+    read_rates,
+)
+from pipedejavu.profile.measure import Report, has_same_units
+from pipedejavu.train.door import open_task
+from pipedejavu.train.site import read_sites
+from pipedejavu.train.task import describe_form, loss_of
+from pipedejavu.zoo import Task
+from pipedejavu.zoo.shape import EFFICIENCY
+
+_LEAST = 2
+"""Batch statistics need more than one sample."""
+
+
+@dataclass(frozen=True)
+class Survey:
+    """A model's profile, and what it holds for."""
+
+    profile: Profile
+    machine: Machine
+    sizes: tuple[int, ...]
+    """The microbatches that were looked at; the last one is what was asked for."""
+    sample: str
+    """The form of one sample."""
+
+
+def measure_model(model: str, samples: int, report: Report) -> Survey:
+    """Measures a model on a device of each kind that this machine has."""
+    sizes = choose_sizes(samples)
+    task, machine = open_task(model), this_machine()
+    shots, cut = [], None
+    for size in sizes:
+        report(f"cutting {model} for {size} samples")
+        inputs, targets = _batch(task, size)
+        cut = cut if cut and cut.way == "chain" else cut_model(task.model, inputs)
+        shots.append(_shot(task, cut, inputs, targets))
+    kinds = {device.kind: torch.device("cpu" if device.type == "cpu" else "cuda") for device in machine.devices}
+    shots = [shot for shot in shots if has_same_units(shot, shots[-1])]  # a cut goes by bytes, which sizes change
+    profile = measure_profile(model, shots, _ties(shots[-1]), kinds, report)
+    return Survey(profile, machine, tuple(shot.samples for shot in shots), describe_form(inputs))
+
+
+def estimate_model(model: str, samples: int, machine: Machine, report: Report) -> Survey:
+    """Estimates a model on each kind of device of a machine; the model is never given memory."""
+    rates = read_rates(machine.devices, EFFICIENCY)
+    report(f"building {model} without memory")
+    task, mode = open_task(model, device="meta"), make_mode()
+    make_blank(task.model, mode)
+    inputs, targets = blank_like(_batch(task, samples), mode)
+    report(f"cutting {model}")
+    shot = _shot(task, cut_model(task.model, inputs), inputs, targets)
+    profile = estimate_units(model, shot, _ties(shot), rates, report)
+    return Survey(profile, machine, (samples,), describe_form(inputs))
+
+
+def choose_sizes(samples: int) -> tuple[int, ...]:
+    """Returns three sizes of microbatch, the one asked for last: the others are below it where there are as many."""
+    if samples < 1:
+        raise InputError(f"a batch has at least one sample, not {samples}")
+    if samples < _LEAST + 2:
+        return samples + 2, samples + 1, samples
+    least = max(_LEAST, samples // 4)
+    return least, (least + samples) // 2, samples
+
+
+def _batch(task: Task, samples: int) -> tuple[Any, Any]:
+    """Returns the first samples of a task's data, from the beginning again where there are not as many."""
+    return task.data.batch([n % len(task.data) for n in range(samples)])
+
+
+def _shot(task: Task, cut: Cut, inputs: Any, targets: Any) -> Shot:
+    """Returns a cut model with a microbatch."""
+    return Shot(cut.units, cut.flat(inputs), targets, loss_of(cut, task.loss))
+
+
+def _ties(shot: Shot) -> Sequence[frozenset[str]]:
+    """Returns the names of parameters that units share."""
+    return Job(units=shot.units, loss=shot.loss, optimizer=AdamW(lr=0.0)).ties
+
+
+def this_machine() -> Machine:
+    """Returns this machine with all cores as one device, and its GPUs."""
+    shape, (site,) = read_shape(1), read_sites(1)
+    gpus = [
+        Device(name=f"gpu{n}", kind=gpu.kind, type="gpu", host=shape.hosts[0].name, memory_bytes=gpu.memory_bytes)
+        for n, gpu in enumerate(site.gpus)
+    ]
+    return shape.but(devices=(*shape.devices, *gpus))

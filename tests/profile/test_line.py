@@ -1,0 +1,49 @@
+"""Lines through measured times, on numbers whose lines are known."""
+
+import pytest
+
+pytest.importorskip("torch")
+
+from pipedejavu.profile.line import fit_line
+
+
+def test_times_on_a_line_give_that_line() -> None:
+    line = fit_line({n: [0.5 + 0.25 * n] * 3 for n in (2, 5, 8)})
+    assert (line.fixed_s, line.per_sample_s) == (pytest.approx(0.5), pytest.approx(0.25))
+    assert line.spread == pytest.approx(0, abs=1e-12)
+
+
+def test_an_outlier_moves_neither_the_median_nor_the_quartiles() -> None:
+    line = fit_line({n: [1.0 * n] * 6 + [900.0] for n in (2, 4, 8)})
+    assert line.at(4) == pytest.approx(4)
+    assert line.spread == pytest.approx(0, abs=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("times", "fixed_s", "per_sample_s"),
+    [
+        ({2: 3.0, 4: 3.0, 8: 3.0}, 3.0, 0.0),
+        ({2: 4.0, 4: 3.0, 8: 2.0}, 156 / 61, 0.0),  # noise: (¼ + ⅓ + ½) / (¼² + ⅓² + ½²)
+        ({2: 1.0, 8: 8.0}, 0.0, 0.6),  # faster at first: (2 + 1) / (2² + 1²)
+        ({4: 6.0}, 0.0, 1.5),
+    ],
+)
+def test_no_line_falls_or_begins_below_zero(times, fixed_s: float, per_sample_s: float) -> None:
+    line = fit_line({n: [t] for n, t in times.items()})
+    assert line.fixed_s == pytest.approx(fixed_s)
+    assert line.per_sample_s == pytest.approx(per_sample_s)
+
+
+def test_the_spread_is_that_of_the_middle_half() -> None:
+    line = fit_line({4: [3.0, 4.0, 5.0, 4.0, 4.0, 2.0, 6.0]})  # quartiles 3.5 and 4.5
+    assert line.at(4) == pytest.approx(4.0)
+    assert line.spread == pytest.approx(0.125)
+
+
+def test_the_spread_holds_what_a_line_cannot_say() -> None:
+    line = fit_line({1: [1.0], 2: [3.0], 3: [2.0]})
+    assert line.spread == pytest.approx(max(abs(t / line.at(n) - 1) for n, t in {1: 1.0, 2: 3.0, 3: 2.0}.items()))
+
+
+def test_a_part_that_does_not_run_costs_nothing() -> None:
+    assert fit_line({2: [0.0, 0.0], 4: [0.0, 0.0]}).at(8) == 0
