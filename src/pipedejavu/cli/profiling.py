@@ -14,7 +14,7 @@ from rich.table import Table
 
 from pipedejavu.cli.source import read_model
 from pipedejavu.facts import Device, InputError, Machine, Unit, format_bytes, format_seconds
-from pipedejavu.report import Need, fold_units, step_spread, step_times, work_out_needs
+from pipedejavu.report import Need, count_parameters, fold_units, step_spread, step_times, work_out_needs
 from pipedejavu.zoo.shape import EFFICIENCY
 
 if TYPE_CHECKING:
@@ -92,7 +92,8 @@ def _table(survey: "Survey", samples: int) -> Table:
         table.add_column(column, justify="right", no_wrap=True)
     for fold in fold_units(survey.profile.units):
         table.add_row(fold.label, *_cells(fold.units[:1], kinds, samples))
-    table.add_row("[bold]all[/]", *_cells(survey.profile.units, kinds, samples), style="bold")
+    _, *others = _cells(survey.profile.units, kinds, samples)
+    table.add_row("all", _short(count_parameters(survey.profile)), *others, style="bold")
     return table
 
 

@@ -67,24 +67,31 @@ class Fold(NamedTuple):
 
 
 def work_out_needs(profile: Profile) -> list[Need]:
-    """Returns what training takes in each precision; the profile's activations count as numbers of its weights' size.
-
-    What several units hold in common counts once.
-    """
-    size_bytes = sum(unit.parameter_bytes for unit in profile.units)
-    number_bytes = size_bytes / max(1, sum(unit.num_parameters for unit in profile.units)) or PRECISIONS[0].weight_bytes
-    size_bytes -= sum(tie.size_bytes * (len(tie.units) - 1) for tie in profile.ties)
+    """Returns what training takes in each precision; activations count as numbers of the weights' size."""
+    number_bytes = _number_bytes(profile)
     saved = [unit.activation_bytes for unit in profile.units]
     kept = sum(unit.boundary_bytes for unit in profile.units[:-1]) + max(saved)
     return [
         Need(
             p.name,
-            round(size_bytes / number_bytes * p.parameter_bytes),
+            count_parameters(profile) * p.parameter_bytes,
             sum(saved) * p.weight_bytes / number_bytes,
             min(kept, sum(saved)) * p.weight_bytes / number_bytes,
         )
         for p in PRECISIONS
     ]
+
+
+def count_parameters(profile: Profile) -> int:
+    """Returns the number of parameters; what several units hold in common counts once."""
+    again_bytes = sum(tie.size_bytes * (len(tie.units) - 1) for tie in profile.ties)
+    return sum(unit.num_parameters for unit in profile.units) - round(again_bytes / _number_bytes(profile))
+
+
+def _number_bytes(profile: Profile) -> float:
+    """Returns the bytes of one parameter."""
+    count = sum(unit.num_parameters for unit in profile.units)
+    return sum(unit.parameter_bytes for unit in profile.units) / count if count else PRECISIONS[0].weight_bytes
 
 
 def step_times(profile: Profile, samples: int) -> dict[str, StepTime]:
