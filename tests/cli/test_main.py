@@ -149,7 +149,7 @@ def test_all_faults_of_a_file_come_together(tmp_path: Path) -> None:
     assert "place.workers" in text
 
 
-@pytest.mark.parametrize("verb", ["profile", "plan"])
+@pytest.mark.parametrize("verb", ["plan"])
 def test_a_verb_that_is_not_built_says_so(verb: str) -> None:
     assert f"'{verb}' is not built yet; " in refused(verb, "zoo:gpt", "--steps", "3")
 

@@ -107,8 +107,24 @@ def _later(verb: str, does: str, instead: str) -> None:
         raise InputError(f"'{verb}' is not built yet; {instead}")
 
 
-_later("profile", "Profile a model", "use simulate --model with a model's shape, or write a profile file by hand")
 _later("plan", "Search for the best plan", "compare presets with simulate")
+
+
+@app.command()
+def profile(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="zoo:NAME, hf:CONFIG or FILE.py:FUNCTION.")],
+    batch: Annotated[int, typer.Option(help="Samples in a batch.")] = 8,
+    out: Annotated[str | None, typer.Option(help="Write the profile as JSON to this file.")] = None,
+    estimate: Annotated[bool, typer.Option(help="Count instead of measuring; the model gets no memory.")] = False,
+    machine: Annotated[
+        str | None, typer.Option(help="A machine file to estimate for; by default this machine's shape.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Measure or estimate a model's units, and say what training it takes."""
+    from pipedejavu.cli import profiling  # needs torch
+
+    profiling.run(profiling.Asked(model, batch, out, estimate, machine, as_json))
 
 
 @app.command()

@@ -1,4 +1,4 @@
-"""Timelines for people: a self-contained HTML page, and a trace for Perfetto.
+"""Timelines for people: a self-contained HTML page, and a trace for Perfetto; profiles as what training takes.
 
 Owns how a timeline and the choices behind it are shown. Knows the records of `facts` and the text of an
 action; does not know how a plan is made, simulated or run, and writes no files.
@@ -7,6 +7,19 @@ action; does not know how a plan is made, simulated or run, and writes no files.
 from pipedejavu.report.compare import Comparison, compare
 from pipedejavu.report.grid import render_grid
 from pipedejavu.report.html import render_html
+from pipedejavu.report.need import Need, count_parameters, fold_units, step_spread, step_times, work_out_needs
 from pipedejavu.report.trace import render_trace
 
-__all__ = ["Comparison", "compare", "render_grid", "render_html", "render_trace"]
+__all__ = [
+    "Comparison",
+    "Need",
+    "compare",
+    "count_parameters",
+    "fold_units",
+    "render_grid",
+    "render_html",
+    "render_trace",
+    "step_spread",
+    "step_times",
+    "work_out_needs",
+]

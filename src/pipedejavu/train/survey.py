@@ -61,6 +61,7 @@ def measure_model(model: str, samples: int, report: Report) -> Survey:
 
 def estimate_model(model: str, samples: int, machine: Machine, report: Report) -> Survey:
     """Estimates a model on each kind of device of a machine; the model is never given memory."""
+    _check(samples)
     rates = read_rates(machine.devices, EFFICIENCY)
     report(f"building {model} without memory")
     task, mode = open_task(model, device="meta"), make_mode()
@@ -74,12 +75,16 @@ def estimate_model(model: str, samples: int, machine: Machine, report: Report) -
 
 def choose_sizes(samples: int) -> tuple[int, ...]:
     """Returns three sizes of microbatch, the one asked for last: the others are below it where there are as many."""
-    if samples < 1:
-        raise InputError(f"a batch has at least one sample, not {samples}")
+    _check(samples)
     if samples < _LEAST + 2:
         return samples + 2, samples + 1, samples
     least = max(_LEAST, samples // 4)
     return least, (least + samples) // 2, samples
+
+
+def _check(samples: int) -> None:
+    if samples < 1:
+        raise InputError(f"a batch has at least one sample, not {samples}")
 
 
 def _batch(task: Task, samples: int) -> tuple[Any, Any]:

@@ -1,0 +1,207 @@
+"""The verb `profile`: runs the survey of a model and prints its units and what training it takes."""
+
+import json
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from pipedejavu.cli.source import read_model
+from pipedejavu.facts import Device, InputError, Machine, Unit, format_bytes, format_seconds, read_machine
+from pipedejavu.report import Need, count_parameters, fold_units, step_spread, step_times, work_out_needs
+from pipedejavu.zoo.shape import EFFICIENCY
+
+if TYPE_CHECKING:
+    from pipedejavu.train.survey import Survey
+
+_BUSY = 0.5
+"""Spread of measured times that no quiet machine has."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What the user asked for."""
+
+    model: str
+    batch: int
+    out: str | None
+    estimates: bool
+    machine: str | None
+    as_json: bool
+
+
+def run(asked: Asked) -> None:
+    """Profiles a model and prints what was found."""
+    model = read_model(asked.model)
+    if asked.machine is not None and not asked.estimates:
+        raise InputError("times are measured on this machine; give --machine together with --estimate")
+    machine = None if asked.machine is None else read_machine(asked.machine)
+    try:
+        room: Any = import_module("pipedejavu.train.survey")
+    except ImportError as error:
+        raise InputError(f"profiling needs torch and safetensors: pip install 'pipedejavu[train]' ({error})") from None
+    with _progress() as report:
+        if asked.estimates:
+            survey = room.estimate_model(model, asked.batch, machine or room.this_machine(), report)
+        else:
+            survey = room.measure_model(model, asked.batch, report)
+    if asked.out:
+        survey.profile.save(asked.out)
+    if asked.as_json:
+        print(json.dumps(_form(survey, asked), ensure_ascii=False))
+    else:
+        _print(survey, asked)
+
+
+@contextmanager
+def _progress() -> Iterator[Callable[[str], None]]:
+    """Shows on a terminal what is looked at."""
+    columns = SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn()
+    is_hidden = not sys.stderr.isatty()
+    with Progress(*columns, console=Console(stderr=True), transient=True, disable=is_hidden) as shown:
+        line = shown.add_task("")
+        yield lambda text: shown.update(line, description=text)
+
+
+def _print(survey: "Survey", asked: Asked) -> None:
+    console = Console(highlight=False, soft_wrap=True)
+    how = "estimated" if asked.estimates else f"measured at {', '.join(map(str, survey.sizes))} samples"
+    console.print(f"[bold]{survey.profile.name}[/]  {how}; a sample is {survey.sample}\n")
+    table = _table(survey, asked.batch)
+    width = console.measure(table, options=console.options.update(width=500)).maximum
+    Console(highlight=False, width=max(width, console.width)).print(table)
+    console.print()
+    for sentence in _sentences(survey, asked):
+        console.print(sentence, markup=False)
+    if asked.out:
+        console.print(f"wrote {asked.out}", markup=False)
+
+
+def _table(survey: "Survey", samples: int) -> Table:
+    kinds = list(survey.profile.units[0].times)
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column("unit")
+    times = [f"{part} on {kind}" if len(kinds) > 1 else part for kind in kinds for part in ("forward", "backward")]
+    for column in ("parameters", "FLOP a sample", *times, "activations a sample", "boundary a sample"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for fold in fold_units(survey.profile.units):
+        table.add_row(fold.label, *_cells(fold.units[:1], kinds, samples))
+    _, *others = _cells(survey.profile.units, kinds, samples)
+    table.add_row("all", _short(count_parameters(survey.profile)), *others, style="bold")
+    return table
+
+
+def _cells(units: Sequence[Unit], kinds: Sequence[str], samples: int) -> list[str]:
+    """Returns the row of one unit, or of several together; times are those of a batch."""
+    times = [
+        format_seconds(sum(getattr(unit.times[kind], part).at(samples) for unit in units))
+        for kind in kinds
+        for part in ("forward", "backward")
+    ]
+    counts = [_short(sum(unit.num_parameters for unit in units)), _short(sum(unit.flop for unit in units))]
+    saved = format_bytes(sum(unit.activation_bytes for unit in units))
+    return [*counts, *times, saved, format_bytes(units[-1].boundary_bytes)]
+
+
+def _short(number: float) -> str:
+    for unit, scale in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if number >= scale:
+            return f"{number / scale:.3g} {unit}"
+    return f"{number:g}"
+
+
+def _sentences(survey: "Survey", asked: Asked) -> list[str]:
+    needs, samples = work_out_needs(survey.profile), asked.batch
+    found = [
+        f"Weights, gradients and the state of AdamW take {format_bytes(needs[0].model_bytes)}, in fp32 and in bf16 with"
+        " fp32 master weights alike."
+    ]
+    for need in needs:
+        saved, kept = (format_bytes(samples * size) for size in (need.saved_bytes, need.recomputed_bytes))
+        about = "about " if need is not needs[0] else ""
+        found.append(
+            f"In {need.precision}, {samples} samples keep {about}{saved} of activations, {kept} with recompute."
+        )
+    for device in _largest(survey.machine):
+        found += [_verdict(need, device, samples) for need in needs]
+    for kind, step in step_times(survey.profile, samples).items():
+        parts = zip(("forward", "backward", "update"), step, strict=True)
+        found.append(
+            f"A step of {samples} samples takes about {format_seconds(step.total_s)} on one {kind}: "
+            + ", ".join(f"{part} {format_seconds(time_s)}" for part, time_s in parts)
+            + "."
+        )
+    if asked.estimates:
+        found.append(f"Times are estimated at {EFFICIENCY:.0%} of each device's stated rate, which is an assumption.")
+    else:
+        spread = step_spread(survey.profile, samples)
+        busy = "; something else keeps this machine busy, so profile again when it is idle" if spread > _BUSY else ""
+        found.append(f"Measured times lie within {spread:.0%} of these{busy}.")
+    return found
+
+
+def _largest(machine: Machine) -> list[Device]:
+    """Returns the device of each kind that has most memory."""
+    by_kind: dict[str, Device] = {}
+    for device in machine.devices:
+        known = by_kind.get(device.kind)
+        if known is None or device.memory_bytes > known.memory_bytes:
+            by_kind[device.kind] = device
+    return list(by_kind.values())
+
+
+def _verdict(need: Need, device: Device, samples: int) -> str:
+    capacity = device.memory_bytes - device.reserved_bytes
+    plain, least = need.at(samples, recomputes=False), need.at(samples, recomputes=True)
+    where = f"the {format_bytes(capacity)} of {device.name}"
+    text = f"In {need.precision} it needs {format_bytes(plain)}"
+    if plain <= capacity:
+        return f"{text} and fits {where}, which hold{_most(need, capacity)}."
+    if least <= capacity:
+        return f"{text} and does not fit {where}; with recompute it needs {format_bytes(least)} and fits."
+    if need.model_bytes <= capacity:
+        return (
+            f"{text} and does not fit {where}, with recompute {format_bytes(least)}; they hold{_most(need, capacity)}."
+        )
+    return f"{text} and does not fit {where}: weights, gradients and state alone are more; divide it over devices."
+
+
+def _most(need: Need, capacity: float) -> str:
+    plain, least = (need.most_samples(capacity, recomputes) for recomputes in (False, True))
+    return f" up to {plain:,} samples, {least:,} with recompute"
+
+
+def _form(survey: "Survey", asked: Asked) -> dict[str, object]:
+    """Returns what is found as one object."""
+    devices = [
+        {
+            "device": device.name,
+            "kind": device.kind,
+            "memory_bytes": device.memory_bytes - device.reserved_bytes,
+            "precision": need.precision,
+            "needs_bytes": need.at(asked.batch, recomputes),
+            "recomputes": recomputes,
+            "fits": need.at(asked.batch, recomputes) <= device.memory_bytes - device.reserved_bytes,
+            "most_samples": need.most_samples(device.memory_bytes - device.reserved_bytes, recomputes),
+        }
+        for device in _largest(survey.machine)
+        for need in work_out_needs(survey.profile)
+        for recomputes in (False, True)
+    ]
+    steps = step_times(survey.profile, asked.batch)
+    return {
+        "profile": json.loads(survey.profile.to_json()),
+        "is_estimated": asked.estimates,
+        "sizes": list(survey.sizes),
+        "sample": survey.sample,
+        "needs": [need._asdict() for need in work_out_needs(survey.profile)],
+        "devices": devices,
+        "step_s": {kind: step._asdict() | {"total_s": step.total_s} for kind, step in steps.items()},
+        "files": [asked.out] if asked.out else [],
+    }

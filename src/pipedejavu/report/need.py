@@ -1,0 +1,138 @@
+"""What training a model with AdamW takes, out of its profile: bytes by precision, and a step's time on one device."""
+
+from collections.abc import Sequence
+from itertools import takewhile
+from typing import NamedTuple
+
+from pipedejavu.facts import Profile, Unit
+
+
+class Precision(NamedTuple):
+    """Bytes of each parameter in training, and those of a number in an activation."""
+
+    name: str
+    weight_bytes: int
+    gradient_bytes: int
+    state_bytes: int
+    """Two moments; for weights of 16 bits also those in 32."""
+
+    @property
+    def parameter_bytes(self) -> int:
+        """All that a parameter takes."""
+        return self.weight_bytes + self.gradient_bytes + self.state_bytes
+
+
+PRECISIONS = (Precision("fp32", 4, 4, 8), Precision("bf16", 2, 2, 12))
+
+
+class Need(NamedTuple):
+    """Memory that training takes in one precision."""
+
+    precision: str
+    model_bytes: int
+    """Weights, gradients and the optimizer's state."""
+    saved_bytes: float
+    """What the forward keeps of each sample."""
+    recomputed_bytes: float
+    """What is kept of each sample with recompute: the units' inputs, and all of one unit at a time."""
+
+    def at(self, samples: int, recomputes: bool) -> float:
+        """Returns the bytes that training with batches of a size takes."""
+        return self.model_bytes + samples * (self.recomputed_bytes if recomputes else self.saved_bytes)
+
+    def most_samples(self, capacity_bytes: float, recomputes: bool) -> int:
+        """Returns the largest batch that fits a memory."""
+        each = self.recomputed_bytes if recomputes else self.saved_bytes
+        return max(0, int((capacity_bytes - self.model_bytes) // each)) if each else 0
+
+
+class StepTime(NamedTuple):
+    """What a step takes on one device."""
+
+    forward_s: float
+    backward_s: float
+    update_s: float
+
+    @property
+    def total_s(self) -> float:
+        """All of it."""
+        return sum(self)
+
+
+class Fold(NamedTuple):
+    """Units that are alike in all but their names."""
+
+    label: str
+    units: tuple[Unit, ...]
+
+
+def work_out_needs(profile: Profile) -> list[Need]:
+    """Returns what training takes in each precision; activations count as numbers of the weights' size."""
+    number_bytes = _number_bytes(profile)
+    saved = [unit.activation_bytes for unit in profile.units]
+    kept = sum(unit.boundary_bytes for unit in profile.units[:-1]) + max(saved)
+    return [
+        Need(
+            p.name,
+            count_parameters(profile) * p.parameter_bytes,
+            sum(saved) * p.weight_bytes / number_bytes,
+            min(kept, sum(saved)) * p.weight_bytes / number_bytes,
+        )
+        for p in PRECISIONS
+    ]
+
+
+def count_parameters(profile: Profile) -> int:
+    """Returns the number of parameters; what several units hold in common counts once."""
+    again_bytes = sum(tie.size_bytes * (len(tie.units) - 1) for tie in profile.ties)
+    return sum(unit.num_parameters for unit in profile.units) - round(again_bytes / _number_bytes(profile))
+
+
+def _number_bytes(profile: Profile) -> float:
+    """Returns the bytes of one parameter."""
+    count = sum(unit.num_parameters for unit in profile.units)
+    return sum(unit.parameter_bytes for unit in profile.units) / count if count else PRECISIONS[0].weight_bytes
+
+
+def step_times(profile: Profile, samples: int) -> dict[str, StepTime]:
+    """Returns the time of a step on each kind of device, as if the whole model were on one."""
+    found = {}
+    for kind in profile.units[0].times:
+        times = [profile.time(unit, kind) for unit in profile.units]
+        forward_s, backward_s = (sum(getattr(t, p).at(samples) for t in times) for p in ("forward", "backward"))
+        found[kind] = StepTime(forward_s, backward_s, sum(t.update_s for t in times))
+    return found
+
+
+def step_spread(profile: Profile, samples: int) -> float:
+    """Returns how far measured times of a step lie from the profile's, as a part of it: each counts by its time."""
+    costs = [cost for unit in profile.units for time in unit.times.values() for cost in (time.forward, time.backward)]
+    total_s = sum(cost.at(samples) for cost in costs)
+    return sum(cost.spread * cost.at(samples) for cost in costs) / total_s if total_s else 0.0
+
+
+def fold_units(units: Sequence[Unit]) -> list[Fold]:
+    """Returns the units with those that are alike together, in the order of the first of each."""
+    groups: list[tuple[Unit, list[Unit]]] = []
+    for unit in units:
+        form = unit.but(name="")
+        group = next((own for known, own in groups if known == form), None)
+        if group is None:
+            groups.append((form, [unit]))
+        else:
+            group.append(unit)
+    return [Fold(_label([unit.name for unit in group]), tuple(group)) for _, group in groups]
+
+
+def _label(names: Sequence[str]) -> str:
+    """Returns what names have in common, without numbers: 'block' for block0 and block1."""
+    if len(names) == 1:
+        return names[0]
+    start = _beginning(names).rstrip(".0123456789")
+    end = _beginning([name[::-1] for name in names])[::-1].lstrip("0123456789")
+    return f"{len(names)} × {start}{'*' if end else ''}{end}"
+
+
+def _beginning(names: Sequence[str]) -> str:
+    """Returns the letters that all names begin with."""
+    return "".join(letters[0] for letters in takewhile(lambda same: len({*same}) == 1, zip(*names, strict=False)))

@@ -1,0 +1,62 @@
+"""The command `profile`: what it prints, writes and refuses."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch")
+
+from pipedejavu.facts import Profile
+from tests.cli.test_main import refused, run
+
+GPT = ("profile", "zoo:gpt-tiny", "--estimate")
+
+
+def test_an_estimate_is_a_table_and_sentences() -> None:
+    lines = run(*GPT, "--batch", "4").stdout.splitlines()
+    assert lines[0] == "gpt-tiny  estimated; a sample is 256 int64"
+    assert lines[2].split("  ")[0] == "unit"
+    assert [line.split("  ")[0] for line in lines[3:7]] == ["embedding", "4 × block", "head", "all"]
+    text = "\n".join(lines[7:])
+    # 16 bytes for each of 891648 parameters.
+    assert "Weights, gradients and the state of AdamW take 13.6 MiB, in fp32 and in bf16" in text
+    assert "In fp32, 4 samples keep 34.1 MiB of activations, 10.5 MiB with recompute." in text
+    assert "In fp32 it needs 47.7 MiB and fits the " in text
+    assert "Times are estimated at 40% of each device's stated rate" in text
+
+
+@pytest.mark.parametrize(
+    ("memory", "verdict"),
+    [
+        ("1 GiB", "In fp32 it needs 47.7 MiB and fits the 1.0 GiB of gpu0, which hold up to 118 samples, 384 with"),
+        ("30 MiB", "and does not fit the 30.0 MiB of gpu0; with recompute it needs 24.1 MiB and fits."),
+        ("20 MiB", "and does not fit the 20.0 MiB of gpu0, with recompute 24.1 MiB; they hold up to 0 samples, 2 with"),
+        ("10 MiB", "and does not fit the 10.0 MiB of gpu0: weights, gradients and state alone are more; divide it"),
+    ],
+)
+def test_a_machine_is_said_to_fit_or_not(memory: str, verdict: str, tmp_path: Path) -> None:
+    device = {"name": "gpu0", "kind": "g", "type": "gpu", "host": "h", "memory_bytes": memory}
+    device |= {"flop_per_s": "1 TFLOP/s", "memory_bytes_per_s": "100 GB/s"}
+    machine = {"name": "m", "hosts": [{"name": "h"}], "devices": [device]}
+    (tmp_path / "machine.json").write_text(json.dumps(machine))
+    assert verdict in run(*GPT, "--batch", "4", "--machine", str(tmp_path / "machine.json")).stdout
+
+
+def test_a_measured_profile_is_simulated(tmp_path: Path) -> None:
+    out = tmp_path / "profile.json"
+    form = json.loads(run("profile", "zoo:mlp", "--batch", "4", "--out", str(out), "--json").stdout)
+    assert form["sizes"] == [2, 3, 4]
+    assert form["is_estimated"] is False
+    assert form["files"] == [str(out)]
+    assert Profile.load(out) == Profile.from_json(json.dumps(form["profile"]))
+    assert form["needs"][0]["model_bytes"] == 16 * sum(unit["num_parameters"] for unit in form["profile"]["units"])
+    found = run("simulate", "preset:zb-h1", "--workers", "2", "--profile", str(out), "--json").stdout
+    assert json.loads(found)["makespan_s"] > 0
+
+
+def test_faults_are_one_sentence() -> None:
+    assert "give --machine together with --estimate" in refused("profile", "zoo:mlp", "--machine", "m.json")
+    assert "'mlp' is not a model that can be trained; use zoo:NAME" in refused("profile", "mlp")
+    assert "a batch has at least one sample, not 0" in refused("profile", "zoo:mlp", "--batch", "0")
+    assert "a batch has at least one sample, not -1" in refused(*GPT, "--batch", "-1")
