@@ -23,15 +23,6 @@ LLAMA = {"model_type": "llama", "vocab_size": 300, "hidden_size": 16, "intermedi
 LLAMA |= {"num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 18}
 
 
-@pytest.fixture(autouse=True)
-def _restored():
-    """Runs set torch's default type and threads; put them back."""
-    dtype, threads = torch.get_default_dtype(), torch.get_num_threads()
-    yield
-    torch.set_default_dtype(dtype)
-    torch.set_num_threads(threads)
-
-
 def check_run(tmp_path: Path, model: str, names: set[str], most: float) -> None:
     """Trains with two processes; the run equals its replay, and leaves the model's own names."""
     options = TrainOptions(model=model, dtype="float64", keeps_log=True, steps=2, optimizer="sgd", lr=0.01)

@@ -1,33 +1,31 @@
-"""Times of two sizes of microbatch as a line."""
+"""At which sizes of microbatch a plan's model is measured."""
+
+from typing import Any
 
 import pytest
 
-pytest.importorskip("torch")
+torch = pytest.importorskip("torch")
 
-from pipedejavu.facts import Cost, Profile, Unit, UnitTime
-from pipedejavu.train.measure import fit
+from torch import nn
 
-
-def measured(forward_s: float, samples: int) -> Profile:
-    """A profile as it is measured: all of a time is the samples'."""
-    cost = Cost(per_sample_s=forward_s / samples)
-    return Profile(name="model", units=(Unit(name="u", times={"cpu": UnitTime(forward=cost, update_s=0.5)}),))
+from pipedejavu.engine import Job, Sgd
+from pipedejavu.plan import preset
+from pipedejavu.train.measure import measure
 
 
 @pytest.mark.parametrize(
-    ("small_s", "large_s", "fixed_s", "per_sample_s"),
-    [
-        (3.0, 9.0, 1.0, 1.0),
-        (2.0, 8.0, 0.0, 1.0),
-        (1.0, 8.0, 0.0, 1.0),  # faster at first: all of it grows
-        (8.0, 8.0, 8.0, 0.0),
-        (9.0, 8.0, 8.0, 0.0),  # noise: none shrinks
-    ],
+    ("plan", "samples", "sizes"),
+    [("coarse", 16, [4, 16]), ("coarse", 5, [2, 5]), ("coarse", 2, [2]), ("ddp", 16, [16])],
 )
-def test_a_line_through_both(small_s: float, large_s: float, fixed_s: float, per_sample_s: float) -> None:
-    (unit,) = fit(measured(small_s, 2), 2, measured(large_s, 8), 8).units
-    found = unit.times["cpu"]
-    assert found.forward.fixed_s == pytest.approx(fixed_s)
-    assert found.forward.per_sample_s == pytest.approx(per_sample_s)
-    assert found.forward.at(8) == pytest.approx(large_s)
-    assert found.update_s == 0.5
+def test_a_plan_that_shares_a_batch_is_measured_at_two_sizes(plan: str, samples: int, sizes: list[int]) -> None:
+    asked = []
+
+    def batch(size: int) -> tuple[Any, Any]:
+        asked.append(size)
+        return torch.randn(size, 3), torch.randn(size, 3)
+
+    units = [("first", nn.Linear(3, 3)), ("second", nn.Linear(3, 3))]
+    job = Job(units=units, loss=lambda output, target: (output - target).square().sum(), optimizer=Sgd(lr=0.1))
+    profile = measure("model", job, preset(plan).at(samples=samples), batch, {"cpu": torch.device("cpu")})
+    assert asked == sizes
+    assert [unit.times["cpu"].forward.at(samples) > 0 for unit in profile.units] == [True, True]

@@ -1,7 +1,6 @@
 """Shares that move while a run goes on: what is compared and replayed is what ran."""
 
 import json
-from collections.abc import Iterator
 
 import pytest
 
@@ -45,15 +44,6 @@ def make():
     x = torch.randn(64, 6)
     return Skips(), lambda output, target: (output - target).square().sum(), TensorDataset(x, x.flip(1))
 """
-
-
-@pytest.fixture(autouse=True)
-def settings() -> Iterator[None]:
-    """Leaves what planning sets for this process as it was."""
-    before = torch.get_default_dtype(), torch.get_num_threads()
-    yield
-    torch.set_default_dtype(before[0])
-    torch.set_num_threads(before[1])
 
 
 EXACT = TrainOptions(model="mlp", data="random:64", dtype="float64", keeps_log=True, steps=3, optimizer="sgd")

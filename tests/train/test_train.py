@@ -16,15 +16,6 @@ from pipedejavu.train import TrainOptions, audit_run, plan_run, train
 from pipedejavu.zoo import build
 
 
-@pytest.fixture(autouse=True)
-def _restored():
-    """Runs set torch's default type and threads; put them back."""
-    dtype, threads = torch.get_default_dtype(), torch.get_num_threads()
-    yield
-    torch.set_default_dtype(dtype)
-    torch.set_num_threads(threads)
-
-
 def run(tmp_path: Path, name: str, machine: Machine | None = None, **changes):
     options = TrainOptions(model="mlp", data="random:64", dtype="float64", keeps_log=True, steps=3).but(**changes)
     sizes = {"microbatches": 4} if preset(name).per_update is None else {}

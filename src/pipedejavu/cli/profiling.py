@@ -1,4 +1,4 @@
-"""The verb `profile`: runs the survey of a model and prints its units and what training it takes."""
+"""The verb `profile`: runs the profiled of a model and prints its units and what training it takes."""
 
 import json
 import sys
@@ -18,7 +18,7 @@ from pipedejavu.report import Need, count_parameters, fold_units, step_spread, s
 from pipedejavu.zoo.shape import EFFICIENCY
 
 if TYPE_CHECKING:
-    from pipedejavu.train.survey import Survey
+    from pipedejavu.train.profiling import Profiled
 
 _BUSY = 0.5
 """Spread of measured times that no quiet machine has."""
@@ -43,20 +43,20 @@ def run(asked: Asked) -> None:
         raise InputError("times are measured on this machine; give --machine together with --estimate")
     machine = None if asked.machine is None else read_machine(asked.machine)
     try:
-        room: Any = import_module("pipedejavu.train.survey")
+        room: Any = import_module("pipedejavu.train.profiling")
     except ImportError as error:
         raise InputError(f"profiling needs torch and safetensors: pip install 'pipedejavu[train]' ({error})") from None
     with _progress() as report:
         if asked.estimates:
-            survey = room.estimate_model(model, asked.batch, machine or room.this_machine(), report)
+            profiled = room.estimate_model(model, asked.batch, machine or room.this_machine(), report)
         else:
-            survey = room.measure_model(model, asked.batch, report)
+            profiled = room.measure_model(model, asked.batch, report)
     if asked.out:
-        survey.profile.save(asked.out)
+        profiled.profile.save(asked.out)
     if asked.as_json:
-        print(json.dumps(_form(survey, asked), ensure_ascii=False))
+        print(json.dumps(_form(profiled, asked), ensure_ascii=False))
     else:
-        _print(survey, asked)
+        _print(profiled, asked)
 
 
 @contextmanager
@@ -69,31 +69,31 @@ def _progress() -> Iterator[Callable[[str], None]]:
         yield lambda text: shown.update(line, description=text)
 
 
-def _print(survey: "Survey", asked: Asked) -> None:
+def _print(profiled: "Profiled", asked: Asked) -> None:
     console = Console(highlight=False, soft_wrap=True)
-    how = "estimated" if asked.estimates else f"measured at {', '.join(map(str, survey.sizes))} samples"
-    console.print(f"[bold]{survey.profile.name}[/]  {how}; a sample is {survey.sample}\n")
-    table = _table(survey, asked.batch)
+    how = "estimated" if asked.estimates else f"measured at {', '.join(map(str, profiled.sizes))} samples"
+    console.print(f"[bold]{profiled.profile.name}[/]  {how}; a sample is {profiled.sample}\n")
+    table = _table(profiled, asked.batch)
     width = console.measure(table, options=console.options.update(width=500)).maximum
     Console(highlight=False, width=max(width, console.width)).print(table)
     console.print()
-    for sentence in _sentences(survey, asked):
+    for sentence in _sentences(profiled, asked):
         console.print(sentence, markup=False)
     if asked.out:
         console.print(f"wrote {asked.out}", markup=False)
 
 
-def _table(survey: "Survey", samples: int) -> Table:
-    kinds = list(survey.profile.units[0].times)
+def _table(profiled: "Profiled", samples: int) -> Table:
+    kinds = list(profiled.profile.units[0].times)
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column("unit")
     times = [f"{part} on {kind}" if len(kinds) > 1 else part for kind in kinds for part in ("forward", "backward")]
     for column in ("parameters", "FLOP a sample", *times, "activations a sample", "boundary a sample"):
         table.add_column(column, justify="right", no_wrap=True)
-    for fold in fold_units(survey.profile.units):
+    for fold in fold_units(profiled.profile.units):
         table.add_row(fold.label, *_cells(fold.units[:1], kinds, samples))
-    _, *others = _cells(survey.profile.units, kinds, samples)
-    table.add_row("all", _short(count_parameters(survey.profile)), *others, style="bold")
+    _, *others = _cells(profiled.profile.units, kinds, samples)
+    table.add_row("all", _short(count_parameters(profiled.profile)), *others, style="bold")
     return table
 
 
@@ -116,8 +116,8 @@ def _short(number: float) -> str:
     return f"{number:g}"
 
 
-def _sentences(survey: "Survey", asked: Asked) -> list[str]:
-    needs, samples = work_out_needs(survey.profile), asked.batch
+def _sentences(profiled: "Profiled", asked: Asked) -> list[str]:
+    needs, samples = work_out_needs(profiled.profile), asked.batch
     found = [
         f"Weights, gradients and the state of AdamW take {format_bytes(needs[0].model_bytes)}, in fp32 and in bf16 with"
         " fp32 master weights alike."
@@ -128,9 +128,9 @@ def _sentences(survey: "Survey", asked: Asked) -> list[str]:
         found.append(
             f"In {need.precision}, {samples} samples keep {about}{saved} of activations, {kept} with recompute."
         )
-    for device in _largest(survey.machine):
+    for device in _largest(profiled.machine):
         found += [_verdict(need, device, samples) for need in needs]
-    for kind, step in step_times(survey.profile, samples).items():
+    for kind, step in step_times(profiled.profile, samples).items():
         parts = zip(("forward", "backward", "update"), step, strict=True)
         found.append(
             f"A step of {samples} samples takes about {format_seconds(step.total_s)} on one {kind}: "
@@ -140,7 +140,7 @@ def _sentences(survey: "Survey", asked: Asked) -> list[str]:
     if asked.estimates:
         found.append(f"Times are estimated at {EFFICIENCY:.0%} of each device's stated rate, which is an assumption.")
     else:
-        spread = step_spread(survey.profile, samples)
+        spread = step_spread(profiled.profile, samples)
         busy = "; something else keeps this machine busy, so profile again when it is idle" if spread > _BUSY else ""
         found.append(f"Measured times lie within {spread:.0%} of these{busy}.")
     return found
@@ -177,7 +177,7 @@ def _most(need: Need, capacity: float) -> str:
     return f" up to {plain:,} samples, {least:,} with recompute"
 
 
-def _form(survey: "Survey", asked: Asked) -> dict[str, object]:
+def _form(profiled: "Profiled", asked: Asked) -> dict[str, object]:
     """Returns what is found as one object."""
     devices = [
         {
@@ -190,17 +190,17 @@ def _form(survey: "Survey", asked: Asked) -> dict[str, object]:
             "fits": need.at(asked.batch, recomputes) <= device.memory_bytes - device.reserved_bytes,
             "most_samples": need.most_samples(device.memory_bytes - device.reserved_bytes, recomputes),
         }
-        for device in _largest(survey.machine)
-        for need in work_out_needs(survey.profile)
+        for device in _largest(profiled.machine)
+        for need in work_out_needs(profiled.profile)
         for recomputes in (False, True)
     ]
-    steps = step_times(survey.profile, asked.batch)
+    steps = step_times(profiled.profile, asked.batch)
     return {
-        "profile": json.loads(survey.profile.to_json()),
+        "profile": json.loads(profiled.profile.to_json()),
         "is_estimated": asked.estimates,
-        "sizes": list(survey.sizes),
-        "sample": survey.sample,
-        "needs": [need._asdict() for need in work_out_needs(survey.profile)],
+        "sizes": list(profiled.sizes),
+        "sample": profiled.sample,
+        "needs": [need._asdict() for need in work_out_needs(profiled.profile)],
         "devices": devices,
         "step_s": {kind: step._asdict() | {"total_s": step.total_s} for kind, step in steps.items()},
         "files": [asked.out] if asked.out else [],

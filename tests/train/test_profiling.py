@@ -1,4 +1,4 @@
-"""Surveys of models: what is estimated without memory equals what is measured, byte for byte."""
+"""Profiles of models: what is estimated without memory equals what is measured, byte for byte."""
 
 import json
 from pathlib import Path
@@ -8,7 +8,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from pipedejavu.facts import InputError, Profile
-from pipedejavu.train.survey import choose_sizes, estimate_model, measure_model, this_machine
+from pipedejavu.train.profiling import choose_sizes, estimate_model, measure_model, this_machine
 
 OWN = """
 import torch

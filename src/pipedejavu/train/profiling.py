@@ -32,7 +32,7 @@ _LEAST = 2
 
 
 @dataclass(frozen=True)
-class Survey:
+class Profiled:
     """A model's profile, and what it holds for."""
 
     profile: Profile
@@ -43,7 +43,7 @@ class Survey:
     """The form of one sample."""
 
 
-def measure_model(model: str, samples: int, report: Report) -> Survey:
+def measure_model(model: str, samples: int, report: Report) -> Profiled:
     """Measures a model on a device of each kind that this machine has."""
     sizes = choose_sizes(samples)
     task, machine = open_task(model), this_machine()
@@ -56,10 +56,10 @@ def measure_model(model: str, samples: int, report: Report) -> Survey:
     kinds = {device.kind: torch.device("cpu" if device.type == "cpu" else "cuda") for device in machine.devices}
     shots = [shot for shot in shots if has_same_units(shot, shots[-1])]  # a cut goes by bytes, which sizes change
     profile = measure_profile(model, shots, _ties(shots[-1]), kinds, report)
-    return Survey(profile, machine, tuple(shot.samples for shot in shots), describe_form(inputs))
+    return Profiled(profile, machine, tuple(shot.samples for shot in shots), describe_form(inputs))
 
 
-def estimate_model(model: str, samples: int, machine: Machine, report: Report) -> Survey:
+def estimate_model(model: str, samples: int, machine: Machine, report: Report) -> Profiled:
     """Estimates a model on each kind of device of a machine; the model is never given memory."""
     _check(samples)
     rates = read_rates(machine.devices, EFFICIENCY)
@@ -70,7 +70,7 @@ def estimate_model(model: str, samples: int, machine: Machine, report: Report) -
     report(f"cutting {model}")
     shot = _shot(task, cut_model(task.model, inputs), inputs, targets)
     profile = estimate_units(model, shot, _ties(shot), rates, report)
-    return Survey(profile, machine, (samples,), describe_form(inputs))
+    return Profiled(profile, machine, (samples,), describe_form(inputs))
 
 
 def choose_sizes(samples: int) -> tuple[int, ...]:
