@@ -62,7 +62,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--cases", default="1.3b,7b,13b,18b")
     parser.add_argument("--only", default="", help="words that a contender's name must have one of, by comma")
-    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--steps", type=int, default=8, help="steps that are timed, after 5 to warm up")
     parser.add_argument("--batch", default="8x2048")
     parser.add_argument("--timeout", type=int, default=240)
     parser.add_argument("--out", type=Path)
@@ -185,7 +185,7 @@ def train_one(method: str, size: str, batch: int, sequence: int, steps: int, set
     generator = torch.Generator().manual_seed(1)
     times, losses, norms = [], [], []
     warm_up, recorded = 5, 4 if extra is not None else 0
-    for n in range(steps + recorded):
+    for n in range(warm_up + steps + recorded):
         tokens = torch.randint(0, 32000, (batch, sequence), generator=generator).cuda()
         if n == warm_up:
             gc.collect()
@@ -193,16 +193,16 @@ def train_one(method: str, size: str, batch: int, sequence: int, steps: int, set
             torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()
             began = time.perf_counter()
-        if n == steps:
+        if n == warm_up + steps:
             torch.cuda.synchronize()  # once, at the end: work may reach from one step into the next
-            typical = (time.perf_counter() - began) / (steps - warm_up)
+            typical = (time.perf_counter() - began) / steps
             recorder = extra.record()
         losses.append(step(tokens))
         times.append(time.perf_counter())
         norms.append(getattr(extra, "norm", 0.0))
     torch.cuda.synchronize()
     if not recorded:
-        typical = (time.perf_counter() - began) / (steps - warm_up)
+        typical = (time.perf_counter() - began) / steps
     peak = next(int(row.split()[1]) for row in Path("/proc/self/status").read_text().splitlines() if "VmHWM" in row)
     result = {
         "parameters": num_parameters,

@@ -4,8 +4,10 @@ Work of one lane runs in order; `Mark` is a point in it that others can wait for
 are threads that work on CPU tensors: the same queues, the same waits.
 """
 
+import atexit
 import threading
 import time
+import weakref
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
@@ -136,6 +138,7 @@ class ThreadLane(Lane):
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name=f"pipedejavu {name}", daemon=True)
         self._thread.start()
+        _open_lanes.add(self)
 
     def submit(self, action: str, work: Callable[[], Any], *after: Mark | None) -> Mark:
         """Queues work behind all that was submitted and behind the marks."""
@@ -154,6 +157,15 @@ class ThreadLane(Lane):
         self._queue.append(None)
         self._filled.release()
         self._thread.join()
+
+    def abandon(self) -> None:
+        """Lets the thread end with the work that it is at."""
+        self._queue.appendleft(None)
+        self._filled.release()
+
+    def wait_for_end(self, timeout_s: float) -> None:
+        """Waits until the thread has ended, for so long at most."""
+        self._thread.join(timeout_s)
 
     def _run(self) -> None:
         while True:
@@ -180,6 +192,19 @@ class ThreadLane(Lane):
         work()
         if self.recorder is not None:
             self.recorder.add(self.name, action, start, time.perf_counter())
+
+
+_open_lanes: weakref.WeakSet[ThreadLane] = weakref.WeakSet()
+
+
+@atexit.register
+def _end_all() -> None:
+    """Ends all threads before the interpreter does: one that it finds inside of torch would abort the process."""
+    lanes = list(_open_lanes)
+    for lane in lanes:
+        lane.abandon()
+    for lane in lanes:
+        lane.wait_for_end(timeout_s=2.0)
 
 
 def copy_lane(name: str, device: torch.device) -> Lane:
