@@ -1,6 +1,6 @@
 """A GPU and the CPU beside it: samples a second of each alone, of both on shares of a batch, and as a pipeline.
 
-    python bench/coarse.py [--models vgg19 mlp gpt] [--devices auto|cpu] [--quick]
+    python bench/coarse.py [--models vgg19 mlp gpt] [--only alone,chosen,1f1b,audit] [--folder DIR] [--quick]
 
 Three models: VGG19 on images of CIFAR-10's shape (batch 128), an MLP on 60,000 of MNIST's shape (batch 100), and a GPT
 of ten layers with a context of 1,000, a vocabulary of 10,000, one head and dropout 0.2 (batch 8); Adam(0.001)
@@ -34,7 +34,7 @@ from safetensors.torch import load_file
 from pipedejavu.zoo import build
 
 LR, WARM_UP, PIPELINE = 0.001, 3, 4
-AUDIT_STEPS, AUDIT_LR, AUDIT_LIMIT, AUDITS_AT_ONCE = 3, 0.05, 0.01, 3
+AUDIT_STEPS, AUDIT_LR, AUDIT_LIMIT = 3, 0.05, 0.01
 MNIST_SAMPLES, CIFAR_SAMPLES = 60_000, 10_000
 
 
@@ -111,13 +111,13 @@ def train(name: str, row: Row, model: Model, data: str, folder: Path, *more: str
     return summary
 
 
-def report(model: Model, devices: str, data: str, folder: Path) -> None:
-    """Prints the rows of a model."""
+def report(model: Model, rows: list[Row], data: str, folder: Path) -> None:
+    """Prints rows of a model."""
     print(f"\n{model.name}, batch {model.batch}")
     print(f"  {'':20}{'samples/s':>10} {'to first':>9} {'GPU + CPU':>12} {'forecast':>11} {'measured':>11}")
     first = 0.0
-    for number, row in enumerate(rows(model, devices)):
-        place = folder / f"{model.name}-{number}"
+    for row in rows:
+        place = folder / f"{model.name} {row.label}".replace(" ", "-")
         summary = train(model.name, row, model, data, place, "--lr", str(LR))
         lines = [json.loads(line) for line in (place / "metrics.jsonl").read_text().splitlines()]
         ends = [line["elapsed_s"] for line in lines if "loss" in line]
@@ -150,20 +150,28 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=[*MODELS])
     parser.add_argument("--devices", choices=("auto", "cpu"), default="auto" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--only", default="", help="words that a row's name must have one of, by comma, or 'audit'")
+    parser.add_argument("--audits-at-once", type=int, default=3)
+    parser.add_argument("--folder", type=Path, help="where the runs are left, for `pipedejavu compare`")
     parser.add_argument("--quick", action="store_true", help="small batches and few steps")
     asked = parser.parse_args()
     start = time.perf_counter()
     models = [MODELS[name] for name in asked.models]
     if asked.quick:
         models = [replace(model, batch=8, shares=(1 / 8, 1 / 2), steps=(6, 6, 6)) for model in models]
-    with tempfile.TemporaryDirectory() as name, ThreadPoolExecutor(AUDITS_AT_ONCE) as pool:
-        folder = Path(name)
-        write_data(folder)
+    words = asked.only.split(",")
+    with tempfile.TemporaryDirectory() as name, ThreadPoolExecutor(asked.audits_at_once) as pool:
+        folder = asked.folder or Path(name)
+        folder.mkdir(parents=True, exist_ok=True)
+        write_data(Path(name))
         for model in models:
-            report(model, asked.devices, model.data.format(folder), folder)
+            kept = [row for row in rows(model, asked.devices) if any(word in row.label for word in words)]
+            report(model, kept, model.data.format(name), folder)
+        if "audit" not in words and asked.only:
+            return
         print(f"\naudits of {AUDIT_STEPS} steps of SGD: largest difference from the float64 replay", flush=True)
         asks = [(model, row) for model in models for row in rows(model, asked.devices)[-3::2]]
-        lines = [*pool.map(lambda ask: audit(*ask, ask[0].data.format(folder), folder), asks)]
+        lines = [*pool.map(lambda ask: audit(*ask, ask[0].data.format(name), folder), asks)]
     print(*lines, f"({time.perf_counter() - start:.0f} s)", sep="\n")
     sys.exit(any(line.endswith("WRONG") for line in lines))
 

@@ -7,7 +7,8 @@ Prints, in one run of less than a minute on 16 cores:
   2. what the tiles reach by themselves, in a loop of C without memory traffic: the bound for everything below;
   3. which kernel oneDNN takes under each limit of its instruction set, and how fast that is;
   4. TFLOP/s of fp32, bf16 and int8 by shape and by call, on all threads;
-  5. the same by the number of threads, with the clock and the throttling while it ran.
+  5. the same by the number of threads, with the clock and the throttling while it ran;
+  6. what the memory of a result costs: fresh from the system, in huge pages, from a heap that is kept, or given.
 
 How to read it: a refusal in 1, or no tiles in 2, says that oneDNN must do without. Where 2 reaches more than 4, the
 kernel's name in 3 says whether oneDNN took the tiles. Where 2 stops growing at half of the threads, two threads share
@@ -35,6 +36,13 @@ from torch.nn import functional
 CELL_S = 0.12
 """How long each rate is measured, behind one call that warms up."""
 LIMITS = ("", "AVX512_CORE_AMX", "AVX512_CORE_BF16", "AVX512_CORE")
+MEMORIES = {
+    "fresh from the system": {},
+    "in huge pages": {"THP_MEM_ALLOC_ENABLE": "1"},
+    "from a heap that is kept": {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(1 << 40)},
+    "threads bound to cores": {"OMP_PROC_BIND": "close", "OMP_PLACES": "cores"},
+}
+"""What glibc, torch and OpenMP are told by the environment."""
 SQUARES = (1024, 2048, 4096, 8192)
 LINEARS = ((128, 4096, 4096), (4096, 1024, 4096), (4096, 4096, 1024), (16384, 768, 3072))
 """Samples or tokens, features in, features out."""
@@ -208,7 +216,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.int8}
 def print_limits(size: int) -> None:
     print(f"3. oneDNN under limits of its instruction set, bf16 linear of {size} squares on all threads")
     for limit in LIMITS:
-        done = child(limit, size)
+        done = child({"ONEDNN_VERBOSE": "1", **({"ONEDNN_MAX_CPU_ISA": limit} if limit else {})}, size)
         kernels = Counter(
             fields[fields.index(kind) + 1]
             for fields in (line.split(",") for line in done.splitlines() if ",exec," in line)
@@ -216,7 +224,7 @@ def print_limits(size: int) -> None:
             if kind in fields
         )
         isa = re.search(r"info,cpu,isa:(.*)", done)
-        speed = done.strip().rpartition("\n")[2]
+        speed = done.strip().rpartition("\n")[2].split()[0]
         used = ", ".join(kernels) or "no kernel of oneDNN"
         print(
             f"  {limit or '(no limit)':18} {speed:>7} TFLOP/s  {used}  [{isa[1] if isa else 'isa not told'}]",
@@ -224,17 +232,27 @@ def print_limits(size: int) -> None:
         )
 
 
-def child(limit: str, size: int) -> str:
-    """Runs this file with oneDNN limited and telling what it does; returns what it prints, the rate last."""
-    more = {"ONEDNN_VERBOSE": "1", **({"ONEDNN_MAX_CPU_ISA": limit} if limit else {})}
+def print_memories(size: int) -> None:
+    print(f"6. TFLOP/s of bf16 linear of {size} squares, of mm into a result that is given, GB/s of a sum of 64 MB")
+    for name, more in MEMORIES.items():
+        rates = child(more, size).strip().rpartition("\n")[2].split()
+        print(f"  {name:26} {' '.join(f'{rate:>8}' for rate in rates)}", flush=True)
+
+
+def child(more: dict[str, str], size: int) -> str:
+    """Runs this file in such an environment; returns what it prints, the rates last."""
     command = [sys.executable, __file__, "--child", str(size)]
     done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **more}, timeout=120)
     return done.stdout if done.returncode == 0 else f"{done.stderr[-200:]}\nfailed"
 
 
 def be_child(size: int) -> None:
-    x, w = (torch.randn(size, size, dtype=torch.bfloat16) for _ in range(2))
-    print(f"{rate(lambda: functional.linear(x, w), 2.0 * size**3):.2f}")
+    x, w, y = (torch.randn(size, size, dtype=torch.bfloat16) for _ in range(3))
+    vector = torch.randn(16 << 20)
+    linear = rate(lambda: functional.linear(x, w), 2.0 * size**3)
+    given = rate(lambda: torch.mm(x, w.t(), out=y), 2.0 * size**3)
+    added = rate(lambda: vector + 1, 2e3 * vector.nbytes)
+    print(f"{linear:.2f} {given:.2f} {added:.1f}")
 
 
 def print_shapes(largest: int) -> None:
@@ -315,6 +333,7 @@ def main() -> None:
     print_limits(middle)
     print_shapes(asked.largest)
     print_threads(asked.threads, min(middle, 2048))
+    print_memories(middle)
     print(f"({time.perf_counter() - start:.0f} s)")
 
 
