@@ -4,6 +4,7 @@ from pipedejavu.facts.catalog import KnownDevice, known_device, read_catalog
 from pipedejavu.facts.cluster import Cluster, compose, parse_cluster, read_machine
 from pipedejavu.facts.collector import paused_collector
 from pipedejavu.facts.error import FaultsError, InputError, nearest
+from pipedejavu.facts.heap import keep_heap
 from pipedejavu.facts.machine import Device, Host, Link, Machine, Overlap, Route
 from pipedejavu.facts.measurement import Measurement, Survey
 from pipedejavu.facts.profile import Cost, Edge, Profile, Tie, Unit, UnitTime
@@ -40,6 +41,7 @@ __all__ = [
     "compose",
     "format_bytes",
     "format_seconds",
+    "keep_heap",
     "known_device",
     "nearest",
     "parse_cluster",

@@ -18,7 +18,7 @@ from pipedejavu.engine.handle import Handlers
 from pipedejavu.engine.process import run_rank
 from pipedejavu.engine.run import final_weights
 from pipedejavu.engine.share import adjusted_counts
-from pipedejavu.facts import Span
+from pipedejavu.facts import Span, keep_heap
 from pipedejavu.program import Program
 from pipedejavu.program.share import cut_evenly
 from pipedejavu.train.failure import write_failure
@@ -59,6 +59,7 @@ class Rank:
     def __init__(self, options: TrainOptions, program: Program, store: Store, folder: RunFolder):
         self.options, self.program, self.store, self.folder = options, program, store, folder
         self.rank = dist.get_rank()
+        keep_heap()
         torch.set_num_threads(num_threads(program.machine, program.devices, self.rank))
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what cuBLAS needs to be deterministic
         torch.use_deterministic_algorithms(True, warn_only=True)
