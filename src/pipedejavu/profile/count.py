@@ -88,7 +88,10 @@ class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if made and not func.is_view and func._overloadpacket not in _FREE:
             count = _FLOP.get(func._overloadpacket)
             flop = count(*args, **kwargs, out_val=output) if count else 0
-            self.done.append(Work(int(flop), sum(t.nbytes for t in (*_tensors((args, kwargs)), *made))))
+            read_bytes, made_bytes = ([t.nbytes for t in own] for own in (_tensors((args, kwargs)), made))
+            if func._overloadpacket is torch.ops.aten.embedding:
+                read_bytes[0] = min(read_bytes[0], sum(made_bytes))  # of a table only the rows that are asked for
+            self.done.append(Work(int(flop), sum(read_bytes) + sum(made_bytes)))
         return output
 
 
