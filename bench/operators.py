@@ -3,8 +3,9 @@
     python bench/operators.py > rows.csv       # under a minute; --devices cpu or gpu for one of them
 
 Devices are the CPU with one thread, the CPU with all of them, and the first GPU. Shapes suit the type of device: a run
-takes from microseconds, where launching counts, to milliseconds. `flop` and `bytes` are what the operations between
-tensors do, by the rules of `profile --estimate`. `time_s` is what the fastest quarter of the visits stays below, as
+takes from microseconds, where launching counts, to milliseconds. Runs take turns on copies of their tensors that are
+larger than caches together, and keep their results as long, as in a model. `flop` and `bytes` are what the operations
+between tensors do, by the rules of `profile --estimate`. `time_s` is what the fastest quarter of visits stays below, as
 interruptions only ever slow; `spread` is how far the middle visit lies above it, as a part of it. `flop_per_s` and
 `bytes_per_s` are the device's own rates: its best product in the row's type, and its best copy.
 
@@ -16,7 +17,9 @@ import csv
 import re
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from itertools import cycle
 from pathlib import Path
 from statistics import quantiles
 from typing import Any, NamedTuple
@@ -31,7 +34,9 @@ BUDGET_S = 18.0
 """For all rows together, beside what making their tensors takes."""
 WARM_UPS = {"cpu": 1, "gpu": 3}
 """Runs before any is timed: kernels are loaded, algorithms chosen."""
-SWEEPS, FEWEST, MOST = 3, 2, 100
+COLD_BYTES, MOST_COPIES = 32 << 20, 8
+"""What copies of a row's tensors read and write together, where so many copies do."""
+SWEEPS, FEWEST, MOST = 2, 3, 100
 """Over all rows, and visits of a row in each: at least so many, and no more."""
 VISIT_S = 1e-3
 """About what the runs of a visit take together."""
@@ -103,7 +108,9 @@ def make(operator: str, shape: Shape, dtype: torch.dtype, device: torch.device) 
     """Returns an operator on tensors of a shape."""
 
     def random(*sizes: int) -> Tensor:
-        return torch.randn(*sizes, device=device).to(dtype).requires_grad_()
+        if device.type == "cpu":  # whose times do not depend on values, and which is slow at making them
+            return torch.full(sizes, 0.1, dtype=dtype, requires_grad=True)
+        return torch.randn(*sizes, device=device, dtype=dtype, requires_grad=True)
 
     def numbers(count: int, below: int) -> Tensor:
         return torch.randint(below, (count,), device=device)
@@ -152,6 +159,24 @@ def runs_of(operator: str, shape: Shape, dtype: torch.dtype, device: torch.devic
         seed = torch.ones_like(output)
         flop = BACKWARD_FLOP.get(operator, 2.0) * case.flop
         yield "backward", lambda: torch.autograd.grad(output, wanted, seed, retain_graph=True), flop
+
+
+def copies_of(
+    operator: str, shape: Shape, dtype: torch.dtype, device: torch.device
+) -> list[tuple[str, Sequence[Callable[[], object]], float]]:
+    """Returns the passes of an operator, each with what runs it on several copies of its tensors."""
+    first = list(runs_of(operator, shape, dtype, device))
+    if not first:
+        return []
+    size_bytes = count_bytes(operator, shape, dtype, first[0][1])
+    more = [list(runs_of(operator, shape, dtype, device)) for _ in range(min(MOST_COPIES, COLD_BYTES // size_bytes))]
+    return [(name, [run, *(copy[n][1] for copy in more)], flop) for n, (name, run, flop) in enumerate(first)]
+
+
+def taking_turns(runs: Sequence[Callable[[], object]]) -> Callable[[], object]:
+    """Returns what runs one after the other, and keeps each result until its turn comes again."""
+    kept, turn = deque[object](maxlen=len(runs)), cycle(runs)
+    return lambda: kept.append(next(turn)())
 
 
 def _update(count: int, device: torch.device) -> Callable[[], object]:
@@ -219,7 +244,7 @@ def time_visits(place: Place, run: Callable[[], object], budget_s: float) -> lis
 
 
 def measure(place: Place, budget_s: float) -> list[dict[str, Any]]:
-    """Returns the rows of one device; sweeps over all of them, so that a disturbance meets one in three visits."""
+    """Returns the rows of one device; sweeps over all of them, so that a disturbance meets some visits alone."""
     torch.set_num_threads(place.threads)
     cases = [(dtype, name, shape) for dtype in DTYPES for name, own in SHAPES[place.type].items() for shape in own]
     share_s = budget_s / (2 * SWEEPS * len(cases))
@@ -227,8 +252,9 @@ def measure(place: Place, budget_s: float) -> list[dict[str, Any]]:
     times: dict[tuple[object, ...], list[float]] = {}
     for _ in range(SWEEPS):
         for dtype, operator, shape in cases:
-            for pass_, run, flop in runs_of(operator, shape, DTYPES[dtype], place.device):
-                size_bytes = count_bytes(operator, shape, DTYPES[dtype], run)
+            for pass_, runs, flop in copies_of(operator, shape, DTYPES[dtype], place.device):
+                size_bytes = count_bytes(operator, shape, DTYPES[dtype], runs[0])
+                run = taking_turns(runs)
                 key = place.name, place.type, dtype, operator, pass_, "x".join(map(str, shape)), flop, size_bytes
                 times.setdefault(key, []).extend(time_visits(place, run, share_s))
                 fast, middle, _ = quantiles(times[key], n=4, method="inclusive")
