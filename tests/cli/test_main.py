@@ -310,3 +310,17 @@ def test_compare_refuses_a_file_that_is_no_recording(tmp_path: Path) -> None:
 def test_compare_needs_a_run(tmp_path: Path) -> None:
     pytest.importorskip("torch")
     assert "has no predicted timeline" in refused("compare", str(tmp_path))
+
+
+def test_published_profiles_are_simulated(tmp_path: Path) -> None:
+    table, graph = tmp_path / "two.csv", tmp_path / "two.txt"
+    table.write_text("unit,forward_s,backward_s,boundary_bytes\nu,1,2,8\nv,1,2,8\n")
+    figures = "forward_compute_time=1000, backward_compute_time=2000, activation_size=8, parameter_size=0"
+    rows = [f"node{n} -- ReLU() -- {figures}" for n in (1, 2)]
+    graph.write_text("\n".join([*rows, "\tnode1 -- node2", ""]))
+    common = ("simulate", "preset:1f1b", "--workers", "2", "--microbatches", "4", "--samples", "1", "--json")
+    found = [json.loads(run(*common, "--profile", str(path)).stdout) for path in (table, graph)]
+    assert found[0]["makespan_s"] == pytest.approx(found[1]["makespan_s"])
+    assert found[0]["makespan_s"] == pytest.approx((4 + 2 - 1) * 3, rel=1e-3)
+    graph.write_text("node1 -- ReLU()\n")
+    assert "line 1: 'node1 -- ReLU()' is neither" in refused(*common, "--profile", str(graph))

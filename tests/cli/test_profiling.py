@@ -15,7 +15,7 @@ GPT = ("profile", "zoo:gpt-tiny", "--estimate")
 
 def test_an_estimate_is_a_table_and_sentences() -> None:
     lines = run(*GPT, "--batch", "4").stdout.splitlines()
-    assert lines[0] == "gpt-tiny  estimated; a sample is 256 int64"
+    assert lines[0] == "gpt-tiny  estimated at 2, 4 samples; a sample is 256 int64"
     assert lines[2].split("  ")[0] == "unit"
     assert [line.split("  ")[0] for line in lines[3:7]] == ["embedding", "4 × block", "head", "all"]
     text = "\n".join(lines[7:])
@@ -23,7 +23,7 @@ def test_an_estimate_is_a_table_and_sentences() -> None:
     assert "Weights, gradients and the state of AdamW take 13.6 MiB, in fp32 and in bf16" in text
     assert "In fp32, 4 samples keep 34.1 MiB of activations, 10.5 MiB with recompute." in text
     assert "In fp32 it needs 47.7 MiB and fits the " in text
-    assert "Times are estimated at 40% of each device's stated rate" in text
+    assert "Times are estimated from the rates of CPUs and efficiencies that were fitted to measured operators" in text
 
 
 @pytest.mark.parametrize(

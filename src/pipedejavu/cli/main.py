@@ -62,7 +62,7 @@ def simulate(
         str | None, typer.Option(help="Costs of a worker's forward and backward of a microbatch, as F=1,B=2.")
     ] = None,
     model: Annotated[str | None, typer.Option(help="A model by its shape, such as gpt-small.")] = None,
-    profile: Annotated[str | None, typer.Option(help="A profile file instead of a model.")] = None,
+    profile: Annotated[str | None, typer.Option(help="A profile instead of a model: JSON, graph.txt or CSV.")] = None,
     machine: Annotated[
         str | None, typer.Option(help="A machine file, or such as '4xa100 + epyc-7763'; by default this one's shape.")
     ] = None,

@@ -15,7 +15,6 @@ from rich.table import Table
 from pipedejavu.cli.source import read_model
 from pipedejavu.facts import Device, InputError, Machine, Unit, format_bytes, format_seconds, read_machine
 from pipedejavu.report import Need, count_parameters, fold_units, step_spread, step_times, work_out_needs
-from pipedejavu.zoo.shape import EFFICIENCY
 
 if TYPE_CHECKING:
     from pipedejavu.train.profiling import Profiled
@@ -71,7 +70,7 @@ def _progress() -> Iterator[Callable[[str], None]]:
 
 def _print(profiled: "Profiled", asked: Asked) -> None:
     console = Console(highlight=False, soft_wrap=True)
-    how = "estimated" if asked.estimates else f"measured at {', '.join(map(str, profiled.sizes))} samples"
+    how = f"{'estimated' if asked.estimates else 'measured'} at {', '.join(map(str, profiled.sizes))} samples"
     console.print(f"[bold]{profiled.profile.name}[/]  {how}; a sample is {profiled.sample}\n")
     table = _table(profiled, asked.batch)
     width = console.measure(table, options=console.options.update(width=500)).maximum
@@ -138,7 +137,7 @@ def _sentences(profiled: "Profiled", asked: Asked) -> list[str]:
             + "."
         )
     if asked.estimates:
-        found.append(f"Times are estimated at {EFFICIENCY:.0%} of each device's stated rate, which is an assumption.")
+        found.append(profiled.basis)
     else:
         spread = step_spread(profiled.profile, samples)
         busy = "; something else keeps this machine busy, so profile again when it is idle" if spread > _BUSY else ""

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from pipedejavu.facts import InputError, Machine, Profile, read_machine
+from pipedejavu.facts import InputError, Machine, Profile, read_machine, read_profile
 from pipedejavu.plan import Plan, preset, sized
 from pipedejavu.probe import read_shape
 from pipedejavu.simulate import parse_unit_costs, unit_costs
@@ -67,7 +67,8 @@ def read_inputs(asked: Inputs) -> Read:
             " its rates are assumed, not measured"
         )
     if asked.profile is not None:
-        return Read(plan, Profile.load(asked.profile), machine, tuple(notes))
+        profile = read_profile(asked.profile, [device.kind for device in machine.devices])
+        return Read(plan, profile, machine, tuple(notes))
     profile = estimate_profile(asked.model or DEFAULT_MODEL, machine)
     notes.append(f"model: {profile.name} from its shape, at {_efficiencies(machine)}")
     return Read(plan, profile, machine, tuple(notes))

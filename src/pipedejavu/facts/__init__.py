@@ -8,6 +8,7 @@ from pipedejavu.facts.heap import keep_heap
 from pipedejavu.facts.machine import Device, Host, Link, Machine, Overlap, Route
 from pipedejavu.facts.measurement import Measurement, Survey
 from pipedejavu.facts.profile import Cost, Edge, Profile, Tie, Unit, UnitTime
+from pipedejavu.facts.published import read_profile
 from pipedejavu.facts.quantity import Bytes, format_bytes, format_seconds
 from pipedejavu.facts.record import Record, read_file, write_file
 from pipedejavu.facts.timeline import MEMORY_CLASSES, MemoryCurve, Span, Timeline, WorkerSummary
@@ -49,5 +50,6 @@ __all__ = [
     "read_catalog",
     "read_file",
     "read_machine",
+    "read_profile",
     "write_file",
 ]

@@ -5,15 +5,18 @@ from pipedejavu.profile.chain import Units, is_chain, read_chain
 from pipedejavu.profile.cut import Cut, cut_model
 from pipedejavu.profile.estimate import estimate_units, read_rates
 from pipedejavu.profile.measure import Shot, measure_profile, merge_profiles
+from pipedejavu.profile.predictor import Efficiency, known_efficiencies
 
 __all__ = [
     "Cut",
+    "Efficiency",
     "Shot",
     "Units",
     "blank_like",
     "cut_model",
     "estimate_units",
     "is_chain",
+    "known_efficiencies",
     "make_blank",
     "make_mode",
     "measure_profile",

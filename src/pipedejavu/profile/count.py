@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
+from pipedejavu.profile.operator import classify
 from pipedejavu.profile.step import Head, detached, run_step
 
 
@@ -23,6 +24,8 @@ class Work(NamedTuple):
     flop: int
     size_bytes: int
     """Read and written."""
+    class_: str
+    """Of operators that are about as efficient as each other."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +91,11 @@ class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if made and not func.is_view and func._overloadpacket not in _FREE:
             count = _FLOP.get(func._overloadpacket)
             flop = count(*args, **kwargs, out_val=output) if count else 0
-            self.done.append(Work(int(flop), sum(t.nbytes for t in (*_tensors((args, kwargs)), *made))))
+            read_bytes, made_bytes = ([t.nbytes for t in own] for own in (_tensors((args, kwargs)), made))
+            if func._overloadpacket is torch.ops.aten.embedding:
+                read_bytes[0] = min(read_bytes[0], sum(made_bytes))  # of a table only the rows that are asked for
+            class_ = classify(func._overloadpacket.__name__)
+            self.done.append(Work(int(flop), sum(read_bytes) + sum(made_bytes), class_))
         return output
 
 

@@ -1,7 +1,7 @@
 """Estimates a model's units without running them: operations and bytes are counted on tensors without memory.
 
-A device's time is that of its roofline, operation by operation: as long as its arithmetic or its memory needs,
-whichever is longer. How much of the stated arithmetic rate is reached is the caller's assumption.
+A device's time is that of its roofline, operation by operation: a launch, and what its arithmetic or its memory needs,
+whichever is longer, at the efficiency that measured rows of such devices show.
 """
 
 from collections.abc import Hashable, Iterable, Mapping, Sequence
@@ -11,15 +11,19 @@ from typing import Any
 from torch import nn
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
-from pipedejavu.facts import Cost, Device, InputError, Profile, UnitTime
+from pipedejavu.facts import Device, InputError, Machine, Profile, Unit, UnitTime
 from pipedejavu.profile.alike import likeness
 from pipedejavu.profile.blank import mode_of
 from pipedejavu.profile.count import Counted, Work, count_step
+from pipedejavu.profile.line import fit_line
 from pipedejavu.profile.measure import Report, Shot, describe, describe_ties
+from pipedejavu.profile.predictor import Efficiency
 from pipedejavu.profile.step import PARTS, Head
 
 _UPDATE_PASSES = 7
 """Of AdamW over memory of the parameters' size: it reads weight, gradient and two moments, and writes all but one."""
+REACHED = 0.8
+"""Share of its stated rates that a device's best products and copies reach; rates that were measured are reached."""
 
 
 @dataclass(frozen=True)
@@ -28,22 +32,38 @@ class Rates:
 
     flop_per_s: float
     bytes_per_s: float
+    efficiency: Efficiency
+    parameters_per_s: float = 0.0
+    """That the optimizer updates; zero where it is not known."""
 
     def time_s(self, works: Iterable[Work]) -> float:
         """Returns what operations take, one after another."""
-        return sum(max(work.flop / self.flop_per_s, work.size_bytes / self.bytes_per_s) for work in works)
+        launch_s = self.efficiency.launch_s["forward"]
+        return sum(launch_s + self._bound_s(work) / self.efficiency.share(work.class_) for work in works)
+
+    def update_s(self, unit: Unit) -> float:
+        """Returns what an update of a unit's parameters takes."""
+        if self.parameters_per_s:
+            return unit.num_parameters / self.parameters_per_s
+        work = Work(0, _UPDATE_PASSES * unit.parameter_bytes, "update")
+        return self.time_s([work] if unit.parameter_bytes else [])
+
+    def _bound_s(self, work: Work) -> float:
+        return max(work.flop / self.flop_per_s, work.size_bytes / self.bytes_per_s)
 
 
-def read_rates(devices: Iterable[Device], efficiency: float) -> dict[str, Rates]:
-    """Returns the rates of each kind of device that states both; raises InputError where none does."""
-    devices = list(devices)
+def read_rates(machine: Machine, efficiencies: Mapping[str, Efficiency], assumed: float) -> dict[str, Rates]:
+    """Returns the rates of each kind of device that states both; raises InputError where none does.
+
+    A type of device without an efficiency is taken to reach the assumed share of its arithmetic, and all of its memory.
+    """
     found = {
-        d.kind: Rates(efficiency * d.flop_per_s, d.memory_bytes_per_s)
-        for d in devices
-        if d.flop_per_s and d.memory_bytes_per_s
+        device.kind: _rates(device, efficiencies.get(device.type), assumed, 1.0 if machine.survey else REACHED)
+        for device in machine.devices
+        if device.flop_per_s and device.memory_bytes_per_s
     }
     if not found:
-        names = ", ".join(d.name for d in devices)
+        names = ", ".join(device.name for device in machine.devices)
         raise InputError(
             f"no time can be estimated: of {names}, none has both flop_per_s and memory_bytes_per_s; add them to the"
             " machine file"
@@ -51,25 +71,45 @@ def read_rates(devices: Iterable[Device], efficiency: float) -> dict[str, Rates]
     return found
 
 
+def _rates(device: Device, efficiency: Efficiency | None, assumed: float, reached: float) -> Rates:
+    flop_per_s, bytes_per_s = device.flop_per_s, device.memory_bytes_per_s
+    if efficiency is None:
+        plain = Efficiency(launch_s={"forward": 0.0}, shares={"elementwise": 1.0})
+        return Rates(assumed * flop_per_s, bytes_per_s, plain, device.parameters_per_s)
+    return Rates(reached * flop_per_s, reached * bytes_per_s, efficiency, device.parameters_per_s)
+
+
 def estimate_units(
-    name: str, shot: Shot, ties: Sequence[frozenset[str]], rates: Mapping[str, Rates], report: Report
+    name: str, shots: Sequence[Shot], ties: Sequence[frozenset[str]], rates: Mapping[str, Rates], report: Report
 ) -> Profile:
-    """Returns the profile of a model whose tensors have no memory, for microbatches of the shot's size."""
+    """Returns the profile of a model whose tensors have no memory.
+
+    Times are lines over the sizes of the shots; bytes are those of the last. The units must be the same at all sizes.
+    """
+    counted = {shot.samples: _count_shot(shot, report) for shot in shots}
+    last = shots[-1]
+    units = []
+    for index, (unit, module) in enumerate(last.units):
+        by_size = {samples: found[index] for samples, found in counted.items()}
+        sizes = describe(unit, module, by_size[last.samples], last.samples)
+        units.append(sizes.but(times={kind: _time(own, by_size, sizes) for kind, own in rates.items()}))
+    return Profile(name=name, units=tuple(units), ties=describe_ties(ties, last.units))
+
+
+def _count_shot(shot: Shot, report: Report) -> list[Counted]:
+    """Returns what each unit does on a shot's microbatch."""
     known: dict[Hashable, Counted] = {}
-    value, units = shot.inputs, []
+    value, found = shot.inputs, []
     with mode_of([list(module.parameters()) for _, module in shot.units] + [shot.targets]):
         for index, (unit, module) in enumerate(shot.units):
             head = shot.head(index, shot.targets)
             key = (likeness(module, value), head is None, index == 0)
             if key not in known:
-                report(unit)
+                report(f"{unit} ({shot.samples} samples)")
                 known[key] = _count(unit, module, value, head, index == 0)
-            counted = known[key]
-            sizes = describe(unit, module, counted, shot.samples)
-            times = {kind: _time(own, counted, sizes.parameter_bytes, shot.samples) for kind, own in rates.items()}
-            units.append(sizes.but(times=times))
-            value = counted.output
-    return Profile(name=name, units=tuple(units), ties=describe_ties(ties, shot.units))
+            found.append(known[key])
+            value = known[key].output
+    return found
 
 
 def _count(name: str, module: nn.Module, value: Any, head: Head | None, is_first: bool) -> Counted:
@@ -83,6 +123,10 @@ def _count(name: str, module: nn.Module, value: Any, head: Head | None, is_first
         ) from None
 
 
-def _time(rates: Rates, counted: Counted, parameter_bytes: int, samples: int) -> UnitTime:
-    parts = {part: Cost(per_sample_s=rates.time_s(counted.parts.get(part, ())) / samples) for part in PARTS}
-    return UnitTime(update_s=_UPDATE_PASSES * parameter_bytes / rates.bytes_per_s).but(**parts)
+def _time(rates: Rates, counted: Mapping[int, Counted], unit: Unit) -> UnitTime:
+    times = {
+        part: fit_line({samples: [rates.time_s(own.parts.get(part, ()))] for samples, own in counted.items()})
+        for part in PARTS
+    }
+    lines = {part: line.but(spread=0.0) for part, line in times.items()}  # nothing was measured
+    return UnitTime(update_s=rates.update_s(unit)).but(**lines)

@@ -1,6 +1,6 @@
 """From a model's name to its profile: opens the model, cuts it for each size of microbatch, and measures its units."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,10 +11,12 @@ from pipedejavu.facts import Device, InputError, Machine, Profile
 from pipedejavu.probe import read_shape
 from pipedejavu.profile import (
     Cut,
+    Efficiency,
     Shot,
     blank_like,
     cut_model,
     estimate_units,
+    known_efficiencies,
     make_blank,
     make_mode,
     measure_profile,
@@ -41,6 +43,8 @@ class Profiled:
     """The microbatches that were looked at; the last one is what was asked for."""
     sample: str
     """The form of one sample."""
+    basis: str = ""
+    """What estimated times rest on."""
 
 
 def measure_model(model: str, samples: int, report: Report) -> Profiled:
@@ -59,18 +63,43 @@ def measure_model(model: str, samples: int, report: Report) -> Profiled:
     return Profiled(profile, machine, tuple(shot.samples for shot in shots), describe_form(inputs))
 
 
-def estimate_model(model: str, samples: int, machine: Machine, report: Report) -> Profiled:
-    """Estimates a model on each kind of device of a machine; the model is never given memory."""
-    _check(samples)
-    rates = read_rates(machine.devices, EFFICIENCY)
+def estimate_model(
+    model: str,
+    samples: int,
+    machine: Machine,
+    report: Report,
+    efficiencies: Mapping[str, Efficiency] | None = None,
+) -> Profiled:
+    """Estimates a model on each kind of device of a machine; the model is never given memory.
+
+    Efficiencies are by type of device, by default those that measured operators show.
+    """
+    efficiencies = known_efficiencies() if efficiencies is None else efficiencies
+    sizes = sorted({choose_sizes(samples)[0], samples}, key=lambda size: size == samples)  # a line has two points
+    rates = read_rates(machine, efficiencies, EFFICIENCY)
     report(f"building {model} without memory")
     task, mode = open_task(model, device="meta"), make_mode()
     make_blank(task.model, mode)
-    inputs, targets = blank_like(_batch(task, samples), mode)
-    report(f"cutting {model}")
-    shot = _shot(task, cut_model(task.model, inputs), inputs, targets)
-    profile = estimate_units(model, shot, _ties(shot), rates, report)
-    return Profiled(profile, machine, (samples,), describe_form(inputs))
+    shots, cut = [], None
+    for size in sizes:
+        inputs, targets = blank_like(_batch(task, size), mode)
+        report(f"cutting {model} for {size} samples")
+        cut = cut if cut and cut.way == "chain" else cut_model(task.model, inputs)
+        shots.append(_shot(task, cut, inputs, targets))
+    shots = [shot for shot in shots if has_same_units(shot, shots[-1])]
+    profile = estimate_units(model, shots, _ties(shots[-1]), rates, report)
+    sizes = [shot.samples for shot in shots]
+    return Profiled(profile, machine, tuple(sizes), describe_form(inputs), _basis(machine, efficiencies))
+
+
+def _basis(machine: Machine, fitted: Mapping[str, Efficiency]) -> str:
+    """Returns a sentence on what estimates of a machine's devices rest on."""
+    types = sorted({device.type for device in machine.devices})
+    known = " and ".join(f"{name.upper()}s" for name in types if name in fitted)
+    others = " and ".join(f"{name.upper()}s" for name in types if name not in fitted)
+    parts = [f"from the rates of {known} and efficiencies that were fitted to measured operators"] if known else []
+    parts += [f"at {EFFICIENCY:.0%} of the stated rate of {others}, which is an assumption"] if others else []
+    return f"Times are estimated {', and '.join(parts)}."
 
 
 def choose_sizes(samples: int) -> tuple[int, ...]:

@@ -1,0 +1,169 @@
+"""Predictors of an operator's time on a device that was not measured, fitted to rows of devices that were.
+
+All know of a device two rates alone. The roofline has for each type of device what a launch takes, in a forward and in
+a backward, and an efficiency λ for each class of operators, as in BSP-style models: time = launch + bound / λ. The
+others learn how far a time lies above its bound from features of operator and device: a linear regression, a support
+vector machine and a forest, the last two by scikit-learn.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from pipedejavu.facts import InputError
+from pipedejavu.profile.operator import CLASSES, Row, known_rows
+
+Predict = Callable[[Sequence[Row]], list[float]]
+"""Returns seconds for each row; what was measured of these is not looked at."""
+
+_SHARES = np.geomspace(0.01, 3.0, 229)
+_LAUNCHES_S = np.geomspace(1e-7, 1e-3, 161)
+"""What is tried: steps of 2.5 and 6 %."""
+_SWEEPS = 8
+_RIDGE = 1e-3
+
+
+class Efficiency(NamedTuple):
+    """What a type of device makes of its rates."""
+
+    launch_s: Mapping[str, float]
+    """By pass."""
+    shares: Mapping[str, float]
+    """λ by class of operators."""
+
+    def share(self, class_: str) -> float:
+        """Returns a class's λ, that of the middle of all classes where it is not known."""
+        found = self.shares.get(class_)
+        return found if found is not None else float(np.exp(np.mean(np.log(list(self.shares.values())))))
+
+    def time_s(self, row: Row) -> float:
+        """Returns what an operator takes."""
+        launch_s = self.launch_s.get(row.pass_, min(self.launch_s.values()))
+        return launch_s + row.bound_s / self.share(row.class_)
+
+
+def fit_efficiency(rows: Sequence[Row]) -> Efficiency:
+    """Minimises the sum of |log(predicted ÷ measured)|, over one constant after the other."""
+    passes, classes = sorted({row.pass_ for row in rows}), sorted({row.class_ for row in rows})
+    launches, shares = dict.fromkeys(passes, 1e-5), dict.fromkeys(classes, 0.5)
+    bound, time = (np.array(list(values)) for values in zip(*((r.bound_s, r.time_s) for r in rows), strict=True))
+    own_pass, own_class = np.array([r.pass_ for r in rows]), np.array([r.class_ for r in rows])
+    for _ in range(_SWEEPS):
+        launch = np.array([launches[name] for name in own_pass])
+        for name in classes:
+            some = own_class == name
+            shares[name] = _best(_SHARES, launch[some] + bound[some] / _SHARES[:, None], time[some])
+        reached = bound / np.array([shares[name] for name in own_class])
+        for name in passes:
+            some = own_pass == name
+            launches[name] = _best(_LAUNCHES_S, _LAUNCHES_S[:, None] + reached[some], time[some])
+    return Efficiency(launches, shares)
+
+
+def _best(tried: Any, predicted: Any, time: Any) -> float:
+    """Returns the constant whose predictions, a line for each, are nearest to times."""
+    errors = np.abs(np.log(predicted / time)).sum(axis=1)
+    return float(tried[int(errors.argmin())])
+
+
+def fit_roofline(rows: Sequence[Row]) -> Predict:
+    """Fits an efficiency to each type of device, and one to all for types without rows."""
+    by_type = {type_: fit_efficiency([r for r in rows if r.type == type_]) for type_ in {r.type for r in rows}}
+    other = fit_efficiency(rows)
+    return lambda asked: [by_type.get(row.type, other).time_s(row) for row in asked]
+
+
+@cache
+def known_efficiencies() -> dict[str, Efficiency]:
+    """Returns what the rows of the project say, by type of device."""
+    rows = known_rows()
+    return {type_: fit_efficiency([r for r in rows if r.type == type_]) for type_ in sorted({r.type for r in rows})}
+
+
+def fit_linear(rows: Sequence[Row]) -> Predict:
+    """Fits logarithms of times by least squares, with a little weight on small coefficients."""
+    features, targets = _features(rows), _targets(rows)
+    weights = np.linalg.solve(
+        features.T @ features + _RIDGE * len(rows) * np.eye(features.shape[1]), features.T @ targets
+    )
+    return lambda asked: _times(asked, _features(asked) @ weights)
+
+
+def fit_svr(rows: Sequence[Row]) -> Predict:
+    """Fits a support vector regression."""
+    svm, pipeline, scaling = (_sklearn(name) for name in ("svm", "pipeline", "preprocessing"))
+    return _learned(rows, pipeline.make_pipeline(scaling.StandardScaler(), svm.SVR(C=10.0, epsilon=0.05)))
+
+
+def fit_forest(rows: Sequence[Row]) -> Predict:
+    """Fits a forest of random trees."""
+    ensemble = _sklearn("ensemble")
+    return _learned(rows, ensemble.RandomForestRegressor(300, min_samples_leaf=2, random_state=0))
+
+
+PREDICTORS: dict[str, Callable[[Sequence[Row]], Predict]] = {
+    "roofline": fit_roofline,
+    "linear": fit_linear,
+    "svr": fit_svr,
+    "forest": fit_forest,
+}
+
+
+def _learned(rows: Sequence[Row], model: Any) -> Predict:
+    model.fit(_features(rows), _targets(rows))
+    return lambda asked: _times(asked, model.predict(_features(asked)))
+
+
+def _sklearn(name: str) -> Any:
+    try:
+        return __import__(f"sklearn.{name}", fromlist=[name])
+    except ImportError:
+        raise InputError("this predictor needs scikit-learn: pip install 'pipedejavu[data]'") from None
+
+
+def _features(rows: Sequence[Row]) -> Any:
+    """Returns a line of numbers for each row: sizes and rates as logarithms, and what is one of several as ones."""
+    return np.array(
+        [
+            [
+                1.0,
+                np.log(row.bound_s),
+                np.log(row.bound_s) ** 2 / 10,
+                np.log(row.size_bytes),
+                np.log1p(row.flop / row.size_bytes),
+                np.log(row.flop_per_s / row.bytes_per_s),
+                float(row.flop / row.flop_per_s > row.size_bytes / row.bytes_per_s),
+                float(row.pass_ == "backward"),
+                float(row.dtype == "float32"),
+                float(row.type == "gpu"),
+                *(float(row.class_ == name) for name in CLASSES),
+            ]
+            for row in rows
+        ]
+    )
+
+
+def _targets(rows: Sequence[Row]) -> Any:
+    """Returns by how much times lie above their bounds, as logarithms."""
+    return np.array([np.log(row.time_s / row.bound_s) for row in rows])
+
+
+def _times(rows: Sequence[Row], targets: Any) -> list[float]:
+    return [float(row.bound_s * np.exp(target)) for row, target in zip(rows, targets, strict=True)]
+
+
+def leave_one_out(
+    rows: Sequence[Row], key: Callable[[Row], str], fit: Callable[[Sequence[Row]], Predict]
+) -> dict[str, list[float]]:
+    """Predicts the rows of each group from all others; returns predicted ÷ measured by group."""
+    found = {}
+    for name in sorted({key(row) for row in rows}):
+        held = [row for row in rows if key(row) == name]
+        others = [row for row in rows if key(row) != name]
+        if not others:
+            raise InputError(f"all {len(rows)} rows are of '{name}'; nothing is left to fit to without them")
+        predicted = fit(others)(held)
+        found[name] = [time / row.time_s for time, row in zip(predicted, held, strict=True)]
+    return found
