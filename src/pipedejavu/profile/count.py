@@ -1,12 +1,14 @@
-"""Counts what a unit's operations do: floating-point operations, bytes read and written, bytes saved for the backward.
+"""Counts what a unit's operations do: floating-point operations, bytes read and written, bytes saved for the backward,
+and bytes that are there for a while only.
 
 It counts real tensors and those without memory alike, and knows no device.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +16,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
-from pipedejavu.profile.step import Head, detached, run_step
+from pipedejavu.profile.step import Head, detached, run_step, tensors_of
 
 
 class Work(NamedTuple):
@@ -30,9 +32,18 @@ class Counted:
     """What a unit's parts do on one microbatch."""
 
     parts: Mapping[str, tuple[Work, ...]]
-    saved_bytes: int
-    """What autograd keeps from the forward for the backward; parameters and buffers are there anyway."""
+    saved: tuple[int, ...]
+    """The bytes of each memory that autograd keeps from the forward; parameters and buffers are there anyway."""
+    forward_work_bytes: int
+    """Most that was there at once inside of the forward, beyond what it left."""
+    backward_work_bytes: int
+    """Most that was added inside of the backward, beyond the gradients of weights and inputs."""
     output: Any
+
+    @property
+    def saved_bytes(self) -> int:
+        """What autograd keeps from the forward for the backward."""
+        return sum(self.saved)
 
     @property
     def flop(self) -> int:
@@ -45,17 +56,37 @@ def count_step(module: nn.Module, value: Any, head: Head | None, is_first: bool)
     meter = _Counter()
     output = run_step(module, value, head, is_first, meter)
     own = {_where(t) for t in (*module.parameters(), *module.buffers())}
-    saved_bytes = sum(size for where, size in meter.saved.items() if where not in own)
-    return Counted({name: tuple(done) for name, done in meter.parts.items()}, saved_bytes, detached(output))
+    gradients: list[Tensor] = [p for p in module.parameters() if p.requires_grad]
+    gradients += [t for t in tensors_of(value) if t.is_floating_point() and not is_first]
+    forward, backward = meter.levels["forward"], meter.levels.get("backward", _Level())
+    return Counted(
+        parts={name: tuple(done) for name, done in meter.parts.items()},
+        saved=tuple(size for where, size in meter.saved.items() if where not in own),
+        forward_work_bytes=forward.most_bytes - forward.now_bytes,
+        backward_work_bytes=max(0, backward.most_bytes - sum(t.nbytes for t in gradients)),
+        output=detached(output),
+    )
+
+
+@dataclass
+class _Level:
+    """How much memory a part has taken."""
+
+    now_bytes: int = 0
+    most_bytes: int = 0
 
 
 class _Counter:
-    """A meter of operations, and of the tensors that the forward saves."""
+    """A meter of operations, of the memory that they take, and of the tensors that the forward saves."""
 
     def __init__(self) -> None:
         self.parts: dict[str, list[Work]] = {}
         self.saved: dict[int, int] = {}
         """The bytes of each memory that the forward saves something in."""
+        self.levels: dict[str, _Level] = {}
+        self._alive: dict[int, ref[Any]] = {}
+        """Memory that operations made, while it is there."""
+        self._level = _Level()
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
@@ -67,28 +98,49 @@ class _Counter:
             return tensor
 
         done = self.parts.setdefault(name, [])
-        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), _Operations(done):
+        level = self._level = self.levels[name] = _Level()
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), _Operations(done, self._came):
             yield
+        self.levels[name] = _Level(level.now_bytes, level.most_bytes)  # what leaves later is not this part's
         if name == "forward":
             self.saved = {_where(t): t.untyped_storage().nbytes() for t in saved}
 
+    def _came(self, tensor: Tensor) -> None:
+        """Notes memory that an operation has made, and that it will go."""
+        memory = tensor.untyped_storage()
+        where, size = _where(tensor), memory.nbytes()
+        if where in self._alive:
+            return
+
+        def gone(_: object) -> None:
+            del self._alive[where]
+            self._level.now_bytes -= size
+
+        self._alive[where] = ref(memory, gone)
+        self._level.now_bytes += size
+        self._level.most_bytes = max(self._level.most_bytes, self._level.now_bytes)
+
 
 class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes every operation that moves bytes."""
+    """Notes every operation that moves bytes, and all memory that is new."""
 
-    def __init__(self, done: list[Work]):
+    def __init__(self, done: list[Work], came: Callable[[Tensor], None]):
         super().__init__()  # type: ignore[no-untyped-call]
-        self.done = done
+        self.done, self.came = done, came
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Runs an operation and notes it."""
         kwargs = kwargs or {}
         output = func(*args, **kwargs)
-        made = _tensors(output)
+        made, given = _tensors(output), _tensors((args, kwargs))
+        before = {_where(t) for t in given}
+        for tensor in made:
+            if _where(tensor) not in before:
+                self.came(tensor)
         if made and not func.is_view and func._overloadpacket not in _FREE:
             count = _FLOP.get(func._overloadpacket)
             flop = count(*args, **kwargs, out_val=output) if count else 0
-            self.done.append(Work(int(flop), sum(t.nbytes for t in (*_tensors((args, kwargs)), *made))))
+            self.done.append(Work(int(flop), sum(t.nbytes for t in (*given, *made))))
         return output
 
 

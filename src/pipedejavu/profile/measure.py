@@ -200,6 +200,10 @@ def describe(name: str, module: nn.Module, counted: Counted, samples: int) -> Un
         gradient_bytes=parameter_bytes,
         optimizer_bytes=2 * parameter_bytes,
         activation_bytes=counted.saved_bytes / samples,
+        forward_work_bytes=counted.forward_work_bytes / samples,
+        backward_work_bytes=counted.backward_work_bytes / samples,
+        parameter_parts=tuple(p.nbytes for p in module.parameters()),
+        activation_parts=tuple(size / samples for size in counted.saved),
         boundary_bytes=sum(t.nbytes for t in tensors_of(counted.output)) / samples,
         has_batch_statistics=any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in module.modules()),
     )
