@@ -51,19 +51,23 @@ def forecast(profile: Profile, kind: str = "cpu", microbatches: int = 1) -> Pred
     return simulate(program, verify(program))
 
 
+@pytest.mark.parametrize("classes", [CLASSES, 2])
 @pytest.mark.parametrize("widths", [(80, 80), (400, 40, 40), (40, 40, 400)])
-def test_the_peak_of_a_step_is_that_of_the_whole_model(widths: tuple[int, ...]) -> None:
-    units = chain(widths)
+def test_the_peak_of_a_step_is_that_of_the_whole_model(widths: tuple[int, ...], classes: int) -> None:
+    units = chain(widths, classes)
     profile = measured(units)
     whole = nn.Sequential(*(module for _, module in units))
     sample, target = torch.randn(SAMPLES, 7), torch.zeros(SAMPLES, dtype=torch.int64)
     counted = count_step(whole, sample, lambda output: loss(output, target), is_first=True)
     gradients = sum(p.nbytes for p in whole.parameters())
-    assert counted.backward_work_bytes > 0  # so it is what the backward adds beyond the gradients, and no floor
-    real = counted.saved_bytes + max(counted.forward_work_bytes, gradients + counted.backward_work_bytes)
+    real = counted.saved_bytes + max(counted.forward_work_bytes, counted.backward_work_bytes)
     (worker,) = forecast(profile).workers
-    # The loss and what divides it are single numbers, and counted with the values that they are made of.
-    assert worker.peak_bytes - 3 * gradients == pytest.approx(real, abs=16)
+    activations = worker.peak_bytes - 3 * gradients
+    # Of the gradients of weights, which come in between, all are there at most and none at least; and what a unit is
+    # given by the next one may go, in the whole model, while the unit still works.
+    given = 4 * SAMPLES * WIDTH
+    assert real <= activations + 16
+    assert activations <= real + gradients + given + 16
 
 
 def test_gradients_come_as_activations_go() -> None:

@@ -61,7 +61,7 @@ class Unit(Record):
     forward_work_bytes: PartBytes = 0.0
     """Most memory that is there inside of a forward only, for each sample."""
     backward_work_bytes: PartBytes = 0.0
-    """The same of a backward, beyond the gradients that it makes."""
+    """Most that a backward adds to memory, for each sample, as what was saved goes; without gradients of weights."""
     parameter_parts: tuple[Bytes, ...] = ()
     """The bytes of each parameter. Where they are known, so is what the engine adds to memory while it works."""
     activation_parts: tuple[PartBytes, ...] = ()

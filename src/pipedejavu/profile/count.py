@@ -4,9 +4,10 @@ and bytes that are there for a while only.
 It counts real tensors and those without memory alike, and knows no device.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, NamedTuple
 from weakref import ref
 
@@ -16,7 +17,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
-from pipedejavu.profile.step import Head, detached, run_step, tensors_of
+from pipedejavu.profile.step import Head, detached, run_step
 
 
 class Work(NamedTuple):
@@ -37,7 +38,7 @@ class Counted:
     forward_work_bytes: int
     """Most that was there at once inside of the forward, beyond what it left."""
     backward_work_bytes: int
-    """Most that was added inside of the backward, beyond the gradients of weights and inputs."""
+    """Most that was added inside of the backward, as what was saved goes; the gradients of weights do not count."""
     output: Any
 
     @property
@@ -53,40 +54,37 @@ class Counted:
 
 def count_step(module: nn.Module, value: Any, head: Head | None, is_first: bool) -> Counted:
     """Runs a unit's parts once and counts."""
-    meter = _Counter()
+    meter = _Counter(module)
     output = run_step(module, value, head, is_first, meter)
     own = {_where(t) for t in (*module.parameters(), *module.buffers())}
-    gradients: list[Tensor] = [p for p in module.parameters() if p.requires_grad]
-    gradients += [t for t in tensors_of(value) if t.is_floating_point() and not is_first]
-    forward, backward = meter.levels["forward"], meter.levels.get("backward", _Level())
+    forward = meter.changes["forward"]
     return Counted(
         parts={name: tuple(done) for name, done in meter.parts.items()},
         saved=tuple(size for where, size in meter.saved.items() if where not in own),
-        forward_work_bytes=forward.most_bytes - forward.now_bytes,
-        backward_work_bytes=max(0, backward.most_bytes - sum(t.nbytes for t in gradients)),
+        forward_work_bytes=_most(forward) - sum(size for _, size in forward),
+        backward_work_bytes=_most(meter.changes.get("backward", [])),
         output=detached(output),
     )
 
 
-@dataclass
-class _Level:
-    """How much memory a part has taken."""
-
-    now_bytes: int = 0
-    most_bytes: int = 0
+def _most(changes: Iterable[tuple[int, int]]) -> int:
+    return max(accumulate(size for _, size in changes), default=0)
 
 
 class _Counter:
     """A meter of operations, of the memory that they take, and of the tensors that the forward saves."""
 
-    def __init__(self) -> None:
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
         self.parts: dict[str, list[Work]] = {}
         self.saved: dict[int, int] = {}
         """The bytes of each memory that the forward saves something in."""
-        self.levels: dict[str, _Level] = {}
-        self._alive: dict[int, ref[Any]] = {}
-        """Memory that operations made, while it is there."""
-        self._level = _Level()
+        self.changes: dict[str, list[tuple[int, int]]] = {}
+        """By part: a number for each memory that came or went, and its bytes; the gradients of weights are left out."""
+        self._alive: dict[int, tuple[int, ref[Any]]] = {}
+        """Memory that operations made, while it is there, with its number."""
+        self._changes: list[tuple[int, int]] = []
+        self._count = 0
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
@@ -98,12 +96,15 @@ class _Counter:
             return tensor
 
         done = self.parts.setdefault(name, [])
-        level = self._level = self.levels[name] = _Level()
+        self._changes = []
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), _Operations(done, self._came):
             yield
-        self.levels[name] = _Level(level.now_bytes, level.most_bytes)  # what leaves later is not this part's
+        made = [self._alive.get(_where(p.grad)) for p in self.module.parameters() if p.grad is not None]
+        gradients = {found[0] for found in made if found is not None}
+        self.changes[name] = [(number, size) for number, size in self._changes if number not in gradients]
         if name == "forward":
             self.saved = {_where(t): t.untyped_storage().nbytes() for t in saved}
+        saved.clear()  # the graph holds `keep`, and the backward lets go of what it has read
 
     def _came(self, tensor: Tensor) -> None:
         """Notes memory that an operation has made, and that it will go."""
@@ -111,14 +112,15 @@ class _Counter:
         where, size = _where(tensor), memory.nbytes()
         if where in self._alive:
             return
+        self._count += 1
+        number = self._count
 
         def gone(_: object) -> None:
             del self._alive[where]
-            self._level.now_bytes -= size
+            self._changes.append((number, -size))
 
-        self._alive[where] = ref(memory, gone)
-        self._level.now_bytes += size
-        self._level.most_bytes = max(self._level.most_bytes, self._level.now_bytes)
+        self._alive[where] = number, ref(memory, gone)
+        self._changes.append((number, size))
 
 
 class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -132,7 +132,7 @@ class Sizes:
         return max(0.0, most - kept * saved - passed) * samples / self.shards
 
     def _in_backward(self, piece: int, samples: int, *, grows: bool) -> float:
-        """Walks back: what units up to each have saved, the gradients before and behind it, and what it works with."""
+        """Walks back: what units up to each have saved, the gradient behind it, and what it adds."""
         units = [self.program.profile.units[u] for u in self.program.pieces[piece].units]
         before = self.incoming(piece, self.program.inputs[piece]) * self.shards
         behind = self.outgoing(piece, self.program.outputs[piece]) * self.shards
