@@ -30,6 +30,7 @@ class Asked:
 
     model: str
     batch: int
+    context: int | None
     out: str | None
     estimates: bool
     machine: str | None
@@ -48,9 +49,9 @@ def run(asked: Asked) -> None:
         raise InputError(f"profiling needs torch and safetensors: pip install 'pipedejavu[train]' ({error})") from None
     with _progress() as report:
         if asked.estimates:
-            profiled = room.estimate_model(model, asked.batch, machine or room.this_machine(), report)
+            profiled = room.estimate_model(model, asked.batch, machine or room.this_machine(), report, asked.context)
         else:
-            profiled = room.measure_model(model, asked.batch, report)
+            profiled = room.measure_model(model, asked.batch, report, asked.context)
     if asked.out:
         profiled.profile.save(asked.out)
     if asked.as_json:
@@ -137,6 +138,8 @@ def _sentences(profiled: "Profiled", asked: Asked) -> list[str]:
             + ", ".join(f"{part} {format_seconds(time_s)}" for part, time_s in parts)
             + "."
         )
+    if asked.model.startswith("hf:") and asked.context is None and "int64" in profiled.sample:
+        found.append(f"Sequences have {profiled.sample.split()[0]} tokens; --context says how many instead.")
     if asked.estimates:
         found.append(f"Times are estimated at {EFFICIENCY:.0%} of each device's stated rate, which is an assumption.")
     else:

@@ -43,10 +43,10 @@ class Profiled:
     """The form of one sample."""
 
 
-def measure_model(model: str, samples: int, report: Report) -> Profiled:
+def measure_model(model: str, samples: int, report: Report, context: int | None = None) -> Profiled:
     """Measures a model on a device of each kind that this machine has."""
     sizes = choose_sizes(samples)
-    task, machine = open_task(model), this_machine()
+    task, machine = open_task(model, context=context), this_machine()
     shots, cut = [], None
     for size in sizes:
         report(f"cutting {model} for {size} samples")
@@ -59,12 +59,12 @@ def measure_model(model: str, samples: int, report: Report) -> Profiled:
     return Profiled(profile, machine, tuple(shot.samples for shot in shots), describe_form(inputs))
 
 
-def estimate_model(model: str, samples: int, machine: Machine, report: Report) -> Profiled:
+def estimate_model(model: str, samples: int, machine: Machine, report: Report, context: int | None = None) -> Profiled:
     """Estimates a model on each kind of device of a machine; the model is never given memory."""
     _check(samples)
     rates = read_rates(machine.devices, EFFICIENCY)
     report(f"building {model} without memory")
-    task, mode = open_task(model, device="meta"), make_mode()
+    task, mode = open_task(model, device="meta", context=context), make_mode()
     make_blank(task.model, mode)
     inputs, targets = blank_like(_batch(task, samples), mode)
     report(f"cutting {model}")

@@ -115,5 +115,5 @@ class Desk:
         loss, elapsed_s = sum(row[0] for row in rows) / count, max(row[2] for row in rows)
         line = {"step": self.step, "loss": loss, "count": count, "elapsed_s": elapsed_s}
         self.folder.add_metrics({**line, **self.memory.form()})
-        self.progress.report(self.step, loss, count, self.memory)
+        self.progress.report(self.step, loss, count, self.memory, elapsed_s)
         self.step += 1

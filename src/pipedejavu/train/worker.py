@@ -21,6 +21,7 @@ from pipedejavu.engine.share import adjusted_counts
 from pipedejavu.facts import Span
 from pipedejavu.program import Program
 from pipedejavu.program.share import cut_evenly
+from pipedejavu.simulate import simulate
 from pipedejavu.train.failure import write_failure
 from pipedejavu.train.folder import Part, RunFolder
 from pipedejavu.train.options import TrainOptions
@@ -93,7 +94,8 @@ class Rank:
 
     def _open_desk(self, stack: ExitStack) -> Desk:
         is_counting_samples = self.batches.count(0) == self.program.sizes[0]
-        progress = Progress(self.options.steps, "samples" if is_counting_samples else "tokens")
+        forecast_s = simulate(self.program).makespan_s / self.program.plan.steps
+        progress = Progress(self.options.steps, "samples" if is_counting_samples else "tokens", forecast_s)
         ranks = len(self.program.workers)
         return Desk(self.folder, stack.enter_context(progress), ranks, self.program.update_size)
 
