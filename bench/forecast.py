@@ -1,6 +1,6 @@
 """The forecast, verified: forecasts beside real steps, of time and of memory, over models and plans.
 
-    python bench/forecast.py                          # on a CPU: seven models, six presets, two batches; hours if alone
+    python bench/forecast.py [--limit 200]            # on a CPU: seven models, six presets, two batches; run it again
     python bench/forecast.py --models mlp,gpt-tiny    # some of them; what was run before is not run again
     python bench/forecast.py --gpu [--cases llama-125m,vgg19] [--limit 300]
     python bench/forecast.py --gpu --edge             # the largest batch that runs under a cap, beside the forecast's
@@ -56,6 +56,40 @@ def run_gpu(options: argparse.Namespace) -> None:
             print(f"{name} ended with {code}", flush=True)
 
 
+def run_cpu(options: argparse.Namespace) -> None:
+    """Runs the models that are left on CPU workers, until the time is over."""
+    import forecast_cpu as cpu
+
+    started = time.perf_counter()
+    for name in options.models.split(",") if options.models else cpu.MODELS:
+        if name not in cpu.MODELS:
+            raise SystemExit(f"there is no model '{name}'; there are {', '.join(cpu.MODELS)}")
+        presets = tuple(options.presets.split(",")) if options.presets else cpu.PRESETS
+        if not cpu.run_model(name, options.out, presets, options.limit - (time.perf_counter() - started)):
+            print(f"{options.limit:.0f} s are over; run it again for the rest", flush=True)
+            break
+
+
+def print_cpu(rows: Sequence[Row]) -> None:
+    first = [row for row in rows if row["turn"] == 0]
+    for title, key in (
+        ("model", lambda row: row["model"]),
+        ("preset", lambda row: row["preset"]),
+        ("", lambda _: "all"),
+    ):
+        print_errors(title, first, key, ("step_s", "peak"))
+    print_ranks(first, lambda row: f"{row['model']}, {row['batch']} samples")
+    known = {(row["model"], row["batch"], row["preset"]): row for row in first}
+    again = [(known[row["model"], row["batch"], row["preset"]], row) for row in rows if row["turn"]]
+    for what in ("step_s", "peak"):
+        pairs = [(one["measured"][what], other["measured"][what]) for one, other in again]
+        if pairs:
+            s = summary(pairs)
+            print(
+                f"the same plan again, {what}: {s['count']:.0f} plans, median {s['median']:.1%}, worst {s['worst']:.1%}"
+            )
+
+
 def print_gpu(rows: Sequence[Row]) -> None:
     good = [row for row in rows if "measured" in row]
     print(f"\n{len(good)} cases on a GPU, {len(rows) - len(good)} failed")
@@ -104,10 +138,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("out/forecast"), help="folder for what is measured")
     parser.add_argument("--models", default="", help="models of the CPU's part, by commas")
+    parser.add_argument("--presets", default="", help="presets of the CPU's part, by commas")
     parser.add_argument("--gpu", action="store_true", help="the GPU's part")
     parser.add_argument("--cases", default="", help="models of the GPU's part, by commas")
     parser.add_argument("--edge", action="store_true", help="the largest batch under a cap of GPU memory")
-    parser.add_argument("--limit", type=float, default=350.0, help="seconds after which no more is begun")
+    parser.add_argument("--limit", type=float, default=200.0, help="seconds after which no more is begun")
     parser.add_argument("--tiny", action="store_true", help="tiny models on the CPU in place of a GPU")
     parser.add_argument("--tables", action="store_true", help="only print what has been run")
     parser.add_argument("--one", help=argparse.SUPPRESS)
@@ -126,7 +161,13 @@ def main() -> None:
             gpu.run_edge(name, options.out, options.tiny)
         return
     if not options.tables:
-        run_gpu(options)
+        if options.gpu:
+            run_gpu(options)
+        else:
+            run_cpu(options)
+    rows = read_rows(options.out / "cpu.jsonl")
+    if rows:
+        print_cpu(rows)
     rows = read_rows(options.out / "gpu.jsonl")
     if rows:
         print_gpu(rows)

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pipedejavu.engine import AdamW
 from pipedejavu.facts import Device, Host, InputError, Link, Machine, Profile, Unit, UnitTime
 from pipedejavu.hybrid import HybridAdamW
 from pipedejavu.hybrid.arithmetic import State, scalars_of
@@ -29,6 +30,7 @@ from pipedejavu.program import compile as compile_plan
 from pipedejavu.program import verify
 from pipedejavu.report import work_out_needs
 from pipedejavu.simulate import simulate
+from pipedejavu.train.measure import updates_of
 from pipedejavu.zoo import build
 from pipedejavu.zoo.loss import cross_entropy
 
@@ -205,7 +207,7 @@ def units_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 def measure_units(name: str, made: nn.Module, inputs: Tensor, targets: Tensor, kind: str) -> Profile:
     shot = Shot(units_of(made), inputs, targets, loss_of)
-    return measure_profile(name, [shot], (), {kind: inputs.device})
+    return measure_profile(name, [shot], (), {kind: inputs.device}, updates_of(AdamW(lr=1e-5)))
 
 
 def measure_facts(folder: Path, device: torch.device) -> dict[str, Any]:

@@ -6,6 +6,7 @@ torch = pytest.importorskip("torch")
 
 from torch import nn
 
+from pipedejavu.engine import AdamW
 from pipedejavu.facts import Device, Host, Link, Machine, Profile
 from pipedejavu.plan import preset
 from pipedejavu.profile import Shot, measure_profile
@@ -13,8 +14,10 @@ from pipedejavu.profile.count import count_step
 from pipedejavu.program import compile as compile_plan
 from pipedejavu.program import verify
 from pipedejavu.simulate import Prediction, simulate
+from pipedejavu.train.measure import updates_of
 
 SAMPLES, WIDTH, CLASSES = 300, 40, 500
+CPU = torch.device("cpu")
 
 
 class Block(nn.Module):
@@ -40,7 +43,7 @@ def chain(widths: tuple[int, ...], classes: int = CLASSES) -> list[tuple[str, nn
 
 def measured(units: list[tuple[str, nn.Module]]) -> Profile:
     shot = Shot(units, torch.randn(SAMPLES, 7), torch.zeros(SAMPLES, dtype=torch.int64), loss)
-    return measure_profile("chain", [shot], (), {"cpu": torch.device("cpu"), "gpu": torch.device("cpu")})
+    return measure_profile("chain", [shot], (), {"cpu": CPU, "gpu": CPU}, updates_of(AdamW(lr=0.1)))
 
 
 def forecast(profile: Profile, kind: str = "cpu", microbatches: int = 1) -> Prediction:

@@ -22,6 +22,7 @@ from pipedejavu.profile import (
 )
 from pipedejavu.profile.measure import Report, has_same_units
 from pipedejavu.train.door import open_task
+from pipedejavu.train.measure import updates_of
 from pipedejavu.train.site import read_sites
 from pipedejavu.train.task import describe_form, loss_of
 from pipedejavu.zoo import Task
@@ -55,7 +56,7 @@ def measure_model(model: str, samples: int, report: Report, context: int | None 
         shots.append(_shot(task, cut, inputs, targets))
     kinds = {device.kind: torch.device("cpu" if device.type == "cpu" else "cuda") for device in machine.devices}
     shots = [shot for shot in shots if has_same_units(shot, shots[-1])]  # a cut goes by bytes, which sizes change
-    profile = measure_profile(model, shots, _ties(shots[-1]), kinds, report)
+    profile = measure_profile(model, shots, _ties(shots[-1]), kinds, updates_of(AdamW(lr=1e-3)), report)
     return Profiled(profile, machine, tuple(shot.samples for shot in shots), describe_form(inputs))
 
 

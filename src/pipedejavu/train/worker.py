@@ -4,6 +4,7 @@ import math
 import os
 import signal
 import sys
+import time
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -28,7 +29,7 @@ from pipedejavu.train.options import TrainOptions
 from pipedejavu.train.progress import Progress
 from pipedejavu.train.site import num_threads
 from pipedejavu.train.task import SteadyBatches, prepare
-from pipedejavu.train.watch import Desk, Watch
+from pipedejavu.train.watch import Desk, Watch, resident_bytes
 
 
 def work(rank: int, size: int, path: str) -> None:
@@ -67,10 +68,12 @@ class Rank:
         self.batches = SteadyBatches(self.order)
         self.moves: list[Move] = []
         self.spans: list[Span] = []
+        self.ends_s: list[float] = []
+        """When each round ended."""
 
     def run(self, shared: Path) -> Part:
         """Trains to the end; `shared` is a folder for weights that the workers of one host share."""
-        rounds = math.ceil(self.options.steps / self.program.plan.steps)
+        rounds, base_bytes = math.ceil(self.options.steps / self.program.plan.steps), resident_bytes()
         with ExitStack() as stack:
             desk = self._open_desk(stack) if self.rank == 0 else None
             self.watch = Watch(self.store, self.rank, self.batches, device_of(self.program, self.rank), desk)
@@ -86,6 +89,8 @@ class Rank:
             "peak_live": log.peak_live,
             "peak_versions": log.peak_versions,
             "peak_bytes": peak.gpu_bytes or peak.host_bytes,
+            "base_bytes": 0 if peak.gpu_bytes else base_bytes,
+            "ends_s": self.ends_s,
             "moves": self.moves,
         }
         if self.options.keeps_log:
@@ -106,6 +111,7 @@ class Rank:
     def after_round(self, number: int, handlers: Handlers, spans: list[Span]) -> None:  # noqa: ARG002
         """Keeps the round's spans, and lets shares follow the measured rates."""
         self.spans = spans
+        self.ends_s.append(time.perf_counter())
         self.watch.settle()
         feed = self.program.plan.feed
         if feed.kind == "share" and feed.is_controlled:
