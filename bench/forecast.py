@@ -77,7 +77,8 @@ def print_cpu(rows: Sequence[Row]) -> None:
         ("preset", lambda row: row["preset"]),
         ("", lambda _: "all"),
     ):
-        print_errors(title, first, key, ("step_s", "peak"))
+        print_errors(title, first, key, ("step_s",))
+    print_growth(first)
     print_ranks(first, lambda row: f"{row['model']}, {row['batch']} samples")
     known = {(row["model"], row["batch"], row["preset"]): row for row in first}
     again = [(known[row["model"], row["batch"], row["preset"]], row) for row in rows if row["turn"]]
@@ -88,6 +89,18 @@ def print_cpu(rows: Sequence[Row]) -> None:
             print(
                 f"the same plan again, {what}: {s['count']:.0f} plans, median {s['median']:.1%}, worst {s['worst']:.1%}"
             )
+
+
+def print_growth(rows: Sequence[Row]) -> None:
+    """Prints by how much peaks differ between the two batches: what libraries take of a process falls away."""
+    found: dict[tuple[str, str], list[Row]] = {}
+    for row in rows:
+        found.setdefault((row["model"], row["preset"]), []).append(row)
+    print(f"\n{'more memory of the larger batch':40} {'forecast':>10} {'measured':>10}")
+    for (model, name), own in found.items():
+        if len(own) == 2:
+            ours, real = (own[1][origin]["peak"] - own[0][origin]["peak"] for origin in ("forecast", "measured"))
+            print(f"{model + ', ' + name:40} {ours / 1e6:7.1f} MB {real / 1e6:7.1f} MB")
 
 
 def print_gpu(rows: Sequence[Row]) -> None:
