@@ -54,7 +54,7 @@ def main() -> None:
         measured = times_of(profiling.measure_model(model, asked.batch, [].append).profile, asked.batch)
         found = []
         for known, own in zip((profiling.known_efficiencies(), {}), logs, strict=True):
-            estimated = profiling.estimate_model(model, asked.batch, machine, [].append, known)
+            estimated = profiling.estimate_model(model, asked.batch, machine, [].append, efficiencies=known)
             found.append(times_of(estimated.profile, asked.batch))
             own += [abs(math.log(b / a)) for a, b in zip(measured, found[-1], strict=True)]
         cells = [

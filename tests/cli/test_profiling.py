@@ -22,17 +22,20 @@ def test_an_estimate_is_a_table_and_sentences() -> None:
     # 16 bytes for each of 891648 parameters.
     assert "Weights, gradients and the state of AdamW take 13.6 MiB, in fp32 and in bf16" in text
     assert "In fp32, 4 samples keep 34.1 MiB of activations, 10.5 MiB with recompute." in text
-    assert "In fp32 it needs 47.7 MiB and fits the " in text
+    assert "In fp32 it needs 46.4 MiB and fits the " in text
     assert "Times are estimated from the rates of CPUs and efficiencies that were fitted to measured operators" in text
 
 
 @pytest.mark.parametrize(
     ("memory", "verdict"),
     [
-        ("1 GiB", "In fp32 it needs 47.7 MiB and fits the 1.0 GiB of gpu0, which hold up to 118 samples, 384 with"),
-        ("30 MiB", "and does not fit the 30.0 MiB of gpu0; with recompute it needs 24.1 MiB and fits."),
-        ("20 MiB", "and does not fit the 20.0 MiB of gpu0, with recompute 24.1 MiB; they hold up to 0 samples, 2 with"),
-        ("10 MiB", "and does not fit the 10.0 MiB of gpu0: weights, gradients and state alone are more; divide it"),
+        ("1 GiB", "needs 46.4 MiB (50.0 MiB reserved) and fits the 1.0 GiB of gpu0, which hold up to 112 samples, 320"),
+        ("40 MiB", "and does not fit the 40.0 MiB of gpu0; with recompute it needs 23.9 MiB (40.0 MiB reserved) and"),
+        (
+            "39 MiB",
+            "fit the 39.0 MiB of gpu0, with recompute 23.9 MiB (40.0 MiB reserved); they hold up to 2 samples, 3",
+        ),
+        ("10 MiB", "with recompute 23.9 MiB (40.0 MiB reserved), not even one sample; divide it over devices."),
     ],
 )
 def test_a_machine_is_said_to_fit_or_not(memory: str, verdict: str, tmp_path: Path) -> None:

@@ -91,7 +91,7 @@ def test_blocks_of_a_cut_model_are_told_by_their_graphs() -> None:
 def test_alike_units_are_measured_once() -> None:
     cut, seen = cut_model(Net(), X), []
     shot = Shot(cut.units, X, X, lambda output, target: (output - target).square().sum())
-    profile = measure_profile("net", [shot], (), {"cpu": torch.device("cpu")}, seen.append)
+    profile = measure_profile("net", [shot], (), {"cpu": torch.device("cpu")}, lambda _: int, seen.append)
     assert [text.partition(" ")[0] for text in seen] == ["layers.0", "layers.1", "layers.3", "layers.4"]  # has the loss
     assert profile.units[1].but(name="") == profile.units[2].but(name="")
     assert profile.units[0].times != profile.units[1].times

@@ -24,9 +24,13 @@ def loss(output, target):
     return nn.functional.cross_entropy(output, target, reduction="sum")
 
 
+def make_update(parameters):
+    return lambda: torch._foreach_mul_(list(parameters), 0.5)
+
+
 def measure(kinds, chain=None):
     sample, target = torch.randn(5, 4), torch.tensor([0, 1, 2, 0, 1])
-    return measure_profile("net", [Shot(chain or units(), sample, target, loss)], (), kinds)
+    return measure_profile("net", [Shot(chain or units(), sample, target, loss)], (), kinds, make_update)
 
 
 def test_sizes_follow_from_the_tensors() -> None:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from pipedejavu.facts import Cost, Profile, Tie, Unit, UnitTime
+from pipedejavu.facts import Cost, Device, Profile, Tie, Unit, UnitTime
 from pipedejavu.report import fold_units, step_spread, step_times, work_out_needs
 
 
@@ -12,14 +12,43 @@ def unit(name: str, **changes) -> Unit:
     return made.but(boundary_bytes=4.0, **changes)
 
 
+def device(kind: str, memory_bytes: int) -> Device:
+    return Device(name=kind, kind=kind, type=kind, host="h", memory_bytes=memory_bytes)
+
+
 def test_needs_of_both_precisions() -> None:
     profile = Profile(name="m", units=(unit("a"), unit("b", activation_bytes=20.0), unit("c")))
     full, half = work_out_needs(profile)
-    assert (full.precision, full.model_bytes, full.saved_bytes) == ("fp32", 16 * 30, 32.0)
+    assert (full.precision.name, full.model_bytes, full.saved_bytes) == ("fp32", 16 * 30, 32.0)
     assert full.recomputed_bytes == 4 + 4 + 20  # the inputs of b and c, and all of b
-    assert (half.precision, half.model_bytes, half.saved_bytes) == ("bf16", 16 * 30, 16.0)
-    assert full.at(3, recomputes=False) == 480 + 3 * 32
-    assert full.at(3, recomputes=True) == 480 + 3 * 28
+    assert (half.precision.name, half.model_bytes, half.saved_bytes) == ("bf16", 16 * 30, 16.0)
+
+
+def test_a_step_is_walked_unit_by_unit() -> None:
+    """The peak is in b's backward: gradients of b and c are there, those of a are not, and what c saved is gone."""
+    profile = Profile(name="m", units=(unit("a"), unit("b", activation_bytes=20.0), unit("c")))
+    (full, _), state = work_out_needs(profile), 12 * 30
+    assert full.live_bytes(3, recomputes=False) == state + 3 * (6 + 20) + 3 * 4 + 2 * 40
+    # With recompute b's input is kept and the rest of what it saves comes back.
+    assert full.live_bytes(3, recomputes=True) == state + 3 * 4 + 3 * (20 - 4) + 3 * 4 + 2 * 40
+
+
+def test_what_units_work_with_counts_while_they_do() -> None:
+    plain, busy = (
+        Profile(name="m", units=(unit("a"), unit("b", activation_bytes=20.0, backward_work_bytes=size), unit("c")))
+        for size in (0.0, 7.0)
+    )
+    before, after = (work_out_needs(profile)[0].live_bytes(3, recomputes=False) for profile in (plain, busy))
+    assert after - before == 3 * 7
+
+
+def test_a_gpu_needs_what_is_reserved() -> None:
+    need = work_out_needs(Profile(name="m", units=(unit("a"), unit("b"))))[0]
+    found = need.footprint(3, recomputes=False)
+    assert need.live_bytes(3, recomputes=False) < found.allocated_bytes < found.reserved_bytes == 2 * 2**20
+    assert need.fits(device("gpu", found.reserved_bytes), 3, recomputes=False)
+    assert not need.fits(device("gpu", found.reserved_bytes - 1), 3, recomputes=False)
+    assert need.fits(device("cpu", found.reserved_bytes - 1), 3, recomputes=False)
 
 
 def test_what_is_tied_counts_once() -> None:
@@ -41,9 +70,9 @@ def test_recompute_never_needs_more() -> None:
 
 def test_the_largest_batch_fits_and_one_more_does_not() -> None:
     need = work_out_needs(Profile(name="m", units=(unit("a"), unit("b"), unit("c"))))[0]
-    most = need.most_samples(1000, recomputes=False)
-    assert need.at(most, recomputes=False) <= 1000 < need.at(most + 1, recomputes=False)
-    assert need.most_samples(100, recomputes=False) == 0
+    most = need.most_samples(device("cpu", 1000), recomputes=False)
+    assert need.live_bytes(most, recomputes=False) <= 1000 < need.live_bytes(most + 1, recomputes=False)
+    assert need.most_samples(device("cpu", 100), recomputes=False) == 0
 
 
 def test_a_step_is_the_sum_of_its_units() -> None:

@@ -74,6 +74,20 @@ def test_a_config_of_hugging_face_is_profiled_both_ways(tmp_path: Path) -> None:
     check_equal(f"hf:{tmp_path}", 4)
 
 
+def test_sequences_are_as_long_as_asked_or_as_the_config_says(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    config = {"model_type": "gpt2", "n_embd": 16, "n_layer": 2, "n_head": 2, "vocab_size": 300, "n_positions": 700}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    model, machine = f"hf:{tmp_path}", this_machine()
+    assert measure_model(model, 1, quiet).sample == "128 int64"
+    assert estimate_model(model, 1, machine, quiet).sample == "698 int64"
+    assert estimate_model(model, 1, machine, quiet, context=512).sample == "512 int64"
+    with pytest.raises(InputError, match="--context is 701, and the configuration has 1 to 700 positions"):
+        estimate_model(model, 1, machine, quiet, context=701)
+    with pytest.raises(InputError, match="--context is for hf: models; 'gpt-tiny' brings sequences of its own length"):
+        estimate_model("gpt-tiny", 1, machine, quiet, context=64)
+
+
 def test_a_model_of_any_size_is_estimated(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     config = {"model_type": "llama", "hidden_size": 8192, "num_hidden_layers": 2, "num_attention_heads": 64}

@@ -25,7 +25,7 @@ class Pairs:
 
 @pytest.fixture
 def desk(tmp_path):
-    with Progress(3, "samples") as progress:
+    with Progress(3, "samples", 1.0) as progress:
         yield Desk(RunFolder(tmp_path), progress, num_ranks=2, update_size=2)
 
 
@@ -83,10 +83,10 @@ def test_reports_come_while_the_run_goes_on(desk) -> None:
 
 
 def test_the_progress_says_all_that_is_known(capsys) -> None:
-    with Progress(2, "tokens") as progress:
-        progress.report(1, 0.5, 10, Memory(3 << 20, 0))
-        progress.report(2, 0.25, 10, Memory(3 << 20, 5 << 30))
+    with Progress(2, "tokens", 1.0) as progress:
+        progress.report(1, 0.5, 10, Memory(3 << 20, 0), 1.0)
+        progress.report(2, 0.25, 10, Memory(3 << 20, 5 << 30), 2.0)
     first, last = capsys.readouterr().err.splitlines()
     assert first.startswith("step 1/2  loss 0.5000  ")
-    assert first.endswith("tokens/s  memory 3.0 MiB")
+    assert first.endswith("tokens/s  memory 3.0 MiB  1 s ± 285 ms left")
     assert last.endswith("tokens/s  memory 3.0 MiB + 5.0 GiB GPU")

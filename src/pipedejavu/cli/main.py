@@ -114,6 +114,10 @@ _later("plan", "Search for the best plan", "compare presets with simulate")
 def profile(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="zoo:NAME, hf:CONFIG or FILE.py:FUNCTION.")],
     batch: Annotated[int, typer.Option(help="Samples in a batch.")] = 8,
+    context: Annotated[
+        int | None,
+        typer.Option(help="Tokens of an hf: model's sequences; by default all it has, at most 128, estimated 4096."),
+    ] = None,
     out: Annotated[str | None, typer.Option(help="Write the profile as JSON to this file.")] = None,
     estimate: Annotated[bool, typer.Option(help="Count instead of measuring; the model gets no memory.")] = False,
     machine: Annotated[
@@ -124,7 +128,7 @@ def profile(
     """Measure or estimate a model's units, and say what training it takes."""
     from pipedejavu.cli import profiling  # needs torch
 
-    profiling.run(profiling.Asked(model, batch, out, estimate, machine, as_json))
+    profiling.run(profiling.Asked(model, batch, context, out, estimate, machine, as_json))
 
 
 @app.command()

@@ -29,6 +29,7 @@ class Asked:
 
     model: str
     batch: int
+    context: int | None
     out: str | None
     estimates: bool
     machine: str | None
@@ -47,9 +48,9 @@ def run(asked: Asked) -> None:
         raise InputError(f"profiling needs torch and safetensors: pip install 'pipedejavu[train]' ({error})") from None
     with _progress() as report:
         if asked.estimates:
-            profiled = room.estimate_model(model, asked.batch, machine or room.this_machine(), report)
+            profiled = room.estimate_model(model, asked.batch, machine or room.this_machine(), report, asked.context)
         else:
-            profiled = room.measure_model(model, asked.batch, report)
+            profiled = room.measure_model(model, asked.batch, report, asked.context)
     if asked.out:
         profiled.profile.save(asked.out)
     if asked.as_json:
@@ -125,7 +126,7 @@ def _sentences(profiled: "Profiled", asked: Asked) -> list[str]:
         saved, kept = (format_bytes(samples * size) for size in (need.saved_bytes, need.recomputed_bytes))
         about = "about " if need is not needs[0] else ""
         found.append(
-            f"In {need.precision}, {samples} samples keep {about}{saved} of activations, {kept} with recompute."
+            f"In {need.precision.name}, {samples} samples keep {about}{saved} of activations, {kept} with recompute."
         )
     for device in _largest(profiled.machine):
         found += [_verdict(need, device, samples) for need in needs]
@@ -136,6 +137,8 @@ def _sentences(profiled: "Profiled", asked: Asked) -> list[str]:
             + ", ".join(f"{part} {format_seconds(time_s)}" for part, time_s in parts)
             + "."
         )
+    if asked.model.startswith("hf:") and asked.context is None and "int64" in profiled.sample:
+        found.append(f"Sequences have {profiled.sample.split()[0]} tokens; --context says how many instead.")
     if asked.estimates:
         found.append(profiled.basis)
     else:
@@ -156,41 +159,38 @@ def _largest(machine: Machine) -> list[Device]:
 
 
 def _verdict(need: Need, device: Device, samples: int) -> str:
-    capacity = device.memory_bytes - device.reserved_bytes
-    plain, least = need.at(samples, recomputes=False), need.at(samples, recomputes=True)
-    where = f"the {format_bytes(capacity)} of {device.name}"
-    text = f"In {need.precision} it needs {format_bytes(plain)}"
-    if plain <= capacity:
-        return f"{text} and fits {where}, which hold{_most(need, capacity)}."
-    if least <= capacity:
-        return f"{text} and does not fit {where}; with recompute it needs {format_bytes(least)} and fits."
-    if need.model_bytes <= capacity:
-        return (
-            f"{text} and does not fit {where}, with recompute {format_bytes(least)}; they hold{_most(need, capacity)}."
-        )
-    return f"{text} and does not fit {where}: weights, gradients and state alone are more; divide it over devices."
+    where = f"the {format_bytes(device.memory_bytes - device.reserved_bytes)} of {device.name}"
+    text = f"In {need.precision.name} it needs {_size(need, device, samples, recomputes=False)}"
+    if need.fits(device, samples, recomputes=False):
+        return f"{text} and fits {where}, which hold{_most(need, device)}."
+    least = _size(need, device, samples, recomputes=True)
+    if need.fits(device, samples, recomputes=True):
+        return f"{text} and does not fit {where}; with recompute it needs {least} and fits."
+    if need.fits(device, 1, recomputes=True):
+        return f"{text} and does not fit {where}, with recompute {least}; they hold{_most(need, device)}."
+    return f"{text} and does not fit {where}, with recompute {least}, not even one sample; divide it over devices."
 
 
-def _most(need: Need, capacity: float) -> str:
-    plain, least = (need.most_samples(capacity, recomputes) for recomputes in (False, True))
+def _size(need: Need, device: Device, samples: int, recomputes: bool) -> str:
+    """Returns what a step takes: tensors, and on a GPU what is reserved for them."""
+    live = format_bytes(need.live_bytes(samples, recomputes))
+    if device.type == "cpu":
+        return live
+    return f"{live} ({format_bytes(need.footprint(samples, recomputes).reserved_bytes)} reserved)"
+
+
+def _most(need: Need, device: Device) -> str:
+    plain, least = (need.most_samples(device, recomputes) for recomputes in (False, True))
     return f" up to {plain:,} samples, {least:,} with recompute"
 
 
 def _form(profiled: "Profiled", asked: Asked) -> dict[str, object]:
     """Returns what is found as one object."""
+    needs = work_out_needs(profiled.profile)
     devices = [
-        {
-            "device": device.name,
-            "kind": device.kind,
-            "memory_bytes": device.memory_bytes - device.reserved_bytes,
-            "precision": need.precision,
-            "needs_bytes": need.at(asked.batch, recomputes),
-            "recomputes": recomputes,
-            "fits": need.at(asked.batch, recomputes) <= device.memory_bytes - device.reserved_bytes,
-            "most_samples": need.most_samples(device.memory_bytes - device.reserved_bytes, recomputes),
-        }
+        _device_form(need, device, asked.batch, recomputes)
         for device in _largest(profiled.machine)
-        for need in work_out_needs(profiled.profile)
+        for need in needs
         for recomputes in (False, True)
     ]
     steps = step_times(profiled.profile, asked.batch)
@@ -199,8 +199,33 @@ def _form(profiled: "Profiled", asked: Asked) -> dict[str, object]:
         "is_estimated": asked.estimates,
         "sizes": list(profiled.sizes),
         "sample": profiled.sample,
-        "needs": [need._asdict() for need in work_out_needs(profiled.profile)],
+        "needs": [
+            {
+                "precision": need.precision.name,
+                "model_bytes": need.model_bytes,
+                "saved_bytes": need.saved_bytes,
+                "recomputed_bytes": need.recomputed_bytes,
+            }
+            for need in needs
+        ],
         "devices": devices,
         "step_s": {kind: step._asdict() | {"total_s": step.total_s} for kind, step in steps.items()},
         "files": [asked.out] if asked.out else [],
+    }
+
+
+def _device_form(need: Need, device: Device, samples: int, recomputes: bool) -> dict[str, object]:
+    footprint = need.footprint(samples, recomputes) if device.type == "gpu" else None
+    return {
+        "device": device.name,
+        "kind": device.kind,
+        "memory_bytes": device.memory_bytes - device.reserved_bytes,
+        "context_bytes": device.reserved_bytes,
+        "precision": need.precision.name,
+        "needs_bytes": need.live_bytes(samples, recomputes),
+        "allocated_bytes": footprint.allocated_bytes if footprint else None,
+        "reserved_bytes": footprint.reserved_bytes if footprint else None,
+        "recomputes": recomputes,
+        "fits": need.fits(device, samples, recomputes),
+        "most_samples": need.most_samples(device, recomputes),
     }

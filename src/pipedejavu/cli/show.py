@@ -69,13 +69,16 @@ def print_prediction(prediction: Prediction, notes: Sequence[str], files: Sequen
     rate = "" if in_units else f"   {_samples_per_s(prediction):.4g} samples/s"
     console.print(f"[bold]makespan {makespan}[/]   bubble {prediction.bubble_fraction:.1%}{rate}\n")
     shown = Table(box=None, pad_edge=False, header_style="bold")
-    for column in ("worker", "device", "busy", "peak memory", "on host", "live microbatches", "weight versions"):
+    reserves = any(worker.reserved_bytes for worker in prediction.workers)
+    memory = ("peak memory", "allocated", "reserved", "on host") if reserves else ("peak memory", "on host")
+    for column in ("worker", "device", "busy", *memory, "live microbatches", "weight versions"):
         shown.add_column(column, justify="left" if column in ("worker", "device") else "right")
     for worker in prediction.workers:
         name = f"{worker.worker}" + (f" ×{worker.copies}" if worker.copies > 1 else "")
         host = next((c.peak_bytes for c in worker.memory if c.memory == "host"), None)
         busy = f"{worker.busy_s / prediction.makespan_s:.0%}" if prediction.makespan_s else "–"
-        sizes = [format_bytes(worker.peak_bytes), "–" if host is None else format_bytes(host)]
+        taken = [worker.allocated_bytes, worker.reserved_bytes] if reserves else []
+        sizes = ["–" if size is None else format_bytes(size) for size in (worker.peak_bytes, *taken, host)]
         counts = [str(worker.peak_live_microbatches), str(worker.weight_versions)]
         shown.add_row(name, worker.device, busy, *sizes, *counts)
     console.print(shown)

@@ -58,6 +58,14 @@ class Unit(Record):
     """Part of the parameters that belongs to experts, which an 'expert' layout divides over workers."""
     activation_bytes: PartBytes = 0.0
     """What autograd saves for the backward pass, for each sample."""
+    forward_work_bytes: PartBytes = 0.0
+    """Most memory that is there inside of a forward only, for each sample."""
+    backward_work_bytes: PartBytes = 0.0
+    """Most that a backward adds to memory, for each sample, as what was saved goes; without gradients of weights."""
+    parameter_parts: tuple[Bytes, ...] = ()
+    """The bytes of each parameter. Where they are known, so is what the engine adds to memory while it works."""
+    activation_parts: tuple[PartBytes, ...] = ()
+    """The bytes of each memory that autograd saves, for each sample."""
     boundary_bytes: PartBytes = 0.0
     """The unit's output, for each sample."""
     has_batch_statistics: bool = False

@@ -46,6 +46,10 @@ class WorkerSummary(Record):
     busy_s: Seconds
     peak_bytes: float
     """In the device's own memory."""
+    allocated_bytes: float | None = None
+    """The same with every tensor's size rounded up as a GPU's allocator does; None where tensors are not known."""
+    reserved_bytes: float | None = None
+    """What that allocator holds of the device for them."""
     peak_live_microbatches: int
     """Most (piece, microbatch) pairs between their forward and the end of their backward at once."""
     weight_versions: int

@@ -1,12 +1,15 @@
-"""Counts what a unit's operations do: floating-point operations, bytes read and written, bytes saved for the backward.
+"""Counts what a unit's operations do: floating-point operations, bytes read and written, bytes saved for the backward,
+and bytes that are there for a while only.
 
 It counts real tensors and those without memory alike, and knows no device.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, NamedTuple
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -33,9 +36,18 @@ class Counted:
     """What a unit's parts do on one microbatch."""
 
     parts: Mapping[str, tuple[Work, ...]]
-    saved_bytes: int
-    """What autograd keeps from the forward for the backward; parameters and buffers are there anyway."""
+    saved: tuple[int, ...]
+    """The bytes of each memory that autograd keeps from the forward; parameters and buffers are there anyway."""
+    forward_work_bytes: int
+    """Most that was there at once inside of the forward, beyond what it left."""
+    backward_work_bytes: int
+    """Most that was added inside of the backward, as what was saved goes; the gradients of weights do not count."""
     output: Any
+
+    @property
+    def saved_bytes(self) -> int:
+        """What autograd keeps from the forward for the backward."""
+        return sum(self.saved)
 
     @property
     def flop(self) -> int:
@@ -45,20 +57,37 @@ class Counted:
 
 def count_step(module: nn.Module, value: Any, head: Head | None, is_first: bool) -> Counted:
     """Runs a unit's parts once and counts."""
-    meter = _Counter()
+    meter = _Counter(module)
     output = run_step(module, value, head, is_first, meter)
     own = {_where(t) for t in (*module.parameters(), *module.buffers())}
-    saved_bytes = sum(size for where, size in meter.saved.items() if where not in own)
-    return Counted({name: tuple(done) for name, done in meter.parts.items()}, saved_bytes, detached(output))
+    forward = meter.changes["forward"]
+    return Counted(
+        parts={name: tuple(done) for name, done in meter.parts.items()},
+        saved=tuple(size for where, size in meter.saved.items() if where not in own),
+        forward_work_bytes=_most(forward) - sum(size for _, size in forward),
+        backward_work_bytes=_most(meter.changes.get("backward", [])),
+        output=detached(output),
+    )
+
+
+def _most(changes: Iterable[tuple[int, int]]) -> int:
+    return max(accumulate(size for _, size in changes), default=0)
 
 
 class _Counter:
-    """A meter of operations, and of the tensors that the forward saves."""
+    """A meter of operations, of the memory that they take, and of the tensors that the forward saves."""
 
-    def __init__(self) -> None:
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
         self.parts: dict[str, list[Work]] = {}
         self.saved: dict[int, int] = {}
         """The bytes of each memory that the forward saves something in."""
+        self.changes: dict[str, list[tuple[int, int]]] = {}
+        """By part: a number for each memory that came or went, and its bytes; the gradients of weights are left out."""
+        self._alive: dict[int, tuple[int, ref[Any]]] = {}
+        """Memory that operations made, while it is there, with its number."""
+        self._changes: list[tuple[int, int]] = []
+        self._count = 0
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
@@ -70,28 +99,53 @@ class _Counter:
             return tensor
 
         done = self.parts.setdefault(name, [])
-        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), _Operations(done):
+        self._changes = []
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), _Operations(done, self._came):
             yield
+        made = [self._alive.get(_where(p.grad)) for p in self.module.parameters() if p.grad is not None]
+        gradients = {found[0] for found in made if found is not None}
+        self.changes[name] = [(number, size) for number, size in self._changes if number not in gradients]
         if name == "forward":
             self.saved = {_where(t): t.untyped_storage().nbytes() for t in saved}
+        saved.clear()  # the graph holds `keep`, and the backward lets go of what it has read
+
+    def _came(self, tensor: Tensor) -> None:
+        """Notes memory that an operation has made, and that it will go."""
+        memory = tensor.untyped_storage()
+        where, size = _where(tensor), memory.nbytes()
+        if where in self._alive:
+            return
+        self._count += 1
+        number = self._count
+
+        def gone(_: object) -> None:
+            del self._alive[where]
+            self._changes.append((number, -size))
+
+        self._alive[where] = number, ref(memory, gone)
+        self._changes.append((number, size))
 
 
 class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes every operation that moves bytes."""
+    """Notes every operation that moves bytes, and all memory that is new."""
 
-    def __init__(self, done: list[Work]):
+    def __init__(self, done: list[Work], came: Callable[[Tensor], None]):
         super().__init__()  # type: ignore[no-untyped-call]
-        self.done = done
+        self.done, self.came = done, came
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Runs an operation and notes it."""
         kwargs = kwargs or {}
         output = func(*args, **kwargs)
-        made = _tensors(output)
+        made, given = _tensors(output), _tensors((args, kwargs))
+        before = {_where(t) for t in given}
+        for tensor in made:
+            if _where(tensor) not in before:
+                self.came(tensor)
         if made and not func.is_view and func._overloadpacket not in _FREE:
             count = _FLOP.get(func._overloadpacket)
             flop = count(*args, **kwargs, out_val=output) if count else 0
-            read_bytes, made_bytes = ([t.nbytes for t in own] for own in (_tensors((args, kwargs)), made))
+            read_bytes, made_bytes = ([t.nbytes for t in own] for own in (given, made))
             if func._overloadpacket is torch.ops.aten.embedding:
                 read_bytes[0] = min(read_bytes[0], sum(made_bytes))  # of a table only the rows that are asked for
             class_ = classify(func._overloadpacket.__name__)

@@ -30,6 +30,8 @@ _WARM_UPS = {"cpu": 0, "cuda": 2}
 
 Report = Callable[[str], None]
 """Is told what is measured next."""
+MakeUpdate = Callable[[Sequence[Tensor]], Callable[[], None]]
+"""Takes parameters; returns what updates them once."""
 
 
 @dataclass(frozen=True)
@@ -62,9 +64,10 @@ def measure_profile(
     shots: Sequence[Shot],
     ties: Sequence[frozenset[str]],
     kinds: Mapping[str, torch.device],
+    make_update: MakeUpdate,
     report: Report = lambda text: None,  # noqa: ARG005
 ) -> Profile:
-    """Runs each unit forward and backward on a microbatch of each size, on a device of each kind.
+    """Runs each unit forward and backward on a microbatch of each size, and its update, on a device of each kind.
 
     `ties` are the full names of parameters that units share. Times are lines over the sizes; bytes are those of the
     last. The units must be the same at all sizes.
@@ -73,7 +76,8 @@ def measure_profile(
     times: list[dict[str, UnitTime]] = [{} for _ in shots[-1].units]
     found: list[Unit] = []
     for kind, device in kinds.items():
-        rows = [_measure_shot(shot, device, f"{kind}, {shot.samples} samples", report) for shot in shots]
+        places = [(shot, f"{kind}, {shot.samples} samples") for shot in shots]
+        rows = [_measure_shot(shot, device, place, make_update, report) for shot, place in places]
         for own, *same in zip(times, *rows, strict=True):
             by_size = {shot.samples: row.times for shot, row in zip(shots, same, strict=True)}
             lines = {part: fit_line({n: taken[part] for n, taken in by_size.items()}) for part in PARTS}
@@ -119,7 +123,7 @@ class _Row:
     update_s: float
 
 
-def _measure_shot(shot: Shot, device: torch.device, place: str, report: Report) -> list[_Row]:
+def _measure_shot(shot: Shot, device: torch.device, place: str, make_update: MakeUpdate, report: Report) -> list[_Row]:
     value, targets = _moved(shot.inputs, device), _moved(shot.targets, device)
     known: dict[Hashable, _Row] = {}
     rows = []
@@ -128,13 +132,13 @@ def _measure_shot(shot: Shot, device: torch.device, place: str, report: Report) 
         key = (likeness(module, value), head is None, index == 0)
         if key not in known:
             report(f"{name} ({place})")
-            known[key] = _measure(copy.deepcopy(module).to(device), value, head, index == 0)
+            known[key] = _measure(copy.deepcopy(module).to(device), value, head, index == 0, make_update)
         rows.append(known[key])
         value = known[key].counted.output
     return rows
 
 
-def _measure(module: nn.Module, value: Any, head: Head | None, is_first: bool) -> _Row:
+def _measure(module: nn.Module, value: Any, head: Head | None, is_first: bool, make_update: MakeUpdate) -> _Row:
     counted = count_step(module, value, head, is_first)
     device = tensors_of(value)[0].device
     taken: dict[str, list[float]] = {part: [] for part in PARTS}
@@ -145,7 +149,7 @@ def _measure(module: nn.Module, value: Any, head: Head | None, is_first: bool) -
         run_step(module, value, head, is_first, watch)
         for part, found in taken.items():
             found.append(watch.time_s(part))
-    return _Row(counted, taken, _update_s(module))
+    return _Row(counted, taken, _update_s([p.detach() for p in module.parameters()], make_update))
 
 
 def _repeats() -> Iterator[int]:
@@ -200,25 +204,24 @@ def describe(name: str, module: nn.Module, counted: Counted, samples: int) -> Un
         gradient_bytes=parameter_bytes,
         optimizer_bytes=2 * parameter_bytes,
         activation_bytes=counted.saved_bytes / samples,
+        forward_work_bytes=counted.forward_work_bytes / samples,
+        backward_work_bytes=counted.backward_work_bytes / samples,
+        parameter_parts=tuple(p.nbytes for p in module.parameters()),
+        activation_parts=tuple(size / samples for size in counted.saved),
         boundary_bytes=sum(t.nbytes for t in tensors_of(counted.output)) / samples,
         has_batch_statistics=any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in module.modules()),
     )
 
 
-def _update_s(module: nn.Module) -> float:
-    """Times passes like those of an AdamW step over the parameters."""
-    parameters = [p.detach() for p in module.parameters()]
+def _update_s(parameters: Sequence[Tensor], make_update: MakeUpdate) -> float:
+    """Times updates of a unit's parameters."""
     if not parameters:
         return 0.0
-    times = []
+    update, times = make_update(parameters), []
     for _ in range(1 + _FEWEST):
         watch = _Stopwatch(parameters[0].device)
         with watch.part("update"):
-            for parameter in parameters:
-                state = torch.zeros_like(parameter)
-                for _ in range(2):
-                    state.mul_(0.9).add_(parameter, alpha=0.1)
-                parameter + state.sqrt().add_(1e-8).reciprocal_()
+            update()
         times.append(watch.time_s("update"))
     return median(times[1:])  # the first pass warms up
 

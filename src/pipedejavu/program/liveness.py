@@ -7,6 +7,7 @@ predicted times.
 from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
+from pipedejavu.program.action import Action
 from pipedejavu.program.program import Program
 from pipedejavu.program.size import Sizes
 from pipedejavu.program.value import TAKING, Table, Value, rest_of, resting, update_place
@@ -20,7 +21,9 @@ CLASSES = {
     "g": "buffers",
     "p": "buffers",
     "c": "buffers",
+    "t": "buffers",
 }
+"""By what a value is; "t" is what an action works with."""
 
 
 class Stay(NamedTuple):
@@ -30,6 +33,10 @@ class Stay(NamedTuple):
     death: float
     value: Value
     size_bytes: float
+
+
+_Late = dict[Value, tuple[float, float]]
+"""Of gradients that come while activations go: when the first backward ends, and the bytes that have come only then."""
 
 
 class Liveness:
@@ -44,6 +51,7 @@ class Liveness:
         """Returns all stays on a worker whose k-th action runs from start[k] to end[k]; `last` ends all."""
         live: dict[Value, list[float]] = {}  # birth, death, and when the recomputed part came
         done: list[Stay] = []
+        late: _Late = {}
         index = -1 if self.program.plan.version.kind == "torn" else 0
         held = self.program.held(worker)
         for piece, replica in held:
@@ -51,6 +59,7 @@ class Liveness:
         for k, a in enumerate(self.program.workers[worker].actions):
             kind, begins, ends = a[0], start[k], end[k]
             reads, writes, adds = self.table(a, worker)
+            done += self._passing(a, begins, ends, late, [v for v in writes + adds if v[0] == "d" and v not in live])
             for value in reads:
                 stay = live.get(value)
                 if stay is not None:
@@ -74,10 +83,10 @@ class Liveness:
             elif kind in TAKING and (gone := self.table.taken(a)) is not None:
                 stay = live.pop(gone, None)
                 if stay is not None:
-                    self._finish(done, gone, stay[0], max(stay[1], ends), stay[2])
+                    self._finish(done, gone, (stay[0], max(stay[1], ends), stay[2]), late)
                 before = (*gone[:3], gone[3] - 1, gone[4])
                 if kind == "FETCH" and (stay := live.pop(before, None)) is not None:
-                    self._finish(done, before, *stay)  # what the update took over does not outlive it
+                    self._finish(done, before, stay, late)  # what the update took over does not outlive it
         newest: dict[tuple[int, int, str], int] = {}
         for what, piece, replica, index, place in live:
             if what == "w":
@@ -86,11 +95,24 @@ class Liveness:
             what, piece, replica, index, place = value
             if what == "w" and index == newest[piece, replica, place]:
                 death = last
-            self._finish(done, value, birth, death, recomputed)
+            self._finish(done, value, (birth, death, recomputed), late)
         return done
 
-    def _finish(self, done: list[Stay], value: Value, birth: float, death: float, recomputed: float) -> None:
-        size = self.sizes.of(value)
+    def _passing(self, a: Action, start: float, end: float, late: _Late, begun: list[Value]) -> list[Stay]:
+        """Returns what is there while an action runs; notes what of the gradients that it begins comes at its end."""
+        size = self.sizes.passing(a, is_first=bool(begun))
+        if size < 0 and begun:
+            late[begun[0]] = end, min(-size, self.sizes.of(begun[0]))
+        place = "host" if a.via == "~host" else ""
+        return [Stay(start, end, ("t", a.piece, a.replica, -1, place), size)] if size > 0 else []
+
+    def _finish(self, done: list[Stay], value: Value, times: Sequence[float], late: _Late) -> None:
+        """Ends a stay; `times` are its birth, its death and when the recomputed part came."""
+        (birth, death, recomputed), size = times, self.sizes.of(value)
+        if value in late and late[value][0] < death:
+            came, part = late[value]
+            done.append(Stay(came, death, value, part))
+            size -= part
         if value[0] == "s" and self.is_partial:
             kept = self.sizes.kept(value)
             done.append(Stay(birth, death, value, kept))

@@ -1,10 +1,14 @@
 """How many bytes each value of a program has, and how many a transfer moves."""
 
 from functools import cached_property
+from math import inf
 
 from pipedejavu.program.action import Action
 from pipedejavu.program.program import Program
 from pipedejavu.program.value import Value
+
+_UPDATE_COPIES = 2
+"""Of a parameter, while AdamW works on it: a root, and what it divides by."""
 
 
 class Sizes:
@@ -19,6 +23,9 @@ class Sizes:
         self.optimizer = self._per_worker([u.optimizer_bytes for u in units])
         self.saved = [sum(units[u].activation_bytes for u in p.units) / self.shards for p in program.pieces]
         """For each sample."""
+        self.is_detailed = any(u.parameter_parts for u in units)
+        """Whether the profile says what is in memory inside of an action too."""
+        self._largest = [max((n for u in p.units for n in units[u].parameter_parts), default=0) for p in program.pieces]
         self._cache: dict[tuple[str, int, str, int], float] = {}
 
     def _per_worker(self, sizes: list[int]) -> list[float]:
@@ -94,6 +101,63 @@ class Sizes:
     def kept(self, saved: Value) -> float:
         """Bytes of saved activations that stay from the forward on, where some are recomputed."""
         return self.of(saved) * (1 - self.program.plan.order.recompute)
+
+    def passing(self, a: Action, *, is_first: bool) -> float:
+        """Bytes that are there only while an action runs, beside the values of the table.
+
+        Less than nothing for a backward that begins a sum of gradients (`is_first`): they come as activations go.
+        """
+        if not self.is_detailed:
+            return 0.0
+        if a.kind in ("F", "R", "EVAL"):
+            kept = 1.0 if a.kind == "R" or not self.program.plan.order.recompute else 0.0
+            return self._in_forward(a.piece, self.samples(a.microbatch), kept)
+        if a.kind in ("B", "I", "W"):
+            more = 0.0 if is_first else self._largest[a.piece] / self.shards
+            return more + self._in_backward(a.piece, self.samples(a.microbatch), grows=is_first)
+        if a.kind == "UPDATE":
+            return _UPDATE_COPIES * self._largest[a.piece] / self.shards
+        if a.kind == "REDUCE" and a.what == "d" and not a.via.startswith("*tie"):
+            return self.gradients[a.piece]  # they are added up in one vector
+        return 0.0
+
+    def _in_forward(self, piece: int, samples: int, kept: float) -> float:
+        """Walks through a forward: what the units up to each have saved, its output, and what it works with."""
+        most = saved = 0.0
+        units = [self.program.profile.units[u] for u in self.program.pieces[piece].units]
+        for unit in units:
+            saved += unit.activation_bytes
+            most = max(most, saved + unit.boundary_bytes + unit.forward_work_bytes)
+        passed = self.outgoing(piece, self.program.outputs[piece]) * self.shards
+        return max(0.0, most - kept * saved - passed) * samples / self.shards
+
+    def _in_backward(self, piece: int, samples: int, *, grows: bool) -> float:
+        """Walks back: what units up to each have saved, the gradient behind it, and what it adds."""
+        units = [self.program.profile.units[u] for u in self.program.pieces[piece].units]
+        before = self.incoming(piece, self.program.inputs[piece]) * self.shards
+        behind = self.outgoing(piece, self.program.outputs[piece]) * self.shards
+        total = sum(u.activation_bytes for u in units) + before + behind
+        weights = sum(u.gradient_bytes for u in units)
+        most, saved, made = -inf, total - before - behind, 0 if grows else weights
+        for n, unit in reversed(list(enumerate(units))):
+            made += unit.gradient_bytes if grows else 0
+            ends = (behind if n == len(units) - 1 else unit.boundary_bytes) + (
+                units[n - 1].boundary_bytes if n else before
+            )
+            most = max(most, (saved + ends + unit.backward_work_bytes) * samples + made)
+            saved -= unit.activation_bytes
+        return (most - total * samples - weights) / self.shards
+
+    def parts(self, value: Value) -> list[float]:
+        """The tensors that a value is made of, as far as the profile knows them."""
+        units = [self.program.profile.units[u] for u in self.program.pieces[value[1]].units]
+        size = self.of(value)
+        if value[0] in "wdpco":
+            found: list[float] = [n for unit in units for n in unit.parameter_parts]
+        else:
+            found = [n for unit in units for n in unit.activation_parts] if value[0] == "s" else []
+        total = sum(found)
+        return [n * size / total for n in found] if total else [size]
 
     def group_size(self, piece: int) -> int:
         """How many workers divide a piece's state under a zero keep."""

@@ -1,10 +1,17 @@
 """What training a model with AdamW takes, out of its profile: bytes by precision, and a step's time on one device."""
 
+from bisect import bisect_left
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import takewhile
 from typing import NamedTuple
 
-from pipedejavu.facts import Profile, Unit
+from pipedejavu.facts import Device, InputError, Profile, Unit
+from pipedejavu.report.walk import Numbers, Stay, live_peak, walk_step
+from pipedejavu.simulate.allocator import Footprint, replay
+
+_MANY = 2**20
+"""Samples that no batch has."""
 
 
 class Precision(NamedTuple):
@@ -25,25 +32,56 @@ class Precision(NamedTuple):
 PRECISIONS = (Precision("fp32", 4, 4, 8), Precision("bf16", 2, 2, 12))
 
 
-class Need(NamedTuple):
+@dataclass(frozen=True)
+class Need:
     """Memory that training takes in one precision."""
 
-    precision: str
+    precision: Precision
     model_bytes: int
     """Weights, gradients and the optimizer's state."""
     saved_bytes: float
     """What the forward keeps of each sample."""
     recomputed_bytes: float
     """What is kept of each sample with recompute: the units' inputs, and all of one unit at a time."""
+    profile: Profile
 
-    def at(self, samples: int, recomputes: bool) -> float:
-        """Returns the bytes that training with batches of a size takes."""
-        return self.model_bytes + samples * (self.recomputed_bytes if recomputes else self.saved_bytes)
+    def live_bytes(self, samples: int, recomputes: bool) -> float:
+        """Returns the most bytes of tensors at once, in a step of so many samples on one device."""
+        return live_peak(self._stays(samples, recomputes))
 
-    def most_samples(self, capacity_bytes: float, recomputes: bool) -> int:
-        """Returns the largest batch that fits a memory."""
-        each = self.recomputed_bytes if recomputes else self.saved_bytes
-        return max(0, int((capacity_bytes - self.model_bytes) // each)) if each else 0
+    def footprint(self, samples: int, recomputes: bool) -> Footprint:
+        """Returns what a GPU's allocator makes of that."""
+        return replay(self._stays(samples, recomputes))
+
+    def fits(self, device: Device, samples: int, recomputes: bool) -> bool:
+        """Whether a step fits a device; on a GPU by what is reserved, once free segments have gone back."""
+        stays, room = self._stays(samples, recomputes), device.memory_bytes - device.reserved_bytes
+        if live_peak(stays) > room:
+            return False
+        if device.type == "cpu":
+            return True
+        try:
+            replay(stays, limit_bytes=room)
+        except InputError:
+            return False
+        return True
+
+    def most_samples(self, device: Device, recomputes: bool) -> int:
+        """Returns the largest batch that fits a device."""
+        most = 1
+        while most < _MANY and self.fits(device, most, recomputes):
+            most *= 2
+        return bisect_left(range(most), True, key=lambda n: not self.fits(device, n + 1, recomputes))
+
+    def _stays(self, samples: int, recomputes: bool) -> list[Stay]:
+        known = _number_bytes(self.profile)
+        # What several units hold in common is there once.
+        whole = sum(unit.num_parameters for unit in self.profile.units)
+        share = count_parameters(self.profile) / whole if whole else 1.0
+        p = self.precision
+        moments = tuple(share * size for size in (4.0,) * (p.state_bytes // 4))
+        numbers = Numbers(p.weight_bytes, share * p.gradient_bytes, moments, share)
+        return walk_step(self.profile, numbers, known, samples, recomputes)
 
 
 class StepTime(NamedTuple):
@@ -73,10 +111,11 @@ def work_out_needs(profile: Profile) -> list[Need]:
     kept = sum(unit.boundary_bytes for unit in profile.units[:-1]) + max(saved)
     return [
         Need(
-            p.name,
+            p,
             count_parameters(profile) * p.parameter_bytes,
             sum(saved) * p.weight_bytes / number_bytes,
             min(kept, sum(saved)) * p.weight_bytes / number_bytes,
+            profile,
         )
         for p in PRECISIONS
     ]

@@ -1,9 +1,11 @@
 """Memory over time: what each worker's memories hold, class by class."""
 
 from collections.abc import Sequence
+from math import inf
 
 from pipedejavu.facts import MEMORY_CLASSES, MemoryCurve
 from pipedejavu.program.liveness import CLASSES, Liveness, Stay
+from pipedejavu.simulate.allocator import Footprint, replay
 
 MAX_POINTS = 400
 """Of a curve; beyond that, each point is the highest of several."""
@@ -23,6 +25,30 @@ def trace_memory(liveness: Liveness, worker: int, stays: list[Stay], makespan_s:
         owner = device if memory == "device" else machine.cpu_of(device)
         curves.append(_curve(memory, owner.memory_bytes - owner.reserved_bytes, here, base, makespan_s))
     return tuple(curves)
+
+
+def trace_footprint(liveness: Liveness, worker: int, stays: list[Stay]) -> Footprint | None:
+    """Returns what a GPU's allocator makes of a worker's values; None on a CPU, or where no tensors are known."""
+    program, sizes = liveness.program, liveness.sizes
+    if not sizes.is_detailed or program.machine.device(program.devices[worker]).type != "gpu":
+        return None
+    rows = [
+        (s.birth, s.death, [s.size_bytes] if s.value[0] == "t" else _divided(s.size_bytes, sizes.parts(s.value)))
+        for s in stays
+        if s.value[4] != "host"
+    ]
+    for (memory, kind), size in liveness.fixed(worker).items():
+        tensors = [n for piece, replica in program.held(worker) for n in sizes.parts(("w", piece, replica, 0, ""))]
+        moments = 2 if kind == "optimizer" else 1
+        if memory == "device" and size:
+            rows.append((0.0, inf, _divided(size, tensors * moments)))
+    return replay(rows)
+
+
+def _divided(size_bytes: float, like: list[float]) -> list[float]:
+    """Divides bytes in the proportions of others."""
+    total = sum(like)
+    return [size_bytes * part / total for part in like] if total else [size_bytes]
 
 
 def _curve(

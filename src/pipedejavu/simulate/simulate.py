@@ -8,7 +8,7 @@ from pipedejavu.program import Graph, Program, build_graph
 from pipedejavu.program.liveness import Liveness, count_versions
 from pipedejavu.simulate.clock import run_events, sweep
 from pipedejavu.simulate.cost import Costs, shared_wires
-from pipedejavu.simulate.memory import trace_memory
+from pipedejavu.simulate.memory import trace_footprint, trace_memory
 
 
 @dataclass(frozen=True)
@@ -58,12 +58,15 @@ class Prediction:
         start, end = [self.start[op] for op in ops], [self.end[op] for op in ops]
         stays = liveness.stays(index, start, end, self.makespan_s)
         curves = trace_memory(liveness, index, stays, self.makespan_s)
+        footprint = trace_footprint(liveness, index, stays)
         return WorkerSummary(
             worker=index,
             device=self.program.devices[index],
             copies=self.program.copies,
             busy_s=self.busy_s[index],
             peak_bytes=curves[0].peak_bytes,
+            allocated_bytes=footprint.allocated_bytes if footprint else None,
+            reserved_bytes=footprint.reserved_bytes if footprint else None,
             peak_live_microbatches=self._peak_live(index),
             weight_versions=count_versions(stays, self.program.held(index)),
             memory=curves,

@@ -15,13 +15,17 @@ from pipedejavu.train.hugging import build_hugging
 from pipedejavu.zoo import Dataset, Task, build
 
 
-def open_task(model: str, *, seed: int = 0, data: str | None = None, device: str | None = None) -> Task:
+def open_task(
+    model: str, *, seed: int = 0, data: str | None = None, device: str | None = None, context: int | None = None
+) -> Task:
     """Builds the task that a model's name stands for: 'hf:CONFIG', 'FILE.py:FUNCTION', or a model of the zoo.
 
-    On the device 'meta' the model gets no memory.
+    On the device 'meta' the model gets no memory. `context` is the length of a configuration's sequences.
     """
     if model.startswith("hf:"):
-        return build_hugging(model.removeprefix("hf:"), seed=seed, data=data, device=device)
+        return build_hugging(model.removeprefix("hf:"), seed=seed, data=data, device=device, context=context)
+    if context is not None:
+        raise InputError(f"--context is for hf: models; '{model}' brings sequences of its own length")
     path, colon, function = model.rpartition(":")
     if colon and path.endswith(".py"):
         if data is not None:

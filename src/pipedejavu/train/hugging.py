@@ -14,8 +14,8 @@ from pipedejavu.zoo import Dataset, Task, open_data
 from pipedejavu.zoo.form import Form, ImageForm, TokenForm
 from pipedejavu.zoo.loss import count, cross_entropy
 
-_MOST_TOKENS = 128
-"""Of a sequence, where the configuration allows as many."""
+MOST_TOKENS, MOST_ESTIMATED = 128, 4096
+"""Of a sequence that runs, and of one that is only counted, where the configuration allows as many."""
 _MARGIN = 2
 """Positions that some models number before the first token's."""
 _NUM_BYTES = 256
@@ -29,8 +29,13 @@ _HEADS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
 """What a configuration can be built as, in the order in which it is tried: what is asked, and the inputs."""
 
 
-def build_hugging(name: str, *, seed: int = 0, data: str | None = None, device: str | None = None) -> Task:
-    """Builds the task that the command line calls hf:NAME: a configuration's file or folder, or its name on the hub."""
+def build_hugging(
+    name: str, *, seed: int = 0, data: str | None = None, device: str | None = None, context: int | None = None
+) -> Task:
+    """Builds the task that the command line calls hf:NAME: a configuration's file or folder, or its name on the hub.
+
+    `context` is the length of its sequences; by default what the configuration allows, within a bound.
+    """
     try:
         room: Any = import_module("transformers")
     except ImportError:
@@ -41,7 +46,8 @@ def build_hugging(name: str, *, seed: int = 0, data: str | None = None, device: 
     torch.manual_seed(seed)
     with torch.device(device or torch.get_default_device()):
         model = getattr(room, head).from_config(config, dtype=torch.get_default_dtype()).train()
-    form = _form(config, objective)
+    most = MOST_ESTIMATED if device == "meta" else MOST_TOKENS
+    form = _form(config, objective, most, context)
     has_text = isinstance(form, TokenForm) and form.num_plain >= _NUM_BYTES
     source = open_data(data or ("stdlib" if has_text else "random"), form, seed=seed)
     return Task(name=name, model=model, loss=_loss, count=count, data=_Named(source, inputs))
@@ -76,16 +82,20 @@ def _choose_head(room: Any, config: Any, name: str) -> tuple[str, str, tuple[str
     )
 
 
-def _form(config: Any, objective: Any) -> Form:
+def _form(config: Any, objective: Any, most: int, context: int | None) -> Form:
     """Returns the form of the samples that a configuration asks for."""
     if objective == "image":
+        if context is not None:
+            raise InputError(f"--context is {context}, but a {type(config).__name__} sees images; leave --context out")
         size = getattr(config, "image_size", None) or 32
         height, width = size if isinstance(size, list | tuple) else (size, size)
         channels = getattr(config, "num_channels", 3)
         return ImageForm(shape=(channels, height, width), classes=config.num_labels)
-    positions = getattr(config, "max_position_embeddings", None) or _MOST_TOKENS + _MARGIN
-    context = max(1, min(_MOST_TOKENS, positions - _MARGIN))
-    return TokenForm(context=context, vocabulary=config.vocab_size, objective=objective)
+    positions = getattr(config, "max_position_embeddings", None) or most + _MARGIN
+    if context is not None and not 1 <= context <= positions:
+        raise InputError(f"--context is {context}, and the configuration has 1 to {positions} positions; give as many")
+    length = max(1, min(most, positions - _MARGIN)) if context is None else context
+    return TokenForm(context=length, vocabulary=config.vocab_size, objective=objective)
 
 
 class _Named(Dataset):

@@ -4,6 +4,7 @@ import signal
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -60,6 +61,10 @@ class Trained:
     measured: Timeline
     outcome: Outcome
     moves: tuple[Move, ...]
+    rounds_s: tuple[float, ...]
+    """How long each round but the first took, from end to end, on the first worker."""
+    grown_bytes: tuple[int, ...]
+    """How much memory the process of each worker has taken since its model was built; on a GPU all that it has."""
 
 
 def plan_run(
@@ -88,7 +93,7 @@ def plan_run(
         machine = machine.divided(plan.num_workers) if plan.place.devices is None else machine
     else:
         plan, machine = make_machine(plan, sites, devices)
-        if plan.feed.kind == "share":  # what it costs to add up gradients decides who gets how much
+        if plan.num_workers > 1:  # what messages cost decides who gets how much, and how long a step is
             link = Link.from_json(team.share(measure_link().to_json().encode() if team.is_first else b""))
             machine = machine.but(links=(link, *machine.links[1:]))
     names = assign_devices(plan, machine)
@@ -179,7 +184,12 @@ def _finish(folder: RunFolder, options: TrainOptions, program: Program, predicti
     write_file(folder.measured, measured.to_json(indent=None))
     folder.remove_parts()
     logs = tuple(_log(part) for part in parts)
-    return Trained(options, folder, program, prediction, measured, Outcome(weights, logs, ()), tuple(moves))
+    ends = parts[0]["ends_s"]
+    return Trained(
+        options, folder, program, prediction, measured, Outcome(weights, logs, ()), tuple(moves),
+        tuple(after - before for before, after in pairwise(ends)),
+        tuple(part["peak_bytes"] - part["base_bytes"] for part in parts),
+    )  # fmt: skip
 
 
 def run_workers(folder: RunFolder, count: int) -> None:

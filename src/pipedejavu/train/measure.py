@@ -1,15 +1,21 @@
 """Measures a model for a plan: on each kind of device that the plan uses, at as many sizes as its choices need."""
 
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from pipedejavu.engine import Job
-from pipedejavu.facts import Profile
+from pipedejavu.engine import Job, Optimizer
+from pipedejavu.engine.optimizer import Tensors
+from pipedejavu.facts import Cost, Profile
 from pipedejavu.plan import Plan
 from pipedejavu.profile import Shot, measure_profile
+from pipedejavu.profile.line import fit_line
+from pipedejavu.profile.measure import MakeUpdate
 
+_REPEATS = 3
 _TIMES, _LEAST = 4, 2
 """A share of a batch may be small: a microbatch so many times smaller is measured too, of two samples at least, as
 batch statistics need more than one."""
@@ -23,4 +29,45 @@ def measure(name: str, job: Job, plan: Plan, batch: Batch, kinds: Mapping[str, t
     large = plan.feed.samples
     small = max(_LEAST, large // _TIMES)
     sizes = (small, large) if plan.feed.kind == "share" and small < large else (large,)
-    return measure_profile(name, [Shot(job.units, *batch(size), job.loss) for size in sizes], job.ties, kinds)
+    shots = [Shot(job.units, *batch(size), job.loss) for size in sizes]
+    profile = measure_profile(name, shots, job.ties, kinds, updates_of(job.optimizer))
+    taken = fit_line({size: _batch_times(batch, size) for size in sizes})
+    return _with_batches(profile, taken, [kind for kind, device in kinds.items() if device.type == "cpu"])
+
+
+def _batch_times(batch: Batch, samples: int) -> list[float]:
+    """Times how long a microbatch takes to come."""
+    times = []
+    for _ in range(_REPEATS):
+        start = time.perf_counter()
+        batch(samples)
+        times.append(time.perf_counter() - start)
+    return times
+
+
+def _with_batches(profile: Profile, taken: Cost, kinds: Sequence[str]) -> Profile:
+    """Adds the time of getting a microbatch to the first forward: a CPU worker gets its samples itself."""
+    first, *others = profile.units
+    times = dict(first.times)
+    for kind in kinds:
+        own = times[kind].forward
+        fixed_s, per_sample_s = own.fixed_s + taken.fixed_s, own.per_sample_s + taken.per_sample_s
+        times[kind] = times[kind].but(forward=own.but(fixed_s=fixed_s, per_sample_s=per_sample_s))
+    return profile.but(units=(first.but(times=times), *others))
+
+
+def updates_of(optimizer: Optimizer) -> MakeUpdate:
+    """Returns how the engine updates parameters with an optimizer."""
+
+    def make(parameters: Sequence[Tensor]) -> Callable[[], None]:
+        weights = {str(n): parameter for n, parameter in enumerate(parameters)}
+        gradients = {name: torch.full_like(weight, 1e-3) for name, weight in weights.items()}
+        state: dict[str, Tensors] = {}
+
+        def update() -> None:
+            for name, delta in optimizer.step(0, weights, gradients, state, 1.0):
+                delta.add_(weights[name])
+
+        return update
+
+    return make

@@ -24,6 +24,7 @@ from pipedejavu.profile import (
 )
 from pipedejavu.profile.measure import Report, has_same_units
 from pipedejavu.train.door import open_task
+from pipedejavu.train.measure import updates_of
 from pipedejavu.train.site import read_sites
 from pipedejavu.train.task import describe_form, loss_of
 from pipedejavu.zoo import Task
@@ -47,10 +48,10 @@ class Profiled:
     """What estimated times rest on."""
 
 
-def measure_model(model: str, samples: int, report: Report) -> Profiled:
+def measure_model(model: str, samples: int, report: Report, context: int | None = None) -> Profiled:
     """Measures a model on a device of each kind that this machine has."""
     sizes = choose_sizes(samples)
-    task, machine = open_task(model), this_machine()
+    task, machine = open_task(model, context=context), this_machine()
     shots, cut = [], None
     for size in sizes:
         report(f"cutting {model} for {size} samples")
@@ -59,7 +60,7 @@ def measure_model(model: str, samples: int, report: Report) -> Profiled:
         shots.append(_shot(task, cut, inputs, targets))
     kinds = {device.kind: torch.device("cpu" if device.type == "cpu" else "cuda") for device in machine.devices}
     shots = [shot for shot in shots if has_same_units(shot, shots[-1])]  # a cut goes by bytes, which sizes change
-    profile = measure_profile(model, shots, _ties(shots[-1]), kinds, report)
+    profile = measure_profile(model, shots, _ties(shots[-1]), kinds, updates_of(AdamW(lr=1e-3)), report)
     return Profiled(profile, machine, tuple(shot.samples for shot in shots), describe_form(inputs))
 
 
@@ -68,6 +69,7 @@ def estimate_model(
     samples: int,
     machine: Machine,
     report: Report,
+    context: int | None = None,
     efficiencies: Mapping[str, Efficiency] | None = None,
 ) -> Profiled:
     """Estimates a model on each kind of device of a machine; the model is never given memory.
@@ -78,7 +80,7 @@ def estimate_model(
     sizes = sorted({choose_sizes(samples)[0], samples}, key=lambda size: size == samples)  # a line has two points
     rates = read_rates(machine, efficiencies, EFFICIENCY)
     report(f"building {model} without memory")
-    task, mode = open_task(model, device="meta"), make_mode()
+    task, mode = open_task(model, device="meta", context=context), make_mode()
     make_blank(task.model, mode)
     shots, cut = [], None
     for size in sizes:

@@ -1,4 +1,7 @@
-"""The progress of a run: loss, rate, memory, time left; a bar on a terminal, a line now and then elsewhere."""
+"""The progress of a run: loss, rate, memory, time left; a bar on a terminal, a line now and then elsewhere.
+
+The time left is the simulator's forecast at first, and then more and more what the run's own steps say.
+"""
 
 import sys
 import time
@@ -6,10 +9,11 @@ from types import TracebackType
 from typing import NamedTuple, Self
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
 from rich.progress import Progress as Bar
 
 from pipedejavu.facts import format_bytes, format_seconds
+from pipedejavu.simulate import Outlook
 
 INTERVAL_S = 10.0
 
@@ -30,12 +34,13 @@ class Memory(NamedTuple):
 
 
 class Progress:
-    """Shows how a run of `steps` gets on; `items` are samples or tokens."""
+    """Shows how a run of `steps` gets on, each forecast to take `forecast_s`; `items` are samples or tokens."""
 
-    def __init__(self, steps: int, items: str):
+    def __init__(self, steps: int, items: str, forecast_s: float):
         self.steps, self.items = steps, items
+        self.outlook = Outlook(forecast_s, steps)
         self.last_s = self.started_s = time.perf_counter()
-        columns = [TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()]
+        columns = [TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()]
         self.is_live = sys.stderr.isatty()
         self.bar = Bar(
             *columns, TextColumn("{task.fields[facts]}"), console=Console(stderr=True), disable=not self.is_live
@@ -44,7 +49,7 @@ class Progress:
 
     def __enter__(self) -> Self:
         self.bar.start()
-        self.line = self.bar.add_task("training", total=self.steps, facts="")
+        self.line = self.bar.add_task("training", total=self.steps, facts=self._left())
         return self
 
     def __exit__(
@@ -52,15 +57,19 @@ class Progress:
     ) -> None:
         self.bar.stop()
 
-    def report(self, step: int, loss: float, count: int, memory: Memory) -> None:
-        """Shows a finished step; `count` samples or tokens were in it."""
+    def report(self, step: int, loss: float, count: int, memory: Memory, elapsed_s: float) -> None:
+        """Shows a finished step: `count` samples or tokens were in it, and so long after the start it was known."""
         now = time.perf_counter()
         self.count += count
         rate = self.count / (now - self.started_s)
-        facts = f"loss {loss:.4f}  {rate:,.0f} {self.items}/s  memory {memory}"
+        self.outlook.saw(step, elapsed_s)
+        facts = f"loss {loss:.4f}  {rate:,.0f} {self.items}/s  memory {memory}{self._left()}"
         self.bar.update(self.line, completed=step, facts=facts)
         if not self.is_live and (now - self.last_s > INTERVAL_S or step in (1, self.steps)):
             self.last_s = now
-            left_s = (now - self.started_s) / step * (self.steps - step)
-            left = f"  {format_seconds(left_s)} left" if 1 < step < self.steps else ""
-            print(f"step {step}/{self.steps}  {facts}{left}", file=sys.stderr, flush=True)
+            print(f"step {step}/{self.steps}  {facts}", file=sys.stderr, flush=True)
+
+    def _left(self) -> str:
+        """Returns what is left, with what nine runs of ten keep to; nothing at the end."""
+        left = self.outlook.left()
+        return f"  {format_seconds(left.time_s)} ± {format_seconds(left.spread_s)} left" if left.time_s else ""

@@ -90,10 +90,13 @@ class SampleOrder:
 
     @lru_cache(maxsize=64)  # noqa: B019 - lives as long as the run
     def _batch(self, microbatch: int) -> tuple[Any, Any]:
-        data = self.task.data
-        size = len(data)
-        numbers = [int(_order(self.seed, n // size, size)[n % size]) for n in self.numbers(microbatch)]
-        return data.batch(torch.tensor(numbers))
+        data, numbers = self.task.data, torch.tensor(self.numbers(microbatch))
+        epochs = torch.div(numbers, len(data), rounding_mode="floor")
+        parts = [
+            _order(self.seed, epoch, len(data))[numbers[epochs == epoch] % len(data)]
+            for epoch in sorted({*epochs.tolist()})
+        ]
+        return data.batch(torch.cat(parts))
 
 
 @lru_cache(maxsize=4)

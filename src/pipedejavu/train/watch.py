@@ -9,6 +9,7 @@ import threading
 import time
 from collections import defaultdict
 from contextlib import suppress
+from pathlib import Path
 from types import TracebackType
 from typing import Self
 
@@ -20,6 +21,14 @@ from pipedejavu.train.folder import RunFolder
 from pipedejavu.train.progress import Memory, Progress
 
 INTERVAL_S = 0.25
+
+
+def resident_bytes() -> int:
+    """Returns the memory that this process has now; where the system does not say, the most that it has had."""
+    try:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+    except OSError:
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 class Watch:
@@ -115,5 +124,5 @@ class Desk:
         loss, elapsed_s = sum(row[0] for row in rows) / count, max(row[2] for row in rows)
         line = {"step": self.step, "loss": loss, "count": count, "elapsed_s": elapsed_s}
         self.folder.add_metrics({**line, **self.memory.form()})
-        self.progress.report(self.step, loss, count, self.memory)
+        self.progress.report(self.step, loss, count, self.memory, elapsed_s)
         self.step += 1

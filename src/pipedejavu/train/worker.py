@@ -4,6 +4,7 @@ import math
 import os
 import signal
 import sys
+import time
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -21,13 +22,14 @@ from pipedejavu.engine.share import adjusted_counts
 from pipedejavu.facts import Span, keep_heap
 from pipedejavu.program import Program
 from pipedejavu.program.share import cut_evenly
+from pipedejavu.simulate import simulate
 from pipedejavu.train.failure import write_failure
 from pipedejavu.train.folder import Part, RunFolder
 from pipedejavu.train.options import TrainOptions
 from pipedejavu.train.progress import Progress
 from pipedejavu.train.site import num_threads
 from pipedejavu.train.task import SteadyBatches, prepare
-from pipedejavu.train.watch import Desk, Watch
+from pipedejavu.train.watch import Desk, Watch, resident_bytes
 
 
 def work(rank: int, size: int, path: str) -> None:
@@ -67,10 +69,12 @@ class Rank:
         self.batches = SteadyBatches(self.order)
         self.moves: list[Move] = []
         self.spans: list[Span] = []
+        self.ends_s: list[float] = []
+        """When each round ended."""
 
     def run(self, shared: Path) -> Part:
         """Trains to the end; `shared` is a folder for weights that the workers of one host share."""
-        rounds = math.ceil(self.options.steps / self.program.plan.steps)
+        rounds, base_bytes = math.ceil(self.options.steps / self.program.plan.steps), resident_bytes()
         with ExitStack() as stack:
             desk = self._open_desk(stack) if self.rank == 0 else None
             self.watch = Watch(self.store, self.rank, self.batches, device_of(self.program, self.rank), desk)
@@ -86,6 +90,8 @@ class Rank:
             "peak_live": log.peak_live,
             "peak_versions": log.peak_versions,
             "peak_bytes": peak.gpu_bytes or peak.host_bytes,
+            "base_bytes": 0 if peak.gpu_bytes else base_bytes,
+            "ends_s": self.ends_s,
             "moves": self.moves,
         }
         if self.options.keeps_log:
@@ -94,7 +100,8 @@ class Rank:
 
     def _open_desk(self, stack: ExitStack) -> Desk:
         is_counting_samples = self.batches.count(0) == self.program.sizes[0]
-        progress = Progress(self.options.steps, "samples" if is_counting_samples else "tokens")
+        forecast_s = simulate(self.program).makespan_s / self.program.plan.steps
+        progress = Progress(self.options.steps, "samples" if is_counting_samples else "tokens", forecast_s)
         ranks = len(self.program.workers)
         return Desk(self.folder, stack.enter_context(progress), ranks, self.program.update_size)
 
@@ -105,6 +112,7 @@ class Rank:
     def after_round(self, number: int, handlers: Handlers, spans: list[Span]) -> None:  # noqa: ARG002
         """Keeps the round's spans, and lets shares follow the measured rates."""
         self.spans = spans
+        self.ends_s.append(time.perf_counter())
         self.watch.settle()
         feed = self.program.plan.feed
         if feed.kind == "share" and feed.is_controlled:

@@ -1,0 +1,116 @@
+"""The forecast beside real runs on the CPU workers of this machine: the part of forecast.py that needs no GPU.
+
+Every case goes the whole way: the model is measured for the plan, the plan is compiled and simulated, and processes
+train it. The time of a step is the median over rounds, from the end of one to the end of the next; of plans without a
+common moment it is the makespan over the updates. Memory is what a worker's process grows by, with the weights that it
+had.
+"""
+
+import json
+import tempfile
+import time
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from pipedejavu.plan import Plan, preset
+from pipedejavu.train import Trained, TrainOptions, plan_run, train
+
+MODELS = {
+    "mlp": (64, 256),
+    "vgg-small": (16, 48),
+    "resnet18": (4, 8),
+    "gpt-tiny": (4, 12),
+    "bert-tiny": (8, 24),
+    "seq2seq-tiny": (4, 12),
+    "moe-tiny": (4, 12),
+}
+"""Samples of an update, two sizes each."""
+PRESETS = ("whole", "ddp", "gpipe", "1f1b", "2bw", "coarse")
+NAMES = {"2bw": "pipedream-2bw"}
+AGAIN = ("whole", "1f1b")
+"""Run twice, for the noise floor."""
+STEPS, MICROBATCHES = 8, 4
+
+
+def plan_of(name: str, batch: int) -> Plan:
+    """Returns a plan whose update has so many samples, over two workers but for `whole`."""
+    if name == "whole":
+        return preset("ddp").at(workers=1, microbatches=1, samples=batch)
+    if name == "ddp":
+        return preset("ddp").at(workers=2, microbatches=1, samples=batch // 2)
+    if name == "coarse":
+        return preset("coarse").at(workers=1, microbatches=1, samples=batch)
+    return preset(NAMES.get(name, name)).at(workers=2, microbatches=MICROBATCHES, samples=batch // MICROBATCHES)
+
+
+def run_model(model: str, folder: Path, presets: tuple[str, ...], limit_s: float) -> bool:
+    """Runs the cases of a model that are left; returns whether all are done before the time was over."""
+    path, started = folder / "cpu.jsonl", time.perf_counter()
+    done = {json.loads(line)["case"] for line in path.read_text().splitlines()} if path.exists() else set()
+    for batch in MODELS[model]:
+        for name in presets:
+            for turn in range(1 + (name in AGAIN)):
+                key = f"{model}, {batch} samples, {name}, {turn}"
+                if key in done:
+                    continue
+                if time.perf_counter() - started > limit_s:
+                    return False
+                row = {
+                    "case": key,
+                    "model": model,
+                    "batch": batch,
+                    "preset": name,
+                    "turn": turn,
+                    **run_case(model, name, batch),
+                }
+                with path.open("a") as file:
+                    file.write(json.dumps(row) + "\n")
+                print(describe(row), flush=True)
+    return True
+
+
+def run_case(model: str, name: str, batch: int) -> dict[str, Any]:
+    """Plans, simulates and trains one case."""
+    started = time.perf_counter()
+    options = TrainOptions(
+        model=model, steps=STEPS, data="random" if model in ("mlp", "vgg-small", "resnet18") else None
+    )
+    options, program, _ = plan_run(options, plan_of(name, batch), devices="cpu")
+    with tempfile.TemporaryDirectory() as folder:
+        found = train(options, program, str(Path(folder) / "run"))
+    return {**figures(found), "wall_s": time.perf_counter() - started}
+
+
+def figures(found: Trained) -> dict[str, Any]:
+    """Returns what was forecast and what was measured of a run."""
+    program, steps = found.program, found.program.plan.steps
+    sizes = [sum(program.profile.units[u].parameter_bytes for u in piece.units) for piece in program.pieces]
+    held = [sum(sizes[piece] for piece, _ in program.held(w)) for w in range(len(program.workers))]
+    worst = max(range(len(held)), key=lambda w: found.prediction.workers[w].peak_bytes)
+    # An update's rounds may be few; those of a plan without rounds are one.
+    step_s = median(found.rounds_s[1:]) if len(found.rounds_s) > 2 else found.measured.makespan_s / steps
+    kinds: dict[str, list[float]] = {}
+    for column, timeline in enumerate((found.prediction.timeline(), found.measured)):
+        for span in timeline.spans():
+            kind = "".join(c for c in span.action.split(":")[0] if c.isalpha())
+            kinds.setdefault(f"{span.worker} {kind}", [0.0, 0.0])[column] += span.end_s - span.start_s
+    return {
+        "forecast": {
+            "step_s": found.prediction.makespan_s / steps,
+            "peak": found.prediction.workers[worst].peak_bytes,
+        },
+        "measured": {"step_s": step_s, "peak": found.grown_bytes[worst] + held[worst]},
+        "rounds_s": found.rounds_s,
+        "last_round_s": found.measured.makespan_s / steps,
+        "kinds": kinds,
+    }
+
+
+def describe(row: dict[str, Any]) -> str:
+    ours, real = row["forecast"], row["measured"]
+    error = ours["step_s"] / real["step_s"] - 1
+    return (
+        f"{row['case']:40} {1e3 * ours['step_s']:9.2f} {1e3 * real['step_s']:9.2f} ms {error:+7.1%}"
+        f"  {ours['peak'] / 1e6:8.1f} {real['peak'] / 1e6:8.1f} MB  ({row['wall_s']:.0f} s)"
+    )

@@ -1,0 +1,570 @@
+"""The forecast beside real steps on one GPU: the part of forecast.py that needs one, or a CPU that stands in for it.
+
+A model is a chain of units, built on the device with random weights. Its units are measured one by one, the machine by
+`probe` and by the hybrid optimizer's own passes; from these alone every case is forecast: where HybridAdamW will put
+state under a budget, how long a step takes, how much the allocator holds. Then the case runs in a plain loop.
+"""
+
+import gc
+import json
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pipedejavu.engine import AdamW
+from pipedejavu.facts import Device, Host, InputError, Link, Machine, Profile, Unit, UnitTime
+from pipedejavu.hybrid import HybridAdamW
+from pipedejavu.hybrid.arithmetic import State, scalars_of
+from pipedejavu.hybrid.gpu import update_on_gpu
+from pipedejavu.hybrid.native import HostUpdate, Task
+from pipedejavu.hybrid.placement import Limits, Placement, Stretch, UnitSize, choose_placement
+from pipedejavu.plan import Keep, Reduce, preset
+from pipedejavu.profile import Shot, measure_profile
+from pipedejavu.profile.count import count_step
+from pipedejavu.program import compile as compile_plan
+from pipedejavu.program import verify
+from pipedejavu.report import work_out_needs
+from pipedejavu.simulate import simulate
+from pipedejavu.train.measure import updates_of
+from pipedejavu.zoo import build
+from pipedejavu.zoo.loss import cross_entropy
+
+CLIP, WARM_UP, TIMED, REPEATS = 1.0, 4, 4, 3
+ANY = 2**60
+STEPS = 3
+BUDGETS = (0.7, 0.35, 0.02)
+"""Of the state that leaves the GPU last: how much of it the budget holds beside weights and activations."""
+
+
+@dataclass(frozen=True)
+class Model:
+    family: str
+    options: dict[str, Any]
+    batch: int
+    dtype: torch.dtype = torch.bfloat16
+    budgets: tuple[float, ...] = BUDGETS
+
+
+def _gpt(layers: int, width: int, context: int, vocabulary: int = 50304) -> dict[str, Any]:
+    return {"layers": layers, "width": width, "context": context, "vocabulary": vocabulary}
+
+
+def _llama(layers: int, width: int, inside: int, heads: int, context: int) -> dict[str, Any]:
+    return {"layers": layers, "width": width, "inside": inside, "heads": heads, "context": context}
+
+
+MODELS = {
+    "gpt-125m": Model("gpt-small", _gpt(12, 768, 1024), 16),
+    "llama-125m": Model("llama", _llama(12, 768, 2048, 12, 1024), 16),
+    "vgg19": Model("vgg19", {}, 512, torch.float32),
+    "bert-large": Model("bert-large", {"vocabulary": 30522, "context": 512}, 32),
+    "vit-l": Model("vit", {"layers": 24, "width": 1024, "heads": 16, "side": 224, "patch": 16}, 64),
+    "llama-1.3b": Model("llama", _llama(24, 2048, 5504, 16, 2048), 4),
+    "gpt-1.3b": Model("gpt-small", _gpt(24, 2048, 2048), 4),
+    "llama-6.7b": Model("llama", _llama(32, 4096, 11008, 32, 2048), 2, budgets=(0.7, 0.35)),
+    "gpt-6.7b": Model("gpt-small", _gpt(32, 4096, 2048), 2, budgets=(0.7, 0.35)),
+}
+"""In the order in which they run: those that take seconds first."""
+TINY = {
+    "gpt-125m": Model("gpt-small", _gpt(3, 32, 16, 64), 2),
+    "llama-125m": Model("llama", _llama(3, 32, 64, 2, 16), 2),
+    "vgg19": Model("vgg-small", {}, 4, torch.float32),
+    "bert-large": Model("bert-tiny", {"vocabulary": 64, "context": 16, "width": 32}, 2),
+    "vit-l": Model("vit", {"layers": 2, "width": 32, "heads": 2, "side": 32, "patch": 16}, 2),
+}
+
+
+class LlamaStart(nn.Module):
+    def __init__(self, config: Any):
+        super().__init__()
+        self.tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.tokens(tokens)
+
+
+class LlamaBlock(nn.Module):
+    """A layer of transformers' Llama with its own positions, so that one tensor passes from block to block."""
+
+    def __init__(self, config: Any, index: int):
+        super().__init__()
+        from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
+
+        self.layer, self.rotary = LlamaDecoderLayer(config, index), LlamaRotaryEmbedding(config)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        positions = torch.arange(hidden.shape[1], device=hidden.device)[None]
+        found = self.layer(hidden, position_embeddings=self.rotary(hidden, positions))
+        return found[0] if isinstance(found, tuple) else found
+
+
+class LlamaEnd(nn.Module):
+    def __init__(self, config: Any):
+        super().__init__()
+        from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+        self.norm = LlamaRMSNorm(config.hidden_size)
+        self.logit = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.logit(self.norm(hidden))
+
+
+class VitBlock(nn.Module):
+    def __init__(self, config: Any):
+        super().__init__()
+        from transformers.models.vit.modeling_vit import ViTLayer
+
+        self.layer = ViTLayer(config)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        found = self.layer(hidden)
+        return found[0] if isinstance(found, tuple) else found
+
+
+class VitEnd(nn.Module):
+    def __init__(self, config: Any):
+        super().__init__()
+        self.norm, self.logit = nn.LayerNorm(config.hidden_size), nn.Linear(config.hidden_size, config.num_labels)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.logit(self.norm(hidden)[:, 0])
+
+
+def make(model: Model, device: torch.device) -> tuple[nn.Module, Tensor, Tensor]:
+    """Builds a model on a device, and a batch for it."""
+    torch.manual_seed(0)
+    o = model.options
+    if model.family == "llama":
+        from transformers import LlamaConfig
+
+        config = LlamaConfig(
+            hidden_size=o["width"], num_hidden_layers=o["layers"], num_attention_heads=o["heads"], vocab_size=32000,
+            num_key_value_heads=o["heads"], intermediate_size=o["inside"], max_position_embeddings=o["context"],
+        )  # fmt: skip
+        config._attn_implementation = "sdpa"
+        with device:
+            torch.set_default_dtype(model.dtype)
+            blocks = [LlamaBlock(config, n) for n in range(o["layers"])]
+            made: nn.Module = nn.Sequential(LlamaStart(config), *blocks, LlamaEnd(config))
+    elif model.family == "vit":
+        from transformers import ViTConfig
+        from transformers.models.vit.modeling_vit import ViTEmbeddings
+
+        config = ViTConfig(
+            hidden_size=o["width"], num_hidden_layers=o["layers"], num_attention_heads=o["heads"],
+            intermediate_size=4 * o["width"], image_size=o["side"], patch_size=o["patch"], num_labels=1000,
+            hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+        )  # fmt: skip
+        config._attn_implementation = "sdpa"
+        with device:
+            torch.set_default_dtype(model.dtype)
+            made = nn.Sequential(ViTEmbeddings(config), *(VitBlock(config) for _ in range(o["layers"])), VitEnd(config))
+    else:
+        made = build(model.family, device="meta", data="random", **o).model.to(model.dtype).to_empty(device=device)
+    torch.set_default_dtype(torch.float32)
+    fill(made)
+    inputs, targets = batch_of(model, device)
+    return made.train(), inputs, targets
+
+
+@torch.no_grad()
+def fill(model: nn.Module) -> None:
+    """Gives weights values of a usual size; none of the times depend on them."""
+    for name, parameter in model.named_parameters():
+        if parameter.ndim > 1:
+            parameter.normal_(0.0, 0.02)
+        else:
+            parameter.fill_(0.0 if name.endswith("bias") else 1.0)
+    for module in model.modules():
+        if isinstance(module, nn.modules.batchnorm._BatchNorm):
+            module.reset_running_stats()
+
+
+def batch_of(model: Model, device: torch.device, samples: int | None = None) -> tuple[Tensor, Tensor]:
+    o, n = model.options, samples or model.batch
+    if model.family == "vit" or model.family.startswith("vgg"):
+        side, classes = o.get("side", 32), 1000 if model.family == "vit" else 10
+        images = torch.randn(n, 3, side, side, device=device).to(model.dtype)
+        return images, torch.randint(0, classes, (n,), device=device)
+    vocabulary = o.get("vocabulary", 32000)
+    tokens = torch.randint(0, vocabulary, (n, o["context"]), device=device)
+    return tokens, tokens.clone()
+
+
+def loss_of(output: Tensor, targets: Tensor) -> Tensor:
+    return cross_entropy(output, targets)
+
+
+def units_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    return list(model.named_children())
+
+
+def measure_units(name: str, made: nn.Module, inputs: Tensor, targets: Tensor, kind: str) -> Profile:
+    shot = Shot(units_of(made), inputs, targets, loss_of)
+    return measure_profile(name, [shot], (), {kind: inputs.device}, updates_of(AdamW(lr=1e-5)))
+
+
+def measure_facts(folder: Path, device: torch.device) -> dict[str, Any]:
+    """Measures the machine once, and keeps it in a file."""
+    path = folder / "facts.json"
+    if path.exists():
+        found: dict[str, Any] = json.loads(path.read_text())
+        return found
+    folder.mkdir(parents=True, exist_ok=True)
+    started = time.perf_counter()
+    if device.type == "cuda":
+        from pipedejavu.probe.survey import measure_machine
+
+        machine = measure_machine(folder, quick=True)
+    else:
+        machine = _stand_in()
+    rates = _update_rates(device)
+    found = {"machine": json.loads(machine.to_json()), **rates, "library_bytes": _library_bytes(device)}
+    path.write_text(json.dumps(found, indent=1))
+    print(f"machine measured in {time.perf_counter() - started:.0f} s: {rates}", flush=True)
+    return found
+
+
+def _stand_in() -> Machine:
+    return Machine(
+        name="stand-in", hosts=(Host(name="h"),),
+        devices=(
+            Device(name="cpu", kind="cpu", type="cpu", host="h", memory_bytes=2**34),
+            Device(name="gpu0", kind="gpu", type="gpu", host="h", memory_bytes=2**34),
+        ),
+        links=(Link(bytes_per_s=5e9),),
+    )  # fmt: skip
+
+
+def _library_bytes(device: torch.device) -> int:
+    """Returns what libraries keep of the allocator once matrices were multiplied."""
+    if device.type != "cuda":
+        return 0
+    before = torch.cuda.memory_allocated()
+    for dtype in (torch.float32, torch.bfloat16):
+        layer = nn.Linear(256, 256, device=device, dtype=dtype)
+        layer(torch.randn(64, 256, device=device, dtype=dtype, requires_grad=True)).sum().backward()
+        del layer
+    torch.cuda.synchronize()
+    gc.collect()
+    return max(0, torch.cuda.memory_allocated() - before)
+
+
+def _update_rates(device: torch.device) -> dict[str, float]:
+    """Returns parameters a second: the GPU's kernel, the host's pass alone, and beside copies in both directions."""
+    count = 2**27 if device.type == "cuda" else 2**16
+    scalars = scalars_of(1, 1e-4, (0.9, 0.999), 1e-8, 0.01, 1.0)
+
+    def state(where: torch.device) -> tuple[Tensor, State]:
+        kinds = (torch.bfloat16, torch.bfloat16, torch.int16, torch.float32, torch.float32)
+        pinned = where.type == "cpu" and device.type == "cuda"
+        gradient, *others = (torch.zeros(count, dtype=k, device=where, pin_memory=pinned) for k in kinds)
+        return gradient, State(*others)
+
+    def rate(act: Callable[[], None]) -> float:
+        act()
+        synchronize(device)
+        start = time.perf_counter()
+        for _ in range(REPEATS):
+            act()
+        synchronize(device)
+        return REPEATS * count / (time.perf_counter() - start)
+
+    gradient, own = state(torch.device("cpu"))
+    host = HostUpdate()
+    alone = rate(lambda: host([Task(scalars, gradient, own, own)]))
+    found = {"gpu": alone, "host_alone": alone, "host": alone}
+    if device.type == "cuda":
+        there = state(device)
+        found["gpu"] = rate(lambda: update_on_gpu(scalars, *there))
+        del there
+        found["host"] = _beside_copies(lambda: rate(lambda: host([Task(scalars, gradient, own, own)])), own.m, device)
+    found["is_native"] = host.is_native
+    host.close()
+    return {f"{name}_parameters_per_s" if name != "is_native" else name: value for name, value in found.items()}
+
+
+def _beside_copies(measure: Callable[[], float], host: Tensor, device: torch.device) -> float:
+    """Measures while copies run in both directions."""
+    there = torch.empty_like(host, device=device)
+    back = torch.empty_like(host, pin_memory=True)
+    for stream, target, source in ((torch.cuda.Stream(), there, host), (torch.cuda.Stream(), back, there)):
+        with torch.cuda.stream(stream):
+            for _ in range(40):
+                target.copy_(source, non_blocking=True)
+    found = measure()
+    torch.cuda.synchronize()
+    return found
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def sizes_of(profile: Profile, dtype: torch.dtype) -> list[UnitSize]:
+    """Returns the units as the hybrid optimizer accounts for them."""
+    is_split = dtype == torch.bfloat16
+    found = []
+    for unit in profile.units:
+        n, weights = unit.num_parameters, unit.parameter_bytes
+        state = n * (10 if is_split else 8)
+        found.append(
+            UnitSize(
+                name=unit.name, num_parameters=n, weight_bytes=weights, gradient_bytes=weights, gpu_bytes=state,
+                host_bytes=2 * weights + state, lean_bytes=weights + state, visit_bytes=state,
+                spare_bytes=weights + state,
+            )
+        )  # fmt: skip
+    return found
+
+
+def stretches_of(profile: Profile, samples: int, recomputes: bool) -> list[Stretch]:
+    """Returns the most memory of each unit's backward beside weights, state and gradients of those behind it."""
+    units, found = profile.units, []
+    inputs = [0.0, *(u.boundary_bytes for u in units[:-1])]
+    for n in reversed(range(len(units))):
+        unit = units[n]
+        kept = sum(inputs[: n + 1]) if recomputes else sum(u.activation_bytes for u in units[:n])
+        given = unit.boundary_bytes if n < len(units) - 1 else 0.0
+        each = kept + unit.activation_bytes + given + unit.backward_work_bytes
+        found.append(Stretch(unit=n, peak_bytes=round(each * samples) + unit.gradient_bytes))
+    return found
+
+
+def forecast_case(
+    profile: Profile, model: Model, facts: dict[str, Any], place: float | None, recomputes: bool
+) -> dict[str, Any]:
+    """Forecasts a case: the budget, the placement, the time of a step and the memory that it takes."""
+    machine = Machine.from_json(json.dumps(facts["machine"]))
+    gpu = next(d for d in machine.devices if d.type == "gpu")
+    sizes, stretches = sizes_of(profile, model.dtype), stretches_of(profile, model.batch, recomputes)
+    begin = round(max(u.activation_bytes + u.boundary_bytes for u in profile.units[:2]) * model.batch)
+
+    def placed(gpu_bytes: int, num_first: int | None = None) -> Placement:
+        limits = Limits(gpu_bytes=gpu_bytes, host_bytes=ANY, keeps_gradients=True, num_first=num_first)
+        return choose_placement(sizes, stretches, limits, begin)
+
+    everything = placed(ANY)
+    budget = None
+    placement = everything
+    if place is not None:
+        least = placed(ANY, 0).gpu_bytes
+        budget = round(least + place * (everything.gpu_bytes - least))
+        placement = placed(budget)
+    words = {"gpu": "device", "visit": "visit", "host": "host", "lean": "lean"}
+    visitors = max(1, sum(len(units) for units in placement.arrivals.values()))
+    plan = preset("cotrain").at(microbatches=1, samples=model.batch, steps=STEPS)
+    plan = plan.but(
+        place=plan.place.but(devices=(gpu.name,)),
+        order=plan.order.but(recompute=1.0 if recomputes else 0.0),
+        reduce=Reduce(clip="global"),
+        keep=Keep(kind="split", places=tuple(words[p] for p in placement.places), visitors=visitors),
+    )
+    roomy = tuple(d.but(memory_bytes=ANY, reserved_bytes=0) for d in machine.devices)
+    program = compile_plan(plan, with_updates(profile, facts, gpu), machine.but(devices=roomy))
+    prediction = simulate(program, verify(program))
+    begins = sorted(s.start_s for s in prediction.timeline().spans() if s.action.startswith("F0."))
+    (worker,) = prediction.workers
+    assert worker.allocated_bytes is not None
+    assert worker.reserved_bytes is not None
+    more = facts["library_bytes"]
+    allocated = worker.allocated_bytes if place is None else placement.gpu_bytes
+    return {
+        "budget": budget,
+        "places": {word: placement.places.count(word) for word in words},
+        "step_s": begins[-1] - begins[-2],
+        "live": worker.peak_bytes + more,
+        "placed": placement.gpu_bytes + more,
+        "allocated": allocated + more,
+        "reserved": allocated * worker.reserved_bytes / worker.allocated_bytes + more,
+    }
+
+
+def with_updates(profile: Profile, facts: dict[str, Any], gpu: Device) -> Profile:
+    """Returns the profile with updates at the rates that the hybrid optimizer's passes reach."""
+
+    def changed(unit: Unit) -> Unit:
+        on_gpu = unit.times[gpu.kind].but(update_s=unit.num_parameters / facts["gpu_parameters_per_s"])
+        on_host = UnitTime(update_s=unit.num_parameters / facts["host_parameters_per_s"])
+        state = unit.num_parameters * (10 if unit.parameter_bytes < 4 * unit.num_parameters else 8)
+        return unit.but(times={gpu.kind: on_gpu, "cpu": on_host}, optimizer_bytes=state)
+
+    return profile.but(units=tuple(map(changed, profile.units)))
+
+
+def run_case(made: nn.Module, batch: tuple[Tensor, Tensor], budget: int | None, recomputes: bool) -> dict[str, Any]:
+    """Trains a few steps; returns their time and memory."""
+    device, (inputs, targets) = batch[0].device, batch
+    if device.type == "cuda":
+        gc.collect()
+        torch.cuda.empty_cache()
+    started = time.perf_counter()
+    optimizer = HybridAdamW(
+        made, lr=1e-5, clip_norm=CLIP, gpu_budget=budget or ANY, window=None,
+        activations="recompute" if recomputes else "keep", speculate=False,
+    )  # fmt: skip
+    times = []
+    try:
+        for n in range(WARM_UP + TIMED):
+            if n == WARM_UP:
+                gc.collect()
+                synchronize(device)
+                if device.type == "cuda":
+                    torch.cuda.reset_peak_memory_stats()
+                began = time.perf_counter()
+            before = time.perf_counter()
+            (loss_of(made(inputs), targets) / len(inputs)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            times.append(time.perf_counter() - before)
+            if n == 0:
+                ready_s = time.perf_counter() - started
+        synchronize(device)
+        found = {"step_s": (time.perf_counter() - began) / TIMED, "times_s": times, "ready_s": ready_s}
+        if device.type == "cuda":
+            found["allocated"], found["reserved"] = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
+        plan = optimizer.plan
+        assert plan is not None
+        found["planned"] = plan.gpu_bytes
+        found["places"] = {word: plan.places.count(word) for word in ("gpu", "visit", "host", "lean")}
+        return found
+    finally:
+        optimizer.close()
+        made.zero_grad()
+
+
+def run_model(name: str, folder: Path, is_tiny: bool, done: set[str]) -> None:
+    """Forecasts and runs every case of a model that has not been run; each is written down as it ends."""
+    device = torch.device("cpu" if is_tiny or not torch.cuda.is_available() else "cuda")
+    if is_tiny:
+        torch.set_num_threads(1)
+    model = (TINY if is_tiny else MODELS)[name]
+    facts = measure_facts(folder, device)
+    gpu = next(d for d in facts["machine"]["devices"] if d["type"] == "gpu")
+    started = time.perf_counter()
+    made, inputs, targets = make(model, device)
+    profile = measure_units(name, made, inputs, targets, gpu["kind"])
+    profile.save(str(folder / f"{name}.profile.json"))
+    count = sum(unit.num_parameters for unit in profile.units)
+    took_s = time.perf_counter() - started
+    print(f"{name}: {count / 1e6:.0f} M parameters, built and measured in {took_s:.0f} s", flush=True)
+    for recomputes in (True, False):
+        for place in (None, *model.budgets):
+            key = case_key(name, recomputes, place)
+            if key in done:
+                continue
+            row: dict[str, Any] = {"case": key, "model": name, "recomputes": recomputes, "place": place}
+            started = time.perf_counter()
+            try:
+                row["forecast"] = forecast_case(profile, model, facts, place, recomputes)
+                row["measured"] = run_case(made, (inputs, targets), row["forecast"]["budget"], recomputes)
+            except (InputError, RuntimeError) as error:
+                row["failed"] = f"{type(error).__name__}: {str(error).splitlines()[0][:300]}"
+            row["wall_s"] = time.perf_counter() - started
+            with (folder / "gpu.jsonl").open("a") as file:
+                file.write(json.dumps(row) + "\n")
+            print(describe(row), flush=True)
+
+
+def case_key(name: str, recomputes: bool, place: float | None) -> str:
+    where = "all on the GPU" if place is None else f"{place:.0%} of the state"
+    return f"{name}, {where}, {'recompute' if recomputes else 'keep'}"
+
+
+def describe(row: dict[str, Any]) -> str:
+    if "failed" in row:
+        return f"{row['case']:46} {row['failed']}  ({row['wall_s']:.0f} s)"
+    ours, real = row["forecast"], row["measured"]
+    text = f"{row['case']:46} {1e3 * ours['step_s']:9.2f} {1e3 * real['step_s']:9.2f} ms"
+    for kind in ("allocated", "reserved"):
+        if kind in real:
+            text += f"  {kind} {ours[kind] / 1e9:7.2f} {real[kind] / 1e9:7.2f} GB"
+    return f"{text}  ({row['wall_s']:.0f} s)"
+
+
+EDGES = {"gpt-125m": 12e9, "vgg19": 4e9}
+"""Bytes that the allocator may reserve, by model; in float32, with torch's own AdamW."""
+
+
+def run_edge(name: str, folder: Path, is_tiny: bool) -> None:
+    """Finds the largest batch that runs under a cap, by bisection, and the one that the forecast says."""
+    device = torch.device("cpu" if is_tiny or not torch.cuda.is_available() else "cuda")
+    model = replace((TINY if is_tiny else MODELS)[name], dtype=torch.float32)
+    facts = measure_facts(folder, device)
+    made, inputs, targets = make(model, device)
+    profile = measure_units(name, made, inputs, targets, "it")
+    need = work_out_needs(profile)[0]
+    cap = EDGES[name] if device.type == "cuda" else 4 * need.live_bytes(model.batch, recomputes=False)
+    kind: Any = "gpu" if device.type == "cuda" else "cpu"
+    it = Device(
+        name="it", kind="it", type=kind, host="h", memory_bytes=round(cap), reserved_bytes=facts["library_bytes"]
+    )
+    forecast = need.most_samples(it, recomputes=False)
+    runs = _runs_on_gpu(made, model, cap) if device.type == "cuda" else _runs_on_paper(made, model, cap)
+    tried: dict[int, bool] = {}
+
+    def fits(samples: int) -> bool:
+        if samples not in tried:
+            tried[samples] = samples < 1 or runs(samples)
+            print(f"  {samples} samples {'run' if tried[samples] else 'do not fit'}", flush=True)
+        return tried[samples]
+
+    low, high, step = 0, forecast, 1
+    while fits(high):
+        low, high, step = high, high + step, 2 * step
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    row = {"case": name, "cap": cap, "forecast": forecast, "measured": low, "tried": tried}
+    with (folder / "edge.jsonl").open("a") as file:
+        file.write(json.dumps(row) + "\n")
+    print(f"{name} under {cap / 1e9:.2f} GB: {low} samples run, {forecast} were forecast", flush=True)
+
+
+def _runs_on_gpu(made: nn.Module, model: Model, cap: float) -> Callable[[int], bool]:
+    device = next(made.parameters()).device
+    total = torch.cuda.get_device_properties(device).total_memory
+    optimizer = torch.optim.AdamW(made.parameters(), lr=1e-5, fused=True)
+
+    def step(samples: int) -> None:
+        inputs, targets = batch_of(model, device, samples)
+        (loss_of(made(inputs), targets) / samples).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step(2)
+
+    def runs(samples: int) -> bool:
+        gc.collect()
+        torch.cuda.empty_cache()
+        torch.cuda.set_per_process_memory_fraction(cap / total)
+        try:
+            for _ in range(2):
+                step(samples)
+            torch.cuda.synchronize()
+        except torch.OutOfMemoryError:
+            optimizer.zero_grad()
+            return False
+        return True
+
+    return runs
+
+
+def _runs_on_paper(made: nn.Module, model: Model, cap: float) -> Callable[[int], bool]:
+    """Counts the memory of a step of the whole model, all its gradients with it, where there is no GPU to run out."""
+    parameters = sum(p.nbytes for p in made.parameters())
+
+    def runs(samples: int) -> bool:
+        inputs, targets = batch_of(model, torch.device("cpu"), samples)
+        counted = count_step(made, inputs, lambda output: loss_of(output, targets), is_first=True)
+        most = max(counted.forward_work_bytes, counted.backward_work_bytes)
+        return 4 * parameters + counted.saved_bytes + most <= cap
+
+    return runs

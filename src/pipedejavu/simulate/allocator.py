@@ -1,0 +1,148 @@
+"""The caching allocator of a GPU on paper: what tensors take once sizes are rounded, and what is reserved for them.
+
+Sizes are rounded up to 512 bytes. Memory comes from the driver in segments: of 2 MiB for tensors up to 1 MiB, of 20 MiB
+for those below 10 MiB, and of the tensor's own size, rounded up to 2 MiB, for the rest. A tensor takes the smallest
+free block that holds it, which is divided where enough is left, and what is freed joins its free neighbours. Segments
+stay reserved; only where a limit is reached do those that are wholly free go back.
+"""
+
+from bisect import bisect_left, insort
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from pipedejavu.facts import InputError, format_bytes
+
+MIB = 2**20
+_ROUND = 512
+_SMALL, _SMALL_SEGMENT = MIB, 2 * MIB
+_LARGE, _LARGE_SEGMENT, _LARGE_ROUND = 10 * MIB, 20 * MIB, 2 * MIB
+
+
+@dataclass(eq=False)
+class Block:
+    """A stretch of a segment."""
+
+    number: int
+    size: int
+    is_small: bool
+    is_free: bool = False
+    before: "Block | None" = None
+    after: "Block | None" = None
+
+
+class Allocator:
+    """One device's memory; `limit_bytes` is what may be reserved."""
+
+    def __init__(self, limit_bytes: float = float("inf")):
+        self.limit_bytes = limit_bytes
+        self.allocated_bytes = self.reserved_bytes = 0
+        self.peak_allocated_bytes = self.peak_reserved_bytes = 0
+        self._free: dict[bool, list[tuple[int, int, Block]]] = {True: [], False: []}
+        """Free blocks of small and of large segments, by size and age."""
+        self._count = 0
+
+    def take(self, size_bytes: float) -> Block:
+        """Returns a block for a tensor; raises InputError where the limit would be passed."""
+        size = _rounded(size_bytes, _ROUND)
+        is_small = size <= _SMALL
+        block = self._find(size, is_small) or self._reserve(size, is_small)
+        rest = block.size - size
+        if rest >= _ROUND if is_small else rest > _SMALL:
+            self._divide(block, size)
+        block.is_free = False
+        self.allocated_bytes += block.size
+        self.peak_allocated_bytes = max(self.peak_allocated_bytes, self.allocated_bytes)
+        return block
+
+    def give_back(self, block: Block) -> None:
+        """Frees a block."""
+        self.allocated_bytes -= block.size
+        for other in (block.before, block.after):
+            if other is not None and other.is_free:
+                self._remove(other)
+                block = self._join(other, block) if other is block.before else self._join(block, other)
+        self._add(block)
+
+    def _find(self, size: int, is_small: bool) -> Block | None:
+        free = self._free[is_small]
+        at = bisect_left(free, size, key=lambda entry: entry[0])
+        return free.pop(at)[2] if at < len(free) else None
+
+    def _reserve(self, size: int, is_small: bool) -> Block:
+        segment = _SMALL_SEGMENT if is_small else _LARGE_SEGMENT if size < _LARGE else _rounded(size, _LARGE_ROUND)
+        if self.reserved_bytes + segment > self.limit_bytes:
+            self._release()
+        if self.reserved_bytes + segment > self.limit_bytes:
+            raise InputError(
+                f"a tensor of {format_bytes(size)} does not fit: {format_bytes(self.reserved_bytes)} of"
+                f" {format_bytes(self.limit_bytes)} are in use; use smaller microbatches"
+            )
+        self.reserved_bytes += segment
+        self.peak_reserved_bytes = max(self.peak_reserved_bytes, self.reserved_bytes)
+        return self._made(segment, is_small)
+
+    def _release(self) -> None:
+        """Gives segments that are wholly free back to the driver."""
+        for free in self._free.values():
+            whole = [entry for entry in free if entry[2].before is None and entry[2].after is None]
+            self.reserved_bytes -= sum(entry[0] for entry in whole)
+            free[:] = [entry for entry in free if entry not in whole]
+
+    def _made(self, size: int, is_small: bool) -> Block:
+        self._count += 1
+        return Block(self._count, size, is_small)
+
+    def _divide(self, block: Block, size: int) -> None:
+        rest = self._made(block.size - size, block.is_small)
+        rest.before, rest.after, block.size = block, block.after, size
+        if rest.after is not None:
+            rest.after.before = rest
+        block.after = rest
+        self._add(rest)
+
+    def _join(self, first: Block, second: Block) -> Block:
+        first.size += second.size
+        first.after = second.after
+        if first.after is not None:
+            first.after.before = first
+        return first
+
+    def _add(self, block: Block) -> None:
+        block.is_free = True
+        insort(self._free[block.is_small], (block.size, block.number, block))
+
+    def _remove(self, block: Block) -> None:
+        free = self._free[block.is_small]
+        del free[bisect_left(free, (block.size, block.number), key=lambda entry: entry[:2])]
+
+
+def _rounded(size_bytes: float, to: int) -> int:
+    return max(1, -(-int(size_bytes) // to)) * to
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """The most that an allocator has had at once."""
+
+    allocated_bytes: int
+    reserved_bytes: int
+
+
+def replay(stays: Iterable[tuple[float, float, list[float]]], limit_bytes: float = float("inf")) -> Footprint:
+    """Returns what tensors take that come and go together: rows of birth, death and sizes.
+
+    What goes makes room for what comes at the same time. Raises InputError where the limit would be passed.
+    """
+    allocator = Allocator(limit_bytes)
+    held: dict[int, list[Block]] = {}
+    events = []
+    for number, (birth, death, sizes) in enumerate(stays):
+        if death > birth:
+            events += [(birth, 1, number, sizes), (death, 0, number, sizes)]
+    for _, comes, number, sizes in sorted(events, key=lambda event: event[:3]):
+        if comes:
+            held[number] = [allocator.take(size) for size in sizes if size > 0]
+        else:
+            for block in held.pop(number):
+                allocator.give_back(block)
+    return Footprint(allocator.peak_allocated_bytes, allocator.peak_reserved_bytes)

@@ -1,0 +1,91 @@
+"""What a plan is forecast to hold is what a step really holds: all memory that operations make, counted as it goes."""
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from torch import nn
+
+from pipedejavu.engine import AdamW
+from pipedejavu.facts import Device, Host, Link, Machine, Profile
+from pipedejavu.plan import preset
+from pipedejavu.profile import Shot, measure_profile
+from pipedejavu.profile.count import count_step
+from pipedejavu.program import compile as compile_plan
+from pipedejavu.program import verify
+from pipedejavu.simulate import Prediction, simulate
+from pipedejavu.train.measure import updates_of
+
+SAMPLES, WIDTH, CLASSES = 300, 40, 500
+CPU = torch.device("cpu")
+
+
+class Block(nn.Module):
+    """A residual whose inside is wider than what it hands on."""
+
+    def __init__(self, inside: int):
+        super().__init__()
+        self.norm, self.first, self.second = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, inside), nn.Linear(inside, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.second(nn.functional.gelu(self.first(self.norm(x))))
+
+
+def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return nn.functional.cross_entropy(output, target, reduction="sum")
+
+
+def chain(widths: tuple[int, ...], classes: int = CLASSES) -> list[tuple[str, nn.Module]]:
+    torch.manual_seed(0)
+    blocks = [(f"block{n}", Block(width)) for n, width in enumerate(widths)]
+    return [("start", nn.Linear(7, WIDTH)), *blocks, ("end", nn.Linear(WIDTH, classes))]
+
+
+def measured(units: list[tuple[str, nn.Module]]) -> Profile:
+    shot = Shot(units, torch.randn(SAMPLES, 7), torch.zeros(SAMPLES, dtype=torch.int64), loss)
+    return measure_profile("chain", [shot], (), {"cpu": CPU, "gpu": CPU}, updates_of(AdamW(lr=0.1)))
+
+
+def forecast(profile: Profile, kind: str = "cpu", microbatches: int = 1) -> Prediction:
+    device = Device(name="it", kind=kind, type=kind, host="h", memory_bytes=2**40)
+    machine = Machine(name="m", hosts=(Host(name="h"),), devices=(device,), links=(Link(bytes_per_s=1e9),))
+    plan = preset("ddp").at(workers=1, samples=SAMPLES, microbatches=microbatches)
+    program = compile_plan(plan, profile, machine)
+    return simulate(program, verify(program))
+
+
+@pytest.mark.parametrize("classes", [CLASSES, 2])
+@pytest.mark.parametrize("widths", [(80, 80), (400, 40, 40), (40, 40, 400)])
+def test_the_peak_of_a_step_is_that_of_the_whole_model(widths: tuple[int, ...], classes: int) -> None:
+    units = chain(widths, classes)
+    profile = measured(units)
+    whole = nn.Sequential(*(module for _, module in units))
+    sample, target = torch.randn(SAMPLES, 7), torch.zeros(SAMPLES, dtype=torch.int64)
+    counted = count_step(whole, sample, lambda output: loss(output, target), is_first=True)
+    gradients = sum(p.nbytes for p in whole.parameters())
+    real = counted.saved_bytes + max(counted.forward_work_bytes, counted.backward_work_bytes)
+    (worker,) = forecast(profile).workers
+    activations = worker.peak_bytes - 3 * gradients
+    # Of the gradients of weights, which come in between, all are there at most and none at least; and what a unit is
+    # given by the next one may go, in the whole model, while the unit still works.
+    given = 4 * SAMPLES * WIDTH
+    assert real <= activations + 16
+    assert activations <= real + gradients + given + 16
+
+
+def test_gradients_come_as_activations_go() -> None:
+    """The peak is in the last block's backward; of two microbatches the second has all gradients there already."""
+    profile = measured(chain((400, 400, 400), classes=2))
+    (one,), (two,) = (forecast(profile, microbatches=n).workers for n in (1, 2))
+    earlier = sum(unit.gradient_bytes for unit in profile.units[:3])
+    largest = max(size for unit in profile.units for size in unit.parameter_parts)
+    assert two.peak_bytes - one.peak_bytes == pytest.approx(earlier + largest)
+
+
+def test_a_gpu_rounds_up_and_reserves() -> None:
+    profile = measured(chain((400, 400)))
+    (on_cpu,), (on_gpu,) = (forecast(profile, kind).workers for kind in ("cpu", "gpu"))
+    assert on_cpu.reserved_bytes is None
+    assert on_gpu.peak_bytes < on_gpu.allocated_bytes < on_gpu.reserved_bytes
+    count = sum(4 * len(unit.parameter_parts) + len(unit.activation_parts) for unit in profile.units)
+    assert on_gpu.allocated_bytes <= on_gpu.peak_bytes + 512 * (count + 1)
