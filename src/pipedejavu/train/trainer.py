@@ -82,7 +82,7 @@ class Trainer:
 
     def step(self, batch: Any) -> float:
         """Trains on one batch; returns its mean loss."""
-        self.batch.take(batch, first=self.threads.rounds * len(self.batch.sizes))
+        self.batch.take(batch, first=self.threads.updates * self.program.update_size)
         self.threads.run()
         losses = [loss for own in self.threads.handlers for loss in own.log.losses.values()]
         for own in self.threads.handlers:

@@ -1,6 +1,5 @@
 """One rank of a training run: runs its worker of the program, reports on the way, and packs what it leaves."""
 
-import math
 import os
 import signal
 import sys
@@ -69,13 +68,13 @@ class Rank:
 
     def run(self, shared: Path) -> Part:
         """Trains to the end; `shared` is a folder for weights that the workers of one host share."""
-        rounds = math.ceil(self.options.steps / self.program.plan.steps)
+        updates = range(0, self.options.steps, self.program.plan.steps)
         with ExitStack() as stack:
             desk = self._open_desk(stack) if self.rank == 0 else None
             self.watch = Watch(self.store, self.rank, self.batches, device_of(self.program, self.rank), desk)
             with self.watch:
                 handlers = run_rank(
-                    self.program, self.job, self.batches, rounds, self.after_round, shared, self.before_round
+                    self.program, self.job, self.batches, updates, self.after_round, shared, self.before_round
                 )
             dist.barrier()  # everyone has sent its last report
             if desk:
@@ -101,13 +100,14 @@ class Rank:
         """Lets the watch follow the log."""
         self.watch.follow(handlers.log)
 
-    def after_round(self, number: int, handlers: Handlers, spans: list[Span]) -> None:  # noqa: ARG002
+    def after_round(self, update: int, handlers: Handlers, spans: list[Span]) -> bool:  # noqa: ARG002
         """Keeps the round's spans, and lets shares follow the measured rates."""
         self.spans = spans
         self.watch.settle()
         feed = self.program.plan.feed
         if feed.kind == "share" and feed.is_controlled:
-            self._rebalance(number + 1, spans)
+            self._rebalance(update, spans)
+        return True
 
     def _rebalance(self, update: int, spans: list[Span]) -> None:
         """Moves samples between replicas from an update on; each keeps its number of microbatches."""
