@@ -17,7 +17,7 @@ from pipedejavu.engine.device import CPU
 from pipedejavu.engine.handle import Handlers
 from pipedejavu.engine.optimizer import Tensors
 from pipedejavu.engine.piece import PieceRunner
-from pipedejavu.engine.run import final_weights, homes_of
+from pipedejavu.engine.run import Threads, final_weights, homes_of
 from pipedejavu.facts import InputError
 from pipedejavu.plan import Plan
 from pipedejavu.program import Program
@@ -94,8 +94,22 @@ def put_state(own: Handlers, update: int, source: Source, norm: float | None = N
         own.values["n", 0, 0, plan.steps - 1, ""] = norm
 
 
+def take_all(threads: Threads) -> Tensors:
+    """Returns copies of the state of all workers."""
+    return {name: tensor for own in threads.handlers for name, tensor in take_state(own).items()}
+
+
+def put_all(threads: Threads, update: int, source: Source, norm: float | None = None) -> None:
+    """Puts state in the place of what all workers have; their next round begins with this update."""
+    for own in threads.handlers:
+        put_state(own, update, source, norm)
+    threads.updates = update
+
+
 def _state(own: Handlers, home: tuple[int, int], runner: PieceRunner, source: Source) -> dict[str, Tensors]:
     piece, replica = home
+    if own.program.plan.reduce.gate == "lock" and replica < own.program.num_replicas:
+        return {}  # the server makes the updates
     rests_on_host = update_place(own.program, piece) == "host" or rest_of(own.program, piece) == "visit"
     found: dict[str, Tensors] = {}
     for name, weight in runner.initial.items():
@@ -106,7 +120,7 @@ def _state(own: Handlers, home: tuple[int, int], runner: PieceRunner, source: So
                 is_scalar = slot == "step"
                 if not is_scalar and loaded.shape != weight.shape:
                     raise InputError(f"'{torch_name}' of '{name}' is {_form(loaded)}, and the weight {_form(weight)}")
-                slots[slot] = loaded.to(CPU if rests_on_host or is_scalar else own.device)
+                slots[slot] = loaded.to(CPU if rests_on_host or is_scalar else own.device, copy=True)
         if slots:
             wanted = own.job.optimizer.slots
             if slots.keys() != wanted:
