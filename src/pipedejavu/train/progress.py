@@ -30,10 +30,10 @@ class Memory(NamedTuple):
 
 
 class Progress:
-    """Shows how a run of `steps` gets on; `items` are samples or tokens."""
+    """Shows how a run of `steps` gets on, of which some are `done` already; `items` are samples or tokens."""
 
-    def __init__(self, steps: int, items: str):
-        self.steps, self.items = steps, items
+    def __init__(self, steps: int, items: str, done: int = 0):
+        self.steps, self.items, self.done = steps, items, done
         self.last_s = self.started_s = time.perf_counter()
         columns = [TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()]
         self.is_live = sys.stderr.isatty()
@@ -44,7 +44,7 @@ class Progress:
 
     def __enter__(self) -> Self:
         self.bar.start()
-        self.line = self.bar.add_task("training", total=self.steps, facts="")
+        self.line = self.bar.add_task("training", total=self.steps, completed=self.done, facts="")
         return self
 
     def __exit__(
@@ -59,8 +59,12 @@ class Progress:
         rate = self.count / (now - self.started_s)
         facts = f"loss {loss:.4f}  {rate:,.0f} {self.items}/s  memory {memory}"
         self.bar.update(self.line, completed=step, facts=facts)
-        if not self.is_live and (now - self.last_s > INTERVAL_S or step in (1, self.steps)):
+        if not self.is_live and (now - self.last_s > INTERVAL_S or step in (self.done + 1, self.steps)):
             self.last_s = now
-            left_s = (now - self.started_s) / step * (self.steps - step)
-            left = f"  {format_seconds(left_s)} left" if 1 < step < self.steps else ""
+            left_s = (now - self.started_s) / (step - self.done) * (self.steps - step)
+            left = f"  {format_seconds(left_s)} left" if self.done + 1 < step < self.steps else ""
             print(f"step {step}/{self.steps}  {facts}{left}", file=sys.stderr, flush=True)
+
+    def say(self, sentence: str) -> None:
+        """Shows a sentence beside the bar."""
+        self.bar.console.print(f"pipedejavu: {sentence}", highlight=False, markup=False, soft_wrap=True)

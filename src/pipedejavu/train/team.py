@@ -161,6 +161,9 @@ class Team:
         if not self.is_launched:
             return
         code = 0 if error is None else 2 if isinstance(error, InputError) else 1
+        if isinstance(error, SystemExit):
+            sys.stdout.flush()
+            os._exit(int(error.code or 0))
         if error is not None and is_lost(error):
             self._stop_host("the connection to another rank is lost; see what that one or its host says")
         if isinstance(error, InputError):
