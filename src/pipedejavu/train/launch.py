@@ -1,7 +1,9 @@
 """`train`: plans a run, predicts it, starts its workers or is one of them, and gathers what they leave."""
 
 import math
+import secrets
 import signal
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -10,6 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 from torch.multiprocessing.spawn import start_processes
 
@@ -164,6 +167,7 @@ def train_rank(
     folder = RunFolder(run_dir)
     prediction = _open(folder, options, program, start) if team.is_first else None
     shared = Path(team.share(str(folder.parts.resolve()).encode()).decode())
+    options = _seen_by_all(shared, options, team, start)
     run = Rank(options, program, PrefixStore("watch", team.store), folder, start or Start())
     part = run.run(shared)
     parts = [*map(Part, team.collect(part.weights), team.collect(part.facts))]
@@ -175,6 +179,23 @@ def train_rank(
     for rank, found in enumerate(parts):
         folder.write_part(rank, found)
     return _finish(folder, options, program, prediction)
+
+
+def _seen_by_all(shared: Path, options: TrainOptions, team: Team, start: Start | None) -> TrainOptions:
+    """Returns the options without checkpoints where some host does not see the run folder; says so."""
+    mark = shared / team.share(secrets.token_hex(8).encode()).decode()
+    if team.is_first:
+        mark.touch()
+    dist.barrier()
+    blind = [rank for rank, seen in enumerate(team.share_all(b"1" if mark.exists() else b"0")) if seen == b"0"]
+    if not blind or not options.checkpoint_every:
+        return options
+    reason = f"rank {blind[0]} does not see the run folder {shared.parent}, which all hosts must share"
+    if start is not None and start.step:
+        raise InputError(f"the run cannot go on: {reason}; put --run-dir on a file system of all")
+    if team.is_first:
+        print(f"pipedejavu: no checkpoints: {reason}; put --run-dir on a file system of all", file=sys.stderr)
+    return options.but(checkpoint_every=0)
 
 
 def _open(folder: RunFolder, options: TrainOptions, program: Program, start: Start | None) -> Prediction:
