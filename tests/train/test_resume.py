@@ -309,7 +309,7 @@ def test_a_worker_that_is_killed_loses_no_more_than_an_interval(processes, tmp_p
     assert err.endswith(f"; --resume goes on behind step {last}\n")
     code, _, err = processes.run((*COMMAND, *RESUME), tmp_path)
     assert code == 0, err
-    assert max(done, default=0) - last <= 5
+    assert max(done) - last < 10  # an interval, and what was trained while its checkpoint was being written
     assert steps_in(tmp_path / "run") == [*range(1, 41)]
     assert equal(model_of(tmp_path / "run"), undisturbed)
 
@@ -334,6 +334,25 @@ def test_everything_killed_at_any_time_goes_on_to_the_same_weights(processes, tm
             continue
         assert code == 0, process.stderr.read()
         break
+    assert steps_in(tmp_path / "run") == [*range(1, 41)]
+    assert equal(model_of(tmp_path / "run"), undisturbed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("killed", ["0", "1"])
+def test_under_torchrun_a_run_goes_on_by_itself(processes, tmp_path: Path, undisturbed, killed: str) -> None:
+    fault = "if n == 31 and not int(os.environ['TORCHELASTIC_RESTART_COUNT']): os.kill(os.getpid(), signal.SIGKILL)"
+    places = {"inputs": "pass", "send": "pass", "targets": "pass"}
+    places["inputs" if killed == "0" else "targets"] = fault
+    start = "\nfrom pipedejavu.cli.main import main\npatch(int(os.environ['RANK']))\nmain()\n"
+    (tmp_path / "faulty.py").write_text(FAULTY.format(**places) + start)
+    torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--max-restarts", "2")
+    more = ("--checkpoint-every", "5", "--resume", "--json")
+    command = (*torchrun, "--nproc-per-node", "2", "faulty.py", *RUN, *more)
+    code, out, err = processes.run(command, tmp_path)
+    assert code == 0, err
+    assert json.loads(out)["steps"] == 40
+    assert "pipedejavu: training goes on behind step " in err
     assert steps_in(tmp_path / "run") == [*range(1, 41)]
     assert equal(model_of(tmp_path / "run"), undisturbed)
 

@@ -88,6 +88,8 @@ def put_state(own: Handlers, update: int, source: Source, norm: float | None = N
             own.applier.served[home[0]] = update * own.program.num_replicas
         for name, buffer in _buffers(runner):
             loaded = _find(own, source, home[1], "buffer", name)
+            if loaded is None:  # what comes from others does not tell buffers from weights
+                loaded = source(f"weight/{name}")
             if loaded is not None:
                 _fill(f"buffer '{name}'", buffer, loaded)
     if norm is not None and plan.reduce.clip == "delayed":

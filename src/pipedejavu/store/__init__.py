@@ -1,6 +1,7 @@
 """Checkpoints on disk: sharded safetensors with a hashed manifest, whole or not at all, and never a pickle."""
 
 from pipedejavu.store.checkpoint import Checkpoint
+from pipedejavu.store.foreign import export_dcp, export_hugging, import_dcp, import_hugging
 from pipedejavu.store.manifest import CheckpointError, Manifest
 from pipedejavu.store.part import Tensors, write_part
 from pipedejavu.store.saver import Saver
@@ -13,5 +14,9 @@ __all__ = [
     "Saver",
     "Shelf",
     "Tensors",
+    "export_dcp",
+    "export_hugging",
+    "import_dcp",
+    "import_hugging",
     "write_part",
 ]

@@ -33,7 +33,8 @@ _ALIGNMENT = 8
 def write_part(path: Path, tensors: Mapping[str, Tensor]) -> tuple[Part, dict[str, Entry]]:
     """Writes tensors of the host to a new file, through to the disk; raises OSError, and then leaves what it wrote."""
     ordered = sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0]))  # so that all are aligned
-    form, entries, end = {}, {}, 0
+    form: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # which transformers asks for
+    entries, end = {}, 0
     for name, tensor in ordered:
         form[name] = {
             "dtype": _TYPES[tensor.dtype],
@@ -51,7 +52,7 @@ def write_part(path: Path, tensors: Mapping[str, Tensor]) -> tuple[Part, dict[st
             data = _bytes_of(tensor)
             entries[name] = Entry(
                 file=path.name,
-                offset=len(header) + form[name]["data_offsets"][0],  # type: ignore[operator]
+                offset=len(header) + form[name]["data_offsets"][0],
                 shape=tuple(tensor.shape),
                 dtype=_TYPES[tensor.dtype],
                 sha256=sha256(data).hexdigest(),
