@@ -98,7 +98,7 @@ def test_pickles_need_to_be_allowed(tmp_path: Path, trained) -> None:
         import_hugging(tmp_path, tmp_path / "shelf")
     found = import_hugging(tmp_path, tmp_path / "shelf", allow_pickle=True)
     assert equal(found.tensors(found.names()), {f"weight/{n}": t for n, t in own.state_dict().items()})
-    with pytest.raises(InputError, match="holds pickles, as all folders of .* do; pass allow_pickle=True if you know"):
+    with pytest.raises(InputError, match=r"holds pickles, as all folders of .* do; pass allow_pickle=True if you know"):
         import_dcp(export_dcp(checkpoint, tmp_path / "dcp"), tmp_path / "other")
 
 

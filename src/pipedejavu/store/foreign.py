@@ -53,7 +53,8 @@ def export_hugging(checkpoint: Checkpoint, folder: str | Path, *, config: str | 
             size = 0
         shards[-1].append(name)
         size += entries[name].size_bytes
-    count, weight_map = len(shards), {}
+    count = len(shards)
+    weight_map: dict[str, str] = {}
     for number, names in enumerate(shards, start=1):
         file = "model.safetensors" if count == 1 else f"model-{number:05}-of-{count:05}.safetensors"
         write_part(target / file, {_own_name(name): checkpoint.tensor(name) for name in names})
