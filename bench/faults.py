@@ -1,4 +1,4 @@
-"""Faults, injected one by one: what is left of a checkpoint, and whether a run goes on to the weights it would have had.
+"""Faults, injected one by one: what is left of a checkpoint, and whether runs go on to the weights they would have had.
 
     python bench/faults.py [--runs 3] [--kills 100] > docs/reliability.md
 
@@ -298,10 +298,10 @@ choice from a seed. [checkpoints.md](checkpoints.md) says how it works.
 ## Runs
 
 `zoo:mlp` under AdamW, two workers, {steps} steps, a checkpoint every {every}. Each run is disturbed once, at a random
-step, and goes on with `--resume` under the same plan. *Equal*: all weights have the bits of the run that nothing happened
-to, and the metrics hold every step once. *Named*: the exit code and a sentence say what happened. *Lost*: steps that were
-trained again, of which {every} are an interval, and fewer than {every} more may pass while a checkpoint is being written.
-*Training again*: seconds from the start of `--resume` to its first finished step, of which importing torch takes most.
+step, and goes on with `--resume` under the same plan. *Equal*: all weights have the bits of the run that nothing
+happened to, and the metrics hold every step once. *Named*: the exit code and a sentence say what happened. *Lost*: steps
+that were trained again; an interval has {every}, and fewer than {every} more may pass while a checkpoint is being
+written. *Training again*: seconds from the start of `--resume` to its first finished step; importing torch takes most.
 
 | fault | plan | injected | equal | named | steps lost, median (most) | training again, median (most) |
 |---|---|---|---|---|---|---|"""
