@@ -299,8 +299,8 @@ choice from a seed. [checkpoints.md](checkpoints.md) says how it works.
 
 `zoo:mlp` under AdamW, two workers, {steps} steps, a checkpoint every {every}. Each run is disturbed once, at a random
 step, and goes on with `--resume` under the same plan. *Equal*: all weights have the bits of the run that nothing
-happened to, and the metrics hold every step once. *Named*: the exit code and a sentence say what happened. *Lost*: steps
-that were trained again; an interval has {every}, and fewer than {every} more may pass while a checkpoint is being
+happened to, and the metrics hold every step once. *Named*: the exit code and a sentence say what happened. *Lost*:
+steps that were trained again; an interval has {every}, and fewer than {every} more may pass while a checkpoint is being
 written. *Training again*: seconds from the start of `--resume` to its first finished step; importing torch takes most.
 
 | fault | plan | injected | equal | named | steps lost, median (most) | training again, median (most) |

@@ -43,11 +43,11 @@ def check_drained(plan: Plan) -> None:
 def take_state(own: Handlers) -> Tensors:
     """Returns copies, in host memory, of this worker's share of the state."""
     found: Tensors = {}
-    weights = final_weights(own)
+    weights, holders_of = final_weights(own), _holders(own.program)
     for home, runner in own.runners.items():
         piece, replica = home
         for number, name in enumerate(runner.initial):
-            prefix = _prefix(own.program, piece, (replica, own.index), number)
+            prefix = _prefix(own.program, holders_of[piece], (replica, own.index), number)
             if prefix is None:
                 continue
             found[f"{prefix}weight/{name}"] = _copy(weights[home][name])
@@ -55,8 +55,7 @@ def take_state(own: Handlers) -> Tensors:
                 found[f"{prefix}state/{SLOTS[slot]}/{name}"] = _copy(tensor)
         for name, buffer in _buffers(runner):
             if replica < own.program.num_replicas:
-                first = min(r for r, _ in _holders(own.program, piece))
-                prefix = "" if replica == first else f"replica/{replica}/"
+                prefix = "" if replica == holders_of[piece][0][0] else f"replica/{replica}/"
                 found[f"{prefix}buffer/{name}"] = _copy(buffer)
     return found
 
@@ -155,15 +154,17 @@ def _form(tensor: Tensor) -> str:
     return "×".join(map(str, tensor.shape)) or "a number"
 
 
-def _holders(program: Program, piece: int) -> list[tuple[int, int]]:
-    """Returns the (replica, worker) pairs that hold a piece, in order."""
-    workers = range(len(program.workers))
-    return sorted((replica, worker) for worker in workers for p, replica in homes_of(program, worker) if p == piece)
+def _holders(program: Program) -> dict[int, list[tuple[int, int]]]:
+    """Returns the (replica, worker) pairs that hold each piece, in order."""
+    found: dict[int, list[tuple[int, int]]] = {}
+    for worker in range(len(program.workers)):
+        for piece, replica in homes_of(program, worker):
+            found.setdefault(piece, []).append((replica, worker))
+    return {piece: sorted(pairs) for piece, pairs in found.items()}
 
 
-def _prefix(program: Program, piece: int, own: tuple[int, int], number: int) -> str | None:
+def _prefix(program: Program, holders: list[tuple[int, int]], own: tuple[int, int], number: int) -> str | None:
     """Returns under which prefix a holder keeps the n-th weight of a piece, or None where another one does."""
-    holders = _holders(program, piece)
     if program.plan.feed.kind != "own":  # all have the same
         return "" if holders[number % len(holders)] == own else None
     is_on_server = holders[-1][0] == program.num_replicas
