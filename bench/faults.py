@@ -166,7 +166,7 @@ def inject(fault: Fault, folder: Path, luck: random.Random, expected: dict[str, 
         return Result(same(run.weights(), expected), True, 0, 0.0)
     begun_s = time.perf_counter()
     again = run.start("--resume")
-    while again.poll() is None and not any("resumed" in row for row in run.rows()) and run.step() <= saved:
+    while again.poll() is None and not any("resumed" in row for row in run.rows()):  # until then the rows are older
         time.sleep(0.01)
     while again.poll() is None and run.step() <= saved:
         time.sleep(0.01)

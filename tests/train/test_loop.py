@@ -54,6 +54,23 @@ def test_a_trainer_goes_on_bit_for_bit(tmp_path: Path, plan: str) -> None:
     assert equal(weights_of(again), weights_of(whole))
 
 
+@pytest.mark.parametrize("plan", ["1f1b", "ddp", "zero-offload", "pipedream"])
+def test_a_trainer_goes_back_and_trains_again(tmp_path: Path, plan: str) -> None:
+    workers = 1 if plan == "zero-offload" else 2
+    trainer = Trainer(model(), loss, sample=batch(48), plan=plan, workers=workers, optimizer=AdamW(lr=0.01))
+    found = []
+    for n in range(3):
+        trainer.step(batch(48, n))
+        if n == 0:
+            trainer.save(tmp_path)
+    found.append(weights_of(trainer))
+    assert trainer.load(tmp_path) == trainer.program.plan.steps
+    for n in (1, 2):
+        trainer.step(batch(48, n))
+    found.append(weights_of(trainer))
+    assert equal(*found)
+
+
 def test_a_trainer_goes_on_with_another_plan_within_rounding(tmp_path: Path) -> None:
     batches = [batch(32, seed) for seed in range(4)]
     optimizer = Sgd(lr=0.1, momentum=0.9)

@@ -3,7 +3,7 @@
 from pipedejavu.store.checkpoint import Checkpoint
 from pipedejavu.store.foreign import export_dcp, export_hugging, import_dcp, import_hugging
 from pipedejavu.store.manifest import CheckpointError, Manifest
-from pipedejavu.store.part import Tensors, write_part
+from pipedejavu.store.part import Tensors
 from pipedejavu.store.saver import Saver
 from pipedejavu.store.shelf import Shelf
 
@@ -18,5 +18,4 @@ __all__ = [
     "export_hugging",
     "import_dcp",
     "import_hugging",
-    "write_part",
 ]
