@@ -22,6 +22,8 @@ from pipedejavu.train.folder import RunFolder
 from pipedejavu.train.progress import Memory, Progress
 
 INTERVAL_S = 0.25
+PATIENCE_S = 5.0
+"""How long a checkpoint waits for reports that are on their way."""
 
 
 class Watch:
@@ -137,7 +139,13 @@ class Desk:
         self.step += 1
 
     def mean_loss(self, step: int) -> float | None:
-        """Returns the mean loss of the steps up to one that were told since it was last asked for; None for none."""
+        """Returns the mean loss of the steps since it was last asked for, when the metrics hold all of them.
+
+        So that a run that goes on from a checkpoint has the metrics of every step before it.
+        """
+        last_s = time.perf_counter() + PATIENCE_S
+        while self.step <= step and time.perf_counter() < last_s:
+            time.sleep(INTERVAL_S / 10)
         found = [self.losses.pop(known) for known in list(self.losses) if known <= step]
         mean = sum(found) / len(found) if found else math.nan
         return mean if math.isfinite(mean) else None
