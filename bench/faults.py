@@ -87,6 +87,7 @@ class Fault(NamedTuple):
 
 class Result(NamedTuple):
     is_equal: bool
+    has_all_steps: bool
     is_named: bool
     lost: int
     again_s: float
@@ -163,7 +164,7 @@ def inject(fault: Fault, folder: Path, luck: random.Random, expected: dict[str, 
     reached, saved = run.step(), max(Shelf(folder / "run" / "checkpoints").steps(), default=0)
     is_named = process.returncode == fault.code and (fault.code < 0 or "pipedejavu: " in err)
     if process.returncode == 0:  # it was over before the fault came
-        return Result(same(run.weights(), expected), True, 0, 0.0)
+        return Result(same(run.weights(), expected), True, True, 0, 0.0)
     begun_s = time.perf_counter()
     again = run.start("--resume")
     while again.poll() is None and not any("resumed" in row for row in run.rows()):  # until then the rows are older
@@ -174,8 +175,8 @@ def inject(fault: Fault, folder: Path, luck: random.Random, expected: dict[str, 
     _, err = again.communicate(timeout=120)
     assert again.returncode == 0, err
     steps = [row["step"] for row in run.rows() if "step" in row]
-    is_equal = same(run.weights(), expected) and steps == list(range(1, STEPS + 1))
-    return Result(is_equal, is_named, max(0, reached - saved), again_s)
+    has_all_steps = steps == list(range(1, STEPS + 1))
+    return Result(same(run.weights(), expected), has_all_steps, is_named, max(0, reached - saved), again_s)
 
 
 def same(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> bool:
@@ -299,18 +300,20 @@ choice from a seed. [checkpoints.md](checkpoints.md) says how it works.
 
 `zoo:mlp` under AdamW, two workers, {steps} steps, a checkpoint every {every}. Each run is disturbed once, at a random
 step, and goes on with `--resume` under the same plan. *Equal*: all weights have the bits of the run that nothing
-happened to, and the metrics hold every step once. *Named*: the exit code and a sentence say what happened. *Lost*:
-steps that were trained again; an interval has {every}, and fewer than {every} more may pass while a checkpoint is being
-written. *Training again*: seconds from the start of `--resume` to its first finished step; importing torch takes most.
+happened to. *Every step*: the metrics hold each step once. *Named*: the exit code and a sentence say what happened.
+*Lost*: steps that were trained again; an interval has {every}, and fewer than {every} more may pass while a checkpoint
+is being written. *Training again*: seconds from the start of `--resume` to its first finished step, beside whatever
+else the machine does; processes that start and import torch take most of it.
 
-| fault | plan | injected | equal | named | steps lost, median (most) | training again, median (most) |
-|---|---|---|---|---|---|---|"""
+| fault | plan | injected | equal | every step | named | lost, median (most) | training again, median (most) |
+|---|---|---|---|---|---|---|---|"""
 
 
 def describe(fault: Fault, results: Sequence[Result]) -> str:
     lost, again = [r.lost for r in results], [r.again_s for r in results if r.again_s]
     times = f"{median(again):.1f} s ({max(again):.1f} s)" if again else "–"
-    counts = f"{len(results)} | {sum(r.is_equal for r in results)} | {sum(r.is_named for r in results)}"
+    claims = [[r.is_equal for r in results], [r.has_all_steps for r in results], [r.is_named for r in results]]
+    counts = " | ".join(map(str, (len(results), *map(sum, claims))))
     return f"| {fault.name} | {fault.plan} | {counts} | {median(lost):g} ({max(lost)}) | {times} |"
 
 
