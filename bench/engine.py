@@ -163,7 +163,7 @@ def run_both(rank: int, workers: int, name: str, size: Size, steps: int, folder:
     times: dict[str, list[float]] = {"torch": [], "engine": []}
     traffic, started = [], [time.perf_counter()]
 
-    def after(_round: int, handlers: Handlers, _spans: object) -> None:
+    def after(_update: int, handlers: Handlers, _spans: object) -> bool:
         times["engine"].append(time.perf_counter() - started[0])
         traffic.append(handlers.wire.traffic())
         dist.barrier()
@@ -172,8 +172,10 @@ def run_both(rank: int, workers: int, name: str, size: Size, steps: int, folder:
         times["torch"].append(time.perf_counter() - started[0])
         dist.barrier()
         started[0] = time.perf_counter()
+        return True
 
-    run_rank(own, job(size[0]), Noise(size), steps, after, Path(folder))
+    rounds = range(0, steps * own.plan.steps, own.plan.steps)
+    run_rank(own, job(size[0]), Noise(size), rounds, after, Path(folder))
     carried = [(last - first) / (steps - 1) for first, last in zip(traffic[0], traffic[-1], strict=True)]
     Path(folder, f"{rank}.json").write_text(json.dumps({**times, "carried": carried}))
     dist.destroy_process_group()

@@ -24,6 +24,7 @@ LEVELS = {
     "profile": 3,
     "engine": 3,
     "hybrid": 3,
+    "store": 3,
     "search": 4,
     "report": 4,
     "zoo": 4,

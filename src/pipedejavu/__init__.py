@@ -11,10 +11,12 @@ if TYPE_CHECKING:
     from pipedejavu.hybrid import HybridAdamW
     from pipedejavu.plan import Plan, preset, presets
     from pipedejavu.program import Program, compile, verify  # noqa: A004
+    from pipedejavu.train import Checkpoints
 
 __version__ = "0.1.0"
 
 _HOMES = {
+    "Checkpoints": "train",
     "HybridAdamW": "hybrid",
     "InputError": "facts",
     "Machine": "facts",
@@ -29,6 +31,7 @@ _HOMES = {
 }
 
 __all__ = [
+    "Checkpoints",
     "HybridAdamW",
     "InputError",
     "Machine",

@@ -133,6 +133,7 @@ def profile(
 
 @app.command()
 def train(
+    context: typer.Context,
     model: Annotated[str, typer.Argument(metavar="MODEL", help="zoo:NAME, hf:CONFIG or FILE.py:FUNCTION.")],
     plan: Annotated[str, typer.Option(help="auto, a plan file, or preset:NAME.")] = "auto",
     workers: Annotated[int | None, typer.Option(help="Workers of a pipeline, or replicas without one.")] = None,
@@ -153,6 +154,12 @@ def train(
     machine: Annotated[str | None, typer.Option(help="A machine file; by default this machine's own devices.")] = None,
     devices: Annotated[str, typer.Option(help="auto (GPUs first, then the CPU), cpu or gpu.")] = "auto",
     run_dir: Annotated[str | None, typer.Option(help="Folder for what the run leaves.")] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on with the run in --run-dir, or begin it where there is none.")
+    ] = False,
+    checkpoint_every: Annotated[
+        int | None, typer.Option(help="Steps between checkpoints, 0 for none; by default by their cost.")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Train a model with a plan, a process for each worker; under torchrun its processes are the workers."""
@@ -160,8 +167,17 @@ def train(
 
     sizes = {"workers": workers, "replicas": replicas, "microbatches": microbatches, "samples": samples}
     given = {"steps": steps, "data": data, "optimizer": optimizer, "lr": lr, "clip_norm": clip_norm, "seed": seed}
-    options = training.read_options(model, {**given, "on_nan": on_nan, "keeps_log": audit})
-    training.run(options, training.Asked(plan, sizes, cpu_share, machine, devices, run_dir, as_json))
+    more = {"on_nan": on_nan, "keeps_log": audit, "checkpoint_every": checkpoint_every}
+    options = training.read_options(model, {**given, **more})
+    names = frozenset(name for name in context.params if _is_given(context, name))
+    asked = training.Asked(plan, sizes, cpu_share, machine, devices, run_dir, resume, names, as_json)
+    training.run(options, asked)
+
+
+def _is_given(context: typer.Context, name: str) -> bool:
+    """Whether an option was on the command line, rather than left to its default."""
+    source = context.get_parameter_source(name)
+    return source is not None and source.name == "COMMANDLINE"
 
 
 @app.command()

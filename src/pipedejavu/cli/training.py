@@ -25,7 +25,7 @@ from pipedejavu.report import compare as compare_timelines
 from pipedejavu.report import render_html
 
 if TYPE_CHECKING:
-    from pipedejavu.train import Team, Trained, TrainOptions
+    from pipedejavu.train import Resumed, Team, Trained, TrainOptions
 
 
 def _room() -> ModuleType:
@@ -54,7 +54,15 @@ class Asked:
     machine: str | None
     devices: str
     run_dir: str | None
+    resume: bool
+    given: frozenset[str]
+    """Parameters that were on the command line."""
     as_json: bool
+
+    @property
+    def has_plan(self) -> bool:
+        """Whether anything was asked of the plan."""
+        return not self.given.isdisjoint({"plan", "cpu_share", "machine", "devices", *self.sizes})
 
 
 def run(options: "TrainOptions", asked: Asked) -> None:
@@ -66,6 +74,11 @@ def run(options: "TrainOptions", asked: Asked) -> None:
         trace, _, sentence = str(error).rpartition("\n")
         print(trace, f"pipedejavu: {sentence}", sep="\n" if trace else "", file=sys.stderr)
         raise SystemExit(1) from None
+    except _room().StoppedError as error:
+        if team.is_first:
+            print(f"pipedejavu: {error}", file=sys.stderr)
+        team.leave(SystemExit(143))
+        raise SystemExit(143) from None
     except BaseException as error:
         team.leave(error)
         raise
@@ -78,20 +91,41 @@ def _run(options: "TrainOptions", asked: Asked, team: "Team") -> None:
         raise InputError(f"--devices is auto, cpu or gpu, not '{asked.devices}'")
     # Files are read by the first rank, which gives their content to the others.
     machine = read_machine(asked.machine) if asked.machine and team.is_first else None
-    chosen = choose_plan(asked, team.size if team.is_launched else None) if team.is_first else Plan()
-    options, program, note = room.plan_run(options, chosen, machine, devices=asked.devices, team=team)
+    resumed = _reopen(asked, team) if asked.resume else None
+    start, profile = resumed.start if resumed else None, None
+    chosen = Plan()
+    if team.is_first:
+        known = resumed.known if resumed else None
+        processes = team.size if team.is_launched else None
+        fits = known is not None and processes in (None, known.plan.num_workers)
+        chosen = known.plan if known and fits and not asked.has_plan else choose_plan(asked, processes)
+        if resumed:
+            options = resumed.options(options, asked.given)
+        if known and machine is None and room.is_same_plan(chosen, known.plan):
+            chosen, profile, machine = known.plan, known.profile, known.machine
+    settings = {"devices": asked.devices, "team": team, "start": start, "profile": profile}
+    options, program, note = room.plan_run(options, chosen, machine, **settings)
     name = re.sub(r"[^\w.-]+", "-", options.model)
     folder = asked.run_dir or f"runs/{name}-{chosen.name}-{time.strftime('%Y%m%d-%H%M%S')}"
     if team.is_first and not asked.as_json:
         _announce(options, program, note)
     try:
-        started = (options, program, folder)
-        done = room.train_rank(*started, team) if team.is_launched else room.train(*started)
+        begun = (options, program, folder)
+        done = room.train_rank(*begun, team, start) if team.is_launched else room.train(*begun, start)
     except KeyboardInterrupt:
         print(f"stopped; the metrics so far are in {folder}", file=sys.stderr)
         raise SystemExit(130) from None
     if done is not None:
         _conclude(done, options, asked.as_json)
+
+
+def _reopen(asked: Asked, team: "Team") -> "Resumed | None":
+    if asked.run_dir is None:
+        raise InputError("--resume goes on with the run in a folder; say which one with --run-dir")
+    found: Resumed | None = _room().reopen(
+        asked.run_dir, team, lambda text: print(f"pipedejavu: {text}", file=sys.stderr)
+    )
+    return found
 
 
 def _announce(options: "TrainOptions", program: Program, note: str) -> None:

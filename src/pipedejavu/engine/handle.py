@@ -63,16 +63,16 @@ class Handlers:
             "FETCH": self.fetch,
         }
 
-    def begin(self, round_: int) -> None:
-        """Prepares to run the program once more: the newest weights become version 0, numbers go on."""
+    def begin(self, update: int) -> None:
+        """Prepares to run the program from an update on: the newest weights become version 0, numbers go on."""
         plan = self.program.plan
-        if round_ and (plan.reduce.combiner == "elastic" or plan.reduce.gate == "bound"):
+        if update and (plan.reduce.combiner == "elastic" or plan.reduce.gate == "bound"):
             raise InputError(
                 f"plan '{plan.name}' cannot be run a second time: its server and workers would forget what they know"
                 " of each other's weights; give all updates to one program (steps)"
             )
-        self.first_microbatch = round_ * plan.steps * self.program.update_size
-        self.first_version = self.applier.first_version = round_ * plan.steps
+        self.first_microbatch = update * self.program.update_size
+        self.first_version = self.applier.first_version = update
         self.readers = self.reads.copy()
         norms = {key[3]: self.values.pop(key) for key in list(self.values) if key[0] == "n"}
         if plan.reduce.clip == "delayed" and plan.steps - 1 in norms:

@@ -27,6 +27,11 @@ class Sgd:
     decays: Callable[[str], bool] = field(default=lambda _: True)
     """Which parameters, by name, weight decay applies to."""
 
+    @property
+    def slots(self) -> set[str]:
+        """The names of what it keeps of each weight."""
+        return {"momentum"} if self.momentum else set()
+
     def rate(self, update: int) -> float:
         """Returns the learning rate of an update."""
         return self.lr * self.schedule(update) if self.schedule else self.lr
@@ -63,6 +68,11 @@ class AdamW:
     weight_decay: float = 0.01
     schedule: Callable[[int], float] | None = None
     decays: Callable[[str], bool] = field(default=lambda _: True)
+
+    @property
+    def slots(self) -> set[str]:
+        """The names of what it keeps of each weight."""
+        return {"step", "m", "v"}
 
     def rate(self, update: int) -> float:
         """Returns the learning rate of an update."""

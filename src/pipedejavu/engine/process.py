@@ -17,23 +17,24 @@ from pipedejavu.program import Program, verify
 
 BeforeRound = Callable[[Handlers], None]
 """Is given the worker's state that the round will run on."""
-AfterRound = Callable[[int, Handlers, list[Span]], None]
-"""Is told of each round with its number, the worker's state and its spans."""
+AfterRound = Callable[[int, Handlers, list[Span]], bool]
+"""Is told of each round with the updates made so far, the worker's state and its spans; says whether to go on."""
 
 
 def run_rank(
     program: Program,
     job: Job,
     batches: Batches,
-    rounds: int,
+    updates: range,
     after: AfterRound,
     shared: Path,
     before: BeforeRound = lambda _: None,
+    restore: BeforeRound = lambda _: None,
 ) -> Handlers:
-    """Runs this rank's worker of a program `rounds` times; the process group must be there.
+    """Runs this rank's worker of a program once from each of `updates` on; the process group must be there.
 
     All ranks start the first round together; each starts the next when `after` returns, which may wait for the others.
-    `shared` is a folder for weights that processes of one host share.
+    `shared` is a folder for weights that processes of one host share. `restore` may change what the run begins with.
     """
     check_runnable(program)
     check_units(program, job)
@@ -44,14 +45,16 @@ def run_rank(
         )
     wire = ProcessWire(rank, {name: group.workers for name, group in program.groups.items()})
     handlers = make_handlers(program, rank, job, batches, wire)
+    restore(handlers)
     if program.plan.keep.kind == "shared":
         _share_weights(handlers, shared)
     worker = Worker(verify(program), rank, handlers)
     dist.barrier()
-    for number in range(rounds):
-        handlers.begin(number)
+    for update in updates:
+        handlers.begin(update)
         before(handlers)
-        after(number, handlers, worker.run())
+        if not after(update + program.plan.steps, handlers, worker.run()):
+            break
     return handlers
 
 

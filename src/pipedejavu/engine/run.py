@@ -64,7 +64,7 @@ class Threads:
     def __init__(self, program: Program, job: Job, batches: Batches):
         check_runnable(program)
         check_units(program, job)
-        self.program, self.graph, self.rounds = program, verify(program), 0
+        self.program, self.graph, self.updates = program, verify(program), 0
         self.exchange = Exchange({name: group.workers for name, group in program.groups.items()})
         self.handlers = []
         for index in range(len(program.workers)):
@@ -79,7 +79,7 @@ class Threads:
     def run(self) -> tuple[Span, ...]:
         """Runs the program once; returns when every action ran, and raises what the first worker to fail raised."""
         for own in self.handlers:
-            own.begin(self.rounds)
+            own.begin(self.updates)
         spans: list[Span] = []
         errors: list[BaseException] = []
 
@@ -97,7 +97,7 @@ class Threads:
             thread.join()
         for error in sorted(errors, key=lambda e: isinstance(e, StoppedError)):
             raise error
-        self.rounds += 1
+        self.updates += self.program.plan.steps
         return tuple(sorted(spans, key=lambda span: span.worker))
 
     def outcome(self, spans: tuple[Span, ...] = ()) -> Outcome:
@@ -117,12 +117,9 @@ def run_threads(program: Program, job: Job, batches: Batches, rounds: int = 1) -
 
 def make_handlers(program: Program, index: int, job: Job, batches: Batches, wire: Wire) -> Handlers:
     """Returns a worker's handlers, with the first version of its weights in their resting places."""
-    homes = set(program.held(index))
-    served = {a.piece for a in program.workers[index].actions if a.via == "~server"}
-    homes |= {(piece, program.num_replicas) for piece in served}
     runners: Runners = {}
     device = device_of(program, index)
-    for piece, replica in sorted(homes):
+    for piece, replica in homes_of(program, index):
         units = [(u, *job.units[u]) for u in program.pieces[piece].units]
         runners[piece, replica] = PieceRunner(units, job.seed).to(device)
     own = Handlers(program, index, runners, job, batches, wire if device == CPU else StagedWire(wire, device))
@@ -134,6 +131,12 @@ def make_handlers(program: Program, index: int, job: Job, batches: Batches, wire
                 weights = {n: w.pin_memory() if place == "host" else w.to(device) for n, w in weights.items()}
             own.values["w", piece, replica, version, place] = as_leaves(weights)
     return own
+
+
+def homes_of(program: Program, index: int) -> list[tuple[int, int]]:
+    """Returns the (piece, replica) pairs that a worker holds or serves, in order; a server's come last."""
+    served = {a.piece for a in program.workers[index].actions if a.via == "~server"}
+    return sorted({*program.held(index), *((piece, program.num_replicas) for piece in served)})
 
 
 def _share_weights(first: Handlers, other: Handlers) -> None:

@@ -1,32 +1,41 @@
 """Training runs: options, the run folder, workers as processes, and what they leave."""
 
 from pipedejavu.train.failure import WorkerError
-from pipedejavu.train.folder import RunFolder
+from pipedejavu.train.folder import RunFolder, Start
+from pipedejavu.train.halt import StoppedError
 from pipedejavu.train.launch import Planned, Trained, audit_run, plan_run, train, train_rank
+from pipedejavu.train.loop import Checkpoints
 from pipedejavu.train.occupancy import Occupancy, occupancy_of
 from pipedejavu.train.options import TrainOptions
 from pipedejavu.train.recording import HybridRun, read_run
+from pipedejavu.train.resume import Resumed, is_same_plan, reopen
 from pipedejavu.train.review import Review, review
 from pipedejavu.train.site import num_gpus
 from pipedejavu.train.team import Team
 from pipedejavu.train.trainer import Trainer
 
 __all__ = [
+    "Checkpoints",
     "HybridRun",
     "Occupancy",
     "Planned",
+    "Resumed",
     "Review",
     "RunFolder",
+    "Start",
+    "StoppedError",
     "Team",
     "TrainOptions",
     "Trained",
     "Trainer",
     "WorkerError",
     "audit_run",
+    "is_same_plan",
     "num_gpus",
     "occupancy_of",
     "plan_run",
     "read_run",
+    "reopen",
     "review",
     "train",
     "train_rank",

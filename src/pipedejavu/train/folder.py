@@ -1,16 +1,19 @@
 """The run folder: what a run is given, what it leaves, and under which names."""
 
 import json
+import shutil
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from safetensors.torch import load_file, save, save_file
 from torch import Tensor
 
-from pipedejavu.facts import InputError, Machine, Profile, Span, Timeline
+from pipedejavu.facts import InputError, Machine, Profile, Record, Span, Timeline, write_file
 from pipedejavu.plan import Plan
 from pipedejavu.program import Program
 from pipedejavu.program import compile as compile_plan
+from pipedejavu.store import Shelf
 from pipedejavu.train.options import TrainOptions
 
 Weights = dict[tuple[int, int], dict[str, Tensor]]
@@ -26,6 +29,13 @@ def result_of(program: Program, weights: Weights) -> dict[str, Tensor]:
     is_on_server = reduce.combiner == "elastic" or (reduce.wire == "server" and reduce.gate == "lock")
     source = program.num_replicas if is_on_server else min(replica for _, replica in weights)
     return {name: w for (_, replica), found in weights.items() if replica == source for name, w in found.items()}
+
+
+class Start(Record):
+    """Where a run goes on: behind which update, and with which sample; a step above 0 has a checkpoint."""
+
+    step: int = 0
+    samples: int = 0
 
 
 class Part(NamedTuple):
@@ -57,19 +67,55 @@ class RunFolder:
         self.report = self.path / "report.html"
         self.parts = self.path / "parts"
         self.failure = self.parts / "failure"
+        self.shelf = Shelf(self.path / "checkpoints")
 
-    def create(self, options: TrainOptions, program: Program) -> None:
-        """Makes the folder and writes what the workers need; refuses one that holds a run."""
-        if (self.path / "options.json").exists():
-            raise InputError(f"{self.path} holds a run already; choose another --run-dir or remove it")
+    @property
+    def holds_run(self) -> bool:
+        """Whether a run was begun here."""
+        return (self.path / "options.json").exists()
+
+    def create(self, options: TrainOptions, program: Program, start: "Start | None" = None) -> None:
+        """Makes the folder and writes what the workers need; refuses one that holds a run, unless that goes on."""
+        if start is None and self.holds_run:
+            raise InputError(
+                f"{self.path} holds a run already; go on with --resume, choose another --run-dir or remove it"
+            )
         try:
-            self.parts.mkdir(parents=True, exist_ok=True)
+            shutil.rmtree(self.parts, ignore_errors=True)
+            self.parts.mkdir(parents=True)
         except OSError as error:
             raise InputError(f"cannot make the run folder {self.path}: {error.strerror}") from None
+        if start is not None:
+            self._forget(start.step)
+            start.save(self.parts / "start.json")
         options.save(self.path / "options.json")
         program.plan.save(self.path / "plan.json")
         program.profile.save(self.path / "profile.json")
         program.machine.save(self.path / "machine.json")
+
+    def _forget(self, step: int) -> None:
+        """Removes metrics of what is trained again."""
+        rows = [row for row in self._rows() if row.get("step", row.get("saved", 0)) <= step]
+        if self.metrics.exists():
+            write_file(self.metrics, "".join(json.dumps(row) + "\n" for row in rows))
+            self.add_metrics({"resumed": step})
+
+    def _rows(self) -> list[dict[str, Any]]:
+        """Returns the metrics; a line that a kill has cut off is left out."""
+        found = []
+        for line in self.metrics.read_text(encoding="utf-8").splitlines() if self.metrics.exists() else ():
+            with suppress(json.JSONDecodeError):
+                found.append(json.loads(line))
+        return found
+
+    def elapsed_s(self) -> float:
+        """Returns how long the run has trained."""
+        return max((float(row["elapsed_s"]) for row in self._rows() if "elapsed_s" in row), default=0.0)
+
+    def start(self) -> "Start":
+        """Reads where the run goes on."""
+        path = self.parts / "start.json"
+        return Start.load(path) if path.exists() else Start()
 
     def options(self) -> TrainOptions:
         """Reads the options."""
@@ -112,9 +158,7 @@ class RunFolder:
 
     def remove_parts(self) -> None:
         """Removes what only the workers needed."""
-        for path in self.parts.iterdir():
-            path.unlink()
-        self.parts.rmdir()
+        shutil.rmtree(self.parts)
 
     def add_metrics(self, row: dict[str, Any]) -> None:
         """Adds a line to the metrics."""

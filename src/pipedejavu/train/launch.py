@@ -1,6 +1,9 @@
 """`train`: plans a run, predicts it, starts its workers or is one of them, and gathers what they leave."""
 
+import math
+import secrets
 import signal
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -10,6 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 from torch.multiprocessing.spawn import start_processes
 
@@ -22,8 +26,10 @@ from pipedejavu.program import Program, verify
 from pipedejavu.program import compile as compile_plan
 from pipedejavu.program.crew import assign_devices
 from pipedejavu.simulate import Prediction, simulate
-from pipedejavu.train.failure import read_failure
-from pipedejavu.train.folder import Part, RunFolder, result_of
+from pipedejavu.train.failure import WorkerError, read_failure
+from pipedejavu.train.folder import Part, RunFolder, Start, result_of
+from pipedejavu.train.halt import GRACE_S, STOPPED, StoppedError, describe_stop, on_signal
+from pipedejavu.train.interval import choose_interval, steps_of
 from pipedejavu.train.measure import measure
 from pipedejavu.train.options import TrainOptions
 from pipedejavu.train.site import (
@@ -40,6 +46,9 @@ from pipedejavu.train.task import prepare
 from pipedejavu.train.team import Team
 from pipedejavu.train.worker import Move, Rank, work
 
+LOOK_S = 1.0
+"""How often whoever waits for workers looks whether their time of grace is over."""
+
 
 class Planned(NamedTuple):
     """A run that is ready to start."""
@@ -47,7 +56,7 @@ class Planned(NamedTuple):
     options: TrainOptions
     program: Program
     note: str
-    """Where workers run other than the plan says; mostly empty."""
+    """Where workers run other than the plan says, and how often the run is saved; may be empty."""
 
 
 @dataclass(frozen=True)
@@ -74,15 +83,18 @@ def plan_run(
     *,
     devices: DeviceChoice = "auto",
     team: Team | None = None,
+    start: Start | None = None,
+    profile: Profile | None = None,
 ) -> Planned:
     """Measures the model on the devices that the plan uses and compiles the plan; all ranks of a team do so together.
 
-    A plan whose workers do not wait for each other becomes one program over all steps; any other a program of
-    one update, which the run repeats.
+    A plan whose workers do not wait for each other becomes one program up to the next checkpoint; any other a program
+    of one update, which the run repeats. With a `profile` nothing is measured, and the machine is that of the profile.
     """
     team = team or Team()
     options = TrainOptions.from_json(team.share(options.to_json().encode()))
-    plan = _adapted(Plan.from_json(team.share(plan.to_json().encode())), options, team)
+    plan = _adapted(Plan.from_json(team.share(plan.to_json().encode())), options, team, start or Start())
+    known = team.share(profile.to_json().encode() if profile else b"")
     if team.is_launched:
         sites = tuple(Site.from_json(found) for found in team.share_all(team.site().to_json().encode()))
     else:
@@ -90,20 +102,22 @@ def plan_run(
     given = team.share(machine.to_json().encode() if machine else b"")
     if given:
         machine = Machine.from_json(given)
-        machine = machine.divided(plan.num_workers) if plan.place.devices is None else machine
+        machine = machine.divided(plan.num_workers) if plan.place.devices is None and not known else machine
     else:
         plan, machine = make_machine(plan, sites, devices)
         if plan.num_workers > 1:  # what messages cost decides who gets how much, and how long a step is
             link = Link.from_json(team.share(measure_link().to_json().encode() if team.is_first else b""))
             machine = machine.but(links=(link, *machine.links[1:]))
     names = assign_devices(plan, machine)
-    profile = _measure(options, plan, machine, names, team)
+    profile = Profile.from_json(known) if known else _measure(options, plan, machine, names, team)
     program = compile_plan(plan, profile, machine, fold=False)
     check_runnable(program)
-    return Planned(options, program, describe_stand_ins(machine, names, sites))
+    every, saves = choose_interval(options, program)
+    notes = filter(None, (describe_stand_ins(machine, names, sites), saves))
+    return Planned(options.but(checkpoint_every=every), program, "\n".join(notes))
 
 
-def _adapted(plan: Plan, options: TrainOptions, team: Team) -> Plan:
+def _adapted(plan: Plan, options: TrainOptions, team: Team, start: Start) -> Plan:
     """Returns the plan with what the options ask of it; raises InputError where it cannot do that."""
     if team.is_launched and plan.num_workers != team.size:
         raise InputError(
@@ -118,7 +132,7 @@ def _adapted(plan: Plan, options: TrainOptions, team: Team) -> Plan:
         )
     if (options.clip_norm is not None or options.on_nan == "skip") and plan.reduce.clip == "none":
         plan = plan.but(reduce=plan.reduce.but(clip="global"))
-    return plan.but(steps=1 if plan.version.kind == "sync" else options.steps)
+    return plan.but(steps=steps_of(plan, options, start.step))
 
 
 def _measure(options: TrainOptions, plan: Plan, machine: Machine, names: Sequence[str], team: Team) -> Profile:
@@ -139,23 +153,32 @@ def _measure_here(options: TrainOptions, plan: Plan, kinds: dict[str, torch.devi
     return measure(options.model, job, plan, batches.first, kinds)
 
 
-def train(options: TrainOptions, program: Program, run_dir: str) -> Trained:
-    """Runs a program to the end with a process of its own for each worker; raises what the first to fail raised."""
+def train(options: TrainOptions, program: Program, run_dir: str, start: Start | None = None) -> Trained:
+    """Runs a program to the end with a process of its own for each worker; raises what the first to fail raised.
+
+    With a start the run in the folder goes on from there.
+    """
     folder = RunFolder(run_dir)
-    prediction = _open(folder, options, program)
+    prediction = _open(folder, options, program, start)
     run_workers(folder, len(program.workers))
     return _finish(folder, options, program, prediction)
 
 
-def train_rank(options: TrainOptions, program: Program, run_dir: str, team: Team) -> Trained | None:
+def train_rank(
+    options: TrainOptions, program: Program, run_dir: str, team: Team, start: Start | None = None
+) -> Trained | None:
     """Runs this rank's worker of a program to the end; the first rank gets what all leave, the others None."""
     assert team.store is not None
     folder = RunFolder(run_dir)
-    prediction = _open(folder, options, program) if team.is_first else None
+    prediction = _open(folder, options, program, start) if team.is_first else None
     shared = Path(team.share(str(folder.parts.resolve()).encode()).decode())
-    part = Rank(options, program, PrefixStore("watch", team.store), folder).run(shared)
+    options = _seen_by_all(shared, options, team, start)
+    run = Rank(options, program, PrefixStore("watch", team.store), folder, start or Start())
+    part = run.run(shared)
     parts = [*map(Part, team.collect(part.weights), team.collect(part.facts))]
     team.part()
+    if run.is_stopped:
+        raise StoppedError(describe_stop(folder))
     if prediction is None:
         return None
     for rank, found in enumerate(parts):
@@ -163,10 +186,27 @@ def train_rank(options: TrainOptions, program: Program, run_dir: str, team: Team
     return _finish(folder, options, program, prediction)
 
 
-def _open(folder: RunFolder, options: TrainOptions, program: Program) -> Prediction:
+def _seen_by_all(shared: Path, options: TrainOptions, team: Team, start: Start | None) -> TrainOptions:
+    """Returns the options without checkpoints where some host does not see the run folder; says so."""
+    mark = shared / team.share(secrets.token_hex(8).encode()).decode()
+    if team.is_first:
+        mark.touch()
+    dist.barrier()
+    blind = [rank for rank, seen in enumerate(team.share_all(b"1" if mark.exists() else b"0")) if seen == b"0"]
+    if not blind or not options.checkpoint_every:
+        return options
+    reason = f"rank {blind[0]} does not see the run folder {shared.parent}, which all hosts must share"
+    if start is not None and start.step:
+        raise InputError(f"the run cannot go on: {reason}; put --run-dir on a file system of all")
+    if team.is_first:
+        print(f"pipedejavu: no checkpoints: {reason}; put --run-dir on a file system of all", file=sys.stderr)
+    return options.but(checkpoint_every=0)
+
+
+def _open(folder: RunFolder, options: TrainOptions, program: Program, start: Start | None) -> Prediction:
     """Predicts the run and makes its folder."""
     prediction = simulate(program, verify(program))
-    folder.create(options, program)
+    folder.create(options, program, start)
     write_file(folder.predicted, prediction.timeline().to_json(indent=None))
     return prediction
 
@@ -193,24 +233,39 @@ def _finish(folder: RunFolder, options: TrainOptions, program: Program, predicti
 
 
 def run_workers(folder: RunFolder, count: int) -> None:
-    """Starts a process for each worker and waits for all; whatever ends the wait ends them too."""
+    """Starts a process for each worker and waits for all; whatever ends the wait ends them too.
+
+    SIGTERM lets them end an update and save it, within a time of grace; then StoppedError says so.
+    """
     context = start_processes(  # type: ignore[no-untyped-call]
         work, args=(count, str(folder.path)), nprocs=count, join=False, start_method="spawn"
     )
     processes = context.processes
-    try:
-        while True:
-            codes = [process.exitcode for process in processes]
-            if any(codes):
-                raise _failure(folder, processes)
-            alive = [process.sentinel for process, code in zip(processes, codes, strict=True) if code is None]
-            if not alive:
-                return
-            wait(alive)
-    finally:
+    last_s = math.inf
+
+    def stop(*_: object) -> None:
+        nonlocal last_s
+        last_s = min(last_s, time.monotonic() + GRACE_S)
         for process in processes:
-            process.kill()
-            process.join()
+            process.terminate()
+
+    with on_signal(signal.SIGTERM, stop):
+        try:
+            while True:
+                codes = [process.exitcode for process in processes]
+                alive = [process.sentinel for process, code in zip(processes, codes, strict=True) if code is None]
+                is_late = time.monotonic() > last_s or (last_s < math.inf and -signal.SIGTERM in codes)
+                if is_late or (not alive and STOPPED in codes):
+                    raise StoppedError(describe_stop(folder))
+                if any(code not in (None, 0, STOPPED) for code in codes):
+                    raise _failure(folder, processes)
+                if not alive:
+                    return
+                wait(alive, LOOK_S)
+        finally:
+            for process in processes:
+                process.kill()
+                process.join()
 
 
 def _failure(folder: RunFolder, processes: Sequence[Any]) -> BaseException:
@@ -219,7 +274,11 @@ def _failure(folder: RunFolder, processes: Sequence[Any]) -> BaseException:
     for process in processes:
         process.join(max(0.0, last_s - time.monotonic()))
     codes = [process.exitcode for process in processes]
-    return KeyboardInterrupt() if -signal.SIGINT in codes else read_failure(folder.failure, codes)
+    if -signal.SIGINT in codes:
+        return KeyboardInterrupt()
+    error, steps = read_failure(folder.failure, codes), folder.shelf.steps()
+    has_rest = steps and isinstance(error, WorkerError)
+    return WorkerError(f"{error}; --resume goes on behind step {steps[-1]}") if has_rest else error
 
 
 def audit_run(done: Trained) -> dict[str, float]:

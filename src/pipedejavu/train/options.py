@@ -23,5 +23,7 @@ class TrainOptions(Record):
     clip_norm: float | None = Field(default=None, gt=0)
     dtype: Literal["float32", "float64"] = "float32"
     on_nan: Literal["stop", "skip"] = "stop"
+    checkpoint_every: int | None = Field(default=None, ge=0)
+    """Updates between two checkpoints; 0 for none, by default as `choose_interval` says."""
     keeps_log: bool = False
     """Whether every worker writes what it read and applied, for the audit."""

@@ -34,11 +34,14 @@ class Memory(NamedTuple):
 
 
 class Progress:
-    """Shows how a run of `steps` gets on, each forecast to take `forecast_s`; `items` are samples or tokens."""
+    """Shows how a run of `steps` gets on, of which some are `done` already and each is forecast to take `forecast_s`.
 
-    def __init__(self, steps: int, items: str, forecast_s: float):
-        self.steps, self.items = steps, items
-        self.outlook = Outlook(forecast_s, steps)
+    `items` are samples or tokens.
+    """
+
+    def __init__(self, steps: int, items: str, forecast_s: float, done: int = 0):
+        self.steps, self.items, self.done = steps, items, done
+        self.outlook = Outlook(forecast_s, steps - done)
         self.last_s = self.started_s = time.perf_counter()
         columns = [TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()]
         self.is_live = sys.stderr.isatty()
@@ -49,7 +52,7 @@ class Progress:
 
     def __enter__(self) -> Self:
         self.bar.start()
-        self.line = self.bar.add_task("training", total=self.steps, facts=self._left())
+        self.line = self.bar.add_task("training", total=self.steps, completed=self.done, facts=self._left())
         return self
 
     def __exit__(
@@ -62,12 +65,16 @@ class Progress:
         now = time.perf_counter()
         self.count += count
         rate = self.count / (now - self.started_s)
-        self.outlook.saw(step, elapsed_s)
+        self.outlook.saw(step - self.done, elapsed_s)
         facts = f"loss {loss:.4f}  {rate:,.0f} {self.items}/s  memory {memory}{self._left()}"
         self.bar.update(self.line, completed=step, facts=facts)
-        if not self.is_live and (now - self.last_s > INTERVAL_S or step in (1, self.steps)):
+        if not self.is_live and (now - self.last_s > INTERVAL_S or step in (self.done + 1, self.steps)):
             self.last_s = now
             print(f"step {step}/{self.steps}  {facts}", file=sys.stderr, flush=True)
+
+    def say(self, sentence: str) -> None:
+        """Shows a sentence beside the bar."""
+        self.bar.console.print(f"pipedejavu: {sentence}", highlight=False, markup=False, soft_wrap=True)
 
     def _left(self) -> str:
         """Returns what is left, with what nine runs of ten keep to; nothing at the end."""

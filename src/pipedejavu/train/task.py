@@ -55,7 +55,17 @@ class SampleOrder:
     def __init__(self, task: Task, cut: Cut, sizes: Sequence[int], seed: int):
         self.task, self.cut, self.seed = task, cut, seed
         self._changes: list[tuple[int, tuple[int, ...]]] = []
+        self._start = (0, 0)
         self.change(0, sizes)
+
+    def start(self, update: int, samples: int) -> None:
+        """Lets an update begin with the sample of this number; those before it were trained on, under any plan."""
+        self._start = (update, samples)
+
+    def samples(self, update: int) -> int:
+        """Returns the number of the sample that an update begins with."""
+        first, samples = self._start
+        return samples + (update - first) * sum(self._changes[0][1])
 
     def change(self, update: int, sizes: Sequence[int]) -> None:
         """Gives the microbatches other sizes from an update on, which must not have begun."""
@@ -85,7 +95,7 @@ class SampleOrder:
         """Returns the numbers of a microbatch's samples in the run."""
         update, place = divmod(microbatch, len(self._changes[0][1]))
         sizes = next(sizes for first, sizes in reversed(self._changes) if first <= update)
-        start = update * sum(sizes) + sum(sizes[:place])
+        start = self.samples(update) + sum(sizes[:place])
         return range(start, start + sizes[place])
 
     @lru_cache(maxsize=64)  # noqa: B019 - lives as long as the run

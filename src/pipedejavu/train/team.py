@@ -54,7 +54,9 @@ class Team:
         where = f"{given['MASTER_ADDR']}:{given['MASTER_PORT']}"
         try:
             meeting = rendezvous("env://", timeout=timedelta(seconds=MEETING_S))
-            team.store, _, _ = next(meeting)
+            # torchrun starts ranks again with the store of those that have failed; nobody may read their addresses.
+            attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+            team.store = PrefixStore(f"attempt{attempt}", next(meeting)[0])
         except (DistNetworkError, DistStoreError) as error:
             if "EADDRINUSE" in str(error):
                 raise InputError(f"the port of {where} is in use; set MASTER_PORT to a free one") from None
@@ -161,6 +163,9 @@ class Team:
         if not self.is_launched:
             return
         code = 0 if error is None else 2 if isinstance(error, InputError) else 1
+        if isinstance(error, SystemExit):
+            sys.stdout.flush()
+            os._exit(int(error.code or 0))
         if error is not None and is_lost(error):
             self._stop_host("the connection to another rank is lost; see what that one or its host says")
         if isinstance(error, InputError):

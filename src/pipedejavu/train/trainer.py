@@ -1,8 +1,10 @@
 """The Trainer: a user's own loop over a plan, with the workers as threads of the user's process."""
 
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import accumulate
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -10,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from pipedejavu.engine import AdamW, Job, Optimizer, Threads
+from pipedejavu.engine.state import put_all, take_all, take_norm
 from pipedejavu.facts import InputError, Machine
 from pipedejavu.plan import Plan, preset
 from pipedejavu.profile import Cut, cut_model
@@ -17,8 +20,10 @@ from pipedejavu.program import compile as compile_plan
 from pipedejavu.program.crew import assign_devices
 from pipedejavu.program.share import divide
 from pipedejavu.simulate import Prediction, simulate
+from pipedejavu.store import Saver, Shelf
 from pipedejavu.train.door import inputs_and_targets, own_loss
 from pipedejavu.train.folder import result_of
+from pipedejavu.train.loop import random_state, say, set_random_state
 from pipedejavu.train.measure import measure
 from pipedejavu.train.site import devices_to_measure, make_machine, read_sites, torch_device
 from pipedejavu.train.task import describe_form, loss_of
@@ -51,6 +56,10 @@ class Trainer:
         machine: Machine | None = None,
     ):
         self.model = model
+        self.samples = 0
+        """Samples that were trained on."""
+        self._losses: list[float] = []
+        self._saver: Saver | None = None
         plan = (
             preset(plan.removeprefix("preset:")).at(workers=workers, microbatches=4) if isinstance(plan, str) else plan
         )
@@ -82,12 +91,62 @@ class Trainer:
 
     def step(self, batch: Any) -> float:
         """Trains on one batch; returns its mean loss."""
-        self.batch.take(batch, first=self.threads.rounds * len(self.batch.sizes))
+        self.batch.take(batch, first=self.threads.updates * self.program.update_size)
         self.threads.run()
         losses = [loss for own in self.threads.handlers for loss in own.log.losses.values()]
         for own in self.threads.handlers:
             own.log.losses.clear()
-        return sum(losses) / self.batch.size
+        self.samples += self.batch.size
+        self._losses.append(sum(losses) / self.batch.size)
+        return self._losses[-1]
+
+    @property
+    def updates(self) -> int:
+        """Updates that were made, in this process or before the checkpoint that was loaded."""
+        return self.threads.updates
+
+    def save(self, folder: str | Path) -> None:
+        """Copies the state and begins to write it to a folder of checkpoints, beside training.
+
+        The newest two stay, and the one whose steps had the lowest loss. `wait` returns when it is on the disk.
+        """
+        if self._saver is None or self._saver.shelf.path != Path(folder):
+            self.wait()
+            self._saver = Saver(Shelf(folder), tell=say)
+        about = {
+            "samples": self.samples,
+            "loss": sum(self._losses) / len(self._losses) if self._losses else None,
+            "plan": json.loads(self.program.plan.to_json()),
+            "facts": {"norm": take_norm(self.threads.handlers[0])},
+        }
+        self._losses.clear()
+        self._saver.save(self.updates, take_all(self.threads) | random_state(), lambda: about)
+
+    def wait(self) -> None:
+        """Waits until what was saved is on the disk."""
+        if self._saver is not None:
+            self._saver.wait()
+
+    def load(self, folder: str | Path) -> int:
+        """Takes up the newest checkpoint that is whole, of this plan or any other; returns the updates behind it.
+
+        Returns 0 where there is none. One that is not whole is named and set aside. `samples` then says how many
+        samples were trained on: a loop that goes on begins with the next.
+        """
+        self.wait()
+        found = Shelf(folder).newest(say)
+        if found is None:
+            return 0
+        has = found.manifest.tensors
+        put_all(
+            self.threads,
+            found.step,
+            lambda name: found.tensor(name) if name in has else None,
+            found.manifest.facts.get("norm"),
+        )
+        self.samples = found.manifest.samples
+        set_random_state(found)
+        return found.step
 
     def save_to_model(self) -> nn.Module:
         """Copies the trained weights into the user's model and returns it."""

@@ -4,10 +4,12 @@ It has no part in the program: nothing waits for it, so plans without a common m
 """
 
 import json
+import math
 import resource
 import threading
 import time
 from collections import defaultdict
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
@@ -21,6 +23,8 @@ from pipedejavu.train.folder import RunFolder
 from pipedejavu.train.progress import Memory, Progress
 
 INTERVAL_S = 0.25
+PATIENCE_S = 5.0
+"""How long a checkpoint waits for reports that are on their way."""
 
 
 def resident_bytes() -> int:
@@ -34,8 +38,18 @@ def resident_bytes() -> int:
 class Watch:
     """One rank's reports; on the first rank also the desk that takes those of all."""
 
-    def __init__(self, store: Store, rank: int, batches: Batches, device: torch.device, desk: "Desk | None"):
+    def __init__(
+        self,
+        store: Store,
+        rank: int,
+        batches: Batches,
+        device: torch.device,
+        desk: "Desk | None",
+        listen: Callable[[], None] = lambda: None,
+    ):
+        """Takes what else is to be done as often as this rank reports (`listen`)."""
         self.store, self.rank, self.batches, self.device, self.desk = store, rank, batches, device, desk
+        self.listen = listen
         self.started_s = time.perf_counter()
         self._log, self._taken, self._number = Log(), 0, 0
         self._pending: list[tuple[int, float, int, float]] = []
@@ -91,6 +105,7 @@ class Watch:
         with suppress(RuntimeError):  # whoever keeps the store is gone, and the run itself will say why
             while not self._ended.wait(INTERVAL_S):
                 self.send()
+                self.listen()
                 if self.desk:
                     self.desk.take_all(self.store)
 
@@ -101,7 +116,11 @@ class Desk:
     def __init__(self, folder: RunFolder, progress: Progress, num_ranks: int, update_size: int):
         self.folder, self.progress, self.update_size = folder, progress, update_size
         self.taken = [0] * num_ranks
-        self.step = 1
+        self.step = progress.done + 1
+        self.elapsed_s = folder.elapsed_s()
+        """Of the run before this process."""
+        self.losses: dict[int, float] = {}
+        """Of each step since the last checkpoint."""
         self.memory = Memory(0, 0)
         self._sums: dict[int, list[tuple[float, int, float]]] = defaultdict(list)
 
@@ -121,8 +140,21 @@ class Desk:
 
     def _finish(self, rows: list[tuple[float, int, float]]) -> None:
         count = sum(row[1] for row in rows)
-        loss, elapsed_s = sum(row[0] for row in rows) / count, max(row[2] for row in rows)
-        line = {"step": self.step, "loss": loss, "count": count, "elapsed_s": elapsed_s}
+        loss, at_s = sum(row[0] for row in rows) / count, max(row[2] for row in rows)
+        self.losses[self.step] = loss
+        line = {"step": self.step, "loss": loss, "count": count, "elapsed_s": self.elapsed_s + at_s}
         self.folder.add_metrics({**line, **self.memory.form()})
-        self.progress.report(self.step, loss, count, self.memory, elapsed_s)
+        self.progress.report(self.step, loss, count, self.memory, at_s)
         self.step += 1
+
+    def mean_loss(self, step: int) -> float | None:
+        """Returns the mean loss of the steps since it was last asked for, when the metrics hold all of them.
+
+        So that a run that goes on from a checkpoint has the metrics of every step before it.
+        """
+        last_s = time.perf_counter() + PATIENCE_S
+        while self.step <= step and time.perf_counter() < last_s:
+            time.sleep(INTERVAL_S / 10)
+        found = [self.losses.pop(known) for known in list(self.losses) if known <= step]
+        mean = sum(found) / len(found) if found else math.nan
+        return mean if math.isfinite(mean) else None

@@ -1,30 +1,34 @@
 """One rank of a training run: runs its worker of the program, reports on the way, and packs what it leaves."""
 
-import math
+import json
 import os
 import signal
 import sys
 import time
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import FileStore, Store
+from torch._C._distributed_c10d import FileStore, PrefixStore, Store
 
 from pipedejavu.engine.device import device_of
 from pipedejavu.engine.handle import Handlers
 from pipedejavu.engine.process import run_rank
 from pipedejavu.engine.run import final_weights
 from pipedejavu.engine.share import adjusted_counts
-from pipedejavu.facts import Span, keep_heap
+from pipedejavu.engine.state import put_state, take_norm, take_state
+from pipedejavu.facts import Record, Span, keep_heap
 from pipedejavu.program import Program
 from pipedejavu.program.share import cut_evenly
 from pipedejavu.simulate import simulate
+from pipedejavu.store import Checkpoint, Saver, Shelf
 from pipedejavu.train.failure import write_failure
-from pipedejavu.train.folder import Part, RunFolder
+from pipedejavu.train.folder import Part, RunFolder, Start
+from pipedejavu.train.halt import STOPPED, Halt
 from pipedejavu.train.options import TrainOptions
 from pipedejavu.train.progress import Progress
 from pipedejavu.train.site import num_threads
@@ -40,9 +44,10 @@ def work(rank: int, size: int, path: str) -> None:
     folder, code = RunFolder(path), 1
     try:
         dist.init_process_group("gloo", store=FileStore(str(folder.parts / "group"), size), rank=rank, world_size=size)
-        run = Rank(folder.options(), folder.program(), FileStore(str(folder.parts / "watch"), size), folder)
+        store = FileStore(str(folder.parts / "watch"), size)
+        run = Rank(folder.options(), folder.program(), store, folder, folder.start())
         folder.write_part(rank, run.run(folder.parts))
-        code = 0
+        code = STOPPED if run.is_stopped else 0
     except BaseException as error:
         write_failure(folder.failure, rank, error)
     # What this rank has to say is on disk. Ending here spares the interpreter's shutdown, which waits for lanes that
@@ -58,33 +63,48 @@ Move = tuple[int, tuple[tuple[int, ...], ...]]
 class Rank:
     """One rank's state during a run; the first has the run folder, the others need none."""
 
-    def __init__(self, options: TrainOptions, program: Program, store: Store, folder: RunFolder):
-        self.options, self.program, self.store, self.folder = options, program, store, folder
+    def __init__(self, options: TrainOptions, program: Program, store: Store, folder: RunFolder, start: Start):
+        self.options, self.program, self.store, self.folder, self.start = options, program, store, folder, start
         self.rank = dist.get_rank()
         keep_heap()
         torch.set_num_threads(num_threads(program.machine, program.devices, self.rank))
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what cuBLAS needs to be deterministic
         torch.use_deterministic_algorithms(True, warn_only=True)
         self.job, self.order = prepare(options, program.sizes)
+        self.order.start(start.step, start.samples)
         self.batches = SteadyBatches(self.order)
         self.moves: list[Move] = []
         self.spans: list[Span] = []
         self.ends_s: list[float] = []
         """When each round ended."""
+        self.halt = Halt(PrefixStore("halt", store), self.rank, len(program.workers))
+        self.halt.obey()
+        self.desk: Desk | None = None
+        self.saver: Saver | None = None
+        self.is_stopped = False
 
     def run(self, shared: Path) -> Part:
         """Trains to the end; `shared` is a folder for weights that the workers of one host share."""
-        rounds, base_bytes = math.ceil(self.options.steps / self.program.plan.steps), resident_bytes()
+        base_bytes = resident_bytes()
+        updates = range(self.start.step, self.options.steps, self.program.plan.steps)
+        shelf = Shelf(shared.parent / self.folder.shelf.path.name)
         with ExitStack() as stack:
-            desk = self._open_desk(stack) if self.rank == 0 else None
-            self.watch = Watch(self.store, self.rank, self.batches, device_of(self.program, self.rank), desk)
+            self._open_desk(stack)
+            if self.options.checkpoint_every:
+                board = (PrefixStore("saver", self.store), len(self.program.workers))
+                self.saver = Saver(shelf, rank=self.rank, board=board, tell=self._tell, note=self.folder.add_metrics)
+            device = device_of(self.program, self.rank)
+            self.watch = Watch(self.store, self.rank, self.batches, device, self.desk, self.halt.listen)
             with self.watch:
                 handlers = run_rank(
-                    self.program, self.job, self.batches, rounds, self.after_round, shared, self.before_round
-                )
+                    self.program, self.job, self.batches, updates, self.after_round, shared, self.before_round,
+                    partial(self._restore, shelf),
+                )  # fmt: skip
+                if self.saver:
+                    self.saver.wait()
             dist.barrier()  # everyone has sent its last report
-            if desk:
-                desk.take_all(self.store)
+            if self.desk:
+                self.desk.take_all(self.store)
         log, peak = handlers.log, self.watch.peak()
         facts: dict[str, Any] = {
             "peak_live": log.peak_live,
@@ -98,25 +118,72 @@ class Rank:
             facts["events"] = [[type(e).__name__, *e] for e in log.events]
         return Part.of(final_weights(handlers), self.spans, facts)
 
-    def _open_desk(self, stack: ExitStack) -> Desk:
+    def _open_desk(self, stack: ExitStack) -> None:
+        """Lets the first rank take the reports of all, and show how the run gets on."""
+        if self.rank:
+            return
         is_counting_samples = self.batches.count(0) == self.program.sizes[0]
         forecast_s = simulate(self.program).makespan_s / self.program.plan.steps
-        progress = Progress(self.options.steps, "samples" if is_counting_samples else "tokens", forecast_s)
+        items = "samples" if is_counting_samples else "tokens"
+        self.progress = Progress(self.options.steps, items, forecast_s, self.start.step)
         ranks = len(self.program.workers)
-        return Desk(self.folder, stack.enter_context(progress), ranks, self.program.update_size)
+        self.desk = Desk(self.folder, stack.enter_context(self.progress), ranks, self.program.update_size)
+
+    def _tell(self, sentence: str) -> None:
+        self.progress.say(sentence)
 
     def before_round(self, handlers: Handlers) -> None:
         """Lets the watch follow the log."""
         self.watch.follow(handlers.log)
 
-    def after_round(self, number: int, handlers: Handlers, spans: list[Span]) -> None:  # noqa: ARG002
-        """Keeps the round's spans, and lets shares follow the measured rates."""
+    def after_round(self, update: int, handlers: Handlers, spans: list[Span]) -> bool:
+        """Keeps the round's spans, lets shares follow the measured rates, and saves; returns whether to go on."""
         self.spans = spans
         self.ends_s.append(time.perf_counter())
         self.watch.settle()
-        feed = self.program.plan.feed
-        if feed.kind == "share" and feed.is_controlled:
-            self._rebalance(number + 1, spans)
+        plan = self.program.plan
+        if plan.feed.kind == "share" and plan.feed.is_controlled:
+            self._rebalance(update, spans)
+        self.is_stopped = self.halt.is_due(update, plan.steps) and update < self.options.steps
+        every = self.options.checkpoint_every
+        if self.saver and every and (update % every == 0 or update >= self.options.steps or self.is_stopped):
+            self._save(self.saver, update, handlers)
+        return not self.is_stopped
+
+    def _save(self, saver: Saver, update: int, handlers: Handlers) -> None:
+        """Copies this rank's share of the state, which the saver writes beside training."""
+        is_apart = self.program.plan.feed.kind == "own"
+        if is_apart:  # others may still be at an update before this one
+            dist.barrier()
+        tensors = take_state(handlers)
+        tensors[f"rng/{self.rank}"] = torch.get_rng_state()
+        if handlers.device.type == "cuda":
+            tensors[f"rng/{self.rank}/cuda"] = torch.cuda.get_rng_state(handlers.device)
+        if is_apart:
+            dist.barrier()
+        facts = {"norm": take_norm(handlers), "parts": self.program.parts, "options": _plain(self.options)}
+        about = {"samples": self.order.samples(update), "plan": _plain(self.program.plan), "facts": facts}
+        saver.save(update, tensors, lambda: {**about, "loss": self.desk.mean_loss(update) if self.desk else None})
+
+    def _restore(self, shelf: Shelf, handlers: Handlers) -> None:
+        """Puts the state of the checkpoint that the run goes on from in the place of the first weights."""
+        if not self.start.step:
+            return
+        checkpoint = Checkpoint(shelf.folder(self.start.step))
+        facts, has = checkpoint.manifest.facts, checkpoint.manifest.tensors
+        put_state(
+            handlers,
+            self.start.step,
+            lambda name: checkpoint.tensor(name) if name in has else None,
+            facts.get("norm"),
+        )
+        parts = tuple(map(tuple, facts.get("parts", ())))
+        if self.program.plan.feed.is_controlled and [*map(len, parts)] == [*map(len, self.program.parts)]:
+            self._move(self.start.step, parts)
+        if f"rng/{self.rank}" in has:
+            torch.set_rng_state(checkpoint.tensor(f"rng/{self.rank}"))
+        if handlers.device.type == "cuda" and f"rng/{self.rank}/cuda" in has:
+            torch.cuda.set_rng_state(checkpoint.tensor(f"rng/{self.rank}/cuda"), handlers.device)
 
     def _rebalance(self, update: int, spans: list[Span]) -> None:
         """Moves samples between replicas from an update on; each keeps its number of microbatches."""
@@ -132,9 +199,17 @@ class Rank:
         bounds = [(len(part), len(part) * plan.feed.samples) for part in parts]
         following = adjusted_counts(counts, times.tolist(), bounds)
         if following != tuple(counts):
-            parts = tuple(cut_evenly(count, len(part)) for count, part in zip(following, parts, strict=True))
-            self.program = replace(self.program, parts=parts)
-            self.order.change(update, self.program.sizes)
-            self.moves.append((update, parts))
+            self._move(update, tuple(cut_evenly(n, len(part)) for n, part in zip(following, parts, strict=True)))
             if self.rank == 0:
                 self.folder.add_metrics({"shares": [count / sum(following) for count in following]})
+
+    def _move(self, update: int, parts: tuple[tuple[int, ...], ...]) -> None:
+        """Gives replicas other parts of a batch from an update on."""
+        self.program = replace(self.program, parts=parts)
+        self.order.change(update, self.program.sizes)
+        self.moves.append((update, parts))
+
+
+def _plain(record: Record) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(record.to_json())
+    return found

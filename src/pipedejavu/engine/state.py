@@ -1,0 +1,185 @@
+"""A worker's state under the model's own names, from which any other plan, placement or number of workers can go on.
+
+    weight/NAME               the weights
+    state/SLOT/NAME           optimizer state; slots have the names that torch.optim gives them
+    buffer/NAME               running statistics and the like
+    replica/2/…/NAME          what is the third replica's own: its buffers and, where replicas make updates of their
+                              own, its weights and state
+
+It is taken between rounds, when nothing is in flight. Workers that hold alike weights divide them among themselves.
+"""
+
+from collections.abc import Callable, Iterator
+
+from torch import Tensor
+
+from pipedejavu.engine.device import CPU
+from pipedejavu.engine.handle import Handlers
+from pipedejavu.engine.optimizer import Tensors
+from pipedejavu.engine.piece import PieceRunner
+from pipedejavu.engine.run import Threads, final_weights, homes_of
+from pipedejavu.facts import InputError
+from pipedejavu.plan import Plan
+from pipedejavu.program import Program
+from pipedejavu.program.value import rest_of, update_place
+
+SLOTS = {"step": "step", "m": "exp_avg", "v": "exp_avg_sq", "momentum": "momentum_buffer"}
+"""The optimizers' names of their state, and those of torch."""
+
+Source = Callable[[str], Tensor | None]
+"""Returns the tensor of a name, or None where there is none."""
+
+
+def check_drained(plan: Plan) -> None:
+    """Raises InputError for plans whose workers know more than weights and state when nothing is in flight."""
+    if plan.reduce.combiner == "elastic" or plan.reduce.gate == "bound":
+        what = "how far each worker is from the centre" if plan.reduce.combiner == "elastic" else "the waves in flight"
+        raise InputError(
+            f"plan '{plan.name}' carries {what} from update to update, which no checkpoint holds; train it in one go,"
+            " or use another plan"
+        )
+
+
+def take_state(own: Handlers) -> Tensors:
+    """Returns copies, in host memory, of this worker's share of the state."""
+    found: Tensors = {}
+    weights, holders_of = final_weights(own), _holders(own.program)
+    for home, runner in own.runners.items():
+        piece, replica = home
+        for number, name in enumerate(runner.initial):
+            prefix = _prefix(own.program, holders_of[piece], (replica, own.index), number)
+            if prefix is None:
+                continue
+            found[f"{prefix}weight/{name}"] = _copy(weights[home][name])
+            for slot, tensor in own.applier.state.get(home, {}).get(name, {}).items():
+                found[f"{prefix}state/{SLOTS[slot]}/{name}"] = _copy(tensor)
+        for name, buffer in _buffers(runner):
+            if replica < own.program.num_replicas:
+                prefix = "" if replica == holders_of[piece][0][0] else f"replica/{replica}/"
+                found[f"{prefix}buffer/{name}"] = _copy(buffer)
+    return found
+
+
+def take_norm(own: Handlers) -> float | None:
+    """Returns the norm that the next update is clipped by, where that is the last one's."""
+    steps = own.program.plan.steps
+    is_needed = own.program.plan.reduce.clip == "delayed"
+    return own.values.get(("n", 0, 0, steps - 1, "")) if is_needed else None
+
+
+def put_state(own: Handlers, update: int, source: Source, norm: float | None = None) -> None:
+    """Puts state in the place of what a worker has before its first round; raises InputError where it does not fit.
+
+    `update` is how many updates have made it.
+    """
+    plan = own.program.plan
+    check_drained(plan)
+    for (what, _, replica, _, _), value in own.values.items():
+        if what == "w":
+            for name, weight in value.items():
+                loaded = _find(own, source, replica, "weight", name)
+                if loaded is None:
+                    raise InputError(f"the checkpoint has no weight '{name}'; it is of another model")
+                _fill(f"weight '{name}'", weight.data, loaded)
+    for home, runner in own.runners.items():
+        own.applier.state[home] = _state(own, home, runner, source)
+        if plan.reduce.gate == "lock":
+            own.applier.served[home[0]] = update * own.program.num_replicas
+        for name, buffer in _buffers(runner):
+            loaded = _find(own, source, home[1], "buffer", name)
+            if loaded is None:  # what comes from others does not tell buffers from weights
+                loaded = source(f"weight/{name}")
+            if loaded is not None:
+                _fill(f"buffer '{name}'", buffer, loaded)
+    if norm is not None and plan.reduce.clip == "delayed":
+        own.values["n", 0, 0, plan.steps - 1, ""] = norm
+
+
+def take_all(threads: Threads) -> Tensors:
+    """Returns copies of the state of all workers."""
+    return {name: tensor for own in threads.handlers for name, tensor in take_state(own).items()}
+
+
+def put_all(threads: Threads, update: int, source: Source, norm: float | None = None) -> None:
+    """Puts state in the place of what all workers have; their next round begins with this update."""
+    for own in threads.handlers:
+        put_state(own, update, source, norm)
+    threads.updates = update
+
+
+def _state(own: Handlers, home: tuple[int, int], runner: PieceRunner, source: Source) -> dict[str, Tensors]:
+    piece, replica = home
+    if own.program.plan.reduce.gate == "lock" and replica < own.program.num_replicas:
+        return {}  # the server makes the updates
+    rests_on_host = update_place(own.program, piece) == "host" or rest_of(own.program, piece) == "visit"
+    found: dict[str, Tensors] = {}
+    for name, weight in runner.initial.items():
+        slots = {}
+        for slot, torch_name in SLOTS.items():
+            loaded = _find(own, source, replica, f"state/{torch_name}", name)
+            if loaded is not None:
+                is_scalar = slot == "step"
+                if not is_scalar and loaded.shape != weight.shape:
+                    raise InputError(f"'{torch_name}' of '{name}' is {_form(loaded)}, and the weight {_form(weight)}")
+                slots[slot] = loaded.to(CPU if rests_on_host or is_scalar else own.device, copy=True)
+        if slots:
+            wanted = own.job.optimizer.slots
+            if slots.keys() != wanted:
+                names = [" and ".join(sorted(SLOTS[slot] for slot in some)) or "nothing" for some in (slots, wanted)]
+                raise InputError(f"the checkpoint keeps {names[0]} of '{name}', and this optimizer {names[1]}")
+            found[name] = slots
+    return found
+
+
+def _find(own: Handlers, source: Source, replica: int, kind: str, name: str) -> Tensor | None:
+    """Looks for a replica's own tensor, then for that of all; a tied weight may be there under its other name."""
+    tied = next((sorted(tie - {name}) for tie in own.job.ties if name in tie), [])
+    # Replicas that share every update must begin alike, whatever plan the checkpoint is of.
+    has_own = own.program.plan.feed.kind == "own" or kind == "buffer"
+    for known in (name, *tied):
+        for prefix in (f"replica/{replica}/", "") if has_own else ("",):
+            found = source(f"{prefix}{kind}/{known}")
+            if found is not None:
+                return found
+    return None
+
+
+def _fill(what: str, target: Tensor, loaded: Tensor) -> None:
+    if loaded.shape != target.shape:
+        raise InputError(f"{what} is {_form(loaded)} in the checkpoint and {_form(target)} in the model")
+    target.copy_(loaded)
+
+
+def _form(tensor: Tensor) -> str:
+    return "×".join(map(str, tensor.shape)) or "a number"
+
+
+def _holders(program: Program) -> dict[int, list[tuple[int, int]]]:
+    """Returns the (replica, worker) pairs that hold each piece, in order."""
+    found: dict[int, list[tuple[int, int]]] = {}
+    for worker in range(len(program.workers)):
+        for piece, replica in homes_of(program, worker):
+            found.setdefault(piece, []).append((replica, worker))
+    return {piece: sorted(pairs) for piece, pairs in found.items()}
+
+
+def _prefix(program: Program, holders: list[tuple[int, int]], own: tuple[int, int], number: int) -> str | None:
+    """Returns under which prefix a holder keeps the n-th weight of a piece, or None where another one does."""
+    if program.plan.feed.kind != "own":  # all have the same
+        return "" if holders[number % len(holders)] == own else None
+    is_on_server = holders[-1][0] == program.num_replicas
+    source = holders[-1] if is_on_server else holders[0]
+    return "" if own == source else f"replica/{own[0]}/"
+
+
+def _buffers(runner: PieceRunner) -> Iterator[tuple[str, Tensor]]:
+    """Yields each buffer that belongs to a model's state, with its name."""
+    for _, unit, module in runner.units:
+        for path, part in module.named_modules(prefix=unit):
+            for key, buffer in part._buffers.items():
+                if buffer is not None and key not in part._non_persistent_buffers_set:
+                    yield ".".join(filter(None, (path, key))), buffer
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    return tensor.detach().to(CPU, copy=True)

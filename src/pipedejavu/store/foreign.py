@@ -1,0 +1,239 @@
+"""Weights and state to and from the folders of others: Hugging Face's safetensors, and torch's DCP.
+
+What comes in becomes a checkpoint like all others. A pickle is read only where the caller allows it, and then by
+readers that build tensors and torch's own records and nothing else: torch's `weights_only`, and for the metadata of
+DCP, which torch itself unpickles without a check, one of our own.
+"""
+
+import io
+import json
+import pickle
+from collections.abc import Iterator
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+
+from pipedejavu.facts import InputError, read_file
+from pipedejavu.store.checkpoint import Checkpoint
+from pipedejavu.store.manifest import SCHEMA_VERSION, Manifest
+from pipedejavu.store.part import Tensors, write_part
+from pipedejavu.store.shelf import Shelf, merged, part_name
+
+SHARD_BYTES = 5 * 2**30
+_INDEX = "model.safetensors.index.json"
+
+_DCP_CLASSES = {
+    "torch.distributed.checkpoint.metadata": {
+        "BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta", "TensorProperties",
+        "TensorStorageMetadata", "_MEM_FORMAT_ENCODING",
+    },
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+    "torch.serialization": {"_get_layout"},
+    "torch": {"Size", *(name for name, value in vars(torch).items() if isinstance(value, torch.dtype))},
+    "pathlib": {"PosixPath", "WindowsPath", "PurePosixPath"},
+    "collections": {"OrderedDict"},
+}  # fmt: skip
+"""All that the metadata of DCP is made of."""
+
+
+def export_hugging(checkpoint: Checkpoint, folder: str | Path, *, config: str | Path | None = None) -> Path:
+    """Writes a checkpoint's weights and buffers to a new folder as Hugging Face has them, with a `config.json`."""
+    target = _new_folder(folder)
+    kept = [name for name in checkpoint.names() if name.startswith(("weight/", "buffer/"))]
+    entries = checkpoint.manifest.tensors
+    shards: list[list[str]] = [[]]
+    size = 0
+    for name in kept:
+        if shards[-1] and size + entries[name].size_bytes > SHARD_BYTES:
+            shards.append([])
+            size = 0
+        shards[-1].append(name)
+        size += entries[name].size_bytes
+    count = len(shards)
+    weight_map: dict[str, str] = {}
+    for number, names in enumerate(shards, start=1):
+        file = "model.safetensors" if count == 1 else f"model-{number:05}-of-{count:05}.safetensors"
+        write_part(target / file, {_own_name(name): checkpoint.tensor(name) for name in names})
+        weight_map |= {_own_name(name): file for name in names}
+    if count > 1:
+        total = sum(entries[name].size_bytes for name in kept)
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        (target / _INDEX).write_text(json.dumps(index, indent=2), encoding="utf-8")
+    if config is not None:
+        (target / "config.json").write_bytes(read_file(config))
+    return target
+
+
+def import_hugging(folder: str | Path, shelf: str | Path, *, allow_pickle: bool = False) -> Checkpoint:
+    """Makes a checkpoint, of step 0, of the weights in a Hugging Face folder; those in a pickle only where allowed."""
+    source = Path(folder)
+    tensors: Tensors = {}
+    for path in _hugging_files(source, allow_pickle):
+        tensors |= _read_pickle(path) if path.suffix == ".bin" else _read_safetensors(path)
+    return _keep(shelf, {f"weight/{name}": tensor for name, tensor in tensors.items()})
+
+
+def export_dcp(checkpoint: Checkpoint, folder: str | Path) -> Path:
+    """Writes a checkpoint as torch.distributed.checkpoint does, under the names of its `get_state_dict`."""
+    target = _new_folder(folder)
+    model: Tensors = {}
+    state: dict[str, Tensors] = {}
+    for name in checkpoint.names():
+        kind, _, own = name.partition("/")
+        if kind in ("weight", "buffer"):
+            model[own] = checkpoint.tensor(name)
+        elif kind == "state":
+            slot, _, parameter = own.partition("/")
+            state.setdefault(parameter, {})[slot] = checkpoint.tensor(name)
+    dcp: Any = import_module("torch.distributed.checkpoint")
+    dcp.save({"model": model, "optim": {"state": state}}, checkpoint_id=target, no_dist=True)
+    return target
+
+
+def import_dcp(folder: str | Path, shelf: str | Path, *, allow_pickle: bool = False) -> Checkpoint:
+    """Makes a checkpoint, of step 0, of a folder that torch.distributed.checkpoint wrote, optimizer state included.
+
+    Its files are pickles, which need to be allowed.
+    """
+    source = Path(folder)
+    if not allow_pickle:
+        raise InputError(
+            f"{source} holds pickles, as all folders of torch.distributed.checkpoint do; pass allow_pickle=True if you"
+            " know where it comes from"
+        )
+    metadata = _read_metadata(source / ".metadata")
+    tensors = {}
+    for full, form in metadata.state_dict_metadata.items():
+        name = _native_name(full)
+        if name is not None and hasattr(form, "chunks"):
+            whole = torch.empty(form.size, dtype=form.properties.dtype)
+            for place, data in _chunks(source, metadata, full):
+                region = tuple(slice(start, start + count) for start, count in zip(place, data.shape, strict=True))
+                whole[region] = data
+            tensors[name] = whole
+    if not tensors:
+        raise InputError(f"{source} has no tensors under 'model.'; save {{'model': model.state_dict()}}")
+    return _keep(shelf, tensors)
+
+
+def _own_name(name: str) -> str:
+    return name.partition("/")[2]
+
+
+def _native_name(full: str) -> str | None:
+    """Returns the name of a tensor of DCP in a checkpoint, or None for what has no place there."""
+    kind, _, rest = full.partition(".")
+    if kind == "model":
+        return f"weight/{rest}"
+    name, _, slot = rest.removeprefix("state.").rpartition(".")
+    is_state = kind in ("optim", "optimizer") and rest.startswith("state.") and bool(name)
+    return f"state/{slot}/{name}" if is_state else None
+
+
+def _new_folder(folder: str | Path) -> Path:
+    path = Path(folder)
+    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        raise InputError(f"{path} is there already; choose another folder")
+    path.mkdir(parents=True, exist_ok=True)
+    return path
+
+
+def _hugging_files(source: Path, allow_pickle: bool) -> list[Path]:
+    if (source / _INDEX).exists():
+        try:
+            names = sorted({*json.loads(read_file(source / _INDEX))["weight_map"].values()})
+        except (ValueError, KeyError, AttributeError, TypeError):
+            raise InputError(f"{source / _INDEX} has no 'weight_map' from names to files") from None
+        outside = [name for name in names if not isinstance(name, str) or Path(name).name != name]
+        if outside:
+            raise InputError(f"{source / _INDEX} names the file {outside[0]!r}, which is not in the folder")
+        return [source / name for name in names]
+    found = sorted(source.glob("*.safetensors"))
+    pickles = sorted(source.glob("pytorch_model*.bin"))
+    if found or not pickles:
+        if not found:
+            raise InputError(f"{source} has no file *.safetensors")
+        return found
+    if not allow_pickle:
+        raise InputError(
+            f"{source} has its weights in the pickle {pickles[0].name}; pass allow_pickle=True if you know where it"
+            " comes from, or take the safetensors that most models have"
+        )
+    return pickles
+
+
+def _read_safetensors(path: Path) -> Tensors:
+    try:
+        return load_file(path)
+    except (SafetensorError, OSError) as error:
+        raise InputError(f"cannot read {path}: {error}") from None
+
+
+def _read_pickle(path: Path) -> Tensors:
+    found = _load_safely(io.BytesIO(read_file(path)), path)
+    return {name: tensor for name, tensor in found.items() if isinstance(tensor, torch.Tensor)}
+
+
+def _load_safely(data: io.BytesIO, path: Path) -> Any:
+    try:
+        return torch.load(data, map_location="cpu", weights_only=True)
+    except Exception as error:  # whatever a stranger's bytes make of it
+        text = str(error).partition("\n")[0]
+        raise InputError(f"cannot read {path}: it holds more than tensors, or is broken ({text})") from None
+
+
+class _DcpReader(pickle.Unpickler):
+    """Builds the records of DCP's metadata, and refuses all else."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        """Returns a class of the list."""
+        # As a pickle of another version of Python may write it.
+        known = _DCP_CLASSES.get("pathlib" if module.startswith("pathlib.") else module, set())
+        if name not in known:
+            raise pickle.UnpicklingError(f"it asks for {module}.{name}")
+        return super().find_class(module, name)
+
+
+def _read_metadata(path: Path) -> Any:
+    try:
+        return _DcpReader(io.BytesIO(read_file(path))).load()
+    except InputError:
+        raise
+    except Exception as error:  # whatever a stranger's bytes make of it
+        raise InputError(f"cannot read {path}: it is no metadata of torch.distributed.checkpoint ({error})") from None
+
+
+def _chunks(source: Path, metadata: Any, full: str) -> Iterator[tuple[tuple[int, ...], torch.Tensor]]:
+    """Yields the parts of a tensor with the place of their first element."""
+    for index, where in metadata.storage_data.items():
+        if index.fqn == full:
+            path = source / Path(where.relative_path).name
+            try:
+                with path.open("rb") as file:
+                    file.seek(where.offset)
+                    data = _load_safely(io.BytesIO(file.read(where.length)), path)
+            except OSError as error:
+                raise InputError(f"cannot read {path}: {error.strerror}") from None
+            yield tuple(index.offset or (0,) * data.ndim), data
+
+
+def _keep(shelf: str | Path, tensors: Tensors) -> Checkpoint:
+    """Puts tensors on a shelf, as a checkpoint of step 0."""
+    own = Shelf(shelf)
+    if own.steps():
+        raise InputError(f"{own.path} holds checkpoints already; choose another folder")
+    own.collect()
+    parts: list[Tensors] = [{}]
+    for name, tensor in tensors.items():
+        if parts[-1] and sum(t.nbytes for t in parts[-1].values()) + tensor.nbytes > SHARD_BYTES:
+            parts.append({})
+        parts[-1][name] = tensor
+    draft = own.draft(0)
+    names = [part_name(number) for number in range(len(parts))]
+    written = merged({name: write_part(draft / name, part) for name, part in zip(names, parts, strict=True)})
+    about = Manifest(schema_version=SCHEMA_VERSION, step=0, samples=0, parts=written[0], tensors=written[1])
+    return Checkpoint(own.commit(0, about))

@@ -1,0 +1,119 @@
+"""The manifest of a checkpoint: where each tensor lies, what it looks like, and the hash of its bytes.
+
+It is JSON with a seal, the hash of all that follows it, in the first line. Nothing in it is believed before it has been
+checked: names lead out of no folder, and no tensor lies outside its file.
+"""
+
+import math
+import re
+from hashlib import sha256
+from typing import Any, Self
+
+from pydantic import Field, model_validator
+
+from pipedejavu.facts import FaultsError, InputError, Record
+
+SCHEMA_VERSION = 1
+
+ITEM_BYTES = {
+    "F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4, "F16": 2, "BF16": 2, "I16": 2, "U16": 2, "F8_E4M3": 1,
+    "F8_E5M2": 1, "I8": 1, "U8": 1, "BOOL": 1,
+}  # fmt: skip
+"""The types of safetensors."""
+
+_PART = re.compile(r"part-\d{5}\.safetensors")
+_SEAL = re.compile(rb'\{"seal": "([0-9a-f]{64})",\n')
+
+
+class CheckpointError(InputError):
+    """A checkpoint is not whole; its text says what is wrong and where."""
+
+
+class Entry(Record):
+    """A tensor: its place, its form and the hash of its bytes."""
+
+    file: str
+    offset: int = Field(ge=0)
+    """Of its first byte in the file."""
+    shape: tuple[int, ...]
+    dtype: str
+    sha256: str
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of the tensor."""
+        return math.prod(self.shape) * ITEM_BYTES[self.dtype]
+
+
+class Part(Record):
+    """One file: its size, and its header, which other programs read."""
+
+    size_bytes: int = Field(ge=0)
+    header_bytes: int = Field(ge=8)
+    header_sha256: str
+
+
+class Manifest(Record):
+    """All of a checkpoint but the bytes of its tensors."""
+
+    schema_version: int
+    step: int = Field(ge=0)
+    """Updates that were made."""
+    samples: int = Field(ge=0)
+    """Samples of the run that were trained on; the next update begins with the one of this number."""
+    loss: float | None = None
+    """The mean loss of the steps since the checkpoint before."""
+    plan: dict[str, Any] = Field(default={})
+    """How the run was spread; the tensors are the same under any other plan."""
+    facts: dict[str, Any] = Field(default={})
+    """What else training goes on from."""
+    libraries: dict[str, str] = Field(default={})
+    parts: dict[str, Part]
+    tensors: dict[str, Entry]
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        return self.agreed()
+
+    def disagreements(self) -> list[str]:
+        """Returns a fault for each name and each tensor that cannot be."""
+        faults = [f"part '{name}' is no name of a part" for name in self.parts if not _PART.fullmatch(name)]
+        for name, entry in self.tensors.items():
+            part = self.parts.get(entry.file)
+            if entry.dtype not in ITEM_BYTES:
+                faults.append(f"tensor '{name}' has the unknown type '{entry.dtype}'")
+            elif part is None:
+                faults.append(f"tensor '{name}' is in '{entry.file}', which is no part")
+            elif any(n < 0 for n in entry.shape) or entry.offset + entry.size_bytes > part.size_bytes:
+                faults.append(f"tensor '{name}' does not fit into '{entry.file}' of {part.size_bytes} bytes")
+        return faults
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of all parts."""
+        return sum(part.size_bytes for part in self.parts.values())
+
+    def sealed(self) -> bytes:
+        """Returns the manifest as the bytes of its file."""
+        rest = self.to_json().encode()[1:].lstrip() + b"\n"
+        return b'{"seal": "%s",\n' % sha256(rest).hexdigest().encode() + rest
+
+    @classmethod
+    def unsealed(cls, data: bytes, source: str) -> Self:
+        """Reads `sealed`; raises CheckpointError for what is not exactly that."""
+        seal = _SEAL.match(data)
+        if not seal:
+            raise CheckpointError(f"{source} does not begin with a seal")
+        rest = data[seal.end() :]
+        if sha256(rest).hexdigest().encode() != seal[1]:
+            raise CheckpointError(f"{source} does not have the hash of its seal")
+        try:
+            found = cls.from_json(b"{" + rest, source)
+        except FaultsError as error:
+            raise CheckpointError(str(error)) from None
+        if found.schema_version != SCHEMA_VERSION:
+            raise CheckpointError(
+                f"{source} has schema version {found.schema_version} and this program reads {SCHEMA_VERSION}; use the"
+                " version of pipedejavu that wrote it"
+            )
+        return found
