@@ -35,6 +35,6 @@ def test_a_profile_without_times_on_the_machine_is_refused() -> None:
 
 def test_options_that_disagree_are_refused() -> None:
     with pytest.raises(InputError, match="microbatches of 3 samples do not make up a batch of 8"):
-        Options(batch=8, samples=3)
+        search(profile([1e-3]), machine(["fast"]), Options(batch=8, samples=3))
     with pytest.raises(InputError, match="objective 'price' needs the price"):
-        Options(objective="price")
+        search(profile([1e-3]), machine(["fast"]), Options(objective="price"))

@@ -1,9 +1,9 @@
 """What a search is asked for: the batch, the objective, what is allowed, and how long it may take."""
 
 from collections.abc import Callable
-from typing import Literal, Self
+from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from pipedejavu.facts import Record
 from pipedejavu.facts.quantity import Seconds
@@ -14,7 +14,7 @@ Progress = Callable[[float, str], None]
 
 
 class Options(Record):
-    """One question to the planner."""
+    """One question to the planner; `search` refuses fields that disagree."""
 
     batch: int = Field(default=32, ge=1)
     """Samples of one update, over all replicas."""
@@ -38,10 +38,6 @@ class Options(Record):
     seed: int = 0
     candidates: int = Field(default=5, ge=1)
     """How many plans the answer holds at most; about as many are simulated."""
-
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        return self.agreed()
 
     def disagreements(self) -> list[str]:
         """Returns a fault where microbatches do not make up the batch, or a price is negative."""

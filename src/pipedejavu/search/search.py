@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from pipedejavu.facts import Machine, Profile
-from pipedejavu.search import dp
+from pipedejavu.search import dp, exhaustive
 from pipedejavu.search.draft import Scene
 from pipedejavu.search.option import Options, Progress
 from pipedejavu.search.pool import Pool
@@ -14,9 +14,12 @@ from pipedejavu.search.scene import scenes_of
 from pipedejavu.search.share import offer_shares
 from pipedejavu.search.write import write
 
+FEW = 2000
+"""Drafts that `auto` looks at one by one."""
+
 Run = Callable[[Pool, list[Scene], Options], bool]
 
-SEARCHERS: dict[str, Run] = {"dp": dp.run}
+SEARCHERS: dict[str, Run] = {"exhaustive": exhaustive.run, "dp": dp.run}
 """By name: each fills a pool and returns whether it looked at all there is."""
 
 
@@ -28,10 +31,10 @@ def search(
     When the time budget is over the best so far is the answer. Raises InputError where the profile knows none of the
     machine's devices.
     """
-    options = options or Options()
+    options = (options or Options()).agreed()
     pool = Pool(options, progress)
     scenes = [*scenes_of(profile, machine, options)]
-    name, reason = _choose(options)
+    name, reason = _choose(pool, scenes, options)
     offer_shares(pool, scenes, options)
     is_complete = SEARCHERS[name](pool, scenes, options)
     ranked = _rank(pool, options)
@@ -48,10 +51,14 @@ def search(
     )
 
 
-def _choose(options: Options) -> tuple[str, str]:
+def _choose(pool: Pool, scenes: list[Scene], options: Options) -> tuple[str, str]:
+    """Returns the searcher to use, and why."""
     if options.searcher != "auto":
         return options.searcher, "it was asked for"
-    return "dp", "units form a chain, for which it is exact"
+    count = exhaustive.count(pool, scenes, options, most=FEW)
+    if count <= FEW:
+        return "exhaustive", f"there are {count:,} drafts in all, few enough to look at each"
+    return "dp", f"there are more than {FEW:,} drafts, and dynamic programming finds the best cut of a chain exactly"
 
 
 class _Ranked(NamedTuple):
