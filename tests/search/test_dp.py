@@ -10,7 +10,7 @@ from pipedejavu.facts import Machine, Profile
 from pipedejavu.search import Options, dp, exhaustive
 from pipedejavu.search.pool import Pool
 from pipedejavu.search.scene import scenes_of
-from pipedejavu.search.space import frames, least_s
+from pipedejavu.search.space import Bounds, frames
 from tests.search.case import machine, profile
 
 KINDS = {"fast": 1.0, "half": 0.5, "tenth": 0.1, "cpu": 0.05}
@@ -55,7 +55,7 @@ def test_dynamic_programming_finds_what_looking_at_everything_finds(case: tuple[
             best = dp.solve(frame, found.costs(scene, frame.samples))
             score = found.offer(best) if best is not None else inf
             assert score == pytest.approx(truth.best, rel=1e-9)
-            assert least_s(frame, found.costs(scene, frame.samples)) <= truth.best * (1 + 1e-9)
+            assert Bounds().least_s(frame, found.costs(scene, frame.samples)) <= truth.best * (1 + 1e-9)
 
 
 @given(cases())

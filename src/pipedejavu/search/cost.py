@@ -1,9 +1,10 @@
 """The cheap cost of stages and drafts: closed forms that the searchers minimise; the simulator has the last word.
 
-An update of a pipeline takes Σ(f + 2c) + max((m − 1)·max(f, c) + u) over its stages: f is what a stage takes for a
-microbatch, c what its output takes to the next one, m its part of the microbatches, u what follows its last backward.
-So the cost is a sum and a maximum over stages, which is what makes it exact to minimise. Everything is worked out for
-arrays of stages at once.
+An update of a pipeline takes Σ(f + 2c) + max z over its stages: f is what a stage takes for a microbatch, c what its
+output takes to the next one. z is what a stage adds once the first microbatch is through, (m − 1)·max(f, c) for its m
+microbatches, and what follows its last backward. Under 1F1B a stage holds l microbatches at most, so l of them take no
+less than one's way to the last stage and back. So the cost is a sum and a maximum over stages, and the maximum grows
+with the sum behind it: that is what makes it exact to minimise. All is worked out for arrays of stages at once.
 """
 
 from dataclasses import dataclass
@@ -13,20 +14,37 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipedejavu.search.draft import Array, Draft, Mode, Scene
-from pipedejavu.search.seat import Seat, Seats, cpu_of
+from pipedejavu.search.seat import Row, Seat, cpu_of, seat_of
 
 Index = NDArray[np.intp] | int
 
 
 class StageCost(NamedTuple):
-    """What stages cost, for arrays of them."""
+    """What stages cost on one seat, for arrays of them."""
 
+    seat: Seat
     sum_s: Array
-    """What each adds to an update."""
+    """What each adds to an update: one microbatch there, and to the next stage and back."""
     slowest_s: Array
-    """Of which the largest adds to an update."""
+    """What each further microbatch takes at least."""
+    after_s: Array
+    """What follows the last backward."""
     device_bytes: Array
     host_bytes: Array
+
+    def bound_s(self, behind_s: Array | float) -> Array:
+        """Returns what each adds once its first microbatch is through, with a way to the end and back of `behind_s`."""
+        share, live = self.seat.share, self.seat.live
+        if self.seat.is_stale:
+            return np.asarray(share * np.maximum(self.slowest_s, (self.sum_s + behind_s) / live) + self.after_s)
+        rounds, rest = divmod(share - 1, live)
+        around = np.maximum(live * self.slowest_s, self.sum_s + behind_s) if rounds else 0.0
+        return np.asarray(rest * self.slowest_s + rounds * around + self.after_s)
+
+    @property
+    def total_s(self) -> Array:
+        """What each adds to the time of an update."""
+        return np.zeros_like(self.sum_s) if self.seat.is_stale else self.sum_s
 
 
 @dataclass(frozen=True)
@@ -67,6 +85,8 @@ class Costs:
         self.most_saved = _most([u.activation_bytes * samples for u in units])
         self.most_weights = _most([u.parameter_bytes for u in units])
         self.most_checkpoint = _most([*self.cut[:-1]])
+        self.state_bytes = tuple(float(t[-1]) for t in (self.weights, self.gradients, self.optimizer))
+        """Of all weights, gradients and optimizer state."""
         self._times: dict[str, tuple[Array, ...]] = {}
 
     def times(self, kind: str) -> tuple[Array, ...]:
@@ -92,13 +112,16 @@ class Costs:
             moved = found.weights * (mode.state == "window")
             if mode.activations == "host":
                 moved = moved + (found.checkpoints if mode.recomputes else found.saved)
-            forward, back = (np.maximum(part, moved * seat.host.byte_s) for part in (forward, back))
-        work, sent = forward + back, seat.next.time(found.leaves)
+            forward, back = (np.maximum(part, moved * seat.place.host.byte_s) for part in (forward, back))
+        if mode.zero == 3 and seat.place.is_alone:  # weights come for each use, ahead of it
+            size = len(seat.place.group)
+            forward, back = (
+                np.maximum(part, (size - 1) / size * found.weights * seat.place.ring.byte_s) for part in (forward, back)
+            )
+        work, sent = forward + back, seat.place.next.time(found.leaves)
         after = _after(found, back, seat, mode)
         device, host = _memory(found, seat, mode)
-        if seat.is_stale:
-            return StageCost(np.zeros_like(work), seat.share * np.maximum(work, sent) + after, device, host)
-        return StageCost(work + 2 * sent, (seat.share - 1) * np.maximum(work, sent) + after, device, host)
+        return StageCost(seat, work + 2 * sent, np.maximum(work, sent), after, device, host)
 
     def _add_up(self, start: Index, end: Index, seat: Seat, mode: Mode) -> _Stages:
         def of(totals: Array) -> Array:
@@ -107,7 +130,7 @@ class Costs:
         def most(table: Array) -> Array:
             return np.asarray(table[start, end])
 
-        rows = [[of(row) for row in self.times(kind)] for kind in seat.kinds]
+        rows = [[of(row) for row in self.times(kind)] for kind in seat.place.kinds]
         forward, backward, recompute, update = (np.asarray(np.max(row, axis=0)) for row in zip(*rows, strict=True))
         return _Stages(
             count=np.maximum(np.asarray(end) - np.asarray(start), 1).astype(float),
@@ -115,7 +138,7 @@ class Costs:
             backward=backward,
             recompute=recompute,
             update=update,
-            host_update=of(self.times(seat.cpu)[3]) if mode.state != "device" else np.zeros_like(update),
+            host_update=of(self.times(seat.place.cpu)[3]) if mode.state != "device" else np.zeros_like(update),
             weights=of(self.weights),
             gradients=of(self.gradients),
             optimizer=of(self.optimizer),
@@ -131,28 +154,30 @@ class Costs:
 
 def _after(found: _Stages, back: Array, seat: Seat, mode: Mode) -> Array:
     """Returns what follows the last backward: reductions, and the update where it rests."""
-    size = len(seat.group)
+    size = len(seat.place.group)
     after = found.update / (size if mode.zero else 1)
     if mode.state != "device":
-        out, into = found.gradients * seat.host.byte_s, found.weights * seat.host.byte_s
+        out, into = found.gradients * seat.place.host.byte_s, found.weights * seat.place.host.byte_s
         if mode.state == "window":
             into = np.zeros_like(into)
         longest = np.maximum(np.maximum(found.host_update, out), into)
         after = np.maximum(longest - back, 0.0) + (found.host_update + out + into) / found.count
     if size == 1:
         return np.asarray(after)
-    moved = found.gradients * (1 if mode.zero else 2) + found.weights * (mode.zero in (1, 2))
-    if mode.zero == 3:  # weights come for each use, or once for the batch of a pipeline
-        moved = moved + found.weights * (2 * seat.share if seat.is_alone else 1)
-    reduced = 2 * (size - 1) * seat.ring.latency_s + (size - 1) / size * moved * seat.ring.byte_s
-    if seat.is_alone:
+    turn = (size - 1) / size * seat.place.ring.byte_s
+    reduced = 2 * (size - 1) * seat.place.ring.latency_s + turn * found.gradients * (1 if mode.zero else 2)
+    if mode.zero in (1, 2) or (
+        mode.zero == 3 and not seat.place.is_alone
+    ):  # the new weights are gathered, or the batch's
+        after = after + turn * found.weights
+    if seat.place.is_alone:
         reduced = np.maximum(reduced - back * (1 - 1 / found.count), reduced / found.count)
     return np.asarray(after + reduced)
 
 
 def _memory(found: _Stages, seat: Seat, mode: Mode) -> tuple[Array, Array]:
     """Returns the highest need of each device of a seat, and of its host for it."""
-    size = len(seat.group)
+    size = len(seat.place.group)
     host = np.zeros_like(found.weights)
     kept, piece = (found.checkpoints, found.most_checkpoint) if mode.recomputes else (found.saved, found.most_saved)
     held = seat.live * kept
@@ -164,7 +189,7 @@ def _memory(found: _Stages, seat: Seat, mode: Mode) -> tuple[Array, Array]:
     optimizer = found.optimizer / (size if mode.zero else 1)
     weights = found.weights * (2 if seat.is_stale else 1)
     if mode.zero == 3:
-        weights = weights / size + (3 * found.most_weights if seat.is_alone else weights)
+        weights = weights / size + (3 * found.most_weights if seat.place.is_alone else weights)
     elif mode.state != "device":
         host = host + found.weights + found.gradients + optimizer
         weights, optimizer = weights if mode.state == "host" else 3 * found.most_weights, np.zeros_like(optimizer)
@@ -189,15 +214,16 @@ class Estimate(NamedTuple):
 def estimate(draft: Draft, costs: Costs) -> Estimate:
     """Returns what a draft of stages costs."""
     machine, mode = draft.scene.machine, draft.mode
-    seats = Seats(draft.scene, draft.devices, draft.microbatches, draft.is_stale, draft.sizes)
-    total, slowest, after = 0.0, 0.0, 0
+    row = Row(draft.scene, draft.devices, draft.sizes[0] if len({*draft.sizes}) == 1 else 0)
+    total, behind, slowest, after = 0.0, 0.0, 0.0, 0
     memory: dict[str, float] = {}
     for stage in reversed(draft.stages):
-        seat = seats.seat(after, len(stage.group))
+        seat = seat_of(row.place(after, len(stage.group)), draft.microbatches, draft.is_stale)
         after += len(stage.group)
         cost = costs.stage(stage.start, stage.end, seat, mode)
-        total += float(cost.sum_s)
-        slowest = max(slowest, float(cost.slowest_s))
+        slowest = max(slowest, float(cost.bound_s(behind)))
+        behind += float(cost.sum_s)
+        total += float(cost.total_s)
         for name in stage.group:
             memory[name] = memory.get(name, 0.0) + float(cost.device_bytes)
             if cost.host_bytes:

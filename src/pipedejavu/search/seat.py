@@ -1,14 +1,13 @@
-"""Seats: where a stage may be, and what connects it to its replicas, to the next stage and to its host."""
+"""Places and seats: where a stage may be, and what connects it to its replicas, to the next stage and to its host."""
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 
 from pipedejavu.facts import Device, InputError, Machine, Route
-from pipedejavu.search.draft import Array, Mode, Scene
+from pipedejavu.search.draft import Array, Scene
 
 
 class Link(NamedTuple):
@@ -25,22 +24,17 @@ class Link(NamedTuple):
 FREE = Link(0.0, 0.0)
 
 
-@dataclass(frozen=True)
-class Seat:
-    """A place for one stage of an update."""
+class Place(NamedTuple):
+    """A group of devices in a row, whatever a stage there would hold."""
 
     group: tuple[str, ...]
-    """Devices that each hold the stage."""
+    """Devices that would each hold the stage."""
     kinds: tuple[str, ...]
     """Of these devices, each once."""
-    share: int
-    """Of an update's microbatches, for each device."""
-    live: int
-    """Microbatches of a device between their forward and their backward."""
+    after: int
+    """Devices behind it."""
     is_alone: bool
-    """Whether there is no other stage, so that reductions hide behind the backward pass."""
-    is_stale: bool
-    """Whether the pipeline goes on without draining, with two weight versions."""
+    """Whether there are no others, so that reductions hide behind the backward pass."""
     ring: Link
     next: Link
     host: Link
@@ -51,50 +45,66 @@ class Seat:
     host_room_bytes: float
     """Of the host's memory, this device's part."""
 
+    def likeness(self) -> tuple[object, ...]:
+        """Returns what makes stages here cost what they cost, beside the devices behind."""
+        return (len(self.group), *self[1:2], *self[3:])
 
-class Seats:
-    """All seats along one order of devices: a stage takes the next devices, the last stage the last ones."""
 
-    def __init__(
-        self, scene: Scene, order: tuple[str, ...], microbatches: int, is_stale: bool, sizes: Sequence[int] = ()
-    ):
-        self.scene, self.machine, self.order = scene, scene.machine, order
-        self.microbatches, self.is_stale = microbatches, is_stale
+class Seat(NamedTuple):
+    """A place in a pipeline that runs."""
+
+    place: Place
+    share: int
+    """Of an update's microbatches, for each device."""
+    live: int
+    """Microbatches of a device between their forward and their backward."""
+    is_stale: bool
+    """Whether the pipeline goes on without draining, with two weight versions."""
+
+
+def seat_of(place: Place, microbatches: int, is_stale: bool) -> Seat:
+    """Returns a place with its part of an update's microbatches, under 1F1B."""
+    size = len(place.group)
+    share = microbatches // size
+    live = 1 if place.is_alone else min(-(-place.after // size) + 1, share)
+    return Seat(place, share, live, is_stale)
+
+
+class Row:
+    """Devices in a row, of which stages take the next ones, the last stage the last; knows what connects them."""
+
+    def __init__(self, scene: Scene, order: tuple[str, ...], size: int = 0):
+        self.machine, self.order = scene.machine, order
+        self.devices = [self.machine.device(name) for name in order]
+        self.sharers = Counter(device.host for device in self.devices)
+        self.is_on_cpu = all(device.type == "cpu" for device in self.devices)
         self.loads: Counter[str] = Counter()
-        """Of wires, where all groups are known: their reductions go on at the same time."""
-        if len(set(sizes)) == 1:
-            size = sizes[0]
+        """Of wires, where all groups have one `size`: their reductions go on at the same time."""
+        if size:
             groups = [order[i : i + size] for i in range(0, len(order), size)]
             self.loads = Counter(w for group in groups for r in _ring(self.machine, group) for w in r.wires)
-        self.sharers = Counter(self.machine.device(name).host for name in order)
-        self._known: dict[tuple[int, int], Seat] = {}
+        self._places: dict[tuple[int, int], Place] = {}
 
-    def seat(self, after: int, size: int) -> Seat:
-        """Returns the seat of `size` devices with `after` devices behind it."""
-        if (after, size) not in self._known:
-            self._known[after, size] = self._make(after, size)
-        return self._known[after, size]
+    def place(self, after: int, size: int) -> Place:
+        """Returns the place of `size` devices with `after` devices behind it."""
+        if (after, size) not in self._places:
+            self._places[after, size] = self._make(after, size)
+        return self._places[after, size]
 
-    def _make(self, after: int, size: int) -> Seat:
+    def _make(self, after: int, size: int) -> Place:
         end = len(self.order) - after
-        group = self.order[end - size : end]
-        devices = [self.machine.device(name) for name in group]
-        share = self.microbatches // size
-        is_alone = size == len(self.order)
-        rooms = [d.memory_bytes - d.reserved_bytes for d in devices]
-        host, cpu, host_room = self._host(group)
-        return Seat(
+        group, devices = self.order[end - size : end], self.devices[end - size : end]
+        host, cpu, host_room = self._host(devices)
+        return Place(
             group=group,
             kinds=tuple(dict.fromkeys(d.kind for d in devices)),
-            share=share,
-            live=1 if is_alone else min(-(-after // size) + 1, share),
-            is_alone=is_alone,
-            is_stale=self.is_stale,
+            after=after,
+            is_alone=size == len(self.order),
             ring=self._ring(group),
             next=self._next(group, end),
             host=host,
             cpu=cpu,
-            room_bytes=float(min(rooms)),
+            room_bytes=float(min(d.memory_bytes - d.reserved_bytes for d in devices)),
             host_room_bytes=host_room,
         )
 
@@ -112,30 +122,22 @@ class Seats:
         # Replicas send at the same time, each to a device of its own where there are as many.
         pairs = [(name, self.order[min(end + n, len(self.order) - 1)]) for n, name in enumerate(group)]
         routes = [self.machine.route(a, b) for a, b in pairs if a != b]
-        users = Counter(wire for route in routes for wire in route.wires)
-        load = max(users.values(), default=1)
+        load = max(Counter(wire for route in routes for wire in route.wires).values(), default=1)
         return Link(max(r.latency_s for r in routes), load / min(r.bytes_per_s for r in routes)) if routes else FREE
 
-    def _host(self, group: tuple[str, ...]) -> tuple[Link, str, float]:
+    def _host(self, devices: list[Device]) -> tuple[Link, str, float]:
         """Returns the slowest way between a device of a group and its host, the kind of CPU there, and its room."""
         links, rooms, kind = [], [], ""
-        for name in group:
-            device = self.machine.device(name)
-            cpu = cpu_of(self.machine, name)
+        for device in devices:
+            cpu = cpu_of(self.machine, device.name)
             if cpu is None:
                 return FREE, "", 0.0
             kind = cpu.kind
             rooms.append((cpu.memory_bytes - cpu.reserved_bytes) / self.sharers[device.host])
             if device.type == "gpu":
-                ways = self.machine.route(name, cpu.name), self.machine.route(cpu.name, name)
+                ways = self.machine.route(device.name, cpu.name), self.machine.route(cpu.name, device.name)
                 links.append(Link(max(w.latency_s for w in ways), 1 / min(w.bytes_per_s for w in ways)))
-        link = max(links, key=lambda found: found.byte_s, default=FREE)
-        return link, kind, float(min(rooms))
-
-    def allows(self, seat: Seat, mode: Mode) -> bool:
-        """Whether the mode makes sense there: a host to rest on, replicas to divide state over."""
-        on_cpu = all(self.machine.device(name).type == "cpu" for name in seat.group)
-        return not mode.uses_host or (bool(seat.cpu) and not on_cpu)
+        return max(links, key=lambda found: found.byte_s, default=FREE), kind, float(min(rooms))
 
 
 def cpu_of(machine: Machine, name: str) -> Device | None:

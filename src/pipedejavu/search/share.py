@@ -5,22 +5,25 @@ from pipedejavu.search.option import Options
 from pipedejavu.search.pool import Pool
 from pipedejavu.search.space import microbatch_sizes
 
-MOST_DEVICES = 64
+MOST_DEVICES = 16
+"""Beyond which the devices of one kind are taken all together."""
 
 
 def offer_shares(pool: Pool, scenes: list[Scene], options: Options) -> None:
-    """Offers shares over the fastest two devices, three, and so on, of each scene whose devices differ."""
+    """Offers shares over the fastest devices, so many as may be worth it, of each scene whose devices differ."""
     for scene in scenes:
-        units, kinds = len(scene.profile.units), {scene.machine.device(name).kind for name in scene.devices}
-        if len(kinds) < 2:
+        units, kind_of = len(scene.profile.units), {name: scene.machine.device(name).kind for name in scene.devices}
+        if len({*kind_of.values()}) < 2:
             continue
         for samples in microbatch_sizes(options, 1):
             costs = pool.costs(scene, samples)
-            speed = {
-                name: sum(float(costs.times(scene.machine.device(name).kind)[row][-1]) for row in (0, 1))
-                for name in scene.devices
-            }
-            order = sorted(scene.devices, key=speed.__getitem__)[:MOST_DEVICES]
-            for count in range(2, min(len(order), options.batch) + 1):
+            work = {kind: sum(float(costs.times(kind)[row][-1]) for row in (0, 1)) for kind in {*kind_of.values()}}
+            order = sorted(scene.devices, key=lambda name: (work[kind_of[name]], kind_of[name]))
+            kinds = [kind_of[name] for name in order]
+            ends = [n for n in range(2, len(order) + 1) if n == len(order) or kinds[n] != kinds[n - 1]]
+            counts = range(2, len(order) + 1) if len(order) <= MOST_DEVICES else ends
+            for count in (n for n in counts if n <= options.batch and len({*kinds[:n]}) > 1):
+                if pool.is_over:
+                    return
                 stage = Stage(0, units, tuple(order[:count]))
                 pool.offer(Draft(scene, (stage,), samples, options.batch // samples, is_shared=True))

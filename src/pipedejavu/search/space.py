@@ -14,10 +14,11 @@ from pipedejavu.facts import Device
 from pipedejavu.search.cost import Costs
 from pipedejavu.search.draft import PLAIN, Mode, Scene
 from pipedejavu.search.option import Options
+from pipedejavu.search.seat import Row
 
 MOST_ORDERS = 120
 """Of devices that are not alike; beyond that, those of one kind and host stay together."""
-MOST_FREE = 64
+MOST_FREE = 16
 """Devices of a row in which each stage may have a group of its own size."""
 MOST_SIZES = 6
 """Of microbatches."""
@@ -36,7 +37,7 @@ class Frame:
     """What a searcher of cuts is given."""
 
     scene: Scene
-    order: tuple[str, ...]
+    row: Row
     sizes: tuple[int, ...]
     """Of groups; one alone makes all groups alike."""
     samples: int
@@ -45,21 +46,29 @@ class Frame:
     mode: Mode
     is_stale: bool = False
 
+    @property
+    def order(self) -> tuple[str, ...]:
+        """The devices of the row."""
+        return self.row.order
+
 
 def frames(scene: Scene, options: Options) -> Iterator[Frame]:
     """Yields all frames of a scene."""
     num_units, has_ties = len(scene.profile.units), bool(scene.profile.ties)
     for order in rows(scene):
         count = len(order)
+        modes = modes_of(scene, order, options)
         for size in (r for r in divisors(count) if count // r <= num_units and options.batch % r == 0):
-            for row in _layouts(order, size):
+            for layout in _layouts(order, size):
+                row = Row(scene, layout, size)
                 for samples in microbatch_sizes(options, size):
-                    yield from _modes(scene, row, (size,), samples, options)
+                    yield from _frames(scene, row, (size,), samples, modes, options)
         if 1 < count <= MOST_FREE and not has_ties:
+            free = Row(scene, order)
             for samples in microbatch_sizes(options, 1):
                 sizes = tuple(r for r in divisors(options.batch // samples) if r < count)
                 if len(sizes) > 1:
-                    yield from _modes(scene, order, sizes, samples, options)
+                    yield from _frames(scene, free, sizes, samples, modes, options)
 
 
 def _layouts(order: tuple[str, ...], size: int) -> list[tuple[str, ...]]:
@@ -70,22 +79,33 @@ def _layouts(order: tuple[str, ...], size: int) -> list[tuple[str, ...]]:
     return [order, tuple(order[r * stages + s] for s in range(stages) for r in range(size))]
 
 
-def _modes(
-    scene: Scene, order: tuple[str, ...], sizes: tuple[int, ...], samples: int, options: Options
-) -> Iterator[Frame]:
-    machine, microbatches = scene.machine, options.batch // samples
-    devices = [machine.device(name) for name in order]
-    has_host = all(d.type == "gpu" for d in devices) and {d.host for d in devices} <= {
-        d.host for d in machine.devices if d.type == "cpu" and all(d.kind in u.times for u in scene.profile.units)
-    }
-    modes = [PLAIN, Mode(recomputes=True), *(_HOST_MODES if has_host else ())]
-    if not options.is_runnable and sizes[0] > 1 and len(sizes) == 1:
+def modes_of(scene: Scene, order: tuple[str, ...], options: Options) -> list[Mode]:
+    """Returns the modes that make sense on a row of devices; those with ZeRO for groups of several."""
+    modes = [PLAIN, Mode(recomputes=True), *(_HOST_MODES if has_hosts(scene, order) else ())]
+    if not options.is_runnable:
         modes += [Mode(recomputes=again, zero=zero) for zero in (1, 2, 3) for again in (False, True)]
+    return modes
+
+
+def _frames(
+    scene: Scene, row: Row, sizes: tuple[int, ...], samples: int, modes: list[Mode], options: Options
+) -> Iterator[Frame]:
+    microbatches, divides = options.batch // samples, sizes[0] > 1 and len(sizes) == 1
     for mode in modes:
-        yield Frame(scene, order, sizes, samples, microbatches, mode)
-    if options.staleness and sizes[0] * 2 <= len(order) and microbatches // sizes[0] >= len(order) // sizes[0] - 1:
-        for mode in modes[:2]:
-            yield Frame(scene, order, sizes[:1], samples, microbatches, mode, is_stale=True)
+        if divides or not mode.zero:
+            yield Frame(scene, row, sizes, samples, microbatches, mode)
+    stages = len(row.order) // sizes[0]
+    if options.staleness and stages > 1 and microbatches // sizes[0] >= stages - 1:
+        for mode in (PLAIN, Mode(recomputes=True)):
+            yield Frame(scene, row, sizes[:1], samples, microbatches, mode, is_stale=True)
+
+
+def has_hosts(scene: Scene, order: tuple[str, ...]) -> bool:
+    """Whether all devices of a row are GPUs whose host has a CPU that the profile knows."""
+    machine = scene.machine
+    devices = [machine.device(name) for name in order]
+    cpus = [d for d in machine.devices if d.type == "cpu" and all(d.kind in u.times for u in scene.profile.units)]
+    return all(d.type == "gpu" for d in devices) and {d.host for d in devices} <= {d.host for d in cpus}
 
 
 def microbatch_sizes(options: Options, size: int) -> list[int]:
@@ -172,27 +192,44 @@ def _factored(number: int) -> list[int]:
     return sorted({*low, *(number // n for n in low)})
 
 
-def least_s(frame: Frame, costs: Costs) -> float:
-    """Returns a time that no cut of a frame can be below, or infinity where its state cannot fit.
+class Bounds:
+    """Times that no cut of a frame can be below."""
 
-    With work w_d of a whole microbatch on device d, no cut handles microbatches faster than one in 1/Σ(1/w_d).
-    """
-    machine = frame.scene.machine
-    kinds = Counter(machine.device(name).kind for name in frame.order)
-    work = {kind: sum(float(costs.times(kind)[row][-1]) for row in range(2 + frame.mode.recomputes)) for kind in kinds}
-    rate = sum(count / work[kind] if work[kind] else inf for kind, count in kinds.items())
-    size = frame.sizes[0] if len(frame.sizes) == 1 else 1
-    state = float(costs.weights[-1] + costs.gradients[-1]) if frame.mode.state != "window" else 0.0
-    if frame.mode.zero == 3:
-        state = float(costs.gradients[-1])
-    if frame.mode.state == "device" and not frame.mode.zero:
-        state += float(costs.optimizer[-1])
-    rooms = [d.memory_bytes - d.reserved_bytes for d in map(machine.device, frame.order)]
-    if sum(rooms) < state * size or max(rooms) < float(costs.gradients[-1]) * (size == len(rooms)):
-        return inf
-    if len(frame.sizes) > 1 or frame.is_stale:
-        return frame.microbatches / rate
-    slowest = size / rate
-    return (
-        min(work.values()) + (frame.microbatches / size - 1) * slowest if len(kinds) == 1 else frame.microbatches / rate
-    )
+    def __init__(self) -> None:
+        self._rows: dict[int, tuple[Counter[str], float, float]] = {}
+        self._times: dict[tuple[object, ...], float] = {}
+
+    def least_s(self, frame: Frame, costs: Costs) -> float:
+        """Returns such a time, or infinity where the state cannot fit.
+
+        With work w_d of a whole microbatch on device d, no cut handles microbatches faster than one in 1/Σ(1/w_d).
+        """
+        kinds, room, rooms = self._row(frame)
+        mode, size = frame.mode, frame.sizes[0] if len(frame.sizes) == 1 else 1
+        weights, gradients, optimizer = costs.state_bytes
+        state = gradients + (weights if mode.state != "window" and mode.zero < 3 else 0.0)
+        if mode.state == "device" and not mode.zero:
+            state += optimizer
+        if rooms < state * size or (size == len(frame.order) and room < state):
+            return inf
+        key = (id(frame.row), frame.sizes, frame.samples, mode.recomputes, frame.is_stale)
+        if key not in self._times:
+            self._times[key] = self._least_s(frame, costs, kinds, size)
+        return self._times[key]
+
+    def _least_s(self, frame: Frame, costs: Costs, kinds: Counter[str], size: int) -> float:
+        parts = range(2 + frame.mode.recomputes)
+        work = {kind: sum(float(costs.times(kind)[row][-1]) for row in parts) for kind in kinds}
+        rate = sum(count / work[kind] if work[kind] else inf for kind, count in kinds.items())
+        if len(frame.sizes) > 1 or frame.is_stale or len(kinds) > 1:
+            return frame.microbatches / rate
+        return min(work.values()) + (frame.microbatches / size - 1) * size / rate
+
+    def _row(self, frame: Frame) -> tuple[Counter[str], float, float]:
+        """Returns how many devices of each kind a row has, the least room of one and the room of all."""
+        key = id(frame.row)
+        if key not in self._rows:
+            devices = frame.row.devices
+            rooms = [float(d.memory_bytes - d.reserved_bytes) for d in devices]
+            self._rows[key] = Counter(d.kind for d in devices), max(rooms), sum(rooms)
+        return self._rows[key]
