@@ -15,8 +15,9 @@ from pipedejavu.search.cost import Costs, StageCost
 from pipedejavu.search.draft import Draft, Scene, Stage
 from pipedejavu.search.option import Options
 from pipedejavu.search.pool import Pool
+from pipedejavu.search.promise import solve_frames
 from pipedejavu.search.seat import seat_of
-from pipedejavu.search.space import Bounds, Frame, frames
+from pipedejavu.search.space import Frame
 
 EXACT = 1e-10
 """Parts of a time that do not count."""
@@ -134,23 +135,5 @@ def _draft(frame: Frame, path: _Path) -> Draft:
 
 
 def run(pool: Pool, scenes: list[Scene], options: Options) -> bool:
-    """Solves frames, the most promising first, until none can be better; returns whether that point was reached."""
-    queue, bounds = [], Bounds()
-    for scene in scenes:
-        for frame in frames(scene, options):
-            least = bounds.least_s(frame, pool.costs(scene, frame.samples))
-            if least < inf:
-                queue.append((pool.score(scene, frame.order, least), frame))
-            if pool.is_over:
-                return False
-    queue.sort(key=lambda item: item[0])
-    for index, (least, frame) in enumerate(queue):
-        if least >= pool.cutoff:
-            break
-        if pool.is_over:
-            return False
-        pool.report(index / len(queue), f"cutting for {len(frame.order)} devices, {frame.mode}")
-        draft = solve(frame, pool.costs(frame.scene, frame.samples))
-        if draft is not None:
-            pool.offer(draft)
-    return True
+    """Solves frames exactly, the most promising first, until none can be better."""
+    return solve_frames(pool, scenes, options, solve)

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from pipedejavu.facts import Machine, Profile
-from pipedejavu.search import dp, exhaustive
+from pipedejavu.search import dp, exhaustive, gradient, mcmc
 from pipedejavu.search.draft import Scene
 from pipedejavu.search.option import Options, Progress
 from pipedejavu.search.pool import Pool
@@ -19,7 +19,12 @@ FEW = 2000
 
 Run = Callable[[Pool, list[Scene], Options], bool]
 
-SEARCHERS: dict[str, Run] = {"exhaustive": exhaustive.run, "dp": dp.run}
+SEARCHERS: dict[str, Run] = {
+    "exhaustive": exhaustive.run,
+    "dp": dp.run,
+    "mcmc": mcmc.run,
+    "gradient": gradient.run,
+}
 """By name: each fills a pool and returns whether it looked at all there is."""
 
 
