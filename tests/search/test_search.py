@@ -1,5 +1,7 @@
 """Questions whose answers are known."""
 
+from itertools import pairwise
+
 import pytest
 
 from pipedejavu.facts import InputError
@@ -18,7 +20,9 @@ def test_every_candidate_compiles_verifies_and_simulates_as_it_says() -> None:
         program = compile_plan(found.plan, found.profile, found.machine)
         assert simulate(program, verify(program)).makespan_s == pytest.approx(found.time_s)
         assert all(need.share <= 1 for need in found.memory)
-    assert [c.time_s for c in result.candidates] == sorted(c.time_s for c in result.candidates)
+    times = [c.time_s for c in result.candidates]
+    assert times[0] <= 1.01 * min(times)
+    assert all(b >= a for a, b in pairwise(times) if a > 1.01 * min(times))
 
 
 def test_with_infinite_bandwidth_and_memory_data_parallel_wins() -> None:

@@ -6,6 +6,7 @@ from typing import NamedTuple
 from pipedejavu.facts import Machine, Profile
 from pipedejavu.search import dp, exhaustive, gradient, mcmc
 from pipedejavu.search.draft import Scene
+from pipedejavu.search.explain import nearest_fit
 from pipedejavu.search.option import Options, Progress
 from pipedejavu.search.pool import Pool
 from pipedejavu.search.rank import simulate_plan
@@ -14,6 +15,8 @@ from pipedejavu.search.scene import scenes_of
 from pipedejavu.search.share import offer_shares
 from pipedejavu.search.write import write
 
+NEAR = 1.01
+"""Plans that take so many times the least are as fast, and the simplest of them comes first."""
 FEW = 2000
 """Drafts that `auto` looks at one by one."""
 
@@ -44,6 +47,11 @@ def search(
     is_complete = SEARCHERS[name](pool, scenes, options)
     pool.polish()
     ranked = _rank(pool, options)
+    notes = [*ranked.notes]
+    if not ranked.candidates:
+        pool.report(0.9, "looking for the smallest change that would fit")
+        changes = nearest_fit(profile, machine, options)
+        notes.insert(0, "nothing fits; " + ("; ".join(map(str, changes)) or "no change of memory or batch would do"))
     pool.report(1.0, "done")
     return SearchResult(
         candidates=tuple(ranked.candidates),
@@ -53,7 +61,7 @@ def search(
         num_simulated=ranked.num_simulated,
         is_complete=is_complete,
         time_s=pool.elapsed_s,
-        notes=tuple(ranked.notes),
+        notes=tuple(notes),
     )
 
 
@@ -91,5 +99,13 @@ def _rank(pool: Pool, options: Options) -> _Ranked:
         else:
             notes.append(f"{plan.name}: {result}")
     by_price = options.objective == "price"
-    candidates.sort(key=lambda c: (c.price if by_price else c.time_s, c.plan.num_workers))
-    return _Ranked(candidates, simulated, notes)
+    candidates.sort(key=lambda c: c.price if by_price else c.time_s)
+    near = [c for c in candidates if c.time_s <= NEAR * candidates[0].time_s and not by_price]
+    return _Ranked(sorted(near, key=_effort) + candidates[len(near) :], simulated, notes)
+
+
+def _effort(candidate: Candidate) -> tuple[bool, int, float]:
+    """Returns what makes a plan less simple than another that is about as fast."""
+    plan = candidate.plan
+    moves = (plan.keep.kind != "replicated") + (plan.keep.activations == "host")
+    return bool(candidate.only_costed), moves + plan.order.has_recompute + plan.is_flush_free, candidate.time_s
