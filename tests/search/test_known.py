@@ -12,9 +12,9 @@ GIB = 2**30
 
 
 def best(model: Profile, place: Machine, **options: object) -> Candidate:
-    found = search(model, place, Options.model_validate({"is_runnable": True, **options})).best
-    assert found is not None
-    return found
+    """The best plan under the order that the cut was chosen for; others may be simulated beside it."""
+    found = search(model, place, Options.model_validate({"is_runnable": True, **options})).candidates
+    return next(c for c in found if c.plan.order.kind in ("step", "1f1b"))
 
 
 def heavy(count: int, speeds: dict[str, float] | None = None) -> Profile:

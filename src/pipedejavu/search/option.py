@@ -19,8 +19,8 @@ class Options(Record):
     batch: int = Field(default=32, ge=1)
     """Samples of one update, over all replicas."""
     searcher: Searcher = "auto"
-    objective: Literal["time", "price", "batch"] = "time"
-    """What is least: the time of a sample or its price; or what is largest: the batch that fits, `batch` at least."""
+    objective: Literal["time", "price"] = "time"
+    """What of a sample is to be least."""
     prices: dict[str, float] = Field(default_factory=dict)
     """Of an hour on a device, by its kind; those that are not named cost nothing."""
     staleness: int = Field(default=0, ge=0)

@@ -13,7 +13,7 @@ from pipedejavu.search.rank import simulate_plan
 from pipedejavu.search.result import Candidate, SearchResult
 from pipedejavu.search.scene import scenes_of
 from pipedejavu.search.share import offer_shares
-from pipedejavu.search.write import write
+from pipedejavu.search.write import other_orders, write
 
 NEAR = 1.01
 """Plans that take so many times the least are as fast, and the simplest of them comes first."""
@@ -85,6 +85,8 @@ def _rank(pool: Pool, options: Options) -> _Ranked:
     """Simulates drafts, best first, until there are enough or the time is over; one at least."""
     candidates: list[Candidate] = []
     notes: list[str] = []
+    tried: set[str] = set()
+    """Orders of which the best draft has been simulated under other orders too."""
     simulated = 0
     for found in pool.ranked():
         if candidates and (len(candidates) >= options.candidates or pool.elapsed_s > options.time_budget_s):
@@ -92,14 +94,18 @@ def _rank(pool: Pool, options: Options) -> _Ranked:
         draft = found.draft
         plan = write(draft, options, pool.costs(draft.scene, draft.samples))
         pool.report(0.75 + 0.25 * len(candidates) / options.candidates, f"simulating {plan.name}")
-        result = simulate_plan(plan, found.draft.scene, options, found.estimate.time_s)
-        simulated += 1
-        if isinstance(result, Candidate):
-            candidates.append(result)
-        else:
-            notes.append(f"{plan.name}: {result}")
+        others = other_orders(plan, len(draft.scene.profile.units)) if plan.order.kind not in tried else []
+        tried.add(plan.order.kind)
+        for each in (plan, *others):
+            result = simulate_plan(each, draft.scene, options, found.estimate.time_s)
+            simulated += 1
+            if isinstance(result, Candidate):
+                candidates.append(result)
+            else:
+                notes.append(f"{each.name}: {result}")
     by_price = options.objective == "price"
     candidates.sort(key=lambda c: c.price if by_price else c.time_s)
+    candidates = candidates[: options.candidates]
     near = [c for c in candidates if c.time_s <= NEAR * candidates[0].time_s and not by_price]
     return _Ranked(sorted(near, key=_effort) + candidates[len(near) :], simulated, notes)
 

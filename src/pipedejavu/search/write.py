@@ -10,6 +10,8 @@ from pipedejavu.search.option import Options
 BUCKET_BYTES = 25 * 2**20
 MOST_BUCKETS = 16
 """Of one stage's gradients, so that the programs of large models stay small."""
+MOST_SLOTS = 4000
+"""Microbatches times workers up to which other orders are tried."""
 STALE_STEPS = 4
 """Updates in the program of a pipeline that never drains."""
 
@@ -33,6 +35,24 @@ def write(draft: Draft, options: Options, costs: Costs) -> Plan:
     machine = draft.scene.machine
     on_all = plan.num_workers <= len(machine.devices)
     return plain if on_all and assign_devices(plain, machine) == plan.place.devices else plan
+
+
+def other_orders(plan: Plan, num_units: int) -> list[Plan]:
+    """Returns a plain 1F1B pipeline under other synchronous orders: ZB-H1, and two chunks on each worker."""
+    workers, order = plan.place.workers, plan.order
+    is_plain = order.kind == "1f1b" and not order.is_eager and not plan.place.stage_replicas
+    if not is_plain or workers * plan.feed.microbatches > MOST_SLOTS:
+        return []
+    reason = "simulated beside 1F1B, whose bubble it makes smaller"
+    found = [plan.but(name=f"{plan.name}, ZB-H1", order=Order(kind="zb-h1"))]
+    if 2 * workers <= num_units and plan.feed.microbatches % workers == 0:
+        place, cut = plan.place.but(kind="loop", chunks=2), Cut(kind="chain")
+        name = f"{plan.name}, interleaved"
+        found.append(plan.but(name=name, order=Order(kind="interleaved"), place=place, cut=cut))
+    kept = tuple(d for d in plan.decisions if d.axis != "cut")
+    return [
+        other.but(decisions=(*kept, Decision(axis="order", choice=other.order.kind, reason=reason))) for other in found
+    ]
 
 
 def why_not_run(plan: Plan) -> str:
