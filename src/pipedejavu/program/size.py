@@ -100,7 +100,7 @@ class Sizes:
 
     def kept(self, saved: Value) -> float:
         """Bytes of saved activations that stay from the forward on, where some are recomputed."""
-        return self.of(saved) * (1 - self.program.plan.order.recompute)
+        return self.of(saved) * (1 - self.program.recomputes[saved[1]])
 
     def passing(self, a: Action, *, is_first: bool) -> float:
         """Bytes that are there only while an action runs, beside the values of the table.

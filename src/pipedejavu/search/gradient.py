@@ -1,0 +1,239 @@
+"""The differentiable searcher: cuts as positions on a line, found by gradients, many starts at once.
+
+Units u, stages k, strategies s (keep, or compute again). Cut k lies at c_k, a sum of softplus(θ); a unit lies behind it
+with q_uk = σ((u + ½ − c_k)/w), so x_uk = q_uk − q_u,k+1 is its part of stage k, and stages stay in order whatever θ is.
+Strategies are y_u = softmax(β_u). With T_k the time and Q_k the memory of a stage,
+
+    L = Σ T_k + (m − 1)·τ·log Σ exp(T_k/τ) + Σ[λ_k g_k + ½ μ relu(g_k)²] + η H(y),  g_k = Q_k/C_k − 1,
+
+is followed by its gradient in closed form (a dozen lines of the chain rule need no autodiff), while τ and w shrink and
+λ grows where memory is short. What comes out is rounded to cuts, and these are moved by single units while that helps.
+`is_plain` is the form of DARTS: each unit has a softmax over all stages of its own, and nothing keeps the order.
+"""
+
+from dataclasses import dataclass
+from math import inf
+
+import numpy as np
+
+from pipedejavu.search.cost import Costs, estimate
+from pipedejavu.search.draft import Array, Draft, Scene, Stage
+from pipedejavu.search.option import Options
+from pipedejavu.search.pool import Pool
+from pipedejavu.search.promise import solve_frames
+from pipedejavu.search.seat import seat_of
+from pipedejavu.search.space import Frame
+
+STARTS, STEPS = 16, 200
+RATE = 0.15
+PRICE_RATE, PUSH, ENTROPY = 0.5, 10.0, 0.01
+"""Of λ, μ and η, all as parts of the total time."""
+
+
+def run(pool: Pool, scenes: list[Scene], options: Options, *, is_plain: bool = False) -> bool:
+    """Follows gradients in frames whose groups are alike, the most promising first."""
+
+    def solve(frame: Frame, costs: Costs) -> Draft | None:
+        if len(frame.sizes) > 1:
+            return None
+        return descend(frame, costs, np.random.default_rng(options.seed), is_plain=is_plain)
+
+    return solve_frames(pool, scenes, options, solve)
+
+
+def descend(frame: Frame, costs: Costs, random: np.random.Generator, *, is_plain: bool = False) -> Draft | None:
+    """Returns the best draft of a frame that was found, whether it fits or not; None where units are too few."""
+    stages, units = len(frame.order) // frame.sizes[0], costs.num_units
+    if stages > units:
+        return None
+    if stages == 1:
+        return _draft(frame, ())
+    field = _field(frame, costs)
+    rates = 1 / np.maximum(field.time[:, :, 0].sum(axis=0), 1e-12)
+    shape = _Plain(units, stages, random) if is_plain else _Ordinal(units, rates, random)
+    parts = _follow(field, shape, frame)
+    found = {_rounded(part) for part in parts}
+    return min((_moved(frame, costs, bounds) for bounds in found), key=lambda pair: pair[1])[0]
+
+
+@dataclass(frozen=True)
+class _Field:
+    """What the loss is made of: seconds and bytes of each (unit, stage, strategy), seconds of a cut, and room."""
+
+    time: Array
+    size: Array
+    sent: Array
+    room: Array
+    microbatches: int
+
+
+def _field(frame: Frame, costs: Costs) -> _Field:
+    size, mode = frame.sizes[0], frame.mode
+    seats = [
+        seat_of(frame.row.place(after, size), frame.microbatches, frame.is_stale)
+        for after in range(len(frame.order) - size, -1, -size)
+    ]
+    state = np.diff(costs.weights + costs.gradients + (costs.optimizer if mode.state == "device" else 0.0))
+    if mode.state == "window":
+        state = np.diff(costs.gradients)
+    saved, inputs = np.diff(costs.saved), costs.cut[:-1]
+    times, sizes, sent = [], [], []
+    for seat in seats:
+        rows = [np.max([np.diff(costs.times(kind)[row]) for kind in seat.place.kinds], axis=0) for row in range(3)]
+        keep, again = rows[0] + rows[1], rows[0] + rows[1] + rows[2]
+        times.append(np.stack([keep, again], axis=1))
+        live = 0 if mode.activations == "host" else seat.live
+        sizes.append(np.stack([state + live * saved, state + live * inputs], axis=1))
+        sent.append(2 * seat.place.next.time(costs.cut[1:]))
+    strategies = 2 if mode.recomputes else 1
+    return _Field(
+        time=np.stack(times, axis=1)[:, :, :strategies],
+        size=np.stack(sizes, axis=1)[:, :, :strategies],
+        sent=np.stack(sent, axis=1),
+        room=np.array([seat.place.room_bytes for seat in seats]),
+        microbatches=seats[0].share,
+    )
+
+
+class _Ordinal:
+    """Cuts on a line."""
+
+    def __init__(self, units: int, rates: Array, random: np.random.Generator):
+        """Starts with stages whose lengths follow the rates of their devices, more or less."""
+        self.units = units
+        lengths = rates ** np.linspace(0.0, 1.5, STARTS)[:, None]
+        lengths = units * lengths / lengths.sum(axis=1, keepdims=True)
+        gaps = np.maximum(lengths[:, :-1] * (1 + 0.2 * random.standard_normal((STARTS, len(rates) - 1))), 0.1)
+        self.parameters = np.log(np.expm1(gaps))
+
+    def parts(self, width: float) -> Array:
+        cuts = np.cumsum(np.logaddexp(0.0, self.parameters), axis=1)
+        at = (np.arange(self.units)[None, :, None] + 0.5 - cuts[:, None, :]) / (width)
+        self.width, self.behind = width, 1 / (1 + np.exp(-np.clip(at, -50, 50)))
+        ends = np.ones((STARTS, self.units, 1))
+        whole = np.concatenate([ends, self.behind, 0 * ends], axis=2)
+        # Cuts never change places: c_k grows with k, so q falls with it.
+        return np.asarray(whole[:, :, :-1] - whole[:, :, 1:])
+
+    def gradient(self, slope: Array) -> Array:
+        """Returns the slope of the parameters from that of the parts."""
+        behind = slope[:, :, 1:] - slope[:, :, :-1]
+        cuts = -(behind * self.behind * (1 - self.behind)).sum(axis=1) / self.width
+        tail = np.cumsum(cuts[:, ::-1], axis=1)[:, ::-1]
+        return np.asarray(tail / (1 + np.exp(-self.parameters)))
+
+
+class _Plain:
+    """A softmax over stages for each unit, as DARTS has it."""
+
+    def __init__(self, units: int, stages: int, random: np.random.Generator):
+        self.parameters = 0.1 * random.standard_normal((STARTS, units, stages))
+
+    def parts(self, width: float) -> Array:
+        self.width, self.found = width, _softmax(self.parameters / width)
+        return self.found
+
+    def gradient(self, slope: Array) -> Array:
+        """Returns the slope of the parameters from that of the parts."""
+        return _through_softmax(self.found, slope) / self.width
+
+
+def _follow(field: _Field, shape: "_Ordinal | _Plain", frame: Frame) -> Array:
+    """Follows the gradient from all starts at once; returns each unit's parts of the stages."""
+    units, stages, strategies = field.time.shape
+    total = float(field.time[:, :, 0].mean(axis=1).sum()) or 1.0
+    choices = np.zeros((STARTS, units, strategies))
+    prices = np.zeros((STARTS, stages))
+    steps = [_Adam(shape.parameters.shape), _Adam(choices.shape)]
+    extra = 0 if frame.is_stale else 1
+    for step in range(STEPS):
+        done = step / STEPS
+        smooth, width, sharp = (a * (b / a) ** done for a, b in ((0.05 * total, 0.001 * total), (2.0, 0.1), (1.0, 0.1)))
+        x = shape.parts(width if isinstance(shape, _Ordinal) else sharp)
+        y = _softmax(choices / sharp)
+        time, size = (np.einsum("rus,uks->ruk", y, part) for part in (field.time, field.size))
+        jumps = np.diff(x, axis=1)
+        taken = (x * time).sum(axis=1) + 0.5 * (np.abs(jumps) * field.sent[:-1]).sum(axis=1)
+        short = (x * size).sum(axis=1) / field.room - 1
+        d_time = extra + (field.microbatches - 1) * _softmax(taken / smooth)
+        d_size = total * (prices + PUSH * np.maximum(short, 0.0)) / field.room
+        slope = d_time[:, None] * time + d_size[:, None] * size
+        turns = 0.5 * d_time[:, None] * np.sign(jumps) * field.sent[:-1]
+        slope[:, 1:] += turns
+        slope[:, :-1] -= turns
+        entropy = -ENTROPY * total * (np.log(np.maximum(y, 1e-12)) + 1)
+        weighed = np.einsum("rk,ruk,uks->rus", d_time, x, field.time)
+        weighed += np.einsum("rk,ruk,uks->rus", d_size, x, field.size) + entropy
+        shape.parameters -= RATE * steps[0].step(shape.gradient(slope))
+        choices -= RATE * steps[1].step(_through_softmax(y, weighed) / sharp)
+        prices = np.maximum(prices + PRICE_RATE * short, 0.0)
+    return shape.parts(0.1)
+
+
+class _Adam:
+    """Adam's direction."""
+
+    def __init__(self, form: tuple[int, ...]):
+        self.mean, self.square, self.count = np.zeros(form), np.zeros(form), 0
+
+    def step(self, slope: Array) -> Array:
+        self.count += 1
+        self.mean += 0.1 * (slope - self.mean)
+        self.square += 0.01 * (slope * slope - self.square)
+        mean, square = self.mean / (1 - 0.9**self.count), self.square / (1 - 0.99**self.count)
+        return np.asarray(mean / (np.sqrt(square) + 1e-30))
+
+
+def _softmax(values: Array) -> Array:
+    powers = np.exp(values - values.max(axis=-1, keepdims=True))
+    return np.asarray(powers / powers.sum(axis=-1, keepdims=True))
+
+
+def _through_softmax(found: Array, slope: Array) -> Array:
+    return np.asarray(found * (slope - (found * slope).sum(axis=-1, keepdims=True)))
+
+
+def _rounded(parts: Array) -> tuple[int, ...]:
+    """Returns the cuts in order under which units are most where their parts say (a Viterbi pass)."""
+    units, stages = parts.shape
+    gain = np.concatenate([np.zeros((1, stages)), np.cumsum(np.log(np.maximum(parts, 1e-12)), axis=0)])
+    best = np.full((stages + 1, units + 1), -inf)
+    best[0, 0] = 0.0
+    came = np.zeros((stages + 1, units + 1), dtype=np.intp)
+    for k in range(stages):
+        for end in range(k + 1, units - (stages - 1 - k) + 1):
+            values = best[k, :end] - gain[:end, k]
+            came[k + 1, end] = values.argmax()
+            best[k + 1, end] = values.max() + gain[end, k]
+    bounds, end = [], units
+    for k in range(stages, 1, -1):
+        end = int(came[k, end])
+        bounds.append(end)
+    return tuple(reversed(bounds))
+
+
+def _moved(frame: Frame, costs: Costs, bounds: tuple[int, ...]) -> tuple[Draft, float]:
+    """Moves cuts, or whole stages, by one unit while that helps; what does not fit is longer by how much."""
+
+    def value(where: tuple[int, ...]) -> float:
+        cost = estimate(_draft(frame, where), costs)
+        return cost.time_s * (1 + 10 * max(cost.shortage - 1, 0.0))
+
+    best, gains = value(bounds), True
+    while gains:
+        gains = False
+        for at, width in [*((n, 1) for n in range(len(bounds))), *((n, 2) for n in range(len(bounds) - 1))]:
+            for move in (-1, 1):
+                other = (*bounds[:at], *(b + move for b in bounds[at : at + width]), *bounds[at + width :])
+                is_cut = all(a < b for a, b in zip((0, *other), (*other, costs.num_units), strict=True))
+                if is_cut and (found := value(other)) < best:
+                    bounds, best, gains = other, found, True
+    return _draft(frame, bounds), best
+
+
+def _draft(frame: Frame, bounds: tuple[int, ...]) -> Draft:
+    ends, size = (0, *bounds, len(frame.scene.profile.units)), frame.sizes[0]
+    stages = tuple(
+        Stage(ends[k], ends[k + 1], frame.order[k * size : (k + 1) * size]) for k in range(len(frame.order) // size)
+    )
+    return Draft(frame.scene, stages, frame.samples, frame.microbatches, frame.mode, frame.is_stale)

@@ -1,0 +1,83 @@
+"""Questions whose answers are known."""
+
+from itertools import pairwise
+
+import pytest
+
+from pipedejavu.facts import InputError
+from pipedejavu.program import compile as compile_plan
+from pipedejavu.program import verify
+from pipedejavu.search import Options, search
+from pipedejavu.simulate import simulate
+from tests.search.case import machine, profile
+
+
+def test_every_candidate_compiles_verifies_and_simulates_as_it_says() -> None:
+    result = search(profile([1e-3] * 6), machine(["fast"] * 4), Options(batch=8))
+    assert len(result.candidates) > 1
+    assert result.is_complete
+    for found in result.candidates:
+        program = compile_plan(found.plan, found.profile, found.machine)
+        assert simulate(program, verify(program)).makespan_s == pytest.approx(found.time_s)
+        assert all(need.share <= 1 for need in found.memory)
+    times = [c.time_s for c in result.candidates]
+    assert times[0] <= 1.01 * min(times)
+    assert all(b >= a for a, b in pairwise(times) if a > 1.01 * min(times))
+
+
+def test_with_infinite_bandwidth_and_memory_data_parallel_wins() -> None:
+    result = search(profile([1e-3, 3e-3, 2e-3]), machine(["fast"] * 4), Options(batch=8, is_runnable=True))
+    assert result.best is not None
+    assert result.best.plan.place.replicas == 4
+    assert result.best.time_s == pytest.approx(2 * 18e-3)  # a quarter of the batch, forward and backward
+
+
+def test_a_profile_without_times_on_the_machine_is_refused() -> None:
+    with pytest.raises(InputError, match="has no times on 'slow', the devices of machine 'test'; profile the model"):
+        search(profile([1e-3]), machine(["slow"]))
+
+
+def test_options_that_disagree_are_refused() -> None:
+    with pytest.raises(InputError, match="microbatches of 3 samples do not make up a batch of 8"):
+        search(profile([1e-3]), machine(["fast"]), Options(batch=8, samples=3))
+    with pytest.raises(InputError, match="objective 'price' needs the price"):
+        search(profile([1e-3]), machine(["fast"]), Options(objective="price"))
+
+
+def test_other_orders_are_simulated_beside_the_best_pipeline() -> None:
+    model = profile([1e-3] * 8, weights=10**9, boundary=1.0)
+    halves = [u.but(times={k: t.but(weight_backward=t.forward) for k, t in u.times.items()}) for u in model.units]
+    result = search(
+        model.but(units=tuple(halves)), machine(["fast"] * 2, within=1e9), Options(batch=8, is_runnable=True)
+    )
+    kinds = {c.plan.order.kind: c.time_s for c in result.candidates}
+    assert kinds["zb-h1"] < kinds["1f1b"]
+    assert kinds["interleaved"] < kinds["1f1b"]
+
+
+def test_the_least_price_may_leave_devices_out() -> None:
+    model = profile([1e-3] * 4, {"fast": 1.0, "half": 0.5})
+    place, prices = machine(["fast", "half"]), {"fast": 1.0, "half": 3.0}
+    cheap = search(model, place, Options(batch=8, objective="price", prices=prices, is_runnable=True)).best
+    assert cheap is not None
+    assert cheap.plan.num_workers == 1
+    assert cheap.price == pytest.approx(1.0 * cheap.time_s / 3600)
+    quick = search(model, place, Options(batch=8, prices=prices, is_runnable=True)).best
+    assert quick is not None
+    assert quick.time_s < cheap.time_s
+    assert quick.price > cheap.price
+
+
+def test_progress_is_told_and_ends() -> None:
+    told: list[float] = []
+    search(profile([1e-3] * 8), machine(["fast"] * 4), Options(batch=8), lambda share, _: told.append(share))
+    assert told[-1] == 1.0
+    assert all(0 <= share <= 1 for share in told)
+
+
+def test_stale_plans_come_only_where_they_are_allowed() -> None:
+    model, place = profile([1e-3] * 8, weights=10**9, boundary=1.0), machine(["fast"] * 2, within=1e9)
+    for staleness in (0, 1):
+        result = search(model, place, Options(batch=8, staleness=staleness, is_runnable=True, candidates=8))
+        versions = {c.plan.version.kind for c in result.candidates}
+        assert ("double-buffer" in versions) == bool(staleness)
