@@ -13,7 +13,7 @@ demo: .venv/ready  ## Train a small byte-level GPT on the standard library's tex
 	@echo "Open out/demo/report.html in a browser."
 
 test: .venv/ready  ## Run the tests
-	$(BIN)/python -m pytest -m "not slow and not gpu"
+	$(BIN)/python -m pytest -n 2 -m "not slow and not gpu"
 
 lint: .venv/ready  ## Check style and types
 	$(BIN)/ruff check .
