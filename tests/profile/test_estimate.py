@@ -68,6 +68,15 @@ def test_an_efficiency_has_launches_and_a_share_for_each_class() -> None:
         assert unit.times["d"].update_s == pytest.approx(3.0 + 7 * unit.parameter_bytes / rate / 2)
 
 
+def test_operators_of_a_cpu_are_slower_inside_a_model() -> None:
+    efficiency = Efficiency({"forward": 0.0}, {"elementwise": 1.0})
+    rates = read_rates(
+        machine(device(), device(name="c", kind="c", type="cpu")), dict.fromkeys(("gpu", "cpu"), efficiency), 1.0
+    )
+    assert rates["c"].flop_per_s == pytest.approx(0.7 * rates["d"].flop_per_s)
+    assert rates["c"].bytes_per_s == pytest.approx(0.7 * rates["d"].bytes_per_s)
+
+
 def test_an_update_takes_what_the_machine_says() -> None:
     with torch.device("meta"):
         chain = nn.Sequential(nn.Linear(8, 4, bias=False), nn.ReLU())
