@@ -20,7 +20,7 @@ from pipedejavu.search.scene import scenes_of
 GIB = 2**30
 FLOP_PER_S = 1e14
 """Of a GPU of speed 1, reached."""
-BUDGET_S = 8.0
+BUDGET_S = 4.0
 FEW = 20_000
 """Drafts up to which the optimum is known by looking at each."""
 

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipedejavu.facts import Machine, Profile
-from pipedejavu.search import Options, dp, exhaustive
+from pipedejavu.search import Options, dp, exhaustive, search
 from pipedejavu.search.pool import Pool
 from pipedejavu.search.scene import scenes_of
 from pipedejavu.search.space import Bounds, frames
@@ -71,3 +71,15 @@ def test_both_searchers_give_the_same_best_estimate(case: tuple[Profile, Machine
         run(pool, [*scenes_of(model, place, options)], options)
         bests.append(pool.best)
     assert bests[0] == pytest.approx(bests[1], rel=1e-9)
+
+
+@given(cases())
+@settings(max_examples=10, deadline=None)
+def test_a_plan_is_found_wherever_one_is_estimated_to_fit(case: tuple[Profile, Machine, Options]) -> None:
+    model, place, options = case
+    pool = Pool(options)
+    exhaustive.run(pool, [*scenes_of(model, place, options)], options)
+    result = search(model, place, options.but(candidates=1))
+    assert bool(result.candidates) == bool(pool.found)
+    if not result.candidates:
+        assert result.notes[0].startswith("nothing fits; ")

@@ -262,7 +262,10 @@ def _memory(found: _Stages, seat: Seat, mode: Mode) -> tuple[Array, Array]:
     held = seat.live * kept
     if mode.activations == "host":
         host, held = host + held, np.minimum(held, 3 * piece)
-    held = held + found.enters + found.leaves
+    # What enters and leaves; of a pipeline one more of each, as neighbours run ahead; and between pieces.
+    held = held + (found.enters + found.leaves) * (1 if seat.place.is_alone else 2)
+    if not mode.is_plain or (seat.place.is_alone and size > 1):
+        held = held + 2 * found.most_checkpoint
     if mode.recomputes:
         held = held + found.most_saved
     optimizer = found.optimizer / (size if mode.zero else 1)

@@ -3,7 +3,7 @@
 Both ask the exact search for estimates on changed machines; nothing is simulated.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from math import inf
 
@@ -60,7 +60,7 @@ def _machines(machine: Machine) -> Iterator[tuple[str, Machine]]:
         sizes = [d.memory_bytes for d in machine.devices if d.type == type_]
         if sizes:
             more = format_bytes(min(sizes) / 2)
-            yield f"with {more} more memory on each {name}", _with_memory(machine, type_, 1.5)
+            yield f"with {more} more memory on each {name}", with_memory(machine, (type_,), 1.5)
     yield (
         "with links of twice the rate",
         machine.but(
@@ -71,9 +71,11 @@ def _machines(machine: Machine) -> Iterator[tuple[str, Machine]]:
     )
 
 
-def _with_memory(machine: Machine, type_: str, factor: float) -> Machine:
+def with_memory(machine: Machine, types: Collection[str], factor: float) -> Machine:
+    """Returns the machine with so many times the memory on devices of some types."""
+
     def larger(device: Device) -> Device:
-        return device.but(memory_bytes=round(device.memory_bytes * factor)) if device.type == type_ else device
+        return device.but(memory_bytes=round(device.memory_bytes * factor)) if device.type in types else device
 
     return machine.but(devices=tuple(map(larger, machine.devices)))
 
@@ -87,7 +89,7 @@ def nearest_fit(profile: Profile, machine: Machine, options: Options) -> tuple[C
             continue
 
         def estimated(factor: float, type_: str = type_) -> float:
-            return least_estimate(profile, _with_memory(machine, type_, factor), options)
+            return least_estimate(profile, with_memory(machine, (type_,), factor), options)
 
         factor = _least_factor(estimated)
         if factor is not None:

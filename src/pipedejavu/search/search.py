@@ -6,7 +6,7 @@ from typing import NamedTuple
 from pipedejavu.facts import Machine, Profile
 from pipedejavu.search import dp, exhaustive, gradient, mcmc
 from pipedejavu.search.draft import Scene
-from pipedejavu.search.explain import nearest_fit
+from pipedejavu.search.explain import nearest_fit, with_memory
 from pipedejavu.search.option import Options, Progress
 from pipedejavu.search.pool import Pool
 from pipedejavu.search.rank import simulate_plan
@@ -15,6 +15,8 @@ from pipedejavu.search.scene import scenes_of
 from pipedejavu.search.share import offer_shares
 from pipedejavu.search.write import other_orders, write
 
+SMALLER = (0.9, 0.75, 0.6)
+"""Parts of the memory that are planned for where no plan for all of it fits in the end."""
 NEAR = 1.01
 """Plans that take so many times the least are as fast, and the simplest of them comes first."""
 FEW = 2000
@@ -43,14 +45,20 @@ def search(
     pool = Pool(options, progress)
     scenes = [*scenes_of(profile, machine, options)]
     name, reason = _choose(pool, scenes, options)
-    offer_shares(pool, scenes, options)
-    is_complete = SEARCHERS[name](pool, scenes, options)
-    pool.polish()
-    ranked = _rank(pool, options)
+    is_complete = _fill(pool, scenes, options, name)
+    ranked = _rank(pool, options, {id(scene): scene for scene in scenes})
+    for part in SMALLER:
+        if ranked.candidates or not pool.found or pool.is_over:
+            break
+        # Memory was estimated too low: ask for plans that would need less, and see whether they fit.
+        small = [*scenes_of(profile, with_memory(machine, ("gpu", "cpu"), part), options)]
+        again = Pool(options, progress)
+        is_complete = _fill(again, small, options, name)
+        ranked = _rank(again, options, {id(s): scene for s, scene in zip(small, scenes, strict=True)})
     notes = [*ranked.notes]
     if not ranked.candidates:
         pool.report(0.9, "looking for the smallest change that would fit")
-        changes = nearest_fit(profile, machine, options)
+        changes = nearest_fit(profile, machine, options.but(time_budget_s=options.time_budget_s / 10))
         notes.insert(0, "nothing fits; " + ("; ".join(map(str, changes)) or "no change of memory or batch would do"))
     pool.report(1.0, "done")
     return SearchResult(
@@ -63,6 +71,14 @@ def search(
         time_s=pool.elapsed_s,
         notes=tuple(notes),
     )
+
+
+def _fill(pool: Pool, scenes: list[Scene], options: Options, name: str) -> bool:
+    """Fills a pool by a searcher; returns whether it looked at all there is."""
+    offer_shares(pool, scenes, options)
+    is_complete = SEARCHERS[name](pool, scenes, options)
+    pool.polish()
+    return is_complete
 
 
 def _choose(pool: Pool, scenes: list[Scene], options: Options) -> tuple[str, str]:
@@ -81,8 +97,8 @@ class _Ranked(NamedTuple):
     notes: list[str]
 
 
-def _rank(pool: Pool, options: Options) -> _Ranked:
-    """Simulates drafts, best first, until there are enough or the time is over; one at least."""
+def _rank(pool: Pool, options: Options, real: dict[int, Scene]) -> _Ranked:
+    """Simulates drafts on real scenes, best first, until there are enough or the time is over; one at least."""
     candidates: list[Candidate] = []
     notes: list[str] = []
     tried: set[str] = set()
@@ -97,7 +113,7 @@ def _rank(pool: Pool, options: Options) -> _Ranked:
         others = other_orders(plan, len(draft.scene.profile.units)) if plan.order.kind not in tried else []
         tried.add(plan.order.kind)
         for each in (plan, *others):
-            result = simulate_plan(each, draft.scene, options, found.estimate.time_s)
+            result = simulate_plan(each, real[id(draft.scene)], options, found.estimate.time_s)
             simulated += 1
             if isinstance(result, Candidate):
                 candidates.append(result)

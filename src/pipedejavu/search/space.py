@@ -91,8 +91,11 @@ def _frames(
     scene: Scene, row: Row, sizes: tuple[int, ...], samples: int, modes: list[Mode], options: Options
 ) -> Iterator[Frame]:
     microbatches, divides = options.batch // samples, sizes[0] > 1 and len(sizes) == 1
+    is_alone = sizes[0] == len(row.order)
     for mode in modes:
-        if divides or not mode.zero:
+        # Checkpoints that came from another worker cannot wait on the host.
+        is_possible = is_alone or not (mode.recomputes and mode.activations == "host")
+        if is_possible and (divides or not mode.zero):
             yield Frame(scene, row, sizes, samples, microbatches, mode)
     stages = len(row.order) // sizes[0]
     if options.staleness and stages > 1 and microbatches // sizes[0] >= stages - 1:
