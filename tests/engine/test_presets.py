@@ -288,6 +288,19 @@ def test_state_that_visits_and_weights_that_come_change_nothing(make, places, cl
     assert case.moved() > 1e6 * case.tolerance
 
 
+@pytest.mark.parametrize("units", [(0,), (1, 2)])
+def test_units_that_are_named_recompute_and_change_nothing(make, units):
+    case = make("1f1b", "convnet", workers=2, microbatches=3, optimizer=MOMENTUM)
+    order = case.plan.order.but(recompute_units=units, is_eager=True)
+    case = replace(case, plan=case.plan.but(order=order, bucket_bytes=1))
+    again = {a.piece for worker in case.program.workers for a in worker.actions if a.kind == "R"}
+    assert again == {n for n, share in enumerate(case.program.recomputes) if share}
+    assert 0 < len(again) < len(case.program.pieces)
+    assert case.furthest(case.trained_plainly()) <= case.tolerance
+    assert case.audit() <= case.tolerance
+    assert case.moved() > 1e6 * case.tolerance
+
+
 @pytest.mark.parametrize("name", ["l2l", "zero-offload", "cotrain", "stronghold"])
 def test_gradients_of_tied_weights_are_summed_before_they_leave_for_the_host(make, name):
     case = make(name, "gpt", microbatches=3)

@@ -6,10 +6,10 @@ from itertools import combinations, pairwise
 import pytest
 
 from pipedejavu.facts import InputError
-from pipedejavu.plan import Keep, Place, preset, presets
-from pipedejavu.program import Table, verify
+from pipedejavu.plan import Keep, Order, Place, preset, presets
+from pipedejavu.program import Action, Table, verify
 from pipedejavu.program import compile as compile_plan
-from pipedejavu.simulate import unit_costs
+from pipedejavu.simulate import simulate, unit_costs
 
 PIPELINES = (
     "model-parallel", "gpipe", "gpipe-recompute", "1f1b", "pipedream", "pipedream-vertical", "pipedream-2bw", "hippie",
@@ -550,6 +550,28 @@ def test_gpipe_recomputes_every_stage_of_every_microbatch_once(build, m):
     for worker in program.workers:
         line = [(a.kind, a.microbatch) for a in worker.actions if a.kind in "RB"]
         assert line == [(kind, k) for k in reversed(range(m)) for kind in "RB"]
+
+
+def test_units_that_are_named_recompute_and_others_keep_what_they_saved(model, computer):
+    order = Order(kind="1f1b", recompute_units=(0, 2, 3), is_eager=True)
+    plan = preset("1f1b").at(workers=2, microbatches=3).but(order=order, bucket_bytes=1)
+    program = compile_plan(plan, model(4), computer(2))
+    verify(program)
+    assert program.recomputes == (1.0, 0.0, 1.0, 1.0)
+    again = [{a.piece for a in worker.actions if a.kind == "R"} for worker in program.workers]
+    assert again == [{0}, {2, 3}]
+    kept = Table(program)(Action("F", 1, 0, 0, 0), 0)[1]
+    assert [value[0] for value in kept] == ["x", "s"]
+    assert [value[0] for value in Table(program)(Action("F", 0, 0, 0, 0), 0)[1]] == ["x"]
+
+
+def test_a_piece_recomputes_the_part_that_its_named_units_save(model, computer):
+    plan = preset("gpipe").at(workers=1, microbatches=2)
+    program = compile_plan(plan.but(order=Order(kind="gpipe", recompute_units=(1,))), model(4), computer(1))
+    assert program.recomputes == (0.25,)
+    whole = compile_plan(plan.but(order=Order(kind="gpipe", recompute=0.25)), model(4), computer(1))
+    assert simulate(program).makespan_s == simulate(whole).makespan_s
+    assert simulate(program).workers[0].peak_bytes == simulate(whole).workers[0].peak_bytes
 
 
 def test_recompute_waits_for_the_gradient_unless_it_is_early(build):

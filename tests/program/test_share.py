@@ -3,7 +3,7 @@
 import pytest
 
 from pipedejavu.facts import Cost, Device, Host, Link, Machine, Profile, Unit, UnitTime
-from pipedejavu.plan import preset
+from pipedejavu.plan import Feed, Place, preset
 from pipedejavu.program import compile as compile_plan
 from pipedejavu.program import verify
 from pipedejavu.program.share import cut_evenly, cut_samples, divide
@@ -89,3 +89,13 @@ def test_a_resolved_plan_compiles_to_the_same_program() -> None:
         again = compile_plan(program.plan.but(decisions=()), program.profile, program.machine, fold=False)
         assert again.parts == program.parts
         assert again.to_text() == program.to_text()
+
+
+def test_each_cpu_replica_has_a_worker_of_its_own() -> None:
+    devices = [Device(name=f"cpu{n}", kind="slow", type="cpu", host="here", memory_bytes=2**40) for n in (1, 2)]
+    place = host().but(devices=(*host().devices, *devices))
+    plan = preset("hyscale").plan.but(place=Place(replicas=1, cpu_replicas=3), feed=Feed(kind="share", samples=40))
+    program = compile_plan(plan, model(Cost(per_sample_s=1e-3), Cost(per_sample_s=1e-3)), place, fold=False)
+    verify(program)
+    assert program.parts == ((10,), (10,), (10,), (10,))
+    assert program.devices == ("gpu", "cpu", "cpu1", "cpu2")

@@ -357,6 +357,16 @@ BROKEN: list[tuple[Plan, str, str]] = [
         "switch order.recompute off, or use version 'local'",
     ),
     (
+        preset("gpipe").plan.but(order=Order(kind="gpipe", recompute=1.0, recompute_units=(0,))),
+        "order.recompute is a share of each stage's units, and order.recompute_units names some of them",
+        "leave one of the two out",
+    ),
+    (
+        preset("gpipe").plan.but(order=Order(kind="gpipe", recompute_units=(7, 99))),
+        "order.recompute_units names units that the profile does not have",
+        "count units from 0, in the profile's order",
+    ),
+    (
         preset("pipedream").plan.but(reduce=Reduce(wire="all-reduce", has_buffer_broadcast=True)),
         "replicas that do not wait for each other have no common moment to broadcast running statistics",
         "switch reduce.has_buffer_broadcast off, or use version 'sync'",

@@ -102,6 +102,8 @@ class Order(Record):
     ] = "step"  # fmt: skip
     recompute: Share = 0.0
     """Share of each stage's units whose activations are computed again for the backward pass."""
+    recompute_units: tuple[int, ...] | None = Field(default=None, min_length=1)
+    """Units that are, in place of a share; a piece that holds one of them runs forward again."""
     recomputes_early: bool = False
     """Whether recomputing starts before the gradient has arrived, as torchgpipe does."""
     prefetch: int = Field(default=0, ge=0)
@@ -110,10 +112,17 @@ class Order(Record):
     """Whether a piece is reduced and updated as soon as its gradient is final, piece by piece, rather
     than the worker's whole stage at once."""
 
+    @property
+    def has_recompute(self) -> bool:
+        """Whether anything is computed again."""
+        return self.recompute > 0 or self.recompute_units is not None
+
     def __str__(self) -> str:
         recompute = "recompute" if self.recompute == 1 else f"recompute({self.recompute:g})"
+        if self.recompute_units is not None:
+            recompute = f"recompute({len(self.recompute_units)} units)"
         recompute = f"early {recompute}" if self.recomputes_early else recompute
-        parts = [self.kind] + [recompute] * (self.recompute > 0)
+        parts = [self.kind] + [recompute] * self.has_recompute
         parts += [f"prefetch({self.prefetch})"] * (self.prefetch > 0) + ["eager"] * self.is_eager
         return " + ".join(parts)
 

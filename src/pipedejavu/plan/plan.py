@@ -40,7 +40,7 @@ class Plan(Record):
     def axes(self) -> dict[str, str]:
         """Returns the seven axes as short texts."""
         texts = {a: str(getattr(self, a)) for a in AXES}
-        if self.order.recompute:
+        if self.order.has_recompute:
             texts["keep"] += ", checkpoint"
         return texts
 

@@ -76,9 +76,19 @@ RULES = (
         "switch is_compiled off, or use order '1f1b'",
     ),
     Rule(
-        lambda plan, _: plan.order.recompute > 0 and plan.version.kind == "torn",
+        lambda plan, _: plan.order.has_recompute and plan.version.kind == "torn",
         "recompute must read the weights that the forward read, and version 'torn' records none",
         "switch order.recompute off, or use version 'local'",
+    ),
+    Rule(
+        lambda plan, _: plan.order.recompute > 0 and plan.order.recompute_units is not None,
+        "order.recompute is a share of each stage's units, and order.recompute_units names some of them",
+        "leave one of the two out",
+    ),
+    Rule(
+        lambda plan, profile: any(not 0 <= u < len(profile.units) for u in plan.order.recompute_units or ()),
+        "order.recompute_units names units that the profile does not have",
+        "count units from 0, in the profile's order",
     ),
     Rule(
         lambda plan, _: plan.reduce.has_buffer_broadcast and _is_asynchronous(plan),

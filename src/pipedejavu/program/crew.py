@@ -76,10 +76,10 @@ def crews_of(plan: Plan) -> list[Crew]:
         )
         for copy in range(place.replicas * place.shards)
     ]
+    first, stages = len(crews) * size, plan.num_stages or 1
     for n in range(place.cpu_replicas):
-        worker, stages = len(crews) * size + n, plan.num_stages or 1
         replica = place.replicas * ways + n
-        crews.append(Crew(workers=(worker,), replica=replica, place="loop", chunks=stages, schedule="step"))
+        crews.append(Crew(workers=(first + n,), replica=replica, place="loop", chunks=stages, schedule="step"))
     return crews
 
 

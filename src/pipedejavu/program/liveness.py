@@ -38,7 +38,7 @@ class Liveness:
     def __init__(self, program: Program):
         self.program, self.table, self.sizes = program, Table(program), Sizes(program)
         self.initial = [resting(program, piece) for piece in range(len(program.pieces))]
-        self.is_partial = 0 < program.plan.order.recompute < 1
+        self.is_partial = [0 < share < 1 for share in program.recomputes]
 
     def stays(self, worker: int, start: Sequence[float], end: Sequence[float], last: float) -> list[Stay]:
         """Returns all stays on a worker whose k-th action runs from start[k] to end[k]; `last` ends all."""
@@ -91,7 +91,7 @@ class Liveness:
 
     def _finish(self, done: list[Stay], value: Value, birth: float, death: float, recomputed: float) -> None:
         size = self.sizes.of(value)
-        if value[0] == "s" and self.is_partial:
+        if value[0] == "s" and self.is_partial[value[1]]:
             kept = self.sizes.kept(value)
             done.append(Stay(birth, death, value, kept))
             done.append(Stay(recomputed, death, value, size - kept))

@@ -10,13 +10,13 @@ MOVABLE = frozenset("xgdwpc")
 
 def add_recompute(program: Program) -> Program:
     """Puts an R before each backward where the plan recomputes."""
-    if not program.plan.order.recompute:
+    if not program.plan.order.has_recompute:
         return program
     sequences = []
     for worker in program.workers:
         sequence: list[Action] = []
         for a in worker.actions:
-            if a.kind in "BI":
+            if a.kind in "BI" and program.recomputes[a.piece]:
                 sequence.append(a._replace(kind="R"))
             sequence.append(a)
         sequences.append(tuple(sequence))

@@ -110,6 +110,20 @@ class Program:
         """For each worker, the pieces that it runs."""
         return tuple(frozenset(a.piece for a in w.actions if a.kind == "F") for w in self.workers)
 
+    @cached_property
+    def recomputes(self) -> tuple[float, ...]:
+        """For each piece, the share of its saved activations that is computed again."""
+        order = self.plan.order
+        if order.recompute_units is None:
+            return (order.recompute,) * len(self.pieces)
+        again, shares = {*order.recompute_units}, []
+        for piece in self.pieces:
+            sizes = {u: self.profile.units[u].activation_bytes for u in piece.units}
+            whole = sum(sizes.values())
+            part = sum(sizes[u] for u in piece.units if u in again)
+            shares.append(part / whole if whole else float(any(u in again for u in piece.units)))
+        return tuple(shares)
+
     def shard_of(self, worker: int) -> int:
         """Returns which part of divided operators a worker has; 0 where none are."""
         return worker // self.plan.pipeline_size % self.plan.place.shards

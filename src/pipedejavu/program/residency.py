@@ -102,7 +102,6 @@ def _add_activations(program: Program) -> Program:
     """Moves what waits for the backward pass to the host and back, `prefetch` + 1 actions ahead."""
     if program.plan.keep.activations != "host":
         return program
-    checkpoints = program.plan.order.recompute == 1
     ahead = program.plan.order.prefetch + 1
     before: list[Inserts] = []
     after: list[Inserts] = []
@@ -112,6 +111,7 @@ def _add_activations(program: Program) -> Program:
         computes = [i for i, a in enumerate(worker.actions) if a.lane == "compute"]
         rank = {position: n for n, position in enumerate(computes)}
         for position, a in enumerate(worker.actions):
+            checkpoints = program.recomputes[a.piece] == 1
             what, pieces = ("x", program.inputs[a.piece]) if checkpoints else ("s", (a.piece,))
             for value in ((what, piece, 0, a.microbatch, "") for piece in pieces):
                 if a.kind == "F":

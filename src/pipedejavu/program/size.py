@@ -93,7 +93,7 @@ class Sizes:
 
     def kept(self, saved: Value) -> float:
         """Bytes of saved activations that stay from the forward on, where some are recomputed."""
-        return self.of(saved) * (1 - self.program.plan.order.recompute)
+        return self.of(saved) * (1 - self.program.recomputes[saved[1]])
 
     def group_size(self, piece: int) -> int:
         """How many workers divide a piece's state under a zero keep."""

@@ -53,7 +53,7 @@ class Table:
         plan = program.plan
         self.inputs, self.outputs = program.inputs, program.outputs
         self.update_size = program.update_size
-        self.keeps_saved = plan.order.recompute < 1
+        self.keeps_saved = [share < 1 for share in program.recomputes]
         self.recompute_waits = not plan.order.recomputes_early
         self.prefetches_data = plan.prefetches_data
         self.clip_delay = {"none": None, "global": 0, "delayed": 1}[plan.reduce.clip]
@@ -108,7 +108,7 @@ class Table:
             reads = (*(("x", before, 0, i, "") for before in inputs), weights)
         else:
             reads = (("b", piece, 0, i, ""), weights)
-        return reads, ((x, ("s", piece, 0, i, "")) if self.keeps_saved else (x,)), ()
+        return reads, ((x, ("s", piece, 0, i, "")) if self.keeps_saved[piece] else (x,)), ()
 
     def _recompute(self, a: Action, _worker: int) -> Effects:
         _, piece, replica, i, version, _, _ = a

@@ -83,8 +83,8 @@ def _once_faults(program: Program) -> Iterator[str]:
     own = plan.feed.microbatches if program.copies > 1 else size
     microbatches = [i for i in range(size * plan.steps) if i % size < own]
     shards = range(plan.place.shards if program.copies == 1 else 1)
-    recomputes = 1 if plan.order.recompute else 0
     for piece in range(len(program.pieces)):
+        recomputes = 1 if program.recomputes[piece] else 0
         for i in microbatches:
             for shard in shards:
                 f, b, r, ih, wh = (counts.pop((kind, piece, i, shard), 0) for kind in _COMPUTES)

@@ -80,7 +80,7 @@ class Costs:
             costs: list[Cost] = [getattr(t, _HALVES[a.kind]) for t in times]
             time = sum(cost.at(samples) for cost in costs)
         if a.kind == "R":
-            time *= self.plan.order.recompute
+            time *= self.program.recomputes[a.piece]
         if self.plan.feed.budgets:
             time *= self.plan.feed.budgets[a.replica]
         return time / self.plan.place.shards

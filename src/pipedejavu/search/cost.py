@@ -1,0 +1,258 @@
+"""The cheap cost of stages and drafts: closed forms that the searchers minimise; the simulator has the last word.
+
+An update of a pipeline takes Σ(f + 2c) + max z over its stages: f is what a stage takes for a microbatch, c what its
+output takes to the next one. z is what a stage adds once the first microbatch is through, (m − 1)·max(f, c) for its m
+microbatches, and what follows its last backward. Under 1F1B a stage holds l microbatches at most, so l of them take no
+less than one's way to the last stage and back. So the cost is a sum and a maximum over stages, and the maximum grows
+with the sum behind it: that is what makes it exact to minimise. All is worked out for arrays of stages at once.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipedejavu.search.draft import Array, Draft, Mode, Scene
+from pipedejavu.search.seat import Row, Seat, cpu_of, seat_of
+
+Index = NDArray[np.intp] | int
+
+
+class StageCost(NamedTuple):
+    """What stages cost on one seat, for arrays of them."""
+
+    seat: Seat
+    sum_s: Array
+    """What each adds to an update: one microbatch there, and to the next stage and back."""
+    slowest_s: Array
+    """What each further microbatch takes at least."""
+    after_s: Array
+    """What follows the last backward."""
+    device_bytes: Array
+    host_bytes: Array
+
+    def bound_s(self, behind_s: Array | float) -> Array:
+        """Returns what each adds once its first microbatch is through, with a way to the end and back of `behind_s`."""
+        share, live = self.seat.share, self.seat.live
+        if self.seat.is_stale:
+            return np.asarray(share * np.maximum(self.slowest_s, (self.sum_s + behind_s) / live) + self.after_s)
+        rounds, rest = divmod(share - 1, live)
+        around = np.maximum(live * self.slowest_s, self.sum_s + behind_s) if rounds else 0.0
+        return np.asarray(rest * self.slowest_s + rounds * around + self.after_s)
+
+    @property
+    def total_s(self) -> Array:
+        """What each adds to the time of an update."""
+        return np.zeros_like(self.sum_s) if self.seat.is_stale else self.sum_s
+
+
+@dataclass(frozen=True)
+class _Stages:
+    """Arrays of stages: what their units hold and take, added up."""
+
+    count: Array
+    forward: Array
+    backward: Array
+    recompute: Array
+    update: Array
+    host_update: Array
+    weights: Array
+    gradients: Array
+    optimizer: Array
+    saved: Array
+    checkpoints: Array
+    most_saved: Array
+    most_weights: Array
+    most_checkpoint: Array
+    enters: Array
+    leaves: Array
+
+
+class Costs:
+    """Costs of one scene's stages for microbatches of one size."""
+
+    def __init__(self, scene: Scene, samples: int):
+        self.scene, self.samples, self.profile = scene, samples, scene.profile
+        units = self.profile.units
+        self.num_units = len(units)
+        self.weights = _totals([u.parameter_bytes for u in units])
+        self.gradients = _totals([u.gradient_bytes for u in units])
+        self.optimizer = _totals([u.optimizer_bytes for u in units])
+        self.saved = _totals([u.activation_bytes * samples for u in units])
+        self.cut = cut_bytes(scene) * samples
+        self.checkpoints = _totals(self.cut[:-1])
+        self.most_saved = _most([u.activation_bytes * samples for u in units])
+        self.most_weights = _most([u.parameter_bytes for u in units])
+        self.most_checkpoint = _most([*self.cut[:-1]])
+        self.state_bytes = tuple(float(t[-1]) for t in (self.weights, self.gradients, self.optimizer))
+        """Of all weights, gradients and optimizer state."""
+        self._times: dict[str, tuple[Array, ...]] = {}
+
+    def times(self, kind: str) -> tuple[Array, ...]:
+        """Returns running totals over units of forward, backward, recompute and update on a kind of device."""
+        if kind not in self._times:
+            rows, at = [self.profile.time(unit, kind) for unit in self.profile.units], self.samples
+            columns = (
+                [row.forward.at(at) for row in rows],
+                [row.backward.at(at) for row in rows],
+                [row.recompute.at(at) for row in rows],
+                [row.update_s for row in rows],
+            )
+            self._times[kind] = tuple(map(_totals, columns))
+        return self._times[kind]
+
+    def stage(self, start: Index, end: Index, seat: Seat, mode: Mode) -> StageCost:
+        """Returns the costs of stages with the units from `start` to `end`, each on `seat`."""
+        found = self._add_up(start, end, seat, mode)
+        forward, back = found.forward, found.backward
+        if mode.recomputes:
+            back = back + found.recompute
+        if mode.uses_host:
+            moved = found.weights * (mode.state == "window")
+            if mode.activations == "host":
+                moved = moved + (found.checkpoints if mode.recomputes else found.saved)
+            forward, back = (np.maximum(part, moved * seat.place.host.byte_s) for part in (forward, back))
+        if mode.zero == 3 and seat.place.is_alone:  # weights come for each use, ahead of it
+            size = len(seat.place.group)
+            forward, back = (
+                np.maximum(part, (size - 1) / size * found.weights * seat.place.ring.byte_s) for part in (forward, back)
+            )
+        work, sent = forward + back, seat.place.next.time(found.leaves)
+        after = _after(found, back, seat, mode)
+        device, host = _memory(found, seat, mode)
+        return StageCost(seat, work + 2 * sent, np.maximum(work, sent), after, device, host)
+
+    def _add_up(self, start: Index, end: Index, seat: Seat, mode: Mode) -> _Stages:
+        def of(totals: Array) -> Array:
+            return np.asarray(totals[end] - totals[start])
+
+        def most(table: Array) -> Array:
+            return np.asarray(table[start, end])
+
+        rows = [[of(row) for row in self.times(kind)] for kind in seat.place.kinds]
+        forward, backward, recompute, update = (np.asarray(np.max(row, axis=0)) for row in zip(*rows, strict=True))
+        return _Stages(
+            count=np.maximum(np.asarray(end) - np.asarray(start), 1).astype(float),
+            forward=forward,
+            backward=backward,
+            recompute=recompute,
+            update=update,
+            host_update=of(self.times(seat.place.cpu)[3]) if mode.state != "device" else np.zeros_like(update),
+            weights=of(self.weights),
+            gradients=of(self.gradients),
+            optimizer=of(self.optimizer),
+            saved=of(self.saved),
+            checkpoints=of(self.checkpoints),
+            most_saved=most(self.most_saved),
+            most_weights=most(self.most_weights),
+            most_checkpoint=most(self.most_checkpoint),
+            enters=np.asarray(self.cut[start]),
+            leaves=np.asarray(self.cut[end]),
+        )
+
+
+def _after(found: _Stages, back: Array, seat: Seat, mode: Mode) -> Array:
+    """Returns what follows the last backward: reductions, and the update where it rests."""
+    size = len(seat.place.group)
+    after = found.update / (size if mode.zero else 1)
+    if mode.state != "device":
+        out, into = found.gradients * seat.place.host.byte_s, found.weights * seat.place.host.byte_s
+        if mode.state == "window":
+            into = np.zeros_like(into)
+        longest = np.maximum(np.maximum(found.host_update, out), into)
+        after = np.maximum(longest - back, 0.0) + (found.host_update + out + into) / found.count
+    if size == 1:
+        return np.asarray(after)
+    turn = (size - 1) / size * seat.place.ring.byte_s
+    reduced = 2 * (size - 1) * seat.place.ring.latency_s + turn * found.gradients * (1 if mode.zero else 2)
+    if mode.zero in (1, 2) or (
+        mode.zero == 3 and not seat.place.is_alone
+    ):  # the new weights are gathered, or the batch's
+        after = after + turn * found.weights
+    if seat.place.is_alone:
+        reduced = np.maximum(reduced - back * (1 - 1 / found.count), reduced / found.count)
+    return np.asarray(after + reduced)
+
+
+def _memory(found: _Stages, seat: Seat, mode: Mode) -> tuple[Array, Array]:
+    """Returns the highest need of each device of a seat, and of its host for it."""
+    size = len(seat.place.group)
+    host = np.zeros_like(found.weights)
+    kept, piece = (found.checkpoints, found.most_checkpoint) if mode.recomputes else (found.saved, found.most_saved)
+    held = seat.live * kept
+    if mode.activations == "host":
+        host, held = host + held, np.minimum(held, 3 * piece)
+    held = held + found.enters + found.leaves
+    if mode.recomputes:
+        held = held + found.most_saved
+    optimizer = found.optimizer / (size if mode.zero else 1)
+    weights = found.weights * (2 if seat.is_stale else 1)
+    if mode.zero == 3:
+        weights = weights / size + (3 * found.most_weights if seat.place.is_alone else weights)
+    elif mode.state != "device":
+        host = host + found.weights + found.gradients + optimizer
+        weights, optimizer = weights if mode.state == "host" else 3 * found.most_weights, np.zeros_like(optimizer)
+    return np.asarray(weights + found.gradients + optimizer + held), np.asarray(host)
+
+
+class Estimate(NamedTuple):
+    """What a whole draft costs."""
+
+    time_s: float
+    memory: dict[str, float]
+    """The highest need of each memory, by device."""
+    shortage: float
+    """The largest need as a part of what is there; above 1 the draft does not fit."""
+
+    @property
+    def fits(self) -> bool:
+        """Whether all memories suffice."""
+        return self.shortage <= 1
+
+
+def estimate(draft: Draft, costs: Costs) -> Estimate:
+    """Returns what a draft of stages costs."""
+    machine, mode = draft.scene.machine, draft.mode
+    row = Row(draft.scene, draft.devices, draft.sizes[0] if len({*draft.sizes}) == 1 else 0)
+    total, behind, slowest, after = 0.0, 0.0, 0.0, 0
+    memory: dict[str, float] = {}
+    for stage in reversed(draft.stages):
+        seat = seat_of(row.place(after, len(stage.group)), draft.microbatches, draft.is_stale)
+        after += len(stage.group)
+        cost = costs.stage(stage.start, stage.end, seat, mode)
+        slowest = max(slowest, float(cost.bound_s(behind)))
+        behind += float(cost.sum_s)
+        total += float(cost.total_s)
+        for name in stage.group:
+            memory[name] = memory.get(name, 0.0) + float(cost.device_bytes)
+            if cost.host_bytes:
+                cpu = cpu_of(machine, name)
+                assert cpu is not None
+                memory[cpu.name] = memory.get(cpu.name, 0.0) + float(cost.host_bytes)
+    rooms = {name: machine.device(name).memory_bytes - machine.device(name).reserved_bytes for name in memory}
+    shortage = max(memory[name] / max(room, 1) for name, room in rooms.items())
+    return Estimate(total + slowest, memory, shortage)
+
+
+def cut_bytes(scene: Scene) -> Array:
+    """Returns the bytes of a sample that pass each border between units, each unit's output once."""
+    profile = scene.profile
+    passing: list[dict[int, float]] = [{} for _ in range(len(profile.units) + 1)]
+    for source, target, size in profile.links:
+        for outputs in passing[source + 1 : target + 1]:
+            outputs[source] = max(size, outputs.get(source, 0.0))
+    return np.array([sum(outputs.values()) for outputs in passing], dtype=float)
+
+
+def _totals(values: "list[float] | list[int] | Array") -> Array:
+    return np.concatenate([[0.0], np.cumsum(np.asarray(values, dtype=float))])
+
+
+def _most(values: "list[float] | list[int]") -> Array:
+    """Returns the largest of the values from `start` to `end`, as a matrix."""
+    count = len(values)
+    found = np.zeros((count + 1, count + 1))
+    for start in range(count):
+        found[start, start + 1 :] = np.maximum.accumulate(np.asarray(values[start:], dtype=float))
+    return found

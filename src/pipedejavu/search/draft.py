@@ -1,0 +1,96 @@
+"""Drafts: plans in the few numbers that a search turns, before any of them is written out.
+
+A draft knows units by their positions and devices by their names; what it costs is `cost`'s, and how a plan says it is
+`write`'s.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipedejavu.facts import Machine, Profile
+
+Array = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Scene:
+    """A profile and a machine to plan for: those that were given, or with devices divided or joined."""
+
+    profile: Profile
+    machine: Machine
+    devices: tuple[str, ...]
+    """That may be used, by host and kind."""
+    note: str = ""
+    """What of the machine was changed."""
+    only_costed: str = ""
+    """Why the engine does not run plans for it."""
+
+
+@dataclass(frozen=True)
+class Mode:
+    """Where state and saved activations rest, alike on all stages."""
+
+    recomputes: bool = False
+    activations: Literal["device", "host"] = "device"
+    state: Literal["device", "host", "window"] = "device"
+    """`host`: optimizer state, and who updates; `window`: the weights too."""
+    zero: int = 0
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether everything stays where it is made."""
+        return self == PLAIN
+
+    @property
+    def uses_host(self) -> bool:
+        """Whether anything waits in host memory."""
+        return self.activations == "host" or self.state != "device"
+
+    def __str__(self) -> str:
+        parts = ["recompute"] * self.recomputes + ["activations on the host"] * (self.activations == "host")
+        parts += {"device": [], "host": ["optimizer state on the host"], "window": ["weights through a window"]}[
+            self.state
+        ]
+        return ", ".join(parts + [f"ZeRO-{self.zero}"] * bool(self.zero)) or "all on the device"
+
+
+PLAIN = Mode()
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A run of units, and the devices that each hold it and share its microbatches."""
+
+    start: int
+    end: int
+    group: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Draft:
+    """One plan."""
+
+    scene: Scene
+    stages: tuple[Stage, ...]
+    samples: int
+    """Of a microbatch."""
+    microbatches: int
+    """Of an update, over all replicas."""
+    mode: Mode = PLAIN
+    is_stale: bool = False
+    """Whether the pipeline never drains, with two weight versions (2BW)."""
+    is_shared: bool = False
+    """Whether the devices of the one stage get unequal shares of the samples, by their speed."""
+
+    @property
+    def devices(self) -> tuple[str, ...]:
+        """All devices, stage by stage."""
+        return tuple(name for stage in self.stages for name in stage.group)
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Devices of each stage."""
+        return tuple(len(stage.group) for stage in self.stages)

@@ -1,0 +1,119 @@
+"""The pool that all searchers fill: drafts that fit with their estimates, the clock, and what is worth looking at."""
+
+import time
+from dataclasses import dataclass
+from math import inf
+
+from pipedejavu.program.crew import crews_of
+from pipedejavu.program.share import Split
+from pipedejavu.search.cost import Costs, Estimate, estimate
+from pipedejavu.search.draft import Draft, Scene
+from pipedejavu.search.option import Options, Progress
+from pipedejavu.search.write import write
+
+SLACK = 1.1
+"""The simulator may rank a draft first whose estimate is so many times the least."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """A draft and its estimate."""
+
+    draft: Draft
+    estimate: Estimate
+    score: float
+
+
+class Pool:
+    """Drafts that fit, the best of each sort."""
+
+    def __init__(self, options: Options, progress: Progress | None = None):
+        self.options, self.progress = options, progress
+        self.started_s = time.monotonic()
+        self.found: dict[tuple[object, ...], Found] = {}
+        self.num_estimated = 0
+        self.shortage = inf
+        """The least shortage of memory of all drafts that were looked at."""
+        self.tightest: Draft | None = None
+        """The draft that has it."""
+        self._costs: dict[tuple[int, int], Costs] = {}
+
+    def costs(self, scene: Scene, samples: int) -> Costs:
+        """Returns the costs of a scene for microbatches of one size."""
+        key = (id(scene), samples)
+        if key not in self._costs:
+            self._costs[key] = Costs(scene, samples)
+        return self._costs[key]
+
+    def estimate(self, draft: Draft) -> Estimate:
+        """Returns what a draft costs."""
+        self.num_estimated += 1
+        if draft.is_shared:
+            return _estimate_shares(draft, self.costs(draft.scene, draft.samples), self.options)
+        return estimate(draft, self.costs(draft.scene, draft.samples))
+
+    def offer(self, draft: Draft, cost: Estimate | None = None) -> float:
+        """Keeps a draft if it fits and is the best of its sort; returns its score, infinite where it does not fit."""
+        cost = cost or self.estimate(draft)
+        if cost.shortage < self.shortage:
+            self.shortage, self.tightest = cost.shortage, draft
+        if not cost.fits:
+            return inf
+        score = self.score(draft.scene, draft.devices, cost.time_s)
+        key = (draft.scene.note, draft.mode, draft.is_stale, draft.is_shared, len(draft.stages), len(draft.devices))
+        if key not in self.found or score < self.found[key].score:
+            self.found[key] = Found(draft, cost, score)
+        return score
+
+    def score(self, scene: Scene, devices: tuple[str, ...], time_s: float) -> float:
+        """Returns what is to be least: the time of an update, or its price."""
+        if self.options.objective != "price":
+            return time_s
+        kinds = (scene.machine.device(name).kind for name in devices)
+        return time_s * sum(self.options.prices.get(kind, 0.0) for kind in kinds)
+
+    @property
+    def best(self) -> float:
+        """The least score so far."""
+        return min((found.score for found in self.found.values()), default=inf)
+
+    @property
+    def cutoff(self) -> float:
+        """Returns the score beyond which nothing would be simulated."""
+        scores = sorted(found.score for found in self.found.values())
+        count = self.options.candidates
+        return min(SLACK * scores[0], scores[count - 1]) if len(scores) >= count else inf
+
+    def ranked(self) -> list[Found]:
+        """Returns what was found, best first."""
+        return sorted(self.found.values(), key=lambda found: (found.score, len(found.draft.devices)))
+
+    @property
+    def elapsed_s(self) -> float:
+        """Time since the search began."""
+        return time.monotonic() - self.started_s
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the time for estimates is over; a quarter of the budget is left for the simulator."""
+        return self.elapsed_s > 0.75 * self.options.time_budget_s
+
+    def report(self, share: float, text: str) -> None:
+        """Tells how far the search is."""
+        if self.progress is not None:
+            self.progress(min(share, 1.0), text)
+
+
+def _estimate_shares(draft: Draft, costs: Costs, options: Options) -> Estimate:
+    """Returns what unequal shares of a batch cost, by the shares that `compile` will give."""
+    plan, machine = write(draft, options), draft.scene.machine
+    devices = plan.place.devices or draft.devices
+    split = Split(plan, draft.scene.profile, machine, crews_of(plan), devices)
+    shares, _ = split.choose()
+    if sum(count > 0 for count in shares) < 2:
+        return Estimate(inf, {}, inf)  # a plan for one device says the same
+    cost = split.estimate(shares)
+    state = float(costs.weights[-1] + costs.gradients[-1] + costs.optimizer[-1] + costs.saved[-1])
+    memory = {name: state for name, count in zip(devices, shares, strict=True) if count}
+    rooms = {d.name: d.memory_bytes - d.reserved_bytes for d in map(machine.device, devices)}
+    return Estimate(cost.total_s, memory, max(memory[name] / max(rooms[name], 1) for name in memory))

@@ -1,0 +1,155 @@
+"""Places and seats: where a stage may be, and what connects it to its replicas, to the next stage and to its host."""
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from pipedejavu.facts import Device, InputError, Machine, Route
+from pipedejavu.search.draft import Array, Scene
+
+
+class Link(NamedTuple):
+    """What a transfer takes: latency, and seconds for each byte."""
+
+    latency_s: float
+    byte_s: float
+
+    def time(self, size_bytes: Array) -> Array:
+        """Returns the time of messages; none where there is nothing to send."""
+        return np.where(size_bytes > 0, self.latency_s + size_bytes * self.byte_s, 0.0)
+
+
+FREE = Link(0.0, 0.0)
+
+
+class Place(NamedTuple):
+    """A group of devices in a row, whatever a stage there would hold."""
+
+    group: tuple[str, ...]
+    """Devices that would each hold the stage."""
+    kinds: tuple[str, ...]
+    """Of these devices, each once."""
+    after: int
+    """Devices behind it."""
+    is_alone: bool
+    """Whether there are no others, so that reductions hide behind the backward pass."""
+    ring: Link
+    next: Link
+    host: Link
+    """Between a device and its host, either way."""
+    cpu: str
+    """The kind of the host's CPU; empty where the host has none."""
+    room_bytes: float
+    host_room_bytes: float
+    """Of the host's memory, this device's part."""
+
+    def likeness(self) -> tuple[object, ...]:
+        """Returns what makes stages here cost what they cost, beside the devices behind."""
+        return (len(self.group), *self[1:2], *self[3:])
+
+
+class Seat(NamedTuple):
+    """A place in a pipeline that runs."""
+
+    place: Place
+    share: int
+    """Of an update's microbatches, for each device."""
+    live: int
+    """Microbatches of a device between their forward and their backward."""
+    is_stale: bool
+    """Whether the pipeline goes on without draining, with two weight versions."""
+
+
+def seat_of(place: Place, microbatches: int, is_stale: bool) -> Seat:
+    """Returns a place with its part of an update's microbatches, under 1F1B."""
+    size = len(place.group)
+    share = microbatches // size
+    live = 1 if place.is_alone else min(-(-place.after // size) + 1, share)
+    return Seat(place, share, live, is_stale)
+
+
+class Row:
+    """Devices in a row, of which stages take the next ones, the last stage the last; knows what connects them."""
+
+    def __init__(self, scene: Scene, order: tuple[str, ...], size: int = 0):
+        self.machine, self.order = scene.machine, order
+        self.devices = [self.machine.device(name) for name in order]
+        self.sharers = Counter(device.host for device in self.devices)
+        self.is_on_cpu = all(device.type == "cpu" for device in self.devices)
+        self.loads: Counter[str] = Counter()
+        """Of wires, where all groups have one `size`: their reductions go on at the same time."""
+        if size:
+            groups = [order[i : i + size] for i in range(0, len(order), size)]
+            self.loads = Counter(w for group in groups for r in _ring(self.machine, group) for w in r.wires)
+        self._places: dict[tuple[int, int], Place] = {}
+
+    def place(self, after: int, size: int) -> Place:
+        """Returns the place of `size` devices with `after` devices behind it."""
+        if (after, size) not in self._places:
+            self._places[after, size] = self._make(after, size)
+        return self._places[after, size]
+
+    def _make(self, after: int, size: int) -> Place:
+        end = len(self.order) - after
+        group, devices = self.order[end - size : end], self.devices[end - size : end]
+        host, cpu, host_room = self._host(devices)
+        return Place(
+            group=group,
+            kinds=tuple(dict.fromkeys(d.kind for d in devices)),
+            after=after,
+            is_alone=size == len(self.order),
+            ring=self._ring(group),
+            next=self._next(group, end),
+            host=host,
+            cpu=cpu,
+            room_bytes=float(min(d.memory_bytes - d.reserved_bytes for d in devices)),
+            host_room_bytes=host_room,
+        )
+
+    def _ring(self, group: tuple[str, ...]) -> Link:
+        routes = _ring(self.machine, group)
+        if not routes:
+            return FREE
+        loads = self.loads or Counter(wire for route in routes for wire in route.wires)
+        load = max((loads[wire] for route in routes for wire in route.wires), default=1)
+        return Link(max(r.latency_s for r in routes), load / min(r.bytes_per_s for r in routes))
+
+    def _next(self, group: tuple[str, ...], end: int) -> Link:
+        if end == len(self.order):
+            return FREE
+        # Replicas send at the same time, each to a device of its own where there are as many.
+        pairs = [(name, self.order[min(end + n, len(self.order) - 1)]) for n, name in enumerate(group)]
+        routes = [self.machine.route(a, b) for a, b in pairs if a != b]
+        load = max(Counter(wire for route in routes for wire in route.wires).values(), default=1)
+        return Link(max(r.latency_s for r in routes), load / min(r.bytes_per_s for r in routes)) if routes else FREE
+
+    def _host(self, devices: list[Device]) -> tuple[Link, str, float]:
+        """Returns the slowest way between a device of a group and its host, the kind of CPU there, and its room."""
+        links, rooms, kind = [], [], ""
+        for device in devices:
+            cpu = cpu_of(self.machine, device.name)
+            if cpu is None:
+                return FREE, "", 0.0
+            kind = cpu.kind
+            rooms.append((cpu.memory_bytes - cpu.reserved_bytes) / self.sharers[device.host])
+            if device.type == "gpu":
+                ways = self.machine.route(device.name, cpu.name), self.machine.route(cpu.name, device.name)
+                links.append(Link(max(w.latency_s for w in ways), 1 / min(w.bytes_per_s for w in ways)))
+        return max(links, key=lambda found: found.byte_s, default=FREE), kind, float(min(rooms))
+
+
+def cpu_of(machine: Machine, name: str) -> Device | None:
+    """Returns the CPU of a device's host, or None where the host lists none."""
+    try:
+        return machine.cpu_of(machine.device(name))
+    except InputError:
+        return None
+
+
+def _ring(machine: Machine, group: Sequence[str]) -> list[Route]:
+    """Returns the routes around a ring of devices."""
+    if len(group) < 2:
+        return []
+    return [machine.route(a, b) for a, b in zip(group, [*group[1:], group[0]], strict=True) if a != b]

@@ -1,0 +1,235 @@
+"""The space of a search: frames, each of which fixes all but the cuts and how many devices each stage has.
+
+A frame is a row of devices, the sizes that a stage's group may have, the microbatches, and where state rests. Devices
+that are alike are never exchanged; all other orders that matter are there as long as there are few.
+"""
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import permutations, product
+from math import inf
+
+from pipedejavu.facts import Device
+from pipedejavu.search.cost import Costs
+from pipedejavu.search.draft import PLAIN, Mode, Scene
+from pipedejavu.search.option import Options
+from pipedejavu.search.seat import Row
+
+MOST_ORDERS = 120
+"""Of devices that are not alike; beyond that, those of one kind and host stay together."""
+MOST_FREE = 16
+"""Devices of a row in which each stage may have a group of its own size."""
+MOST_SIZES = 6
+"""Of microbatches."""
+
+_HOST_MODES = (
+    Mode(activations="host"),
+    Mode(state="host"),
+    Mode(recomputes=True, state="host"),
+    Mode(recomputes=True, state="window"),
+    Mode(recomputes=True, activations="host", state="window"),
+)
+
+
+@dataclass(frozen=True)
+class Frame:
+    """What a searcher of cuts is given."""
+
+    scene: Scene
+    row: Row
+    sizes: tuple[int, ...]
+    """Of groups; one alone makes all groups alike."""
+    samples: int
+    microbatches: int
+    """Of an update, over all replicas."""
+    mode: Mode
+    is_stale: bool = False
+
+    @property
+    def order(self) -> tuple[str, ...]:
+        """The devices of the row."""
+        return self.row.order
+
+
+def frames(scene: Scene, options: Options) -> Iterator[Frame]:
+    """Yields all frames of a scene."""
+    num_units, has_ties = len(scene.profile.units), bool(scene.profile.ties)
+    for order in rows(scene):
+        count = len(order)
+        modes = modes_of(scene, order, options)
+        for size in (r for r in divisors(count) if count // r <= num_units and options.batch % r == 0):
+            for layout in _layouts(order, size):
+                row = Row(scene, layout, size)
+                for samples in microbatch_sizes(options, size):
+                    yield from _frames(scene, row, (size,), samples, modes, options)
+        if 1 < count <= MOST_FREE and not has_ties:
+            free = Row(scene, order)
+            for samples in microbatch_sizes(options, 1):
+                sizes = tuple(r for r in divisors(options.batch // samples) if r < count)
+                if len(sizes) > 1:
+                    yield from _frames(scene, free, sizes, samples, modes, options)
+
+
+def _layouts(order: tuple[str, ...], size: int) -> list[tuple[str, ...]]:
+    """Returns rows whose groups are neighbours, or as far apart as can be."""
+    if size in (1, len(order)):
+        return [order]
+    stages = len(order) // size
+    return [order, tuple(order[r * stages + s] for s in range(stages) for r in range(size))]
+
+
+def modes_of(scene: Scene, order: tuple[str, ...], options: Options) -> list[Mode]:
+    """Returns the modes that make sense on a row of devices; those with ZeRO for groups of several."""
+    modes = [PLAIN, Mode(recomputes=True), *(_HOST_MODES if has_hosts(scene, order) else ())]
+    if not options.is_runnable:
+        modes += [Mode(recomputes=again, zero=zero) for zero in (1, 2, 3) for again in (False, True)]
+    return modes
+
+
+def _frames(
+    scene: Scene, row: Row, sizes: tuple[int, ...], samples: int, modes: list[Mode], options: Options
+) -> Iterator[Frame]:
+    microbatches, divides = options.batch // samples, sizes[0] > 1 and len(sizes) == 1
+    for mode in modes:
+        if divides or not mode.zero:
+            yield Frame(scene, row, sizes, samples, microbatches, mode)
+    stages = len(row.order) // sizes[0]
+    if options.staleness and stages > 1 and microbatches // sizes[0] >= stages - 1:
+        for mode in (PLAIN, Mode(recomputes=True)):
+            yield Frame(scene, row, sizes[:1], samples, microbatches, mode, is_stale=True)
+
+
+def has_hosts(scene: Scene, order: tuple[str, ...]) -> bool:
+    """Whether all devices of a row are GPUs whose host has a CPU that the profile knows."""
+    machine = scene.machine
+    devices = [machine.device(name) for name in order]
+    cpus = [d for d in machine.devices if d.type == "cpu" and all(d.kind in u.times for u in scene.profile.units)]
+    return all(d.type == "gpu" for d in devices) and {d.host for d in devices} <= {d.host for d in cpus}
+
+
+def microbatch_sizes(options: Options, size: int) -> list[int]:
+    """Returns the sizes of microbatches to try where `size` replicas share the batch, the largest first."""
+    if options.samples is not None:
+        return [options.samples] if options.batch // size % options.samples == 0 else []
+    found = divisors(options.batch // size)[::-1]
+    return (
+        found
+        if len(found) <= MOST_SIZES
+        else [found[i * (len(found) - 1) // (MOST_SIZES - 1)] for i in range(MOST_SIZES)]
+    )
+
+
+def rows(scene: Scene) -> Iterator[tuple[str, ...]]:
+    """Yields rows of devices: how many of each kind there are, in every order that matters."""
+    alike: dict[tuple[object, ...], list[str]] = {}
+    for name in scene.devices:
+        alike.setdefault(_likeness(scene.machine.device(name)), []).append(name)
+    classes = [*alike.values()]
+    seen = set()
+    for counts in _counts([len(names) for names in classes]):
+        for row in _orders([names[:n] for names, n in zip(classes, counts, strict=True) if n]):
+            if row not in seen:
+                seen.add(row)
+                yield row
+
+
+def _likeness(device: Device) -> tuple[object, ...]:
+    return device.kind, device.host, device.memory_bytes, device.reserved_bytes
+
+
+def _counts(sizes: Sequence[int]) -> Iterator[tuple[int, ...]]:
+    """Yields how many devices of each class to use: all ways where there are few, else whole classes."""
+    ways = 1
+    for size in sizes:
+        ways *= size + 1
+    if ways <= 64:
+        yield from (counts for counts in product(*(range(size, -1, -1) for size in sizes)) if any(counts))
+        return
+    yield tuple(sizes)
+    if len(sizes) == 1:
+        yield from ((n,) for n in _halves(sizes[0]))
+        return
+    if len(sizes) <= 6:
+        yield from (c for c in product(*((size, 0) for size in sizes)) if any(c) and c != tuple(sizes))
+    else:
+        yield from (tuple(sizes[:n]) + (0,) * (len(sizes) - n) for n in _halves(len(sizes)))
+    yield from ((n,) + (0,) * (len(sizes) - 1) for n in _halves(sizes[0]))
+
+
+def _halves(number: int) -> Iterator[int]:
+    while number > 1:
+        number //= 2
+        yield number
+
+
+def _orders(blocks: list[list[str]]) -> Iterator[tuple[str, ...]]:
+    """Yields the orders of devices, of which those in one block are alike."""
+    ways, placed = 1.0, 0
+    for block in blocks:
+        for n in range(len(block)):
+            placed += 1
+            ways *= placed / (n + 1)
+    if ways <= MOST_ORDERS:
+        labels = [index for index, block in enumerate(blocks) for _ in block]
+        for order in sorted(set(permutations(labels))) if len(labels) <= 8 else [tuple(labels)]:
+            left = [iter(block) for block in blocks]
+            yield tuple(next(left[label]) for label in order)
+    elif len(blocks) <= 4:
+        for around in permutations(blocks):
+            yield tuple(name for block in around for name in block)
+    else:
+        yield tuple(name for block in blocks for name in block)
+
+
+def divisors(number: int) -> list[int]:
+    """Returns the divisors of a number, ascending."""
+    return [n for n in range(1, number + 1) if number % n == 0] if number < 4096 else _factored(number)
+
+
+def _factored(number: int) -> list[int]:
+    low = [n for n in range(1, int(number**0.5) + 1) if number % n == 0]
+    return sorted({*low, *(number // n for n in low)})
+
+
+class Bounds:
+    """Times that no cut of a frame can be below."""
+
+    def __init__(self) -> None:
+        self._rows: dict[int, tuple[Counter[str], float, float]] = {}
+        self._times: dict[tuple[object, ...], float] = {}
+
+    def least_s(self, frame: Frame, costs: Costs) -> float:
+        """Returns such a time, or infinity where the state cannot fit.
+
+        With work w_d of a whole microbatch on device d, no cut handles microbatches faster than one in 1/Σ(1/w_d).
+        """
+        kinds, room, rooms = self._row(frame)
+        mode, size = frame.mode, frame.sizes[0] if len(frame.sizes) == 1 else 1
+        weights, gradients, optimizer = costs.state_bytes
+        state = gradients + (weights if mode.state != "window" and mode.zero < 3 else 0.0)
+        if mode.state == "device" and not mode.zero:
+            state += optimizer
+        if rooms < state * size or (size == len(frame.order) and room < state):
+            return inf
+        key = (id(frame.row), frame.sizes, frame.samples, mode.recomputes, frame.is_stale)
+        if key not in self._times:
+            self._times[key] = self._least_s(frame, costs, kinds, size)
+        return self._times[key]
+
+    def _least_s(self, frame: Frame, costs: Costs, kinds: Counter[str], size: int) -> float:
+        parts = range(2 + frame.mode.recomputes)
+        work = {kind: sum(float(costs.times(kind)[row][-1]) for row in parts) for kind in kinds}
+        rate = sum(count / work[kind] if work[kind] else inf for kind, count in kinds.items())
+        if len(frame.sizes) > 1 or frame.is_stale or len(kinds) > 1:
+            return frame.microbatches / rate
+        return min(work.values()) + (frame.microbatches / size - 1) * size / rate
+
+    def _row(self, frame: Frame) -> tuple[Counter[str], float, float]:
+        """Returns how many devices of each kind a row has, the least room of one and the room of all."""
+        key = id(frame.row)
+        if key not in self._rows:
+            devices = frame.row.devices
+            rooms = [float(d.memory_bytes - d.reserved_bytes) for d in devices]
+            self._rows[key] = Counter(d.kind for d in devices), max(rooms), sum(rooms)
+        return self._rows[key]

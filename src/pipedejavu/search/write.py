@@ -1,0 +1,145 @@
+"""Writes a draft out as a plan, with the reason for each choice; and says whether the engine runs it."""
+
+from pipedejavu.facts import format_bytes
+from pipedejavu.plan import Cut, Decision, Feed, Keep, Order, Place, Plan, Reduce, Version
+from pipedejavu.program.crew import assign_devices
+from pipedejavu.search.draft import Draft, Mode
+from pipedejavu.search.option import Options
+
+BUCKET_BYTES = 25 * 2**20
+MOST_BUCKETS = 16
+"""Of one stage's gradients, so that the programs of large models stay small."""
+STALE_STEPS = 4
+"""Updates in the program of a pipeline that never drains."""
+
+
+def write(draft: Draft, options: Options) -> Plan:
+    """Returns the plan of a draft; its devices are named only where the machine's own order is another."""
+    plan = Plan(
+        name=_name(draft),
+        cut=_cut(draft),
+        place=_place(draft),
+        feed=_feed(draft),
+        order=_order(draft),
+        version=Version(kind="double-buffer" if draft.is_stale else "sync"),
+        reduce=_reduce(draft, options),
+        keep=_keep(draft),
+        steps=STALE_STEPS if draft.is_stale else 1,
+        bucket_bytes=_bucket_bytes(draft),
+        decisions=tuple(_decisions(draft)),
+    )
+    plain = plan.but(place=plan.place.but(devices=None))
+    machine = draft.scene.machine
+    on_all = plan.num_workers <= len(machine.devices)
+    return plain if on_all and assign_devices(plain, machine) == plan.place.devices else plan
+
+
+def why_not_run(plan: Plan) -> str:
+    """Returns why the engine does not run a plan; empty where it does."""
+    if plan.keep.kind.startswith("zero"):
+        return f"the engine does not divide state over replicas yet (keep '{plan.keep.kind}')"
+    if plan.cut.kind == "layout":
+        return "the engine does not divide operators yet (cut 'layout')"
+    return ""
+
+
+def _name(draft: Draft) -> str:
+    sizes = draft.sizes
+    if len(sizes) == 1:
+        text = "one device" if sizes[0] == 1 else f"{sizes[0]} shares" if draft.is_shared else f"{sizes[0]} replicas"
+    elif len({*sizes}) == 1:
+        text = f"{len(sizes)} stages" + (f" × {sizes[0]}" if sizes[0] > 1 else "")
+    else:
+        text = f"stages {'-'.join(map(str, sizes))}"
+    extra = ", ".join(["2BW"] * draft.is_stale + ([] if draft.mode.is_plain else [str(draft.mode)]))
+    return ", ".join([text] + [extra] * bool(extra) + [draft.scene.note] * bool(draft.scene.note))
+
+
+def _cut(draft: Draft) -> Cut:
+    if len(draft.stages) == 1:
+        return Cut()
+    return Cut(kind="chain", bounds=tuple(stage.start for stage in draft.stages[1:]))
+
+
+def _place(draft: Draft) -> Place:
+    sizes, stages = draft.sizes, draft.stages
+    if draft.is_shared:
+        machine = draft.scene.machine
+        gpus = [name for name in draft.devices if machine.device(name).type == "gpu"]
+        cpus = [name for name in draft.devices if name not in gpus]
+        num_cpus = len(cpus) if gpus else 0
+        return Place(replicas=len(draft.devices) - num_cpus, cpu_replicas=num_cpus, devices=(*gpus, *cpus))
+    if len({*sizes}) > 1:
+        return Place(workers=len(sizes), stage_replicas=sizes, devices=draft.devices)
+    devices = tuple(stage.group[r] for r in range(sizes[0]) for stage in stages)
+    return Place(workers=len(sizes), replicas=sizes[0], devices=devices)
+
+
+def _feed(draft: Draft) -> Feed:
+    if draft.is_shared:
+        return Feed(kind="share", microbatches=draft.microbatches, samples=draft.samples)
+    size = draft.sizes[0] if len({*draft.sizes}) == 1 else 1
+    return Feed(microbatches=draft.microbatches // size, samples=draft.samples)
+
+
+def _order(draft: Draft) -> Order:
+    mode = draft.mode
+    fetches = mode.activations == "host" or mode.state == "window" or (mode.zero == 3 and len(draft.stages) == 1)
+    pieces = _goes_by_pieces(mode) or (len(draft.stages) == 1 and draft.sizes[0] > 1 and not draft.is_shared)
+    kind = "step" if len(draft.stages) == 1 else "1f1b-async" if draft.is_stale else "1f1b"
+    return Order.model_validate(
+        {"kind": kind, "recompute": float(mode.recomputes), "prefetch": int(fetches), "is_eager": pieces}
+    )
+
+
+def _goes_by_pieces(mode: Mode) -> bool:
+    """Whether units are pieces of their own: what is recomputed or moved is then one of them at a time."""
+    return mode.recomputes or mode.uses_host or mode.zero > 0
+
+
+def _bucket_bytes(draft: Draft) -> int:
+    if _goes_by_pieces(draft.mode):
+        return 1
+    whole = sum(unit.gradient_bytes for unit in draft.scene.profile.units)
+    return max(BUCKET_BYTES, whole // MOST_BUCKETS)
+
+
+def _reduce(draft: Draft, options: Options) -> Reduce:
+    wire = "none" if max(draft.sizes) == 1 else "reduce-scatter" if draft.mode.zero else "all-reduce"
+    clip = "delayed" if options.clip == "global" and draft.is_stale else options.clip
+    return Reduce.model_validate({"wire": wire, "clip": clip})
+
+
+def _keep(draft: Draft) -> Keep:
+    mode, activations = draft.mode, draft.mode.activations
+    if draft.is_stale:
+        return Keep(versions=2)
+    if mode.zero:
+        return Keep.model_validate({"kind": f"zero-{mode.zero}", "persists": mode.zero == 3 and len(draft.stages) > 1})
+    if mode.state == "window":
+        return Keep(kind="host", window=2, activations=activations)
+    if mode.state == "host":
+        return Keep(kind="split", device_pieces=0, activations=activations)
+    return Keep(activations=activations)
+
+
+def _decisions(draft: Draft) -> list[Decision]:
+    """Returns what was chosen, and why."""
+    found = []
+    units = draft.scene.profile.units
+    if len(draft.stages) > 1:
+        bounds = ", ".join(str(stage.start) for stage in draft.stages[1:])
+        reason = "with these the sum over stages and the slowest stage are least together"
+        found.append(Decision(axis="cut", choice=f"stages begin at units {bounds}", reason=reason))
+        size = sum(unit.gradient_bytes for unit in units)
+        unlike = ", ".join(f"{len(s.group)} × units {s.start} to {s.end - 1}" for s in draft.stages)
+        if len({*draft.sizes}) > 1:
+            reason = f"replicas add up {format_bytes(size)} of gradients where all stages have them"
+            found.append(Decision(axis="place", choice=unlike, reason=reason))
+    count = draft.microbatches // (draft.sizes[0] if len({*draft.sizes}) == 1 else 1)
+    choice = f"{count} microbatches of {draft.samples} samples"
+    found.append(Decision(axis="feed", choice=choice, reason="the best of the sizes that divide the batch and fit"))
+    if not draft.mode.is_plain:
+        reason = "of what fits, this costs least time"
+        found.append(Decision(axis="keep", choice=str(draft.mode), reason=reason))
+    return found

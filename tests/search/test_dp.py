@@ -1,0 +1,70 @@
+"""Dynamic programming against looking at everything."""
+
+from math import inf
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipedejavu.facts import Machine, Profile
+from pipedejavu.search import Options, dp, exhaustive
+from pipedejavu.search.pool import Pool
+from pipedejavu.search.scene import scenes_of
+from pipedejavu.search.space import Bounds, frames
+from tests.search.case import machine, profile
+
+KINDS = {"fast": 1.0, "half": 0.5, "tenth": 0.1, "cpu": 0.05}
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> tuple[Profile, Machine, Options]:
+    count = draw(st.integers(1, 5))
+    sizes = st.lists(st.integers(0, 50), min_size=count, max_size=count)
+    times = draw(st.lists(st.floats(1e-4, 1e-2), min_size=count, max_size=count))
+    model = profile(
+        times, KINDS, weights=draw(sizes), saved=draw(sizes), boundary=draw(sizes), update_s=draw(st.floats(0, 1e-3))
+    )
+    kinds = draw(st.lists(st.sampled_from(["fast", "half", "tenth"]), min_size=1, max_size=3))
+    whole = sum(4 * u.parameter_bytes + 8 * u.activation_bytes for u in model.units)
+    room = draw(st.sampled_from([10**9, round(whole), round(whole / 2), round(whole / 4), round(whole / 8)]))
+    hosts = draw(st.sampled_from([1, len(kinds)]))
+    rates = st.sampled_from([1e3, 1e5, 1e9])
+    place = machine(
+        kinds,
+        room=max(room, 1),
+        hosts=hosts,
+        within=draw(rates),
+        between=draw(rates),
+        host_room=draw(st.sampled_from([0, 10**9])),
+        pcie=draw(rates),
+    )
+    options = Options(batch=draw(st.sampled_from([1, 4, 6])), staleness=draw(st.integers(0, 1)))
+    return model, place, options
+
+
+@given(cases())
+@settings(max_examples=60, deadline=None)
+def test_dynamic_programming_finds_what_looking_at_everything_finds(case: tuple[Profile, Machine, Options]) -> None:
+    model, place, options = case
+    scenes = [*scenes_of(model, place, options)]
+    for scene in scenes:
+        for frame in frames(scene, options):
+            truth, found = Pool(options), Pool(options)
+            for draft in exhaustive.drafts(frame):
+                truth.offer(draft)
+            best = dp.solve(frame, found.costs(scene, frame.samples))
+            score = found.offer(best) if best is not None else inf
+            assert score == pytest.approx(truth.best, rel=1e-9)
+            assert Bounds().least_s(frame, found.costs(scene, frame.samples)) <= truth.best * (1 + 1e-9)
+
+
+@given(cases())
+@settings(max_examples=20, deadline=None)
+def test_both_searchers_give_the_same_best_estimate(case: tuple[Profile, Machine, Options]) -> None:
+    model, place, options = case
+    bests = []
+    for run in (dp.run, exhaustive.run):
+        pool = Pool(options)
+        run(pool, [*scenes_of(model, place, options)], options)
+        bests.append(pool.best)
+    assert bests[0] == pytest.approx(bests[1], rel=1e-9)
