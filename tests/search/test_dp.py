@@ -13,12 +13,14 @@ from pipedejavu.search.scene import scenes_of
 from pipedejavu.search.space import Bounds, frames
 from tests.search.case import machine, profile
 
+MOST_FRAMES = 12
+"""Of one case and scene that are compared."""
 KINDS = {"fast": 1.0, "half": 0.5, "tenth": 0.1, "cpu": 0.05}
 
 
 @st.composite
 def cases(draw: st.DrawFn) -> tuple[Profile, Machine, Options]:
-    count = draw(st.integers(1, 5))
+    count = draw(st.integers(1, 4))
     sizes = st.lists(st.integers(0, 50), min_size=count, max_size=count)
     times = draw(st.lists(st.floats(1e-4, 1e-2), min_size=count, max_size=count))
     model = profile(
@@ -35,7 +37,7 @@ def cases(draw: st.DrawFn) -> tuple[Profile, Machine, Options]:
         hosts=hosts,
         within=draw(rates),
         between=draw(rates),
-        host_room=draw(st.sampled_from([0, 10**9])),
+        host_room=draw(st.sampled_from([0, 10**9])) if hosts == 1 else 0,
         pcie=draw(rates),
     )
     options = Options(batch=draw(st.sampled_from([1, 4, 6])), staleness=draw(st.integers(0, 1)))
@@ -48,7 +50,8 @@ def test_dynamic_programming_finds_what_looking_at_everything_finds(case: tuple[
     model, place, options = case
     scenes = [*scenes_of(model, place, options)]
     for scene in scenes:
-        for frame in frames(scene, options):
+        every = [*frames(scene, options)]
+        for frame in every[:: 1 + len(every) // MOST_FRAMES]:
             truth, found = Pool(options), Pool(options)
             for draft in exhaustive.drafts(frame):
                 truth.offer(draft)
@@ -59,7 +62,7 @@ def test_dynamic_programming_finds_what_looking_at_everything_finds(case: tuple[
 
 
 @given(cases())
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=15, deadline=None)
 def test_both_searchers_give_the_same_best_estimate(case: tuple[Profile, Machine, Options]) -> None:
     model, place, options = case
     bests = []

@@ -7,7 +7,7 @@ less than one's way to the last stage and back. So the cost is a sum and a maxim
 with the sum behind it: that is what makes it exact to minimise. All is worked out for arrays of stages at once.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -56,12 +56,17 @@ class _Stages:
     backward: Array
     recompute: Array
     update: Array
+    """On the device; of what rests on the host, `host_update`."""
     host_update: Array
     weights: Array
     gradients: Array
     optimizer: Array
+    hosted_weights: Array
+    hosted_gradients: Array
+    hosted_optimizer: Array
     saved: Array
     checkpoints: Array
+    """What stays of activations where some are computed again."""
     most_saved: Array
     most_weights: Array
     most_checkpoint: Array
@@ -88,6 +93,7 @@ class Costs:
         self.state_bytes = tuple(float(t[-1]) for t in (self.weights, self.gradients, self.optimizer))
         """Of all weights, gradients and optimizer state."""
         self._times: dict[str, tuple[Array, ...]] = {}
+        self._again: dict[tuple[str, ...], _Again] = {}
 
     def times(self, kind: str) -> tuple[Array, ...]:
         """Returns running totals over units of forward, backward, recompute and update on a kind of device."""
@@ -130,26 +136,99 @@ class Costs:
         def most(table: Array) -> Array:
             return np.asarray(table[start, end])
 
+        rest = end if mode.state == "device" else np.minimum(np.asarray(start) + mode.device_pieces, end)
+
+        def hosted(totals: Array) -> Array:
+            return np.asarray(totals[end] - totals[rest])
+
         rows = [[of(row) for row in self.times(kind)] for kind in seat.place.kinds]
-        forward, backward, recompute, update = (np.asarray(np.max(row, axis=0)) for row in zip(*rows, strict=True))
-        return _Stages(
+        forward, backward, _, update = (np.asarray(np.max(row, axis=0)) for row in zip(*rows, strict=True))
+        if mode.state != "device":
+            updates = [self.times(kind)[3] for kind in seat.place.kinds]
+            update = np.asarray(np.max([total[rest] - total[start] for total in updates], axis=0))
+        found = _Stages(
             count=np.maximum(np.asarray(end) - np.asarray(start), 1).astype(float),
             forward=forward,
             backward=backward,
-            recompute=recompute,
+            recompute=np.zeros_like(forward),
             update=update,
-            host_update=of(self.times(seat.place.cpu)[3]) if mode.state != "device" else np.zeros_like(update),
+            host_update=hosted(self.times(seat.place.cpu)[3]) if mode.state != "device" else np.zeros_like(update),
             weights=of(self.weights),
             gradients=of(self.gradients),
             optimizer=of(self.optimizer),
+            hosted_weights=hosted(self.weights),
+            hosted_gradients=hosted(self.gradients),
+            hosted_optimizer=hosted(self.optimizer),
             saved=of(self.saved),
-            checkpoints=of(self.checkpoints),
+            checkpoints=np.zeros_like(forward),
             most_saved=most(self.most_saved),
             most_weights=most(self.most_weights),
             most_checkpoint=most(self.most_checkpoint),
             enters=np.asarray(self.cut[start]),
             leaves=np.asarray(self.cut[end]),
         )
+        return self._recomputed(found, start, end, seat, mode) if mode.recomputes else found
+
+    def _recomputed(self, found: _Stages, start: Index, end: Index, seat: Seat, mode: Mode) -> _Stages:
+        """Returns stages of which as few units are computed again as make them fit, the cheapest first."""
+        again = self.again(seat.place.kinds)
+        count = self._num_again(found, start, end, seat, mode)
+        return replace(
+            found,
+            recompute=again.time[count, end] - again.time[count, start],
+            checkpoints=again.kept[count, end] - again.kept[count, start],
+            most_saved=np.where(count > 0, found.most_saved, 0.0),
+        )
+
+    def _num_again(self, found: _Stages, start: Index, end: Index, seat: Seat, mode: Mode) -> NDArray[np.intp]:
+        """Returns how many units of the order of `again` each stage computes again, counted over the whole model."""
+        kept = self.again(seat.place.kinds).kept
+        if mode.activations == "host":  # what stays does not stay here
+            return np.full_like(np.asarray(end), len(kept) - 1)
+        without, _ = _memory(replace(found, most_saved=np.zeros_like(found.saved)), seat, mode)
+        room = seat.place.room_bytes - without
+        high = np.full_like(np.asarray(end), len(kept) - 1)
+        low = np.zeros_like(high)
+        with_one = room - found.most_saved
+        while np.any(low < high):
+            middle = (low + high) // 2
+            fits = seat.live * (kept[middle, end] - kept[middle, start]) <= np.where(middle > 0, with_one, room)
+            fits |= low == high
+            low, high = np.where(fits, low, middle + 1), np.where(fits, middle, high)
+        return np.asarray(low)
+
+    def again(self, kinds: tuple[str, ...]) -> "_Again":
+        """Returns what computing more and more units again saves and costs, on the slowest of some kinds."""
+        if kinds not in self._again:
+            time = np.max([np.diff(self.times(kind)[2]) for kind in kinds], axis=0)
+            saved, input_ = np.diff(self.saved), self.cut[:-1]
+            freed = saved - input_
+            order = sorted(np.flatnonzero(freed > 0), key=lambda u: (time[u] / freed[u], u))
+            times, kept = [np.zeros_like(time)], [saved]
+            for unit in order:
+                here = np.arange(len(time)) == unit
+                times.append(np.where(here, time, times[-1]))
+                kept.append(np.where(here, input_, kept[-1]))
+            tables = (np.stack([_totals(row) for row in rows]) for rows in (times, kept))
+            self._again[kinds] = _Again(tuple(map(int, order)), *tables)
+        return self._again[kinds]
+
+    def recomputed_units(self, start: int, end: int, seat: Seat, mode: Mode) -> tuple[int, ...]:
+        """Returns the units of one stage that are computed again."""
+        if not mode.recomputes:
+            return ()
+        found = self._add_up(start, end, seat, replace(mode, recomputes=False))
+        count = int(self._num_again(found, start, end, seat, mode))
+        order = self.again(seat.place.kinds).order
+        return tuple(sorted(u for u in order[:count] if start <= u < end))
+
+
+class _Again(NamedTuple):
+    """Units in the order in which they are computed again, and running totals for the first 0, 1, 2, … of them."""
+
+    order: tuple[int, ...]
+    time: Array
+    kept: Array
 
 
 def _after(found: _Stages, back: Array, seat: Seat, mode: Mode) -> Array:
@@ -157,11 +236,11 @@ def _after(found: _Stages, back: Array, seat: Seat, mode: Mode) -> Array:
     size = len(seat.place.group)
     after = found.update / (size if mode.zero else 1)
     if mode.state != "device":
-        out, into = found.gradients * seat.place.host.byte_s, found.weights * seat.place.host.byte_s
+        out, into = (part * seat.place.host.byte_s for part in (found.hosted_gradients, found.hosted_weights))
         if mode.state == "window":
             into = np.zeros_like(into)
         longest = np.maximum(np.maximum(found.host_update, out), into)
-        after = np.maximum(longest - back, 0.0) + (found.host_update + out + into) / found.count
+        after = after + np.maximum(longest - back, 0.0) + (found.host_update + out + into) / found.count
     if size == 1:
         return np.asarray(after)
     turn = (size - 1) / size * seat.place.ring.byte_s
@@ -191,8 +270,9 @@ def _memory(found: _Stages, seat: Seat, mode: Mode) -> tuple[Array, Array]:
     if mode.zero == 3:
         weights = weights / size + (3 * found.most_weights if seat.place.is_alone else weights)
     elif mode.state != "device":
-        host = host + found.weights + found.gradients + optimizer
-        weights, optimizer = weights if mode.state == "host" else 3 * found.most_weights, np.zeros_like(optimizer)
+        host = host + found.hosted_weights + found.hosted_gradients + found.hosted_optimizer
+        optimizer = optimizer - found.hosted_optimizer
+        weights = weights if mode.state == "host" else 3 * found.most_weights
     return np.asarray(weights + found.gradients + optimizer + held), np.asarray(host)
 
 
@@ -233,6 +313,18 @@ def estimate(draft: Draft, costs: Costs) -> Estimate:
     rooms = {name: machine.device(name).memory_bytes - machine.device(name).reserved_bytes for name in memory}
     shortage = max(memory[name] / max(room, 1) for name, room in rooms.items())
     return Estimate(total + slowest, memory, shortage)
+
+
+def recomputed_units(draft: Draft, costs: Costs) -> tuple[int, ...]:
+    """Returns the units of a draft that are computed again."""
+    row = Row(draft.scene, draft.devices, draft.sizes[0] if len({*draft.sizes}) == 1 else 0)
+    found: list[int] = []
+    after = 0
+    for stage in reversed(draft.stages):
+        seat = seat_of(row.place(after, len(stage.group)), draft.microbatches, draft.is_stale)
+        after += len(stage.group)
+        found += costs.recomputed_units(stage.start, stage.end, seat, draft.mode)
+    return tuple(sorted(found))
 
 
 def cut_bytes(scene: Scene) -> Array:

@@ -34,9 +34,12 @@ class Mode:
     """Where state and saved activations rest, alike on all stages."""
 
     recomputes: bool = False
+    """As few units of each stage as make it fit, those that cost least for what they free."""
     activations: Literal["device", "host"] = "device"
     state: Literal["device", "host", "window"] = "device"
     """`host`: optimizer state, and who updates; `window`: the weights too."""
+    device_pieces: int = 0
+    """Of `host`: how many of the first units of each stage keep their state on the device."""
     zero: int = 0
 
     @property
@@ -50,8 +53,9 @@ class Mode:
         return self.activations == "host" or self.state != "device"
 
     def __str__(self) -> str:
+        but = f" but for {self.device_pieces} units" if self.device_pieces else ""
         parts = ["recompute"] * self.recomputes + ["activations on the host"] * (self.activations == "host")
-        parts += {"device": [], "host": ["optimizer state on the host"], "window": ["weights through a window"]}[
+        parts += {"device": [], "host": [f"optimizer state on the host{but}"], "window": ["weights through a window"]}[
             self.state
         ]
         return ", ".join(parts + [f"ZeRO-{self.zero}"] * bool(self.zero)) or "all on the device"

@@ -1,18 +1,21 @@
 """The pool that all searchers fill: drafts that fit with their estimates, the clock, and what is worth looking at."""
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf
 
 from pipedejavu.program.crew import crews_of
 from pipedejavu.program.share import Split
-from pipedejavu.search.cost import Costs, Estimate, estimate
+from pipedejavu.search.cost import Costs, Estimate, estimate, recomputed_units
 from pipedejavu.search.draft import Draft, Scene
 from pipedejavu.search.option import Options, Progress
 from pipedejavu.search.write import write
 
 SLACK = 1.1
 """The simulator may rank a draft first whose estimate is so many times the least."""
+
+MOST_SPLITS = 32
+"""Divisions of a stage's optimizer state between a device and its host that are tried."""
 
 
 @dataclass(frozen=True)
@@ -60,10 +63,22 @@ class Pool:
         if not cost.fits:
             return inf
         score = self.score(draft.scene, draft.devices, cost.time_s)
-        key = (draft.scene.note, draft.mode, draft.is_stale, draft.is_shared, len(draft.stages), len(draft.devices))
+        if draft.mode.recomputes and not recomputed_units(draft, self.costs(draft.scene, draft.samples)):
+            draft = replace(draft, mode=replace(draft.mode, recomputes=False))
+        mode = replace(draft.mode, device_pieces=0)  # divisions of state are of one sort
+        key = (draft.scene.note, mode, draft.is_stale, draft.is_shared, len(draft.stages), len(draft.devices))
         if key not in self.found or score < self.found[key].score:
             self.found[key] = Found(draft, cost, score)
         return score
+
+    def polish(self) -> None:
+        """Tries to keep some optimizer state on the device, in the best drafts that keep it on the host."""
+        on_host = [found.draft for found in self.ranked() if found.draft.mode.state == "host"]
+        for draft in on_host[: self.options.candidates]:
+            most = min(stage.end - stage.start for stage in draft.stages)
+            counts = sorted({most * n // MOST_SPLITS for n in range(1, MOST_SPLITS)} - {0})
+            for count in counts:
+                self.offer(replace(draft, mode=replace(draft.mode, device_pieces=count)))
 
     def score(self, scene: Scene, devices: tuple[str, ...], time_s: float) -> float:
         """Returns what is to be least: the time of an update, or its price."""
@@ -106,7 +121,7 @@ class Pool:
 
 def _estimate_shares(draft: Draft, costs: Costs, options: Options) -> Estimate:
     """Returns what unequal shares of a batch cost, by the shares that `compile` will give."""
-    plan, machine = write(draft, options), draft.scene.machine
+    plan, machine = write(draft, options, costs), draft.scene.machine
     devices = plan.place.devices or draft.devices
     split = Split(plan, draft.scene.profile, machine, crews_of(plan), devices)
     shares, _ = split.choose()

@@ -37,6 +37,7 @@ def search(
     name, reason = _choose(pool, scenes, options)
     offer_shares(pool, scenes, options)
     is_complete = SEARCHERS[name](pool, scenes, options)
+    pool.polish()
     ranked = _rank(pool, options)
     pool.report(1.0, "done")
     return SearchResult(
@@ -75,7 +76,8 @@ def _rank(pool: Pool, options: Options) -> _Ranked:
     for found in pool.ranked():
         if candidates and (len(candidates) >= options.candidates or pool.elapsed_s > options.time_budget_s):
             break
-        plan = write(found.draft, options)
+        draft = found.draft
+        plan = write(draft, options, pool.costs(draft.scene, draft.samples))
         pool.report(0.75 + 0.25 * len(candidates) / options.candidates, f"simulating {plan.name}")
         result = simulate_plan(plan, found.draft.scene, options, found.estimate.time_s)
         simulated += 1

@@ -122,9 +122,12 @@ def microbatch_sizes(options: Options, size: int) -> list[int]:
 
 def rows(scene: Scene) -> Iterator[tuple[str, ...]]:
     """Yields rows of devices: how many of each kind there are, in every order that matters."""
+    devices = [scene.machine.device(name) for name in scene.devices]
+    if len(devices) > MOST_FREE and any(d.type == "gpu" for d in devices):
+        devices = [d for d in devices if d.type == "gpu"]  # among so many, CPUs keep state and train none
     alike: dict[tuple[object, ...], list[str]] = {}
-    for name in scene.devices:
-        alike.setdefault(_likeness(scene.machine.device(name)), []).append(name)
+    for device in devices:
+        alike.setdefault(_likeness(device), []).append(device.name)
     classes = [*alike.values()]
     seen = set()
     for counts in _counts([len(names) for names in classes]):
@@ -212,14 +215,13 @@ class Bounds:
             state += optimizer
         if rooms < state * size or (size == len(frame.order) and room < state):
             return inf
-        key = (id(frame.row), frame.sizes, frame.samples, mode.recomputes, frame.is_stale)
+        key = (id(frame.row), frame.sizes, frame.samples, frame.is_stale)
         if key not in self._times:
             self._times[key] = self._least_s(frame, costs, kinds, size)
         return self._times[key]
 
     def _least_s(self, frame: Frame, costs: Costs, kinds: Counter[str], size: int) -> float:
-        parts = range(2 + frame.mode.recomputes)
-        work = {kind: sum(float(costs.times(kind)[row][-1]) for row in parts) for kind in kinds}
+        work = {kind: sum(float(costs.times(kind)[row][-1]) for row in (0, 1)) for kind in kinds}
         rate = sum(count / work[kind] if work[kind] else inf for kind, count in kinds.items())
         if len(frame.sizes) > 1 or frame.is_stale or len(kinds) > 1:
             return frame.microbatches / rate

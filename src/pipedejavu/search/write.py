@@ -3,6 +3,7 @@
 from pipedejavu.facts import format_bytes
 from pipedejavu.plan import Cut, Decision, Feed, Keep, Order, Place, Plan, Reduce, Version
 from pipedejavu.program.crew import assign_devices
+from pipedejavu.search.cost import Costs, recomputed_units
 from pipedejavu.search.draft import Draft, Mode
 from pipedejavu.search.option import Options
 
@@ -13,14 +14,14 @@ STALE_STEPS = 4
 """Updates in the program of a pipeline that never drains."""
 
 
-def write(draft: Draft, options: Options) -> Plan:
+def write(draft: Draft, options: Options, costs: Costs) -> Plan:
     """Returns the plan of a draft; its devices are named only where the machine's own order is another."""
     plan = Plan(
         name=_name(draft),
         cut=_cut(draft),
         place=_place(draft),
         feed=_feed(draft),
-        order=_order(draft),
+        order=_order(draft, recomputed_units(draft, costs)),
         version=Version(kind="double-buffer" if draft.is_stale else "sync"),
         reduce=_reduce(draft, options),
         keep=_keep(draft),
@@ -82,14 +83,19 @@ def _feed(draft: Draft) -> Feed:
     return Feed(microbatches=draft.microbatches // size, samples=draft.samples)
 
 
-def _order(draft: Draft) -> Order:
+def _order(draft: Draft, again: tuple[int, ...]) -> Order:
     mode = draft.mode
     fetches = mode.activations == "host" or mode.state == "window" or (mode.zero == 3 and len(draft.stages) == 1)
     pieces = _goes_by_pieces(mode) or (len(draft.stages) == 1 and draft.sizes[0] > 1 and not draft.is_shared)
     kind = "step" if len(draft.stages) == 1 else "1f1b-async" if draft.is_stale else "1f1b"
     return Order.model_validate(
-        {"kind": kind, "recompute": float(mode.recomputes), "prefetch": int(fetches), "is_eager": pieces}
+        {"kind": kind, "prefetch": int(fetches), "is_eager": pieces, **_recompute(again, draft)}
     )
+
+
+def _recompute(again: tuple[int, ...], draft: Draft) -> dict[str, object]:
+    everything = len(again) == len(draft.scene.profile.units)
+    return {"recompute": 1.0} if everything else {"recompute_units": again} if again else {}
 
 
 def _goes_by_pieces(mode: Mode) -> bool:
@@ -119,7 +125,7 @@ def _keep(draft: Draft) -> Keep:
     if mode.state == "window":
         return Keep(kind="host", window=2, activations=activations)
     if mode.state == "host":
-        return Keep(kind="split", device_pieces=0, activations=activations)
+        return Keep(kind="split", device_pieces=mode.device_pieces, activations=activations)
     return Keep(activations=activations)
 
 
