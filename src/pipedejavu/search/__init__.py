@@ -1,7 +1,21 @@
 """Search: the best plans for a model on a machine, with reasons; never imports torch."""
 
+from pipedejavu.search.advice import Advice, advise, smallest_change
+from pipedejavu.search.front import fullest_share, leaner_plans
 from pipedejavu.search.option import Options, Progress
 from pipedejavu.search.result import Candidate, MemoryNeed, SearchResult
 from pipedejavu.search.search import search
 
-__all__ = ["Candidate", "MemoryNeed", "Options", "Progress", "SearchResult", "search"]
+__all__ = [
+    "Advice",
+    "Candidate",
+    "MemoryNeed",
+    "Options",
+    "Progress",
+    "SearchResult",
+    "advise",
+    "fullest_share",
+    "leaner_plans",
+    "search",
+    "smallest_change",
+]
