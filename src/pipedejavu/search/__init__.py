@@ -1,6 +1,6 @@
 """Search: the best plans for a model on a machine, with reasons; never imports torch."""
 
-from pipedejavu.search.advice import Advice, advise, smallest_change
+from pipedejavu.search.advice import Advice, advise, nothing_fits, smallest_change
 from pipedejavu.search.front import fullest_share, leaner_plans
 from pipedejavu.search.option import Options, Progress
 from pipedejavu.search.result import Candidate, MemoryNeed, SearchResult
@@ -16,6 +16,7 @@ __all__ = [
     "advise",
     "fullest_share",
     "leaner_plans",
+    "nothing_fits",
     "search",
     "smallest_change",
 ]

@@ -43,8 +43,8 @@ def advise(
     profile: Profile, machine: Machine, options: Options, best: Candidate, progress: Progress | None = None
 ) -> tuple[Advice, ...]:
     """Returns changes that would pay, the largest gain first; each takes one search, so all take a while."""
-    asked, found = options.but(candidates=1), []
-    changes = [*_changes(machine, asked), *_memory_changes(profile, machine, asked)]
+    found = []
+    changes = [*_changes(machine, options), *_memory_changes(profile, machine, options)]
     for index, change in enumerate(changes):
         if progress:
             progress(index / len(changes), f"with {change.text}")
@@ -74,6 +74,13 @@ def smallest_change(profile: Profile, machine: Machine, options: Options) -> str
     if options.is_runnable and not ways and _best(profile, machine, asked.but(is_runnable=False)):
         ways.append("ZeRO or divided operators (--costed), which the engine does not run yet")
     return ", or ".join(ways)
+
+
+def nothing_fits(profile: Profile, machine: Machine, options: Options) -> InputError:
+    """Returns what to raise for a search without an answer: the smallest change that would fit, in a sentence."""
+    change = smallest_change(profile, machine, options)
+    what = f"no plan for {profile.name} with a batch of {options.batch} fits machine '{machine.name}'"
+    return InputError(f"{what}; this would fit: {change}" if change else f"{what}, whatever its memory")
 
 
 def _best(profile: Profile, machine: Machine, options: Options) -> Candidate | None:

@@ -22,7 +22,7 @@ def leaner_plans(
         share *= STEP
         if progress:
             progress(step / MOST_STEPS, f"with {share:.0%} of all memory")
-        other = search(profile, _smaller(machine, share), options.but(candidates=1)).best
+        other = search(profile, _smaller(machine, share), options).best
         if other is None:
             break
         memory = tuple(need.but(room_bytes=round(need.room_bytes / share)) for need in other.memory)
