@@ -13,11 +13,6 @@ from tests.search.case import machine, profile
 GPUS = str(EXAMPLES / "four-gpus.json")
 
 
-@pytest.fixture(autouse=True)
-def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-
-
 def files(folder: Path, model: Profile, where: Machine) -> tuple[str, ...]:
     model.save(folder / "profile.json")
     where.save(folder / "machine.json")

@@ -6,7 +6,7 @@ Places are parts of the plane's width and height, so that the text keeps its siz
 from collections.abc import Sequence
 from html import escape
 from itertools import pairwise
-from math import floor, log10
+from math import ceil, floor, log10
 from typing import NamedTuple
 
 from pipedejavu.facts import format_seconds
@@ -64,19 +64,22 @@ def render_choices(choices: Sequence[Choice]) -> str:
 
 
 def _plane(choices: Sequence[Choice], front: Sequence[int]) -> str:
-    right, top = (1.08 * max(values) or 1.0 for values in zip(*((c.time_s, c.share) for c in choices), strict=True))
+    times = [choice.time_s for choice in choices]
+    margin = (max(times) - min(times) or max(times) or 1.0) / 8
+    left, right = max(0.0, min(times) - margin), max(times) + margin
+    top = 1.08 * max(choice.share for choice in choices) or 1.0
 
     def x(time_s: float) -> str:
-        return f"{100 * time_s / right:.2f}%"
+        return f"{100 * (time_s - left) / (right - left):.2f}%"
 
     def y(share: float) -> str:
         return f"{100 - 100 * share / top:.2f}%"
 
     drawn = []
-    for time_s in _ticks(right):
+    for time_s in _ticks(left, right):
         drawn.append(f'<line class="tick" x1="{x(time_s)}" x2="{x(time_s)}" y1="0" y2="100%"></line>')
         drawn.append(f'<text class="below" x="{x(time_s)}" y="100%" dy="16">{escape(format_seconds(time_s))}</text>')
-    for share in _ticks(top):
+    for share in _ticks(0.0, top):
         drawn.append(f'<line class="tick" x1="0" x2="100%" y1="{y(share)}" y2="{y(share)}"></line>')
         drawn.append(f'<text class="beside" x="0" y="{y(share)}" dx="-6" dy="4">{_percent(share)}</text>')
     for one, two in pairwise(front):
@@ -93,11 +96,11 @@ def _plane(choices: Sequence[Choice], front: Sequence[int]) -> str:
     return f'<svg role="img" aria-label="{label}" height="{_HEIGHT}">{"".join(drawn)}</svg>'
 
 
-def _ticks(end: float) -> list[float]:
-    """Returns round numbers from zero to an end, about as many as fit beside each other."""
-    step = 10.0 ** floor(log10(end / _NUM_TICKS))
-    step *= next(n for n in (1, 2, 5, 10) if n * step * _NUM_TICKS >= end)
-    return [n * step for n in range(int(end / step) + 1)]
+def _ticks(start: float, end: float) -> list[float]:
+    """Returns round numbers between two ends, about as many as fit beside each other."""
+    step = 10.0 ** floor(log10((end - start) / _NUM_TICKS))
+    step *= next(n for n in (1, 2, 5, 10) if n * step * _NUM_TICKS >= end - start)
+    return [n * step for n in range(ceil(start / step), floor(end / step) + 1)]
 
 
 def _percent(share: float) -> str:
