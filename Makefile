@@ -5,10 +5,9 @@ BIN := .venv/bin
 
 .PHONY: demo test lint bench format clean
 
-demo: .venv/ready  ## Train a small byte-level GPT on the standard library's text with two workers
+demo: .venv/ready  ## Train a small byte-level GPT on the standard library's text, with the plan that is best here
 	@rm -rf out/demo
-	$(BIN)/pipedejavu train zoo:gpt-tiny --plan preset:1f1b --workers 2 --microbatches 4 --samples 4 --steps 60 --audit \
-		--run-dir out/demo
+	$(BIN)/pipedejavu train zoo:gpt-tiny --plan auto --batch 16 --steps 60 --audit --run-dir out/demo
 	$(BIN)/pipedejavu compare out/demo
 	@echo "Open out/demo/report.html in a browser."
 

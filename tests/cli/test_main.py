@@ -149,11 +149,6 @@ def test_all_faults_of_a_file_come_together(tmp_path: Path) -> None:
     assert "place.workers" in text
 
 
-@pytest.mark.parametrize("verb", ["plan"])
-def test_a_verb_that_is_not_built_says_so(verb: str) -> None:
-    assert f"'{verb}' is not built yet; " in refused(verb, "zoo:gpt", "--steps", "3")
-
-
 def test_simulate_on_a_machine_that_is_not_at_hand() -> None:
     line = "2x(4xa100-80gb + epyc-7763), 100Gb/s"
     form = json.loads(run("simulate", "preset:1f1b", "--workers", "8", "--machine", line, "--json").stdout)

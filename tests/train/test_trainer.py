@@ -211,3 +211,20 @@ def test_a_module_that_does_not_take_the_sample_is_refused() -> None:
 def test_a_step_is_predicted() -> None:
     trainer = Trainer(copy.deepcopy(model()), loss, sample=batch(16), workers=2)
     assert [w.peak_live_microbatches for w in trainer.predict().workers] == [2, 1]
+
+
+def test_the_plan_auto_is_searched_for_what_is_here(tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    plain, batches = model(), [batch(8, seed) for seed in (1, 2)]
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    trainer = Trainer(copy.deepcopy(plain), loss, sample=batches[0], plan="auto", optimizer=Sgd(lr=0.1))
+    assert trainer.program.plan.decisions
+    assert sum(trainer.program.sizes) == 8
+    for inputs, targets in batches:
+        optimizer.zero_grad()
+        (loss(plain(inputs), targets) / 8).backward()
+        optimizer.step()
+        trainer.step((inputs, targets))
+    trained = trainer.save_to_model().state_dict()
+    for name, weight in plain.state_dict().items():
+        torch.testing.assert_close(trained[name], weight, rtol=1e-10, atol=1e-12)

@@ -101,13 +101,45 @@ def probe(
     surveying.run(out, quick, as_json)
 
 
-def _later(verb: str, does: str, instead: str) -> None:
-    @app.command(verb, help=f"{does} (not built yet).", context_settings={"ignore_unknown_options": True})
-    def command(arguments: Annotated[list[str] | None, typer.Argument()] = None) -> None:  # noqa: ARG001
-        raise InputError(f"'{verb}' is not built yet; {instead}")
+@app.command()
+def plan(
+    model: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODEL", help="zoo:NAME, hf:CONFIG, FILE.py:FUNCTION, a profile file, or a shape such as gpt-small."
+        ),
+    ],
+    machine: Annotated[
+        str | None, typer.Option(help="A machine file, or such as '4xa100 + epyc-7763'; by default this one, measured.")
+    ] = None,
+    batch: Annotated[int, typer.Option(help="Samples of an update.")] = 32,
+    samples: Annotated[int | None, typer.Option(help="Samples of a microbatch; by default what is best.")] = None,
+    search: Annotated[str, typer.Option(help="auto, exhaustive, dp, mcmc or gradient.")] = "auto",
+    objective: Annotated[str, typer.Option(help="time, price or batch.")] = "time",
+    price: Annotated[list[str] | None, typer.Option(help="Of an hour on a kind of device, as a100=2.5.")] = None,
+    staleness: Annotated[int, typer.Option(help="How many updates old weights may be; 0 is synchronous.")] = 0,
+    costed: Annotated[bool, typer.Option(help="Also plans that the engine does not run yet (ZeRO).")] = False,
+    time_budget: Annotated[float, typer.Option(help="Seconds for the search.")] = 60.0,
+    seed: Annotated[int, typer.Option(help="Of searchers that draw.")] = 0,
+    candidates: Annotated[int, typer.Option(help="Plans to show at most.")] = 5,
+    renew: Annotated[bool, typer.Option(help="Measure again what is kept from before.")] = False,
+    out: Annotated[str | None, typer.Option(help="Write the best plan as JSON to this file, for 'train'.")] = None,
+    html: Annotated[str | None, typer.Option(help="Write the report, one HTML page, to this file.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Search for the best plan, and say why it is the best and what would be better."""
+    from pipedejavu.cli import planning
 
-
-_later("plan", "Search for the best plan", "compare presets with simulate")
+    given: dict[str, object] = {
+        "batch": batch,
+        "samples": samples,
+        "searcher": search,
+        "objective": objective,
+        "staleness": staleness,
+    }
+    given |= {"time_budget_s": time_budget, "seed": seed, "candidates": candidates, "is_runnable": not costed}
+    options = planning.read_options(given, price or [])
+    planning.run(planning.Asked(model, machine, options, renew, out, html, as_json))
 
 
 @app.command()
@@ -140,6 +172,7 @@ def train(
     replicas: Annotated[int | None, typer.Option(help="Data-parallel copies of a pipeline.")] = None,
     microbatches: Annotated[int | None, typer.Option(help="Microbatches of an update.")] = None,
     samples: Annotated[int | None, typer.Option(help="Samples in a microbatch.")] = None,
+    batch: Annotated[int | None, typer.Option(help="Samples of an update of plan auto; 32 by default.")] = None,
     cpu_share: Annotated[
         float | None, typer.Option(help="Part of a batch for CPU replicas, 0 to 1; by default what is fastest.")
     ] = None,
@@ -170,7 +203,7 @@ def train(
     more = {"on_nan": on_nan, "keeps_log": audit, "checkpoint_every": checkpoint_every}
     options = training.read_options(model, {**given, **more})
     names = frozenset(name for name in context.params if _is_given(context, name))
-    asked = training.Asked(plan, sizes, cpu_share, machine, devices, run_dir, resume, names, as_json)
+    asked = training.Asked(plan, sizes, batch, cpu_share, machine, devices, run_dir, resume, names, as_json)
     training.run(options, asked)
 
 

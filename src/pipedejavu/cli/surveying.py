@@ -26,6 +26,7 @@ def run(out: str, quick: bool, as_json: bool) -> None:
         raise InputError(f"cannot write {out}: its folder does not exist")
     machine = _measure(Path(out).absolute().parent, quick)
     machine.save(out)
+    import_module("pipedejavu.train.planning").keep_survey(machine)
     if as_json:
         print(machine.to_json(indent=None))
         return

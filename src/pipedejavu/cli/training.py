@@ -16,13 +16,15 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.table import Table
 
+from pipedejavu.cli.planning import show_progress
 from pipedejavu.cli.source import read_model, read_plan
-from pipedejavu.facts import InputError, Timeline, format_seconds, read_machine, write_file
+from pipedejavu.facts import InputError, Machine, Timeline, format_seconds, read_machine, write_file
 from pipedejavu.plan import Decision, Plan, preset
 from pipedejavu.probe.shape import num_cores
 from pipedejavu.program import Program
 from pipedejavu.report import compare as compare_timelines
 from pipedejavu.report import render_html
+from pipedejavu.search import Candidate, Options
 
 if TYPE_CHECKING:
     from pipedejavu.train import Resumed, Team, Trained, TrainOptions
@@ -50,6 +52,8 @@ class Asked:
 
     plan: str
     sizes: Mapping[str, int | None]
+    batch: int | None
+    """Of an update, for a plan that is searched."""
     cpu_share: float | None
     machine: str | None
     devices: str
@@ -62,7 +66,7 @@ class Asked:
     @property
     def has_plan(self) -> bool:
         """Whether anything was asked of the plan."""
-        return not self.given.isdisjoint({"plan", "cpu_share", "machine", "devices", *self.sizes})
+        return not self.given.isdisjoint({"plan", "batch", "cpu_share", "machine", "devices", *self.sizes})
 
 
 def run(options: "TrainOptions", asked: Asked) -> None:
@@ -96,11 +100,15 @@ def _run(options: "TrainOptions", asked: Asked, team: "Team") -> None:
     chosen = Plan()
     if team.is_first:
         known = resumed.known if resumed else None
+        options = resumed.options(options, asked.given) if resumed else options
         processes = team.size if team.is_launched else None
         fits = known is not None and processes in (None, known.plan.num_workers)
-        chosen = known.plan if known and fits and not asked.has_plan else choose_plan(asked, processes)
-        if resumed:
-            options = resumed.options(options, asked.given)
+        if known and fits and not asked.has_plan:
+            chosen = known.plan
+        elif is_searched(asked, team.is_launched):
+            chosen, machine = _search(options, asked, machine)
+        else:
+            chosen = choose_plan(asked, processes)
         if known and machine is None and room.is_same_plan(chosen, known.plan):
             chosen, profile, machine = known.plan, known.profile, known.machine
     settings = {"devices": asked.devices, "team": team, "start": start, "profile": profile}
@@ -151,6 +159,38 @@ def _conclude(done: "Trained", options: "TrainOptions", as_json: bool) -> None:
     _print_summary(summary, done)
 
 
+def is_searched(asked: Asked, is_launched: bool) -> bool:
+    """Whether the planner is asked; raises InputError for options that are not for the plan that was asked for."""
+    is_auto = asked.plan == "auto" and not is_launched and asked.sizes.get("workers") is None
+    if not is_auto and asked.batch is not None:
+        raise InputError("--batch is for --plan auto, which chooses the workers; give --microbatches and --samples")
+    given = [name for name in ("replicas", "microbatches") if asked.sizes.get(name) is not None]
+    if is_auto and given:
+        raise InputError(f"--plan auto chooses the {given[0]}; give --batch, or a plan with --plan preset:NAME")
+    return is_auto
+
+
+def _search(options: "TrainOptions", asked: Asked, machine: Machine | None) -> tuple[Plan, Machine]:
+    """Returns the best plan that runs, and the machine that it is for."""
+    room = import_module("pipedejavu.train.planning")
+    question = Options(
+        batch=asked.batch or 32,
+        samples=asked.sizes.get("samples"),
+        clip="none" if options.clip_norm is None else "global",
+    ).agreed()
+    with show_progress() as progress:
+        machine = machine or room.known_machine()
+
+        def report(text: str) -> None:
+            progress(0.0, text)
+
+        profile = room.profile_here(options.model, options.data, question.batch, machine, report)
+        found: Candidate = room.choose_plan(profile, machine, question, asked.devices, progress)
+    if not asked.as_json:
+        print(f"plan: {found.bound}; forecast of the search {format_seconds(found.time_s)}", file=sys.stderr)
+    return found.plan, found.machine
+
+
 def choose_plan(asked: Asked, processes: int | None) -> Plan:
     """Reads the plan, for as many workers as there are processes where they are started already."""
     plan = _read_sized(asked, processes)
@@ -183,7 +223,7 @@ def _with_cpu_share(plan: Plan, share: float) -> Plan:
 
 
 def _choose_simply(sizes: Mapping[str, int | None]) -> Plan:
-    """Chooses a plan by a simple rule, until there is a search: data parallel over the GPUs, or over four cores."""
+    """Chooses a plan for workers that are given: data parallel over them."""
     gpus = _room().num_gpus()
     workers = sizes.get("workers") or gpus or min(4, max(2, num_cores()))
     given = {"microbatches": sizes.get("microbatches") or 1, "samples": sizes.get("samples") or 8}

@@ -15,6 +15,7 @@ from typing import Any
 
 from pipedejavu.facts import Timeline, format_bytes, format_seconds
 from pipedejavu.report.chart import chart_data, worker_name
+from pipedejavu.report.scatter import Choice, render_choices
 from pipedejavu.report.table import Cell, render_table, worker_table
 
 _SCRIPTS = ("page.js", "format.js", "view.js", "panel.js", "tip.js", "gantt.js", "memory.js")
@@ -26,8 +27,12 @@ def render_html(
     axes: Mapping[str, str],
     decisions: Sequence[tuple[str, str, str]] = (),
     notes: Sequence[str] = (),
+    choices: Sequence[Choice] = (),
 ) -> str:
-    """Returns the page; `axes` maps each axis to its value, `decisions` are (axis, choice, reason)."""
+    """Returns the page; `axes` maps each axis to its value, `decisions` are (axis, choice, reason).
+
+    `choices` are the plans among which the timeline's was chosen.
+    """
     style = _read("page.css")
     script = "".join(_read(name) for name in _SCRIPTS)
     return Template(_read("page.html")).substitute(
@@ -37,6 +42,7 @@ def render_html(
         script=script,
         figures=_figures(timeline),
         notes="".join(f'<p class="note">{escape(note)}</p>' for note in notes),
+        choices=render_choices(choices) if choices else "",
         workers=worker_table(timeline),
         plan=_plan(axes, decisions),
         data=_embed(chart_data(timeline)),

@@ -1,18 +1,22 @@
 """Search: the best plans for a model on a machine, with reasons; never imports torch."""
 
-from pipedejavu.search.explain import Change, explain, nearest_fit
+from pipedejavu.search.advice import Advice, advise, nothing_fits, smallest_change
+from pipedejavu.search.front import fullest_share, leaner_plans
 from pipedejavu.search.option import Options, Progress
 from pipedejavu.search.result import Candidate, MemoryNeed, SearchResult
 from pipedejavu.search.search import search
 
 __all__ = [
+    "Advice",
     "Candidate",
-    "Change",
     "MemoryNeed",
     "Options",
     "Progress",
     "SearchResult",
-    "explain",
-    "nearest_fit",
+    "advise",
+    "fullest_share",
+    "leaner_plans",
+    "nothing_fits",
     "search",
+    "smallest_change",
 ]

@@ -6,11 +6,11 @@ from typing import NamedTuple
 from pipedejavu.facts import Machine, Profile
 from pipedejavu.search import dp, exhaustive, gradient, mcmc
 from pipedejavu.search.draft import Scene
-from pipedejavu.search.explain import nearest_fit, with_memory
 from pipedejavu.search.option import Options, Progress
 from pipedejavu.search.pool import Pool
 from pipedejavu.search.rank import simulate_plan
 from pipedejavu.search.result import Candidate, SearchResult
+from pipedejavu.search.room import with_memory
 from pipedejavu.search.scene import scenes_of
 from pipedejavu.search.share import offer_shares
 from pipedejavu.search.write import other_orders, write
@@ -51,15 +51,10 @@ def search(
         if ranked.candidates or not pool.found or pool.is_over:
             break
         # Memory was estimated too low: ask for plans that would need less, and see whether they fit.
-        small = [*scenes_of(profile, with_memory(machine, ("gpu", "cpu"), part), options)]
+        small = [*scenes_of(profile, with_memory(machine, times=part), options)]
         again = Pool(options, progress)
         is_complete = _fill(again, small, options, name)
         ranked = _rank(again, options, {id(s): scene for s, scene in zip(small, scenes, strict=True)})
-    notes = [*ranked.notes]
-    if not ranked.candidates:
-        pool.report(0.9, "looking for the smallest change that would fit")
-        changes = nearest_fit(profile, machine, options.but(time_budget_s=options.time_budget_s / 10))
-        notes.insert(0, "nothing fits; " + ("; ".join(map(str, changes)) or "no change of memory or batch would do"))
     pool.report(1.0, "done")
     return SearchResult(
         candidates=tuple(ranked.candidates),
@@ -69,7 +64,7 @@ def search(
         num_simulated=ranked.num_simulated,
         is_complete=is_complete,
         time_s=pool.elapsed_s,
-        notes=tuple(notes),
+        notes=tuple(ranked.notes),
     )
 
 

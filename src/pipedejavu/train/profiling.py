@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -20,6 +20,7 @@ from pipedejavu.profile import (
     make_blank,
     make_mode,
     measure_profile,
+    merge_profiles,
     read_rates,
 )
 from pipedejavu.profile.measure import Report, has_same_units
@@ -48,20 +49,50 @@ class Profiled:
     """What estimated times rest on."""
 
 
+class Way(NamedTuple):
+    """A kind of device, and how it is measured here."""
+
+    kind: str
+    device: torch.device
+    threads: int
+
+
 def measure_model(model: str, samples: int, report: Report, context: int | None = None) -> Profiled:
     """Measures a model on a device of each kind that this machine has."""
-    sizes = choose_sizes(samples)
     task, machine = open_task(model, context=context), this_machine()
+    shots = _shots(task, model, samples, report)
+    kinds = {device.kind: torch.device("cpu" if device.type == "cpu" else "cuda") for device in machine.devices}
+    profile = measure_profile(model, shots, _job(shots[-1]).ties, kinds, updates_of(AdamW(lr=1e-3)), report)
+    return Profiled(profile, machine, tuple(shot.samples for shot in shots), describe_form(_batch(task, 1)[0]))
+
+
+def measure_ways(name: str, shots: Sequence[Shot], job: Job, ways: Sequence[Way], report: Report) -> Profile:
+    """Measures the units of a job in each way; torch has its own number of threads again afterwards."""
+    threads, found, updates = torch.get_num_threads(), [], updates_of(job.optimizer)
+    try:
+        for way in ways:
+            torch.set_num_threads(way.threads)
+            found.append(measure_profile(name, shots, job.ties, {way.kind: way.device}, updates, report))
+    finally:
+        torch.set_num_threads(threads)
+    return merge_profiles(found)
+
+
+def measure_task(model: str, data: str | None, samples: int, ways: Sequence[Way], report: Report) -> Profile:
+    """Measures a model on its data in each way."""
+    shots = _shots(open_task(model, data=data), model, samples, report)
+    return measure_ways(model, shots, _job(shots[-1]), ways, report)
+
+
+def _shots(task: Task, model: str, samples: int, report: Report) -> list[Shot]:
+    """Cuts a model for microbatches of several sizes, as far as they have the same units."""
     shots, cut = [], None
-    for size in sizes:
+    for size in choose_sizes(samples):
         report(f"cutting {model} for {size} samples")
         inputs, targets = _batch(task, size)
         cut = cut if cut and cut.way == "chain" else cut_model(task.model, inputs)
         shots.append(_shot(task, cut, inputs, targets))
-    kinds = {device.kind: torch.device("cpu" if device.type == "cpu" else "cuda") for device in machine.devices}
-    shots = [shot for shot in shots if has_same_units(shot, shots[-1])]  # a cut goes by bytes, which sizes change
-    profile = measure_profile(model, shots, _ties(shots[-1]), kinds, updates_of(AdamW(lr=1e-3)), report)
-    return Profiled(profile, machine, tuple(shot.samples for shot in shots), describe_form(inputs))
+    return [shot for shot in shots if has_same_units(shot, shots[-1])]  # a cut goes by bytes, which sizes change
 
 
 def estimate_model(
@@ -89,7 +120,7 @@ def estimate_model(
         cut = cut if cut and cut.way == "chain" else cut_model(task.model, inputs)
         shots.append(_shot(task, cut, inputs, targets))
     shots = [shot for shot in shots if has_same_units(shot, shots[-1])]
-    profile = estimate_units(model, shots, _ties(shots[-1]), rates, report)
+    profile = estimate_units(model, shots, _job(shots[-1]).ties, rates, report)
     sizes = [shot.samples for shot in shots]
     return Profiled(profile, machine, tuple(sizes), describe_form(inputs), _basis(machine, efficiencies))
 
@@ -128,9 +159,9 @@ def _shot(task: Task, cut: Cut, inputs: Any, targets: Any) -> Shot:
     return Shot(cut.units, cut.flat(inputs), targets, loss_of(cut, task.loss))
 
 
-def _ties(shot: Shot) -> Sequence[frozenset[str]]:
-    """Returns the names of parameters that units share."""
-    return Job(units=shot.units, loss=shot.loss, optimizer=AdamW(lr=0.0)).ties
+def _job(shot: Shot) -> Job:
+    """Returns the training of what was looked at, with AdamW."""
+    return Job(units=shot.units, loss=shot.loss, optimizer=AdamW(lr=1e-3))
 
 
 def this_machine() -> Machine:

@@ -85,6 +85,10 @@ def make_machine(plan: Plan, sites: Sequence[Site], choice: DeviceChoice) -> tup
         _gpu(rank, site) if is_gpu else _cpu(f"cpu{rank}", site, sharing[site.host])
         for rank, (site, is_gpu) in enumerate(zip(sites, on_gpu, strict=True))
     ]
+    named = plan.place.devices or ()
+    if len({*named}) == len(devices) and not {*named} <= {device.name for device in devices}:
+        # A plan for parts of this machine's CPU: here each worker has its part, whatever it is called.
+        devices = [device.but(name=name) for device, name in zip(devices, named, strict=True)]
     names = tuple(device.name for device in devices)
     # State that rests in host memory needs a CPU on every host, also where no worker has it.
     devices += [_cpu(f"cpu@{name}", site, 1) for name, site in hosts.items() if not sharing[name]]

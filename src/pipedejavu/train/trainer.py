@@ -15,16 +15,19 @@ from pipedejavu.engine import AdamW, Job, Optimizer, Threads
 from pipedejavu.engine.state import put_all, take_all, take_norm
 from pipedejavu.facts import InputError, Machine
 from pipedejavu.plan import Plan, preset
-from pipedejavu.profile import Cut, cut_model
+from pipedejavu.profile import Cut, Shot, cut_model
 from pipedejavu.program import compile as compile_plan
 from pipedejavu.program.crew import assign_devices
 from pipedejavu.program.share import divide
+from pipedejavu.search import Options
 from pipedejavu.simulate import Prediction, simulate
 from pipedejavu.store import Saver, Shelf
 from pipedejavu.train.door import inputs_and_targets, own_loss
 from pipedejavu.train.folder import result_of
 from pipedejavu.train.loop import random_state, say, set_random_state
 from pipedejavu.train.measure import measure
+from pipedejavu.train.planning import MOST_SAMPLES, choose_plan, known_machine, ways_of
+from pipedejavu.train.profiling import choose_sizes, measure_ways
 from pipedejavu.train.site import devices_to_measure, make_machine, read_sites, torch_device
 from pipedejavu.train.task import describe_form, loss_of
 
@@ -39,6 +42,9 @@ class Trainer:
     the number of samples. With None it is the model's own loss, a mean over samples that its output has as `loss`.
     `sample` is a batch like those to come: (inputs, targets), where inputs are a tensor, a tuple of arguments or a
     mapping of keyword arguments; or, for a model's own loss, that mapping alone.
+
+    With the plan "auto" the model is measured on all that is here, and the best plan for batches like the sample is
+    searched for; `workers` is then not looked at.
 
     A model that is no chain is recorded once more for each new size of a microbatch.
     """
@@ -60,16 +66,17 @@ class Trainer:
         """Samples that were trained on."""
         self._losses: list[float] = []
         self._saver: Saver | None = None
-        plan = (
-            preset(plan.removeprefix("preset:")).at(workers=workers, microbatches=4) if isinstance(plan, str) else plan
-        )
+        optimizer = optimizer or AdamW(lr=1e-3)
+        if plan == "auto":
+            plan, machine = _search(model, loss or own_loss, sample, optimizer, machine)
+        elif isinstance(plan, str):
+            plan = preset(plan.removeprefix("preset:")).at(workers=workers, microbatches=4)
         plan = plan if plan.version.kind != "sync" else plan.but(steps=1)
         _check_steps(plan)
         self.batch = _Split(sample, (1,) * (plan.feed.microbatches * _copies(plan) * plan.steps))
         samples = len(self.batch.targets(0))
         cut = self.batch.cut = cut_model(model, self.batch.own_inputs(0))
         self.units = cut.units
-        optimizer = optimizer or AdamW(lr=1e-3)
         job = Job(units=cut.units, loss=loss_of(cut, loss or own_loss), optimizer=optimizer, seed=seed)
         plan = plan.but(feed=plan.feed.but(samples=samples))
         if machine is None:
@@ -158,6 +165,20 @@ class Trainer:
         return self.model
 
 
+def _search(
+    model: nn.Module, loss: Callable[[Any, Any], Tensor], sample: Any, optimizer: Optimizer, machine: Machine | None
+) -> tuple[Plan, Machine]:
+    """Measures a model on all that is here, and returns the best plan for batches like the sample, and its machine."""
+    batch, machine = _Split(sample, (1,)), machine or known_machine()
+    sizes = [size for size in choose_sizes(min(batch.size, MOST_SAMPLES)) if size <= batch.size]
+    cut = batch.cut = cut_model(model, batch.own_head(sizes[-1]))
+    job = Job(units=cut.units, loss=loss_of(cut, loss), optimizer=optimizer)
+    shots = [Shot(cut.units, *batch.head(size), job.loss) for size in sizes]
+    profile = measure_ways("model", shots, job, ways_of(machine), lambda text: None)  # noqa: ARG005
+    found = choose_plan(profile, machine, Options(batch=batch.size))
+    return found.plan, found.machine
+
+
 class _Split:
     """One batch as microbatches by number."""
 
@@ -196,6 +217,10 @@ class _Split:
     def own_inputs(self, microbatch: int) -> Any:
         """Returns what the user's model reads."""
         return self._rows(*self.ends[microbatch - self.first :][:2])
+
+    def own_head(self, count: int) -> Any:
+        """Returns the first samples, as the user's model reads them."""
+        return self._rows(0, count)
 
     def head(self, count: int) -> tuple[Any, Any]:
         """Returns the first samples, as the first unit and the loss read them."""

@@ -1,0 +1,272 @@
+"""The verb `plan`: measures or reads what is needed, searches with a progress bar, and says which plan wins and why."""
+
+import json
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any, NamedTuple
+
+from rich.console import Console
+from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
+from rich.progress import Progress as Bar
+from rich.table import Table
+
+from pipedejavu.cli.source import read_model
+from pipedejavu.facts import InputError, Machine, Profile, format_bytes, format_seconds, read_machine, write_file
+from pipedejavu.program import compile as compile_plan
+from pipedejavu.report import Choice, render_html
+from pipedejavu.search import (
+    Advice,
+    Candidate,
+    MemoryNeed,
+    Options,
+    Progress,
+    SearchResult,
+    advise,
+    fullest_share,
+    leaner_plans,
+    nothing_fits,
+    search,
+)
+from pipedejavu.simulate import simulate
+from pipedejavu.zoo import estimate_profile
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What the user asked for."""
+
+    model: str
+    machine: str | None
+    options: Options
+    renews: bool
+    out: str | None
+    html: str | None
+    as_json: bool
+
+
+class Scene(NamedTuple):
+    """What there is to plan for, and where it comes from."""
+
+    profile: Profile
+    machine: Machine
+    notes: tuple[str, ...]
+
+
+class Answer(NamedTuple):
+    """What was found."""
+
+    result: SearchResult
+    leaner: tuple[Candidate, ...]
+    advice: tuple[Advice, ...]
+
+
+def read_options(given: Mapping[str, object], prices: Sequence[str]) -> Options:
+    """Returns the question to the planner; raises InputError with every fault."""
+    by_kind = {}
+    for text in prices:
+        kind, _, number = text.partition("=")
+        try:
+            by_kind[kind] = float(number)
+        except ValueError:
+            raise InputError(f"--price is KIND=PRICE, such as a100=2.5, not '{text}'") from None
+    return Options.from_json(json.dumps({**given, "prices": by_kind}), source="the options of plan").agreed()
+
+
+def run(asked: Asked) -> None:
+    """Searches, and prints or writes what was found."""
+    with show_progress() as progress:
+        scene = _set(asked, progress)
+        result = search(scene.profile, scene.machine, asked.options, progress)
+        if result.best is None:
+            raise nothing_fits(scene.profile, scene.machine, asked.options)
+        question = (scene.profile, scene.machine, asked.options, result.best, progress)
+        answer = Answer(result, leaner_plans(*question) if asked.html else (), advise(*question))
+    best = result.best
+    if asked.out:
+        best.plan.save(asked.out)
+    if asked.html:
+        write_file(asked.html, _page(best, answer, scene))
+    if asked.as_json:
+        print(json.dumps(_form(best, answer, scene, asked), ensure_ascii=False))
+    else:
+        _print(best, answer, scene, asked)
+
+
+@contextmanager
+def show_progress() -> Iterator[Progress]:
+    """Shows on a terminal how far a search is, and what goes on."""
+    columns = (TextColumn("{task.description:<48.48}"), BarColumn(), TimeElapsedColumn())
+    with Bar(*columns, console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()) as bar:
+        line = bar.add_task("starting", total=1.0)
+        yield lambda share, text: bar.update(line, description=text, completed=min(1.0, share))
+
+
+def _set(asked: Asked, progress: Progress) -> Scene:
+    """Returns the profile and the machine: those that were named, or what is here, measured."""
+    is_model = asked.model.startswith(("zoo:", "hf:")) or ".py:" in asked.model
+    notes = []
+    if asked.machine is not None:
+        machine = read_machine(asked.machine)
+    else:
+        machine = _room().survey_machine(lambda text, share: progress(share, text), renews=asked.renews)
+        assert machine.survey is not None
+        notes.append(f"machine: {machine.name}, measured {machine.survey.date} (--renew measures again)")
+    if not is_model:
+        if asked.model.endswith(".json"):
+            profile = Profile.load(asked.model)
+        else:
+            profile = estimate_profile(asked.model, machine)
+            notes.append("times are estimated from the model's shape and each device's stated rate")
+    elif asked.machine is None:
+        profile = _room().profile_here(
+            read_model(asked.model),
+            None,
+            asked.options.batch,
+            machine,
+            lambda text: progress(0.0, text),
+            renews=asked.renews,
+        )
+        notes.append("times are measured on this machine")
+    else:
+        room: Any = _import("pipedejavu.train.profiling")
+        samples = asked.options.samples or min(asked.options.batch, 8)
+        profiled = room.estimate_model(read_model(asked.model), samples, machine, lambda text: progress(0.0, text))
+        profile = profiled.profile
+        notes.append("times are estimated from what the model computes and each device's stated rate")
+    return Scene(profile, machine, tuple(notes))
+
+
+def _room() -> Any:
+    return _import("pipedejavu.train.planning")
+
+
+def _import(name: str) -> Any:
+    try:
+        return import_module(name)
+    except ImportError as error:
+        raise InputError(
+            f"measuring needs torch and safetensors: pip install 'pipedejavu[train]', or give --machine and a profile"
+            f" ({error})"
+        ) from None
+
+
+def _print(best: Candidate, answer: Answer, scene: Scene, asked: Asked) -> None:
+    console = Console(highlight=False, soft_wrap=True)
+    console.print(f"[bold]{scene.profile.name}[/] on {scene.machine.name}, a batch of {asked.options.batch}\n")
+    table = _table(answer.result.candidates, has_price=bool(asked.options.prices))
+    width = console.measure(table, options=console.options.update(width=500)).maximum
+    Console(highlight=False, width=max(width, console.width)).print(table)
+    for text in explain(best, answer):
+        console.print(f"\n{text}", markup=False)
+    console.print()
+    for note in _notes(answer.result, scene):
+        console.print(note, markup=False, style="dim")
+    for file in (asked.out, asked.html):
+        if file:
+            console.print(f"wrote {file}", markup=False)
+
+
+def _table(candidates: Sequence[Candidate], has_price: bool) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column("plan")
+    for column in ("update", "samples/s", *(["price"] * has_price), "bubble"):
+        table.add_column(column, justify="right", no_wrap=True)
+    table.add_column("memory of each device", no_wrap=True)
+    table.add_column("bounded by", no_wrap=True)
+    for index, found in enumerate(candidates):
+        name = found.plan.name if found.is_runnable else f"{found.plan.name} (costed only)"
+        rate = f"{found.samples / found.time_s:.4g}" if found.time_s else "–"
+        price = [f"{found.price:.3g}"] * has_price
+        cells = [format_seconds(found.time_s), rate, *price, f"{found.bubble_fraction:.1%}"]
+        table.add_row(name, *cells, describe_memory(found.memory), found.bound, style="" if index else "bold")
+    return table
+
+
+def describe_memory(needs: Sequence[MemoryNeed]) -> str:
+    """Returns what each device needs of what it has, devices that are alike in one."""
+    alike: dict[tuple[str, str], list[str]] = {}
+    for need in needs:
+        alike.setdefault((format_bytes(need.need_bytes), format_bytes(need.room_bytes)), []).append(need.device)
+    parts = []
+    for (need_text, room), names in alike.items():
+        who = names[0] if len(names) == 1 else f"{len(names)} × {names[0]}…"
+        parts.append(f"{who} {need_text} of {room}")
+    return ", ".join(parts[:3]) + (f", {len(parts) - 3} more" if len(parts) > 3 else "")
+
+
+def explain(best: Candidate, answer: Answer) -> list[str]:
+    """Returns why the winner won, what it decided, and what to buy or change first."""
+    others = [found for found in answer.result.candidates if found is not best]
+    found = [f"'{best.plan.name}' wins: {best.bound}."]
+    if others:
+        next_ = others[0]
+        ratio = next_.time_per_sample_s / best.time_per_sample_s if best.time_s else 1.0
+        found[0] += f" '{next_.plan.name}' takes {ratio:.2f}× as long: {next_.bound}."
+    found += [f"  {reason}" for reason in best.reasons]
+    if answer.advice:
+        first, *rest = answer.advice
+        text = f"To change first: with {first.change}, {first.gain:.2f}× faster"
+        more = "; ".join(f"with {a.change}, {a.gain:.2f}×" for a in rest[:3])
+        found.append(f"{text} ({format_seconds(first.time_s)} an update){f'; {more}' if more else ''}.")
+    else:
+        found.append("Neither memory, links, a larger batch nor older weights would make it 2 % faster.")
+    return found
+
+
+def _notes(result: SearchResult, scene: Scene) -> list[str]:
+    looked = f"{result.num_estimated:,} estimated, {result.num_simulated} simulated, {format_seconds(result.time_s)}"
+    whole = "" if result.is_complete else "; the time budget ended it, so there may be better ones"
+    return [*scene.notes, f"search: {result.searcher}, as {result.reason} ({looked}{whole})", *result.notes]
+
+
+def _page(best: Candidate, answer: Answer, scene: Scene) -> str:
+    program = compile_plan(best.plan, best.profile, best.machine)
+    decisions = [(d.axis, d.choice, d.reason) for d in program.plan.decisions]
+    choices = [
+        Choice(
+            name=found.plan.name,
+            time_s=found.time_s,
+            share=fullest_share(found),
+            memory=describe_memory(found.memory),
+            bound=found.bound,
+            is_winner=found is best,
+        )
+        for found in _different((*answer.result.candidates, *answer.leaner))
+    ]
+    title = f"{best.plan.name} · {scene.profile.name} on {scene.machine.name}"
+    notes = [*(text.strip() for text in explain(best, answer)), *_notes(answer.result, scene)]
+    return render_html(simulate(program).timeline(), title, program.plan.axes(), decisions, notes, choices)
+
+
+def _different(candidates: Sequence[Candidate]) -> list[Candidate]:
+    """Returns candidates without those whose plan came before."""
+    return [found for n, found in enumerate(candidates) if found.plan not in [c.plan for c in candidates[:n]]]
+
+
+def _form(best: Candidate, answer: Answer, scene: Scene, asked: Asked) -> dict[str, object]:
+    """Returns what was found as one object."""
+
+    def candidate(found: Candidate) -> dict[str, Any]:
+        form: dict[str, Any] = json.loads(found.model_dump_json(exclude={"machine", "profile", "plan"}))
+        return form | {"plan": json.loads(found.plan.to_json()), "axes": found.plan.axes()}
+
+    result = answer.result
+    return {
+        "profile": scene.profile.name,
+        "machine": scene.machine.name,
+        "batch": asked.options.batch,
+        "candidates": [candidate(found) for found in result.candidates],
+        "leaner": [candidate(found) for found in answer.leaner],
+        "explain": explain(best, answer),
+        "advice": [json.loads(advice.model_dump_json()) for advice in answer.advice],
+        "searcher": result.searcher,
+        "is_complete": result.is_complete,
+        "num_estimated": result.num_estimated,
+        "num_simulated": result.num_simulated,
+        "search_s": result.time_s,
+        "notes": _notes(result, scene),
+        "files": [file for file in (asked.out, asked.html) if file],
+    }

@@ -1,0 +1,107 @@
+"""Plans on a plane of time and memory, with the front of those that no other beats in both; drawn without a script.
+
+Places are parts of the plane's width and height, so that the text keeps its size on any screen.
+"""
+
+from collections.abc import Sequence
+from html import escape
+from itertools import pairwise
+from math import ceil, floor, log10
+from typing import NamedTuple
+
+from pipedejavu.facts import format_seconds
+from pipedejavu.report.table import Cell, render_table
+
+_NUM_TICKS = 5
+_HEIGHT = 280
+
+
+class Choice(NamedTuple):
+    """A plan that was considered."""
+
+    name: str
+    time_s: float
+    share: float
+    """Of its memory, what the fullest device needs."""
+    memory: str
+    bound: str
+    is_winner: bool = False
+
+
+def find_front(choices: Sequence[Choice]) -> list[int]:
+    """Returns the numbers of the choices that no other beats in time and memory, the fastest first."""
+    found, least = [], float("inf")
+    for index in sorted(range(len(choices)), key=lambda n: (choices[n].time_s, choices[n].share)):
+        if choices[index].share < least:
+            found.append(index)
+            least = choices[index].share
+    return found
+
+
+def render_choices(choices: Sequence[Choice]) -> str:
+    """Returns the section of all choices: the plane, and a table with the numbers of its points."""
+    front = find_front(choices)
+    rows = [
+        [
+            Cell(f"{n + 1}", head=True),
+            Cell(choice.name + (" (chosen)" if choice.is_winner else "")),
+            Cell(format_seconds(choice.time_s)),
+            Cell(_percent(choice.share)),
+            Cell("yes" if n in front else "no"),
+            Cell(choice.memory),
+            Cell(choice.bound),
+        ]
+        for n, choice in enumerate(choices)
+    ]
+    heads = ("No.", "Plan", "Update", "Fullest memory", "On the front", "Memory", "Bounded by")
+    return (
+        '<section id="choices" aria-labelledby="choices-title"><div class="heading">'
+        '<h2 id="choices-title">Plans that were considered</h2>'
+        '<p class="hint">Time of an update (right) against the fullest memory (up). The line is the front: less of one'
+        " costs more of the other.</p></div>"
+        f'<div class="panel plane">{_plane(choices, front)}</div>{render_table(heads, rows, "choices")}</section>'
+    )
+
+
+def _plane(choices: Sequence[Choice], front: Sequence[int]) -> str:
+    times = [choice.time_s for choice in choices]
+    margin = (max(times) - min(times) or max(times) or 1.0) / 8
+    left, right = max(0.0, min(times) - margin), max(times) + margin
+    top = 1.08 * max(choice.share for choice in choices) or 1.0
+
+    def x(time_s: float) -> str:
+        return f"{100 * (time_s - left) / (right - left):.2f}%"
+
+    def y(share: float) -> str:
+        return f"{100 - 100 * share / top:.2f}%"
+
+    drawn = []
+    for time_s in _ticks(left, right):
+        drawn.append(f'<line class="tick" x1="{x(time_s)}" x2="{x(time_s)}" y1="0" y2="100%"></line>')
+        drawn.append(f'<text class="below" x="{x(time_s)}" y="100%" dy="16">{escape(format_seconds(time_s))}</text>')
+    for share in _ticks(0.0, top):
+        drawn.append(f'<line class="tick" x1="0" x2="100%" y1="{y(share)}" y2="{y(share)}"></line>')
+        drawn.append(f'<text class="beside" x="0" y="{y(share)}" dx="-6" dy="4">{_percent(share)}</text>')
+    for one, two in pairwise(front):
+        (a, b), (c, d) = ((choices[n].time_s, choices[n].share) for n in (one, two))
+        drawn.append(f'<line class="front" x1="{x(a)}" x2="{x(c)}" y1="{y(b)}" y2="{y(b)}"></line>')
+        drawn.append(f'<line class="front" x1="{x(c)}" x2="{x(c)}" y1="{y(b)}" y2="{y(d)}"></line>')
+    for n, choice in reversed([*enumerate(choices)]):
+        style = "point" + " chosen" * choice.is_winner + " on-front" * (n in front)
+        about = f"{choice.name}: {format_seconds(choice.time_s)}, {_percent(choice.share)}"
+        circle = f'<circle cx="{x(choice.time_s)}" cy="{y(choice.share)}" r="9"><title>{escape(about)}</title></circle>'
+        number = f'<text x="{x(choice.time_s)}" y="{y(choice.share)}" dy="4">{n + 1}</text>'
+        drawn.append(f'<g class="{style}">{circle}{number}</g>')
+    label = f"{len(choices)} plans by time and memory"
+    return f'<svg role="img" aria-label="{label}" height="{_HEIGHT}">{"".join(drawn)}</svg>'
+
+
+def _ticks(start: float, end: float) -> list[float]:
+    """Returns round numbers between two ends, about as many as fit beside each other."""
+    step = 10.0 ** floor(log10((end - start) / _NUM_TICKS))
+    step *= next(n for n in (1, 2, 5, 10) if n * step * _NUM_TICKS >= end - start)
+    return [n * step for n in range(ceil(start / step), floor(end / step) + 1)]
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.3g}%"

@@ -1,0 +1,37 @@
+"""The front of time and memory: beside the fastest plan, those that would be fastest with less and less memory."""
+
+from math import inf
+
+from pipedejavu.facts import Machine, Profile
+from pipedejavu.search.option import Options, Progress
+from pipedejavu.search.result import Candidate
+from pipedejavu.search.room import with_memory
+from pipedejavu.search.search import search
+
+STEP = 0.75
+"""Of the fullest memory of one plan, what the next one may fill."""
+MOST_STEPS = 6
+
+
+def leaner_plans(
+    profile: Profile, machine: Machine, options: Options, best: Candidate, progress: Progress | None = None
+) -> tuple[Candidate, ...]:
+    """Returns the best plans for smaller and smaller parts of every memory, until nothing fits."""
+    found: list[Candidate] = []
+    share = fullest_share(best)
+    for step in range(MOST_STEPS):
+        share *= STEP
+        if progress:
+            progress(step / MOST_STEPS, f"with {share:.0%} of all memory")
+        other = search(profile, with_memory(machine, times=share), options).best
+        if other is None:
+            break
+        memory = tuple(need.but(room_bytes=round(need.room_bytes / share)) for need in other.memory)
+        found.append(other.but(memory=memory))
+        share = fullest_share(found[-1])
+    return tuple(found)
+
+
+def fullest_share(candidate: Candidate) -> float:
+    """Returns the part of its memory that the fullest device of a plan needs."""
+    return max((need.share for need in candidate.memory), default=inf)

@@ -1,0 +1,112 @@
+"""Planning for what is here: the machine and the model as they are kept or measured, and the best plan that runs.
+
+Measuring comes before searching: a survey of the machine, the model on each kind of device and on each part that a CPU
+may be divided into. Both are kept between runs.
+"""
+
+import platform
+from collections.abc import Callable
+from hashlib import sha256
+from pathlib import Path
+
+import torch
+
+from pipedejavu.engine import check_runnable
+from pipedejavu.facts import InputError, Machine, Profile
+from pipedejavu.probe.gloo import measure_link
+from pipedejavu.probe.shape import num_cores, total_memory_bytes
+from pipedejavu.probe.survey import measure_machine, read_versions
+from pipedejavu.program import compile as compile_plan
+from pipedejavu.search import Candidate, Options, Progress, nothing_fits, search
+from pipedejavu.search.scene import MOST_PARTS
+from pipedejavu.search.space import divisors
+from pipedejavu.train.profiling import Way, measure_task, this_machine
+from pipedejavu.train.site import DeviceChoice, read_site, torch_device
+from pipedejavu.train.cache import find, find_or_make, keep
+
+MOST_SAMPLES = 8
+"""Of the microbatches that are measured; larger ones follow their line."""
+
+Report = Callable[[str], None]
+
+
+def survey_machine(report: Callable[[str, float], None], *, renews: bool = False) -> Machine:
+    """Returns this machine as a survey found it, a quick one where none is kept."""
+    folder = Path.cwd()
+    return find_or_make(
+        Machine, _machine_key(), lambda: measure_machine(folder, quick=True, report=report), renews=renews
+    )
+
+
+def keep_survey(machine: Machine) -> None:
+    """Keeps a survey of this machine."""
+    keep(machine, _machine_key())
+
+
+def known_machine() -> Machine:
+    """Returns this machine as its kept survey has it, or its shape with the one link that is measured in a moment."""
+    found = find(Machine, _machine_key())
+    if found is not None:
+        return found
+    shape = this_machine()
+    devices = (d.but(most_workers=num_cores()) if d.type == "cpu" else d for d in shape.devices)
+    return shape.but(devices=tuple(devices), links=(measure_link(), *shape.links))
+
+
+def _machine_key() -> dict[str, object]:
+    site = read_site(platform.node() or "here", 0)
+    return {"site": site.to_json(), "memory": total_memory_bytes(), **read_versions()}
+
+
+def profile_here(
+    model: str, data: str | None, batch: int, machine: Machine, report: Report, *, renews: bool = False
+) -> Profile:
+    """Returns a model's profile on each kind of device of a machine that is here, kept or measured."""
+    samples, ways = min(batch, MOST_SAMPLES), ways_of(machine)
+    key = {"model": model, "content": _content(model), "data": data, "samples": samples, "ways": ways, **_machine_key()}
+    return find_or_make(Profile, key, lambda: measure_task(model, data, samples, ways, report), renews=renews)
+
+
+def ways_of(machine: Machine) -> tuple[Way, ...]:
+    """Returns how each kind of device is measured here; where there are CPUs alone, their parts with fewer threads."""
+    cores, found = num_cores(), dict[str, Way]()
+    for device in machine.devices:
+        found.setdefault(device.kind, Way(device.kind, torch_device(machine, device.name), cores))
+    if all(device.type == "cpu" for device in machine.devices):
+        most = max(device.most_workers for device in machine.devices)
+        for parts in (n for n in divisors(most) if 1 < n <= MOST_PARTS):
+            for kind in {device.kind for device in machine.devices}:
+                own = f"{kind}/{parts}"
+                found[own] = Way(own, torch.device("cpu"), max(1, cores // parts))
+    return tuple(found.values())
+
+
+def _content(model: str) -> str:
+    """Returns a digest of the file that a model comes from; empty where it comes from none."""
+    path = Path(model.removeprefix("hf:") if model.startswith("hf:") else model.rpartition(":")[0])
+    path = path / "config.json" if path.is_dir() else path
+    return sha256(path.read_bytes()).hexdigest() if path.is_file() else ""
+
+
+def choose_plan(
+    profile: Profile,
+    machine: Machine,
+    options: Options,
+    devices: DeviceChoice = "auto",
+    progress: Progress | None = None,
+) -> Candidate:
+    """Returns the best plan that the engine runs; raises InputError with the smallest change that would fit."""
+    if devices != "auto":
+        names = tuple(d.name for d in machine.devices if d.type == devices)
+        if not names:
+            raise InputError(f"machine '{machine.name}' has no {devices.upper()}; use --devices auto")
+        options = options.but(devices=names)
+    options = options.but(is_runnable=True)
+    found = search(profile, machine, options, progress)
+    for candidate in found.candidates:
+        try:
+            check_runnable(compile_plan(candidate.plan, candidate.profile, candidate.machine, fold=False))
+        except InputError:
+            continue
+        return candidate
+    raise nothing_fits(profile, machine, options)

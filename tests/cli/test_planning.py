@@ -1,0 +1,88 @@
+"""The command `plan`: what it prints, writes and refuses; and a plan that it wrote, which runs."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from pipedejavu.facts import Machine, Profile
+from pipedejavu.plan import Plan
+from tests.cli.test_main import EXAMPLES, refused, run
+from tests.search.case import machine, profile
+
+GPUS = str(EXAMPLES / "four-gpus.json")
+
+
+def files(folder: Path, model: Profile, where: Machine) -> tuple[str, ...]:
+    model.save(folder / "profile.json")
+    where.save(folder / "machine.json")
+    return str(folder / "profile.json"), "--machine", str(folder / "machine.json")
+
+
+def test_plans_are_a_table_with_reasons_and_advice(tmp_path: Path) -> None:
+    asked = files(tmp_path, profile([1e-3] * 4), machine(["fast", "fast"]))
+    lines = run("plan", *asked, "--batch", "8").stdout.splitlines()
+    assert lines[0] == "test on test, a batch of 8"
+    assert lines[2].split() == [
+        "plan", "update", "samples/s", "bubble", "memory", "of", "each", "device", "bounded", "by",
+    ]  # fmt: skip
+    # Four units of 3 ms a sample, forward and backward; four samples on each of two devices.
+    assert lines[3].startswith("2 replicas  ")
+    assert "48 ms" in lines[3]
+    text = "\n".join(lines)
+    assert "'2 replicas' wins: the whole model on gpu0 computes for 48 ms of 48 ms (100%)." in text
+    assert "To change first: with one more fast, " in text
+
+
+def test_what_is_written_is_what_is_told(tmp_path: Path) -> None:
+    asked = files(tmp_path, profile([1e-3] * 4), machine(["fast", "fast"]))
+    out, html = str(tmp_path / "plan.json"), str(tmp_path / "plan.html")
+    form = json.loads(run("plan", *asked, "--batch", "8", "--out", out, "--html", html, "--json").stdout)
+    best = form["candidates"][0]
+    assert Plan.load(out) == Plan.from_json(json.dumps(best["plan"]))
+    assert form["files"] == [out, html]
+    page = Path(html).read_text("utf-8")
+    assert "Plans that were considered" in page
+    assert best["bound"] in page
+    simulated = json.loads(run("simulate", out, "--profile", asked[0], *asked[1:], "--json").stdout)
+    assert simulated["makespan_s"] == pytest.approx(best["time_s"])
+
+
+def test_nothing_fits_is_one_sentence_with_what_would(tmp_path: Path) -> None:
+    gib = 2**30
+    asked = files(tmp_path, profile([1e-3] * 4, weights=gib, saved=1.0), machine(["fast"], room=4 * gib))
+    text = refused("plan", *asked, "--batch", "1")
+    assert "no plan for test with a batch of 1 fits machine 'test'; this would fit: " in text
+    assert " GiB more memory on the fast" in text
+
+
+def test_faults_are_one_sentence(tmp_path: Path) -> None:
+    asked = files(tmp_path, profile([1e-3]), machine(["fast"]))
+    assert "--price is KIND=PRICE, such as a100=2.5, not 'a100'" in refused("plan", *asked, "--price", "a100")
+    assert "do not make up a batch of 8" in refused("plan", *asked, "--batch", "8", "--samples", "3")
+    assert "searcher" in refused("plan", *asked, "--search", "magic")
+    batch = refused("train", "zoo:mlp", "--plan", "preset:1f1b", "--batch", "8")
+    assert "--batch is for --plan auto, which chooses the workers; give --microbatches and --samples" in batch
+    assert "--plan auto chooses the microbatches; give --batch" in refused("train", "zoo:mlp", "--microbatches", "2")
+
+
+def test_a_model_is_planned_for_a_machine_that_is_not_here() -> None:
+    pytest.importorskip("torch")
+    form = json.loads(run("plan", "zoo:mlp", "--machine", GPUS, "--batch", "8", "--json").stdout)
+    assert form["machine"] == "four GPUs and a CPU"
+    assert "times are estimated from what the model computes" in form["notes"][0]
+
+
+def test_auto_trains_with_the_plan_that_it_found(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    where = str(tmp_path / "run")
+    form = json.loads(
+        run("train", "zoo:mlp", "--batch", "8", "--steps", "2", "--audit", "--run-dir", where, "--json").stdout
+    )
+    assert form["steps"] == 2
+    assert form["audit"]["largest_difference"] < 1e-3
+    plan = Plan.load(tmp_path / "run" / "plan.json")
+    assert plan.decisions
+    assert [path.name.partition("-")[0] for path in (tmp_path / "cache" / "pipedejavu").iterdir()] == ["profile"]
+    # The plan runs unchanged from its file, too.
+    run("train", "zoo:mlp", "--plan", f"{where}/plan.json", "--steps", "1", "--run-dir", str(tmp_path / "again"))

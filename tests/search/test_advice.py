@@ -1,0 +1,82 @@
+"""What to buy or change: every gain is checked against a search of its own."""
+
+from pipedejavu.facts import Profile
+from pipedejavu.search import Options, advise, fullest_share, leaner_plans, search, smallest_change
+from tests.search.case import machine, profile
+
+GIB = 2**30
+
+
+def hungry() -> Profile:
+    """Four units of 1 GiB of weights (4 GiB with gradients and state) that save 0.25 GiB a sample."""
+    return profile([1e-3] * 4, weights=GIB, saved=GIB / 4, boundary=1e6)
+
+
+def test_more_memory_is_advised_where_memory_costs_time() -> None:
+    # One device: 16 GiB of state and 8 GiB of activations; with room for 20 GiB something must be recomputed.
+    here = machine(["fast"], room=20 * GIB)
+    options = Options(batch=8, samples=8, is_runnable=True)
+    best = search(hungry(), here, options).best
+    assert best is not None
+    advice = {a.change: a for a in advise(hungry(), here, options, best)}
+    (text,) = [change for change in advice if "memory" in change]
+    assert text.endswith(" more memory on the fast")
+    roomy = search(hungry(), machine(["fast"]), options).best
+    assert roomy is not None
+    assert advice[text].time_s == roomy.time_s
+    assert advice[text].gain == best.time_s / roomy.time_s > 1
+
+
+def test_memory_is_not_advised_where_there_is_enough() -> None:
+    options = Options(batch=8, is_runnable=True)
+    best = search(hungry(), machine(["fast"]), options).best
+    assert best is not None
+    assert not [a for a in advise(hungry(), machine(["fast"]), options, best) if "memory" in a.change]
+
+
+def test_another_device_is_advised_with_its_gain() -> None:
+    model = profile([1e-3] * 4)
+    options = Options(batch=8, is_runnable=True)
+    best = search(model, machine(["fast"]), options).best
+    assert best is not None
+    first = advise(model, machine(["fast"]), options, best)[0]
+    assert first.change == "one more fast"
+    two = search(model, machine(["fast", "fast"]), options).best
+    assert two is not None
+    assert first.time_s == two.time_s
+
+
+def test_the_smallest_change_fits_and_less_does_not() -> None:
+    model, options = hungry(), Options(batch=1, is_runnable=True)
+    here = machine(["fast", "fast"], room=4 * GIB)
+    assert not search(model, here, options).candidates
+    text = smallest_change(model, here, options)
+    number, unit = text.split()[:2]
+    assert (unit, text.partition(unit)[2]) == ("GiB", " more memory on each fast")
+    extra = float(number)
+    assert search(model, machine(["fast", "fast"], room=round((4 + extra + 0.05) * GIB)), options).candidates
+    assert not search(model, machine(["fast", "fast"], room=round((4 + 0.9 * extra) * GIB)), options).candidates
+
+
+def test_a_smaller_batch_comes_first() -> None:
+    # Two units, 8 GiB of state; microbatches of 8 samples save 4 GiB.
+    model = profile([1e-3] * 2, weights=GIB, saved=GIB / 4, boundary=GIB / 4)
+    here = machine(["fast"], room=10 * GIB)
+    options = Options(batch=8, samples=8, is_runnable=True)
+    assert not search(model, here, options).candidates
+    text = smallest_change(model, here, options)
+    assert text.startswith("microbatches of another size (leave --samples out), or ")
+
+
+def test_leaner_plans_need_less_and_take_longer() -> None:
+    model, here = hungry(), machine(["fast"] * 4, room=40 * GIB)
+    options = Options(batch=8, is_runnable=True)
+    best = search(model, here, options).best
+    assert best is not None
+    row = [best, *leaner_plans(model, here, options, best)]
+    assert len(row) > 2
+    shares = [fullest_share(candidate) for candidate in row]
+    assert shares == sorted(shares, reverse=True)
+    assert all(need.room_bytes == 40 * GIB for need in best.memory)
+    assert all(abs(need.room_bytes - 40 * GIB) < 100 for candidate in row for need in candidate.memory)
+    assert row[-1].time_s > best.time_s
