@@ -20,9 +20,9 @@ from pipedejavu.program import compile as compile_plan
 from pipedejavu.search import Candidate, Options, Progress, nothing_fits, search
 from pipedejavu.search.scene import MOST_PARTS
 from pipedejavu.search.space import divisors
+from pipedejavu.train.cache import find, find_or_make, keep
 from pipedejavu.train.profiling import Way, measure_task, this_machine
 from pipedejavu.train.site import DeviceChoice, read_site, torch_device
-from pipedejavu.train.cache import find, find_or_make, keep
 
 MOST_SAMPLES = 8
 """Of the microbatches that are measured; larger ones follow their line."""
