@@ -81,5 +81,3 @@ def test_a_plan_is_found_wherever_one_is_estimated_to_fit(case: tuple[Profile, M
     exhaustive.run(pool, [*scenes_of(model, place, options)], options)
     result = search(model, place, options.but(candidates=1))
     assert bool(result.candidates) == bool(pool.found)
-    if not result.candidates:
-        assert result.notes[0].startswith("nothing fits; ")
