@@ -11,7 +11,7 @@ from pipedejavu.search.draft import Draft, Scene
 from pipedejavu.search.option import Options, Progress
 from pipedejavu.search.write import write
 
-SLACK = 1.1
+SLACK = 1.03
 """The simulator may rank a draft first whose estimate is so many times the least."""
 
 MOST_SPLITS = 32

@@ -202,7 +202,7 @@ class Bounds:
     """Times that no cut of a frame can be below."""
 
     def __init__(self) -> None:
-        self._rows: dict[int, tuple[Counter[str], float, float]] = {}
+        self._rows: dict[Row, tuple[Counter[str], float, float]] = {}
         self._times: dict[tuple[object, ...], float] = {}
 
     def least_s(self, frame: Frame, costs: Costs) -> float:
@@ -218,7 +218,7 @@ class Bounds:
             state += optimizer
         if rooms < state * size or (size == len(frame.order) and room < state):
             return inf
-        key = (id(frame.row), frame.sizes, frame.samples, frame.is_stale)
+        key = (frame.row, frame.sizes, frame.samples, frame.is_stale, mode.zero > 0)
         if key not in self._times:
             self._times[key] = self._least_s(frame, costs, kinds, size)
         return self._times[key]
@@ -226,15 +226,23 @@ class Bounds:
     def _least_s(self, frame: Frame, costs: Costs, kinds: Counter[str], size: int) -> float:
         work = {kind: sum(float(costs.times(kind)[row][-1]) for row in (0, 1)) for kind in kinds}
         rate = sum(count / work[kind] if work[kind] else inf for kind, count in kinds.items())
-        if len(frame.sizes) > 1 or frame.is_stale or len(kinds) > 1:
+        stages = len(frame.order) // size
+        if len(frame.sizes) > 1 or frame.is_stale or len(kinds) > 1 or stages == 1:
             return frame.microbatches / rate
-        return min(work.values()) + (frame.microbatches / size - 1) * size / rate
+        # All groups are alike: the slowest stage is no faster than the mean, and each cut sends the least there is.
+        share = frame.microbatches // size
+        places = [frame.row.place(after, size) for after in range(0, len(frame.order), size)]
+        sent = sum(place.next.latency_s + place.next.byte_s * float(costs.cut[1:-1].min()) for place in places[1:])
+        around = work[places[0].kinds[0]] + 2 * sent
+        ring = min(place.ring.byte_s for place in places)
+        reduced = (size - 1) / size * costs.state_bytes[1] * (1 if frame.mode.zero else 2) * ring
+        mean = ((share - 1) * work[places[0].kinds[0]] + reduced) / stages
+        return around + max(mean, (share - 1) // min(stages, share) * around)
 
     def _row(self, frame: Frame) -> tuple[Counter[str], float, float]:
         """Returns how many devices of each kind a row has, the least room of one and the room of all."""
-        key = id(frame.row)
-        if key not in self._rows:
+        if frame.row not in self._rows:
             devices = frame.row.devices
             rooms = [float(d.memory_bytes - d.reserved_bytes) for d in devices]
-            self._rows[key] = Counter(d.kind for d in devices), max(rooms), sum(rooms)
-        return self._rows[key]
+            self._rows[frame.row] = Counter(d.kind for d in devices), max(rooms), sum(rooms)
+        return self._rows[frame.row]
