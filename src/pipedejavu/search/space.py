@@ -14,7 +14,7 @@ from pipedejavu.facts import Device
 from pipedejavu.search.cost import Costs
 from pipedejavu.search.draft import PLAIN, Mode, Scene
 from pipedejavu.search.option import Options
-from pipedejavu.search.seat import Row
+from pipedejavu.search.seat import Place, Row
 
 MOST_ORDERS = 120
 """Of devices that are not alike; beyond that, those of one kind and host stay together."""
@@ -227,15 +227,19 @@ class Bounds:
         work = {kind: sum(float(costs.times(kind)[row][-1]) for row in (0, 1)) for kind in kinds}
         rate = sum(count / work[kind] if work[kind] else inf for kind, count in kinds.items())
         stages = len(frame.order) // size
-        if len(frame.sizes) > 1 or frame.is_stale or len(kinds) > 1 or stages == 1:
+        if len(frame.sizes) > 1 or frame.is_stale or (len(kinds) > 1 and stages > 1):
             return frame.microbatches / rate
+        if stages == 1:
+            place = frame.row.place(0, size)
+            hidden = max(sum(float(costs.times(kind)[row][-1]) for row in (1, 2)) for kind in kinds)
+            reduced = _reduced_s(place, size, costs, frame.mode)
+            return frame.microbatches // size * max(work.values()) + max(reduced - hidden, 0.0)
         # All groups are alike: the slowest stage is no faster than the mean, and each cut sends the least there is.
         share = frame.microbatches // size
         places = [frame.row.place(after, size) for after in range(0, len(frame.order), size)]
         sent = sum(place.next.latency_s + place.next.byte_s * float(costs.cut[1:-1].min()) for place in places[1:])
         around = work[places[0].kinds[0]] + 2 * sent
-        ring = min(place.ring.byte_s for place in places)
-        reduced = (size - 1) / size * costs.state_bytes[1] * (1 if frame.mode.zero else 2) * ring
+        reduced = min(_reduced_s(place, size, costs, frame.mode) for place in places)
         mean = ((share - 1) * work[places[0].kinds[0]] + reduced) / stages
         return around + max(mean, (share - 1) // min(stages, share) * around)
 
@@ -246,3 +250,8 @@ class Bounds:
             rooms = [float(d.memory_bytes - d.reserved_bytes) for d in devices]
             self._rows[frame.row] = Counter(d.kind for d in devices), max(rooms), sum(rooms)
         return self._rows[frame.row]
+
+
+def _reduced_s(place: Place, size: int, costs: Costs, mode: Mode) -> float:
+    """Returns what it takes at least to add up all gradients around a ring."""
+    return (size - 1) / size * costs.state_bytes[1] * (1 if mode.zero else 2) * place.ring.byte_s
