@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from itertools import permutations, product
 from math import inf
 
+import numpy as np
+
 from pipedejavu.facts import Device
 from pipedejavu.search.cost import Costs
 from pipedejavu.search.draft import PLAIN, Mode, Scene
@@ -132,12 +134,30 @@ def rows(scene: Scene) -> Iterator[tuple[str, ...]]:
     for device in devices:
         alike.setdefault(_likeness(device), []).append(device.name)
     classes = [*alike.values()]
-    seen = set()
+    hosts = _host_signatures(devices)
+    seen: set[tuple[object, ...]] = set()
     for counts in _counts([len(names) for names in classes]):
         for row in _orders([names[:n] for names, n in zip(classes, counts, strict=True) if n]):
-            if row not in seen:
-                seen.add(row)
+            form = _form([scene.machine.device(name) for name in row], hosts)
+            if form not in seen:
+                seen.add(form)
                 yield row
+
+
+def _host_signatures(devices: Sequence[Device]) -> dict[str, tuple[object, ...]]:
+    """Returns what each host has; hosts that have the same may change places."""
+    found: dict[str, list[tuple[object, ...]]] = {}
+    for device in devices:
+        found.setdefault(device.host, []).append((device.kind, device.memory_bytes, device.reserved_bytes))
+    return {host: tuple(sorted(parts)) for host, parts in found.items()}
+
+
+def _form(row: Sequence[Device], hosts: dict[str, tuple[object, ...]]) -> tuple[object, ...]:
+    """Returns a row with its hosts numbered as they come, so that rows which differ by like hosts are equal."""
+    number: dict[str, int] = {}
+    for device in row:
+        number.setdefault(device.host, len(number))
+    return tuple((d.kind, d.memory_bytes, d.reserved_bytes, number[d.host], hosts[d.host]) for d in row)
 
 
 def _likeness(device: Device) -> tuple[object, ...]:
@@ -228,7 +248,10 @@ class Bounds:
         rate = sum(count / work[kind] if work[kind] else inf for kind, count in kinds.items())
         stages = len(frame.order) // size
         if len(frame.sizes) > 1 or frame.is_stale or (len(kinds) > 1 and stages > 1):
-            return frame.microbatches / rate
+            # Every device has a unit at least.
+            parts = (np.diff(costs.times(kind)[0] + costs.times(kind)[1]).min() for kind in kinds)
+            share = frame.microbatches // max(frame.sizes)
+            return max(frame.microbatches / rate, share * float(max(parts)))
         if stages == 1:
             place = frame.row.place(0, size)
             hidden = max(sum(float(costs.times(kind)[row][-1]) for row in (1, 2)) for kind in kinds)
