@@ -1,7 +1,9 @@
 """Scenes: the machine as it is, with its CPUs divided between workers, or with devices joined for divided operators."""
 
 import fnmatch
+from collections import Counter
 from collections.abc import Iterator
+from math import inf
 
 from pipedejavu.facts import Cost, Device, InputError, Machine, Profile, UnitTime
 from pipedejavu.search.draft import Scene
@@ -10,13 +12,20 @@ from pipedejavu.search.space import divisors
 
 MOST_PARTS = 16
 """That a CPU is divided into."""
+LEAST_PART = 0.01
+TYPICAL = 8
+"""Samples of the microbatch by which kinds of devices are compared."""
 COLLECTIVES = 4
 """Of a unit's boundary, when its operators are divided: two all-reduces forward and two backward."""
 
 
-def scenes_of(profile: Profile, machine: Machine, options: Options) -> Iterator[Scene]:
-    """Yields what there is to plan for; raises InputError where no device can be used."""
+def scenes_of(profile: Profile, machine: Machine, options: Options, *, everyone: bool = False) -> Iterator[Scene]:
+    """Yields what there is to plan for; raises InputError where no device can be used.
+
+    Without `everyone`, kinds of devices that could not add a hundredth to the speed of all others train nothing.
+    """
     names = usable(profile, machine, options)
+    names = names if everyone else _worthwhile(profile, machine, names)
     yield Scene(profile, machine, names)
     devices = [machine.device(name) for name in names]
     if all(d.type == "cpu" for d in devices):
@@ -41,6 +50,19 @@ def usable(profile: Profile, machine: Machine, options: Options) -> tuple[str, .
             " model on them, or estimate it for this machine"
         )
     return tuple(d.name for d in sorted(known, key=lambda d: d.type == "cpu"))
+
+
+def _worthwhile(profile: Profile, machine: Machine, names: tuple[str, ...]) -> tuple[str, ...]:
+    """Leaves out kinds of devices, from the slowest on, that add less than `LEAST_PART` to the speed of the others."""
+    counts = Counter(machine.device(name).kind for name in names)
+    rates = {}
+    for kind, count in counts.items():
+        times = [profile.time(unit, kind) for unit in profile.units]
+        work = sum(time.forward.at(TYPICAL) + time.backward.at(TYPICAL) for time in times)
+        rates[kind] = count / work if work else inf
+    order = sorted(rates, key=rates.__getitem__)
+    left = {kind for n, kind in enumerate(order) if rates[kind] < LEAST_PART * sum(rates[k] for k in order[n + 1 :])}
+    return tuple(name for name in names if machine.device(name).kind not in left)
 
 
 def _parted(profile: Profile, machine: Machine, names: tuple[str, ...], parts: int) -> Scene:

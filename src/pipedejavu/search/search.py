@@ -47,14 +47,15 @@ def search(
     name, reason = _choose(pool, scenes, options)
     is_complete = _fill(pool, scenes, options, name)
     ranked = _rank(pool, options, {id(scene): scene for scene in scenes})
-    for part in SMALLER:
-        if ranked.candidates or not pool.found or pool.is_over:
+    for part in (1.0, *SMALLER):
+        if ranked.candidates or pool.is_over:
             break
-        # Memory was estimated too low: ask for plans that would need less, and see whether they fit.
-        small = [*scenes_of(profile, with_memory(machine, times=part), options)]
+        # Every device may help now; and where memory was estimated too low, plans that would need less may fit.
+        real = [*scenes_of(profile, machine, options, everyone=True)]
+        assumed = [*scenes_of(profile, with_memory(machine, times=part), options, everyone=True)]
         again = Pool(options, progress)
-        is_complete = _fill(again, small, options, name)
-        ranked = _rank(again, options, {id(s): scene for s, scene in zip(small, scenes, strict=True)})
+        is_complete = _fill(again, assumed, options, name)
+        ranked = _rank(again, options, {id(a): scene for a, scene in zip(assumed, real, strict=True)})
     pool.report(1.0, "done")
     return SearchResult(
         candidates=tuple(ranked.candidates),

@@ -10,11 +10,13 @@ from dataclasses import dataclass
 from itertools import permutations, product
 from math import inf
 
+import numpy as np
+
 from pipedejavu.facts import Device
 from pipedejavu.search.cost import Costs
 from pipedejavu.search.draft import PLAIN, Mode, Scene
 from pipedejavu.search.option import Options
-from pipedejavu.search.seat import Row
+from pipedejavu.search.seat import Place, Row
 
 MOST_ORDERS = 120
 """Of devices that are not alike; beyond that, those of one kind and host stay together."""
@@ -132,12 +134,30 @@ def rows(scene: Scene) -> Iterator[tuple[str, ...]]:
     for device in devices:
         alike.setdefault(_likeness(device), []).append(device.name)
     classes = [*alike.values()]
-    seen = set()
+    hosts = _host_signatures(devices)
+    seen: set[tuple[object, ...]] = set()
     for counts in _counts([len(names) for names in classes]):
         for row in _orders([names[:n] for names, n in zip(classes, counts, strict=True) if n]):
-            if row not in seen:
-                seen.add(row)
+            form = _form([scene.machine.device(name) for name in row], hosts)
+            if form not in seen:
+                seen.add(form)
                 yield row
+
+
+def _host_signatures(devices: Sequence[Device]) -> dict[str, tuple[object, ...]]:
+    """Returns what each host has; hosts that have the same may change places."""
+    found: dict[str, list[tuple[object, ...]]] = {}
+    for device in devices:
+        found.setdefault(device.host, []).append((device.kind, device.memory_bytes, device.reserved_bytes))
+    return {host: tuple(sorted(parts)) for host, parts in found.items()}
+
+
+def _form(row: Sequence[Device], hosts: dict[str, tuple[object, ...]]) -> tuple[object, ...]:
+    """Returns a row with its hosts numbered as they come, so that rows which differ by like hosts are equal."""
+    number: dict[str, int] = {}
+    for device in row:
+        number.setdefault(device.host, len(number))
+    return tuple((d.kind, d.memory_bytes, d.reserved_bytes, number[d.host], hosts[d.host]) for d in row)
 
 
 def _likeness(device: Device) -> tuple[object, ...]:
@@ -227,15 +247,22 @@ class Bounds:
         work = {kind: sum(float(costs.times(kind)[row][-1]) for row in (0, 1)) for kind in kinds}
         rate = sum(count / work[kind] if work[kind] else inf for kind, count in kinds.items())
         stages = len(frame.order) // size
-        if len(frame.sizes) > 1 or frame.is_stale or len(kinds) > 1 or stages == 1:
-            return frame.microbatches / rate
+        if len(frame.sizes) > 1 or frame.is_stale or (len(kinds) > 1 and stages > 1):
+            # Every device has a unit at least.
+            parts = (np.diff(costs.times(kind)[0] + costs.times(kind)[1]).min() for kind in kinds)
+            share = frame.microbatches // max(frame.sizes)
+            return max(frame.microbatches / rate, share * float(max(parts)))
+        if stages == 1:
+            place = frame.row.place(0, size)
+            hidden = max(sum(float(costs.times(kind)[row][-1]) for row in (1, 2)) for kind in kinds)
+            reduced = _reduced_s(place, size, costs, frame.mode)
+            return frame.microbatches // size * max(work.values()) + max(reduced - hidden, 0.0)
         # All groups are alike: the slowest stage is no faster than the mean, and each cut sends the least there is.
         share = frame.microbatches // size
         places = [frame.row.place(after, size) for after in range(0, len(frame.order), size)]
         sent = sum(place.next.latency_s + place.next.byte_s * float(costs.cut[1:-1].min()) for place in places[1:])
         around = work[places[0].kinds[0]] + 2 * sent
-        ring = min(place.ring.byte_s for place in places)
-        reduced = (size - 1) / size * costs.state_bytes[1] * (1 if frame.mode.zero else 2) * ring
+        reduced = min(_reduced_s(place, size, costs, frame.mode) for place in places)
         mean = ((share - 1) * work[places[0].kinds[0]] + reduced) / stages
         return around + max(mean, (share - 1) // min(stages, share) * around)
 
@@ -246,3 +273,8 @@ class Bounds:
             rooms = [float(d.memory_bytes - d.reserved_bytes) for d in devices]
             self._rows[frame.row] = Counter(d.kind for d in devices), max(rooms), sum(rooms)
         return self._rows[frame.row]
+
+
+def _reduced_s(place: Place, size: int, costs: Costs, mode: Mode) -> float:
+    """Returns what it takes at least to add up all gradients around a ring."""
+    return (size - 1) / size * costs.state_bytes[1] * (1 if mode.zero else 2) * place.ring.byte_s
