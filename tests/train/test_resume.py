@@ -140,6 +140,20 @@ def test_a_run_that_is_whole_asks_for_more_steps(runs: Path) -> None:
         resumed.options(OPTIONS, set())
 
 
+def test_a_run_that_was_ended_before_it_left_its_weights_makes_its_last_steps_again(runs: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(runs / "whole", tmp_path / "late"))
+    (folder / "model.safetensors").unlink()
+    resumed = reopen(str(folder), Team(), lambda _: None)
+    assert resumed is not None
+    assert resumed.start == Start(step=4, samples=48)
+    go_on(folder)
+    assert equal(model_of(folder), model_of(runs / "whole"))
+    assert Shelf(folder / "checkpoints").steps() == [4, 6]
+    resumed = reopen(str(folder), Team(), lambda _: None, steps=9)
+    assert resumed is not None
+    assert resumed.start.step == 6
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

@@ -95,7 +95,8 @@ def _run(options: "TrainOptions", asked: Asked, team: "Team") -> None:
         raise InputError(f"--devices is auto, cpu or gpu, not '{asked.devices}'")
     # Files are read by the first rank, which gives their content to the others.
     machine = read_machine(asked.machine) if asked.machine and team.is_first else None
-    resumed = _reopen(asked, team) if asked.resume else None
+    steps = options.steps if "steps" in asked.given else None
+    resumed = _reopen(asked, team, steps) if asked.resume else None
     start, profile = resumed.start if resumed else None, None
     chosen = Plan()
     if team.is_first:
@@ -127,11 +128,11 @@ def _run(options: "TrainOptions", asked: Asked, team: "Team") -> None:
         _conclude(done, options, asked.as_json)
 
 
-def _reopen(asked: Asked, team: "Team") -> "Resumed | None":
+def _reopen(asked: Asked, team: "Team", steps: int | None) -> "Resumed | None":
     if asked.run_dir is None:
         raise InputError("--resume goes on with the run in a folder; say which one with --run-dir")
     found: Resumed | None = _room().reopen(
-        asked.run_dir, team, lambda text: print(f"pipedejavu: {text}", file=sys.stderr)
+        asked.run_dir, team, lambda text: print(f"pipedejavu: {text}", file=sys.stderr), steps
     )
     return found
 

@@ -66,12 +66,12 @@ class Shelf:
         for path in self.path.glob("*.tmp"):
             shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink()
 
-    def newest(self, tell: Callable[[str], None]) -> Checkpoint | None:
-        """Returns the newest checkpoint that is what was written, or None where there is none.
+    def newest(self, tell: Callable[[str], None], before: int | None = None) -> Checkpoint | None:
+        """Returns the newest checkpoint that is what was written, of a step before one if that is given, or None.
 
         One that is not is named to `tell` with the reason, and set aside as step-40.bad.
         """
-        for step in reversed(self.steps()):
+        for step in reversed([step for step in self.steps() if before is None or step < before]):
             folder = self.folder(step)
             try:
                 found = Checkpoint(folder)
@@ -96,10 +96,19 @@ class Shelf:
         best = min(losses, key=lambda step: losses[step]) if losses else None
         for step in steps[:-KEPT]:
             if step != best:
-                # The name goes first, so that no half of it looks whole.
-                shutil.rmtree(self.folder(step).rename(self.path / f"step-{step}.tmp"), ignore_errors=True)
+                self._remove(step)
         for path in self.path.glob("step-*.bad"):
             shutil.rmtree(path, ignore_errors=True)
+
+    def forget(self, step: int) -> None:
+        """Removes the checkpoints behind a step, which a run that goes on from there makes again."""
+        for later in self.steps():
+            if later > step:
+                self._remove(later)
+
+    def _remove(self, step: int) -> None:
+        # The name goes first, so that no half of it looks whole.
+        shutil.rmtree(self.folder(step).rename(self.path / f"step-{step}.tmp"), ignore_errors=True)
 
     def _loss(self, step: int) -> float | None:
         try:

@@ -87,6 +87,9 @@ class RunFolder:
             raise InputError(f"cannot make the run folder {self.path}: {error.strerror}") from None
         if start is not None:
             self._forget(start.step)
+            self.shelf.forget(start.step)
+            for path in (self.model, self.measured, self.report):  # of a run that ended sooner
+                path.unlink(missing_ok=True)
             start.save(self.parts / "start.json")
         options.save(self.path / "options.json")
         program.plan.save(self.path / "plan.json")

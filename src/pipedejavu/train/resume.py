@@ -54,11 +54,12 @@ class Resumed:
         return found
 
 
-def reopen(run_dir: str, team: Team, tell: Callable[[str], None]) -> Resumed | None:
+def reopen(run_dir: str, team: Team, tell: Callable[[str], None], steps: int | None = None) -> Resumed | None:
     """Returns where the run in a folder goes on, on all ranks alike, or None where there is none.
 
-    Removes what was never finished, sets aside what cannot be read, and tells both to the user. A run without a
-    checkpoint goes on from its beginning.
+    Removes what was never finished, sets aside what cannot be read, and tells the user. A run without a checkpoint goes
+    on from its beginning; one that was ended between its last checkpoint and what it leaves, from the one before.
+    `steps` are how many the run is to have, where that is given anew.
     """
     folder = RunFolder(run_dir)
     if not team.is_first:
@@ -70,6 +71,9 @@ def reopen(run_dir: str, team: Team, tell: Callable[[str], None]) -> Resumed | N
         return None
     folder.shelf.collect()
     found = folder.shelf.newest(tell)
+    last = steps or folder.options().steps
+    if found and found.step >= last and not folder.model.exists():
+        found = folder.shelf.newest(tell, before=last)
     start = Start(step=found.step, samples=found.manifest.samples) if found else Start()
     tell(f"training goes on behind step {start.step}" if found else f"{run_dir} holds no checkpoint: training begins")
     team.share(start.to_json().encode())
