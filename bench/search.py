@@ -1,6 +1,7 @@
 """Searchers against each other: gap to the best known estimate, time and feasibility, over models, machines and memory.
 
-Run with `python bench/search.py`; `--quick` leaves the clusters out, `--only TEXT` takes the rows that hold it.
+Run with `python bench/search.py`; `--quick` leaves the clusters out, `--only TEXT` takes the rows that hold it,
+`--chains` compares cuts by gradients with the best of the same chain of devices.
 `auto` is the whole search, plans simulated; all others fill a pool with estimates, which is what gaps compare.
 """
 
@@ -17,6 +18,7 @@ from pipedejavu.facts import Cost, Device, Edge, Host, Link, Machine, Profile, U
 from pipedejavu.search import Options, dp, exhaustive, gradient, mcmc, search
 from pipedejavu.search.pool import Pool
 from pipedejavu.search.scene import scenes_of
+from pipedejavu.search.space import frames
 
 GIB = 2**30
 FLOP_PER_S = 1e14
@@ -201,11 +203,44 @@ def measure(run: Callable[[Pool, list, Options], bool], scenes: list, options: O
     return pool.best, pool.elapsed_s
 
 
+MOST_FRAMES = 4
+
+
+def chains(args: argparse.Namespace) -> None:
+    """Prints how far cuts found by gradients are from the best of the same chain of devices, ordinal and plain."""
+    gaps: dict[str, list[float]] = {"ordinal cuts": [], "plain softmax": []}
+    for name, model, place, options in cases(args):
+        (scene,) = scenes_of(model, place, options)
+        alike = [f for f in frames(scene, options) if f.sizes == (1,) and len(f.order) == len(scene.devices)]
+        for frame in alike[:: 1 + len(alike) // MOST_FRAMES]:
+            pool = Pool(options)
+            costs = pool.costs(scene, frame.samples)
+            exact = dp.solve(frame, costs)
+            if exact is None or len(exact.stages) == 1:
+                continue
+            for key, is_plain in (("ordinal cuts", False), ("plain softmax", True)):
+                found = gradient.descend(frame, costs, np.random.default_rng(0), is_plain=is_plain)
+                score = pool.offer(found) if found else inf
+                gaps[key].append(score / pool.estimate(exact).time_s - 1)
+        print(name, {key: f"{values[-1]:.2%}" for key, values in gaps.items() if values}, flush=True)
+    for key, values in gaps.items():
+        finite = sorted(v for v in values if v < inf)
+        middle, most = finite[len(finite) // 2], finite[-1]
+        print(
+            f"{key}: {len(values)} chains, {len(finite)} feasible; gap in the middle {middle:.2%}, at most {most:.1%};"
+            f" within 2 %: {sum(v <= 0.02 for v in values)}"
+        )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
+    parser.add_argument("--chains", action="store_true")
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--only", default="")
     args = parser.parse_args()
+    if args.chains:
+        chains(argparse.Namespace(quick=True, only=args.only))
+        return
     searchers = {
         "dp": dp.run,
         "gradient": gradient.run,

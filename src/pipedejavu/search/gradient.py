@@ -7,7 +7,7 @@ Strategies are y_u = softmax(β_u). With T_k the time and Q_k the memory of a st
     L = Σ T_k + (m − 1)·τ·log Σ exp(T_k/τ) + Σ[λ_k g_k + ½ μ relu(g_k)²] + η H(y),  g_k = Q_k/C_k − 1,
 
 is followed by its gradient in closed form (a dozen lines of the chain rule need no autodiff), while τ and w shrink and
-λ grows where memory is short. What comes out is rounded to cuts, and these are moved by single units while that helps.
+λ grows where memory is short. What comes out is rounded to cuts, and these are moved by a few units while that helps.
 `is_plain` is the form of DARTS: each unit has a softmax over all stages of its own, and nothing keeps the order.
 """
 
@@ -26,6 +26,8 @@ from pipedejavu.search.space import Frame
 
 STARTS, STEPS = 16, 200
 RATE = 0.15
+MOVES = (-1, 1, -2, 2, -4, 4, -8, 8)
+"""Of cuts, in units, once they are rounded."""
 PRICE_RATE, PUSH, ENTROPY = 0.5, 10.0, 0.01
 """Of λ, μ and η, all as parts of the total time."""
 
@@ -213,7 +215,7 @@ def _rounded(parts: Array) -> tuple[int, ...]:
 
 
 def _moved(frame: Frame, costs: Costs, bounds: tuple[int, ...]) -> tuple[Draft, float]:
-    """Moves cuts, or whole stages, by one unit while that helps; what does not fit is longer by how much."""
+    """Moves cuts, or whole stages, while that helps; what does not fit is longer by how much."""
 
     def value(where: tuple[int, ...]) -> float:
         cost = estimate(_draft(frame, where), costs)
@@ -223,7 +225,7 @@ def _moved(frame: Frame, costs: Costs, bounds: tuple[int, ...]) -> tuple[Draft, 
     while gains:
         gains = False
         for at, width in [*((n, 1) for n in range(len(bounds))), *((n, 2) for n in range(len(bounds) - 1))]:
-            for move in (-1, 1):
+            for move in MOVES:
                 other = (*bounds[:at], *(b + move for b in bounds[at : at + width]), *bounds[at + width :])
                 is_cut = all(a < b for a, b in zip((0, *other), (*other, costs.num_units), strict=True))
                 if is_cut and (found := value(other)) < best:
