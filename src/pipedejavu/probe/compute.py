@@ -121,9 +121,10 @@ def compute_trials(place: Place) -> list[Trial]:
     if place.device.type == "cpu" and place.threads > 1:
         trials.append(_matrix(place, (scale.squares[-1],) * 3, "float32", threads=1))
     # One thread too: where others are busy, a block's many small operations wait for each other's threads.
-    trials += [_block(place, dtype, threads) for dtype in scale.block_dtypes for threads in sorted({1, place.threads})]
+    threads = sorted({1, place.threads}) if place.device.type == "cpu" else [1]
+    trials += [_block(place, dtype, count) for dtype in scale.block_dtypes for count in threads]
     trials.append(_memory(place))
-    return trials + [_update(place, threads) for threads in thread_counts(place)]
+    return trials + [_update(place, count) for count in thread_counts(place)]
 
 
 def thread_counts(place: Place) -> list[int]:
