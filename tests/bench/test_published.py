@@ -1,28 +1,16 @@
 """The script that scores published times: what it reads, how it divides, and that it finds constants again."""
 
-import importlib.util
 import random
 import sys
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
 from pipedejavu.facts import InputError, read_machine
 from pipedejavu.simulate.gpt import Constants, estimate_gpt
+from tests.script import load_script
 
-
-def load() -> ModuleType:
-    path = Path(__file__).parents[2] / "bench" / "published.py"
-    spec = importlib.util.spec_from_file_location("published", path)
-    assert spec
-    assert spec.loader
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-script = load()
+script = load_script("published")
 MACHINE = read_machine("2x(8xa100-80gb), 800Gb/s")
 HEADER = ",".join(script.COLUMNS)
 

@@ -1,27 +1,14 @@
 """The rows that `bench/operators.py` measures are counted as models are."""
 
-import importlib.util
 import math
-from pathlib import Path
-from types import ModuleType
 
 import pytest
 import torch
 
 from pipedejavu.profile.count import _Operations
+from tests.script import load_script
 
-
-def load() -> ModuleType:
-    path = Path(__file__).parents[2] / "bench" / "operators.py"
-    spec = importlib.util.spec_from_file_location("operators", path)
-    assert spec
-    assert spec.loader
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-script = load()
+script = load_script("operators")
 CASES = [(name, own[0]) for name, own in script.SHAPES["cpu"].items() if name not in ("update", "copy")]
 
 

@@ -30,10 +30,16 @@ Source = Callable[[str], Tensor | None]
 """Returns the tensor of a name, or None where there is none."""
 
 
+def carried(plan: Plan) -> str:
+    """Names what a plan's workers know beside weights and state when nothing is in flight; empty where nothing."""
+    if plan.reduce.combiner == "elastic":
+        return "how far each worker is from the centre"
+    return "the waves in flight" if plan.reduce.gate == "bound" else ""
+
+
 def check_drained(plan: Plan) -> None:
-    """Raises InputError for plans whose workers know more than weights and state when nothing is in flight."""
-    if plan.reduce.combiner == "elastic" or plan.reduce.gate == "bound":
-        what = "how far each worker is from the centre" if plan.reduce.combiner == "elastic" else "the waves in flight"
+    """Raises InputError for plans whose workers know more than a checkpoint holds."""
+    if what := carried(plan):
         raise InputError(
             f"plan '{plan.name}' carries {what} from update to update, which no checkpoint holds; train it in one go,"
             " or use another plan"

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from pipedejavu.engine import AdamW, Job, Optimizer, Threads
-from pipedejavu.engine.state import put_all, take_all, take_norm
+from pipedejavu.engine.state import carried, put_all, take_all, take_norm
 from pipedejavu.facts import InputError, Machine
 from pipedejavu.plan import Plan, preset
 from pipedejavu.profile import Cut, Shot, cut_model
@@ -249,8 +249,7 @@ class _Split:
 
 def _check_steps(plan: Plan) -> None:
     """Raises InputError for plans whose workers know more of each other than a step can hand to the next."""
-    if plan.reduce.combiner == "elastic" or plan.reduce.gate == "bound":
-        what = "how far each worker is from the centre" if plan.reduce.combiner == "elastic" else "the waves in flight"
+    if what := carried(plan):
         raise InputError(
             f"plan '{plan.name}' carries {what} from update to update, which the end of a step would cut off; give all"
             " updates to one program, as 'train' does, or use another plan"
