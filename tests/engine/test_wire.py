@@ -160,3 +160,24 @@ def test_a_process_counts_what_it_sends(tmp_path, monkeypatch):
     assert second[:2] == [[0, 0], [0, 0]]
     assert [n - m for n, m in zip(first[2], first[1], strict=True)] == [2, 32]  # half of four numbers, there and back
     assert second[2] == [2, 32]
+
+
+def expect_in_a_process(rank, folder):
+    """Takes values of three kinds in an order of its own, each with what comes behind it said or not."""
+    dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", 2), rank=rank, world_size=2)
+    wire, kinds = ProcessWire(rank, {}), [0, 0, 1, 0, 1, 2, 2, 1, 0, 0]
+    for n, kind in enumerate(kinds):
+        if rank == 0:
+            wire.send((torch.full((kind + 1,), n), torch.full((2, kind + 1), n)), 1, ("x", kind))
+            continue
+        if n % 4 and n + 1 < len(kinds):
+            wire.expect(0, ("x", kinds[n + 1]))
+        found = wire.receive(0, ("x", kind))
+        assert [t.tolist() for t in found] == [[n] * (kind + 1), [[n] * (kind + 1)] * 2]
+    wire.flush()
+    dist.destroy_process_group()
+
+
+def test_what_is_expected_keeps_the_order_of_its_channel(tmp_path, monkeypatch):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    start_processes(expect_in_a_process, args=(str(tmp_path),), nprocs=2, start_method="spawn")

@@ -219,6 +219,10 @@ class Handlers:
         tensors = tuple(value.values()) if isinstance(value, dict) else tensors_of(value)
         self.wire.send(tensors, a.peer, self._key(a))
 
+    def expect(self, a: Action) -> None:
+        """Lets the wire know what is received behind the next value."""
+        self.wire.expect(a.peer, self._key(a))
+
     def receive(self, a: Action) -> None:
         """Takes a value from another worker."""
         tensors = self.wire.receive(a.peer, self._key(a))

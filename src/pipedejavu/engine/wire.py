@@ -37,6 +37,9 @@ class Wire(Protocol):
     def send(self, tensors: tuple[Tensor, ...], to: int, key: Key) -> None:
         """Hands tensors to a worker; does not wait for it to take them."""
 
+    def expect(self, source: int, key: Key) -> None:
+        """Says what comes behind the next tensors from a worker, so that room is made for it in time."""
+
     def receive(self, source: int, key: Key) -> tuple[Tensor, ...]:
         """Takes the next tensors from a worker."""
 
@@ -92,6 +95,9 @@ class ThreadWire:
         """Hands tensors over as they are."""
         self.exchange.channel(self.worker, to).put(tensors)
 
+    def expect(self, source: int, key: Key) -> None:
+        """Needs nothing: what is handed over is there."""
+
     def receive(self, source: int, key: Key) -> tuple[Tensor, ...]:  # noqa: ARG002
         """Waits for the next tensors, or for the news that a worker has failed."""
         channel = self.exchange.channel(source, self.worker)
@@ -138,6 +144,10 @@ class ProcessWire:
         self._carried: dict[object, tuple[int, int]] = {}
         """Messages and bytes of each channel and group, whose one lane counts them."""
         self.known: dict[tuple[int, Key], list[tuple[list[int], str]]] = {}
+        self._behind: dict[int, Key] = {}
+        """By channel, what comes behind the next tensors."""
+        self._coming: dict[int, deque[list[tuple[dist.Work, Tensor]]]] = {}
+        """By channel, receives that are posted: Gloo sends at once to who has posted one, and otherwise asks first."""
 
     def send(self, tensors: tuple[Tensor, ...], to: int, key: Key) -> None:
         """Sends a header the first time that a key is used on the channel, then the tensors."""
@@ -174,6 +184,10 @@ class ProcessWire:
         carried = list(self._carried.values())
         return sum(messages for messages, _ in carried), sum(size for _, size in carried)
 
+    def expect(self, source: int, key: Key) -> None:
+        """Keeps it for the next receive."""
+        self._behind[source] = key
+
     def receive(self, source: int, key: Key) -> tuple[Tensor, ...]:
         """Receives a header the first time that a key is used on the channel, then the tensors."""
         if (source, key) not in self.known:
@@ -182,10 +196,24 @@ class ProcessWire:
             raw = torch.zeros(int(size), dtype=torch.uint8)
             dist.recv(raw, source)
             self.known[source, key] = json.loads(bytes(raw.tolist()))
-        tensors = [torch.empty(shape, dtype=getattr(torch, dtype)) for shape, dtype in self.known[source, key]]
-        for tensor in tensors:
-            dist.recv(tensor, source)
-        return tuple(tensors)
+        coming, behind = self._coming.setdefault(source, deque()), self._behind.pop(source, None)
+        if not coming:
+            coming.append(self._post(source, key))
+        if behind is not None and (source, behind) in self.known:
+            coming.append(self._post(source, behind))
+        posted = coming.popleft()
+        for work, _ in posted:
+            work.wait()
+        return tuple(tensor for _, tensor in posted)
+
+    def _post(self, source: int, key: Key) -> list[tuple[dist.Work, Tensor]]:
+        posted = []
+        for shape, dtype in self.known[source, key]:
+            tensor = torch.empty(shape, dtype=getattr(torch, dtype))
+            work = dist.irecv(tensor, source)
+            assert work is not None, "this process is a member of the default group"
+            posted.append((work, tensor))
+        return posted
 
     def add_up(self, tensor: Tensor, group: str) -> Tensor:
         """Sums over the members' processes."""
@@ -208,6 +236,10 @@ class StagedWire:
     def send(self, tensors: tuple[Tensor, ...], to: int, key: Key) -> None:
         """Copies to the host, then sends."""
         self.wire.send(self._on_host(tensors), to, key)
+
+    def expect(self, source: int, key: Key) -> None:
+        """Passes it on."""
+        self.wire.expect(source, key)
 
     def receive(self, source: int, key: Key) -> tuple[Tensor, ...]:
         """Receives, then copies to the device."""

@@ -8,6 +8,7 @@ action does is `handle`'s business, where it does it `lane`'s.
 import threading
 import time
 from collections.abc import Callable
+from itertools import zip_longest
 
 from pipedejavu.engine.device import CPU
 from pipedejavu.engine.handle import Handlers
@@ -95,13 +96,18 @@ class Worker:
 
     def _run_in_order(self, name: str) -> None:
         """Runs one lane in its order."""
-        lane = self.lanes[name]
-        for position in self.positions[name]:
+        lane, positions = self.lanes[name], self.positions[name]
+        for position, after in zip_longest(positions, positions[1:]):
             for before in self.waits[position]:
                 self.done[before].wait()
             if self.failure is not None:
                 return
+            if name.startswith("net<") and after is not None and self._is_free(after):
+                self.handlers.expect(self.own.actions[after])
             self._do(lane, position)
+
+    def _is_free(self, position: int) -> bool:
+        return all(self.done[before].is_set() for before in self.waits[position])
 
     def _go_on(self, name: str) -> None:
         """Runs what is ready at the head of a lane without a thread."""
@@ -109,7 +115,7 @@ class Worker:
         with self.sending:
             while self.failure is None and self.heads[name] < len(positions):
                 position = positions[self.heads[name]]
-                if not all(self.done[before].is_set() for before in self.waits[position]):
+                if not self._is_free(position):
                     return
                 self.heads[name] += 1
                 self._do(self.lanes[name], position)
@@ -120,7 +126,7 @@ class Worker:
         while left and self.failure is None:
             for position in left:
                 is_held_back = self.own.actions[position].kind == "F" and limit and self.handlers.live >= limit
-                if not is_held_back and all(self.done[before].is_set() for before in self.waits[position]):
+                if not is_held_back and self._is_free(position):
                     left.remove(position)
                     self._do(lane, position)
                     break
