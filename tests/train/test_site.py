@@ -77,11 +77,11 @@ def test_workers_of_two_hosts_have_the_devices_of_their_own() -> None:
 def test_gpu_workers_leave_the_cores_to_cpu_workers(monkeypatch) -> None:
     monkeypatch.setattr(site_file, "num_cores", lambda: 16)
     plan, machine = make_machine(preset("1f1b").at(workers=4), host("a", 4, gpus=2), "auto")
-    assert [num_threads(machine, plan.place.devices, n) for n in range(4)] == [1, 1, 7, 7]
+    assert [num_threads(machine, plan.place.devices, n) for n in range(4)] == [1, 1, 6, 6]
     plan, machine = make_machine(preset("1f1b").at(workers=2), host("a", 2, gpus=2), "auto")
-    assert [num_threads(machine, plan.place.devices, n) for n in range(2)] == [8, 8]
+    assert [num_threads(machine, plan.place.devices, n) for n in range(2)] == [7, 7]
     claimed = machine.but(hosts=(Host(name="a", cores=64),))
-    assert num_threads(claimed, plan.place.devices, 0) == 8  # a file may name more cores than there are
+    assert num_threads(claimed, plan.place.devices, 0) == 7  # a file may name more cores than there are
 
 
 @pytest.mark.parametrize(("there", "text"), [(0, "CPU workers stand in for them"), (1, "workers share them"), (2, "")])

@@ -25,6 +25,8 @@ DeviceChoice = Literal["auto", "cpu", "gpu"]
 ASSUMED_NETWORK_BYTES_PER_S = 1.25e9
 """Between hosts: ten gigabits a second."""
 ASSUMED_NETWORK_LATENCY_S = 100e-6
+MANY_CORES = 4
+"""A worker that has so many leaves one to the threads that carry values."""
 
 
 class Gpu(Record):
@@ -121,17 +123,21 @@ def _cpu(name: str, site: Site, sharing: int) -> Device:
 
 
 def num_threads(machine: Machine, devices: Sequence[str], worker: int) -> int:
-    """Returns the CPU threads of a worker: its part of its host's cores.
+    """Returns the threads that a worker computes with on the CPU: its part of its host's cores.
 
-    Beside CPU workers a GPU worker, which mostly waits for its device, has one.
+    Beside CPU workers a GPU worker, which mostly waits for its device, has one. One of many is left free: where a
+    thread that carries values takes the place of one that computes, all others wait for that.
     """
     own = machine.device(devices[worker])
     beside = [found for name in devices if (found := machine.device(name)).host == own.host]
     cores = min(next(host.cores for host in machine.hosts if host.name == own.host), num_cores())
     gpus = sum(device.type == "gpu" for device in beside)
-    if gpus and gpus < len(beside):
-        return 1 if own.type == "gpu" else max(1, (cores - gpus) // (len(beside) - gpus))
-    return max(1, cores // len(beside))
+    if len(beside) == 1:
+        return cores
+    part = cores // len(beside)
+    if 0 < gpus < len(beside):
+        part = 1 if own.type == "gpu" else (cores - gpus) // (len(beside) - gpus)
+    return max(1, part - (part >= MANY_CORES))
 
 
 def describe_stand_ins(machine: Machine, devices: Sequence[str], sites: Sequence[Site]) -> str:

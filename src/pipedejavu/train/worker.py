@@ -68,6 +68,8 @@ class Rank:
         self.rank = dist.get_rank()
         keep_heap()
         torch.set_num_threads(num_threads(program.machine, program.devices, self.rank))
+        if options.keeps_log:  # an audit's replay has no TF32, which cuDNN takes for float32 by default
+            torch.backends.cudnn.allow_tf32 = False
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what cuBLAS needs to be deterministic
         torch.use_deterministic_algorithms(True, warn_only=True)
         self.job, self.order = prepare(options, program.sizes)
