@@ -1,5 +1,7 @@
 """Measuring a chain: sizes are exact, times are there for every kind, and nothing that is measured changes."""
 
+import gc
+
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -64,6 +66,17 @@ def test_what_is_measured_stays_as_it_was() -> None:
     for (_, module), kept in zip(chain, before, strict=True):
         assert all(torch.equal(t, kept[name]) for name, t in module.state_dict().items())
         assert all(p.grad is None for p in module.parameters())
+
+
+def test_nothing_of_what_was_run_stays_in_memory() -> None:
+    def sizes() -> list[int]:
+        gc.collect()
+        return sorted(t.untyped_storage().nbytes() for t in gc.get_objects() if type(t) is torch.Tensor)
+
+    chain = [*units(), ("softmax", nn.Softmax(dim=1))]  # softmax and ReLU keep what they return
+    before = sizes()
+    measure({"cpu": CPU}, chain)
+    assert sizes() == before
 
 
 @pytest.mark.gpu

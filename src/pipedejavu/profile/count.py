@@ -96,7 +96,7 @@ class _Counter:
 
         def keep(tensor: Tensor) -> Tensor:
             saved.append(tensor)
-            return tensor
+            return tensor.detach()  # a node that held its own output would never go
 
         done = self.parts.setdefault(name, [])
         self._changes = []
