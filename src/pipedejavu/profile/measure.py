@@ -86,6 +86,9 @@ def measure_profile(
             describe(unit, module, row.counted, shots[-1].samples)
             for (unit, module), row in zip(shots[-1].units, rows[-1], strict=True)
         ]
+        if device.type == "cuda":
+            del rows
+            torch.cuda.empty_cache()  # the workers are other processes, and need it
     described = tuple(unit.but(times=own) for unit, own in zip(found, times, strict=True))
     return Profile(name=name, units=described, ties=describe_ties(ties, shots[-1].units))
 
