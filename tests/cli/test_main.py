@@ -206,13 +206,15 @@ def test_train_trains_and_compare_joins_the_timelines(tmp_path: Path) -> None:
         "preset:1f1b",
         *sizes,
         "--audit",
+        "--dtype",
+        "float64",
         "--json",
         "--run-dir",
         run_dir,
     )
     form = json.loads(text.stdout)
     assert form["steps"] == 2
-    assert form["audit"]["largest_difference"] < 1e-6  # weights below 1 in float32, against a float64 replay
+    assert form["audit"]["largest_difference"] < 1e-15  # weights below 1 in float64
     rows = json.loads(run("compare", run_dir, "--json").stdout)["rows"]
     assert {(row["worker"], row["kind"]) for row in rows} >= {(0, "F"), (0, "B"), (1, "F"), (1, "UPDATE")}
     shown = run("compare", run_dir).stdout

@@ -181,6 +181,7 @@ def train(
     optimizer: Annotated[str, typer.Option(help="sgd or adamw.")] = "adamw",
     lr: Annotated[float, typer.Option(help="Learning rate.")] = 1e-3,
     clip_norm: Annotated[float | None, typer.Option(help="Clip gradients to this norm over all stages.")] = None,
+    dtype: Annotated[str, typer.Option(help="float32 or float64, of weights and all that is computed.")] = "float32",
     seed: Annotated[int, typer.Option(help="Of weights, data order and dropout.")] = 0,
     audit: Annotated[bool, typer.Option(help="Replay the run in float64 and print the largest differences.")] = False,
     on_nan: Annotated[str, typer.Option(help="stop or skip an update whose gradients are not finite.")] = "stop",
@@ -200,7 +201,7 @@ def train(
 
     sizes = {"workers": workers, "replicas": replicas, "microbatches": microbatches, "samples": samples}
     given = {"steps": steps, "data": data, "optimizer": optimizer, "lr": lr, "clip_norm": clip_norm, "seed": seed}
-    more = {"on_nan": on_nan, "keeps_log": audit, "checkpoint_every": checkpoint_every}
+    more = {"dtype": dtype, "on_nan": on_nan, "keeps_log": audit, "checkpoint_every": checkpoint_every}
     options = training.read_options(model, {**given, **more})
     names = frozenset(name for name in context.params if _is_given(context, name))
     asked = training.Asked(plan, sizes, batch, cpu_share, machine, devices, run_dir, resume, names, as_json)

@@ -43,7 +43,7 @@ class Images:
         return len(self._labels)
 
     def batch(self, indices: Indices) -> tuple[Flow, Tensor]:
-        """Returns images as fp32 and labels as numbers."""
+        """Returns images as numbers of torch's default type, and labels."""
         found = check_indices(indices, len(self))
         pixels = self._pixels[found]
         channels, height, width = self._frame
@@ -51,7 +51,7 @@ class Images:
         pixels = pixels.repeat_interleave(factor, dim=2).repeat_interleave(factor, dim=3)
         down, right = height - pixels.shape[2], width - pixels.shape[3]
         pixels = functional.pad(pixels, (right // 2, right - right // 2, down // 2, down - down // 2))
-        images = pixels.expand(-1, channels, -1, -1).float() / 127.5 - 1
+        images = pixels.expand(-1, channels, -1, -1).to(torch.get_default_dtype()) / 127.5 - 1
         return images.reshape(-1, *self.form.shape), self._labels[found]
 
 
