@@ -25,7 +25,6 @@ from pipedejavu.search import (
     Progress,
     SearchResult,
     advise,
-    fullest_share,
     leaner_plans,
     nothing_fits,
     search,
@@ -229,7 +228,7 @@ def _page(best: Candidate, answer: Answer, scene: Scene) -> str:
         Choice(
             name=found.plan.name,
             time_s=found.time_s,
-            share=fullest_share(found),
+            share=found.fullest_share,
             memory=describe_memory(found.memory),
             bound=found.bound,
             is_winner=found is best,

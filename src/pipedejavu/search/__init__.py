@@ -1,7 +1,7 @@
 """Search: the best plans for a model on a machine, with reasons; never imports torch."""
 
 from pipedejavu.search.advice import Advice, advise, nothing_fits, smallest_change
-from pipedejavu.search.front import fullest_share, leaner_plans
+from pipedejavu.search.front import leaner_plans
 from pipedejavu.search.option import Options, Progress
 from pipedejavu.search.result import Candidate, MemoryNeed, SearchResult
 from pipedejavu.search.search import search
@@ -14,7 +14,6 @@ __all__ = [
     "Progress",
     "SearchResult",
     "advise",
-    "fullest_share",
     "leaner_plans",
     "nothing_fits",
     "search",

@@ -35,7 +35,7 @@ PRICE_RATE, PUSH, ENTROPY = 0.5, 10.0, 0.01
 def run(pool: Pool, scenes: list[Scene], options: Options, *, is_plain: bool = False) -> bool:
     """Follows gradients in frames whose groups are alike, the most promising first."""
 
-    def solve(frame: Frame, costs: Costs) -> Draft | None:
+    def solve(frame: Frame, costs: Costs, _: float) -> Draft | None:
         if len(frame.sizes) > 1:
             return None
         return descend(frame, costs, np.random.default_rng(options.seed), is_plain=is_plain)

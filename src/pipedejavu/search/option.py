@@ -37,7 +37,12 @@ class Options(Record):
     """When it is over, the best so far is the answer."""
     seed: int = 0
     candidates: int = Field(default=5, ge=1)
-    """How many plans the answer holds at most; about as many are simulated."""
+    """How many plans the answer holds at most; about three times as many are simulated, but for one."""
+
+    @property
+    def finalists(self) -> int:
+        """How many drafts are simulated at most, and other orders beside them."""
+        return 3 * self.candidates - 2
 
     def disagreements(self) -> list[str]:
         """Returns a fault where microbatches do not make up the batch, or a price is negative."""
