@@ -63,6 +63,13 @@ def test_other_orders_are_simulated_beside_the_best_pipeline() -> None:
     assert kinds["interleaved"] < kinds["1f1b"]
 
 
+def test_plans_carry_where_their_units_begin() -> None:
+    model = profile([1e-3] * 8, weights=10**9, boundary=1.0).but(begins=(*range(2, 16, 2), 20))
+    result = search(model, machine(["fast"] * 2, within=1e9), Options(batch=8, is_runnable=True))
+    assert {c.plan.order.kind for c in result.candidates} >= {"1f1b", "interleaved"}
+    assert {c.plan.cut.begins for c in result.candidates} == {model.begins}
+
+
 def test_the_least_price_may_leave_devices_out() -> None:
     model = profile([1e-3] * 4, {"fast": 1.0, "half": 0.5})
     place, prices = machine(["fast", "half"]), {"fast": 1.0, "half": 3.0}

@@ -117,6 +117,8 @@ def has_hosts(scene: Scene, order: tuple[str, ...]) -> bool:
 
 def microbatch_sizes(options: Options, size: int) -> list[int]:
     """Returns the sizes of microbatches to try where `size` replicas share the batch, the largest first."""
+    if options.objective == "batch":
+        return [options.batch // size] if options.batch % size == 0 else []
     if options.samples is not None:
         return [options.samples] if options.batch // size % options.samples == 0 else []
     found = divisors(options.batch // size)[::-1]

@@ -43,7 +43,7 @@ def other_orders(plan: Plan, num_units: int) -> list[Plan]:
     reason = "simulated beside 1F1B, whose bubble it makes smaller"
     found = [plan.but(name=f"{plan.name}, ZB-H1", order=Order(kind="zb-h1"))]
     if 2 * workers <= num_units and plan.feed.microbatches % workers == 0:
-        place, cut = plan.place.but(kind="loop", chunks=2), Cut(kind="chain")
+        place, cut = plan.place.but(kind="loop", chunks=2), plan.cut.but(bounds=None)
         name = f"{plan.name}, interleaved"
         found.append(plan.but(name=name, order=Order(kind="interleaved"), place=place, cut=cut))
     kept = tuple(d for d in plan.decisions if d.axis != "cut")
@@ -74,9 +74,10 @@ def _name(draft: Draft) -> str:
 
 
 def _cut(draft: Draft) -> Cut:
+    begins = draft.scene.profile.begins
     if len(draft.stages) == 1:
-        return Cut()
-    return Cut(kind="chain", bounds=tuple(stage.start for stage in draft.stages[1:]))
+        return Cut(begins=begins)
+    return Cut(kind="chain", bounds=tuple(stage.start for stage in draft.stages[1:]), begins=begins)
 
 
 def _place(draft: Draft) -> Place:

@@ -70,7 +70,7 @@ class Rank:
         torch.set_num_threads(num_threads(program.machine, program.devices, self.rank))
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what cuBLAS needs to be deterministic
         torch.use_deterministic_algorithms(True, warn_only=True)
-        self.job, self.order = prepare(options, program.sizes)
+        self.job, self.order = prepare(options, program.sizes, program.plan.cut.begins)
         self.order.start(start.step, start.samples)
         self.batches = SteadyBatches(self.order)
         self.moves: list[Move] = []
