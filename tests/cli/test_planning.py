@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from pipedejavu.facts import Machine, Profile
-from pipedejavu.plan import Plan
+from pipedejavu.plan import Plan, preset
 from tests.cli.test_main import EXAMPLES, refused, run
 from tests.search.case import machine, profile
 
@@ -86,3 +86,42 @@ def test_auto_trains_with_the_plan_that_it_found(tmp_path: Path) -> None:
     assert [path.name.partition("-")[0] for path in (tmp_path / "cache" / "pipedejavu").iterdir()] == ["profile"]
     # The plan runs unchanged from its file, too.
     run("train", "zoo:mlp", "--plan", f"{where}/plan.json", "--steps", "1", "--run-dir", str(tmp_path / "again"))
+
+
+WIDE = """
+import torch
+from torch import nn
+
+
+class Wide(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.c, self.d, self.e = (nn.Linear(4, 4) for _ in range(5))
+        self.table = nn.Parameter(torch.randn(64, 4))
+
+    def forward(self, x):
+        x = self.b(self.a(x))
+        table = self.table.tanh()
+        x = self.d(self.c(x).relu() + table.mean())
+        return self.e(x + table.mean())
+
+
+def make():
+    samples = [(torch.full((4,), n / 100), torch.zeros(4)) for n in range(100)]
+    return Wide(), lambda output, target: ((output - target) ** 2).sum(), samples
+"""
+
+
+def test_a_cut_that_a_plan_carries_is_the_one_that_trains(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    file, out, where = tmp_path / "wide.py", tmp_path / "plan.json", tmp_path / "run"
+    file.write_text(WIDE)
+    plans = ("plan", f"{file}:make", "--machine", "2xt4", "--batch", "256", "--samples", "256", "--out", str(out))
+    run(*plans)
+    begins = Plan.load(out).cut.begins
+    assert len(begins) == 6  # six units beside many samples; beside one it has fewer
+    pipeline = preset("1f1b").at(workers=2, microbatches=2, samples=1)
+    pipeline.but(cut=pipeline.cut.but(bounds=(5,), begins=begins)).save(out)
+    done = run("train", f"{file}:make", "--plan", str(out), "--steps", "1", "--audit", "--run-dir", str(where))
+    assert "audit" in done.stdout
+    assert len(Profile.load(where / "profile.json").units) == 6

@@ -6,7 +6,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from torch import nn
+from torch import Tensor, nn
 
 from pipedejavu.facts import InputError
 from pipedejavu.profile import cut_model
@@ -184,3 +184,39 @@ def test_a_layer_that_is_never_dropped_is_cut_and_one_that_may_be_is_refused() -
     assert [name for name, _ in cut_model(Dropping(0.0), torch.randn(2, 4)).units] == ["layer"]
     with pytest.raises(InputError, match=r"a Dropping cannot be cut: .*depends on the values of a tensor"):
         cut_model(Dropping(0.5), torch.randn(2, 4))
+
+
+class Wide(nn.Module):
+    """Between its second and its fourth layer it hands on a table whose size is not that of a batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c, self.d, self.e = (nn.Linear(4, 4) for _ in range(5))
+        self.table = nn.Parameter(torch.randn(64, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.b(self.a(x))
+        table = self.table.tanh()
+        x = self.d(self.c(x).relu() + table.mean())
+        return self.e(x + table.sum())
+
+
+def test_a_cut_is_made_where_another_of_other_microbatches_was() -> None:
+    model = Wide()
+    few, many = cut_model(model, torch.randn(1, 4)), cut_model(model, torch.randn(256, 4))
+    assert len(few.units) < len(many.units)  # beside one sample the table weighs much, and beside many nothing
+    again = cut_model(model, torch.randn(1, 4), many.begins)
+    assert [name for name, _ in again.units] == [name for name, _ in many.units]
+    assert again.begins == many.begins
+    value = again.flat(x := torch.randn(1, 4))
+    for _, unit in again.units:
+        value = unit(value)
+    assert torch.equal(again.output(value), model(x))
+
+
+def test_a_cut_of_another_graph_is_refused() -> None:
+    *begins, size = cut_model(Wide(), torch.randn(256, 4)).begins
+    with pytest.raises(InputError, match=rf"has {size} operations here, and the cut was made for {size + 3} and"):
+        cut_model(Wide(), torch.randn(1, 4), (*begins, size + 3))
+    with pytest.raises(InputError, match="make the plan for this model and this size of microbatches again"):
+        cut_model(Wide(), torch.randn(1, 4), (*reversed(begins), size))

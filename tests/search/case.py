@@ -59,8 +59,12 @@ def machine(
     between: float = FAST,
     host_room: int = 0,
     pcie: float = FAST,
+    has_interfaces: bool = False,
 ) -> Machine:
-    """GPUs of these kinds spread over hosts in turn, each host with a CPU where `host_room` is given."""
+    """GPUs of these kinds spread over hosts in turn, each host with a CPU where `host_room` is given.
+
+    With interfaces, all that leaves a host shares a wire, and so does all that enters it.
+    """
     per_host = len(kinds) // hosts
     devices = [
         Device(name=f"gpu{n}", kind=kind, type="gpu", host=f"h{n // per_host}", memory_bytes=room)
@@ -72,7 +76,8 @@ def machine(
             Device(name=f"cpu{h}", kind="cpu", type="cpu", host=f"h{h}", memory_bytes=host_room) for h in range(hosts)
         ]
         links += [Link(scope="same-host", bytes_per_s=pcie)]
-    links += [Link(scope="other-host", bytes_per_s=between)] if hosts > 1 else []
+    wires = {"wires": ("out:{source_host}", "in:{target_host}")} if has_interfaces else {}
+    links += [Link(scope="other-host", bytes_per_s=between, **wires)] if hosts > 1 else []
     return Machine(
         name="test", hosts=tuple(Host(name=f"h{h}") for h in range(hosts)), devices=tuple(devices), links=tuple(links)
     )

@@ -1,7 +1,7 @@
 """What to buy or change: every gain is checked against a search of its own."""
 
 from pipedejavu.facts import Profile
-from pipedejavu.search import Options, advise, fullest_share, leaner_plans, search, smallest_change
+from pipedejavu.search import Options, advise, leaner_plans, search, smallest_change
 from tests.search.case import machine, profile
 
 GIB = 2**30
@@ -75,7 +75,7 @@ def test_leaner_plans_need_less_and_take_longer() -> None:
     assert best is not None
     row = [best, *leaner_plans(model, here, options, best)]
     assert len(row) > 2
-    shares = [fullest_share(candidate) for candidate in row]
+    shares = [candidate.fullest_share for candidate in row]
     assert shares == sorted(shares, reverse=True)
     assert all(need.room_bytes == 40 * GIB for need in best.memory)
     assert all(abs(need.room_bytes - 40 * GIB) < 100 for candidate in row for need in candidate.memory)

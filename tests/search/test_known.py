@@ -129,11 +129,11 @@ def test_vgg16_on_four_gpus_has_three_replicas_of_its_convolutions_and_one_of_it
     assert sum(VGG16[n][4] for n in range(bound)) < sum(VGG16[n][4] for n in range(bound, len(names))) / 5
 
 
-def tight(room: int) -> Candidate:
+def tight(room: int, pcie: float = 50e9) -> Candidate:
     """Units that take 30 ms, 1 GiB of state and 1 GiB of activations in all; updates on the CPU are slow."""
     model = profile([1e-3] * 10, {"fast": 1.0, "cpu": 0.1}, weights=GIB // 40, saved=GIB / 10, boundary=GIB / 1000)
     units = [u.but(times=u.times | {"cpu": u.times["cpu"].but(update_s=2e-3)}) for u in model.units]
-    place = machine(["fast"], room=room, host_room=2**40, pcie=50e9)
+    place = machine(["fast"], room=room, host_room=2**40, pcie=pcie)
     return best(model.but(units=tuple(units)), place, batch=1)
 
 
@@ -152,6 +152,15 @@ def test_tight_memory_switches_on_what_costs_least_first() -> None:
     assert states[0] == (0, "replicated", "device")
     assert states[1] != states[0]
     assert len({*states}) == len(states)
+
+
+@pytest.mark.parametrize(("pcie", "recomputes"), [(1e12, False), (1e8, True)])
+def test_what_is_switched_on_first_depends_on_what_copies_cost(pcie: float, recomputes: bool) -> None:
+    # 2 GiB are needed, 1.7 there. Three units compute again in 3 ms; the copies of 0.3 GiB take 0.3 ms, or 3 s.
+    found = tight(17 * GIB // 10, pcie)
+    order, keep = found.plan.order, found.plan.keep
+    assert order.has_recompute == recomputes
+    assert (keep.kind == "split" or keep.activations == "host") != recomputes
 
 
 def test_as_few_units_recompute_as_make_it_fit() -> None:

@@ -32,6 +32,14 @@ def test_with_infinite_bandwidth_and_memory_data_parallel_wins() -> None:
     assert result.best.time_s == pytest.approx(2 * 18e-3)  # a quarter of the batch, forward and backward
 
 
+def test_of_equally_fast_plans_the_one_that_needs_less_memory_comes_first() -> None:
+    # Nothing is fixed, so that microbatches of any size take as long; smaller ones save less at a time.
+    found = search(profile([1e-3] * 3, saved=100.0), machine(["fast"]), Options(batch=8, is_runnable=True)).best
+    assert found is not None
+    assert (found.plan.feed.microbatches, found.plan.feed.samples) == (8, 1)
+    assert found.time_s == pytest.approx(8 * 9e-3)
+
+
 def test_a_profile_without_times_on_the_machine_is_refused() -> None:
     with pytest.raises(InputError, match="has no times on 'slow', the devices of machine 'test'; profile the model"):
         search(profile([1e-3]), machine(["slow"]))
@@ -53,6 +61,13 @@ def test_other_orders_are_simulated_beside_the_best_pipeline() -> None:
     kinds = {c.plan.order.kind: c.time_s for c in result.candidates}
     assert kinds["zb-h1"] < kinds["1f1b"]
     assert kinds["interleaved"] < kinds["1f1b"]
+
+
+def test_plans_carry_where_their_units_begin() -> None:
+    model = profile([1e-3] * 8, weights=10**9, boundary=1.0).but(begins=(*range(2, 16, 2), 20))
+    result = search(model, machine(["fast"] * 2, within=1e9), Options(batch=8, is_runnable=True))
+    assert {c.plan.order.kind for c in result.candidates} >= {"1f1b", "interleaved"}
+    assert {c.plan.cut.begins for c in result.candidates} == {model.begins}
 
 
 def test_the_least_price_may_leave_devices_out() -> None:

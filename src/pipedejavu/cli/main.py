@@ -115,7 +115,9 @@ def plan(
     batch: Annotated[int, typer.Option(help="Samples of an update.")] = 32,
     samples: Annotated[int | None, typer.Option(help="Samples of a microbatch; by default what is best.")] = None,
     search: Annotated[str, typer.Option(help="auto, exhaustive, dp, mcmc or gradient.")] = "auto",
-    objective: Annotated[str, typer.Option(help="What is to be least: time or price.")] = "time",
+    objective: Annotated[
+        str, typer.Option(help="time or price of a sample; batch or blocks: the most that fit.")
+    ] = "time",
     price: Annotated[list[str] | None, typer.Option(help="Of an hour on a kind of device, as a100=2.5.")] = None,
     staleness: Annotated[int, typer.Option(help="How many updates old weights may be; 0 is synchronous.")] = 0,
     costed: Annotated[bool, typer.Option(help="Also plans that the engine does not run yet (ZeRO).")] = False,

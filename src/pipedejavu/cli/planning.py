@@ -4,7 +4,7 @@ import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from typing import Any, NamedTuple
 
@@ -25,7 +25,7 @@ from pipedejavu.search import (
     Progress,
     SearchResult,
     advise,
-    fullest_share,
+    find_largest,
     leaner_plans,
     nothing_fits,
     search,
@@ -79,6 +79,10 @@ def run(asked: Asked) -> None:
     """Searches, and prints or writes what was found."""
     with show_progress() as progress:
         scene = _set(asked, progress)
+        largest = find_largest(scene.profile, scene.machine, asked.options, progress)
+        if largest is not None:
+            asked = replace(asked, options=largest.options)
+            scene = Scene(largest.profile, scene.machine, (f"largest: {largest.text}", *scene.notes))
         result = search(scene.profile, scene.machine, asked.options, progress)
         if result.best is None:
             raise nothing_fits(scene.profile, scene.machine, asked.options)
@@ -229,7 +233,7 @@ def _page(best: Candidate, answer: Answer, scene: Scene) -> str:
         Choice(
             name=found.plan.name,
             time_s=found.time_s,
-            share=fullest_share(found),
+            share=found.fullest_share,
             memory=describe_memory(found.memory),
             bound=found.bound,
             is_winner=found is best,

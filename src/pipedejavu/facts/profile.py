@@ -95,6 +95,9 @@ class Profile(Record):
     units: tuple[Unit, ...] = Field(min_length=1)
     edges: tuple[Edge, ...] | None = None
     ties: tuple[Tie, ...] = ()
+    begins: tuple[int, ...] = ()
+    """Of a model that was cut in its recorded graph: the operation with which each unit after the first begins, and at
+    the end the number of all."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:

@@ -25,6 +25,9 @@ class Cut(Record):
     bounds: tuple[Count, ...] | None = None
     """The first unit of each stage after the first; by default stages of about equal forward and
     backward time."""
+    begins: tuple[Count, ...] = ()
+    """The units that are meant, where the model is no chain: the operation of its recorded graph with which each after
+    the first begins, and at the end the number of all. `train` cuts it there."""
     layouts: tuple[Layout, ...] = ()
     """Of a layout: how the operators inside each unit are divided, in order."""
 

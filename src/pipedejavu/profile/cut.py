@@ -42,13 +42,15 @@ class Cut:
     output: Callable[[Value], Any]
     """Takes what the last unit returns; returns the model's output as the user knows it."""
     model: nn.Module
+    begins: tuple[int, ...] = ()
+    """The operation with which each unit after the first begins, and the number of all; empty for a chain."""
 
     def fit(self, inputs: Any) -> None:
         """Lets the units take inputs of another shape too, by recording the model again; a chain takes any."""
         first = self.units[0][1]
         if not isinstance(first, Segment) or first.takes(self.flat(inputs)):
             return
-        others = cut_model(self.model, inputs).units
+        others = cut_model(self.model, inputs, self.begins).units
         if [_contents(*unit) for unit in others] != [_contents(*unit) for unit in self.units]:
             raise InputError(
                 f"a {type(self.model).__name__} is cut into other units for microbatches of another size; give all of"
@@ -64,10 +66,10 @@ def _contents(name: str, unit: nn.Module) -> tuple[str, frozenset[str]]:
     return name, frozenset(own for own, _ in unit.named_parameters(remove_duplicate=False))
 
 
-def cut_model(model: nn.Module, inputs: Any) -> Cut:
+def cut_model(model: nn.Module, inputs: Any, begins: Sequence[int] = ()) -> Cut:
     """Cuts a model for inputs of one shape: a tensor, a tuple of arguments, or a mapping of keyword arguments.
 
-    `Cut.fit` adds other shapes.
+    `Cut.fit` adds other shapes. With `begins` of a cut before, which may have been for another shape, it is cut there.
     Outputs and gradients of the units equal the model's, however they are divided into pieces; the parameters are the
     model's own, under its own names. Raises InputError for a model that cannot be recorded.
     """
@@ -78,9 +80,25 @@ def cut_model(model: nn.Module, inputs: Any) -> Cut:
     if not any(isinstance(leaf, fx.Node) for leaf in found.outputs):
         raise InputError(f"a {type(model).__name__} cannot be cut: its output holds no tensor")
     way, positions = _positions(live)
+    if begins:
+        _check_begins(model, live, begins)
+        positions = [*begins[:-1]]
     units = _segments(live, positions)
     leaves, spec = found.outputs, found.spec
-    return Cut(units, way, found.form.flat, lambda value: _restored(value, leaves, spec), model)
+    return Cut(
+        units, way, found.form.flat, lambda value: _restored(value, leaves, spec), model, (*positions, live.size)
+    )
+
+
+def _check_begins(model: nn.Module, live: Liveness, begins: Sequence[int]) -> None:
+    """Raises InputError where a cut was made for another graph."""
+    *positions, size = begins
+    legal = [p for p in positions if 0 < p < live.size and live.is_legal(p)]
+    if size != live.size or legal != positions or sorted({*legal}) != legal:
+        raise InputError(
+            f"a {type(model).__name__} has {live.size} operations here, and the cut was made for {size} and their"
+            " values; make the plan for this model and this size of microbatches again"
+        )
 
 
 def _same(value: Any) -> Any:

@@ -13,10 +13,13 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from pipedejavu.search.draft import Array, Draft, Mode, Scene
+from pipedejavu.search.draft import Array, Draft, Mode, Scene, bucket_bytes
 from pipedejavu.search.seat import Row, Seat, cpu_of, seat_of
 
 Index = NDArray[np.intp] | int
+
+MEETING = 0.5
+"""Of other stages' transfers on a wire, the part that one meets and shares it with."""
 
 
 class StageCost(NamedTuple):
@@ -72,6 +75,9 @@ class _Stages:
     most_checkpoint: Array
     enters: Array
     leaves: Array
+    all_weights: float
+    all_gradients: float
+    """Of the whole model."""
 
 
 class Costs:
@@ -120,11 +126,10 @@ class Costs:
                 moved = moved + (found.checkpoints if mode.recomputes else found.saved)
             forward, back = (np.maximum(part, moved * seat.place.host.byte_s) for part in (forward, back))
         if mode.zero == 3 and seat.place.is_alone:  # weights come for each use, ahead of it
-            size = len(seat.place.group)
-            forward, back = (
-                np.maximum(part, (size - 1) / size * found.weights * seat.place.ring.byte_s) for part in (forward, back)
-            )
-        work, sent = forward + back, seat.place.next.time(found.leaves)
+            gathered = seat.place.ring.turn(len(seat.place.group), found.weights, found.count)
+            forward, back = (np.maximum(part, gathered) for part in (forward, back))
+        sent_bytes = found.leaves * (1 + MEETING * seat.place.meets * (1 - 1 / seat.share))
+        work, sent = forward + back, seat.place.next.time(sent_bytes)
         after = _after(found, back, seat, mode)
         device, host = _memory(found, seat, mode)
         return StageCost(seat, work + 2 * sent, np.maximum(work, sent), after, device, host)
@@ -166,6 +171,8 @@ class Costs:
             most_checkpoint=most(self.most_checkpoint),
             enters=np.asarray(self.cut[start]),
             leaves=np.asarray(self.cut[end]),
+            all_weights=self.state_bytes[0],
+            all_gradients=self.state_bytes[1],
         )
         return self._recomputed(found, start, end, seat, mode) if mode.recomputes else found
 
@@ -243,15 +250,25 @@ def _after(found: _Stages, back: Array, seat: Seat, mode: Mode) -> Array:
         after = after + np.maximum(longest - back, 0.0) + (found.host_update + out + into) / found.count
     if size == 1:
         return np.asarray(after)
-    turn = (size - 1) / size * seat.place.ring.byte_s
-    reduced = 2 * (size - 1) * seat.place.ring.latency_s + turn * found.gradients * (1 if mode.zero else 2)
-    if mode.zero in (1, 2) or (
-        mode.zero == 3 and not seat.place.is_alone
-    ):  # the new weights are gathered, or the batch's
-        after = after + turn * found.weights
+    # Of rings that share a wire the smaller end first, and the largest when all is through.
+    ring, crowd = seat.place.ring, seat.place.crowd
+    messages = _messages(found, seat, mode)
+    gradients = np.minimum(crowd * found.gradients, found.all_gradients)
+    reduced = (1 if mode.zero else 2) * ring.turn(size, gradients, messages)
+    if mode.zero in (1, 2) or (mode.zero == 3 and not seat.place.is_alone):  # new weights are gathered, or the batch's
+        after = after + ring.turn(size, np.minimum(crowd * found.weights, found.all_weights), messages)
     if seat.place.is_alone:
         reduced = np.maximum(reduced - back * (1 - 1 / found.count), reduced / found.count)
     return np.asarray(after + reduced)
+
+
+def _messages(found: _Stages, seat: Seat, mode: Mode) -> Array:
+    """Returns in how many collectives a stage's gradients are added up."""
+    if mode.goes_by_pieces:
+        return found.count
+    if not seat.place.is_alone:
+        return np.ones_like(found.count)
+    return np.minimum(found.count, np.ceil(found.gradients / bucket_bytes(found.all_gradients)))
 
 
 def _memory(found: _Stages, seat: Seat, mode: Mode) -> tuple[Array, Array]:

@@ -46,22 +46,22 @@ class _Path:
         return self.sum_s + self.slowest_s
 
 
-def solve(frame: Frame, costs: Costs) -> Draft | None:
-    """Returns the best draft of a frame that fits; None where there is none."""
+def solve(frame: Frame, costs: Costs, limit_s: float = inf) -> Draft | None:
+    """Returns the best draft of a frame that fits and takes less than `limit_s`; None where there is none."""
     tables = _tables(frame, costs)
     least = _least_slowest(frame, costs, tables)
-    if least == inf:
-        return None
-    best = _shortest(frame, costs, tables, least)  # often there is one, and then it is good
-    bound = inf
-    while bound >= least:
+    best, bound = None, inf
+    while bound >= least and least < limit_s:
         found = _shortest(frame, costs, tables, bound)
         if found is None:
             break
-        best = min(best or found, found, key=lambda path: path.time_s)
-        if found.sum_s + least >= best.time_s * (1 - EXACT):
+        if found.time_s < limit_s:
+            best, limit_s = found, found.time_s
+        if found.sum_s + least >= limit_s * (1 - EXACT):
             break
-        bound = min(found.slowest_s, best.time_s - found.sum_s) * (1 - EXACT)
+        if bound == inf and (lowest := _shortest(frame, costs, tables, least)) and lowest.time_s < limit_s:
+            best, limit_s = lowest, lowest.time_s  # often there is one, and then it is good
+        bound = min(found.slowest_s, limit_s - found.sum_s) * (1 - EXACT)
     return None if best is None else _draft(frame, best)
 
 

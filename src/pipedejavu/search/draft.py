@@ -52,6 +52,11 @@ class Mode:
         """Whether anything waits in host memory."""
         return self.activations == "host" or self.state != "device"
 
+    @property
+    def goes_by_pieces(self) -> bool:
+        """Whether units are pieces of their own: what is recomputed, moved or divided is then one of them at a time."""
+        return self.recomputes or self.uses_host or self.zero > 0
+
     def __str__(self) -> str:
         but = f" but for {self.device_pieces} units" if self.device_pieces else ""
         parts = ["recompute"] * self.recomputes + ["activations on the host"] * (self.activations == "host")
@@ -62,6 +67,15 @@ class Mode:
 
 
 PLAIN = Mode()
+
+LEAST_BUCKET = 25 * 2**20
+MOST_BUCKETS = 16
+"""Of one stage's gradients, so that the programs of large models stay small."""
+
+
+def bucket_bytes(gradient_bytes: float) -> float:
+    """Returns the bytes that replicas of a whole model add up together, of so many gradients."""
+    return max(LEAST_BUCKET, gradient_bytes // MOST_BUCKETS)
 
 
 @dataclass(frozen=True)

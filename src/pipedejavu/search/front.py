@@ -1,7 +1,5 @@
 """The front of time and memory: beside the fastest plan, those that would be fastest with less and less memory."""
 
-from math import inf
-
 from pipedejavu.facts import Machine, Profile
 from pipedejavu.search.option import Options, Progress
 from pipedejavu.search.result import Candidate
@@ -18,7 +16,7 @@ def leaner_plans(
 ) -> tuple[Candidate, ...]:
     """Returns the best plans for smaller and smaller parts of every memory, until nothing fits."""
     found: list[Candidate] = []
-    share = fullest_share(best)
+    share = best.fullest_share
     for step in range(MOST_STEPS):
         share *= STEP
         if progress:
@@ -28,10 +26,5 @@ def leaner_plans(
             break
         memory = tuple(need.but(room_bytes=round(need.room_bytes / share)) for need in other.memory)
         found.append(other.but(memory=memory))
-        share = fullest_share(found[-1])
+        share = found[-1].fullest_share
     return tuple(found)
-
-
-def fullest_share(candidate: Candidate) -> float:
-    """Returns the part of its memory that the fullest device of a plan needs."""
-    return max((need.share for need in candidate.memory), default=inf)

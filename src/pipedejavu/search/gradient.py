@@ -7,11 +7,14 @@ Strategies are y_u = softmax(β_u). With T_k the time and Q_k the memory of a st
     L = Σ T_k + (m − 1)·τ·log Σ exp(T_k/τ) + Σ[λ_k g_k + ½ μ relu(g_k)²] + η H(y),  g_k = Q_k/C_k − 1,
 
 is followed by its gradient in closed form (a dozen lines of the chain rule need no autodiff), while τ and w shrink and
-λ grows where memory is short. What comes out is rounded to cuts, and these are moved by a few units while that helps.
+λ grows where memory is short. What comes out is rounded to cuts, and these are moved while that helps: first until they
+fit, then until they are fast.
 `is_plain` is the form of DARTS: each unit has a softmax over all stages of its own, and nothing keeps the order.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import combinations
 from math import inf
 
 import numpy as np
@@ -27,15 +30,18 @@ from pipedejavu.search.space import Frame
 STARTS, STEPS = 16, 200
 RATE = 0.15
 MOVES = (-1, 1, -2, 2, -4, 4, -8, 8)
-"""Of cuts, in units, once they are rounded."""
+"""Of several cuts, in units, once they are rounded."""
 PRICE_RATE, PUSH, ENTROPY = 0.5, 10.0, 0.01
 """Of λ, μ and η, all as parts of the total time."""
+
+_Value = tuple[float, float]
+"""Of a cut: its shortage of memory, 1 where it fits, and then its time."""
 
 
 def run(pool: Pool, scenes: list[Scene], options: Options, *, is_plain: bool = False) -> bool:
     """Follows gradients in frames whose groups are alike, the most promising first."""
 
-    def solve(frame: Frame, costs: Costs) -> Draft | None:
+    def solve(frame: Frame, costs: Costs, _: float) -> Draft | None:
         if len(frame.sizes) > 1:
             return None
         return descend(frame, costs, np.random.default_rng(options.seed), is_plain=is_plain)
@@ -54,8 +60,9 @@ def descend(frame: Frame, costs: Costs, random: np.random.Generator, *, is_plain
     rates = 1 / np.maximum(field.time[:, :, 0].sum(axis=0), 1e-12)
     shape = _Plain(units, stages, random) if is_plain else _Ordinal(units, rates, random)
     parts = _follow(field, shape, frame)
-    found = {_rounded(part) for part in parts}
-    return min((_moved(frame, costs, bounds) for bounds in found), key=lambda pair: pair[1])[0]
+    known: dict[tuple[int, ...], _Value] = {}
+    found = [_moved(frame, costs, bounds, known) for bounds in sorted({_rounded(part) for part in parts})]
+    return _draft(frame, min(found, key=known.__getitem__))
 
 
 @dataclass(frozen=True)
@@ -214,23 +221,39 @@ def _rounded(parts: Array) -> tuple[int, ...]:
     return tuple(reversed(bounds))
 
 
-def _moved(frame: Frame, costs: Costs, bounds: tuple[int, ...]) -> tuple[Draft, float]:
-    """Moves cuts, or whole stages, while that helps; what does not fit is longer by how much."""
+def _moved(
+    frame: Frame, costs: Costs, bounds: tuple[int, ...], known: dict[tuple[int, ...], _Value]
+) -> tuple[int, ...]:
+    """Moves one cut anywhere, or several neighbours together by a few units, while that helps."""
 
-    def value(where: tuple[int, ...]) -> float:
-        cost = estimate(_draft(frame, where), costs)
-        return cost.time_s * (1 + 10 * max(cost.shortage - 1, 0.0))
+    def value(where: tuple[int, ...]) -> _Value:
+        if where not in known:
+            cost = estimate(_draft(frame, where), costs)
+            known[where] = max(cost.shortage, 1.0), cost.time_s
+        return known[where]
 
-    best, gains = value(bounds), True
+    gains = True
     while gains:
         gains = False
-        for at, width in [*((n, 1) for n in range(len(bounds))), *((n, 2) for n in range(len(bounds) - 1))]:
-            for move in MOVES:
-                other = (*bounds[:at], *(b + move for b in bounds[at : at + width]), *bounds[at + width :])
-                is_cut = all(a < b for a, b in zip((0, *other), (*other, costs.num_units), strict=True))
-                if is_cut and (found := value(other)) < best:
-                    bounds, best, gains = other, found, True
-    return _draft(frame, bounds), best
+        for other in _neighbours(bounds, costs.num_units):
+            if value(other) < value(bounds):
+                bounds, gains = other, True
+                break
+    return bounds
+
+
+def _neighbours(bounds: tuple[int, ...], units: int) -> Iterator[tuple[int, ...]]:
+    """Yields cuts of which one is elsewhere, the nearest places first, or of which neighbours moved together."""
+    places = [place for place in range(1, units) if place not in bounds]
+    for at, bound in enumerate(bounds):
+        for place in sorted(places, key=lambda place: abs(place - bound)):
+            yield tuple(sorted((*bounds[:at], place, *bounds[at + 1 :])))
+    ends = (0, *bounds, units)
+    for at, until in combinations(range(len(bounds) + 1), 2):
+        for move in MOVES if until - at > 1 else ():
+            moved = tuple(b + move for b in bounds[at:until])
+            if ends[at] < moved[0] and moved[-1] < ends[until + 1]:
+                yield (*bounds[:at], *moved, *bounds[until:])
 
 
 def _draft(frame: Frame, bounds: tuple[int, ...]) -> Draft:

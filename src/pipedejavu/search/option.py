@@ -19,8 +19,9 @@ class Options(Record):
     batch: int = Field(default=32, ge=1)
     """Samples of one update, over all replicas."""
     searcher: Searcher = "auto"
-    objective: Literal["time", "price"] = "time"
-    """What of a sample is to be least."""
+    objective: Literal["time", "price", "batch", "blocks"] = "time"
+    """What of a sample is to be least. `batch` and `blocks` are `find_largest`'s: what fits counts, and then time;
+    under `batch` an update is one pass, as any batch fits in parts."""
     prices: dict[str, float] = Field(default_factory=dict)
     """Of an hour on a device, by its kind; those that are not named cost nothing."""
     staleness: int = Field(default=0, ge=0)
@@ -37,7 +38,12 @@ class Options(Record):
     """When it is over, the best so far is the answer."""
     seed: int = 0
     candidates: int = Field(default=5, ge=1)
-    """How many plans the answer holds at most; about as many are simulated."""
+    """How many plans the answer holds at most; about three times as many are simulated, but for one."""
+
+    @property
+    def finalists(self) -> int:
+        """How many drafts are simulated at most, and other orders beside them."""
+        return 3 * self.candidates - 2
 
     def disagreements(self) -> list[str]:
         """Returns a fault where microbatches do not make up the batch, or a price is negative."""

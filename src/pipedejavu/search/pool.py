@@ -11,8 +11,9 @@ from pipedejavu.search.draft import Draft, Scene
 from pipedejavu.search.option import Options, Progress
 from pipedejavu.search.write import write
 
-SLACK = 1.03
-"""The simulator may rank a draft first whose estimate is so many times the least."""
+SLACK = 1.2
+"""The simulator may rank a draft first whose estimate is so many times the least: estimates err, most of all where
+transfers and reductions meet on a network interface."""
 
 MOST_SPLITS = 32
 """Divisions of a stage's optimizer state between a device and its host that are tried."""
@@ -25,6 +26,11 @@ class Found:
     draft: Draft
     estimate: Estimate
     score: float
+
+    @property
+    def merit(self) -> tuple[float, float]:
+        """What is least of the best: the score, without the digits that depend on the order of sums, then memory."""
+        return float(f"{self.score:.9g}"), self.estimate.shortage
 
 
 class Pool:
@@ -67,8 +73,9 @@ class Pool:
             draft = replace(draft, mode=replace(draft.mode, recomputes=False))
         mode = replace(draft.mode, device_pieces=0)  # divisions of state are of one sort
         key = (draft.scene.note, mode, draft.is_stale, draft.is_shared, len(draft.stages), len(draft.devices))
-        if key not in self.found or score < self.found[key].score:
-            self.found[key] = Found(draft, cost, score)
+        found = Found(draft, cost, score)
+        if key not in self.found or found.merit < self.found[key].merit:
+            self.found[key] = found
         return score
 
     def polish(self) -> None:
@@ -82,10 +89,18 @@ class Pool:
 
     def score(self, scene: Scene, devices: tuple[str, ...], time_s: float) -> float:
         """Returns what is to be least: the time of an update, or its price."""
+        return time_s * self._rate(scene, devices)
+
+    def limit_s(self, scene: Scene, devices: tuple[str, ...]) -> float:
+        """Returns the time of an update on these devices beyond which nothing would be simulated."""
+        rate = self._rate(scene, devices)
+        return self.cutoff / rate if rate else inf
+
+    def _rate(self, scene: Scene, devices: tuple[str, ...]) -> float:
         if self.options.objective != "price":
-            return time_s
+            return 1.0
         kinds = (scene.machine.device(name).kind for name in devices)
-        return time_s * sum(self.options.prices.get(kind, 0.0) for kind in kinds)
+        return sum(self.options.prices.get(kind, 0.0) for kind in kinds)
 
     @property
     def best(self) -> float:
@@ -96,7 +111,7 @@ class Pool:
     def cutoff(self) -> float:
         """Returns the score beyond which nothing would be simulated."""
         scores = sorted(found.score for found in self.found.values())
-        count = self.options.candidates
+        count = self.options.finalists
         return min(SLACK * scores[0], scores[count - 1]) if len(scores) >= count else inf
 
     def ranked(self) -> list[Found]:

@@ -9,8 +9,8 @@ from pipedejavu.search.option import Options
 from pipedejavu.search.pool import Pool
 from pipedejavu.search.space import Bounds, Frame, frames
 
-Solve = Callable[[Frame, Costs], Draft | None]
-"""Returns the best draft of a frame, if there is one."""
+Solve = Callable[[Frame, Costs, float], Draft | None]
+"""Returns the best draft of a frame that takes less than a time, if there is one."""
 
 
 def solve_frames(pool: Pool, scenes: list[Scene], options: Options, solve: Solve) -> bool:
@@ -30,7 +30,7 @@ def solve_frames(pool: Pool, scenes: list[Scene], options: Options, solve: Solve
         if pool.is_over:
             return False
         pool.report(index / len(queue), f"cutting for {len(frame.order)} devices, {frame.mode}")
-        draft = solve(frame, pool.costs(frame.scene, frame.samples))
+        draft = solve(frame, pool.costs(frame.scene, frame.samples), pool.limit_s(frame.scene, frame.order))
         if draft is not None:
             pool.offer(draft)
     return True

@@ -1,6 +1,7 @@
-"""Ranks drafts by their real plans: each is written out, compiled, verified and simulated."""
+"""Ranks drafts by their real plans: each is written out, compiled and simulated, and the fastest are verified."""
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from pipedejavu.facts import FaultsError, InputError, format_bytes, format_seconds
 from pipedejavu.plan import Plan
@@ -13,31 +14,53 @@ from pipedejavu.search.write import why_not_run
 from pipedejavu.simulate import Prediction, simulate
 
 
-def simulate_plan(plan: Plan, scene: Scene, options: Options, estimated_s: float) -> Candidate | str:
-    """Returns a plan as a candidate, or why it is none."""
+class Timed(NamedTuple):
+    """A plan whose time is known; whether it is legal and fits is not."""
+
+    prediction: Prediction
+    scene: Scene
+    time_s: float
+    """Of one update."""
+    price: float
+    estimated_s: float
+
+
+def time_plan(plan: Plan, scene: Scene, options: Options, estimated_s: float) -> Timed | str:
+    """Returns a plan with its simulated time, or why it has none."""
     try:
         program = compile_plan(plan, scene.profile, scene.machine)
-        prediction = simulate(program, verify(program))
+        prediction = simulate(program)
     except FaultsError as fault:
         return fault.faults[0]
     except InputError as fault:
         return str(fault)
+    time_s = _time_of_update(plan, scene, prediction)
+    return Timed(prediction, scene, time_s, price_of(program.devices, scene, options, time_s), estimated_s)
+
+
+def admit(timed: Timed, options: Options) -> Candidate | str:
+    """Returns a timed plan as a candidate once it is verified and fits, or why it is none."""
+    prediction, scene = timed.prediction, timed.scene
+    plan = prediction.program.plan
+    try:
+        verify(prediction.program)
+    except FaultsError as fault:
+        return fault.faults[0]
     memory = memory_needs(prediction)
     worst = max(memory, key=lambda need: need.share)
     if worst.share > 1:
         need, room = format_bytes(worst.need_bytes), format_bytes(worst.room_bytes)
         return f"device '{worst.device}' would need {need} and has {room}, as copies come late"
-    time_s = _time_of_update(plan, scene, prediction)
     return Candidate(
-        plan=program.plan,
-        time_s=time_s,
+        plan=plan,
+        time_s=timed.time_s,
         samples=options.batch,
-        price=price_of(program.devices, scene, options, time_s),
+        price=timed.price,
         bubble_fraction=prediction.bubble_fraction,
         memory=memory,
         bound=describe_bound(prediction),
-        reasons=tuple(f"{d.axis}: {d.choice}: {d.reason}" for d in program.plan.decisions),
-        estimated_s=estimated_s,
+        reasons=tuple(f"{d.axis}: {d.choice}: {d.reason}" for d in plan.decisions),
+        estimated_s=timed.estimated_s,
         only_costed=scene.only_costed or why_not_run(plan),
         machine=scene.machine,
         profile=scene.profile,

@@ -1,5 +1,7 @@
 """What a search answers: plans, best first, with what each is predicted to take and why it is as it is."""
 
+from math import inf
+
 from pydantic import Field
 
 from pipedejavu.facts import Bytes, Machine, Profile, Record
@@ -50,6 +52,11 @@ class Candidate(Record):
     def time_per_sample_s(self) -> float:
         """The time of one update, divided by its samples."""
         return self.time_s / self.samples
+
+    @property
+    def fullest_share(self) -> float:
+        """The part of its memory that the fullest device needs."""
+        return max((need.share for need in self.memory), default=inf)
 
     @property
     def is_runnable(self) -> bool:

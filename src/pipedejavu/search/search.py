@@ -1,14 +1,15 @@
 """`search`: the best plans for a model on a machine, by one of the searchers, ranked by the simulator."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from pipedejavu.facts import Machine, Profile
+from pipedejavu.plan import Plan
 from pipedejavu.search import dp, exhaustive, gradient, mcmc
 from pipedejavu.search.draft import Scene
 from pipedejavu.search.option import Options, Progress
-from pipedejavu.search.pool import Pool
-from pipedejavu.search.rank import simulate_plan
+from pipedejavu.search.pool import Found, Pool
+from pipedejavu.search.rank import Timed, admit, time_plan
 from pipedejavu.search.result import Candidate, SearchResult
 from pipedejavu.search.room import with_memory
 from pipedejavu.search.scene import scenes_of
@@ -94,36 +95,55 @@ class _Ranked(NamedTuple):
 
 
 def _rank(pool: Pool, options: Options, real: dict[int, Scene]) -> _Ranked:
-    """Simulates drafts on real scenes, best first, until there are enough or the time is over; one at least."""
+    """Simulates drafts on real scenes, best first, and admits the fastest; goes on while none is fit to be admitted."""
+    waiting, tried, notes = pool.ranked(), set[str](), list[str]()
+    timed: list[Timed] = []
     candidates: list[Candidate] = []
-    notes: list[str] = []
-    tried: set[str] = set()
-    """Orders of which the best draft has been simulated under other orders too."""
-    simulated = 0
-    for found in pool.ranked():
-        if candidates and (len(candidates) >= options.candidates or pool.elapsed_s > options.time_budget_s):
-            break
-        draft = found.draft
-        plan = write(draft, options, pool.costs(draft.scene, draft.samples))
-        pool.report(0.75 + 0.25 * len(candidates) / options.candidates, f"simulating {plan.name}")
-        others = other_orders(plan, len(draft.scene.profile.units)) if plan.order.kind not in tried else []
-        tried.add(plan.order.kind)
-        for each in (plan, *others):
-            result = simulate_plan(each, real[id(draft.scene)], options, found.estimate.time_s)
-            simulated += 1
-            if isinstance(result, Candidate):
-                candidates.append(result)
+    simulated, by_price = 0, options.objective == "price"
+
+    def key(found: Timed | Candidate) -> float:
+        value = found.price if by_price else found.time_s
+        return float(f"{value:.9g}")  # the last digits depend on the order of sums
+
+    while waiting and not candidates:
+        last = simulated + options.finalists
+        timed.clear()
+        while waiting and simulated < last and (not timed or pool.elapsed_s < options.time_budget_s):
+            for plan, found in _plans(pool, waiting.pop(0), options, tried):
+                pool.report(1 - 0.25 * (last - simulated) / options.finalists, f"simulating {plan.name}")
+                result = time_plan(plan, real[id(found.draft.scene)], options, found.estimate.time_s)
+                simulated += 1
+                if isinstance(result, Timed):
+                    timed.append(result)
+                else:
+                    notes.append(f"{plan.name}: {result}")
+        for each in sorted(timed, key=key):
+            is_enough = len(candidates) >= options.candidates
+            if is_enough and (by_price or each.time_s > NEAR * candidates[0].time_s):
+                break
+            admitted = admit(each, options)
+            if isinstance(admitted, Candidate):
+                candidates.append(admitted)
             else:
-                notes.append(f"{each.name}: {result}")
-    by_price = options.objective == "price"
-    candidates.sort(key=lambda c: c.price if by_price else c.time_s)
-    candidates = candidates[: options.candidates]
+                notes.append(f"{each.prediction.program.plan.name}: {admitted}")
+    candidates.sort(key=lambda c: (key(c), c.fullest_share))
     near = [c for c in candidates if c.time_s <= NEAR * candidates[0].time_s and not by_price]
-    return _Ranked(sorted(near, key=_effort) + candidates[len(near) :], simulated, notes)
+    near.sort(key=lambda c: (_effort(c), key(c), c.fullest_share))
+    return _Ranked((near + candidates[len(near) :])[: options.candidates], simulated, notes)
 
 
-def _effort(candidate: Candidate) -> tuple[bool, int, float]:
+def _plans(pool: Pool, found: Found, options: Options, tried: set[str]) -> Iterator[tuple[Plan, Found]]:
+    """Yields the plan of a draft, and under other orders where none of its own order has been tried under them."""
+    draft = found.draft
+    plan = write(draft, options, pool.costs(draft.scene, draft.samples))
+    yield plan, found
+    if plan.order.kind not in tried:
+        tried.add(plan.order.kind)
+        yield from ((other, found) for other in other_orders(plan, len(draft.scene.profile.units)))
+
+
+def _effort(candidate: Candidate) -> tuple[bool, int]:
     """Returns what makes a plan less simple than another that is about as fast."""
     plan = candidate.plan
     moves = (plan.keep.kind != "replicated") + (plan.keep.activations == "host")
-    return bool(candidate.only_costed), moves + plan.order.has_recompute + plan.is_flush_free, candidate.time_s
+    return bool(candidate.only_costed), moves + plan.order.has_recompute + plan.is_flush_free

@@ -1,8 +1,9 @@
 """Places and seats: where a stage may be, and what connects it to its replicas, to the next stage and to its host."""
 
 from collections import Counter
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import pairwise
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -20,6 +21,10 @@ class Link(NamedTuple):
         """Returns the time of messages; none where there is nothing to send."""
         return np.where(size_bytes > 0, self.latency_s + size_bytes * self.byte_s, 0.0)
 
+    def turn(self, size: int, size_bytes: Array, messages: Array) -> Array:
+        """Returns what values of `size` devices take to go around a ring, added up or gathered."""
+        return np.asarray((size - 1) * (messages * self.latency_s + size_bytes / size * self.byte_s))
+
 
 FREE = Link(0.0, 0.0)
 
@@ -36,7 +41,13 @@ class Place(NamedTuple):
     is_alone: bool
     """Whether there are no others, so that reductions hide behind the backward pass."""
     ring: Link
+    """Around which the group adds its gradients up, alone."""
+    crowd: float
+    """How many rings of other groups, and itself, are on its fullest wire."""
     next: Link
+    """To the next stage."""
+    meets: float
+    """Transfers of other stages on its wires, as a part of its own."""
     host: Link
     """Between a device and its host, either way."""
     cpu: str
@@ -78,11 +89,11 @@ class Row:
         self.devices = [self.machine.device(name) for name in order]
         self.sharers = Counter(device.host for device in self.devices)
         self.is_on_cpu = all(device.type == "cpu" for device in self.devices)
-        self.loads: Counter[str] = Counter()
+        groups = [order[i : i + size] for i in range(0, len(order), size)] if size else []
+        self.loads = _count(route for group in groups for route in _ring(self.machine, group))
         """Of wires, where all groups have one `size`: their reductions go on at the same time."""
-        if size:
-            groups = [order[i : i + size] for i in range(0, len(order), size)]
-            self.loads = Counter(w for group in groups for r in _ring(self.machine, group) for w in r.wires)
+        self.flows = _count(self._flows(groups or [(name,) for name in order]))
+        """Of wires: all transfers between neighbours, both ways."""
         self._places: dict[tuple[int, int], Place] = {}
 
     def place(self, after: int, size: int) -> Place:
@@ -100,30 +111,41 @@ class Row:
             kinds=tuple(dict.fromkeys(d.kind for d in devices)),
             after=after,
             is_alone=size == len(self.order),
-            ring=self._ring(group),
-            next=self._next(group, end),
+            **self._ring(group),
+            **self._next(group, end),
             host=host,
             cpu=cpu,
             room_bytes=float(min(d.memory_bytes - d.reserved_bytes for d in devices)),
             host_room_bytes=host_room,
         )
 
-    def _ring(self, group: tuple[str, ...]) -> Link:
+    def _ring(self, group: tuple[str, ...]) -> dict[str, Any]:
         routes = _ring(self.machine, group)
         if not routes:
-            return FREE
-        loads = self.loads or Counter(wire for route in routes for wire in route.wires)
-        load = max((loads[wire] for route in routes for wire in route.wires), default=1)
-        return Link(max(r.latency_s for r in routes), load / min(r.bytes_per_s for r in routes))
+            return {"ring": FREE, "crowd": 1.0}
+        own = _count(routes)
+        load = max(own.values(), default=1)
+        crowd = max((self.loads[wire] / load for wire in own), default=1.0) if self.loads else 1.0
+        link = Link(max(r.latency_s for r in routes), load / min(r.bytes_per_s for r in routes))
+        return {"ring": link, "crowd": crowd}
 
-    def _next(self, group: tuple[str, ...], end: int) -> Link:
-        if end == len(self.order):
-            return FREE
+    def _next(self, group: tuple[str, ...], end: int) -> dict[str, Any]:
         # Replicas send at the same time, each to a device of its own where there are as many.
         pairs = [(name, self.order[min(end + n, len(self.order) - 1)]) for n, name in enumerate(group)]
-        routes = [self.machine.route(a, b) for a, b in pairs if a != b]
-        load = max(Counter(wire for route in routes for wire in route.wires).values(), default=1)
-        return Link(max(r.latency_s for r in routes), load / min(r.bytes_per_s for r in routes)) if routes else FREE
+        routes = [self.machine.route(a, b) for a, b in pairs if a != b and end < len(self.order)]
+        if not routes:
+            return {"next": FREE, "meets": 0.0}
+        own = _count(routes)
+        meets = max((self.flows[wire] / count - 1 for wire, count in own.items()), default=0.0)
+        rate = min(r.bytes_per_s for r in routes) / max(own.values(), default=1)
+        return {"next": Link(max(r.latency_s for r in routes), 1 / rate), "meets": max(meets, 0.0)}
+
+    def _flows(self, groups: Sequence[tuple[str, ...]]) -> Iterator[Route]:
+        """Yields the routes between neighbours in different hosts, there and back."""
+        for one, two in pairwise(groups):
+            for a, b in zip(one, two, strict=True):
+                if self.machine.device(a).host != self.machine.device(b).host:
+                    yield from (self.machine.route(a, b), self.machine.route(b, a))
 
     def _host(self, devices: list[Device]) -> tuple[Link, str, float]:
         """Returns the slowest way between a device of a group and its host, the kind of CPU there, and its room."""
@@ -138,6 +160,11 @@ class Row:
                 ways = self.machine.route(device.name, cpu.name), self.machine.route(cpu.name, device.name)
                 links.append(Link(max(w.latency_s for w in ways), 1 / min(w.bytes_per_s for w in ways)))
         return max(links, key=lambda found: found.byte_s, default=FREE), kind, float(min(rooms))
+
+
+def _count(routes: Iterable[Route]) -> Counter[str]:
+    """Returns how many routes pass each wire."""
+    return Counter(wire for route in routes for wire in route.wires)
 
 
 def cpu_of(machine: Machine, name: str) -> Device | None:

@@ -97,6 +97,8 @@ def _frames(
     for mode in modes:
         # Checkpoints that came from another worker cannot wait on the host.
         is_possible = is_alone or not (mode.recomputes and mode.activations == "host")
+        # Gradients that several microbatches add to are held whole, divided or not.
+        is_possible &= mode.zero != 2 or microbatches == sizes[0]
         if is_possible and (divides or not mode.zero):
             yield Frame(scene, row, sizes, samples, microbatches, mode)
     stages = len(row.order) // sizes[0]
@@ -115,6 +117,8 @@ def has_hosts(scene: Scene, order: tuple[str, ...]) -> bool:
 
 def microbatch_sizes(options: Options, size: int) -> list[int]:
     """Returns the sizes of microbatches to try where `size` replicas share the batch, the largest first."""
+    if options.objective == "batch":
+        return [options.batch // size] if options.batch % size == 0 else []
     if options.samples is not None:
         return [options.samples] if options.batch // size % options.samples == 0 else []
     found = divisors(options.batch // size)[::-1]
@@ -263,7 +267,7 @@ class Bounds:
         sent = sum(place.next.latency_s + place.next.byte_s * float(costs.cut[1:-1].min()) for place in places[1:])
         around = work[places[0].kinds[0]] + 2 * sent
         reduced = min(_reduced_s(place, size, costs, frame.mode) for place in places)
-        mean = ((share - 1) * work[places[0].kinds[0]] + reduced) / stages
+        mean = max(((share - 1) * work[places[0].kinds[0]] + reduced), min(p.crowd for p in places) * reduced) / stages
         return around + max(mean, (share - 1) // min(stages, share) * around)
 
     def _row(self, frame: Frame) -> tuple[Counter[str], float, float]:

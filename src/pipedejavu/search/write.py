@@ -4,12 +4,9 @@ from pipedejavu.facts import format_bytes
 from pipedejavu.plan import Cut, Decision, Feed, Keep, Order, Place, Plan, Reduce, Version
 from pipedejavu.program.crew import assign_devices
 from pipedejavu.search.cost import Costs, recomputed_units
-from pipedejavu.search.draft import Draft, Mode
+from pipedejavu.search.draft import Draft, bucket_bytes
 from pipedejavu.search.option import Options
 
-BUCKET_BYTES = 25 * 2**20
-MOST_BUCKETS = 16
-"""Of one stage's gradients, so that the programs of large models stay small."""
 MOST_SLOTS = 4000
 """Microbatches times workers up to which other orders are tried."""
 STALE_STEPS = 4
@@ -46,7 +43,7 @@ def other_orders(plan: Plan, num_units: int) -> list[Plan]:
     reason = "simulated beside 1F1B, whose bubble it makes smaller"
     found = [plan.but(name=f"{plan.name}, ZB-H1", order=Order(kind="zb-h1"))]
     if 2 * workers <= num_units and plan.feed.microbatches % workers == 0:
-        place, cut = plan.place.but(kind="loop", chunks=2), Cut(kind="chain")
+        place, cut = plan.place.but(kind="loop", chunks=2), plan.cut.but(bounds=None)
         name = f"{plan.name}, interleaved"
         found.append(plan.but(name=name, order=Order(kind="interleaved"), place=place, cut=cut))
     kept = tuple(d for d in plan.decisions if d.axis != "cut")
@@ -77,9 +74,10 @@ def _name(draft: Draft) -> str:
 
 
 def _cut(draft: Draft) -> Cut:
+    begins = draft.scene.profile.begins
     if len(draft.stages) == 1:
-        return Cut()
-    return Cut(kind="chain", bounds=tuple(stage.start for stage in draft.stages[1:]))
+        return Cut(begins=begins)
+    return Cut(kind="chain", bounds=tuple(stage.start for stage in draft.stages[1:]), begins=begins)
 
 
 def _place(draft: Draft) -> Place:
@@ -106,7 +104,7 @@ def _feed(draft: Draft) -> Feed:
 def _order(draft: Draft, again: tuple[int, ...]) -> Order:
     mode = draft.mode
     fetches = mode.activations == "host" or mode.state == "window" or (mode.zero == 3 and len(draft.stages) == 1)
-    pieces = _goes_by_pieces(mode) or (len(draft.stages) == 1 and draft.sizes[0] > 1 and not draft.is_shared)
+    pieces = mode.goes_by_pieces or (len(draft.stages) == 1 and draft.sizes[0] > 1 and not draft.is_shared)
     kind = "step" if len(draft.stages) == 1 else "1f1b-async" if draft.is_stale else "1f1b"
     return Order.model_validate(
         {"kind": kind, "prefetch": int(fetches), "is_eager": pieces, **_recompute(again, draft)}
@@ -118,16 +116,10 @@ def _recompute(again: tuple[int, ...], draft: Draft) -> dict[str, object]:
     return {"recompute": 1.0} if everything else {"recompute_units": again} if again else {}
 
 
-def _goes_by_pieces(mode: Mode) -> bool:
-    """Whether units are pieces of their own: what is recomputed or moved is then one of them at a time."""
-    return mode.recomputes or mode.uses_host or mode.zero > 0
-
-
 def _bucket_bytes(draft: Draft) -> int:
-    if _goes_by_pieces(draft.mode):
+    if draft.mode.goes_by_pieces:
         return 1
-    whole = sum(unit.gradient_bytes for unit in draft.scene.profile.units)
-    return max(BUCKET_BYTES, whole // MOST_BUCKETS)
+    return int(bucket_bytes(sum(unit.gradient_bytes for unit in draft.scene.profile.units)))
 
 
 def _reduce(draft: Draft, options: Options) -> Reduce:

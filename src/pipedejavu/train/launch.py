@@ -149,7 +149,7 @@ def _measure(options: TrainOptions, plan: Plan, machine: Machine, names: Sequenc
 
 
 def _measure_here(options: TrainOptions, plan: Plan, kinds: dict[str, torch.device]) -> Profile:
-    job, batches = prepare(options, (plan.feed.samples,))
+    job, batches = prepare(options, (plan.feed.samples,), plan.cut.begins)
     return measure(options.model, job, plan, batches.first, kinds)
 
 
@@ -283,7 +283,7 @@ def _failure(folder: RunFolder, processes: Sequence[Any]) -> BaseException:
 
 def audit_run(done: Trained) -> dict[str, float]:
     """Replays a run that kept its log; returns the largest difference of each parameter."""
-    job, batches = prepare(done.options, done.program.sizes)
+    job, batches = prepare(done.options, done.program.sizes, done.program.plan.cut.begins)
     for update, parts in done.moves:
         batches.change(update, [size for part in parts for size in part])
     return audit(done.program, job, batches, done.outcome)

@@ -60,10 +60,12 @@ class Way(NamedTuple):
 def measure_model(model: str, samples: int, report: Report, context: int | None = None) -> Profiled:
     """Measures a model on a device of each kind that this machine has."""
     task, machine = open_task(model, context=context), this_machine()
-    shots = _shots(task, model, samples, report)
+    shots, begins = _shots(task, model, samples, report)
     kinds = {device.kind: torch.device("cpu" if device.type == "cpu" else "cuda") for device in machine.devices}
     profile = measure_profile(model, shots, _job(shots[-1]).ties, kinds, updates_of(AdamW(lr=1e-3)), report)
-    return Profiled(profile, machine, tuple(shot.samples for shot in shots), describe_form(_batch(task, 1)[0]))
+    return Profiled(
+        profile.but(begins=begins), machine, tuple(shot.samples for shot in shots), describe_form(_batch(task, 1)[0])
+    )
 
 
 def measure_ways(name: str, shots: Sequence[Shot], job: Job, ways: Sequence[Way], report: Report) -> Profile:
@@ -80,19 +82,21 @@ def measure_ways(name: str, shots: Sequence[Shot], job: Job, ways: Sequence[Way]
 
 def measure_task(model: str, data: str | None, samples: int, ways: Sequence[Way], report: Report) -> Profile:
     """Measures a model on its data in each way."""
-    shots = _shots(open_task(model, data=data), model, samples, report)
-    return measure_ways(model, shots, _job(shots[-1]), ways, report)
+    shots, begins = _shots(open_task(model, data=data), model, samples, report)
+    return measure_ways(model, shots, _job(shots[-1]), ways, report).but(begins=begins)
 
 
-def _shots(task: Task, model: str, samples: int, report: Report) -> list[Shot]:
-    """Cuts a model for microbatches of several sizes, as far as they have the same units."""
+def _shots(task: Task, model: str, samples: int, report: Report) -> tuple[list[Shot], tuple[int, ...]]:
+    """Cuts a model for microbatches of several sizes, as far as they have the same units; returns where, too."""
     shots, cut = [], None
     for size in choose_sizes(samples):
         report(f"cutting {model} for {size} samples")
         inputs, targets = _batch(task, size)
         cut = cut if cut and cut.way == "chain" else cut_model(task.model, inputs)
         shots.append(_shot(task, cut, inputs, targets))
-    return [shot for shot in shots if has_same_units(shot, shots[-1])]  # a cut goes by bytes, which sizes change
+    assert cut is not None
+    # A cut goes by bytes, which sizes change.
+    return [shot for shot in shots if has_same_units(shot, shots[-1])], cut.begins
 
 
 def estimate_model(
@@ -120,7 +124,8 @@ def estimate_model(
         cut = cut if cut and cut.way == "chain" else cut_model(task.model, inputs)
         shots.append(_shot(task, cut, inputs, targets))
     shots = [shot for shot in shots if has_same_units(shot, shots[-1])]
-    profile = estimate_units(model, shots, _job(shots[-1]).ties, rates, report)
+    assert cut is not None
+    profile = estimate_units(model, shots, _job(shots[-1]).ties, rates, report).but(begins=cut.begins)
     sizes = [shot.samples for shot in shots]
     return Profiled(profile, machine, tuple(sizes), describe_form(inputs), _basis(machine, efficiencies))
 

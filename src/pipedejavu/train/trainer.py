@@ -75,7 +75,7 @@ class Trainer:
         _check_steps(plan)
         self.batch = _Split(sample, (1,) * (plan.feed.microbatches * _copies(plan) * plan.steps))
         samples = len(self.batch.targets(0))
-        cut = self.batch.cut = cut_model(model, self.batch.own_inputs(0))
+        cut = self.batch.cut = cut_model(model, self.batch.own_inputs(0), plan.cut.begins)
         self.units = cut.units
         job = Job(units=cut.units, loss=loss_of(cut, loss or own_loss), optimizer=optimizer, seed=seed)
         plan = plan.but(feed=plan.feed.but(samples=samples))
@@ -175,7 +175,7 @@ def _search(
     job = Job(units=cut.units, loss=loss_of(cut, loss), optimizer=optimizer)
     shots = [Shot(cut.units, *batch.head(size), job.loss) for size in sizes]
     profile = measure_ways("model", shots, job, ways_of(machine), lambda text: None)  # noqa: ARG005
-    found = choose_plan(profile, machine, Options(batch=batch.size))
+    found = choose_plan(profile.but(begins=cut.begins), machine, Options(batch=batch.size))
     return found.plan, found.machine
 
 

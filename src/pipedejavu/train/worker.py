@@ -72,7 +72,7 @@ class Rank:
             torch.backends.cudnn.allow_tf32 = False
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what cuBLAS needs to be deterministic
         torch.use_deterministic_algorithms(True, warn_only=True)
-        self.job, self.order = prepare(options, program.sizes)
+        self.job, self.order = prepare(options, program.sizes, program.plan.cut.begins)
         self.order.start(start.step, start.samples)
         self.batches = SteadyBatches(self.order)
         self.moves: list[Move] = []

@@ -1,0 +1,97 @@
+"""The largest that fits: the batch of one pass, or the number of a model's repeated blocks; found by searches."""
+
+from collections.abc import Callable
+from itertools import groupby
+from typing import NamedTuple
+
+from pipedejavu.facts import InputError, Machine, Profile, Unit
+from pipedejavu.search.advice import nothing_fits
+from pipedejavu.search.option import Options, Progress
+from pipedejavu.search.scene import usable
+from pipedejavu.search.search import search
+
+MOST = 2**16
+"""Beyond which nobody asks."""
+NEAR = 64
+"""The largest number is found within so many parts of it."""
+
+
+class Largest(NamedTuple):
+    """A question whose answer fits, while that of a larger one does not."""
+
+    profile: Profile
+    options: Options
+    text: str
+
+
+def find_largest(
+    profile: Profile, machine: Machine, options: Options, progress: Progress | None = None
+) -> Largest | None:
+    """Returns the largest question that has an answer, for the objectives `batch` and `blocks`; None for the others.
+
+    Raises InputError where even the smallest fits nowhere, or where a model's blocks cannot be counted.
+    """
+    if options.objective not in ("batch", "blocks"):
+        return None
+
+    def fits(profile: Profile, options: Options) -> bool:
+        if progress:
+            progress(0.0, f"a batch of {options.batch}, {len(profile.units)} units")
+        return search(profile, machine, options.but(candidates=1)).best is not None
+
+    if options.objective == "blocks":
+        start, run = _blocks(profile)
+        count = _most(lambda n: fits(_with_blocks(profile, start, run, n), options))
+        if not count:
+            raise nothing_fits(_with_blocks(profile, start, run, 1), machine, options)
+        larger = _with_blocks(profile, start, run, count)
+        many = sum(unit.num_parameters for unit in larger.units)
+        text = f"{count} blocks like {profile.units[start].name} fit, where the model has {run}: {many:,} parameters"
+        return Largest(larger, options, text)
+    devices = [machine.device(name) for name in usable(profile, machine, options)]
+    step = max(sum(d.type == "gpu" for d in devices), 1)
+    whole = options.but(samples=None)
+    count = _most(lambda n: fits(profile, whole.but(batch=n * step)))
+    if not count:
+        raise nothing_fits(profile, machine, whole.but(batch=step))
+    text = f"a batch of {count * step} is the largest that fits in one pass, in steps of {step}"
+    return Largest(profile, whole.but(batch=count * step), text)
+
+
+def _most(fits: Callable[[int], bool]) -> int:
+    """Returns the largest number that fits, all smaller ones taken to fit too; 0 where 1 does not."""
+    if not fits(1):
+        return 0
+    low, high = 1, 2
+    while high <= MOST and fits(high):
+        low, high = high, 2 * high
+    while high - low > max(1, low // NEAR):
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
+
+
+def _blocks(profile: Profile) -> tuple[int, int]:
+    """Returns where the longest run of units that are alike begins, and how long it is."""
+    if profile.edges is not None or profile.ties:
+        raise InputError(
+            f"profile '{profile.name}' has values or parameters that pass its units by, so its blocks cannot be"
+            " multiplied; use --objective batch"
+        )
+    runs, start = [], 0
+    for _, alike in groupby(profile.units, key=_likeness):
+        runs.append((start, len([*alike])))
+        start += runs[-1][1]
+    return max(runs, key=lambda found: found[1])
+
+
+def _likeness(unit: Unit) -> tuple[float, ...]:
+    return unit.num_parameters, unit.parameter_bytes, unit.activation_bytes, unit.boundary_bytes
+
+
+def _with_blocks(profile: Profile, start: int, run: int, count: int) -> Profile:
+    """Returns the model with so many units in place of a run of units that are alike."""
+    own, rest = profile.units[start : start + run], profile.units[start + run :]
+    blocks = [own[n] if n < run else own[n % run].but(name=f"{own[n % run].name}+{n // run}") for n in range(count)]
+    name = f"{profile.name} with {count} blocks"
+    return profile.but(name=name, units=(*profile.units[:start], *blocks, *rest), begins=())

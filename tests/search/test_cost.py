@@ -1,0 +1,54 @@
+"""The estimate against closed forms, and against the simulator where wires are shared."""
+
+import pytest
+
+from pipedejavu.search import Options, search
+from pipedejavu.search.cost import Costs, estimate
+from pipedejavu.search.draft import PLAIN, Draft, Scene, Stage
+from pipedejavu.search.seat import Row, seat_of
+from tests.search.case import machine, profile
+
+
+def test_of_rings_on_one_wire_the_smaller_ends_first_and_the_larger_when_all_is_through() -> None:
+    # Two stages of two replicas, one of each on either host: both rings go through both interfaces, 1 byte a second.
+    model = profile([1e-3] * 2, weights=[100, 300])
+    place = machine(["fast"] * 4, hosts=2, between=1.0, has_interfaces=True)
+    order = ("gpu0", "gpu2", "gpu1", "gpu3")
+    scene = Scene(model, place, order)
+    costs, row = Costs(scene, 1), Row(scene, order, 2)
+    after = []
+    for stage in (0, 1):
+        seat = seat_of(row.place(2 - 2 * stage, 2), 2, is_stale=False)
+        after.append(float(costs.stage(stage, stage + 1, seat, PLAIN).after_s))
+    # Of two members each sends the value once; 100 and 100 of the other's go together, and then 200 alone.
+    assert after == pytest.approx([200.0, 400.0])
+
+
+def test_a_transfer_meets_the_gradients_that_leave_its_host_for_the_stage_before() -> None:
+    model = profile([1e-3] * 3, boundary=100.0)
+    place = machine(["fast"] * 3, hosts=3, between=1e5, has_interfaces=True)
+    scene = Scene(model, place, ("gpu0", "gpu1", "gpu2"))
+    row = Row(scene, scene.devices, 1)
+    assert [row.place(after, 1).meets for after in (0, 1, 2)] == [0.0, 1.0, 1.0]
+    apart = machine(["fast"] * 3, hosts=3, between=1e5)
+    assert Row(Scene(model, apart, scene.devices), scene.devices, 1).place(1, 1).meets == 0.0
+    stages = tuple(Stage(n, n + 1, (f"gpu{n}",)) for n in range(3))
+    # One microbatch meets nothing: three stages of 3 ms, and two borders of 1 ms there and back.
+    alone = estimate(Draft(scene, stages, 1, 1), Costs(scene, 1))
+    assert alone.time_s == pytest.approx(13e-3, rel=1e-3)
+
+
+@pytest.mark.parametrize("between", [2e5, 1e6])
+def test_the_estimate_across_interfaces_is_near_the_simulator(between: float) -> None:
+    # A border takes 0.5 or 0.1 of a stage's 6 ms. Each transfer is slowed by 0 to 1 times the one that it may meet, and
+    # half of that is assumed: estimates of the round trip err by half a transfer of each border and way at most.
+    model = profile([1e-3] * 8, weights=10**6, boundary=300.0)
+    place = machine(["fast"] * 8, hosts=4, within=1e12, between=between, has_interfaces=True)
+    result = search(model, place, Options(batch=64, samples=2, is_runnable=True, candidates=3))
+    assert result.num_simulated > 3
+    compared = [c for c in result.candidates if c.plan.order.kind == "1f1b"]
+    assert compared
+    for found in compared:
+        sent = 2 * 300.0 / between
+        err = sent / (3e-3 * 2 + 2 * sent)
+        assert abs(found.time_s / found.estimated_s - 1) < err + 0.05  # and a twentieth for what drains

@@ -1,0 +1,52 @@
+"""The largest batch, and the largest model, that fit."""
+
+import pytest
+
+from pipedejavu.facts import Edge, InputError
+from pipedejavu.search import Options, find_largest, search
+from tests.search.case import machine, profile
+
+
+def test_the_largest_batch_of_one_pass_fits_and_a_larger_one_does_not() -> None:
+    # Without recomputing, 30 samples of 10 bytes in each of two units fit beside 32 bytes of state on each device.
+    model, place = profile([1e-3] * 2, saved=10.0, boundary=0.0), machine(["fast"] * 2, room=640)
+    found = find_largest(model, place, Options(objective="batch", is_runnable=True))
+    assert found is not None
+    best = search(model, place, found.options).best
+    assert best is not None
+    assert best.plan.feed.microbatches == 1
+    assert best.samples == found.options.batch >= 60
+    assert found.text == f"a batch of {best.samples} is the largest that fits in one pass, in steps of 2"
+    more = found.options.but(batch=found.options.batch + 2 * (1 + found.options.batch // 64))
+    assert search(model, place, more).best is None
+
+
+def test_the_largest_model_has_as_many_blocks_as_state_fits() -> None:
+    # A block has 16 bytes of state, two ends 8 each; with batches of one, two devices of 100 bytes hold about eleven.
+    model = profile([1e-3] * 4, weights=[2, 4, 4, 2], saved=0.0, boundary=0.0)
+    units = tuple(u.but(num_parameters=u.parameter_bytes) for u in model.units)
+    place, options = machine(["fast"] * 2, room=100), Options(objective="blocks", batch=1, is_runnable=True)
+    found = find_largest(model.but(units=units), place, options)
+    assert found is not None
+    blocks = len(found.profile.units) - 2
+    assert blocks == 10  # five of 16 bytes and an end of 8 on each
+    assert found.text == "10 blocks like u1 fit, where the model has 2: 44 parameters"
+    assert [u.name for u in found.profile.units[:5]] == ["u0", "u1", "u2", "u1+1", "u2+1"]
+    assert search(found.profile, place, found.options).best is not None
+
+
+def test_blocks_of_a_model_with_skips_cannot_be_counted() -> None:
+    model = profile([1e-3] * 3).but(edges=(Edge(source="u0", target="u2"), Edge(source="u0", target="u1")))
+    with pytest.raises(
+        InputError, match="pass its units by, so its blocks cannot be multiplied; use --objective batch"
+    ):
+        find_largest(model, machine(["fast"]), Options(objective="blocks"))
+
+
+def test_where_even_the_smallest_does_not_fit_the_remedy_is_told() -> None:
+    with pytest.raises(InputError, match="no plan for test with a batch of 1 fits machine 'test'; this would fit: "):
+        find_largest(profile([1e-3]), machine(["fast"], room=8), Options(objective="batch", is_runnable=True))
+
+
+def test_other_objectives_ask_for_nothing_larger() -> None:
+    assert find_largest(profile([1e-3]), machine(["fast"]), Options()) is None
