@@ -328,7 +328,7 @@ def compare(run_dir: str, as_json: bool) -> None:
 def _compare_recording(path: Path, as_json: bool) -> None:
     """Prints the same of the recorded steps of a HybridAdamW, by lane and kind, and what bounds a step."""
     room = _room()
-    run = room.HybridRun.from_json(path.read_text(), source=str(path))
+    run = room.HybridRun.load(path)
     found, use = room.review(run), room.occupancy_of(run)
     if as_json:
         table = [{"lane": lane, **row._asdict()} for lane, rows in found.rows().items() for row in rows]

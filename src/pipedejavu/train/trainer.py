@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from pipedejavu.engine import AdamW, Job, Optimizer, Threads
-from pipedejavu.engine.state import carried, put_all, take_all, take_norm
+from pipedejavu.engine.state import put_all, take_all, take_norm
 from pipedejavu.facts import InputError, Machine
 from pipedejavu.plan import Plan, preset
 from pipedejavu.profile import Cut, Shot, cut_model
@@ -72,7 +72,6 @@ class Trainer:
         elif isinstance(plan, str):
             plan = preset(plan.removeprefix("preset:")).at(workers=workers, microbatches=4)
         plan = plan if plan.version.kind != "sync" else plan.but(steps=1)
-        _check_steps(plan)
         self.batch = _Split(sample, (1,) * (plan.feed.microbatches * _copies(plan) * plan.steps))
         samples = len(self.batch.targets(0))
         cut = self.batch.cut = cut_model(model, self.batch.own_inputs(0))
@@ -245,15 +244,6 @@ class _Split:
     def count(self, microbatch: int) -> int:
         """Returns the samples of a microbatch."""
         return len(self.targets(microbatch))
-
-
-def _check_steps(plan: Plan) -> None:
-    """Raises InputError for plans whose workers know more of each other than a step can hand to the next."""
-    if what := carried(plan):
-        raise InputError(
-            f"plan '{plan.name}' carries {what} from update to update, which the end of a step would cut off; give all"
-            " updates to one program, as 'train' does, or use another plan"
-        )
 
 
 def _copies(plan: Plan) -> int:

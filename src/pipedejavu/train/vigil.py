@@ -1,0 +1,173 @@
+"""The vigil over a worker: what each of its lanes is at, and whether one hangs.
+
+An action that takes far longer than an update should is told by its own worker, with where it is in the code. A process
+that was stopped, or that lets none of its threads run, cannot tell: whoever started it hears it no more, and reads what
+it was at from memory that both share. Times are of the monotonic clock, which all processes of a host have in common.
+"""
+
+import math
+import mmap
+import os
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple
+
+INTERVAL_S = 0.25
+FLOOR_S = 60.0
+"""How long any action may take."""
+FACTOR = 10
+"""How many times the longest of its kind so far, or an update's forecast, an action may take; and how much longer than
+that one waits that depends on others, who should tell first."""
+SILENT_S = 30.0
+"""How long a process may say nothing; its vigil has a thread of its own, so that only what stops a process stops it."""
+BEGIN_S = 300.0
+"""How long a process may take to say its first word."""
+ROOM_BYTES = 512
+
+
+class Doing(NamedTuple):
+    """What a lane is at, and since when."""
+
+    lane: str
+    action: str
+    since_s: float
+
+    @property
+    def waits_for_others(self) -> bool:
+        """Whether it may take long because another worker does."""
+        return self.lane.startswith("net")
+
+    def __str__(self) -> str:
+        return f"{self.action} (lane {self.lane})"
+
+
+class Vigil:
+    """One worker's vigil over its own lanes; `end` is given where the code is, and a sentence, and should not return.
+
+    It writes on a slate, if there is one, what another process may read.
+    """
+
+    def __init__(self, rank: int, end: Callable[[str, str], None], slate: "Slate | None" = None):
+        self.rank, self.end, self.slate = rank, end, slate
+        self.doing: dict[str, Doing] = {}
+        self.threads: dict[str, int] = {}
+        self.limit_s, self.is_fixed = math.inf, True
+        self._beats = 0
+        threading.Thread(target=self._go, daemon=True).start()
+
+    def allow(self, forecast_s: float, asked_s: float | None) -> None:
+        """Says how long an action may take: as long as was asked, 0 for ever, or by the forecast of an update."""
+        self.is_fixed = asked_s is not None
+        self.limit_s = max(FLOOR_S, FACTOR * forecast_s) if asked_s is None else asked_s or math.inf
+
+    def notice(self, lane: str, action: str) -> None:
+        """Takes what a lane begins, or that it has ended what it was at, which is no action; called by its thread."""
+        now_s = time.monotonic()
+        if action:
+            self.threads[lane] = threading.get_ident()
+            self.doing[lane] = Doing(lane, action, now_s)
+        elif (ended := self.doing.pop(lane, None)) and not self.is_fixed and not ended.waits_for_others:
+            self.limit_s = max(self.limit_s, FACTOR * (now_s - ended.since_s))
+        self._write()
+
+    def hung(self) -> Doing | None:
+        """Returns what takes too long, if anything does."""
+        now_s = time.monotonic()
+        late = [doing for doing in self.doing.copy().values() if now_s - doing.since_s > self.allowed_s(doing)]
+        return min(late, key=lambda doing: doing.waits_for_others, default=None)
+
+    def allowed_s(self, doing: Doing) -> float:
+        """Returns how long it may take."""
+        return self.limit_s * (FACTOR if doing.waits_for_others else 1)
+
+    def describe(self) -> str:
+        """Says what the worker is at."""
+        return describe(self.doing.copy().values())
+
+    def _write(self) -> None:
+        if self.slate:
+            self.slate.write(self.rank, self._beats, self.doing.copy().values())
+
+    def _go(self) -> None:
+        while True:
+            time.sleep(INTERVAL_S)
+            self._beats += 1
+            self._write()
+            if found := self.hung():
+                lasts = f"{found} has lasted {time.monotonic() - found.since_s:.0f} s"
+                allowed = f"{self.allowed_s(found):.0f} s were allowed; --hang-after allows more"
+                waits = ", in which it waits for others" if found.waits_for_others else ""
+                self.end(self._trace(found.lane), f"worker {self.rank} hangs: {lasts}{waits}, and {allowed}")
+                return
+
+    def _trace(self, lane: str) -> str:
+        """Returns where a lane's thread is in the code."""
+        frame = sys._current_frames().get(self.threads[lane])
+        return "".join(traceback.format_stack(frame)) if frame else ""
+
+
+class Slate:
+    """What every worker of a host is at, in a file that its processes have in their memory."""
+
+    def __init__(self, path: Path, size: int):
+        """Makes the file where it is not there; the disk has room for it from then on."""
+        file = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            os.posix_fallocate(file, 0, size * ROOM_BYTES)
+            self.memory = mmap.mmap(file, size * ROOM_BYTES)
+        finally:
+            os.close(file)
+
+    def write(self, rank: int, beats: int, doing: Iterable[Doing]) -> None:
+        """Writes how often a worker has looked after itself, and what it is at."""
+        text = "\n".join((str(beats), *(f"{d.lane}\t{d.action}\t{d.since_s}" for d in doing)))
+        start = rank * ROOM_BYTES
+        self.memory[start : start + ROOM_BYTES] = text.encode()[:ROOM_BYTES].ljust(ROOM_BYTES, b"\0")
+
+    def read(self, rank: int) -> bytes:
+        """Returns what a worker has written, which is nothing at first, and may be half of it."""
+        return self.memory[rank * ROOM_BYTES : (rank + 1) * ROOM_BYTES].rstrip(b"\0")
+
+
+class Ear:
+    """Hears the workers of a slate, each of which may be silent for a time; 0 is for ever."""
+
+    def __init__(self, slate: Slate, size: int, silent_s: float | None):
+        self.slate = slate
+        self.silent_s = SILENT_S if silent_s is None else silent_s or math.inf
+        self.heard = {rank: (b"", time.monotonic() + BEGIN_S) for rank in range(size)}
+
+    def missed(self, alive: Iterable[int]) -> str:
+        """Returns a sentence on a worker that is there and was not heard in time, or nothing."""
+        now_s = time.monotonic()
+        for rank in alive:
+            text, until_s = self.heard[rank]
+            if (found := self.slate.read(rank)) != text:
+                self.heard[rank] = found, now_s + self.silent_s
+            elif now_s > until_s:
+                silent_s = BEGIN_S if not text else self.silent_s
+                return f"worker {rank} was not heard for {silent_s:.0f} s{STUCK}; it was at {describe(_parsed(text))}"
+        return ""
+
+
+STUCK = ": its process is stopped, or one of its threads keeps all others from running"
+
+
+def describe(doing: Iterable[Doing]) -> str:
+    """Says what a worker is at: what it does itself before what it waits for, the oldest first."""
+    found = sorted(doing, key=lambda d: (d.waits_for_others, d.since_s))
+    return str(found[0]) if found else "nothing, between two actions"
+
+
+def _parsed(text: bytes) -> list[Doing]:
+    found = []
+    for line in text.decode(errors="replace").splitlines()[1:]:
+        with suppress(ValueError):  # half a line
+            lane, action, since_s = line.split("\t")
+            found.append(Doing(lane, action, float(since_s)))
+    return found
