@@ -35,7 +35,9 @@ from pipedejavu.store import Checkpoint, Saver, Shelf, export_dcp, import_dcp, i
 from pipedejavu.train import RunFolder, TrainOptions
 from pipedejavu.train import cache as kept
 from pipedejavu.train.folder import Start
+from pipedejavu.train.loop import _optimizer_state, load_weights
 from pipedejavu.train.recording import HybridRun
+from pipedejavu.train.saved import random_state, saved_in, set_random_state
 from pipedejavu.zoo.idx import read_idx
 from pipedejavu.zoo.image import read_cifar10
 from tests.facts.test_fuzz import MACHINE, ODD, PLAN, PROFILE, TIMELINE
@@ -80,6 +82,7 @@ def seal(data: bytes) -> bytes:
 def checkpoint_files() -> dict[str, bytes]:
     """A small checkpoint: scalars, nothing, several types."""
     tensors = {"weight/a": torch.arange(6.0).view(2, 3), "state/step/a": torch.tensor(3), "weight/b": torch.empty(0, 2)}
+    tensors |= random_state()
     with TemporaryDirectory() as folder:
         shelf = Shelf(folder)
         saver = Saver(shelf, tell=pytest.fail)
@@ -98,13 +101,24 @@ def read_checkpoint(path: Path) -> None:
             (path.parent / name).write_bytes(data)
     found = Checkpoint(path.parent)
     faults = []
-    for read in (found.verify, lambda: found.tensors(found.names())):
+    random = torch.get_rng_state()
+    for read in (found.verify, lambda: found.tensors(found.names()), lambda: saved_in(found), lambda: go_on(found)):
         try:
             read()
         except InputError as error:
             faults.append(error)
+    torch.set_rng_state(random)
     if faults:
         raise faults[0]
+
+
+def go_on(found: Checkpoint) -> None:
+    """Takes up all that is there, as a loop of one's own does."""
+    model = torch.nn.ParameterDict({"a": torch.zeros(2, 3), "b": torch.zeros(0, 2)})
+    optimizer = torch.optim.AdamW(model.parameters())
+    load_weights(model, found)
+    _optimizer_state(model, optimizer, found)
+    set_random_state(found)
 
 
 def read_dcp(path: Path) -> None:

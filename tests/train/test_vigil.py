@@ -166,12 +166,12 @@ def check_resume(processes, folder: Path, said: str) -> None:
     ("sleep", "seed"), [("sleeps", 0), *(pytest.param("sleeps", n, marks=pytest.mark.slow) for n in (1, 2, 3))]
 )
 def test_a_unit_that_sleeps_for_ever_ends_the_run(processes, tmp_path: Path, sleep: str, seed: int) -> None:
-    rank, process = start_faulty(processes, tmp_path, sleep, seed, "--hang-after", "2")
+    rank, process = start_faulty(processes, tmp_path, sleep, seed, "--hang-after", "5")
     code, out, err = processes.finish(process)
     assert (code, out) == (1, "")
     assert "time.sleep(1e6)" in err  # where it is in the code
     assert re.search(
-        rf"\npipedejavu: worker {rank} hangs: F{rank}\.\d@0 \(lane compute\) has lasted \d+ s, and 2 s were allowed;"
+        rf"\npipedejavu: worker {rank} hangs: F{rank}\.\d@0 \(lane compute\) has lasted \d+ s, and 5 s were allowed;"
         r" --hang-after allows more; all others were stopped; --resume goes on behind step \d+\n$",
         err,
     )
@@ -182,11 +182,11 @@ def test_a_unit_that_sleeps_for_ever_ends_the_run(processes, tmp_path: Path, sle
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3))
 def test_a_unit_that_keeps_the_interpreter_to_itself_ends_the_run(processes, tmp_path: Path, seed: int) -> None:
-    rank, process = start_faulty(processes, tmp_path, "keeps the lock", seed, "--hang-after", "3")
+    rank, process = start_faulty(processes, tmp_path, "keeps the lock", seed, "--hang-after", "5")
     code, out, err = processes.finish(process)
     assert (code, out) == (1, "")
     assert re.search(
-        rf"pipedejavu: worker {rank} was not heard for 3 s: its process is stopped, or one of its threads keeps all"
+        rf"pipedejavu: worker {rank} was not heard for 5 s: its process is stopped, or one of its threads keeps all"
         rf" others from running; it was at F{rank}\.\d@0 \(lane compute\); all others were stopped; --resume goes on",
         err,
     )
@@ -219,7 +219,7 @@ def children(pid: int) -> list[int]:
 @pytest.mark.parametrize("seed", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2, 3))])
 def test_a_worker_that_was_stopped_ends_the_run(processes, tmp_path: Path, seed: int) -> None:
     luck = random.Random(seed)
-    steps = ("--steps", "100000", "--hang-after", "2")
+    steps = ("--steps", "100000", "--hang-after", "5")
     process = processes.start((sys.executable, "-m", "pipedejavu", *TRAIN, *steps), tmp_path)
     wait_for_step(process, tmp_path, luck.randrange(6, 20))
     time.sleep(luck.uniform(0.0, 0.2))
@@ -228,7 +228,7 @@ def test_a_worker_that_was_stopped_ends_the_run(processes, tmp_path: Path, seed:
     code, out, err = processes.finish(process)
     assert (code, out) == (1, "")
     assert re.search(
-        r"pipedejavu: worker \d was not heard for 2 s: its process is stopped, or one of its threads keeps all"
+        r"pipedejavu: worker \d was not heard for 5 s: its process is stopped, or one of its threads keeps all"
         r" others from running; it was at .+; all others were stopped; --resume goes on behind step \d+\n",
         err,
     )
@@ -242,13 +242,13 @@ def test_torchrun_starts_ranks_again_where_one_hangs(processes, tmp_path: Path, 
     start += "    patch(int(os.environ['RANK']))\nmain()\n"
     (tmp_path / "faulty.py").write_text(FAULTY.format(rank=1, call=25, sleep=sleep) + start)
     torchrun = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--max-restarts", "2")
-    more = ("--steps", "30", "--hang-after", "4", "--resume")
+    more = ("--steps", "30", "--hang-after", "6", "--resume")
     code, out, err = processes.run((*torchrun, "faulty.py", *TRAIN, *more), tmp_path)
     assert code == 0, err
     assert json.loads(out)["steps"] == 30
     sentence = {
         "sleeps": r"pipedejavu: worker 1 hangs: F1\.\d@0 \(lane compute\) has lasted \d+ s",
-        "stopped": r"pipedejavu: rank 1 was not heard for 4 s: its process is stopped, .+; it was at F1\.\d@0 \(lane",
+        "stopped": r"pipedejavu: rank 1 was not heard for 6 s: its process is stopped, .+; it was at F1\.\d@0 \(lane",
     }[kind]
     assert len(re.findall(sentence, err)) == 1
     assert "training goes on behind step 10" in err

@@ -24,10 +24,11 @@ from pipedejavu.simulate import Prediction, simulate
 from pipedejavu.store import Saver, Shelf
 from pipedejavu.train.door import inputs_and_targets, own_loss
 from pipedejavu.train.folder import result_of
-from pipedejavu.train.loop import random_state, say, set_random_state
+from pipedejavu.train.loop import say
 from pipedejavu.train.measure import measure
 from pipedejavu.train.planning import MOST_SAMPLES, choose_plan, known_machine, ways_of
 from pipedejavu.train.profiling import choose_sizes, measure_ways
+from pipedejavu.train.saved import current_gpu, random_state, saved_in, set_random_state
 from pipedejavu.train.site import devices_to_measure, make_machine, read_sites, torch_device
 from pipedejavu.train.task import describe_form, loss_of
 
@@ -126,7 +127,7 @@ class Trainer:
             "facts": {"norm": take_norm(self.threads.handlers[0])},
         }
         self._losses.clear()
-        self._saver.save(self.updates, take_all(self.threads) | random_state(), lambda: about)
+        self._saver.save(self.updates, take_all(self.threads) | random_state(device=current_gpu()), lambda: about)
 
     def wait(self) -> None:
         """Waits until what was saved is on the disk."""
@@ -148,10 +149,10 @@ class Trainer:
             self.threads,
             found.step,
             lambda name: found.tensor(name) if name in has else None,
-            found.manifest.facts.get("norm"),
+            saved_in(found).norm,
         )
         self.samples = found.manifest.samples
-        set_random_state(found)
+        set_random_state(found, device=current_gpu())
         return found.step
 
     def save_to_model(self) -> nn.Module:

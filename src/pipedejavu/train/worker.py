@@ -31,6 +31,7 @@ from pipedejavu.train.folder import Part, RunFolder, Start
 from pipedejavu.train.halt import STOPPED, Halt
 from pipedejavu.train.options import TrainOptions
 from pipedejavu.train.progress import Progress
+from pipedejavu.train.saved import random_state, saved_in, set_random_state
 from pipedejavu.train.site import num_threads
 from pipedejavu.train.task import SteadyBatches, prepare
 from pipedejavu.train.vigil import Slate, Vigil
@@ -167,10 +168,7 @@ class Rank:
         is_apart = self.program.plan.feed.kind == "own"
         if is_apart:  # others may still be at an update before this one
             dist.barrier()
-        tensors = take_state(handlers)
-        tensors[f"rng/{self.rank}"] = torch.get_rng_state()
-        if handlers.device.type == "cuda":
-            tensors[f"rng/{self.rank}/cuda"] = torch.cuda.get_rng_state(handlers.device)
+        tensors = take_state(handlers) | random_state(self.rank, handlers.device)
         if is_apart:
             dist.barrier()
         facts = {"norm": take_norm(handlers), "parts": self.program.parts, "options": _plain(self.options)}
@@ -182,20 +180,16 @@ class Rank:
         if not self.start.step:
             return
         checkpoint = Checkpoint(shelf.folder(self.start.step))
-        facts, has = checkpoint.manifest.facts, checkpoint.manifest.tensors
+        facts, has = saved_in(checkpoint), checkpoint.manifest.tensors
         put_state(
             handlers,
             self.start.step,
             lambda name: checkpoint.tensor(name) if name in has else None,
-            facts.get("norm"),
+            facts.norm,
         )
-        parts = tuple(map(tuple, facts.get("parts", ())))
-        if self.program.plan.feed.is_controlled and [*map(len, parts)] == [*map(len, self.program.parts)]:
-            self._move(self.start.step, parts)
-        if f"rng/{self.rank}" in has:
-            torch.set_rng_state(checkpoint.tensor(f"rng/{self.rank}"))
-        if handlers.device.type == "cuda" and f"rng/{self.rank}/cuda" in has:
-            torch.cuda.set_rng_state(checkpoint.tensor(f"rng/{self.rank}/cuda"), handlers.device)
+        if self.program.plan.feed.is_controlled and [*map(len, facts.parts)] == [*map(len, self.program.parts)]:
+            self._move(self.start.step, facts.parts)
+        set_random_state(checkpoint, self.rank, handlers.device)
 
     def _rebalance(self, update: int, spans: list[Span]) -> None:
         """Moves samples between replicas from an update on; each keeps its number of microbatches."""
