@@ -35,7 +35,7 @@ from pipedejavu.train import launch, worker
 from pipedejavu.train.task import SampleOrder
 
 STEPS, EVERY = 30, 5
-HANG_S = 4
+HANG_S = 10
 PLANS = {"1f1b": ("--microbatches", "2"), "ddp": ("--microbatches", "1")}
 PHASES: dict[str, tuple[type, str, int]] = {
     "forward": (Handlers, "forward", 30),
@@ -135,9 +135,9 @@ class Attempt:
             (self.folder / "start.py").write_text(code)
             torchrun = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--max-restarts", "2")
             start, more = (sys.executable, *torchrun, "start.py"), (*more, "--resume")
-        hang = ("--hang-after", str(HANG_S), "--run-dir", "run", "--json")
+        hang = ("--hang-after", str(HANG_S)) if self.fault.act in ("sleep", "SIGSTOP") else ()
         return subprocess.Popen(
-            [*start, "train", "zoo:mlp", *given, *sizes, *hang, *more],
+            [*start, "train", "zoo:mlp", *given, *sizes, *hang, "--run-dir", "run", "--json", *more],
             cwd=self.folder,
             env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "FAULT": json.dumps(self.aim)},
             text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True,
