@@ -18,7 +18,7 @@ pytest.importorskip("safetensors")
 from safetensors.torch import load_file
 
 from pipedejavu.store import Shelf
-from pipedejavu.train.vigil import FACTOR, FLOOR_S, ROOM_BYTES, Doing, Ear, Slate, Vigil, describe
+from pipedejavu.train.vigil import FACTOR, FLOOR_S, LANES, Doing, Ear, Slate, Vigil
 
 TRAIN = (
     "train", "zoo:mlp", "--data", "random:64", "--samples", "3", "--plan", "preset:1f1b", "--workers", "2",
@@ -118,27 +118,32 @@ def test_a_worker_that_says_nothing_is_missed_with_what_it_was_at(tmp_path: Path
     monkeypatch.setattr("pipedejavu.train.vigil.time.monotonic", lambda: now_s[0])
     slate = Slate(tmp_path / "slate", 2)
     ear = Ear(Slate(tmp_path / "slate", 2), 2, 5.0)
-    slate.write(0, 1, [Doing("net<1", "RECV:g1.0<1", 1.0), Doing("compute", "B0.0@0", 2.0)])
+    slate.write(0, Doing("net<1", "RECV:g1.0<1", 1.0))
+    slate.write(0, Doing("compute", "B0.0@0", 2.0))
     assert ear.missed((0, 1)) == ""
     now_s[0] += 6
-    slate.write(1, 1, [])
+    slate.beat(1)
     assert ear.missed((1,)) == ""
     assert ear.missed((0,)).startswith("worker 0 was not heard for 5 s: its process is stopped, or ")
     assert ear.missed((0,)).endswith("; it was at B0.0@0 (lane compute)")
-    slate.write(0, 2, [])
+    slate.beat(0)
+    slate.wipe(0, "compute")
     assert ear.missed((0, 1)) == ""
     now_s[0] += 6
-    assert ear.missed((0,)).endswith("; it was at nothing, between two actions")
+    assert ear.missed((0,)).endswith("; it was at RECV:g1.0<1 (lane net<1)")
     assert Ear(slate, 2, 0).missed((0, 1)) == ""
 
 
 def test_a_slate_holds_what_fits(tmp_path: Path) -> None:
     slate = Slate(tmp_path / "slate", 2)
-    many = [Doing(f"net<{n}", "RECV:x0.0<1", 1.0) for n in range(100)]
-    slate.write(0, 1, many)
-    assert slate.read(1) == b""
-    assert len(slate.read(0)) == ROOM_BYTES
-    assert describe(many) == "RECV:x0.0<1 (lane net<0)"
+    for n in range(2 * LANES):
+        slate.write(1, Doing(f"net<{n}", "RECV:x0.0<1" * 9, 1.0))
+    for n in range(2 * LANES):
+        slate.wipe(1, f"net<{n}")
+    slate.write(1, Doing("net<2", "RECV:x0.0<1", 1.0))
+    assert not any(slate.read(0))
+    assert b"net<2\tRECV:x0.0<1\0" in slate.read(1)
+    assert slate.read(1).count(b"net") == 1
 
 
 def start_faulty(processes, folder: Path, sleep: str, seed: int, *more: str):

@@ -8,12 +8,12 @@ it was at from memory that both share. Times are of the monotonic clock, which a
 import math
 import mmap
 import os
+import struct
 import sys
 import threading
 import time
 import traceback
 from collections.abc import Callable, Iterable
-from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -27,7 +27,11 @@ SILENT_S = 30.0
 """How long a process may say nothing; its vigil has a thread of its own, so that only what stops a process stops it."""
 BEGIN_S = 300.0
 """How long a process may take to say its first word."""
-ROOM_BYTES = 512
+LANES = 15
+"""Of a worker, that a slate has room for."""
+_LANE = struct.Struct("<d56s")
+"""Since when a lane is at something, or 0; its name and the action."""
+_ROOM_BYTES = (LANES + 1) * _LANE.size
 
 
 class Doing(NamedTuple):
@@ -57,7 +61,6 @@ class Vigil:
         self.doing: dict[str, Doing] = {}
         self.threads: dict[str, int] = {}
         self.limit_s, self.is_fixed = math.inf, True
-        self._beats = 0
         threading.Thread(target=self._go, daemon=True).start()
 
     def allow(self, forecast_s: float, asked_s: float | None) -> None:
@@ -70,10 +73,15 @@ class Vigil:
         now_s = time.monotonic()
         if action:
             self.threads[lane] = threading.get_ident()
-            self.doing[lane] = Doing(lane, action, now_s)
-        elif (ended := self.doing.pop(lane, None)) and not self.is_fixed and not ended.waits_for_others:
-            self.limit_s = max(self.limit_s, FACTOR * (now_s - ended.since_s))
-        self._write()
+            self.doing[lane] = doing = Doing(lane, action, now_s)
+            if self.slate:
+                self.slate.write(self.rank, doing)
+            return
+        ended = self.doing.pop(lane)
+        if not self.is_fixed and FACTOR * (now_s - ended.since_s) > self.limit_s and not ended.waits_for_others:
+            self.limit_s = FACTOR * (now_s - ended.since_s)
+        if self.slate:
+            self.slate.wipe(self.rank, lane)
 
     def hung(self) -> Doing | None:
         """Returns what takes too long, if anything does."""
@@ -89,15 +97,11 @@ class Vigil:
         """Says what the worker is at."""
         return describe(self.doing.copy().values())
 
-    def _write(self) -> None:
-        if self.slate:
-            self.slate.write(self.rank, self._beats, self.doing.copy().values())
-
     def _go(self) -> None:
         while True:
             time.sleep(INTERVAL_S)
-            self._beats += 1
-            self._write()
+            if self.slate:
+                self.slate.beat(self.rank)
             if found := self.hung():
                 lasts = f"{found} has lasted {time.monotonic() - found.since_s:.0f} s"
                 allowed = f"{self.allowed_s(found):.0f} s were allowed; --hang-after allows more"
@@ -112,26 +116,42 @@ class Vigil:
 
 
 class Slate:
-    """What every worker of a host is at, in a file that its processes have in their memory."""
+    """What every worker of a host is at, in a file that its processes have in their memory.
+
+    A worker's room begins with how often it has looked after itself; then its lanes come, as they are first written.
+    """
 
     def __init__(self, path: Path, size: int):
         """Makes the file where it is not there; the disk has room for it from then on."""
         file = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
         try:
-            os.posix_fallocate(file, 0, size * ROOM_BYTES)
-            self.memory = mmap.mmap(file, size * ROOM_BYTES)
+            os.posix_fallocate(file, 0, size * _ROOM_BYTES)
+            self.memory = mmap.mmap(file, size * _ROOM_BYTES)
         finally:
             os.close(file)
+        self._places: dict[str, int] = {}
+        self._beats = 0
 
-    def write(self, rank: int, beats: int, doing: Iterable[Doing]) -> None:
-        """Writes how often a worker has looked after itself, and what it is at."""
-        text = "\n".join((str(beats), *(f"{d.lane}\t{d.action}\t{d.since_s}" for d in doing)))
-        start = rank * ROOM_BYTES
-        self.memory[start : start + ROOM_BYTES] = text.encode()[:ROOM_BYTES].ljust(ROOM_BYTES, b"\0")
+    def beat(self, rank: int) -> None:
+        """Shows that a worker is alive."""
+        self._beats += 1
+        _LANE.pack_into(self.memory, rank * _ROOM_BYTES, self._beats, b"")
+
+    def write(self, rank: int, doing: Doing) -> None:
+        """Writes what a lane begins; lanes that there is no room for are left out."""
+        place = self._places.setdefault(doing.lane, len(self._places) + 1)
+        if place <= LANES:
+            text = f"{doing.lane}\t{doing.action}".encode()
+            _LANE.pack_into(self.memory, rank * _ROOM_BYTES + place * _LANE.size, doing.since_s, text)
+
+    def wipe(self, rank: int, lane: str) -> None:
+        """Writes that a lane is at nothing."""
+        if (place := self._places[lane]) <= LANES:
+            _LANE.pack_into(self.memory, rank * _ROOM_BYTES + place * _LANE.size, 0.0, b"")
 
     def read(self, rank: int) -> bytes:
-        """Returns what a worker has written, which is nothing at first, and may be half of it."""
-        return self.memory[rank * ROOM_BYTES : (rank + 1) * ROOM_BYTES].rstrip(b"\0")
+        """Returns a worker's room as it is now, which it may be writing to."""
+        return self.memory[rank * _ROOM_BYTES : (rank + 1) * _ROOM_BYTES]
 
 
 class Ear:
@@ -140,18 +160,18 @@ class Ear:
     def __init__(self, slate: Slate, size: int, silent_s: float | None):
         self.slate = slate
         self.silent_s = SILENT_S if silent_s is None else silent_s or math.inf
-        self.heard = {rank: (b"", time.monotonic() + BEGIN_S) for rank in range(size)}
+        self.heard = {rank: (bytes(_ROOM_BYTES), time.monotonic() + BEGIN_S) for rank in range(size)}
 
     def missed(self, alive: Iterable[int]) -> str:
         """Returns a sentence on a worker that is there and was not heard in time, or nothing."""
         now_s = time.monotonic()
         for rank in alive:
-            text, until_s = self.heard[rank]
-            if (found := self.slate.read(rank)) != text:
+            room, until_s = self.heard[rank]
+            if (found := self.slate.read(rank)) != room:
                 self.heard[rank] = found, now_s + self.silent_s
             elif now_s > until_s:
-                silent_s = BEGIN_S if not text else self.silent_s
-                return f"worker {rank} was not heard for {silent_s:.0f} s{STUCK}; it was at {describe(_parsed(text))}"
+                silent_s = self.silent_s if any(room) else BEGIN_S
+                return f"worker {rank} was not heard for {silent_s:.0f} s{STUCK}; it was at {describe(_parsed(room))}"
         return ""
 
 
@@ -164,10 +184,10 @@ def describe(doing: Iterable[Doing]) -> str:
     return str(found[0]) if found else "nothing, between two actions"
 
 
-def _parsed(text: bytes) -> list[Doing]:
+def _parsed(room: bytes) -> list[Doing]:
     found = []
-    for line in text.decode(errors="replace").splitlines()[1:]:
-        with suppress(ValueError):  # half a line
-            lane, action, since_s = line.split("\t")
-            found.append(Doing(lane, action, float(since_s)))
+    for since_s, text in list(_LANE.iter_unpack(room))[1:]:
+        lane, _, action = text.rstrip(b"\0").decode(errors="replace").partition("\t")
+        if since_s and action:
+            found.append(Doing(lane, action, since_s))
     return found
