@@ -1,13 +1,16 @@
 """Faults, injected one by one: what is left of a checkpoint, and whether runs go on to the weights they would have had.
 
     python bench/faults.py [--runs 3] [--kills 100] > docs/reliability.md
+    python bench/faults.py --keep FOLDER --seconds 200     # a part of it; the same again goes on
 
 Runs are real processes and real signals. What happens to a worker happens at a random call of a phase, by a patch that
 the worker loads before it starts; the run then goes on with `--resume`. Every random choice has a seed.
 """
 
 import argparse
+import itertools
 import json
+import math
 import os
 import platform
 import random
@@ -17,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from statistics import median
@@ -256,7 +259,7 @@ def _injected(run: Attempt, luck: random.Random, expected: dict[str, torch.Tenso
         time.sleep(0.02)
     fault.disturb(run, process, luck)
     again_s = _train_again_s(run, process, is_by_itself=True) if fault.under_torchrun else 0.0
-    _, err = process.communicate(timeout=120)
+    _, err = process.communicate(timeout=300)
     is_named = process.returncode == fault.code and (fault.code < 0 or "pipedejavu: " in err)
     reached, saved = run.step(), max(run.shelf.steps(), default=0)
     if process.returncode == 0:
@@ -264,7 +267,7 @@ def _injected(run: Attempt, luck: random.Random, expected: dict[str, torch.Tenso
         return Result(same(run.weights(), expected), steps == [*range(1, STEPS + 1)], is_named, 0, again_s)
     again = run.start("--resume")
     again_s = _train_again_s(run, again, is_by_itself=False)
-    _, err = again.communicate(timeout=120)
+    _, err = again.communicate(timeout=300)
     assert again.returncode == 0, err
     resumed = max((row["resumed"] for row in run.rows() if "resumed" in row), default=saved)
     has_all_steps = [row["step"] for row in run.rows() if "step" in row] == [*range(1, STEPS + 1)]
@@ -292,12 +295,11 @@ def same(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> boo
     return first.keys() == second.keys() and all(torch.equal(tensor, second[name]) for name, tensor in first.items())
 
 
-def undisturbed(plan: str, folder: Path) -> dict[str, torch.Tensor]:
+def undisturbed(plan: str, folder: Path) -> None:
     run = Attempt(folder, Fault("none", 0, plan))
     process = run.start()
-    _, err = process.communicate(timeout=120)
+    _, err = process.communicate(timeout=300)
     assert process.returncode == 0, err
-    return run.weights()
 
 
 # Checkpoints alone.
@@ -421,44 +423,79 @@ def describe(fault: Fault, results: Sequence[Result]) -> str:
     return f"| {fault.name} | {fault.plan} | {counts} | {median(lost):g} ({max(lost)}) | {times} |"
 
 
+class Kept:
+    """What was injected so far, in a folder: a long bench can be run in parts."""
+
+    def __init__(self, folder: Path, seconds: float):
+        self.folder, self.last_s = folder, time.monotonic() + seconds
+        path = folder / "results.json"
+        self.results: dict[str, list[Any]] = json.loads(path.read_text()) if path.exists() else {}
+
+    @property
+    def has_time(self) -> bool:
+        return time.monotonic() < self.last_s
+
+    def add(self, name: str, result: Any) -> None:
+        self.results.setdefault(name, []).append(result)
+        (self.folder / "results.json").write_text(json.dumps(self.results))
+
+    def of(self, fault: Fault) -> list[Result]:
+        return [Result(*found) for found in self.results.get(fault.name, ()) if found]
+
+
+def inject_all(kept: Kept, runs: int, kills: int) -> None:
+    """Injects what has not been injected yet, as far as time allows."""
+    for plan in PLANS:
+        known = kept.folder / plan / "run" / "model.safetensors"
+        if not known.exists():
+            shutil.rmtree(kept.folder / plan, ignore_errors=True)
+            (kept.folder / plan).mkdir()
+            undisturbed(plan, kept.folder / plan)
+    for number, fault in itertools.product(range(runs), FAULTS):
+        if kept.has_time and len(kept.results.get(fault.name, ())) <= number:
+            expected = load_file(kept.folder / fault.plan / "run" / "model.safetensors")
+            with tempfile.TemporaryDirectory() as folder:
+                kept.add(fault.name, inject(fault, Path(folder), random.Random(f"{fault.name}/{number}"), expected))
+    if kept.has_time and ALONE not in kept.results:
+        for row in checkpoints_alone(kills, random.Random(0)):
+            kept.add(ALONE, row)
+
+
+ALONE = "Checkpoints alone"
+
+
+def checkpoints_alone(kills: int, luck: random.Random) -> Iterator[str]:
+    """Yields rows of the table of faults that need no run."""
+    whole, lost = kill_while_saving(kills, luck)
+    yield (
+        f"| SIGKILL while a process saves 4 MiB again and again | {kills} | {whole} times the newest is whole;"
+        f" {lost} finished checkpoints lost |"
+    )
+    yield f"| one bit flipped, in any file | {10 * kills} | {damage(10 * kills, luck, flip)} noticed |"
+    yield f"| cut off, any file anywhere | {kills} | {damage(kills, luck, cut_off)} noticed |"
+    kept = fill_disk(kills // 5, luck)
+    if kept is not None:
+        yield f"| disk full while saving | {kills // 5} | {kept} times the one before is whole, and said so |"
+
+
 def main() -> None:
     """Injects all and prints the page."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--kills", type=int, default=100)
+    parser.add_argument("--keep", help="a folder for what was injected; start again with it to go on")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="after which nothing more is injected")
     asked = parser.parse_args()
     torch.set_num_threads(1)
-    luck, root = random.Random(0), Path(tempfile.mkdtemp())
+    with tempfile.TemporaryDirectory() as folder:
+        kept = Kept(Path(asked.keep or folder), asked.seconds)
+        kept.folder.mkdir(parents=True, exist_ok=True)
+        inject_all(kept, asked.runs, asked.kills)
     machine = f"{os.cpu_count()} cores of {platform.machine()}, torch {torch.__version__}"
-    print(
-        HEAD.format(runs=asked.runs, kills=asked.kills, machine=machine, steps=STEPS, every=EVERY, hang=HANG_S),
-        flush=True,
-    )
-    try:
-        expected = {}
-        for plan in PLANS:
-            (root / plan).mkdir()
-            expected[plan] = undisturbed(plan, root / plan)
-        for fault in FAULTS:
-            results = []
-            for _ in range(asked.runs):
-                folder = Path(tempfile.mkdtemp(dir=root))
-                results.append(inject(fault, folder, luck, expected[fault.plan]))
-                shutil.rmtree(folder)
-            print(describe(fault, [found for found in results if found]), flush=True)
-    finally:
-        shutil.rmtree(root)
-    print("\n## Checkpoints alone\n\n| fault | injected | result |\n|---|---|---|")
-    whole, lost = kill_while_saving(asked.kills, luck)
-    print(
-        f"| SIGKILL while a process saves 4 MiB again and again | {asked.kills} | {whole} times the newest is whole;"
-        f" {lost} finished checkpoints lost |"
-    )
-    print(f"| one bit flipped, in any file | {10 * asked.kills} | {damage(10 * asked.kills, luck, flip)} noticed |")
-    print(f"| cut off, any file anywhere | {asked.kills} | {damage(asked.kills, luck, cut_off)} noticed |")
-    kept = fill_disk(asked.kills // 5, luck)
-    if kept is not None:
-        print(f"| disk full while saving | {asked.kills // 5} | {kept} times the one before is whole, and said so |")
+    print(HEAD.format(runs=asked.runs, kills=asked.kills, machine=machine, steps=STEPS, every=EVERY, hang=HANG_S))
+    for fault in FAULTS:
+        print(describe(fault, kept.of(fault)))
+    print(f"\n## {ALONE}\n\n| fault | injected | result |\n|---|---|---|", *kept.results.get(ALONE, ()), sep="\n")
 
 
 if __name__ == "__main__":

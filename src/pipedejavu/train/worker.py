@@ -171,6 +171,7 @@ class Rank:
         tensors = take_state(handlers) | random_state(self.rank, handlers.device)
         if is_apart:
             dist.barrier()
+        self.watch.send()  # before the news that this part is written, so that the metrics have every step before it
         facts = {"norm": take_norm(handlers), "parts": self.program.parts, "options": _plain(self.options)}
         about = {"samples": self.order.samples(update), "plan": _plain(self.program.plan), "facts": facts}
         saver.save(update, tensors, lambda: {**about, "loss": self.desk.mean_loss(update) if self.desk else None})
