@@ -21,8 +21,8 @@ INTERVAL_S = 0.25
 FLOOR_S = 60.0
 """How long any action may take."""
 FACTOR = 10
-"""How many times the longest of its kind so far, or an update's forecast, an action may take; and how much longer than
-that one waits that depends on others, who should tell first."""
+"""How many times the longest action so far, or an update's forecast, an action may take; and how many times that one
+that waits for others, who should tell first."""
 SILENT_S = 30.0
 """How long a process may say nothing; its vigil has a thread of its own, so that only what stops a process stops it."""
 BEGIN_S = 300.0
