@@ -1,13 +1,16 @@
 """Faults, injected one by one: what is left of a checkpoint, and whether runs go on to the weights they would have had.
 
     python bench/faults.py [--runs 3] [--kills 100] > docs/reliability.md
+    python bench/faults.py --keep FOLDER --seconds 200     # a part of it; the same again goes on
 
-Runs are real processes and real signals. A worker is killed at a random call of a phase, by a patch that the worker
-loads before it starts; the run then goes on with `--resume`. Every random choice has a seed.
+Runs are real processes and real signals. What happens to a worker happens at a random call of a phase, by a patch that
+the worker loads before it starts; the run then goes on with `--resume`. Every random choice has a seed.
 """
 
 import argparse
+import itertools
 import json
+import math
 import os
 import platform
 import random
@@ -17,7 +20,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
@@ -31,8 +35,10 @@ from pipedejavu.engine.handle import Handlers
 from pipedejavu.engine.wire import ProcessWire
 from pipedejavu.store import Checkpoint, CheckpointError, Saver, Shelf
 from pipedejavu.train import launch, worker
+from pipedejavu.train.task import SampleOrder
 
 STEPS, EVERY = 30, 5
+HANG_S = 10
 PLANS = {"1f1b": ("--microbatches", "2"), "ddp": ("--microbatches", "1")}
 PHASES: dict[str, tuple[type, str, int]] = {
     "forward": (Handlers, "forward", 30),
@@ -40,36 +46,53 @@ PHASES: dict[str, tuple[type, str, int]] = {
     "reduce": (ProcessWire, "add_up", 15),
     "send": (ProcessWire, "send", 30),
     "update": (Applier, "update", 15),
+    "data": (SampleOrder, "inputs", 30),
     "saving a part": (Saver, "_write_part", 3),
     "naming a checkpoint": (Shelf, "commit", 3),
 }
-"""Where a worker is killed: a method, and within how many of its calls."""
+"""Where a fault happens in a worker: a method, and within how many of its calls."""
+ACTS: dict[str, Callable[[Any], Any]] = {
+    "SIGKILL": lambda _: os.kill(os.getpid(), signal.SIGKILL),
+    "SIGSTOP": lambda _: os.kill(os.getpid(), signal.SIGSTOP),
+    "sleep": lambda _: time.sleep(1e6),
+    "NaN": lambda x: x * float("nan"),
+    "Inf": lambda x: x * float("inf"),
+}
+"""What happens there; what a method has returned may change."""
 
 
-# In a worker that is to be killed.
+# In a worker that is to fail.
 
 
-def work(rank: int, size: int, path: str) -> None:
-    """Runs a rank whose n-th call of a method is its last."""
-    phase, killed, last = json.loads(os.environ["FAULT"])
+def patch(rank: int) -> None:
+    """Lets something happen in the n-th call of a method, in one rank."""
+    phase, act, chosen, last = json.loads(os.environ["FAULT"])
     owner, name, _ = PHASES[phase]
     method, count = getattr(owner, name), 0
 
     def counted(*args: Any, **kwargs: Any) -> Any:
         nonlocal count
         count += 1
-        if count == last:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return method(*args, **kwargs)
+        if count == last and act not in ("NaN", "Inf"):
+            ACTS[act](None)
+        found = method(*args, **kwargs)
+        return ACTS[act](found) if count == last else found
 
-    if rank == killed:
+    if rank == chosen:
         setattr(owner, name, counted)
+
+
+def work(rank: int, size: int, path: str) -> None:
+    """Runs a rank that may fail."""
+    patch(rank)
     worker.work(rank, size, path)
 
 
 def run_faulty() -> None:
-    """The command line, whose workers are those above."""
+    """The command line, whose workers are those above; as a rank of torchrun it fails in the first attempt only."""
     launch.work = work
+    if os.environ.get("TORCHELASTIC_RESTART_COUNT") == "0":
+        patch(int(os.environ["RANK"]))
     command_line()
 
 
@@ -77,12 +100,17 @@ def run_faulty() -> None:
 
 
 class Fault(NamedTuple):
+    """What happens to a run: in a worker (`phase`, `act`), or from outside."""
+
     name: str
-    plan: str
-    start: Callable[["Attempt"], subprocess.Popen[str]]
-    disturb: Callable[[subprocess.Popen[str], random.Random], None]
     code: int
-    """What the disturbed run exits with."""
+    """What the disturbed run exits with; 0 goes on by itself."""
+    plan: str = "1f1b"
+    phase: str = ""
+    act: str = ""
+    disturb: Callable[["Attempt", subprocess.Popen[str], random.Random], None] = lambda *_: None
+    under_torchrun: bool = False
+    has_small_disk: bool = False
 
 
 class Result(NamedTuple):
@@ -96,21 +124,31 @@ class Result(NamedTuple):
 class Attempt:
     """One run in a folder of its own."""
 
-    def __init__(self, folder: Path, plan: str, fault: tuple[str, int, int] | None = None):
-        self.folder, self.plan, self.fault = folder, plan, fault
+    def __init__(self, folder: Path, fault: Fault, aim: tuple[str, str, int, int] | None = None):
+        self.folder, self.fault, self.aim = folder, fault, aim
 
     def start(self, *more: str, is_faulty: bool = False) -> subprocess.Popen[str]:
-        root = Path(__file__).parents[1]
+        root, plan = Path(__file__).parents[1], self.fault.plan
         paths = os.pathsep.join((str(root / "src"), str(root / "bench")))
         code = "import faults; faults.run_faulty()" if is_faulty else "from pipedejavu.cli.main import main; main()"
-        sizes = ("--plan", f"preset:{self.plan}", "--workers", "2", "--samples", "3", *PLANS[self.plan])
+        sizes = ("--plan", f"preset:{plan}", "--workers", "2", "--samples", "3", *PLANS[plan])
         given = ("--data", "random:64", "--lr", "0.01", "--steps", str(STEPS), "--checkpoint-every", str(EVERY))
+        start: tuple[str, ...] = (sys.executable, "-c", code)
+        if self.fault.under_torchrun:
+            (self.folder / "start.py").write_text(code)
+            torchrun = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--max-restarts", "2")
+            start, more = (sys.executable, *torchrun, "start.py"), (*more, "--resume")
+        hang = ("--hang-after", str(HANG_S)) if self.fault.act in ("sleep", "SIGSTOP") else ()
         return subprocess.Popen(
-            [sys.executable, "-c", code, "train", "zoo:mlp", *given, *sizes, "--run-dir", "run", "--json", *more],
+            [*start, "train", "zoo:mlp", *given, *sizes, *hang, "--run-dir", "run", "--json", *more],
             cwd=self.folder,
-            env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "FAULT": json.dumps(self.fault)},
+            env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "FAULT": json.dumps(self.aim)},
             text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True,
         )  # fmt: skip
+
+    @property
+    def shelf(self) -> Shelf:
+        return Shelf(self.folder / "run" / "checkpoints")
 
     def rows(self) -> list[dict[str, Any]]:
         path = self.folder / "run" / "metrics.jsonl"
@@ -124,71 +162,144 @@ class Attempt:
         return load_file(self.folder / "run" / "model.safetensors")
 
 
-def killed_worker(phase: str, plan: str) -> Fault:
-    return Fault(f"SIGKILL of a worker: {phase}", plan, lambda run: run.start(is_faulty=True), lambda *_: None, 1)
+def sent(send: Callable[[subprocess.Popen[str]], None]) -> Callable[..., None]:
+    """A signal that comes from outside, at a moment of the training."""
 
-
-def signalled(name: str, send: Callable[[subprocess.Popen[str]], None], code: int) -> Fault:
-    """A fault that comes from outside, at a moment of the training."""
-
-    def disturb(process: subprocess.Popen[str], luck: random.Random) -> None:
+    def disturb(_: Attempt, process: subprocess.Popen[str], luck: random.Random) -> None:
         time.sleep(luck.uniform(0.0, 1.0))
         send(process)
 
-    return Fault(name, "1f1b", lambda run: run.start(), disturb, code)
+    return disturb
+
+
+def kill_all(process: subprocess.Popen[str]) -> None:
+    os.killpg(process.pid, signal.SIGKILL)
+
+
+def flip(data: bytearray, luck: random.Random) -> bytes:
+    data[luck.randrange(len(data))] ^= 1 << luck.randrange(8)
+    return bytes(data)
+
+
+def cut_off(data: bytearray, luck: random.Random) -> bytes:
+    return bytes(data[: luck.randrange(len(data))])
+
+
+def damaged(change: Callable[[bytearray, random.Random], bytes]) -> Callable[..., None]:
+    """Everything is killed, and then a file of the newest checkpoint is found changed."""
+
+    def disturb(run: Attempt, process: subprocess.Popen[str], luck: random.Random) -> None:
+        while process.poll() is None and len(run.shelf.steps()) < 2:
+            time.sleep(0.01)
+        time.sleep(luck.uniform(0.0, 0.3))
+        kill_all(process)
+        process.wait()
+        path = luck.choice(sorted(run.shelf.folder(run.shelf.steps()[-1]).iterdir()))
+        path.write_bytes(change(bytearray(path.read_bytes()), luck))
+
+    return disturb
+
+
+def fill_for_a_while(run: Attempt, process: subprocess.Popen[str], luck: random.Random) -> None:
+    """Fills the disk of the checkpoints until one could not be saved."""
+    time.sleep(luck.uniform(0.0, 0.3))
+    ballast = run.shelf.path / "ballast"
+    with suppress(OSError), ballast.open("wb", buffering=0) as file:
+        while True:
+            file.write(bytes(2**16))
+    while process.poll() is None and not any("not_saved" in row for row in run.rows()):
+        time.sleep(0.01)
+    ballast.unlink()
 
 
 FAULTS = [
-    *(killed_worker(phase, plan) for plan, phases in {
+    *(Fault(f"SIGKILL of a worker: {phase}", 1, plan, phase, "SIGKILL") for plan, phases in {
         "1f1b": ("forward", "backward", "send", "update", "saving a part", "naming a checkpoint"), "ddp": ("reduce",),
     }.items() for phase in phases),
-    signalled("SIGKILL of the launcher", lambda process: process.kill(), -signal.SIGKILL),
-    signalled("SIGKILL of everything", lambda process: os.killpg(process.pid, signal.SIGKILL), -signal.SIGKILL),
-    signalled("SIGTERM", lambda process: process.terminate(), 143),
+    Fault("SIGKILL of a rank of torchrun: update", 0, "ddp", "update", "SIGKILL", under_torchrun=True),
+    Fault("SIGKILL of the launcher", -signal.SIGKILL, disturb=sent(lambda process: process.kill())),
+    Fault("SIGKILL of everything", -signal.SIGKILL, disturb=sent(kill_all)),
+    Fault("SIGTERM", 143, disturb=sent(lambda process: process.terminate())),
+    Fault("a worker hangs in an action: forward", 1, "1f1b", "forward", "sleep"),
+    Fault("a worker hangs in an action: update", 1, "ddp", "update", "sleep"),
+    Fault("a worker is stopped: backward", 1, "1f1b", "backward", "SIGSTOP"),
+    Fault("a worker is stopped: reduce", 1, "ddp", "reduce", "SIGSTOP"),
+    Fault("a rank of torchrun is stopped: forward", 0, "1f1b", "forward", "SIGSTOP", under_torchrun=True),
+    Fault("NaN in the data", 2, "1f1b", "data", "NaN"),
+    Fault("Inf in the data", 2, "ddp", "data", "Inf"),
+    Fault("SIGKILL of everything, newest checkpoint cut off", -signal.SIGKILL, disturb=damaged(cut_off)),
+    Fault("SIGKILL of everything, a bit of it flipped", -signal.SIGKILL, disturb=damaged(flip)),
+    Fault("disk full for a while", 0, disturb=fill_for_a_while, has_small_disk=True),
 ]  # fmt: skip
 
 
-def inject(fault: Fault, folder: Path, luck: random.Random, expected: dict[str, torch.Tensor]) -> Result:
-    """Disturbs a run, lets it go on, and compares what it ends with."""
-    phase = fault.name.rpartition(": ")[2]
+def inject(fault: Fault, folder: Path, luck: random.Random, expected: dict[str, torch.Tensor]) -> Result | None:
+    """Disturbs a run, lets it go on, and compares what it ends with; returns None where that is not possible here."""
     aim = None
-    if phase in PHASES:
-        rank = 0 if phase == "naming a checkpoint" else luck.randrange(2)
-        aim = (phase, rank, luck.randint(1, PHASES[phase][2]))
-    run = Attempt(folder, fault.plan, aim)
-    process = fault.start(run)
+    if fault.phase:
+        rank = 0 if fault.phase in ("naming a checkpoint", "data") else luck.randrange(2)
+        aim = (fault.phase, fault.act, rank, luck.randint(1, PHASES[fault.phase][2]))
+    run = Attempt(folder, fault, aim)
+    if not fault.has_small_disk:
+        return _injected(run, luck, expected)
+    run.shelf.path.mkdir(parents=True)
+    mount = ["mount", "-t", "tmpfs", "-o", "size=64m", "tmpfs", str(run.shelf.path)]
+    if subprocess.run(mount, capture_output=True, check=False).returncode:
+        return None
+    try:
+        return _injected(run, luck, expected)
+    finally:
+        subprocess.run(["umount", str(run.shelf.path)], check=True)
+
+
+def _injected(run: Attempt, luck: random.Random, expected: dict[str, torch.Tensor]) -> Result:
+    fault = run.fault
+    process = run.start(is_faulty=bool(fault.phase))
     while process.poll() is None and not run.step():
         time.sleep(0.02)
-    fault.disturb(process, luck)
-    _, err = process.communicate(timeout=120)
-    reached, saved = run.step(), max(Shelf(folder / "run" / "checkpoints").steps(), default=0)
+    fault.disturb(run, process, luck)
+    again_s = _train_again_s(run, process, is_by_itself=True) if fault.under_torchrun else 0.0
+    _, err = process.communicate(timeout=300)
     is_named = process.returncode == fault.code and (fault.code < 0 or "pipedejavu: " in err)
-    if process.returncode == 0:  # it was over before the fault came
-        return Result(same(run.weights(), expected), True, True, 0, 0.0)
-    begun_s = time.perf_counter()
+    reached, saved = run.step(), max(run.shelf.steps(), default=0)
+    if process.returncode == 0:
+        steps = [row["step"] for row in run.rows() if "step" in row]
+        return Result(same(run.weights(), expected), steps == [*range(1, STEPS + 1)], is_named, 0, again_s)
     again = run.start("--resume")
-    while again.poll() is None and not any("resumed" in row for row in run.rows()):  # until then the rows are older
-        time.sleep(0.01)
-    while again.poll() is None and run.step() <= saved:
-        time.sleep(0.01)
-    again_s = time.perf_counter() - begun_s
-    _, err = again.communicate(timeout=120)
+    again_s = _train_again_s(run, again, is_by_itself=False)
+    _, err = again.communicate(timeout=300)
     assert again.returncode == 0, err
-    steps = [row["step"] for row in run.rows() if "step" in row]
-    has_all_steps = steps == list(range(1, STEPS + 1))
-    return Result(same(run.weights(), expected), has_all_steps, is_named, max(0, reached - saved), again_s)
+    resumed = max((row["resumed"] for row in run.rows() if "resumed" in row), default=saved)
+    has_all_steps = [row["step"] for row in run.rows() if "step" in row] == [*range(1, STEPS + 1)]
+    return Result(same(run.weights(), expected), has_all_steps, is_named, max(0, reached - resumed), again_s)
+
+
+def _train_again_s(run: Attempt, process: subprocess.Popen[str], is_by_itself: bool) -> float:
+    """Waits for the first step behind the checkpoint that a run goes on from; returns how long that took.
+
+    From the start of the process or, where the run goes on by itself, from the last step before.
+    """
+    begun_s, last = time.perf_counter(), run.step()
+    while process.poll() is None:
+        rows = run.rows()
+        starts = [n for n, row in enumerate(rows) if "resumed" in row]
+        if starts and any("step" in row for row in rows[starts[-1] :]):
+            break
+        if is_by_itself and not starts and run.step() > last:
+            begun_s, last = time.perf_counter(), run.step()
+        time.sleep(0.01)
+    return time.perf_counter() - begun_s
 
 
 def same(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> bool:
     return first.keys() == second.keys() and all(torch.equal(tensor, second[name]) for name, tensor in first.items())
 
 
-def undisturbed(plan: str, folder: Path) -> dict[str, torch.Tensor]:
-    run = Attempt(folder, plan)
+def undisturbed(plan: str, folder: Path) -> None:
+    run = Attempt(folder, Fault("none", 0, plan))
     process = run.start()
-    _, err = process.communicate(timeout=120)
+    _, err = process.communicate(timeout=300)
     assert process.returncode == 0, err
-    return run.weights()
 
 
 # Checkpoints alone.
@@ -255,15 +366,6 @@ def damage(trials: int, luck: random.Random, change: Callable[[bytearray, random
     return noticed
 
 
-def flip(data: bytearray, luck: random.Random) -> bytes:
-    data[luck.randrange(len(data))] ^= 1 << luck.randrange(8)
-    return bytes(data)
-
-
-def cut_off(data: bytearray, luck: random.Random) -> bytes:
-    return bytes(data[: luck.randrange(len(data))])
-
-
 def fill_disk(trials: int, luck: random.Random) -> int | None:
     """Saves to a disk with too little room; returns how often the checkpoint before stayed whole and was said to."""
     kept = 0
@@ -299,17 +401,21 @@ choice from a seed. [checkpoints.md](checkpoints.md) says how it works.
 ## Runs
 
 `zoo:mlp` under AdamW, two workers, {steps} steps, a checkpoint every {every}. Each run is disturbed once, at a random
-step, and goes on with `--resume` under the same plan. *Equal*: all weights have the bits of the run that nothing
-happened to. *Every step*: the metrics hold each step once. *Named*: the exit code and a sentence say what happened.
-*Lost*: steps that were trained again; an interval has {every}, and fewer than {every} more may pass while a checkpoint
-is being written. *Training again*: seconds from the start of `--resume` to its first finished step, beside whatever
-else the machine does; processes that start and import torch take most of it.
+step, and goes on with `--resume` under the same plan; under `torchrun` it goes on by itself. *Equal*: all weights have
+the bits of the run that nothing happened to. *Every step*: the metrics hold each step once. *Named*: the exit code and
+a sentence say what happened. *Lost*: steps that were trained again; an interval has {every}, and fewer than {every}
+more may pass while a checkpoint is being written; where the newest one was damaged, an interval more. *Training
+again*: seconds from the start of `--resume` to its first finished step, under `torchrun` from the last step before the
+fault, beside whatever else the machine does; processes that start and import torch take most of it. Workers hang after
+{hang} s here (`--hang-after`).
 
 | fault | plan | injected | equal | every step | named | lost, median (most) | training again, median (most) |
 |---|---|---|---|---|---|---|---|"""
 
 
 def describe(fault: Fault, results: Sequence[Result]) -> str:
+    if not results:
+        return f"| {fault.name} | {fault.plan} | 0 | – | – | – | – | – |"
     lost, again = [r.lost for r in results], [r.again_s for r in results if r.again_s]
     times = f"{median(again):.1f} s ({max(again):.1f} s)" if again else "–"
     claims = [[r.is_equal for r in results], [r.has_all_steps for r in results], [r.is_named for r in results]]
@@ -317,41 +423,79 @@ def describe(fault: Fault, results: Sequence[Result]) -> str:
     return f"| {fault.name} | {fault.plan} | {counts} | {median(lost):g} ({max(lost)}) | {times} |"
 
 
+class Kept:
+    """What was injected so far, in a folder: a long bench can be run in parts."""
+
+    def __init__(self, folder: Path, seconds: float):
+        self.folder, self.last_s = folder, time.monotonic() + seconds
+        path = folder / "results.json"
+        self.results: dict[str, list[Any]] = json.loads(path.read_text()) if path.exists() else {}
+
+    @property
+    def has_time(self) -> bool:
+        return time.monotonic() < self.last_s
+
+    def add(self, name: str, result: Any) -> None:
+        self.results.setdefault(name, []).append(result)
+        (self.folder / "results.json").write_text(json.dumps(self.results))
+
+    def of(self, fault: Fault) -> list[Result]:
+        return [Result(*found) for found in self.results.get(fault.name, ()) if found]
+
+
+def inject_all(kept: Kept, runs: int, kills: int) -> None:
+    """Injects what has not been injected yet, as far as time allows."""
+    for plan in PLANS:
+        known = kept.folder / plan / "run" / "model.safetensors"
+        if not known.exists():
+            shutil.rmtree(kept.folder / plan, ignore_errors=True)
+            (kept.folder / plan).mkdir()
+            undisturbed(plan, kept.folder / plan)
+    for number, fault in itertools.product(range(runs), FAULTS):
+        if kept.has_time and len(kept.results.get(fault.name, ())) <= number:
+            expected = load_file(kept.folder / fault.plan / "run" / "model.safetensors")
+            with tempfile.TemporaryDirectory() as folder:
+                kept.add(fault.name, inject(fault, Path(folder), random.Random(f"{fault.name}/{number}"), expected))
+    if kept.has_time and ALONE not in kept.results:
+        for row in checkpoints_alone(kills, random.Random(0)):
+            kept.add(ALONE, row)
+
+
+ALONE = "Checkpoints alone"
+
+
+def checkpoints_alone(kills: int, luck: random.Random) -> Iterator[str]:
+    """Yields rows of the table of faults that need no run."""
+    whole, lost = kill_while_saving(kills, luck)
+    yield (
+        f"| SIGKILL while a process saves 4 MiB again and again | {kills} | {whole} times the newest is whole;"
+        f" {lost} finished checkpoints lost |"
+    )
+    yield f"| one bit flipped, in any file | {10 * kills} | {damage(10 * kills, luck, flip)} noticed |"
+    yield f"| cut off, any file anywhere | {kills} | {damage(kills, luck, cut_off)} noticed |"
+    kept = fill_disk(kills // 5, luck)
+    if kept is not None:
+        yield f"| disk full while saving | {kills // 5} | {kept} times the one before is whole, and said so |"
+
+
 def main() -> None:
     """Injects all and prints the page."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--kills", type=int, default=100)
+    parser.add_argument("--keep", help="a folder for what was injected; start again with it to go on")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="after which nothing more is injected")
     asked = parser.parse_args()
     torch.set_num_threads(1)
-    luck, root = random.Random(0), Path(tempfile.mkdtemp())
+    with tempfile.TemporaryDirectory() as folder:
+        kept = Kept(Path(asked.keep or folder), asked.seconds)
+        kept.folder.mkdir(parents=True, exist_ok=True)
+        inject_all(kept, asked.runs, asked.kills)
     machine = f"{os.cpu_count()} cores of {platform.machine()}, torch {torch.__version__}"
-    print(HEAD.format(runs=asked.runs, kills=asked.kills, machine=machine, steps=STEPS, every=EVERY), flush=True)
-    try:
-        expected = {}
-        for plan in PLANS:
-            (root / plan).mkdir()
-            expected[plan] = undisturbed(plan, root / plan)
-        for fault in FAULTS:
-            results = []
-            for _ in range(asked.runs):
-                folder = Path(tempfile.mkdtemp(dir=root))
-                results.append(inject(fault, folder, luck, expected[fault.plan]))
-                shutil.rmtree(folder)
-            print(describe(fault, results), flush=True)
-    finally:
-        shutil.rmtree(root)
-    print("\n## Checkpoints alone\n\n| fault | injected | result |\n|---|---|---|")
-    whole, lost = kill_while_saving(asked.kills, luck)
-    print(
-        f"| SIGKILL while a process saves 4 MiB again and again | {asked.kills} | {whole} times the newest is whole;"
-        f" {lost} finished checkpoints lost |"
-    )
-    print(f"| one bit flipped, in any file | {10 * asked.kills} | {damage(10 * asked.kills, luck, flip)} noticed |")
-    print(f"| cut off, any file anywhere | {asked.kills} | {damage(asked.kills, luck, cut_off)} noticed |")
-    kept = fill_disk(asked.kills // 5, luck)
-    if kept is not None:
-        print(f"| disk full while saving | {asked.kills // 5} | {kept} times the one before is whole, and said so |")
+    print(HEAD.format(runs=asked.runs, kills=asked.kills, machine=machine, steps=STEPS, every=EVERY, hang=HANG_S))
+    for fault in FAULTS:
+        print(describe(fault, kept.of(fault)))
+    print(f"\n## {ALONE}\n\n| fault | injected | result |\n|---|---|---|", *kept.results.get(ALONE, ()), sep="\n")
 
 
 if __name__ == "__main__":

@@ -56,6 +56,8 @@ VERSIONED = {
     "easgd-sync": [(2, 3), (3, 3)],
     "hetpipe": [(2, 9), (3, 12)],
 }
+CARRY = ("easgd", "easgd-sync", "hetpipe")
+"""Workers and servers know more of each other than weights and state, and tell it between two rounds."""
 SUMS_IN_OTHER_ORDER = ("pipedream-2bw", "hetpipe")
 
 ALL = {**SYNCHRONOUS, **VERSIONED, "hogwild": [(3, 3)]}
@@ -110,7 +112,8 @@ def test_a_versioned_preset_equals_its_replay(make, name, workers, microbatches,
     case = make(name, model, workers=workers, microbatches=microbatches, steps=4, optimizer=optimizer)
     assert case.audit() <= (case.tolerance if name in SUMS_IN_OTHER_ORDER or model == "gpt" else 0.0)
     assert case.moved() > 1e6 * case.tolerance
-    logged = [event for log in case.outcome.logs for event in log.events if isinstance(event, Read)]
+    reads = [event for log in case.outcome.logs for event in log.events if isinstance(event, Read)]
+    logged = [event for event in reads if event.microbatch >= 0]
     assert len(logged) == len(case.program.pieces) * len(case.batches.counts)
 
 
@@ -344,18 +347,12 @@ def test_a_program_that_is_repeated_goes_on_where_it_was(make, name):
     assert case.audit() <= case.tolerance
 
 
-@pytest.mark.parametrize("name", ["pipedream", "pipedream-vertical", "pipedream-2bw", "parameter-server"])
+@pytest.mark.parametrize("name", ["pipedream", "pipedream-vertical", "pipedream-2bw", "parameter-server", *CARRY])
 def test_a_versioned_program_that_is_repeated_equals_its_replay(make, name):
     case = make(name, workers=2, microbatches=3, steps=2, rounds=3, optimizer=ADAMW)
     assert case.audit() <= case.tolerance
-    assert len([e for e in case.outcome.logs[0].events if isinstance(e, Read)]) % 3 == 0
-
-
-@pytest.mark.parametrize("name", ["easgd", "easgd-sync", "hetpipe"])
-def test_a_program_whose_server_would_forget_is_not_repeated(make, name):
-    case = make(name, workers=2, microbatches=4, rounds=2)
-    with pytest.raises(InputError, match="cannot be run a second time"):
-        case.outcome  # noqa: B018
+    reads = [e for e in case.outcome.logs[0].events if isinstance(e, Read) and e.microbatch >= 0]
+    assert len(reads) % 3 == 0
 
 
 # Equations.
@@ -428,6 +425,8 @@ def test_hetpipe_keeps_its_bounds_at_every_injection(make, workers, bound):
     assert case.audit() <= case.tolerance
     waves = defaultdict(lambda: -1)
     for event in (event for log in case.outcome.logs for event in log.events if isinstance(event, Read)):
+        if event.microbatch < 0:  # the end of the round
+            continue
         minibatch = event.microbatch // case.program.update_size
         behind = case.program.pieces[-1].stage - case.program.pieces[event.piece].stage
         home = (event.piece, event.replica)

@@ -58,7 +58,10 @@ def test_a_batch_smaller_than_the_microbatches_is_refused() -> None:
         trainer.step(batch(3))
 
 
-@pytest.mark.parametrize("plan", ["pipedream", "pipedream-vertical", "pipedream-2bw", "parameter-server"])
+@pytest.mark.parametrize(
+    "plan",
+    ["pipedream", "pipedream-vertical", "pipedream-2bw", "parameter-server", "easgd", "easgd-sync", "hetpipe"],
+)
 def test_steps_of_plans_without_a_flush_equal_their_replay(plan) -> None:
     trainer = Trainer(model(), loss, sample=batch(48), plan=plan, workers=2, optimizer=Sgd(lr=0.05, momentum=0.9))
     given = Given([batch(48, 1), batch(41, 2), batch(37, 3)], len(trainer.batch.sizes))
@@ -70,7 +73,8 @@ def test_steps_of_plans_without_a_flush_equal_their_replay(plan) -> None:
     assert losses[-1] < losses[0]
     updates = trainer.program.plan.steps * 3
     if plan != "parameter-server":
-        applied = [e.version for log in outcome.logs for e in log.events if isinstance(e, Applied)]
+        own = range(trainer.program.num_replicas)
+        applied = [e.version for log in outcome.logs for e in log.events if isinstance(e, Applied) and e.replica in own]
         assert max(applied) == updates > 3
 
 
@@ -89,12 +93,6 @@ class Given:
 
     def count(self, microbatch: int) -> int:
         return len(self.cut[microbatch][1])
-
-
-@pytest.mark.parametrize(("plan", "what"), [("easgd", "how far each worker is"), ("hetpipe", "the waves in flight")])
-def test_plans_that_a_step_would_cut_off_are_refused(plan, what) -> None:
-    with pytest.raises(InputError, match=f"carries {what}.*which the end of a step would cut off; give all updates"):
-        Trainer(model(), loss, sample=batch(8), plan=plan, workers=2)
 
 
 @pytest.mark.parametrize(

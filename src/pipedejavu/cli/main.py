@@ -196,15 +196,17 @@ def train(
     checkpoint_every: Annotated[
         int | None, typer.Option(help="Steps between checkpoints, 0 for none; by default by their cost.")
     ] = None,
+    hang_after_s: Annotated[
+        float | None,
+        typer.Option("--hang-after", help="Seconds until a worker hangs, 0 for ever; by default by the forecast."),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Train a model with a plan, a process for each worker; under torchrun its processes are the workers."""
     from pipedejavu.cli import training  # needs torch
 
     sizes = {"workers": workers, "replicas": replicas, "microbatches": microbatches, "samples": samples}
-    given = {"steps": steps, "data": data, "optimizer": optimizer, "lr": lr, "clip_norm": clip_norm, "seed": seed}
-    more = {"dtype": dtype, "on_nan": on_nan, "keeps_log": audit, "checkpoint_every": checkpoint_every}
-    options = training.read_options(model, {**given, **more})
+    options = training.read_options(model, {**context.params, "keeps_log": audit})
     names = frozenset(name for name in context.params if _is_given(context, name))
     asked = training.Asked(plan, sizes, batch, cpu_share, machine, devices, run_dir, resume, names, as_json)
     training.run(options, asked)

@@ -39,10 +39,10 @@ def _room() -> ModuleType:
 
 
 def read_options(model: str, given: Mapping[str, object]) -> "TrainOptions":
-    """Returns the run's options; raises InputError with every fault."""
-    found: TrainOptions = _room().TrainOptions.from_json(
-        json.dumps({"model": read_model(model), **given}), source="the options of train"
-    )
+    """Returns the run's options, those of `given` that are; raises InputError with every fault."""
+    kind = _room().TrainOptions
+    own = {name: value for name, value in given.items() if name in kind.model_fields}
+    found: TrainOptions = kind.from_json(json.dumps({**own, "model": read_model(model)}), source="the options of train")
     return found
 
 
@@ -328,7 +328,7 @@ def compare(run_dir: str, as_json: bool) -> None:
 def _compare_recording(path: Path, as_json: bool) -> None:
     """Prints the same of the recorded steps of a HybridAdamW, by lane and kind, and what bounds a step."""
     room = _room()
-    run = room.HybridRun.from_json(path.read_text(), source=str(path))
+    run = room.HybridRun.load(path)
     found, use = room.review(run), room.occupancy_of(run)
     if as_json:
         table = [{"lane": lane, **row._asdict()} for lane, rows in found.rows().items() for row in rows]

@@ -57,6 +57,16 @@ class Applier:
         self.pushed: dict[Home, dict[int, Tensors]] = {}
         """What a piece has pushed in each wave that it has not pulled yet."""
 
+    @property
+    def first_wave(self) -> int:
+        """The number, among all waves of a run, of this round's first."""
+        return self.first_version // self.plan.steps * -(-self.plan.steps // self.plan.place.workers)
+
+    def last_version(self, replica: int) -> int:
+        """Returns the version that a round leaves; an elastic centre that workers take turns at has one for each."""
+        is_in_turn = self.plan.reduce.combiner == "elastic" and self.plan.reduce.gate == "round-robin"
+        return self.plan.steps * (self.center if is_in_turn and replica == self.center else 1)
+
     def update(self, a: Action) -> None:
         """Makes the update that an UPDATE names."""
         if a.via == "~server":
@@ -128,7 +138,7 @@ class Applier:
         """Pulls the updated weights towards the elastic centre."""
         turn = update * self.center + home[1] if self.plan.reduce.gate == "round-robin" else update
         center = self._weights_of(home[0], self.center, turn)
-        pull = self.job.optimizer.rate(update) * self.job.elasticity
+        pull = self.job.optimizer.rate(self.first_version + update) * self.job.elasticity
         for name, delta in deltas:
             yield name, delta.sub_(pull * (base[name].detach() - center[name]))
 
@@ -155,18 +165,17 @@ class Applier:
     def _move_center(self, piece: int, update: int) -> None:
         """Moves the elastic centre towards one worker's weights, or towards all at once."""
         center = self._weights_of(piece, self.center, update)
-        if self.plan.reduce.gate == "round-robin":
+        turns = self.center if self.plan.reduce.gate == "round-robin" else 1
+        if turns > 1:
             members = [self._weights_of(piece, update % self.center, update // self.center)]
-            rate = self.job.optimizer.rate(update // self.center)
         else:
             members = [self._weights_of(piece, q, update) for q in range(self.center)]
-            rate = self.job.optimizer.rate(update)
-        pull = rate * self.job.elasticity
+        pull = self.job.optimizer.rate(self.first_version + update // turns) * self.job.elasticity
         moved = {
             n: w + sum((pull * (m[n].detach() - w) for m in members), torch.zeros_like(w)) for n, w in center.items()
         }
         self.values["w", piece, self.center, update + 1, ""] = as_leaves(moved)
-        self.log.events.append(Applied(piece, self.center, update + 1, (), pull))
+        self.log.events.append(Applied(piece, self.center, self.first_version * turns + update + 1, (), pull))
 
     def _pushed_too(self, home: Home, update: int, deltas: Deltas) -> Deltas:
         """Adds an update to what the wave pushes."""

@@ -46,6 +46,8 @@ def check_log(program: Program, batches: Batches, logs: Sequence[Log]) -> None:
     updates: dict[tuple[int, int], list[int]] = defaultdict(list)
     for log in logs:
         for event in log.events:
+            if isinstance(event, Read) and event.microbatch < 0:
+                continue
             if isinstance(event, Read):
                 low, high = _promised(program, event)
                 if not low <= event.version <= high:
@@ -144,7 +146,7 @@ class Replay:
             return False
         if event.wave >= 0:
             others = [q for q in range(self.center) if q != event.replica]
-            size = self.plan.place.workers
+            size = self._wave_size(event.wave)
             if any(len(self.pushes[event.piece, q, event.wave]) < size for q in others):
                 return False
             pushed = [d for q in others for d in self.pushes[event.piece, q, event.wave]]
@@ -178,9 +180,24 @@ class Replay:
             self.cells[piece] = new
             self.served[piece] += 1
         if reduce.gate == "bound":
-            self.pushes[piece, replica, update // self.plan.place.workers].append(deltas)
+            self.pushes[piece, replica, self._wave(update)].append(deltas)
         self.newest[piece, replica, version] = new
         return True
+
+    def _wave(self, update: int) -> int:
+        """Returns the wave of an update; each round begins with a new one."""
+        before, number = divmod(update, self.plan.steps)
+        return before * self._num_waves + number // self.plan.place.workers
+
+    def _wave_size(self, wave: int) -> int:
+        """Returns the updates of a wave; the last of a round may have fewer than the others."""
+        size = self.plan.place.workers
+        return min(size, self.plan.steps - wave % self._num_waves * size)
+
+    @property
+    def _num_waves(self) -> int:
+        """The waves of a round."""
+        return -(-self.plan.steps // self.plan.place.workers)
 
     def _check_clipping(self, event: Applied) -> None:
         """Raises InputError where a coefficient does not follow from the norm that the plan clips by."""

@@ -29,6 +29,15 @@ TRANSIENT = frozenset("xgsobncdp")
 Runners = dict[tuple[int, int], PieceRunner]
 """By (piece, replica)."""
 
+Notice = Callable[[str, str], None]
+"""Is told of a lane and the action that it begins; no action where it has ended."""
+
+
+def homes_of(program: Program, index: int) -> list[tuple[int, int]]:
+    """Returns the (piece, replica) pairs that a worker holds or serves, in order; a server's come last."""
+    served = {a.piece for a in program.workers[index].actions if a.via == "~server"}
+    return sorted({*program.held(index), *((piece, program.num_replicas) for piece in served)})
+
 
 class Handlers:
     """The values of one worker, and the handlers that work on them."""
@@ -37,6 +46,7 @@ class Handlers:
         self.program, self.index, self.runners, self.job = program, index, runners, job
         self.device = device_of(program, index)
         self.batches, self.wire, self.log, self.live = batches, wire, Log(), 0
+        self.notice: Notice = lambda _lane, _action: None
         self.values: dict[Value, Any] = {}
         self.applier = Applier(program, runners, job, batches, self.values, self.log, self.device)
         table = Table(program)
@@ -66,19 +76,16 @@ class Handlers:
     def begin(self, update: int) -> None:
         """Prepares to run the program from an update on: the newest weights become version 0, numbers go on."""
         plan = self.program.plan
-        if update and (plan.reduce.combiner == "elastic" or plan.reduce.gate == "bound"):
-            raise InputError(
-                f"plan '{plan.name}' cannot be run a second time: its server and workers would forget what they know"
-                " of each other's weights; give all updates to one program (steps)"
-            )
         self.first_microbatch = update * self.program.update_size
         self.first_version = self.applier.first_version = update
         self.readers = self.reads.copy()
         norms = {key[3]: self.values.pop(key) for key in list(self.values) if key[0] == "n"}
         if plan.reduce.clip == "delayed" and plan.steps - 1 in norms:
             self.values["n", 0, 0, -1, ""] = norms[plan.steps - 1]
-        for key in [key for key in self.values if key[0] == "w" and key[3] == plan.steps]:
+        for key in [key for key in self.values if key[0] == "w" and key[3] == self.applier.last_version(key[2])]:
             self.values[key[0], key[1], key[2], 0, key[4]] = self.values.pop(key)
+        for key in [key for key in self.values if key[0] in "pc"]:  # waves that were taken in when the round ended
+            del self.values[key]
 
     def do(self, a: Action) -> None:
         """Does one action, and frees what nobody will read again."""
@@ -116,7 +123,8 @@ class Handlers:
         if wave >= 0:
             self.applier.pull((a.piece, a.replica), a.version, wave)
         version = a.version if a.version < 0 else self.first_version + a.version
-        self.log.events.append(Read(a.piece, a.replica, self.first_microbatch + a.microbatch, version, wave))
+        known = self.applier.first_wave + wave if wave >= 0 else -1
+        self.log.events.append(Read(a.piece, a.replica, self.first_microbatch + a.microbatch, version, known))
         if self.program.pieces[a.piece].opens_stage:
             self.live += 1
             self.log.peak_live = max(self.log.peak_live, self.live)

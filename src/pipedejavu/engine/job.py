@@ -54,7 +54,7 @@ class Batches(Protocol):
 
 
 class Read(NamedTuple):
-    """A forward: which weights a microbatch read on a piece."""
+    """A forward: which weights a microbatch read on a piece; microbatch -1 pulls a wave at the end of a round."""
 
     piece: int
     replica: int

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from pipedejavu.engine.apply import as_leaves
 from pipedejavu.engine.device import CPU, device_of
-from pipedejavu.engine.handle import Handlers, Runners
+from pipedejavu.engine.handle import Handlers, Runners, homes_of
 from pipedejavu.engine.job import Batches, Job, Log
 from pipedejavu.engine.optimizer import Tensors
 from pipedejavu.engine.piece import PieceRunner
@@ -131,12 +131,6 @@ def make_handlers(program: Program, index: int, job: Job, batches: Batches, wire
                 weights = {n: w.pin_memory() if place == "host" else w.to(device) for n, w in weights.items()}
             own.values["w", piece, replica, version, place] = as_leaves(weights)
     return own
-
-
-def homes_of(program: Program, index: int) -> list[tuple[int, int]]:
-    """Returns the (piece, replica) pairs that a worker holds or serves, in order; a server's come last."""
-    served = {a.piece for a in program.workers[index].actions if a.via == "~server"}
-    return sorted({*program.held(index), *((piece, program.num_replicas) for piece in served)})
 
 
 def _share_weights(first: Handlers, other: Handlers) -> None:

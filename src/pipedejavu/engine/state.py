@@ -14,12 +14,11 @@ from collections.abc import Callable, Iterator
 from torch import Tensor
 
 from pipedejavu.engine.device import CPU
-from pipedejavu.engine.handle import Handlers
+from pipedejavu.engine.handle import Handlers, homes_of
 from pipedejavu.engine.optimizer import Tensors
 from pipedejavu.engine.piece import PieceRunner
-from pipedejavu.engine.run import Threads, final_weights, homes_of
+from pipedejavu.engine.run import Threads, final_weights
 from pipedejavu.facts import InputError
-from pipedejavu.plan import Plan
 from pipedejavu.program import Program
 from pipedejavu.program.value import rest_of, update_place
 
@@ -28,22 +27,6 @@ SLOTS = {"step": "step", "m": "exp_avg", "v": "exp_avg_sq", "momentum": "momentu
 
 Source = Callable[[str], Tensor | None]
 """Returns the tensor of a name, or None where there is none."""
-
-
-def carried(plan: Plan) -> str:
-    """Names what a plan's workers know beside weights and state when nothing is in flight; empty where nothing."""
-    if plan.reduce.combiner == "elastic":
-        return "how far each worker is from the centre"
-    return "the waves in flight" if plan.reduce.gate == "bound" else ""
-
-
-def check_drained(plan: Plan) -> None:
-    """Raises InputError for plans whose workers know more than a checkpoint holds."""
-    if what := carried(plan):
-        raise InputError(
-            f"plan '{plan.name}' carries {what} from update to update, which no checkpoint holds; train it in one go,"
-            " or use another plan"
-        )
 
 
 def take_state(own: Handlers) -> Tensors:
@@ -79,9 +62,8 @@ def put_state(own: Handlers, update: int, source: Source, norm: float | None = N
     `update` is how many updates have made it.
     """
     plan = own.program.plan
-    check_drained(plan)
     for (what, _, replica, _, _), value in own.values.items():
-        if what == "w":
+        if what == "w" and not _is_idle(own.program, replica):
             for name, weight in value.items():
                 loaded = _find(own, source, replica, "weight", name)
                 if loaded is None:
@@ -173,9 +155,16 @@ def _prefix(program: Program, holders: list[tuple[int, int]], own: tuple[int, in
     """Returns under which prefix a holder keeps the n-th weight of a piece, or None where another one does."""
     if program.plan.feed.kind != "own":  # all have the same
         return "" if holders[number % len(holders)] == own else None
-    is_on_server = holders[-1][0] == program.num_replicas
+    if _is_idle(program, own[0]):
+        return None
+    is_on_server = holders[-1][0] == program.num_replicas and not _is_idle(program, holders[-1][0])
     source = holders[-1] if is_on_server else holders[0]
     return "" if own == source else f"replica/{own[0]}/"
+
+
+def _is_idle(program: Program, replica: int) -> bool:
+    """Whether weights are those of a server that adds up waves, and never has newer ones."""
+    return program.plan.reduce.gate == "bound" and replica == program.num_replicas
 
 
 def _buffers(runner: PieceRunner) -> Iterator[tuple[str, Tensor]]:

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from itertools import zip_longest
 
+from pipedejavu.engine.between import drain, meet
 from pipedejavu.engine.device import CPU
 from pipedejavu.engine.handle import Handlers
 from pipedejavu.engine.lane import Lane, Mark, Origin, make_lane
@@ -70,6 +71,7 @@ class Worker:
             for name in self.positions
             if name != "compute" and name not in self.heads
         ]
+        self._guarded(lambda _: self._between(meet), "compute")
         origin = Origin.now(self.handlers.device)
         for thread in others:
             thread.start()
@@ -90,9 +92,18 @@ class Worker:
 
     def _finish(self) -> None:
         """Waits for what was issued."""
+        self.handlers.notice("compute", "the end of the round")
         for mark in self.marks.values():
             mark.wait()
+        self.handlers.notice("compute", "")
+        self._between(drain)
         self.handlers.finish()
+
+    def _between(self, tell: Callable[[Handlers], None]) -> None:
+        """Tells other workers, outside of any lane, what they need of each other."""
+        self.handlers.notice("net", "what is told between two rounds")
+        tell(self.handlers)
+        self.handlers.notice("net", "")
 
     def _run_in_order(self, name: str) -> None:
         """Runs one lane in its order."""
@@ -134,9 +145,12 @@ class Worker:
                 time.sleep(1e-4)
 
     def _do(self, lane: Lane, position: int) -> None:
+        name, action = self.names[position]
+        self.handlers.notice(name, action)
         for before in self.waits[position]:
             lane.wait(self.marks[before])
         self.marks[position] = lane.run(self.handlers.do, self.own.actions[position])
+        self.handlers.notice(name, "")
         if position in self.done:
             self.done[position].set()
             for name in self.sent_by.get(position, ()):

@@ -90,7 +90,7 @@ def read_machine(text: str) -> Machine:
     content = read_file(text)
     try:
         plain = json.loads(content)
-    except ValueError:
+    except (ValueError, RecursionError):
         plain = None
     if isinstance(plain, dict) and "devices" not in plain and _is_cluster(plain):
         return compose(Cluster.from_json(content, source=text))

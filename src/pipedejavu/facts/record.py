@@ -107,7 +107,7 @@ def _disagreements(record: type[Record], plain: Any) -> list[str]:
     """Looks for disagreements in data with other faults; finds none where these hide what to compare."""
     try:
         found: list[str] = _unchecked(record, plain).disagreements()
-    except (AttributeError, TypeError):
+    except Exception:  # whatever data of other types makes of it
         return []
     return found
 

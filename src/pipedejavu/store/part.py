@@ -116,9 +116,14 @@ def _bytes_of(tensor: Tensor) -> memoryview:
 
 
 def _read(path: Path, offset: int, size: int) -> bytearray:
-    data = bytearray(size)
+    data = bytearray()
     try:
         with path.open("rb", buffering=0) as file:
+            # A manifest that lies costs no memory.
+            missing = offset + size - os.fstat(file.fileno()).st_size
+            if missing > 0:
+                raise CheckpointError(f"{path} ends {missing} bytes too early: it was cut off")
+            data = bytearray(size)
             file.seek(offset)
             rest = memoryview(data)
             while rest and (count := file.readinto(rest)):

@@ -32,6 +32,11 @@ def write_failure(path: Path, rank: int, error: BaseException) -> None:
     else:
         lines = traceback.format_exception(error)
         text = f"raised\n{''.join(lines)}worker {rank} raised {type(error).__name__}; all others were stopped"
+    keep_failure(path, rank, text)
+
+
+def keep_failure(path: Path, rank: int, text: str) -> None:
+    """Keeps a kind of failure and, in the lines behind it, what to tell the user, unless another failed before."""
     own = path.with_suffix(f".{rank}")
     own.write_text(text, encoding="utf-8")
     with suppress(FileExistsError):
@@ -50,3 +55,8 @@ def read_failure(path: Path, exit_codes: Sequence[int | None]) -> Exception:
             return WorkerError(f"worker {rank} was ended by {name}{hint}; all others were stopped")
     ended = ", ".join(f"worker {rank} with {code}" for rank, code in enumerate(exit_codes) if code)
     return WorkerError(f"workers ended without a reason: exit codes {ended}")
+
+
+def with_rest(text: str, steps: Sequence[int]) -> str:
+    """Returns what ended a run with the step that it goes on behind, the last of its checkpoints, if it has any."""
+    return f"{text}; --resume goes on behind step {steps[-1]}" if steps else text

@@ -1,11 +1,15 @@
 """The run folder: what a run is given, what it leaves, and under which names."""
 
+import errno
 import json
+import os
 import shutil
+import threading
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save, save_file
 from torch import Tensor
 
@@ -67,7 +71,9 @@ class RunFolder:
         self.report = self.path / "report.html"
         self.parts = self.path / "parts"
         self.failure = self.parts / "failure"
+        self.slate = self.parts / "slate"
         self.shelf = Shelf(self.path / "checkpoints")
+        self._unwritten, self._lock = b"", threading.Lock()
 
     @property
     def holds_run(self) -> bool:
@@ -104,12 +110,17 @@ class RunFolder:
             self.add_metrics({"resumed": step})
 
     def _rows(self) -> list[dict[str, Any]]:
-        """Returns the metrics; a line that a kill has cut off is left out."""
+        """Returns the metrics; a line that a kill has cut off, or that is none of this program's, is left out."""
         found = []
-        for line in self.metrics.read_text(encoding="utf-8").splitlines() if self.metrics.exists() else ():
-            with suppress(json.JSONDecodeError):
+        for line in self.metrics.read_bytes().splitlines() if self.metrics.exists() else ():
+            with suppress(ValueError, RecursionError):
                 found.append(json.loads(line))
-        return found
+        numbers = ("step", "saved", "elapsed_s")
+        return [
+            row
+            for row in found
+            if isinstance(row, dict) and all(isinstance(row.get(name, 0), int | float) for name in numbers)
+        ]
 
     def elapsed_s(self) -> float:
         """Returns how long the run has trained."""
@@ -137,7 +148,7 @@ class RunFolder:
             raise InputError(
                 f"{self.path} has no {origin} timeline; the run did not get that far, or it is no run folder"
             )
-        return Timeline.from_json(path.read_bytes(), str(path))
+        return Timeline.load(path)
 
     def write_part(self, rank: int, part: "Part") -> None:
         """Writes one worker's part."""
@@ -156,14 +167,32 @@ class RunFolder:
     def write_model(self, trained: dict[str, Tensor]) -> None:
         """Writes a run's weights under the model's own names, whole or not at all."""
         part = self.model.with_suffix(".part")
-        save_file(trained, part)
-        part.replace(self.model)
+        try:
+            save_file(trained, part)
+            part.replace(self.model)
+        except (OSError, SafetensorError) as error:
+            raise InputError(f"cannot write {self.model}: {error}; make room, and go on with --resume") from None
 
     def remove_parts(self) -> None:
         """Removes what only the workers needed."""
         shutil.rmtree(self.parts)
 
     def add_metrics(self, row: dict[str, Any]) -> None:
-        """Adds a line to the metrics."""
-        with self.metrics.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(row) + "\n")
+        """Adds a line to the metrics; on a disk that refuses it, lines wait for the next one."""
+        with self._lock:
+            self._unwritten += f"{json.dumps(row)}\n".encode()
+            with suppress(OSError):
+                _append(self.metrics, self._unwritten)
+                self._unwritten = b""
+
+
+def _append(path: Path, data: bytes) -> None:
+    """Adds bytes to a file, all or none of them."""
+    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    try:
+        before = os.fstat(file).st_size
+        if os.write(file, data) < len(data):
+            os.ftruncate(file, before)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+    finally:
+        os.close(file)

@@ -2,7 +2,6 @@
 
 import math
 
-from pipedejavu.engine.state import check_drained
 from pipedejavu.facts import InputError, format_seconds
 from pipedejavu.plan import Plan
 from pipedejavu.program import Program
@@ -22,8 +21,6 @@ def steps_of(plan: Plan, options: TrainOptions, start: int) -> int:
     asked. Raises InputError where the run cannot be divided as asked.
     """
     every, left = options.checkpoint_every, max(1, options.steps - start)
-    if every:
-        check_drained(plan)
     if plan.version.kind == "sync":
         return 1
     if not every or every >= left:
@@ -46,10 +43,6 @@ def choose_interval(options: TrainOptions, program: Program) -> tuple[int, str]:
     if asked is not None:
         drains = f"checkpoints every {asked} steps: each one drains the pipeline" if is_drained else ""
         return min(asked, options.steps), drains
-    try:
-        check_drained(plan)
-    except InputError as error:
-        return 0, f"no checkpoints: {error}"
     if is_drained:
         return (
             options.steps,

@@ -26,7 +26,8 @@ from pipedejavu.program import Program, verify
 from pipedejavu.program import compile as compile_plan
 from pipedejavu.program.crew import assign_devices
 from pipedejavu.simulate import Prediction, simulate
-from pipedejavu.train.failure import WorkerError, read_failure
+from pipedejavu.store import Shelf
+from pipedejavu.train.failure import WorkerError, read_failure, with_rest
 from pipedejavu.train.folder import Part, RunFolder, Start, result_of
 from pipedejavu.train.halt import GRACE_S, STOPPED, StoppedError, describe_stop, on_signal
 from pipedejavu.train.interval import choose_interval, steps_of
@@ -44,6 +45,7 @@ from pipedejavu.train.site import (
 )
 from pipedejavu.train.task import prepare
 from pipedejavu.train.team import Team
+from pipedejavu.train.vigil import Ear, Slate
 from pipedejavu.train.worker import Move, Rank, work
 
 LOOK_S = 1.0
@@ -160,7 +162,7 @@ def train(options: TrainOptions, program: Program, run_dir: str, start: Start | 
     """
     folder = RunFolder(run_dir)
     prediction = _open(folder, options, program, start)
-    run_workers(folder, len(program.workers))
+    run_workers(folder, len(program.workers), options.hang_after_s)
     return _finish(folder, options, program, prediction)
 
 
@@ -173,7 +175,8 @@ def train_rank(
     prediction = _open(folder, options, program, start) if team.is_first else None
     shared = Path(team.share(str(folder.parts.resolve()).encode()).decode())
     options = _seen_by_all(shared, options, team, start)
-    run = Rank(options, program, PrefixStore("watch", team.store), folder, start or Start())
+    team.shelf = Shelf(shared.parent / folder.shelf.path.name)
+    run = Rank(options, program, PrefixStore("watch", team.store), folder, start or Start(), team.keep_vigil(options))
     part = run.run(shared)
     parts = [*map(Part, team.collect(part.weights), team.collect(part.facts))]
     team.part()
@@ -232,11 +235,13 @@ def _finish(folder: RunFolder, options: TrainOptions, program: Program, predicti
     )  # fmt: skip
 
 
-def run_workers(folder: RunFolder, count: int) -> None:
+def run_workers(folder: RunFolder, count: int, silent_s: float | None = None) -> None:
     """Starts a process for each worker and waits for all; whatever ends the wait ends them too.
 
-    SIGTERM lets them end an update and save it, within a time of grace; then StoppedError says so.
+    SIGTERM lets them end an update and save it, within a time of grace; then StoppedError says so. A worker that says
+    nothing for a time ends the run.
     """
+    ear = Ear(Slate(folder.slate, count), count, silent_s)
     context = start_processes(  # type: ignore[no-untyped-call]
         work, args=(count, str(folder.path)), nprocs=count, join=False, start_method="spawn"
     )
@@ -261,6 +266,8 @@ def run_workers(folder: RunFolder, count: int) -> None:
                     raise _failure(folder, processes)
                 if not alive:
                     return
+                if missed := ear.missed(rank for rank, code in enumerate(codes) if code is None):
+                    raise WorkerError(with_rest(f"{missed}; all others were stopped", folder.shelf.steps()))
                 wait(alive, LOOK_S)
         finally:
             for process in processes:
@@ -276,9 +283,8 @@ def _failure(folder: RunFolder, processes: Sequence[Any]) -> BaseException:
     codes = [process.exitcode for process in processes]
     if -signal.SIGINT in codes:
         return KeyboardInterrupt()
-    error, steps = read_failure(folder.failure, codes), folder.shelf.steps()
-    has_rest = steps and isinstance(error, WorkerError)
-    return WorkerError(f"{error}; --resume goes on behind step {steps[-1]}") if has_rest else error
+    error = read_failure(folder.failure, codes)
+    return WorkerError(with_rest(str(error), folder.shelf.steps())) if isinstance(error, WorkerError) else error
 
 
 def audit_run(done: Trained) -> dict[str, float]:

@@ -9,12 +9,12 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from pipedejavu.facts import InputError
 from pipedejavu.store import Checkpoint, CheckpointError, Saver, Shelf, Tensors
+from pipedejavu.train.saved import current_gpu, random_state, saved_in, set_random_state
 
 
 class Scheduler(Protocol):
@@ -52,7 +52,7 @@ class Checkpoints:
         """
         kept = optimizer.state_dict()
         tensors, values = _state_of(model, optimizer, kept["state"])
-        tensors |= random_state()
+        tensors |= random_state(device=current_gpu())
         facts = {
             "groups": [{k: _plain(v) for k, v in group.items() if k != "params"} for group in kept["param_groups"]],
             "values": values,
@@ -78,10 +78,10 @@ class Checkpoints:
         load_weights(model, found)
         if optimizer is not None:
             optimizer.load_state_dict(_optimizer_state(model, optimizer, found))
-        known = found.manifest.facts.get("scheduler")
+        known = saved_in(found).scheduler
         if scheduler is not None and known is not None:
             scheduler.load_state_dict(known)
-        set_random_state(found)
+        set_random_state(found, device=current_gpu())
         return found.step, found.manifest.samples
 
     def wait(self) -> None:
@@ -92,23 +92,6 @@ class Checkpoints:
 def say(sentence: str) -> None:
     """Tells the user of a checkpoint that could not be written or read."""
     print(f"pipedejavu: {sentence}", file=sys.stderr)
-
-
-def random_state() -> Tensors:
-    """Returns the states of torch's generators, of the CPU and of the GPU in use."""
-    found = {"rng/0": torch.get_rng_state()}
-    if torch.cuda.is_available():
-        found["rng/0/cuda"] = torch.cuda.get_rng_state()
-    return found
-
-
-def set_random_state(checkpoint: Checkpoint) -> None:
-    """Lets torch's generators go on where they were."""
-    names = checkpoint.manifest.tensors
-    if "rng/0" in names:
-        torch.set_rng_state(checkpoint.tensor("rng/0"))
-    if "rng/0/cuda" in names and torch.cuda.is_available():
-        torch.cuda.set_rng_state(checkpoint.tensor("rng/0/cuda"))
 
 
 def load_weights(model: nn.Module, checkpoint: Checkpoint) -> None:
@@ -170,7 +153,7 @@ def _state_of(
 
 def _optimizer_state(model: nn.Module, optimizer: Optimizer, checkpoint: Checkpoint) -> dict[str, Any]:
     """Returns a checkpoint's state as an optimizer's own `state_dict` would be."""
-    facts, state = checkpoint.manifest.facts, {}
+    facts, state = saved_in(checkpoint), {}
     slots: dict[str, dict[str, str]] = {}
     for full in checkpoint.names("state/"):
         _, slot, name = full.split("/", 2)
@@ -179,11 +162,11 @@ def _optimizer_state(model: nn.Module, optimizer: Optimizer, checkpoint: Checkpo
     for number, name in _numbered(model, optimizer):
         known = next((n for n in tied[name] if n in slots), name)
         found: dict[str, Any] = {slot: checkpoint.tensor(full) for slot, full in slots.get(known, {}).items()}
-        found |= facts.get("values", {}).get(known, {})
+        found |= facts.values.get(known, {})
         if found:
             state[number] = found
     own = optimizer.state_dict()["param_groups"]
-    saved = facts.get("groups", [{}] * len(own))
+    saved = ({},) * len(own) if facts.groups is None else facts.groups
     if len(saved) != len(own):
         raise CheckpointError(f"{checkpoint.path} has {len(saved)} groups of parameters, and the optimizer {len(own)}")
     return {"state": state, "param_groups": [{**mine, **group} for mine, group in zip(own, saved, strict=True)]}

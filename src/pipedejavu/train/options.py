@@ -25,5 +25,7 @@ class TrainOptions(Record):
     on_nan: Literal["stop", "skip"] = "stop"
     checkpoint_every: int | None = Field(default=None, ge=0)
     """Updates between two checkpoints; 0 for none, by default as `choose_interval` says."""
+    hang_after_s: float | None = Field(default=None, ge=0)
+    """How long an action may take, and a worker say nothing; 0 for ever, by default as `vigil` says."""
     keeps_log: bool = False
     """Whether every worker writes what it read and applied, for the audit."""

@@ -4,26 +4,47 @@ A process that ends closes its connections, which its peers see at once. A host 
 nothing, and those who wait for it would wait for ever.
 """
 
+import json
+import math
 import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from typing import NamedTuple
 
 from torch._C._distributed_c10d import Store
 
+from pipedejavu.train.vigil import SILENT_S
+
 INTERVAL_S = 1.0
-LOST_S = 30.0
-"""How long a rank may be silent; its pulse has a thread of its own, so that only what stops a process stops it."""
+
+
+class Word(NamedTuple):
+    """What a rank says of itself with each beat: its process, and what it is at."""
+
+    host: str
+    pid: int
+    doing: str
 
 
 class Pulse:
     """One rank's pulse and its ear: the first rank hears all others, each of them hears the first.
 
-    `end` is called with a rank that was not heard, and for how many seconds; it should end the process.
+    `end` is called with a rank that was not heard, for how many seconds, and its last word if it has said any; it
+    should end the process. `word` is asked for this rank's own.
     """
 
-    def __init__(self, store: Store, rank: int, size: int, end: Callable[[int, float], None]):
-        self.rank, self.end = rank, end
+    def __init__(
+        self,
+        store: Store,
+        rank: int,
+        size: int,
+        end: Callable[[int, float, Word | None], None],
+        word: Callable[[], Word],
+    ):
+        self.rank, self.end, self.word = rank, end, word
+        self.silent_s = SILENT_S
+        """How long a rank may say nothing."""
         # A connection of its own: whoever waits on the one that all share keeps the others off it.
         self.store: Store = store.clone()  # type: ignore[attr-defined]
         others = range(1, size) if rank == 0 else range(1)
@@ -32,6 +53,10 @@ class Pulse:
         self._ended = threading.Event()
         for task in (self._beat, self._judge):
             threading.Thread(target=task, daemon=True).start()
+
+    def allow(self, silent_s: float | None) -> None:
+        """Says for how long a rank may say nothing; 0 is for ever."""
+        self.silent_s = SILENT_S if silent_s is None else silent_s or math.inf
 
     def stop(self) -> None:
         """Ends pulse and ear; the others must have ended theirs, or they will miss this one."""
@@ -42,7 +67,7 @@ class Pulse:
         with suppress(RuntimeError):  # the store is gone; then nobody is heard any more
             while not self._ended.wait(INTERVAL_S):
                 number += 1
-                self.store.set(str(self.rank), str(number))
+                self.store.set(str(self.rank), json.dumps([number, *self.word()]))
                 for other in self.heard_s:
                     if self.store.check([str(other)]):
                         self._hear(other, self.store.get(str(other)))
@@ -54,6 +79,7 @@ class Pulse:
     def _judge(self) -> None:
         while not self._ended.wait(INTERVAL_S):
             other = min(self.heard_s, key=lambda n: self.heard_s[n])
-            if time.monotonic() - self.heard_s[other] > LOST_S:
-                self.end(other, LOST_S)
+            if time.monotonic() - self.heard_s[other] > self.silent_s:
+                last = self.last.get(other)
+                self.end(other, self.silent_s, Word(*json.loads(last)[1:]) if last else None)
                 return

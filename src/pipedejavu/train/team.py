@@ -5,11 +5,13 @@ What passes between ranks are bytes: JSON records and safetensors, nothing that 
 
 import os
 import platform
+import signal
 import sys
 import time
 import traceback
 from contextlib import suppress
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -18,9 +20,12 @@ from torch.distributed import DistNetworkError, DistStoreError
 from torch.distributed.rendezvous import rendezvous
 
 from pipedejavu.facts import InputError
-from pipedejavu.train.failure import is_lost
-from pipedejavu.train.pulse import Pulse
+from pipedejavu.store import Shelf
+from pipedejavu.train.failure import is_lost, with_rest
+from pipedejavu.train.options import TrainOptions
+from pipedejavu.train.pulse import Pulse, Word
 from pipedejavu.train.site import Site, read_site
+from pipedejavu.train.vigil import STUCK, Vigil
 
 MEETING_S = 300
 """How long ranks wait for each other at the start."""
@@ -36,6 +41,9 @@ class Team:
         self.rank, self.size = 0, 1
         self.store: Store | None = None
         self.pulse: Pulse | None = None
+        self.vigil: Vigil | None = None
+        self.shelf: Shelf | None = None
+        """The run's checkpoints, once it has a folder."""
         self.is_on_one_host = True
 
     @classmethod
@@ -48,9 +56,14 @@ class Team:
         if missing:
             raise InputError(f"RANK and WORLD_SIZE are set, but {' and '.join(missing)} not; start ranks with torchrun")
         team.rank, team.size = int(given["RANK"]), int(given["WORLD_SIZE"])
-        team.is_on_one_host = os.environ.get("LOCAL_WORLD_SIZE") == given["WORLD_SIZE"]
+        team.is_on_one_host = team.size == 1 or os.environ.get("LOCAL_WORLD_SIZE") == given["WORLD_SIZE"]
         if team.is_on_one_host:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        elif not os.environ.get("GLOO_SOCKET_IFNAME"):
+            raise InputError(
+                f"{team.size} ranks are not all on this host, and what passes between them is neither encrypted nor"
+                " authenticated; set GLOO_SOCKET_IFNAME, on each host, to the interface of a network that you trust"
+            )
         where = f"{given['MASTER_ADDR']}:{given['MASTER_PORT']}"
         try:
             meeting = rendezvous("env://", timeout=timedelta(seconds=MEETING_S))
@@ -78,7 +91,7 @@ class Team:
             reason = str(error).rpartition("] ")[2].partition(", remote")[0]
             self.leave(InputError(f"ranks that have met cannot connect to each other: {reason} ({found}; {remedy})"))
         if self.size > 1:
-            self.pulse = Pulse(PrefixStore("pulse", store), self.rank, self.size, self.miss)
+            self.pulse = Pulse(PrefixStore("pulse", store), self.rank, self.size, self.miss, self._word)
 
     @property
     def is_first(self) -> bool:
@@ -140,19 +153,41 @@ class Team:
         if self.pulse:
             self.pulse.stop()
 
-    def miss(self, other: int, silent_s: float) -> None:
-        """Ends this process because another rank has fallen silent."""
-        self._stop_host(f"rank {other} was not heard for {silent_s:.0f} s: its host or the network to it is gone")
+    def keep_vigil(self, options: TrainOptions) -> Vigil:
+        """Returns the vigil over this rank's lanes, which ends the process, and lets others miss it in time."""
+        if self.pulse:
+            self.pulse.allow(options.hang_after_s)
+        self.vigil = Vigil(self.rank, self._end_hung)
+        return self.vigil
+
+    def _end_hung(self, trace: str, sentence: str) -> None:
+        print(f"{trace}pipedejavu: {self._with_rest(sentence)}", file=sys.stderr, flush=True)
+        os._exit(1)
+
+    def _word(self) -> Word:
+        return Word(self._host, os.getpid(), self.vigil.describe() if self.vigil else "its start")
+
+    def miss(self, other: int, silent_s: float, word: Word | None = None) -> None:
+        """Ends this process because another rank has fallen silent, and that one too if the same agent started it."""
+        last = f"; it was at {word.doing}" if word else ""
+        if word and word.host == self._host:
+            # torchrun would ask a process that cannot hear to end, and wait for that half a minute.
+            _end_sibling(word.pid)
+            self._stop_host(f"rank {other} was not heard for {silent_s:.0f} s{STUCK}{last}")
+        self._stop_host(f"rank {other} was not heard for {silent_s:.0f} s: its host or the network to it is gone{last}")
 
     def _stop_host(self, reason: str) -> None:
         """Ends this process with a sentence that the first rank of each host says for all of it."""
         if self._local_rank == 0:
             stop = f"the ranks of host '{self._host}' stop, and the run folder keeps the metrics so far"
-            print(f"pipedejavu: {reason}; {stop}", file=sys.stderr, flush=True)
+            print(f"pipedejavu: {self._with_rest(f'{reason}; {stop}')}", file=sys.stderr, flush=True)
         else:
             time.sleep(LAST_WORD_S)  # torchrun ends all ranks of a host as soon as one has ended
         sys.stdout.flush()
         os._exit(1)
+
+    def _with_rest(self, text: str) -> str:
+        return with_rest(text, self.shelf.steps() if self.shelf else ())
 
     def leave(self, error: BaseException | None = None) -> None:
         """Ends a process that torchrun started, and tells of the error that ends it, unless another has told the same.
@@ -187,3 +222,11 @@ class Team:
 
 def _vector(data: bytes) -> torch.Tensor:
     return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.zeros(0, dtype=torch.uint8)
+
+
+def _end_sibling(pid: int) -> None:
+    """Ends a process that has the same parent as this one, and no other."""
+    with suppress(OSError, ValueError):
+        parent = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+        if parent == os.getppid():
+            os.kill(pid, signal.SIGKILL)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from pipedejavu.engine import AdamW, Job, Optimizer, Threads
-from pipedejavu.engine.state import carried, put_all, take_all, take_norm
+from pipedejavu.engine.state import put_all, take_all, take_norm
 from pipedejavu.facts import InputError, Machine
 from pipedejavu.plan import Plan, preset
 from pipedejavu.profile import Cut, Shot, cut_model
@@ -24,10 +24,11 @@ from pipedejavu.simulate import Prediction, simulate
 from pipedejavu.store import Saver, Shelf
 from pipedejavu.train.door import inputs_and_targets, own_loss
 from pipedejavu.train.folder import result_of
-from pipedejavu.train.loop import random_state, say, set_random_state
+from pipedejavu.train.loop import say
 from pipedejavu.train.measure import measure
 from pipedejavu.train.planning import MOST_SAMPLES, choose_plan, known_machine, ways_of
 from pipedejavu.train.profiling import choose_sizes, measure_ways
+from pipedejavu.train.saved import current_gpu, random_state, saved_in, set_random_state
 from pipedejavu.train.site import devices_to_measure, make_machine, read_sites, torch_device
 from pipedejavu.train.task import describe_form, loss_of
 
@@ -72,7 +73,6 @@ class Trainer:
         elif isinstance(plan, str):
             plan = preset(plan.removeprefix("preset:")).at(workers=workers, microbatches=4)
         plan = plan if plan.version.kind != "sync" else plan.but(steps=1)
-        _check_steps(plan)
         self.batch = _Split(sample, (1,) * (plan.feed.microbatches * _copies(plan) * plan.steps))
         samples = len(self.batch.targets(0))
         cut = self.batch.cut = cut_model(model, self.batch.own_inputs(0), plan.cut.begins)
@@ -127,7 +127,7 @@ class Trainer:
             "facts": {"norm": take_norm(self.threads.handlers[0])},
         }
         self._losses.clear()
-        self._saver.save(self.updates, take_all(self.threads) | random_state(), lambda: about)
+        self._saver.save(self.updates, take_all(self.threads) | random_state(device=current_gpu()), lambda: about)
 
     def wait(self) -> None:
         """Waits until what was saved is on the disk."""
@@ -149,10 +149,10 @@ class Trainer:
             self.threads,
             found.step,
             lambda name: found.tensor(name) if name in has else None,
-            found.manifest.facts.get("norm"),
+            saved_in(found).norm,
         )
         self.samples = found.manifest.samples
-        set_random_state(found)
+        set_random_state(found, device=current_gpu())
         return found.step
 
     def save_to_model(self) -> nn.Module:
@@ -245,15 +245,6 @@ class _Split:
     def count(self, microbatch: int) -> int:
         """Returns the samples of a microbatch."""
         return len(self.targets(microbatch))
-
-
-def _check_steps(plan: Plan) -> None:
-    """Raises InputError for plans whose workers know more of each other than a step can hand to the next."""
-    if what := carried(plan):
-        raise InputError(
-            f"plan '{plan.name}' carries {what} from update to update, which the end of a step would cut off; give all"
-            " updates to one program, as 'train' does, or use another plan"
-        )
 
 
 def _copies(plan: Plan) -> int:

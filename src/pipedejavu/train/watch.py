@@ -61,7 +61,7 @@ class Watch:
         self.started_s = time.perf_counter()
         self._log, self._taken, self._number = Log(), 0, 0
         self._pending: list[tuple[int, float, int, float]] = []
-        self._lock, self._ended = threading.Lock(), threading.Event()
+        self._lock, self._sending, self._ended = threading.Lock(), threading.Lock(), threading.Event()
         self._thread = threading.Thread(target=self._go, daemon=True)
 
     def __enter__(self) -> Self:
@@ -97,10 +97,11 @@ class Watch:
     def send(self) -> None:
         """Tells the first rank what is new."""
         self._take()
-        with self._lock:
-            losses, self._pending = self._pending, []
-        self.store.set(f"{self.rank}/{self._number}", json.dumps([losses, self.peak()]))
-        self._number += 1
+        with self._sending:
+            with self._lock:
+                losses, self._pending = self._pending, []
+            self.store.set(f"{self.rank}/{self._number}", json.dumps([losses, self.peak()]))
+            self._number += 1
 
     def _take(self) -> None:
         now = time.perf_counter() - self.started_s

@@ -26,13 +26,15 @@ from pipedejavu.program import Program
 from pipedejavu.program.share import cut_evenly
 from pipedejavu.simulate import simulate
 from pipedejavu.store import Checkpoint, Saver, Shelf
-from pipedejavu.train.failure import write_failure
+from pipedejavu.train.failure import keep_failure, write_failure
 from pipedejavu.train.folder import Part, RunFolder, Start
 from pipedejavu.train.halt import STOPPED, Halt
 from pipedejavu.train.options import TrainOptions
 from pipedejavu.train.progress import Progress
+from pipedejavu.train.saved import random_state, saved_in, set_random_state
 from pipedejavu.train.site import num_threads
 from pipedejavu.train.task import SteadyBatches, prepare
+from pipedejavu.train.vigil import Slate, Vigil
 from pipedejavu.train.watch import Desk, Watch, resident_bytes
 
 
@@ -42,10 +44,16 @@ def work(rank: int, size: int, path: str) -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     folder, code = RunFolder(path), 1
+
+    def end(trace: str, sentence: str) -> None:
+        keep_failure(folder.failure, rank, f"hung\n{trace}{sentence}; all others were stopped")
+        os._exit(1)
+
     try:
+        vigil = Vigil(rank, end, Slate(folder.slate, size))
         dist.init_process_group("gloo", store=FileStore(str(folder.parts / "group"), size), rank=rank, world_size=size)
         store = FileStore(str(folder.parts / "watch"), size)
-        run = Rank(folder.options(), folder.program(), store, folder, folder.start())
+        run = Rank(folder.options(), folder.program(), store, folder, folder.start(), vigil)
         folder.write_part(rank, run.run(folder.parts))
         code = STOPPED if run.is_stopped else 0
     except BaseException as error:
@@ -63,8 +71,11 @@ Move = tuple[int, tuple[tuple[int, ...], ...]]
 class Rank:
     """One rank's state during a run; the first has the run folder, the others need none."""
 
-    def __init__(self, options: TrainOptions, program: Program, store: Store, folder: RunFolder, start: Start):
+    def __init__(
+        self, options: TrainOptions, program: Program, store: Store, folder: RunFolder, start: Start, vigil: Vigil
+    ):
         self.options, self.program, self.store, self.folder, self.start = options, program, store, folder, start
+        self.vigil = vigil
         self.rank = dist.get_rank()
         keep_heap()
         torch.set_num_threads(num_threads(program.machine, program.devices, self.rank))
@@ -88,10 +99,12 @@ class Rank:
     def run(self, shared: Path) -> Part:
         """Trains to the end; `shared` is a folder for weights that the workers of one host share."""
         base_bytes = resident_bytes()
+        forecast_s = simulate(self.program).makespan_s / self.program.plan.steps
+        self.vigil.allow(forecast_s, self.options.hang_after_s)
         updates = range(self.start.step, self.options.steps, self.program.plan.steps)
         shelf = Shelf(shared.parent / self.folder.shelf.path.name)
         with ExitStack() as stack:
-            self._open_desk(stack)
+            self._open_desk(stack, forecast_s)
             if self.options.checkpoint_every:
                 board = (PrefixStore("saver", self.store), len(self.program.workers))
                 self.saver = Saver(shelf, rank=self.rank, board=board, tell=self._tell, note=self.folder.add_metrics)
@@ -120,12 +133,11 @@ class Rank:
             facts["events"] = [[type(e).__name__, *e] for e in log.events]
         return Part.of(final_weights(handlers), self.spans, facts)
 
-    def _open_desk(self, stack: ExitStack) -> None:
+    def _open_desk(self, stack: ExitStack, forecast_s: float) -> None:
         """Lets the first rank take the reports of all, and show how the run gets on."""
         if self.rank:
             return
         is_counting_samples = self.batches.count(0) == self.program.sizes[0]
-        forecast_s = simulate(self.program).makespan_s / self.program.plan.steps
         items = "samples" if is_counting_samples else "tokens"
         self.progress = Progress(self.options.steps, items, forecast_s, self.start.step)
         ranks = len(self.program.workers)
@@ -135,7 +147,8 @@ class Rank:
         self.progress.say(sentence)
 
     def before_round(self, handlers: Handlers) -> None:
-        """Lets the watch follow the log."""
+        """Lets the watch follow the log, and the vigil the lanes."""
+        handlers.notice = self.vigil.notice
         self.watch.follow(handlers.log)
 
     def after_round(self, update: int, handlers: Handlers, spans: list[Span]) -> bool:
@@ -157,12 +170,10 @@ class Rank:
         is_apart = self.program.plan.feed.kind == "own"
         if is_apart:  # others may still be at an update before this one
             dist.barrier()
-        tensors = take_state(handlers)
-        tensors[f"rng/{self.rank}"] = torch.get_rng_state()
-        if handlers.device.type == "cuda":
-            tensors[f"rng/{self.rank}/cuda"] = torch.cuda.get_rng_state(handlers.device)
+        tensors = take_state(handlers) | random_state(self.rank, handlers.device)
         if is_apart:
             dist.barrier()
+        self.watch.send()  # before the news that this part is written, so that the metrics have every step before it
         facts = {"norm": take_norm(handlers), "parts": self.program.parts, "options": _plain(self.options)}
         about = {"samples": self.order.samples(update), "plan": _plain(self.program.plan), "facts": facts}
         saver.save(update, tensors, lambda: {**about, "loss": self.desk.mean_loss(update) if self.desk else None})
@@ -172,20 +183,16 @@ class Rank:
         if not self.start.step:
             return
         checkpoint = Checkpoint(shelf.folder(self.start.step))
-        facts, has = checkpoint.manifest.facts, checkpoint.manifest.tensors
+        facts, has = saved_in(checkpoint), checkpoint.manifest.tensors
         put_state(
             handlers,
             self.start.step,
             lambda name: checkpoint.tensor(name) if name in has else None,
-            facts.get("norm"),
+            facts.norm,
         )
-        parts = tuple(map(tuple, facts.get("parts", ())))
-        if self.program.plan.feed.is_controlled and [*map(len, parts)] == [*map(len, self.program.parts)]:
-            self._move(self.start.step, parts)
-        if f"rng/{self.rank}" in has:
-            torch.set_rng_state(checkpoint.tensor(f"rng/{self.rank}"))
-        if handlers.device.type == "cuda" and f"rng/{self.rank}/cuda" in has:
-            torch.cuda.set_rng_state(checkpoint.tensor(f"rng/{self.rank}/cuda"), handlers.device)
+        if self.program.plan.feed.is_controlled and [*map(len, facts.parts)] == [*map(len, self.program.parts)]:
+            self._move(self.start.step, facts.parts)
+        set_random_state(checkpoint, self.rank, handlers.device)
 
     def _rebalance(self, update: int, spans: list[Span]) -> None:
         """Moves samples between replicas from an update on; each keeps its number of microbatches."""

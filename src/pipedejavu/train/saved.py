@@ -1,0 +1,59 @@
+"""What a checkpoint holds beside weights and state, of a run or of a user's own loop; none of it is believed unseen."""
+
+import json
+from typing import Any
+
+import torch
+from pydantic import Field
+
+from pipedejavu.facts import FaultsError, Record
+from pipedejavu.store import Checkpoint, CheckpointError, Tensors
+
+
+class Saved(Record):
+    """The facts of a checkpoint; who writes one leaves out what it does not have."""
+
+    norm: float | None = None
+    """That delayed clipping goes on with."""
+    parts: tuple[tuple[int, ...], ...] = ()
+    """Of a batch, that each replica has."""
+    options: dict[str, Any] = Field(default={})
+    groups: tuple[dict[str, Any], ...] | None = None
+    """The settings of an optimizer's groups of parameters."""
+    values: dict[str, dict[str, Any]] = Field(default={})
+    """What of an optimizer's state is no tensor, by parameter."""
+    scheduler: dict[str, Any] | None = None
+
+
+def saved_in(checkpoint: Checkpoint) -> Saved:
+    """Returns a checkpoint's facts; raises CheckpointError where they are not such."""
+    try:
+        return Saved.from_json(json.dumps(checkpoint.manifest.facts), f"the facts of {checkpoint.path}")
+    except FaultsError as error:
+        raise CheckpointError(str(error)) from None
+
+
+def random_state(rank: int = 0, device: torch.device | None = None) -> Tensors:
+    """Returns the states of torch's generators, of the CPU and of a GPU."""
+    found = {f"rng/{rank}": torch.get_rng_state()}
+    if device is not None and device.type == "cuda":
+        found[f"rng/{rank}/cuda"] = torch.cuda.get_rng_state(device)
+    return found
+
+
+def set_random_state(checkpoint: Checkpoint, rank: int = 0, device: torch.device | None = None) -> None:
+    """Lets torch's generators go on where they were, as far as the checkpoint has them."""
+    names, name = checkpoint.manifest.tensors, f"rng/{rank}"
+    try:
+        if name in names:
+            torch.set_rng_state(checkpoint.tensor(name))
+        if device is not None and device.type == "cuda" and f"{name}/cuda" in names:
+            torch.cuda.set_rng_state(checkpoint.tensor(f"{name}/cuda"), device)
+    except (RuntimeError, TypeError) as error:
+        reason = str(error).partition("\n")[0]
+        raise CheckpointError(f"'{name}' of {checkpoint.path} is no state of torch's generator: {reason}") from None
+
+
+def current_gpu() -> torch.device | None:
+    """Returns the GPU in use, if there is one."""
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else None
