@@ -176,7 +176,13 @@ def train(
     cpu_share: Annotated[
         float | None, typer.Option(help="Part of a batch for CPU replicas, 0 to 1; by default what is fastest.")
     ] = None,
+    trim: Annotated[int | None, typer.Option(help="Contributions that preset:zeno drops from each update.")] = None,
+    byzantine: Annotated[
+        str | None, typer.Option(help="Make replicas faulty: COUNT:KIND[:FACTOR], of sign-flip, scale or random.")
+    ] = None,
     steps: Annotated[int, typer.Option(help="Updates to make.")] = 100,
+    init_candidates: Annotated[int, typer.Option(help="Initialisations that compete; the best goes on.")] = 1,
+    init_steps: Annotated[int, typer.Option(help="Updates that each of them makes at most.")] = 50,
     data: Annotated[str | None, typer.Option(help="digits, mnist[:DIR], cifar10[:DIR], stdlib or random.")] = None,
     optimizer: Annotated[str, typer.Option(help="sgd or adamw.")] = "adamw",
     lr: Annotated[float, typer.Option(help="Learning rate.")] = 1e-3,
@@ -198,9 +204,10 @@ def train(
     """Train a model with a plan, a process for each worker; under torchrun its processes are the workers."""
     from pipedejavu.cli import training  # needs torch
 
-    sizes = {"workers": workers, "replicas": replicas, "microbatches": microbatches, "samples": samples}
+    sizes = {"workers": workers, "replicas": replicas, "microbatches": microbatches, "samples": samples, "trim": trim}
     given = {"steps": steps, "data": data, "optimizer": optimizer, "lr": lr, "clip_norm": clip_norm, "seed": seed}
-    more = {"on_nan": on_nan, "keeps_log": audit, "checkpoint_every": checkpoint_every}
+    given |= {"init_candidates": init_candidates, "init_steps": init_steps}
+    more = {"on_nan": on_nan, "byzantine": byzantine, "keeps_log": audit, "checkpoint_every": checkpoint_every}
     options = training.read_options(model, {**given, **more})
     names = frozenset(name for name in context.params if _is_given(context, name))
     asked = training.Asked(plan, sizes, batch, cpu_share, machine, devices, run_dir, resume, names, as_json)

@@ -23,7 +23,7 @@ from pipedejavu.facts import InputError
 from pipedejavu.program import Action, Program, Table
 from pipedejavu.program.value import Value, rest_of, value_of
 
-TRANSIENT = frozenset("xgsobncdp")
+TRANSIENT = frozenset("xgsobncdpe")
 """Whats that are freed behind their last reader; of its own weights a worker keeps the newest version."""
 
 Runners = dict[tuple[int, int], PieceRunner]
@@ -61,6 +61,7 @@ class Handlers:
             "DROP": self.drop,
             "OFFLOAD": self.offload,
             "FETCH": self.fetch,
+            "EVAL": self.applier.evaluate,
         }
 
     def begin(self, update: int) -> None:
@@ -215,7 +216,7 @@ class Handlers:
 
     def send(self, a: Action) -> None:
         """Hands a value to another worker."""
-        value = self.values[value_of(a)]
+        value = self._handed_over(a) if a.what == "d" else self.values[value_of(a)]
         tensors = tuple(value.values()) if isinstance(value, dict) else tensors_of(value)
         self.wire.send(tensors, a.peer, self._key(a))
 
@@ -242,10 +243,18 @@ class Handlers:
         elif group.startswith("tie"):
             self._reduce_tied(a)
         else:
-            key = value_of(a)
-            value: Tensors = self.values[key]
+            value = self._handed_over(a)
             parts = unflatten(self.wire.add_up(flatten([*value.values()]), group), [*value.values()])
-            self.values[key] = dict(zip(value, parts, strict=True))
+            self.values[value_of(a)] = dict(zip(value, parts, strict=True))
+
+    def _handed_over(self, a: Action) -> Tensors:
+        """Returns the gradients of a piece as its worker hands them over, which may be faulty on purpose."""
+        value: Tensors = self.values[value_of(a)]
+        fault = self.job.byzantine
+        if fault is None or not fault.is_faulty(a.replica, self.program.num_replicas):
+            return value
+        place = (self.job.seed, a.replica, self.first_version + a.version, a.piece)
+        return {name: fault.spoilt(given, *place, n) for n, (name, given) in enumerate(value.items())}
 
     def _reduce_tied(self, a: Action) -> None:
         """Sums the gradients of parameters that several pieces share, and gives each the sum."""

@@ -34,7 +34,7 @@ def check_runnable(program: Program) -> None:
     cannot = {
         "a layout cut": plan.cut.kind == "layout",
         f"keep '{plan.keep.kind}'": plan.keep.kind.startswith("zero"),
-        f"combiner '{plan.reduce.combiner}'": plan.reduce.combiner in ("average", "score-trim"),
+        f"combiner '{plan.reduce.combiner}'": plan.reduce.combiner == "average",
         "feed 'mask'": plan.feed.kind == "mask",
         "edges that skip": any(len(before) > 1 for before in program.inputs + program.outputs),
         "a folded program": program.copies > 1,
