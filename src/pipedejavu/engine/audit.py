@@ -126,6 +126,8 @@ class Replay:
         self.state: dict[tuple[int, int], dict[str, Tensors]] = defaultdict(dict)
         self.cells = {p: {n: w.clone() for n, w in r.initial.items()} for p, r in enumerate(self.runners)}
         self.served: dict[int, int] = defaultdict(int)
+        self.unmet: dict[tuple[int, int], dict[int, Tensors]] = {}
+        """By piece and version, what replicas have made of it that is to be averaged."""
         self.pushes: dict[tuple[int, int, int], list[Tensors]] = defaultdict(list)
 
     def run(self, logs: Sequence[Log]) -> dict[tuple[int, int], Tensors]:
@@ -207,8 +209,20 @@ class Replay:
             self.served[piece] += 1
         if reduce.gate == "bound":
             self.pushes[piece, replica, update // self.plan.place.workers].append(deltas)
-        self.newest[piece, replica, version] = new
+        if reduce.combiner == "average" and (update % self.plan.steps + 1) % reduce.period == 0:
+            self._average(piece, replica, version, new)
+        else:
+            self.newest[piece, replica, version] = new
         return True
+
+    def _average(self, piece: int, replica: int, version: int, new: Tensors) -> None:
+        """Lets a version be there once all replicas have made theirs: the mean of all."""
+        own = self.unmet.setdefault((piece, version), {})
+        own[replica] = new
+        if len(own) == self.center:
+            mean = {n: torch.stack([own[q][n] for q in sorted(own)]).sum(0) / len(own) for n in new}
+            for q in self.unmet.pop((piece, version)):
+                self.newest[piece, q, version] = mean
 
     def _replay_score(self, event: Scored) -> bool:
         """Works a score out again; raises InputError where the run's differs by more than rounding.

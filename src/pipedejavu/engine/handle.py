@@ -235,7 +235,7 @@ class Handlers:
         return (a.what, a.piece, size)
 
     def reduce(self, a: Action) -> None:
-        """Sums a value over a group, in place."""
+        """Sums a value over a group, in place; weights are averaged."""
         group = a.via[1:]
         if a.what == "n":
             own = torch.tensor([self._square_of_norm(a.version)], dtype=torch.float64)
@@ -243,9 +243,13 @@ class Handlers:
         elif group.startswith("tie"):
             self._reduce_tied(a)
         else:
-            value = self._handed_over(a)
-            parts = unflatten(self.wire.add_up(flatten([*value.values()]), group), [*value.values()])
-            self.values[value_of(a)] = dict(zip(value, parts, strict=True))
+            value: Tensors = self._handed_over(a) if a.what == "d" else self.values[value_of(a)]
+            given = [tensor.detach() for tensor in value.values()]
+            found = dict(zip(value, unflatten(self.wire.add_up(flatten(given), group), given), strict=True))
+            if a.what == "w":  # of replicas that update by themselves; gradients are divided with the update
+                count = len(self.program.groups[group].workers)
+                found = as_leaves({name: total.div_(count) for name, total in found.items()})
+            self.values[value_of(a)] = found
 
     def _handed_over(self, a: Action) -> Tensors:
         """Returns the gradients of a piece as its worker hands them over, which may be faulty on purpose."""
