@@ -229,6 +229,12 @@ def test_train_trains_and_compare_joins_the_timelines(tmp_path: Path) -> None:
         (("zoo:mlp", "--plan", "preset:zero-3"), "the engine does not run keep 'zero-3' yet"),
         (("zoo:mlp", "--plan", "preset:1f1b", "--workers", "99"), "the plan has 99 stages but profile 'mlp' has"),
         (("zoo:mlp", "--lr", "-1", "--optimizer", "adam"), "the options of train has 2 faults"),
+        (
+            ("zoo:mlp", "--plan", "preset:easgd", "--byzantine", "1:scale"),
+            "hand no gradients over",
+        ),
+        (("zoo:mlp", "--plan", "preset:ddp", "--trim", "1"), "plan 'ddp' scores no contributions, so it drops none"),
+        (("zoo:mlp", "--trim", "1"), "--trim is for plans that score contributions; use --plan preset:zeno"),
         (("zoo:mlp", "--devices", "tpu"), "--devices is auto, cpu or gpu, not 'tpu'"),
         (("zoo:mlp", "--machine", "missing.json"), "cannot read missing.json"),
         (

@@ -278,7 +278,7 @@ class Case:
     def forward(self, modules: list[nn.Module], microbatch: int) -> Tensor:
         value = self.batches.inputs(microbatch).to(self.device)
         for number, module in enumerate(modules):
-            torch.manual_seed(piece_file._mixed(self.job.seed, microbatch, number))
+            torch.manual_seed(piece_file.mixed(self.job.seed, microbatch, number))
             value = module(value)
         return value
 

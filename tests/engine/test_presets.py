@@ -58,9 +58,11 @@ VERSIONED = {
 }
 CARRY = ("easgd", "easgd-sync", "hetpipe")
 """Workers and servers know more of each other than weights and state, and tell it between two rounds."""
+SCORED = {"zeno": [(2, 3), (4, 1)]}
+"""Synchronous, but not every gradient counts."""
 SUMS_IN_OTHER_ORDER = ("pipedream-2bw", "hetpipe")
 
-ALL = {**SYNCHRONOUS, **VERSIONED, "hogwild": [(3, 3)]}
+ALL = {**SYNCHRONOUS, **VERSIONED, **SCORED, "hogwild": [(3, 3)]}
 SIZED = [(name, *size) for name, sizes in ALL.items() for size in sizes]
 
 
@@ -87,7 +89,7 @@ def test_the_sizes_below_cover_every_preset_that_runs():
             assert "the engine does not run" in str(error)  # noqa: PT017
         else:
             runnable[name] = found.plan.version.kind
-    assert {n for n, kind in runnable.items() if kind == "sync"} == SYNCHRONOUS.keys()
+    assert {n for n, kind in runnable.items() if kind == "sync"} == SYNCHRONOUS.keys() | SCORED.keys()
     assert {n for n, kind in runnable.items() if kind not in ("sync", "torn")} == VERSIONED.keys()
     assert runnable.keys() == ALL.keys()
 

@@ -7,9 +7,9 @@ from pipedejavu.engine import AdamW, Sgd
 from pipedejavu.engine.run import Threads
 from pipedejavu.engine.state import SLOTS, put_all, take_all, take_norm
 from pipedejavu.facts import InputError
-from tests.engine.test_presets import ADAMW, MOMENTUM, SYNCHRONOUS, VERSIONED, can_tie
+from tests.engine.test_presets import ADAMW, MOMENTUM, SCORED, SYNCHRONOUS, VERSIONED, can_tie
 
-PLANS = [(name, *size) for name, sizes in {**SYNCHRONOUS, **VERSIONED}.items() for size in sizes[:1]]
+PLANS = [(name, *size) for name, sizes in {**SYNCHRONOUS, **VERSIONED, **SCORED}.items() for size in sizes[:1]]
 # Several workers of a server push in any order, so that no two runs are alike; one worker's are.
 PLANS = [(name, 1 if name == "parameter-server" else workers, count) for name, workers, count in PLANS]
 

@@ -25,6 +25,7 @@ def is_legal(name: str, p: int, m: int) -> bool:
     return {
         "pipedream-2bw": m >= p - 1,
         "interleaved": m % p == 0,
+        "zeno": p >= 2,
         "zb-v": m >= 2 * p - 1,
         "dualpipe-v": m >= 2 * p,
     }.get(name, True)

@@ -312,6 +312,26 @@ BROKEN: list[tuple[Plan, str, str]] = [
         "set reduce.wire to 'server'",
     ),
     (
+        preset("zeno").at(workers=3, trim=3),
+        "combiner 'score-trim' drops 3 contributions of 3, so none is left to average",
+        "set reduce.trim to less than 3, or use more replicas",
+    ),
+    (
+        preset("zeno").plan.but(place=Place(replicas=4, servers=2)),
+        "combiner 'score-trim' scores a gradient with the whole model, which must be one piece on one server",
+        "use cut 'whole' and one server, and leave order.is_eager out",
+    ),
+    (
+        preset("zeno").plan.but(keep=Keep()),
+        "combiner 'score-trim' compares the contributions of one update, which the server then makes for all",
+        "set reduce.gate to 'barrier', keep.kind to 'server' and version.kind to 'sync'",
+    ),
+    (
+        preset("zeno").plan.but(reduce=Reduce(wire="server", combiner="score-trim", trim=1, clip="global")),
+        "combiner 'score-trim' drops gradients only after the norm over all workers is known",
+        "set reduce.clip to 'none'",
+    ),
+    (
         preset("1f1b").plan.but(keep=Keep(kind="zero-3"), reduce=Reduce(wire="reduce-scatter")),
         "keep 'zero-3' in a pipeline gathers all weights again for every microbatch",
         "set keep.persists so that they stay for the batch, or use 'zero-1'",

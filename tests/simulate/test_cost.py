@@ -1,9 +1,10 @@
-"""What actions cost: the halves of a backward."""
+"""What actions cost: the halves of a backward, and scores."""
 
 from pipedejavu.facts import Cost
 from pipedejavu.plan import preset
 from pipedejavu.program import compile as compile_plan
 from pipedejavu.program import verify
+from pipedejavu.program.size import Sizes
 from pipedejavu.simulate import simulate, unit_costs
 
 
@@ -20,3 +21,24 @@ def makespan_s(input_backward: Cost | None) -> float:
 def test_the_input_half_is_the_rest_of_the_backward_unless_it_is_known() -> None:
     assert makespan_s(None) == makespan_s(Cost(per_sample_s=1.0)) == 3 * (1 + 1 + 1)
     assert makespan_s(Cost(per_sample_s=1.5)) == 3 * (1 + 1.5 + 1)
+
+
+def test_scores_cost_a_forward_for_each_contribution_and_gradients_travel_one_by_one() -> None:
+    plan, profile, machine = unit_costs(preset("zeno").at(workers=3, microbatches=2), {"F": 1.0, "B": 2.0})
+    program = compile_plan(plan, profile, machine)
+    prediction = simulate(program, verify(program))
+    assert prediction.makespan_s == 2 * (1 + 2) + 3 * 1
+    assert prediction.workers[3].busy_s == 3
+    gathered = [a for a in program.workers[3].actions if a.kind == "RECV" and a.what == "d"]
+    assert [(a.peer, a.replica) for a in gathered] == [(0, 0), (1, 1), (2, 2)]
+
+
+def test_a_server_that_scores_needs_room_for_a_stepped_copy_of_the_weights() -> None:
+    plan, profile, machine = unit_costs(preset("zeno").at(workers=3, microbatches=1), {})
+    units = tuple(
+        u.but(parameter_bytes=100, gradient_bytes=100, optimizer_bytes=0, parameter_parts=(100,), boundary_bytes=0.0)
+        for u in profile.units
+    )
+    program = compile_plan(plan, profile.but(units=units), machine)
+    scores = [a for a in program.workers[3].actions if a.kind == "EVAL"]
+    assert [Sizes(program).passing(a, is_first=False) for a in scores] == [100 * len(units)] * 3

@@ -28,7 +28,7 @@ def run(tmp_path: Path, name: str, machine: Machine | None = None, **changes):
 QUICK = ("1f1b", "ddp", "pipedream", "parameter-server")
 SLOW = (
     "gpipe", "interleaved", "zb-h1", "zb-v", "gems-mast", "gems-hy", "chimera", "pipedream-2bw", "hippie", "hetpipe",
-    "easgd", "easgd-sync", "axonn", "coarse", "hyscale", "fine", "zero-offload", "byteps",
+    "easgd", "easgd-sync", "axonn", "coarse", "hyscale", "fine", "zero-offload", "byteps", "zeno",
 )  # fmt: skip
 
 

@@ -10,6 +10,7 @@ from torch import nn
 
 from pipedejavu.engine import Applied, Job, Sgd, audit
 from pipedejavu.facts import InputError
+from pipedejavu.plan import preset
 from pipedejavu.profile import read_chain
 from pipedejavu.train import Trainer
 
@@ -226,3 +227,31 @@ def test_the_plan_auto_is_searched_for_what_is_here(tmp_path, monkeypatch) -> No
     trained = trainer.save_to_model().state_dict()
     for name, weight in plain.state_dict().items():
         torch.testing.assert_close(trained[name], weight, rtol=1e-10, atol=1e-12)
+
+
+def test_contributions_are_scored_on_the_sample_and_the_worst_is_dropped() -> None:
+    sample, batches = batch(30, seed=1), [batch(size, size) for size in (30, 25)]
+    plan = preset("zeno").at(workers=3, microbatches=1)
+    trainer = Trainer(model(), loss, sample=sample, plan=plan, optimizer=Sgd(lr=0.1))
+    for each in batches:
+        trainer.step(each)
+    plain = model()
+    for inputs, targets in batches:
+        scores, gradients = [], []
+        for own, wanted in zip(torch.tensor_split(inputs, 3), torch.tensor_split(targets, 3), strict=True):
+            gradients.append(torch.autograd.grad(loss(plain(own), wanted) / len(own), [*plain.parameters()]))
+            stepped = copy.deepcopy(plain)
+            with torch.no_grad():
+                for parameter, gradient in zip(stepped.parameters(), gradients[-1], strict=True):
+                    parameter -= 0.1 * gradient
+                after = loss(stepped(sample[0][20:]), sample[1][20:]) / 10
+            scores.append(-after - 0.005 * 0.1 * sum(gradient.square().sum() for gradient in gradients[-1]))
+        kept = sorted(range(3), key=lambda q: scores[q])[1:]
+        sizes = [len(part) for part in torch.tensor_split(targets, 3)]
+        with torch.no_grad():
+            for n, parameter in enumerate(plain.parameters()):
+                summed = sum(gradients[q][n] * sizes[q] for q in kept)
+                parameter -= 0.1 * summed / sum(sizes[q] for q in kept)
+    trained = trainer.save_to_model()
+    for own, other in zip(trained.parameters(), plain.parameters(), strict=True):
+        assert torch.allclose(own, other, rtol=0, atol=1e-13)

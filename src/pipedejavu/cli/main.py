@@ -178,7 +178,13 @@ def train(
     cpu_share: Annotated[
         float | None, typer.Option(help="Part of a batch for CPU replicas, 0 to 1; by default what is fastest.")
     ] = None,
+    trim: Annotated[int | None, typer.Option(help="Contributions that preset:zeno drops from each update.")] = None,
+    byzantine: Annotated[
+        str | None, typer.Option(help="Make replicas faulty: COUNT:KIND[:FACTOR], of sign-flip, scale or random.")
+    ] = None,
     steps: Annotated[int, typer.Option(help="Updates to make.")] = 100,
+    init_candidates: Annotated[int, typer.Option(help="Initialisations that compete; the best goes on.")] = 1,
+    init_steps: Annotated[int, typer.Option(help="Updates that each of them makes at most.")] = 50,
     data: Annotated[str | None, typer.Option(help="digits, mnist[:DIR], cifar10[:DIR], stdlib or random.")] = None,
     optimizer: Annotated[str, typer.Option(help="sgd or adamw.")] = "adamw",
     lr: Annotated[float, typer.Option(help="Learning rate.")] = 1e-3,
@@ -205,7 +211,7 @@ def train(
     """Train a model with a plan, a process for each worker; under torchrun its processes are the workers."""
     from pipedejavu.cli import training  # needs torch
 
-    sizes = {"workers": workers, "replicas": replicas, "microbatches": microbatches, "samples": samples}
+    sizes = {"workers": workers, "replicas": replicas, "microbatches": microbatches, "samples": samples, "trim": trim}
     options = training.read_options(model, {**context.params, "keeps_log": audit})
     names = frozenset(name for name in context.params if _is_given(context, name))
     asked = training.Asked(plan, sizes, batch, cpu_share, machine, devices, run_dir, resume, names, as_json)

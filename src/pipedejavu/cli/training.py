@@ -27,7 +27,7 @@ from pipedejavu.report import render_html
 from pipedejavu.search import Candidate, Options
 
 if TYPE_CHECKING:
-    from pipedejavu.train import Resumed, Team, Trained, TrainOptions
+    from pipedejavu.train import Chosen, Resumed, Start, Team, Trained, TrainOptions
 
 
 def _room() -> ModuleType:
@@ -118,6 +118,10 @@ def _run(options: "TrainOptions", asked: Asked, team: "Team") -> None:
     folder = asked.run_dir or f"runs/{name}-{chosen.name}-{time.strftime('%Y%m%d-%H%M%S')}"
     if team.is_first and not asked.as_json:
         _announce(options, program, note)
+    if options.init_candidates > 1 and not (start and start.step):
+        start = _choose_candidate(options, program, folder, team, start)
+        settings |= {"start": start, "profile": program.profile}
+        options, program, _ = room.plan_run(options, program.plan, program.machine, **settings)
     try:
         begun = (options, program, folder)
         done = room.train_rank(*begun, team, start) if team.is_launched else room.train(*begun, start)
@@ -126,6 +130,19 @@ def _run(options: "TrainOptions", asked: Asked, team: "Team") -> None:
         raise SystemExit(130) from None
     if done is not None:
         _conclude(done, options, asked.as_json)
+
+
+def _choose_candidate(
+    options: "TrainOptions", program: Program, folder: str, team: "Team", start: "Start | None"
+) -> "Start":
+    found: Chosen = _room().choose_candidate(options, program, folder, team, start)
+    if team.is_first:
+        print(
+            f"candidate {found.winner} of {options.init_candidates} goes on behind step {found.start.step}; together"
+            f" they made {sum(found.updates)} updates on {found.samples} samples",
+            file=sys.stderr,
+        )
+    return found.start
 
 
 def _reopen(asked: Asked, team: "Team", steps: int | None) -> "Resumed | None":
@@ -165,6 +182,8 @@ def is_searched(asked: Asked, is_launched: bool) -> bool:
     is_auto = asked.plan == "auto" and not is_launched and asked.sizes.get("workers") is None
     if not is_auto and asked.batch is not None:
         raise InputError("--batch is for --plan auto, which chooses the workers; give --microbatches and --samples")
+    if is_auto and asked.sizes.get("trim") is not None:
+        raise InputError("--trim is for plans that score contributions; use --plan preset:zeno")
     given = [name for name in ("replicas", "microbatches") if asked.sizes.get(name) is not None]
     if is_auto and given:
         raise InputError(f"--plan auto chooses the {given[0]}; give --batch, or a plan with --plan preset:NAME")
@@ -228,7 +247,7 @@ def _choose_simply(sizes: Mapping[str, int | None]) -> Plan:
     gpus = _room().num_gpus()
     workers = sizes.get("workers") or gpus or min(4, max(2, num_cores()))
     given = {"microbatches": sizes.get("microbatches") or 1, "samples": sizes.get("samples") or 8}
-    plan = preset("ddp").at(workers=workers, **given)
+    plan = preset("ddp").at(workers=workers, trim=sizes.get("trim"), **given)
     reason = "a replica for each GPU" if gpus else "CPU workers of one host are alike; one for each core, four at most"
     return plan.but(decisions=(Decision(axis="place", choice=f"{workers} replicas", reason=reason),))
 

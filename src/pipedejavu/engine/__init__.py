@@ -1,7 +1,8 @@
 """The engine: interprets programs with torch. Workers, lanes, wires, optimizers, and the audit of what they did."""
 
 from pipedejavu.engine.audit import audit
-from pipedejavu.engine.job import Applied, Batches, Job, Log, Read
+from pipedejavu.engine.byzantine import Byzantine
+from pipedejavu.engine.job import Applied, Batches, Event, Job, Log, Read, Scored
 from pipedejavu.engine.optimizer import AdamW, Optimizer, Sgd
 from pipedejavu.engine.run import Outcome, Threads, check_runnable, run_threads
 
@@ -9,11 +10,14 @@ __all__ = [
     "AdamW",
     "Applied",
     "Batches",
+    "Byzantine",
+    "Event",
     "Job",
     "Log",
     "Optimizer",
     "Outcome",
     "Read",
+    "Scored",
     "Sgd",
     "Threads",
     "audit",

@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from pipedejavu.engine.device import moved
-from pipedejavu.engine.job import Applied, Batches, Job, Log
+from pipedejavu.engine.job import Applied, Batches, Job, Log, Scored
 from pipedejavu.engine.optimizer import Tensors
 from pipedejavu.engine.piece import PieceRunner
+from pipedejavu.engine.score import Trial, kept, number_of, score
 from pipedejavu.facts import InputError
 from pipedejavu.program import Action, Program
 
@@ -51,6 +52,8 @@ class Applier:
                 f"the job clips gradients to the norm {job.clip_norm:g}, but plan '{self.plan.name}' takes no norm; set"
                 " reduce.clip to 'global', or to 'delayed' where nothing flushes"
             )
+        if job.byzantine is not None:
+            job.byzantine.check(self.plan, program.num_replicas)
         self.first_version = 0
         self.served: dict[int, int] = {}
         """How many updates the server has made of each piece."""
@@ -148,6 +151,8 @@ class Applier:
             self._move_center(piece, update)
         elif self.plan.reduce.gate == "bound":
             self._take_wave(piece, update)
+        elif self.plan.reduce.combiner == "score-trim":
+            self._average_trusted(piece, update)
         else:
             home, cell = (piece, self.center), self.values["w", piece, self.center, 0, ""]
             coefficient = self._coefficient(replica, update)
@@ -161,6 +166,36 @@ class Applier:
             for name, delta in deltas:
                 cell[name].data.add_(delta)
             self.values["w", piece, replica, a.version, ""] = as_leaves({n: w.clone() for n, w in cell.items()})
+
+    def evaluate(self, a: Action) -> None:
+        """Scores one replica's contribution on samples of the server's own."""
+        piece, replica, update = a.piece, a.replica, a.version
+        number = number_of(self.first_version + update)
+        inputs, targets = (moved(find(number), self.device) for find in (self.batches.inputs, self.batches.targets))
+        rate, penalty = self.job.optimizer.rate(self.first_version + update), self.plan.reduce.penalty
+        trial = Trial(number, inputs, targets, self.batches.count(number), rate, penalty)
+        count = sum(self.batches.count(i) for i in self.program.fed_by(replica, self.first_version + update))
+        home, summed = (piece, self.center), self.values["d", piece, replica, update, ""]
+        found = score(self.runners[home], self.job, trial, self.values["w", *home, 0, ""], summed, count)
+        self.values["e", piece, replica, update, ""] = found
+        self.log.events.append(Scored(piece, replica, self.first_version + update + 1, found))
+
+    def _average_trusted(self, piece: int, update: int) -> None:
+        """Updates the server's weights by the mean gradient of all but the replicas with the lowest scores."""
+        home, number = (piece, self.center), self.first_version + update
+        cell, members = self.values["w", *home, 0, ""], range(self.program.num_replicas)
+        trusted = kept([self.values["e", piece, q, update, ""] for q in members], self.plan.reduce.trim)
+        fed = tuple(i for q in trusted for i in self.program.fed_by(q, number))
+        coefficient = 1 / sum(self.batches.count(i) for i in fed) if fed else 0.0  # none can be trusted: left out
+        self.log.events.append(Applied(*home, number + 1, fed, coefficient))
+        if fed:
+            given: list[Tensors] = [self.values["d", piece, q, update, ""] for q in trusted]
+            summed = {name: torch.stack([own[name] for own in given]).sum(0) for name in cell}
+            deltas = self.job.optimizer.step(number, cell, summed, self.state.setdefault(home, {}), coefficient)
+            for name, delta in deltas:
+                cell[name].data.add_(delta)
+        for q in members:
+            self.values["w", piece, q, update + 1, ""] = as_leaves({n: w.clone() for n, w in cell.items()})
 
     def _move_center(self, piece: int, update: int) -> None:
         """Moves the elastic centre towards one worker's weights, or towards all at once."""

@@ -8,15 +8,16 @@ workers; if it arrives at other weights, or the log says other than the plan pro
 import copy
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
-from pipedejavu.engine.job import Applied, Batches, Job, Log, Read
+from pipedejavu.engine.job import Applied, Batches, Event, Job, Log, Read, Scored
 from pipedejavu.engine.optimizer import Tensors
 from pipedejavu.engine.piece import PieceRunner, Saved
 from pipedejavu.engine.run import Outcome
+from pipedejavu.engine.score import Trial, kept, number_of, score
 from pipedejavu.facts import InputError
 from pipedejavu.program import Action, Program
 from pipedejavu.program.verify import promised_versions
@@ -55,6 +56,8 @@ def check_log(program: Program, batches: Batches, logs: Sequence[Log]) -> None:
                         f"the run read version {event.version} where the plan promises {low} to {high}: {event}"
                     )
                 continue
+            if isinstance(event, Scored):
+                continue
             updates[event.piece, event.replica].append(event.version)
             if event.replica < program.num_replicas:
                 first, count = (event.version - 1) * size, size
@@ -67,7 +70,23 @@ def check_log(program: Program, batches: Batches, logs: Sequence[Log]) -> None:
                 is_wrong = event.coefficient > most if plan.reduce.clip != "none" else event.coefficient != most
                 if is_wrong:
                     raise InputError(f"the run gave gradients a coefficient other than {most}: {event}")
+        if plan.reduce.combiner == "score-trim":
+            _check_trusted(program, batches, log)
     _check_complete(program, updates)
+
+
+def _check_trusted(program: Program, batches: Batches, log: Log) -> None:
+    """Raises InputError where a server averaged other contributions than its scores say."""
+    scores: dict[int, list[float]] = defaultdict(list)
+    for event in log.events:
+        if isinstance(event, Scored):
+            scores[event.version].append(event.score)
+        elif isinstance(event, Applied):
+            trusted = kept(scores[event.version], program.plan.reduce.trim)
+            members = tuple(i for q in trusted for i in program.fed_by(q, event.version - 1))
+            coefficient = 1 / sum(batches.count(i) for i in members) if members else 0.0
+            if (event.microbatches, event.coefficient) != (members, coefficient):
+                raise InputError(f"the scores {scores[event.version]} trust replicas {trusted}, but the run: {event}")
 
 
 def _promised(program: Program, event: Read) -> tuple[int, int]:
@@ -81,6 +100,8 @@ def _promised(program: Program, event: Read) -> tuple[int, int]:
 def _check_complete(program: Program, updates: dict[tuple[int, int], list[int]]) -> None:
     """Raises InputError where a piece that is held somewhere has not had every update, one after the other."""
     homes = {home for worker in range(len(program.workers)) for home in program.held(worker)}
+    if program.plan.reduce.combiner == "score-trim":  # one update of the server's for all
+        homes = {(piece, program.num_replicas) for piece, _ in homes}
     last = max((max(versions) for home, versions in updates.items() if home in homes), default=0)
     whole = -(-max(last, 1) // program.plan.steps) * program.plan.steps
     for piece, replica in sorted(homes):
@@ -100,11 +121,15 @@ class Replay:
         self.center = program.num_replicas
         self.newest: dict[tuple[int, int, int], Tensors] = {}
         self.read: dict[tuple[int, int], Tensors] = {}
+        self.readers: dict[tuple[int, int], int] = {}
+        """Which replica a microbatch passed on each piece."""
         self.gradients: dict[int, list[Tensors]] = {}
         self.norms: dict[int, float] = {}
         self.state: dict[tuple[int, int], dict[str, Tensors]] = defaultdict(dict)
         self.cells = {p: {n: w.clone() for n, w in r.initial.items()} for p, r in enumerate(self.runners)}
         self.served: dict[int, int] = defaultdict(int)
+        self.unmet: dict[tuple[int, int], dict[int, Tensors]] = {}
+        """By piece and version, what replicas have made of it that is to be averaged."""
         self.pushes: dict[tuple[int, int, int], list[Tensors]] = defaultdict(list)
 
     def run(self, logs: Sequence[Log]) -> dict[tuple[int, int], Tensors]:
@@ -126,10 +151,14 @@ class Replay:
             found |= {(piece, self.center): cell for piece, cell in self.cells.items()}
         return {(p, self.center): r.initial for p, r in enumerate(self.runners)} | found
 
-    def replay(self, event: Read | Applied) -> bool:
+    def replay(self, event: Event) -> bool:
         """Replays one event; returns whether it could."""
         if isinstance(event, Read):
             return self._replay_read(event)
+        if isinstance(event, Scored):
+            return self._replay_score(event)
+        if self.plan.reduce.combiner == "score-trim":
+            return self._replay_trusted(event)
         if event.replica == self.center:
             return self._replay_center(event)
         return self._replay_update(event)
@@ -153,6 +182,7 @@ class Replay:
             weights = {n: w + sum((d[n] for d in pushed), torch.zeros_like(w)) for n, w in weights.items()}
             self.newest[event.piece, event.replica, event.version] = weights
         self.read[event.piece, event.microbatch] = weights
+        self.readers[event.piece, event.microbatch] = event.replica
         return True
 
     def _replay_update(self, event: Applied) -> bool:
@@ -181,7 +211,55 @@ class Replay:
             self.served[piece] += 1
         if reduce.gate == "bound":
             self.pushes[piece, replica, self._wave(update)].append(deltas)
-        self.newest[piece, replica, version] = new
+        if reduce.combiner == "average" and (update % self.plan.steps + 1) % reduce.period == 0:
+            self._average(piece, replica, version, new)
+        else:
+            self.newest[piece, replica, version] = new
+        return True
+
+    def _average(self, piece: int, replica: int, version: int, new: Tensors) -> None:
+        """Lets a version be there once all replicas have made theirs: the mean of all."""
+        own = self.unmet.setdefault((piece, version), {})
+        own[replica] = new
+        if len(own) == self.center:
+            mean = {n: torch.stack([own[q][n] for q in sorted(own)]).sum(0) / len(own) for n in new}
+            for q in self.unmet.pop((piece, version)):
+                self.newest[piece, q, version] = mean
+
+    def _replay_score(self, event: Scored) -> bool:
+        """Works a score out again; raises InputError where the run's differs by more than rounding.
+
+        One that was no number may be one here: float32 ends sooner.
+        """
+        piece, replica, version, found = event
+        update, fed = version - 1, self.program.fed_by(replica, version - 1)
+        weights = self.weights(piece, self.center, update)
+        if weights is None or not all(self._differentiate(i) for i in fed):
+            return False
+        number, count = number_of(update), sum(self.batches.count(i) for i in fed)
+        inputs, targets = _double(self.batches.inputs(number)), _double(self.batches.targets(number))
+        rate, penalty = self.job.optimizer.rate(update), self.plan.reduce.penalty
+        trial = Trial(number, inputs, targets, self.batches.count(number), rate, penalty)
+        summed = {name: self._summed(fed, piece, name) for name in weights}
+        expected = score(self.runners[piece], self.job, trial, weights, summed, count)
+        if math.isfinite(found) and not abs(found - expected) <= 1e-4 * abs(expected):
+            raise InputError(f"the run gave a contribution another score than {expected}: {event}")
+        return True
+
+    def _replay_trusted(self, event: Applied) -> bool:
+        """Replays the update that a server makes of the contributions that it trusts."""
+        piece, _, version, members, coefficient = event
+        base = self.weights(piece, self.center, version - 1)
+        if base is None:
+            return False
+        new = base
+        if members:
+            summed = {name: self._summed(members, piece, name) for name in base}
+            state = self.state[piece, self.center]
+            deltas = self.job.optimizer.step(version - 1, base, summed, state, coefficient)
+            new = {name: base[name] + delta for name, delta in deltas}
+        for replica in range(self.center + 1):
+            self.newest[piece, replica, version] = new
         return True
 
     def _wave(self, update: int) -> int:
@@ -265,14 +343,27 @@ class Replay:
     def _summed(self, members: tuple[int, ...], piece: int, name: str) -> Tensor:
         """Sums a parameter's gradients over microbatches, and over all pieces that share it."""
         tie = next((names for names in self.job.ties if name in names), None)
-        parts = [
-            self.gradients[i][p][n]
-            for i in members
+        homes = [
+            (p, n)
             for p in ((piece,) if tie is None else range(len(self.runners)))
             for n in tie or (name,)
-            if n in self.gradients[i][p]
+            if n in self.runners[p].initial
         ]
-        return torch.stack(parts).sum(0)
+        if self.job.byzantine is None:
+            return torch.stack([self.gradients[i][p][n] for i in members for p, n in homes]).sum(0)
+        return torch.stack([part for p, n in homes for part in self._handed_over(members, p, n)]).sum(0)
+
+    def _handed_over(self, members: tuple[int, ...], piece: int, name: str) -> Iterator[Tensor]:
+        """Yields what each replica handed over of a parameter's gradient, where some are faulty on purpose."""
+        fault, number = self.job.byzantine, list(self.runners[piece].initial).index(name)
+        assert fault is not None
+        update = members[0] // self.program.update_size
+        for replica in sorted({self.readers[piece, i] for i in members}):
+            own = [self.gradients[i][piece][name] for i in members if self.readers[piece, i] == replica]
+            total = torch.stack(own).sum(0)
+            if fault.is_faulty(replica, self.program.num_replicas):
+                total = fault.spoilt(total, self.job.seed, replica, update, piece, number)
+            yield total
 
 
 def _double(value: object) -> object:

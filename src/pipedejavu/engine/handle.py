@@ -23,7 +23,7 @@ from pipedejavu.facts import InputError
 from pipedejavu.program import Action, Program, Table
 from pipedejavu.program.value import Value, rest_of, value_of
 
-TRANSIENT = frozenset("xgsobncdp")
+TRANSIENT = frozenset("xgsobncdpe")
 """Whats that are freed behind their last reader; of its own weights a worker keeps the newest version."""
 
 Runners = dict[tuple[int, int], PieceRunner]
@@ -71,6 +71,7 @@ class Handlers:
             "DROP": self.drop,
             "OFFLOAD": self.offload,
             "FETCH": self.fetch,
+            "EVAL": self.applier.evaluate,
         }
 
     def begin(self, update: int) -> None:
@@ -223,7 +224,7 @@ class Handlers:
 
     def send(self, a: Action) -> None:
         """Hands a value to another worker."""
-        value = self.values[value_of(a)]
+        value = self._handed_over(a) if a.what == "d" else self.values[value_of(a)]
         tensors = tuple(value.values()) if isinstance(value, dict) else tensors_of(value)
         self.wire.send(tensors, a.peer, self._key(a))
 
@@ -246,7 +247,7 @@ class Handlers:
         return (a.what, a.piece, size)
 
     def reduce(self, a: Action) -> None:
-        """Sums a value over a group, in place."""
+        """Sums a value over a group, in place; weights are averaged."""
         group = a.via[1:]
         if a.what == "n":
             own = torch.tensor([self._square_of_norm(a.version)], dtype=torch.float64)
@@ -254,10 +255,22 @@ class Handlers:
         elif group.startswith("tie"):
             self._reduce_tied(a)
         else:
-            key = value_of(a)
-            value: Tensors = self.values[key]
-            parts = unflatten(self.wire.add_up(flatten([*value.values()]), group), [*value.values()])
-            self.values[key] = dict(zip(value, parts, strict=True))
+            value: Tensors = self._handed_over(a) if a.what == "d" else self.values[value_of(a)]
+            given = [tensor.detach() for tensor in value.values()]
+            found = dict(zip(value, unflatten(self.wire.add_up(flatten(given), group), given), strict=True))
+            if a.what == "w":  # of replicas that update by themselves; gradients are divided with the update
+                count = len(self.program.groups[group].workers)
+                found = as_leaves({name: total.div_(count) for name, total in found.items()})
+            self.values[value_of(a)] = found
+
+    def _handed_over(self, a: Action) -> Tensors:
+        """Returns the gradients of a piece as its worker hands them over, which may be faulty on purpose."""
+        value: Tensors = self.values[value_of(a)]
+        fault = self.job.byzantine
+        if fault is None or not fault.is_faulty(a.replica, self.program.num_replicas):
+            return value
+        place = (self.job.seed, a.replica, self.first_version + a.version, a.piece)
+        return {name: fault.spoilt(given, *place, n) for n, (name, given) in enumerate(value.items())}
 
     def _reduce_tied(self, a: Action) -> None:
         """Sums the gradients of parameters that several pieces share, and gives each the sum."""

@@ -7,6 +7,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 
 from torch import Tensor, nn
 
+from pipedejavu.engine.byzantine import Byzantine
 from pipedejavu.engine.optimizer import Optimizer
 
 
@@ -28,6 +29,8 @@ class Job:
     all workers by."""
     elasticity: float = 0.5
     """How strongly an elastic combiner pulls weights and centre together (ρ)."""
+    byzantine: Byzantine | None = None
+    """Replicas that are faulty on purpose."""
 
     @cached_property
     def ties(self) -> tuple[frozenset[str], ...]:
@@ -41,7 +44,7 @@ class Job:
 
 
 class Batches(Protocol):
-    """The samples of each microbatch, by its number."""
+    """The samples of each microbatch, by its number; below 0 are those that a server scores contributions on."""
 
     def inputs(self, microbatch: int) -> Any:
         """Returns what the first piece reads."""
@@ -74,11 +77,23 @@ class Applied(NamedTuple):
     coefficient: float
 
 
+class Scored(NamedTuple):
+    """A score that a server gave a replica's contribution to the update that makes a version."""
+
+    piece: int
+    replica: int
+    version: int
+    score: float
+
+
+Event = Read | Applied | Scored
+
+
 @dataclass
 class Log:
     """What a worker did, in the order it did it: the meaning of its run."""
 
-    events: list[Read | Applied] = field(default_factory=list)
+    events: list[Event] = field(default_factory=list)
     losses: dict[int, float] = field(default_factory=dict)
     """The summed loss of each microbatch, on the worker that has the last piece."""
     peak_live: int = 0

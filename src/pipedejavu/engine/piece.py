@@ -109,7 +109,7 @@ class PieceRunner:
     def _run_seeded(self, number: int, module: nn.Module, value: Value, microbatch: int) -> Value:
         """Runs a unit that may draw random numbers."""
         with _random:
-            torch.manual_seed(_mixed(self.seed, microbatch, number))
+            torch.manual_seed(mixed(self.seed, microbatch, number))
             device = tensors_of(value)[0].device
             before = _generators(device)
             value = module(value)
@@ -180,7 +180,7 @@ def _looks_random(module: nn.Module) -> bool:
     return any(isinstance(m, _RANDOM) or getattr(m, "dropout", 0) for m in module.modules())
 
 
-def _mixed(*numbers: int) -> int:
+def mixed(*numbers: int) -> int:
     """Mixes numbers into a seed (the finaliser of splitmix64 over each)."""
     seed = 0
     for number in numbers:

@@ -34,8 +34,9 @@ def check_runnable(program: Program) -> None:
     cannot = {
         "a layout cut": plan.cut.kind == "layout",
         f"keep '{plan.keep.kind}'": plan.keep.kind.startswith("zero"),
-        f"combiner '{plan.reduce.combiner}'": plan.reduce.combiner in ("average", "score-trim"),
         "feed 'mask'": plan.feed.kind == "mask",
+        f"combiner 'average' with feed '{plan.feed.kind}'": plan.reduce.combiner == "average"
+        and plan.feed.kind != "own",
         "edges that skip": any(len(before) > 1 for before in program.inputs + program.outputs),
         "a folded program": program.copies > 1,
         "weights shared between devices": plan.keep.kind == "shared"

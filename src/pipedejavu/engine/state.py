@@ -97,7 +97,7 @@ def put_all(threads: Threads, update: int, source: Source, norm: float | None = 
 
 def _state(own: Handlers, home: tuple[int, int], runner: PieceRunner, source: Source) -> dict[str, Tensors]:
     piece, replica = home
-    if own.program.plan.reduce.gate == "lock" and replica < own.program.num_replicas:
+    if own.program.plan.keep.kind == "server" and replica < own.program.num_replicas:
         return {}  # the server makes the updates
     rests_on_host = update_place(own.program, piece) == "host" or rest_of(own.program, piece) == "visit"
     found: dict[str, Tensors] = {}
@@ -153,12 +153,13 @@ def _holders(program: Program) -> dict[int, list[tuple[int, int]]]:
 
 def _prefix(program: Program, holders: list[tuple[int, int]], own: tuple[int, int], number: int) -> str | None:
     """Returns under which prefix a holder keeps the n-th weight of a piece, or None where another one does."""
-    if program.plan.feed.kind != "own":  # all have the same
-        return "" if holders[number % len(holders)] == own else None
-    if _is_idle(program, own[0]):
-        return None
     is_on_server = holders[-1][0] == program.num_replicas and not _is_idle(program, holders[-1][0])
     source = holders[-1] if is_on_server else holders[0]
+    if program.plan.feed.kind != "own":  # all have the same weights, but state only where updates are made
+        source = source if is_on_server else holders[number % len(holders)]
+        return "" if own == source else None
+    if _is_idle(program, own[0]):
+        return None
     return "" if own == source else f"replica/{own[0]}/"
 
 

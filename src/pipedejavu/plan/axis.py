@@ -150,6 +150,10 @@ class Reduce(Record):
     bound: int = Field(default=0, ge=0)
     """Of the gate `bound`: how many waves the fastest may be ahead (D)."""
     combiner: Literal["sum", "average", "elastic", "score-trim"] = "sum"
+    trim: int = Field(default=0, ge=0)
+    """Of `score-trim`: how many contributions, those with the lowest scores, are dropped."""
+    penalty: float = Field(default=0.005, ge=0)
+    """Of `score-trim`: what a score loses for the squared norm of its gradient, in learning rates (ρ/γ)."""
     period: int = Field(default=1, ge=1)
     """Local updates between two reductions."""
     clip: Literal["none", "global", "delayed"] = "none"
@@ -162,7 +166,8 @@ class Reduce(Record):
             text = "–"
         else:
             gate = f"bound({self.bound})" if self.gate == "bound" else self.gate
-            text = ", ".join([self.wire] + [gate] * (gate != "barrier") + [self.combiner] * (self.combiner != "sum"))
+            combiner = f"score-trim({self.trim})" if self.combiner == "score-trim" else self.combiner
+            text = ", ".join([self.wire] + [gate] * (gate != "barrier") + [combiner] * (combiner != "sum"))
         text += f", every {self.period}" if self.period > 1 else ""
         return text + (f", clip {self.clip}" if self.clip != "none" else "")
 

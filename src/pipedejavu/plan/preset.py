@@ -28,6 +28,7 @@ class Preset(Record):
         replicas: int | None = None,
         steps: int | None = None,
         samples: int | None = None,
+        trim: int | None = None,
     ) -> Plan:
         """Returns the plan at a given size; what is not given keeps the preset's value."""
         plan, place, feed = self.plan, self.plan.place, self.plan.feed
@@ -54,6 +55,10 @@ class Preset(Record):
             feed = feed.but(budgets=tuple(feed.budgets[i % len(feed.budgets)] for i in range(place.replicas)))
         if samples is not None:
             feed = feed.but(samples=samples)
+        if trim is not None:
+            if plan.reduce.combiner != "score-trim":
+                raise InputError(f"plan '{plan.name}' scores no contributions, so it drops none; use preset:zeno")
+            plan = plan.but(reduce=plan.reduce.but(trim=trim))
         updates = plan.steps if steps is None else steps
         if microbatches is not None and self.per_update is None:
             feed = feed.but(microbatches=microbatches)

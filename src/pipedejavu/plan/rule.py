@@ -46,6 +46,32 @@ RULES = (
         "set reduce.wire to 'server'",
     ),
     Rule(
+        lambda plan, _: plan.reduce.combiner == "score-trim" and plan.reduce.trim >= _num_replicas(plan),
+        "combiner 'score-trim' drops {trim} contributions of {replicas}, so none is left to average",
+        "set reduce.trim to less than {replicas}, or use more replicas",
+    ),
+    Rule(
+        lambda plan, _: (
+            plan.reduce.combiner == "score-trim"
+            and (plan.cut.kind != "whole" or plan.order.is_eager or plan.place.servers > 1)
+        ),
+        "combiner 'score-trim' scores a gradient with the whole model, which must be one piece on one server",
+        "use cut 'whole' and one server, and leave order.is_eager out",
+    ),
+    Rule(
+        lambda plan, _: (
+            plan.reduce.combiner == "score-trim"
+            and (plan.reduce.gate != "barrier" or plan.keep.kind != "server" or plan.version.kind != "sync")
+        ),
+        "combiner 'score-trim' compares the contributions of one update, which the server then makes for all",
+        "set reduce.gate to 'barrier', keep.kind to 'server' and version.kind to 'sync'",
+    ),
+    Rule(
+        lambda plan, _: plan.reduce.combiner == "score-trim" and plan.reduce.clip != "none",
+        "combiner 'score-trim' drops gradients only after the norm over all workers is known",
+        "set reduce.clip to 'none'",
+    ),
+    Rule(
         lambda plan, _: plan.keep.kind == "zero-3" and plan.order.kind in _PIPELINES and not plan.keep.persists,
         "keep 'zero-3' in a pipeline gathers all weights again for every microbatch",
         "set keep.persists so that they stay for the batch, or use 'zero-1'",
@@ -206,7 +232,7 @@ RULES = (
         "set reduce.wire to 'all-reduce', or reduce.gate to 'lock'",
     ),
     Rule(
-        lambda plan, _: plan.reduce.wire == "none" and plan.place.replicas + plan.place.cpu_replicas > 1,
+        lambda plan, _: plan.reduce.wire == "none" and _num_replicas(plan) > 1,
         "{replicas} replicas would never hear of each other's gradients",
         "set reduce.wire, to 'all-reduce' for instance",
     ),
@@ -265,12 +291,17 @@ def _faults(plan: Plan, profile: Profile) -> Iterator[str]:
         "wire": plan.reduce.wire,
         "workers": plan.place.workers,
         "shards": plan.place.shards,
-        "replicas": plan.place.replicas + plan.place.cpu_replicas,
+        "replicas": _num_replicas(plan),
+        "trim": plan.reduce.trim,
         "m": plan.feed.microbatches,
     }
     for rule in RULES:
         if rule.breaks(plan, profile):
             yield f"{rule.reason.format_map(facts)}; {rule.remedy.format_map(facts)}"
+
+
+def _num_replicas(plan: Plan) -> int:
+    return plan.place.replicas + plan.place.cpu_replicas
 
 
 def _ties_cross_stages(plan: Plan, profile: Profile) -> bool:

@@ -124,6 +124,11 @@ class Program:
             shares.append(part / whole if whole else float(any(u in again for u in piece.units)))
         return tuple(shares)
 
+    def fed_by(self, replica: int, update: int) -> tuple[int, ...]:
+        """Returns the microbatches of an update that one replica trains."""
+        first = update * self.update_size + sum(map(len, self.parts[:replica]))
+        return tuple(range(first, first + len(self.parts[replica])))
+
     def shard_of(self, worker: int) -> int:
         """Returns which part of divided operators a worker has; 0 where none are."""
         return worker // self.plan.pipeline_size % self.plan.place.shards

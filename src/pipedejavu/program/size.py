@@ -111,7 +111,8 @@ class Sizes:
             return 0.0
         if a.kind in ("F", "R", "EVAL"):
             kept = 1.0 if a.kind == "R" or not self.program.plan.order.recompute else 0.0
-            return self._in_forward(a.piece, self.samples(a.microbatch), kept)
+            stepped = self.weights[a.piece] if a.kind == "EVAL" else 0.0  # a copy, one step on
+            return stepped + self._in_forward(a.piece, self.samples(a.microbatch), kept)
         if a.kind in ("B", "I", "W"):
             more = 0.0 if is_first else self._largest[a.piece] / self.shards
             return more + self._in_backward(a.piece, self.samples(a.microbatch), grows=is_first)

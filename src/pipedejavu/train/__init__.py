@@ -1,5 +1,6 @@
 """Training runs: options, the run folder, workers as processes, and what they leave."""
 
+from pipedejavu.train.candidate import Chosen, choose_candidate
 from pipedejavu.train.failure import WorkerError
 from pipedejavu.train.folder import RunFolder, Start
 from pipedejavu.train.halt import StoppedError
@@ -16,6 +17,7 @@ from pipedejavu.train.trainer import Trainer
 
 __all__ = [
     "Checkpoints",
+    "Chosen",
     "HybridRun",
     "Occupancy",
     "Planned",
@@ -30,6 +32,7 @@ __all__ = [
     "Trainer",
     "WorkerError",
     "audit_run",
+    "choose_candidate",
     "is_same_plan",
     "num_gpus",
     "occupancy_of",

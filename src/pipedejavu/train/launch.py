@@ -5,7 +5,7 @@ import secrets
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from multiprocessing.connection import wait
@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 from torch.multiprocessing.spawn import start_processes
 
-from pipedejavu.engine import Applied, Log, Outcome, Read, audit, check_runnable
+from pipedejavu.engine import Applied, Byzantine, Event, Log, Outcome, Read, Scored, audit, check_runnable
 from pipedejavu.facts import InputError, Link, Machine, Profile, Span, Timeline, WorkerSummary, write_file
 from pipedejavu.plan import Plan
 from pipedejavu.probe.gloo import measure_link
@@ -114,6 +114,8 @@ def plan_run(
     profile = Profile.from_json(known) if known else _measure(options, plan, machine, names, team)
     program = compile_plan(plan, profile, machine, fold=False)
     check_runnable(program)
+    if options.byzantine:
+        Byzantine.parse(options.byzantine).check(program.plan, program.num_replicas)
     every, saves = choose_interval(options, program)
     notes = filter(None, (describe_stand_ins(machine, names, sites), saves))
     return Planned(options.but(checkpoint_every=every), program, "\n".join(notes))
@@ -235,7 +237,9 @@ def _finish(folder: RunFolder, options: TrainOptions, program: Program, predicti
     )  # fmt: skip
 
 
-def run_workers(folder: RunFolder, count: int, silent_s: float | None = None) -> None:
+def run_workers(
+    folder: RunFolder, count: int, silent_s: float | None = None, entry: Callable[[int, int, str], None] | None = None
+) -> None:
     """Starts a process for each worker and waits for all; whatever ends the wait ends them too.
 
     SIGTERM lets them end an update and save it, within a time of grace; then StoppedError says so. A worker that says
@@ -243,7 +247,7 @@ def run_workers(folder: RunFolder, count: int, silent_s: float | None = None) ->
     """
     ear = Ear(Slate(folder.slate, count), count, silent_s)
     context = start_processes(  # type: ignore[no-untyped-call]
-        work, args=(count, str(folder.path)), nprocs=count, join=False, start_method="spawn"
+        entry or work, args=(count, str(folder.path)), nprocs=count, join=False, start_method="spawn"
     )
     processes = context.processes
     last_s = math.inf
@@ -297,10 +301,12 @@ def audit_run(done: Trained) -> dict[str, float]:
 
 def _log(part: dict[str, Any]) -> Log:
     """Returns a worker's log from its JSON form."""
-    events: list[Read | Applied] = []
+    events: list[Event] = []
     for kind, *fields in part.get("events", ()):
         if kind == "Read":
             events.append(Read(*fields))
+        elif kind == "Scored":
+            events.append(Scored(*fields))
         else:
             piece, replica, version, microbatches, coefficient = fields
             events.append(Applied(piece, replica, version, tuple(microbatches), coefficient))

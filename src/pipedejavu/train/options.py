@@ -23,6 +23,12 @@ class TrainOptions(Record):
     clip_norm: float | None = Field(default=None, gt=0)
     dtype: Literal["float32", "float64"] = "float32"
     on_nan: Literal["stop", "skip"] = "stop"
+    byzantine: str | None = None
+    """Replicas that are faulty on purpose, as COUNT:KIND or COUNT:KIND:FACTOR."""
+    init_candidates: int = Field(default=1, ge=1)
+    """Initialisations that compete before the run goes on with the best."""
+    init_steps: int = Field(default=50, ge=1)
+    """Updates that each of them makes at most."""
     checkpoint_every: int | None = Field(default=None, ge=0)
     """Updates between two checkpoints; 0 for none, by default as `choose_interval` says."""
     hang_after_s: float | None = Field(default=None, ge=0)

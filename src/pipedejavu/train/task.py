@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from pipedejavu.engine import AdamW, Batches, Job, Optimizer, Sgd
+from pipedejavu.engine import AdamW, Batches, Byzantine, Job, Optimizer, Sgd
 from pipedejavu.facts import InputError
 from pipedejavu.profile import Cut, cut_model
 from pipedejavu.train.door import open_task
@@ -36,6 +36,7 @@ def prepare(options: TrainOptions, sizes: Sequence[int], begins: Sequence[int] =
         seed=options.seed,
         clip_norm=options.clip_norm,
         on_nan=options.on_nan,
+        byzantine=Byzantine.parse(options.byzantine) if options.byzantine else None,
     )
     return Prepared(job, SampleOrder(task, cut, sizes, options.seed))
 
@@ -49,7 +50,7 @@ class SampleOrder:
     """Microbatches by number: sample n of the run is a function of the seed and n alone.
 
     `sizes` are the samples of each microbatch of an update; they may change from one update on, but not their number
-    nor their sum.
+    nor their sum. Below 0 are samples that a server scores contributions on: the data once more, in orders of its own.
     """
 
     def __init__(self, task: Task, cut: Cut, sizes: Sequence[int], seed: int):
@@ -93,6 +94,9 @@ class SampleOrder:
 
     def numbers(self, microbatch: int) -> range:
         """Returns the numbers of a microbatch's samples in the run."""
+        if microbatch < 0:
+            size = self._changes[0][1][-1]
+            return range(microbatch * size, (microbatch + 1) * size)
         update, place = divmod(microbatch, len(self._changes[0][1]))
         sizes = next(sizes for first, sizes in reversed(self._changes) if first <= update)
         start = self.samples(update) + sum(sizes[:place])

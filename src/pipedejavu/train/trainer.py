@@ -42,7 +42,8 @@ class Trainer:
     `loss` takes the model's output and the targets and returns the *sum* over samples; a step divides once by
     the number of samples. With None it is the model's own loss, a mean over samples that its output has as `loss`.
     `sample` is a batch like those to come: (inputs, targets), where inputs are a tensor, a tuple of arguments or a
-    mapping of keyword arguments; or, for a model's own loss, that mapping alone.
+    mapping of keyword arguments; or, for a model's own loss, that mapping alone. A plan that scores contributions
+    scores them on its last microbatch, so it should be one that is not trained on.
 
     With the plan "auto" the model is measured on all that is here, and the best plan for batches like the sample is
     searched for; `workers` is then not looked at.
@@ -89,6 +90,7 @@ class Trainer:
         profile = measure("model", job, plan, self.batch.head, kinds)
         self.program = compile_plan(plan, profile, machine, fold=False)
         self.batch = _Split(sample, self.program.sizes * plan.steps, cut)
+        self.batch.held_out = _Split(sample, self.program.sizes * plan.steps, cut)
         self.threads = Threads(self.program, job, self.batch)
         self.batch.cuts = [replace(cut, units=own.job.units) for own in self.threads.handlers]
 
@@ -186,6 +188,8 @@ class _Split:
         self.sizes, self.cut, self.form = sizes, cut, ""
         self.cuts = [cut] if cut is not None else []
         """Whose units must take every microbatch: each worker has its own copy of them."""
+        self.held_out: _Split | None = None
+        """Whose last microbatch stands for those below 0, which contributions are scored on."""
         self.take(batch, first=0)
 
     def take(self, batch: Any, first: int) -> None:
@@ -212,6 +216,8 @@ class _Split:
     def inputs(self, microbatch: int) -> Any:
         """Returns what the first piece reads."""
         assert self.cut is not None
+        if microbatch < 0 and self.held_out is not None:
+            return self.held_out.inputs(len(self.sizes) - 1)
         return self.cut.flat(self.own_inputs(microbatch))
 
     def own_inputs(self, microbatch: int) -> Any:
@@ -239,6 +245,8 @@ class _Split:
 
     def targets(self, microbatch: int) -> Any:
         """Returns what the loss compares with."""
+        if microbatch < 0 and self.held_out is not None:
+            return self.held_out.targets(len(self.sizes) - 1)
         n = microbatch - self.first
         return self._targets[self.ends[n] : self.ends[n + 1]]
 

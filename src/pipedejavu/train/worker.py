@@ -5,6 +5,7 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -39,7 +40,22 @@ from pipedejavu.train.watch import Desk, Watch, resident_bytes
 
 
 def work(rank: int, size: int, path: str) -> None:
-    """Runs a rank that this project started itself: stores in the run folder, sockets on loopback only."""
+    """Runs a rank of a training run in a process of its own."""
+    run_process(rank, size, path, _train)
+
+
+def _train(rank: int, size: int, folder: RunFolder, vigil: Vigil) -> int:
+    store = FileStore(str(folder.parts / "watch"), size)
+    run = Rank(folder.options(), folder.program(), store, folder, folder.start(), vigil)
+    folder.write_part(rank, run.run(folder.parts))
+    return STOPPED if run.is_stopped else 0
+
+
+def run_process(rank: int, size: int, path: str, run: Callable[[int, int, RunFolder, Vigil], int]) -> None:
+    """Runs a rank that this project started itself, then ends the process with the code that `run` returns.
+
+    Stores are in the run folder, sockets on loopback only.
+    """
     # Whoever started it ends it, at once, wherever it waits.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
@@ -52,10 +68,7 @@ def work(rank: int, size: int, path: str) -> None:
     try:
         vigil = Vigil(rank, end, Slate(folder.slate, size))
         dist.init_process_group("gloo", store=FileStore(str(folder.parts / "group"), size), rank=rank, world_size=size)
-        store = FileStore(str(folder.parts / "watch"), size)
-        run = Rank(folder.options(), folder.program(), store, folder, folder.start(), vigil)
-        folder.write_part(rank, run.run(folder.parts))
-        code = STOPPED if run.is_stopped else 0
+        code = run(rank, size, folder, vigil)
     except BaseException as error:
         write_failure(folder.failure, rank, error)
     # What this rank has to say is on disk. Ending here spares the interpreter's shutdown, which waits for lanes that
