@@ -9,6 +9,7 @@ from rich.console import Console
 from pipedejavu.cli import show
 from pipedejavu.cli.source import Inputs, read_inputs
 from pipedejavu.facts import InputError, keep_heap, write_file
+from pipedejavu.facts.version import VERSION
 from pipedejavu.plan import preset, presets
 from pipedejavu.program import compile  # noqa: A004
 from pipedejavu.program import verify as verify_program
@@ -20,11 +21,25 @@ app = typer.Typer(
     name="pipedejavu",
     help="Plan, preview and run the training of deep networks on mixed CPU and GPU hardware.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
 )
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
+
+
+def _print_version(is_asked: bool) -> None:
+    if is_asked:
+        print(f"pipedejavu {VERSION}")
+        raise typer.Exit
+
+
+@app.callback()
+def begin(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """Plan, preview and run the training of deep networks on mixed CPU and GPU hardware."""
 
 
 @app.command("presets")
@@ -224,6 +239,14 @@ def compare(
     from pipedejavu.cli import training
 
     training.compare(run_dir, as_json)
+
+
+@app.command()
+def doctor(as_json: AsJson = False) -> None:
+    """Say what is installed here, what is missing, and what to do; exits 1 where training is not possible."""
+    from pipedejavu.cli import doctor as verb
+
+    verb.run(VERSION, as_json)
 
 
 def main() -> None:
