@@ -10,6 +10,7 @@ from torch.distributed import HashStore
 
 from pipedejavu.engine import Log
 from pipedejavu.train import RunFolder
+from pipedejavu.train.logbook import Logbooks
 from pipedejavu.train.progress import Memory, Progress
 from pipedejavu.train.watch import Desk, Watch
 
@@ -26,7 +27,7 @@ class Pairs:
 @pytest.fixture
 def desk(tmp_path):
     with Progress(3, "samples", 1.0) as progress:
-        yield Desk(RunFolder(tmp_path), progress, num_ranks=2, update_size=2)
+        yield Desk(RunFolder(tmp_path), progress, Logbooks({}, print), num_ranks=2, update_size=2, num_samples=4)
 
 
 def rows(desk: Desk) -> list[dict]:

@@ -202,6 +202,7 @@ def train(
     machine: Annotated[str | None, typer.Option(help="A machine file; by default this machine's own devices.")] = None,
     devices: Annotated[str, typer.Option(help="auto (GPUs first, then the CPU), cpu or gpu.")] = "auto",
     run_dir: Annotated[str | None, typer.Option(help="Folder for what the run leaves.")] = None,
+    log: Annotated[list[str] | None, typer.Option(help="tensorboard, wandb or mlflow; may be given again.")] = None,
     resume: Annotated[
         bool, typer.Option("--resume", help="Go on with the run in --run-dir, or begin it where there is none.")
     ] = False,
@@ -215,7 +216,7 @@ def train(
 
     sizes = {"workers": workers, "replicas": replicas, "microbatches": microbatches, "samples": samples}
     given = {"steps": steps, "data": data, "optimizer": optimizer, "lr": lr, "clip_norm": clip_norm, "seed": seed}
-    more = {"on_nan": on_nan, "keeps_log": audit, "checkpoint_every": checkpoint_every}
+    more = {"on_nan": on_nan, "keeps_log": audit, "checkpoint_every": checkpoint_every, "log": log or []}
     options = training.read_options(model, {**given, **more})
     names = frozenset(name for name in context.params if _is_given(context, name))
     asked = training.Asked(plan, sizes, batch, cpu_share, machine, devices, run_dir, resume, names, as_json)
@@ -239,6 +240,20 @@ def compare(
     from pipedejavu.cli import training
 
     training.compare(run_dir, as_json)
+
+
+@app.command()
+def runs(
+    paths: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[FOLDER]...", help="A folder of runs to list, or run folders to set side by side."),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """List the runs in a folder, or set some side by side."""
+    from pipedejavu.cli import runs as verb
+
+    verb.run(paths or ["runs"], as_json)
 
 
 @app.command()

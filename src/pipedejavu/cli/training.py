@@ -10,13 +10,13 @@ from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from types import ModuleType
 from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.table import Table
 
 from pipedejavu.cli.planning import show_progress
+from pipedejavu.cli.room import training_room as _room
 from pipedejavu.cli.source import read_model, read_plan
 from pipedejavu.facts import InputError, Machine, Timeline, format_seconds, read_machine, write_file
 from pipedejavu.plan import Decision, Plan, preset
@@ -28,14 +28,6 @@ from pipedejavu.search import Candidate, Options
 
 if TYPE_CHECKING:
     from pipedejavu.train import Resumed, Team, Trained, TrainOptions
-
-
-def _room() -> ModuleType:
-    """Returns the room that trains; it needs torch, which planning does not."""
-    try:
-        return import_module("pipedejavu.train")
-    except ImportError as error:
-        raise InputError(f"training needs torch and safetensors: pip install 'pipedejavu[train]' ({error})") from None
 
 
 def read_options(model: str, given: Mapping[str, object]) -> "TrainOptions":
@@ -102,6 +94,7 @@ def _run(options: "TrainOptions", asked: Asked, team: "Team") -> None:
     if team.is_first:
         known = resumed.known if resumed else None
         options = resumed.options(options, asked.given) if resumed else options
+        room.check_logbooks(options.log)
         processes = team.size if team.is_launched else None
         fits = known is not None and processes in (None, known.plan.num_workers)
         if known and fits and not asked.has_plan:

@@ -3,7 +3,9 @@
 from pipedejavu.train.failure import WorkerError
 from pipedejavu.train.folder import RunFolder, Start
 from pipedejavu.train.halt import StoppedError
+from pipedejavu.train.history import Event, History, Step, find_runs
 from pipedejavu.train.launch import Planned, Trained, audit_run, plan_run, train, train_rank
+from pipedejavu.train.logbook import check_logbooks
 from pipedejavu.train.loop import Checkpoints
 from pipedejavu.train.occupancy import Occupancy, occupancy_of
 from pipedejavu.train.options import TrainOptions
@@ -16,6 +18,8 @@ from pipedejavu.train.trainer import Trainer
 
 __all__ = [
     "Checkpoints",
+    "Event",
+    "History",
     "HybridRun",
     "Occupancy",
     "Planned",
@@ -23,6 +27,7 @@ __all__ = [
     "Review",
     "RunFolder",
     "Start",
+    "Step",
     "StoppedError",
     "Team",
     "TrainOptions",
@@ -30,6 +35,8 @@ __all__ = [
     "Trainer",
     "WorkerError",
     "audit_run",
+    "check_logbooks",
+    "find_runs",
     "is_same_plan",
     "num_gpus",
     "occupancy_of",

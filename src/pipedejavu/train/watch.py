@@ -20,6 +20,7 @@ from torch._C._distributed_c10d import Store
 
 from pipedejavu.engine import Batches, Log
 from pipedejavu.train.folder import RunFolder
+from pipedejavu.train.logbook import Logbooks
 from pipedejavu.train.progress import Memory, Progress
 
 INTERVAL_S = 0.25
@@ -113,8 +114,18 @@ class Watch:
 class Desk:
     """Where the first rank adds up what all report: a line of metrics for each finished update, and the progress."""
 
-    def __init__(self, folder: RunFolder, progress: Progress, num_ranks: int, update_size: int):
-        self.folder, self.progress, self.update_size = folder, progress, update_size
+    def __init__(
+        self,
+        folder: RunFolder,
+        progress: Progress,
+        books: Logbooks,
+        num_ranks: int,
+        update_size: int,
+        num_samples: int,
+    ):
+        """Takes how many microbatches and samples an update has."""
+        self.folder, self.progress, self.books = folder, progress, books
+        self.update_size, self.num_samples = update_size, num_samples
         self.taken = [0] * num_ranks
         self.step = progress.done + 1
         self.elapsed_s = folder.elapsed_s()
@@ -142,8 +153,12 @@ class Desk:
         count = sum(row[1] for row in rows)
         loss, at_s = sum(row[0] for row in rows) / count, max(row[2] for row in rows)
         self.losses[self.step] = loss
-        line = {"step": self.step, "loss": loss, "count": count, "elapsed_s": self.elapsed_s + at_s}
+        line = {"step": self.step, "loss": loss, "count": count, "samples": self.num_samples}
+        line["elapsed_s"] = self.elapsed_s + at_s
         self.folder.add_metrics({**line, **self.memory.form()})
+        rate = self.num_samples * (self.step - self.progress.done) / at_s if at_s else 0.0
+        figures = {"loss": loss, "samples_per_s": rate, "elapsed_s": line["elapsed_s"], **self.memory.form()}
+        self.books.add(self.step, figures)
         self.progress.report(self.step, loss, count, self.memory, at_s)
         self.step += 1
 

@@ -29,6 +29,7 @@ from pipedejavu.store import Checkpoint, Saver, Shelf
 from pipedejavu.train.failure import write_failure
 from pipedejavu.train.folder import Part, RunFolder, Start
 from pipedejavu.train.halt import STOPPED, Halt
+from pipedejavu.train.logbook import open_logbooks
 from pipedejavu.train.options import TrainOptions
 from pipedejavu.train.progress import Progress
 from pipedejavu.train.site import num_threads
@@ -126,8 +127,16 @@ class Rank:
         forecast_s = simulate(self.program).makespan_s / self.program.plan.steps
         items = "samples" if is_counting_samples else "tokens"
         self.progress = Progress(self.options.steps, items, forecast_s, self.start.step)
-        ranks = len(self.program.workers)
-        self.desk = Desk(self.folder, stack.enter_context(self.progress), ranks, self.program.update_size)
+        about = {"plan": self.program.plan.name, **self.program.plan.axes()}
+        books = open_logbooks(self.folder, self.options, about, self.start.step, self._tell)
+        self.desk = Desk(
+            self.folder,
+            stack.enter_context(self.progress),
+            stack.enter_context(books),
+            num_ranks=len(self.program.workers),
+            update_size=self.program.update_size,
+            num_samples=sum(self.program.sizes),
+        )
 
     def _tell(self, sentence: str) -> None:
         self.progress.say(sentence)
