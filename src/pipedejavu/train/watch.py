@@ -9,7 +9,7 @@ import resource
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
@@ -19,6 +19,7 @@ import torch
 from torch._C._distributed_c10d import Store
 
 from pipedejavu.engine import Batches, Log
+from pipedejavu.facts import Span
 from pipedejavu.train.folder import RunFolder
 from pipedejavu.train.logbook import Logbooks
 from pipedejavu.train.progress import Memory, Progress
@@ -34,6 +35,16 @@ def resident_bytes() -> int:
         return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
     except OSError:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def busy_lanes(spans: Sequence[Span]) -> dict[str, float]:
+    """Returns how busy each lane was until the last span ended; a receive lasts as long as its worker waits."""
+    found: dict[str, float] = defaultdict(float)
+    length_s = max((span.end_s for span in spans), default=0.0)
+    for span in spans if length_s else ():
+        if not span.action.startswith("RECV"):
+            found[span.lane] += (span.end_s - span.start_s) / length_s
+    return dict(found)
 
 
 class Watch:
@@ -52,6 +63,8 @@ class Watch:
         self.store, self.rank, self.batches, self.device, self.desk = store, rank, batches, device, desk
         self.listen = listen
         self.started_s = time.perf_counter()
+        self.busy: dict[str, float] = {}
+        """How busy each lane was in the last round, as a part of its time."""
         self._log, self._taken, self._number = Log(), 0, 0
         self._pending: list[tuple[int, float, int, float]] = []
         self._lock, self._ended = threading.Lock(), threading.Event()
@@ -75,8 +88,9 @@ class Watch:
         with self._lock:
             self._log, self._taken = log, 0
 
-    def settle(self) -> None:
-        """Takes what a finished round has left in the log."""
+    def settle(self, spans: Sequence[Span] = ()) -> None:
+        """Takes what a finished round has left in the log, and in its spans."""
+        self.busy = busy_lanes(spans)
         self._take()
         with self._lock:
             self._log.losses.clear()
@@ -92,7 +106,7 @@ class Watch:
         self._take()
         with self._lock:
             losses, self._pending = self._pending, []
-        self.store.set(f"{self.rank}/{self._number}", json.dumps([losses, self.peak()]))
+        self.store.set(f"{self.rank}/{self._number}", json.dumps([losses, self.peak(), self.busy]))
         self._number += 1
 
     def _take(self) -> None:
@@ -139,13 +153,16 @@ class Desk:
         """Takes every report that has arrived."""
         for rank in range(len(self.taken)):
             while store.check([key := f"{rank}/{self.taken[rank]}"]):
-                self._take(*json.loads(store.get(key)))
+                self._take(rank, *json.loads(store.get(key)))
                 self.taken[rank] += 1
         while len(self._sums[self.step]) == self.update_size:
             self._finish(self._sums.pop(self.step))
 
-    def _take(self, losses: list[tuple[int, float, int, float]], peak: list[int]) -> None:
+    def _take(
+        self, rank: int, losses: list[tuple[int, float, int, float]], peak: list[int], busy: dict[str, float]
+    ) -> None:
         self.memory = Memory(*map(max, self.memory, peak))
+        self.progress.see(rank, Memory(*peak), busy)
         for microbatch, loss, count, at_s in losses:
             self._sums[microbatch // self.update_size + 1].append((loss, count, at_s))
 

@@ -21,7 +21,7 @@ from pipedejavu.engine.process import run_rank
 from pipedejavu.engine.run import final_weights
 from pipedejavu.engine.share import adjusted_counts
 from pipedejavu.engine.state import put_state, take_norm, take_state
-from pipedejavu.facts import Record, Span, keep_heap
+from pipedejavu.facts import Record, Span, WorkerSummary, keep_heap
 from pipedejavu.program import Program
 from pipedejavu.program.share import cut_evenly
 from pipedejavu.simulate import simulate
@@ -34,6 +34,7 @@ from pipedejavu.train.options import TrainOptions
 from pipedejavu.train.progress import Progress
 from pipedejavu.train.site import num_threads
 from pipedejavu.train.task import SteadyBatches, prepare
+from pipedejavu.train.view import Seat
 from pipedejavu.train.watch import Desk, Watch, resident_bytes
 
 
@@ -124,9 +125,11 @@ class Rank:
         if self.rank:
             return
         is_counting_samples = self.batches.count(0) == self.program.sizes[0]
-        forecast_s = simulate(self.program).makespan_s / self.program.plan.steps
+        forecast = simulate(self.program)
+        forecast_s = forecast.makespan_s / self.program.plan.steps
         items = "samples" if is_counting_samples else "tokens"
-        self.progress = Progress(self.options.steps, items, forecast_s, self.start.step)
+        seats = [self._seat(worker, forecast.makespan_s) for worker in forecast.workers]
+        self.progress = Progress(self.options.steps, items, forecast_s, self.start.step, seats)
         about = {"plan": self.program.plan.name, **self.program.plan.axes()}
         books = open_logbooks(self.folder, self.options, about, self.start.step, self._tell)
         self.desk = Desk(
@@ -137,6 +140,11 @@ class Rank:
             update_size=self.program.update_size,
             num_samples=sum(self.program.sizes),
         )
+
+    def _seat(self, worker: WorkerSummary, makespan_s: float) -> Seat:
+        device = self.program.machine.device(worker.device)
+        busy = worker.busy_s / makespan_s if makespan_s else None
+        return Seat(f"{device.name} ({device.kind})", device.memory_bytes, worker.peak_bytes, busy)
 
     def _tell(self, sentence: str) -> None:
         self.progress.say(sentence)
@@ -149,7 +157,7 @@ class Rank:
         """Keeps the round's spans, lets shares follow the measured rates, and saves; returns whether to go on."""
         self.spans = spans
         self.ends_s.append(time.perf_counter())
-        self.watch.settle()
+        self.watch.settle(spans)
         plan = self.program.plan
         if plan.feed.kind == "share" and plan.feed.is_controlled:
             self._rebalance(update, spans)
