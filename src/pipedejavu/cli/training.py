@@ -22,12 +22,12 @@ from pipedejavu.facts import InputError, Machine, Timeline, format_seconds, read
 from pipedejavu.plan import Decision, Plan, preset
 from pipedejavu.probe.shape import num_cores
 from pipedejavu.program import Program
+from pipedejavu.report import Story, render_html
 from pipedejavu.report import compare as compare_timelines
-from pipedejavu.report import render_html
 from pipedejavu.search import Candidate, Options
 
 if TYPE_CHECKING:
-    from pipedejavu.train import Resumed, Team, Trained, TrainOptions
+    from pipedejavu.train import History, Resumed, Team, Trained, TrainOptions
 
 
 def read_options(model: str, given: Mapping[str, object]) -> "TrainOptions":
@@ -284,10 +284,17 @@ def _print_summary(summary: Mapping[str, object], done: "Trained") -> None:
 def _write_report(done: "Trained", options: "TrainOptions") -> None:
     plan = done.program.plan
     decisions = [(d.axis, d.choice, d.reason) for d in plan.decisions]
-    forecast = f"forecast {format_seconds(done.prediction.makespan_s)}, bubble {done.prediction.bubble_fraction:.1%}"
-    notes = [f"measured: the last round of {options.steps} steps; {forecast}"]
+    notes = [f"The timelines are of one round: the last of {options.steps} steps, and its forecast."]
     title = f"{plan.name} · {options.model}, measured"
-    write_file(done.folder.report, render_html(done.measured, title, plan.axes(), decisions, notes))
+    rate = sum(done.program.sizes) * plan.steps / done.prediction.makespan_s if done.prediction.makespan_s else None
+    run: History = _room().History.read(done.folder.path)
+    losses = [(step.step, step.loss) for step in run.steps]
+    rates = [(step, samples / time_s) for step, samples, time_s in run.rates()]
+    page = render_html(
+        done.measured, title, plan.axes(), decisions, notes,
+        forecast=done.prediction.timeline(), story=Story(losses, rates, rate, run.events),
+    )  # fmt: skip
+    write_file(done.folder.report, page)
 
 
 def compare(run_dir: str, as_json: bool) -> None:
