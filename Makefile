@@ -23,6 +23,13 @@ format: .venv/ready
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+extras: .venv/ready  ## Run the examples and pages that need packages of others
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[examples]'
+	$(BIN)/python -m pytest tests/test_examples.py tests/test_docs.py -k "hybrid_ or larger"
+
+wheel: .venv/ready  ## Build and install the wheel, with a compiler and without one
+	$(BIN)/python -m pytest tests/test_wheel.py
+
 docs: .venv/ready  ## Build the site of docs/ into out/site; a warning fails
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[docs]'
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet

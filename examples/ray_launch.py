@@ -52,11 +52,7 @@ if __name__ == "__main__":
             "--checkpoint-every",
             "0",
         ]
-        trainer = DataParallelTrainer(
-            work,
-            train_loop_config={"arguments": run},
-            scaling_config=ScalingConfig(num_workers=WORKERS, resources_per_worker={"CPU": 1}),
-            run_config=RunConfig(storage_path=folder),
-        )
-        trainer.fit()
+        size = ScalingConfig(num_workers=WORKERS, resources_per_worker={"CPU": 1})
+        settings = {"scaling_config": size, "run_config": RunConfig(storage_path=folder)}
+        DataParallelTrainer(work, train_loop_config={"arguments": run}, **settings).fit()
         print(Path(folder, "run", "metrics.jsonl").read_text())
