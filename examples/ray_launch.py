@@ -41,17 +41,7 @@ def work(config: dict[str, list[str]]) -> None:
 
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as folder, ray.init(num_cpus=WORKERS + 2, include_dashboard=False):
-        run = [
-            "zoo:mlp",
-            "--plan",
-            "preset:ddp",
-            "--steps",
-            "4",
-            "--run-dir",
-            f"{folder}/run",
-            "--checkpoint-every",
-            "0",
-        ]
+        run = ["zoo:mlp", "--plan", "preset:ddp", "--steps", "4", "--run-dir", f"{folder}/run"]
         size = ScalingConfig(num_workers=WORKERS, resources_per_worker={"CPU": 1})
         settings = {"scaling_config": size, "run_config": RunConfig(storage_path=folder)}
         DataParallelTrainer(work, train_loop_config={"arguments": run}, **settings).fit()
