@@ -113,12 +113,15 @@ def test_runs_are_listed_with_the_last_first(tmp_path: Path) -> None:
         folder = make(tmp_path / name, step(1, 1.0))
         os.utime(folder.metrics, (moment, moment))
     (tmp_path / "other").mkdir()
-    assert [run.folder.path.name for run in find_runs(tmp_path)] == ["b", "a", "c"]
+    make(tmp_path / "torn").path.joinpath("plan.json").write_text("{")
+    said: list[str] = []
+    assert [run.folder.path.name for run in find_runs(tmp_path, said.append)] == ["b", "a", "c"]
+    assert [sentence.partition(":")[0] for sentence in said] == ["torn is left out"]
 
 
 def test_a_folder_that_is_none_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"there is no folder .*none; 'train' writes runs to runs/"):
-        find_runs(tmp_path / "none")
+        find_runs(tmp_path / "none", print)
     with pytest.raises(InputError, match="holds no run; give a folder that 'train --run-dir' wrote"):
         History.read(tmp_path)
 

@@ -1,6 +1,7 @@
 """The verb `runs`: the runs in a folder as a table, or some of them side by side."""
 
 import json
+import sys
 import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -19,7 +20,8 @@ def run(paths: Sequence[str], as_json: bool) -> None:
     """Prints a table of all runs in one folder, or the runs whose folders are given, side by side."""
     room = training_room()
     if len(paths) == 1 and not room.RunFolder(paths[0]).holds_run:
-        _print_list(room.find_runs(paths[0]), paths[0], as_json)
+        found = room.find_runs(paths[0], lambda text: print(f"pipedejavu: {text}", file=sys.stderr))
+        _print_list(found, paths[0], as_json)
     else:
         _print_beside([room.History.read(path) for path in paths], as_json)
 

@@ -1,6 +1,6 @@
 """What a run folder tells of its run, while it goes on and afterwards: state, losses, rates, memory, events."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -133,11 +133,17 @@ class History:
         return (path if path.exists() else self.folder.path).stat().st_mtime
 
 
-def find_runs(path: str | Path) -> list[History]:
-    """Returns the runs in the folders of a folder, those that changed last first."""
+def find_runs(path: str | Path, tell: Callable[[str], None]) -> list[History]:
+    """Returns the runs in the folders of a folder, those that changed last first; tells which cannot be read."""
     if not Path(path).is_dir():
         raise InputError(f"there is no folder {path}; 'train' writes runs to runs/ unless --run-dir says otherwise")
-    found = [History.read(inside) for inside in Path(path).iterdir() if RunFolder(inside).holds_run]
+    found = []
+    for inside in Path(path).iterdir():
+        if RunFolder(inside).holds_run:
+            try:
+                found.append(History.read(inside))
+            except InputError as error:
+                tell(f"{inside.name} is left out: {error}")
     return sorted(found, key=lambda run: -run.changed_s)
 
 
