@@ -220,7 +220,10 @@ def train(
     options = training.read_options(model, {**given, **more})
     names = frozenset(name for name in context.params if _is_given(context, name))
     asked = training.Asked(plan, sizes, batch, cpu_share, machine, devices, run_dir, resume, names, as_json)
-    training.run(options, asked)
+    try:
+        training.run(options, asked)
+    finally:
+        show.show_cursor()
 
 
 def _is_given(context: typer.Context, name: str) -> bool:
