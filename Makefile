@@ -3,7 +3,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test lint bench format clean
+.PHONY: demo test lint docs extras wheel bench format clean
 
 demo: .venv/ready  ## Train a small byte-level GPT on the standard library's text, with the plan that is best here
 	@rm -rf out/demo
@@ -22,6 +22,17 @@ lint: .venv/ready  ## Check style and types
 format: .venv/ready
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+extras: .venv/ready  ## Run the examples and pages that need packages of others
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[examples]'
+	$(BIN)/python -m pytest tests/test_examples.py tests/test_docs.py -k "hybrid_ or larger"
+
+wheel: .venv/ready  ## Build and install the wheel, with a compiler and without one
+	$(BIN)/python -m pytest tests/test_wheel.py
+
+docs: .venv/ready  ## Build the site of docs/ into out/site; a warning fails
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[docs]'
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 
 bench: .venv/ready  ## Measure the speed of the simulator and of the engine
 	$(BIN)/python bench/simulate.py

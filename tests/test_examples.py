@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-NEEDS = {"hybrid_trainer.py": "transformers", "hybrid_accelerate.py": "accelerate"}
+NEEDS = {"hybrid_trainer.py": "transformers", "hybrid_accelerate.py": "accelerate", "ray_launch.py": "ray"}
 """Packages that are no part of the project's own."""
 
 

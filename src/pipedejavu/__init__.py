@@ -6,6 +6,8 @@ The public names come in on first use, so that a room that needs only records im
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from pipedejavu.facts.version import VERSION
+
 if TYPE_CHECKING:
     from pipedejavu.facts import InputError, Machine, Profile, Timeline
     from pipedejavu.hybrid import HybridAdamW
@@ -13,7 +15,7 @@ if TYPE_CHECKING:
     from pipedejavu.program import Program, compile, verify  # noqa: A004
     from pipedejavu.train import Checkpoints
 
-__version__ = "0.1.0"
+__version__ = VERSION
 
 _HOMES = {
     "Checkpoints": "train",
@@ -39,6 +41,7 @@ __all__ = [
     "Profile",
     "Program",
     "Timeline",
+    "__version__",
     "compile",
     "preset",
     "presets",

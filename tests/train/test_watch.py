@@ -9,8 +9,11 @@ torch = pytest.importorskip("torch")
 from torch.distributed import HashStore
 
 from pipedejavu.engine import Log
+from pipedejavu.facts import Span
 from pipedejavu.train import RunFolder
+from pipedejavu.train.logbook import Logbooks
 from pipedejavu.train.progress import Memory, Progress
+from pipedejavu.train.view import Seat
 from pipedejavu.train.watch import Desk, Watch
 
 CPU = torch.device("cpu")
@@ -26,7 +29,7 @@ class Pairs:
 @pytest.fixture
 def desk(tmp_path):
     with Progress(3, "samples", 1.0) as progress:
-        yield Desk(RunFolder(tmp_path), progress, num_ranks=2, update_size=2)
+        yield Desk(RunFolder(tmp_path), progress, Logbooks({}, print), num_ranks=2, update_size=2, num_samples=4)
 
 
 def rows(desk: Desk) -> list[dict]:
@@ -90,3 +93,17 @@ def test_the_progress_says_all_that_is_known(capsys) -> None:
     assert first.startswith("step 1/2  loss 0.5000  ")
     assert first.endswith("tokens/s  memory 3.0 MiB  1 s ± 285 ms left")
     assert last.endswith("tokens/s  memory 3.0 MiB + 5.0 GiB GPU")
+
+
+def test_what_each_rank_says_of_itself_reaches_its_seat(tmp_path) -> None:
+    seats, store = [Seat("cpu0"), Seat("cpu1")], HashStore()
+    with Progress(3, "samples", 1.0, seats=seats) as progress:
+        books = Logbooks({}, print)
+        desk = Desk(RunFolder(tmp_path), progress, books, num_ranks=2, update_size=2, num_samples=4)
+        watch = Watch(store, 1, Pairs(), CPU, None)
+        watch.settle([Span(1, "compute", "F0.0@0", 0.0, 1.0), Span(1, "net>0", "SEND:g0.0>0", 1.0, 2.0)])
+        watch.send()
+        desk.take_all(store)
+    assert (seats[0].busy, seats[0].peak_bytes) == ({}, 0)
+    assert seats[1].busy == {"compute": 0.5, "net>0": 0.5}
+    assert seats[1].peak_bytes > 1e6

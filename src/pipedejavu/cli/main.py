@@ -9,6 +9,7 @@ from rich.console import Console
 from pipedejavu.cli import show
 from pipedejavu.cli.source import Inputs, read_inputs
 from pipedejavu.facts import InputError, keep_heap, write_file
+from pipedejavu.facts.version import VERSION
 from pipedejavu.plan import preset, presets
 from pipedejavu.program import compile  # noqa: A004
 from pipedejavu.program import verify as verify_program
@@ -20,11 +21,25 @@ app = typer.Typer(
     name="pipedejavu",
     help="Plan, preview and run the training of deep networks on mixed CPU and GPU hardware.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
 )
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
+
+
+def _print_version(is_asked: bool) -> None:
+    if is_asked:
+        print(f"pipedejavu {VERSION}")
+        raise typer.Exit
+
+
+@app.callback()
+def begin(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """Plan, preview and run the training of deep networks on mixed CPU and GPU hardware."""
 
 
 @app.command("presets")
@@ -196,6 +211,7 @@ def train(
     machine: Annotated[str | None, typer.Option(help="A machine file; by default this machine's own devices.")] = None,
     devices: Annotated[str, typer.Option(help="auto (GPUs first, then the CPU), cpu or gpu.")] = "auto",
     run_dir: Annotated[str | None, typer.Option(help="Folder for what the run leaves.")] = None,
+    log: Annotated[list[str] | None, typer.Option(help="tensorboard, wandb or mlflow; may be given again.")] = None,
     resume: Annotated[
         bool, typer.Option("--resume", help="Go on with the run in --run-dir, or begin it where there is none.")
     ] = False,
@@ -212,10 +228,13 @@ def train(
     from pipedejavu.cli import training  # needs torch
 
     sizes = {"workers": workers, "replicas": replicas, "microbatches": microbatches, "samples": samples, "trim": trim}
-    options = training.read_options(model, {**context.params, "keeps_log": audit})
+    options = training.read_options(model, {**context.params, "keeps_log": audit, "log": log or []})
     names = frozenset(name for name in context.params if _is_given(context, name))
     asked = training.Asked(plan, sizes, batch, cpu_share, machine, devices, run_dir, resume, names, as_json)
-    training.run(options, asked)
+    try:
+        training.run(options, asked)
+    finally:
+        show.show_cursor()
 
 
 def _is_given(context: typer.Context, name: str) -> bool:
@@ -235,6 +254,28 @@ def compare(
     from pipedejavu.cli import training
 
     training.compare(run_dir, as_json)
+
+
+@app.command()
+def runs(
+    paths: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[FOLDER]...", help="A folder of runs to list, or run folders to set side by side."),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """List the runs in a folder, or set some side by side."""
+    from pipedejavu.cli import runs as verb
+
+    verb.run(paths or ["runs"], as_json)
+
+
+@app.command()
+def doctor(as_json: AsJson = False) -> None:
+    """Say what is installed here, what is missing, and what to do; exits 1 where training is not possible."""
+    from pipedejavu.cli import doctor as verb
+
+    verb.run(VERSION, as_json)
 
 
 def main() -> None:

@@ -51,6 +51,11 @@ def print_preset(title: str, plan: Plan, program: Program, grid: str, as_json: b
     console.print(grid, markup=False, soft_wrap=True)
 
 
+def show_cursor() -> None:
+    """Shows a terminal's cursor again: a worker that was killed while it drew the live view has left it hidden."""
+    Console(stderr=True).show_cursor(True)
+
+
 def num_slices() -> int:
     """Returns how many slices of time fit beside each other in the terminal."""
     return max(20, (Console().width - 6) // 4)

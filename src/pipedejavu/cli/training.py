@@ -10,32 +10,24 @@ from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from types import ModuleType
 from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.table import Table
 
 from pipedejavu.cli.planning import show_progress
+from pipedejavu.cli.room import training_room as _room
 from pipedejavu.cli.source import read_model, read_plan
 from pipedejavu.facts import InputError, Machine, Timeline, format_seconds, read_machine, write_file
 from pipedejavu.plan import Decision, Plan, preset
 from pipedejavu.probe.shape import num_cores
 from pipedejavu.program import Program
+from pipedejavu.report import Story, render_html
 from pipedejavu.report import compare as compare_timelines
-from pipedejavu.report import render_html
 from pipedejavu.search import Candidate, Options
 
 if TYPE_CHECKING:
-    from pipedejavu.train import Chosen, Resumed, Start, Team, Trained, TrainOptions
-
-
-def _room() -> ModuleType:
-    """Returns the room that trains; it needs torch, which planning does not."""
-    try:
-        return import_module("pipedejavu.train")
-    except ImportError as error:
-        raise InputError(f"training needs torch and safetensors: pip install 'pipedejavu[train]' ({error})") from None
+    from pipedejavu.train import Chosen, History, Resumed, Start, Team, Trained, TrainOptions
 
 
 def read_options(model: str, given: Mapping[str, object]) -> "TrainOptions":
@@ -102,6 +94,7 @@ def _run(options: "TrainOptions", asked: Asked, team: "Team") -> None:
     if team.is_first:
         known = resumed.known if resumed else None
         options = resumed.options(options, asked.given) if resumed else options
+        room.check_logbooks(options.log)
         processes = team.size if team.is_launched else None
         fits = known is not None and processes in (None, known.plan.num_workers)
         if known and fits and not asked.has_plan:
@@ -310,10 +303,17 @@ def _print_summary(summary: Mapping[str, object], done: "Trained") -> None:
 def _write_report(done: "Trained", options: "TrainOptions") -> None:
     plan = done.program.plan
     decisions = [(d.axis, d.choice, d.reason) for d in plan.decisions]
-    forecast = f"forecast {format_seconds(done.prediction.makespan_s)}, bubble {done.prediction.bubble_fraction:.1%}"
-    notes = [f"measured: the last round of {options.steps} steps; {forecast}"]
+    notes = [f"The timelines are of one round: the last of {options.steps} steps, and its forecast."]
     title = f"{plan.name} · {options.model}, measured"
-    write_file(done.folder.report, render_html(done.measured, title, plan.axes(), decisions, notes))
+    rate = sum(done.program.sizes) * plan.steps / done.prediction.makespan_s if done.prediction.makespan_s else None
+    run: History = _room().History.read(done.folder.path)
+    losses = [(step.step, step.loss) for step in run.steps]
+    rates = [(step, samples / time_s) for step, samples, time_s in run.rates()]
+    page = render_html(
+        done.measured, title, plan.axes(), decisions, notes,
+        forecast=done.prediction.timeline(), story=Story(losses, rates, rate, run.events),
+    )  # fmt: skip
+    write_file(done.folder.report, page)
 
 
 def compare(run_dir: str, as_json: bool) -> None:

@@ -101,8 +101,10 @@ class Order(Record):
 
     kind: Literal[
         "step", "gpipe", "1f1b", "1f1b-async", "interleaved", "zb-h1", "zb-v", "dualpipe-v", "gems",
-        "chimera", "layer-major", "ready-first",
+        "chimera", "layer-major", "ready-first", "written",
     ] = "step"  # fmt: skip
+    rows: tuple[str, ...] | None = None
+    """Of order 'written': what each worker of a pipeline runs, as 'F0 F1 B0 B1'."""
     recompute: Share = 0.0
     """Share of each stage's units whose activations are computed again for the backward pass."""
     recompute_units: tuple[int, ...] | None = Field(default=None, min_length=1)

@@ -15,7 +15,7 @@ class Rule(NamedTuple):
     remedy: str
 
 
-_PIPELINES = ("gpipe", "1f1b", "1f1b-async", "interleaved", "zb-h1", "zb-v", "dualpipe-v", "ready-first")
+_PIPELINES = ("gpipe", "1f1b", "1f1b-async", "interleaved", "zb-h1", "zb-v", "dualpipe-v", "ready-first", "written")
 _PLACES = {
     "gems": "bidirectional",
     "chimera": "bidirectional",
@@ -269,6 +269,21 @@ RULES = (
         "use place 'linear' with order '1f1b' or 'gpipe', or no CPU replica",
     ),
     Rule(
+        lambda plan, _: (plan.order.kind == "written") != (plan.order.rows is not None),
+        "order 'written' has rows, and no other order has",
+        "give order.rows with order 'written', or leave both out",
+    ),
+    Rule(
+        lambda plan, _: plan.order.rows is not None and (plan.place.kind != "linear" or plan.feed.kind != "microbatch"),
+        "an order that is written out is of a linear place that is fed microbatches",
+        "use place 'linear' and feed 'microbatch', or another order",
+    ),
+    Rule(
+        lambda plan, _: plan.order.rows is not None and not _is_written_out(plan),
+        "order.rows must give each of the {workers} workers F and later B of each of the {m} microbatches once",
+        "write a row for each worker, such as 'F0 F1 B0 B1' for two microbatches",
+    ),
+    Rule(
         lambda plan, _: plan.feed.kind == "mask" and len(plan.feed.budgets or ()) != plan.place.replicas,
         "feed 'mask' needs a budget for each of the {replicas} replicas",
         "set feed.budgets to that many numbers between 0 and 1",
@@ -306,3 +321,12 @@ def _num_replicas(plan: Plan) -> int:
 
 def _ties_cross_stages(plan: Plan, profile: Profile) -> bool:
     return bool(profile.ties) and plan.num_stages != 1
+
+
+def _is_written_out(plan: Plan) -> bool:
+    """Whether each row holds every forward once, and its backward once behind it."""
+    numbers = range(plan.feed.microbatches)
+    rows = [row.split() for row in plan.order.rows or ()]
+    if len(rows) != plan.place.workers or any(len(row) != 2 * len(numbers) for row in rows):
+        return False
+    return all(f"F{k}" in row and f"B{k}" in row[row.index(f"F{k}") :] for row in rows for k in numbers)

@@ -23,6 +23,8 @@ class Crew:
     offset: int = 0
     """Of its first microbatch among all of an update."""
     stage_replicas: tuple[int, ...] = ()
+    rows: tuple[str, ...] = ()
+    """Of a schedule that the plan writes out."""
 
     def home(self, rank: int, chunk: int) -> tuple[int, int]:
         """Returns the (replica, stage) of a worker's chunk."""
@@ -43,6 +45,9 @@ class Crew:
 
     def slots(self, rank: int, count: int) -> Iterator[Slot]:
         """Yields the worker's schedule for `count` microbatches."""
+        if self.rows:
+            yield from (Slot(text[0], 0, int(text[1:])) for text in self.rows[rank].split())
+            return
         if not self.stage_replicas:
             yield from SCHEDULES[self.schedule](rank, len(self.workers), self.chunks, count)
             return
@@ -73,6 +78,7 @@ def crews_of(plan: Plan) -> list[Crew]:
             chunks=chunks,
             schedule=plan.order.kind,
             stage_replicas=place.stage_replicas or (),
+            rows=plan.order.rows or (),
         )
         for copy in range(place.replicas * place.shards)
     ]

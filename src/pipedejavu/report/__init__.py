@@ -9,12 +9,14 @@ from pipedejavu.report.grid import render_grid
 from pipedejavu.report.html import render_html
 from pipedejavu.report.need import Need, count_parameters, fold_units, step_spread, step_times, work_out_needs
 from pipedejavu.report.scatter import Choice
+from pipedejavu.report.story import Story
 from pipedejavu.report.trace import render_trace
 
 __all__ = [
     "Choice",
     "Comparison",
     "Need",
+    "Story",
     "compare",
     "count_parameters",
     "fold_units",

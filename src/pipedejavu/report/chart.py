@@ -39,6 +39,31 @@ def chart_data(timeline: Timeline, max_bars: int = MAX_BARS) -> dict[str, Any]:
     }
 
 
+def chart_both(measured: Timeline, forecast: Timeline) -> dict[str, Any]:
+    """Returns the data of both charts for two timelines of one program, each worker's rows below each other.
+
+    Memory over time is known of the forecast alone.
+    """
+    one, two = (chart_data(timeline, MAX_BARS // 2) for timeline in (measured, forecast))
+    for part in (*two["workers"], *two["memory"]):
+        part["name" if "name" in part else "worker"] += ", forecast"
+    kinds = {kind for kind, _ in one["kinds"]}
+    rows = [*one["workers"], *two["workers"]]
+    last = min((part["drawn_s"] for part in (one, two) if part["num_drawn"] < part["num_actions"]), default=None)
+    span_s = max(one["span_s"], two["span_s"])
+    return {
+        "span_s": span_s,
+        "drawn_s": span_s if last is None else last,
+        "num_drawn": one["num_drawn"] + two["num_drawn"],
+        "num_actions": one["num_actions"] + two["num_actions"],
+        "kinds": one["kinds"] + [pair for pair in two["kinds"] if pair[0] not in kinds],
+        "words": one["words"] | two["words"],
+        "workers": sorted(rows, key=lambda row: int(row["name"].split()[1].rstrip(","))),
+        "classes": one["classes"] or two["classes"],
+        "memory": one["memory"] or two["memory"],
+    }
+
+
 def worker_name(number: int) -> str:
     """Names a worker the same way everywhere on the page."""
     return f"Worker {number}"

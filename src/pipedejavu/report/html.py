@@ -14,8 +14,9 @@ from string import Template
 from typing import Any
 
 from pipedejavu.facts import Timeline, format_bytes, format_seconds
-from pipedejavu.report.chart import chart_data, worker_name
+from pipedejavu.report.chart import chart_both, chart_data, worker_name
 from pipedejavu.report.scatter import Choice, render_choices
+from pipedejavu.report.story import Story, render_story
 from pipedejavu.report.table import Cell, render_table, worker_table
 
 _SCRIPTS = ("page.js", "format.js", "view.js", "panel.js", "tip.js", "gantt.js", "memory.js")
@@ -28,10 +29,13 @@ def render_html(
     decisions: Sequence[tuple[str, str, str]] = (),
     notes: Sequence[str] = (),
     choices: Sequence[Choice] = (),
+    forecast: Timeline | None = None,
+    story: Story | None = None,
 ) -> str:
     """Returns the page; `axes` maps each axis to its value, `decisions` are (axis, choice, reason).
 
-    `choices` are the plans among which the timeline's was chosen.
+    `choices` are the plans among which the timeline's was chosen, `forecast` is what was predicted of a timeline that
+    was measured, and `story` what happened in the whole run.
     """
     style = _read("page.css")
     script = "".join(_read(name) for name in _SCRIPTS)
@@ -40,12 +44,13 @@ def render_html(
         policy=escape(_policy(style, script)),
         style=style,
         script=script,
-        figures=_figures(timeline),
+        figures=_figures(timeline, forecast),
         notes="".join(f'<p class="note">{escape(note)}</p>' for note in notes),
         choices=render_choices(choices) if choices else "",
+        story=render_story(story) if story else "",
         workers=worker_table(timeline),
         plan=_plan(axes, decisions),
-        data=_embed(chart_data(timeline)),
+        data=_embed(chart_both(timeline, forecast) if forecast else chart_data(timeline)),
     )
 
 
@@ -68,13 +73,17 @@ def _embed(data: dict[str, Any]) -> str:
     return json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
 
 
-def _figures(timeline: Timeline) -> str:
+def _figures(timeline: Timeline, forecast: Timeline | None) -> str:
     num_workers = sum(w.copies for w in timeline.workers)
     shown = "all shown" if num_workers == len(timeline.workers) else f"{len(timeline.workers)} shown, with copies"
+    times, idle = str(timeline.origin), "of compute lanes is idle"
+    if forecast:
+        times += f", forecast {format_seconds(forecast.makespan_s)}"
+        idle += f", forecast {forecast.bubble_fraction:.1%}"
     return "".join(
         (
-            _figure("Makespan", format_seconds(timeline.makespan_s), timeline.origin),
-            _figure("Bubble", f"{timeline.bubble_fraction:.1%}", "of compute lanes is idle"),
+            _figure("Makespan", format_seconds(timeline.makespan_s), times),
+            _figure("Bubble", f"{timeline.bubble_fraction:.1%}", idle),
             _peak_figure(timeline),
             _figure("Workers", f"{num_workers}", shown),
         )

@@ -76,10 +76,10 @@ def _plane(choices: Sequence[Choice], front: Sequence[int]) -> str:
         return f"{100 - 100 * share / top:.2f}%"
 
     drawn = []
-    for time_s in _ticks(left, right):
+    for time_s in round_ticks(left, right):
         drawn.append(f'<line class="tick" x1="{x(time_s)}" x2="{x(time_s)}" y1="0" y2="100%"></line>')
         drawn.append(f'<text class="below" x="{x(time_s)}" y="100%" dy="16">{escape(format_seconds(time_s))}</text>')
-    for share in _ticks(0.0, top):
+    for share in round_ticks(0.0, top):
         drawn.append(f'<line class="tick" x1="0" x2="100%" y1="{y(share)}" y2="{y(share)}"></line>')
         drawn.append(f'<text class="beside" x="0" y="{y(share)}" dx="-6" dy="4">{_percent(share)}</text>')
     for one, two in pairwise(front):
@@ -96,7 +96,7 @@ def _plane(choices: Sequence[Choice], front: Sequence[int]) -> str:
     return f'<svg role="img" aria-label="{label}" height="{_HEIGHT}">{"".join(drawn)}</svg>'
 
 
-def _ticks(start: float, end: float) -> list[float]:
+def round_ticks(start: float, end: float) -> list[float]:
     """Returns round numbers between two ends, about as many as fit beside each other."""
     step = 10.0 ** floor(log10((end - start) / _NUM_TICKS))
     step *= next(n for n in (1, 2, 5, 10) if n * step * _NUM_TICKS >= end - start)

@@ -4,7 +4,9 @@ from pipedejavu.train.candidate import Chosen, choose_candidate
 from pipedejavu.train.failure import WorkerError
 from pipedejavu.train.folder import RunFolder, Start
 from pipedejavu.train.halt import StoppedError
+from pipedejavu.train.history import Event, History, Step, find_runs
 from pipedejavu.train.launch import Planned, Trained, audit_run, plan_run, train, train_rank
+from pipedejavu.train.logbook import check_logbooks
 from pipedejavu.train.loop import Checkpoints
 from pipedejavu.train.occupancy import Occupancy, occupancy_of
 from pipedejavu.train.options import TrainOptions
@@ -18,6 +20,8 @@ from pipedejavu.train.trainer import Trainer
 __all__ = [
     "Checkpoints",
     "Chosen",
+    "Event",
+    "History",
     "HybridRun",
     "Occupancy",
     "Planned",
@@ -25,6 +29,7 @@ __all__ = [
     "Review",
     "RunFolder",
     "Start",
+    "Step",
     "StoppedError",
     "Team",
     "TrainOptions",
@@ -32,7 +37,9 @@ __all__ = [
     "Trainer",
     "WorkerError",
     "audit_run",
+    "check_logbooks",
     "choose_candidate",
+    "find_runs",
     "is_same_plan",
     "num_gpus",
     "occupancy_of",

@@ -104,12 +104,12 @@ class RunFolder:
 
     def _forget(self, step: int) -> None:
         """Removes metrics of what is trained again."""
-        rows = [row for row in self._rows() if row.get("step", row.get("saved", 0)) <= step]
+        rows = [row for row in self.rows() if row.get("step", row.get("saved", 0)) <= step]
         if self.metrics.exists():
             write_file(self.metrics, "".join(json.dumps(row) + "\n" for row in rows))
             self.add_metrics({"resumed": step})
 
-    def _rows(self) -> list[dict[str, Any]]:
+    def rows(self) -> list[dict[str, Any]]:
         """Returns the metrics; a line that a kill has cut off, or that is none of this program's, is left out."""
         found = []
         for line in self.metrics.read_bytes().splitlines() if self.metrics.exists() else ():
@@ -124,7 +124,7 @@ class RunFolder:
 
     def elapsed_s(self) -> float:
         """Returns how long the run has trained."""
-        return max((float(row["elapsed_s"]) for row in self._rows() if "elapsed_s" in row), default=0.0)
+        return max((float(row["elapsed_s"]) for row in self.rows() if "elapsed_s" in row), default=0.0)
 
     def start(self) -> "Start":
         """Reads where the run goes on."""

@@ -6,6 +6,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from multiprocessing.connection import wait
@@ -30,6 +31,7 @@ from pipedejavu.store import Shelf
 from pipedejavu.train.failure import WorkerError, read_failure, with_rest
 from pipedejavu.train.folder import Part, RunFolder, Start, result_of
 from pipedejavu.train.halt import GRACE_S, STOPPED, StoppedError, describe_stop, on_signal
+from pipedejavu.train.hold import check_free, hold
 from pipedejavu.train.interval import choose_interval, steps_of
 from pipedejavu.train.measure import measure
 from pipedejavu.train.options import TrainOptions
@@ -164,8 +166,9 @@ def train(options: TrainOptions, program: Program, run_dir: str, start: Start | 
     """
     folder = RunFolder(run_dir)
     prediction = _open(folder, options, program, start)
-    run_workers(folder, len(program.workers), options.hang_after_s)
-    return _finish(folder, options, program, prediction)
+    with hold(folder):
+        run_workers(folder, len(program.workers), options.hang_after_s)
+        return _finish(folder, options, program, prediction)
 
 
 def train_rank(
@@ -179,16 +182,17 @@ def train_rank(
     options = _seen_by_all(shared, options, team, start)
     team.shelf = Shelf(shared.parent / folder.shelf.path.name)
     run = Rank(options, program, PrefixStore("watch", team.store), folder, start or Start(), team.keep_vigil(options))
-    part = run.run(shared)
-    parts = [*map(Part, team.collect(part.weights), team.collect(part.facts))]
-    team.part()
-    if run.is_stopped:
-        raise StoppedError(describe_stop(folder))
-    if prediction is None:
-        return None
-    for rank, found in enumerate(parts):
-        folder.write_part(rank, found)
-    return _finish(folder, options, program, prediction)
+    with hold(folder) if team.is_first else nullcontext():
+        part = run.run(shared)
+        parts = [*map(Part, team.collect(part.weights), team.collect(part.facts))]
+        team.part()
+        if run.is_stopped:
+            raise StoppedError(describe_stop(folder))
+        if prediction is None:
+            return None
+        for rank, found in enumerate(parts):
+            folder.write_part(rank, found)
+        return _finish(folder, options, program, prediction)
 
 
 def _seen_by_all(shared: Path, options: TrainOptions, team: Team, start: Start | None) -> TrainOptions:
@@ -210,6 +214,7 @@ def _seen_by_all(shared: Path, options: TrainOptions, team: Team, start: Start |
 
 def _open(folder: RunFolder, options: TrainOptions, program: Program, start: Start | None) -> Prediction:
     """Predicts the run and makes its folder."""
+    check_free(folder.path)
     prediction = simulate(program, verify(program))
     folder.create(options, program, start)
     write_file(folder.predicted, prediction.timeline().to_json(indent=None))

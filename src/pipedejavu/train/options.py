@@ -6,6 +6,8 @@ from pydantic import Field
 
 from pipedejavu.facts import Record
 
+Logger = Literal["tensorboard", "wandb", "mlflow"]
+
 
 class TrainOptions(Record):
     """The options of `train`, without the plan, the profile and the machine, which have files of their own."""
@@ -35,3 +37,5 @@ class TrainOptions(Record):
     """How long an action may take, and a worker say nothing; 0 for ever, by default as `vigil` says."""
     keeps_log: bool = False
     """Whether every worker writes what it read and applied, for the audit."""
+    log: tuple[Logger, ...] = ()
+    """Where the figures of every update go beside the run's own metrics."""

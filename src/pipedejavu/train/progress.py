@@ -1,19 +1,20 @@
-"""The progress of a run: loss, rate, memory, time left; a bar on a terminal, a line now and then elsewhere.
+"""The progress of a run: loss, rate, memory, time left; a live view on a terminal, a line now and then elsewhere.
 
 The time left is the simulator's forecast at first, and then more and more what the run's own steps say.
 """
 
 import sys
 import time
+from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import NamedTuple, Self
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
-from rich.progress import Progress as Bar
+from rich.live import Live
 
 from pipedejavu.facts import format_bytes, format_seconds
 from pipedejavu.simulate import Outlook
+from pipedejavu.train.view import Seat, View
 
 INTERVAL_S = 10.0
 
@@ -36,29 +37,29 @@ class Memory(NamedTuple):
 class Progress:
     """Shows how a run of `steps` gets on, of which some are `done` already and each is forecast to take `forecast_s`.
 
-    `items` are samples or tokens.
+    `items` are samples or tokens, `seats` the workers.
     """
 
-    def __init__(self, steps: int, items: str, forecast_s: float, done: int = 0):
+    def __init__(self, steps: int, items: str, forecast_s: float, done: int = 0, seats: Sequence[Seat] = ()):
         self.steps, self.items, self.done = steps, items, done
         self.outlook = Outlook(forecast_s, steps - done)
         self.last_s = self.started_s = time.perf_counter()
-        columns = [TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()]
         self.is_live = sys.stderr.isatty()
-        self.bar = Bar(
-            *columns, TextColumn("{task.fields[facts]}"), console=Console(stderr=True), disable=not self.is_live
-        )
+        self.view = View(steps, done, self._left().strip(), seats=seats, forecast_s=forecast_s)
+        self.console = Console(stderr=True)
+        self.live = Live(self.view, console=self.console) if self.is_live else None
         self.count = 0
 
     def __enter__(self) -> Self:
-        self.bar.start()
-        self.line = self.bar.add_task("training", total=self.steps, completed=self.done, facts=self._left())
+        if self.live:
+            self.live.start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.bar.stop()
+        if self.live:
+            self.live.stop()
 
     def report(self, step: int, loss: float, count: int, memory: Memory, elapsed_s: float) -> None:
         """Shows a finished step: `count` samples or tokens were in it, and so long after the start it was known."""
@@ -67,14 +68,22 @@ class Progress:
         rate = self.count / (now - self.started_s)
         self.outlook.saw(step - self.done, elapsed_s)
         facts = f"loss {loss:.4f}  {rate:,.0f} {self.items}/s  memory {memory}{self._left()}"
-        self.bar.update(self.line, completed=step, facts=facts)
+        self.view.step, self.view.facts = step, facts
+        self.view.losses.append(loss)
+        self.view.measured_s = elapsed_s / (step - self.done)
         if not self.is_live and (now - self.last_s > INTERVAL_S or step in (self.done + 1, self.steps)):
             self.last_s = now
             print(f"step {step}/{self.steps}  {facts}", file=sys.stderr, flush=True)
 
+    def see(self, worker: int, memory: Memory, busy: Mapping[str, float]) -> None:
+        """Shows what a worker has said: the most memory that it has had, and how busy its lanes were."""
+        if worker < len(self.view.seats):
+            seat = self.view.seats[worker]
+            seat.peak_bytes, seat.busy = memory.gpu_bytes or memory.host_bytes, busy
+
     def say(self, sentence: str) -> None:
-        """Shows a sentence beside the bar."""
-        self.bar.console.print(f"pipedejavu: {sentence}", highlight=False, markup=False, soft_wrap=True)
+        """Shows a sentence beside the view."""
+        self.console.print(f"pipedejavu: {sentence}", highlight=False, markup=False, soft_wrap=True)
 
     def _left(self) -> str:
         """Returns what is left, with what nine runs of ten keep to; nothing at the end."""

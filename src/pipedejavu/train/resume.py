@@ -10,7 +10,7 @@ from pipedejavu.train.folder import RunFolder, Start
 from pipedejavu.train.options import TrainOptions
 from pipedejavu.train.team import Team
 
-CHANGEABLE = {"steps", "lr", "clip_norm", "on_nan", "checkpoint_every", "hang_after_s"}
+CHANGEABLE = {"steps", "lr", "clip_norm", "on_nan", "checkpoint_every", "hang_after_s", "log"}
 """Options that a run may go on with other values of."""
 
 

@@ -9,7 +9,7 @@ import resource
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
@@ -19,7 +19,9 @@ import torch
 from torch._C._distributed_c10d import Store
 
 from pipedejavu.engine import Batches, Log
+from pipedejavu.facts import Span
 from pipedejavu.train.folder import RunFolder
+from pipedejavu.train.logbook import Logbooks
 from pipedejavu.train.progress import Memory, Progress
 
 INTERVAL_S = 0.25
@@ -43,6 +45,16 @@ def most_resident_bytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
+def busy_lanes(spans: Sequence[Span]) -> dict[str, float]:
+    """Returns how busy each lane was until the last span ended; a receive lasts as long as its worker waits."""
+    found: dict[str, float] = defaultdict(float)
+    length_s = max((span.end_s for span in spans), default=0.0)
+    for span in spans if length_s else ():
+        if not span.action.startswith("RECV"):
+            found[span.lane] += (span.end_s - span.start_s) / length_s
+    return dict(found)
+
+
 class Watch:
     """One rank's reports; on the first rank also the desk that takes those of all."""
 
@@ -59,6 +71,8 @@ class Watch:
         self.store, self.rank, self.batches, self.device, self.desk = store, rank, batches, device, desk
         self.listen = listen
         self.started_s = time.perf_counter()
+        self.busy: dict[str, float] = {}
+        """How busy each lane was in the last round, as a part of its time."""
         self._log, self._taken, self._number = Log(), 0, 0
         self._pending: list[tuple[int, float, int, float]] = []
         self._lock, self._sending, self._ended = threading.Lock(), threading.Lock(), threading.Event()
@@ -82,8 +96,9 @@ class Watch:
         with self._lock:
             self._log, self._taken = log, 0
 
-    def settle(self) -> None:
-        """Takes what a finished round has left in the log."""
+    def settle(self, spans: Sequence[Span] = ()) -> None:
+        """Takes what a finished round has left in the log, and in its spans."""
+        self.busy = busy_lanes(spans)
         self._take()
         with self._lock:
             self._log.losses.clear()
@@ -100,7 +115,7 @@ class Watch:
         with self._sending:
             with self._lock:
                 losses, self._pending = self._pending, []
-            self.store.set(f"{self.rank}/{self._number}", json.dumps([losses, self.peak()]))
+            self.store.set(f"{self.rank}/{self._number}", json.dumps([losses, self.peak(), self.busy]))
             self._number += 1
 
     def _take(self) -> None:
@@ -122,8 +137,18 @@ class Watch:
 class Desk:
     """Where the first rank adds up what all report: a line of metrics for each finished update, and the progress."""
 
-    def __init__(self, folder: RunFolder, progress: Progress, num_ranks: int, update_size: int):
-        self.folder, self.progress, self.update_size = folder, progress, update_size
+    def __init__(
+        self,
+        folder: RunFolder,
+        progress: Progress,
+        books: Logbooks,
+        num_ranks: int,
+        update_size: int,
+        num_samples: int,
+    ):
+        """Takes how many microbatches and samples an update has."""
+        self.folder, self.progress, self.books = folder, progress, books
+        self.update_size, self.num_samples = update_size, num_samples
         self.taken = [0] * num_ranks
         self.step = progress.done + 1
         self.elapsed_s = folder.elapsed_s()
@@ -137,13 +162,16 @@ class Desk:
         """Takes every report that has arrived."""
         for rank in range(len(self.taken)):
             while store.check([key := f"{rank}/{self.taken[rank]}"]):
-                self._take(*json.loads(store.get(key)))
+                self._take(rank, *json.loads(store.get(key)))
                 self.taken[rank] += 1
         while len(self._sums[self.step]) == self.update_size:
             self._finish(self._sums.pop(self.step))
 
-    def _take(self, losses: list[tuple[int, float, int, float]], peak: list[int]) -> None:
+    def _take(
+        self, rank: int, losses: list[tuple[int, float, int, float]], peak: list[int], busy: dict[str, float]
+    ) -> None:
         self.memory = Memory(*map(max, self.memory, peak))
+        self.progress.see(rank, Memory(*peak), busy)
         for microbatch, loss, count, at_s in losses:
             self._sums[microbatch // self.update_size + 1].append((loss, count, at_s))
 
@@ -151,8 +179,12 @@ class Desk:
         count = sum(row[1] for row in rows)
         loss, at_s = sum(row[0] for row in rows) / count, max(row[2] for row in rows)
         self.losses[self.step] = loss
-        line = {"step": self.step, "loss": loss, "count": count, "elapsed_s": self.elapsed_s + at_s}
+        line = {"step": self.step, "loss": loss, "count": count, "samples": self.num_samples}
+        line["elapsed_s"] = self.elapsed_s + at_s
         self.folder.add_metrics({**line, **self.memory.form()})
+        rate = self.num_samples * (self.step - self.progress.done) / at_s if at_s else 0.0
+        figures = {"loss": loss, "samples_per_s": rate, "elapsed_s": line["elapsed_s"], **self.memory.form()}
+        self.books.add(self.step, figures)
         self.progress.report(self.step, loss, count, self.memory, at_s)
         self.step += 1
 

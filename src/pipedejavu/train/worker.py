@@ -22,19 +22,21 @@ from pipedejavu.engine.process import run_rank
 from pipedejavu.engine.run import final_weights
 from pipedejavu.engine.share import adjusted_counts
 from pipedejavu.engine.state import put_state, take_norm, take_state
-from pipedejavu.facts import Record, Span, keep_heap
+from pipedejavu.facts import Record, Span, WorkerSummary, keep_heap
 from pipedejavu.program import Program
 from pipedejavu.program.share import cut_evenly
-from pipedejavu.simulate import simulate
+from pipedejavu.simulate import Prediction, simulate
 from pipedejavu.store import Checkpoint, Saver, Shelf
 from pipedejavu.train.failure import keep_failure, write_failure
 from pipedejavu.train.folder import Part, RunFolder, Start
 from pipedejavu.train.halt import STOPPED, Halt
+from pipedejavu.train.logbook import open_logbooks
 from pipedejavu.train.options import TrainOptions
 from pipedejavu.train.progress import Progress
 from pipedejavu.train.saved import random_state, saved_in, set_random_state
 from pipedejavu.train.site import num_threads
 from pipedejavu.train.task import SteadyBatches, prepare
+from pipedejavu.train.view import Seat
 from pipedejavu.train.vigil import Slate, Vigil
 from pipedejavu.train.watch import Desk, Watch, resident_bytes
 
@@ -112,12 +114,12 @@ class Rank:
     def run(self, shared: Path) -> Part:
         """Trains to the end; `shared` is a folder for weights that the workers of one host share."""
         base_bytes = resident_bytes()
-        forecast_s = simulate(self.program).makespan_s / self.program.plan.steps
-        self.vigil.allow(forecast_s, self.options.hang_after_s)
+        forecast = simulate(self.program)
+        self.vigil.allow(forecast.makespan_s / self.program.plan.steps, self.options.hang_after_s)
         updates = range(self.start.step, self.options.steps, self.program.plan.steps)
         shelf = Shelf(shared.parent / self.folder.shelf.path.name)
         with ExitStack() as stack:
-            self._open_desk(stack, forecast_s)
+            self._open_desk(stack, forecast)
             if self.options.checkpoint_every:
                 board = (PrefixStore("saver", self.store), len(self.program.workers))
                 self.saver = Saver(shelf, rank=self.rank, board=board, tell=self._tell, note=self.folder.add_metrics)
@@ -146,15 +148,30 @@ class Rank:
             facts["events"] = [[type(e).__name__, *e] for e in log.events]
         return Part.of(final_weights(handlers), self.spans, facts)
 
-    def _open_desk(self, stack: ExitStack, forecast_s: float) -> None:
+    def _open_desk(self, stack: ExitStack, forecast: Prediction) -> None:
         """Lets the first rank take the reports of all, and show how the run gets on."""
         if self.rank:
             return
         is_counting_samples = self.batches.count(0) == self.program.sizes[0]
+        forecast_s = forecast.makespan_s / self.program.plan.steps
         items = "samples" if is_counting_samples else "tokens"
-        self.progress = Progress(self.options.steps, items, forecast_s, self.start.step)
-        ranks = len(self.program.workers)
-        self.desk = Desk(self.folder, stack.enter_context(self.progress), ranks, self.program.update_size)
+        seats = [self._seat(worker, forecast.makespan_s) for worker in forecast.workers]
+        self.progress = Progress(self.options.steps, items, forecast_s, self.start.step, seats)
+        about = {"plan": self.program.plan.name, **self.program.plan.axes()}
+        books = open_logbooks(self.folder, self.options, about, self.start.step, self._tell)
+        self.desk = Desk(
+            self.folder,
+            stack.enter_context(self.progress),
+            stack.enter_context(books),
+            num_ranks=len(self.program.workers),
+            update_size=self.program.update_size,
+            num_samples=sum(self.program.sizes),
+        )
+
+    def _seat(self, worker: WorkerSummary, makespan_s: float) -> Seat:
+        device = self.program.machine.device(worker.device)
+        busy = worker.busy_s / makespan_s if makespan_s else None
+        return Seat(f"{device.name} ({device.kind})", device.memory_bytes, worker.peak_bytes, busy)
 
     def _tell(self, sentence: str) -> None:
         self.progress.say(sentence)
@@ -168,7 +185,7 @@ class Rank:
         """Keeps the round's spans, lets shares follow the measured rates, and saves; returns whether to go on."""
         self.spans = spans
         self.ends_s.append(time.perf_counter())
-        self.watch.settle()
+        self.watch.settle(spans)
         plan = self.program.plan
         if plan.feed.kind == "share" and plan.feed.is_controlled:
             self._rebalance(update, spans)

@@ -1,0 +1,3 @@
+"""The version of this package; the only place that states it."""
+
+VERSION = "0.1.0"

@@ -1,0 +1,123 @@
+"""What is installed here: packages with their versions, the compiler and the native pass, GPUs, free memory and disk.
+
+Every part says what it gives and how to get it. Nothing is measured, and nothing here needs torch to be installed.
+"""
+
+import ctypes
+import platform
+import shutil
+from dataclasses import dataclass
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from pathlib import Path
+
+from pipedejavu.probe.host import free_memory_bytes, read_host
+from pipedejavu.probe.shape import num_cores
+
+PACKAGE = Path(__file__).parents[1]
+_OPTIONAL = (
+    ("torch", "train", "training, profiling and measuring"),
+    ("safetensors", "train", "weights and checkpoints on disk"),
+    ("transformers", "hf", "models from their configurations (hf:CONFIG)"),
+    ("scikit-learn", "data", "the digits, and two predictors of operators"),
+    ("tensorboard", "tensorboard", "train --log tensorboard"),
+    ("wandb", "wandb", "train --log wandb"),
+    ("mlflow", "mlflow", "train --log mlflow"),
+    ("ray", "ray", "Ray Train as a launcher"),
+)
+_REQUIRED = ("torch", "safetensors")
+_OTHER_NAMES = {"mlflow": ("mlflow-skinny",)}
+"""Distributions under which a package comes too."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """Something that is here or not."""
+
+    name: str
+    found: str | None
+    """Its version, or what was found; None where it is missing."""
+    gives: str
+    remedy: str
+    """How to get it."""
+    is_required: bool = False
+    """Whether training needs it."""
+
+    @property
+    def is_missing(self) -> bool:
+        """Whether it is not here."""
+        return self.found is None
+
+
+@dataclass(frozen=True)
+class Installation:
+    """What this installation is made of."""
+
+    python: str
+    platform: str
+    cores: int
+    processor: str
+    parts: tuple[Part, ...]
+    gpus: tuple[str, ...]
+    free_memory_bytes: int
+    free_disk_bytes: int
+    """Where runs are written: in the working directory."""
+
+    @property
+    def can_train(self) -> bool:
+        """Whether all that training needs is here."""
+        return not any(part.is_required and part.is_missing for part in self.parts)
+
+
+def inspect_installation() -> Installation:
+    """Looks at what is installed here."""
+    packages = tuple(
+        Part(name, _version(name), gives, f"pip install 'pipedejavu[{extra}]'", name in _REQUIRED)
+        for name, extra, gives in _OPTIONAL
+    )
+    return Installation(
+        python=platform.python_version(),
+        platform=f"{platform.system()} {platform.machine()}",
+        cores=num_cores(),
+        processor=read_host().processor,
+        parts=(*packages, _compiler(), _native()),
+        gpus=_gpus(),
+        free_memory_bytes=free_memory_bytes(),
+        free_disk_bytes=shutil.disk_usage(Path.cwd()).free,
+    )
+
+
+def _version(name: str) -> str | None:
+    for known in (name, *_OTHER_NAMES.get(name, ())):
+        try:
+            return version(known)
+        except PackageNotFoundError:
+            continue
+    return None
+
+
+def _compiler() -> Part:
+    found = next((path for name in ("cc", "gcc", "clang") if (path := shutil.which(name))), None)
+    return Part("C compiler", found, "builds the native pass when the package is installed", "install gcc or clang")
+
+
+def _native() -> Part:
+    gives = "fast host updates of HybridAdamW; without it torch gives the same bits, slower"
+    path = PACKAGE / "hybrid" / "_native.so"
+    try:
+        ctypes.CDLL(str(path))
+        found = "built"
+    except OSError:
+        found = None
+    return Part("native pass", found, gives, "install the package again where there is a C compiler")
+
+
+def _gpus() -> tuple[str, ...]:
+    if find_spec("torch") is None:
+        return ()
+    cuda = import_module("torch").cuda
+    return tuple(
+        f"{cuda.get_device_name(n)}, {cuda.get_device_properties(n).total_memory / 2**30:.0f} GiB"
+        for n in range(cuda.device_count())
+    )

@@ -1,0 +1,108 @@
+"""What happened in a run, step by step: curves of loss and rate, and a table of events; drawn without a script.
+
+Places are parts of the plane's width and height, so that the text keeps its size on any screen.
+"""
+
+from collections.abc import Sequence
+from html import escape
+from typing import NamedTuple
+
+from pipedejavu.report.scatter import round_ticks
+from pipedejavu.report.table import Cell, render_table
+
+_MAX_POINTS = 800
+_MAX_EVENTS = 200
+_HEIGHT = 200
+_BOX = 1000
+
+
+class Story(NamedTuple):
+    """A run, as its metrics tell it."""
+
+    losses: Sequence[tuple[int, float]]
+    """By step."""
+    rates: Sequence[tuple[int, float]]
+    """Samples per second, by step."""
+    forecast_rate: float | None
+    events: Sequence[tuple[int, str, str]]
+    """Behind which step, of which kind, and what it says."""
+
+
+def render_story(story: Story) -> str:
+    """Returns the sections of loss, throughput and events."""
+    return (
+        '<div class="columns">'
+        + _section("loss", "Loss", "of each update, by step", _plane(story.losses, "loss", None))
+        + _section("rate", "Throughput", _rate_hint(story), _plane(story.rates, "samples/s", story.forecast_rate))
+        + "</div>"
+        + _section("events", "Events", "faults, restarts and all else beside steps", _events(story.events))
+    )
+
+
+def _section(name: str, title: str, hint: str, content: str) -> str:
+    return (
+        f'<section id="{name}" aria-labelledby="{name}-title"><div class="heading"><h2 id="{name}-title">{title}</h2>'
+        f'<p class="hint">{escape(hint)}</p></div>{content}</section>'
+    )
+
+
+def _rate_hint(story: Story) -> str:
+    line = "" if story.forecast_rate is None else f"; dashed: forecast, {story.forecast_rate:,.4g}"
+    return f"samples per second, by step{line}"
+
+
+def _plane(points: Sequence[tuple[int, float]], unit: str, forecast: float | None) -> str:
+    if len(points) < 2:
+        return '<p class="note">Fewer than two steps are known, which make no curve.</p>'
+    shown = _thin(points)
+    values = [value for _, value in shown] + ([] if forecast is None else [forecast])
+    low, high = (0.0 if forecast is not None else min(values)), max(values)
+    margin = (high - low or abs(high) or 1.0) / 16
+    bottom, top = low - margin * (forecast is None), high + margin
+    first, last = shown[0][0], shown[-1][0]
+
+    def x(step: float, whole: float = 100) -> float:
+        return whole * (step - first) / (last - first)
+
+    def y(value: float, whole: float = 100) -> float:
+        return whole * (top - value) / (top - bottom)
+
+    drawn = []
+    for step in {round(tick) for tick in round_ticks(first, last)}:
+        drawn.append(f'<text class="below" x="{x(step):.2f}%" y="100%" dy="16">{step:,}</text>')
+    for value in round_ticks(bottom, top):
+        drawn.append(f'<line class="tick" x1="0" x2="100%" y1="{y(value):.2f}%" y2="{y(value):.2f}%"></line>')
+        drawn.append(f'<text class="beside" x="0" y="{y(value):.2f}%" dx="-6" dy="4">{value:,.4g}</text>')
+    if forecast is not None:
+        height = f"{y(forecast):.2f}%"
+        drawn.append(f'<line class="forecast" x1="0" x2="100%" y1="{height}" y2="{height}"></line>')
+    line = " ".join(f"{x(step, _BOX):.1f},{y(value, _BOX):.1f}" for step, value in shown)
+    box = f'viewBox="0 0 {_BOX} {_BOX}" preserveAspectRatio="none"'
+    drawn.append(f'<svg {box} width="100%" height="100%"><polyline class="curve" points="{line}"></polyline></svg>')
+    label = f"{unit} from {points[0][1]:.4g} at step {first} to {points[-1][1]:.4g} at step {last}"
+    svg = f'<svg role="img" aria-label="{escape(label)}" height="{_HEIGHT}">{"".join(drawn)}</svg>'
+    return f'<div class="panel plane">{svg}</div>'
+
+
+def _thin(points: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
+    """Returns at most so many points as a screen can show: of each stretch its last step and its mean."""
+    stretch = -(-len(points) // _MAX_POINTS)
+    groups = [points[start : start + stretch] for start in range(0, len(points), stretch)]
+    return [(group[-1][0], sum(value for _, value in group) / len(group)) for group in groups]
+
+
+def _events(events: Sequence[tuple[int, str, str]]) -> str:
+    saved = [event for event in events if event[1] == "saved"]
+    others = [event for event in events if event[1] != "saved"]
+    words = []
+    if saved:
+        count = "one checkpoint" if len(saved) == 1 else f"{len(saved)} checkpoints"
+        words.append(f"{count} written, the last: {saved[-1][2]}")
+    if not others:
+        words.append("nothing else happened: no fault, no restart, no update left out")
+    if len(others) > _MAX_EVENTS:
+        words.append(f"the last {_MAX_EVENTS} of {len(others)} others are shown")
+    said = "; ".join(words)
+    text = f'<p class="note">{escape(said[:1].upper() + said[1:])}.</p>' if said else ""
+    rows = [[Cell(f"{step}", head=True), Cell(kind), Cell(about)] for step, kind, about in others[-_MAX_EVENTS:]]
+    return text + (render_table(("Behind step", "Event", "What it says"), rows, "reasons") if rows else "")
