@@ -5,6 +5,7 @@ import os
 import random
 import re
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -18,6 +19,7 @@ pytest.importorskip("safetensors")
 from safetensors.torch import load_file
 
 from pipedejavu.store import Shelf
+from pipedejavu.train.team import _end_sibling
 from pipedejavu.train.vigil import FACTOR, FLOOR_S, LANES, Doing, Ear, Slate, Vigil
 
 TRAIN = (
@@ -237,6 +239,17 @@ def test_a_worker_that_was_stopped_ends_the_run(processes, tmp_path: Path, seed:
         r" others from running; it was at .+; all others were stopped; --resume goes on behind step \d+\n",
         err,
     )
+
+
+def test_a_rank_ends_a_silent_one_of_the_same_agent_and_nobody_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    with subprocess.Popen(["sleep", "60"]) as other:
+        _end_sibling(other.pid)  # a child of this process is no sibling of it
+        assert other.poll() is None
+        monkeypatch.setattr(os, "getppid", os.getpid)  # as its sibling sees it
+        os.kill(other.pid, signal.SIGSTOP)
+        _end_sibling(other.pid)
+        assert other.wait() == -signal.SIGKILL
+        _end_sibling(other.pid)  # which is gone
 
 
 @pytest.mark.slow
