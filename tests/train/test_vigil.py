@@ -5,6 +5,7 @@ import os
 import random
 import re
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -18,6 +19,7 @@ pytest.importorskip("safetensors")
 from safetensors.torch import load_file
 
 from pipedejavu.store import Shelf
+from pipedejavu.train.team import _end_sibling
 from pipedejavu.train.vigil import FACTOR, FLOOR_S, LANES, Doing, Ear, Slate, Vigil
 
 TRAIN = (
@@ -239,6 +241,17 @@ def test_a_worker_that_was_stopped_ends_the_run(processes, tmp_path: Path, seed:
     )
 
 
+def test_a_rank_ends_a_silent_one_of_the_same_agent_and_nobody_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    with subprocess.Popen(["sleep", "60"]) as other:
+        _end_sibling(other.pid)  # a child of this process is no sibling of it
+        assert other.poll() is None
+        monkeypatch.setattr(os, "getppid", os.getpid)  # as its sibling sees it
+        os.kill(other.pid, signal.SIGSTOP)
+        _end_sibling(other.pid)
+        assert other.wait() == -signal.SIGKILL
+        _end_sibling(other.pid)  # which is gone
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["sleeps", "stopped"])
 def test_torchrun_starts_ranks_again_where_one_hangs(processes, tmp_path: Path, kind: str) -> None:
@@ -253,7 +266,7 @@ def test_torchrun_starts_ranks_again_where_one_hangs(processes, tmp_path: Path, 
     assert json.loads(out)["steps"] == 30
     sentence = {
         "sleeps": r"pipedejavu: worker 1 hangs: F1\.\d@0 \(lane compute\) has lasted \d+ s",
-        "stopped": r"pipedejavu: rank 1 was not heard for 6 s: its process is stopped, .+; it was at F1\.\d@0 \(lane",
+        "stopped": r"pipedejavu: rank 1 was not heard for 6 s: its process is stopped, .+; it was at .+; the ranks",
     }[kind]
     assert len(re.findall(sentence, err)) == 1
     assert "training goes on behind step 10" in err
