@@ -69,15 +69,15 @@ def _parted(profile: Profile, machine: Machine, names: tuple[str, ...], parts: i
     """Returns the scene with CPUs divided into parts, which take as many times longer unless they were measured."""
     counts = {d.name: min(parts, d.most_workers) for d in map(machine.device, names)}
     divided = machine.divided(sum(counts.values()))
-    devices, slower = [], dict[str, int]()
+    devices, factors = [], dict[str, int]()
     for device in divided.devices:
         count = counts.get(device.name.rpartition(".")[0], 1)
         kind = f"{device.kind}/{count}" if count > 1 else device.kind
-        slower |= {kind: count} if count > 1 else {}
+        factors |= {kind: count} if count > 1 else {}
         devices.append(device.but(kind=kind))
     units = []
     for unit in profile.units:
-        own = {kind: slower(unit.times[kind.rpartition("/")[0]], count) for kind, count in slower.items()}
+        own = {kind: slower(unit.times[kind.rpartition("/")[0]], count) for kind, count in factors.items()}
         units.append(unit.but(times=own | unit.times))
     found = tuple(d.name for d in devices if d.name.rpartition(".")[0] in names or d.name in names)
     note = f"CPU in {parts} parts"
