@@ -4,8 +4,12 @@ from itertools import pairwise
 
 import pytest
 
-from pipedejavu.facts import Cost, Machine, Profile, Unit, UnitTime
+from pipedejavu.facts import Cost, FaultsError, Machine, Profile, Unit, UnitTime, read_machine
+from pipedejavu.plan import preset
+from pipedejavu.program import compile as compile_plan
+from pipedejavu.program import verify
 from pipedejavu.search import Candidate, Options, search
+from pipedejavu.zoo import estimate_profile
 from tests.search.case import machine, profile
 
 GIB = 2**30
@@ -161,6 +165,16 @@ def test_what_is_switched_on_first_depends_on_what_copies_cost(pcie: float, reco
     order, keep = found.plan.order, found.plan.keep
     assert order.has_recompute == recomputes
     assert (keep.kind == "split" or keep.activations == "host") != recomputes
+
+
+def test_gems_holds_a_model_with_its_state_on_the_host_that_it_could_not_hold_otherwise() -> None:
+    here = read_machine("4xt4 + epyc-7763")
+    model = estimate_profile("gpt-6.7b", here)
+    gems = preset("gems-master").at(workers=4, microbatches=4, samples=1)
+    with pytest.raises(FaultsError, match=r"has 15\.2 GiB"):
+        verify(compile_plan(gems, model, here))
+    hosted = gems.but(keep=gems.keep.but(kind="split"), order=gems.order.but(is_eager=True))
+    verify(compile_plan(hosted, model, here))
 
 
 def test_as_few_units_recompute_as_make_it_fit() -> None:

@@ -14,7 +14,7 @@ fit, then until they are fast.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import combinations
+from itertools import combinations, pairwise, product
 from math import inf
 
 import numpy as np
@@ -243,17 +243,23 @@ def _moved(
 
 
 def _neighbours(bounds: tuple[int, ...], units: int) -> Iterator[tuple[int, ...]]:
-    """Yields cuts of which one is elsewhere, the nearest places first, or of which neighbours moved together."""
+    """Yields cuts of which one is elsewhere, the nearest places first, or two by little, or neighbours together."""
     places = [place for place in range(1, units) if place not in bounds]
     for at, bound in enumerate(bounds):
         for place in sorted(places, key=lambda place: abs(place - bound)):
             yield tuple(sorted((*bounds[:at], place, *bounds[at + 1 :])))
     ends = (0, *bounds, units)
+    for one, two in combinations(range(len(bounds)), 2):
+        for first, second in product(MOVES[:4], repeat=2):
+            moved = [*bounds]
+            moved[one], moved[two] = bounds[one] + first, bounds[two] + second
+            if all(a < b for a, b in pairwise((0, *moved, units))):
+                yield tuple(moved)
     for at, until in combinations(range(len(bounds) + 1), 2):
         for move in MOVES if until - at > 1 else ():
-            moved = tuple(b + move for b in bounds[at:until])
-            if ends[at] < moved[0] and moved[-1] < ends[until + 1]:
-                yield (*bounds[:at], *moved, *bounds[until:])
+            shifted = tuple(b + move for b in bounds[at:until])
+            if ends[at] < shifted[0] and shifted[-1] < ends[until + 1]:
+                yield (*bounds[:at], *shifted, *bounds[until:])
 
 
 def _draft(frame: Frame, bounds: tuple[int, ...]) -> Draft:

@@ -140,8 +140,8 @@ def _estimate_shares(draft: Draft, costs: Costs, options: Options) -> Estimate:
     devices = plan.place.devices or draft.devices
     split = Split(plan, draft.scene.profile, machine, crews_of(plan), devices)
     shares, _ = split.choose()
-    if sum(count > 0 for count in shares) < 2:
-        return Estimate(inf, {}, inf)  # a plan for one device says the same
+    if not all(shares):
+        return Estimate(inf, {}, inf)  # a plan for fewer devices says the same
     cost = split.estimate(shares)
     state = float(costs.weights[-1] + costs.gradients[-1] + costs.optimizer[-1] + costs.saved[-1])
     memory = {name: state for name, count in zip(devices, shares, strict=True) if count}

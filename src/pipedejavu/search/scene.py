@@ -69,22 +69,24 @@ def _parted(profile: Profile, machine: Machine, names: tuple[str, ...], parts: i
     """Returns the scene with CPUs divided into parts, which take as many times longer unless they were measured."""
     counts = {d.name: min(parts, d.most_workers) for d in map(machine.device, names)}
     divided = machine.divided(sum(counts.values()))
-    devices, slower = [], dict[str, int]()
+    devices, factors = [], dict[str, int]()
     for device in divided.devices:
         count = counts.get(device.name.rpartition(".")[0], 1)
         kind = f"{device.kind}/{count}" if count > 1 else device.kind
-        slower |= {kind: count} if count > 1 else {}
+        factors |= {kind: count} if count > 1 else {}
         devices.append(device.but(kind=kind))
     units = []
     for unit in profile.units:
-        own = {kind: _slower(unit.times[kind.rpartition("/")[0]], count) for kind, count in slower.items()}
+        own = {kind: slower(unit.times[kind.rpartition("/")[0]], count) for kind, count in factors.items()}
         units.append(unit.but(times=own | unit.times))
     found = tuple(d.name for d in devices if d.name.rpartition(".")[0] in names or d.name in names)
     note = f"CPU in {parts} parts"
     return Scene(profile.but(units=tuple(units)), divided.but(devices=tuple(devices)), found, note)
 
 
-def _slower(time: UnitTime, factor: float) -> UnitTime:
+def slower(time: UnitTime, factor: float) -> UnitTime:
+    """Returns times on a device that is so many times slower."""
+
     def cost(found: Cost) -> Cost:
         return found.but(fixed_s=found.fixed_s * factor, per_sample_s=found.per_sample_s * factor)
 
@@ -115,7 +117,7 @@ def _joined(profile: Profile, machine: Machine, devices: list[Device], size: int
     for unit in profile.units:
         own = {}
         for kind, route in routes.items():
-            divided = _slower(unit.times[kind], 1 / size)
+            divided = slower(unit.times[kind], 1 / size)
             sent = COLLECTIVES / 2 * 2 * (size - 1) / size * unit.boundary_bytes / route.bytes_per_s
             waits = COLLECTIVES / 2 * 2 * (size - 1) * route.latency_s
             own[kinds[kind]] = divided.but(

@@ -155,8 +155,9 @@ def _decisions(draft: Draft) -> list[Decision]:
             reason = f"replicas add up {format_bytes(size)} of gradients where all stages have them"
             found.append(Decision(axis="place", choice=unlike, reason=reason))
     count = draft.microbatches // (draft.sizes[0] if len({*draft.sizes}) == 1 else 1)
-    choice = f"{count} microbatches of {draft.samples} samples"
-    found.append(Decision(axis="feed", choice=choice, reason="the best of the sizes that divide the batch and fit"))
+    choice = f"{count} microbatch{'es' * (count > 1)} of {draft.samples} sample{'s' * (draft.samples > 1)}"
+    if not draft.is_shared:  # of shares, `compile` says who gets how many
+        found.append(Decision(axis="feed", choice=choice, reason="the best of the sizes that divide the batch and fit"))
     if not draft.mode.is_plain:
         reason = "of what fits, this costs least time"
         found.append(Decision(axis="keep", choice=str(draft.mode), reason=reason))
