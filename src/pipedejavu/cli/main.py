@@ -193,6 +193,10 @@ def train(
     checkpoint_every: Annotated[
         int | None, typer.Option(help="Steps between checkpoints, 0 for none; by default by their cost.")
     ] = None,
+    replan: Annotated[
+        bool | None,
+        typer.Option(help="Ask the planner again where measured costs leave the forecast; by default with plan auto."),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Train a model with a plan, a process for each worker; under torchrun its processes are the workers."""
@@ -201,6 +205,7 @@ def train(
     sizes = {"workers": workers, "replicas": replicas, "microbatches": microbatches, "samples": samples}
     given = {"steps": steps, "data": data, "optimizer": optimizer, "lr": lr, "clip_norm": clip_norm, "seed": seed}
     more = {"on_nan": on_nan, "keeps_log": audit, "checkpoint_every": checkpoint_every}
+    more["replan"] = (plan == "auto" and not audit and checkpoint_every != 0) if replan is None else replan
     options = training.read_options(model, {**given, **more})
     names = frozenset(name for name in context.params if _is_given(context, name))
     asked = training.Asked(plan, sizes, batch, cpu_share, machine, devices, run_dir, resume, names, as_json)

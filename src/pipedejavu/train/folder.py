@@ -13,7 +13,7 @@ from pipedejavu.facts import InputError, Machine, Profile, Record, Span, Timelin
 from pipedejavu.plan import Plan
 from pipedejavu.program import Program
 from pipedejavu.program import compile as compile_plan
-from pipedejavu.store import Shelf
+from pipedejavu.store import Checkpoint, Shelf
 from pipedejavu.train.options import TrainOptions
 
 Weights = dict[tuple[int, int], dict[str, Tensor]]
@@ -36,6 +36,11 @@ class Start(Record):
 
     step: int = 0
     samples: int = 0
+
+    @classmethod
+    def behind(cls, found: Checkpoint | None) -> "Start":
+        """Returns the start behind a checkpoint; the beginning where there is none."""
+        return cls(step=found.step, samples=found.manifest.samples) if found else cls()
 
 
 class Part(NamedTuple):
@@ -67,6 +72,7 @@ class RunFolder:
         self.report = self.path / "report.html"
         self.parts = self.path / "parts"
         self.failure = self.parts / "failure"
+        self.switch = self.parts / "switch.json"
         self.shelf = Shelf(self.path / "checkpoints")
 
     @property
@@ -98,7 +104,7 @@ class RunFolder:
 
     def _forget(self, step: int) -> None:
         """Removes metrics of what is trained again."""
-        rows = [row for row in self._rows() if row.get("step", row.get("saved", 0)) <= step]
+        rows = [row for row in self._rows() if row.get("step", row.get("saved", row.get("switched", 0))) <= step]
         if self.metrics.exists():
             write_file(self.metrics, "".join(json.dumps(row) + "\n" for row in rows))
             self.add_metrics({"resumed": step})

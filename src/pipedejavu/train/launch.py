@@ -7,7 +7,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import count, pairwise
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -30,8 +30,10 @@ from pipedejavu.train.failure import WorkerError, read_failure
 from pipedejavu.train.folder import Part, RunFolder, Start, result_of
 from pipedejavu.train.halt import GRACE_S, STOPPED, StoppedError, describe_stop, on_signal
 from pipedejavu.train.interval import choose_interval, steps_of
+from pipedejavu.train.loop import say
 from pipedejavu.train.measure import measure
 from pipedejavu.train.options import TrainOptions
+from pipedejavu.train.replan import Switch, check_replan
 from pipedejavu.train.site import (
     DeviceChoice,
     Site,
@@ -126,6 +128,8 @@ def _adapted(plan: Plan, options: TrainOptions, team: Team, start: Start) -> Pla
         )
     if plan.keep.kind == "shared" and not team.is_on_one_host:
         raise InputError(f"plan '{plan.name}' shares weights in the memory of one host; start all its workers there")
+    if options.replan:
+        check_replan(options, plan)
     if options.on_nan == "skip" and plan.version.kind != "sync":
         raise InputError(
             f"plan '{plan.name}' has no common moment to agree on leaving an update out; use --on-nan stop"
@@ -150,7 +154,8 @@ def _measure(options: TrainOptions, plan: Plan, machine: Machine, names: Sequenc
 
 def _measure_here(options: TrainOptions, plan: Plan, kinds: dict[str, torch.device]) -> Profile:
     job, batches = prepare(options, (plan.feed.samples,))
-    return measure(options.model, job, plan, batches.first, kinds)
+    # Whoever plans again must know what does not grow with a microbatch; only a chain is the same units for any size.
+    return measure(options.model, job, plan, batches.first, kinds, at_two=options.replan and batches.cut.way == "chain")
 
 
 def train(options: TrainOptions, program: Program, run_dir: str, start: Start | None = None) -> Trained:
@@ -160,8 +165,24 @@ def train(options: TrainOptions, program: Program, run_dir: str, start: Start | 
     """
     folder = RunFolder(run_dir)
     prediction = _open(folder, options, program, start)
-    run_workers(folder, len(program.workers))
+    while not run_workers(folder, len(program.workers)):
+        options, program, start = _switched(folder, options, program, folder.switch.read_bytes())
+        prediction = _open(folder, options, program, start)
     return _finish(folder, options, program, prediction)
+
+
+def _switched(
+    folder: RunFolder, options: TrainOptions, program: Program, text: bytes, team: Team | None = None
+) -> tuple[TrainOptions, Program, Start]:
+    """Returns how a run goes on from its newest checkpoint under the plan that it is to switch to."""
+    team, switch, found = team or Team(), Switch.from_json(text), b""
+    if team.is_first:
+        start = Start.behind(folder.shelf.newest(say))
+        folder.add_metrics(switch.row(program.plan.name, start.step))
+        found = start.to_json().encode()
+    start = Start.from_json(team.share(found))
+    planned = plan_run(options, switch.plan, switch.machine, team=team, start=start, profile=switch.profile)
+    return planned.options, planned.program, start
 
 
 def train_rank(
@@ -170,11 +191,18 @@ def train_rank(
     """Runs this rank's worker of a program to the end; the first rank gets what all leave, the others None."""
     assert team.store is not None
     folder = RunFolder(run_dir)
-    prediction = _open(folder, options, program, start) if team.is_first else None
-    shared = Path(team.share(str(folder.parts.resolve()).encode()).decode())
-    options = _seen_by_all(shared, options, team, start)
-    run = Rank(options, program, PrefixStore("watch", team.store), folder, start or Start())
-    part = run.run(shared)
+    for number in count():
+        prediction = _open(folder, options, program, start) if team.is_first else None
+        shared = Path(team.share(str(folder.parts.resolve()).encode()).decode())
+        options = _seen_by_all(shared, options, team, start)
+        board = PrefixStore(f"watch{number}", team.store)
+        run = Rank(options, program, board, folder, start or Start(), keeps_workers=True)
+        part = run.run(shared)
+        is_asked = team.is_first and run.is_stopped and not run.halt.is_signalled and folder.switch.exists()
+        switch = team.share(folder.switch.read_bytes() if is_asked else b"")
+        if not switch:
+            break
+        options, program, start = _switched(folder, options, program, switch, team)
     parts = [*map(Part, team.collect(part.weights), team.collect(part.facts))]
     team.part()
     if run.is_stopped:
@@ -200,7 +228,7 @@ def _seen_by_all(shared: Path, options: TrainOptions, team: Team, start: Start |
         raise InputError(f"the run cannot go on: {reason}; put --run-dir on a file system of all")
     if team.is_first:
         print(f"pipedejavu: no checkpoints: {reason}; put --run-dir on a file system of all", file=sys.stderr)
-    return options.but(checkpoint_every=0)
+    return options.but(checkpoint_every=0, replan=False)
 
 
 def _open(folder: RunFolder, options: TrainOptions, program: Program, start: Start | None) -> Prediction:
@@ -232,13 +260,14 @@ def _finish(folder: RunFolder, options: TrainOptions, program: Program, predicti
     )  # fmt: skip
 
 
-def run_workers(folder: RunFolder, count: int) -> None:
+def run_workers(folder: RunFolder, size: int) -> bool:
     """Starts a process for each worker and waits for all; whatever ends the wait ends them too.
 
+    Returns whether they have trained to the end; they have not where the run is to go on under another plan.
     SIGTERM lets them end an update and save it, within a time of grace; then StoppedError says so.
     """
     context = start_processes(  # type: ignore[no-untyped-call]
-        work, args=(count, str(folder.path)), nprocs=count, join=False, start_method="spawn"
+        work, args=(size, str(folder.path)), nprocs=size, join=False, start_method="spawn"
     )
     processes = context.processes
     last_s = math.inf
@@ -255,12 +284,15 @@ def run_workers(folder: RunFolder, count: int) -> None:
                 codes = [process.exitcode for process in processes]
                 alive = [process.sentinel for process, code in zip(processes, codes, strict=True) if code is None]
                 is_late = time.monotonic() > last_s or (last_s < math.inf and -signal.SIGTERM in codes)
-                if is_late or (not alive and STOPPED in codes):
+                is_stopped = not alive and STOPPED in codes
+                if is_stopped and last_s == math.inf and folder.switch.exists():
+                    return False
+                if is_late or is_stopped:
                     raise StoppedError(describe_stop(folder))
                 if any(code not in (None, 0, STOPPED) for code in codes):
                     raise _failure(folder, processes)
                 if not alive:
-                    return
+                    return True
                 wait(alive, LOOK_S)
         finally:
             for process in processes:

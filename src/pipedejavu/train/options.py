@@ -25,5 +25,7 @@ class TrainOptions(Record):
     on_nan: Literal["stop", "skip"] = "stop"
     checkpoint_every: int | None = Field(default=None, ge=0)
     """Updates between two checkpoints; 0 for none, by default as `choose_interval` says."""
+    replan: bool = False
+    """Whether the planner is asked again where measured costs leave the forecast's band."""
     keeps_log: bool = False
     """Whether every worker writes what it read and applied, for the audit."""

@@ -10,7 +10,7 @@ from pipedejavu.train.folder import RunFolder, Start
 from pipedejavu.train.options import TrainOptions
 from pipedejavu.train.team import Team
 
-CHANGEABLE = {"steps", "lr", "clip_norm", "on_nan", "checkpoint_every"}
+CHANGEABLE = {"steps", "lr", "clip_norm", "on_nan", "checkpoint_every", "replan"}
 """Options that a run may go on with other values of."""
 
 
@@ -74,7 +74,7 @@ def reopen(run_dir: str, team: Team, tell: Callable[[str], None], steps: int | N
     last = steps or folder.options().steps
     if found and found.step >= last and not folder.model.exists():
         found = folder.shelf.newest(tell, before=last)
-    start = Start(step=found.step, samples=found.manifest.samples) if found else Start()
+    start = Start.behind(found)
     tell(f"training goes on behind step {start.step}" if found else f"{run_dir} holds no checkpoint: training begins")
     team.share(start.to_json().encode())
     path = folder.path

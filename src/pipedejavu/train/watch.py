@@ -20,6 +20,7 @@ from torch._C._distributed_c10d import Store
 
 from pipedejavu.engine import Batches, Log
 from pipedejavu.train.folder import RunFolder
+from pipedejavu.train.pace import Pace, Times
 from pipedejavu.train.progress import Memory, Progress
 
 INTERVAL_S = 0.25
@@ -53,6 +54,7 @@ class Watch:
         self.started_s = time.perf_counter()
         self._log, self._taken, self._number = Log(), 0, 0
         self._pending: list[tuple[int, float, int, float]] = []
+        self._rounds: list[Times] = []
         self._lock, self._ended = threading.Lock(), threading.Event()
         self._thread = threading.Thread(target=self._go, daemon=True)
 
@@ -74,10 +76,11 @@ class Watch:
         with self._lock:
             self._log, self._taken = log, 0
 
-    def settle(self) -> None:
-        """Takes what a finished round has left in the log."""
+    def settle(self, times: Times | None = None) -> None:
+        """Takes what a finished round has left in the log, and what its passes took where that is to be told."""
         self._take()
         with self._lock:
+            self._rounds += [] if times is None else [times]
             self._log.losses.clear()
             self._taken = 0
 
@@ -91,7 +94,8 @@ class Watch:
         self._take()
         with self._lock:
             losses, self._pending = self._pending, []
-        self.store.set(f"{self.rank}/{self._number}", json.dumps([losses, self.peak()]))
+            rounds, self._rounds = self._rounds, []
+        self.store.set(f"{self.rank}/{self._number}", json.dumps([losses, self.peak(), rounds]))
         self._number += 1
 
     def _take(self) -> None:
@@ -113,8 +117,10 @@ class Watch:
 class Desk:
     """Where the first rank adds up what all report: a line of metrics for each finished update, and the progress."""
 
-    def __init__(self, folder: RunFolder, progress: Progress, num_ranks: int, update_size: int):
-        self.folder, self.progress, self.update_size = folder, progress, update_size
+    def __init__(
+        self, folder: RunFolder, progress: Progress, num_ranks: int, update_size: int, pace: Pace | None = None
+    ):
+        self.folder, self.progress, self.update_size, self.pace = folder, progress, update_size, pace
         self.taken = [0] * num_ranks
         self.step = progress.done + 1
         self.elapsed_s = folder.elapsed_s()
@@ -128,7 +134,10 @@ class Desk:
         """Takes every report that has arrived."""
         for rank in range(len(self.taken)):
             while store.check([key := f"{rank}/{self.taken[rank]}"]):
-                self._take(*json.loads(store.get(key)))
+                losses, peak, rounds = json.loads(store.get(key))
+                self._take(losses, peak)
+                if self.pace:
+                    self.pace.take(rank, rounds)
                 self.taken[rank] += 1
         while len(self._sums[self.step]) == self.update_size:
             self._finish(self._sums.pop(self.step))

@@ -5,6 +5,7 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -30,7 +31,9 @@ from pipedejavu.train.failure import write_failure
 from pipedejavu.train.folder import Part, RunFolder, Start
 from pipedejavu.train.halt import STOPPED, Halt
 from pipedejavu.train.options import TrainOptions
+from pipedejavu.train.pace import Pace, times_of
 from pipedejavu.train.progress import Progress
+from pipedejavu.train.replan import Pilot, Switch, find_switch
 from pipedejavu.train.site import num_threads
 from pipedejavu.train.task import SteadyBatches, prepare
 from pipedejavu.train.watch import Desk, Watch, resident_bytes
@@ -63,8 +66,19 @@ Move = tuple[int, tuple[tuple[int, ...], ...]]
 class Rank:
     """One rank's state during a run; the first has the run folder, the others need none."""
 
-    def __init__(self, options: TrainOptions, program: Program, store: Store, folder: RunFolder, start: Start):
+    def __init__(
+        self,
+        options: TrainOptions,
+        program: Program,
+        store: Store,
+        folder: RunFolder,
+        start: Start,
+        *,
+        keeps_workers: bool = False,
+    ):
+        """Takes whether a plan to switch to must have as many workers, as their processes are given."""
         self.options, self.program, self.store, self.folder, self.start = options, program, store, folder, start
+        self.keeps_workers = keeps_workers
         self.rank = dist.get_rank()
         keep_heap()
         torch.set_num_threads(num_threads(program.machine, program.devices, self.rank))
@@ -75,11 +89,14 @@ class Rank:
         self.batches = SteadyBatches(self.order)
         self.moves: list[Move] = []
         self.spans: list[Span] = []
+        self.step = start.step
         self.ends_s: list[float] = []
         """When each round ended."""
         self.halt = Halt(PrefixStore("halt", store), self.rank, len(program.workers))
         self.halt.obey()
         self.desk: Desk | None = None
+        self.pace: Pace | None = None
+        self.pilot: Pilot | None = None
         self.saver: Saver | None = None
         self.is_stopped = False
 
@@ -94,7 +111,7 @@ class Rank:
                 board = (PrefixStore("saver", self.store), len(self.program.workers))
                 self.saver = Saver(shelf, rank=self.rank, board=board, tell=self._tell, note=self.folder.add_metrics)
             device = device_of(self.program, self.rank)
-            self.watch = Watch(self.store, self.rank, self.batches, device, self.desk, self.halt.listen)
+            self.watch = Watch(self.store, self.rank, self.batches, device, self.desk, self._listen)
             with self.watch:
                 handlers = run_rank(
                     self.program, self.job, self.batches, updates, self.after_round, shared, self.before_round,
@@ -127,7 +144,31 @@ class Rank:
         items = "samples" if is_counting_samples else "tokens"
         self.progress = Progress(self.options.steps, items, forecast_s, self.start.step)
         ranks = len(self.program.workers)
-        self.desk = Desk(self.folder, stack.enter_context(self.progress), ranks, self.program.update_size)
+        self.pace = Pace(self.program)
+        self.desk = Desk(self.folder, stack.enter_context(self.progress), ranks, self.program.update_size, self.pace)
+        if self.options.replan and ranks > 1:
+            self.pilot = Pilot(self.pace, self._ask, self._turn)
+
+    def _listen(self) -> None:
+        """Looks now and then, beside training, whether the run is to stop, and on the first rank at its pace."""
+        self.halt.listen()
+        for straggler in self.pace.stragglers() if self.pace else ():
+            self._tell(str(straggler))
+            self.folder.add_metrics({"straggler": straggler.worker, "lag": straggler.lag, "kinds": straggler.kinds})
+        if self.pilot:
+            self.pilot.look()
+
+    def _ask(self, lags: Sequence[float]) -> Switch | None:
+        """Asks the planner; only a chain is the same units for microbatches of any size."""
+        samples = None if self.order.cut.way == "chain" else self.program.plan.feed.samples
+        size = len(self.program.workers) if self.keeps_workers else None
+        return find_switch(self.program, lags, self.options.steps - self.step, samples, size)
+
+    def _turn(self, switch: Switch) -> None:
+        """Lets the run stop behind a checkpoint, from which it goes on under another plan."""
+        switch.save(self.folder.switch)
+        self._tell(switch.reason)
+        self.halt.asked.set()
 
     def _tell(self, sentence: str) -> None:
         self.progress.say(sentence)
@@ -138,9 +179,9 @@ class Rank:
 
     def after_round(self, update: int, handlers: Handlers, spans: list[Span]) -> bool:
         """Keeps the round's spans, lets shares follow the measured rates, and saves; returns whether to go on."""
-        self.spans = spans
+        self.spans, self.step = spans, update
+        self.watch.settle(times_of(spans) if self.ends_s else None)  # the first round is warming up
         self.ends_s.append(time.perf_counter())
-        self.watch.settle()
         plan = self.program.plan
         if plan.feed.kind == "share" and plan.feed.is_controlled:
             self._rebalance(update, spans)
@@ -208,6 +249,8 @@ class Rank:
         self.program = replace(self.program, parts=parts)
         self.order.change(update, self.program.sizes)
         self.moves.append((update, parts))
+        if self.pace:
+            self.pace.expect(self.program)
 
 
 def _plain(record: Record) -> dict[str, Any]:
