@@ -2,6 +2,7 @@
 
 import json
 import os
+import sys
 import threading
 import time
 from dataclasses import replace
@@ -17,7 +18,7 @@ from safetensors.torch import load_file
 from pipedejavu.engine import run_threads
 from pipedejavu.engine.handle import Handlers
 from pipedejavu.facts import Cost, InputError
-from pipedejavu.plan import preset
+from pipedejavu.plan import Plan, preset
 from pipedejavu.program import Program
 from pipedejavu.program import compile as compile_plan
 from pipedejavu.simulate import simulate
@@ -245,3 +246,47 @@ def test_a_run_whose_worker_becomes_slow_goes_on_under_another_plan(tmp_path: Pa
     # An update adds 12 gradients below 1, in any order: lr times an ulp of each; a curvature of 10 makes an error grow
     # by (1 + 10 lr) in each of the 40 updates behind it, 46 times at most.
     assert max(float((found[n] - w).abs().max()) for n, w in expected.items()) < 40 * 0.01 * 12 * 2.3e-16 * 46
+
+
+ASLEEP = """
+import os, tests.train.test_replan as asleep
+from pipedejavu.cli.main import main
+from pipedejavu.train import worker
+
+worker.work = lambda *_: None
+asleep.work_asleep(int(os.environ["RANK"]), 2, "")
+main()
+"""
+
+
+@pytest.mark.slow
+def test_ranks_of_torchrun_switch_without_being_started_again(tmp_path: Path, processes) -> None:
+    (tmp_path / "asleep.py").write_text(ASLEEP)
+    torchrun = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "asleep.py", "train", "zoo:mlp")
+    given = (
+        "--data",
+        "random:64",
+        "--optimizer",
+        "sgd",
+        "--lr",
+        "0.01",
+        "--steps",
+        "40",
+        "--run-dir",
+        "run",
+        "--replan",
+    )
+    sizes = ("--plan", "preset:ddp", "--microbatches", "2", "--samples", "3")
+    root = Path(__file__).parents[2]
+    paths = os.pathsep.join((str(root / "src"), str(root)))
+    slow = {"SLOW": json.dumps(["cpu1", 15]), "PYTHONPATH": paths}
+    code, _, err = processes.run((*torchrun, *given, *sizes), tmp_path, **slow)
+    assert code == 0, err
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    switched = [row for row in rows if "switched" in row]
+    assert switched[0]["before"] == "ddp"
+    assert [row["step"] for row in rows if "step" in row] == list(range(1, 41))
+    assert Plan.load(tmp_path / "run" / "plan.json").num_workers == 2
+    expected, found = reference(OPTIONS.but(dtype="float32")), load_file(tmp_path / "run" / "model.safetensors")
+    # As above, with the ulp of float32.
+    assert max(float((found[n] - w).abs().max()) for n, w in expected.items()) < 40 * 0.01 * 12 * 1.2e-7 * 46

@@ -197,6 +197,9 @@ def train(
         bool | None,
         typer.Option(help="Ask the planner again where measured costs leave the forecast; by default with plan auto."),
     ] = None,
+    on_oom: Annotated[
+        str, typer.Option(help="stop where a device runs out of memory, or replan for what it has and go on.")
+    ] = "stop",
     as_json: AsJson = False,
 ) -> None:
     """Train a model with a plan, a process for each worker; under torchrun its processes are the workers."""
@@ -204,7 +207,7 @@ def train(
 
     sizes = {"workers": workers, "replicas": replicas, "microbatches": microbatches, "samples": samples}
     given = {"steps": steps, "data": data, "optimizer": optimizer, "lr": lr, "clip_norm": clip_norm, "seed": seed}
-    more = {"on_nan": on_nan, "keeps_log": audit, "checkpoint_every": checkpoint_every}
+    more = {"on_nan": on_nan, "on_oom": on_oom, "keeps_log": audit, "checkpoint_every": checkpoint_every}
     more["replan"] = (plan == "auto" and not audit and checkpoint_every != 0) if replan is None else replan
     options = training.read_options(model, {**given, **more})
     names = frozenset(name for name in context.params if _is_given(context, name))

@@ -1,9 +1,10 @@
 """Training runs: options, the run folder, workers as processes, and what they leave."""
 
+from pipedejavu.train.elastic import fit_plan
 from pipedejavu.train.failure import WorkerError
 from pipedejavu.train.folder import RunFolder, Start
 from pipedejavu.train.halt import StoppedError
-from pipedejavu.train.launch import Planned, Trained, audit_run, plan_run, train, train_rank
+from pipedejavu.train.launch import Planned, plan_run, train, train_rank
 from pipedejavu.train.loop import Checkpoints
 from pipedejavu.train.occupancy import Occupancy, occupancy_of
 from pipedejavu.train.options import TrainOptions
@@ -12,6 +13,7 @@ from pipedejavu.train.resume import Resumed, is_same_plan, reopen
 from pipedejavu.train.review import Review, review
 from pipedejavu.train.site import num_gpus
 from pipedejavu.train.team import Team
+from pipedejavu.train.trained import Trained, audit_run
 from pipedejavu.train.trainer import Trainer
 
 __all__ = [
@@ -30,6 +32,7 @@ __all__ = [
     "Trainer",
     "WorkerError",
     "audit_run",
+    "fit_plan",
     "is_same_plan",
     "num_gpus",
     "occupancy_of",

@@ -6,8 +6,7 @@ import signal
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from itertools import count, pairwise
+from itertools import count
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,8 +16,8 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 from torch.multiprocessing.spawn import start_processes
 
-from pipedejavu.engine import Applied, Log, Outcome, Read, audit, check_runnable
-from pipedejavu.facts import InputError, Link, Machine, Profile, Span, Timeline, WorkerSummary, write_file
+from pipedejavu.engine import check_runnable
+from pipedejavu.facts import InputError, Link, Machine, Profile, write_file
 from pipedejavu.plan import Plan
 from pipedejavu.probe.gloo import measure_link
 from pipedejavu.profile import merge_profiles
@@ -26,17 +25,16 @@ from pipedejavu.program import Program, verify
 from pipedejavu.program import compile as compile_plan
 from pipedejavu.program.crew import assign_devices
 from pipedejavu.simulate import Prediction, simulate
-from pipedejavu.train.failure import WorkerError, read_failure
-from pipedejavu.train.folder import Part, RunFolder, Start, result_of
+from pipedejavu.train.failure import ShortageError, WorkerError, read_failure
+from pipedejavu.train.folder import Part, RunFolder, Start
 from pipedejavu.train.halt import GRACE_S, STOPPED, StoppedError, describe_stop, on_signal
 from pipedejavu.train.interval import choose_interval, steps_of
 from pipedejavu.train.loop import say
 from pipedejavu.train.measure import measure
 from pipedejavu.train.options import TrainOptions
-from pipedejavu.train.replan import Switch, check_replan
+from pipedejavu.train.replan import Switch, check_replan, relieve
 from pipedejavu.train.site import (
     DeviceChoice,
-    Site,
     describe_stand_ins,
     devices_to_measure,
     make_machine,
@@ -46,7 +44,8 @@ from pipedejavu.train.site import (
 )
 from pipedejavu.train.task import prepare
 from pipedejavu.train.team import Team
-from pipedejavu.train.worker import Move, Rank, work
+from pipedejavu.train.trained import Trained, gather
+from pipedejavu.train.worker import Rank, work
 
 LOOK_S = 1.0
 """How often whoever waits for workers looks whether their time of grace is over."""
@@ -59,23 +58,6 @@ class Planned(NamedTuple):
     program: Program
     note: str
     """Where workers run other than the plan says, and how often the run is saved; may be empty."""
-
-
-@dataclass(frozen=True)
-class Trained:
-    """A finished run: its folder, what was predicted and what was measured of one round of the program."""
-
-    options: TrainOptions
-    folder: RunFolder
-    program: Program
-    prediction: Prediction
-    measured: Timeline
-    outcome: Outcome
-    moves: tuple[Move, ...]
-    rounds_s: tuple[float, ...]
-    """How long each round but the first took, from end to end, on the first worker."""
-    grown_bytes: tuple[int, ...]
-    """How much memory the process of each worker has taken since its model was built; on a GPU all that it has."""
 
 
 def plan_run(
@@ -97,10 +79,7 @@ def plan_run(
     options = TrainOptions.from_json(team.share(options.to_json().encode()))
     plan = _adapted(Plan.from_json(team.share(plan.to_json().encode())), options, team, start or Start())
     known = team.share(profile.to_json().encode() if profile else b"")
-    if team.is_launched:
-        sites = tuple(Site.from_json(found) for found in team.share_all(team.site().to_json().encode()))
-    else:
-        sites = read_sites(plan.num_workers)
+    sites = team.sites() or read_sites(plan.num_workers)
     given = team.share(machine.to_json().encode() if machine else b"")
     if given:
         machine = Machine.from_json(given)
@@ -128,7 +107,7 @@ def _adapted(plan: Plan, options: TrainOptions, team: Team, start: Start) -> Pla
         )
     if plan.keep.kind == "shared" and not team.is_on_one_host:
         raise InputError(f"plan '{plan.name}' shares weights in the memory of one host; start all its workers there")
-    if options.replan:
+    if options.can_switch:
         check_replan(options, plan)
     if options.on_nan == "skip" and plan.version.kind != "sync":
         raise InputError(
@@ -155,7 +134,9 @@ def _measure(options: TrainOptions, plan: Plan, machine: Machine, names: Sequenc
 def _measure_here(options: TrainOptions, plan: Plan, kinds: dict[str, torch.device]) -> Profile:
     job, batches = prepare(options, (plan.feed.samples,))
     # Whoever plans again must know what does not grow with a microbatch; only a chain is the same units for any size.
-    return measure(options.model, job, plan, batches.first, kinds, at_two=options.replan and batches.cut.way == "chain")
+    return measure(
+        options.model, job, plan, batches.first, kinds, at_two=options.can_switch and batches.cut.way == "chain"
+    )
 
 
 def train(options: TrainOptions, program: Program, run_dir: str, start: Start | None = None) -> Trained:
@@ -165,10 +146,24 @@ def train(options: TrainOptions, program: Program, run_dir: str, start: Start | 
     """
     folder = RunFolder(run_dir)
     prediction = _open(folder, options, program, start)
-    while not run_workers(folder, len(program.workers)):
+    while not _is_ended(folder, options, program):
         options, program, start = _switched(folder, options, program, folder.switch.read_bytes())
         prediction = _open(folder, options, program, start)
-    return _finish(folder, options, program, prediction)
+    return gather(folder, options, program, prediction)
+
+
+def _is_ended(folder: RunFolder, options: TrainOptions, program: Program) -> bool:
+    """Runs workers; returns whether they have trained to the end, or are to go on with the switch in the folder."""
+    try:
+        return run_workers(folder, len(program.workers))
+    except ShortageError as shortage:
+        way = prepare(options, program.sizes).batches.cut.way
+        switch = relieve(program, shortage, None if way == "chain" else program.plan.feed.samples)
+        if options.on_oom == "stop":
+            raise WorkerError(f"{switch.reason}; --resume --on-oom replan goes on with such a plan") from None
+        say(f"{switch.reason}: the run goes on with it")
+        switch.save(folder.switch)
+        return False
 
 
 def _switched(
@@ -177,6 +172,7 @@ def _switched(
     """Returns how a run goes on from its newest checkpoint under the plan that it is to switch to."""
     team, switch, found = team or Team(), Switch.from_json(text), b""
     if team.is_first:
+        folder.shelf.collect()
         start = Start.behind(folder.shelf.newest(say))
         folder.add_metrics(switch.row(program.plan.name, start.step))
         found = start.to_json().encode()
@@ -211,7 +207,7 @@ def train_rank(
         return None
     for rank, found in enumerate(parts):
         folder.write_part(rank, found)
-    return _finish(folder, options, program, prediction)
+    return gather(folder, options, program, prediction)
 
 
 def _seen_by_all(shared: Path, options: TrainOptions, team: Team, start: Start | None) -> TrainOptions:
@@ -237,27 +233,6 @@ def _open(folder: RunFolder, options: TrainOptions, program: Program, start: Sta
     folder.create(options, program, start)
     write_file(folder.predicted, prediction.timeline().to_json(indent=None))
     return prediction
-
-
-def _finish(folder: RunFolder, options: TrainOptions, program: Program, prediction: Prediction) -> Trained:
-    """Reads what the workers left and writes what stays."""
-    weights, parts = folder.read_parts(len(program.workers))
-    folder.write_model(result_of(program, weights))
-    moves = [(int(update), tuple(map(tuple, moved))) for update, moved in parts[0]["moves"]]
-    if moves:
-        # The last round had other shares than the first: it is their forecast that compares with it.
-        prediction = simulate(replace(program, parts=moves[-1][1]))
-        write_file(folder.predicted, prediction.timeline().to_json(indent=None))
-    measured = _timeline(program, parts)
-    write_file(folder.measured, measured.to_json(indent=None))
-    folder.remove_parts()
-    logs = tuple(_log(part) for part in parts)
-    ends = parts[0]["ends_s"]
-    return Trained(
-        options, folder, program, prediction, measured, Outcome(weights, logs, ()), tuple(moves),
-        tuple(after - before for before, after in pairwise(ends)),
-        tuple(part["peak_bytes"] - part["base_bytes"] for part in parts),
-    )  # fmt: skip
 
 
 def run_workers(folder: RunFolder, size: int) -> bool:
@@ -309,54 +284,5 @@ def _failure(folder: RunFolder, processes: Sequence[Any]) -> BaseException:
     if -signal.SIGINT in codes:
         return KeyboardInterrupt()
     error, steps = read_failure(folder.failure, codes), folder.shelf.steps()
-    has_rest = steps and isinstance(error, WorkerError)
+    has_rest = steps and isinstance(error, WorkerError) and not isinstance(error, ShortageError)
     return WorkerError(f"{error}; --resume goes on behind step {steps[-1]}") if has_rest else error
-
-
-def audit_run(done: Trained) -> dict[str, float]:
-    """Replays a run that kept its log; returns the largest difference of each parameter."""
-    job, batches = prepare(done.options, done.program.sizes)
-    for update, parts in done.moves:
-        batches.change(update, [size for part in parts for size in part])
-    return audit(done.program, job, batches, done.outcome)
-
-
-def _log(part: dict[str, Any]) -> Log:
-    """Returns a worker's log from its JSON form."""
-    events: list[Read | Applied] = []
-    for kind, *fields in part.get("events", ()):
-        if kind == "Read":
-            events.append(Read(*fields))
-        else:
-            piece, replica, version, microbatches, coefficient = fields
-            events.append(Applied(piece, replica, version, tuple(microbatches), coefficient))
-    return Log(events=events)
-
-
-def _timeline(program: Program, parts: list[dict[str, Any]]) -> Timeline:
-    """Returns the spans of all workers' last round as a timeline."""
-    spans = [Span(*span) for part in parts for span in part["spans"]]
-    makespan = max(span.end_s for span in spans)
-    workers, trainers = [], 0
-    for index, part in enumerate(parts):
-        busy = sum(s.end_s - s.start_s for s in spans if s.worker == index and s.lane == "compute")
-        trainers += bool(program.held(index))
-        workers.append(
-            WorkerSummary(
-                worker=index,
-                device=program.devices[index],
-                busy_s=busy,
-                peak_bytes=part["peak_bytes"],
-                peak_live_microbatches=part["peak_live"],
-                weight_versions=part["peak_versions"],
-            )
-        )
-    total = sum(w.busy_s for w in workers if program.held(w.worker))
-    columns = zip(*spans, strict=True)
-    return Timeline(
-        origin="measured",
-        makespan_s=makespan,
-        bubble_fraction=1 - total / (makespan * trainers),
-        workers=tuple(workers),
-        **dict(zip(("worker", "lane", "action", "start_s", "end_s"), columns, strict=True)),
-    )

@@ -23,9 +23,16 @@ class TrainOptions(Record):
     clip_norm: float | None = Field(default=None, gt=0)
     dtype: Literal["float32", "float64"] = "float32"
     on_nan: Literal["stop", "skip"] = "stop"
+    on_oom: Literal["stop", "replan"] = "stop"
+    """What comes of a device that runs out of memory: the end, or a plan that needs less."""
     checkpoint_every: int | None = Field(default=None, ge=0)
     """Updates between two checkpoints; 0 for none, by default as `choose_interval` says."""
     replan: bool = False
     """Whether the planner is asked again where measured costs leave the forecast's band."""
     keeps_log: bool = False
     """Whether every worker writes what it read and applied, for the audit."""
+
+    @property
+    def can_switch(self) -> bool:
+        """Whether the run may go on under another plan than it began with."""
+        return self.replan or self.on_oom == "replan"

@@ -10,12 +10,13 @@ from contextlib import suppress
 from dataclasses import replace
 
 from pipedejavu.engine import check_runnable
-from pipedejavu.facts import InputError, Machine, Profile, Record, format_seconds
+from pipedejavu.facts import InputError, Machine, Profile, Record, format_bytes, format_seconds
 from pipedejavu.plan import Plan
 from pipedejavu.program import Program
 from pipedejavu.program import compile as compile_plan
-from pipedejavu.search import Candidate, Options, search
+from pipedejavu.search import Candidate, Options, nothing_fits, search
 from pipedejavu.simulate import simulate
+from pipedejavu.train.failure import ShortageError, WorkerError
 from pipedejavu.train.options import TrainOptions
 from pipedejavu.train.pace import Pace
 
@@ -50,12 +51,14 @@ class Switch(Record):
 
 def check_replan(options: TrainOptions, plan: Plan) -> None:
     """Raises InputError where a run that may switch to another plan is asked for what it cannot do."""
+    asked = "--replan" if options.replan else "--on-oom replan"
     if options.keeps_log:
-        raise InputError("--audit replays one plan from its beginning, and --replan may change it; leave one out")
-    if options.checkpoint_every == 0:
+        raise InputError(f"--audit replays one plan from its beginning, and {asked} may change it; leave one out")
+    if options.replan and options.checkpoint_every == 0:
         raise InputError("--replan goes on from a checkpoint, and --checkpoint-every 0 takes none; use --no-replan")
     if plan.version.kind != "sync":
-        raise InputError(f"plan '{plan.name}' has no common moment to switch to another plan; use --no-replan")
+        remedy = "--no-replan" if options.replan else "--on-oom stop"
+        raise InputError(f"plan '{plan.name}' has no common moment to switch to another plan; use {remedy}")
 
 
 def with_measured(program: Program, lags: Sequence[float]) -> tuple[Profile, Machine]:
@@ -116,6 +119,43 @@ def find_switch(
         now_s=now_s,
         then_s=found.time_s,
         reason=f"{times}: the run goes on under plan '{found.plan.name}', {gain}",
+    )
+
+
+def relieve(program: Program, shortage: ShortageError, samples: int | None = None) -> Switch:
+    """Returns a plan for the memory that was found; raises WorkerError where no plan fits that.
+
+    It needs a tenth less than the plan that failed was forecast to, too. Where the worker had got what was forecast,
+    forecasts are too low, on all devices of its kind; otherwise its own device has less than it says.
+    """
+    machine, own = program.machine, program.machine.device(program.devices[shortage.worker])
+    prediction = simulate(program)
+    forecast = prediction.workers[shortage.worker].peak_bytes
+    room = round(min(shortage.found_bytes, (1 - MARGIN) * forecast))
+    is_too_low = shortage.found_bytes >= forecast
+    devices = (
+        d.but(memory_bytes=min(d.memory_bytes, d.reserved_bytes + room))
+        if d.name == own.name or (is_too_low and d.kind == own.kind)
+        else d
+        for d in machine.devices
+    )
+    smaller, question = machine.but(devices=tuple(devices)), question_of(program, samples)
+    has, got = format_bytes(own.memory_bytes - own.reserved_bytes), format_bytes(shortage.found_bytes)
+    figures = f"{format_bytes(forecast)} were forecast of {has}, and {got} were found"
+    what = f"worker {shortage.worker} on {own.name} ran out of memory: {figures}"
+    found = first_runnable(search(program.profile, smaller, question).candidates)
+    if found is None:
+        raise WorkerError(f"{what}; {nothing_fits(program.profile, smaller, question)}")
+    need = max(found.memory, key=lambda memory: memory.share)
+    times = f"{format_seconds(found.time_s)} a step instead of {format_seconds(prediction.makespan_s)}"
+    fits = f"{format_bytes(need.need_bytes)} on {need.device}, {times}"
+    return Switch(
+        plan=found.plan,
+        profile=found.profile,
+        machine=found.machine,
+        now_s=prediction.makespan_s,
+        then_s=found.time_s,
+        reason=f"{what}; plan '{found.plan.name}' would fit ({fits})",
     )
 
 

@@ -10,7 +10,7 @@ from pipedejavu.train.folder import RunFolder, Start
 from pipedejavu.train.options import TrainOptions
 from pipedejavu.train.team import Team
 
-CHANGEABLE = {"steps", "lr", "clip_norm", "on_nan", "checkpoint_every", "replan"}
+CHANGEABLE = {"steps", "lr", "clip_norm", "on_nan", "checkpoint_every", "replan", "on_oom"}
 """Options that a run may go on with other values of."""
 
 

@@ -44,7 +44,7 @@ def work(rank: int, size: int, path: str) -> None:
     # Whoever started it ends it, at once, wherever it waits.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    folder, code = RunFolder(path), 1
+    folder, code, run = RunFolder(path), 1, None
     try:
         dist.init_process_group("gloo", store=FileStore(str(folder.parts / "group"), size), rank=rank, world_size=size)
         store = FileStore(str(folder.parts / "watch"), size)
@@ -52,7 +52,7 @@ def work(rank: int, size: int, path: str) -> None:
         folder.write_part(rank, run.run(folder.parts))
         code = STOPPED if run.is_stopped else 0
     except BaseException as error:
-        write_failure(folder.failure, rank, error)
+        write_failure(folder.failure, rank, error, run.found_bytes() if run else 0)
     # What this rank has to say is on disk. Ending here spares the interpreter's shutdown, which waits for lanes that
     # wait for others, and now and then aborts a process whose C++ threads are still about.
     sys.stderr.flush()
@@ -99,10 +99,10 @@ class Rank:
         self.pilot: Pilot | None = None
         self.saver: Saver | None = None
         self.is_stopped = False
+        self.base_bytes = resident_bytes()
 
     def run(self, shared: Path) -> Part:
         """Trains to the end; `shared` is a folder for weights that the workers of one host share."""
-        base_bytes = resident_bytes()
         updates = range(self.start.step, self.options.steps, self.program.plan.steps)
         shelf = Shelf(shared.parent / self.folder.shelf.path.name)
         with ExitStack() as stack:
@@ -127,13 +127,20 @@ class Rank:
             "peak_live": log.peak_live,
             "peak_versions": log.peak_versions,
             "peak_bytes": peak.gpu_bytes or peak.host_bytes,
-            "base_bytes": 0 if peak.gpu_bytes else base_bytes,
+            "base_bytes": 0 if peak.gpu_bytes else self.base_bytes,
             "ends_s": self.ends_s,
             "moves": self.moves,
         }
         if self.options.keeps_log:
             facts["events"] = [[type(e).__name__, *e] for e in log.events]
         return Part.of(final_weights(handlers), self.spans, facts)
+
+    def found_bytes(self) -> int:
+        """Returns the most memory that this worker has got so far: on its GPU, or beside its model."""
+        device = device_of(self.program, self.rank)
+        if device.type == "cuda":
+            return torch.cuda.max_memory_reserved(device)
+        return max(0, resident_bytes() - self.base_bytes)
 
     def _open_desk(self, stack: ExitStack) -> None:
         """Lets the first rank take the reports of all, and show how the run gets on."""
