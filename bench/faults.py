@@ -29,6 +29,7 @@ from pipedejavu.cli.main import main as command_line
 from pipedejavu.engine.apply import Applier
 from pipedejavu.engine.handle import Handlers
 from pipedejavu.engine.wire import ProcessWire
+from pipedejavu.program import Action
 from pipedejavu.store import Checkpoint, CheckpointError, Saver, Shelf
 from pipedejavu.train import launch, worker
 
@@ -52,6 +53,9 @@ PHASES: dict[str, tuple[type, str, int]] = {
 def work(rank: int, size: int, path: str) -> None:
     """Runs a rank whose n-th call of a method is its last."""
     phase, killed, last = json.loads(os.environ["FAULT"])
+    if phase in CHANGES:
+        CHANGES[phase].patch(f"cpu{killed}", last)
+        worker.work(rank, size, path)
     owner, name, _ = PHASES[phase]
     method, count = getattr(owner, name), 0
 
@@ -183,12 +187,79 @@ def same(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> boo
     return first.keys() == second.keys() and all(torch.equal(tensor, second[name]) for name, tensor in first.items())
 
 
-def undisturbed(plan: str, folder: Path) -> dict[str, torch.Tensor]:
+def undisturbed(plan: str, folder: Path, *more: str) -> dict[str, torch.Tensor]:
     run = Attempt(folder, plan)
-    process = run.start()
+    process = run.start(*more)
     _, err = process.communicate(timeout=120)
     assert process.returncode == 0, err
     return run.weights()
+
+
+# Runs that change their plan.
+
+
+def slow_down(device: str, step: int) -> None:
+    """From a step on, every pass on a device takes 50 ms more."""
+    do = Handlers.do
+
+    def later(self: Handlers, a: Action) -> None:
+        is_slow = self.program.devices[self.index] == device and self.first_version >= step
+        time.sleep(0.05 if is_slow and a.kind in ("F", "B", "I", "W", "R") else 0.0)
+        do(self, a)
+
+    Handlers.do = later
+
+
+def cap_memory(device: str, step: int) -> None:
+    """At a step, a device turns out to have no room for a replica under the plan that the run begins with."""
+    forward = Handlers.forward
+
+    def capped(self: Handlers, a: Action) -> None:
+        program = self.program
+        if program.devices[self.index] == device and self.first_version == step and program.plan.name == "ddp":
+            raise torch.OutOfMemoryError("the memory is capped")
+        forward(self, a)
+
+    Handlers.forward = capped
+
+
+class Change(NamedTuple):
+    patch: Callable[[str, int], None]
+    steps: int
+    more: tuple[str, ...]
+
+
+CHANGES = {
+    "a worker becomes slow, `--replan`": Change(slow_down, 300, ("--replan",)),
+    "out of memory, `--on-oom replan`": Change(cap_memory, 30, ("--on-oom", "replan")),
+}
+
+
+def change(
+    name: str, folder: Path, luck: random.Random, expected: dict[str, torch.Tensor]
+) -> tuple[bool, float, float]:
+    """Returns whether a run went on with each step once, its largest difference, and seconds without a step."""
+    found, step = CHANGES[name], luck.randint(10, 20)
+    run = Attempt(folder, "ddp", (name, luck.randrange(2), step))
+    process = run.start("--steps", str(found.steps), "--optimizer", "sgd", *found.more, is_faulty=True)
+    while process.poll() is None and not any("switched" in row for row in run.rows()):
+        time.sleep(0.02)
+    begun_s, saved = time.perf_counter(), next((row["switched"] for row in run.rows() if "switched" in row), 0)
+    while process.poll() is None and run.step() <= saved:
+        time.sleep(0.02)
+    again_s = time.perf_counter() - begun_s
+    _, err = process.communicate(timeout=300)
+    assert process.returncode == 0, err
+    steps = [row["step"] for row in run.rows() if "step" in row]
+    has_all_steps = steps == list(range(1, found.steps + 1)) and any("switched" in row for row in run.rows())
+    weights = run.weights()
+    return has_all_steps, max(float((weights[n] - w).abs().max()) for n, w in expected.items()), again_s
+
+
+def describe_change(name: str, results: Sequence[tuple[bool, float, float]]) -> str:
+    again = [result[2] for result in results]
+    counts = f"{len(results)} | {sum(result[0] for result in results)}"
+    return f"| {name} | {counts} | {max(r[1] for r in results):.1g} | {median(again):.1f} s ({max(again):.1f} s) |"
 
 
 # Checkpoints alone.
@@ -308,6 +379,18 @@ else the machine does; processes that start and import torch take most of it.
 | fault | plan | injected | equal | every step | named | lost, median (most) | training again, median (most) |
 |---|---|---|---|---|---|---|---|"""
 
+CHANGED = """
+## Runs that change their plan
+
+The same model under SGD and `ddp`; at a random step one of the two workers becomes slow for good (50 ms more in each
+pass, of 300 steps), or its device runs out of memory (30 steps). Nobody starts the run again: it goes on under another
+plan from a checkpoint. *Went on*: to the end, each step once in the metrics. *Difference*: the largest of any weight to
+the run that nothing happened to, in float32. *Without a step*: seconds between the end of the old plan and the first
+step of the new one.
+
+| fault | injected | went on | difference | without a step, median (most) |
+|---|---|---|---|---|"""
+
 
 def describe(fault: Fault, results: Sequence[Result]) -> str:
     lost, again = [r.lost for r in results], [r.again_s for r in results if r.again_s]
@@ -315,6 +398,16 @@ def describe(fault: Fault, results: Sequence[Result]) -> str:
     claims = [[r.is_equal for r in results], [r.has_all_steps for r in results], [r.is_named for r in results]]
     counts = " | ".join(map(str, (len(results), *map(sum, claims))))
     return f"| {fault.name} | {fault.plan} | {counts} | {median(lost):g} ({max(lost)}) | {times} |"
+
+
+def change_all(runs: int, root: Path, luck: random.Random) -> None:
+    """Prints what became of runs that change their plan."""
+    print(CHANGED, flush=True)
+    for name, found in CHANGES.items():
+        whole = Path(tempfile.mkdtemp(dir=root))
+        expected = undisturbed("ddp", whole, "--steps", str(found.steps), "--optimizer", "sgd")
+        results = [change(name, Path(tempfile.mkdtemp(dir=root)), luck, expected) for _ in range(runs)]
+        print(describe_change(name, results), flush=True)
 
 
 def main() -> None:
@@ -339,6 +432,7 @@ def main() -> None:
                 results.append(inject(fault, folder, luck, expected[fault.plan]))
                 shutil.rmtree(folder)
             print(describe(fault, results), flush=True)
+        change_all(asked.runs, root, luck)
     finally:
         shutil.rmtree(root)
     print("\n## Checkpoints alone\n\n| fault | injected | result |\n|---|---|---|")

@@ -26,7 +26,7 @@ from pipedejavu.train import Planned, TrainOptions, launch, plan_run, train, wor
 from pipedejavu.train import pace as pace_module
 from pipedejavu.train import replan as replan_module
 from pipedejavu.train.folder import result_of
-from pipedejavu.train.pace import LEAST_BAND, SPREADS, WINDOW, Pace, band_of, times_of
+from pipedejavu.train.pace import LEAST_BAND, MOST_BAND, SPREADS, WINDOW, Pace, Round, band_of, times_of
 from pipedejavu.train.replan import Pilot, find_switch, switch_s, with_measured
 from pipedejavu.train.task import prepare
 from tests.search.case import machine, profile
@@ -47,7 +47,7 @@ def few_rounds(monkeypatch) -> None:
 
 def paced(pace: Pace, *lags: float, rounds: int = WINDOW) -> Pace:
     for rank, lag in enumerate(lags):
-        pace.take(rank, [{kind: lag * time_s for kind, time_s in pace.forecast[rank].items()}] * rounds)
+        pace.take(rank, [Round(0.1, {kind: lag * time_s for kind, time_s in pace.forecast[rank].items()})] * rounds)
     return pace
 
 
@@ -59,16 +59,18 @@ def test_passes_count_and_nothing_else_does() -> None:
     assert times_of(spans) == pytest.approx({"F": 0.032, "B": 0.064})
 
 
-def test_the_band_is_the_profiles_spread_and_a_quarter_at_least() -> None:
+@pytest.mark.parametrize(
+    ("spreads", "band"), [((0.0,) * 4, LEAST_BAND), ((0.1, 0.1, 0.3, 0.3), SPREADS * 0.2), ((0.5,) * 4, MOST_BAND)]
+)
+def test_the_band_is_the_profiles_spread_within_limits(spreads: tuple[float, ...], band: float) -> None:
     program = program_of()
-    assert band_of(program, 0) == 1 + LEAST_BAND
     units = []
-    for unit, spread in zip(program.profile.units, (0.1, 0.1, 0.3, 0.3), strict=True):
+    for unit, spread in zip(program.profile.units, spreads, strict=True):
         own = unit.times["fast"]
         cost = {"forward": own.forward.but(spread=spread), "backward": own.backward.but(spread=spread)}
         units.append(unit.but(times={"fast": own.but(**cost)}))
     wide = replace(program, profile=program.profile.but(units=tuple(units)))
-    assert band_of(wide, 0) == pytest.approx(1 + SPREADS * 0.2)
+    assert band_of(wide, 0) == pytest.approx(1 + band)
 
 
 def test_one_slow_round_is_no_departure_and_the_planner_hears_of_a_pace_once() -> None:
@@ -91,8 +93,12 @@ def test_a_straggler_is_named_once_with_what_is_slow() -> None:
 
 def test_short_rounds_count_for_some_seconds(monkeypatch) -> None:
     monkeypatch.setattr(pace_module, "WINDOW_S", 5.0)
-    assert Pace(program_of()).window == 53  # of 96 ms
-    assert Pace(program_of(samples=128)).window == WINDOW
+    pace = Pace(program_of())
+    assert paced(pace, 1.0, 1.0, rounds=49).lags() is None  # of 100 ms
+    assert paced(pace, 1.0, 1.0, rounds=2).lags() == pytest.approx([1.0, 1.0])
+    for rank in range(2):
+        pace.take(rank, [Round(2.0, {"F": 1.0})] * WINDOW)
+    assert pace.lags() == pytest.approx([1.0 / 0.096] * 2)  # ten seconds: the others are forgotten
 
 
 def test_where_all_are_slower_than_forecast_nobody_is_a_straggler() -> None:

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import sys
 import time
 from pathlib import Path
 
@@ -14,7 +15,7 @@ pytest.importorskip("safetensors")
 from safetensors.torch import load_file
 
 from pipedejavu.engine.handle import Handlers
-from pipedejavu.plan import preset
+from pipedejavu.plan import Plan, preset
 from pipedejavu.program import compile as compile_plan
 from pipedejavu.simulate import simulate
 from pipedejavu.train import RunFolder, TrainOptions, WorkerError, launch, plan_run, train, worker
@@ -126,3 +127,40 @@ def test_a_run_that_is_to_replan_goes_on_from_its_last_checkpoint(tmp_path: Path
     expected, found = reference(SHORT), load_file(tmp_path / "run" / "model.safetensors")
     # As for 40 updates, of which these are 6: an error grows by 1.1 in each, 1.8 times at most.
     assert max(float((found[n] - w).abs().max()) for n, w in expected.items()) < 6 * 0.01 * 12 * 2.3e-16 * 1.8
+
+
+CAPPED = """
+import json, os
+import tests.train.test_shortage as capped
+from pipedejavu.cli.main import main
+from pipedejavu.train import worker
+
+worker.work = lambda *_: None
+capped.work_capped(int(os.environ["RANK"]), 2, "run")
+main()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("on_oom", ["stop", "replan"])
+def test_ranks_of_torchrun_take_a_plan_that_fits_when_they_are_started_again(tmp_path, processes, on_oom) -> None:
+    (tmp_path / "capped.py").write_text(CAPPED)
+    torchrun = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--max-restarts", "1")
+    given = ("--data", "random:64", "--optimizer", "sgd", "--lr", "0.01", "--steps", "6", "--checkpoint-every", "2")
+    sizes = ("--plan", "preset:ddp", "--microbatches", "2", "--samples", "3", "--on-oom", on_oom)
+    root = Path(__file__).parents[2]
+    _, program, _ = plan_run(SHORT, preset("ddp").at(workers=2, microbatches=2, samples=3))
+    cap = 0.95 * simulate(program).workers[1].peak_bytes / 2  # of float32
+    more = {"CAP": json.dumps(["cpu1", cap]), "PYTHONPATH": os.pathsep.join((str(root / "src"), str(root)))}
+    command = (*torchrun, "capped.py", "train", "zoo:mlp", *given, *sizes, "--run-dir", "run", "--resume")
+    code, _, err = processes.run(command, tmp_path, **more)
+    assert "pipedejavu: worker 1 on cpu1 ran out of memory: " in err
+    assert (code == 0) == (on_oom == "replan"), err
+    if on_oom == "stop":
+        assert err.count("would fit") == 2  # it was started again with the same plan
+        return
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    (switched,) = (row for row in rows if "switched" in row)
+    assert switched["switched"] == 2
+    assert Plan.load(tmp_path / "run" / "plan.json").name == switched["plan"] != "ddp"
+    assert [row["step"] for row in rows if "step" in row] == [1, 2, 3, 4, 5, 6]

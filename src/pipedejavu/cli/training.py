@@ -77,7 +77,8 @@ def run(options: "TrainOptions", asked: Asked) -> None:
         _run(options, asked, team)
     except _room().WorkerError as error:
         trace, _, sentence = str(error).rpartition("\n")
-        print(trace, f"pipedejavu: {sentence}", sep="\n" if trace else "", file=sys.stderr)
+        print(trace, f"pipedejavu: {sentence}", sep="\n" if trace else "", file=sys.stderr, flush=True)
+        team.leave(SystemExit(1))
         raise SystemExit(1) from None
     except _room().StoppedError as error:
         if team.is_first:
@@ -105,7 +106,11 @@ def _run(options: "TrainOptions", asked: Asked, team: "Team") -> None:
         options = resumed.options(options, asked.given) if resumed else options
         processes = team.size if team.is_launched else None
         fits = known is not None and processes in (None, known.plan.num_workers)
-        if known and fits and (not asked.has_plan or (team.is_launched and asked.plan == "auto")):
+        switch = known.switch if known and options.on_oom == "replan" else None
+        if resumed and known and switch and switch.plan.num_workers == processes:
+            chosen, profile, machine = switch.plan, switch.profile, switch.machine
+            resumed.folder.add_metrics(switch.row(known.plan.name, resumed.start.step))
+        elif known and fits and (not asked.has_plan or (team.is_launched and asked.plan == "auto")):
             chosen = known.plan
         elif resumed and known and processes and not fits and known.plan.version.kind == "sync":
             chosen = _fit(resumed, asked, sites)

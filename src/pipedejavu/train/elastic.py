@@ -10,9 +10,6 @@ from pipedejavu.train.replan import first_runnable, question_of
 from pipedejavu.train.resume import Known
 from pipedejavu.train.site import DeviceChoice, Site, make_machine
 
-CANDIDATES = 20
-"""Plans that are looked at for one with a worker on each site."""
-
 
 def fit_plan(known: Known, asked: Plan | None, sites: Sequence[Site], devices: DeviceChoice) -> Plan:
     """Returns a plan with a worker on each site that keeps the run's batch; raises InputError where there is none.
@@ -26,7 +23,7 @@ def fit_plan(known: Known, asked: Plan | None, sites: Sequence[Site], devices: D
         return asked
     _, machine = make_machine(preset("ddp").at(workers=count), sites, devices)
     machine = machine.but(links=known.machine.links)
-    question = question_of(program, samples if batch % samples == 0 else None).but(candidates=CANDIDATES)
+    question = question_of(program, samples if batch % samples == 0 else None, count)
     try:
         found = first_runnable(search(known.profile, machine, question).candidates, count)
     except InputError:

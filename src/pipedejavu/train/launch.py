@@ -25,7 +25,7 @@ from pipedejavu.program import Program, verify
 from pipedejavu.program import compile as compile_plan
 from pipedejavu.program.crew import assign_devices
 from pipedejavu.simulate import Prediction, simulate
-from pipedejavu.train.failure import ShortageError, WorkerError, read_failure
+from pipedejavu.train.failure import ShortageError, WorkerError, is_shortage, read_failure
 from pipedejavu.train.folder import Part, RunFolder, Start
 from pipedejavu.train.halt import GRACE_S, STOPPED, StoppedError, describe_stop, on_signal
 from pipedejavu.train.interval import choose_interval, steps_of
@@ -47,6 +47,7 @@ from pipedejavu.train.team import Team
 from pipedejavu.train.trained import Trained, gather
 from pipedejavu.train.worker import Rank, work
 
+REMEDY = "--resume --on-oom replan goes on with such a plan"
 LOOK_S = 1.0
 """How often whoever waits for workers looks whether their time of grace is over."""
 
@@ -160,7 +161,7 @@ def _is_ended(folder: RunFolder, options: TrainOptions, program: Program) -> boo
         way = prepare(options, program.sizes).batches.cut.way
         switch = relieve(program, shortage, None if way == "chain" else program.plan.feed.samples)
         if options.on_oom == "stop":
-            raise WorkerError(f"{switch.reason}; --resume --on-oom replan goes on with such a plan") from None
+            raise WorkerError(f"{switch.reason}; {REMEDY}") from None
         say(f"{switch.reason}: the run goes on with it")
         switch.save(folder.switch)
         return False
@@ -193,7 +194,10 @@ def train_rank(
         options = _seen_by_all(shared, options, team, start)
         board = PrefixStore(f"watch{number}", team.store)
         run = Rank(options, program, board, folder, start or Start(), keeps_workers=True)
-        part = run.run(shared)
+        try:
+            part = run.run(shared)
+        except BaseException as error:
+            raise _explained(error, run, shared) from None
         is_asked = team.is_first and run.is_stopped and not run.halt.is_signalled and folder.switch.exists()
         switch = team.share(folder.switch.read_bytes() if is_asked else b"")
         if not switch:
@@ -208,6 +212,18 @@ def train_rank(
     for rank, found in enumerate(parts):
         folder.write_part(rank, found)
     return gather(folder, options, program, prediction)
+
+
+def _explained(error: BaseException, run: Rank, shared: Path) -> BaseException:
+    """Returns what to raise where a rank has failed; one without memory leaves the plan that the next start takes."""
+    if not is_shortage(error):
+        return error
+    program, shortage = run.program, ShortageError(run.rank, run.found_bytes())
+    switch = relieve(program, shortage, run.given_samples, len(program.workers))
+    if run.options.on_oom == "stop":
+        return WorkerError(f"{switch.reason}; {REMEDY}")
+    switch.save(shared / run.folder.switch.name)
+    return WorkerError(f"{switch.reason}: the run goes on with it when it is started again")
 
 
 def _seen_by_all(shared: Path, options: TrainOptions, team: Team, start: Start | None) -> TrainOptions:

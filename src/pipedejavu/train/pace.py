@@ -5,7 +5,6 @@ Only forwards, backwards and their parts count: a worker that waits for a slow o
 
 from collections import deque
 from collections.abc import Iterable
-from math import ceil
 from statistics import median
 from typing import NamedTuple
 
@@ -14,14 +13,21 @@ from pipedejavu.program import Program
 from pipedejavu.simulate import simulate
 
 WINDOW, WINDOW_S = 5, 5.0
-"""The median of the last rounds counts: of so many at least, and of as many as are forecast for so long."""
+"""The median of the last rounds counts: of so many at least, and of those of so long."""
 SPREADS = 3.0
 """How many times the profile's own spread a worker may be off its forecast."""
-LEAST_BAND = 0.25
-"""What it may be off in any case, as a part of the forecast."""
+LEAST_BAND, MOST_BAND = 0.25, 1.0
+"""What it may be off in any case, and what in none, as parts of the forecast: a median spreads less."""
 
 Times = dict[str, float]
 """Seconds by kind of action: F, B, I, W, R."""
+
+
+class Round(NamedTuple):
+    """One worker's round: how long it took in all, and its passes."""
+
+    time_s: float
+    times: Times
 
 
 def times_of(spans: Iterable[Span]) -> Times:
@@ -63,27 +69,32 @@ class Pace:
 
     def expect(self, program: Program) -> None:
         """Takes the forecast of a program; rounds before it no longer count."""
-        prediction = simulate(program)
-        spans: list[list[Span]] = [[] for _ in program.workers]
-        for span in prediction.timeline().spans():
-            spans[span.worker].append(span)
-        self.program, self.forecast = program, [times_of(own) for own in spans]
+        prediction, self.program = simulate(program), program
+        start, end = prediction.start, prediction.end
+        self.forecast = [
+            times_of(Span(n, a.lane, str(a), start[op], end[op]) for op, a in zip(ops, worker.actions, strict=True))
+            for n, (ops, worker) in enumerate(zip(prediction.graph.of_action, program.workers, strict=True))
+        ]
         self.bands = [band_of(program, worker) for worker in range(len(program.workers))]
-        self.window = max(WINDOW, ceil(WINDOW_S / prediction.makespan_s)) if prediction.makespan_s else WINDOW
-        self._recent: list[deque[Times]] = [deque(maxlen=self.window) for _ in program.workers]
+        self._recent: list[deque[Round]] = [deque() for _ in program.workers]
 
-    def take(self, worker: int, rounds: Iterable[Times]) -> None:
-        """Takes rounds of one worker."""
-        self._recent[worker].extend(rounds)
+    def take(self, worker: int, rounds: Iterable[Round]) -> None:
+        """Takes rounds of one worker; those before the window are forgotten."""
+        recent = self._recent[worker]
+        for found in rounds:
+            recent.append(found)
+            while len(recent) > WINDOW and sum(r.time_s for r in recent) - recent[0].time_s >= WINDOW_S:
+                recent.popleft()
 
     def lags(self) -> list[float] | None:
         """Returns each worker's multiple, 1 for one without passes; None while rounds are missing."""
-        if any(sum(forecast.values()) and len(rounds) < self.window for forecast, rounds in self._pairs()):
+        pairs = [(sum(times.values()), [*rounds]) for times, rounds in zip(self.forecast, self._recent, strict=True)]
+        if any(
+            forecast and (len(rounds) < WINDOW or sum(r.time_s for r in rounds) < WINDOW_S)
+            for forecast, rounds in pairs
+        ):
             return None
-        return [_ratio([sum(t.values()) for t in rounds], sum(forecast.values())) for forecast, rounds in self._pairs()]
-
-    def _pairs(self) -> list[tuple[Times, deque[Times]]]:
-        return list(zip(self.forecast, self._recent, strict=True))
+        return [_ratio([sum(r.times.values()) for r in rounds], forecast) for forecast, rounds in pairs]
 
     def departure(self) -> list[float] | None:
         """Returns all multiples where one is out of its band around what the planner knows; it knows them then."""
@@ -112,7 +123,7 @@ class Pace:
 
     def _kinds(self, worker: int) -> Times:
         rounds, forecasts = self._recent[worker], self.forecast[worker]
-        lags = {kind: _ratio([times.get(kind, 0.0) for times in rounds], forecasts[kind]) for kind in forecasts}
+        lags = {kind: _ratio([r.times.get(kind, 0.0) for r in rounds], forecasts[kind]) for kind in forecasts}
         return {kind: lag for kind, lag in lags.items() if lag > self.bands[worker]}
 
 
@@ -129,7 +140,7 @@ def band_of(program: Program, worker: int) -> float:
     ]
     whole = sum(cost.at(samples) for cost in costs)
     spread = sum(cost.at(samples) * cost.spread for cost in costs) / whole if whole else 0.0
-    return 1 + max(LEAST_BAND, SPREADS * spread)
+    return 1 + min(MOST_BAND, max(LEAST_BAND, SPREADS * spread))
 
 
 def _ratio(found: list[float], forecast: float) -> float:

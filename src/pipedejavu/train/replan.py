@@ -28,6 +28,8 @@ ASSUMED_STATE_BYTES_PER_S = 0.5e9
 """Of a switch: state that is copied, written, verified and read."""
 BUDGET_S = 10.0
 """That a search beside training may take."""
+CANDIDATES = 20
+"""Plans that are looked at for one with a given number of workers."""
 SEARCH_SHARE = 0.05
 """The part of the time in which searches may run."""
 
@@ -80,9 +82,10 @@ def with_measured(program: Program, lags: Sequence[float]) -> tuple[Profile, Mac
     return profile.but(units=tuple(units)), machine.but(devices=tuple(devices))
 
 
-def question_of(program: Program, samples: int | None) -> Options:
-    """Returns what the planner is asked for a run that goes on: the same batch on the same devices."""
+def question_of(program: Program, samples: int | None, num_workers: int | None = None) -> Options:
+    """Returns what the planner is asked for a run that goes on: the same batch."""
     found = Options(batch=sum(program.sizes), samples=samples, is_runnable=True, time_budget_s=BUDGET_S)
+    found = found if num_workers is None else found.but(candidates=CANDIDATES)
     return found if program.plan.reduce.clip == "none" else found.but(clip="global")
 
 
@@ -106,7 +109,7 @@ def find_switch(
     """
     profile, machine = with_measured(program, lags)
     now_s = simulate(replace(program, profile=profile, machine=machine)).makespan_s
-    found = first_runnable(search(profile, machine, question_of(program, samples)).candidates, num_workers)
+    found = first_runnable(search(profile, machine, question_of(program, samples, num_workers)).candidates, num_workers)
     if found is None or found.time_s > (1 - MARGIN) * now_s or (now_s - found.time_s) * steps < switch_s(profile):
         return None
     worst = max(range(len(lags)), key=lambda worker: max(lags[worker], 1 / lags[worker]))
@@ -122,7 +125,9 @@ def find_switch(
     )
 
 
-def relieve(program: Program, shortage: ShortageError, samples: int | None = None) -> Switch:
+def relieve(
+    program: Program, shortage: ShortageError, samples: int | None = None, num_workers: int | None = None
+) -> Switch:
     """Returns a plan for the memory that was found; raises WorkerError where no plan fits that.
 
     It needs a tenth less than the plan that failed was forecast to, too. Where the worker had got what was forecast,
@@ -139,11 +144,11 @@ def relieve(program: Program, shortage: ShortageError, samples: int | None = Non
         else d
         for d in machine.devices
     )
-    smaller, question = machine.but(devices=tuple(devices)), question_of(program, samples)
+    smaller, question = machine.but(devices=tuple(devices)), question_of(program, samples, num_workers)
     has, got = format_bytes(own.memory_bytes - own.reserved_bytes), format_bytes(shortage.found_bytes)
     figures = f"{format_bytes(forecast)} were forecast of {has}, and {got} were found"
     what = f"worker {shortage.worker} on {own.name} ran out of memory: {figures}"
-    found = first_runnable(search(program.profile, smaller, question).candidates)
+    found = first_runnable(search(program.profile, smaller, question).candidates, num_workers)
     if found is None:
         raise WorkerError(f"{what}; {nothing_fits(program.profile, smaller, question)}")
     need = max(found.memory, key=lambda memory: memory.share)

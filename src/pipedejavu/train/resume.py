@@ -8,6 +8,7 @@ from pipedejavu.facts import InputError, Machine, Profile
 from pipedejavu.plan import Plan
 from pipedejavu.train.folder import RunFolder, Start
 from pipedejavu.train.options import TrainOptions
+from pipedejavu.train.replan import Switch
 from pipedejavu.train.team import Team
 
 CHANGEABLE = {"steps", "lr", "clip_norm", "on_nan", "checkpoint_every", "replan", "on_oom"}
@@ -21,6 +22,8 @@ class Known(NamedTuple):
     plan: Plan
     profile: Profile
     machine: Machine
+    switch: Switch | None = None
+    """The plan that it was to go on with when it ended."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +82,8 @@ def reopen(run_dir: str, team: Team, tell: Callable[[str], None], steps: int | N
     team.share(start.to_json().encode())
     path = folder.path
     plan, profile = Plan.load(path / "plan.json"), Profile.load(path / "profile.json")
-    return Resumed(folder, start, Known(folder.options(), plan, profile, Machine.load(path / "machine.json")))
+    switch = Switch.load(folder.switch) if folder.switch.exists() else None
+    return Resumed(folder, start, Known(folder.options(), plan, profile, Machine.load(path / "machine.json"), switch))
 
 
 def is_same_plan(asked: Plan, known: Plan) -> bool:

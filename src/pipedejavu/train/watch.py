@@ -20,7 +20,7 @@ from torch._C._distributed_c10d import Store
 
 from pipedejavu.engine import Batches, Log
 from pipedejavu.train.folder import RunFolder
-from pipedejavu.train.pace import Pace, Times
+from pipedejavu.train.pace import Pace, Round
 from pipedejavu.train.progress import Memory, Progress
 
 INTERVAL_S = 0.25
@@ -54,7 +54,7 @@ class Watch:
         self.started_s = time.perf_counter()
         self._log, self._taken, self._number = Log(), 0, 0
         self._pending: list[tuple[int, float, int, float]] = []
-        self._rounds: list[Times] = []
+        self._rounds: list[Round] = []
         self._lock, self._ended = threading.Lock(), threading.Event()
         self._thread = threading.Thread(target=self._go, daemon=True)
 
@@ -76,11 +76,11 @@ class Watch:
         with self._lock:
             self._log, self._taken = log, 0
 
-    def settle(self, times: Times | None = None) -> None:
-        """Takes what a finished round has left in the log, and what its passes took where that is to be told."""
+    def settle(self, found: Round | None = None) -> None:
+        """Takes what a finished round has left in the log, and what it took where that is to be told."""
         self._take()
         with self._lock:
-            self._rounds += [] if times is None else [times]
+            self._rounds += [] if found is None else [found]
             self._log.losses.clear()
             self._taken = 0
 
@@ -137,7 +137,7 @@ class Desk:
                 losses, peak, rounds = json.loads(store.get(key))
                 self._take(losses, peak)
                 if self.pace:
-                    self.pace.take(rank, rounds)
+                    self.pace.take(rank, (Round(*found) for found in rounds))
                 self.taken[rank] += 1
         while len(self._sums[self.step]) == self.update_size:
             self._finish(self._sums.pop(self.step))

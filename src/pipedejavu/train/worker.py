@@ -31,7 +31,7 @@ from pipedejavu.train.failure import write_failure
 from pipedejavu.train.folder import Part, RunFolder, Start
 from pipedejavu.train.halt import STOPPED, Halt
 from pipedejavu.train.options import TrainOptions
-from pipedejavu.train.pace import Pace, times_of
+from pipedejavu.train.pace import Pace, Round, times_of
 from pipedejavu.train.progress import Progress
 from pipedejavu.train.replan import Pilot, Switch, find_switch
 from pipedejavu.train.site import num_threads
@@ -135,6 +135,11 @@ class Rank:
             facts["events"] = [[type(e).__name__, *e] for e in log.events]
         return Part.of(final_weights(handlers), self.spans, facts)
 
+    @property
+    def given_samples(self) -> int | None:
+        """Of a microbatch, for another plan; any where the model is a chain, whose units are the same for all sizes."""
+        return None if self.order.cut.way == "chain" else self.program.plan.feed.samples
+
     def found_bytes(self) -> int:
         """Returns the most memory that this worker has got so far: on its GPU, or beside its model."""
         device = device_of(self.program, self.rank)
@@ -166,10 +171,9 @@ class Rank:
             self.pilot.look()
 
     def _ask(self, lags: Sequence[float]) -> Switch | None:
-        """Asks the planner; only a chain is the same units for microbatches of any size."""
-        samples = None if self.order.cut.way == "chain" else self.program.plan.feed.samples
+        """Asks the planner."""
         size = len(self.program.workers) if self.keeps_workers else None
-        return find_switch(self.program, lags, self.options.steps - self.step, samples, size)
+        return find_switch(self.program, lags, self.options.steps - self.step, self.given_samples, size)
 
     def _turn(self, switch: Switch) -> None:
         """Lets the run stop behind a checkpoint, from which it goes on under another plan."""
@@ -187,8 +191,9 @@ class Rank:
     def after_round(self, update: int, handlers: Handlers, spans: list[Span]) -> bool:
         """Keeps the round's spans, lets shares follow the measured rates, and saves; returns whether to go on."""
         self.spans, self.step = spans, update
-        self.watch.settle(times_of(spans) if self.ends_s else None)  # the first round is warming up
-        self.ends_s.append(time.perf_counter())
+        now_s = time.perf_counter()
+        self.watch.settle(Round(now_s - self.ends_s[-1], times_of(spans)) if self.ends_s else None)
+        self.ends_s.append(now_s)  # the first round is warming up
         plan = self.program.plan
         if plan.feed.kind == "share" and plan.feed.is_controlled:
             self._rebalance(update, spans)
