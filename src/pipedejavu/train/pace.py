@@ -124,7 +124,7 @@ class Pace:
     def _kinds(self, worker: int) -> Times:
         rounds, forecasts = self._recent[worker], self.forecast[worker]
         lags = {kind: _ratio([r.times.get(kind, 0.0) for r in rounds], forecasts[kind]) for kind in forecasts}
-        return {kind: lag for kind, lag in lags.items() if lag > self.bands[worker]}
+        return {kind: lag for kind, lag in lags.items() if lag > self.bands[worker]} or lags
 
 
 def band_of(program: Program, worker: int) -> float:
