@@ -33,6 +33,7 @@ from pipedejavu.cli.main import main as command_line
 from pipedejavu.engine.apply import Applier
 from pipedejavu.engine.handle import Handlers
 from pipedejavu.engine.wire import ProcessWire
+from pipedejavu.program import Action
 from pipedejavu.store import Checkpoint, CheckpointError, Saver, Shelf
 from pipedejavu.train import launch, worker
 from pipedejavu.train.task import SampleOrder
@@ -67,6 +68,9 @@ ACTS: dict[str, Callable[[Any], Any]] = {
 def patch(rank: int) -> None:
     """Lets something happen in the n-th call of a method, in one rank."""
     phase, act, chosen, last = json.loads(os.environ["FAULT"])
+    if phase in CHANGES:
+        CHANGES[phase].patch(f"cpu{chosen}", last)
+        return
     owner, name, _ = PHASES[phase]
     method, count = getattr(owner, name), 0
 
@@ -295,11 +299,80 @@ def same(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> boo
     return first.keys() == second.keys() and all(torch.equal(tensor, second[name]) for name, tensor in first.items())
 
 
-def undisturbed(plan: str, folder: Path) -> None:
+def undisturbed(plan: str, folder: Path, *more: str) -> None:
     run = Attempt(folder, Fault("none", 0, plan))
-    process = run.start()
+    process = run.start(*more)
     _, err = process.communicate(timeout=300)
     assert process.returncode == 0, err
+
+
+# Runs that change their plan.
+
+
+def slow_down(device: str, step: int) -> None:
+    """From a step on, every pass on a device takes 50 ms more."""
+    do = Handlers.do
+
+    def later(self: Handlers, a: Action) -> None:
+        is_slow = self.program.devices[self.index] == device and self.first_version >= step
+        time.sleep(0.05 if is_slow and a.kind in ("F", "B", "I", "W", "R") else 0.0)
+        do(self, a)
+
+    Handlers.do = later
+
+
+def cap_memory(device: str, step: int) -> None:
+    """At a step, a device turns out to have no room for a replica under the plan that the run begins with."""
+    forward = Handlers.forward
+
+    def capped(self: Handlers, a: Action) -> None:
+        program = self.program
+        if program.devices[self.index] == device and self.first_version == step and program.plan.name == "ddp":
+            raise torch.OutOfMemoryError("the memory is capped")
+        forward(self, a)
+
+    Handlers.forward = capped
+
+
+class Change(NamedTuple):
+    patch: Callable[[str, int], None]
+    steps: int
+    more: tuple[str, ...]
+
+
+CHANGES = {
+    "a worker becomes slow, `--replan`": Change(slow_down, 300, ("--replan",)),
+    "out of memory, `--on-oom replan`": Change(cap_memory, 30, ("--on-oom", "replan")),
+}
+
+
+def change(
+    name: str, folder: Path, luck: random.Random, expected: dict[str, torch.Tensor]
+) -> tuple[bool, float, float]:
+    """Returns whether a run went on with each step once, its largest difference, and seconds without a step."""
+    found, step = CHANGES[name], luck.randint(10, 20)
+    run = Attempt(folder, Fault(name, 0, "ddp"), (name, "", luck.randrange(2), step))
+    process = run.start("--steps", str(found.steps), "--optimizer", "sgd", *found.more, is_faulty=True)
+    while process.poll() is None and not any("switched" in row for row in run.rows()):
+        time.sleep(0.02)
+    begun_s, saved = time.perf_counter(), next((row["switched"] for row in run.rows() if "switched" in row), 0)
+    while process.poll() is None and run.step() <= saved:
+        time.sleep(0.02)
+    again_s = time.perf_counter() - begun_s
+    _, err = process.communicate(timeout=300)
+    assert process.returncode == 0, err
+    steps = [row["step"] for row in run.rows() if "step" in row]
+    has_all_steps = steps == list(range(1, found.steps + 1)) and any("switched" in row for row in run.rows())
+    weights = run.weights()
+    return has_all_steps, max(float((weights[n] - w).abs().max()) for n, w in expected.items()), again_s
+
+
+def describe_change(name: str, results: Sequence[tuple[bool, float, float]]) -> str:
+    if not results:
+        return f"| {name} | 0 | – | – | – |"
+    again = [result[2] for result in results]
+    counts = f"{len(results)} | {sum(result[0] for result in results)}"
+    return f"| {name} | {counts} | {max(r[1] for r in results):.1g} | {median(again):.1f} s ({max(again):.1f} s) |"
 
 
 # Checkpoints alone.
@@ -412,6 +485,18 @@ fault, beside whatever else the machine does; processes that start and import to
 | fault | plan | injected | equal | every step | named | lost, median (most) | training again, median (most) |
 |---|---|---|---|---|---|---|---|"""
 
+CHANGED = """
+## Runs that change their plan
+
+The same model under SGD and `ddp`; at a random step one of the two workers becomes slow for good (50 ms more in each
+pass, of 300 steps), or its device runs out of memory (30 steps). Nobody starts the run again: it goes on under another
+plan from a checkpoint. *Went on*: to the end, each step once in the metrics. *Difference*: the largest of any weight to
+the run that nothing happened to, in float32. *Without a step*: seconds between the end of the old plan and the first
+step of the new one.
+
+| fault | injected | went on | difference | without a step, median (most) |
+|---|---|---|---|---|"""
+
 
 def describe(fault: Fault, results: Sequence[Result]) -> str:
     if not results:
@@ -456,6 +541,12 @@ def inject_all(kept: Kept, runs: int, kills: int) -> None:
             expected = load_file(kept.folder / fault.plan / "run" / "model.safetensors")
             with tempfile.TemporaryDirectory() as folder:
                 kept.add(fault.name, inject(fault, Path(folder), random.Random(f"{fault.name}/{number}"), expected))
+    for number, (name, found) in itertools.product(range(runs), CHANGES.items()):
+        if kept.has_time and len(kept.results.get(name, ())) <= number:
+            with tempfile.TemporaryDirectory() as whole, tempfile.TemporaryDirectory() as folder:
+                undisturbed("ddp", Path(whole), "--steps", str(found.steps), "--optimizer", "sgd")
+                expected = load_file(Path(whole) / "run" / "model.safetensors")
+                kept.add(name, change(name, Path(folder), random.Random(f"{name}/{number}"), expected))
     if kept.has_time and ALONE not in kept.results:
         for row in checkpoints_alone(kills, random.Random(0)):
             kept.add(ALONE, row)
@@ -495,6 +586,9 @@ def main() -> None:
     print(HEAD.format(runs=asked.runs, kills=asked.kills, machine=machine, steps=STEPS, every=EVERY, hang=HANG_S))
     for fault in FAULTS:
         print(describe(fault, kept.of(fault)))
+    print(CHANGED)
+    for name in CHANGES:
+        print(describe_change(name, kept.results.get(name, ())))
     print(f"\n## {ALONE}\n\n| fault | injected | result |\n|---|---|---|", *kept.results.get(ALONE, ()), sep="\n")
 
 

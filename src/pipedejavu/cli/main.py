@@ -222,13 +222,22 @@ def train(
         float | None,
         typer.Option("--hang-after", help="Seconds until a worker hangs, 0 for ever; by default by the forecast."),
     ] = None,
+    replan: Annotated[
+        bool | None,
+        typer.Option(help="Ask the planner again where measured costs leave the forecast; by default with plan auto."),
+    ] = None,
+    on_oom: Annotated[
+        str, typer.Option(help="stop where a device runs out of memory, or replan for what it has and go on.")
+    ] = "stop",
     as_json: AsJson = False,
 ) -> None:
     """Train a model with a plan, a process for each worker; under torchrun its processes are the workers."""
     from pipedejavu.cli import training  # needs torch
 
     sizes = {"workers": workers, "replicas": replicas, "microbatches": microbatches, "samples": samples, "trim": trim}
-    options = training.read_options(model, {**context.params, "keeps_log": audit, "log": log or []})
+    is_replanned = (plan == "auto" and not audit and checkpoint_every != 0) if replan is None else replan
+    given = {**context.params, "keeps_log": audit, "log": log or [], "replan": is_replanned}
+    options = training.read_options(model, given)
     names = frozenset(name for name in context.params if _is_given(context, name))
     asked = training.Asked(plan, sizes, batch, cpu_share, machine, devices, run_dir, resume, names, as_json)
     try:

@@ -4,7 +4,7 @@ import json
 import re
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -28,6 +28,7 @@ from pipedejavu.search import Candidate, Options
 
 if TYPE_CHECKING:
     from pipedejavu.train import Chosen, History, Resumed, Start, Team, Trained, TrainOptions
+    from pipedejavu.train.site import Site
 
 
 def read_options(model: str, given: Mapping[str, object]) -> "TrainOptions":
@@ -68,7 +69,8 @@ def run(options: "TrainOptions", asked: Asked) -> None:
         _run(options, asked, team)
     except _room().WorkerError as error:
         trace, _, sentence = str(error).rpartition("\n")
-        print(trace, f"pipedejavu: {sentence}", sep="\n" if trace else "", file=sys.stderr)
+        print(trace, f"pipedejavu: {sentence}", sep="\n" if trace else "", file=sys.stderr, flush=True)
+        team.leave(SystemExit(1))
         raise SystemExit(1) from None
     except _room().StoppedError as error:
         if team.is_first:
@@ -90,15 +92,21 @@ def _run(options: "TrainOptions", asked: Asked, team: "Team") -> None:
     steps = options.steps if "steps" in asked.given else None
     resumed = _reopen(asked, team, steps) if asked.resume else None
     start, profile = resumed.start if resumed else None, None
-    chosen = Plan()
+    chosen, sites = Plan(), team.sites()
     if team.is_first:
         known = resumed.known if resumed else None
         options = resumed.options(options, asked.given) if resumed else options
         room.check_logbooks(options.log)
         processes = team.size if team.is_launched else None
         fits = known is not None and processes in (None, known.plan.num_workers)
-        if known and fits and not asked.has_plan:
+        switch = known.switch if known and options.on_oom == "replan" else None
+        if resumed and known and switch and switch.plan.num_workers == processes:
+            chosen, profile, machine = switch.plan, switch.profile, switch.machine
+            resumed.folder.add_metrics(switch.row(known.plan.name, resumed.start.step))
+        elif known and fits and (not asked.has_plan or (team.is_launched and asked.plan == "auto")):
             chosen = known.plan
+        elif resumed and known and processes and not fits and known.plan.version.kind == "sync":
+            chosen = _fit(resumed, asked, sites)
         elif is_searched(asked, team.is_launched):
             chosen, machine = _search(options, asked, machine)
         else:
@@ -144,6 +152,23 @@ def _reopen(asked: Asked, team: "Team", steps: int | None) -> "Resumed | None":
     found: Resumed | None = _room().reopen(
         asked.run_dir, team, lambda text: print(f"pipedejavu: {text}", file=sys.stderr), steps
     )
+    return found
+
+
+def _fit(resumed: "Resumed", asked: Asked, sites: "Sequence[Site]") -> Plan:
+    """Returns a plan for the processes that torchrun started this time, and tells of it."""
+    wanted = None
+    if asked.plan != "auto":
+        with suppress(InputError):
+            wanted = choose_plan(asked, len(sites))
+    assert resumed.known is not None
+    before = resumed.known.plan
+    found: Plan = _room().fit_plan(resumed.known, wanted, sites, asked.devices)
+    counts = f"torchrun started {len(sites)} processes where the run had {before.num_workers} workers"
+    reason = f"{counts}: it goes on under plan '{found.name}' with the same batch"
+    print(f"pipedejavu: {reason}", file=sys.stderr)
+    row = {"switched": resumed.start.step, "before": before.name, "plan": found.name, "reason": reason}
+    resumed.folder.add_metrics(row)
     return found
 
 

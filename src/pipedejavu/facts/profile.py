@@ -22,6 +22,10 @@ class Cost(Record):
         """Returns the time for a microbatch of `samples`."""
         return self.fixed_s + self.per_sample_s * samples
 
+    def times(self, factor: float) -> "Cost":
+        """Returns the time as many times as long."""
+        return self.but(fixed_s=self.fixed_s * factor, per_sample_s=self.per_sample_s * factor)
+
 
 class UnitTime(Record):
     """What one unit takes on one kind of device."""
@@ -40,6 +44,17 @@ class UnitTime(Record):
     copy_s: dict[str, Seconds] = Field(default_factory=dict)
     """Copies between the device and its host that were measured, by what an action of a program says: 'FETCH:w'. All
     others take what the machine's links say."""
+
+    def times(self, factor: float) -> "UnitTime":
+        """Returns what the unit takes on a device that computes so many times as long; copies stay as they are."""
+        return self.but(
+            forward=self.forward.times(factor),
+            backward=self.backward.times(factor),
+            weight_backward=self.weight_backward.times(factor),
+            input_backward=self.input_backward and self.input_backward.times(factor),
+            recompute=self.recompute.times(factor),
+            update_s=self.update_s * factor,
+        )
 
 
 class Unit(Record):

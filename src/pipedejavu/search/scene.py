@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Iterator
 from math import inf
 
-from pipedejavu.facts import Cost, Device, InputError, Machine, Profile, UnitTime
+from pipedejavu.facts import Cost, Device, InputError, Machine, Profile
 from pipedejavu.search.draft import Scene
 from pipedejavu.search.option import Options
 from pipedejavu.search.space import divisors
@@ -77,27 +77,11 @@ def _parted(profile: Profile, machine: Machine, names: tuple[str, ...], parts: i
         devices.append(device.but(kind=kind))
     units = []
     for unit in profile.units:
-        own = {kind: slower(unit.times[kind.rpartition("/")[0]], count) for kind, count in factors.items()}
+        own = {kind: unit.times[kind.rpartition("/")[0]].times(count) for kind, count in factors.items()}
         units.append(unit.but(times=own | unit.times))
     found = tuple(d.name for d in devices if d.name.rpartition(".")[0] in names or d.name in names)
     note = f"CPU in {parts} parts"
     return Scene(profile.but(units=tuple(units)), divided.but(devices=tuple(devices)), found, note)
-
-
-def slower(time: UnitTime, factor: float) -> UnitTime:
-    """Returns times on a device that is so many times slower."""
-
-    def cost(found: Cost) -> Cost:
-        return found.but(fixed_s=found.fixed_s * factor, per_sample_s=found.per_sample_s * factor)
-
-    return time.but(
-        forward=cost(time.forward),
-        backward=cost(time.backward),
-        weight_backward=cost(time.weight_backward),
-        input_backward=None if time.input_backward is None else cost(time.input_backward),
-        recompute=cost(time.recompute),
-        update_s=time.update_s * factor,
-    )
 
 
 def _joined(profile: Profile, machine: Machine, devices: list[Device], size: int) -> Scene | None:
@@ -117,7 +101,7 @@ def _joined(profile: Profile, machine: Machine, devices: list[Device], size: int
     for unit in profile.units:
         own = {}
         for kind, route in routes.items():
-            divided = slower(unit.times[kind], 1 / size)
+            divided = unit.times[kind].times(1 / size)
             sent = COLLECTIVES / 2 * 2 * (size - 1) / size * unit.boundary_bytes / route.bytes_per_s
             waits = COLLECTIVES / 2 * 2 * (size - 1) * route.latency_s
             own[kinds[kind]] = divided.but(

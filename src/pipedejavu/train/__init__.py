@@ -1,11 +1,12 @@
 """Training runs: options, the run folder, workers as processes, and what they leave."""
 
 from pipedejavu.train.candidate import Chosen, choose_candidate
+from pipedejavu.train.elastic import fit_plan
 from pipedejavu.train.failure import WorkerError
 from pipedejavu.train.folder import RunFolder, Start
 from pipedejavu.train.halt import StoppedError
 from pipedejavu.train.history import Event, History, Step, find_runs
-from pipedejavu.train.launch import Planned, Trained, audit_run, plan_run, train, train_rank
+from pipedejavu.train.launch import Planned, plan_run, train, train_rank
 from pipedejavu.train.logbook import check_logbooks
 from pipedejavu.train.loop import Checkpoints
 from pipedejavu.train.occupancy import Occupancy, occupancy_of
@@ -15,6 +16,7 @@ from pipedejavu.train.resume import Resumed, is_same_plan, reopen
 from pipedejavu.train.review import Review, review
 from pipedejavu.train.site import num_gpus
 from pipedejavu.train.team import Team
+from pipedejavu.train.trained import Trained, audit_run
 from pipedejavu.train.trainer import Trainer
 
 __all__ = [
@@ -40,6 +42,7 @@ __all__ = [
     "check_logbooks",
     "choose_candidate",
     "find_runs",
+    "fit_plan",
     "is_same_plan",
     "num_gpus",
     "occupancy_of",

@@ -49,7 +49,9 @@ class Candidate:
     """One initialisation, trained on one worker's device as the plan would train it."""
 
     def __init__(self, options: TrainOptions, program: Program, worker: int, number: int, batches: Batches):
-        own, _ = prepare(options.but(seed=options.seed + number, byzantine=None), program.sizes)
+        own, _ = prepare(
+            options.but(seed=options.seed + number, byzantine=None), program.sizes, program.plan.cut.begins
+        )
         job, self.batches = replace(own, seed=options.seed, on_nan="skip"), batches
         plan = Plan(
             name=f"candidate {number}",
@@ -82,7 +84,7 @@ def compete(
     options: TrainOptions, program: Program, rank: int, size: int, share: Share
 ) -> tuple[Race, Candidate | None]:
     """Trains this rank's candidates until the race is over; returns it, and the winner where that is this rank's."""
-    count, batches = options.init_candidates, prepare(options, program.sizes).batches
+    count, batches = options.init_candidates, prepare(options, program.sizes, program.plan.cut.begins).batches
     race = Race(count, options.init_steps)
     mine = {n: Candidate(options, program, rank, n, batches) for n in range(rank, count, size)}
     while not race.is_over:

@@ -1,10 +1,13 @@
 """How a worker fails: what it leaves for the process that started it, and what that one tells the user."""
 
+import json
 import signal
 import traceback
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
+
+import torch
 
 from pipedejavu.facts import InputError
 
@@ -18,6 +21,19 @@ class WorkerError(Exception):
     """A worker failed for a reason that is not the user's input."""
 
 
+class ShortageError(WorkerError):
+    """A worker's device had no more memory; `found_bytes` are what it had got by then."""
+
+    def __init__(self, worker: int, found_bytes: int, text: str = ""):
+        super().__init__(text or f"worker {worker} ran out of memory")
+        self.worker, self.found_bytes = worker, found_bytes
+
+
+def is_shortage(error: BaseException) -> bool:
+    """Whether an error says that a device has no more memory."""
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error)
+
+
 def is_lost(error: BaseException) -> bool:
     """Whether an error only says that another worker is gone, whose own words say why."""
     return isinstance(error, RuntimeError) and any(text in str(error) for text in _LOST)
@@ -27,7 +43,9 @@ def write_failure(path: Path, rank: int, error: BaseException) -> None:
     """Keeps why a worker failed, unless another failed before it."""
     if is_lost(error):
         return
-    if isinstance(error, InputError):
+    if isinstance(error, ShortageError):
+        text = f"memory\n{json.dumps([rank, error.found_bytes])}"
+    elif isinstance(error, InputError):
         text = f"input\n{error}"
     else:
         lines = traceback.format_exception(error)
@@ -47,6 +65,8 @@ def read_failure(path: Path, exit_codes: Sequence[int | None]) -> Exception:
     """Returns what to raise for workers that ended with these codes, by what the first of them left."""
     if path.exists():
         kind, _, text = path.read_text(encoding="utf-8").partition("\n")
+        if kind == "memory":
+            return ShortageError(*json.loads(text))
         return InputError(text) if kind == "input" else WorkerError(text)
     for rank, code in enumerate(exit_codes):
         if code is not None and code < 0:

@@ -17,7 +17,7 @@ from pipedejavu.facts import InputError, Machine, Profile, Record, Span, Timelin
 from pipedejavu.plan import Plan
 from pipedejavu.program import Program
 from pipedejavu.program import compile as compile_plan
-from pipedejavu.store import Shelf
+from pipedejavu.store import Checkpoint, Shelf
 from pipedejavu.train.options import TrainOptions
 
 Weights = dict[tuple[int, int], dict[str, Tensor]]
@@ -40,6 +40,11 @@ class Start(Record):
 
     step: int = 0
     samples: int = 0
+
+    @classmethod
+    def behind(cls, found: Checkpoint | None) -> "Start":
+        """Returns the start behind a checkpoint; the beginning where there is none."""
+        return cls(step=found.step, samples=found.manifest.samples) if found else cls()
 
 
 class Part(NamedTuple):
@@ -72,6 +77,7 @@ class RunFolder:
         self.parts = self.path / "parts"
         self.failure = self.parts / "failure"
         self.slate = self.parts / "slate"
+        self.switch = self.parts / "switch.json"
         self.shelf = Shelf(self.path / "checkpoints")
         self._unwritten, self._lock = b"", threading.Lock()
 
@@ -104,7 +110,7 @@ class RunFolder:
 
     def _forget(self, step: int) -> None:
         """Removes metrics of what is trained again."""
-        rows = [row for row in self.rows() if row.get("step", row.get("saved", 0)) <= step]
+        rows = [row for row in self.rows() if row.get("step", row.get("saved", row.get("switched", 0))) <= step]
         if self.metrics.exists():
             write_file(self.metrics, "".join(json.dumps(row) + "\n" for row in rows))
             self.add_metrics({"resumed": step})

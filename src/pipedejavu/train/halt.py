@@ -51,13 +51,20 @@ class Halt:
     def __init__(self, store: Store, rank: int, size: int):
         self.store, self.rank, self.size = store, rank, size
         self.asked = threading.Event()
+        self.is_signalled = False
+        """Whether it was a signal to this process that asked."""
         self.at: int | None = None
         """The update to stop behind."""
         self._is_known = self._is_ready = False
 
     def obey(self, number: int = signal.SIGTERM) -> None:
         """Lets a signal to this process ask for the end."""
-        signal.signal(number, lambda *_: self.asked.set())
+
+        def take(*_: object) -> None:
+            self.is_signalled = True
+            self.asked.set()
+
+        signal.signal(number, take)
 
     def listen(self) -> None:
         """Tells all ranks what one was asked; called now and then by a thread beside training."""

@@ -7,8 +7,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import count
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,8 +17,8 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 from torch.multiprocessing.spawn import start_processes
 
-from pipedejavu.engine import Applied, Byzantine, Event, Log, Outcome, Read, Scored, audit, check_runnable
-from pipedejavu.facts import InputError, Link, Machine, Profile, Span, Timeline, WorkerSummary, write_file
+from pipedejavu.engine import Byzantine, check_runnable
+from pipedejavu.facts import InputError, Link, Machine, Profile, write_file
 from pipedejavu.plan import Plan
 from pipedejavu.probe.gloo import measure_link
 from pipedejavu.profile import merge_profiles
@@ -28,16 +27,17 @@ from pipedejavu.program import compile as compile_plan
 from pipedejavu.program.crew import assign_devices
 from pipedejavu.simulate import Prediction, simulate
 from pipedejavu.store import Shelf
-from pipedejavu.train.failure import WorkerError, read_failure, with_rest
-from pipedejavu.train.folder import Part, RunFolder, Start, result_of
+from pipedejavu.train.failure import ShortageError, WorkerError, read_failure, with_rest
+from pipedejavu.train.folder import Part, RunFolder, Start
 from pipedejavu.train.halt import GRACE_S, STOPPED, StoppedError, describe_stop, on_signal
 from pipedejavu.train.hold import check_free, hold
 from pipedejavu.train.interval import choose_interval, steps_of
+from pipedejavu.train.loop import say
 from pipedejavu.train.measure import measure
 from pipedejavu.train.options import TrainOptions
+from pipedejavu.train.replan import Switch, check_replan, relieve
 from pipedejavu.train.site import (
     DeviceChoice,
-    Site,
     describe_stand_ins,
     devices_to_measure,
     make_machine,
@@ -47,9 +47,11 @@ from pipedejavu.train.site import (
 )
 from pipedejavu.train.task import prepare
 from pipedejavu.train.team import Team
+from pipedejavu.train.trained import Trained, gather
 from pipedejavu.train.vigil import Ear, Slate
-from pipedejavu.train.worker import Move, Rank, work
+from pipedejavu.train.worker import Rank, work
 
+REMEDY = "--resume --on-oom replan goes on with such a plan"
 LOOK_S = 1.0
 """How often whoever waits for workers looks whether their time of grace is over."""
 
@@ -61,23 +63,6 @@ class Planned(NamedTuple):
     program: Program
     note: str
     """Where workers run other than the plan says, and how often the run is saved; may be empty."""
-
-
-@dataclass(frozen=True)
-class Trained:
-    """A finished run: its folder, what was predicted and what was measured of one round of the program."""
-
-    options: TrainOptions
-    folder: RunFolder
-    program: Program
-    prediction: Prediction
-    measured: Timeline
-    outcome: Outcome
-    moves: tuple[Move, ...]
-    rounds_s: tuple[float, ...]
-    """How long each round but the first took, from end to end, on the first worker."""
-    grown_bytes: tuple[int, ...]
-    """How much memory the process of each worker has taken since its model was built; on a GPU all that it has."""
 
 
 def plan_run(
@@ -99,10 +84,7 @@ def plan_run(
     options = TrainOptions.from_json(team.share(options.to_json().encode()))
     plan = _adapted(Plan.from_json(team.share(plan.to_json().encode())), options, team, start or Start())
     known = team.share(profile.to_json().encode() if profile else b"")
-    if team.is_launched:
-        sites = tuple(Site.from_json(found) for found in team.share_all(team.site().to_json().encode()))
-    else:
-        sites = read_sites(plan.num_workers)
+    sites = team.sites() or read_sites(plan.num_workers)
     given = team.share(machine.to_json().encode() if machine else b"")
     if given:
         machine = Machine.from_json(given)
@@ -132,6 +114,8 @@ def _adapted(plan: Plan, options: TrainOptions, team: Team, start: Start) -> Pla
         )
     if plan.keep.kind == "shared" and not team.is_on_one_host:
         raise InputError(f"plan '{plan.name}' shares weights in the memory of one host; start all its workers there")
+    if options.can_switch:
+        check_replan(options, plan)
     if options.on_nan == "skip" and plan.version.kind != "sync":
         raise InputError(
             f"plan '{plan.name}' has no common moment to agree on leaving an update out; use --on-nan stop"
@@ -156,7 +140,10 @@ def _measure(options: TrainOptions, plan: Plan, machine: Machine, names: Sequenc
 
 def _measure_here(options: TrainOptions, plan: Plan, kinds: dict[str, torch.device]) -> Profile:
     job, batches = prepare(options, (plan.feed.samples,), plan.cut.begins)
-    return measure(options.model, job, plan, batches.first, kinds)
+    # Whoever plans again must know what does not grow with a microbatch; only a chain is the same units for any size.
+    return measure(
+        options.model, job, plan, batches.first, kinds, at_two=options.can_switch and batches.cut.way == "chain"
+    )
 
 
 def train(options: TrainOptions, program: Program, run_dir: str, start: Start | None = None) -> Trained:
@@ -165,10 +152,42 @@ def train(options: TrainOptions, program: Program, run_dir: str, start: Start | 
     With a start the run in the folder goes on from there.
     """
     folder = RunFolder(run_dir)
+    check_free(folder.path)
     prediction = _open(folder, options, program, start)
     with hold(folder):
-        run_workers(folder, len(program.workers), options.hang_after_s)
-        return _finish(folder, options, program, prediction)
+        while not _is_ended(folder, options, program):
+            options, program, start = _switched(folder, options, program, folder.switch.read_bytes())
+            prediction = _open(folder, options, program, start)
+        return gather(folder, options, program, prediction)
+
+
+def _is_ended(folder: RunFolder, options: TrainOptions, program: Program) -> bool:
+    """Runs workers; returns whether they have trained to the end, or are to go on with the switch in the folder."""
+    try:
+        return run_workers(folder, len(program.workers), options.hang_after_s)
+    except ShortageError as shortage:
+        way = prepare(options, program.sizes, program.plan.cut.begins).batches.cut.way
+        switch = relieve(program, shortage, None if way == "chain" else program.plan.feed.samples)
+        if options.on_oom == "stop":
+            raise WorkerError(f"{switch.reason}; {REMEDY}") from None
+        say(f"{switch.reason}: the run goes on with it")
+        switch.save(folder.switch)
+        return False
+
+
+def _switched(
+    folder: RunFolder, options: TrainOptions, program: Program, text: bytes, team: Team | None = None
+) -> tuple[TrainOptions, Program, Start]:
+    """Returns how a run goes on from its newest checkpoint under the plan that it is to switch to."""
+    team, switch, found = team or Team(), Switch.from_json(text), b""
+    if team.is_first:
+        folder.shelf.collect()
+        start = Start.behind(folder.shelf.newest(say))
+        folder.add_metrics(switch.row(program.plan.name, start.step))
+        found = start.to_json().encode()
+    start = Start.from_json(team.share(found))
+    planned = plan_run(options, switch.plan, switch.machine, team=team, start=start, profile=switch.profile)
+    return planned.options, planned.program, start
 
 
 def train_rank(
@@ -177,13 +196,26 @@ def train_rank(
     """Runs this rank's worker of a program to the end; the first rank gets what all leave, the others None."""
     assert team.store is not None
     folder = RunFolder(run_dir)
+    if team.is_first:
+        check_free(folder.path)
     prediction = _open(folder, options, program, start) if team.is_first else None
-    shared = Path(team.share(str(folder.parts.resolve()).encode()).decode())
-    options = _seen_by_all(shared, options, team, start)
-    team.shelf = Shelf(shared.parent / folder.shelf.path.name)
-    run = Rank(options, program, PrefixStore("watch", team.store), folder, start or Start(), team.keep_vigil(options))
     with hold(folder) if team.is_first else nullcontext():
-        part = run.run(shared)
+        for number in count():
+            shared = Path(team.share(str(folder.parts.resolve()).encode()).decode())
+            options = _seen_by_all(shared, options, team, start)
+            team.shelf = Shelf(shared.parent / folder.shelf.path.name)
+            board, vigil = PrefixStore(f"watch{number}", team.store), team.keep_vigil(options)
+            run = Rank(options, program, board, folder, start or Start(), vigil, keeps_workers=True)
+            try:
+                part = run.run(shared)
+            except ShortageError as shortage:
+                raise _explained(shortage, run, shared) from None
+            is_asked = team.is_first and run.is_stopped and not run.halt.is_signalled and folder.switch.exists()
+            switch = team.share(folder.switch.read_bytes() if is_asked else b"")
+            if not switch:
+                break
+            options, program, start = _switched(folder, options, program, switch, team)
+            prediction = _open(folder, options, program, start) if team.is_first else None
         parts = [*map(Part, team.collect(part.weights), team.collect(part.facts))]
         team.part()
         if run.is_stopped:
@@ -192,7 +224,17 @@ def train_rank(
             return None
         for rank, found in enumerate(parts):
             folder.write_part(rank, found)
-        return _finish(folder, options, program, prediction)
+        return gather(folder, options, program, prediction)
+
+
+def _explained(shortage: ShortageError, run: Rank, shared: Path) -> WorkerError:
+    """Returns what to raise where a rank has no more memory; it leaves the plan that the next start takes."""
+    program = run.program
+    switch = relieve(program, shortage, run.given_samples, len(program.workers))
+    if run.options.on_oom == "stop":
+        return WorkerError(f"{switch.reason}; {REMEDY}")
+    switch.save(shared / run.folder.switch.name)
+    return WorkerError(f"{switch.reason}: the run goes on with it when it is started again")
 
 
 def _seen_by_all(shared: Path, options: TrainOptions, team: Team, start: Start | None) -> TrainOptions:
@@ -209,50 +251,29 @@ def _seen_by_all(shared: Path, options: TrainOptions, team: Team, start: Start |
         raise InputError(f"the run cannot go on: {reason}; put --run-dir on a file system of all")
     if team.is_first:
         print(f"pipedejavu: no checkpoints: {reason}; put --run-dir on a file system of all", file=sys.stderr)
-    return options.but(checkpoint_every=0)
+    return options.but(checkpoint_every=0, replan=False)
 
 
 def _open(folder: RunFolder, options: TrainOptions, program: Program, start: Start | None) -> Prediction:
     """Predicts the run and makes its folder."""
-    check_free(folder.path)
     prediction = simulate(program, verify(program))
     folder.create(options, program, start)
     write_file(folder.predicted, prediction.timeline().to_json(indent=None))
     return prediction
 
 
-def _finish(folder: RunFolder, options: TrainOptions, program: Program, prediction: Prediction) -> Trained:
-    """Reads what the workers left and writes what stays."""
-    weights, parts = folder.read_parts(len(program.workers))
-    folder.write_model(result_of(program, weights))
-    moves = [(int(update), tuple(map(tuple, moved))) for update, moved in parts[0]["moves"]]
-    if moves:
-        # The last round had other shares than the first: it is their forecast that compares with it.
-        prediction = simulate(replace(program, parts=moves[-1][1]))
-        write_file(folder.predicted, prediction.timeline().to_json(indent=None))
-    measured = _timeline(program, parts)
-    write_file(folder.measured, measured.to_json(indent=None))
-    folder.remove_parts()
-    logs = tuple(_log(part) for part in parts)
-    ends = parts[0]["ends_s"]
-    return Trained(
-        options, folder, program, prediction, measured, Outcome(weights, logs, ()), tuple(moves),
-        tuple(after - before for before, after in pairwise(ends)),
-        tuple(part["peak_bytes"] - part["base_bytes"] for part in parts),
-    )  # fmt: skip
-
-
 def run_workers(
-    folder: RunFolder, count: int, silent_s: float | None = None, entry: Callable[[int, int, str], None] | None = None
-) -> None:
+    folder: RunFolder, size: int, silent_s: float | None = None, entry: Callable[[int, int, str], None] | None = None
+) -> bool:
     """Starts a process for each worker and waits for all; whatever ends the wait ends them too.
 
+    Returns whether they have trained to the end; they have not where the run is to go on under another plan.
     SIGTERM lets them end an update and save it, within a time of grace; then StoppedError says so. A worker that says
     nothing for a time ends the run.
     """
-    ear = Ear(Slate(folder.slate, count), count, silent_s)
+    ear = Ear(Slate(folder.slate, size), size, silent_s)
     context = start_processes(  # type: ignore[no-untyped-call]
-        entry or work, args=(count, str(folder.path)), nprocs=count, join=False, start_method="spawn"
+        entry or work, args=(size, str(folder.path)), nprocs=size, join=False, start_method="spawn"
     )
     processes = context.processes
     last_s = math.inf
@@ -269,12 +290,15 @@ def run_workers(
                 codes = [process.exitcode for process in processes]
                 alive = [process.sentinel for process, code in zip(processes, codes, strict=True) if code is None]
                 is_late = time.monotonic() > last_s or (last_s < math.inf and -signal.SIGTERM in codes)
-                if is_late or (not alive and STOPPED in codes):
+                is_stopped = not alive and STOPPED in codes
+                if is_stopped and last_s == math.inf and folder.switch.exists():
+                    return False
+                if is_late or is_stopped:
                     raise StoppedError(describe_stop(folder))
                 if any(code not in (None, 0, STOPPED) for code in codes):
                     raise _failure(folder, processes)
                 if not alive:
-                    return
+                    return True
                 if missed := ear.missed(rank for rank, code in enumerate(codes) if code is None):
                     raise WorkerError(with_rest(f"{missed}; all others were stopped", folder.shelf.steps()))
                 wait(alive, LOOK_S)
@@ -293,55 +317,5 @@ def _failure(folder: RunFolder, processes: Sequence[Any]) -> BaseException:
     if -signal.SIGINT in codes:
         return KeyboardInterrupt()
     error = read_failure(folder.failure, codes)
-    return WorkerError(with_rest(str(error), folder.shelf.steps())) if isinstance(error, WorkerError) else error
-
-
-def audit_run(done: Trained) -> dict[str, float]:
-    """Replays a run that kept its log; returns the largest difference of each parameter."""
-    job, batches = prepare(done.options, done.program.sizes, done.program.plan.cut.begins)
-    for update, parts in done.moves:
-        batches.change(update, [size for part in parts for size in part])
-    return audit(done.program, job, batches, done.outcome)
-
-
-def _log(part: dict[str, Any]) -> Log:
-    """Returns a worker's log from its JSON form."""
-    events: list[Event] = []
-    for kind, *fields in part.get("events", ()):
-        if kind == "Read":
-            events.append(Read(*fields))
-        elif kind == "Scored":
-            events.append(Scored(*fields))
-        else:
-            piece, replica, version, microbatches, coefficient = fields
-            events.append(Applied(piece, replica, version, tuple(microbatches), coefficient))
-    return Log(events=events)
-
-
-def _timeline(program: Program, parts: list[dict[str, Any]]) -> Timeline:
-    """Returns the spans of all workers' last round as a timeline."""
-    spans = [Span(*span) for part in parts for span in part["spans"]]
-    makespan = max(span.end_s for span in spans)
-    workers, trainers = [], 0
-    for index, part in enumerate(parts):
-        busy = sum(s.end_s - s.start_s for s in spans if s.worker == index and s.lane == "compute")
-        trainers += bool(program.held(index))
-        workers.append(
-            WorkerSummary(
-                worker=index,
-                device=program.devices[index],
-                busy_s=busy,
-                peak_bytes=part["peak_bytes"],
-                peak_live_microbatches=part["peak_live"],
-                weight_versions=part["peak_versions"],
-            )
-        )
-    total = sum(w.busy_s for w in workers if program.held(w.worker))
-    columns = zip(*spans, strict=True)
-    return Timeline(
-        origin="measured",
-        makespan_s=makespan,
-        bubble_fraction=1 - total / (makespan * trainers),
-        workers=tuple(workers),
-        **dict(zip(("worker", "lane", "action", "start_s", "end_s"), columns, strict=True)),
-    )
+    has_rest = isinstance(error, WorkerError) and not isinstance(error, ShortageError)
+    return WorkerError(with_rest(str(error), folder.shelf.steps())) if has_rest else error

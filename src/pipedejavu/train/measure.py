@@ -24,11 +24,13 @@ Batch = Callable[[int], tuple[Any, Any]]
 """Takes a number of samples; returns inputs and targets."""
 
 
-def measure(name: str, job: Job, plan: Plan, batch: Batch, kinds: Mapping[str, torch.device]) -> Profile:
-    """Measures a job's units; where the plan shares a batch, at two sizes, so that what does not grow is known too."""
+def measure(
+    name: str, job: Job, plan: Plan, batch: Batch, kinds: Mapping[str, torch.device], *, at_two: bool = False
+) -> Profile:
+    """Measures a job's units; where asked or the plan shares a batch, at two sizes: what does not grow is known."""
     large = plan.feed.samples
     small = max(_LEAST, large // _TIMES)
-    sizes = (small, large) if plan.feed.kind == "share" and small < large else (large,)
+    sizes = (small, large) if (at_two or plan.feed.kind == "share") and small < large else (large,)
     shots = [Shot(job.units, *batch(size), job.loss) for size in sizes]
     profile = measure_profile(name, shots, job.ties, kinds, updates_of(job.optimizer))
     taken = fit_line({size: _batch_times(batch, size) for size in sizes})

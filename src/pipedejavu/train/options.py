@@ -31,11 +31,20 @@ class TrainOptions(Record):
     """Initialisations that compete before the run goes on with the best."""
     init_steps: int = Field(default=50, ge=1)
     """Updates that each of them makes at most."""
+    on_oom: Literal["stop", "replan"] = "stop"
+    """What comes of a device that runs out of memory: the end, or a plan that needs less."""
     checkpoint_every: int | None = Field(default=None, ge=0)
     """Updates between two checkpoints; 0 for none, by default as `choose_interval` says."""
     hang_after_s: float | None = Field(default=None, ge=0)
     """How long an action may take, and a worker say nothing; 0 for ever, by default as `vigil` says."""
+    replan: bool = False
+    """Whether the planner is asked again where measured costs leave the forecast's band."""
     keeps_log: bool = False
     """Whether every worker writes what it read and applied, for the audit."""
     log: tuple[Logger, ...] = ()
     """Where the figures of every update go beside the run's own metrics."""
+
+    @property
+    def can_switch(self) -> bool:
+        """Whether the run may go on under another plan than it began with."""
+        return self.replan or self.on_oom == "replan"

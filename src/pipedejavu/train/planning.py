@@ -11,17 +11,16 @@ from pathlib import Path
 
 import torch
 
-from pipedejavu.engine import check_runnable
 from pipedejavu.facts import InputError, Machine, Profile
 from pipedejavu.probe.gloo import measure_link
 from pipedejavu.probe.shape import num_cores, total_memory_bytes
 from pipedejavu.probe.survey import measure_machine, read_versions
-from pipedejavu.program import compile as compile_plan
 from pipedejavu.search import Candidate, Options, Progress, nothing_fits, search
 from pipedejavu.search.scene import MOST_PARTS
 from pipedejavu.search.space import divisors
 from pipedejavu.train.cache import find, find_or_make, keep
 from pipedejavu.train.profiling import Way, measure_task, this_machine
+from pipedejavu.train.replan import first_runnable
 from pipedejavu.train.site import DeviceChoice, read_site, torch_device
 
 MOST_SAMPLES = 8
@@ -103,10 +102,7 @@ def choose_plan(
         options = options.but(devices=names)
     options = options.but(is_runnable=True)
     found = search(profile, machine, options, progress)
-    for candidate in found.candidates:
-        try:
-            check_runnable(compile_plan(candidate.plan, candidate.profile, candidate.machine, fold=False))
-        except InputError:
-            continue
-        return candidate
-    raise nothing_fits(profile, machine, options)
+    best = first_runnable(found.candidates)
+    if best is None:
+        raise nothing_fits(profile, machine, options)
+    return best

@@ -8,9 +8,12 @@ from pipedejavu.facts import InputError, Machine, Profile
 from pipedejavu.plan import Plan
 from pipedejavu.train.folder import RunFolder, Start
 from pipedejavu.train.options import TrainOptions
+from pipedejavu.train.replan import Switch
 from pipedejavu.train.team import Team
 
-CHANGEABLE = {"steps", "lr", "clip_norm", "on_nan", "checkpoint_every", "hang_after_s", "log"}
+CHANGEABLE = {
+    "steps", "lr", "clip_norm", "on_nan", "on_oom", "checkpoint_every", "hang_after_s", "log", "replan",
+}  # fmt: skip
 """Options that a run may go on with other values of."""
 
 
@@ -21,6 +24,8 @@ class Known(NamedTuple):
     plan: Plan
     profile: Profile
     machine: Machine
+    switch: Switch | None = None
+    """The plan that it was to go on with when it ended."""
 
 
 @dataclass(frozen=True)
@@ -74,12 +79,13 @@ def reopen(run_dir: str, team: Team, tell: Callable[[str], None], steps: int | N
     last = steps or folder.options().steps
     if found and found.step >= last and not folder.model.exists():
         found = folder.shelf.newest(tell, before=last)
-    start = Start(step=found.step, samples=found.manifest.samples) if found else Start()
+    start = Start.behind(found)
     tell(f"training goes on behind step {start.step}" if found else f"{run_dir} holds no checkpoint: training begins")
     team.share(start.to_json().encode())
     path = folder.path
     plan, profile = Plan.load(path / "plan.json"), Profile.load(path / "profile.json")
-    return Resumed(folder, start, Known(folder.options(), plan, profile, Machine.load(path / "machine.json")))
+    switch = Switch.load(folder.switch) if folder.switch.exists() else None
+    return Resumed(folder, start, Known(folder.options(), plan, profile, Machine.load(path / "machine.json"), switch))
 
 
 def is_same_plan(asked: Plan, known: Plan) -> bool:

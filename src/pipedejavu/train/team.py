@@ -5,6 +5,7 @@ What passes between ranks are bytes: JSON records and safetensors, nothing that 
 
 import os
 import platform
+import secrets
 import signal
 import sys
 import time
@@ -29,6 +30,7 @@ from pipedejavu.train.vigil import STUCK, Vigil
 
 MEETING_S = 300
 """How long ranks wait for each other at the start."""
+MEETING_STEP_S = 0.05
 LAST_WORD_S = 1.0
 """How long a rank that has lost another waits for the first of its host to say so."""
 _NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -67,9 +69,8 @@ class Team:
         where = f"{given['MASTER_ADDR']}:{given['MASTER_PORT']}"
         try:
             meeting = rendezvous("env://", timeout=timedelta(seconds=MEETING_S))
-            # torchrun starts ranks again with the store of those that have failed; nobody may read their addresses.
-            attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-            team.store = PrefixStore(f"attempt{attempt}", next(meeting)[0])
+            store = next(meeting)[0]
+            team.store = PrefixStore(meet(store, team.rank, team.size), store)
         except (DistNetworkError, DistStoreError) as error:
             if "EADDRINUSE" in str(error):
                 raise InputError(f"the port of {where} is in use; set MASTER_PORT to a free one") from None
@@ -106,6 +107,12 @@ class Team:
     def site(self) -> Site:
         """Returns where this rank runs."""
         return read_site(self._host, self._local_rank)
+
+    def sites(self) -> tuple[Site, ...]:
+        """Returns where each rank runs, on all of them; nothing for a process that torchrun did not start."""
+        if not self.is_launched:
+            return ()
+        return tuple(Site.from_json(found) for found in self.share_all(self.site().to_json().encode()))
 
     @property
     def _host(self) -> str:
@@ -218,6 +225,30 @@ class Team:
             is_first = self.store is None or self.store.add(f"told/{text}", 1) == 1
         if is_first:
             print(text, file=sys.stderr, flush=True)
+
+
+def meet(store: Store, rank: int, size: int) -> str:
+    """Returns a name that the ranks of this start have in common, and nobody before them had.
+
+    torchrun starts ranks again with the store of those that have failed, whose addresses nobody may read; its counts of
+    restarts differ from host to host. So each rank writes a word of its own, and the first answers every word that it
+    finds, also the old ones, until all ranks have heard it.
+    """
+    word = secrets.token_hex(8)
+    if rank:
+        store.set(f"hello/{rank}", word)
+        name = store.get(f"answer/{word}").decode()
+        store.set(f"heard/{name}/{rank}", "")
+        return name
+    missing, last_s = {*range(1, size)}, time.monotonic() + MEETING_S
+    while missing:
+        for other in [other for other in missing if store.check([f"hello/{other}"])]:
+            store.set(f"answer/{store.get(f'hello/{other}').decode()}", word)
+        missing -= {other for other in missing if store.check([f"heard/{word}/{other}"])}
+        if time.monotonic() > last_s:
+            raise DistStoreError(f"rank {min(missing)} is missing")
+        time.sleep(MEETING_STEP_S if missing else 0.0)
+    return word
 
 
 def _vector(data: bytes) -> torch.Tensor:

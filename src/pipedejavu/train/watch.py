@@ -22,6 +22,7 @@ from pipedejavu.engine import Batches, Log
 from pipedejavu.facts import Span
 from pipedejavu.train.folder import RunFolder
 from pipedejavu.train.logbook import Logbooks
+from pipedejavu.train.pace import Pace, Round
 from pipedejavu.train.progress import Memory, Progress
 
 INTERVAL_S = 0.25
@@ -75,6 +76,7 @@ class Watch:
         """How busy each lane was in the last round, as a part of its time."""
         self._log, self._taken, self._number = Log(), 0, 0
         self._pending: list[tuple[int, float, int, float]] = []
+        self._rounds: list[Round] = []
         self._lock, self._sending, self._ended = threading.Lock(), threading.Lock(), threading.Event()
         self._thread = threading.Thread(target=self._go, daemon=True)
 
@@ -96,11 +98,12 @@ class Watch:
         with self._lock:
             self._log, self._taken = log, 0
 
-    def settle(self, spans: Sequence[Span] = ()) -> None:
-        """Takes what a finished round has left in the log, and in its spans."""
+    def settle(self, spans: Sequence[Span] = (), found: Round | None = None) -> None:
+        """Takes what a finished round has left in the log and in its spans, and what it took where that is told."""
         self.busy = busy_lanes(spans)
         self._take()
         with self._lock:
+            self._rounds += [] if found is None else [found]
             self._log.losses.clear()
             self._taken = 0
 
@@ -115,7 +118,9 @@ class Watch:
         with self._sending:
             with self._lock:
                 losses, self._pending = self._pending, []
-            self.store.set(f"{self.rank}/{self._number}", json.dumps([losses, self.peak(), self.busy]))
+                rounds, self._rounds = self._rounds, []
+            report = json.dumps([losses, self.peak(), self.busy, rounds])
+            self.store.set(f"{self.rank}/{self._number}", report)
             self._number += 1
 
     def _take(self) -> None:
@@ -145,10 +150,11 @@ class Desk:
         num_ranks: int,
         update_size: int,
         num_samples: int,
+        pace: Pace | None = None,
     ):
         """Takes how many microbatches and samples an update has."""
         self.folder, self.progress, self.books = folder, progress, books
-        self.update_size, self.num_samples = update_size, num_samples
+        self.update_size, self.num_samples, self.pace = update_size, num_samples, pace
         self.taken = [0] * num_ranks
         self.step = progress.done + 1
         self.elapsed_s = folder.elapsed_s()
@@ -162,7 +168,10 @@ class Desk:
         """Takes every report that has arrived."""
         for rank in range(len(self.taken)):
             while store.check([key := f"{rank}/{self.taken[rank]}"]):
-                self._take(rank, *json.loads(store.get(key)))
+                losses, peak, busy, rounds = json.loads(store.get(key))
+                self._take(rank, losses, peak, busy)
+                if self.pace:
+                    self.pace.take(rank, (Round(*found) for found in rounds))
                 self.taken[rank] += 1
         while len(self._sums[self.step]) == self.update_size:
             self._finish(self._sums.pop(self.step))

@@ -5,7 +5,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -27,12 +27,14 @@ from pipedejavu.program import Program
 from pipedejavu.program.share import cut_evenly
 from pipedejavu.simulate import Prediction, simulate
 from pipedejavu.store import Checkpoint, Saver, Shelf
-from pipedejavu.train.failure import keep_failure, write_failure
+from pipedejavu.train.failure import ShortageError, is_shortage, keep_failure, write_failure
 from pipedejavu.train.folder import Part, RunFolder, Start
 from pipedejavu.train.halt import STOPPED, Halt
 from pipedejavu.train.logbook import open_logbooks
 from pipedejavu.train.options import TrainOptions
+from pipedejavu.train.pace import Pace, Round, times_of
 from pipedejavu.train.progress import Progress
+from pipedejavu.train.replan import Pilot, Switch, find_switch
 from pipedejavu.train.saved import random_state, saved_in, set_random_state
 from pipedejavu.train.site import num_threads
 from pipedejavu.train.task import SteadyBatches, prepare
@@ -87,10 +89,19 @@ class Rank:
     """One rank's state during a run; the first has the run folder, the others need none."""
 
     def __init__(
-        self, options: TrainOptions, program: Program, store: Store, folder: RunFolder, start: Start, vigil: Vigil
+        self,
+        options: TrainOptions,
+        program: Program,
+        store: Store,
+        folder: RunFolder,
+        start: Start,
+        vigil: Vigil,
+        *,
+        keeps_workers: bool = False,
     ):
+        """Takes whether a plan to switch to must have as many workers, as their processes are given."""
         self.options, self.program, self.store, self.folder, self.start = options, program, store, folder, start
-        self.vigil = vigil
+        self.vigil, self.keeps_workers = vigil, keeps_workers
         self.rank = dist.get_rank()
         keep_heap()
         torch.set_num_threads(num_threads(program.machine, program.devices, self.rank))
@@ -103,17 +114,28 @@ class Rank:
         self.batches = SteadyBatches(self.order)
         self.moves: list[Move] = []
         self.spans: list[Span] = []
+        self.step = start.step
         self.ends_s: list[float] = []
         """When each round ended."""
         self.halt = Halt(PrefixStore("halt", store), self.rank, len(program.workers))
         self.halt.obey()
         self.desk: Desk | None = None
+        self.pace: Pace | None = None
+        self.pilot: Pilot | None = None
         self.saver: Saver | None = None
         self.is_stopped = False
+        self.base_bytes = resident_bytes()
 
     def run(self, shared: Path) -> Part:
         """Trains to the end; `shared` is a folder for weights that the workers of one host share."""
-        base_bytes = resident_bytes()
+        try:
+            return self._run(shared)
+        except BaseException as error:
+            if is_shortage(error):
+                raise ShortageError(self.rank, self.found_bytes()) from error
+            raise
+
+    def _run(self, shared: Path) -> Part:
         forecast = simulate(self.program)
         self.vigil.allow(forecast.makespan_s / self.program.plan.steps, self.options.hang_after_s)
         updates = range(self.start.step, self.options.steps, self.program.plan.steps)
@@ -124,7 +146,7 @@ class Rank:
                 board = (PrefixStore("saver", self.store), len(self.program.workers))
                 self.saver = Saver(shelf, rank=self.rank, board=board, tell=self._tell, note=self.folder.add_metrics)
             device = device_of(self.program, self.rank)
-            self.watch = Watch(self.store, self.rank, self.batches, device, self.desk, self.halt.listen)
+            self.watch = Watch(self.store, self.rank, self.batches, device, self.desk, self._listen)
             with self.watch:
                 handlers = run_rank(
                     self.program, self.job, self.batches, updates, self.after_round, shared, self.before_round,
@@ -140,13 +162,25 @@ class Rank:
             "peak_live": log.peak_live,
             "peak_versions": log.peak_versions,
             "peak_bytes": peak.gpu_bytes or peak.host_bytes,
-            "base_bytes": 0 if peak.gpu_bytes else base_bytes,
+            "base_bytes": 0 if peak.gpu_bytes else self.base_bytes,
             "ends_s": self.ends_s,
             "moves": self.moves,
         }
         if self.options.keeps_log:
             facts["events"] = [[type(e).__name__, *e] for e in log.events]
         return Part.of(final_weights(handlers), self.spans, facts)
+
+    @property
+    def given_samples(self) -> int | None:
+        """Of a microbatch, for another plan; any where the model is a chain, whose units are the same for all sizes."""
+        return None if self.order.cut.way == "chain" else self.program.plan.feed.samples
+
+    def found_bytes(self) -> int:
+        """Returns the most memory that this worker has got so far: on its GPU, or beside its model."""
+        device = device_of(self.program, self.rank)
+        if device.type == "cuda":
+            return torch.cuda.max_memory_reserved(device)
+        return max(0, resident_bytes() - self.base_bytes)
 
     def _open_desk(self, stack: ExitStack, forecast: Prediction) -> None:
         """Lets the first rank take the reports of all, and show how the run gets on."""
@@ -159,6 +193,7 @@ class Rank:
         self.progress = Progress(self.options.steps, items, forecast_s, self.start.step, seats)
         about = {"plan": self.program.plan.name, **self.program.plan.axes()}
         books = open_logbooks(self.folder, self.options, about, self.start.step, self._tell)
+        self.pace = Pace(self.program)
         self.desk = Desk(
             self.folder,
             stack.enter_context(self.progress),
@@ -166,12 +201,35 @@ class Rank:
             num_ranks=len(self.program.workers),
             update_size=self.program.update_size,
             num_samples=sum(self.program.sizes),
+            pace=self.pace,
         )
+        if self.options.replan and len(seats) > 1:
+            self.pilot = Pilot(self.pace, self._ask, self._turn)
 
     def _seat(self, worker: WorkerSummary, makespan_s: float) -> Seat:
         device = self.program.machine.device(worker.device)
         busy = worker.busy_s / makespan_s if makespan_s else None
         return Seat(f"{device.name} ({device.kind})", device.memory_bytes, worker.peak_bytes, busy)
+
+    def _listen(self) -> None:
+        """Looks now and then, beside training, whether the run is to stop, and on the first rank at its pace."""
+        self.halt.listen()
+        for straggler in self.pace.stragglers() if self.pace else ():
+            self._tell(str(straggler))
+            self.folder.add_metrics({"straggler": straggler.worker, "lag": straggler.lag, "kinds": straggler.kinds})
+        if self.pilot:
+            self.pilot.look()
+
+    def _ask(self, lags: Sequence[float]) -> Switch | None:
+        """Asks the planner."""
+        size = len(self.program.workers) if self.keeps_workers else None
+        return find_switch(self.program, lags, self.options.steps - self.step, self.given_samples, size)
+
+    def _turn(self, switch: Switch) -> None:
+        """Lets the run stop behind a checkpoint, from which it goes on under another plan."""
+        switch.save(self.folder.switch)
+        self._tell(switch.reason)
+        self.halt.asked.set()
 
     def _tell(self, sentence: str) -> None:
         self.progress.say(sentence)
@@ -183,9 +241,10 @@ class Rank:
 
     def after_round(self, update: int, handlers: Handlers, spans: list[Span]) -> bool:
         """Keeps the round's spans, lets shares follow the measured rates, and saves; returns whether to go on."""
-        self.spans = spans
-        self.ends_s.append(time.perf_counter())
-        self.watch.settle(spans)
+        self.spans, self.step = spans, update
+        now_s = time.perf_counter()
+        self.watch.settle(spans, Round(now_s - self.ends_s[-1], times_of(spans)) if self.ends_s else None)
+        self.ends_s.append(now_s)  # the first round is warming up
         plan = self.program.plan
         if plan.feed.kind == "share" and plan.feed.is_controlled:
             self._rebalance(update, spans)
@@ -247,6 +306,8 @@ class Rank:
         self.program = replace(self.program, parts=parts)
         self.order.change(update, self.program.sizes)
         self.moves.append((update, parts))
+        if self.pace:
+            self.pace.expect(self.program)
 
 
 def _plain(record: Record) -> dict[str, Any]:

@@ -1,0 +1,103 @@
+"""What a run leaves: its weights and both timelines, gathered from what its workers wrote, and the audit of its log."""
+
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any
+
+from pipedejavu.engine import Applied, Event, Log, Outcome, Read, Scored, audit
+from pipedejavu.facts import Span, Timeline, WorkerSummary, write_file
+from pipedejavu.program import Program
+from pipedejavu.simulate import Prediction, simulate
+from pipedejavu.train.folder import RunFolder, result_of
+from pipedejavu.train.options import TrainOptions
+from pipedejavu.train.task import prepare
+from pipedejavu.train.worker import Move
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A finished run: its folder, what was predicted and what was measured of one round of the program."""
+
+    options: TrainOptions
+    folder: RunFolder
+    program: Program
+    prediction: Prediction
+    measured: Timeline
+    outcome: Outcome
+    moves: tuple[Move, ...]
+    rounds_s: tuple[float, ...]
+    """How long each round but the first took, from end to end, on the first worker."""
+    grown_bytes: tuple[int, ...]
+    """How much memory the process of each worker has taken since its model was built; on a GPU all that it has."""
+
+
+def gather(folder: RunFolder, options: TrainOptions, program: Program, prediction: Prediction) -> Trained:
+    """Reads what the workers of a run left and writes what stays."""
+    weights, parts = folder.read_parts(len(program.workers))
+    folder.write_model(result_of(program, weights))
+    moves = [(int(update), tuple(map(tuple, moved))) for update, moved in parts[0]["moves"]]
+    if moves:
+        # The last round had other shares than the first: it is their forecast that compares with it.
+        prediction = simulate(replace(program, parts=moves[-1][1]))
+        write_file(folder.predicted, prediction.timeline().to_json(indent=None))
+    measured = _timeline(program, parts)
+    write_file(folder.measured, measured.to_json(indent=None))
+    folder.remove_parts()
+    logs = tuple(_log(part) for part in parts)
+    ends = parts[0]["ends_s"]
+    return Trained(
+        options, folder, program, prediction, measured, Outcome(weights, logs, ()), tuple(moves),
+        tuple(after - before for before, after in pairwise(ends)),
+        tuple(part["peak_bytes"] - part["base_bytes"] for part in parts),
+    )  # fmt: skip
+
+
+def audit_run(done: Trained) -> dict[str, float]:
+    """Replays a run that kept its log; returns the largest difference of each parameter."""
+    job, batches = prepare(done.options, done.program.sizes, done.program.plan.cut.begins)
+    for update, parts in done.moves:
+        batches.change(update, [size for part in parts for size in part])
+    return audit(done.program, job, batches, done.outcome)
+
+
+def _log(part: dict[str, Any]) -> Log:
+    """Returns a worker's log from its JSON form."""
+    events: list[Event] = []
+    for kind, *fields in part.get("events", ()):
+        if kind == "Read":
+            events.append(Read(*fields))
+        elif kind == "Scored":
+            events.append(Scored(*fields))
+        else:
+            piece, replica, version, microbatches, coefficient = fields
+            events.append(Applied(piece, replica, version, tuple(microbatches), coefficient))
+    return Log(events=events)
+
+
+def _timeline(program: Program, parts: list[dict[str, Any]]) -> Timeline:
+    """Returns the spans of all workers' last round as a timeline."""
+    spans = [Span(*span) for part in parts for span in part["spans"]]
+    makespan = max(span.end_s for span in spans)
+    workers, trainers = [], 0
+    for index, part in enumerate(parts):
+        busy = sum(s.end_s - s.start_s for s in spans if s.worker == index and s.lane == "compute")
+        trainers += bool(program.held(index))
+        workers.append(
+            WorkerSummary(
+                worker=index,
+                device=program.devices[index],
+                busy_s=busy,
+                peak_bytes=part["peak_bytes"],
+                peak_live_microbatches=part["peak_live"],
+                weight_versions=part["peak_versions"],
+            )
+        )
+    total = sum(w.busy_s for w in workers if program.held(w.worker))
+    columns = zip(*spans, strict=True)
+    return Timeline(
+        origin="measured",
+        makespan_s=makespan,
+        bubble_fraction=1 - total / (makespan * trainers),
+        workers=tuple(workers),
+        **dict(zip(("worker", "lane", "action", "start_s", "end_s"), columns, strict=True)),
+    )
