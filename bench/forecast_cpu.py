@@ -17,15 +17,15 @@ from pipedejavu.plan import Plan, preset
 from pipedejavu.train import Trained, TrainOptions, plan_run, train
 
 MODELS = {
-    "mlp": (64, 256),
-    "vgg-small": (16, 48),
+    "mlp": (1024, 4096),
+    "vgg-small": (64, 192),
     "resnet18": (4, 8),
-    "gpt-tiny": (4, 12),
-    "bert-tiny": (8, 24),
-    "seq2seq-tiny": (4, 12),
+    "gpt-tiny": (8, 24),
+    "bert-tiny": (16, 48),
+    "seq2seq-tiny": (16, 48),
     "moe-tiny": (4, 12),
 }
-"""Samples of an update, two sizes each."""
+"""Samples of an update, two sizes each, for which one takes 50 ms or more: below that threads that wake up decide."""
 PRESETS = ("whole", "ddp", "gpipe", "1f1b", "2bw", "coarse")
 NAMES = {"2bw": "pipedream-2bw"}
 AGAIN = ("whole", "1f1b")
