@@ -523,6 +523,23 @@ BROKEN: list[tuple[Plan, str, str]] = [
         "use place 'linear' with order '1f1b' or 'gpipe', or no CPU replica",
     ),
     (
+        preset("1f1b").plan.but(order=Order(kind="written")),
+        "order 'written' has rows, and no other order has",
+        "give order.rows with order 'written', or leave both out",
+    ),
+    (
+        preset("coarse").plan.but(order=Order(kind="written", rows=("F0 B0",))),
+        "an order that is written out is of a linear place that is fed microbatches",
+        "use place 'linear' and feed 'microbatch', or another order",
+    ),
+    (
+        preset("1f1b")
+        .at(workers=2, microbatches=2)
+        .but(order=Order(kind="written", rows=("F0 F1 B0 B1", "F0 B0 B1 F1"))),
+        "order.rows must give each of the 2 workers F and later B of each of the 2 microbatches once",
+        "write a row for each worker, such as 'F0 F1 B0 B1' for two microbatches",
+    ),
+    (
         preset("distreal").plan.but(place=Place(replicas=3)),
         "feed 'mask' needs a budget for each of the 3 replicas",
         "set feed.budgets to that many numbers between 0 and 1",

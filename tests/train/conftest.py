@@ -14,12 +14,11 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture(autouse=True)
 def settings() -> Iterator[None]:
-    """Runs set torch's default type and threads; they are put back."""
+    """Runs set torch's threads; they are put back."""
     torch = pytest.importorskip("torch")
-    before = torch.get_default_dtype(), torch.get_num_threads()
+    before = torch.get_num_threads()
     yield
-    torch.set_default_dtype(before[0])
-    torch.set_num_threads(before[1])
+    torch.set_num_threads(before)
 
 
 class Processes:
