@@ -231,6 +231,7 @@ def reference(options: TrainOptions) -> dict[str, torch.Tensor]:
     return result_of(program, outcome.weights)
 
 
+@pytest.mark.slow
 def test_a_run_whose_worker_becomes_slow_goes_on_under_another_plan(tmp_path: Path, monkeypatch, capfd) -> None:
     monkeypatch.setattr(launch, "work", work_asleep)
     monkeypatch.setenv("SLOW", json.dumps(["cpu1", 10]))

@@ -121,6 +121,7 @@ def test_a_run_that_is_to_stop_says_which_plan_would_fit(tmp_path: Path, monkeyp
         run_capped(tmp_path / "run", monkeypatch, SHORT)
 
 
+@pytest.mark.slow
 def test_a_run_that_is_to_replan_goes_on_from_its_last_checkpoint(tmp_path: Path, monkeypatch, capfd) -> None:
     done = run_capped(tmp_path / "run", monkeypatch, SHORT.but(on_oom="replan"))
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]

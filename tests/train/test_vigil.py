@@ -169,9 +169,8 @@ def check_resume(processes, folder: Path, said: str) -> None:
     assert all(torch.equal(weight, ends[1][name]) for name, weight in ends[0].items())
 
 
-@pytest.mark.parametrize(
-    ("sleep", "seed"), [("sleeps", 0), *(pytest.param("sleeps", n, marks=pytest.mark.slow) for n in (1, 2, 3))]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("sleep", "seed"), [("sleeps", n) for n in range(4)])
 def test_a_unit_that_sleeps_for_ever_ends_the_run(processes, tmp_path: Path, sleep: str, seed: int) -> None:
     rank, process = start_faulty(processes, tmp_path, sleep, seed, "--hang-after", "5")
     code, out, err = processes.finish(process)
