@@ -64,7 +64,9 @@ def run_faulty(processes, folder: Path, *more: str, **places: str) -> tuple[int,
     ("place", "fault", "rank"),
     [
         ("targets", "if rank == 1 and n == 5: raise KeyError('the broken sample')", 1),
-        ("send", "if rank == 0 and key[1:] == (0, 3): raise KeyError('the broken sample')", 0),
+        pytest.param(
+            "send", "if rank == 0 and key[1:] == (0, 3): raise KeyError('the broken sample')", 0, marks=pytest.mark.slow
+        ),
     ],
     ids=["where it computes", "where it sends"],
 )

@@ -49,7 +49,7 @@ def make():
 EXACT = TrainOptions(model="mlp", data="random:64", dtype="float64", keeps_log=True, steps=3, optimizer="sgd")
 
 
-@pytest.mark.parametrize("is_own", [False, True], ids=["chain", "cut"])
+@pytest.mark.parametrize("is_own", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["chain", "cut"])
 def test_the_forecast_is_of_the_program_that_ran_last(tmp_path, monkeypatch, is_own) -> None:
     (tmp_path / "moving.py").write_text(MOVING)
     (tmp_path / "own.py").write_text(OWN)

@@ -143,7 +143,10 @@ def test_two_hosts_have_nothing_in_common_but_the_cable(two_hosts) -> None:
             "killed", 0, "the connection to another rank is lost; see what that one or its host says",
             marks=pytest.mark.slow,
         ),
-        ("cut off", 1, r"rank {} was not heard for 5 s: its host or the network to it is gone; it was at .+"),
+        pytest.param(
+            "cut off", 1, r"rank {} was not heard for 5 s: its host or the network to it is gone; it was at .+",
+            marks=pytest.mark.slow,
+        ),
     ],
 )  # fmt: skip
 def test_a_lost_host_ends_the_other_with_one_sentence(
