@@ -42,6 +42,14 @@ def test_steps_and_rates_are_those_of_the_metrics(tmp_path: Path) -> None:
     assert run.peak_bytes == 4
 
 
+def test_updates_of_a_candidate_have_losses_and_no_time(tmp_path: Path) -> None:
+    won = ({"step": n, "loss": 9.0 - n, "candidate": 1} for n in (1, 2))
+    make(tmp_path / "a", *won, step(3, 2.0), step(4, 4.0), is_done=True)
+    run = History.read(tmp_path / "a")
+    assert [found.loss for found in run.steps] == [8.0, 7.0, 1 / 3, 1 / 4]
+    assert (run.samples_per_s, run.step_s) == (4.0, 2.0)
+
+
 def test_a_run_without_steps_has_no_figures(tmp_path: Path) -> None:
     make(tmp_path / "a")
     run = History.read(tmp_path / "a")

@@ -57,8 +57,15 @@ class History:
     def steps(self) -> list[Step]:
         """The finished updates, in their order."""
         return [
-            Step(row["step"], row["loss"], row.get("samples"), row["elapsed_s"]) for row in self.rows if "loss" in row
+            Step(row["step"], row["loss"], row.get("samples"), row.get("elapsed_s", 0.0))
+            for row in self.rows
+            if "loss" in row
         ]
+
+    @property
+    def timed(self) -> list[Step]:
+        """The updates that the run has made itself; those of a candidate that it began with have no time."""
+        return [step for step in self.steps if step.elapsed_s > 0]
 
     @cached_property
     def events(self) -> list[Event]:
@@ -95,8 +102,8 @@ class History:
 
     def rates(self) -> Iterator[tuple[int, int, float]]:
         """Yields for groups of steps that were told together the last of them, their samples and their time."""
-        samples, last = 0, self.steps[0] if self.steps else None
-        for step in self.steps[1:]:
+        samples, last = 0, self.timed[0] if self.timed else None
+        for step in self.timed[1:]:
             assert last is not None
             samples += step.samples or 0
             if step.elapsed_s > last.elapsed_s and step.samples:
@@ -106,10 +113,10 @@ class History:
     @property
     def step_s(self) -> float | None:
         """What an update took behind the first."""
-        if len(self.steps) < 2:
+        if len(self.timed) < 2:
             return None
-        first, last = self.steps[0], self.steps[-1]
-        return (last.elapsed_s - first.elapsed_s) / (len(self.steps) - 1)
+        first, last = self.timed[0], self.timed[-1]
+        return (last.elapsed_s - first.elapsed_s) / (len(self.timed) - 1)
 
     @property
     def predicted(self) -> Timeline | None:

@@ -23,6 +23,8 @@ class Saved(Record):
     values: dict[str, dict[str, Any]] = Field(default={})
     """What of an optimizer's state is no tensor, by parameter."""
     scheduler: dict[str, Any] | None = None
+    candidates: dict[str, Any] | None = None
+    """What came of initialisations that competed before the run."""
 
 
 def saved_in(checkpoint: Checkpoint) -> Saved:
