@@ -222,7 +222,8 @@ def children(pid: int) -> list[int]:
     return sorted(found)
 
 
-@pytest.mark.parametrize("seed", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2, 3))])
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(4))
 def test_a_worker_that_was_stopped_ends_the_run(processes, tmp_path: Path, seed: int) -> None:
     luck = random.Random(seed)
     steps = ("--steps", "100000", "--hang-after", "5")
