@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from typing import Self
 
 from pipedejavu.engine import check_runnable
 from pipedejavu.facts import InputError, Machine, Profile, Record, format_bytes, format_seconds
@@ -44,6 +45,12 @@ class Switch(Record):
     """What an update of the plan before is forecast to take with the costs that were measured."""
     then_s: float
     reason: str
+
+    @classmethod
+    def to(cls, found: Candidate, now_s: float, reason: str) -> Self:
+        """Returns the switch to a plan that was found."""
+        profile, machine = found.profile, found.machine
+        return cls(plan=found.plan, profile=profile, machine=machine, now_s=now_s, then_s=found.time_s, reason=reason)
 
     def row(self, before: str, step: int) -> dict[str, object]:
         """Returns it for the metrics."""
@@ -115,14 +122,7 @@ def find_switch(
     worst = max(range(len(lags)), key=lambda worker: max(lags[worker], 1 / lags[worker]))
     times = f"worker {worst} on {program.devices[worst]} takes {lags[worst]:.1f} times its forecast"
     gain = f"forecast {format_seconds(found.time_s)} a step instead of {format_seconds(now_s)}"
-    return Switch(
-        plan=found.plan,
-        profile=found.profile,
-        machine=found.machine,
-        now_s=now_s,
-        then_s=found.time_s,
-        reason=f"{times}: the run goes on under plan '{found.plan.name}', {gain}",
-    )
+    return Switch.to(found, now_s, f"{times}: the run goes on under plan '{found.plan.name}', {gain}")
 
 
 def relieve(
@@ -154,14 +154,7 @@ def relieve(
     need = max(found.memory, key=lambda memory: memory.share)
     times = f"{format_seconds(found.time_s)} a step instead of {format_seconds(prediction.makespan_s)}"
     fits = f"{format_bytes(need.need_bytes)} on {need.device}, {times}"
-    return Switch(
-        plan=found.plan,
-        profile=found.profile,
-        machine=found.machine,
-        now_s=prediction.makespan_s,
-        then_s=found.time_s,
-        reason=f"{what}; plan '{found.plan.name}' would fit ({fits})",
-    )
+    return Switch.to(found, prediction.makespan_s, f"{what}; plan '{found.plan.name}' would fit ({fits})")
 
 
 def switch_s(profile: Profile) -> float:
