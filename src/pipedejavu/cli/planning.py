@@ -232,7 +232,7 @@ def _page(best: Candidate, answer: Answer, scene: Scene) -> str:
     choices = [
         Choice(
             name=found.plan.name,
-            time_s=found.time_s,
+            time_s=found.time_per_sample_s,
             share=found.fullest_share,
             memory=describe_memory(found.memory),
             bound=found.bound,

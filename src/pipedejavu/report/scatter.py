@@ -21,6 +21,7 @@ class Choice(NamedTuple):
 
     name: str
     time_s: float
+    """For a sample: updates may be of other sizes."""
     share: float
     """Of its memory, what the fullest device needs."""
     memory: str
@@ -53,11 +54,11 @@ def render_choices(choices: Sequence[Choice]) -> str:
         ]
         for n, choice in enumerate(choices)
     ]
-    heads = ("No.", "Plan", "Update", "Fullest memory", "On the front", "Memory", "Bounded by")
+    heads = ("No.", "Plan", "Sample", "Fullest memory", "On the front", "Memory", "Bounded by")
     return (
         '<section id="choices" aria-labelledby="choices-title"><div class="heading">'
         '<h2 id="choices-title">Plans that were considered</h2>'
-        '<p class="hint">Time of an update (right) against the fullest memory (up). The line is the front: less of one'
+        '<p class="hint">Time for a sample (right) against the fullest memory (up). The line is the front: less of one'
         " costs more of the other.</p></div>"
         f'<div class="panel plane">{_plane(choices, front)}</div>{render_table(heads, rows, "choices")}</section>'
     )
