@@ -46,7 +46,7 @@ def render_choices(choices: Sequence[Choice]) -> str:
         [
             Cell(f"{n + 1}", head=True),
             Cell(choice.name + (" (chosen)" if choice.is_winner else "")),
-            Cell(format_seconds(choice.time_s).replace(" ", "\u00a0")),
+            Cell(format_seconds(choice.time_s)),
             Cell(_percent(choice.share)),
             Cell("yes" if n in front else "no"),
             Cell(choice.memory),
