@@ -78,7 +78,7 @@ class Plain:
     def step(self) -> None:
         units = [[p for p in unit.parameters.values() if p in self.states] for unit in find_units(self.model)]
         norms = {
-            p: torch.linalg.vector_norm(p.grad, dtype=torch.float32).cpu()
+            p: torch._foreach_norm([p.grad.reshape(-1)], 2, torch.float32)[0].cpu()
             for unit in units for p in unit if p.grad is not None
         }  # fmt: skip
         if not norms:

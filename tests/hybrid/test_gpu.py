@@ -6,6 +6,7 @@ import os
 import random
 import time
 from collections.abc import Iterator
+from itertools import accumulate
 from typing import Any
 
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # deterministic products; read when CUDA starts
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 from pipedejavu.facts import InputError
 from pipedejavu.hybrid import activation, native
 from pipedejavu.hybrid.arithmetic import State, join, scalars_of, split, update_
-from pipedejavu.hybrid.gpu import _kernel, update_on_gpu
+from pipedejavu.hybrid.gpu import GpuTask, Visiting, _kernel, _state, resting_bytes, update_on_gpu
 from pipedejavu.hybrid.lane import StreamLane
 from pipedejavu.hybrid.native import HostUpdate, Task
 
@@ -82,29 +83,55 @@ def on(device: str, state: State) -> State:
 def test_kernel_torch_and_native_pass_give_the_same_bits(s: Any, is_wild: bool, dtype: torch.dtype) -> None:
     assert _kernel() is not None, "Triton is missing"
     draw = wild if is_wild else tame
-    for numel in (1, 1023, 1025, 300_001):
-        generator = torch.Generator().manual_seed(numel)
-        gradient, weight, low = draw(numel, generator).to(dtype), draw(numel, generator), None
-        if dtype == torch.bfloat16:
-            weight, low = split(weight)
-        start = State(weight, low, draw(numel, generator), draw(numel, generator).abs())
-        by_kernel, by_torch, by_reference, by_host = (
-            on("cuda", start),
-            on("cuda", start),
-            on("cpu", start),
-            on("cpu", start),
-        )
-        update_on_gpu(s, gradient.cuda(), by_kernel)
-        update_(s, gradient.cuda(), by_torch, by_torch)
-        update_(s, gradient, by_reference, by_reference)
-        expected = as_bits(by_reference)
-        assert all(a.equal(b) for a, b in zip(expected, as_bits(by_torch), strict=True)), "torch on the GPU"
-        assert all(a.equal(b) for a, b in zip(expected, as_bits(by_kernel), strict=True)), "the kernel"
+    sizes = (1, 1023, 1025, 300_001), (4096, 16, 0, 2**20 + 16), (5,) * 17
+    for size in sizes:
+        generator = torch.Generator().manual_seed(sum(size))
+        gradients, starts = [], []
+        for numel in size:
+            weight, low = draw(numel, generator), None
+            if dtype == torch.bfloat16:
+                weight, low = split(weight)
+            gradients.append(draw(numel, generator).to(dtype))
+            starts.append(State(weight, low, draw(numel, generator), draw(numel, generator).abs()))
+        expected = [on("cpu", start) for start in starts]
+        by_torch, by_kernel, as_visitors = ([on("cuda", start) for start in starts] for _ in range(3))
+        for gradient, reference, other in zip(gradients, expected, by_torch, strict=True):
+            update_(s, gradient, reference, reference)
+            update_(s, gradient.cuda(), other, other)
+        there = [gradient.cuda() for gradient in gradients]
+        update_on_gpu([GpuTask(s, g, state.weight, state) for g, state in zip(there, by_kernel, strict=True)])
+        visit(s, there, as_visitors)
+        for found, who in ((by_torch, "torch on the GPU"), (by_kernel, "the kernel"), (as_visitors, "visitors")):
+            for reference, other in zip(expected, found, strict=True):
+                assert all(a.equal(b) for a, b in zip(as_bits(reference), as_bits(other), strict=True)), who
         if native.library() is not None:
             update = HostUpdate(4, is_native=True)
-            update([Task(s, gradient, by_host, by_host)])
+            update([Task(s, g, state, state) for g, state in zip(gradients, starts, strict=True)])
             update.close()
-            assert all(a.equal(b) for a, b in zip(expected, as_bits(by_host), strict=True)), "the native pass"
+            for reference, other in zip(expected, starts, strict=True):
+                assert all(a.equal(b) for a, b in zip(as_bits(reference), as_bits(other), strict=True)), "the native"
+
+
+def visit(s: Any, gradients: list[Tensor], states: list[State]) -> None:
+    """Updates states whose moments and low halves lie in one memory."""
+    starts = [0, *accumulate(resting_bytes(state.weight) for state in states)]
+    memory = torch.zeros(starts[-1], dtype=torch.uint8, device="cuda")
+    tasks = [
+        GpuTask(s, gradient, state.weight, Visiting(memory, start))
+        for gradient, state, start in zip(gradients, states, starts[:-1], strict=True)
+    ]
+    views = [_state(task) for task in tasks]
+    for view, state in zip(views, states, strict=True):
+        copy(state, view)
+    update_on_gpu(tasks)
+    for view, state in zip(views, states, strict=True):
+        copy(view, state)
+
+
+def copy(source: State, target: State) -> None:
+    for a, b in zip(source, target, strict=True):
+        if a is not None and b is not None:
+            b.copy_(a)
 
 
 # --- placements

@@ -15,8 +15,8 @@ from torch.utils.hooks import RemovableHandle
 from pipedejavu.facts import InputError
 from pipedejavu.hybrid.arithmetic import Scalars, scalars_of
 from pipedejavu.hybrid.budget import ForwardClock, Meter, pinning_progress
-from pipedejavu.hybrid.home import Home, Lanes, Member, Staging, check_gradient, size_of
-from pipedejavu.hybrid.lane import Mark
+from pipedejavu.hybrid.gather import Gathering
+from pipedejavu.hybrid.home import Home, Lanes, Member, Staging, check_gradient, gradients_of, size_of
 from pipedejavu.hybrid.placement import Placement, choose_placement, forward_room, wants_spares, with_spares
 from pipedejavu.hybrid.rule import Rules
 from pipedejavu.hybrid.unit import ModelUnit, find_units
@@ -46,7 +46,6 @@ class Flow:
         self.undo: list[Callable[[], None]] = []
         self._home_of: dict[Member, Home] = {}
         self._uses: list[tuple[nn.Module, list[Home]]] = []
-        self._leaving: list[tuple[Mark, Tensor]] = []
         self._room = Room(lanes)
         self._free_bytes: dict[int, int] = {}
         """By unit: what visitors may still take of the GPU during its forward."""
@@ -54,8 +53,7 @@ class Flow:
         self._visitors: dict[int, Visitor] = {}
         self._clock: ForwardClock | None = None
         self._make_homes(model, groups)
-        self._norms = torch.zeros(len(self.members), device=self.device)
-        self._host_norms = torch.zeros(len(self.members), pin_memory=self.device.type == "cuda")
+        self._gathering = Gathering(self.members.values(), lanes)
         self._staging = Staging([], lanes, lambda _: None)
         self._witness: Member | None = None
         self._witnessed: tuple[int, Tensor] | None = None
@@ -93,7 +91,7 @@ class Flow:
     def _before_forward(self, homes: list[Home]) -> Callable[..., None]:
         def wait(*_: object) -> None:
             self.drop_with_model()
-            self._prune()
+            self._gathering.prune()
             for home in homes:
                 self.lanes.note("came", home.index)
                 self._make_way(home)
@@ -125,31 +123,34 @@ class Flow:
         home = self._home_of[member]
         gradient = check_gradient(home, member)
         home.wait()
-        is_leaving = home.place in ("host", "lean")
-        if is_leaving and member.arrived:
+        self._gathering.make_way(home, member)
+        if home.is_on_host and member.arrived:
             gradient = self._accumulated(member, gradient)
         member.arrived += 1
         self._is_forward = False
-        torch.linalg.vector_norm(gradient, dtype=torch.float32, out=self._norms[member.slot])
         if self.plan is None and member.arrived == 1:
-            self.meter.saw_gradient(home, 0 if is_leaving else size_of(home).gradient_bytes)
+            self.meter.saw_gradient(home, 0 if home.is_on_host else size_of(home).gradient_bytes)
         if member is self._witness:
             self._witnessed = gradient._version, gradient.clone()
-        if is_leaving:
-            self._let_go(home, member, gradient)
-        if self._is_complete(home):
-            self.lanes.note("ended", home.index)
-            for index in self.plan.arrivals.get(home.index, ()) if self.plan is not None else ():
-                self._visitors[index].come()
+        self._gather(home, member, gradient)
+        if not self._is_complete(home):
+            return
+        self.lanes.note("ended", home.index)
+        self._gathering.take()
+        if home.is_on_host:
+            self._begin_update(home)
+        for index in self.plan.arrivals.get(home.index, ()) if self.plan is not None else ():
+            self._visitors[index].come()
+
+    def _gather(self, home: Home, member: Member, gradient: Tensor) -> None:
+        """Lets a gradient wait for others of its unit; one that will leave is out of the model at once."""
+        if home.is_on_host and member is not self._witness:
+            member.parameter.grad = None
+        self._gathering.add(home, member, gradient)
 
     def _is_complete(self, home: Home) -> bool:
         """Whether the gradients of a unit are final, as far as is known."""
         return all(member.arrived == self.rules.microbatches for member in home.members)
-
-    def _prune(self) -> None:
-        """Frees gradients that have left the GPU."""
-        if self._leaving:
-            self._leaving = [(mark, kept) for mark, kept in self._leaving if not mark.is_past()]
 
     def _make_way(self, home: Home) -> None:
         """Lets visitors leave before a unit's forward takes the memory that they are in."""
@@ -176,36 +177,19 @@ class Flow:
         earlier = member.gradient.to(self.device, non_blocking=True, copy=True).view_as(gradient)
         return earlier.add_(gradient)
 
-    def _let_go(self, home: Home, member: Member, gradient: Tensor) -> None:
-        """Sends a gradient to host memory; the last one of a unit may start its update."""
-        self._prune()
-        self._send(home, member, gradient)
-        if not self._is_complete(home):
-            return
+    def _begin_update(self, home: Home) -> None:
+        """Starts the update of a unit whose gradients are all on their way, if it need not wait for the norm."""
         if self.rules.clip_norm is None:
-            slots = [m.slot for m in home.members]
-            home.update(self._factors(home, 1.0), self._staging, lambda: not self._is_finite(slots))
+            home.update(self._factors(home, 1.0), self._staging, lambda: not self._gathering.is_finite(home.members))
             home.began_with = _settings(home)
         elif home.members[0].spare is not None and self.num_calm:
             home.guess(self._factors(home, 1.0), self._proves_clipping)
 
-    def _send(self, home: Home, member: Member, gradient: Tensor) -> None:
-        """Lets a gradient leave the model; its memory is held until its copy has ended."""
-        home.send(member, gradient, self._norms, self._host_norms)
-        assert member.out is not None
-        self._leaving.append((member.out, gradient))
-        if member is not self._witness:
-            member.parameter.grad = None
-
     def _proves_clipping(self) -> bool:
         """Whether the norms that have arrived say already that a guess without clipping is wrong."""
         assert self.rules.clip_norm is not None
-        arrived = [m.slot for m in self.members.values() if m.arrived and m.out is not None and m.out.is_past()]
-        partial = float(torch.linalg.vector_norm(self._host_norms[arrived]))
-        return not partial <= self.rules.clip_norm
-
-    def _is_finite(self, slots: list[int]) -> bool:
-        return bool(self._host_norms[slots].isfinite().all())
+        arrived = [m for m in self.members.values() if m.arrived and m.out is not None and m.out.is_past()]
+        return not self._gathering.norm(arrived) <= self.rules.clip_norm
 
     # --- updates
 
@@ -214,7 +198,7 @@ class Flow:
         if self.rules.clip_norm is not None:
             for home in self.homes:
                 home.wait()
-        self._host_norms.copy_(self._norms)
+        self._gathering.finish()
         if self.rules.clip_norm is not None:
             self._commit(self._scale())
         else:
@@ -246,8 +230,9 @@ class Flow:
         version, seen = self._witnessed
         if kept._version == version or torch.equal(kept, seen):
             return
-        arrived = [member.slot for member in self.members.values() if member.arrived]
-        if self.rules.clip_norm is not None and not self._norms[arrived].isfinite().all():
+        self._gathering.finish()
+        arrived = [member for member in self.members.values() if member.arrived]
+        if self.rules.clip_norm is not None and not self._gathering.is_finite(arrived):
             return  # clipping to an infinite norm, as Trainers do to know it, has made NaN of all; they are left out
         raise InputError(
             "gradients were changed between backward and step, where most of them have left the model already; clip"
@@ -257,8 +242,7 @@ class Flow:
     def _scale(self) -> float | None:
         """Returns the factor of all gradients, or None where their norm is not finite."""
         assert self.rules.clip_norm is not None
-        arrived = [member.slot for member in self.members.values() if member.arrived]
-        self.norm = float(torch.linalg.vector_norm(self._host_norms[arrived]))
+        self.norm = self._gathering.norm([member for member in self.members.values() if member.arrived])
         scale = min(1.0, self.rules.clip_norm / (self.norm + NORM_EPS)) if math.isfinite(self.norm) else None
         self.num_calm = self.num_calm + 1 if scale == 1.0 else 0
         return scale
@@ -275,7 +259,7 @@ class Flow:
                 home.update(factors, self._staging)
         for home, factors in work:
             if factors and home.place == "gpu":
-                home.update_on_gpu(factors)
+                home.update_on_gpu(factors, gradients_of(factors))
             elif factors and home.place == "visit":
                 self._visitors[home.index].update(factors)
 
@@ -283,22 +267,26 @@ class Flow:
         """Updates what did not begin in the backward pass."""
         left_out = 0
         for home in self.homes:
-            slots = [m.slot for m in home.members if m.arrived]
-            is_finite = self._is_finite(slots)
+            arrived = [member for member in home.members if member.arrived]
+            is_finite = self._gathering.is_finite(arrived)
             left_out += not is_finite
             if home.began_with is not None and home.began_with != _settings(home):
                 raise InputError(
                     f"the settings of '{home.unit.name}' changed between backward and step, and without clip_norm its"
                     " update has begun; change them before the backward pass"
                 )
-            if is_finite and slots and home.began_with is None:
+            if is_finite and arrived and home.began_with is None:
                 factors = self._factors(home, 1.0)
-                home.update_on_gpu(factors) if home.place == "gpu" else home.update(factors, self._staging)
+                if home.place == "gpu":
+                    home.update_on_gpu(factors, gradients_of(factors))
+                else:
+                    home.update(factors, self._staging)
         self.num_skipped += left_out > 0
 
     def forget(self) -> None:
         """Leaves no gradient behind for the next step."""
         self._is_forward = True
+        self._gathering.forget()
         for home in self.homes:
             home.began_with = None
         for visitor in self._visitors.values():
@@ -319,6 +307,7 @@ class Flow:
 
     def settle(self) -> None:
         """Decides where the state goes, lets the gradients of host-held units leave, and allocates all of it."""
+        self._gathering.take()
         sizes = [size_of(home) for home in self.homes]
         limits = self.meter.limits(self.rules.clip_norm is not None, self.rules.gpu_units)
         forwards = self.meter.forwards
@@ -330,27 +319,19 @@ class Flow:
         places = list(zip(self.homes, self.plan.places, self.plan.is_spare, strict=True))
         with pinning_progress(self.plan.host_bytes) as progress:
             for home, place, has_spare in sorted(places, key=lambda item: item[1] == "gpu"):
-                if place == "gpu" and self._leaving:
-                    self._finish_leaving()
+                if place == "gpu":
+                    self._gathering.wait()
                 if place == "visit":
                     self._visitors[home.index] = Visitor(home, self._room, progress)
                 elif home.place is None:
                     home.settle(place, has_spare=has_spare, progress=progress)
                 elif has_spare:
                     home.add_spare(progress)
-                for member in home.members:
-                    gradient = member.parameter.grad
-                    if place in ("host", "lean") and gradient is not None:
-                        self._send(home, member, gradient)
+                if home.is_on_host:
+                    for member, gradient in gradients_of(home.members).items():
+                        self._gather(home, member, gradient)
+                    self._gathering.take()
             self._staging = Staging(self.homes, self.lanes, progress)
-
-    def _finish_leaving(self) -> None:
-        """Waits until the gradients of host-held units have left, and gives their memory to the state."""
-        for mark, _ in self._leaving:
-            mark.wait_on_host()
-        self._leaving = []
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()
 
     def tune(self) -> None:
         """Adds spare copies where steps go unclipped and the forward pass turns out too short for the host."""

@@ -11,6 +11,7 @@ return on `copy-in`:
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 
 from pipedejavu.facts import InputError
 from pipedejavu.hybrid.arithmetic import Scalars, State
-from pipedejavu.hybrid.gpu import update_on_gpu
+from pipedejavu.hybrid.gpu import GpuTask, Visiting, resting_bytes, update_on_gpu
 from pipedejavu.hybrid.lane import Lane, Mark, ThreadLane, copy_lane, now
 from pipedejavu.hybrid.native import HostUpdate, Task
 from pipedejavu.hybrid.placement import Place, UnitSize
@@ -39,6 +40,8 @@ class Member:
     """Its group in the optimizer, whose learning rate a scheduler may change."""
     slot: int
     """Its place among the norms."""
+    start: int = 0
+    """Where its state begins in memory that holds that of the whole unit."""
     step: int = 0
     """Updates that were applied."""
     arrived: int = 0
@@ -123,6 +126,20 @@ class Home:
     """What is left to do on the compute lane before the weights are the newest."""
     _slabs: list[Slab] = field(default_factory=list)
 
+    def __post_init__(self) -> None:
+        for before, member in pairwise(self.members):
+            member.start = before.start + resting_bytes(before.parameter)
+
+    @property
+    def is_on_host(self) -> bool:
+        """Whether the host updates it, so that its gradients leave the GPU."""
+        return self.place in ("host", "lean")
+
+    @property
+    def resting_bytes(self) -> int:
+        """The bytes of moments and of the low halves of masters."""
+        return sum(resting_bytes(member.parameter) for member in self.members)
+
     def settle(self, place: Place, *, has_spare: bool, progress: Progress) -> None:
         """Allocates the state in its place, with moments of zero and masters equal to the weights."""
         self.place = place
@@ -136,12 +153,11 @@ class Home:
         is_lean = place == "lean"
         is_pinned = device.type == "cuda"
         sizes = size_of(self)
-        resting = sum(resting_bytes(member) for member in self.members)
         moved = Slab(
-            (sizes.lean_bytes if is_lean else sizes.host_bytes) - resting,
+            (sizes.lean_bytes if is_lean else sizes.host_bytes) - self.resting_bytes,
             self.lanes.update, is_pinned=is_pinned, progress=progress,
         )  # fmt: skip
-        rest = Slab(resting, self.lanes.update, is_pinned=False, progress=progress)
+        rest = Slab(self.resting_bytes, self.lanes.update, is_pinned=False, progress=progress)
         self._slabs += [moved, rest]
         for member in self.members:
             dtype = member.parameter.dtype
@@ -157,8 +173,7 @@ class Home:
         is_pinned = self.lanes.device.type == "cuda"
         weights = sum(aligned(m.numel * m.parameter.dtype.itemsize) for m in self.members)
         moved = Slab(weights, self.lanes.update, is_pinned=is_pinned, progress=progress)
-        resting = sum(resting_bytes(member) for member in self.members)
-        rest = Slab(resting, self.lanes.update, is_pinned=False, progress=progress)
+        rest = Slab(self.resting_bytes, self.lanes.update, is_pinned=False, progress=progress)
         self._slabs += [moved, rest]
         for member in self.members:
             member.spare = take_state(member, moved.take(member.numel, member.parameter.dtype), rest)
@@ -180,18 +195,21 @@ class Home:
                 self.returned.wait_on_device()
             self.updated = self.returned = None
 
-    def send(self, member: Member, gradient: Tensor, norms: Tensor, partial: Tensor) -> None:
-        """Lets a gradient leave for host memory, with its norm."""
+    def send(self, gradients: Mapping[Member, Tensor], norms: Tensor, partial: Tensor) -> Mark:
+        """Lets gradients leave for host memory, with the norms of the unit."""
         self.assumed = {}  # a guess that was made of an earlier sum of gradients
-        target, slot = member.gradient, slice(member.slot, member.slot + 1)
-        assert target is not None
-        flat = gradient.reshape(-1)
+        slots = slice(self.members[0].slot, self.members[-1].slot + 1)
 
         def copy() -> None:
-            target.copy_(flat, non_blocking=True)
-            partial[slot].copy_(norms[slot], non_blocking=True)
+            for member, gradient in gradients.items():
+                assert member.gradient is not None
+                member.gradient.copy_(gradient, non_blocking=True)
+            partial[slots].copy_(norms[slots], non_blocking=True)
 
-        member.out = self.lanes.copy_out.submit(f"OFFLOAD:d{self.index}", copy, now(self.lanes.device))
+        out = self.lanes.copy_out.submit(f"OFFLOAD:d{self.index}", copy, now(self.lanes.device))
+        for member in gradients:
+            member.out = out
+        return out
 
     def guess(self, factors: dict[Member, Scalars], is_wrong: Callable[[], bool]) -> None:
         """Queues an update into the spare state, which becomes true only if its factors turn out to be right."""
@@ -236,15 +254,18 @@ class Home:
 
         self.updated = self.lanes.host.submit(f"UPDATE{self.index}~host", work)
 
-    def update_on_gpu(self, factors: dict[Member, Scalars]) -> None:
-        """Updates a unit whose state lies on the GPU, on the compute lane."""
-        self.lanes.note("updating", self.index)
+    def update_on_gpu(
+        self, factors: Mapping[Member, Scalars], gradients: Mapping[Member, Tensor], visiting: Tensor | None = None
+    ) -> None:
+        """Updates the unit on the compute lane; its state rests on the GPU, or is there for a visit."""
+        tasks = []
         for member, s in factors.items():
-            gradient = member.parameter.grad
             assert member.state is not None
-            assert gradient is not None
             member.step += 1
-            update_on_gpu(s, gradient.reshape(-1), member.state)
+            rest = member.state if visiting is None else Visiting(visiting, member.start)
+            tasks.append(GpuTask(s, gradients[member], member.parameter.data, rest))
+        self.lanes.note("updating", self.index)
+        update_on_gpu(tasks)
         self.lanes.note("updated", self.index)
 
 
@@ -296,7 +317,7 @@ class Staging:
 def size_of(home: Home) -> UnitSize:
     """Returns the bytes of a unit in each place."""
     weights = sum(aligned(m.numel * m.parameter.dtype.itemsize) for m in home.members)
-    resting = sum(resting_bytes(m) for m in home.members)
+    resting = home.resting_bytes
     on_gpu = sum(m.numel * (10 if m.is_split else 8) for m in home.members)
     device = sum(m.numel * m.parameter.dtype.itemsize for m in home.members)
     return UnitSize(
@@ -330,10 +351,10 @@ def check_gradient(home: Home, member: Member) -> Tensor:
     return gradient
 
 
-def resting_bytes(member: Member) -> int:
-    """Returns the host bytes of what never moves: moments, and the low half of the master."""
-    low = aligned(2 * member.numel) if member.is_split else 0
-    return low + 2 * aligned(4 * member.numel)
+def gradients_of(members: Iterable[Member]) -> dict[Member, Tensor]:
+    """Returns the gradients that parameters have in the model."""
+    found = {member: member.parameter.grad for member in members}
+    return {member: gradient for member, gradient in found.items() if gradient is not None}
 
 
 def take_state(member: Member, weight: Tensor, rest: Slab) -> State:

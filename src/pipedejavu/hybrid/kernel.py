@@ -7,12 +7,30 @@ import triton.language as tl
 
 @triton.jit
 def adamw(
-    gradient, weight, low, m, v, n, scale, beta1, rest1, beta2,
-    rest2, unroot2, eps, decay, rate,
-    is_split: tl.constexpr, block: tl.constexpr,
+    table,
+    is_split: tl.constexpr, is_even: tl.constexpr, most: tl.constexpr, width: tl.constexpr, block: tl.constexpr,
 ):  # fmt: skip
-    """Updates `block` elements a program, as arithmetic.update_ does."""
-    at = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
+    """Updates `block` elements of one parameter a program, as arithmetic.update_ does; gpu.py has the rows."""
+    program = tl.program_id(0).to(tl.int64)
+    first = tl.load(table + tl.arange(0, most) * width + 6)
+    row = table + (tl.sum((first <= program).to(tl.int32), axis=0) - 1) * width
+    kind: tl.constexpr = tl.bfloat16 if is_split else tl.float32
+    gradient = tl.load(row).to(tl.pointer_type(kind))
+    weight = tl.load(row + 1).to(tl.pointer_type(kind))
+    low = tl.load(row + 2).to(tl.pointer_type(tl.int16))
+    m = tl.load(row + 3).to(tl.pointer_type(tl.float32))
+    v = tl.load(row + 4).to(tl.pointer_type(tl.float32))
+    n = tl.load(row + 5)
+    if is_even:
+        gradient, weight = tl.multiple_of(gradient, 16), tl.multiple_of(weight, 16)
+        low, m, v = tl.multiple_of(low, 16), tl.multiple_of(m, 16), tl.multiple_of(v, 16)
+        n = tl.multiple_of(n, 16)
+    factor = (row + 7).to(tl.pointer_type(tl.float32), bitcast=True)
+    scale, beta1, rest1 = tl.load(factor), tl.load(factor + 1), tl.load(factor + 2)
+    beta2, rest2, unroot2 = tl.load(factor + 3), tl.load(factor + 4), tl.load(factor + 5)
+    eps, decay, rate = tl.load(factor + 6), tl.load(factor + 7), tl.load(factor + 8)
+
+    at = (program - tl.load(row + 6)) * block + tl.arange(0, block)
     inside = at < n
     x = tl.load(gradient + at, mask=inside).to(tl.float32) * scale
     a = tl.load(m + at, mask=inside) * beta1 + x * rest1

@@ -16,11 +16,10 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from pipedejavu.hybrid.arithmetic import Scalars, State
-from pipedejavu.hybrid.gpu import update_on_gpu
-from pipedejavu.hybrid.home import Home, Lanes, Member, Progress, resting_bytes, take_state
+from pipedejavu.hybrid.arithmetic import Scalars
+from pipedejavu.hybrid.home import Home, Lanes, Member, Progress, gradients_of, take_state
 from pipedejavu.hybrid.lane import Lane, Mark, StreamLane, now
-from pipedejavu.hybrid.slab import Slab, aligned
+from pipedejavu.hybrid.slab import Slab
 
 PIECE_BYTES = 2**26
 """The copies of one direction run one after the other, whoever asks for them, and a stream that always has a next one
@@ -140,9 +139,8 @@ class Visitor:
     def __init__(self, home: Home, room: Room, progress: Progress):
         self.home, self.lanes, self.room = home, home.lanes, room
         home.place = "visit"
-        size = sum(resting_bytes(member) for member in home.members)
         is_pinned = self.lanes.device.type == "cuda"
-        self.slab = Slab(size, self.lanes.update, is_pinned=is_pinned, progress=progress)
+        self.slab = Slab(home.resting_bytes, self.lanes.update, is_pinned=is_pinned, progress=progress)
         for member in home.members:
             member.state = take_state(member, member.parameter.data.view(-1), self.slab)
         self._here: Tensor | None = None
@@ -164,8 +162,7 @@ class Visitor:
         if self._came is None:
             self.room.expect()
             self._came = self.lanes.arrive.submit(f"come{self.home.index}", partial(self._arrive, None), self._left)
-        gradients = {member: member.parameter.grad for member in factors}
-        self.home.before = partial(self._apply, factors, gradients)
+        self.home.before = partial(self._apply, factors, gradients_of(factors))
 
     def _arrive(self, memory: Tensor | None) -> None:
         """Copies the state to the GPU; without memory of its own, into what another visitor has left."""
@@ -182,23 +179,14 @@ class Visitor:
         with torch.cuda.stream(lane.stream) if isinstance(lane, StreamLane) else nullcontext():
             return torch.empty(size, dtype=torch.uint8, device=self.lanes.device)
 
-    def _apply(self, factors: Mapping[Member, Scalars], gradients: Mapping[Member, Tensor | None]) -> None:
+    def _apply(self, factors: Mapping[Member, Scalars], gradients: Mapping[Member, Tensor]) -> None:
         assert self._came is not None
         self.room.let_go()
         with self.room.urgency():
             self._came.wait_on_host()
         here, self._here, self._came = self._here, None, None
         assert here is not None
-        used = 0
-        self.lanes.note("updating", self.home.index)
-        for member in self.home.members:
-            size = resting_bytes(member)
-            gradient = gradients.get(member)
-            if gradient is not None:
-                member.step += 1
-                update_on_gpu(factors[member], gradient.reshape(-1), _state_in(member, here[used : used + size]))
-            used += size
-        self.lanes.note("updated", self.home.index)
+        self.home.update_on_gpu(factors, gradients, here)
         self.room.leave(partial(self._depart, here, now(self.lanes.device)))
 
     def _depart(self, here: Tensor, updated: Mark) -> None:
@@ -226,13 +214,3 @@ class Visitor:
             assert self._here is not None
             self.room.give(self._here, has_left=False)
             self._here = self._came = None
-
-
-def _state_in(member: Member, visiting: Tensor) -> State:
-    """Returns a member's state in the bytes of a visit, laid out as in its slab."""
-    n, at, low = member.numel, 0, None
-    if member.is_split:
-        low, at = visiting[: 2 * n].view(torch.int16), aligned(2 * n)
-    m = visiting[at : at + 4 * n].view(torch.float32)
-    at += aligned(4 * n)
-    return State(member.parameter.data.view(-1), low, m, visiting[at : at + 4 * n].view(torch.float32))

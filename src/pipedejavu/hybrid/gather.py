@@ -1,0 +1,89 @@
+"""Gradients as the backward pass makes them: their norms, and their way to host memory.
+
+Every norm and every copy costs the host some time, and a model has hundreds of small parameters: those of one unit are
+gathered, and taken together.
+"""
+
+from collections.abc import Collection
+
+import torch
+from torch import Tensor
+
+from pipedejavu.hybrid.home import Home, Lanes, Member
+from pipedejavu.hybrid.lane import Mark
+
+MANY_BYTES = 2**24
+"""Of gathered gradients that are to leave: they set out then, before the link waits for them."""
+
+
+class Gathering:
+    """The gradients of one unit that have come last, and those that are on their way."""
+
+    def __init__(self, members: Collection[Member], lanes: Lanes):
+        device = lanes.device
+        self.norms = torch.zeros(len(members), pin_memory=device.type == "cuda")
+        """In host memory, by slot: of gradients that have arrived there, and of all behind `finish`."""
+        self._norms = torch.zeros(len(members), device=device)
+        self._norm_of = dict(zip(members, self._norms.unbind(), strict=True))
+        self._home: Home | None = None
+        self._waiting: dict[Member, Tensor] = {}
+        self._leaving: list[tuple[Mark, list[Tensor]]] = []
+        """Their memory must not be taken by others before the mark."""
+
+    def make_way(self, home: Home, member: Member) -> None:
+        """Takes what was gathered, if a new gradient cannot be taken together with it."""
+        if home is not self._home or member in self._waiting:
+            self.take()
+
+    def add(self, home: Home, member: Member, gradient: Tensor) -> None:
+        """Gathers a gradient; many that are to leave do so at once."""
+        self._home, self._waiting[member] = home, gradient
+        if home.is_on_host and sum(waiting.nbytes for waiting in self._waiting.values()) >= MANY_BYTES:
+            self.take()
+
+    def take(self) -> None:
+        """Takes the norms of what was gathered, and sends it away if its state is in host memory.
+
+        A norm depends on its own gradient alone, whichever others it is taken with.
+        """
+        home, flat = self._home, {member: gradient.reshape(-1) for member, gradient in self._waiting.items()}
+        for dtype in {gradient.dtype for gradient in flat.values()}:
+            alike = {member: gradient for member, gradient in flat.items() if gradient.dtype == dtype}
+            found = torch._foreach_norm(list(alike.values()), 2, torch.float32)
+            torch._foreach_copy_([self._norm_of[member] for member in alike], found)
+        if home is not None and home.is_on_host and flat:
+            self.prune()
+            self._leaving.append((home.send(flat, self._norms, self.norms), list(flat.values())))
+        self.forget()
+
+    def forget(self) -> None:
+        """Drops what was gathered."""
+        self._home, self._waiting = None, {}
+
+    def prune(self) -> None:
+        """Frees gradients that have left the GPU."""
+        if self._leaving:
+            self._leaving = [(mark, kept) for mark, kept in self._leaving if not mark.is_past()]
+
+    def finish(self) -> None:
+        """Takes all norms, and waits until they are in host memory."""
+        self.take()
+        self.norms.copy_(self._norms)
+
+    def wait(self) -> None:
+        """Waits until gradients that leave have left, and gives their memory back."""
+        if not self._leaving:
+            return
+        for mark, _ in self._leaving:
+            mark.wait_on_host()
+        self._leaving = []
+        if self._norms.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def norm(self, members: Collection[Member]) -> float:
+        """Returns the norm of these gradients together, as far as norms are in host memory."""
+        return float(torch.linalg.vector_norm(self.norms[[member.slot for member in members]]))
+
+    def is_finite(self, members: Collection[Member]) -> bool:
+        """Whether these gradients are finite, as far as norms are in host memory."""
+        return bool(self.norms[[member.slot for member in members]].isfinite().all())
