@@ -20,7 +20,7 @@ from pipedejavu.engine import AdamW
 from pipedejavu.facts import Device, Host, InputError, Link, Machine, Profile, Unit, UnitTime
 from pipedejavu.hybrid import HybridAdamW
 from pipedejavu.hybrid.arithmetic import State, scalars_of
-from pipedejavu.hybrid.gpu import GpuTask, update_on_gpu
+from pipedejavu.hybrid.gpu import UnitUpdate, addresses_of
 from pipedejavu.hybrid.native import HostUpdate, Task
 from pipedejavu.hybrid.placement import Limits, Placement, Stretch, UnitSize, choose_placement
 from pipedejavu.plan import Keep, Reduce, preset
@@ -281,9 +281,10 @@ def _update_rates(device: torch.device) -> dict[str, float]:
     alone = rate(lambda: host([Task(scalars, gradient, own, own)]))
     found = {"gpu": alone, "host_alone": alone, "host": alone}
     if device.type == "cuda":
-        there = state(device)
-        found["gpu"] = rate(lambda: update_on_gpu([GpuTask(scalars, there[0], there[1].weight, there[1])]))
-        del there
+        gradients, there = state(device)
+        update = UnitUpdate([there.weight], [addresses_of(there)])
+        found["gpu"] = rate(lambda: update([scalars], [gradients]))
+        del gradients, there, update
         found["host"] = _beside_copies(lambda: rate(lambda: host([Task(scalars, gradient, own, own)])), own.m, device)
     found["is_native"] = host.is_native
     host.close()

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from pipedejavu.facts import InputError
 from pipedejavu.hybrid import activation, native
 from pipedejavu.hybrid.arithmetic import State, join, scalars_of, split, update_
-from pipedejavu.hybrid.gpu import GpuTask, Visiting, _kernel, _state, resting_bytes, update_on_gpu
+from pipedejavu.hybrid.gpu import UnitUpdate, _kernel, addresses_of, places_of, state_in
 from pipedejavu.hybrid.lane import StreamLane
 from pipedejavu.hybrid.native import HostUpdate, Task
 
@@ -99,7 +99,8 @@ def test_kernel_torch_and_native_pass_give_the_same_bits(s: Any, is_wild: bool, 
             update_(s, gradient, reference, reference)
             update_(s, gradient.cuda(), other, other)
         there = [gradient.cuda() for gradient in gradients]
-        update_on_gpu([GpuTask(s, g, state.weight, state) for g, state in zip(there, by_kernel, strict=True)])
+        weights = [state.weight for state in by_kernel]
+        UnitUpdate(weights, [addresses_of(state) for state in by_kernel])([s] * len(size), there)
         visit(s, there, as_visitors)
         for found, who in ((by_torch, "torch on the GPU"), (by_kernel, "the kernel"), (as_visitors, "visitors")):
             for reference, other in zip(expected, found, strict=True):
@@ -114,18 +115,26 @@ def test_kernel_torch_and_native_pass_give_the_same_bits(s: Any, is_wild: bool, 
 
 def visit(s: Any, gradients: list[Tensor], states: list[State]) -> None:
     """Updates states whose moments and low halves lie in one memory."""
-    starts = [0, *accumulate(resting_bytes(state.weight) for state in states)]
+    weights = [state.weight for state in states]
+    starts = [0, *accumulate(places_of(weight)[1] for weight in weights)]
     memory = torch.zeros(starts[-1], dtype=torch.uint8, device="cuda")
-    tasks = [
-        GpuTask(s, gradient, state.weight, Visiting(memory, start))
-        for gradient, state, start in zip(gradients, states, starts[:-1], strict=True)
-    ]
-    views = [_state(task) for task in tasks]
+    views = [state_in(memory, weight, start) for weight, start in zip(weights, starts[:-1], strict=True)]
     for view, state in zip(views, states, strict=True):
         copy(state, view)
-    update_on_gpu(tasks)
+    places = [addresses_of(view) for view in views]
+    base = memory.data_ptr()
+    update = UnitUpdate(weights, [(low and low - base, m - base, v - base) for low, m, v in places])
+    update([s] * len(states), gradients, base)
     for view, state in zip(views, states, strict=True):
         copy(view, state)
+
+
+def test_the_kernel_leaves_parameters_without_a_gradient_alone() -> None:
+    states = [State(torch.ones(n, device="cuda"), None, *torch.ones(2, n, device="cuda")) for n in (7, 2048, 31)]
+    s = scalars_of(1, 1e-3, (0.9, 0.999), 1e-8, 0.01, 1.0)
+    update = UnitUpdate([state.weight for state in states], [addresses_of(state) for state in states])
+    update([s, None, s], [torch.ones(7, device="cuda"), None, torch.ones(31, device="cuda")])
+    assert [bool((state.weight == 1).all()) for state in states] == [False, True, False]
 
 
 def copy(source: State, target: State) -> None:

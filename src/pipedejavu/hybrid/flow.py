@@ -181,7 +181,7 @@ class Flow:
         """Starts the update of a unit whose gradients are all on their way, if it need not wait for the norm."""
         if self.rules.clip_norm is None:
             home.update(self._factors(home, 1.0), self._staging, lambda: not self._gathering.is_finite(home.members))
-            home.began_with = _settings(home)
+            home.began_with = list(map(_setting, home.members))
         elif home.members[0].spare is not None and self.num_calm:
             home.guess(self._factors(home, 1.0), self._proves_clipping)
 
@@ -270,7 +270,7 @@ class Flow:
             arrived = [member for member in home.members if member.arrived]
             is_finite = self._gathering.is_finite(arrived)
             left_out += not is_finite
-            if home.began_with is not None and home.began_with != _settings(home):
+            if home.began_with is not None and home.began_with != list(map(_setting, home.members)):
                 raise InputError(
                     f"the settings of '{home.unit.name}' changed between backward and step, and without clip_norm its"
                     " update has begun; change them before the backward pass"
@@ -297,11 +297,15 @@ class Flow:
 
     def _factors(self, home: Home, scale: float) -> dict[Member, Scalars]:
         """Returns the factors of the coming update of each parameter that has a gradient."""
-        return {
-            member: scalars_of(member.step + 1, *setting, scale)
-            for member, setting in zip(home.members, _settings(home), strict=True)
-            if member.arrived
-        }
+        known: dict[tuple[int, int], Scalars] = {}
+        found = {}
+        for member in home.members:
+            key = id(member.group), member.step
+            if member.arrived:
+                if key not in known:
+                    known[key] = scalars_of(member.step + 1, *_setting(member), scale)
+                found[member] = known[key]
+        return found
 
     # --- placement
 
@@ -369,7 +373,7 @@ class Flow:
             self.window.clear()
 
 
-def _settings(home: Home) -> list[tuple[float, tuple[float, float], float, float]]:
-    """Returns learning rate, betas, eps and weight decay of each parameter, as they are now."""
-    groups = [member.group for member in home.members]
-    return [(float(g["lr"]), tuple(g["betas"]), g["eps"], g["weight_decay"]) for g in groups]
+def _setting(member: Member) -> tuple[float, tuple[float, float], float, float]:
+    """Returns learning rate, betas, eps and weight decay of a parameter, as they are now."""
+    group = member.group
+    return float(group["lr"]), tuple(group["betas"]), group["eps"], group["weight_decay"]

@@ -12,7 +12,7 @@ from torch import Tensor
 from pipedejavu.hybrid.home import Home, Lanes, Member
 from pipedejavu.hybrid.lane import Mark
 
-MANY_BYTES = 2**24
+MANY_BYTES = 2**22
 """Of gathered gradients that are to leave: they set out then, before the link waits for them."""
 
 
@@ -31,7 +31,8 @@ class Gathering:
         """Their memory must not be taken by others before the mark."""
 
     def make_way(self, home: Home, member: Member) -> None:
-        """Takes what was gathered, if a new gradient cannot be taken together with it."""
+        """Frees what has left, and takes what was gathered if a new gradient cannot be taken together with it."""
+        self.prune()
         if home is not self._home or member in self._waiting:
             self.take()
 
@@ -52,7 +53,6 @@ class Gathering:
             found = torch._foreach_norm(list(alike.values()), 2, torch.float32)
             torch._foreach_copy_([self._norm_of[member] for member in alike], found)
         if home is not None and home.is_on_host and flat:
-            self.prune()
             self._leaving.append((home.send(flat, self._norms, self.norms), list(flat.values())))
         self.forget()
 

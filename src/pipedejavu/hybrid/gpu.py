@@ -1,107 +1,101 @@
 """The GPU's update: one Triton kernel for all parameters of a unit, or the operations of arithmetic.py one by one.
 
-A launch takes a table of addresses and factors, a row for each parameter: the host is busy with it for as long as a
-kernel of a single parameter would keep it. Triton would contract a product and a sum into one operation and round a
-division loosely; both are asked not to.
+A launch takes a table with a row of addresses and factors for each parameter. Most of it is made once, so that the host
+is hardly longer at it than at the launch of any kernel. Triton would contract a product and a sum into one operation
+and round a division loosely; both are asked not to.
 """
 
-import struct
 from collections.abc import Sequence
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
+import numpy
 import torch
 from torch import Tensor
 
-from pipedejavu.hybrid.arithmetic import Scalars, State, update_
+from pipedejavu.hybrid.arithmetic import Scalars, State
 from pipedejavu.hybrid.slab import aligned
 
 BLOCK = 1024
+_GRADIENT, _WEIGHT, _REST, _COUNT, _FIRST, _FACTORS, _WIDTH = 0, 1, slice(2, 5), 5, 6, 7, 12
+"""Columns: addresses of gradient, weight, low half and moments; elements; first block; factors as float32."""
 _FEWEST_ROWS = 16
-_ROW = struct.Struct("7q9f4x")
-"""Addresses of gradient, weight, low half and both moments; the number of elements; the first block; factors."""
-_NOBODY = _ROW.pack(0, 0, 0, 0, 0, 0, 2**62, *[0.0] * 9)
+_NOBODY, _NOTHING = 2**62, Scalars(*[0.0] * len(Scalars._fields))
 _EVEN = 16
 """Bytes and elements: addresses and sizes that are multiples of it let the kernel read many elements at once."""
 
-
-class Visiting(NamedTuple):
-    """The state of a parameter that begins somewhere in memory that holds more; its tensors are not made yet."""
-
-    memory: Tensor
-    start: int
+Places = tuple[int, int, int]
+"""Of the low half and both moments: addresses, or bytes from where all of it begins."""
 
 
-class GpuTask(NamedTuple):
-    """One parameter's update, in place."""
-
-    s: Scalars
-    gradient: Tensor
-    weight: Tensor
-    rest: State | Visiting
-
-
-def resting_bytes(weight: Tensor) -> int:
-    """Returns the bytes of a parameter's state beside its weight: the low half of a split master, and moments."""
-    return _places(weight)[-1]
-
-
-def _places(weight: Tensor) -> tuple[int, int, int, int]:
-    """Returns where the low half, both moments and the end of a parameter's state lie, from its start."""
+def places_of(weight: Tensor) -> tuple[Places, int]:
+    """Returns where the parts of a parameter's state lie where they lie together, and the size of all of it."""
     n = weight.numel()
     low, moment = aligned(2 * n) if weight.dtype == torch.bfloat16 else 0, aligned(4 * n)
-    return 0, low, low + moment, low + 2 * moment
+    return (0, low, low + moment), low + 2 * moment
 
 
-def update_on_gpu(tasks: Sequence[GpuTask]) -> None:
-    """Updates parameters on the current stream of their device."""
-    if _kernel() is None:
-        for task in tasks:
-            state = _state(task)
-            update_(task.s, task.gradient.reshape(-1), state, state)
-        return
-    for dtype in dict.fromkeys(task.weight.dtype for task in tasks):
-        _launch([task for task in tasks if task.weight.dtype == dtype], is_split=dtype == torch.bfloat16)
+def state_in(memory: Tensor, weight: Tensor, start: int) -> State:
+    """Returns a parameter's state that begins somewhere in memory."""
+    n, (low, m, v) = weight.numel(), (start + place for place in places_of(weight)[0])
+    half = memory[low : low + 2 * n].view(torch.int16) if weight.dtype == torch.bfloat16 else None
+    return State(weight.view(-1), half, *(memory[place : place + 4 * n].view(torch.float32) for place in (m, v)))
 
 
-def _state(task: GpuTask) -> State:
-    if isinstance(task.rest, State):
-        return task.rest
-    weight, (memory, start), n = task.weight, task.rest, task.weight.numel()
-    low, m, v, _ = (start + place for place in _places(weight))
-    halves = memory[low : low + 2 * n].view(torch.int16) if weight.dtype == torch.bfloat16 else None
-    moments = (memory[place : place + 4 * n].view(torch.float32) for place in (m, v))
-    return State(weight.view(-1), halves, *moments)
+def addresses_of(state: State) -> Places:
+    """Returns where the parts of a state are."""
+    low, m, v = (0 if part is None else part.data_ptr() for part in state[1:])
+    return low, m, v
 
 
-def _addresses(task: GpuTask) -> tuple[int, ...]:
-    """Returns where low half and moments are, without making tensors of them."""
-    if isinstance(task.rest, State):
-        return tuple(0 if tensor is None else tensor.data_ptr() for tensor in task.rest[1:])
-    begin = task.rest.memory.data_ptr() + task.rest.start
-    return tuple(begin + place for place in _places(task.weight)[:3])
+class UnitUpdate:
+    """The update of one unit's parameters, on the current stream of their device."""
+
+    def __init__(self, weights: Sequence[Tensor], places: Sequence[Places]):
+        kinds = {weight.dtype: [n for n, w in enumerate(weights) if w.dtype == weight.dtype] for weight in weights}
+        self._tables = [_Table([weights[n] for n in own], [places[n] for n in own], own) for own in kinds.values()]
+
+    def __call__(self, factors: Sequence[Scalars | None], gradients: Sequence[Tensor | None], base: int = 0) -> None:
+        """Updates the parameters that have factors; their places count from `base`."""
+        for table in self._tables:
+            table.launch(factors, gradients, base)
 
 
-def _launch(tasks: Sequence[GpuTask], *, is_split: bool) -> None:
-    gradients = [task.gradient.contiguous() for task in tasks]  # those that were made for this live until the launch
-    rows, block, bits = [], 0, 0
-    for task, gradient in zip(tasks, gradients, strict=True):
-        n = task.weight.numel()
-        addresses = gradient.data_ptr(), task.weight.data_ptr(), *_addresses(task)
-        rows.append(_ROW.pack(*addresses, n, block, *task.s))
-        block += -(-n // BLOCK)
-        for number in (*addresses, n):
-            bits |= number
-    if not block:
-        return
-    most = max(_FEWEST_ROWS, 1 << (len(rows) - 1).bit_length())
-    rows += [_NOBODY] * (most - len(rows))
-    table = torch.frombuffer(bytearray(b"".join(rows)), dtype=torch.int64).pin_memory()
-    _kernel()[(block,)](
-        table.to(gradients[0].device, non_blocking=True),
-        is_split=is_split, is_even=bits % _EVEN == 0, most=most, width=_ROW.size // 8, block=BLOCK,
-        enable_fp_fusion=False,
-    )  # fmt: skip
+class _Table:
+    """The parameters of a unit that have one dtype."""
+
+    def __init__(self, weights: Sequence[Tensor], places: Sequence[Places], own: Sequence[int]):
+        self.weights, self.own = weights, own
+        self.places, self.counts = numpy.array(places), [weight.numel() for weight in weights]
+        blocks = numpy.cumsum([0, *(-(-count // BLOCK) for count in self.counts)])
+        self.num_blocks = int(blocks[-1])
+        self.rows = numpy.zeros((max(_FEWEST_ROWS, 1 << (len(weights) - 1).bit_length()), _WIDTH), numpy.int64)
+        self.rows[:, _FIRST] = _NOBODY
+        self.rows[: len(weights), _FIRST] = blocks[:-1]
+        self.used = self.rows[: len(weights)]
+        self.factors = self.used[:, _FACTORS:].view(numpy.float32)[:, : len(_NOTHING)]
+
+    def launch(self, factors: Sequence[Scalars | None], gradients: Sequence[Tensor | None], base: int) -> None:
+        found = [(factors[n], gradients[n]) for n in self.own]
+        given = [None if s is None or g is None else g.contiguous() for s, g in found]  # new ones live until the launch
+        self.used[:, _GRADIENT] = [0 if g is None else g.data_ptr() for g in given]
+        self.used[:, _WEIGHT] = [weight.data_ptr() for weight in self.weights]
+        self.used[:, _REST] = self.places + base
+        self.used[:, _COUNT] = [0 if g is None else n for n, g in zip(self.counts, given, strict=True)]
+        self.factors[:] = [_NOTHING if s is None else s for s, _ in found]
+        if not self.num_blocks or not any(g is not None for g in given):
+            return
+        device, is_split = self.weights[0].device, self.weights[0].dtype == torch.bfloat16
+        is_even = int(numpy.bitwise_or.reduce(self.used[:, : _COUNT + 1], axis=None)) % _EVEN == 0
+        _kernel()[(self.num_blocks,)](
+            torch.from_numpy(self.rows).pin_memory().to(device, non_blocking=True),
+            is_split=is_split, is_even=is_even, most=len(self.rows), width=_WIDTH, block=BLOCK, enable_fp_fusion=False,
+        )  # fmt: skip
+
+
+def has_kernel(device: torch.device) -> bool:
+    """Whether there is a kernel for a device; without, the operations run one by one."""
+    return device.type == "cuda" and _kernel() is not None
 
 
 @cache

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from pipedejavu.facts import InputError
-from pipedejavu.hybrid.arithmetic import Scalars, State
-from pipedejavu.hybrid.gpu import GpuTask, Visiting, resting_bytes, update_on_gpu
+from pipedejavu.hybrid.arithmetic import Scalars, State, update_
+from pipedejavu.hybrid.gpu import UnitUpdate, addresses_of, has_kernel, places_of, state_in
 from pipedejavu.hybrid.lane import Lane, Mark, ThreadLane, copy_lane, now
 from pipedejavu.hybrid.native import HostUpdate, Task
 from pipedejavu.hybrid.placement import Place, UnitSize
@@ -125,10 +125,11 @@ class Home:
     before: Callable[[], None] | None = None
     """What is left to do on the compute lane before the weights are the newest."""
     _slabs: list[Slab] = field(default_factory=list)
+    _unit_update: UnitUpdate | None = None
 
     def __post_init__(self) -> None:
         for before, member in pairwise(self.members):
-            member.start = before.start + resting_bytes(before.parameter)
+            member.start = before.start + places_of(before.parameter)[1]
 
     @property
     def is_on_host(self) -> bool:
@@ -138,7 +139,7 @@ class Home:
     @property
     def resting_bytes(self) -> int:
         """The bytes of moments and of the low halves of masters."""
-        return sum(resting_bytes(member.parameter) for member in self.members)
+        return sum(places_of(member.parameter)[1] for member in self.members)
 
     def settle(self, place: Place, *, has_spare: bool, progress: Progress) -> None:
         """Allocates the state in its place, with moments of zero and masters equal to the weights."""
@@ -258,15 +259,34 @@ class Home:
         self, factors: Mapping[Member, Scalars], gradients: Mapping[Member, Tensor], visiting: Tensor | None = None
     ) -> None:
         """Updates the unit on the compute lane; its state rests on the GPU, or is there for a visit."""
-        tasks = []
-        for member, s in factors.items():
-            assert member.state is not None
+        for member in factors:
             member.step += 1
-            rest = member.state if visiting is None else Visiting(visiting, member.start)
-            tasks.append(GpuTask(s, gradients[member], member.parameter.data, rest))
         self.lanes.note("updating", self.index)
-        update_on_gpu(tasks)
+        if has_kernel(self.lanes.device):
+            if self._unit_update is None:
+                self._unit_update = self._make_update()
+            every = [(factors.get(member), gradients.get(member)) for member in self.members]
+            self._unit_update(
+                [s for s, _ in every], [g for _, g in every], visiting.data_ptr() if visiting is not None else 0
+            )
+        else:
+            for member, s in factors.items():
+                own = member.state if visiting is None else state_in(visiting, member.parameter.data, member.start)
+                assert own is not None
+                update_(s, gradients[member].reshape(-1), own, own)
         self.lanes.note("updated", self.index)
+
+    def _make_update(self) -> UnitUpdate:
+        """Returns the GPU's update of the unit, whose state rests there or will lie together when it visits."""
+        places = []
+        for member in self.members:
+            assert member.state is not None
+            if self.place == "gpu":
+                places.append(addresses_of(member.state))
+            else:
+                low, m, v = places_of(member.parameter)[0]
+                places.append((member.start + low, member.start + m, member.start + v))
+        return UnitUpdate([member.parameter for member in self.members], places)
 
 
 class Staging:
