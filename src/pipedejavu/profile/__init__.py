@@ -2,6 +2,7 @@
 
 from pipedejavu.profile.blank import blank_like, make_blank, make_mode
 from pipedejavu.profile.chain import Units, is_chain, read_chain
+from pipedejavu.profile.company import company
 from pipedejavu.profile.cut import Cut, cut_model
 from pipedejavu.profile.estimate import estimate_units, read_rates
 from pipedejavu.profile.measure import Shot, measure_profile, merge_profiles
@@ -13,6 +14,7 @@ __all__ = [
     "Shot",
     "Units",
     "blank_like",
+    "company",
     "cut_model",
     "estimate_units",
     "is_chain",

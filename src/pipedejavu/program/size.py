@@ -160,6 +160,11 @@ class Sizes:
         total = sum(found)
         return [n * size / total for n in found] if total else [size]
 
+    def largest_output(self, piece: int) -> float:
+        """Bytes of the largest output of a unit in a piece, for a microbatch."""
+        units = [self.program.profile.units[u] for u in self.program.pieces[piece].units]
+        return max(unit.boundary_bytes for unit in units) * self.samples(0) / self.shards
+
     def group_size(self, piece: int) -> int:
         """How many workers divide a piece's state under a zero keep."""
         group = self.program.groups.get(f"s{self.program.pieces[piece].stage}")

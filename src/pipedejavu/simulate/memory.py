@@ -32,17 +32,24 @@ def trace_footprint(liveness: Liveness, worker: int, stays: list[Stay]) -> Footp
     program, sizes = liveness.program, liveness.sizes
     if not sizes.is_detailed or program.machine.device(program.devices[worker]).type != "gpu":
         return None
-    rows = [
-        (s.birth, s.death, [s.size_bytes] if s.value[0] == "t" else _divided(s.size_bytes, sizes.parts(s.value)))
-        for s in stays
-        if s.value[4] != "host"
-    ]
+    rows = []
+    for s in stays:
+        what, piece, _, _, place = s.value
+        like = _cut(s.size_bytes, sizes.largest_output(piece)) if what == "t" else sizes.parts(s.value)
+        if place != "host":
+            rows.append((s.birth, s.death, _divided(s.size_bytes, like)))
     for (memory, kind), size in liveness.fixed(worker).items():
         tensors = [n for piece, replica in program.held(worker) for n in sizes.parts(("w", piece, replica, 0, ""))]
         moments = 2 if kind == "optimizer" else 1
         if memory == "device" and size:
             rows.append((0.0, inf, _divided(size, tensors * moments)))
     return replay(rows)
+
+
+def _cut(size_bytes: float, most_bytes: float) -> list[float]:
+    """Returns what an action works with as tensors: each about as large as what it passes on, the rest in the last."""
+    count = int(size_bytes // most_bytes) if most_bytes else 0
+    return [most_bytes] * count + [size_bytes - count * most_bytes]
 
 
 def _divided(size_bytes: float, like: list[float]) -> list[float]:

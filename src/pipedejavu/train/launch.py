@@ -21,7 +21,7 @@ from pipedejavu.engine import Byzantine, check_runnable
 from pipedejavu.facts import InputError, Link, Machine, Profile, write_file
 from pipedejavu.plan import Plan
 from pipedejavu.probe.gloo import measure_link
-from pipedejavu.profile import merge_profiles
+from pipedejavu.profile import company, merge_profiles
 from pipedejavu.program import Program, verify
 from pipedejavu.program import compile as compile_plan
 from pipedejavu.program.crew import assign_devices
@@ -42,6 +42,7 @@ from pipedejavu.train.site import (
     devices_to_measure,
     make_machine,
     num_threads,
+    num_threads_beside,
     read_sites,
     torch_device,
 )
@@ -132,7 +133,8 @@ def _measure(options: TrainOptions, plan: Plan, machine: Machine, names: Sequenc
         source, found = worker if team.is_launched else 0, b""
         if team.rank == source:
             torch.set_num_threads(num_threads(machine, names, worker))
-            profile = _measure_here(options, plan, {kind: torch_device(machine, name)})
+            with company(num_threads_beside(machine, names, worker)):
+                profile = _measure_here(options, plan, {kind: torch_device(machine, name)})
             found = profile.to_json().encode()
         profiles.append(Profile.from_json(team.share(found, source)))
     return merge_profiles(profiles)

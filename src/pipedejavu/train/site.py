@@ -140,6 +140,15 @@ def num_threads(machine: Machine, devices: Sequence[str], worker: int) -> int:
     return max(1, part - (part >= MANY_CORES))
 
 
+def num_threads_beside(machine: Machine, devices: Sequence[str], worker: int) -> int:
+    """Returns the threads that other workers compute with on the host of one that does so too; none beside a GPU's."""
+    own = machine.device(devices[worker])
+    if own.type == "gpu" and torch.cuda.is_available():
+        return 0
+    beside = [n for n, name in enumerate(devices) if n != worker and machine.device(name).host == own.host]
+    return sum(num_threads(machine, devices, n) for n in beside)
+
+
 def describe_stand_ins(machine: Machine, devices: Sequence[str], sites: Sequence[Site]) -> str:
     """Returns a sentence where a plan has more GPUs on a host than there are; empty otherwise."""
     asked = {d.host: 0 for d in machine.devices}
