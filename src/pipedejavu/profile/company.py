@@ -1,7 +1,6 @@
 """Keeps cores busy while a model is measured, as the other workers of a host will while it is trained.
 
-Cores share caches, memory and clock, and often two of them are one; what a worker takes alone is less than what it takes
-beside others.
+Cores share caches, memory and clock, and often two of them are one: beside others a worker takes longer than alone.
 """
 
 import threading
@@ -11,7 +10,7 @@ from contextlib import contextmanager
 import torch
 
 SIDE = 384
-"""Of the matrices that are multiplied: some milliseconds of work between looks at the clock, without the interpreter."""
+"""Of the matrices that are multiplied: a millisecond or more without the interpreter."""
 
 
 @contextmanager
