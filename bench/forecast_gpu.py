@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -34,7 +35,7 @@ from pipedejavu.train.measure import updates_of
 from pipedejavu.zoo import build
 from pipedejavu.zoo.loss import cross_entropy
 
-CLIP, WARM_UP, TIMED, REPEATS = 1.0, 4, 4, 3
+CLIP, WARM_UP, TIMED, REPEATS, COPIES = 1.0, 4, 4, 3, 20
 ANY = 2**60
 STEPS = 3
 BUDGETS = (0.7, 0.35, 0.05)
@@ -257,7 +258,7 @@ def _library_bytes(device: torch.device) -> int:
 
 
 def _update_rates(device: torch.device) -> dict[str, float]:
-    """Returns parameters a second: the GPU's kernel, the host's pass alone, and beside copies in both directions."""
+    """Returns parameters a second of the GPU's kernel, of the host's pass alone and beside copies, and their rates."""
     count = 2**27 if device.type == "cuda" else 2**16
     scalars = scalars_of(1, 1e-4, (0.9, 0.999), 1e-8, 0.01, 1.0)
 
@@ -279,29 +280,54 @@ def _update_rates(device: torch.device) -> dict[str, float]:
     gradient, own = state(torch.device("cpu"))
     host = HostUpdate()
     alone = rate(lambda: host([Task(scalars, gradient, own, own)]))
-    found = {"gpu": alone, "host_alone": alone, "host": alone}
+    found = {"gpu_parameters_per_s": alone, "host_alone_parameters_per_s": alone, "host_parameters_per_s": alone}
     if device.type == "cuda":
         gradients, there = state(device)
         update = UnitUpdate([there.weight], [addresses_of(there)])
-        found["gpu"] = rate(lambda: update([scalars], [gradients]))
+        found["gpu_parameters_per_s"] = rate(lambda: update([scalars], [gradients]))
         del gradients, there, update
-        found["host"] = _beside_copies(lambda: rate(lambda: host([Task(scalars, gradient, own, own)])), own.m, device)
-    found["is_native"] = host.is_native
+        found |= _together(lambda: host([Task(scalars, gradient, own, own)]), count, own.m, device)
     host.close()
-    return {f"{name}_parameters_per_s" if name != "is_native" else name: value for name, value in found.items()}
+    return {**found, "is_native": host.is_native, "step_s": _step_s(device)}
 
 
-def _beside_copies(measure: Callable[[], float], host: Tensor, device: torch.device) -> float:
-    """Measures while copies run in both directions."""
+def _together(update: Callable[[], None], count: int, host: Tensor, device: torch.device) -> dict[str, float]:
+    """Returns the rates of the host's pass and of copies in both directions, all at once."""
     there = torch.empty_like(host, device=device)
     back = torch.empty_like(host, pin_memory=True)
-    for stream, target, source in ((torch.cuda.Stream(), there, host), (torch.cuda.Stream(), back, there)):
-        with torch.cuda.stream(stream):
-            for _ in range(40):
+    marks, updates = {}, 0
+    for way, target, source in (("in", there, host), ("out", back, there)):
+        with torch.cuda.stream(torch.cuda.Stream()):
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            for _ in range(COPIES):
                 target.copy_(source, non_blocking=True)
-    found = measure()
-    torch.cuda.synchronize()
+            end.record()
+        marks[way] = begin, end
+    start = time.perf_counter()
+    while not all(end.query() for _, end in marks.values()):
+        update()
+        updates += 1
+    found = {"host_parameters_per_s": updates * count / (time.perf_counter() - start)}
+    for way, (begin, end) in marks.items():
+        found[f"{way}_bytes_per_s"] = 1e3 * COPIES * host.nbytes / begin.elapsed_time(end)
     return found
+
+
+def _step_s(device: torch.device) -> float:
+    """Returns what a step of the optimizer costs the host, for each parameter of a model: all on the GPU, and tiny."""
+    blocks = [nn.Sequential(*(nn.Linear(8, 8) for _ in range(6))) for _ in range(8)]
+    model, times = nn.Sequential(*blocks).to(device), []
+    optimizer = HybridAdamW(model, clip_norm=CLIP, window=None, speculate=False)
+    for _ in range(20):
+        model(torch.ones(4, 8, device=device)).sum().backward()
+        synchronize(device)
+        start = time.perf_counter()
+        optimizer.step()
+        optimizer.zero_grad()
+        times.append(time.perf_counter() - start)
+    optimizer.close()
+    return median(times) / len(list(model.parameters()))
 
 
 def synchronize(device: torch.device) -> None:
@@ -369,7 +395,7 @@ def forecast_case(
         keep=Keep(kind="split", places=tuple(words[p] for p in placement.places), visitors=visitors),
     )
     roomy = tuple(d.but(memory_bytes=ANY, reserved_bytes=0) for d in machine.devices)
-    program = compile_plan(plan, with_updates(profile, facts, gpu), machine.but(devices=roomy))
+    program = compile_plan(plan, with_updates(profile, facts, gpu), busy(machine.but(devices=roomy), facts))
     prediction = simulate(program, verify(program))
     begins = sorted(s.start_s for s in prediction.timeline().spans() if s.action.startswith("F0."))
     (worker,) = prediction.workers
@@ -380,12 +406,19 @@ def forecast_case(
     return {
         "budget": budget,
         "places": {word: placement.places.count(word) for word in words},
-        "step_s": begins[-1] - begins[-2],
+        "step_s": begins[-1] - begins[-2] + facts["step_s"] * sum(len(unit.parameter_parts) for unit in profile.units),
         "live": worker.peak_bytes + more,
         "placed": placement.gpu_bytes + more,
         "allocated": allocated + more,
         "reserved": allocated * worker.reserved_bytes / worker.allocated_bytes + more,
     }
+
+
+def busy(machine: Machine, facts: dict[str, Any]) -> Machine:
+    """Returns the machine with the copies of its GPU as fast as they are beside each other and the host's pass."""
+    rates = {("cpu*", "gpu0"): facts.get("in_bytes_per_s"), ("gpu0", "cpu*"): facts.get("out_bytes_per_s")}
+    links = [link.but(bytes_per_s=rates.get((link.source, link.target)) or link.bytes_per_s) for link in machine.links]
+    return machine.but(links=tuple(links))
 
 
 def with_updates(profile: Profile, facts: dict[str, Any], gpu: Device) -> Profile:

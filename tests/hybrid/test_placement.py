@@ -82,6 +82,15 @@ def test_units_visit_in_memory_that_the_backward_pass_has_freed() -> None:
     assert placed.reasons[2] == "2 units visit the GPU for their update, in memory that the backward pass has freed"
 
 
+def test_visitors_that_come_in_time_are_the_first_of_their_size() -> None:
+    units = [unit(120), *(unit(100) for _ in range(11))]
+    step = stretches_of([50] * 11 + [4000])
+    placed = choose_placement(units, step, limits(10_880))
+    assert placed.places == ("gpu", *["visit"] * 2, *["gpu"] * 3, *["visit"] * 2, *["host"] * 4)
+    assert placed.arrivals == {11: (1, 2)}  # the others come when these have left
+    assert choose_placement(units, step, limits(10_880, first=3)).places[:3] == ("gpu",) * 3
+
+
 def test_none_visits_where_updates_do_not_wait_for_the_end() -> None:
     placed = choose_placement(FOUR, stretches_of([50, 50, 50, 5000]), limits(4 * 200 + 5000, keeps=False))
     assert placed.places == ("host",) * 4

@@ -1,7 +1,9 @@
 """Where the optimizer state of each unit rests, and what that costs in bytes: arithmetic, without a device.
 
 The first units' gradients come last and their weights are needed first, so their state lies on the GPU as far as its
-budget goes; the last units' state lies in host memory, whose update then hides behind the forward of the others.
+budget goes; the last units' state lies in host memory, whose update then hides behind the forward of the others. State
+that visits the GPU is that of the very first ones, as far as it comes before the forward pass does: it has left again
+when later forwards need its memory.
 """
 
 from collections.abc import Mapping, Sequence
@@ -97,6 +99,8 @@ def choose_placement(
         room = 0
         if limits.keeps_gradients:
             arrivals, room = _choose_visitors(units, stretches, places, ceiling - forward_bytes, ceiling)
+            if limits.num_first is None:
+                arrivals = _put_first(units, places, arrivals)
         usage = _usage(units, stretches, places, limits.keeps_gradients)
         gpu = max(*usage, usage[-1] + room + (forward_bytes if room else 0))
         host = _make_lean(units, places, limits.host_bytes)
@@ -207,6 +211,23 @@ def _choose_visitors(
         places[:] = trial
         return arrivals, room
     return {}, 0
+
+
+def _put_first(
+    units: Sequence[UnitSize], places: list[Place], arrivals: Mapping[int, tuple[int, ...]]
+) -> dict[int, tuple[int, ...]]:
+    """Lets visitors that come during the backward pass change places with earlier units of the same size on the GPU."""
+
+    def size(n: int) -> UnitSize:
+        return replace(units[n], name="")
+
+    instead = {n: n for coming in arrivals.values() for n in coming}
+    for n in instead:
+        first = next((m for m in range(n) if places[m] == "gpu" and size(m) == size(n)), None)
+        if first is None:
+            break  # so that they still come in the order of the forward pass
+        places[first], places[n], instead[n] = "visit", "gpu", first
+    return {unit: tuple(instead[n] for n in coming) for unit, coming in arrivals.items()}
 
 
 def host_bytes(units: Sequence[UnitSize], places: Sequence[Place]) -> int:
