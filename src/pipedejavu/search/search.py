@@ -9,7 +9,7 @@ from pipedejavu.search import dp, exhaustive, gradient, mcmc
 from pipedejavu.search.draft import Scene
 from pipedejavu.search.option import Options, Progress
 from pipedejavu.search.pool import Found, Pool
-from pipedejavu.search.rank import Timed, admit, time_plan
+from pipedejavu.search.rank import Timed, admit, price_of, time_plan
 from pipedejavu.search.result import Candidate, SearchResult
 from pipedejavu.search.room import with_memory
 from pipedejavu.search.scene import scenes_of
@@ -102,7 +102,9 @@ def _rank(pool: Pool, options: Options, real: dict[int, Scene]) -> _Ranked:
     simulated, by_price = 0, options.objective == "price"
 
     def key(found: Timed | Candidate) -> float:
-        value = found.price if by_price else found.time_s
+        value = found.time_s
+        if by_price:
+            value = found.price if isinstance(found, Candidate) else price_of(found, options)
         return float(f"{value:.9g}")  # the last digits depend on the order of sums
 
     while waiting and not candidates:
@@ -111,7 +113,7 @@ def _rank(pool: Pool, options: Options, real: dict[int, Scene]) -> _Ranked:
         while waiting and simulated < last and (not timed or pool.elapsed_s < options.time_budget_s):
             for plan, found in _plans(pool, waiting.pop(0), options, tried):
                 pool.report(1 - 0.25 * (last - simulated) / options.finalists, f"simulating {plan.name}")
-                result = time_plan(plan, real[id(found.draft.scene)], options, found.estimate.time_s)
+                result = time_plan(plan, real[id(found.draft.scene)], found.estimate.time_s)
                 simulated += 1
                 if isinstance(result, Timed):
                     timed.append(result)
@@ -125,7 +127,7 @@ def _rank(pool: Pool, options: Options, real: dict[int, Scene]) -> _Ranked:
             if isinstance(admitted, Candidate):
                 candidates.append(admitted)
             else:
-                notes.append(f"{each.prediction.program.plan.name}: {admitted}")
+                notes.append(f"{each.plan.name}: {admitted}")
     candidates.sort(key=lambda c: (key(c), c.fullest_share))
     near = [c for c in candidates if c.time_s <= NEAR * candidates[0].time_s and not by_price]
     near.sort(key=lambda c: (_effort(c), key(c), c.fullest_share))
