@@ -138,7 +138,7 @@ def _bubble(timed: Timed) -> float:
     part = timed.others / timed.plan.feed.microbatches
     busy = sum(prediction.busy_s[worker] + part * timed.computes_s(worker) for worker in trains)
     whole = timed.makespan_s * len(trains)
-    return 1 - busy / whole if whole else 0.0
+    return max(0.0, 1 - busy / whole) if whole else 0.0
 
 
 def price_of(timed: Timed, options: Options) -> float:
