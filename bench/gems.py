@@ -102,7 +102,7 @@ def main() -> None:
     parser.add_argument("--model", default="gpt-tiny")
     parser.add_argument("--context", type=int)
     parser.add_argument("--workers", type=int, default=4)
-    parser.add_argument("--room", type=float, default=1.05)
+    parser.add_argument("--room", type=float, default=1.1)
     parser.add_argument("--steps", type=int, default=3)
     args = parser.parse_args()
     torch.set_num_threads(1)
