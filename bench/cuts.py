@@ -20,7 +20,6 @@ from pipedejavu.plan import preset
 from pipedejavu.profile import Shot, cut_model, measure_profile
 from pipedejavu.program import Action, Program
 from pipedejavu.program import compile as compile_plan
-from pipedejavu.search.scene import slower
 from pipedejavu.simulate import simulate
 from pipedejavu.train.measure import updates_of
 from pipedejavu.train.task import SampleOrder, loss_of
@@ -54,7 +53,7 @@ def slowed(do: Callable[[Action], None], times: float) -> Callable[[Action], Non
 
 def with_slow(profile: Profile, times: float) -> Profile:
     """Returns the profile with both kinds of device."""
-    units = [u.but(times={"fast": u.times["fast"], "slow": slower(u.times["fast"], times)}) for u in profile.units]
+    units = [u.but(times={"fast": u.times["fast"], "slow": u.times["fast"].times(times)}) for u in profile.units]
     return profile.but(units=tuple(units))
 
 

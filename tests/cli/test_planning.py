@@ -48,6 +48,18 @@ def test_what_is_written_is_what_is_told(tmp_path: Path) -> None:
     assert simulated["makespan_s"] == pytest.approx(best["time_s"])
 
 
+def test_the_least_price_is_told_in_prices(tmp_path: Path) -> None:
+    kinds = {"fast": 1.0, "half": 0.5}
+    asked = files(tmp_path, profile([1e-3] * 4, kinds, update_s=1e-5), machine(["fast", "half"]))
+    text = run("plan", *asked, "--batch", "8", "--objective", "price", "--price", "fast=1", "--price", "half=3").stdout
+    assert "price of an update" in text
+    # One pass of 96 ms on the faster one is the cheapest by far; the simplest of its equals comes first.
+    assert "\none device " in text
+    assert "× as much" in text
+    assert "as long" not in text
+    assert "faster" not in text
+
+
 def test_nothing_fits_is_one_sentence_with_what_would(tmp_path: Path) -> None:
     gib = 2**30
     asked = files(tmp_path, profile([1e-3] * 4, weights=gib, saved=1.0), machine(["fast"], room=4 * gib))

@@ -1,6 +1,9 @@
 """The plane of time and memory: who is on the front, and what the page says of it."""
 
+import re
 from collections.abc import Callable
+
+import pytest
 
 from pipedejavu.facts import Timeline
 from pipedejavu.report import Choice, render_html
@@ -27,6 +30,13 @@ def test_points_are_numbered_as_the_table_is() -> None:
     assert '<g class="point chosen on-front">' in text
     assert "two (chosen)" in text
     assert text.count('class="front"') == 2  # one step: right, then down
+
+
+def test_times_that_are_far_apart_are_on_a_logarithmic_axis() -> None:
+    text = render_choices([choice(1, 0.5), choice(2, 0.4), choice(4, 0.3)])
+    places = [float(found) for found in re.findall(r'</circle><text x="([0-9.]+)%"', text)]
+    assert places == pytest.approx([90, 50, 10])  # drawn from the last to the first
+    assert re.findall(r'<text class="below" [^>]*>([^<]*)<', text) == ["1 s", "2 s"]  # 5 s is beyond the right end
 
 
 def test_names_are_escaped_and_pages_without_choices_have_no_plane(pipeline: Callable[..., Timeline]) -> None:

@@ -58,6 +58,10 @@ def test_dynamic_programming_finds_what_looking_at_everything_finds(case: tuple[
             best = dp.solve(frame, found.costs(scene, frame.samples))
             score = found.offer(best) if best is not None else inf
             assert score == pytest.approx(truth.best, rel=1e-9)
+            # Stages that a limit rules out are none of the best plan's.
+            limited = dp.solve(frame, found.costs(scene, frame.samples), truth.best * 1.01)
+            assert (found.offer(limited) if limited is not None else inf) == pytest.approx(truth.best, rel=1e-9)
+            assert dp.solve(frame, found.costs(scene, frame.samples), truth.best * 0.99) is None
             assert Bounds().least_s(frame, found.costs(scene, frame.samples)) <= truth.best * (1 + 1e-9)
 
 

@@ -21,6 +21,21 @@ def test_the_largest_batch_of_one_pass_fits_and_a_larger_one_does_not() -> None:
     assert search(model, place, more).best is None
 
 
+def test_a_large_memory_beside_a_device_that_is_too_slow_makes_no_batch_larger() -> None:
+    model = profile([1e-3] * 2, {"fast": 1.0, "cpu": 1e-3}, saved=10.0, boundary=0.0)
+    options = Options(objective="batch", is_runnable=True)
+    found = [
+        find_largest(model, machine(["fast"], room=640, host_room=room, pcie=1.0), options) for room in (10**3, 10**6)
+    ]
+    assert found[0] is not None
+    assert found[1] is not None
+    assert found[0].options.devices == found[1].options.devices == ("gpu0",)
+    best = search(model, machine(["fast"], room=640, host_room=10**6, pcie=1.0), found[1].options).best
+    assert best is not None
+    assert best.plan.num_workers == 1
+    assert best.machine.device((best.plan.place.devices or ("gpu0",))[0]).type == "gpu"
+
+
 def test_the_largest_model_has_as_many_blocks_as_state_fits() -> None:
     # A block has 16 bytes of state, two ends 8 each; with batches of one, two devices of 100 bytes hold about eleven.
     model = profile([1e-3] * 4, weights=[2, 4, 4, 2], saved=0.0, boundary=0.0)

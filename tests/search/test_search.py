@@ -70,6 +70,25 @@ def test_plans_carry_where_their_units_begin() -> None:
     assert {c.plan.cut.begins for c in result.candidates} == {model.begins}
 
 
+def test_where_nothing_fits_all_devices_are_looked_at_by_a_searcher_for_so_many() -> None:
+    # A device that is a thousand times slower is left out at first; with it there are all the cuts of two stages.
+    model = profile([1e-3] * 60, {"fast": 1.0, "tenth": 1e-3}, weights=10**6)
+    result = search(model, machine(["fast", "tenth"], room=10**6), Options(batch=8, is_runnable=True))
+    assert not result.candidates
+    assert (result.searcher, result.num_simulated) == ("dp", 0)
+
+
+def test_of_plans_that_cost_the_same_the_simplest_comes_first() -> None:
+    model = profile([1e-3] * 4, update_s=1e-3)
+    units = [u.but(times=u.times | {"cpu": u.times["fast"].times(4).but(update_s=1e-6)}) for u in model.units]
+    place = machine(["fast"], host_room=10**9)
+    options = Options(batch=64, objective="price", prices={"fast": 1.0, "cpu": 1.0}, is_runnable=True)
+    found = search(model.but(units=tuple(units)), place, options)
+    assert found.best is not None
+    assert found.best.plan.keep.kind == "replicated"
+    assert found.best.price > min(c.price for c in found.candidates)  # a host would save some of the update
+
+
 def test_the_least_price_may_leave_devices_out() -> None:
     model = profile([1e-3] * 4, {"fast": 1.0, "half": 0.5})
     place, prices = machine(["fast", "half"]), {"fast": 1.0, "half": 3.0}

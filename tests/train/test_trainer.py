@@ -1,6 +1,8 @@
 """The Trainer in a user's own loop."""
 
 import copy
+import threading
+import time
 
 import pytest
 
@@ -9,10 +11,14 @@ torch = pytest.importorskip("torch")
 from torch import nn
 
 from pipedejavu.engine import Applied, Job, Sgd, audit
-from pipedejavu.facts import InputError
+from pipedejavu.facts import Device, Host, InputError, Link, Machine
 from pipedejavu.plan import preset
 from pipedejavu.profile import read_chain
+from pipedejavu.search import search
 from pipedejavu.train import Trainer
+from pipedejavu.train import pace as pace_module
+from pipedejavu.train import trainer as trainer_module
+from pipedejavu.train.replan import first_runnable
 
 
 def model() -> nn.Sequential:
@@ -227,6 +233,58 @@ def test_the_plan_auto_is_searched_for_what_is_here(tmp_path, monkeypatch) -> No
     trained = trainer.save_to_model().state_dict()
     for name, weight in plain.state_dict().items():
         torch.testing.assert_close(trained[name], weight, rtol=1e-10, atol=1e-12)
+
+
+def two_workers(profile, machine, options):
+    """Chooses as the Trainer does, but for the best plan of two workers."""
+    options = options.but(is_runnable=True, candidates=20)
+    found = first_runnable(search(profile, machine, options).candidates, num_workers=2)
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize("replan", [True, False])
+def test_the_plan_auto_is_exchanged_where_a_worker_becomes_slow(tmp_path, monkeypatch, capsys, replan) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(pace_module, "WINDOW_S", 0.0)
+    monkeypatch.setattr(trainer_module, "choose_plan", two_workers)
+    here = machine_with_cores(2)
+    batches = [batch(8, seed) for seed in range(12)]
+    optimizer = {"optimizer": Sgd(lr=0.1, momentum=0.9), "machine": here}
+    trainer = Trainer(model(), loss, sample=batches[0], plan="auto", replan=replan, **optimizer)
+    first = trainer.program.plan
+    assert first.num_workers == 2
+    own = trainer.threads.handlers[1]
+    do = own.do
+
+    def slowly(action) -> None:
+        time.sleep(0.01)
+        do(action)
+
+    monkeypatch.setattr(own, "do", slowly)
+    for each in batches:
+        trainer.step(each)
+        for thread in threading.enumerate():
+            if thread.name == "pilot":
+                thread.join()
+    said = capsys.readouterr()
+    assert ("times its forecast: the run goes on under plan" in said.out + said.err) == replan
+    assert (trainer.program.plan != first) == replan
+    assert trainer.updates == 12
+    plain = model()
+    own_optimizer = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9)
+    for inputs, targets in batches:
+        own_optimizer.zero_grad()
+        (loss(plain(inputs), targets) / 8).backward()
+        own_optimizer.step()
+    for name, weight in trainer.save_to_model().state_dict().items():
+        torch.testing.assert_close(weight, plain.state_dict()[name], rtol=1e-10, atol=1e-12)
+
+
+def machine_with_cores(count: int) -> Machine:
+    """One host whose CPU is divided over so many workers."""
+    cpu = Device(name="cpu", kind="cpu", type="cpu", host="here", memory_bytes=2**40, most_workers=count)
+    return Machine(name="here", hosts=(Host(name="here"),), devices=(cpu,), links=(Link(bytes_per_s=1e9),))
 
 
 def test_contributions_are_scored_on_the_sample_and_the_worst_is_dropped() -> None:

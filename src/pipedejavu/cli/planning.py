@@ -30,6 +30,7 @@ from pipedejavu.search import (
     nothing_fits,
     search,
 )
+from pipedejavu.search.search import NEAR
 from pipedejavu.simulate import simulate
 from pipedejavu.zoo import estimate_profile
 
@@ -92,7 +93,7 @@ def run(asked: Asked) -> None:
     if asked.out:
         best.plan.save(asked.out)
     if asked.html:
-        write_file(asked.html, _page(best, answer, scene))
+        write_file(asked.html, _page(best, answer, scene, by_price=asked.options.objective == "price"))
     if asked.as_json:
         print(json.dumps(_form(best, answer, scene, asked), ensure_ascii=False))
     else:
@@ -163,7 +164,7 @@ def _print(best: Candidate, answer: Answer, scene: Scene, asked: Asked) -> None:
     table = _table(answer.result.candidates, has_price=bool(asked.options.prices))
     width = console.measure(table, options=console.options.update(width=500)).maximum
     Console(highlight=False, width=max(width, console.width)).print(table)
-    for text in explain(best, answer):
+    for text in explain(best, answer, by_price=asked.options.objective == "price"):
         console.print(f"\n{text}", markup=False)
     console.print()
     for note in _notes(answer.result, scene):
@@ -176,7 +177,7 @@ def _print(best: Candidate, answer: Answer, scene: Scene, asked: Asked) -> None:
 def _table(candidates: Sequence[Candidate], has_price: bool) -> Table:
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column("plan")
-    for column in ("update", "samples/s", *(["price"] * has_price), "bubble"):
+    for column in ("update", "samples/s", *(["price of an update"] * has_price), "bubble"):
         table.add_column(column, justify="right", no_wrap=True)
     table.add_column("memory of each device", no_wrap=True)
     table.add_column("bounded by", no_wrap=True)
@@ -201,23 +202,33 @@ def describe_memory(needs: Sequence[MemoryNeed]) -> str:
     return ", ".join(parts[:3]) + (f", {len(parts) - 3} more" if len(parts) > 3 else "")
 
 
-def explain(best: Candidate, answer: Answer) -> list[str]:
+def explain(best: Candidate, answer: Answer, *, by_price: bool = False) -> list[str]:
     """Returns why the winner won, what it decided, and what to buy or change first."""
     others = [found for found in answer.result.candidates if found is not best]
-    found = [f"'{best.plan.name}' wins: {best.bound}."]
+    found, cost = [f"'{best.plan.name}' wins: {best.bound}."], "costs {}× as much" if by_price else "takes {}× as long"
     if others:
         next_ = others[0]
-        ratio = next_.time_per_sample_s / best.time_per_sample_s if best.time_s else 1.0
-        found[0] += f" '{next_.plan.name}' takes {ratio:.2f}× as long: {next_.bound}."
+        ratio = _score(next_, by_price) / _score(best, by_price) if _score(best, by_price) else 1.0
+        if ratio < NEAR:
+            found[0] += (
+                f" '{next_.plan.name}' {cost.format(f'{ratio:.3f}')}; of plans within 1 % the simplest comes first."
+            )
+        else:
+            found[0] += f" '{next_.plan.name}' {cost.format(f'{ratio:.2f}')}: {next_.bound}."
     found += [f"  {reason}" for reason in best.reasons]
     if answer.advice:
         first, *rest = answer.advice
-        text = f"To change first: with {first.change}, {first.gain:.2f}× faster"
+        text = f"To change first: with {first.change}, {first.gain:.2f}× {'cheaper' if by_price else 'faster'}"
         more = "; ".join(f"with {a.change}, {a.gain:.2f}×" for a in rest[:3])
         found.append(f"{text} ({format_seconds(first.time_s)} an update){f'; {more}' if more else ''}.")
     else:
-        found.append("Neither memory, links, a larger batch nor older weights would make it 2 % faster.")
+        better = "cheaper" if by_price else "faster"
+        found.append(f"Neither memory, links, a larger batch nor older weights would make it 2 % {better}.")
     return found
+
+
+def _score(found: Candidate, by_price: bool) -> float:
+    return found.price if by_price else found.time_per_sample_s
 
 
 def _notes(result: SearchResult, scene: Scene) -> list[str]:
@@ -226,7 +237,7 @@ def _notes(result: SearchResult, scene: Scene) -> list[str]:
     return [*scene.notes, f"search: {result.searcher}, as {result.reason} ({looked}{whole})", *result.notes]
 
 
-def _page(best: Candidate, answer: Answer, scene: Scene) -> str:
+def _page(best: Candidate, answer: Answer, scene: Scene, *, by_price: bool) -> str:
     program = compile_plan(best.plan, best.profile, best.machine)
     decisions = [(d.axis, d.choice, d.reason) for d in program.plan.decisions]
     choices = [
@@ -241,7 +252,7 @@ def _page(best: Candidate, answer: Answer, scene: Scene) -> str:
         for found in _different((*answer.result.candidates, *answer.leaner))
     ]
     title = f"{best.plan.name} · {scene.profile.name} on {scene.machine.name}"
-    notes = [*(text.strip() for text in explain(best, answer)), *_notes(answer.result, scene)]
+    notes = [*(text.strip() for text in explain(best, answer, by_price=by_price)), *_notes(answer.result, scene)]
     return render_html(simulate(program).timeline(), title, program.plan.axes(), decisions, notes, choices)
 
 
@@ -264,7 +275,7 @@ def _form(best: Candidate, answer: Answer, scene: Scene, asked: Asked) -> dict[s
         "batch": asked.options.batch,
         "candidates": [candidate(found) for found in result.candidates],
         "leaner": [candidate(found) for found in answer.leaner],
-        "explain": explain(best, answer),
+        "explain": explain(best, answer, by_price=asked.options.objective == "price"),
         "advice": [json.loads(advice.model_dump_json()) for advice in answer.advice],
         "searcher": result.searcher,
         "is_complete": result.is_complete,

@@ -19,10 +19,10 @@ from pipedejavu.program.value import TAKING, Table, Value, name_of, resting, val
 MAX_FAULTS = 20
 
 
-def verify(program: Program) -> Graph:
-    """Returns the program's graph; raises FaultsError with what is wrong (the first 20 faults)."""
+def verify(program: Program, graph: Graph | None = None) -> Graph:
+    """Returns the program's graph, or the one that it has already; raises FaultsError with the first 20 faults."""
     check_plan(program.plan, program.profile)
-    graph = build_graph(program)
+    graph = graph or build_graph(program)
     faults = [*_partner_faults(graph), *_once_faults(program), *graph.faults]
     faults += _version_faults(program)
     faults += _update_faults(program)

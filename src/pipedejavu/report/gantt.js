@@ -148,8 +148,9 @@ class WorkerRow {
     this.svg = draw("svg", { class: "plot", role: "img", "aria-label": `${worker.name}, its actions over time` },
       track, this.time, this.labels);
     this.lanes = make("div", { class: "lanes" });
-    const copies = worker.copies > 1 ? [make("em", {}, ` ×${worker.copies} copies`)] : [];
-    const device = make("span", { title: worker.device }, worker.device, ...copies);
+    const copies = worker.copies > 1 ? [make("em", {}, ` ×${worker.copies}`)] : [];
+    const others = worker.copies > 1 ? ` and ${worker.copies - 1} like it` : "";
+    const device = make("span", { title: worker.device + others }, worker.device, ...copies);
     this.element = make("div", { class: "worker" },
       make("div", { class: "name" }, make("b", {}, worker.name), device), this.lanes, this.svg);
     for (const lane of worker.lanes) this.addLane(lane);

@@ -3,7 +3,7 @@
 Places are parts of the plane's width and height, so that the text keeps its size on any screen.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from html import escape
 from itertools import pairwise
 from math import ceil, floor, log10
@@ -14,6 +14,8 @@ from pipedejavu.report.table import Cell, render_table
 
 _NUM_TICKS = 5
 _HEIGHT = 280
+_WIDE = 3.0
+"""Times the least from which the axis of time is a logarithmic one."""
 
 
 class Choice(NamedTuple):
@@ -65,19 +67,17 @@ def render_choices(choices: Sequence[Choice]) -> str:
 
 
 def _plane(choices: Sequence[Choice], front: Sequence[int]) -> str:
-    times = [choice.time_s for choice in choices]
-    margin = (max(times) - min(times) or max(times) or 1.0) / 8
-    left, right = max(0.0, min(times) - margin), max(times) + margin
+    place, ticks = _axis([choice.time_s for choice in choices])
     top = 1.08 * max(choice.share for choice in choices) or 1.0
 
     def x(time_s: float) -> str:
-        return f"{100 * (time_s - left) / (right - left):.2f}%"
+        return f"{100 * place(time_s):.2f}%"
 
     def y(share: float) -> str:
         return f"{100 - 100 * share / top:.2f}%"
 
     drawn = []
-    for time_s in round_ticks(left, right):
+    for time_s in ticks:
         drawn.append(f'<line class="tick" x1="{x(time_s)}" x2="{x(time_s)}" y1="0" y2="100%"></line>')
         drawn.append(f'<text class="below" x="{x(time_s)}" y="100%" dy="16">{escape(format_seconds(time_s))}</text>')
     for share in round_ticks(0.0, top):
@@ -95,6 +95,19 @@ def _plane(choices: Sequence[Choice], front: Sequence[int]) -> str:
         drawn.append(f'<g class="{style}">{circle}{number}</g>')
     label = f"{len(choices)} plans by time and memory"
     return f'<svg role="img" aria-label="{label}" height="{_HEIGHT}">{"".join(drawn)}</svg>'
+
+
+def _axis(times: Sequence[float]) -> tuple[Callable[[float], float], list[float]]:
+    """Returns where a time is as a part of the width, with some room on both sides, and the times to write there."""
+    if 0 < _WIDE * min(times) < max(times):
+        spare = (max(times) / min(times)) ** (1 / 8)
+        left, right = min(times) / spare, max(times) * spare
+        decades = range(floor(log10(left)), ceil(log10(right)))
+        ticks = [n * 10.0**k for k in decades for n in (1, 2, 5) if left <= n * 10.0**k <= right]
+        return lambda time_s: log10(time_s / left) / log10(right / left), ticks
+    margin = (max(times) - min(times) or max(times) or 1.0) / 8
+    left, right = max(0.0, min(times) - margin), max(times) + margin
+    return lambda time_s: (time_s - left) / (right - left), round_ticks(left, right)
 
 
 def round_ticks(start: float, end: float) -> list[float]:

@@ -60,7 +60,7 @@ def advise(
 
 def smallest_change(profile: Profile, machine: Machine, options: Options) -> str:
     """Returns what would have to change for anything to fit: a smaller batch if that is enough, and memory."""
-    asked, ways = options.but(candidates=1), []
+    asked, ways = options.but(candidates=1, searcher="dp"), []
     if asked.samples is not None and _best(profile, machine, asked.but(samples=None)):
         ways.append("microbatches of another size (leave --samples out)")
     batch = asked.batch // 2

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipedejavu.search.draft import Array, Draft, Mode, Scene, bucket_bytes
-from pipedejavu.search.seat import Row, Seat, cpu_of, seat_of
+from pipedejavu.search.seat import Place, Row, Seat, cpu_of, seat_of
 
 Index = NDArray[np.intp] | int
 
@@ -51,7 +51,7 @@ class StageCost(NamedTuple):
 
 
 @dataclass(frozen=True)
-class _Stages:
+class Sums:
     """Arrays of stages: what their units hold and take, added up."""
 
     count: Array
@@ -114,9 +114,11 @@ class Costs:
             self._times[kind] = tuple(map(_totals, columns))
         return self._times[kind]
 
-    def stage(self, start: Index, end: Index, seat: Seat, mode: Mode) -> StageCost:
-        """Returns the costs of stages with the units from `start` to `end`, each on `seat`."""
-        found = self._add_up(start, end, seat, mode)
+    def stage(self, start: Index, end: Index, seat: Seat, mode: Mode, sums: Sums | None = None) -> StageCost:
+        """Returns the costs of stages with the units from `start` to `end`, each on `seat`; `sums` are theirs there."""
+        found = sums or self.add_up(start, end, seat.place, mode)
+        if mode.recomputes:
+            found = self._recomputed(found, start, end, seat, mode)
         forward, back = found.forward, found.backward
         if mode.recomputes:
             back = back + found.recompute
@@ -134,7 +136,9 @@ class Costs:
         device, host = _memory(found, seat, mode)
         return StageCost(seat, work + 2 * sent, np.maximum(work, sent), after, device, host)
 
-    def _add_up(self, start: Index, end: Index, seat: Seat, mode: Mode) -> _Stages:
+    def add_up(self, start: Index, end: Index, place: Place, mode: Mode) -> Sums:
+        """Returns what the units of stages hold and take on devices such as a place has, before any recompute."""
+
         def of(totals: Array) -> Array:
             return np.asarray(totals[end] - totals[start])
 
@@ -146,18 +150,18 @@ class Costs:
         def hosted(totals: Array) -> Array:
             return np.asarray(totals[end] - totals[rest])
 
-        rows = [[of(row) for row in self.times(kind)] for kind in seat.place.kinds]
+        rows = [[of(row) for row in self.times(kind)] for kind in place.kinds]
         forward, backward, _, update = (np.asarray(np.max(row, axis=0)) for row in zip(*rows, strict=True))
         if mode.state != "device":
-            updates = [self.times(kind)[3] for kind in seat.place.kinds]
+            updates = [self.times(kind)[3] for kind in place.kinds]
             update = np.asarray(np.max([total[rest] - total[start] for total in updates], axis=0))
-        found = _Stages(
+        return Sums(
             count=np.maximum(np.asarray(end) - np.asarray(start), 1).astype(float),
             forward=forward,
             backward=backward,
             recompute=np.zeros_like(forward),
             update=update,
-            host_update=hosted(self.times(seat.place.cpu)[3]) if mode.state != "device" else np.zeros_like(update),
+            host_update=hosted(self.times(place.cpu)[3]) if mode.state != "device" else np.zeros_like(update),
             weights=of(self.weights),
             gradients=of(self.gradients),
             optimizer=of(self.optimizer),
@@ -174,9 +178,8 @@ class Costs:
             all_weights=self.state_bytes[0],
             all_gradients=self.state_bytes[1],
         )
-        return self._recomputed(found, start, end, seat, mode) if mode.recomputes else found
 
-    def _recomputed(self, found: _Stages, start: Index, end: Index, seat: Seat, mode: Mode) -> _Stages:
+    def _recomputed(self, found: Sums, start: Index, end: Index, seat: Seat, mode: Mode) -> Sums:
         """Returns stages of which as few units are computed again as make them fit, the cheapest first."""
         again = self.again(seat.place.kinds)
         count = self._num_again(found, start, end, seat, mode)
@@ -187,7 +190,7 @@ class Costs:
             most_saved=np.where(count > 0, found.most_saved, 0.0),
         )
 
-    def _num_again(self, found: _Stages, start: Index, end: Index, seat: Seat, mode: Mode) -> NDArray[np.intp]:
+    def _num_again(self, found: Sums, start: Index, end: Index, seat: Seat, mode: Mode) -> NDArray[np.intp]:
         """Returns how many units of the order of `again` each stage computes again, counted over the whole model."""
         kept = self.again(seat.place.kinds).kept
         if mode.activations == "host":  # what stays does not stay here
@@ -224,7 +227,7 @@ class Costs:
         """Returns the units of one stage that are computed again."""
         if not mode.recomputes:
             return ()
-        found = self._add_up(start, end, seat, replace(mode, recomputes=False))
+        found = self.add_up(start, end, seat.place, mode)
         count = int(self._num_again(found, start, end, seat, mode))
         order = self.again(seat.place.kinds).order
         return tuple(sorted(u for u in order[:count] if start <= u < end))
@@ -238,7 +241,7 @@ class _Again(NamedTuple):
     kept: Array
 
 
-def _after(found: _Stages, back: Array, seat: Seat, mode: Mode) -> Array:
+def _after(found: Sums, back: Array, seat: Seat, mode: Mode) -> Array:
     """Returns what follows the last backward: reductions, and the update where it rests."""
     size = len(seat.place.group)
     after = found.update / (size if mode.zero else 1)
@@ -262,7 +265,7 @@ def _after(found: _Stages, back: Array, seat: Seat, mode: Mode) -> Array:
     return np.asarray(after + reduced)
 
 
-def _messages(found: _Stages, seat: Seat, mode: Mode) -> Array:
+def _messages(found: Sums, seat: Seat, mode: Mode) -> Array:
     """Returns in how many collectives a stage's gradients are added up."""
     if mode.goes_by_pieces:
         return found.count
@@ -271,7 +274,7 @@ def _messages(found: _Stages, seat: Seat, mode: Mode) -> Array:
     return np.minimum(found.count, np.ceil(found.gradients / bucket_bytes(found.all_gradients)))
 
 
-def _memory(found: _Stages, seat: Seat, mode: Mode) -> tuple[Array, Array]:
+def _memory(found: Sums, seat: Seat, mode: Mode) -> tuple[Array, Array]:
     """Returns the highest need of each device of a seat, and of its host for it."""
     size = len(seat.place.group)
     host = np.zeros_like(found.weights)

@@ -11,12 +11,12 @@ from math import inf
 import numpy as np
 from numpy.typing import NDArray
 
-from pipedejavu.search.cost import Costs, StageCost
+from pipedejavu.search.cost import Costs, StageCost, Sums
 from pipedejavu.search.draft import Draft, Scene, Stage
 from pipedejavu.search.option import Options
 from pipedejavu.search.pool import Pool
 from pipedejavu.search.promise import solve_frames
-from pipedejavu.search.seat import seat_of
+from pipedejavu.search.seat import Seat, seat_of
 from pipedejavu.search.space import Frame
 
 EXACT = 1e-10
@@ -25,12 +25,13 @@ EXACT = 1e-10
 
 @dataclass(frozen=True)
 class _Table:
-    """Stages of `size` devices before `after` others, by their start and end."""
+    """Stages of `size` devices before `after` others that fit, one for each pair of a start and an end."""
 
     after: int
     size: int
+    start: NDArray[np.intp]
+    end: NDArray[np.intp]
     cost: StageCost
-    fits: NDArray[np.bool_]
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,7 @@ class _Path:
 
 def solve(frame: Frame, costs: Costs, limit_s: float = inf) -> Draft | None:
     """Returns the best draft of a frame that fits and takes less than `limit_s`; None where there is none."""
-    tables = _tables(frame, costs)
+    tables = _tables(frame, costs, limit_s)
     least = _least_slowest(frame, costs, tables)
     best, bound = None, inf
     while bound >= least and least < limit_s:
@@ -65,25 +66,38 @@ def solve(frame: Frame, costs: Costs, limit_s: float = inf) -> Draft | None:
     return None if best is None else _draft(frame, best)
 
 
-def _tables(frame: Frame, costs: Costs) -> list[_Table]:
-    """Returns the stages that may stand before each number of devices."""
-    count, units = len(frame.order), costs.num_units
-    start, end = np.indices((units + 1, units + 1))
-    tables = []
-    known: dict[object, tuple[StageCost, NDArray[np.bool_]]] = {}
+def _tables(frame: Frame, costs: Costs, limit_s: float) -> list[_Table]:
+    """Returns the stages that may stand before each number of devices in a pipeline that takes less than a time."""
+    count, tables = len(frame.order), []
+    sums: dict[object, tuple[NDArray[np.intp], NDArray[np.intp], Sums]] = {}
+    known: dict[object, tuple[NDArray[np.intp], NDArray[np.intp], StageCost]] = {}
     for after in range(count):
         for size in frame.sizes:
             if after + size > count or (len(frame.sizes) == 1 and after % size):
                 continue
             place = frame.row.place(after, size)
             seat = seat_of(place, frame.microbatches, frame.is_stale)
-            key = (seat.live, place.likeness())
+            alike, key = (place.kinds, place.cpu, seat.share), (seat.live, place.likeness())
+            if alike not in sums:
+                start, end = _pairs(seat, costs, limit_s)
+                sums[alike] = start, end, costs.add_up(start, end, place, frame.mode)
             if key not in known:
-                cost = costs.stage(start, end, seat, frame.mode)
+                start, end, found = sums[alike]
+                cost = costs.stage(start, end, seat, frame.mode, found)
                 fits = (cost.device_bytes <= place.room_bytes) & (cost.host_bytes <= place.host_room_bytes)
-                known[key] = cost, fits & (start < end)
+                known[key] = start[fits], end[fits], StageCost(seat, *(column[fits] for column in cost[1:]))
             tables.append(_Table(after, size, *known[key]))
     return tables
+
+
+def _pairs(seat: Seat, costs: Costs, limit_s: float) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
+    """Returns where stages begin and end whose work alone is not too much: most are too long for a good pipeline."""
+    may_be = np.triu(np.ones((costs.num_units + 1,) * 2, dtype=bool), 1)
+    for kind in seat.place.kinds if limit_s < inf else ():
+        work = costs.times(kind)[0] + costs.times(kind)[1]
+        may_be &= (seat.share - 1) * (work - work[:, None]) <= limit_s * (1 + EXACT)
+    start, end = np.nonzero(may_be)
+    return start, end
 
 
 def _least_slowest(frame: Frame, costs: Costs, tables: list[_Table]) -> float:
@@ -91,9 +105,8 @@ def _least_slowest(frame: Frame, costs: Costs, tables: list[_Table]) -> float:
     best = np.full((len(frame.order) + 1, costs.num_units + 1), inf)
     best[0, -1] = 0.0
     for table in tables:
-        slowest = np.where(table.fits, table.cost.bound_s(0.0), inf)
-        found = np.maximum(slowest, best[table.after]).min(axis=1)
-        best[table.after + table.size] = np.minimum(best[table.after + table.size], found)
+        slowest = np.maximum(table.cost.bound_s(0.0), best[table.after, table.end])
+        np.minimum.at(best[table.after + table.size], table.start, slowest)
     return float(best[-1, 0])
 
 
@@ -105,9 +118,9 @@ def _shortest(frame: Frame, costs: Costs, tables: list[_Table], bound: float) ->
     chosen = np.zeros(best.shape, dtype=np.intp)
     ends = np.zeros_like(chosen)
     for index, table in enumerate(tables):
-        behind, ahead = best[table.after], table.after + table.size
-        is_allowed = table.fits & (table.cost.bound_s(behind) <= limit)
-        total = np.where(is_allowed, table.cost.sum_s + behind, inf)
+        behind, ahead = best[table.after, table.end], table.after + table.size
+        total = np.full((units + 1, units + 1), inf)
+        total[table.start, table.end] = np.where(table.cost.bound_s(behind) <= limit, table.cost.sum_s + behind, inf)
         end = total.argmin(axis=1)
         found = total[np.arange(units + 1), end]
         better = found < best[ahead]
@@ -120,7 +133,8 @@ def _shortest(frame: Frame, costs: Costs, tables: list[_Table], bound: float) ->
     while used:
         table, last = tables[chosen[used, start]], int(ends[used, start])
         steps.append((table, start, last))
-        slowest = max(slowest, float(table.cost.bound_s(best[table.after])[start, last]))
+        here = (table.start == start) & (table.end == last)
+        slowest = max(slowest, float(table.cost.bound_s(best[table.after, last])[here][0]))
         used, start = table.after, last
     total_s = 0.0 if frame.is_stale else float(best[-1, 0])
     return _Path(tuple(steps), total_s, slowest)

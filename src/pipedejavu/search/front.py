@@ -9,12 +9,14 @@ from pipedejavu.search.search import search
 STEP = 0.75
 """Of the fullest memory of one plan, what the next one may fill."""
 MOST_STEPS = 6
+MOST_TIMES = 10.0
+"""As long as the fastest plan: what takes more is of no use."""
 
 
 def leaner_plans(
     profile: Profile, machine: Machine, options: Options, best: Candidate, progress: Progress | None = None
 ) -> tuple[Candidate, ...]:
-    """Returns the best plans for smaller and smaller parts of every memory, until nothing fits."""
+    """Returns the best plans for smaller and smaller parts of every memory, until nothing fits that is of use."""
     found: list[Candidate] = []
     share = best.fullest_share
     for step in range(MOST_STEPS):
@@ -22,7 +24,7 @@ def leaner_plans(
         if progress:
             progress(step / MOST_STEPS, f"with {share:.0%} of all memory")
         other = search(profile, with_memory(machine, times=share), options).best
-        if other is None:
+        if other is None or other.time_per_sample_s > MOST_TIMES * best.time_per_sample_s:
             break
         memory = tuple(need.but(room_bytes=round(need.room_bytes / share)) for need in other.memory)
         found.append(other.but(memory=memory))

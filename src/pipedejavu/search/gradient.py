@@ -46,7 +46,24 @@ def run(pool: Pool, scenes: list[Scene], options: Options, *, is_plain: bool = F
             return None
         return descend(frame, costs, np.random.default_rng(options.seed), is_plain=is_plain)
 
-    return solve_frames(pool, scenes, options, solve)
+    def guess(frame: Frame, costs: Costs, _: float) -> Draft | None:
+        return _proportional(frame, costs) if len(frame.sizes) == 1 else None
+
+    return solve_frames(pool, scenes, options, solve, guess)
+
+
+def _proportional(frame: Frame, costs: Costs) -> Draft | None:
+    """Returns the cut that gives each stage as much work as its devices are fast."""
+    stages, units = len(frame.order) // frame.sizes[0], costs.num_units
+    if stages > units:
+        return None
+    work = _field(frame, costs).time[:, :, 0]
+    rates = 1 / np.maximum(work.sum(axis=0), 1e-12)
+    done, wanted = np.cumsum(work[:, 0]), np.cumsum(rates)[:-1] / rates.sum()
+    bounds = np.searchsorted(done, wanted * done[-1])
+    low = np.arange(1, stages)  # every stage has a unit at least
+    bounds = np.maximum.accumulate(np.maximum(bounds, low) - low) + low
+    return _draft(frame, tuple(map(int, np.minimum(bounds, units - stages + low))))
 
 
 def descend(frame: Frame, costs: Costs, random: np.random.Generator, *, is_plain: bool = False) -> Draft | None:

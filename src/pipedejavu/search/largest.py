@@ -7,8 +7,8 @@ from typing import NamedTuple
 from pipedejavu.facts import InputError, Machine, Profile, Unit
 from pipedejavu.search.advice import nothing_fits
 from pipedejavu.search.option import Options, Progress
-from pipedejavu.search.scene import usable
-from pipedejavu.search.search import search
+from pipedejavu.search.scene import usable, worthwhile
+from pipedejavu.search.search import has_draft, search
 
 MOST = 2**16
 """Beyond which nobody asks."""
@@ -29,45 +29,55 @@ def find_largest(
 ) -> Largest | None:
     """Returns the largest question that has an answer, for the objectives `batch` and `blocks`; None for the others.
 
+    Devices that are too slow to be of use beside the others keep state and train nothing, however large they are.
     Raises InputError where even the smallest fits nowhere, or where a model's blocks cannot be counted.
     """
     if options.objective not in ("batch", "blocks"):
         return None
 
-    def fits(profile: Profile, options: Options) -> bool:
+    names = worthwhile(profile, machine, usable(profile, machine, options))
+    options = options.but(devices=names)
+
+    def fits(profile: Profile, options: Options, *, is_sure: bool) -> bool:
         if progress:
             progress(0.0, f"a batch of {options.batch}, {len(profile.units)} units")
+        if not is_sure:
+            return has_draft(profile, machine, options)
         return search(profile, machine, options.but(candidates=1)).best is not None
 
     if options.objective == "blocks":
         start, run = _blocks(profile)
-        count = _most(lambda n: fits(_with_blocks(profile, start, run, n), options))
+        count = _most(lambda n, sure: fits(_with_blocks(profile, start, run, n), options, is_sure=sure))
         if not count:
             raise nothing_fits(_with_blocks(profile, start, run, 1), machine, options)
         larger = _with_blocks(profile, start, run, count)
         many = sum(unit.num_parameters for unit in larger.units)
         text = f"{count} blocks like {profile.units[start].name} fit, where the model has {run}: {many:,} parameters"
         return Largest(larger, options, text)
-    devices = [machine.device(name) for name in usable(profile, machine, options)]
-    step = max(sum(d.type == "gpu" for d in devices), 1)
+    step = max(sum(machine.device(name).type == "gpu" for name in names), 1)
     whole = options.but(samples=None)
-    count = _most(lambda n: fits(profile, whole.but(batch=n * step)))
+    count = _most(lambda n, sure: fits(profile, whole.but(batch=n * step), is_sure=sure))
     if not count:
         raise nothing_fits(profile, machine, whole.but(batch=step))
     text = f"a batch of {count * step} is the largest that fits in one pass, in steps of {step}"
     return Largest(profile, whole.but(batch=count * step), text)
 
 
-def _most(fits: Callable[[int], bool]) -> int:
-    """Returns the largest number that fits, all smaller ones taken to fit too; 0 where 1 does not."""
-    if not fits(1):
+def _most(fits: Callable[[int, bool], bool]) -> int:
+    """Returns the largest number that fits, all smaller ones taken to fit too; 0 where 1 does not.
+
+    `fits` takes a number and whether to be sure: it is found by estimates, and comes down until it is sure.
+    """
+    if not fits(1, False):
         return 0
     low, high = 1, 2
-    while high <= MOST and fits(high):
+    while high <= MOST and fits(high, False):
         low, high = high, 2 * high
     while high - low > max(1, low // NEAR):
         middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
+        low, high = (middle, high) if fits(middle, False) else (low, middle)
+    while low and not fits(low, True):
+        low -= max(1, low // NEAR)
     return low
 
 

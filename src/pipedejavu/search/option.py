@@ -58,5 +58,7 @@ class Options(Record):
             if price < 0
         ]
         if self.objective == "price" and not self.prices:
-            faults.append("objective 'price' needs the price of an hour on each kind of device; give prices")
+            faults.append(
+                "objective 'price' needs the price of an hour on each kind of device; give prices (--price a100=2.5)"
+            )
         return faults

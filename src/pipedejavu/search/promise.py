@@ -13,8 +13,16 @@ Solve = Callable[[Frame, Costs, float], Draft | None]
 """Returns the best draft of a frame that takes less than a time, if there is one."""
 
 
-def solve_frames(pool: Pool, scenes: list[Scene], options: Options, solve: Solve) -> bool:
-    """Solves frames, the most promising first, until none can be better; returns whether that point was reached."""
+GUESS_SHARE = 0.2
+"""The part of the time budget for guesses."""
+
+
+def solve_frames(pool: Pool, scenes: list[Scene], options: Options, solve: Solve, guess: Solve | None = None) -> bool:
+    """Solves frames, the most promising first, until none can be better; returns whether that point was reached.
+
+    Those are the frames with the least bound. A searcher that takes long for a frame gives a `guess`, which is quick:
+    then the frames with the best guesses come first, which may be others where devices are unlike.
+    """
     queue, bounds = [], Bounds()
     for scene in scenes:
         for frame in frames(scene, options):
@@ -24,8 +32,12 @@ def solve_frames(pool: Pool, scenes: list[Scene], options: Options, solve: Solve
             if pool.is_over:
                 return False
     queue.sort(key=lambda item: item[0])
+    if guess is not None:
+        queue = _by_guess(pool, queue, guess)
     for index, (least, frame) in enumerate(queue):
         if least >= pool.cutoff:
+            if guess is not None:
+                continue
             break
         if pool.is_over:
             return False
@@ -34,3 +46,16 @@ def solve_frames(pool: Pool, scenes: list[Scene], options: Options, solve: Solve
         if draft is not None:
             pool.offer(draft)
     return True
+
+
+def _by_guess(pool: Pool, queue: list[tuple[float, Frame]], guess: Solve) -> list[tuple[float, Frame]]:
+    """Returns frames in the order of their guesses, as far as the time for them goes; the others behind."""
+    until_s = pool.elapsed_s + GUESS_SHARE * pool.options.time_budget_s
+    scores = [inf] * len(queue)
+    for index, (least, frame) in enumerate(queue):
+        if pool.elapsed_s > until_s:
+            break
+        if least < pool.cutoff:
+            draft = guess(frame, pool.costs(frame.scene, frame.samples), inf)
+            scores[index] = pool.offer(draft) if draft is not None else inf
+    return [queue[index] for index in sorted(range(len(queue)), key=scores.__getitem__)]

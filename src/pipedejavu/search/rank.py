@@ -1,49 +1,113 @@
 """Ranks drafts by their real plans: each is written out, compiled and simulated, and the fastest are verified."""
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
+from functools import cached_property
 
 from pipedejavu.facts import FaultsError, InputError, format_bytes, format_seconds
 from pipedejavu.plan import Plan
 from pipedejavu.program import Program, verify
 from pipedejavu.program import compile as compile_plan
+from pipedejavu.program.action import COMPUTE_KINDS
 from pipedejavu.search.draft import Scene
 from pipedejavu.search.option import Options
 from pipedejavu.search.result import Candidate, MemoryNeed
 from pipedejavu.search.write import why_not_run
 from pipedejavu.simulate import Prediction, simulate
 
+FULL = 3
+"""Microbatches for each stage among which a pipeline's pace can be seen."""
+EVEN = 1e-4
+"""Part of a pace by which workers may differ in it."""
 
-class Timed(NamedTuple):
+
+@dataclass(frozen=True)
+class Timed:
     """A plan whose time is known; whether it is legal and fits is not."""
 
+    plan: Plan
     prediction: Prediction
+    """Of an update, or of so many of its microbatches that the others only repeat them."""
+    pace_s: float
+    """What each of the others adds."""
     scene: Scene
-    time_s: float
-    """Of one update."""
-    price: float
     estimated_s: float
 
+    @property
+    def others(self) -> int:
+        """Microbatches that were not simulated."""
+        return self.plan.feed.microbatches - self.prediction.program.plan.feed.microbatches
 
-def time_plan(plan: Plan, scene: Scene, options: Options, estimated_s: float) -> Timed | str:
-    """Returns a plan with its simulated time, or why it has none."""
+    @property
+    def makespan_s(self) -> float:
+        """The time of the whole program."""
+        return self.prediction.makespan_s + self.others * self.pace_s
+
+    def computes_s(self, worker: int) -> float:
+        """Returns what a worker's forwards and backwards take."""
+        prediction, program = self.prediction, self.prediction.program
+        spans = zip(prediction.graph.of_action[worker], program.workers[worker].actions, strict=True)
+        found = sum(prediction.end[op] - prediction.start[op] for op, a in spans if a.kind in COMPUTE_KINDS)
+        return found * (1 + self.others / program.plan.feed.microbatches)
+
+    @cached_property
+    def time_s(self) -> float:
+        """Of one update: the makespan; of a pipeline that never drains, what each further update adds."""
+        plan, scene = self.plan, self.scene
+        if not plan.is_flush_free:
+            return self.makespan_s
+        half = plan.but(steps=plan.steps // 2)
+        first = simulate(compile_plan(half, scene.profile, scene.machine)).makespan_s
+        return (self.makespan_s - first) / (plan.steps - half.steps)
+
+
+def time_plan(plan: Plan, scene: Scene, estimated_s: float) -> Timed | str:
+    """Returns a plan with its simulated time, or why it has none.
+
+    Of a pipeline with many microbatches so many are simulated that it is full for a while; the others go at the pace
+    that it has then.
+    """
     try:
-        program = compile_plan(plan, scene.profile, scene.machine)
-        prediction = simulate(program)
+        pace_s = None
+        if (short := _shortened(plan)) is not None:
+            prediction = simulate(compile_plan(short, scene.profile, scene.machine))
+            pace_s = _pace(prediction)
+        if pace_s is None:
+            prediction = simulate(compile_plan(plan, scene.profile, scene.machine))
+        resolved = prediction.program.plan
+        resolved = resolved.but(feed=resolved.feed.but(microbatches=plan.feed.microbatches))
+        return Timed(resolved, prediction, pace_s or 0.0, scene, estimated_s)
     except FaultsError as fault:
         return fault.faults[0]
     except InputError as fault:
         return str(fault)
-    time_s = _time_of_update(plan, scene, prediction)
-    return Timed(prediction, scene, time_s, price_of(program.devices, scene, options, time_s), estimated_s)
+
+
+def _shortened(plan: Plan) -> Plan | None:
+    """Returns a pipeline with fewer microbatches, where that would be many fewer."""
+    few = FULL * max(plan.place.workers, 2)
+    if plan.feed.microbatches < 2 * few or plan.is_flush_free or plan.feed.kind == "share":
+        return None
+    has_turns = plan.place.chunks > 1 or plan.place.stage_replicas  # several microbatches at a time
+    return None if has_turns else plan.but(feed=plan.feed.but(microbatches=few))
+
+
+def _pace(prediction: Prediction) -> float | None:
+    """Returns what a further microbatch adds to a full pipeline; None where its workers do not go at one pace."""
+    program, paces = prediction.program, list[float]()
+    stages = max(program.plan.place.workers, 2)
+    for index, worker in enumerate(program.workers):
+        piece = min(program.pieces_on[index])
+        spans = zip(prediction.graph.of_action[index], worker.actions, strict=True)
+        ends = [prediction.end[op] for op, a in spans if a.kind in "BI" and a.piece == piece]
+        paces.append((ends[2 * stages] - ends[stages]) / stages)
+    return max(paces) if max(paces) - min(paces) <= EVEN * max(paces) else None
 
 
 def admit(timed: Timed, options: Options) -> Candidate | str:
     """Returns a timed plan as a candidate once it is verified and fits, or why it is none."""
-    prediction, scene = timed.prediction, timed.scene
-    plan = prediction.program.plan
+    prediction, scene, plan = timed.prediction, timed.scene, timed.plan
     try:
-        verify(prediction.program)
+        verify(prediction.program, prediction.graph)
     except FaultsError as fault:
         return fault.faults[0]
     memory = memory_needs(prediction)
@@ -55,10 +119,10 @@ def admit(timed: Timed, options: Options) -> Candidate | str:
         plan=plan,
         time_s=timed.time_s,
         samples=options.batch,
-        price=timed.price,
-        bubble_fraction=prediction.bubble_fraction,
+        price=price_of(timed, options),
+        bubble_fraction=_bubble(timed),
         memory=memory,
-        bound=describe_bound(prediction),
+        bound=_describe_bound(timed),
         reasons=tuple(f"{d.axis}: {d.choice}: {d.reason}" for d in plan.decisions),
         estimated_s=timed.estimated_s,
         only_costed=scene.only_costed or why_not_run(plan),
@@ -67,19 +131,21 @@ def admit(timed: Timed, options: Options) -> Candidate | str:
     )
 
 
-def _time_of_update(plan: Plan, scene: Scene, prediction: Prediction) -> float:
-    """Returns the makespan; of a pipeline that never drains, what each further update adds."""
-    if not plan.is_flush_free:
-        return prediction.makespan_s
-    half = plan.but(steps=plan.steps // 2)
-    first = simulate(compile_plan(half, scene.profile, scene.machine)).makespan_s
-    return (prediction.makespan_s - first) / (plan.steps - half.steps)
+def _bubble(timed: Timed) -> float:
+    """Returns the share of an update that devices are idle, of those that train."""
+    prediction, program = timed.prediction, timed.prediction.program
+    trains = [index for index, pieces in enumerate(program.pieces_on) if pieces]
+    part = timed.others / timed.plan.feed.microbatches
+    busy = sum(prediction.busy_s[worker] + part * timed.computes_s(worker) for worker in trains)
+    whole = timed.makespan_s * len(trains)
+    return max(0.0, 1 - busy / whole) if whole else 0.0
 
 
-def price_of(devices: Sequence[str], scene: Scene, options: Options, time_s: float) -> float:
-    """Returns what devices cost for a time."""
-    kinds = (scene.machine.device(name).kind for name in dict.fromkeys(devices))
-    return sum(options.prices.get(kind, 0.0) for kind in kinds) * time_s / 3600
+def price_of(timed: Timed, options: Options) -> float:
+    """Returns what a plan's devices cost for one update."""
+    machine, devices = timed.scene.machine, timed.prediction.program.devices
+    kinds = (machine.device(name).kind for name in dict.fromkeys(devices))
+    return sum(options.prices.get(kind, 0.0) for kind in kinds) * timed.time_s / 3600
 
 
 def memory_needs(prediction: Prediction) -> tuple[MemoryNeed, ...]:
@@ -96,16 +162,15 @@ def memory_needs(prediction: Prediction) -> tuple[MemoryNeed, ...]:
     return tuple(MemoryNeed(device=name, need_bytes=need, room_bytes=rooms[name]) for name, need in needs.items())
 
 
-def describe_bound(prediction: Prediction) -> str:
+def _describe_bound(timed: Timed) -> str:
     """Returns what takes the most of an update: a worker's computing, waiting, or what follows its last backward."""
-    program, whole = prediction.program, prediction.makespan_s
+    prediction, program, whole = timed.prediction, timed.prediction.program, timed.makespan_s
     if not whole:
         return "nothing takes any time"
     worker = max(range(len(program.workers)), key=prediction.busy_s.__getitem__)
-    ops, actions = prediction.graph.of_action[worker], program.workers[worker].actions
-    spans = [(prediction.start[op], prediction.end[op], a) for op, a in zip(ops, actions, strict=True)]
-    computes = [(start, end) for start, end, a in spans if a.kind in ("F", "B", "R", "I", "W")]
-    busy, last = sum(end - start for start, end in computes), max((end for _, end in computes), default=0.0)
+    spans = zip(prediction.graph.of_action[worker], program.workers[worker].actions, strict=True)
+    ends = [prediction.end[op] for op, a in spans if a.kind in COMPUTE_KINDS]
+    busy, last = timed.computes_s(worker), max(ends, default=0.0) + timed.others * timed.pace_s
     parts = {"computes": busy, "waits for others": last - busy, "reduces and updates": whole - last}
     what = max(parts, key=parts.__getitem__)
     name = f"{_describe(program, worker)} on {program.devices[worker]}"

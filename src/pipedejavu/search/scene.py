@@ -25,7 +25,7 @@ def scenes_of(profile: Profile, machine: Machine, options: Options, *, everyone:
     Without `everyone`, kinds of devices that could not add a hundredth to the speed of all others train nothing.
     """
     names = usable(profile, machine, options)
-    names = names if everyone else _worthwhile(profile, machine, names)
+    names = names if everyone else worthwhile(profile, machine, names)
     yield Scene(profile, machine, names)
     devices = [machine.device(name) for name in names]
     if all(d.type == "cpu" for d in devices):
@@ -52,7 +52,7 @@ def usable(profile: Profile, machine: Machine, options: Options) -> tuple[str, .
     return tuple(d.name for d in sorted(known, key=lambda d: d.type == "cpu"))
 
 
-def _worthwhile(profile: Profile, machine: Machine, names: tuple[str, ...]) -> tuple[str, ...]:
+def worthwhile(profile: Profile, machine: Machine, names: tuple[str, ...]) -> tuple[str, ...]:
     """Leaves out kinds of devices, from the slowest on, that add less than `LEAST_PART` to the speed of the others."""
     counts = Counter(machine.device(name).kind for name in names)
     rates = {}

@@ -9,7 +9,7 @@ from pipedejavu.search import dp, exhaustive, gradient, mcmc
 from pipedejavu.search.draft import Scene
 from pipedejavu.search.option import Options, Progress
 from pipedejavu.search.pool import Found, Pool
-from pipedejavu.search.rank import Timed, admit, time_plan
+from pipedejavu.search.rank import Timed, admit, price_of, time_plan
 from pipedejavu.search.result import Candidate, SearchResult
 from pipedejavu.search.room import with_memory
 from pipedejavu.search.scene import scenes_of
@@ -20,7 +20,7 @@ SMALLER = (0.9, 0.75, 0.6)
 """Parts of the memory that are planned for where no plan for all of it fits in the end."""
 NEAR = 1.01
 """Plans that take so many times the least are as fast, and the simplest of them comes first."""
-FEW = 2000
+FEW = 500
 """Drafts that `auto` looks at one by one."""
 
 Run = Callable[[Pool, list[Scene], Options], bool]
@@ -55,7 +55,10 @@ def search(
         real = [*scenes_of(profile, machine, options, everyone=True)]
         assumed = [*scenes_of(profile, with_memory(machine, times=part), options, everyone=True)]
         again = Pool(options, progress)
+        name, reason = _choose(again, assumed, options)
         is_complete = _fill(again, assumed, options, name)
+        if not again.found:
+            break
         ranked = _rank(again, options, {id(a): scene for a, scene in zip(assumed, real, strict=True)})
     pool.report(1.0, "done")
     return SearchResult(
@@ -68,6 +71,14 @@ def search(
         time_s=pool.elapsed_s,
         notes=tuple(ranked.notes),
     )
+
+
+def has_draft(profile: Profile, machine: Machine, options: Options) -> bool:
+    """Returns whether there is a draft that is estimated to fit: quicker than a search, and no promise."""
+    options = options.but(candidates=1).agreed()
+    pool, scenes = Pool(options), [*scenes_of(profile, machine, options)]
+    _fill(pool, scenes, options, "dp")
+    return bool(pool.found)
 
 
 def _fill(pool: Pool, scenes: list[Scene], options: Options, name: str) -> bool:
@@ -102,7 +113,9 @@ def _rank(pool: Pool, options: Options, real: dict[int, Scene]) -> _Ranked:
     simulated, by_price = 0, options.objective == "price"
 
     def key(found: Timed | Candidate) -> float:
-        value = found.price if by_price else found.time_s
+        value = found.time_s
+        if by_price:
+            value = found.price if isinstance(found, Candidate) else price_of(found, options)
         return float(f"{value:.9g}")  # the last digits depend on the order of sums
 
     while waiting and not candidates:
@@ -111,7 +124,7 @@ def _rank(pool: Pool, options: Options, real: dict[int, Scene]) -> _Ranked:
         while waiting and simulated < last and (not timed or pool.elapsed_s < options.time_budget_s):
             for plan, found in _plans(pool, waiting.pop(0), options, tried):
                 pool.report(1 - 0.25 * (last - simulated) / options.finalists, f"simulating {plan.name}")
-                result = time_plan(plan, real[id(found.draft.scene)], options, found.estimate.time_s)
+                result = time_plan(plan, real[id(found.draft.scene)], found.estimate.time_s)
                 simulated += 1
                 if isinstance(result, Timed):
                     timed.append(result)
@@ -119,15 +132,15 @@ def _rank(pool: Pool, options: Options, real: dict[int, Scene]) -> _Ranked:
                     notes.append(f"{plan.name}: {result}")
         for each in sorted(timed, key=key):
             is_enough = len(candidates) >= options.candidates
-            if is_enough and (by_price or each.time_s > NEAR * candidates[0].time_s):
+            if is_enough and key(each) > NEAR * key(candidates[0]):
                 break
             admitted = admit(each, options)
             if isinstance(admitted, Candidate):
                 candidates.append(admitted)
             else:
-                notes.append(f"{each.prediction.program.plan.name}: {admitted}")
+                notes.append(f"{each.plan.name}: {admitted}")
     candidates.sort(key=lambda c: (key(c), c.fullest_share))
-    near = [c for c in candidates if c.time_s <= NEAR * candidates[0].time_s and not by_price]
+    near = [c for c in candidates if key(c) <= NEAR * key(candidates[0])]
     near.sort(key=lambda c: (_effort(c), key(c), c.fullest_share))
     return _Ranked((near + candidates[len(near) :])[: options.candidates], simulated, notes)
 

@@ -68,8 +68,9 @@ class _Events:
         self.ticket = 0
         self.valid = [0] * count  # the ticket of each operation's next event; older ones are void
         self.running: dict[int, _Running] = {}
-        self.wires = [tuple(w for w in work.wires if w in shared) for work in works]
-        self.loads = [dict(zip(work.wires, work.loads, strict=True)) for work in works]
+        wires = {work: tuple(w for w in work.wires if w in shared) for work in set(works)}
+        loads = {work: dict(zip(work.wires, work.loads, strict=True)) for work in wires}
+        self.wires, self.loads = [wires[work] for work in works], [loads[work] for work in works]
         self.on_wire: dict[str, set[int]] = {wire: set() for wire in shared}
         self.slows = overlap.compute > 1 or overlap.transfer > 1
         self.computing: dict[int, set[int]] = {w: set() for w in range(len(graph.program.workers))}

@@ -4,7 +4,7 @@ Only forwards, backwards and their parts count: a worker that waits for a slow o
 """
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from statistics import median
 from typing import NamedTuple
 
@@ -85,6 +85,11 @@ class Pace:
             recent.append(found)
             while len(recent) > WINDOW and sum(r.time_s for r in recent) - recent[0].time_s >= WINDOW_S:
                 recent.popleft()
+
+    def take_round(self, time_s: float, spans: Sequence[Span]) -> None:
+        """Takes one round of all workers."""
+        for worker in range(len(self.forecast)):
+            self.take(worker, [Round(time_s, times_of(span for span in spans if span.worker == worker))])
 
     def lags(self) -> list[float] | None:
         """Returns each worker's multiple, 1 for one without passes; None while rounds are missing."""

@@ -108,16 +108,26 @@ def first_runnable(candidates: Iterable[Candidate], num_workers: int | None = No
 
 
 def find_switch(
-    program: Program, lags: Sequence[float], steps: int, samples: int | None = None, num_workers: int | None = None
+    program: Program,
+    lags: Sequence[float],
+    steps: int,
+    samples: int | None = None,
+    num_workers: int | None = None,
+    start_s: float = ASSUMED_START_S,
 ) -> Switch | None:
     """Returns the plan that pays for the `steps` that are left, with costs as they were measured; None where none does.
 
-    It must save more than `MARGIN` of a step, and more in all than the switch takes.
+    It must save more than `MARGIN` of a step, and more in all than the switch takes, of which workers that start take
+    `start_s`.
     """
     profile, machine = with_measured(program, lags)
     now_s = simulate(replace(program, profile=profile, machine=machine)).makespan_s
     found = first_runnable(search(profile, machine, question_of(program, samples, num_workers)).candidates, num_workers)
-    if found is None or found.time_s > (1 - MARGIN) * now_s or (now_s - found.time_s) * steps < switch_s(profile):
+    if (
+        found is None
+        or found.time_s > (1 - MARGIN) * now_s
+        or (now_s - found.time_s) * steps < switch_s(profile, start_s)
+    ):
         return None
     worst = max(range(len(lags)), key=lambda worker: max(lags[worker], 1 / lags[worker]))
     times = f"worker {worst} on {program.devices[worst]} takes {lags[worst]:.1f} times its forecast"
@@ -157,10 +167,10 @@ def relieve(
     return Switch.to(found, prediction.makespan_s, f"{what}; plan '{found.plan.name}' would fit ({fits})")
 
 
-def switch_s(profile: Profile) -> float:
+def switch_s(profile: Profile, start_s: float = ASSUMED_START_S) -> float:
     """Returns what a switch is taken to cost."""
     size = sum(unit.parameter_bytes + unit.optimizer_bytes for unit in profile.units)
-    return ASSUMED_START_S + size / ASSUMED_STATE_BYTES_PER_S
+    return start_s + size / ASSUMED_STATE_BYTES_PER_S
 
 
 class Pilot:
@@ -180,7 +190,7 @@ class Pilot:
             return
         lags = self.pace.departure()
         if lags is not None:
-            self._thread = threading.Thread(target=self._ask, args=(lags,), daemon=True)
+            self._thread = threading.Thread(target=self._ask, args=(lags,), name="pilot", daemon=True)
             self._thread.start()
 
     def _ask(self, lags: Sequence[float]) -> None:

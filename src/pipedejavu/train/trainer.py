@@ -1,6 +1,7 @@
 """The Trainer: a user's own loop over a plan, with the workers as threads of the user's process."""
 
 import json
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import accumulate
@@ -16,18 +17,21 @@ from pipedejavu.engine.state import put_all, take_all, take_norm
 from pipedejavu.facts import InputError, Machine
 from pipedejavu.plan import Plan, preset
 from pipedejavu.profile import Cut, Shot, cut_model
+from pipedejavu.program import Program
 from pipedejavu.program import compile as compile_plan
 from pipedejavu.program.crew import assign_devices
 from pipedejavu.program.share import divide
-from pipedejavu.search import Options
+from pipedejavu.search import Candidate, Options
 from pipedejavu.simulate import Prediction, simulate
 from pipedejavu.store import Saver, Shelf
 from pipedejavu.train.door import inputs_and_targets, own_loss
 from pipedejavu.train.folder import result_of
 from pipedejavu.train.loop import say
 from pipedejavu.train.measure import measure
+from pipedejavu.train.pace import Pace
 from pipedejavu.train.planning import MOST_SAMPLES, choose_plan, known_machine, ways_of
 from pipedejavu.train.profiling import choose_sizes, measure_ways
+from pipedejavu.train.replan import Pilot, Switch, find_switch
 from pipedejavu.train.saved import current_gpu, random_state, saved_in, set_random_state
 from pipedejavu.train.site import devices_to_measure, make_machine, read_sites, torch_device
 from pipedejavu.train.task import describe_form, loss_of
@@ -46,7 +50,8 @@ class Trainer:
     scores them on its last microbatch, so it should be one that is not trained on.
 
     With the plan "auto" the model is measured on all that is here, and the best plan for batches like the sample is
-    searched for; `workers` is then not looked at.
+    searched for; `workers` is then not looked at. Where workers leave the pace of their forecast, the planner is asked
+    again beside training, and a plan that pays is taken from the next step on; `replan=False` keeps the first.
 
     A model that is no chain is recorded once more for each new size of a microbatch.
     """
@@ -62,37 +67,67 @@ class Trainer:
         optimizer: Optimizer | None = None,
         seed: int = 0,
         machine: Machine | None = None,
+        replan: bool = True,
     ):
         self.model = model
         self.samples = 0
         """Samples that were trained on."""
+        self._steps = 0
         self._losses: list[float] = []
         self._saver: Saver | None = None
         optimizer = optimizer or AdamW(lr=1e-3)
-        if plan == "auto":
-            plan, machine = _search(model, loss or own_loss, sample, optimizer, machine)
+        found = _search(model, loss or own_loss, sample, optimizer, machine) if plan == "auto" else None
+        if found is not None:
+            plan, machine = found.plan, found.machine
         elif isinstance(plan, str):
             plan = preset(plan.removeprefix("preset:")).at(workers=workers, microbatches=4)
+        assert isinstance(plan, Plan)
         plan = plan if plan.version.kind != "sync" else plan.but(steps=1)
-        self.batch = _Split(sample, (1,) * (plan.feed.microbatches * _copies(plan) * plan.steps))
-        samples = len(self.batch.targets(0))
-        cut = self.batch.cut = cut_model(model, self.batch.own_inputs(0), plan.cut.begins)
+        batch = _Split(sample, (1,) * (plan.feed.microbatches * _copies(plan) * plan.steps))
+        samples = len(batch.targets(0))
+        cut = batch.cut = cut_model(model, batch.own_inputs(0), plan.cut.begins)
         self.units = cut.units
-        job = Job(units=cut.units, loss=loss_of(cut, loss or own_loss), optimizer=optimizer, seed=seed)
-        plan = plan.but(feed=plan.feed.but(samples=samples))
-        if machine is None:
-            plan, machine = make_machine(plan, read_sites(plan.num_workers), "auto")
-        elif plan.place.devices is None:
-            machine = machine.divided(plan.num_workers)
-        names = assign_devices(plan, machine)
-        found = devices_to_measure(plan, machine, names)
-        kinds = {kind: torch_device(machine, name) for kind, (_, name) in found.items()}
-        profile = measure("model", job, plan, self.batch.head, kinds)
-        self.program = compile_plan(plan, profile, machine, fold=False)
-        self.batch = _Split(sample, self.program.sizes * plan.steps, cut)
-        self.batch.held_out = _Split(sample, self.program.sizes * plan.steps, cut)
-        self.threads = Threads(self.program, job, self.batch)
-        self.batch.cuts = [replace(cut, units=own.job.units) for own in self.threads.handlers]
+        self._cut = cut
+        self._job = Job(units=cut.units, loss=loss_of(cut, loss or own_loss), optimizer=optimizer, seed=seed)
+        if found is not None:
+            profile = found.profile
+        else:
+            plan = plan.but(feed=plan.feed.but(samples=samples))
+            plan, machine = _place(plan, machine)
+            profile = measure("model", self._job, plan, batch.head, _kinds(plan, machine))
+        assert machine is not None
+        self._switch: Switch | None = None
+        self._pilot: Pilot | None = None
+        self._replans = replan and found is not None
+        self._begin(compile_plan(plan, profile, machine, fold=False), sample)
+        self.batch.held_out = _Split(sample, self.batch.sizes, cut)
+
+    def _begin(self, program: Program, batch: Any) -> None:
+        """Lets a program's workers begin, with batches like this one."""
+        self.program = program
+        self.batch = _Split(batch, program.sizes * program.plan.steps, self._cut)
+        self.threads = Threads(program, self._job, self.batch)
+        self.batch.cuts = [replace(self._cut, units=own.job.units) for own in self.threads.handlers]
+        if self._replans and len(program.workers) > 1:
+            self._pilot = Pilot(Pace(program), self._ask, self._turn)
+        else:
+            self._pilot = None
+
+    def _ask(self, lags: Sequence[float]) -> Switch | None:
+        """Asks the planner; nobody says how long the loop goes on, so it is taken to be half-way."""
+        return find_switch(self.program, lags, self._steps, start_s=0.0)
+
+    def _turn(self, switch: Switch) -> None:
+        self._switch = switch
+        say(switch.reason)
+
+    def _go_on(self, switch: Switch, batch: Any) -> None:
+        """Exchanges the workers for those of another plan, which take over the state."""
+        self._switch = None
+        state, updates = take_all(self.threads), self.updates
+        del self.threads  # a GPU has no room for both
+        self._begin(compile_plan(switch.plan, switch.profile, switch.machine, fold=False), batch)
+        put_all(self.threads, updates, state.get)
 
     def predict(self) -> Prediction:
         """Returns what a step is predicted to look like."""
@@ -100,8 +135,15 @@ class Trainer:
 
     def step(self, batch: Any) -> float:
         """Trains on one batch; returns its mean loss."""
+        if self._switch is not None:
+            self._go_on(self._switch, batch)
         self.batch.take(batch, first=self.threads.updates * self.program.update_size)
-        self.threads.run()
+        begun_s = time.perf_counter()
+        spans = self.threads.run()
+        self._steps += 1
+        if self._pilot is not None:
+            self._pilot.pace.take_round(time.perf_counter() - begun_s, spans)
+            self._pilot.look()
         losses = [loss for own in self.threads.handlers for loss in own.log.losses.values()]
         for own in self.threads.handlers:
             own.log.losses.clear()
@@ -167,18 +209,30 @@ class Trainer:
         return self.model
 
 
+def _place(plan: Plan, machine: Machine | None) -> tuple[Plan, Machine]:
+    """Returns a plan and the machine with a device for each of its workers."""
+    if machine is None:
+        return make_machine(plan, read_sites(plan.num_workers), "auto")
+    return plan, machine.divided(plan.num_workers) if plan.place.devices is None else machine
+
+
+def _kinds(plan: Plan, machine: Machine) -> dict[str, torch.device]:
+    """Returns the kinds of devices that a plan uses, and where each is measured."""
+    found = devices_to_measure(plan, machine, assign_devices(plan, machine))
+    return {kind: torch_device(machine, name) for kind, (_, name) in found.items()}
+
+
 def _search(
     model: nn.Module, loss: Callable[[Any, Any], Tensor], sample: Any, optimizer: Optimizer, machine: Machine | None
-) -> tuple[Plan, Machine]:
-    """Measures a model on all that is here, and returns the best plan for batches like the sample, and its machine."""
+) -> Candidate:
+    """Measures a model on all that is here, and returns the best plan for batches like the sample."""
     batch, machine = _Split(sample, (1,)), machine or known_machine()
     sizes = [size for size in choose_sizes(min(batch.size, MOST_SAMPLES)) if size <= batch.size]
     cut = batch.cut = cut_model(model, batch.own_head(sizes[-1]))
     job = Job(units=cut.units, loss=loss_of(cut, loss), optimizer=optimizer)
     shots = [Shot(cut.units, *batch.head(size), job.loss) for size in sizes]
     profile = measure_ways("model", shots, job, ways_of(machine), lambda text: None)  # noqa: ARG005
-    found = choose_plan(profile.but(begins=cut.begins), machine, Options(batch=batch.size))
-    return found.plan, found.machine
+    return choose_plan(profile.but(begins=cut.begins), machine, Options(batch=batch.size))
 
 
 class _Split:

@@ -1,0 +1,77 @@
+"""Plans that are ranked: of long pipelines a part is simulated, and says the same as all of it."""
+
+import pytest
+
+from pipedejavu.facts import Machine, Profile
+from pipedejavu.plan import Cut, Feed, Keep, Order, Place, Plan, Reduce
+from pipedejavu.program import compile as compile_plan
+from pipedejavu.search import Options
+from pipedejavu.search.draft import Scene
+from pipedejavu.search.rank import Timed, admit, memory_needs, time_plan
+from pipedejavu.search.result import Candidate
+from pipedejavu.search.scene import scenes_of
+from pipedejavu.simulate import simulate
+from tests.search.case import machine, profile
+
+MODEL = profile([1e-3, 4e-3, 2e-3, 3e-3, 1e-3, 5e-3, 2e-3, 1e-3], boundary=2e6, update_s=1e-3, weights=10**6)
+
+
+def scene_on(place: Machine, model: Profile = MODEL) -> Scene:
+    (scene,) = scenes_of(model, place, Options(batch=64, is_runnable=True))
+    return scene
+
+
+def pipeline(microbatches: int, order: Order, workers: int = 4, replicas: int = 1, **other: object) -> Plan:
+    return Plan(
+        name="pipeline",
+        cut=Cut(kind="chain", bounds=(2, 4, 6) if workers == 4 else (4,)),
+        place=Place(workers=workers, replicas=replicas),
+        feed=Feed(microbatches=microbatches, samples=1),
+        order=order,
+        reduce=Reduce(wire="all-reduce" if replicas > 1 else "none"),
+    ).but(**other)
+
+
+LONG = [
+    pipeline(64, Order(kind="1f1b")),
+    pipeline(64, Order(kind="1f1b", recompute=1.0)),
+    pipeline(40, Order(kind="1f1b", is_eager=True, prefetch=1), keep=Keep(activations="host")),
+    pipeline(32, Order(kind="1f1b"), workers=2, replicas=2),
+    Plan(name="one device", feed=Feed(microbatches=20, samples=2), order=Order(kind="step")),
+]
+
+
+@pytest.mark.parametrize("plan", LONG, ids=[str(n) for n in range(len(LONG))])
+def test_of_a_long_pipeline_a_part_says_what_the_whole_takes(plan: Plan) -> None:
+    place = machine(["fast"] * 4, hosts=2, within=1e9, between=5e8, host_room=2**60, pcie=2e9, has_interfaces=True)
+    scene = scene_on(place, profile_with_cpu())
+    timed = time_plan(plan, scene, 1.0)
+    assert isinstance(timed, Timed)
+    assert timed.others > 0
+    whole = simulate(compile_plan(plan, scene.profile, scene.machine))
+    assert timed.time_s == pytest.approx(whole.makespan_s, rel=1e-4)  # by which paces may differ
+    assert memory_needs(timed.prediction) == memory_needs(whole)
+    found = admit(timed, Options(batch=64))
+    assert isinstance(found, Candidate)
+    assert found.plan == whole.program.plan
+    assert found.bubble_fraction == pytest.approx(whole.bubble_fraction, abs=1e-4)
+    complete = Timed(plan, whole, 0.0, scene, 1.0)
+    assert found.bound == admit(complete, Options(batch=64)).bound  # type: ignore[union-attr]
+
+
+def profile_with_cpu() -> Profile:
+    units = [unit.but(times=unit.times | {"cpu": unit.times["fast"]}) for unit in MODEL.units]
+    return MODEL.but(units=tuple(units))
+
+
+def test_short_pipelines_and_those_that_go_in_turns_are_simulated_whole() -> None:
+    scene = scene_on(machine(["fast"] * 4))
+    short = pipeline(16, Order(kind="1f1b"))
+    looped = pipeline(
+        64, Order(kind="interleaved"), cut=Cut(kind="chain"), place=Place(workers=4, kind="loop", chunks=2)
+    )
+    for plan in (short, looped):
+        timed = time_plan(plan, scene, 1.0)
+        assert isinstance(timed, Timed)
+        assert timed.others == 0
+        assert timed.time_s == simulate(compile_plan(plan, scene.profile, scene.machine)).makespan_s
