@@ -1,6 +1,11 @@
 """The Trainer in a user's own loop."""
 
 import copy
+import gc
+import re
+import threading
+import time
+import weakref
 
 import pytest
 
@@ -12,7 +17,7 @@ from pipedejavu.engine import Applied, Job, Sgd, audit
 from pipedejavu.facts import InputError
 from pipedejavu.plan import preset
 from pipedejavu.profile import read_chain
-from pipedejavu.train import Trainer
+from pipedejavu.train import Trainer, WorkerError
 
 
 def model() -> nn.Sequential:
@@ -51,6 +56,54 @@ def test_steps_equal_a_plain_loop_also_with_uneven_batches(plan, workers) -> Non
     trained = trainer.save_to_model()
     for own, other in zip(trained.parameters(), plain.parameters(), strict=True):
         assert torch.allclose(own, other, rtol=0, atol=1e-13)
+
+
+class Waits(nn.Linear):
+    """A unit that waits, from when it is told to, until it is let go."""
+
+    def __init__(self) -> None:
+        super().__init__(6, 6, dtype=torch.float64)
+        self.is_told = False
+
+    def __deepcopy__(self, memo) -> "Waits":  # the workers' copies are this one
+        return self
+
+    def forward(self, x):
+        while self.is_told:
+            time.sleep(0.01)
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("worker", [0, 1])
+def test_an_action_that_hangs_is_named_by_the_step_that_it_was_in(worker) -> None:
+    unit, plan = Waits(), preset("1f1b").at(workers=2, microbatches=4)
+    plan = plan.but(cut=plan.cut.but(bounds=(1,)))
+    parts = [nn.Linear(6, 6, dtype=torch.float64), nn.Linear(6, 3, dtype=torch.float64)]
+    parts.insert(worker, unit)
+    trainer = Trainer(nn.Sequential(*parts), loss, sample=batch(8), plan=plan, hang_after_s=1)
+    trainer.step(batch(8))
+    unit.is_told = True
+    said = rf"worker {worker} hangs: F{worker}\.0@0 \(lane compute\) has lasted \d+ s, and 1 s were allowed; hang"
+    with pytest.raises(WorkerError, match=said) as first:
+        trainer.step(batch(8))
+    assert "in forward" in "".join(first.value.__notes__)
+    with pytest.raises(WorkerError, match=re.escape(str(first.value))):
+        trainer.step(batch(8))
+    unit.is_told = False
+
+
+def test_a_trainer_that_is_gone_leaves_no_threads() -> None:
+    before = {*threading.enumerate()}
+    trainer = Trainer(model(), loss, sample=batch(8), workers=2)
+    trainer.step(batch(8))
+    threads = weakref.ref(trainer.threads)
+    own = {*threading.enumerate()} - before
+    assert len(own) == 4  # a hand and a vigil for each worker
+    del trainer
+    gc.collect()
+    assert threads() is None
+    for thread in own:
+        thread.join()  # or the test runs into its timeout
 
 
 def test_a_batch_smaller_than_the_microbatches_is_refused() -> None:

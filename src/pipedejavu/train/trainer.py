@@ -1,8 +1,10 @@
 """The Trainer: a user's own loop over a plan, with the workers as threads of the user's process."""
 
 import json
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -23,6 +25,7 @@ from pipedejavu.search import Options
 from pipedejavu.simulate import Prediction, simulate
 from pipedejavu.store import Saver, Shelf
 from pipedejavu.train.door import inputs_and_targets, own_loss
+from pipedejavu.train.failure import WorkerError
 from pipedejavu.train.folder import result_of
 from pipedejavu.train.loop import say
 from pipedejavu.train.measure import measure
@@ -31,6 +34,7 @@ from pipedejavu.train.profiling import choose_sizes, measure_ways
 from pipedejavu.train.saved import current_gpu, random_state, saved_in, set_random_state
 from pipedejavu.train.site import devices_to_measure, make_machine, read_sites, torch_device
 from pipedejavu.train.task import describe_form, loss_of
+from pipedejavu.train.vigil import Vigil
 
 
 class Trainer:
@@ -49,6 +53,9 @@ class Trainer:
     searched for; `workers` is then not looked at.
 
     A model that is no chain is recorded once more for each new size of a microbatch.
+
+    An action that lasts longer than `hang_after_s` (0: for ever; None: far longer than a step should) lets `step` raise
+    a WorkerError that names it and says where in the code it is; the trainer is then of no more use.
     """
 
     def __init__(
@@ -62,6 +69,7 @@ class Trainer:
         optimizer: Optimizer | None = None,
         seed: int = 0,
         machine: Machine | None = None,
+        hang_after_s: float | None = None,
     ):
         self.model = model
         self.samples = 0
@@ -93,6 +101,17 @@ class Trainer:
         self.batch.held_out = _Split(sample, self.program.sizes * plan.steps, cut)
         self.threads = Threads(self.program, job, self.batch)
         self.batch.cuts = [replace(cut, units=own.job.units) for own in self.threads.handlers]
+        self._keep_vigil(hang_after_s)
+
+    def _keep_vigil(self, hang_after_s: float | None) -> None:
+        """Watches over each worker's lanes for as long as there is somebody to tell."""
+        end = partial(_give_up, weakref.ref(self.threads))
+        forecast_s = self.predict().makespan_s / self.program.plan.steps
+        for own in self.threads.handlers:
+            vigil = Vigil(own.index, end, option="hang_after_s")
+            vigil.allow(forecast_s, hang_after_s)
+            own.notice = vigil.notice
+            weakref.finalize(self.threads, vigil.stop)
 
     def predict(self) -> Prediction:
         """Returns what a step is predicted to look like."""
@@ -165,6 +184,13 @@ class Trainer:
             for name, weight in weights.items():
                 parameters[name].copy_(weight)
         return self.model
+
+
+def _give_up(threads: "weakref.ref[Threads]", trace: str, sentence: str) -> None:
+    if found := threads():
+        error = WorkerError(sentence)
+        error.add_note(f"There it is in the code:\n{trace}")
+        found.give_up(error)
 
 
 def _search(
