@@ -8,6 +8,7 @@ the worker loads before it starts; the run then goes on with `--resume`. Every r
 """
 
 import argparse
+import ctypes
 import itertools
 import json
 import math
@@ -55,11 +56,19 @@ PHASES: dict[str, tuple[type, str, int]] = {
 ACTS: dict[str, Callable[[Any], Any]] = {
     "SIGKILL": lambda _: os.kill(os.getpid(), signal.SIGKILL),
     "SIGSTOP": lambda _: os.kill(os.getpid(), signal.SIGSTOP),
+    "SIGSEGV": lambda _: os.kill(os.getpid(), signal.SIGSEGV),
     "sleep": lambda _: time.sleep(1e6),
+    "sleep with the lock": lambda _: ctypes.PyDLL(None).sleep(10**6),
+    "raise": lambda _: _raise(),
     "NaN": lambda x: x * float("nan"),
     "Inf": lambda x: x * float("inf"),
 }
 """What happens there; what a method has returned may change."""
+HANGS = ("sleep", "sleep with the lock", "SIGSTOP")
+
+
+def _raise() -> None:
+    raise RuntimeError("a fault of the user's code")
 
 
 # In a worker that is to fail.
@@ -142,7 +151,7 @@ class Attempt:
             (self.folder / "start.py").write_text(code)
             torchrun = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--max-restarts", "2")
             start, more = (sys.executable, *torchrun, "start.py"), (*more, "--resume")
-        hang = ("--hang-after", str(HANG_S)) if self.fault.act in ("sleep", "SIGSTOP") else ()
+        hang = ("--hang-after", str(HANG_S)) if self.fault.act in HANGS else ()
         return subprocess.Popen(
             [*start, "train", "zoo:mlp", *given, *sizes, *hang, "--run-dir", "run", "--json", *more],
             cwd=self.folder,
@@ -221,11 +230,14 @@ FAULTS = [
         "1f1b": ("forward", "backward", "send", "update", "saving a part", "naming a checkpoint"), "ddp": ("reduce",),
     }.items() for phase in phases),
     Fault("SIGKILL of a rank of torchrun: update", 0, "ddp", "update", "SIGKILL", under_torchrun=True),
+    Fault("SIGSEGV in a worker: backward", 1, "1f1b", "backward", "SIGSEGV"),
+    Fault("a unit raises: forward", 1, "ddp", "forward", "raise"),
     Fault("SIGKILL of the launcher", -signal.SIGKILL, disturb=sent(lambda process: process.kill())),
     Fault("SIGKILL of everything", -signal.SIGKILL, disturb=sent(kill_all)),
     Fault("SIGTERM", 143, disturb=sent(lambda process: process.terminate())),
     Fault("a worker hangs in an action: forward", 1, "1f1b", "forward", "sleep"),
     Fault("a worker hangs in an action: update", 1, "ddp", "update", "sleep"),
+    Fault("a worker keeps its interpreter to itself: forward", 1, "1f1b", "forward", "sleep with the lock"),
     Fault("a worker is stopped: backward", 1, "1f1b", "backward", "SIGSTOP"),
     Fault("a worker is stopped: reduce", 1, "ddp", "reduce", "SIGSTOP"),
     Fault("a rank of torchrun is stopped: forward", 0, "1f1b", "forward", "SIGSTOP", under_torchrun=True),
