@@ -598,10 +598,10 @@ choice from a seed. [checkpoints.md](checkpoints.md) says how it works.
 
 ## Runs
 
-`zoo:mlp` under AdamW, two workers, {steps} steps, a checkpoint every {every}. Each run is disturbed once, at a random
-step, and goes on with `--resume` under the same plan; under `torchrun` it goes on by itself. *Equal*: all weights have
-the bits of the run that nothing happened to. *Every step*: the metrics hold each step once. *Named*: the exit code and
-a sentence say what happened. *Lost*: steps that were trained again; an interval has {every}, and fewer than {every}
+`zoo:mlp` under AdamW, two workers, {steps} steps of {step:.0f} ms or more, a checkpoint every {every}. Each run is
+disturbed once, at a random step, and goes on with `--resume` under the same plan; under `torchrun` it does by itself.
+Two hosts are network namespaces with a cable between them. *Equal*: all weights have the bits of the run that nothing
+happened to. *Every step*: the metrics hold each step once. *Named*: the exit code and a sentence say what happened. *Lost*: steps that were trained again; an interval has {every}, and fewer than {every}
 more may pass while a checkpoint is being written; where the newest one was damaged, an interval more. *Training
 again*: seconds from the start of `--resume` to its first finished step, under `torchrun` from the last step before the
 fault, beside whatever else the machine does; processes that start and import torch take most of it. Workers hang after
@@ -718,7 +718,8 @@ def main() -> None:
         kept.folder.mkdir(parents=True, exist_ok=True)
         inject_all(kept, asked.runs, asked.kills)
     machine = f"{os.cpu_count()} cores of {platform.machine()}, torch {torch.__version__}"
-    print(HEAD.format(runs=asked.runs, kills=asked.kills, machine=machine, steps=STEPS, every=EVERY, hang=HANG_S))
+    sizes = {"steps": STEPS, "every": EVERY, "hang": HANG_S, "step": 1e3 * STEP_S}
+    print(HEAD.format(runs=asked.runs, kills=asked.kills, machine=machine, **sizes))
     for fault in FAULTS:
         print(describe(fault, kept.of(fault)))
     print(CHANGED.format(elastic=ELASTIC_STEPS))
