@@ -601,11 +601,11 @@ choice from a seed. [checkpoints.md](checkpoints.md) says how it works.
 `zoo:mlp` under AdamW, two workers, {steps} steps of {step:.0f} ms or more, a checkpoint every {every}. Each run is
 disturbed once, at a random step, and goes on with `--resume` under the same plan; under `torchrun` it does by itself.
 Two hosts are network namespaces with a cable between them. *Equal*: all weights have the bits of the run that nothing
-happened to. *Every step*: the metrics hold each step once. *Named*: the exit code and a sentence say what happened. *Lost*: steps that were trained again; an interval has {every}, and fewer than {every}
-more may pass while a checkpoint is being written; where the newest one was damaged, an interval more. *Training
-again*: seconds from the start of `--resume` to its first finished step, under `torchrun` from the last step before the
-fault, beside whatever else the machine does; processes that start and import torch take most of it. Workers hang after
-{hang} s here (`--hang-after`).
+happened to. *Every step*: the metrics hold each step once. *Named*: the exit code and a sentence say what happened.
+*Lost*: steps that were trained again; an interval has {every}, and fewer than {every} more may pass while a checkpoint
+is being written; where the newest one was damaged, an interval more. *Training again*: seconds from the start of
+`--resume` to its first finished step, under `torchrun` from the last step before the fault, beside whatever else the
+machine does; processes that start and import torch take most of it. Workers hang after {hang} s here (`--hang-after`).
 
 | fault | plan | injected | equal | every step | named | lost, median (most) | training again, median (most) |
 |---|---|---|---|---|---|---|---|"""
