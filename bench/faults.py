@@ -423,6 +423,13 @@ CHANGES = {
 }
 
 
+def is_training_again(rows: Sequence[dict[str, Any]]) -> bool:
+    """Whether a step was made under the plan that the run has switched to last."""
+    kinds = [kind for row in rows for kind in ("switched", "resumed", "step") if kind in row]
+    behind = kinds[len(kinds) - kinds[::-1].index("switched") :] if "switched" in kinds else []
+    return "step" in behind[behind.index("resumed") :] if "resumed" in behind else False
+
+
 def change(
     name: str, folder: Path, luck: random.Random, expected: dict[str, torch.Tensor]
 ) -> tuple[bool, float, float]:
@@ -432,8 +439,8 @@ def change(
     process = run.start("--steps", str(found.steps), "--optimizer", "sgd", *found.more, is_faulty=True)
     while process.poll() is None and not any("switched" in row for row in run.rows()):
         time.sleep(0.02)
-    begun_s, saved = time.perf_counter(), next((row["switched"] for row in run.rows() if "switched" in row), 0)
-    while process.poll() is None and run.step() <= saved:
+    begun_s = time.perf_counter()
+    while process.poll() is None and not is_training_again(run.rows()):
         time.sleep(0.02)
     again_s = time.perf_counter() - begun_s
     _, err = process.communicate(timeout=300)
@@ -486,9 +493,11 @@ def lose_and_return(
             while sum("switched" in row for row in run.rows()) == known:
                 assert first.poll() is None, first.communicate()
                 time.sleep(0.02)
-            behind = [row["switched"] for row in run.rows() if "switched" in row][-1]
-            wait_for("step", behind + 1)
+            while not is_training_again(run.rows()):
+                assert first.poll() is None, first.communicate()
+                time.sleep(0.02)
             times_s.append(time.perf_counter() - begun_s)
+            behind = [row["switched"] for row in run.rows() if "switched" in row][-1]
             wait_for("saved", behind + 1)
         err = [agent.communicate(timeout=300)[1] for agent in (first, agents.started[-1])]
         assert [first.returncode, agents.started[-1].returncode] == [0, 0], err

@@ -3,6 +3,8 @@
 import copy
 import gc
 import re
+import signal
+import sys
 import threading
 import time
 import weakref
@@ -308,3 +310,26 @@ def test_contributions_are_scored_on_the_sample_and_the_worst_is_dropped() -> No
     trained = trainer.save_to_model()
     for own, other in zip(trained.parameters(), plain.parameters(), strict=True):
         assert torch.allclose(own, other, rtol=0, atol=1e-13)
+
+
+LOOP = """
+import torch
+from torch import nn
+from pipedejavu.train import Trainer
+
+model = nn.Sequential(*(nn.Sequential(nn.Linear(256, 256), nn.ReLU()) for _ in range(4)))
+batch = torch.randn(64, 256), torch.randn(64, 256)
+trainer = Trainer(model, lambda y, x: (y - x).square().sum(), sample=batch, workers=2)
+while True:
+    trainer.step(batch)
+    print("step", flush=True)
+"""
+
+
+def test_an_interrupt_ends_a_loop_and_not_its_process_before_it(processes, tmp_path) -> None:
+    process = processes.start([sys.executable, "-c", LOOP], tmp_path)
+    assert process.stdout.readline() == "step\n"
+    process.send_signal(signal.SIGINT)
+    code, _, err = processes.finish(process)
+    assert code == -signal.SIGINT  # as Python ends, and no abort of a thread that was at work
+    assert err.rstrip().endswith("KeyboardInterrupt")

@@ -93,36 +93,37 @@ class Threads:
             own.begin(self.updates)
         for index, worker in enumerate(self.workers):
             self.hands[index].do(partial(_work, worker, self._ends))
-        try:
-            spans = self._gathered()
-        except BaseException as error:
-            self.failure = self.failure or error
-            self.exchange.stop()
-            self.hands.clear()
-            raise
-        self.updates += self.program.plan.steps
-        return tuple(sorted(spans, key=lambda span: span.worker))
-
-    def _gathered(self) -> list[Span]:
-        """Waits for the workers, all of them unless one will not come."""
         spans: list[Span] = []
         errors: list[BaseException] = []
         for _ in self.workers:
-            found = self._ends.get()
-            if self.failure is not None:
-                raise self.failure
+            try:
+                found = self._ends.get()
+            except KeyboardInterrupt as error:
+                errors.append(error)
+                self._stop(error)
+                found = self._ends.get()  # a thread that is at work when its process ends may abort it
             if isinstance(found, BaseException):
                 errors.append(found)
             else:
                 spans += found
-        for error in sorted(errors, key=lambda e: isinstance(e, StoppedError)):
-            raise error
-        return spans
+            if self.failure is not None:
+                break
+        if errors:
+            self.failure = self.failure or min(errors, key=lambda e: isinstance(e, StoppedError))
+            self.hands.clear()
+            raise self.failure
+        self.updates += self.program.plan.steps
+        return tuple(sorted(spans, key=lambda span: span.worker))
 
     def give_up(self, error: BaseException) -> None:
         """Lets `run` raise an error though some worker never returns; from any thread."""
         self.failure = self.failure or error
+        self._stop(error)
         self._ends.put(error)
+
+    def _stop(self, error: BaseException) -> None:
+        for worker in self.workers:
+            worker.stop(error)
 
     def outcome(self, spans: tuple[Span, ...] = ()) -> Outcome:
         """Returns the weights and logs so far."""

@@ -75,13 +75,6 @@ class Exchange:
                 raise StoppedError
             return self.meetings.setdefault(group, _Meeting(len(self.groups[group])))
 
-    def stop(self) -> None:
-        """Wakes all workers, wherever they wait for each other."""
-        with self.lock:
-            self.stopped.set()
-            for meeting in self.meetings.values():
-                meeting.barrier.abort()
-
 
 class _Meeting:
     """Where the members of a group meet; sums in the order of the members, so that all get the same bits."""
@@ -132,7 +125,10 @@ class ThreadWire:
 
     def stop(self) -> None:
         """Wakes all other workers, wherever they wait."""
-        self.exchange.stop()
+        with self.exchange.lock:
+            self.exchange.stopped.set()
+            for meeting in self.exchange.meetings.values():
+                meeting.barrier.abort()
 
 
 class ProcessWire:
