@@ -23,15 +23,13 @@ format: .venv/ready
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-extras: .venv/ready  ## Run the examples and pages that need packages of others
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[examples]'
+extras: .venv/more  ## Run the examples and pages that need packages of others
 	$(BIN)/python -m pytest tests/test_examples.py tests/test_docs.py -k "hybrid_ or larger"
 
 wheel: .venv/ready  ## Build and install the wheel, with a compiler and without one
 	$(BIN)/python -m pytest tests/test_wheel.py
 
-docs: .venv/ready  ## Build the site of docs/ into out/site; a warning fails
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[docs]'
+docs: .venv/more  ## Build the site of docs/ into out/site; a warning fails
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 
 bench: .venv/ready  ## Measure the speed of the simulator and of the engine
@@ -41,6 +39,10 @@ bench: .venv/ready  ## Measure the speed of the simulator and of the engine
 .venv/ready: pyproject.toml hatch_build.py src/pipedejavu/hybrid/native.c
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[train,data,dev]'
+	@touch $@
+
+.venv/more: .venv/ready
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[docs,examples]'
 	@touch $@
 
 clean:

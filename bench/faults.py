@@ -8,6 +8,7 @@ the worker loads before it starts; the run then goes on with `--resume`. Every r
 """
 
 import argparse
+import ctypes
 import itertools
 import json
 import math
@@ -27,6 +28,7 @@ from statistics import median
 from typing import Any, NamedTuple
 
 import torch
+from faults_hosts import TORCHRUN, Agents, Hosts, kill_tree, two_hosts
 from safetensors.torch import load_file
 
 from pipedejavu.cli.main import main as command_line
@@ -40,6 +42,8 @@ from pipedejavu.train.task import SampleOrder
 
 STEPS, EVERY = 30, 5
 HANG_S = 10
+STEP_S = 0.05
+"""What a step is made to take at least in a run that is disturbed: one that is over at once has no middle."""
 PLANS = {"1f1b": ("--microbatches", "2"), "ddp": ("--microbatches", "1")}
 PHASES: dict[str, tuple[type, str, int]] = {
     "forward": (Handlers, "forward", 30),
@@ -55,19 +59,45 @@ PHASES: dict[str, tuple[type, str, int]] = {
 ACTS: dict[str, Callable[[Any], Any]] = {
     "SIGKILL": lambda _: os.kill(os.getpid(), signal.SIGKILL),
     "SIGSTOP": lambda _: os.kill(os.getpid(), signal.SIGSTOP),
+    "SIGSEGV": lambda _: os.kill(os.getpid(), signal.SIGSEGV),
     "sleep": lambda _: time.sleep(1e6),
+    "sleep with the lock": lambda _: ctypes.PyDLL(None).sleep(10**6),
+    "raise": lambda _: _raise(),
     "NaN": lambda x: x * float("nan"),
     "Inf": lambda x: x * float("inf"),
 }
 """What happens there; what a method has returned may change."""
+HANGS = ("sleep", "sleep with the lock", "SIGSTOP")
+
+
+def _raise() -> None:
+    raise RuntimeError("a fault of the user's code")
 
 
 # In a worker that is to fail.
 
 
+def slow_steps() -> None:
+    """Lets every step take a while, and the first rank count them in the size of a file, of each start its own."""
+    if json.loads(os.environ["FAULT"])[0] in CHANGES:
+        return
+    after_round, name = worker.Rank.after_round, f"reached{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+
+    def later(self: worker.Rank, *args: Any) -> bool:
+        time.sleep(STEP_S)
+        if self.rank == 0:
+            with Path(name).open("ab") as file:
+                file.write(b".")
+        return after_round(self, *args)
+
+    worker.Rank.after_round = later
+
+
 def patch(rank: int) -> None:
     """Lets something happen in the n-th call of a method, in one rank."""
     phase, act, chosen, last = json.loads(os.environ["FAULT"])
+    if not phase:
+        return
     if phase in CHANGES:
         CHANGES[phase].patch(f"cpu{chosen}", last)
         return
@@ -88,6 +118,7 @@ def patch(rank: int) -> None:
 
 def work(rank: int, size: int, path: str) -> None:
     """Runs a rank that may fail."""
+    slow_steps()
     patch(rank)
     worker.work(rank, size, path)
 
@@ -95,6 +126,8 @@ def work(rank: int, size: int, path: str) -> None:
 def run_faulty() -> None:
     """The command line, whose workers are those above; as a rank of torchrun it fails in the first attempt only."""
     launch.work = work
+    if "TORCHELASTIC_RESTART_COUNT" in os.environ:
+        slow_steps()
     if os.environ.get("TORCHELASTIC_RESTART_COUNT") == "0":
         patch(int(os.environ["RANK"]))
     command_line()
@@ -115,6 +148,8 @@ class Fault(NamedTuple):
     disturb: Callable[["Attempt", subprocess.Popen[str], random.Random], None] = lambda *_: None
     under_torchrun: bool = False
     has_small_disk: bool = False
+    has_hosts: bool = False
+    """Whether each of the two workers has a host of its own."""
 
 
 class Result(NamedTuple):
@@ -128,27 +163,49 @@ class Result(NamedTuple):
 class Attempt:
     """One run in a folder of its own."""
 
-    def __init__(self, folder: Path, fault: Fault, aim: tuple[str, str, int, int] | None = None):
+    def __init__(self, folder: Path, fault: Fault, aim: tuple[str, str, int, int] = ("", "", 0, 0)):
         self.folder, self.fault, self.aim = folder, fault, aim
+        self.hosts: Hosts | None = None
+        self.other: subprocess.Popen[str] | None = None
+
+    @property
+    def environment(self) -> dict[str, str]:
+        root = Path(__file__).parents[1]
+        paths = os.pathsep.join((str(root / "src"), str(root / "bench")))
+        return {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "FAULT": json.dumps(self.aim)}
 
     def start(self, *more: str, is_faulty: bool = False) -> subprocess.Popen[str]:
-        root, plan = Path(__file__).parents[1], self.fault.plan
-        paths = os.pathsep.join((str(root / "src"), str(root / "bench")))
+        plan = self.fault.plan
         code = "import faults; faults.run_faulty()" if is_faulty else "from pipedejavu.cli.main import main; main()"
         sizes = ("--plan", f"preset:{plan}", "--workers", "2", "--samples", "3", *PLANS[plan])
         given = ("--data", "random:64", "--lr", "0.01", "--steps", str(STEPS), "--checkpoint-every", str(EVERY))
         start: tuple[str, ...] = (sys.executable, "-c", code)
-        if self.fault.under_torchrun:
-            (self.folder / "start.py").write_text(code)
-            torchrun = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--max-restarts", "2")
-            start, more = (sys.executable, *torchrun, "start.py"), (*more, "--resume")
-        hang = ("--hang-after", str(HANG_S)) if self.fault.act in ("sleep", "SIGSTOP") else ()
+        (self.folder / "start.py").write_text(code)
+        if self.fault.under_torchrun or self.hosts:
+            start = (*TORCHRUN, "--nproc-per-node", "2", "--max-restarts", "2", "start.py")
+            more = (*more, "--resume")
+        hang = ("--hang-after", str(HANG_S)) if self.fault.act in HANGS or self.hosts else ()
+        train = ("train", "zoo:mlp", *given, *sizes, *hang, "--run-dir", "run", "--json", *more)
+        if not self.hosts:
+            return self._open((*start, *train))
+        first, self.other = (
+            self._open((*self.hosts.launcher(n), "start.py", *train), GLOO_SOCKET_IFNAME=name)
+            for n, name in enumerate(self.hosts.names)
+        )
+        return first
+
+    def _open(self, command: Sequence[str], **more: str) -> subprocess.Popen[str]:
         return subprocess.Popen(
-            [*start, "train", "zoo:mlp", *given, *sizes, *hang, "--run-dir", "run", "--json", *more],
-            cwd=self.folder,
-            env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "FAULT": json.dumps(self.aim)},
+            command, cwd=self.folder, env=self.environment | more,
             text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True,
         )  # fmt: skip
+
+    def finish(self, process: subprocess.Popen[str]) -> str:
+        """Waits for a run; returns what it said, on its first host where it has two."""
+        err = process.communicate(timeout=300)[1]
+        if self.other:
+            self.other.communicate(timeout=300)
+        return err
 
     @property
     def shelf(self) -> Shelf:
@@ -161,6 +218,11 @@ class Attempt:
 
     def step(self) -> int:
         return max((row["step"] for row in self.rows() if "step" in row), default=0)
+
+    def reached(self) -> int:
+        """Returns the steps that were made before the fault, also those that nobody was told of."""
+        path = self.folder / "reached0"
+        return path.stat().st_size if path.exists() else 0
 
     def weights(self) -> dict[str, torch.Tensor]:
         return load_file(self.folder / "run" / "model.safetensors")
@@ -216,16 +278,26 @@ def fill_for_a_while(run: Attempt, process: subprocess.Popen[str], luck: random.
     ballast.unlink()
 
 
+def pull_the_cable(run: Attempt, _: subprocess.Popen[str], luck: random.Random) -> None:
+    """Cuts the run's hosts off from each other."""
+    assert run.hosts
+    time.sleep(luck.uniform(0.0, 1.0))
+    run.hosts.pull(luck.randrange(2))
+
+
 FAULTS = [
     *(Fault(f"SIGKILL of a worker: {phase}", 1, plan, phase, "SIGKILL") for plan, phases in {
         "1f1b": ("forward", "backward", "send", "update", "saving a part", "naming a checkpoint"), "ddp": ("reduce",),
     }.items() for phase in phases),
     Fault("SIGKILL of a rank of torchrun: update", 0, "ddp", "update", "SIGKILL", under_torchrun=True),
+    Fault("SIGSEGV in a worker: backward", 1, "1f1b", "backward", "SIGSEGV"),
+    Fault("a unit raises: forward", 1, "ddp", "forward", "raise"),
     Fault("SIGKILL of the launcher", -signal.SIGKILL, disturb=sent(lambda process: process.kill())),
     Fault("SIGKILL of everything", -signal.SIGKILL, disturb=sent(kill_all)),
     Fault("SIGTERM", 143, disturb=sent(lambda process: process.terminate())),
     Fault("a worker hangs in an action: forward", 1, "1f1b", "forward", "sleep"),
     Fault("a worker hangs in an action: update", 1, "ddp", "update", "sleep"),
+    Fault("a worker keeps its interpreter to itself: forward", 1, "1f1b", "forward", "sleep with the lock"),
     Fault("a worker is stopped: backward", 1, "1f1b", "backward", "SIGSTOP"),
     Fault("a worker is stopped: reduce", 1, "ddp", "reduce", "SIGSTOP"),
     Fault("a rank of torchrun is stopped: forward", 0, "1f1b", "forward", "SIGSTOP", under_torchrun=True),
@@ -233,17 +305,22 @@ FAULTS = [
     Fault("Inf in the data", 2, "ddp", "data", "Inf"),
     Fault("SIGKILL of everything, newest checkpoint cut off", -signal.SIGKILL, disturb=damaged(cut_off)),
     Fault("SIGKILL of everything, a bit of it flipped", -signal.SIGKILL, disturb=damaged(flip)),
+    Fault("the network between two hosts is gone", 1, disturb=pull_the_cable, has_hosts=True),
     Fault("disk full for a while", 0, disturb=fill_for_a_while, has_small_disk=True),
 ]  # fmt: skip
 
 
 def inject(fault: Fault, folder: Path, luck: random.Random, expected: dict[str, torch.Tensor]) -> Result | None:
     """Disturbs a run, lets it go on, and compares what it ends with; returns None where that is not possible here."""
-    aim = None
+    aim = ("", "", 0, 0)
     if fault.phase:
-        rank = 0 if fault.phase in ("naming a checkpoint", "data") else luck.randrange(2)
-        aim = (fault.phase, fault.act, rank, luck.randint(1, PHASES[fault.phase][2]))
+        rank, most = luck.randrange(2), PHASES[fault.phase][2]
+        rank = 0 if fault.phase in ("naming a checkpoint", "data") else rank
+        aim = (fault.phase, fault.act, rank, luck.randint(most // 2 if fault.under_torchrun else 1, most))
     run = Attempt(folder, fault, aim)
+    if fault.has_hosts:
+        with two_hosts() as run.hosts:
+            return _injected(run, luck, expected) if run.hosts else None
     if not fault.has_small_disk:
         return _injected(run, luck, expected)
     run.shelf.path.mkdir(parents=True)
@@ -258,24 +335,24 @@ def inject(fault: Fault, folder: Path, luck: random.Random, expected: dict[str, 
 
 def _injected(run: Attempt, luck: random.Random, expected: dict[str, torch.Tensor]) -> Result:
     fault = run.fault
-    process = run.start(is_faulty=bool(fault.phase))
+    process = run.start(is_faulty=True)
     while process.poll() is None and not run.step():
         time.sleep(0.02)
     fault.disturb(run, process, luck)
     again_s = _train_again_s(run, process, is_by_itself=True) if fault.under_torchrun else 0.0
-    _, err = process.communicate(timeout=300)
+    err = run.finish(process)
     is_named = process.returncode == fault.code and (fault.code < 0 or "pipedejavu: " in err)
-    reached, saved = run.step(), max(run.shelf.steps(), default=0)
-    if process.returncode == 0:
-        steps = [row["step"] for row in run.rows() if "step" in row]
-        return Result(same(run.weights(), expected), steps == [*range(1, STEPS + 1)], is_named, 0, again_s)
-    again = run.start("--resume")
-    again_s = _train_again_s(run, again, is_by_itself=False)
-    _, err = again.communicate(timeout=300)
-    assert again.returncode == 0, err
-    resumed = max((row["resumed"] for row in run.rows() if "resumed" in row), default=saved)
+    if process.returncode:
+        for number in range(2 if run.hosts else 0):
+            run.hosts.plug(number)
+        again = run.start("--resume")
+        again_s = _train_again_s(run, again, is_by_itself=False)
+        err = run.finish(again)
+        assert again.returncode == 0, err
+    resumed = max((row["resumed"] for row in run.rows() if "resumed" in row), default=0)
+    lost = run.reached() - resumed if process.returncode or fault.under_torchrun else 0
     has_all_steps = [row["step"] for row in run.rows() if "step" in row] == [*range(1, STEPS + 1)]
-    return Result(same(run.weights(), expected), has_all_steps, is_named, max(0, reached - resumed), again_s)
+    return Result(same(run.weights(), expected), has_all_steps, is_named, lost, again_s)
 
 
 def _train_again_s(run: Attempt, process: subprocess.Popen[str], is_by_itself: bool) -> float:
@@ -346,6 +423,13 @@ CHANGES = {
 }
 
 
+def is_training_again(rows: Sequence[dict[str, Any]]) -> bool:
+    """Whether a step was made under the plan that the run has switched to last."""
+    kinds = [kind for row in rows for kind in ("switched", "resumed", "step") if kind in row]
+    behind = kinds[len(kinds) - kinds[::-1].index("switched") :] if "switched" in kinds else []
+    return "step" in behind[behind.index("resumed") :] if "resumed" in behind else False
+
+
 def change(
     name: str, folder: Path, luck: random.Random, expected: dict[str, torch.Tensor]
 ) -> tuple[bool, float, float]:
@@ -355,8 +439,8 @@ def change(
     process = run.start("--steps", str(found.steps), "--optimizer", "sgd", *found.more, is_faulty=True)
     while process.poll() is None and not any("switched" in row for row in run.rows()):
         time.sleep(0.02)
-    begun_s, saved = time.perf_counter(), next((row["switched"] for row in run.rows() if "switched" in row), 0)
-    while process.poll() is None and run.step() <= saved:
+    begun_s = time.perf_counter()
+    while process.poll() is None and not is_training_again(run.rows()):
         time.sleep(0.02)
     again_s = time.perf_counter() - begun_s
     _, err = process.communicate(timeout=300)
@@ -373,6 +457,56 @@ def describe_change(name: str, results: Sequence[tuple[bool, float, float]]) -> 
     again = [result[2] for result in results]
     counts = f"{len(results)} | {sum(result[0] for result in results)}"
     return f"| {name} | {counts} | {max(r[1] for r in results):.1g} | {median(again):.1f} s ({max(again):.1f} s) |"
+
+
+ELASTIC = ("one of two hosts is lost for good, `torchrun`", "a second host joins, `torchrun`")
+ELASTIC_STEPS = 200
+
+
+def lose_and_return(
+    folder: Path, luck: random.Random, expected: dict[str, torch.Tensor]
+) -> list[tuple[bool, float, float]]:
+    """Lets a run of two agents lose one, go on alone, and get another; returns what `change` does, for both."""
+    run = Attempt(folder, Fault("elastic", 0, "ddp"))
+    (folder / "start.py").write_text("import faults; faults.run_faulty()")
+    given = ("--data", "random:64", "--optimizer", "sgd", "--lr", "0.01", "--samples", "3", "--checkpoint-every", "10")
+    more = ("--plan", "auto", "--no-replan", "--steps", str(ELASTIC_STEPS), "--run-dir", "run", "--resume")
+    agents = Agents(folder, ("start.py", "train", "zoo:mlp", *given, *more), run.environment)
+    times_s = []
+
+    def wait_for(what: str, least: int) -> int:
+        while not any(row.get(what, -1) >= least for row in run.rows()):
+            assert first.poll() is None, first.communicate()
+            time.sleep(0.02)
+        return int(max(row.get(what, -1) for row in run.rows()))
+
+    try:
+        first = agents.start()
+        time.sleep(2)  # so that the first keeps the meeting place
+        second, at = agents.start(), luck.randint(10, 60)
+        wait_for("saved", 10)
+        wait_for("step", at)
+        for disturb in (lambda: kill_tree(second.pid), agents.start):
+            known = sum("switched" in row for row in run.rows())
+            begun_s = time.perf_counter()
+            disturb()
+            while sum("switched" in row for row in run.rows()) == known:
+                assert first.poll() is None, first.communicate()
+                time.sleep(0.02)
+            while not is_training_again(run.rows()):
+                assert first.poll() is None, first.communicate()
+                time.sleep(0.02)
+            times_s.append(time.perf_counter() - begun_s)
+            behind = [row["switched"] for row in run.rows() if "switched" in row][-1]
+            wait_for("saved", behind + 1)
+        err = [agent.communicate(timeout=300)[1] for agent in (first, agents.started[-1])]
+        assert [first.returncode, agents.started[-1].returncode] == [0, 0], err
+    finally:
+        agents.end()
+    has_all_steps = [row["step"] for row in run.rows() if "step" in row] == [*range(1, ELASTIC_STEPS + 1)]
+    weights = run.weights()
+    difference = max(float((weights[n] - w).abs().max()) for n, w in expected.items())
+    return [(has_all_steps, difference, time_s) for time_s in times_s]
 
 
 # Checkpoints alone.
@@ -473,14 +607,14 @@ choice from a seed. [checkpoints.md](checkpoints.md) says how it works.
 
 ## Runs
 
-`zoo:mlp` under AdamW, two workers, {steps} steps, a checkpoint every {every}. Each run is disturbed once, at a random
-step, and goes on with `--resume` under the same plan; under `torchrun` it goes on by itself. *Equal*: all weights have
-the bits of the run that nothing happened to. *Every step*: the metrics hold each step once. *Named*: the exit code and
-a sentence say what happened. *Lost*: steps that were trained again; an interval has {every}, and fewer than {every}
-more may pass while a checkpoint is being written; where the newest one was damaged, an interval more. *Training
-again*: seconds from the start of `--resume` to its first finished step, under `torchrun` from the last step before the
-fault, beside whatever else the machine does; processes that start and import torch take most of it. Workers hang after
-{hang} s here (`--hang-after`).
+`zoo:mlp` under AdamW, two workers, {steps} steps of {step:.0f} ms or more, a checkpoint every {every}. Each run is
+disturbed once, at a random step, and goes on with `--resume` under the same plan; under `torchrun` it does by itself.
+Two hosts are network namespaces with a cable between them. *Equal*: all weights have the bits of the run that nothing
+happened to. *Every step*: the metrics hold each step once. *Named*: the exit code and a sentence say what happened.
+*Lost*: steps that were trained again; an interval has {every}, and fewer than {every} more may pass while a checkpoint
+is being written; where the newest one was damaged, an interval more. *Training again*: seconds from the start of
+`--resume` to its first finished step, under `torchrun` from the last step before the fault, beside whatever else the
+machine does; processes that start and import torch take most of it. Workers hang after {hang} s here (`--hang-after`).
 
 | fault | plan | injected | equal | every step | named | lost, median (most) | training again, median (most) |
 |---|---|---|---|---|---|---|---|"""
@@ -489,10 +623,12 @@ CHANGED = """
 ## Runs that change their plan
 
 The same model under SGD and `ddp`; at a random step one of the two workers becomes slow for good (50 ms more in each
-pass, of 300 steps), or its device runs out of memory (30 steps). Nobody starts the run again: it goes on under another
-plan from a checkpoint. *Went on*: to the end, each step once in the metrics. *Difference*: the largest of any weight to
-the run that nothing happened to, in float32. *Without a step*: seconds between the end of the old plan and the first
-step of the new one.
+pass, of 300 steps), or its device runs out of memory (30 steps); or of two hosts, each with an agent of `torchrun`,
+one is killed for good, and later another comes (`--plan auto`, {elastic} steps). Nobody starts the run again: it goes
+on under another plan from a checkpoint. *Went on*: to the end, each step once in the metrics. *Difference*: the largest
+of any weight to the run that nothing happened to, in float32. *Without a step*: seconds between the end of the old plan
+and the first step of the new one; for hosts from when one is killed or started, with the 5 s that `torchrun` waits for
+others.
 
 | fault | injected | went on | difference | without a step, median (most) |
 |---|---|---|---|---|"""
@@ -547,6 +683,14 @@ def inject_all(kept: Kept, runs: int, kills: int) -> None:
                 undisturbed("ddp", Path(whole), "--steps", str(found.steps), "--optimizer", "sgd")
                 expected = load_file(Path(whole) / "run" / "model.safetensors")
                 kept.add(name, change(name, Path(folder), random.Random(f"{name}/{number}"), expected))
+    for number in range(runs):
+        if kept.has_time and len(kept.results.get(ELASTIC[0], ())) <= number:
+            with tempfile.TemporaryDirectory() as whole, tempfile.TemporaryDirectory() as folder:
+                undisturbed("ddp", Path(whole), "--steps", str(ELASTIC_STEPS), "--optimizer", "sgd")
+                expected = load_file(Path(whole) / "run" / "model.safetensors")
+                found = lose_and_return(Path(folder), random.Random(f"elastic/{number}"), expected)
+                for name, result in zip(ELASTIC, found, strict=True):
+                    kept.add(name, result)
     if kept.has_time and ALONE not in kept.results:
         for row in checkpoints_alone(kills, random.Random(0)):
             kept.add(ALONE, row)
@@ -583,11 +727,12 @@ def main() -> None:
         kept.folder.mkdir(parents=True, exist_ok=True)
         inject_all(kept, asked.runs, asked.kills)
     machine = f"{os.cpu_count()} cores of {platform.machine()}, torch {torch.__version__}"
-    print(HEAD.format(runs=asked.runs, kills=asked.kills, machine=machine, steps=STEPS, every=EVERY, hang=HANG_S))
+    sizes = {"steps": STEPS, "every": EVERY, "hang": HANG_S, "step": 1e3 * STEP_S}
+    print(HEAD.format(runs=asked.runs, kills=asked.kills, machine=machine, **sizes))
     for fault in FAULTS:
         print(describe(fault, kept.of(fault)))
-    print(CHANGED)
-    for name in CHANGES:
+    print(CHANGED.format(elastic=ELASTIC_STEPS))
+    for name in (*CHANGES, *ELASTIC):
         print(describe_change(name, kept.results.get(name, ())))
     print(f"\n## {ALONE}\n\n| fault | injected | result |\n|---|---|---|", *kept.results.get(ALONE, ()), sep="\n")
 

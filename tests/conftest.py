@@ -1,9 +1,12 @@
-"""What a test changes in torch for the whole process is put back."""
+"""Tests run on all cores, and each process takes one; what a test changes in torch for all of it is put back."""
 
+import os
 import sys
 from collections.abc import Iterator
 
 import pytest
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # two processes of two threads each wait for each other on two cores
 
 
 @pytest.fixture(autouse=True)

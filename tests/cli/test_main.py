@@ -2,10 +2,11 @@
 
 import io
 import json
-import subprocess
+import re
 import sys
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -16,28 +17,38 @@ from pipedejavu.plan import preset, presets
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
-def run(*arguments: str, code: int = 0) -> subprocess.CompletedProcess[str]:
-    done = subprocess.run(
-        [sys.executable, "-c", "from pipedejavu.cli.main import main; main()", *arguments],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == code, done.stderr
-    return done
+class Said(NamedTuple):
+    """What a command has printed, in this process; what its workers print is not among it."""
+
+    code: int
+    stdout: str
+    stderr: str
+
+
+def say(*arguments: str) -> Said:
+    out, error, code = io.StringIO(), io.StringIO(), 0
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(error):
+        patch.setattr(sys, "argv", ["pipedejavu", *arguments])
+        try:
+            main()
+        except SystemExit as ended:
+            code = int(ended.code or 0)
+    return Said(code, out.getvalue(), error.getvalue())
+
+
+def run(*arguments: str) -> Said:
+    """Returns what a command says that is carried out."""
+    said = say(*arguments)
+    assert said.code == 0, said.stderr
+    return said
 
 
 def refused(*arguments: str) -> str:
-    """Returns what a command says that cannot be carried out; in this process, as nothing is carried out."""
-    out, error = io.StringIO(), io.StringIO()
-    with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(error):
-        patch.setattr(sys, "argv", ["pipedejavu", *arguments])
-        with pytest.raises(SystemExit) as ended:
-            main()
-    assert ended.value.code == 2, error.getvalue()
-    assert out.getvalue() == ""
-    assert error.getvalue().startswith("pipedejavu: ")
-    return error.getvalue()
+    """Returns what a command says that cannot be carried out."""
+    said = say(*arguments)
+    assert (said.code, said.stdout) == (2, ""), said.stderr
+    assert said.stderr.startswith("pipedejavu: ")
+    return said.stderr
 
 
 def test_presets_lists_every_preset_with_its_axes() -> None:
@@ -227,6 +238,23 @@ def test_train_trains_and_compare_joins_the_timelines(tmp_path: Path) -> None:
     assert {(row["worker"], row["kind"]) for row in rows} >= {(0, "F"), (0, "B"), (1, "F"), (1, "UPDATE")}
     shown = run("compare", run_dir).stdout
     assert "makespan" in shown
+
+
+def test_train_goes_on_from_the_best_of_several_initialisations(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    sizes = ("--plan", "preset:ddp", "--workers", "1", "--microbatches", "1", "--samples", "2", "--steps", "6")
+    race = ("--init-candidates", "3", "--init-steps", "4", "--checkpoint-every", "0")
+    found = run("train", "zoo:mlp", "--data", "random:32", *sizes, *race, "--json", "--run-dir", str(tmp_path / "run"))
+    said = re.search(r"candidate (\d) of 3 goes on behind step (\d); together they made (\d+) updates", found.stderr)
+    assert said
+    winner, behind, together = map(int, said.groups())
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    steps = [row for row in rows if "step" in row]
+    assert [row["step"] for row in steps] == [1, 2, 3, 4, 5, 6]
+    assert [row.get("candidate") for row in steps] == [winner] * behind + [None] * (6 - behind)
+    (told,) = (row["candidates"] for row in rows if "candidates" in row)
+    assert (told["winner"], sum(told["updates"]), told["samples"]) == (winner, together, together * 2)
+    assert json.loads(found.stdout)["last_loss"] == steps[-1]["loss"]
 
 
 @pytest.mark.parametrize(

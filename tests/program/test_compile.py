@@ -1,12 +1,13 @@
 """What `compile` makes of every preset, against the definition of the algorithm that the preset is named after."""
 
+import json
 from collections import Counter
 from itertools import combinations, pairwise
 
 import pytest
 
 from pipedejavu.facts import InputError
-from pipedejavu.plan import Keep, Order, Place, preset, presets
+from pipedejavu.plan import Keep, Order, Place, Plan, preset, presets
 from pipedejavu.program import Action, Table, verify
 from pipedejavu.program import compile as compile_plan
 from pipedejavu.simulate import simulate, unit_costs
@@ -632,3 +633,42 @@ def test_named_devices_are_taken_in_order_and_counted(model, computer, resize):
     short = plan.but(place=plan.place.but(devices=("gpu2",)))
     with pytest.raises(InputError, match="the plan names 1 devices for 2 workers; name one for each"):
         compile_plan(short, model(4), computer(3))
+
+
+MANY = 10**12
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "sentence"),
+    [
+        (
+            "1f1b",
+            {"feed": {"microbatches": MANY}},
+            r"would have 4,000,000,000,000 forwards and backwards \(1,000",
+        ),
+        ("pipedream", {"steps": MANY}, "1 microbatches an update, 1,000,000,000,000 updates, 2 pieces"),
+        (
+            "parameter-server",
+            {"place": {"servers": MANY}},
+            "has 1,000,000,000,002 workers, servers included; use at",
+        ),
+        ("ddp", {"place": {"replicas": MANY}}, "has 1,000,000,000,000 workers, servers included; use at most 65,536"),
+        ("interleaved", {"place": {"chunks": MANY}}, "has 2,000,000,000,000 stages but profile 'model' has 8 units"),
+        (
+            "coarse",
+            {"feed": {"samples": MANY}},
+            r"shares [\d,]+,000,000 samples of an update; share at most 1,000,000",
+        ),
+    ],
+)
+def test_what_is_too_large_is_refused_before_it_takes_memory(name, changes, sentence, model, computer, resize):
+    form = json.loads(resize(name, 2, 2).to_json())
+    for axis, change in changes.items():
+        form[axis] = {**form.get(axis, {}), **change} if isinstance(change, dict) else change
+    with pytest.raises(InputError, match=sentence):
+        compile_plan(Plan.from_json(json.dumps(form)), model(8), computer(2))
+
+
+def test_a_profile_of_too_many_units_is_refused(model, computer, resize):
+    with pytest.raises(InputError, match="has 4,097 units, and at most 4,096 can be placed; profile larger parts"):
+        compile_plan(resize("1f1b", 2, 2), model(4097), computer(2))

@@ -3,7 +3,7 @@
 import pytest
 
 from pipedejavu.facts import InputError
-from pipedejavu.plan import preset
+from pipedejavu.plan import Order, Plan, preset
 from pipedejavu.program import compile as compile_plan
 from pipedejavu.program import verify
 from pipedejavu.simulate import parse_unit_costs, simulate, unit_costs
@@ -53,3 +53,16 @@ def test_other_texts_are_refused(text, message):
 def test_a_half_cannot_exceed_the_whole():
     with pytest.raises(InputError, match="the halves of a backward cannot exceed it: B=2 and W=3"):
         unit_costs(preset("zb-h1").plan, parse_unit_costs("B=2,W=3"))
+
+
+@pytest.mark.parametrize(
+    ("plan", "sentence"),
+    [
+        (preset("ddp").at(workers=10**12), "has 1,000,000,000,000 workers, servers included; use at most 65,536"),
+        (preset("1f1b").at(workers=60_000), "plan '1f1b' has 60,000 stages; use at most 4,096"),
+        (preset("gpipe").at(workers=60_000).but(order=Order(kind="gpipe", is_eager=True)), "use at most 1,024"),
+    ],
+)
+def test_too_many_workers_are_refused(plan: Plan, sentence: str) -> None:
+    with pytest.raises(InputError, match=sentence):
+        unit_costs(plan, {})

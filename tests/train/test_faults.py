@@ -79,6 +79,7 @@ def test_a_worker_that_raises_shows_its_traceback_and_stops_all(processes, tmp_p
     assert err.count("Traceback") == 1
 
 
+@pytest.mark.slow  # with a checkpoint behind it, it is named in test_resume
 def test_a_worker_that_is_killed_is_named_with_the_signal(processes, tmp_path) -> None:
     code, err = run_faulty(processes, tmp_path, targets="if rank == 1 and n == 5: os.kill(os.getpid(), signal.SIGKILL)")
     assert code == 1

@@ -72,6 +72,29 @@ class FakeWandb:
         self.ended += 1
 
 
+def test_one_that_cannot_be_opened_is_refused_and_missed_where_a_run_goes_on(tmp_path: Path, monkeypatch) -> None:
+    opened: list[FakeWandb] = []
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("no way to the server\nand much more")
+
+    def open_fake(*_: Any) -> SimpleNamespace:
+        opened.append(FakeWandb())
+        return SimpleNamespace(add=lambda step, figures: opened[-1].log(figures, step), close=opened[-1].finish)
+
+    monkeypatch.setitem(logbook._OPEN, "wandb", open_fake)
+    monkeypatch.setitem(logbook._OPEN, "mlflow", fail)
+    options, told = TrainOptions(model="mlp", log=("wandb", "mlflow")), []
+    said = r"--log mlflow cannot be opened; set it up or leave it out \(RuntimeError: no way to the server\)$"
+    with pytest.raises(InputError, match=said), open_logbooks(RunFolder(tmp_path), options, {}, 0, told.append):
+        pytest.fail("it is not there")
+    assert opened[0].ended == 1
+    with open_logbooks(RunFolder(tmp_path), options, {}, 3, told.append) as books:
+        books.add(4, {"loss": 1.0})
+    assert told == ["nothing goes to mlflow, which cannot be opened (RuntimeError: no way to the server)"]
+    assert (opened[1].told, opened[1].ended) == ([(4, {"loss": 1.0})], 1)
+
+
 def log_two(folder: RunFolder, name: str, start: int = 0) -> None:
     options = TrainOptions(model="mlp", log=(name,))
     with open_logbooks(folder, options, {"plan": "ddp"}, start, print) as books:

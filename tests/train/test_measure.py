@@ -1,5 +1,7 @@
 """At which sizes of microbatch a plan's model is measured."""
 
+import subprocess
+import sys
 import time
 from typing import Any
 
@@ -42,3 +44,22 @@ def test_getting_a_microbatch_is_part_of_the_first_forward() -> None:
     job = Job(units=[("only", nn.Linear(3, 3))], loss=lambda x, _: x.sum(), optimizer=Sgd(lr=0.1))
     profile = measure("model", job, preset("ddp").at(samples=4), batch, {"cpu": torch.device("cpu")})
     assert profile.units[0].times["cpu"].forward.at(4) >= 0.02
+
+
+STEP = """
+import sys, torch
+from pipedejavu.engine.device import be_deterministic
+from pipedejavu.train import Trainer
+
+be_deterministic()
+model, batch = torch.nn.Sequential(torch.nn.Linear(2, 2)), (torch.ones(4, 2), torch.ones(4, 2))
+Trainer(model, lambda y, x: (y - x).square().sum(), sample=batch, plan="ddp", workers=1).step(batch)
+assert torch.are_deterministic_algorithms_enabled()
+print(*({"torch._dynamo", "torch._inductor"} & sys.modules.keys()))
+"""
+
+
+def test_who_measures_and_trains_a_chain_does_not_load_a_compiler() -> None:
+    """It takes longer to load than all the rest of a start, in every worker."""
+    done = subprocess.run([sys.executable, "-c", STEP], capture_output=True, text=True, check=True)
+    assert done.stdout == "\n"

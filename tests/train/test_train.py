@@ -58,7 +58,7 @@ def test_hogwild_with_processes_learns(tmp_path) -> None:
         audit_run(done)
 
 
-def test_a_run_leaves_what_it_promises(tmp_path) -> None:
+def test_a_run_leaves_what_it_promises_and_nobody_overwrites_it(tmp_path) -> None:
     done = run(tmp_path, "1f1b")
     rows = [json.loads(line) for line in done.folder.metrics.read_text().splitlines()]
     assert [row["step"] for row in rows if "step" in row] == [1, 2, 3]
@@ -73,18 +73,14 @@ def test_a_run_leaves_what_it_promises(tmp_path) -> None:
     assert sorted(predicted.action) == sorted(measured.action)
     live = [[w.peak_live_microbatches for w in t.workers] for t in (predicted, measured)]
     assert live[0] == live[1] == [2, 1]
+    with pytest.raises(InputError, match="holds a run already; go on with --resume, choose another --run-dir"):
+        run(tmp_path, "1f1b", steps=1)
 
 
 @pytest.mark.slow
 def test_every_plan_trains_to_the_same_weights(tmp_path) -> None:
     found = [load_file(run(tmp_path / name, name, optimizer="sgd").folder.model) for name in ("1f1b", "gpipe")]
     assert max(float((found[0][n] - found[1][n]).abs().max()) for n in found[0]) < 1e-12
-
-
-def test_a_run_folder_is_not_overwritten(tmp_path) -> None:
-    run(tmp_path, "1f1b", steps=1)
-    with pytest.raises(InputError, match="holds a run already; go on with --resume, choose another --run-dir"):
-        run(tmp_path, "1f1b", steps=1)
 
 
 def test_what_the_engine_cannot_run_is_refused_before_anything_starts(tmp_path) -> None:

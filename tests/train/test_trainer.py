@@ -1,8 +1,13 @@
 """The Trainer in a user's own loop."""
 
 import copy
+import gc
+import re
+import signal
+import sys
 import threading
 import time
+import weakref
 
 import pytest
 
@@ -15,7 +20,7 @@ from pipedejavu.facts import Device, Host, InputError, Link, Machine
 from pipedejavu.plan import preset
 from pipedejavu.profile import read_chain
 from pipedejavu.search import search
-from pipedejavu.train import Trainer
+from pipedejavu.train import Trainer, WorkerError
 from pipedejavu.train import pace as pace_module
 from pipedejavu.train import trainer as trainer_module
 from pipedejavu.train.replan import first_runnable
@@ -57,6 +62,54 @@ def test_steps_equal_a_plain_loop_also_with_uneven_batches(plan, workers) -> Non
     trained = trainer.save_to_model()
     for own, other in zip(trained.parameters(), plain.parameters(), strict=True):
         assert torch.allclose(own, other, rtol=0, atol=1e-13)
+
+
+class Waits(nn.Linear):
+    """A unit that waits, from when it is told to, until it is let go."""
+
+    def __init__(self) -> None:
+        super().__init__(6, 6, dtype=torch.float64)
+        self.is_told = False
+
+    def __deepcopy__(self, memo) -> "Waits":  # the workers' copies are this one
+        return self
+
+    def forward(self, x):
+        while self.is_told:
+            time.sleep(0.01)
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("worker", [0, 1])
+def test_an_action_that_hangs_is_named_by_the_step_that_it_was_in(worker) -> None:
+    unit, plan = Waits(), preset("1f1b").at(workers=2, microbatches=4)
+    plan = plan.but(cut=plan.cut.but(bounds=(1,)))
+    parts = [nn.Linear(6, 6, dtype=torch.float64), nn.Linear(6, 3, dtype=torch.float64)]
+    parts.insert(worker, unit)
+    trainer = Trainer(nn.Sequential(*parts), loss, sample=batch(8), plan=plan, hang_after_s=1)
+    trainer.step(batch(8))
+    unit.is_told = True
+    said = rf"worker {worker} hangs: F{worker}\.0@0 \(lane compute\) has lasted \d+ s, and 1 s were allowed; hang"
+    with pytest.raises(WorkerError, match=said) as first:
+        trainer.step(batch(8))
+    assert "in forward" in "".join(first.value.__notes__)
+    with pytest.raises(WorkerError, match=re.escape(str(first.value))):
+        trainer.step(batch(8))
+    unit.is_told = False
+
+
+def test_a_trainer_that_is_gone_leaves_no_threads() -> None:
+    before = {*threading.enumerate()}
+    trainer = Trainer(model(), loss, sample=batch(8), workers=2)
+    trainer.step(batch(8))
+    threads = weakref.ref(trainer.threads)
+    own = {*threading.enumerate()} - before
+    assert len(own) == 4  # a hand and a vigil for each worker
+    del trainer
+    gc.collect()
+    assert threads() is None
+    for thread in own:
+        thread.join()  # or the test runs into its timeout
 
 
 def test_a_batch_smaller_than_the_microbatches_is_refused() -> None:
@@ -313,3 +366,26 @@ def test_contributions_are_scored_on_the_sample_and_the_worst_is_dropped() -> No
     trained = trainer.save_to_model()
     for own, other in zip(trained.parameters(), plain.parameters(), strict=True):
         assert torch.allclose(own, other, rtol=0, atol=1e-13)
+
+
+LOOP = """
+import torch
+from torch import nn
+from pipedejavu.train import Trainer
+
+model = nn.Sequential(*(nn.Sequential(nn.Linear(256, 256), nn.ReLU()) for _ in range(4)))
+batch = torch.randn(64, 256), torch.randn(64, 256)
+trainer = Trainer(model, lambda y, x: (y - x).square().sum(), sample=batch, workers=2)
+while True:
+    trainer.step(batch)
+    print("step", flush=True)
+"""
+
+
+def test_an_interrupt_ends_a_loop_and_not_its_process_before_it(processes, tmp_path) -> None:
+    process = processes.start([sys.executable, "-c", LOOP], tmp_path)
+    assert process.stdout.readline() == "step\n"
+    process.send_signal(signal.SIGINT)
+    code, _, err = processes.finish(process)
+    assert code == -signal.SIGINT  # as Python ends, and no abort of a thread that was at work
+    assert err.rstrip().endswith("KeyboardInterrupt")

@@ -27,7 +27,8 @@ TRAIN = (
     "--microbatches", "2", "--run-dir", "run", "--checkpoint-every", "5", "--json",
 )  # fmt: skip
 
-# A worker whose n-th call of the model sleeps for ever, with the interpreter's lock or without it.
+# A worker whose n-th call of the model sleeps for ever, with the interpreter's lock or without it. All calls sleep a
+# little, so that the checkpoint before is written: who keeps the lock keeps it from that, too.
 FAULTY = """
 import ctypes, os, time
 from pipedejavu.engine.handle import Handlers
@@ -36,6 +37,7 @@ from pipedejavu.train import launch, worker
 def patch(rank):
     forward, calls = Handlers.forward, iter(range(10**9))
     def faulty(self, a):
+        time.sleep(0.05)
         if rank == {rank} and next(calls) == {call}:
             {sleep}
         return forward(self, a)

@@ -280,6 +280,22 @@ def runs(
 
 
 @app.command()
+def export(
+    run_dir: Annotated[str, typer.Argument(metavar="RUN_DIR", help="The folder of a run that has checkpoints.")],
+    folder: Annotated[str, typer.Argument(metavar="FOLDER", help="A new folder to write to.")],
+    to: Annotated[
+        str, typer.Option(help="hugging: safetensors as transformers reads them; dcp: for torch's own.")
+    ] = "hugging",
+    config: Annotated[str | None, typer.Option(help="A config.json to put beside the weights.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Write the newest checkpoint of a run to a folder that others read."""
+    from pipedejavu.cli import exporting
+
+    exporting.run(run_dir, folder, to, config, as_json)
+
+
+@app.command()
 def doctor(as_json: AsJson = False) -> None:
     """Say what is installed here, what is missing, and what to do; exits 1 where training is not possible."""
     from pipedejavu.cli import doctor as verb

@@ -62,7 +62,7 @@ def _print_beside(runs: "Sequence[History]", as_json: bool) -> None:
     if common is not None and len(runs) > 1:
         shown.add_row(f"loss at step {common}", *(_number(_loss_at(run, common), ".4f") for run in runs))
     for name, values in _differences(runs).items():
-        shown.add_row(name, *map(str, values))
+        shown.add_row(name, *("–" if value is None else str(value) for value in values))
     Console(highlight=False).print(shown)
 
 

@@ -4,6 +4,7 @@ On a machine without GPUs a plan for some runs on CPU tensors, in the same lanes
 between workers passes through host memory, pinned on the side of a GPU.
 """
 
+import os
 from typing import Any
 
 import torch
@@ -12,6 +13,16 @@ from torch import Tensor
 from pipedejavu.program import Program
 
 CPU = torch.device("cpu")
+
+
+def be_deterministic() -> None:
+    """Lets this process compute the same bits each time, wherever torch knows how.
+
+    As `torch.use_deterministic_algorithms` does with warnings, which would load torch's compiler only to tell it so.
+    """
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what cuBLAS needs
+    os.environ.setdefault("TORCHINDUCTOR_DETERMINISTIC", "1")
+    torch.set_deterministic_debug_mode("warn")
 
 
 def device_of(program: Program, worker: int) -> torch.device:

@@ -1,13 +1,15 @@
 """Programs on workers that are threads of this process, and what came of it."""
 
 import copy
-import threading
 from dataclasses import dataclass, replace
+from functools import partial
+from queue import SimpleQueue
 
 from torch import Tensor
 
 from pipedejavu.engine.apply import as_leaves
 from pipedejavu.engine.device import CPU, device_of
+from pipedejavu.engine.hand import Hand
 from pipedejavu.engine.handle import Handlers, Runners, homes_of
 from pipedejavu.engine.job import Batches, Job, Log
 from pipedejavu.engine.optimizer import Tensors
@@ -76,35 +78,64 @@ class Threads:
             for other in self.handlers[1:]:
                 _share_weights(self.handlers[0], other)
         self.workers = [Worker(self.graph, index, own) for index, own in enumerate(self.handlers)]
+        self.hands = [Hand() for _ in self.workers]
+        self.failure: BaseException | None = None
+        self._ends: SimpleQueue[list[Span] | BaseException] = SimpleQueue()
 
     def run(self) -> tuple[Span, ...]:
-        """Runs the program once; returns when every action ran, and raises what the first worker to fail raised."""
+        """Runs the program once; returns when every action ran, and raises what the first worker to fail raised.
+
+        Who has failed once has lost its state, and raises the same again.
+        """
+        if self.failure is not None:
+            raise self.failure
         for own in self.handlers:
             own.begin(self.updates)
+        for index, worker in enumerate(self.workers):
+            self.hands[index].do(partial(_work, worker, self._ends))
         spans: list[Span] = []
         errors: list[BaseException] = []
-
-        def work(worker: Worker) -> None:
+        for _ in self.workers:
             try:
-                spans.extend(worker.run())
-            except BaseException as error:
+                found = self._ends.get()
+            except KeyboardInterrupt as error:
                 errors.append(error)
-
-        threads = [threading.Thread(target=work, args=(worker,)) for worker in self.workers[1:]]
-        for thread in threads:
-            thread.start()
-        work(self.workers[0])  # in the caller's own thread
-        for thread in threads:
-            thread.join()
-        for error in sorted(errors, key=lambda e: isinstance(e, StoppedError)):
-            raise error
+                self._stop(error)
+                found = self._ends.get()  # a thread that is at work when its process ends may abort it
+            if isinstance(found, BaseException):
+                errors.append(found)
+            else:
+                spans += found
+            if self.failure is not None:
+                break
+        if errors:
+            self.failure = self.failure or min(errors, key=lambda e: isinstance(e, StoppedError))
+            self.hands.clear()
+            raise self.failure
         self.updates += self.program.plan.steps
         return tuple(sorted(spans, key=lambda span: span.worker))
+
+    def give_up(self, error: BaseException) -> None:
+        """Lets `run` raise an error though some worker never returns; from any thread."""
+        self.failure = self.failure or error
+        self._stop(error)
+        self._ends.put(error)
+
+    def _stop(self, error: BaseException) -> None:
+        for worker in self.workers:
+            worker.stop(error)
 
     def outcome(self, spans: tuple[Span, ...] = ()) -> Outcome:
         """Returns the weights and logs so far."""
         weights = {home: found for own in self.handlers for home, found in final_weights(own).items()}
         return Outcome(weights, tuple(own.log for own in self.handlers), spans)
+
+
+def _work(worker: Worker, ends: "SimpleQueue[list[Span] | BaseException]") -> None:
+    try:
+        ends.put(worker.run())
+    except BaseException as error:
+        ends.put(error)
 
 
 def run_threads(program: Program, job: Job, batches: Batches, rounds: int = 1) -> Outcome:

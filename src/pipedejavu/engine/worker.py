@@ -62,8 +62,11 @@ class Worker:
 
     def run(self) -> list[Span]:
         """Runs the sequence to its end and returns when each action ran; raises what any lane raised first."""
-        for event in self.done.values():
-            event.clear()
+        with self.lock:
+            if self.failure is not None:
+                raise self.failure
+            for event in self.done.values():
+                event.clear()
         self.marks.clear()
         self.heads = dict.fromkeys(self._threadless(), 0)
         others = [
@@ -160,8 +163,12 @@ class Worker:
         try:
             call(name)
         except BaseException as error:  # a lane is a thread: whatever it raises must reach the others
-            with self.lock:
-                self.failure = self.failure or error
+            self.stop(error)
+
+    def stop(self, error: BaseException) -> None:
+        """Lets every lane, here and on other workers, end with the action that it is at; from any thread."""
+        with self.lock:
+            self.failure = self.failure or error
             for event in self.done.values():
                 event.set()
-            self.handlers.wire.stop()
+        self.handlers.wire.stop()

@@ -133,6 +133,11 @@ class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.done, self.came = done, came
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Lets torch leave Dynamo alone, which it would import to keep it out; that takes longer than most counts."""
+        return False
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Runs an operation and notes it."""
         kwargs = kwargs or {}

@@ -8,6 +8,7 @@ from pipedejavu.plan.rule import check_plan
 from pipedejavu.program.action import Action
 from pipedejavu.program.crew import Crew, assign_devices, crews_of, with_counts
 from pipedejavu.program.cut import balance, cut_pieces, piece_inputs
+from pipedejavu.program.limit import check_passes, check_size
 from pipedejavu.program.passes import add_layout_collectives, add_recompute, add_transfers, add_version_drops
 from pipedejavu.program.program import Group, Piece, Program, Worker
 from pipedejavu.program.residency import add_residency
@@ -22,6 +23,7 @@ def compile(plan: Plan, profile: Profile, machine: Machine, *, fold: bool = True
     FaultsError for a plan that breaks a rule and InputError for one that the machine has no room for.
     """
     check_plan(plan, profile)
+    check_size(plan, profile)
     devices = assign_devices(plan, machine)
     plan = _resolve_cut(plan, profile, machine, devices)
     crews = crews_of(plan)
@@ -30,6 +32,7 @@ def compile(plan: Plan, profile: Profile, machine: Machine, *, fold: bool = True
     pieces = cut_pieces(plan, profile, plan.cut.bounds or ())
     copies = len(crews) if fold and _is_symmetric(plan, profile, machine, devices) else 1
     active = [crew for crew in crews if crew.count]
+    check_passes(plan, 1 if copies > 1 else len(active), len(pieces))
     program = Program(
         plan=plan,
         profile=profile,

@@ -15,11 +15,6 @@ def balance(profile: Profile, devices: list[Device], samples: int) -> tuple[int,
     Among the cuts that do, it takes the one whose stages are most alike (the least sum of squares).
     """
     units, stages = len(profile.units), len(devices)
-    if stages > units:
-        raise InputError(
-            f"the plan has {stages} stages but profile '{profile.name}' has {units} units; use at most {units}"
-            " stages (fewer workers or chunks)"
-        )
     if stages == units:
         return tuple(range(1, units))
     totals = [_running_totals(profile, device.kind, samples) for device in devices]
@@ -51,10 +46,10 @@ def _divide(
     for k, total in enumerate(totals):
         new, choice = [inf] * (units + 1), [0] * (units + 1)
         for end in range(k + 1, units - (stages - 1 - k) + 1):
-            for start in range(end - 1, k - 1, -1):
+            for start in range(end - 1, k - 1, -1) if k else (0,):
                 time = total[end] - total[start]
-                if time > limit * (1 + 1e-12):
-                    break
+                if time > limit * (1 + 1e-12) or combine(0.0, time) >= new[end]:
+                    break  # an earlier start only makes the stage longer
                 cost = combine(best[start], time)
                 if cost < new[end]:
                     new[end], choice[end] = cost, start

@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 from pipedejavu.facts import Machine, Profile
 from pipedejavu.plan import Plan
+from pipedejavu.program.limit import check_units
 from pipedejavu.search import dp, exhaustive, gradient, mcmc
 from pipedejavu.search.draft import Scene
 from pipedejavu.search.option import Options, Progress
@@ -43,6 +44,7 @@ def search(
     machine's devices.
     """
     options = (options or Options()).agreed()
+    check_units(profile)
     pool = Pool(options, progress)
     scenes = [*scenes_of(profile, machine, options)]
     name, reason = _choose(pool, scenes, options)

@@ -5,6 +5,7 @@ They are what published schedules are drawn with: equal stages, no communication
 
 from pipedejavu.facts import Cost, Device, Host, InputError, Link, Machine, Profile, Unit, UnitTime, nearest
 from pipedejavu.plan import Plan
+from pipedejavu.program.limit import MOST_UNITS, check_workers
 
 PIECES_OF_EAGER = 4
 """Units of each stage where a plan reduces and updates piece by piece."""
@@ -47,6 +48,7 @@ def unit_costs(plan: Plan, costs: dict[str, float]) -> tuple[Plan, Profile, Mach
     weight = costs.get("W", backward - costs["I"] if "I" in costs else backward / 2)
     if not 0 <= weight <= backward:
         raise InputError(f"the halves of a backward cannot exceed it: B={backward:g} and W={weight:g}")
+    check_workers(plan)
     is_layered = plan.num_stages is None
     per_stage = PIECES_OF_EAGER if plan.order.is_eager and not is_layered else 1
     chunks = {"loop": plan.place.chunks, "v": 2}.get(plan.place.kind, 1)
@@ -63,6 +65,8 @@ def unit_costs(plan: Plan, costs: dict[str, float]) -> tuple[Plan, Profile, Mach
         update_s=costs.get("U", 0.0) / parts,
     )
     count = UNITS_OF_LAYER_MAJOR if plan.num_stages is None else plan.num_stages * per_stage
+    if count > MOST_UNITS:
+        raise InputError(f"plan '{plan.name}' has {plan.num_stages:,} stages; use at most {MOST_UNITS // per_stage:,}")
     units = tuple(
         Unit(
             name=f"unit{n}",

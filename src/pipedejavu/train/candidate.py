@@ -7,7 +7,6 @@ the plan takes it up as it would any other, behind the updates that were made, w
 
 import json
 import math
-import os
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -17,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pipedejavu.engine import Batches, Threads
+from pipedejavu.engine.device import be_deterministic
 from pipedejavu.engine.state import take_all
 from pipedejavu.facts import InputError, keep_heap
 from pipedejavu.plan import Feed, Place, Plan, Reduce
@@ -152,8 +152,7 @@ def _compete_here(rank: int, size: int, folder: RunFolder, options: TrainOptions
     """Lets this rank's candidates compete; whoever has the winner writes it to the folder."""
     keep_heap()
     torch.set_num_threads(num_threads(program.machine, program.devices, rank))
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what cuBLAS needs to be deterministic
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    be_deterministic()
     race, winner = compete(options, program, rank, size, dist.all_reduce)
     if winner is None:
         return

@@ -65,10 +65,21 @@ class Logbooks:
 def open_logbooks(
     folder: RunFolder, options: TrainOptions, about: Mapping[str, str], start: int, say: Callable[[str], None]
 ) -> Iterator[Logbooks]:
-    """Opens the logbooks that the options name; a run that goes on behind step `start` goes on in them too."""
+    """Opens the logbooks that the options name; a run that goes on behind step `start` goes on in them too.
+
+    Raises InputError where one cannot be opened; a run that goes on does without it.
+    """
     settings = {**options.model_dump(exclude={"log"}), **about}
-    found = Logbooks({name: _OPEN[name](folder, settings, start) for name in dict.fromkeys(options.log)}, say)
+    found = Logbooks({}, say)
     try:
+        for name in dict.fromkeys(options.log):
+            try:
+                found.books[name] = _OPEN[name](folder, settings, start)
+            except Exception as error:
+                reason = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
+                if not start:
+                    raise InputError(f"--log {name} cannot be opened; set it up or leave it out ({reason})") from None
+                say(f"nothing goes to {name}, which cannot be opened ({reason})")
         yield found
     finally:
         found.close()

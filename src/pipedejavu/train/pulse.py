@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from itertools import count
 from typing import NamedTuple
 
 from torch._C._distributed_c10d import Store
@@ -63,14 +64,14 @@ class Pulse:
         self._ended.set()
 
     def _beat(self) -> None:
-        number = 0
         with suppress(RuntimeError):  # the store is gone; then nobody is heard any more
-            while not self._ended.wait(INTERVAL_S):
-                number += 1
+            for number in count():
                 self.store.set(str(self.rank), json.dumps([number, *self.word()]))
                 for other in self.heard_s:
                     if self.store.check([str(other)]):
                         self._hear(other, self.store.get(str(other)))
+                if self._ended.wait(INTERVAL_S):
+                    return
 
     def _hear(self, other: int, pulse: bytes) -> None:
         if pulse != self.last.get(other):

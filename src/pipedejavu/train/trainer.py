@@ -2,8 +2,10 @@
 
 import json
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -25,6 +27,7 @@ from pipedejavu.search import Candidate, Options
 from pipedejavu.simulate import Prediction, simulate
 from pipedejavu.store import Saver, Shelf
 from pipedejavu.train.door import inputs_and_targets, own_loss
+from pipedejavu.train.failure import WorkerError
 from pipedejavu.train.folder import result_of
 from pipedejavu.train.loop import say
 from pipedejavu.train.measure import measure
@@ -35,6 +38,7 @@ from pipedejavu.train.replan import Pilot, Switch, find_switch
 from pipedejavu.train.saved import current_gpu, random_state, saved_in, set_random_state
 from pipedejavu.train.site import devices_to_measure, make_machine, read_sites, torch_device
 from pipedejavu.train.task import describe_form, loss_of
+from pipedejavu.train.vigil import Vigil
 
 
 class Trainer:
@@ -54,6 +58,9 @@ class Trainer:
     again beside training, and a plan that pays is taken from the next step on; `replan=False` keeps the first.
 
     A model that is no chain is recorded once more for each new size of a microbatch.
+
+    An action that lasts longer than `hang_after_s` (0: for ever; None: far longer than a step should) lets `step` raise
+    a WorkerError that names it and says where in the code it is; the trainer is then of no more use.
     """
 
     def __init__(
@@ -68,6 +75,7 @@ class Trainer:
         seed: int = 0,
         machine: Machine | None = None,
         replan: bool = True,
+        hang_after_s: float | None = None,
     ):
         self.model = model
         self.samples = 0
@@ -98,7 +106,7 @@ class Trainer:
         assert machine is not None
         self._switch: Switch | None = None
         self._pilot: Pilot | None = None
-        self._replans = replan and found is not None
+        self._replans, self._hang_after_s = replan and found is not None, hang_after_s
         self._begin(compile_plan(plan, profile, machine, fold=False), sample)
         self.batch.held_out = _Split(sample, self.batch.sizes, cut)
 
@@ -108,6 +116,7 @@ class Trainer:
         self.batch = _Split(batch, program.sizes * program.plan.steps, self._cut)
         self.threads = Threads(program, self._job, self.batch)
         self.batch.cuts = [replace(self._cut, units=own.job.units) for own in self.threads.handlers]
+        self._keep_vigil()
         if self._replans and len(program.workers) > 1:
             self._pilot = Pilot(Pace(program), self._ask, self._turn)
         else:
@@ -128,6 +137,16 @@ class Trainer:
         del self.threads  # a GPU has no room for both
         self._begin(compile_plan(switch.plan, switch.profile, switch.machine, fold=False), batch)
         put_all(self.threads, updates, state.get)
+
+    def _keep_vigil(self) -> None:
+        """Watches over each worker's lanes for as long as there is somebody to tell."""
+        end = partial(_give_up, weakref.ref(self.threads))
+        forecast_s = self.predict().makespan_s / self.program.plan.steps
+        for own in self.threads.handlers:
+            vigil = Vigil(own.index, end, option="hang_after_s")
+            vigil.allow(forecast_s, self._hang_after_s)
+            own.notice = vigil.notice
+            weakref.finalize(self.threads, vigil.stop)
 
     def predict(self) -> Prediction:
         """Returns what a step is predicted to look like."""
@@ -220,6 +239,13 @@ def _kinds(plan: Plan, machine: Machine) -> dict[str, torch.device]:
     """Returns the kinds of devices that a plan uses, and where each is measured."""
     found = devices_to_measure(plan, machine, assign_devices(plan, machine))
     return {kind: torch_device(machine, name) for kind, (_, name) in found.items()}
+
+
+def _give_up(threads: "weakref.ref[Threads]", trace: str, sentence: str) -> None:
+    if found := threads():
+        error = WorkerError(sentence)
+        error.add_note(f"There it is in the code:\n{trace}")
+        found.give_up(error)
 
 
 def _search(

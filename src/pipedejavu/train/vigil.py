@@ -53,14 +53,21 @@ class Doing(NamedTuple):
 class Vigil:
     """One worker's vigil over its own lanes; `end` is given where the code is, and a sentence, and should not return.
 
-    It writes on a slate, if there is one, what another process may read.
+    It writes on a slate, if there is one, what another process may read. `option` is how the user allows more time.
     """
 
-    def __init__(self, rank: int, end: Callable[[str, str], None], slate: "Slate | None" = None):
-        self.rank, self.end, self.slate = rank, end, slate
+    def __init__(
+        self,
+        rank: int,
+        end: Callable[[str, str], None],
+        slate: "Slate | None" = None,
+        option: str = "--hang-after",
+    ):
+        self.rank, self.end, self.slate, self.option = rank, end, slate, option
         self.doing: dict[str, Doing] = {}
         self.threads: dict[str, int] = {}
         self.limit_s, self.is_fixed = math.inf, True
+        self._ended = threading.Event()
         threading.Thread(target=self._go, daemon=True).start()
 
     def allow(self, forecast_s: float, asked_s: float | None) -> None:
@@ -97,14 +104,17 @@ class Vigil:
         """Says what the worker is at."""
         return describe(self.doing.copy().values())
 
+    def stop(self) -> None:
+        """Ends the vigil."""
+        self._ended.set()
+
     def _go(self) -> None:
-        while True:
-            time.sleep(INTERVAL_S)
+        while not self._ended.wait(INTERVAL_S):
             if self.slate:
                 self.slate.beat(self.rank)
             if found := self.hung():
                 lasts = f"{found} has lasted {time.monotonic() - found.since_s:.0f} s"
-                allowed = f"{self.allowed_s(found):.0f} s were allowed; --hang-after allows more"
+                allowed = f"{self.allowed_s(found):.0f} s were allowed; {self.option} allows more"
                 waits = ", in which it waits for others" if found.waits_for_others else ""
                 self.end(self._trace(found.lane), f"worker {self.rank} hangs: {lasts}{waits}, and {allowed}")
                 return

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore, PrefixStore, Store
 
-from pipedejavu.engine.device import device_of
+from pipedejavu.engine.device import be_deterministic, device_of
 from pipedejavu.engine.handle import Handlers
 from pipedejavu.engine.process import run_rank
 from pipedejavu.engine.run import final_weights
@@ -107,8 +107,7 @@ class Rank:
         torch.set_num_threads(num_threads(program.machine, program.devices, self.rank))
         if options.keeps_log:  # an audit's replay has no TF32, which cuDNN takes for float32 by default
             torch.backends.cudnn.allow_tf32 = False
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what cuBLAS needs to be deterministic
-        torch.use_deterministic_algorithms(True, warn_only=True)
+        be_deterministic()
         self.job, self.order = prepare(options, program.sizes, program.plan.cut.begins)
         self.order.start(start.step, start.samples)
         self.batches = SteadyBatches(self.order)

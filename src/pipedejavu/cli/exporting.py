@@ -1,0 +1,28 @@
+"""The verb export: what a run has trained, as others read it."""
+
+import json
+import sys
+
+from pipedejavu.cli.room import training_room
+from pipedejavu.facts import InputError
+
+FORMS = ("hugging", "dcp")
+
+
+def run(run_dir: str, folder: str, form: str, config: str | None, as_json: bool) -> None:
+    """Writes the newest checkpoint of a run that is whole to a new folder."""
+    if form not in FORMS:
+        raise InputError(f"--to is {' or '.join(FORMS)}, not '{form}'")
+    if config is not None and form == "dcp":
+        raise InputError("a folder of DCP has no config.json; leave --config out, or use --to hugging")
+    training_room()  # or the sentence that torch is missing
+    from pipedejavu import store
+
+    found = store.Shelf(f"{run_dir}/checkpoints").newest(lambda text: print(f"pipedejavu: {text}", file=sys.stderr))
+    if found is None:
+        raise InputError(f"{run_dir} has no checkpoint to export; train with --checkpoint-every")
+    path = store.export_dcp(found, folder) if form == "dcp" else store.export_hugging(found, folder, config=config)
+    if as_json:
+        print(json.dumps({"folder": str(path), "step": found.step, "form": form}))
+    else:
+        print(f"step {found.step} of {run_dir} is in {path}")
