@@ -23,7 +23,7 @@ from pipedejavu.profile.count import Counted, count_step
 from pipedejavu.profile.line import fit_line
 from pipedejavu.profile.step import PARTS, Head, run_step, tensors_of
 
-_FEWEST, _MOST, _ENOUGH_S = 3, 20, 0.05
+_FEWEST, _MOST, _ENOUGH_S = 3, 20, 0.25
 """Passes that are timed: at least so many, and more of short ones, until they took so long together."""
 _WARM_UPS = {"cpu": 0, "cuda": 2}
 """Beside the pass that counts. A GPU's first passes load kernels and choose algorithms."""
