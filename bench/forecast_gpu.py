@@ -315,7 +315,7 @@ def _together(update: Callable[[], None], count: int, host: Tensor, device: torc
 
 
 def _step_times(device: torch.device) -> dict[str, float]:
-    """Returns what a step of the optimizer costs the host at all, and for each parameter: tiny models, all on the GPU."""
+    """Returns what a step of the optimizer costs the host at all, and for each parameter, from tiny models."""
     (few, few_s), (many, many_s) = (_step_time(device, count) for count in (2, 16))
     each_s = max(0.0, (many_s - few_s) / (many - few))
     return {"step_s": max(0.0, few_s - few * each_s), "step_parameter_s": each_s}
