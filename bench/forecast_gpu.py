@@ -364,7 +364,7 @@ def stretches_of(profile: Profile, samples: int, recomputes: bool) -> list[Stret
     inputs = [0.0, *(u.boundary_bytes for u in units[:-1])]
     for n in reversed(range(len(units))):
         unit = units[n]
-        kept = sum(inputs[: n + 1]) if recomputes else sum(u.activation_bytes for u in units[:n])
+        kept = sum(inputs[: n + 1]) if recomputes else sum(u.activation_bytes - u.shared_bytes for u in units[:n])
         given = unit.boundary_bytes if n < len(units) - 1 else 0.0
         each = kept + unit.activation_bytes + given + unit.backward_work_bytes
         found.append(Stretch(unit=n, peak_bytes=round(each * samples) + unit.gradient_bytes))
