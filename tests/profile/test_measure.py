@@ -128,4 +128,5 @@ def test_what_two_units_save_is_there_once_where_both_are_in_one_place() -> None
 
     assert saved_by("ddp", 1) == saved
     assert saved_by("1f1b", 3) == saved + 5 * (16 + 16)  # each on a worker of its own
-    assert saved_by("l2l", 1) == saved
+    assert saved_by("l2l", 1) == saved + 5 * (16 + 16)  # each is computed again when the one before has nothing saved
+    assert saved_by("cotrain", 1) == saved
