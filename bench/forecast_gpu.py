@@ -288,7 +288,7 @@ def _update_rates(device: torch.device) -> dict[str, float]:
         del gradients, there, update
         found |= _together(lambda: host([Task(scalars, gradient, own, own)]), count, own.m, device)
     host.close()
-    return {**found, "is_native": host.is_native, "step_s": _step_s(device)}
+    return {**found, "is_native": host.is_native, **_step_times(device)}
 
 
 def _together(update: Callable[[], None], count: int, host: Tensor, device: torch.device) -> dict[str, float]:
@@ -314,9 +314,15 @@ def _together(update: Callable[[], None], count: int, host: Tensor, device: torc
     return found
 
 
-def _step_s(device: torch.device) -> float:
-    """Returns what a step of the optimizer costs the host, for each parameter of a model: all on the GPU, and tiny."""
-    blocks = [nn.Sequential(*(nn.Linear(8, 8) for _ in range(6))) for _ in range(8)]
+def _step_times(device: torch.device) -> dict[str, float]:
+    """Returns what a step of the optimizer costs the host at all, and for each parameter, from tiny models."""
+    (few, few_s), (many, many_s) = (_step_time(device, count) for count in (2, 16))
+    each_s = max(0.0, (many_s - few_s) / (many - few))
+    return {"step_s": max(0.0, few_s - few * each_s), "step_parameter_s": each_s}
+
+
+def _step_time(device: torch.device, num_blocks: int) -> tuple[int, float]:
+    blocks = [nn.Sequential(*(nn.Linear(8, 8) for _ in range(6))) for _ in range(num_blocks)]
     model, times = nn.Sequential(*blocks).to(device), []
     optimizer = HybridAdamW(model, clip_norm=CLIP, window=None, speculate=False)
     for _ in range(20):
@@ -327,7 +333,7 @@ def _step_s(device: torch.device) -> float:
         optimizer.zero_grad()
         times.append(time.perf_counter() - start)
     optimizer.close()
-    return median(times) / len(list(model.parameters()))
+    return len(list(model.parameters())), median(times)
 
 
 def synchronize(device: torch.device) -> None:
@@ -358,7 +364,7 @@ def stretches_of(profile: Profile, samples: int, recomputes: bool) -> list[Stret
     inputs = [0.0, *(u.boundary_bytes for u in units[:-1])]
     for n in reversed(range(len(units))):
         unit = units[n]
-        kept = sum(inputs[: n + 1]) if recomputes else sum(u.activation_bytes for u in units[:n])
+        kept = sum(inputs[: n + 1]) if recomputes else sum(u.activation_bytes - u.shared_bytes for u in units[:n])
         given = unit.boundary_bytes if n < len(units) - 1 else 0.0
         each = kept + unit.activation_bytes + given + unit.backward_work_bytes
         found.append(Stretch(unit=n, peak_bytes=round(each * samples) + unit.gradient_bytes))
@@ -401,12 +407,12 @@ def forecast_case(
     (worker,) = prediction.workers
     assert worker.allocated_bytes is not None
     assert worker.reserved_bytes is not None
-    more = facts["library_bytes"]
+    more, num_parameters = facts["library_bytes"], sum(len(unit.parameter_parts) for unit in profile.units)
     allocated = worker.allocated_bytes if place is None else placement.gpu_bytes
     return {
         "budget": budget,
         "places": {word: placement.places.count(word) for word in words},
-        "step_s": begins[-1] - begins[-2] + facts["step_s"] * sum(len(unit.parameter_parts) for unit in profile.units),
+        "step_s": begins[-1] - begins[-2] + facts["step_s"] + facts["step_parameter_s"] * num_parameters,
         "live": worker.peak_bytes + more,
         "placed": placement.gpu_bytes + more,
         "allocated": allocated + more,

@@ -8,7 +8,12 @@ torch = pytest.importorskip("torch")
 
 from torch import nn
 
+from pipedejavu.facts import Device, Host, Link, Machine
+from pipedejavu.plan import preset
 from pipedejavu.profile import Shot, measure_profile, merge_profiles
+from pipedejavu.profile.count import count_step
+from pipedejavu.program import compile as compile_plan
+from pipedejavu.program.size import Sizes
 
 CPU = torch.device("cpu")
 
@@ -103,3 +108,25 @@ def test_saved_bytes_are_those_that_autograd_keeps() -> None:
     assert linear.activation_bytes == 4 * 4 + 4 * 3 + 8 + 4 / 5
     assert linear.flop == 2 * 4 * 3
     assert linear.num_parameters == 4 * 3 + 3
+
+
+def test_what_two_units_save_is_there_once_where_both_are_in_one_place() -> None:
+    torch.manual_seed(0)
+    chain = [(f"unit{n}", nn.Sequential(nn.Linear(4, 4), nn.ReLU())) for n in range(3)]
+    profile = measure({"cpu": CPU}, chain)
+    whole = nn.Sequential(*(module for _, module in chain))
+    target = torch.tensor([0, 1, 2, 0, 1])
+    saved = count_step(whole, torch.randn(5, 4), lambda output: loss(output, target), is_first=True).saved_bytes
+    assert [unit.shared_bytes for unit in profile.units] == [16, 16, 0]
+    assert 5 * sum(unit.activation_bytes - unit.shared_bytes for unit in profile.units) == saved
+
+    def saved_by(name: str, workers: int) -> float:
+        plan = preset(name).at(workers=workers, microbatches=1, samples=5)
+        device = Device(name="d", kind="cpu", type="cpu", host="h", memory_bytes=2**30, most_workers=3)
+        machine = Machine(name="m", hosts=(Host(name="h"),), devices=(device,), links=(Link(bytes_per_s=1e9),))
+        return 5 * sum(Sizes(compile_plan(plan, profile, machine.divided(workers))).saved)
+
+    assert saved_by("ddp", 1) == saved
+    assert saved_by("1f1b", 3) == saved + 5 * (16 + 16)  # each on a worker of its own
+    assert saved_by("l2l", 1) == saved + 5 * (16 + 16)  # each is computed again when the one before has nothing saved
+    assert saved_by("cotrain", 1) == saved

@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 
 from pipedejavu.facts import InputError
 from pipedejavu.simulate.allocator import MIB, Allocator, replay
+from pipedejavu.simulate.memory import _cut
 
 
 @pytest.mark.parametrize(
@@ -62,6 +63,13 @@ def test_at_the_limit_free_segments_go_back_before_anything_is_refused() -> None
     assert allocator.reserved_bytes == 38 * MIB
     with pytest.raises(InputError, match=r"a tensor of 512 B does not fit: 38\.0 MiB of 38\.0 MiB are in use; use"):
         allocator.take(1)
+
+
+@pytest.mark.parametrize(
+    ("size", "most", "tensors"), [(10, 4, [4, 4, 2]), (8, 4, [4, 4, 0]), (3, 4, [3]), (5, 0, [5]), (0, 4, [0])]
+)
+def test_what_an_action_works_with_is_tensors_of_the_size_of_its_output(size: int, most: int, tensors: list) -> None:
+    assert _cut(size, most) == tensors
 
 
 def test_a_replay_lets_go_before_it_takes() -> None:

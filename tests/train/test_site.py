@@ -15,6 +15,7 @@ from pipedejavu.train.site import (
     devices_to_measure,
     make_machine,
     num_threads,
+    num_threads_beside,
     read_sites,
 )
 
@@ -82,6 +83,15 @@ def test_gpu_workers_leave_the_cores_to_cpu_workers(monkeypatch) -> None:
     assert [num_threads(machine, plan.place.devices, n) for n in range(2)] == [7, 7]
     claimed = machine.but(hosts=(Host(name="a", cores=64),))
     assert num_threads(claimed, plan.place.devices, 0) == 7  # a file may name more cores than there are
+
+
+def test_a_cpu_worker_has_the_threads_of_its_host_beside_it(monkeypatch) -> None:
+    monkeypatch.setattr(site_file, "num_cores", lambda: 16)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    plan, machine = make_machine(preset("1f1b").at(workers=4), host("a", 4, gpus=2), "auto")
+    assert [num_threads_beside(machine, plan.place.devices, n) for n in range(4)] == [0, 0, 8, 8]
+    plan, machine = make_machine(preset("ddp").at(workers=2), (*host("a", 1), *host("b", 1)), "cpu")
+    assert num_threads_beside(machine, plan.place.devices, 0) == 0  # the other worker has a host of its own
 
 
 @pytest.mark.parametrize(("there", "text"), [(0, "CPU workers stand in for them"), (1, "workers share them"), (2, "")])

@@ -73,6 +73,8 @@ class Unit(Record):
     """Part of the parameters that belongs to experts, which an 'expert' layout divides over workers."""
     activation_bytes: PartBytes = 0.0
     """What autograd saves for the backward pass, for each sample."""
+    shared_bytes: PartBytes = 0.0
+    """Of these: its output, which the unit behind it saves as its input. In one place it is there once."""
     forward_work_bytes: PartBytes = 0.0
     """Most memory that is there inside of a forward only, for each sample."""
     backward_work_bytes: PartBytes = 0.0

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from pipedejavu.profile.operator import classify
-from pipedejavu.profile.step import Head, detached, run_step
+from pipedejavu.profile.step import Head, detached, run_step, tensors_of
 
 
 class Work(NamedTuple):
@@ -38,6 +38,10 @@ class Counted:
     parts: Mapping[str, tuple[Work, ...]]
     saved: tuple[int, ...]
     """The bytes of each memory that autograd keeps from the forward; parameters and buffers are there anyway."""
+    saved_input_bytes: int
+    """Of these: what the unit was given."""
+    saved_output_bytes: int
+    """Of these: what it returns."""
     forward_work_bytes: int
     """Most that was there at once inside of the forward, beyond what it left."""
     backward_work_bytes: int
@@ -60,10 +64,14 @@ def count_step(module: nn.Module, value: Any, head: Head | None, is_first: bool)
     meter = _Counter(module)
     output = run_step(module, value, head, is_first, meter)
     own = {_where(t) for t in (*module.parameters(), *module.buffers())}
+    saved = {where: size for where, size in meter.saved.items() if where not in own}
+    returned = {_where(t) for t in tensors_of(output)}
     forward = meter.changes["forward"]
     return Counted(
         parts={name: tuple(done) for name, done in meter.parts.items()},
-        saved=tuple(size for where, size in meter.saved.items() if where not in own),
+        saved=tuple(saved.values()),
+        saved_input_bytes=sum(size for where, size in saved.items() if where not in meter.made),
+        saved_output_bytes=sum(size for where, size in saved.items() if where in returned and where in meter.made),
         forward_work_bytes=_most(forward) - sum(size for _, size in forward),
         backward_work_bytes=_most(meter.changes.get("backward", [])),
         output=detached(output),
@@ -82,6 +90,8 @@ class _Counter:
         self.parts: dict[str, list[Work]] = {}
         self.saved: dict[int, int] = {}
         """The bytes of each memory that the forward saves something in."""
+        self.made: set[int] = set()
+        """Which of these an operation of the forward has made; the others are parameters, buffers and inputs."""
         self.changes: dict[str, list[tuple[int, int]]] = {}
         """By part: a number for each memory that came or went, and its bytes; the gradients of weights are left out."""
         self._alive: dict[int, tuple[int, ref[Any]]] = {}
@@ -107,6 +117,7 @@ class _Counter:
         self.changes[name] = [(number, size) for number, size in self._changes if number not in gradients]
         if name == "forward":
             self.saved = {_where(t): t.untyped_storage().nbytes() for t in saved}
+            self.made = self.saved.keys() & self._alive.keys()
         saved.clear()  # the graph holds `keep`, and the backward lets go of what it has read
 
     def _came(self, tensor: Tensor) -> None:

@@ -96,7 +96,8 @@ def estimate_units(
     units = []
     for index, (unit, module) in enumerate(last.units):
         by_size = {samples: found[index] for samples, found in counted.items()}
-        sizes = describe(unit, module, by_size[last.samples], last.samples)
+        own, *behind = counted[last.samples][index : index + 2]
+        sizes = describe(unit, module, own, behind[0] if behind else None, last.samples)
         units.append(sizes.but(times={kind: _time(own, by_size, sizes) for kind, own in rates.items()}))
     return Profile(name=name, units=tuple(units), ties=describe_ties(ties, last.units))
 

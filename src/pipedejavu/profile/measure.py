@@ -82,12 +82,13 @@ def measure_profile(
             by_size = {shot.samples: row.times for shot, row in zip(shots, same, strict=True)}
             lines = {part: fit_line({n: taken[part] for n, taken in by_size.items()}) for part in PARTS}
             own[kind] = UnitTime(update_s=same[-1].update_s).but(**lines)
+        counted = [row.counted for row in rows[-1]]
         found = [
-            describe(unit, module, row.counted, shots[-1].samples)
-            for (unit, module), row in zip(shots[-1].units, rows[-1], strict=True)
+            describe(unit, module, own, behind, shots[-1].samples)
+            for (unit, module), own, behind in zip(shots[-1].units, counted, (*counted[1:], None), strict=True)
         ]
         if device.type == "cuda":
-            del rows
+            del rows, counted
             torch.cuda.empty_cache()  # the workers are other processes, and need it
     described = tuple(unit.but(times=own) for unit, own in zip(found, times, strict=True))
     return Profile(name=name, units=described, ties=describe_ties(ties, shots[-1].units))
@@ -196,8 +197,8 @@ class _Stopwatch:
         return float(start.elapsed_time(end)) / 1000
 
 
-def describe(name: str, module: nn.Module, counted: Counted, samples: int) -> Unit:
-    """Returns a unit's sizes."""
+def describe(name: str, module: nn.Module, counted: Counted, behind: Counted | None, samples: int) -> Unit:
+    """Returns a unit's sizes; `behind` is what was counted of the next one, if there is one."""
     parameter_bytes = sum(p.nbytes for p in module.parameters())
     return Unit(
         name=name,
@@ -207,6 +208,7 @@ def describe(name: str, module: nn.Module, counted: Counted, samples: int) -> Un
         gradient_bytes=parameter_bytes,
         optimizer_bytes=2 * parameter_bytes,
         activation_bytes=counted.saved_bytes / samples,
+        shared_bytes=min(counted.saved_output_bytes, behind.saved_input_bytes) / samples if behind else 0.0,
         forward_work_bytes=counted.forward_work_bytes / samples,
         backward_work_bytes=counted.backward_work_bytes / samples,
         parameter_parts=tuple(p.nbytes for p in module.parameters()),

@@ -21,7 +21,7 @@ class Sizes:
         self.weights = self._per_worker([u.parameter_bytes for u in units])
         self.gradients = self._per_worker([u.gradient_bytes for u in units])
         self.optimizer = self._per_worker([u.optimizer_bytes for u in units])
-        self.saved = [sum(units[u].activation_bytes for u in p.units) / self.shards for p in program.pieces]
+        self.saved = [sum(self._saved(piece)) / self.shards for piece in range(len(program.pieces))]
         """For each sample."""
         self.is_detailed = any(u.parameter_parts for u in units)
         """Whether the profile says what is in memory inside of an action too."""
@@ -33,6 +33,25 @@ class Sizes:
         units, parts = self.program.profile.units, self.shards
         divided = [u.expert_share if self.divides_experts else 1.0 for u in units]
         return [sum(sizes[u] * (1 - divided[u] + divided[u] / parts) for u in p.units) for p in self.program.pieces]
+
+    def _saved(self, piece: int) -> list[float]:
+        """What each unit of a piece saves, for each sample, beside what the unit before has saved in the same place."""
+        program, own = self.program, self.program.pieces[piece].units
+        is_recomputed = any(program.recomputes)
+        found = []
+        for index in own:
+            unit, before = program.profile.units[index], self._home.get(index - 1)
+            is_there = before == piece or (
+                not is_recomputed and all(before in on for on in program.pieces_on if piece in on)
+            )
+            shared = program.profile.units[index - 1].shared_bytes if before is not None and is_there else 0.0
+            found.append(unit.activation_bytes - shared)
+        return found
+
+    @cached_property
+    def _home(self) -> dict[int, int]:
+        """The piece of each unit."""
+        return {unit: index for index, piece in enumerate(self.program.pieces) for unit in piece.units}
 
     @property
     def divides_experts(self) -> bool:
@@ -47,7 +66,7 @@ class Sizes:
     @cached_property
     def _edges(self) -> dict[tuple[int, int], dict[int, float]]:
         """For each pair of pieces, the bytes of every unit's output that goes from one to the other."""
-        home = {unit: index for index, piece in enumerate(self.program.pieces) for unit in piece.units}
+        home = self._home
         edges: dict[tuple[int, int], dict[int, float]] = {}
         for source, target, size in self.program.profile.links:
             if home[source] != home[target]:
@@ -126,8 +145,8 @@ class Sizes:
         """Walks through a forward: what the units up to each have saved, its output, and what it works with."""
         most = saved = 0.0
         units = [self.program.profile.units[u] for u in self.program.pieces[piece].units]
-        for unit in units:
-            saved += unit.activation_bytes
+        for unit, own in zip(units, self._saved(piece), strict=True):
+            saved += own
             most = max(most, saved + unit.boundary_bytes + unit.forward_work_bytes)
         passed = self.outgoing(piece, self.program.outputs[piece]) * self.shards
         return max(0.0, most - kept * saved - passed) * samples / self.shards
@@ -137,7 +156,8 @@ class Sizes:
         units = [self.program.profile.units[u] for u in self.program.pieces[piece].units]
         before = self.incoming(piece, self.program.inputs[piece]) * self.shards
         behind = self.outgoing(piece, self.program.outputs[piece]) * self.shards
-        total = sum(u.activation_bytes for u in units) + before + behind
+        kept = self._saved(piece)
+        total = sum(kept) + before + behind
         weights = sum(u.gradient_bytes for u in units)
         most, saved, made = -inf, total - before - behind, 0 if grows else weights
         for n, unit in reversed(list(enumerate(units))):
@@ -146,7 +166,7 @@ class Sizes:
                 units[n - 1].boundary_bytes if n else before
             )
             most = max(most, (saved + ends + unit.backward_work_bytes) * samples + made)
-            saved -= unit.activation_bytes
+            saved -= kept[n]
         return (most - total * samples - weights) / self.shards
 
     def parts(self, value: Value) -> list[float]:

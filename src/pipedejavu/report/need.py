@@ -109,12 +109,13 @@ def work_out_needs(profile: Profile) -> list[Need]:
     number_bytes = _number_bytes(profile)
     saved = [unit.activation_bytes for unit in profile.units]
     kept = sum(unit.boundary_bytes for unit in profile.units[:-1]) + max(saved)
+    whole = sum(saved) - sum(unit.shared_bytes for unit in profile.units)
     return [
         Need(
             p,
             count_parameters(profile) * p.parameter_bytes,
-            sum(saved) * p.weight_bytes / number_bytes,
-            min(kept, sum(saved)) * p.weight_bytes / number_bytes,
+            whole * p.weight_bytes / number_bytes,
+            min(kept, whole) * p.weight_bytes / number_bytes,
             profile,
         )
         for p in PRECISIONS

@@ -47,13 +47,13 @@ def _activations(
 ) -> list[Stay]:
     """Returns what a unit's forward leaves: all that autograd saves and its output, or its output alone."""
     unit, output = units[n], [units[n].boundary_bytes * scale]
-    saved = [size * scale for size in unit.activation_parts or (unit.activation_bytes,)]
+    # What the unit before has is there already: what it saves of its output, or its output, which waits.
+    known = (units[n - 1].boundary_bytes if recomputes else units[n - 1].shared_bytes) if n else 0.0
+    share = max(0.0, 1 - known / unit.activation_bytes) if unit.activation_bytes else 0.0
+    saved = [size * share * scale for size in unit.activation_parts or (unit.activation_bytes,)]
     if not recomputes:
         return [(forward, backward + 1, saved), (forward, forward + 1, output)]
-    # The output waits for the next unit's backward, which brings all but this input back.
-    known = units[n - 1].boundary_bytes if n else 0.0
-    share = max(0.0, 1 - known / unit.activation_bytes) if unit.activation_bytes else 0.0
-    found: list[Stay] = [(backward, backward + 1, [size * share for size in saved])]
+    found: list[Stay] = [(backward, backward + 1, saved)]
     if n < len(units) - 1:
         found.append((forward, backward, output))
     return found
