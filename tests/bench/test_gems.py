@@ -13,6 +13,15 @@ script = load_script("gems")
 LR, STEPS = 1e-4, 2
 
 
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Workers that are threads themselves wait for each other where each has several."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 def test_gems_trains_with_its_state_on_the_host_where_it_is_refused_without(capsys, monkeypatch) -> None:
     def build_double(*args, **sizes):
         task = build(*args, **sizes)

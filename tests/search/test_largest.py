@@ -3,7 +3,10 @@
 import pytest
 
 from pipedejavu.facts import Edge, InputError
-from pipedejavu.search import Options, find_largest, search
+from pipedejavu.search import Options, exhaustive, find_largest, search
+from pipedejavu.search.hold import can_hold
+from pipedejavu.search.pool import Pool
+from pipedejavu.search.scene import scenes_of
 from tests.search.case import machine, profile
 
 
@@ -34,6 +37,15 @@ def test_a_large_memory_beside_a_device_that_is_too_slow_makes_no_batch_larger()
     assert best is not None
     assert best.plan.num_workers == 1
     assert best.machine.device((best.plan.place.devices or ("gpu0",))[0]).type == "gpu"
+
+
+@pytest.mark.parametrize("room", [50, 60, 64, 68, 70, 100])
+def test_what_can_be_held_is_what_looking_at_everything_finds(room: int) -> None:
+    model, options = profile([1e-3] * 5, weights=[2, 9, 4, 4, 12], saved=3.0, boundary=1.0), Options(batch=2)
+    place = machine(["fast"] * 2, room=room)
+    pool = Pool(options)
+    exhaustive.run(pool, [*scenes_of(model, place, options)], options)
+    assert can_hold(model, place, options) == bool(pool.found)
 
 
 def test_the_largest_model_has_as_many_blocks_as_state_fits() -> None:

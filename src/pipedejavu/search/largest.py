@@ -4,11 +4,12 @@ from collections.abc import Callable
 from itertools import groupby
 from typing import NamedTuple
 
-from pipedejavu.facts import InputError, Machine, Profile, Unit
+from pipedejavu.facts import InputError, Machine, Profile, Unit, format_bytes
 from pipedejavu.search.advice import nothing_fits
+from pipedejavu.search.hold import can_hold
 from pipedejavu.search.option import Options, Progress
 from pipedejavu.search.scene import usable, worthwhile
-from pipedejavu.search.search import has_draft, search
+from pipedejavu.search.search import search
 
 MOST = 2**16
 """Beyond which nobody asks."""
@@ -42,7 +43,7 @@ def find_largest(
         if progress:
             progress(0.0, f"a batch of {options.batch}, {len(profile.units)} units")
         if not is_sure:
-            return has_draft(profile, machine, options)
+            return can_hold(profile, machine, options)
         return search(profile, machine, options.but(candidates=1)).best is not None
 
     if options.objective == "blocks":
@@ -51,8 +52,9 @@ def find_largest(
         if not count:
             raise nothing_fits(_with_blocks(profile, start, run, 1), machine, options)
         larger = _with_blocks(profile, start, run, count)
-        many = sum(unit.num_parameters for unit in larger.units)
-        text = f"{count} blocks like {profile.units[start].name} fit, where the model has {run}: {many:,} parameters"
+        many, weights = (sum(getattr(u, name) for u in larger.units) for name in ("num_parameters", "parameter_bytes"))
+        size = f"{many:,} parameters" if many else f"{format_bytes(weights)} of weights"
+        text = f"{count} blocks like {profile.units[start].name} fit, where the model has {run}: {size}"
         return Largest(larger, options, text)
     step = max(sum(machine.device(name).type == "gpu" for name in names), 1)
     whole = options.but(samples=None)

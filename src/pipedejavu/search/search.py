@@ -75,14 +75,6 @@ def search(
     )
 
 
-def has_draft(profile: Profile, machine: Machine, options: Options) -> bool:
-    """Returns whether there is a draft that is estimated to fit: quicker than a search, and no promise."""
-    options = options.but(candidates=1).agreed()
-    pool, scenes = Pool(options), [*scenes_of(profile, machine, options)]
-    _fill(pool, scenes, options, "dp")
-    return bool(pool.found)
-
-
 def _fill(pool: Pool, scenes: list[Scene], options: Options, name: str) -> bool:
     """Fills a pool by a searcher; returns whether it looked at all there is."""
     offer_shares(pool, scenes, options)
