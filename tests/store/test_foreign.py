@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from pipedejavu.facts import InputError
-from pipedejavu.store import Shelf, export_dcp, export_hugging, foreign, import_dcp, import_hugging
+from pipedejavu.store import Saver, Shelf, export_dcp, export_hugging, foreign, import_dcp, import_hugging
 from pipedejavu.train import Checkpoints
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
@@ -162,3 +162,32 @@ def test_nothing_is_overwritten(tmp_path: Path, trained) -> None:
     with pytest.raises(InputError, match="holds checkpoints already; choose another folder"):
         import_hugging(folder, tmp_path / "own")
     assert Shelf(tmp_path / "own").steps() == [1]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda _: "a text", "its metadata does not fit its tensors"),
+        (lambda m: without_properties(m), "its metadata does not fit its tensors"),
+        (lambda m: with_size(m, (2**40,)), r"'model\.a' has 1099511627776 elements, and its parts have 6"),
+    ],
+)
+def test_metadata_that_does_not_fit_its_tensors_is_refused(tmp_path: Path, change, message) -> None:
+    saver = Saver(Shelf(tmp_path / "own"), tell=pytest.fail)
+    saver.save(1, {"weight/a": torch.ones(2, 3)}, lambda: {"samples": 0})
+    saver.wait()
+    path = export_dcp(Shelf(tmp_path / "own").newest(pytest.fail), tmp_path / "dcp") / ".metadata"
+    path.write_bytes(pickle.dumps(change(pickle.loads(path.read_bytes()))))
+    with pytest.raises(InputError, match=message):
+        import_dcp(tmp_path / "dcp", tmp_path / "shelf", allow_pickle=True)
+    assert not Shelf(tmp_path / "shelf").steps()
+
+
+def without_properties(metadata):
+    del metadata.state_dict_metadata["model.a"].properties
+    return metadata
+
+
+def with_size(metadata, size):
+    metadata.state_dict_metadata["model.a"].size = torch.Size(size)
+    return metadata

@@ -369,10 +369,11 @@ def test_contributions_are_scored_on_the_sample_and_the_worst_is_dropped() -> No
 
 
 LOOP = """
-import torch
+import signal, torch
 from torch import nn
 from pipedejavu.train import Trainer
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell's background job would not have
 model = nn.Sequential(*(nn.Sequential(nn.Linear(256, 256), nn.ReLU()) for _ in range(4)))
 batch = torch.randn(64, 256), torch.randn(64, 256)
 trainer = Trainer(model, lambda y, x: (y - x).square().sum(), sample=batch, workers=2)

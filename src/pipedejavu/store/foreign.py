@@ -10,6 +10,7 @@ import json
 import pickle
 from collections.abc import Iterator
 from importlib import import_module
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -106,15 +107,12 @@ def import_dcp(folder: str | Path, shelf: str | Path, *, allow_pickle: bool = Fa
             " know where it comes from"
         )
     metadata = _read_metadata(source / ".metadata")
-    tensors = {}
-    for full, form in metadata.state_dict_metadata.items():
-        name = _native_name(full)
-        if name is not None and hasattr(form, "chunks"):
-            whole = torch.empty(form.size, dtype=form.properties.dtype)
-            for place, data in _chunks(source, metadata, full):
-                region = tuple(slice(start, start + count) for start, count in zip(place, data.shape, strict=True))
-                whole[region] = data
-            tensors[name] = whole
+    try:
+        tensors = dict(_assembled(source, metadata))
+    except InputError:
+        raise
+    except Exception as error:  # whatever a stranger's records say
+        raise InputError(f"cannot read {source}: its metadata does not fit its tensors ({error})") from None
     if not tensors:
         raise InputError(f"{source} has no tensors under 'model.'; save {{'model': model.state_dict()}}")
     return _keep(shelf, tensors)
@@ -205,6 +203,22 @@ def _read_metadata(path: Path) -> Any:
         raise
     except Exception as error:  # whatever a stranger's bytes make of it
         raise InputError(f"cannot read {path}: it is no metadata of torch.distributed.checkpoint ({error})") from None
+
+
+def _assembled(source: Path, metadata: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yields the tensors that have a place in a checkpoint, each put together from its parts."""
+    for full, form in metadata.state_dict_metadata.items():
+        name = _native_name(full)
+        if name is None or not hasattr(form, "chunks"):
+            continue
+        parts = list(_chunks(source, metadata, full))
+        count, found = prod(form.size), sum(data.numel() for _, data in parts)
+        if count != found:  # before memory is taken for what is not there
+            raise InputError(f"cannot read {source}: '{full}' has {count} elements, and its parts have {found}")
+        whole = torch.empty(form.size, dtype=form.properties.dtype)
+        for place, data in parts:
+            whole[tuple(slice(start, start + size) for start, size in zip(place, data.shape, strict=True))] = data
+        yield name, whole
 
 
 def _chunks(source: Path, metadata: Any, full: str) -> Iterator[tuple[tuple[int, ...], torch.Tensor]]:
