@@ -34,6 +34,17 @@ def test_memory_is_not_advised_where_there_is_enough() -> None:
     assert not [a for a in advise(hungry(), machine(["fast"]), options, best) if "memory" in a.change]
 
 
+def test_advice_does_not_depend_on_who_found_the_plan() -> None:
+    model, options = profile([1e-3] * 4), Options(batch=8, is_runnable=True)
+    here = machine(["fast", "slow"])
+    best = search(model, here, options).best
+    assert best is not None
+    expected = advise(model, here, options, best)
+    assert advise(model, here, options.but(searcher="mcmc"), best) == expected
+    worse = best.but(time_s=2 * best.time_s)
+    assert advise(model, here, options.but(searcher="exhaustive"), worse) == expected
+
+
 def test_another_device_is_advised_with_its_gain() -> None:
     model = profile([1e-3] * 4)
     options = Options(batch=8, is_runnable=True)

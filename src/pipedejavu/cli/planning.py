@@ -233,7 +233,7 @@ def _score(found: Candidate, by_price: bool) -> float:
 
 def _notes(result: SearchResult, scene: Scene) -> list[str]:
     looked = f"{result.num_estimated:,} estimated, {result.num_simulated} simulated, {format_seconds(result.time_s)}"
-    whole = "" if result.is_complete else "; the time budget ended it, so there may be better ones"
+    whole = "" if result.is_complete else "; not all were looked at, so there may be better ones"
     return [*scene.notes, f"search: {result.searcher}, as {result.reason} ({looked}{whole})", *result.notes]
 
 

@@ -43,8 +43,14 @@ class _Change(NamedTuple):
 def advise(
     profile: Profile, machine: Machine, options: Options, best: Candidate, progress: Progress | None = None
 ) -> tuple[Advice, ...]:
-    """Returns changes that would pay, the largest gain first; each takes one search, so all take a while."""
-    found = []
+    """Returns changes that would pay, the largest gain first; each takes one search, so all take a while.
+
+    They are those of `auto`, whoever found the best plan: a searcher that draws, or looks at all, would take very long.
+    """
+    found, is_auto, options = [], options.searcher == "auto", options.but(searcher="auto")
+    same = None if is_auto else _best(profile, machine, options)
+    if same is not None and _score(same, options) < _score(best, options):
+        best = same  # or the searcher's own gap would be taken for a gain
     changes = [*_changes(machine, options), *_memory_changes(profile, machine, options)]
     for index, change in enumerate(changes):
         if progress:

@@ -23,7 +23,7 @@ def leaner_plans(
         share *= STEP
         if progress:
             progress(step / MOST_STEPS, f"with {share:.0%} of all memory")
-        other = search(profile, with_memory(machine, times=share), options).best
+        other = search(profile, with_memory(machine, times=share), options.but(searcher="auto")).best
         if other is None or other.time_per_sample_s > MOST_TIMES * best.time_per_sample_s:
             break
         memory = tuple(need.but(room_bytes=round(need.room_bytes / share)) for need in other.memory)
