@@ -3,6 +3,7 @@
 import json
 import os
 import pickle
+import warnings
 from contextlib import suppress
 from pathlib import Path
 
@@ -78,7 +79,9 @@ def test_a_folder_that_hugging_face_wrote_comes_in(tmp_path: Path) -> None:
 
 def test_weights_and_state_go_to_a_dcp_folder_and_back(tmp_path: Path, trained) -> None:
     own, optimizer, checkpoint = trained
-    folder = export_dcp(checkpoint, tmp_path / "dcp")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        folder = export_dcp(checkpoint, tmp_path / "dcp")
     state = {"model": {name: torch.zeros_like(tensor) for name, tensor in own.state_dict().items()}}
     dcp.load(state, checkpoint_id=folder, no_dist=True)
     assert equal(state["model"], own.state_dict())

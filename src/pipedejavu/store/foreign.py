@@ -8,6 +8,7 @@ DCP, which torch itself unpickles without a check, one of our own.
 import io
 import json
 import pickle
+import warnings
 from collections.abc import Iterator
 from importlib import import_module
 from math import prod
@@ -91,7 +92,9 @@ def export_dcp(checkpoint: Checkpoint, folder: str | Path) -> Path:
             slot, _, parameter = own.partition("/")
             state.setdefault(parameter, {})[slot] = checkpoint.tensor(name)
     dcp: Any = import_module("torch.distributed.checkpoint")
-    dcp.save({"model": model, "optim": {"state": state}}, checkpoint_id=target, no_dist=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # that one process writes, which is what is asked for
+        dcp.save({"model": model, "optim": {"state": state}}, checkpoint_id=target, no_dist=True)
     return target
 
 
