@@ -10,20 +10,23 @@ import json
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from pipedejavu.engine import AdamW
-from pipedejavu.facts import Device, Host, InputError, Link, Machine, Profile, Unit, UnitTime
+from pipedejavu.facts import Device, Host, InputError, Link, Machine, Profile, Timeline, Unit, UnitTime
 from pipedejavu.hybrid import HybridAdamW
 from pipedejavu.hybrid.arithmetic import State, scalars_of
 from pipedejavu.hybrid.gpu import UnitUpdate, addresses_of
 from pipedejavu.hybrid.native import HostUpdate, Task
 from pipedejavu.hybrid.placement import Limits, Placement, Stretch, UnitSize, choose_placement
+from pipedejavu.hybrid.unit import find_units
 from pipedejavu.plan import Keep, Reduce, preset
 from pipedejavu.profile import Shot, measure_profile
 from pipedejavu.profile.count import count_step
@@ -35,9 +38,10 @@ from pipedejavu.train.measure import updates_of
 from pipedejavu.zoo import build
 from pipedejavu.zoo.loss import cross_entropy
 
-CLIP, WARM_UP, TIMED, REPEATS, COPIES = 1.0, 4, 4, 3, 20
+CLIP, WARM_UP, TIMED, REPEATS, COPIES, HOST_STEPS = 1.0, 4, 4, 3, 20, 4
 ANY = 2**60
-STEPS = 3
+STEPS, ROUNDS = 3, 3
+"""Updates of a program; forecasts, each with the copies of the one before."""
 BUDGETS = (0.7, 0.35, 0.05)
 """Of the state that leaves the GPU last: how much of it the budget holds beside weights and activations."""
 
@@ -247,14 +251,13 @@ def _library_bytes(device: torch.device) -> int:
     """Returns what libraries keep of the allocator once matrices were multiplied."""
     if device.type != "cuda":
         return 0
-    before = torch.cuda.memory_allocated()
     for dtype in (torch.float32, torch.bfloat16):
         layer = nn.Linear(256, 256, device=device, dtype=dtype)
         layer(torch.randn(64, 256, device=device, dtype=dtype, requires_grad=True)).sum().backward()
         del layer
     torch.cuda.synchronize()
     gc.collect()
-    return max(0, torch.cuda.memory_allocated() - before)
+    return torch.cuda.memory_allocated()  # nothing of ours is there by now
 
 
 def _update_rates(device: torch.device) -> dict[str, float]:
@@ -336,6 +339,32 @@ def _step_time(device: torch.device, num_blocks: int) -> tuple[int, float]:
     return len(list(model.parameters())), median(times)
 
 
+def measure_host(made: nn.Module, model: Model, device: torch.device) -> dict[str, float]:
+    """Returns what the host takes to issue a forward and backward of the whole model: those of one sample.
+
+    By name of what becomes of the activations. A GPU that is through with them sooner waits for the host.
+    """
+    inputs, targets = batch_of(model, device, samples=1)
+    found = {}
+    for name in ("recompute", "keep"):
+        modules = [unit.module for unit in find_units(made) if unit.is_block and name == "recompute"]
+        for module in modules:
+            module.forward = partial(checkpoint, module.forward, use_reentrant=False)  # type: ignore[method-assign]
+        times = []
+        for _ in range(2 + HOST_STEPS):
+            made.zero_grad()
+            synchronize(device)
+            start = time.perf_counter()
+            loss_of(made(inputs), targets).backward()
+            synchronize(device)
+            times.append(time.perf_counter() - start)
+        for module in modules:
+            del module.forward
+        found[name] = median(times[2:])
+    made.zero_grad()
+    return found
+
+
 def synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
@@ -372,7 +401,7 @@ def stretches_of(profile: Profile, samples: int, recomputes: bool) -> list[Stret
 
 
 def forecast_case(
-    profile: Profile, model: Model, facts: dict[str, Any], place: float | None, recomputes: bool
+    profile: Profile, model: Model, facts: dict[str, Any], host: dict[str, float], place: float | None, recomputes: bool
 ) -> dict[str, Any]:
     """Forecasts a case: the budget, the placement, the time of a step and the memory that it takes."""
     machine = Machine.from_json(json.dumps(facts["machine"]))
@@ -400,19 +429,29 @@ def forecast_case(
         reduce=Reduce(clip="global"),
         keep=Keep(kind="split", places=tuple(words[p] for p in placement.places), visitors=visitors),
     )
-    roomy = tuple(d.but(memory_bytes=ANY, reserved_bytes=0) for d in machine.devices)
-    program = compile_plan(plan, with_updates(profile, facts, gpu), busy(machine.but(devices=roomy), facts))
-    prediction = simulate(program, verify(program))
+    roomy = machine.but(devices=tuple(d.but(memory_bytes=ANY, reserved_bytes=0) for d in machine.devices))
+    share = 1.0
+    for _ in range(ROUNDS):
+        rates = rates_of(facts, share)
+        program = compile_plan(plan, with_updates(profile, rates, gpu), busy(roomy, rates))
+        prediction = simulate(program, verify(program))
+        share = copying_share(prediction.timeline())
     begins = sorted(s.start_s for s in prediction.timeline().spans() if s.action.startswith("F0."))
+    device_s, host_s = begins[-1] - begins[-2], host["recompute" if recomputes else "keep"]
     (worker,) = prediction.workers
     assert worker.allocated_bytes is not None
     assert worker.reserved_bytes is not None
     more, num_parameters = facts["library_bytes"], sum(len(unit.parameter_parts) for unit in profile.units)
     allocated = worker.allocated_bytes if place is None else placement.gpu_bytes
+    optimizer_s = facts["step_s"] + facts["step_parameter_s"] * num_parameters
+    # The host runs ahead of the GPU; but where any state is away it waits for the norm, once in each step.
+    step_s = max(device_s, host_s + optimizer_s) if place is None else max(device_s, host_s) + optimizer_s
     return {
         "budget": budget,
         "places": {word: placement.places.count(word) for word in words},
-        "step_s": begins[-1] - begins[-2] + facts["step_s"] + facts["step_parameter_s"] * num_parameters,
+        "step_s": step_s,
+        "device_s": device_s,
+        "copying_share": share,
         "live": worker.peak_bytes + more,
         "placed": placement.gpu_bytes + more,
         "allocated": allocated + more,
@@ -420,10 +459,36 @@ def forecast_case(
     }
 
 
-def busy(machine: Machine, facts: dict[str, Any]) -> Machine:
+def rates_of(facts: dict[str, Any], share: float) -> dict[str, float]:
+    """Returns the rates of updates and copies where copies run for a share of the host's updates."""
+    alone, beside = facts["host_alone_parameters_per_s"], facts["host_parameters_per_s"]
+    return {**facts, "host_parameters_per_s": 1 / (share / beside + (1 - share) / alone)}
+
+
+def copying_share(timeline: Timeline) -> float:
+    """Returns for which part of the host's updates something is copied; 1 where it has none."""
+    spans = list(timeline.spans())
+    copies = [(s.start_s, s.end_s) for s in spans if s.action.startswith(("FETCH", "OFFLOAD"))]
+    updates = [(s.start_s, s.end_s) for s in spans if s.lane.startswith("host")]
+    total_s = sum(end - start for start, end in updates)
+    both_s = sum(overlap_s(update, copies) for update in updates)
+    return both_s / total_s if total_s else 1.0
+
+
+def overlap_s(span: tuple[float, float], others: list[tuple[float, float]]) -> float:
+    """Returns for how long any of the others is under way within a span."""
+    total_s, done = 0.0, span[0]
+    for start, end in sorted(others):
+        begin, end = max(start, done), min(end, span[1])
+        if end > begin:
+            total_s, done = total_s + end - begin, end
+    return total_s
+
+
+def busy(machine: Machine, rates: dict[str, Any]) -> Machine:
     """Returns the machine with the copies of its GPU as fast as they are beside each other and the host's pass."""
-    rates = {("cpu*", "gpu0"): facts.get("in_bytes_per_s"), ("gpu0", "cpu*"): facts.get("out_bytes_per_s")}
-    links = [link.but(bytes_per_s=rates.get((link.source, link.target)) or link.bytes_per_s) for link in machine.links]
+    found = {("cpu*", "gpu0"): rates.get("in_bytes_per_s"), ("gpu0", "cpu*"): rates.get("out_bytes_per_s")}
+    links = [link.but(bytes_per_s=found.get((link.source, link.target)) or link.bytes_per_s) for link in machine.links]
     return machine.but(links=tuple(links))
 
 
@@ -453,6 +518,8 @@ def run_case(made: nn.Module, batch: tuple[Tensor, Tensor], budget: int | None, 
     times = []
     try:
         for n in range(WARM_UP + TIMED):
+            if n == 2 and device.type == "cuda":
+                torch.cuda.empty_cache()  # what only the first step took, before the state had its places
             if n == WARM_UP:
                 gc.collect()
                 synchronize(device)
@@ -492,18 +559,19 @@ def run_model(name: str, folder: Path, is_tiny: bool, done: set[str]) -> None:
     made, inputs, targets = make(model, device)
     profile = measure_units(name, made, inputs, targets, gpu["kind"])
     profile.save(str(folder / f"{name}.profile.json"))
+    host = measure_host(made, model, device)
     count = sum(unit.num_parameters for unit in profile.units)
     took_s = time.perf_counter() - started
-    print(f"{name}: {count / 1e6:.0f} M parameters, built and measured in {took_s:.0f} s", flush=True)
+    print(f"{name}: {count / 1e6:.0f} M parameters, built and measured in {took_s:.0f} s; host {host}", flush=True)
     for recomputes in (True, False):
         for place in (None, *model.budgets):
             key = case_key(name, recomputes, place)
             if key in done:
                 continue
-            row: dict[str, Any] = {"case": key, "model": name, "recomputes": recomputes, "place": place}
+            row: dict[str, Any] = {"case": key, "model": name, "recomputes": recomputes, "place": place, "host": host}
             started = time.perf_counter()
             try:
-                row["forecast"] = forecast_case(profile, model, facts, place, recomputes)
+                row["forecast"] = forecast_case(profile, model, facts, host, place, recomputes)
                 row["measured"] = run_case(made, (inputs, targets), row["forecast"]["budget"], recomputes)
             except (InputError, RuntimeError) as error:
                 row["failed"] = f"{type(error).__name__}: {str(error).splitlines()[0][:300]}"

@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
 
 from pipedejavu.facts import InputError
-from pipedejavu.hybrid.home import size_of
+from pipedejavu.hybrid.home import Home, size_of
 
 OPTIONS = [
     {"clip_norm": None, "gpu_units": 2, "window": None},
@@ -661,14 +661,52 @@ def test_a_placement_that_the_first_step_shows_not_to_fit_is_refused(lab: Any) -
     """What a step takes is known after the first backward pass; nothing of the state is allocated by then."""
     sizes = [size_of(home) for home in lab.hybrid(lab.net()).flow.homes]
     weights, lean = sum(size.weight_bytes for size in sizes), sum(size.lean_bytes for size in sizes)
+    leaving = max(size.gradient_bytes for size in sizes)
     model = lab.net()  # lean units need room for two units' weights too
-    optimizer = lab.hybrid(model, clip_norm=1.0, gpu_budget=weights, host_budget=lean, window=None)
+    optimizer = lab.hybrid(model, clip_norm=1.0, gpu_budget=weights + leaving, host_budget=lean, window=None)
     model.loss(lab.tokens(0)).backward()
     with pytest.raises(
         InputError, match=r"^the state that the GPU cannot hold needs .* of host memory and the budget is"
     ):
         optimizer.step()
     assert all(member.state is None for member in optimizer.flow.members.values())
+
+
+class Slow:
+    """A mark that is past when someone has waited for it, and not before."""
+
+    def __init__(self, mark: Any):
+        self.mark, self.was_awaited = mark, False
+
+    def is_past(self) -> bool:
+        return self.was_awaited
+
+    def wait_on_host(self) -> None:
+        self.mark.wait_on_host()
+        self.was_awaited = True
+
+
+def test_where_the_link_is_slow_the_gradients_of_one_unit_are_on_their_way(
+    lab: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent: list[tuple[Home, Slow]] = []
+    behind: list[int] = []
+    send = Home.send
+
+    def slowly(home: Home, *args: Any) -> Slow:
+        behind.append(len({id(h) for h, mark in sent if h is not home and not mark.was_awaited}))
+        sent.append((home, Slow(send(home, *args))))
+        return sent[-1][1]
+
+    monkeypatch.setattr(Home, "send", slowly)
+    model = lab.net()
+    optimizer = lab.hybrid(model, clip_norm=1.0, gpu_units=0, window=None)
+    lab.train(model, optimizer, range(1))
+    sent.clear()
+    behind.clear()
+    lab.train(model, optimizer, range(1, 3))
+    assert len({id(home) for home, _ in sent}) > 2
+    assert max(behind) == 1
 
 
 def test_a_closed_optimizer_leaves_a_model_that_trains_on(lab: Any) -> None:

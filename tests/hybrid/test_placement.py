@@ -43,6 +43,8 @@ def limits(gpu: int, host: int = LARGE, *, keeps: bool = True, first: int | None
 
 FOUR = [unit(100) for _ in range(4)]
 STEP = stretches_of([50, 50, 50, 50])
+LEAST = 4 * 200 + 50 + 200
+"""Weights, a backward, and the gradients of the unit before, which are on their way to the host."""
 
 
 def test_all_state_lies_on_the_gpu_where_it_fits() -> None:
@@ -98,7 +100,7 @@ def test_none_visits_where_updates_do_not_wait_for_the_end() -> None:
 
 
 def test_as_few_units_as_needed_are_lean() -> None:
-    gpu = 4 * 200 + 50
+    gpu = LEAST
     whole = choose_placement(FOUR, STEP, limits(gpu))
     assert whole.host_bytes == 4 * 1400
     # three lean units save 200 each and need 2 × 200 of room for their weights
@@ -110,12 +112,12 @@ def test_as_few_units_as_needed_are_lean() -> None:
 
 def test_a_model_too_large_for_the_gpu_is_refused_with_the_smallest_budget_that_would_do() -> None:
     text = (
-        r"^the model needs 850 B of GPU memory and the budget is 849 B; the smallest gpu_budget that would do is 850"
-        r" bytes; or give a window$"
+        r"^the model needs 1\.0 KiB of GPU memory and the budget is 1\.0 KiB; the smallest gpu_budget that would do is"
+        r" 1050 bytes; or give a window$"
     )
     with pytest.raises(InputError, match=text):
-        choose_placement(FOUR, STEP, limits(849))
-    assert choose_placement(FOUR, STEP, limits(850)).places == ("host",) * 4
+        choose_placement(FOUR, STEP, limits(LEAST - 1))
+    assert choose_placement(FOUR, STEP, limits(LEAST)).places == ("host",) * 4
 
 
 def test_too_many_units_asked_for_are_refused() -> None:
@@ -136,9 +138,19 @@ def test_a_host_too_small_is_refused_with_both_remedies() -> None:
         rf" of {least} bytes would do, or a gpu_budget of {most_gpu} bytes, which would hold all of it$"
     )
     with pytest.raises(InputError, match=text):
-        choose_placement(FOUR, STEP, limits(850, least - 1))
-    assert choose_placement(FOUR, STEP, limits(850, least)).host_bytes == least
+        choose_placement(FOUR, STEP, limits(LEAST, least - 1))
+    assert choose_placement(FOUR, STEP, limits(LEAST, least)).host_bytes == least
     assert choose_placement(FOUR, STEP, limits(most_gpu, 1)).places == ("gpu",) * 4
+
+
+def test_gradients_on_their_way_to_the_host_have_room_until_the_next_unit_is_done() -> None:
+    units = [unit(100), unit(300), unit(10), unit(100)]
+    places: list[Place] = ["gpu", "host", "host", "host"]
+    resting = 2 * 510 + 1000
+    # in the order of the backward: behind the third unit the first's 200 bytes have left, and 600 are on their way last
+    assert gpu_peak(units, stretches_of([0, 0, 0, 50]), places, keeps_gradients=True) == resting + 600
+    assert gpu_peak(units, stretches_of([0, 0, 450, 0]), places, keeps_gradients=True) == resting + 200 + 450
+    assert gpu_peak(units, stretches_of([0, 650, 0, 0]), places, keeps_gradients=True) == resting + 20 + 650
 
 
 def test_blocks_that_come_and_go_stay_with_the_host() -> None:
@@ -150,7 +162,7 @@ def test_blocks_that_come_and_go_stay_with_the_host() -> None:
 
 
 def test_spares_go_as_far_as_host_memory() -> None:
-    placed = choose_placement(FOUR, STEP, limits(850))
+    placed = choose_placement(FOUR, STEP, limits(LEAST))
     assert with_spares(placed, FOUR, [False] * 4, LARGE) is placed
     assert with_spares(placed, FOUR, [True] * 4, placed.host_bytes) is placed
     more = with_spares(placed, FOUR, [False, True, True, True], placed.host_bytes + 2 * 1200 + 100)

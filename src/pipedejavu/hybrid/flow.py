@@ -137,6 +137,7 @@ class Flow:
             return
         self.lanes.note("ended", home.index)
         self._gathering.take()
+        self._gathering.let_leave(home)
         if home.is_on_host:
             self._begin_update(home)
         for index in self.plan.arrivals.get(home.index, ()) if self.plan is not None else ():

@@ -27,7 +27,7 @@ class Gathering:
         self._norm_of = dict(zip(members, self._norms.unbind(), strict=True))
         self._home: Home | None = None
         self._waiting: dict[Member, Tensor] = {}
-        self._leaving: list[tuple[Mark, list[Tensor]]] = []
+        self._leaving: list[tuple[Home, Mark, list[Tensor]]] = []
         """Their memory must not be taken by others before the mark."""
 
     def make_way(self, home: Home, member: Member) -> None:
@@ -53,7 +53,7 @@ class Gathering:
             found = torch._foreach_norm(list(alike.values()), 2, torch.float32)
             torch._foreach_copy_([self._norm_of[member] for member in alike], found)
         if home is not None and home.is_on_host and flat:
-            self._leaving.append((home.send(flat, self._norms, self.norms), list(flat.values())))
+            self._leaving.append((home, home.send(flat, self._norms, self.norms), list(flat.values())))
         self.forget()
 
     def forget(self) -> None:
@@ -63,7 +63,14 @@ class Gathering:
     def prune(self) -> None:
         """Frees gradients that have left the GPU."""
         if self._leaving:
-            self._leaving = [(mark, kept) for mark, kept in self._leaving if not mark.is_past()]
+            self._leaving = [leaving for leaving in self._leaving if not leaving[1].is_past()]
+
+    def let_leave(self, last: Home) -> None:
+        """Waits until only gradients of the last unit are on their way: the plan has room for those of one."""
+        for home, mark, _ in self._leaving:
+            if home is not last:
+                mark.wait_on_host()
+        self._leaving = [leaving for leaving in self._leaving if leaving[0] is last]
 
     def finish(self) -> None:
         """Takes all norms, and waits until they are in host memory."""
@@ -74,7 +81,7 @@ class Gathering:
         """Waits until gradients that leave have left, and gives their memory back."""
         if not self._leaving:
             return
-        for mark, _ in self._leaving:
+        for _, mark, _ in self._leaving:
             mark.wait_on_host()
         self._leaving = []
         if self._norms.device.type == "cuda":

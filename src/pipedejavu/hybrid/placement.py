@@ -169,15 +169,20 @@ def gpu_peak(
 def _usage(
     units: Sequence[UnitSize], stretches: Sequence[Stretch], places: Sequence[Place], keeps_gradients: bool
 ) -> list[int]:
-    """Returns the GPU memory of each stretch, and of the end of the backward pass."""
+    """Returns the GPU memory of each stretch, and of the end of the backward pass.
+
+    The gradients of the unit before may be on their way to the host still.
+    """
     held = zip(units, places, strict=True)
     resting = sum(unit.weight_bytes + (unit.gpu_bytes if place == "gpu" else 0) for unit, place in held)
-    usage, kept = [], 0
+    usage, kept, leaving = [], 0, 0
     for stretch in stretches:
-        usage.append(resting + kept + stretch.peak_bytes)
-        if places[stretch.unit] == "gpu" or (places[stretch.unit] == "visit" and keeps_gradients):
-            kept += units[stretch.unit].gradient_bytes
-    return [*usage, resting + kept]
+        usage.append(resting + kept + leaving + stretch.peak_bytes)
+        unit, place = units[stretch.unit], places[stretch.unit]
+        stays = place == "gpu" or (place == "visit" and keeps_gradients)
+        kept += unit.gradient_bytes if stays else 0
+        leaving = 0 if stays or unit.is_bound_to_host else unit.gradient_bytes
+    return [*usage, resting + kept + leaving]
 
 
 def _choose_visitors(
