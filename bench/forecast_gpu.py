@@ -222,7 +222,7 @@ def measure_facts(folder: Path, device: torch.device) -> dict[str, Any]:
         found: dict[str, Any] = json.loads(path.read_text())
         return found
     folder.mkdir(parents=True, exist_ok=True)
-    started = time.perf_counter()
+    started, library_bytes = time.perf_counter(), _library_bytes(device)
     if device.type == "cuda":
         from pipedejavu.probe.survey import measure_machine
 
@@ -230,7 +230,7 @@ def measure_facts(folder: Path, device: torch.device) -> dict[str, Any]:
     else:
         machine = _stand_in()
     rates = _update_rates(device)
-    found = {"machine": json.loads(machine.to_json()), **rates, "library_bytes": _library_bytes(device)}
+    found = {"machine": json.loads(machine.to_json()), **rates, "library_bytes": library_bytes}
     path.write_text(json.dumps(found, indent=1))
     print(f"machine measured in {time.perf_counter() - started:.0f} s: {rates}", flush=True)
     return found

@@ -23,6 +23,8 @@ def be_deterministic() -> None:
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what cuBLAS needs
     os.environ.setdefault("TORCHINDUCTOR_DETERMINISTIC", "1")
     torch.set_deterministic_debug_mode("warn")
+    # With NaN, for every new tensor: no bit of a result depends on it.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
 def device_of(program: Program, worker: int) -> torch.device:

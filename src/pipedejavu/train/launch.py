@@ -1,12 +1,13 @@
 """`train`: plans a run, predicts it, starts its workers or is one of them, and gathers what they leave."""
 
 import math
+import os
 import secrets
 import signal
 import sys
 import time
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from itertools import count
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -264,6 +265,21 @@ def _open(folder: RunFolder, options: TrainOptions, program: Program, start: Sta
     return prediction
 
 
+@contextmanager
+def _patience(size: int) -> Iterator[None]:
+    """Lets the threads of several workers that start now sleep between operations, unless the user says otherwise.
+
+    OpenMP's own way is to spin for a while, which takes cores from the other workers and from what they send.
+    """
+    name = "OMP_WAIT_POLICY"
+    is_ours = size > 1 and name not in os.environ
+    if is_ours:
+        os.environ[name] = "passive"
+    yield
+    if is_ours:
+        del os.environ[name]
+
+
 def run_workers(
     folder: RunFolder, size: int, silent_s: float | None = None, entry: Callable[[int, int, str], None] | None = None
 ) -> bool:
@@ -274,9 +290,10 @@ def run_workers(
     nothing for a time ends the run.
     """
     ear = Ear(Slate(folder.slate, size), size, silent_s)
-    context = start_processes(  # type: ignore[no-untyped-call]
-        entry or work, args=(size, str(folder.path)), nprocs=size, join=False, start_method="spawn"
-    )
+    with _patience(size):
+        context = start_processes(  # type: ignore[no-untyped-call]
+            entry or work, args=(size, str(folder.path)), nprocs=size, join=False, start_method="spawn"
+        )
     processes = context.processes
     last_s = math.inf
 
