@@ -11,7 +11,7 @@ import torch
 from pipedejavu.engine import AdamW, Read, Sgd, check_runnable, run_threads
 from pipedejavu.engine.run import Threads
 from pipedejavu.facts import FaultsError, InputError
-from pipedejavu.plan import Keep, Reduce, preset, presets
+from pipedejavu.plan import Keep, Order, Reduce, preset, presets
 from pipedejavu.program import build_graph
 from pipedejavu.program import compile as compile_plan
 from pipedejavu.program.liveness import Liveness, count_versions
@@ -191,6 +191,18 @@ def test_pipelines_in_parallel_equal_plain_training(make, name, microbatches, mo
 def test_any_shares_of_a_cpu_and_a_pipeline_equal_plain_training(make, shares):
     feed = preset("coarse").plan.feed.but(microbatches=5, shares=shares)
     case = make("coarse", "gpt", workers=2, feed=feed, optimizer=ADAMW)
+    assert case.furthest(case.trained_plainly()) <= case.tolerance
+    assert case.audit() <= case.tolerance
+
+
+@pytest.mark.parametrize(("order", "model"), [("1f1b", "gpt"), ("zb-h1", "mlp")])
+def test_pipelines_with_a_cpu_beside_them_equal_plain_training(make, order, model):
+    feed = preset("coarse").plan.feed.but(microbatches=6, shares=(0.5, 1 / 3, 1 / 6))
+    recompute = {"recompute": 1.0, "is_eager": True} if order == "1f1b" else {}
+    case = make(
+        "coarse", model, workers=2, replicas=2, feed=feed, order=Order(kind=order, **recompute), optimizer=ADAMW
+    )
+    assert case.program.plan.num_workers == 5
     assert case.furthest(case.trained_plainly()) <= case.tolerance
     assert case.audit() <= case.tolerance
 

@@ -102,11 +102,18 @@ class Draft:
     """Whether the pipeline never drains, with two weight versions (2BW)."""
     is_shared: bool = False
     """Whether the devices of the one stage get unequal shares of the samples, by their speed."""
+    cpus: tuple[str, ...] = ()
+    """Whole replicas beside the pipelines, which then all get shares of the samples."""
 
     @property
     def devices(self) -> tuple[str, ...]:
-        """All devices, stage by stage."""
+        """Those of the stages, one after the other."""
         return tuple(name for stage in self.stages for name in stage.group)
+
+    @property
+    def has_shares(self) -> bool:
+        """Whether samples are divided by the speed of replicas, in place of whole microbatches."""
+        return self.is_shared or bool(self.cpus)
 
     @property
     def sizes(self) -> tuple[int, ...]:

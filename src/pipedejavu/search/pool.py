@@ -1,10 +1,11 @@
 """The pool that all searchers fill: drafts that fit with their estimates, the clock, and what is worth looking at."""
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from math import inf
 
-from pipedejavu.program.crew import crews_of
+from pipedejavu.program.crew import assign_devices, crews_of
 from pipedejavu.program.share import Split
 from pipedejavu.search.cost import Costs, Estimate, estimate, recomputed_units
 from pipedejavu.search.draft import Draft, Scene
@@ -36,9 +37,9 @@ class Found:
 class Pool:
     """Drafts that fit, the best of each sort."""
 
-    def __init__(self, options: Options, progress: Progress | None = None):
+    def __init__(self, options: Options, progress: Progress | None = None, started_s: float | None = None):
         self.options, self.progress = options, progress
-        self.started_s = time.monotonic()
+        self.started_s = time.monotonic() if started_s is None else started_s
         self.found: dict[tuple[object, ...], Found] = {}
         self.num_estimated = 0
         self.shortage = inf
@@ -57,7 +58,7 @@ class Pool:
     def estimate(self, draft: Draft) -> Estimate:
         """Returns what a draft costs."""
         self.num_estimated += 1
-        if draft.is_shared:
+        if draft.has_shares:
             return _estimate_shares(draft, self.costs(draft.scene, draft.samples), self.options)
         return estimate(draft, self.costs(draft.scene, draft.samples))
 
@@ -68,11 +69,12 @@ class Pool:
             self.shortage, self.tightest = cost.shortage, draft
         if not cost.fits:
             return inf
-        score = self.score(draft.scene, draft.devices, cost.time_s)
+        devices = (*draft.devices, *draft.cpus)
+        score = self.score(draft.scene, devices, cost.time_s)
         if draft.mode.recomputes and not recomputed_units(draft, self.costs(draft.scene, draft.samples)):
             draft = replace(draft, mode=replace(draft.mode, recomputes=False))
         mode = replace(draft.mode, device_pieces=0)  # divisions of state are of one sort
-        key = (draft.scene.note, mode, draft.is_stale, draft.is_shared, len(draft.stages), len(draft.devices))
+        key = (draft.scene.note, mode, draft.is_stale, draft.has_shares, len(draft.stages), len(devices))
         found = Found(draft, cost, score)
         if key not in self.found or found.merit < self.found[key].merit:
             self.found[key] = found
@@ -134,16 +136,24 @@ class Pool:
             self.progress(min(share, 1.0), text)
 
 
+Run = Callable[[Pool, list[Scene], Options], bool]
+"""A searcher: fills a pool and returns whether it looked at all there is."""
+
+
 def _estimate_shares(draft: Draft, costs: Costs, options: Options) -> Estimate:
     """Returns what unequal shares of a batch cost, by the shares that `compile` will give."""
     plan, machine = write(draft, options, costs), draft.scene.machine
-    devices = plan.place.devices or draft.devices
+    devices = assign_devices(plan, machine)
     split = Split(plan, draft.scene.profile, machine, crews_of(plan), devices)
     shares, _ = split.choose()
     if not all(shares):
         return Estimate(inf, {}, inf)  # a plan for fewer devices says the same
-    cost = split.estimate(shares)
+    time_s, memory = split.estimate(shares).total_s, dict[str, float]()
+    if draft.cpus:
+        alone, size = estimate(draft, costs), draft.sizes[0]
+        equal = (split.total // size,) * size + (0,) * len(draft.cpus)
+        time_s, memory = alone.time_s * time_s / split.estimate(equal).total_s, alone.memory
     state = float(costs.weights[-1] + costs.gradients[-1] + costs.optimizer[-1] + costs.saved[-1])
-    memory = {name: state for name, count in zip(devices, shares, strict=True) if count}
-    rooms = {d.name: d.memory_bytes - d.reserved_bytes for d in map(machine.device, devices)}
-    return Estimate(cost.total_s, memory, max(memory[name] / max(rooms[name], 1) for name in memory))
+    memory |= dict.fromkeys(draft.cpus or draft.devices, state)
+    rooms = {name: machine.device(name).memory_bytes - machine.device(name).reserved_bytes for name in memory}
+    return Estimate(time_s, memory, max(memory[name] / max(rooms[name], 1) for name in memory))

@@ -1,6 +1,6 @@
 """`search`: the best plans for a model on a machine, by one of the searchers, ranked by the simulator."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from pipedejavu.facts import Machine, Profile
@@ -9,12 +9,12 @@ from pipedejavu.program.limit import check_units
 from pipedejavu.search import dp, exhaustive, gradient, mcmc
 from pipedejavu.search.draft import Scene
 from pipedejavu.search.option import Options, Progress
-from pipedejavu.search.pool import Found, Pool
+from pipedejavu.search.pool import Found, Pool, Run
 from pipedejavu.search.rank import Timed, admit, price_of, time_plan
 from pipedejavu.search.result import Candidate, SearchResult
 from pipedejavu.search.room import with_memory
 from pipedejavu.search.scene import scenes_of
-from pipedejavu.search.share import offer_shares
+from pipedejavu.search.share import offer_beside, offer_shares
 from pipedejavu.search.write import other_orders, write
 
 SMALLER = (0.9, 0.75, 0.6)
@@ -24,15 +24,13 @@ NEAR = 1.01
 FEW = 500
 """Drafts that `auto` looks at one by one."""
 
-Run = Callable[[Pool, list[Scene], Options], bool]
-
 SEARCHERS: dict[str, Run] = {
     "exhaustive": exhaustive.run,
     "dp": dp.run,
     "mcmc": mcmc.run,
     "gradient": gradient.run,
 }
-"""By name: each fills a pool and returns whether it looked at all there is."""
+"""By name."""
 
 
 def search(
@@ -79,6 +77,7 @@ def _fill(pool: Pool, scenes: list[Scene], options: Options, name: str) -> bool:
     """Fills a pool by a searcher; returns whether it looked at all there is."""
     offer_shares(pool, scenes, options)
     is_complete = SEARCHERS[name](pool, scenes, options)
+    offer_beside(pool, scenes, options, SEARCHERS[name])
     pool.polish()
     return is_complete
 
@@ -140,12 +139,13 @@ def _rank(pool: Pool, options: Options, real: dict[int, Scene]) -> _Ranked:
 
 
 def _plans(pool: Pool, found: Found, options: Options, tried: set[str]) -> Iterator[tuple[Plan, Found]]:
-    """Yields the plan of a draft, and under other orders where none of its own order has been tried under them."""
+    """Yields the plan of a draft, and under other orders where none of its own order and feed has been."""
     draft = found.draft
     plan = write(draft, options, pool.costs(draft.scene, draft.samples))
     yield plan, found
-    if plan.order.kind not in tried:
-        tried.add(plan.order.kind)
+    sort = f"{plan.order.kind} {plan.feed.kind}"
+    if sort not in tried:
+        tried.add(sort)
         yield from ((other, found) for other in other_orders(plan, len(draft.scene.profile.units)))
 
 

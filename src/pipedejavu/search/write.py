@@ -42,7 +42,7 @@ def other_orders(plan: Plan, num_units: int) -> list[Plan]:
         return []
     reason = "simulated beside 1F1B, whose bubble it makes smaller"
     found = [plan.but(name=f"{plan.name}, ZB-H1", order=Order(kind="zb-h1"))]
-    if 2 * workers <= num_units and plan.feed.microbatches % workers == 0:
+    if 2 * workers <= num_units and plan.feed.microbatches % workers == 0 and not plan.place.cpu_replicas:
         place, cut = plan.place.but(kind="loop", chunks=2), plan.cut.but(bounds=None)
         name = f"{plan.name}, interleaved"
         found.append(plan.but(name=name, order=Order(kind="interleaved"), place=place, cut=cut))
@@ -69,6 +69,7 @@ def _name(draft: Draft) -> str:
         text = f"{len(sizes)} stages" + (f" × {sizes[0]}" if sizes[0] > 1 else "")
     else:
         text = f"stages {'-'.join(map(str, sizes))}"
+    text += f" + {len(draft.cpus)} CPU{'s' * (len(draft.cpus) > 1)}" if draft.cpus else ""
     extra = ", ".join(["2BW"] * draft.is_stale + ([] if draft.mode.is_plain else [str(draft.mode)]))
     return ", ".join([text] + [extra] * bool(extra) + [draft.scene.note] * bool(draft.scene.note))
 
@@ -90,12 +91,12 @@ def _place(draft: Draft) -> Place:
         return Place(replicas=len(draft.devices) - num_cpus, cpu_replicas=num_cpus, devices=(*gpus, *cpus))
     if len({*sizes}) > 1:
         return Place(workers=len(sizes), stage_replicas=sizes, devices=draft.devices)
-    devices = tuple(stage.group[r] for r in range(sizes[0]) for stage in stages)
-    return Place(workers=len(sizes), replicas=sizes[0], devices=devices)
+    devices = tuple(stage.group[r] for r in range(sizes[0]) for stage in stages) + draft.cpus
+    return Place(workers=len(sizes), replicas=sizes[0], cpu_replicas=len(draft.cpus), devices=devices)
 
 
 def _feed(draft: Draft) -> Feed:
-    if draft.is_shared:
+    if draft.has_shares:
         return Feed(kind="share", microbatches=draft.microbatches, samples=draft.samples)
     size = draft.sizes[0] if len({*draft.sizes}) == 1 else 1
     return Feed(microbatches=draft.microbatches // size, samples=draft.samples)
@@ -123,7 +124,7 @@ def _bucket_bytes(draft: Draft) -> int:
 
 
 def _reduce(draft: Draft, options: Options) -> Reduce:
-    wire = "none" if max(draft.sizes) == 1 else "reduce-scatter" if draft.mode.zero else "all-reduce"
+    wire = "none" if max(draft.sizes) == 1 and not draft.cpus else "reduce-scatter" if draft.mode.zero else "all-reduce"
     clip = "delayed" if options.clip == "global" and draft.is_stale else options.clip
     return Reduce.model_validate({"wire": wire, "clip": clip})
 
@@ -156,7 +157,7 @@ def _decisions(draft: Draft) -> list[Decision]:
             found.append(Decision(axis="place", choice=unlike, reason=reason))
     count = draft.microbatches // (draft.sizes[0] if len({*draft.sizes}) == 1 else 1)
     choice = f"{count} microbatch{'es' * (count > 1)} of {draft.samples} sample{'s' * (draft.samples > 1)}"
-    if not draft.is_shared:  # of shares, `compile` says who gets how many
+    if not draft.has_shares:  # of shares, `compile` says who gets how many
         found.append(Decision(axis="feed", choice=choice, reason="the best of the sizes that divide the batch and fit"))
     if not draft.mode.is_plain:
         reason = "of what fits, this costs least time"
