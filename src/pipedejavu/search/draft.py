@@ -101,19 +101,14 @@ class Draft:
     is_stale: bool = False
     """Whether the pipeline never drains, with two weight versions (2BW)."""
     is_shared: bool = False
-    """Whether the devices of the one stage get unequal shares of the samples, by their speed."""
+    """Whether replicas get shares of the samples by their speed: devices of the one stage, or pipelines and CPUs."""
     cpus: tuple[str, ...] = ()
-    """Whole replicas beside the pipelines, which then all get shares of the samples."""
+    """That each train a whole replica beside the pipelines."""
 
     @property
     def devices(self) -> tuple[str, ...]:
         """Those of the stages, one after the other."""
         return tuple(name for stage in self.stages for name in stage.group)
-
-    @property
-    def has_shares(self) -> bool:
-        """Whether samples are divided by the speed of replicas, in place of whole microbatches."""
-        return self.is_shared or bool(self.cpus)
 
     @property
     def sizes(self) -> tuple[int, ...]:

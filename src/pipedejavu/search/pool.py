@@ -58,7 +58,7 @@ class Pool:
     def estimate(self, draft: Draft) -> Estimate:
         """Returns what a draft costs."""
         self.num_estimated += 1
-        if draft.has_shares:
+        if draft.is_shared:
             return _estimate_shares(draft, self.costs(draft.scene, draft.samples), self.options)
         return estimate(draft, self.costs(draft.scene, draft.samples))
 
@@ -74,7 +74,7 @@ class Pool:
         if draft.mode.recomputes and not recomputed_units(draft, self.costs(draft.scene, draft.samples)):
             draft = replace(draft, mode=replace(draft.mode, recomputes=False))
         mode = replace(draft.mode, device_pieces=0)  # divisions of state are of one sort
-        key = (draft.scene.note, mode, draft.is_stale, draft.has_shares, len(draft.stages), len(devices))
+        key = (draft.scene.note, mode, draft.is_stale, draft.is_shared, len(draft.stages), len(devices))
         found = Found(draft, cost, score)
         if key not in self.found or found.merit < self.found[key].merit:
             self.found[key] = found

@@ -56,7 +56,7 @@ def offer_beside(pool: Pool, scenes: list[Scene], options: Options, run: Run) ->
         counts = range(1, len(cpus) + 1) if len(cpus) <= options.candidates else [len(cpus)]
         for draft in pipelines[: options.candidates]:
             for count in counts:
-                pool.offer(replace(draft, scene=scene, cpus=cpus[:count]))
+                pool.offer(replace(draft, scene=scene, cpus=cpus[:count], is_shared=True))
 
 
 def _rate(costs: Costs, names: tuple[str, ...]) -> float:
@@ -72,7 +72,7 @@ def _work(costs: Costs, kind: str) -> float:
 
 def _has_room_beside(draft: Draft, gpus: tuple[str, ...]) -> bool:
     """Whether whole models may train beside pipelines: these are alike, drain, and leave the host alone."""
-    is_plain = not (draft.has_shares or draft.is_stale or draft.mode.uses_host or draft.mode.zero)
+    is_plain = not (draft.is_shared or draft.is_stale or draft.mode.uses_host or draft.mode.zero)
     is_small = len(draft.stages) * draft.microbatches <= MOST_SLOTS
     is_alike = len(draft.stages) > 1 and len({*draft.sizes}) == 1
     return is_plain and is_small and is_alike and {*draft.devices} <= {*gpus}

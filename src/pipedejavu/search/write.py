@@ -83,7 +83,7 @@ def _cut(draft: Draft) -> Cut:
 
 def _place(draft: Draft) -> Place:
     sizes, stages = draft.sizes, draft.stages
-    if draft.is_shared:
+    if draft.is_shared and not draft.cpus:
         machine = draft.scene.machine
         gpus = [name for name in draft.devices if machine.device(name).type == "gpu"]
         cpus = [name for name in draft.devices if name not in gpus]
@@ -96,7 +96,7 @@ def _place(draft: Draft) -> Place:
 
 
 def _feed(draft: Draft) -> Feed:
-    if draft.has_shares:
+    if draft.is_shared:
         return Feed(kind="share", microbatches=draft.microbatches, samples=draft.samples)
     size = draft.sizes[0] if len({*draft.sizes}) == 1 else 1
     return Feed(microbatches=draft.microbatches // size, samples=draft.samples)
@@ -157,7 +157,7 @@ def _decisions(draft: Draft) -> list[Decision]:
             found.append(Decision(axis="place", choice=unlike, reason=reason))
     count = draft.microbatches // (draft.sizes[0] if len({*draft.sizes}) == 1 else 1)
     choice = f"{count} microbatch{'es' * (count > 1)} of {draft.samples} sample{'s' * (draft.samples > 1)}"
-    if not draft.has_shares:  # of shares, `compile` says who gets how many
+    if not draft.is_shared:  # of shares, `compile` says who gets how many
         found.append(Decision(axis="feed", choice=choice, reason="the best of the sizes that divide the batch and fit"))
     if not draft.mode.is_plain:
         reason = "of what fits, this costs least time"
