@@ -112,11 +112,12 @@ def _rank(pool: Pool, options: Options, real: dict[int, Scene]) -> _Ranked:
         return float(f"{value:.9g}")  # the last digits depend on the order of sums
 
     while waiting and not candidates:
-        last = simulated + options.finalists
+        left = options.finalists
         timed.clear()
-        while waiting and simulated < last and (not timed or pool.elapsed_s < options.time_budget_s):
+        while waiting and left and (not timed or pool.elapsed_s < options.time_budget_s):
+            left -= 1
             for plan, found in _plans(pool, waiting.pop(0), options, tried):
-                pool.report(1 - 0.25 * (last - simulated) / options.finalists, f"simulating {plan.name}")
+                pool.report(1 - 0.25 * (left + 1) / options.finalists, f"simulating {plan.name}")
                 result = time_plan(plan, real[id(found.draft.scene)], found.estimate.time_s)
                 simulated += 1
                 if isinstance(result, Timed):
@@ -144,9 +145,9 @@ def _plans(pool: Pool, found: Found, options: Options, tried: set[str]) -> Itera
     plan = write(draft, options, pool.costs(draft.scene, draft.samples))
     yield plan, found
     sort = f"{plan.order.kind} {plan.feed.kind}"
-    if sort not in tried:
+    if sort not in tried and (others := other_orders(plan, draft.scene.profile)):
         tried.add(sort)
-        yield from ((other, found) for other in other_orders(plan, len(draft.scene.profile.units)))
+        yield from ((other, found) for other in others)
 
 
 def _effort(candidate: Candidate) -> tuple[bool, int]:

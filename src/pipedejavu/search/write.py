@@ -1,7 +1,7 @@
 """Writes a draft out as a plan, with the reason for each choice; and says whether the engine runs it."""
 
-from pipedejavu.facts import format_bytes
-from pipedejavu.plan import Cut, Decision, Feed, Keep, Order, Place, Plan, Reduce, Version
+from pipedejavu.facts import Cost, Profile, format_bytes
+from pipedejavu.plan import Cut, Decision, Feed, Keep, Order, Place, Plan, Reduce, Version, faults_of, preset
 from pipedejavu.program.crew import assign_devices
 from pipedejavu.search.cost import Costs, recomputed_units
 from pipedejavu.search.draft import Draft, bucket_bytes
@@ -9,6 +9,10 @@ from pipedejavu.search.option import Options
 
 MOST_SLOTS = 4000
 """Microbatches times workers up to which other orders are tried."""
+_ORDERS = {"zb-h1": "ZB-H1", "interleaved": "interleaved"}
+_SMALLER = {"zb-v": "ZB-V", "dualpipe-v": "DualPipeV"}
+"""Orders with still smaller bubbles, which pay where that of 1F1B is `LEAST_BUBBLE` of an update or more."""
+LEAST_BUBBLE = 0.1
 STALE_STEPS = 4
 """Updates in the program of a pipeline that never drains."""
 
@@ -34,22 +38,30 @@ def write(draft: Draft, options: Options, costs: Costs) -> Plan:
     return plain if on_all and assign_devices(plain, machine) == plan.place.devices else plan
 
 
-def other_orders(plan: Plan, num_units: int) -> list[Plan]:
-    """Returns a plain 1F1B pipeline under other synchronous orders: ZB-H1, and two chunks on each worker."""
-    workers, order = plan.place.workers, plan.order
+def other_orders(plan: Plan, profile: Profile) -> list[Plan]:
+    """Returns a plain 1F1B pipeline under the other synchronous orders that can run it and may be faster."""
+    workers, order, count = plan.place.workers, plan.order, plan.feed.microbatches
     is_plain = order.kind == "1f1b" and not order.is_eager and not plan.place.stage_replicas
-    if not is_plain or workers * plan.feed.microbatches > MOST_SLOTS:
+    if not is_plain or workers * count > MOST_SLOTS:
         return []
-    reason = "simulated beside 1F1B, whose bubble it makes smaller"
-    found = [plan.but(name=f"{plan.name}, ZB-H1", order=Order(kind="zb-h1"))]
-    if 2 * workers <= num_units and plan.feed.microbatches % workers == 0 and not plan.place.cpu_replicas:
-        place, cut = plan.place.but(kind="loop", chunks=2), plan.cut.but(bounds=None)
-        name = f"{plan.name}, interleaved"
-        found.append(plan.but(name=name, order=Order(kind="interleaved"), place=place, cut=cut))
     kept = tuple(d for d in plan.decisions if d.axis != "cut")
-    return [
-        other.but(decisions=(*kept, Decision(axis="order", choice=other.order.kind, reason=reason))) for other in found
-    ]
+    has_bubble = workers - 1 >= LEAST_BUBBLE * (count + workers - 1)
+    has_halves = any(time.weight_backward != Cost() for unit in profile.units for time in unit.times.values())
+    found = []
+    for name, title in (_ORDERS | _SMALLER if has_bubble else _ORDERS).items():
+        taken = preset(name).plan
+        decision = Decision(axis="order", choice=name, reason="simulated beside 1F1B, whose bubble it makes smaller")
+        other = plan.but(
+            name=f"{plan.name}, {title}",
+            cut=plan.cut if taken.place.chunks == 1 else plan.cut.but(bounds=None),
+            place=plan.place.but(kind=taken.place.kind, chunks=taken.place.chunks),
+            order=taken.order,
+            decisions=(*kept, decision),
+        )
+        is_useful = has_halves or not other.splits_backward
+        if is_useful and (other.num_stages or 0) <= len(profile.units) and not faults_of(other, profile):
+            found.append(other)
+    return found
 
 
 def why_not_run(plan: Plan) -> str:
