@@ -112,12 +112,11 @@ def _rank(pool: Pool, options: Options, real: dict[int, Scene]) -> _Ranked:
         return float(f"{value:.9g}")  # the last digits depend on the order of sums
 
     while waiting and not candidates:
-        left = options.finalists
+        last = simulated + options.finalists
         timed.clear()
-        while waiting and left and (not timed or pool.elapsed_s < options.time_budget_s):
-            left -= 1
+        while waiting and simulated < last and (not timed or pool.elapsed_s < options.time_budget_s):
             for plan, found in _plans(pool, waiting.pop(0), options, tried):
-                pool.report(1 - 0.25 * (left + 1) / options.finalists, f"simulating {plan.name}")
+                pool.report(1 - 0.25 * (last - simulated) / options.finalists, f"simulating {plan.name}")
                 result = time_plan(plan, real[id(found.draft.scene)], found.estimate.time_s)
                 simulated += 1
                 if isinstance(result, Timed):

@@ -12,7 +12,7 @@ MOST_SLOTS = 4000
 _ORDERS = {"zb-h1": "ZB-H1", "interleaved": "interleaved"}
 _SMALLER = {"zb-v": "ZB-V", "dualpipe-v": "DualPipeV"}
 """Orders with still smaller bubbles, which pay where that of 1F1B is `LEAST_BUBBLE` of an update or more."""
-LEAST_BUBBLE = 0.1
+LEAST_BUBBLE = 0.15
 STALE_STEPS = 4
 """Updates in the program of a pipeline that never drains."""
 
