@@ -90,6 +90,26 @@ def heavy(count: int) -> Profile:
     return profile([1e-3] * count, weights=10**9, boundary=1.0)
 
 
+@pytest.mark.parametrize(("staleness", "count"), [(1, None), (2, 2), (3, 1)])
+def test_older_weights_allow_fewer_and_larger_microbatches(staleness: int, count: int | None) -> None:
+    # A forward takes 2 ms however small it is; four stages of two units are three updates of one microbatch ahead.
+    units = (
+        u.but(times={k: t.but(forward=t.forward.but(fixed_s=2e-3)) for k, t in u.times.items()}) for u in heavy(8).units
+    )
+    model, place = heavy(8).but(units=tuple(units)), machine(["fast"] * 4, within=1e9)
+    found = search(model, place, Options(batch=8, staleness=staleness, is_runnable=True)).best
+    assert found is not None
+    if count is None:
+        assert found.plan.version.kind == "double-buffer"
+        assert found.time_s == pytest.approx(4 * (4e-3 + 2 * 6e-3), rel=1e-3)  # four of two samples
+    else:
+        assert found.plan.version.kind == "stash"
+        assert found.plan.feed.microbatches == count
+        assert found.time_s == pytest.approx(count * 4e-3 + 8 * 6e-3, rel=1e-3)
+        versions = simulate(compile_plan(found.plan, model, place)).workers[0].weight_versions
+        assert versions == 1 + -(-3 // count)
+
+
 def test_plans_carry_where_their_units_begin() -> None:
     model = profile([1e-3] * 8, weights=10**9, boundary=1.0).but(begins=(*range(2, 16, 2), 20))
     result = search(model, machine(["fast"] * 2, within=1e9), Options(batch=8, is_runnable=True))

@@ -64,6 +64,36 @@ def other_orders(plan: Plan, profile: Profile) -> list[Plan]:
     return found
 
 
+def stashed(plan: Plan, options: Options) -> list[Plan]:
+    """Returns a pipeline that never drains as PipeDream, where weights may be old enough.
+
+    It stashes more than two versions, and so may have fewer and larger microbatches.
+    """
+    if plan.version.kind != "double-buffer" or options.samples is not None:
+        return []
+    batch, behind = options.batch // plan.place.replicas, plan.place.workers - 1
+    counts = [n for n in range(-(-behind // options.staleness), behind) if batch % n == 0]
+    if not counts:
+        return []
+    count, samples = counts[0], batch // counts[0]
+    choice = f"{count} microbatch{'es' * (count > 1)} of {samples} sample{'s' * (samples > 1)}"
+    age = -(-behind // count)
+    reason = f"weights may be {options.staleness} updates old, and are {age} with so few"
+    return [
+        plan.but(
+            name=plan.name.replace("2BW", "PipeDream"),
+            feed=plan.feed.but(microbatches=count, samples=samples),
+            version=Version(kind="stash"),
+            keep=plan.keep.but(versions=None),
+            steps=STALE_STEPS * age,
+            decisions=(
+                *(d for d in plan.decisions if d.axis != "feed"),
+                Decision(axis="feed", choice=choice, reason=reason),
+            ),
+        )
+    ]
+
+
 def why_not_run(plan: Plan) -> str:
     """Returns why the engine does not run a plan; empty where it does."""
     if plan.keep.kind.startswith("zero"):
