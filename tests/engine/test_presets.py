@@ -11,7 +11,7 @@ import torch
 from pipedejavu.engine import AdamW, Read, Sgd, check_runnable, run_threads
 from pipedejavu.engine.run import Threads
 from pipedejavu.facts import FaultsError, InputError
-from pipedejavu.plan import Keep, Order, Reduce, preset, presets
+from pipedejavu.plan import Feed, Keep, Order, Reduce, Version, preset, presets
 from pipedejavu.program import build_graph
 from pipedejavu.program import compile as compile_plan
 from pipedejavu.program.liveness import Liveness, count_versions
@@ -214,6 +214,17 @@ def test_a_share_of_nothing_is_the_pipeline_alone(make):
     shared.units = alone.units
     for (piece, replica), weights in alone.outcome.weights.items():
         assert all(torch.equal(w, shared.outcome.weights[piece, replica][n]) for n, w in weights.items())
+
+
+@pytest.mark.parametrize(("workers", "microbatches", "replicas"), [(4, 2, 1), (3, 1, 2)])
+def test_stashes_for_updates_of_several_microbatches_equal_their_replay(make, workers, microbatches, replicas):
+    feed = Feed(microbatches=microbatches)
+    version, keep = Version(kind="stash"), Keep()
+    case = make(
+        "pipedream-2bw", workers=workers, replicas=replicas, feed=feed, version=version, keep=keep, steps=8, rounds=2
+    )
+    assert case.audit() <= case.tolerance
+    assert case.moved() > 1e-3
 
 
 @pytest.mark.parametrize("name", ["1f1b", "pipedream"])
