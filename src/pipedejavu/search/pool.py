@@ -1,7 +1,6 @@
 """The pool that all searchers fill: drafts that fit with their estimates, the clock, and what is worth looking at."""
 
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from math import inf
 
@@ -37,9 +36,9 @@ class Found:
 class Pool:
     """Drafts that fit, the best of each sort."""
 
-    def __init__(self, options: Options, progress: Progress | None = None, started_s: float | None = None):
+    def __init__(self, options: Options, progress: Progress | None = None):
         self.options, self.progress = options, progress
-        self.started_s = time.monotonic() if started_s is None else started_s
+        self.started_s = time.monotonic()
         self.found: dict[tuple[object, ...], Found] = {}
         self.num_estimated = 0
         self.shortage = inf
@@ -69,12 +68,11 @@ class Pool:
             self.shortage, self.tightest = cost.shortage, draft
         if not cost.fits:
             return inf
-        devices = (*draft.devices, *draft.cpus)
-        score = self.score(draft.scene, devices, cost.time_s)
+        score = self.score(draft.scene, draft.devices, cost.time_s)
         if draft.mode.recomputes and not recomputed_units(draft, self.costs(draft.scene, draft.samples)):
             draft = replace(draft, mode=replace(draft.mode, recomputes=False))
         mode = replace(draft.mode, device_pieces=0)  # divisions of state are of one sort
-        key = (draft.scene.note, mode, draft.is_stale, draft.is_shared, len(draft.stages), len(devices))
+        key = (draft.scene.note, mode, draft.is_stale, draft.is_shared, len(draft.stages), len(draft.devices))
         found = Found(draft, cost, score)
         if key not in self.found or found.merit < self.found[key].merit:
             self.found[key] = found
@@ -134,10 +132,6 @@ class Pool:
         """Tells how far the search is."""
         if self.progress is not None:
             self.progress(min(share, 1.0), text)
-
-
-Run = Callable[[Pool, list[Scene], Options], bool]
-"""A searcher: fills a pool and returns whether it looked at all there is."""
 
 
 def _estimate_shares(draft: Draft, costs: Costs, options: Options) -> Estimate:

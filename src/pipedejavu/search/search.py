@@ -1,6 +1,6 @@
 """`search`: the best plans for a model on a machine, by one of the searchers, ranked by the simulator."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from pipedejavu.facts import Machine, Profile
@@ -9,7 +9,7 @@ from pipedejavu.program.limit import check_units
 from pipedejavu.search import dp, exhaustive, gradient, mcmc
 from pipedejavu.search.draft import Scene
 from pipedejavu.search.option import Options, Progress
-from pipedejavu.search.pool import Found, Pool, Run
+from pipedejavu.search.pool import Found, Pool
 from pipedejavu.search.rank import Timed, admit, price_of, time_plan
 from pipedejavu.search.result import Candidate, SearchResult
 from pipedejavu.search.room import with_memory
@@ -24,13 +24,15 @@ NEAR = 1.01
 FEW = 500
 """Drafts that `auto` looks at one by one."""
 
+Run = Callable[[Pool, list[Scene], Options], bool]
+
 SEARCHERS: dict[str, Run] = {
     "exhaustive": exhaustive.run,
     "dp": dp.run,
     "mcmc": mcmc.run,
     "gradient": gradient.run,
 }
-"""By name."""
+"""By name: each fills a pool and returns whether it looked at all there is."""
 
 
 def search(

@@ -3,13 +3,14 @@
 Those are whole models on single devices, or pipelines of GPUs with whole models on the CPUs beside them.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 from math import inf
 
 from pipedejavu.search.cost import Costs
 from pipedejavu.search.draft import Draft, Scene, Stage
 from pipedejavu.search.option import Options
-from pipedejavu.search.pool import SLACK, Pool, Run
+from pipedejavu.search.pool import SLACK, Pool
 from pipedejavu.search.space import MOST_FREE, microbatch_sizes
 from pipedejavu.search.write import MOST_SLOTS
 
@@ -37,10 +38,10 @@ def offer_shares(pool: Pool, scenes: list[Scene], options: Options) -> None:
                 pool.offer(Draft(scene, (stage,), samples, options.batch // samples, is_shared=True))
 
 
-def offer_beside(pool: Pool, scenes: list[Scene], options: Options, run: Run) -> None:
+def offer_beside(pool: Pool, scenes: list[Scene], options: Options, run: Callable[..., bool]) -> None:
     """Offers the best pipelines of a scene's GPUs with its CPUs as replicas beside them, the first, and so on.
 
-    Where CPUs could add much, pipelines that are slow without them count, and are searched for.
+    Where CPUs could add much, pipelines that are slow without them count, and `run` searches for them.
     """
     for scene in scenes:
         cpus = tuple(name for name in scene.devices if scene.machine.device(name).type == "cpu")
@@ -49,7 +50,8 @@ def offer_beside(pool: Pool, scenes: list[Scene], options: Options, run: Run) ->
             continue
         alone, costs = pool, pool.costs(scene, 1)
         if len(scene.devices) <= MOST_FREE and _rate(costs, cpus) > (SLACK - 1) * _rate(costs, gpus):
-            alone = Pool(options, started_s=pool.started_s)
+            alone = Pool(options)
+            alone.started_s = pool.started_s
             run(alone, [replace(scene, devices=gpus)], options)
             pool.num_estimated += alone.num_estimated
         pipelines = [found.draft for found in alone.ranked() if _has_room_beside(found.draft, gpus)]
