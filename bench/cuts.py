@@ -1,28 +1,46 @@
-"""Analytical cuts against equal cuts on real runs: two CPU workers of unequal speed, threads of one process.
+"""Analytical cuts against equal cuts on real runs: two CPU workers of unequal speed, each a process of its own.
 
 Run with `python bench/cuts.py [--times 3] [--steps 7] [MODEL ...]`. The handicap: after each forward and backward the
 second worker sleeps so long that the action took `--times` as long as its thread computed. Both cuts have as many
-stages; the analytical one makes the slowest stage as fast as can be, by the measured times of the units. Steps of both
-come in turn.
+stages; the analytical one makes the slowest stage as fast as can be, by the measured times of the units. Workers talk
+over Gloo on loopback; the time of a step is the median over rounds, without the first.
+
+Memory is what a worker's process has at most (VmHWM) above what it had (VmRSS) when its libraries were loaded and the
+model was built, but nothing that training it takes was there: the weights in use, gradients, optimizer state,
+activations, messages, what operators work with, and gaps of the heap. Linux only.
 """
 
 import argparse
+import ctypes
+import gc
+import json
+import os
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from itertools import pairwise
+from pathlib import Path
 from statistics import median
+from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch.distributed import FileStore
+from torch.multiprocessing.spawn import start_processes
 
 from pipedejavu.engine import AdamW, Job
-from pipedejavu.engine.run import Threads
-from pipedejavu.facts import Device, Host, Link, Machine, Profile, format_bytes
+from pipedejavu.engine.handle import Handlers
+from pipedejavu.engine.process import run_rank
+from pipedejavu.facts import Device, Host, Link, Machine, Profile, Span, keep_heap
 from pipedejavu.plan import preset
+from pipedejavu.probe.gloo import measure_link
 from pipedejavu.profile import Shot, cut_model, measure_profile
 from pipedejavu.program import Action, Program
 from pipedejavu.program import compile as compile_plan
 from pipedejavu.simulate import simulate
 from pipedejavu.train.measure import updates_of
 from pipedejavu.train.task import SampleOrder, loss_of
+from pipedejavu.train.watch import most_resident_bytes, resident_bytes
 from pipedejavu.zoo import build
 
 MODELS: dict[str, dict[str, object]] = {"vgg19": {}, "resnet50": {}, "gpt-10-layers": {"context": 128}}
@@ -30,13 +48,13 @@ MODELS: dict[str, dict[str, object]] = {"vgg19": {}, "resnet50": {}, "gpt-10-lay
 SAMPLES, MICROBATCHES = 4, 4
 
 
-def machine() -> Machine:
-    """A fast and a slow worker whose messages cost next to nothing."""
+def machine(link: Link) -> Machine:
+    """A fast and a slow worker of one host."""
     devices = [
         Device(name=kind, kind=kind, type="cpu", host="here", memory_bytes=2**40, most_workers=1)
         for kind in ("fast", "slow")
     ]
-    return Machine(name="here", hosts=(Host(name="here"),), devices=tuple(devices), links=(Link(bytes_per_s=5e9),))
+    return Machine(name="here", hosts=(Host(name="here"),), devices=tuple(devices), links=(link,))
 
 
 def slowed(do: Callable[[Action], None], times: float) -> Callable[[Action], None]:
@@ -57,40 +75,87 @@ def with_slow(profile: Profile, times: float) -> Profile:
     return profile.but(units=tuple(units))
 
 
-def programs(profile: Profile, samples: int) -> dict[str, Program]:
+def programs(profile: Profile, link: Link, samples: int = SAMPLES) -> dict[str, Program]:
     """Returns the same pipeline under both cuts."""
     plan = preset("1f1b").at(workers=2, microbatches=MICROBATCHES, samples=samples)
     equal = plan.but(cut=plan.cut.but(bounds=((len(profile.units) + 1) // 2,)))
-    return {
-        name: compile_plan(p, profile, machine(), fold=False) for name, p in (("equal", equal), ("analytical", plan))
-    }
+    place = machine(link)
+    return {name: compile_plan(p, profile, place, fold=False) for name, p in (("equal", equal), ("analytical", plan))}
+
+
+def prepare(name: str) -> tuple[Job, SampleOrder]:
+    """Builds a model and opens its data."""
+    task = build(name, **MODELS.get(name, {}))
+    cut = cut_model(task.model, task.data.batch(range(SAMPLES))[0])
+    job = Job(units=cut.units, loss=loss_of(cut, task.loss), optimizer=AdamW(lr=1e-4))
+    return job, SampleOrder(task, cut, (SAMPLES,) * MICROBATCHES, seed=0)
+
+
+def level_bytes() -> int:
+    """Gives the system back what is free, and returns what this process has; its peak counts from now on."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    Path("/proc/self/clear_refs").write_text("5")
+    return resident_bytes()
+
+
+def work(rank: int, name: str, program: Program, times: float, steps: int, folder: str) -> None:
+    """Trains as one worker, in a process of its own; leaves when each step ended and how far its memory grew."""
+    keep_heap()
+    torch.set_num_threads(1)
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    size = len(program.workers)
+    dist.init_process_group("gloo", store=FileStore(f"{folder}/group", size), rank=rank, world_size=size)
+    job, batches = prepare(name)
+    before, ends = level_bytes(), list[float]()
+
+    def handicap(own: Handlers) -> None:
+        if program.devices[rank] == "slow":
+            own.do = slowed(own.do, times)  # type: ignore[method-assign]
+
+    def after(update: int, own: Handlers, spans: list[Span]) -> bool:  # noqa: ARG001
+        ends.append(time.perf_counter())
+        return True
+
+    run_rank(program, job, batches, range(steps), after, Path(folder), restore=handicap)
+    found = {"ends_s": ends, "grown_bytes": most_resident_bytes() - before}
+    Path(folder, f"{rank}.json").write_text(json.dumps(found))
+    dist.barrier()
+    os._exit(0)  # what is left is on disk; the shutdown would wait for threads
+
+
+def run(name: str, program: Program, times: float, steps: int) -> list[dict[str, Any]]:
+    """Trains with a process for each worker; returns what each left."""
+    with tempfile.TemporaryDirectory() as folder:
+        start_processes(  # type: ignore[no-untyped-call]
+            work, args=(name, program, times, steps, folder), nprocs=len(program.workers), start_method="spawn"
+        )
+        return [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(len(program.workers))]
 
 
 def compare(name: str, times: float, steps: int) -> None:
-    samples = SAMPLES
-    task = build(name, **MODELS[name])
-    cut = cut_model(task.model, task.data.batch(range(samples))[0])
-    job = Job(units=cut.units, loss=loss_of(cut, task.loss), optimizer=AdamW(lr=1e-4))
-    batches = SampleOrder(task, cut, (samples,) * MICROBATCHES, seed=0)
-    shots = [Shot(job.units, *batches.first(samples), job.loss)]
+    """Prints a row for each cut of a model."""
+    job, batches = prepare(name)
+    shots = [Shot(job.units, *batches.first(SAMPLES), job.loss)]
     profile = measure_profile(name, shots, job.ties, {"fast": torch.device("cpu")}, updates_of(job.optimizer))
-    found = programs(with_slow(profile, times), samples)
-    contenders = {cut_name: Threads(program, job, batches) for cut_name, program in found.items()}
-    for threads in contenders.values():
-        threads.handlers[1].do = slowed(threads.handlers[1].do, times)  # type: ignore[method-assign]
-    taken: dict[str, list[float]] = {key: [] for key in contenders}
-    for _ in range(steps):
-        for key, threads in contenders.items():
-            began = time.perf_counter()
-            threads.run()
-            taken[key].append(time.perf_counter() - began)
-    for key, program in found.items():
-        prediction = simulate(program)
-        rate = MICROBATCHES * samples / median(taken[key])
-        said = MICROBATCHES * samples / prediction.makespan_s
-        peaks = ", ".join(format_bytes(worker.peak_bytes) for worker in prediction.workers)
+    for key, program in programs(with_slow(profile, times), measure_link()).items():
+        prediction, found = simulate(program), run(name, program, times, steps)
+        ends = found[0]["ends_s"]
+        rate, said = (MICROBATCHES * SAMPLES / time_s for time_s in (step_s(ends), prediction.makespan_s))
+        grown = mebibytes(worker["grown_bytes"] for worker in found)
+        peaks = mebibytes(worker.peak_bytes for worker in prediction.workers)
         bounds = program.plan.cut.bounds
-        print(f"| {name} | {key}, cut at {bounds} | {rate:.3g} | {said:.3g} | {peaks} |", flush=True)
+        print(f"| {name} | {key}, cut at {bounds} | {rate:.3g} | {said:.3g} | {grown} | {peaks} |", flush=True)
+
+
+def mebibytes(sizes: Iterable[float]) -> str:
+    """Returns sizes in MiB, which compare at a glance."""
+    return ", ".join(f"{size / 2**20:,.0f}" for size in sizes) + " MiB"
+
+
+def step_s(ends_s: list[float]) -> float:
+    """Returns the time of a step, of which the first is left out."""
+    return median(after - before for before, after in pairwise(ends_s))
 
 
 def main() -> None:
@@ -99,8 +164,10 @@ def main() -> None:
     parser.add_argument("--times", type=float, default=3.0)
     parser.add_argument("--steps", type=int, default=7)
     args = parser.parse_args()
+    keep_heap()
     torch.set_num_threads(1)
-    print("| model | cut | samples/s, measured | predicted | memory of each, predicted |\n|---|---|---|---|---|")
+    heads = ("model", "cut", "samples/s, measured", "predicted", "memory of each, measured", "predicted")
+    print(f"| {' | '.join(heads)} |\n|" + "---|" * len(heads))
     for name in args.models:
         compare(name, args.times, args.steps)
 

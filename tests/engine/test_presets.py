@@ -11,7 +11,7 @@ import torch
 from pipedejavu.engine import AdamW, Read, Sgd, check_runnable, run_threads
 from pipedejavu.engine.run import Threads
 from pipedejavu.facts import FaultsError, InputError
-from pipedejavu.plan import Keep, Reduce, preset, presets
+from pipedejavu.plan import Feed, Keep, Order, Reduce, Version, preset, presets
 from pipedejavu.program import build_graph
 from pipedejavu.program import compile as compile_plan
 from pipedejavu.program.liveness import Liveness, count_versions
@@ -195,6 +195,18 @@ def test_any_shares_of_a_cpu_and_a_pipeline_equal_plain_training(make, shares):
     assert case.audit() <= case.tolerance
 
 
+@pytest.mark.parametrize(("order", "model"), [("1f1b", "gpt"), ("zb-h1", "mlp")])
+def test_pipelines_with_a_cpu_beside_them_equal_plain_training(make, order, model):
+    feed = preset("coarse").plan.feed.but(microbatches=6, shares=(0.5, 1 / 3, 1 / 6))
+    recompute = {"recompute": 1.0, "is_eager": True} if order == "1f1b" else {}
+    case = make(
+        "coarse", model, workers=2, replicas=2, feed=feed, order=Order(kind=order, **recompute), optimizer=ADAMW
+    )
+    assert case.program.plan.num_workers == 5
+    assert case.furthest(case.trained_plainly()) <= case.tolerance
+    assert case.audit() <= case.tolerance
+
+
 def test_a_share_of_nothing_is_the_pipeline_alone(make):
     feed = preset("coarse").plan.feed.but(microbatches=4, shares=(1.0, 0.0))
     alone = make("1f1b", workers=2, microbatches=4)
@@ -202,6 +214,17 @@ def test_a_share_of_nothing_is_the_pipeline_alone(make):
     shared.units = alone.units
     for (piece, replica), weights in alone.outcome.weights.items():
         assert all(torch.equal(w, shared.outcome.weights[piece, replica][n]) for n, w in weights.items())
+
+
+@pytest.mark.parametrize(("workers", "microbatches", "replicas"), [(4, 2, 1), (3, 1, 2)])
+def test_stashes_for_updates_of_several_microbatches_equal_their_replay(make, workers, microbatches, replicas):
+    feed = Feed(microbatches=microbatches)
+    version, keep = Version(kind="stash"), Keep()
+    case = make(
+        "pipedream-2bw", workers=workers, replicas=replicas, feed=feed, version=version, keep=keep, steps=8, rounds=2
+    )
+    assert case.audit() <= case.tolerance
+    assert case.moved() > 1e-3
 
 
 @pytest.mark.parametrize("name", ["1f1b", "pipedream"])

@@ -98,6 +98,7 @@ def test_workers_are_counted(place: Place, pipeline_size: int, num_workers: int)
         ("chain", Place(kind="v", workers=4), "zb-v", 8),
         ("chain", Place(kind="v", workers=4, chunks=2), "zb-v", 8),
         ("chain", Place(kind="bidirectional", workers=4), "chimera", 4),
+        ("chain", Place(kind="bidirectional", workers=4, chunks=2), "chimera", 4),
         ("chain", Place(stage_replicas=(3, 1)), "1f1b", 2),
         ("chain", Place(), "layer-major", None),
     ],

@@ -4,7 +4,7 @@ from itertools import pairwise
 
 import pytest
 
-from pipedejavu.facts import InputError
+from pipedejavu.facts import InputError, Profile
 from pipedejavu.program import compile as compile_plan
 from pipedejavu.program import verify
 from pipedejavu.search import Options, search
@@ -52,15 +52,62 @@ def test_options_that_disagree_are_refused() -> None:
         search(profile([1e-3]), machine(["fast"]), Options(objective="price"))
 
 
+def halved(model: Profile) -> Profile:
+    """The profile with the weight half of each backward apart, as long as the forward."""
+    units = [u.but(times={k: t.but(weight_backward=t.forward) for k, t in u.times.items()}) for u in model.units]
+    return model.but(units=tuple(units))
+
+
+def orders(model: Profile, gpus: int, batch: int) -> dict[str, float]:
+    """The times of all plans on GPUs between which gradients are too large to be added up, by their order."""
+    asked = Options(batch=batch, samples=1, is_runnable=True, candidates=9)
+    result = search(model, machine(["fast"] * gpus, within=1e9), asked)
+    found: dict[str, float] = {}
+    for c in result.candidates:
+        found[c.plan.order.kind] = min(c.time_s, found.get(c.plan.order.kind, c.time_s))
+    return found
+
+
 def test_other_orders_are_simulated_beside_the_best_pipeline() -> None:
-    model = profile([1e-3] * 8, weights=10**9, boundary=1.0)
-    halves = [u.but(times={k: t.but(weight_backward=t.forward) for k, t in u.times.items()}) for u in model.units]
-    result = search(
-        model.but(units=tuple(halves)), machine(["fast"] * 2, within=1e9), Options(batch=8, is_runnable=True)
+    # A stage takes 4 ms forward, and 4 and 4 backward. Bubbles, in units of these: 1F1B 3·(1 + 2), ZB-H1 3, and ZB-V
+    # and DualPipeV half of that, as their chunks are half as long.
+    kinds = orders(halved(heavy(16)), 4, 8)
+    assert kinds["1f1b"] == pytest.approx((8 * 3 + 9) * 4e-3, rel=1e-3)
+    assert kinds["zb-h1"] == pytest.approx((8 * 3 + 3) * 4e-3, rel=1e-3)
+    assert kinds["zb-v"] == pytest.approx((8 * 3 + 1.5) * 4e-3, rel=1e-3)
+    assert kinds["dualpipe-v"] == pytest.approx(kinds["zb-v"], rel=1e-3)
+    assert kinds["zb-h1"] < kinds["interleaved"] < kinds["1f1b"]
+
+
+def test_orders_that_cannot_pay_are_not_simulated() -> None:
+    # Without halves of the backward there is nothing to move, and five microbatches are no multiple of four stages.
+    assert orders(heavy(16), 4, 5).keys() <= {"step", "1f1b"}
+    # With many microbatches the bubble is small.
+    assert not orders(halved(heavy(8)), 2, 32).keys() & {"zb-v", "dualpipe-v"}
+
+
+def heavy(count: int) -> Profile:
+    return profile([1e-3] * count, weights=10**9, boundary=1.0)
+
+
+@pytest.mark.parametrize(("staleness", "count"), [(1, None), (2, 2), (3, 1)])
+def test_older_weights_allow_fewer_and_larger_microbatches(staleness: int, count: int | None) -> None:
+    # A forward takes 2 ms however small it is; four stages of two units are three updates of one microbatch ahead.
+    units = (
+        u.but(times={k: t.but(forward=t.forward.but(fixed_s=2e-3)) for k, t in u.times.items()}) for u in heavy(8).units
     )
-    kinds = {c.plan.order.kind: c.time_s for c in result.candidates}
-    assert kinds["zb-h1"] < kinds["1f1b"]
-    assert kinds["interleaved"] < kinds["1f1b"]
+    model, place = heavy(8).but(units=tuple(units)), machine(["fast"] * 4, within=1e9)
+    found = search(model, place, Options(batch=8, staleness=staleness, is_runnable=True)).best
+    assert found is not None
+    if count is None:
+        assert found.plan.version.kind == "double-buffer"
+        assert found.time_s == pytest.approx(4 * (4e-3 + 2 * 6e-3), rel=1e-3)  # four of two samples
+    else:
+        assert found.plan.version.kind == "stash"
+        assert found.plan.feed.microbatches == count
+        assert found.time_s == pytest.approx(count * 4e-3 + 8 * 6e-3, rel=1e-3)
+        versions = simulate(compile_plan(found.plan, model, place)).workers[0].weight_versions
+        assert versions == 1 + -(-3 // count)
 
 
 def test_plans_carry_where_their_units_begin() -> None:

@@ -54,9 +54,10 @@ def test_every_number_of_workers_gets_a_plan_that_keeps_the_batch(count: int) ->
     assert batch_of(found, run) == 24
 
 
-def test_the_plan_that_was_asked_for_comes_first_where_it_keeps_the_batch() -> None:
+@pytest.mark.parametrize(("name", "workers"), [("1f1b", 2), ("coarse", 1)])
+def test_the_plan_that_was_asked_for_comes_first_where_it_keeps_the_batch(name: str, workers: int) -> None:
     run = known(preset("1f1b").at(workers=3, microbatches=6, samples=4))
-    asked = preset("1f1b").at(workers=2, microbatches=6, samples=4)
+    asked = preset(name).at(workers=workers, microbatches=6, samples=4)
     assert fit_plan(run, asked, sites(2), "cpu") == asked
     smaller = preset("ddp").at(workers=2, microbatches=1, samples=4)
     assert batch_of(fit_plan(run, smaller, sites(2), "cpu"), run) == 24

@@ -3,7 +3,7 @@
 from pipedejavu.plan.axis import Cut, Feed, Keep, Layout, Order, Place, Reduce, Version
 from pipedejavu.plan.plan import AXES, Decision, Plan
 from pipedejavu.plan.preset import Preset, preset, presets, sized
-from pipedejavu.plan.rule import RULES, Rule, check_plan
+from pipedejavu.plan.rule import RULES, Rule, check_plan, faults_of
 
 __all__ = [
     "AXES",
@@ -21,6 +21,7 @@ __all__ = [
     "Rule",
     "Version",
     "check_plan",
+    "faults_of",
     "preset",
     "presets",
     "sized",

@@ -64,7 +64,7 @@ class Plan(Record):
             return None
         if self.place.stage_replicas:
             return len(self.place.stage_replicas)
-        return self.place.workers * (2 if self.place.kind == "v" else self.place.chunks)
+        return self.place.workers * {"v": 2, "loop": self.place.chunks}.get(self.place.kind, 1)
 
     @property
     def is_flush_free(self) -> bool:

@@ -1,6 +1,6 @@
 """Combinations of axes that cannot work, each with the reason and the remedy."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import NamedTuple
 
 from pipedejavu.facts import FaultsError, Profile
@@ -293,12 +293,12 @@ RULES = (
 
 def check_plan(plan: Plan, profile: Profile) -> None:
     """Raises FaultsError with every rule that the plan breaks."""
-    faults = list(_faults(plan, profile))
-    if faults:
+    if faults := faults_of(plan, profile):
         raise FaultsError(f"plan '{plan.name}'", faults)
 
 
-def _faults(plan: Plan, profile: Profile) -> Iterator[str]:
+def faults_of(plan: Plan, profile: Profile) -> list[str]:
+    """Returns every rule that the plan breaks, in a sentence with the remedy."""
     facts: dict[str, object] = plan.axes() | {
         "order": plan.order.kind,
         "place": plan.place.kind,
@@ -310,9 +310,8 @@ def _faults(plan: Plan, profile: Profile) -> Iterator[str]:
         "trim": plan.reduce.trim,
         "m": plan.feed.microbatches,
     }
-    for rule in RULES:
-        if rule.breaks(plan, profile):
-            yield f"{rule.reason.format_map(facts)}; {rule.remedy.format_map(facts)}"
+    broken = [rule for rule in RULES if rule.breaks(plan, profile)]
+    return [f"{rule.reason.format_map(facts)}; {rule.remedy.format_map(facts)}" for rule in broken]
 
 
 def _num_replicas(plan: Plan) -> int:

@@ -43,6 +43,13 @@ class Estimate:
         return f"{total} ({compute} to compute, {adding} to add up gradients, {update} to update)"
 
 
+class _Pace(NamedTuple):
+    first_s: float
+    """One microbatch, there and back."""
+    further_s: float
+    """What each further one adds."""
+
+
 def cut_samples(samples: int, most: int) -> tuple[int, ...]:
     """Cuts a crew's samples into as few microbatches of at most `most` as hold them."""
     return cut_evenly(samples, -(-samples // most))
@@ -68,8 +75,8 @@ class Split:
     """The shares of one plan on one machine: what each would take, and which is best.
 
     Crews compute at the same time, gradients are added up once all have ended, and then each makes the update. For
-    crews of one worker that is what the simulator finds; of a pipeline it is the time of its slowest stage for every
-    microbatch, and of the others once.
+    crews of one worker that is what the simulator finds; of a pipeline it is the time of its slowest stage or transfer
+    for every microbatch, and of the others once.
     """
 
     def __init__(self, plan: Plan, profile: Profile, machine: Machine, crews: Sequence[Crew], devices: Sequence[str]):
@@ -77,6 +84,7 @@ class Split:
         self.total = plan.feed.microbatches * plan.feed.samples
         bounds = (0, *(plan.cut.bounds or ()), len(profile.units))
         self.stages = [range(start, end) for start, end in pairwise(bounds)]
+        self._paces: dict[tuple[int, int], _Pace] = {}
 
     def choose(self) -> Shares:
         """Returns the plan's own shares or, where it has none, those with the shortest update."""
@@ -133,14 +141,30 @@ class Split:
     def _compute_s(self, crew: int, samples: int) -> float:
         parts = -(-samples // self.plan.feed.samples)
         size, more = divmod(samples, parts)  # so many microbatches have a sample more than the others
-        small, large = ([cost.at(n) for cost in self._costs[crew]] for n in (size, size + 1))
+        small, large = self._pace(crew, size), self._pace(crew, size + 1)
         first = large if more else small
-        return more * max(large) + (parts - more) * max(small) + sum(first) - max(first)
+        return more * large.further_s + (parts - more) * small.further_s + first.first_s - first.further_s
+
+    def _pace(self, crew: int, samples: int) -> "_Pace":
+        """Returns what microbatches of one size take; under 1F1B a stage holds as many as there are from it on."""
+        if (crew, samples) not in self._paces:
+            rows = [(work.at(samples), sent.at(samples)) for work, sent in self._costs[crew]]
+            behind, further, is_bound = 0.0, 0.0, self.crews[crew].schedule in ("1f1b", "zb-h1")
+            for live, (work, sent) in enumerate(reversed(rows), 1):
+                behind += work + 2 * sent
+                further = max(further, work, sent, behind / live if is_bound else 0.0)
+            self._paces[crew, samples] = _Pace(behind, further)
+        return self._paces[crew, samples]
 
     @cached_property
-    def _costs(self) -> list[list[Cost]]:
-        """Of each crew's workers, forward and backward of a microbatch."""
-        return [[self._cost(worker, units) for worker, units in self._workers(crew)] for crew in self.crews]
+    def _costs(self) -> list[list[tuple[Cost, Cost]]]:
+        """Of each crew's workers, forward and backward of a microbatch, and sending its output on."""
+        found = []
+        for crew in self.crews:
+            workers = self._workers(crew)
+            ends = [*(worker for worker, _ in workers[1:]), None]
+            found.append([(self._cost(*row), self._sent(*row, end)) for row, end in zip(workers, ends, strict=True)])
+        return found
 
     def _workers(self, crew: Crew) -> list[tuple[int, list[int]]]:
         """Returns a crew's workers with the units that each holds."""
@@ -156,6 +180,17 @@ class Split:
         times = [self.profile.time(self.profile.units[u], self._device(worker).kind) for u in units]
         costs = [cost for time in times for cost in (time.forward, time.backward)]
         return Cost(fixed_s=sum(c.fixed_s for c in costs), per_sample_s=sum(c.per_sample_s for c in costs))
+
+    def _sent(self, worker: int, units: Sequence[int], end: int | None) -> Cost:
+        """Returns what the output of a worker's last unit takes to the next worker."""
+        passing: dict[int, float] = {}
+        for source, target, size in self.profile.links:
+            if source <= units[-1] < target:
+                passing[source] = max(size, passing.get(source, 0.0))
+        if end is None or not passing or self.devices[worker] == self.devices[end]:
+            return Cost()
+        route = self.machine.route(self.devices[worker], self.devices[end])
+        return Cost(fixed_s=route.latency_s, per_sample_s=sum(passing.values()) / route.bytes_per_s)
 
     def _update_s(self, crew: int) -> float:
         return max(

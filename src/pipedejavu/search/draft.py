@@ -101,11 +101,13 @@ class Draft:
     is_stale: bool = False
     """Whether the pipeline never drains, with two weight versions (2BW)."""
     is_shared: bool = False
-    """Whether the devices of the one stage get unequal shares of the samples, by their speed."""
+    """Whether replicas get shares of the samples by their speed: devices of the one stage, or pipelines and CPUs."""
+    cpus: tuple[str, ...] = ()
+    """That each train a whole replica beside the pipelines."""
 
     @property
     def devices(self) -> tuple[str, ...]:
-        """All devices, stage by stage."""
+        """Those of the stages, one after the other."""
         return tuple(name for stage in self.stages for name in stage.group)
 
     @property

@@ -42,7 +42,7 @@ class Options(Record):
 
     @property
     def finalists(self) -> int:
-        """How many drafts are simulated at most, and other orders beside them."""
+        """About how many plans are simulated: drafts, and other orders beside them."""
         return 3 * self.candidates - 2
 
     def disagreements(self) -> list[str]:

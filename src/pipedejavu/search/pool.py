@@ -4,7 +4,7 @@ import time
 from dataclasses import dataclass, replace
 from math import inf
 
-from pipedejavu.program.crew import crews_of
+from pipedejavu.program.crew import assign_devices, crews_of
 from pipedejavu.program.share import Split
 from pipedejavu.search.cost import Costs, Estimate, estimate, recomputed_units
 from pipedejavu.search.draft import Draft, Scene
@@ -137,13 +137,17 @@ class Pool:
 def _estimate_shares(draft: Draft, costs: Costs, options: Options) -> Estimate:
     """Returns what unequal shares of a batch cost, by the shares that `compile` will give."""
     plan, machine = write(draft, options, costs), draft.scene.machine
-    devices = plan.place.devices or draft.devices
+    devices = assign_devices(plan, machine)
     split = Split(plan, draft.scene.profile, machine, crews_of(plan), devices)
     shares, _ = split.choose()
     if not all(shares):
         return Estimate(inf, {}, inf)  # a plan for fewer devices says the same
-    cost = split.estimate(shares)
+    time_s, memory = split.estimate(shares).total_s, dict[str, float]()
+    if draft.cpus:
+        alone, size = estimate(draft, costs), draft.sizes[0]
+        equal = (split.total // size,) * size + (0,) * len(draft.cpus)
+        time_s, memory = alone.time_s * time_s / split.estimate(equal).total_s, alone.memory
     state = float(costs.weights[-1] + costs.gradients[-1] + costs.optimizer[-1] + costs.saved[-1])
-    memory = {name: state for name, count in zip(devices, shares, strict=True) if count}
-    rooms = {d.name: d.memory_bytes - d.reserved_bytes for d in map(machine.device, devices)}
-    return Estimate(cost.total_s, memory, max(memory[name] / max(rooms[name], 1) for name in memory))
+    memory |= dict.fromkeys(draft.cpus or draft.devices, state)
+    rooms = {name: machine.device(name).memory_bytes - machine.device(name).reserved_bytes for name in memory}
+    return Estimate(time_s, memory, max(memory[name] / max(rooms[name], 1) for name in memory))

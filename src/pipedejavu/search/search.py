@@ -14,8 +14,8 @@ from pipedejavu.search.rank import Timed, admit, price_of, time_plan
 from pipedejavu.search.result import Candidate, SearchResult
 from pipedejavu.search.room import with_memory
 from pipedejavu.search.scene import scenes_of
-from pipedejavu.search.share import offer_shares
-from pipedejavu.search.write import other_orders, write
+from pipedejavu.search.share import offer_beside, offer_shares
+from pipedejavu.search.write import other_orders, stashed, write
 
 SMALLER = (0.9, 0.75, 0.6)
 """Parts of the memory that are planned for where no plan for all of it fits in the end."""
@@ -79,6 +79,7 @@ def _fill(pool: Pool, scenes: list[Scene], options: Options, name: str) -> bool:
     """Fills a pool by a searcher; returns whether it looked at all there is."""
     offer_shares(pool, scenes, options)
     is_complete = SEARCHERS[name](pool, scenes, options)
+    offer_beside(pool, scenes, options, SEARCHERS[name])
     pool.polish()
     return is_complete
 
@@ -140,13 +141,14 @@ def _rank(pool: Pool, options: Options, real: dict[int, Scene]) -> _Ranked:
 
 
 def _plans(pool: Pool, found: Found, options: Options, tried: set[str]) -> Iterator[tuple[Plan, Found]]:
-    """Yields the plan of a draft, and under other orders where none of its own order has been tried under them."""
+    """Yields the plan of a draft, and in other forms where none of its own order and feed has been."""
     draft = found.draft
     plan = write(draft, options, pool.costs(draft.scene, draft.samples))
     yield plan, found
-    if plan.order.kind not in tried:
-        tried.add(plan.order.kind)
-        yield from ((other, found) for other in other_orders(plan, len(draft.scene.profile.units)))
+    sort = f"{plan.order.kind} {plan.feed.kind}"
+    if sort not in tried and (others := other_orders(plan, draft.scene.profile) + stashed(plan, options)):
+        tried.add(sort)
+        yield from ((other, found) for other in others)
 
 
 def _effort(candidate: Candidate) -> tuple[bool, int]:

@@ -1,9 +1,18 @@
-"""Shares: whole replicas on devices of unequal speed, each with the part of the batch that it can train in time."""
+"""Shares: replicas on devices of unequal speed, each with the part of the batch that it can train in time.
 
+Those are whole models on single devices, or pipelines of GPUs with whole models on the CPUs beside them.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from math import inf
+
+from pipedejavu.search.cost import Costs
 from pipedejavu.search.draft import Draft, Scene, Stage
 from pipedejavu.search.option import Options
-from pipedejavu.search.pool import Pool
-from pipedejavu.search.space import microbatch_sizes
+from pipedejavu.search.pool import SLACK, Pool
+from pipedejavu.search.space import MOST_FREE, microbatch_sizes
+from pipedejavu.search.write import MOST_SLOTS
 
 MOST_DEVICES = 16
 """Beyond which the devices of one kind are taken all together."""
@@ -17,7 +26,7 @@ def offer_shares(pool: Pool, scenes: list[Scene], options: Options) -> None:
             continue
         for samples in microbatch_sizes(options, 1):
             costs = pool.costs(scene, samples)
-            work = {kind: sum(float(costs.times(kind)[row][-1]) for row in (0, 1)) for kind in {*kind_of.values()}}
+            work = {kind: _work(costs, kind) for kind in {*kind_of.values()}}
             order = sorted(scene.devices, key=lambda name: (work[kind_of[name]], kind_of[name]))
             kinds = [kind_of[name] for name in order]
             ends = [n for n in range(2, len(order) + 1) if n == len(order) or kinds[n] != kinds[n - 1]]
@@ -27,3 +36,45 @@ def offer_shares(pool: Pool, scenes: list[Scene], options: Options) -> None:
                     return
                 stage = Stage(0, units, tuple(order[:count]))
                 pool.offer(Draft(scene, (stage,), samples, options.batch // samples, is_shared=True))
+
+
+def offer_beside(pool: Pool, scenes: list[Scene], options: Options, run: Callable[..., bool]) -> None:
+    """Offers the best pipelines of a scene's GPUs with its CPUs as replicas beside them, the first, and so on.
+
+    Where CPUs could add much, pipelines that are slow without them count, and `run` searches for them.
+    """
+    for scene in scenes:
+        cpus = tuple(name for name in scene.devices if scene.machine.device(name).type == "cpu")
+        gpus = tuple(name for name in scene.devices if name not in cpus)
+        if len(gpus) < 2 or not cpus:
+            continue
+        alone, costs = pool, pool.costs(scene, 1)
+        if len(scene.devices) <= MOST_FREE and _rate(costs, cpus) > (SLACK - 1) * _rate(costs, gpus):
+            alone = Pool(options)
+            alone.started_s = pool.started_s
+            run(alone, [replace(scene, devices=gpus)], options)
+            pool.num_estimated += alone.num_estimated
+        pipelines = [found.draft for found in alone.ranked() if _has_room_beside(found.draft, gpus)]
+        counts = range(1, len(cpus) + 1) if len(cpus) <= options.candidates else [len(cpus)]
+        for draft in pipelines[: options.candidates]:
+            for count in counts:
+                pool.offer(replace(draft, scene=scene, cpus=cpus[:count], is_shared=True))
+
+
+def _rate(costs: Costs, names: tuple[str, ...]) -> float:
+    """Returns the samples a second that devices train, each for itself."""
+    works = (_work(costs, costs.scene.machine.device(name).kind) for name in names)
+    return sum(1 / work if work else inf for work in works)
+
+
+def _work(costs: Costs, kind: str) -> float:
+    """Returns what a microbatch takes on a kind of device."""
+    return sum(float(row[-1]) for row in costs.times(kind)[:2])
+
+
+def _has_room_beside(draft: Draft, gpus: tuple[str, ...]) -> bool:
+    """Whether whole models may train beside pipelines: these are alike, drain, and leave the host alone."""
+    is_plain = not (draft.is_shared or draft.is_stale or draft.mode.uses_host or draft.mode.zero)
+    is_small = len(draft.stages) * draft.microbatches <= MOST_SLOTS
+    is_alike = len(draft.stages) > 1 and len({*draft.sizes}) == 1
+    return is_plain and is_small and is_alike and {*draft.devices} <= {*gpus}

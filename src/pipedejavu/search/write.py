@@ -1,7 +1,7 @@
 """Writes a draft out as a plan, with the reason for each choice; and says whether the engine runs it."""
 
-from pipedejavu.facts import format_bytes
-from pipedejavu.plan import Cut, Decision, Feed, Keep, Order, Place, Plan, Reduce, Version
+from pipedejavu.facts import Cost, Profile, format_bytes
+from pipedejavu.plan import Cut, Decision, Feed, Keep, Order, Place, Plan, Reduce, Version, faults_of, preset
 from pipedejavu.program.crew import assign_devices
 from pipedejavu.search.cost import Costs, recomputed_units
 from pipedejavu.search.draft import Draft, bucket_bytes
@@ -9,6 +9,10 @@ from pipedejavu.search.option import Options
 
 MOST_SLOTS = 4000
 """Microbatches times workers up to which other orders are tried."""
+_ORDERS = {"zb-h1": "ZB-H1", "interleaved": "interleaved"}
+_SMALLER = {"zb-v": "ZB-V", "dualpipe-v": "DualPipeV"}
+"""Orders with still smaller bubbles, which pay where that of 1F1B is `LEAST_BUBBLE` of an update or more."""
+LEAST_BUBBLE = 0.15
 STALE_STEPS = 4
 """Updates in the program of a pipeline that never drains."""
 
@@ -34,21 +38,59 @@ def write(draft: Draft, options: Options, costs: Costs) -> Plan:
     return plain if on_all and assign_devices(plain, machine) == plan.place.devices else plan
 
 
-def other_orders(plan: Plan, num_units: int) -> list[Plan]:
-    """Returns a plain 1F1B pipeline under other synchronous orders: ZB-H1, and two chunks on each worker."""
-    workers, order = plan.place.workers, plan.order
+def other_orders(plan: Plan, profile: Profile) -> list[Plan]:
+    """Returns a plain 1F1B pipeline under the other synchronous orders that can run it and may be faster."""
+    workers, order, count = plan.place.workers, plan.order, plan.feed.microbatches
     is_plain = order.kind == "1f1b" and not order.is_eager and not plan.place.stage_replicas
-    if not is_plain or workers * plan.feed.microbatches > MOST_SLOTS:
+    if not is_plain or workers * count > MOST_SLOTS:
         return []
-    reason = "simulated beside 1F1B, whose bubble it makes smaller"
-    found = [plan.but(name=f"{plan.name}, ZB-H1", order=Order(kind="zb-h1"))]
-    if 2 * workers <= num_units and plan.feed.microbatches % workers == 0:
-        place, cut = plan.place.but(kind="loop", chunks=2), plan.cut.but(bounds=None)
-        name = f"{plan.name}, interleaved"
-        found.append(plan.but(name=name, order=Order(kind="interleaved"), place=place, cut=cut))
     kept = tuple(d for d in plan.decisions if d.axis != "cut")
+    has_bubble = workers - 1 >= LEAST_BUBBLE * (count + workers - 1)
+    has_halves = any(time.weight_backward != Cost() for unit in profile.units for time in unit.times.values())
+    found = []
+    for name, title in (_ORDERS | _SMALLER if has_bubble else _ORDERS).items():
+        taken = preset(name).plan
+        decision = Decision(axis="order", choice=name, reason="simulated beside 1F1B, whose bubble it makes smaller")
+        other = plan.but(
+            name=f"{plan.name}, {title}",
+            cut=plan.cut if taken.place.chunks == 1 else plan.cut.but(bounds=None),
+            place=plan.place.but(kind=taken.place.kind, chunks=taken.place.chunks),
+            order=taken.order,
+            decisions=(*kept, decision),
+        )
+        is_useful = has_halves or not other.splits_backward
+        if is_useful and (other.num_stages or 0) <= len(profile.units) and not faults_of(other, profile):
+            found.append(other)
+    return found
+
+
+def stashed(plan: Plan, options: Options) -> list[Plan]:
+    """Returns a pipeline that never drains as PipeDream, where weights may be old enough.
+
+    It stashes more than two versions, and so may have fewer and larger microbatches.
+    """
+    if plan.version.kind != "double-buffer" or options.samples is not None:
+        return []
+    batch, behind = options.batch // plan.place.replicas, plan.place.workers - 1
+    counts = [n for n in range(-(-behind // options.staleness), behind) if batch % n == 0]
+    if not counts:
+        return []
+    count, samples = counts[0], batch // counts[0]
+    choice = f"{count} microbatch{'es' * (count > 1)} of {samples} sample{'s' * (samples > 1)}"
+    age = -(-behind // count)
+    reason = f"weights may be {options.staleness} updates old, and are {age} with so few"
     return [
-        other.but(decisions=(*kept, Decision(axis="order", choice=other.order.kind, reason=reason))) for other in found
+        plan.but(
+            name=plan.name.replace("2BW", "PipeDream"),
+            feed=plan.feed.but(microbatches=count, samples=samples),
+            version=Version(kind="stash"),
+            keep=plan.keep.but(versions=None),
+            steps=STALE_STEPS * age,
+            decisions=(
+                *(d for d in plan.decisions if d.axis != "feed"),
+                Decision(axis="feed", choice=choice, reason=reason),
+            ),
+        )
     ]
 
 
@@ -69,6 +111,7 @@ def _name(draft: Draft) -> str:
         text = f"{len(sizes)} stages" + (f" × {sizes[0]}" if sizes[0] > 1 else "")
     else:
         text = f"stages {'-'.join(map(str, sizes))}"
+    text += f" + {len(draft.cpus)} CPU{'s' * (len(draft.cpus) > 1)}" if draft.cpus else ""
     extra = ", ".join(["2BW"] * draft.is_stale + ([] if draft.mode.is_plain else [str(draft.mode)]))
     return ", ".join([text] + [extra] * bool(extra) + [draft.scene.note] * bool(draft.scene.note))
 
@@ -82,7 +125,7 @@ def _cut(draft: Draft) -> Cut:
 
 def _place(draft: Draft) -> Place:
     sizes, stages = draft.sizes, draft.stages
-    if draft.is_shared:
+    if draft.is_shared and not draft.cpus:
         machine = draft.scene.machine
         gpus = [name for name in draft.devices if machine.device(name).type == "gpu"]
         cpus = [name for name in draft.devices if name not in gpus]
@@ -90,8 +133,8 @@ def _place(draft: Draft) -> Place:
         return Place(replicas=len(draft.devices) - num_cpus, cpu_replicas=num_cpus, devices=(*gpus, *cpus))
     if len({*sizes}) > 1:
         return Place(workers=len(sizes), stage_replicas=sizes, devices=draft.devices)
-    devices = tuple(stage.group[r] for r in range(sizes[0]) for stage in stages)
-    return Place(workers=len(sizes), replicas=sizes[0], devices=devices)
+    devices = tuple(stage.group[r] for r in range(sizes[0]) for stage in stages) + draft.cpus
+    return Place(workers=len(sizes), replicas=sizes[0], cpu_replicas=len(draft.cpus), devices=devices)
 
 
 def _feed(draft: Draft) -> Feed:
@@ -123,7 +166,7 @@ def _bucket_bytes(draft: Draft) -> int:
 
 
 def _reduce(draft: Draft, options: Options) -> Reduce:
-    wire = "none" if max(draft.sizes) == 1 else "reduce-scatter" if draft.mode.zero else "all-reduce"
+    wire = "none" if max(draft.sizes) == 1 and not draft.cpus else "reduce-scatter" if draft.mode.zero else "all-reduce"
     clip = "delayed" if options.clip == "global" and draft.is_stale else options.clip
     return Reduce.model_validate({"wire": wire, "clip": clip})
 

@@ -40,5 +40,6 @@ def fit_plan(known: Known, asked: Plan | None, sites: Sequence[Site], devices: D
 
 
 def _batch_of(plan: Plan) -> int:
-    """Returns the samples of an update over all replicas."""
-    return plan.feed.microbatches * plan.feed.samples * (plan.place.replicas + plan.place.cpu_replicas)
+    """Returns the samples of an update over all replicas, which may share those of one."""
+    copies = 1 if plan.feed.kind == "share" else plan.place.replicas + plan.place.cpu_replicas
+    return plan.feed.microbatches * plan.feed.samples * copies
