@@ -67,8 +67,11 @@ def solve(frame: Frame, costs: Costs, limit_s: float = inf) -> Draft | None:
 
 
 def _tables(frame: Frame, costs: Costs, limit_s: float) -> list[_Table]:
-    """Returns the stages that may stand before each number of devices in a pipeline that takes less than a time."""
-    count, tables = len(frame.order), []
+    """Returns the stages that may stand before each number of devices in a pipeline that takes less than a time.
+
+    There are none where all of them together would be too short.
+    """
+    count, tables, are_alike, length = len(frame.order), list[_Table](), _are_alike(frame), 0
     sums: dict[object, tuple[NDArray[np.intp], NDArray[np.intp], Sums]] = {}
     known: dict[object, tuple[NDArray[np.intp], NDArray[np.intp], StageCost]] = {}
     for after in range(count):
@@ -87,7 +90,19 @@ def _tables(frame: Frame, costs: Costs, limit_s: float) -> list[_Table]:
                 fits = (cost.device_bytes <= place.room_bytes) & (cost.host_bytes <= place.host_room_bytes)
                 known[key] = start[fits], end[fits], StageCost(seat, *(column[fits] for column in cost[1:]))
             tables.append(_Table(after, size, *known[key]))
+            if are_alike:  # and the more devices are behind a stage the more it holds, so that none gets longer
+                longest = int((tables[-1].end - tables[-1].start).max(initial=0))
+                length += longest
+                if length + longest * (count // size - len(tables)) < costs.num_units:
+                    return []
     return tables
+
+
+def _are_alike(frame: Frame) -> bool:
+    """Whether stages differ in nothing that memory depends on but in how many are behind them."""
+    size = frame.sizes[0]
+    places = (frame.row.place(after, size) for after in range(0, len(frame.order), size))
+    return len(frame.sizes) == 1 and len({(p.kinds, p.room_bytes, p.host_room_bytes) for p in places}) == 1
 
 
 def _pairs(seat: Seat, costs: Costs, limit_s: float) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
