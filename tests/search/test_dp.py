@@ -88,6 +88,26 @@ def test_bounds_hold_where_each_kind_of_device_is_quick_at_other_units() -> None
     assert min(times) == pytest.approx((2 + 31) * 3e-3)  # though either device takes 33 ms for a whole microbatch
 
 
+def test_deep_models_are_cut_at_some_places_first_and_then_anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = profile([1e-3, 2e-3, 1e-3] * 8 + [7e-3], weights=100, saved=10.0, boundary=[1.0, 5.0, 2.0] * 8 + [0.0])
+    options = Options(batch=16, is_runnable=True)
+    scenes = [*scenes_of(model, machine(["fast"] * 4, within=1e4), options)]
+    exact = Pool(options)
+    dp.run(exact, scenes, options)
+    monkeypatch.setattr(dp, "PLACES", 10)
+    found = Pool(options)
+    assert dp.run(found, scenes, options)
+    assert found.best == pytest.approx(exact.best, rel=1e-9)
+    frame = next(f for f in frames(scenes[0], options) if f.sizes == (1,) and len(f.order) == 4)
+    coarse = dp.solve(frame, found.costs(scenes[0], frame.samples), step=3)
+    assert coarse is not None
+    assert all(stage.start % 3 == 0 for stage in coarse.stages)
+    # Where only stages fit that a third place does not make, they are found.
+    units = [u.but(parameter_bytes=4 * 10**6 if n == 10 else 1) for n, u in enumerate(model.units)]
+    tight = machine(["fast"] * 4, within=1e4, room=round(1.001 * sum(4 * u.parameter_bytes for u in units) / 2))
+    assert search(model.but(units=tuple(units)), tight, options.but(candidates=1)).best is not None
+
+
 @given(cases())
 @settings(max_examples=15, deadline=None)
 def test_both_searchers_give_the_same_best_estimate(case: tuple[Profile, Machine, Options]) -> None:

@@ -6,7 +6,7 @@ which is the next bound. So every bound rules out all that lies above it, and th
 """
 
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from math import inf
 
 import numpy as np
@@ -18,8 +18,10 @@ from pipedejavu.search.option import Options
 from pipedejavu.search.pool import Pool
 from pipedejavu.search.promise import solve_frames
 from pipedejavu.search.seat import Seat, seat_of
-from pipedejavu.search.space import Frame
+from pipedejavu.search.space import Frame, frame_of
 
+PLACES = 128
+"""For cuts in every frame; where there are more, only every second or third is looked at."""
 EXACT = 1e-10
 """Parts of a time that do not count."""
 
@@ -67,9 +69,12 @@ class _Path:
         return self.sum_s + self.slowest_s
 
 
-def solve(frame: Frame, costs: Costs, limit_s: float = inf) -> Draft | None:
-    """Returns the best draft of a frame that fits and takes less than `limit_s`; None where there is none."""
-    tables = _tables(frame, costs, limit_s)
+def solve(frame: Frame, costs: Costs, limit_s: float = inf, step: int = 1) -> Draft | None:
+    """Returns the best draft of a frame that fits and takes less than `limit_s`; None where there is none.
+
+    Of a model with many units it is found sooner among the cuts behind every `step`-th one.
+    """
+    tables = _tables(frame, costs, limit_s, step)
     least = _least_slowest(frame, costs, tables)
     best, bound, probe = None, inf, least
     while bound >= least and least < limit_s:
@@ -92,7 +97,7 @@ def solve(frame: Frame, costs: Costs, limit_s: float = inf) -> Draft | None:
     return None if best is None else _draft(frame, best)
 
 
-def _tables(frame: Frame, costs: Costs, limit_s: float) -> list[_Table]:
+def _tables(frame: Frame, costs: Costs, limit_s: float, step: int) -> list[_Table]:
     """Returns the stages that may stand before each number of devices in a pipeline that takes less than a time.
 
     There are none where all of them together would be too short.
@@ -109,7 +114,7 @@ def _tables(frame: Frame, costs: Costs, limit_s: float) -> list[_Table]:
             ends = (after == 0, after + size == count)  # the last stage ends with the model, the first begins with it
             alike, key = (place.kinds, place.cpu, seat.share, ends), (seat.live, place.likeness(), ends)
             if alike not in sums:
-                start, end = _pairs(seat, costs, limit_s, *ends)
+                start, end = _pairs(seat, costs, limit_s, step, *ends)
                 sums[alike] = start, end, costs.add_up(start, end, place, frame.mode)
             if key not in known:
                 start, end, found = sums[alike]
@@ -134,23 +139,24 @@ def _are_alike(frame: Frame) -> bool:
 
 
 def _pairs(
-    seat: Seat, costs: Costs, limit_s: float, is_last: bool, is_first: bool
+    seat: Seat, costs: Costs, limit_s: float, step: int, is_last: bool, is_first: bool
 ) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
     """Returns where stages begin and end whose work alone is not too much: most are too long for a good pipeline."""
     units = costs.num_units
-    starts = np.arange(1 if is_first else units)
-    most = np.full_like(starts, units)
+    places = np.array([*range(0, units, step), units])
+    starts = np.arange(1 if is_first else len(places) - 1)
+    most = np.full_like(starts, len(places) - 1)
     for kind in seat.place.kinds if seat.share > 1 and limit_s < inf else ():
-        work = costs.times(kind)[0] + costs.times(kind)[1]
+        work = (costs.times(kind)[0] + costs.times(kind)[1])[places]
         longest = work[starts] + limit_s * (1 + EXACT) / (seat.share - 1)
         most = np.minimum(most, np.searchsorted(work, longest * (1 + EXACT), side="right") - 1)
     if is_last:
-        starts = starts[most == units]
+        starts = places[starts[most == len(places) - 1]]
         return starts, np.full_like(starts, units)
     counts = most - starts
     begins = np.repeat(np.cumsum(counts) - counts, counts)
     start = np.repeat(starts, counts)
-    return start, np.arange(len(start)) - begins + start + 1
+    return places[start], places[np.arange(len(start)) - begins + start + 1]
 
 
 def _least_slowest(frame: Frame, costs: Costs, tables: list[_Table]) -> float:
@@ -206,5 +212,21 @@ def _draft(frame: Frame, path: _Path) -> Draft:
 
 
 def run(pool: Pool, scenes: list[Scene], options: Options) -> bool:
-    """Solves frames exactly, the most promising first, until none can be better."""
-    return solve_frames(pool, scenes, options, solve)
+    """Solves frames exactly, the most promising first, until none can be better.
+
+    Of models with more than `PLACES` units cuts are tried at so many places, and then anywhere in the best frames.
+    """
+    step = -(-max(len(scene.profile.units) for scene in scenes) // PLACES)
+    is_complete = solve_frames(pool, scenes, options, partial(solve, step=step))
+    if step > 1 and is_complete and not pool.found:
+        return solve_frames(pool, scenes, options, solve)
+    cut = [found for found in pool.ranked() if not found.draft.is_shared]
+    for index, found in enumerate(cut[: options.finalists] if step > 1 else ()):
+        if pool.is_over:
+            return False
+        frame = frame_of(found.draft, options)
+        pool.report(0.7 + 0.05 * index / options.finalists, f"cutting anywhere, {len(frame.order)} devices, {frame.mode}")
+        draft = solve(frame, pool.costs(frame.scene, frame.samples), found.estimate.time_s)
+        if draft is not None:
+            pool.offer(draft)
+    return is_complete

@@ -35,14 +35,14 @@ def solve_frames(pool: Pool, scenes: list[Scene], options: Options, solve: Solve
     if guess is not None:
         queue = _by_guess(pool, queue, guess)
     for index, (least, frame) in enumerate(queue):
-        if least >= pool.cutoff:
-            if guess is not None:
-                continue
+        if least >= pool.cutoff and guess is None:
             break
+        if least >= pool.limit(frame):
+            continue
         if pool.is_over:
             return False
         pool.report(index / len(queue), f"cutting for {len(frame.order)} devices, {frame.mode}")
-        draft = solve(frame, pool.costs(frame.scene, frame.samples), pool.limit_s(frame.scene, frame.order))
+        draft = solve(frame, pool.costs(frame.scene, frame.samples), pool.limit_s(frame))
         if draft is not None:
             pool.offer(draft)
     return True
@@ -55,7 +55,7 @@ def _by_guess(pool: Pool, queue: list[tuple[float, Frame]], guess: Solve) -> lis
     for index, (least, frame) in enumerate(queue):
         if pool.elapsed_s > until_s:
             break
-        if least < pool.cutoff:
+        if least < pool.limit(frame):
             draft = guess(frame, pool.costs(frame.scene, frame.samples), inf)
             scores[index] = pool.offer(draft) if draft is not None else inf
     return [queue[index] for index in sorted(range(len(queue)), key=scores.__getitem__)]

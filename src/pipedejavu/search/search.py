@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from heapq import heapify, heappop, heappush
+from math import inf
 from typing import NamedTuple
 
 from pipedejavu.facts import Machine, Profile, paused_collector
@@ -38,23 +39,29 @@ SEARCHERS: dict[str, Run] = {
 
 
 def search(
-    profile: Profile, machine: Machine, options: Options | None = None, progress: Progress | None = None
+    profile: Profile,
+    machine: Machine,
+    options: Options | None = None,
+    progress: Progress | None = None,
+    *,
+    most: float = inf,
 ) -> SearchResult:
     """Returns the best plans that fit, each compiled, verified and simulated; none where nothing fits.
 
-    When the time budget is over the best so far is the answer. Raises InputError where the profile knows none of the
-    machine's devices.
+    When the time budget is over the best so far is the answer. It takes less time where only plans are of interest
+    whose estimate (of an update's time, or of its price times 3,600) is below `most`. Raises InputError where the
+    profile knows none of the machine's devices.
     """
     options = (options or Options()).agreed()
     check_units(profile)
-    pool = Pool(options, progress)
+    pool = Pool(options, progress, most)
     scenes = [*scenes_of(profile, machine, options)]
     name, reason = _choose(pool, scenes, options)
     is_complete = _fill(pool, scenes, options, name)
     with paused_collector():
         ranked = _rank(pool, options, {id(scene): scene for scene in scenes})
     for part in (1.0, *SMALLER):
-        if ranked.candidates or pool.is_over:
+        if ranked.candidates or pool.is_over or most < inf:
             break
         # Every device may help now; and where memory was estimated too low, plans that would need less may fit.
         real = [*scenes_of(profile, machine, options, everyone=True)]

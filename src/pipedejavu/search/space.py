@@ -8,6 +8,7 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import pairwise, permutations, product
 from math import inf
 
@@ -15,7 +16,7 @@ import numpy as np
 
 from pipedejavu.facts import Device
 from pipedejavu.search.cost import Costs
-from pipedejavu.search.draft import PLAIN, Mode, Scene
+from pipedejavu.search.draft import PLAIN, Draft, Mode, Scene
 from pipedejavu.search.option import Options
 from pipedejavu.search.seat import Place, Row
 
@@ -71,9 +72,22 @@ def frames(scene: Scene, options: Options) -> Iterator[Frame]:
         if 1 < count <= MOST_FREE and not has_ties:
             free = Row(scene, order)
             for samples in microbatch_sizes(options, 1):
-                sizes = tuple(r for r in divisors(options.batch // samples) if r < count)
+                sizes = _free_sizes(options, samples, count)
                 if len(sizes) > 1:
                     yield from _frames(scene, free, sizes, samples, modes, options)
+
+
+def frame_of(draft: Draft, options: Options) -> Frame:
+    """Returns the frame that a draft is a cut of."""
+    size = draft.sizes[0] if len({*draft.sizes}) == 1 else 0
+    row = Row(draft.scene, draft.devices, size)
+    sizes = (size,) if size else _free_sizes(options, draft.samples, len(draft.devices))
+    return Frame(draft.scene, row, sizes, draft.samples, draft.microbatches, draft.mode, draft.is_stale)
+
+
+def _free_sizes(options: Options, samples: int, count: int) -> tuple[int, ...]:
+    """Returns the sizes that groups of a row may have where each has its own."""
+    return tuple(r for r in divisors(options.batch // samples) if r < count)
 
 
 def _layouts(order: tuple[str, ...], size: int) -> list[tuple[str, ...]]:
@@ -215,6 +229,7 @@ def _orders(blocks: list[list[str]]) -> Iterator[tuple[str, ...]]:
         yield tuple(name for block in blocks for name in block)
 
 
+@cache
 def divisors(number: int) -> list[int]:
     """Returns the divisors of a number, ascending."""
     return [n for n in range(1, number + 1) if number % n == 0] if number < 4096 else _factored(number)
