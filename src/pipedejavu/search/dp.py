@@ -225,7 +225,7 @@ def run(pool: Pool, scenes: list[Scene], options: Options) -> bool:
         if pool.is_over:
             return False
         frame = frame_of(found.draft, options)
-        pool.report(0.7 + 0.05 * index / options.finalists, f"cutting anywhere, {len(frame.order)} devices, {frame.mode}")
+        pool.report(0.7 + 0.05 * index / len(cut), f"cutting anywhere, {len(frame.order)} devices, {frame.mode}")
         draft = solve(frame, pool.costs(frame.scene, frame.samples), found.estimate.time_s)
         if draft is not None:
             pool.offer(draft)
