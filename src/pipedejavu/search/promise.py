@@ -15,6 +15,8 @@ Solve = Callable[[Frame, Costs, float], Draft | None]
 
 GUESS_SHARE = 0.2
 """The part of the time budget for guesses."""
+LIST_SHARE = 0.3
+"""The part of the time budget for the list of frames: of very many devices it is not whole by then."""
 
 
 def solve_frames(pool: Pool, scenes: list[Scene], options: Options, solve: Solve, guess: Solve | None = None) -> bool:
@@ -23,15 +25,7 @@ def solve_frames(pool: Pool, scenes: list[Scene], options: Options, solve: Solve
     Those are the frames with the least bound. A searcher that takes long for a frame gives a `guess`, which is quick:
     then the frames with the best guesses come first, which may be others where devices are unlike.
     """
-    queue, bounds = [], Bounds()
-    for scene in scenes:
-        for frame in frames(scene, options):
-            least = bounds.least_s(frame, pool.costs(scene, frame.samples))
-            if least < inf:
-                queue.append((pool.score(scene, frame.order, least), frame))
-            if pool.is_over:
-                return False
-    queue.sort(key=lambda item: item[0])
+    queue, is_whole = _listed(pool, scenes, options)
     if guess is not None:
         queue = _by_guess(pool, queue, guess)
     for index, (least, frame) in enumerate(queue):
@@ -45,7 +39,22 @@ def solve_frames(pool: Pool, scenes: list[Scene], options: Options, solve: Solve
         draft = solve(frame, pool.costs(frame.scene, frame.samples), pool.limit_s(frame))
         if draft is not None:
             pool.offer(draft)
-    return True
+    return is_whole
+
+
+def _listed(pool: Pool, scenes: list[Scene], options: Options) -> tuple[list[tuple[float, Frame]], bool]:
+    """Returns frames with their bounds, the least first, and whether these are all."""
+    queue, bounds, until_s = [], Bounds(), pool.elapsed_s + LIST_SHARE * options.time_budget_s
+    is_whole = True
+    for frame in (frame for scene in scenes for frame in frames(scene, options)):
+        if pool.elapsed_s > until_s:
+            is_whole = False
+            break
+        pool.report(0.0, f"listing plans for {len(frame.order)} devices")
+        least = bounds.least_s(frame, pool.costs(frame.scene, frame.samples))
+        if least < inf:
+            queue.append((pool.score(frame.scene, frame.order, least), frame))
+    return sorted(queue, key=lambda item: item[0]), is_whole
 
 
 def _by_guess(pool: Pool, queue: list[tuple[float, Frame]], guess: Solve) -> list[tuple[float, Frame]]:

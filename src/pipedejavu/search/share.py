@@ -1,5 +1,6 @@
 """Shares: whole replicas on devices of unequal speed, each with the part of the batch that it can train in time."""
 
+from pipedejavu.program.limit import MOST_SAMPLES
 from pipedejavu.search.draft import Draft, Scene, Stage
 from pipedejavu.search.option import Options
 from pipedejavu.search.pool import Pool
@@ -11,6 +12,8 @@ MOST_DEVICES = 16
 
 def offer_shares(pool: Pool, scenes: list[Scene], options: Options) -> None:
     """Offers shares over the fastest devices, so many as may be worth it, of each scene whose devices differ."""
+    if options.batch > MOST_SAMPLES:
+        return
     for scene in scenes:
         units, kind_of = len(scene.profile.units), {name: scene.machine.device(name).kind for name in scene.devices}
         if len({*kind_of.values()}) < 2:
