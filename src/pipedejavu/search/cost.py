@@ -8,7 +8,7 @@ with the sum behind it: that is what makes it exact to minimise. All is worked o
 """
 
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,17 +38,22 @@ class StageCost(NamedTuple):
 
     def bound_s(self, behind_s: Array | float) -> Array:
         """Returns what each adds once its first microbatch is through, with a way to the end and back of `behind_s`."""
-        share, live = self.seat.share, self.seat.live
-        if self.seat.is_stale:
-            return np.asarray(share * np.maximum(self.slowest_s, (self.sum_s + behind_s) / live) + self.after_s)
-        rounds, rest = divmod(share - 1, live)
-        around = np.maximum(live * self.slowest_s, self.sum_s + behind_s) if rounds else 0.0
-        return np.asarray(rest * self.slowest_s + rounds * around + self.after_s)
+        return np.asarray(bound_s(self.seat, self.sum_s, self.slowest_s, self.after_s, behind_s, np.maximum))
 
     @property
     def total_s(self) -> Array:
         """What each adds to the time of an update."""
         return np.zeros_like(self.sum_s) if self.seat.is_stale else self.sum_s
+
+
+def bound_s(seat: Seat, sum_s: Any, slowest_s: Any, after_s: Any, behind_s: Any, largest: Any = max) -> Any:
+    """Returns what stages add once their first microbatch is through, as numbers or, with `np.maximum`, as arrays."""
+    share, live = seat.share, seat.live
+    if seat.is_stale:
+        return share * largest(slowest_s, (sum_s + behind_s) / live) + after_s
+    rounds, rest = divmod(share - 1, live)
+    around = largest(live * slowest_s, sum_s + behind_s) if rounds else 0.0
+    return rest * slowest_s + rounds * around + after_s
 
 
 @dataclass(frozen=True)

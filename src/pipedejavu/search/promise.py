@@ -6,14 +6,14 @@ from math import inf
 from pipedejavu.search.cost import Costs
 from pipedejavu.search.draft import Draft, Scene
 from pipedejavu.search.option import Options
-from pipedejavu.search.pool import Pool
+from pipedejavu.search.pool import SLACK, Pool
 from pipedejavu.search.space import Bounds, Frame, frames
 
 Solve = Callable[[Frame, Costs, float], Draft | None]
 """Returns the best draft of a frame that takes less than a time, if there is one."""
 
 
-GUESS_SHARE = 0.2
+GUESS_SHARE = 0.3
 """The part of the time budget for guesses."""
 LIST_SHARE = 0.3
 """The part of the time budget for the list of frames: of very many devices it is not whole by then."""
@@ -60,11 +60,19 @@ def _listed(pool: Pool, scenes: list[Scene], options: Options) -> tuple[list[tup
 def _by_guess(pool: Pool, queue: list[tuple[float, Frame]], guess: Solve) -> list[tuple[float, Frame]]:
     """Returns frames in the order of their guesses, as far as the time for them goes; the others behind."""
     until_s = pool.elapsed_s + GUESS_SHARE * pool.options.time_budget_s
-    scores = [inf] * len(queue)
+    scores, fitting = [inf] * len(queue), dict[object, float]()
     for index, (least, frame) in enumerate(queue):
         if pool.elapsed_s > until_s:
             break
-        if least < pool.limit(frame):
+        alike = (frame.row, frame.sizes, frame.samples, frame.is_stale)
+        if alike in fitting:  # what saves memory that is there makes nothing faster
+            scores[index] = SLACK * fitting[alike]
+        elif least < pool.limit(frame):
             draft = guess(frame, pool.costs(frame.scene, frame.samples), inf)
-            scores[index] = pool.offer(draft) if draft is not None else inf
+            if draft is not None:
+                cost = pool.estimate(draft)
+                pool.offer(draft, cost)
+                scores[index] = pool.score(frame.scene, frame.order, cost.time_s) * max(cost.shortage, 1.0) ** 2
+                if cost.fits:
+                    fitting[alike] = scores[index]
     return [queue[index] for index in sorted(range(len(queue)), key=scores.__getitem__)]
