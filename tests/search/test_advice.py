@@ -1,7 +1,7 @@
 """What to buy or change: every gain is checked against a search of its own."""
 
 from pipedejavu.facts import Profile
-from pipedejavu.search import Options, advise, leaner_plans, search, smallest_change
+from pipedejavu.search import Options, advise, leaner_plans, nothing_fits, search, smallest_change
 from tests.search.case import machine, profile
 
 GIB = 2**30
@@ -90,6 +90,14 @@ def test_the_smallest_change_fits_and_less_does_not() -> None:
     extra = float(number)
     assert search(model, machine(["fast", "fast"], room=round((4 + extra + 0.05) * GIB)), options).candidates
     assert not search(model, machine(["fast", "fast"], room=round((4 + 0.9 * extra) * GIB)), options).candidates
+
+
+def test_a_search_without_time_says_so_and_not_that_nothing_fits() -> None:
+    fault = nothing_fits(hungry(), machine(["fast"]), Options(batch=8, time_budget_s=2.0), is_complete=False)
+    assert str(fault) == (
+        "no plan for test with a batch of 8 was found on machine 'test' in 2 s, and not all were looked at; give"
+        " more time (--time-budget) or fewer devices"
+    )
 
 
 def test_a_smaller_batch_comes_first() -> None:

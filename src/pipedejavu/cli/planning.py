@@ -86,7 +86,7 @@ def run(asked: Asked) -> None:
             scene = Scene(largest.profile, scene.machine, (f"largest: {largest.text}", *scene.notes))
         result = search(scene.profile, scene.machine, asked.options, progress)
         if result.best is None:
-            raise nothing_fits(scene.profile, scene.machine, asked.options)
+            raise nothing_fits(scene.profile, scene.machine, asked.options, is_complete=result.is_complete)
         question = (scene.profile, scene.machine, asked.options, result.best, progress)
         answer = Answer(result, leaner_plans(*question) if asked.html else (), advise(*question))
     best = result.best

@@ -134,8 +134,13 @@ def smallest_change(profile: Profile, machine: Machine, options: Options) -> str
     return ", or ".join(ways)
 
 
-def nothing_fits(profile: Profile, machine: Machine, options: Options) -> InputError:
+def nothing_fits(profile: Profile, machine: Machine, options: Options, *, is_complete: bool = True) -> InputError:
     """Returns what to raise for a search without an answer: the smallest change that would fit, in a sentence."""
+    if not is_complete:
+        return InputError(
+            f"no plan for {profile.name} with a batch of {options.batch} was found on machine '{machine.name}' in"
+            f" {options.time_budget_s:g} s, and not all were looked at; give more time (--time-budget) or fewer devices"
+        )
     change = smallest_change(profile, machine, options)
     what = f"no plan for {profile.name} with a batch of {options.batch} fits machine '{machine.name}'"
     return InputError(f"{what}; this would fit: {change}" if change else f"{what}, whatever its memory")

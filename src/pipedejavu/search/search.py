@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from pipedejavu.facts import Machine, Profile, paused_collector
 from pipedejavu.plan import Plan
-from pipedejavu.program.limit import check_units
+from pipedejavu.program.limit import check_devices, check_units
 from pipedejavu.search import dp, exhaustive, gradient, mcmc
 from pipedejavu.search.draft import Scene
 from pipedejavu.search.floor import floor_s
@@ -16,7 +16,7 @@ from pipedejavu.search.pool import Found, Pool
 from pipedejavu.search.rank import Timed, admit, price_of, time_plan
 from pipedejavu.search.result import Candidate, SearchResult
 from pipedejavu.search.room import with_memory
-from pipedejavu.search.scene import scenes_of
+from pipedejavu.search.scene import scenes_of, usable
 from pipedejavu.search.share import offer_shares
 from pipedejavu.search.write import other_orders, write
 
@@ -54,6 +54,7 @@ def search(
     """
     options = (options or Options()).agreed()
     check_units(profile)
+    check_devices(len(usable(profile, machine, options)), machine.name)
     pool = Pool(options, progress, most)
     scenes = [*scenes_of(profile, machine, options)]
     name, reason = _choose(pool, scenes, options)
