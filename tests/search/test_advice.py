@@ -1,7 +1,7 @@
 """What to buy or change: every gain is checked against a search of its own."""
 
 from pipedejavu.facts import Profile
-from pipedejavu.search import Options, advise, leaner_plans, search, smallest_change
+from pipedejavu.search import Options, advise, leaner_plans, nothing_fits, search, smallest_change
 from tests.search.case import machine, profile
 
 GIB = 2**30
@@ -18,7 +18,7 @@ def test_more_memory_is_advised_where_memory_costs_time() -> None:
     options = Options(batch=8, samples=8, is_runnable=True)
     best = search(hungry(), here, options).best
     assert best is not None
-    advice = {a.change: a for a in advise(hungry(), here, options, best)}
+    advice = {a.change: a for a in advise(hungry(), here, options, best).found}
     (text,) = [change for change in advice if "memory" in change]
     assert text.endswith(" more memory on the fast")
     roomy = search(hungry(), machine(["fast"]), options).best
@@ -31,7 +31,7 @@ def test_memory_is_not_advised_where_there_is_enough() -> None:
     options = Options(batch=8, is_runnable=True)
     best = search(hungry(), machine(["fast"]), options).best
     assert best is not None
-    assert not [a for a in advise(hungry(), machine(["fast"]), options, best) if "memory" in a.change]
+    assert not [a for a in advise(hungry(), machine(["fast"]), options, best).found if "memory" in a.change]
 
 
 def test_advice_does_not_depend_on_who_found_the_plan() -> None:
@@ -45,12 +45,35 @@ def test_advice_does_not_depend_on_who_found_the_plan() -> None:
     assert advise(model, here, options.but(searcher="exhaustive"), worse) == expected
 
 
+def test_changes_for_which_there_is_no_time_are_named() -> None:
+    model, options = profile([1e-3] * 4), Options(batch=8, is_runnable=True)
+    best = search(model, machine(["fast"]), options).best
+    assert best is not None
+    told: list[float] = []
+    found, left = advise(model, machine(["fast"]), options, best, time_budget_s=0.0)
+    assert not found
+    assert left[-2:] == ("one more fast", "more memory on the fast")
+    assert not advise(model, machine(["fast"]), options, best, lambda share, _: told.append(share)).left
+    assert told == sorted(told)
+    assert len({*told}) > len(left)  # it moves within a change, too
+
+
+def test_a_search_for_better_plans_only_finds_those() -> None:
+    model, here, options = profile([1e-3] * 4), machine(["fast"] * 2), Options(batch=8, is_runnable=True)
+    best = search(model, here, options).best
+    assert best is not None
+    assert not search(model, here, options, most=0.9 * best.estimated_s).candidates
+    again = search(model, here, options, most=1.1 * best.estimated_s)
+    assert again.best == best
+    assert all(found.estimated_s <= 1.1 * best.estimated_s for found in again.candidates)
+
+
 def test_another_device_is_advised_with_its_gain() -> None:
     model = profile([1e-3] * 4)
     options = Options(batch=8, is_runnable=True)
     best = search(model, machine(["fast"]), options).best
     assert best is not None
-    first = advise(model, machine(["fast"]), options, best)[0]
+    first = advise(model, machine(["fast"]), options, best).found[0]
     assert first.change == "one more fast"
     two = search(model, machine(["fast", "fast"]), options).best
     assert two is not None
@@ -67,6 +90,14 @@ def test_the_smallest_change_fits_and_less_does_not() -> None:
     extra = float(number)
     assert search(model, machine(["fast", "fast"], room=round((4 + extra + 0.05) * GIB)), options).candidates
     assert not search(model, machine(["fast", "fast"], room=round((4 + 0.9 * extra) * GIB)), options).candidates
+
+
+def test_a_search_without_time_says_so_and_not_that_nothing_fits() -> None:
+    fault = nothing_fits(hungry(), machine(["fast"]), Options(batch=8, time_budget_s=2.0), is_complete=False)
+    assert str(fault) == (
+        "no plan for test with a batch of 8 was found on machine 'test' in 2 s, and not all were looked at; give"
+        " more time (--time-budget) or fewer devices"
+    )
 
 
 def test_a_smaller_batch_comes_first() -> None:

@@ -26,6 +26,12 @@ def cases(draw: st.DrawFn) -> tuple[Profile, Machine, Options]:
     model = profile(
         times, KINDS, weights=draw(sizes), saved=draw(sizes), boundary=draw(sizes), update_s=draw(st.floats(0, 1e-3))
     )
+    # On one kind of device some units take much longer beside others than on the other kinds.
+    factors = draw(st.lists(st.sampled_from([1.0, 5.0]), min_size=count, max_size=count))
+    units = [
+        u.but(times=u.times | {"half": u.times["half"].times(f)}) for u, f in zip(model.units, factors, strict=True)
+    ]
+    model = model.but(units=tuple(units))
     kinds = draw(st.lists(st.sampled_from(["fast", "half", "tenth"]), min_size=1, max_size=3))
     whole = sum(4 * u.parameter_bytes + 8 * u.activation_bytes for u in model.units)
     room = draw(st.sampled_from([10**9, round(whole), round(whole / 2), round(whole / 4), round(whole / 8)]))
@@ -63,6 +69,43 @@ def test_dynamic_programming_finds_what_looking_at_everything_finds(case: tuple[
             assert (found.offer(limited) if limited is not None else inf) == pytest.approx(truth.best, rel=1e-9)
             assert dp.solve(frame, found.costs(scene, frame.samples), truth.best * 0.99) is None
             assert Bounds().least_s(frame, found.costs(scene, frame.samples)) <= truth.best * (1 + 1e-9)
+
+
+def test_bounds_hold_where_each_kind_of_device_is_quick_at_other_units() -> None:
+    quick, slow = profile([1e-3, 1e-2], {"fast": 1.0}).units, profile([1e-2, 1e-3], {"half": 1.0}).units
+    model = profile([1.0, 1.0]).but(
+        units=tuple(a.but(times=a.times | b.times) for a, b in zip(quick, slow, strict=True))
+    )
+    options = Options(batch=32, samples=1, is_runnable=True)
+    (scene,) = scenes_of(model, machine(["fast", "half"]), options)
+    costs, bounds = Pool(options).costs(scene, 1), Bounds()
+    times = []
+    for frame in frames(scene, options):
+        draft = dp.solve(frame, costs)
+        assert draft is not None
+        times.append(Pool(options).estimate(draft).time_s)
+        assert bounds.least_s(frame, costs) <= times[-1] * (1 + 1e-9)
+    assert min(times) == pytest.approx((2 + 31) * 3e-3)  # though either device takes 33 ms for a whole microbatch
+
+
+def test_deep_models_are_cut_at_some_places_first_and_then_anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = profile([1e-3, 2e-3, 1e-3] * 8 + [7e-3], weights=100, saved=10.0, boundary=[1.0, 5.0, 2.0] * 8 + [0.0])
+    options = Options(batch=16, is_runnable=True)
+    scenes = [*scenes_of(model, machine(["fast"] * 4, within=1e4), options)]
+    exact = Pool(options)
+    dp.run(exact, scenes, options)
+    monkeypatch.setattr(dp, "PLACES", 10)
+    found = Pool(options)
+    assert dp.run(found, scenes, options)
+    assert found.best == pytest.approx(exact.best, rel=1e-9)
+    frame = next(f for f in frames(scenes[0], options) if f.sizes == (1,) and len(f.order) == 4)
+    coarse = dp.solve(frame, found.costs(scenes[0], frame.samples), step=3)
+    assert coarse is not None
+    assert all(stage.start % 3 == 0 for stage in coarse.stages)
+    # Where only stages fit that a third place does not make, they are found.
+    units = [u.but(parameter_bytes=4 * 10**6 if n == 10 else 1) for n, u in enumerate(model.units)]
+    tight = machine(["fast"] * 4, within=1e4, room=round(1.001 * sum(4 * u.parameter_bytes for u in units) / 2))
+    assert search(model.but(units=tuple(units)), tight, options.but(candidates=1)).best is not None
 
 
 @given(cases())

@@ -64,6 +64,26 @@ def profile_with_cpu() -> Profile:
     return MODEL.but(units=tuple(units))
 
 
+def test_a_pace_that_takes_turns_is_not_taken_for_an_even_one() -> None:
+    # Behind slow links two microbatches make a round of three stages: of any three, two are quick or one is.
+    place = machine(["fast"] * 3, hosts=3, between=2e8, host_room=2**60, has_interfaces=True)
+    scene = scene_on(place, profile_with_cpu())
+    plan = pipeline(40, Order(kind="1f1b"), cut=Cut(kind="chain", bounds=(1, 4)), place=Place(workers=3))
+    timed = time_plan(plan, scene, 1.0)
+    assert isinstance(timed, Timed)
+    assert timed.time_s == simulate(compile_plan(plan, scene.profile, scene.machine)).makespan_s
+
+
+def test_a_pipeline_that_fills_slowly_is_simulated_for_longer_but_not_whole() -> None:
+    # The first stage is the slowest by little, which the last ones feel only after a while.
+    scene = scene_on(machine(["fast"] * 8), profile([1.03e-3] + [1e-3] * 7, boundary=0.0))
+    plan = pipeline(128, Order(kind="1f1b"), cut=Cut(kind="chain", bounds=tuple(range(1, 8))), place=Place(workers=8))
+    timed = time_plan(plan, scene, 1.0)
+    assert isinstance(timed, Timed)
+    assert 0 < timed.others < 128 - 3 * 8
+    assert timed.time_s == pytest.approx(simulate(compile_plan(plan, scene.profile, scene.machine)).makespan_s)
+
+
 def test_short_pipelines_and_those_that_go_in_turns_are_simulated_whole() -> None:
     scene = scene_on(machine(["fast"] * 4))
     short = pipeline(16, Order(kind="1f1b"))

@@ -45,6 +45,23 @@ def test_a_profile_without_times_on_the_machine_is_refused() -> None:
         search(profile([1e-3]), machine(["slow"]))
 
 
+def test_more_devices_than_can_be_compared_are_refused() -> None:
+    with pytest.raises(
+        InputError, match="has 8,193 devices to train on, and a plan can be looked for on 8,192 at most"
+    ):
+        search(profile([1e-3]), machine(["fast"] * 8193))
+
+
+@pytest.mark.parametrize("batch", [10**12, 10**12 + 39])  # many divisors, and a prime
+def test_batches_of_any_size_are_planned(batch: int) -> None:
+    model = profile([1e-3] * 4, {"fast": 1.0, "half": 0.5})
+    result = search(model, machine(["fast", "half"]), Options(batch=batch, is_runnable=True))
+    assert result.best is not None
+    assert result.best.samples == batch
+    # Either device alone, or both with two thirds of each microbatch's work on the faster: 12 ms a sample.
+    assert batch * 8e-3 <= result.best.time_s <= batch * 12e-3 * (1 + 1e-9)
+
+
 def test_options_that_disagree_are_refused() -> None:
     with pytest.raises(InputError, match="microbatches of 3 samples do not make up a batch of 8"):
         search(profile([1e-3]), machine(["fast"]), Options(batch=8, samples=3))

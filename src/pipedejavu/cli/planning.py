@@ -18,7 +18,7 @@ from pipedejavu.facts import InputError, Machine, Profile, format_bytes, format_
 from pipedejavu.program import compile as compile_plan
 from pipedejavu.report import Choice, render_html
 from pipedejavu.search import (
-    Advice,
+    Advised,
     Candidate,
     MemoryNeed,
     Options,
@@ -61,7 +61,7 @@ class Answer(NamedTuple):
 
     result: SearchResult
     leaner: tuple[Candidate, ...]
-    advice: tuple[Advice, ...]
+    advice: Advised
 
 
 def read_options(given: Mapping[str, object], prices: Sequence[str]) -> Options:
@@ -86,7 +86,7 @@ def run(asked: Asked) -> None:
             scene = Scene(largest.profile, scene.machine, (f"largest: {largest.text}", *scene.notes))
         result = search(scene.profile, scene.machine, asked.options, progress)
         if result.best is None:
-            raise nothing_fits(scene.profile, scene.machine, asked.options)
+            raise nothing_fits(scene.profile, scene.machine, asked.options, is_complete=result.is_complete)
         question = (scene.profile, scene.machine, asked.options, result.best, progress)
         answer = Answer(result, leaner_plans(*question) if asked.html else (), advise(*question))
     best = result.best
@@ -216,14 +216,17 @@ def explain(best: Candidate, answer: Answer, *, by_price: bool = False) -> list[
         else:
             found[0] += f" '{next_.plan.name}' {cost.format(f'{ratio:.2f}')}: {next_.bound}."
     found += [f"  {reason}" for reason in best.reasons]
-    if answer.advice:
-        first, *rest = answer.advice
+    advice, left = answer.advice
+    if advice:
+        first, *rest = advice
         text = f"To change first: with {first.change}, {first.gain:.2f}× {'cheaper' if by_price else 'faster'}"
         more = "; ".join(f"with {a.change}, {a.gain:.2f}×" for a in rest[:3])
         found.append(f"{text} ({format_seconds(first.time_s)} an update){f'; {more}' if more else ''}.")
-    else:
+    elif not left:
         better = "cheaper" if by_price else "faster"
         found.append(f"Neither memory, links, a larger batch nor older weights would make it 2 % {better}.")
+    if left:
+        found.append(f"There was no time to see what it would be with {'; with '.join(left)}.")
     return found
 
 
@@ -276,7 +279,8 @@ def _form(best: Candidate, answer: Answer, scene: Scene, asked: Asked) -> dict[s
         "candidates": [candidate(found) for found in result.candidates],
         "leaner": [candidate(found) for found in answer.leaner],
         "explain": explain(best, answer, by_price=asked.options.objective == "price"),
-        "advice": [json.loads(advice.model_dump_json()) for advice in answer.advice],
+        "advice": [json.loads(advice.model_dump_json()) for advice in answer.advice.found],
+        "advice_left": answer.advice.left,
         "searcher": result.searcher,
         "is_complete": result.is_complete,
         "num_estimated": result.num_estimated,

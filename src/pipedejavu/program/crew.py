@@ -117,7 +117,7 @@ def assign_devices(plan: Plan, machine: Machine) -> tuple[str, ...]:
             f"the plan needs {num_trainers} devices to train on, machine '{machine.name}' has {len(order)};"
             f" use {len(order)} workers or fewer, or a larger machine"
         )
-    spare = [name for name in cpus if name not in order[:num_trainers]]
+    spare = order[max(num_trainers, len(gpus)) :]
     extra = place.cpu_replicas + place.servers
     if extra and not spare:
         raise InputError(

@@ -10,6 +10,8 @@ MOST_WORKERS = 65_536
 MOST_UNITS = 4_096
 """Of a profile; deeper ones should be cut more coarsely: a cut compares all pairs of them."""
 
+MOST_DEVICES = 8_192
+"""Of a machine that a plan is looked for: lists of plans grow with them, and their rings and routes."""
 MOST_SAMPLES = 1_000_000
 """Of a batch that is shared: each is given to whoever ends soonest with it."""
 
@@ -39,6 +41,15 @@ def check_units(profile: Profile) -> None:
         raise InputError(
             f"profile '{profile.name}' has {len(profile.units):,} units, and at most {MOST_UNITS:,} can be placed;"
             " profile larger parts of the model as one unit"
+        )
+
+
+def check_devices(count: int, machine: str) -> None:
+    """Raises InputError for more devices than a plan can be looked for."""
+    if count > MOST_DEVICES:
+        raise InputError(
+            f"machine '{machine}' has {count:,} devices to train on, and a plan can be looked for on {MOST_DEVICES:,}"
+            " at most; give a machine with fewer hosts, and multiply the replicas of its plan"
         )
 
 

@@ -1,6 +1,6 @@
 """Search: the best plans for a model on a machine, with reasons; never imports torch."""
 
-from pipedejavu.search.advice import Advice, advise, nothing_fits, smallest_change
+from pipedejavu.search.advice import Advice, Advised, advise, nothing_fits, smallest_change
 from pipedejavu.search.front import leaner_plans
 from pipedejavu.search.largest import Largest, find_largest
 from pipedejavu.search.option import Options, Progress
@@ -9,6 +9,7 @@ from pipedejavu.search.search import search
 
 __all__ = [
     "Advice",
+    "Advised",
     "Candidate",
     "Largest",
     "MemoryNeed",

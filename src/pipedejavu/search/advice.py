@@ -3,6 +3,7 @@
 Nothing here is a formula: every gain is the difference between two searches.
 """
 
+import time
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -15,6 +16,10 @@ from pipedejavu.search.search import search
 
 LEAST_GAIN = 1.02
 """Below which a change is not worth a word."""
+BUDGET_S = 20.0
+"""For all changes together; those that are left then are named."""
+DOUBT = 1.05
+"""Times the estimate of the best plan, above which no plan with a change is looked at: it would hardly be faster."""
 MOST_MEMORY = 2.0**20
 """Times what is there: more than any machine will have."""
 NEAR = 1.02
@@ -34,34 +39,80 @@ class Advice(Record):
     """How many times faster, or cheaper, a sample is."""
 
 
+class Advised(NamedTuple):
+    """Changes that would pay, the largest gain first, and what there was no time to look at."""
+
+    found: tuple[Advice, ...]
+    left: tuple[str, ...]
+    """Changes as they follow 'with'."""
+
+
 class _Change(NamedTuple):
     text: str
     machine: Machine
     options: Options
+    type_: str = ""
+    """Of the devices that have memory without a limit: how much is enough is to be found."""
 
 
 def advise(
-    profile: Profile, machine: Machine, options: Options, best: Candidate, progress: Progress | None = None
-) -> tuple[Advice, ...]:
-    """Returns changes that would pay, the largest gain first; each takes one search, so all take a while.
+    profile: Profile,
+    machine: Machine,
+    options: Options,
+    best: Candidate,
+    progress: Progress | None = None,
+    time_budget_s: float = BUDGET_S,
+) -> Advised:
+    """Returns changes that would pay, each found by a search of its own, the most promising first.
 
     They are those of `auto`, whoever found the best plan: a searcher that draws, or looks at all, would take very long.
     """
-    found, is_auto, options = [], options.searcher == "auto", options.but(searcher="auto")
+    until_s, is_auto, options = (
+        time.monotonic() + time_budget_s,
+        options.searcher == "auto",
+        options.but(searcher="auto"),
+    )
     same = None if is_auto else _best(profile, machine, options)
     if same is not None and _score(same, options) < _score(best, options):
         best = same  # or the searcher's own gap would be taken for a gain
-    changes = [*_changes(machine, options), *_memory_changes(profile, machine, options)]
+    plan, found, left = best.plan, list[Advice](), list[str]()
+    links = [*_changes(machine, options)]
+    rooms = [_more_memory(machine, options, type_) for type_ in _types(machine)]
+    is_short = plan.keep.kind != "replicated" or plan.keep.activations == "host" or plan.order.has_recompute
+    changes = [*rooms, *links] if is_short else [*links, *rooms]
     for index, change in enumerate(changes):
-        if progress:
-            progress(index / len(changes), f"with {change.text}")
-        other = _best(profile, change.machine, change.options)
-        if other is None:
-            continue
-        gain = _score(best, options) / max(_score(other, options), 1e-12)
-        if gain >= LEAST_GAIN:
+        told = _part(progress, index, len(changes), f"with {change.text}")
+        other, is_sure = _with(profile, change, best, until_s, told)
+        if other is not None and change.type_ and _gain(best, other, options) >= LEAST_GAIN:
+            change = _enough(machine, change, other)  # of memory without a limit, as much as that plan needs
+            other, is_sure = _with(profile, change, best, until_s, told)
+        if other is not None and (gain := _gain(best, other, options)) >= LEAST_GAIN:
             found.append(Advice(change=change.text, time_s=other.time_s, samples=other.samples, gain=gain))
-    return tuple(sorted(found, key=lambda advice: -advice.gain))
+        elif not is_sure:
+            left.append(change.text)
+    return Advised(tuple(sorted(found, key=lambda advice: -advice.gain)), tuple(left))
+
+
+def _with(
+    profile: Profile, change: _Change, best: Candidate, until_s: float, progress: Progress | None
+) -> tuple[Candidate | None, bool]:
+    """Returns the best plan with a change, of those that may be better than without, and whether it is sure."""
+    rest_s, options = until_s - time.monotonic(), change.options
+    if rest_s <= 0:
+        return None, False
+    options = options.but(time_budget_s=min(rest_s, options.time_budget_s))
+    most = DOUBT * best.estimated_s * options.batch / best.samples
+    if options.objective == "price":
+        most *= 3600 * best.price / max(best.time_s, 1e-12)
+    try:
+        result = search(profile, change.machine, options, progress, most=most)
+    except InputError:  # a machine that was changed may lack a link
+        return None, True
+    return result.best, result.is_complete
+
+
+def _gain(best: Candidate, other: Candidate, options: Options) -> float:
+    return _score(best, options) / max(_score(other, options), 1e-12)
 
 
 def smallest_change(profile: Profile, machine: Machine, options: Options) -> str:
@@ -83,8 +134,13 @@ def smallest_change(profile: Profile, machine: Machine, options: Options) -> str
     return ", or ".join(ways)
 
 
-def nothing_fits(profile: Profile, machine: Machine, options: Options) -> InputError:
+def nothing_fits(profile: Profile, machine: Machine, options: Options, *, is_complete: bool = True) -> InputError:
     """Returns what to raise for a search without an answer: the smallest change that would fit, in a sentence."""
+    if not is_complete:
+        return InputError(
+            f"no plan for {profile.name} with a batch of {options.batch} was found on machine '{machine.name}' in"
+            f" {options.time_budget_s:g} s, and not all were looked at; give more time (--time-budget) or fewer devices"
+        )
     change = smallest_change(profile, machine, options)
     what = f"no plan for {profile.name} with a batch of {options.batch} fits machine '{machine.name}'"
     return InputError(f"{what}; this would fit: {change}" if change else f"{what}, whatever its memory")
@@ -133,21 +189,27 @@ def _with_another(machine: Machine, device: Device) -> Machine:
     return machine.but(devices=(*machine.devices, new), links=tuple(links))
 
 
-def _memory_changes(profile: Profile, machine: Machine, options: Options) -> Iterator[_Change]:
-    """Yields for each type of device the memory that the best plan would have, were there no limit."""
-    for type_ in _types(machine):
-        roomy = _best(profile, with_memory(machine, times=MOST_MEMORY, types=(type_,)), options)
-        if roomy is None:
-            continue
-        used = {need.device: need.need_bytes for need in roomy.memory}
-        parts = {d.name: d for d in machine.devices if d.type == type_}
-        extra = 0.0
-        for name, device in parts.items():
-            need = sum(size for other, size in used.items() if other == name or other.rpartition(".")[0] == name)
-            extra = max(extra, need - room_of(device))
-        if extra > 0:
-            text = f"{format_bytes(extra)} more memory on {_each(machine, type_)}"
-            yield _Change(text, with_memory(machine, extra_bytes=extra, types=(type_,)), options)
+def _more_memory(machine: Machine, options: Options, type_: str) -> _Change:
+    """Returns the change to memory without a limit."""
+    roomy = with_memory(machine, times=MOST_MEMORY, types=(type_,))
+    return _Change(f"more memory on {_each(machine, type_)}", roomy, options, type_)
+
+
+def _enough(machine: Machine, change: _Change, roomy: Candidate) -> _Change:
+    """Returns the change to the memory that the best plan has, were there no limit."""
+    used = {need.device: need.need_bytes for need in roomy.memory}
+    extra = 0.0
+    for device in (d for d in machine.devices if d.type == change.type_):
+        name = device.name
+        need = sum(size for other, size in used.items() if other == name or other.rpartition(".")[0] == name)
+        extra = max(extra, need - room_of(device))
+    text = f"{format_bytes(extra)} {change.text}"
+    return _Change(text, with_memory(machine, extra_bytes=extra, types=(change.type_,)), change.options)
+
+
+def _part(progress: Progress | None, index: int, count: int, text: str) -> Progress | None:
+    """Returns how far one of several searches is as how far all are."""
+    return (lambda share, _: progress((index + share) / count, text)) if progress else None
 
 
 def _least_memory(profile: Profile, machine: Machine, options: Options, type_: str) -> float | None:

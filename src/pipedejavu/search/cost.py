@@ -8,7 +8,7 @@ with the sum behind it: that is what makes it exact to minimise. All is worked o
 """
 
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,7 +16,8 @@ from numpy.typing import NDArray
 from pipedejavu.search.draft import Array, Draft, Mode, Scene, bucket_bytes
 from pipedejavu.search.seat import Place, Row, Seat, cpu_of, seat_of
 
-Index = NDArray[np.intp] | int
+Positions = NDArray[np.intp]
+Index = Positions | int
 
 MEETING = 0.5
 """Of other stages' transfers on a wire, the part that one meets and shares it with."""
@@ -37,17 +38,22 @@ class StageCost(NamedTuple):
 
     def bound_s(self, behind_s: Array | float) -> Array:
         """Returns what each adds once its first microbatch is through, with a way to the end and back of `behind_s`."""
-        share, live = self.seat.share, self.seat.live
-        if self.seat.is_stale:
-            return np.asarray(share * np.maximum(self.slowest_s, (self.sum_s + behind_s) / live) + self.after_s)
-        rounds, rest = divmod(share - 1, live)
-        around = np.maximum(live * self.slowest_s, self.sum_s + behind_s) if rounds else 0.0
-        return np.asarray(rest * self.slowest_s + rounds * around + self.after_s)
+        return np.asarray(bound_s(self.seat, self.sum_s, self.slowest_s, self.after_s, behind_s, np.maximum))
 
     @property
     def total_s(self) -> Array:
         """What each adds to the time of an update."""
         return np.zeros_like(self.sum_s) if self.seat.is_stale else self.sum_s
+
+
+def bound_s(seat: Seat, sum_s: Any, slowest_s: Any, after_s: Any, behind_s: Any, largest: Any = max) -> Any:
+    """Returns what stages add once their first microbatch is through, as numbers or, with `np.maximum`, as arrays."""
+    share, live = seat.share, seat.live
+    if seat.is_stale:
+        return share * largest(slowest_s, (sum_s + behind_s) / live) + after_s
+    rounds, rest = divmod(share - 1, live)
+    around = largest(live * slowest_s, sum_s + behind_s) if rounds else 0.0
+    return rest * slowest_s + rounds * around + after_s
 
 
 @dataclass(frozen=True)
@@ -190,22 +196,17 @@ class Costs:
             most_saved=np.where(count > 0, found.most_saved, 0.0),
         )
 
-    def _num_again(self, found: Sums, start: Index, end: Index, seat: Seat, mode: Mode) -> NDArray[np.intp]:
+    def _num_again(self, found: Sums, start: Index, end: Index, seat: Seat, mode: Mode) -> Positions:
         """Returns how many units of the order of `again` each stage computes again, counted over the whole model."""
         kept = self.again(seat.place.kinds).kept
         if mode.activations == "host":  # what stays does not stay here
             return np.full_like(np.asarray(end), len(kept) - 1)
         without, _ = _memory(replace(found, most_saved=np.zeros_like(found.saved)), seat, mode)
-        room = seat.place.room_bytes - without
-        high = np.full_like(np.asarray(end), len(kept) - 1)
-        low = np.zeros_like(high)
-        with_one = room - found.most_saved
-        while np.any(low < high):
-            middle = (low + high) // 2
-            fits = seat.live * (kept[middle, end] - kept[middle, start]) <= np.where(middle > 0, with_one, room)
-            fits |= low == high
-            low, high = np.where(fits, low, middle + 1), np.where(fits, middle, high)
-        return np.asarray(low)
+        room, start, end = seat.place.room_bytes - without, np.asarray(start), np.asarray(end)
+        count = np.zeros_like(end)
+        is_short = seat.live * found.saved > room
+        count[is_short] = _fewest(kept, seat.live, start[is_short], end[is_short], (room - found.most_saved)[is_short])
+        return count
 
     def again(self, kinds: tuple[str, ...]) -> "_Again":
         """Returns what computing more and more units again saves and costs, on the slowest of some kinds."""
@@ -239,6 +240,20 @@ class _Again(NamedTuple):
     order: tuple[int, ...]
     time: Array
     kept: Array
+
+
+def _fewest(kept: Array, live: int, start: Positions, end: Positions, room: Array) -> Positions:
+    """Returns how many units stages compute again at least to have room for what is kept; all where that is too few."""
+    count = np.full_like(end, len(kept) - 1)
+    is_enough = live * (kept[-1, end] - kept[-1, start]) <= room
+    start, end, room, high = start[is_enough], end[is_enough], room[is_enough], count[is_enough]
+    low = np.minimum(1, high)
+    while np.any(low < high):
+        middle = (low + high) // 2
+        fits = live * (kept[middle, end] - kept[middle, start]) <= room
+        low, high = np.where(fits, low, np.minimum(middle + 1, high)), np.where(fits, middle, high)
+    count[is_enough] = low
+    return count
 
 
 def _after(found: Sums, back: Array, seat: Seat, mode: Mode) -> Array:

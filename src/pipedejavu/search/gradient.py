@@ -19,23 +19,20 @@ from math import inf
 
 import numpy as np
 
-from pipedejavu.search.cost import Costs, estimate
+from pipedejavu.search.cost import Costs, bound_s
 from pipedejavu.search.draft import Array, Draft, Scene, Stage
 from pipedejavu.search.option import Options
 from pipedejavu.search.pool import Pool
 from pipedejavu.search.promise import solve_frames
-from pipedejavu.search.seat import seat_of
+from pipedejavu.search.seat import Seat, seat_of
 from pipedejavu.search.space import Frame
 
-STARTS, STEPS = 16, 200
+STARTS, STEPS = 16, 100
 RATE = 0.15
 MOVES = (-1, 1, -2, 2, -4, 4, -8, 8)
 """Of several cuts, in units, once they are rounded."""
 PRICE_RATE, PUSH, ENTROPY = 0.5, 10.0, 0.01
 """Of λ, μ and η, all as parts of the total time."""
-
-_Value = tuple[float, float]
-"""Of a cut: its shortage of memory, 1 where it fits, and then its time."""
 
 
 def run(pool: Pool, scenes: list[Scene], options: Options, *, is_plain: bool = False) -> bool:
@@ -77,9 +74,9 @@ def descend(frame: Frame, costs: Costs, random: np.random.Generator, *, is_plain
     rates = 1 / np.maximum(field.time[:, :, 0].sum(axis=0), 1e-12)
     shape = _Plain(units, stages, random) if is_plain else _Ordinal(units, rates, random)
     parts = _follow(field, shape, frame)
-    known: dict[tuple[int, ...], _Value] = {}
-    found = [_moved(frame, costs, bounds, known) for bounds in sorted({_rounded(part) for part in parts})]
-    return _draft(frame, min(found, key=known.__getitem__))
+    value = _Value(frame, costs)
+    found = [_moved(value, bounds, units) for bounds in sorted({_rounded(part) for part in parts})]
+    return _draft(frame, min(found, key=value.of))
 
 
 @dataclass(frozen=True)
@@ -238,22 +235,46 @@ def _rounded(parts: Array) -> tuple[int, ...]:
     return tuple(reversed(bounds))
 
 
-def _moved(
-    frame: Frame, costs: Costs, bounds: tuple[int, ...], known: dict[tuple[int, ...], _Value]
-) -> tuple[int, ...]:
+class _Value:
+    """What cuts of a frame are worth: tables of all their stages, which make a cut a matter of microseconds."""
+
+    def __init__(self, frame: Frame, costs: Costs):
+        size, units = frame.sizes[0], costs.num_units
+        self.units, self.seats, self.tables = units, list[Seat](), list[list[list[list[float]]]]()
+        self.known: dict[tuple[int, ...], tuple[float, float]] = {}
+        start, end = np.triu_indices(units + 1, 1)
+        for after in range(0, len(frame.order), size):  # from the last stage on
+            place = frame.row.place(after, size)
+            seat = seat_of(place, frame.microbatches, frame.is_stale)
+            cost = costs.stage(start, end, seat, frame.mode)
+            need = np.maximum(
+                cost.device_bytes / max(place.room_bytes, 1), cost.host_bytes / max(place.host_room_bytes, 1)
+            )
+            columns = np.zeros((units + 1, units + 1, 5))
+            columns[start, end] = np.stack([cost.sum_s, cost.total_s, cost.slowest_s, cost.after_s, need], axis=1)
+            self.seats.append(seat)
+            self.tables.append(columns.tolist())
+
+    def of(self, bounds: tuple[int, ...]) -> tuple[float, float]:
+        """Returns a cut's shortage of memory, 1 where it fits, and then its time."""
+        if bounds not in self.known:
+            behind = total = bound = 0.0
+            short, ends = 1.0, (0, *bounds, self.units)
+            for stage, (seat, table) in enumerate(zip(self.seats, self.tables, strict=True)):
+                sum_s, total_s, slowest, after, need = table[ends[-stage - 2]][ends[-stage - 1]]
+                bound = max(bound, bound_s(seat, sum_s, slowest, after, behind))
+                behind, total, short = behind + sum_s, total + total_s, max(short, need)
+            self.known[bounds] = short, total + bound
+        return self.known[bounds]
+
+
+def _moved(value: _Value, bounds: tuple[int, ...], units: int) -> tuple[int, ...]:
     """Moves one cut anywhere, or several neighbours together by a few units, while that helps."""
-
-    def value(where: tuple[int, ...]) -> _Value:
-        if where not in known:
-            cost = estimate(_draft(frame, where), costs)
-            known[where] = max(cost.shortage, 1.0), cost.time_s
-        return known[where]
-
     gains = True
     while gains:
         gains = False
-        for other in _neighbours(bounds, costs.num_units):
-            if value(other) < value(bounds):
+        for other in _neighbours(bounds, units):
+            if value.of(other) < value.of(bounds):
                 bounds, gains = other, True
                 break
     return bounds

@@ -2,18 +2,23 @@
 
 import time
 from dataclasses import dataclass, replace
+from functools import cache
 from math import inf
 
 from pipedejavu.program.crew import assign_devices, crews_of
 from pipedejavu.program.share import Split
 from pipedejavu.search.cost import Costs, Estimate, estimate, recomputed_units
-from pipedejavu.search.draft import Draft, Scene
+from pipedejavu.search.draft import Draft, Mode, Scene
 from pipedejavu.search.option import Options, Progress
+from pipedejavu.search.space import Frame
 from pipedejavu.search.write import write
 
 SLACK = 1.2
 """The simulator may rank a draft first whose estimate is so many times the least: estimates err, most of all where
 transfers and reductions meet on a network interface."""
+
+TIED = 1 + 1e-6
+"""Of a score, what others may have of which the one that needs less memory is kept."""
 
 MOST_SPLITS = 32
 """Divisions of a stage's optimizer state between a device and its host that are tried."""
@@ -36,8 +41,8 @@ class Found:
 class Pool:
     """Drafts that fit, the best of each sort."""
 
-    def __init__(self, options: Options, progress: Progress | None = None):
-        self.options, self.progress = options, progress
+    def __init__(self, options: Options, progress: Progress | None = None, most: float = inf):
+        self.options, self.progress, self.most = options, progress, most
         self.started_s = time.monotonic()
         self.found: dict[tuple[object, ...], Found] = {}
         self.num_estimated = 0
@@ -62,17 +67,19 @@ class Pool:
         return estimate(draft, self.costs(draft.scene, draft.samples))
 
     def offer(self, draft: Draft, cost: Estimate | None = None) -> float:
-        """Keeps a draft if it fits and is the best of its sort; returns its score, infinite where it does not fit."""
+        """Keeps a draft that fits and is the best of its sort; returns its score, infinite where it does not fit."""
         cost = cost or self.estimate(draft)
         if cost.shortage < self.shortage:
             self.shortage, self.tightest = cost.shortage, draft
         if not cost.fits:
             return inf
         score = self.score(draft.scene, draft.devices, cost.time_s)
+        if score > self.most:
+            return score
         if draft.mode.recomputes and not recomputed_units(draft, self.costs(draft.scene, draft.samples)):
             draft = replace(draft, mode=replace(draft.mode, recomputes=False))
-        mode = replace(draft.mode, device_pieces=0)  # divisions of state are of one sort
-        key = (draft.scene.note, mode, draft.is_stale, draft.is_shared, len(draft.stages), len(draft.devices))
+        stages, devices = len(draft.stages), len(draft.devices)
+        key = _sort(draft.scene, draft.mode, stages, devices, draft.is_stale, draft.is_shared)
         found = Found(draft, cost, score)
         if key not in self.found or found.merit < self.found[key].merit:
             self.found[key] = found
@@ -91,10 +98,20 @@ class Pool:
         """Returns what is to be least: the time of an update, or its price."""
         return time_s * self._rate(scene, devices)
 
-    def limit_s(self, scene: Scene, devices: tuple[str, ...]) -> float:
-        """Returns the time of an update on these devices beyond which nothing would be simulated."""
-        rate = self._rate(scene, devices)
-        return self.cutoff / rate if rate else inf
+    def limit(self, frame: Frame) -> float:
+        """Returns the score from which on a frame's best draft would neither be kept nor simulated."""
+        modes = {frame.mode, replace(frame.mode, recomputes=False)}  # it may have nothing to compute again
+        counts = _counts(len(frame.order), frame.sizes)
+        keys = [_sort(frame.scene, m, n, len(frame.order), frame.is_stale) for m in modes for n in counts]
+        kept = [self.found[key].score for key in keys if key in self.found]
+        if kept and len(keys) > 1:  # sorts that are worse, or were not found, are of use where they are about as good
+            kept = [SLACK * min(kept)]
+        return min(self.cutoff, max(kept, default=inf) * TIED)
+
+    def limit_s(self, frame: Frame) -> float:
+        """Returns that limit as a time."""
+        rate = self._rate(frame.scene, frame.order)
+        return self.limit(frame) / rate if rate else inf
 
     def _rate(self, scene: Scene, devices: tuple[str, ...]) -> float:
         if self.options.objective != "price":
@@ -112,7 +129,7 @@ class Pool:
         """Returns the score beyond which nothing would be simulated."""
         scores = sorted(found.score for found in self.found.values())
         count = self.options.finalists
-        return min(SLACK * scores[0], scores[count - 1]) if len(scores) >= count else inf
+        return min(SLACK * scores[0], scores[count - 1], self.most) if len(scores) >= count else self.most
 
     def ranked(self) -> list[Found]:
         """Returns what was found, best first."""
@@ -132,6 +149,24 @@ class Pool:
         """Tells how far the search is."""
         if self.progress is not None:
             self.progress(min(share, 1.0), text)
+
+
+def _sort(
+    scene: Scene, mode: Mode, stages: int, devices: int, is_stale: bool, is_shared: bool = False
+) -> tuple[object, ...]:
+    """Returns what drafts have in common of which only the best is kept."""
+    return scene.note, replace(mode, device_pieces=0), is_stale, is_shared, stages, devices
+
+
+@cache
+def _counts(total: int, sizes: tuple[int, ...]) -> frozenset[int]:
+    """Returns of how many stages, of these sizes, so many devices can be."""
+    if len(sizes) == 1:
+        return frozenset((total // sizes[0],))
+    found = [{0}] + [set[int]() for _ in range(total)]
+    for number in range(1, total + 1):
+        found[number] = {n + 1 for size in sizes if size <= number for n in found[number - size]}
+    return frozenset(found[total])
 
 
 def _estimate_shares(draft: Draft, costs: Costs, options: Options) -> Estimate:

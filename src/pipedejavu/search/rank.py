@@ -1,5 +1,6 @@
 """Ranks drafts by their real plans: each is written out, compiled and simulated, and the fastest are verified."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -14,8 +15,8 @@ from pipedejavu.search.result import Candidate, MemoryNeed
 from pipedejavu.search.write import why_not_run
 from pipedejavu.simulate import Prediction, simulate
 
-FULL = 3
-"""Microbatches for each stage among which a pipeline's pace can be seen."""
+FULL = (3, 5)
+"""Microbatches for each stage among which a pipeline's pace can be seen, in most and in nearly all cases."""
 EVEN = 1e-4
 """Part of a pace by which workers may differ in it."""
 
@@ -67,39 +68,49 @@ def time_plan(plan: Plan, scene: Scene, estimated_s: float) -> Timed | str:
     that it has then.
     """
     try:
-        pace_s = None
-        if (short := _shortened(plan)) is not None:
+        for short in _shortened(plan):
             prediction = simulate(compile_plan(short, scene.profile, scene.machine))
-            pace_s = _pace(prediction)
-        if pace_s is None:
-            prediction = simulate(compile_plan(plan, scene.profile, scene.machine))
+            if (pace_s := _pace(prediction)) is not None:
+                break
+        else:
+            pace_s, prediction = 0.0, simulate(compile_plan(plan, scene.profile, scene.machine))
         resolved = prediction.program.plan
         resolved = resolved.but(feed=resolved.feed.but(microbatches=plan.feed.microbatches))
-        return Timed(resolved, prediction, pace_s or 0.0, scene, estimated_s)
+        return Timed(resolved, prediction, pace_s, scene, estimated_s)
     except FaultsError as fault:
         return fault.faults[0]
     except InputError as fault:
         return str(fault)
 
 
-def _shortened(plan: Plan) -> Plan | None:
-    """Returns a pipeline with fewer microbatches, where that would be many fewer."""
-    few = FULL * max(plan.place.workers, 2)
-    if plan.feed.microbatches < 2 * few or plan.is_flush_free or plan.feed.kind == "share":
-        return None
+def _shortened(plan: Plan) -> Iterator[Plan]:
+    """Yields a pipeline with fewer microbatches, as long as that would be many fewer."""
     has_turns = plan.place.chunks > 1 or plan.place.stage_replicas  # several microbatches at a time
-    return None if has_turns else plan.but(feed=plan.feed.but(microbatches=few))
+    if plan.is_flush_free or plan.feed.kind == "share" or has_turns:
+        return
+    for full in FULL:
+        few = full * _depth(plan)
+        if plan.feed.microbatches >= 2 * few:
+            yield plan.but(feed=plan.feed.but(microbatches=few))
+
+
+def _depth(plan: Plan) -> int:
+    return max(plan.place.workers, 2)
 
 
 def _pace(prediction: Prediction) -> float | None:
-    """Returns what a further microbatch adds to a full pipeline; None where its workers do not go at one pace."""
+    """Returns what a further microbatch adds to a full pipeline; None where its workers do not go at one pace.
+
+    A pace may take turns: it is that of as many microbatches as there are stages, wherever one begins to count.
+    """
     program, paces = prediction.program, list[float]()
-    stages = max(program.plan.place.workers, 2)
+    depth = _depth(program.plan)
+    last = program.plan.feed.microbatches - depth  # from there on it empties
     for index, worker in enumerate(program.workers):
         piece = min(program.pieces_on[index])
         spans = zip(prediction.graph.of_action[index], worker.actions, strict=True)
         ends = [prediction.end[op] for op, a in spans if a.kind in "BI" and a.piece == piece]
-        paces.append((ends[2 * stages] - ends[stages]) / stages)
+        paces += [(ends[at] - ends[at - depth]) / depth for at in (last - 2, last - 1, last)]
     return max(paces) if max(paces) - min(paces) <= EVEN * max(paces) else None
 
 
@@ -152,12 +163,13 @@ def memory_needs(prediction: Prediction) -> tuple[MemoryNeed, ...]:
     """Returns the highest need of each memory that a program uses, over its workers and what they keep on hosts."""
     program = prediction.program
     machine, needs = program.machine, dict[str, float]()
-    for worker in prediction.workers:
+    for worker, peaks in enumerate(prediction.peaks()):
         for copy in range(program.copies):
-            device = machine.device(program.devices[worker.worker + copy * len(program.workers)])
-            for curve in worker.memory:
-                owner = device if curve.memory == "device" else machine.cpu_of(device)
-                needs[owner.name] = needs.get(owner.name, 0.0) + curve.peak_bytes
+            device = machine.device(program.devices[worker + copy * len(program.workers)])
+            for memory, peak in peaks.items():
+                if memory == "device" or peak:
+                    owner = device if memory == "device" else machine.cpu_of(device)
+                    needs[owner.name] = needs.get(owner.name, 0.0) + peak
     rooms = {name: machine.device(name).memory_bytes - machine.device(name).reserved_bytes for name in needs}
     return tuple(MemoryNeed(device=name, need_bytes=need, room_bytes=rooms[name]) for name, need in needs.items())
 

@@ -1,19 +1,22 @@
 """`search`: the best plans for a model on a machine, by one of the searchers, ranked by the simulator."""
 
 from collections.abc import Callable, Iterator
+from heapq import heapify, heappop, heappush
+from math import inf
 from typing import NamedTuple
 
-from pipedejavu.facts import Machine, Profile
+from pipedejavu.facts import Machine, Profile, paused_collector
 from pipedejavu.plan import Plan
-from pipedejavu.program.limit import check_units
+from pipedejavu.program.limit import check_devices, check_units
 from pipedejavu.search import dp, exhaustive, gradient, mcmc
 from pipedejavu.search.draft import Scene
+from pipedejavu.search.floor import floor_s
 from pipedejavu.search.option import Options, Progress
 from pipedejavu.search.pool import Found, Pool
 from pipedejavu.search.rank import Timed, admit, price_of, time_plan
 from pipedejavu.search.result import Candidate, SearchResult
 from pipedejavu.search.room import with_memory
-from pipedejavu.search.scene import scenes_of
+from pipedejavu.search.scene import scenes_of, usable
 from pipedejavu.search.share import offer_beside, offer_shares
 from pipedejavu.search.write import other_orders, stashed, write
 
@@ -36,22 +39,30 @@ SEARCHERS: dict[str, Run] = {
 
 
 def search(
-    profile: Profile, machine: Machine, options: Options | None = None, progress: Progress | None = None
+    profile: Profile,
+    machine: Machine,
+    options: Options | None = None,
+    progress: Progress | None = None,
+    *,
+    most: float = inf,
 ) -> SearchResult:
     """Returns the best plans that fit, each compiled, verified and simulated; none where nothing fits.
 
-    When the time budget is over the best so far is the answer. Raises InputError where the profile knows none of the
-    machine's devices.
+    When the time budget is over the best so far is the answer. It takes less time where only plans are of interest
+    whose estimate (of an update's time, or of its price times 3,600) is below `most`. Raises InputError where the
+    profile knows none of the machine's devices.
     """
     options = (options or Options()).agreed()
     check_units(profile)
-    pool = Pool(options, progress)
+    check_devices(len(usable(profile, machine, options)), machine.name)
+    pool = Pool(options, progress, most)
     scenes = [*scenes_of(profile, machine, options)]
     name, reason = _choose(pool, scenes, options)
     is_complete = _fill(pool, scenes, options, name)
-    ranked = _rank(pool, options, {id(scene): scene for scene in scenes})
+    with paused_collector():
+        ranked = _rank(pool, options, {id(scene): scene for scene in scenes})
     for part in (1.0, *SMALLER):
-        if ranked.candidates or pool.is_over:
+        if ranked.candidates or pool.is_over or most < inf:
             break
         # Every device may help now; and where memory was estimated too low, plans that would need less may fit.
         real = [*scenes_of(profile, machine, options, everyone=True)]
@@ -100,55 +111,76 @@ class _Ranked(NamedTuple):
     notes: list[str]
 
 
+class _Waiting(NamedTuple):
+    """A plan that may be among the best, as far as it is known."""
+
+    value: float
+    """To be least: what the simulator says, and before that what it cannot be below."""
+    is_timed: bool
+    number: int
+    plan: Plan
+    found: Found
+    timed: Timed | None = None
+
+
 def _rank(pool: Pool, options: Options, real: dict[int, Scene]) -> _Ranked:
-    """Simulates drafts on real scenes, best first, and admits the fastest; goes on while none is fit to be admitted."""
-    waiting, tried, notes = pool.ranked(), set[str](), list[str]()
-    timed: list[Timed] = []
+    """Simulates plans on real scenes and admits the fastest, until there are enough and no other can be faster.
+
+    The first of those that wait is simulated, or admitted if it was: one whose floor is above all that are admitted
+    needs no simulation. While none is fit to be admitted the next drafts come.
+    """
+    drafts, tried, notes = pool.ranked(), set[str](), list[str]()
     candidates: list[Candidate] = []
-    simulated, by_price = 0, options.objective == "price"
-
-    def key(found: Timed | Candidate) -> float:
-        value = found.time_s
-        if by_price:
-            value = found.price if isinstance(found, Candidate) else price_of(found, options)
-        return float(f"{value:.9g}")  # the last digits depend on the order of sums
-
-    while waiting and not candidates:
-        last = simulated + options.finalists
-        timed.clear()
-        while waiting and simulated < last and (not timed or pool.elapsed_s < options.time_budget_s):
-            for plan, found in _plans(pool, waiting.pop(0), options, tried):
-                pool.report(1 - 0.25 * (last - simulated) / options.finalists, f"simulating {plan.name}")
-                result = time_plan(plan, real[id(found.draft.scene)], found.estimate.time_s)
-                simulated += 1
-                if isinstance(result, Timed):
-                    timed.append(result)
-                else:
-                    notes.append(f"{plan.name}: {result}")
-        for each in sorted(timed, key=key):
-            is_enough = len(candidates) >= options.candidates
-            if is_enough and key(each) > NEAR * key(candidates[0]):
+    simulated = 0
+    while drafts and not candidates:
+        waiting: list[_Waiting] = []
+        while drafts and len(waiting) < options.finalists:
+            waiting += _plans(pool, drafts.pop(0), options, tried, len(waiting))
+        number, before = len(waiting), simulated
+        heapify(waiting)
+        while waiting:
+            item = heappop(waiting)
+            if len(candidates) >= options.candidates and item.value > NEAR * _value(candidates[0], options):
                 break
-            admitted = admit(each, options)
-            if isinstance(admitted, Candidate):
-                candidates.append(admitted)
-            else:
-                notes.append(f"{each.plan.name}: {admitted}")
-    candidates.sort(key=lambda c: (key(c), c.fullest_share))
-    near = [c for c in candidates if key(c) <= NEAR * key(candidates[0])]
-    near.sort(key=lambda c: (_effort(c), key(c), c.fullest_share))
+            if item.timed is not None:
+                admitted = admit(item.timed, options)
+                if isinstance(admitted, Candidate):
+                    candidates.append(admitted)
+                else:
+                    notes.append(f"{item.plan.name}: {admitted}")
+            elif simulated == before or pool.elapsed_s < options.time_budget_s:
+                pool.report(0.75 + 0.25 * (simulated - before) / number, f"simulating {item.plan.name}")
+                timed = time_plan(item.plan, real[id(item.found.draft.scene)], item.found.estimate.time_s)
+                simulated += 1
+                if isinstance(timed, Timed):
+                    heappush(waiting, item._replace(value=_value(timed, options), is_timed=True, timed=timed))
+                else:
+                    notes.append(f"{item.plan.name}: {timed}")
+    candidates.sort(key=lambda c: (_value(c, options), c.fullest_share))
+    near = [c for c in candidates if _value(c, options) <= NEAR * _value(candidates[0], options)]
+    near.sort(key=lambda c: (_effort(c), _value(c, options), c.fullest_share))
     return _Ranked((near + candidates[len(near) :])[: options.candidates], simulated, notes)
 
 
-def _plans(pool: Pool, found: Found, options: Options, tried: set[str]) -> Iterator[tuple[Plan, Found]]:
+def _value(found: Timed | Candidate, options: Options) -> float:
+    """Returns what is to be least of a plan, without the digits that depend on the order of sums."""
+    value = found.time_s
+    if options.objective == "price":
+        value = found.price if isinstance(found, Candidate) else price_of(found, options)
+    return float(f"{value:.9g}")
+
+
+def _plans(pool: Pool, found: Found, options: Options, tried: set[str], number: int) -> Iterator[_Waiting]:
     """Yields the plan of a draft, and in other forms where none of its own order and feed has been."""
     draft = found.draft
-    plan = write(draft, options, pool.costs(draft.scene, draft.samples))
-    yield plan, found
+    costs = pool.costs(draft.scene, draft.samples)
+    plan = write(draft, options, costs)
+    least = pool.score(draft.scene, draft.devices, floor_s(draft, costs))
+    yield _Waiting(least / 3600 if options.objective == "price" else least, False, number, plan, found)
     sort = f"{plan.order.kind} {plan.feed.kind}"
     if sort not in tried and (others := other_orders(plan, draft.scene.profile) + stashed(plan, options)):
         tried.add(sort)
-        yield from ((other, found) for other in others)
+        yield from (_Waiting(0.0, False, number + n, other, found) for n, other in enumerate(others, 1))
 
 
 def _effort(candidate: Candidate) -> tuple[bool, int]:

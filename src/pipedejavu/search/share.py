@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from math import inf
 
+from pipedejavu.program.limit import MOST_SAMPLES
 from pipedejavu.search.cost import Costs
 from pipedejavu.search.draft import Draft, Scene, Stage
 from pipedejavu.search.option import Options
@@ -20,6 +21,8 @@ MOST_DEVICES = 16
 
 def offer_shares(pool: Pool, scenes: list[Scene], options: Options) -> None:
     """Offers shares over the fastest devices, so many as may be worth it, of each scene whose devices differ."""
+    if options.batch > MOST_SAMPLES:
+        return
     for scene in scenes:
         units, kind_of = len(scene.profile.units), {name: scene.machine.device(name).kind for name in scene.devices}
         if len({*kind_of.values()}) < 2:
@@ -46,7 +49,7 @@ def offer_beside(pool: Pool, scenes: list[Scene], options: Options, run: Callabl
     for scene in scenes:
         cpus = tuple(name for name in scene.devices if scene.machine.device(name).type == "cpu")
         gpus = tuple(name for name in scene.devices if name not in cpus)
-        if len(gpus) < 2 or not cpus:
+        if len(gpus) < 2 or not cpus or options.batch > MOST_SAMPLES:
             continue
         alone, costs = pool, pool.costs(scene, 1)
         if len(scene.devices) <= MOST_FREE and _rate(costs, cpus) > (SLACK - 1) * _rate(costs, gpus):

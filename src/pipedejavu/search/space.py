@@ -4,17 +4,19 @@ A frame is a row of devices, the sizes that a stage's group may have, the microb
 that are alike are never exchanged; all other orders that matter are there as long as there are few.
 """
 
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import permutations, product
+from functools import cache
+from itertools import pairwise, permutations, product
 from math import inf
 
 import numpy as np
 
 from pipedejavu.facts import Device
 from pipedejavu.search.cost import Costs
-from pipedejavu.search.draft import PLAIN, Mode, Scene
+from pipedejavu.search.draft import PLAIN, Draft, Mode, Scene
 from pipedejavu.search.option import Options
 from pipedejavu.search.seat import Place, Row
 
@@ -24,6 +26,8 @@ MOST_FREE = 16
 """Devices of a row in which each stage may have a group of its own size."""
 MOST_SIZES = 6
 """Of microbatches."""
+HALVINGS = 10
+"""Of the interval in which the time of the longest stage of the most even cut lies."""
 
 _HOST_MODES = (
     Mode(activations="host"),
@@ -68,9 +72,22 @@ def frames(scene: Scene, options: Options) -> Iterator[Frame]:
         if 1 < count <= MOST_FREE and not has_ties:
             free = Row(scene, order)
             for samples in microbatch_sizes(options, 1):
-                sizes = tuple(r for r in divisors(options.batch // samples) if r < count)
+                sizes = _free_sizes(options, samples, count)
                 if len(sizes) > 1:
                     yield from _frames(scene, free, sizes, samples, modes, options)
+
+
+def frame_of(draft: Draft, options: Options) -> Frame:
+    """Returns the frame that a draft is a cut of."""
+    size = draft.sizes[0] if len({*draft.sizes}) == 1 else 0
+    row = Row(draft.scene, draft.devices, size)
+    sizes = (size,) if size else _free_sizes(options, draft.samples, len(draft.devices))
+    return Frame(draft.scene, row, sizes, draft.samples, draft.microbatches, draft.mode, draft.is_stale)
+
+
+def _free_sizes(options: Options, samples: int, count: int) -> tuple[int, ...]:
+    """Returns the sizes that groups of a row may have where each has its own."""
+    return tuple(r for r in divisors(options.batch // samples) if r < count)
 
 
 def _layouts(order: tuple[str, ...], size: int) -> list[tuple[str, ...]]:
@@ -212,6 +229,7 @@ def _orders(blocks: list[list[str]]) -> Iterator[tuple[str, ...]]:
         yield tuple(name for block in blocks for name in block)
 
 
+@cache
 def divisors(number: int) -> list[int]:
     """Returns the divisors of a number, ascending."""
     return [n for n in range(1, number + 1) if number % n == 0] if number < 4096 else _factored(number)
@@ -228,12 +246,10 @@ class Bounds:
     def __init__(self) -> None:
         self._rows: dict[Row, tuple[Counter[str], float, float]] = {}
         self._times: dict[tuple[object, ...], float] = {}
+        self._longest: dict[tuple[int, str, int], float] = {}
 
     def least_s(self, frame: Frame, costs: Costs) -> float:
-        """Returns such a time, or infinity where the state cannot fit.
-
-        With work w_d of a whole microbatch on device d, no cut handles microbatches faster than one in 1/Σ(1/w_d).
-        """
+        """Returns such a time, or infinity where the state cannot fit."""
         kinds, room, rooms = self._row(frame)
         mode, size = frame.mode, frame.sizes[0] if len(frame.sizes) == 1 else 1
         weights, gradients, optimizer = costs.state_bytes
@@ -249,26 +265,36 @@ class Bounds:
 
     def _least_s(self, frame: Frame, costs: Costs, kinds: Counter[str], size: int) -> float:
         work = {kind: sum(float(costs.times(kind)[row][-1]) for row in (0, 1)) for kind in kinds}
-        rate = sum(count / work[kind] if work[kind] else inf for kind, count in kinds.items())
         stages = len(frame.order) // size
         if len(frame.sizes) > 1 or frame.is_stale or (len(kinds) > 1 and stages > 1):
-            # Every device has a unit at least.
-            parts = (np.diff(costs.times(kind)[0] + costs.times(kind)[1]).min() for kind in kinds)
-            share = frame.microbatches // max(frame.sizes)
-            return max(frame.microbatches / rate, share * float(max(parts)))
+            return _mixed_s(frame, costs, kinds)
         if stages == 1:
             place = frame.row.place(0, size)
             hidden = max(sum(float(costs.times(kind)[row][-1]) for row in (1, 2)) for kind in kinds)
             reduced = _reduced_s(place, size, costs, frame.mode)
             return frame.microbatches // size * max(work.values()) + max(reduced - hidden, 0.0)
-        # All groups are alike: the slowest stage is no faster than the mean, and each cut sends the least there is.
-        share = frame.microbatches // size
+        # All groups are alike: the slowest stage is that of the most even cut, and each cut sends the least there is.
+        kind, share = next(iter(kinds)), frame.microbatches // size
         places = [frame.row.place(after, size) for after in range(0, len(frame.order), size)]
         sent = sum(place.next.latency_s + place.next.byte_s * float(costs.cut[1:-1].min()) for place in places[1:])
-        around = work[places[0].kinds[0]] + 2 * sent
+        around = work[kind] + 2 * sent
         reduced = min(_reduced_s(place, size, costs, frame.mode) for place in places)
-        mean = max(((share - 1) * work[places[0].kinds[0]] + reduced), min(p.crowd for p in places) * reduced) / stages
-        return around + max(mean, (share - 1) // min(stages, share) * around)
+        mean = max(((share - 1) * work[kind] + reduced), min(p.crowd for p in places) * reduced) / stages
+        slowest = (share - 1) * self._even_s(costs, kind, stages)
+        return around + max(mean, slowest, (share - 1) // min(stages, share) * around)
+
+    def _even_s(self, costs: Costs, kind: str, stages: int) -> float:
+        """Returns what the longest of so many stages takes for a microbatch at least, however they are cut."""
+        key = (id(costs), kind, stages)
+        if key not in self._longest:
+            ends = (costs.times(kind)[0] + costs.times(kind)[1]).tolist()
+            largest = max(b - a for a, b in pairwise(ends))
+            low, high = max(ends[-1] / stages, largest), ends[-1] / stages + largest
+            for _ in range(HALVINGS if high > low else 0):
+                middle = (low + high) / 2
+                low, high = (low, middle) if _is_cut(ends, stages, middle) else (middle, high)
+            self._longest[key] = low
+        return self._longest[key]
 
     def _row(self, frame: Frame) -> tuple[Counter[str], float, float]:
         """Returns how many devices of each kind a row has, the least room of one and the room of all."""
@@ -277,6 +303,35 @@ class Bounds:
             rooms = [float(d.memory_bytes - d.reserved_bytes) for d in devices]
             self._rows[frame.row] = Counter(d.kind for d in devices), max(rooms), sum(rooms)
         return self._rows[frame.row]
+
+
+def _mixed_s(frame: Frame, costs: Costs, kinds: Counter[str]) -> float:
+    """Returns what stages on groups of any size, or on devices of several kinds, take at least.
+
+    Say that a whole microbatch takes w on a device. Stage k with g devices takes t for a microbatch and adds at least
+    z = (m/g − 1)·t for its part of m. So Σ z/w over all devices is no less than Σ (m − g)·t/w over stages, and the
+    largest z no less than (m − max g)·v / Σ 1/w, where v adds up for each unit the least of its parts of the w; beside
+    it each unit takes its time once.
+    """
+    each = {kind: np.diff(costs.times(kind)[0] + costs.times(kind)[1]) for kind in kinds}
+    work = {kind: float(times.sum()) for kind, times in each.items()}
+    if not all(work.values()):
+        return 0.0
+    all_s = float(np.min([each[kind] / work[kind] for kind in kinds], axis=0).sum())
+    all_s /= sum(count / work[kind] for kind, count in kinds.items())
+    many, largest = frame.microbatches, max(frame.sizes)
+    # Every device has a unit at least.
+    least = max(many * all_s, many // largest * max(float(times.min()) for times in each.values()))
+    once = float(np.min([*each.values()], axis=0).sum())
+    return least if frame.is_stale else max(least, once + (many - largest) * all_s)
+
+
+def _is_cut(ends: list[float], stages: int, most: float) -> bool:
+    """Whether so many stages, each with as much as it may have, take all units."""
+    at = 0
+    for _ in range(stages):
+        at = bisect_right(ends, ends[at] + most) - 1
+    return at == len(ends) - 1
 
 
 def _reduced_s(place: Place, size: int, costs: Costs, mode: Mode) -> float:

@@ -5,7 +5,8 @@ from functools import cached_property
 
 from pipedejavu.facts import Timeline, WorkerSummary, paused_collector
 from pipedejavu.program import Graph, Program, build_graph
-from pipedejavu.program.liveness import Liveness, count_versions
+from pipedejavu.program.liveness import Liveness, Stay, count_versions
+from pipedejavu.program.verify import peak_bytes
 from pipedejavu.simulate.clock import run_events, sweep
 from pipedejavu.simulate.cost import Costs, shared_wires
 from pipedejavu.simulate.memory import trace_footprint, trace_memory
@@ -53,10 +54,20 @@ class Prediction:
         with paused_collector():
             return tuple(self._summary(index, liveness) for index in range(len(self.program.workers)))
 
-    def _summary(self, index: int, liveness: Liveness) -> WorkerSummary:
+    def peaks(self) -> list[dict[str, float]]:
+        """Returns the highest need of each worker, by memory; quicker than `workers`, which has it too."""
+        liveness = Liveness(self.program)
+        with paused_collector():
+            workers = range(len(self.program.workers))
+            return [peak_bytes(self._stays(index, liveness), liveness.fixed(index)) for index in workers]
+
+    def _stays(self, index: int, liveness: Liveness) -> list[Stay]:
         ops = self.graph.of_action[index]
         start, end = [self.start[op] for op in ops], [self.end[op] for op in ops]
-        stays = liveness.stays(index, start, end, self.makespan_s)
+        return liveness.stays(index, start, end, self.makespan_s)
+
+    def _summary(self, index: int, liveness: Liveness) -> WorkerSummary:
+        stays = self._stays(index, liveness)
         curves = trace_memory(liveness, index, stays, self.makespan_s)
         footprint = trace_footprint(liveness, index, stays)
         return WorkerSummary(

@@ -104,5 +104,5 @@ def choose_plan(
     found = search(profile, machine, options, progress)
     best = first_runnable(found.candidates)
     if best is None:
-        raise nothing_fits(profile, machine, options)
+        raise nothing_fits(profile, machine, options, is_complete=found.is_complete)
     return best

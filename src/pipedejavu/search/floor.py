@@ -1,0 +1,32 @@
+"""The floor of a draft: a time that its plan cannot be simulated to be below, so that slow ones need no simulation."""
+
+from pipedejavu.search.cost import Costs
+from pipedejavu.search.draft import Draft
+from pipedejavu.search.seat import Row, seat_of
+
+ROUNDING = 1e-9
+"""Part of a time that the order of sums may make of it."""
+
+
+def floor_s(draft: Draft, costs: Costs) -> float:
+    """Returns the time of the busiest device at least, and of what is before it: 0 where the order of work is free.
+
+    A stage begins when a microbatch has come through those before it, computes all of its part of the batch, and then
+    that microbatch's gradients have the way back; nothing is assumed to wait, to be sent or to be updated.
+    """
+    if draft.is_stale or draft.is_shared:
+        return 0.0
+    row = Row(draft.scene, draft.devices, draft.sizes[0] if len({*draft.sizes}) == 1 else 0)
+    before, floor, after = 0.0, 0.0, len(draft.devices)
+    for stage in draft.stages:
+        after -= len(stage.group)
+        seat = seat_of(row.place(after, len(stage.group)), draft.microbatches, draft.is_stale)
+        units = costs.recomputed_units(stage.start, stage.end, seat, draft.mode)
+        work, again = [], []
+        for kind in seat.place.kinds:
+            forward, backward, recompute, _ = costs.times(kind)
+            work.append(float(sum(total[stage.end] - total[stage.start] for total in (forward, backward))))
+            again.append(float(sum(recompute[unit + 1] - recompute[unit] for unit in units)))
+        floor = max(floor, before + seat.share * max(a + b for a, b in zip(work, again, strict=True)))
+        before += min(work)
+    return floor * (1 - ROUNDING)

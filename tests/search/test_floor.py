@@ -1,0 +1,58 @@
+"""Floors of drafts, below which no simulation comes, and what they spare."""
+
+from importlib import import_module
+
+import pytest
+from hypothesis import given, settings
+
+from pipedejavu.facts import Machine, Profile
+from pipedejavu.search import Options, dp, search
+from pipedejavu.search.floor import floor_s
+from pipedejavu.search.pool import Pool
+from pipedejavu.search.rank import Timed, time_plan
+from pipedejavu.search.scene import scenes_of
+from pipedejavu.search.write import write
+from tests.search.case import machine, profile
+from tests.search.test_dp import cases
+
+
+@given(cases())
+@settings(max_examples=25, deadline=None)
+def test_no_plan_is_simulated_to_be_faster_than_its_floor(case: tuple[Profile, Machine, Options]) -> None:
+    model, place, options = case
+    pool = Pool(options)
+    dp.run(pool, [*scenes_of(model, place, options)], options)
+    for found in pool.ranked()[:12]:
+        costs = pool.costs(found.draft.scene, found.draft.samples)
+        timed = time_plan(write(found.draft, options, costs), found.draft.scene, found.estimate.time_s)
+        assert isinstance(timed, Timed)
+        assert floor_s(found.draft, costs) <= timed.time_s
+
+
+def test_of_a_pipeline_without_transfers_the_floor_is_what_is_simulated() -> None:
+    # Stages of 3 and 9 ms: the first microbatch comes after 1 ms, four take 36 ms, and 2 ms are the way back.
+    model = profile([1e-3, 3e-3], weights=10**9, boundary=0.0)
+    result = search(model, machine(["fast"] * 2, within=1e6), Options(batch=4, samples=1, is_runnable=True))
+    found = next(c for c in result.candidates if c.plan.name == "2 stages")
+    assert found.time_s == pytest.approx(39e-3)
+    pool = Pool(Options(batch=4))
+    (scene, *_) = scenes_of(model, machine(["fast"] * 2, within=1e6), Options(batch=4, samples=1))
+    dp.run(pool, [scene], Options(batch=4, samples=1, is_runnable=True))
+    (draft,) = [f.draft for f in pool.ranked() if len(f.draft.stages) == 2 and f.draft.mode.is_plain]
+    assert floor_s(draft, pool.costs(scene, 1)) == pytest.approx(39e-3)
+
+
+@pytest.mark.parametrize("objective", ["time", "price"])
+def test_plans_that_need_no_simulation_are_none_of_the_answer(objective: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    # The slow device pays in none of the best plans, and in the others nearly all waits for it.
+    model = profile([1e-3] * 5, {"fast": 1.0, "half": 0.5}, weights=10**3, boundary=1e3, saved=10.0)
+    place = machine(["fast", "fast", "half"], within=1e9)
+    prices = {"fast": 1.0, "half": 3.0}
+    options = Options.model_validate(
+        {"is_runnable": True, "batch": 32, "objective": objective, "prices": prices, "candidates": 2}
+    )
+    quick = search(model, place, options)
+    monkeypatch.setattr(import_module("pipedejavu.search.search"), "floor_s", lambda *_: 0.0)
+    whole = search(model, place, options)
+    assert quick.candidates == whole.candidates
+    assert quick.num_simulated < whole.num_simulated
