@@ -26,7 +26,8 @@ def cases(draw: st.DrawFn) -> tuple[Profile, Machine, Options]:
     model = profile(
         times, KINDS, weights=draw(sizes), saved=draw(sizes), boundary=draw(sizes), update_s=draw(st.floats(0, 1e-3))
     )
-    kinds = draw(st.lists(st.sampled_from(["fast", "half", "tenth"]), min_size=1, max_size=3))
+    unlike = st.lists(st.sampled_from(["fast", "half", "tenth"]), min_size=1, max_size=3)
+    kinds = draw(st.one_of(unlike, st.integers(3, 4).map(lambda count: ["fast"] * count)))  # these can be teams
     whole = sum(4 * u.parameter_bytes + 8 * u.activation_bytes for u in model.units)
     room = draw(st.sampled_from([10**9, round(whole), round(whole / 2), round(whole / 4), round(whole / 8)]))
     hosts = draw(st.sampled_from([1, len(kinds)]))

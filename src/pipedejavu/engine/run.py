@@ -35,6 +35,7 @@ def check_runnable(program: Program) -> None:
     plan = program.plan
     cannot = {
         "a layout cut": plan.cut.kind == "layout",
+        "operators divided over teams": plan.place.stage_shards is not None,
         f"keep '{plan.keep.kind}'": plan.keep.kind.startswith("zero"),
         "feed 'mask'": plan.feed.kind == "mask",
         f"combiner 'average' with feed '{plan.feed.kind}'": plan.reduce.combiner == "average"

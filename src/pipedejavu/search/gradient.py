@@ -42,12 +42,12 @@ def run(pool: Pool, scenes: list[Scene], options: Options, *, is_plain: bool = F
     """Follows gradients in frames whose groups are alike, the most promising first."""
 
     def solve(frame: Frame, costs: Costs, _: float) -> Draft | None:
-        if len(frame.sizes) > 1:
+        if frame.is_free:
             return None
         return descend(frame, costs, np.random.default_rng(options.seed), is_plain=is_plain)
 
     def guess(frame: Frame, costs: Costs, _: float) -> Draft | None:
-        return _proportional(frame, costs) if len(frame.sizes) == 1 else None
+        return None if frame.is_free else _proportional(frame, costs)
 
     return solve_frames(pool, scenes, options, solve, guess)
 
@@ -282,6 +282,7 @@ def _neighbours(bounds: tuple[int, ...], units: int) -> Iterator[tuple[int, ...]
 def _draft(frame: Frame, bounds: tuple[int, ...]) -> Draft:
     ends, size = (0, *bounds, len(frame.scene.profile.units)), frame.sizes[0]
     stages = tuple(
-        Stage(ends[k], ends[k + 1], frame.order[k * size : (k + 1) * size]) for k in range(len(frame.order) // size)
+        Stage(ends[k], ends[k + 1], frame.order[k * size : (k + 1) * size], zero=frame.mode.zero if size > 1 else 0)
+        for k in range(len(frame.order) // size)
     )
     return Draft(frame.scene, stages, frame.samples, frame.microbatches, frame.mode, frame.is_stale)

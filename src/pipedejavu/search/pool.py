@@ -71,15 +71,23 @@ class Pool:
         score = self.score(draft.scene, draft.devices, cost.time_s)
         if draft.mode.recomputes and not recomputed_units(draft, self.costs(draft.scene, draft.samples)):
             draft = replace(draft, mode=replace(draft.mode, recomputes=False))
-        mode = replace(draft.mode, device_pieces=0)  # divisions of state are of one sort
-        key = (draft.scene.note, mode, draft.is_stale, draft.is_shared, len(draft.stages), len(draft.devices))
-        found = Found(draft, cost, score)
+        zero = max(stage.zero for stage in draft.stages)
+        if draft.mode.zero != zero:
+            draft = replace(draft, mode=replace(draft.mode, zero=zero))
+        key, found = _sort_of(draft), Found(draft, cost, score)
         if key not in self.found or found.merit < self.found[key].merit:
             self.found[key] = found
         return score
 
     def polish(self) -> None:
-        """Tries to keep some optimizer state on the device, in the best drafts that keep it on the host."""
+        """Tries more of the best drafts: some optimizer state on the device where it is kept on the host.
+
+        And ZeRO-3 where a pipeline has ZeRO-1: only by the estimate it takes as long.
+        """
+        divided = [found.draft for found in self.ranked() if found.draft.mode.zero == 1]
+        for draft in (d for d in divided[: self.options.candidates] if len(d.stages) > 1):
+            stages = tuple(replace(stage, zero=3 * stage.zero) for stage in draft.stages)
+            self.offer(replace(draft, stages=stages, mode=replace(draft.mode, zero=3)))
         on_host = [found.draft for found in self.ranked() if found.draft.mode.state == "host"]
         for draft in on_host[: self.options.candidates]:
             most = min(stage.end - stage.start for stage in draft.stages)
@@ -99,8 +107,8 @@ class Pool:
     def _rate(self, scene: Scene, devices: tuple[str, ...]) -> float:
         if self.options.objective != "price":
             return 1.0
-        kinds = (scene.machine.device(name).kind for name in devices)
-        return sum(self.options.prices.get(kind, 0.0) for kind in kinds)
+        kinds = (scene.asked.machine.device(name).kind for name in devices)
+        return scene.team_size * sum(self.options.prices.get(kind, 0.0) for kind in kinds)
 
     @property
     def best(self) -> float:
@@ -134,10 +142,19 @@ class Pool:
             self.progress(min(share, 1.0), text)
 
 
+def _sort_of(draft: Draft) -> tuple[object, ...]:
+    """Returns what drafts have in common of which one is kept; others would take its place in the simulator."""
+    num_devices = len(draft.devices) * draft.scene.team_size
+    if len({*draft.degrees}) > 1:
+        return draft.mode.recomputes, num_devices
+    mode = replace(draft.mode, device_pieces=0)  # divisions of state are of one sort
+    return draft.note, mode, draft.is_stale, draft.is_shared, len(draft.stages), num_devices
+
+
 def _estimate_shares(draft: Draft, costs: Costs, options: Options) -> Estimate:
     """Returns what unequal shares of a batch cost, by the shares that `compile` will give."""
     plan, machine = write(draft, options, costs), draft.scene.machine
-    devices = plan.place.devices or draft.devices
+    devices = draft.devices if draft.scene.teams else plan.place.devices or draft.devices
     split = Split(plan, draft.scene.profile, machine, crews_of(plan), devices)
     shares, _ = split.choose()
     if not all(shares):

@@ -118,7 +118,7 @@ def _rank(pool: Pool, options: Options, real: dict[int, Scene]) -> _Ranked:
         while waiting and simulated < last and (not timed or pool.elapsed_s < options.time_budget_s):
             for plan, found in _plans(pool, waiting.pop(0), options, tried):
                 pool.report(1 - 0.25 * (last - simulated) / options.finalists, f"simulating {plan.name}")
-                result = time_plan(plan, real[id(found.draft.scene)], found.estimate.time_s)
+                result = time_plan(plan, real[id(found.draft.scene)].asked, found.estimate.time_s)
                 simulated += 1
                 if isinstance(result, Timed):
                     timed.append(result)
@@ -152,5 +152,5 @@ def _plans(pool: Pool, found: Found, options: Options, tried: set[str]) -> Itera
 def _effort(candidate: Candidate) -> tuple[bool, int]:
     """Returns what makes a plan less simple than another that is about as fast."""
     plan = candidate.plan
-    moves = (plan.keep.kind != "replicated") + (plan.keep.activations == "host")
+    moves = (plan.keep.kind != "replicated") + (plan.keep.activations == "host") + bool(plan.place.stage_shards)
     return bool(candidate.only_costed), moves + plan.order.has_recompute + plan.is_flush_free

@@ -13,7 +13,7 @@ def offer_shares(pool: Pool, scenes: list[Scene], options: Options) -> None:
     """Offers shares over the fastest devices, so many as may be worth it, of each scene whose devices differ."""
     for scene in scenes:
         units, kind_of = len(scene.profile.units), {name: scene.machine.device(name).kind for name in scene.devices}
-        if len({*kind_of.values()}) < 2:
+        if len({*kind_of.values()}) < 2 or len(scene.degrees) > 1:
             continue
         for samples in microbatch_sizes(options, 1):
             costs = pool.costs(scene, samples)

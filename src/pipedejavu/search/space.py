@@ -21,7 +21,7 @@ from pipedejavu.search.seat import Place, Row
 MOST_ORDERS = 120
 """Of devices that are not alike; beyond that, those of one kind and host stay together."""
 MOST_FREE = 16
-"""Devices of a row in which each stage may have a group of its own size."""
+"""Devices of a row in which each stage may have a group of its own size, and teams of its own size in it."""
 MOST_SIZES = 6
 """Of microbatches."""
 
@@ -47,15 +47,46 @@ class Frame:
     """Of an update, over all replicas."""
     mode: Mode
     is_stale: bool = False
+    degrees: tuple[int, ...] = (1,)
+    """Of teams; several let each stage have its own."""
 
     @property
     def order(self) -> tuple[str, ...]:
         """The devices of the row."""
         return self.row.order
 
+    @property
+    def is_free(self) -> bool:
+        """Whether stages may have groups that are not alike."""
+        return len(self.sizes) * len(self.degrees) > 1
+
+    @property
+    def zeros(self) -> tuple[int, ...]:
+        """The ZeRO stages that a stage with replicas may have."""
+        is_one = self.sizes == (len(self.order),)
+        return (self.mode.zero,) if is_one or not self.mode.zero else (0, self.mode.zero)
+
+    def groups(self, after: int) -> Iterator[tuple[int, int]]:
+        """Yields the replicas that a stage with `after` devices behind it may have, and the devices of each."""
+        for size, shards in product(self.sizes, self.degrees):
+            if self.row.has_teams(after, size, shards):
+                yield size, shards
+
+    def seatings(self, most: int, after: int = 0) -> Iterator[tuple[tuple[int, int], ...]]:
+        """Yields all ways to divide the devices into at most `most` groups, from the first stage to the last."""
+        if after == len(self.order):
+            yield ()
+        elif most:
+            for size, shards in self.groups(after):
+                for before in self.seatings(most - 1, after + size * shards):
+                    yield *before, (size, shards)
+
 
 def frames(scene: Scene, options: Options) -> Iterator[Frame]:
     """Yields all frames of a scene."""
+    if len(scene.degrees) > 1:
+        yield from _frames_of_teams(scene, options)
+        return
     num_units, has_ties = len(scene.profile.units), bool(scene.profile.ties)
     for order in rows(scene):
         count = len(order)
@@ -71,6 +102,19 @@ def frames(scene: Scene, options: Options) -> Iterator[Frame]:
                 sizes = tuple(r for r in divisors(options.batch // samples) if r < count)
                 if len(sizes) > 1:
                     yield from _frames(scene, free, sizes, samples, modes, options)
+
+
+def _frames_of_teams(scene: Scene, options: Options) -> Iterator[Frame]:
+    """Yields frames in which each stage has its own number of replicas, and its own number of devices for each."""
+    modes = [Mode(recomputes=again, zero=zero) for zero in (0, 1) for again in (False, True)]
+    for order in (row for row in rows(scene) if len(row) > 2):
+        row = Row(scene, order)
+        for samples in microbatch_sizes(options, 1):
+            # Stages with different numbers of replicas cannot tie weights.
+            most = 2 if scene.profile.ties else len(order)
+            sizes = tuple(r for r in divisors(options.batch // samples) if r < most)
+            for mode in modes if len(sizes) > 1 else modes[:2]:
+                yield Frame(scene, row, sizes, samples, options.batch // samples, mode, degrees=scene.degrees)
 
 
 def _layouts(order: tuple[str, ...], size: int) -> list[tuple[str, ...]]:
@@ -97,8 +141,10 @@ def _frames(
     for mode in modes:
         # Checkpoints that came from another worker cannot wait on the host.
         is_possible = is_alone or not (mode.recomputes and mode.activations == "host")
-        # Gradients that several microbatches add to are held whole, divided or not.
+        # Gradients that several microbatches add to are held whole, divided or not; and so are weights in a pipeline,
+        # where ZeRO-3 takes as long as ZeRO-1 by the estimate (`Pool.polish` tries it).
         is_possible &= mode.zero != 2 or microbatches == sizes[0]
+        is_possible &= mode.zero != 3 or is_alone
         if is_possible and (divides or not mode.zero):
             yield Frame(scene, row, sizes, samples, microbatches, mode)
     stages = len(row.order) // sizes[0]
@@ -235,7 +281,7 @@ class Bounds:
         With work w_d of a whole microbatch on device d, no cut handles microbatches faster than one in 1/Σ(1/w_d).
         """
         kinds, room, rooms = self._row(frame)
-        mode, size = frame.mode, frame.sizes[0] if len(frame.sizes) == 1 else 1
+        mode, size = frame.mode, 1 if frame.is_free else frame.sizes[0]
         weights, gradients, optimizer = costs.state_bytes
         state = gradients + (weights if mode.state != "window" and mode.zero < 3 else 0.0)
         if mode.state == "device" and not mode.zero:
@@ -251,11 +297,11 @@ class Bounds:
         work = {kind: sum(float(costs.times(kind)[row][-1]) for row in (0, 1)) for kind in kinds}
         rate = sum(count / work[kind] if work[kind] else inf for kind, count in kinds.items())
         stages = len(frame.order) // size
-        if len(frame.sizes) > 1 or frame.is_stale or (len(kinds) > 1 and stages > 1):
-            # Every device has a unit at least.
+        if frame.is_free or frame.is_stale or (len(kinds) > 1 and stages > 1):
+            # Every device, or team, has a unit at least.
             parts = (np.diff(costs.times(kind)[0] + costs.times(kind)[1]).min() for kind in kinds)
             share = frame.microbatches // max(frame.sizes)
-            return max(frame.microbatches / rate, share * float(max(parts)))
+            return max(frame.microbatches / rate, share * float(max(parts)) / max(frame.degrees))
         if stages == 1:
             place = frame.row.place(0, size)
             hidden = max(sum(float(costs.times(kind)[row][-1]) for row in (1, 2)) for kind in kinds)
