@@ -53,17 +53,16 @@ def test_dynamic_programming_finds_what_looking_at_everything_finds(case: tuple[
     for scene in scenes:
         every = [*frames(scene, options)]
         for frame in every[:: 1 + len(every) // MOST_FRAMES]:
-            truth, found = Pool(options), Pool(options)
-            for draft in exhaustive.drafts(frame):
-                truth.offer(draft)
+            found = Pool(options)
+            truth = min((found.offer(draft) for draft in exhaustive.drafts(frame)), default=inf)
             best = dp.solve(frame, found.costs(scene, frame.samples))
             score = found.offer(best) if best is not None else inf
-            assert score == pytest.approx(truth.best, rel=1e-9)
+            assert score == pytest.approx(truth, rel=1e-9)
             # Stages that a limit rules out are none of the best plan's.
-            limited = dp.solve(frame, found.costs(scene, frame.samples), truth.best * 1.01)
-            assert (found.offer(limited) if limited is not None else inf) == pytest.approx(truth.best, rel=1e-9)
-            assert dp.solve(frame, found.costs(scene, frame.samples), truth.best * 0.99) is None
-            assert Bounds().least_s(frame, found.costs(scene, frame.samples)) <= truth.best * (1 + 1e-9)
+            limited = dp.solve(frame, found.costs(scene, frame.samples), truth * 1.01)
+            assert (found.offer(limited) if limited is not None else inf) == pytest.approx(truth, rel=1e-9)
+            assert dp.solve(frame, found.costs(scene, frame.samples), truth * 0.99) is None
+            assert Bounds().least_s(frame, found.costs(scene, frame.samples)) <= truth * (1 + 1e-9)
 
 
 @given(cases())
@@ -75,7 +74,7 @@ def test_both_searchers_give_the_same_best_estimate(case: tuple[Profile, Machine
         pool = Pool(options)
         run(pool, [*scenes_of(model, place, options)], options)
         bests.append(pool.best)
-    assert bests[0] == pytest.approx(bests[1], rel=1e-9)
+    assert bests[0] == pytest.approx(bests[1], rel=1e-8)  # of one sort, those with nine digits in common are equal
 
 
 @given(cases())

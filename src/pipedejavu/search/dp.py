@@ -197,12 +197,8 @@ def _draft(frame: Frame, costs: Costs, path: _Path) -> Draft:
     """Returns the draft of a path, with state whole wherever dividing it saves no time."""
     stages, behind_s = list[Stage](), 0.0
     for table, at in reversed(path.steps):
-        start, end, zero, cost = (
-            table.found.start[at],
-            table.found.end[at],
-            int(table.found.zero[at]),
-            table.found.cost,
-        )
+        found = table.found
+        start, end, zero, cost = int(found.start[at]), int(found.end[at]), int(found.zero[at]), found.cost
         sum_s = float(cost.sum_s[at])
         if zero and 0 in frame.zeros:
             place, whole = cost.seat.place, costs.stage(start, end, cost.seat._replace(zero=0), frame.mode)
@@ -210,7 +206,7 @@ def _draft(frame: Frame, costs: Costs, path: _Path) -> Draft:
             if fits and whole.sum_s <= sum_s and whole.bound_s(behind_s) <= path.slowest_s:
                 zero = 0
         behind_s += sum_s
-        stages.insert(0, Stage(int(start), int(end), table.group, table.shards, zero))
+        stages.insert(0, Stage(start, end, table.group, table.shards, zero))
     return Draft(frame.scene, tuple(stages), frame.samples, frame.microbatches, frame.mode, frame.is_stale)
 
 
