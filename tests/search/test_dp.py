@@ -26,6 +26,8 @@ def cases(draw: st.DrawFn) -> tuple[Profile, Machine, Options]:
     model = profile(
         times, KINDS, weights=draw(sizes), saved=draw(sizes), boundary=draw(sizes), update_s=draw(st.floats(0, 1e-3))
     )
+    if draw(st.booleans()):  # then ZeRO, which gathers weights, takes longer, and may save recomputing
+        model = model.but(units=tuple(u.but(gradient_bytes=u.gradient_bytes // 4) for u in model.units))
     unlike = st.lists(st.sampled_from(["fast", "half", "tenth"]), min_size=1, max_size=3)
     kinds = draw(st.one_of(unlike, st.integers(3, 4).map(lambda count: ["fast"] * count)))  # these can be teams
     whole = sum(4 * u.parameter_bytes + 8 * u.activation_bytes for u in model.units)
@@ -63,6 +65,22 @@ def test_dynamic_programming_finds_what_looking_at_everything_finds(case: tuple[
             assert (found.offer(limited) if limited is not None else inf) == pytest.approx(truth, rel=1e-9)
             assert dp.solve(frame, found.costs(scene, frame.samples), truth * 0.99) is None
             assert Bounds().least_s(frame, found.costs(scene, frame.samples)) <= truth * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("rate", [1e4, 1e5])
+@pytest.mark.parametrize("room", [850, 950, 1050])
+def test_a_stage_may_divide_its_state_to_recompute_less_though_it_then_gathers_weights(room: int, rate: float) -> None:
+    model = profile([1e-3] * 4, weights=[100, 200, 50, 100], saved=[60.0, 20.0, 50.0, 40.0])
+    model = model.but(units=tuple(u.but(gradient_bytes=u.gradient_bytes // 4) for u in model.units))
+    options = Options(batch=8, samples=1)
+    scene = next(scenes_of(model, machine(["fast"] * 4, room=room, within=rate), options))
+    pipelines = [f for f in frames(scene, options) if f.sizes == (2,) and len(f.order) == 4]
+    for frame in (f for f in pipelines if f.mode.zero == 1 and f.mode.recomputes):
+        pool = Pool(options)
+        truth = min(pool.offer(draft) for draft in exhaustive.drafts(frame))
+        best = dp.solve(frame, pool.costs(scene, frame.samples))
+        assert best is not None
+        assert pool.offer(best) == pytest.approx(truth, rel=1e-9)
 
 
 @given(cases())
