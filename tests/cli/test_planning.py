@@ -48,6 +48,23 @@ def test_what_is_written_is_what_is_told(tmp_path: Path) -> None:
     assert simulated["makespan_s"] == pytest.approx(best["time_s"])
 
 
+def test_a_stage_of_its_own_degree_is_told_written_and_only_costed(tmp_path: Path) -> None:
+    # The first unit's state of 4 GiB fits on no GPU; halves of it do, and the others need not be divided.
+    gib, out = 2**30, str(tmp_path / "plan.json")
+    model = profile([1e-3] * 9, weights=[gib] + [gib // 40] * 8, boundary=1e6)
+    asked = files(tmp_path, model, machine(["fast"] * 4, room=round(2.6 * gib), within=1e10))
+    text = run("plan", *asked, "--costed", "--out", out).stdout
+    assert "stages 1-2, operators over 2-1 devices (costed only)" in text
+    reason = "the engine does not yet divide operators over devices (place 'linear ×1-2 mesh(2-1)')"
+    assert f"\nIt is only costed: {reason}.\n" in text
+    assert Plan.load(out).place.stage_shards == (2, 1)
+    simulated = run("simulate", out, "--profile", asked[0], *asked[1:]).stdout
+    assert "gpu0 +1" in simulated
+    pytest.importorskip("torch")
+    told = refused("train", "zoo:mlp", "--plan", out)
+    assert "the engine does not run operators divided over teams yet; plan 'stages 1-2, " in told
+
+
 def test_the_least_price_is_told_in_prices(tmp_path: Path) -> None:
     kinds = {"fast": 1.0, "half": 0.5}
     asked = files(tmp_path, profile([1e-3] * 4, kinds, update_s=1e-5), machine(["fast", "half"]))

@@ -23,6 +23,9 @@ def test_a_preset_comes_back_from_its_json(name: str, tmp_path: Path) -> None:
         Plan(decisions=(Decision(axis="cut", choice="chain(4)", reason="five units"),) * 2),
         Plan(cut=Cut(kind="chain", stages=3, bounds=(1, 5)), place=Place(workers=3, devices=("c", "b", "a"))),
         Plan(cut=Cut(kind="chain"), place=Place(stage_replicas=(3, 1)), feed=Feed(microbatches=6, samples=2)),
+        Plan(
+            cut=Cut(kind="chain"), place=Place(workers=2, stage_shards=(4, 1)), keep=Keep(kind="zero-1", zeros=(0, 1))
+        ),
         Plan(feed=Feed(kind="share", shares=(0.1, 0.9)), place=Place(replicas=2)),
         Plan(feed=Feed(kind="mask", budgets=(1.0, 1e-9))),
         Plan(reduce=Reduce(clip="delayed", has_buffer_broadcast=True), keep=Keep(versions=3, persists=True)),
@@ -86,6 +89,29 @@ def test_workers_are_counted(place: Place, pipeline_size: int, num_workers: int)
     plan = Plan(cut=Cut(kind="chain"), place=place)
     assert plan.pipeline_size == pipeline_size
     assert plan.num_workers == num_workers
+
+
+@pytest.mark.parametrize(
+    ("place", "degrees"),
+    [
+        (Place(workers=2, replicas=2), (1, 1, 1, 1)),
+        (Place(workers=2, replicas=2, stage_shards=(4, 1)), (4, 1, 4, 1)),
+        (Place(stage_replicas=(1, 3), stage_shards=(2, 1)), (2, 1, 1, 1)),
+        (Place(workers=2, stage_shards=(2, 2), cpu_replicas=1, servers=1), (2, 2, 1, 1)),
+        (Place(kind="loop", workers=2, chunks=2, stage_shards=(2, 4)), (2, 4)),
+        (Place(shards=2), (1, 1)),
+    ],
+)
+def test_devices_of_each_worker_are_counted(place: Place, degrees: tuple[int, ...]) -> None:
+    plan = Plan(cut=Cut(kind="chain"), place=place)
+    assert plan.degrees == degrees
+    assert len(degrees) == plan.num_workers
+
+
+def test_each_stage_has_its_own_zero_or_that_of_all() -> None:
+    assert [Plan(keep=Keep(kind="zero-2")).zero_of(stage) for stage in range(2)] == [2, 2]
+    assert [Plan(keep=Keep(kind="zero-3", zeros=(1, 3))).zero_of(stage) for stage in range(2)] == [1, 3]
+    assert Plan(keep=Keep(kind="split")).zero_of(0) == 0
 
 
 @pytest.mark.parametrize(

@@ -503,6 +503,26 @@ BROKEN: list[tuple[Plan, str, str]] = [
         "set keep.kind to 'split', or leave keep.places out",
     ),
     (
+        preset("1f1b").plan.but(keep=Keep(kind="zero-1", zeros=(0, 2, 0, 1)), reduce=Reduce(wire="reduce-scatter")),
+        "keep.zeros has ZeRO stages of which keep 'zero-1' is not the highest",
+        "set keep.kind to the highest of them, or leave keep.zeros out",
+    ),
+    (
+        preset("1f1b").plan.but(keep=Keep(kind="zero-1", zeros=(0, 1)), reduce=Reduce(wire="reduce-scatter")),
+        "keep.zeros has 2 entries, one for each stage, and the plan has 4",
+        "give as many as there are stages, or leave keep.zeros out",
+    ),
+    (
+        preset("megatron").plan.but(place=Place(shards=4, stage_shards=(2,))),
+        "4 shards of a layout cut and teams of place.stage_shards both divide operators",
+        "use one of the two",
+    ),
+    (
+        preset("1f1b").plan.but(place=Place(workers=4, stage_shards=(2, 1))),
+        "place.stage_shards has 2 entries, and a pipeline of the place has 4 stages or workers",
+        "give one for each, or leave place.stage_shards out",
+    ),
+    (
         preset("gpipe").plan.but(place=Place(workers=2, stage_replicas=(2, 1))),
         "order 'gpipe' has no form with replicated stages",
         "use order '1f1b' or '1f1b-async', or place.replicas",

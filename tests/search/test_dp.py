@@ -26,13 +26,16 @@ def cases(draw: st.DrawFn) -> tuple[Profile, Machine, Options]:
     model = profile(
         times, KINDS, weights=draw(sizes), saved=draw(sizes), boundary=draw(sizes), update_s=draw(st.floats(0, 1e-3))
     )
+    if draw(st.booleans()):  # then ZeRO, which gathers weights, takes longer, and may save recomputing
+        model = model.but(units=tuple(u.but(gradient_bytes=u.gradient_bytes // 4) for u in model.units))
     # On one kind of device some units take much longer beside others than on the other kinds.
     factors = draw(st.lists(st.sampled_from([1.0, 5.0]), min_size=count, max_size=count))
     units = [
         u.but(times=u.times | {"half": u.times["half"].times(f)}) for u, f in zip(model.units, factors, strict=True)
     ]
     model = model.but(units=tuple(units))
-    kinds = draw(st.lists(st.sampled_from(["fast", "half", "tenth"]), min_size=1, max_size=3))
+    unlike = st.lists(st.sampled_from(["fast", "half", "tenth"]), min_size=1, max_size=3)
+    kinds = draw(st.one_of(unlike, st.integers(3, 4).map(lambda count: ["fast"] * count)))  # these can be teams
     whole = sum(4 * u.parameter_bytes + 8 * u.activation_bytes for u in model.units)
     room = draw(st.sampled_from([10**9, round(whole), round(whole / 2), round(whole / 4), round(whole / 8)]))
     hosts = draw(st.sampled_from([1, len(kinds)]))
@@ -58,17 +61,32 @@ def test_dynamic_programming_finds_what_looking_at_everything_finds(case: tuple[
     for scene in scenes:
         every = [*frames(scene, options)]
         for frame in every[:: 1 + len(every) // MOST_FRAMES]:
-            truth, found = Pool(options), Pool(options)
-            for draft in exhaustive.drafts(frame):
-                truth.offer(draft)
+            found = Pool(options)
+            truth = min((found.offer(draft) for draft in exhaustive.drafts(frame)), default=inf)
             best = dp.solve(frame, found.costs(scene, frame.samples))
             score = found.offer(best) if best is not None else inf
-            assert score == pytest.approx(truth.best, rel=1e-9)
+            assert score == pytest.approx(truth, rel=1e-9)
             # Stages that a limit rules out are none of the best plan's.
-            limited = dp.solve(frame, found.costs(scene, frame.samples), truth.best * 1.01)
-            assert (found.offer(limited) if limited is not None else inf) == pytest.approx(truth.best, rel=1e-9)
-            assert dp.solve(frame, found.costs(scene, frame.samples), truth.best * 0.99) is None
-            assert Bounds().least_s(frame, found.costs(scene, frame.samples)) <= truth.best * (1 + 1e-9)
+            limited = dp.solve(frame, found.costs(scene, frame.samples), truth * 1.01)
+            assert (found.offer(limited) if limited is not None else inf) == pytest.approx(truth, rel=1e-9)
+            assert dp.solve(frame, found.costs(scene, frame.samples), truth * 0.99) is None
+            assert Bounds().least_s(frame, found.costs(scene, frame.samples)) <= truth * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("rate", [1e4, 1e5])
+@pytest.mark.parametrize("room", [850, 950, 1050])
+def test_a_stage_may_divide_its_state_to_recompute_less_though_it_then_gathers_weights(room: int, rate: float) -> None:
+    model = profile([1e-3] * 4, weights=[100, 200, 50, 100], saved=[60.0, 20.0, 50.0, 40.0])
+    model = model.but(units=tuple(u.but(gradient_bytes=u.gradient_bytes // 4) for u in model.units))
+    options = Options(batch=8, samples=1)
+    scene = next(scenes_of(model, machine(["fast"] * 4, room=room, within=rate), options))
+    pipelines = [f for f in frames(scene, options) if f.sizes == (2,) and len(f.order) == 4]
+    for frame in (f for f in pipelines if f.mode.zero == 1 and f.mode.recomputes):
+        pool = Pool(options)
+        truth = min(pool.offer(draft) for draft in exhaustive.drafts(frame))
+        best = dp.solve(frame, pool.costs(scene, frame.samples))
+        assert best is not None
+        assert pool.offer(best) == pytest.approx(truth, rel=1e-9)
 
 
 def test_bounds_hold_where_each_kind_of_device_is_quick_at_other_units() -> None:
@@ -117,7 +135,7 @@ def test_both_searchers_give_the_same_best_estimate(case: tuple[Profile, Machine
         pool = Pool(options)
         run(pool, [*scenes_of(model, place, options)], options)
         bests.append(pool.best)
-    assert bests[0] == pytest.approx(bests[1], rel=1e-9)
+    assert bests[0] == pytest.approx(bests[1], rel=1e-8)  # of one sort, those with nine digits in common are equal
 
 
 @given(cases())

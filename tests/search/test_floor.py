@@ -24,7 +24,7 @@ def test_no_plan_is_simulated_to_be_faster_than_its_floor(case: tuple[Profile, M
     dp.run(pool, [*scenes_of(model, place, options)], options)
     for found in pool.ranked()[:12]:
         costs = pool.costs(found.draft.scene, found.draft.samples)
-        timed = time_plan(write(found.draft, options, costs), found.draft.scene, found.estimate.time_s)
+        timed = time_plan(write(found.draft, options, costs), found.draft.scene.asked, found.estimate.time_s)
         assert isinstance(timed, Timed)
         assert floor_s(found.draft, costs) <= timed.time_s
 

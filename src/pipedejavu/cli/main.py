@@ -135,7 +135,9 @@ def plan(
     ] = "time",
     price: Annotated[list[str] | None, typer.Option(help="Of an hour on a kind of device, as a100=2.5.")] = None,
     staleness: Annotated[int, typer.Option(help="How many updates old weights may be; 0 is synchronous.")] = 0,
-    costed: Annotated[bool, typer.Option(help="Also plans that the engine does not run yet (ZeRO).")] = False,
+    costed: Annotated[
+        bool, typer.Option(help="Also plans that the engine does not run yet: ZeRO, divided operators.")
+    ] = False,
     time_budget: Annotated[float, typer.Option(help="Seconds for the search.")] = 60.0,
     seed: Annotated[int, typer.Option(help="Of searchers that draw.")] = 0,
     candidates: Annotated[int, typer.Option(help="Plans to show at most.")] = 5,

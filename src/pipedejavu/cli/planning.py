@@ -216,6 +216,8 @@ def explain(best: Candidate, answer: Answer, *, by_price: bool = False) -> list[
         else:
             found[0] += f" '{next_.plan.name}' {cost.format(f'{ratio:.2f}')}: {next_.bound}."
     found += [f"  {reason}" for reason in best.reasons]
+    if not best.is_runnable:
+        found.append(f"It is only costed: {best.only_costed}.")
     advice, left = answer.advice
     if advice:
         first, *rest = advice

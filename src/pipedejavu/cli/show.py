@@ -85,7 +85,9 @@ def print_prediction(prediction: Prediction, notes: Sequence[str], files: Sequen
         taken = [worker.allocated_bytes, worker.reserved_bytes] if reserves else []
         sizes = ["–" if size is None else format_bytes(size) for size in (worker.peak_bytes, *taken, host)]
         counts = [str(worker.peak_live_microbatches), str(worker.weight_versions)]
-        shown.add_row(name, worker.device, busy, *sizes, *counts)
+        others = program.plan.degrees[worker.worker] - 1
+        device = f"{worker.device} +{others}" if others else worker.device
+        shown.add_row(name, device, busy, *sizes, *counts)
     console.print(shown)
     for decision in program.plan.decisions:
         console.print(f"\n{decision.axis}: {decision.choice} ({decision.reason})", end="")

@@ -17,6 +17,7 @@ from pipedejavu.engine.piece import PieceRunner
 from pipedejavu.engine.wire import Exchange, StagedWire, StoppedError, ThreadWire, Wire
 from pipedejavu.engine.worker import Worker
 from pipedejavu.facts import InputError, Span
+from pipedejavu.plan import Plan
 from pipedejavu.program import Program, verify
 from pipedejavu.program.value import resting
 
@@ -33,6 +34,7 @@ class Outcome:
 def check_runnable(program: Program) -> None:
     """Raises InputError for what programs may say and the engine cannot run yet."""
     plan = program.plan
+    check_teams(plan)
     cannot = {
         "a layout cut": plan.cut.kind == "layout",
         f"keep '{plan.keep.kind}'": plan.keep.kind.startswith("zero"),
@@ -47,6 +49,12 @@ def check_runnable(program: Program) -> None:
     for what, asked in cannot.items():
         if asked:
             raise InputError(f"the engine does not run {what} yet; plan '{plan.name}' needs it")
+
+
+def check_teams(plan: Plan) -> None:
+    """Raises InputError for a plan whose workers are teams of several devices."""
+    if plan.place.stage_shards is not None:
+        raise InputError(f"the engine does not run operators divided over teams yet; plan '{plan.name}' needs it")
 
 
 def check_units(program: Program, job: Job) -> None:

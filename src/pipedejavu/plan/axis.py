@@ -12,8 +12,14 @@ from pipedejavu.facts import Record
 
 Count = Annotated[int, Field(ge=1)]
 Share = Annotated[float, Field(ge=0, le=1)]
+Zero = Annotated[int, Field(ge=0, le=3)]
 Rest = Literal["device", "visit", "host", "lean", "window"]
 Layout = Literal["col", "row", "head", "stationary-x", "stationary-y", "stationary-w", "expert"]
+
+
+def in_line(numbers: tuple[int, ...]) -> str:
+    """Returns a number for each stage as '4-1-1', or once where all have the same."""
+    return "-".join(map(str, numbers if len({*numbers}) > 1 else numbers[:1]))
 
 
 class Cut(Record):
@@ -51,13 +57,16 @@ class Place(Record):
     """Workers for each stage of one linear pipeline, where stages differ; they share its microbatches."""
     shards: int = Field(default=1, ge=1)
     """Workers that hold each stage together, for a `layout` cut."""
+    stage_shards: tuple[Count, ...] | None = Field(default=None, min_length=1)
+    """Devices that each worker of a stage is a team of, which divides its operators; for each stage, or, where workers
+    have several, for each worker of a pipeline."""
     cpu_replicas: int = Field(default=0, ge=0)
     """CPU workers that each hold a whole replica beside the pipelines."""
     servers: int = Field(default=0, ge=0)
     """Workers that hold weights or sum gradients but train no samples."""
     devices: tuple[str, ...] | None = None
-    """The machine's devices, worker by worker: pipelines first, then CPU replicas, then servers. By
-    default GPUs in the machine's order, then CPUs; servers and CPU replicas take CPUs."""
+    """The machine's devices, worker by worker, of a team all: pipelines first, then CPU replicas, then servers.
+    By default GPUs in the machine's order, then CPUs; servers and CPU replicas take CPUs."""
 
     def __str__(self) -> str:
         text = f"loop({self.chunks})" if self.kind == "loop" else self.kind
@@ -69,6 +78,8 @@ class Place(Record):
             text += f" ×{self.replicas}"
         if self.shards > 1:
             text += f" mesh({self.shards})"
+        if self.stage_shards:
+            text += f" mesh({in_line(self.stage_shards)})"
         if self.cpu_replicas:
             text += f" + {self.cpu_replicas} cpu"
         if self.servers:
@@ -180,6 +191,8 @@ class Keep(Record):
     kind: Literal["replicated", "zero-1", "zero-2", "zero-3", "host", "split", "server", "shared"] = "replicated"
     """`host`: weights and optimizer state rest in host memory; `split`: weights on the device, optimizer
     state of the first pieces there too and of the rest in host memory; `shared`: one copy for all."""
+    zeros: tuple[Zero, ...] | None = Field(default=None, min_length=1)
+    """Of a zero kind, the highest of them: the one of each stage, where they differ; 0 divides nothing."""
     window: int = Field(default=1, ge=1)
     """Of weights that rest in host memory: pieces on the device at once, beside those that are prefetched."""
     device_pieces: int = Field(default=0, ge=0)
@@ -200,6 +213,8 @@ class Keep(Record):
 
     def __str__(self) -> str:
         text: str = self.kind
+        if self.zeros:
+            text = f"zero-{in_line(self.zeros)}"
         if self.kind == "host":
             text += f"({self.window})"
         if self.kind == "split":

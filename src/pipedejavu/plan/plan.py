@@ -56,6 +56,21 @@ class Plan(Record):
         return self.pipeline_size * place.replicas * place.shards + place.cpu_replicas + place.servers
 
     @property
+    def degrees(self) -> tuple[int, ...]:
+        """Devices of each worker: several where it is a team that divides operators."""
+        place = self.place
+        shards = place.stage_shards or (1,) * len(place.stage_replicas or range(place.workers))
+        each = zip(shards, place.stage_replicas or (1,) * len(shards), strict=False)  # a rule has them as long
+        line = tuple(size for size, count in each for _ in range(count))
+        return line * (place.replicas * place.shards) + (1,) * (place.cpu_replicas + place.servers)
+
+    def zero_of(self, stage: int) -> int:
+        """Returns how far a stage's state is divided over its replicas: its ZeRO stage, or 0."""
+        if self.keep.zeros is not None:
+            return self.keep.zeros[stage]
+        return int(self.keep.kind[-1]) if self.keep.kind.startswith("zero") else 0
+
+    @property
     def num_stages(self) -> int | None:
         """Stages that the place has room for; None where each unit is one."""
         if self.cut.kind != "chain":

@@ -77,7 +77,17 @@ RULES = (
         "set keep.persists so that they stay for the batch, or use 'zero-1'",
     ),
     Rule(
-        lambda plan, _: plan.keep.kind == "zero-2" and plan.is_flush_free,
+        lambda plan, _: plan.keep.zeros is not None and plan.keep.kind != f"zero-{max(plan.keep.zeros)}",
+        "keep.zeros has ZeRO stages of which keep '{keep}' is not the highest",
+        "set keep.kind to the highest of them, or leave keep.zeros out",
+    ),
+    Rule(
+        lambda plan, _: plan.keep.zeros is not None and len(plan.keep.zeros) != plan.num_stages,
+        "keep.zeros has {zeros} entries, one for each stage, and the plan has {stages}",
+        "give as many as there are stages, or leave keep.zeros out",
+    ),
+    Rule(
+        lambda plan, _: plan.is_flush_free and (plan.keep.kind == "zero-2" or 2 in (plan.keep.zeros or ())),
         "keep 'zero-2' divides gradients once they are summed, but order '1f1b-async' updates as it goes",
         "use 'zero-1', or a synchronous order such as '1f1b'",
     ),
@@ -160,6 +170,19 @@ RULES = (
         lambda plan, _: plan.place.shards > 1 and plan.cut.kind != "layout",
         "{shards} shards hold each stage together, but cut '{cut}' divides no operator",
         "set cut.kind to 'layout' and name its layouts, or place.shards to 1",
+    ),
+    Rule(
+        lambda plan, _: plan.place.stage_shards is not None and plan.place.shards > 1,
+        "{shards} shards of a layout cut and teams of place.stage_shards both divide operators",
+        "use one of the two",
+    ),
+    Rule(
+        lambda plan, _: (
+            plan.place.stage_shards is not None
+            and len(plan.place.stage_shards) != len(plan.place.stage_replicas or range(plan.place.workers))
+        ),
+        "place.stage_shards has {teams} entries, and a pipeline of the place has {seats} stages or workers",
+        "give one for each, or leave place.stage_shards out",
     ),
     Rule(
         lambda plan, _: plan.order.kind == "layer-major" and plan.place.workers > 1,
@@ -309,6 +332,10 @@ def faults_of(plan: Plan, profile: Profile) -> list[str]:
         "replicas": _num_replicas(plan),
         "trim": plan.reduce.trim,
         "m": plan.feed.microbatches,
+        "zeros": len(plan.keep.zeros or ()),
+        "stages": plan.num_stages,
+        "teams": len(plan.place.stage_shards or ()),
+        "seats": len(plan.place.stage_replicas or range(plan.place.workers)),
     }
     broken = [rule for rule in RULES if rule.breaks(plan, profile)]
     return [f"{rule.reason.format_map(facts)}; {rule.remedy.format_map(facts)}" for rule in broken]

@@ -13,18 +13,22 @@ from pipedejavu.program.passes import add_layout_collectives, add_recompute, add
 from pipedejavu.program.program import Group, Piece, Program, Worker
 from pipedejavu.program.residency import add_residency
 from pipedejavu.program.share import Split, cut_samples
+from pipedejavu.program.team import join, teams_of
 from pipedejavu.program.update import add_updates, server_actions
 
 
 def compile(plan: Plan, profile: Profile, machine: Machine, *, fold: bool = True) -> Program:  # noqa: A001
     """Returns the program of a plan; with `fold`, replicas that behave alike are held once.
 
-    The plan inside the program has every automatic choice filled in and its reason recorded. Raises
-    FaultsError for a plan that breaks a rule and InputError for one that the machine has no room for.
+    The plan inside the program has every automatic choice filled in and its reason recorded; the machine inside it has
+    one device for each team. Raises FaultsError for a plan that breaks a rule and InputError for one that the machine
+    has no room for.
     """
     check_plan(plan, profile)
     check_size(plan, profile)
-    devices = assign_devices(plan, machine)
+    teams = [*teams_of(plan, assign_devices(plan, machine))]
+    profile, machine = join(profile, machine, teams)
+    devices = tuple(team[0] for team in teams)
     plan = _resolve_cut(plan, profile, machine, devices)
     crews = crews_of(plan)
     plan, parts = _resolve_parts(plan, profile, machine, crews, devices)

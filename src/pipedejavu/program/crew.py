@@ -100,14 +100,13 @@ def with_counts(crews: list[Crew], counts: list[int], shards: int) -> list[Crew]
 
 
 def assign_devices(plan: Plan, machine: Machine) -> tuple[str, ...]:
-    """Returns the device of every worker; raises InputError where the machine has too few."""
-    place = plan.place
-    num_trainers = plan.num_workers - place.cpu_replicas - place.servers
+    """Returns the device of every worker, of a team all; raises InputError where the machine has too few."""
+    place, count = plan.place, sum(plan.degrees)
+    num_trainers = count - place.cpu_replicas - place.servers
     if place.devices is not None:
-        if len(place.devices) != plan.num_workers:
-            raise InputError(
-                f"the plan names {len(place.devices)} devices for {plan.num_workers} workers; name one for each"
-            )
+        if len(place.devices) != count:
+            what = "members of its teams" if place.stage_shards else "workers"
+            raise InputError(f"the plan names {len(place.devices)} devices for {count} {what}; name one for each")
         return tuple(machine.device(name).name for name in place.devices)
     gpus = [d.name for d in machine.devices if d.type == "gpu"]
     cpus = [d.name for d in machine.devices if d.type == "cpu"]

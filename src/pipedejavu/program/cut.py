@@ -70,7 +70,7 @@ def cut_pieces(plan: Plan, profile: Profile, bounds: tuple[int, ...]) -> tuple[P
         raise InputError(f"cut bounds {list(bounds)} must rise strictly between 0 and the {count} units")
     pieces = []
     for stage, (start, end) in enumerate(pairwise(ends)):
-        runs = _runs(plan, profile, range(start, end))
+        runs = _runs(plan, profile, stage, range(start, end))
         if plan.keep.places is not None and len(plan.keep.places) != len(runs):
             raise InputError(
                 f"keep.places has {len(plan.keep.places)} entries, and stage {stage} has {len(runs)} pieces; give one"
@@ -82,11 +82,11 @@ def cut_pieces(plan: Plan, profile: Profile, bounds: tuple[int, ...]) -> tuple[P
     return tuple(pieces)
 
 
-def _runs(plan: Plan, profile: Profile, units: range) -> list[range]:
+def _runs(plan: Plan, profile: Profile, stage: int, units: range) -> list[range]:
     """Divides a stage's units into the runs that are reduced and updated together."""
     if not plan.order.is_eager:
         return [units]
-    if plan.cut.kind == "layout" or plan.keep.kind in ("host", "split", "zero-3"):
+    if plan.cut.kind == "layout" or plan.keep.kind in ("host", "split") or plan.zero_of(stage) == 3:
         return [range(u, u + 1) for u in units]
     runs, end, size_bytes = [], units.stop, 0
     for unit in reversed(units):  # as gradients become final

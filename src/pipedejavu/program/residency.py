@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pipedejavu.program.action import Action
 from pipedejavu.program.passes import inserted
 from pipedejavu.program.program import Program
-from pipedejavu.program.value import Value, rest_of, update_place
+from pipedejavu.program.value import Value, rest_of, resting, update_place
 
 Inserts = dict[int, list[Action]]
 
@@ -39,11 +39,12 @@ def _add_weights(program: Program) -> Program:
     been dropped, and not before the update that wrote it.
     """
     keep, ahead = program.plan.keep, program.plan.order.prefetch
-    gathers = keep.kind == "zero-3" and update_place(program, 0) == "shard"
-    moving = {p for p in range(len(program.pieces)) if gathers or rest_of(program, p) == "window"}
+    pieces = range(len(program.pieces))
+    gathered = {p for p in pieces if update_place(program, p) == "shard" and ("w", "") not in resting(program, p)}
+    moving = gathered | {p for p in pieces if rest_of(program, p) == "window"}
     if not moving:
         return program
-    room = ahead + (1 if gathers else keep.window)
+    room = ahead + (1 if gathered else keep.window)
     before: list[Inserts] = []
     after: list[Inserts] = []
     for worker in program.workers:
@@ -58,7 +59,7 @@ def _add_weights(program: Program) -> Program:
             if earlier is not None and free <= earlier.last:
                 earlier.stays = True  # it would come back before it has left
                 continue
-            bring = _gather(program, use) if gathers else _weights("FETCH", use)
+            bring = _gather(program, use) if use.piece in gathered else _weights("FETCH", use)
             brings.setdefault(max(free, updated.get(key, -1) + 1), []).append(bring)
         drops: Inserts = {}
         for use in uses:

@@ -99,7 +99,7 @@ class Sizes:
 
     def _of(self, what: str, piece: int, place: str, samples: int) -> float:
         parts = self.group_size(piece) if place == "shard" else 1
-        if what == "w" and place == "shard" and self.program.plan.keep.kind != "zero-3":
+        if what == "w" and place == "shard" and self.program.plan.zero_of(self.program.pieces[piece].stage) < 3:
             return 0.0  # a view of the whole weights
         if what == "w" and self.program.plan.keep.kind == "shared":
             parts = self.program.num_replicas

@@ -163,7 +163,7 @@ class _Walk:
             return
         shard = update_place(self.program, piece) == "shard"
         yield Action("UPDATE", piece, replica, -1, update + 1, "", "~shard" if shard else "")
-        if plan.keep.kind in ("zero-1", "zero-2") and shard:
+        if shard and plan.zero_of(self.program.pieces[piece].stage) < 3:
             yield Action("GATHER", piece, replica, -1, update + 1, "w", f"*{group}")
         averages = plan.reduce.combiner == "average" and group in self.program.groups
         if averages and (update + 1) % plan.reduce.period == 0:

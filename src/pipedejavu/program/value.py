@@ -57,7 +57,7 @@ class Table:
         self.recompute_waits = not plan.order.recomputes_early
         self.prefetches_data = plan.prefetches_data
         self.clip_delay = {"none": None, "global": 0, "delayed": 1}[plan.reduce.clip]
-        self.scatters_gradient = plan.keep.kind in ("zero-2", "zero-3")
+        self.scatters_gradient = [plan.zero_of(piece.stage) >= 2 for piece in program.pieces]
         self.waves = _Waves(program) if plan.reduce.gate == "bound" else None
         self.elastic = plan.reduce.combiner == "elastic"
         self.in_turn = plan.reduce.gate == "round-robin"
@@ -147,14 +147,14 @@ class Table:
                 ("d", p, q, a.version, "") for p, q in self.program.held(worker) if p in tied and q == a.replica
             )
             return values, values, ()
-        if a.what == "d" and self.scatters_gradient:
+        if a.what == "d" and self.scatters_gradient[a.piece]:
             return (value,), (value_of(a, "shard"),), ()
         return (value,), (value,), ()
 
     def _gradient(self, piece: int, replica: int, update: int) -> Value:
         """The gradient where the piece's update finds it."""
         place = self.update_places[piece]
-        return ("d", piece, replica, update, place if place == "host" or self.scatters_gradient else "")
+        return ("d", piece, replica, update, place if place == "host" or self.scatters_gradient[piece] else "")
 
     def _update(self, a: Action, _worker: int) -> Effects:
         _, piece, replica, _, version, _, via = a
@@ -252,7 +252,7 @@ def rest_of(program: Program, piece: int) -> Rest:
 def resting(program: Program, piece: int) -> tuple[tuple[str, str], ...]:
     """Returns what of a piece is where before the first action and after the last: weights, and state that visits."""
     place, rest = update_place(program, piece), rest_of(program, piece)
-    if rest == "window" or program.plan.keep.kind == "zero-3":
+    if rest == "window" or program.plan.zero_of(program.pieces[piece].stage) == 3:
         return (("w", place),)
     if rest == "visit":
         return ("w", ""), ("o", "host")
@@ -263,5 +263,5 @@ def update_place(program: Program, piece: int) -> str:
     """Returns where a piece's update runs: '', 'host' or 'shard'."""
     if rest_of(program, piece) in ("host", "lean", "window"):
         return "host"
-    has_group = f"s{program.pieces[piece].stage}" in program.groups
-    return "shard" if program.plan.keep.kind.startswith("zero") and has_group else ""
+    stage = program.pieces[piece].stage
+    return "shard" if program.plan.zero_of(stage) and f"s{stage}" in program.groups else ""

@@ -202,7 +202,6 @@ def _rest_faults(program: Program) -> Iterator[str]:
     plan = program.plan
     if plan.version.kind == "torn":
         return
-    takes_over = {"UPDATE", "RECV"} | ({"GATHER"} if plan.keep.kind != "zero-3" else set())
     table = Table(program)
     for index, worker in enumerate(program.workers):
         homes = {home: resting(program, home[0]) for home in program.held(index)}
@@ -219,7 +218,9 @@ def _rest_faults(program: Program) -> Iterator[str]:
                     if what not in "wo" or (piece, replica) not in homes:
                         continue
                     older = (what, piece, replica, version - 1, place)
-                    if a.kind in takes_over and last_read.get(older, -1) < position:
+                    is_kept = a.kind == "GATHER" and plan.zero_of(program.pieces[piece].stage) == 3
+                    takes_over = a.kind in ("UPDATE", "RECV", "GATHER") and not is_kept
+                    if takes_over and last_read.get(older, -1) < position:
                         there.discard(older)
                     there.add((what, piece, replica, version, place))
         at_end = {(what, *home, plan.steps, place) for home, rests in homes.items() for what, place in rests}

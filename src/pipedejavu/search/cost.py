@@ -7,13 +7,14 @@ less than one's way to the last stage and back. So the cost is a sum and a maxim
 with the sum behind it: that is what makes it exact to minimise. All is worked out for arrays of stages at once.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from pipedejavu.search.draft import Array, Draft, Mode, Scene, bucket_bytes
+from pipedejavu.search.draft import Array, Draft, Mode, Scene, Stage, bucket_bytes
 from pipedejavu.search.seat import Place, Row, Seat, cpu_of, seat_of
 
 Positions = NDArray[np.intp]
@@ -133,7 +134,7 @@ class Costs:
             if mode.activations == "host":
                 moved = moved + (found.checkpoints if mode.recomputes else found.saved)
             forward, back = (np.maximum(part, moved * seat.place.host.byte_s) for part in (forward, back))
-        if mode.zero == 3 and seat.place.is_alone:  # weights come for each use, ahead of it
+        if seat.zero == 3 and seat.place.is_alone:  # weights come for each use, ahead of it
             gathered = seat.place.ring.turn(len(seat.place.group), found.weights, found.count)
             forward, back = (np.maximum(part, gathered) for part in (forward, back))
         sent_bytes = found.leaves * (1 + MEETING * seat.place.meets * (1 - 1 / seat.share))
@@ -259,7 +260,7 @@ def _fewest(kept: Array, live: int, start: Positions, end: Positions, room: Arra
 def _after(found: Sums, back: Array, seat: Seat, mode: Mode) -> Array:
     """Returns what follows the last backward: reductions, and the update where it rests."""
     size = len(seat.place.group)
-    after = found.update / (size if mode.zero else 1)
+    after = found.update / (size if seat.zero else 1)
     if mode.state != "device":
         out, into = (part * seat.place.host.byte_s for part in (found.hosted_gradients, found.hosted_weights))
         if mode.state == "window":
@@ -272,8 +273,8 @@ def _after(found: Sums, back: Array, seat: Seat, mode: Mode) -> Array:
     ring, crowd = seat.place.ring, seat.place.crowd
     messages = _messages(found, seat, mode)
     gradients = np.minimum(crowd * found.gradients, found.all_gradients)
-    reduced = (1 if mode.zero else 2) * ring.turn(size, gradients, messages)
-    if mode.zero in (1, 2) or (mode.zero == 3 and not seat.place.is_alone):  # new weights are gathered, or the batch's
+    reduced = (1 if seat.zero else 2) * ring.turn(size, gradients, messages)
+    if seat.zero in (1, 2) or (seat.zero == 3 and not seat.place.is_alone):  # new weights are gathered, or the batch's
         after = after + ring.turn(size, np.minimum(crowd * found.weights, found.all_weights), messages)
     if seat.place.is_alone:
         reduced = np.maximum(reduced - back * (1 - 1 / found.count), reduced / found.count)
@@ -303,9 +304,9 @@ def _memory(found: Sums, seat: Seat, mode: Mode) -> tuple[Array, Array]:
         held = held + 2 * found.most_checkpoint
     if mode.recomputes:
         held = held + found.most_saved
-    optimizer = found.optimizer / (size if mode.zero else 1)
+    optimizer = found.optimizer / (size if seat.zero else 1)
     weights = found.weights * (2 if seat.is_stale else 1)
-    if mode.zero == 3:
+    if seat.zero == 3:
         weights = weights / size + (3 * found.most_weights if seat.place.is_alone else weights)
     elif mode.state != "device":
         host = host + found.hosted_weights + found.hosted_gradients + found.hosted_optimizer
@@ -331,36 +332,39 @@ class Estimate(NamedTuple):
 
 def estimate(draft: Draft, costs: Costs) -> Estimate:
     """Returns what a draft of stages costs."""
-    machine, mode = draft.scene.machine, draft.mode
-    row = Row(draft.scene, draft.devices, draft.sizes[0] if len({*draft.sizes}) == 1 else 0)
-    total, behind, slowest, after = 0.0, 0.0, 0.0, 0
+    machine = draft.scene.machine
+    total, behind, slowest = 0.0, 0.0, 0.0
     memory: dict[str, float] = {}
-    for stage in reversed(draft.stages):
-        seat = seat_of(row.place(after, len(stage.group)), draft.microbatches, draft.is_stale)
-        after += len(stage.group)
-        cost = costs.stage(stage.start, stage.end, seat, mode)
+    for stage, seat in seats_of(draft):
+        cost = costs.stage(stage.start, stage.end, seat, draft.mode)
         slowest = max(slowest, float(cost.bound_s(behind)))
         behind += float(cost.sum_s)
         total += float(cost.total_s)
         for name in stage.group:
-            memory[name] = memory.get(name, 0.0) + float(cost.device_bytes)
+            memory[name] = memory.get(name, 0.0) + float(cost.device_bytes) / stage.shards
             if cost.host_bytes:
                 cpu = cpu_of(machine, name)
                 assert cpu is not None
-                memory[cpu.name] = memory.get(cpu.name, 0.0) + float(cost.host_bytes)
+                memory[cpu.name] = memory.get(cpu.name, 0.0) + float(cost.host_bytes) / stage.shards
     rooms = {name: machine.device(name).memory_bytes - machine.device(name).reserved_bytes for name in memory}
     shortage = max(memory[name] / max(room, 1) for name, room in rooms.items())
     return Estimate(total + slowest, memory, shortage)
 
 
+def seats_of(draft: Draft) -> Iterator[tuple[Stage, Seat]]:
+    """Yields the stages of a draft, the last one first, and where they are."""
+    row = Row(draft.scene, draft.devices, draft.sizes[0] if draft.is_even and not draft.has_teams else 0)
+    after = workers = 0
+    for stage in reversed(draft.stages):
+        place = row.place(after, stage.replicas, stage.shards)
+        yield stage, seat_of(place, draft.microbatches, draft.is_stale, stage.zero, workers)
+        after, workers = after + len(stage.group), workers + stage.replicas
+
+
 def recomputed_units(draft: Draft, costs: Costs) -> tuple[int, ...]:
     """Returns the units of a draft that are computed again."""
-    row = Row(draft.scene, draft.devices, draft.sizes[0] if len({*draft.sizes}) == 1 else 0)
     found: list[int] = []
-    after = 0
-    for stage in reversed(draft.stages):
-        seat = seat_of(row.place(after, len(stage.group)), draft.microbatches, draft.is_stale)
-        after += len(stage.group)
+    for stage, seat in seats_of(draft):
         found += costs.recomputed_units(stage.start, stage.end, seat, draft.mode)
     return tuple(sorted(found))
 

@@ -3,10 +3,12 @@
 The cost is Σ a + max z over stages. Under a bound on z the least Σ a is a shortest path, from the last stage to the
 first, as z only grows with the sum behind a stage. A better plan than the best so far must have its z below best − Σ a,
 which is the next bound. So every bound rules out all that lies above it, and the loop ends with the optimum.
+What a stage costs depends on the devices behind it and on the workers that they are: these two are the states.
 """
 
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from itertools import product
 from math import inf
 
 import numpy as np
@@ -26,14 +28,17 @@ EXACT = 1e-10
 """Parts of a time that do not count."""
 
 
-@dataclass(frozen=True)
-class _Table:
-    """Stages of `size` devices before `after` others that fit: pairs of a start and an end, sorted by starts."""
+FIRST, LAST = 0, 1
+"""States: nothing stands behind a stage, and nothing before."""
 
-    after: int
-    size: int
+
+@dataclass(frozen=True)
+class _Stages:
+    """Stages that fit, and what they cost: pairs of a start and an end, sorted by starts."""
+
     start: NDArray[np.intp]
     end: NDArray[np.intp]
+    zero: NDArray[np.intp]
     cost: StageCost
 
     @cached_property
@@ -46,21 +51,44 @@ class _Table:
         """What each adds at least once its first microbatch is through."""
         return self.cost.bound_s(0.0)
 
+    @cached_property
+    def longest(self) -> int:
+        """The most units that one has."""
+        return int((self.end - self.start).max(initial=0))
+
+    def only(self, chosen: NDArray[np.bool_]) -> "_Stages":
+        """Returns some of them."""
+        cost = StageCost(self.cost.seat, *(column[chosen] for column in self.cost[1:]))
+        return _Stages(self.start[chosen], self.end[chosen], self.zero[chosen], cost)
+
+
+@dataclass(frozen=True)
+class _Table:
+    """Stages of one group; for stages that may divide their state there may be two."""
+
+    behind: int
+    """The state of what stands behind them; `ahead` is that with them."""
+    ahead: int
+    group: tuple[str, ...]
+    shards: int
+    found: _Stages
+
     def within(self, bound: float) -> "_Table":
         """Returns the table without stages that are above a bound whatever stands behind them."""
-        return self.only(self.bound_s <= bound)
+        return replace(self, found=self.found.only(self.found.bound_s <= bound))
 
-    def only(self, chosen: NDArray[np.bool_]) -> "_Table":
-        """Returns the table with some of its stages."""
-        cost = StageCost(self.cost.seat, *(column[chosen] for column in self.cost[1:]))
-        return _Table(self.after, self.size, self.start[chosen], self.end[chosen], cost)
+    def totals(self, best: Array, limit: float) -> Array:
+        """Returns the least sums of stages with what is behind them; infinite where a stage is above the limit."""
+        behind, cost = best[self.behind, self.found.end], self.found.cost
+        return np.where(cost.bound_s(behind) <= limit, cost.sum_s + behind, inf)
 
 
 @dataclass(frozen=True)
 class _Path:
     """A cut of all units."""
 
-    steps: tuple[tuple[_Table, int, int], ...]
+    steps: tuple[tuple[_Table, int], ...]
+    """Each a table and a position there, from the first stage on."""
     sum_s: float
     slowest_s: float
 
@@ -75,7 +103,7 @@ def solve(frame: Frame, costs: Costs, limit_s: float = inf, step: int = 1) -> Dr
     Of a model with many units it is found sooner among the cuts behind every `step`-th one.
     """
     tables = _tables(frame, costs, limit_s, step)
-    least = _least_slowest(frame, costs, tables)
+    least = _least_slowest(costs, tables)
     best, bound, probe = None, inf, least
     while bound >= least and least < limit_s:
         found = _shortest(frame, costs, tables, bound)
@@ -94,48 +122,72 @@ def solve(frame: Frame, costs: Costs, limit_s: float = inf, step: int = 1) -> Dr
         bound = (limit_s - found.sum_s) * (1 - EXACT)
         probe = (least + bound) / 2
         tables = [table.within(bound) for table in tables]
-    return None if best is None else _draft(frame, best)
+    return None if best is None else _draft(frame, costs, best)
 
 
 def _tables(frame: Frame, costs: Costs, limit_s: float, step: int) -> list[_Table]:
-    """Returns the stages that may stand before each number of devices in a pipeline that takes less than a time.
+    """Returns the stages that may stand before others in a pipeline that takes less than a time, those last first.
 
     There are none where all of them together would be too short.
     """
     count, tables, are_alike, length = len(frame.order), list[_Table](), _are_alike(frame), 0
     sums: dict[object, tuple[NDArray[np.intp], NDArray[np.intp], Sums]] = {}
-    known: dict[object, _Table] = {}
+    known: dict[object, list[_Stages]] = {}
+    states: dict[int, dict[int, int]] = {0: {0: FIRST}, count: {0: LAST}}
+    number = LAST
     for after in range(count):
-        for size in frame.sizes:
-            if after + size > count or (len(frame.sizes) == 1 and after % size):
-                continue
-            place = frame.row.place(after, size)
-            seat = seat_of(place, frame.microbatches, frame.is_stale)
-            ends = (after == 0, after + size == count)  # the last stage ends with the model, the first begins with it
+        for (workers, behind), (size, shards) in product(states.get(after, {}).items(), frame.groups(after)):
+            place, used = frame.row.place(after, size, shards), after + size * shards
+            seat = seat_of(place, frame.microbatches, frame.is_stale, 0, workers)
+            ends = (after == 0, used == count)  # the last stage ends with the model, the first begins with it
             alike, key = (place.kinds, place.cpu, seat.share, ends), (seat.live, place.likeness(), ends)
             if alike not in sums:
                 start, end = _pairs(seat, costs, limit_s, step, *ends)
                 sums[alike] = start, end, costs.add_up(start, end, place, frame.mode)
             if key not in known:
-                start, end, found = sums[alike]
-                cost = costs.stage(start, end, seat, frame.mode, found)
-                fits = (cost.device_bytes <= place.room_bytes) & (cost.host_bytes <= place.host_room_bytes)
-                known[key] = _Table(after, size, start, end, cost).only(fits)
-            tables.append(replace(known[key], after=after))
+                known[key] = _choose(frame, costs, seat, *sums[alike])
+            ahead = states.setdefault(used, {}).setdefault(0 if used == count else workers + size, number + 1)
+            number = max(number, ahead)
+            group = frame.order[count - used : count - after]
+            tables += [_Table(behind, ahead, group, shards, found) for found in known[key]]
             if are_alike:
-                longest = int((tables[-1].end - tables[-1].start).max(initial=0))
+                longest = max(found.longest for found in known[key])
                 length += longest
                 # The more devices are behind a stage the more it holds, so that none before this one is longer.
-                if after and length + longest * (count // size - len(tables)) < costs.num_units:
+                if after and length + longest * ((count - used) // size) < costs.num_units:
                     return []
     return tables
 
 
 def _are_alike(frame: Frame) -> bool:
     """Whether stages differ in nothing that memory depends on but in how many are behind them."""
+    if frame.is_free:
+        return False
     size = frame.sizes[0]
     places = (frame.row.place(after, size) for after in range(0, len(frame.order), size))
-    return len(frame.sizes) == 1 and len({(p.kinds, p.room_bytes, p.host_room_bytes) for p in places}) == 1
+    return len({(p.kinds, p.room_bytes, p.host_room_bytes) for p in places}) == 1
+
+
+def _choose(
+    frame: Frame, costs: Costs, seat: Seat, start: NDArray[np.intp], end: NDArray[np.intp], sums: Sums
+) -> list[_Stages]:
+    """Returns the stages that fit, each with the ZeRO stage that is best for it; where neither is, with both."""
+    place, found = seat.place, list[tuple[_Stages, NDArray[np.bool_]]]()
+    for zero in frame.zeros if len(place.group) > 1 else (0,):
+        cost = costs.stage(start, end, seat._replace(zero=zero), frame.mode, sums)
+        fits = (cost.device_bytes <= place.room_bytes) & (cost.host_bytes <= place.host_room_bytes)
+        found.append((_Stages(start, end, np.full_like(start, zero), cost), fits))
+    if len(found) == 1:
+        return [found[0][0].only(found[0][1])]
+    (whole, whole_fits), (divided, divided_fits) = found
+    pairs = [*zip(divided.cost[1:4], whole.cost[1:4], strict=True)]
+    is_no_slower = np.logical_and.reduce([one <= other for one, other in pairs])
+    is_no_faster = np.logical_and.reduce([one >= other for one, other in pairs])
+    divides = divided_fits & (is_no_slower | ~whole_fits)
+    columns = (np.where(divides, one, other) for one, other in zip(divided.cost[1:], whole.cost[1:], strict=True))
+    best = _Stages(start, end, np.where(divides, divided.zero, whole.zero), StageCost(seat, *columns))
+    either = divided_fits & whole_fits & ~is_no_slower & ~is_no_faster
+    return [best.only(divided_fits | whole_fits), *([divided.only(either)] if either.any() else [])]
 
 
 def _pairs(
@@ -159,55 +211,63 @@ def _pairs(
     return places[start], places[np.arange(len(start)) - begins + start + 1]
 
 
-def _least_slowest(frame: Frame, costs: Costs, tables: list[_Table]) -> float:
+def _least_slowest(costs: Costs, tables: list[_Table]) -> float:
     """Returns what the largest z is at least, whatever stands behind each stage."""
-    best = np.full((len(frame.order) + 1, costs.num_units + 1), inf)
-    best[0, -1] = 0.0
+    best = _unreached(costs, tables)
     for table in tables:
-        slowest = np.maximum(table.bound_s, best[table.after, table.end])
-        np.minimum.at(best[table.after + table.size], table.start, slowest)
-    return float(best[-1, 0])
+        slowest = np.maximum(table.found.bound_s, best[table.behind, table.found.end])
+        np.minimum.at(best[table.ahead], table.found.start, slowest)
+    return float(best[LAST, 0])
+
+
+def _unreached(costs: Costs, tables: list[_Table]) -> Array:
+    """Returns what there is to add to: for each state and each first unit of it, nothing, or that it is not reached."""
+    best = np.full((max((table.ahead for table in tables), default=LAST) + 1, costs.num_units + 1), inf)
+    best[FIRST, -1] = 0.0
+    return best
 
 
 def _shortest(frame: Frame, costs: Costs, tables: list[_Table], bound: float) -> _Path | None:
     """Returns the path with the least sum of those whose stages are all within the bound."""
     limit = bound * (1 + EXACT / 2)
-    best = np.full((len(frame.order) + 1, costs.num_units + 1), inf)
-    best[0, -1] = 0.0
+    best = _unreached(costs, tables)
     chosen = np.zeros(best.shape, dtype=np.intp)
     for index, table in enumerate(tables):
-        if not len(table.start):
+        first, ahead = table.found.first, table.ahead
+        if not len(first):
             continue
-        found, start = np.minimum.reduceat(_totals(table, best, limit), table.first), table.start[table.first]
-        ahead = table.after + table.size
+        found, start = np.minimum.reduceat(table.totals(best, limit), first), table.found.start[first]
         better = found < best[ahead, start]
         best[ahead, start[better]], chosen[ahead, start[better]] = found[better], index
-    if best[-1, 0] == inf:
+    if best[LAST, 0] == inf:
         return None
-    steps, used, at, slowest = [], len(frame.order), 0, 0.0
-    while used:
-        table = tables[chosen[used, at]]
-        here = table.only(table.start == at)
-        one = int(_totals(here, best, limit).argmin())
-        last = int(here.end[one])
-        steps.append((table, at, last))
-        slowest = max(slowest, float(here.cost.bound_s(best[table.after, here.end])[one]))
-        used, at = table.after, last
-    total_s = 0.0 if frame.is_stale else float(best[-1, 0])
+    steps, state, at, slowest = list[tuple[_Table, int]](), LAST, 0, 0.0
+    while state != FIRST:
+        table = tables[chosen[state, at]]
+        here = replace(table, found=table.found.only(table.found.start == at))
+        one = int(here.totals(best, limit).argmin())
+        steps.append((here, one))
+        at = int(here.found.end[one])
+        slowest = max(slowest, float(here.found.cost.bound_s(best[table.behind, at])[one]))
+        state = table.behind
+    total_s = 0.0 if frame.is_stale else float(best[LAST, 0])
     return _Path(tuple(steps), total_s, slowest)
 
 
-def _totals(table: _Table, best: Array, limit: float) -> Array:
-    """Returns the least sums of stages with what is behind them; infinite where a stage is above the limit."""
-    behind = best[table.after, table.end]
-    return np.where(table.cost.bound_s(behind) <= limit, table.cost.sum_s + behind, inf)
-
-
-def _draft(frame: Frame, path: _Path) -> Draft:
-    count, stages = len(frame.order), []
-    for table, start, end in path.steps:
-        first = count - table.after - table.size
-        stages.append(Stage(start, end, frame.order[first : first + table.size]))
+def _draft(frame: Frame, costs: Costs, path: _Path) -> Draft:
+    """Returns the draft of a path, with state whole wherever dividing it saves no time."""
+    stages, behind_s = list[Stage](), 0.0
+    for table, at in reversed(path.steps):
+        found = table.found
+        start, end, zero, cost = int(found.start[at]), int(found.end[at]), int(found.zero[at]), found.cost
+        sum_s = float(cost.sum_s[at])
+        if zero and 0 in frame.zeros:
+            place, whole = cost.seat.place, costs.stage(start, end, cost.seat._replace(zero=0), frame.mode)
+            fits = whole.device_bytes <= place.room_bytes and whole.host_bytes <= place.host_room_bytes
+            if fits and whole.sum_s <= sum_s and whole.bound_s(behind_s) <= path.slowest_s:
+                zero = 0
+        behind_s += sum_s
+        stages.insert(0, Stage(start, end, table.group, table.shards, zero))
     return Draft(frame.scene, tuple(stages), frame.samples, frame.microbatches, frame.mode, frame.is_stale)
 
 

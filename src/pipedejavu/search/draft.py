@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipedejavu.facts import Machine, Profile
+from pipedejavu.plan.axis import in_line
 
 Array = NDArray[np.float64]
 
@@ -25,13 +26,31 @@ class Scene:
     """That may be used, by host and kind."""
     note: str = ""
     """What of the machine was changed."""
-    only_costed: str = ""
-    """Why the engine does not run plans for it."""
+    question: "Scene | None" = None
+    """The scene of the machine as it was given, where this one has teams of devices; plans are written for that."""
+    teams: tuple[tuple[str, ...], ...] = ()
+    """That stand in the machine as one device each, under the name of their first."""
+    degrees: tuple[int, ...] = (1,)
+    """How many devices a worker may be a team of, where each stage has its own number."""
+
+    @property
+    def asked(self) -> "Scene":
+        """The scene that plans are written for."""
+        return self.question or self
+
+    @property
+    def team_size(self) -> int:
+        """How many devices each one stands for."""
+        return len(self.teams[0]) if self.teams else 1
+
+    def team(self, name: str) -> tuple[str, ...]:
+        """Returns the devices that one stands for."""
+        return next((team for team in self.teams if team[0] == name), (name,))
 
 
 @dataclass(frozen=True)
 class Mode:
-    """Where state and saved activations rest, alike on all stages."""
+    """Where state and saved activations rest, alike on all stages but for ZeRO."""
 
     recomputes: bool = False
     """As few units of each stage as make it fit, those that cost least for what they free."""
@@ -41,6 +60,7 @@ class Mode:
     device_pieces: int = 0
     """Of `host`: how many of the first units of each stage keep their state on the device."""
     zero: int = 0
+    """Of the stages that divide their state over replicas; of several, each may."""
 
     @property
     def is_plain(self) -> bool:
@@ -80,11 +100,19 @@ def bucket_bytes(gradient_bytes: float) -> float:
 
 @dataclass(frozen=True)
 class Stage:
-    """A run of units, and the devices that each hold it and share its microbatches."""
+    """A run of units, and the devices that hold it: each, and these share its microbatches, or teams of them."""
 
     start: int
     end: int
     group: tuple[str, ...]
+    shards: int = 1
+    """Of a team, next to each other in the group."""
+    zero: int = 0
+
+    @property
+    def replicas(self) -> int:
+        """Workers that each hold it."""
+        return len(self.group) // self.shards
 
 
 @dataclass(frozen=True)
@@ -112,5 +140,38 @@ class Draft:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Devices of each stage."""
-        return tuple(len(stage.group) for stage in self.stages)
+        """Replicas of each stage."""
+        return tuple(stage.replicas for stage in self.stages)
+
+    @property
+    def is_even(self) -> bool:
+        """Whether all stages have as many replicas."""
+        return len({*self.sizes}) == 1
+
+    @property
+    def has_teams(self) -> bool:
+        """Whether stages have teams of their own sizes."""
+        return any(stage.shards > 1 for stage in self.stages)
+
+    @property
+    def degrees(self) -> tuple[int, ...]:
+        """Devices of each stage's workers."""
+        return tuple(stage.shards * self.scene.team_size for stage in self.stages)
+
+    @property
+    def note(self) -> str:
+        """What of the machine was changed, or which of its devices work together."""
+        return note_of(self.degrees, self.scene)
+
+    @property
+    def keeping(self) -> str:
+        """Where state and saved activations rest, in words."""
+        divided = [str(number) for number, stage in enumerate(self.stages) if stage.zero]
+        is_everywhere = len(divided) in (0, len(self.stages))
+        where = "" if is_everywhere else f" in stage{'s' * (len(divided) > 1)} {', '.join(divided)}"
+        return f"{self.mode}{where}"
+
+
+def note_of(degrees: tuple[int, ...], scene: Scene) -> str:
+    """Returns what is said of a scene whose stages have workers of so many devices."""
+    return f"operators over {in_line(degrees)} devices" if max(degrees) > 1 else scene.asked.note

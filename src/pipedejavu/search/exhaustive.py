@@ -1,8 +1,8 @@
 """The searcher that looks at every draft: the truth on small cases."""
 
 from collections.abc import Iterator
-from itertools import combinations
-from math import comb
+from itertools import accumulate, combinations, pairwise, product
+from math import comb, prod
 
 from pipedejavu.search.draft import Draft, Scene, Stage
 from pipedejavu.search.option import Options
@@ -28,30 +28,22 @@ def count(pool: Pool, scenes: list[Scene], options: Options, most: int) -> int:
     for scene in scenes:
         units = len(scene.profile.units)
         for frame in frames(scene, options):
-            for sizes in compositions(len(frame.order), frame.sizes, units):
-                total += comb(units - 1, len(sizes) - 1)
+            for groups in frame.seatings(units):
+                choices = prod(len(frame.zeros) if size > 1 else 1 for size, _ in groups)
+                total += choices * comb(units - 1, len(groups) - 1)
                 if total > most or pool.is_over:
                     return most + 1
     return total
 
 
 def drafts(frame: Frame) -> Iterator[Draft]:
-    """Yields every cut of a frame, with every division of its devices into groups."""
+    """Yields every cut of a frame, with every division of its devices into groups and of state over these."""
     units = len(frame.scene.profile.units)
-    for sizes in compositions(len(frame.order), frame.sizes, units):
-        for bounds in combinations(range(1, units), len(sizes) - 1):
-            stages, used = [], 0
-            for start, end, size in zip((0, *bounds), (*bounds, units), sizes, strict=True):
-                stages.append(Stage(start, end, frame.order[used : used + size]))
-                used += size
-            yield Draft(frame.scene, tuple(stages), frame.samples, frame.microbatches, frame.mode, frame.is_stale)
-
-
-def compositions(total: int, sizes: tuple[int, ...], most: int) -> Iterator[tuple[int, ...]]:
-    """Yields all ways to write a number as a sum of at most `most` sizes, order counted."""
-    if total == 0:
-        yield ()
-    elif most:
-        for size in sizes:
-            if size <= total:
-                yield from ((size, *rest) for rest in compositions(total - size, sizes, most - 1))
+    for groups in frame.seatings(units):
+        ends = (0, *accumulate(size * shards for size, shards in groups))
+        members = [frame.order[first:end] for first, end in pairwise(ends)]
+        for bounds in combinations(range(1, units), len(groups) - 1):
+            for zeros in product(*(frame.zeros if size > 1 else (0,) for size, _ in groups)):
+                each = zip(pairwise((0, *bounds, units)), members, groups, zeros, strict=True)
+                stages = tuple(Stage(*run, group, shards, zero) for run, group, (_, shards), zero in each)
+                yield Draft(frame.scene, stages, frame.samples, frame.microbatches, frame.mode, frame.is_stale)

@@ -1,8 +1,7 @@
 """The floor of a draft: a time that its plan cannot be simulated to be below, so that slow ones need no simulation."""
 
-from pipedejavu.search.cost import Costs
+from pipedejavu.search.cost import Costs, seats_of
 from pipedejavu.search.draft import Draft
-from pipedejavu.search.seat import Row, seat_of
 
 ROUNDING = 1e-9
 """Part of a time that the order of sums may make of it."""
@@ -16,11 +15,8 @@ def floor_s(draft: Draft, costs: Costs) -> float:
     """
     if draft.is_stale or draft.is_shared:
         return 0.0
-    row = Row(draft.scene, draft.devices, draft.sizes[0] if len({*draft.sizes}) == 1 else 0)
-    before, floor, after = 0.0, 0.0, len(draft.devices)
-    for stage in draft.stages:
-        after -= len(stage.group)
-        seat = seat_of(row.place(after, len(stage.group)), draft.microbatches, draft.is_stale)
+    before, floor = 0.0, 0.0
+    for stage, seat in reversed([*seats_of(draft)]):
         units = costs.recomputed_units(stage.start, stage.end, seat, draft.mode)
         work, again = [], []
         for kind in seat.place.kinds:

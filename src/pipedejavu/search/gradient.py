@@ -39,12 +39,12 @@ def run(pool: Pool, scenes: list[Scene], options: Options, *, is_plain: bool = F
     """Follows gradients in frames whose groups are alike, the most promising first."""
 
     def solve(frame: Frame, costs: Costs, _: float) -> Draft | None:
-        if len(frame.sizes) > 1:
+        if frame.is_free:
             return None
         return descend(frame, costs, np.random.default_rng(options.seed), is_plain=is_plain)
 
     def guess(frame: Frame, costs: Costs, _: float) -> Draft | None:
-        return _proportional(frame, costs) if len(frame.sizes) == 1 else None
+        return None if frame.is_free else _proportional(frame, costs)
 
     return solve_frames(pool, scenes, options, solve, guess)
 
@@ -245,7 +245,7 @@ class _Value:
         start, end = np.triu_indices(units + 1, 1)
         for after in range(0, len(frame.order), size):  # from the last stage on
             place = frame.row.place(after, size)
-            seat = seat_of(place, frame.microbatches, frame.is_stale)
+            seat = seat_of(place, frame.microbatches, frame.is_stale, frame.mode.zero)
             cost = costs.stage(start, end, seat, frame.mode)
             need = np.maximum(
                 cost.device_bytes / max(place.room_bytes, 1), cost.host_bytes / max(place.host_room_bytes, 1)
@@ -303,6 +303,7 @@ def _neighbours(bounds: tuple[int, ...], units: int) -> Iterator[tuple[int, ...]
 def _draft(frame: Frame, bounds: tuple[int, ...]) -> Draft:
     ends, size = (0, *bounds, len(frame.scene.profile.units)), frame.sizes[0]
     stages = tuple(
-        Stage(ends[k], ends[k + 1], frame.order[k * size : (k + 1) * size]) for k in range(len(frame.order) // size)
+        Stage(ends[k], ends[k + 1], frame.order[k * size : (k + 1) * size], zero=frame.mode.zero if size > 1 else 0)
+        for k in range(len(frame.order) // size)
     )
     return Draft(frame.scene, stages, frame.samples, frame.microbatches, frame.mode, frame.is_stale)

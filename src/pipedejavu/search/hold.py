@@ -15,7 +15,7 @@ def can_hold(profile: Profile, machine: Machine, options: Options) -> bool:
     for scene in scenes_of(profile, machine, options):
         costs: dict[int, Costs] = {}
         for frame in frames(scene, options):
-            if len(frame.sizes) > 1:
+            if frame.is_free:
                 continue
             if frame.samples not in costs:
                 costs[frame.samples] = Costs(scene, frame.samples)
@@ -29,7 +29,7 @@ def _can_hold(frame: Frame, costs: Costs) -> bool:
     size, start = frame.sizes[0], 0
     for after in range(len(frame.order) - size, -1, -size):
         place = frame.row.place(after, size)
-        seat = seat_of(place, frame.microbatches, frame.is_stale)
+        seat = seat_of(place, frame.microbatches, frame.is_stale, frame.mode.zero)
         ends = np.arange(start + 1, costs.num_units - after // size + 1)  # every stage has a unit at least
         cost = costs.stage(np.full_like(ends, start), ends, seat, frame.mode)
         fitting = ends[(cost.device_bytes <= place.room_bytes) & (cost.host_bytes <= place.host_room_bytes)]

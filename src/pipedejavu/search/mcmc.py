@@ -6,7 +6,7 @@ so far, cools down, and starts again from the best when nothing was gained for l
 """
 
 import random
-from itertools import pairwise
+from dataclasses import replace
 from math import exp, inf
 
 from pipedejavu.search.cost import estimate
@@ -29,7 +29,8 @@ PENALTY = 10.0
 def run(pool: Pool, scenes: list[Scene], options: Options, *, is_flexflow: bool = False, steps: int = STEPS) -> bool:
     """Walks at random from data parallelism on; returns False, as it never knows that it saw all."""
     chance = random.Random(options.seed)
-    every = [frame for scene in scenes for frame in frames(scene, options)]
+    found = (frame for scene in scenes for frame in frames(scene, options))
+    every = [frame for frame in found if any(True for _ in frame.seatings(len(frame.scene.profile.units)))]
     if not every:
         return True
     chain = _Chain(pool, every, chance)
@@ -70,14 +71,19 @@ class _Chain:
         return state
 
     def change(self, state: _State) -> _State:
-        """Moves a cut, or takes another frame with the cut as far as it fits."""
+        """Moves a cut, divides the state of a stage or leaves it whole, or takes another frame, its cut if it fits."""
         draft, _, frame = state
         if len(draft.stages) > 1 and self.chance.random() < 0.6:
             return self._seen(frame, self._moved(draft))
+        if len(frame.zeros) > 1 and self.chance.random() < 0.3:
+            at = self.chance.randrange(len(draft.stages))
+            return self._seen(
+                frame, (*draft.stages[:at], self._with_zero(draft.stages[at], frame), *draft.stages[at + 1 :])
+            )
         near = [f for f in self.chance.choices(self.every, k=8) if self._likeness(f, frame)]
         other = self.chance.choice(near or self.every)
-        if other.order == frame.order and other.sizes == frame.sizes:
-            return self._seen(other, draft.stages)
+        if other.order == frame.order and (other.sizes, other.degrees) == (frame.sizes, frame.degrees):
+            return self._seen(other, tuple(self._with_zero(stage, other) for stage in draft.stages))
         return self._seen(other, self._equal(other))
 
     @staticmethod
@@ -95,15 +101,27 @@ class _Chain:
     def _equal(self, frame: Frame) -> tuple[Stage, ...]:
         """Returns stages with about as many units each, on groups of random sizes where these are free."""
         units, count = len(frame.scene.profile.units), len(frame.order)
-        sizes: list[int] = []
-        while sum(sizes) < count:
-            sizes.append(self.chance.choice([s for s in frame.sizes if s <= count - sum(sizes)]))
-            if len(sizes) > units:
-                sizes = []
-        ends = [units * n // len(sizes) for n in range(len(sizes) + 1)]
-        used = [sum(sizes[:n]) for n in range(len(sizes) + 1)]
-        pairs = zip(pairwise(ends), pairwise(used), strict=True)
-        return tuple(Stage(a, b, frame.order[i:j]) for (a, b), (i, j) in pairs)
+        groups: list[tuple[int, int]] = []
+        after = 0
+        while after < count:
+            size, shards = self.chance.choice([*frame.groups(after)])
+            groups.append((after + size * shards, shards))
+            after = groups[-1][0]
+            if len(groups) > units:
+                groups, after = [], 0
+        groups.reverse()
+        stages, first = [], 0
+        for n, (behind, shards) in enumerate(groups):
+            last = groups[n + 1][0] if n + 1 < len(groups) else 0
+            members = frame.order[count - behind : count - last]
+            end = units * (n + 1) // len(groups)
+            stages.append(self._with_zero(Stage(first, end, members, shards), frame))
+            first = end
+        return tuple(stages)
+
+    def _with_zero(self, stage: Stage, frame: Frame) -> Stage:
+        """Returns a stage with its state divided or whole, at random, as far as a frame lets it."""
+        return replace(stage, zero=self.chance.choice(frame.zeros) if stage.replicas > 1 else 0)
 
     def _moved(self, draft: Draft) -> tuple[Stage, ...]:
         """Moves one border between stages, mostly by one unit."""
@@ -113,6 +131,6 @@ class _Chain:
         here = stages[at].start
         to = self.chance.randint(low, high) if self.chance.random() < 0.2 else here + self.chance.choice((-1, 1))
         to = min(max(to, low), high)
-        stages[at - 1] = Stage(stages[at - 1].start, to, stages[at - 1].group)
-        stages[at] = Stage(to, stages[at].end, stages[at].group)
+        stages[at - 1] = replace(stages[at - 1], end=to)
+        stages[at] = replace(stages[at], start=to)
         return tuple(stages)

@@ -8,7 +8,7 @@ from math import inf
 from pipedejavu.program.crew import assign_devices, crews_of
 from pipedejavu.program.share import Split
 from pipedejavu.search.cost import Costs, Estimate, estimate, recomputed_units
-from pipedejavu.search.draft import Draft, Mode, Scene
+from pipedejavu.search.draft import Draft, Mode, Scene, note_of
 from pipedejavu.search.option import Options, Progress
 from pipedejavu.search.space import Frame
 from pipedejavu.search.write import write
@@ -78,15 +78,23 @@ class Pool:
             return score
         if draft.mode.recomputes and not recomputed_units(draft, self.costs(draft.scene, draft.samples)):
             draft = replace(draft, mode=replace(draft.mode, recomputes=False))
-        stages, devices = len(draft.stages), len(draft.devices)
-        key = _sort(draft.scene, draft.mode, stages, devices, draft.is_stale, draft.is_shared)
-        found = Found(draft, cost, score)
+        zero = max(stage.zero for stage in draft.stages)
+        if draft.mode.zero != zero:
+            draft = replace(draft, mode=replace(draft.mode, zero=zero))
+        key, found = _sort_of(draft), Found(draft, cost, score)
         if key not in self.found or found.merit < self.found[key].merit:
             self.found[key] = found
         return score
 
     def polish(self) -> None:
-        """Tries to keep some optimizer state on the device, in the best drafts that keep it on the host."""
+        """Tries more of the best drafts: some optimizer state on the device where it is kept on the host.
+
+        And ZeRO-3 where a pipeline has ZeRO-1: only by the estimate it takes as long.
+        """
+        divided = [found.draft for found in self.ranked() if found.draft.mode.zero == 1]
+        for draft in (d for d in divided[: self.options.candidates] if len(d.stages) > 1):
+            stages = tuple(replace(stage, zero=3 * stage.zero) for stage in draft.stages)
+            self.offer(replace(draft, stages=stages, mode=replace(draft.mode, zero=3)))
         on_host = [found.draft for found in self.ranked() if found.draft.mode.state == "host"]
         for draft in on_host[: self.options.candidates]:
             most = min(stage.end - stage.start for stage in draft.stages)
@@ -100,13 +108,12 @@ class Pool:
 
     def limit(self, frame: Frame) -> float:
         """Returns the score from which on a frame's best draft would neither be kept nor simulated."""
-        modes = {frame.mode, replace(frame.mode, recomputes=False)}  # it may have nothing to compute again
-        counts = _counts(len(frame.order), frame.sizes)
-        keys = [_sort(frame.scene, m, n, len(frame.order), frame.is_stale) for m in modes for n in counts]
-        kept = [self.found[key].score for key in keys if key in self.found]
-        if kept and len(keys) > 1:  # sorts that are worse, or were not found, are of use where they are about as good
-            kept = [SLACK * min(kept)]
-        return min(self.cutoff, max(kept, default=inf) * TIED)
+        sorts = _sorts_of(frame)
+        kept = [self.found[sort].score for sort in sorts if sort in self.found]
+        limit = max(kept) * TIED if len(kept) == len(sorts) else inf
+        if kept and len(sorts) > 1:  # sorts that are worse, or were not found, are of use where they are about as good
+            limit = min(limit, SLACK * min(kept) * TIED)
+        return min(self.cutoff, limit)
 
     def limit_s(self, frame: Frame) -> float:
         """Returns that limit as a time."""
@@ -116,8 +123,8 @@ class Pool:
     def _rate(self, scene: Scene, devices: tuple[str, ...]) -> float:
         if self.options.objective != "price":
             return 1.0
-        kinds = (scene.machine.device(name).kind for name in devices)
-        return sum(self.options.prices.get(kind, 0.0) for kind in kinds)
+        kinds = (scene.asked.machine.device(name).kind for name in devices)
+        return scene.team_size * sum(self.options.prices.get(kind, 0.0) for kind in kinds)
 
     @property
     def best(self) -> float:
@@ -151,18 +158,39 @@ class Pool:
             self.progress(min(share, 1.0), text)
 
 
-def _sort(
-    scene: Scene, mode: Mode, stages: int, devices: int, is_stale: bool, is_shared: bool = False
-) -> tuple[object, ...]:
-    """Returns what drafts have in common of which only the best is kept."""
-    return scene.note, replace(mode, device_pieces=0), is_stale, is_shared, stages, devices
+_Sort = tuple[object, ...]
+"""What drafts have in common of which only the best is kept; others would take its place in the simulator."""
+
+
+def _sort(note: str, mode: Mode, stages: int, devices: int, is_stale: bool, is_shared: bool = False) -> _Sort:
+    return note, replace(mode, device_pieces=0), is_stale, is_shared, stages, devices
+
+
+def _sort_of(draft: Draft) -> _Sort:
+    devices = len(draft.devices) * draft.scene.team_size
+    if len({*draft.degrees}) > 1:
+        return draft.mode.recomputes, devices
+    return _sort(draft.note, draft.mode, len(draft.stages), devices, draft.is_stale, draft.is_shared)
+
+
+def _sorts_of(frame: Frame) -> set[_Sort]:
+    """Returns the sorts of which a frame's best draft may be: it may have nothing to compute again, or to divide."""
+    count, scene, again = len(frame.order), frame.scene, {False, frame.mode.recomputes}
+    devices = count * scene.team_size
+    modes = [replace(frame.mode, recomputes=r, zero=zero) for r in again for zero in frame.zeros]
+    found: set[_Sort] = {(r, devices) for r in again} if len(frame.degrees) > 1 else set()
+    for degree in frame.degrees:
+        note = note_of((degree * scene.team_size,), scene)
+        counts = _counts(count, tuple(size * degree for size in frame.sizes))
+        found |= {_sort(note, mode, stages, devices, frame.is_stale) for mode in modes for stages in counts}
+    return found
 
 
 @cache
 def _counts(total: int, sizes: tuple[int, ...]) -> frozenset[int]:
     """Returns of how many stages, of these sizes, so many devices can be."""
     if len(sizes) == 1:
-        return frozenset((total // sizes[0],))
+        return frozenset() if total % sizes[0] else frozenset((total // sizes[0],))
     found = [{0}] + [set[int]() for _ in range(total)]
     for number in range(1, total + 1):
         found[number] = {n + 1 for size in sizes if size <= number for n in found[number - size]}
@@ -172,7 +200,7 @@ def _counts(total: int, sizes: tuple[int, ...]) -> frozenset[int]:
 def _estimate_shares(draft: Draft, costs: Costs, options: Options) -> Estimate:
     """Returns what unequal shares of a batch cost, by the shares that `compile` will give."""
     plan, machine = write(draft, options, costs), draft.scene.machine
-    devices = assign_devices(plan, machine)
+    devices = draft.devices if draft.scene.teams else assign_devices(plan, machine)
     split = Split(plan, draft.scene.profile, machine, crews_of(plan), devices)
     shares, _ = split.choose()
     if not all(shares):

@@ -136,7 +136,7 @@ def admit(timed: Timed, options: Options) -> Candidate | str:
         bound=_describe_bound(timed),
         reasons=tuple(f"{d.axis}: {d.choice}: {d.reason}" for d in plan.decisions),
         estimated_s=timed.estimated_s,
-        only_costed=scene.only_costed or why_not_run(plan),
+        only_costed=why_not_run(plan),
         machine=scene.machine,
         profile=scene.profile,
     )
@@ -154,15 +154,20 @@ def _bubble(timed: Timed) -> float:
 
 def price_of(timed: Timed, options: Options) -> float:
     """Returns what a plan's devices cost for one update."""
-    machine, devices = timed.scene.machine, timed.prediction.program.devices
-    kinds = (machine.device(name).kind for name in dict.fromkeys(devices))
-    return sum(options.prices.get(kind, 0.0) for kind in kinds) * timed.time_s / 3600
+    machine, program = timed.scene.machine, timed.prediction.program
+    sizes = dict(zip(program.devices, program.plan.degrees, strict=True))
+    prices = (options.prices.get(machine.device(name).kind, 0.0) * size for name, size in sizes.items())
+    return sum(prices) * timed.time_s / 3600
 
 
 def memory_needs(prediction: Prediction) -> tuple[MemoryNeed, ...]:
-    """Returns the highest need of each memory that a program uses, over its workers and what they keep on hosts."""
+    """Returns the highest need of each memory that a program uses, over its workers and what they keep on hosts.
+
+    Of a team it is that of its first device: the others need as much.
+    """
     program = prediction.program
     machine, needs = program.machine, dict[str, float]()
+    sizes = dict(zip(program.devices, program.plan.degrees, strict=True))
     for worker, peaks in enumerate(prediction.peaks()):
         for copy in range(program.copies):
             device = machine.device(program.devices[worker + copy * len(program.workers)])
@@ -170,8 +175,12 @@ def memory_needs(prediction: Prediction) -> tuple[MemoryNeed, ...]:
                 if memory == "device" or peak:
                     owner = device if memory == "device" else machine.cpu_of(device)
                     needs[owner.name] = needs.get(owner.name, 0.0) + peak
-    rooms = {name: machine.device(name).memory_bytes - machine.device(name).reserved_bytes for name in needs}
-    return tuple(MemoryNeed(device=name, need_bytes=need, room_bytes=rooms[name]) for name, need in needs.items())
+    found = []
+    for name, need in needs.items():
+        device, size = machine.device(name), sizes.get(name, 1)
+        room = (device.memory_bytes - device.reserved_bytes) // size
+        found.append(MemoryNeed(device=name, need_bytes=need / size, room_bytes=room))
+    return tuple(found)
 
 
 def _describe_bound(timed: Timed) -> str:

@@ -26,7 +26,7 @@ class Candidate(Record):
     """A plan that fits, and its forecast.
 
     The forecast holds for `machine` and `profile`, which are those of the question unless the plan divides a CPU
-    between workers or operators between devices.
+    between workers.
     """
 
     plan: Plan

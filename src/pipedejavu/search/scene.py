@@ -1,22 +1,21 @@
 """Scenes: the machine as it is, with its CPUs divided between workers, or with devices joined for divided operators."""
 
-import fnmatch
 from collections import Counter
 from collections.abc import Iterator
 from math import inf
 
-from pipedejavu.facts import Cost, Device, InputError, Machine, Profile
+from pipedejavu.facts import Device, InputError, Machine, Profile
+from pipedejavu.program.team import join, with_team_times
 from pipedejavu.search.draft import Scene
 from pipedejavu.search.option import Options
-from pipedejavu.search.space import divisors
+from pipedejavu.search.space import MOST_FREE, divisors
 
 MOST_PARTS = 16
 """That a CPU is divided into."""
 LEAST_PART = 0.01
 TYPICAL = 8
 """Samples of the microbatch by which kinds of devices are compared."""
-COLLECTIVES = 4
-"""Of a unit's boundary, when its operators are divided: two all-reduces forward and two backward."""
+TEAM_SIZES = (2, 4, 8)
 
 
 def scenes_of(profile: Profile, machine: Machine, options: Options, *, everyone: bool = False) -> Iterator[Scene]:
@@ -26,17 +25,15 @@ def scenes_of(profile: Profile, machine: Machine, options: Options, *, everyone:
     """
     names = usable(profile, machine, options)
     names = names if everyone else worthwhile(profile, machine, names)
-    yield Scene(profile, machine, names)
+    question = Scene(profile, machine, names)
+    yield question
     devices = [machine.device(name) for name in names]
     if all(d.type == "cpu" for d in devices):
         most = max(d.most_workers for d in devices)
         for parts in (n for n in divisors(most) if 1 < n <= MOST_PARTS):
             yield _parted(profile, machine, names, parts)
     if not options.is_runnable:
-        for size in (2, 4, 8):
-            joined = _joined(profile, machine, devices, size)
-            if joined is not None:
-                yield joined
+        yield from _with_teams(question, devices)
 
 
 def usable(profile: Profile, machine: Machine, options: Options) -> tuple[str, ...]:
@@ -84,53 +81,25 @@ def _parted(profile: Profile, machine: Machine, names: tuple[str, ...], parts: i
     return Scene(profile.but(units=tuple(units)), divided.but(devices=tuple(devices)), found, note)
 
 
-def _joined(profile: Profile, machine: Machine, devices: list[Device], size: int) -> Scene | None:
-    """Returns the scene in which `size` like GPUs of a host are one device that divides each operator over them."""
+def _with_teams(question: Scene, devices: list[Device]) -> Iterator[Scene]:
+    """Yields scenes in which like GPUs of a host divide operators: in teams of one size, or of each stage's own."""
     alike: dict[tuple[str, str], list[Device]] = {}
     for device in devices:
         if device.type == "gpu":
             alike.setdefault((device.host, device.kind), []).append(device)
-    teams = [found[i : i + size] for found in alike.values() for i in range(0, len(found) - size + 1, size)]
-    if not teams:
-        return None
-    routes = {team[0].kind: machine.route(team[0].name, team[1].name) for team in teams}
-    kinds = {kind: f"{size}x{kind}" for kind in routes}
-    replaced = {d.name for team in teams for d in team}
-    joined = [_team(team, kinds[team[0].kind]) for team in teams]
-    units = []
-    for unit in profile.units:
-        own = {}
-        for kind, route in routes.items():
-            divided = unit.times[kind].times(1 / size)
-            sent = COLLECTIVES / 2 * 2 * (size - 1) / size * unit.boundary_bytes / route.bytes_per_s
-            waits = COLLECTIVES / 2 * 2 * (size - 1) * route.latency_s
-            own[kinds[kind]] = divided.but(
-                forward=_later(divided.forward, waits, sent),
-                backward=_later(divided.backward, waits, sent),
-                recompute=_later(divided.recompute, waits, sent),
-            )
-        units.append(unit.but(times=unit.times | own))
-    rest = tuple(d for d in machine.devices if d.name not in replaced)
-    # A team keeps the name of its first device, so that the machine's links hold for it.
-    kept = [d.name for d in (*joined, *rest)]
-    links = tuple(k for k in machine.links if all(fnmatch.filter(kept, end) for end in (k.source, k.target)))
-    whole = machine.but(devices=(*joined, *rest), links=links)
-    note = f"operators over {size} devices"
-    reason = f"the engine does not divide operators yet (each device stands for {size})"
-    return Scene(profile.but(units=tuple(units)), whole, tuple(d.name for d in joined), note, reason)
-
-
-def _later(cost: Cost, fixed_s: float, per_sample_s: float) -> Cost:
-    return cost.but(fixed_s=cost.fixed_s + fixed_s, per_sample_s=cost.per_sample_s + per_sample_s)
-
-
-def _team(team: list[Device], kind: str) -> Device:
-    first = team[0]
-    return first.but(
-        kind=kind,
-        memory_bytes=first.memory_bytes * len(team),
-        reserved_bytes=first.reserved_bytes * len(team),
-        flop_per_s=first.flop_per_s * len(team),
-        memory_bytes_per_s=first.memory_bytes_per_s * len(team),
-        parameters_per_s=first.parameters_per_s * len(team),
-    )
+    profile, machine = question.profile, question.machine
+    every = []
+    for size in TEAM_SIZES:
+        teams = [found[i : i + size] for found in alike.values() for i in range(0, len(found) - size + 1, size)]
+        if not teams:
+            break
+        every += teams
+        names = tuple(tuple(d.name for d in team) for team in teams)
+        joined, whole = join(profile, machine, names)
+        note = f"operators over {size} devices"
+        yield Scene(joined, whole, tuple(team[0] for team in names), note, question, names)
+    gpus = tuple(device.name for found in alike.values() for device in found)
+    if every and 2 < len(gpus) <= MOST_FREE:
+        degrees = (1, *sorted({len(team) for team in every}))
+        note = "operators over each stage's own devices"
+        yield Scene(with_team_times(profile, machine, every), machine, gpus, note, question, degrees=degrees)

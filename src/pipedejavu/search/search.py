@@ -150,7 +150,8 @@ def _rank(pool: Pool, options: Options, real: dict[int, Scene]) -> _Ranked:
                     notes.append(f"{item.plan.name}: {admitted}")
             elif simulated == before or pool.elapsed_s < options.time_budget_s:
                 pool.report(0.75 + 0.25 * (simulated - before) / number, f"simulating {item.plan.name}")
-                timed = time_plan(item.plan, real[id(item.found.draft.scene)], item.found.estimate.time_s)
+                scene = real[id(item.found.draft.scene)].asked
+                timed = time_plan(item.plan, scene, item.found.estimate.time_s)
                 simulated += 1
                 if isinstance(timed, Timed):
                     heappush(waiting, item._replace(value=_value(timed, options), is_timed=True, timed=timed))
@@ -186,5 +187,5 @@ def _plans(pool: Pool, found: Found, options: Options, tried: set[str], number: 
 def _effort(candidate: Candidate) -> tuple[bool, int]:
     """Returns what makes a plan less simple than another that is about as fast."""
     plan = candidate.plan
-    moves = (plan.keep.kind != "replicated") + (plan.keep.activations == "host")
+    moves = (plan.keep.kind != "replicated") + (plan.keep.activations == "host") + bool(plan.place.stage_shards)
     return bool(candidate.only_costed), moves + plan.order.has_recompute + plan.is_flush_free

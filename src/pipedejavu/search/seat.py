@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from pipedejavu.facts import Device, InputError, Machine, Route
+from pipedejavu.program.team import are_team, team_kind
 from pipedejavu.search.draft import Array, Scene
 
 
@@ -33,9 +34,9 @@ class Place(NamedTuple):
     """A group of devices in a row, whatever a stage there would hold."""
 
     group: tuple[str, ...]
-    """Devices that would each hold the stage."""
+    """Devices that would each hold the stage; of a team the first."""
     kinds: tuple[str, ...]
-    """Of these devices, each once."""
+    """Of these devices, or teams, each once."""
     after: int
     """Devices behind it."""
     is_alone: bool
@@ -54,7 +55,7 @@ class Place(NamedTuple):
     """The kind of the host's CPU; empty where the host has none."""
     room_bytes: float
     host_room_bytes: float
-    """Of the host's memory, this device's part."""
+    """Of the host's memory, this device's or team's part."""
 
     def likeness(self) -> tuple[object, ...]:
         """Returns what makes stages here cost what they cost, beside the devices behind."""
@@ -71,14 +72,19 @@ class Seat(NamedTuple):
     """Microbatches of a device between their forward and their backward."""
     is_stale: bool
     """Whether the pipeline goes on without draining, with two weight versions."""
+    zero: int
+    """How far the group divides its state."""
 
 
-def seat_of(place: Place, microbatches: int, is_stale: bool) -> Seat:
-    """Returns a place with its part of an update's microbatches, under 1F1B."""
+def seat_of(place: Place, microbatches: int, is_stale: bool, zero: int = 0, behind: int | None = None) -> Seat:
+    """Returns a place with its part of an update's microbatches, under 1F1B.
+
+    `behind` are the workers behind it, where some of them are teams of several devices.
+    """
     size = len(place.group)
     share = microbatches // size
-    live = 1 if place.is_alone else min(-(-place.after // size) + 1, share)
-    return Seat(place, share, live, is_stale)
+    live = 1 if place.is_alone else min(-(-(place.after if behind is None else behind) // size) + 1, share)
+    return Seat(place, share, live, is_stale, zero)
 
 
 class Row:
@@ -94,29 +100,36 @@ class Row:
         """Of wires, where all groups have one `size`: their reductions go on at the same time."""
         self.flows = _count(self._flows(groups or [(name,) for name in order]))
         """Of wires: all transfers between neighbours, both ways."""
-        self._places: dict[tuple[int, int], Place] = {}
+        self._places: dict[tuple[int, int, int], Place] = {}
 
-    def place(self, after: int, size: int) -> Place:
-        """Returns the place of `size` devices with `after` devices behind it."""
-        if (after, size) not in self._places:
-            self._places[after, size] = self._make(after, size)
-        return self._places[after, size]
+    def place(self, after: int, size: int, shards: int = 1) -> Place:
+        """Returns the place of `size` devices, or teams of `shards`, with `after` devices behind it."""
+        if (after, size, shards) not in self._places:
+            self._places[after, size, shards] = self._make(after, size, shards)
+        return self._places[after, size, shards]
 
-    def _make(self, after: int, size: int) -> Place:
+    def has_teams(self, after: int, size: int, shards: int) -> bool:
+        """Whether there is such a place, with devices that can be teams."""
         end = len(self.order) - after
-        group, devices = self.order[end - size : end], self.devices[end - size : end]
+        starts = range(end - size * shards, end, shards)
+        return starts[0] >= 0 and (shards == 1 or all(are_team(self.devices[n : n + shards]) for n in starts))
+
+    def _make(self, after: int, size: int, shards: int) -> Place:
+        end = len(self.order) - after
+        start = end - size * shards
+        group, devices = self.order[start:end:shards], self.devices[start:end]
         host, cpu, host_room = self._host(devices)
         return Place(
             group=group,
-            kinds=tuple(dict.fromkeys(d.kind for d in devices)),
+            kinds=tuple(dict.fromkeys(team_kind(d.kind, shards) for d in devices)),
             after=after,
-            is_alone=size == len(self.order),
+            is_alone=size * shards == len(self.order),
             **self._ring(group),
             **self._next(group, end),
             host=host,
             cpu=cpu,
-            room_bytes=float(min(d.memory_bytes - d.reserved_bytes for d in devices)),
-            host_room_bytes=host_room,
+            room_bytes=float(min(d.memory_bytes - d.reserved_bytes for d in devices)) * shards,
+            host_room_bytes=host_room * shards,
         )
 
     def _ring(self, group: tuple[str, ...]) -> dict[str, Any]:

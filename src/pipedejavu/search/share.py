@@ -25,7 +25,7 @@ def offer_shares(pool: Pool, scenes: list[Scene], options: Options) -> None:
         return
     for scene in scenes:
         units, kind_of = len(scene.profile.units), {name: scene.machine.device(name).kind for name in scene.devices}
-        if len({*kind_of.values()}) < 2:
+        if len({*kind_of.values()}) < 2 or len(scene.degrees) > 1:
             continue
         for samples in microbatch_sizes(options, 1):
             costs = pool.costs(scene, samples)
@@ -49,7 +49,7 @@ def offer_beside(pool: Pool, scenes: list[Scene], options: Options, run: Callabl
     for scene in scenes:
         cpus = tuple(name for name in scene.devices if scene.machine.device(name).type == "cpu")
         gpus = tuple(name for name in scene.devices if name not in cpus)
-        if len(gpus) < 2 or not cpus or options.batch > MOST_SAMPLES:
+        if len(gpus) < 2 or not cpus or options.batch > MOST_SAMPLES or len(scene.degrees) > 1:
             continue
         alone, costs = pool, pool.costs(scene, 1)
         if len(scene.devices) <= MOST_FREE and _rate(costs, cpus) > (SLACK - 1) * _rate(costs, gpus):
@@ -79,5 +79,5 @@ def _has_room_beside(draft: Draft, gpus: tuple[str, ...]) -> bool:
     """Whether whole models may train beside pipelines: these are alike, drain, and leave the host alone."""
     is_plain = not (draft.is_shared or draft.is_stale or draft.mode.uses_host or draft.mode.zero)
     is_small = len(draft.stages) * draft.microbatches <= MOST_SLOTS
-    is_alike = len(draft.stages) > 1 and len({*draft.sizes}) == 1
+    is_alike = len(draft.stages) > 1 and draft.is_even and max(draft.degrees) == 1
     return is_plain and is_small and is_alike and {*draft.devices} <= {*gpus}

@@ -23,7 +23,7 @@ from pipedejavu.search.seat import Place, Row
 MOST_ORDERS = 120
 """Of devices that are not alike; beyond that, those of one kind and host stay together."""
 MOST_FREE = 16
-"""Devices of a row in which each stage may have a group of its own size."""
+"""Devices of a row in which each stage may have a group of its own size, and teams of its own size in it."""
 MOST_SIZES = 6
 """Of microbatches."""
 HALVINGS = 10
@@ -51,15 +51,46 @@ class Frame:
     """Of an update, over all replicas."""
     mode: Mode
     is_stale: bool = False
+    degrees: tuple[int, ...] = (1,)
+    """Of teams; several let each stage have its own."""
 
     @property
     def order(self) -> tuple[str, ...]:
         """The devices of the row."""
         return self.row.order
 
+    @property
+    def is_free(self) -> bool:
+        """Whether stages may have groups that are not alike."""
+        return len(self.sizes) * len(self.degrees) > 1
+
+    @property
+    def zeros(self) -> tuple[int, ...]:
+        """The ZeRO stages that a stage with replicas may have."""
+        is_one = self.sizes == (len(self.order),)
+        return (self.mode.zero,) if is_one or not self.mode.zero else (0, self.mode.zero)
+
+    def groups(self, after: int) -> Iterator[tuple[int, int]]:
+        """Yields the replicas that a stage with `after` devices behind it may have, and the devices of each."""
+        for size, shards in product(self.sizes, self.degrees):
+            if self.row.has_teams(after, size, shards):
+                yield size, shards
+
+    def seatings(self, most: int, after: int = 0) -> Iterator[tuple[tuple[int, int], ...]]:
+        """Yields all ways to divide the devices into at most `most` groups, from the first stage to the last."""
+        if after == len(self.order):
+            yield ()
+        elif most:
+            for size, shards in self.groups(after):
+                for before in self.seatings(most - 1, after + size * shards):
+                    yield *before, (size, shards)
+
 
 def frames(scene: Scene, options: Options) -> Iterator[Frame]:
     """Yields all frames of a scene."""
+    if len(scene.degrees) > 1:
+        yield from _frames_of_teams(scene, options)
+        return
     num_units, has_ties = len(scene.profile.units), bool(scene.profile.ties)
     for order in rows(scene):
         count = len(order)
@@ -72,22 +103,35 @@ def frames(scene: Scene, options: Options) -> Iterator[Frame]:
         if 1 < count <= MOST_FREE and not has_ties:
             free = Row(scene, order)
             for samples in microbatch_sizes(options, 1):
-                sizes = _free_sizes(options, samples, count)
+                sizes = _free_sizes(scene, options, samples, count)
                 if len(sizes) > 1:
                     yield from _frames(scene, free, sizes, samples, modes, options)
 
 
 def frame_of(draft: Draft, options: Options) -> Frame:
     """Returns the frame that a draft is a cut of."""
-    size = draft.sizes[0] if len({*draft.sizes}) == 1 else 0
-    row = Row(draft.scene, draft.devices, size)
-    sizes = (size,) if size else _free_sizes(options, draft.samples, len(draft.devices))
-    return Frame(draft.scene, row, sizes, draft.samples, draft.microbatches, draft.mode, draft.is_stale)
+    scene, degrees = draft.scene, draft.scene.degrees
+    size = draft.sizes[0] if draft.is_even and len(degrees) == 1 else 0
+    row = Row(scene, draft.devices, size)
+    sizes = (size,) if size else _free_sizes(scene, options, draft.samples, len(draft.devices))
+    return Frame(scene, row, sizes, draft.samples, draft.microbatches, draft.mode, draft.is_stale, degrees)
 
 
-def _free_sizes(options: Options, samples: int, count: int) -> tuple[int, ...]:
-    """Returns the sizes that groups of a row may have where each has its own."""
-    return tuple(r for r in divisors(options.batch // samples) if r < count)
+def _free_sizes(scene: Scene, options: Options, samples: int, count: int) -> tuple[int, ...]:
+    """Returns the sizes that groups of a row may have where each has its own; those that tie weights are alike."""
+    most = 2 if scene.profile.ties else count
+    return tuple(r for r in divisors(options.batch // samples) if r < most)
+
+
+def _frames_of_teams(scene: Scene, options: Options) -> Iterator[Frame]:
+    """Yields frames in which each stage has its own number of replicas, and its own number of devices for each."""
+    modes = [Mode(recomputes=again, zero=zero) for zero in (0, 1) for again in (False, True)]
+    for order in (row for row in rows(scene) if len(row) > 2):
+        row = Row(scene, order)
+        for samples in microbatch_sizes(options, 1):
+            sizes = _free_sizes(scene, options, samples, len(order))
+            for mode in modes if len(sizes) > 1 else modes[:2]:
+                yield Frame(scene, row, sizes, samples, options.batch // samples, mode, degrees=scene.degrees)
 
 
 def _layouts(order: tuple[str, ...], size: int) -> list[tuple[str, ...]]:
@@ -114,8 +158,10 @@ def _frames(
     for mode in modes:
         # Checkpoints that came from another worker cannot wait on the host.
         is_possible = is_alone or not (mode.recomputes and mode.activations == "host")
-        # Gradients that several microbatches add to are held whole, divided or not.
+        # Gradients that several microbatches add to are held whole, divided or not; and so are weights in a pipeline,
+        # where ZeRO-3 takes as long as ZeRO-1 by the estimate (`Pool.polish` tries it).
         is_possible &= mode.zero != 2 or microbatches == sizes[0]
+        is_possible &= mode.zero != 3 or is_alone
         if is_possible and (divides or not mode.zero):
             yield Frame(scene, row, sizes, samples, microbatches, mode)
     stages = len(row.order) // sizes[0]
@@ -251,7 +297,7 @@ class Bounds:
     def least_s(self, frame: Frame, costs: Costs) -> float:
         """Returns such a time, or infinity where the state cannot fit."""
         kinds, room, rooms = self._row(frame)
-        mode, size = frame.mode, frame.sizes[0] if len(frame.sizes) == 1 else 1
+        mode, size = frame.mode, 1 if frame.is_free else frame.sizes[0]
         weights, gradients, optimizer = costs.state_bytes
         state = gradients + (weights if mode.state != "window" and mode.zero < 3 else 0.0)
         if mode.state == "device" and not mode.zero:
@@ -266,7 +312,7 @@ class Bounds:
     def _least_s(self, frame: Frame, costs: Costs, kinds: Counter[str], size: int) -> float:
         work = {kind: sum(float(costs.times(kind)[row][-1]) for row in (0, 1)) for kind in kinds}
         stages = len(frame.order) // size
-        if len(frame.sizes) > 1 or frame.is_stale or (len(kinds) > 1 and stages > 1):
+        if frame.is_free or frame.is_stale or (len(kinds) > 1 and stages > 1):
             return _mixed_s(frame, costs, kinds)
         if stages == 1:
             place = frame.row.place(0, size)
@@ -311,7 +357,8 @@ def _mixed_s(frame: Frame, costs: Costs, kinds: Counter[str]) -> float:
     Say that a whole microbatch takes w on a device. Stage k with g devices takes t for a microbatch and adds at least
     z = (m/g − 1)·t for its part of m. So Σ z/w over all devices is no less than Σ (m − g)·t/w over stages, and the
     largest z no less than (m − max g)·v / Σ 1/w, where v adds up for each unit the least of its parts of the w; beside
-    it each unit takes its time once.
+    it each unit takes its time once. A team of d devices takes t/d at least, and counts d times in the sum: so the same
+    holds with g teams.
     """
     each = {kind: np.diff(costs.times(kind)[0] + costs.times(kind)[1]) for kind in kinds}
     work = {kind: float(times.sum()) for kind, times in each.items()}
@@ -319,10 +366,10 @@ def _mixed_s(frame: Frame, costs: Costs, kinds: Counter[str]) -> float:
         return 0.0
     all_s = float(np.min([each[kind] / work[kind] for kind in kinds], axis=0).sum())
     all_s /= sum(count / work[kind] for kind, count in kinds.items())
-    many, largest = frame.microbatches, max(frame.sizes)
-    # Every device has a unit at least.
-    least = max(many * all_s, many // largest * max(float(times.min()) for times in each.values()))
-    once = float(np.min([*each.values()], axis=0).sum())
+    many, largest, together = frame.microbatches, max(frame.sizes), max(frame.degrees)
+    # Every device, or team, has a unit at least.
+    least = max(many * all_s, many // largest * max(float(times.min()) for times in each.values()) / together)
+    once = float(np.min([*each.values()], axis=0).sum()) / together
     return least if frame.is_stale else max(least, once + (many - largest) * all_s)
 
 

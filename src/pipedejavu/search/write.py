@@ -33,8 +33,8 @@ def write(draft: Draft, options: Options, costs: Costs) -> Plan:
         decisions=tuple(_decisions(draft)),
     )
     plain = plan.but(place=plan.place.but(devices=None))
-    machine = draft.scene.machine
-    on_all = plan.num_workers <= len(machine.devices)
+    machine = draft.scene.asked.machine
+    on_all = sum(plan.degrees) <= len(machine.devices)
     return plain if on_all and assign_devices(plain, machine) == plan.place.devices else plan
 
 
@@ -96,24 +96,23 @@ def stashed(plan: Plan, options: Options) -> list[Plan]:
 
 def why_not_run(plan: Plan) -> str:
     """Returns why the engine does not run a plan; empty where it does."""
-    if plan.keep.kind.startswith("zero"):
-        return f"the engine does not divide state over replicas yet (keep '{plan.keep.kind}')"
-    if plan.cut.kind == "layout":
-        return "the engine does not divide operators yet (cut 'layout')"
-    return ""
+    what = [f"state over replicas (keep '{plan.keep}')"] * plan.keep.kind.startswith("zero")
+    what += [f"operators over devices (place '{plan.place}')"] * (plan.place.stage_shards is not None)
+    what += ["operators over workers (cut 'layout')"] * (plan.cut.kind == "layout")
+    return f"the engine does not yet divide {' or '.join(what)}" if what else ""
 
 
 def _name(draft: Draft) -> str:
     sizes = draft.sizes
     if len(sizes) == 1:
         text = "one device" if sizes[0] == 1 else f"{sizes[0]} shares" if draft.is_shared else f"{sizes[0]} replicas"
-    elif len({*sizes}) == 1:
+    elif draft.is_even:
         text = f"{len(sizes)} stages" + (f" × {sizes[0]}" if sizes[0] > 1 else "")
     else:
         text = f"stages {'-'.join(map(str, sizes))}"
     text += f" + {len(draft.cpus)} CPU{'s' * (len(draft.cpus) > 1)}" if draft.cpus else ""
-    extra = ", ".join(["2BW"] * draft.is_stale + ([] if draft.mode.is_plain else [str(draft.mode)]))
-    return ", ".join([text] + [extra] * bool(extra) + [draft.scene.note] * bool(draft.scene.note))
+    extra = ", ".join(["2BW"] * draft.is_stale + ([] if draft.mode.is_plain else [draft.keeping]))
+    return ", ".join([text] + [extra] * bool(extra) + [draft.note] * bool(draft.note))
 
 
 def _cut(draft: Draft) -> Cut:
@@ -124,23 +123,38 @@ def _cut(draft: Draft) -> Cut:
 
 
 def _place(draft: Draft) -> Place:
-    sizes, stages = draft.sizes, draft.stages
+    sizes, scene = draft.sizes, draft.scene
+    stage_shards = draft.degrees if max(draft.degrees) > 1 else None
     if draft.is_shared and not draft.cpus:
-        machine = draft.scene.machine
-        gpus = [name for name in draft.devices if machine.device(name).type == "gpu"]
+        gpus = [name for name in draft.devices if scene.machine.device(name).type == "gpu"]
         cpus = [name for name in draft.devices if name not in gpus]
         num_cpus = len(cpus) if gpus else 0
-        return Place(replicas=len(draft.devices) - num_cpus, cpu_replicas=num_cpus, devices=(*gpus, *cpus))
-    if len({*sizes}) > 1:
-        return Place(workers=len(sizes), stage_replicas=sizes, devices=draft.devices)
-    devices = tuple(stage.group[r] for r in range(sizes[0]) for stage in stages) + draft.cpus
-    return Place(workers=len(sizes), replicas=sizes[0], cpu_replicas=len(draft.cpus), devices=devices)
+        members = tuple(name for lead in (*gpus, *cpus) for name in scene.team(lead))
+        count = len(draft.devices) - num_cpus
+        return Place(replicas=count, cpu_replicas=num_cpus, stage_shards=stage_shards, devices=members)
+    if not draft.is_even:
+        members = tuple(name for lead in draft.devices for name in scene.team(lead))
+        return Place(workers=len(sizes), stage_replicas=sizes, stage_shards=stage_shards, devices=members)
+    leads = (
+        name
+        for r in range(sizes[0])
+        for stage in draft.stages
+        for name in stage.group[r * stage.shards : (r + 1) * stage.shards]
+    )
+    members = tuple(name for lead in leads for name in scene.team(lead)) + draft.cpus
+    return Place(
+        workers=len(sizes),
+        replicas=sizes[0],
+        stage_shards=stage_shards,
+        cpu_replicas=len(draft.cpus),
+        devices=members,
+    )
 
 
 def _feed(draft: Draft) -> Feed:
     if draft.is_shared:
         return Feed(kind="share", microbatches=draft.microbatches, samples=draft.samples)
-    size = draft.sizes[0] if len({*draft.sizes}) == 1 else 1
+    size = draft.sizes[0] if draft.is_even else 1
     return Feed(microbatches=draft.microbatches // size, samples=draft.samples)
 
 
@@ -176,7 +190,14 @@ def _keep(draft: Draft) -> Keep:
     if draft.is_stale:
         return Keep(versions=2)
     if mode.zero:
-        return Keep.model_validate({"kind": f"zero-{mode.zero}", "persists": mode.zero == 3 and len(draft.stages) > 1})
+        zeros = tuple(stage.zero for stage in draft.stages)
+        return Keep.model_validate(
+            {
+                "kind": f"zero-{mode.zero}",
+                "zeros": zeros if len({*zeros}) > 1 else None,
+                "persists": mode.zero == 3 and len(draft.stages) > 1,
+            }
+        )
     if mode.state == "window":
         return Keep(kind="host", window=2, activations=activations)
     if mode.state == "host":
@@ -193,15 +214,20 @@ def _decisions(draft: Draft) -> list[Decision]:
         reason = "with these the sum over stages and the slowest stage are least together"
         found.append(Decision(axis="cut", choice=f"stages begin at units {bounds}", reason=reason))
         size = sum(unit.gradient_bytes for unit in units)
-        unlike = ", ".join(f"{len(s.group)} × units {s.start} to {s.end - 1}" for s in draft.stages)
-        if len({*draft.sizes}) > 1:
+        unlike = ", ".join(f"{s.replicas} × units {s.start} to {s.end - 1}" for s in draft.stages)
+        if not draft.is_even:
             reason = f"replicas add up {format_bytes(size)} of gradients where all stages have them"
             found.append(Decision(axis="place", choice=unlike, reason=reason))
-    count = draft.microbatches // (draft.sizes[0] if len({*draft.sizes}) == 1 else 1)
+    if max(draft.degrees) > 1:
+        teams = zip(draft.stages, draft.degrees, strict=True)
+        choice = ", ".join(f"units {s.start} to {s.end - 1} over {n} devices" for s, n in teams if n > 1)
+        reason = "divided, they fit or take less time, all-reduces of their boundaries counted in"
+        found.append(Decision(axis="place", choice=choice, reason=reason))
+    count = draft.microbatches // (draft.sizes[0] if draft.is_even else 1)
     choice = f"{count} microbatch{'es' * (count > 1)} of {draft.samples} sample{'s' * (draft.samples > 1)}"
     if not draft.is_shared:  # of shares, `compile` says who gets how many
         found.append(Decision(axis="feed", choice=choice, reason="the best of the sizes that divide the batch and fit"))
     if not draft.mode.is_plain:
         reason = "of what fits, this costs least time"
-        found.append(Decision(axis="keep", choice=str(draft.mode), reason=reason))
+        found.append(Decision(axis="keep", choice=draft.keeping, reason=reason))
     return found

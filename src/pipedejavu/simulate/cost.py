@@ -158,7 +158,7 @@ class Costs:
         if helpers:
             # Gradients are divided so that every network interface carries the same load.
             return 2.0, 2 * n * (n - 1) / (n * n + helpers * n - 2 * helpers)
-        divides = self.plan.reduce.wire == "reduce-scatter" and a.via.startswith("*s")
+        divides = a.via.startswith("*s") and self.plan.zero_of(self.program.pieces[a.piece].stage) > 0
         return TRAFFIC["reduce-scatter" if divides else "all-reduce"](n)
 
 

@@ -10,6 +10,7 @@ from typing import Literal
 
 import torch
 
+from pipedejavu.engine.run import check_teams
 from pipedejavu.facts import Device, Host, InputError, Link, Machine, Record
 from pipedejavu.plan import Plan
 from pipedejavu.probe.shape import (
@@ -71,6 +72,7 @@ def make_machine(plan: Plan, sites: Sequence[Site], choice: DeviceChoice) -> tup
     The n-th worker of a host has its n-th GPU where there is one; CPU replicas, servers and all who are left share the
     host's cores.
     """
+    check_teams(plan)
     trainers = plan.num_workers - plan.place.cpu_replicas - plan.place.servers
     on_gpu = [
         choice != "cpu" and rank < trainers and site.local_rank < len(site.gpus) for rank, site in enumerate(sites)

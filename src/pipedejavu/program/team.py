@@ -1,0 +1,102 @@
+"""Teams: like devices of a host that divide each operator between them; to a program a team is one device.
+
+It has the memory and the speed of all together, and beside its compute the time of two all-reduces of a unit's boundary
+each way.
+"""
+
+import fnmatch
+from collections.abc import Iterator, Sequence
+
+from pipedejavu.facts import Cost, Device, InputError, Machine, Profile, Route
+from pipedejavu.plan import Plan
+
+Team = tuple[str, ...]
+
+COLLECTIVES = 2
+"""All-reduces of a unit's boundary each way, when its operators are divided."""
+
+
+def teams_of(plan: Plan, devices: Sequence[str]) -> Iterator[Team]:
+    """Yields the devices of each worker."""
+    first = 0
+    for size in plan.degrees:
+        yield tuple(devices[first : first + size])
+        first += size
+
+
+def join(profile: Profile, machine: Machine, teams: Sequence[Team]) -> tuple[Profile, Machine]:
+    """Returns both with a device for each team, under the name of its first, so that the machine's links hold for it.
+
+    Raises InputError for devices that are no team.
+    """
+    larger = [[machine.device(name) for name in team] for team in teams if len(team) > 1]
+    if not larger:
+        return profile, machine
+    for team in larger:
+        _check_team(team)
+    joined = {team[0].name: _joined(team) for team in larger}
+    taken = {device.name for team in larger for device in team[1:]}
+    devices = tuple(joined.get(d.name, d) for d in machine.devices if d.name not in taken)
+    kept = [device.name for device in devices]
+    links = tuple(k for k in machine.links if all(fnmatch.filter(kept, end) for end in (k.source, k.target)))
+    return with_team_times(profile, machine, larger), machine.but(devices=devices, links=links)
+
+
+def with_team_times(profile: Profile, machine: Machine, teams: Sequence[Sequence[Device]]) -> Profile:
+    """Returns the profile with the times of teams, each under a kind of its own."""
+    kinds = {team_kind(team[0].kind, len(team)): team for team in teams}
+    routes = {kind: machine.route(team[0].name, team[1].name) for kind, team in kinds.items()}
+    units = []
+    for unit in profile.units:
+        own = {}
+        for kind, team in kinds.items():
+            size, time = len(team), profile.time(unit, team[0].kind).times(1 / len(team))
+            halves = {half: getattr(time, half) for half in _HALVES}
+            own[kind] = time.but(
+                **{
+                    half: _later(cost, size, unit.boundary_bytes, routes[kind])
+                    for half, cost in halves.items()
+                    if cost is not None
+                }
+            )
+        units.append(unit.but(times=unit.times | own))
+    return profile.but(units=tuple(units))
+
+
+_HALVES = ("forward", "backward", "input_backward", "recompute")
+
+
+def team_kind(kind: str, size: int) -> str:
+    """Names the kind of a team of devices of one kind."""
+    return f"{size}x{kind}" if size > 1 else kind
+
+
+def are_team(devices: Sequence[Device]) -> bool:
+    """Whether devices may divide operators: GPUs of one kind and host."""
+    return len({(d.kind, d.host) for d in devices}) == 1 and devices[0].type == "gpu"
+
+
+def _check_team(team: Sequence[Device]) -> None:
+    if not are_team(team):
+        names = ", ".join(f"'{d.name}'" for d in team)
+        raise InputError(
+            f"place.stage_shards makes a team of {names}, which are not GPUs of one kind on one host; name others in"
+            " place.devices"
+        )
+
+
+def _later(cost: Cost, size: int, boundary_bytes: float, route: Route) -> Cost:
+    waits, sent = 2 * (size - 1) * route.latency_s, 2 * (size - 1) / size * boundary_bytes / route.bytes_per_s
+    return cost.but(fixed_s=cost.fixed_s + COLLECTIVES * waits, per_sample_s=cost.per_sample_s + COLLECTIVES * sent)
+
+
+def _joined(team: Sequence[Device]) -> Device:
+    first, size = team[0], len(team)
+    return first.but(
+        kind=team_kind(first.kind, size),
+        memory_bytes=min(d.memory_bytes for d in team) * size,
+        reserved_bytes=max(d.reserved_bytes for d in team) * size,
+        flop_per_s=first.flop_per_s * size,
+        memory_bytes_per_s=first.memory_bytes_per_s * size,
+        parameters_per_s=first.parameters_per_s * size,
+    )

@@ -1,0 +1,129 @@
+"""Degrees and ZeRO stages of each stage: where only one of them needs it, only that one gets it."""
+
+from functools import partial
+from math import inf
+
+import pytest
+
+from pipedejavu.facts import Machine, Profile
+from pipedejavu.plan import Plan
+from pipedejavu.program import compile as compile_plan
+from pipedejavu.program import verify
+from pipedejavu.search import Candidate, Options, dp, exhaustive, mcmc, search
+from pipedejavu.search.pool import Pool
+from pipedejavu.search.scene import scenes_of
+from pipedejavu.simulate import simulate
+from tests.search.case import machine, profile
+
+GIB = 2**30
+
+
+def costed(model: Profile, place: Machine, **options: object) -> Candidate:
+    found = search(model, place, Options.model_validate({"batch": 32, **options})).best
+    assert found is not None
+    return found
+
+
+def embedding(rest: int = GIB // 40) -> Profile:
+    """A unit with 4 GiB of state, 1 of them weights and 1 gradients, and eight others with little."""
+    return profile([1e-3] * 9, weights=[GIB] + [rest] * 8, saved=GIB / 1000, boundary=1e6)
+
+
+def four(room: float, **options: object) -> Machine:
+    return machine(["fast"] * 4, room=round(room * GIB), within=1e10, **options)
+
+
+def test_a_unit_too_large_for_a_gpu_is_divided_and_the_others_are_not() -> None:
+    # ZeRO would need 3 GiB at least; halves of the unit take 2. All-reduces make eight divided units slower than whole.
+    found = costed(embedding(), four(2.6))
+    place, bounds = found.plan.place, found.plan.cut.bounds
+    assert (place.stage_replicas, place.stage_shards) == ((1, 2), (2, 1))
+    assert bounds is not None
+    assert found.plan.keep.zeros is None
+    assert not found.is_runnable
+    assert found.only_costed == "the engine does not yet divide operators over devices (place 'linear ×1-2 mesh(2-1)')"
+    assert "place: units 0 to" in " ".join(found.reasons)
+    # The team's memory is told of one of its devices.
+    assert {need.device: need.room_bytes for need in found.memory}["gpu0"] == round(2.6 * GIB)
+    alike = [c for c in search(embedding(), four(2.6), Options(batch=32)).candidates if c.plan.place.stage_shards]
+    assert all(found.time_s < c.time_s for c in alike if len({*(c.plan.place.stage_shards or ())}) == 1)
+
+
+def test_a_stage_that_does_not_fit_whole_divides_its_state_and_the_others_do_not() -> None:
+    # One GPU a host, so no teams. The first unit fits with half of its optimizer state: 3 GiB. The others have 3.1 in
+    # all, and dividing it would save nothing: a reduction and a gathering take as long as an all-reduce.
+    found = costed(embedding(GIB // 10), four(3.5, hosts=4, between=1e11))
+    assert (found.plan.num_stages, found.plan.place.replicas) == (2, 2)
+    assert (found.plan.keep.kind, found.plan.keep.zeros) in (("zero-1", (1, 0)), ("zero-3", (3, 0)))
+    assert "the engine does not yet divide state over replicas (keep 'zero-" in found.only_costed
+    assert "ZeRO-" in found.plan.name
+    assert "in stage 0" in found.plan.name
+
+
+def test_equal_units_give_one_degree_everywhere() -> None:
+    model = profile([1e-3] * 4, weights=GIB, saved=GIB / 1000, boundary=1e3)
+    result = search(model, machine(["fast"] * 8, room=round(2.6 * GIB), within=1e10), Options(batch=32))
+    assert result.best is not None
+    assert len({*(result.best.plan.place.stage_shards or ())}) == 1
+    assert (result.best.plan.place.stage_shards or (1,))[0] > 1
+
+
+def test_what_runs_is_neither_divided_nor_costed_only() -> None:
+    assert not search(embedding(), four(2.6), Options(batch=32, is_runnable=True)).candidates
+    found = search(embedding(), four(5.0), Options(batch=32, is_runnable=True)).candidates
+    assert found
+    assert all(c.is_runnable and c.plan.place.stage_shards is None and c.plan.keep.zeros is None for c in found)
+
+
+def test_the_plan_says_all_that_its_forecast_needs() -> None:
+    found = costed(embedding(), four(2.6))
+    assert found.machine == four(2.6)
+    assert found.profile == embedding()
+    plan = Plan.from_json(found.plan.to_json())
+    program = compile_plan(plan, embedding(), four(2.6))
+    verify(program)
+    assert simulate(program).makespan_s == found.time_s
+
+
+def test_a_team_costs_what_its_devices_cost() -> None:
+    found = costed(embedding(), four(2.6), objective="price", prices={"fast": 3600.0})
+    assert found.price == pytest.approx(sum(found.plan.degrees) * found.time_s)
+
+
+def test_ties_allow_a_degree_for_each_stage_but_no_replicas() -> None:
+    model = embedding()
+    tied = Profile.model_validate(
+        {**model.model_dump(), "ties": [{"units": ("u1", "u8"), "size_bytes": 10}]}, strict=False
+    )
+    found = costed(tied, four(2.6))
+    assert found.plan.place.stage_replicas is None
+    degrees = found.plan.place.stage_shards or ()
+    assert degrees[0] == 2
+    assert {*degrees[1:]} == {1}
+
+
+@pytest.mark.parametrize("place", [four(2.6), four(3.5, hosts=4, between=1e11)])
+def test_a_random_walk_finds_what_fits_and_nothing_better(place: Machine) -> None:
+    options, bests = Options(batch=8), []
+    for run in (dp.run, partial(mcmc.run, steps=500)):
+        pool = Pool(options)
+        run(pool, [*scenes_of(embedding(GIB // 10), place, options)], options)
+        bests.append(pool.best)
+    assert bests[0] * (1 - 1e-9) <= bests[1] < inf
+
+
+def test_every_degree_and_division_is_looked_at_one_by_one() -> None:
+    model, options = profile([1e-3] * 2), Options(batch=4, samples=1)
+    (own,) = (s for s in scenes_of(model, machine(["fast"] * 3), options) if len(s.degrees) > 1)
+    (frame,) = (f for f in exhaustive.frames(own, options) if f.mode.zero and not f.mode.recomputes)
+    drafts = [*exhaustive.drafts(frame)]
+    found = {(d.sizes, d.degrees, tuple(s.zero for s in d.stages)) for d in drafts}
+    assert len(found) == len(drafts)
+    assert found == {
+        ((1, 1), (1, 2), (0, 0)),
+        ((1, 1), (2, 1), (0, 0)),
+        ((1, 2), (1, 1), (0, 0)),
+        ((1, 2), (1, 1), (0, 1)),
+        ((2, 1), (1, 1), (0, 0)),
+        ((2, 1), (1, 1), (1, 0)),
+    }
