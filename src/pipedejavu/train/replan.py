@@ -113,12 +113,12 @@ def find_switch(
     steps: int,
     samples: int | None = None,
     num_workers: int | None = None,
-    start_s: float = ASSUMED_START_S,
+    start_s: float | None = None,
 ) -> Switch | None:
     """Returns the plan that pays for the `steps` that are left, with costs as they were measured; None where none does.
 
     It must save more than `MARGIN` of a step, and more in all than the switch takes, of which workers that start take
-    `start_s`.
+    `start_s`, or what is assumed of them.
     """
     profile, machine = with_measured(program, lags)
     now_s = simulate(replace(program, profile=profile, machine=machine)).makespan_s
@@ -167,10 +167,10 @@ def relieve(
     return Switch.to(found, prediction.makespan_s, f"{what}; plan '{found.plan.name}' would fit ({fits})")
 
 
-def switch_s(profile: Profile, start_s: float = ASSUMED_START_S) -> float:
+def switch_s(profile: Profile, start_s: float | None = None) -> float:
     """Returns what a switch is taken to cost."""
     size = sum(unit.parameter_bytes + unit.optimizer_bytes for unit in profile.units)
-    return start_s + size / ASSUMED_STATE_BYTES_PER_S
+    return (ASSUMED_START_S if start_s is None else start_s) + size / ASSUMED_STATE_BYTES_PER_S
 
 
 class Pilot:
