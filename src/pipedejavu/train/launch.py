@@ -275,9 +275,11 @@ def _patience(size: int) -> Iterator[None]:
     is_ours = size > 1 and name not in os.environ
     if is_ours:
         os.environ[name] = "passive"
-    yield
-    if is_ours:
-        del os.environ[name]
+    try:
+        yield
+    finally:
+        if is_ours:
+            del os.environ[name]
 
 
 def run_workers(
