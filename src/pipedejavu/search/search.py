@@ -102,7 +102,9 @@ def _choose(pool: Pool, scenes: list[Scene], options: Options) -> tuple[str, str
     count = exhaustive.count(pool, scenes, options, most=FEW)
     if count <= FEW:
         return "exhaustive", f"there are {count:,} drafts in all, few enough to look at each"
-    return "dp", f"there are more than {FEW:,} drafts, and dynamic programming finds the best cut of a chain exactly"
+    is_exact = all(len(scene.profile.units) <= dp.PLACES for scene in scenes)
+    how = "exactly" if is_exact else f"among {dp.PLACES} places, then near it"
+    return "dp", f"there are more than {FEW:,} drafts, and dynamic programming finds the best cut of a chain {how}"
 
 
 class _Ranked(NamedTuple):
