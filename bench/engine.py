@@ -66,8 +66,10 @@ class Noise:
     def targets(self, microbatch: int) -> Tensor:  # noqa: ARG002
         return self.y
 
-    def count(self, microbatch: int) -> int:  # noqa: ARG002
+    def length(self, microbatch: int) -> int:  # noqa: ARG002
         return self.samples
+
+    count = length
 
 
 def program(plan: Plan, width: int) -> Program:

@@ -60,6 +60,9 @@ def run_cpu(options: argparse.Namespace) -> None:
     """Runs the models that are left on CPU workers, until the time is over."""
     import forecast_cpu as cpu
 
+    from pipedejavu.facts import keep_heap
+
+    keep_heap()  # the model is measured here, as the workers will run it
     started = time.perf_counter()
     for name in options.models.split(",") if options.models else cpu.MODELS:
         if name not in cpu.MODELS:

@@ -30,7 +30,8 @@ PRESETS = ("whole", "ddp", "gpipe", "1f1b", "2bw", "coarse")
 NAMES = {"2bw": "pipedream-2bw"}
 AGAIN = ("whole", "1f1b")
 """Run twice, for the noise floor."""
-STEPS, MICROBATCHES = 8, 4
+STEPS, WARM_UP, MICROBATCHES = 16, 6, 4
+"""Steps of a run, and the first of them, in which its memory still grows."""
 
 
 def plan_of(name: str, batch: int) -> Plan:
@@ -88,8 +89,8 @@ def figures(found: Trained) -> dict[str, Any]:
     sizes = [sum(program.profile.units[u].parameter_bytes for u in piece.units) for piece in program.pieces]
     held = [sum(sizes[piece] for piece, _ in program.held(w)) for w in range(len(program.workers))]
     worst = max(range(len(held)), key=lambda w: found.prediction.workers[w].peak_bytes)
-    # An update's rounds may be few; those of a plan without rounds are one.
-    step_s = median(found.rounds_s[1:]) if len(found.rounds_s) > 2 else found.measured.makespan_s / steps
+    # A plan without a common moment has one round.
+    step_s = median(found.rounds_s[WARM_UP:]) if len(found.rounds_s) > 2 else found.measured.makespan_s / steps
     kinds: dict[str, list[float]] = {}
     for column, timeline in enumerate((found.prediction.timeline(), found.measured)):
         for span in timeline.spans():

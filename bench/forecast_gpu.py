@@ -639,6 +639,8 @@ def run_edge(name: str, folder: Path, is_tiny: bool) -> None:
 def _runs_on_gpu(made: nn.Module, model: Model, cap: float) -> Callable[[int], bool]:
     device = next(made.parameters()).device
     total = torch.cuda.get_device_properties(device).total_memory
+    gc.collect()
+    torch.cuda.empty_cache()  # else state that stays comes into the large segments that measuring has left
     optimizer = torch.optim.AdamW(made.parameters(), lr=1e-5, fused=True)
 
     def step(samples: int) -> None:

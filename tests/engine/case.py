@@ -41,6 +41,9 @@ class Samples:
     def targets(self, microbatch: int) -> Tensor:
         return self.y[microbatch]
 
+    def length(self, microbatch: int) -> int:
+        return len(self.x[microbatch])
+
     def count(self, microbatch: int) -> int:
         return self.counts[microbatch]
 

@@ -243,7 +243,7 @@ class Handlers:
             self.values[value_of(a)] = tensors if len(tensors) > 1 or a.what == "g" else tensors[0]
 
     def _key(self, a: Action) -> tuple[object, ...]:
-        size = self.batches.count(self.first_microbatch + a.microbatch) if a.microbatch >= 0 else 0
+        size = self.batches.length(self.first_microbatch + a.microbatch) if a.microbatch >= 0 else 0
         return (a.what, a.piece, size)
 
     def reduce(self, a: Action) -> None:

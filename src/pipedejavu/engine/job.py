@@ -52,6 +52,9 @@ class Batches(Protocol):
     def targets(self, microbatch: int) -> Any:
         """Returns what the loss compares with."""
 
+    def length(self, microbatch: int) -> int:
+        """Returns how many samples there are."""
+
     def count(self, microbatch: int) -> int:
         """Returns how many samples or tokens count in the loss."""
 

@@ -112,6 +112,9 @@ class Profile(Record):
     units: tuple[Unit, ...] = Field(min_length=1)
     edges: tuple[Edge, ...] | None = None
     ties: tuple[Tie, ...] = ()
+    batch: dict[str, Cost] = Field(default_factory=dict)
+    """Making a microbatch's samples, by the device's kind. The forward of the first unit has it in it; whoever has the
+    last unit and not the first makes them too, for their targets."""
     begins: tuple[int, ...] = ()
     """Of a model that was cut in its recorded graph: the operation with which each unit after the first begins, and at
     the end the number of all."""

@@ -8,7 +8,7 @@ import copy
 import time
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from statistics import median
 from typing import Any
@@ -25,8 +25,15 @@ from pipedejavu.profile.step import PARTS, Head, run_step, tensors_of
 
 _FEWEST, _MOST, _ENOUGH_S = 3, 20, 0.25
 """Passes that are timed: at least so many, and more of short ones, until they took so long together."""
+_MOST_ALIKE = 4
+"""Units that stand for others are timed for as many times as long, up to this: their errors count as often."""
 _WARM_UPS = {"cpu": 0, "cuda": 2}
 """Beside the pass that counts. A GPU's first passes load kernels and choose algorithms."""
+_TURNS = {"cpu": 3, "cuda": 1}
+"""How often the timing goes from unit to unit: a CPU that others share is slower for seconds, then faster again."""
+
+_CACHE_BYTES = 64 << 20
+"""More than the caches of most cores hold."""
 
 Report = Callable[[str], None]
 """Is told what is measured next."""
@@ -105,7 +112,8 @@ def merge_profiles(profiles: Sequence[Profile]) -> Profile:
     units = []
     for same in zip(*(profile.units for profile in profiles), strict=True):
         units.append(same[0].but(times={kind: times for unit in same for kind, times in unit.times.items()}))
-    return profiles[0].but(units=tuple(units))
+    batch = {kind: cost for profile in profiles for kind, cost in profile.batch.items()}
+    return profiles[0].but(units=tuple(units), batch=batch)
 
 
 def describe_ties(ties: Sequence[frozenset[str]], units: Units) -> tuple[Tie, ...]:
@@ -118,13 +126,30 @@ def describe_ties(ties: Sequence[frozenset[str]], units: Units) -> tuple[Tie, ..
     return tuple(found)
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Row:
-    """What one unit takes on one device at one size."""
+    """What one unit takes on one device at one size, and all units that are like it."""
 
+    name: str
+    module: nn.Module
+    value: Any
+    head: Head | None
+    is_first: bool
     counted: Counted
-    times: Mapping[str, Sequence[float]]
-    update_s: float
+    times: dict[str, list[float]] = field(default_factory=lambda: {part: [] for part in PARTS})
+    update_s: float = 0.0
+    num_alike: int = 0
+
+    def run(self, device: torch.device, enough_s: float, fewest: int) -> None:
+        """Times passes on a copy of the unit."""
+        module = copy.deepcopy(self.module).to(device)
+        for _ in range(_WARM_UPS[device.type]):
+            run_step(module, self.value, self.head, self.is_first, _Stopwatch(device))
+        for _ in _repeats(enough_s, fewest):
+            watch = _Stopwatch(device)
+            run_step(module, self.value, self.head, self.is_first, watch)
+            for part, found in self.times.items():
+                found.append(watch.time_s(part))
 
 
 def _measure_shot(shot: Shot, device: torch.device, place: str, make_update: MakeUpdate, report: Report) -> list[_Row]:
@@ -135,32 +160,26 @@ def _measure_shot(shot: Shot, device: torch.device, place: str, make_update: Mak
         head = shot.head(index, targets)
         key = (likeness(module, value), head is None, index == 0)
         if key not in known:
-            report(f"{name} ({place})")
-            known[key] = _measure(copy.deepcopy(module).to(device), value, head, index == 0, make_update)
+            own = copy.deepcopy(module).to(device)
+            known[key] = _Row(name, module, value, head, index == 0, count_step(own, value, head, index == 0))
+            known[key].update_s = _update_s([p.detach() for p in own.parameters()], make_update)
+            del own
+        known[key].num_alike += 1
         rows.append(known[key])
         value = known[key].counted.output
+    turns = _TURNS[device.type]
+    for _ in range(turns):
+        for row in known.values():
+            report(f"{row.name} ({place})")
+            row.run(device, _ENOUGH_S * min(row.num_alike, _MOST_ALIKE) / turns, -(-_FEWEST // turns))
     return rows
 
 
-def _measure(module: nn.Module, value: Any, head: Head | None, is_first: bool, make_update: MakeUpdate) -> _Row:
-    counted = count_step(module, value, head, is_first)
-    device = tensors_of(value)[0].device
-    taken: dict[str, list[float]] = {part: [] for part in PARTS}
-    for _ in range(_WARM_UPS[device.type]):
-        run_step(module, value, head, is_first, _Stopwatch(device))
-    for _ in _repeats():
-        watch = _Stopwatch(device)
-        run_step(module, value, head, is_first, watch)
-        for part, found in taken.items():
-            found.append(watch.time_s(part))
-    return _Row(counted, taken, _update_s([p.detach() for p in module.parameters()], make_update))
-
-
-def _repeats() -> Iterator[int]:
+def _repeats(enough_s: float, fewest: int) -> Iterator[int]:
     """Counts passes until there are enough."""
     start = time.perf_counter()
     for n in range(_MOST):
-        if n >= _FEWEST and time.perf_counter() - start > _ENOUGH_S:
+        if n >= fewest and time.perf_counter() - start > enough_s:
             return
         yield n
 
@@ -219,12 +238,15 @@ def describe(name: str, module: nn.Module, counted: Counted, behind: Counted | N
 
 
 def _update_s(parameters: Sequence[Tensor], make_update: MakeUpdate) -> float:
-    """Times updates of a unit's parameters."""
+    """Times updates of a unit's parameters; on a CPU none is in a cache, as a whole step lies between two updates."""
     if not parameters:
         return 0.0
-    update, times = make_update(parameters), []
+    update, times, device = make_update(parameters), [], parameters[0].device
+    others = torch.zeros(_CACHE_BYTES, dtype=torch.uint8) if device.type == "cpu" else None
     for _ in range(1 + _FEWEST):
-        watch = _Stopwatch(parameters[0].device)
+        if others is not None:
+            others.add_(1)
+        watch = _Stopwatch(device)
         with watch.part("update"):
             update()
         times.append(watch.time_s("update"))

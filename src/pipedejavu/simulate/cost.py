@@ -79,11 +79,19 @@ class Costs:
         else:
             costs: list[Cost] = [getattr(t, _HALVES[a.kind]) for t in times]
             time = sum(cost.at(samples) for cost in costs)
+            if a.kind == "F" and self._makes_targets(a.piece, worker):
+                made = self.program.profile.batch.get(self._device(worker).kind)
+                time += made.at(samples) if made else 0.0
         if a.kind == "R":
             time *= self.program.recomputes[a.piece]
         if self.plan.feed.budgets:
             time *= self.plan.feed.budgets[a.replica]
         return time / self.plan.place.shards
+
+    def _makes_targets(self, piece: int, worker: int) -> bool:
+        """Whether a worker makes samples for their targets alone: it has the last piece and not the first."""
+        inputs, outputs = self.program.inputs, self.program.outputs
+        return not outputs[piece] and all(inputs[own] for own, _ in self.program.held(worker))
 
     def _update(self, a: Action, worker: int) -> float:
         device = self._device(worker)

@@ -50,7 +50,8 @@ def build_hugging(
     form = _form(config, objective, most, context)
     has_text = isinstance(form, TokenForm) and form.num_plain >= _NUM_BYTES
     source = open_data(data or ("stdlib" if has_text else "random"), form, seed=seed)
-    return Task(name=name, model=model, loss=_loss, count=count, data=_Named(source, inputs))
+    counts = count if isinstance(form, TokenForm) else len
+    return Task(name=name, model=model, loss=_loss, count=counts, data=_Named(source, inputs))
 
 
 def _read_config(room: Any, name: str) -> Any:

@@ -94,7 +94,7 @@ def plan_run(
     else:
         plan, machine = make_machine(plan, sites, devices)
         if plan.num_workers > 1:  # what messages cost decides who gets how much, and how long a step is
-            link = Link.from_json(team.share(measure_link().to_json().encode() if team.is_first else b""))
+            link = Link.from_json(team.share(_measure_link(plan, machine).to_json().encode() if team.is_first else b""))
             machine = machine.but(links=(link, *machine.links[1:]))
     names = assign_devices(plan, machine)
     profile = Profile.from_json(known) if known else _measure(options, plan, machine, names, team)
@@ -125,6 +125,13 @@ def _adapted(plan: Plan, options: TrainOptions, team: Team, start: Start) -> Pla
     if (options.clip_norm is not None or options.on_nan == "skip") and plan.reduce.clip == "none":
         plan = plan.but(reduce=plan.reduce.but(clip="global"))
     return plan.but(steps=steps_of(plan, options, start.step))
+
+
+def _measure_link(plan: Plan, machine: Machine) -> Link:
+    """Measures messages between workers of this host: in a pipeline one waits for them, and the others compute."""
+    names = assign_devices(plan, machine)
+    with company(num_threads_beside(machine, names, 0) if plan.pipeline_size > 1 else 0):
+        return measure_link()
 
 
 def _measure(options: TrainOptions, plan: Plan, machine: Machine, names: Sequence[str], team: Team) -> Profile:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from pipedejavu.engine import Job, Optimizer
 from pipedejavu.engine.optimizer import Tensors
-from pipedejavu.facts import Cost, Profile
+from pipedejavu.facts import Profile
 from pipedejavu.plan import Plan
 from pipedejavu.profile import Shot, measure_profile
 from pipedejavu.profile.line import fit_line
@@ -33,8 +33,20 @@ def measure(
     sizes = (small, large) if (at_two or plan.feed.kind == "share") and small < large else (large,)
     shots = [Shot(job.units, *batch(size), job.loss) for size in sizes]
     profile = measure_profile(name, shots, job.ties, kinds, updates_of(job.optimizer))
+    return with_batches(profile, batch, sizes, kinds)
+
+
+def with_batches(profile: Profile, batch: Batch, sizes: Sequence[int], kinds: Mapping[str, torch.device]) -> Profile:
+    """Adds what getting a microbatch takes to the first forward on each CPU, whose worker gets its samples itself."""
     taken = fit_line({size: _batch_times(batch, size) for size in sizes})
-    return _with_batches(profile, taken, [kind for kind, device in kinds.items() if device.type == "cpu"])
+    first, *others = profile.units
+    times = dict(first.times)
+    own = [kind for kind, device in kinds.items() if device.type == "cpu"]
+    for kind in own:
+        forward = times[kind].forward
+        fixed_s, per_sample_s = forward.fixed_s + taken.fixed_s, forward.per_sample_s + taken.per_sample_s
+        times[kind] = times[kind].but(forward=forward.but(fixed_s=fixed_s, per_sample_s=per_sample_s))
+    return profile.but(units=(first.but(times=times), *others), batch=dict.fromkeys(own, taken))
 
 
 def _batch_times(batch: Batch, samples: int) -> list[float]:
@@ -45,17 +57,6 @@ def _batch_times(batch: Batch, samples: int) -> list[float]:
         batch(samples)
         times.append(time.perf_counter() - start)
     return times
-
-
-def _with_batches(profile: Profile, taken: Cost, kinds: Sequence[str]) -> Profile:
-    """Adds the time of getting a microbatch to the first forward: a CPU worker gets its samples itself."""
-    first, *others = profile.units
-    times = dict(first.times)
-    for kind in kinds:
-        own = times[kind].forward
-        fixed_s, per_sample_s = own.fixed_s + taken.fixed_s, own.per_sample_s + taken.per_sample_s
-        times[kind] = times[kind].but(forward=own.but(fixed_s=fixed_s, per_sample_s=per_sample_s))
-    return profile.but(units=(first.but(times=times), *others))
 
 
 def updates_of(optimizer: Optimizer) -> MakeUpdate:

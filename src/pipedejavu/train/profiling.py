@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -25,7 +26,7 @@ from pipedejavu.profile import (
 )
 from pipedejavu.profile.measure import Report, has_same_units
 from pipedejavu.train.door import open_task
-from pipedejavu.train.measure import updates_of
+from pipedejavu.train.measure import updates_of, with_batches
 from pipedejavu.train.site import read_sites
 from pipedejavu.train.task import describe_form, loss_of
 from pipedejavu.zoo import Task
@@ -82,8 +83,11 @@ def measure_ways(name: str, shots: Sequence[Shot], job: Job, ways: Sequence[Way]
 
 def measure_task(model: str, data: str | None, samples: int, ways: Sequence[Way], report: Report) -> Profile:
     """Measures a model on its data in each way."""
-    shots, begins = _shots(open_task(model, data=data), model, samples, report)
-    return measure_ways(model, shots, _job(shots[-1]), ways, report).but(begins=begins)
+    task = open_task(model, data=data)
+    shots, begins = _shots(task, model, samples, report)
+    profile = measure_ways(model, shots, _job(shots[-1]), ways, report).but(begins=begins)
+    devices = {way.kind: way.device for way in ways}
+    return with_batches(profile, partial(_batch, task), [shot.samples for shot in shots], devices)
 
 
 def _shots(task: Task, model: str, samples: int, report: Report) -> tuple[list[Shot], tuple[int, ...]]:

@@ -70,8 +70,9 @@ class SampleOrder:
 
     def change(self, update: int, sizes: Sequence[int]) -> None:
         """Gives the microbatches other sizes from an update on, which must not have begun."""
-        for size in set(sizes):
-            self.first(size)
+        if self.cut.way != "chain":  # which takes any size
+            for size in set(sizes):
+                self.first(size)
         self._changes.append((update, tuple(sizes)))
 
     def first(self, count: int) -> tuple[Any, Any]:
@@ -88,9 +89,13 @@ class SampleOrder:
         """Returns what the loss compares with."""
         return self._batch(microbatch)[1]
 
+    def length(self, microbatch: int) -> int:
+        """Returns how many samples there are."""
+        return len(self.numbers(microbatch))
+
     def count(self, microbatch: int) -> int:
-        """Returns how many samples or tokens count."""
-        return self.task.count(self.targets(microbatch))
+        """Returns how many samples or tokens count; where that is every sample, nobody makes them to know it."""
+        return self.length(microbatch) if self.task.count is len else self.task.count(self.targets(microbatch))
 
     def numbers(self, microbatch: int) -> range:
         """Returns the numbers of a microbatch's samples in the run."""
@@ -135,6 +140,10 @@ class SteadyBatches:
     def targets(self, microbatch: int) -> Any:
         """Returns what the loss compares with."""
         return self._checked("targets", microbatch, self.batches.targets(microbatch))
+
+    def length(self, microbatch: int) -> int:
+        """Returns how many samples there are."""
+        return self.batches.length(microbatch)
 
     def count(self, microbatch: int) -> int:
         """Returns how many samples or tokens count."""

@@ -330,9 +330,13 @@ class _Split:
         n = microbatch - self.first
         return self._targets[self.ends[n] : self.ends[n + 1]]
 
-    def count(self, microbatch: int) -> int:
+    def length(self, microbatch: int) -> int:
         """Returns the samples of a microbatch."""
         return len(self.targets(microbatch))
+
+    def count(self, microbatch: int) -> int:
+        """Returns the samples of a microbatch: all count."""
+        return self.length(microbatch)
 
 
 def _copies(plan: Plan) -> int:

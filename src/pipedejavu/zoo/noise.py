@@ -8,6 +8,9 @@ from pipedejavu.zoo.dataset import Indices, check_indices
 from pipedejavu.zoo.form import ImageForm, TokenForm
 from pipedejavu.zoo.generator import generator
 
+_MOST_BYTES = 64 << 20
+"""Of patterns that are kept."""
+
 
 class RandomImages:
     """A pattern for each class plus noise of the same strength, so that a model can learn it."""
@@ -17,24 +20,31 @@ class RandomImages:
         self._size = size
         self._seed = seed
         self._split = "test" if is_test else "train"
+        self._patterns: dict[int, Tensor] = {}
 
     def __len__(self) -> int:
         return self._size
 
     def batch(self, indices: Indices) -> tuple[Flow, Tensor]:
         """Returns fp32 arrays and labels as numbers."""
-        samples = [self._sample(n) for n in check_indices(indices, self._size).tolist()]
-        labels = torch.tensor([label for _, label in samples], dtype=torch.int64, device="cpu")
-        arrays = [array for array, _ in samples]
-        return torch.stack(arrays) if arrays else torch.zeros(0, *self.form.shape, device="cpu"), labels
+        numbers = check_indices(indices, self._size).tolist()
+        images = torch.empty(len(numbers), *self.form.shape, device="cpu")
+        labels = torch.empty(len(numbers), device="cpu", dtype=torch.int64)
+        for image, label, number in zip(images, labels, numbers, strict=True):
+            draw = generator(self._seed, "image", self._split, number)
+            label.random_(self.form.classes, generator=draw)
+            image.normal_(generator=draw).add_(self._pattern(int(label)))
+        return images, labels
 
-    def _sample(self, index: int) -> tuple[Tensor, int]:
-        draw = generator(self._seed, "image", self._split, index)
-        label = int(torch.randint(self.form.classes, (), generator=draw, device="cpu"))
-        pattern = generator(self._seed, "pattern", label)
-        shape = self.form.shape
-        noise = torch.randn(shape, generator=draw, device="cpu")
-        return torch.randn(shape, generator=pattern, device="cpu") + noise, label
+    def _pattern(self, label: int) -> Tensor:
+        """Returns what all images of a class have in common; the first few are kept."""
+        found = self._patterns.get(label)
+        if found is None:
+            source = generator(self._seed, "pattern", label)
+            found = torch.randn(self.form.shape, generator=source, device="cpu")
+            if (len(self._patterns) + 1) * found.nbytes <= _MOST_BYTES:
+                self._patterns[label] = found
+        return found
 
 
 class RandomTokens:

@@ -27,7 +27,7 @@ class Task:
     loss: Callable[[Any, Any], Tensor]
     """Takes the model's output and the targets; returns a sum, to be divided once by the whole batch's count."""
     count: Callable[[Any], int]
-    """Takes targets; returns how many of them the loss sums over."""
+    """Takes targets; returns how many of them the loss sums over: `len` where that is every sample's one."""
     data: Dataset
 
 
@@ -63,13 +63,13 @@ def build(
     # By way of JSON, so that options read as on a command line and all faults come at once.
     size = type(base).from_json(json.dumps({**base.model_dump(), **options}, default=repr), f"zoo:{name}")
     form = size.form()
-    default = "stdlib" if isinstance(form, TokenForm) else "random"
+    has_tokens = isinstance(form, TokenForm)
     loss = partial(balanced_cross_entropy, coefficient=size.balance) if make is moe.Moe else cross_entropy
     made: Any = make
     return Task(
         name=name,
         model=made(size, seed=seed, device=device),
         loss=loss,
-        count=count,
-        data=open_data(data or default, form, seed=seed),
+        count=count if has_tokens else len,
+        data=open_data(data or ("stdlib" if has_tokens else "random"), form, seed=seed),
     )
