@@ -98,7 +98,8 @@ def figures(found: Trained) -> dict[str, Any]:
             kinds.setdefault(f"{span.worker} {kind}", [0.0, 0.0])[column] += span.end_s - span.start_s
     return {
         "forecast": {
-            "step_s": found.prediction.makespan_s / steps,
+            "step_s": found.prediction.chance.mean_s / steps,
+            "makespan_s": found.prediction.makespan_s / steps,
             "peak": found.prediction.workers[worst].peak_bytes,
         },
         "measured": {"step_s": step_s, "peak": found.grown_bytes[worst] + held[worst]},

@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn.functional import dropout
 
 from pipedejavu.engine import Sgd
-from pipedejavu.engine.piece import PieceRunner
+from pipedejavu.engine.piece import PieceRunner, mixed
 
 
 def runner_of(*modules, seed=3):
@@ -163,6 +163,15 @@ def test_randomness_depends_on_seed_microbatch_and_unit_alone(kind):
     assert not torch.equal(first, masks(1))
     assert not torch.equal(first, masks(0, seed=4))
     assert not torch.equal(first, masks(0, number=1))
+
+
+def test_seeding_a_unit_leaves_nothing_behind_for_devices_that_it_does_not_use():
+    queued = torch.cuda._lazy_seed_tracker.get_calls
+    before, runner, x = queued(), runner_of(nn.Dropout(0.5)), torch.ones(8, 16)
+    found, _ = runner.forward({}, x, 2)
+    assert queued() == before
+    torch.manual_seed(mixed(3, 2, 0))
+    assert torch.equal(found, dropout(x, 0.5))
 
 
 def test_randomness_is_the_same_however_units_are_cut():

@@ -8,7 +8,7 @@ torch = pytest.importorskip("torch")
 
 from torch import nn
 
-from pipedejavu.facts import Device, Host, Link, Machine
+from pipedejavu.facts import Cost, Device, Host, Link, Machine
 from pipedejavu.plan import preset
 from pipedejavu.profile import Shot, measure_profile, merge_profiles
 from pipedejavu.profile.count import count_step
@@ -57,8 +57,10 @@ def test_every_kind_has_times_of_its_own() -> None:
 
 
 def test_profiles_of_different_devices_are_joined() -> None:
-    fast, slow = measure({"fast": CPU}), measure({"slow": CPU})
+    made = Cost(fixed_s=1.0)
+    fast, slow = (measure({kind: CPU}).but(batch={kind: made}) for kind in ("fast", "slow"))
     joined = merge_profiles([fast, slow])
+    assert joined.batch == {"fast": made, "slow": made}
     for unit, one, other in zip(joined.units, fast.units, slow.units, strict=True):
         assert unit.times == {**one.times, **other.times}
         assert unit.but(times={}) == one.but(times={})

@@ -42,3 +42,14 @@ def test_a_server_that_scores_needs_room_for_a_stepped_copy_of_the_weights() -> 
     program = compile_plan(plan, profile.but(units=units), machine)
     scores = [a for a in program.workers[3].actions if a.kind == "EVAL"]
     assert [Sizes(program).passing(a, is_first=False) for a in scores] == [100 * len(units)] * 3
+
+
+def test_who_has_the_last_unit_and_not_the_first_makes_samples_for_their_targets() -> None:
+    def forwards_s(workers: int) -> list[float]:
+        plan, profile, machine = unit_costs(preset("gpipe").at(workers=workers, microbatches=1), {"F": 1.0})
+        program = compile_plan(plan, profile.but(batch={"unit": Cost(fixed_s=0.25)}), machine)
+        spans = simulate(program, verify(program)).timeline().spans()
+        return [span.end_s - span.start_s for span in spans if span.action.startswith("F")]
+
+    assert forwards_s(1) == [1.0]  # whose first unit has it in its time
+    assert forwards_s(3) == [1.0, 1.0, 1.25]

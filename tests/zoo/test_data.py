@@ -128,3 +128,13 @@ def test_files_are_looked_for_in_a_folder_of_their_name(tmp_path: Path, monkeypa
         InputError, match=r"^data/mnist/train-images-idx3-ubyte.gz is missing, .* into data/mnist by hand"
     ):
         open_data("mnist")
+
+
+def test_a_pattern_that_is_not_kept_is_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    form = ImageForm(shape=(3, 5), classes=4)
+    kept, labels = open_data("random:50", form).batch(range(50))
+    monkeypatch.setattr("pipedejavu.zoo.noise._MOST_BYTES", 2 * 3 * 5 * 4)
+    data = open_data("random:50", form)
+    made, same = data.batch(range(50))
+    assert torch.equal(kept, made)
+    assert torch.equal(labels, same)

@@ -9,7 +9,7 @@ from rich.table import Table
 from pipedejavu.facts import format_bytes, format_seconds
 from pipedejavu.plan import AXES, Plan, Preset
 from pipedejavu.program import Program
-from pipedejavu.simulate import Prediction
+from pipedejavu.simulate import Chance, Prediction
 
 
 def print_presets(table: dict[str, Preset], as_json: bool) -> None:
@@ -72,7 +72,8 @@ def print_prediction(prediction: Prediction, notes: Sequence[str], files: Sequen
     in_units = program.machine.name == "unit costs"
     makespan = f"{prediction.makespan_s:g} units" if in_units else format_seconds(prediction.makespan_s)
     rate = "" if in_units else f"   {_samples_per_s(prediction):.4g} samples/s"
-    console.print(f"[bold]makespan {makespan}[/]   bubble {prediction.bubble_fraction:.1%}{rate}\n")
+    console.print(f"[bold]makespan {makespan}[/]   bubble {prediction.bubble_fraction:.1%}{rate}")
+    console.print(describe_chance(prediction.chance))
     shown = Table(box=None, pad_edge=False, header_style="bold")
     reserves = any(worker.reserved_bytes for worker in prediction.workers)
     memory = ("peak memory", "allocated", "reserved", "on host") if reserves else ("peak memory", "on host")
@@ -96,6 +97,14 @@ def print_prediction(prediction: Prediction, notes: Sequence[str], files: Sequen
         console.print(f"wrote {file}", markup=False)
 
 
+def describe_chance(chance: Chance) -> str:
+    """Returns a sentence on how long a program takes where times vary; empty where nothing is known of that."""
+    if not chance.varies:
+        return ""
+    low, high = format_seconds(chance.low_s), format_seconds(chance.high_s)
+    return f"As measured times vary, {format_seconds(chance.mean_s)} on average; nine in ten take {low} to {high}.\n"
+
+
 def _samples_per_s(prediction: Prediction) -> float:
     plan = prediction.program.plan
     samples = sum(prediction.program.sizes) * plan.steps
@@ -114,6 +123,7 @@ def _prediction_form(prediction: Prediction, notes: Sequence[str], files: Sequen
         "plan": json.loads(program.plan.to_json()),
         "axes": program.plan.axes(),
         "makespan_s": prediction.makespan_s,
+        "chance": prediction.chance._asdict(),
         "bubble_fraction": prediction.bubble_fraction,
         "samples_per_s": _samples_per_s(prediction),
         "num_workers": program.plan.num_workers,

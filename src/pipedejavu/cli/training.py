@@ -292,6 +292,7 @@ def _summary(done: "Trained") -> dict[str, object]:
         "last_loss": metrics.last_loss,
         "elapsed_s": metrics.elapsed_s,
         "predicted_s": done.prediction.makespan_s,
+        "expected_s": done.prediction.chance.mean_s,
         "measured_s": done.measured.makespan_s,
         "predicted_bubble_fraction": done.prediction.bubble_fraction,
         "measured_bubble_fraction": done.measured.bubble_fraction,
@@ -309,7 +310,7 @@ def _print_summary(summary: Mapping[str, object], done: "Trained") -> None:
     steps = done.program.plan.steps
     unit = "an update" if steps == 1 else f"{steps} updates"
     console.print(
-        f"forecast of {unit}: {format_seconds(done.prediction.makespan_s)},"
+        f"forecast of {unit}: {format_seconds(done.prediction.makespan_s)}{_on_average(done)},"
         f" bubble {done.prediction.bubble_fraction:.1%}; measured in the last round:"
         f" {format_seconds(done.measured.makespan_s)}, bubble {done.measured.bubble_fraction:.1%}"
     )
@@ -323,6 +324,11 @@ def _print_summary(summary: Mapping[str, object], done: "Trained") -> None:
         for name, difference in sorted(audit["differences"].items(), key=lambda item: -item[1])[:5]:
             console.print(f"  {name}: {difference:.3g}")
     console.print(f"weights in {done.folder.model}, report in {done.folder.report}")
+
+
+def _on_average(done: "Trained") -> str:
+    chance = done.prediction.chance
+    return f" ({format_seconds(chance.mean_s)} on average)" if chance.varies else ""
 
 
 def _write_report(done: "Trained", options: "TrainOptions") -> None:

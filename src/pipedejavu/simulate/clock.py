@@ -11,9 +11,19 @@ from heapq import heappop, heappush
 
 from pipedejavu.facts import InputError, Overlap
 from pipedejavu.program import Graph
-from pipedejavu.simulate.cost import Work
+from pipedejavu.simulate.cost import Work, shared_wires
 
 Times = tuple[list[float], list[float]]
+
+
+def run_clock(graph: Graph, works: Sequence[Work]) -> Times:
+    """Returns start and end of each operation, by the quicker way where it applies."""
+    program = graph.program
+    shared, overlap = shared_wires(program, graph, works), program.machine.overlap
+    contended = shared or overlap.compute > 1 or overlap.transfer > 1
+    if contended or any(w.picks_ready for w in program.workers):
+        return run_events(graph, works, shared, overlap)
+    return sweep(graph, [w.latency_s + w.time_s for w in works])
 
 
 def sweep(graph: Graph, durations: Sequence[float]) -> Times:

@@ -25,6 +25,8 @@ class Work(NamedTuple):
 NOTHING = Work(0.0, 0.0)
 
 _HALVES = {"F": "forward", "B": "backward", "W": "weight_backward", "R": "recompute", "EVAL": "forward"}
+_MEASURED = {**_HALVES, "I": "backward"}
+"""Whose spread an action has."""
 
 
 class Costs:
@@ -50,6 +52,24 @@ class Costs:
                 work = known[key] = self._work(a, worker)
             found.append(work)
         return found
+
+    def spreads(self, graph: Graph) -> list[float]:
+        """Returns how far each operation's time may lie from its work, as a part of it: what was measured says so."""
+        workers, known = self.program.workers, dict[tuple[object, ...], float]()
+        found = []
+        for worker, position in graph.members:
+            a = workers[worker].actions[position]
+            key = (worker, a.kind, a.piece, self.sizes.samples(a.microbatch))
+            if key not in known:
+                known[key] = self._spread(a, worker) if a.kind in _MEASURED else 0.0
+            found.append(known[key])
+        return found
+
+    def _spread(self, a: Action, worker: int) -> float:
+        samples = self.sizes.samples(a.microbatch)
+        costs: list[Cost] = [getattr(t, _MEASURED[a.kind]) for t in self._times(a.piece, self._device(worker).kind)]
+        total_s = sum(cost.at(samples) for cost in costs)
+        return sum(cost.spread * cost.at(samples) for cost in costs) / total_s if total_s else 0.0
 
     def _work(self, a: Action, worker: int) -> Work:
         if a.kind in ("F", "B", "I", "W", "R", "EVAL"):

@@ -7,8 +7,9 @@ from pipedejavu.facts import Timeline, WorkerSummary, paused_collector
 from pipedejavu.program import Graph, Program, build_graph
 from pipedejavu.program.liveness import Liveness, Stay, count_versions
 from pipedejavu.program.verify import peak_bytes
-from pipedejavu.simulate.clock import run_events, sweep
-from pipedejavu.simulate.cost import Costs, shared_wires
+from pipedejavu.simulate.chance import Chance, chance_of
+from pipedejavu.simulate.clock import run_clock
+from pipedejavu.simulate.cost import Costs
 from pipedejavu.simulate.memory import trace_footprint, trace_memory
 
 
@@ -29,6 +30,11 @@ class Prediction:
     def makespan_s(self) -> float:
         """When the last action ends."""
         return max(self.end, default=0.0)
+
+    @cached_property
+    def chance(self) -> Chance:
+        """How long the program takes where the times of its actions vary as they did when they were measured."""
+        return chance_of(self.graph, self.makespan_s)
 
     @cached_property
     def bubble_fraction(self) -> float:
@@ -121,10 +127,4 @@ class Prediction:
 def simulate(program: Program, graph: Graph | None = None) -> Prediction:
     """Predicts when every action of a program runs; `graph` spares building it again after `verify`."""
     graph = graph or build_graph(program)
-    works = Costs(program).of(graph)
-    shared = shared_wires(program, graph, works)
-    overlap = program.machine.overlap
-    contended = shared or overlap.compute > 1 or overlap.transfer > 1
-    if contended or any(w.picks_ready for w in program.workers):
-        return Prediction(graph, *run_events(graph, works, shared, overlap))
-    return Prediction(graph, *sweep(graph, [w.latency_s + w.time_s for w in works]))
+    return Prediction(graph, *run_clock(graph, Costs(program).of(graph)))

@@ -186,7 +186,7 @@ class Rank:
         if self.rank:
             return
         is_counting_samples = self.batches.count(0) == self.program.sizes[0]
-        forecast_s = forecast.makespan_s / self.program.plan.steps
+        forecast_s = forecast.chance.mean_s / self.program.plan.steps
         items = "samples" if is_counting_samples else "tokens"
         seats = [self._seat(worker, forecast.makespan_s) for worker in forecast.workers]
         self.progress = Progress(self.options.steps, items, forecast_s, self.start.step, seats)

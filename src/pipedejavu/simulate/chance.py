@@ -1,0 +1,55 @@
+"""How long a program takes where the times of its actions vary: on average, and within which bounds.
+
+A profile's times are medians, and a timeline shows a round in which every action takes its median. Real ones vary, and
+whoever waits for several waits for the slowest of them: on average a round takes longer than its medians say, the more
+so the more workers wait for each other. Here it is run on paper a number of times, each action as much slower or
+faster as chance has it, by the spread with which it was measured.
+"""
+
+import math
+import random
+from statistics import fmean, quantiles
+from typing import NamedTuple
+
+from pipedejavu.program import Graph
+from pipedejavu.simulate.clock import run_clock
+from pipedejavu.simulate.cost import Costs
+
+DRAWS, MOST_OPERATIONS = 40, 400_000
+"""Rounds on paper, and operations of all of them together: a long program has fewer, but more to average over."""
+QUARTILE = 0.6745
+"""Standard deviations on each side that hold the middle half of a normal distribution."""
+MOST_SIGMA = 0.5
+_FEWEST = 4
+
+
+class Chance(NamedTuple):
+    """What a program takes: on average, and in nine of ten cases between two bounds."""
+
+    mean_s: float
+    low_s: float
+    high_s: float
+
+    @property
+    def varies(self) -> bool:
+        """Whether anything is known of how times vary."""
+        return self.high_s > self.low_s
+
+
+def chance_of(graph: Graph, makespan_s: float) -> Chance:
+    """Draws every action's time anew, independent of the others; the same for the same program."""
+    costs = Costs(graph.program)
+    works, spreads = costs.of(graph), costs.spreads(graph)
+    draws = min(DRAWS, MOST_OPERATIONS // max(1, len(works)))
+    if draws < _FEWEST or not any(spreads):
+        return Chance(makespan_s, makespan_s, makespan_s)
+    sigmas = [min(MOST_SIGMA, spread / QUARTILE) for spread in spreads]
+    source, found = random.Random(0), []
+    for _ in range(draws):
+        drawn = [
+            work._replace(time_s=work.time_s * math.exp(sigma * source.gauss())) if sigma else work
+            for work, sigma in zip(works, sigmas, strict=True)
+        ]
+        found.append(max(run_clock(graph, drawn)[1], default=0.0))
+    bounds = quantiles(found, n=20, method="inclusive")
+    return Chance(fmean(found), bounds[0], bounds[-1])

@@ -1,0 +1,60 @@
+"""How long a program takes where the times of its actions vary."""
+
+import math
+
+import pytest
+
+from pipedejavu.plan import preset
+from pipedejavu.program import compile as compile_plan
+from pipedejavu.simulate import Prediction, simulate, unit_costs
+from pipedejavu.simulate import chance as room
+from pipedejavu.simulate.chance import QUARTILE
+
+
+def predicted(name: str, workers: int, spread: float, microbatches: int = 2) -> Prediction:
+    """Returns a prediction in which every forward and backward lies so far off."""
+    plan, profile, machine = unit_costs(preset(name).at(workers=workers, microbatches=microbatches), {})
+    units = [
+        unit.but(
+            times={
+                kind: time.but(forward=time.forward.but(spread=spread), backward=time.backward.but(spread=spread))
+                for kind, time in unit.times.items()
+            }
+        )
+        for unit in profile.units
+    ]
+    return simulate(compile_plan(plan, profile.but(units=tuple(units)), machine, fold=False))
+
+
+def test_what_never_varies_takes_what_its_timeline_says() -> None:
+    found = predicted("ddp", 2, spread=0.0)
+    assert found.chance == (found.makespan_s,) * 3
+    assert not found.chance.varies
+
+
+def test_one_worker_takes_the_mean_of_what_varies() -> None:
+    sigma, found = 0.1 / QUARTILE, predicted("ddp", 1, spread=0.1, microbatches=100)
+    mean, variance = math.exp(sigma**2 / 2), math.exp(sigma**2) * (math.exp(sigma**2) - 1)
+    # A round adds up 100 forwards of 1 and 100 backwards of 2; the mean of all draws is off by 4 of its own deviations.
+    deviation = math.sqrt(100 * (1 + 4) * variance / room.DRAWS)
+    assert found.chance.mean_s == pytest.approx(300 * mean, abs=4 * deviation)
+    assert found.chance.low_s < found.chance.mean_s < found.chance.high_s
+
+
+def test_the_more_wait_for_each_other_the_longer_it_takes() -> None:
+    rounds = [predicted("ddp", n, spread=0.1) for n in (1, 2, 8)]
+    slower = [found.chance.mean_s / found.makespan_s for found in rounds]
+    assert 1 < slower[0] < slower[1] < slower[2]
+    bounds = predicted("1f1b", 4, spread=0.1).chance
+    assert bounds.low_s > predicted("1f1b", 4, spread=0.1).makespan_s * 0.9
+    assert predicted("1f1b", 4, spread=0.2).chance.mean_s > bounds.mean_s
+
+
+def test_a_program_has_the_same_chances_each_time() -> None:
+    assert predicted("gpipe", 3, spread=0.2).chance == predicted("gpipe", 3, spread=0.2).chance
+
+
+def test_programs_that_are_too_long_to_be_drawn_take_their_medians(monkeypatch) -> None:
+    monkeypatch.setattr(room, "MOST_OPERATIONS", 10)
+    found = predicted("gpipe", 2, spread=0.2)
+    assert found.chance == (found.makespan_s,) * 3
