@@ -168,7 +168,7 @@ def test_what_is_switched_on_first_depends_on_what_copies_cost(pcie: float, reco
 
 
 def test_gems_holds_a_model_with_its_state_on_the_host_that_it_could_not_hold_otherwise() -> None:
-    here = read_machine("4xt4 + epyc-7763")
+    here = read_machine("4xv100-16gb + epyc-7763")
     model = estimate_profile("gpt-6.7b", here)
     gems = preset("gems-master").at(workers=4, microbatches=4, samples=1)
     with pytest.raises(FaultsError, match=r"has 15\.2 GiB"):

@@ -22,14 +22,14 @@ class KnownDevice(Record):
     title: str
     type: Literal["cpu", "gpu"]
     memory_bytes: Bytes = 0
-    """Of a GPU; a CPU's is the host's."""
+    """Of a GPU, without what ECC takes of it; a CPU's is the host's."""
     memory_bytes_per_s: BytesPerSecond
     memory_bits: int = Field(ge=1)
     """Width of the memory's bus."""
     memory_transfers_per_s: float = Field(gt=0)
     """Of each of its bits."""
     flop_per_s: FlopPerSecond
-    """Of matrix products in `dtype`, dense."""
+    """Of matrix products in `dtype`, dense, accumulated in float32; of a CPU at its base clock."""
     dtype: Literal["float32", "float16", "bfloat16"]
     units: int = Field(ge=1)
     """Tensor cores, CUDA cores where there are none, or a CPU's cores."""
@@ -39,11 +39,12 @@ class KnownDevice(Record):
     pcie_bytes_per_s: BytesPerSecond
     """One way, 16 lanes."""
     peer_bytes_per_s: BytesPerSecond = 0.0
-    """One way, of NVLink; zero without."""
+    """One way, of NVLink that joins all such GPUs of a host; zero without."""
     source: str = Field(min_length=1)
     efficiency: float | None = Field(default=None, gt=0, le=1)
-    """Share of `flop_per_s` that training was seen to reach; None is unknown."""
+    """Share of `flop_per_s` that training was seen to reach, recomputation counted; None is unknown."""
     efficiency_source: str = ""
+    """A publication with its figure, or the entry of docs/log.md."""
 
 
 class Catalog(Record):
