@@ -15,7 +15,7 @@ from pipedejavu.program import Graph
 from pipedejavu.simulate.clock import run_clock
 from pipedejavu.simulate.cost import Costs
 
-DRAWS, MOST_OPERATIONS = 40, 400_000
+DRAWS, MOST_OPERATIONS = 40, 100_000
 """Rounds on paper, and operations of all of them together: a long program has fewer, but more to average over."""
 QUARTILE = 0.6745
 """Standard deviations on each side that hold the middle half of a normal distribution."""
