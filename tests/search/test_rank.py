@@ -5,7 +5,7 @@ import pytest
 from pipedejavu.facts import Machine, Profile
 from pipedejavu.plan import Cut, Feed, Keep, Order, Place, Plan, Reduce
 from pipedejavu.program import compile as compile_plan
-from pipedejavu.search import Options
+from pipedejavu.search import Options, search
 from pipedejavu.search.draft import Scene
 from pipedejavu.search.rank import Timed, admit, memory_needs, time_plan
 from pipedejavu.search.result import Candidate
@@ -57,6 +57,34 @@ def test_of_a_long_pipeline_a_part_says_what_the_whole_takes(plan: Plan) -> None
     assert found.bubble_fraction == pytest.approx(whole.bubble_fraction, abs=1e-4)
     complete = Timed(plan, whole, 0.0, scene, 1.0)
     assert found.bound == admit(complete, Options(batch=64)).bound  # type: ignore[union-attr]
+
+
+def test_a_plan_that_an_allocator_does_not_get_through_is_no_candidate() -> None:
+    # Weights of 3 MiB with their gradient, two moments and an update's copies: 18 MiB, in a segment of 20.
+    size = 3 * 2**20
+    model = profile([1e-3], weights=size, saved=0.0, boundary=0.0, update_s=1e-3)
+    model = model.but(units=(model.units[0].but(parameter_parts=(size,)),))
+    plan = Plan(name="one", order=Order(kind="step"))
+    small, enough = (scene_on(machine(["fast"], room=room * 2**20), model) for room in (19, 20))
+    found = admit(time_plan(plan, small, 1.0), Options(batch=1))  # type: ignore[arg-type]
+    assert found == (
+        "the allocator of device 'gpu0' would reserve 20.0 MiB for tensors of 18.0 MiB, and the device has 19.0 MiB;"
+        " use more workers, smaller microbatches, recompute, or keep state on the host"
+    )
+    assert isinstance(admit(time_plan(plan, enough, 1.0), Options(batch=1)), Candidate)  # type: ignore[arg-type]
+
+
+def test_a_search_answers_with_plans_that_allocators_get_through() -> None:
+    # Links are slow, so one GPU is best. Its live tensors take 25 MiB: ten of 2.5, in two segments of 20.
+    size = 5 * 2**19
+    model = profile([1e-3, 1e-3], weights=size, saved=0.0, boundary=size, update_s=1e-3)
+    known = model.but(units=tuple(unit.but(parameter_parts=(size,)) for unit in model.units))
+    options = Options(batch=1, is_runnable=True)
+    for units, room, count in ((known, 40, 1), (known, 39, 2), (model, 39, 1)):
+        found = search(units, machine(["fast"] * 2, room=room * 2**20, within=1e6), options)
+        assert found.best is not None
+        assert found.best.plan.num_workers == count
+        assert any("would reserve" in note for note in found.notes) == (count == 2)
 
 
 def profile_with_cpu() -> Profile:

@@ -13,7 +13,7 @@ from pipedejavu.search.draft import Scene
 from pipedejavu.search.option import Options
 from pipedejavu.search.result import Candidate, MemoryNeed
 from pipedejavu.search.write import why_not_run
-from pipedejavu.simulate import Prediction, simulate
+from pipedejavu.simulate import Prediction, check_fit, simulate
 
 FULL = (3, 5)
 """Microbatches for each stage among which a pipeline's pace can be seen, in most and in nearly all cases."""
@@ -119,6 +119,7 @@ def admit(timed: Timed, options: Options) -> Candidate | str:
     prediction, scene, plan = timed.prediction, timed.scene, timed.plan
     try:
         verify(prediction.program, prediction.graph)
+        check_fit(prediction)
     except FaultsError as fault:
         return fault.faults[0]
     memory = memory_needs(prediction)

@@ -1,7 +1,8 @@
 """Simulation: costs, the clock, shared wires and memory, and how a run goes on; never imports torch."""
 
+from pipedejavu.simulate.fit import check_fit
 from pipedejavu.simulate.outlook import Outlook
 from pipedejavu.simulate.simulate import Prediction, simulate
 from pipedejavu.simulate.unit_cost import parse_unit_costs, unit_costs
 
-__all__ = ["Outlook", "Prediction", "parse_unit_costs", "simulate", "unit_costs"]
+__all__ = ["Outlook", "Prediction", "check_fit", "parse_unit_costs", "simulate", "unit_costs"]
