@@ -50,7 +50,7 @@ def test_of_a_long_pipeline_a_part_says_what_the_whole_takes(plan: Plan) -> None
     assert timed.others > 0
     whole = simulate(compile_plan(plan, scene.profile, scene.machine))
     assert timed.time_s == pytest.approx(whole.makespan_s, rel=1e-4)  # by which paces may differ
-    assert memory_needs(timed.prediction) == memory_needs(whole)
+    assert memory_needs(timed.prediction, {}) == memory_needs(whole, {})
     found = admit(timed, Options(batch=64))
     assert isinstance(found, Candidate)
     assert found.plan == whole.program.plan
@@ -84,6 +84,8 @@ def test_a_search_answers_with_plans_that_allocators_get_through() -> None:
         found = search(units, machine(["fast"] * 2, room=room * 2**20, within=1e6), options)
         assert found.best is not None
         assert found.best.plan.num_workers == count
+        held = [need.reserved_bytes for need in found.best.memory]
+        assert held == [None if units is model else 40 * 2**20 / count] * count
         assert any("would reserve" in note for note in found.notes) == (count == 2)
 
 

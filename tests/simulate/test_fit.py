@@ -50,7 +50,7 @@ THREE = Profile(name="three", units=(unit("u", (3 * MIB,)),))
 
 
 def test_what_would_be_reserved_decides_where_live_tensors_fit() -> None:
-    check_fit(predicted(ONE, THREE, computer(20 * MIB)))
+    assert check_fit(predicted(ONE, THREE, computer(20 * MIB))) == {"gpu0": 20 * MIB}
     with pytest.raises(FaultsError) as caught:
         check_fit(predicted(ONE, THREE, computer(19 * MIB)))
     assert str(caught.value) == (
@@ -62,7 +62,7 @@ def test_what_would_be_reserved_decides_where_live_tensors_fit() -> None:
 def test_a_cpu_has_no_such_allocator() -> None:
     prediction = predicted(ONE, THREE, computer(19 * MIB, type_="cpu"))
     assert prediction.footprints() == [None]
-    check_fit(prediction)
+    assert check_fit(prediction) == {}
 
 
 def test_without_known_tensors_live_bytes_decide() -> None:

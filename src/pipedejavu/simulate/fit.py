@@ -6,8 +6,8 @@ from pipedejavu.facts import FaultsError, format_bytes
 from pipedejavu.simulate.simulate import Prediction
 
 
-def check_fit(prediction: Prediction) -> None:
-    """Raises FaultsError where a GPU would run out of memory, though the tensors that are live at once may fit.
+def check_fit(prediction: Prediction) -> dict[str, float]:
+    """Returns what would be reserved of each GPU; raises FaultsError where one would run out of memory.
 
     Nothing is said of CPUs, nor of profiles that do not know their tensors. Workers that share a GPU cannot use what
     another has reserved.
@@ -22,7 +22,7 @@ def check_fit(prediction: Prediction) -> None:
     rooms = {name: machine.device(name).memory_bytes - machine.device(name).reserved_bytes for name in reserved}
     short = [name for name in reserved if reserved[name] > rooms[name]]
     if not short:
-        return
+        return dict(reserved)
     worst = max(short, key=lambda name: reserved[name] / max(rooms[name], 1))
     peaks = prediction.peaks()
     live = sum(peaks[index % count]["device"] for index, name in enumerate(program.devices) if name == worst)
