@@ -10,7 +10,7 @@ from pipedejavu.search.draft import Scene
 from pipedejavu.search.rank import Timed, admit, memory_needs, time_plan
 from pipedejavu.search.result import Candidate
 from pipedejavu.search.scene import scenes_of
-from pipedejavu.simulate import simulate
+from pipedejavu.simulate import check_fit, simulate
 from tests.search.case import machine, profile
 
 MODEL = profile([1e-3, 4e-3, 2e-3, 3e-3, 1e-3, 5e-3, 2e-3, 1e-3], boundary=2e6, update_s=1e-3, weights=10**6)
@@ -57,6 +57,18 @@ def test_of_a_long_pipeline_a_part_says_what_the_whole_takes(plan: Plan) -> None
     assert found.bubble_fraction == pytest.approx(whole.bubble_fraction, abs=1e-4)
     complete = Timed(plan, whole, 0.0, scene, 1.0)
     assert found.bound == admit(complete, Options(batch=64)).bound  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("plan", LONG, ids=[str(n) for n in range(len(LONG))])
+def test_of_a_long_pipeline_a_part_says_what_the_whole_reserves(plan: Plan) -> None:
+    size = 3 * 2**20
+    parts = {"parameter_parts": (size, size // 2), "activation_parts": (2e6, 5e6, 12e6), "activation_bytes": 19e6}
+    model = MODEL.but(units=tuple(unit.but(**parts, backward_work_bytes=4e6) for unit in profile_with_cpu().units))
+    place = machine(["fast"] * 4, hosts=2, within=1e9, between=5e8, host_room=2**60, pcie=2e9, has_interfaces=True)
+    timed = time_plan(plan, scene_on(place, model), 1.0)
+    assert isinstance(timed, Timed)
+    assert timed.others > 0
+    assert check_fit(timed.prediction) == check_fit(simulate(compile_plan(plan, model, place)))
 
 
 def test_a_plan_that_an_allocator_does_not_get_through_is_no_candidate() -> None:
