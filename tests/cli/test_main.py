@@ -11,7 +11,7 @@ from typing import NamedTuple
 import pytest
 
 from pipedejavu.cli.main import main
-from pipedejavu.facts import Machine, Timeline
+from pipedejavu.facts import Cost, Device, Host, Link, Machine, Profile, Timeline, Unit, UnitTime
 from pipedejavu.plan import preset, presets
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -152,6 +152,23 @@ def test_bad_input_exits_2_with_a_sentence(arguments: tuple[str, ...], sentence:
 def test_a_machine_that_is_too_small_is_refused() -> None:
     text = refused("simulate", "preset:1f1b", "--workers", "9", "--machine", str(EXAMPLES / "four-gpus.json"))
     assert "the plan needs 9 devices to train on, machine 'four GPUs and a CPU' has 5" in text
+
+
+def test_a_gpu_whose_allocator_would_run_out_is_refused(tmp_path: Path) -> None:
+    # Weights of 3 MiB with their gradient, two moments and an update's copies: 18 MiB, in a segment of 20.
+    size, time = 3 * 2**20, UnitTime(forward=Cost(per_sample_s=1.0), backward=Cost(per_sample_s=2.0), update_s=1.0)
+    state = {"parameter_bytes": size, "gradient_bytes": size, "optimizer_bytes": 2 * size, "parameter_parts": (size,)}
+    profile = Profile(name="p", units=(Unit(name="u", times={"g": time}, **state),))
+    (tmp_path / "profile.json").write_text(profile.to_json())
+    asked = ("simulate", "preset:ddp", "--workers", "1", "--microbatches", "1")
+    for room in (19, 20):
+        gpu = Device(name="gpu0", kind="g", type="gpu", host="h", memory_bytes=room * 2**20)
+        machine = Machine(name="m", hosts=(Host(name="h"),), devices=(gpu,), links=(Link(bytes_per_s=1e9),))
+        (tmp_path / f"{room}.json").write_text(machine.to_json())
+    files = [("--profile", str(tmp_path / "profile.json"), "--machine", str(tmp_path / f"{n}.json")) for n in (19, 20)]
+    sentence = "would reserve 20.0 MiB for tensors of 18.0 MiB, and the device has 19.0 MiB; use more workers, smaller"
+    assert sentence in refused(*asked, *files[0])
+    assert "20.0 MiB" in run(*asked, *files[1]).stdout
 
 
 def test_broken_json_is_refused(tmp_path: Path) -> None:

@@ -1,5 +1,7 @@
 """What to buy or change: every gain is checked against a search of its own."""
 
+import pytest
+
 from pipedejavu.facts import Profile
 from pipedejavu.search import Options, advise, leaner_plans, nothing_fits, search, smallest_change
 from tests.search.case import machine, profile
@@ -12,16 +14,26 @@ def hungry() -> Profile:
     return profile([1e-3] * 4, weights=GIB, saved=GIB / 4, boundary=1e6)
 
 
-def test_more_memory_is_advised_where_memory_costs_time() -> None:
+def with_tensors(model: Profile) -> Profile:
+    """Returns a profile that knows its tensors: seven of weights and three of activations in each unit."""
+    units = []
+    for unit in model.units:
+        parts = (unit.parameter_bytes // 7,) * 7
+        units.append(unit.but(parameter_parts=parts, activation_parts=(unit.activation_bytes / 3,) * 3))
+    return model.but(units=tuple(units))
+
+
+@pytest.mark.parametrize("model", [hungry(), with_tensors(hungry())], ids=["live", "reserved"])
+def test_more_memory_is_advised_where_memory_costs_time(model: Profile) -> None:
     # One device: 16 GiB of state and 8 GiB of activations; with room for 20 GiB something must be recomputed.
     here = machine(["fast"], room=20 * GIB)
     options = Options(batch=8, samples=8, is_runnable=True)
-    best = search(hungry(), here, options).best
+    best = search(model, here, options).best
     assert best is not None
-    advice = {a.change: a for a in advise(hungry(), here, options, best).found}
+    advice = {a.change: a for a in advise(model, here, options, best).found}
     (text,) = [change for change in advice if "memory" in change]
     assert text.endswith(" more memory on the fast")
-    roomy = search(hungry(), machine(["fast"]), options).best
+    roomy = search(model, machine(["fast"]), options).best
     assert roomy is not None
     assert advice[text].time_s == roomy.time_s
     assert advice[text].gain == best.time_s / roomy.time_s > 1

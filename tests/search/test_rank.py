@@ -5,12 +5,12 @@ import pytest
 from pipedejavu.facts import Machine, Profile
 from pipedejavu.plan import Cut, Feed, Keep, Order, Place, Plan, Reduce
 from pipedejavu.program import compile as compile_plan
-from pipedejavu.search import Options
+from pipedejavu.search import Options, search
 from pipedejavu.search.draft import Scene
 from pipedejavu.search.rank import Timed, admit, memory_needs, time_plan
 from pipedejavu.search.result import Candidate
 from pipedejavu.search.scene import scenes_of
-from pipedejavu.simulate import simulate
+from pipedejavu.simulate import check_fit, simulate
 from tests.search.case import machine, profile
 
 MODEL = profile([1e-3, 4e-3, 2e-3, 3e-3, 1e-3, 5e-3, 2e-3, 1e-3], boundary=2e6, update_s=1e-3, weights=10**6)
@@ -50,13 +50,55 @@ def test_of_a_long_pipeline_a_part_says_what_the_whole_takes(plan: Plan) -> None
     assert timed.others > 0
     whole = simulate(compile_plan(plan, scene.profile, scene.machine))
     assert timed.time_s == pytest.approx(whole.makespan_s, rel=1e-4)  # by which paces may differ
-    assert memory_needs(timed.prediction) == memory_needs(whole)
+    assert memory_needs(timed.prediction, {}) == memory_needs(whole, {})
     found = admit(timed, Options(batch=64))
     assert isinstance(found, Candidate)
     assert found.plan == whole.program.plan
     assert found.bubble_fraction == pytest.approx(whole.bubble_fraction, abs=1e-4)
     complete = Timed(plan, whole, 0.0, scene, 1.0)
     assert found.bound == admit(complete, Options(batch=64)).bound  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("plan", LONG, ids=[str(n) for n in range(len(LONG))])
+def test_of_a_long_pipeline_a_part_says_what_the_whole_reserves(plan: Plan) -> None:
+    size = 3 * 2**20
+    parts = {"parameter_parts": (size, size // 2), "activation_parts": (2e6, 5e6, 12e6), "activation_bytes": 19e6}
+    model = MODEL.but(units=tuple(unit.but(**parts, backward_work_bytes=4e6) for unit in profile_with_cpu().units))
+    place = machine(["fast"] * 4, hosts=2, within=1e9, between=5e8, host_room=2**60, pcie=2e9, has_interfaces=True)
+    timed = time_plan(plan, scene_on(place, model), 1.0)
+    assert isinstance(timed, Timed)
+    assert timed.others > 0
+    assert check_fit(timed.prediction) == check_fit(simulate(compile_plan(plan, model, place)))
+
+
+def test_a_plan_that_an_allocator_does_not_get_through_is_no_candidate() -> None:
+    # Weights of 3 MiB with their gradient, two moments and an update's copies: 18 MiB, in a segment of 20.
+    size = 3 * 2**20
+    model = profile([1e-3], weights=size, saved=0.0, boundary=0.0, update_s=1e-3)
+    model = model.but(units=(model.units[0].but(parameter_parts=(size,)),))
+    plan = Plan(name="one", order=Order(kind="step"))
+    small, enough = (scene_on(machine(["fast"], room=room * 2**20), model) for room in (19, 20))
+    found = admit(time_plan(plan, small, 1.0), Options(batch=1))  # type: ignore[arg-type]
+    assert found == (
+        "the allocator of device 'gpu0' would reserve 20.0 MiB for tensors of 18.0 MiB, and the device has 19.0 MiB;"
+        " use more workers, smaller microbatches, recompute, or keep state on the host"
+    )
+    assert isinstance(admit(time_plan(plan, enough, 1.0), Options(batch=1)), Candidate)  # type: ignore[arg-type]
+
+
+def test_a_search_answers_with_plans_that_allocators_get_through() -> None:
+    # Links are slow, so one GPU is best. Its live tensors take 25 MiB: ten of 2.5, in two segments of 20.
+    size = 5 * 2**19
+    model = profile([1e-3, 1e-3], weights=size, saved=0.0, boundary=size, update_s=1e-3)
+    known = model.but(units=tuple(unit.but(parameter_parts=(size,)) for unit in model.units))
+    options = Options(batch=1, is_runnable=True)
+    for units, room, count in ((known, 40, 1), (known, 39, 2), (model, 39, 1)):
+        found = search(units, machine(["fast"] * 2, room=room * 2**20, within=1e6), options)
+        assert found.best is not None
+        assert found.best.plan.num_workers == count
+        held = [need.reserved_bytes for need in found.best.memory]
+        assert held == [None if units is model else 40 * 2**20 / count] * count
+        assert any("would reserve" in note for note in found.notes) == (count == 2)
 
 
 def profile_with_cpu() -> Profile:

@@ -66,7 +66,8 @@ def test_at_the_limit_free_segments_go_back_before_anything_is_refused() -> None
 
 
 @pytest.mark.parametrize(
-    ("size", "most", "tensors"), [(10, 4, [4, 4, 2]), (8, 4, [4, 4, 0]), (3, 4, [3]), (5, 0, [5]), (0, 4, [0])]
+    ("size", "most", "tensors"),
+    [(10, 4, [4, 4, 2]), (8, 4, [4, 4, 0]), (3, 4, [3]), (5, 0, [5]), (0, 4, [0]), (2**30, 4, [2**26] * 16 + [0])],
 )
 def test_what_an_action_works_with_is_tensors_of_the_size_of_its_output(size: int, most: int, tensors: list) -> None:
     assert _cut(size, most) == tensors

@@ -15,10 +15,11 @@ pytest.importorskip("safetensors")
 from safetensors.torch import load_file
 
 from pipedejavu.engine.handle import Handlers
+from pipedejavu.facts import InputError, format_bytes
 from pipedejavu.plan import Plan, preset
 from pipedejavu.program import compile as compile_plan
 from pipedejavu.simulate import simulate
-from pipedejavu.train import RunFolder, TrainOptions, WorkerError, launch, plan_run, train, worker
+from pipedejavu.train import RunFolder, Trainer, TrainOptions, WorkerError, launch, plan_run, train, worker
 from pipedejavu.train.failure import ShortageError, is_shortage, read_failure, write_failure
 from pipedejavu.train.replan import relieve
 from tests.search.case import machine, profile
@@ -55,6 +56,20 @@ def test_whoever_runs_out_of_memory_says_what_it_had(tmp_path: Path) -> None:
     assert (found.worker, found.found_bytes) == (1, 7 * MIB)
 
 
+def test_what_an_allocator_would_not_get_through_is_not_begun(tmp_path: Path) -> None:
+    # Weights of 3 MiB with their gradient, two moments and an update's copies: 18 MiB, in a segment of 20.
+    model = profile([1e-3], weights=3 * MIB, saved=0.0, boundary=0.0, update_s=1e-3)
+    model = model.but(units=(model.units[0].but(parameter_parts=(3 * MIB,)),))
+    plan = preset("ddp").at(workers=1, microbatches=1, samples=1)
+    program = compile_plan(plan, model, machine(["fast"], room=19 * MIB), fold=False)
+    said = r"device 'gpu0' would reserve 20\.0 MiB for tensors of 18\.0 MiB, and the device has 19\.0 MiB; use more"
+    with pytest.raises(InputError, match=said):
+        train(SHORT, program, str(tmp_path / "run"))
+    assert not (tmp_path / "run").exists()
+    with pytest.raises(InputError, match=said):
+        Trainer.__new__(Trainer)._begin(program, None)
+
+
 def test_a_device_that_has_less_than_it_says_gets_less_to_hold() -> None:
     program = program_of(workers=2, room=300 * MIB)
     forecast = simulate(program).workers[1].peak_bytes
@@ -67,6 +82,18 @@ def test_a_device_that_has_less_than_it_says_gets_less_to_hold() -> None:
         r"worker 1 on gpu1 ran out of memory: \d+\.\d MiB were forecast of 300\.0 MiB, and 100\.0 MiB were found; plan "
     )
     assert re.match(said + r"'.+' would fit \(\d+\.\d MiB on gpu\d, \d+ ms a step instead of \d+ ms\)$", found.reason)
+
+
+def test_what_a_gpu_got_is_compared_with_what_was_to_be_reserved() -> None:
+    model = profile([1e-3] * 2, weights=2 * MIB, update_s=1e-3)
+    model = model.but(units=tuple(unit.but(parameter_parts=(2 * MIB,)) for unit in model.units))
+    plan = preset("ddp").at(workers=2, microbatches=1, samples=1)
+    program = compile_plan(plan, model, machine(["fast"] * 2, room=300 * MIB), fold=False)
+    worker = simulate(program).workers[1]
+    between = int(worker.peak_bytes + worker.reserved_bytes) // 2
+    found = relieve(program, ShortageError(1, between))
+    assert found.machine.devices[0].memory_bytes == 300 * MIB  # forecasts were not too low
+    assert f" {format_bytes(worker.reserved_bytes)} were forecast of 300.0 MiB, and " in found.reason
 
 
 def simulate_switch(switch):

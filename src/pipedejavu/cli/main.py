@@ -14,8 +14,8 @@ from pipedejavu.plan import preset, presets
 from pipedejavu.program import compile  # noqa: A004
 from pipedejavu.program import verify as verify_program
 from pipedejavu.report import render_grid, render_html, render_trace
+from pipedejavu.simulate import check_fit, unit_costs
 from pipedejavu.simulate import simulate as simulate_program
-from pipedejavu.simulate import unit_costs
 
 app = typer.Typer(
     name="pipedejavu",
@@ -91,6 +91,7 @@ def simulate(
     inputs = read_inputs(Inputs(plan, sizes, recompute, unit_costs, model, profile, machine))
     program = compile(inputs.plan, inputs.profile, inputs.machine)
     prediction = simulate_program(program, verify_program(program))
+    check_fit(prediction)
     if trace or html or out:
         timeline = prediction.timeline()
         if trace:

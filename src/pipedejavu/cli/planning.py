@@ -194,7 +194,8 @@ def describe_memory(needs: Sequence[MemoryNeed]) -> str:
     """Returns what each device needs of what it has, devices that are alike in one."""
     alike: dict[tuple[str, str], list[str]] = {}
     for need in needs:
-        alike.setdefault((format_bytes(need.need_bytes), format_bytes(need.room_bytes)), []).append(need.device)
+        held = f" ({format_bytes(need.reserved_bytes)} reserved)" if need.reserved_bytes else ""
+        alike.setdefault((format_bytes(need.need_bytes) + held, format_bytes(need.room_bytes)), []).append(need.device)
     parts = []
     for (need_text, room), names in alike.items():
         who = names[0] if len(names) == 1 else f"{len(names)} × {names[0]}…"

@@ -100,7 +100,7 @@ def _with(
     rest_s, options = until_s - time.monotonic(), change.options
     if rest_s <= 0:
         return None, False
-    options = options.but(time_budget_s=min(rest_s, options.time_budget_s))
+    options = options.but(time_budget_s=min(rest_s, options.time_budget_s), candidates=1)
     most = DOUBT * best.estimated_s * options.batch / best.samples
     if options.objective == "price":
         most *= 3600 * best.price / max(best.time_s, 1e-12)
@@ -197,7 +197,7 @@ def _more_memory(machine: Machine, options: Options, type_: str) -> _Change:
 
 def _enough(machine: Machine, change: _Change, roomy: Candidate) -> _Change:
     """Returns the change to the memory that the best plan has, were there no limit."""
-    used = {need.device: need.need_bytes for need in roomy.memory}
+    used = {need.device: need.reserved_bytes or need.need_bytes for need in roomy.memory}
     extra = 0.0
     for device in (d for d in machine.devices if d.type == change.type_):
         name = device.name

@@ -1,6 +1,6 @@
 """Ranks drafts by their real plans: each is written out, compiled and simulated, and the fastest are verified."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -13,7 +13,7 @@ from pipedejavu.search.draft import Scene
 from pipedejavu.search.option import Options
 from pipedejavu.search.result import Candidate, MemoryNeed
 from pipedejavu.search.write import why_not_run
-from pipedejavu.simulate import Prediction, simulate
+from pipedejavu.simulate import Prediction, check_fit, simulate
 
 FULL = (3, 5)
 """Microbatches for each stage among which a pipeline's pace can be seen, in most and in nearly all cases."""
@@ -119,9 +119,10 @@ def admit(timed: Timed, options: Options) -> Candidate | str:
     prediction, scene, plan = timed.prediction, timed.scene, timed.plan
     try:
         verify(prediction.program, prediction.graph)
+        reserved = check_fit(prediction)
     except FaultsError as fault:
         return fault.faults[0]
-    memory = memory_needs(prediction)
+    memory = memory_needs(prediction, reserved)
     worst = max(memory, key=lambda need: need.share)
     if worst.share > 1:
         need, room = format_bytes(worst.need_bytes), format_bytes(worst.room_bytes)
@@ -160,10 +161,11 @@ def price_of(timed: Timed, options: Options) -> float:
     return sum(prices) * timed.time_s / 3600
 
 
-def memory_needs(prediction: Prediction) -> tuple[MemoryNeed, ...]:
+def memory_needs(prediction: Prediction, reserved: Mapping[str, float]) -> tuple[MemoryNeed, ...]:
     """Returns the highest need of each memory that a program uses, over its workers and what they keep on hosts.
 
-    Of a team it is that of its first device: the others need as much.
+    Of a team it is that of its first device: the others need as much. `reserved` is what is reserved of GPUs, where
+    that is known.
     """
     program = prediction.program
     machine, needs = program.machine, dict[str, float]()
@@ -179,7 +181,8 @@ def memory_needs(prediction: Prediction) -> tuple[MemoryNeed, ...]:
     for name, need in needs.items():
         device, size = machine.device(name), sizes.get(name, 1)
         room = (device.memory_bytes - device.reserved_bytes) // size
-        found.append(MemoryNeed(device=name, need_bytes=need / size, room_bytes=room))
+        held = reserved[name] / size if name in reserved else None
+        found.append(MemoryNeed(device=name, need_bytes=need / size, reserved_bytes=held, room_bytes=room))
     return tuple(found)
 
 

@@ -14,6 +14,8 @@ class MemoryNeed(Record):
 
     device: str
     need_bytes: float
+    reserved_bytes: float | None = None
+    """What a GPU's allocator would reserve for it, where that is known."""
     room_bytes: Bytes
 
     @property

@@ -1,8 +1,9 @@
 """Simulation: costs, the clock, shared wires and memory, and how a run goes on; never imports torch."""
 
 from pipedejavu.simulate.chance import Chance
+from pipedejavu.simulate.fit import check_fit
 from pipedejavu.simulate.outlook import Outlook
 from pipedejavu.simulate.simulate import Prediction, simulate
 from pipedejavu.simulate.unit_cost import parse_unit_costs, unit_costs
 
-__all__ = ["Chance", "Outlook", "Prediction", "parse_unit_costs", "simulate", "unit_costs"]
+__all__ = ["Chance", "Outlook", "Prediction", "check_fit", "parse_unit_costs", "simulate", "unit_costs"]

@@ -16,9 +16,11 @@ MIB = 2**20
 _ROUND = 512
 _SMALL, _SMALL_SEGMENT = MIB, 2 * MIB
 _LARGE, _LARGE_SEGMENT, _LARGE_ROUND = 10 * MIB, 20 * MIB, 2 * MIB
+_AGES = 40
+"""Bits of a block's number in its key."""
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Block:
     """A stretch of a segment."""
 
@@ -37,36 +39,39 @@ class Allocator:
         self.limit_bytes = limit_bytes
         self.allocated_bytes = self.reserved_bytes = 0
         self.peak_allocated_bytes = self.peak_reserved_bytes = 0
-        self._free: dict[bool, list[tuple[int, int, Block]]] = {True: [], False: []}
-        """Free blocks of small and of large segments, by size and age."""
+        self._free: dict[bool, list[int]] = {True: [], False: []}
+        """Keys of the free blocks of small and of large segments, by size and age."""
+        self._blocks: dict[int, Block] = {}
+        """The free blocks by key."""
         self._count = 0
 
     def take(self, size_bytes: float) -> Block:
         """Returns a block for a tensor; raises InputError where the limit would be passed."""
         size = _rounded(size_bytes, _ROUND)
         is_small = size <= _SMALL
-        block = self._find(size, is_small) or self._reserve(size, is_small)
+        free = self._free[is_small]
+        at = bisect_left(free, size << _AGES)
+        block = self._blocks.pop(free.pop(at)) if at < len(free) else self._reserve(size, is_small)
         rest = block.size - size
         if rest >= _ROUND if is_small else rest > _SMALL:
             self._divide(block, size)
         block.is_free = False
         self.allocated_bytes += block.size
-        self.peak_allocated_bytes = max(self.peak_allocated_bytes, self.allocated_bytes)
+        if self.allocated_bytes > self.peak_allocated_bytes:
+            self.peak_allocated_bytes = self.allocated_bytes
         return block
 
     def give_back(self, block: Block) -> None:
         """Frees a block."""
         self.allocated_bytes -= block.size
-        for other in (block.before, block.after):
-            if other is not None and other.is_free:
-                self._remove(other)
-                block = self._join(other, block) if other is block.before else self._join(block, other)
+        before, after = block.before, block.after
+        if before is not None and before.is_free:
+            self._remove(before)
+            block = self._join(before, block)
+        if after is not None and after.is_free:
+            self._remove(after)
+            block = self._join(block, after)
         self._add(block)
-
-    def _find(self, size: int, is_small: bool) -> Block | None:
-        free = self._free[is_small]
-        at = bisect_left(free, size, key=lambda entry: entry[0])
-        return free.pop(at)[2] if at < len(free) else None
 
     def _reserve(self, size: int, is_small: bool) -> Block:
         segment = _SMALL_SEGMENT if is_small else _LARGE_SEGMENT if size < _LARGE else _rounded(size, _LARGE_ROUND)
@@ -83,10 +88,10 @@ class Allocator:
 
     def _release(self) -> None:
         """Gives segments that are wholly free back to the driver."""
+        whole = {key for key, block in self._blocks.items() if block.before is None and block.after is None}
+        self.reserved_bytes -= sum(self._blocks.pop(key).size for key in whole)
         for free in self._free.values():
-            whole = [entry for entry in free if entry[2].before is None and entry[2].after is None]
-            self.reserved_bytes -= sum(entry[0] for entry in whole)
-            free[:] = [entry for entry in free if entry not in whole]
+            free[:] = [key for key in free if key not in whole]
 
     def _made(self, size: int, is_small: bool) -> Block:
         self._count += 1
@@ -109,11 +114,13 @@ class Allocator:
 
     def _add(self, block: Block) -> None:
         block.is_free = True
-        insort(self._free[block.is_small], (block.size, block.number, block))
+        key = block.size << _AGES | block.number
+        self._blocks[key] = block
+        insort(self._free[block.is_small], key)
 
     def _remove(self, block: Block) -> None:
-        free = self._free[block.is_small]
-        del free[bisect_left(free, (block.size, block.number), key=lambda entry: entry[:2])]
+        key, free = block.size << _AGES | block.number, self._free[block.is_small]
+        del self._blocks[key], free[bisect_left(free, key)]
 
 
 def _rounded(size_bytes: float, to: int) -> int:

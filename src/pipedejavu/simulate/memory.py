@@ -3,12 +3,14 @@
 from collections.abc import Sequence
 from math import inf
 
-from pipedejavu.facts import MEMORY_CLASSES, MemoryCurve
+from pipedejavu.facts import MEMORY_CLASSES, InputError, MemoryCurve
 from pipedejavu.program.liveness import CLASSES, Liveness, Stay
 from pipedejavu.simulate.allocator import Footprint, replay
 
 MAX_POINTS = 400
 """Of a curve; beyond that, each point is the highest of several."""
+MAX_TENSORS = 16
+"""That an action works with."""
 
 
 def trace_memory(liveness: Liveness, worker: int, stays: list[Stay], makespan_s: float) -> tuple[MemoryCurve, ...]:
@@ -28,26 +30,42 @@ def trace_memory(liveness: Liveness, worker: int, stays: list[Stay], makespan_s:
 
 
 def trace_footprint(liveness: Liveness, worker: int, stays: list[Stay]) -> Footprint | None:
-    """Returns what a GPU's allocator makes of a worker's values; None on a CPU, or where no tensors are known."""
+    """Returns what a GPU's allocator makes of a worker's values; None on a CPU, or where no tensors are known.
+
+    It has the device's memory; where that is not enough, what it would reserve if it had more. Each device of a team
+    has its part of every tensor, and the footprint is that of all.
+    """
     program, sizes = liveness.program, liveness.sizes
-    if not sizes.is_detailed or program.machine.device(program.devices[worker]).type != "gpu":
+    device, team = program.machine.device(program.devices[worker]), program.plan.degrees[worker]
+    if not sizes.is_detailed or device.type != "gpu":
         return None
-    rows = []
+    rows, known = [], dict[tuple[str, int, float], list[float]]()
     for s in stays:
         what, piece, _, _, place = s.value
-        like = _cut(s.size_bytes, sizes.largest_output(piece)) if what == "t" else sizes.parts(s.value)
+        key = (what, piece, s.size_bytes)
         if place != "host":
-            rows.append((s.birth, s.death, _divided(s.size_bytes, like)))
+            if key not in known:
+                like = _cut(s.size_bytes, sizes.largest_output(piece)) if what == "t" else sizes.parts(s.value)
+                known[key] = _divided(s.size_bytes / team, like)
+            rows.append((s.birth, s.death, known[key]))
     for (memory, kind), size in liveness.fixed(worker).items():
         tensors = [n for piece, replica in program.held(worker) for n in sizes.parts(("w", piece, replica, 0, ""))]
         moments = 2 if kind == "optimizer" else 1
         if memory == "device" and size:
-            rows.append((0.0, inf, _divided(size, tensors * moments)))
-    return replay(rows)
+            rows.append((0.0, inf, _divided(size / team, tensors * moments)))
+    try:
+        found = replay(rows, (device.memory_bytes - device.reserved_bytes) / team)
+    except InputError:
+        found = replay(rows)
+    return Footprint(team * found.allocated_bytes, team * found.reserved_bytes)
 
 
 def _cut(size_bytes: float, most_bytes: float) -> list[float]:
-    """Returns what an action works with as tensors: each about as large as what it passes on, the rest in the last."""
+    """Returns what an action works with as tensors: each about as large as what it passes on, the rest in the last.
+
+    What passes on very little, as a loss does, still works with few.
+    """
+    most_bytes = max(most_bytes, size_bytes / MAX_TENSORS) if most_bytes else 0.0
     count = int(size_bytes // most_bytes) if most_bytes else 0
     return [most_bytes] * count + [size_bytes - count * most_bytes]
 

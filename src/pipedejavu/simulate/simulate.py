@@ -7,6 +7,7 @@ from pipedejavu.facts import Timeline, WorkerSummary, paused_collector
 from pipedejavu.program import Graph, Program, build_graph
 from pipedejavu.program.liveness import Liveness, Stay, count_versions
 from pipedejavu.program.verify import peak_bytes
+from pipedejavu.simulate.allocator import Footprint
 from pipedejavu.simulate.chance import Chance, chance_of
 from pipedejavu.simulate.clock import run_clock
 from pipedejavu.simulate.cost import Costs
@@ -66,6 +67,15 @@ class Prediction:
         with paused_collector():
             workers = range(len(self.program.workers))
             return [peak_bytes(self._stays(index, liveness), liveness.fixed(index)) for index in workers]
+
+    def footprints(self) -> list[Footprint | None]:
+        """Returns what the allocator of each worker's GPU holds, where that is known; `workers` has it too."""
+        liveness = Liveness(self.program)
+        if not liveness.sizes.is_detailed:
+            return [None] * len(self.program.workers)
+        with paused_collector():
+            workers = range(len(self.program.workers))
+            return [trace_footprint(liveness, index, self._stays(index, liveness)) for index in workers]
 
     def _stays(self, index: int, liveness: Liveness) -> list[Stay]:
         ops = self.graph.of_action[index]

@@ -26,7 +26,7 @@ from pipedejavu.profile import company, merge_profiles
 from pipedejavu.program import Program, verify
 from pipedejavu.program import compile as compile_plan
 from pipedejavu.program.crew import assign_devices
-from pipedejavu.simulate import Prediction, simulate
+from pipedejavu.simulate import Prediction, check_fit, simulate
 from pipedejavu.store import Shelf
 from pipedejavu.train.failure import ShortageError, WorkerError, read_failure, with_rest
 from pipedejavu.train.folder import Part, RunFolder, Start
@@ -267,6 +267,7 @@ def _seen_by_all(shared: Path, options: TrainOptions, team: Team, start: Start |
 def _open(folder: RunFolder, options: TrainOptions, program: Program, start: Start | None) -> Prediction:
     """Predicts the run and makes its folder."""
     prediction = simulate(program, verify(program))
+    check_fit(prediction)
     folder.create(options, program, start)
     write_file(folder.predicted, prediction.timeline().to_json(indent=None))
     return prediction

@@ -145,7 +145,8 @@ def relieve(
     """
     machine, own = program.machine, program.machine.device(program.devices[shortage.worker])
     prediction = simulate(program)
-    forecast = prediction.workers[shortage.worker].peak_bytes
+    worker = prediction.workers[shortage.worker]
+    forecast = worker.reserved_bytes or worker.peak_bytes  # what a GPU's worker has got is what it reserved
     room = round(min(shortage.found_bytes, (1 - MARGIN) * forecast))
     is_too_low = shortage.found_bytes >= forecast
     devices = (

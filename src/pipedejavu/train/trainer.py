@@ -24,7 +24,7 @@ from pipedejavu.program import compile as compile_plan
 from pipedejavu.program.crew import assign_devices
 from pipedejavu.program.share import divide
 from pipedejavu.search import Candidate, Options
-from pipedejavu.simulate import Prediction, simulate
+from pipedejavu.simulate import Prediction, check_fit, simulate
 from pipedejavu.store import Saver, Shelf
 from pipedejavu.train.door import inputs_and_targets, own_loss
 from pipedejavu.train.failure import WorkerError
@@ -113,6 +113,7 @@ class Trainer:
     def _begin(self, program: Program, batch: Any) -> None:
         """Lets a program's workers begin, with batches like this one."""
         self.program = program
+        check_fit(self.predict())
         self.batch = _Split(batch, program.sizes * program.plan.steps, self._cut)
         self.threads = Threads(program, self._job, self.batch)
         self.batch.cuts = [replace(self._cut, units=own.job.units) for own in self.threads.handlers]

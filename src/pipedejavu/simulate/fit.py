@@ -1,0 +1,35 @@
+"""Whether GPUs have what their allocators would reserve: more than the live bytes, which `verify` compares."""
+
+from collections import defaultdict
+
+from pipedejavu.facts import FaultsError, format_bytes
+from pipedejavu.simulate.simulate import Prediction
+
+
+def check_fit(prediction: Prediction) -> dict[str, float]:
+    """Returns what would be reserved of each GPU; raises FaultsError where one would run out of memory.
+
+    Nothing is said of CPUs, nor of profiles that do not know their tensors. Workers that share a GPU cannot use what
+    another has reserved.
+    """
+    program, footprints = prediction.program, prediction.footprints()
+    machine, count = program.machine, len(program.workers)
+    reserved: dict[str, float] = defaultdict(float)
+    for index, name in enumerate(program.devices):
+        footprint = footprints[index % count]
+        if footprint is not None:
+            reserved[name] += footprint.reserved_bytes
+    rooms = {name: machine.device(name).memory_bytes - machine.device(name).reserved_bytes for name in reserved}
+    short = [name for name in reserved if reserved[name] > rooms[name]]
+    if not short:
+        return dict(reserved)
+    worst = max(short, key=lambda name: reserved[name] / max(rooms[name], 1))
+    peaks = prediction.peaks()
+    live = sum(peaks[index % count]["device"] for index, name in enumerate(program.devices) if name == worst)
+    others = f" (and {len(short) - 1} more devices have too little)" if len(short) > 1 else ""
+    fault = (
+        f"the allocator of device '{worst}' would reserve {format_bytes(reserved[worst])} for tensors of"
+        f" {format_bytes(live)}, and the device has {format_bytes(rooms[worst])}{others}; use more workers, smaller"
+        " microbatches, recompute, or keep state on the host"
+    )
+    raise FaultsError(f"the program of plan '{program.plan.name}'", [fault])
