@@ -1,9 +1,9 @@
 """The forecast beside real runs on the CPU workers of this machine: the part of forecast.py that needs no GPU.
 
-Every case goes the whole way: the model is measured for the plan, the plan is compiled and simulated, and processes
-train it. The time of a step is the median over rounds, from the end of one to the end of the next; of plans without a
-common moment it is the makespan over the updates. Memory is what a worker's process grows by, with the weights that it
-had.
+The model is measured once for all plans of a batch, as a search does: with all cores, and with a part of them while the
+others work. Then each plan is compiled and simulated, and processes train it. The time of a step is the median over
+rounds, from the end of one to the end of the next; of plans without a common moment it is the makespan over the
+updates. Memory is what a worker's process grows by, with the weights that it had.
 """
 
 import json
@@ -13,8 +13,11 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from pipedejavu.facts import Machine, Profile
 from pipedejavu.plan import Plan, preset
 from pipedejavu.train import Trained, TrainOptions, plan_run, train
+from pipedejavu.train.planning import known_machine, ways_of
+from pipedejavu.train.profiling import measure_task
 
 MODELS = {
     "mlp": (1024, 4096),
@@ -50,34 +53,37 @@ def run_model(model: str, folder: Path, presets: tuple[str, ...], limit_s: float
     path, started = folder / "cpu.jsonl", time.perf_counter()
     done = {json.loads(line)["case"] for line in path.read_text().splitlines()} if path.exists() else set()
     for batch in MODELS[model]:
-        for name in presets:
-            for turn in range(1 + (name in AGAIN)):
-                key = f"{model}, {batch} samples, {name}, {turn}"
-                if key in done:
-                    continue
-                if time.perf_counter() - started > limit_s:
-                    return False
-                row = {
-                    "case": key,
-                    "model": model,
-                    "batch": batch,
-                    "preset": name,
-                    "turn": turn,
-                    **run_case(model, name, batch),
-                }
-                with path.open("a") as file:
-                    file.write(json.dumps(row) + "\n")
-                print(describe(row), flush=True)
+        cases = [(name, turn) for name in presets for turn in range(1 + (name in AGAIN))]
+        keys = {case: f"{model}, {batch} samples, {case[0]}, {case[1]}" for case in cases}
+        left = {case: key for case, key in keys.items() if key not in done}
+        if not left:
+            continue
+        machine, profile = measure_facts(model, batch)
+        for (name, turn), key in left.items():
+            if time.perf_counter() - started > limit_s:
+                return False
+            found = run_case(options_of(model), plan_of(name, batch), machine, profile)
+            row = {"case": key, "model": model, "batch": batch, "preset": name, "turn": turn, **found}
+            with path.open("a") as file:
+                file.write(json.dumps(row) + "\n")
+            print(describe(row), flush=True)
     return True
 
 
-def run_case(model: str, name: str, batch: int) -> dict[str, Any]:
+def options_of(model: str) -> TrainOptions:
+    return TrainOptions(model=model, steps=STEPS, data="random" if model in ("mlp", "vgg-small", "resnet18") else None)
+
+
+def measure_facts(model: str, batch: int) -> tuple[Machine, Profile]:
+    """Measures what the forecasts of all plans of a batch rest on."""
+    machine = known_machine()
+    return machine, measure_task(model, options_of(model).data, batch, ways_of(machine), lambda _: None)
+
+
+def run_case(options: TrainOptions, plan: Plan, machine: Machine, profile: Profile) -> dict[str, Any]:
     """Plans, simulates and trains one case."""
     started = time.perf_counter()
-    options = TrainOptions(
-        model=model, steps=STEPS, data="random" if model in ("mlp", "vgg-small", "resnet18") else None
-    )
-    options, program, _ = plan_run(options, plan_of(name, batch), devices="cpu")
+    options, program, _ = plan_run(options, plan, machine.divided(plan.num_workers), devices="cpu", profile=profile)
     with tempfile.TemporaryDirectory() as folder:
         found = train(options, program, str(Path(folder) / "run"))
     return {**figures(found), "wall_s": time.perf_counter() - started}

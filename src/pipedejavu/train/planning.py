@@ -75,8 +75,8 @@ def ways_of(machine: Machine) -> tuple[Way, ...]:
         most = max(device.most_workers for device in machine.devices)
         for parts in (n for n in divisors(most) if 1 < n <= MOST_PARTS):
             for kind in {device.kind for device in machine.devices}:
-                own = f"{kind}/{parts}"
-                found[own] = Way(own, torch.device("cpu"), max(1, cores // parts))
+                own, threads = f"{kind}/{parts}", max(1, cores // parts)
+                found[own] = Way(own, torch.device("cpu"), threads, cores - threads)
     return tuple(found.values())
 
 

@@ -15,6 +15,7 @@ from pipedejavu.profile import (
     Efficiency,
     Shot,
     blank_like,
+    company,
     cut_model,
     estimate_units,
     known_efficiencies,
@@ -56,6 +57,8 @@ class Way(NamedTuple):
     kind: str
     device: torch.device
     threads: int
+    beside: int = 0
+    """Threads that are kept at work meanwhile, as the workers on the other parts of a CPU will be."""
 
 
 def measure_model(model: str, samples: int, report: Report, context: int | None = None) -> Profiled:
@@ -75,7 +78,8 @@ def measure_ways(name: str, shots: Sequence[Shot], job: Job, ways: Sequence[Way]
     try:
         for way in ways:
             torch.set_num_threads(way.threads)
-            found.append(measure_profile(name, shots, job.ties, {way.kind: way.device}, updates, report))
+            with company(way.beside):
+                found.append(measure_profile(name, shots, job.ties, {way.kind: way.device}, updates, report))
     finally:
         torch.set_num_threads(threads)
     return merge_profiles(found)
