@@ -83,7 +83,10 @@ def measure_facts(model: str, batch: int) -> tuple[Machine, Profile]:
 def run_case(options: TrainOptions, plan: Plan, machine: Machine, profile: Profile) -> dict[str, Any]:
     """Plans, simulates and trains one case."""
     started = time.perf_counter()
-    options, program, _ = plan_run(options, plan, machine.divided(plan.num_workers), devices="cpu", profile=profile)
+    count, machine = plan.num_workers, machine.divided(plan.num_workers)
+    if count > 1:  # a part has times of its own
+        machine = machine.but(devices=tuple(d.but(kind=f"{d.kind}/{count}") for d in machine.devices))
+    options, program, _ = plan_run(options, plan, machine, devices="cpu", profile=profile)
     with tempfile.TemporaryDirectory() as folder:
         found = train(options, program, str(Path(folder) / "run"))
     return {**figures(found), "wall_s": time.perf_counter() - started}

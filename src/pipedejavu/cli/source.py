@@ -68,6 +68,11 @@ def read_inputs(asked: Inputs) -> Read:
         )
     if asked.profile is not None:
         profile = read_profile(asked.profile, [device.kind for device in machine.devices])
+        if asked.machine is None and plan.num_workers > 1:
+            notes.append(
+                "profile: its times are taken for each worker as they are, though it has a part of the cores; `plan` and"
+                " `train` measure parts"
+            )
         return Read(plan, profile, machine, tuple(notes))
     profile = estimate_profile(asked.model or DEFAULT_MODEL, machine)
     notes.append(f"model: {profile.name} from its shape, at {_efficiencies(machine)}")
