@@ -70,8 +70,8 @@ def read_inputs(asked: Inputs) -> Read:
         profile = read_profile(asked.profile, [device.kind for device in machine.devices])
         if asked.machine is None and plan.num_workers > 1:
             notes.append(
-                "profile: its times are taken for each worker as they are, though it has a part of the cores; `plan` and"
-                " `train` measure parts"
+                "profile: its times are taken for each worker as they are, though it has a part of the cores;"
+                " `plan` and `train` measure parts"
             )
         return Read(plan, profile, machine, tuple(notes))
     profile = estimate_profile(asked.model or DEFAULT_MODEL, machine)
