@@ -8,6 +8,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from pipedejavu.facts import InputError, Profile
+from pipedejavu.train import planning
 from pipedejavu.train.profiling import choose_sizes, estimate_model, measure_model, this_machine
 
 OWN = """
@@ -103,3 +104,11 @@ def test_three_sizes_up_to_the_one_asked_for() -> None:
     assert [choose_sizes(n) for n in (1, 3, 4, 8, 32)] == [(3, 2, 1), (5, 4, 3), (2, 3, 4), (2, 5, 8), (8, 20, 32)]
     with pytest.raises(InputError, match="a batch has at least one sample, not 0"):
         choose_sizes(0)
+
+
+def test_a_part_of_a_cpu_is_measured_while_the_others_work(monkeypatch) -> None:
+    monkeypatch.setattr(planning, "num_cores", lambda: 4)
+    machine = this_machine()
+    cpus = tuple(d.but(most_workers=4) for d in machine.devices if d.type == "cpu")
+    ways = planning.ways_of(machine.but(devices=cpus))
+    assert {way.kind: (way.threads, way.beside) for way in ways} == {"cpu": (4, 0), "cpu/2": (2, 2), "cpu/4": (1, 3)}
