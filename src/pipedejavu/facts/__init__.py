@@ -7,7 +7,7 @@ from pipedejavu.facts.error import FaultsError, InputError, nearest
 from pipedejavu.facts.heap import keep_heap
 from pipedejavu.facts.machine import Device, Host, Link, Machine, Overlap, Route
 from pipedejavu.facts.measurement import Measurement, Survey
-from pipedejavu.facts.profile import Cost, Edge, Profile, Tie, Unit, UnitTime
+from pipedejavu.facts.profile import Cost, Edge, Profile, Tie, Unit, UnitTime, joint_spread
 from pipedejavu.facts.published import read_profile
 from pipedejavu.facts.quantity import Bytes, format_bytes, format_seconds
 from pipedejavu.facts.record import Record, read_file, write_file
@@ -42,6 +42,7 @@ __all__ = [
     "compose",
     "format_bytes",
     "format_seconds",
+    "joint_spread",
     "keep_heap",
     "known_device",
     "nearest",

@@ -1,5 +1,6 @@
 """What is known of a model: its units in order, what each costs on each kind of device, and its edges."""
 
+from collections.abc import Iterable
 from functools import cached_property
 from typing import Self
 
@@ -25,6 +26,13 @@ class Cost(Record):
     def times(self, factor: float) -> "Cost":
         """Returns the time as many times as long."""
         return self.but(fixed_s=self.fixed_s * factor, per_sample_s=self.per_sample_s * factor)
+
+
+def joint_spread(costs: Iterable[Cost], samples: float) -> float:
+    """Returns how far several times together lie from their lines, as a part of them: each counts by its time."""
+    known = [(cost.at(samples), cost.spread) for cost in costs]
+    total_s = sum(time_s for time_s, _ in known)
+    return sum(time_s * spread for time_s, spread in known) / total_s if total_s else 0.0
 
 
 class UnitTime(Record):

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from itertools import takewhile
 from typing import NamedTuple
 
-from pipedejavu.facts import Device, InputError, Profile, Unit
+from pipedejavu.facts import Device, InputError, Profile, Unit, joint_spread
 from pipedejavu.report.walk import Numbers, Stay, live_peak, walk_step
 from pipedejavu.simulate.allocator import Footprint, replay
 
@@ -147,8 +147,7 @@ def step_times(profile: Profile, samples: int) -> dict[str, StepTime]:
 def step_spread(profile: Profile, samples: int) -> float:
     """Returns how far measured times of a step lie from the profile's, as a part of it: each counts by its time."""
     costs = [cost for unit in profile.units for time in unit.times.values() for cost in (time.forward, time.backward)]
-    total_s = sum(cost.at(samples) for cost in costs)
-    return sum(cost.spread * cost.at(samples) for cost in costs) / total_s if total_s else 0.0
+    return joint_spread(costs, samples)
 
 
 def fold_units(units: Sequence[Unit]) -> list[Fold]:

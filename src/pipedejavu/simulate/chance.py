@@ -20,7 +20,9 @@ DRAWS, MOST_OPERATIONS = 40, 100_000
 QUARTILE = 0.6745
 """Standard deviations on each side that hold the middle half of a normal distribution."""
 MOST_SIGMA = 0.5
+"""What a machine that was busy while it was measured may vary by: its disturbances are not those of the run."""
 _FEWEST = 4
+"""Draws, below which an average says little."""
 
 
 class Chance(NamedTuple):

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from pipedejavu.facts import Cost, Device, Route, UnitTime
+from pipedejavu.facts import Cost, Device, Route, UnitTime, joint_spread
 from pipedejavu.program import Action, Graph, Program
 from pipedejavu.program.passes import COLLECTIVES
 from pipedejavu.program.size import Sizes
@@ -67,9 +67,8 @@ class Costs:
 
     def _spread(self, a: Action, worker: int) -> float:
         samples = self.sizes.samples(a.microbatch)
-        costs: list[Cost] = [getattr(t, _MEASURED[a.kind]) for t in self._times(a.piece, self._device(worker).kind)]
-        total_s = sum(cost.at(samples) for cost in costs)
-        return sum(cost.spread * cost.at(samples) for cost in costs) / total_s if total_s else 0.0
+        times = self._times(a.piece, self._device(worker).kind)
+        return joint_spread([getattr(time, _MEASURED[a.kind]) for time in times], samples)
 
     def _work(self, a: Action, worker: int) -> Work:
         if a.kind in ("F", "B", "I", "W", "R", "EVAL"):

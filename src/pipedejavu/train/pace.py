@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from statistics import median
 from typing import NamedTuple
 
-from pipedejavu.facts import Span
+from pipedejavu.facts import Span, joint_spread
 from pipedejavu.program import Program
 from pipedejavu.simulate import simulate
 
@@ -143,9 +143,7 @@ def band_of(program: Program, worker: int) -> float:
         for time in (profile.time(profile.units[unit], kind),)
         for cost in (time.forward, time.backward)
     ]
-    whole = sum(cost.at(samples) for cost in costs)
-    spread = sum(cost.at(samples) * cost.spread for cost in costs) / whole if whole else 0.0
-    return 1 + min(MOST_BAND, max(LEAST_BAND, SPREADS * spread))
+    return 1 + min(MOST_BAND, max(LEAST_BAND, SPREADS * joint_spread(costs, samples)))
 
 
 def _ratio(found: list[float], forecast: float) -> float:
