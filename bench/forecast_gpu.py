@@ -10,14 +10,12 @@ import json
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from pipedejavu.engine import AdamW
 from pipedejavu.facts import Device, Host, InputError, Link, Machine, Profile, Timeline, Unit, UnitTime
@@ -26,14 +24,13 @@ from pipedejavu.hybrid.arithmetic import State, scalars_of
 from pipedejavu.hybrid.gpu import UnitUpdate, addresses_of
 from pipedejavu.hybrid.native import HostUpdate, Task
 from pipedejavu.hybrid.placement import Limits, Placement, Stretch, UnitSize, choose_placement
-from pipedejavu.hybrid.unit import find_units
 from pipedejavu.plan import Keep, Reduce, preset
 from pipedejavu.profile import Shot, measure_profile
 from pipedejavu.profile.count import count_step
 from pipedejavu.program import compile as compile_plan
 from pipedejavu.program import verify
 from pipedejavu.report import work_out_needs
-from pipedejavu.simulate import simulate
+from pipedejavu.simulate import Prediction, simulate
 from pipedejavu.train.measure import updates_of
 from pipedejavu.zoo import build
 from pipedejavu.zoo.loss import cross_entropy
@@ -291,7 +288,7 @@ def _update_rates(device: torch.device) -> dict[str, float]:
         del gradients, there, update
         found |= _together(lambda: host([Task(scalars, gradient, own, own)]), count, own.m, device)
     host.close()
-    return {**found, "is_native": host.is_native, **_step_times(device)}
+    return {**found, "is_native": host.is_native, "away_unit_s": _away_time(device)}
 
 
 def _together(update: Callable[[], None], count: int, host: Tensor, device: torch.device) -> dict[str, float]:
@@ -317,51 +314,48 @@ def _together(update: Callable[[], None], count: int, host: Tensor, device: torc
     return found
 
 
-def _step_times(device: torch.device) -> dict[str, float]:
-    """Returns what a step of the optimizer costs the host at all, and for each parameter, from tiny models."""
-    (few, few_s), (many, many_s) = (_step_time(device, count) for count in (2, 16))
-    each_s = max(0.0, (many_s - few_s) / (many - few))
-    return {"step_s": max(0.0, few_s - few * each_s), "step_parameter_s": each_s}
+def _away_time(device: torch.device) -> float:
+    """Returns what each unit whose state is away costs the host in a step, from a tiny model."""
+    blocks = [nn.Sequential(*(nn.Linear(8, 8) for _ in range(6))) for _ in range(16)]
+    model, found = nn.Sequential(*blocks).to(device), []
+    for gpu_units in (None, 0):
+        optimizer, times = HybridAdamW(model, clip_norm=CLIP, window=None, speculate=False, gpu_units=gpu_units), []
+        for _ in range(20):
+            start = time.perf_counter()
+            model(torch.ones(4, 8, device=device)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            synchronize(device)
+            times.append(time.perf_counter() - start)
+        optimizer.close()
+        found.append(median(times))
+    return max(0.0, found[1] - found[0]) / len(blocks)
 
 
-def _step_time(device: torch.device, num_blocks: int) -> tuple[int, float]:
-    blocks = [nn.Sequential(*(nn.Linear(8, 8) for _ in range(6))) for _ in range(num_blocks)]
-    model, times = nn.Sequential(*blocks).to(device), []
-    optimizer = HybridAdamW(model, clip_norm=CLIP, window=None, speculate=False)
-    for _ in range(20):
-        model(torch.ones(4, 8, device=device)).sum().backward()
-        synchronize(device)
-        start = time.perf_counter()
-        optimizer.step()
-        optimizer.zero_grad()
-        times.append(time.perf_counter() - start)
-    optimizer.close()
-    return len(list(model.parameters())), median(times)
-
-
-def measure_host(made: nn.Module, model: Model, device: torch.device) -> dict[str, float]:
-    """Returns what the host takes to issue a forward and backward of the whole model: those of one sample.
+def measure_host(made: nn.Module, model: Model, device: torch.device) -> dict[str, dict[str, float]]:
+    """Returns what the host takes to issue a forward and backward of the whole model, and an update: one sample's.
 
     By name of what becomes of the activations. A GPU that is through with them sooner waits for the host.
     """
     inputs, targets = batch_of(model, device, samples=1)
     found = {}
     for name in ("recompute", "keep"):
-        modules = [unit.module for unit in find_units(made) if unit.is_block and name == "recompute"]
-        for module in modules:
-            module.forward = partial(checkpoint, module.forward, use_reentrant=False)  # type: ignore[method-assign]
+        optimizer = HybridAdamW(
+            made, lr=1e-5, clip_norm=CLIP, gpu_budget=ANY, window=None, activations=name, speculate=False
+        )
         times = []
         for _ in range(2 + HOST_STEPS):
-            made.zero_grad()
             synchronize(device)
             start = time.perf_counter()
             loss_of(made(inputs), targets).backward()
             synchronize(device)
-            times.append(time.perf_counter() - start)
-        for module in modules:
-            del module.forward
-        found[name] = median(times[2:])
-    made.zero_grad()
+            issued = time.perf_counter()
+            optimizer.step()
+            optimizer.zero_grad()
+            times.append((issued - start, time.perf_counter() - issued))
+        optimizer.close()
+        issue_s, update_s = map(median, zip(*times[2:], strict=True))
+        found[name] = {"issue_s": issue_s, "update_s": update_s}
     return found
 
 
@@ -387,69 +381,91 @@ def sizes_of(profile: Profile, dtype: torch.dtype) -> list[UnitSize]:
     return found
 
 
-def stretches_of(profile: Profile, samples: int, recomputes: bool) -> list[Stretch]:
+def stretches_of(profile: Profile, samples: int, recomputes: bool, more_bytes: int) -> list[Stretch]:
     """Returns the most memory of each unit's backward beside weights, state and gradients of those behind it."""
     units, found = profile.units, []
     inputs = [0.0, *(u.boundary_bytes for u in units[:-1])]
     for n in reversed(range(len(units))):
         unit = units[n]
-        kept = sum(inputs[: n + 1]) if recomputes else sum(u.activation_bytes - u.shared_bytes for u in units[:n])
+        kept = sum(inputs[:n]) if recomputes else sum(u.activation_bytes - u.shared_bytes for u in units[:n])
+        own = max(inputs[n], unit.activation_bytes) if recomputes else unit.activation_bytes
         given = unit.boundary_bytes if n < len(units) - 1 else 0.0
-        each = kept + unit.activation_bytes + given + unit.backward_work_bytes
-        found.append(Stretch(unit=n, peak_bytes=round(each * samples) + unit.gradient_bytes))
+        each = kept + own + given + unit.backward_work_bytes
+        found.append(Stretch(unit=n, peak_bytes=round(each * samples) + unit.gradient_bytes + more_bytes))
     return found
 
 
-def forecast_case(
-    profile: Profile, model: Model, facts: dict[str, Any], host: dict[str, float], place: float | None, recomputes: bool
-) -> dict[str, Any]:
+@dataclass(frozen=True)
+class Setting:
+    """What a forecast starts from."""
+
+    profile: Profile
+    model: Model
+    facts: dict[str, Any]
+    host: dict[str, dict[str, float]]
+
+    @property
+    def machine(self) -> Machine:
+        """As measured, but with room for everything."""
+        found = Machine.from_json(json.dumps(self.facts["machine"]))
+        return found.but(devices=tuple(d.but(memory_bytes=ANY, reserved_bytes=0) for d in found.devices))
+
+    def predict(self, places: tuple[str, ...], visitors: int, recomputes: bool) -> tuple[Prediction, float]:
+        """Returns the forecast of some steps, and for which part of the host's updates something is copied."""
+        gpu = next(d for d in self.machine.devices if d.type == "gpu")
+        plan = preset("cotrain").at(microbatches=1, samples=self.model.batch, steps=STEPS)
+        plan = plan.but(
+            place=plan.place.but(devices=(gpu.name,)),
+            order=plan.order.but(recompute=1.0 if recomputes else 0.0),
+            reduce=Reduce(clip="global"),
+            keep=Keep(kind="split", places=places, visitors=visitors),
+        )
+        share = 1.0
+        for _ in range(ROUNDS):
+            rates = rates_of(self.facts, share)
+            program = compile_plan(plan, with_updates(self.profile, rates, gpu), busy(self.machine, rates))
+            prediction = simulate(program, verify(program))
+            share = copying_share(prediction.timeline())
+        return prediction, share
+
+
+def forecast_case(setting: Setting, place: float | None, recomputes: bool) -> dict[str, Any]:
     """Forecasts a case: the budget, the placement, the time of a step and the memory that it takes."""
-    machine = Machine.from_json(json.dumps(facts["machine"]))
-    gpu = next(d for d in machine.devices if d.type == "gpu")
-    sizes, stretches = sizes_of(profile, model.dtype), stretches_of(profile, model.batch, recomputes)
+    profile, model, facts = setting.profile, setting.model, setting.facts
+    prediction, share = setting.predict(("device",) * len(profile.units), 1, recomputes)
+    (worker,) = prediction.workers
+    assert worker.allocated_bytes is not None
+    sizes = sizes_of(profile, model.dtype)
+    stretches = stretches_of(profile, model.batch, recomputes, round(worker.allocated_bytes - worker.peak_bytes))
     begin = round(max(u.activation_bytes + u.boundary_bytes for u in profile.units[:2]) * model.batch)
 
     def placed(gpu_bytes: int, num_first: int | None = None) -> Placement:
         limits = Limits(gpu_bytes=gpu_bytes, host_bytes=ANY, keeps_gradients=True, num_first=num_first)
         return choose_placement(sizes, stretches, limits, begin)
 
-    everything = placed(ANY)
-    budget = None
-    placement = everything
+    placement, budget = placed(ANY), None
+    words = {"gpu": "device", "visit": "visit", "host": "host", "lean": "lean"}
     if place is not None:
         least = placed(ANY, 0).gpu_bytes
-        budget = round(least + place * (everything.gpu_bytes - least))
+        budget = round(least + place * (placement.gpu_bytes - least))
         placement = placed(budget)
-    words = {"gpu": "device", "visit": "visit", "host": "host", "lean": "lean"}
-    visitors = max(1, sum(len(units) for units in placement.arrivals.values()))
-    plan = preset("cotrain").at(microbatches=1, samples=model.batch, steps=STEPS)
-    plan = plan.but(
-        place=plan.place.but(devices=(gpu.name,)),
-        order=plan.order.but(recompute=1.0 if recomputes else 0.0),
-        reduce=Reduce(clip="global"),
-        keep=Keep(kind="split", places=tuple(words[p] for p in placement.places), visitors=visitors),
-    )
-    roomy = machine.but(devices=tuple(d.but(memory_bytes=ANY, reserved_bytes=0) for d in machine.devices))
-    share = 1.0
-    for _ in range(ROUNDS):
-        rates = rates_of(facts, share)
-        program = compile_plan(plan, with_updates(profile, rates, gpu), busy(roomy, rates))
-        prediction = simulate(program, verify(program))
-        share = copying_share(prediction.timeline())
-    begins = sorted(s.start_s for s in prediction.timeline().spans() if s.action.startswith("F0."))
-    device_s, host_s = begins[-1] - begins[-2], host["recompute" if recomputes else "keep"]
-    (worker,) = prediction.workers
+        visitors = max(1, sum(len(units) for units in placement.arrivals.values()))
+        prediction, share = setting.predict(tuple(words[p] for p in placement.places), visitors, recomputes)
+        (worker,) = prediction.workers
     assert worker.allocated_bytes is not None
     assert worker.reserved_bytes is not None
-    more, num_parameters = facts["library_bytes"], sum(len(unit.parameter_parts) for unit in profile.units)
-    allocated = worker.allocated_bytes if place is None else placement.gpu_bytes
-    optimizer_s = facts["step_s"] + facts["step_parameter_s"] * num_parameters
+    begins = sorted(s.start_s for s in prediction.timeline().spans() if s.action.startswith("F0."))
+    device_s, host = begins[-1] - begins[-2], setting.host["recompute" if recomputes else "keep"]
+    num_away = len(profile.units) - placement.places.count("gpu")
+    host_s = host["issue_s"] + num_away * facts["away_unit_s"]
     # The host runs ahead of the GPU; but where any state is away it waits for the norm, once in each step.
-    step_s = max(device_s, host_s + optimizer_s) if place is None else max(device_s, host_s) + optimizer_s
+    ahead_s, behind_s = (host["update_s"], 0.0) if place is None else (0.0, host["update_s"])
+    more = facts["library_bytes"]
+    allocated = worker.allocated_bytes if place is None else placement.gpu_bytes
     return {
         "budget": budget,
         "places": {word: placement.places.count(word) for word in words},
-        "step_s": step_s,
+        "step_s": max(device_s, host_s + ahead_s) + behind_s,
         "device_s": device_s,
         "copying_share": share,
         "live": worker.peak_bytes + more,
@@ -563,6 +579,7 @@ def run_model(name: str, folder: Path, is_tiny: bool, done: set[str]) -> None:
     count = sum(unit.num_parameters for unit in profile.units)
     took_s = time.perf_counter() - started
     print(f"{name}: {count / 1e6:.0f} M parameters, built and measured in {took_s:.0f} s; host {host}", flush=True)
+    setting = Setting(profile, model, facts, host)
     for recomputes in (True, False):
         for place in (None, *model.budgets):
             key = case_key(name, recomputes, place)
@@ -571,7 +588,7 @@ def run_model(name: str, folder: Path, is_tiny: bool, done: set[str]) -> None:
             row: dict[str, Any] = {"case": key, "model": name, "recomputes": recomputes, "place": place, "host": host}
             started = time.perf_counter()
             try:
-                row["forecast"] = forecast_case(profile, model, facts, host, place, recomputes)
+                row["forecast"] = forecast_case(setting, place, recomputes)
                 row["measured"] = run_case(made, (inputs, targets), row["forecast"]["budget"], recomputes)
             except (InputError, RuntimeError) as error:
                 row["failed"] = f"{type(error).__name__}: {str(error).splitlines()[0][:300]}"

@@ -8,11 +8,12 @@ torch = pytest.importorskip("torch")
 
 from torch import nn
 
-from pipedejavu.facts import Cost, Device, Host, Link, Machine
+from pipedejavu.facts import Cost, Device, Host, Link, Machine, Profile
 from pipedejavu.plan import preset
 from pipedejavu.profile import Shot, measure_profile, merge_profiles
 from pipedejavu.profile.count import count_step
 from pipedejavu.program import compile as compile_plan
+from pipedejavu.program.liveness import Liveness
 from pipedejavu.program.size import Sizes
 
 CPU = torch.device("cpu")
@@ -87,6 +88,26 @@ def test_nothing_of_what_was_run_stays_in_memory() -> None:
 
 
 @pytest.mark.gpu
+def test_memory_that_an_operation_has_for_itself_counts_on_a_gpu() -> None:
+    device = torch.device("cuda", 0)
+    convolution, value = nn.Conv2d(64, 64, 3, padding=1).to(device), torch.randn(64, 64, 56, 56, device=device)
+    counted = count_step(convolution, value, None, False)
+    given = value.clone().requires_grad_()
+    torch.cuda.reset_peak_memory_stats(device)
+    output = convolution(given)
+    forward_bytes = torch.cuda.max_memory_allocated(device) - torch.cuda.memory_allocated(device)
+    seed = torch.ones_like(output)
+    before = torch.cuda.memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    output.backward(seed)
+    gradient_bytes = sum(p.nbytes for p in convolution.parameters())
+    backward_bytes = torch.cuda.max_memory_allocated(device) - before - gradient_bytes
+    block = 2**20  # the allocator divides no block for less than this, and each part has up to four tensors
+    assert counted.forward_work_bytes == pytest.approx(forward_bytes, abs=4 * block)
+    assert counted.backward_work_bytes == pytest.approx(backward_bytes, abs=4 * block)
+
+
+@pytest.mark.gpu
 def test_a_gpu_is_measured_beside_the_cpu() -> None:
     profile = measure({"cpu": CPU, "gpu": torch.device("cuda", 0)})
     for unit in profile.units:
@@ -132,3 +153,24 @@ def test_what_two_units_save_is_there_once_where_both_are_in_one_place() -> None
     assert saved_by("1f1b", 3) == saved + 5 * (16 + 16)  # each on a worker of its own
     assert saved_by("l2l", 1) == saved + 5 * (16 + 16)  # each is computed again when the one before has nothing saved
     assert saved_by("cotrain", 1) == saved
+
+
+@pytest.mark.parametrize("name", ["ddp", "cotrain"])
+def test_a_backward_takes_what_the_whole_model_takes(name: str) -> None:
+    torch.manual_seed(0)
+    chain = [(f"unit{n}", nn.Sequential(nn.Linear(4, 32), nn.GELU(), nn.Linear(32, 4), nn.Tanh())) for n in range(3)]
+    target = torch.tensor([0, 1, 2, 0, 1])
+    model = nn.Sequential(*(module for _, module in chain))
+    whole = count_step(model, torch.randn(5, 4), lambda output: loss(output, target), is_first=True)
+    units = tuple(unit.but(gradient_bytes=0) for unit in measure({"cpu": CPU}, chain).units)
+    device = Device(name="d", kind="cpu", type="cpu", host="h", memory_bytes=2**30)
+    machine = Machine(name="m", hosts=(Host(name="h"),), devices=(device,), links=(Link(bytes_per_s=1e9),))
+    plan = preset(name).at(workers=1, microbatches=1, samples=5, steps=1)
+    program = compile_plan(plan, Profile(name="net", units=units), machine)
+    actions = program.workers[0].actions
+    starts = range(len(actions))
+    stays = Liveness(program).stays(0, starts, [start + 0.9 for start in starts], len(actions))
+    backward = [start for start, action in enumerate(actions) if action.kind == "B"]
+    beside = [stay for stay in stays if stay.value[0] not in "wdo"]
+    taken = [sum(stay.size_bytes for stay in beside if stay.birth <= at < stay.death) for at in backward]
+    assert max(taken) == pytest.approx(whole.saved_bytes + whole.backward_work_bytes)

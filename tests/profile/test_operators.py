@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from pipedejavu.profile.count import _Operations
+from pipedejavu.profile.count import _Counter
 from tests.script import load_script
 
 script = load_script("operators")
@@ -15,19 +15,20 @@ CASES = [(name, own[0]) for name, own in script.SHAPES["cpu"].items() if name no
 @pytest.mark.parametrize(("operator", "shape"), CASES)
 def test_a_row_is_counted_as_a_model_is(operator: str, shape: tuple[int, ...]) -> None:
     for _, run, flop in script.runs_of(operator, shape, torch.float32, torch.device("cpu")):
-        done = []
-        with _Operations(done, lambda _: None):
+        counter = _Counter(torch.nn.Identity())
+        with counter.part("it"):
             run()
+        done = counter.parts["it"]
         assert sum(work.size_bytes for work in done) == script.count_bytes(operator, shape, torch.float32, run)
         assert sum(work.flop for work in done) == pytest.approx(flop)
 
 
 def test_of_a_table_the_rows_that_are_asked_for_are_read() -> None:
     table, asked = torch.ones(1000, 8), torch.tensor([1, 2])
-    done = []
-    with _Operations(done, lambda _: None):
+    counter = _Counter(torch.nn.Identity())
+    with counter.part("it"):
         torch.nn.functional.embedding(asked, table)
-    assert [work.size_bytes for work in done] == [2 * 8 * 4 + 2 * 8 + 2 * 8 * 4]
+    assert [work.size_bytes for work in counter.parts["it"]] == [2 * 8 * 4 + 2 * 8 + 2 * 8 * 4]
 
 
 def test_a_device_is_measured_with_its_rates(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,10 +1,11 @@
 """Counts what a unit's operations do: floating-point operations, bytes read and written, bytes saved for the backward,
 and bytes that are there for a while only.
 
-It counts real tensors and those without memory alike, and knows no device.
+It counts real tensors and those without memory alike. What an operation takes for itself and gives back before it
+returns, as convolutions do, is seen on a GPU only, whose allocator tells.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate
@@ -110,7 +111,7 @@ class _Counter:
 
         done = self.parts.setdefault(name, [])
         self._changes = []
-        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), _Operations(done, self._came):
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), _Operations(done, self):
             yield
         made = [self._alive.get(_where(p.grad)) for p in self.module.parameters() if p.grad is not None]
         gradients = {found[0] for found in made if found is not None}
@@ -120,7 +121,7 @@ class _Counter:
             self.made = self.saved.keys() & self._alive.keys()
         saved.clear()  # the graph holds `keep`, and the backward lets go of what it has read
 
-    def _came(self, tensor: Tensor) -> None:
+    def came(self, tensor: Tensor) -> None:
         """Notes memory that an operation has made, and that it will go."""
         memory = tensor.untyped_storage()
         where, size = _where(tensor), memory.nbytes()
@@ -136,13 +137,18 @@ class _Counter:
         self._alive[where] = number, ref(memory, gone)
         self._changes.append((number, size))
 
+    def passed(self, size_bytes: int) -> None:
+        """Notes memory that an operation has had for itself."""
+        self._count += 1
+        self._changes += [(self._count, size_bytes), (self._count, -size_bytes)]
+
 
 class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Notes every operation that moves bytes, and all memory that is new."""
 
-    def __init__(self, done: list[Work], came: Callable[[Tensor], None]):
+    def __init__(self, done: list[Work], memory: _Counter):
         super().__init__()  # type: ignore[no-untyped-call]
-        self.done, self.came = done, came
+        self.done, self.memory = done, memory
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -152,12 +158,18 @@ class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Runs an operation and notes it."""
         kwargs = kwargs or {}
+        given = _tensors((args, kwargs))
+        gpu = next((t.device for t in given if t.is_cuda), None)
+        if gpu:
+            torch.cuda.reset_peak_memory_stats(gpu)
         output = func(*args, **kwargs)
-        made, given = _tensors(output), _tensors((args, kwargs))
+        made = _tensors(output)
         before = {_where(t) for t in given}
         for tensor in made:
             if _where(tensor) not in before:
-                self.came(tensor)
+                self.memory.came(tensor)
+        if gpu:
+            self.memory.passed(torch.cuda.max_memory_allocated(gpu) - torch.cuda.memory_allocated(gpu))
         if made and not func.is_view and func._overloadpacket not in _FREE:
             count = _FLOP.get(func._overloadpacket)
             flop = count(*args, **kwargs, out_val=output) if count else 0

@@ -152,21 +152,19 @@ class Sizes:
         return max(0.0, most - kept * saved - passed) * samples / self.shards
 
     def _in_backward(self, piece: int, samples: int, *, grows: bool) -> float:
-        """Walks back: what units up to each have saved, the gradient behind it, and what it adds."""
+        """Walks back: what units up to each have saved, the gradient behind it, and what it adds, its input's too."""
         units = [self.program.profile.units[u] for u in self.program.pieces[piece].units]
         before = self.incoming(piece, self.program.inputs[piece]) * self.shards
         behind = self.outgoing(piece, self.program.outputs[piece]) * self.shards
         kept = self._saved(piece)
         total = sum(kept) + before + behind
         weights = sum(u.gradient_bytes for u in units)
-        most, saved, made = -inf, total - before - behind, 0 if grows else weights
-        for n, unit in reversed(list(enumerate(units))):
+        most, saved, given, made = -inf, sum(kept), behind, 0 if grows else weights
+        for unit, own, ahead in zip(reversed(units), reversed(kept), [*reversed(units[:-1]), None], strict=True):
             made += unit.gradient_bytes if grows else 0
-            ends = (behind if n == len(units) - 1 else unit.boundary_bytes) + (
-                units[n - 1].boundary_bytes if n else before
-            )
-            most = max(most, (saved + ends + unit.backward_work_bytes) * samples + made)
-            saved -= kept[n]
+            most = max(most, (saved + given + unit.backward_work_bytes) * samples + made)
+            saved -= own
+            given = ahead.boundary_bytes if ahead else 0.0
         return (most - total * samples - weights) / self.shards
 
     def parts(self, value: Value) -> list[float]:
