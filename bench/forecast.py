@@ -14,11 +14,13 @@ correlation over the plans of a model, top-1 regret, and on a CPU the noise floo
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from statistic import regret, spearman, summary
@@ -58,6 +60,7 @@ def run_gpu(options: argparse.Namespace) -> None:
 
 def run_cpu(options: argparse.Namespace) -> None:
     """Runs the models that are left on CPU workers, until the time is over."""
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # no worker is to see a GPU
     import forecast_cpu as cpu
 
     from pipedejavu.facts import keep_heap
@@ -81,6 +84,7 @@ def print_cpu(rows: Sequence[Row]) -> None:
         ("", lambda _: "all"),
     ):
         print_errors(title, first, key, ("step_s",))
+    print_bounds(first)
     print_growth(first)
     print_ranks(first, lambda row: f"{row['model']}, {row['batch']} samples")
     known = {(row["model"], row["batch"], row["preset"]): row for row in first}
@@ -92,6 +96,14 @@ def print_cpu(rows: Sequence[Row]) -> None:
             print(
                 f"the same plan again, {what}: {s['count']:.0f} plans, median {s['median']:.1%}, worst {s['worst']:.1%}"
             )
+
+
+def print_bounds(rows: Sequence[Row]) -> None:
+    """Prints how many steps lie within the bounds that are meant to hold nine of ten."""
+    found = [(row["forecast"]["low_s"], row["measured"]["step_s"], row["forecast"]["high_s"]) for row in rows]
+    held = sum(low <= step <= high for low, step, high in found)
+    wide = median((high - low) / (high + low) for low, _, high in found)
+    print(f"\nwithin the stated bounds: {held} of {len(found)} steps; the bounds are ± {wide:.1%} in the median")
 
 
 def print_growth(rows: Sequence[Row]) -> None:

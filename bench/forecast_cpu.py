@@ -108,6 +108,8 @@ def figures(found: Trained) -> dict[str, Any]:
     return {
         "forecast": {
             "step_s": found.prediction.chance.mean_s / steps,
+            "low_s": found.prediction.chance.low_s / steps,
+            "high_s": found.prediction.chance.high_s / steps,
             "makespan_s": found.prediction.makespan_s / steps,
             "peak": found.prediction.workers[worst].peak_bytes,
         },

@@ -354,6 +354,8 @@ def measure_host(made: nn.Module, model: Model, device: torch.device) -> dict[st
             optimizer.zero_grad()
             times.append((issued - start, time.perf_counter() - issued))
         optimizer.close()
+        del optimizer
+        gc.collect()  # of a large model there is room for one state only
         issue_s, update_s = map(median, zip(*times[2:], strict=True))
         found[name] = {"issue_s": issue_s, "update_s": update_s}
     return found

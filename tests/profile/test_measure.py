@@ -57,6 +57,18 @@ def test_every_kind_has_times_of_its_own() -> None:
         assert all(times.forward.per_sample_s > 0 and times.backward.per_sample_s > 0 for times in unit.times.values())
 
 
+def test_how_a_machine_drifts_is_measured_from_turn_to_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken = iter([1.0] * 3 + [1.1] * 3 + [1.2] * 3)
+
+    def run(row, device, enough_s, fewest) -> float:
+        for found in row.times.values():
+            found.append(1.0)
+        return next(taken)
+
+    monkeypatch.setattr("pipedejavu.profile.measure._Row.run", run)
+    assert measure({"cpu": CPU}).drift == {"cpu": pytest.approx(0.1 / 1.1)}
+
+
 def test_profiles_of_different_devices_are_joined() -> None:
     made = Cost(fixed_s=1.0)
     fast, slow = (measure({kind: CPU}).but(batch={kind: made}) for kind in ("fast", "slow"))

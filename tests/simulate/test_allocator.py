@@ -78,6 +78,12 @@ def test_a_replay_lets_go_before_it_takes() -> None:
     assert (found.allocated_bytes, found.reserved_bytes) == (30 * MIB + 512, 32 * MIB)
 
 
+def test_a_replay_knows_moments_that_differ_in_their_last_digits() -> None:
+    moment = 0.1 + 0.2
+    assert moment > 0.3
+    assert replay([(0.0, moment, [4 * MIB]), (0.3, 1.0, [4 * MIB])]).allocated_bytes == 4 * MIB
+
+
 @given(
     st.lists(
         st.tuples(st.integers(0, 20), st.integers(1, 20), st.lists(st.integers(1, 40 * MIB), min_size=1, max_size=4)),

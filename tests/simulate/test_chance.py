@@ -11,8 +11,8 @@ from pipedejavu.simulate import chance as room
 from pipedejavu.simulate.chance import QUARTILE
 
 
-def predicted(name: str, workers: int, spread: float, microbatches: int = 2) -> Prediction:
-    """Returns a prediction in which every forward and backward lies so far off."""
+def predicted(name: str, workers: int, spread: float, microbatches: int = 2, drift: float = 0.0) -> Prediction:
+    """Returns a prediction in which every forward and backward lies so far off, and all of them together by a drift."""
     plan, profile, machine = unit_costs(preset(name).at(workers=workers, microbatches=microbatches), {})
     units = [
         unit.but(
@@ -23,7 +23,8 @@ def predicted(name: str, workers: int, spread: float, microbatches: int = 2) -> 
         )
         for unit in profile.units
     ]
-    return simulate(compile_plan(plan, profile.but(units=tuple(units)), machine, fold=False))
+    profile = profile.but(units=tuple(units), drift={device.kind: drift for device in machine.devices})
+    return simulate(compile_plan(plan, profile, machine, fold=False))
 
 
 def test_what_never_varies_takes_what_its_timeline_says() -> None:
@@ -48,6 +49,14 @@ def test_the_more_wait_for_each_other_the_longer_it_takes() -> None:
     bounds = predicted("1f1b", 4, spread=0.1).chance
     assert bounds.low_s > predicted("1f1b", 4, spread=0.1).makespan_s * 0.9
     assert predicted("1f1b", 4, spread=0.2).chance.mean_s > bounds.mean_s
+
+
+def test_what_all_times_have_in_common_does_not_average_out() -> None:
+    alone, together = (predicted("ddp", 2, spread=0.01, microbatches=100, drift=drift) for drift in (0.0, 0.1))
+    assert alone.chance.high_s / alone.chance.low_s < 1.02
+    # Nine of ten lie within 1.645 standard deviations on each side; the bounds of 40 draws are a quarter off at most.
+    width = math.log(together.chance.high_s / together.chance.low_s)
+    assert width == pytest.approx(2 * 1.645 * 0.1, rel=0.25)
 
 
 def test_a_program_has_the_same_chances_each_time() -> None:

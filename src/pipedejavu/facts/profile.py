@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 from functools import cached_property
-from typing import Self
+from typing import Annotated, Self
 
 from pydantic import Field, model_validator
 
@@ -123,6 +123,9 @@ class Profile(Record):
     batch: dict[str, Cost] = Field(default_factory=dict)
     """Making a microbatch's samples, by the device's kind. The forward of the first unit has it in it; whoever has the
     last unit and not the first makes them too, for their targets."""
+    drift: dict[str, Annotated[float, Field(ge=0)]] = Field(default_factory=dict)
+    """By the device's kind: how all of its times vary together, as a part of them. A machine that others share is
+    slower for seconds and faster again; this is the standard deviation from one turn of measuring to the next."""
     begins: tuple[int, ...] = ()
     """Of a model that was cut in its recorded graph: the operation with which each unit after the first begins, and at
     the end the number of all."""

@@ -10,7 +10,7 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from statistics import median
+from statistics import fmean, median, stdev
 from typing import Any
 
 import torch
@@ -82,9 +82,12 @@ def measure_profile(
     assert all(has_same_units(shot, shots[-1]) for shot in shots)
     times: list[dict[str, UnitTime]] = [{} for _ in shots[-1].units]
     found: list[Unit] = []
+    drift: dict[str, float] = {}
     for kind, device in kinds.items():
-        places = [(shot, f"{kind}, {shot.samples} samples") for shot in shots]
-        rows = [_measure_shot(shot, device, place, make_update, report) for shot, place in places]
+        rows = [_count_shot(shot, device, make_update) for shot in shots]
+        turns = [_time_turn(rows, shots, kind, device, report) for _ in range(_TURNS[device.type])]
+        if len(turns) > 1:
+            drift[kind] = stdev(turns) / fmean(turns)
         for own, *same in zip(times, *rows, strict=True):
             by_size = {shot.samples: row.times for shot, row in zip(shots, same, strict=True)}
             lines = {part: fit_line({n: taken[part] for n, taken in by_size.items()}) for part in PARTS}
@@ -98,7 +101,7 @@ def measure_profile(
             del rows, counted
             torch.cuda.empty_cache()  # the workers are other processes, and need it
     described = tuple(unit.but(times=own) for unit, own in zip(found, times, strict=True))
-    return Profile(name=name, units=described, ties=describe_ties(ties, shots[-1].units))
+    return Profile(name=name, units=described, ties=describe_ties(ties, shots[-1].units), drift=drift)
 
 
 def has_same_units(shot: Shot, other: Shot) -> bool:
@@ -113,7 +116,8 @@ def merge_profiles(profiles: Sequence[Profile]) -> Profile:
     for same in zip(*(profile.units for profile in profiles), strict=True):
         units.append(same[0].but(times={kind: times for unit in same for kind, times in unit.times.items()}))
     batch = {kind: cost for profile in profiles for kind, cost in profile.batch.items()}
-    return profiles[0].but(units=tuple(units), batch=batch)
+    drift = {kind: part for profile in profiles for kind, part in profile.drift.items()}
+    return profiles[0].but(units=tuple(units), batch=batch, drift=drift)
 
 
 def describe_ties(ties: Sequence[frozenset[str]], units: Units) -> tuple[Tie, ...]:
@@ -140,9 +144,9 @@ class _Row:
     update_s: float = 0.0
     num_alike: int = 0
 
-    def run(self, device: torch.device, enough_s: float, fewest: int) -> None:
-        """Times passes on a copy of the unit."""
-        module = copy.deepcopy(self.module).to(device)
+    def run(self, device: torch.device, enough_s: float, fewest: int) -> float:
+        """Times passes on a copy of the unit; returns what a forward and its backward take, for all that are alike."""
+        module, before = copy.deepcopy(self.module).to(device), len(self.times["forward"])
         for _ in range(_WARM_UPS[device.type]):
             run_step(module, self.value, self.head, self.is_first, _Stopwatch(device))
         for _ in _repeats(enough_s, fewest):
@@ -150,9 +154,11 @@ class _Row:
             run_step(module, self.value, self.head, self.is_first, watch)
             for part, found in self.times.items():
                 found.append(watch.time_s(part))
+        return self.num_alike * sum(median(self.times[part][before:]) for part in ("forward", "backward"))
 
 
-def _measure_shot(shot: Shot, device: torch.device, place: str, make_update: MakeUpdate, report: Report) -> list[_Row]:
+def _count_shot(shot: Shot, device: torch.device, make_update: MakeUpdate) -> list[_Row]:
+    """Runs each unit once and counts; units that are alike have the same row."""
     value, targets = _moved(shot.inputs, device), _moved(shot.targets, device)
     known: dict[Hashable, _Row] = {}
     rows = []
@@ -167,12 +173,19 @@ def _measure_shot(shot: Shot, device: torch.device, place: str, make_update: Mak
         known[key].num_alike += 1
         rows.append(known[key])
         value = known[key].counted.output
-    turns = _TURNS[device.type]
-    for _ in range(turns):
-        for row in known.values():
-            report(f"{row.name} ({place})")
-            row.run(device, _ENOUGH_S * min(row.num_alike, _MOST_ALIKE) / turns, -(-_FEWEST // turns))
     return rows
+
+
+def _time_turn(
+    rows: Sequence[Sequence[_Row]], shots: Sequence[Shot], kind: str, device: torch.device, report: Report
+) -> float:
+    """Times every row of each size, and returns what all took that counts: a pass of the model at each size."""
+    turns, taken_s = _TURNS[device.type], 0.0
+    for own, shot in zip(rows, shots, strict=True):
+        for row in {id(row): row for row in own}.values():
+            report(f"{row.name} ({kind}, {shot.samples} samples)")
+            taken_s += row.run(device, _ENOUGH_S * min(row.num_alike, _MOST_ALIKE) / turns, -(-_FEWEST // turns))
+    return taken_s
 
 
 def _repeats(enough_s: float, fewest: int) -> Iterator[int]:

@@ -138,14 +138,16 @@ class Footprint:
 def replay(stays: Iterable[tuple[float, float, list[float]]], limit_bytes: float = float("inf")) -> Footprint:
     """Returns what tensors take that come and go together: rows of birth, death and sizes.
 
-    What goes makes room for what comes at the same time. Raises InputError where the limit would be passed.
+    What goes makes room for what comes at the same time, to the nanosecond: sums of times differ in their last digits.
+    Raises InputError where the limit would be passed.
     """
     allocator = Allocator(limit_bytes)
     held: dict[int, list[Block]] = {}
     events = []
     for number, (birth, death, sizes) in enumerate(stays):
-        if death > birth:
-            events += [(birth, 1, number, sizes), (death, 0, number, sizes)]
+        begin, end = round(birth, 9), round(death, 9)
+        if end > begin:
+            events += [(begin, 1, number, sizes), (end, 0, number, sizes)]
     for _, comes, number, sizes in sorted(events, key=lambda event: event[:3]):
         if comes:
             held[number] = [allocator.take(size) for size in sizes if size > 0]

@@ -3,7 +3,7 @@
 A profile's times are medians, and a timeline shows a round in which every action takes its median. Real ones vary, and
 whoever waits for several waits for the slowest of them: on average a round takes longer than its medians say, the more
 so the more workers wait for each other. Here it is run on paper a number of times, each action as much slower or
-faster as chance has it, by the spread with which it was measured.
+faster as chance has it, by the spread with which it was measured; and all of a kind of device together by its drift.
 """
 
 import math
@@ -40,17 +40,21 @@ class Chance(NamedTuple):
 
 def chance_of(graph: Graph, makespan_s: float) -> Chance:
     """Draws every action's time anew, independent of the others; the same for the same program."""
-    costs = Costs(graph.program)
+    program, costs = graph.program, Costs(graph.program)
     works, spreads = costs.of(graph), costs.spreads(graph)
     draws = min(DRAWS, MOST_OPERATIONS // max(1, len(works)))
     if draws < _FEWEST or not any(spreads):
         return Chance(makespan_s, makespan_s, makespan_s)
+    kinds = [program.machine.device(name).kind for name in program.devices]
+    drifts = {kind: min(MOST_SIGMA, program.profile.drift.get(kind, 0.0)) for kind in kinds}
+    own = [kinds[worker] for worker, _ in graph.members]
     sigmas = [min(MOST_SIGMA, spread / QUARTILE) for spread in spreads]
     source, found = random.Random(0), []
     for _ in range(draws):
+        common = {kind: sigma * source.gauss() for kind, sigma in drifts.items()}
         drawn = [
-            work._replace(time_s=work.time_s * math.exp(sigma * source.gauss())) if sigma else work
-            for work, sigma in zip(works, sigmas, strict=True)
+            work._replace(time_s=work.time_s * math.exp(common[kind] + sigma * source.gauss())) if sigma else work
+            for work, sigma, kind in zip(works, sigmas, own, strict=True)
         ]
         found.append(max(run_clock(graph, drawn)[1], default=0.0))
     bounds = quantiles(found, n=20, method="inclusive")
