@@ -227,6 +227,20 @@ def test_stashes_for_updates_of_several_microbatches_equal_their_replay(make, wo
     assert case.moved() > 1e-3
 
 
+@pytest.mark.parametrize("clip", ["none", "global"])
+@pytest.mark.parametrize("name", ["1f1b", "zb-h1", "interleaved", "zb-v", "dualpipe-v", "groups"])
+def test_pipelines_that_add_up_gradients_piece_by_piece_equal_plain_training(make, name, clip):
+    found = preset("1f1b" if name == "groups" else name).plan
+    place = found.place.but(stage_replicas=(2, 1)) if name == "groups" else found.place.but(workers=2, replicas=2)
+    case = make(
+        found.name, place=place, feed=found.feed.but(microbatches=4), order=found.order.but(is_eager=True), units=12,
+        optimizer=ADAMW, clip=clip, clip_norm=0.1 if clip == "global" else None,
+    )  # fmt: skip
+    assert len(case.program.pieces) == 12
+    assert case.furthest(case.trained_plainly()) <= case.tolerance
+    assert case.audit() <= case.tolerance
+
+
 @pytest.mark.parametrize("name", ["1f1b", "pipedream"])
 def test_replicated_stages_equal_their_replay(make, name):
     place = preset(name).plan.place.but(stage_replicas=(2, 1))

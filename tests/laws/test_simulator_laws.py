@@ -480,6 +480,36 @@ def test_copies_to_one_host_share_its_wire_also_when_folded():
         assert [e - s for s, e in spans] == pytest.approx([20.0] * len(spans))
 
 
+@pytest.mark.parametrize("fold", [True, False])
+@pytest.mark.parametrize(("hosts", "times"), [
+    (["here"] * 4, [1.0] * 4), (["here", "there"] * 2, [0.5] * 4), (["here"] * 3 + ["there"], [0.75] * 3 + [0.25]),
+])  # fmt: skip
+def test_a_cpu_that_updates_for_several_devices_at_once_is_shared_also_when_folded(hosts, times, fold):
+    plan = at("1f1b", 1, 2, replicas=4).but(keep=preset("axonn").plan.keep)
+    prediction = run(plan, model([(1.0, 2.0)]), computer(hosts, Link(bytes_per_s=FREE)), fold=fold)
+    spans = spans_of(prediction, "UPDATE")
+    is_folded = fold and len({*times}) == 1
+    assert prediction.program.copies == (4 if is_folded else 1)
+    assert [end - start for start, end in spans] == pytest.approx(times[:1] if is_folded else times)
+
+
+def test_pipelines_whose_stages_meet_on_a_cpu_in_turns_are_not_folded():
+    plan = at("1f1b", 2, 4, replicas=2).but(keep=preset("axonn").plan.keep)
+    profile, link = model([(1.0, 2.0)] * 2), Link(bytes_per_s=FREE)
+    for hosts in (["a", "a", "b", "b"], ["a", "b", "a", "b"], ["a"] * 4):
+        assert compile_plan(plan, profile, computer(hosts, link)).copies == 2
+    # The second stage of one pipeline is updated where the first of the other is.
+    assert compile_plan(plan, profile, computer(["a", "b", "b", "a"], link)).copies == 1
+
+
+def test_workers_on_parts_of_a_cpu_update_on_their_own():
+    plan = at("1f1b", 1, 1, replicas=2).but(keep=preset("axonn").plan.keep)
+    cpu = Device(name="cpu", kind="gpu", type="cpu", host="here", memory_bytes=2**40, most_workers=2)
+    machine = Machine(name="cpu", hosts=(Host(name="here"),), devices=(cpu,), links=(Link(bytes_per_s=FREE),))
+    prediction = run(plan, model([(1.0, 2.0)]), machine.divided(2))
+    assert [end - start for start, end in spans_of(prediction, "UPDATE")] == [0.25] * 2
+
+
 # Memory.
 
 STATE = 100 + 600  # weights and optimizer state of a unit

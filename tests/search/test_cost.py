@@ -2,10 +2,13 @@
 
 import pytest
 
+from pipedejavu.program import compile as compile_plan
 from pipedejavu.search import Options, search
 from pipedejavu.search.cost import Costs, estimate
-from pipedejavu.search.draft import PLAIN, Draft, Scene, Stage
+from pipedejavu.search.draft import PLAIN, Draft, Mode, Scene, Stage
 from pipedejavu.search.seat import Row, seat_of
+from pipedejavu.search.write import write
+from pipedejavu.simulate import simulate
 from tests.search.case import machine, profile
 
 
@@ -51,3 +54,34 @@ def test_the_estimate_across_interfaces_is_near_the_simulator(between: float) ->
         sent = 2 * 300.0 / between
         err = sent / (3e-3 * 2 + 2 * sent)
         assert abs(found.time_s / found.estimated_s - 1) < err + 0.05  # and a twentieth for what drains
+
+
+@pytest.mark.parametrize("hosts", [1, 2, 4])
+def test_replicas_of_one_host_share_the_cpu_that_updates_for_them(hosts: int) -> None:
+    # Four units of 3 ms on each of four GPUs; an update of one takes 4 ms on a CPU, and no copy takes any time.
+    model = profile([1e-3] * 4, {"fast": 1.0, "cpu": 0.5}, update_s=2e-3)
+    place = machine(["fast"] * 4, hosts=hosts, host_room=2**60)
+    names = tuple(f"gpu{n}" for n in range(4))
+    scene = Scene(model, place, names)
+    draft = Draft(scene, (Stage(0, 4, names),), 1, 4, Mode(state="host"))
+    costs = Costs(scene, 1)
+    update = 4e-3 * (4 // hosts)
+    # The first one begins when its backward has ended, after 6 ms, and the others follow.
+    plan = write(draft, Options(batch=4), costs)
+    assert simulate(compile_plan(plan, model, place)).makespan_s == pytest.approx(6e-3 + 4 * update)
+    # The estimate hides what it can behind all of the backward, and has a last update behind it.
+    assert estimate(draft, costs).time_s == pytest.approx(12e-3 + 4 * update - 8e-3 + update)
+
+
+def test_stages_of_one_host_share_the_cpu_that_updates_for_them() -> None:
+    model = profile([1e-3] * 4, {"fast": 1.0, "cpu": 0.5}, update_s=2e-3)
+    place = machine(["fast"] * 4, host_room=2**60)
+    scene = Scene(model, place, ("gpu0", "gpu1", "gpu2", "gpu3"))
+    row = Row(scene, scene.devices, 2)
+    after = []
+    for stage, (start, end) in enumerate(((0, 1), (1, 4))):
+        seat = seat_of(row.place(2 - 2 * stage, 2), 2, is_stale=False)
+        after.append(float(Costs(scene, 1).stage(start, end, seat, Mode(state="host")).after_s))
+    # Two replicas of one unit and of as much of the other stage's, and then two of all four, 4 ms each.
+    updates = [2 * 2 * 4e-3, 2 * 4 * 4e-3]
+    assert after == pytest.approx([updates[0] - 2e-3 + updates[0], updates[1] - 6e-3 + updates[1] / 3])

@@ -7,7 +7,7 @@ from pipedejavu.plan import Cut, Feed, Keep, Order, Place, Plan, Reduce
 from pipedejavu.program import compile as compile_plan
 from pipedejavu.search import Options, search
 from pipedejavu.search.draft import Scene
-from pipedejavu.search.rank import Timed, admit, memory_needs, time_plan
+from pipedejavu.search.rank import Timed, admit, faster_form, memory_needs, time_plan
 from pipedejavu.search.result import Candidate
 from pipedejavu.search.scene import scenes_of
 from pipedejavu.simulate import check_fit, simulate
@@ -137,3 +137,37 @@ def test_short_pipelines_and_those_that_go_in_turns_are_simulated_whole() -> Non
         assert isinstance(timed, Timed)
         assert timed.others == 0
         assert timed.time_s == simulate(compile_plan(plan, scene.profile, scene.machine)).makespan_s
+
+
+def test_replicas_of_a_pipeline_add_gradients_up_beside_its_last_backwards_where_that_is_faster() -> None:
+    model = profile([1e-3] * 4, weights=10**6, boundary=1e3, update_s=1e-4)
+    plan = pipeline(2, Order(kind="1f1b"), workers=2, replicas=2, cut=Cut(kind="chain", bounds=(2,)), bucket_bytes=1)
+    slow, fast = (scene_on(machine(["fast"] * 4, within=rate), model) for rate in (1e9, 1e12))
+    timed = time_plan(plan, slow, 1.0)
+    assert isinstance(timed, Timed)
+    found = faster_form(plan, timed)
+    # A unit's megabyte takes 1 ms around two replicas, and the backward of a unit 2 ms. Behind the last come one
+    # sum and one update where two and two came.
+    assert timed.tail_s == pytest.approx(2e-3 + 2e-4)
+    assert timed.time_s - found.time_s == pytest.approx(1e-3 + 1e-4)
+    assert found.plan.order == Order(kind="1f1b", is_eager=True)
+    assert found.plainer is timed
+    # Sums that take no time leave nothing to hide.
+    timed = time_plan(plan, fast, 1.0)
+    assert isinstance(timed, Timed)
+    assert faster_form(plan, timed) is timed
+
+
+@pytest.mark.parametrize("is_eager", [True, False])
+def test_a_search_takes_the_faster_form_of_a_pipeline_that_fits(is_eager: bool) -> None:
+    # Two stages of two units, whose state takes 208 MiB. One microbatch moves a megabyte between the units of a stage,
+    # which is held where gradients are added up unit by unit.
+    size = 26 * 2**20
+    model = profile([1e-3] * 4, weights=size, boundary=[1e6, 1.0, 1e6, 1.0], update_s=1e-4)
+    room = 8 * size + (3_000_000 if is_eager else 500_000)
+    options = Options(batch=4, samples=1, is_runnable=True)
+    result = search(model, machine(["fast"] * 4, room=room, within=size / 1e-3), options)
+    (found,) = (c for c in result.candidates if c.plan.name == "2 stages × 2")
+    assert found.plan.order == Order(kind="1f1b", is_eager=is_eager)
+    assert any("order: eager" in reason for reason in found.reasons) == is_eager
+    assert any(note.startswith("2 stages × 2: device 'gpu0'") for note in result.notes) == (not is_eager)

@@ -153,6 +153,19 @@ def test_of_plans_that_cost_the_same_the_simplest_comes_first() -> None:
     assert found.best.price > min(c.price for c in found.candidates)  # a host would save some of the update
 
 
+def test_the_simplest_comes_first_behind_faster_plans_too() -> None:
+    # Shares of two devices are a tenth faster than the fast one alone, where a host would save some of the update.
+    model = profile([1e-3] * 4, {"fast": 1.0, "tenth": 0.1}, update_s=5e-4)
+    units = [u.but(times=u.times | {"cpu": u.times["fast"].times(1e4).but(update_s=1e-6)}) for u in model.units]
+    place = machine(["fast", "tenth"], host_room=10**9)
+    result = search(model.but(units=tuple(units)), place, Options(batch=64, is_runnable=True, candidates=9))
+    alone = [c for c in result.candidates if c.plan.num_workers == 1]
+    assert result.best is not None
+    assert 1.05 * result.best.time_s < min(c.time_s for c in alone)
+    assert alone[0].plan.keep.kind == "replicated"
+    assert min(c.time_s for c in alone) < alone[0].time_s < 1.01 * min(c.time_s for c in alone)
+
+
 def test_the_least_price_may_leave_devices_out() -> None:
     model = profile([1e-3] * 4, {"fast": 1.0, "half": 0.5})
     place, prices = machine(["fast", "half"]), {"fast": 1.0, "half": 3.0}

@@ -30,7 +30,7 @@ from pipedejavu.search import (
     nothing_fits,
     search,
 )
-from pipedejavu.search.search import NEAR
+from pipedejavu.search.rank import NEAR
 from pipedejavu.simulate import simulate
 from pipedejavu.zoo import estimate_profile
 

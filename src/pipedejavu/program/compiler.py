@@ -1,8 +1,9 @@
 """`compile`: from a plan, a profile and a machine to the program, by small steps."""
 
 from collections import Counter
+from collections.abc import Sequence
 
-from pipedejavu.facts import InputError, Machine, Profile, paused_collector
+from pipedejavu.facts import Device, InputError, Machine, Profile, paused_collector
 from pipedejavu.plan import Decision, Plan
 from pipedejavu.plan.rule import check_plan
 from pipedejavu.program.action import Action
@@ -210,6 +211,8 @@ def _is_symmetric(plan: Plan, profile: Profile, machine: Machine, devices: tuple
     like = {tuple((d.kind, d.memory_bytes, d.reserved_bytes) for d in row) for row in found}
     if len(like) > 1:
         return False
+    if plan.keep.kind in ("host", "split") and not _share_cpus_alike(machine, found):
+        return False
     # In a chain only neighbours talk, or the ends of a loop.
     distances = {1, size - 1} - {0} if profile.edges is None else set(range(1, size))
     pairs = [(a, b) for a in range(size) for b in range(size) if abs(a - b) in distances]
@@ -226,6 +229,13 @@ def _is_symmetric(plan: Plan, profile: Profile, machine: Machine, devices: tuple
         if len({tuple(users[wire] for wire in route.wires) for route in routes}) > 1:
             return False
     return True
+
+
+def _share_cpus_alike(machine: Machine, rows: Sequence[Sequence[Device]]) -> bool:
+    """Whether every CPU updates for as many pipelines, and for the same of their workers."""
+    columns = {tuple(machine.cpu_of(device).name for device in column) for column in zip(*rows, strict=True)}
+    is_even = all(len({*Counter(column).values()}) == 1 for column in columns)
+    return is_even and sum(len({*column}) for column in columns) == len({name for c in columns for name in c})
 
 
 def _wires_are_private(machine: Machine) -> bool:

@@ -84,6 +84,7 @@ class Sums:
     leaves: Array
     all_weights: float
     all_gradients: float
+    all_host_update: float
     """Of the whole model."""
 
 
@@ -162,13 +163,14 @@ class Costs:
         if mode.state != "device":
             updates = [self.times(kind)[3] for kind in place.kinds]
             update = np.asarray(np.max([total[rest] - total[start] for total in updates], axis=0))
+        host_updates = self.times(place.cpu)[3] if mode.state != "device" else np.zeros(self.num_units + 1)
         return Sums(
             count=np.maximum(np.asarray(end) - np.asarray(start), 1).astype(float),
             forward=forward,
             backward=backward,
             recompute=np.zeros_like(forward),
             update=update,
-            host_update=hosted(self.times(place.cpu)[3]) if mode.state != "device" else np.zeros_like(update),
+            host_update=hosted(host_updates),
             weights=of(self.weights),
             gradients=of(self.gradients),
             optimizer=of(self.optimizer),
@@ -184,6 +186,7 @@ class Costs:
             leaves=np.asarray(self.cut[end]),
             all_weights=self.state_bytes[0],
             all_gradients=self.state_bytes[1],
+            all_host_update=float(host_updates[-1]),
         )
 
     def _recomputed(self, found: Sums, start: Index, end: Index, seat: Seat, mode: Mode) -> Sums:
@@ -265,8 +268,10 @@ def _after(found: Sums, back: Array, seat: Seat, mode: Mode) -> Array:
         out, into = (part * seat.place.host.byte_s for part in (found.hosted_gradients, found.hosted_weights))
         if mode.state == "window":
             into = np.zeros_like(into)
-        longest = np.maximum(np.maximum(found.host_update, out), into)
-        after = after + np.maximum(longest - back, 0.0) + (found.host_update + out + into) / found.count
+        # A CPU updates for all at once, and for the largest stage of a pipeline until all is through.
+        update = np.minimum(seat.place.cpu_crowd * found.host_update, found.all_host_update) * seat.place.updaters
+        longest = np.maximum(np.maximum(update, out), into)
+        after = after + np.maximum(longest - back, 0.0) + (update + out + into) / found.count
     if size == 1:
         return np.asarray(after)
     # Of rings that share a wire the smaller end first, and the largest when all is through.

@@ -13,7 +13,7 @@ from pipedejavu.search.draft import Scene
 from pipedejavu.search.floor import floor_s
 from pipedejavu.search.option import Options, Progress
 from pipedejavu.search.pool import Found, Pool
-from pipedejavu.search.rank import Timed, admit, price_of, time_plan
+from pipedejavu.search.rank import NEAR, Timed, admit, faster_form, price_of, time_plan
 from pipedejavu.search.result import Candidate, SearchResult
 from pipedejavu.search.room import with_memory
 from pipedejavu.search.scene import scenes_of, usable
@@ -22,8 +22,6 @@ from pipedejavu.search.write import other_orders, stashed, write
 
 SMALLER = (0.9, 0.75, 0.6)
 """Parts of the memory that are planned for where no plan for all of it fits in the end."""
-NEAR = 1.01
-"""Plans that take so many times the least are as fast, and the simplest of them comes first."""
 FEW = 500
 """Drafts that `auto` looks at one by one."""
 
@@ -124,6 +122,10 @@ class _Waiting(NamedTuple):
     found: Found
     timed: Timed | None = None
 
+    def known(self, timed: Timed, options: Options) -> "_Waiting":
+        """Returns it with its time."""
+        return self._replace(value=_value(timed, options), is_timed=True, timed=timed)
+
 
 def _rank(pool: Pool, options: Options, real: dict[int, Scene]) -> _Ranked:
     """Simulates plans on real scenes and admits the fastest, until there are enough and no other can be faster.
@@ -150,19 +152,28 @@ def _rank(pool: Pool, options: Options, real: dict[int, Scene]) -> _Ranked:
                     candidates.append(admitted)
                 else:
                     notes.append(f"{item.plan.name}: {admitted}")
+                    if item.timed.plainer is not None:
+                        heappush(waiting, item.known(item.timed.plainer, options))
             elif simulated == before or pool.elapsed_s < options.time_budget_s:
                 pool.report(0.75 + 0.25 * (simulated - before) / number, f"simulating {item.plan.name}")
                 scene = real[id(item.found.draft.scene)].asked
                 timed = time_plan(item.plan, scene, item.found.estimate.time_s)
                 simulated += 1
                 if isinstance(timed, Timed):
-                    heappush(waiting, item._replace(value=_value(timed, options), is_timed=True, timed=timed))
+                    heappush(waiting, item.known(faster_form(item.plan, timed), options))
                 else:
                     notes.append(f"{item.plan.name}: {timed}")
-    candidates.sort(key=lambda c: (_value(c, options), c.fullest_share))
-    near = [c for c in candidates if _value(c, options) <= NEAR * _value(candidates[0], options)]
-    near.sort(key=lambda c: (_effort(c), _value(c, options), c.fullest_share))
-    return _Ranked((near + candidates[len(near) :])[: options.candidates], simulated, notes)
+    return _Ranked(_in_order(candidates, options)[: options.candidates], simulated, notes)
+
+
+def _in_order(candidates: list[Candidate], options: Options) -> list[Candidate]:
+    """Returns the fastest first, and before it a simpler one that is as fast; of the others again."""
+    left = sorted(candidates, key=lambda c: (_value(c, options), c.fullest_share))
+    found = []
+    while left:
+        near = [n for n, c in enumerate(left) if _value(c, options) <= NEAR * _value(left[0], options)]
+        found.append(left.pop(min(near, key=lambda n: (_effort(left[n]), n))))
+    return found
 
 
 def _value(found: Timed | Candidate, options: Options) -> float:

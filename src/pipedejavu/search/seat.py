@@ -53,6 +53,10 @@ class Place(NamedTuple):
     """Between a device and its host, either way."""
     cpu: str
     """The kind of the host's CPU; empty where the host has none."""
+    updaters: int
+    """Workers of the group that one CPU may update for at the same time."""
+    cpu_crowd: float
+    """How many times as many devices of the row are on that CPU's host."""
     room_bytes: float
     host_room_bytes: float
     """Of the host's memory, this device's or team's part."""
@@ -119,6 +123,7 @@ class Row:
         start = end - size * shards
         group, devices = self.order[start:end:shards], self.devices[start:end]
         host, cpu, host_room = self._host(devices)
+        name, members = Counter(d.host for d in devices).most_common(1)[0]
         return Place(
             group=group,
             kinds=tuple(dict.fromkeys(team_kind(d.kind, shards) for d in devices)),
@@ -128,6 +133,8 @@ class Row:
             **self._next(group, end),
             host=host,
             cpu=cpu,
+            updaters=members // shards,
+            cpu_crowd=self.sharers[name] / members,
             room_bytes=float(min(d.memory_bytes - d.reserved_bytes for d in devices)) * shards,
             host_room_bytes=host_room * shards,
         )

@@ -64,6 +64,19 @@ def other_orders(plan: Plan, profile: Profile) -> list[Plan]:
     return found
 
 
+def overlapped(plan: Plan, profile: Profile) -> Plan | None:
+    """Returns a pipeline whose replicas add gradients up beside its last backwards, or None where it cannot."""
+    is_later = plan.place.workers > 1 and plan.reduce.wire == "all-reduce" and not plan.order.is_eager
+    if not is_later or plan.is_flush_free or plan.feed.kind == "share":
+        return None
+    reason = "replicas add gradients up piece by piece while the last backward goes on, which is faster"
+    other = plan.but(
+        order=plan.order.but(is_eager=True),
+        decisions=(*plan.decisions, Decision(axis="order", choice="eager", reason=reason)),
+    )
+    return None if faults_of(other, profile) else other
+
+
 def stashed(plan: Plan, options: Options) -> list[Plan]:
     """Returns a pipeline that never drains as PipeDream, where weights may be old enough.
 

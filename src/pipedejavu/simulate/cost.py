@@ -17,6 +17,7 @@ class Work(NamedTuple):
     time_s: float
     """Beyond the latency; stretched where wires or devices are shared."""
     wires: tuple[str, ...] = ()
+    """What transfers pass through, and the CPUs that update for several devices: who uses one shares its rate."""
     loads: tuple[int, ...] = ()
     """How many transfers the operation stands for on each wire: its copies in a folded program, and the hops of
     a ring. The time has the highest in it."""
@@ -74,7 +75,7 @@ class Costs:
         if a.kind in ("F", "B", "I", "W", "R", "EVAL"):
             return Work(0.0, self._compute(a, worker))
         if a.kind == "UPDATE":
-            return Work(0.0, self._update(a, worker))
+            return self._update(a, worker)
         if a.kind == "SEND":
             return self._send(a, worker)
         if a.kind in ("FETCH", "OFFLOAD"):
@@ -112,12 +113,15 @@ class Costs:
         inputs, outputs = self.program.inputs, self.program.outputs
         return not outputs[piece] and all(inputs[own] for own, _ in self.program.held(worker))
 
-    def _update(self, a: Action, worker: int) -> float:
-        device = self._device(worker)
-        if a.via == "~host":
-            device = self.machine.cpu_of(device)
+    def _update(self, a: Action, worker: int) -> Work:
+        own = self._device(worker)
+        device = self.machine.cpu_of(own) if a.via == "~host" else own
         parts = self.sizes.group_size(a.piece) if a.via == "~shard" else 1
-        return sum(t.update_s for t in self._times(a.piece, device.kind)) / parts / self.plan.place.shards
+        time = sum(t.update_s for t in self._times(a.piece, device.kind)) / parts / self.plan.place.shards
+        if device.type == own.type:
+            return Work(0.0, time)
+        users = sum(self.machine.cpu_of(self._device(w)).name == device.name for w in self._copies(worker))
+        return Work(0.0, time * users, (f"update:{device.name}",), (users,))
 
     def _send(self, a: Action, worker: int) -> Work:
         size = self.sizes.moved(a)
