@@ -97,6 +97,17 @@ def test_a_model_without_memory_is_told_the_same() -> None:
     assert used == {"embedding.weight", "counting.weight", "counting.bias"}
 
 
+def test_what_has_no_version_is_not_asked_for_it() -> None:
+    class Inferring(nn.Linear):
+        def forward(self, x):
+            with torch.inference_mode():
+                offset = torch.arange(4) + 1
+            return super().forward(x) + offset
+
+    _, found = compare(Inferring(4, 4), torch.randn(2, 4))
+    assert [difference for difference in found if not difference.is_none] == []
+
+
 def test_a_transformer_finds_out_that_its_mask_is_causal() -> None:
     class Detecting(nn.Module):
         def __init__(self) -> None:

@@ -63,7 +63,7 @@ class Answers(TorchFunctionMode):
         found = func(*args, **kwargs)
         if func is torch.rand:
             self.drawn.append(found)
-        if follows and isinstance(found, Tensor) and not self.knows(found):
+        if follows and isinstance(found, Tensor) and not found.is_inference() and not self.knows(found):
             self.made[id(found)] = _Made(found, found._version, func, args, kwargs)
         return found
 
