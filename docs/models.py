@@ -256,14 +256,18 @@ None for the model's own loss; and a dataset of `(inputs, targets)` as `torch.ut
 a model's own loss.
 
 What does not come along: autograd functions of one's own are refused, since a recorded forward has lost their
-backward, and so is Python that decides by the values of tensors. Activation checkpointing inside of the model is left
-out (use a plan that recomputes). Attributes that are no tensors are not changed by a forward. A parameter that is
-frozen, or that the forward does not use, is neither trained nor written. A model is
-recorded once more for each size that its microbatches have.
+backward, and so is Python that decides by the values of tensors; values that no input decides, as positions are, are
+known. Activation checkpointing inside of the model is left out (use a plan that recomputes). Attributes that are no
+tensors are not changed by a forward. A parameter that is frozen, or that the forward does not use, is neither trained
+nor written. A model is recorded once more for each size that its microbatches have.
 
 Each model below was built small, with random weights, and divided evenly into every number of pieces from one to all
 its units, on a CPU. "Equal" means bit for bit: outputs, loss and buffers; gradients of all parameters. A weight that
 is used three times or more gets the same gradient but for the order in which its parts are added.
+
+Attention of `transformers` gets the mask that it has in training: none where the kernel knows the causal one. A padding
+mask that is given is always used, though the whole model leaves out one that masks nothing; where query heads share
+keys and values, the gradients of those are then added in another order.
 
 | model | cut by | units | outputs equal | gradients equal | what was found |
 |---|---|---|---|---|---|

@@ -18,10 +18,11 @@ import torch
 from torch import Tensor, fx, nn
 from torch.export.graph_signature import InputKind
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
-from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from pipedejavu.facts import InputError
+from pipedejavu.profile import answer
+from pipedejavu.profile.answer import Answers, masks_as_in_training
 
 _CHECKS = frozenset(
     f"aten::{name}" for name in ("_assert_tensor_metadata", "_assert_scalar", "sym_constrain_range_for_size")
@@ -95,7 +96,7 @@ def trace(model: nn.Module, inputs: Any) -> Trace:
     """Records a model's forward; raises InputError with the line where that cannot be done. Nothing is computed."""
     args, kwargs = pytree.tree_map_only(Tensor, torch.clone, as_call(inputs))  # else the same tensor twice is one input
     try:
-        with _watched(), _Draws():
+        with _watched(), Answers() as answers, masks_as_in_training(answers):
             exported = torch.export.export(model, args, kwargs, strict=False)
     except Exception as error:
         raise InputError(_refusal(model, error)) from None
@@ -155,24 +156,6 @@ class _LostBackwardError(Exception):
     """A backward of the user's own would be lost."""
 
 
-class _Draws(TorchFunctionMode):
-    """Knows that no random number lies below 0, so that layers which are dropped with that probability never are."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.drawn: list[Tensor] = []
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Answers comparisons that need no number, and lets everything else happen."""
-        is_below = func in (Tensor.__lt__, Tensor.lt) and isinstance(args[1], float | int) and args[1] <= 0
-        if is_below and any(args[0] is number for number in self.drawn):
-            return False
-        found = func(*args, **kwargs or {})
-        if func is torch.rand:
-            self.drawn.append(found)
-        return found
-
-
 @contextmanager
 def _watched() -> Iterator[None]:
     """Refuses autograd functions, whose backward a graph of forward operations cannot have, and keeps torch quiet."""
@@ -196,7 +179,7 @@ def _watched() -> Iterator[None]:
 
 def _refusal(model: nn.Module, error: Exception) -> str:
     """Returns the sentence for a model that could not be recorded, with the innermost line that is not torch's."""
-    foreign = (str(Path(torch.__file__).parent), __file__, "<string>", "<eval", *_LIBRARY)
+    foreign = (str(Path(torch.__file__).parent), __file__, answer.__file__, "<string>", "<eval", *_LIBRARY)
     frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(foreign)]
     where = f"{frames[-1].filename}:{frames[-1].lineno}, '{frames[-1].line}': " if frames else ""
     if isinstance(error, GuardOnDataDependentSymNode):
