@@ -19,7 +19,7 @@ from pipedejavu.search import Candidate, Options, Progress, nothing_fits, search
 from pipedejavu.search.scene import MOST_PARTS
 from pipedejavu.search.space import divisors
 from pipedejavu.train.cache import find, find_or_make, keep
-from pipedejavu.train.profiling import Way, measure_task, this_machine
+from pipedejavu.train.profiling import Way, choose_sizes, measure_task, this_machine
 from pipedejavu.train.replan import first_runnable
 from pipedejavu.train.site import DeviceChoice, read_site, torch_device
 
@@ -62,7 +62,8 @@ def profile_here(
 ) -> Profile:
     """Returns a model's profile on each kind of device of a machine that is here, kept or measured."""
     samples, ways = min(batch, MOST_SAMPLES), ways_of(machine)
-    key = {"model": model, "content": _content(model), "data": data, "samples": samples, "ways": ways, **_machine_key()}
+    source = {"model": model, "content": _content(model), "data": data}
+    key = {**source, "sizes": choose_sizes(samples), "ways": ways, **_machine_key()}
     return find_or_make(Profile, key, lambda: measure_task(model, data, samples, ways, report), renews=renews)
 
 
