@@ -8,8 +8,9 @@ from typing import Any, NamedTuple
 import torch
 
 from pipedejavu.engine import AdamW, Job
-from pipedejavu.facts import Device, InputError, Machine, Profile
+from pipedejavu.facts import Device, InputError, Machine, Profile, part_kind
 from pipedejavu.probe import read_shape
+from pipedejavu.probe.shape import num_cores
 from pipedejavu.profile import (
     Cut,
     Efficiency,
@@ -65,15 +66,39 @@ class Way(NamedTuple):
     """Threads that are kept at work meanwhile, as the workers on the other parts of a CPU will be."""
 
 
-def measure_model(model: str, samples: int, report: Report, context: int | None = None) -> Profiled:
-    """Measures a model on a device of each kind that this machine has."""
-    task, machine = open_task(model, context=context), this_machine()
+def measure_model(
+    model: str, samples: int, report: Report, context: int | None = None, parts: Sequence[int] = ()
+) -> Profiled:
+    """Measures a model on a device of each kind that this machine has, and on parts of its CPU: halves for 2."""
+    machine, ways = this_machine(), _part_ways(parts)
+    task = open_task(model, context=context)
     shots, begins = _shots(task, model, samples, report)
+    job = _job(shots[-1])
     kinds = {device.kind: torch.device("cpu" if device.type == "cpu" else "cuda") for device in machine.devices}
-    profile = measure_profile(model, shots, _job(shots[-1]).ties, kinds, updates_of(AdamW(lr=1e-3)), report)
+    profile = measure_profile(model, shots, job.ties, kinds, updates_of(job.optimizer), report)
+    if ways:
+        profile = merge_profiles([profile, measure_ways(model, shots, job, ways, report)])
     return Profiled(
         profile.but(begins=begins), machine, tuple(shot.samples for shot in shots), describe_form(_batch(task, 1)[0])
     )
+
+
+def _part_ways(parts: Sequence[int]) -> list[Way]:
+    cores = num_cores()
+    for count in parts:
+        if not 2 <= count <= cores:
+            raise InputError(
+                f"the {cores} cores of this CPU cannot be divided into {count} parts; give --parts from 2 to {cores}"
+                if cores > 1
+                else f"this CPU has one core, which cannot be divided into {count} parts; leave out --parts"
+            )
+    return [part_way("cpu", count, cores) for count in sorted(set(parts))]
+
+
+def part_way(kind: str, parts: int, cores: int) -> Way:
+    """Returns how a part of a CPU is measured: with its threads, while all others work."""
+    threads = max(1, cores // parts)
+    return Way(part_kind(kind, parts), torch.device("cpu"), threads, cores - threads)
 
 
 def measure_ways(name: str, shots: Sequence[Shot], job: Job, ways: Sequence[Way], report: Report) -> Profile:
