@@ -36,7 +36,7 @@ def model(**times: float) -> Profile:
         for kind, s in times.items()
     }
     batch = {kind: Cost(fixed_s=0.5) for kind in kinds}
-    return Profile(name="p", units=(Unit(name="u", times=kinds),), batch=batch)
+    return Profile(name="p", units=(Unit(name="u", times=kinds),), batch=batch, drift=dict.fromkeys(kinds, 0.25))
 
 
 @pytest.mark.parametrize(
@@ -86,7 +86,8 @@ def test_times_of_a_part_that_were_not_follow_from_the_whole() -> None:
         forward=Cost(per_sample_s=4.0), update_s=4.0, copy_s={"FETCH:w": 1.0}
     )
     assert found.units[0].times["xeon"] == model(xeon=1.0).units[0].times["xeon"]
-    assert found.batch["xeon/4"] == Cost(fixed_s=2.0)
+    assert found.batch == {"xeon": Cost(fixed_s=0.5), "xeon/4": Cost(fixed_s=2.0)}
+    assert found.drift == {"xeon": 0.25, "xeon/4": 0.25}
     assert sentences == (
         "it has no times on xeon/4; those on xeon are taken 4 times, the most that one part of 4 takes;"
         " `profile --parts 4` measures them",

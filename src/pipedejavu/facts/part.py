@@ -13,8 +13,8 @@ from pipedejavu.facts.machine import Device, Machine
 from pipedejavu.facts.measurement import Survey
 from pipedejavu.facts.profile import Profile, UnitTime
 
-_SETTING = re.compile(r"(?P<what>.*), (?P<threads>[1-9]\d*) threads")
-_KIND = re.compile(r"(?P<whole>.+)/(?P<count>[1-9]\d*)")
+_SETTING = re.compile(r"(?P<what>.*), (?P<threads>[1-9]\d{0,5}) threads")
+_KIND = re.compile(r"(?P<whole>.+)/(?P<count>[1-9]\d{0,5})")
 
 
 class Slowdown(NamedTuple):
@@ -44,22 +44,32 @@ def with_part_times(profile: Profile, machine: Machine) -> tuple[Profile, tuple[
 
     Times that the profile has stay; a part whose whole CPU has none gets none.
     """
-    units, batch, sentences = profile.units, profile.batch, []
+    sentences = []
     for kind, device in {device.kind: device for device in machine.devices}.items():
         found = _KIND.fullmatch(kind) if device.type == "cpu" else None
         if found is None:
             continue
         whole, count = found["whole"], int(found["count"])
-        if all(kind in unit.times for unit in units):
+        if all(kind in unit.times for unit in profile.units):
             sentences.append(f"it has times on {kind}, and these hold")
-        elif all(whole in unit.times for unit in units):
+        elif all(whole in unit.times for unit in profile.units):
             slower = slowdown(machine.survey, _whole_name(device), count)
-            units = tuple(u.but(times={kind: slower.times(u.times[whole])} | u.times) for u in units)
-            batch = {kind: batch[whole].times(slower.compute)} | batch if whole in batch else batch
+            profile = _with_kind(profile, kind, whole, slower)
             cores = next(host.cores for host in machine.hosts if host.name == device.host)
             remedy = f"; `profile --parts {count}` measures them" if count <= cores else ""
             sentences.append(_sentence(kind, whole, count, slower) + remedy)
-    return profile.but(units=units, batch=batch) if sentences else profile, tuple(sentences)
+    return profile, tuple(sentences)
+
+
+def _with_kind(profile: Profile, kind: str, whole: str, slower: Slowdown) -> Profile:
+    """Returns the profile with times on a kind of part."""
+    units = tuple(unit.but(times={kind: slower.times(unit.times[whole])} | unit.times) for unit in profile.units)
+    batch, drift = profile.batch, profile.drift
+    if whole in batch:
+        batch = {kind: batch[whole].times(slower.compute)} | batch
+    if whole in drift:
+        drift = {kind: drift[whole]} | drift
+    return profile.but(units=units, batch=batch, drift=drift)
 
 
 def _whole_name(part: Device) -> str:
