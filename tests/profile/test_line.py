@@ -47,6 +47,13 @@ def test_where_a_line_misses_the_medians_these_hold() -> None:
     assert line.spread == pytest.approx(0.125 / 3.25)
 
 
+def test_one_sample_does_not_bend_what_is_behind_the_last_size() -> None:
+    line = fit_line({1: [0.5], 2: [3.0], 4: [4.0], 8: [6.0]})
+    assert line.per_sample_s == pytest.approx(0.5)
+    assert [line.at(n) for n in (1, 8, 16)] == pytest.approx([0.5, 6.0, 10.0])
+    assert fit_line({1: [1.0], 2: [1.5]}).per_sample_s == pytest.approx(0.5)  # two sizes are needed
+
+
 def test_a_line_through_all_medians_says_it_all() -> None:
     assert fit_line({n: [0.5 + 0.25 * n] for n in (1, 2, 4, 8)}).measured_s == {}
 
