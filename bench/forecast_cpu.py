@@ -83,9 +83,7 @@ def measure_facts(model: str, batch: int) -> tuple[Machine, Profile]:
 def run_case(options: TrainOptions, plan: Plan, machine: Machine, profile: Profile) -> dict[str, Any]:
     """Plans, simulates and trains one case."""
     started = time.perf_counter()
-    count, machine = plan.num_workers, machine.divided(plan.num_workers)
-    if count > 1:  # a part has times of its own
-        machine = machine.but(devices=tuple(d.but(kind=f"{d.kind}/{count}") for d in machine.devices))
+    machine = machine.divided(plan.num_workers, by_kind=True)
     options, program, _ = plan_run(options, plan, machine, devices="cpu", profile=profile)
     with tempfile.TemporaryDirectory() as folder:
         found = train(options, program, str(Path(folder) / "run"))

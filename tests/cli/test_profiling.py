@@ -8,6 +8,7 @@ import pytest
 pytest.importorskip("torch")
 
 from pipedejavu.facts import Profile
+from pipedejavu.probe.shape import num_cores
 from tests.cli.test_main import refused, run
 
 GPT = ("profile", "zoo:gpt-tiny", "--estimate")
@@ -49,17 +50,36 @@ def test_a_machine_is_said_to_fit_or_not(memory: str, verdict: str, tmp_path: Pa
 def test_a_measured_profile_is_simulated(tmp_path: Path) -> None:
     out = tmp_path / "profile.json"
     form = json.loads(run("profile", "zoo:mlp", "--batch", "4", "--out", str(out), "--json").stdout)
-    assert form["sizes"] == [2, 3, 4]
+    assert form["sizes"] == [1, 2, 4]
     assert form["is_estimated"] is False
     assert form["files"] == [str(out)]
     assert Profile.load(out) == Profile.from_json(json.dumps(form["profile"]))
     assert form["needs"][0]["model_bytes"] == 16 * sum(unit["num_parameters"] for unit in form["profile"]["units"])
+    assert form["profile"]["units"][0]["times"].keys() == {device["kind"] for device in form["devices"]}
     found = run("simulate", "preset:zb-h1", "--workers", "2", "--profile", str(out), "--json").stdout
     assert json.loads(found)["makespan_s"] > 0
 
 
-def test_faults_are_one_sentence() -> None:
+@pytest.mark.skipif(num_cores() < 2, reason="needs two cores")
+def test_parts_of_a_cpu_are_measured_where_asked(tmp_path: Path) -> None:
+    out = tmp_path / "profile.json"
+    run("profile", "zoo:mlp", "--batch", "2", "--parts", "2", "--out", str(out))
+    assert all({"cpu", "cpu/2"} <= unit.times.keys() for unit in Profile.load(out).units)
+    found = run("simulate", "preset:1f1b", "--workers", "2", "--profile", str(out), "--json").stdout
+    assert "profile: it has times on cpu/2, and these hold" in json.loads(found)["notes"]
+
+
+def test_faults_are_one_sentence(monkeypatch) -> None:
     assert "give --machine together with --estimate" in refused("profile", "zoo:mlp", "--machine", "m.json")
     assert "'mlp' is not a model that can be trained; use zoo:NAME" in refused("profile", "mlp")
     assert "a batch has at least one sample, not 0" in refused("profile", "zoo:mlp", "--batch", "0")
+    parts = ("profile", "zoo:mlp", "--parts")
+    assert "parts of a CPU are measured; leave out --parts or --estimate" in refused(*parts, "2", "--estimate")
+    for cores, count, sentence in (
+        (4, "1", "the 4 cores of this CPU cannot be divided into 1 parts; give --parts from 2 to 4"),
+        (4, "5", "the 4 cores of this CPU cannot be divided into 5 parts; give --parts from 2 to 4"),
+        (1, "2", "this CPU has one core, which cannot be divided into 2 parts; leave out --parts"),
+    ):
+        monkeypatch.setattr("pipedejavu.train.profiling.num_cores", lambda cores=cores: cores)
+        assert sentence in refused(*parts, count)
     assert "a batch has at least one sample, not -1" in refused(*GPT, "--batch", "-1")

@@ -169,6 +169,13 @@ def test_a_cpu_is_divided_over_the_workers_that_have_no_gpu() -> None:
     assert machine.cpu_of(machine.device("gpu0")).name == "cpu.0"
 
 
+def test_parts_of_a_cpu_have_a_kind_of_their_own_where_asked() -> None:
+    kinds = [[d.kind for d in whole().divided(n, by_kind=True).devices] for n in (2, 3)]
+    cpu = whole().device("cpu").kind
+    assert [found[1:] for found in kinds] == [[cpu], [f"{cpu}/2"] * 2]
+    assert {d.kind for d in whole().divided(3).devices[1:]} == {cpu}
+
+
 @pytest.mark.parametrize(("workers", "devices"), [(1, 2), (2, 2), (3, 3), (9, 9), (10, 9)])
 def test_a_cpu_is_divided_no_further_than_needed_nor_than_it_has_cores(workers: int, devices: int) -> None:
     assert len(whole().divided(workers).devices) == devices

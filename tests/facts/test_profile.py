@@ -101,6 +101,34 @@ def test_a_cost_grows_with_the_samples() -> None:
     assert [cost.at(n) for n in (0, 1, 4, 0.5)] == [1.0, 1.25, 2.0, 1.125]
 
 
+def test_a_cost_that_was_measured_is_what_was_measured_and_straight_between() -> None:
+    cost = Cost(fixed_s=1.0, per_sample_s=0.5, measured_s={8: 9.0, 1: 1.25, 2: 3.0})
+    assert [cost.at(n) for n in (0, 0.5, 1, 1.5, 2, 5, 8, 10)] == [1.0, 1.125, 1.25, 2.125, 3.0, 6.0, 9.0, 10.0]
+    assert Cost.from_json(cost.to_json()) == cost
+    assert [cost.times(2).at(n) for n in (0, 1, 5, 10)] == [2.0, 2.5, 12.0, 20.0]
+
+
+def test_costs_add_up_at_every_size() -> None:
+    bent = Cost(fixed_s=1.0, per_sample_s=0.5, measured_s={1: 1.25, 2: 3.0, 8: 9.0}, spread=0.25)
+    others = Cost(fixed_s=2.0, per_sample_s=1.0, measured_s={4: 5.0}), Cost(fixed_s=0.5, per_sample_s=0.25)
+    total = bent.plus(*others)
+    assert total.spread == 0.25
+    for n in range(80):
+        assert total.at(n / 4) == pytest.approx(sum(cost.at(n / 4) for cost in (bent, *others)))
+
+
+@pytest.mark.parametrize(
+    ("text", "fault"),
+    [
+        ('{"measured_s": {"0": 1}}', "should be greater than or equal to 1, found '0'"),
+        ('{"measured_s": {"2": -1}}', "measured_s.2: -1 s is not possible; it must be zero or more"),
+    ],
+)
+def test_measured_times_are_of_samples_and_not_negative(text: str, fault: str) -> None:
+    with pytest.raises(InputError, match=fault):
+        Cost.from_json(text)
+
+
 def test_a_model_of_many_units_is_checked_quickly() -> None:
     many = Profile(name="p", units=tuple(Unit(name=str(i)) for i in range(20_000)))
     assert len(many.links) == 19_999

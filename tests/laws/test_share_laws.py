@@ -13,18 +13,22 @@ from tests.program.test_share import host, model
 
 RATES = st.floats(1e-4, 1e-1)
 FIXED = st.sampled_from([0.0, 1e-3, 2e-2])
+BENDS = st.sampled_from([{}, {1: 0.5, 4: 1.0}, {1: 1.0, 4: 1.5}])
+"""How many times as long as the line microbatches of some sizes take."""
 
 
 @settings(max_examples=60, derandomize=True, deadline=None)
 @given(
     fast=st.tuples(FIXED, RATES),
     slow=st.tuples(FIXED, RATES),
+    bend=BENDS,
     size=st.sampled_from([10**4, 10**6, 10**8]),
     update_s=st.sampled_from([0.0, 0.01, 0.1]),
     sizes=st.sampled_from([(1, 12), (3, 4), (6, 2)]),
 )
-def test_the_chosen_split_is_the_best_of_all_that_are_simulated(fast, slow, size, update_s, sizes) -> None:
-    costs = [Cost(fixed_s=fixed, per_sample_s=rate) for fixed, rate in (fast, slow)]
+def test_the_chosen_split_is_the_best_of_all_that_are_simulated(fast, slow, bend, size, update_s, sizes) -> None:
+    lines = [Cost(fixed_s=fixed, per_sample_s=rate) for fixed, rate in (fast, slow)]
+    costs = [line.but(measured_s={n: line.at(n) * factor for n, factor in bend.items()}) for line in lines]
     profile, machine = model(*costs, gradient_bytes=size, slow_update_s=update_s), host()
     plan = preset("coarse").at(workers=1, microbatches=sizes[0], samples=sizes[1])
 

@@ -40,9 +40,22 @@ def test_the_spread_is_that_of_the_middle_half() -> None:
     assert line.spread == pytest.approx(0.125)
 
 
-def test_the_spread_holds_what_a_line_cannot_say() -> None:
-    line = fit_line({1: [1.0], 2: [3.0], 3: [2.0]})
-    assert line.spread == pytest.approx(max(abs(t / line.at(n) - 1) for n, t in {1: 1.0, 2: 3.0, 3: 2.0}.items()))
+def test_where_a_line_misses_the_medians_these_hold() -> None:
+    line = fit_line({1: [1.0, 1.0], 2: [3.0, 3.5], 4: [4.0, 4.0]})
+    assert line.measured_s == {1: 1.0, 2: 3.25, 4: 4.0}
+    assert [line.at(n) for n in (1, 2, 3, 4)] == [1.0, 3.25, 3.625, 4.0]
+    assert line.spread == pytest.approx(0.125 / 3.25)
+
+
+def test_one_sample_does_not_bend_what_is_behind_the_last_size() -> None:
+    line = fit_line({1: [0.5], 2: [3.0], 4: [4.0], 8: [6.0]})
+    assert line.per_sample_s == pytest.approx(0.5)
+    assert [line.at(n) for n in (1, 8, 16)] == pytest.approx([0.5, 6.0, 10.0])
+    assert fit_line({1: [1.0], 2: [1.5]}).per_sample_s == pytest.approx(0.5)  # two sizes are needed
+
+
+def test_a_line_through_all_medians_says_it_all() -> None:
+    assert fit_line({n: [0.5 + 0.25 * n] for n in (1, 2, 4, 8)}).measured_s == {}
 
 
 def test_a_part_that_does_not_run_costs_nothing() -> None:

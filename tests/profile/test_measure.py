@@ -1,6 +1,7 @@
 """Measuring a chain: sizes are exact, times are there for every kind, and nothing that is measured changes."""
 
 import gc
+from dataclasses import replace
 
 import pytest
 
@@ -10,7 +11,7 @@ from torch import nn
 
 from pipedejavu.facts import Cost, Device, Host, Link, Machine, Profile
 from pipedejavu.plan import preset
-from pipedejavu.profile import Shot, measure_profile, merge_profiles
+from pipedejavu.profile import Shot, make_shots, measure_profile, merge_profiles
 from pipedejavu.profile.count import count_step
 from pipedejavu.program import compile as compile_plan
 from pipedejavu.program.liveness import Liveness
@@ -67,6 +68,39 @@ def test_how_a_machine_drifts_is_measured_from_turn_to_turn(monkeypatch: pytest.
 
     monkeypatch.setattr("pipedejavu.profile.measure._Row.run", run)
     assert measure({"cpu": CPU}).drift == {"cpu": pytest.approx(0.1 / 1.1)}
+
+
+def test_a_first_unit_whose_backward_only_frees_memory_needs_none() -> None:
+    norm = measure({"cpu": CPU}, [("norm", nn.BatchNorm1d(4)), ("head", nn.Linear(4, 3))]).units[0]
+    assert norm.backward_work_bytes == 0
+
+
+def test_a_model_that_squeezes_one_sample_away_is_not_measured_at_one() -> None:
+    class Squeeze(nn.Module):
+        def forward(self, x):
+            return x.squeeze().transpose(0, 1)
+
+    def make(size: int) -> Shot:
+        return Shot([("only", Squeeze())], torch.ones(size, 1, 3), torch.zeros(size), lambda x, _: x.sum())
+
+    assert [shot.samples for shot in make_shots(make, (1, 2, 4))] == [2, 4]
+    assert [shot.samples for shot in make_shots(make, (3, 2, 1))] == [3, 2, 1]  # it is asked for, and may fail
+
+
+def test_trying_one_sample_changes_nothing() -> None:
+    inputs, chain = torch.ones(1, 4, 2), [("norm", nn.BatchNorm1d(4)), ("relu", nn.ReLU(inplace=True))]
+    shot = Shot(chain, inputs, torch.zeros(1), lambda x, _: x.sum())
+    assert len(make_shots(lambda _: shot, (1, 2))) == 2
+    assert torch.equal(chain[0][1].running_mean, torch.zeros(4))
+    assert torch.equal(inputs, torch.ones(1, 4, 2))
+
+
+def test_all_sizes_are_timed_in_turns() -> None:
+    shots = [Shot([("only", nn.Linear(4, 3))], torch.ones(n, 4), torch.zeros(n).long(), loss) for n in (1, 2)]
+    shots[1] = replace(shots[1], units=shots[0].units)
+    told: list[str] = []
+    measure_profile("net", shots, (), {"cpu": CPU}, make_update, told.append)
+    assert told == ["only (cpu, 1 samples)", "only (cpu, 2 samples)"] * 3
 
 
 def test_profiles_of_different_devices_are_joined() -> None:

@@ -21,7 +21,7 @@ def model(fast: Cost, slow: Cost, gradient_bytes: int = 10**6, slow_update_s: fl
     """Two units; a third of each time is the forward's."""
 
     def time(cost: Cost, update_s: float) -> UnitTime:
-        parts = [Cost(fixed_s=cost.fixed_s * p / 2, per_sample_s=cost.per_sample_s * p / 2) for p in (1 / 3, 2 / 3)]
+        parts = [cost.times(p / 2) for p in (1 / 3, 2 / 3)]
         return UnitTime(forward=parts[0], backward=parts[1], update_s=update_s / 2)
 
     times = {"fast": time(fast, 0.0), "slow": time(slow, slow_update_s)}

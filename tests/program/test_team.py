@@ -2,7 +2,7 @@
 
 import pytest
 
-from pipedejavu.facts import InputError
+from pipedejavu.facts import Cost, InputError
 from pipedejavu.plan import Cut, Feed, Keep, Order, Place, Plan, Reduce
 from pipedejavu.program import compile as compile_plan
 from pipedejavu.program import verify
@@ -44,6 +44,16 @@ def test_a_team_takes_its_part_of_the_time_and_two_all_reduces_each_way(model, c
     assert span(prediction, 0, "UPDATE") == pytest.approx(0.1 / 2)
     assert span(prediction, 1, "F") == 1.0
     assert span(prediction, 1, "B") == 2.0
+
+
+def test_a_team_adds_its_all_reduces_to_times_that_were_measured(model, computer):
+    forward = Cost(per_sample_s=1.0, measured_s={1: 3.0, 2: 4.0})
+    profile = model(2)
+    units = [u.but(times={kind: time.but(forward=forward) for kind, time in u.times.items()}) for u in profile.units]
+    plan = pipeline(Place(workers=2, stage_shards=(2, 1)))
+    program = compile_plan(plan, profile.but(units=tuple(units)), computer(3))
+    prediction = simulate(program, verify(program))
+    assert span(prediction, 0, "F") == pytest.approx(3.0 / 2 + 2 * (2 * LATENCY + BOUNDARY / RATE))
 
 
 def test_a_team_has_the_memory_of_all_its_devices(model, computer):

@@ -12,15 +12,22 @@ torch = pytest.importorskip("torch")
 from torch import nn
 
 from pipedejavu.engine import Job, Sgd
+from pipedejavu.facts import Cost
 from pipedejavu.plan import preset
 from pipedejavu.train.measure import measure
 
 
 @pytest.mark.parametrize(
     ("plan", "samples", "sizes"),
-    [("coarse", 16, [4, 16]), ("coarse", 5, [2, 5]), ("coarse", 2, [2]), ("ddp", 16, [16])],
+    [
+        ("coarse", 16, [1, 4, 16]),
+        ("coarse", 5, [1, 2, 5]),
+        ("coarse", 2, [1, 2]),
+        ("coarse", 1, [1]),
+        ("ddp", 16, [16]),
+    ],
 )
-def test_a_plan_that_shares_a_batch_is_measured_at_two_sizes(plan: str, samples: int, sizes: list[int]) -> None:
+def test_a_plan_that_shares_a_batch_is_measured_at_smaller_sizes_too(plan: str, samples: int, sizes: list[int]) -> None:
     asked = []
 
     def batch(size: int) -> tuple[Any, Any]:
@@ -34,7 +41,23 @@ def test_a_plan_that_shares_a_batch_is_measured_at_two_sizes(plan: str, samples:
     assert [unit.times["cpu"].forward.at(samples) > 0 for unit in profile.units] == [True, True]
 
 
-def test_getting_a_microbatch_is_part_of_the_first_forward() -> None:
+def test_one_sample_is_left_out_where_batch_statistics_refuse_it() -> None:
+    job = Job(units=[("only", nn.BatchNorm1d(3))], loss=lambda x, _: x.sum(), optimizer=Sgd(lr=0.1))
+
+    def forward(samples: int) -> Cost:
+        plan, kinds = preset("coarse").at(samples=samples), {"cpu": torch.device("cpu")}
+        profile = measure("m", job, plan, lambda n: (torch.randn(n, 3), torch.zeros(n)), kinds)
+        return profile.units[0].times["cpu"].forward
+
+    found = forward(8)
+    assert 1 not in found.measured_s
+    assert found.at(8) > 0
+    with pytest.raises(ValueError, match="more than 1 value per channel"):
+        forward(1)
+
+
+@pytest.mark.parametrize(("plan", "sizes"), [("ddp", [4]), ("coarse", [1, 4])])
+def test_getting_a_microbatch_is_part_of_the_first_forward(plan: str, sizes: list[int]) -> None:
     """A data set that takes 20 ms: a sleep never ends early."""
 
     def batch(size: int) -> tuple[Any, Any]:
@@ -42,8 +65,9 @@ def test_getting_a_microbatch_is_part_of_the_first_forward() -> None:
         return torch.randn(size, 3), torch.randn(size, 3)
 
     job = Job(units=[("only", nn.Linear(3, 3))], loss=lambda x, _: x.sum(), optimizer=Sgd(lr=0.1))
-    profile = measure("model", job, preset("ddp").at(samples=4), batch, {"cpu": torch.device("cpu")})
-    assert profile.units[0].times["cpu"].forward.at(4) >= profile.batch["cpu"].at(4) >= 0.02
+    profile = measure("model", job, preset(plan).at(samples=4), batch, {"cpu": torch.device("cpu")})
+    for size in sizes:
+        assert profile.units[0].times["cpu"].forward.at(size) >= profile.batch["cpu"].at(size) >= 0.02
 
 
 STEP = """

@@ -67,6 +67,14 @@ def test_a_model_of_ones_own_is_cut_for_every_size(tmp_path: Path) -> None:
     assert profile.units[1].times == profile.units[2].times
 
 
+def test_one_sample_is_measured_unless_the_model_refuses_it(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(OWN)
+    assert measure_model(f"{tmp_path / 'own.py'}:make", 4, quiet).sizes == (2, 4)  # batch statistics
+    measured = measure_model("mlp", 4, quiet)
+    assert measured.sizes == (1, 2, 4)
+    assert {1, 2, 4} in [set(unit.times["cpu"].forward.measured_s) for unit in measured.profile.units]
+
+
 def test_a_config_of_hugging_face_is_profiled_both_ways(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     config = {"model_type": "llama", "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4}
@@ -100,8 +108,9 @@ def test_a_model_of_any_size_is_estimated(tmp_path: Path) -> None:
     assert sum(unit.num_parameters for unit in units) == 2 * block + 2 * 128256 * 8192 + 8192
 
 
-def test_three_sizes_up_to_the_one_asked_for() -> None:
-    assert [choose_sizes(n) for n in (1, 3, 4, 8, 32)] == [(3, 2, 1), (5, 4, 3), (2, 3, 4), (2, 5, 8), (8, 20, 32)]
+def test_one_sample_and_parts_of_the_size_asked_for() -> None:
+    assert [choose_sizes(n) for n in (1, 2, 3, 4)] == [(3, 2, 1), (1, 3, 2), (1, 2, 3), (1, 2, 4)]
+    assert [choose_sizes(n) for n in (6, 8, 32)] == [(1, 2, 3, 6), (1, 2, 4, 8), (1, 8, 16, 32)]
     with pytest.raises(InputError, match="a batch has at least one sample, not 0"):
         choose_sizes(0)
 

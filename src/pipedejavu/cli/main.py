@@ -175,12 +175,16 @@ def profile(
     machine: Annotated[
         str | None, typer.Option(help="A machine file to estimate for; by default this machine's shape.")
     ] = None,
+    parts: Annotated[
+        list[int] | None,
+        typer.Option(help="Also measure a CPU divided between so many workers; may be given again."),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Measure or estimate a model's units, and say what training it takes."""
     from pipedejavu.cli import profiling  # needs torch
 
-    profiling.run(profiling.Asked(model, batch, context, out, estimate, machine, as_json))
+    profiling.run(profiling.Asked(model, batch, context, out, estimate, machine, tuple(parts or ()), as_json))
 
 
 @app.command()

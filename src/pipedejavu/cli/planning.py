@@ -14,7 +14,16 @@ from rich.progress import Progress as Bar
 from rich.table import Table
 
 from pipedejavu.cli.source import read_model
-from pipedejavu.facts import InputError, Machine, Profile, format_bytes, format_seconds, read_machine, write_file
+from pipedejavu.facts import (
+    InputError,
+    Machine,
+    Profile,
+    format_bytes,
+    format_seconds,
+    read_machine,
+    with_part_times,
+    write_file,
+)
 from pipedejavu.program import compile as compile_plan
 from pipedejavu.report import Choice, render_html
 from pipedejavu.search import (
@@ -87,6 +96,9 @@ def run(asked: Asked) -> None:
         result = search(scene.profile, scene.machine, asked.options, progress)
         if result.best is None:
             raise nothing_fits(scene.profile, scene.machine, asked.options, is_complete=result.is_complete)
+        if asked.model.endswith(".json"):
+            _, sentences = with_part_times(scene.profile, result.best.machine)
+            scene = scene._replace(notes=(*scene.notes, *(f"profile: {sentence}" for sentence in sentences)))
         question = (scene.profile, scene.machine, asked.options, result.best, progress)
         answer = Answer(result, leaner_plans(*question) if asked.html else (), advise(*question))
     best = result.best

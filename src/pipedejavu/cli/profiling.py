@@ -33,6 +33,7 @@ class Asked:
     out: str | None
     estimates: bool
     machine: str | None
+    parts: tuple[int, ...]
     as_json: bool
 
 
@@ -41,6 +42,8 @@ def run(asked: Asked) -> None:
     model = read_model(asked.model)
     if asked.machine is not None and not asked.estimates:
         raise InputError("times are measured on this machine; give --machine together with --estimate")
+    if asked.parts and asked.estimates:
+        raise InputError("parts of a CPU are measured; leave out --parts or --estimate")
     machine = None if asked.machine is None else read_machine(asked.machine)
     try:
         room: Any = import_module("pipedejavu.train.profiling")
@@ -50,7 +53,7 @@ def run(asked: Asked) -> None:
         if asked.estimates:
             profiled = room.estimate_model(model, asked.batch, machine or room.this_machine(), report, asked.context)
         else:
-            profiled = room.measure_model(model, asked.batch, report, asked.context)
+            profiled = room.measure_model(model, asked.batch, report, asked.context, asked.parts)
     if asked.out:
         profiled.profile.save(asked.out)
     if asked.as_json:

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from pipedejavu.facts import InputError, Machine, Profile, read_machine, read_profile
+from pipedejavu.facts import InputError, Machine, Profile, read_machine, read_profile, with_part_times
 from pipedejavu.plan import Plan, preset, sized
 from pipedejavu.probe import read_shape
 from pipedejavu.simulate import parse_unit_costs, unit_costs
@@ -57,10 +57,10 @@ def read_inputs(asked: Inputs) -> Read:
     if asked.machine is not None:
         machine = read_machine(asked.machine)
         if plan.place.devices is None:
-            machine = machine.divided(plan.num_workers)
+            machine = machine.divided(plan.num_workers, by_kind=asked.profile is not None)
         notes.extend(_origin(machine))
     else:
-        machine = read_shape(plan.num_workers)
+        machine = read_shape(plan.num_workers, by_kind=asked.profile is not None)
         host = machine.hosts[0]
         notes.append(
             f"machine: the {host.cores} cores and the memory of this host, divided over {plan.num_workers} CPU workers;"
@@ -68,12 +68,8 @@ def read_inputs(asked: Inputs) -> Read:
         )
     if asked.profile is not None:
         profile = read_profile(asked.profile, [device.kind for device in machine.devices])
-        if asked.machine is None and plan.num_workers > 1:
-            notes.append(
-                "profile: its times are taken for each worker as they are, though it has a part of the cores;"
-                " `plan` and `train` measure parts"
-            )
-        return Read(plan, profile, machine, tuple(notes))
+        profile, sentences = with_part_times(profile, machine)
+        return Read(plan, profile, machine, (*notes, *(f"profile: {sentence}" for sentence in sentences)))
     profile = estimate_profile(asked.model or DEFAULT_MODEL, machine)
     notes.append(f"model: {profile.name} from its shape, at {_efficiencies(machine)}")
     return Read(plan, profile, machine, tuple(notes))

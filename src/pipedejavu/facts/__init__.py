@@ -5,8 +5,9 @@ from pipedejavu.facts.cluster import Cluster, compose, parse_cluster, read_machi
 from pipedejavu.facts.collector import paused_collector
 from pipedejavu.facts.error import FaultsError, InputError, nearest
 from pipedejavu.facts.heap import keep_heap
-from pipedejavu.facts.machine import Device, Host, Link, Machine, Overlap, Route
+from pipedejavu.facts.machine import Device, Host, Link, Machine, Overlap, Route, part_kind
 from pipedejavu.facts.measurement import Measurement, Survey
+from pipedejavu.facts.part import with_part_times
 from pipedejavu.facts.profile import Cost, Edge, Profile, Tie, Unit, UnitTime, joint_spread
 from pipedejavu.facts.published import read_profile
 from pipedejavu.facts.quantity import Bytes, format_bytes, format_seconds
@@ -47,10 +48,12 @@ __all__ = [
     "known_device",
     "nearest",
     "parse_cluster",
+    "part_kind",
     "paused_collector",
     "read_catalog",
     "read_file",
     "read_machine",
     "read_profile",
+    "with_part_times",
     "write_file",
 ]

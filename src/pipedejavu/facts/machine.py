@@ -143,18 +143,19 @@ class Machine(Record):
             " add one with the host's memory_bytes"
         )
 
-    def divided(self, num_workers: int) -> Self:
+    def divided(self, num_workers: int, *, by_kind: bool = False) -> Self:
         """Returns the machine with its CPUs divided, all alike, into parts enough for `num_workers`.
 
-        A part has the name of its CPU and a number, and its share of memory and rates. Without CPUs that may be
-        divided, or where there are devices enough, this is the machine as it is.
+        A part has the name of its CPU and a number, and its share of memory and rates; with `by_kind` it also has a
+        kind of its own, under which profiles have its times. Without CPUs that may be divided, or where there are
+        devices enough, this is the machine as it is.
         """
         most = max(d.most_workers for d in self.devices)
         counts = (parts for parts in range(1, most + 1) if self._num_parts(parts) >= num_workers)
         parts = next(counts, most)
         if parts == 1:
             return self
-        devices = [part for d in self.devices for part in _parts_of(d, min(parts, d.most_workers))]
+        devices = [part for d in self.devices for part in _parts_of(d, min(parts, d.most_workers), by_kind)]
         return self.but(devices=tuple(devices))
 
     def _num_parts(self, parts: int) -> int:
@@ -184,10 +185,16 @@ class Machine(Record):
         )
 
 
-def _parts_of(device: Device, count: int) -> list[Device]:
+def part_kind(kind: str, count: int) -> str:
+    """Names the kind of one of `count` equal parts of a CPU."""
+    return f"{kind}/{count}" if count > 1 else kind
+
+
+def _parts_of(device: Device, count: int, by_kind: bool) -> list[Device]:
     if count == 1:
         return [device]
     part = device.but(
+        kind=part_kind(device.kind, count) if by_kind else device.kind,
         memory_bytes=device.memory_bytes // count,
         reserved_bytes=device.reserved_bytes // count,
         flop_per_s=device.flop_per_s / count,

@@ -1,5 +1,6 @@
 """What is known of a model: its units in order, what each costs on each kind of device, and its edges."""
 
+from bisect import bisect_right
 from collections.abc import Iterable
 from functools import cached_property
 from typing import Annotated, Self
@@ -12,20 +13,49 @@ from pipedejavu.facts.record import Record
 
 
 class Cost(Record):
-    """A time that grows with the microbatch: fixed_s + per_sample_s × samples."""
+    """A time that grows with the microbatch: fixed_s + per_sample_s × samples, or what was measured where it bends."""
 
     fixed_s: Seconds = 0.0
     per_sample_s: Seconds = 0.0
+    measured_s: dict[Annotated[int, Field(ge=1)], Seconds] = Field(default_factory=dict)
+    """Times by number of samples that the line misses. Between them, and from `fixed_s` at none to the first, the time
+    goes straight; behind the last it grows by `per_sample_s`."""
     spread: float = Field(default=0.0, ge=0)
-    """How far the middle half of what was measured lies from this line at most, as a part of it."""
+    """How far the middle half of what was measured lies from these times at most, as a part of them."""
 
     def at(self, samples: float) -> float:
         """Returns the time for a microbatch of `samples`."""
-        return self.fixed_s + self.per_sample_s * samples
+        if not self.measured_s:
+            return self.fixed_s + self.per_sample_s * samples
+        sizes, times = self._points
+        last = bisect_right(sizes, samples) - 1
+        beyond = samples - sizes[last]
+        if last == len(sizes) - 1:
+            return times[last] + self.per_sample_s * beyond
+        return times[last] + (times[last + 1] - times[last]) * beyond / (sizes[last + 1] - sizes[last])
+
+    @cached_property
+    def _points(self) -> tuple[list[int], list[float]]:
+        """The corners: sizes in order, and the time of each."""
+        points = sorted({0: self.fixed_s, **self.measured_s}.items())
+        return [size for size, _ in points], [time_s for _, time_s in points]
 
     def times(self, factor: float) -> "Cost":
         """Returns the time as many times as long."""
-        return self.but(fixed_s=self.fixed_s * factor, per_sample_s=self.per_sample_s * factor)
+        return self.but(
+            fixed_s=self.fixed_s * factor,
+            per_sample_s=self.per_sample_s * factor,
+            measured_s={size: time_s * factor for size, time_s in self.measured_s.items()},
+        )
+
+    def plus(self, *others: "Cost") -> "Cost":
+        """Returns the time with others behind it, at every size; the spread stays this one's."""
+        every = (self, *others)
+        return self.but(
+            fixed_s=sum(cost.fixed_s for cost in every),
+            per_sample_s=sum(cost.per_sample_s for cost in every),
+            measured_s={size: sum(cost.at(size) for cost in every) for cost in every for size in cost.measured_s},
+        )
 
 
 def joint_spread(costs: Iterable[Cost], samples: float) -> float:

@@ -6,7 +6,7 @@ Nothing is measured. The cores are divided evenly into as many CPU devices as th
 import os
 import platform
 
-from pipedejavu.facts import Device, Host, Link, Machine
+from pipedejavu.facts import Device, Host, Link, Machine, part_kind
 
 ASSUMED_FLOP_PER_S_PER_CORE = 50e9
 """fp32 matrix products on one modern core."""
@@ -16,14 +16,14 @@ ASSUMED_LINK_BYTES_PER_S = 5e9
 ASSUMED_LINK_LATENCY_S = 20e-6
 
 
-def read_shape(num_devices: int) -> Machine:
-    """Returns this machine as `num_devices` CPU devices of equal size."""
+def read_shape(num_devices: int, *, by_kind: bool = False) -> Machine:
+    """Returns this machine as `num_devices` CPU devices of equal size; with `by_kind` of the kind of such parts."""
     cores, memory_bytes = num_cores(), total_memory_bytes()
     name = platform.node() or "here"
     devices = tuple(
         Device(
             name=f"cpu{n}",
-            kind="cpu",
+            kind=part_kind("cpu", num_devices) if by_kind else "cpu",
             type="cpu",
             host=name,
             memory_bytes=memory_bytes // num_devices,

@@ -5,8 +5,9 @@ from pipedejavu.profile.chain import Units, is_chain, read_chain
 from pipedejavu.profile.company import company
 from pipedejavu.profile.cut import Cut, cut_model
 from pipedejavu.profile.estimate import estimate_units, read_rates
-from pipedejavu.profile.measure import Shot, measure_profile, merge_profiles
+from pipedejavu.profile.measure import measure_profile, merge_profiles
 from pipedejavu.profile.predictor import Efficiency, known_efficiencies
+from pipedejavu.profile.shot import Shot, has_same_units, make_shots
 
 __all__ = [
     "Cut",
@@ -17,10 +18,12 @@ __all__ = [
     "company",
     "cut_model",
     "estimate_units",
+    "has_same_units",
     "is_chain",
     "known_efficiencies",
     "make_blank",
     "make_mode",
+    "make_shots",
     "measure_profile",
     "merge_profiles",
     "read_chain",

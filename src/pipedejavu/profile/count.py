@@ -80,7 +80,7 @@ def count_step(module: nn.Module, value: Any, head: Head | None, is_first: bool)
 
 
 def _most(changes: Iterable[tuple[int, int]]) -> int:
-    return max(accumulate(size for _, size in changes), default=0)
+    return max(accumulate((size for _, size in changes), initial=0))
 
 
 class _Counter:

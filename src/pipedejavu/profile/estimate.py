@@ -16,8 +16,9 @@ from pipedejavu.profile.alike import likeness
 from pipedejavu.profile.blank import mode_of
 from pipedejavu.profile.count import Counted, Work, count_step
 from pipedejavu.profile.line import fit_line
-from pipedejavu.profile.measure import Report, Shot, describe, describe_ties
+from pipedejavu.profile.measure import Report, describe, describe_ties
 from pipedejavu.profile.predictor import Efficiency
+from pipedejavu.profile.shot import Shot
 from pipedejavu.profile.step import PARTS, Head
 
 _UPDATE_PASSES = 7

@@ -1,6 +1,7 @@
 """Times that were measured at several sizes of microbatch as one line, with what it leaves unsaid."""
 
 from collections.abc import Mapping, Sequence
+from math import isclose
 from statistics import median, quantiles
 
 from pipedejavu.facts import Cost
@@ -9,13 +10,18 @@ from pipedejavu.facts import Cost
 def fit_line(times: Mapping[int, Sequence[float]]) -> Cost:
     """Returns the line nearest to the medians of times by number of samples, where errors count as parts of a time.
 
-    It never falls and never begins below zero. One size alone makes a line through zero.
+    It never falls and never begins below zero. One size alone makes a line through zero. One sample often takes less
+    than the line says, and does not bend it where two other sizes are known. Where the line misses a median, all of
+    them are kept beside it.
     """
     middles = {samples: median(found) for samples, found in times.items()}
     if min(middles.values()) <= 0:
         return Cost()
-    fixed_s, per_sample_s = _nearest(middles)
+    larger = {samples: middle for samples, middle in middles.items() if samples > 1}
+    fixed_s, per_sample_s = _nearest(larger if len(larger) > 1 else middles)
     line = Cost(fixed_s=fixed_s, per_sample_s=per_sample_s)
+    if not all(isclose(line.at(samples), middle) for samples, middle in middles.items()):
+        line = line.but(measured_s=middles)
     return line.but(spread=max(_distance(line.at(samples), found) for samples, found in times.items()))
 
 

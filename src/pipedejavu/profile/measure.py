@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from statistics import fmean, median, stdev
 from typing import Any
 
@@ -21,7 +20,8 @@ from pipedejavu.profile.alike import likeness
 from pipedejavu.profile.chain import Units
 from pipedejavu.profile.count import Counted, count_step
 from pipedejavu.profile.line import fit_line
-from pipedejavu.profile.step import PARTS, Head, run_step, tensors_of
+from pipedejavu.profile.shot import Shot, has_same_units
+from pipedejavu.profile.step import PARTS, Head, moved, run_step, tensors_of
 
 _FEWEST, _MOST, _ENOUGH_S = 3, 20, 0.25
 """Passes that are timed: at least so many, and more of short ones, until they took so long together."""
@@ -30,7 +30,7 @@ _MOST_ALIKE = 4
 _WARM_UPS = {"cpu": 0, "cuda": 2}
 """Beside the pass that counts. A GPU's first passes load kernels and choose algorithms."""
 _TURNS = {"cpu": 3, "cuda": 1}
-"""How often the timing goes from unit to unit: a CPU that others share is slower for seconds, then faster again."""
+"""How often the timing goes through all units and sizes: a CPU that others share is slower for seconds, then faster."""
 
 _CACHE_BYTES = 64 << 20
 """More than the caches of most cores hold."""
@@ -39,31 +39,6 @@ Report = Callable[[str], None]
 """Is told what is measured next."""
 MakeUpdate = Callable[[Sequence[Tensor]], Callable[[], None]]
 """Takes parameters; returns what updates them once."""
-
-
-@dataclass(frozen=True)
-class Shot:
-    """A model's units for microbatches of one size, and such a microbatch."""
-
-    units: Units
-    inputs: Any
-    """As the first unit takes them."""
-    targets: Any
-    loss: Callable[[Any, Any], Tensor]
-    """Takes what the last unit returns and the targets."""
-
-    @property
-    def samples(self) -> int:
-        """The size of the microbatch."""
-        return len(tensors_of(self.targets)[0])
-
-    def head(self, index: int, targets: Any) -> Head | None:
-        """Returns what follows a unit: the loss for the last, nothing for the others."""
-        return partial(_loss, self.loss, targets) if index == len(self.units) - 1 else None
-
-
-def _loss(loss: Callable[[Any, Any], Tensor], targets: Any, output: Any) -> Tensor:
-    return loss(output, targets)
 
 
 def measure_profile(
@@ -76,8 +51,8 @@ def measure_profile(
 ) -> Profile:
     """Runs each unit forward and backward on a microbatch of each size, and its update, on a device of each kind.
 
-    `ties` are the full names of parameters that units share. Times are lines over the sizes; bytes are those of the
-    last. The units must be the same at all sizes.
+    `ties` are the full names of parameters that units share. Times are those of every size and the line through them;
+    bytes are those of the last. The units must be the same at all sizes.
     """
     assert all(has_same_units(shot, shots[-1]) for shot in shots)
     times: list[dict[str, UnitTime]] = [{} for _ in shots[-1].units]
@@ -102,12 +77,6 @@ def measure_profile(
             torch.cuda.empty_cache()  # the workers are other processes, and need it
     described = tuple(unit.but(times=own) for unit, own in zip(found, times, strict=True))
     return Profile(name=name, units=described, ties=describe_ties(ties, shots[-1].units), drift=drift)
-
-
-def has_same_units(shot: Shot, other: Shot) -> bool:
-    """Whether the units of two sizes correspond one to one."""
-    one, two = ([(name, list(map(id, m.parameters()))) for name, m in found.units] for found in (shot, other))
-    return one == two
 
 
 def merge_profiles(profiles: Sequence[Profile]) -> Profile:
@@ -159,7 +128,7 @@ class _Row:
 
 def _count_shot(shot: Shot, device: torch.device, make_update: MakeUpdate) -> list[_Row]:
     """Runs each unit once and counts; units that are alike have the same row."""
-    value, targets = _moved(shot.inputs, device), _moved(shot.targets, device)
+    value, targets = moved(shot.inputs, device), moved(shot.targets, device)
     known: dict[Hashable, _Row] = {}
     rows = []
     for index, (name, module) in enumerate(shot.units):
@@ -264,10 +233,3 @@ def _update_s(parameters: Sequence[Tensor], make_update: MakeUpdate) -> float:
             update()
         times.append(watch.time_s("update"))
     return median(times[1:])  # the first pass warms up
-
-
-def _moved(value: Any, device: torch.device) -> Any:
-    """Returns a tensor, or a tuple of them, on a device."""
-    if isinstance(value, tuple):
-        return tuple(_moved(v, device) for v in value)
-    return value.to(device) if isinstance(value, Tensor) else value

@@ -75,3 +75,10 @@ def tensors_of(value: Any) -> list[Tensor]:
 def detached(value: Any) -> Any:
     """Returns a value that remembers nothing of how it was made."""
     return tuple(t.detach() for t in value) if isinstance(value, tuple) else value.detach()
+
+
+def moved(value: Any, device: torch.device) -> Any:
+    """Returns a tensor, or a tuple of them, on a device."""
+    if isinstance(value, tuple):
+        return tuple(moved(v, device) for v in value)
+    return value.to(device) if isinstance(value, Tensor) else value

@@ -125,7 +125,7 @@ class Split:
     def _level(self, active: Sequence[int]) -> tuple[int, ...]:
         """Gives each crew one sample and then every next one to whoever ends soonest with it.
 
-        Crews of one worker take no less for more samples, so no other shares of these end sooner.
+        Where crews of one worker take no less for more samples, no other shares of these end sooner.
         """
         found = [0] * len(self.crews)
         for n in active[: self.total]:
@@ -178,8 +178,7 @@ class Split:
 
     def _cost(self, worker: int, units: Sequence[int]) -> Cost:
         times = [self.profile.time(self.profile.units[u], self._device(worker).kind) for u in units]
-        costs = [cost for time in times for cost in (time.forward, time.backward)]
-        return Cost(fixed_s=sum(c.fixed_s for c in costs), per_sample_s=sum(c.per_sample_s for c in costs))
+        return Cost().plus(*(cost for time in times for cost in (time.forward, time.backward)))
 
     def _sent(self, worker: int, units: Sequence[int], end: int | None) -> Cost:
         """Returns what the output of a worker's last unit takes to the next worker."""

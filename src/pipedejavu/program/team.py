@@ -87,7 +87,7 @@ def _check_team(team: Sequence[Device]) -> None:
 
 def _later(cost: Cost, size: int, boundary_bytes: float, route: Route) -> Cost:
     waits, sent = 2 * (size - 1) * route.latency_s, 2 * (size - 1) / size * boundary_bytes / route.bytes_per_s
-    return cost.but(fixed_s=cost.fixed_s + COLLECTIVES * waits, per_sample_s=cost.per_sample_s + COLLECTIVES * sent)
+    return cost.plus(Cost(fixed_s=COLLECTIVES * waits, per_sample_s=COLLECTIVES * sent))
 
 
 def _joined(team: Sequence[Device]) -> Device:

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Iterator
 from math import inf
 
-from pipedejavu.facts import Device, InputError, Machine, Profile
+from pipedejavu.facts import Device, InputError, Machine, Profile, with_part_times
 from pipedejavu.program.team import join, with_team_times
 from pipedejavu.search.draft import Scene
 from pipedejavu.search.option import Options
@@ -63,22 +63,12 @@ def worthwhile(profile: Profile, machine: Machine, names: tuple[str, ...]) -> tu
 
 
 def _parted(profile: Profile, machine: Machine, names: tuple[str, ...], parts: int) -> Scene:
-    """Returns the scene with CPUs divided into parts, which take as many times longer unless they were measured."""
-    counts = {d.name: min(parts, d.most_workers) for d in map(machine.device, names)}
-    divided = machine.divided(sum(counts.values()))
-    devices, factors = [], dict[str, int]()
-    for device in divided.devices:
-        count = counts.get(device.name.rpartition(".")[0], 1)
-        kind = f"{device.kind}/{count}" if count > 1 else device.kind
-        factors |= {kind: count} if count > 1 else {}
-        devices.append(device.but(kind=kind))
-    units = []
-    for unit in profile.units:
-        own = {kind: unit.times[kind.rpartition("/")[0]].times(count) for kind, count in factors.items()}
-        units.append(unit.but(times=own | unit.times))
-    found = tuple(d.name for d in devices if d.name.rpartition(".")[0] in names or d.name in names)
-    note = f"CPU in {parts} parts"
-    return Scene(profile.but(units=tuple(units)), divided.but(devices=tuple(devices)), found, note)
+    """Returns the scene with CPUs divided into parts, which take longer unless they were measured."""
+    num_workers = sum(min(parts, machine.device(name).most_workers) for name in names)
+    divided = machine.divided(num_workers, by_kind=True)
+    found = tuple(d.name for d in divided.devices if d.name.rpartition(".")[0] in names or d.name in names)
+    profile, _ = with_part_times(profile, divided)
+    return Scene(profile, divided, found, f"CPU in {parts} parts")
 
 
 def _with_teams(question: Scene, devices: list[Device]) -> Iterator[Scene]:

@@ -152,7 +152,7 @@ def _measure_here(options: TrainOptions, plan: Plan, kinds: dict[str, torch.devi
     job, batches = prepare(options, (plan.feed.samples,), plan.cut.begins)
     # Whoever plans again must know what does not grow with a microbatch; only a chain is the same units for any size.
     return measure(
-        options.model, job, plan, batches.first, kinds, at_two=options.can_switch and batches.cut.way == "chain"
+        options.model, job, plan, batches.first, kinds, at_more=options.can_switch and batches.cut.way == "chain"
     )
 
 

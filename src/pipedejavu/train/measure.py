@@ -11,29 +11,27 @@ from pipedejavu.engine import Job, Optimizer
 from pipedejavu.engine.optimizer import Tensors
 from pipedejavu.facts import Profile
 from pipedejavu.plan import Plan
-from pipedejavu.profile import Shot, measure_profile
+from pipedejavu.profile import Shot, make_shots, measure_profile
 from pipedejavu.profile.line import fit_line
 from pipedejavu.profile.measure import MakeUpdate
 
 _REPEATS = 3
-_TIMES, _LEAST = 4, 2
-"""A share of a batch may be small: a microbatch so many times smaller is measured too, of two samples at least, as
-batch statistics need more than one."""
+_TIMES = 4
+"""A share of a batch may be small: a microbatch so many times smaller is measured too, and one of one sample."""
 
 Batch = Callable[[int], tuple[Any, Any]]
 """Takes a number of samples; returns inputs and targets."""
 
 
 def measure(
-    name: str, job: Job, plan: Plan, batch: Batch, kinds: Mapping[str, torch.device], *, at_two: bool = False
+    name: str, job: Job, plan: Plan, batch: Batch, kinds: Mapping[str, torch.device], *, at_more: bool = False
 ) -> Profile:
-    """Measures a job's units; where asked or the plan shares a batch, at two sizes: what does not grow is known."""
+    """Measures a job's units at the plan's microbatch; where asked or the plan shares a batch, at smaller ones too."""
     large = plan.feed.samples
-    small = max(_LEAST, large // _TIMES)
-    sizes = (small, large) if (at_two or plan.feed.kind == "share") and small < large else (large,)
-    shots = [Shot(job.units, *batch(size), job.loss) for size in sizes]
+    sizes = sorted({1, -(-large // _TIMES), large}) if at_more or plan.feed.kind == "share" else [large]
+    shots = make_shots(lambda size: Shot(job.units, *batch(size), job.loss), sizes)
     profile = measure_profile(name, shots, job.ties, kinds, updates_of(job.optimizer))
-    return with_batches(profile, batch, sizes, kinds)
+    return with_batches(profile, batch, [shot.samples for shot in shots], kinds)
 
 
 def with_batches(profile: Profile, batch: Batch, sizes: Sequence[int], kinds: Mapping[str, torch.device]) -> Profile:
@@ -43,9 +41,7 @@ def with_batches(profile: Profile, batch: Batch, sizes: Sequence[int], kinds: Ma
     times = dict(first.times)
     own = [kind for kind, device in kinds.items() if device.type == "cpu"]
     for kind in own:
-        forward = times[kind].forward
-        fixed_s, per_sample_s = forward.fixed_s + taken.fixed_s, forward.per_sample_s + taken.per_sample_s
-        times[kind] = times[kind].but(forward=forward.but(fixed_s=fixed_s, per_sample_s=per_sample_s))
+        times[kind] = times[kind].but(forward=times[kind].forward.plus(taken))
     return profile.but(units=(first.but(times=times), *others), batch=dict.fromkeys(own, taken))
 
 

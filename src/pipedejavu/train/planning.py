@@ -9,8 +9,6 @@ from collections.abc import Callable
 from hashlib import sha256
 from pathlib import Path
 
-import torch
-
 from pipedejavu.facts import InputError, Machine, Profile
 from pipedejavu.probe.gloo import measure_link
 from pipedejavu.probe.shape import num_cores, total_memory_bytes
@@ -19,7 +17,7 @@ from pipedejavu.search import Candidate, Options, Progress, nothing_fits, search
 from pipedejavu.search.scene import MOST_PARTS
 from pipedejavu.search.space import divisors
 from pipedejavu.train.cache import find, find_or_make, keep
-from pipedejavu.train.profiling import Way, measure_task, this_machine
+from pipedejavu.train.profiling import Way, choose_sizes, measure_task, part_way, this_machine
 from pipedejavu.train.replan import first_runnable
 from pipedejavu.train.site import DeviceChoice, read_site, torch_device
 
@@ -62,7 +60,8 @@ def profile_here(
 ) -> Profile:
     """Returns a model's profile on each kind of device of a machine that is here, kept or measured."""
     samples, ways = min(batch, MOST_SAMPLES), ways_of(machine)
-    key = {"model": model, "content": _content(model), "data": data, "samples": samples, "ways": ways, **_machine_key()}
+    source = {"model": model, "content": _content(model), "data": data}
+    key = {**source, "sizes": choose_sizes(samples), "ways": ways, **_machine_key()}
     return find_or_make(Profile, key, lambda: measure_task(model, data, samples, ways, report), renews=renews)
 
 
@@ -75,8 +74,8 @@ def ways_of(machine: Machine) -> tuple[Way, ...]:
         most = max(device.most_workers for device in machine.devices)
         for parts in (n for n in divisors(most) if 1 < n <= MOST_PARTS):
             for kind in {device.kind for device in machine.devices}:
-                own, threads = f"{kind}/{parts}", max(1, cores // parts)
-                found[own] = Way(own, torch.device("cpu"), threads, cores - threads)
+                way = part_way(kind, parts, cores)
+                found[way.kind] = way
     return tuple(found.values())
 
 

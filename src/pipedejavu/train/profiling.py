@@ -8,8 +8,9 @@ from typing import Any, NamedTuple
 import torch
 
 from pipedejavu.engine import AdamW, Job
-from pipedejavu.facts import Device, InputError, Machine, Profile
+from pipedejavu.facts import Device, InputError, Machine, Profile, part_kind
 from pipedejavu.probe import read_shape
+from pipedejavu.probe.shape import num_cores
 from pipedejavu.profile import (
     Cut,
     Efficiency,
@@ -18,14 +19,16 @@ from pipedejavu.profile import (
     company,
     cut_model,
     estimate_units,
+    has_same_units,
     known_efficiencies,
     make_blank,
     make_mode,
+    make_shots,
     measure_profile,
     merge_profiles,
     read_rates,
 )
-from pipedejavu.profile.measure import Report, has_same_units
+from pipedejavu.profile.measure import Report
 from pipedejavu.train.door import open_task
 from pipedejavu.train.measure import updates_of, with_batches
 from pipedejavu.train.site import read_sites
@@ -33,8 +36,10 @@ from pipedejavu.train.task import describe_form, loss_of
 from pipedejavu.zoo import Task
 from pipedejavu.zoo.shape import EFFICIENCY
 
+_FEWEST = 3
+"""Sizes that are measured, at least."""
 _LEAST = 2
-"""Batch statistics need more than one sample."""
+"""Samples of the smaller size that is estimated: batch statistics need more than one."""
 
 
 @dataclass(frozen=True)
@@ -61,15 +66,39 @@ class Way(NamedTuple):
     """Threads that are kept at work meanwhile, as the workers on the other parts of a CPU will be."""
 
 
-def measure_model(model: str, samples: int, report: Report, context: int | None = None) -> Profiled:
-    """Measures a model on a device of each kind that this machine has."""
-    task, machine = open_task(model, context=context), this_machine()
+def measure_model(
+    model: str, samples: int, report: Report, context: int | None = None, parts: Sequence[int] = ()
+) -> Profiled:
+    """Measures a model on a device of each kind that this machine has, and on parts of its CPU: halves for 2."""
+    machine, ways = this_machine(), _part_ways(parts)
+    task = open_task(model, context=context)
     shots, begins = _shots(task, model, samples, report)
+    job = _job(shots[-1])
     kinds = {device.kind: torch.device("cpu" if device.type == "cpu" else "cuda") for device in machine.devices}
-    profile = measure_profile(model, shots, _job(shots[-1]).ties, kinds, updates_of(AdamW(lr=1e-3)), report)
+    profile = measure_profile(model, shots, job.ties, kinds, updates_of(job.optimizer), report)
+    if ways:
+        profile = merge_profiles([profile, measure_ways(model, shots, job, ways, report)])
     return Profiled(
         profile.but(begins=begins), machine, tuple(shot.samples for shot in shots), describe_form(_batch(task, 1)[0])
     )
+
+
+def _part_ways(parts: Sequence[int]) -> list[Way]:
+    cores = num_cores()
+    for count in parts:
+        if not 2 <= count <= cores:
+            raise InputError(
+                f"the {cores} cores of this CPU cannot be divided into {count} parts; give --parts from 2 to {cores}"
+                if cores > 1
+                else f"this CPU has one core, which cannot be divided into {count} parts; leave out --parts"
+            )
+    return [part_way("cpu", count, cores) for count in sorted(set(parts))]
+
+
+def part_way(kind: str, parts: int, cores: int) -> Way:
+    """Returns how a part of a CPU is measured: with its threads, while all others work."""
+    threads = max(1, cores // parts)
+    return Way(part_kind(kind, parts), torch.device("cpu"), threads, cores - threads)
 
 
 def measure_ways(name: str, shots: Sequence[Shot], job: Job, ways: Sequence[Way], report: Report) -> Profile:
@@ -96,12 +125,16 @@ def measure_task(model: str, data: str | None, samples: int, ways: Sequence[Way]
 
 def _shots(task: Task, model: str, samples: int, report: Report) -> tuple[list[Shot], tuple[int, ...]]:
     """Cuts a model for microbatches of several sizes, as far as they have the same units; returns where, too."""
-    shots, cut = [], None
-    for size in choose_sizes(samples):
+    cut: Cut | None = None
+
+    def make(size: int) -> Shot:
+        nonlocal cut
         report(f"cutting {model} for {size} samples")
         inputs, targets = _batch(task, size)
         cut = cut if cut and cut.way == "chain" else cut_model(task.model, inputs)
-        shots.append(_shot(task, cut, inputs, targets))
+        return _shot(task, cut, inputs, targets)
+
+    shots = make_shots(make, choose_sizes(samples))
     assert cut is not None
     # A cut goes by bytes, which sizes change.
     return [shot for shot in shots if has_same_units(shot, shots[-1])], cut.begins
@@ -120,7 +153,8 @@ def estimate_model(
     Efficiencies are by type of device, by default those that measured operators show.
     """
     efficiencies = known_efficiencies() if efficiencies is None else efficiencies
-    sizes = sorted({choose_sizes(samples)[0], samples}, key=lambda size: size == samples)  # a line has two points
+    _check(samples)
+    sizes = [max(_LEAST, samples // 4) if samples >= 2 * _LEAST else samples + 2, samples]  # a line has two points
     rates = read_rates(machine, efficiencies, EFFICIENCY)
     report(f"building {model} without memory")
     task, mode = open_task(model, device="meta", context=context), make_mode()
@@ -149,12 +183,14 @@ def _basis(machine: Machine, fitted: Mapping[str, Efficiency]) -> str:
 
 
 def choose_sizes(samples: int) -> tuple[int, ...]:
-    """Returns three sizes of microbatch, the one asked for last: the others are below it where there are as many."""
+    """Returns the sizes of microbatch to measure: one sample, a quarter, a half, and the one asked for last.
+
+    Where these are too few, larger ones come before it.
+    """
     _check(samples)
-    if samples < _LEAST + 2:
-        return samples + 2, samples + 1, samples
-    least = max(_LEAST, samples // 4)
-    return least, (least + samples) // 2, samples
+    others = sorted({-(-samples // part) for part in (samples, 4, 2)} - {samples})
+    larger = range(samples + _FEWEST - 1 - len(others), samples, -1)
+    return *others, *larger, samples
 
 
 def _check(samples: int) -> None:

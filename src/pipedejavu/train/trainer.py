@@ -18,7 +18,7 @@ from pipedejavu.engine import AdamW, Job, Optimizer, Threads
 from pipedejavu.engine.state import put_all, take_all, take_norm
 from pipedejavu.facts import InputError, Machine
 from pipedejavu.plan import Plan, preset
-from pipedejavu.profile import Cut, Shot, cut_model
+from pipedejavu.profile import Cut, Shot, cut_model, make_shots
 from pipedejavu.program import Program
 from pipedejavu.program import compile as compile_plan
 from pipedejavu.program.crew import assign_devices
@@ -257,7 +257,7 @@ def _search(
     sizes = [size for size in choose_sizes(min(batch.size, MOST_SAMPLES)) if size <= batch.size]
     cut = batch.cut = cut_model(model, batch.own_head(sizes[-1]))
     job = Job(units=cut.units, loss=loss_of(cut, loss), optimizer=optimizer)
-    shots = [Shot(cut.units, *batch.head(size), job.loss) for size in sizes]
+    shots = make_shots(lambda size: Shot(cut.units, *batch.head(size), job.loss), sizes)
     profile = measure_ways("model", shots, job, ways_of(machine), lambda text: None)  # noqa: ARG005
     return choose_plan(profile.but(begins=cut.begins), machine, Options(batch=batch.size))
 

@@ -1,0 +1,82 @@
+"""Shots: a model's units with a microbatch of one size, for the sizes that the model takes."""
+
+import copy
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pipedejavu.profile.chain import Units
+from pipedejavu.profile.step import Head, detached, moved, run_step, tensors_of
+
+
+@dataclass(frozen=True)
+class Shot:
+    """A model's units for microbatches of one size, and such a microbatch."""
+
+    units: Units
+    inputs: Any
+    """As the first unit takes them."""
+    targets: Any
+    loss: Callable[[Any, Any], Tensor]
+    """Takes what the last unit returns and the targets."""
+
+    @property
+    def samples(self) -> int:
+        """The size of the microbatch."""
+        return len(tensors_of(self.targets)[0])
+
+    def head(self, index: int, targets: Any) -> Head | None:
+        """Returns what follows a unit: the loss for the last, nothing for the others."""
+        return partial(_loss, self.loss, targets) if index == len(self.units) - 1 else None
+
+
+def _loss(loss: Callable[[Any, Any], Tensor], targets: Any, output: Any) -> Tensor:
+    return loss(output, targets)
+
+
+def has_same_units(shot: Shot, other: Shot) -> bool:
+    """Whether the units of two sizes correspond one to one."""
+    one, two = ([(name, list(map(id, m.parameters()))) for name, m in found.units] for found in (shot, other))
+    return one == two
+
+
+def make_shots(make: Callable[[int], Shot], sizes: Sequence[int]) -> list[Shot]:
+    """Makes a shot of each size; one sample is left out where the model refuses it and the last size is another.
+
+    Batch statistics need more than one value of each channel, and a model may squeeze a batch of one away.
+    """
+    found = []
+    for size in sizes:
+        is_needed = size > 1 or sizes[-1] == 1
+        try:
+            shot = make(size)
+            if not is_needed:
+                _try(shot)
+        except Exception:  # whatever a model makes of one sample
+            if is_needed:
+                raise
+            continue
+        found.append(shot)
+    return found
+
+
+def _try(shot: Shot) -> None:
+    """Runs copies of the units once, on the CPU; raises what they raise."""
+    cpu = torch.device("cpu")
+    value, targets = moved(shot.inputs, cpu), moved(shot.targets, cpu)
+    for index, (_, module) in enumerate(shot.units):
+        own = copy.deepcopy(module).to(cpu)
+        value = detached(run_step(own, value, shot.head(index, targets), index == 0, _Unmeasured()))
+
+
+class _Unmeasured:
+    """A meter that notes nothing."""
+
+    def part(self, name: str) -> AbstractContextManager[None]:  # noqa: ARG002
+        """Lets a part run."""
+        return nullcontext()
