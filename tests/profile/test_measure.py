@@ -111,6 +111,10 @@ def test_profiles_of_different_devices_are_joined() -> None:
     for unit, one, other in zip(joined.units, fast.units, slow.units, strict=True):
         assert unit.times == {**one.times, **other.times}
         assert unit.but(times={}) == one.but(times={})
+    # An operation may need more memory on one kind of device; where it fits, it fits on all.
+    fuller = slow.but(units=tuple(unit.but(backward_work_bytes=1e9) for unit in slow.units))
+    for found in (merge_profiles([fast, fuller]), merge_profiles([fuller, fast])):
+        assert all(unit.backward_work_bytes == 1e9 for unit in found.units)
 
 
 def test_what_is_measured_stays_as_it_was() -> None:

@@ -80,13 +80,14 @@ def measure_profile(
 
 
 def merge_profiles(profiles: Sequence[Profile]) -> Profile:
-    """Joins profiles of one model that were measured on different kinds of devices."""
+    """Joins profiles of one model that were measured on different kinds of devices; bytes are those of the fullest."""
+    fullest = max(profiles, key=lambda profile: sum(u.activation_bytes + u.backward_work_bytes for u in profile.units))
     units = []
-    for same in zip(*(profile.units for profile in profiles), strict=True):
-        units.append(same[0].but(times={kind: times for unit in same for kind, times in unit.times.items()}))
+    for unit, *same in zip(fullest.units, *(profile.units for profile in profiles), strict=True):
+        units.append(unit.but(times={kind: times for own in same for kind, times in own.times.items()}))
     batch = {kind: cost for profile in profiles for kind, cost in profile.batch.items()}
     drift = {kind: part for profile in profiles for kind, part in profile.drift.items()}
-    return profiles[0].but(units=tuple(units), batch=batch, drift=drift)
+    return fullest.but(units=tuple(units), batch=batch, drift=drift)
 
 
 def describe_ties(ties: Sequence[frozenset[str]], units: Units) -> tuple[Tie, ...]:

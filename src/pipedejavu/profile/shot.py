@@ -1,7 +1,7 @@
 """Shots: a model's units with a microbatch of one size, for the sizes that the model takes."""
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pipedejavu.profile.alike import likeness
 from pipedejavu.profile.chain import Units
 from pipedejavu.profile.step import Head, detached, moved, run_step, tensors_of
 
@@ -66,12 +67,17 @@ def make_shots(make: Callable[[int], Shot], sizes: Sequence[int]) -> list[Shot]:
 
 
 def _try(shot: Shot) -> None:
-    """Runs copies of the units once, on the CPU; raises what they raise."""
+    """Runs copies of the units once, on the CPU, of those that are alike one; raises what they raise."""
     cpu = torch.device("cpu")
     value, targets = moved(shot.inputs, cpu), moved(shot.targets, cpu)
+    known: dict[Hashable, Any] = {}
     for index, (_, module) in enumerate(shot.units):
-        own = copy.deepcopy(module).to(cpu)
-        value = detached(run_step(own, value, shot.head(index, targets), index == 0, _Unmeasured()))
+        head = shot.head(index, targets)
+        key = (likeness(module, value), head is None, index == 0)
+        if key not in known:
+            own = copy.deepcopy(module).to(cpu)
+            known[key] = detached(run_step(own, value, head, index == 0, _Unmeasured()))
+        value = known[key]
 
 
 class _Unmeasured:
