@@ -1,6 +1,7 @@
 """A worker that raises, in any lane: its own exception reaches the caller and every thread ends."""
 
 import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ from torch import nn
 
 from pipedejavu.engine import run_threads
 from pipedejavu.engine.handle import Handlers
+from pipedejavu.engine.run import Threads
 from pipedejavu.engine.wire import ThreadWire
 from pipedejavu.facts import InputError
 
@@ -166,3 +168,48 @@ def test_compiled_units_are_refused_where_the_backward_is_split(make, name):
         InputError, match=f"is compiled and order '{name}' splits the backward, which a compiled module"
     ):
         run_threads(case.program, case.job, case.batches)
+
+
+class Losing:
+    """A queue of which an interrupt takes the first word with it, as it may when it comes while one is handed over."""
+
+    def __init__(self, words):
+        self.words, self.is_lost = words, False
+
+    def put(self, word):
+        self.words.put(word)
+
+    def get(self):
+        word = self.words.get()
+        if not self.is_lost:
+            self.is_lost = True
+            raise KeyboardInterrupt
+        return word
+
+
+@pytest.mark.timeout(60)
+def test_an_interrupt_that_takes_a_word_with_it_leaves_nobody_waiting(make):
+    case = make("1f1b", workers=2, microbatches=2)
+    threads = Threads(case.program, case.job, case.batches)
+    threads._ends = Losing(threads._ends)
+    for _ in range(2):  # what was interrupted has lost its state
+        with pytest.raises(KeyboardInterrupt):
+            threads.run()
+
+
+@pytest.mark.timeout(60)
+def test_an_interrupt_before_all_workers_have_begun_leaves_nobody_waiting(make):
+    before = set(threading.enumerate())
+    case = make("1f1b", workers=2, microbatches=2)
+    threads = Threads(case.program, case.job, case.batches)
+
+    def do(call):
+        raise KeyboardInterrupt
+
+    threads.hands[1] = SimpleNamespace(do=do)
+    with pytest.raises(KeyboardInterrupt):
+        threads.run()
+    left = [thread for thread in threading.enumerate() if thread not in before]
+    for thread in left:
+        thread.join(5)
+    assert not any(thread.is_alive() for thread in left)

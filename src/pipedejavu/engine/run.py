@@ -1,6 +1,7 @@
 """Programs on workers that are threads of this process, and what came of it."""
 
 import copy
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from queue import SimpleQueue
@@ -88,7 +89,8 @@ class Threads:
         self.workers = [Worker(self.graph, index, own) for index, own in enumerate(self.handlers)]
         self.hands = [Hand() for _ in self.workers]
         self.failure: BaseException | None = None
-        self._ends: SimpleQueue[list[Span] | BaseException] = SimpleQueue()
+        self._ends: SimpleQueue[None] = SimpleQueue()
+        """A word for each end of a worker's round."""
 
     def run(self) -> tuple[Span, ...]:
         """Runs the program once; returns when every action ran, and raises what the first worker to fail raised.
@@ -97,37 +99,38 @@ class Threads:
         """
         if self.failure is not None:
             raise self.failure
-        for own in self.handlers:
-            own.begin(self.updates)
-        for index, worker in enumerate(self.workers):
-            self.hands[index].do(partial(_work, worker, self._ends))
-        spans: list[Span] = []
-        errors: list[BaseException] = []
-        for _ in self.workers:
-            try:
-                found = self._ends.get()
-            except KeyboardInterrupt as error:
-                errors.append(error)
-                self._stop(error)
-                found = self._ends.get()  # a thread that is at work when its process ends may abort it
-            if isinstance(found, BaseException):
-                errors.append(found)
-            else:
-                spans += found
-            if self.failure is not None:
-                break
-        if errors:
+        found: list[list[Span] | BaseException] = []
+        started, errors = 0, list[BaseException]()
+        try:
+            for own in self.handlers:
+                own.begin(self.updates)
+            for index, worker in enumerate(self.workers):
+                self.hands[index].do(partial(_work, worker, found, self._ends))
+                started += 1
+            self._wait(found, started)
+        except KeyboardInterrupt as error:
+            errors.append(error)
+            self._stop(error)
+            self._wait(found, started)  # a thread that is at work when its process ends may abort it
+        errors += [end for end in found if isinstance(end, BaseException)]
+        if errors or self.failure is not None:
             self.failure = self.failure or min(errors, key=lambda e: isinstance(e, StoppedError))
             self.hands.clear()
             raise self.failure
         self.updates += self.program.plan.steps
+        spans = [span for end in found if not isinstance(end, BaseException) for span in end]
         return tuple(sorted(spans, key=lambda span: span.worker))
+
+    def _wait(self, found: Sequence[object], count: int) -> None:
+        """Waits until so many workers have ended, or `run` is to give up. An interrupt may take a word of the queue."""
+        while len(found) < count and self.failure is None:
+            self._ends.get()
 
     def give_up(self, error: BaseException) -> None:
         """Lets `run` raise an error though some worker never returns; from any thread."""
         self.failure = self.failure or error
         self._stop(error)
-        self._ends.put(error)
+        self._ends.put(None)
 
     def _stop(self, error: BaseException) -> None:
         for worker in self.workers:
@@ -139,11 +142,12 @@ class Threads:
         return Outcome(weights, tuple(own.log for own in self.handlers), spans)
 
 
-def _work(worker: Worker, ends: "SimpleQueue[list[Span] | BaseException]") -> None:
+def _work(worker: Worker, found: list[list[Span] | BaseException], ends: "SimpleQueue[None]") -> None:
     try:
-        ends.put(worker.run())
+        found.append(worker.run())
     except BaseException as error:
-        ends.put(error)
+        found.append(error)
+    ends.put(None)
 
 
 def run_threads(program: Program, job: Job, batches: Batches, rounds: int = 1) -> Outcome:
