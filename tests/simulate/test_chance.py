@@ -46,17 +46,15 @@ def test_the_more_wait_for_each_other_the_longer_it_takes() -> None:
     rounds = [predicted("ddp", n, spread=0.1) for n in (1, 2, 8)]
     slower = [found.chance.mean_s / found.makespan_s for found in rounds]
     assert 1 < slower[0] < slower[1] < slower[2]
-    bounds = predicted("1f1b", 4, spread=0.1).chance
-    assert bounds.low_s > predicted("1f1b", 4, spread=0.1).makespan_s * 0.9
-    assert predicted("1f1b", 4, spread=0.2).chance.mean_s > bounds.mean_s
+    assert predicted("1f1b", 4, spread=0.2).chance.mean_s > predicted("1f1b", 4, spread=0.1).chance.mean_s
 
 
 def test_what_all_times_have_in_common_does_not_average_out() -> None:
-    alone, together = (predicted("ddp", 2, spread=0.01, microbatches=100, drift=drift) for drift in (0.0, 0.1))
-    assert alone.chance.high_s / alone.chance.low_s < 1.02
-    # Nine of ten lie within 1.645 standard deviations on each side; the bounds of 40 draws are a quarter off at most.
-    width = math.log(together.chance.high_s / together.chance.low_s)
-    assert width == pytest.approx(2 * 1.645 * 0.1, rel=0.25)
+    # Nine of ten lie within 1.645 standard deviations on each side; of 40 draws the outer two on each side tell.
+    for drift in (0.0, 0.1):
+        found = predicted("ddp", 2, spread=0.01, microbatches=100, drift=drift).chance
+        width = math.log(found.high_s / found.low_s)
+        assert width == pytest.approx(2 * 1.645 * math.hypot(drift, room.OFF["gpu"]), rel=0.1)
 
 
 def test_a_program_has_the_same_chances_each_time() -> None:

@@ -101,8 +101,8 @@ def describe_chance(chance: Chance) -> str:
     """Returns a sentence on how long a program takes where times vary; empty where nothing is known of that."""
     if not chance.varies:
         return ""
-    low, high = format_seconds(chance.low_s), format_seconds(chance.high_s)
-    return f"As measured times vary, {format_seconds(chance.mean_s)} on average; nine in ten take {low} to {high}.\n"
+    mean, low, high = map(format_seconds, (chance.mean_s, chance.low_s, chance.high_s))
+    return f"As times vary and forecasts err, {mean} on average; nine in ten take {low} to {high}.\n"
 
 
 def _samples_per_s(prediction: Prediction) -> float:
