@@ -53,6 +53,7 @@ def test_what_all_times_have_in_common_does_not_average_out() -> None:
     # Nine of ten lie within 1.645 standard deviations on each side; of 40 draws the outer two on each side tell.
     for drift in (0.0, 0.1):
         found = predicted("ddp", 2, spread=0.01, microbatches=100, drift=drift).chance
+        assert found.mean_s == pytest.approx(300, rel=0.01)
         width = math.log(found.high_s / found.low_s)
         assert width == pytest.approx(2 * 1.645 * math.hypot(drift, room.OFF["gpu"]), rel=0.1)
 

@@ -50,14 +50,15 @@ def chance_of(graph: Graph, makespan_s: float) -> Chance:
     if draws < _FEWEST or not any(spreads):
         return Chance(makespan_s, makespan_s, makespan_s)
     devices = [program.machine.device(name) for name in program.devices]
-    drifts = {d.kind: math.hypot(program.profile.drift.get(d.kind, 0.0), OFF[d.type]) for d in devices}
+    drifts = {d.kind: min(MOST_SIGMA, math.hypot(program.profile.drift.get(d.kind, 0.0), OFF[d.type])) for d in devices}
     own = [devices[worker].kind for worker, _ in graph.members]
     sigmas = [min(MOST_SIGMA, spread / QUARTILE) for spread in spreads]
     source, found = random.Random(0), []
     for draw in range(draws):
-        # One of evenly likely values, so that few draws have the right average of what does not average out.
+        # One of evenly likely values, as few draws would not average it out, and 1 on average: a forecast that may be
+        # off either way is no longer for that.
         rank = NormalDist().inv_cdf((draw + 0.5) / draws)
-        common = {kind: min(MOST_SIGMA, sigma) * rank for kind, sigma in drifts.items()}
+        common = {kind: sigma * rank - sigma**2 / 2 for kind, sigma in drifts.items()}
         drawn = [
             work._replace(time_s=work.time_s * math.exp(common[kind] + sigma * source.gauss())) if sigma else work
             for work, sigma, kind in zip(works, sigmas, own, strict=True)
