@@ -51,6 +51,7 @@ def cpu_book() -> Book:
     for threads, rate in ((1, 0.3e9), (16, 2e9)):
         book.rate("cpu", "update", f"AdamW, {threads} threads", "1/s", rate)
     book.line("cpu>cpu", "gloo", "", 50e-6, 4e9)
+    book.line("cpu>cpu", "gloo sum", "", 400e-6, 1e9)
     book.line("cpu>cpu", "shared memory", "", 10e-6, 12e9)
     book.add("cpu>cpu", "gloo", "beside compute", SIZES[-1], "B/s", 2 * (50e-6 + SIZES[-1] / 4e9))
     book.add("cpu>cpu", "compute", "alone", 1, "s", 1e-3)

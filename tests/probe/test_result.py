@@ -40,6 +40,8 @@ def test_a_host_without_gpus(make_cpu_book: Callable[[], Any]) -> None:
     route = parts.route("cpu.0", "cpu.3")
     assert route.latency_s == pytest.approx(50e-6, rel=CLOSE)
     assert route.bytes_per_s == pytest.approx(4e9, rel=CLOSE)
+    assert route.sum_latency_s == pytest.approx(200e-6, rel=CLOSE)  # of each of two rounds
+    assert route.sum_bytes_per_s == pytest.approx(1e9, rel=CLOSE)
     assert machine.overlap.compute == pytest.approx(1.5, rel=CLOSE)
     assert machine.overlap.transfer == pytest.approx(2.0, rel=CLOSE)
 
@@ -98,6 +100,7 @@ def test_what_was_not_measured_is_unknown_and_assumed(make_cpu_book: Callable[[]
         "cpu>gpu0: copies were not measured; the link is assumed",
         "gpu0>cpu: copies were not measured; the link is assumed",
         "cpu>cpu: messages between processes were not measured; their link is assumed",
+        "cpu>cpu: sums of processes were not measured; they take what their messages take",
         "overlap of compute and transfers: not measured, taken as none",
     )
 

@@ -1,6 +1,8 @@
 """What actions cost: the halves of a backward, and scores."""
 
-from pipedejavu.facts import Cost
+import pytest
+
+from pipedejavu.facts import Cost, Link
 from pipedejavu.plan import preset
 from pipedejavu.program import compile as compile_plan
 from pipedejavu.program import verify
@@ -53,3 +55,29 @@ def test_who_has_the_last_unit_and_not_the_first_makes_samples_for_their_targets
 
     assert forwards_s(1) == [1.0]  # whose first unit has it in its time
     assert forwards_s(3) == [1.0, 1.0, 1.25]
+
+
+@pytest.mark.parametrize(("type_", "held_up_s"), [("gpu", 0.0), ("cpu", 1.0)])
+def test_a_cpu_worker_computes_on_behind_what_it_sends_and_wakes_for_what_comes(type_: str, held_up_s: float) -> None:
+    plan, profile, machine = unit_costs(preset("gpipe").at(workers=2, microbatches=2), {"F": 4.0, "B": 8.0})
+    devices = (d.but(type=type_) for d in machine.devices if d.name != "host")
+    links = (Link(latency_s=0.25, bytes_per_s=4 / 3),)  # one byte takes 0.75 s beyond
+    program = compile_plan(plan, profile, machine.but(devices=tuple(devices), links=links))
+    spans = simulate(program, verify(program)).timeline().spans()
+    own = {(s.worker, s.action.partition("@")[0]): s.end_s - s.start_s for s in spans if s.lane == "compute"}
+    assert own[0, "F0.0"] == 4.0
+    assert own[0, "F0.1"] == 4.0 + held_up_s, "behind the first one's send"
+    assert own[1, "F1.0"] == 4.0 + held_up_s / 4, "behind the latency of what came"
+    assert own[1, "B1.0"] == 8.0 + held_up_s, "behind the send of the other's gradient"
+
+
+def test_sums_take_what_was_measured_of_sums() -> None:
+    def sums_s(**rates: float) -> float:
+        plan, profile, machine = unit_costs(preset("ddp").at(workers=2, microbatches=1), {"F": 1.0})
+        links = (Link(latency_s=0.5, bytes_per_s=1.0, **rates),)
+        program = compile_plan(plan, profile, machine.but(links=links))
+        spans = simulate(program, verify(program)).timeline().spans()
+        return max(span.end_s - span.start_s for span in spans if span.action.startswith("REDUCE"))
+
+    assert sums_s() == 2 * 0.5 + 1  # one byte, twice half of it
+    assert sums_s(sum_latency_s=2.0, sum_bytes_per_s=0.1) == 2 * 2 + 10

@@ -36,7 +36,7 @@ def test_a_plan_that_shares_a_batch_is_measured_at_smaller_sizes_too(plan: str, 
 
     units = [("first", nn.Linear(3, 3)), ("second", nn.Linear(3, 3))]
     job = Job(units=units, loss=lambda output, target: (output - target).square().sum(), optimizer=Sgd(lr=0.1))
-    profile = measure("model", job, preset(plan).at(samples=samples), batch, {"cpu": torch.device("cpu")})
+    profile = measure("model", job, preset(plan).at(samples=samples), batch, len, {"cpu": torch.device("cpu")})
     assert list(dict.fromkeys(asked)) == sizes
     assert [unit.times["cpu"].forward.at(samples) > 0 for unit in profile.units] == [True, True]
 
@@ -46,7 +46,7 @@ def test_one_sample_is_left_out_where_batch_statistics_refuse_it() -> None:
 
     def forward(samples: int) -> Cost:
         plan, kinds = preset("coarse").at(samples=samples), {"cpu": torch.device("cpu")}
-        profile = measure("m", job, plan, lambda n: (torch.randn(n, 3), torch.zeros(n)), kinds)
+        profile = measure("m", job, plan, lambda n: (torch.randn(n, 3), torch.zeros(n)), len, kinds)
         return profile.units[0].times["cpu"].forward
 
     found = forward(8)
@@ -60,14 +60,21 @@ def test_one_sample_is_left_out_where_batch_statistics_refuse_it() -> None:
 def test_getting_a_microbatch_is_part_of_the_first_forward(plan: str, sizes: list[int]) -> None:
     """A data set that takes 20 ms: a sleep never ends early."""
 
-    def batch(size: int) -> tuple[Any, Any]:
+    made: list[range] = []
+
+    def make(numbers: range) -> None:
+        made.append(numbers)
         time.sleep(0.02)
+
+    def batch(size: int) -> tuple[Any, Any]:
         return torch.randn(size, 3), torch.randn(size, 3)
 
     job = Job(units=[("only", nn.Linear(3, 3))], loss=lambda x, _: x.sum(), optimizer=Sgd(lr=0.1))
-    profile = measure("model", job, preset(plan).at(samples=4), batch, {"cpu": torch.device("cpu")})
+    profile = measure("model", job, preset(plan).at(samples=4), batch, make, {"cpu": torch.device("cpu")})
     for size in sizes:
         assert profile.units[0].times["cpu"].forward.at(size) >= profile.batch["cpu"].at(size) >= 0.02
+        numbers = [n for own in made if len(own) == size for n in own]
+        assert len({*numbers}) == len(numbers) > size, "samples that were just made are in a cache"
 
 
 STEP = """

@@ -65,6 +65,10 @@ class Link(Record):
     wires: tuple[str, ...] = ("{source}>{target}",)
     """Names of what the bytes pass through; {source}, {target}, {source_host} and {target_host}
     are filled in. By default each pair of devices has a wire of its own in each direction."""
+    sum_latency_s: Seconds | None = None
+    """Of each round of a sum around a ring; that of a message where it was not measured."""
+    sum_bytes_per_s: BytesPerSecond | None = Field(default=None, gt=0)
+    """What a ring moves while it adds up, which takes more than moving; the link's rate where it was not measured."""
 
 
 class Overlap(Record):
@@ -80,6 +84,8 @@ class Route(NamedTuple):
     latency_s: float
     bytes_per_s: float
     wires: tuple[str, ...]
+    sum_latency_s: float
+    sum_bytes_per_s: float
 
 
 class Machine(Record):
@@ -179,7 +185,10 @@ class Machine(Record):
                 ends = {"source": source.name, "target": target.name}
                 ends |= {"source_host": source.host, "target_host": target.host}
                 wires = tuple(w.format_map(ends) for w in link.wires)
-                return Route(latency_s=link.latency_s, bytes_per_s=link.bytes_per_s, wires=wires)
+                sum_latency_s = link.latency_s if link.sum_latency_s is None else link.sum_latency_s
+                return Route(
+                    link.latency_s, link.bytes_per_s, wires, sum_latency_s, link.sum_bytes_per_s or link.bytes_per_s
+                )
         raise InputError(
             f"machine '{self.name}' has no link from '{source.name}' to '{target.name}'; add one to its links"
         )

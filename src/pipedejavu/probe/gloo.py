@@ -1,4 +1,4 @@
-"""Measures how fast two processes of this host can add up tensors, as workers do: with Gloo over loopback."""
+"""Measures how fast workers of this host send and add up tensors: with Gloo over loopback."""
 
 import threading
 import time
@@ -12,41 +12,60 @@ from torch._C._distributed_c10d import HashStore, ProcessGroupGloo
 
 from pipedejavu.facts import Link
 
-SIZE_BYTES = 32 * 2**20
-_REPEATS, _MANY = 3, 20
+MESSAGE_BYTES, SUM_BYTES = 2 * 2**20, 16 * 2**20
+_REPEATS, _MANY = 5, 20
 """How often what takes long is measured, and what is over at once."""
+_SIDE = 512
+"""Of the square matrices that are multiplied in between."""
 
 
 def measure_link() -> Link:
-    """Returns the link between workers of this host that makes a sum over two of them take as long as measured.
+    """Returns the link between workers of this host that makes a message and a sum over two take as long as measured.
 
     Both ends are in this process. That one end gathers tensors in a vector counts, and where there is a GPU its copies
     to the host and back count too.
     """
-    groups = _make_groups()
-    latency_s = _sum_s(groups, torch.ones(2), _MANY) / 2  # a sum over two goes around in two rounds
-    vector = torch.ones(SIZE_BYTES // 4)
-    time_s = _sum_s(groups, vector, _REPEATS) - 2 * latency_s
+    groups, small = _make_groups(), torch.ones(2)
+    latency_s, sum_latency_s = _message_s(groups, small, _MANY), _sum_s(groups, small, _MANY)
+    large, vector = torch.ones(MESSAGE_BYTES // 4), torch.ones(SUM_BYTES // 4)
+    time_s, sum_s = _message_s(groups, large, _MANY) - latency_s, _sum_s(groups, vector, _REPEATS) - sum_latency_s
     if torch.cuda.is_available():
-        time_s += _copies_s(vector)
-    return Link(scope="same-host", latency_s=latency_s, bytes_per_s=SIZE_BYTES / max(time_s, 1e-9))
+        time_s, sum_s = time_s + _copies_s(large), sum_s + _copies_s(vector)
+    return Link(
+        scope="same-host",
+        latency_s=latency_s,
+        bytes_per_s=MESSAGE_BYTES / max(time_s, 1e-9),
+        sum_latency_s=sum_latency_s / 2,  # a sum over two goes around in two rounds
+        sum_bytes_per_s=SUM_BYTES / max(sum_s, 1e-9),
+    )
 
 
 def _make_groups() -> list[Any]:
-    store, found = HashStore(), list[Any]()
+    store, found = HashStore(), dict[int, Any]()
     gloo: Any = ProcessGroupGloo  # torch's stubs leave out what is used here
 
     def join(rank: int) -> None:
         options = gloo._Options()
         options._devices = [gloo.create_device(interface="lo")]
         options._timeout = timedelta(seconds=60)
-        found.append(gloo(store, rank, 2, options))
+        found[rank] = gloo(store, rank, 2, options)
 
     other = threading.Thread(target=join, args=(1,))
     other.start()
     join(0)
     other.join()
-    return found
+    return [found[0], found[1]]
+
+
+def _message_s(groups: list[Any], vector: torch.Tensor, repeats: int) -> float:
+    into = torch.empty_like(vector)
+
+    def send() -> None:
+        coming = groups[1].recv([into], 0, 0)
+        groups[0].send([vector], 1, 0).wait()
+        coming.wait()
+
+    return _median_s(send, repeats)
 
 
 def _sum_s(groups: list[Any], vector: torch.Tensor, repeats: int) -> float:
@@ -72,9 +91,11 @@ def _copies_s(vector: torch.Tensor) -> float:
 
 
 def _median_s(act: Callable[[], None], repeats: int) -> float:
+    """Times what comes behind compute, when the threads that carry values sleep."""
     act()  # the first pass opens connections and touches memory
-    times = []
+    factor, times = torch.ones(_SIDE, _SIDE), []
     for _ in range(repeats):
+        factor @ factor
         start = time.perf_counter()
         act()
         times.append(time.perf_counter() - start)

@@ -24,6 +24,8 @@ from pipedejavu.probe.series import Trial
 
 SIZES = (4 << 10, 64 << 10, 1 << 20, 16 << 20)
 LARGEST = SIZES[-1]
+SUMS = (4 << 10, 1 << 20, 16 << 20)
+"""Bytes of gradients that both add up, from tensors of a quarter of them each."""
 SIDE = 512
 """Of the square matrices that are multiplied beside messages."""
 START_S, ANSWER_S = 40.0, 20.0
@@ -103,6 +105,7 @@ class Pair:
         return [
             *self._messages("cpu>cpu", "gloo"),
             *memory,
+            *(Trial("cpu>cpu", "gloo sum", format_bytes(n), float(n), "B/s", self._run("gloo sum", n)) for n in SUMS),
             Trial("cpu>cpu", "gloo", "beside compute", float(LARGEST), "B/s", self._run("gloo beside", LARGEST)),
             Trial("cpu>cpu", "compute", "alone", 1, "s", self._run("compute", SIDE)),
             Trial("cpu>cpu", "compute", "beside gloo", 1, "s", self._run("compute beside", SIDE)),
@@ -184,6 +187,8 @@ class _Peer:
             return self._exchange_beside(size, count)
         if name == "shared memory":
             return self._timed(lambda: self._through_memory(size), count) / 2
+        if name == "gloo sum":
+            return sum(self._sum_behind_compute(size) for _ in range(count))
         on_gpu = name.startswith("nccl")
         ends = (self.out[:size], self.back[:size]) if not on_gpu else self._on_gpu(size)
         if name.endswith("both"):
@@ -223,6 +228,18 @@ class _Peer:
         ops = [dist.P2POp(dist.isend, out, self.other, group), dist.P2POp(dist.irecv, back, self.other, group)]
         for work in dist.batch_isend_irecv(ops):
             work.wait()
+
+    def _sum_behind_compute(self, size: int) -> float:
+        """Gathers tensors in one vector and adds it up, as workers do with gradients when they have computed them.
+
+        Then the threads that carry values sleep: one sum right behind another takes a fraction of that.
+        """
+        parts = self.out[:size].view(torch.float32).chunk(4)
+        dist.barrier()
+        self._multiply()
+        start = time.perf_counter()
+        dist.all_reduce(torch.cat(parts))
+        return time.perf_counter() - start
 
     def _through_memory(self, size: int) -> None:
         """Writes a message where the other reads it, and reads its answer."""

@@ -203,7 +203,12 @@ def _process_link(book: _Book) -> Link:
     if line is None:
         book.unknown.append("cpu>cpu: messages between processes were not measured; their link is assumed")
         line = (ASSUMED_LINK_LATENCY_S, ASSUMED_LINK_BYTES_PER_S)
-    return Link(latency_s=line[0], bytes_per_s=line[1])
+    sums = book.line("cpu>cpu", "gloo sum", book.messages("cpu>cpu", "gloo sum"))
+    if sums is None:
+        book.unknown.append("cpu>cpu: sums of processes were not measured; they take what their messages take")
+        return Link(latency_s=line[0], bytes_per_s=line[1])
+    # Over two a sum goes around in two rounds, in which each moves as many bytes as it has.
+    return Link(latency_s=line[0], bytes_per_s=line[1], sum_latency_s=sums[0] / 2, sum_bytes_per_s=sums[1])
 
 
 def _host_links(book: _Book, gpu: str) -> list[Link]:

@@ -206,6 +206,6 @@ class Split:
             if routes:
                 size, n = sum(self.profile.units[u].gradient_bytes for u in units), len(ring)
                 load = max(Counter(wire for route in routes for wire in route.wires).values(), default=1)
-                rate = min(route.bytes_per_s for route in routes) / load
-                total += 2 * (n - 1) * max(route.latency_s for route in routes) + 2 * (n - 1) / n * size / rate
+                rate = min(route.sum_bytes_per_s for route in routes) / load
+                total += 2 * (n - 1) * max(route.sum_latency_s for route in routes) + 2 * (n - 1) / n * size / rate
         return total

@@ -86,7 +86,7 @@ def _check_team(team: Sequence[Device]) -> None:
 
 
 def _later(cost: Cost, size: int, boundary_bytes: float, route: Route) -> Cost:
-    waits, sent = 2 * (size - 1) * route.latency_s, 2 * (size - 1) / size * boundary_bytes / route.bytes_per_s
+    waits, sent = 2 * (size - 1) * route.sum_latency_s, 2 * (size - 1) / size * boundary_bytes / route.sum_bytes_per_s
     return cost.plus(Cost(fixed_s=COLLECTIVES * waits, per_sample_s=COLLECTIVES * sent))
 
 

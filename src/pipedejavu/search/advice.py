@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from pipedejavu.facts import Device, InputError, Machine, Profile, Record, format_bytes
+from pipedejavu.facts import Device, InputError, Link, Machine, Profile, Record, format_bytes
 from pipedejavu.facts.quantity import Seconds
 from pipedejavu.search.option import Options, Progress
 from pipedejavu.search.result import Candidate
@@ -175,8 +175,13 @@ def _changes(machine: Machine, options: Options) -> Iterator[_Change]:
 
 def _faster(machine: Machine, beside: str) -> Machine:
     """Returns the machine with all links twice as fast but those of one scope."""
-    links = (k if k.scope == beside else k.but(bytes_per_s=2 * k.bytes_per_s) for k in machine.links)
-    return machine.but(links=tuple(links))
+    links = tuple(link if link.scope == beside else _twice_as_fast(link) for link in machine.links)
+    return machine.but(links=links)
+
+
+def _twice_as_fast(link: Link) -> Link:
+    sums = link.sum_bytes_per_s
+    return link.but(bytes_per_s=2 * link.bytes_per_s, sum_bytes_per_s=2 * sums if sums else None)
 
 
 def _with_another(machine: Machine, device: Device) -> Machine:

@@ -146,7 +146,7 @@ class Row:
         own = _count(routes)
         load = max(own.values(), default=1)
         crowd = max((self.loads[wire] / load for wire in own), default=1.0) if self.loads else 1.0
-        link = Link(max(r.latency_s for r in routes), load / min(r.bytes_per_s for r in routes))
+        link = Link(max(r.sum_latency_s for r in routes), load / min(r.sum_bytes_per_s for r in routes))
         return {"ring": link, "crowd": crowd}
 
     def _next(self, group: tuple[str, ...], end: int) -> dict[str, Any]:

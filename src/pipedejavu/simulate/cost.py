@@ -52,7 +52,22 @@ class Costs:
             if work is None:
                 work = known[key] = self._work(a, worker)
             found.append(work)
+        for worker in range(len(workers)):
+            if self._device(worker).type == "cpu":
+                self._hold_up(graph, worker, found)
         return found
+
+    def _hold_up(self, graph: Graph, worker: int, works: list[Work]) -> None:
+        """Lets the compute of a CPU worker begin later: it sends what it has made itself, and wakes for what comes."""
+        waits_s = 0.0
+        for op, a in zip(graph.of_action[worker], self.program.workers[worker].actions, strict=True):
+            work = works[op]
+            if a.kind == "SEND":
+                waits_s += work.latency_s + work.time_s
+            elif a.kind == "RECV":
+                waits_s += work.latency_s
+            elif waits_s and a.lane == "compute":
+                works[op], waits_s = work._replace(latency_s=work.latency_s + waits_s), 0.0
 
     def spreads(self, graph: Graph) -> list[float]:
         """Returns how far each operation's time may lie from its work, as a part of it: what was measured says so."""
@@ -162,7 +177,10 @@ class Costs:
         routes = self._ring(group.workers)
         if not routes:
             return NOTHING
-        latency, rate = max(r.latency_s for r in routes), min(r.bytes_per_s for r in routes)
+        if a.kind == "REDUCE":
+            latency, rate = max(r.sum_latency_s for r in routes), min(r.sum_bytes_per_s for r in routes)
+        else:
+            latency, rate = max(r.latency_s for r in routes), min(r.bytes_per_s for r in routes)
         rings = [routes]
         if max(group.workers) < len(self.program.workers):  # then every copy has a ring of its own
             rings = [self._ring(ws) for ws in zip(*map(self._copies, group.workers), strict=True)]

@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from itertools import count
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -47,7 +48,7 @@ from pipedejavu.train.site import (
     read_sites,
     torch_device,
 )
-from pipedejavu.train.task import prepare
+from pipedejavu.train.task import draw, prepare
 from pipedejavu.train.team import Team
 from pipedejavu.train.trained import Trained, gather
 from pipedejavu.train.vigil import Ear, Slate
@@ -152,7 +153,13 @@ def _measure_here(options: TrainOptions, plan: Plan, kinds: dict[str, torch.devi
     job, batches = prepare(options, (plan.feed.samples,), plan.cut.begins)
     # Whoever plans again must know what does not grow with a microbatch; only a chain is the same units for any size.
     return measure(
-        options.model, job, plan, batches.first, kinds, at_more=options.can_switch and batches.cut.way == "chain"
+        options.model,
+        job,
+        plan,
+        batches.first,
+        partial(draw, batches.task.data, options.seed),
+        kinds,
+        at_more=options.can_switch and batches.cut.way == "chain",
     )
 
 

@@ -21,22 +21,31 @@ _TIMES = 4
 
 Batch = Callable[[int], tuple[Any, Any]]
 """Takes a number of samples; returns inputs and targets."""
+Make = Callable[[range], object]
+"""Makes the samples of a run with these numbers."""
 
 
 def measure(
-    name: str, job: Job, plan: Plan, batch: Batch, kinds: Mapping[str, torch.device], *, at_more: bool = False
+    name: str,
+    job: Job,
+    plan: Plan,
+    batch: Batch,
+    make: Make,
+    kinds: Mapping[str, torch.device],
+    *,
+    at_more: bool = False,
 ) -> Profile:
     """Measures a job's units at the plan's microbatch; where asked or the plan shares a batch, at smaller ones too."""
     large = plan.feed.samples
     sizes = sorted({1, -(-large // _TIMES), large}) if at_more or plan.feed.kind == "share" else [large]
     shots = make_shots(lambda size: Shot(job.units, *batch(size), job.loss), sizes)
     profile = measure_profile(name, shots, job.ties, kinds, updates_of(job.optimizer))
-    return with_batches(profile, batch, [shot.samples for shot in shots], kinds)
+    return with_batches(profile, make, [shot.samples for shot in shots], kinds)
 
 
-def with_batches(profile: Profile, batch: Batch, sizes: Sequence[int], kinds: Mapping[str, torch.device]) -> Profile:
+def with_batches(profile: Profile, make: Make, sizes: Sequence[int], kinds: Mapping[str, torch.device]) -> Profile:
     """Adds what getting a microbatch takes to the first forward on each CPU, whose worker gets its samples itself."""
-    taken = fit_line({size: _batch_times(batch, size) for size in sizes})
+    taken = fit_line({size: _batch_times(make, size) for size in sizes})
     first, *others = profile.units
     times = dict(first.times)
     own = [kind for kind, device in kinds.items() if device.type == "cpu"]
@@ -45,14 +54,14 @@ def with_batches(profile: Profile, batch: Batch, sizes: Sequence[int], kinds: Ma
     return profile.but(units=(first.but(times=times), *others), batch=dict.fromkeys(own, taken))
 
 
-def _batch_times(batch: Batch, samples: int) -> list[float]:
-    """Times how long a microbatch takes to come."""
+def _batch_times(make: Make, samples: int) -> list[float]:
+    """Times how long a microbatch takes to come, each with samples of its own, from all over the data."""
     times = []
-    for _ in range(_REPEATS):
+    for n in range(1 + _REPEATS):
         start = time.perf_counter()
-        batch(samples)
+        make(range(n * samples, (n + 1) * samples))
         times.append(time.perf_counter() - start)
-    return times
+    return times[1:]  # the first puts the data into an order
 
 
 def updates_of(optimizer: Optimizer) -> MakeUpdate:

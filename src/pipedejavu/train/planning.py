@@ -24,6 +24,9 @@ from pipedejavu.train.site import DeviceChoice, read_site, torch_device
 MOST_SAMPLES = 8
 """Of the microbatches that are measured; larger ones follow their line."""
 
+SURVEY = 2
+"""Grows with what a survey measures: a kept one that has less is made again."""
+
 Report = Callable[[str], None]
 
 
@@ -52,7 +55,7 @@ def known_machine() -> Machine:
 
 def _machine_key() -> dict[str, object]:
     site = read_site(platform.node() or "here", 0)
-    return {"site": site.to_json(), "memory": total_memory_bytes(), **read_versions()}
+    return {"site": site.to_json(), "memory": total_memory_bytes(), "survey": SURVEY, **read_versions()}
 
 
 def profile_here(

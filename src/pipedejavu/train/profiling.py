@@ -32,7 +32,7 @@ from pipedejavu.profile.measure import Report
 from pipedejavu.train.door import open_task
 from pipedejavu.train.measure import updates_of, with_batches
 from pipedejavu.train.site import read_sites
-from pipedejavu.train.task import describe_form, loss_of
+from pipedejavu.train.task import describe_form, draw, loss_of
 from pipedejavu.zoo import Task
 from pipedejavu.zoo.shape import EFFICIENCY
 
@@ -120,7 +120,7 @@ def measure_task(model: str, data: str | None, samples: int, ways: Sequence[Way]
     shots, begins = _shots(task, model, samples, report)
     profile = measure_ways(model, shots, _job(shots[-1]), ways, report).but(begins=begins)
     devices = {way.kind: way.device for way in ways}
-    return with_batches(profile, partial(_batch, task), [shot.samples for shot in shots], devices)
+    return with_batches(profile, partial(draw, task.data, 0), [shot.samples for shot in shots], devices)
 
 
 def _shots(task: Task, model: str, samples: int, report: Report) -> tuple[list[Shot], tuple[int, ...]]:

@@ -11,7 +11,7 @@ from pipedejavu.facts import InputError
 from pipedejavu.profile import Cut, cut_model
 from pipedejavu.train.door import open_task
 from pipedejavu.train.options import TrainOptions
-from pipedejavu.zoo import Task, order
+from pipedejavu.zoo import Dataset, Task, order
 
 
 class Prepared(NamedTuple):
@@ -109,13 +109,17 @@ class SampleOrder:
 
     @lru_cache(maxsize=64)  # noqa: B019 - lives as long as the run
     def _batch(self, microbatch: int) -> tuple[Any, Any]:
-        data, numbers = self.task.data, torch.tensor(self.numbers(microbatch))
-        epochs = torch.div(numbers, len(data), rounding_mode="floor")
-        parts = [
-            _order(self.seed, epoch, len(data))[numbers[epochs == epoch] % len(data)]
-            for epoch in sorted({*epochs.tolist()})
-        ]
-        return data.batch(torch.cat(parts))
+        return draw(self.task.data, self.seed, self.numbers(microbatch))
+
+
+def draw(data: Dataset, seed: int, samples: range) -> tuple[Any, Any]:
+    """Returns samples of a run by their numbers: each epoch goes through the data in an order of its own."""
+    numbers = torch.tensor(samples)
+    epochs = torch.div(numbers, len(data), rounding_mode="floor")
+    parts = [
+        _order(seed, epoch, len(data))[numbers[epochs == epoch] % len(data)] for epoch in sorted({*epochs.tolist()})
+    ]
+    return data.batch(torch.cat(parts))
 
 
 @lru_cache(maxsize=4)

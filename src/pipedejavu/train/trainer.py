@@ -102,7 +102,9 @@ class Trainer:
         else:
             plan = plan.but(feed=plan.feed.but(samples=samples))
             plan, machine = _place(plan, machine)
-            profile = measure("model", self._job, plan, batch.head, _kinds(plan, machine))
+            profile = measure(
+                "model", self._job, plan, batch.head, lambda numbers: batch.head(len(numbers)), _kinds(plan, machine)
+            )
         assert machine is not None
         self._switch: Switch | None = None
         self._pilot: Pilot | None = None
