@@ -20,7 +20,7 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "own_model.py"
 needs_transformers = pytest.mark.skipif(find_spec("transformers") is None, reason="transformers is not installed")
 
 LLAMA = {"model_type": "llama", "vocab_size": 300, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
-LLAMA |= {"num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 18}
+LLAMA |= {"num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 16}
 
 
 def check_run(tmp_path: Path, model: str, names: set[str], most: float) -> None:
@@ -63,6 +63,10 @@ def test_a_configuration_trains(tmp_path: Path) -> None:
     ("settings", "inputs"),
     [
         ({"model_type": "bert", "num_hidden_layers": 1, "vocab_size": 30}, {"input_ids": (2, 128)}),
+        (  # whose first token has the position behind that of padding
+            {"model_type": "roberta", "num_hidden_layers": 1, "vocab_size": 30, "max_position_embeddings": 34},
+            {"input_ids": (2, 32)},
+        ),
         (
             {"model_type": "t5", "num_layers": 1, "d_model": 16, "num_heads": 2, "vocab_size": 300},
             {"input_ids": (2, 128), "decoder_input_ids": (2, 128)},

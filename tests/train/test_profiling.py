@@ -7,9 +7,13 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from torch import nn
+
+from pipedejavu.engine import Job, Sgd
 from pipedejavu.facts import InputError, Profile
+from pipedejavu.profile import Shot
 from pipedejavu.train import planning
-from pipedejavu.train.profiling import choose_sizes, estimate_model, measure_model, this_machine
+from pipedejavu.train.profiling import Way, choose_sizes, estimate_model, measure_model, measure_ways, this_machine
 
 OWN = """
 import torch
@@ -89,7 +93,7 @@ def test_sequences_are_as_long_as_asked_or_as_the_config_says(tmp_path: Path) ->
     (tmp_path / "config.json").write_text(json.dumps(config))
     model, machine = f"hf:{tmp_path}", this_machine()
     assert measure_model(model, 1, quiet).sample == "128 int64"
-    assert estimate_model(model, 1, machine, quiet).sample == "698 int64"
+    assert estimate_model(model, 1, machine, quiet).sample == "700 int64"
     assert estimate_model(model, 1, machine, quiet, context=512).sample == "512 int64"
     with pytest.raises(InputError, match="--context is 701, and the configuration has 1 to 700 positions"):
         estimate_model(model, 1, machine, quiet, context=701)
@@ -121,3 +125,13 @@ def test_a_part_of_a_cpu_is_measured_while_the_others_work(monkeypatch) -> None:
     cpus = tuple(d.but(most_workers=4) for d in machine.devices if d.type == "cpu")
     ways = planning.ways_of(machine.but(devices=cpus))
     assert {way.kind: (way.threads, way.beside) for way in ways} == {"cpu": (4, 0), "cpu/2": (2, 2), "cpu/4": (1, 3)}
+
+
+def test_samples_are_made_with_the_threads_of_each_way() -> None:
+    shot = Shot([("only", nn.Linear(3, 3))], torch.randn(2, 3), torch.randn(2, 3), nn.functional.mse_loss)
+    ways = [Way(f"{count} threads", torch.device("cpu"), count) for count in (1, 2)]
+    job, threads = Job(units=shot.units, loss=shot.loss, optimizer=Sgd(lr=0.1)), list[int]()
+    profile = measure_ways("own", [shot], job, ways, quiet, lambda _: threads.append(torch.get_num_threads()))
+    assert threads == sorted(threads)
+    assert {*threads} == {1, 2}
+    assert profile.batch.keys() == {"1 threads", "2 threads"}

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from pipedejavu.facts import InputError, read_file
 from pipedejavu.zoo import Dataset, Task, open_data
@@ -16,8 +16,6 @@ from pipedejavu.zoo.loss import count, cross_entropy
 
 MOST_TOKENS, MOST_ESTIMATED = 128, 4096
 """Of a sequence that runs, and of one that is only counted, where the configuration allows as many."""
-_MARGIN = 2
-"""Positions that some models number before the first token's."""
 _NUM_BYTES = 256
 
 _HEADS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
@@ -47,7 +45,7 @@ def build_hugging(
     with torch.device(device or torch.get_default_device()):
         model = getattr(room, head).from_config(config, dtype=torch.get_default_dtype()).train()
     most = MOST_ESTIMATED if device == "meta" else MOST_TOKENS
-    form = _form(config, objective, most, context)
+    form = _form(config, objective, most, context, _num_reserved(model))
     has_text = isinstance(form, TokenForm) and form.num_plain >= _NUM_BYTES
     source = open_data(data or ("stdlib" if has_text else "random"), form, seed=seed)
     counts = count if isinstance(form, TokenForm) else len
@@ -83,7 +81,13 @@ def _choose_head(room: Any, config: Any, name: str) -> tuple[str, str, tuple[str
     )
 
 
-def _form(config: Any, objective: Any, most: int, context: int | None) -> Form:
+def _num_reserved(model: nn.Module) -> int:
+    """Returns how many positions a model numbers before the first token's: those up to that of padding, as RoBERTa."""
+    tables = [part for name, part in model.named_modules() if name.endswith("position_embeddings")]
+    return max((1 + found for part in tables if (found := getattr(part, "padding_idx", None)) is not None), default=0)
+
+
+def _form(config: Any, objective: Any, most: int, context: int | None, num_reserved: int) -> Form:
     """Returns the form of the samples that a configuration asks for."""
     if objective == "image":
         if context is not None:
@@ -92,10 +96,10 @@ def _form(config: Any, objective: Any, most: int, context: int | None) -> Form:
         height, width = size if isinstance(size, list | tuple) else (size, size)
         channels = getattr(config, "num_channels", 3)
         return ImageForm(shape=(channels, height, width), classes=config.num_labels)
-    positions = getattr(config, "max_position_embeddings", None) or most + _MARGIN
+    positions = (getattr(config, "max_position_embeddings", None) or most + num_reserved) - num_reserved
     if context is not None and not 1 <= context <= positions:
         raise InputError(f"--context is {context}, and the configuration has 1 to {positions} positions; give as many")
-    length = max(1, min(most, positions - _MARGIN)) if context is None else context
+    length = max(1, min(most, positions)) if context is None else context
     return TokenForm(context=length, vocabulary=config.vocab_size, objective=objective)
 
 

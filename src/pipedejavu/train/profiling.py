@@ -30,7 +30,7 @@ from pipedejavu.profile import (
 )
 from pipedejavu.profile.measure import Report
 from pipedejavu.train.door import open_task
-from pipedejavu.train.measure import updates_of, with_batches
+from pipedejavu.train.measure import Make, updates_of, with_batches
 from pipedejavu.train.site import read_sites
 from pipedejavu.train.task import describe_form, draw, loss_of
 from pipedejavu.zoo import Task
@@ -101,14 +101,22 @@ def part_way(kind: str, parts: int, cores: int) -> Way:
     return Way(part_kind(kind, parts), torch.device("cpu"), threads, cores - threads)
 
 
-def measure_ways(name: str, shots: Sequence[Shot], job: Job, ways: Sequence[Way], report: Report) -> Profile:
-    """Measures the units of a job in each way; torch has its own number of threads again afterwards."""
+def measure_ways(
+    name: str, shots: Sequence[Shot], job: Job, ways: Sequence[Way], report: Report, make: Make | None = None
+) -> Profile:
+    """Measures the units of a job in each way, and with `make` what getting a microbatch takes.
+
+    Torch has its own number of threads again afterwards.
+    """
     threads, found, updates = torch.get_num_threads(), [], updates_of(job.optimizer)
     try:
         for way in ways:
             torch.set_num_threads(way.threads)
             with company(way.beside):
-                found.append(measure_profile(name, shots, job.ties, {way.kind: way.device}, updates, report))
+                profile = measure_profile(name, shots, job.ties, {way.kind: way.device}, updates, report)
+                if make is not None:
+                    profile = with_batches(profile, make, [shot.samples for shot in shots], {way.kind: way.device})
+                found.append(profile)
     finally:
         torch.set_num_threads(threads)
     return merge_profiles(found)
@@ -118,9 +126,8 @@ def measure_task(model: str, data: str | None, samples: int, ways: Sequence[Way]
     """Measures a model on its data in each way."""
     task = open_task(model, data=data)
     shots, begins = _shots(task, model, samples, report)
-    profile = measure_ways(model, shots, _job(shots[-1]), ways, report).but(begins=begins)
-    devices = {way.kind: way.device for way in ways}
-    return with_batches(profile, partial(draw, task.data, 0), [shot.samples for shot in shots], devices)
+    make = partial(draw, task.data, 0)
+    return measure_ways(model, shots, _job(shots[-1]), ways, report, make).but(begins=begins)
 
 
 def _shots(task: Task, model: str, samples: int, report: Report) -> tuple[list[Shot], tuple[int, ...]]:
