@@ -1,11 +1,18 @@
 """Microbatches by number."""
 
+import weakref
+
 import pytest
 
 torch = pytest.importorskip("torch")
 
+from pipedejavu.plan import Plan, preset
+from pipedejavu.program import compile as compile_plan
+from pipedejavu.simulate import unit_costs
 from pipedejavu.train.options import TrainOptions
-from pipedejavu.train.task import prepare
+from pipedejavu.train.task import num_kept, prepare
+
+GPIPE = preset("gpipe").at(workers=3, microbatches=4)
 
 
 def order_of(model: str, sizes: tuple[int, ...]):
@@ -38,3 +45,31 @@ def test_tokens_that_count_are_counted_in_their_targets() -> None:
     assert made == []
     assert order.count(1) == int((order.targets(1) != -100).sum())
     assert made == [2]
+
+
+def test_samples_go_when_the_next_are_made_and_their_count_stays() -> None:
+    order, made = order_of("bert-tiny", (2, 2))
+    order.keep(1)
+    first = weakref.ref(order.targets(0))
+    assert order.inputs(0) is not None
+    assert made == [2]
+    assert first() is not None
+    counts = [order.count(n) for n in (0, 1, 0)]
+    assert counts[0] == counts[2] > 0
+    assert made == [2, 2]
+    assert first() is None
+
+
+@pytest.mark.parametrize(
+    ("plan", "kept"),
+    [
+        (preset("ddp").at(workers=2, microbatches=4), [1, 1]),
+        (GPIPE, [1, 1, 1]),
+        (GPIPE.but(order=GPIPE.order.but(recompute=1.0)), [4, 1, 4]),
+        (preset("interleaved").at(workers=2, microbatches=4), [1, 1]),
+        (preset("gems").at(workers=2, microbatches=4), [1, 1]),
+    ],
+)
+def test_samples_stay_where_they_are_read_twice(plan: Plan, kept: list[int]) -> None:
+    program = compile_plan(*unit_costs(plan, {}), fold=False)
+    assert [num_kept(program, worker) for worker in range(len(program.workers))] == kept

@@ -9,9 +9,15 @@ import torch
 from pipedejavu.engine import AdamW, Batches, Byzantine, Job, Optimizer, Sgd
 from pipedejavu.facts import InputError
 from pipedejavu.profile import Cut, cut_model
+from pipedejavu.program import Program
 from pipedejavu.train.door import open_task
 from pipedejavu.train.options import TrainOptions
 from pipedejavu.zoo import Dataset, Task, order
+
+
+MOST_KEPT = 64
+"""Microbatches whose samples stay where nothing says that fewer do."""
+_MOST_COUNTS = 4096
 
 
 class Prepared(NamedTuple):
@@ -55,9 +61,16 @@ class SampleOrder:
 
     def __init__(self, task: Task, cut: Cut, sizes: Sequence[int], seed: int):
         self.task, self.cut, self.seed = task, cut, seed
+        self._counts: dict[int, int] = {}
+        """Of microbatches that were made; they outlast the samples."""
+        self.keep(MOST_KEPT)
         self._changes: list[tuple[int, tuple[int, ...]]] = []
         self._start = (0, 0)
         self.change(0, sizes)
+
+    def keep(self, count: int) -> None:
+        """Says of how many microbatches the samples stay, once they are made, for who asks for them again."""
+        self._batch = lru_cache(maxsize=count)(self._make)
 
     def start(self, update: int, samples: int) -> None:
         """Lets an update begin with the sample of this number; those before it were trained on, under any plan."""
@@ -95,7 +108,10 @@ class SampleOrder:
 
     def count(self, microbatch: int) -> int:
         """Returns how many samples or tokens count; where that is every sample, nobody makes them to know it."""
-        return self.length(microbatch) if self.task.count is len else self.task.count(self.targets(microbatch))
+        if self.task.count is len:
+            return self.length(microbatch)
+        known = self._counts.get(microbatch)
+        return self.task.count(self.targets(microbatch)) if known is None else known
 
     def numbers(self, microbatch: int) -> range:
         """Returns the numbers of a microbatch's samples in the run."""
@@ -107,9 +123,31 @@ class SampleOrder:
         start = self.samples(update) + sum(sizes[:place])
         return range(start, start + sizes[place])
 
-    @lru_cache(maxsize=64)  # noqa: B019 - lives as long as the run
-    def _batch(self, microbatch: int) -> tuple[Any, Any]:
-        return draw(self.task.data, self.seed, self.numbers(microbatch))
+    def _make(self, microbatch: int) -> tuple[Any, Any]:
+        inputs, targets = draw(self.task.data, self.seed, self.numbers(microbatch))
+        if self.task.count is not len:
+            self._counts[microbatch] = self.task.count(targets)
+            if len(self._counts) > _MOST_COUNTS:
+                del self._counts[next(iter(self._counts))]
+        return inputs, targets
+
+
+def num_kept(program: Program, worker: int) -> int:
+    """Returns of how many microbatches a worker must keep the samples to make none twice.
+
+    Its first piece reads inputs, its last one targets, and both again where they recompute.
+    """
+    own = program.workers[worker]
+    if own.picks_ready:
+        return MOST_KEPT
+    ends = {piece for piece in range(len(program.pieces)) if not program.inputs[piece] or not program.outputs[piece]}
+    reads = [a.microbatch for a in own.actions if a.kind in ("F", "R") and a.piece in ends]
+    last, most = dict[int, int](), 1
+    for position, microbatch in enumerate(reads):
+        if microbatch in last:
+            most = max(most, len({*reads[last[microbatch] : position]}))
+        last[microbatch] = position
+    return min(MOST_KEPT, most)
 
 
 def draw(data: Dataset, seed: int, samples: range) -> tuple[Any, Any]:

@@ -37,7 +37,7 @@ from pipedejavu.train.progress import Progress
 from pipedejavu.train.replan import Pilot, Switch, find_switch
 from pipedejavu.train.saved import random_state, saved_in, set_random_state
 from pipedejavu.train.site import num_threads
-from pipedejavu.train.task import SteadyBatches, prepare
+from pipedejavu.train.task import SteadyBatches, num_kept, prepare
 from pipedejavu.train.view import Seat
 from pipedejavu.train.vigil import Slate, Vigil
 from pipedejavu.train.watch import Desk, Watch, resident_bytes
@@ -110,6 +110,7 @@ class Rank:
         be_deterministic()
         self.job, self.order = prepare(options, program.sizes, program.plan.cut.begins)
         self.order.start(start.step, start.samples)
+        self.order.keep(num_kept(program, self.rank))
         self.batches = SteadyBatches(self.order)
         self.moves: list[Move] = []
         self.spans: list[Span] = []
