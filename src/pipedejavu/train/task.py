@@ -14,7 +14,6 @@ from pipedejavu.train.door import open_task
 from pipedejavu.train.options import TrainOptions
 from pipedejavu.zoo import Dataset, Task, order
 
-
 MOST_KEPT = 64
 """Microbatches whose samples stay where nothing says that fewer do."""
 _MOST_COUNTS = 4096
