@@ -15,7 +15,7 @@ from pipedejavu.profile import Shot, make_shots, measure_profile
 from pipedejavu.profile.line import fit_line
 from pipedejavu.profile.measure import MakeUpdate
 
-_REPEATS = 3
+_REPEATS = 8
 _TIMES = 4
 """A share of a batch may be small: a microbatch so many times smaller is measured too, and one of one sample."""
 
