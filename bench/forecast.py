@@ -78,14 +78,15 @@ def run_cpu(options: argparse.Namespace) -> None:
 
 def print_cpu(rows: Sequence[Row]) -> None:
     first = [row for row in rows if row["turn"] == 0]
-    slower = [abs(row["slower"] - 1) for row in first]
-    print(f"\nthe machine ran at another speed than when it was measured: median {median(slower):.1%},", end=" ")
-    print(f"worst {max(slower):.1%}")
-    print_cases(first)
+    for title, key in (
+        ("model", lambda row: row["model"]),
+        ("preset", lambda row: row["preset"]),
+        ("", lambda _: "all"),
+    ):
+        print_errors(title, first, key, ("step_s",))
     print_bounds(first)
     print_growth(first)
-    print("\nwith what the machine was slower or faster by taken out of the measured steps:")
-    print_cases([at_speed(row) for row in first])
+    print_ranks(first, lambda row: f"{row['model']}, {row['batch']} samples")
     known = {(row["model"], row["batch"], row["preset"]): row for row in first}
     again = [(known[row["model"], row["batch"], row["preset"]], row) for row in rows if row["turn"]]
     for what in ("step_s", "peak"):
@@ -95,23 +96,6 @@ def print_cpu(rows: Sequence[Row]) -> None:
             print(
                 f"the same plan again, {what}: {s['count']:.0f} plans, median {s['median']:.1%}, worst {s['worst']:.1%}"
             )
-
-
-def print_cases(rows: Sequence[Row]) -> None:
-    """Prints the errors of steps by model, by preset and of all, and how plans are ranked."""
-    for title, key in (
-        ("model", lambda row: row["model"]),
-        ("preset", lambda row: row["preset"]),
-        ("", lambda _: "all"),
-    ):
-        print_errors(title, rows, key, ("step_s",))
-    print_ranks(rows, lambda row: f"{row['model']}, {row['batch']} samples")
-
-
-def at_speed(row: Row) -> Row:
-    """Returns a case with the step that it would have taken on the machine as it was when it was measured."""
-    real = row["measured"]
-    return {**row, "measured": {**real, "step_s": real["step_s"] / row["slower"]}}
 
 
 def print_bounds(rows: Sequence[Row]) -> None:

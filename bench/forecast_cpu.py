@@ -4,27 +4,18 @@ The model is measured once for all plans of a batch, as a search does: with all 
 others work. Then each plan is compiled and simulated, and processes train it. The time of a step is the median over
 rounds, from the end of one to the end of the next; of plans without a common moment it is the makespan over the
 updates. Memory is what a worker's process grows by, with the weights that it had.
-
-A machine that others share is slower or faster minutes later, by more than forecasts are off. So a yardstick, the same
-passes of the model each time, is laid on before and behind the measuring and each run: how much longer it takes at the
-run than it took at the measuring is written down with each case.
 """
 
 import json
 import tempfile
 import time
 from pathlib import Path
-from statistics import fmean, median
+from statistics import median
 from typing import Any
-
-import torch
 
 from pipedejavu.facts import Machine, Profile
 from pipedejavu.plan import Plan, preset
-from pipedejavu.probe.shape import num_cores
-from pipedejavu.profile import company
 from pipedejavu.train import Trained, TrainOptions, plan_run, train
-from pipedejavu.train.door import open_task
 from pipedejavu.train.planning import known_machine, ways_of
 from pipedejavu.train.profiling import measure_task
 
@@ -42,8 +33,6 @@ PRESETS = ("whole", "ddp", "gpipe", "1f1b", "2bw", "coarse")
 NAMES = {"2bw": "pipedream-2bw"}
 AGAIN = ("whole", "1f1b")
 """Run twice, for the noise floor."""
-YARD_S, FEWEST = 0.8, 6
-"""How long a yardstick is laid on, and passes that it has at least."""
 STEPS, WARM_UP, MICROBATCHES = 16, 6, 4
 """Steps of a run, and the first of them, in which its memory still grows."""
 
@@ -69,45 +58,16 @@ def run_model(model: str, folder: Path, presets: tuple[str, ...], limit_s: float
         left = {case: key for case, key in keys.items() if key not in done}
         if not left:
             continue
-        yardstick = Yardstick(model, batch)
-        before_s = yardstick.lay_on()
         machine, profile = measure_facts(model, batch)
-        last_s = yardstick.lay_on()
-        then_s = fmean((before_s, last_s))
         for (name, turn), key in left.items():
             if time.perf_counter() - started > limit_s:
                 return False
             found = run_case(options_of(model), plan_of(name, batch), machine, profile)
-            first_s, last_s = last_s, yardstick.lay_on()
-            found["slower"] = fmean((first_s, last_s)) / then_s
             row = {"case": key, "model": model, "batch": batch, "preset": name, "turn": turn, **found}
             with path.open("a") as file:
                 file.write(json.dumps(row) + "\n")
             print(describe(row), flush=True)
     return True
-
-
-class Yardstick:
-    """Passes of a model on one core while the others work too, whose time tells how fast the machine is just now."""
-
-    def __init__(self, model: str, batch: int):
-        task = open_task(model, data=options_of(model).data)
-        self.inputs, self.targets = task.data.batch(range(max(1, batch // MICROBATCHES)))
-        self.model, self.loss = task.model, task.loss
-
-    def lay_on(self) -> float:
-        """Returns the median time of a pass, forward and backward."""
-        threads, times, start = torch.get_num_threads(), list[float](), time.perf_counter()
-        torch.set_num_threads(1)
-        try:
-            with company(num_cores() - 1):
-                while len(times) < FEWEST or time.perf_counter() - start < YARD_S:
-                    began = time.perf_counter()
-                    self.loss(self.model(self.inputs), self.targets).backward()
-                    times.append(time.perf_counter() - began)
-        finally:
-            torch.set_num_threads(threads)
-        return median(times[1:])
 
 
 def options_of(model: str) -> TrainOptions:
@@ -163,6 +123,5 @@ def describe(row: dict[str, Any]) -> str:
     error = ours["step_s"] / real["step_s"] - 1
     return (
         f"{row['case']:40} {1e3 * ours['step_s']:9.2f} {1e3 * real['step_s']:9.2f} ms {error:+7.1%}"
-        f"  {ours['peak'] / 1e6:8.1f} {real['peak'] / 1e6:8.1f} MB"
-        f"  ({row['wall_s']:.0f} s, machine × {row['slower']:.2f})"
+        f"  {ours['peak'] / 1e6:8.1f} {real['peak'] / 1e6:8.1f} MB  ({row['wall_s']:.0f} s)"
     )
