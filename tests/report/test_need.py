@@ -4,6 +4,7 @@ import pytest
 
 from pipedejavu.facts import Cost, Device, Profile, Tie, Unit, UnitTime
 from pipedejavu.report import fold_units, step_spread, step_times, work_out_needs
+from pipedejavu.report.need import SPARE
 
 
 def unit(name: str, **changes) -> Unit:
@@ -49,6 +50,9 @@ def test_a_gpu_needs_what_is_reserved() -> None:
     assert need.fits(device("gpu", found.reserved_bytes), 3, recomputes=False)
     assert not need.fits(device("gpu", found.reserved_bytes - 1), 3, recomputes=False)
     assert need.fits(device("cpu", found.reserved_bytes - 1), 3, recomputes=False)
+    roomy = device("gpu", round(found.reserved_bytes / (1 - SPARE)) + 1)
+    assert need.most_samples(roomy, recomputes=False) >= 3
+    assert need.most_samples(device("gpu", found.reserved_bytes), recomputes=False) < 3, "nothing would be to spare"
 
 
 def test_what_is_tied_counts_once() -> None:

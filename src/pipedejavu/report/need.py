@@ -29,6 +29,9 @@ class Precision(NamedTuple):
         return self.weight_bytes + self.gradient_bytes + self.state_bytes
 
 
+SPARE = 0.01
+"""Part of a GPU's memory that the largest batch leaves free: one batch needs more in one run than in another."""
+
 PRECISIONS = (Precision("fp32", 4, 4, 8), Precision("bf16", 2, 2, 12))
 
 
@@ -67,7 +70,10 @@ class Need:
         return True
 
     def most_samples(self, device: Device, recomputes: bool) -> int:
-        """Returns the largest batch that fits a device."""
+        """Returns the largest batch that fits a device; a GPU keeps a little to spare."""
+        if device.type == "gpu":
+            room = device.memory_bytes - device.reserved_bytes
+            device = device.but(memory_bytes=device.reserved_bytes + round((1 - SPARE) * room))
         most = 1
         while most < _MANY and self.fits(device, most, recomputes):
             most *= 2
