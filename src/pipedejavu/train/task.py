@@ -127,7 +127,7 @@ class SampleOrder:
         if self.task.count is not len:
             self._counts[microbatch] = self.task.count(targets)
             if len(self._counts) > _MOST_COUNTS:
-                del self._counts[next(iter(self._counts))]
+                self._counts.pop(next(iter(self._counts)), None)
         return inputs, targets
 
 
@@ -137,7 +137,7 @@ def num_kept(program: Program, worker: int) -> int:
     Its first piece reads inputs, its last one targets, and both again where they recompute.
     """
     own = program.workers[worker]
-    if own.picks_ready:
+    if own.picks_ready or any(a.kind == "FETCH" and a.what == "b" for a in own.actions):  # in no order that is known
         return MOST_KEPT
     ends = {piece for piece in range(len(program.pieces)) if not program.inputs[piece] or not program.outputs[piece]}
     reads = [a.microbatch for a in own.actions if a.kind in ("F", "R") and a.piece in ends]
