@@ -30,7 +30,7 @@ def test_an_estimate_is_a_table_and_sentences() -> None:
 @pytest.mark.parametrize(
     ("memory", "verdict"),
     [
-        ("1 GiB", "needs 46.4 MiB (50.0 MiB reserved) and fits the 1.0 GiB of gpu0, which hold up to 112 samples, 320"),
+        ("1 GiB", "needs 46.4 MiB (50.0 MiB reserved) and fits the 1.0 GiB of gpu0, which hold up to 108 samples, 317"),
         ("40 MiB", "and does not fit the 40.0 MiB of gpu0; with recompute it needs 23.9 MiB (40.0 MiB reserved) and"),
         (
             "39 MiB",

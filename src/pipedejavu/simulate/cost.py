@@ -24,6 +24,8 @@ class Work(NamedTuple):
 
 
 NOTHING = Work(0.0, 0.0)
+INSTANT_S = 1e-9
+"""What holds nobody up: links of unit costs take next to nothing, but not nothing."""
 
 _HALVES = {"F": "forward", "B": "backward", "W": "weight_backward", "R": "recompute", "EVAL": "forward"}
 _MEASURED = {**_HALVES, "I": "backward"}
@@ -66,7 +68,7 @@ class Costs:
                 waits_s += work.latency_s + work.time_s
             elif a.kind == "RECV":
                 waits_s += work.latency_s
-            elif waits_s and a.lane == "compute":
+            elif waits_s > INSTANT_S and a.lane == "compute":
                 works[op], waits_s = work._replace(latency_s=work.latency_s + waits_s), 0.0
 
     def spreads(self, graph: Graph) -> list[float]:
