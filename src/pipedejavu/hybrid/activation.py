@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils.checkpoint import checkpoint
 
 from pipedejavu.facts import InputError
 from pipedejavu.hybrid.home import Lanes
 from pipedejavu.hybrid.lane import Mark, now
+from pipedejavu.hybrid.recompute import Recompute
 from pipedejavu.hybrid.unit import ModelUnit
 
 Activations = Literal["keep", "recompute", "offload"]
@@ -122,7 +122,7 @@ def set_activations(
             continue
         original, own = module.forward, module.__dict__.get("forward")
         away = partial(offload.run, n, module, original)
-        again = partial(checkpoint, original, use_reentrant=False)
+        again = Recompute(module, original, lanes.device)
         module.forward = partial(_forward, original, again if value == "recompute" else away)
         undo.append(partial(_restore, module, own))
     return undo
