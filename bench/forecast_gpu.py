@@ -18,12 +18,14 @@ import torch
 from torch import Tensor, nn
 
 from pipedejavu.engine import AdamW
-from pipedejavu.facts import Device, Host, InputError, Link, Machine, Profile, Timeline, Unit, UnitTime
+from pipedejavu.facts import Cost, Device, Host, InputError, Link, Machine, Profile, Timeline, Unit, UnitTime
 from pipedejavu.hybrid import HybridAdamW
 from pipedejavu.hybrid.arithmetic import State, scalars_of
 from pipedejavu.hybrid.gpu import UnitUpdate, addresses_of
 from pipedejavu.hybrid.native import HostUpdate, Task
 from pipedejavu.hybrid.placement import Limits, Placement, Stretch, UnitSize, choose_placement
+from pipedejavu.hybrid.recompute import Recompute
+from pipedejavu.hybrid.unit import find_units
 from pipedejavu.plan import Keep, Reduce, preset
 from pipedejavu.profile import Shot, measure_profile
 from pipedejavu.profile.count import count_step
@@ -37,6 +39,10 @@ from pipedejavu.zoo.loss import cross_entropy
 
 CLIP, WARM_UP, TIMED, REPEATS, COPIES, HOST_STEPS = 1.0, 4, 4, 3, 20, 4
 ANY = 2**60
+NORMED = 2**22
+"""Parameters of one gradient of which a norm is taken."""
+WARM_S, TIMED_S = 1.0, 0.5
+"""Steps run for so long at least: a GPU that works for a while is slower."""
 STEPS, ROUNDS = 3, 3
 """Updates of a program; forecasts, each with the copies of the one before."""
 BUDGETS = (0.7, 0.35, 0.05)
@@ -207,9 +213,41 @@ def units_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
     return list(model.named_children())
 
 
-def measure_units(name: str, made: nn.Module, inputs: Tensor, targets: Tensor, kind: str) -> Profile:
-    shot = Shot(units_of(made), inputs, targets, loss_of)
+def measure_units(
+    name: str, made: nn.Module, inputs: Tensor, targets: Tensor, kind: str, recomputes: bool = False
+) -> Profile:
+    units = units_of(made)
+    if recomputes:
+        blocks = {unit.module for unit in find_units(made) if unit.is_block}
+        units = [(n, Block(module, inputs.device) if module in blocks else module) for n, module in units]
+    shot = Shot(units, inputs, targets, loss_of)
     return measure_profile(name, [shot], (), {kind: inputs.device}, updates_of(AdamW(lr=1e-5)))
+
+
+class Block(nn.Module):
+    """A unit; one that is recomputed as the hybrid optimizer does it, where a device is given."""
+
+    def __init__(self, inside: nn.Module, device: torch.device | None = None):
+        super().__init__()
+        self.inside, self._run = inside, inside.forward if device is None else Recompute(inside, inside.forward, device)
+
+    def forward(self, value: Tensor) -> Tensor:
+        return self._run(value)
+
+
+def with_recompute(profile: Profile, again: Profile) -> Profile:
+    """Returns the profile with the forwards and recomputes of units that were measured with both in their backwards."""
+    units = []
+    for unit, other in zip(profile.units, again.units, strict=True):
+        times = {}
+        for kind, without in unit.times.items():
+            with_it = other.times[kind]
+            more_s = with_it.backward.per_sample_s - without.backward.per_sample_s
+            issue_s = with_it.backward.issue_s - without.backward.issue_s
+            recompute = Cost(per_sample_s=max(0.0, more_s), issue_s=max(0.0, issue_s))
+            times[kind] = without.but(forward=with_it.forward, recompute=recompute)
+        units.append(unit.but(times=times))
+    return profile.but(units=tuple(units))
 
 
 def measure_facts(folder: Path, device: torch.device) -> dict[str, Any]:
@@ -280,15 +318,18 @@ def _update_rates(device: torch.device) -> dict[str, float]:
     gradient, own = state(torch.device("cpu"))
     host = HostUpdate()
     alone = rate(lambda: host([Task(scalars, gradient, own, own)]))
-    found = {"gpu_parameters_per_s": alone, "host_alone_parameters_per_s": alone, "host_parameters_per_s": alone}
+    names = ("gpu", "norm", "host_alone", "host")
+    found = {f"{name}_parameters_per_s": alone for name in names}
     if device.type == "cuda":
         gradients, there = state(device)
         update = UnitUpdate([there.weight], [addresses_of(there)])
         found["gpu_parameters_per_s"] = rate(lambda: update([scalars], [gradients]))
+        parts = gradients.split(NORMED)
+        found["norm_parameters_per_s"] = rate(lambda: torch._foreach_norm(parts, 2, torch.float32))
         del gradients, there, update
         found |= _together(lambda: host([Task(scalars, gradient, own, own)]), count, own.m, device)
     host.close()
-    return {**found, "is_native": host.is_native, "away_unit_s": _away_time(device)}
+    return {**found, "is_native": host.is_native, **_host_times(device)}
 
 
 def _together(update: Callable[[], None], count: int, host: Tensor, device: torch.device) -> dict[str, float]:
@@ -314,51 +355,51 @@ def _together(update: Callable[[], None], count: int, host: Tensor, device: torc
     return found
 
 
-def _away_time(device: torch.device) -> float:
-    """Returns what each unit whose state is away costs the host in a step, from a tiny model."""
-    blocks = [nn.Sequential(*(nn.Linear(8, 8) for _ in range(6))) for _ in range(16)]
-    model, found = nn.Sequential(*blocks).to(device), []
-    for gpu_units in (None, 0):
-        optimizer, times = HybridAdamW(model, clip_norm=CLIP, window=None, speculate=False, gpu_units=gpu_units), []
+def _host_times(device: torch.device) -> dict[str, float]:
+    """Returns what each gradient costs the host in a step, and more where it goes away, from a tiny model."""
+    model = nn.Sequential(*(Block(nn.Sequential(*(nn.Linear(8, 8) for _ in range(6)))) for _ in range(16)))
+    model, count = model.to(device), sum(1 for _ in model.parameters())
+    passes_s, steps_s = [], []
+    for gpu_units in ("none", None, 0):
+        options = {"clip_norm": CLIP, "window": None, "speculate": False, "gpu_units": gpu_units}
+        optimizer = None if gpu_units == "none" else HybridAdamW(model, **options)
+        passes, steps = [], []
         for _ in range(20):
             start = time.perf_counter()
             model(torch.ones(4, 8, device=device)).sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
             synchronize(device)
-            times.append(time.perf_counter() - start)
-        optimizer.close()
-        found.append(median(times))
-    return max(0.0, found[1] - found[0]) / len(blocks)
+            passes.append(time.perf_counter() - start)
+            if optimizer:
+                optimizer.step()
+            model.zero_grad()
+            synchronize(device)
+            steps.append(time.perf_counter() - start)
+        if optimizer:
+            optimizer.close()
+        passes_s.append(median(passes))
+        steps_s.append(median(steps))
+    return {
+        "gradient_s": max(0.0, passes_s[1] - passes_s[0]) / count,
+        "away_s": max(0.0, steps_s[2] - steps_s[1]) / count,
+    }
 
 
-def measure_host(made: nn.Module, model: Model, device: torch.device) -> dict[str, dict[str, float]]:
-    """Returns what the host takes to issue a forward and backward of the whole model, and an update: one sample's.
-
-    By name of what becomes of the activations. A GPU that is through with them sooner waits for the host.
-    """
+def measure_update(made: nn.Module, model: Model, device: torch.device) -> float:
+    """Returns what the host takes to issue an update of the whole model."""
     inputs, targets = batch_of(model, device, samples=1)
-    found = {}
-    for name in ("recompute", "keep"):
-        optimizer = HybridAdamW(
-            made, lr=1e-5, clip_norm=CLIP, gpu_budget=ANY, window=None, activations=name, speculate=False
-        )
-        times = []
-        for _ in range(2 + HOST_STEPS):
-            synchronize(device)
-            start = time.perf_counter()
-            loss_of(made(inputs), targets).backward()
-            synchronize(device)
-            issued = time.perf_counter()
-            optimizer.step()
-            optimizer.zero_grad()
-            times.append((issued - start, time.perf_counter() - issued))
-        optimizer.close()
-        del optimizer
-        gc.collect()  # of a large model there is room for one state only
-        issue_s, update_s = map(median, zip(*times[2:], strict=True))
-        found[name] = {"issue_s": issue_s, "update_s": update_s}
-    return found
+    optimizer = HybridAdamW(made, lr=1e-5, clip_norm=CLIP, gpu_budget=ANY, window=None, speculate=False)
+    times = []
+    for _ in range(2 + HOST_STEPS):
+        loss_of(made(inputs), targets).backward()
+        synchronize(device)
+        start = time.perf_counter()
+        optimizer.step()
+        optimizer.zero_grad()
+        times.append(time.perf_counter() - start)
+    optimizer.close()
+    del optimizer
+    gc.collect()  # of a large model there is room for one state only
+    return median(times[2:])
 
 
 def synchronize(device: torch.device) -> None:
@@ -402,9 +443,12 @@ class Setting:
     """What a forecast starts from."""
 
     profile: Profile
+    again: Profile
+    """With the times of units that are recomputed."""
     model: Model
     facts: dict[str, Any]
-    host: dict[str, dict[str, float]]
+    update_s: float
+    """What an update costs the host."""
 
     @property
     def machine(self) -> Machine:
@@ -425,7 +469,9 @@ class Setting:
         share = 1.0
         for _ in range(ROUNDS):
             rates = rates_of(self.facts, share)
-            program = compile_plan(plan, with_updates(self.profile, rates, gpu), busy(self.machine, rates))
+            profile = with_updates(self.again if recomputes else self.profile, rates, gpu)
+            profile = with_issues(profile, places, gpu, self.facts, self.update_s)
+            program = compile_plan(plan, profile, busy(self.machine, rates))
             prediction = simulate(program, verify(program))
             share = copying_share(prediction.timeline())
         return prediction, share
@@ -457,18 +503,12 @@ def forecast_case(setting: Setting, place: float | None, recomputes: bool) -> di
     assert worker.allocated_bytes is not None
     assert worker.reserved_bytes is not None
     begins = sorted(s.start_s for s in prediction.timeline().spans() if s.action.startswith("F0."))
-    device_s, host = begins[-1] - begins[-2], setting.host["recompute" if recomputes else "keep"]
-    num_away = len(profile.units) - placement.places.count("gpu")
-    host_s = host["issue_s"] + num_away * facts["away_unit_s"]
-    # The host runs ahead of the GPU; but where any state is away it waits for the norm, once in each step.
-    ahead_s, behind_s = (host["update_s"], 0.0) if place is None else (0.0, host["update_s"])
     more = facts["library_bytes"]
     allocated = worker.allocated_bytes if place is None else placement.gpu_bytes
     return {
         "budget": budget,
         "places": {word: placement.places.count(word) for word in words},
-        "step_s": max(device_s, host_s + ahead_s) + behind_s,
-        "device_s": device_s,
+        "step_s": begins[-1] - begins[-2],
         "copying_share": share,
         "live": worker.peak_bytes + more,
         "placed": placement.gpu_bytes + more,
@@ -511,15 +551,34 @@ def busy(machine: Machine, rates: dict[str, Any]) -> Machine:
 
 
 def with_updates(profile: Profile, facts: dict[str, Any], gpu: Device) -> Profile:
-    """Returns the profile with updates at the rates that the hybrid optimizer's passes reach."""
+    """Returns the profile with updates, and norms behind backwards, at the rates that the hybrid optimizer reaches."""
 
     def changed(unit: Unit) -> Unit:
-        on_gpu = unit.times[gpu.kind].but(update_s=unit.num_parameters / facts["gpu_parameters_per_s"])
+        norm = Cost(fixed_s=unit.num_parameters / facts["norm_parameters_per_s"])
+        own = unit.times[gpu.kind]
+        on_gpu = own.but(backward=own.backward.plus(norm), update_s=unit.num_parameters / facts["gpu_parameters_per_s"])
         on_host = UnitTime(update_s=unit.num_parameters / facts["host_parameters_per_s"])
         state = unit.num_parameters * (10 if unit.parameter_bytes < 4 * unit.num_parameters else 8)
         return unit.but(times={gpu.kind: on_gpu, "cpu": on_host}, optimizer_bytes=state)
 
     return profile.but(units=tuple(map(changed, profile.units)))
+
+
+def with_issues(
+    profile: Profile, places: tuple[str, ...], gpu: Device, facts: dict[str, Any], update_s: float
+) -> Profile:
+    """Returns the profile with what the hybrid optimizer costs the host.
+
+    Its step comes before the first forward; in backwards it takes gradients, and sends those of units that are away.
+    """
+    units = []
+    for n, (unit, place) in enumerate(zip(profile.units, places, strict=True)):
+        own = unit.times[gpu.kind]
+        each_s = facts["gradient_s"] + (0.0 if place == "device" else facts["away_s"])
+        forward = own.forward.but(issue_s=own.forward.issue_s + (0.0 if n else update_s))
+        backward = own.backward.but(issue_s=own.backward.issue_s + each_s * len(unit.parameter_parts))
+        units.append(unit.but(times={**unit.times, gpu.kind: own.but(forward=forward, backward=backward)}))
+    return profile.but(units=tuple(units))
 
 
 def run_case(made: nn.Module, batch: tuple[Tensor, Tensor], budget: int | None, recomputes: bool) -> dict[str, Any]:
@@ -535,10 +594,12 @@ def run_case(made: nn.Module, batch: tuple[Tensor, Tensor], budget: int | None, 
     )  # fmt: skip
     times = []
     try:
-        for n in range(WARM_UP + TIMED):
+        n, num_warm, began = 0, 0, 0.0
+        while not num_warm or n < num_warm + TIMED or time.perf_counter() - began < TIMED_S:
             if n == 2 and device.type == "cuda":
                 torch.cuda.empty_cache()  # what only the first step took, before the state had its places
-            if n == WARM_UP:
+            if not num_warm and n >= WARM_UP and time.perf_counter() - started > WARM_S:
+                num_warm = n
                 gc.collect()
                 synchronize(device)
                 if device.type == "cuda":
@@ -551,8 +612,9 @@ def run_case(made: nn.Module, batch: tuple[Tensor, Tensor], budget: int | None, 
             times.append(time.perf_counter() - before)
             if n == 0:
                 ready_s = time.perf_counter() - started
+            n += 1
         synchronize(device)
-        found = {"step_s": (time.perf_counter() - began) / TIMED, "times_s": times, "ready_s": ready_s}
+        found = {"step_s": (time.perf_counter() - began) / (n - num_warm), "times_s": times, "ready_s": ready_s}
         if device.type == "cuda":
             found["allocated"], found["reserved"] = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
         plan = optimizer.plan
@@ -563,6 +625,21 @@ def run_case(made: nn.Module, batch: tuple[Tensor, Tensor], budget: int | None, 
     finally:
         optimizer.close()
         made.zero_grad()
+
+
+def totals(profile: Profile, again: Profile) -> str:
+    """Returns what passes of all units take the GPU, and in brackets the host."""
+    shown = []
+    for label, units, part in (
+        ("forward", profile.units, "forward"),
+        ("backward", profile.units, "backward"),
+        ("forward of what is recomputed", again.units, "forward"),
+        ("recompute", again.units, "recompute"),
+    ):
+        costs = [getattr(unit_time, part) for unit in units for unit_time in unit.times.values()]
+        work, issue = sum(cost.per_sample_s for cost in costs), sum(cost.issue_s for cost in costs)
+        shown.append(f"{label} {1e6 * work:.1f} us a sample ({1e3 * issue:.1f} ms)")
+    return ", ".join(shown)
 
 
 def run_model(name: str, folder: Path, is_tiny: bool, done: set[str]) -> None:
@@ -576,18 +653,29 @@ def run_model(name: str, folder: Path, is_tiny: bool, done: set[str]) -> None:
     started = time.perf_counter()
     made, inputs, targets = make(model, device)
     profile = measure_units(name, made, inputs, targets, gpu["kind"])
+    again = with_recompute(profile, measure_units(name, made, inputs, targets, gpu["kind"], recomputes=True))
     profile.save(str(folder / f"{name}.profile.json"))
-    host = measure_host(made, model, device)
+    again.save(str(folder / f"{name}.recompute.profile.json"))
+    update_s = measure_update(made, model, device)
     count = sum(unit.num_parameters for unit in profile.units)
     took_s = time.perf_counter() - started
-    print(f"{name}: {count / 1e6:.0f} M parameters, built and measured in {took_s:.0f} s; host {host}", flush=True)
-    setting = Setting(profile, model, facts, host)
+    print(
+        f"{name}: {count / 1e6:.0f} M parameters, built and measured in {took_s:.0f} s; {totals(profile, again)}",
+        flush=True,
+    )
+    setting = Setting(profile, again, model, facts, update_s)
     for recomputes in (True, False):
         for place in (None, *model.budgets):
             key = case_key(name, recomputes, place)
             if key in done:
                 continue
-            row: dict[str, Any] = {"case": key, "model": name, "recomputes": recomputes, "place": place, "host": host}
+            row: dict[str, Any] = {
+                "case": key,
+                "model": name,
+                "recomputes": recomputes,
+                "place": place,
+                "update_s": update_s,
+            }
             started = time.perf_counter()
             try:
                 row["forecast"] = forecast_case(setting, place, recomputes)

@@ -20,11 +20,18 @@ class Cost(Record):
     measured_s: dict[Annotated[int, Field(ge=1)], Seconds] = Field(default_factory=dict)
     """Times by number of samples that the line misses. Between them, and from `fixed_s` at none to the first, the time
     goes straight; behind the last it grows by `per_sample_s`."""
+    issue_s: Seconds = 0.0
+    """What the host takes to issue the work, where the device is a GPU. The work takes no less, unless the host has
+    issued it before."""
     spread: float = Field(default=0.0, ge=0)
     """How far the middle half of what was measured lies from these times at most, as a part of them."""
 
     def at(self, samples: float) -> float:
         """Returns the time for a microbatch of `samples`."""
+        return max(self.issue_s, self.work_s(samples))
+
+    def work_s(self, samples: float) -> float:
+        """Returns the device's time for a microbatch of `samples`, once it is issued."""
         if not self.measured_s:
             return self.fixed_s + self.per_sample_s * samples
         sizes, times = self._points
@@ -41,7 +48,7 @@ class Cost(Record):
         return [size for size, _ in points], [time_s for _, time_s in points]
 
     def times(self, factor: float) -> "Cost":
-        """Returns the time as many times as long."""
+        """Returns the time as many times as long; the host's stays."""
         return self.but(
             fixed_s=self.fixed_s * factor,
             per_sample_s=self.per_sample_s * factor,
@@ -54,7 +61,8 @@ class Cost(Record):
         return self.but(
             fixed_s=sum(cost.fixed_s for cost in every),
             per_sample_s=sum(cost.per_sample_s for cost in every),
-            measured_s={size: sum(cost.at(size) for cost in every) for cost in every for size in cost.measured_s},
+            measured_s={size: sum(cost.work_s(size) for cost in every) for cost in every for size in cost.measured_s},
+            issue_s=sum(cost.issue_s for cost in every),
         )
 
 

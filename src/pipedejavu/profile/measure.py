@@ -21,7 +21,7 @@ from pipedejavu.profile.chain import Units
 from pipedejavu.profile.count import Counted, count_step
 from pipedejavu.profile.line import fit_line
 from pipedejavu.profile.shot import Shot, has_same_units
-from pipedejavu.profile.step import PARTS, Head, moved, run_step, tensors_of
+from pipedejavu.profile.step import PARTS, Head, moved, run_several, run_step, tensors_of
 
 _FEWEST, _MOST, _ENOUGH_S = 3, 20, 0.25
 """Passes that are timed: at least so many, and more of short ones, until they took so long together."""
@@ -32,6 +32,12 @@ _WARM_UPS = {"cpu": 0, "cuda": 2}
 _TURNS = {"cpu": 3, "cuda": 1}
 """How often the timing goes through all units and sizes: a CPU that others share is slower for seconds, then faster."""
 
+_SUSTAINED_S = 2.0
+"""For how long a GPU runs without a pause: after a second or so it is as slow as its power lets it be."""
+_TOGETHER = 4
+"""Units whose passes the host issues one behind the other, where there is room for what all of them save."""
+_CYCLES_PER_S = 3e9
+"""More than any GPU has."""
 _CACHE_BYTES = 64 << 20
 """More than the caches of most cores hold."""
 
@@ -61,11 +67,18 @@ def measure_profile(
     for kind, device in kinds.items():
         rows = [_count_shot(shot, device, make_update) for shot in shots]
         turns = [_time_turn(rows, shots, kind, device, report) for _ in range(_TURNS[device.type])]
+        if device.type == "cuda":
+            factor = _slow_down(rows[-1], device)
+            for row in {id(row): row for row in rows[0]}.values():
+                row.issue_s = _issue_s(row, device)
         if len(turns) > 1:
             drift[kind] = stdev(turns) / fmean(turns)
         for own, *same in zip(times, *rows, strict=True):
             by_size = {shot.samples: row.times for shot, row in zip(shots, same, strict=True)}
             lines = {part: fit_line({n: taken[part] for n, taken in by_size.items()}) for part in PARTS}
+            if device.type == "cuda":
+                issue_s = same[0].issue_s
+                lines = {part: line.times(factor).but(issue_s=issue_s[part]) for part, line in lines.items()}
             own[kind] = UnitTime(update_s=same[-1].update_s).but(**lines)
         counted = [row.counted for row in rows[-1]]
         found = [
@@ -111,19 +124,28 @@ class _Row:
     is_first: bool
     counted: Counted
     times: dict[str, list[float]] = field(default_factory=lambda: {part: [] for part in PARTS})
+    issue: dict[str, list[float]] = field(default_factory=lambda: {part: [] for part in PARTS})
+    """On a GPU: what the host took to issue them, each alone."""
+    issue_s: dict[str, float] = field(default_factory=dict)
+    """The same in a step of several units."""
     update_s: float = 0.0
     num_alike: int = 0
 
     def run(self, device: torch.device, enough_s: float, fewest: int) -> float:
         """Times passes on a copy of the unit; returns what a forward and its backward take, for all that are alike."""
         module, before = copy.deepcopy(self.module).to(device), len(self.times["forward"])
+        issue_s = 0.0
         for _ in range(_WARM_UPS[device.type]):
+            start = time.perf_counter()
             run_step(module, self.value, self.head, self.is_first, _Stopwatch(device))
+            issue_s = time.perf_counter() - start
         for _ in _repeats(enough_s, fewest):
+            _occupy(device, issue_s)
             watch = _Stopwatch(device)
             run_step(module, self.value, self.head, self.is_first, watch)
-            for part, found in self.times.items():
-                found.append(watch.time_s(part))
+            for part in PARTS:
+                self.times[part].append(watch.time_s(part))
+                self.issue[part].append(watch.host_s.get(part, 0.0))
         return self.num_alike * sum(median(self.times[part][before:]) for part in ("forward", "backward"))
 
 
@@ -158,45 +180,86 @@ def _time_turn(
     return taken_s
 
 
-def _repeats(enough_s: float, fewest: int) -> Iterator[int]:
+def _slow_down(rows: Sequence[_Row], device: torch.device) -> float:
+    """Returns how many times as long passes take a GPU that has run for a while; those of the units that take most."""
+    row = max(rows, key=lambda row: row.num_alike * sum(map(median, row.times.values())))
+    expected_s, issue_s = (sum(map(median, taken.values())) for taken in (row.times, row.issue))
+    if issue_s > expected_s:
+        return 1.0  # it waits for the host, and rests
+    module = copy.deepcopy(row.module).to(device)
+    watches = []
+    for _ in _repeats(_SUSTAINED_S, _FEWEST, most=round(_SUSTAINED_S / expected_s)):
+        watches.append(_Stopwatch(device))
+        run_step(module, row.value, row.head, row.is_first, watches[-1])
+    late = watches[len(watches) // 2 :]
+    return max(1.0, median(sum(map(watch.time_s, PARTS)) for watch in late) / expected_s)
+
+
+def _issue_s(row: _Row, device: torch.device) -> dict[str, float]:
+    """Returns what the host takes to issue each part of a unit among others: alone, all of it is cold each time."""
+    free_bytes, _ = torch.cuda.mem_get_info(device)
+    count = _TOGETHER if 2 * _TOGETHER * sum(row.counted.saved) < free_bytes else 1
+    module, watches = copy.deepcopy(row.module).to(device), []
+    for _ in _repeats(_ENOUGH_S, _WARM_UPS[device.type] + _FEWEST):
+        watches.append(_Stopwatch(device))
+        run_several(module, row.value, row.head, row.is_first, watches[-1], count)
+        torch.cuda.synchronize(device)
+    warm = watches[_WARM_UPS[device.type] :]
+    alone = {part: median(found) for part, found in row.issue.items()}
+    forward, backward = (median(w.host_s.get(part, 0.0) for w in warm) / count for part in ("forward", "backward"))
+    half = backward / alone["backward"] if alone["backward"] else 1.0
+    halves = {part: half * alone[part] for part in ("input_backward", "weight_backward")}
+    return {"forward": forward, "recompute": forward, "backward": backward, **halves}
+
+
+def _repeats(enough_s: float, fewest: int, most: int = _MOST) -> Iterator[int]:
     """Counts passes until there are enough."""
     start = time.perf_counter()
-    for n in range(_MOST):
+    for n in range(max(fewest, most)):
         if n >= fewest and time.perf_counter() - start > enough_s:
             return
         yield n
 
 
+def _occupy(device: torch.device, time_s: float) -> None:
+    """Keeps a GPU busy for so long at least: what is issued meanwhile runs without gaps."""
+    if device.type == "cuda" and time_s:
+        torch.cuda._sleep(round(time_s * _CYCLES_PER_S))  # type: ignore[no-untyped-call]
+
+
 class _Stopwatch:
-    """A meter of time: by the clock on a CPU, by events of the stream on a GPU, which works behind the host."""
+    """A meter of time: the device's, by events of the stream on a GPU, and the host's, which is the same on a CPU."""
 
     def __init__(self, device: torch.device):
         self.device = device
-        self.marks: dict[str, tuple[Any, Any]] = {}
+        self.host_s: dict[str, float] = {}
+        self.events: dict[str, tuple[Any, Any]] = {}
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
         """Times what runs inside."""
-        start = self._mark()
+        begin = self._event()
+        start = time.perf_counter()
         yield
-        self.marks[name] = start, self._mark()
+        self.host_s[name] = time.perf_counter() - start
+        self.events[name] = begin, self._event()
 
-    def _mark(self) -> Any:
+    def _event(self) -> Any:
         if self.device.type == "cpu":
-            return time.perf_counter()
+            return None
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(self.device))
         return event
 
     def time_s(self, name: str) -> float:
-        """Returns what a part took, once the device is through with it; nothing for a part that did not run."""
-        if name not in self.marks:
+        """Returns what a part took the device, once it is through with it; nothing for a part that did not run."""
+        if name not in self.events:
             return 0.0
-        start, end = self.marks[name]
-        if self.device.type == "cpu":
-            return float(end - start)
+        begin, end = self.events[name]
+        if end is None:
+            return self.host_s[name]
         end.synchronize()
-        return float(start.elapsed_time(end)) / 1000
+        return float(begin.elapsed_time(end)) / 1000
 
 
 def describe(name: str, module: nn.Module, counted: Counted, behind: Counted | None, samples: int) -> Unit:
@@ -224,13 +287,15 @@ def _update_s(parameters: Sequence[Tensor], make_update: MakeUpdate) -> float:
     """Times updates of a unit's parameters; on a CPU none is in a cache, as a whole step lies between two updates."""
     if not parameters:
         return 0.0
-    update, times, device = make_update(parameters), [], parameters[0].device
+    update, device = make_update(parameters), parameters[0].device
+    times: list[float] = []
     others = torch.zeros(_CACHE_BYTES, dtype=torch.uint8) if device.type == "cpu" else None
     for _ in range(1 + _FEWEST):
         if others is not None:
             others.add_(1)
+        _occupy(device, times[-1] if times else 0.0)
         watch = _Stopwatch(device)
         with watch.part("update"):
             update()
-        times.append(watch.time_s("update"))
+        times.append(max(watch.time_s("update"), watch.host_s["update"]))
     return median(times[1:])  # the first pass warms up

@@ -55,16 +55,43 @@ def run_step(module: nn.Module, value: Any, head: Head | None, is_first: bool, m
     return output
 
 
+def run_several(module: nn.Module, value: Any, head: Head | None, is_first: bool, meter: Meter, count: int) -> None:
+    """Runs forwards one behind the other and then their backwards as one, as a step of so many such units does."""
+    leaves, given = zip(*(_inputs(value, is_first) for _ in range(count)), strict=True)
+    with meter.part("forward"):
+        found = [_run(module, each, head) for each in given]
+    ends = [_ends(*each) for each in zip(leaves, found, strict=True)]
+    roots, seeds = ([t for end in ends for t in getattr(end, name)] for name in ("roots", "seeds"))
+    if roots:
+        with meter.part("backward"):
+            torch.autograd.backward(roots, seeds)
+    module.zero_grad()
+
+
 def _forward(module: nn.Module, value: Any, head: Head | None, is_first: bool, meter: Meter, part: str) -> _Forward:
-    # Copies of the inputs: a unit may change what it is given in place.
+    leaves, given = _inputs(value, is_first)
+    with meter.part(part):
+        found = _run(module, given, head)
+    return _ends(leaves, found)
+
+
+def _inputs(value: Any, is_first: bool) -> tuple[list[Tensor], Any]:
+    """Returns leaves, and copies of them to be given to a unit: it may change what it is given in place."""
     leaves = [t.detach().requires_grad_(t.is_floating_point() and not is_first) for t in tensors_of(value)]
     given = [leaf.clone() for leaf in leaves]
-    with meter.part(part):
-        output = module(tuple(given) if isinstance(value, tuple) else given[0])
-        ends = tensors_of(head(output) if head else output)
+    return leaves, tuple(given) if isinstance(value, tuple) else given[0]
+
+
+def _run(module: nn.Module, given: Any, head: Head | None) -> tuple[Any, list[Tensor]]:
+    """Returns a unit's output, and what its backward begins at."""
+    output = module(given)
+    return output, tensors_of(head(output) if head else output)
+
+
+def _ends(leaves: list[Tensor], found: tuple[Any, list[Tensor]]) -> _Forward:
+    output, ends = found
     roots = [t for t in ends if t.requires_grad]
-    seeds = [torch.ones_like(t) for t in roots]
-    return _Forward([t for t in leaves if t.requires_grad], output, roots, seeds)
+    return _Forward([t for t in leaves if t.requires_grad], output, roots, [torch.ones_like(t) for t in roots])
 
 
 def tensors_of(value: Any) -> list[Tensor]:

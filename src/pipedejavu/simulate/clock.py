@@ -23,10 +23,37 @@ def run_clock(graph: Graph, works: Sequence[Work]) -> Times:
     contended = shared or overlap.compute > 1 or overlap.transfer > 1
     if contended or any(w.picks_ready for w in program.workers):
         return run_events(graph, works, shared, overlap)
-    return sweep(graph, [w.latency_s + w.time_s for w in works])
+    issuing = _Issuing(graph, works) if any(w.issue_s for w in works) else None
+    return sweep(graph, [w.latency_s + w.time_s for w in works], issuing)
 
 
-def sweep(graph: Graph, durations: Sequence[float]) -> Times:
+class _Issuing:
+    """The hosts that issue compute to GPUs: each that of one worker, in order, and ahead of it where it may."""
+
+    def __init__(self, graph: Graph, works: Sequence[Work]):
+        self.graph, self.works = graph, works
+        self.free = [0.0] * len(graph.program.workers)
+        """When each host is through with what it has issued."""
+        self.last = [0.0] * len(graph.program.workers)
+        """When the newest compute of each worker ends."""
+
+    def issue(self, op: int, start_s: float) -> float:
+        """Issues an operation that starts then, and returns when it is issued: it ends no sooner."""
+        worker, work = self.graph.members[op][0], self.works[op]
+        if not work.issue_s and not work.waits:
+            return 0.0
+        if work.waits or start_s > self.last[worker]:  # what came from elsewhere, the host has waited for
+            self.free[worker] = max(self.free[worker], start_s)
+        self.free[worker] += work.issue_s
+        return self.free[worker] if work.issue_s else 0.0
+
+    def end(self, op: int, end_s: float) -> None:
+        """Notes when an operation ends."""
+        if self.graph.action(op).lane == "compute":
+            self.last[self.graph.members[op][0]] = end_s
+
+
+def sweep(graph: Graph, durations: Sequence[float], issuing: _Issuing | None = None) -> Times:
     """Returns start and end of each operation: the latest end before it, and its duration later."""
     left, successors = graph.num_before.copy(), graph.successors
     start = [0.0] * len(left)
@@ -36,7 +63,11 @@ def sweep(graph: Graph, durations: Sequence[float]) -> Times:
     while ready:
         op = ready.pop()
         done += 1
-        ends = end[op] = start[op] + durations[op]
+        ends = start[op] + durations[op]
+        if issuing is not None:
+            ends = max(ends, issuing.issue(op, start[op]))
+            issuing.end(op, ends)
+        end[op] = ends
         for after in successors[op]:
             if ends > start[after]:
                 start[after] = ends
@@ -86,6 +117,8 @@ class _Events:
         self.computing: dict[int, set[int]] = {w: set() for w in range(len(graph.program.workers))}
         self.moving: dict[int, set[int]] = {w: set() for w in range(len(graph.program.workers))}
         self.queues = _ReadyQueues(graph)
+        self.issuing = _Issuing(graph, works)
+        self.issued = [0.0] * count  # when each operation is issued
 
     def run(self) -> Times:
         for op, count in enumerate(self.left):
@@ -98,6 +131,8 @@ class _Events:
                 continue
             if event == _JOIN:
                 self.join(op, now)
+            elif now < self.issued[op]:
+                self.push(self.issued[op], op, _FINISH)
             else:
                 self.finish(op, now)
                 done += 1
@@ -120,6 +155,7 @@ class _Events:
 
     def begin(self, op: int, now: float) -> None:
         self.start[op] = now
+        self.issued[op] = self.issuing.issue(op, now)
         latency, time = self.works[op][:2]
         if time and (self.wires[op] or self.slows):
             if latency:
@@ -143,6 +179,7 @@ class _Events:
 
     def finish(self, op: int, now: float) -> None:
         self.end[op] = now
+        self.issuing.end(op, now)
         self.valid[op] = 0
         if self.running.pop(op, None) is not None:
             for others in self.places(op):

@@ -21,6 +21,10 @@ class Work(NamedTuple):
     loads: tuple[int, ...] = ()
     """How many transfers the operation stands for on each wire: its copies in a folded program, and the hops of
     a ring. The time has the highest in it."""
+    issue_s: float = 0.0
+    """What the host takes to issue it to a GPU."""
+    waits: bool = False
+    """Whether the host, before it issues it, waits for what the GPU did before."""
 
 
 NOTHING = Work(0.0, 0.0)
@@ -57,6 +61,8 @@ class Costs:
         for worker in range(len(workers)):
             if self._device(worker).type == "cpu":
                 self._hold_up(graph, worker, found)
+            elif self.plan.reduce.clip == "global":
+                self._read_norms(graph, worker, found)
         return found
 
     def _hold_up(self, graph: Graph, worker: int, works: list[Work]) -> None:
@@ -70,6 +76,17 @@ class Costs:
                 waits_s += work.latency_s
             elif waits_s > INSTANT_S and a.lane == "compute":
                 works[op], waits_s = work._replace(latency_s=work.latency_s + waits_s), 0.0
+
+    def _read_norms(self, graph: Graph, worker: int, works: list[Work]) -> None:
+        """Lets the host of a GPU wait for the norm, which it reads before it issues updates and all behind them."""
+        is_new = reads = False
+        for op, a in zip(graph.of_action[worker], self.program.workers[worker].actions, strict=True):
+            if a.kind == "UPDATE":
+                is_new, reads = False, reads or is_new
+            if a.lane == "compute":
+                is_new = is_new or a.kind in ("B", "W")
+                if reads:
+                    works[op], reads = works[op]._replace(waits=True), False
 
     def spreads(self, graph: Graph) -> list[float]:
         """Returns how far each operation's time may lie from its work, as a part of it: what was measured says so."""
@@ -90,7 +107,7 @@ class Costs:
 
     def _work(self, a: Action, worker: int) -> Work:
         if a.kind in ("F", "B", "I", "W", "R", "EVAL"):
-            return Work(0.0, self._compute(a, worker))
+            return self._compute(a, worker)
         if a.kind == "UPDATE":
             return self._update(a, worker)
         if a.kind == "SEND":
@@ -108,22 +125,19 @@ class Costs:
         profile = self.program.profile
         return [profile.time(profile.units[u], kind) for u in self.program.pieces[piece].units]
 
-    def _compute(self, a: Action, worker: int) -> float:
+    def _compute(self, a: Action, worker: int) -> Work:
         times, samples = self._times(a.piece, self._device(worker).kind), self.sizes.samples(a.microbatch)
-
-        if a.kind == "I":
-            time = sum(_input_s(t, samples) for t in times)
-        else:
-            costs: list[Cost] = [getattr(t, _HALVES[a.kind]) for t in times]
-            time = sum(cost.at(samples) for cost in costs)
-            if a.kind == "F" and self._makes_targets(a.piece, worker):
-                made = self.program.profile.batch.get(self._device(worker).kind)
-                time += made.at(samples) if made else 0.0
+        costs: list[Cost] = [_input_half(t, samples) if a.kind == "I" else getattr(t, _HALVES[a.kind]) for t in times]
+        time, issue = sum(cost.work_s(samples) for cost in costs), sum(cost.issue_s for cost in costs)
+        if a.kind == "F" and self._makes_targets(a.piece, worker):
+            made = self.program.profile.batch.get(self._device(worker).kind)
+            time += made.at(samples) if made else 0.0
         if a.kind == "R":
             time *= self.program.recomputes[a.piece]
+            issue *= self.program.recomputes[a.piece]
         if self.plan.feed.budgets:
             time *= self.plan.feed.budgets[a.replica]
-        return time / self.plan.place.shards
+        return Work(0.0, time / self.plan.place.shards, issue_s=issue)
 
     def _makes_targets(self, piece: int, worker: int) -> bool:
         """Whether a worker makes samples for their targets alone: it has the last piece and not the first."""
@@ -222,11 +236,11 @@ TRAFFIC = {
 """Rounds and volume of ring algorithms."""
 
 
-def _input_s(time: UnitTime, samples: float) -> float:
-    """Returns what the input half of a backward takes."""
+def _input_half(time: UnitTime, samples: float) -> Cost:
+    """Returns what the input half of a backward takes, at this number of samples."""
     if time.input_backward is not None:
-        return time.input_backward.at(samples)
-    return time.backward.at(samples) - time.weight_backward.at(samples)
+        return time.input_backward
+    return Cost(fixed_s=time.backward.work_s(samples) - time.weight_backward.work_s(samples))
 
 
 def _transfer(routes: list[Route], size_bytes: float) -> Work:
