@@ -569,14 +569,16 @@ def with_issues(
 ) -> Profile:
     """Returns the profile with what the hybrid optimizer costs the host.
 
-    Its step comes before the first forward; in backwards it takes gradients, and sends those of units that are away.
+    In backwards it takes gradients. Its step comes before the first forward, and with it what gradients cost that go
+    away: the host waits for one unit's to have left before it goes on with the next, so that nothing hides it.
     """
-    units = []
-    for n, (unit, place) in enumerate(zip(profile.units, places, strict=True)):
+    away = sum(len(u.parameter_parts) for u, place in zip(profile.units, places, strict=True) if place != "device")
+    step_s, units = update_s + facts["away_s"] * away, []
+    for n, unit in enumerate(profile.units):
         own = unit.times[gpu.kind]
-        each_s = facts["gradient_s"] + (0.0 if place == "device" else facts["away_s"])
-        forward = own.forward.but(issue_s=own.forward.issue_s + (0.0 if n else update_s))
-        backward = own.backward.but(issue_s=own.backward.issue_s + each_s * len(unit.parameter_parts))
+        forward = own.forward.but(issue_s=own.forward.issue_s + (0.0 if n else step_s))
+        taken_s = facts["gradient_s"] * len(unit.parameter_parts)
+        backward = own.backward.but(issue_s=own.backward.issue_s + taken_s)
         units.append(unit.but(times={**unit.times, gpu.kind: own.but(forward=forward, backward=backward)}))
     return profile.but(units=tuple(units))
 

@@ -108,6 +108,15 @@ def test_a_cost_that_was_measured_is_what_was_measured_and_straight_between() ->
     assert [cost.times(2).at(n) for n in (0, 1, 5, 10)] == [2.0, 2.5, 12.0, 20.0]
 
 
+def test_work_takes_no_less_than_the_host_takes_to_issue_it() -> None:
+    cost = Cost(fixed_s=1.0, per_sample_s=0.5, issue_s=2.0)
+    assert [cost.at(samples) for samples in (1, 2, 4)] == [2.0, 2.0, 3.0]
+    assert cost.work_s(1) == 1.5
+    assert cost.times(2).at(1) == 3.0
+    assert cost.times(0.1).at(1) == 2.0
+    assert cost.plus(Cost(fixed_s=10.0, issue_s=1.0)) == Cost(fixed_s=11.0, per_sample_s=0.5, issue_s=3.0)
+
+
 def test_costs_add_up_at_every_size() -> None:
     bent = Cost(fixed_s=1.0, per_sample_s=0.5, measured_s={1: 1.25, 2: 3.0, 8: 9.0}, spread=0.25)
     others = Cost(fixed_s=2.0, per_sample_s=1.0, measured_s={4: 5.0}), Cost(fixed_s=0.5, per_sample_s=0.25)

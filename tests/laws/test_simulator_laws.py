@@ -13,7 +13,7 @@ from pipedejavu.plan import Plan, preset
 from pipedejavu.program import Program, Table, build_graph, verify
 from pipedejavu.program import compile as compile_plan
 from pipedejavu.simulate import Prediction, simulate, unit_costs
-from pipedejavu.simulate.clock import run_events, sweep
+from pipedejavu.simulate.clock import Issuing, run_events, sweep
 from pipedejavu.simulate.cost import Costs, shared_wires
 
 FREE = 1e30
@@ -292,6 +292,28 @@ def test_sweep_and_the_events_agree_where_nothing_is_shared(name, cost):
     events = run_events(graph, works, frozenset(), Overlap())
     assert events[0] == pytest.approx(start, rel=1e-12)
     assert events[1] == pytest.approx(end, rel=1e-12)
+
+
+@pytest.mark.parametrize("name", PIPELINES + OTHERS)
+def test_a_host_that_issues_compute_makes_it_no_longer_than_each_action_alone_would_be(name):
+    program = example(name, 0.5)
+    issues = {"forward": 1.5, "backward": 0.4, "weight_backward": 0.7, "recompute": 1.5}
+
+    def issued(time: UnitTime) -> UnitTime:
+        return time.but(**{part: getattr(time, part).but(issue_s=issue_s) for part, issue_s in issues.items()})
+
+    units = tuple(u.but(times={kind: issued(t) for kind, t in u.times.items()}) for u in program.profile.units)
+    late = replace(program, profile=program.profile.but(units=units))
+    graph = build_graph(late)
+    works = Costs(late).of(graph)
+    assert any(work.issue_s for work in works)
+    start, end = sweep(graph, [work.latency_s + work.time_s for work in works], Issuing(graph, works))
+    events = run_events(graph, works, frozenset(), Overlap())
+    assert events[0] == pytest.approx(start, rel=1e-12)
+    assert events[1] == pytest.approx(end, rel=1e-12)
+    _, most = sweep(graph, [work.latency_s + max(work.time_s, work.issue_s) for work in works])
+    _, least = sweep(graph, [work.latency_s + work.time_s for work in works])
+    assert max(least) <= max(end) <= max(most) * (1 + 1e-12)
 
 
 @pytest.mark.parametrize("name", PIPELINES + OTHERS)

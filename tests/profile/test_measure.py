@@ -13,6 +13,7 @@ from pipedejavu.facts import Cost, Device, Host, Link, Machine, Profile
 from pipedejavu.plan import preset
 from pipedejavu.profile import Shot, make_shots, measure_profile, merge_profiles
 from pipedejavu.profile.count import count_step
+from pipedejavu.profile.step import PARTS
 from pipedejavu.program import compile as compile_plan
 from pipedejavu.program.liveness import Liveness
 from pipedejavu.program.size import Sizes
@@ -135,6 +136,42 @@ def test_nothing_of_what_was_run_stays_in_memory() -> None:
     before = sizes()
     measure({"cpu": CPU}, chain)
     assert sizes() == before
+
+
+def test_a_device_that_runs_behind_the_host_has_both_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pipedejavu.profile.measure._ISSUED", {"cpu"})
+    monkeypatch.setattr("pipedejavu.profile.measure._SUSTAINED_S", 0.01)
+    first, second, third = (unit.times["cpu"] for unit in measure({"cpu": CPU}).units)
+    for cost in (first.forward, first.backward, second.forward, third.recompute, third.backward):
+        assert cost.issue_s > 0
+        assert cost.work_s(5) > 0
+    assert first.input_backward is not None
+    assert first.input_backward.at(5) == 0
+    assert second.weight_backward.at(5) == 0
+
+
+@pytest.mark.parametrize(("warm_s", "factor"), [(1.3, 1.3), (0.8, 1.0)])
+def test_a_device_that_runs_for_a_while_may_be_slower_and_is_never_faster(
+    warm_s: float, factor: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run_cold(row, device, enough_s, fewest) -> float:
+        for part in PARTS:
+            row.times[part].append(1.0)
+            row.issue[part].append(0.25)
+        return 1.0
+
+    def run_warm(module, value, head, is_first, watch) -> None:
+        watch.host_s = dict.fromkeys(PARTS, warm_s)
+        watch.events = dict.fromkeys(PARTS, (None, None))
+
+    profile = measure({"cpu": CPU})
+    monkeypatch.setattr("pipedejavu.profile.measure._ISSUED", {"cpu"})
+    monkeypatch.setattr("pipedejavu.profile.measure._SUSTAINED_S", 0.001)
+    monkeypatch.setattr("pipedejavu.profile.measure._Row.run", run_cold)
+    monkeypatch.setattr("pipedejavu.profile.measure.run_step", run_warm)
+    for unit, other in zip(measure({"cpu": CPU}).units, profile.units, strict=True):
+        assert unit.but(times={}) == other.but(times={})
+        assert unit.times["cpu"].forward.work_s(5) == pytest.approx(factor)
 
 
 @pytest.mark.gpu

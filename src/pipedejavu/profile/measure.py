@@ -5,6 +5,7 @@ stays as it was.
 """
 
 import copy
+import math
 import time
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -27,6 +28,8 @@ _FEWEST, _MOST, _ENOUGH_S = 3, 20, 0.25
 """Passes that are timed: at least so many, and more of short ones, until they took so long together."""
 _MOST_ALIKE = 4
 """Units that stand for others are timed for as many times as long, up to this: their errors count as often."""
+_ISSUED = {"cuda"}
+"""Types of devices that the host issues work to, and that run behind it."""
 _WARM_UPS = {"cpu": 0, "cuda": 2}
 """Beside the pass that counts. A GPU's first passes load kernels and choose algorithms."""
 _TURNS = {"cpu": 3, "cuda": 1}
@@ -67,7 +70,7 @@ def measure_profile(
     for kind, device in kinds.items():
         rows = [_count_shot(shot, device, make_update) for shot in shots]
         turns = [_time_turn(rows, shots, kind, device, report) for _ in range(_TURNS[device.type])]
-        if device.type == "cuda":
+        if device.type in _ISSUED:
             factor = _slow_down(rows[-1], device)
             for row in {id(row): row for row in rows[0]}.values():
                 row.issue_s = _issue_s(row, device)
@@ -76,7 +79,7 @@ def measure_profile(
         for own, *same in zip(times, *rows, strict=True):
             by_size = {shot.samples: row.times for shot, row in zip(shots, same, strict=True)}
             lines = {part: fit_line({n: taken[part] for n, taken in by_size.items()}) for part in PARTS}
-            if device.type == "cuda":
+            if device.type in _ISSUED:
                 issue_s = same[0].issue_s
                 lines = {part: line.times(factor).but(issue_s=issue_s[part]) for part, line in lines.items()}
             own[kind] = UnitTime(update_s=same[-1].update_s).but(**lines)
@@ -184,26 +187,28 @@ def _slow_down(rows: Sequence[_Row], device: torch.device) -> float:
     """Returns how many times as long passes take a GPU that has run for a while; those of the units that take most."""
     row = max(rows, key=lambda row: row.num_alike * sum(map(median, row.times.values())))
     expected_s, issue_s = (sum(map(median, taken.values())) for taken in (row.times, row.issue))
-    if issue_s > expected_s:
-        return 1.0  # it waits for the host, and rests
-    module = copy.deepcopy(row.module).to(device)
-    watches = []
-    for _ in _repeats(_SUSTAINED_S, _FEWEST, most=round(_SUSTAINED_S / expected_s)):
-        watches.append(_Stopwatch(device))
-        run_step(module, row.value, row.head, row.is_first, watches[-1])
-    late = watches[len(watches) // 2 :]
-    return max(1.0, median(sum(map(watch.time_s, PARTS)) for watch in late) / expected_s)
+    module, found = copy.deepcopy(row.module).to(device), []
+    for _ in range(_FEWEST):
+        start = time.perf_counter()
+        while time.perf_counter() - start < _SUSTAINED_S / _FEWEST:
+            run_step(module, row.value, row.head, row.is_first, _Stopwatch(device))
+        _occupy(device, issue_s)
+        watch = _Stopwatch(device)
+        run_step(module, row.value, row.head, row.is_first, watch)
+        found.append(sum(map(watch.time_s, PARTS)))
+    return max(1.0, median(found) / expected_s)
 
 
 def _issue_s(row: _Row, device: torch.device) -> dict[str, float]:
     """Returns what the host takes to issue each part of a unit among others: alone, all of it is cold each time."""
-    free_bytes, _ = torch.cuda.mem_get_info(device)
-    count = _TOGETHER if 2 * _TOGETHER * sum(row.counted.saved) < free_bytes else 1
+    count = _TOGETHER if 2 * _TOGETHER * sum(row.counted.saved) < _free_bytes(device) else 1
     module, watches = copy.deepcopy(row.module).to(device), []
     for _ in _repeats(_ENOUGH_S, _WARM_UPS[device.type] + _FEWEST):
-        watches.append(_Stopwatch(device))
-        run_several(module, row.value, row.head, row.is_first, watches[-1], count)
-        torch.cuda.synchronize(device)
+        watch = _Stopwatch(device)
+        run_several(module, row.value, row.head, row.is_first, watch, count)
+        for part in watch.events:
+            watch.time_s(part)  # the next begins when the device is through
+        watches.append(watch)
     warm = watches[_WARM_UPS[device.type] :]
     alone = {part: median(found) for part, found in row.issue.items()}
     forward, backward = (median(w.host_s.get(part, 0.0) for w in warm) / count for part in ("forward", "backward"))
@@ -212,10 +217,18 @@ def _issue_s(row: _Row, device: torch.device) -> dict[str, float]:
     return {"forward": forward, "recompute": forward, "backward": backward, **halves}
 
 
-def _repeats(enough_s: float, fewest: int, most: int = _MOST) -> Iterator[int]:
+def _free_bytes(device: torch.device) -> float:
+    """Returns the memory of a GPU that is free, or that its allocator has and does not use."""
+    if device.type != "cuda":
+        return math.inf
+    free_bytes, _ = torch.cuda.mem_get_info(device)
+    return free_bytes + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+
+
+def _repeats(enough_s: float, fewest: int) -> Iterator[int]:
     """Counts passes until there are enough."""
     start = time.perf_counter()
-    for n in range(max(fewest, most)):
+    for n in range(_MOST):
         if n >= fewest and time.perf_counter() - start > enough_s:
             return
         yield n

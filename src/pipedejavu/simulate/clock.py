@@ -23,11 +23,11 @@ def run_clock(graph: Graph, works: Sequence[Work]) -> Times:
     contended = shared or overlap.compute > 1 or overlap.transfer > 1
     if contended or any(w.picks_ready for w in program.workers):
         return run_events(graph, works, shared, overlap)
-    issuing = _Issuing(graph, works) if any(w.issue_s for w in works) else None
+    issuing = Issuing(graph, works) if any(w.issue_s for w in works) else None
     return sweep(graph, [w.latency_s + w.time_s for w in works], issuing)
 
 
-class _Issuing:
+class Issuing:
     """The hosts that issue compute to GPUs: each that of one worker, in order, and ahead of it where it may."""
 
     def __init__(self, graph: Graph, works: Sequence[Work]):
@@ -50,10 +50,11 @@ class _Issuing:
     def end(self, op: int, end_s: float) -> None:
         """Notes when an operation ends."""
         if self.graph.action(op).lane == "compute":
-            self.last[self.graph.members[op][0]] = end_s
+            worker = self.graph.members[op][0]
+            self.last[worker] = max(self.last[worker], end_s)
 
 
-def sweep(graph: Graph, durations: Sequence[float], issuing: _Issuing | None = None) -> Times:
+def sweep(graph: Graph, durations: Sequence[float], issuing: Issuing | None = None) -> Times:
     """Returns start and end of each operation: the latest end before it, and its duration later."""
     left, successors = graph.num_before.copy(), graph.successors
     start = [0.0] * len(left)
@@ -117,7 +118,7 @@ class _Events:
         self.computing: dict[int, set[int]] = {w: set() for w in range(len(graph.program.workers))}
         self.moving: dict[int, set[int]] = {w: set() for w in range(len(graph.program.workers))}
         self.queues = _ReadyQueues(graph)
-        self.issuing = _Issuing(graph, works)
+        self.issuing = Issuing(graph, works)
         self.issued = [0.0] * count  # when each operation is issued
 
     def run(self) -> Times:

@@ -24,8 +24,8 @@ from pipedejavu.train.site import DeviceChoice, read_site, torch_device
 MOST_SAMPLES = 8
 """Of the microbatches that are measured; larger ones follow their line."""
 
-SURVEY = 2
-"""Grows with what a survey measures: a kept one that has less is made again."""
+SURVEY = 3
+"""Grows with what surveys and profiles measure: a kept one that has less is made again."""
 
 Report = Callable[[str], None]
 
