@@ -4,8 +4,9 @@ from importlib import import_module
 
 import pytest
 from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from pipedejavu.facts import Machine, Profile
+from pipedejavu.facts import Machine, Profile, Unit
 from pipedejavu.search import Options, dp, search
 from pipedejavu.search.floor import floor_s
 from pipedejavu.search.pool import Pool
@@ -16,10 +17,13 @@ from tests.search.case import machine, profile
 from tests.search.test_dp import cases
 
 
-@given(cases())
+@given(cases(), st.sampled_from([0.0, 1e-3, 5e-3]))
 @settings(max_examples=25, deadline=None)
-def test_no_plan_is_simulated_to_be_faster_than_its_floor(case: tuple[Profile, Machine, Options]) -> None:
+def test_no_plan_is_simulated_to_be_faster_than_its_floor(
+    case: tuple[Profile, Machine, Options], issue_s: float
+) -> None:
     model, place, options = case
+    model = model.but(units=tuple(issued(unit, issue_s) for unit in model.units))
     pool = Pool(options)
     dp.run(pool, [*scenes_of(model, place, options)], options)
     for found in pool.ranked()[:12]:
@@ -27,6 +31,15 @@ def test_no_plan_is_simulated_to_be_faster_than_its_floor(case: tuple[Profile, M
         timed = time_plan(write(found.draft, options, costs), found.draft.scene.asked, found.estimate.time_s)
         assert isinstance(timed, Timed)
         assert floor_s(found.draft, costs) <= timed.time_s
+
+
+def issued(unit: Unit, forward_s: float) -> Unit:
+    """Returns a unit whose forward takes its host so long to issue, and its backward a fifth of that."""
+    times = {}
+    for kind, time in unit.times.items():
+        backward = time.backward.but(issue_s=forward_s / 5)
+        times[kind] = time.but(forward=time.forward.but(issue_s=forward_s), backward=backward)
+    return unit.but(times=times)
 
 
 def test_of_a_pipeline_without_transfers_the_floor_is_what_is_simulated() -> None:

@@ -13,7 +13,7 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from pipedejavu.cli.source import read_model
-from pipedejavu.facts import Device, InputError, Machine, Unit, format_bytes, format_seconds, read_machine
+from pipedejavu.facts import Cost, Device, InputError, Machine, Unit, format_bytes, format_seconds, read_machine
 from pipedejavu.report import Need, count_parameters, fold_units, step_spread, step_times, work_out_needs
 
 if TYPE_CHECKING:
@@ -103,7 +103,7 @@ def _table(profiled: "Profiled", samples: int) -> Table:
 def _cells(units: Sequence[Unit], kinds: Sequence[str], samples: int) -> list[str]:
     """Returns the row of one unit, or of several together; times are those of a batch."""
     times = [
-        format_seconds(sum(getattr(unit.times[kind], part).at(samples) for unit in units))
+        format_seconds(Cost().plus(*(getattr(unit.times[kind], part) for unit in units)).at(samples))
         for kind in kinds
         for part in ("forward", "backward")
     ]

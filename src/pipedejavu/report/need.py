@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from itertools import takewhile
 from typing import NamedTuple
 
-from pipedejavu.facts import Device, InputError, Profile, Unit, joint_spread
+from pipedejavu.facts import Cost, Device, InputError, Profile, Unit, joint_spread
 from pipedejavu.report.walk import Numbers, Stay, live_peak, walk_step
 from pipedejavu.simulate.allocator import Footprint, replay
 
@@ -145,8 +145,8 @@ def step_times(profile: Profile, samples: int) -> dict[str, StepTime]:
     found = {}
     for kind in profile.units[0].times:
         times = [profile.time(unit, kind) for unit in profile.units]
-        forward_s, backward_s = (sum(getattr(t, p).at(samples) for t in times) for p in ("forward", "backward"))
-        found[kind] = StepTime(forward_s, backward_s, sum(t.update_s for t in times))
+        forward, backward = (Cost().plus(*(getattr(t, p) for t in times)) for p in ("forward", "backward"))
+        found[kind] = StepTime(forward.at(samples), backward.at(samples), sum(t.update_s for t in times))
     return found
 
 

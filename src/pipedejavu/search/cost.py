@@ -7,13 +7,14 @@ less than one's way to the last stage and back. So the cost is a sum and a maxim
 with the sum behind it: that is what makes it exact to minimise. All is worked out for arrays of stages at once.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from pipedejavu.facts import Cost
 from pipedejavu.search.draft import Array, Draft, Mode, Scene, Stage, bucket_bytes
 from pipedejavu.search.seat import Place, Row, Seat, cpu_of, seat_of
 
@@ -22,6 +23,7 @@ Index = Positions | int
 
 MEETING = 0.5
 """Of other stages' transfers on a wire, the part that one meets and shares it with."""
+_PARTS = "forward", "backward", "recompute"
 
 
 class StageCost(NamedTuple):
@@ -106,21 +108,23 @@ class Costs:
         self.most_checkpoint = _most([*self.cut[:-1]])
         self.state_bytes = tuple(float(t[-1]) for t in (self.weights, self.gradients, self.optimizer))
         """Of all weights, gradients and optimizer state."""
-        self._times: dict[str, tuple[Array, ...]] = {}
+        self._times: dict[tuple[str, object], tuple[Array, ...]] = {}
         self._again: dict[tuple[str, ...], _Again] = {}
 
     def times(self, kind: str) -> tuple[Array, ...]:
         """Returns running totals over units of forward, backward, recompute and update on a kind of device."""
-        if kind not in self._times:
-            rows, at = [self.profile.time(unit, kind) for unit in self.profile.units], self.samples
-            columns = (
-                [row.forward.at(at) for row in rows],
-                [row.backward.at(at) for row in rows],
-                [row.recompute.at(at) for row in rows],
-                [row.update_s for row in rows],
-            )
-            self._times[kind] = tuple(map(_totals, columns))
-        return self._times[kind]
+        return self._totals(kind, Cost.at)
+
+    def works(self, kind: str) -> tuple[Array, ...]:
+        """Returns the same where the host has issued everything before."""
+        return self._totals(kind, Cost.work_s)
+
+    def _totals(self, kind: str, read: Callable[[Cost, float], float]) -> tuple[Array, ...]:
+        if (kind, read) not in self._times:
+            rows = [self.profile.time(unit, kind) for unit in self.profile.units]
+            parts = [[read(getattr(row, part), self.samples) for row in rows] for part in _PARTS]
+            self._times[kind, read] = tuple(map(_totals, (*parts, [row.update_s for row in rows])))
+        return self._times[kind, read]
 
     def stage(self, start: Index, end: Index, seat: Seat, mode: Mode, sums: Sums | None = None) -> StageCost:
         """Returns the costs of stages with the units from `start` to `end`, each on `seat`; `sums` are theirs there."""
@@ -368,10 +372,8 @@ def seats_of(draft: Draft) -> Iterator[tuple[Stage, Seat]]:
 
 def recomputed_units(draft: Draft, costs: Costs) -> tuple[int, ...]:
     """Returns the units of a draft that are computed again."""
-    found: list[int] = []
-    for stage, seat in seats_of(draft):
-        found += costs.recomputed_units(stage.start, stage.end, seat, draft.mode)
-    return tuple(sorted(found))
+    seats = seats_of(draft)
+    return tuple(sorted(u for at, seat in seats for u in costs.recomputed_units(at.start, at.end, seat, draft.mode)))
 
 
 def cut_bytes(scene: Scene) -> Array:

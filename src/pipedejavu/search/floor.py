@@ -20,7 +20,7 @@ def floor_s(draft: Draft, costs: Costs) -> float:
         units = costs.recomputed_units(stage.start, stage.end, seat, draft.mode)
         work, again = [], []
         for kind in seat.place.kinds:
-            forward, backward, recompute, _ = costs.times(kind)
+            forward, backward, recompute, _ = costs.works(kind)
             work.append(float(sum(total[stage.end] - total[stage.start] for total in (forward, backward))))
             again.append(float(sum(recompute[unit + 1] - recompute[unit] for unit in units)))
         floor = max(floor, before + seat.share * max(a + b for a, b in zip(work, again, strict=True)))
