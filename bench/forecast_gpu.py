@@ -356,9 +356,9 @@ def _together(update: Callable[[], None], count: int, host: Tensor, device: torc
 
 
 def _host_times(device: torch.device) -> dict[str, float]:
-    """Returns what each gradient costs the host in a step, and more where it goes away, from a tiny model."""
-    model = nn.Sequential(*(Block(nn.Sequential(*(nn.Linear(8, 8) for _ in range(6)))) for _ in range(16)))
-    model, count = model.to(device), sum(1 for _ in model.parameters())
+    """Returns what each gradient, and each unit whose state is away, costs the host in a step, from a tiny model."""
+    blocks = [Block(nn.Sequential(*(nn.Linear(8, 8) for _ in range(6)))) for _ in range(16)]
+    model = nn.Sequential(*blocks).to(device)
     passes_s, steps_s = [], []
     for gpu_units in ("none", None, 0):
         options = {"clip_norm": CLIP, "window": None, "speculate": False, "gpu_units": gpu_units}
@@ -379,8 +379,8 @@ def _host_times(device: torch.device) -> dict[str, float]:
         passes_s.append(median(passes))
         steps_s.append(median(steps))
     return {
-        "gradient_s": max(0.0, passes_s[1] - passes_s[0]) / count,
-        "away_s": max(0.0, steps_s[2] - steps_s[1]) / count,
+        "gradient_s": max(0.0, passes_s[1] - passes_s[0]) / sum(1 for _ in model.parameters()),
+        "away_unit_s": max(0.0, steps_s[2] - steps_s[1]) / len(blocks),
     }
 
 
@@ -569,11 +569,10 @@ def with_issues(
 ) -> Profile:
     """Returns the profile with what the hybrid optimizer costs the host.
 
-    In backwards it takes gradients. Its step comes before the first forward, and with it what gradients cost that go
-    away: the host waits for one unit's to have left before it goes on with the next, so that nothing hides it.
+    In backwards it takes gradients. Its step comes before the first forward, and with it what units cost that are away:
+    the host waits for the gradients of one to have left before it goes on with the next, so that nothing hides it.
     """
-    away = sum(len(u.parameter_parts) for u, place in zip(profile.units, places, strict=True) if place != "device")
-    step_s, units = update_s + facts["away_s"] * away, []
+    step_s, units = update_s + facts["away_unit_s"] * sum(place != "device" for place in places), []
     for n, unit in enumerate(profile.units):
         own = unit.times[gpu.kind]
         forward = own.forward.but(issue_s=own.forward.issue_s + (0.0 if n else step_s))
