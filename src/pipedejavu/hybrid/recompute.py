@@ -1,9 +1,9 @@
 """A block that keeps nothing of its forward but its arguments, and runs again when its backward needs the rest.
 
 It does what `torch.utils.checkpoint` does without re-entering autograd, and stops the second run as that does, at the
-last tensor that is needed. It is written anew because small models wait for the host, and what that costs beside the two
-runs is more than twice as much: this does little for each tensor, and leaves generators alone where nothing was drawn.
-A second run counts no batch statistics.
+last tensor that is needed. It is written anew because small models wait for the host, and what that one costs beside
+the two runs is more than twice as much: this does little for each tensor, and leaves generators alone where nothing was
+drawn. A second run counts no batch statistics.
 """
 
 from collections.abc import Callable, Iterable, Iterator
