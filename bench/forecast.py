@@ -153,13 +153,14 @@ def print_errors(title: str, rows: Sequence[Row], key: Callable[[Row], str], wha
 
 
 def print_ranks(rows: Sequence[Row], key: Callable[[Row], str]) -> None:
-    """Prints rank correlation and regret over the plans of each group."""
-    print(f"\n{'plans of':40} {'n':>3} {'Spearman':>9} {'regret':>8}")
+    """Prints rank correlation and regret over the plans of each group: of the favourite, and of the first three."""
+    print(f"\n{'plans of':40} {'n':>3} {'Spearman':>9} {'regret':>8} {'of three':>8}")
     for name in dict.fromkeys(map(key, rows)):
         pairs = pairs_of([row for row in rows if key(row) == name], "step_s")
         if len(pairs) > 1:
             rank = spearman(pairs)
-            print(f"{name:40} {len(pairs):3} {'–' if rank is None else f'{rank:.2f}':>9} {regret(pairs):8.1%}")
+            told = "–" if rank is None else f"{rank:.2f}"
+            print(f"{name:40} {len(pairs):3} {told:>9} {regret(pairs):8.1%} {regret(pairs, tries=3):8.1%}")
 
 
 def main() -> None:

@@ -10,7 +10,6 @@ import json
 import tempfile
 import time
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 from pipedejavu.facts import Machine, Profile
@@ -96,8 +95,6 @@ def figures(found: Trained) -> dict[str, Any]:
     sizes = [sum(program.profile.units[u].parameter_bytes for u in piece.units) for piece in program.pieces]
     held = [sum(sizes[piece] for piece, _ in program.held(w)) for w in range(len(program.workers))]
     worst = max(range(len(held)), key=lambda w: found.prediction.workers[w].peak_bytes)
-    # A plan without a common moment has one round.
-    step_s = median(found.rounds_s[WARM_UP:]) if len(found.rounds_s) > 2 else found.measured.makespan_s / steps
     kinds: dict[str, list[float]] = {}
     for column, timeline in enumerate((found.prediction.timeline(), found.measured)):
         for span in timeline.spans():
@@ -111,7 +108,7 @@ def figures(found: Trained) -> dict[str, Any]:
             "makespan_s": found.prediction.makespan_s / steps,
             "peak": found.prediction.workers[worst].peak_bytes,
         },
-        "measured": {"step_s": step_s, "peak": found.grown_bytes[worst] + held[worst]},
+        "measured": {"step_s": found.step_s(WARM_UP), "peak": found.grown_bytes[worst] + held[worst]},
         "rounds_s": found.rounds_s,
         "last_round_s": found.measured.makespan_s / steps,
         "kinds": kinds,

@@ -32,7 +32,10 @@ def _ranks(values: Sequence[float]) -> list[float]:
     return [(order.index(v) + len(order) - order[::-1].index(v) + 1) / 2 for v in values]
 
 
-def regret(pairs: Sequence[tuple[float, float]]) -> float:
-    """Returns how much longer the forecast's favourite takes than the true best, as a part of it."""
-    favourite = min(pairs, key=lambda pair: pair[0])
-    return favourite[1] / min(measured for _, measured in pairs) - 1
+def regret(pairs: Sequence[tuple[float, float]], tries: int = 1) -> float:
+    """Returns how much longer the forecast's favourite takes than the true best, as a part of it.
+
+    With several tries it is the best of so many favourites.
+    """
+    favourites = sorted(pairs, key=lambda pair: pair[0])[:tries]
+    return min(measured for _, measured in favourites) / min(measured for _, measured in pairs) - 1

@@ -93,6 +93,9 @@ def test_faults_are_one_sentence(tmp_path: Path) -> None:
     batch = refused("train", "zoo:mlp", "--plan", "preset:1f1b", "--batch", "8")
     assert "--batch is for --plan auto, which chooses the workers; give --microbatches and --samples" in batch
     assert "--plan auto chooses the microbatches; give --batch" in refused("train", "zoo:mlp", "--microbatches", "2")
+    tries = refused("train", "zoo:mlp", "--plan", "preset:1f1b", "--try", "2")
+    assert "--try is for --plan auto, which finds several plans; leave it out" in tries
+    assert "--try is a number of plans, 1 or more, not 0" in refused("train", "zoo:mlp", "--try", "0")
 
 
 def test_a_model_is_planned_for_a_machine_that_is_not_here() -> None:

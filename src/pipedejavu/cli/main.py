@@ -197,6 +197,9 @@ def train(
     microbatches: Annotated[int | None, typer.Option(help="Microbatches of an update.")] = None,
     samples: Annotated[int | None, typer.Option(help="Samples in a microbatch.")] = None,
     batch: Annotated[int | None, typer.Option(help="Samples of an update of plan auto; 32 by default.")] = None,
+    tries: Annotated[
+        int, typer.Option("--try", help="Plans of auto that run some updates first; the fastest goes on.")
+    ] = 1,
     cpu_share: Annotated[
         float | None, typer.Option(help="Part of a batch for CPU replicas, 0 to 1; by default what is fastest.")
     ] = None,
@@ -246,7 +249,7 @@ def train(
     given = {**context.params, "keeps_log": audit, "log": log or [], "replan": is_replanned}
     options = training.read_options(model, given)
     names = frozenset(name for name in context.params if _is_given(context, name))
-    asked = training.Asked(plan, sizes, batch, cpu_share, machine, devices, run_dir, resume, names, as_json)
+    asked = training.Asked(plan, sizes, batch, cpu_share, machine, devices, run_dir, resume, names, as_json, tries)
     try:
         training.run(options, asked)
     finally:
@@ -267,9 +270,9 @@ def compare(
     as_json: AsJson = False,
 ) -> None:
     """Compare prediction and measurement of a run, kind of action by kind."""
-    from pipedejavu.cli import training
+    from pipedejavu.cli import comparing  # needs torch
 
-    training.compare(run_dir, as_json)
+    comparing.compare(run_dir, as_json)
 
 
 @app.command()

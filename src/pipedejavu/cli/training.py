@@ -1,4 +1,4 @@
-"""The verbs that need torch: `train` and `compare`."""
+"""The verb `train`."""
 
 import json
 import re
@@ -13,17 +13,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console
-from rich.table import Table
 
 from pipedejavu.cli.planning import show_progress
 from pipedejavu.cli.room import training_room as _room
 from pipedejavu.cli.source import read_model, read_plan
-from pipedejavu.facts import InputError, Machine, Timeline, format_seconds, read_machine, write_file
+from pipedejavu.facts import InputError, Machine, format_seconds, read_machine, write_file
 from pipedejavu.plan import Decision, Plan, preset
 from pipedejavu.probe.shape import num_cores
 from pipedejavu.program import Program
 from pipedejavu.report import Story, render_html
-from pipedejavu.report import compare as compare_timelines
 from pipedejavu.search import Candidate, Options
 
 if TYPE_CHECKING:
@@ -55,6 +53,8 @@ class Asked:
     given: frozenset[str]
     """Parameters that were on the command line."""
     as_json: bool
+    tries: int = 1
+    """Of the plans that a search finds: how many run some updates, before the fastest of them is taken."""
 
     @property
     def has_plan(self) -> bool:
@@ -115,8 +115,8 @@ def _run(options: "TrainOptions", asked: Asked, team: "Team") -> None:
             chosen, profile, machine = known.plan, known.profile, known.machine
     settings = {"devices": asked.devices, "team": team, "start": start, "profile": profile}
     options, program, note = room.plan_run(options, chosen, machine, **settings)
-    name = re.sub(r"[^\w.-]+", "-", options.model)
-    folder = asked.run_dir or f"runs/{name}-{chosen.name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    name = re.sub(r"[^\w.-]+", "-", f"{options.model}-{chosen.name}")
+    folder = asked.run_dir or f"runs/{name}-{time.strftime('%Y%m%d-%H%M%S')}"
     if team.is_first and not asked.as_json:
         _announce(options, program, note)
     if options.init_candidates > 1 and not (start and start.step):
@@ -200,6 +200,10 @@ def is_searched(asked: Asked, is_launched: bool) -> bool:
     is_auto = asked.plan == "auto" and not is_launched and asked.sizes.get("workers") is None
     if not is_auto and asked.batch is not None:
         raise InputError("--batch is for --plan auto, which chooses the workers; give --microbatches and --samples")
+    if not is_auto and asked.tries > 1:
+        raise InputError("--try is for --plan auto, which finds several plans; leave it out")
+    if asked.tries < 1:
+        raise InputError(f"--try is a number of plans, 1 or more, not {asked.tries}")
     if is_auto and asked.sizes.get("trim") is not None:
         raise InputError("--trim is for plans that score contributions; use --plan preset:zeno")
     given = [name for name in ("replicas", "microbatches") if asked.sizes.get(name) is not None]
@@ -223,10 +227,15 @@ def _search(options: "TrainOptions", asked: Asked, machine: Machine | None) -> t
             progress(0.0, text)
 
         profile = room.profile_here(options.model, options.data, question.batch, machine, report)
-        found: Candidate = room.choose_plan(profile, machine, question, asked.devices, progress)
+        plans: list[Candidate] = room.choose_plans(profile, machine, question, asked.tries, asked.devices, progress)
+    found = plans[0] if len(plans) == 1 else _room().find_fastest(options, plans, asked.devices, _tell)
     if not asked.as_json:
         print(f"plan: {found.bound}; forecast of the search {format_seconds(found.time_s)}", file=sys.stderr)
     return found.plan, found.machine
+
+
+def _tell(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
 
 
 def choose_plan(asked: Asked, processes: int | None) -> Plan:
@@ -345,48 +354,3 @@ def _write_report(done: "Trained", options: "TrainOptions") -> None:
         forecast=done.prediction.timeline(), story=Story(losses, rates, rate, run.events),
     )  # fmt: skip
     write_file(done.folder.report, page)
-
-
-def compare(run_dir: str, as_json: bool) -> None:
-    """Prints what was predicted against what was measured, by worker and kind."""
-    if Path(run_dir).is_file():
-        _compare_recording(Path(run_dir), as_json)
-        return
-    folder = _room().RunFolder(run_dir)
-    predicted, measured = folder.timeline("predicted"), folder.timeline("measured")
-    rows = compare_timelines(predicted, measured)
-    if as_json:
-        table = [{**row._asdict(), "ratio": row.ratio} for row in rows if row.predicted_s]
-        print(json.dumps({"rows": table, "predicted_s": predicted.makespan_s, "measured_s": measured.makespan_s}))
-        return
-    shown = Table(box=None, pad_edge=False, header_style="bold")
-    for column in ("worker", "kind", "actions", "predicted", "measured", "ratio"):
-        shown.add_column(column, justify="left" if column in ("worker", "kind") else "right")
-    for row in rows:
-        times = [format_seconds(row.predicted_s), format_seconds(row.measured_s)]
-        shown.add_row(str(row.worker), row.kind, str(row.num_actions), *times, f"{row.ratio:.2f}")
-    shown.add_row(
-        "all",
-        "makespan",
-        "",
-        *(format_seconds(t.makespan_s) for t in (predicted, measured)),
-        _ratio(predicted, measured),
-    )
-    Console(highlight=False).print(shown)
-
-
-def _compare_recording(path: Path, as_json: bool) -> None:
-    """Prints the same of the recorded steps of a HybridAdamW, by lane and kind, and what bounds a step."""
-    room = _room()
-    run = room.HybridRun.load(path)
-    found, use = room.review(run), room.occupancy_of(run)
-    if as_json:
-        table = [{"lane": lane, **row._asdict()} for lane, rows in found.rows().items() for row in rows]
-        steps = {"predicted_s": found.predicted_step_s, "measured_s": found.measured_step_s}
-        print(json.dumps({"rows": table, **steps, "busy": use.busy, "bounds": use.bounds, "hidden": use.hidden}))
-        return
-    print(found, use, sep="\n")
-
-
-def _ratio(predicted: Timeline, measured: Timeline) -> str:
-    return f"{measured.makespan_s / predicted.makespan_s:.2f}" if predicted.makespan_s else "–"

@@ -18,6 +18,7 @@ from pipedejavu.train.site import num_gpus
 from pipedejavu.train.team import Team
 from pipedejavu.train.trained import Trained, audit_run
 from pipedejavu.train.trainer import Trainer
+from pipedejavu.train.trial import find_fastest
 
 __all__ = [
     "Checkpoints",
@@ -41,6 +42,7 @@ __all__ = [
     "audit_run",
     "check_logbooks",
     "choose_candidate",
+    "find_fastest",
     "find_runs",
     "fit_plan",
     "is_same_plan",

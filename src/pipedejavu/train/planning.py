@@ -7,6 +7,7 @@ may be divided into. Both are kept between runs.
 import platform
 from collections.abc import Callable
 from hashlib import sha256
+from itertools import islice
 from pathlib import Path
 
 from pipedejavu.facts import InputError, Machine, Profile
@@ -18,7 +19,7 @@ from pipedejavu.search.scene import MOST_PARTS
 from pipedejavu.search.space import divisors
 from pipedejavu.train.cache import find, find_or_make, keep
 from pipedejavu.train.profiling import Way, choose_sizes, measure_task, part_way, this_machine
-from pipedejavu.train.replan import first_runnable
+from pipedejavu.train.replan import find_runnable
 from pipedejavu.train.site import DeviceChoice, read_site, torch_device
 
 MOST_SAMPLES = 8
@@ -97,14 +98,26 @@ def choose_plan(
     progress: Progress | None = None,
 ) -> Candidate:
     """Returns the best plan that the engine runs; raises InputError with the smallest change that would fit."""
+    return choose_plans(profile, machine, options, 1, devices, progress)[0]
+
+
+def choose_plans(
+    profile: Profile,
+    machine: Machine,
+    options: Options,
+    count: int,
+    devices: DeviceChoice = "auto",
+    progress: Progress | None = None,
+) -> list[Candidate]:
+    """Returns up to so many plans that the engine runs, the best first; raises InputError where there is none."""
     if devices != "auto":
         names = tuple(d.name for d in machine.devices if d.type == devices)
         if not names:
             raise InputError(f"machine '{machine.name}' has no {devices.upper()}; use --devices auto")
         options = options.but(devices=names)
-    options = options.but(is_runnable=True)
+    options = options.but(is_runnable=True, candidates=max(count, options.candidates))
     found = search(profile, machine, options, progress)
-    best = first_runnable(found.candidates)
-    if best is None:
+    plans = [*islice(find_runnable(found.candidates), count)]
+    if not plans:
         raise nothing_fits(profile, machine, options, is_complete=found.is_complete)
-    return best
+    return plans

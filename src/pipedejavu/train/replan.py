@@ -5,7 +5,7 @@ A worker whose passes take k times their forecast has a device that computes k t
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Self
@@ -98,13 +98,17 @@ def question_of(program: Program, samples: int | None, num_workers: int | None =
 
 def first_runnable(candidates: Iterable[Candidate], num_workers: int | None = None) -> Candidate | None:
     """Returns the best plan that the engine runs, with so many workers where that is given."""
+    return next(find_runnable(candidates, num_workers), None)
+
+
+def find_runnable(candidates: Iterable[Candidate], num_workers: int | None = None) -> Iterator[Candidate]:
+    """Yields the plans that the engine runs, with so many workers where that is given."""
     for candidate in candidates:
         if num_workers is not None and candidate.plan.num_workers != num_workers:
             continue
         with suppress(InputError):
             check_runnable(compile_plan(candidate.plan, candidate.profile, candidate.machine, fold=False))
-            return candidate
-    return None
+            yield candidate
 
 
 def find_switch(

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from statistics import median
 from typing import Any
 
 from pipedejavu.engine import Applied, Event, Log, Outcome, Read, Scored, audit
@@ -29,6 +30,14 @@ class Trained:
     """How long each round but the first took, from end to end, on the first worker."""
     grown_bytes: tuple[int, ...]
     """How much memory the process of each worker has taken since its model was built; on a GPU all that it has."""
+
+    def step_s(self, warm_up: int) -> float:
+        """Returns the time of an update, the median over rounds behind the first ones.
+
+        A plan without a common moment has one round, of many updates.
+        """
+        late = self.rounds_s[warm_up:]
+        return median(late) if late else self.measured.makespan_s / self.program.plan.steps
 
 
 def gather(folder: RunFolder, options: TrainOptions, program: Program, prediction: Prediction) -> Trained:
