@@ -307,7 +307,7 @@ def test_a_host_that_issues_compute_makes_it_no_longer_than_each_action_alone_wo
     graph = build_graph(late)
     works = Costs(late).of(graph)
     assert any(work.issue_s for work in works)
-    start, end = sweep(graph, [work.latency_s + work.time_s for work in works], Issuing(graph, works))
+    start, end = sweep(graph, [work.latency_s + work.time_s for work in works], Issuing.of(graph, works))
     events = run_events(graph, works, frozenset(), Overlap())
     assert events[0] == pytest.approx(start, rel=1e-12)
     assert events[1] == pytest.approx(end, rel=1e-12)

@@ -23,8 +23,7 @@ def run_clock(graph: Graph, works: Sequence[Work]) -> Times:
     contended = shared or overlap.compute > 1 or overlap.transfer > 1
     if contended or any(w.picks_ready for w in program.workers):
         return run_events(graph, works, shared, overlap)
-    issuing = Issuing(graph, works) if any(w.issue_s for w in works) else None
-    return sweep(graph, [w.latency_s + w.time_s for w in works], issuing)
+    return sweep(graph, [w.latency_s + w.time_s for w in works], Issuing.of(graph, works))
 
 
 class Issuing:
@@ -36,6 +35,11 @@ class Issuing:
         """When each host is through with what it has issued."""
         self.last = [0.0] * len(graph.program.workers)
         """When the newest compute of each worker ends."""
+
+    @classmethod
+    def of(cls, graph: Graph, works: Sequence[Work]) -> "Issuing | None":
+        """Returns the hosts, where any takes time to issue something."""
+        return cls(graph, works) if any(work.issue_s for work in works) else None
 
     def issue(self, op: int, start_s: float) -> float:
         """Issues an operation that starts then, and returns when it is issued: it ends no sooner."""
@@ -118,7 +122,7 @@ class _Events:
         self.computing: dict[int, set[int]] = {w: set() for w in range(len(graph.program.workers))}
         self.moving: dict[int, set[int]] = {w: set() for w in range(len(graph.program.workers))}
         self.queues = _ReadyQueues(graph)
-        self.issuing = Issuing(graph, works)
+        self.issuing = Issuing.of(graph, works)
         self.issued = [0.0] * count  # when each operation is issued
 
     def run(self) -> Times:
@@ -156,7 +160,8 @@ class _Events:
 
     def begin(self, op: int, now: float) -> None:
         self.start[op] = now
-        self.issued[op] = self.issuing.issue(op, now)
+        if self.issuing is not None:
+            self.issued[op] = self.issuing.issue(op, now)
         latency, time = self.works[op][:2]
         if time and (self.wires[op] or self.slows):
             if latency:
@@ -180,7 +185,8 @@ class _Events:
 
     def finish(self, op: int, now: float) -> None:
         self.end[op] = now
-        self.issuing.end(op, now)
+        if self.issuing is not None:
+            self.issuing.end(op, now)
         self.valid[op] = 0
         if self.running.pop(op, None) is not None:
             for others in self.places(op):
