@@ -23,7 +23,7 @@ def plans(count: int) -> list[Candidate]:
 
 
 def fastest(times: list[float | Exception], monkeypatch: pytest.MonkeyPatch) -> tuple[int, list[str]]:
-    """Returns which of as many plans is taken, and what is told."""
+    """Returns which of as many plans is taken, and what is told; the last line is the plan's own reason."""
     candidates, told = plans(len(times)), list[str]()
     left = iter(times)
 
@@ -35,7 +35,10 @@ def fastest(times: list[float | Exception], monkeypatch: pytest.MonkeyPatch) -> 
         return found
 
     monkeypatch.setattr(trial, "time_update", run)
-    return candidates.index(find_fastest(OPTIONS, candidates, "cpu", told.append)), told
+    found = find_fastest(OPTIONS, candidates, "cpu", told.append)
+    *decisions, last = found.plan.decisions
+    assert last.choice == f"the fastest of {len(times)} plans"
+    return candidates.index(found.but(plan=found.plan.but(decisions=tuple(decisions)))), [*told, last.reason]
 
 
 def test_plans_come_as_they_are_forecast() -> None:
@@ -48,7 +51,12 @@ def test_plans_come_as_they_are_forecast() -> None:
 def test_the_one_that_proves_fastest_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     taken, told = fastest([0.3, 0.1, 0.2], monkeypatch)
     assert taken == 1
-    assert [line.split(": ")[1] for line in told[1::2]] == ["300 ms an update", "100 ms an update", "200 ms an update"]
+    assert [line.split(": ")[1] for line in told[1:6:2]] == ["300 ms an update", "100 ms an update", "200 ms an update"]
+    assert [part.rpartition(" took ")[2] for part in told[-1].split("; ")] == [
+        "100 ms an update",
+        "200 ms an update",
+        "300 ms an update",
+    ]
 
 
 def test_one_that_fails_is_told_and_left_out(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from pipedejavu.facts import InputError, format_seconds
+from pipedejavu.plan import Decision
 from pipedejavu.search import Candidate
 from pipedejavu.train.failure import WorkerError
 from pipedejavu.train.launch import plan_run, train
@@ -22,7 +23,10 @@ STEPS, WARM_UP = 14, 4
 def find_fastest(
     options: TrainOptions, candidates: Sequence[Candidate], devices: DeviceChoice, report: Callable[[str], None]
 ) -> Candidate:
-    """Runs every plan in a folder that goes, and returns the fastest; raises what the last raised where all fail."""
+    """Runs every plan in a folder that goes, and returns the fastest, which says so among its decisions.
+
+    Raises what the last raised where all fail.
+    """
     found: list[tuple[float, int]] = []
     failure: Exception | None = None
     for n, candidate in enumerate(candidates):
@@ -39,7 +43,10 @@ def find_fastest(
     if not found:
         assert failure is not None
         raise failure
-    return candidates[min(found)[1]]
+    fastest = candidates[min(found)[1]]
+    told = [f"{candidates[n].plan.name} took {format_seconds(time_s)} an update" for time_s, n in sorted(found)]
+    decision = Decision(axis="place", choice=f"the fastest of {len(candidates)} plans", reason="; ".join(told))
+    return fastest.but(plan=fastest.plan.but(decisions=(*fastest.plan.decisions, decision)))
 
 
 def time_update(options: TrainOptions, candidate: Candidate, devices: DeviceChoice) -> float:
