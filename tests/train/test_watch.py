@@ -75,6 +75,20 @@ def test_a_loss_that_is_noted_again_counts_once(desk) -> None:
     assert [(row["step"], row["loss"]) for row in rows(desk)] == [(1, 2.0)]
 
 
+def test_an_update_was_made_when_its_last_loss_was_known_and_not_when_it_was_told(desk) -> None:
+    store, log = HashStore(), Log()
+    watch = Watch(store, 0, Pairs(), CPU, None)
+    watch.follow(log)
+    for number in range(4):
+        log.note_loss(number, 1.0)
+        log.noted_s[number] = watch.started_s + number
+    watch.settle()
+    assert log.noted_s == {}
+    watch.send()
+    desk.take_all(store)
+    assert [row["elapsed_s"] for row in rows(desk)] == pytest.approx([1.0, 3.0])
+
+
 def test_reports_come_while_the_run_goes_on(desk) -> None:
     store, log = HashStore(), Log()
     with Watch(store, 0, Pairs(), CPU, desk) as watch:

@@ -165,7 +165,8 @@ class Handlers:
         if loss.is_cuda:
             self._unread_losses[number] = loss.detach()
             return
-        self.log.losses[number] = found = loss.item()
+        found = loss.item()
+        self.log.note_loss(number, found)
         if not math.isfinite(found) and self.job.on_nan == "stop":
             step = number // self.program.update_size + 1
             raise InputError(

@@ -1,5 +1,6 @@
 """What is trained: the model as a chain of units, its loss, its optimizer, its samples, and the log of a run."""
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -99,5 +100,17 @@ class Log:
     events: list[Event] = field(default_factory=list)
     losses: dict[int, float] = field(default_factory=dict)
     """The summed loss of each microbatch, on the worker that has the last piece."""
+    noted_s: dict[int, float] = field(default_factory=dict, compare=False)
+    """When each loss was known, by the clock of its process."""
     peak_live: int = 0
     peak_versions: int = 0
+
+    def note_loss(self, number: int, loss: float) -> None:
+        """Notes the loss of a microbatch, and when."""
+        self.noted_s[number] = time.perf_counter()
+        self.losses[number] = loss
+
+    def forget_losses(self) -> None:
+        """Makes room for those of the next round."""
+        self.losses.clear()
+        self.noted_s.clear()

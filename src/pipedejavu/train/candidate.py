@@ -67,7 +67,7 @@ class Candidate:
         self.threads.run()
         count = sum(self.batches.count(i) for i in self.log.losses)
         loss = sum(self.log.losses.values()) / count
-        self.log.losses.clear()
+        self.log.forget_losses()
         self.log.events.clear()
         return loss
 

@@ -168,7 +168,7 @@ class Trainer:
             self._pilot.look()
         losses = [loss for own in self.threads.handlers for loss in own.log.losses.values()]
         for own in self.threads.handlers:
-            own.log.losses.clear()
+            own.log.forget_losses()
         self.samples += self.batch.size
         self._losses.append(sum(losses) / self.batch.size)
         return self._losses[-1]

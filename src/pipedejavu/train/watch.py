@@ -104,7 +104,7 @@ class Watch:
         self._take()
         with self._lock:
             self._rounds += [] if found is None else [found]
-            self._log.losses.clear()
+            self._log.forget_losses()
             self._taken = 0
 
     def peak(self) -> Memory:
@@ -124,11 +124,13 @@ class Watch:
             self._number += 1
 
     def _take(self) -> None:
-        now = time.perf_counter() - self.started_s
+        now_s = time.perf_counter()
         with self._lock:
-            found = list(self._log.losses.items())[self._taken :]
+            found, noted_s = list(self._log.losses.items())[self._taken :], self._log.noted_s
             self._taken += len(found)
-            self._pending += [(n, loss, self.batches.count(n), now) for n, loss in found]
+            self._pending += [
+                (n, loss, self.batches.count(n), noted_s.get(n, now_s) - self.started_s) for n, loss in found
+            ]
 
     def _go(self) -> None:
         with suppress(RuntimeError):  # whoever keeps the store is gone, and the run itself will say why
