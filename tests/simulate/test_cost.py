@@ -81,3 +81,22 @@ def test_sums_take_what_was_measured_of_sums() -> None:
 
     assert sums_s() == 2 * 0.5 + 1  # one byte, twice half of it
     assert sums_s(sum_latency_s=2.0, sum_bytes_per_s=0.1) == 2 * 2 + 10
+
+
+@pytest.mark.parametrize(("again", "expected"), [((0,), 1.0), ((1,), 2.0), ((0, 1), 3.0)])
+def test_recomputing_takes_the_time_of_the_units_that_are_named(again: tuple[int, ...], expected: float) -> None:
+    plan, profile, machine = unit_costs(preset("gpipe").at(workers=2, microbatches=1), {})
+    plan = plan.but(cut=plan.cut.but(bounds=(2,)), order=plan.order.but(recompute_units=again))
+    unit, other = profile.units
+    cost = {"first": 1.0, "second": 2.0, "third": 1.0, "fourth": 1.0}
+    units = tuple(
+        unit.but(
+            name=name,
+            activation_bytes=10.0 / time_s,
+            times={k: t.but(recompute=Cost(fixed_s=time_s)) for k, t in other.times.items()},
+        )
+        for name, time_s in cost.items()
+    )
+    program = compile_plan(plan, profile.but(units=units), machine)
+    spans = simulate(program, verify(program)).timeline().spans()
+    assert [s.end_s - s.start_s for s in spans if s.action.startswith("R0")] == [expected]

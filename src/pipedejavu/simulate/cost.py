@@ -128,13 +128,15 @@ class Costs:
     def _compute(self, a: Action, worker: int) -> Work:
         times, samples = self._times(a.piece, self._device(worker).kind), self.sizes.samples(a.microbatch)
         costs: list[Cost] = [_input_half(t, samples) if a.kind == "I" else getattr(t, _HALVES[a.kind]) for t in times]
+        if a.kind == "R" and self.plan.order.recompute_units is not None:
+            again = {*self.plan.order.recompute_units}
+            costs = [c for u, c in zip(self.program.pieces[a.piece].units, costs, strict=True) if u in again]
         time, issue = sum(cost.work_s(samples) for cost in costs), sum(cost.issue_s for cost in costs)
         if a.kind == "F" and self._makes_targets(a.piece, worker):
             made = self.program.profile.batch.get(self._device(worker).kind)
             time += made.at(samples) if made else 0.0
-        if a.kind == "R":
-            time *= self.program.recomputes[a.piece]
-            issue *= self.program.recomputes[a.piece]
+        if a.kind == "R" and self.plan.order.recompute_units is None:
+            time, issue = self.plan.order.recompute * time, self.plan.order.recompute * issue
         if self.plan.feed.budgets:
             time *= self.plan.feed.budgets[a.replica]
         return Work(0.0, time / self.plan.place.shards, issue_s=issue)
