@@ -94,7 +94,8 @@ def test_faults_are_one_sentence(tmp_path: Path) -> None:
     assert "--batch is for --plan auto, which chooses the workers; give --microbatches and --samples" in batch
     assert "--plan auto chooses the microbatches; give --batch" in refused("train", "zoo:mlp", "--microbatches", "2")
     tries = refused("train", "zoo:mlp", "--plan", "preset:1f1b", "--try", "2")
-    assert "--try is for --plan auto, which finds several plans; leave it out" in tries
+    assert "--try is for --plan auto that chooses the workers itself; leave it out, or else --workers, other" in tries
+    assert "--try is for --plan auto that" in refused("train", "zoo:mlp", "--workers", "2", "--try", "2")
     assert "--try is a number of plans, 1 or more, not 0" in refused("train", "zoo:mlp", "--try", "0")
 
 

@@ -201,7 +201,10 @@ def is_searched(asked: Asked, is_launched: bool) -> bool:
     if not is_auto and asked.batch is not None:
         raise InputError("--batch is for --plan auto, which chooses the workers; give --microbatches and --samples")
     if not is_auto and asked.tries > 1:
-        raise InputError("--try is for --plan auto, which finds several plans; leave it out")
+        raise InputError(
+            "--try is for --plan auto that chooses the workers itself; leave it out, or else --workers, other plans and"
+            " torchrun"
+        )
     if asked.tries < 1:
         raise InputError(f"--try is a number of plans, 1 or more, not {asked.tries}")
     if is_auto and asked.sizes.get("trim") is not None:

@@ -62,7 +62,10 @@ class _Run:
 
     def _repeat(self) -> list[Tensor]:
         if any(tensor._version != version for tensor, version in self.versions):
-            raise RuntimeError("an argument of a block that is recomputed was changed in place; let the block keep")
+            raise RuntimeError(
+                "an argument of a block that is recomputed was changed in place behind it; give that block"
+                " activations='keep', or change a copy"
+            )
         made: list[Tensor] = []
 
         def note(tensor: Tensor) -> None:
@@ -82,7 +85,7 @@ class _Run:
         if [tensor.shape for tensor in made] != self.shapes:
             raise RuntimeError(
                 f"a block saved {len(self.shapes)} tensors in its forward, and when it was recomputed {len(made)}, or"
-                " others; let the block keep its activations"
+                " others; give that block activations='keep'"
             )
         return made
 
