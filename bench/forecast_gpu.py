@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +22,7 @@ from pipedejavu.engine import AdamW
 from pipedejavu.facts import Cost, Device, Host, InputError, Link, Machine, Profile, Timeline, Unit, UnitTime
 from pipedejavu.hybrid import HybridAdamW
 from pipedejavu.hybrid.arithmetic import State, scalars_of
+from pipedejavu.hybrid.gather import Gathering
 from pipedejavu.hybrid.gpu import UnitUpdate, addresses_of
 from pipedejavu.hybrid.native import HostUpdate, Task
 from pipedejavu.hybrid.placement import Limits, Placement, Stretch, UnitSize, choose_placement
@@ -322,8 +324,8 @@ def _update_rates(device: torch.device) -> dict[str, float]:
     found = {f"{name}_parameters_per_s": alone for name in names}
     if device.type == "cuda":
         gradients, there = state(device)
-        update = UnitUpdate([there.weight], [addresses_of(there)])
-        found["gpu_parameters_per_s"] = rate(lambda: update([scalars], [gradients]))
+        update = UnitUpdate([there.weight], [addresses_of(there)]).prepare([scalars], [gradients])
+        found["gpu_parameters_per_s"] = rate(lambda: update(1.0))
         parts = gradients.split(NORMED)
         found["norm_parameters_per_s"] = rate(lambda: torch._foreach_norm(parts, 2, torch.float32))
         del gradients, there, update
@@ -384,22 +386,29 @@ def _host_times(device: torch.device) -> dict[str, float]:
     }
 
 
-def measure_update(made: nn.Module, model: Model, device: torch.device) -> float:
-    """Returns what the host takes to issue an update of the whole model."""
+def measure_update(made: nn.Module, model: Model, device: torch.device) -> tuple[float, float]:
+    """Returns what an update of the whole model costs the host before it waits for the norm, and then."""
     inputs, targets = batch_of(model, device, samples=1)
     optimizer = HybridAdamW(made, lr=1e-5, clip_norm=CLIP, gpu_budget=ANY, window=None, speculate=False)
-    times = []
-    for _ in range(2 + HOST_STEPS):
-        loss_of(made(inputs), targets).backward()
-        synchronize(device)
-        start = time.perf_counter()
-        optimizer.step()
-        optimizer.zero_grad()
-        times.append(time.perf_counter() - start)
+    finish, waited, times = Gathering.finish, list[float](), list[tuple[float, float]]()
+
+    def finish_and_note(gathering: Gathering) -> None:
+        finish(gathering)
+        waited.append(time.perf_counter())
+
+    with patch.object(Gathering, "finish", finish_and_note):
+        for _ in range(2 + HOST_STEPS):
+            loss_of(made(inputs), targets).backward()
+            synchronize(device)
+            start = time.perf_counter()
+            optimizer.step()
+            optimizer.zero_grad()
+            times.append((waited[-1] - start, time.perf_counter() - waited[-1]))
     optimizer.close()
     del optimizer
     gc.collect()  # of a large model there is room for one state only
-    return median(times[2:])
+    before, behind = zip(*times[2:], strict=True)
+    return median(before), median(behind)
 
 
 def synchronize(device: torch.device) -> None:
@@ -447,8 +456,8 @@ class Setting:
     """With the times of units that are recomputed."""
     model: Model
     facts: dict[str, Any]
-    update_s: float
-    """What an update costs the host."""
+    update_s: tuple[float, float]
+    """What an update costs the host before it waits for the norm, and then."""
 
     @property
     def machine(self) -> Machine:
@@ -565,18 +574,20 @@ def with_updates(profile: Profile, facts: dict[str, Any], gpu: Device) -> Profil
 
 
 def with_issues(
-    profile: Profile, places: tuple[str, ...], gpu: Device, facts: dict[str, Any], update_s: float
+    profile: Profile, places: tuple[str, ...], gpu: Device, facts: dict[str, Any], update_s: tuple[float, float]
 ) -> Profile:
     """Returns the profile with what the hybrid optimizer costs the host.
 
-    In backwards it takes gradients. Its step comes before the first forward, and with it what units cost that are away:
-    the host waits for the gradients of one to have left before it goes on with the next, so that nothing hides it.
+    In backwards it takes gradients, and in the last of them it prepares updates. They are launched before the first
+    forward, and with them counts what units cost that are away: the lanes' threads hold the host up.
     """
-    step_s, units = update_s + facts["away_unit_s"] * sum(place != "device" for place in places), []
+    before_s, step_s = update_s
+    step_s += facts["away_unit_s"] * sum(place != "device" for place in places)
+    units = []
     for n, unit in enumerate(profile.units):
         own = unit.times[gpu.kind]
         forward = own.forward.but(issue_s=own.forward.issue_s + (0.0 if n else step_s))
-        taken_s = facts["gradient_s"] * len(unit.parameter_parts)
+        taken_s = facts["gradient_s"] * len(unit.parameter_parts) + (0.0 if n else before_s)
         backward = own.backward.but(issue_s=own.backward.issue_s + taken_s)
         units.append(unit.but(times={**unit.times, gpu.kind: own.but(forward=forward, backward=backward)}))
     return profile.but(units=tuple(units))

@@ -8,7 +8,7 @@ import torch
 from pipedejavu.facts import InputError
 from pipedejavu.hybrid import activation
 from pipedejavu.hybrid.activation import Away, Offload
-from pipedejavu.hybrid.home import Lanes
+from pipedejavu.hybrid.lane import Lanes
 from pipedejavu.hybrid.native import HostUpdate
 
 STEPS = 4

@@ -100,7 +100,7 @@ def test_kernel_torch_and_native_pass_give_the_same_bits(s: Any, is_wild: bool, 
             update_(s, gradient.cuda(), other, other)
         there = [gradient.cuda() for gradient in gradients]
         weights = [state.weight for state in by_kernel]
-        UnitUpdate(weights, [addresses_of(state) for state in by_kernel])([s] * len(size), there)
+        UnitUpdate(weights, [addresses_of(state) for state in by_kernel]).prepare([s] * len(size), there)(s.scale)
         visit(s, there, as_visitors)
         for found, who in ((by_torch, "torch on the GPU"), (by_kernel, "the kernel"), (as_visitors, "visitors")):
             for reference, other in zip(expected, found, strict=True):
@@ -124,7 +124,7 @@ def visit(s: Any, gradients: list[Tensor], states: list[State]) -> None:
     places = [addresses_of(view) for view in views]
     base = memory.data_ptr()
     update = UnitUpdate(weights, [(low and low - base, m - base, v - base) for low, m, v in places])
-    update([s] * len(states), gradients, base)
+    update.prepare([s] * len(states), gradients, base)(s.scale)
     for view, state in zip(views, states, strict=True):
         copy(view, state)
 
@@ -133,7 +133,7 @@ def test_the_kernel_leaves_parameters_without_a_gradient_alone() -> None:
     states = [State(torch.ones(n, device="cuda"), None, *torch.ones(2, n, device="cuda")) for n in (7, 2048, 31)]
     s = scalars_of(1, 1e-3, (0.9, 0.999), 1e-8, 0.01, 1.0)
     update = UnitUpdate([state.weight for state in states], [addresses_of(state) for state in states])
-    update([s, None, s], [torch.ones(7, device="cuda"), None, torch.ones(31, device="cuda")])
+    update.prepare([s, None, s], [torch.ones(7, device="cuda"), None, torch.ones(31, device="cuda")])(s.scale)
     assert [bool((state.weight == 1).all()) for state in states] == [False, True, False]
 
 

@@ -11,6 +11,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
 
 from pipedejavu.facts import InputError
+from pipedejavu.hybrid import flow
 from pipedejavu.hybrid.home import Home, size_of
 
 OPTIONS = [
@@ -686,8 +687,9 @@ class Slow:
         self.was_awaited = True
 
 
-def test_where_the_link_is_slow_the_gradients_of_one_unit_are_on_their_way(
-    lab: Any, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("room_bytes", "most"), [(0, 1), (2**40, 5)], ids=["no room", "room for all"])
+def test_where_the_link_is_slow_gradients_of_one_unit_and_of_more_that_have_room_are_on_their_way(
+    room_bytes: int, most: int, lab: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sent: list[tuple[Home, Slow]] = []
     behind: list[int] = []
@@ -699,6 +701,7 @@ def test_where_the_link_is_slow_the_gradients_of_one_unit_are_on_their_way(
         return sent[-1][1]
 
     monkeypatch.setattr(Home, "send", slowly)
+    monkeypatch.setattr(flow, "leaving_room", lambda units, *_: dict.fromkeys(range(len(units)), room_bytes))
     model = lab.net()
     optimizer = lab.hybrid(model, clip_norm=1.0, gpu_units=0, window=None)
     lab.train(model, optimizer, range(1))
@@ -706,7 +709,7 @@ def test_where_the_link_is_slow_the_gradients_of_one_unit_are_on_their_way(
     behind.clear()
     lab.train(model, optimizer, range(1, 3))
     assert len({id(home) for home, _ in sent}) > 2
-    assert max(behind) == 1
+    assert max(behind) == most
 
 
 def test_a_closed_optimizer_leaves_a_model_that_trains_on(lab: Any) -> None:

@@ -16,6 +16,7 @@ from pipedejavu.hybrid.placement import (
     choose_placement,
     gpu_peak,
     host_bytes,
+    leaving_room,
     wants_spares,
     with_spares,
 )
@@ -153,6 +154,23 @@ def test_gradients_on_their_way_to_the_host_have_room_until_the_next_unit_is_don
     assert gpu_peak(units, stretches_of([0, 650, 0, 0]), places, keeps_gradients=True) == resting + 20 + 650
 
 
+def test_gradients_of_more_units_may_be_on_their_way_below_the_peak() -> None:
+    placed = choose_placement(FOUR, stretches_of([50, 50, 400, 700]), limits(4 * 200 + 700))
+    assert placed.places == ("host",) * 4
+    # after the last unit 400 bytes and its own gradients' 200 come next to the weights, then 50 and 200, twice
+    room = leaving_room(FOUR, placed, stretches_of([50, 50, 400, 700]), keeps_gradients=True)
+    assert room == {3: 700 - 400 - 200, 2: 700 - 50 - 200, 1: 700 - 50 - 200, 0: 700 - 200}
+
+
+def test_visitors_take_room_from_gradients_that_leave() -> None:
+    units, stretches = [unit(10), unit(100), unit(100)], stretches_of([0, 0, 1000])
+    placed = choose_placement(units, stretches, limits(2 * 210 + 1000))
+    assert placed.places == ("visit", "host", "host")
+    assert placed.arrivals == {2: (0,)}
+    room = leaving_room(units, placed, stretches, keeps_gradients=True)
+    assert room == {2: 1000 - 100 - 200, 1: 1000 - 100 - 200, 0: 1000 - 100 - 20}
+
+
 def test_blocks_that_come_and_go_stay_with_the_host() -> None:
     units = [unit(10), unit(100, is_windowed=True), unit(100, is_windowed=True), unit(10)]
     placed = choose_placement(units, STEP, limits(LARGE))
@@ -244,6 +262,8 @@ def test_visitors_never_pass_the_ceiling(model: Model, more_gpu: int) -> None:
         coming = placed.arrivals.get(stretch.unit, ())
         here += sum(units[n].visit_bytes for n in coming)
         came += coming
+        leaving = max(0, leaving_room(units, placed, stretches, keeps_gradients=True)[stretch.unit])
+        assert resting + kept + here + leaving <= gpu
     assert resting + kept + here <= gpu
     visitors = [n for n, place in enumerate(placed.places) if place == "visit"]
     assert came == visitors[: len(came)]  # the others come when these have left

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from pipedejavu.hybrid.home import Lanes
+from pipedejavu.hybrid.lane import Lanes
 from pipedejavu.hybrid.native import HostUpdate
 from pipedejavu.hybrid.visitor import Room
 

@@ -14,8 +14,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from pipedejavu.facts import InputError
-from pipedejavu.hybrid.home import Lanes
-from pipedejavu.hybrid.lane import Mark, now
+from pipedejavu.hybrid.lane import Lanes, Mark, now
 from pipedejavu.hybrid.recompute import Recompute
 from pipedejavu.hybrid.unit import ModelUnit
 

@@ -5,7 +5,7 @@ drive it: a forward waits for its unit's weights, a gradient that is final sets 
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 import torch
@@ -16,8 +16,17 @@ from pipedejavu.facts import InputError
 from pipedejavu.hybrid.arithmetic import Scalars, scalars_of
 from pipedejavu.hybrid.budget import ForwardClock, Meter, pinning_progress
 from pipedejavu.hybrid.gather import Gathering
-from pipedejavu.hybrid.home import Home, Lanes, Member, Staging, check_gradient, gradients_of, size_of
-from pipedejavu.hybrid.placement import Placement, choose_placement, forward_room, wants_spares, with_spares
+from pipedejavu.hybrid.gpu import Launch
+from pipedejavu.hybrid.home import Home, Member, Staging, check_gradient, gradients_of, size_of
+from pipedejavu.hybrid.lane import Lanes
+from pipedejavu.hybrid.placement import (
+    Placement,
+    choose_placement,
+    forward_room,
+    leaving_room,
+    wants_spares,
+    with_spares,
+)
 from pipedejavu.hybrid.rule import Rules
 from pipedejavu.hybrid.unit import ModelUnit, find_units
 from pipedejavu.hybrid.visitor import Room, Visitor
@@ -49,6 +58,8 @@ class Flow:
         self._room = Room(lanes)
         self._free_bytes: dict[int, int] = {}
         """By unit: what visitors may still take of the GPU during its forward."""
+        self._leaving_bytes: dict[int, int] = {}
+        """By unit, when its gradients are final: what those of earlier units that are leaving may take of it."""
         self._is_forward = True
         self._visitors: dict[int, Visitor] = {}
         self._clock: ForwardClock | None = None
@@ -137,7 +148,7 @@ class Flow:
             return
         self.lanes.note("ended", home.index)
         self._gathering.take()
-        self._gathering.let_leave(home)
+        self._gathering.let_leave(home, self._leaving_bytes.get(home.index, 0))
         if home.is_on_host:
             self._begin_update(home)
         for index in self.plan.arrivals.get(home.index, ()) if self.plan is not None else ():
@@ -199,16 +210,23 @@ class Flow:
         if self.rules.clip_norm is not None:
             for home in self.homes:
                 home.wait()
+        self._gathering.take()
+        on_gpu = self._prepare()  # the GPU is busy with the backward pass
         self._gathering.finish()
         if self.rules.clip_norm is not None:
-            self._commit(self._scale())
+            self._commit(self._scale(), on_gpu)
         else:
-            self._commit_rest()
+            self._commit_rest(on_gpu)
         for member in self.members.values():
             member.parameter.grad = None
         self.forget()
         if self.window is not None:
             self.window.restart()
+
+    def _prepare(self) -> dict[Home, Launch]:
+        """Returns the updates of units whose state rests on the GPU; what is missing is the scale of gradients."""
+        work = [(home, self._factors(home, 1.0)) for home in self.homes if home.place == "gpu"]
+        return {home: home.prepare(factors, gradients_of(factors)) for home, factors in work if factors}
 
     def drop(self) -> None:
         """Forgets gradients that the user does not want; too late where an update has begun."""
@@ -248,23 +266,23 @@ class Flow:
         self.num_calm = self.num_calm + 1 if scale == 1.0 else 0
         return scale
 
-    def _commit(self, scale: float | None) -> None:
-        """Starts the update of every unit, in the order of the forward pass; the host's first, as it takes longest."""
+    def _commit(self, scale: float | None, on_gpu: Mapping[Home, Launch]) -> None:
+        """Starts the update of every unit, in the order of the forward pass; first on the GPU, which idles by now."""
         if scale is None:
             self.num_skipped += 1
             return
-        work = [(home, self._factors(home, scale)) for home in self.homes]
+        for update in on_gpu.values():
+            update(scale)
+        work = [(home, self._factors(home, scale)) for home in self.homes if home.place != "gpu"]
         self._staging.expect([home for home, factors in work if home.place == "lean" and factors])
         for home, factors in work:
-            if factors and home.place in ("host", "lean"):
+            if factors and home.is_on_host:
                 home.update(factors, self._staging)
         for home, factors in work:
-            if factors and home.place == "gpu":
-                home.update_on_gpu(factors, gradients_of(factors))
-            elif factors and home.place == "visit":
-                self._visitors[home.index].update(factors)
+            if factors and home.place == "visit":
+                self._visitors[home.index].update(factors, scale)
 
-    def _commit_rest(self) -> None:
+    def _commit_rest(self, on_gpu: Mapping[Home, Launch]) -> None:
         """Updates what did not begin in the backward pass."""
         left_out = 0
         for home in self.homes:
@@ -277,11 +295,10 @@ class Flow:
                     " update has begun; change them before the backward pass"
                 )
             if is_finite and arrived and home.began_with is None:
-                factors = self._factors(home, 1.0)
-                if home.place == "gpu":
-                    home.update_on_gpu(factors, gradients_of(factors))
+                if home in on_gpu:
+                    on_gpu[home](1.0)
                 else:
-                    home.update(factors, self._staging)
+                    home.update(self._factors(home, 1.0), self._staging)
         self.num_skipped += left_out > 0
 
     def forget(self) -> None:
@@ -319,6 +336,7 @@ class Flow:
         begin = max((forward.peak_bytes for forward in forwards[:2]), default=0)
         self.plan = choose_placement(sizes, self.meter.stretches, limits, begin)
         self._free_bytes = forward_room(sizes, self.plan, forwards)
+        self._leaving_bytes = leaving_room(sizes, self.plan, self.meter.stretches, limits.keeps_gradients)
         if self.rules.speculates and self.rules.clip_norm is not None and self.device.type != "cuda":
             self.plan = with_spares(self.plan, sizes, [True] * len(sizes), limits.host_bytes)
         places = list(zip(self.homes, self.plan.places, self.plan.is_spare, strict=True))

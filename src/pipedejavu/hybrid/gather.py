@@ -4,16 +4,21 @@ Every norm and every copy costs the host some time, and a model has hundreds of 
 gathered, and taken together.
 """
 
+from collections import deque
 from collections.abc import Collection
 
 import torch
 from torch import Tensor
 
-from pipedejavu.hybrid.home import Home, Lanes, Member
-from pipedejavu.hybrid.lane import Mark
+from pipedejavu.hybrid.home import Home, Member
+from pipedejavu.hybrid.lane import Lanes, Mark
 
 MANY_BYTES = 2**22
 """Of gathered gradients that are to leave: they set out then, before the link waits for them."""
+
+
+Leaving = tuple[Home, Mark, list[Tensor]]
+"""Gradients of a unit on their way; their memory must not be taken by others before the mark."""
 
 
 class Gathering:
@@ -27,8 +32,7 @@ class Gathering:
         self._norm_of = dict(zip(members, self._norms.unbind(), strict=True))
         self._home: Home | None = None
         self._waiting: dict[Member, Tensor] = {}
-        self._leaving: list[tuple[Home, Mark, list[Tensor]]] = []
-        """Their memory must not be taken by others before the mark."""
+        self._leaving: deque[Leaving] = deque()
 
     def make_way(self, home: Home, member: Member) -> None:
         """Frees what has left, and takes what was gathered if a new gradient cannot be taken together with it."""
@@ -61,16 +65,17 @@ class Gathering:
         self._home, self._waiting = None, {}
 
     def prune(self) -> None:
-        """Frees gradients that have left the GPU."""
-        if self._leaving:
-            self._leaving = [leaving for leaving in self._leaving if not leaving[1].is_past()]
+        """Frees gradients that have left the GPU, which they do in the order in which they set out."""
+        while self._leaving and self._leaving[0][1].is_past():
+            self._leaving.popleft()
 
-    def let_leave(self, last: Home) -> None:
-        """Waits until only gradients of the last unit are on their way: the plan has room for those of one."""
-        for home, mark, _ in self._leaving:
-            if home is not last:
-                mark.wait_on_host()
-        self._leaving = [leaving for leaving in self._leaving if leaving[0] is last]
+    def let_leave(self, last: Home, room_bytes: int) -> None:
+        """Waits, the first one first, until the gradients of units before the last that are on their way fit a room."""
+        over = sum(_size(leaving) for leaving in self._leaving if leaving[0] is not last) - room_bytes
+        while over > 0 and self._leaving:
+            leaving = self._leaving.popleft()
+            leaving[1].wait_on_host()
+            over -= _size(leaving) if leaving[0] is not last else 0
 
     def finish(self) -> None:
         """Takes all norms, and waits until they are in host memory."""
@@ -83,7 +88,7 @@ class Gathering:
             return
         for _, mark, _ in self._leaving:
             mark.wait_on_host()
-        self._leaving = []
+        self._leaving.clear()
         if self._norms.device.type == "cuda":
             torch.cuda.empty_cache()
 
@@ -94,3 +99,7 @@ class Gathering:
     def is_finite(self, members: Collection[Member]) -> bool:
         """Whether these gradients are finite, as far as norms are in host memory."""
         return bool(self.norms[[member.slot for member in members]].isfinite().all())
+
+
+def _size(leaving: Leaving) -> int:
+    return sum(gradient.nbytes for gradient in leaving[2])

@@ -19,11 +19,10 @@ from torch import Tensor, nn
 
 from pipedejavu.facts import InputError
 from pipedejavu.hybrid.arithmetic import Scalars, State, update_
-from pipedejavu.hybrid.gpu import UnitUpdate, addresses_of, has_kernel, places_of, state_in
-from pipedejavu.hybrid.lane import Lane, Mark, ThreadLane, copy_lane, now
-from pipedejavu.hybrid.native import HostUpdate, Task
+from pipedejavu.hybrid.gpu import Launch, UnitUpdate, addresses_of, has_kernel, places_of, state_in
+from pipedejavu.hybrid.lane import Lanes, Mark, now
+from pipedejavu.hybrid.native import Task
 from pipedejavu.hybrid.placement import Place, UnitSize
-from pipedejavu.hybrid.recorder import Recorder
 from pipedejavu.hybrid.slab import Slab, aligned
 from pipedejavu.hybrid.unit import ModelUnit
 
@@ -52,6 +51,15 @@ class Member:
     spare: State | None = None
     out: Mark | None = None
     """The point when its gradient lies in host memory."""
+    _weight: Tensor | None = None
+
+    @property
+    def weight(self) -> Tensor:
+        """Its values in the model, one-dimensional; made once, as the compute lane waits while a lane makes views."""
+        data = self.parameter.data
+        if self._weight is None or self._weight.data_ptr() != data.data_ptr():
+            self._weight = data.view(-1)
+        return self._weight
 
     @property
     def numel(self) -> int:
@@ -62,43 +70,6 @@ class Member:
     def is_split(self) -> bool:
         """Whether its master is kept in two halves."""
         return self.parameter.dtype == torch.bfloat16
-
-
-class Lanes:
-    """The lanes of one device, and the update that the host lane runs."""
-
-    def __init__(self, device: torch.device, update: HostUpdate):
-        self.device, self.update = device, update
-        self.copy_in = copy_lane("copy-in", device)
-        self.copy_out = copy_lane("copy-out", device)
-        self.host = ThreadLane("host")
-        self.fetch = ThreadLane("fetch")
-        """Waits for updates on behalf of weights that are on their way."""
-        self.arrive, self.leave = ThreadLane("arrive"), ThreadLane("leave")
-        """Let visitors come and go, piece by piece."""
-        self._recorder: Recorder | None = None
-
-    @property
-    def all(self) -> tuple[Lane, ...]:
-        """Every lane."""
-        return self.host, self.fetch, self.arrive, self.leave, self.copy_in, self.copy_out
-
-    def listen(self, recorder: Recorder | None) -> None:
-        """Lets a recorder take note of all work from now on."""
-        self._recorder = recorder
-        for lane in self.all:
-            lane.recorder = recorder
-
-    def note(self, what: str, unit: int) -> None:
-        """Tells the recorder what the compute lane has come to, if one listens."""
-        if self._recorder is not None:
-            self._recorder.note(what, unit)
-
-    def close(self) -> None:
-        """Ends all lanes and the threads of the update."""
-        for lane in self.all:
-            lane.close()
-        self.update.close()
 
 
 @dataclass(eq=False)
@@ -202,10 +173,8 @@ class Home:
         slots = slice(self.members[0].slot, self.members[-1].slot + 1)
 
         def copy() -> None:
-            for member, gradient in gradients.items():
-                assert member.gradient is not None
-                member.gradient.copy_(gradient, non_blocking=True)
-            partial[slots].copy_(norms[slots], non_blocking=True)
+            here = [member.gradient for member in gradients if member.gradient is not None]
+            torch._foreach_copy_([*here, partial[slots]], [*gradients.values(), norms[slots]], non_blocking=True)
 
         out = self.lanes.copy_out.submit(f"OFFLOAD:d{self.index}", copy, now(self.lanes.device))
         for member in gradients:
@@ -217,9 +186,7 @@ class Home:
         self.assumed = factors
 
         def work() -> None:
-            for member in factors:
-                assert member.out is not None
-                member.out.wait_on_host()
+            _wait_for(factors)
             if self.assumed is not factors or is_wrong():
                 return
             self.lanes.update([_task(member, s, None, member.spare) for member, s in factors.items()])
@@ -236,9 +203,7 @@ class Home:
 
         def work() -> None:
             lean = staging.take(self) if self.place == "lean" else {}
-            for member in factors:
-                assert member.out is not None
-                member.out.wait_on_host()
+            _wait_for(factors)
             if is_left_out():
                 return
             for member in factors:
@@ -255,26 +220,38 @@ class Home:
 
         self.updated = self.lanes.host.submit(f"UPDATE{self.index}~host", work)
 
-    def update_on_gpu(
+    def prepare(
         self, factors: Mapping[Member, Scalars], gradients: Mapping[Member, Tensor], visiting: Tensor | None = None
-    ) -> None:
-        """Updates the unit on the compute lane; its state rests on the GPU, or is there for a visit."""
-        for member in factors:
-            member.step += 1
-        self.lanes.note("updating", self.index)
+    ) -> Launch:
+        """Returns the unit's update on the compute lane; its state rests on the GPU, or is there for a visit."""
+        launch = self._launch_of(factors, gradients, visiting)
+
+        def update(scale: float) -> None:
+            for member in factors:
+                member.step += 1
+            self.lanes.note("updating", self.index)
+            launch(scale)
+            self.lanes.note("updated", self.index)
+
+        return update
+
+    def _launch_of(
+        self, factors: Mapping[Member, Scalars], gradients: Mapping[Member, Tensor], visiting: Tensor | None
+    ) -> Launch:
         if has_kernel(self.lanes.device):
             if self._unit_update is None:
                 self._unit_update = self._make_update()
             every = [(factors.get(member), gradients.get(member)) for member in self.members]
-            self._unit_update(
-                [s for s, _ in every], [g for _, g in every], visiting.data_ptr() if visiting is not None else 0
-            )
-        else:
+            base = 0 if visiting is None else visiting.data_ptr()
+            return self._unit_update.prepare([s for s, _ in every], [g for _, g in every], base)
+
+        def one_by_one(scale: float) -> None:
             for member, s in factors.items():
                 own = member.state if visiting is None else state_in(visiting, member.parameter.data, member.start)
                 assert own is not None
-                update_(s, gradients[member].reshape(-1), own, own)
-        self.lanes.note("updated", self.index)
+                update_(s._replace(scale=scale), gradients[member].reshape(-1), own, own)
+
+        return one_by_one
 
     def _make_update(self) -> UnitUpdate:
         """Returns the GPU's update of the unit, whose state rests there or will lie together when it visits."""
@@ -328,8 +305,7 @@ class Staging:
         weights = {member: slab.take(member.numel, member.parameter.dtype) for member in home.members}
 
         def copy() -> None:
-            for member, weight in weights.items():
-                weight.copy_(member.parameter.data.view(-1), non_blocking=True)
+            torch._foreach_copy_(list(weights.values()), [member.weight for member in weights], non_blocking=True)
 
         self._asked[home] = weights, self.lanes.copy_out.submit(f"OFFLOAD:w{home.index}", copy)
 
@@ -392,8 +368,14 @@ def _task(member: Member, s: Scalars, weight: Tensor | None, new: State | None) 
     return Task(s, member.gradient, old, new)
 
 
+def _wait_for(members: Iterable[Member]) -> None:
+    """Waits until their gradients lie in host memory."""
+    for out in {member.out for member in members}:
+        assert out is not None
+        out.wait_on_host()
+
+
 def _return(members: Iterable[Member]) -> None:
     """Copies new weights from host memory into the model."""
-    for member in members:
-        assert member.state is not None
-        member.parameter.data.view(-1).copy_(member.state.weight, non_blocking=True)
+    new = {member: member.state.weight for member in members if member.state is not None}
+    torch._foreach_copy_([member.weight for member in new], list(new.values()), non_blocking=True)

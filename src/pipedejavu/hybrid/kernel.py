@@ -7,7 +7,7 @@ import triton.language as tl
 
 @triton.jit
 def adamw(
-    table,
+    table, scale,
     is_split: tl.constexpr, is_even: tl.constexpr, most: tl.constexpr, width: tl.constexpr, block: tl.constexpr,
 ):  # fmt: skip
     """Updates `block` elements of one parameter a program, as arithmetic.update_ does; gpu.py has the rows."""
@@ -26,9 +26,9 @@ def adamw(
         low, m, v = tl.multiple_of(low, 16), tl.multiple_of(m, 16), tl.multiple_of(v, 16)
         n = tl.multiple_of(n, 16)
     factor = (row + 7).to(tl.pointer_type(tl.float32), bitcast=True)
-    scale, beta1, rest1 = tl.load(factor), tl.load(factor + 1), tl.load(factor + 2)
-    beta2, rest2, unroot2 = tl.load(factor + 3), tl.load(factor + 4), tl.load(factor + 5)
-    eps, decay, rate = tl.load(factor + 6), tl.load(factor + 7), tl.load(factor + 8)
+    beta1, rest1 = tl.load(factor), tl.load(factor + 1)
+    beta2, rest2, unroot2 = tl.load(factor + 2), tl.load(factor + 3), tl.load(factor + 4)
+    eps, decay, rate = tl.load(factor + 5), tl.load(factor + 6), tl.load(factor + 7)
 
     at = (program - tl.load(row + 6)) * block + tl.arange(0, block)
     inside = at < n

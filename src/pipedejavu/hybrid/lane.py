@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 import torch
 
+from pipedejavu.hybrid.native import HostUpdate
 from pipedejavu.hybrid.recorder import Recorder
 
 
@@ -210,3 +211,40 @@ def _end_all() -> None:
 def copy_lane(name: str, device: torch.device) -> Lane:
     """Returns a lane for copies between a device and the host."""
     return StreamLane(name, device) if device.type == "cuda" else ThreadLane(name)
+
+
+class Lanes:
+    """The lanes of one device, and the update that the host lane runs."""
+
+    def __init__(self, device: torch.device, update: HostUpdate):
+        self.device, self.update = device, update
+        self.copy_in = copy_lane("copy-in", device)
+        self.copy_out = copy_lane("copy-out", device)
+        self.host = ThreadLane("host")
+        self.fetch = ThreadLane("fetch")
+        """Waits for updates on behalf of weights that are on their way."""
+        self.arrive, self.leave = ThreadLane("arrive"), ThreadLane("leave")
+        """Let visitors come and go, piece by piece."""
+        self._recorder: Recorder | None = None
+
+    @property
+    def all(self) -> tuple[Lane, ...]:
+        """Every lane."""
+        return self.host, self.fetch, self.arrive, self.leave, self.copy_in, self.copy_out
+
+    def listen(self, recorder: Recorder | None) -> None:
+        """Lets a recorder take note of all work from now on."""
+        self._recorder = recorder
+        for lane in self.all:
+            lane.recorder = recorder
+
+    def note(self, what: str, unit: int) -> None:
+        """Tells the recorder what the compute lane has come to, if one listens."""
+        if self._recorder is not None:
+            self._recorder.note(what, unit)
+
+    def close(self) -> None:
+        """Ends all lanes and the threads of the update."""
+        for lane in self.all:
+            lane.close()
+        self.update.close()

@@ -17,7 +17,8 @@ from pipedejavu.facts import InputError
 from pipedejavu.hybrid.activation import Activations, set_activations
 from pipedejavu.hybrid.budget import Budget, Meter
 from pipedejavu.hybrid.flow import Flow
-from pipedejavu.hybrid.home import Lanes, size_of
+from pipedejavu.hybrid.home import size_of
+from pipedejavu.hybrid.lane import Lanes
 from pipedejavu.hybrid.native import HostUpdate
 from pipedejavu.hybrid.placement import Placement
 from pipedejavu.hybrid.recorder import Recorder

@@ -159,6 +159,17 @@ def forward_room(units: Sequence[UnitSize], placement: Placement, forwards: Sequ
     return room
 
 
+def leaving_room(
+    units: Sequence[UnitSize], placement: Placement, stretches: Sequence[Stretch], keeps_gradients: bool
+) -> dict[int, int]:
+    """Returns by unit, when its gradients are final, what earlier ones that are leaving may still take of the GPU."""
+    usage, room, visiting = _usage(units, stretches, placement.places, keeps_gradients), {}, 0
+    for stretch, following in zip(stretches, usage[1:], strict=True):
+        visiting += sum(units[n].visit_bytes for n in placement.arrivals.get(stretch.unit, ()))
+        room[stretch.unit] = placement.gpu_bytes - following - visiting
+    return room
+
+
 def gpu_peak(
     units: Sequence[UnitSize], stretches: Sequence[Stretch], places: Sequence[Place], keeps_gradients: bool
 ) -> int:

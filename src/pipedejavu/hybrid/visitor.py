@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from pipedejavu.hybrid.arithmetic import Scalars
-from pipedejavu.hybrid.home import Home, Lanes, Member, Progress, gradients_of, take_state
-from pipedejavu.hybrid.lane import Lane, Mark, StreamLane, now
+from pipedejavu.hybrid.home import Home, Member, Progress, gradients_of, take_state
+from pipedejavu.hybrid.lane import Lane, Lanes, Mark, StreamLane, now
 from pipedejavu.hybrid.slab import Slab
 
 PIECE_BYTES = 2**26
@@ -156,13 +156,13 @@ class Visitor:
             arrive = partial(self._arrive, self.room.add(memory))
             self._came = self.lanes.arrive.submit(f"come{self.home.index}", arrive, self._left, now(self.lanes.device))
 
-    def update(self, factors: Mapping[Member, Scalars]) -> None:
+    def update(self, factors: Mapping[Member, Scalars], scale: float) -> None:
         """Lets the unit be updated on the compute lane right before its next forward, when its state has come."""
         self.room.let_go()
         if self._came is None:
             self.room.expect()
             self._came = self.lanes.arrive.submit(f"come{self.home.index}", partial(self._arrive, None), self._left)
-        self.home.before = partial(self._apply, factors, gradients_of(factors))
+        self.home.before = partial(self._apply, factors, gradients_of(factors), scale)
 
     def _arrive(self, memory: Tensor | None) -> None:
         """Copies the state to the GPU; without memory of its own, into what another visitor has left."""
@@ -179,14 +179,14 @@ class Visitor:
         with torch.cuda.stream(lane.stream) if isinstance(lane, StreamLane) else nullcontext():
             return torch.empty(size, dtype=torch.uint8, device=self.lanes.device)
 
-    def _apply(self, factors: Mapping[Member, Scalars], gradients: Mapping[Member, Tensor]) -> None:
+    def _apply(self, factors: Mapping[Member, Scalars], gradients: Mapping[Member, Tensor], scale: float) -> None:
         assert self._came is not None
         self.room.let_go()
         with self.room.urgency():
             self._came.wait_on_host()
         here, self._here, self._came = self._here, None, None
         assert here is not None
-        self.home.update_on_gpu(factors, gradients, here)
+        self.home.prepare(factors, gradients, here)(scale)
         self.room.leave(partial(self._depart, here, now(self.lanes.device)))
 
     def _depart(self, here: Tensor, updated: Mark) -> None:
@@ -199,10 +199,8 @@ class Visitor:
     def _copy(self, kind: str, lane: Lane, source: Tensor, target: Tensor) -> None:
         """Copies piece by piece; returns when all of it is there."""
         marks: list[Mark] = []
-        for start in range(0, source.numel(), PIECE_BYTES):
-            piece = slice(start, start + PIECE_BYTES)
-            copy = partial(target[piece].copy_, source[piece], non_blocking=True)
-            marks.append(lane.submit(f"{kind}:o{self.home.index}", copy))
+        for there, here in zip(torch.split(target, PIECE_BYTES), torch.split(source, PIECE_BYTES), strict=True):
+            marks.append(lane.submit(f"{kind}:o{self.home.index}", partial(there.copy_, here, non_blocking=True)))
             for mark in marks[-2 : len(marks) - self.room.num_ahead]:
                 mark.wait_on_host()
         marks[-1].wait_on_host()

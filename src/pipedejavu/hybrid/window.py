@@ -16,8 +16,8 @@ from torch.utils.hooks import RemovableHandle
 
 from pipedejavu.facts import InputError
 from pipedejavu.hybrid.budget import Meter, pinning_progress
-from pipedejavu.hybrid.home import Home, Lanes, Member, size_of
-from pipedejavu.hybrid.lane import Mark, now
+from pipedejavu.hybrid.home import Home, Member, size_of
+from pipedejavu.hybrid.lane import Lanes, Mark, now
 
 ROOMY_SHARE = 0.5
 """Of the GPU's budget that weights may take before they come through a window; the rest is for a step."""
