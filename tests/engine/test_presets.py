@@ -336,7 +336,7 @@ def test_units_that_are_named_recompute_and_change_nothing(make, units):
     order = case.plan.order.but(recompute_units=units, is_eager=True)
     case = replace(case, plan=case.plan.but(order=order, bucket_bytes=1))
     again = {a.piece for worker in case.program.workers for a in worker.actions if a.kind == "R"}
-    assert again == {n for n, share in enumerate(case.program.recomputes) if share}
+    assert again == {n for n, units in enumerate(case.program.recomputed) if units}
     assert 0 < len(again) < len(case.program.pieces)
     assert case.furthest(case.trained_plainly()) <= case.tolerance
     assert case.audit() <= case.tolerance

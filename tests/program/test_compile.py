@@ -10,6 +10,7 @@ from pipedejavu.facts import InputError
 from pipedejavu.plan import Keep, Order, Place, Plan, preset, presets
 from pipedejavu.program import Action, Table, verify
 from pipedejavu.program import compile as compile_plan
+from pipedejavu.program.size import Sizes
 from pipedejavu.simulate import simulate, unit_costs
 
 PIPELINES = (
@@ -559,7 +560,7 @@ def test_units_that_are_named_recompute_and_others_keep_what_they_saved(model, c
     plan = preset("1f1b").at(workers=2, microbatches=3).but(order=order, bucket_bytes=1)
     program = compile_plan(plan, model(4), computer(2))
     verify(program)
-    assert program.recomputes == (1.0, 0.0, 1.0, 1.0)
+    assert program.recomputed == ((0,), (), (2,), (3,))
     again = [{a.piece for a in worker.actions if a.kind == "R"} for worker in program.workers]
     assert again == [{0}, {2, 3}]
     kept = Table(program)(Action("F", 1, 0, 0, 0), 0)[1]
@@ -567,13 +568,53 @@ def test_units_that_are_named_recompute_and_others_keep_what_they_saved(model, c
     assert [value[0] for value in Table(program)(Action("F", 0, 0, 0, 0), 0)[1]] == ["x"]
 
 
-def test_a_piece_recomputes_the_part_that_its_named_units_save(model, computer):
-    plan = preset("gpipe").at(workers=1, microbatches=2)
-    program = compile_plan(plan.but(order=Order(kind="gpipe", recompute_units=(1,))), model(4), computer(1))
-    assert program.recomputes == (0.25,)
-    whole = compile_plan(plan.but(order=Order(kind="gpipe", recompute=0.25)), model(4), computer(1))
-    assert simulate(program).makespan_s == simulate(whole).makespan_s
-    assert simulate(program).workers[0].peak_bytes == simulate(whole).workers[0].peak_bytes
+@pytest.mark.parametrize(("share", "first", "second"), [(0.2, 1, 1), (0.4, 2, 2), (0.5, 3, 2), (1.0, 5, 4)])
+@pytest.mark.parametrize("is_eager", [False, True])
+def test_a_share_is_of_the_first_units_of_each_stage(model, computer, share, first, second, is_eager):
+    order = Order(kind="1f1b", recompute=share, is_eager=is_eager)
+    plan = preset("1f1b").at(workers=2, microbatches=2)
+    plan = plan.but(cut=plan.cut.but(bounds=(5,)), order=order, bucket_bytes=1)
+    program = compile_plan(plan, model(9), computer(2))
+    verify(program)
+    assert len(program.pieces) == (9 if is_eager else 2)
+    again = (*range(first), *range(5, 5 + second))
+    assert [u for units in program.recomputed for u in units] == [*again]
+    named = compile_plan(
+        plan.but(order=Order(kind="1f1b", recompute_units=again, is_eager=is_eager)), model(9), computer(2)
+    )
+    assert named.to_text() == program.to_text()
+    assert simulate(named).makespan_s == simulate(program).makespan_s
+    assert [w.peak_bytes for w in simulate(named).workers] == [w.peak_bytes for w in simulate(program).workers]
+
+
+@pytest.mark.parametrize(("units", "expected"), [((2, 4), "xswg"), ((4,), "swg"), ((2, 3, 4, 5), "xwg")])
+def test_what_runs_again_reads_what_it_starts_from(model, computer, units, expected):
+    plan = preset("gpipe").at(workers=3, microbatches=2)
+    plan = plan.but(cut=plan.cut.but(bounds=(2, 6)), order=Order(kind="gpipe", recompute_units=units))
+    program = compile_plan(plan, model(7), computer(3))
+    verify(program)
+    assert "".join(value[0] for value in Table(program)(Action("R", 1, 0, 0, 0), 1)[0]) == expected
+
+
+@pytest.mark.parametrize(
+    ("order", "kept", "in_forward"),
+    [
+        ({"recompute": 1.0}, 0.0, 200.0 + 17.0),
+        ({"recompute_units": (0, 1, 2, 3)}, 0.0, 200.0 + 17.0),
+        ({"recompute_units": (1,)}, 150.0 + 10.0, 17.0),
+        ({"recompute_units": (1, 2, 3)}, 50.0 + 10.0, 200.0 + 17.0 - 60.0),
+        ({"recompute": 0.5}, 100.0, 17.0),
+    ],
+)
+def test_what_is_there_while_a_piece_runs_depends_on_what_will_run_again(model, computer, order, kept, in_forward):
+    """Four units that save 50 bytes each, hand 10 on and work with 7: what runs again goes when its row is through."""
+    profile = model(4)
+    profile = profile.but(units=tuple(u.but(parameter_parts=(100,), forward_work_bytes=7.0) for u in profile.units))
+    plan = preset("gpipe").at(workers=1, microbatches=2).but(order=Order(kind="gpipe", **order))
+    sizes = Sizes(compile_plan(plan, profile, computer(1)))
+    assert (sizes.kept, sizes.saved) == ([kept], [200.0])
+    assert sizes.passing(Action("F", 0, 0, 0, 0), is_first=False) == in_forward
+    assert sizes.passing(Action("R", 0, 0, 0, 0), is_first=False) == 17.0
 
 
 def test_recompute_waits_for_the_gradient_unless_it_is_early(build):

@@ -72,7 +72,7 @@ def simulate(
     replicas: Annotated[int | None, typer.Option(help="Data-parallel copies.")] = None,
     steps: Annotated[int | None, typer.Option(help="Updates to simulate.")] = None,
     samples: Annotated[int | None, typer.Option(help="Samples in a microbatch.")] = None,
-    recompute: Annotated[float | None, typer.Option(help="Share of activations to recompute, 0 to 1.")] = None,
+    recompute: Annotated[float | None, typer.Option(help="Share of each stage's units to recompute, 0 to 1.")] = None,
     unit_costs: Annotated[
         str | None, typer.Option(help="Costs of a worker's forward and backward of a microbatch, as F=1,B=2.")
     ] = None,

@@ -133,7 +133,7 @@ class Handlers:
         output, saved = self._run_piece(a, keeps_buffers=False)
         if self.program.outputs[a.piece]:
             self.values["x", a.piece, 0, a.microbatch, ""] = output
-        if not self.program.recomputes[a.piece]:
+        if not self.program.recomputed[a.piece]:
             self.values["s", a.piece, 0, a.microbatch, ""] = saved
 
     def recompute(self, a: Action) -> None:

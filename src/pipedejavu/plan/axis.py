@@ -117,9 +117,9 @@ class Order(Record):
     rows: tuple[str, ...] | None = None
     """Of order 'written': what each worker of a pipeline runs, as 'F0 F1 B0 B1'."""
     recompute: Share = 0.0
-    """Share of each stage's units whose activations are computed again for the backward pass."""
+    """Share of each stage's units whose activations are computed again for the backward pass: its first ones."""
     recompute_units: tuple[int, ...] | None = Field(default=None, min_length=1)
-    """Units that are, in place of a share; a piece that holds one of them runs forward again."""
+    """Units that are, in place of a share; of a piece that holds some of them these alone run forward again."""
     recomputes_early: bool = False
     """Whether recomputing starts before the gradient has arrived, as torchgpipe does."""
     prefetch: int = Field(default=0, ge=0)

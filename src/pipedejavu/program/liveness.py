@@ -45,7 +45,7 @@ class Liveness:
     def __init__(self, program: Program):
         self.program, self.table, self.sizes = program, Table(program), Sizes(program)
         self.initial = [resting(program, piece) for piece in range(len(program.pieces))]
-        self.is_partial = [0 < share < 1 for share in program.recomputes]
+        self.is_partial = [bool(again) and program.keeps_saved(piece) for piece, again in enumerate(program.recomputed)]
 
     def stays(self, worker: int, start: Sequence[float], end: Sequence[float], last: float) -> list[Stay]:
         """Returns all stays on a worker whose k-th action runs from start[k] to end[k]; `last` ends all."""
@@ -114,7 +114,7 @@ class Liveness:
             done.append(Stay(came, death, value, part))
             size -= part
         if value[0] == "s" and self.is_partial[value[1]]:
-            kept = self.sizes.kept(value)
+            kept = self.sizes.kept[value[1]] * self.sizes.samples(value[3])
             done.append(Stay(birth, death, value, kept))
             done.append(Stay(recomputed, death, value, size - kept))
         elif size:

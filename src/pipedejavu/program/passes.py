@@ -16,7 +16,7 @@ def add_recompute(program: Program) -> Program:
     for worker in program.workers:
         sequence: list[Action] = []
         for a in worker.actions:
-            if a.kind in "BI" and program.recomputes[a.piece]:
+            if a.kind in "BI" and program.recomputed[a.piece]:
                 sequence.append(a._replace(kind="R"))
             sequence.append(a)
         sequences.append(tuple(sequence))

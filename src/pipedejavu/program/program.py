@@ -8,6 +8,7 @@ several that behave alike: worker w stands for w, w + n, w + 2n, … for n worke
 
 from dataclasses import dataclass, replace
 from functools import cached_property
+from math import ceil
 
 from pipedejavu.facts import InputError, Machine, Profile
 from pipedejavu.plan import Plan
@@ -111,18 +112,21 @@ class Program:
         return tuple(frozenset(a.piece for a in w.actions if a.kind == "F") for w in self.workers)
 
     @cached_property
-    def recomputes(self) -> tuple[float, ...]:
-        """For each piece, the share of its saved activations that is computed again."""
+    def recomputed(self) -> tuple[tuple[int, ...], ...]:
+        """For each piece, the units that run forward again: those that the plan names, or the first of each stage.
+
+        Of a share as many as hold it. What the first unit of a stage reads waits there anyway.
+        """
         order = self.plan.order
-        if order.recompute_units is None:
-            return (order.recompute,) * len(self.pieces)
-        again, shares = {*order.recompute_units}, []
-        for piece in self.pieces:
-            sizes = {u: self.profile.units[u].activation_bytes for u in piece.units}
-            whole = sum(sizes.values())
-            part = sum(sizes[u] for u in piece.units if u in again)
-            shares.append(part / whole if whole else float(any(u in again for u in piece.units)))
-        return tuple(shares)
+        again = {*(order.recompute_units or ())}
+        for stage in {piece.stage for piece in self.pieces} if order.recompute else ():
+            units = [unit for piece in self.pieces if piece.stage == stage for unit in piece.units]
+            again.update(units[: ceil(round(order.recompute * len(units), 9))])
+        return tuple(tuple(unit for unit in piece.units if unit in again) for piece in self.pieces)
+
+    def keeps_saved(self, piece: int) -> bool:
+        """Whether the forward of a piece leaves something for its backward: not where all of its units run again."""
+        return len(self.recomputed[piece]) < len(self.pieces[piece].units)
 
     def fed_by(self, replica: int, update: int) -> tuple[int, ...]:
         """Returns the microbatches of an update that one replica trains."""

@@ -112,8 +112,7 @@ def _add_activations(program: Program) -> Program:
         computes = [i for i, a in enumerate(worker.actions) if a.lane == "compute"]
         rank = {position: n for n, position in enumerate(computes)}
         for position, a in enumerate(worker.actions):
-            checkpoints = program.recomputes[a.piece] == 1
-            what, pieces = ("x", program.inputs[a.piece]) if checkpoints else ("s", (a.piece,))
+            what, pieces = ("s", (a.piece,)) if program.keeps_saved(a.piece) else ("x", program.inputs[a.piece])
             for value in ((what, piece, 0, a.microbatch, "") for piece in pieces):
                 if a.kind == "F":
                     kept[value] = position

@@ -21,8 +21,14 @@ class Sizes:
         self.weights = self._per_worker([u.parameter_bytes for u in units])
         self.gradients = self._per_worker([u.gradient_bytes for u in units])
         self.optimizer = self._per_worker([u.optimizer_bytes for u in units])
-        self.saved = [sum(self._saved(piece)) / self.shards for piece in range(len(program.pieces))]
-        """For each sample."""
+        self._saved = [self._saved_by(piece) for piece in range(len(program.pieces))]
+        """Of each piece, what its units save, for each sample."""
+        self.kept = [self._kept(piece) / self.shards for piece in range(len(program.pieces))]
+        """What stays of each piece from its forward on, for each sample."""
+        self.saved = [
+            max(kept, sum(own.values()) / self.shards) for kept, own in zip(self.kept, self._saved, strict=True)
+        ]
+        """All that its backward needs."""
         self.is_detailed = any(u.parameter_parts for u in units)
         """Whether the profile says what is in memory inside of an action too."""
         self._largest = [max((n for u in p.units for n in units[u].parameter_parts), default=0) for p in program.pieces]
@@ -34,19 +40,34 @@ class Sizes:
         divided = [u.expert_share if self.divides_experts else 1.0 for u in units]
         return [sum(sizes[u] * (1 - divided[u] + divided[u] / parts) for u in p.units) for p in self.program.pieces]
 
-    def _saved(self, piece: int) -> list[float]:
-        """What each unit of a piece saves, for each sample, beside what the unit before has saved in the same place."""
-        program, own = self.program, self.program.pieces[piece].units
-        is_recomputed = any(program.recomputes)
-        found = []
-        for index in own:
+    def _saved_by(self, piece: int) -> dict[int, float]:
+        """What each unit of a piece saves, for each sample, beside what the unit before has saved in the same place.
+
+        A unit that runs again makes another output than the one that the unit behind it has kept.
+        """
+        program, again = self.program, {*self.program.recomputed[piece]}
+        is_recomputed = any(program.recomputed)
+        found = {}
+        for index in program.pieces[piece].units:
             unit, before = program.profile.units[index], self._home.get(index - 1)
-            is_there = before == piece or (
-                not is_recomputed and all(before in on for on in program.pieces_on if piece in on)
-            )
+            if before == piece:
+                is_there = index - 1 not in again or index in again
+            else:
+                is_there = not is_recomputed and all(before in on for on in program.pieces_on if piece in on)
             shared = program.profile.units[index - 1].shared_bytes if before is not None and is_there else 0.0
-            found.append(unit.activation_bytes - shared)
+            found[index] = unit.activation_bytes - shared
         return found
+
+    def _kept(self, piece: int) -> float:
+        again = {*self.program.recomputed[piece]}
+        kept = sum(size for index, size in self._saved[piece].items() if index not in again)
+        return kept + sum(self._waiting(piece).values())
+
+    def _waiting(self, piece: int) -> dict[int, float]:
+        """What waits for units that run again behind others that do not: of their inputs what these have not saved."""
+        own, again = self._saved[piece], {*self.program.recomputed[piece]}
+        befores = {n: self.program.profile.units[n - 1] for n in again if n - 1 in own and n - 1 not in again}
+        return {n: before.boundary_bytes - before.shared_bytes for n, before in befores.items()}
 
     @cached_property
     def _home(self) -> dict[int, int]:
@@ -117,10 +138,6 @@ class Sizes:
             return self.incoming(piece, self.program.inputs[piece]) * samples
         return 0.0
 
-    def kept(self, saved: Value) -> float:
-        """Bytes of saved activations that stay from the forward on, where some are recomputed."""
-        return self.of(saved) * (1 - self.program.recomputes[saved[1]])
-
     def passing(self, a: Action, *, is_first: bool) -> float:
         """Bytes that are there only while an action runs, beside the values of the table.
 
@@ -129,9 +146,8 @@ class Sizes:
         if not self.is_detailed:
             return 0.0
         if a.kind in ("F", "R", "EVAL"):
-            kept = 1.0 if a.kind == "R" or not self.program.plan.order.recompute else 0.0
             stepped = self.weights[a.piece] if a.kind == "EVAL" else 0.0  # a copy, one step on
-            return stepped + self._in_forward(a.piece, self.samples(a.microbatch), kept)
+            return stepped + self._in_forward(a) * self.samples(a.microbatch)
         if a.kind in ("B", "I", "W"):
             more = 0.0 if is_first else self._largest[a.piece] / self.shards
             return more + self._in_backward(a.piece, self.samples(a.microbatch), grows=is_first)
@@ -141,22 +157,32 @@ class Sizes:
             return self.gradients[a.piece]  # they are added up in one vector
         return 0.0
 
-    def _in_forward(self, piece: int, samples: int, kept: float) -> float:
-        """Walks through a forward: what the units up to each have saved, its output, and what it works with."""
-        most = saved = 0.0
-        units = [self.program.profile.units[u] for u in self.program.pieces[piece].units]
-        for unit, own in zip(units, self._saved(piece), strict=True):
-            saved += own
+    def _in_forward(self, a: Action) -> float:
+        """Walks through a forward: what the units up to each have saved, its output, and what it works with.
+
+        What units that will run again save goes with the last of them in a row; when they do, that of others is there.
+        """
+        program, own, again = self.program, self._saved[a.piece], {*self.program.recomputed[a.piece]}
+        waiting = self._waiting(a.piece)
+        most = goes = 0.0
+        saved = sum(size for index, size in own.items() if index not in again) if a.kind == "R" else 0.0
+        for index in program.recomputed[a.piece] if a.kind == "R" else own:
+            if index not in again:
+                saved, goes = saved - goes, 0.0
+            elif a.kind == "F":
+                goes += own[index] - waiting.get(index, 0.0)
+            saved += own[index]
+            unit = program.profile.units[index]
             most = max(most, saved + unit.boundary_bytes + unit.forward_work_bytes)
-        passed = self.outgoing(piece, self.program.outputs[piece]) * self.shards
-        return max(0.0, most - kept * saved - passed) * samples / self.shards
+        stays = self.kept[a.piece] if a.kind == "F" else self.saved[a.piece]
+        return max(0.0, most / self.shards - stays - self.outgoing(a.piece, program.outputs[a.piece]))
 
     def _in_backward(self, piece: int, samples: int, *, grows: bool) -> float:
         """Walks back: what units up to each have saved, the gradient behind it, and what it adds, its input's too."""
         units = [self.program.profile.units[u] for u in self.program.pieces[piece].units]
         before = self.incoming(piece, self.program.inputs[piece]) * self.shards
         behind = self.outgoing(piece, self.program.outputs[piece]) * self.shards
-        kept = self._saved(piece)
+        kept = [*self._saved[piece].values()]
         total = sum(kept) + before + behind
         weights = sum(u.gradient_bytes for u in units)
         most, saved, given, made = -inf, sum(kept), behind, 0 if grows else weights

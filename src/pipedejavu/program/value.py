@@ -9,7 +9,7 @@ know what depends on what.
 | kind    | reads                                | writes              | adds to |
 |---------|--------------------------------------|---------------------|---------|
 | F       | x of the pieces before, w (and c)    | x, s                |         |
-| R       | x of the pieces before, w (and g)    |                     | s       |
+| R       | x of the pieces before, w (and g, s) |                     | s       |
 | B       | s, g of the pieces after, w          | g                   | d       |
 | I       | s, g of the pieces after, w          | g                   |         |
 | W       | s, g of the pieces after             |                     | d       |
@@ -53,7 +53,11 @@ class Table:
         plan = program.plan
         self.inputs, self.outputs = program.inputs, program.outputs
         self.update_size = program.update_size
-        self.keeps_saved = [share < 1 for share in program.recomputes]
+        self.keeps_saved = [program.keeps_saved(piece) for piece in range(len(program.pieces))]
+        self.rereads = [
+            again[:1] == (*own.units[:1],) for again, own in zip(program.recomputed, program.pieces, strict=True)
+        ]
+        """Whether what a piece read is read again."""
         self.recompute_waits = not plan.order.recomputes_early
         self.prefetches_data = plan.prefetches_data
         self.clip_delay = {"none": None, "global": 0, "delayed": 1}[plan.reduce.clip]
@@ -112,10 +116,12 @@ class Table:
 
     def _recompute(self, a: Action, _worker: int) -> Effects:
         _, piece, replica, i, version, _, _ = a
-        reads = (*(("x", before, 0, i, "") for before in self.inputs[piece]), ("w", piece, replica, version, ""))
+        saved, weights = ("s", piece, 0, i, ""), ("w", piece, replica, version, "")
+        befores = self.inputs[piece] if self.rereads[piece] else ()
+        reads = (*(("x", before, 0, i, "") for before in befores), *(saved,) * self.keeps_saved[piece], weights)
         if self.recompute_waits:
             reads += tuple(("g", after, 0, i, "") for after in self.outputs[piece])
-        return reads, (), (("s", piece, 0, i, ""),)
+        return reads, (), (saved,)
 
     def _backward(self, a: Action, worker: int) -> Effects:
         reads, writes, _ = self._input_half(a, worker)

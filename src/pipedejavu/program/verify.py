@@ -84,7 +84,7 @@ def _once_faults(program: Program) -> Iterator[str]:
     microbatches = [i for i in range(size * plan.steps) if i % size < own]
     shards = range(plan.place.shards if program.copies == 1 else 1)
     for piece in range(len(program.pieces)):
-        recomputes = 1 if program.recomputes[piece] else 0
+        recomputes = 1 if program.recomputed[piece] else 0
         for i in microbatches:
             for shard in shards:
                 f, b, r, ih, wh = (counts.pop((kind, piece, i, shard), 0) for kind in _COMPUTES)

@@ -102,7 +102,7 @@ class Costs:
 
     def _spread(self, a: Action, worker: int) -> float:
         samples = self.sizes.samples(a.microbatch)
-        times = self._times(a.piece, self._device(worker).kind)
+        times = self._times(a, self._device(worker).kind)
         return joint_spread([getattr(time, _MEASURED[a.kind]) for time in times], samples)
 
     def _work(self, a: Action, worker: int) -> Work:
@@ -121,22 +121,19 @@ class Costs:
     def _device(self, worker: int) -> Device:
         return self.machine.device(self.program.devices[worker])
 
-    def _times(self, piece: int, kind: str) -> list[UnitTime]:
+    def _times(self, a: Action, kind: str) -> list[UnitTime]:
+        """What each unit takes that an action is about: of an R those alone that run again."""
         profile = self.program.profile
-        return [profile.time(profile.units[u], kind) for u in self.program.pieces[piece].units]
+        units = self.program.recomputed[a.piece] if a.kind == "R" else self.program.pieces[a.piece].units
+        return [profile.time(profile.units[u], kind) for u in units]
 
     def _compute(self, a: Action, worker: int) -> Work:
-        times, samples = self._times(a.piece, self._device(worker).kind), self.sizes.samples(a.microbatch)
+        times, samples = self._times(a, self._device(worker).kind), self.sizes.samples(a.microbatch)
         costs: list[Cost] = [_input_half(t, samples) if a.kind == "I" else getattr(t, _HALVES[a.kind]) for t in times]
-        if a.kind == "R" and self.plan.order.recompute_units is not None:
-            again = {*self.plan.order.recompute_units}
-            costs = [c for u, c in zip(self.program.pieces[a.piece].units, costs, strict=True) if u in again]
         time, issue = sum(cost.work_s(samples) for cost in costs), sum(cost.issue_s for cost in costs)
         if a.kind == "F" and self._makes_targets(a.piece, worker):
             made = self.program.profile.batch.get(self._device(worker).kind)
             time += made.at(samples) if made else 0.0
-        if a.kind == "R" and self.plan.order.recompute_units is None:
-            time, issue = self.plan.order.recompute * time, self.plan.order.recompute * issue
         if self.plan.feed.budgets:
             time *= self.plan.feed.budgets[a.replica]
         return Work(0.0, time / self.plan.place.shards, issue_s=issue)
@@ -150,7 +147,7 @@ class Costs:
         own = self._device(worker)
         device = self.machine.cpu_of(own) if a.via == "~host" else own
         parts = self.sizes.group_size(a.piece) if a.via == "~shard" else 1
-        time = sum(t.update_s for t in self._times(a.piece, device.kind)) / parts / self.plan.place.shards
+        time = sum(t.update_s for t in self._times(a, device.kind)) / parts / self.plan.place.shards
         if device.type == own.type:
             return Work(0.0, time)
         users = sum(self.machine.cpu_of(self._device(w)).name == device.name for w in self._copies(worker))
@@ -176,7 +173,7 @@ class Costs:
         ends = [(self.machine.cpu_of(device).name, device.name) for device in devices]
         routes = [self.machine.route(h, d) if a.kind == "FETCH" else self.machine.route(d, h) for h, d in ends]
         work = _transfer(routes, self.sizes.moved(a))
-        measured = [t.copy_s.get(f"{a.kind}:{a.what}") for t in self._times(a.piece, devices[0].kind)]
+        measured = [t.copy_s.get(f"{a.kind}:{a.what}") for t in self._times(a, devices[0].kind)]
         known = [time for time in measured if time is not None]
         if len(known) < len(measured):
             return work
