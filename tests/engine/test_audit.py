@@ -18,7 +18,7 @@ from pipedejavu.engine.handle import Handlers
 from pipedejavu.engine.piece import PieceRunner
 from pipedejavu.engine.wire import ThreadWire
 from pipedejavu.facts import InputError
-from pipedejavu.plan import preset
+from pipedejavu.plan import Order, preset
 
 FAR = 1e-7
 """Far beyond rounding: differences that mutations make are larger."""
@@ -246,6 +246,15 @@ def test_a_recompute_with_other_masks(make, monkeypatch, name):
         return run
 
     assert caught(case, monkeypatch, PieceRunner, "forward", otherwise) > FAR
+
+
+def test_a_recompute_of_some_units_with_other_masks(make, monkeypatch):
+    case = make("gpipe", "gpt", workers=2, microbatches=3, order=Order(kind="gpipe", recompute_units=(1, 2)))
+
+    def otherwise(forward_again):
+        return lambda self, weights, saved, microbatch: forward_again(self, weights, saved, microbatch + 1000)
+
+    assert caught(case, monkeypatch, PieceRunner, "forward_again", otherwise) > FAR
 
 
 @pytest.mark.parametrize("name", ["1f1b", "pipedream", "chimera", "ddp"])

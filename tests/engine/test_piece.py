@@ -8,6 +8,7 @@ from torch import nn
 from torch.nn.functional import dropout
 
 from pipedejavu.engine import Sgd
+from pipedejavu.engine.leg import backward, backward_input, backward_weights
 from pipedejavu.engine.piece import PieceRunner, mixed
 
 
@@ -28,7 +29,7 @@ def test_gradients_are_those_of_autograd():
     runner = runner_of(*modules)
     output, saved = runner.forward(leaves(runner), x, 0)
     head = torch.randn(3, 2)
-    (passed,), own = runner.backward(saved, (head,))
+    (passed,), own = backward(saved, (head,))
     x.requires_grad_()
     expected = modules[1](modules[0](x))
     expected.backward(head)
@@ -41,10 +42,10 @@ def test_gradients_are_those_of_autograd():
 
 def test_the_halves_of_a_backward_are_the_whole():
     runner, x, head = runner_of(*two_layers()), torch.randn(3, 4), torch.randn(3, 2)
-    whole = runner.backward(runner.forward(leaves(runner), x, 0)[1], (head,))
+    whole = backward(runner.forward(leaves(runner), x, 0)[1], (head,))
     _, saved = runner.forward(leaves(runner), x, 0)
-    assert torch.equal(runner.backward_input(saved, (head,))[0], whole[0][0])
-    own = runner.backward_weights(saved, (head,))
+    assert torch.equal(backward_input(saved, (head,))[0], whole[0][0])
+    own = backward_weights(saved, (head,))
     assert all(torch.equal(gradient, whole[1][n]) for n, gradient in own.items())
 
 
@@ -69,7 +70,7 @@ def test_recurrent_modules_use_the_weights_that_are_handed_in():
     runner, head = runner_of(module), torch.randn(2, 5, 4)
     weights = {f"u0.{n}": p.detach().clone().requires_grad_() for n, p in other.named_parameters()}
     output, saved = runner.forward(weights, x, 0)
-    _, own = runner.backward(saved, (head,))
+    _, own = backward(saved, (head,))
     expected = other(x)
     expected.backward(head)
     assert torch.equal(output, expected)
@@ -91,7 +92,7 @@ def test_several_values_pass_and_integers_have_no_gradient():
     x, index = torch.randn(3), torch.tensor([2, 0])
     output, saved = runner.forward(leaves(runner), (x, index), 0)
     assert isinstance(output, tuple)
-    passed, own = runner.backward(saved, (torch.ones(3), torch.ones(2)))
+    passed, own = backward(saved, (torch.ones(3), torch.ones(2)))
     assert torch.equal(passed[0], torch.tensor([3.0, 2.0, 3.0]))
     assert torch.equal(passed[1], torch.zeros(2, dtype=torch.int64))
     assert torch.allclose(own["u0.scale"], x.sum())
@@ -105,14 +106,14 @@ def test_a_parameter_without_a_part_in_the_output_has_a_gradient_of_zeros():
 
     runner = runner_of(Unused())
     _, saved = runner.forward(leaves(runner), torch.randn(1, 2), 0)
-    assert torch.equal(runner.backward(saved, (torch.ones(1, 2),))[1]["u0.other"], torch.zeros(3))
+    assert torch.equal(backward(saved, (torch.ones(1, 2),))[1]["u0.other"], torch.zeros(3))
 
 
 def test_a_piece_without_parameters_passes_gradients_on():
     runner = runner_of(nn.Tanh(), nn.Flatten())
     assert runner.initial == {}
     _, saved = runner.forward({}, torch.zeros(2, 3, 1), 0)
-    (passed,), own = runner.backward(saved, (torch.ones(2, 3),))
+    (passed,), own = backward(saved, (torch.ones(2, 3),))
     assert torch.equal(passed, torch.ones(2, 3, 1))
     assert own == {}
 
@@ -124,7 +125,7 @@ def test_a_weight_that_two_units_of_a_piece_share_is_one():
     assert [*runner.initial] == ["u0.weight"]
     x = torch.randn(2, 3)
     _, saved = runner.forward(leaves(runner), x, 0)
-    _, own = runner.backward(saved, (torch.ones(2, 3),))
+    _, own = backward(saved, (torch.ones(2, 3),))
     second(first(x)).sum().backward()
     assert torch.allclose(own["u0.weight"], first.weight.grad, rtol=0, atol=1e-15)
 

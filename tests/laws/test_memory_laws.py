@@ -1,5 +1,7 @@
 """What a plan is forecast to hold is what a step really holds: all memory that operations make, counted as it goes."""
 
+import weakref
+
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -7,12 +9,15 @@ torch = pytest.importorskip("torch")
 from torch import nn
 
 from pipedejavu.engine import AdamW
+from pipedejavu.engine.leg import Saved, with_loss
+from pipedejavu.engine.piece import PieceRunner
 from pipedejavu.facts import Device, Host, Link, Machine, Profile
-from pipedejavu.plan import preset
+from pipedejavu.plan import Plan, preset
 from pipedejavu.profile import Shot, measure_profile
 from pipedejavu.profile.count import count_step
+from pipedejavu.program import Program, verify
 from pipedejavu.program import compile as compile_plan
-from pipedejavu.program import verify
+from pipedejavu.program.size import Sizes
 from pipedejavu.simulate import Prediction, simulate
 from pipedejavu.train.measure import updates_of
 
@@ -46,11 +51,15 @@ def measured(units: list[tuple[str, nn.Module]]) -> Profile:
     return measure_profile("chain", [shot], (), {"cpu": CPU, "gpu": CPU}, updates_of(AdamW(lr=0.1)))
 
 
-def forecast(profile: Profile, kind: str = "cpu", microbatches: int = 1) -> Prediction:
+def program_of(profile: Profile, plan: Plan, kind: str = "cpu") -> Program:
     device = Device(name="it", kind=kind, type=kind, host="h", memory_bytes=2**40)
     machine = Machine(name="m", hosts=(Host(name="h"),), devices=(device,), links=(Link(bytes_per_s=1e9),))
+    return compile_plan(plan, profile, machine)
+
+
+def forecast(profile: Profile, kind: str = "cpu", microbatches: int = 1) -> Prediction:
     plan = preset("ddp").at(workers=1, samples=SAMPLES, microbatches=microbatches)
-    program = compile_plan(plan, profile, machine)
+    program = program_of(profile, plan, kind)
     return simulate(program, verify(program))
 
 
@@ -89,3 +98,49 @@ def test_a_gpu_rounds_up_and_reserves() -> None:
     assert on_gpu.peak_bytes < on_gpu.allocated_bytes < on_gpu.reserved_bytes
     count = sum(4 * len(unit.parameter_parts) + len(unit.activation_parts) for unit in profile.units)
     assert on_gpu.allocated_bytes <= on_gpu.peak_bytes + 512 * (count + 1)
+
+
+class Held:
+    """A tensor that a graph holds."""
+
+    def __init__(self, tensor: torch.Tensor):
+        self.tensor = tensor.detach()
+
+
+def held_bytes(saved: Saved, held: weakref.WeakSet[Held], others: list[torch.Tensor]) -> int:
+    """Returns the bytes of all memory that waits for a backward, apart from that of others."""
+    tensors = [*(h.tensor for h in held), *(t for leg in saved for t in leg.inputs)]
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+    known = {t.untyped_storage().data_ptr() for t in others}
+    return sum(size for place, size in storages.items() if place not in known)
+
+
+@pytest.mark.parametrize("again", [(0,), (1,), (2,), (0, 2), (1, 2), (3,), (0, 3), (1, 3)])
+@pytest.mark.parametrize("shares_outputs", [False, True])
+def test_between_its_passes_a_piece_holds_what_is_forecast(again: tuple[int, ...], shares_outputs: bool) -> None:
+    torch.manual_seed(0)
+    layers = [nn.Sequential(nn.Linear(7 if n == 0 else WIDTH, WIDTH), nn.Tanh()) for n in range(3)]
+    tanh = [*((f"layer{n}", layer) for n, layer in enumerate(layers)), ("end", nn.Linear(WIDTH, CLASSES))]
+    units = tanh if shares_outputs else chain((80, 120))
+    plan = preset("gpipe").at(workers=1, samples=SAMPLES, microbatches=1)
+    program = program_of(measured(units), plan.but(order=plan.order.but(recompute_units=again)))
+    runner = PieceRunner([(n, name, module) for n, (name, module) in enumerate(units)], 0, program.recomputed[0])
+    weights = {name: weight.clone().requires_grad_() for name, weight in runner.initial.items()}
+    x, held, sizes = torch.randn(SAMPLES, 7), weakref.WeakSet[Held](), Sizes(program)
+    targets = torch.zeros(SAMPLES, dtype=torch.int64)
+
+    def keep(tensor: torch.Tensor) -> Held:
+        held.add(found := Held(tensor))
+        return found
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda found: found.tensor):
+        output, saved = runner.forward(weights, x, 0, is_first=True)
+        saved = with_loss(saved, loss(output, targets))
+        del output
+        samples = [x] * (0 in again)  # which the first unit has not saved yet
+        assert held_bytes(saved, held, [*weights.values(), *samples]) == round(sizes.kept[0] * SAMPLES)
+        output, saved = runner.forward_again(weights, saved, 0)
+        saved = with_loss(saved, loss(output, targets)) if 3 in again else saved
+        del output
+        assert held_bytes(saved, held, [*weights.values()]) == round(sizes.saved[0] * SAMPLES)
+    assert sizes.kept[0] < sizes.saved[0]

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from pipedejavu.engine.job import Applied, Batches, Event, Job, Log, Read, Scored
+from pipedejavu.engine.leg import backward, with_loss
 from pipedejavu.engine.optimizer import Tensors
-from pipedejavu.engine.piece import PieceRunner, Saved
+from pipedejavu.engine.piece import PieceRunner
 from pipedejavu.engine.run import Outcome
 from pipedejavu.engine.score import Trial, kept, number_of, score
 from pipedejavu.facts import InputError
@@ -331,11 +332,11 @@ class Replay:
             value, kept = runner.forward(leaves, value, microbatch)
             saved.append(kept)
         loss = self.job.loss(value, _double(self.batches.targets(microbatch)))
-        saved[-1] = Saved(saved[-1].inputs, saved[-1].weights, (loss,))
+        saved[-1] = with_loss(saved[-1], loss)
         passed: tuple[Tensor, ...] = (torch.ones_like(loss),)
         gradients = []
-        for runner, kept in zip(reversed(self.runners), reversed(saved), strict=True):
-            passed, own = runner.backward(kept, passed)
+        for kept in reversed(saved):
+            passed, own = backward(kept, passed)
             gradients.append(own)
         self.gradients[microbatch] = gradients[::-1]
         return True

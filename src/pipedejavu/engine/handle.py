@@ -16,8 +16,9 @@ from torch import Tensor
 from pipedejavu.engine.apply import Applier, as_leaves
 from pipedejavu.engine.device import CPU, device_of, hold, moved
 from pipedejavu.engine.job import Batches, Job, Log, Read
+from pipedejavu.engine.leg import Saved, backward, backward_input, backward_weights, tensors_of, with_loss
 from pipedejavu.engine.optimizer import Tensors
-from pipedejavu.engine.piece import PieceRunner, Saved, like, tensors_of
+from pipedejavu.engine.piece import PieceRunner, like
 from pipedejavu.engine.wire import Wire, flatten, unflatten
 from pipedejavu.facts import InputError
 from pipedejavu.program import Action, Program, Table
@@ -133,12 +134,21 @@ class Handlers:
         output, saved = self._run_piece(a, keeps_buffers=False)
         if self.program.outputs[a.piece]:
             self.values["x", a.piece, 0, a.microbatch, ""] = output
-        if not self.program.recomputed[a.piece]:
+        if self.program.keeps_saved(a.piece):
             self.values["s", a.piece, 0, a.microbatch, ""] = saved
 
     def recompute(self, a: Action) -> None:
-        """Runs a piece forward again, under the weights and the randomness of the first time."""
-        self.values["s", a.piece, 0, a.microbatch, ""] = self._run_piece(a, keeps_buffers=True)[1]
+        """Runs a piece, or those of its units that kept nothing, again with the first time's weights and randomness."""
+        key = ("s", a.piece, 0, a.microbatch, "")
+        if not self.program.keeps_saved(a.piece):
+            self.values[key] = self._run_piece(a, keeps_buffers=True)[1]
+            return
+        weights, number = self.values["w", a.piece, a.replica, a.version, ""], self.first_microbatch + a.microbatch
+        output, saved = self._runner(a).forward_again(weights, self.values[key], number)
+        ends = self.program.pieces[a.piece].units[-1] in self.program.recomputed[a.piece]
+        if ends and not self.program.outputs[a.piece]:
+            saved = with_loss(saved, self._loss(number, output))
+        self.values[key] = saved
 
     def _run_piece(self, a: Action, keeps_buffers: bool) -> tuple[Any, Saved]:
         before = self.program.inputs[a.piece]
@@ -151,11 +161,13 @@ class Handlers:
         number, runner = self.first_microbatch + a.microbatch, self.runners[a.piece, a.replica]
         output, saved = runner.forward(weights, value, number, keeps_buffers, is_first=not before)
         if not self.program.outputs[a.piece]:
-            targets = moved(self.batches.targets(number), self.device)
-            loss = self.job.loss(output, targets)
+            loss = self._loss(number, output)
             self._note_loss(number, loss)
-            saved = Saved(saved.inputs, saved.weights, (loss,))
+            saved = with_loss(saved, loss)
         return like(output, [t.detach() for t in tensors_of(output)]), saved
+
+    def _loss(self, number: int, output: Any) -> Tensor:
+        return self.job.loss(output, moved(self.batches.targets(number), self.device))
 
     def _inputs(self, microbatch: int) -> Any:
         return moved(self.batches.inputs(self.first_microbatch + microbatch), self.device)
@@ -185,19 +197,19 @@ class Handlers:
         """Runs a piece backward: hands a gradient on and adds to the piece's own."""
         saved, gradients = self._needed(a)
         total = self._of_update(a)
-        passed, self.values[total] = self._runner(a).backward(saved, gradients, self.values.get(total))
+        passed, self.values[total] = backward(saved, gradients, self.values.get(total))
         self._pass_on(a, passed)
         self._end_microbatch(a)
 
     def backward_input(self, a: Action) -> None:
         """Makes the gradient that the piece hands on."""
-        self._pass_on(a, self._runner(a).backward_input(*self._needed(a)))
+        self._pass_on(a, backward_input(*self._needed(a)))
 
     def backward_weights(self, a: Action) -> None:
         """Adds to the gradient of the piece's weights."""
         saved, gradients = self._needed(a)
         total = self._of_update(a)
-        self.values[total] = self._runner(a).backward_weights(saved, gradients, self.values.get(total))
+        self.values[total] = backward_weights(saved, gradients, self.values.get(total))
         self._end_microbatch(a)
 
     def _runner(self, a: Action) -> PieceRunner:
@@ -208,7 +220,7 @@ class Handlers:
         saved: Saved = self.values["s", a.piece, 0, a.microbatch, ""]
         after = self.program.outputs[a.piece]
         if not after:
-            return saved, (torch.ones_like(saved.outputs[0]),)
+            return saved, (torch.ones_like(saved[-1].outputs[0]),)
         return saved, self.values["g", after[0], 0, a.microbatch, ""]
 
     def _of_update(self, a: Action) -> Value:

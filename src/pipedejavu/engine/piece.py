@@ -1,4 +1,4 @@
-"""A piece at work: its units, run forward and backward under one version of their weights.
+"""A piece at work: its units, run forward under one version of their weights; `leg` goes back through them.
 
 It owns no weights and no versions; both are handed in. Randomness inside a unit (dropout) depends on the
 run's seed, the microbatch and the unit alone, so that it is the same wherever, whenever and however often the
@@ -6,35 +6,20 @@ unit runs.
 """
 
 import threading
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import groupby
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from pipedejavu.engine.leg import Leg, Saved, Value, tensors_of
 from pipedejavu.engine.optimizer import Tensors
-
-Value = Any
-"""What passes between units: a tensor, or a tuple of tensors."""
 
 _RANDOM = (nn.modules.dropout._DropoutNd, nn.RReLU)
 
 _random = threading.Lock()
-
-
-@dataclass(frozen=True)
-class Saved:
-    """What a forward leaves for its backward."""
-
-    inputs: tuple[Tensor, ...]
-    weights: Tensors
-    outputs: tuple[Tensor, ...]
-
-
-def tensors_of(value: Value) -> tuple[Tensor, ...]:
-    """Returns a value's tensors as a tuple."""
-    return value if isinstance(value, tuple) else (value,)
 
 
 def like(value: Value, tensors: Sequence[Tensor]) -> Value:
@@ -42,10 +27,30 @@ def like(value: Value, tensors: Sequence[Tensor]) -> Value:
     return tuple(tensors) if isinstance(value, tuple) else tensors[0]
 
 
-class PieceRunner:
-    """Runs one piece; `units` are (number, name, module) in order. One thread at a time may use it."""
+Unit = tuple[int, str, nn.Module]
+"""Its number, its name and its module."""
 
-    def __init__(self, units: Sequence[tuple[int, str, nn.Module]], seed: int):
+
+_Buffer = tuple[dict[str, Any], str, Tensor]
+"""A module's dictionary, the key there, and what is there."""
+
+
+class _Run(NamedTuple):
+    """The units of a leg."""
+
+    units: list[Unit]
+    names: tuple[str, ...]
+    """Of their weights."""
+    is_again: bool
+    """Whether only what they read is kept, and they run forward again."""
+    works_in_place: bool
+    """Whether they may change what they read. A leaf, and what will be read again, must not be changed; a copy may."""
+
+
+class PieceRunner:
+    """Runs one piece, its units in order; those whose number is in `again` run twice. For one thread at a time."""
+
+    def __init__(self, units: Sequence[Unit], seed: int, again: Collection[int] = ()):
         self.units, self.seed = units, seed
         self.names: dict[str, str] = {}
         """Each parameter's full name, and the name that stands for it where the piece holds it twice."""
@@ -54,22 +59,30 @@ class PieceRunner:
         """Where the modules look for parameters: a module's own dictionary, the key there, the full name, and the
         tensor that is there while the piece is at rest."""
         first: dict[int, str] = {}
-        for _, unit, module in units:
+        of_unit: dict[int, dict[str, None]] = {}
+        for number, unit, module in units:
+            of_unit[number] = {}
             for path, part in module.named_modules(prefix=unit, remove_duplicate=False):
                 for key, parameter in part._parameters.items():
                     if parameter is None:
                         continue
                     full = ".".join(filter(None, (path, key)))
                     self.names[full] = first.setdefault(id(parameter), full)
+                    of_unit[number][self.names[full]] = None
                     self._slots.append((part._parameters, key, self.names[full], parameter))
                     if self.names[full] == full:
                         self.initial[full] = parameter.detach()
-        # A leaf, and a sample that will be read again, must not be changed; a copy may.
-        self._works_in_place = any(getattr(m, "inplace", False) for _, _, unit in units[:1] for m in unit.modules())
         self._random = {number for number, _, unit in units if _looks_random(unit)}
         """Units that hold dropout, whatever they draw."""
         self._calm: set[int] = set()
         """Units that were seen to draw no random numbers; the others wait for their turn with the generator."""
+        rows = [(is_again, list(row)) for is_again, row in groupby(units, lambda unit: unit[0] in again)]
+        self._runs: list[_Run] = []
+        for is_again, row in rows:
+            names = tuple(dict.fromkeys(name for number, _, _ in row for name in of_unit[number]))
+            in_place = any(getattr(part, "inplace", False) for part in row[0][2].modules())
+            # Of a piece that runs again as a whole nothing is kept: it is one leg, as if nothing did.
+            self._runs.append(_Run(row, names, is_again and len(rows) > 1, in_place))
 
     def forward(
         self, weights: Tensors, value: Value, microbatch: int, keeps_buffers: bool = False, is_first: bool = False
@@ -78,31 +91,59 @@ class PieceRunner:
 
         The first piece's inputs are samples, whose gradient nobody wants.
         """
-        inputs = tuple(t.detach().requires_grad_(t.is_floating_point() and not is_first) for t in tensors_of(value))
-        value = like(value, [t.clone() for t in inputs] if self._works_in_place else inputs)
-        buffers = self._buffers() if keeps_buffers else []
+        saved: list[Leg] = []
+        with self._dressed(weights, self._buffers(self.units) if keeps_buffers else []):
+            for run in self._runs:
+                leaves = [t.detach().requires_grad_(t.requires_grad) for t in tensors_of(value)]
+                if not saved:
+                    leaves = [t.requires_grad_(t.is_floating_point() and not is_first) for t in leaves]
+                given = value = like(value, leaves)  # the graph behind it goes, where it runs again
+                value = self._run_units(run, value, microbatch)
+                own = {name: weights[name] for name in run.names}
+                saved.append(Leg(given, own, () if run.is_again else tensors_of(value)))
+        return value, tuple(saved)
+
+    def forward_again(self, weights: Tensors, saved: Saved, microbatch: int) -> tuple[Value, Saved]:
+        """Runs the units again of which only what they read was kept; returns what the last of them make, and all."""
+        found, value = list(saved), None
+        buffers = self._buffers([unit for run in self._runs if run.is_again for unit in run.units])
+        with self._dressed(weights, buffers):
+            for n, run in enumerate(self._runs):
+                if run.is_again:
+                    value = self._run_units(run, saved[n].given, microbatch)
+                    found[n] = Leg(saved[n].given, {name: weights[name] for name in run.names}, tensors_of(value))
+        return value, tuple(found)
+
+    def _run_units(self, run: _Run, value: Value, microbatch: int) -> Value:
+        if run.works_in_place:
+            value = like(value, [t.clone() for t in tensors_of(value)])
+        for number, _, module in run.units:
+            value = module(value) if number in self._calm else self._run_seeded(number, module, value, microbatch)
+        return value
+
+    @contextmanager
+    def _dressed(self, weights: Tensors, buffers: list[_Buffer]) -> Iterator[None]:
+        """Puts weights into the modules, and copies of buffers that are to stay as they are."""
         try:
             for place, key, name, _ in self._slots:
                 place[key] = weights[name]
             for place, key, buffer in buffers:
                 place[key] = buffer.clone()
-            for number, _, module in self.units:
-                value = module(value) if number in self._calm else self._run_seeded(number, module, value, microbatch)
+            yield
         finally:
             for place, key, _, tensor in self._slots:
                 place[key] = tensor
             for place, key, tensor in buffers:
                 place[key] = tensor
-        return value, Saved(inputs, weights, tensors_of(value))
 
-    def _buffers(self) -> list[tuple[dict[str, Any], str, Tensor]]:
+    def _buffers(self, units: Sequence[Unit]) -> list[_Buffer]:
         """Returns the modules' buffers, and where they are."""
-        parts = [part for _, _, module in self.units for part in module.modules()]
+        parts = [part for _, _, module in units for part in module.modules()]
         return [(p._buffers, key, buffer) for p in parts for key, buffer in p._buffers.items() if buffer is not None]
 
     def to(self, device: torch.device) -> "PieceRunner":
         """Moves the buffers to a device, those that are one to one; weights come with each call."""
-        buffers = self._buffers()
+        buffers = self._buffers(self.units)
         moved = {id(buffer): buffer.to(device) for _, _, buffer in buffers}
         for place, key, buffer in buffers:
             place[key] = moved[id(buffer)]
@@ -123,58 +164,6 @@ class PieceRunner:
             ):
                 self._calm.add(number)
         return value
-
-    def backward(
-        self, saved: Saved, gradients: Sequence[Tensor], total: Tensors | None = None
-    ) -> tuple[tuple[Tensor, ...], Tensors]:
-        """Returns the gradients of the inputs, and those of the weights: added to `total`, in its memory, if given."""
-        own = _summed_up(saved, gradients, total, wanted=None)
-        if not any(t.requires_grad for t in saved.inputs):
-            return (), own
-        passed = tuple(torch.zeros_like(t) if t.grad is None else t.grad for t in saved.inputs)
-        for tensor in saved.inputs:
-            tensor.grad = None
-        return passed, own
-
-    def backward_input(self, saved: Saved, gradients: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """Returns the gradients of the inputs; the graph stays for the weights."""
-        inputs = [t for t in saved.inputs if t.requires_grad]
-        outputs, heads = _ends(saved, gradients)
-        if not inputs or not outputs:
-            return tuple(torch.zeros_like(t) for t in saved.inputs)
-        found = iter(torch.autograd.grad(outputs, inputs, heads, retain_graph=True, allow_unused=True))
-        passed = [next(found) if t.requires_grad else None for t in saved.inputs]
-        return tuple(torch.zeros_like(t) if g is None else g for t, g in zip(saved.inputs, passed, strict=True))
-
-    def backward_weights(self, saved: Saved, gradients: Sequence[Tensor], total: Tensors | None = None) -> Tensors:
-        """Returns the gradients of the weights: added to `total`, in its memory, if given."""
-        return _summed_up(saved, gradients, total, wanted=[*saved.weights.values()])
-
-
-def _summed_up(
-    saved: Saved, gradients: Sequence[Tensor], total: Tensors | None, wanted: list[Tensor] | None
-) -> Tensors:
-    """Runs backward with `total` as the weights' gradients, so that autograd adds to each while it is in the cache.
-
-    Autograd gives every weight memory of its own, also where it hands one tensor out several times.
-    """
-    outputs, heads = _ends(saved, gradients)
-    for name, weight in saved.weights.items():
-        weight.grad = None if total is None else total[name]
-    if outputs and wanted != []:
-        torch.autograd.backward(outputs, heads, inputs=wanted)
-    own = {}
-    for name, weight in saved.weights.items():
-        gradient = weight.grad
-        own[name] = torch.zeros_like(weight) if gradient is None else gradient
-        weight.grad = None
-    return own
-
-
-def _ends(saved: Saved, gradients: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-    """Returns the outputs that a gradient can start from, and those gradients."""
-    pairs = [(o, g) for o, g in zip(saved.outputs, gradients, strict=True) if o.requires_grad]
-    return [o for o, _ in pairs], [g for _, g in pairs]
 
 
 def _generators(device: torch.device) -> list[torch.Generator]:

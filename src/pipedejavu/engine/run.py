@@ -165,7 +165,7 @@ def make_handlers(program: Program, index: int, job: Job, batches: Batches, wire
     device = device_of(program, index)
     for piece, replica in homes_of(program, index):
         units = [(u, *job.units[u]) for u in program.pieces[piece].units]
-        runners[piece, replica] = PieceRunner(units, job.seed).to(device)
+        runners[piece, replica] = PieceRunner(units, job.seed, program.recomputed[piece]).to(device)
     own = Handlers(program, index, runners, job, batches, wire if device == CPU else StagedWire(wire, device))
     version = -1 if program.plan.version.kind == "torn" else 0
     for (piece, replica), runner in runners.items():
