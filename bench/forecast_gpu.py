@@ -99,13 +99,16 @@ class LlamaStart(nn.Module):
 
 
 class LlamaBlock(nn.Module):
-    """A layer of transformers' Llama with its own positions, so that one tensor passes from block to block."""
+    """A layer of transformers' Llama with its own positions, so that one tensor passes from block to block.
 
-    def __init__(self, config: Any, index: int):
+    All have one index, which only a cache would ask for: blocks are alike then, and measured once.
+    """
+
+    def __init__(self, config: Any):
         super().__init__()
         from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
-        self.layer, self.rotary = LlamaDecoderLayer(config, index), LlamaRotaryEmbedding(config)
+        self.layer, self.rotary = LlamaDecoderLayer(config, 0), LlamaRotaryEmbedding(config)
 
     def forward(self, hidden: Tensor) -> Tensor:
         positions = torch.arange(hidden.shape[1], device=hidden.device)[None]
@@ -160,7 +163,7 @@ def make(model: Model, device: torch.device) -> tuple[nn.Module, Tensor, Tensor]
         config._attn_implementation = "sdpa"
         with device:
             torch.set_default_dtype(model.dtype)
-            blocks = [LlamaBlock(config, n) for n in range(o["layers"])]
+            blocks = [LlamaBlock(config) for _ in range(o["layers"])]
             made: nn.Module = nn.Sequential(LlamaStart(config), *blocks, LlamaEnd(config))
     elif model.family == "vit":
         from transformers import ViTConfig
