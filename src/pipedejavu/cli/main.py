@@ -211,6 +211,10 @@ def train(
     init_candidates: Annotated[int, typer.Option(help="Initialisations that compete; the best goes on.")] = 1,
     init_steps: Annotated[int, typer.Option(help="Updates that each of them makes at most.")] = 50,
     data: Annotated[str | None, typer.Option(help="digits, mnist[:DIR], cifar10[:DIR], stdlib or random.")] = None,
+    weights: Annotated[
+        str | None,
+        typer.Option(help="Safetensors to begin with: a file, a folder, or for hf: a name on the hub."),
+    ] = None,
     optimizer: Annotated[str, typer.Option(help="sgd or adamw.")] = "adamw",
     lr: Annotated[float, typer.Option(help="Learning rate.")] = 1e-3,
     clip_norm: Annotated[float | None, typer.Option(help="Clip gradients to this norm over all stages.")] = None,

@@ -1,7 +1,7 @@
 """Checkpoints on disk: sharded safetensors with a hashed manifest, whole or not at all, and never a pickle."""
 
 from pipedejavu.store.checkpoint import Checkpoint
-from pipedejavu.store.foreign import export_dcp, export_hugging, import_dcp, import_hugging
+from pipedejavu.store.foreign import export_dcp, export_hugging, import_dcp, import_hugging, read_weights
 from pipedejavu.store.manifest import CheckpointError, Manifest
 from pipedejavu.store.part import Tensors
 from pipedejavu.store.saver import Saver
@@ -18,4 +18,5 @@ __all__ = [
     "export_hugging",
     "import_dcp",
     "import_hugging",
+    "read_weights",
 ]

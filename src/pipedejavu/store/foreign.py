@@ -72,11 +72,19 @@ def export_hugging(checkpoint: Checkpoint, folder: str | Path, *, config: str | 
 
 def import_hugging(folder: str | Path, shelf: str | Path, *, allow_pickle: bool = False) -> Checkpoint:
     """Makes a checkpoint, of step 0, of the weights in a Hugging Face folder; those in a pickle only where allowed."""
-    source = Path(folder)
-    tensors: Tensors = {}
-    for path in _hugging_files(source, allow_pickle):
-        tensors |= _read_pickle(path) if path.suffix == ".bin" else _read_safetensors(path)
+    tensors = read_weights(folder, allow_pickle=allow_pickle)
     return _keep(shelf, {f"weight/{name}": tensor for name, tensor in tensors.items()})
+
+
+def read_weights(source: str | Path, *, allow_pickle: bool = False) -> Tensors:
+    """Reads a file of safetensors, or all those of a folder; pickles only where allowed."""
+    path = Path(source)
+    if not path.exists():
+        raise InputError(f"cannot read {path}: there is no such file or folder")
+    tensors: Tensors = {}
+    for file in [path] if path.is_file() else _hugging_files(path, allow_pickle):
+        tensors |= _read_pickle(file) if file.suffix == ".bin" and allow_pickle else _read_safetensors(file)
+    return tensors
 
 
 def export_dcp(checkpoint: Checkpoint, folder: str | Path) -> Path:

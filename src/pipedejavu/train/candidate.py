@@ -134,6 +134,8 @@ def _check(options: TrainOptions) -> None:
             f"candidates train for up to {options.init_steps} steps (--init-steps) of the run's {options.steps}; use"
             " fewer, or more --steps"
         )
+    if options.weights is not None:
+        raise InputError("--weights says what a run begins with, and each candidate has its own; leave one out")
     if options.keeps_log:
         raise InputError("--audit replays a run from its beginning, which candidates have behind them; leave one out")
 

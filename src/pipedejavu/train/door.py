@@ -11,19 +11,35 @@ from torch import Tensor, nn
 from torch.utils.data import default_collate
 
 from pipedejavu.facts import InputError, nearest
+from pipedejavu.train.begin import load_weights
 from pipedejavu.train.hugging import build_hugging
 from pipedejavu.zoo import Dataset, Task, build
 
 
 def open_task(
-    model: str, *, seed: int = 0, data: str | None = None, device: str | None = None, context: int | None = None
+    model: str,
+    *,
+    seed: int = 0,
+    data: str | None = None,
+    weights: str | None = None,
+    device: str | None = None,
+    context: int | None = None,
 ) -> Task:
     """Builds the task that a model's name stands for: 'hf:CONFIG', 'FILE.py:FUNCTION', or a model of the zoo.
 
-    On the device 'meta' the model gets no memory. `context` is the length of a configuration's sequences.
+    It has the weights that a file or folder holds, or those that the seed makes. On the device 'meta' the model gets no
+    memory. `context` is the length of a configuration's sequences.
     """
     if model.startswith("hf:"):
-        return build_hugging(model.removeprefix("hf:"), seed=seed, data=data, device=device, context=context)
+        name = model.removeprefix("hf:")
+        return build_hugging(name, seed=seed, data=data, weights=weights, device=device, context=context)
+    task = _open(model, seed, data, device, context)
+    if weights is not None:
+        load_weights(task.model, weights)
+    return task
+
+
+def _open(model: str, seed: int, data: str | None, device: str | None, context: int | None) -> Task:
     if context is not None:
         raise InputError(f"--context is for hf: models; '{model}' brings sequences of its own length")
     path, colon, function = model.rpartition(":")

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from pipedejavu.facts import InputError, read_file
+from pipedejavu.train.begin import load_weights
 from pipedejavu.zoo import Dataset, Task, open_data
 from pipedejavu.zoo.form import Form, ImageForm, TokenForm
 from pipedejavu.zoo.loss import count, cross_entropy
@@ -28,11 +29,18 @@ _HEADS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
 
 
 def build_hugging(
-    name: str, *, seed: int = 0, data: str | None = None, device: str | None = None, context: int | None = None
+    name: str,
+    *,
+    seed: int = 0,
+    data: str | None = None,
+    weights: str | None = None,
+    device: str | None = None,
+    context: int | None = None,
 ) -> Task:
     """Builds the task that the command line calls hf:NAME: a configuration's file or folder, or its name on the hub.
 
-    `context` is the length of its sequences; by default what the configuration allows, within a bound.
+    `weights` are a file, a folder or a name on the hub, too. `context` is the length of its sequences; by default what
+    the configuration allows, within a bound.
     """
     try:
         room: Any = import_module("transformers")
@@ -42,8 +50,14 @@ def build_hugging(
     config.use_cache = False  # what generating keeps would pass from unit to unit
     head, objective, inputs = _choose_head(room, config, name)
     torch.manual_seed(seed)
-    with torch.device(device or torch.get_default_device()):
-        model = getattr(room, head).from_config(config, dtype=torch.get_default_dtype()).train()
+    if weights is not None and not Path(weights).is_file():
+        model = _read_model(room, head, config, weights)
+    else:
+        with torch.device(device or torch.get_default_device()):
+            model = getattr(room, head).from_config(config, dtype=torch.get_default_dtype())
+        if weights is not None:
+            load_weights(model, weights)
+    model.train()
     most = MOST_ESTIMATED if device == "meta" else MOST_TOKENS
     form = _form(config, objective, most, context, _num_reserved(model))
     has_text = isinstance(form, TokenForm) and form.num_plain >= _NUM_BYTES
@@ -68,6 +82,27 @@ def _read_config(room: Any, name: str) -> Any:
     except Exception as error:
         text = next(iter(str(error).strip().splitlines()), type(error).__name__)
         raise InputError(f"cannot read the configuration 'hf:{name}': {text}") from None
+
+
+def _read_model(room: Any, head: str, config: Any, weights: str) -> nn.Module:
+    """Returns a model with weights as transformers reads them, old names and bodies without a head included."""
+    options = {"config": config, "dtype": torch.get_default_dtype(), "use_safetensors": True}
+    room.utils.logging.disable_progress_bar()  # of which every worker would show its own
+    try:
+        model, read = getattr(room, head).from_pretrained(weights, **options, output_loading_info=True)
+    except Exception as error:
+        text = next(iter(str(error).strip().splitlines()), type(error).__name__)
+        raise InputError(f"cannot read the weights '{weights}': {text}") from None
+    finally:
+        room.utils.logging.enable_progress_bar()
+    missing = sorted(read["missing_keys"])
+    if missing:
+        raise InputError(
+            f"'{weights}' has no '{missing[0]}'{f' and {len(missing) - 1} more' if len(missing) > 1 else ''} of a"
+            f" {type(model).__name__}; give weights that have all of it"
+        )
+    found: nn.Module = model
+    return found
 
 
 def _choose_head(room: Any, config: Any, name: str) -> tuple[str, str, tuple[str, ...]]:

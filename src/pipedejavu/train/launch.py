@@ -150,7 +150,7 @@ def _measure(options: TrainOptions, plan: Plan, machine: Machine, names: Sequenc
 
 
 def _measure_here(options: TrainOptions, plan: Plan, kinds: dict[str, torch.device]) -> Profile:
-    job, batches = prepare(options, (plan.feed.samples,), plan.cut.begins)
+    job, batches = prepare(options.but(weights=None), (plan.feed.samples,), plan.cut.begins)
     # Whoever plans again must know what does not grow with a microbatch; only a chain is the same units for any size.
     return measure(
         options.model,
@@ -183,7 +183,7 @@ def _is_ended(folder: RunFolder, options: TrainOptions, program: Program) -> boo
     try:
         return run_workers(folder, len(program.workers), options.hang_after_s)
     except ShortageError as shortage:
-        way = prepare(options, program.sizes, program.plan.cut.begins).batches.cut.way
+        way = prepare(options.but(weights=None), program.sizes, program.plan.cut.begins).batches.cut.way
         switch = relieve(program, shortage, None if way == "chain" else program.plan.feed.samples)
         if options.on_oom == "stop":
             raise WorkerError(f"{switch.reason}; {REMEDY}") from None

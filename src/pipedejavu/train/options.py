@@ -16,6 +16,8 @@ class TrainOptions(Record):
     """A model of the zoo without 'zoo:', or else 'hf:CONFIG' or 'FILE.py:FUNCTION'."""
     data: str | None = None
     """By default what the model's task brings."""
+    weights: str | None = None
+    """A file or folder of safetensors, or for hf: a name on the hub, to begin with; by default what the seed makes."""
     steps: int = Field(default=100, ge=1)
     seed: int = 0
     optimizer: Literal["sgd", "adamw"] = "adamw"

@@ -29,7 +29,7 @@ class Prepared(NamedTuple):
 def prepare(options: TrainOptions, sizes: Sequence[int], begins: Sequence[int] = ()) -> Prepared:
     """Builds the model, cuts it for microbatches of so many samples, where the plan says it, and opens its data."""
     torch.set_default_dtype(getattr(torch, options.dtype))
-    task = open_task(options.model, seed=options.seed, data=options.data)
+    task = open_task(options.model, seed=options.seed, data=options.data, weights=options.weights)
     cut = cut_model(task.model, task.data.batch(range(sizes[0]))[0], begins)
     optimizer: Optimizer = Sgd(lr=options.lr, weight_decay=options.weight_decay, momentum=options.momentum)
     if options.optimizer == "adamw":

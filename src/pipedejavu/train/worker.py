@@ -108,7 +108,8 @@ class Rank:
         if options.keeps_log:  # an audit's replay has no TF32, which cuDNN takes for float32 by default
             torch.backends.cudnn.allow_tf32 = False
         be_deterministic()
-        self.job, self.order = prepare(options, program.sizes, program.plan.cut.begins)
+        own = options.but(weights=None) if start.step else options  # a checkpoint has them
+        self.job, self.order = prepare(own, program.sizes, program.plan.cut.begins)
         self.order.start(start.step, start.samples)
         self.order.keep(num_kept(program, self.rank))
         self.batches = SteadyBatches(self.order)
