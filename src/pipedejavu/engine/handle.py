@@ -8,6 +8,8 @@ import math
 import threading
 from collections import Counter
 from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,9 +18,19 @@ from torch import Tensor
 from pipedejavu.engine.apply import Applier, as_leaves
 from pipedejavu.engine.device import CPU, device_of, hold, moved
 from pipedejavu.engine.job import Batches, Job, Log, Read
-from pipedejavu.engine.leg import Saved, backward, backward_input, backward_weights, tensors_of, with_loss
+from pipedejavu.engine.leg import (
+    Saved,
+    backward,
+    backward_input,
+    backward_weights,
+    carried,
+    like,
+    memory_of,
+    tensors_of,
+    with_loss,
+)
 from pipedejavu.engine.optimizer import Tensors
-from pipedejavu.engine.piece import PieceRunner, like
+from pipedejavu.engine.piece import PieceRunner
 from pipedejavu.engine.wire import Wire, flatten, unflatten
 from pipedejavu.facts import InputError
 from pipedejavu.program import Action, Program, Table
@@ -93,7 +105,8 @@ class Handlers:
         """Does one action, and frees what nobody will read again."""
         reads, writes = self.effects[a]
         if self.device.type == "cuda":
-            hold(tuple(self.values.get(value) for value in reads), torch.cuda.current_stream(self.device))
+            held = tuple(memory_of(self.values.get(value)) for value in reads)
+            hold(held, torch.cuda.current_stream(self.device))
         self._handlers[a.kind](a)
         weights = [value for value in writes if value[0] == "w"]
         with self.lock:
@@ -159,11 +172,15 @@ class Handlers:
             value = self._inputs(a.microbatch) if value is None else value
         weights = self.values["w", a.piece, a.replica, a.version, ""]
         number, runner = self.first_microbatch + a.microbatch, self.runners[a.piece, a.replica]
-        output, saved = runner.forward(weights, value, number, keeps_buffers, is_first=not before)
-        if not self.program.outputs[a.piece]:
-            loss = self._loss(number, output)
-            self._note_loss(number, loss)
-            saved = with_loss(saved, loss)
+        boxes = runner.boxes(weights) if runner.departs else None
+        with boxes or nullcontext():
+            output, saved = runner.forward(weights, value, number, keeps_buffers, is_first=not before)
+            if not self.program.outputs[a.piece]:
+                loss = self._loss(number, output)
+                self._note_loss(number, loss)
+                saved = with_loss(saved, loss)
+        if boxes is not None:
+            saved = (replace(saved[0], boxes=boxes), *saved[1:])
         return like(output, [t.detach() for t in tensors_of(output)]), saved
 
     def _loss(self, number: int, output: Any) -> Tensor:
@@ -322,7 +339,8 @@ class Handlers:
             del self.values[value_of(a)]
             self.applier.move_state((a.piece, a.replica), CPU)
         else:
-            self.values[value_of(a, "host")] = moved(self.values.pop(value_of(a)), CPU)
+            carry = carried if a.what == "s" else moved
+            self.values[value_of(a, "host")] = carry(self.values.pop(value_of(a)), CPU)
 
     def fetch(self, a: Action) -> None:
         """Brings a value to the device; weights that rest in the host's memory stay there too."""
@@ -334,7 +352,8 @@ class Handlers:
         else:
             stays = a.what == "w" and rest_of(self.program, a.piece) != "lean"
             found = self.values[key] if stays else self.values.pop(key)
-            brought = moved(found, self.device)
+            carry: Callable[..., Any] = carried if a.what == "s" else moved
+            brought = carry(found, self.device)
             self.values[value_of(a)] = as_leaves(brought) if a.what == "w" else brought
 
 

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pipedejavu.engine.box import Boxes
+from pipedejavu.engine.device import moved
 from pipedejavu.engine.optimizer import Tensors
 
 Value = Any
@@ -22,6 +24,11 @@ def tensors_of(value: Value) -> tuple[Tensor, ...]:
     return value if isinstance(value, tuple) else (value,)
 
 
+def like(value: Value, tensors: Sequence[Tensor]) -> Value:
+    """Returns tensors in the form of `value`."""
+    return tuple(tensors) if isinstance(value, tuple) else tensors[0]
+
+
 @dataclass(frozen=True)
 class Leg:
     """What one leg leaves."""
@@ -31,6 +38,8 @@ class Leg:
     weights: Tensors
     outputs: tuple[Tensor, ...] = ()
     """Empty until it has run again, where it is to."""
+    boxes: Boxes | None = None
+    """Of the first leg: what autograd has saved of the whole piece, where that is to leave."""
 
     @property
     def inputs(self) -> tuple[Tensor, ...]:
@@ -49,6 +58,25 @@ def with_loss(saved: Saved, loss: Tensor) -> Saved:
     """Returns what the last piece leaves when its loss is known: the last leg ends there, unless it runs again."""
     *others, last = saved
     return (*others, replace(last, outputs=(loss,)) if last.outputs else last)
+
+
+def carried(saved: Saved, device: torch.device) -> Saved:
+    """Returns what a piece leaves on another device: what autograd has saved, and what waits to be read again."""
+    found = []
+    for leg in saved:
+        if leg.boxes is not None:
+            leg.boxes.carry(device)
+        read = [t if leg.outputs else moved(t, device).requires_grad_(t.requires_grad) for t in leg.inputs]
+        found.append(replace(leg, given=like(leg.given, read)))
+    return tuple(found)
+
+
+def memory_of(value: Any) -> Any:
+    """Returns the tensors of what a piece leaves that are carried; any other value as it is."""
+    if not (isinstance(value, tuple) and value and isinstance(value[0], Leg)):
+        return value
+    boxes = value[0].boxes
+    return () if boxes is None else (boxes.contents, *(leg.inputs for leg in value if not leg.outputs))
 
 
 def backward(saved: Saved, gradients: Gradients, total: Tensors | None = None) -> tuple[tuple[Tensor, ...], Tensors]:

@@ -8,23 +8,20 @@ unit runs.
 import threading
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import groupby
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from pipedejavu.engine.leg import Leg, Saved, Value, tensors_of
+from pipedejavu.engine.box import Boxes, begin_at, end_of, stub
+from pipedejavu.engine.leg import Leg, Saved, Value, like, tensors_of
 from pipedejavu.engine.optimizer import Tensors
 
 _RANDOM = (nn.modules.dropout._DropoutNd, nn.RReLU)
 
 _random = threading.Lock()
-
-
-def like(value: Value, tensors: Sequence[Tensor]) -> Value:
-    """Returns tensors in the form of `value`."""
-    return tuple(tensors) if isinstance(value, tuple) else tensors[0]
 
 
 Unit = tuple[int, str, nn.Module]
@@ -48,10 +45,13 @@ class _Run(NamedTuple):
 
 
 class PieceRunner:
-    """Runs one piece, its units in order; those whose number is in `again` run twice. For one thread at a time."""
+    """Runs one piece, its units in order; those whose number is in `again` run twice. For one thread at a time.
 
-    def __init__(self, units: Sequence[Unit], seed: int, again: Collection[int] = ()):
-        self.units, self.seed = units, seed
+    What it leaves can be carried elsewhere meanwhile, where it is said that it `departs`.
+    """
+
+    def __init__(self, units: Sequence[Unit], seed: int, again: Collection[int] = (), departs: bool = False):
+        self.units, self.seed, self.departs = units, seed, departs
         self.names: dict[str, str] = {}
         """Each parameter's full name, and the name that stands for it where the piece holds it twice."""
         self.initial: Tensors = {}
@@ -98,10 +98,18 @@ class PieceRunner:
                 if not saved:
                     leaves = [t.requires_grad_(t.is_floating_point() and not is_first) for t in leaves]
                 given = value = like(value, leaves)  # the graph behind it goes, where it runs again
+                if self.departs and not run.is_again:
+                    given = like(value, [stub(t) for t in leaves])
+                    value = like(value, list(map(begin_at, tensors_of(given), leaves)))
                 value = self._run_units(run, value, microbatch)
+                outputs = () if run.is_again else tensors_of(value)
                 own = {name: weights[name] for name in run.names}
-                saved.append(Leg(given, own, () if run.is_again else tensors_of(value)))
+                saved.append(Leg(given, own, tuple(map(end_of, outputs)) if self.departs else outputs))
         return value, tuple(saved)
+
+    def boxes(self, weights: Tensors) -> Boxes:
+        """Returns boxes for what its forward saves, beside weights and buffers."""
+        return Boxes([*weights.values(), *(buffer for _, _, buffer in self._buffers(self.units))])
 
     def forward_again(self, weights: Tensors, saved: Saved, microbatch: int) -> tuple[Value, Saved]:
         """Runs the units again of which only what they read was kept; returns what the last of them make, and all."""
@@ -111,7 +119,8 @@ class PieceRunner:
             for n, run in enumerate(self._runs):
                 if run.is_again:
                     value = self._run_units(run, saved[n].given, microbatch)
-                    found[n] = Leg(saved[n].given, {name: weights[name] for name in run.names}, tensors_of(value))
+                    own = {name: weights[name] for name in run.names}
+                    found[n] = replace(saved[n], weights=own, outputs=tensors_of(value))
         return value, tuple(found)
 
     def _run_units(self, run: _Run, value: Value, microbatch: int) -> Value:

@@ -163,9 +163,10 @@ def make_handlers(program: Program, index: int, job: Job, batches: Batches, wire
     """Returns a worker's handlers, with the first version of its weights in their resting places."""
     runners: Runners = {}
     device = device_of(program, index)
+    departing = {a.piece for a in program.workers[index].actions if a.kind == "OFFLOAD" and a.what == "s"}
     for piece, replica in homes_of(program, index):
         units = [(u, *job.units[u]) for u in program.pieces[piece].units]
-        runners[piece, replica] = PieceRunner(units, job.seed, program.recomputed[piece]).to(device)
+        runners[piece, replica] = PieceRunner(units, job.seed, program.recomputed[piece], piece in departing).to(device)
     own = Handlers(program, index, runners, job, batches, wire if device == CPU else StagedWire(wire, device))
     version = -1 if program.plan.version.kind == "torn" else 0
     for (piece, replica), runner in runners.items():
