@@ -33,7 +33,7 @@ PRESETS: dict[str, dict[str, int]] = {
 }
 PLACES: dict[str, tuple[Rest, ...]] = {"visit": ("visit",), "lean": ("visit", "lean"), "window": ("device", "window")}
 """No presets: where the state of the pieces rests, in turn."""
-NAMES = (*PRESETS, *PLACES)
+NAMES = (*PRESETS, *PLACES, "activations")
 MODELS = ("mlp", "convnet", "calm-gpt")
 """Those without dropout, whose masks a GPU draws otherwise."""
 DEVICE_LANES = ("compute", "copy-in", "copy-out")
@@ -43,6 +43,9 @@ CYCLES = 2_000_000
 
 def case_of(name: str, model: str) -> Case:
     optimizer = Sgd(lr=0.1, momentum=0.9) if model == "convnet" else AdamW(lr=0.01, eps=0.01, weight_decay=0.1)
+    if name == "activations":
+        case = make_case("gpipe", model, workers=2, microbatches=3, steps=3, rounds=2, optimizer=optimizer, type_="gpu")
+        return replace(case, plan=case.plan.but(keep=Keep(activations="host")))
     sizes = PRESETS.get(name, {"microbatches": 3})
     known = name if name in PRESETS else "zero-offload"
     case = make_case(known, model, **sizes, steps=3, rounds=2, optimizer=optimizer, type_="gpu")
