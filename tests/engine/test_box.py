@@ -52,6 +52,16 @@ def test_training_is_the_same_bit_for_bit(
     assert_same_bits(found, trained(case)[0])
 
 
+@pytest.mark.parametrize(("name", "workers"), [("gpipe", 2), ("interleaved", 2), ("gpipe", 4)])
+def test_checkpoints_that_came_from_another_worker_wait_on_the_host(make: Any, name: str, workers: int) -> None:
+    case = noisy(make, name, workers=workers, microbatches=4)
+    found, run = trained(on_host(case), recompute=1.0)
+    actions = [(n, a) for n, worker in enumerate(run.program.workers) for a in worker.actions if a.what == "x"]
+    came, left = ({(n, a.piece, a.microbatch) for n, a in actions if a.kind == kind} for kind in ("RECV", "OFFLOAD"))
+    assert came & left
+    assert_same_bits(found, trained(case)[0])
+
+
 def test_tied_weights_stay_where_they_are(make: Any, copies: list[Tensor]) -> None:
     case = make("gpipe", "gpt", workers=1, microbatches=3, units=6)
     assert_same_bits(trained(on_host(case))[0], trained(case)[0])

@@ -672,10 +672,8 @@ def test_illegal_10_unequal_shares_that_are_averaged(model):
 # The graph.
 
 
-@pytest.mark.parametrize("name", presets())
-def test_weights_are_dropped_only_behind_everything_that_reads_them(name, resize):
-    program = compile_plan(*unit_costs(resize(name, 2, 4), {}), fold=False)
-    graph = build_graph(program)
+def ancestors(graph):
+    """Returns what each operation waits for, directly or not."""
     before: list[set[int]] = [set() for _ in graph.members]
     order, left = [op for op, n in enumerate(graph.num_before) if n == 0], graph.num_before.copy()
     for op in order:
@@ -685,6 +683,14 @@ def test_weights_are_dropped_only_behind_everything_that_reads_them(name, resize
             if left[after] == 0:
                 order.append(after)
     assert len(order) == len(graph.members)
+    return before
+
+
+@pytest.mark.parametrize("name", presets())
+def test_weights_are_dropped_only_behind_everything_that_reads_them(name, resize):
+    program = compile_plan(*unit_costs(resize(name, 2, 4), {}), fold=False)
+    graph = build_graph(program)
+    before = ancestors(graph)
     for index, worker in enumerate(program.workers):
         readers: dict[tuple[int, int, int], list[int]] = {}
         for position, a in enumerate(worker.actions):
@@ -694,3 +700,22 @@ def test_weights_are_dropped_only_behind_everything_that_reads_them(name, resize
                 readers.setdefault(key, []).append(op)
             elif a.kind == "DROP":
                 assert set(readers.pop(key)) <= before[op], f"{a} of worker {index}"
+
+
+@pytest.mark.parametrize("name", ["gpipe", "interleaved", "zero-r"])
+def test_checkpoints_leave_behind_the_forward_that_reads_them(name, resize):
+    plan = resize(name, 2, 4)
+    plan = plan.but(order=plan.order.but(recompute=1.0), keep=plan.keep.but(activations="host"))
+    program = compile_plan(*unit_costs(plan, {}), fold=False)
+    graph = verify(program)
+    before, num_left = ancestors(graph), 0
+    for index, worker in enumerate(program.workers):
+        forwards: dict[tuple[int, int], int] = {}
+        for position, a in enumerate(worker.actions):
+            op = graph.of_action[index][position]
+            if a.kind == "F":
+                forwards |= {(piece, a.microbatch): op for piece in program.inputs[a.piece]}
+            elif a.kind == "OFFLOAD" and a.what == "x":
+                assert forwards[a.piece, a.microbatch] in before[op], f"{a} of worker {index}"
+                num_left += 1
+    assert num_left

@@ -101,7 +101,8 @@ def _connect(graph: Graph, index: int, table: Table, initial: Initial) -> None:
     successors, num_before, ops = graph.successors, graph.num_before, graph.of_action[index]
     present = _Present(graph, index, initial)
     writers = present.writers
-    readers: dict[Value, list[int]] = {}  # of weights, from other lanes than compute
+    readers: dict[Value, list[int]] = {}  # of weights, from other lanes than compute; of checkpoints that may leave
+    leaves = graph.program.plan.keep.activations == "host"
     tails: dict[str, int] = {}
     in_order: set[int] = set()  # operations of a compute lane that keeps its order
     last_drop = last_update = -1
@@ -120,7 +121,7 @@ def _connect(graph: Graph, index: int, table: Table, initial: Initial) -> None:
             tails[lane] = op
         reads, writes, adds = table(a, index)
         for value in reads:
-            if not on_compute and value[0] == "w":
+            if (value[0] == "w" and not on_compute) or (value[0] == "x" and leaves):
                 readers.setdefault(value, []).append(op)
             found = writers.get(value)
             if found is None:
@@ -136,6 +137,10 @@ def _connect(graph: Graph, index: int, table: Table, initial: Initial) -> None:
                 graph.edge(reader, op)
             present.remove(a, dropped)
             last_drop = op
+        elif kind == "OFFLOAD" and a.what == "x":
+            for reader in readers.pop(value_of(a)):
+                if reader != op:
+                    graph.edge(reader, op)
         elif kind == "FETCH" and a.what == "o":
             if last_freed >= 0:
                 graph.edge(last_freed, op)

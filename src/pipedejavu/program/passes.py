@@ -109,6 +109,8 @@ def _makers(program: Program, table: Table) -> dict[tuple[int, Value], tuple[int
     for index, worker in enumerate(program.workers):
         shard = program.shard_of(index)
         for position, a in enumerate(worker.actions):
+            if a.kind == "FETCH" and a.what == "x":
+                continue  # it was made before it waited on the host, maybe by another worker
             _, writes, adds = table(a, index)
             for value in (*writes, *adds):
                 if value[0] in MOVABLE and not value[4]:
