@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils import _pytree as pytree
 
-from pipedejavu.engine.piece import PieceRunner, Saved
+from pipedejavu.engine.leg import backward, with_loss
+from pipedejavu.engine.piece import PieceRunner
 from pipedejavu.profile import Cut, cut_model
 from pipedejavu.profile.trace import as_call
 
@@ -75,11 +76,11 @@ def run(cut: Cut, inputs: Any, loss, pieces: int, seed: int = 0):
         value, kept = runner.forward(weights, value, 0, is_first=number == 0)
         saved.append(kept)
     ended = loss(cut.output(value))
-    saved[-1] = Saved(saved[-1].inputs, saved[-1].weights, (ended,))
+    saved[-1] = with_loss(saved[-1], ended)
     passed: tuple[Tensor, ...] = (torch.ones_like(ended),)
     gradients: dict[str, Tensor] = {}
-    for runner, kept in zip(reversed(runners), reversed(saved), strict=True):
-        passed, own = runner.backward(kept, passed)
+    for kept in reversed(saved):
+        passed, own = backward(kept, passed)
         for name, gradient in own.items():
             gradients[name] = gradients[name] + gradient if name in gradients else gradient
     buffers = {name: buffer for unit, module in units for name, buffer in module.named_buffers(unit)}
