@@ -6,7 +6,7 @@ graph that needs it. Where a graph begins and ends are stubs, which have a form 
 
 import weakref
 from collections.abc import Iterable
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -41,10 +41,6 @@ class Boxes(saved_tensors_hooks):
         super().__init__(self._pack, _unpack)
         self._owned = {tensor.untyped_storage().data_ptr() for tensor in owned}
         self._boxes: weakref.WeakValueDictionary[int, Box] = weakref.WeakValueDictionary()
-
-    def __enter__(self) -> Self:  # type: ignore[override]
-        super().__enter__()
-        return self
 
     def _pack(self, tensor: Tensor) -> Tensor | _Part:
         is_plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout == torch.strided

@@ -138,7 +138,7 @@ def _connect(graph: Graph, index: int, table: Table, initial: Initial) -> None:
             present.remove(a, dropped)
             last_drop = op
         elif kind == "OFFLOAD" and a.what == "x":
-            for reader in readers.pop(value_of(a)):
+            for reader in readers.pop(value_of(a), ()):
                 if reader != op:
                     graph.edge(reader, op)
         elif kind == "FETCH" and a.what == "o":
