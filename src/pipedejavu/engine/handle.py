@@ -339,8 +339,7 @@ class Handlers:
             del self.values[value_of(a)]
             self.applier.move_state((a.piece, a.replica), CPU)
         else:
-            carry = carried if a.what == "s" else moved
-            self.values[value_of(a, "host")] = carry(self.values.pop(value_of(a)), CPU)
+            self.values[value_of(a, "host")] = _taken(a, self.values.pop(value_of(a)), CPU)
 
     def fetch(self, a: Action) -> None:
         """Brings a value to the device; weights that rest in the host's memory stay there too."""
@@ -352,9 +351,13 @@ class Handlers:
         else:
             stays = a.what == "w" and rest_of(self.program, a.piece) != "lean"
             found = self.values[key] if stays else self.values.pop(key)
-            carry: Callable[..., Any] = carried if a.what == "s" else moved
-            brought = carry(found, self.device)
+            brought = _taken(a, found, self.device)
             self.values[value_of(a)] = as_leaves(brought) if a.what == "w" else brought
+
+
+def _taken(a: Action, value: Any, device: torch.device) -> Any:
+    """Returns what an action moves, on a device."""
+    return carried(value, device) if a.what == "s" else moved(value, device)
 
 
 def _before(weights: Value) -> Value:

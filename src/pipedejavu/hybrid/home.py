@@ -173,7 +173,7 @@ class Home:
         slots = slice(self.members[0].slot, self.members[-1].slot + 1)
 
         def copy() -> None:
-            here = [member.gradient for member in gradients if member.gradient is not None]
+            here = [_gradient_of(member) for member in gradients]
             torch._foreach_copy_([*here, partial[slots]], [*gradients.values(), norms[slots]], non_blocking=True)
 
         out = self.lanes.copy_out.submit(f"OFFLOAD:d{self.index}", copy, now(self.lanes.device))
@@ -361,11 +361,19 @@ def take_state(member: Member, weight: Tensor, rest: Slab) -> State:
 
 def _task(member: Member, s: Scalars, weight: Tensor | None, new: State | None) -> Task:
     """Returns a member's update from its state, or from a weight that it keeps elsewhere, to `new`."""
-    assert member.gradient is not None
-    assert member.state is not None
     assert new is not None
-    old = member.state if weight is None else member.state._replace(weight=weight)
-    return Task(s, member.gradient, old, new)
+    old = _state_of(member) if weight is None else _state_of(member)._replace(weight=weight)
+    return Task(s, _gradient_of(member), old, new)
+
+
+def _state_of(member: Member) -> State:
+    assert member.state is not None
+    return member.state
+
+
+def _gradient_of(member: Member) -> Tensor:
+    assert member.gradient is not None
+    return member.gradient
 
 
 def _wait_for(members: Iterable[Member]) -> None:
@@ -377,5 +385,5 @@ def _wait_for(members: Iterable[Member]) -> None:
 
 def _return(members: Iterable[Member]) -> None:
     """Copies new weights from host memory into the model."""
-    new = {member: member.state.weight for member in members if member.state is not None}
+    new = {member: _state_of(member).weight for member in members}
     torch._foreach_copy_([member.weight for member in new], list(new.values()), non_blocking=True)

@@ -30,7 +30,10 @@ def load_weights(model: nn.Module, source: str) -> None:
     wrong = [name for name, tensor in matched.items() if given[name].shape != tensor.shape]
     if wrong:
         theirs, ours = tuple(given[wrong[0]].shape), tuple(matched[wrong[0]].shape)
-        raise InputError(f"'{wrong[0]}'{_more(wrong)} in {source} is {theirs}, and the model's is {ours}")
+        raise InputError(
+            f"'{wrong[0]}'{_more(wrong)} in {source} is {theirs}, and the model's is {ours}; give weights of a model of"
+            " this size"
+        )
     for name, tensor in matched.items():
         tensor.copy_(given[name])
 

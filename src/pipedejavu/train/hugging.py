@@ -92,7 +92,9 @@ def _read_model(room: Any, head: str, config: Any, weights: str) -> nn.Module:
         model, read = getattr(room, head).from_pretrained(weights, **options, output_loading_info=True)
     except Exception as error:
         text = next(iter(str(error).strip().splitlines()), type(error).__name__)
-        raise InputError(f"cannot read the weights '{weights}': {text}") from None
+        raise InputError(
+            f"cannot read the weights '{weights}': {text}; give a file or folder of safetensors, or a name on the hub"
+        ) from None
     finally:
         room.utils.logging.enable_progress_bar()
     missing = sorted(read["missing_keys"])
