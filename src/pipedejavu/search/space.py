@@ -156,9 +156,11 @@ def _frames(
     microbatches, divides = options.batch // samples, sizes[0] > 1 and len(sizes) == 1
     is_alone = sizes[0] == len(row.order)
     for mode in modes:
+        # By the estimate checkpoints that came from another worker do not wait on the host.
+        is_possible = is_alone or not (mode.recomputes and mode.activations == "host")
         # Gradients that several microbatches add to are held whole, divided or not; and so are weights in a pipeline,
         # where ZeRO-3 takes as long as ZeRO-1 by the estimate (`Pool.polish` tries it).
-        is_possible = mode.zero != 2 or microbatches == sizes[0]
+        is_possible &= mode.zero != 2 or microbatches == sizes[0]
         is_possible &= mode.zero != 3 or is_alone
         if is_possible and (divides or not mode.zero):
             yield Frame(scene, row, sizes, samples, microbatches, mode)
