@@ -3,6 +3,7 @@
 `faults` injects what happens to them; here is only how they are made and ended.
 """
 
+import itertools
 import os
 import signal
 import socket
@@ -13,6 +14,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 Process = subprocess.Popen[str]
+_numbers = itertools.count()
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
 
 
@@ -20,7 +22,8 @@ class Hosts:
     """Two hosts that can be reached at 10.78.0.1 and 10.78.0.2; the interface of each has its name."""
 
     def __init__(self) -> None:
-        self.names = tuple(f"pdf{os.getpid()}{end}" for end in "ab")
+        number = next(_numbers)
+        self.names = tuple(f"pf{os.getpid()}n{number}{end}" for end in "ab")  # at most 15 characters
 
     def launcher(self, number: int, processes: int = 1) -> tuple[str, ...]:
         """Returns what starts the ranks of one host with torchrun."""
