@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from pipedejavu.engine.device import moved
+from pipedejavu.engine.gradient import GradientCheck
 from pipedejavu.engine.job import Applied, Batches, Job, Log, Scored
 from pipedejavu.engine.optimizer import Tensors
 from pipedejavu.engine.piece import PieceRunner
@@ -37,9 +38,11 @@ class Applier:
         values: dict[tuple[str, int, int, int, str], Any],
         log: Log,
         device: torch.device,
+        check: GradientCheck,
     ):
         self.program, self.plan, self.runners, self.job = program, program.plan, runners, job
         self.batches, self.values, self.log, self.device = batches, values, log, device
+        self.check = check
         self.state: dict[Home, dict[str, Tensors]] = {}
         self.center = program.num_replicas
         if self.plan.reduce.clip != "none" and self.plan.feed.kind == "own":
@@ -105,7 +108,7 @@ class Applier:
         delay = {"none": None, "global": 0, "delayed": 1}[self.plan.reduce.clip]
         norm = None if delay is None else self.values.get(("n", 0, 0, update - delay, ""))
         if norm is not None and not math.isfinite(norm):
-            return 0.0  # everyone has this norm, so everyone leaves the update out
+            return 0.0  # all workers have this norm, so all leave the update out
         if norm is not None and delay is not None and self.job.clip_norm is not None:
             mean = norm / sum(self.batches.count(i) for i in self._members(replica, update - delay))
             coefficient *= min(1.0, self.job.clip_norm / (mean + 1e-6))  # as torch clips
@@ -125,7 +128,13 @@ class Applier:
         self.log.events.append(Applied(*home, number + 1, self._members(home[1], update), coefficient))
         if coefficient == 0:
             return iter([(name, torch.zeros_like(weight)) for name, weight in base.items()])
+        self._check(number + 1, summed, coefficient)
         return self.job.optimizer.step(number, base, summed, self.state.setdefault(home, {}), coefficient)
+
+    def _check(self, step: int, summed: Tensors, coefficient: float) -> None:
+        """Raises InputError for gradients that are not finite; a plan with a global norm has checked them by then."""
+        if self.job.on_nan == "stop" and self.plan.reduce.clip != "global":
+            self.check.check(step, summed, coefficient)
 
     def _in_shared_memory(self, home: Home, update: int, summed: Tensors) -> None:
         """Adds to weights that others read and write at the same time; autograd must not notice."""
@@ -158,6 +167,7 @@ class Applier:
             coefficient = self._coefficient(replica, update)
             # What a worker of the same process has pushed is still its own.
             pushed = {name: gradient.clone() for name, gradient in self.values["d", piece, replica, update, ""].items()}
+            self._check(self.first_version + a.version, pushed, coefficient)
             count = self.served.get(piece, 0)
             self.served[piece] = count + 1
             deltas = self.job.optimizer.step(count, cell, pushed, self.state.setdefault(home, {}), coefficient)

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from pipedejavu.engine.apply import Applier, as_leaves
 from pipedejavu.engine.device import CPU, device_of, hold, moved
+from pipedejavu.engine.gradient import GradientCheck
 from pipedejavu.engine.job import Batches, Job, Log, Read
 from pipedejavu.engine.leg import (
     Saved,
@@ -29,6 +30,7 @@ from pipedejavu.engine.leg import (
     tensors_of,
     with_loss,
 )
+from pipedejavu.engine.norm import GlobalNorm
 from pipedejavu.engine.optimizer import Tensors
 from pipedejavu.engine.piece import PieceRunner
 from pipedejavu.engine.wire import Wire, flatten, unflatten
@@ -61,7 +63,9 @@ class Handlers:
         self.batches, self.wire, self.log, self.live = batches, wire, Log(), 0
         self.notice: Notice = lambda _lane, _action: None
         self.values: dict[Value, Any] = {}
-        self.applier = Applier(program, runners, job, batches, self.values, self.log, self.device)
+        self.check = GradientCheck(job, program.plan, index)
+        self.applier = Applier(program, runners, job, batches, self.values, self.log, self.device, self.check)
+        self.norm = GlobalNorm(program, index, runners, job, batches, self.values, self.log, self.check)
         table = Table(program)
         self.effects = {a: table(a, index)[:2] for a in program.workers[index].actions}
         """What each action reads and writes."""
@@ -100,6 +104,7 @@ class Handlers:
             self.values[key[0], key[1], key[2], 0, key[4]] = self.values.pop(key)
         for key in [key for key in self.values if key[0] in "pc"]:  # waves that were taken in when the round ended
             del self.values[key]
+        self.norm.begin()
 
     def do(self, a: Action) -> None:
         """Does one action, and frees what nobody will read again."""
@@ -199,16 +204,19 @@ class Handlers:
         if not math.isfinite(found) and self.job.on_nan == "stop":
             step = number // self.program.update_size + 1
             raise InputError(
-                f"the loss is {found} in step {step}, microbatch {number}, on worker {self.index}; lower the learning"
-                " rate, look at that batch, or skip such updates (--on-nan skip)"
+                f"the loss is {found} in step {step}, microbatch {number}, on worker {self.index}; {self.check.remedy}"
             )
 
     def finish(self) -> None:
-        """Lets all that was sent leave, and notes what could not be read while the program ran."""
+        """Lets all that was sent leave, and reads what a GPU was not to be waited for while the program ran."""
         self.wire.flush()
-        for number, loss in self._unread_losses.items():
+        self._read_losses()
+        self.check.read()
+
+    def _read_losses(self) -> None:
+        unread, self._unread_losses = self._unread_losses, {}
+        for number, loss in unread.items():
             self._note_loss(number, loss.cpu())
-        self._unread_losses.clear()
 
     def backward(self, a: Action) -> None:
         """Runs a piece backward: hands a gradient on and adds to the piece's own."""
@@ -280,8 +288,10 @@ class Handlers:
         """Sums a value over a group, in place; weights are averaged."""
         group = a.via[1:]
         if a.what == "n":
-            own = torch.tensor([self._square_of_norm(a.version)], dtype=torch.float64)
-            self.values[value_of(a)] = float(self.wire.add_up(own, group)) ** 0.5
+            if self.program.plan.reduce.clip == "global":  # no forward is under way, so that nothing waits for a GPU
+                self._read_losses()
+            step = self.first_version + a.version + 1
+            self.values[value_of(a)] = self.norm.find(a.version, step, lambda own: self.wire.add_up(own, group))
         elif group.startswith("tie"):
             self._reduce_tied(a)
         else:
@@ -316,18 +326,6 @@ class Handlers:
         total = self.wire.add_up(own.reshape(-1), a.via[1:]).view_as(own)
         for gradients, name in mine:
             gradients[name] = total.clone()
-
-    def _square_of_norm(self, update: int) -> float:
-        """This worker's part of the squared norm: what several workers hold alike counts once in all."""
-        square = 0.0
-        for piece, replica in self.program.held(self.index):
-            holders = self.program.groups.get(f"s{self.program.pieces[piece].stage}")
-            share = 1 / (len(holders.workers) if holders else 1)
-            places = [key for place in ("", "host") if (key := ("d", piece, replica, update, place)) in self.values]
-            for name, gradient in self.values[places[0]].items():
-                tied = [len(self.program.tied_pieces[n]) for n, names in enumerate(self.job.ties) if name in names]
-                square += share * float(gradient.double().square().sum()) / max(tied, default=1)
-        return square
 
     def drop(self, a: Action) -> None:
         """Frees a value, unless that has happened behind its last reader."""

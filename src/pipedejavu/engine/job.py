@@ -26,8 +26,10 @@ class Job:
     clip_norm: float | None = None
     """Gradients are scaled down to this norm over all pieces where the plan clips."""
     on_nan: Literal["stop", "skip"] = "stop"
-    """What to do at a loss that is no number: stop the run, or leave out the update where the plan has a norm to tell
-    all workers by."""
+    """What to do if the loss or a gradient is not finite, or too large for the optimizer: stop the run, or leave out
+    the update, which needs a plan with a norm (`reduce.clip`) for all workers to agree by."""
+    max_consecutive_skips: int | None = None
+    """Updates in a row that may be left out before the run stops; None for any number."""
     elasticity: float = 0.5
     """How strongly an elastic combiner pulls weights and centre together (ρ)."""
     byzantine: Byzantine | None = None
@@ -100,6 +102,8 @@ class Log:
     events: list[Event] = field(default_factory=list)
     losses: dict[int, float] = field(default_factory=dict)
     """The summed loss of each microbatch, on the worker that has the last piece."""
+    skipped: dict[int, str] = field(default_factory=dict)
+    """Steps whose update was left out, with the reason, on the worker that has found it."""
     noted_s: dict[int, float] = field(default_factory=dict, compare=False)
     """When each loss was known, by the clock of its process."""
     peak_live: int = 0

@@ -36,6 +36,10 @@ class Sgd:
         """Returns the learning rate of an update."""
         return self.lr * self.schedule(update) if self.schedule else self.lr
 
+    def largest_gradient(self, update: int, dtype: torch.dtype) -> float:
+        """Returns the largest mean gradient with which momentum and step stay finite."""
+        return torch.finfo(dtype).max * (1 - self.momentum) / 2 / max(1.0, abs(self.rate(update)))
+
     def step(
         self, update: int, weights: Tensors, gradients: Tensors, state: dict[str, Tensors], coefficient: float
     ) -> Iterator[tuple[str, Tensor]]:
@@ -77,6 +81,10 @@ class AdamW:
     def rate(self, update: int) -> float:
         """Returns the learning rate of an update."""
         return self.lr * self.schedule(update) if self.schedule else self.lr
+
+    def largest_gradient(self, _update: int, dtype: torch.dtype) -> float:
+        """Returns the largest mean gradient whose square, and with it the state, stays finite."""
+        return math.sqrt(torch.finfo(dtype).max) / 2
 
     def step(
         self, update: int, weights: Tensors, gradients: Tensors, state: dict[str, Tensors], coefficient: float

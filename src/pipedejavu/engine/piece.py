@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from pipedejavu.engine.box import Boxes, begin_at, end_of, stub
+from pipedejavu.engine.finite import nonfinite
 from pipedejavu.engine.leg import Leg, Saved, Value, like, tensors_of
 from pipedejavu.engine.optimizer import Tensors
 
@@ -72,6 +73,8 @@ class PieceRunner:
                     self._slots.append((part._parameters, key, self.names[full], parameter))
                     if self.names[full] == full:
                         self.initial[full] = parameter.detach()
+        self.unbounded = frozenset(name for name, _ in nonfinite(dict(self.saved_buffers())))
+        """Buffers that are meant not to be finite, such as a mask of minus infinities."""
         self._random = {number for number, _, unit in units if _looks_random(unit)}
         """Units that hold dropout, whatever they draw."""
         self._calm: set[int] = set()
@@ -92,7 +95,7 @@ class PieceRunner:
         The first piece's inputs are samples, whose gradient nobody wants.
         """
         saved: list[Leg] = []
-        with self._dressed(weights, self._buffers(self.units) if keeps_buffers else []):
+        with self._dressed(weights, self.buffers() if keeps_buffers else []):
             for run in self._runs:
                 leaves = [t.detach().requires_grad_(t.requires_grad) for t in tensors_of(value)]
                 if not saved:
@@ -109,12 +112,12 @@ class PieceRunner:
 
     def boxes(self, weights: Tensors) -> Boxes:
         """Returns boxes for what its forward saves, beside weights and buffers."""
-        return Boxes([*weights.values(), *(buffer for _, _, buffer in self._buffers(self.units))])
+        return Boxes([*weights.values(), *(buffer for _, _, buffer in self.buffers())])
 
     def forward_again(self, weights: Tensors, saved: Saved, microbatch: int) -> tuple[Value, Saved]:
         """Runs the units again of which only what they read was kept; returns what the last of them make, and all."""
         found, value = list(saved), None
-        buffers = self._buffers([unit for run in self._runs if run.is_again for unit in run.units])
+        buffers = self.buffers([unit for run in self._runs if run.is_again for unit in run.units])
         with self._dressed(weights, buffers):
             for n, run in enumerate(self._runs):
                 if run.is_again:
@@ -145,14 +148,22 @@ class PieceRunner:
             for place, key, tensor in buffers:
                 place[key] = tensor
 
-    def _buffers(self, units: Sequence[Unit]) -> list[_Buffer]:
-        """Returns the modules' buffers, and where they are."""
-        parts = [part for _, _, module in units for part in module.modules()]
+    def buffers(self, units: Sequence[Unit] | None = None) -> list[_Buffer]:
+        """Returns the buffers of all units or of some, and where they are."""
+        parts = [part for _, _, module in (self.units if units is None else units) for part in module.modules()]
         return [(p._buffers, key, buffer) for p in parts for key, buffer in p._buffers.items() if buffer is not None]
+
+    def saved_buffers(self) -> Iterator[tuple[str, Tensor]]:
+        """Yields each buffer that belongs to a model's state, with its name."""
+        for _, unit, module in self.units:
+            for path, part in module.named_modules(prefix=unit):
+                for key, buffer in part._buffers.items():
+                    if buffer is not None and key not in part._non_persistent_buffers_set:
+                        yield ".".join(filter(None, (path, key))), buffer
 
     def to(self, device: torch.device) -> "PieceRunner":
         """Moves the buffers to a device, those that are one to one; weights come with each call."""
-        buffers = self._buffers(self.units)
+        buffers = self.buffers()
         moved = {id(buffer): buffer.to(device) for _, _, buffer in buffers}
         for place, key, buffer in buffers:
             place[key] = moved[id(buffer)]

@@ -9,11 +9,13 @@
 It is taken between rounds, when nothing is in flight. Workers that hold alike weights divide them among themselves.
 """
 
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Callable
 
 from torch import Tensor
 
 from pipedejavu.engine.device import CPU
+from pipedejavu.engine.finite import nonfinite
 from pipedejavu.engine.handle import Handlers, homes_of
 from pipedejavu.engine.optimizer import Tensors
 from pipedejavu.engine.piece import PieceRunner
@@ -30,7 +32,28 @@ Source = Callable[[str], Tensor | None]
 
 
 def take_state(own: Handlers) -> Tensors:
-    """Returns copies, in host memory, of this worker's share of the state."""
+    """Returns copies, in host memory, of this worker's share of the state; raises InputError if it is not finite."""
+    found = _share(own)
+    check_state(own, found)
+    return {name: _copy(tensor) for name, tensor in found.items()}
+
+
+def check_state(own: Handlers, state: Tensors | None = None) -> None:
+    """Raises InputError if this worker's share of the state, or what is given of it, is not finite."""
+    unbounded = {name for runner in own.runners.values() for name in runner.unbounded}
+    for full, value in nonfinite(_share(own) if state is None else state):
+        *_, kind, name = re.split(r"^(?:replica/\d+/)?(weight|state/[^/]+|buffer)/", full)
+        if kind == "buffer" and name in unbounded:
+            continue
+        step = own.first_version + own.program.plan.steps
+        raise InputError(
+            f"{kind} '{name}' on worker {own.index} holds {value} after step {step}, and is not saved; go on from the"
+            " last checkpoint with a lower learning rate, or look at the batch of that step"
+        )
+
+
+def _share(own: Handlers) -> Tensors:
+    """Returns this worker's share of the state, without copies."""
     found: Tensors = {}
     weights, holders_of = final_weights(own), _holders(own.program)
     for home, runner in own.runners.items():
@@ -39,13 +62,13 @@ def take_state(own: Handlers) -> Tensors:
             prefix = _prefix(own.program, holders_of[piece], (replica, own.index), number)
             if prefix is None:
                 continue
-            found[f"{prefix}weight/{name}"] = _copy(weights[home][name])
+            found[f"{prefix}weight/{name}"] = weights[home][name]
             for slot, tensor in own.applier.state.get(home, {}).get(name, {}).items():
-                found[f"{prefix}state/{SLOTS[slot]}/{name}"] = _copy(tensor)
-        for name, buffer in _buffers(runner):
+                found[f"{prefix}state/{SLOTS[slot]}/{name}"] = tensor
+        for name, buffer in runner.saved_buffers():
             if replica < own.program.num_replicas:
                 prefix = "" if replica == holders_of[piece][0][0] else f"replica/{replica}/"
-                found[f"{prefix}buffer/{name}"] = _copy(buffer)
+                found[f"{prefix}buffer/{name}"] = buffer
     return found
 
 
@@ -73,7 +96,7 @@ def put_state(own: Handlers, update: int, source: Source, norm: float | None = N
         own.applier.state[home] = _state(own, home, runner, source)
         if plan.reduce.gate == "lock":
             own.applier.served[home[0]] = update * own.program.num_replicas
-        for name, buffer in _buffers(runner):
+        for name, buffer in runner.saved_buffers():
             loaded = _find(own, source, home[1], "buffer", name)
             if loaded is None:  # what comes from others does not tell buffers from weights
                 loaded = source(f"weight/{name}")
@@ -166,15 +189,6 @@ def _prefix(program: Program, holders: list[tuple[int, int]], own: tuple[int, in
 def _is_idle(program: Program, replica: int) -> bool:
     """Whether weights are those of a server that adds up waves, and never has newer ones."""
     return program.plan.reduce.gate == "bound" and replica == program.num_replicas
-
-
-def _buffers(runner: PieceRunner) -> Iterator[tuple[str, Tensor]]:
-    """Yields each buffer that belongs to a model's state, with its name."""
-    for _, unit, module in runner.units:
-        for path, part in module.named_modules(prefix=unit):
-            for key, buffer in part._buffers.items():
-                if buffer is not None and key not in part._non_persistent_buffers_set:
-                    yield ".".join(filter(None, (path, key))), buffer
 
 
 def _copy(tensor: Tensor) -> Tensor:

@@ -181,8 +181,11 @@ class Trainer:
     def save(self, folder: str | Path) -> None:
         """Copies the state and begins to write it to a folder of checkpoints, beside training.
 
-        The newest two stay, and the one whose steps had the lowest loss. `wait` returns when it is on the disk.
+        The newest two stay, and the one whose steps had the lowest loss. `wait` returns when it is on the disk. Raises
+        InputError for a state that is not finite, and after a step that has failed what that raised.
         """
+        if self.threads.failure is not None:
+            raise self.threads.failure
         if self._saver is None or self._saver.shelf.path != Path(folder):
             self.wait()
             self._saver = Saver(Shelf(folder), tell=say)
@@ -192,8 +195,9 @@ class Trainer:
             "plan": json.loads(self.program.plan.to_json()),
             "facts": {"norm": take_norm(self.threads.handlers[0])},
         }
+        tensors = take_all(self.threads) | random_state(device=current_gpu())
         self._losses.clear()
-        self._saver.save(self.updates, take_all(self.threads) | random_state(device=current_gpu()), lambda: about)
+        self._saver.save(self.updates, tensors, lambda: about)
 
     def wait(self) -> None:
         """Waits until what was saved is on the disk."""
