@@ -15,6 +15,7 @@ import torch
 from pipedejavu.engine import AdamW, Applied, Outcome, Sgd, audit, run_threads
 from pipedejavu.engine.apply import Applier
 from pipedejavu.engine.handle import Handlers
+from pipedejavu.engine.norm import GlobalNorm
 from pipedejavu.engine.piece import PieceRunner
 from pipedejavu.engine.wire import ThreadWire
 from pipedejavu.facts import InputError
@@ -140,7 +141,7 @@ def test_a_norm_that_lacks_a_stage(make, monkeypatch, clip, name):
         return run
 
     with pytest.raises(InputError, match="the run clipped by another norm"):
-        caught(case, monkeypatch, Handlers, "_square_of_norm", partial)
+        caught(case, monkeypatch, GlobalNorm, "_square", partial)
 
 
 @pytest.mark.parametrize("shares", [(0.8, 0.2), (0.5, 0.5)])

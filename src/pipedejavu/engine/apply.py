@@ -198,7 +198,9 @@ class Applier:
         fed = tuple(i for q in trusted for i in self.program.fed_by(q, number))
         coefficient = 1 / sum(self.batches.count(i) for i in fed) if fed else 0.0  # none can be trusted: left out
         self.log.events.append(Applied(*home, number + 1, fed, coefficient))
-        if fed:
+        if not fed:
+            self.log.skipped[number + 1] = f"no contribution to step {number + 1} has a score that is a number"
+        else:
             given: list[Tensors] = [self.values["d", piece, q, update, ""] for q in trusted]
             summed = {name: torch.stack([own[name] for own in given]).sum(0) for name in cell}
             deltas = self.job.optimizer.step(number, cell, summed, self.state.setdefault(home, {}), coefficient)

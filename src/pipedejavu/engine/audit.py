@@ -129,6 +129,8 @@ class Replay:
         self.state: dict[tuple[int, int], dict[str, Tensors]] = defaultdict(dict)
         self.cells = {p: {n: w.clone() for n, w in r.initial.items()} for p, r in enumerate(self.runners)}
         self.served: dict[int, int] = defaultdict(int)
+        self.skipped: set[int] = set()
+        """Versions whose update the run left out."""
         self.unmet: dict[tuple[int, int], dict[int, Tensors]] = {}
         """By piece and version, what replicas have made of it that is to be averaged."""
         self.pushes: dict[tuple[int, int, int], list[Tensors]] = defaultdict(list)
@@ -136,6 +138,7 @@ class Replay:
     def run(self, logs: Sequence[Log]) -> dict[tuple[int, int], Tensors]:
         """Replays all events as soon as what they need is there; returns the last weights of each (piece, replica)."""
         queues = [list(reversed(log.events)) for log in logs]
+        self.skipped = {step for log in logs for step in log.skipped}
         while any(queues):
             before = sum(map(len, queues))
             for queue in queues:
@@ -193,12 +196,12 @@ class Replay:
         base = self.cells[piece] if on_server else self.weights(piece, replica, update)
         turn = update * self.center + replica if reduce.gate == "round-robin" else update
         center = self.weights(piece, self.center, turn) if reduce.combiner == "elastic" else {}
+        if base is not None and version in self.skipped and coefficient == 0:
+            self.newest[piece, replica, version] = base
+            return True
         if base is None or center is None or not all(self._differentiate(i) for i in members):
             return False
         self._check_clipping(event)
-        if coefficient == 0:  # the update was left out
-            self.newest[piece, replica, version] = base
-            return True
         summed = {n: self._summed(members, piece, n) for n in base}
         home = (piece, self.center if on_server else replica)
         count = self.served[piece] if on_server else update
@@ -280,11 +283,10 @@ class Replay:
 
     def _check_clipping(self, event: Applied) -> None:
         """Raises InputError where a coefficient does not follow from the norm that the plan clips by."""
-        clip, most = self.plan.reduce.clip, 1 / sum(self.batches.count(i) for i in event.microbatches)
+        clip, expected = self.plan.reduce.clip, 1 / sum(self.batches.count(i) for i in event.microbatches)
         update = event.version - 1 - (clip == "delayed")
-        expected = most
         norm = self._norm(update) if clip != "none" and update >= 0 else 0.0
-        if not math.isfinite(norm):
+        if event.version in self.skipped:
             expected = 0.0
         elif self.job.clip_norm is not None:
             expected *= min(1.0, self.job.clip_norm / (norm + 1e-6))

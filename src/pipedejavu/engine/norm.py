@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pipedejavu.engine.finite import nonfinite
 from pipedejavu.engine.gradient import GradientCheck
 from pipedejavu.engine.job import Batches, Job, Log
 from pipedejavu.engine.optimizer import Tensors
@@ -99,9 +100,12 @@ class GlobalNorm:
         for summed in gradients:
             if fault := self.check.fault(step, summed, coefficient, self.job.clip_norm):
                 return fault
-        if not square <= LARGEST_SQUARE:
-            return f"the norm of the gradients is beyond float64 in step {step} on worker {self.index}"
-        return ""
+        place = f"in step {step} on worker {self.index}"
+        for runner in self.runners.values():
+            for name, value in nonfinite(dict(runner.saved_buffers())):
+                if name not in runner.unbounded:
+                    return f"buffer '{name}' is {value} {place}"
+        return "" if square <= LARGEST_SQUARE else f"the square of the gradients' norm is {square:.3g} {place}"
 
     def _gradients(self, update: int) -> list[Tensors]:
         """Returns the summed gradients of each piece that this worker holds, wherever they are."""

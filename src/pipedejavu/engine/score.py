@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from pipedejavu.engine.finite import largest_value, read_all
 from pipedejavu.engine.job import Job
 from pipedejavu.engine.optimizer import Tensors
 from pipedejavu.engine.piece import PieceRunner
@@ -32,15 +33,21 @@ class Trial(NamedTuple):
 
 
 def number_of(update: int) -> int:
-    """Returns the number of the microbatch that an update's contributions are scored on; training begins with 0."""
+    """Returns the number of the microbatch that an update's contributions are scored on, and the other way round."""
     return -1 - update
 
 
 def score(runner: PieceRunner, job: Job, trial: Trial, weights: Tensors, summed: Tensors, count: int) -> float:
-    """Returns the score of gradients that are summed over `count` samples; minus infinity where it is no number.
+    """Returns the score of gradients that are summed over `count` samples.
 
-    Running statistics stay as they are: normalisation counts over the samples.
+    It is minus infinity if it is no number, or if the optimizer's arithmetic would overflow. Running statistics stay as
+    they are: normalisation counts over the samples.
     """
+    update = number_of(trial.microbatch)
+    values = read_all(largest_value(gradient) for gradient in summed.values())
+    limits = (job.optimizer.largest_gradient(update, gradient.dtype) for gradient in summed.values())
+    if not all(value / count <= limit for value, limit in zip(values, limits, strict=True)):
+        return -math.inf
     square = sum(float(gradient.double().square().sum()) for gradient in summed.values()) / count**2
     stepped = {n: weight.detach().sub(summed[n], alpha=trial.rate / count) for n, weight in weights.items()}
     with torch.no_grad():

@@ -80,7 +80,7 @@ def _log(part: dict[str, Any]) -> Log:
         else:
             piece, replica, version, microbatches, coefficient = fields
             events.append(Applied(piece, replica, version, tuple(microbatches), coefficient))
-    return Log(events=events)
+    return Log(events=events, skipped={int(step): reason for step, reason in part.get("skipped", {}).items()})
 
 
 def _timeline(program: Program, parts: list[dict[str, Any]]) -> Timeline:

@@ -21,7 +21,7 @@ from pipedejavu.engine.handle import Handlers
 from pipedejavu.engine.process import run_rank
 from pipedejavu.engine.run import final_weights
 from pipedejavu.engine.share import adjusted_counts
-from pipedejavu.engine.state import put_state, take_norm, take_state
+from pipedejavu.engine.state import check_state, put_state, take_norm, take_state
 from pipedejavu.facts import Record, Span, WorkerSummary, keep_heap
 from pipedejavu.program import Program
 from pipedejavu.program.share import cut_evenly
@@ -153,6 +153,7 @@ class Rank:
                     self.program, self.job, self.batches, updates, self.after_round, shared, self.before_round,
                     partial(self._restore, shelf),
                 )  # fmt: skip
+                check_state(handlers)  # what is left of the run is finite, too, if nothing was saved
                 if self.saver:
                     self.saver.wait()
             dist.barrier()  # everyone has sent its last report
@@ -166,6 +167,7 @@ class Rank:
             "base_bytes": 0 if peak.gpu_bytes else self.base_bytes,
             "ends_s": self.ends_s,
             "moves": self.moves,
+            "skipped": log.skipped,
         }
         if self.options.keeps_log:
             facts["events"] = [[type(e).__name__, *e] for e in log.events]
