@@ -1,13 +1,12 @@
 """The verb `compare`."""
 
-import json
 from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
 from pipedejavu.cli.room import training_room as _room
-from pipedejavu.facts import Timeline, format_seconds
+from pipedejavu.facts import Timeline, format_seconds, to_json_text
 from pipedejavu.report import compare as compare_timelines
 
 
@@ -21,7 +20,7 @@ def compare(run_dir: str, as_json: bool) -> None:
     rows = compare_timelines(predicted, measured)
     if as_json:
         table = [{**row._asdict(), "ratio": row.ratio} for row in rows if row.predicted_s]
-        print(json.dumps({"rows": table, "predicted_s": predicted.makespan_s, "measured_s": measured.makespan_s}))
+        print(to_json_text({"rows": table, "predicted_s": predicted.makespan_s, "measured_s": measured.makespan_s}))
         return
     shown = Table(box=None, pad_edge=False, header_style="bold")
     for column in ("worker", "kind", "actions", "predicted", "measured", "ratio"):
@@ -47,7 +46,7 @@ def _compare_recording(path: Path, as_json: bool) -> None:
     if as_json:
         table = [{"lane": lane, **row._asdict()} for lane, rows in found.rows().items() for row in rows]
         steps = {"predicted_s": found.predicted_step_s, "measured_s": found.measured_step_s}
-        print(json.dumps({"rows": table, **steps, "busy": use.busy, "bounds": use.bounds, "hidden": use.hidden}))
+        print(to_json_text({"rows": table, **steps, "busy": use.busy, "bounds": use.bounds, "hidden": use.hidden}))
         return
     print(found, use, sep="\n")
 

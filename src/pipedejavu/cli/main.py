@@ -222,6 +222,9 @@ def train(
     seed: Annotated[int, typer.Option(help="Of weights, data order and dropout.")] = 0,
     audit: Annotated[bool, typer.Option(help="Replay the run in float64 and print the largest differences.")] = False,
     on_nan: Annotated[str, typer.Option(help="stop or skip an update whose gradients are not finite.")] = "stop",
+    max_consecutive_skips: Annotated[
+        int, typer.Option(help="Updates in a row that --on-nan skip leaves out before the run stops.")
+    ] = 10,
     machine: Annotated[str | None, typer.Option(help="A machine file; by default this machine's own devices.")] = None,
     devices: Annotated[str, typer.Option(help="auto (GPUs first, then the CPU), cpu or gpu.")] = "auto",
     run_dir: Annotated[str | None, typer.Option(help="Folder for what the run leaves.")] = None,

@@ -21,6 +21,7 @@ from pipedejavu.facts import (
     format_bytes,
     format_seconds,
     read_machine,
+    to_json_text,
     with_part_times,
     write_file,
 )
@@ -107,7 +108,7 @@ def run(asked: Asked) -> None:
     if asked.html:
         write_file(asked.html, _page(best, answer, scene, by_price=asked.options.objective == "price"))
     if asked.as_json:
-        print(json.dumps(_form(best, answer, scene, asked), ensure_ascii=False))
+        print(to_json_text(_form(best, answer, scene, asked), is_ascii=False))
     else:
         _print(best, answer, scene, asked)
 

@@ -13,7 +13,17 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from pipedejavu.cli.source import read_model
-from pipedejavu.facts import Cost, Device, InputError, Machine, Unit, format_bytes, format_seconds, read_machine
+from pipedejavu.facts import (
+    Cost,
+    Device,
+    InputError,
+    Machine,
+    Unit,
+    format_bytes,
+    format_seconds,
+    read_machine,
+    to_json_text,
+)
 from pipedejavu.report import Need, count_parameters, fold_units, step_spread, step_times, work_out_needs
 
 if TYPE_CHECKING:
@@ -57,7 +67,7 @@ def run(asked: Asked) -> None:
     if asked.out:
         profiled.profile.save(asked.out)
     if asked.as_json:
-        print(json.dumps(_form(profiled, asked), ensure_ascii=False))
+        print(to_json_text(_form(profiled, asked), is_ascii=False))
     else:
         _print(profiled, asked)
 

@@ -1,6 +1,5 @@
 """The verb `runs`: the runs in a folder as a table, or some of them side by side."""
 
-import json
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -10,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from pipedejavu.cli.room import training_room
-from pipedejavu.facts import format_bytes, format_seconds
+from pipedejavu.facts import format_bytes, format_seconds, to_json_text
 
 if TYPE_CHECKING:
     from pipedejavu.train import History
@@ -28,7 +27,7 @@ def run(paths: Sequence[str], as_json: bool) -> None:
 
 def _print_list(runs: "Sequence[History]", path: str, as_json: bool) -> None:
     if as_json:
-        print(json.dumps({"runs": [_form(run) for run in runs]}))
+        print(to_json_text({"runs": [_form(run) for run in runs]}))
         return
     shown = Table(box=None, pad_edge=False, header_style="bold")
     for column in ("run", "model", "plan", "state", "steps", "last loss", "samples/s", "changed"):
@@ -36,7 +35,7 @@ def _print_list(runs: "Sequence[History]", path: str, as_json: bool) -> None:
     for run in runs:
         cells = [_number(run.steps[-1].loss if run.steps else None, ".4f"), _number(run.samples_per_s, ",.1f")]
         names = [run.folder.path.name, run.options.model, run.plan.name, _colored(run.state)]
-        shown.add_row(*names, f"{_last_step(run)}/{run.options.steps}", *cells, _moment(run.changed_s))
+        shown.add_row(*names, f"{_last_step(run)}/{run.options.steps}{_skipped(run)}", *cells, _moment(run.changed_s))
     console = Console(highlight=False, soft_wrap=True)
     width = console.measure(shown, options=console.options.update(width=500)).maximum
     Console(highlight=False, width=max(width, 20)).print(shown)
@@ -51,7 +50,7 @@ def _print_beside(runs: "Sequence[History]", as_json: bool) -> None:
     if as_json:
         losses = [None if common is None else _loss_at(run, common) for run in runs]
         form = {"runs": [_form(run) for run in runs], "common_step": common, "losses_at_common_step": losses}
-        print(json.dumps(form | {"differences": _differences(runs)}))
+        print(to_json_text(form | {"differences": _differences(runs)}))
         return
     shown = Table(box=None, pad_edge=False, header_style="bold")
     shown.add_column("")
@@ -87,7 +86,7 @@ _FIGURES: "dict[str, Callable[[History], str]]" = {
     "state": lambda run: _colored(run.state) + (f" ({run.reason})" if run.reason else ""),
     "model": lambda run: run.options.model,
     "plan": lambda run: run.plan.name,
-    "steps": lambda run: f"{_last_step(run)} of {run.options.steps}",
+    "steps": lambda run: f"{_last_step(run)} of {run.options.steps}{_skipped(run)}",
     "first loss": lambda run: _number(run.steps[0].loss if run.steps else None, ".4f"),
     "last loss": lambda run: _number(run.steps[-1].loss if run.steps else None, ".4f"),
     "samples/s": lambda run: _number(run.samples_per_s, ",.1f"),
@@ -110,6 +109,7 @@ def _form(run: "History") -> dict[str, Any]:
         "axes": run.plan.axes(),
         "steps_done": _last_step(run),
         "steps": run.options.steps,
+        "steps_skipped": run.num_skipped,
         "first_loss": run.steps[0].loss if run.steps else None,
         "last_loss": run.steps[-1].loss if run.steps else None,
         "samples_per_s": run.samples_per_s,
@@ -136,12 +136,16 @@ def _common_step(runs: "Sequence[History]") -> int | None:
     return max(common, default=None)
 
 
-def _loss_at(run: "History", step: int) -> float:
+def _loss_at(run: "History", step: int) -> float | None:
     return next(found.loss for found in run.steps if found.step == step)
 
 
 def _last_step(run: "History") -> int:
     return run.steps[-1].step if run.steps else 0
+
+
+def _skipped(run: "History") -> str:
+    return f" ({run.num_skipped} skipped)" if run.num_skipped else ""
 
 
 def _colored(state: str) -> str:

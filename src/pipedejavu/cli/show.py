@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.table import Table
 
-from pipedejavu.facts import format_bytes, format_seconds
+from pipedejavu.facts import format_bytes, format_seconds, to_json_text
 from pipedejavu.plan import AXES, Plan, Preset
 from pipedejavu.program import Program
 from pipedejavu.simulate import Chance, Prediction
@@ -16,7 +16,7 @@ def print_presets(table: dict[str, Preset], as_json: bool) -> None:
     """Prints all presets with their axes."""
     if as_json:
         rows = {n: {"title": p.title, "axes": p.at().axes(), "aliases": list(p.aliases)} for n, p in table.items()}
-        print(json.dumps({"presets": rows}, ensure_ascii=False))
+        print(to_json_text({"presets": rows}, is_ascii=False))
         return
     console = Console(highlight=False)
     shown = Table(box=None, pad_edge=False, header_style="bold")
@@ -38,7 +38,7 @@ def print_preset(title: str, plan: Plan, program: Program, grid: str, as_json: b
     """Prints one preset: its axes, and its program at unit costs as a grid."""
     if as_json:
         form = {"name": plan.name, "title": title, "axes": plan.axes(), "plan": json.loads(plan.to_json())}
-        print(json.dumps(form | {"program": program.to_text().splitlines(), "grid": grid}, ensure_ascii=False))
+        print(to_json_text(form | {"program": program.to_text().splitlines(), "grid": grid}, is_ascii=False))
         return
     console = Console(highlight=False)
     console.print(f"[bold]{plan.name}[/]  {title}\n")
@@ -65,7 +65,7 @@ def print_prediction(prediction: Prediction, notes: Sequence[str], files: Sequen
     """Prints what a plan is predicted to take."""
     program = prediction.program
     if as_json:
-        print(json.dumps(_prediction_form(prediction, notes, files), ensure_ascii=False))
+        print(to_json_text(_prediction_form(prediction, notes, files), is_ascii=False))
         return
     console = Console(highlight=False)
     console.print(f"[bold]{program.plan.name}[/]  {'  '.join(f'{a}={t}' for a, t in program.plan.axes().items())}")

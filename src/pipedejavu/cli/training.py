@@ -17,7 +17,7 @@ from rich.console import Console
 from pipedejavu.cli.planning import show_progress
 from pipedejavu.cli.room import training_room as _room
 from pipedejavu.cli.source import read_model, read_plan
-from pipedejavu.facts import InputError, Machine, format_seconds, read_machine, write_file
+from pipedejavu.facts import InputError, Machine, format_seconds, read_machine, to_json_text, write_file
 from pipedejavu.plan import Decision, Plan, preset
 from pipedejavu.probe.shape import num_cores
 from pipedejavu.program import Program
@@ -190,7 +190,7 @@ def _conclude(done: "Trained", options: "TrainOptions", as_json: bool) -> None:
         differences = _room().audit_run(done)
         summary["audit"] = {"largest_difference": max(differences.values()), "differences": differences}
     if as_json:
-        print(json.dumps(summary))
+        print(to_json_text(summary))
         return
     _print_summary(summary, done)
 
@@ -284,15 +284,18 @@ def _choose_simply(sizes: Mapping[str, int | None]) -> Plan:
 
 @dataclass(frozen=True)
 class _Metrics:
-    first_loss: float
-    last_loss: float
+    first_loss: float | None
+    last_loss: float | None
     steps: int
+    skipped: int
     elapsed_s: float
 
 
 def _read_metrics(path: Path) -> _Metrics:
-    rows = [row for row in map(json.loads, path.read_text().splitlines()) if "loss" in row]
-    return _Metrics(rows[0]["loss"], rows[-1]["loss"], rows[-1]["step"], rows[-1]["elapsed_s"])
+    rows = [*map(json.loads, path.read_text().splitlines())]
+    steps = [row for row in rows if "loss" in row]
+    skipped = sum("skipped" in row for row in rows)
+    return _Metrics(steps[0]["loss"], steps[-1]["loss"], steps[-1]["step"], skipped, steps[-1]["elapsed_s"])
 
 
 def _summary(done: "Trained") -> dict[str, object]:
@@ -300,6 +303,7 @@ def _summary(done: "Trained") -> dict[str, object]:
     return {
         "run_dir": str(done.folder.path),
         "steps": metrics.steps,
+        "steps_skipped": metrics.skipped,
         "first_loss": metrics.first_loss,
         "last_loss": metrics.last_loss,
         "elapsed_s": metrics.elapsed_s,
@@ -316,9 +320,11 @@ def _summary(done: "Trained") -> dict[str, object]:
 def _print_summary(summary: Mapping[str, object], done: "Trained") -> None:
     console = Console(highlight=False, soft_wrap=True)
     console.print(
-        f"loss {summary['first_loss']:.4f} → {summary['last_loss']:.4f} in {summary['steps']} steps,"
+        f"loss {_loss(summary['first_loss'])} → {_loss(summary['last_loss'])} in {summary['steps']} steps,"
         f" {format_seconds(float(str(summary['elapsed_s'])))}"
     )
+    if summary["steps_skipped"]:
+        console.print(f"updates left out (--on-nan skip): {summary['steps_skipped']}; the report says which and why")
     steps = done.program.plan.steps
     unit = "an update" if steps == 1 else f"{steps} updates"
     console.print(
@@ -338,6 +344,10 @@ def _print_summary(summary: Mapping[str, object], done: "Trained") -> None:
     console.print(f"weights in {done.folder.model}, report in {done.folder.report}")
 
 
+def _loss(value: object) -> str:
+    return f"{value:.4f}" if isinstance(value, float) else "not finite"
+
+
 def _on_average(done: "Trained") -> str:
     chance = done.prediction.chance
     return f" ({format_seconds(chance.mean_s)} on average)" if chance.varies else ""
@@ -350,7 +360,7 @@ def _write_report(done: "Trained", options: "TrainOptions") -> None:
     title = f"{plan.name} · {options.model}, measured"
     rate = sum(done.program.sizes) * plan.steps / done.prediction.makespan_s if done.prediction.makespan_s else None
     run: History = _room().History.read(done.folder.path)
-    losses = [(step.step, step.loss) for step in run.steps]
+    losses = [(step.step, step.loss) for step in run.steps if step.loss is not None]
     rates = [(step, samples / time_s) for step, samples, time_s in run.rates()]
     page = render_html(
         done.measured, title, plan.axes(), decisions, notes,

@@ -16,7 +16,8 @@ def largest_value(tensor: Tensor) -> Tensor:
     elif tensor.element_size() == 1:  # float8, which has no minimum
         tensor = tensor.float()
     if tensor.is_cuda:
-        return torch.linalg.vector_norm(tensor, math.inf)
+        norm: Tensor = torch.linalg.vector_norm(tensor, math.inf)
+        return norm
     low, high = torch.aminmax(tensor)  # on a CPU some twenty times as fast as the norm
     return torch.maximum(high, -low)
 

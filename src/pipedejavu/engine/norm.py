@@ -63,7 +63,8 @@ class GlobalNorm:
         fault = self._fault(step, gradients, square) if agrees else ""
         if fault and self.job.on_nan == "stop":
             raise InputError(f"{fault}; {self.check.remedy}")
-        norm = float(add_up(torch.tensor([math.inf if fault else square], dtype=torch.float64))) ** 0.5
+        total = float(add_up(torch.tensor([math.inf if fault else square], dtype=torch.float64)))
+        norm = math.sqrt(total)
         if agrees and self.job.on_nan == "skip":
             self._skip(step, fault) if math.isinf(norm) else self._go_on()
         return norm

@@ -5,6 +5,7 @@ from pipedejavu.facts.cluster import Cluster, compose, parse_cluster, read_machi
 from pipedejavu.facts.collector import paused_collector
 from pipedejavu.facts.error import FaultsError, InputError, nearest
 from pipedejavu.facts.heap import keep_heap
+from pipedejavu.facts.json_text import finite_form, to_json_text
 from pipedejavu.facts.machine import Device, Host, Link, Machine, Overlap, Route, part_kind
 from pipedejavu.facts.measurement import Measurement, Survey
 from pipedejavu.facts.part import with_part_times
@@ -41,6 +42,7 @@ __all__ = [
     "UnitTime",
     "WorkerSummary",
     "compose",
+    "finite_form",
     "format_bytes",
     "format_seconds",
     "joint_spread",
@@ -54,6 +56,7 @@ __all__ = [
     "read_file",
     "read_machine",
     "read_profile",
+    "to_json_text",
     "with_part_times",
     "write_file",
 ]

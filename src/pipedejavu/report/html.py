@@ -6,14 +6,13 @@ from outside, and its content policy forbids any script but its own.
 
 import base64
 import hashlib
-import json
 from collections.abc import Mapping, Sequence
 from html import escape
 from importlib import resources
 from string import Template
 from typing import Any
 
-from pipedejavu.facts import Timeline, format_bytes, format_seconds
+from pipedejavu.facts import Timeline, format_bytes, format_seconds, to_json_text
 from pipedejavu.report.chart import chart_both, chart_data, worker_name
 from pipedejavu.report.scatter import Choice, render_choices
 from pipedejavu.report.story import Story, render_story
@@ -70,7 +69,7 @@ def _policy(style: str, script: str) -> str:
 
 def _embed(data: dict[str, Any]) -> str:
     """Returns JSON that is safe inside a script element: no '<' can end it or open a comment."""
-    return json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
+    return to_json_text(data, is_compact=True).replace("<", "\\u003c")
 
 
 def _figures(timeline: Timeline, forecast: Timeline | None) -> str:

@@ -4,11 +4,10 @@ One process for each worker, one thread for each of its lanes, counters for its 
 a trace and nothing of how a program came to be.
 """
 
-import json
 from collections.abc import Iterator
 from typing import Any
 
-from pipedejavu.facts import MEMORY_CLASSES, MemoryCurve, Timeline, WorkerSummary
+from pipedejavu.facts import MEMORY_CLASSES, MemoryCurve, Timeline, WorkerSummary, to_json_text
 from pipedejavu.report.label import KINDS, parse_label
 from pipedejavu.report.lane import sort_lanes
 
@@ -25,7 +24,7 @@ def render_trace(timeline: Timeline) -> str:
         *(event for w in timeline.workers for curve in w.memory for event in _memory(w.worker, curve)),
     ]
     trace = {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"origin": timeline.origin}}
-    return json.dumps(trace, separators=(",", ":"), ensure_ascii=False)
+    return to_json_text(trace, is_ascii=False, is_compact=True)
 
 
 def _number_threads(timeline: Timeline) -> dict[tuple[int, str], int]:

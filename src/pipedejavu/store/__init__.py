@@ -1,6 +1,6 @@
 """Checkpoints on disk: sharded safetensors with a hashed manifest, whole or not at all, and never a pickle."""
 
-from pipedejavu.store.checkpoint import Checkpoint
+from pipedejavu.store.checkpoint import Checkpoint, is_sound
 from pipedejavu.store.foreign import export_dcp, export_hugging, import_dcp, import_hugging, read_weights
 from pipedejavu.store.manifest import CheckpointError, Manifest
 from pipedejavu.store.part import Tensors
@@ -18,5 +18,6 @@ __all__ = [
     "export_hugging",
     "import_dcp",
     "import_hugging",
+    "is_sound",
     "read_weights",
 ]

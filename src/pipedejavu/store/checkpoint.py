@@ -1,15 +1,20 @@
 """One checkpoint that is there: its manifest, and its tensors by name, each verified as it is read."""
 
+import math
+import re
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from pipedejavu.store.manifest import CheckpointError, Manifest
 from pipedejavu.store.part import Tensors, check_part, check_tensor, read_tensor
 
 MANIFEST = "manifest.json"
+_FINITE = re.compile(r"(?:replica/\d+/)?(?:weight|state/(?:exp_avg|exp_avg_sq|momentum_buffer))/")
+"""Names of tensors that are finite; a buffer may be meant to be infinite, as a mask of attention is."""
 _READERS = 4
 """Threads that verify; hashing and reading let others run beside them."""
 
@@ -37,6 +42,13 @@ class Checkpoint:
         with ThreadPoolExecutor(_READERS) as pool:
             list(pool.map(lambda item: check_tensor(self.path, *item), self.manifest.tensors.items()))
 
+    def nonfinite(self) -> str | None:
+        """Returns the name of a tensor that training cannot go on with because it is not finite, or None."""
+        with ThreadPoolExecutor(_READERS) as pool:
+            names = self.manifest.tensors
+            sound = pool.map(lambda name: is_sound(name, self.tensor(name)), names)
+            return next((name for name, is_finite in zip(names, sound, strict=True) if not is_finite), None)
+
     def names(self, prefix: str = "") -> list[str]:
         """Returns the names of its tensors that begin with `prefix`."""
         return [name for name in self.manifest.tensors if name.startswith(prefix)]
@@ -51,3 +63,12 @@ class Checkpoint:
     def tensors(self, names: Iterable[str]) -> Tensors:
         """Reads several tensors."""
         return {name: self.tensor(name) for name in names}
+
+
+def is_sound(name: str, tensor: Tensor) -> bool:
+    """Whether training can go on with a tensor of a checkpoint: it holds no NaN, and weights no infinity."""
+    if not tensor.is_floating_point() or not tensor.numel():
+        return True
+    bounds = torch.aminmax(tensor.float() if tensor.element_size() == 1 else tensor)
+    is_bad = (lambda value: not math.isfinite(value)) if _FINITE.match(name) else math.isnan
+    return not any(is_bad(float(value)) for value in bounds)

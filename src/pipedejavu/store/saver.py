@@ -9,6 +9,7 @@ import json
 import threading
 import time
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,6 +22,9 @@ from pipedejavu.store.shelf import LATEST, Shelf, merged, part_name
 
 _LOOK_S = 0.01
 """How often the first rank's saver looks whether the others have written."""
+
+_PATIENCE_S = 10.0
+"""How long a rank that has failed waits for the others to end a checkpoint."""
 
 About = Callable[[], Mapping[str, Any]]
 """Returns the fields of a manifest that are not of its tensors; asked when all of them are on the disk."""
@@ -45,6 +49,8 @@ class Saver:
         self.shelf, self.rank, self.tell, self.note = shelf, rank, tell, note
         self.board, self.size = board or (HashStore(), 1)
         self._thread: threading.Thread | None = None
+        self._draft: Path | None = None
+        """Where the newest checkpoint is written."""
 
     def save(self, step: int, tensors: Tensors, about: About) -> None:
         """Writes tensors, which are the saver's from now on, in a thread of its own; waits for the save before."""
@@ -60,6 +66,14 @@ class Saver:
         if self._thread is not None:
             self._thread.join()
             self._thread = None
+
+    def finish(self) -> None:
+        """Waits some seconds at most for the checkpoint that was begun to be complete: this rank's end stops all."""
+        last_s = time.monotonic() + _PATIENCE_S
+        if self._thread is not None:
+            self._thread.join(_PATIENCE_S)
+        while self._draft is not None and self._draft.exists() and time.monotonic() < last_s:
+            time.sleep(_LOOK_S)
 
     def _write(self, step: int, tensors: Tensors, about: About) -> None:
         started_s = time.perf_counter()
@@ -87,7 +101,8 @@ class Saver:
     def _write_part(self, step: int, tensors: Tensors) -> dict[str, Any]:
         try:
             name = part_name(self.rank)
-            part, entries = write_part(self.shelf.draft(step) / name, tensors)
+            self._draft = self.shelf.draft(step)
+            part, entries = write_part(self._draft / name, tensors)
         except OSError as error:
             size = sum(tensor.nbytes for tensor in tensors.values())
             return {"failed": f"{_reason(error)} (worker {self.rank} had {format_bytes(size)} to write)"}

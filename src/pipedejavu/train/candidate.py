@@ -52,24 +52,28 @@ class Candidate:
         own, _ = prepare(
             options.but(seed=options.seed + number, byzantine=None), program.sizes, program.plan.cut.begins
         )
-        job, self.batches = replace(own, seed=options.seed, on_nan="skip"), batches
+        # One whose update cannot be made stays where it is and loses; the others go on.
+        job = replace(own, seed=options.seed, on_nan="skip", max_consecutive_skips=None)
+        self.batches = batches
         plan = Plan(
             name=f"candidate {number}",
             place=Place(devices=(program.devices[worker],)),
             feed=Feed(microbatches=len(program.sizes), samples=max(program.sizes)),
-            reduce=Reduce(clip="none" if options.clip_norm is None else "global"),
+            reduce=Reduce(clip="global"),
         )
         self.threads = Threads(compile_plan(plan, program.profile, program.machine), job, self.batches)
         self.log = self.threads.handlers[0].log
 
     def step(self) -> float:
-        """Makes one update; returns its mean loss."""
+        """Makes one update; returns its mean loss, infinity if the update could not be made."""
         self.threads.run()
         count = sum(self.batches.count(i) for i in self.log.losses)
         loss = sum(self.log.losses.values()) / count
         self.log.forget_losses()
         self.log.events.clear()
-        return loss
+        is_made = not self.log.skipped
+        self.log.skipped.clear()
+        return loss if is_made else math.inf
 
     def state(self) -> dict[str, Tensor]:
         """Returns a copy of its weights, optimizer state and buffers."""

@@ -13,12 +13,15 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save, save_file
 from torch import Tensor
 
-from pipedejavu.facts import InputError, Machine, Profile, Record, Span, Timeline, write_file
+from pipedejavu.facts import InputError, Machine, Profile, Record, Span, Timeline, to_json_text, write_file
 from pipedejavu.plan import Plan
 from pipedejavu.program import Program
 from pipedejavu.program import compile as compile_plan
 from pipedejavu.store import Checkpoint, Shelf
 from pipedejavu.train.options import TrainOptions
+
+_STEP_NAMES = ("step", "saved", "switched", "skipped")
+"""Under which names a row of the metrics says which step it is about."""
 
 Weights = dict[tuple[int, int], dict[str, Tensor]]
 """By (piece, replica) and name."""
@@ -110,9 +113,9 @@ class RunFolder:
 
     def _forget(self, step: int) -> None:
         """Removes metrics of what is trained again."""
-        rows = [row for row in self.rows() if row.get("step", row.get("saved", row.get("switched", 0))) <= step]
+        rows = [row for row in self.rows() if _step_of(row) <= step]
         if self.metrics.exists():
-            write_file(self.metrics, "".join(json.dumps(row) + "\n" for row in rows))
+            write_file(self.metrics, "".join(to_json_text(row) + "\n" for row in rows))
             self.add_metrics({"resumed": step})
 
     def rows(self) -> list[dict[str, Any]]:
@@ -121,7 +124,7 @@ class RunFolder:
         for line in self.metrics.read_bytes().splitlines() if self.metrics.exists() else ():
             with suppress(ValueError, RecursionError):
                 found.append(json.loads(line))
-        numbers = ("step", "saved", "elapsed_s")
+        numbers = ("step", "saved", "skipped", "elapsed_s")
         return [
             row
             for row in found
@@ -186,10 +189,15 @@ class RunFolder:
     def add_metrics(self, row: dict[str, Any]) -> None:
         """Adds a line to the metrics; on a disk that refuses it, lines wait for the next one."""
         with self._lock:
-            self._unwritten += f"{json.dumps(row)}\n".encode()
+            self._unwritten += f"{to_json_text(row)}\n".encode()
             with suppress(OSError):
                 _append(self.metrics, self._unwritten)
                 self._unwritten = b""
+
+
+def _step_of(row: dict[str, Any]) -> float:
+    """Returns the step that a row of the metrics is about; 0 for one about the whole run."""
+    return next((row[name] for name in _STEP_NAMES if name in row), 0)
 
 
 def _append(path: Path, data: bytes) -> None:

@@ -6,7 +6,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from pipedejavu.facts import InputError, Timeline, format_bytes, format_seconds
+from pipedejavu.facts import InputError, Timeline, finite_form, format_bytes, format_seconds
 from pipedejavu.plan import Plan
 from pipedejavu.train.folder import RunFolder
 from pipedejavu.train.hold import is_held
@@ -20,7 +20,8 @@ class Step(NamedTuple):
     """A finished update."""
 
     step: int
-    loss: float
+    loss: float | None
+    """None if it was not finite."""
     samples: int | None
     """In it; older runs did not say."""
     elapsed_s: float
@@ -57,7 +58,7 @@ class History:
     def steps(self) -> list[Step]:
         """The finished updates, in their order."""
         return [
-            Step(row["step"], row["loss"], row.get("samples"), row.get("elapsed_s", 0.0))
+            Step(row["step"], finite_form(row["loss"]), row.get("samples"), row.get("elapsed_s", 0.0))
             for row in self.rows
             if "loss" in row
         ]
@@ -76,6 +77,11 @@ class History:
             told = row if "loss" not in row else {key: value for key, value in row.items() if key not in _ABOUT_STEP}
             found += [Event(step, *_describe(told))] if told else []
         return found
+
+    @property
+    def num_skipped(self) -> int:
+        """Updates that were left out."""
+        return sum("skipped" in row for row in self.rows)
 
     @property
     def state(self) -> State:
@@ -161,6 +167,8 @@ def _describe(row: Mapping[str, Any]) -> tuple[str, str]:
             return "saved", f"step {step}, {format_bytes(size)} in {format_seconds(took)}"
         case {"not_saved": step, "reason": reason}:
             return "not saved", f"step {step}: {reason}"
+        case {"skipped": step, "reason": reason}:
+            return "skipped", f"the update of step {step} was left out: {reason}"
         case {"resumed": step}:
             return "resumed", f"behind step {step}"
         case {"shares": [*shares]}:

@@ -353,5 +353,6 @@ def _failure(folder: RunFolder, processes: Sequence[Any]) -> BaseException:
     if -signal.SIGINT in codes:
         return KeyboardInterrupt()
     error = read_failure(folder.failure, codes)
-    has_rest = isinstance(error, WorkerError) and not isinstance(error, ShortageError)
-    return WorkerError(with_rest(str(error), folder.shelf.steps())) if has_rest else error
+    if isinstance(error, ShortageError):
+        return error
+    return type(error)(with_rest(str(error), folder.shelf.steps()))

@@ -3,6 +3,7 @@
 The run's own metrics do not depend on them: a logbook that fails while a run goes on is closed, and training goes on.
 """
 
+import math
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -44,7 +45,8 @@ class Logbooks:
         self.books, self.say = dict(books), say
 
     def add(self, step: int, figures: Figures) -> None:
-        """Writes the figures of a step to all."""
+        """Writes the figures of a step to all; one that is not finite, which some cannot take, is left out."""
+        figures = {name: value for name, value in figures.items() if math.isfinite(value)}
         for name, book in list(self.books.items()):
             try:
                 book.add(step, figures)

@@ -12,9 +12,9 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from pipedejavu.facts import InputError
-from pipedejavu.store import Checkpoint, CheckpointError, Saver, Shelf, Tensors
-from pipedejavu.train.saved import current_gpu, random_state, saved_in, set_random_state
+from pipedejavu.facts import InputError, finite_form
+from pipedejavu.store import Checkpoint, CheckpointError, Saver, Shelf, Tensors, is_sound
+from pipedejavu.train.saved import check_finite, current_gpu, random_state, saved_in, set_random_state
 
 
 class Scheduler(Protocol):
@@ -48,10 +48,14 @@ class Checkpoints:
     ) -> None:
         """Copies weights, optimizer state, the scheduler's state and torch's generators, and begins to write them.
 
-        `samples` is where the loop is in its data, `loss` decides which checkpoint is the best.
+        `samples` is where the loop is in its data, `loss` decides which checkpoint is the best. Raises InputError for a
+        state that is not finite.
         """
         kept = optimizer.state_dict()
         tensors, values = _state_of(model, optimizer, kept["state"])
+        bad = next((name for name, tensor in tensors.items() if not is_sound(name, tensor)), None)
+        if bad is not None:
+            raise InputError(f"'{bad}' is not finite in step {step}, and is not saved; go on from the last checkpoint")
         tensors |= random_state(device=current_gpu())
         facts = {
             "groups": [{k: _plain(v) for k, v in group.items() if k != "params"} for group in kept["param_groups"]],
@@ -62,7 +66,7 @@ class Checkpoints:
             json.dumps(facts, allow_nan=False)
         except (TypeError, ValueError) as error:
             raise InputError(f"the optimizer or its scheduler holds more than tensors and numbers: {error}") from None
-        self.saver.save(step, tensors, lambda: {"samples": samples, "loss": loss, "facts": facts})
+        self.saver.save(step, tensors, lambda: {"samples": samples, "loss": finite_form(loss), "facts": facts})
 
     def load(
         self, model: nn.Module, optimizer: Optimizer | None = None, *, scheduler: Scheduler | None = None
@@ -75,6 +79,7 @@ class Checkpoints:
         found = self.shelf.newest(say)
         if found is None:
             return 0, 0
+        check_finite(found, self.shelf)
         load_weights(model, found)
         if optimizer is not None:
             optimizer.load_state_dict(_optimizer_state(model, optimizer, found))

@@ -27,6 +27,8 @@ class TrainOptions(Record):
     clip_norm: float | None = Field(default=None, gt=0)
     dtype: Literal["float32", "float64"] = "float32"
     on_nan: Literal["stop", "skip"] = "stop"
+    max_consecutive_skips: int = Field(default=10, ge=1)
+    """Updates in a row that `on_nan="skip"` may leave out before the run stops."""
     byzantine: str | None = None
     """Replicas that are faulty on purpose, as COUNT:KIND or COUNT:KIND:FACTOR."""
     init_candidates: int = Field(default=1, ge=1)

@@ -3,6 +3,7 @@
 The time left is the simulator's forecast at first, and then more and more what the run's own steps say.
 """
 
+import math
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -49,6 +50,8 @@ class Progress:
         self.console = Console(stderr=True)
         self.live = Live(self.view, console=self.console) if self.is_live else None
         self.count = 0
+        self.num_skipped = 0
+        """Updates that were left out."""
 
     def __enter__(self) -> Self:
         if self.live:
@@ -67,9 +70,11 @@ class Progress:
         self.count += count
         rate = self.count / (now - self.started_s)
         self.outlook.saw(step - self.done, elapsed_s)
-        facts = f"loss {loss:.4f}  {rate:,.0f} {self.items}/s  memory {memory}{self._left()}"
+        skipped = f"  {self.num_skipped} skipped" if self.num_skipped else ""
+        facts = f"loss {loss:.4f}{skipped}  {rate:,.0f} {self.items}/s  memory {memory}{self._left()}"
         self.view.step, self.view.facts = step, facts
-        self.view.losses.append(loss)
+        if math.isfinite(loss):
+            self.view.losses.append(loss)
         self.view.measured_s = elapsed_s / (step - self.done)
         if not self.is_live and (now - self.last_s > INTERVAL_S or step in (self.done + 1, self.steps)):
             self.last_s = now

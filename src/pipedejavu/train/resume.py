@@ -9,10 +9,12 @@ from pipedejavu.plan import Plan
 from pipedejavu.train.folder import RunFolder, Start
 from pipedejavu.train.options import TrainOptions
 from pipedejavu.train.replan import Switch
+from pipedejavu.train.saved import check_finite
 from pipedejavu.train.team import Team
 
 CHANGEABLE = {
-    "steps", "lr", "clip_norm", "on_nan", "on_oom", "checkpoint_every", "hang_after_s", "log", "replan",
+    "steps", "lr", "clip_norm", "on_nan", "max_consecutive_skips", "on_oom", "checkpoint_every", "hang_after_s", "log",
+    "replan",
 }  # fmt: skip
 """Options that a run may go on with other values of."""
 
@@ -79,6 +81,8 @@ def reopen(run_dir: str, team: Team, tell: Callable[[str], None], steps: int | N
     last = steps or folder.options().steps
     if found and found.step >= last and not folder.model.exists():
         found = folder.shelf.newest(tell, before=last)
+    if found:
+        check_finite(found, folder.shelf)
     start = Start.behind(found)
     tell(f"training goes on behind step {start.step}" if found else f"{run_dir} holds no checkpoint: training begins")
     team.share(start.to_json().encode())

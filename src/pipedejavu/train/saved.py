@@ -7,7 +7,7 @@ import torch
 from pydantic import Field
 
 from pipedejavu.facts import FaultsError, Record
-from pipedejavu.store import Checkpoint, CheckpointError, Tensors
+from pipedejavu.store import Checkpoint, CheckpointError, Shelf, Tensors
 
 
 class Saved(Record):
@@ -33,6 +33,28 @@ def saved_in(checkpoint: Checkpoint) -> Saved:
         return Saved.from_json(json.dumps(checkpoint.manifest.facts), f"the facts of {checkpoint.path}")
     except FaultsError as error:
         raise CheckpointError(str(error)) from None
+
+
+def check_finite(checkpoint: Checkpoint, shelf: Shelf) -> None:
+    """Raises CheckpointError for a checkpoint that is not finite, which earlier versions could write.
+
+    Names the newest one before it that is finite.
+    """
+    name = checkpoint.nonfinite()
+    if name is None:
+        return
+    sound = next((step for step in reversed(shelf.steps()) if step < checkpoint.step and _is_finite(shelf, step)), None)
+    rest = "no checkpoint before it is finite, so begin again in another folder"
+    if sound is not None:
+        rest = f"remove that folder to go on behind step {sound}, the newest that is finite"
+    raise CheckpointError(f"training cannot go on from {checkpoint.path}: '{name}' is not finite; {rest}")
+
+
+def _is_finite(shelf: Shelf, step: int) -> bool:
+    try:
+        return Checkpoint(shelf.folder(step)).nonfinite() is None
+    except CheckpointError:
+        return False
 
 
 def random_state(rank: int = 0, device: torch.device | None = None) -> Tensors:

@@ -41,6 +41,7 @@ def prepare(options: TrainOptions, sizes: Sequence[int], begins: Sequence[int] =
         seed=options.seed,
         clip_norm=options.clip_norm,
         on_nan=options.on_nan,
+        max_consecutive_skips=options.max_consecutive_skips,
         byzantine=Byzantine.parse(options.byzantine) if options.byzantine else None,
     )
     return Prepared(job, SampleOrder(task, cut, sizes, options.seed))

@@ -35,7 +35,7 @@ from pipedejavu.train.pace import Pace
 from pipedejavu.train.planning import MOST_SAMPLES, choose_plan, known_machine, ways_of
 from pipedejavu.train.profiling import choose_sizes, measure_ways
 from pipedejavu.train.replan import Pilot, Switch, find_switch
-from pipedejavu.train.saved import current_gpu, random_state, saved_in, set_random_state
+from pipedejavu.train.saved import check_finite, current_gpu, random_state, saved_in, set_random_state
 from pipedejavu.train.site import devices_to_measure, make_machine, read_sites, torch_device
 from pipedejavu.train.task import describe_form, loss_of
 from pipedejavu.train.vigil import Vigil
@@ -214,6 +214,7 @@ class Trainer:
         found = Shelf(folder).newest(say)
         if found is None:
             return 0
+        check_finite(found, Shelf(folder))
         has = found.manifest.tensors
         put_all(
             self.threads,

@@ -77,6 +77,8 @@ class Watch:
         self._log, self._taken, self._number = Log(), 0, 0
         self._pending: list[tuple[int, float, int, float]] = []
         self._rounds: list[Round] = []
+        self._skips: set[int] = set()
+        """Updates left out that were reported."""
         self._lock, self._sending, self._ended = threading.Lock(), threading.Lock(), threading.Event()
         self._thread = threading.Thread(target=self._go, daemon=True)
 
@@ -119,7 +121,9 @@ class Watch:
             with self._lock:
                 losses, self._pending = self._pending, []
                 rounds, self._rounds = self._rounds, []
-            report = json.dumps([losses, self.peak(), self.busy, rounds])
+                skipped = [(step, reason) for step, reason in [*self._log.skipped.items()] if step not in self._skips]
+                self._skips |= {step for step, _ in skipped}
+            report = json.dumps([losses, self.peak(), self.busy, rounds, skipped])
             self.store.set(f"{self.rank}/{self._number}", report)
             self._number += 1
 
@@ -163,6 +167,8 @@ class Desk:
         """Of the run before this process."""
         self.losses: dict[int, float] = {}
         """Of each step since the last checkpoint."""
+        self.skipped: set[int] = set()
+        """Steps whose update was left out."""
         self.memory = Memory(0, 0)
         self._sums: dict[int, list[tuple[float, int, float]]] = defaultdict(list)
 
@@ -170,7 +176,8 @@ class Desk:
         """Takes every report that has arrived."""
         for rank in range(len(self.taken)):
             while store.check([key := f"{rank}/{self.taken[rank]}"]):
-                losses, peak, busy, rounds = json.loads(store.get(key))
+                losses, peak, busy, rounds, skipped = json.loads(store.get(key))
+                self._take_skipped(skipped)
                 self._take(rank, losses, peak, busy)
                 if self.pace:
                     self.pace.take(rank, (Round(*found) for found in rounds))
@@ -185,6 +192,14 @@ class Desk:
         self.progress.see(rank, Memory(*peak), busy)
         for microbatch, loss, count, at_s in losses:
             self._sums[microbatch // self.update_size + 1].append((loss, count, at_s))
+
+    def _take_skipped(self, skipped: list[tuple[int, str]]) -> None:
+        """Tells of updates that were left out; several workers may have found the reason."""
+        for step, reason in skipped:
+            if step not in self.skipped:
+                self.skipped.add(step)
+                self.progress.num_skipped += 1
+                self.folder.add_metrics({"skipped": step, "reason": reason})
 
     def _finish(self, rows: list[tuple[float, int, float]]) -> None:
         count = sum(row[1] for row in rows)

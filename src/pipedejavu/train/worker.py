@@ -22,7 +22,7 @@ from pipedejavu.engine.process import run_rank
 from pipedejavu.engine.run import final_weights
 from pipedejavu.engine.share import adjusted_counts
 from pipedejavu.engine.state import check_state, put_state, take_norm, take_state
-from pipedejavu.facts import Record, Span, WorkerSummary, keep_heap
+from pipedejavu.facts import InputError, Record, Span, WorkerSummary, keep_heap
 from pipedejavu.program import Program
 from pipedejavu.program.share import cut_evenly
 from pipedejavu.simulate import Prediction, simulate
@@ -134,6 +134,8 @@ class Rank:
         except BaseException as error:
             if is_shortage(error):
                 raise ShortageError(self.rank, self.found_bytes()) from error
+            if isinstance(error, InputError) and self.saver:
+                self.saver.finish()  # the state before it was finite, and the checkpoint is to be there
             raise
 
     def _run(self, shared: Path) -> Part:
