@@ -124,10 +124,12 @@ def test_a_loss_that_is_no_number_can_be_skipped(processes, tmp_path) -> None:
     more = ("--steps", "5", "--on-nan", "skip", "--json")
     code, out, err = processes.run((sys.executable, "-c", MAIN, *RUN, *more), tmp_path)
     assert code == 0, err
-    assert json.loads(out)["steps"] == 5
+    assert (json.loads(out)["steps"], json.loads(out)["steps_skipped"]) == (5, 1)
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     losses = [row["loss"] for row in rows if "loss" in row]
-    assert [loss == loss for loss in losses] == [True, True, False, True, True]
+    assert [loss is None for loss in losses] == [False, False, True, False, False]
+    assert [row["skipped"] for row in rows if "skipped" in row] == [3]
+    assert "the update of step 3 was left out: " in (tmp_path / "run" / "report.html").read_text()
     assert all(bool(w.isfinite().all()) for w in load_file(tmp_path / "run" / "model.safetensors").values())
 
 
