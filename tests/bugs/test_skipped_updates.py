@@ -107,7 +107,9 @@ def test_updates_in_a_row_that_are_left_out_stop_the_run(bad: set[int]) -> None:
     if bad == {2, 4}:
         threads.run()
         return
-    said = r"2 updates in a row were left out \(--max-consecutive-skips 2\), and then the .* in step 3.* lower the"
+    said = (
+        r"2 updates in a row were left out \(--max-consecutive-skips 2\), the last because the .* in step 3.* lower the"
+    )
     with pytest.raises(InputError, match=said):
         threads.run()
 

@@ -7,10 +7,9 @@ import math
 from collections.abc import Iterable
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
-from pipedejavu.engine.finite import largest_value, read_all
+from pipedejavu.engine.finite import largest_values, read_all
 from pipedejavu.engine.job import Job
 from pipedejavu.engine.optimizer import Tensors
 from pipedejavu.facts import InputError
@@ -24,7 +23,7 @@ class _Unread(NamedTuple):
     coefficient: float
     names: tuple[str, ...]
     limits: tuple[float, ...]
-    values: Tensor
+    values: list[Tensor]
 
 
 class GradientCheck:
@@ -40,7 +39,7 @@ class GradientCheck:
     def check(self, step: int, summed: Tensors, coefficient: float) -> None:
         """Raises InputError if an update of these gradients cannot be made; on a GPU at the next `read`."""
         if any(gradient.is_cuda for gradient in summed.values()):
-            values = torch.stack([largest_value(gradient).double() for gradient in summed.values()])
+            values = largest_values([*summed.values()])
             self._unread.append(_Unread(step, coefficient, tuple(summed), self._limits(step, summed), values))
         elif fault := self.fault(step, summed, coefficient):
             raise InputError(f"{fault}; {self.remedy}")
@@ -49,12 +48,12 @@ class GradientCheck:
         """Raises InputError if one of the updates that a GPU has made since the last time could not be made."""
         unread, self._unread = self._unread, []
         for step, coefficient, names, limits, values in unread:
-            if fault := self._describe(step, coefficient, names, limits, values.tolist()):
+            if fault := self._describe(step, coefficient, names, limits, read_all(values)):
                 raise InputError(f"{fault}; {self.remedy}")
 
     def fault(self, step: int, summed: Tensors, coefficient: float, clip_norm: float | None = None) -> str:
         """Returns what is wrong with gradients that count `coefficient` times before they are clipped, or ""."""
-        values = read_all(map(largest_value, summed.values()))
+        values = read_all(largest_values([*summed.values()]))
         if clip_norm is not None:  # which no finite gradient exceeds once it is clipped
             values = [min(value, clip_norm / coefficient) if math.isfinite(value) else value for value in values]
         return self._describe(step, coefficient, tuple(summed), self._limits(step, summed), values)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipedejavu.engine.finite import nonfinite
+from pipedejavu.engine.finite import nonfinite, read_all
 from pipedejavu.engine.gradient import GradientCheck
 from pipedejavu.engine.job import Batches, Job, Log
 from pipedejavu.engine.optimizer import Tensors
@@ -85,8 +85,8 @@ class GlobalNorm:
         most = self.job.max_consecutive_skips
         if most is not None and self.num_skipped >= most:
             raise InputError(
-                f"{self.num_skipped} updates in a row were left out (--max-consecutive-skips {most}), and then {fault};"
-                " lower the learning rate, clip gradients (--clip-norm), or look at the data"
+                f"{self.num_skipped} updates in a row were left out (--max-consecutive-skips {most}), the last because"
+                f" {fault}; lower the learning rate, clip gradients (--clip-norm), or look at the data"
             )
 
     def _fault(self, step: int, gradients: list[Tensors], square: float) -> str:
@@ -119,12 +119,12 @@ class GlobalNorm:
 
     def _square(self, update: int) -> float:
         """Returns this worker's part of the squared norm: what several workers hold alike counts once in all."""
-        squares = []
+        shares, norms = list[float](), list[Tensor]()
         for (piece, _), gradients in zip(self.program.held(self.index), self._gradients(update), strict=True):
             holders = self.program.groups.get(f"s{self.program.pieces[piece].stage}")
             share = 1 / (len(holders.workers) if holders else 1)
             for name, gradient in gradients.items():
                 tied = [len(self.program.tied_pieces[n]) for n, names in enumerate(self.job.ties) if name in names]
-                part = torch.linalg.vector_norm(gradient, dtype=torch.float64).square()
-                squares.append(share * part / max(tied, default=1))
-        return float(torch.stack(squares).sum()) if squares else 0.0
+                shares.append(share / max(tied, default=1))
+                norms.append(torch.linalg.vector_norm(gradient, dtype=torch.float64))
+        return sum(share * norm * norm for share, norm in zip(shares, read_all(norms), strict=True))

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from pipedejavu.engine.finite import largest_value, read_all
+from pipedejavu.engine.finite import largest_values, read_all
 from pipedejavu.engine.job import Job
 from pipedejavu.engine.optimizer import Tensors
 from pipedejavu.engine.piece import PieceRunner
@@ -44,7 +44,7 @@ def score(runner: PieceRunner, job: Job, trial: Trial, weights: Tensors, summed:
     they are: normalisation counts over the samples.
     """
     update = number_of(trial.microbatch)
-    values = read_all(largest_value(gradient) for gradient in summed.values())
+    values = read_all(largest_values([*summed.values()]))
     limits = (job.optimizer.largest_gradient(update, gradient.dtype) for gradient in summed.values())
     if not all(value / count <= limit for value, limit in zip(values, limits, strict=True)):
         return -math.inf
