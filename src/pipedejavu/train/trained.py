@@ -5,7 +5,7 @@ from itertools import pairwise
 from statistics import median
 from typing import Any
 
-from pipedejavu.engine import Applied, Event, Log, Outcome, Read, Scored, audit
+from pipedejavu.engine import Applied, Event, Log, Outcome, Read, Scored, Verdict, judge
 from pipedejavu.facts import Span, Timeline, WorkerSummary, write_file
 from pipedejavu.program import Program
 from pipedejavu.simulate import Prediction, simulate
@@ -61,12 +61,12 @@ def gather(folder: RunFolder, options: TrainOptions, program: Program, predictio
     )  # fmt: skip
 
 
-def audit_run(done: Trained) -> dict[str, float]:
-    """Replays a run that kept its log; returns the largest difference of each parameter."""
+def audit_run(done: Trained) -> Verdict:
+    """Replays a run that kept its log, and judges whether it differs by more than rounding."""
     job, batches = prepare(done.options, done.program.sizes, done.program.plan.cut.begins)
     for update, parts in done.moves:
         batches.change(update, [size for part in parts for size in part])
-    return audit(done.program, job, batches, done.outcome)
+    return judge(done.program, job, batches, done.outcome)
 
 
 def _log(part: dict[str, Any]) -> Log:
