@@ -178,14 +178,24 @@ def _announce(options: "TrainOptions", program: Program, note: str) -> None:
     print(f"{options.model} with plan {program.plan.name}: {axes}", file=sys.stderr)
     devices = (program.machine.device(name) for name in program.devices)
     print(f"workers on {', '.join(f'{d.name} ({d.kind})' for d in devices)}", file=sys.stderr)
+    print(_describe_update(program), file=sys.stderr)
     for decision in program.plan.decisions:
         print(f"{decision.axis}: {decision.choice} ({decision.reason})", file=sys.stderr)
     if note:
         print(note, file=sys.stderr)
 
 
+def _describe_update(program: Program) -> str:
+    """Says how many samples an update has, which the sizes that were asked for are per pipeline or replica."""
+    feed, replicas = program.plan.feed, program.num_replicas
+    if feed.kind == "own":
+        return f"each of {replicas} replicas makes updates of its own, of {feed.microbatches} × {feed.samples} samples"
+    spread = f" over {replicas} replicas" if replicas > 1 else ""
+    return f"an update has {sum(program.sizes)} samples in {program.update_size} microbatches{spread}"
+
+
 def _conclude(done: "Trained", options: "TrainOptions", as_json: bool) -> None:
-    verdict: Verdict | None = _room().audit_run(done) if options.keeps_log else None
+    verdict: Verdict | None = _room().judge_run(done) if options.keeps_log else None
     _write_report(done, options, verdict)
     summary = _summary(done)
     if verdict is not None:
@@ -252,7 +262,7 @@ def choose_plan(asked: Asked, processes: int | None) -> Plan:
 
 
 def _read_sized(asked: Asked, processes: int | None) -> Plan:
-    read = _choose_simply if asked.plan == "auto" else partial(read_plan, asked.plan)
+    read = _choose_simply if asked.plan == "auto" else partial(read_plan, asked.plan, is_run=True)
     if processes is None or asked.sizes.get("workers") is not None:
         return read(asked.sizes)
     for workers in range(1, processes + 1):

@@ -121,7 +121,7 @@ def _check_complete(program: Program, updates: dict[tuple[int, int], list[int]])
 
 
 class Replay:
-    """One replay, in float64 or in the run's own dtype."""
+    """One replay: in float64, which checks norms and scores too, or in the run's own dtype."""
 
     def __init__(self, program: Program, job: Job, batches: Batches, in_double: bool = True, nudge: int | None = None):
         """Takes a seed by which each initial weight is to be off by one unit in its last place."""
@@ -208,7 +208,8 @@ class Replay:
         center = self.weights(piece, self.center, turn) if reduce.combiner == "elastic" else {}
         if base is None or center is None or not all(self._differentiate(i) for i in members):
             return False
-        self._check_clipping(event)
+        if self.in_double:
+            self._check_clipping(event)
         if coefficient == 0:  # the update was left out
             self.newest[piece, replica, version] = base
             return True
@@ -256,7 +257,7 @@ class Replay:
         trial = Trial(number, inputs, targets, self.batches.count(number), rate, penalty)
         summed = {name: self._summed(fed, piece, name) for name in weights}
         expected = score(self.runners[piece], self.job, trial, weights, summed, count)
-        if math.isfinite(found) and not abs(found - expected) <= 1e-4 * abs(expected):
+        if self.in_double and math.isfinite(found) and not abs(found - expected) <= 1e-4 * abs(expected):
             raise InputError(f"the run gave a contribution another score than {expected}: {event}")
         return True
 
@@ -383,8 +384,9 @@ class Replay:
         """Returns a value with its floating-point tensors in the dtype of the replay."""
         if isinstance(value, tuple):
             return tuple(self._cast(v) for v in value)
-        is_cast = self.in_double and isinstance(value, Tensor) and value.is_floating_point()
-        return value.double() if is_cast else value
+        if not self.in_double or not isinstance(value, Tensor) or not value.is_floating_point():
+            return value
+        return value.double()
 
 
 def _nudge(modules: Sequence[nn.Module], source: torch.Generator) -> None:

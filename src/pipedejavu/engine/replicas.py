@@ -96,14 +96,14 @@ class ReplicaCheck:
         column = next(n for n in range(len(first)) if any(row[n] != first[n] for _, row in alike))
         what = f"{KINDS[column // len(names)]} of '{names[column % len(names)]}'"
         (common, count), *_ = Counter(row for _, row in alike).most_common()
-        when = f"after update {update}; they last agreed after update {self.agreed}"
-        if 2 * count > len(alike):
-            odd = [copy for copy, row in alike if row != common]
-            verb = "holds" if len(odd) == 1 else "hold"
-            told = f"{' and '.join(map(str, odd))} {verb} other {what} than the {count} other replicas"
-        else:
-            told = f"{' and '.join(str(copy) for copy, _ in alike)} hold different {what}"
-        return f"{told} {when}, and must be equal to the bit: memory or a computation was corrupted"
+        has_majority = 2 * count > len(alike)
+        odd = [copy for copy, row in alike if row != common or not has_majority]
+        told = f"{' and '.join(map(str, odd))} {'holds' if len(odd) == 1 else 'hold'}"
+        told += f" other {what} than the {count} other replicas" if has_majority else f" different {what}"
+        return (
+            f"{told} after update {update}, though replicas that share every update are equal to the bit; they last"
+            f" agreed after update {self.agreed}: test the hardware of {' and '.join(f'worker {c.worker}' for c in odd)}"
+        )
 
 
 def checksum(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
@@ -117,7 +117,7 @@ def checksum(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
         whole = raw.numel() // 8 * 8
         words = raw[:whole] if raw.storage_offset() % 8 == 0 else raw[:whole].clone()
         found = torch.zeros((), dtype=torch.int64, device=raw.device)
-        for part in (*words.view(torch.int64).split(CHUNK), raw[whole:].to(torch.int64)):
+        for part in (*torch.split(words.view(torch.int64), CHUNK), raw[whole:].to(torch.int64)):
             found = found * _MULTIPLIER + (part * _odd(part.device)[: part.numel()]).sum()
         total = total * _MULTIPLIER + found.to(device)
     return total

@@ -101,9 +101,7 @@ def judge(program: Program, job: Job, batches: Batches, outcome: Outcome) -> Ver
 class _Judge:
     """One run beside its float64 replay."""
 
-    def __init__(
-        self, program: Program, job: Job, batches: Batches, outcome: Outcome, exact: Mapping[Home, Tensors]
-    ):
+    def __init__(self, program: Program, job: Job, batches: Batches, outcome: Outcome, exact: Mapping[Home, Tensors]):
         self.program, self.job, self.batches, self.outcome, self.exact = program, job, batches, outcome, exact
         self.scales: dict[str, float] = {}
         """By parameter, the largest distance so far between replays."""

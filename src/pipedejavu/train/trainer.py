@@ -63,9 +63,9 @@ class Trainer:
     An action that lasts longer than `hang_after_s` (0: for ever; None: far longer than a step should) lets `step` raise
     a WorkerError that names it and says where in the code it is; the trainer is then of no more use.
 
-    Replicas that share every update must hold equal weights. They are compared every `check_replicas` updates (0: never),
-    before a checkpoint and before `save_to_model`; a WorkerError names the replica that differs, and `load` goes on from
-    the last checkpoint.
+    Replicas that share every update must hold equal weights. They are compared every `check_replicas` updates (0:
+    never), before a checkpoint and before `save_to_model`. A WorkerError names the replica that differs; `load` goes on
+    from the last checkpoint.
     """
 
     def __init__(

@@ -263,6 +263,9 @@ class Rank:
     def _check_replicas(self, update: int, handlers: Handlers) -> None:
         """Raises WorkerError, on all ranks alike, if replicas that share every update hold different weights."""
         if sentence := self.replicas.find(update, [handlers], dist.all_reduce):
+            if self.saver:
+                self.saver.wait()
+                dist.barrier()  # the checkpoint that was copied while they agreed is on the disk
             raise WorkerError(sentence)
 
     def _save(self, saver: Saver, update: int, handlers: Handlers) -> None:
