@@ -100,9 +100,10 @@ class ReplicaCheck:
         odd = [copy for copy, row in alike if row != common or not has_majority]
         told = f"{' and '.join(map(str, odd))} {'holds' if len(odd) == 1 else 'hold'}"
         told += f" other {what} than the {count} other replicas" if has_majority else f" different {what}"
+        hosts = " and ".join(f"worker {copy.worker}" for copy in odd)
         return (
             f"{told} after update {update}, though replicas that share every update are equal to the bit; they last"
-            f" agreed after update {self.agreed}: test the hardware of {' and '.join(f'worker {c.worker}' for c in odd)}"
+            f" agreed after update {self.agreed}: test the hardware of {hosts}"
         )
 
 
