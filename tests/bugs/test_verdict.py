@@ -20,6 +20,7 @@ from tests.engine.case import MODELS, Case, make_case
 from tests.engine.test_presets import SCORED, SYNCHRONOUS, VERSIONED, can_tie
 
 SGD, ADAMW = Sgd(lr=0.1, momentum=0.9), AdamW(lr=1e-2)
+DTYPES = (torch.float32, torch.float64)
 RUNNABLE = {**SYNCHRONOUS, **VERSIONED, **SCORED}
 
 
@@ -158,6 +159,18 @@ def test_a_log_that_the_plan_does_not_promise_fails() -> None:
     assert not verdict.is_passed
     assert str(verdict).startswith("audit failed: piece 0 of replica 0 had updates ")
     assert json.loads(json.dumps(verdict.to_dict(), allow_nan=False))["largest_difference"] is None
+
+
+def test_a_run_that_rounding_leads_astray_is_told_to_take_float64() -> None:
+    """At such a learning rate a difference in the last bit soon becomes one in the first."""
+    wild = Sgd(lr=10.0)
+    blurred, sharp = (verdict_of(case_of("1f1b", "mlp", wild, dtype, steps=25)) for dtype in DTYPES)
+    assert blurred.is_passed
+    assert blurred.blur > 0.1
+    assert str(blurred).endswith(" as far as training did, so use --dtype float64 for a sharper audit")
+    assert sharp.is_passed
+    assert sharp.blur < 0.1
+    assert str(sharp).endswith(" is rounding")
 
 
 def test_a_weight_that_is_no_number_fails() -> None:

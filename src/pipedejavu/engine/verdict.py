@@ -17,7 +17,6 @@ from torch import Tensor
 from pipedejavu.engine.audit import Replay, check_log, check_replayable
 from pipedejavu.engine.handle import homes_of
 from pipedejavu.engine.job import Applied, Batches, Job
-from pipedejavu.engine.optimizer import Tensors
 from pipedejavu.engine.run import Outcome
 from pipedejavu.facts import InputError
 from pipedejavu.program import Program
@@ -26,6 +25,8 @@ FACTOR = 16
 """How many times the scale a difference may be; see docs/engine.md."""
 MORE_REPLAYS = 3
 """Replays from nudged weights before a run fails, as one replay may round well by luck."""
+MOST_BLUR = 0.1
+BLURRED = "rounding alone may move weights {:.0%} as far as training did, so use --dtype float64 for a sharper audit"
 
 Home = tuple[int, int]
 """A (piece, replica)."""
@@ -49,6 +50,8 @@ class Verdict:
     """The largest that rounding makes."""
     excess: Excess | None = None
     """Where the difference is furthest beyond the tolerance."""
+    blur: float = 0.0
+    """The tolerance of the median parameter, over how far training has moved it."""
     refusal: str = ""
     """Why the log is not what the plan promises; then nothing is compared."""
 
@@ -72,6 +75,7 @@ class Verdict:
             "tolerance": _plain(self.tolerances.get(self.name, math.nan)),
             "differences": {name: _plain(found) for name, found in self.differences.items()},
             "tolerances": {name: _plain(found) for name, found in self.tolerances.items()},
+            "blur": _plain(self.blur),
         }
 
     def __str__(self) -> str:
@@ -79,7 +83,8 @@ class Verdict:
             return f"audit failed: {self.refusal}"
         difference, tolerance = self.differences.get(self.name, 0.0), self.tolerances.get(self.name, 0.0)
         if self.excess is None:
-            return f"audit passed: largest difference {difference:.3g}, where {tolerance:.3g} is rounding"
+            told = f"audit passed: largest difference {difference:.3g}, where {tolerance:.3g} is rounding"
+            return told + (f"; {BLURRED.format(self.blur)}" if self.blur > MOST_BLUR else "")
         where = f"'{self.name}' of replica {self.excess.replica} on worker {self.excess.worker}"
         return f"audit failed: {where} differs by {difference:.3g} where {tolerance:.3g} is rounding"
 
@@ -92,8 +97,7 @@ def judge(program: Program, job: Job, batches: Batches, outcome: Outcome) -> Ver
     check_replayable(program.plan)
     try:
         check_log(program, batches, outcome.logs)
-        exact = Replay(program, job, batches).run(outcome.logs)
-        return _Judge(program, job, batches, outcome, exact).judge()
+        return _Judge(program, job, batches, outcome).judge()
     except InputError as error:
         return Verdict({}, {}, refusal=str(error))
 
@@ -101,8 +105,10 @@ def judge(program: Program, job: Job, batches: Batches, outcome: Outcome) -> Ver
 class _Judge:
     """One run beside its float64 replay."""
 
-    def __init__(self, program: Program, job: Job, batches: Batches, outcome: Outcome, exact: Mapping[Home, Tensors]):
-        self.program, self.job, self.batches, self.outcome, self.exact = program, job, batches, outcome, exact
+    def __init__(self, program: Program, job: Job, batches: Batches, outcome: Outcome):
+        self.program, self.job, self.batches, self.outcome = program, job, batches, outcome
+        replay = Replay(program, job, batches)
+        self.initial, self.exact = [runner.initial for runner in replay.runners], replay.run(outcome.logs)
         self.scales: dict[str, float] = {}
         """By parameter, the largest distance so far between replays."""
 
@@ -127,7 +133,7 @@ class _Judge:
         counts, usual = self._counts(), median(self.scales.values()) if self.scales else 0.0
         differences: dict[str, float] = {}
         tolerances: dict[str, float] = {}
-        worst, excess = 1.0, None
+        worst, excess, blurs = 1.0, None, []
         for home, name, weight in _flat(self.outcome.weights):
             expected = self.exact[home][name]
             difference, largest = _distance(weight, expected), _distance(expected, torch.zeros_like(expected))
@@ -135,10 +141,12 @@ class _Judge:
             tolerance = FACTOR * max(self.scales[name], usual) + floor
             differences[name] = max(difference, differences.get(name, 0.0))
             tolerances[name] = max(tolerance, tolerances.get(name, 0.0))
+            moved = _distance(expected, self.initial[home[0]][name])
+            blurs.append(tolerance / moved if moved else 0.0)
             if difference > tolerance * worst:
                 worst = difference / tolerance if tolerance else math.inf
                 excess = Excess(name, home[1], self._worker(home))
-        return Verdict(differences, tolerances, excess)
+        return Verdict(differences, tolerances, excess, median(blurs) if blurs else 0.0)
 
     def _counts(self) -> Counter[int]:
         """Returns the updates that each piece's weights have had; those of replicas on their own meet in all."""
