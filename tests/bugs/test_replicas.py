@@ -175,3 +175,17 @@ def _sums_are_equal(rank: int, size: int, folder: str) -> None:
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_sums_of_processes_have_equal_bits_everywhere(tmp_path: Path, size: int) -> None:
     start_processes(_sums_are_equal, args=(size, str(tmp_path)), nprocs=size, start_method="spawn")
+
+
+def test_copies_on_devices_of_other_models_are_not_compared(monkeypatch) -> None:
+    """They may differ by rounding; two of one model are still compared."""
+    case = make_case("ddp", workers=3, microbatches=1, steps=1)
+    threads = Threads(case.program, case.job, case.batches)
+    threads.run()
+    flip(threads, 2, random.Random(0))
+    with monkeypatch.context() as patch:
+        models = iter([model for model in (1, 1, 2, 1, 2, 2) for _ in case.program.pieces])
+        patch.setattr("pipedejavu.engine.replicas._model", lambda _: next(models))
+        assert ReplicaCheck(case.program, case.job, 1).find(1, threads.handlers) == ""
+        sentence = ReplicaCheck(case.program, case.job, 1).find(1, threads.handlers)
+    assert sentence.startswith("replica 1 on worker 1 and replica 2 on worker 2 hold different weights of '")

@@ -360,7 +360,7 @@ def _write_report(done: "Trained", options: "TrainOptions", verdict: "Verdict | 
     decisions = [(d.axis, d.choice, d.reason) for d in plan.decisions]
     notes = [f"The timelines are of one round: the last of {options.steps} steps, and its forecast."]
     if verdict is not None:
-        notes.append(f"{str(verdict).capitalize()}.")
+        notes.append(f"A{str(verdict)[1:]}.")
     title = f"{plan.name} · {options.model}, measured"
     rate = sum(done.program.sizes) * plan.steps / done.prediction.makespan_s if done.prediction.makespan_s else None
     run: History = _room().History.read(done.folder.path)

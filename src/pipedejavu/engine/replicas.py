@@ -132,10 +132,9 @@ def _odd(device: torch.device) -> Tensor:
 
 
 def _model(device: torch.device) -> int:
-    """Returns a number for what a device is: its name, or the instructions that a CPU's kernels are made for."""
-    is_cuda = device.type == "cuda"
-    name = torch.cuda.get_device_name(device) if is_cuda else torch.backends.cpu.get_cpu_capability()
-    return zlib.crc32(name.encode())
+    """Returns a number for what may round otherwise: a GPU's name, the instructions of CPU kernels, torch's version."""
+    gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+    return zlib.crc32(f"{gpu} {torch.backends.cpu.get_cpu_capability()} {torch.__version__}".encode())
 
 
 def _copies(program: Program) -> Iterator[Copy]:

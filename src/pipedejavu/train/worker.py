@@ -262,7 +262,10 @@ class Rank:
 
     def _check_replicas(self, update: int, handlers: Handlers) -> None:
         """Raises WorkerError, on all ranks alike, if replicas that share every update hold different weights."""
-        if sentence := self.replicas.find(update, [handlers], dist.all_reduce):
+        handlers.notice("net", "the comparison of replicas")
+        sentence = self.replicas.find(update, [handlers], dist.all_reduce)
+        handlers.notice("net", "")
+        if sentence:
             if self.saver:
                 self.saver.wait()
                 dist.barrier()  # the checkpoint that was copied while they agreed is on the disk
