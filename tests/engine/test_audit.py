@@ -318,7 +318,7 @@ def test_an_optimizer_whose_state_starts_anew(make, monkeypatch):
 
 def test_hogwild_has_nothing_to_replay(make):
     case = make("hogwild", workers=2, microbatches=2)
-    with pytest.raises(InputError, match="version 'torn' records no versions, so there is nothing to replay"):
+    with pytest.raises(InputError, match="version 'torn' of plan 'hogwild' records no versions"):
         case.audit()
 
 

@@ -194,7 +194,9 @@ def train(
     plan: Annotated[str, typer.Option(help="auto, a plan file, or preset:NAME.")] = "auto",
     workers: Annotated[int | None, typer.Option(help="Workers of a pipeline, or replicas without one.")] = None,
     replicas: Annotated[int | None, typer.Option(help="Data-parallel copies of a pipeline.")] = None,
-    microbatches: Annotated[int | None, typer.Option(help="Microbatches of an update.")] = None,
+    microbatches: Annotated[
+        int | None, typer.Option(help="Microbatches of an update, for each pipeline or replica.")
+    ] = None,
     samples: Annotated[int | None, typer.Option(help="Samples in a microbatch.")] = None,
     batch: Annotated[int | None, typer.Option(help="Samples of an update of plan auto; 32 by default.")] = None,
     tries: Annotated[
@@ -220,7 +222,9 @@ def train(
     clip_norm: Annotated[float | None, typer.Option(help="Clip gradients to this norm over all stages.")] = None,
     dtype: Annotated[str, typer.Option(help="float32 or float64, of weights and all that is computed.")] = "float32",
     seed: Annotated[int, typer.Option(help="Of weights, data order and dropout.")] = 0,
-    audit: Annotated[bool, typer.Option(help="Replay the run in float64 and print the largest differences.")] = False,
+    audit: Annotated[
+        bool, typer.Option(help="Replay the run in float64; exits 1 if it differs by more than rounding.")
+    ] = False,
     on_nan: Annotated[str, typer.Option(help="stop or skip an update whose gradients are not finite.")] = "stop",
     max_consecutive_skips: Annotated[
         int, typer.Option(help="Updates in a row that --on-nan skip leaves out before the run stops.")
@@ -239,6 +243,9 @@ def train(
         float | None,
         typer.Option("--hang-after", help="Seconds until a worker hangs, 0 for ever; by default by the forecast."),
     ] = None,
+    check_replicas: Annotated[
+        int, typer.Option(help="Updates between comparisons of replicas that must be equal, 0 for none.")
+    ] = 50,
     replan: Annotated[
         bool | None,
         typer.Option(help="Ask the planner again where measured costs leave the forecast; by default with plan auto."),

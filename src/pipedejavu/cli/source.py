@@ -99,8 +99,8 @@ def read_model(text: str) -> str:
     return text.removeprefix("zoo:")
 
 
-def read_plan(text: str, sizes: Mapping[str, int | None]) -> Plan:
-    """Reads preset:NAME or a plan file, at the sizes given."""
+def read_plan(text: str, sizes: Mapping[str, int | None], *, is_run: bool = False) -> Plan:
+    """Reads preset:NAME or a plan file, at the sizes given; for a run, microbatches must be those of an update."""
     kind, colon, name = text.partition(":")
     if kind == "preset" and colon:
         found = preset(name)
@@ -108,4 +108,6 @@ def read_plan(text: str, sizes: Mapping[str, int | None]) -> Plan:
         found = sized(Plan.load(text))
     else:
         raise InputError(f"'{text}' is neither a plan file (.json) nor preset:NAME; did you mean 'preset:{text}'?")
+    if is_run:
+        found.check_update(sizes.get("microbatches"))
     return found.at(**sizes)

@@ -25,6 +25,7 @@ from pipedejavu.report import Story, render_html
 from pipedejavu.search import Candidate, Options
 
 if TYPE_CHECKING:
+    from pipedejavu.engine import Verdict
     from pipedejavu.train import Chosen, History, Resumed, Start, Team, Trained, TrainOptions
     from pipedejavu.train.site import Site
 
@@ -69,7 +70,7 @@ def run(options: "TrainOptions", asked: Asked) -> None:
         _run(options, asked, team)
     except _room().WorkerError as error:
         trace, _, sentence = str(error).rpartition("\n")
-        print(trace, f"pipedejavu: {sentence}", sep="\n" if trace else "", file=sys.stderr, flush=True)
+        team.tell("\n".join(filter(None, (trace, f"pipedejavu: {sentence}"))))
         team.leave(SystemExit(1))
         raise SystemExit(1) from None
     except _room().StoppedError as error:
@@ -177,22 +178,35 @@ def _announce(options: "TrainOptions", program: Program, note: str) -> None:
     print(f"{options.model} with plan {program.plan.name}: {axes}", file=sys.stderr)
     devices = (program.machine.device(name) for name in program.devices)
     print(f"workers on {', '.join(f'{d.name} ({d.kind})' for d in devices)}", file=sys.stderr)
+    print(_describe_update(program), file=sys.stderr)
     for decision in program.plan.decisions:
         print(f"{decision.axis}: {decision.choice} ({decision.reason})", file=sys.stderr)
     if note:
         print(note, file=sys.stderr)
 
 
+def _describe_update(program: Program) -> str:
+    """Says how many samples an update has, which the sizes that were asked for are per pipeline or replica."""
+    feed, replicas = program.plan.feed, program.num_replicas
+    if feed.kind == "own":
+        return f"each of {replicas} replicas makes updates of its own, of {feed.microbatches} × {feed.samples} samples"
+    spread = f" over {replicas} replicas" if replicas > 1 else ""
+    return f"an update has {sum(program.sizes)} samples in {program.update_size} microbatches{spread}"
+
+
 def _conclude(done: "Trained", options: "TrainOptions", as_json: bool) -> None:
-    _write_report(done, options)
+    verdict: Verdict | None = _room().judge_run(done) if options.keeps_log else None
+    _write_report(done, options, verdict)
     summary = _summary(done)
-    if options.keeps_log:
-        differences = _room().audit_run(done)
-        summary["audit"] = {"largest_difference": max(differences.values()), "differences": differences}
+    if verdict is not None:
+        summary["audit"] = verdict.to_dict()
     if as_json:
         print(to_json_text(summary))
-        return
-    _print_summary(summary, done)
+    else:
+        _print_summary(summary, done, verdict)
+    if verdict is not None and not verdict.is_passed:
+        print(f"pipedejavu: {verdict}; do not use these weights", file=sys.stderr)
+        raise SystemExit(1)
 
 
 def is_searched(asked: Asked, is_launched: bool) -> bool:
@@ -248,7 +262,7 @@ def choose_plan(asked: Asked, processes: int | None) -> Plan:
 
 
 def _read_sized(asked: Asked, processes: int | None) -> Plan:
-    read = _choose_simply if asked.plan == "auto" else partial(read_plan, asked.plan)
+    read = _choose_simply if asked.plan == "auto" else partial(read_plan, asked.plan, is_run=True)
     if processes is None or asked.sizes.get("workers") is not None:
         return read(asked.sizes)
     for workers in range(1, processes + 1):
@@ -317,7 +331,7 @@ def _summary(done: "Trained") -> dict[str, object]:
     }
 
 
-def _print_summary(summary: Mapping[str, object], done: "Trained") -> None:
+def _print_summary(summary: Mapping[str, object], done: "Trained", verdict: "Verdict | None") -> None:
     console = Console(highlight=False, soft_wrap=True)
     console.print(
         f"loss {_loss(summary['first_loss'])} → {_loss(summary['last_loss'])} in {summary['steps']} steps,"
@@ -335,12 +349,10 @@ def _print_summary(summary: Mapping[str, object], done: "Trained") -> None:
     if done.moves:
         moved = " + ".join(str(sum(part)) for part in done.moves[-1][1])
         console.print(f"shares moved to {moved} samples while it ran; both figures are of the last round")
-    if "audit" in summary:
-        audit = summary["audit"]
-        assert isinstance(audit, dict)
-        console.print(f"audit: the float64 replay differs by {audit['largest_difference']:.3g} at most")
-        for name, difference in sorted(audit["differences"].items(), key=lambda item: -item[1])[:5]:
-            console.print(f"  {name}: {difference:.3g}")
+    if verdict is not None:
+        console.print(str(verdict), markup=False)
+        for name, difference in sorted(verdict.differences.items(), key=lambda item: -item[1])[:5]:
+            console.print(f"  {name}: {difference:.3g}, rounding {verdict.tolerances[name]:.3g}", markup=False)
     console.print(f"weights in {done.folder.model}, report in {done.folder.report}")
 
 
@@ -353,10 +365,12 @@ def _on_average(done: "Trained") -> str:
     return f" ({format_seconds(chance.mean_s)} on average)" if chance.varies else ""
 
 
-def _write_report(done: "Trained", options: "TrainOptions") -> None:
+def _write_report(done: "Trained", options: "TrainOptions", verdict: "Verdict | None") -> None:
     plan = done.program.plan
     decisions = [(d.axis, d.choice, d.reason) for d in plan.decisions]
     notes = [f"The timelines are of one round: the last of {options.steps} steps, and its forecast."]
+    if verdict is not None:
+        notes.append(f"A{str(verdict)[1:]}.")
     title = f"{plan.name} · {options.model}, measured"
     rate = sum(done.program.sizes) * plan.steps / done.prediction.makespan_s if done.prediction.makespan_s else None
     run: History = _room().History.read(done.folder.path)

@@ -5,6 +5,7 @@ from pipedejavu.engine.byzantine import Byzantine
 from pipedejavu.engine.job import Applied, Batches, Event, Job, Log, Read, Scored
 from pipedejavu.engine.optimizer import AdamW, Optimizer, Sgd
 from pipedejavu.engine.run import Outcome, Threads, check_runnable, run_threads
+from pipedejavu.engine.verdict import Verdict, judge
 
 __all__ = [
     "AdamW",
@@ -20,7 +21,9 @@ __all__ = [
     "Scored",
     "Sgd",
     "Threads",
+    "Verdict",
     "audit",
     "check_runnable",
+    "judge",
     "run_threads",
 ]

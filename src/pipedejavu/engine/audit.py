@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from pipedejavu.engine.job import Applied, Batches, Event, Job, Log, Read, Scored
 from pipedejavu.engine.leg import backward, with_loss
@@ -20,6 +20,7 @@ from pipedejavu.engine.piece import PieceRunner
 from pipedejavu.engine.run import Outcome
 from pipedejavu.engine.score import Trial, kept, number_of, score
 from pipedejavu.facts import InputError
+from pipedejavu.plan import Plan
 from pipedejavu.program import Action, Program
 from pipedejavu.program.verify import promised_versions
 
@@ -30,8 +31,7 @@ def audit(program: Program, job: Job, batches: Batches, outcome: Outcome) -> dic
     Raises InputError where the log itself is not what the plan promises. A run without versions (Hogwild) has
     no replay.
     """
-    if program.plan.version.kind == "torn":
-        raise InputError("version 'torn' records no versions, so there is nothing to replay")
+    check_replayable(program.plan)
     check_log(program, batches, outcome.logs)
     replayed = Replay(program, job, batches).run(outcome.logs)
     differences: dict[str, float] = defaultdict(float)
@@ -40,6 +40,15 @@ def audit(program: Program, job: Job, batches: Batches, outcome: Outcome) -> dic
             difference = float((weight.double().cpu() - replayed[home][name]).abs().max()) if weight.numel() else 0.0
             differences[name] = max(differences[name], difference)
     return dict(differences)
+
+
+def check_replayable(plan: Plan) -> None:
+    """Raises InputError for a plan whose runs have no replay."""
+    if plan.version.kind == "torn":
+        raise InputError(
+            f"version 'torn' of plan '{plan.name}' records no versions, so there is nothing to replay; leave --audit"
+            " out, or use preset:parameter-server"
+        )
 
 
 def check_log(program: Program, batches: Batches, logs: Sequence[Log]) -> None:
@@ -112,13 +121,17 @@ def _check_complete(program: Program, updates: dict[tuple[int, int], list[int]])
 
 
 class Replay:
-    """One replay in float64."""
+    """One replay: in float64, which checks norms and scores too, or in the run's own dtype."""
 
-    def __init__(self, program: Program, job: Job, batches: Batches):
+    def __init__(self, program: Program, job: Job, batches: Batches, in_double: bool = True, nudge: int | None = None):
+        """Takes a seed by which each initial weight is to be off by one unit in its last place."""
         self.program, self.plan, self.job, self.batches = program, program.plan, job, batches
-        units = copy.deepcopy([module for _, module in job.units])
-        doubles = [(n, job.units[n][0], module.double()) for n, module in enumerate(units)]
-        self.runners = [PieceRunner([doubles[u] for u in piece.units], job.seed) for piece in program.pieces]
+        self.in_double = in_double
+        modules = copy.deepcopy([module for _, module in job.units])
+        if nudge is not None:
+            _nudge(modules, torch.Generator().manual_seed(nudge))
+        units = [(n, job.units[n][0], module.double() if in_double else module) for n, module in enumerate(modules)]
+        self.runners = [PieceRunner([units[u] for u in piece.units], job.seed) for piece in program.pieces]
         self.center = program.num_replicas
         self.newest: dict[tuple[int, int, int], Tensors] = {}
         self.read: dict[tuple[int, int], Tensors] = {}
@@ -201,7 +214,8 @@ class Replay:
             return True
         if base is None or center is None or not all(self._differentiate(i) for i in members):
             return False
-        self._check_clipping(event)
+        if self.in_double:
+            self._check_clipping(event)
         summed = {n: self._summed(members, piece, n) for n in base}
         home = (piece, self.center if on_server else replica)
         count = self.served[piece] if on_server else update
@@ -241,12 +255,12 @@ class Replay:
         if weights is None or not all(self._differentiate(i) for i in fed):
             return False
         number, count = number_of(update), sum(self.batches.count(i) for i in fed)
-        inputs, targets = _double(self.batches.inputs(number)), _double(self.batches.targets(number))
+        inputs, targets = self._cast(self.batches.inputs(number)), self._cast(self.batches.targets(number))
         rate, penalty = self.job.optimizer.rate(update), self.plan.reduce.penalty
         trial = Trial(number, inputs, targets, self.batches.count(number), rate, penalty)
         summed = {name: self._summed(fed, piece, name) for name in weights}
         expected = score(self.runners[piece], self.job, trial, weights, summed, count)
-        if math.isfinite(found) and not abs(found - expected) <= 1e-4 * abs(expected):
+        if self.in_double and math.isfinite(found) and not abs(found - expected) <= 1e-4 * abs(expected):
             raise InputError(f"the run gave a contribution another score than {expected}: {event}")
         return True
 
@@ -326,14 +340,14 @@ class Replay:
         if microbatch in self.gradients:
             return True
         reads = [self.read.get((piece, microbatch)) for piece in range(len(self.runners))]
-        value, saved = _double(self.batches.inputs(microbatch)), []
+        value, saved = self._cast(self.batches.inputs(microbatch)), []
         for runner, weights in zip(self.runners, reads, strict=True):
             if weights is None:
                 return False
             leaves = {n: w.detach().requires_grad_() for n, w in weights.items()}
             value, kept = runner.forward(leaves, value, microbatch)
             saved.append(kept)
-        loss = self.job.loss(value, _double(self.batches.targets(microbatch)))
+        loss = self.job.loss(value, self._cast(self.batches.targets(microbatch)))
         saved[-1] = with_loss(saved[-1], loss)
         passed: tuple[Tensor, ...] = (torch.ones_like(loss),)
         gradients = []
@@ -368,9 +382,18 @@ class Replay:
                 total = fault.spoilt(total, self.job.seed, replica, update, piece, number)
             yield total
 
+    def _cast(self, value: object) -> object:
+        """Returns a value with its floating-point tensors in the dtype of the replay."""
+        if isinstance(value, tuple):
+            return tuple(self._cast(v) for v in value)
+        if not self.in_double or not isinstance(value, Tensor) or not value.is_floating_point():
+            return value
+        return value.double()
 
-def _double(value: object) -> object:
-    """Returns a value with its floating-point tensors in float64."""
-    if isinstance(value, tuple):
-        return tuple(_double(v) for v in value)
-    return value.double() if isinstance(value, Tensor) and value.is_floating_point() else value
+
+def _nudge(modules: Sequence[nn.Module], source: torch.Generator) -> None:
+    """Moves each weight by one unit in its last place, up or down at random; a shared one once."""
+    for weight in {id(p): p.data for module in modules for p in module.parameters()}.values():
+        if weight.is_floating_point():
+            signs = torch.randint(0, 2, weight.shape, generator=source).to(weight) * 2 - 1
+            weight.mul_(1 + signs * torch.finfo(weight.dtype).eps)

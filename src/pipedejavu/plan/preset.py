@@ -71,6 +71,23 @@ class Preset(Record):
             updates = microbatches // self.per_update * (steps or 1)
         return plan.but(place=place, feed=feed, steps=updates)
 
+    def check_update(self, microbatches: int | None) -> None:
+        """Raises InputError if updates have another number of microbatches than is asked of each."""
+        if microbatches in (None, self.per_update) or self.per_update is None:
+            return
+        free = [name for name, other in presets().items() if other.per_update is None and _is_same(other, self)]
+        remedy = "".join(f", or use preset:{name}, whose updates have any number" for name in free)
+        own = f"{self.per_update} microbatch{'es' * (self.per_update > 1)}"
+        raise InputError(
+            f"plan '{self.plan.name}' makes each update of {own}, not {microbatches}; leave --microbatches out and give"
+            f" larger ones with --samples{remedy}"
+        )
+
+
+def _is_same(one: Preset, other: Preset) -> bool:
+    """Whether two presets differ only in the sizes of an update."""
+    return one.plan.axes() == other.plan.axes() and one.grows == other.grows
+
 
 def sized(plan: Plan) -> Preset:
     """Returns a user's own plan as a preset, so that it can be taken at another size."""

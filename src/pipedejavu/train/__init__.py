@@ -16,7 +16,7 @@ from pipedejavu.train.resume import Resumed, is_same_plan, reopen
 from pipedejavu.train.review import Review, review
 from pipedejavu.train.site import num_gpus
 from pipedejavu.train.team import Team
-from pipedejavu.train.trained import Trained, audit_run
+from pipedejavu.train.trained import Trained, audit_run, judge_run
 from pipedejavu.train.trainer import Trainer
 from pipedejavu.train.trial import find_fastest
 
@@ -46,6 +46,7 @@ __all__ = [
     "find_runs",
     "fit_plan",
     "is_same_plan",
+    "judge_run",
     "num_gpus",
     "occupancy_of",
     "plan_run",

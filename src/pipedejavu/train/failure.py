@@ -47,6 +47,8 @@ def write_failure(path: Path, rank: int, error: BaseException) -> None:
         text = f"memory\n{json.dumps([rank, error.found_bytes])}"
     elif isinstance(error, InputError):
         text = f"input\n{error}"
+    elif isinstance(error, WorkerError):
+        text = f"stopped\n{error}"
     else:
         lines = traceback.format_exception(error)
         text = f"raised\n{''.join(lines)}worker {rank} raised {type(error).__name__}; all others were stopped"

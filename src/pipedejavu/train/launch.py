@@ -20,6 +20,7 @@ from torch._C._distributed_c10d import PrefixStore
 from torch.multiprocessing.spawn import start_processes
 
 from pipedejavu.engine import Byzantine, check_runnable
+from pipedejavu.engine.audit import check_replayable
 from pipedejavu.facts import InputError, Link, Machine, Profile, write_file
 from pipedejavu.plan import Plan
 from pipedejavu.probe.gloo import measure_link
@@ -117,6 +118,8 @@ def _adapted(plan: Plan, options: TrainOptions, team: Team, start: Start) -> Pla
         )
     if plan.keep.kind == "shared" and not team.is_on_one_host:
         raise InputError(f"plan '{plan.name}' shares weights in the memory of one host; start all its workers there")
+    if options.keeps_log:
+        check_replayable(plan)
     if options.can_switch:
         check_replan(options, plan)
     if options.on_nan == "skip" and plan.version.kind != "sync":
@@ -227,6 +230,8 @@ def train_rank(
                 part = run.run(shared)
             except ShortageError as shortage:
                 raise _explained(shortage, run, shared) from None
+            except WorkerError as error:
+                raise WorkerError(with_rest(str(error), team.shelf.steps())) from None
             is_asked = team.is_first and run.is_stopped and not run.halt.is_signalled and folder.switch.exists()
             switch = team.share(folder.switch.read_bytes() if is_asked else b"")
             if not switch:

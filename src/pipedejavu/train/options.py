@@ -41,6 +41,8 @@ class TrainOptions(Record):
     """Updates between two checkpoints; 0 for none, by default as `choose_interval` says."""
     hang_after_s: float | None = Field(default=None, ge=0)
     """How long an action may take, and a worker say nothing; 0 for ever, by default as `vigil` says."""
+    check_replicas: int = Field(default=50, ge=0)
+    """Updates between two comparisons of replicas that must hold equal weights; 0 for none."""
     replan: bool = False
     """Whether the planner is asked again where measured costs leave the forecast's band."""
     keeps_log: bool = False

@@ -211,14 +211,14 @@ class Team:
         if error is not None and is_lost(error):
             self._stop_host("the connection to another rank is lost; see what that one or its host says")
         if isinstance(error, InputError):
-            self._tell(f"pipedejavu: {error}")
+            self.tell(f"pipedejavu: {error}")
         elif error is not None and not isinstance(error, KeyboardInterrupt):
             lines = "".join(traceback.format_exception(error))
-            self._tell(f"{lines}pipedejavu: worker {self.rank} raised {type(error).__name__}")
+            self.tell(f"{lines}pipedejavu: worker {self.rank} raised {type(error).__name__}")
         sys.stdout.flush()
         os._exit(code)
 
-    def _tell(self, text: str) -> None:
+    def tell(self, text: str) -> None:
         """Prints what no other rank has printed."""
         is_first = True
         with suppress(RuntimeError):  # the store may have gone with its rank

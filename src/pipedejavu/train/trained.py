@@ -5,13 +5,13 @@ from itertools import pairwise
 from statistics import median
 from typing import Any
 
-from pipedejavu.engine import Applied, Event, Log, Outcome, Read, Scored, audit
+from pipedejavu.engine import Applied, Event, Log, Outcome, Read, Scored, Verdict, audit, judge
 from pipedejavu.facts import Span, Timeline, WorkerSummary, write_file
 from pipedejavu.program import Program
 from pipedejavu.simulate import Prediction, simulate
 from pipedejavu.train.folder import RunFolder, result_of
 from pipedejavu.train.options import TrainOptions
-from pipedejavu.train.task import prepare
+from pipedejavu.train.task import Prepared, prepare
 from pipedejavu.train.worker import Move
 
 
@@ -63,10 +63,20 @@ def gather(folder: RunFolder, options: TrainOptions, program: Program, predictio
 
 def audit_run(done: Trained) -> dict[str, float]:
     """Replays a run that kept its log; returns the largest difference of each parameter."""
+    return audit(done.program, *_given(done), done.outcome)
+
+
+def judge_run(done: Trained) -> Verdict:
+    """Replays a run that kept its log, and judges whether it differs by more than rounding."""
+    return judge(done.program, *_given(done), done.outcome)
+
+
+def _given(done: Trained) -> Prepared:
+    """Returns the model and the samples that a run began with."""
     job, batches = prepare(done.options, done.program.sizes, done.program.plan.cut.begins)
     for update, parts in done.moves:
         batches.change(update, [size for part in parts for size in part])
-    return audit(done.program, job, batches, done.outcome)
+    return Prepared(job, batches)
 
 
 def _log(part: dict[str, Any]) -> Log:

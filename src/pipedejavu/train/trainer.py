@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from pipedejavu.engine import AdamW, Job, Optimizer, Threads
+from pipedejavu.engine.replicas import ReplicaCheck
 from pipedejavu.engine.state import put_all, take_all, take_norm
 from pipedejavu.facts import InputError, Machine
 from pipedejavu.plan import Plan, preset
@@ -61,6 +62,10 @@ class Trainer:
 
     An action that lasts longer than `hang_after_s` (0: for ever; None: far longer than a step should) lets `step` raise
     a WorkerError that names it and says where in the code it is; the trainer is then of no more use.
+
+    Replicas that share every update must hold equal weights. They are compared every `check_replicas` updates (0:
+    never), before a checkpoint and before `save_to_model`. A WorkerError names the replica that differs; `load` goes on
+    from the last checkpoint.
     """
 
     def __init__(
@@ -76,6 +81,7 @@ class Trainer:
         machine: Machine | None = None,
         replan: bool = True,
         hang_after_s: float | None = None,
+        check_replicas: int = 50,
     ):
         self.model = model
         self.samples = 0
@@ -109,6 +115,7 @@ class Trainer:
         self._switch: Switch | None = None
         self._pilot: Pilot | None = None
         self._replans, self._hang_after_s = replan and found is not None, hang_after_s
+        self._check_every = check_replicas
         self._begin(compile_plan(plan, profile, machine, fold=False), sample)
         self.batch.held_out = _Split(sample, self.batch.sizes, cut)
 
@@ -119,6 +126,7 @@ class Trainer:
         self.batch = _Split(batch, program.sizes * program.plan.steps, self._cut)
         self.threads = Threads(program, self._job, self.batch)
         self.batch.cuts = [replace(self._cut, units=own.job.units) for own in self.threads.handlers]
+        self._replicas = ReplicaCheck(program, self._job, self._check_every)
         self._keep_vigil()
         if self._replans and len(program.workers) > 1:
             self._pilot = Pilot(Pace(program), self._ask, self._turn)
@@ -140,6 +148,7 @@ class Trainer:
         del self.threads  # a GPU has no room for both
         self._begin(compile_plan(switch.plan, switch.profile, switch.machine, fold=False), batch)
         put_all(self.threads, updates, state.get)
+        self._replicas.agreed = updates
 
     def _keep_vigil(self) -> None:
         """Watches over each worker's lanes for as long as there is somebody to tell."""
@@ -163,6 +172,8 @@ class Trainer:
         begun_s = time.perf_counter()
         spans = self.threads.run()
         self._steps += 1
+        if self._replicas.is_due(self.updates, self.program.plan.steps):
+            self._check_replicas()
         if self._pilot is not None:
             self._pilot.pace.take_round(time.perf_counter() - begun_s, spans)
             self._pilot.look()
@@ -172,6 +183,11 @@ class Trainer:
         self.samples += self.batch.size
         self._losses.append(sum(losses) / self.batch.size)
         return self._losses[-1]
+
+    def _check_replicas(self) -> None:
+        """Raises WorkerError if replicas that share every update hold different weights."""
+        if sentence := self._replicas.find(self.updates, self.threads.handlers):
+            raise WorkerError(sentence)
 
     @property
     def updates(self) -> int:
@@ -186,6 +202,7 @@ class Trainer:
         """
         if self.threads.failure is not None:
             raise self.threads.failure
+        self._check_replicas()
         if self._saver is None or self._saver.shelf.path != Path(folder):
             self.wait()
             self._saver = Saver(Shelf(folder), tell=say)
@@ -222,12 +239,13 @@ class Trainer:
             lambda name: found.tensor(name) if name in has else None,
             saved_in(found).norm,
         )
-        self.samples = found.manifest.samples
+        self.samples, self._replicas.agreed = found.manifest.samples, found.step
         set_random_state(found, device=current_gpu())
         return found.step
 
     def save_to_model(self) -> nn.Module:
         """Copies the trained weights into the user's model and returns it."""
+        self._check_replicas()
         weights = result_of(self.program, self.threads.outcome().weights)
         parameters = {n: p for u, m in self.units for n, p in m.named_parameters(u, remove_duplicate=False)}
         with torch.no_grad():

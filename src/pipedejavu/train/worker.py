@@ -19,6 +19,7 @@ from torch._C._distributed_c10d import FileStore, PrefixStore, Store
 from pipedejavu.engine.device import be_deterministic, device_of
 from pipedejavu.engine.handle import Handlers
 from pipedejavu.engine.process import run_rank
+from pipedejavu.engine.replicas import ReplicaCheck
 from pipedejavu.engine.run import final_weights
 from pipedejavu.engine.share import adjusted_counts
 from pipedejavu.engine.state import check_state, put_state, take_norm, take_state
@@ -27,7 +28,7 @@ from pipedejavu.program import Program
 from pipedejavu.program.share import cut_evenly
 from pipedejavu.simulate import Prediction, simulate
 from pipedejavu.store import Checkpoint, Saver, Shelf
-from pipedejavu.train.failure import ShortageError, is_shortage, keep_failure, write_failure
+from pipedejavu.train.failure import ShortageError, WorkerError, is_shortage, keep_failure, write_failure
 from pipedejavu.train.folder import Part, RunFolder, Start
 from pipedejavu.train.halt import STOPPED, Halt
 from pipedejavu.train.logbook import open_logbooks
@@ -113,6 +114,7 @@ class Rank:
         self.order.start(start.step, start.samples)
         self.order.keep(num_kept(program, self.rank))
         self.batches = SteadyBatches(self.order)
+        self.replicas = ReplicaCheck(program, self.job, options.check_replicas, start.step)
         self.moves: list[Move] = []
         self.spans: list[Span] = []
         self.step = start.step
@@ -254,10 +256,24 @@ class Rank:
         if plan.feed.kind == "share" and plan.feed.is_controlled:
             self._rebalance(update, spans)
         self.is_stopped = self.halt.is_due(update, plan.steps) and update < self.options.steps
-        every = self.options.checkpoint_every
-        if self.saver and every and (update % every == 0 or update >= self.options.steps or self.is_stopped):
+        every, is_last = self.options.checkpoint_every, update >= self.options.steps or self.is_stopped
+        is_saved = bool(self.saver and every and (update % every == 0 or is_last))
+        if is_saved or is_last or self.replicas.is_due(update, plan.steps):
+            self._check_replicas(update, handlers)
+        if self.saver and is_saved:
             self._save(self.saver, update, handlers)
         return not self.is_stopped
+
+    def _check_replicas(self, update: int, handlers: Handlers) -> None:
+        """Raises WorkerError, on all ranks alike, if replicas that share every update hold different weights."""
+        handlers.notice("net", "the comparison of replicas")
+        sentence = self.replicas.find(update, [handlers], dist.all_reduce)
+        handlers.notice("net", "")
+        if sentence:
+            if self.saver:
+                self.saver.wait()
+                dist.barrier()  # the checkpoint that was copied while they agreed is on the disk
+            raise WorkerError(sentence)
 
     def _save(self, saver: Saver, update: int, handlers: Handlers) -> None:
         """Copies this rank's share of the state, which the saver writes beside training."""
