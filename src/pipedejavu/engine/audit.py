@@ -150,7 +150,8 @@ class Replay:
         found = {home: weights for home, (_, weights) in last.items()}
         if self.plan.reduce.wire == "server" and self.plan.reduce.gate == "lock":
             found |= {(piece, self.center): cell for piece, cell in self.cells.items()}
-        return {(p, self.center): r.initial for p, r in enumerate(self.runners)} | found
+        found = {(p, self.center): r.initial for p, r in enumerate(self.runners)} | found
+        return {home: weights | self.runners[home[0]].frozen for home, weights in found.items()}
 
     def replay(self, event: Event) -> bool:
         """Replays one event; returns whether it could."""

@@ -55,6 +55,9 @@ class PieceRunner:
         self.names: dict[str, str] = {}
         """Each parameter's full name, and the name that stands for it where the piece holds it twice."""
         self.initial: Tensors = {}
+        """The parameters that are trained, at the start."""
+        self._frozen: list[tuple[dict[str, Any], str, str]] = []
+        """Where the modules have parameters that are not: a module's dictionary, the key there, and the full name."""
         self._slots: list[tuple[dict[str, Any], str, str, Tensor]] = []
         """Where the modules look for parameters: a module's own dictionary, the key there, the full name, and the
         tensor that is there while the piece is at rest."""
@@ -67,6 +70,9 @@ class PieceRunner:
                     if parameter is None:
                         continue
                     full = ".".join(filter(None, (path, key)))
+                    if not parameter.requires_grad:
+                        self._frozen.append((part._parameters, key, full))
+                        continue
                     self.names[full] = first.setdefault(id(parameter), full)
                     of_unit[number][self.names[full]] = None
                     self._slots.append((part._parameters, key, self.names[full], parameter))
@@ -109,7 +115,13 @@ class PieceRunner:
 
     def boxes(self, weights: Tensors) -> Boxes:
         """Returns boxes for what its forward saves, beside weights and buffers."""
-        return Boxes([*weights.values(), *(buffer for _, _, buffer in self._buffers(self.units))])
+        buffers = [buffer for _, _, buffer in self._buffers(self.units)]
+        return Boxes([*weights.values(), *buffers, *self.frozen.values()])
+
+    @property
+    def frozen(self) -> Tensors:
+        """The parameters that are not trained, under all their full names."""
+        return {full: place[key].detach() for place, key, full in self._frozen}
 
     def forward_again(self, weights: Tensors, saved: Saved, microbatch: int) -> tuple[Value, Saved]:
         """Runs the units again of which only what they read was kept; returns what the last of them make, and all."""
@@ -151,8 +163,8 @@ class PieceRunner:
         return [(p._buffers, key, buffer) for p in parts for key, buffer in p._buffers.items() if buffer is not None]
 
     def to(self, device: torch.device) -> "PieceRunner":
-        """Moves the buffers to a device, those that are one to one; weights come with each call."""
-        buffers = self._buffers(self.units)
+        """Moves buffers and frozen parameters to a device, those that are one to one; weights come with each call."""
+        buffers = self._buffers(self.units) + [(place, key, place[key]) for place, key, _ in self._frozen]
         moved = {id(buffer): buffer.to(device) for _, _, buffer in buffers}
         for place, key, buffer in buffers:
             place[key] = moved[id(buffer)]

@@ -130,9 +130,14 @@ def _positions(live: Liveness) -> tuple[Way, list[int]]:
 
 
 def _weighted(found: Trace) -> list[int]:
-    """Returns the operations that read parameters."""
-    weights = {node for node, name in found.states.items() if isinstance(found.held[name], nn.Parameter)}
+    """Returns the operations that read parameters which are trained."""
+    weights = {node for node, name in found.states.items() if _is_weight(found.held[name])}
     return [n for n, node in enumerate(found.nodes) if not weights.isdisjoint(node.all_input_nodes)]
+
+
+def _is_weight(held: Tensor | nn.Module) -> bool:
+    """Whether what a graph holds is trained; a frozen parameter is not."""
+    return isinstance(held, nn.Parameter) and held.requires_grad
 
 
 def _blocks(paths: Sequence[str]) -> list[tuple[str, ...]]:

@@ -115,7 +115,7 @@ def trace(model: nn.Module, inputs: Any) -> Trace:
             if what.kind in (InputKind.PARAMETER, InputKind.BUFFER):
                 tensor = _member(model, str(what.target))
                 states[node] = own[id(tensor)]
-                held[states[node]] = tensor if tensor.requires_grad else tensor.detach()  # what is frozen is no weight
+                held[states[node]] = tensor
             elif what.kind == InputKind.CONSTANT_TENSOR:
                 states[node] = str(what.target)
                 held[states[node]] = exported.constants[str(what.target)]
