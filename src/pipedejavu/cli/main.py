@@ -221,6 +221,9 @@ def train(
     dtype: Annotated[str, typer.Option(help="float32 or float64, of weights and all that is computed.")] = "float32",
     seed: Annotated[int, typer.Option(help="Of weights, data order and dropout.")] = 0,
     audit: Annotated[bool, typer.Option(help="Replay the run in float64 and print the largest differences.")] = False,
+    check_model: Annotated[
+        bool, typer.Option(help="Compare the model with the units that it is cut into before the first update.")
+    ] = True,
     on_nan: Annotated[str, typer.Option(help="stop or skip an update whose gradients are not finite.")] = "stop",
     machine: Annotated[str | None, typer.Option(help="A machine file; by default this machine's own devices.")] = None,
     devices: Annotated[str, typer.Option(help="auto (GPUs first, then the CPU), cpu or gpu.")] = "auto",

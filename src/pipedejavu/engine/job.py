@@ -18,8 +18,8 @@ class Job:
 
     units: Sequence[tuple[str, nn.Module]]
     """Names and modules in order; each module takes the value of the one before it. A parameter's full name is what the
-    module calls it under the unit's name as a prefix (`named_parameters(prefix=unit)`). One that requires no gradient is
-    frozen: it is no weight, has no gradient and no optimizer state, and stays as it is."""
+    module calls it under the unit's name as a prefix (`named_parameters(prefix=unit)`). One that requires no
+    gradient is frozen: it is no weight, has no gradient and no optimizer state, and stays as it is."""
     loss: Callable[[Any, Any], Tensor]
     """The sum, not the mean, of the losses of a microbatch's samples or tokens."""
     optimizer: Optimizer

@@ -139,7 +139,7 @@ class PieceRunner:
         if run.works_in_place:
             value = like(value, [t.clone() for t in tensors_of(value)])
         for number, _, module in run.units:
-            value = module(value) if number in self._calm else self._run_seeded(number, module, value, microbatch)
+            value = module(value) if number in self._calm else self.run_seeded(number, module, value, microbatch)
         return value
 
     @contextmanager
@@ -170,10 +170,10 @@ class PieceRunner:
             place[key] = moved[id(buffer)]
         return self
 
-    def _run_seeded(self, number: int, module: nn.Module, value: Value, microbatch: int) -> Value:
+    def run_seeded(self, number: int, module: nn.Module, value: Value, microbatch: int) -> Value:
         """Runs a unit that may draw random numbers."""
         with _random:
-            generators = _generators(tensors_of(value)[0].device)
+            generators = generators_of(tensors_of(value)[0].device)
             for generator in generators:
                 generator.manual_seed(mixed(self.seed, microbatch, number))
             if number in self._random:
@@ -187,7 +187,7 @@ class PieceRunner:
         return value
 
 
-def _generators(device: torch.device) -> list[torch.Generator]:
+def generators_of(device: torch.device) -> list[torch.Generator]:
     """Returns the generators that a unit on a device may draw from.
 
     `torch.manual_seed` would seed those of all devices, and where CUDA has not been used keep a stack trace each time,

@@ -1,0 +1,139 @@
+"""Models whose recording would compute something else are refused, with the unit, the line, the size and the cause."""
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from pipedejavu.facts import InputError
+from tests.bugs.plain import furthest, make_trainer, trained, trained_plainly
+
+
+class Net(nn.Module):
+    """Three layers with something between the first two."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
+        self.calls = 0
+
+    def between(self, x: Tensor) -> Tensor:
+        return x
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.between(self.layers[0](x).tanh())
+        return self.layers[2](self.layers[1](x).tanh())
+
+
+class WithNumpyMask(Net):
+    def between(self, x: Tensor) -> Tensor:
+        start = np.random.randint(0, 4)  # as SpecAugment does
+        mask = torch.ones(6)
+        mask[start : start + 2] = 0
+        return x * mask
+
+
+class WithPythonNoise(Net):
+    def between(self, x: Tensor) -> Tensor:
+        return x * random.uniform(0.5, 1.5)
+
+
+class WithRareNumpyMask(Net):
+    def between(self, x: Tensor) -> Tensor:
+        return x * 2 if np.random.rand() < 0.4 else x
+
+
+class WithCounter(Net):
+    def between(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return x * (1 + 0.1 * self.calls)
+
+
+class WithOwnGenerator(Net):
+    def between(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return x * torch.rand(6, generator=torch.Generator().manual_seed(self.calls))
+
+
+class WithTensorHook(Net):
+    def between(self, x: Tensor) -> Tensor:
+        if x.requires_grad:
+            x.register_hook(lambda gradient: 0.5 * gradient)
+        return x
+
+
+def with_module_backward_hook() -> nn.Module:
+    model = Net()
+    model.layers[1].register_full_backward_hook(lambda _module, given, _made: (0.5 * given[0],))
+    return model
+
+
+def with_parameter_hook(model: nn.Module | None = None) -> nn.Module:
+    model = model or Net()
+    next(model.parameters()).register_hook(lambda gradient: 0.5 * gradient)
+    return model
+
+
+def with_accumulate_hook() -> nn.Module:
+    model = Net()
+    next(model.parameters()).register_post_accumulate_grad_hook(lambda parameter: parameter.grad.mul_(0.5))
+    return model
+
+
+def chain_with_parameter_hook() -> nn.Module:
+    return with_parameter_hook(nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6)))
+
+
+class Lister(Net):
+    """Lists all its layers, and runs more than them."""
+
+    def units(self) -> list[tuple[str, nn.Module]]:
+        return [(f"layers.{n}", layer) for n, layer in enumerate(self.layers)]
+
+
+def with_statistics_used_twice() -> nn.Module:
+    norm = nn.BatchNorm1d(6)
+    return nn.Sequential(nn.Linear(6, 6), norm, nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6), norm)
+
+
+@pytest.mark.parametrize(
+    ("make", "sentence"),
+    [
+        (WithNumpyMask, r"output differs by .* first in unit 'layers.1' at .*test_model_check.py:\d+, 'return x \* mask'"),
+        (WithNumpyMask, r"draws from numpy.random, which happened once while it was recorded; draw with torch"),
+        (WithPythonNoise, r"'return x \* random.uniform\(0.5, 1.5\)'. Its forward draws from Python's random"),
+        (WithRareNumpyMask, r"the output differs by .* draws from numpy.random"),
+        (WithCounter, r"in pass 2 .*'return x \* \(1 \+ 0.1 \* self.calls\)'. The first pass agrees"),
+        (Lister, r"the output differs by .* first in unit 'layers.0'. Likely its units .* list other than what forward"),
+        (with_statistics_used_twice, r"'1.num_batches_tracked' after a pass differs by 1, .* give each use a module"),
+    ],
+)
+def test_what_a_recording_loses_is_found_by_running_both(make, sentence) -> None:
+    with pytest.raises(InputError, match=sentence):
+        make_trainer(make())
+
+
+@pytest.mark.parametrize("make", [WithNumpyMask, WithPythonNoise, WithCounter, Lister])
+def test_without_the_check_they_train_something_else(make) -> None:
+    model = make()
+    np.random.seed(1)
+    random.seed(1)
+    expected = trained_plainly(model)
+    assert furthest(trained(model, check_model=False), expected) > 1e-3
+
+
+def test_the_check_changes_nothing_of_the_users() -> None:
+    model = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Dropout(0.5), nn.Linear(6, 6))
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    for seed in (torch.manual_seed, random.seed, np.random.seed):
+        seed(3)
+    make_trainer(model, check_model=False)
+    drawn = [(torch.rand(1).item(), random.random(), np.random.rand()) for _ in range(2)]
+    for seed in (torch.manual_seed, random.seed, np.random.seed):
+        seed(3)
+    make_trainer(model)
+    assert drawn == [(torch.rand(1).item(), random.random(), np.random.rand()) for _ in range(2)]
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    assert all(parameter.grad is None for parameter in model.parameters())
