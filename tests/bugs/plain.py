@@ -24,7 +24,7 @@ def batch(seed: int, width: int = 6) -> tuple[Tensor, Tensor]:
 
 
 def trained_plainly(model: nn.Module, microbatches: int = 1) -> dict[str, Tensor]:
-    """Trains a copy of a model as a user would, and returns its state; frozen parameters are given to the optimizer too."""
+    """Trains a copy of a model as a user would, and returns its state; the optimizer is given frozen parameters too."""
     own = copy.deepcopy(model)
     optimizer = torch.optim.SGD(own.parameters(), lr=LR)
     for step in range(STEPS):

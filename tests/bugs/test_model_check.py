@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from pipedejavu.facts import InputError
-from tests.bugs.plain import furthest, make_trainer, trained, trained_plainly
+from tests.bugs.plain import ROUNDING, furthest, make_trainer, trained, trained_plainly
 
 
 class Net(nn.Module):
@@ -101,13 +101,19 @@ def with_statistics_used_twice() -> nn.Module:
 @pytest.mark.parametrize(
     ("make", "sentence"),
     [
-        (WithNumpyMask, r"output differs by .* first in unit 'layers.1' at .*test_model_check.py:\d+, 'return x \* mask'"),
-        (WithNumpyMask, r"draws from numpy.random, which happened once while it was recorded; draw with torch"),
-        (WithPythonNoise, r"'return x \* random.uniform\(0.5, 1.5\)'. Its forward draws from Python's random"),
+        (
+            WithNumpyMask,
+            r"output differs by .*; first in unit 'layers.0' at .*test_model_check.py:\d+, 'x = self.between.*'. Its"
+            r" forward draws from numpy.random, which happened once while it was recorded; draw with torch",
+        ),
+        (WithPythonNoise, r"'x = self.between.*'. Its forward draws from Python's random"),
         (WithRareNumpyMask, r"the output differs by .* draws from numpy.random"),
-        (WithCounter, r"in pass 2 .*'return x \* \(1 \+ 0.1 \* self.calls\)'. The first pass agrees"),
-        (Lister, r"the output differs by .* first in unit 'layers.0'. Likely its units .* list other than what forward"),
-        (with_statistics_used_twice, r"'1.num_batches_tracked' after a pass differs by 1, .* give each use a module"),
+        (WithCounter, r"in pass 2 .*'x = self.between.*'. The first pass agrees"),
+        (
+            Lister,
+            r"the output differs by .* first in unit 'layers.1'. Likely its units .* list other than what forward",
+        ),
+        (with_statistics_used_twice, r"'1.running_mean' after a pass differs by .* give each use a module"),
     ],
 )
 def test_what_a_recording_loses_is_found_by_running_both(make, sentence) -> None:
@@ -137,3 +143,55 @@ def test_the_check_changes_nothing_of_the_users() -> None:
     assert drawn == [(torch.rand(1).item(), random.random(), np.random.rand()) for _ in range(2)]
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
     assert all(parameter.grad is None for parameter in model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("make", "sentence"),
+    [
+        (
+            WithTensorHook,
+            r"test_model_check.py:\d+, 'x.register_hook.*the hook on a tensor of shape \(2, 6\) would be lost",
+        ),
+        (
+            with_module_backward_hook,
+            r"module 'layers.1' of a Net has the backward hook 'with_module_.*' \(.*:\d+\), which",
+        ),
+        (
+            with_parameter_hook,
+            r"parameter 'layers.0.weight' of a Net has the gradient hook 'with_para.*' \(.*:\d+\), which",
+        ),
+        (WithOwnGenerator, r"its forward uses a Generator of its own, and a recording can hold only tensors"),
+        (with_accumulate_hook, r"parameter 'layers.0.weight' of a Net has the gradient hook"),
+        (chain_with_parameter_hook, r"parameter '0.weight' of a Sequential has the gradient hook"),
+    ],
+)
+def test_hooks_that_would_be_lost_are_refused_by_name(make, sentence) -> None:
+    with pytest.raises(InputError, match=sentence):
+        make_trainer(make(), check_model=False)
+
+
+class Halved(nn.Module):
+    """A unit with a hook on a tensor."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.requires_grad:
+            x.register_hook(lambda gradient: 0.5 * gradient)
+        return x * 1
+
+
+def test_hooks_in_the_units_of_a_chain_work() -> None:
+    model = nn.Sequential(nn.Linear(6, 6), Halved(), nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6))
+    model[2].register_full_backward_hook(lambda _module, given, _made: (3 * given[0],))
+    model[2].register_forward_pre_hook(lambda _, args: (0.7 * args[0],))
+    model[4].register_forward_hook(lambda _module, _args, output: output + 1)
+    expected = trained_plainly(model)
+    for plan in ("1f1b", "zb-h1"):
+        assert furthest(trained(model, plan), expected) < ROUNDING
+
+
+def test_a_forward_hook_of_a_recorded_model_is_trained_with_and_told_of(capsys) -> None:
+    model = Net()
+    model.layers[1].register_forward_hook(lambda _module, _args, output: 2 * output)
+    expected = trained_plainly(model)
+    assert furthest(trained(model), expected) < ROUNDING
+    assert "of module 'layers.1' ran once, while the model was recorded" in capsys.readouterr().err

@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 from pipedejavu.facts import InputError
 from pipedejavu.profile.blank import Mode, mode_of
 from pipedejavu.profile.chain import Units, is_chain, read_chain
+from pipedejavu.profile.hook import check_backward_hooks, check_parameter_hooks
 from pipedejavu.profile.live import Liveness, module_paths
 from pipedejavu.profile.segment import Body, Entry, Segment, Value, make_body
 from pipedejavu.profile.trace import Trace, trace
@@ -73,8 +74,10 @@ def cut_model(model: nn.Module, inputs: Any, begins: Sequence[int] = ()) -> Cut:
     Outputs and gradients of the units equal the model's, however they are divided into pieces; the parameters are the
     model's own, under its own names. Raises InputError for a model that cannot be recorded.
     """
+    check_parameter_hooks(model)
     if is_chain(model):
         return Cut(read_chain(model), "chain", _same, _same, model)
+    check_backward_hooks(model)
     found = trace(model, inputs)
     live = Liveness(found)
     if not any(isinstance(leaf, fx.Node) for leaf in found.outputs):

@@ -20,6 +20,7 @@ from pipedejavu.engine import Job
 from pipedejavu.facts import InputError, format_bytes
 from pipedejavu.probe.host import free_memory_bytes
 from pipedejavu.profile import Cut
+from pipedejavu.profile.hook import describe_forward_hooks
 from pipedejavu.program import Program
 from pipedejavu.train.model_difference import find_place
 from pipedejavu.train.model_pass import DividedModel, Loss, Pass, WholeModel
@@ -90,8 +91,9 @@ def check_model(asked: Checked, device: torch.device, option: str = OPTION) -> s
     with _own_randomness(place):
         found, draws = _compare_all(asked, whole, divided)
         if found is None:
+            hooks = describe_forward_hooks(asked.model) if asked.cut.way != "chain" else ""
             if not draws:
-                return ""
+                return hooks
             return (
                 f"the model draws from {' and '.join(draws)}, and its units, which are a recording, do not; in"
                 f" {_MORE_ROUNDS} microbatches that made no difference"
