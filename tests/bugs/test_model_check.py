@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from pipedejavu.facts import InputError
+from pipedejavu.train import model_check
 from tests.bugs.plain import ROUNDING, furthest, make_trainer, trained, trained_plainly
 
 
@@ -195,3 +196,24 @@ def test_a_forward_hook_of_a_recorded_model_is_trained_with_and_told_of(capsys) 
     expected = trained_plainly(model)
     assert furthest(trained(model), expected) < ROUNDING
     assert "of module 'layers.1' ran once, while the model was recorded" in capsys.readouterr().err
+
+
+def referring_to(model: nn.Module, layers: list[nn.Module]) -> nn.Module:
+    """Has a hook that refers to the model by its name, not to the module that it is given."""
+    layers[0].register_forward_hook(lambda _module, _args, output: output + layers[1].bias)
+    return model
+
+
+def test_a_copy_that_trains_the_model_itself_is_noticed(capsys) -> None:
+    chain = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6))
+    with pytest.raises(InputError, match=r"a copy of the Sequential computes with '2.bias' of the model itself"):
+        make_trainer(referring_to(chain, [chain[0], chain[2]]))
+    model = Net()
+    make_trainer(referring_to(model, list(model.layers)))
+    assert "a copy of the Net computes with 'layers.1.bias' of the model itself" in capsys.readouterr().err
+
+
+def test_a_model_too_large_for_another_copy_is_left_out_aloud(capsys, monkeypatch) -> None:
+    monkeypatch.setattr(model_check, "free_memory_bytes", lambda: 100)
+    make_trainer(WithCounter())
+    assert "the model is not compared with its units: that takes 4.9 KiB of 100 B" in capsys.readouterr().err

@@ -88,18 +88,37 @@ def check_model(asked: Checked, device: torch.device, option: str = OPTION) -> s
     except Exception as error:  # whatever a model's own __deepcopy__ or attributes raise
         return f"the model is not compared with its units: it cannot be copied ({error})"
     divided = DividedModel(asked.model, asked.cut, asked.job, asked.program, place)
-    with _own_randomness(place):
+    with _own_randomness(place), _without_gradients(asked.model):
         found, draws = _compare_all(asked, whole, divided)
+        if leak := next((name for name, p in asked.model.named_parameters() if p.grad is not None), None):
+            return _about_leak(asked, leak)
         if found is None:
-            hooks = describe_forward_hooks(asked.model) if asked.cut.way != "chain" else ""
-            if not draws:
-                return hooks
-            return (
-                f"the model draws from {' and '.join(draws)}, and its units, which are a recording, do not; in"
-                f" {_MORE_ROUNDS} microbatches that made no difference"
-            )
+            return _remark(asked, draws)
         del divided, whole
         raise InputError(_sentence(asked, found, place, option))
+
+
+def _about_leak(asked: Checked, name: str) -> str:
+    """Returns why a model was not compared whose copy trains the model itself; refuses one whose units do so."""
+    reason = (
+        f"a copy of the {type(asked.model).__name__} computes with '{name}' of the model itself, as a hook or function"
+    )
+    if asked.cut.way == "chain":
+        raise InputError(
+            f"{reason} that refers to the model by its name does; workers train copies: refer to the module that is"
+            " given to the hook, or to self"
+        )
+    return f"the model is not compared with its units: {reason} does that refers to the model by its name"
+
+
+def _remark(asked: Checked, draws: Sequence[str]) -> str:
+    """Returns what the check could not see of a model that agrees with its units."""
+    if draws:
+        return (
+            f"the model draws from {' and '.join(draws)}, and its units, which are a recording, do not; in"
+            f" {_MORE_ROUNDS} microbatches that made no difference"
+        )
+    return describe_forward_hooks(asked.model) if asked.cut.way != "chain" else ""
 
 
 def _place(state_bytes: int, device: torch.device) -> torch.device | None:
@@ -119,6 +138,19 @@ def _own_randomness(device: torch.device) -> Iterator[None]:
     finally:
         random.setstate(python)
         np.random.set_state(numpy)
+
+
+@contextmanager
+def _without_gradients(model: nn.Module) -> Iterator[None]:
+    """Puts back the gradients of the user's model, which has none inside."""
+    before = [(parameter, parameter.grad) for parameter in model.parameters()]
+    try:
+        for parameter, _ in before:
+            parameter.grad = None
+        yield
+    finally:
+        for parameter, gradient in before:
+            parameter.grad = gradient
 
 
 def _seed(number: int) -> None:
