@@ -5,6 +5,7 @@ from pipedejavu.engine.byzantine import Byzantine
 from pipedejavu.engine.job import Applied, Batches, Event, Job, Log, Read, Scored
 from pipedejavu.engine.optimizer import AdamW, Optimizer, Sgd
 from pipedejavu.engine.run import Outcome, Threads, check_runnable, run_threads
+from pipedejavu.engine.uncut import Uncut
 
 __all__ = [
     "AdamW",
@@ -20,6 +21,7 @@ __all__ = [
     "Scored",
     "Sgd",
     "Threads",
+    "Uncut",
     "audit",
     "check_runnable",
     "run_threads",

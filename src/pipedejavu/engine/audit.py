@@ -19,13 +19,16 @@ from pipedejavu.engine.optimizer import Tensors
 from pipedejavu.engine.piece import PieceRunner
 from pipedejavu.engine.run import Outcome
 from pipedejavu.engine.score import Trial, kept, number_of, score
+from pipedejavu.engine.uncut import Uncut, UncutReplay
 from pipedejavu.facts import InputError
 from pipedejavu.program import Action, Program
 from pipedejavu.program.verify import promised_versions
 
 
-def audit(program: Program, job: Job, batches: Batches, outcome: Outcome) -> dict[str, float]:
-    """Returns the largest difference of each parameter between a run and its replay.
+def audit(
+    program: Program, job: Job, batches: Batches, outcome: Outcome, uncut: Uncut | None = None
+) -> dict[str, float]:
+    """Returns the largest difference of each parameter between a run and its replay, of the uncut model if it is given.
 
     Raises InputError where the log itself is not what the plan promises. A run without versions (Hogwild) has
     no replay.
@@ -33,7 +36,7 @@ def audit(program: Program, job: Job, batches: Batches, outcome: Outcome) -> dic
     if program.plan.version.kind == "torn":
         raise InputError("version 'torn' records no versions, so there is nothing to replay")
     check_log(program, batches, outcome.logs)
-    replayed = Replay(program, job, batches).run(outcome.logs)
+    replayed = Replay(program, job, batches, uncut).run(outcome.logs)
     differences: dict[str, float] = defaultdict(float)
     for home, weights in outcome.weights.items():
         for name, weight in weights.items():
@@ -114,11 +117,12 @@ def _check_complete(program: Program, updates: dict[tuple[int, int], list[int]])
 class Replay:
     """One replay in float64."""
 
-    def __init__(self, program: Program, job: Job, batches: Batches):
+    def __init__(self, program: Program, job: Job, batches: Batches, uncut: Uncut | None = None):
         self.program, self.plan, self.job, self.batches = program, program.plan, job, batches
         units = copy.deepcopy([module for _, module in job.units])
         doubles = [(n, job.units[n][0], module.double()) for n, module in enumerate(units)]
         self.runners = [PieceRunner([doubles[u] for u in piece.units], job.seed) for piece in program.pieces]
+        self.uncut = UncutReplay(uncut, job, doubles) if uncut else None
         self.center = program.num_replicas
         self.newest: dict[tuple[int, int, int], Tensors] = {}
         self.read: dict[tuple[int, int], Tensors] = {}
@@ -325,14 +329,19 @@ class Replay:
         if microbatch in self.gradients:
             return True
         reads = [self.read.get((piece, microbatch)) for piece in range(len(self.runners))]
-        value, saved = _double(self.batches.inputs(microbatch)), []
-        for runner, weights in zip(self.runners, reads, strict=True):
-            if weights is None:
-                return False
+        known = [weights for weights in reads if weights is not None]
+        if len(known) < len(reads):
+            return False
+        value, targets = _double(self.batches.inputs(microbatch)), _double(self.batches.targets(microbatch))
+        if self.uncut and (found := self.uncut.gradients(microbatch, known, value, targets)):
+            self.gradients[microbatch] = found
+            return True
+        saved = []
+        for runner, weights in zip(self.runners, known, strict=True):
             leaves = {n: w.detach().requires_grad_() for n, w in weights.items()}
             value, kept = runner.forward(leaves, value, microbatch)
             saved.append(kept)
-        loss = self.job.loss(value, _double(self.batches.targets(microbatch)))
+        loss = self.job.loss(value, targets)
         saved[-1] = with_loss(saved[-1], loss)
         passed: tuple[Tensor, ...] = (torch.ones_like(loss),)
         gradients = []

@@ -5,11 +5,13 @@ from itertools import pairwise
 from statistics import median
 from typing import Any
 
-from pipedejavu.engine import Applied, Event, Log, Outcome, Read, Scored, audit
+from pipedejavu.engine import Applied, Event, Log, Outcome, Read, Scored, Uncut, audit
 from pipedejavu.facts import Span, Timeline, WorkerSummary, write_file
+from pipedejavu.profile.trace import as_call
 from pipedejavu.program import Program
 from pipedejavu.simulate import Prediction, simulate
 from pipedejavu.train.folder import RunFolder, result_of
+from pipedejavu.train.loop import say
 from pipedejavu.train.options import TrainOptions
 from pipedejavu.train.task import prepare
 from pipedejavu.train.worker import Move
@@ -66,7 +68,14 @@ def audit_run(done: Trained) -> dict[str, float]:
     job, batches = prepare(done.options, done.program.sizes, done.program.plan.cut.begins)
     for update, parts in done.moves:
         batches.change(update, [size for part in parts for size in part])
-    return audit(done.program, job, batches, done.outcome)
+    is_chain = batches.cut.way == "chain"
+    uncut = Uncut(batches.task.model, batches.own_inputs, _one if is_chain else as_call, batches.task.loss, say)
+    return audit(done.program, job, batches, done.outcome, uncut)
+
+
+def _one(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Returns the call of a chain, which takes one value."""
+    return (inputs,), {}
 
 
 def _log(part: dict[str, Any]) -> Log:
