@@ -217,3 +217,43 @@ def test_a_model_too_large_for_another_copy_is_left_out_aloud(capsys, monkeypatc
     monkeypatch.setattr(model_check, "free_memory_bytes", lambda: 100)
     make_trainer(WithCounter())
     assert "the model is not compared with its units: that takes 4.9 KiB of 100 B" in capsys.readouterr().err
+
+
+class WithFactor(Net):
+    """Differs from its recording by a factor that grows a little with each call."""
+
+    growth = 0.0
+
+    def between(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return x * (1 + self.growth * self.calls)
+
+
+class WithRounding(WithFactor):
+    growth = 2**-52
+
+
+class WithLittle(WithFactor):
+    growth = 1e-9
+
+
+def test_rounding_is_allowed_and_no_more(capsys) -> None:
+    make_trainer(WithRounding())
+    assert not capsys.readouterr().err
+    with pytest.raises(InputError, match=r"in pass 2 .* the output differs by \d.*e-\d+, where the largest value is"):
+        make_trainer(WithLittle())
+
+
+class Uncopied(Net):
+    """Holds what cannot be copied."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.product = self.layers[0].weight * 2
+
+
+def test_a_model_that_cannot_be_copied_is_left_out_aloud(capsys) -> None:
+    make_trainer(Uncopied())
+    assert (
+        "the model is not compared with its units: it cannot be copied (Only Tensors created" in capsys.readouterr().err
+    )

@@ -22,6 +22,7 @@ from pipedejavu.probe.host import free_memory_bytes
 from pipedejavu.profile import Cut
 from pipedejavu.profile.hook import describe_forward_hooks
 from pipedejavu.program import Program
+from pipedejavu.train.failure import is_shortage
 from pipedejavu.train.model_difference import find_place
 from pipedejavu.train.model_pass import DividedModel, Loss, Pass, WholeModel
 
@@ -33,6 +34,11 @@ _SLACK = 8
 """How many times the effect of a change in the last place a difference may be."""
 
 OPTION = "check_model=False"
+_UNCHECKED = "the model is not compared with its units"
+
+
+class _UncopiedError(Exception):
+    """A model cannot be copied."""
 
 
 class Sample(NamedTuple):
@@ -80,21 +86,22 @@ def check_model(asked: Checked, device: torch.device, option: str = OPTION) -> s
     place = _place(state_bytes, device)
     if place is None:
         free = format_bytes(free_memory_bytes())
-        return f"the model is not compared with its units: that takes {format_bytes(_COPIES * state_bytes)} of {free}"
+        return f"{_UNCHECKED}: that takes {format_bytes(_COPIES * state_bytes)} of {free}"
     for sample in asked.samples:
         asked.cut.fit(sample.inputs)
-    try:
-        whole = WholeModel(asked.model, asked.cut.way == "chain", asked.loss, place)
-    except Exception as error:  # whatever a model's own __deepcopy__ or attributes raise
-        return f"the model is not compared with its units: it cannot be copied ({error})"
-    divided = DividedModel(asked.model, asked.cut, asked.job, asked.program, place)
     with _own_randomness(place), _without_gradients(asked.model):
-        found, draws = _compare_all(asked, whole, divided)
+        try:
+            found, draws = _compare_all(asked, place)
+        except _UncopiedError as error:
+            return f"{_UNCHECKED}: it cannot be copied ({error})"
+        except (RuntimeError, MemoryError) as error:
+            if not is_shortage(error) and place.type == device.type:
+                raise
+            return f"{_UNCHECKED}: on {place}, {error}"
         if leak := next((name for name, p in asked.model.named_parameters() if p.grad is not None), None):
             return _about_leak(asked, leak)
         if found is None:
             return _remark(asked, draws)
-        del divided, whole
         raise InputError(_sentence(asked, found, place, option))
 
 
@@ -108,7 +115,7 @@ def _about_leak(asked: Checked, name: str) -> str:
             f"{reason} that refers to the model by its name does; workers train copies: refer to the module that is"
             " given to the hook, or to self"
         )
-    return f"the model is not compared with its units: {reason} does that refers to the model by its name"
+    return f"{_UNCHECKED}: {reason} does that refers to the model by its name"
 
 
 def _remark(asked: Checked, draws: Sequence[str]) -> str:
@@ -136,6 +143,8 @@ def _own_randomness(device: torch.device) -> Iterator[None]:
         with torch.random.fork_rng([device] if device.type == "cuda" else []):
             yield
     finally:
+        if device.type == "cuda":
+            torch.cuda.empty_cache()  # workers are other processes
         random.setstate(python)
         np.random.set_state(numpy)
 
@@ -170,10 +179,13 @@ def _drawn(number: int) -> tuple[str, ...]:
     return tuple(name for name, is_drawn in found.items() if is_drawn)
 
 
-def _compare_all(
-    asked: Checked, whole: WholeModel, divided: DividedModel
-) -> tuple[_Difference | None, tuple[str, ...]]:
+def _compare_all(asked: Checked, device: torch.device) -> tuple[_Difference | None, tuple[str, ...]]:
     """Runs both as often as needed; returns the first difference, and the generators that only the model drew from."""
+    try:
+        whole = WholeModel(asked.model, asked.cut.way == "chain", asked.loss, device)
+    except Exception as error:  # whatever a model's own attributes raise
+        raise _UncopiedError(str(error)) from error
+    divided = DividedModel(asked.model, asked.cut, asked.job, asked.program, device)
     number, rounds, missed = 0, _ROUNDS, tuple[str, ...]()
     while number < rounds:
         passes, drawn = list[Pass](), list[tuple[str, ...]]()
