@@ -238,7 +238,9 @@ INTRODUCTION = """# Models that were cut
 `pipedejavu` takes a model as it is: `zoo:NAME`, `hf:CONFIG`, `FILE.py:FUNCTION`, or a live module that the `Trainer`
 is given.
 
-- A **chain** (`nn.Sequential`, or a module with `units()`) is read as it is.
+- A **chain** is read as it is: an `nn.Sequential` without a forward or hooks of its own, or a module whose method
+  `units()` lists (name, module) pairs that hold all its parameters under their own names. Its units run as they are,
+  with their hooks and whatever Python they run; a module that is listed twice is two units with tied weights.
 - Any other model is recorded by `torch.export`, on tensors without memory, for inputs of one shape. It is cut
   where its **blocks** begin: modules with numbers for names, as in an `nn.ModuleList`. Where it has too few of them,
   it is cut anywhere in its **graph** between two uses of parameters. Positions inside of a residual are left out.
@@ -256,10 +258,23 @@ None for the model's own loss; and a dataset of `(inputs, targets)` as `torch.ut
 a model's own loss.
 
 What does not come along: autograd functions of one's own are refused, since a recorded forward has lost their
-backward, and so is Python that decides by the values of tensors; values that no input decides, as positions are, are
-known. Activation checkpointing inside of the model is left out (use a plan that recomputes). Attributes that are no
-tensors are not changed by a forward. A parameter that is frozen, or that the forward does not use, is neither trained
-nor written. A model is recorded once more for each size that its microbatches have.
+backward, and so are hooks on tensors and backward hooks, hooks on parameters (of chains too), and Python that decides
+by the values of tensors; values that no input decides, as positions are, are known. Activation checkpointing inside
+of the model is left out (use a plan that recomputes). Attributes that are no tensors are not changed by a forward,
+and a forward hook runs once, while the model is recorded: what it computes on tensors is part of the model. A
+parameter that is frozen has no gradient and no optimizer state, and stays as it is, in checkpoints and results too;
+one that the forward does not use is neither trained nor written. A model is recorded once more for each size that its
+microbatches have.
+
+**The model check.** Before the first update, copies of the model itself and of its units, divided into the plan's
+pieces, run the same microbatches forward and backward: twice, with other samples, seeds and Python state, and eight
+times if only the model draws from Python's or numpy's generators. Outputs, loss, gradients, and parameters and
+buffers afterwards must have the same bits, or differ by no more than eight times what a change of every weight in its
+last place does to the model. A model that fails is refused with the unit and the line where both first part, the size
+of the difference and its likely cause: numpy masks or Python counters that were recorded once, a list of units that
+is not what the forward runs, running statistics that two workers share. The check needs about five times the memory
+of the weights; a model for which that is not free is trained unchecked, which is said. `--no-check-model`, or
+`check_model=False` of the `Trainer`, leaves it out.
 
 Each model below was built small, with random weights, and divided evenly into every number of pieces from one to all
 its units, on a CPU. "Equal" means bit for bit: outputs, loss and buffers; gradients of all parameters. A weight that

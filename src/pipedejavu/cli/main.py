@@ -225,6 +225,9 @@ def train(
     audit: Annotated[
         bool, typer.Option(help="Replay the run in float64; exits 1 if it differs by more than rounding.")
     ] = False,
+    check_model: Annotated[
+        bool, typer.Option(help="Compare the model with the units that it is cut into before the first update.")
+    ] = True,
     on_nan: Annotated[str, typer.Option(help="stop or skip an update whose gradients are not finite.")] = "stop",
     max_consecutive_skips: Annotated[
         int, typer.Option(help="Updates in a row that --on-nan skip leaves out before the run stops.")

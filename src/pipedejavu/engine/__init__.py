@@ -5,6 +5,7 @@ from pipedejavu.engine.byzantine import Byzantine
 from pipedejavu.engine.job import Applied, Batches, Event, Job, Log, Read, Scored
 from pipedejavu.engine.optimizer import AdamW, Optimizer, Sgd
 from pipedejavu.engine.run import Outcome, Threads, check_runnable, run_threads
+from pipedejavu.engine.uncut import Uncut
 from pipedejavu.engine.verdict import Verdict, judge
 
 __all__ = [
@@ -21,6 +22,7 @@ __all__ = [
     "Scored",
     "Sgd",
     "Threads",
+    "Uncut",
     "Verdict",
     "audit",
     "check_runnable",

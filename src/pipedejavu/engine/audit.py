@@ -19,21 +19,24 @@ from pipedejavu.engine.optimizer import Tensors
 from pipedejavu.engine.piece import PieceRunner
 from pipedejavu.engine.run import Outcome
 from pipedejavu.engine.score import Trial, kept, number_of, score
+from pipedejavu.engine.uncut import Uncut, UncutReplay
 from pipedejavu.facts import InputError
 from pipedejavu.plan import Plan
 from pipedejavu.program import Action, Program
 from pipedejavu.program.verify import promised_versions
 
 
-def audit(program: Program, job: Job, batches: Batches, outcome: Outcome) -> dict[str, float]:
-    """Returns the largest difference of each parameter between a run and its replay.
+def audit(
+    program: Program, job: Job, batches: Batches, outcome: Outcome, uncut: Uncut | None = None
+) -> dict[str, float]:
+    """Returns the largest difference of each parameter between a run and its replay, of the uncut model if it is given.
 
     Raises InputError where the log itself is not what the plan promises. A run without versions (Hogwild) has
     no replay.
     """
     check_replayable(program.plan)
     check_log(program, batches, outcome.logs)
-    replayed = Replay(program, job, batches).run(outcome.logs)
+    replayed = Replay(program, job, batches, uncut).run(outcome.logs)
     differences: dict[str, float] = defaultdict(float)
     for home, weights in outcome.weights.items():
         for name, weight in weights.items():
@@ -123,8 +126,17 @@ def _check_complete(program: Program, updates: dict[tuple[int, int], list[int]])
 class Replay:
     """One replay: in float64, which checks norms and scores too, or in the run's own dtype."""
 
-    def __init__(self, program: Program, job: Job, batches: Batches, in_double: bool = True, nudge: int | None = None):
-        """Takes a seed by which each initial weight is to be off by one unit in its last place."""
+    def __init__(
+        self,
+        program: Program,
+        job: Job,
+        batches: Batches,
+        uncut: Uncut | None = None,
+        *,
+        in_double: bool = True,
+        nudge: int | None = None,
+    ):
+        """Takes the uncut model, if it is to be replayed, and a seed by which each weight starts one unit off."""
         self.program, self.plan, self.job, self.batches = program, program.plan, job, batches
         self.in_double = in_double
         modules = copy.deepcopy([module for _, module in job.units])
@@ -132,6 +144,7 @@ class Replay:
             _nudge(modules, torch.Generator().manual_seed(nudge))
         units = [(n, job.units[n][0], module.double() if in_double else module) for n, module in enumerate(modules)]
         self.runners = [PieceRunner([units[u] for u in piece.units], job.seed) for piece in program.pieces]
+        self.uncut = UncutReplay(uncut, job, units) if uncut else None
         self.center = program.num_replicas
         self.newest: dict[tuple[int, int, int], Tensors] = {}
         self.read: dict[tuple[int, int], Tensors] = {}
@@ -166,7 +179,8 @@ class Replay:
         found = {home: weights for home, (_, weights) in last.items()}
         if self.plan.reduce.wire == "server" and self.plan.reduce.gate == "lock":
             found |= {(piece, self.center): cell for piece, cell in self.cells.items()}
-        return {(p, self.center): r.initial for p, r in enumerate(self.runners)} | found
+        found = {(p, self.center): r.initial for p, r in enumerate(self.runners)} | found
+        return {home: weights | self.runners[home[0]].frozen for home, weights in found.items()}
 
     def replay(self, event: Event) -> bool:
         """Replays one event; returns whether it could."""
@@ -340,14 +354,19 @@ class Replay:
         if microbatch in self.gradients:
             return True
         reads = [self.read.get((piece, microbatch)) for piece in range(len(self.runners))]
-        value, saved = self._cast(self.batches.inputs(microbatch)), []
-        for runner, weights in zip(self.runners, reads, strict=True):
-            if weights is None:
-                return False
+        known = [weights for weights in reads if weights is not None]
+        if len(known) < len(reads):
+            return False
+        value, targets = self._cast(self.batches.inputs(microbatch)), self._cast(self.batches.targets(microbatch))
+        if self.uncut and (found := self.uncut.gradients(microbatch, known, value, targets)):
+            self.gradients[microbatch] = found
+            return True
+        saved = []
+        for runner, weights in zip(self.runners, known, strict=True):
             leaves = {n: w.detach().requires_grad_() for n, w in weights.items()}
             value, kept = runner.forward(leaves, value, microbatch)
             saved.append(kept)
-        loss = self.job.loss(value, self._cast(self.batches.targets(microbatch)))
+        loss = self.job.loss(value, targets)
         saved[-1] = with_loss(saved[-1], loss)
         passed: tuple[Tensor, ...] = (torch.ones_like(loss),)
         gradients = []

@@ -18,7 +18,8 @@ class Job:
 
     units: Sequence[tuple[str, nn.Module]]
     """Names and modules in order; each module takes the value of the one before it. A parameter's full name is what the
-    module calls it under the unit's name as a prefix (`named_parameters(prefix=unit)`)."""
+    module calls it under the unit's name as a prefix (`named_parameters(prefix=unit)`). One that requires no
+    gradient is frozen: it is no weight, has no gradient and no optimizer state, and stays as it is."""
     loss: Callable[[Any, Any], Tensor]
     """The sum, not the mean, of the losses of a microbatch's samples or tokens."""
     optimizer: Optimizer
@@ -37,11 +38,20 @@ class Job:
 
     @cached_property
     def ties(self) -> tuple[frozenset[str], ...]:
-        """The full names of each parameter that several units share, in the order of the units."""
+        """The full names of each parameter that several units share and train, in the order of the units."""
+        return self._shared(is_trained=True)
+
+    @cached_property
+    def frozen_ties(self) -> tuple[frozenset[str], ...]:
+        """The full names of each frozen parameter that several units share."""
+        return self._shared(is_trained=False)
+
+    def _shared(self, is_trained: bool) -> tuple[frozenset[str], ...]:
         names: dict[int, list[tuple[str, str]]] = {}
         for unit, module in self.units:
             for full, parameter in module.named_parameters(prefix=unit, remove_duplicate=False):
-                names.setdefault(id(parameter), []).append((unit, full))
+                if parameter.requires_grad == is_trained:
+                    names.setdefault(id(parameter), []).append((unit, full))
         shared = [found for found in names.values() if len({unit for unit, _ in found}) > 1]
         return tuple(frozenset(full for _, full in found) for found in shared)
 

@@ -56,6 +56,9 @@ class PieceRunner:
         self.names: dict[str, str] = {}
         """Each parameter's full name, and the name that stands for it where the piece holds it twice."""
         self.initial: Tensors = {}
+        """The parameters that are trained, at the start."""
+        self._frozen: list[tuple[dict[str, Any], str, str]] = []
+        """Where the modules have parameters that are not: a module's dictionary, the key there, and the full name."""
         self._slots: list[tuple[dict[str, Any], str, str, Tensor]] = []
         """Where the modules look for parameters: a module's own dictionary, the key there, the full name, and the
         tensor that is there while the piece is at rest."""
@@ -68,6 +71,9 @@ class PieceRunner:
                     if parameter is None:
                         continue
                     full = ".".join(filter(None, (path, key)))
+                    if not parameter.requires_grad:
+                        self._frozen.append((part._parameters, key, full))
+                        continue
                     self.names[full] = first.setdefault(id(parameter), full)
                     of_unit[number][self.names[full]] = None
                     self._slots.append((part._parameters, key, self.names[full], parameter))
@@ -112,7 +118,13 @@ class PieceRunner:
 
     def boxes(self, weights: Tensors) -> Boxes:
         """Returns boxes for what its forward saves, beside weights and buffers."""
-        return Boxes([*weights.values(), *(buffer for _, _, buffer in self.buffers())])
+        buffers = [buffer for _, _, buffer in self.buffers()]
+        return Boxes([*weights.values(), *buffers, *self.frozen.values()])
+
+    @property
+    def frozen(self) -> Tensors:
+        """The parameters that are not trained, under all their full names."""
+        return {full: place[key].detach() for place, key, full in self._frozen}
 
     def forward_again(self, weights: Tensors, saved: Saved, microbatch: int) -> tuple[Value, Saved]:
         """Runs the units again of which only what they read was kept; returns what the last of them make, and all."""
@@ -130,7 +142,7 @@ class PieceRunner:
         if run.works_in_place:
             value = like(value, [t.clone() for t in tensors_of(value)])
         for number, _, module in run.units:
-            value = module(value) if number in self._calm else self._run_seeded(number, module, value, microbatch)
+            value = module(value) if number in self._calm else self.run_seeded(number, module, value, microbatch)
         return value
 
     @contextmanager
@@ -162,17 +174,17 @@ class PieceRunner:
                         yield ".".join(filter(None, (path, key))), buffer
 
     def to(self, device: torch.device) -> "PieceRunner":
-        """Moves the buffers to a device, those that are one to one; weights come with each call."""
-        buffers = self.buffers()
+        """Moves buffers and frozen parameters to a device, those that are one to one; weights come with each call."""
+        buffers = self.buffers() + [(place, key, place[key]) for place, key, _ in self._frozen]
         moved = {id(buffer): buffer.to(device) for _, _, buffer in buffers}
         for place, key, buffer in buffers:
             place[key] = moved[id(buffer)]
         return self
 
-    def _run_seeded(self, number: int, module: nn.Module, value: Value, microbatch: int) -> Value:
+    def run_seeded(self, number: int, module: nn.Module, value: Value, microbatch: int) -> Value:
         """Runs a unit that may draw random numbers."""
         with _random:
-            generators = _generators(tensors_of(value)[0].device)
+            generators = generators_of(tensors_of(value)[0].device)
             for generator in generators:
                 generator.manual_seed(mixed(self.seed, microbatch, number))
             if number in self._random:
@@ -186,7 +198,7 @@ class PieceRunner:
         return value
 
 
-def _generators(device: torch.device) -> list[torch.Generator]:
+def generators_of(device: torch.device) -> list[torch.Generator]:
     """Returns the generators that a unit on a device may draw from.
 
     `torch.manual_seed` would seed those of all devices, and where CUDA has not been used keep a stack trace each time,

@@ -189,9 +189,12 @@ def _share_weights(first: Handlers, other: Handlers) -> None:
 
 
 def final_weights(own: Handlers) -> dict[tuple[int, int], Tensors]:
-    """Returns the newest weights of every piece that a worker holds or serves."""
+    """Returns the newest weights of every piece that a worker holds or serves, with its frozen parameters."""
     found: dict[tuple[int, int], tuple[int, Tensors]] = {}
     for (what, piece, replica, version, _), value in own.values.items():
         if what == "w" and (piece, replica) in own.runners and version >= found.get((piece, replica), (-2, {}))[0]:
             found[piece, replica] = (version, value)
-    return {home: {n: w.detach() for n, w in weights.items()} for home, (_, weights) in found.items()}
+    return {
+        home: {n: w.detach() for n, w in weights.items()} | own.runners[home].frozen
+        for home, (_, weights) in found.items()
+    }

@@ -1,6 +1,6 @@
 """A worker's state under the model's own names, from which any other plan, placement or number of workers can go on.
 
-    weight/NAME               the weights
+    weight/NAME               the weights; a frozen parameter is one without state
     state/SLOT/NAME           optimizer state; slots have the names that torch.optim gives them
     buffer/NAME               running statistics and the like
     replica/2/…/NAME          what is the third replica's own: its buffers and, where replicas make updates of their
@@ -65,6 +65,8 @@ def _share(own: Handlers) -> Tensors:
             found[f"{prefix}weight/{name}"] = weights[home][name]
             for slot, tensor in own.applier.state.get(home, {}).get(name, {}).items():
                 found[f"{prefix}state/{SLOTS[slot]}/{name}"] = tensor
+        if (replica, own.index) == holders_of[piece][0]:
+            found |= {f"weight/{name}": tensor for name, tensor in runner.frozen.items()}
         for name, buffer in runner.saved_buffers():
             if replica < own.program.num_replicas:
                 prefix = "" if replica == holders_of[piece][0][0] else f"replica/{replica}/"
@@ -88,14 +90,16 @@ def put_state(own: Handlers, update: int, source: Source, norm: float | None = N
     for (what, _, replica, _, _), value in own.values.items():
         if what == "w" and not _is_idle(own.program, replica):
             for name, weight in value.items():
-                loaded = _find(own, source, replica, "weight", name)
-                if loaded is None:
-                    raise InputError(f"the checkpoint has no weight '{name}'; it is of another model")
-                _fill(f"weight '{name}'", weight.data, loaded)
+                _fill(f"weight '{name}'", weight.data, _needed(name, _find(own, source, replica, "weight", name)))
     for home, runner in own.runners.items():
         own.applier.state[home] = _state(own, home, runner, source)
         if plan.reduce.gate == "lock":
             own.applier.served[home[0]] = update * own.program.num_replicas
+        for name, tensor in runner.frozen.items():
+            loaded = _find(own, source, home[1], "weight", name)
+            if loaded is None:  # as they were called before
+                loaded = _find(own, source, home[1], "buffer", name)
+            _fill(f"weight '{name}'", tensor, _needed(name, loaded))
         for name, buffer in runner.saved_buffers():
             loaded = _find(own, source, home[1], "buffer", name)
             if loaded is None:  # what comes from others does not tell buffers from weights
@@ -142,9 +146,15 @@ def _state(own: Handlers, home: tuple[int, int], runner: PieceRunner, source: So
     return found
 
 
+def _needed(name: str, loaded: Tensor | None) -> Tensor:
+    if loaded is None:
+        raise InputError(f"the checkpoint has no weight '{name}'; it is of another model")
+    return loaded
+
+
 def _find(own: Handlers, source: Source, replica: int, kind: str, name: str) -> Tensor | None:
     """Looks for a replica's own tensor, then for that of all; a tied weight may be there under its other name."""
-    tied = next((sorted(tie - {name}) for tie in own.job.ties if name in tie), [])
+    tied = next((sorted(tie - {name}) for tie in (*own.job.ties, *own.job.frozen_ties) if name in tie), [])
     # Replicas that share every update must begin alike, whatever plan the checkpoint is of.
     has_own = own.program.plan.feed.kind == "own" or kind == "buffer"
     for known in (name, *tied):

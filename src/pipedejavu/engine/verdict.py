@@ -18,6 +18,7 @@ from pipedejavu.engine.audit import Replay, check_log, check_replayable
 from pipedejavu.engine.handle import homes_of
 from pipedejavu.engine.job import Applied, Batches, Job
 from pipedejavu.engine.run import Outcome
+from pipedejavu.engine.uncut import Uncut
 from pipedejavu.facts import InputError
 from pipedejavu.program import Program
 
@@ -89,15 +90,17 @@ class Verdict:
         return f"audit failed: {where} differs by {difference:.3g} where {tolerance:.3g} is rounding"
 
 
-def judge(program: Program, job: Job, batches: Batches, outcome: Outcome) -> Verdict:
+def judge(program: Program, job: Job, batches: Batches, outcome: Outcome, uncut: Uncut | None = None) -> Verdict:
     """Replays a run in float64 and in its own dtype, and judges by the distance; fails it for a log that is not right.
+
+    The float64 replay is of the uncut model if it is given.
 
     Raises InputError for a run without versions (Hogwild), which has no replay.
     """
     check_replayable(program.plan)
     try:
         check_log(program, batches, outcome.logs)
-        return _Judge(program, job, batches, outcome).judge()
+        return _Judge(program, job, batches, outcome, uncut).judge()
     except InputError as error:
         return Verdict({}, {}, refusal=str(error))
 
@@ -105,9 +108,9 @@ def judge(program: Program, job: Job, batches: Batches, outcome: Outcome) -> Ver
 class _Judge:
     """One run beside its float64 replay."""
 
-    def __init__(self, program: Program, job: Job, batches: Batches, outcome: Outcome):
+    def __init__(self, program: Program, job: Job, batches: Batches, outcome: Outcome, uncut: Uncut | None):
         self.program, self.job, self.batches, self.outcome = program, job, batches, outcome
-        replay = Replay(program, job, batches)
+        replay = Replay(program, job, batches, uncut)
         self.initial, self.exact = [runner.initial for runner in replay.runners], replay.run(outcome.logs)
         self.scales: dict[str, float] = {}
         """By parameter, the largest distance so far between replays."""

@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 from pipedejavu.facts import InputError
 from pipedejavu.profile.blank import Mode, mode_of
 from pipedejavu.profile.chain import Units, is_chain, read_chain
+from pipedejavu.profile.hook import check_backward_hooks, check_parameter_hooks
 from pipedejavu.profile.live import Liveness, module_paths
 from pipedejavu.profile.segment import Body, Entry, Segment, Value, make_body
 from pipedejavu.profile.trace import Trace, trace
@@ -73,8 +74,10 @@ def cut_model(model: nn.Module, inputs: Any, begins: Sequence[int] = ()) -> Cut:
     Outputs and gradients of the units equal the model's, however they are divided into pieces; the parameters are the
     model's own, under its own names. Raises InputError for a model that cannot be recorded.
     """
+    check_parameter_hooks(model)
     if is_chain(model):
         return Cut(read_chain(model), "chain", _same, _same, model)
+    check_backward_hooks(model)
     found = trace(model, inputs)
     live = Liveness(found)
     if not any(isinstance(leaf, fx.Node) for leaf in found.outputs):
@@ -130,9 +133,14 @@ def _positions(live: Liveness) -> tuple[Way, list[int]]:
 
 
 def _weighted(found: Trace) -> list[int]:
-    """Returns the operations that read parameters."""
-    weights = {node for node, name in found.states.items() if isinstance(found.held[name], nn.Parameter)}
+    """Returns the operations that read parameters which are trained."""
+    weights = {node for node, name in found.states.items() if _is_weight(found.held[name])}
     return [n for n, node in enumerate(found.nodes) if not weights.isdisjoint(node.all_input_nodes)]
+
+
+def _is_weight(held: Tensor | nn.Module) -> bool:
+    """Whether what a graph holds is trained; a frozen parameter is not."""
+    return isinstance(held, nn.Parameter) and held.requires_grad
 
 
 def _blocks(paths: Sequence[str]) -> list[tuple[str, ...]]:

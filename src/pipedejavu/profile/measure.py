@@ -163,7 +163,7 @@ def _count_shot(shot: Shot, device: torch.device, make_update: MakeUpdate) -> li
         if key not in known:
             own = copy.deepcopy(module).to(device)
             known[key] = _Row(name, module, value, head, index == 0, count_step(own, value, head, index == 0))
-            known[key].update_s = _update_s([p.detach() for p in own.parameters()], make_update)
+            known[key].update_s = _update_s([p.detach() for p in own.parameters() if p.requires_grad], make_update)
             del own
         known[key].num_alike += 1
         rows.append(known[key])
@@ -278,13 +278,14 @@ class _Stopwatch:
 def describe(name: str, module: nn.Module, counted: Counted, behind: Counted | None, samples: int) -> Unit:
     """Returns a unit's sizes; `behind` is what was counted of the next one, if there is one."""
     parameter_bytes = sum(p.nbytes for p in module.parameters())
+    trained_bytes = sum(p.nbytes for p in module.parameters() if p.requires_grad)
     return Unit(
         name=name,
         flop=counted.flop / samples,
         num_parameters=sum(p.numel() for p in module.parameters()),
         parameter_bytes=parameter_bytes,
-        gradient_bytes=parameter_bytes,
-        optimizer_bytes=2 * parameter_bytes,
+        gradient_bytes=trained_bytes,
+        optimizer_bytes=2 * trained_bytes,
         activation_bytes=counted.saved_bytes / samples,
         shared_bytes=min(counted.saved_output_bytes, behind.saved_input_bytes) / samples if behind else 0.0,
         forward_work_bytes=counted.forward_work_bytes / samples,

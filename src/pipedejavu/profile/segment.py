@@ -126,6 +126,7 @@ def make_body(
         target = _REGIONS.get(str(node.target), node.target)
         args, kwargs = fx.map_arg((node.args, node.kwargs), made.__getitem__)
         made[node] = graph.call_function(target, args, kwargs)
+        made[node].meta["stack_trace"] = node.meta.get("stack_trace")
     for node in outputs:
         if node in states and node not in made:
             made[node] = graph.get_attr(states[node])

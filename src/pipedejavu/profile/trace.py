@@ -115,14 +115,18 @@ def trace(model: nn.Module, inputs: Any) -> Trace:
             if what.kind in (InputKind.PARAMETER, InputKind.BUFFER):
                 tensor = _member(model, str(what.target))
                 states[node] = own[id(tensor)]
-                held[states[node]] = tensor if tensor.requires_grad else tensor.detach()  # what is frozen is no weight
+                held[states[node]] = tensor
             elif what.kind == InputKind.CONSTANT_TENSOR:
                 states[node] = str(what.target)
                 held[states[node]] = exported.constants[str(what.target)]
             elif what.kind == InputKind.USER_INPUT:
                 given.append(node)
             else:
-                raise InputError(f"a {type(model).__name__} cannot be cut: it holds {what.target}, which is no tensor")
+                kind = type(exported.constants.get(str(what.target))).__name__
+                raise InputError(
+                    f"a {type(model).__name__} cannot be cut: its forward uses a {kind} of its own, and a recording can"
+                    " hold only tensors; use torch's default generators, or make its parts units of an nn.Sequential"
+                )
         elif node.op == "get_attr":
             states[node] = str(node.target)
             held[states[node]] = getattr(exported.graph_module, states[node])
@@ -158,8 +162,14 @@ class _LostBackwardError(Exception):
 
 @contextmanager
 def _watched() -> Iterator[None]:
-    """Refuses autograd functions, whose backward a graph of forward operations cannot have, and keeps torch quiet."""
-    before = torch.autograd.Function.__dict__["apply"]
+    """Refuses what changes a backward, which a graph of forward operations has no place for, and keeps torch quiet."""
+    before, hook = torch.autograd.Function.__dict__["apply"], Tensor.register_hook
+
+    def register_hook(tensor: Tensor, *_: Any) -> Any:
+        raise _LostBackwardError(
+            f"the hook on a tensor of shape {tuple(tensor.shape)} would be lost; change its gradient in the forward, or"
+            " make this module a unit of an nn.Sequential, whose units run as they are"
+        )
 
     def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
         if not cls.__module__.startswith("torch."):
@@ -167,6 +177,7 @@ def _watched() -> Iterator[None]:
         return before.__func__(cls, *args, **kwargs)
 
     torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment,method-assign]
+    Tensor.register_hook = register_hook  # type: ignore[method-assign]
     level = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     try:
@@ -174,6 +185,7 @@ def _watched() -> Iterator[None]:
             yield
     finally:
         torch.autograd.Function.apply = before  # type: ignore[method-assign]
+        Tensor.register_hook = hook  # type: ignore[method-assign]
         logging.disable(level)
 
 

@@ -39,6 +39,7 @@ from pipedejavu.train.loop import say
 from pipedejavu.train.measure import measure
 from pipedejavu.train.options import TrainOptions
 from pipedejavu.train.replan import Switch, check_replan, relieve
+from pipedejavu.train.run_check import check_run
 from pipedejavu.train.site import (
     DeviceChoice,
     describe_stand_ins,
@@ -49,7 +50,7 @@ from pipedejavu.train.site import (
     read_sites,
     torch_device,
 )
-from pipedejavu.train.task import draw, prepare
+from pipedejavu.train.task import Prepared, draw, prepare
 from pipedejavu.train.team import Team
 from pipedejavu.train.trained import Trained, gather
 from pipedejavu.train.vigil import Ear, Slate
@@ -66,7 +67,8 @@ class Planned(NamedTuple):
     options: TrainOptions
     program: Program
     note: str
-    """Where workers run other than the plan says, and how often the run is saved; may be empty."""
+    """Where workers run other than the plan says, how often the run is saved, and what the model check could not see;
+    may be empty."""
 
 
 def plan_run(
@@ -99,13 +101,16 @@ def plan_run(
             link = Link.from_json(team.share(_measure_link(plan, machine).to_json().encode() if team.is_first else b""))
             machine = machine.but(links=(link, *machine.links[1:]))
     names = assign_devices(plan, machine)
-    profile = Profile.from_json(known) if known else _measure(options, plan, machine, names, team)
+    prepared: list[Prepared] = []
+    profile = Profile.from_json(known) if known else _measure(options, plan, machine, names, team, prepared)
     program = compile_plan(plan, profile, machine, fold=False)
     check_runnable(program)
+    is_new = not (start and start.step)
+    remark = check_run(options, program, team, prepared) if options.check_model and is_new else ""
     if options.byzantine:
         Byzantine.parse(options.byzantine).check(program.plan, program.num_replicas)
     every, saves = choose_interval(options, program)
-    notes = filter(None, (describe_stand_ins(machine, names, sites), saves))
+    notes = filter(None, (describe_stand_ins(machine, names, sites), saves, remark))
     return Planned(options.but(checkpoint_every=every), program, "\n".join(notes))
 
 
@@ -138,22 +143,34 @@ def _measure_link(plan: Plan, machine: Machine) -> Link:
         return measure_link()
 
 
-def _measure(options: TrainOptions, plan: Plan, machine: Machine, names: Sequence[str], team: Team) -> Profile:
-    """Measures the model on each kind of device that the plan uses, where the first worker of that kind is."""
+def _measure(
+    options: TrainOptions,
+    plan: Plan,
+    machine: Machine,
+    names: Sequence[str],
+    team: Team,
+    prepared: list[Prepared],
+) -> Profile:
+    """Measures the model on each kind of device that the plan uses, where the first worker of that kind is.
+
+    What was prepared for it is left in `prepared`.
+    """
     profiles = []
     for kind, (worker, name) in sorted(devices_to_measure(plan, machine, names).items(), key=lambda item: item[1]):
         source, found = worker if team.is_launched else 0, b""
         if team.rank == source:
             torch.set_num_threads(num_threads(machine, names, worker))
             with company(num_threads_beside(machine, names, worker)):
-                profile = _measure_here(options, plan, {kind: torch_device(machine, name)})
+                if not prepared:
+                    prepared.append(prepare(options.but(weights=None), (plan.feed.samples,), plan.cut.begins))
+                profile = _measure_here(options, plan, {kind: torch_device(machine, name)}, *prepared)
             found = profile.to_json().encode()
         profiles.append(Profile.from_json(team.share(found, source)))
     return merge_profiles(profiles)
 
 
-def _measure_here(options: TrainOptions, plan: Plan, kinds: dict[str, torch.device]) -> Profile:
-    job, batches = prepare(options.but(weights=None), (plan.feed.samples,), plan.cut.begins)
+def _measure_here(options: TrainOptions, plan: Plan, kinds: dict[str, torch.device], prepared: Prepared) -> Profile:
+    job, batches = prepared
     # Whoever plans again must know what does not grow with a microbatch; only a chain is the same units for any size.
     return measure(
         options.model,

@@ -35,6 +35,8 @@ class TrainOptions(Record):
     """Initialisations that compete before the run goes on with the best."""
     init_steps: int = Field(default=50, ge=1)
     """Updates that each of them makes at most."""
+    check_model: bool = True
+    """Whether the model is compared with the units that it is cut into before the first update."""
     on_oom: Literal["stop", "replan"] = "stop"
     """What comes of a device that runs out of memory: the end, or a plan that needs less."""
     checkpoint_every: int | None = Field(default=None, ge=0)

@@ -98,6 +98,10 @@ class SampleOrder:
         """Returns what the first unit reads."""
         return self.cut.flat(self._batch(microbatch)[0])
 
+    def own_inputs(self, microbatch: int) -> Any:
+        """Returns what the user's model reads."""
+        return self._batch(microbatch)[0]
+
     def targets(self, microbatch: int) -> Any:
         """Returns what the loss compares with."""
         return self._batch(microbatch)[1]

@@ -5,13 +5,15 @@ from itertools import pairwise
 from statistics import median
 from typing import Any
 
-from pipedejavu.engine import Applied, Event, Log, Outcome, Read, Scored, Verdict, audit, judge
+from pipedejavu.engine import Applied, Event, Log, Outcome, Read, Scored, Uncut, Verdict, audit, judge
 from pipedejavu.facts import Span, Timeline, WorkerSummary, write_file
+from pipedejavu.profile.trace import as_call
 from pipedejavu.program import Program
 from pipedejavu.simulate import Prediction, simulate
 from pipedejavu.train.folder import RunFolder, result_of
+from pipedejavu.train.loop import say
 from pipedejavu.train.options import TrainOptions
-from pipedejavu.train.task import Prepared, prepare
+from pipedejavu.train.task import Prepared, SampleOrder, prepare
 from pipedejavu.train.worker import Move
 
 
@@ -63,12 +65,14 @@ def gather(folder: RunFolder, options: TrainOptions, program: Program, predictio
 
 def audit_run(done: Trained) -> dict[str, float]:
     """Replays a run that kept its log; returns the largest difference of each parameter."""
-    return audit(done.program, *_given(done), done.outcome)
+    job, batches = _given(done)
+    return audit(done.program, job, batches, done.outcome, _uncut(batches))
 
 
 def judge_run(done: Trained) -> Verdict:
     """Replays a run that kept its log, and judges whether it differs by more than rounding."""
-    return judge(done.program, *_given(done), done.outcome)
+    job, batches = _given(done)
+    return judge(done.program, job, batches, done.outcome, _uncut(batches))
 
 
 def _given(done: Trained) -> Prepared:
@@ -77,6 +81,16 @@ def _given(done: Trained) -> Prepared:
     for update, parts in done.moves:
         batches.change(update, [size for part in parts for size in part])
     return Prepared(job, batches)
+
+
+def _uncut(batches: SampleOrder) -> Uncut:
+    is_chain = batches.cut.way == "chain"
+    return Uncut(batches.task.model, batches.own_inputs, _one if is_chain else as_call, batches.task.loss, say)
+
+
+def _one(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Returns the call of a chain, which takes one value."""
+    return (inputs,), {}
 
 
 def _log(part: dict[str, Any]) -> Log:

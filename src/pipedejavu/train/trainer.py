@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from pipedejavu.engine import AdamW, Job, Optimizer, Threads
+from pipedejavu.engine.device import device_of
 from pipedejavu.engine.replicas import ReplicaCheck
 from pipedejavu.engine.state import put_all, take_all, take_norm
 from pipedejavu.facts import InputError, Machine
@@ -32,6 +33,8 @@ from pipedejavu.train.failure import WorkerError
 from pipedejavu.train.folder import result_of
 from pipedejavu.train.loop import say
 from pipedejavu.train.measure import measure
+from pipedejavu.train.model_check import Checked, Sample
+from pipedejavu.train.model_check import check_model as check_units
 from pipedejavu.train.pace import Pace
 from pipedejavu.train.planning import MOST_SAMPLES, choose_plan, known_machine, ways_of
 from pipedejavu.train.profiling import choose_sizes, measure_ways
@@ -60,6 +63,9 @@ class Trainer:
 
     A model that is no chain is recorded once more for each new size of a microbatch.
 
+    Before the first step copies of the model and of the units that it is cut into run the sample; a model whose units
+    compute something else is refused (`check_model=False` leaves that out).
+
     An action that lasts longer than `hang_after_s` (0: for ever; None: far longer than a step should) lets `step` raise
     a WorkerError that names it and says where in the code it is; the trainer is then of no more use.
 
@@ -82,6 +88,7 @@ class Trainer:
         replan: bool = True,
         hang_after_s: float | None = None,
         check_replicas: int = 50,
+        check_model: bool = True,
     ):
         self.model = model
         self.samples = 0
@@ -116,7 +123,13 @@ class Trainer:
         self._pilot: Pilot | None = None
         self._replans, self._hang_after_s = replan and found is not None, hang_after_s
         self._check_every = check_replicas
-        self._begin(compile_plan(plan, profile, machine, fold=False), sample)
+        program = compile_plan(plan, profile, machine, fold=False)
+        if check_model:
+            both = [Sample(batch.own_inputs(n), batch.targets(n)) for n in (0, len(batch.sizes) - 1)]
+            checked = Checked(model, cut, self._job, loss or own_loss, program, both)
+            if remark := check_units(checked, device_of(program, 0)):
+                say(remark)
+        self._begin(program, sample)
         self.batch.held_out = _Split(sample, self.batch.sizes, cut)
 
     def _begin(self, program: Program, batch: Any) -> None:

@@ -1,0 +1,14 @@
+"""Everything in float64, so that rounding lies far below what a lie changes."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+
+@pytest.fixture(autouse=True)
+def _double() -> Iterator[None]:
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(0)
+    yield
+    torch.set_default_dtype(torch.float32)
