@@ -106,9 +106,9 @@ def test_a_process_that_is_killed_lets_go_of_its_folder(tmp_path: Path) -> None:
     process.start()
     assert is_there.wait(60)
     assert History.read(folder.path).state == "running"
-    with pytest.raises(InputError, match=r"another process trains in .*a now; wait for it, or choose another"):
-        with hold(folder.path):
-            pass
+    said = r"another process trains in .*a now; wait for it, or choose another"
+    with pytest.raises(InputError, match=said), hold(folder.path):
+        pass
     process.kill()
     process.join()
     with hold(folder.path):
