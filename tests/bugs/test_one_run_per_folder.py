@@ -115,7 +115,7 @@ def test_a_folder_that_was_made_for_nothing_goes_and_one_of_the_user_stays(tmp_p
 def test_of_six_runs_that_start_at_once_one_trains_with_its_own_options(processes, tmp_path: Path) -> None:  # noqa: F811
     """New runs and resumed ones, in real processes; the others end with 2 and a sentence."""
     command = (sys.executable, "-m", "pipedejavu", "train", "zoo:mlp", "--data", "random:64", "--samples", "3")
-    command += ("--plan", "preset:ddp", "--workers", "1", "--run-dir", "run", "--steps", "300", "--json")
+    command += ("--plan", "preset:ddp", "--workers", "1", "--run-dir", "run", "--steps", "20", "--json")
     started = [
         processes.start((*command, "--seed", str(n), *(("--resume",) if n % 2 else ())), tmp_path) for n in range(6)
     ]
@@ -123,14 +123,14 @@ def test_of_six_runs_that_start_at_once_one_trains_with_its_own_options(processe
     codes = [code for code, _, _ in found]
     assert sorted(codes) == [0, 2, 2, 2, 2, 2], [err for _, _, err in found]
     winner = codes.index(0)
-    assert json.loads(found[winner][1])["steps"] == 300
+    assert json.loads(found[winner][1])["steps"] == 20
     options = RunFolder(tmp_path / "run").options()
-    assert (options.seed, options.steps) == (winner, 300)
+    assert (options.seed, options.steps) == (winner, 20)
     for n, (code, _, err) in enumerate(found):
         if code:
             # One that comes when the winner has ended meets a whole run with another seed.
             known = ("another process trains in run", "holds a run already", f"was started with seed {winner}, not {n}")
             assert any(reason in err for reason in known), err
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    assert [row["step"] for row in rows if "loss" in row] == [*range(1, 301)]
+    assert [row["step"] for row in rows if "loss" in row] == [*range(1, 21)]
     assert [path.name for path in tmp_path.iterdir()] == ["run"]

@@ -101,10 +101,7 @@ def set_lr(folder: Path) -> None:
 def test_a_changed_option_is_named_and_restored(run: Path) -> None:
     set_lr(run)
     resumed, told = resume(run)
-    assert told == [
-        f"{run}/options.json has been changed (lr 0.03, before 0.01): restored from seal.json",
-        "training goes on behind step 2",
-    ]
+    assert told == [f"{run}/options.json has been changed (lr 0.03, before 0.01): restored from seal.json"]
     assert resumed.known.options.lr == RunFolder(run).options().lr == 0.01
     given = resumed.options(TrainOptions(model=resumed.known.options.model, lr=0.5), {"lr"})
     assert given.lr == 0.5  # on the command line it may change
@@ -120,7 +117,7 @@ def test_a_changed_option_can_be_accepted(run: Path) -> None:
 def test_without_the_sealed_file_a_difference_from_the_checkpoint_is_refused(run: Path) -> None:
     """As in folders of earlier versions."""
     (run / "seal.json").unlink()
-    assert resume(run)[1] == ["training goes on behind step 2"]
+    assert resume(run)[1] == []
     set_lr(run)
     said = r"options\.json has been changed \(lr 0\.03, before 0\.01\) in the checkpoint of step 2; .* --accept-changes"
     with pytest.raises(InputError, match=said):
@@ -187,9 +184,10 @@ def test_a_checkpoint_of_an_earlier_version_goes_on_with_a_sentence(run: Path) -
     old = {name: manifest.facts[name] for name in ("norm", "parts", "options")}
     (folder / "manifest.json").write_bytes(manifest.but(facts=old).sealed())
     (run / "seal.json").unlink()
-    _, told = resume(run)
+    resumed, told = resume(run)
+    assert str(resumed) == "training goes on behind step 2"
     assert told[0].startswith("the checkpoint of step 2 is of an earlier version, which kept no fingerprints: whether")
-    assert told[1:] == ["training goes on behind step 2"]
+    assert not told[1:]
 
 
 def test_no_run_with_damaged_checkpoints_begins_at_step_0_by_itself(run: Path) -> None:

@@ -192,7 +192,7 @@ def test_a_run_without_a_checkpoint_begins_again(half: Path) -> None:
     resumed = reopen(str(half), Team(), told.append)
     assert resumed is not None
     assert resumed.start == Start()
-    assert told == [f"{half} holds no checkpoint: training begins"]
+    assert (str(resumed), told) == (f"{half} holds no checkpoint: training begins", [])
 
 
 def test_a_broken_checkpoint_is_named_and_the_one_before_it_goes_on(runs: Path, tmp_path: Path) -> None:
@@ -206,7 +206,7 @@ def test_a_broken_checkpoint_is_named_and_the_one_before_it_goes_on(runs: Path, 
     assert resumed is not None
     assert (resumed.start.step, resumed.start.samples) == (4, 48)
     assert told[0].startswith("checkpoint step-6 cannot be used and is set aside as step-6.bad: tensor '")
-    assert told[1:] == ["training goes on behind step 4"]
+    assert (str(resumed), told[1:]) == ("training goes on behind step 4", [])
     assert Shelf(folder / "checkpoints").steps() == [4]
 
 

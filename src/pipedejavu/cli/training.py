@@ -72,6 +72,8 @@ def _run(options: "TrainOptions", asked: Asked, team: "Team") -> None:
             if team.is_first:
                 _print_done(resumed, options, asked.as_json)
             return
+        if team.is_first and resumed:
+            print(f"pipedejavu: {resumed}", file=sys.stderr)
         _train(options, asked, team, machine, resumed, stack)
 
 

@@ -59,14 +59,16 @@ def describe_changes(before: Mapping[str, str], now: Mapping[str, str]) -> list[
 
 def _of_file(options: TrainOptions, path: Path) -> Fingerprints:
     """Opens a user's file; what it imports from beside it, and what its data are, is known only then."""
-    default = torch.get_default_dtype()
+    dtype, threads = torch.get_default_dtype(), torch.get_num_threads()
     with _own_randomness():
         torch.set_default_dtype(getattr(torch, options.dtype))
+        torch.set_num_threads(1)  # sums of data that are computed have the same bits
         try:
             data = open_task(options.model, seed=options.seed).data
             items = [_hash_items(data, options.seed) for _ in range(2)]
         finally:
-            torch.set_default_dtype(default)
+            torch.set_default_dtype(dtype)
+            torch.set_num_threads(threads)
     found = {f"the file {path.name}": _hash_file(path)}
     for module in sorted(_modules_beside(path)):
         found[f"the module {module.relative_to(path.parent).as_posix()}"] = _hash_file(module)
@@ -84,7 +86,7 @@ def _modules_beside(path: Path) -> set[Path]:
         if name not in ("__main__", "__mp_main__") and isinstance(file, str):
             inside = Path(file).resolve()
             own = inside.is_relative_to(path.parent) and inside != path and inside.is_file()
-            if own and not _INSTALLED & {*inside.parts} and not name.startswith("pipedejavu"):
+            if own and not _INSTALLED & {*inside.parts} and name.partition(".")[0] != "pipedejavu":
                 found.add(inside)
     return found
 

@@ -90,7 +90,10 @@ class RunFolder:
     @property
     def holds_run(self) -> bool:
         """Whether a run was begun here; its checkpoints show it, too."""
-        return (self.path / "options.json").exists() or self.shelf.has_traces
+        try:
+            return (self.path / "options.json").exists() or self.shelf.has_traces
+        except OSError as error:
+            raise InputError(f"cannot read {self.path}: {error.strerror}") from None
 
     def check_new(self) -> None:
         """Raises InputError if the folder holds a run."""
@@ -110,7 +113,7 @@ class RunFolder:
                 f"{self.shelf.path} has a checkpoint of step {later[-1]}, after step {begun.step}, from which the run"
                 " is to go on; move it away"
             )
-        if not begun.fingerprints:
+        if not begun.fingerprints and (options.checkpoint_every != 0 or options.init_candidates > 1):
             begun = begun.but(fingerprints=read_fingerprints(options))
         try:
             shutil.rmtree(self.parts, ignore_errors=True)

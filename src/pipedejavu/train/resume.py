@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from pipedejavu.facts import InputError, Machine, Profile
 from pipedejavu.plan import Plan
@@ -21,8 +22,7 @@ CHANGEABLE = {
 """Options that a run may go on with other values of."""
 
 
-@dataclass(frozen=True)
-class Known:
+class Known(NamedTuple):
     """What a run was started with."""
 
     options: TrainOptions
@@ -40,6 +40,11 @@ class Resumed:
     folder: RunFolder
     start: Start
     known: Known | None = None
+
+    def __str__(self) -> str:
+        if self.start.step:
+            return f"training goes on behind step {self.start.step}"
+        return f"{self.folder.path} holds no checkpoint: training begins"
 
     def options(self, asked: TrainOptions, given: Collection[str]) -> TrainOptions:
         """Returns the run's own options, with those that were `given` anew; raises InputError if one cannot change."""
@@ -76,7 +81,7 @@ def reopen(
 ) -> Resumed | None:
     """Returns where the run in a folder goes on, on all ranks alike, or None if it holds none.
 
-    Restores what is damaged, removes what was never finished, and tells the user. Raises InputError, and changes
+    Restores what is damaged, removes what was never finished, and tells the user. Raises InputError, and removes
     nothing, if the model's source or the data are not what the checkpoint was made with, unless that is accepted; or if
     the run has held checkpoints and none of them can be used, unless it may begin at step 0.
     """
@@ -93,7 +98,6 @@ def reopen(
         settings = read_settings(folder.path, found, tell, accept_changes)
         start = Start.after(found, check_fingerprints(found, settings.options, tell, accept_changes) if found else {})
         folder.shelf.collect()
-    tell(f"training goes on behind step {start.step}" if found else f"{run_dir} holds no checkpoint: training begins")
     team.share(start.to_json().encode())
     switch = Switch.load(folder.switch) if folder.switch.exists() else None
     return Resumed(folder, start, Known(*settings, switch))
