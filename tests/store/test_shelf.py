@@ -146,7 +146,7 @@ def test_a_checkpoint_that_was_cut_off_is_named_and_the_one_before_it_used(tmp_p
     assert shelf.steps() == [1]
     save(shelf, 2)  # the step comes again
     assert shelf.steps() == [1, 2]
-    assert not (tmp_path / "step-2.bad").exists()
+    assert (tmp_path / "step-2.bad").exists()
 
 
 def test_a_flipped_bit_names_its_tensor(tmp_path: Path) -> None:
@@ -155,7 +155,7 @@ def test_a_flipped_bit_names_its_tensor(tmp_path: Path) -> None:
     entry = Checkpoint(shelf.folder(1)).manifest.tensors["view"]
     flip(shelf.folder(1) / entry.file, entry.offset, 3)
     told: list[str] = []
-    assert shelf.newest(told.append) is None
+    assert shelf.newest(told.append, allow_restart=True) is None
     assert "tensor 'view' in" in told[0]
 
 

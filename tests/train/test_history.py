@@ -12,7 +12,7 @@ torch = pytest.importorskip("torch")
 from pipedejavu.facts import InputError
 from pipedejavu.plan import preset
 from pipedejavu.train import History, RunFolder, StoppedError, TrainOptions, find_runs
-from pipedejavu.train.hold import check_free, hold
+from pipedejavu.train.hold import hold, noted
 
 
 def make(path: Path, *rows: dict, is_done: bool = False) -> RunFolder:
@@ -81,7 +81,7 @@ def test_a_run_that_does_not_end_says_why(error: BaseException, state: str, reas
     folder = make(tmp_path / "a", step(1, 1.0))
 
     def fail() -> None:
-        with hold(folder):
+        with hold(folder.path), noted(folder):
             assert History.read(folder.path).state == "running"
             raise error
 
@@ -93,7 +93,7 @@ def test_a_run_that_does_not_end_says_why(error: BaseException, state: str, reas
 
 
 def _hold_for_ever(path: str, is_there: "multiprocessing.synchronize.Event") -> None:
-    with hold(RunFolder(path)):
+    with hold(path):
         is_there.set()
         multiprocessing.Event().wait()
 
@@ -106,13 +106,13 @@ def test_a_process_that_is_killed_lets_go_of_its_folder(tmp_path: Path) -> None:
     process.start()
     assert is_there.wait(60)
     assert History.read(folder.path).state == "running"
-    with pytest.raises(InputError, match=r"another process trains in .*a now; wait for it, or choose another"):
-        check_free(folder.path)
-    with pytest.raises(InputError, match="another process trains in"), hold(folder):
+    said = r"another process trains in .*a now; wait for it, or choose another"
+    with pytest.raises(InputError, match=said), hold(folder.path):
         pass
     process.kill()
     process.join()
-    check_free(folder.path)
+    with hold(folder.path):
+        pass
     assert History.read(folder.path).reason == "it ended without a word"
 
 

@@ -135,25 +135,24 @@ def test_a_plan_without_a_flush_is_drained_where_it_is_saved(tmp_path: Path, nam
     assert equal(model_of(tmp_path / "half"), model_of(tmp_path / "whole"))
 
 
-def test_a_run_that_is_whole_asks_for_more_steps(runs: Path) -> None:
+def test_a_run_that_is_whole_has_nothing_left_to_do(runs: Path) -> None:
     resumed = reopen(str(runs / "whole"), Team(), lambda _: None)
     assert resumed is not None
-    with pytest.raises(InputError, match="has made its 6 steps; ask for more with --steps"):
-        resumed.options(OPTIONS, set())
+    assert resumed.is_done(resumed.options(OPTIONS, set()))
+    assert not resumed.is_done(resumed.options(OPTIONS.but(steps=9), {"steps"}))
 
 
-def test_a_run_that_was_ended_before_it_left_its_weights_makes_its_last_steps_again(runs: Path, tmp_path: Path) -> None:
+def test_a_run_that_was_ended_before_it_left_its_weights_takes_them_from_its_checkpoint(
+    runs: Path, tmp_path: Path
+) -> None:
     folder = Path(shutil.copytree(runs / "whole", tmp_path / "late"))
     (folder / "model.safetensors").unlink()
     resumed = reopen(str(folder), Team(), lambda _: None)
     assert resumed is not None
-    assert resumed.start == Start(step=4, samples=48)
-    go_on(folder)
+    assert (resumed.start.step, resumed.start.samples) == (6, 72)
+    assert resumed.is_done(resumed.options(OPTIONS, set()))
     assert equal(model_of(folder), model_of(runs / "whole"))
     assert Shelf(folder / "checkpoints").steps() == [4, 6]
-    resumed = reopen(str(folder), Team(), lambda _: None, steps=9)
-    assert resumed is not None
-    assert resumed.start.step == 6
 
 
 @pytest.mark.parametrize(
@@ -193,7 +192,7 @@ def test_a_run_without_a_checkpoint_begins_again(half: Path) -> None:
     resumed = reopen(str(half), Team(), told.append)
     assert resumed is not None
     assert resumed.start == Start()
-    assert told == [f"{half} holds no checkpoint: training begins"]
+    assert (str(resumed), told) == (f"{half} holds no checkpoint: training begins", [])
 
 
 def test_a_broken_checkpoint_is_named_and_the_one_before_it_goes_on(runs: Path, tmp_path: Path) -> None:
@@ -205,9 +204,9 @@ def test_a_broken_checkpoint_is_named_and_the_one_before_it_goes_on(runs: Path, 
     told: list[str] = []
     resumed = reopen(str(folder), Team(), told.append)
     assert resumed is not None
-    assert resumed.start == Start(step=4, samples=48)
+    assert (resumed.start.step, resumed.start.samples) == (4, 48)
     assert told[0].startswith("checkpoint step-6 cannot be used and is set aside as step-6.bad: tensor '")
-    assert told[1:] == ["training goes on behind step 4"]
+    assert (str(resumed), told[1:]) == ("training goes on behind step 4", [])
     assert Shelf(folder / "checkpoints").steps() == [4]
 
 

@@ -18,7 +18,10 @@ def run(run_dir: str, folder: str, form: str, config: str | None, as_json: bool)
     training_room()  # or the sentence that torch is missing
     from pipedejavu import store
 
-    found = store.Shelf(f"{run_dir}/checkpoints").newest(lambda text: print(f"pipedejavu: {text}", file=sys.stderr))
+    shelf = store.Shelf(f"{run_dir}/checkpoints")
+    found = shelf.newest(
+        lambda text: print(f"pipedejavu: {text}", file=sys.stderr), allow_restart=not shelf.steps(), is_reader=True
+    )
     if found is None:
         raise InputError(f"{run_dir} has no checkpoint to export; train with --checkpoint-every")
     path = store.export_dcp(found, folder) if form == "dcp" else store.export_hugging(found, folder, config=config)

@@ -239,6 +239,13 @@ def train(
     resume: Annotated[
         bool, typer.Option("--resume", help="Go on with the run in --run-dir, or begin it where there is none.")
     ] = False,
+    accept_changes: Annotated[
+        bool,
+        typer.Option("--accept-changes", help="Resume though the model's source, the data or the run's files changed."),
+    ] = False,
+    allow_restart: Annotated[
+        bool, typer.Option("--allow-restart", help="Resume at step 0 if all of the run's checkpoints are damaged.")
+    ] = False,
     checkpoint_every: Annotated[
         int | None, typer.Option(help="Steps between checkpoints, 0 for none; by default by their cost.")
     ] = None,
@@ -259,14 +266,17 @@ def train(
     as_json: AsJson = False,
 ) -> None:
     """Train a model with a plan, a process for each worker; under torchrun its processes are the workers."""
-    from pipedejavu.cli import training  # needs torch
+    from pipedejavu.cli import choosing, training  # needs torch
 
     sizes = {"workers": workers, "replicas": replicas, "microbatches": microbatches, "samples": samples, "trim": trim}
     is_replanned = (plan == "auto" and not audit and checkpoint_every != 0) if replan is None else replan
     given = {**context.params, "keeps_log": audit, "log": log or [], "replan": is_replanned}
     options = training.read_options(model, given)
     names = frozenset(name for name in context.params if _is_given(context, name))
-    asked = training.Asked(plan, sizes, batch, cpu_share, machine, devices, run_dir, resume, names, as_json, tries)
+    asked = choosing.Asked(
+        plan, sizes, batch, cpu_share, machine, devices, run_dir, resume, names, as_json, tries,
+        accept_changes, allow_restart,
+    )  # fmt: skip
     try:
         training.run(options, asked)
     finally:

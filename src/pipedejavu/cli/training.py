@@ -4,30 +4,27 @@ import json
 import re
 import sys
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
-from importlib import import_module
+from itertools import chain, count
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from pipedejavu.cli.planning import show_progress
+from pipedejavu.cli.choosing import Asked, choose
 from pipedejavu.cli.room import training_room as _room
-from pipedejavu.cli.source import read_model, read_plan
+from pipedejavu.cli.source import read_model
 from pipedejavu.facts import InputError, Machine, format_seconds, read_machine, to_json_text, write_file
-from pipedejavu.plan import Decision, Plan, preset
-from pipedejavu.probe.shape import num_cores
+from pipedejavu.plan import Plan
 from pipedejavu.program import Program
 from pipedejavu.report import Story, render_html
-from pipedejavu.search import Candidate, Options
+from pipedejavu.simulate import simulate
 
 if TYPE_CHECKING:
     from pipedejavu.engine import Verdict
-    from pipedejavu.train import Chosen, History, Resumed, Start, Team, Trained, TrainOptions
-    from pipedejavu.train.site import Site
+    from pipedejavu.train import Chosen, History, Resumed, RunFolder, Start, Team, Trained, TrainOptions
 
 
 def read_options(model: str, given: Mapping[str, object]) -> "TrainOptions":
@@ -36,31 +33,6 @@ def read_options(model: str, given: Mapping[str, object]) -> "TrainOptions":
     own = {name: value for name, value in given.items() if name in kind.model_fields}
     found: TrainOptions = kind.from_json(json.dumps({**own, "model": read_model(model)}), source="the options of train")
     return found
-
-
-@dataclass(frozen=True)
-class Asked:
-    """What the user asked of a run beside its options."""
-
-    plan: str
-    sizes: Mapping[str, int | None]
-    batch: int | None
-    """Of an update, for a plan that is searched."""
-    cpu_share: float | None
-    machine: str | None
-    devices: str
-    run_dir: str | None
-    resume: bool
-    given: frozenset[str]
-    """Parameters that were on the command line."""
-    as_json: bool
-    tries: int = 1
-    """Of the plans that a search finds: how many run some updates, before the fastest of them is taken."""
-
-    @property
-    def has_plan(self) -> bool:
-        """Whether anything was asked of the plan."""
-        return not self.given.isdisjoint({"plan", "batch", "cpu_share", "machine", "devices", *self.sizes})
 
 
 def run(options: "TrainOptions", asked: Asked) -> None:
@@ -85,39 +57,46 @@ def run(options: "TrainOptions", asked: Asked) -> None:
 
 
 def _run(options: "TrainOptions", asked: Asked, team: "Team") -> None:
-    room = _room()
     if asked.devices not in ("auto", "cpu", "gpu"):
         raise InputError(f"--devices is auto, cpu or gpu, not '{asked.devices}'")
     # Files are read by the first rank, which gives their content to the others.
     machine = read_machine(asked.machine) if asked.machine and team.is_first else None
-    steps = options.steps if "steps" in asked.given else None
-    resumed = _reopen(asked, team, steps) if asked.resume else None
-    start, profile = resumed.start if resumed else None, None
-    chosen, sites = Plan(), team.sites()
+    with ExitStack() as stack:
+        if team.is_first and asked.run_dir is not None:
+            stack.enter_context(_room().hold(asked.run_dir))
+            if not asked.resume:
+                _room().RunFolder(asked.run_dir).check_new()
+        resumed = _reopen(asked, team) if asked.resume else None
+        if team.is_first and resumed:
+            options = resumed.options(options, asked.given)
+        if resumed and team.share(b"1" if team.is_first and resumed.is_done(options) else b""):
+            if team.is_first:
+                _print_done(resumed, options, asked.as_json)
+            return
+        if team.is_first and resumed:
+            print(f"pipedejavu: {resumed}", file=sys.stderr)
+        _train(options, asked, team, machine, resumed, stack)
+
+
+def _train(
+    options: "TrainOptions",
+    asked: Asked,
+    team: "Team",
+    machine: Machine | None,
+    resumed: "Resumed | None",
+    stack: ExitStack,
+) -> None:
+    """Plans a run or what is left of it, and trains; `stack` holds the run's folder from before it is made."""
+    room = _room()
+    start, profile, chosen, sites = resumed.start if resumed else None, None, Plan(), team.sites()
     if team.is_first:
-        known = resumed.known if resumed else None
-        options = resumed.options(options, asked.given) if resumed else options
         room.check_logbooks(options.log)
-        processes = team.size if team.is_launched else None
-        fits = known is not None and processes in (None, known.plan.num_workers)
-        switch = known.switch if known and options.on_oom == "replan" else None
-        if resumed and known and switch and switch.plan.num_workers == processes:
-            chosen, profile, machine = switch.plan, switch.profile, switch.machine
-            resumed.folder.add_metrics(switch.row(known.plan.name, resumed.start.step))
-        elif known and fits and (not asked.has_plan or (team.is_launched and asked.plan == "auto")):
-            chosen = known.plan
-        elif resumed and known and processes and not fits and known.plan.version.kind == "sync":
-            chosen = _fit(resumed, asked, sites)
-        elif is_searched(asked, team.is_launched):
-            chosen, machine = _search(options, asked, machine)
-        else:
-            chosen = choose_plan(asked, processes)
-        if known and machine is None and room.is_same_plan(chosen, known.plan):
-            chosen, profile, machine = known.plan, known.profile, known.machine
+        chosen, profile, machine = choose(options, asked, team, machine, resumed, sites)
     settings = {"devices": asked.devices, "team": team, "start": start, "profile": profile}
+    folder = asked.run_dir or _new_name(f"{options.model}-{chosen.name}")
+    if team.is_first:
+        stack.enter_context(room.hold(folder))
     options, program, note = room.plan_run(options, chosen, machine, **settings)
-    name = re.sub(r"[^\w.-]+", "-", f"{options.model}-{chosen.name}")
-    folder = asked.run_dir or f"runs/{name}-{time.strftime('%Y%m%d-%H%M%S')}"
     if team.is_first and not asked.as_json:
         _announce(options, program, note)
     if options.init_candidates > 1 and not (start and start.step):
@@ -134,6 +113,14 @@ def _run(options: "TrainOptions", asked: Asked, team: "Team") -> None:
         _conclude(done, options, asked.as_json)
 
 
+def _new_name(run: str) -> str:
+    """Returns a folder for a run that names none, which is not there yet."""
+    plain = re.sub(r"[^\w.-]+", "-", run)
+    name = f"runs/{plain}-{time.strftime('%Y%m%d-%H%M%S')}"
+    others = (f"{name}-{number}" for number in count(2))
+    return next(path for path in chain((name,), others) if not Path(path).exists())
+
+
 def _choose_candidate(
     options: "TrainOptions", program: Program, folder: str, team: "Team", start: "Start | None"
 ) -> "Start":
@@ -147,30 +134,28 @@ def _choose_candidate(
     return found.start
 
 
-def _reopen(asked: Asked, team: "Team", steps: int | None) -> "Resumed | None":
+def _reopen(asked: Asked, team: "Team") -> "Resumed | None":
     if asked.run_dir is None:
         raise InputError("--resume goes on with the run in a folder; say which one with --run-dir")
     found: Resumed | None = _room().reopen(
-        asked.run_dir, team, lambda text: print(f"pipedejavu: {text}", file=sys.stderr), steps
+        asked.run_dir,
+        team,
+        lambda text: print(f"pipedejavu: {text}", file=sys.stderr),
+        accept_changes=asked.accept_changes,
+        allow_restart=asked.allow_restart,
     )
     return found
 
 
-def _fit(resumed: "Resumed", asked: Asked, sites: "Sequence[Site]") -> Plan:
-    """Returns a plan for the processes that torchrun started this time, and tells of it."""
-    wanted = None
-    if asked.plan != "auto":
-        with suppress(InputError):
-            wanted = choose_plan(asked, len(sites))
-    assert resumed.known is not None
-    before = resumed.known.plan
-    found: Plan = _room().fit_plan(resumed.known, wanted, sites, asked.devices)
-    counts = f"torchrun started {len(sites)} processes where the run had {before.num_workers} workers"
-    reason = f"{counts}: it goes on under plan '{found.name}' with the same batch"
-    print(f"pipedejavu: {reason}", file=sys.stderr)
-    row = {"switched": resumed.start.step, "before": before.name, "plan": found.name, "reason": reason}
-    resumed.folder.add_metrics(row)
-    return found
+def _print_done(resumed: "Resumed", options: "TrainOptions", as_json: bool) -> None:
+    """Says that a run has made its steps, which is no error: whatever starts it again and again may end."""
+    print(
+        f"pipedejavu: nothing left to do: the run in {resumed.folder.path} has made {resumed.start.step} of its"
+        f" {options.steps} steps; --steps asks for more",
+        file=sys.stderr,
+    )
+    if as_json:
+        print(json.dumps(_summary_of(resumed.folder)))
 
 
 def _announce(options: "TrainOptions", program: Program, note: str) -> None:
@@ -209,93 +194,6 @@ def _conclude(done: "Trained", options: "TrainOptions", as_json: bool) -> None:
         raise SystemExit(1)
 
 
-def is_searched(asked: Asked, is_launched: bool) -> bool:
-    """Whether the planner is asked; raises InputError for options that are not for the plan that was asked for."""
-    is_auto = asked.plan == "auto" and not is_launched and asked.sizes.get("workers") is None
-    if not is_auto and asked.batch is not None:
-        raise InputError("--batch is for --plan auto, which chooses the workers; give --microbatches and --samples")
-    if not is_auto and asked.tries > 1:
-        raise InputError(
-            "--try is for --plan auto that chooses the workers itself; leave it out, or else --workers, other plans and"
-            " torchrun"
-        )
-    if asked.tries < 1:
-        raise InputError(f"--try is a number of plans, 1 or more, not {asked.tries}")
-    if is_auto and asked.sizes.get("trim") is not None:
-        raise InputError("--trim is for plans that score contributions; use --plan preset:zeno")
-    given = [name for name in ("replicas", "microbatches") if asked.sizes.get(name) is not None]
-    if is_auto and given:
-        raise InputError(f"--plan auto chooses the {given[0]}; give --batch, or a plan with --plan preset:NAME")
-    return is_auto
-
-
-def _search(options: "TrainOptions", asked: Asked, machine: Machine | None) -> tuple[Plan, Machine]:
-    """Returns the best plan that runs, and the machine that it is for."""
-    room = import_module("pipedejavu.train.planning")
-    question = Options(
-        batch=asked.batch or 32,
-        samples=asked.sizes.get("samples"),
-        clip="none" if options.clip_norm is None else "global",
-    ).agreed()
-    with show_progress() as progress:
-        machine = machine or room.known_machine()
-
-        def report(text: str) -> None:
-            progress(0.0, text)
-
-        profile = room.profile_here(options.model, options.data, question.batch, machine, report)
-        plans: list[Candidate] = room.choose_plans(profile, machine, question, asked.tries, asked.devices, progress)
-    found = plans[0] if len(plans) == 1 else _room().find_fastest(options, plans, asked.devices, _tell)
-    if not asked.as_json:
-        print(f"plan: {found.bound}; forecast of the search {format_seconds(found.time_s)}", file=sys.stderr)
-    return found.plan, found.machine
-
-
-def _tell(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
-
-
-def choose_plan(asked: Asked, processes: int | None) -> Plan:
-    """Reads the plan, for as many workers as there are processes where they are started already."""
-    plan = _read_sized(asked, processes)
-    return plan if asked.cpu_share is None else _with_cpu_share(plan, asked.cpu_share)
-
-
-def _read_sized(asked: Asked, processes: int | None) -> Plan:
-    read = _choose_simply if asked.plan == "auto" else partial(read_plan, asked.plan, is_run=True)
-    if processes is None or asked.sizes.get("workers") is not None:
-        return read(asked.sizes)
-    for workers in range(1, processes + 1):
-        with suppress(InputError):
-            found = read({**asked.sizes, "workers": workers})
-            if found.num_workers == processes:
-                return found
-    return read(asked.sizes)
-
-
-def _with_cpu_share(plan: Plan, share: float) -> Plan:
-    """Returns the plan with a fixed part of each batch for its CPU replicas."""
-    place, feed = plan.place, plan.feed
-    if feed.kind != "share" or not place.cpu_replicas:
-        raise InputError(
-            f"plan '{plan.name}' shares no batch with CPU replicas; leave --cpu-share out, or use preset:coarse"
-        )
-    if not 0 <= share <= 1:
-        raise InputError(f"--cpu-share is a part of the batch between 0 and 1, not {share:g}")
-    shares = ((1 - share) / place.replicas,) * place.replicas + (share / place.cpu_replicas,) * place.cpu_replicas
-    return plan.but(feed=feed.but(shares=shares, is_controlled=False))
-
-
-def _choose_simply(sizes: Mapping[str, int | None]) -> Plan:
-    """Chooses a plan for workers that are given: data parallel over them."""
-    gpus = _room().num_gpus()
-    workers = sizes.get("workers") or gpus or min(4, max(2, num_cores()))
-    given = {"microbatches": sizes.get("microbatches") or 1, "samples": sizes.get("samples") or 8}
-    plan = preset("ddp").at(workers=workers, trim=sizes.get("trim"), **given)
-    reason = "a replica for each GPU" if gpus else "CPU workers of one host are alike; one for each core, four at most"
-    return plan.but(decisions=(Decision(axis="place", choice=f"{workers} replicas", reason=reason),))
-
-
 @dataclass(frozen=True)
 class _Metrics:
     first_loss: float | None
@@ -328,6 +226,27 @@ def _summary(done: "Trained") -> dict[str, object]:
         "measured_bubble_fraction": done.measured.bubble_fraction,
         "model": str(done.folder.model),
         "report": str(done.folder.report),
+    }
+
+
+def _summary_of(folder: "RunFolder") -> dict[str, object]:
+    """Returns the summary of a run that was over before: what its folder still tells of it, and None for all else."""
+    run: History = _room().History.read(folder.path)
+    predicted, measured = run.predicted, folder.timeline("measured") if folder.measured.exists() else None
+    steps = run.steps
+    return {
+        "run_dir": str(folder.path),
+        "steps": steps[-1].step if steps else max(folder.shelf.steps(), default=0),
+        "first_loss": steps[0].loss if steps else None,
+        "last_loss": steps[-1].loss if steps else None,
+        "elapsed_s": steps[-1].elapsed_s if steps else None,
+        "predicted_s": predicted.makespan_s if predicted else None,
+        "expected_s": simulate(folder.program()).chance.mean_s,
+        "measured_s": measured.makespan_s if measured else None,
+        "predicted_bubble_fraction": predicted.bubble_fraction if predicted else None,
+        "measured_bubble_fraction": measured.bubble_fraction if measured else None,
+        "model": str(folder.model),
+        "report": str(folder.report),
     }
 
 

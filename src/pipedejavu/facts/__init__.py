@@ -12,7 +12,7 @@ from pipedejavu.facts.part import with_part_times
 from pipedejavu.facts.profile import Cost, Edge, Profile, Tie, Unit, UnitTime, joint_spread
 from pipedejavu.facts.published import read_profile
 from pipedejavu.facts.quantity import Bytes, format_bytes, format_seconds
-from pipedejavu.facts.record import Record, read_file, write_file
+from pipedejavu.facts.record import Record, read_file, sync_folder, write_file
 from pipedejavu.facts.timeline import MEMORY_CLASSES, MemoryCurve, Span, Timeline, WorkerSummary
 
 __all__ = [
@@ -56,6 +56,7 @@ __all__ = [
     "read_file",
     "read_machine",
     "read_profile",
+    "sync_folder",
     "to_json_text",
     "with_part_times",
     "write_file",

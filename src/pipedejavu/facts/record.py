@@ -1,6 +1,7 @@
 """The base of every record that has a JSON form: frozen, strict, all faults reported at once."""
 
 import json
+import os
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self, get_origin
@@ -71,16 +72,36 @@ def read_file(path: str | Path) -> bytes:
 
 
 def write_file(path: str | Path, text: str) -> None:
-    """Writes `text` under a temporary name and renames it to `path`."""
+    """Writes `text` under a temporary name and renames it to `path`; both are on the disk when it returns."""
     target = Path(path)
     part = target.parent / f"{target.name}.part"
     try:
-        part.write_text(text, encoding="utf-8")
+        _write_synced(part, text.encode())
         part.replace(target)
+        sync_folder(target.parent)
     except OSError as error:
         with suppress(OSError):
             part.unlink()
         raise InputError(f"cannot write {path}: {error.strerror}") from None
+
+
+def _write_synced(path: Path, data: bytes) -> None:
+    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o666)
+    try:
+        while data:
+            data = data[os.write(file, data) :]
+        os.fsync(file)
+    finally:
+        os.close(file)
+
+
+def sync_folder(path: Path) -> None:
+    """Lets the names in a folder reach the disk."""
+    folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
 
 
 def _faults(record: type[Record], error: ValidationError, text: str | bytes) -> list[str]:

@@ -2,7 +2,7 @@
 
 from pipedejavu.store.checkpoint import Checkpoint, is_sound
 from pipedejavu.store.foreign import export_dcp, export_hugging, import_dcp, import_hugging, read_weights
-from pipedejavu.store.manifest import CheckpointError, Manifest
+from pipedejavu.store.manifest import CheckpointError, DamagedError, Manifest
 from pipedejavu.store.part import Tensors
 from pipedejavu.store.saver import Saver
 from pipedejavu.store.shelf import Shelf
@@ -10,6 +10,7 @@ from pipedejavu.store.shelf import Shelf
 __all__ = [
     "Checkpoint",
     "CheckpointError",
+    "DamagedError",
     "Manifest",
     "Saver",
     "Shelf",

@@ -9,26 +9,37 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from pipedejavu.store.manifest import CheckpointError, Manifest
+from pipedejavu.store.manifest import CheckpointError, Manifest, unreadable
 from pipedejavu.store.part import Tensors, check_part, check_tensor, read_tensor
 
 MANIFEST = "manifest.json"
 _FINITE = re.compile(r"(?:replica/\d+/)?(?:weight|state/(?:exp_avg|exp_avg_sq|momentum_buffer))/")
 """Names of tensors that are finite; a buffer may be meant to be infinite, as a mask of attention is."""
+WHOLE = re.compile("step-(0|[1-9][0-9]*)")
+"""The name of a checkpoint that is whole."""
 _READERS = 4
 """Threads that verify; hashing and reading let others run beside them."""
 
 
 class Checkpoint:
-    """A checkpoint's folder, whose manifest was read and is sound; raises CheckpointError for any other."""
+    """A checkpoint's folder, whose manifest was read and is sound; raises CheckpointError for any other.
+
+    A folder called step-N must hold the checkpoint of step N.
+    """
 
     def __init__(self, path: Path):
         self.path = path
         try:
             data = (path / MANIFEST).read_bytes()
         except OSError as error:
-            raise CheckpointError(f"cannot read {path / MANIFEST}: {error.strerror}") from None
+            raise unreadable(path / MANIFEST, error) from None
         self.manifest = Manifest.unsealed(data, str(path / MANIFEST))
+        named = WHOLE.fullmatch(path.name)
+        if named and int(named[1]) != self.step:
+            raise CheckpointError(
+                f"{path} has the manifest of step {self.step}: it was renamed or copied there; name it"
+                f" step-{self.step}, or move it away"
+            )
 
     @property
     def step(self) -> int:
@@ -36,7 +47,7 @@ class Checkpoint:
         return self.manifest.step
 
     def verify(self) -> None:
-        """Reads everything; raises CheckpointError where one bit is not as it was written."""
+        """Reads everything; raises DamagedError if one bit is not as it was written."""
         for name, part in self.manifest.parts.items():
             check_part(self.path / name, part)
         with ThreadPoolExecutor(_READERS) as pool:

@@ -249,9 +249,9 @@ def _chunks(source: Path, metadata: Any, full: str) -> Iterator[tuple[tuple[int,
 def _keep(shelf: str | Path, tensors: Tensors) -> Checkpoint:
     """Puts tensors on a shelf, as a checkpoint of step 0."""
     own = Shelf(shelf)
-    if own.steps():
+    if own.has_traces:
         raise InputError(f"{own.path} holds checkpoints already; choose another folder")
-    own.collect()
+    own.discard(0)
     parts: list[Tensors] = [{}]
     for name, tensor in tensors.items():
         if parts[-1] and sum(t.nbytes for t in parts[-1].values()) + tensor.nbytes > SHARD_BYTES:

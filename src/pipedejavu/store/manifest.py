@@ -7,6 +7,7 @@ checked: names lead out of no folder, and no tensor lies outside its file.
 import math
 import re
 from hashlib import sha256
+from pathlib import Path
 from typing import Any, Self
 
 from pydantic import Field, model_validator
@@ -23,10 +24,22 @@ ITEM_BYTES = {
 
 _PART = re.compile(r"part-\d{5}\.safetensors")
 _SEAL = re.compile(rb'\{"seal": "([0-9a-f]{64})",\n')
+_VERSION = re.compile(rb'\s*"schema_version":\s*([0-9]{1,9})\b')
+"""The first field, which can be read whatever else a newer program writes."""
 
 
 class CheckpointError(InputError):
-    """A checkpoint is not whole; its text says what is wrong and where."""
+    """A checkpoint cannot be used; its text says why. That alone does not prove that it is damaged."""
+
+
+class DamagedError(CheckpointError):
+    """A checkpoint is proved not to be what was written: a file is missing, or has another size or another hash."""
+
+
+def unreadable(path: Path, error: OSError) -> CheckpointError:
+    """Returns what to raise if a file cannot be read: only a missing file proves damage."""
+    kind = DamagedError if isinstance(error, FileNotFoundError) else CheckpointError
+    return kind(f"cannot read {path}: {error.strerror}")
 
 
 class Entry(Record):
@@ -100,20 +113,20 @@ class Manifest(Record):
 
     @classmethod
     def unsealed(cls, data: bytes, source: str) -> Self:
-        """Reads `sealed`; raises CheckpointError for what is not exactly that."""
+        """Reads `sealed`; raises CheckpointError for anything else, DamagedError if the seal proves a change."""
         seal = _SEAL.match(data)
         if not seal:
-            raise CheckpointError(f"{source} does not begin with a seal")
+            raise DamagedError(f"{source} does not begin with a seal")
         rest = data[seal.end() :]
         if sha256(rest).hexdigest().encode() != seal[1]:
-            raise CheckpointError(f"{source} does not have the hash of its seal")
-        try:
-            found = cls.from_json(b"{" + rest, source)
-        except FaultsError as error:
-            raise CheckpointError(str(error)) from None
-        if found.schema_version != SCHEMA_VERSION:
+            raise DamagedError(f"{source} does not have the hash of its seal")
+        version = _VERSION.match(rest)
+        if version and int(version[1]) != SCHEMA_VERSION:
             raise CheckpointError(
-                f"{source} has schema version {found.schema_version} and this program reads {SCHEMA_VERSION}; use the"
+                f"{source} has schema version {int(version[1])} and this program reads {SCHEMA_VERSION}; use the"
                 " version of pipedejavu that wrote it"
             )
-        return found
+        try:
+            return cls.from_json(b"{" + rest, source)
+        except FaultsError as error:
+            raise CheckpointError(str(error)) from None

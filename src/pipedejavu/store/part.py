@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipedejavu.store.manifest import ITEM_BYTES, CheckpointError, Entry, Part
+from pipedejavu.store.manifest import ITEM_BYTES, DamagedError, Entry, Part, unreadable
 
 Tensors = dict[str, Tensor]
 """By name."""
@@ -68,34 +68,34 @@ def write_part(path: Path, tensors: Mapping[str, Tensor]) -> tuple[Part, dict[st
 
 
 def check_part(path: Path, part: Part) -> None:
-    """Raises CheckpointError where a file is missing, has another size, or another header."""
+    """Raises DamagedError if a file is missing or has another size or header, CheckpointError if it cannot be read."""
     try:
         size = path.stat().st_size
     except OSError as error:
-        raise CheckpointError(f"cannot read {path}: {error.strerror}") from None
+        raise unreadable(path, error) from None
     if size != part.size_bytes:
-        raise CheckpointError(f"{path} has {size} bytes instead of {part.size_bytes}: it was cut off or changed")
+        raise DamagedError(f"{path} has {size} bytes instead of {part.size_bytes}: it was cut off or changed")
     if sha256(_read(path, 0, part.header_bytes)).hexdigest() != part.header_sha256:
-        raise CheckpointError(f"the header of {path} does not have its hash: it was changed")
+        raise DamagedError(f"the header of {path} does not have its hash: it was changed")
 
 
 def read_tensor(folder: Path, name: str, entry: Entry) -> Tensor:
-    """Reads a tensor; raises CheckpointError where its bytes do not have the hash that they had."""
+    """Reads a tensor; raises DamagedError if its bytes do not have the hash that they had."""
     path = folder / entry.file
     data = _read(path, entry.offset, entry.size_bytes)
     if sha256(data).hexdigest() != entry.sha256:
-        raise CheckpointError(f"tensor '{name}' in {path} does not have its hash: it was changed on the disk")
+        raise DamagedError(f"tensor '{name}' in {path} does not have its hash: it was changed on the disk")
     dtype = _DTYPES[entry.dtype]
     return (torch.frombuffer(data, dtype=dtype) if data else torch.empty(0, dtype=dtype)).reshape(entry.shape)
 
 
 def check_tensor(folder: Path, name: str, entry: Entry) -> None:
-    """Raises CheckpointError where a tensor's bytes do not have their hash; keeps little of it in memory."""
+    """Raises DamagedError if a tensor's bytes do not have their hash; keeps little of it in memory."""
     path, found = folder / entry.file, sha256()
     for start in range(0, entry.size_bytes, _CHUNK_BYTES):
         found.update(_read(path, entry.offset + start, min(_CHUNK_BYTES, entry.size_bytes - start)))
     if found.hexdigest() != entry.sha256:
-        raise CheckpointError(f"tensor '{name}' in {path} does not have its hash: it was changed on the disk")
+        raise DamagedError(f"tensor '{name}' in {path} does not have its hash: it was changed on the disk")
 
 
 def write_all(file: int, data: memoryview) -> None:
@@ -122,14 +122,14 @@ def _read(path: Path, offset: int, size: int) -> bytearray:
             # A manifest that lies costs no memory.
             missing = offset + size - os.fstat(file.fileno()).st_size
             if missing > 0:
-                raise CheckpointError(f"{path} ends {missing} bytes too early: it was cut off")
+                raise DamagedError(f"{path} ends {missing} bytes too early: it was cut off")
             data = bytearray(size)
             file.seek(offset)
             rest = memoryview(data)
             while rest and (count := file.readinto(rest)):
                 rest = rest[count:]
     except OSError as error:
-        raise CheckpointError(f"cannot read {path}: {error.strerror}") from None
+        raise unreadable(path, error) from None
     if rest:
-        raise CheckpointError(f"{path} ends {len(rest)} bytes too early: it was cut off")
+        raise DamagedError(f"{path} ends {len(rest)} bytes too early: it was cut off")
     return data

@@ -2,24 +2,24 @@
 
 A checkpoint is written as step-40.tmp/. When all of it is on the disk it gets its name, then the folder is synced, then
 LATEST moves; so a name without .tmp stands for a whole checkpoint, whenever the power goes. An older one is deleted
-only after the new one was read again and found to be what was meant.
+only after the new one was read again and found to be what was meant. One that is proved to be damaged is renamed to
+step-40.bad and never deleted; one that only cannot be read stays as it is, and stops its reader.
 """
 
 import os
-import re
 import shutil
 from collections.abc import Callable, Mapping
+from itertools import chain, count
 from pathlib import Path
 
-from pipedejavu.store.checkpoint import MANIFEST, Checkpoint
-from pipedejavu.store.manifest import CheckpointError, Entry, Manifest, Part
+from pipedejavu.facts import sync_folder
+from pipedejavu.store.checkpoint import MANIFEST, WHOLE, Checkpoint
+from pipedejavu.store.manifest import CheckpointError, DamagedError, Entry, Manifest, Part, unreadable
 from pipedejavu.store.part import write_all
 
 LATEST = "LATEST"
 KEPT = 2
 """Newest checkpoints that stay; the best one, by its loss, stays too."""
-
-_WHOLE = re.compile(r"step-(\d+)")
 
 
 class Shelf:
@@ -30,10 +30,21 @@ class Shelf:
 
     def steps(self) -> list[int]:
         """Returns the steps that have a checkpoint with a whole name, in order."""
-        if not self.path.is_dir():
+        matches = (WHOLE.fullmatch(name) for name in self._names())
+        return sorted(int(match[1]) for match in matches if match)
+
+    @property
+    def has_traces(self) -> bool:
+        """Whether a checkpoint was ever completed here, be it damaged by now, or removed by hand."""
+        return bool(self.steps()) or any(name == LATEST or ".bad" in name for name in self._names())
+
+    def _names(self) -> list[str]:
+        try:
+            return [path.name for path in self.path.iterdir()]
+        except (FileNotFoundError, NotADirectoryError):
             return []
-        found = (_WHOLE.fullmatch(path.name) for path in self.path.iterdir())
-        return sorted(int(match[1]) for match in found if match)
+        except OSError as error:
+            raise unreadable(self.path, error) from None
 
     def folder(self, step: int) -> Path:
         """Returns where the checkpoint of a step lies."""
@@ -49,12 +60,12 @@ class Shelf:
         """Gives a draft whose parts are on the disk its manifest and its name, and lets LATEST name it."""
         draft, folder = self.draft(step), self.folder(step)
         _write_synced(draft / MANIFEST, manifest.sealed())
-        _sync(draft)
+        sync_folder(draft)
         draft.rename(folder)
-        _sync(self.path)
+        sync_folder(self.path)
         _write_synced(self.path / f"{LATEST}.tmp", f"{folder.name}\n".encode())
         (self.path / f"{LATEST}.tmp").replace(self.path / LATEST)
-        _sync(self.path)
+        sync_folder(self.path)
         return folder
 
     def discard(self, step: int) -> None:
@@ -62,57 +73,69 @@ class Shelf:
         shutil.rmtree(self.path / f"step-{step}.tmp", ignore_errors=True)
 
     def collect(self) -> None:
-        """Removes what was never finished; nobody may be writing."""
+        """Removes what was never finished; the caller makes sure that no one writes."""
         for path in self.path.glob("*.tmp"):
             shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink()
 
-    def newest(self, tell: Callable[[str], None], before: int | None = None) -> Checkpoint | None:
-        """Returns the newest checkpoint that is what was written, of a step before one if that is given, or None.
+    def newest(
+        self, tell: Callable[[str], None], *, allow_restart: bool = False, is_reader: bool = False
+    ) -> Checkpoint | None:
+        """Returns the newest checkpoint that is what was written, or None if there never was one.
 
-        One that is not is named to `tell` with the reason, and set aside as step-40.bad.
+        Newer ones that are proved to be damaged are named to `tell` with the reason, and set aside as step-40.bad,
+        unless the caller only reads. Raises CheckpointError, and changes nothing, if one cannot be read for any other
+        reason, or if none is left; with `allow_restart` it returns None then.
         """
-        for step in reversed([step for step in self.steps() if before is None or step < before]):
+        found, damaged = None, dict[Path, str]()
+        for step in reversed(self.steps()):
             folder = self.folder(step)
             try:
                 found = Checkpoint(folder)
                 found.verify()
-            except CheckpointError as error:
-                tell(f"checkpoint {folder.name} cannot be used and is set aside as {folder.name}.bad: {error}")
-                _set_aside(folder)
+            except DamagedError as error:
+                found, damaged[folder] = None, str(error)
                 continue
-            return found
-        return None
+            except CheckpointError as error:
+                raise CheckpointError(
+                    f"checkpoint {folder.name} cannot be read, and nothing shows that it is damaged: {error}; it was"
+                    " left as it is: solve that, or move it away to use the one before it"
+                ) from None
+            break
+        if found is None and not allow_restart and self.has_traces:
+            reasons = "".join(f"; {folder.name}: {reason}" for folder, reason in damaged.items())
+            raise CheckpointError(
+                f"{self.path} has held checkpoints, and none of them can be used{reasons}; nothing was changed, and"
+                " --allow-restart (allow_restart=True) begins at step 0 and keeps them aside"
+            )
+        for folder, reason in damaged.items():
+            aside = "" if is_reader else f" and is set aside as {_set_aside(folder).name}"
+            tell(f"checkpoint {folder.name} cannot be used{aside}: {reason}")
+        return found
 
     def prune(self) -> None:
         """Verifies the newest checkpoint, then deletes those that are neither among the newest nor the best.
 
-        Raises CheckpointError, and deletes nothing, where the newest is not what was meant.
+        Raises CheckpointError, and deletes nothing, if the newest is not what was meant. A checkpoint whose manifest
+        cannot be read, or is of another step, stays.
         """
         steps = self.steps()
         if not steps:
             return
         Checkpoint(self.folder(steps[-1])).verify()
-        losses = {step: loss for step in steps if (loss := self._loss(step)) is not None}
+        manifests = {step: found for step in steps if (found := self._manifest(step)) is not None}
+        losses = {step: found.loss for step, found in manifests.items() if found.loss is not None}
         best = min(losses, key=lambda step: losses[step]) if losses else None
         for step in steps[:-KEPT]:
-            if step != best:
+            if step != best and step in manifests:
                 self._remove(step)
-        for path in self.path.glob("step-*.bad"):
-            shutil.rmtree(path, ignore_errors=True)
-
-    def forget(self, step: int) -> None:
-        """Removes the checkpoints behind a step, which a run that goes on from there makes again."""
-        for later in self.steps():
-            if later > step:
-                self._remove(later)
 
     def _remove(self, step: int) -> None:
         # The name goes first, so that no half of it looks whole.
         shutil.rmtree(self.folder(step).rename(self.path / f"step-{step}.tmp"), ignore_errors=True)
 
-    def _loss(self, step: int) -> float | None:
+    def _manifest(self, step: int) -> Manifest | None:
         try:
-            return Checkpoint(self.folder(step)).manifest.loss
+            return Checkpoint(self.folder(step)).manifest
         except CheckpointError:
             return None
 
@@ -137,16 +160,11 @@ def _write_synced(path: Path, data: bytes) -> None:
         os.close(file)
 
 
-def _sync(folder: Path) -> None:
-    """Lets the names in a folder reach the disk."""
-    file = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+def _set_aside(folder: Path) -> Path:
+    """Renames a damaged checkpoint to a name that none has; returns that name's path."""
+    names = chain((f"{folder.name}.bad",), (f"{folder.name}.bad-{number}" for number in count(2)))
+    aside = next(path for name in names if not os.path.lexists(path := folder.with_name(name)))
     try:
-        os.fsync(file)
-    finally:
-        os.close(file)
-
-
-def _set_aside(folder: Path) -> None:
-    aside = folder.with_name(f"{folder.name}.bad")
-    shutil.rmtree(aside, ignore_errors=True)
-    folder.rename(aside)
+        return folder.rename(aside)
+    except OSError as error:
+        raise CheckpointError(f"cannot set {folder} aside as {aside.name}: {error.strerror}") from None

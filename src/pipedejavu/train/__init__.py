@@ -6,6 +6,7 @@ from pipedejavu.train.failure import WorkerError
 from pipedejavu.train.folder import RunFolder, Start
 from pipedejavu.train.halt import StoppedError
 from pipedejavu.train.history import Event, History, Step, find_runs
+from pipedejavu.train.hold import hold
 from pipedejavu.train.launch import Planned, plan_run, train, train_rank
 from pipedejavu.train.logbook import check_logbooks
 from pipedejavu.train.loop import Checkpoints
@@ -45,6 +46,7 @@ __all__ = [
     "find_fastest",
     "find_runs",
     "fit_plan",
+    "hold",
     "is_same_plan",
     "judge_run",
     "num_gpus",

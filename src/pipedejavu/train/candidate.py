@@ -8,6 +8,7 @@ the plan takes it up as it would any other, behind the updates that were made, w
 import json
 import math
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -24,9 +25,11 @@ from pipedejavu.program import Program
 from pipedejavu.program import compile as compile_plan
 from pipedejavu.store import Saver
 from pipedejavu.train.folder import RunFolder, Start
+from pipedejavu.train.hold import hold
 from pipedejavu.train.launch import run_workers
 from pipedejavu.train.options import TrainOptions
 from pipedejavu.train.race import Race
+from pipedejavu.train.seal import Settings
 from pipedejavu.train.site import num_threads
 from pipedejavu.train.task import prepare
 from pipedejavu.train.team import Team
@@ -115,6 +118,11 @@ def choose_candidate(
     """
     _check(options)
     folder = RunFolder(run_dir)
+    with hold(folder.path) if team.is_first else nullcontext():
+        return _choose(options, program, folder, team, again)
+
+
+def _choose(options: TrainOptions, program: Program, folder: RunFolder, team: Team, again: Start | None) -> Chosen:
     if team.is_first:
         folder.create(options, program, again)
     if team.is_launched:
@@ -129,6 +137,8 @@ def choose_candidate(
     facts = found.manifest.facts["candidates"] if found else {}
     facts = json.loads(team.share(json.dumps(facts).encode()))
     start = Start(step=facts["updates"][facts["winner"]], samples=facts["start"])
+    if team.is_first:
+        start = start.but(fingerprints=folder.start().fingerprints)
     return Chosen(start, facts["winner"], tuple(facts["updates"]), facts["samples"])
 
 
@@ -176,7 +186,8 @@ def _compete_here(rank: int, size: int, folder: RunFolder, options: TrainOptions
     for step, loss in enumerate(losses, start=1):
         folder.add_metrics({"step": step, "loss": loss, "candidate": race.winner})
     folder.add_metrics({"candidates": facts})
-    about = {"samples": facts["start"], "plan": json.loads(program.plan.to_json()), "facts": {"candidates": facts}}
+    more = {"candidates": facts, "fingerprints": folder.start().fingerprints}
+    about = {"samples": facts["start"], **Settings.of(options, program).in_manifest(more)}
     saver = Saver(folder.shelf, note=folder.add_metrics)
     saver.save(race.updates, winner.state(), lambda: about)
     saver.wait()

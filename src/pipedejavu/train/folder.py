@@ -9,6 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from pydantic import Field
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save, save_file
 from torch import Tensor
@@ -18,7 +19,9 @@ from pipedejavu.plan import Plan
 from pipedejavu.program import Program
 from pipedejavu.program import compile as compile_plan
 from pipedejavu.store import Checkpoint, Shelf
+from pipedejavu.train.fingerprint import read_fingerprints
 from pipedejavu.train.options import TrainOptions
+from pipedejavu.train.seal import Settings
 
 _STEP_NAMES = ("step", "saved", "switched", "skipped")
 """Under which names a row of the metrics says which step it is about."""
@@ -39,15 +42,18 @@ def result_of(program: Program, weights: Weights) -> dict[str, Tensor]:
 
 
 class Start(Record):
-    """Where a run goes on: behind which update, and with which sample; a step above 0 has a checkpoint."""
+    """Where a run goes on: after which update, and with which sample; a step above 0 has a checkpoint."""
 
     step: int = 0
     samples: int = 0
+    fingerprints: dict[str, str] = Field(default={})
+    """Those of the model's source and the data that it goes on with."""
 
     @classmethod
-    def behind(cls, found: Checkpoint | None) -> "Start":
-        """Returns the start behind a checkpoint; the beginning where there is none."""
-        return cls(step=found.step, samples=found.manifest.samples) if found else cls()
+    def after(cls, checkpoint: Checkpoint | None, fingerprints: dict[str, str] | None = None) -> "Start":
+        """Returns the start after a checkpoint; the beginning if there is none."""
+        step, samples = (checkpoint.step, checkpoint.manifest.samples) if checkpoint else (0, 0)
+        return cls(step=step, samples=samples, fingerprints=fingerprints or {})
 
 
 class Part(NamedTuple):
@@ -86,15 +92,32 @@ class RunFolder:
 
     @property
     def holds_run(self) -> bool:
-        """Whether a run was begun here."""
-        return (self.path / "options.json").exists()
+        """Whether a run was begun here; its checkpoints show it, too."""
+        try:
+            return (self.path / "options.json").exists() or self.shelf.has_traces
+        except OSError as error:
+            raise InputError(f"cannot read {self.path}: {error.strerror}") from None
 
-    def create(self, options: TrainOptions, program: Program, start: "Start | None" = None) -> None:
-        """Makes the folder and writes what the workers need; refuses one that holds a run, unless that goes on."""
-        if start is None and self.holds_run:
+    def check_new(self) -> None:
+        """Raises InputError if the folder holds a run."""
+        if self.holds_run:
             raise InputError(
                 f"{self.path} holds a run already; go on with --resume, choose another --run-dir or remove it"
             )
+
+    def create(self, options: TrainOptions, program: Program, start: "Start | None" = None) -> None:
+        """Makes the folder and writes what the workers need; refuses one that holds a run, unless that goes on."""
+        if start is None:
+            self.check_new()
+        begun = start or Start()
+        later = [step for step in self.shelf.steps() if step > begun.step]
+        if later:
+            raise InputError(
+                f"{self.shelf.path} has a checkpoint of step {later[-1]}, after step {begun.step}, from which the run"
+                " is to go on; move it away"
+            )
+        if not begun.fingerprints and (options.checkpoint_every != 0 or options.init_candidates > 1):
+            begun = begun.but(fingerprints=read_fingerprints(options))
         try:
             shutil.rmtree(self.parts, ignore_errors=True)
             self.parts.mkdir(parents=True)
@@ -102,14 +125,10 @@ class RunFolder:
             raise InputError(f"cannot make the run folder {self.path}: {error.strerror}") from None
         if start is not None:
             self._forget(start.step)
-            self.shelf.forget(start.step)
             for path in (self.model, self.measured, self.report):  # of a run that ended sooner
                 path.unlink(missing_ok=True)
-            start.save(self.parts / "start.json")
-        options.save(self.path / "options.json")
-        program.plan.save(self.path / "plan.json")
-        program.profile.save(self.path / "profile.json")
-        program.machine.save(self.path / "machine.json")
+        begun.save(self.parts / "start.json")
+        Settings.of(options, program).write(self.path)
 
     def _forget(self, step: int) -> None:
         """Removes metrics of what is trained again."""

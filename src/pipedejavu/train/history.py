@@ -152,11 +152,11 @@ def find_runs(path: str | Path, tell: Callable[[str], None]) -> list[History]:
         raise InputError(f"there is no folder {path}; 'train' writes runs to runs/ unless --run-dir says otherwise")
     found = []
     for inside in Path(path).iterdir():
-        if RunFolder(inside).holds_run:
-            try:
+        try:
+            if RunFolder(inside).holds_run:
                 found.append(History.read(inside))
-            except InputError as error:
-                tell(f"{inside.name} is left out: {error}")
+        except InputError as error:
+            tell(f"{inside.name} is left out: {error}")
     return sorted(found, key=lambda run: -run.changed_s)
 
 

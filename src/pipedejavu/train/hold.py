@@ -1,60 +1,92 @@
-"""Who works in a run folder, and how a run ended that did not reach its end.
+"""The lock of a run folder, and how a run ended that did not reach its end.
 
-A run holds its folder while it goes on; the system lets go of it whatever ends the process. So a folder that nobody
-holds and that has no result is one of a run that failed or was stopped.
+A run takes the lock before it reads, cleans or writes anything in its folder, and keeps it to its end; the system
+releases it whatever ends the process. So a folder without a result that no process holds is one of a run that failed
+or was stopped.
 """
 
 import fcntl
 import os
+import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from pipedejavu.facts import InputError
 from pipedejavu.train.folder import RunFolder
 from pipedejavu.train.halt import StoppedError
 
+LOCK = "lock"
+"""A file of its own: network file systems lock no folders."""
 _PATIENCE_S = 1.0
-"""Whoever only looks holds a folder for a moment."""
+"""A process that only looks (`is_held`) holds the lock for a moment."""
+_LOOK_S = 0.02
+
+_HOLDERS: dict[str, tuple[int, int]] = {}
+"""The process and the thread that hold a folder, by its path."""
 
 
 def is_held(path: Path) -> bool:
-    """Whether a run goes on in a folder now; where the file system has no locks, nobody seems to be there."""
-    if not path.is_dir():
-        return False
-    seat = os.open(path, os.O_RDONLY)
+    """Whether a run goes on in a folder now; on a file system without locks none seems to."""
     try:
-        return not _takes(seat, fcntl.LOCK_SH)
+        file = os.open(path / LOCK, os.O_RDONLY | os.O_NONBLOCK)
+    except OSError:
+        return False
+    try:
+        return not _takes(file, fcntl.LOCK_SH)
     finally:
-        os.close(seat)
-
-
-def check_free(path: Path) -> None:
-    """Raises InputError where a run goes on in a folder."""
-    if is_held(path):
-        raise InputError(f"another process trains in {path} now; wait for it, or choose another --run-dir")
+        os.close(file)
 
 
 @contextmanager
-def hold(folder: RunFolder) -> Iterator[None]:
-    """Holds a run's folder while it trains; notes in its metrics that it was stopped, or why it failed."""
-    seat = os.open(folder.path, os.O_RDONLY)
+def hold(path: str | Path) -> Iterator[None]:
+    """Holds a run folder, which is made if there is none; raises InputError if another process or thread holds it.
+
+    The thread that holds it may enter again. A folder that was made for nothing is removed.
+    """
+    folder, owner = Path(path), (os.getpid(), threading.get_ident())
+    key = os.path.realpath(folder)
+    if _HOLDERS.get(key) == owner:
+        yield
+        return
+    is_new = not folder.exists()
+    file = _take(folder)
+    _HOLDERS[key] = owner
     try:
-        last_s = time.monotonic() + _PATIENCE_S
-        while not _takes(seat, fcntl.LOCK_EX):
-            if time.monotonic() > last_s:
-                check_free(folder.path)
-            time.sleep(0.02)
-        with _noted(folder):
-            yield
+        yield
     finally:
-        os.close(seat)
+        del _HOLDERS[key]
+        with suppress(OSError):
+            if [path.name for path in folder.iterdir()] == [LOCK]:
+                (folder / LOCK).unlink()
+                if is_new:
+                    folder.rmdir()
+        os.close(file)
 
 
-def _takes(seat: int, kind: int) -> bool:
+def _take(folder: Path) -> int:
+    """Returns the locked file of a folder."""
+    last_s = time.monotonic() + _PATIENCE_S
+    while True:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            file = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o644)
+        except FileNotFoundError:  # the holder before has just removed the folder
+            continue
+        except OSError as error:
+            raise InputError(f"cannot make the run folder {folder}: {error.strerror}") from None
+        if _takes(file, fcntl.LOCK_EX) and _is_there(file, folder / LOCK):
+            return file
+        os.close(file)
+        if time.monotonic() > last_s:
+            raise InputError(f"another process trains in {folder} now; wait for it, or choose another --run-dir")
+        time.sleep(_LOOK_S)
+
+
+def _takes(file: int, kind: int) -> bool:
     try:
-        fcntl.flock(seat, kind | fcntl.LOCK_NB)
+        fcntl.flock(file, kind | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     except OSError:  # a file system without locks
@@ -62,8 +94,17 @@ def _takes(seat: int, kind: int) -> bool:
     return True
 
 
+def _is_there(file: int, path: Path) -> bool:
+    """Whether a lock is still that of its path, which the holder before may have removed."""
+    try:
+        return os.path.samestat(os.fstat(file), path.stat())
+    except OSError:
+        return False
+
+
 @contextmanager
-def _noted(folder: RunFolder) -> Iterator[None]:
+def noted(folder: RunFolder) -> Iterator[None]:
+    """Notes in a run's metrics that it was stopped, or why it failed."""
     try:
         yield
     except (StoppedError, KeyboardInterrupt):

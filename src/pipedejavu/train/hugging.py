@@ -42,10 +42,7 @@ def build_hugging(
     `weights` are a file, a folder or a name on the hub, too. `context` is the length of its sequences; by default what
     the configuration allows, within a bound.
     """
-    try:
-        room: Any = import_module("transformers")
-    except ImportError:
-        raise InputError(f"'hf:{name}' needs transformers; pip install 'pipedejavu[hf]'") from None
+    room = _transformers(name)
     config = _read_config(room, name)
     config.use_cache = False  # what generating keeps would pass from unit to unit
     head, objective, inputs = _choose_head(room, config, name)
@@ -64,6 +61,22 @@ def build_hugging(
     source = open_data(data or ("stdlib" if has_text else "random"), form, seed=seed)
     counts = count if isinstance(form, TokenForm) else len
     return Task(name=name, model=model, loss=_loss, count=counts, data=_Named(source, inputs))
+
+
+def read_config_text(name: str) -> bytes:
+    """Returns a configuration as its file has it, or as the hub does."""
+    path = Path(name) / "config.json" if Path(name).is_dir() else Path(name)
+    if path.suffix == ".json":
+        return read_file(path)
+    text: str = _read_config(_transformers(name), name).to_json_string()
+    return text.encode()
+
+
+def _transformers(name: str) -> Any:
+    try:
+        return import_module("transformers")
+    except ImportError:
+        raise InputError(f"'hf:{name}' needs transformers; pip install 'pipedejavu[hf]'") from None
 
 
 def _read_config(room: Any, name: str) -> Any:

@@ -7,7 +7,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from itertools import count
 from multiprocessing.connection import wait
@@ -33,12 +33,13 @@ from pipedejavu.store import Shelf
 from pipedejavu.train.failure import ShortageError, WorkerError, read_failure, with_rest
 from pipedejavu.train.folder import Part, RunFolder, Start
 from pipedejavu.train.halt import GRACE_S, STOPPED, StoppedError, describe_stop, on_signal
-from pipedejavu.train.hold import check_free, hold
+from pipedejavu.train.hold import hold, noted
 from pipedejavu.train.interval import choose_interval, steps_of
 from pipedejavu.train.loop import say
 from pipedejavu.train.measure import measure
 from pipedejavu.train.options import TrainOptions
 from pipedejavu.train.replan import Switch, check_replan, relieve
+from pipedejavu.train.resume import check_fingerprints
 from pipedejavu.train.run_check import check_run
 from pipedejavu.train.site import (
     DeviceChoice,
@@ -189,13 +190,13 @@ def train(options: TrainOptions, program: Program, run_dir: str, start: Start | 
     With a start the run in the folder goes on from there.
     """
     folder = RunFolder(run_dir)
-    check_free(folder.path)
-    prediction = _open(folder, options, program, start)
-    with hold(folder):
-        while not _is_ended(folder, options, program):
-            options, program, start = _switched(folder, options, program, folder.switch.read_bytes())
-            prediction = _open(folder, options, program, start)
-        return gather(folder, options, program, prediction)
+    with hold(folder.path):
+        prediction = _open(folder, options, program, start)
+        with noted(folder):
+            while not _is_ended(folder, options, program):
+                options, program, start = _switched(folder, options, program, folder.switch.read_bytes())
+                prediction = _open(folder, options, program, start)
+            return gather(folder, options, program, prediction)
 
 
 def _is_ended(folder: RunFolder, options: TrainOptions, program: Program) -> bool:
@@ -218,8 +219,9 @@ def _switched(
     """Returns how a run goes on from its newest checkpoint under the plan that it is to switch to."""
     team, switch, found = team or Team(), Switch.from_json(text), b""
     if team.is_first:
+        checkpoint = folder.shelf.newest(say)
         folder.shelf.collect()
-        start = Start.behind(folder.shelf.newest(say))
+        start = Start.after(checkpoint, check_fingerprints(checkpoint, options, say) if checkpoint else {})
         folder.add_metrics(switch.row(program.plan.name, start.step))
         found = start.to_json().encode()
     start = Start.from_json(team.share(found))
@@ -233,16 +235,19 @@ def train_rank(
     """Runs this rank's worker of a program to the end; the first rank gets what all leave, the others None."""
     assert team.store is not None
     folder = RunFolder(run_dir)
-    if team.is_first:
-        check_free(folder.path)
-    prediction = _open(folder, options, program, start) if team.is_first else None
-    with hold(folder) if team.is_first else nullcontext():
+    with ExitStack() as stack:
+        prediction = None
+        if team.is_first:
+            stack.enter_context(hold(folder.path))
+            prediction = _open(folder, options, program, start)
+            stack.enter_context(noted(folder))
         for number in count():
             shared = Path(team.share(str(folder.parts.resolve()).encode()).decode())
             options = _seen_by_all(shared, options, team, start)
             team.shelf = Shelf(shared.parent / folder.shelf.path.name)
             board, vigil = PrefixStore(f"watch{number}", team.store), team.keep_vigil(options)
-            run = Rank(options, program, board, folder, start or Start(), vigil, keeps_workers=True)
+            begun = folder.start() if team.is_first else start or Start()
+            run = Rank(options, program, board, folder, begun, vigil, keeps_workers=True)
             try:
                 part = run.run(shared)
             except ShortageError as shortage:

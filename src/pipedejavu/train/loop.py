@@ -69,14 +69,20 @@ class Checkpoints:
         self.saver.save(step, tensors, lambda: {"samples": samples, "loss": finite_form(loss), "facts": facts})
 
     def load(
-        self, model: nn.Module, optimizer: Optimizer | None = None, *, scheduler: Scheduler | None = None
+        self,
+        model: nn.Module,
+        optimizer: Optimizer | None = None,
+        *,
+        scheduler: Scheduler | None = None,
+        allow_restart: bool = False,
     ) -> tuple[int, int]:
-        """Takes up the newest checkpoint that is whole; returns its step and samples, (0, 0) where there is none.
+        """Takes up the newest checkpoint that is whole; returns its step and samples, (0, 0) if there never was one.
 
-        One that is not whole is named and set aside. Without an optimizer only weights are taken.
+        A damaged one is named and set aside; CheckpointError is raised if one cannot be read for another reason, or if
+        none is left, unless `allow_restart` lets the loop begin at step 0. Without an optimizer only weights are taken.
         """
         self.saver.wait()
-        found = self.shelf.newest(say)
+        found = self.shelf.newest(say, allow_restart=allow_restart)
         if found is None:
             return 0, 0
         check_finite(found, self.shelf)

@@ -18,6 +18,10 @@ class Saved(Record):
     parts: tuple[tuple[int, ...], ...] = ()
     """Of a batch, that each replica has."""
     options: dict[str, Any] = Field(default={})
+    profile: dict[str, Any] = Field(default={})
+    machine: dict[str, Any] = Field(default={})
+    fingerprints: dict[str, str] | None = None
+    """Those of the model's source and of the data; checkpoints of earlier versions have none."""
     groups: tuple[dict[str, Any], ...] | None = None
     """The settings of an optimizer's groups of parameters."""
     values: dict[str, dict[str, Any]] = Field(default={})

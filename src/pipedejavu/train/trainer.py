@@ -234,14 +234,15 @@ class Trainer:
         if self._saver is not None:
             self._saver.wait()
 
-    def load(self, folder: str | Path) -> int:
+    def load(self, folder: str | Path, *, allow_restart: bool = False) -> int:
         """Takes up the newest checkpoint that is whole, of this plan or any other; returns the updates behind it.
 
-        Returns 0 where there is none. One that is not whole is named and set aside. `samples` then says how many
-        samples were trained on: a loop that goes on begins with the next.
+        Returns 0 if there never was one. A damaged one is named and set aside; CheckpointError is raised if one cannot
+        be read for another reason, or if none is left, unless `allow_restart` lets the loop begin at step 0. `samples`
+        then says how many samples were trained on: a loop that goes on begins with the next.
         """
         self.wait()
-        found = Shelf(folder).newest(say)
+        found = Shelf(folder).newest(say, allow_restart=allow_restart)
         if found is None:
             return 0
         check_finite(found, Shelf(folder))

@@ -1,6 +1,5 @@
 """One rank of a training run: runs its worker of the program, reports on the way, and packs what it leaves."""
 
-import json
 import os
 import signal
 import sys
@@ -23,7 +22,7 @@ from pipedejavu.engine.replicas import ReplicaCheck
 from pipedejavu.engine.run import final_weights
 from pipedejavu.engine.share import adjusted_counts
 from pipedejavu.engine.state import check_state, put_state, take_norm, take_state
-from pipedejavu.facts import InputError, Record, Span, WorkerSummary, keep_heap
+from pipedejavu.facts import InputError, Span, WorkerSummary, keep_heap
 from pipedejavu.program import Program
 from pipedejavu.program.share import cut_evenly
 from pipedejavu.simulate import Prediction, simulate
@@ -37,6 +36,7 @@ from pipedejavu.train.pace import Pace, Round, times_of
 from pipedejavu.train.progress import Progress
 from pipedejavu.train.replan import Pilot, Switch, find_switch
 from pipedejavu.train.saved import random_state, saved_in, set_random_state
+from pipedejavu.train.seal import Settings
 from pipedejavu.train.site import num_threads
 from pipedejavu.train.task import SteadyBatches, num_kept, prepare
 from pipedejavu.train.view import Seat
@@ -284,9 +284,14 @@ class Rank:
         if is_apart:
             dist.barrier()
         self.watch.send()  # before the news that this part is written, so that the metrics have every step before it
-        facts = {"norm": take_norm(handlers), "parts": self.program.parts, "options": _plain(self.options)}
-        about = {"samples": self.order.samples(update), "plan": _plain(self.program.plan), "facts": facts}
-        saver.save(update, tensors, lambda: {**about, "loss": self.desk.mean_loss(update) if self.desk else None})
+        facts = {"norm": take_norm(handlers), "parts": self.program.parts, "fingerprints": self.start.fingerprints}
+        settings, samples = Settings.of(self.options, self.program), self.order.samples(update)
+
+        def about() -> dict[str, Any]:
+            loss = self.desk.mean_loss(update) if self.desk else None
+            return {"samples": samples, "loss": loss, **settings.in_manifest(facts)}
+
+        saver.save(update, tensors, about)
 
     def _restore(self, shelf: Shelf, handlers: Handlers) -> None:
         """Puts the state of the checkpoint that the run goes on from in the place of the first weights."""
@@ -329,8 +334,3 @@ class Rank:
         self.moves.append((update, parts))
         if self.pace:
             self.pace.expect(self.program)
-
-
-def _plain(record: Record) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(record.to_json())
-    return found

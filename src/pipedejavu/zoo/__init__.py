@@ -9,7 +9,7 @@ from pipedejavu.zoo.shape import SHAPES, estimate_profile
 if TYPE_CHECKING:
     from pipedejavu.zoo.chain import Chain, Flow
     from pipedejavu.zoo.data import DATA_NAMES, Dataset, open_data, order
-    from pipedejavu.zoo.task import MODEL_NAMES, Task, build
+    from pipedejavu.zoo.task import MODEL_NAMES, Task, build, default_data
 
 __all__ = [
     "DATA_NAMES",
@@ -20,6 +20,7 @@ __all__ = [
     "Flow",
     "Task",
     "build",
+    "default_data",
     "estimate_profile",
     "open_data",
     "order",
@@ -28,7 +29,7 @@ __all__ = [
 _WITH_TORCH = {
     **dict.fromkeys(("Chain", "Flow"), "chain"),
     **dict.fromkeys(("DATA_NAMES", "Dataset", "open_data", "order"), "data"),
-    **dict.fromkeys(("MODEL_NAMES", "Task", "build"), "task"),
+    **dict.fromkeys(("MODEL_NAMES", "Task", "build", "default_data"), "task"),
 }
 
 

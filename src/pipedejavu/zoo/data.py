@@ -10,7 +10,7 @@ from pathlib import Path
 from pipedejavu.facts import InputError, nearest
 from pipedejavu.zoo.dataset import Dataset, order
 from pipedejavu.zoo.form import Form, ImageForm, TokenForm
-from pipedejavu.zoo.image import Split, read_cifar10, read_digits, read_mnist
+from pipedejavu.zoo.image import Split, cifar10_files, mnist_files, read_cifar10, read_digits, read_mnist
 from pipedejavu.zoo.noise import RandomImages, RandomTokens
 from pipedejavu.zoo.sequence import Sequences
 from pipedejavu.zoo.text import Text, read_stdlib
@@ -51,6 +51,18 @@ def open_data(name: str, form: Form | None = None, *, seed: int = 0, split: Spli
         case "cifar10":
             return read_cifar10(folder, split, form)
     return read_digits(split, form)
+
+
+def data_files(name: str) -> list[Path]:
+    """Returns the files of the training split that data of this name are read from; nothing for data without any."""
+    kind, _, detail = name.partition(":")
+    folder = Path(detail or f"data/{kind}")
+    match kind:
+        case "mnist":
+            return [*mnist_files(folder, "train")]
+        case "cifar10":
+            return cifar10_files(folder, "train")
+    return []
 
 
 def _random(form: Form, size: int, seed: int, split: Split) -> Dataset:

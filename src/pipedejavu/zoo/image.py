@@ -94,12 +94,18 @@ def read_digits(split: Split, form: ImageForm | None = None) -> Images:
 def read_mnist(folder: Path, split: Split, form: ImageForm | None = None) -> Images:
     """Reads MNIST's two IDX files of a split; those that are missing are downloaded first."""
     start = "train" if split == "train" else "t10k"
-    pixels = read_idx(_find_idx(folder, f"{start}-images", 3), 3)
-    labels = read_idx(_find_idx(folder, f"{start}-labels", 1), 1)
+    images, classes = mnist_files(folder, split)
+    pixels, labels = read_idx(images, 3), read_idx(classes, 1)
     if len(pixels) != len(labels):
         raise InputError(f"{folder} has {len(pixels)} {start} images but {len(labels)} labels; get both files again")
     _check_labels(labels, folder / f"{start}-labels")
     return Images("mnist", pixels.unsqueeze(1), labels, form)
+
+
+def mnist_files(folder: Path, split: Split) -> tuple[Path, Path]:
+    """Returns the files of MNIST's images and labels; those that are missing are downloaded first."""
+    start = "train" if split == "train" else "t10k"
+    return _find_idx(folder, f"{start}-images", 3), _find_idx(folder, f"{start}-labels", 1)
 
 
 def _find_idx(folder: Path, start: str, dimensions: int) -> Path:
@@ -112,6 +118,12 @@ def _find_idx(folder: Path, start: str, dimensions: int) -> Path:
 
 def read_cifar10(folder: Path, split: Split, form: ImageForm | None = None) -> Images:
     """Reads CIFAR-10's binary files of a split: records of a label, then 1,024 bytes each of red, green and blue."""
+    records = torch.cat([_read_cifar(path) for path in cifar10_files(folder, split)])
+    return Images("cifar10", records[:, 1:].reshape(-1, 3, 32, 32), records[:, 0], form)
+
+
+def cifar10_files(folder: Path, split: Split) -> list[Path]:
+    """Returns CIFAR-10's binary files of a split; raises InputError if there are none."""
     inside = folder / "cifar-10-batches-bin"
     folder = inside if inside.is_dir() else folder
     paths = sorted(folder.glob("data_batch_*.bin" if split == "train" else "test_batch.bin"))
@@ -120,8 +132,7 @@ def read_cifar10(folder: Path, split: Split, form: ImageForm | None = None) -> I
         if any(path.exists() for path in pickled):
             raise InputError(f"{folder} has CIFAR-10 as Python pickles, which are not opened; {_CIFAR_REMEDY}")
         raise InputError(f"there are no {split} files of CIFAR-10 in {folder}; {_CIFAR_REMEDY}")
-    records = torch.cat([_read_cifar(path) for path in paths])
-    return Images("cifar10", records[:, 1:].reshape(-1, 3, 32, 32), records[:, 0], form)
+    return paths
 
 
 def _read_cifar(path: Path) -> Tensor:

@@ -13,7 +13,7 @@ from pipedejavu.facts import InputError, nearest
 from pipedejavu.zoo import bert, gpt, moe, resnet, seq2seq, vgg
 from pipedejavu.zoo.chain import Chain
 from pipedejavu.zoo.data import Dataset, open_data
-from pipedejavu.zoo.form import TokenForm
+from pipedejavu.zoo.form import Form, TokenForm
 from pipedejavu.zoo.loss import balanced_cross_entropy, count, cross_entropy
 from pipedejavu.zoo.mlp import Mlp, MlpSize
 
@@ -71,5 +71,16 @@ def build(
         model=made(size, seed=seed, device=device),
         loss=loss,
         count=count if has_tokens else len,
-        data=open_data(data or ("stdlib" if has_tokens else "random"), form, seed=seed),
+        data=open_data(data or _default_data(form), form, seed=seed),
     )
+
+
+def default_data(name: str) -> str:
+    """Returns the data that a model of the zoo takes if none are named."""
+    if name not in _MODELS:
+        raise InputError(f"there is no model 'zoo:{name}'{nearest(name, _MODELS)}")
+    return _default_data(_MODELS[name][1].form())
+
+
+def _default_data(form: Form) -> str:
+    return "stdlib" if isinstance(form, TokenForm) else "random"
