@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from pipedejavu.engine import AdamW, Sgd, run_threads
 from pipedejavu.engine.run import Threads, final_weights
-from pipedejavu.engine.state import take_all
+from pipedejavu.engine.state import put_all, take_all
 from pipedejavu.facts import InputError
 from pipedejavu.plan import Feed, Reduce
 from pipedejavu.train import Trainer
@@ -154,12 +154,14 @@ def test_a_step_that_overflows_is_refused() -> None:
 
 
 class Net(nn.Module):
-    """A model of a user, with BatchNorm and a causal mask, whose minus infinity is meant."""
+    """A model of a user, with BatchNorm; a mask and the bias of an unused class are minus infinity on purpose."""
 
     def __init__(self, middle: nn.Module) -> None:
         super().__init__()
         self.middle, self.norm, self.last = middle, nn.BatchNorm1d(5), nn.Linear(5, 3)
         self.register_buffer("mask", torch.full((5, 5), -math.inf).triu(1))
+        with torch.no_grad():
+            self.last.bias[2] = -math.inf
 
     def forward(self, x: Tensor) -> Tensor:
         return self.last(self.norm(self.middle(x) @ self.mask.exp()))
@@ -170,7 +172,7 @@ def loss(output: Tensor, target: Tensor) -> Tensor:
 
 
 def batch() -> tuple[Tensor, Tensor]:
-    return torch.randn(8, 5), torch.randint(0, 3, (8,))
+    return torch.randn(8, 5), torch.randint(0, 2, (8,))
 
 
 def test_a_trainer_stops_and_saves_nothing_that_is_not_finite(tmp_path) -> None:
@@ -182,9 +184,10 @@ def test_a_trainer_stops_and_saves_nothing_that_is_not_finite(tmp_path) -> None:
     bad[0][3] = 0.0
     with pytest.raises(InputError, match=r"the gradient of '.*plane\.weight' is nan in step 2") as stopped:
         trainer.step(bad)
-    with pytest.raises(InputError) as refused:
-        trainer.save(tmp_path)
-    assert refused.value is stopped.value
+    for refuses in (lambda: trainer.save(tmp_path), trainer.save_to_model):
+        with pytest.raises(InputError) as refused:
+            refuses()
+        assert refused.value is stopped.value
     again = Trainer(Net(Distance()), loss, sample=batch(), workers=2, optimizer=Sgd(lr=0.1))
     assert again.load(tmp_path) == 1
 
@@ -200,6 +203,15 @@ def test_running_statistics_that_overflow_are_not_saved(tmp_path) -> None:
     ):
         trainer.save(tmp_path)
     assert not [*tmp_path.iterdir()]
+
+
+def test_a_checkpoint_of_infinite_statistics_is_refused() -> None:
+    case = make_case("1f1b", "convnet", workers=2, microbatches=2)
+    threads = Threads(case.program, case.job, case.batches)
+    state = take_all(threads)
+    state["buffer/u1.1.running_var"][0] = math.inf
+    with pytest.raises(InputError, match=r"buffer 'u1\.1\.running_var' of the checkpoint holds inf; go on from"):
+        put_all(threads, 1, state.get)
 
 
 def test_weights_that_overflow_are_not_saved() -> None:

@@ -104,7 +104,7 @@ class GlobalNorm:
         place = f"in step {step} on worker {self.index}"
         for runner in self.runners.values():
             for name, value in nonfinite(dict(runner.saved_buffers())):
-                if name not in runner.unbounded:
+                if not runner.is_meant(name, value):
                     return f"buffer '{name}' is {value} {place}"
         return "" if square <= LARGEST_SQUARE else f"the square of the gradients' norm is {square:.3g} {place}"
 

@@ -5,6 +5,7 @@ run's seed, the microbatch and the unit alone, so that it is the same wherever, 
 unit runs.
 """
 
+import math
 import threading
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
@@ -79,8 +80,8 @@ class PieceRunner:
                     self._slots.append((part._parameters, key, self.names[full], parameter))
                     if self.names[full] == full:
                         self.initial[full] = parameter.detach()
-        self.unbounded = frozenset(name for name, _ in nonfinite(dict(self.saved_buffers())))
-        """Buffers that are meant not to be finite, such as a mask of minus infinities."""
+        self._unbounded = dict(nonfinite(self.initial | dict(self.saved_buffers())))
+        """Parameters and buffers that the model makes infinite on purpose, such as a mask, and what they hold."""
         self._random = {number for number, _, unit in units if _looks_random(unit)}
         """Units that hold dropout, whatever they draw."""
         self._calm: set[int] = set()
@@ -164,6 +165,10 @@ class PieceRunner:
         """Returns the buffers of all units or of some, and where they are."""
         parts = [part for _, _, module in (self.units if units is None else units) for part in module.modules()]
         return [(p._buffers, key, buffer) for p in parts for key, buffer in p._buffers.items() if buffer is not None]
+
+    def is_meant(self, name: str, value: float) -> bool:
+        """Whether a parameter or buffer that holds a value that is not finite was so from the start."""
+        return name in self._unbounded and (math.isinf(value) or math.isnan(self._unbounded[name]))
 
     def saved_buffers(self) -> Iterator[tuple[str, Tensor]]:
         """Yields each buffer that belongs to a model's state, with its name."""

@@ -40,10 +40,9 @@ def take_state(own: Handlers) -> Tensors:
 
 def check_state(own: Handlers, state: Tensors | None = None) -> None:
     """Raises InputError if this worker's share of the state, or what is given of it, is not finite."""
-    unbounded = {name for runner in own.runners.values() for name in runner.unbounded}
     for full, value in nonfinite(_share(own) if state is None else state):
         *_, kind, name = re.split(r"^(?:replica/\d+/)?(weight|state/[^/]+|buffer)/", full)
-        if kind == "buffer" and name in unbounded:
+        if not kind.startswith("state") and _is_meant(own, name, value):
             continue
         step = own.first_version + own.program.plan.steps
         raise InputError(
@@ -90,7 +89,9 @@ def put_state(own: Handlers, update: int, source: Source, norm: float | None = N
     for (what, _, replica, _, _), value in own.values.items():
         if what == "w" and not _is_idle(own.program, replica):
             for name, weight in value.items():
-                _fill(f"weight '{name}'", weight.data, _needed(name, _find(own, source, replica, "weight", name)))
+                loaded = _needed(name, _find(own, source, replica, "weight", name))
+                _check_loaded(own, "weight", name, loaded)
+                _fill(f"weight '{name}'", weight.data, loaded)
     for home, runner in own.runners.items():
         own.applier.state[home] = _state(own, home, runner, source)
         if plan.reduce.gate == "lock":
@@ -105,6 +106,7 @@ def put_state(own: Handlers, update: int, source: Source, norm: float | None = N
             if loaded is None:  # what comes from others does not tell buffers from weights
                 loaded = source(f"weight/{name}")
             if loaded is not None:
+                _check_loaded(own, "buffer", name, loaded)
                 _fill(f"buffer '{name}'", buffer, loaded)
     if norm is not None and plan.reduce.clip == "delayed":
         own.values["n", 0, 0, plan.steps - 1, ""] = norm
@@ -163,6 +165,18 @@ def _find(own: Handlers, source: Source, replica: int, kind: str, name: str) -> 
             if found is not None:
                 return found
     return None
+
+
+def _check_loaded(own: Handlers, kind: str, name: str, loaded: Tensor) -> None:
+    for _, value in nonfinite({name: loaded}):
+        if not _is_meant(own, name, value):
+            raise InputError(
+                f"{kind} '{name}' of the checkpoint holds {value}; go on from an earlier checkpoint, or begin again"
+            )
+
+
+def _is_meant(own: Handlers, name: str, value: float) -> bool:
+    return any(runner.is_meant(name, value) for runner in own.runners.values())
 
 
 def _fill(what: str, target: Tensor, loaded: Tensor) -> None:

@@ -13,8 +13,8 @@ from pipedejavu.store.manifest import CheckpointError, Manifest, unreadable
 from pipedejavu.store.part import Tensors, check_part, check_tensor, read_tensor
 
 MANIFEST = "manifest.json"
-_FINITE = re.compile(r"(?:replica/\d+/)?(?:weight|state/(?:exp_avg|exp_avg_sq|momentum_buffer))/")
-"""Names of tensors that are finite; a buffer may be meant to be infinite, as a mask of attention is."""
+_FINITE = re.compile(r"(?:replica/\d+/)?state/(?:exp_avg|exp_avg_sq|momentum_buffer)/")
+"""Names of tensors without infinities; a model may hold them on purpose, as in a mask of attention."""
 WHOLE = re.compile("step-(0|[1-9][0-9]*)")
 """The name of a checkpoint that is whole."""
 _READERS = 4
@@ -77,7 +77,7 @@ class Checkpoint:
 
 
 def is_sound(name: str, tensor: Tensor) -> bool:
-    """Whether training can go on with a tensor of a checkpoint: it holds no NaN, and weights no infinity."""
+    """Whether training can go on with a tensor of a checkpoint: it holds no NaN, and no moment an infinity."""
     if not tensor.is_floating_point() or not tensor.numel():
         return True
     bounds = torch.aminmax(tensor.float() if tensor.element_size() == 1 else tensor)

@@ -258,7 +258,9 @@ class Trainer:
         return found.step
 
     def save_to_model(self) -> nn.Module:
-        """Copies the trained weights into the user's model and returns it."""
+        """Copies the trained weights into the user's model and returns it; raises again what a step has raised."""
+        if self.threads.failure is not None:  # some workers have made an update that others have not
+            raise self.threads.failure
         self._check_replicas()
         weights = result_of(self.program, self.threads.outcome().weights)
         parameters = {n: p for u, m in self.units for n, p in m.named_parameters(u, remove_duplicate=False)}
