@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from tests.bugs.plain import ROUNDING, far_from_start, furthest, trained, trained_plainly
 
-PLANS = ["1f1b", "ddp", "gpipe"]
+PLANS = ["1f1b", "ddp"]
 
 
 def line() -> nn.Linear:

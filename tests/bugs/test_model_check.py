@@ -7,9 +7,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from pipedejavu.engine import AdamW
 from pipedejavu.facts import InputError
-from pipedejavu.train import model_check
-from tests.bugs.plain import ROUNDING, furthest, make_trainer, trained, trained_plainly
+from pipedejavu.train import Trainer, model_check
+from tests.bugs.plain import ROUNDING, batch, furthest, make_trainer, sum_of_squares, trained, trained_plainly
 
 
 class Net(nn.Module):
@@ -257,3 +258,37 @@ def test_a_model_that_cannot_be_copied_is_left_out_aloud(capsys) -> None:
     assert (
         "the model is not compared with its units: it cannot be copied (Only Tensors created" in capsys.readouterr().err
     )
+
+
+class Noisy(nn.Module):
+    """A unit that draws from numpy."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * np.random.uniform(0.5, 1.5)
+
+
+def test_a_unit_that_draws_from_numpy_runs_as_it_is_but_not_twice() -> None:
+    model = nn.Sequential(nn.Linear(6, 6), Noisy(), nn.Tanh(), nn.Linear(6, 6))
+    np.random.seed(5)
+    make_trainer(model, "gpipe").step(batch(0))
+    with pytest.raises(InputError, match=r"gradient of '.*' differs .* when it runs again for its backward: it draws"):
+        make_trainer(model, "gpipe-recompute")
+
+
+class Spare(nn.Linear):
+    """Has a parameter that its forward does not use."""
+
+    def __init__(self) -> None:
+        super().__init__(6, 6)
+        self.spare = nn.Parameter(torch.ones(6))
+
+
+def test_a_parameter_without_part_in_the_loss_is_not_shrunk_silently() -> None:
+    model = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), Spare())
+    sentence = r"parameter '2.spare' of a Sequential has no part in the loss: .* freeze it with requires_grad_"
+    with pytest.raises(InputError, match=sentence):
+        Trainer(model, sum_of_squares, sample=batch(0), workers=2, optimizer=AdamW(lr=0.01, weight_decay=0.1))
+    model[2].spare.requires_grad_(False)
+    trainer = Trainer(model, sum_of_squares, sample=batch(0), workers=2, optimizer=AdamW(lr=0.01, weight_decay=0.1))
+    trainer.step(batch(1))
+    assert torch.equal(trainer.save_to_model()[2].spare, torch.ones(6))

@@ -35,8 +35,7 @@ def make_trainer(model: nn.Module) -> Trainer:
     return Trainer(model, sum_of_squares, sample=batch(0), workers=2, optimizer=optimizer)
 
 
-@pytest.mark.parametrize("kind", [nn.Sequential, Recorded])
-@pytest.mark.parametrize("other", [nn.Sequential, Recorded])
+@pytest.mark.parametrize(("kind", "other"), [(nn.Sequential, Recorded), (Recorded, nn.Sequential)])
 def test_a_checkpoint_has_them_for_any_cut_and_for_a_plain_loop(kind, other, tmp_path) -> None:
     trainer = make_trainer(make(kind, seed=1))
     trainer.step(batch(1))

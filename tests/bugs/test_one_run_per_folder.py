@@ -134,3 +134,20 @@ def test_of_six_runs_that_start_at_once_one_trains_with_its_own_options(processe
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows if "loss" in row] == [*range(1, 21)]
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+@pytest.mark.slow
+def test_under_torchrun_the_first_rank_holds_the_folder_and_a_whole_run_ends_with_0(processes, tmp_path: Path) -> None:  # noqa: F811
+    torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    command = (*torchrun, "-m", "pipedejavu", "train", "zoo:mlp", "--data", "random:64", "--samples", "3", "--resume")
+    command += ("--plan", "preset:ddp", "--steps", "4", "--run-dir", "run", "--json")
+    with hold(tmp_path / "run"):
+        code, out, err = processes.run(command, tmp_path)
+    assert (code, out) == (1, "")  # torchrun's own
+    assert err.count("another process trains in run now; wait for it, or choose another --run-dir") == 1
+    assert not (tmp_path / "run").exists()
+    for said in ("pipedejavu: run holds no run: training begins", "pipedejavu: nothing left to do: the run in run"):
+        code, out, err = processes.run(command, tmp_path)
+        assert code == 0, err
+        assert json.loads(out)["steps"] == 4
+        assert err.count(said) == 1

@@ -8,7 +8,7 @@ import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +23,26 @@ from pipedejavu.profile.trace import as_call
 from pipedejavu.program import Program
 
 Loss = Callable[[Any, Any], Tensor]
+
+
+class Sample(NamedTuple):
+    """A microbatch as the user has it."""
+
+    inputs: Any
+    """As the user's model takes them: a tensor, a tuple of arguments or a mapping of keyword arguments."""
+    targets: Any
+
+
+class Checked(NamedTuple):
+    """What is compared: a model, its units in a program's pieces, and microbatches for both."""
+
+    model: nn.Module
+    cut: Cut
+    job: Job
+    loss: Loss
+    """On the model's own output."""
+    program: Program
+    samples: Sequence[Sample]
 
 
 @dataclass(frozen=True)
