@@ -17,7 +17,7 @@ from rich.console import Console
 from pipedejavu.cli.planning import show_progress
 from pipedejavu.cli.room import training_room as _room
 from pipedejavu.cli.source import read_model, read_plan
-from pipedejavu.facts import InputError, Machine, format_seconds, read_machine, write_file
+from pipedejavu.facts import InputError, Machine, format_seconds, read_machine
 from pipedejavu.plan import Decision, Plan, preset
 from pipedejavu.probe.shape import num_cores
 from pipedejavu.program import Program
@@ -27,6 +27,9 @@ from pipedejavu.search import Candidate, Options
 if TYPE_CHECKING:
     from pipedejavu.train import Chosen, History, Resumed, Start, Team, Trained, TrainOptions
     from pipedejavu.train.site import Site
+
+MOVED = 74
+"""The exit code of a run that has trained to its end and left files elsewhere: an input/output error, in sysexits.h."""
 
 
 def read_options(model: str, given: Mapping[str, object]) -> "TrainOptions":
@@ -75,8 +78,8 @@ def run(options: "TrainOptions", asked: Asked) -> None:
     except _room().StoppedError as error:
         if team.is_first:
             print(f"pipedejavu: {error}", file=sys.stderr)
-        team.leave(SystemExit(143))
-        raise SystemExit(143) from None
+        team.leave(SystemExit(128 + error.number))
+        raise SystemExit(128 + error.number) from None
     except BaseException as error:
         team.leave(error)
         raise
@@ -131,6 +134,9 @@ def _run(options: "TrainOptions", asked: Asked, team: "Team") -> None:
         raise SystemExit(130) from None
     if done is not None:
         _conclude(done, options, asked.as_json)
+        if moved := done.folder.fallback.describe():
+            print(f"pipedejavu: {moved}", file=sys.stderr, flush=True)
+            raise SystemExit(MOVED)
 
 
 def _choose_candidate(
@@ -296,9 +302,10 @@ def _read_metrics(path: Path) -> _Metrics:
 
 
 def _summary(done: "Trained") -> dict[str, object]:
-    metrics = _read_metrics(done.folder.metrics)
+    folder = done.folder
+    metrics = _read_metrics(folder.place(folder.metrics))
     return {
-        "run_dir": str(done.folder.path),
+        "run_dir": str(folder.path),
         "steps": metrics.steps,
         "first_loss": metrics.first_loss,
         "last_loss": metrics.last_loss,
@@ -308,8 +315,8 @@ def _summary(done: "Trained") -> dict[str, object]:
         "measured_s": done.measured.makespan_s,
         "predicted_bubble_fraction": done.prediction.bubble_fraction,
         "measured_bubble_fraction": done.measured.bubble_fraction,
-        "model": str(done.folder.model),
-        "report": str(done.folder.report),
+        "model": str(folder.place(folder.model)),
+        "report": str(folder.place(folder.report)),
     }
 
 
@@ -335,7 +342,7 @@ def _print_summary(summary: Mapping[str, object], done: "Trained") -> None:
         console.print(f"audit: the float64 replay differs by {audit['largest_difference']:.3g} at most")
         for name, difference in sorted(audit["differences"].items(), key=lambda item: -item[1])[:5]:
             console.print(f"  {name}: {difference:.3g}")
-    console.print(f"weights in {done.folder.model}, report in {done.folder.report}")
+    console.print(f"weights in {summary['model']}, report in {summary['report']}")
 
 
 def _on_average(done: "Trained") -> str:
@@ -349,11 +356,11 @@ def _write_report(done: "Trained", options: "TrainOptions") -> None:
     notes = [f"The timelines are of one round: the last of {options.steps} steps, and its forecast."]
     title = f"{plan.name} · {options.model}, measured"
     rate = sum(done.program.sizes) * plan.steps / done.prediction.makespan_s if done.prediction.makespan_s else None
-    run: History = _room().History.read(done.folder.path)
+    run: History = _room().History.read(done.folder)
     losses = [(step.step, step.loss) for step in run.steps]
     rates = [(step, samples / time_s) for step, samples, time_s in run.rates()]
     page = render_html(
         done.measured, title, plan.axes(), decisions, notes,
         forecast=done.prediction.timeline(), story=Story(losses, rates, rate, run.events),
     )  # fmt: skip
-    write_file(done.folder.report, page)
+    done.folder.write_last(done.folder.report, page)

@@ -7,6 +7,8 @@ from pipedejavu.facts.error import FaultsError, InputError, nearest
 from pipedejavu.facts.heap import keep_heap
 from pipedejavu.facts.machine import Device, Host, Link, Machine, Overlap, Route, part_kind
 from pipedejavu.facts.measurement import Measurement, Survey
+from pipedejavu.facts.memory_file import MemoryFile
+from pipedejavu.facts.parent import end_with_parent
 from pipedejavu.facts.part import with_part_times
 from pipedejavu.facts.profile import Cost, Edge, Profile, Tie, Unit, UnitTime, joint_spread
 from pipedejavu.facts.published import read_profile
@@ -29,6 +31,7 @@ __all__ = [
     "Machine",
     "Measurement",
     "MemoryCurve",
+    "MemoryFile",
     "Overlap",
     "Profile",
     "Record",
@@ -41,6 +44,7 @@ __all__ = [
     "UnitTime",
     "WorkerSummary",
     "compose",
+    "end_with_parent",
     "format_bytes",
     "format_seconds",
     "joint_spread",

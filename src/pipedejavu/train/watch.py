@@ -171,6 +171,7 @@ class Desk:
         for rank in range(len(self.taken)):
             while store.check([key := f"{rank}/{self.taken[rank]}"]):
                 losses, peak, busy, rounds = json.loads(store.get(key))
+                store.delete_key(key)
                 self._take(rank, losses, peak, busy)
                 if self.pace:
                     self.pace.take(rank, (Round(*found) for found in rounds))
