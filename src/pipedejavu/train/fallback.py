@@ -37,6 +37,10 @@ class Fallback:
                     return self.path
         raise OSError(f"no folder has {format_bytes(size_bytes)} free: {', '.join(map(str, _bases()))}")
 
+    def adopt(self, path: Path, moved: dict[Path, Path]) -> None:
+        """Goes on in the folder of another process of the run, which has waited long enough for its disk."""
+        self.path, self.moved, self._until_s = path, self.moved | moved, time.monotonic()
+
     def write(self, path: Path, size_bytes: int, write: Callable[[Path], object]) -> None:
         """Writes a file: where it belongs, or elsewhere if that fails for a while; raises InputError if both fail."""
         while True:
@@ -66,7 +70,7 @@ class Fallback:
             return ""
         names = ", ".join(str(path.relative_to(self.run_dir)) for path in self.moved)
         folders = " and ".join(dict.fromkeys(str(place.parent) for place in self.moved.values()))
-        return f"the disk of {self.run_dir} took no more: {names} lie in {folders}; make room, and move them back"
+        return f"the disk of {self.run_dir} takes no more: {names} went to {folders}; make room, and move them back"
 
 
 def _bases() -> Iterator[Path]:

@@ -175,12 +175,14 @@ class RunFolder:
     def pending(self) -> dict[str, Any]:
         """Returns what this process has of the run and the run's disk has not, for the process that ends it."""
         moved = {str(path): str(place) for path, place in self.fallback.moved.items()}
-        return {"metrics": self._unwritten.decode(), "moved": moved}
+        return {"metrics": self._unwritten.decode(), "moved": moved, "folder": str(self.fallback.path or "")}
 
     def adopt(self, pending: dict[str, Any]) -> None:
         """Takes over what another process of the run has left pending."""
         self._unwritten += pending["metrics"].encode()
-        self.fallback.moved |= {Path(path): Path(place) for path, place in pending["moved"].items()}
+        if pending["folder"]:
+            moved = {Path(path): Path(place) for path, place in pending["moved"].items()}
+            self.fallback.adopt(Path(pending["folder"]), moved)
 
     def write_pending(self) -> None:
         """Writes metrics that the disk has not taken; if it still does not, all metrics elsewhere."""
