@@ -1,6 +1,7 @@
 """Disks that refuse or do not answer, in one process: savers, the last files of a run, and the check before it."""
 
 import errno
+import json
 import os
 import shutil
 import threading
@@ -15,16 +16,29 @@ pytest.importorskip("safetensors")
 from safetensors.torch import load_file
 from torch.distributed import HashStore
 
+from pipedejavu.engine import Log
 from pipedejavu.facts import InputError
 from pipedejavu.store import Saver, Shelf
 from pipedejavu.store import saver as saver_module
 from pipedejavu.train import RunFolder
 from pipedejavu.train import fallback as fallback_module
 from pipedejavu.train.disk import check_room
+from pipedejavu.train.logbook import Logbooks
+from pipedejavu.train.progress import Progress
+from pipedejavu.train.watch import Desk, Watch
 from tests.search.case import profile
 
 FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 MIB = 2.0**20
+
+
+class Ones:
+    """Microbatches of one sample."""
+
+    def count(self, _: int) -> int:
+        return 1
+
+
 Usage = namedtuple("Usage", "total used free")
 
 
@@ -155,8 +169,8 @@ def test_the_last_files_of_a_run_go_elsewhere_together(tmp_path, monkeypatch, ca
     assert (found / "measured.json").read_text() == "{}"
     assert [row["step"] for row in folder.rows()] == [1, 2]
     assert folder.fallback.describe() == (
-        f"the disk of {tmp_path / 'run'} takes no more: model.safetensors, measured.json, metrics.jsonl went to {found};"
-        " make room, and move them back"
+        f"the disk of {tmp_path / 'run'} takes no more: model.safetensors, measured.json, metrics.jsonl went to"
+        f" {found}; make room, and move them back"
     )
     err = capsys.readouterr().err
     assert err.count("trying again") == 1
@@ -166,7 +180,7 @@ def test_the_last_files_of_a_run_go_elsewhere_together(tmp_path, monkeypatch, ca
 def test_what_fits_nowhere_is_said(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(fallback_module, "PATIENCE_S", 0.0)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: Usage(100, 100, 0))
-    said = r"cannot write .*model\.safetensors: .+; nor elsewhere: no folder has 8 B free: .+; make room, and go on with"
+    said = r"cannot write .*model\.safetensors: .+; nor elsewhere: no folder has 8 B free: .+; make room, and go"
     with pytest.raises(InputError, match=said):
         RunFolder(tmp_path / "gone").write_model({"w": torch.zeros(2)})
 
@@ -182,11 +196,11 @@ def test_a_run_that_does_not_fit_on_its_disk_is_not_begun(tmp_path, monkeypatch)
         check_room(folder, model, saves, told.append)
         return told
 
-    with pytest.raises(
-        InputError,
-        match=r"run needs 16\.0 MiB on its disk \(a checkpoint of 12\.0 MiB and the result of 4\.0 MiB\), and 15\.9 MiB are"
-        r" free; make room, or choose another --run-dir$",
-    ):
+    said = (
+        r"run needs 16\.0 MiB on its disk \(a checkpoint of 12\.0 MiB and the result of 4\.0 MiB\), and 15\.9 MiB are"
+        r" free; make room, or choose another --run-dir$"
+    )
+    with pytest.raises(InputError, match=said):
         check(15.9 * MIB)
     assert check(52 * MIB) == []
     assert check(51.9 * MIB) == [
@@ -201,3 +215,24 @@ def test_a_run_that_does_not_fit_on_its_disk_is_not_begun(tmp_path, monkeypatch)
         check(3 * MIB, saves=False)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: Usage(0, 0, 0))  # a file system that does not say
     check_room(folder, model, True, pytest.fail)
+
+
+def test_metrics_that_wait_for_a_disk_that_does_not_answer_hold_up_nothing_else(tmp_path: Path) -> None:
+    """A pipe that is not read yet does not answer; reports, stops and the other threads of a rank go on."""
+    folder, store, listened = RunFolder(tmp_path), HashStore(), threading.Semaphore(0)
+    log = Log()
+    with Progress(4, "samples", 1.0) as progress:
+        desk = Desk(folder, progress, Logbooks({}, print), num_ranks=1, update_size=1, num_samples=1)
+        os.mkfifo(folder.metrics)
+        with Watch(store, 0, Ones(), torch.device("cpu"), desk, listened.release) as watch:
+            watch.follow(log)
+            log.losses[0] = 1.0
+            while not folder.stuck_s():
+                assert listened.acquire(timeout=60)
+            folder.add_metrics({"step": 2})  # returns, though the disk still does not answer
+            assert all(listened.acquire(timeout=60) for _ in range(2))
+            assert folder.stuck_s() > 0
+            with folder.metrics.open() as pipe:
+                steps = [json.loads(pipe.readline())["step"] for _ in range(2)]
+    assert steps == [1, 2]
+    assert folder.stuck_s() == 0

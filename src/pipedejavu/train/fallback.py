@@ -27,7 +27,11 @@ class Fallback:
         self._until_s = 0.0
 
     def folder(self, size_bytes: int) -> Path:
-        """Returns a new folder on a disk that has room for so many bytes; raises OSError if there is none."""
+        """Returns a folder on another disk that has room for so many bytes; raises OSError if there is none.
+
+        From now on the run's own disk is not waited for any more.
+        """
+        self._until_s = time.monotonic()
         if self.path is not None and _free_bytes(self.path) >= size_bytes:
             return self.path
         for base in _bases():
@@ -38,7 +42,7 @@ class Fallback:
         raise OSError(f"no folder has {format_bytes(size_bytes)} free: {', '.join(map(str, _bases()))}")
 
     def adopt(self, path: Path, moved: dict[Path, Path]) -> None:
-        """Goes on in the folder of another process of the run, which has waited long enough for its disk."""
+        """Goes on in the folder of another process of the run, which has waited for the run's disk already."""
         self.path, self.moved, self._until_s = path, self.moved | moved, time.monotonic()
 
     def write(self, path: Path, size_bytes: int, write: Callable[[Path], object]) -> None:

@@ -2,9 +2,11 @@
 
 import errno
 import json
+import math
 import os
 import shutil
 import threading
+import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -59,7 +61,8 @@ class RunFolder:
         self.switch = self.parts / "switch.json"
         self.shelf = Shelf(self.path / "checkpoints")
         self.fallback = Fallback(self.path)
-        self._unwritten, self._lock = b"", threading.Lock()
+        self._unwritten, self._lock, self._writing = b"", threading.Lock(), threading.Lock()
+        self._since_s = math.inf
 
     @property
     def holds_run(self) -> bool:
@@ -165,12 +168,28 @@ class RunFolder:
         shutil.rmtree(self.parts, ignore_errors=True)
 
     def add_metrics(self, row: dict[str, Any]) -> None:
-        """Adds a line to the metrics; on a disk that refuses it, lines wait for the next one."""
+        """Adds a line to the metrics; on a disk that refuses it, lines wait for the next one.
+
+        While a disk does not answer one thread waits for it, and lines of all others wait in memory.
+        """
         with self._lock:
             self._unwritten += f"{json.dumps(row)}\n".encode()
-            with suppress(OSError):
-                _append(self.metrics, self._unwritten)
-                self._unwritten = b""
+        while self._unwritten and self._writing.acquire(blocking=False):
+            self._since_s = time.monotonic()
+            try:
+                data = self._unwritten
+                _append(self.metrics, data)
+                with self._lock:
+                    self._unwritten = self._unwritten[len(data) :]
+            except OSError:
+                return
+            finally:
+                self._since_s = math.inf
+                self._writing.release()
+
+    def stuck_s(self) -> float:
+        """Returns for how long the disk has not answered a thread that writes metrics; 0 if none does."""
+        return max(0.0, time.monotonic() - self._since_s)
 
     def pending(self) -> dict[str, Any]:
         """Returns what this process has of the run and the run's disk has not, for the process that ends it."""
@@ -186,7 +205,7 @@ class RunFolder:
 
     def write_pending(self) -> None:
         """Writes metrics that the disk has not taken; if it still does not, all metrics elsewhere."""
-        with self._lock:
+        with self._writing:
             if not self._unwritten:
                 return
             before = self.metrics.read_bytes() if self.metrics.exists() else b""

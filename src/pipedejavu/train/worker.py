@@ -27,6 +27,7 @@ from pipedejavu.program import Program
 from pipedejavu.program.share import cut_evenly
 from pipedejavu.simulate import Prediction, simulate
 from pipedejavu.store import Checkpoint, Saver, Shelf
+from pipedejavu.store.saver import SLOW_S
 from pipedejavu.train.failure import ShortageError, is_shortage, keep_failure, write_failure
 from pipedejavu.train.folder import RunFolder, Start
 from pipedejavu.train.halt import STOPPED, Halt
@@ -144,6 +145,8 @@ class Rank:
         self.pace: Pace | None = None
         self.pilot: Pilot | None = None
         self.saver: Saver | None = None
+        self.told_s = 0.0
+        """For how long the disk had not answered when that was last told."""
         self.is_stopped = False
         self.base_bytes = resident_bytes()
 
@@ -241,6 +244,10 @@ class Rank:
     def _listen(self) -> None:
         """Looks now and then, beside training, whether the run is to stop, and on the first rank at its pace."""
         self.halt.listen()
+        if (stuck_s := self.folder.stuck_s()) > self.told_s + SLOW_S:
+            self.told_s = stuck_s
+            self._tell(f"the disk of {self.folder.path} has not answered for {stuck_s:.0f} s; training goes on")
+        self.told_s = min(self.told_s, stuck_s)
         for straggler in self.pace.stragglers() if self.pace else ():
             self._tell(str(straggler))
             self.folder.add_metrics({"straggler": straggler.worker, "lag": straggler.lag, "kinds": straggler.kinds})
