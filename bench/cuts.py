@@ -117,7 +117,7 @@ def work(rank: int, name: str, program: Program, times: float, steps: int, folde
         ends.append(time.perf_counter())
         return True
 
-    run_rank(program, job, batches, range(steps), after, Path(folder), restore=handicap)
+    run_rank(program, job, batches, range(steps), after, restore=handicap)
     found = {"ends_s": ends, "grown_bytes": most_resident_bytes() - before}
     Path(folder, f"{rank}.json").write_text(json.dumps(found))
     dist.barrier()

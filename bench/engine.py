@@ -177,7 +177,7 @@ def run_both(rank: int, workers: int, name: str, size: Size, steps: int, folder:
         return True
 
     rounds = range(0, steps * own.plan.steps, own.plan.steps)
-    run_rank(own, job(size[0]), Noise(size), rounds, after, Path(folder))
+    run_rank(own, job(size[0]), Noise(size), rounds, after)
     carried = [(last - first) / (steps - 1) for first, last in zip(traffic[0], traffic[-1], strict=True)]
     Path(folder, f"{rank}.json").write_text(json.dumps({**times, "carried": carried}))
     dist.destroy_process_group()

@@ -312,7 +312,7 @@ FAULTS = [
     Fault("SIGKILL of everything, a digit of the options changed", KILLED, disturb=damaged(flip_options)),
     Fault("the network between two hosts is gone", 1, disturb=pull_the_cable, repair=plug_in, has_hosts=True),
     Fault("disk full for a while", 0, disturb=fill_for_a_while, says="No space left", disk="small"),
-    Fault("disk full to the end", 1, disturb=fill_for_good, says="No space left", repair=empty, disk="small"),
+    Fault("disk full to the end", 74, disturb=fill_for_good, says="No space left", repair=empty, disk="small"),
     Fault(f"disk frozen for {FROZEN_S} s", 0, disturb=freeze, disk="own"),
 ]  # fmt: skip
 

@@ -2,6 +2,7 @@
 
 import ast
 import ipaddress
+import socket
 import sys
 import time
 from collections.abc import Iterator
@@ -77,8 +78,8 @@ def test_the_look_finds_what_it_looks_for(text: str, fault: str | None) -> None:
     assert [*faults_of(text)] == ([fault] if fault else [])
 
 
-def listening(pid: int) -> set[str]:
-    """Returns the addresses that a process listens at."""
+def listening(pid: int) -> set[tuple[str, int]]:
+    """Returns the addresses and ports that a process listens at."""
     inodes = set()
     for entry in Path(f"/proc/{pid}/fd").iterdir():
         target = str(entry.readlink())
@@ -89,9 +90,10 @@ def listening(pid: int) -> set[str]:
         for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
             fields = line.split()
             if fields[3] == "0A" and fields[9] in inodes:
-                raw = bytes.fromhex(fields[1].partition(":")[0])
+                address, _, port = fields[1].partition(":")
+                raw = bytes.fromhex(address)
                 words = [raw[n : n + 4][::-1] for n in range(0, len(raw), 4)]  # each in the order of this machine
-                found.add(str(ipaddress.ip_address(b"".join(words))))
+                found.add((str(ipaddress.ip_address(b"".join(words))), int(port, 16)))
     return found
 
 
@@ -104,14 +106,18 @@ def tree(pid: int) -> list[int]:
     return [pid, *(found for child in below for found in tree(child))]
 
 
-def test_a_run_listens_on_loopback_only(processes, tmp_path: Path) -> None:  # noqa: F811
+def test_a_run_listens_on_loopback_only_and_drops_what_is_not_its_own(processes, tmp_path: Path) -> None:  # noqa: F811
     pytest.importorskip("torch")
     command = ("train", "zoo:mlp", "--data", "random:64", "--samples", "3", "--plan", "preset:ddp", "--workers", "2")
     process = processes.start(
         (sys.executable, "-m", "pipedejavu", *command, "--steps", "100000", "--run-dir", "run"), tmp_path
     )
-    metrics, found = tmp_path / "run" / "metrics.jsonl", set[str]()
-    while process.poll() is None and not (metrics.exists() and metrics.read_text().count("\n") > 2):
+    metrics, found = tmp_path / "run" / "metrics.jsonl", set[tuple[str, int]]()
+
+    def num_lines() -> int:
+        return metrics.read_text().count("\n") if metrics.exists() else 0
+
+    while process.poll() is None and num_lines() < 3:
         for pid in tree(process.pid):
             try:
                 found |= listening(pid)
@@ -122,7 +128,15 @@ def test_a_run_listens_on_loopback_only(processes, tmp_path: Path) -> None:  # n
     for pid in tree(process.pid):
         found |= listening(pid)
     assert found
-    assert all(ipaddress.ip_address(address).is_loopback for address in found), found
+    assert all(ipaddress.ip_address(address).is_loopback for address, _ in found), found
+    store = listening(process.pid)  # the launcher's
+    assert len(store) == 1
+    with socket.create_connection(store.pop()) as stranger:
+        stranger.sendall(bytes(range(256)) * 64)
+        before = num_lines()
+        while process.poll() is None and num_lines() < before + 5:
+            time.sleep(0.02)
+    assert process.poll() is None
 
 
 def test_hosts_beyond_loopback_need_an_interface_that_was_named(processes, tmp_path: Path) -> None:  # noqa: F811

@@ -41,9 +41,9 @@ def patch(rank):
         return send(self, tensors, to, key)
     SampleOrder.inputs, SampleOrder.targets, ProcessWire.send = faulty_inputs, faulty_targets, faulty_send
 
-def work(rank, size, path):
+def work(rank, size, launched):
     patch(rank)
-    worker.work(rank, size, path)
+    worker.work(rank, size, launched)
 
 launch.work = work
 '''

@@ -9,10 +9,11 @@ torch = pytest.importorskip("torch")
 
 from pipedejavu.train.folder import RunFolder
 from pipedejavu.train.launch import run_workers
+from pipedejavu.train.worker import Launched
 
 
-def note_policy(rank: int, _: int, path: str) -> None:
-    Path(path, f"policy{rank}").write_text(os.environ.get("OMP_WAIT_POLICY", "torch's own"))
+def note_policy(rank: int, _: int, launched: Launched) -> None:
+    Path(launched.run_dir, f"policy{rank}").write_text(os.environ.get("OMP_WAIT_POLICY", "torch's own"))
 
 
 @pytest.mark.parametrize(
@@ -26,6 +27,6 @@ def test_threads_of_workers_that_share_a_host_sleep_between_operations(
         monkeypatch.setenv("OMP_WAIT_POLICY", given)
     folder = RunFolder(str(tmp_path / "run"))
     folder.parts.mkdir(parents=True)
-    assert run_workers(folder, size, entry=note_policy)
+    assert run_workers(folder, size, entry=note_policy) == []
     assert {(folder.path / f"policy{rank}").read_text() for rank in range(size)} == {expected}
     assert os.environ.get("OMP_WAIT_POLICY") == given

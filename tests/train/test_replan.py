@@ -194,7 +194,7 @@ UNIT_S = 0.002
 """What a pass takes for each unit and sample on a device that sleeps instead of computing."""
 
 
-def work_asleep(rank: int, size: int, path: str) -> None:
+def work_asleep(rank: int, size: int, launched: worker.Launched) -> None:
     """A worker on such a device; one of them becomes four times slower at a step."""
     # Whatever else the machine does makes noise, which is not to pay; a search is not to be the last one.
     replan_module.ASSUMED_START_S, replan_module.SEARCH_SHARE, replan_module.MARGIN = 0.0, 1.0, 0.3
@@ -210,7 +210,7 @@ def work_asleep(rank: int, size: int, path: str) -> None:
         do(self, a)
 
     Handlers.do = later
-    worker.work(rank, size, path)
+    worker.work(rank, size, launched)
 
 
 def plan_asleep(options: TrainOptions, name: str, **sizes: int) -> Planned:

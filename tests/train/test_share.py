@@ -18,9 +18,9 @@ from pipedejavu.zoo import build
 MOVING = """
 from pipedejavu.train import worker
 
-def work(rank, size, path):
+def work(rank, size, launched):
     worker.adjusted_counts = lambda counts, times, bounds: (4, 5, 15)
-    worker.work(rank, size, path)
+    worker.work(rank, size, launched)
 """
 
 

@@ -49,9 +49,11 @@ def test_errors_that_say_that_memory_is_short_are_known(error: Exception) -> Non
     assert not is_shortage(RuntimeError("shapes differ"))
 
 
-def test_whoever_runs_out_of_memory_says_what_it_had(tmp_path: Path) -> None:
-    write_failure(tmp_path / "failure", 1, ShortageError(1, 7 * MIB))
-    found = read_failure(tmp_path / "failure", [None, 1])
+def test_whoever_runs_out_of_memory_says_what_it_had() -> None:
+    store = torch.distributed.HashStore()
+    write_failure(store, 1, ShortageError(1, 7 * MIB))
+    write_failure(store, 0, KeyError("a later one"))
+    found = read_failure(store, [None, 1])
     assert isinstance(found, ShortageError)
     assert (found.worker, found.found_bytes) == (1, 7 * MIB)
 
@@ -114,7 +116,7 @@ def test_where_no_plan_fits_the_smallest_change_is_told() -> None:
         relieve(program, ShortageError(0, 10 * MIB))
 
 
-def work_capped(rank: int, size: int, path: str) -> None:
+def work_capped(rank: int, size: int, launched: worker.Launched) -> None:
     """A worker whose device has so many bytes, and notices in the fourth update whether its program fits them."""
     name, cap = json.loads(os.environ["CAP"])
     forward = Handlers.forward
@@ -122,13 +124,13 @@ def work_capped(rank: int, size: int, path: str) -> None:
     def capped(self, a):
         is_due = self.program.devices[self.index] == name and self.first_version == 3
         if is_due and simulate(self.program).workers[self.index].peak_bytes > cap:
-            while not RunFolder(path).shelf.steps():  # the test's timeout ends a wait in vain
+            while not RunFolder(launched.run_dir).shelf.steps():  # the test's timeout ends a wait in vain
                 time.sleep(0.01)
             raise torch.OutOfMemoryError("the cap is reached")
         forward(self, a)
 
     Handlers.forward = capped
-    worker.work(rank, size, path)
+    worker.work(rank, size, launched)
 
 
 def run_capped(folder: Path, monkeypatch, options: TrainOptions):

@@ -43,9 +43,9 @@ def patch(rank):
         return forward(self, a)
     Handlers.forward = faulty
 
-def work(rank, size, path):
+def work(rank, size, launched):
     patch(rank)
-    worker.work(rank, size, path)
+    worker.work(rank, size, launched)
 
 launch.work = work
 """

@@ -16,7 +16,7 @@ from rich.console import Console
 from pipedejavu.cli.choosing import Asked, choose
 from pipedejavu.cli.room import training_room as _room
 from pipedejavu.cli.source import read_model
-from pipedejavu.facts import InputError, Machine, format_seconds, read_machine, to_json_text, write_file
+from pipedejavu.facts import InputError, Machine, format_seconds, read_machine, to_json_text
 from pipedejavu.plan import Plan
 from pipedejavu.program import Program
 from pipedejavu.report import Story, render_html
@@ -25,6 +25,9 @@ from pipedejavu.simulate import simulate
 if TYPE_CHECKING:
     from pipedejavu.engine import Verdict
     from pipedejavu.train import Chosen, History, Resumed, RunFolder, Start, Team, Trained, TrainOptions
+
+MOVED = 74
+"""The exit code of a run that has trained to its end and left files elsewhere: an input/output error, in sysexits.h."""
 
 
 def read_options(model: str, given: Mapping[str, object]) -> "TrainOptions":
@@ -48,8 +51,8 @@ def run(options: "TrainOptions", asked: Asked) -> None:
     except _room().StoppedError as error:
         if team.is_first:
             print(f"pipedejavu: {error}", file=sys.stderr)
-        team.leave(SystemExit(143))
-        raise SystemExit(143) from None
+        team.leave(SystemExit(128 + error.number))
+        raise SystemExit(128 + error.number) from None
     except BaseException as error:
         team.leave(error)
         raise
@@ -111,6 +114,9 @@ def _train(
         raise SystemExit(130) from None
     if done is not None:
         _conclude(done, options, asked.as_json)
+        if moved := done.folder.fallback.describe():
+            print(f"pipedejavu: {moved}", file=sys.stderr, flush=True)
+            raise SystemExit(MOVED)
 
 
 def _new_name(run: str) -> str:
@@ -211,9 +217,10 @@ def _read_metrics(path: Path) -> _Metrics:
 
 
 def _summary(done: "Trained") -> dict[str, object]:
-    metrics = _read_metrics(done.folder.metrics)
+    folder = done.folder
+    metrics = _read_metrics(folder.place(folder.metrics))
     return {
-        "run_dir": str(done.folder.path),
+        "run_dir": str(folder.path),
         "steps": metrics.steps,
         "steps_skipped": metrics.skipped,
         "first_loss": metrics.first_loss,
@@ -224,8 +231,8 @@ def _summary(done: "Trained") -> dict[str, object]:
         "measured_s": done.measured.makespan_s,
         "predicted_bubble_fraction": done.prediction.bubble_fraction,
         "measured_bubble_fraction": done.measured.bubble_fraction,
-        "model": str(done.folder.model),
-        "report": str(done.folder.report),
+        "model": str(folder.place(folder.model)),
+        "report": str(folder.place(folder.report)),
     }
 
 
@@ -272,7 +279,7 @@ def _print_summary(summary: Mapping[str, object], done: "Trained", verdict: "Ver
         console.print(str(verdict), markup=False)
         for name, difference in sorted(verdict.differences.items(), key=lambda item: -item[1])[:5]:
             console.print(f"  {name}: {difference:.3g}, rounding {verdict.tolerances[name]:.3g}", markup=False)
-    console.print(f"weights in {done.folder.model}, report in {done.folder.report}")
+    console.print(f"weights in {summary['model']}, report in {summary['report']}")
 
 
 def _loss(value: object) -> str:
@@ -292,11 +299,11 @@ def _write_report(done: "Trained", options: "TrainOptions", verdict: "Verdict | 
         notes.append(f"A{str(verdict)[1:]}.")
     title = f"{plan.name} · {options.model}, measured"
     rate = sum(done.program.sizes) * plan.steps / done.prediction.makespan_s if done.prediction.makespan_s else None
-    run: History = _room().History.read(done.folder.path)
+    run: History = _room().History.read(done.folder)
     losses = [(step.step, step.loss) for step in run.steps if step.loss is not None]
     rates = [(step, samples / time_s) for step, samples, time_s in run.rates()]
     page = render_html(
         done.measured, title, plan.axes(), decisions, notes,
         forecast=done.prediction.timeline(), story=Story(losses, rates, rate, run.events),
     )  # fmt: skip
-    write_file(done.folder.report, page)
+    done.folder.write_last(done.folder.report, page)

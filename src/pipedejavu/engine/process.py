@@ -1,10 +1,11 @@
 """Programs on workers that are processes under torch.distributed, one rank each."""
 
+import os
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from pipedejavu.engine.device import CPU
 from pipedejavu.engine.handle import Handlers
@@ -12,7 +13,7 @@ from pipedejavu.engine.job import Batches, Job
 from pipedejavu.engine.run import check_runnable, check_units, make_handlers
 from pipedejavu.engine.wire import ProcessWire
 from pipedejavu.engine.worker import Worker
-from pipedejavu.facts import InputError, Span
+from pipedejavu.facts import InputError, MemoryFile, Span
 from pipedejavu.program import Program, verify
 
 BeforeRound = Callable[[Handlers], None]
@@ -27,14 +28,13 @@ def run_rank(
     batches: Batches,
     updates: range,
     after: AfterRound,
-    shared: Path,
     before: BeforeRound = lambda _: None,
     restore: BeforeRound = lambda _: None,
 ) -> Handlers:
     """Runs this rank's worker of a program once from each of `updates` on; the process group must be there.
 
     All ranks start the first round together; each starts the next when `after` returns, which may wait for the others.
-    `shared` is a folder for weights that processes of one host share. `restore` may change what the run begins with.
+    `restore` may change what the run begins with.
     """
     check_runnable(program)
     check_units(program, job)
@@ -47,7 +47,7 @@ def run_rank(
     handlers = make_handlers(program, rank, job, batches, wire)
     restore(handlers)
     if program.plan.keep.kind == "shared":
-        _share_weights(handlers, shared)
+        _share_weights(handlers)
     worker = Worker(verify(program), rank, handlers)
     dist.barrier()
     for update in updates:
@@ -58,15 +58,29 @@ def run_rank(
     return handlers
 
 
-def _share_weights(handlers: Handlers, folder: Path) -> None:
-    """Puts the weights into files that all processes map into their memory."""
+def _share_weights(handlers: Handlers) -> None:
+    """Puts the weights into memory that all processes of this host map."""
     if handlers.device != CPU:
         raise InputError(f"plan '{handlers.program.plan.name}' shares weights in host memory; use --devices cpu")
     for key in [key for key in handlers.values if key[0] == "w"]:
         for name, weight in handlers.values[key].items():
-            path = folder / f"{key[1]}.{name}.bin"
-            if handlers.index == 0:
-                path.write_bytes(weight.detach().contiguous().numpy().tobytes())
-            dist.barrier()
-            mapped = torch.from_file(str(path), shared=True, size=weight.numel(), dtype=weight.dtype)
-            handlers.values[key][name] = mapped.view_as(weight).requires_grad_()
+            handlers.values[key][name] = _shared(weight.detach()).requires_grad_()
+
+
+def _shared(weight: Tensor) -> Tensor:
+    """Returns the first rank's tensor, on every rank in the same memory; all ranks call it together."""
+    is_first, file = dist.get_rank() == 0, None
+    place = torch.zeros(2, dtype=torch.int64)
+    if is_first:
+        file = MemoryFile("weight", weight.nbytes)
+        place = torch.tensor([os.getpid(), file.file])
+    dist.broadcast(place, 0)
+    pid, number = place.tolist()
+    mapped = torch.from_file(f"/proc/{pid}/fd/{number}", shared=True, size=weight.numel(), dtype=weight.dtype)
+    mapped = mapped.view_as(weight)
+    if is_first:
+        mapped.copy_(weight)
+    dist.barrier()  # all have mapped it, and it is filled
+    if file is not None:
+        file.close()
+    return mapped

@@ -89,9 +89,9 @@ def put_state(own: Handlers, update: int, source: Source, norm: float | None = N
     for (what, _, replica, _, _), value in own.values.items():
         if what == "w" and not _is_idle(own.program, replica):
             for name, weight in value.items():
-                loaded = _needed(name, _find(own, source, replica, "weight", name))
-                _check_loaded(own, "weight", name, loaded)
-                _fill(f"weight '{name}'", weight.data, loaded)
+                known = _needed(name, _find(own, source, replica, "weight", name))
+                _check_loaded(own, "weight", name, known)
+                _fill(f"weight '{name}'", weight.data, known)
     for home, runner in own.runners.items():
         own.applier.state[home] = _state(own, home, runner, source)
         if plan.reduce.gate == "lock":

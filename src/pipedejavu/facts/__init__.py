@@ -8,6 +8,8 @@ from pipedejavu.facts.heap import keep_heap
 from pipedejavu.facts.json_text import finite_form, to_json_text
 from pipedejavu.facts.machine import Device, Host, Link, Machine, Overlap, Route, part_kind
 from pipedejavu.facts.measurement import Measurement, Survey
+from pipedejavu.facts.memory_file import MemoryFile
+from pipedejavu.facts.parent import end_with_parent
 from pipedejavu.facts.part import with_part_times
 from pipedejavu.facts.profile import Cost, Edge, Profile, Tie, Unit, UnitTime, joint_spread
 from pipedejavu.facts.published import read_profile
@@ -30,6 +32,7 @@ __all__ = [
     "Machine",
     "Measurement",
     "MemoryCurve",
+    "MemoryFile",
     "Overlap",
     "Profile",
     "Record",
@@ -42,6 +45,7 @@ __all__ = [
     "UnitTime",
     "WorkerSummary",
     "compose",
+    "end_with_parent",
     "finite_form",
     "format_bytes",
     "format_seconds",

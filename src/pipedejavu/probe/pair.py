@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pipedejavu.facts import format_bytes
+from pipedejavu.facts import end_with_parent, format_bytes
 from pipedejavu.probe.series import Trial
 
 SIZES = (4 << 10, 64 << 10, 1 << 20, 16 << 20)
@@ -141,6 +141,7 @@ def _shared_folder() -> str | None:
 
 def _serve(rank: int, folder: str, end: Connection, signals: tuple[Any, Any], uses_nccl: bool, threads: int) -> None:
     """Runs in each of the two processes until told to stop."""
+    end_with_parent()
     try:
         peer = _Peer(rank, Path(folder), signals, uses_nccl, threads)
         end.send(0.0)

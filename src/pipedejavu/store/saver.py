@@ -1,14 +1,17 @@
 """The saver of a rank: writes its part of each checkpoint beside training; the first rank's completes them.
 
-Ranks tell each other by way of a store what they have written, so that nobody waits but the first rank's saver. What
-cannot be written costs a checkpoint and not the run: it is told in a sentence, what was there before stays, and
-training goes on.
+Ranks tell each other by way of a store what they have written, so that only the first rank's saver waits. What cannot
+be written costs a checkpoint and not the run: it is told in a sentence, what was there before stays, and training goes
+on. The last checkpoint of a run has no next one: it is tried again for a while, and then written elsewhere.
 """
 
 import json
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import cache
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +23,11 @@ from pipedejavu.store.manifest import SCHEMA_VERSION, CheckpointError, Entry, Ma
 from pipedejavu.store.part import Tensors, is_storable, write_part
 from pipedejavu.store.shelf import LATEST, Shelf, merged, part_name
 
+PATIENCE_S = 10.0
+"""How long a disk that refuses the last checkpoint is asked again; less than a run that must stop is given."""
+RETRY_S = 0.5
+SLOW_S = 30.0
+"""After how long a checkpoint that is being written is told of, and another one that is due is left out."""
 _LOOK_S = 0.01
 """How often the first rank's saver looks whether the others have written."""
 
@@ -28,6 +36,10 @@ _PATIENCE_S = 10.0
 
 About = Callable[[], Mapping[str, Any]]
 """Returns the fields of a manifest that are not of its tensors; asked when all of them are on the disk."""
+
+
+def _nowhere(size_bytes: int) -> Path:
+    raise OSError(f"there is no other folder for {format_bytes(size_bytes)}")
 
 
 class Saver:
@@ -41,24 +53,39 @@ class Saver:
         board: tuple[Store, int] | None = None,
         tell: Callable[[str], None] = print,
         note: Callable[[dict[str, Any]], None] = lambda _: None,
+        elsewhere: Callable[[int], Path] = _nowhere,
     ):
         """Takes the shelf that all ranks see, and how they tell each other: a store, and how many they are.
 
-        `tell` is given sentences for the user, `note` a row for the metrics of each checkpoint.
+        `tell` is given sentences for the user, `note` a row for the metrics of each checkpoint. `elsewhere` returns a
+        folder on another disk with room for so many bytes, or raises OSError; the first rank asks for it.
         """
-        self.shelf, self.rank, self.tell, self.note = shelf, rank, tell, note
+        self.shelf, self.rank, self.tell, self.note, self.elsewhere = shelf, rank, tell, note, elsewhere
         self.board, self.size = board or (HashStore(), 1)
+        self.moved: dict[int, Path] = {}
+        """Where checkpoints are that were written elsewhere, by step."""
         self._thread: threading.Thread | None = None
         self._draft: Path | None = None
         """Where the newest checkpoint is written."""
+        self._step, self._started_s = 0, 0.0
+        self._left_out: list[tuple[int, str]] = []
+        """Steps that others may have written parts of, and why the first rank has not."""
 
-    def save(self, step: int, tensors: Tensors, about: About) -> None:
-        """Writes tensors, which are the saver's from now on, in a thread of its own; waits for the save before."""
+    def save(self, step: int, tensors: Tensors, about: About, *, is_last: bool = False) -> None:
+        """Writes tensors, which are the saver's from now on, in a thread of its own.
+
+        Waits for the save before; if that takes too long this one is left out, unless it is the last.
+        """
         for name, tensor in tensors.items():
             if not is_storable(tensor):
                 raise InputError(f"a checkpoint cannot hold '{name}' of type {tensor.dtype}; keep it in another type")
-        self.wait()
-        self._thread = threading.Thread(target=self._write, args=(step, tensors, about))
+        if self._thread is not None:
+            self._thread.join(None if is_last else SLOW_S)
+            if self._thread.is_alive():
+                self._leave_out(step)
+                return
+        self._step, self._started_s = step, time.perf_counter()
+        self._thread = threading.Thread(target=self._write, args=(step, tensors, about, is_last))
         self._thread.start()
 
     def wait(self) -> None:
@@ -66,6 +93,7 @@ class Saver:
         if self._thread is not None:
             self._thread.join()
             self._thread = None
+        self._drop_parts()
 
     def finish(self) -> None:
         """Waits some seconds at most for the checkpoint that was begun to be complete: this rank's end stops all."""
@@ -75,55 +103,158 @@ class Saver:
         while self._draft is not None and self._draft.exists() and time.monotonic() < last_s:
             time.sleep(_LOOK_S)
 
-    def _write(self, step: int, tensors: Tensors, about: About) -> None:
-        started_s = time.perf_counter()
-        self.board.set(f"{step}/{self.rank}", json.dumps(self._write_part(step, tensors)))
-        tensors.clear()
+    def _leave_out(self, step: int) -> None:
+        """Does without a checkpoint because the one before it is still being written; touches no disk."""
+        took_s = time.perf_counter() - self._started_s
+        reason = f"that of step {self._step} is still being written after {took_s:.0f} s"
         if self.rank:
+            self._send(step, {"failed": reason, "size_bytes": 0})
             return
-        reports = [self._report(step, rank) for rank in range(self.size)]
+        self._left_out.append((step, reason))
+        self.tell(f"the checkpoint of step {step} is left out: {reason}; training goes on")
+
+    def _drop_parts(self) -> None:
+        """Removes what other ranks have written of checkpoints that the first has left out."""
+        while self._left_out:
+            step, reason = self._left_out.pop(0)
+            for rank in range(1, self.size):
+                self._take(f"{step}/{rank}")
+            self.shelf.discard(step)
+            self.note({"not_saved": step, "reason": reason})
+
+    def _write(self, step: int, tensors: Tensors, about: About, is_last: bool) -> None:
+        self._drop_parts()
+        with self._watched(step, is_last):
+            if self.rank:
+                self._follow(step, tensors, is_last)
+            else:
+                self._lead(step, tensors, cache(about), is_last)
+
+    def _follow(self, step: int, tensors: Tensors, is_last: bool) -> None:
+        """Writes this rank's part; that of the last checkpoint as often, and to where, as the first rank says."""
+        path = str(self.shelf.path)
+        while path:
+            shelf = Shelf(path)
+            if path == str(self.shelf.path) or shelf.path.is_dir():
+                report = self._write_part(shelf, step, tensors)
+            else:
+                report = {"failed": f"worker {self.rank} does not see {path}", "size_bytes": 0}
+            self._send(step, report)
+            path = self._take(f"{step}/again/{self.rank}").decode() if is_last else ""
+        tensors.clear()
+
+    def _lead(self, step: int, tensors: Tensors, about: About, is_last: bool) -> None:
+        """Writes this rank's part and completes the checkpoint; the last one again, or elsewhere, if it fails."""
+        shelf, until_s = self.shelf, 0.0
+        while True:
+            reports = [self._write_part(shelf, step, tensors)]
+            if not is_last:
+                tensors.clear()
+            reports += [json.loads(self._take(f"{step}/{rank}")) for rank in range(1, self.size)]
+            reason = self._complete(shelf, step, reports, about)
+            if not is_last:
+                break
+            if reason and not until_s:
+                until_s = time.monotonic() + PATIENCE_S
+                self.tell(f"the checkpoint of step {step} was not saved: {reason}; trying for {PATIENCE_S:.0f} s")
+            again = self._again(shelf, until_s, reports) if reason else None
+            for rank in range(1, self.size):
+                self.board.set(f"{step}/again/{rank}", str(again.path) if again else "")
+            if again is None:
+                break
+            shelf = again
+        tensors.clear()
+        if reason:
+            self._say_failed(step, reason, is_last)
+
+    def _again(self, shelf: Shelf, until_s: float, reports: list[dict[str, Any]]) -> Shelf | None:
+        """Returns where to write the last checkpoint once more, if anywhere."""
+        if time.monotonic() < until_s:
+            time.sleep(RETRY_S)
+            return shelf
+        if shelf is not self.shelf:
+            return None
+        try:
+            return Shelf(self.elsewhere(sum(report["size_bytes"] for report in reports)))
+        except OSError:
+            return None
+
+    def _complete(self, shelf: Shelf, step: int, reports: list[dict[str, Any]], about: About) -> str:
+        """Gives a checkpoint its name once all parts are written; returns why it cannot, or nothing."""
         failed = [report["failed"] for report in reports if "failed" in report]
         try:
             if failed:
                 raise OSError(failed[0])
             manifest = _manifest(step, reports, about())
-            self.shelf.commit(step, manifest)
+            shelf.commit(step, manifest)
         except OSError as error:
-            self.shelf.discard(step)
-            self._say_failed(step, _reason(error))
-            return
-        self.note({"saved": step, "size_bytes": manifest.size_bytes, "took_s": time.perf_counter() - started_s})
+            shelf.discard(step)
+            if step not in shelf.steps():
+                return _reason(error)
+            self.tell(f"the checkpoint of step {step} was saved, but {LATEST} does not name it: {_reason(error)}")
+            return ""
+        if shelf is not self.shelf:
+            self.moved[step] = shelf.folder(step)
+            self.tell(f"the checkpoint of step {step} is in {shelf.path}; move it to {self.shelf.path} before --resume")
+            return ""
+        took_s = time.perf_counter() - self._started_s
+        self.note({"saved": step, "size_bytes": manifest.size_bytes, "took_s": took_s})
         try:
-            self.shelf.prune()
+            shelf.prune()
         except (CheckpointError, OSError) as error:
             self.tell(f"the checkpoint of step {step} was written, but {_reason(error)}; older ones are kept")
+        return ""
 
-    def _write_part(self, step: int, tensors: Tensors) -> dict[str, Any]:
+    def _write_part(self, shelf: Shelf, step: int, tensors: Tensors) -> dict[str, Any]:
+        size = sum(tensor.nbytes for tensor in tensors.values())
         try:
             if self.size == 1:  # what a kill has left of this step; several ranks share a draft
-                self.shelf.discard(step)
+                shelf.discard(step)
             name = part_name(self.rank)
-            self._draft = self.shelf.draft(step)
+            self._draft = shelf.draft(step)
             part, entries = write_part(self._draft / name, tensors)
         except OSError as error:
-            size = sum(tensor.nbytes for tensor in tensors.values())
-            return {"failed": f"{_reason(error)} (worker {self.rank} had {format_bytes(size)} to write)"}
-        return {"part": part.model_dump(), "entries": {n: entry.model_dump() for n, entry in entries.items()}}
+            reason = f"{_reason(error)} (worker {self.rank} had {format_bytes(size)} to write)"
+            return {"failed": reason, "size_bytes": size}
+        named = {n: entry.model_dump() for n, entry in entries.items()}
+        return {"part": part.model_dump(), "entries": named, "size_bytes": size}
 
-    def _report(self, step: int, rank: int) -> dict[str, Any]:
-        while not self.board.check([key := f"{step}/{rank}"]):
+    def _send(self, step: int, report: dict[str, Any]) -> None:
+        self.board.set(f"{step}/{self.rank}", json.dumps(report))
+
+    def _take(self, key: str) -> bytes:
+        """Waits for a key, without holding the connection, and takes it out of the store."""
+        while not self.board.check([key]):
             time.sleep(_LOOK_S)
-        found: dict[str, Any] = json.loads(self.board.get(key))
+        value = bytes(self.board.get(key))
         self.board.delete_key(key)
-        return found
+        return value
 
-    def _say_failed(self, step: int, reason: str) -> None:
+    @contextmanager
+    def _watched(self, step: int, is_last: bool) -> Iterator[None]:
+        """Lets the first rank tell, while a checkpoint takes long, how long it has taken so far."""
+        ended = threading.Event()
+
+        def watch() -> None:
+            for number in count(1):
+                if ended.wait(SLOW_S):
+                    return
+                goes_on = "the run ends when it is written" if is_last else "training goes on"
+                taken = f"writing the checkpoint of step {step} has taken {number * SLOW_S:.0f} s so far"
+                self.tell(f"{taken}: the disk of {self.shelf.path} is slow or does not answer; {goes_on}")
+
+        if self.rank == 0:
+            threading.Thread(target=watch, daemon=True).start()
+        try:
+            yield
+        finally:
+            ended.set()
+
+    def _say_failed(self, step: int, reason: str, is_last: bool) -> None:
         steps = self.shelf.steps()
-        if step in steps:
-            self.tell(f"the checkpoint of step {step} was saved, but {LATEST} does not name it: {reason}")
-            return
         last = f"the last one is of step {steps[-1]}" if steps else "there is none yet"
-        self.tell(f"the checkpoint of step {step} was not saved: {reason}; training goes on, and {last}")
+        goes_on = "" if is_last else "training goes on, and "
+        self.tell(f"the checkpoint of step {step} was not saved: {reason}; {goes_on}{last}")
         self.note({"not_saved": step, "reason": reason})
 
 

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import Store
 
 from pipedejavu.engine import Batches, Threads
 from pipedejavu.engine.device import be_deterministic
@@ -34,7 +35,7 @@ from pipedejavu.train.site import num_threads
 from pipedejavu.train.task import prepare
 from pipedejavu.train.team import Team
 from pipedejavu.train.vigil import Vigil
-from pipedejavu.train.worker import run_process
+from pipedejavu.train.worker import Launched, run_process
 
 
 class Chosen(NamedTuple):
@@ -154,14 +155,14 @@ def _check(options: TrainOptions) -> None:
         raise InputError("--audit replays a run from its beginning, which candidates have behind them; leave one out")
 
 
-def work(rank: int, size: int, path: str) -> None:
+def work(rank: int, size: int, launched: Launched) -> None:
     """Runs a rank's share of the candidates, in a process of its own."""
-    run_process(rank, size, path, _run)
+    run_process(rank, size, launched, _run)
 
 
-def _run(rank: int, size: int, folder: RunFolder, _: Vigil) -> int:
-    _compete_here(rank, size, folder, folder.options(), folder.program())
-    return 0
+def _run(folder: RunFolder, _: Store, __: Vigil) -> tuple[int, bytes]:
+    _compete_here(dist.get_rank(), dist.get_world_size(), folder, folder.options(), folder.program())
+    return 0, b""
 
 
 def _compete_here(rank: int, size: int, folder: RunFolder, options: TrainOptions, program: Program) -> None:

@@ -4,10 +4,9 @@ import json
 import signal
 import traceback
 from collections.abc import Sequence
-from contextlib import suppress
-from pathlib import Path
 
 import torch
+from torch._C._distributed_c10d import Store
 
 from pipedejavu.facts import InputError
 
@@ -15,6 +14,7 @@ _LOST = (
     "Connection closed by peer", "Connection reset by peer", "Broken pipe", "Socket Timeout", "Connection refused",
     "Connection timed out", "No route to host",
 )  # fmt: skip
+_KEY = "failure"
 
 
 class WorkerError(Exception):
@@ -39,7 +39,7 @@ def is_lost(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(text in str(error) for text in _LOST)
 
 
-def write_failure(path: Path, rank: int, error: BaseException) -> None:
+def write_failure(store: Store, rank: int, error: BaseException) -> None:
     """Keeps why a worker failed, unless another failed before it."""
     if is_lost(error):
         return
@@ -52,21 +52,18 @@ def write_failure(path: Path, rank: int, error: BaseException) -> None:
     else:
         lines = traceback.format_exception(error)
         text = f"raised\n{''.join(lines)}worker {rank} raised {type(error).__name__}; all others were stopped"
-    keep_failure(path, rank, text)
+    keep_failure(store, text)
 
 
-def keep_failure(path: Path, rank: int, text: str) -> None:
-    """Keeps a kind of failure and, in the lines behind it, what to tell the user, unless another failed before."""
-    own = path.with_suffix(f".{rank}")
-    own.write_text(text, encoding="utf-8")
-    with suppress(FileExistsError):
-        path.hardlink_to(own)  # whole or not at all, and only for the first
+def keep_failure(store: Store, text: str) -> None:
+    """Keeps a kind of failure and, in the lines after it, what to tell the user, unless another failed before."""
+    store.compare_set(_KEY, "", text)
 
 
-def read_failure(path: Path, exit_codes: Sequence[int | None]) -> Exception:
+def read_failure(store: Store, exit_codes: Sequence[int | None]) -> Exception:
     """Returns what to raise for workers that ended with these codes, by what the first of them left."""
-    if path.exists():
-        kind, _, text = path.read_text(encoding="utf-8").partition("\n")
+    if store.check([_KEY]):
+        kind, _, text = store.get(_KEY).decode().partition("\n")
         if kind == "memory":
             return ShortageError(*json.loads(text))
         return InputError(text) if kind == "input" else WorkerError(text)

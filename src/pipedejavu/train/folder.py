@@ -2,32 +2,32 @@
 
 import errno
 import json
+import math
 import os
 import shutil
 import threading
+import time
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from pydantic import Field
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 
-from pipedejavu.facts import InputError, Machine, Profile, Record, Span, Timeline, to_json_text, write_file
+from pipedejavu.facts import InputError, Machine, Profile, Record, Timeline, to_json_text, write_file
 from pipedejavu.plan import Plan
 from pipedejavu.program import Program
 from pipedejavu.program import compile as compile_plan
 from pipedejavu.store import Checkpoint, Shelf
+from pipedejavu.train.fallback import Fallback
 from pipedejavu.train.fingerprint import read_fingerprints
 from pipedejavu.train.options import TrainOptions
 from pipedejavu.train.seal import Settings
+from pipedejavu.train.worker_result import Weights
 
 _STEP_NAMES = ("step", "saved", "switched", "skipped")
 """Under which names a row of the metrics says which step it is about."""
-
-Weights = dict[tuple[int, int], dict[str, Tensor]]
-"""By (piece, replica) and name."""
 
 
 def result_of(program: Program, weights: Weights) -> dict[str, Tensor]:
@@ -56,23 +56,6 @@ class Start(Record):
         return cls(step=step, samples=samples, fingerprints=fingerprints or {})
 
 
-class Part(NamedTuple):
-    """What one worker leaves, as bytes that a file or a wire can carry."""
-
-    weights: bytes
-    facts: bytes
-
-    @classmethod
-    def of(cls, weights: Weights, spans: list[Span], facts: dict[str, Any]) -> "Part":
-        """Packs a worker's weights, the spans of its last round, and its counts."""
-        flat = {
-            f"{piece}/{replica}/{name}": weight.detach().cpu().contiguous().clone()
-            for (piece, replica), found in weights.items()
-            for name, weight in found.items()
-        }
-        return cls(save(flat), json.dumps({"spans": spans, **facts}).encode())
-
-
 class RunFolder:
     """Paths and records of one run."""
 
@@ -84,11 +67,11 @@ class RunFolder:
         self.measured = self.path / "measured.json"
         self.report = self.path / "report.html"
         self.parts = self.path / "parts"
-        self.failure = self.parts / "failure"
-        self.slate = self.parts / "slate"
         self.switch = self.parts / "switch.json"
         self.shelf = Shelf(self.path / "checkpoints")
-        self._unwritten, self._lock = b"", threading.Lock()
+        self.fallback = Fallback(self.path)
+        self._unwritten, self._lock, self._writing = b"", threading.Lock(), threading.Lock()
+        self._since_s = math.inf
 
     @property
     def holds_run(self) -> bool:
@@ -140,7 +123,8 @@ class RunFolder:
     def rows(self) -> list[dict[str, Any]]:
         """Returns the metrics; a line that a kill has cut off, or that is none of this program's, is left out."""
         found = []
-        for line in self.metrics.read_bytes().splitlines() if self.metrics.exists() else ():
+        path = self.place(self.metrics)
+        for line in path.read_bytes().splitlines() if path.exists() else ():
             with suppress(ValueError, RecursionError):
                 found.append(json.loads(line))
         numbers = ("step", "saved", "skipped", "elapsed_s")
@@ -178,40 +162,93 @@ class RunFolder:
             )
         return Timeline.load(path)
 
-    def write_part(self, rank: int, part: "Part") -> None:
-        """Writes one worker's part."""
-        (self.parts / f"{rank}.safetensors").write_bytes(part.weights)
-        (self.parts / f"{rank}.json").write_bytes(part.facts)
-
-    def read_parts(self, count: int) -> tuple[Weights, list[dict[str, Any]]]:
-        """Reads what all workers wrote."""
-        weights: Weights = {}
-        for rank in range(count):
-            for key, weight in load_file(self.parts / f"{rank}.safetensors").items():
-                piece, replica, name = key.split("/", 2)
-                weights.setdefault((int(piece), int(replica)), {})[name] = weight
-        return weights, [json.loads((self.parts / f"{rank}.json").read_text()) for rank in range(count)]
+    def place(self, path: Path) -> Path:
+        """Returns where one of the run's files is: in this folder, unless the disk has refused it."""
+        return self.fallback.moved.get(path, path)
 
     def write_model(self, trained: dict[str, Tensor]) -> None:
-        """Writes a run's weights under the model's own names, whole or not at all."""
-        part = self.model.with_suffix(".part")
-        try:
-            save_file(trained, part)
-            part.replace(self.model)
-        except (OSError, SafetensorError) as error:
-            raise InputError(f"cannot write {self.model}: {error}; make room, and go on with --resume") from None
+        """Writes a run's weights under the model's own names, whole or not at all; elsewhere if the disk refuses."""
+
+        def write(path: Path) -> None:
+            part = path.with_suffix(".part")
+            try:
+                save_file(trained, part)
+                _sync(part)
+                part.replace(path)
+            except BaseException:
+                part.unlink(missing_ok=True)
+                raise
+
+        self.fallback.write(self.model, sum(weight.nbytes for weight in trained.values()), write)
+
+    def write_last(self, path: Path, text: str) -> None:
+        """Writes one of the files that a run leaves at its end; elsewhere if the disk refuses it."""
+        self.fallback.write(path, len(text.encode()), lambda place: write_file(place, text))
 
     def remove_parts(self) -> None:
         """Removes what only the workers needed."""
-        shutil.rmtree(self.parts)
+        shutil.rmtree(self.parts, ignore_errors=True)
 
     def add_metrics(self, row: dict[str, Any]) -> None:
-        """Adds a line to the metrics; on a disk that refuses it, lines wait for the next one."""
+        """Adds a line to the metrics; on a disk that refuses it, lines wait for the next one.
+
+        While a disk does not answer one thread waits for it, and lines of all others wait in memory.
+        """
         with self._lock:
             self._unwritten += f"{to_json_text(row)}\n".encode()
-            with suppress(OSError):
-                _append(self.metrics, self._unwritten)
-                self._unwritten = b""
+        while self._unwritten and self._writing.acquire(blocking=False):
+            self._since_s = time.monotonic()
+            try:
+                data = self._unwritten
+                _append(self.metrics, data)
+                with self._lock:
+                    self._unwritten = self._unwritten[len(data) :]
+            except OSError:
+                return
+            finally:
+                self._since_s = math.inf
+                self._writing.release()
+
+    def stuck_s(self) -> float:
+        """Returns for how long the disk has not answered a thread that writes metrics; 0 if none does."""
+        return max(0.0, time.monotonic() - self._since_s)
+
+    def pending(self) -> dict[str, Any]:
+        """Returns what this process has of the run and the run's disk has not, for the process that ends it."""
+        moved = {str(path): str(place) for path, place in self.fallback.moved.items()}
+        return {"metrics": self._unwritten.decode(), "moved": moved, "folder": str(self.fallback.path or "")}
+
+    def adopt(self, pending: dict[str, Any]) -> None:
+        """Takes over what another process of the run has left pending."""
+        self._unwritten += pending["metrics"].encode()
+        if pending["folder"]:
+            moved = {Path(path): Path(place) for path, place in pending["moved"].items()}
+            self.fallback.adopt(Path(pending["folder"]), moved)
+
+    def write_pending(self) -> None:
+        """Writes metrics that the disk has not taken; if it still does not, all metrics elsewhere."""
+        with self._writing:
+            if not self._unwritten:
+                return
+            before = self.metrics.read_bytes() if self.metrics.exists() else b""
+
+            def write(path: Path) -> None:
+                if path == self.metrics:
+                    _append(path, self._unwritten)
+                else:
+                    path.write_bytes(before + self._unwritten)
+
+            self.fallback.write(self.metrics, len(before) + len(self._unwritten), write)
+            self._unwritten = b""
+
+
+def _sync(path: Path) -> None:
+    """Lets a file reach the disk; some file systems only then say that there is no room."""
+    file = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(file)
+    finally:
+        os.close(file)
 
 
 def _step_of(row: dict[str, Any]) -> float:

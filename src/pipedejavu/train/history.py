@@ -47,9 +47,9 @@ class History:
     rows: tuple[Mapping[str, Any], ...]
 
     @classmethod
-    def read(cls, path: str | Path) -> "History":
+    def read(cls, path: "str | Path | RunFolder") -> "History":
         """Reads a run; raises InputError where the folder holds none."""
-        folder = RunFolder(path)
+        folder = path if isinstance(path, RunFolder) else RunFolder(path)
         if not folder.holds_run:
             raise InputError(f"{path} holds no run; give a folder that 'train --run-dir' wrote, or one of such folders")
         return cls(folder, folder.options(), Plan.load(folder.path / "plan.json"), tuple(folder.rows()))

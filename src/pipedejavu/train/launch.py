@@ -16,12 +16,13 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore
+from safetensors.torch import load, load_file
+from torch._C._distributed_c10d import PrefixStore, Store
 from torch.multiprocessing.spawn import start_processes
 
 from pipedejavu.engine import Byzantine, check_runnable
 from pipedejavu.engine.audit import check_replayable
-from pipedejavu.facts import InputError, Link, Machine, Profile, write_file
+from pipedejavu.facts import InputError, Link, Machine, MemoryFile, Profile, write_file
 from pipedejavu.plan import Plan
 from pipedejavu.probe.gloo import measure_link
 from pipedejavu.profile import company, merge_profiles
@@ -30,12 +31,14 @@ from pipedejavu.program import compile as compile_plan
 from pipedejavu.program.crew import assign_devices
 from pipedejavu.simulate import Prediction, check_fit, simulate
 from pipedejavu.store import Shelf
+from pipedejavu.train.disk import check_room
 from pipedejavu.train.failure import ShortageError, WorkerError, read_failure, with_rest
-from pipedejavu.train.folder import Part, RunFolder, Start
-from pipedejavu.train.halt import GRACE_S, STOPPED, StoppedError, describe_stop, on_signal
+from pipedejavu.train.folder import RunFolder, Start
+from pipedejavu.train.halt import GRACE_S, STOPPED, on_stop, stopped
 from pipedejavu.train.hold import hold, noted
 from pipedejavu.train.interval import choose_interval, steps_of
 from pipedejavu.train.loop import say
+from pipedejavu.train.loopback import serve_store
 from pipedejavu.train.measure import measure
 from pipedejavu.train.options import TrainOptions
 from pipedejavu.train.replan import Switch, check_replan, relieve
@@ -55,11 +58,12 @@ from pipedejavu.train.task import Prepared, draw, prepare
 from pipedejavu.train.team import Team
 from pipedejavu.train.trained import Trained, gather
 from pipedejavu.train.vigil import Ear, Slate
-from pipedejavu.train.worker import Rank, work
+from pipedejavu.train.worker import Launched, Rank, work
+from pipedejavu.train.worker_result import WorkerResult
 
 REMEDY = "--resume --on-oom replan goes on with such a plan"
 LOOK_S = 1.0
-"""How often whoever waits for workers looks whether their time of grace is over."""
+"""How often the launcher looks whether the time of grace of its workers is over."""
 
 
 class Planned(NamedTuple):
@@ -193,14 +197,15 @@ def train(options: TrainOptions, program: Program, run_dir: str, start: Start | 
     with hold(folder.path):
         prediction = _open(folder, options, program, start)
         with noted(folder):
-            while not _is_ended(folder, options, program):
+            while (results := _train(folder, options, program)) is None:
                 options, program, start = _switched(folder, options, program, folder.switch.read_bytes())
                 prediction = _open(folder, options, program, start)
-            return gather(folder, options, program, prediction)
+            folder.adopt(results[0].facts["pending"])
+            return gather(folder, options, program, prediction, results)
 
 
-def _is_ended(folder: RunFolder, options: TrainOptions, program: Program) -> bool:
-    """Runs workers; returns whether they have trained to the end, or are to go on with the switch in the folder."""
+def _train(folder: RunFolder, options: TrainOptions, program: Program) -> list[WorkerResult] | None:
+    """Runs workers; returns what they leave, or None if the run is to go on with the switch in the folder."""
     try:
         return run_workers(folder, len(program.workers), options.hang_after_s)
     except ShortageError as shortage:
@@ -210,7 +215,7 @@ def _is_ended(folder: RunFolder, options: TrainOptions, program: Program) -> boo
             raise WorkerError(f"{switch.reason}; {REMEDY}") from None
         say(f"{switch.reason}: the run goes on with it")
         switch.save(folder.switch)
-        return False
+        return None
 
 
 def _switched(
@@ -249,26 +254,25 @@ def train_rank(
             begun = folder.start() if team.is_first else start or Start()
             run = Rank(options, program, board, folder, begun, vigil, keeps_workers=True)
             try:
-                part = run.run(shared)
+                result = run.run(team.shelf)
             except ShortageError as shortage:
                 raise _explained(shortage, run, shared) from None
             except WorkerError as error:
                 raise WorkerError(with_rest(str(error), team.shelf.steps())) from None
-            is_asked = team.is_first and run.is_stopped and not run.halt.is_signalled and folder.switch.exists()
+            is_asked = team.is_first and run.is_stopped and not run.halt.number and folder.switch.exists()
             switch = team.share(folder.switch.read_bytes() if is_asked else b"")
             if not switch:
                 break
             options, program, start = _switched(folder, options, program, switch, team)
             prediction = _open(folder, options, program, start) if team.is_first else None
-        parts = [*map(Part, team.collect(part.weights), team.collect(part.facts))]
+        packed = team.collect(result.pack())
         team.part()
         if run.is_stopped:
-            raise StoppedError(describe_stop(folder))
+            raise stopped(folder, run.halt.number or signal.SIGTERM)
         if prediction is None:
             return None
-        for rank, found in enumerate(parts):
-            folder.write_part(rank, found)
-        return gather(folder, options, program, prediction)
+        results = [WorkerResult.unpack(load(data)) for data in packed]
+        return gather(folder, options, program, prediction, results)
 
 
 def _explained(shortage: ShortageError, run: Rank, shared: Path) -> WorkerError:
@@ -302,6 +306,7 @@ def _open(folder: RunFolder, options: TrainOptions, program: Program, start: Sta
     """Predicts the run and makes its folder."""
     prediction = simulate(program, verify(program))
     check_fit(prediction)
+    check_room(folder, program.profile, bool(options.checkpoint_every), say)
     folder.create(options, program, start)
     write_file(folder.predicted, prediction.timeline().to_json(indent=None))
     return prediction
@@ -325,43 +330,66 @@ def _patience(size: int) -> Iterator[None]:
 
 
 def run_workers(
-    folder: RunFolder, size: int, silent_s: float | None = None, entry: Callable[[int, int, str], None] | None = None
-) -> bool:
+    folder: RunFolder,
+    size: int,
+    silent_s: float | None = None,
+    entry: Callable[[int, int, Launched], None] | None = None,
+) -> list[WorkerResult] | None:
     """Starts a process for each worker and waits for all; whatever ends the wait ends them too.
 
-    Returns whether they have trained to the end; they have not where the run is to go on under another plan.
-    SIGTERM lets them end an update and save it, within a time of grace; then StoppedError says so. A worker that says
-    nothing for a time ends the run.
+    Returns what they leave, or None if the run is to go on under another plan. What they need of each other is in
+    memory, so that no disk can refuse it. SIGTERM or SIGHUP lets them end an update and save it, within a time of
+    grace; then StoppedError says so. A worker that says nothing for a time ends the run.
     """
-    ear = Ear(Slate(folder.slate, size), size, silent_s)
-    with _patience(size):
-        context = start_processes(  # type: ignore[no-untyped-call]
-            entry or work, args=(size, str(folder.path)), nprocs=size, join=False, start_method="spawn"
-        )
-    processes = context.processes
-    last_s = math.inf
+    store, page = serve_store(), MemoryFile("heartbeats")
+    left = [MemoryFile("result") for _ in range(size)]
+    try:
+        ear = Ear(Slate(Path(page.path), size), size, silent_s)
+        given = Launched(str(folder.path), store.port, page.path, tuple(file.path for file in left))
+        with _patience(size):
+            context = start_processes(  # type: ignore[no-untyped-call]
+                entry or work, args=(size, given), nprocs=size, join=False, start_method="spawn"
+            )
+        number = _wait(folder, context.processes, store, ear)
+        results = [WorkerResult.unpack(load_file(file.path)) for file in left if file.size_bytes]
+    finally:
+        for file in (page, *left):
+            file.close()
+    if number is None:
+        return results
+    if not number:
+        return None
+    if results:
+        folder.adopt(results[0].facts["pending"])
+        folder.write_pending()
+    raise stopped(folder, number)
 
-    def stop(*_: object) -> None:
-        nonlocal last_s
-        last_s = min(last_s, time.monotonic() + GRACE_S)
+
+def _wait(folder: RunFolder, processes: Sequence[Any], store: Store, ear: Ear) -> int | None:
+    """Waits for workers and ends them; returns the signal that stopped them, 0 for a switch of plans, or None."""
+    last_s, number = math.inf, 0
+
+    def stop(signalled: int) -> None:
+        nonlocal last_s, number
+        last_s, number = min(last_s, time.monotonic() + GRACE_S), signalled
         for process in processes:
             process.terminate()
 
-    with on_signal(signal.SIGTERM, stop):
+    with on_stop(stop):
         try:
             while True:
                 codes = [process.exitcode for process in processes]
                 alive = [process.sentinel for process, code in zip(processes, codes, strict=True) if code is None]
-                is_late = time.monotonic() > last_s or (last_s < math.inf and -signal.SIGTERM in codes)
+                is_signalled = number and not {-signal.SIGTERM, -signal.SIGHUP}.isdisjoint(codes)
                 is_stopped = not alive and STOPPED in codes
-                if is_stopped and last_s == math.inf and folder.switch.exists():
-                    return False
-                if is_late or is_stopped:
-                    raise StoppedError(describe_stop(folder))
+                if is_stopped and not number and folder.switch.exists():
+                    return 0
+                if time.monotonic() > last_s or is_signalled or is_stopped:
+                    return number or signal.SIGTERM
                 if any(code not in (None, 0, STOPPED) for code in codes):
-                    raise _failure(folder, processes)
+                    raise _failure(folder, store, processes)
                 if not alive:
-                    return True
+                    return None
                 if missed := ear.missed(rank for rank, code in enumerate(codes) if code is None):
                     raise WorkerError(with_rest(f"{missed}; all others were stopped", folder.shelf.steps()))
                 wait(alive, LOOK_S)
@@ -371,7 +399,7 @@ def run_workers(
                 process.join()
 
 
-def _failure(folder: RunFolder, processes: Sequence[Any]) -> BaseException:
+def _failure(folder: RunFolder, store: Store, processes: Sequence[Any]) -> BaseException:
     """Returns what to raise, once processes that end by themselves have had a moment to."""
     last_s = time.monotonic() + 1.0
     for process in processes:
@@ -379,7 +407,7 @@ def _failure(folder: RunFolder, processes: Sequence[Any]) -> BaseException:
     codes = [process.exitcode for process in processes]
     if -signal.SIGINT in codes:
         return KeyboardInterrupt()
-    error = read_failure(folder.failure, codes)
+    error = read_failure(store, codes)
     if isinstance(error, ShortageError):
         return error
     return type(error)(with_rest(str(error), folder.shelf.steps()))

@@ -7,6 +7,7 @@ import math
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from types import TracebackType
 from typing import NamedTuple, Self
 
@@ -78,7 +79,8 @@ class Progress:
         self.view.measured_s = elapsed_s / (step - self.done)
         if not self.is_live and (now - self.last_s > INTERVAL_S or step in (self.done + 1, self.steps)):
             self.last_s = now
-            print(f"step {step}/{self.steps}  {facts}", file=sys.stderr, flush=True)
+            with suppress(OSError):  # a terminal that was closed
+                print(f"step {step}/{self.steps}  {facts}", file=sys.stderr, flush=True)
 
     def see(self, worker: int, memory: Memory, busy: Mapping[str, float]) -> None:
         """Shows what a worker has said: the most memory that it has had, and how busy its lanes were."""
@@ -88,7 +90,8 @@ class Progress:
 
     def say(self, sentence: str) -> None:
         """Shows a sentence beside the view."""
-        self.console.print(f"pipedejavu: {sentence}", highlight=False, markup=False, soft_wrap=True)
+        with suppress(OSError):
+            self.console.print(f"pipedejavu: {sentence}", highlight=False, markup=False, soft_wrap=True)
 
     def _left(self) -> str:
         """Returns what is left, with what nine runs of ten keep to; nothing at the end."""

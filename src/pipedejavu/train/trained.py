@@ -1,12 +1,13 @@
 """What a run leaves: its weights and both timelines, gathered from what its workers wrote, and the audit of its log."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from statistics import median
 from typing import Any
 
 from pipedejavu.engine import Applied, Event, Log, Outcome, Read, Scored, Uncut, Verdict, audit, judge
-from pipedejavu.facts import Span, Timeline, WorkerSummary, write_file
+from pipedejavu.facts import Span, Timeline, WorkerSummary
 from pipedejavu.profile.trace import as_call
 from pipedejavu.program import Program
 from pipedejavu.simulate import Prediction, simulate
@@ -15,6 +16,7 @@ from pipedejavu.train.loop import say
 from pipedejavu.train.options import TrainOptions
 from pipedejavu.train.task import Prepared, SampleOrder, prepare
 from pipedejavu.train.worker import Move
+from pipedejavu.train.worker_result import Weights, WorkerResult
 
 
 @dataclass(frozen=True)
@@ -42,17 +44,24 @@ class Trained:
         return median(late) if late else self.measured.makespan_s / self.program.plan.steps
 
 
-def gather(folder: RunFolder, options: TrainOptions, program: Program, prediction: Prediction) -> Trained:
-    """Reads what the workers of a run left and writes what stays."""
-    weights, parts = folder.read_parts(len(program.workers))
+def gather(
+    folder: RunFolder, options: TrainOptions, program: Program, prediction: Prediction, results: Sequence[WorkerResult]
+) -> Trained:
+    """Takes what the workers of a run left and writes what stays."""
+    weights: Weights = {}
+    for result in results:
+        for place, named in result.weights.items():
+            weights.setdefault(place, {}).update(named)
+    parts = [result.facts for result in results]
     folder.write_model(result_of(program, weights))
     moves = [(int(update), tuple(map(tuple, moved))) for update, moved in parts[0]["moves"]]
     if moves:
         # The last round had other shares than the first: it is their forecast that compares with it.
         prediction = simulate(replace(program, parts=moves[-1][1]))
-        write_file(folder.predicted, prediction.timeline().to_json(indent=None))
+        folder.write_last(folder.predicted, prediction.timeline().to_json(indent=None))
     measured = _timeline(program, parts)
-    write_file(folder.measured, measured.to_json(indent=None))
+    folder.write_last(folder.measured, measured.to_json(indent=None))
+    folder.write_pending()
     folder.remove_parts()
     logs = tuple(_log(part) for part in parts)
     ends = parts[0]["ends_s"]

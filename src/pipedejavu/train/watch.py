@@ -80,18 +80,22 @@ class Watch:
         self._skips: set[int] = set()
         """Updates left out that were reported."""
         self._lock, self._sending, self._ended = threading.Lock(), threading.Lock(), threading.Event()
-        self._thread = threading.Thread(target=self._go, daemon=True)
+        # A desk writes to the disk, which may not answer; reports and `listen` go on meanwhile.
+        tasks = (self._go, self._take_reports) if desk else (self._go,)
+        self._threads = [threading.Thread(target=task, daemon=True) for task in tasks]
 
     def __enter__(self) -> Self:
         self.started_s = time.perf_counter()
-        self._thread.start()
+        for thread in self._threads:
+            thread.start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._ended.set()
-        self._thread.join()
+        for thread in self._threads:
+            thread.join()
         if error is None:
             self.send()
 
@@ -137,12 +141,16 @@ class Watch:
             ]
 
     def _go(self) -> None:
-        with suppress(RuntimeError):  # whoever keeps the store is gone, and the run itself will say why
+        with suppress(RuntimeError):  # the process that keeps the store is gone, and the run itself will say why
             while not self._ended.wait(INTERVAL_S):
                 self.send()
                 self.listen()
-                if self.desk:
-                    self.desk.take_all(self.store)
+
+    def _take_reports(self) -> None:
+        assert self.desk is not None
+        with suppress(RuntimeError):
+            while not self._ended.wait(INTERVAL_S):
+                self.desk.take_all(self.store)
 
 
 class Desk:
@@ -177,6 +185,7 @@ class Desk:
         for rank in range(len(self.taken)):
             while store.check([key := f"{rank}/{self.taken[rank]}"]):
                 losses, peak, busy, rounds, skipped = json.loads(store.get(key))
+                store.delete_key(key)
                 self._take_skipped(skipped)
                 self._take(rank, losses, peak, busy)
                 if self.pace:

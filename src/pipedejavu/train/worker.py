@@ -9,11 +9,11 @@ from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import FileStore, PrefixStore, Store
+from torch._C._distributed_c10d import PrefixStore, Store
 
 from pipedejavu.engine.device import be_deterministic, device_of
 from pipedejavu.engine.handle import Handlers
@@ -22,15 +22,17 @@ from pipedejavu.engine.replicas import ReplicaCheck
 from pipedejavu.engine.run import final_weights
 from pipedejavu.engine.share import adjusted_counts
 from pipedejavu.engine.state import check_state, put_state, take_norm, take_state
-from pipedejavu.facts import InputError, Span, WorkerSummary, keep_heap
+from pipedejavu.facts import InputError, Span, WorkerSummary, end_with_parent, keep_heap
 from pipedejavu.program import Program
 from pipedejavu.program.share import cut_evenly
 from pipedejavu.simulate import Prediction, simulate
 from pipedejavu.store import Checkpoint, Saver, Shelf
+from pipedejavu.store.saver import SLOW_S
 from pipedejavu.train.failure import ShortageError, WorkerError, is_shortage, keep_failure, write_failure
-from pipedejavu.train.folder import Part, RunFolder, Start
+from pipedejavu.train.folder import RunFolder, Start
 from pipedejavu.train.halt import STOPPED, Halt
 from pipedejavu.train.logbook import open_logbooks
+from pipedejavu.train.loopback import connect_store
 from pipedejavu.train.options import TrainOptions
 from pipedejavu.train.pace import Pace, Round, times_of
 from pipedejavu.train.progress import Progress
@@ -42,42 +44,61 @@ from pipedejavu.train.task import SteadyBatches, num_kept, prepare
 from pipedejavu.train.view import Seat
 from pipedejavu.train.vigil import Slate, Vigil
 from pipedejavu.train.watch import Desk, Watch, resident_bytes
+from pipedejavu.train.worker_result import WorkerResult
 
 
-def work(rank: int, size: int, path: str) -> None:
+class Launched(NamedTuple):
+    """What a process that runs a worker is given by the launcher, which holds it open until the worker has ended."""
+
+    run_dir: str
+    port: int
+    """Of the launcher's store."""
+    heartbeats: str
+    """The memory in which each worker writes what it is at."""
+    results: tuple[str, ...]
+    """The memory in which each worker leaves what it ends with."""
+
+
+def work(rank: int, size: int, launched: Launched) -> None:
     """Runs a rank of a training run in a process of its own."""
-    run_process(rank, size, path, _train)
+    run_process(rank, size, launched, _train)
 
 
-def _train(rank: int, size: int, folder: RunFolder, vigil: Vigil) -> int:
-    store = FileStore(str(folder.parts / "watch"), size)
+def _train(folder: RunFolder, store: Store, vigil: Vigil) -> tuple[int, bytes]:
     run = Rank(folder.options(), folder.program(), store, folder, folder.start(), vigil)
-    folder.write_part(rank, run.run(folder.parts))
-    return STOPPED if run.is_stopped else 0
+    result = run.run(folder.shelf)
+    return (STOPPED if run.is_stopped else 0), result.pack()
 
 
-def run_process(rank: int, size: int, path: str, run: Callable[[int, int, RunFolder, Vigil], int]) -> None:
+Run = Callable[[RunFolder, Store, Vigil], tuple[int, bytes]]
+"""Runs a rank; returns the exit code of its process and what it leaves."""
+
+
+def run_process(rank: int, size: int, launched: Launched, run: Run) -> None:
     """Runs a rank that this project started itself, then ends the process with the code that `run` returns.
 
-    Stores are in the run folder, sockets on loopback only.
+    The store is the launcher's, sockets are on loopback only, and nothing waits for a disk.
     """
-    # Whoever started it ends it, at once, wherever it waits.
+    end_with_parent()
+    # The launcher ends it, at once, whatever it waits for.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    folder, code = RunFolder(path), 1
+    folder, store, code = RunFolder(launched.run_dir), connect_store(launched.port), 1
 
     def end(trace: str, sentence: str) -> None:
-        keep_failure(folder.failure, rank, f"hung\n{trace}{sentence}; all others were stopped")
+        keep_failure(store, f"hung\n{trace}{sentence}; all others were stopped")
         os._exit(1)
 
     try:
-        vigil = Vigil(rank, end, Slate(folder.slate, size))
-        dist.init_process_group("gloo", store=FileStore(str(folder.parts / "group"), size), rank=rank, world_size=size)
-        code = run(rank, size, folder, vigil)
+        vigil = Vigil(rank, end, Slate(Path(launched.heartbeats), size))
+        meeting = PrefixStore("group", connect_store(launched.port))
+        dist.init_process_group("gloo", store=meeting, rank=rank, world_size=size)
+        code, result = run(folder, PrefixStore("run", store), vigil)
+        Path(launched.results[rank]).write_bytes(result)
     except BaseException as error:
-        write_failure(folder.failure, rank, error)
-    # What this rank has to say is on disk. Ending here spares the interpreter's shutdown, which waits for lanes that
-    # wait for others, and now and then aborts a process whose C++ threads are still about.
+        write_failure(store, rank, error)
+    # What this rank has to say is with the launcher. Ending here spares the interpreter's shutdown, which waits for
+    # lanes that wait for others, and now and then aborts a process whose C++ threads are still about.
     sys.stderr.flush()
     os._exit(code)
 
@@ -126,13 +147,15 @@ class Rank:
         self.pace: Pace | None = None
         self.pilot: Pilot | None = None
         self.saver: Saver | None = None
+        self.told_s = 0.0
+        """For how long the disk had not answered when that was last told."""
         self.is_stopped = False
         self.base_bytes = resident_bytes()
 
-    def run(self, shared: Path) -> Part:
-        """Trains to the end; `shared` is a folder for weights that the workers of one host share."""
+    def run(self, shelf: Shelf) -> WorkerResult:
+        """Trains to the end, with checkpoints on a shelf that all ranks see."""
         try:
-            return self._run(shared)
+            return self._run(shelf)
         except BaseException as error:
             if is_shortage(error):
                 raise ShortageError(self.rank, self.found_bytes()) from error
@@ -140,26 +163,30 @@ class Rank:
                 self.saver.finish()  # the state before it was finite, and the checkpoint is to be there
             raise
 
-    def _run(self, shared: Path) -> Part:
+    def _run(self, shelf: Shelf) -> WorkerResult:
         forecast = simulate(self.program)
         self.vigil.allow(forecast.makespan_s / self.program.plan.steps, self.options.hang_after_s)
         updates = range(self.start.step, self.options.steps, self.program.plan.steps)
-        shelf = Shelf(shared.parent / self.folder.shelf.path.name)
         with ExitStack() as stack:
             self._open_desk(stack, forecast)
             if self.options.checkpoint_every:
                 board = (PrefixStore("saver", self.store), len(self.program.workers))
-                self.saver = Saver(shelf, rank=self.rank, board=board, tell=self._tell, note=self.folder.add_metrics)
+                self.saver = Saver(
+                    shelf, rank=self.rank, board=board, tell=self._tell, note=self.folder.add_metrics,
+                    elsewhere=self.folder.fallback.folder,
+                )  # fmt: skip
             device = device_of(self.program, self.rank)
             self.watch = Watch(self.store, self.rank, self.batches, device, self.desk, self._listen)
             with self.watch:
                 handlers = run_rank(
-                    self.program, self.job, self.batches, updates, self.after_round, shared, self.before_round,
+                    self.program, self.job, self.batches, updates, self.after_round, self.before_round,
                     partial(self._restore, shelf),
                 )  # fmt: skip
                 check_state(handlers)  # what is left of the run is finite, too, if nothing was saved
                 if self.saver:
                     self.saver.wait()
+                    for step, path in self.saver.moved.items():
+                        self.folder.fallback.moved[self.folder.shelf.folder(step)] = path
             dist.barrier()  # everyone has sent its last report
             if self.desk:
                 self.desk.take_all(self.store)
@@ -172,10 +199,12 @@ class Rank:
             "ends_s": self.ends_s,
             "moves": self.moves,
             "skipped": log.skipped,
+            "spans": self.spans,
+            "pending": self.folder.pending(),
         }
         if self.options.keeps_log:
             facts["events"] = [[type(e).__name__, *e] for e in log.events]
-        return Part.of(final_weights(handlers), self.spans, facts)
+        return WorkerResult(final_weights(handlers), facts)
 
     @property
     def given_samples(self) -> int | None:
@@ -221,6 +250,10 @@ class Rank:
     def _listen(self) -> None:
         """Looks now and then, beside training, whether the run is to stop, and on the first rank at its pace."""
         self.halt.listen()
+        if (stuck_s := self.folder.stuck_s()) > self.told_s + SLOW_S:
+            self.told_s = stuck_s
+            self._tell(f"the disk of {self.folder.path} has not answered for {stuck_s:.0f} s; training goes on")
+        self.told_s = min(self.told_s, stuck_s)
         for straggler in self.pace.stragglers() if self.pace else ():
             self._tell(str(straggler))
             self.folder.add_metrics({"straggler": straggler.worker, "lag": straggler.lag, "kinds": straggler.kinds})
@@ -233,8 +266,12 @@ class Rank:
         return find_switch(self.program, lags, self.options.steps - self.step, self.given_samples, size)
 
     def _turn(self, switch: Switch) -> None:
-        """Lets the run stop behind a checkpoint, from which it goes on under another plan."""
-        switch.save(self.folder.switch)
+        """Lets the run stop after a checkpoint, from which it goes on under another plan."""
+        try:
+            switch.save(self.folder.switch)
+        except InputError as error:
+            self._tell(f"{switch.reason}; the run keeps its plan, as the disk does not take the other one: {error}")
+            return
         self._tell(switch.reason)
         self.halt.asked.set()
 
@@ -261,7 +298,7 @@ class Rank:
         if is_saved or is_last or self.replicas.is_due(update, plan.steps):
             self._check_replicas(update, handlers)
         if self.saver and is_saved:
-            self._save(self.saver, update, handlers)
+            self._save(self.saver, update, handlers, is_last)
         return not self.is_stopped
 
     def _check_replicas(self, update: int, handlers: Handlers) -> None:
@@ -275,7 +312,7 @@ class Rank:
                 dist.barrier()  # the checkpoint that was copied while they agreed is on the disk
             raise WorkerError(sentence)
 
-    def _save(self, saver: Saver, update: int, handlers: Handlers) -> None:
+    def _save(self, saver: Saver, update: int, handlers: Handlers, is_last: bool) -> None:
         """Copies this rank's share of the state, which the saver writes beside training."""
         is_apart = self.program.plan.feed.kind == "own"
         if is_apart:  # others may still be at an update before this one
@@ -291,7 +328,7 @@ class Rank:
             loss = self.desk.mean_loss(update) if self.desk else None
             return {"samples": samples, "loss": loss, **settings.in_manifest(facts)}
 
-        saver.save(update, tensors, about)
+        saver.save(update, tensors, about, is_last=is_last)
 
     def _restore(self, shelf: Shelf, handlers: Handlers) -> None:
         """Puts the state of the checkpoint that the run goes on from in the place of the first weights."""

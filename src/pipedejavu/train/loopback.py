@@ -1,0 +1,24 @@
+"""The store through which the workers of one host meet and report: a TCPStore that the launcher serves in memory.
+
+It needs no disk, and it listens on loopback only: by itself a TCPStore listens on all interfaces.
+"""
+
+import socket
+
+from torch._C._distributed_c10d import TCPStore
+
+HOST = "127.0.0.1"
+
+
+def serve_store() -> TCPStore:
+    """Returns a new store at a free port of loopback; it ends with this process."""
+    with socket.socket() as listener:
+        listener.bind((HOST, 0))
+        listener.listen()
+        port = listener.getsockname()[1]
+        return TCPStore(HOST, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+
+
+def connect_store(port: int) -> TCPStore:
+    """Returns a connection of its own to the store at a port: one that waits for a key delays no other."""
+    return TCPStore(HOST, port, is_master=False, wait_for_workers=False)

@@ -1,0 +1,238 @@
+"""Disks that refuse or do not answer, in one process: savers, the last files of a run, and the check before it."""
+
+import errno
+import json
+import os
+import shutil
+import threading
+from collections import namedtuple
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("safetensors")
+
+from safetensors.torch import load_file
+from torch.distributed import HashStore
+
+from pipedejavu.engine import Log
+from pipedejavu.facts import InputError
+from pipedejavu.store import Saver, Shelf
+from pipedejavu.store import saver as saver_module
+from pipedejavu.train import RunFolder
+from pipedejavu.train import fallback as fallback_module
+from pipedejavu.train.disk import check_room
+from pipedejavu.train.logbook import Logbooks
+from pipedejavu.train.progress import Progress
+from pipedejavu.train.watch import Desk, Watch
+from tests.search.case import profile
+
+FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+MIB = 2.0**20
+
+
+class Ones:
+    """Microbatches of one sample."""
+
+    def count(self, _: int) -> int:
+        return 1
+
+
+Usage = namedtuple("Usage", "total used free")
+
+
+def refuse_drafts(monkeypatch: pytest.MonkeyPatch, path: Path, times: int) -> list[int]:
+    """Lets the folder of a shelf refuse so many drafts; returns a list that has an entry for each."""
+    draft, refused = Shelf.draft, list[int]()
+
+    def full(self: Shelf, step: int) -> Path:
+        if self.path == path and len(refused) < times:
+            refused.append(step)
+            raise FULL
+        return draft(self, step)
+
+    monkeypatch.setattr(Shelf, "draft", full)
+    return refused
+
+
+def make_savers(tmp_path: Path, told: list[str], rows: list[dict]) -> tuple[HashStore, list[Saver]]:
+    def elsewhere(size_bytes: int) -> Path:
+        assert size_bytes == 6 * 4
+        return tmp_path / "elsewhere"
+
+    (tmp_path / "elsewhere").mkdir()
+    store, shelf = HashStore(), Shelf(tmp_path / "own")
+    more = {"tell": told.append, "note": rows.append, "elsewhere": elsewhere}
+    return store, [Saver(shelf, rank=rank, board=(store, 2), **more) for rank in range(2)]
+
+
+def save(savers: list[Saver], step: int, *, is_last: bool = False) -> None:
+    for rank, saver in enumerate(savers):
+        tensors = {f"weight/{rank}": torch.full((3,), float(10 * step + rank))}
+        saver.save(step, tensors, lambda: {"samples": step}, is_last=is_last)
+
+
+@pytest.mark.parametrize("times", [2, 10**6])
+def test_the_last_checkpoint_is_tried_again_and_then_written_elsewhere(tmp_path, monkeypatch, times: int) -> None:
+    told, rows = list[str](), list[dict]()
+    store, savers = make_savers(tmp_path, told, rows)
+    save(savers, 1)
+    for saver in savers:
+        saver.wait()
+    monkeypatch.setattr(saver_module, "PATIENCE_S", 1e9 if times == 2 else 0.05)
+    monkeypatch.setattr(saver_module, "RETRY_S", 0.01)
+    refused = refuse_drafts(monkeypatch, tmp_path / "own", times)
+    save(savers, 2, is_last=True)
+    for saver in savers:
+        saver.wait()
+    assert len(refused) >= 2
+    assert told[0].startswith("the checkpoint of step 2 was not saved: No space left on device (worker ")
+    place = tmp_path / ("own" if times == 2 else "elsewhere")
+    found = Shelf(place).newest(pytest.fail)
+    assert found is not None
+    assert [found.tensor(f"weight/{rank}").tolist() for rank in range(2)] == [[20.0] * 3, [21.0] * 3]
+    assert savers[0].moved == ({} if times == 2 else {2: place / "step-2"})
+    if times > 2:
+        assert told[1] == f"the checkpoint of step 2 is in {place}; move it to {tmp_path / 'own'} before --resume"
+        assert Shelf(tmp_path / "own").steps() == [1]
+        assert not list((tmp_path / "own").glob("*.tmp"))
+    assert store.num_keys() == 0
+
+
+def test_a_last_checkpoint_that_no_disk_takes_is_said_to_be_lost(tmp_path, monkeypatch) -> None:
+    told, rows = list[str](), list[dict]()
+    _, savers = make_savers(tmp_path, told, rows)
+    monkeypatch.setattr(saver_module, "PATIENCE_S", 0.0)
+    monkeypatch.setattr(Shelf, "draft", lambda *_: (_ for _ in ()).throw(FULL))
+    save(savers, 2, is_last=True)
+    for saver in savers:
+        saver.wait()
+    assert told[-1].startswith("the checkpoint of step 2 was not saved: No space left on device (worker ")
+    assert told[-1].endswith("; there is none yet")
+    assert [row["not_saved"] for row in rows] == [2]
+
+
+def test_a_disk_that_does_not_answer_is_told_of_while_training_goes_on(tmp_path, monkeypatch) -> None:
+    told, rows, frozen, said = list[str](), list[dict](), threading.Event(), threading.Event()
+    _, savers = make_savers(tmp_path, told, rows)
+    fsync = os.fsync
+
+    def tell(sentence: str) -> None:
+        told.append(sentence)
+        said.set()
+
+    def stuck(file: int) -> None:
+        assert frozen.wait(60)
+        fsync(file)
+
+    savers[0].tell = tell
+    monkeypatch.setattr(saver_module, "SLOW_S", 0.05)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", stuck)
+        save(savers, 1)
+        assert said.wait(60)
+        assert told[0] == (
+            f"writing the checkpoint of step 1 has taken 0 s so far: the disk of {tmp_path / 'own'} is slow or does not"
+            " answer; training goes on"
+        )
+        save(savers, 2)  # returns, with nothing written
+        assert any(t.startswith("the checkpoint of step 2 is left out: that of step 1 is still being") for t in told)
+        frozen.set()
+        for saver in savers:
+            saver.wait()
+    monkeypatch.setattr(saver_module, "SLOW_S", 60.0)
+    save(savers, 3)
+    for saver in savers:
+        saver.wait()
+    assert Shelf(tmp_path / "own").steps() == [1, 3]
+    assert {path.name for path in (tmp_path / "own").iterdir()} == {"LATEST", "step-1", "step-3"}
+    assert [row.get("saved", row.get("not_saved")) for row in rows] == [1, 2, 3]
+    assert savers[0].board.num_keys() == 0
+
+
+def test_the_last_files_of_a_run_go_elsewhere_together(tmp_path, monkeypatch, capsys) -> None:
+    """A folder that is not there refuses like a full disk; metrics that waited come with those that were written."""
+    monkeypatch.setattr(fallback_module, "PATIENCE_S", 0.02)
+    monkeypatch.setattr(fallback_module, "RETRY_S", 0.01)
+    monkeypatch.setattr(fallback_module, "_bases", lambda: [tmp_path / "gone", tmp_path])
+    worker, folder = RunFolder(tmp_path / "run"), RunFolder(tmp_path / "run")
+    worker.add_metrics({"step": 1})
+    folder.adopt(worker.pending())
+    folder.add_metrics({"step": 2})
+    folder.write_model({"w": torch.ones(3)})
+    folder.write_last(folder.measured, "{}")
+    folder.write_pending()
+    (found,) = tmp_path.glob("pipedejavu-run-*")
+    assert found.stat().st_mode & 0o777 == 0o700
+    assert load_file(folder.place(folder.model))["w"].tolist() == [1.0] * 3
+    assert (found / "measured.json").read_text() == "{}"
+    assert [row["step"] for row in folder.rows()] == [1, 2]
+    assert folder.fallback.describe() == (
+        f"the disk of {tmp_path / 'run'} takes no more: model.safetensors, measured.json, metrics.jsonl went to"
+        f" {found}; make room, and move them back"
+    )
+    err = capsys.readouterr().err
+    assert err.count("trying again") == 1
+    assert "model.safetensors could not be written (" in err
+
+
+def test_what_fits_nowhere_is_said(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(fallback_module, "PATIENCE_S", 0.0)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: Usage(100, 100, 0))
+    said = r"cannot write .*model\.safetensors: .+; nor elsewhere: no folder has 8 B free: .+; make room, and go"
+    with pytest.raises(InputError, match=said):
+        RunFolder(tmp_path / "gone").write_model({"w": torch.zeros(2)})
+
+
+def test_a_run_that_does_not_fit_on_its_disk_is_not_begun(tmp_path, monkeypatch) -> None:
+    """Weights of 4 MiB with two moments: a checkpoint of 12 MiB, a result of 4 MiB."""
+    model = profile([1e-3, 1e-3], weights=2 * MIB)
+    told, folder = list[str](), RunFolder(tmp_path / "a" / "run")
+
+    def check(free: float, saves: bool = True) -> list[str]:
+        told.clear()
+        monkeypatch.setattr(shutil, "disk_usage", lambda _: Usage(100 * MIB, 0, int(free)))
+        check_room(folder, model, saves, told.append)
+        return told
+
+    said = (
+        r"run needs 16\.0 MiB on its disk \(a checkpoint of 12\.0 MiB and the result of 4\.0 MiB\), and 15\.9 MiB are"
+        r" free; make room, or choose another --run-dir$"
+    )
+    with pytest.raises(InputError, match=said):
+        check(15.9 * MIB)
+    assert check(52 * MIB) == []
+    assert check(51.9 * MIB) == [
+        f"keeping 3 checkpoints in {folder.path} while another one is written takes 52.0 MiB more, and 51.9 MiB are"
+        " free: later ones may not be saved; make room, or choose another --run-dir"
+    ]
+    for step in (1, 2):
+        folder.shelf.folder(step).mkdir(parents=True)
+    assert check(28 * MIB) == []
+    assert check(4 * MIB, saves=False) == []
+    with pytest.raises(InputError, match=r"needs 4\.0 MiB on its disk \(its result\), and 3\.0 MiB are free"):
+        check(3 * MIB, saves=False)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: Usage(0, 0, 0))  # a file system that does not say
+    check_room(folder, model, True, pytest.fail)
+
+
+def test_metrics_that_wait_for_a_disk_that_does_not_answer_hold_up_nothing_else(tmp_path: Path) -> None:
+    """A pipe that is not read yet does not answer; reports, stops and the other threads of a rank go on."""
+    folder, store, listened = RunFolder(tmp_path), HashStore(), threading.Semaphore(0)
+    log = Log()
+    with Progress(4, "samples", 1.0) as progress:
+        desk = Desk(folder, progress, Logbooks({}, print), num_ranks=1, update_size=1, num_samples=1)
+        os.mkfifo(folder.metrics)
+        with Watch(store, 0, Ones(), torch.device("cpu"), desk, listened.release) as watch:
+            watch.follow(log)
+            log.losses[0] = 1.0
+            while not folder.stuck_s():
+                assert listened.acquire(timeout=60)
+            folder.add_metrics({"step": 2})  # returns, though the disk still does not answer
+            assert all(listened.acquire(timeout=60) for _ in range(2))
+            assert folder.stuck_s() > 0
+            with folder.metrics.open() as pipe:
+                steps = [json.loads(pipe.readline())["step"] for _ in range(2)]
+    assert steps == [1, 2]
+    assert folder.stuck_s() == 0
