@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from pipedejavu.engine.job import Applied, Batches, Event, Job, Log, Read, Scored
 from pipedejavu.engine.leg import backward, with_loss
@@ -369,6 +370,4 @@ class Replay:
 
 def _double(value: object) -> object:
     """Returns a value with its floating-point tensors in float64."""
-    if isinstance(value, tuple):
-        return tuple(_double(v) for v in value)
-    return value.double() if isinstance(value, Tensor) and value.is_floating_point() else value
+    return pytree.tree_map_only(Tensor, lambda tensor: tensor.double() if tensor.is_floating_point() else tensor, value)

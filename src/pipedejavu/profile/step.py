@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 PARTS = ("forward", "backward", "recompute", "input_backward", "weight_backward")
 
@@ -105,7 +106,5 @@ def detached(value: Any) -> Any:
 
 
 def moved(value: Any, device: torch.device) -> Any:
-    """Returns a tensor, or a tuple of them, on a device."""
-    if isinstance(value, tuple):
-        return tuple(moved(v, device) for v in value)
-    return value.to(device) if isinstance(value, Tensor) else value
+    """Returns a tensor, or tuples, lists and dicts of them, on a device."""
+    return pytree.tree_map_only(Tensor, lambda tensor: tensor.to(device), value)

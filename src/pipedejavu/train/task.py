@@ -203,7 +203,7 @@ class SteadyBatches:
 
 def describe_form(value: Any) -> str:
     """Returns the shape of one sample and the dtype of each of a value's tensors."""
-    if isinstance(value, tuple | Mapping):
+    if isinstance(value, tuple | list | Mapping):
         return " and ".join(map(describe_form, value.values() if isinstance(value, Mapping) else value))
     if not isinstance(value, torch.Tensor):
         return type(value).__name__

@@ -6,27 +6,24 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from pipedejavu.engine import AdamW, Job, Optimizer, Threads
 from pipedejavu.engine.state import put_all, take_all, take_norm
 from pipedejavu.facts import InputError, Machine
 from pipedejavu.plan import Plan, preset
-from pipedejavu.profile import Cut, Shot, cut_model, make_shots
+from pipedejavu.profile import Shot, cut_model, make_shots
 from pipedejavu.program import Program
 from pipedejavu.program import compile as compile_plan
 from pipedejavu.program.crew import assign_devices
-from pipedejavu.program.share import divide
 from pipedejavu.search import Candidate, Options
 from pipedejavu.simulate import Prediction, check_fit, simulate
 from pipedejavu.store import Saver, Shelf
-from pipedejavu.train.door import inputs_and_targets, own_loss
+from pipedejavu.train.batch import Batch
 from pipedejavu.train.failure import WorkerError
 from pipedejavu.train.folder import result_of
 from pipedejavu.train.loop import say
@@ -34,10 +31,12 @@ from pipedejavu.train.measure import measure
 from pipedejavu.train.pace import Pace
 from pipedejavu.train.planning import MOST_SAMPLES, choose_plan, known_machine, ways_of
 from pipedejavu.train.profiling import choose_sizes, measure_ways
+from pipedejavu.train.reduction import Reduction, find_reduction, own_loss
 from pipedejavu.train.replan import Pilot, Switch, find_switch
 from pipedejavu.train.saved import current_gpu, random_state, saved_in, set_random_state
 from pipedejavu.train.site import devices_to_measure, make_machine, read_sites, torch_device
-from pipedejavu.train.task import describe_form, loss_of
+from pipedejavu.train.split import Split
+from pipedejavu.train.task import loss_of
 from pipedejavu.train.vigil import Vigil
 
 
@@ -47,11 +46,13 @@ class Trainer:
     A step of a synchronous plan makes one update. A step of any other makes as many as the plan's `steps`, drains the
     pipeline, and starts the next from the newest weights: a loop of the user's own has that border.
 
-    `loss` takes the model's output and the targets and returns the *sum* over samples; a step divides once by
-    the number of samples. With None it is the model's own loss, a mean over samples that its output has as `loss`.
+    `loss` takes the model's output and the targets and returns a mean over samples, or over labels that count, or a
+    sum, which a step divides once by the number of samples; which of them it is is found out on the sample. With None
+    it is the model's own loss, which its output has as `loss`.
     `sample` is a batch like those to come: (inputs, targets), where inputs are a tensor, a tuple of arguments or a
-    mapping of keyword arguments; or, for a model's own loss, that mapping alone. A plan that scores contributions
-    scores them on its last microbatch, so it should be one that is not trained on.
+    mapping of keyword arguments; or, for a model's own loss, that mapping alone. Each may hold tuples, lists and dicts
+    of tensors. A plan that scores contributions scores them on its last microbatch, so it should be one that is not
+    trained on.
 
     With the plan "auto" the model is measured on all that is here, and the best plan for batches like the sample is
     searched for; `workers` is then not looked at. Where workers leave the pace of their forecast, the planner is asked
@@ -84,19 +85,21 @@ class Trainer:
         self._losses: list[float] = []
         self._saver: Saver | None = None
         optimizer = optimizer or AdamW(lr=1e-3)
-        found = _search(model, loss or own_loss, sample, optimizer, machine) if plan == "auto" else None
+        first, reduction = _read(model, loss, sample)
+        summed = reduction.summed(loss or own_loss)
+        found = _search(model, summed, Split(first, (1,), reduction), optimizer, machine) if plan == "auto" else None
         if found is not None:
             plan, machine = found.plan, found.machine
         elif isinstance(plan, str):
             plan = preset(plan.removeprefix("preset:")).at(workers=workers, microbatches=4)
         assert isinstance(plan, Plan)
         plan = plan if plan.version.kind != "sync" else plan.but(steps=1)
-        batch = _Split(sample, (1,) * (plan.feed.microbatches * _copies(plan) * plan.steps))
-        samples = len(batch.targets(0))
+        batch = Split(first, (1,) * (plan.feed.microbatches * _copies(plan) * plan.steps), reduction)
+        samples = batch.length(0)
         cut = batch.cut = cut_model(model, batch.own_inputs(0), plan.cut.begins)
         self.units = cut.units
         self._cut = cut
-        self._job = Job(units=cut.units, loss=loss_of(cut, loss or own_loss), optimizer=optimizer, seed=seed)
+        self._job = Job(units=cut.units, loss=loss_of(cut, summed), optimizer=optimizer, seed=seed)
         if found is not None:
             profile = found.profile
         else:
@@ -109,14 +112,15 @@ class Trainer:
         self._switch: Switch | None = None
         self._pilot: Pilot | None = None
         self._replans, self._hang_after_s = replan and found is not None, hang_after_s
-        self._begin(compile_plan(plan, profile, machine, fold=False), sample)
-        self.batch.held_out = _Split(sample, self.batch.sizes, cut)
+        self.batch = batch
+        self._begin(compile_plan(plan, profile, machine, fold=False), first)
+        self.batch.held_out = Split(first, self.batch.sizes, reduction, cut)
 
-    def _begin(self, program: Program, batch: Any) -> None:
+    def _begin(self, program: Program, batch: Batch) -> None:
         """Lets a program's workers begin, with batches like this one."""
         self.program = program
         check_fit(self.predict())
-        self.batch = _Split(batch, program.sizes * program.plan.steps, self._cut)
+        self.batch = Split(batch, program.sizes * program.plan.steps, self.batch.reduction, self._cut)
         self.threads = Threads(program, self._job, self.batch)
         self.batch.cuts = [replace(self._cut, units=own.job.units) for own in self.threads.handlers]
         self._keep_vigil()
@@ -133,7 +137,7 @@ class Trainer:
         self._switch = switch
         say(switch.reason)
 
-    def _go_on(self, switch: Switch, batch: Any) -> None:
+    def _go_on(self, switch: Switch, batch: Batch) -> None:
         """Exchanges the workers for those of another plan, which take over the state."""
         self._switch = None
         state, updates = take_all(self.threads), self.updates
@@ -158,7 +162,7 @@ class Trainer:
     def step(self, batch: Any) -> float:
         """Trains on one batch; returns its mean loss."""
         if self._switch is not None:
-            self._go_on(self._switch, batch)
+            self._go_on(self._switch, self.batch.batch)
         self.batch.take(batch, first=self.threads.updates * self.program.update_size)
         begun_s = time.perf_counter()
         spans = self.threads.run()
@@ -170,7 +174,7 @@ class Trainer:
         for own in self.threads.handlers:
             own.log.forget_losses()
         self.samples += self.batch.size
-        self._losses.append(sum(losses) / self.batch.size)
+        self._losses.append(sum(losses) / sum(self.batch.counts))
         return self._losses[-1]
 
     @property
@@ -251,95 +255,30 @@ def _give_up(threads: "weakref.ref[Threads]", trace: str, sentence: str) -> None
         found.give_up(error)
 
 
+def _read(model: nn.Module, loss: Callable[[Any, Any], Tensor] | None, sample: Any) -> tuple[Batch, Reduction]:
+    """Returns the sample by its rows, and how the loss is reduced."""
+    batch = Batch.of(sample, has_own_loss=loss is None)
+    try:
+        reduction, batch = find_reduction(model, loss or own_loss, batch.readings())
+    except InputError:
+        raise
+    except Exception:
+        cut_model(model, batch.inputs)  # which tells, with the line, of a model that does not take its inputs
+        raise
+    return batch, reduction
+
+
 def _search(
-    model: nn.Module, loss: Callable[[Any, Any], Tensor], sample: Any, optimizer: Optimizer, machine: Machine | None
+    model: nn.Module, loss: Callable[[Any, Any], Tensor], batch: Split, optimizer: Optimizer, machine: Machine | None
 ) -> Candidate:
     """Measures a model on all that is here, and returns the best plan for batches like the sample."""
-    batch, machine = _Split(sample, (1,)), machine or known_machine()
+    machine = machine or known_machine()
     sizes = [size for size in choose_sizes(min(batch.size, MOST_SAMPLES)) if size <= batch.size]
     cut = batch.cut = cut_model(model, batch.own_head(sizes[-1]))
     job = Job(units=cut.units, loss=loss_of(cut, loss), optimizer=optimizer)
     shots = make_shots(lambda size: Shot(cut.units, *batch.head(size), job.loss), sizes)
     profile = measure_ways("model", shots, job, ways_of(machine), lambda text: None)  # noqa: ARG005
     return choose_plan(profile.but(begins=cut.begins), machine, Options(batch=batch.size))
-
-
-class _Split:
-    """One batch as microbatches by number."""
-
-    def __init__(self, batch: Any, sizes: Sequence[int], cut: Cut | None = None):
-        self.sizes, self.cut, self.form = sizes, cut, ""
-        self.cuts = [cut] if cut is not None else []
-        """Whose units must take every microbatch: each worker has its own copy of them."""
-        self.held_out: _Split | None = None
-        """Whose last microbatch stands for those below 0, which contributions are scored on."""
-        self.take(batch, first=0)
-
-    def take(self, batch: Any, first: int) -> None:
-        """Makes this the batch whose first microbatch has the number `first`; sizes are in proportion to the plan's."""
-        inputs, targets = inputs_and_targets(batch)
-        parts = divide(len(targets), self.sizes)
-        if min(parts) < 1:
-            raise InputError(
-                f"a batch of {len(targets)} samples has fewer than the plan's {len(parts)} microbatches; use a larger"
-                " batch or fewer microbatches"
-            )
-        form = f"inputs of {describe_form(inputs)}, targets of {describe_form(targets)}"
-        if form != (self.form or form):
-            raise InputError(
-                f"a batch has {form}, where the sample had {self.form}; give all batches one shape and one dtype"
-            )
-        self._inputs, self._targets, self.first, self.form = inputs, targets, first, form
-        self.size = len(targets)
-        self.ends = [0, *accumulate(parts)]
-        for cut in self.cuts:
-            for count in set(parts):
-                cut.fit(self._rows(0, count))
-
-    def inputs(self, microbatch: int) -> Any:
-        """Returns what the first piece reads."""
-        assert self.cut is not None
-        if microbatch < 0 and self.held_out is not None:
-            return self.held_out.inputs(len(self.sizes) - 1)
-        return self.cut.flat(self.own_inputs(microbatch))
-
-    def own_inputs(self, microbatch: int) -> Any:
-        """Returns what the user's model reads."""
-        return self._rows(*self.ends[microbatch - self.first :][:2])
-
-    def own_head(self, count: int) -> Any:
-        """Returns the first samples, as the user's model reads them."""
-        return self._rows(0, count)
-
-    def head(self, count: int) -> tuple[Any, Any]:
-        """Returns the first samples, as the first unit and the loss read them."""
-        assert self.cut is not None
-        inputs = self._rows(0, count)
-        self.cut.fit(inputs)
-        return self.cut.flat(inputs), self._targets[:count]
-
-    def _rows(self, start: int, end: int) -> Any:
-        """Returns some samples of tensors that have one row for each, and the others whole."""
-
-        def part(tensor: Tensor) -> Tensor:
-            return tensor[start:end] if tensor.ndim and len(tensor) == self.size else tensor
-
-        return pytree.tree_map_only(Tensor, part, self._inputs)
-
-    def targets(self, microbatch: int) -> Any:
-        """Returns what the loss compares with."""
-        if microbatch < 0 and self.held_out is not None:
-            return self.held_out.targets(len(self.sizes) - 1)
-        n = microbatch - self.first
-        return self._targets[self.ends[n] : self.ends[n + 1]]
-
-    def length(self, microbatch: int) -> int:
-        """Returns the samples of a microbatch."""
-        return len(self.targets(microbatch))
-
-    def count(self, microbatch: int) -> int:
-        """Returns the samples of a microbatch: all count."""
-        return self.length(microbatch)
 
 
 def _copies(plan: Plan) -> int:
