@@ -54,14 +54,13 @@ class Part(NamedTuple):
     facts: bytes
 
     @classmethod
-    def of(cls, weights: Weights, spans: list[Span], facts: dict[str, Any]) -> "Part":
-        """Packs a worker's weights, the spans of its last round, and its counts."""
-        flat = {
-            f"{piece}/{replica}/{name}": weight.detach().cpu().contiguous().clone()
-            for (piece, replica), found in weights.items()
-            for name, weight in found.items()
-        }
-        return cls(save(flat), json.dumps({"spans": spans, **facts}).encode())
+    def of(cls, weights: Weights, others: dict[str, Tensor], spans: list[Span], facts: dict[str, Any]) -> "Part":
+        """Packs a worker's weights, what else of the model's state it has, the spans of its last round, its counts."""
+        flat = {f"other/{name}": tensor for name, tensor in others.items()}
+        for (piece, replica), found in weights.items():
+            flat |= {f"{piece}/{replica}/{name}": weight for name, weight in found.items()}
+        packed = save({key: tensor.detach().cpu().contiguous().clone() for key, tensor in flat.items()})
+        return cls(packed, json.dumps({"spans": spans, **facts}).encode())
 
 
 class RunFolder:
@@ -161,17 +160,22 @@ class RunFolder:
         (self.parts / f"{rank}.safetensors").write_bytes(part.weights)
         (self.parts / f"{rank}.json").write_bytes(part.facts)
 
-    def read_parts(self, count: int) -> tuple[Weights, list[dict[str, Any]]]:
-        """Reads what all workers wrote."""
+    def read_parts(self, count: int) -> tuple[Weights, dict[str, Tensor], list[dict[str, Any]]]:
+        """Reads what all workers wrote: weights, the rest of the model's state, and facts."""
         weights: Weights = {}
+        others: dict[str, Tensor] = {}
         for rank in range(count):
-            for key, weight in load_file(self.parts / f"{rank}.safetensors").items():
-                piece, replica, name = key.split("/", 2)
-                weights.setdefault((int(piece), int(replica)), {})[name] = weight
-        return weights, [json.loads((self.parts / f"{rank}.json").read_text()) for rank in range(count)]
+            for key, tensor in load_file(self.parts / f"{rank}.safetensors").items():
+                kind, _, name = key.partition("/")
+                if kind == "other":
+                    others[name] = tensor
+                else:
+                    replica, _, name = name.partition("/")
+                    weights.setdefault((int(kind), int(replica)), {})[name] = tensor
+        return weights, others, [json.loads((self.parts / f"{rank}.json").read_text()) for rank in range(count)]
 
     def write_model(self, trained: dict[str, Tensor]) -> None:
-        """Writes a run's weights under the model's own names, whole or not at all."""
+        """Writes a model's state under its own names, whole or not at all."""
         part = self.model.with_suffix(".part")
         try:
             save_file(trained, part)

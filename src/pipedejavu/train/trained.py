@@ -42,8 +42,9 @@ class Trained:
 
 def gather(folder: RunFolder, options: TrainOptions, program: Program, prediction: Prediction) -> Trained:
     """Reads what the workers of a run left and writes what stays."""
-    weights, parts = folder.read_parts(len(program.workers))
-    folder.write_model(result_of(program, weights))
+    weights, others, parts = folder.read_parts(len(program.workers))
+    names: dict[str, str] = parts[0]["names"]
+    folder.write_model(others | {names.get(name, name): w for name, w in result_of(program, weights).items()})
     moves = [(int(update), tuple(map(tuple, moved))) for update, moved in parts[0]["moves"]]
     if moves:
         # The last round had other shares than the first: it is their forecast that compares with it.

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from pipedejavu.engine import AdamW, Job, Optimizer, Threads
-from pipedejavu.engine.state import put_all, take_all, take_norm
+from pipedejavu.engine.state import final_buffers, put_all, take_all, take_norm
 from pipedejavu.facts import InputError, Machine
 from pipedejavu.plan import Plan, preset
 from pipedejavu.profile import Shot, cut_model, make_shots
@@ -33,6 +33,7 @@ from pipedejavu.train.planning import MOST_SAMPLES, choose_plan, known_machine, 
 from pipedejavu.train.profiling import choose_sizes, measure_ways
 from pipedejavu.train.reduction import Reduction, find_reduction, own_loss
 from pipedejavu.train.replan import Pilot, Switch, find_switch
+from pipedejavu.train.result import WholeState
 from pipedejavu.train.saved import current_gpu, random_state, saved_in, set_random_state
 from pipedejavu.train.site import devices_to_measure, make_machine, read_sites, torch_device
 from pipedejavu.train.split import Split
@@ -197,7 +198,9 @@ class Trainer:
             "facts": {"norm": take_norm(self.threads.handlers[0])},
         }
         self._losses.clear()
-        self._saver.save(self.updates, take_all(self.threads) | random_state(device=current_gpu()), lambda: about)
+        rest = WholeState(self.model, self.units).saved_rest()
+        state = rest | take_all(self.threads) | random_state(device=current_gpu())
+        self._saver.save(self.updates, state, lambda: about)
 
     def wait(self) -> None:
         """Waits until what was saved is on the disk."""
@@ -226,12 +229,18 @@ class Trainer:
         return found.step
 
     def save_to_model(self) -> nn.Module:
-        """Copies the trained weights into the user's model and returns it."""
-        weights = result_of(self.program, self.threads.outcome().weights)
-        parameters = {n: p for u, m in self.units for n, p in m.named_parameters(u, remove_duplicate=False)}
+        """Copies the trained weights and the buffers into the user's model and returns it."""
+        trained = result_of(self.program, self.threads.outcome().weights)
+        for own in self.threads.handlers:
+            trained |= final_buffers(own)
+        members = [
+            *(pair for unit, m in self.units for pair in m.named_parameters(unit, remove_duplicate=False)),
+            *(pair for unit, m in self.units for pair in m.named_buffers(unit, remove_duplicate=False)),
+        ]
         with torch.no_grad():
-            for name, weight in weights.items():
-                parameters[name].copy_(weight)
+            for name, tensor in members:
+                if name in trained:
+                    tensor.copy_(trained[name])
         return self.model
 
 
