@@ -30,6 +30,7 @@ from pipedejavu.train.loop import say
 from pipedejavu.train.measure import measure
 from pipedejavu.train.pace import Pace
 from pipedejavu.train.planning import MOST_SAMPLES, choose_plan, known_machine, ways_of
+from pipedejavu.train.precision import check_autocast, check_dtypes
 from pipedejavu.train.profiling import choose_sizes, measure_ways
 from pipedejavu.train.reduction import Reduction, find_reduction, own_loss
 from pipedejavu.train.replan import Pilot, Switch, find_switch
@@ -79,6 +80,8 @@ class Trainer:
         replan: bool = True,
         hang_after_s: float | None = None,
     ):
+        check_autocast("Trainer()")
+        check_dtypes(model)
         self.model = model
         self.samples = 0
         """Samples that were trained on."""
@@ -100,6 +103,9 @@ class Trainer:
         cut = batch.cut = cut_model(model, batch.own_inputs(0), plan.cut.begins)
         self.units = cut.units
         self._cut = cut
+        self._whole = WholeState(model, cut.units)
+        self._is_stale = False
+        model.register_state_dict_pre_hook(_Refresh(weakref.ref(self)))  # type: ignore[no-untyped-call]
         self._job = Job(units=cut.units, loss=loss_of(cut, summed), optimizer=optimizer, seed=seed)
         if found is not None:
             profile = found.profile
@@ -162,6 +168,8 @@ class Trainer:
 
     def step(self, batch: Any) -> float:
         """Trains on one batch; returns its mean loss."""
+        check_autocast("Trainer.step()")
+        self._is_stale = True
         if self._switch is not None:
             self._go_on(self._switch, self.batch.batch)
         self.batch.take(batch, first=self.threads.updates * self.program.update_size)
@@ -198,8 +206,7 @@ class Trainer:
             "facts": {"norm": take_norm(self.threads.handlers[0])},
         }
         self._losses.clear()
-        rest = WholeState(self.model, self.units).saved_rest()
-        state = rest | take_all(self.threads) | random_state(device=current_gpu())
+        state = self._whole.saved_rest() | take_all(self.threads) | random_state(device=current_gpu())
         self._saver.save(self.updates, state, lambda: about)
 
     def wait(self) -> None:
@@ -224,12 +231,16 @@ class Trainer:
             lambda name: found.tensor(name) if name in has else None,
             saved_in(found).norm,
         )
-        self.samples = found.manifest.samples
+        self.samples, self._is_stale = found.manifest.samples, True
         set_random_state(found, device=current_gpu())
         return found.step
 
     def save_to_model(self) -> nn.Module:
-        """Copies the trained weights and the buffers into the user's model and returns it."""
+        """Copies the trained weights and the buffers into the user's model and returns it.
+
+        The model's own `state_dict` does so by itself.
+        """
+        self._is_stale = False
         trained = result_of(self.program, self.threads.outcome().weights)
         for own in self.threads.handlers:
             trained |= final_buffers(own)
@@ -242,6 +253,24 @@ class Trainer:
                 if name in trained:
                     tensor.copy_(trained[name])
         return self.model
+
+
+class _Refresh:
+    """A hook of a user's model: what was trained is copied into it before its state is read.
+
+    It holds for the model alone: copies and pickles of it have none.
+    """
+
+    def __init__(self, trainer: Callable[[], Trainer | None] = lambda: None):
+        self.trainer = trainer
+
+    def __call__(self, *_: object) -> None:
+        trainer = self.trainer()
+        if trainer is not None and trainer._is_stale:
+            trainer.save_to_model()
+
+    def __reduce__(self) -> tuple[type["_Refresh"], tuple[()]]:
+        return _Refresh, ()
 
 
 def _place(plan: Plan, machine: Machine | None) -> tuple[Plan, Machine]:
