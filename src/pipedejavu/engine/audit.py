@@ -369,5 +369,11 @@ class Replay:
 
 
 def _double(value: object) -> object:
-    """Returns a value with its floating-point tensors in float64."""
-    return pytree.tree_map_only(Tensor, lambda tensor: tensor.double() if tensor.is_floating_point() else tensor, value)
+    """Returns a value with its floating-point tensors in float64, and complex ones alike."""
+    return pytree.tree_map_only(Tensor, _widened, value)
+
+
+def _widened(tensor: Tensor) -> Tensor:
+    if tensor.is_complex():
+        return tensor.to(torch.complex128)
+    return tensor.double() if tensor.is_floating_point() else tensor

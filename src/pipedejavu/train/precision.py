@@ -6,8 +6,14 @@ from torch import nn
 from pipedejavu.facts import InputError
 
 
-def check_dtypes(model: nn.Module) -> None:
-    """Raises InputError for trained parameters of a type whose updates would be wrong."""
+def check_parameters(model: nn.Module) -> None:
+    """Raises InputError for trained parameters whose updates would be wrong."""
+    for name, part in model.named_modules():
+        if getattr(part, "sparse", False) and any(p.requires_grad for p in part.parameters(recurse=False)):
+            raise InputError(
+                f"layer '{name}' ({type(part).__name__}) has sparse=True, and sparse gradients cannot be added up here;"
+                " make it with sparse=False"
+            )
     for name, parameter in model.named_parameters():
         kind = str(parameter.dtype).removeprefix("torch.")
         if parameter.requires_grad and parameter.is_complex():

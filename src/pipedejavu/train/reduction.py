@@ -140,9 +140,9 @@ class _Probe:
                 return found
         raise InputError(
             "the loss is neither a sum nor a mean over samples or over labels that count: the gradient of"
-            f" {rows.size} samples follows from none of the first {len(_FIRST)} and the other {len(_OTHERS)} in such a"
-            " way; return a sum over samples (reduction='sum'), as a loss that compares samples with each other, or"
-            " gives them other weights, cannot be divided into microbatches"
+            f" {rows.size} samples is neither of those of the first {len(_FIRST)} and of the other {len(_OTHERS)};"
+            " return a sum over samples (reduction='sum'), and let neither the loss nor the model make one sample's"
+            " part depend on the others, which would differ from microbatch to microbatch"
         )
 
     def _other_targets(self, rows: Batch) -> Iterator[Any]:

@@ -30,7 +30,7 @@ from pipedejavu.train.loop import say
 from pipedejavu.train.measure import measure
 from pipedejavu.train.pace import Pace
 from pipedejavu.train.planning import MOST_SAMPLES, choose_plan, known_machine, ways_of
-from pipedejavu.train.precision import check_autocast, check_dtypes
+from pipedejavu.train.precision import check_autocast, check_parameters
 from pipedejavu.train.profiling import choose_sizes, measure_ways
 from pipedejavu.train.reduction import Reduction, find_reduction, own_loss
 from pipedejavu.train.replan import Pilot, Switch, find_switch
@@ -81,7 +81,7 @@ class Trainer:
         hang_after_s: float | None = None,
     ):
         check_autocast("Trainer()")
-        check_dtypes(model)
+        check_parameters(model)
         self.model = model
         self.samples = 0
         """Samples that were trained on."""
