@@ -169,10 +169,13 @@ class Trainer:
     def step(self, batch: Any) -> float:
         """Trains on one batch; returns its mean loss."""
         check_autocast("Trainer.step()")
-        self._is_stale = True
         if self._switch is not None:
             self._go_on(self._switch, self.batch.batch)
-        self.batch.take(batch, first=self.threads.updates * self.program.update_size)
+        self._is_stale = False  # while the model may be recorded, which reads its state
+        try:
+            self.batch.take(batch, first=self.threads.updates * self.program.update_size)
+        finally:
+            self._is_stale = True
         begun_s = time.perf_counter()
         spans = self.threads.run()
         self._steps += 1
