@@ -42,7 +42,7 @@ def test_statistics_come_back_to_the_users_model(make) -> None:
     x, y = torch.randn(24, 4, dtype=torch.float64), torch.randn(24, 2, dtype=torch.float64)
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
     trainer = Trainer(model, nn.MSELoss(), sample=(x, y), plan="1f1b", workers=2, optimizer=Sgd(lr=0.1))
-    for _ in range(3):
+    for _ in range(2):
         optimizer.zero_grad()
         for inputs, targets in zip(x.split(6), y.split(6), strict=True):
             (nn.functional.mse_loss(plain(inputs), targets) / 4).backward()

@@ -59,11 +59,10 @@ def forms():
 """
 
 
-@pytest.mark.parametrize("function", ["positional", "named"])
-def test_samples_of_several_inputs_train_like_in_a_plain_loop(function, tmp_path: Path) -> None:
+def test_samples_of_several_inputs_train_like_in_a_plain_loop(tmp_path: Path) -> None:
     (tmp_path / "graph.py").write_text(FILE)
     options = TrainOptions(
-        model=f"{tmp_path / 'graph.py'}:{function}", optimizer="sgd", lr=0.3, dtype="float64", checkpoint_every=0
+        model=f"{tmp_path / 'graph.py'}:positional", optimizer="sgd", lr=0.3, dtype="float64", checkpoint_every=0
     )
     options, program, _ = plan_run(options, preset("1f1b").at(workers=2, microbatches=2, samples=3))
     job, batches = prepare(options, program.sizes, program.plan.cut.begins)
@@ -75,14 +74,26 @@ def test_samples_of_several_inputs_train_like_in_a_plain_loop(function, tmp_path
         optimizer.zero_grad()
         for n in (2 * step, 2 * step + 1):
             inputs, targets = batches._batch(n)
-            output = plain(**inputs) if isinstance(inputs, dict) else plain(*inputs)
-            (torch.nn.functional.mse_loss(output, targets["y"] if function == "named" else targets) / 2).backward()
+            (torch.nn.functional.mse_loss(plain(*inputs), targets) / 2).backward()
         optimizer.step()
     expected = dict(plain.named_parameters())
     trained = result_of(program, threads.outcome().weights)
     assert trained.keys() == expected.keys()
     for name, weight in trained.items():
         assert torch.allclose(weight, expected[name], rtol=0, atol=1e-12), name
+
+
+def test_samples_may_be_lists_of_dicts(tmp_path: Path) -> None:
+    (tmp_path / "graph.py").write_text(FILE)
+    options = TrainOptions(model=f"{tmp_path / 'graph.py'}:named")
+    job, batches = prepare(options, (3,))
+    task, (inputs, targets) = batches.task, batches._batch(0)
+    value = batches.inputs(0)
+    for _, unit in job.units:
+        value = unit(value)
+    expected = torch.nn.functional.mse_loss(task.model(**inputs), targets["y"])
+    assert job.loss(value, batches.targets(0)).item() / batches.count(0) == pytest.approx(expected.item(), rel=1e-6)
+    assert batches.count(0) == batches.length(0) == 3
 
 
 @pytest.mark.parametrize(
