@@ -247,24 +247,50 @@ is given.
 - A unit takes the tensors that are live where it begins, as a tuple: skips, masks, position embeddings and labels
   pass through the units that do not need them. Its parameters and buffers are the model's own, under the model's own
   names.
-- The loss is a function of the model's output and the targets, or the model's own: `output.loss`, a mean over
-  samples.
+- The loss is a function of the model's output and the targets, or the model's own: `output.loss`.
+
+**Means and sums.** A loss may be a mean over samples (`nn.CrossEntropyLoss()`), a mean over labels that count (those
+that are not −100, or not the loss's `ignore_index`, for a model's own loss also without the first of each row, as
+language models shift them), or a sum over samples, which an update divides by the number of samples. Which of them it
+is is found out once, before training: the gradient of five samples is compared with those of the first two and of the
+other three, without dropout, with the same random numbers everywhere, and with labels that tell the cases apart. A
+mean is then multiplied by what it is over, and an update is divided by all of that together, so that microbatches of
+any size give what the whole batch gives. A loss that is neither (contrastive losses, class weights under a mean,
+masks of its own) is refused, as are parameters of the loss itself and penalties over the model's parameters, which no
+gradient would reach: compute them in the model's forward and leave the loss to it.
+
+**Batches.** Inputs are a tensor, a tuple of arguments or a mapping of keyword arguments, and both they and the
+targets may hold tuples, lists and dicts of tensors. Targets have one row for each sample. In a `Trainer`, inputs of
+as many rows as there are samples are divided into microbatches, and all others are given to each microbatch whole; if
+an input has as many rows only by chance, the comparison above tells, and what was found for the sample holds for all
+batches after it. Samples of a dataset are stacked, so there each input has a row for each sample.
 
 `hf:CONFIG` is the file or folder of a configuration of `transformers`, or a name on its hub, built with random
 weights by the run's seed: as a classifier of images, an encoder-decoder, a masked or a causal language model,
 whichever it can be. It gets images or text of the zoo's data. `FILE.py:FUNCTION` calls a function without arguments
-that returns `(model, loss, samples)`: a module; the sum of losses as a function of its output and the targets, or
-None for the model's own loss; and a dataset of `(inputs, targets)` as `torch.utils.data` has them, or of mappings for
-a model's own loss.
+that returns `(model, loss, samples)`: a module; the loss as a function of its output and the targets, or None for the
+model's own loss; and a dataset of `(inputs, targets)` as `torch.utils.data` has them, such as `((x, edges), y)`, or of
+mappings for a model's own loss.
+
+With `--weights` a run begins with weights that are there: a file of safetensors or a folder of them, such as another
+run's or what `export` writes, under the model's own names (all parameters; buffers may be missing, and what the model
+does not have is left). For an `hf:` model a folder, or a name on the hub, is read by `transformers`, old names and
+bodies without a head included, and refused where weights would be missing; then the data needs a name (`--data`), as
+pretrained weights and the default data do not fit. Pickles are not read. A run that goes on has its weights in its
+checkpoints, and needs the file no more. What a run leaves (`model.safetensors`, its checkpoints, what `export`
+writes) is the whole state of the model: trained weights, buffers, and parameters that are frozen or not used.
 
 What does not come along: autograd functions of one's own are refused, since a recorded forward has lost their
-backward, and so are hooks on tensors and backward hooks, hooks on parameters (of chains too), and Python that decides
-by the values of tensors; values that no input decides, as positions are, are known. Activation checkpointing inside
-of the model is left out (use a plan that recomputes). Attributes that are no tensors are not changed by a forward,
-and a forward hook runs once, while the model is recorded: what it computes on tensors is part of the model. A
-parameter that is frozen has no gradient and no optimizer state, and stays as it is, in checkpoints and results too;
-one that the forward does not use is neither trained nor written. A model is recorded once more for each size that its
-microbatches have.
+backward, and so are hooks on tensors and backward hooks, hooks on parameters (of chains too), Python that decides by
+the values of tensors (values that no input decides, as positions are, are known) and packed sequences; layers of an
+`nn.Sequential` are not recorded, and may have all of these inside but hooks on parameters. A region under
+`torch.autocast` is not cut inside. Complex values pass between units; complex parameters, `sparse=True`,
+`torch.cond`, and dicts between the layers of a chain are refused. Trained parameters are float32 or float64: in half
+precision most updates would be lost, and `HybridAdamW` keeps masters. Activation checkpointing inside of the model is
+left out (use a plan that recomputes). Attributes that are no tensors are not changed by a forward, and a forward hook
+runs once, while the model is recorded: what it computes on tensors is part of the model. A parameter that is frozen
+has no gradient and no optimizer state; it is written as it was, and so is one that the forward does not use. A model
+is recorded once more for each size that its microbatches have.
 
 **The model check.** Before the first update, copies of the model itself and of its units, divided into the plan's
 pieces, run the same microbatches forward and backward: twice, with other samples, seeds and Python state, and eight

@@ -132,7 +132,7 @@ def test_folders_of_transformers_are_read_as_it_reads_them(tmp_path: Path) -> No
     model = f"hf:{tmp_path / 'whole'}"
     assert not are_equal(open_task(model).model, weights_of(other))
     for source in ("whole", "body", "whole/model.safetensors"):
-        found = open_task(model, weights=str(tmp_path / source)).model
+        found = open_task(model, data="stdlib", weights=str(tmp_path / source)).model
         assert are_equal(found, weights_of(other)), source
         assert found.training
 
@@ -146,7 +146,7 @@ def test_weights_of_transformers_that_are_not_all_there_are_refused(tmp_path: Pa
     GPT2LMHeadModel(small).save_pretrained(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps({**large.to_dict(), "model_type": "gpt2"}))
     with pytest.raises(InputError, match=r"has no 'transformer\.h\.1\..*' and 11 more of a GPT2LMHeadModel"):
-        open_task(f"hf:{tmp_path}", weights=str(tmp_path))
+        open_task(f"hf:{tmp_path}", data="stdlib", weights=str(tmp_path))
     (tmp_path / "model.safetensors").rename(tmp_path / "other.txt")
     with pytest.raises(InputError, match=r"cannot read the weights '.*': .*model\.safetensors"):
-        open_task(f"hf:{tmp_path}", weights=str(tmp_path))
+        open_task(f"hf:{tmp_path}", data="stdlib", weights=str(tmp_path))

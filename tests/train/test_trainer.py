@@ -258,7 +258,7 @@ def test_a_model_without_a_loss_of_its_own_is_refused() -> None:
     given = texts(8, 0)
     inputs = {"tokens": given["tokens"], "mask": given["mask"]}
     with pytest.raises(InputError, match="the model computes no loss of its own"):
-        Trainer(residual(), None, sample=inputs, workers=2)
+        Trainer(residual(), None, sample=(inputs, given["labels"]), workers=2)
 
 
 def test_a_module_that_does_not_take_the_sample_is_refused() -> None:

@@ -103,8 +103,13 @@ class Applier:
 
     def _coefficient(self, replica: int, update: int) -> float:
         """Returns what each summed gradient counts: one over the samples that feed the update, clipped."""
-        members = self._members(replica, update)
-        coefficient = 1 / sum(self.batches.count(i) for i in members)
+        count = sum(self.batches.count(i) for i in self._members(replica, update))
+        if not count:
+            number = self.first_version + update + 1
+            raise InputError(
+                f"no sample or label of update {number} counts; leave such samples out, or use larger batches"
+            )
+        coefficient = 1 / count
         delay = {"none": None, "global": 0, "delayed": 1}[self.plan.reduce.clip]
         norm = None if delay is None else self.values.get(("n", 0, 0, update - delay, ""))
         if norm is not None and not math.isfinite(norm):

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from pipedejavu.engine.job import Applied, Batches, Event, Job, Log, Read, Scored
 from pipedejavu.engine.leg import backward, with_loss
@@ -402,12 +403,8 @@ class Replay:
             yield total
 
     def _cast(self, value: object) -> object:
-        """Returns a value with its floating-point tensors in the dtype of the replay."""
-        if isinstance(value, tuple):
-            return tuple(self._cast(v) for v in value)
-        if not self.in_double or not isinstance(value, Tensor) or not value.is_floating_point():
-            return value
-        return value.double()
+        """Returns a value with its floating-point and complex tensors in the precision of the replay."""
+        return pytree.tree_map_only(Tensor, _widened, value) if self.in_double else value
 
 
 def _nudge(modules: Sequence[nn.Module], source: torch.Generator) -> None:
@@ -416,3 +413,9 @@ def _nudge(modules: Sequence[nn.Module], source: torch.Generator) -> None:
         if weight.is_floating_point():
             signs = torch.randint(0, 2, weight.shape, generator=source).to(weight) * 2 - 1
             weight.mul_(1 + signs * torch.finfo(weight.dtype).eps)
+
+
+def _widened(tensor: Tensor) -> Tensor:
+    if tensor.is_complex():
+        return tensor.to(torch.complex128)
+    return tensor.double() if tensor.is_floating_point() else tensor

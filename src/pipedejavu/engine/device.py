@@ -41,8 +41,9 @@ def moved(value: Any, device: torch.device) -> Any:
 
     From a GPU they come into pinned memory. Copies are issued to the current stream, and there when it has come so far.
     """
-    if isinstance(value, tuple):
-        return tuple(moved(v, device) for v in value)
+    if isinstance(value, tuple | list):
+        parts = [moved(v, device) for v in value]
+        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
     if isinstance(value, dict):
         return {name: moved(v, device) for name, v in value.items()}
     if not isinstance(value, Tensor):
@@ -55,7 +56,7 @@ def moved(value: Any, device: torch.device) -> Any:
 
 def hold(value: Any, stream: torch.cuda.Stream) -> None:
     """Keeps the memory of a value's tensors until a stream has done what it was given before they were freed."""
-    if isinstance(value, tuple | dict):
+    if isinstance(value, tuple | list | dict):
         for part in value.values() if isinstance(value, dict) else value:
             hold(part, stream)
     elif isinstance(value, Tensor) and value.is_cuda:

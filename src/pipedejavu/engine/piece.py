@@ -106,7 +106,9 @@ class PieceRunner:
             for run in self._runs:
                 leaves = [t.detach().requires_grad_(t.requires_grad) for t in tensors_of(value)]
                 if not saved:
-                    leaves = [t.requires_grad_(t.is_floating_point() and not is_first) for t in leaves]
+                    leaves = [
+                        t.requires_grad_((t.is_floating_point() or t.is_complex()) and not is_first) for t in leaves
+                    ]
                 given = value = like(value, leaves)  # the graph behind it goes, where it runs again
                 if self.departs and not run.is_again:
                     given = like(value, [stub(t) for t in leaves])

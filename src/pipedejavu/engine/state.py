@@ -73,6 +73,17 @@ def _share(own: Handlers) -> Tensors:
     return found
 
 
+def final_buffers(own: Handlers) -> Tensors:
+    """Returns the buffers of the pieces that a worker holds, by name: those of the replica that stands for all."""
+    holders_of = _holders(own.program)
+    return {
+        name: buffer
+        for (piece, replica), runner in own.runners.items()
+        if replica == holders_of[piece][0][0]
+        for name, buffer in runner.saved_buffers()
+    }
+
+
 def take_norm(own: Handlers) -> float | None:
     """Returns the norm that the next update is clipped by, where that is the last one's."""
     steps = own.program.plan.steps

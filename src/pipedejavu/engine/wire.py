@@ -158,7 +158,8 @@ class ProcessWire:
             self._put(torch.tensor([len(raw)]), to)
             self._put(raw, to)
         for tensor in tensors:
-            self._put(tensor.detach().contiguous(), to)
+            # A complex tensor may say that it is the conjugate of what is in its memory.
+            self._put(tensor.detach().resolve_conj().resolve_neg().contiguous(), to)
 
     def _put(self, tensor: Tensor, to: int) -> None:
         leaving = self._leaving.setdefault(to, deque())

@@ -166,6 +166,14 @@ class HybridAdamW(Optimizer):
         flow.apply()
         flow.tune()
 
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """What GradScaler.step asks an optimizer first."""
+        raise InputError(
+            "GradScaler scales a loss that HybridAdamW has taken the gradients of by the time they would be unscaled;"
+            " leave the scaler out and use bfloat16, which needs none"
+        )
+
     def synchronize(self) -> None:
         """Waits until every weight is the newest, and all state is at rest."""
         self.flow.synchronize()

@@ -17,6 +17,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
+from pipedejavu.facts import InputError
+
 _MAKERS = ("arange", "full", "ones", "zeros")
 _ARRANGED = ("cat", "clone", "contiguous", "expand", "flatten", "getitem", "pad", "permute", "repeat", "reshape")
 _SHAPED = ("squeeze", "stack", "transpose", "tril", "triu", "unsqueeze", "view")
@@ -53,6 +55,11 @@ class Answers(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Answers comparisons and conditions; remembers how tensors are made."""
         kwargs = kwargs or {}
+        if getattr(func, "__name__", "") == "_pack_padded_sequence":
+            raise InputError(
+                "the form of a packed sequence depends on the values of its lengths; give the layers padded sequences,"
+                " and read each result at its length"
+            )
         is_below = func in (Tensor.__lt__, Tensor.lt) and isinstance(args[1], float | int) and args[1] <= 0
         if is_below and any(args[0] is number for number in self.drawn):
             return False

@@ -18,7 +18,9 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
+from pipedejavu.facts import InputError
 from pipedejavu.profile.operator import classify
+from pipedejavu.profile.segment import refusal_of_branches
 from pipedejavu.profile.step import Head, detached, run_step, tensors_of
 
 
@@ -63,7 +65,13 @@ class Counted:
 def count_step(module: nn.Module, value: Any, head: Head | None, is_first: bool) -> Counted:
     """Runs a unit's parts once and counts."""
     meter = _Counter(module)
-    output = run_step(module, value, head, is_first, meter)
+    try:
+        output = run_step(module, value, head, is_first, meter)
+    except NotImplementedError as error:
+        _, is_of_branches, text = str(error).partition("HigherOrderOperator ")
+        if not is_of_branches:
+            raise
+        raise InputError(f"a {type(module).__name__} cannot run: {refusal_of_branches(text.split()[0])}") from None
     own = {_where(t) for t in (*module.parameters(), *module.buffers())}
     saved = {where: size for where, size in meter.saved.items() if where not in own}
     returned = {_where(t) for t in tensors_of(output)}

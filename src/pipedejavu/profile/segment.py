@@ -167,6 +167,19 @@ _REGIONS: dict[str, Callable[..., Any]] = {
 """Operations that run a body under other rules."""
 
 
+def is_region(node: fx.Node) -> bool:
+    """Whether an operation runs a body that segments can run."""
+    return str(node.target) in _REGIONS
+
+
+def refusal_of_branches(name: str) -> str:
+    """Returns the sentence for an operation whose body torch records anew in each backward, one thread at a time."""
+    return (
+        f"it calls '{name}', an operation with functions as arguments, which several workers cannot run at a time;"
+        " compute both results and choose with torch.where"
+    )
+
+
 def _rewrite(body: fx.GraphModule, change: Callable[[Any], Any]) -> None:
     """Changes constants in the arguments of a graph's operations, in the bodies of regions too."""
     for part in body.modules():
@@ -180,7 +193,9 @@ def _rewrite(body: fx.GraphModule, change: Callable[[Any], Any]) -> None:
 
 
 def _widened(leaf: Any) -> Any:
-    return torch.float64 if isinstance(leaf, torch.dtype) and leaf.is_floating_point else leaf
+    if not isinstance(leaf, torch.dtype):
+        return leaf
+    return torch.float64 if leaf.is_floating_point else torch.complex128 if leaf.is_complex else leaf
 
 
 def _shapes_of(value: Value) -> Shapes:

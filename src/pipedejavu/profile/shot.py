@@ -9,10 +9,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from pipedejavu.profile.alike import likeness
 from pipedejavu.profile.chain import Units
-from pipedejavu.profile.step import Head, detached, moved, run_step, tensors_of
+from pipedejavu.profile.step import Head, detached, moved, run_step
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,7 @@ class Shot:
     @property
     def samples(self) -> int:
         """The size of the microbatch."""
-        return len(tensors_of(self.targets)[0])
+        return next(len(leaf) for leaf in pytree.tree_leaves(self.targets) if isinstance(leaf, Tensor))
 
     def head(self, index: int, targets: Any) -> Head | None:
         """Returns what follows a unit: the loss for the last, nothing for the others."""

@@ -11,6 +11,9 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from pipedejavu.facts import InputError
 
 PARTS = ("forward", "backward", "recompute", "input_backward", "weight_backward")
 
@@ -77,7 +80,7 @@ def _forward(module: nn.Module, value: Any, head: Head | None, is_first: bool, m
 
 def _inputs(value: Any, is_first: bool) -> tuple[list[Tensor], Any]:
     """Returns leaves, and copies of them to be given to a unit: it may change what it is given in place."""
-    leaves = [t.detach().requires_grad_(t.is_floating_point() and not is_first) for t in tensors_of(value)]
+    leaves = [t.detach().requires_grad_(has_gradient(t) and not is_first) for t in tensors_of(value)]
     given = [leaf.clone() for leaf in leaves]
     return leaves, tuple(given) if isinstance(value, tuple) else given[0]
 
@@ -94,9 +97,21 @@ def _ends(leaves: list[Tensor], found: tuple[Any, list[Tensor]]) -> _Forward:
     return _Forward([t for t in leaves if t.requires_grad], output, roots, [torch.ones_like(t) for t in roots])
 
 
+def has_gradient(tensor: Tensor) -> bool:
+    """Whether a tensor is of a type that gradients have."""
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
 def tensors_of(value: Any) -> list[Tensor]:
-    """Returns a value's tensors."""
-    return list(value) if isinstance(value, tuple) else [value]
+    """Returns a value's tensors; raises InputError for what units cannot hand on."""
+    tensors = list(value) if isinstance(value, tuple) else [value]
+    for tensor in tensors:
+        if not isinstance(tensor, Tensor):
+            raise InputError(
+                f"a {type(tensor).__name__} passes between the layers of a chain, which hand on a tensor or a tuple of"
+                " tensors; return these, or give a module whose forward calls the layers, which is cut as a graph"
+            )
+    return tensors
 
 
 def detached(value: Any) -> Any:
@@ -105,7 +120,5 @@ def detached(value: Any) -> Any:
 
 
 def moved(value: Any, device: torch.device) -> Any:
-    """Returns a tensor, or a tuple of them, on a device."""
-    if isinstance(value, tuple):
-        return tuple(moved(v, device) for v in value)
-    return value.to(device) if isinstance(value, Tensor) else value
+    """Returns a tensor, or tuples, lists and dicts of them, on a device."""
+    return pytree.tree_map_only(Tensor, lambda tensor: tensor.to(device), value)

@@ -23,11 +23,13 @@ from torch.utils import _pytree as pytree
 from pipedejavu.facts import InputError
 from pipedejavu.profile import answer
 from pipedejavu.profile.answer import Answers, masks_as_in_training
+from pipedejavu.profile.segment import is_region, refusal_of_branches
 
 _CHECKS = frozenset(
     f"aten::{name}" for name in ("_assert_tensor_metadata", "_assert_scalar", "sym_constrain_range_for_size")
 )
 """Operations that only assert what held for the sample."""
+_REMEDY = "the layers of an nn.Sequential are not recorded, and run as they are"
 _LIBRARY = tuple(str(path) for path in Path(traceback.__file__).parent.glob("*.py"))
 """Files of Python's own."""
 
@@ -131,6 +133,9 @@ def trace(model: nn.Module, inputs: Any) -> Trace:
             states[node] = str(node.target)
             held[states[node]] = getattr(exported.graph_module, states[node])
         elif node.op == "call_function" and _schema_name(node) not in _CHECKS:
+            if isinstance(node.target, torch._ops.HigherOrderOperator) and not is_region(node):
+                why = refusal_of_branches(str(node.target))
+                raise InputError(f"a {type(model).__name__} cannot be cut: {_line_of(node)}{why}")
             found.append(node)
     (output,) = (node for node in exported.graph.nodes if node.op == "output")
     tensors = tuple(node for node, leaf in zip(given, leaves, strict=True) if isinstance(leaf, Tensor))
@@ -154,6 +159,18 @@ def _member(model: nn.Module, name: str) -> Tensor:
 
 def _schema_name(node: fx.Node) -> str:
     return node.target._schema.name if isinstance(node.target, torch._ops.OpOverload) else ""
+
+
+def _line_of(node: fx.Node) -> str:
+    """Returns the line that a node was recorded at, the innermost that is not torch's, if it is known."""
+    lines = str(node.meta.get("stack_trace") or "").splitlines()
+    foreign = (f'File "{Path(torch.__file__).parent}', 'File "<')
+    known = [n for n, line in enumerate(lines) if 'File "' in line and not line.strip().startswith(foreign)]
+    if not known or known[-1] + 1 >= len(lines):
+        return ""
+    _, file, rest = lines[known[-1]].split('"', 2)
+    number = rest.removeprefix(", line ").partition(",")[0]
+    return f"{file}:{number}, '{lines[known[-1] + 1].strip()}': "
 
 
 class _LostBackwardError(Exception):
@@ -198,4 +215,4 @@ def _refusal(model: nn.Module, error: Exception) -> str:
         why = "what runs next depends on the values of a tensor; decide it by shapes or outside the model"
     else:
         why = next(iter(str(error).strip().splitlines()), type(error).__name__)
-    return f"a {type(model).__name__} cannot be cut: {where}{why}"
+    return f"a {type(model).__name__} cannot be cut: {where}{why}; {_REMEDY}"

@@ -8,11 +8,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 from torch.utils.data import default_collate
 
 from pipedejavu.facts import InputError, nearest
+from pipedejavu.train.batch import Batch, inputs_and_targets
 from pipedejavu.train.begin import load_weights
 from pipedejavu.train.hugging import build_hugging
+from pipedejavu.train.reduction import NUM_SAMPLES, find_reduction, own_loss
 from pipedejavu.zoo import Dataset, Task, build
 
 
@@ -77,45 +80,48 @@ def _task(name: str, made: Any) -> Task:
     if not isinstance(made, tuple) or len(made) != 3 or not isinstance(made[0], nn.Module):
         raise InputError(
             f"{name} returned a {type(made).__name__}; return (model, loss, samples): a module, a function of its"
-            " output and the targets that returns a sum over samples, or None for the model's own loss, and a dataset"
-            " of (inputs, targets)"
+            " output and the targets that returns a mean or a sum over samples, or None for the model's own loss, and a"
+            " dataset of (inputs, targets)"
         )
     model, loss, samples = made
-    return Task(name=name, model=model, loss=loss or own_loss, count=len, data=_Samples(samples))
+    data, loss = _Samples(samples, has_own_loss=loss is None), loss or own_loss
+    if any(parameter.is_meta for parameter in model.parameters()):  # what is only estimated has no numbers
+        return Task(name=name, model=model, loss=loss, count=len, data=data)
+    first = Batch.of(data.batch([n % len(data) for n in range(NUM_SAMPLES)]))
+    reduction, _ = find_reduction(model, loss, [first])
+    count = len if reduction.counts_samples else reduction.count
+    return Task(name=name, model=model, loss=reduction.summed(loss), count=count, data=data)
 
 
 class _Samples(Dataset):
     """A user's dataset, as torch.utils.data has them, by batches of any samples."""
 
-    def __init__(self, samples: Any):
-        self.samples = samples
+    def __init__(self, samples: Any, *, has_own_loss: bool):
+        self.samples, self.has_own_loss = samples, has_own_loss
 
     def __len__(self) -> int:
         return len(self.samples)
 
     def batch(self, indices: Tensor | Sequence[int]) -> tuple[Any, Any]:
         """Stacks samples; those that have one form only are what the model needs for its own loss."""
-        found = default_collate([self.samples[int(n)] for n in indices])
-        return inputs_and_targets(tuple(found) if isinstance(found, list) else found)
+        items = [self.samples[int(n)] for n in indices]
+        return inputs_and_targets(_stacked(items), has_own_loss=self.has_own_loss)
 
 
-def inputs_and_targets(batch: Any) -> tuple[Any, Any]:
-    """Returns both parts of a batch; a mapping is all keyword arguments of a model that has its own loss."""
-    if isinstance(batch, Mapping):
-        tensors = [value for value in batch.values() if isinstance(value, Tensor)]
-        return batch, batch["labels"] if "labels" in batch else tensors[0]
-    if not isinstance(batch, tuple) or len(batch) != 2:
-        raise InputError("a batch is (inputs, targets), or a mapping of arguments for a model that has its own loss")
-    return batch
-
-
-def own_loss(output: Any, targets: Any) -> Tensor:
-    """Returns the loss that a model itself computes, a mean over samples, as a sum over them."""
-    found = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", output)
-    found = found[0] if isinstance(found, tuple) else found
-    if not isinstance(found, Tensor) or found.numel() != 1:
+def _stacked(items: Sequence[Any]) -> Any:
+    """Returns samples as one batch: tuples, lists and dicts stay so, and what is in them is stacked."""
+    found = [pytree.tree_flatten(dict(item) if isinstance(item, Mapping) else item) for item in items]
+    spec = found[0][1]
+    if any(other != spec for _, other in found):
         raise InputError(
-            "the model computes no loss of its own: its output is no number and has none called 'loss'; give a loss, or"
-            " give the model its labels"
+            "the samples of the dataset do not all hold the same tuples, lists and dicts; give all one form"
         )
-    return found.reshape(()) * len(targets)
+    try:
+        columns = [default_collate([*column]) for column in zip(*(leaves for leaves, _ in found), strict=True)]
+    except (RuntimeError, TypeError) as error:
+        text = str(error).partition("\n")[0]
+        raise InputError(
+            f"the samples of the dataset cannot be stacked: {text}; give tensors or numbers, each of one shape in all"
+            " samples, alone or in tuples, lists and dicts"
+        ) from None
+    return pytree.tree_unflatten(columns, spec)

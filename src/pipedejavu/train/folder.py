@@ -167,7 +167,7 @@ class RunFolder:
         return self.fallback.moved.get(path, path)
 
     def write_model(self, trained: dict[str, Tensor]) -> None:
-        """Writes a run's weights under the model's own names, whole or not at all; elsewhere if the disk refuses."""
+        """Writes a model's state under its own names, whole or not at all; elsewhere if the disk refuses."""
 
         def write(path: Path) -> None:
             part = path.with_suffix(".part")

@@ -42,6 +42,7 @@ def build_hugging(
     `weights` are a file, a folder or a name on the hub, too. `context` is the length of its sequences; by default what
     the configuration allows, within a bound.
     """
+    check_data(name, data, weights)
     room = _transformers(name)
     config = _read_config(room, name)
     config.use_cache = False  # what generating keeps would pass from unit to unit
@@ -61,6 +62,16 @@ def build_hugging(
     source = open_data(data or ("stdlib" if has_text else "random"), form, seed=seed)
     counts = count if isinstance(form, TokenForm) else len
     return Task(name=name, model=model, loss=_loss, count=counts, data=_Named(source, inputs))
+
+
+def check_data(name: str, data: str | None, weights: str | None) -> None:
+    """Raises InputError for pretrained weights without data of their own."""
+    if weights is not None and data is None:
+        raise InputError(
+            f"'hf:{name}' begins with pretrained weights, and no data is named to train them on: by default that would"
+            " be bytes of Python's standard library as token ids; name one with --data ('stdlib' for these), or return"
+            " the model and your own samples from FILE.py:FUNCTION"
+        )
 
 
 def read_config_text(name: str) -> bytes:

@@ -36,6 +36,7 @@ from pipedejavu.train.failure import ShortageError, WorkerError, read_failure, w
 from pipedejavu.train.folder import RunFolder, Start
 from pipedejavu.train.halt import GRACE_S, STOPPED, on_stop, stopped
 from pipedejavu.train.hold import hold, noted
+from pipedejavu.train.hugging import check_data
 from pipedejavu.train.interval import choose_interval, steps_of
 from pipedejavu.train.loop import say
 from pipedejavu.train.loopback import serve_store
@@ -93,7 +94,10 @@ def plan_run(
     """
     team = team or Team()
     options = TrainOptions.from_json(team.share(options.to_json().encode()))
-    plan = _adapted(Plan.from_json(team.share(plan.to_json().encode())), options, team, start or Start())
+    start = start or Start()
+    if options.model.startswith("hf:") and not start.step:
+        check_data(options.model.removeprefix("hf:"), options.data, options.weights)
+    plan = _adapted(Plan.from_json(team.share(plan.to_json().encode())), options, team, start)
     known = team.share(profile.to_json().encode() if profile else b"")
     sites = team.sites() or read_sites(plan.num_workers)
     given = team.share(machine.to_json().encode() if machine else b"")

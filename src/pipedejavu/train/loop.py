@@ -110,8 +110,8 @@ def load_weights(model: nn.Module, checkpoint: Checkpoint) -> None:
     tied = _tied_names(model)
     names, found = checkpoint.manifest.tensors, {}
     for name, tensor in model.state_dict().items():
-        # What comes from others does not tell buffers from weights.
-        kinds = ("weight",) if name in tied else ("buffer", "weight")
+        # What comes from others does not tell buffers from weights, and frozen parameters are no weights of a run.
+        kinds = ("weight", "buffer") if name in tied else ("buffer", "weight")
         known = next((f"{k}/{n}" for n in tied.get(name, (name,)) for k in kinds if f"{k}/{n}" in names), None)
         if known is None and name in tied:
             raise InputError(f"{checkpoint.path} has no weight '{name}'; it is of another model")

@@ -12,6 +12,7 @@ from pipedejavu.profile import Cut, cut_model
 from pipedejavu.program import Program
 from pipedejavu.train.door import open_task
 from pipedejavu.train.options import TrainOptions
+from pipedejavu.train.precision import check_parameters
 from pipedejavu.zoo import Dataset, Task, order
 
 MOST_KEPT = 64
@@ -30,6 +31,7 @@ def prepare(options: TrainOptions, sizes: Sequence[int], begins: Sequence[int] =
     """Builds the model, cuts it for microbatches of so many samples, where the plan says it, and opens its data."""
     torch.set_default_dtype(getattr(torch, options.dtype))
     task = open_task(options.model, seed=options.seed, data=options.data, weights=options.weights)
+    check_parameters(task.model)
     cut = cut_model(task.model, task.data.batch(range(sizes[0]))[0], begins)
     optimizer: Optimizer = Sgd(lr=options.lr, weight_decay=options.weight_decay, momentum=options.momentum)
     if options.optimizer == "adamw":
@@ -208,7 +210,7 @@ class SteadyBatches:
 
 def describe_form(value: Any) -> str:
     """Returns the shape of one sample and the dtype of each of a value's tensors."""
-    if isinstance(value, tuple | Mapping):
+    if isinstance(value, tuple | list | Mapping):
         return " and ".join(map(describe_form, value.values() if isinstance(value, Mapping) else value))
     if not isinstance(value, torch.Tensor):
         return type(value).__name__

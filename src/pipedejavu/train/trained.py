@@ -6,6 +6,8 @@ from itertools import pairwise
 from statistics import median
 from typing import Any
 
+from torch import Tensor
+
 from pipedejavu.engine import Applied, Event, Log, Outcome, Read, Scored, Uncut, Verdict, audit, judge
 from pipedejavu.facts import Span, Timeline, WorkerSummary
 from pipedejavu.profile.trace import as_call
@@ -49,11 +51,14 @@ def gather(
 ) -> Trained:
     """Takes what the workers of a run left and writes what stays."""
     weights: Weights = {}
+    others: dict[str, Tensor] = {}
     for result in results:
+        others |= result.others
         for place, named in result.weights.items():
             weights.setdefault(place, {}).update(named)
     parts = [result.facts for result in results]
-    folder.write_model(result_of(program, weights))
+    names: dict[str, str] = parts[0]["names"]
+    folder.write_model(others | {names.get(name, name): w for name, w in result_of(program, weights).items()})
     moves = [(int(update), tuple(map(tuple, moved))) for update, moved in parts[0]["moves"]]
     if moves:
         # The last round had other shares than the first: it is their forecast that compares with it.

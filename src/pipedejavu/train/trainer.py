@@ -6,29 +6,26 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from pipedejavu.engine import AdamW, Job, Optimizer, Threads
 from pipedejavu.engine.device import device_of
 from pipedejavu.engine.replicas import ReplicaCheck
-from pipedejavu.engine.state import put_all, take_all, take_norm
+from pipedejavu.engine.state import final_buffers, put_all, take_all, take_norm
 from pipedejavu.facts import InputError, Machine
 from pipedejavu.plan import Plan, preset
-from pipedejavu.profile import Cut, Shot, cut_model, make_shots
+from pipedejavu.profile import Shot, cut_model, make_shots
 from pipedejavu.program import Program
 from pipedejavu.program import compile as compile_plan
 from pipedejavu.program.crew import assign_devices
-from pipedejavu.program.share import divide
 from pipedejavu.search import Candidate, Options
 from pipedejavu.simulate import Prediction, check_fit, simulate
 from pipedejavu.store import Saver, Shelf
-from pipedejavu.train.door import inputs_and_targets, own_loss
+from pipedejavu.train.batch import Batch
 from pipedejavu.train.failure import WorkerError
 from pipedejavu.train.folder import result_of
 from pipedejavu.train.loop import say
@@ -37,11 +34,15 @@ from pipedejavu.train.model_check import Checked, Sample
 from pipedejavu.train.model_check import check_model as check_units
 from pipedejavu.train.pace import Pace
 from pipedejavu.train.planning import MOST_SAMPLES, choose_plan, known_machine, ways_of
+from pipedejavu.train.precision import check_autocast, check_parameters
 from pipedejavu.train.profiling import choose_sizes, measure_ways
+from pipedejavu.train.reduction import Reduction, find_reduction, own_loss
 from pipedejavu.train.replan import Pilot, Switch, find_switch
+from pipedejavu.train.result import WholeState
 from pipedejavu.train.saved import check_finite, current_gpu, random_state, saved_in, set_random_state
 from pipedejavu.train.site import devices_to_measure, make_machine, read_sites, torch_device
-from pipedejavu.train.task import describe_form, loss_of
+from pipedejavu.train.split import Split
+from pipedejavu.train.task import loss_of
 from pipedejavu.train.vigil import Vigil
 
 
@@ -51,11 +52,13 @@ class Trainer:
     A step of a synchronous plan makes one update. A step of any other makes as many as the plan's `steps`, drains the
     pipeline, and starts the next from the newest weights: a loop of the user's own has that border.
 
-    `loss` takes the model's output and the targets and returns the *sum* over samples; a step divides once by
-    the number of samples. With None it is the model's own loss, a mean over samples that its output has as `loss`.
+    `loss` takes the model's output and the targets and returns a mean over samples, or over labels that count, or a
+    sum, which a step divides once by the number of samples; which of them it is is found out on the sample. With None
+    it is the model's own loss, which its output has as `loss`.
     `sample` is a batch like those to come: (inputs, targets), where inputs are a tensor, a tuple of arguments or a
-    mapping of keyword arguments; or, for a model's own loss, that mapping alone. A plan that scores contributions
-    scores them on its last microbatch, so it should be one that is not trained on.
+    mapping of keyword arguments; or, for a model's own loss, that mapping alone. Each may hold tuples, lists and dicts
+    of tensors. A plan that scores contributions scores them on its last microbatch, so it should be one that is not
+    trained on.
 
     With the plan "auto" the model is measured on all that is here, and the best plan for batches like the sample is
     searched for; `workers` is then not looked at. Where workers leave the pace of their forecast, the planner is asked
@@ -90,6 +93,8 @@ class Trainer:
         check_replicas: int = 50,
         check_model: bool = True,
     ):
+        check_autocast("Trainer()")
+        check_parameters(model)
         self.model = model
         self.samples = 0
         """Samples that were trained on."""
@@ -97,19 +102,24 @@ class Trainer:
         self._losses: list[float] = []
         self._saver: Saver | None = None
         optimizer = optimizer or AdamW(lr=1e-3)
-        found = _search(model, loss or own_loss, sample, optimizer, machine) if plan == "auto" else None
+        first, reduction = _read(model, loss, sample)
+        summed = reduction.summed(loss or own_loss)
+        found = _search(model, summed, Split(first, (1,), reduction), optimizer, machine) if plan == "auto" else None
         if found is not None:
             plan, machine = found.plan, found.machine
         elif isinstance(plan, str):
             plan = preset(plan.removeprefix("preset:")).at(workers=workers, microbatches=4)
         assert isinstance(plan, Plan)
         plan = plan if plan.version.kind != "sync" else plan.but(steps=1)
-        batch = _Split(sample, (1,) * (plan.feed.microbatches * _copies(plan) * plan.steps))
-        samples = len(batch.targets(0))
+        batch = Split(first, (1,) * (plan.feed.microbatches * _copies(plan) * plan.steps), reduction)
+        samples = batch.length(0)
         cut = batch.cut = cut_model(model, batch.own_inputs(0), plan.cut.begins)
         self.units = cut.units
         self._cut = cut
-        self._job = Job(units=cut.units, loss=loss_of(cut, loss or own_loss), optimizer=optimizer, seed=seed)
+        self._whole = WholeState(model, cut.units)
+        self._is_stale = False
+        model.register_state_dict_pre_hook(_Refresh(weakref.ref(self)))  # type: ignore[no-untyped-call]
+        self._job = Job(units=cut.units, loss=loss_of(cut, summed), optimizer=optimizer, seed=seed)
         if found is not None:
             profile = found.profile
         else:
@@ -126,17 +136,18 @@ class Trainer:
         program = compile_plan(plan, profile, machine, fold=False)
         if check_model:
             both = [Sample(batch.own_inputs(n), batch.targets(n)) for n in (0, len(batch.sizes) - 1)]
-            checked = Checked(model, cut, self._job, loss or own_loss, program, both)
+            checked = Checked(model, cut, self._job, summed, program, both)
             if remark := check_units(checked, device_of(program, 0)):
                 say(remark)
-        self._begin(program, sample)
-        self.batch.held_out = _Split(sample, self.batch.sizes, cut)
+        self.batch = batch
+        self._begin(program, first)
+        self.batch.held_out = Split(first, self.batch.sizes, reduction, cut)
 
-    def _begin(self, program: Program, batch: Any) -> None:
+    def _begin(self, program: Program, batch: Batch) -> None:
         """Lets a program's workers begin, with batches like this one."""
         self.program = program
         check_fit(self.predict())
-        self.batch = _Split(batch, program.sizes * program.plan.steps, self._cut)
+        self.batch = Split(batch, program.sizes * program.plan.steps, self.batch.reduction, self._cut)
         self.threads = Threads(program, self._job, self.batch)
         self.batch.cuts = [replace(self._cut, units=own.job.units) for own in self.threads.handlers]
         self._replicas = ReplicaCheck(program, self._job, self._check_every)
@@ -154,7 +165,7 @@ class Trainer:
         self._switch = switch
         say(switch.reason)
 
-    def _go_on(self, switch: Switch, batch: Any) -> None:
+    def _go_on(self, switch: Switch, batch: Batch) -> None:
         """Exchanges the workers for those of another plan, which take over the state."""
         self._switch = None
         state, updates = take_all(self.threads), self.updates
@@ -179,9 +190,14 @@ class Trainer:
 
     def step(self, batch: Any) -> float:
         """Trains on one batch; returns its mean loss."""
+        check_autocast("Trainer.step()")
         if self._switch is not None:
-            self._go_on(self._switch, batch)
-        self.batch.take(batch, first=self.threads.updates * self.program.update_size)
+            self._go_on(self._switch, self.batch.batch)
+        self._is_stale = False  # while the model may be recorded, which reads its state
+        try:
+            self.batch.take(batch, first=self.threads.updates * self.program.update_size)
+        finally:
+            self._is_stale = True
         begun_s = time.perf_counter()
         spans = self.threads.run()
         self._steps += 1
@@ -194,7 +210,7 @@ class Trainer:
         for own in self.threads.handlers:
             own.log.forget_losses()
         self.samples += self.batch.size
-        self._losses.append(sum(losses) / self.batch.size)
+        self._losses.append(sum(losses) / sum(self.batch.counts))
         return self._losses[-1]
 
     def _check_replicas(self) -> None:
@@ -227,7 +243,7 @@ class Trainer:
         }
         tensors = take_all(self.threads) | random_state(device=current_gpu())
         self._losses.clear()
-        self._saver.save(self.updates, tensors, lambda: about)
+        self._saver.save(self.updates, self._whole.saved_rest() | tensors, lambda: about)
 
     def wait(self) -> None:
         """Waits until what was saved is on the disk."""
@@ -253,21 +269,49 @@ class Trainer:
             lambda name: found.tensor(name) if name in has else None,
             saved_in(found).norm,
         )
-        self.samples, self._replicas.agreed = found.manifest.samples, found.step
+        self.samples, self._replicas.agreed, self._is_stale = found.manifest.samples, found.step, True
         set_random_state(found, device=current_gpu())
         return found.step
 
     def save_to_model(self) -> nn.Module:
-        """Copies the trained weights into the user's model and returns it; raises again what a step has raised."""
+        """Copies the trained weights and the buffers into the user's model and returns it.
+
+        The model's own `state_dict` does so by itself. Raises again what a step has raised.
+        """
         if self.threads.failure is not None:  # some workers have made an update that others have not
             raise self.threads.failure
         self._check_replicas()
-        weights = result_of(self.program, self.threads.outcome().weights)
-        parameters = {n: p for u, m in self.units for n, p in m.named_parameters(u, remove_duplicate=False)}
+        self._is_stale = False
+        trained = result_of(self.program, self.threads.outcome().weights)
+        for own in self.threads.handlers:
+            trained |= final_buffers(own)
+        members = [
+            *(pair for unit, m in self.units for pair in m.named_parameters(unit, remove_duplicate=False)),
+            *(pair for unit, m in self.units for pair in m.named_buffers(unit, remove_duplicate=False)),
+        ]
         with torch.no_grad():
-            for name, weight in weights.items():
-                parameters[name].copy_(weight)
+            for name, tensor in members:
+                if name in trained:
+                    tensor.copy_(trained[name])
         return self.model
+
+
+class _Refresh:
+    """A hook of a user's model: what was trained is copied into it before its state is read.
+
+    It holds for the model alone: copies and pickles of it have none.
+    """
+
+    def __init__(self, trainer: Callable[[], Trainer | None] = lambda: None):
+        self.trainer = trainer
+
+    def __call__(self, *_: object) -> None:
+        trainer = self.trainer()
+        if trainer is not None and trainer._is_stale:
+            trainer.save_to_model()
+
+    def __reduce__(self) -> tuple[type["_Refresh"], tuple[()]]:
+        return _Refresh, ()
 
 
 def _place(plan: Plan, machine: Machine | None) -> tuple[Plan, Machine]:
@@ -290,95 +334,30 @@ def _give_up(threads: "weakref.ref[Threads]", trace: str, sentence: str) -> None
         found.give_up(error)
 
 
+def _read(model: nn.Module, loss: Callable[[Any, Any], Tensor] | None, sample: Any) -> tuple[Batch, Reduction]:
+    """Returns the sample by its rows, and how the loss is reduced."""
+    batch = Batch.of(sample, has_own_loss=loss is None)
+    try:
+        reduction, batch = find_reduction(model, loss or own_loss, batch.readings())
+    except InputError:
+        raise
+    except Exception:
+        cut_model(model, batch.inputs)  # which tells, with the line, of a model that does not take its inputs
+        raise
+    return batch, reduction
+
+
 def _search(
-    model: nn.Module, loss: Callable[[Any, Any], Tensor], sample: Any, optimizer: Optimizer, machine: Machine | None
+    model: nn.Module, loss: Callable[[Any, Any], Tensor], batch: Split, optimizer: Optimizer, machine: Machine | None
 ) -> Candidate:
     """Measures a model on all that is here, and returns the best plan for batches like the sample."""
-    batch, machine = _Split(sample, (1,)), machine or known_machine()
+    machine = machine or known_machine()
     sizes = [size for size in choose_sizes(min(batch.size, MOST_SAMPLES)) if size <= batch.size]
     cut = batch.cut = cut_model(model, batch.own_head(sizes[-1]))
     job = Job(units=cut.units, loss=loss_of(cut, loss), optimizer=optimizer)
     shots = make_shots(lambda size: Shot(cut.units, *batch.head(size), job.loss), sizes)
     profile = measure_ways("model", shots, job, ways_of(machine), lambda text: None)  # noqa: ARG005
     return choose_plan(profile.but(begins=cut.begins), machine, Options(batch=batch.size))
-
-
-class _Split:
-    """One batch as microbatches by number."""
-
-    def __init__(self, batch: Any, sizes: Sequence[int], cut: Cut | None = None):
-        self.sizes, self.cut, self.form = sizes, cut, ""
-        self.cuts = [cut] if cut is not None else []
-        """Whose units must take every microbatch: each worker has its own copy of them."""
-        self.held_out: _Split | None = None
-        """Whose last microbatch stands for those below 0, which contributions are scored on."""
-        self.take(batch, first=0)
-
-    def take(self, batch: Any, first: int) -> None:
-        """Makes this the batch whose first microbatch has the number `first`; sizes are in proportion to the plan's."""
-        inputs, targets = inputs_and_targets(batch)
-        parts = divide(len(targets), self.sizes)
-        if min(parts) < 1:
-            raise InputError(
-                f"a batch of {len(targets)} samples has fewer than the plan's {len(parts)} microbatches; use a larger"
-                " batch or fewer microbatches"
-            )
-        form = f"inputs of {describe_form(inputs)}, targets of {describe_form(targets)}"
-        if form != (self.form or form):
-            raise InputError(
-                f"a batch has {form}, where the sample had {self.form}; give all batches one shape and one dtype"
-            )
-        self._inputs, self._targets, self.first, self.form = inputs, targets, first, form
-        self.size = len(targets)
-        self.ends = [0, *accumulate(parts)]
-        for cut in self.cuts:
-            for count in set(parts):
-                cut.fit(self._rows(0, count))
-
-    def inputs(self, microbatch: int) -> Any:
-        """Returns what the first piece reads."""
-        assert self.cut is not None
-        if microbatch < 0 and self.held_out is not None:
-            return self.held_out.inputs(len(self.sizes) - 1)
-        return self.cut.flat(self.own_inputs(microbatch))
-
-    def own_inputs(self, microbatch: int) -> Any:
-        """Returns what the user's model reads."""
-        return self._rows(*self.ends[microbatch - self.first :][:2])
-
-    def own_head(self, count: int) -> Any:
-        """Returns the first samples, as the user's model reads them."""
-        return self._rows(0, count)
-
-    def head(self, count: int) -> tuple[Any, Any]:
-        """Returns the first samples, as the first unit and the loss read them."""
-        assert self.cut is not None
-        inputs = self._rows(0, count)
-        self.cut.fit(inputs)
-        return self.cut.flat(inputs), self._targets[:count]
-
-    def _rows(self, start: int, end: int) -> Any:
-        """Returns some samples of tensors that have one row for each, and the others whole."""
-
-        def part(tensor: Tensor) -> Tensor:
-            return tensor[start:end] if tensor.ndim and len(tensor) == self.size else tensor
-
-        return pytree.tree_map_only(Tensor, part, self._inputs)
-
-    def targets(self, microbatch: int) -> Any:
-        """Returns what the loss compares with."""
-        if microbatch < 0 and self.held_out is not None:
-            return self.held_out.targets(len(self.sizes) - 1)
-        n = microbatch - self.first
-        return self._targets[self.ends[n] : self.ends[n + 1]]
-
-    def length(self, microbatch: int) -> int:
-        """Returns the samples of a microbatch."""
-        return len(self.targets(microbatch))
-
-    def count(self, microbatch: int) -> int:
-        """Returns the samples of a microbatch: all count."""
-        return self.length(microbatch)
 
 
 def _copies(plan: Plan) -> int:

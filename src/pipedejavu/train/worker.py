@@ -21,7 +21,7 @@ from pipedejavu.engine.process import run_rank
 from pipedejavu.engine.replicas import ReplicaCheck
 from pipedejavu.engine.run import final_weights
 from pipedejavu.engine.share import adjusted_counts
-from pipedejavu.engine.state import check_state, put_state, take_norm, take_state
+from pipedejavu.engine.state import check_state, final_buffers, put_state, take_norm, take_state
 from pipedejavu.facts import InputError, Span, WorkerSummary, end_with_parent, keep_heap
 from pipedejavu.program import Program
 from pipedejavu.program.share import cut_evenly
@@ -37,6 +37,7 @@ from pipedejavu.train.options import TrainOptions
 from pipedejavu.train.pace import Pace, Round, times_of
 from pipedejavu.train.progress import Progress
 from pipedejavu.train.replan import Pilot, Switch, find_switch
+from pipedejavu.train.result import WholeState
 from pipedejavu.train.saved import random_state, saved_in, set_random_state
 from pipedejavu.train.seal import Settings
 from pipedejavu.train.site import num_threads
@@ -132,6 +133,7 @@ class Rank:
         be_deterministic()
         own = options.but(weights=None) if start.step else options  # a checkpoint has them
         self.job, self.order = prepare(own, program.sizes, program.plan.cut.begins)
+        self.state = WholeState(self.order.task.model, self.job.units)
         self.order.start(start.step, start.samples)
         self.order.keep(num_kept(program, self.rank))
         self.batches = SteadyBatches(self.order)
@@ -204,7 +206,11 @@ class Rank:
         }
         if self.options.keeps_log:
             facts["events"] = [[type(e).__name__, *e] for e in log.events]
-        return WorkerResult(final_weights(handlers), facts)
+        others = self.state.renamed(final_buffers(handlers))
+        if self.rank == 0:
+            others = self.state.rest | others
+            facts["names"] = {name: own for name, own in self.state.names.items() if own != name}
+        return WorkerResult(final_weights(handlers), others, facts)
 
     @property
     def given_samples(self) -> int | None:
@@ -318,6 +324,8 @@ class Rank:
         if is_apart:  # others may still be at an update before this one
             dist.barrier()
         tensors = take_state(handlers) | random_state(self.rank, handlers.device)
+        if self.rank == 0:
+            tensors = self.state.saved_rest() | tensors
         if is_apart:
             dist.barrier()
         self.watch.send()  # before the news that this part is written, so that the metrics have every step before it
@@ -336,6 +344,8 @@ class Rank:
             return
         checkpoint = Checkpoint(shelf.folder(self.start.step))
         facts, has = saved_in(checkpoint), checkpoint.manifest.tensors
+        for name in [name for name in self.state.rest if f"buffer/{name}" in has]:
+            self.state.rest[name] = checkpoint.tensor(f"buffer/{name}")
         put_state(
             handlers,
             self.start.step,
