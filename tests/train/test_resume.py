@@ -378,10 +378,11 @@ def test_a_full_disk_does_not_stop_a_run(processes, tmp_path: Path, undisturbed)
     code, _, err = processes.run(command, tmp_path)
     assert code == 0, err
     said = [line for line in err.splitlines() if line.startswith("pipedejavu: the checkpoint of step")]
-    assert [line.split(" was not saved: ")[0].rpartition(" ")[2] for line in said] == ["10", "20", "40"]
+    assert [line.split(" was not saved: ")[0].rpartition(" ")[2] for line in said] == ["10", "20", "40", "40"]
+    assert said[2].endswith("; trying for 10 s")  # the last one has no next one
     assert all("No space left on device (worker " in line for line in said)
     assert said[0].endswith("training goes on, and there is none yet")
-    assert said[2].endswith("training goes on, and the last one is of step 30")
+    assert said[3].endswith("; the last one is of step 30")
     folder = RunFolder(tmp_path / "run")
     assert folder.shelf.steps() == [30]
     assert not list(folder.shelf.path.glob("*.tmp"))
