@@ -284,19 +284,21 @@ def _choose_simply(sizes: Mapping[str, int | None]) -> Plan:
 
 @dataclass(frozen=True)
 class _Metrics:
-    first_loss: float
-    last_loss: float
+    first_loss: float | None
+    last_loss: float | None
     steps: int
     elapsed_s: float
 
 
 def _read_metrics(path: Path) -> _Metrics:
-    rows = [row for row in map(json.loads, path.read_text().splitlines()) if "loss" in row]
-    return _Metrics(rows[0]["loss"], rows[-1]["loss"], rows[-1]["step"], rows[-1]["elapsed_s"])
+    steps = _room().History.read(path).steps
+    if not steps:  # a disk that was full has taken none
+        return _Metrics(None, None, 0, 0.0)
+    return _Metrics(steps[0].loss, steps[-1].loss, steps[-1].step, steps[-1].elapsed_s)
 
 
 def _summary(done: "Trained") -> dict[str, object]:
-    metrics = _read_metrics(done.folder.metrics)
+    metrics = _read_metrics(done.folder.path)
     return {
         "run_dir": str(done.folder.path),
         "steps": metrics.steps,

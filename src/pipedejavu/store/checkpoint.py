@@ -6,6 +6,7 @@ from pathlib import Path
 
 from torch import Tensor
 
+from pipedejavu.facts import InputError, read_file
 from pipedejavu.store.manifest import CheckpointError, Manifest
 from pipedejavu.store.part import Tensors, check_part, check_tensor, read_tensor
 
@@ -20,9 +21,9 @@ class Checkpoint:
     def __init__(self, path: Path):
         self.path = path
         try:
-            data = (path / MANIFEST).read_bytes()
-        except OSError as error:
-            raise CheckpointError(f"cannot read {path / MANIFEST}: {error.strerror}") from None
+            data = read_file(path / MANIFEST, Manifest.most_bytes)
+        except InputError as error:
+            raise CheckpointError(str(error)) from None
         self.manifest = Manifest.unsealed(data, str(path / MANIFEST))
 
     @property

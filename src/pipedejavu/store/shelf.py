@@ -5,21 +5,20 @@ LATEST moves; so a name without .tmp stands for a whole checkpoint, whenever the
 only after the new one was read again and found to be what was meant.
 """
 
-import os
 import re
-import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from pipedejavu.facts import remove, replace_file
+from pipedejavu.facts.file import sync_folder
 from pipedejavu.store.checkpoint import MANIFEST, Checkpoint
 from pipedejavu.store.manifest import CheckpointError, Entry, Manifest, Part
-from pipedejavu.store.part import write_all
 
 LATEST = "LATEST"
 KEPT = 2
 """Newest checkpoints that stay; the best one, by its loss, stays too."""
 
-_WHOLE = re.compile(r"step-(\d+)")
+_WHOLE = re.compile(r"step-(0|[1-9][0-9]{0,17})")
 
 
 class Shelf:
@@ -42,29 +41,28 @@ class Shelf:
     def draft(self, step: int) -> Path:
         """Returns the folder in which the parts of a checkpoint are written, and makes it."""
         path = self.path / f"step-{step}.tmp"
+        if path.is_symlink():  # none of ours; what it names is not to be written to
+            remove(path)
         path.mkdir(parents=True, exist_ok=True)
         return path
 
     def commit(self, step: int, manifest: Manifest) -> Path:
         """Gives a draft whose parts are on the disk its manifest and its name, and lets LATEST name it."""
         draft, folder = self.draft(step), self.folder(step)
-        _write_synced(draft / MANIFEST, manifest.sealed())
-        _sync(draft)
+        replace_file(draft / MANIFEST, manifest.sealed())
         draft.rename(folder)
-        _sync(self.path)
-        _write_synced(self.path / f"{LATEST}.tmp", f"{folder.name}\n".encode())
-        (self.path / f"{LATEST}.tmp").replace(self.path / LATEST)
-        _sync(self.path)
+        sync_folder(self.path)
+        replace_file(self.path / LATEST, f"{folder.name}\n".encode())
         return folder
 
     def discard(self, step: int) -> None:
         """Removes a draft."""
-        shutil.rmtree(self.path / f"step-{step}.tmp", ignore_errors=True)
+        remove(self.path / f"step-{step}.tmp")
 
     def collect(self) -> None:
         """Removes what was never finished; nobody may be writing."""
         for path in self.path.glob("*.tmp"):
-            shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink()
+            remove(path)
 
     def newest(self, tell: Callable[[str], None], before: int | None = None) -> Checkpoint | None:
         """Returns the newest checkpoint that is what was written, of a step before one if that is given, or None.
@@ -77,8 +75,7 @@ class Shelf:
                 found = Checkpoint(folder)
                 found.verify()
             except CheckpointError as error:
-                tell(f"checkpoint {folder.name} cannot be used and is set aside as {folder.name}.bad: {error}")
-                _set_aside(folder)
+                tell(f"checkpoint {folder.name} cannot be used and {_set_aside(folder)}: {error}")
                 continue
             return found
         return None
@@ -98,7 +95,7 @@ class Shelf:
             if step != best:
                 self._remove(step)
         for path in self.path.glob("step-*.bad"):
-            shutil.rmtree(path, ignore_errors=True)
+            remove(path)
 
     def forget(self, step: int) -> None:
         """Removes the checkpoints behind a step, which a run that goes on from there makes again."""
@@ -108,7 +105,7 @@ class Shelf:
 
     def _remove(self, step: int) -> None:
         # The name goes first, so that no half of it looks whole.
-        shutil.rmtree(self.folder(step).rename(self.path / f"step-{step}.tmp"), ignore_errors=True)
+        remove(self.folder(step).rename(self.path / f"step-{step}.tmp"))
 
     def _loss(self, step: int) -> float | None:
         try:
@@ -128,25 +125,12 @@ def part_name(number: int) -> str:
     return f"part-{number:05}.safetensors"
 
 
-def _write_synced(path: Path, data: bytes) -> None:
-    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
-    try:
-        write_all(file, memoryview(data))
-        os.fsync(file)
-    finally:
-        os.close(file)
-
-
-def _sync(folder: Path) -> None:
-    """Lets the names in a folder reach the disk."""
-    file = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(file)
-    finally:
-        os.close(file)
-
-
-def _set_aside(folder: Path) -> None:
+def _set_aside(folder: Path) -> str:
+    """Renames a checkpoint that cannot be used; returns what became of it."""
     aside = folder.with_name(f"{folder.name}.bad")
-    shutil.rmtree(aside, ignore_errors=True)
-    folder.rename(aside)
+    try:
+        remove(aside)
+        folder.rename(aside)
+    except OSError as error:
+        return f"stays where it is ({error.strerror})"
+    return f"is set aside as {aside.name}"

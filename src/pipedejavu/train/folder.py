@@ -9,15 +9,18 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from pydantic import Field
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save, save_file
 from torch import Tensor
 
-from pipedejavu.facts import InputError, Machine, Profile, Record, Span, Timeline, write_file
+from pipedejavu.facts import InputError, Machine, Profile, Record, Span, Timeline, remove, write_file
+from pipedejavu.facts.file import fresh_path
 from pipedejavu.plan import Plan
 from pipedejavu.program import Program
 from pipedejavu.program import compile as compile_plan
 from pipedejavu.store import Checkpoint, Shelf
+from pipedejavu.train.metric import read_metrics
 from pipedejavu.train.options import TrainOptions
 
 Weights = dict[tuple[int, int], dict[str, Tensor]]
@@ -38,8 +41,8 @@ def result_of(program: Program, weights: Weights) -> dict[str, Tensor]:
 class Start(Record):
     """Where a run goes on: behind which update, and with which sample; a step above 0 has a checkpoint."""
 
-    step: int = 0
-    samples: int = 0
+    step: int = Field(default=0, ge=0, lt=2**63)
+    samples: int = Field(default=0, ge=0, lt=2**63)
 
     @classmethod
     def behind(cls, found: Checkpoint | None) -> "Start":
@@ -93,8 +96,10 @@ class RunFolder:
                 f"{self.path} holds a run already; go on with --resume, choose another --run-dir or remove it"
             )
         try:
-            shutil.rmtree(self.parts, ignore_errors=True)
+            remove(self.parts)
             self.parts.mkdir(parents=True)
+            if self.metrics.is_symlink() or not self.metrics.is_file():  # nothing that a run has written
+                remove(self.metrics)
         except OSError as error:
             raise InputError(f"cannot make the run folder {self.path}: {error.strerror}") from None
         if start is not None:
@@ -117,16 +122,7 @@ class RunFolder:
 
     def rows(self) -> list[dict[str, Any]]:
         """Returns the metrics; a line that a kill has cut off, or that is none of this program's, is left out."""
-        found = []
-        for line in self.metrics.read_bytes().splitlines() if self.metrics.exists() else ():
-            with suppress(ValueError, RecursionError):
-                found.append(json.loads(line))
-        numbers = ("step", "saved", "elapsed_s")
-        return [
-            row
-            for row in found
-            if isinstance(row, dict) and all(isinstance(row.get(name, 0), int | float) for name in numbers)
-        ]
+        return read_metrics(self.metrics)
 
     def elapsed_s(self) -> float:
         """Returns how long the run has trained."""
@@ -172,11 +168,14 @@ class RunFolder:
 
     def write_model(self, trained: dict[str, Tensor]) -> None:
         """Writes a run's weights under the model's own names, whole or not at all."""
-        part = self.model.with_suffix(".part")
+        part = fresh_path(self.model)
         try:
+            for old in self.path.glob(f"{self.model.name}.*.tmp"):  # of a run that was killed
+                remove(old)
             save_file(trained, part)
             part.replace(self.model)
         except (OSError, SafetensorError) as error:
+            remove(part)
             raise InputError(f"cannot write {self.model}: {error}; make room, and go on with --resume") from None
 
     def remove_parts(self) -> None:
@@ -193,8 +192,8 @@ class RunFolder:
 
 
 def _append(path: Path, data: bytes) -> None:
-    """Adds bytes to a file, all or none of them."""
-    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    """Adds bytes to a file, all or none of them; neither follows a link nor waits for a FIFO."""
+    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK, 0o644)
     try:
         before = os.fstat(file).st_size
         if os.write(file, data) < len(data):

@@ -1,5 +1,6 @@
 """What a run folder tells of its run, while it goes on and afterwards: state, losses, rates, memory, events."""
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -57,7 +58,7 @@ class History:
     def steps(self) -> list[Step]:
         """The finished updates, in their order."""
         return [
-            Step(row["step"], row["loss"], row.get("samples"), row.get("elapsed_s", 0.0))
+            Step(row["step"], _loss(row["loss"]), row.get("samples"), row.get("elapsed_s", 0.0))
             for row in self.rows
             if "loss" in row
         ]
@@ -145,13 +146,21 @@ def find_runs(path: str | Path, tell: Callable[[str], None]) -> list[History]:
     if not Path(path).is_dir():
         raise InputError(f"there is no folder {path}; 'train' writes runs to runs/ unless --run-dir says otherwise")
     found = []
-    for inside in Path(path).iterdir():
-        if RunFolder(inside).holds_run:
-            try:
-                found.append(History.read(inside))
-            except InputError as error:
-                tell(f"{inside.name} is left out: {error}")
+    try:
+        folders = [inside for inside in Path(path).iterdir() if RunFolder(inside).holds_run]
+    except OSError as error:
+        raise InputError(f"cannot read {path}: {error.strerror}") from None
+    for inside in folders:
+        try:
+            found.append(History.read(inside))
+        except InputError as error:
+            tell(f"{inside.name} is left out: {error}")
     return sorted(found, key=lambda run: -run.changed_s)
+
+
+def _loss(value: float | None) -> float:
+    """Returns a loss; JSON has no number for one that is none."""
+    return math.nan if value is None else float(value)
 
 
 def _describe(row: Mapping[str, Any]) -> tuple[str, str]:
