@@ -25,7 +25,13 @@ def build(folder: Path, **changes: Any) -> Any:
 
 
 def test_a_sound_one_is_built_with_what_it_may_ask_for(tmp_path: Path) -> None:
-    task = build(tmp_path, attn_implementation="eager", block_size=10**6, auto_map=None, architectures=["Own"])
+    fields = {
+        "attn_implementation": "eager",
+        "block_size": 10**6,
+        "quantization_config": None,
+        "architectures": ["Own"],
+    }
+    task = build(tmp_path, **fields)
     assert task.model.config.n_embd == 8
 
 

@@ -2,7 +2,6 @@
 
 import json
 import re
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -12,12 +11,12 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rich.console import Console
-
 from pipedejavu.cli.planning import show_progress
 from pipedejavu.cli.room import training_room as _room
 from pipedejavu.cli.source import read_model, read_plan
+from pipedejavu.cli.terminal import print_json, terminal
 from pipedejavu.facts import InputError, Machine, format_seconds, read_machine, write_file
+from pipedejavu.facts.printable import print_error, tell
 from pipedejavu.plan import Decision, Plan, preset
 from pipedejavu.probe.shape import num_cores
 from pipedejavu.program import Program
@@ -69,12 +68,12 @@ def run(options: "TrainOptions", asked: Asked) -> None:
         _run(options, asked, team)
     except _room().WorkerError as error:
         trace, _, sentence = str(error).rpartition("\n")
-        print(trace, f"pipedejavu: {sentence}", sep="\n" if trace else "", file=sys.stderr, flush=True)
+        print_error(f"{trace}\npipedejavu: {sentence}" if trace else f"pipedejavu: {sentence}")
         team.leave(SystemExit(1))
         raise SystemExit(1) from None
     except _room().StoppedError as error:
         if team.is_first:
-            print(f"pipedejavu: {error}", file=sys.stderr)
+            tell(error)
         team.leave(SystemExit(143))
         raise SystemExit(143) from None
     except BaseException as error:
@@ -127,7 +126,7 @@ def _run(options: "TrainOptions", asked: Asked, team: "Team") -> None:
         begun = (options, program, folder)
         done = room.train_rank(*begun, team, start) if team.is_launched else room.train(*begun, start)
     except KeyboardInterrupt:
-        print(f"stopped; the metrics so far are in {folder}", file=sys.stderr)
+        print_error(f"stopped; the metrics so far are in {folder}")
         raise SystemExit(130) from None
     if done is not None:
         _conclude(done, options, asked.as_json)
@@ -138,10 +137,9 @@ def _choose_candidate(
 ) -> "Start":
     found: Chosen = _room().choose_candidate(options, program, folder, team, start)
     if team.is_first:
-        print(
+        print_error(
             f"candidate {found.winner} of {options.init_candidates} goes on behind step {found.start.step}; together"
-            f" they made {sum(found.updates)} updates on {found.samples} samples",
-            file=sys.stderr,
+            f" they made {sum(found.updates)} updates on {found.samples} samples"
         )
     return found.start
 
@@ -149,9 +147,7 @@ def _choose_candidate(
 def _reopen(asked: Asked, team: "Team", steps: int | None) -> "Resumed | None":
     if asked.run_dir is None:
         raise InputError("--resume goes on with the run in a folder; say which one with --run-dir")
-    found: Resumed | None = _room().reopen(
-        asked.run_dir, team, lambda text: print(f"pipedejavu: {text}", file=sys.stderr), steps
-    )
+    found: Resumed | None = _room().reopen(asked.run_dir, team, tell, steps)
     return found
 
 
@@ -166,7 +162,7 @@ def _fit(resumed: "Resumed", asked: Asked, sites: "Sequence[Site]") -> Plan:
     found: Plan = _room().fit_plan(resumed.known, wanted, sites, asked.devices)
     counts = f"torchrun started {len(sites)} processes where the run had {before.num_workers} workers"
     reason = f"{counts}: it goes on under plan '{found.name}' with the same batch"
-    print(f"pipedejavu: {reason}", file=sys.stderr)
+    tell(reason)
     row = {"switched": resumed.start.step, "before": before.name, "plan": found.name, "reason": reason}
     resumed.folder.add_metrics(row)
     return found
@@ -174,13 +170,13 @@ def _fit(resumed: "Resumed", asked: Asked, sites: "Sequence[Site]") -> Plan:
 
 def _announce(options: "TrainOptions", program: Program, note: str) -> None:
     axes = "  ".join(f"{axis}={text}" for axis, text in program.plan.axes().items())
-    print(f"{options.model} with plan {program.plan.name}: {axes}", file=sys.stderr)
+    print_error(f"{options.model} with plan {program.plan.name}: {axes}")
     devices = (program.machine.device(name) for name in program.devices)
-    print(f"workers on {', '.join(f'{d.name} ({d.kind})' for d in devices)}", file=sys.stderr)
+    print_error(f"workers on {', '.join(f'{d.name} ({d.kind})' for d in devices)}")
     for decision in program.plan.decisions:
-        print(f"{decision.axis}: {decision.choice} ({decision.reason})", file=sys.stderr)
+        print_error(f"{decision.axis}: {decision.choice} ({decision.reason})")
     if note:
-        print(note, file=sys.stderr)
+        print_error(note)
 
 
 def _conclude(done: "Trained", options: "TrainOptions", as_json: bool) -> None:
@@ -190,7 +186,7 @@ def _conclude(done: "Trained", options: "TrainOptions", as_json: bool) -> None:
         differences = _room().audit_run(done)
         summary["audit"] = {"largest_difference": max(differences.values()), "differences": differences}
     if as_json:
-        print(json.dumps(summary))
+        print_json(summary)
         return
     _print_summary(summary, done)
 
@@ -231,14 +227,10 @@ def _search(options: "TrainOptions", asked: Asked, machine: Machine | None) -> t
 
         profile = room.profile_here(options.model, options.data, question.batch, machine, report)
         plans: list[Candidate] = room.choose_plans(profile, machine, question, asked.tries, asked.devices, progress)
-    found = plans[0] if len(plans) == 1 else _room().find_fastest(options, plans, asked.devices, _tell)
+    found = plans[0] if len(plans) == 1 else _room().find_fastest(options, plans, asked.devices, print_error)
     if not asked.as_json:
-        print(f"plan: {found.bound}; forecast of the search {format_seconds(found.time_s)}", file=sys.stderr)
+        print_error(f"plan: {found.bound}; forecast of the search {format_seconds(found.time_s)}")
     return found.plan, found.machine
-
-
-def _tell(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
 
 
 def choose_plan(asked: Asked, processes: int | None) -> Plan:
@@ -316,9 +308,9 @@ def _summary(done: "Trained") -> dict[str, object]:
 
 
 def _print_summary(summary: Mapping[str, object], done: "Trained") -> None:
-    console = Console(highlight=False, soft_wrap=True)
+    console = terminal(soft_wrap=True)
     console.print(
-        f"loss {summary['first_loss']:.4f} → {summary['last_loss']:.4f} in {summary['steps']} steps,"
+        f"loss {_loss(summary['first_loss'])} → {_loss(summary['last_loss'])} in {summary['steps']} steps,"
         f" {format_seconds(float(str(summary['elapsed_s'])))}"
     )
     steps = done.program.plan.steps
@@ -338,6 +330,10 @@ def _print_summary(summary: Mapping[str, object], done: "Trained") -> None:
         for name, difference in sorted(audit["differences"].items(), key=lambda item: -item[1])[:5]:
             console.print(f"  {name}: {difference:.3g}")
     console.print(f"weights in {done.folder.model}, report in {done.folder.report}")
+
+
+def _loss(value: object) -> str:
+    return f"{value:.4f}" if isinstance(value, float) else "unknown"
 
 
 def _on_average(done: "Trained") -> str:

@@ -41,7 +41,8 @@ def check_configuration(plain: Any, name: str) -> None:
         most = max((abs(n) for n in _integers(value)), default=0)
         if most > MOST_LAYERS and _REPEATED.search(key) and not _SIZE.search(key):
             raise InputError(
-                f"the configuration 'hf:{name}' has {path} {brief(value)}; models of up to {MOST_LAYERS} layers are read"
+                f"the configuration 'hf:{name}' has {path} {brief(value)}; models of up to {MOST_LAYERS} layers are"
+                " read"
             )
 
 

@@ -4,7 +4,6 @@ import math
 import os
 import secrets
 import signal
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -21,6 +20,7 @@ from torch.multiprocessing.spawn import start_processes
 
 from pipedejavu.engine import Byzantine, check_runnable
 from pipedejavu.facts import InputError, Link, Machine, Profile, write_file
+from pipedejavu.facts.printable import tell
 from pipedejavu.plan import Plan
 from pipedejavu.probe.gloo import measure_link
 from pipedejavu.profile import company, merge_profiles
@@ -267,7 +267,7 @@ def _seen_by_all(shared: Path, options: TrainOptions, team: Team, start: Start |
     if start is not None and start.step:
         raise InputError(f"the run cannot go on: {reason}; put --run-dir on a file system of all")
     if team.is_first:
-        print(f"pipedejavu: no checkpoints: {reason}; put --run-dir on a file system of all", file=sys.stderr)
+        tell(f"no checkpoints: {reason}; put --run-dir on a file system of all")
     return options.but(checkpoint_every=0, replan=False)
 
 
