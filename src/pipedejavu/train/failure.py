@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from pipedejavu.facts import InputError
+from pipedejavu.facts import InputError, read_file
 
 _LOST = (
     "Connection closed by peer", "Connection reset by peer", "Broken pipe", "Socket Timeout", "Connection refused",
@@ -64,10 +64,13 @@ def keep_failure(path: Path, rank: int, text: str) -> None:
 def read_failure(path: Path, exit_codes: Sequence[int | None]) -> Exception:
     """Returns what to raise for workers that ended with these codes, by what the first of them left."""
     if path.exists():
-        kind, _, text = path.read_text(encoding="utf-8").partition("\n")
+        kind, _, text = read_file(path).decode("utf-8", "replace").partition("\n")
         if kind == "memory":
-            return ShortageError(*json.loads(text))
-        return InputError(text) if kind == "input" else WorkerError(text)
+            with suppress(ValueError, TypeError, RecursionError):
+                rank, found_bytes = json.loads(text)
+                return ShortageError(int(rank), int(found_bytes))
+        if text.strip():
+            return InputError(text) if kind == "input" else WorkerError(text)
     for rank, code in enumerate(exit_codes):
         if code is not None and code < 0:
             name = signal.Signals(-code).name
