@@ -196,7 +196,7 @@ def _read_safetensors(path: Path) -> Tensors:
         return load_file(path)
     except OSError as error:
         raise InputError(f"cannot read {path}: {error.strerror or error}") from None
-    except (SafetensorError, ValueError, TypeError, RuntimeError) as error:  # shapes that torch cannot have
+    except (SafetensorError, ValueError, TypeError, RuntimeError, MemoryError) as error:  # odd shapes and sizes
         raise InputError(f"cannot read {path}: {error}") from None
 
 

@@ -14,6 +14,8 @@ from pipedejavu.train.hold import is_held
 from pipedejavu.train.options import TrainOptions
 
 State = Literal["running", "finished", "stopped", "failed"]
+_MOST_SHOWN = 1000
+"""Characters of what happened."""
 _ABOUT_STEP = {"step", "loss", "count", "samples", "elapsed_s", "peak_bytes", "peak_gpu_bytes"}
 
 
@@ -75,7 +77,7 @@ class History:
         for row in self.rows:
             step = row.get("step", step)
             told = row if "loss" not in row else {key: value for key, value in row.items() if key not in _ABOUT_STEP}
-            found += [Event(step, *_describe(told))] if told else []
+            found += [Event(step, *map(_cut, _describe(told)))] if told else []
         return found
 
     @property
@@ -92,7 +94,7 @@ class History:
         """Why it failed; empty for a run that did not."""
         if self.state != "failed":
             return ""
-        return str(self.rows[-1]["failed"]) if self.rows and "failed" in self.rows[-1] else "it ended without a word"
+        return _cut(self.rows[-1]["failed"]) if self.rows and "failed" in self.rows[-1] else "it ended without a word"
 
     @property
     def samples_per_s(self) -> float | None:
@@ -156,6 +158,12 @@ def find_runs(path: str | Path, tell: Callable[[str], None]) -> list[History]:
         except InputError as error:
             tell(f"{inside.name} is left out: {error}")
     return sorted(found, key=lambda run: -run.changed_s)
+
+
+def _cut(value: object) -> str:
+    """Returns what a row says, as far as it is shown."""
+    text = str(value)
+    return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}…"
 
 
 def _loss(value: float | None) -> float:

@@ -7,9 +7,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from pipedejavu.facts import open_file
+from pipedejavu.facts import InputError, format_bytes, open_file
 
-_MOST_LINE_BYTES = 1 << 20
+_MOST_BYTES, _MOST_LINE_BYTES = 1 << 32, 1 << 20
 _MOST = 2**53
 """Numbers below are the same as integers and as floats."""
 _COUNTS = {
@@ -19,7 +19,15 @@ _AMOUNTS = {"elapsed_s", "took_s", "size_bytes"}
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Returns the rows of a file; a line that a kill has cut off, or that is none of this program's, is left out."""
+    """Returns the rows of a file; a line that a kill has cut off, or that is none of this program's, is left out.
+
+    Raises InputError where the file has more bytes than any run writes.
+    """
+    with suppress(OSError):
+        if (size := path.stat().st_size) > _MOST_BYTES:
+            raise InputError(
+                f"cannot read {path}: it has {format_bytes(size)}, and at most {format_bytes(_MOST_BYTES)} are read"
+            )
     return [row for line in _lines(path) if (row := _row(line)) is not None]
 
 
