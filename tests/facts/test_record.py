@@ -294,11 +294,13 @@ def test_a_write_that_fails_midway_leaves_the_old_file(tmp_path: Path, monkeypat
     path = tmp_path / "tree.json"
     Tree(name="old").save(path)
 
-    def fill(part: Path, text: str, encoding: str) -> None:
-        part.write_bytes(text.encode(encoding)[:5])
+    write = os.write
+
+    def fill(descriptor: int, data: memoryview) -> None:
+        write(descriptor, data[:5])
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(Path, "write_text", fill)
+    monkeypatch.setattr(os, "write", fill)
     with pytest.raises(InputError) as caught:
         Tree(name="new").save(path)
     assert str(caught.value) == f"cannot write {path}: No space left on device"

@@ -41,7 +41,7 @@ class Entry(Record):
     file: str
     offset: Count
     """Of its first byte in the file."""
-    shape: tuple[Count, ...] = Field(max_length=_MOST_DIMENSIONS)
+    shape: tuple[Annotated[int, Field(lt=_MOST)], ...] = Field(max_length=_MOST_DIMENSIONS)
     dtype: str
     sha256: str
 
@@ -92,7 +92,7 @@ class Manifest(Record):
                 faults.append(f"tensor '{name}' has the unknown type '{entry.dtype}'")
             elif part is None:
                 faults.append(f"tensor '{name}' is in '{entry.file}', which is no part")
-            elif _product(entry.shape) >= _MOST or entry.offset + entry.size_bytes > part.size_bytes:
+            elif not _is_shape(entry.shape) or entry.offset + entry.size_bytes > part.size_bytes:
                 faults.append(f"tensor '{name}' does not fit into '{entry.file}' of {part.size_bytes} bytes")
         return faults
 
@@ -125,6 +125,11 @@ class Manifest(Record):
                 " version of pipedejavu that wrote it"
             )
         return found
+
+
+def _is_shape(sizes: Sequence[int]) -> bool:
+    """Whether torch can count the elements and the strides of such a tensor."""
+    return min(sizes, default=0) >= 0 and _product(sizes) < _MOST
 
 
 def _product(shape: Sequence[int]) -> int:

@@ -20,7 +20,7 @@ from pipedejavu.plan import Plan
 from pipedejavu.program import Program
 from pipedejavu.program import compile as compile_plan
 from pipedejavu.store import Checkpoint, Shelf
-from pipedejavu.train.metric import read_metrics
+from pipedejavu.train.metric import read_metrics, step_of
 from pipedejavu.train.options import TrainOptions
 
 Weights = dict[tuple[int, int], dict[str, Tensor]]
@@ -115,7 +115,7 @@ class RunFolder:
 
     def _forget(self, step: int) -> None:
         """Removes metrics of what is trained again."""
-        rows = [row for row in self.rows() if row.get("step", row.get("saved", row.get("switched", 0))) <= step]
+        rows = [row for row in self.rows() if step_of(row) <= step]
         if self.metrics.exists():
             write_file(self.metrics, "".join(json.dumps(row) + "\n" for row in rows))
             self.add_metrics({"resumed": step})

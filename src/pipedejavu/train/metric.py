@@ -13,7 +13,7 @@ _MOST_BYTES, _MOST_LINE_BYTES = 1 << 32, 1 << 20
 _MOST = 2**53
 """Numbers below are the same as integers and as floats."""
 _COUNTS = {
-    "step", "saved", "not_saved", "resumed", "stopped", "switched", "count", "samples", "peak_bytes", "peak_gpu_bytes",
+    "step", "saved", "not_saved", "resumed", "stopped", "count", "samples", "peak_bytes", "peak_gpu_bytes",
 }  # fmt: skip
 _AMOUNTS = {"elapsed_s", "took_s", "size_bytes"}
 
@@ -29,6 +29,11 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
                 f"cannot read {path}: it has {format_bytes(size)}, and at most {format_bytes(_MOST_BYTES)} are read"
             )
     return [row for line in _lines(path) if (row := _row(line)) is not None]
+
+
+def step_of(row: dict[str, Any]) -> int:
+    """Returns the step that a row belongs to; 0 where it names none."""
+    return next((row[name] for name in ("step", "saved", "switched") if isinstance(row.get(name), int)), 0)
 
 
 def _lines(path: Path) -> Iterator[bytes]:
