@@ -1,4 +1,4 @@
-"""Everything in float64, so that rounding lies far below what a lie changes."""
+"""The tests of the model check in float64, so that rounding lies far below what a lie changes."""
 
 from collections.abc import Iterator
 
@@ -7,7 +7,10 @@ import torch
 
 
 @pytest.fixture(autouse=True)
-def _double() -> Iterator[None]:
+def _double(request: pytest.FixtureRequest) -> Iterator[None]:
+    if not request.path.name.startswith("test_model_"):
+        yield
+        return
     torch.set_default_dtype(torch.float64)
     torch.manual_seed(0)
     yield

@@ -103,13 +103,13 @@ def refuse_what_an_earlier_version_saved(folder: RunFolder) -> None:
         r" behind step 4, the newest that is finite"
     )
     with pytest.raises(InputError, match=said):
-        reopen(str(folder.path), Team(), told.append, steps=9)
+        reopen(str(folder.path), Team(), told.append)
     assert folder.shelf.steps()[-2:] == [4, 5]
     assert told == []
     for step in folder.shelf.steps()[:-1]:
         shutil.rmtree(folder.shelf.folder(step))
     with pytest.raises(InputError, match="no checkpoint before it is finite, so begin again in another folder"):
-        reopen(str(folder.path), Team(), told.append, steps=9)
+        reopen(str(folder.path), Team(), told.append)
 
 
 def test_a_loop_saves_and_loads_no_checkpoint_of_nans(tmp_path) -> None:

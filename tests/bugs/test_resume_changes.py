@@ -234,7 +234,7 @@ def test_data_that_are_random_have_a_fingerprint_only_if_a_seed_decides(tmp_path
         (tmp_path / f"{name}_net.py").write_text(
             "import time\nimport torch\nfrom torch import nn\nclass Rows:\n    def __len__(self): return 3\n"
             f"    def __getitem__(self, n): return torch.ones(2) * {noise}, torch.ones(2)\n"
-            "def make(): return nn.Linear(2, 2), None, Rows()\n"
+            "def make(): return nn.Linear(2, 2), nn.MSELoss(), Rows()\n"
         )
     state = torch.get_rng_state()
     found = {name: TrainOptions(model=f"{tmp_path}/{name}_net.py:make") for name in ("torch", "clock")}

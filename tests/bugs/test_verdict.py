@@ -61,7 +61,7 @@ def test_a_second_replay_in_float64_rounds_otherwise() -> None:
     """Without a nudge both replays would have equal bits, and no rounding at all would be allowed for."""
     case = case_of("1f1b", "calm-gpt", ADAMW, torch.float64)
     plain, again, nudged = (
-        Replay(case.program, case.job, case.batches, in_double, nudge).run(case.outcome.logs)
+        Replay(case.program, case.job, case.batches, in_double=in_double, nudge=nudge).run(case.outcome.logs)
         for in_double, nudge in ((True, None), (False, None), (False, 0))
     )
     pairs = [(plain[home][n], again[home][n], nudged[home][n]) for home in plain for n in plain[home]]

@@ -66,8 +66,8 @@ def test_a_run_leaves_what_it_promises_and_nobody_overwrites_it(tmp_path) -> Non
     assert [row["saved"] for row in rows if "saved" in row] == [3]
     names = {path.name for path in done.folder.path.iterdir()}
     assert names == {
-        "checkpoints", "machine.json", "measured.json", "metrics.jsonl", "model.safetensors", "options.json",
-        "plan.json", "predicted.json", "profile.json",
+        "checkpoints", "lock", "machine.json", "measured.json", "metrics.jsonl", "model.safetensors", "options.json",
+        "plan.json", "predicted.json", "profile.json", "seal.json",
     }  # fmt: skip
     predicted, measured = done.folder.timeline("predicted"), done.folder.timeline("measured")
     assert sorted(predicted.action) == sorted(measured.action)

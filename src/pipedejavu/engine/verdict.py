@@ -14,9 +14,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from pipedejavu.engine.audit import Replay, check_log, check_replayable
+from pipedejavu.engine.audit import Replay
 from pipedejavu.engine.handle import homes_of
 from pipedejavu.engine.job import Applied, Batches, Job
+from pipedejavu.engine.log_check import check_log, check_replayable
 from pipedejavu.engine.run import Outcome
 from pipedejavu.engine.uncut import Uncut
 from pipedejavu.facts import InputError

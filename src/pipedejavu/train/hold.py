@@ -43,14 +43,14 @@ def is_held(path: Path) -> bool:
 def hold(path: str | Path) -> Iterator[None]:
     """Holds a run folder, which is made if there is none; raises InputError if another process or thread holds it.
 
-    The thread that holds it may enter again. A folder that was made for nothing is removed.
+    The thread that holds it may enter again. Folders that were made for nothing are removed.
     """
     folder, owner = Path(path), (os.getpid(), threading.get_ident())
     key = os.path.realpath(folder)
     if _HOLDERS.get(key) == owner:
         yield
         return
-    is_new = not folder.exists()
+    made = [path for path in (folder, *folder.parents) if not path.exists()]
     file = _take(folder)
     _HOLDERS[key] = owner
     try:
@@ -60,8 +60,8 @@ def hold(path: str | Path) -> Iterator[None]:
         with suppress(OSError):
             if [path.name for path in folder.iterdir()] == [LOCK]:
                 (folder / LOCK).unlink()
-                if is_new:
-                    folder.rmdir()
+                for path in made:
+                    path.rmdir()
         os.close(file)
 
 

@@ -7,24 +7,20 @@ import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from itertools import count
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
 import torch.distributed as dist
 from safetensors.torch import load, load_file
 from torch._C._distributed_c10d import PrefixStore, Store
 from torch.multiprocessing.spawn import start_processes
 
 from pipedejavu.engine import Byzantine, check_runnable
-from pipedejavu.engine.audit import check_replayable
+from pipedejavu.engine.log_check import check_replayable
 from pipedejavu.facts import InputError, Link, Machine, MemoryFile, Profile, write_file
 from pipedejavu.plan import Plan
-from pipedejavu.probe.gloo import measure_link
-from pipedejavu.profile import company, merge_profiles
 from pipedejavu.program import Program, verify
 from pipedejavu.program import compile as compile_plan
 from pipedejavu.program.crew import assign_devices
@@ -39,7 +35,7 @@ from pipedejavu.train.hugging import check_data
 from pipedejavu.train.interval import choose_interval, steps_of
 from pipedejavu.train.loop import say
 from pipedejavu.train.loopback import serve_store
-from pipedejavu.train.measure import measure
+from pipedejavu.train.measure_plan import measure_messages, measure_plan
 from pipedejavu.train.options import TrainOptions
 from pipedejavu.train.replan import Switch, check_replan, relieve
 from pipedejavu.train.resume import check_fingerprints
@@ -47,14 +43,10 @@ from pipedejavu.train.run_check import check_run
 from pipedejavu.train.site import (
     DeviceChoice,
     describe_stand_ins,
-    devices_to_measure,
     make_machine,
-    num_threads,
-    num_threads_beside,
     read_sites,
-    torch_device,
 )
-from pipedejavu.train.task import Prepared, draw, prepare
+from pipedejavu.train.task import Prepared, prepare
 from pipedejavu.train.team import Team
 from pipedejavu.train.trained import Trained, gather
 from pipedejavu.train.vigil import Ear, Slate
@@ -106,11 +98,13 @@ def plan_run(
     else:
         plan, machine = make_machine(plan, sites, devices)
         if plan.num_workers > 1:  # what messages cost decides who gets how much, and how long a step is
-            link = Link.from_json(team.share(_measure_link(plan, machine).to_json().encode() if team.is_first else b""))
+            link = Link.from_json(
+                team.share(measure_messages(plan, machine).to_json().encode() if team.is_first else b"")
+            )
             machine = machine.but(links=(link, *machine.links[1:]))
     names = assign_devices(plan, machine)
     prepared: list[Prepared] = []
-    profile = Profile.from_json(known) if known else _measure(options, plan, machine, names, team, prepared)
+    profile = Profile.from_json(known) if known else measure_plan(options, plan, machine, names, team, prepared)
     program = compile_plan(plan, profile, machine, fold=False)
     check_runnable(program)
     is_new = not (start and start.step)
@@ -142,53 +136,6 @@ def _adapted(plan: Plan, options: TrainOptions, team: Team, start: Start) -> Pla
     if (options.clip_norm is not None or options.on_nan == "skip") and plan.reduce.clip == "none":
         plan = plan.but(reduce=plan.reduce.but(clip="global"))
     return plan.but(steps=steps_of(plan, options, start.step))
-
-
-def _measure_link(plan: Plan, machine: Machine) -> Link:
-    """Measures messages between workers of this host: in a pipeline one waits for them, and the others compute."""
-    names = assign_devices(plan, machine)
-    with company(num_threads_beside(machine, names, 0) if plan.pipeline_size > 1 else 0):
-        return measure_link()
-
-
-def _measure(
-    options: TrainOptions,
-    plan: Plan,
-    machine: Machine,
-    names: Sequence[str],
-    team: Team,
-    prepared: list[Prepared],
-) -> Profile:
-    """Measures the model on each kind of device that the plan uses, where the first worker of that kind is.
-
-    What was prepared for it is left in `prepared`.
-    """
-    profiles = []
-    for kind, (worker, name) in sorted(devices_to_measure(plan, machine, names).items(), key=lambda item: item[1]):
-        source, found = worker if team.is_launched else 0, b""
-        if team.rank == source:
-            torch.set_num_threads(num_threads(machine, names, worker))
-            with company(num_threads_beside(machine, names, worker)):
-                if not prepared:
-                    prepared.append(prepare(options.but(weights=None), (plan.feed.samples,), plan.cut.begins))
-                profile = _measure_here(options, plan, {kind: torch_device(machine, name)}, *prepared)
-            found = profile.to_json().encode()
-        profiles.append(Profile.from_json(team.share(found, source)))
-    return merge_profiles(profiles)
-
-
-def _measure_here(options: TrainOptions, plan: Plan, kinds: dict[str, torch.device], prepared: Prepared) -> Profile:
-    job, batches = prepared
-    # Whoever plans again must know what does not grow with a microbatch; only a chain is the same units for any size.
-    return measure(
-        options.model,
-        job,
-        plan,
-        batches.first,
-        partial(draw, batches.task.data, options.seed),
-        kinds,
-        at_more=options.can_switch and batches.cut.way == "chain",
-    )
 
 
 def train(options: TrainOptions, program: Program, run_dir: str, start: Start | None = None) -> Trained:

@@ -18,6 +18,7 @@ from pipedejavu.facts import InputError
 from pipedejavu.profile.chain import is_chain, read_chain
 from pipedejavu.profile.trace import as_call
 from pipedejavu.train.batch import Batch, count_samples
+from pipedejavu.train.randomness import drawn_since, own_randomness, seed_all
 
 Loss = Callable[[Any, Any], Tensor]
 
@@ -113,12 +114,16 @@ class _Probe:
         keywords = getattr(loss, "keywords", {})
         found = keywords.get("ignore_index", getattr(loss, "ignore_index", _IGNORED))
         self.ignored = found if isinstance(found, int) else _IGNORED
+        self._fixed: Any = None
+        """The output that parts are taken of, if the model makes another one each time."""
 
     def reduction(self) -> Reduction:
         """Returns the first that holds for the samples, and for the same samples with other targets."""
         rows = self.batch.rows([n % self.batch.size for n in (*_FIRST, *_OTHERS)])
         rows = replace(rows, inputs=self._here(rows.inputs), targets=self._here(rows.targets))
         self._check_alone(rows)
+        if not self._repeats(rows):
+            self._fixed = pytree.tree_map_only(Tensor, _as_leaf, self._output(rows))
         compared = [(rows.targets, self._gradients(rows))]
         if not compared[0][1][0].norm() > 0:
             raise InputError(
@@ -174,7 +179,33 @@ class _Probe:
 
     def _gradients(self, rows: Batch) -> list[Tensor]:
         """Returns the gradients of some samples and of both parts of them."""
+        if self._fixed is not None:
+            return [self._gradient_of_output(rows, place) for place in ((*_FIRST, *_OTHERS), _FIRST, _OTHERS)]
         return [self._gradient(part) for part in (rows, rows.rows(_FIRST), rows.rows(_OTHERS))]
+
+    def _repeats(self, rows: Batch) -> bool:
+        """Whether the same samples give the same output twice; one that counts calls or draws in Python does not."""
+        if self.loss is own_loss:
+            return True
+        seed_all(0)
+        with torch.no_grad():
+            first, second = (pytree.tree_leaves(self._output(rows)) for _ in range(2))
+        pairs = zip(first, second, strict=True)
+        is_same = all(torch.equal(a, b) for a, b in pairs if isinstance(a, Tensor))
+        return is_same and not drawn_since(0)
+
+    def _gradient_of_output(self, rows: Batch, place: Sequence[int]) -> Tensor:
+        """Returns the gradient of some samples by the fixed output, whose tensors have a row per sample."""
+
+        def some(leaf: Tensor) -> Tensor:
+            return leaf[[*place]] if leaf.ndim and len(leaf) == rows.size else leaf
+
+        output = pytree.tree_map_only(Tensor, some, self._fixed)
+        loss = self.loss(output, rows.rows(place).targets)
+        leaves = [t for t in pytree.tree_leaves(self._fixed) if isinstance(t, Tensor) and t.requires_grad]
+        found = torch.autograd.grad(loss.sum(), leaves, allow_unused=True)
+        pairs = zip(found, leaves, strict=True)
+        return torch.cat([(torch.zeros_like(t) if g is None else g).flatten() for g, t in pairs])
 
     def _gradient(self, rows: Batch) -> Tensor:
         loss = self.loss(self._output(rows), rows.targets)
@@ -293,6 +324,10 @@ class _Fixed(TorchFunctionMode):
         return found
 
 
+def _as_leaf(tensor: Tensor) -> Tensor:
+    return tensor.detach().requires_grad_(tensor.is_floating_point() or tensor.is_complex())
+
+
 def _rows_of(targets: Any, place: slice) -> Any:
     return pytree.tree_map_only(Tensor, lambda leaf: leaf[place], targets)
 
@@ -302,11 +337,11 @@ def _undisturbed(model: nn.Module) -> Iterator[None]:
     """Lets a model run without dropout and batch statistics, and leaves it and torch's generators as they were."""
     modes = [(part, part.training) for part in model.modules()]
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
-    devices = {p.device.index for p in model.parameters() if p.is_cuda}
+    devices = {p.device for p in model.parameters() if p.is_cuda}
     model.eval()
     try:
         with ExitStack() as stack:
-            stack.enter_context(torch.random.fork_rng(devices=sorted(devices)))
+            stack.enter_context(own_randomness(next(iter(devices), torch.device("cpu"))))
             stack.enter_context(torch.backends.cudnn.flags(enabled=False))  # whose RNNs have no backward in evaluation
             stack.enter_context(torch.enable_grad())
             stack.enter_context(_Fixed())

@@ -1,0 +1,89 @@
+"""Whether the log of a run is what its plan promises: versions, members and coefficients, before anything is replayed."""
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+from pipedejavu.engine.job import Applied, Batches, Log, Read, Scored
+from pipedejavu.engine.score import kept
+from pipedejavu.facts import InputError
+from pipedejavu.plan import Plan
+from pipedejavu.program import Action, Program
+from pipedejavu.program.verify import promised_versions
+
+
+def check_replayable(plan: Plan) -> None:
+    """Raises InputError for a plan whose runs have no replay."""
+    if plan.version.kind == "torn":
+        raise InputError(
+            f"version 'torn' of plan '{plan.name}' records no versions, so there is nothing to replay; leave --audit"
+            " out, or use preset:parameter-server"
+        )
+
+
+def check_log(program: Program, batches: Batches, logs: Sequence[Log]) -> None:
+    """Raises InputError where versions, members or coefficients are not the plan's."""
+    plan, size = program.plan, program.update_size
+    updates: dict[tuple[int, int], list[int]] = defaultdict(list)
+    for log in logs:
+        for event in log.events:
+            if isinstance(event, Read) and event.microbatch < 0:
+                continue
+            if isinstance(event, Read):
+                low, high = _promised(program, event)
+                if not low <= event.version <= high:
+                    raise InputError(
+                        f"the run read version {event.version} where the plan promises {low} to {high}: {event}"
+                    )
+                continue
+            if isinstance(event, Scored):
+                continue
+            updates[event.piece, event.replica].append(event.version)
+            if event.replica < program.num_replicas:
+                first, count = (event.version - 1) * size, size
+                if plan.feed.kind == "own":
+                    first, count = first + event.replica * plan.feed.microbatches, plan.feed.microbatches
+                members = tuple(range(first, first + count))
+                most = 1 / sum(batches.count(i) for i in members)
+                if event.microbatches != members:
+                    raise InputError(f"the run fed an update with other microbatches than {members}: {event}")
+                is_wrong = event.coefficient > most if plan.reduce.clip != "none" else event.coefficient != most
+                if is_wrong:
+                    raise InputError(f"the run gave gradients a coefficient other than {most}: {event}")
+        if plan.reduce.combiner == "score-trim":
+            _check_trusted(program, batches, log)
+    _check_complete(program, updates)
+
+
+def _check_trusted(program: Program, batches: Batches, log: Log) -> None:
+    """Raises InputError where a server averaged other contributions than its scores say."""
+    scores: dict[int, list[float]] = defaultdict(list)
+    for event in log.events:
+        if isinstance(event, Scored):
+            scores[event.version].append(event.score)
+        elif isinstance(event, Applied):
+            trusted = kept(scores[event.version], program.plan.reduce.trim)
+            members = tuple(i for q in trusted for i in program.fed_by(q, event.version - 1))
+            coefficient = 1 / sum(batches.count(i) for i in members) if members else 0.0
+            if (event.microbatches, event.coefficient) != (members, coefficient):
+                raise InputError(f"the scores {scores[event.version]} trust replicas {trusted}, but the run: {event}")
+
+
+def _promised(program: Program, event: Read) -> tuple[int, int]:
+    """Returns the versions that a read may see; each run of the program starts from its first version."""
+    before, update = divmod(event.microbatch // program.update_size, program.plan.steps)
+    microbatch = update * program.update_size + event.microbatch % program.update_size
+    low, high = promised_versions(program, Action("F", event.piece, event.replica, microbatch))
+    return before * program.plan.steps + low, before * program.plan.steps + high
+
+
+def _check_complete(program: Program, updates: dict[tuple[int, int], list[int]]) -> None:
+    """Raises InputError where a piece that is held somewhere has not had every update, one after the other."""
+    homes = {home for worker in range(len(program.workers)) for home in program.held(worker)}
+    if program.plan.reduce.combiner == "score-trim":  # one update of the server's for all
+        homes = {(piece, program.num_replicas) for piece, _ in homes}
+    last = max((max(versions) for home, versions in updates.items() if home in homes), default=0)
+    whole = -(-max(last, 1) // program.plan.steps) * program.plan.steps
+    for piece, replica in sorted(homes):
+        if updates[piece, replica] != [*range(1, whole + 1)]:
+            found = updates[piece, replica]
+            raise InputError(f"piece {piece} of replica {replica} had updates {found}, not 1 to {whole} in order")
