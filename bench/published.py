@@ -20,13 +20,12 @@ import random
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from statistics import mean, median
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from pipedejavu.facts import InputError, Machine, read_machine
+from pipedejavu.facts import InputError, Machine, read_file, read_machine
 from pipedejavu.simulate.gpt import Batch, Constants, GptShape, estimate_gpt
 from pipedejavu.simulate.wiring import Grid, Wiring, wire
 
@@ -55,8 +54,8 @@ class Row(NamedTuple):
 
 def read_rows(path: str, machine: Machine, *, recomputes: bool) -> list[Row]:
     try:
-        lines = list(csv.reader(Path(path).read_text("utf-8").splitlines()))[1:]
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        lines = list(csv.reader(read_file(path).decode("utf-8").splitlines()))[1:]
+    except (UnicodeDecodeError, csv.Error) as error:
         raise InputError(f"cannot read {path}: {error}") from None
     wirings: dict[Grid, Wiring] = {}
     rows = []

@@ -296,7 +296,7 @@ def test_a_write_that_fails_midway_leaves_the_old_file(tmp_path: Path, monkeypat
 
     write = os.write
 
-    def fill(file: int, data: bytes) -> int:
+    def fill(file: int, data: memoryview) -> int:
         write(file, data[:5])
         raise OSError(errno.ENOSPC, "No space left on device")
 

@@ -54,9 +54,13 @@ def test_a_broken_file_says_what_is_wrong(content: bytes, text: str, tmp_path: P
 
 
 def test_a_header_that_lies_costs_no_memory(tmp_path: Path) -> None:
-    content = GOOD[:4] + struct.pack(">3I", 1 << 11, 1 << 10, 1 << 10) + BODY
-    with pytest.raises(InputError, match="but has only 24"):
-        read_idx(written(tmp_path, gzip.compress(content)), 3)
+    """A plain file ends; a gzip could hold it, so that what it may promise is bounded."""
+    for count, fault in ((1 << 5, "but has only 24"), (1 << 11, "2048×1024×1024 bytes, more than 100 times its own")):
+        content = GOOD[:4] + struct.pack(">3I", count, 1 << 10, 1 << 10) + BODY
+        with pytest.raises(InputError, match=fault):
+            read_idx(written(tmp_path, gzip.compress(content)), 3)
+        with pytest.raises(InputError, match="but has only 24"):
+            read_idx(written(tmp_path, content), 3)
 
 
 def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:

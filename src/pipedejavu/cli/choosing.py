@@ -1,6 +1,5 @@
 """What the verb `train` was asked for, and the plan that it chooses for that."""
 
-import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ from pipedejavu.cli.planning import show_progress
 from pipedejavu.cli.room import training_room as _room
 from pipedejavu.cli.source import read_plan
 from pipedejavu.facts import InputError, Machine, Profile, format_seconds
+from pipedejavu.facts.printable import print_error, tell
 from pipedejavu.plan import Decision, Plan, preset
 from pipedejavu.probe.shape import num_cores
 from pipedejavu.search import Candidate, Options
@@ -88,7 +88,7 @@ def _fit(resumed: "Resumed", asked: Asked, sites: "Sequence[Site]") -> Plan:
     found: Plan = _room().fit_plan(resumed.known, wanted, sites, asked.devices)
     counts = f"torchrun started {len(sites)} processes where the run had {before.num_workers} workers"
     reason = f"{counts}: it goes on under plan '{found.name}' with the same batch"
-    print(f"pipedejavu: {reason}", file=sys.stderr)
+    tell(reason)
     row = {"switched": resumed.start.step, "before": before.name, "plan": found.name, "reason": reason}
     resumed.folder.add_metrics(row)
     return found
@@ -130,14 +130,10 @@ def _search(options: "TrainOptions", asked: Asked, machine: Machine | None) -> t
 
         profile = room.profile_here(options.model, options.data, question.batch, machine, report)
         plans: list[Candidate] = room.choose_plans(profile, machine, question, asked.tries, asked.devices, progress)
-    found = plans[0] if len(plans) == 1 else _room().find_fastest(options, plans, asked.devices, _tell)
+    found = plans[0] if len(plans) == 1 else _room().find_fastest(options, plans, asked.devices, print_error)
     if not asked.as_json:
-        print(f"plan: {found.bound}; forecast of the search {format_seconds(found.time_s)}", file=sys.stderr)
+        print_error(f"plan: {found.bound}; forecast of the search {format_seconds(found.time_s)}")
     return found.plan, found.machine
-
-
-def _tell(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
 
 
 def choose_plan(asked: Asked, processes: int | None) -> Plan:

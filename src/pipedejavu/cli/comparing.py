@@ -2,11 +2,11 @@
 
 from pathlib import Path
 
-from rich.console import Console
 from rich.table import Table
 
 from pipedejavu.cli.room import training_room as _room
-from pipedejavu.facts import Timeline, format_seconds, to_json_text
+from pipedejavu.cli.terminal import print_json, terminal
+from pipedejavu.facts import Timeline, format_seconds
 from pipedejavu.report import compare as compare_timelines
 
 
@@ -20,7 +20,7 @@ def compare(run_dir: str, as_json: bool) -> None:
     rows = compare_timelines(predicted, measured)
     if as_json:
         table = [{**row._asdict(), "ratio": row.ratio} for row in rows if row.predicted_s]
-        print(to_json_text({"rows": table, "predicted_s": predicted.makespan_s, "measured_s": measured.makespan_s}))
+        print_json({"rows": table, "predicted_s": predicted.makespan_s, "measured_s": measured.makespan_s})
         return
     shown = Table(box=None, pad_edge=False, header_style="bold")
     for column in ("worker", "kind", "actions", "predicted", "measured", "ratio"):
@@ -35,7 +35,7 @@ def compare(run_dir: str, as_json: bool) -> None:
         *(format_seconds(t.makespan_s) for t in (predicted, measured)),
         _ratio(predicted, measured),
     )
-    Console(highlight=False).print(shown)
+    terminal().print(shown)
 
 
 def _compare_recording(path: Path, as_json: bool) -> None:
@@ -46,9 +46,9 @@ def _compare_recording(path: Path, as_json: bool) -> None:
     if as_json:
         table = [{"lane": lane, **row._asdict()} for lane, rows in found.rows().items() for row in rows]
         steps = {"predicted_s": found.predicted_step_s, "measured_s": found.measured_step_s}
-        print(to_json_text({"rows": table, **steps, "busy": use.busy, "bounds": use.bounds, "hidden": use.hidden}))
+        print_json({"rows": table, **steps, "busy": use.busy, "bounds": use.bounds, "hidden": use.hidden})
         return
-    print(found, use, sep="\n")
+    terminal(soft_wrap=True).print(str(found), str(use), sep="\n")
 
 
 def _ratio(predicted: Timeline, measured: Timeline) -> str:

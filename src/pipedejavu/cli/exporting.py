@@ -1,10 +1,9 @@
 """The verb export: what a run has trained, as others read it."""
 
-import json
-import sys
-
 from pipedejavu.cli.room import training_room
+from pipedejavu.cli.terminal import print_json, terminal
 from pipedejavu.facts import InputError
+from pipedejavu.facts.printable import tell
 
 FORMS = ("hugging", "dcp")
 
@@ -19,13 +18,11 @@ def run(run_dir: str, folder: str, form: str, config: str | None, as_json: bool)
     from pipedejavu import store
 
     shelf = store.Shelf(f"{run_dir}/checkpoints")
-    found = shelf.newest(
-        lambda text: print(f"pipedejavu: {text}", file=sys.stderr), allow_restart=not shelf.steps(), is_reader=True
-    )
+    found = shelf.newest(tell, allow_restart=not shelf.steps(), is_reader=True)
     if found is None:
         raise InputError(f"{run_dir} has no checkpoint to export; train with --checkpoint-every")
     path = store.export_dcp(found, folder) if form == "dcp" else store.export_hugging(found, folder, config=config)
     if as_json:
-        print(json.dumps({"folder": str(path), "step": found.step, "form": form}))
+        print_json({"folder": str(path), "step": found.step, "form": form})
     else:
-        print(f"step {found.step} of {run_dir} is in {path}")
+        terminal(soft_wrap=True).print(f"step {found.step} of {run_dir} is in {path}")

@@ -4,11 +4,11 @@ import sys
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from pipedejavu.cli import show
 from pipedejavu.cli.source import Inputs, read_inputs
 from pipedejavu.facts import InputError, keep_heap, write_file
+from pipedejavu.facts.printable import tell
 from pipedejavu.facts.version import VERSION
 from pipedejavu.plan import preset, presets
 from pipedejavu.program import compile  # noqa: A004
@@ -361,5 +361,5 @@ def main() -> None:
 
 
 def _fail(text: str) -> None:
-    Console(stderr=True, highlight=False, soft_wrap=True).print(f"pipedejavu: {text}", markup=False)
+    tell(text)
     sys.exit(2)

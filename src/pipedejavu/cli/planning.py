@@ -8,12 +8,12 @@ from dataclasses import dataclass, replace
 from importlib import import_module
 from typing import Any, NamedTuple
 
-from rich.console import Console
 from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as Bar
 from rich.table import Table
 
 from pipedejavu.cli.source import read_model
+from pipedejavu.cli.terminal import print_json, styled, terminal
 from pipedejavu.facts import (
     InputError,
     Machine,
@@ -21,10 +21,10 @@ from pipedejavu.facts import (
     format_bytes,
     format_seconds,
     read_machine,
-    to_json_text,
     with_part_times,
     write_file,
 )
+from pipedejavu.facts.printable import printable
 from pipedejavu.program import compile as compile_plan
 from pipedejavu.report import Choice, render_html
 from pipedejavu.search import (
@@ -108,7 +108,7 @@ def run(asked: Asked) -> None:
     if asked.html:
         write_file(asked.html, _page(best, answer, scene, by_price=asked.options.objective == "price"))
     if asked.as_json:
-        print(to_json_text(_form(best, answer, scene, asked), is_ascii=False))
+        print_json(_form(best, answer, scene, asked))
     else:
         _print(best, answer, scene, asked)
 
@@ -116,10 +116,10 @@ def run(asked: Asked) -> None:
 @contextmanager
 def show_progress() -> Iterator[Progress]:
     """Shows on a terminal how far a search is, and what goes on."""
-    columns = (TextColumn("{task.description:<48.48}"), BarColumn(), TimeElapsedColumn())
-    with Bar(*columns, console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()) as bar:
+    columns = (TextColumn("{task.description:<48.48}", markup=False), BarColumn(), TimeElapsedColumn())
+    with Bar(*columns, console=terminal(stderr=True), transient=True, disable=not sys.stderr.isatty()) as bar:
         line = bar.add_task("starting", total=1.0)
-        yield lambda share, text: bar.update(line, description=text, completed=min(1.0, share))
+        yield lambda share, text: bar.update(line, description=printable(text), completed=min(1.0, share))
 
 
 def _set(asked: Asked, progress: Progress) -> Scene:
@@ -172,19 +172,19 @@ def _import(name: str) -> Any:
 
 
 def _print(best: Candidate, answer: Answer, scene: Scene, asked: Asked) -> None:
-    console = Console(highlight=False, soft_wrap=True)
-    console.print(f"[bold]{scene.profile.name}[/] on {scene.machine.name}, a batch of {asked.options.batch}\n")
+    console = terminal(soft_wrap=True)
+    console.print(styled(scene.profile.name, "bold"), f"on {scene.machine.name}, a batch of {asked.options.batch}\n")
     table = _table(answer.result.candidates, has_price=bool(asked.options.prices))
     width = console.measure(table, options=console.options.update(width=500)).maximum
-    Console(highlight=False, width=max(width, console.width)).print(table)
+    terminal(width=max(width, console.width)).print(table)
     for text in explain(best, answer, by_price=asked.options.objective == "price"):
-        console.print(f"\n{text}", markup=False)
+        console.print(f"\n{text}")
     console.print()
     for note in _notes(answer.result, scene):
-        console.print(note, markup=False, style="dim")
+        console.print(note, style="dim")
     for file in (asked.out, asked.html):
         if file:
-            console.print(f"wrote {file}", markup=False)
+            console.print(f"wrote {file}")
 
 
 def _table(candidates: Sequence[Candidate], has_price: bool) -> Table:

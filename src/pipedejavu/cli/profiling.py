@@ -8,22 +8,13 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from pipedejavu.cli.source import read_model
-from pipedejavu.facts import (
-    Cost,
-    Device,
-    InputError,
-    Machine,
-    Unit,
-    format_bytes,
-    format_seconds,
-    read_machine,
-    to_json_text,
-)
+from pipedejavu.cli.terminal import print_json, styled, terminal
+from pipedejavu.facts import Cost, Device, InputError, Machine, Unit, format_bytes, format_seconds, read_machine
+from pipedejavu.facts.printable import printable
 from pipedejavu.report import Need, count_parameters, fold_units, step_spread, step_times, work_out_needs
 
 if TYPE_CHECKING:
@@ -67,7 +58,7 @@ def run(asked: Asked) -> None:
     if asked.out:
         profiled.profile.save(asked.out)
     if asked.as_json:
-        print(to_json_text(_form(profiled, asked), is_ascii=False))
+        print_json(_form(profiled, asked))
     else:
         _print(profiled, asked)
 
@@ -75,25 +66,25 @@ def run(asked: Asked) -> None:
 @contextmanager
 def _progress() -> Iterator[Callable[[str], None]]:
     """Shows on a terminal what is looked at."""
-    columns = SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn()
+    columns = SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn()
     is_hidden = not sys.stderr.isatty()
-    with Progress(*columns, console=Console(stderr=True), transient=True, disable=is_hidden) as shown:
+    with Progress(*columns, console=terminal(stderr=True), transient=True, disable=is_hidden) as shown:
         line = shown.add_task("")
-        yield lambda text: shown.update(line, description=text)
+        yield lambda text: shown.update(line, description=printable(text))
 
 
 def _print(profiled: "Profiled", asked: Asked) -> None:
-    console = Console(highlight=False, soft_wrap=True)
+    console = terminal(soft_wrap=True)
     how = f"{'estimated' if asked.estimates else 'measured'} at {', '.join(map(str, profiled.sizes))} samples"
-    console.print(f"[bold]{profiled.profile.name}[/]  {how}; a sample is {profiled.sample}\n")
+    console.print(styled(profiled.profile.name, "bold"), f" {how}; a sample is {profiled.sample}\n")
     table = _table(profiled, asked.batch)
     width = console.measure(table, options=console.options.update(width=500)).maximum
-    Console(highlight=False, width=max(width, console.width)).print(table)
+    terminal(width=max(width, console.width)).print(table)
     console.print()
     for sentence in _sentences(profiled, asked):
-        console.print(sentence, markup=False)
+        console.print(sentence)
     if asked.out:
-        console.print(f"wrote {asked.out}", markup=False)
+        console.print(f"wrote {asked.out}")
 
 
 def _table(profiled: "Profiled", samples: int) -> Table:

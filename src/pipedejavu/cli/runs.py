@@ -1,15 +1,16 @@
 """The verb `runs`: the runs in a folder as a table, or some of them side by side."""
 
-import sys
 import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from pipedejavu.cli.room import training_room
-from pipedejavu.facts import format_bytes, format_seconds, to_json_text
+from pipedejavu.cli.terminal import print_json, styled, terminal
+from pipedejavu.facts import format_bytes, format_seconds
+from pipedejavu.facts.printable import tell
 
 if TYPE_CHECKING:
     from pipedejavu.train import History
@@ -19,7 +20,7 @@ def run(paths: Sequence[str], as_json: bool) -> None:
     """Prints a table of all runs in one folder, or the runs whose folders are given, side by side."""
     room = training_room()
     if len(paths) == 1 and not room.RunFolder(paths[0]).holds_run:
-        found = room.find_runs(paths[0], lambda text: print(f"pipedejavu: {text}", file=sys.stderr))
+        found = room.find_runs(paths[0], tell)
         _print_list(found, paths[0], as_json)
     else:
         _print_beside([room.History.read(path) for path in paths], as_json)
@@ -27,22 +28,22 @@ def run(paths: Sequence[str], as_json: bool) -> None:
 
 def _print_list(runs: "Sequence[History]", path: str, as_json: bool) -> None:
     if as_json:
-        print(to_json_text({"runs": [_form(run) for run in runs]}))
+        print_json({"runs": [_form(run) for run in runs]})
         return
     shown = Table(box=None, pad_edge=False, header_style="bold")
     for column in ("run", "model", "plan", "state", "steps", "last loss", "samples/s", "changed"):
         shown.add_column(column, justify="right" if column in ("steps", "last loss", "samples/s") else "left")
     for run in runs:
         cells = [_number(run.steps[-1].loss if run.steps else None, ".4f"), _number(run.samples_per_s, ",.1f")]
-        names = [run.folder.path.name, run.options.model, run.plan.name, _colored(run.state)]
+        names: list[str | Text] = [run.folder.path.name, run.options.model, run.plan.name, _colored(run.state)]
         shown.add_row(*names, f"{_last_step(run)}/{run.options.steps}{_skipped(run)}", *cells, _moment(run.changed_s))
-    console = Console(highlight=False, soft_wrap=True)
+    console = terminal(soft_wrap=True)
     width = console.measure(shown, options=console.options.update(width=500)).maximum
-    Console(highlight=False, width=max(width, 20)).print(shown)
-    console.print(f"\n{len(runs)} runs in {path}; 'pipedejavu runs ONE ANOTHER' sets them side by side.", markup=False)
+    terminal(width=max(width, 20)).print(shown)
+    console.print(f"\n{len(runs)} runs in {path}; 'pipedejavu runs ONE ANOTHER' sets them side by side.")
     for run in runs:
         if run.reason:
-            console.print(f"{run.folder.path.name} failed: {run.reason}", markup=False)
+            console.print(f"{run.folder.path.name} failed: {run.reason}")
 
 
 def _print_beside(runs: "Sequence[History]", as_json: bool) -> None:
@@ -50,19 +51,19 @@ def _print_beside(runs: "Sequence[History]", as_json: bool) -> None:
     if as_json:
         losses = [None if common is None else _loss_at(run, common) for run in runs]
         form = {"runs": [_form(run) for run in runs], "common_step": common, "losses_at_common_step": losses}
-        print(to_json_text(form | {"differences": _differences(runs)}))
+        print_json(form | {"differences": _differences(runs)})
         return
     shown = Table(box=None, pad_edge=False, header_style="bold")
     shown.add_column("")
     for run in runs:
         shown.add_column(run.folder.path.name, overflow="fold")
-    for name, tell in _FIGURES.items():
-        shown.add_row(name, *(tell(run) for run in runs))
+    for name, figure in _FIGURES.items():
+        shown.add_row(name, *(figure(run) for run in runs))
     if common is not None and len(runs) > 1:
         shown.add_row(f"loss at step {common}", *(_number(_loss_at(run, common), ".4f") for run in runs))
     for name, values in _differences(runs).items():
         shown.add_row(name, *("–" if value is None else str(value) for value in values))
-    Console(highlight=False).print(shown)
+    terminal().print(shown)
 
 
 def _predicted_s(run: "History") -> float | None:
@@ -82,8 +83,8 @@ def _memory(run: "History") -> str:
     return f"{format_bytes(run.peak_bytes)}{gpu}"
 
 
-_FIGURES: "dict[str, Callable[[History], str]]" = {
-    "state": lambda run: _colored(run.state) + (f" ({run.reason})" if run.reason else ""),
+_FIGURES: "dict[str, Callable[[History], str | Text]]" = {
+    "state": lambda run: _colored(run.state) + styled(f" ({run.reason})" if run.reason else "", ""),
     "model": lambda run: run.options.model,
     "plan": lambda run: run.plan.name,
     "steps": lambda run: f"{_last_step(run)} of {run.options.steps}{_skipped(run)}",
@@ -148,9 +149,8 @@ def _skipped(run: "History") -> str:
     return f" ({run.num_skipped} skipped)" if run.num_skipped else ""
 
 
-def _colored(state: str) -> str:
-    color = {"running": "cyan", "finished": "green", "stopped": "yellow", "failed": "red"}[state]
-    return f"[{color}]{state}[/]"
+def _colored(state: str) -> Text:
+    return styled(state, {"running": "cyan", "finished": "green", "stopped": "yellow", "failed": "red"}[state])
 
 
 def _number(value: float | None, form: str) -> str:

@@ -3,10 +3,10 @@
 import json
 from collections.abc import Sequence
 
-from rich.console import Console
 from rich.table import Table
 
-from pipedejavu.facts import format_bytes, format_seconds, to_json_text
+from pipedejavu.cli.terminal import print_json, styled, terminal
+from pipedejavu.facts import format_bytes, format_seconds
 from pipedejavu.plan import AXES, Plan, Preset
 from pipedejavu.program import Program
 from pipedejavu.simulate import Chance, Prediction
@@ -16,21 +16,21 @@ def print_presets(table: dict[str, Preset], as_json: bool) -> None:
     """Prints all presets with their axes."""
     if as_json:
         rows = {n: {"title": p.title, "axes": p.at().axes(), "aliases": list(p.aliases)} for n, p in table.items()}
-        print(to_json_text({"presets": rows}, is_ascii=False))
+        print_json({"presets": rows})
         return
-    console = Console(highlight=False)
+    console = terminal()
     shown = Table(box=None, pad_edge=False, header_style="bold")
     for column in ("preset", *AXES):
         shown.add_column(column, no_wrap=True)
     for name, found in table.items():
-        shown.add_row(f"[cyan]{name}[/]", *found.at().axes().values())
+        shown.add_row(styled(name, "cyan"), *found.at().axes().values())
     width = console.measure(shown, options=console.options.update(width=500)).maximum
     if not console.is_terminal or width <= console.width:
-        Console(highlight=False, width=width).print(shown)
+        terminal(width=width).print(shown)
     else:  # too narrow for a table
         for name, found in table.items():
-            console.print(f"[cyan]{name}[/]  {found.title}")
-            console.print("  " + " · ".join(found.at().axes().values()), style="dim", markup=False)
+            console.print(styled(name, "cyan"), f" {found.title}")
+            console.print("  " + " · ".join(found.at().axes().values()), style="dim")
     console.print(f"\n{len(table)} presets; 'pipedejavu presets NAME' shows one with its program.")
 
 
@@ -38,41 +38,42 @@ def print_preset(title: str, plan: Plan, program: Program, grid: str, as_json: b
     """Prints one preset: its axes, and its program at unit costs as a grid."""
     if as_json:
         form = {"name": plan.name, "title": title, "axes": plan.axes(), "plan": json.loads(plan.to_json())}
-        print(to_json_text(form | {"program": program.to_text().splitlines(), "grid": grid}, is_ascii=False))
+        print_json(form | {"program": program.to_text().splitlines(), "grid": grid})
         return
-    console = Console(highlight=False)
-    console.print(f"[bold]{plan.name}[/]  {title}\n")
+    console = terminal()
+    console.print(styled(plan.name, "bold"), f" {title}\n")
     for axis, text in plan.axes().items():
-        console.print(f"  {axis:<8} {text}", markup=False)
+        console.print(f"  {axis:<8} {text}")
     workers = f"{plan.num_workers} workers"
     if program.copies > 1:
         workers += f", of which {len(program.workers)} are drawn: {program.copies} copies behave alike"
     console.print(f"\nat unit costs (F=1, B=2, no communication), {workers}:\n")
-    console.print(grid, markup=False, soft_wrap=True)
+    console.print(grid, soft_wrap=True)
 
 
 def show_cursor() -> None:
     """Shows a terminal's cursor again: a worker that was killed while it drew the live view has left it hidden."""
-    Console(stderr=True).show_cursor(True)
+    terminal(stderr=True).show_cursor(True)
 
 
 def num_slices() -> int:
     """Returns how many slices of time fit beside each other in the terminal."""
-    return max(20, (Console().width - 6) // 4)
+    return max(20, (terminal().width - 6) // 4)
 
 
 def print_prediction(prediction: Prediction, notes: Sequence[str], files: Sequence[str], as_json: bool) -> None:
     """Prints what a plan is predicted to take."""
     program = prediction.program
     if as_json:
-        print(to_json_text(_prediction_form(prediction, notes, files), is_ascii=False))
+        print_json(_prediction_form(prediction, notes, files))
         return
-    console = Console(highlight=False)
-    console.print(f"[bold]{program.plan.name}[/]  {'  '.join(f'{a}={t}' for a, t in program.plan.axes().items())}")
+    console = terminal()
+    axes = "  ".join(f"{axis}={text}" for axis, text in program.plan.axes().items())
+    console.print(styled(program.plan.name, "bold"), f" {axes}")
     in_units = program.machine.name == "unit costs"
     makespan = f"{prediction.makespan_s:g} units" if in_units else format_seconds(prediction.makespan_s)
     rate = "" if in_units else f"   {_samples_per_s(prediction):.4g} samples/s"
-    console.print(f"[bold]makespan {makespan}[/]   bubble {prediction.bubble_fraction:.1%}{rate}")
+    console.print(styled(f"makespan {makespan}", "bold"), f"  bubble {prediction.bubble_fraction:.1%}{rate}")
     console.print(describe_chance(prediction.chance))
     shown = Table(box=None, pad_edge=False, header_style="bold")
     reserves = any(worker.reserved_bytes for worker in prediction.workers)
@@ -92,9 +93,9 @@ def print_prediction(prediction: Prediction, notes: Sequence[str], files: Sequen
     console.print(shown)
     for decision in program.plan.decisions:
         console.print(f"\n{decision.axis}: {decision.choice} ({decision.reason})", end="")
-    console.print("".join(f"\n{note}" for note in notes), markup=False)
+    console.print("".join(f"\n{note}" for note in notes))
     for file in files:
-        console.print(f"wrote {file}", markup=False)
+        console.print(f"wrote {file}")
 
 
 def describe_chance(chance: Chance) -> str:

@@ -5,11 +5,12 @@ from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 
-from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from pipedejavu.cli.terminal import styled, terminal
 from pipedejavu.facts import InputError, Machine, Measurement, format_bytes, format_seconds
+from pipedejavu.facts.printable import json_safe, printable
 
 GROUPS = {
     "devices": ("matrix", "block", "efficiency", "memory", "update"),
@@ -28,10 +29,10 @@ def run(out: str, quick: bool, as_json: bool) -> None:
     machine.save(out)
     import_module("pipedejavu.train.planning").keep_survey(machine)
     if as_json:
-        print(machine.to_json(indent=None))
+        print(json_safe(machine.to_json(indent=None)))
         return
     print_machine(machine)
-    print(f"wrote {out}; 'pipedejavu simulate PLAN --machine {out}' uses it")
+    terminal(soft_wrap=True).print(f"wrote {out}; 'pipedejavu simulate PLAN --machine {out}' uses it")
 
 
 def _room() -> ModuleType:
@@ -42,13 +43,13 @@ def _room() -> ModuleType:
 
 
 def _measure(folder: Path, quick: bool) -> Machine:
-    columns = (TextColumn("{task.description:<48.48}"), BarColumn(), TimeElapsedColumn())
-    console = Console(stderr=True)
+    columns = (TextColumn("{task.description:<48.48}", markup=False), BarColumn(), TimeElapsedColumn())
+    console = terminal(stderr=True)
     with Progress(*columns, console=console, transient=True, disable=not sys.stderr.isatty()) as bar:
         line = bar.add_task("starting", total=1.0)
 
         def report(what: str, share: float) -> None:
-            bar.update(line, description=what, completed=min(1.0, share))
+            bar.update(line, description=printable(what), completed=min(1.0, share))
 
         machine: Machine = _room().measure_machine(folder, quick=quick, report=report)
     return machine
@@ -56,13 +57,15 @@ def _measure(folder: Path, quick: bool) -> Machine:
 
 def print_machine(machine: Machine) -> None:
     """Prints a machine that was measured: its host, every measurement with its spread, and what is unknown."""
-    console = Console(highlight=False, soft_wrap=True)
+    console = terminal(soft_wrap=True)
     host, survey = machine.hosts[0], machine.survey
     assert survey is not None
     sockets = "unknown sockets" if host.sockets is None else f"{host.sockets} sockets"
     nodes = "unknown NUMA nodes" if host.numa_nodes is None else f"{host.numa_nodes} NUMA nodes"
-    console.print(f"[bold]{machine.name}[/]  {host.processor or 'unknown processor'}, {host.cores} cores, ", end="")
-    console.print(f"{sockets}, {nodes}; {' '.join(host.instruction_sets) or 'unknown instruction sets'}", markup=False)
+    console.print(
+        styled(machine.name, "bold"), f" {host.processor or 'unknown processor'}, {host.cores} cores, ", end=""
+    )
+    console.print(f"{sockets}, {nodes}; {' '.join(host.instruction_sets) or 'unknown instruction sets'}")
     for title, kinds in GROUPS.items():
         rows = [row for row in survey.measurements if row.what in kinds]
         if not rows:
@@ -73,12 +76,12 @@ def print_machine(machine: Machine) -> None:
         for row in rows:
             spread = f"± {row.spread / row.value:.0%}" if row.spread and row.value else ""
             shown.add_row(row.subject, row.what, row.setting, format_value(row), spread)
-        Console(highlight=False, width=max(100, console.width)).print(shown)
+        terminal(width=max(100, console.width)).print(shown)
     for line in survey.unknown:
-        console.print(f"unknown: {line}", markup=False)
+        console.print(f"unknown: {line}")
     rounds = max((row.rounds for row in survey.measurements), default=0)
     versions = ", ".join(f"{name} {version}" for name, version in survey.versions.items())
-    console.print(f"\n{rounds} rounds in {format_seconds(survey.time_s)}, {survey.date}; {versions}", markup=False)
+    console.print(f"\n{rounds} rounds in {format_seconds(survey.time_s)}, {survey.date}; {versions}")
 
 
 def format_value(row: Measurement) -> str:

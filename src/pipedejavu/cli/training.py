@@ -2,7 +2,6 @@
 
 import json
 import re
-import sys
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -11,12 +10,12 @@ from itertools import chain, count
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rich.console import Console
-
 from pipedejavu.cli.choosing import Asked, choose
 from pipedejavu.cli.room import training_room as _room
 from pipedejavu.cli.source import read_model
-from pipedejavu.facts import InputError, Machine, format_seconds, read_machine, to_json_text
+from pipedejavu.cli.terminal import print_json, terminal
+from pipedejavu.facts import InputError, Machine, format_seconds, read_machine
+from pipedejavu.facts.printable import print_error, tell
 from pipedejavu.plan import Plan
 from pipedejavu.program import Program
 from pipedejavu.report import Story, render_html
@@ -50,7 +49,7 @@ def run(options: "TrainOptions", asked: Asked) -> None:
         raise SystemExit(1) from None
     except _room().StoppedError as error:
         if team.is_first:
-            print(f"pipedejavu: {error}", file=sys.stderr)
+            tell(error)
         team.leave(SystemExit(128 + error.number))
         raise SystemExit(128 + error.number) from None
     except BaseException as error:
@@ -77,7 +76,7 @@ def _run(options: "TrainOptions", asked: Asked, team: "Team") -> None:
                 _print_done(resumed, options, asked.as_json)
             return
         if team.is_first and resumed:
-            print(f"pipedejavu: {resumed}", file=sys.stderr)
+            tell(resumed)
         _train(options, asked, team, machine, resumed, stack)
 
 
@@ -110,12 +109,12 @@ def _train(
         begun = (options, program, folder)
         done = room.train_rank(*begun, team, start) if team.is_launched else room.train(*begun, start)
     except KeyboardInterrupt:
-        print(f"stopped; the metrics so far are in {folder}", file=sys.stderr)
+        print_error(f"stopped; the metrics so far are in {folder}")
         raise SystemExit(130) from None
     if done is not None:
         _conclude(done, options, asked.as_json)
         if moved := done.folder.fallback.describe():
-            print(f"pipedejavu: {moved}", file=sys.stderr, flush=True)
+            tell(moved)
             raise SystemExit(MOVED)
 
 
@@ -132,10 +131,9 @@ def _choose_candidate(
 ) -> "Start":
     found: Chosen = _room().choose_candidate(options, program, folder, team, start)
     if team.is_first:
-        print(
+        print_error(
             f"candidate {found.winner} of {options.init_candidates} goes on behind step {found.start.step}; together"
-            f" they made {sum(found.updates)} updates on {found.samples} samples",
-            file=sys.stderr,
+            f" they made {sum(found.updates)} updates on {found.samples} samples"
         )
     return found.start
 
@@ -144,36 +142,31 @@ def _reopen(asked: Asked, team: "Team") -> "Resumed | None":
     if asked.run_dir is None:
         raise InputError("--resume goes on with the run in a folder; say which one with --run-dir")
     found: Resumed | None = _room().reopen(
-        asked.run_dir,
-        team,
-        lambda text: print(f"pipedejavu: {text}", file=sys.stderr),
-        accept_changes=asked.accept_changes,
-        allow_restart=asked.allow_restart,
+        asked.run_dir, team, tell, accept_changes=asked.accept_changes, allow_restart=asked.allow_restart
     )
     return found
 
 
 def _print_done(resumed: "Resumed", options: "TrainOptions", as_json: bool) -> None:
     """Says that a run has made its steps, which is no error: whatever starts it again and again may end."""
-    print(
-        f"pipedejavu: nothing left to do: the run in {resumed.folder.path} has made {resumed.start.step} of its"
-        f" {options.steps} steps; --steps asks for more",
-        file=sys.stderr,
+    tell(
+        f"nothing left to do: the run in {resumed.folder.path} has made {resumed.start.step} of its {options.steps}"
+        " steps; --steps asks for more"
     )
     if as_json:
-        print(json.dumps(_summary_of(resumed.folder)))
+        print_json(_summary_of(resumed.folder))
 
 
 def _announce(options: "TrainOptions", program: Program, note: str) -> None:
     axes = "  ".join(f"{axis}={text}" for axis, text in program.plan.axes().items())
-    print(f"{options.model} with plan {program.plan.name}: {axes}", file=sys.stderr)
+    print_error(f"{options.model} with plan {program.plan.name}: {axes}")
     devices = (program.machine.device(name) for name in program.devices)
-    print(f"workers on {', '.join(f'{d.name} ({d.kind})' for d in devices)}", file=sys.stderr)
-    print(_describe_update(program), file=sys.stderr)
+    print_error(f"workers on {', '.join(f'{d.name} ({d.kind})' for d in devices)}")
+    print_error(_describe_update(program))
     for decision in program.plan.decisions:
-        print(f"{decision.axis}: {decision.choice} ({decision.reason})", file=sys.stderr)
+        print_error(f"{decision.axis}: {decision.choice} ({decision.reason})")
     if note:
-        print(note, file=sys.stderr)
+        print_error(note)
 
 
 def _describe_update(program: Program) -> str:
@@ -192,11 +185,11 @@ def _conclude(done: "Trained", options: "TrainOptions", as_json: bool) -> None:
     if verdict is not None:
         summary["audit"] = verdict.to_dict()
     if as_json:
-        print(to_json_text(summary))
+        print_json(summary)
     else:
         _print_summary(summary, done, verdict)
     if verdict is not None and not verdict.is_passed:
-        print(f"pipedejavu: {verdict}; do not use these weights", file=sys.stderr)
+        tell(f"{verdict}; do not use these weights")
         raise SystemExit(1)
 
 
@@ -209,16 +202,17 @@ class _Metrics:
     elapsed_s: float
 
 
-def _read_metrics(path: Path) -> _Metrics:
-    rows = [*map(json.loads, path.read_text().splitlines())]
-    steps = [row for row in rows if "loss" in row]
-    skipped = sum("skipped" in row for row in rows)
-    return _Metrics(steps[0]["loss"], steps[-1]["loss"], steps[-1]["step"], skipped, steps[-1]["elapsed_s"])
+def _read_metrics(folder: "RunFolder") -> _Metrics:
+    run: History = _room().History.read(folder)
+    if not run.steps:  # a disk that was full has taken none
+        return _Metrics(None, None, 0, run.num_skipped, 0.0)
+    first, last = run.steps[0], run.steps[-1]
+    return _Metrics(first.loss, last.loss, last.step, run.num_skipped, last.elapsed_s)
 
 
 def _summary(done: "Trained") -> dict[str, object]:
     folder = done.folder
-    metrics = _read_metrics(folder.place(folder.metrics))
+    metrics = _read_metrics(folder)
     return {
         "run_dir": str(folder.path),
         "steps": metrics.steps,
@@ -258,9 +252,9 @@ def _summary_of(folder: "RunFolder") -> dict[str, object]:
 
 
 def _print_summary(summary: Mapping[str, object], done: "Trained", verdict: "Verdict | None") -> None:
-    console = Console(highlight=False, soft_wrap=True)
+    console = terminal(soft_wrap=True)
     console.print(
-        f"loss {_loss(summary['first_loss'])} → {_loss(summary['last_loss'])} in {summary['steps']} steps,"
+        f"loss {_loss(summary, 'first_loss')} → {_loss(summary, 'last_loss')} in {summary['steps']} steps,"
         f" {format_seconds(float(str(summary['elapsed_s'])))}"
     )
     if summary["steps_skipped"]:
@@ -276,14 +270,17 @@ def _print_summary(summary: Mapping[str, object], done: "Trained", verdict: "Ver
         moved = " + ".join(str(sum(part)) for part in done.moves[-1][1])
         console.print(f"shares moved to {moved} samples while it ran; both figures are of the last round")
     if verdict is not None:
-        console.print(str(verdict), markup=False)
+        console.print(str(verdict))
         for name, difference in sorted(verdict.differences.items(), key=lambda item: -item[1])[:5]:
-            console.print(f"  {name}: {difference:.3g}, rounding {verdict.tolerances[name]:.3g}", markup=False)
+            console.print(f"  {name}: {difference:.3g}, rounding {verdict.tolerances[name]:.3g}")
     console.print(f"weights in {summary['model']}, report in {summary['report']}")
 
 
-def _loss(value: object) -> str:
-    return f"{value:.4f}" if isinstance(value, float) else "not finite"
+def _loss(summary: Mapping[str, object], name: str) -> str:
+    value = summary[name]
+    if isinstance(value, float):
+        return f"{value:.4f}"
+    return "not finite" if summary["steps"] else "unknown"
 
 
 def _on_average(done: "Trained") -> str:

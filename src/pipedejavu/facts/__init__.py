@@ -4,6 +4,7 @@ from pipedejavu.facts.catalog import KnownDevice, known_device, read_catalog
 from pipedejavu.facts.cluster import Cluster, compose, parse_cluster, read_machine
 from pipedejavu.facts.collector import paused_collector
 from pipedejavu.facts.error import FaultsError, InputError, nearest
+from pipedejavu.facts.file import open_file, read_file, remove, replace_file
 from pipedejavu.facts.heap import keep_heap
 from pipedejavu.facts.json_text import finite_form, to_json_text
 from pipedejavu.facts.machine import Device, Host, Link, Machine, Overlap, Route, part_kind
@@ -14,7 +15,7 @@ from pipedejavu.facts.part import with_part_times
 from pipedejavu.facts.profile import Cost, Edge, Profile, Tie, Unit, UnitTime, joint_spread
 from pipedejavu.facts.published import read_profile
 from pipedejavu.facts.quantity import Bytes, format_bytes, format_seconds
-from pipedejavu.facts.record import Record, read_file, sync_folder, write_file
+from pipedejavu.facts.record import Record, write_file
 from pipedejavu.facts.timeline import MEMORY_CLASSES, MemoryCurve, Span, Timeline, WorkerSummary
 
 __all__ = [
@@ -53,6 +54,7 @@ __all__ = [
     "keep_heap",
     "known_device",
     "nearest",
+    "open_file",
     "parse_cluster",
     "part_kind",
     "paused_collector",
@@ -60,7 +62,8 @@ __all__ = [
     "read_file",
     "read_machine",
     "read_profile",
-    "sync_folder",
+    "remove",
+    "replace_file",
     "to_json_text",
     "with_part_times",
     "write_file",

@@ -15,9 +15,10 @@ from pydantic import Field, model_validator
 
 from pipedejavu.facts.catalog import KnownDevice, known_device
 from pipedejavu.facts.error import InputError
+from pipedejavu.facts.file import read_file
 from pipedejavu.facts.machine import Device, Host, Link, Machine
 from pipedejavu.facts.quantity import Bytes, BytesPerSecond, Seconds
-from pipedejavu.facts.record import Record, read_file
+from pipedejavu.facts.record import Record
 
 LINK_EFFICIENCY = 0.8
 """Share of a stated rate of PCIe, NVLink or a network that transfers are assumed to reach."""

@@ -16,9 +16,9 @@ from itertools import pairwise
 from pathlib import Path
 
 from pipedejavu.facts.error import InputError, brief, nearest, repeated
+from pipedejavu.facts.file import read_file
 from pipedejavu.facts.profile import Cost, Edge, Profile, Unit, UnitTime
 from pipedejavu.facts.quantity import parse_quantity
-from pipedejavu.facts.record import read_file
 
 _PARAMETER_BYTES = 4
 """Published profiles are of float32."""

@@ -1,15 +1,14 @@
 """The base of every record that has a JSON form: frozen, strict, all faults reported at once."""
 
 import json
-import os
-from contextlib import suppress
 from pathlib import Path
-from typing import Any, Self, get_origin
+from typing import Any, ClassVar, Self, get_origin
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from pipedejavu.facts.error import FaultsError, InputError, repeated
 from pipedejavu.facts.fault import field_faults, is_unreadable, record_in
+from pipedejavu.facts.file import MOST_BYTES, read_file, replace_file
 
 
 class Record(BaseModel):
@@ -19,6 +18,8 @@ class Record(BaseModel):
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False, serialize_by_alias=True)
+    most_bytes: ClassVar[int] = MOST_BYTES
+    """Of a file that holds such a record."""
 
     def disagreements(self) -> list[str]:
         """Returns the faults between fields, each of which may be right alone."""
@@ -51,7 +52,7 @@ class Record(BaseModel):
     @classmethod
     def load(cls, path: str | Path) -> Self:
         """Reads the record from the JSON file at `path`."""
-        return cls.from_json(read_file(path), source=str(path))
+        return cls.from_json(read_file(path, cls.most_bytes), source=str(path))
 
     def save(self, path: str | Path) -> None:
         """Writes the record to `path`, whole or not at all."""
@@ -63,45 +64,12 @@ class Record(BaseModel):
         return type(self).model_validate({**fields, **changes}, by_name=True)
 
 
-def read_file(path: str | Path) -> bytes:
-    """Reads a file the user named; raises InputError if it cannot be read."""
-    try:
-        return Path(path).read_bytes()
-    except OSError as error:
-        raise InputError(f"cannot read {path}: {error.strerror}") from None
-
-
 def write_file(path: str | Path, text: str) -> None:
-    """Writes `text` under a temporary name and renames it to `path`; both are on the disk when it returns."""
-    target = Path(path)
-    part = target.parent / f"{target.name}.part"
+    """Writes `text` to a file, whole or not at all, through to the disk; raises InputError if it cannot be written."""
     try:
-        _write_synced(part, text.encode())
-        part.replace(target)
-        sync_folder(target.parent)
+        replace_file(path, text.encode("utf-8", "backslashreplace"))
     except OSError as error:
-        with suppress(OSError):
-            part.unlink()
         raise InputError(f"cannot write {path}: {error.strerror}") from None
-
-
-def _write_synced(path: Path, data: bytes) -> None:
-    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o666)
-    try:
-        while data:
-            data = data[os.write(file, data) :]
-        os.fsync(file)
-    finally:
-        os.close(file)
-
-
-def sync_folder(path: Path) -> None:
-    """Lets the names in a folder reach the disk."""
-    folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
 
 
 def _faults(record: type[Record], error: ValidationError, text: str | bytes) -> list[str]:

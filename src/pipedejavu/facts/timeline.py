@@ -5,7 +5,7 @@ can be joined. Columns, not rows: a timeline may hold very many actions.
 """
 
 from collections.abc import Iterator
-from typing import Literal, NamedTuple, Self
+from typing import ClassVar, Literal, NamedTuple, Self
 
 from pydantic import Field, model_validator
 
@@ -59,6 +59,8 @@ class WorkerSummary(Record):
 
 class Timeline(Record):
     """Columns over actions, and one summary for each worker."""
+
+    most_bytes: ClassVar[int] = 1 << 30
 
     origin: Literal["predicted", "measured"]
     makespan_s: Seconds

@@ -98,7 +98,8 @@ _LANES = {"FETCH": "copy-in", "OFFLOAD": "copy-out"}
 
 _TEXT = re.compile(
     rf"({'|'.join(sorted(KINDS, key=len, reverse=True))})(?::([{''.join(WHATS)}]))?"
-    r"(\d+)(?:/(\d+))?(?:\.(\d+))?(?:@(\d+))?([><]\d+|\*[\w.-]+|~[a-z]+)?"
+    r"(\d{1,18})(?:/(\d{1,18}))?(?:\.(\d{1,18}))?(?:@(\d{1,18}))?([><]\d{1,18}|\*[\w.-]+|~[a-z]+)?",
+    re.ASCII,
 )
 
 

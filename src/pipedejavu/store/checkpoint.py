@@ -9,13 +9,14 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from pipedejavu.facts.file import read_regular
 from pipedejavu.store.manifest import CheckpointError, Manifest, unreadable
 from pipedejavu.store.part import Tensors, check_part, check_tensor, read_tensor
 
 MANIFEST = "manifest.json"
 _FINITE = re.compile(r"(?:replica/\d+/)?state/(?:exp_avg|exp_avg_sq|momentum_buffer)/")
 """Names of tensors without infinities; a model may hold them on purpose, as in a mask of attention."""
-WHOLE = re.compile("step-(0|[1-9][0-9]*)")
+WHOLE = re.compile("step-(0|[1-9][0-9]{0,17})")
 """The name of a checkpoint that is whole."""
 _READERS = 4
 """Threads that verify; hashing and reading let others run beside them."""
@@ -30,7 +31,7 @@ class Checkpoint:
     def __init__(self, path: Path):
         self.path = path
         try:
-            data = (path / MANIFEST).read_bytes()
+            data = read_regular(path / MANIFEST, Manifest.most_bytes)
         except OSError as error:
             raise unreadable(path / MANIFEST, error) from None
         self.manifest = Manifest.unsealed(data, str(path / MANIFEST))

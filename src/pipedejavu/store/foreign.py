@@ -7,9 +7,11 @@ DCP, which torch itself unpickles without a check, one of our own.
 
 import io
 import json
+import os
 import pickle
 import warnings
 from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import import_module
 from math import prod
 from pathlib import Path
@@ -19,13 +21,16 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
-from pipedejavu.facts import InputError, read_file
+from pipedejavu.facts import InputError, open_file, read_file
+from pipedejavu.facts.file import check_file
 from pipedejavu.store.checkpoint import Checkpoint
 from pipedejavu.store.manifest import SCHEMA_VERSION, Manifest
 from pipedejavu.store.part import Tensors, write_part
 from pipedejavu.store.shelf import Shelf, merged, part_name
 
 SHARD_BYTES = 5 * 2**30
+_MOST_PICKLE_BYTES = 1 << 36
+_MOST_METADATA_BYTES = 1 << 28
 _INDEX = "model.safetensors.index.json"
 
 _DCP_CLASSES = {
@@ -44,7 +49,12 @@ _DCP_CLASSES = {
 
 def export_hugging(checkpoint: Checkpoint, folder: str | Path, *, config: str | Path | None = None) -> Path:
     """Writes a checkpoint's weights and buffers to a new folder as Hugging Face has them, with a `config.json`."""
-    target = _new_folder(folder)
+    with _written_to(folder) as target:
+        _write_hugging(checkpoint, target, config)
+    return target
+
+
+def _write_hugging(checkpoint: Checkpoint, target: Path, config: str | Path | None) -> None:
     kept = [name for name in checkpoint.names() if name.startswith(("weight/", "buffer/"))]
     entries = checkpoint.manifest.tensors
     shards: list[list[str]] = [[]]
@@ -67,7 +77,6 @@ def export_hugging(checkpoint: Checkpoint, folder: str | Path, *, config: str | 
         (target / _INDEX).write_text(json.dumps(index, indent=2), encoding="utf-8")
     if config is not None:
         (target / "config.json").write_bytes(read_file(config))
-    return target
 
 
 def import_hugging(folder: str | Path, shelf: str | Path, *, allow_pickle: bool = False) -> Checkpoint:
@@ -82,14 +91,13 @@ def read_weights(source: str | Path, *, allow_pickle: bool = False) -> Tensors:
     if not path.exists():
         raise InputError(f"cannot read {path}: there is no such file or folder")
     tensors: Tensors = {}
-    for file in [path] if path.is_file() else _hugging_files(path, allow_pickle):
+    for file in _hugging_files(path, allow_pickle) if path.is_dir() else [path]:
         tensors |= _read_pickle(file) if file.suffix == ".bin" and allow_pickle else _read_safetensors(file)
     return tensors
 
 
 def export_dcp(checkpoint: Checkpoint, folder: str | Path) -> Path:
     """Writes a checkpoint as torch.distributed.checkpoint does, under the names of its `get_state_dict`."""
-    target = _new_folder(folder)
     model: Tensors = {}
     state: dict[str, Tensors] = {}
     for name in checkpoint.names():
@@ -100,7 +108,7 @@ def export_dcp(checkpoint: Checkpoint, folder: str | Path) -> Path:
             slot, _, parameter = own.partition("/")
             state.setdefault(parameter, {})[slot] = checkpoint.tensor(name)
     dcp: Any = import_module("torch.distributed.checkpoint")
-    with warnings.catch_warnings():
+    with _written_to(folder) as target, warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # that one process writes, which is what is asked for
         dcp.save({"model": model, "optim": {"state": state}}, checkpoint_id=target, no_dist=True)
     return target
@@ -143,19 +151,26 @@ def _native_name(full: str) -> str | None:
     return f"state/{slot}/{name}" if is_state else None
 
 
-def _new_folder(folder: str | Path) -> Path:
+@contextmanager
+def _written_to(folder: str | Path) -> Iterator[Path]:
+    """Makes a new folder to write to; raises InputError where the system refuses that, or what is written to it."""
     path = Path(folder)
-    if path.exists() and (not path.is_dir() or any(path.iterdir())):
-        raise InputError(f"{path} is there already; choose another folder")
-    path.mkdir(parents=True, exist_ok=True)
-    return path
+    try:
+        if path.exists() and (not path.is_dir() or any(path.iterdir())):
+            raise InputError(f"{path} is there already; choose another folder")
+        path.mkdir(parents=True, exist_ok=True)
+        yield path
+    except OSError as error:
+        raise InputError(f"cannot write {path}: {error.strerror or error}") from None
 
 
 def _hugging_files(source: Path, allow_pickle: bool) -> list[Path]:
     if (source / _INDEX).exists():
         try:
             names = sorted({*json.loads(read_file(source / _INDEX))["weight_map"].values()})
-        except (ValueError, KeyError, AttributeError, TypeError):
+        except InputError:
+            raise
+        except (ValueError, KeyError, AttributeError, TypeError, RecursionError):
             raise InputError(f"{source / _INDEX} has no 'weight_map' from names to files") from None
         outside = [name for name in names if not isinstance(name, str) or Path(name).name != name]
         if outside:
@@ -177,14 +192,19 @@ def _hugging_files(source: Path, allow_pickle: bool) -> list[Path]:
 
 def _read_safetensors(path: Path) -> Tensors:
     try:
+        check_file(path)
         return load_file(path)
-    except (SafetensorError, OSError) as error:
+    except OSError as error:
+        raise InputError(f"cannot read {path}: {error.strerror or error}") from None
+    except (SafetensorError, ValueError, TypeError, RuntimeError, MemoryError) as error:  # odd shapes and sizes
         raise InputError(f"cannot read {path}: {error}") from None
 
 
 def _read_pickle(path: Path) -> Tensors:
-    found = _load_safely(io.BytesIO(read_file(path)), path)
-    return {name: tensor for name, tensor in found.items() if isinstance(tensor, torch.Tensor)}
+    found = _load_safely(io.BytesIO(read_file(path, _MOST_PICKLE_BYTES)), path)
+    if not isinstance(found, dict):
+        raise InputError(f"cannot read {path}: it holds a {type(found).__name__}, not tensors by name")
+    return {str(name): tensor for name, tensor in found.items() if isinstance(tensor, torch.Tensor)}
 
 
 def _load_safely(data: io.BytesIO, path: Path) -> Any:
@@ -195,8 +215,11 @@ def _load_safely(data: io.BytesIO, path: Path) -> Any:
         raise InputError(f"cannot read {path}: it holds more than tensors, or is broken ({text})") from None
 
 
-class _DcpReader(pickle.Unpickler):
-    """Builds the records of DCP's metadata, and refuses all else."""
+class _DcpReader(pickle._Unpickler):
+    """Builds the records of DCP's metadata, and refuses all else.
+
+    The unpickler that is written in C would take memory for as many memos as a number in the file says.
+    """
 
     def find_class(self, module: str, name: str) -> Any:
         """Returns a class of the list."""
@@ -209,7 +232,7 @@ class _DcpReader(pickle.Unpickler):
 
 def _read_metadata(path: Path) -> Any:
     try:
-        return _DcpReader(io.BytesIO(read_file(path))).load()
+        return _DcpReader(io.BytesIO(read_file(path, _MOST_METADATA_BYTES))).load()
     except InputError:
         raise
     except Exception as error:  # whatever a stranger's bytes make of it
@@ -238,9 +261,10 @@ def _chunks(source: Path, metadata: Any, full: str) -> Iterator[tuple[tuple[int,
         if index.fqn == full:
             path = source / Path(where.relative_path).name
             try:
-                with path.open("rb") as file:
+                with open_file(path) as file:
                     file.seek(where.offset)
-                    data = _load_safely(io.BytesIO(file.read(where.length)), path)
+                    size = min(where.length, os.fstat(file.fileno()).st_size)  # which is read at once
+                    data = _load_safely(io.BytesIO(file.read(size)), path)
             except OSError as error:
                 raise InputError(f"cannot read {path}: {error.strerror}") from None
             yield tuple(index.offset or (0,) * data.ndim), data

@@ -4,11 +4,11 @@ It is JSON with a seal, the hash of all that follows it, in the first line. Noth
 checked: names lead out of no folder, and no tensor lies outside its file.
 """
 
-import math
 import re
+from collections.abc import Sequence
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, Self
+from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import Field, model_validator
 
@@ -22,7 +22,13 @@ ITEM_BYTES = {
 }  # fmt: skip
 """The types of safetensors."""
 
-_PART = re.compile(r"part-\d{5}\.safetensors")
+_MOST = 2**63
+"""What torch counts up to."""
+_MOST_DIMENSIONS = 64
+
+Count = Annotated[int, Field(ge=0, lt=_MOST)]
+
+_PART = re.compile(r"part-[0-9]{5}\.safetensors")
 _SEAL = re.compile(rb'\{"seal": "([0-9a-f]{64})",\n')
 _VERSION = re.compile(rb'\s*"schema_version":\s*([0-9]{1,9})\b')
 """The first field, which can be read whatever else a newer program writes."""
@@ -46,33 +52,35 @@ class Entry(Record):
     """A tensor: its place, its form and the hash of its bytes."""
 
     file: str
-    offset: int = Field(ge=0)
+    offset: Count
     """Of its first byte in the file."""
-    shape: tuple[int, ...]
+    shape: tuple[Annotated[int, Field(lt=_MOST)], ...] = Field(max_length=_MOST_DIMENSIONS)
     dtype: str
     sha256: str
 
     @property
     def size_bytes(self) -> int:
         """Bytes of the tensor."""
-        return math.prod(self.shape) * ITEM_BYTES[self.dtype]
+        return 0 if 0 in self.shape else _product(self.shape) * ITEM_BYTES[self.dtype]
 
 
 class Part(Record):
     """One file: its size, and its header, which other programs read."""
 
-    size_bytes: int = Field(ge=0)
-    header_bytes: int = Field(ge=8)
+    size_bytes: Count
+    header_bytes: Annotated[int, Field(ge=8, lt=_MOST)]
     header_sha256: str
 
 
 class Manifest(Record):
     """All of a checkpoint but the bytes of its tensors."""
 
+    most_bytes: ClassVar[int] = 1 << 28
+
     schema_version: int
-    step: int = Field(ge=0)
+    step: Count
     """Updates that were made."""
-    samples: int = Field(ge=0)
+    samples: Count
     """Samples of the run that were trained on; the next update begins with the one of this number."""
     loss: float | None = None
     """The mean loss of the steps since the checkpoint before."""
@@ -97,7 +105,7 @@ class Manifest(Record):
                 faults.append(f"tensor '{name}' has the unknown type '{entry.dtype}'")
             elif part is None:
                 faults.append(f"tensor '{name}' is in '{entry.file}', which is no part")
-            elif any(n < 0 for n in entry.shape) or entry.offset + entry.size_bytes > part.size_bytes:
+            elif not _is_shape(entry.shape) or entry.offset + entry.size_bytes > part.size_bytes:
                 faults.append(f"tensor '{name}' does not fit into '{entry.file}' of {part.size_bytes} bytes")
         return faults
 
@@ -130,3 +138,18 @@ class Manifest(Record):
             return cls.from_json(b"{" + rest, source)
         except FaultsError as error:
             raise CheckpointError(str(error)) from None
+
+
+def _is_shape(sizes: Sequence[int]) -> bool:
+    """Whether torch can count the elements and the strides of such a tensor."""
+    return min(sizes, default=0) >= 0 and _product(sizes) < _MOST
+
+
+def _product(shape: Sequence[int]) -> int:
+    """Returns the product of the sizes that are not 0, by which torch counts strides; ends where it is too large."""
+    found = 1
+    for size in shape:
+        found *= size or 1
+        if found >= _MOST:
+            break
+    return found

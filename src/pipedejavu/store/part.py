@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pipedejavu.facts.file import check_file, open_file, write_all
 from pipedejavu.store.manifest import ITEM_BYTES, DamagedError, Entry, Part, unreadable
 
 Tensors = dict[str, Tensor]
@@ -45,7 +46,7 @@ def write_part(path: Path, tensors: Mapping[str, Tensor]) -> tuple[Part, dict[st
     text = json.dumps(form, ensure_ascii=False).encode()
     text += b" " * (-len(text) % _ALIGNMENT)
     header = len(text).to_bytes(_ALIGNMENT, "little") + text
-    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o644)
     try:
         write_all(file, memoryview(header))
         for name, tensor in ordered:
@@ -70,7 +71,7 @@ def write_part(path: Path, tensors: Mapping[str, Tensor]) -> tuple[Part, dict[st
 def check_part(path: Path, part: Part) -> None:
     """Raises DamagedError if a file is missing or has another size or header, CheckpointError if it cannot be read."""
     try:
-        size = path.stat().st_size
+        size = check_file(path).st_size
     except OSError as error:
         raise unreadable(path, error) from None
     if size != part.size_bytes:
@@ -98,12 +99,6 @@ def check_tensor(folder: Path, name: str, entry: Entry) -> None:
         raise DamagedError(f"tensor '{name}' in {path} does not have its hash: it was changed on the disk")
 
 
-def write_all(file: int, data: memoryview) -> None:
-    """Writes all bytes; the system may take fewer at a time."""
-    while data:
-        data = data[os.write(file, data[:_CHUNK_BYTES]) :]
-
-
 def is_storable(tensor: Tensor) -> bool:
     """Whether a part can hold tensors of this type."""
     return tensor.dtype in _TYPES
@@ -118,7 +113,7 @@ def _bytes_of(tensor: Tensor) -> memoryview:
 def _read(path: Path, offset: int, size: int) -> bytearray:
     data = bytearray()
     try:
-        with path.open("rb", buffering=0) as file:
+        with open_file(path) as file:
             # A manifest that lies costs no memory.
             missing = offset + size - os.fstat(file.fileno()).st_size
             if missing > 0:
@@ -126,7 +121,7 @@ def _read(path: Path, offset: int, size: int) -> bytearray:
             data = bytearray(size)
             file.seek(offset)
             rest = memoryview(data)
-            while rest and (count := file.readinto(rest)):
+            while rest and (count := os.readv(file.fileno(), [rest])):
                 rest = rest[count:]
     except OSError as error:
         raise unreadable(path, error) from None

@@ -7,15 +7,14 @@ step-40.bad and never deleted; one that only cannot be read stays as it is, and 
 """
 
 import os
-import shutil
 from collections.abc import Callable, Mapping
 from itertools import chain, count
 from pathlib import Path
 
-from pipedejavu.facts import sync_folder
+from pipedejavu.facts import remove, replace_file
+from pipedejavu.facts.file import sync_folder
 from pipedejavu.store.checkpoint import MANIFEST, WHOLE, Checkpoint
 from pipedejavu.store.manifest import CheckpointError, DamagedError, Entry, Manifest, Part, unreadable
-from pipedejavu.store.part import write_all
 
 LATEST = "LATEST"
 KEPT = 2
@@ -53,29 +52,28 @@ class Shelf:
     def draft(self, step: int) -> Path:
         """Returns the folder in which the parts of a checkpoint are written, and makes it."""
         path = self.path / f"step-{step}.tmp"
+        if path.is_symlink():  # none of ours; what it names is not to be written to
+            remove(path)
         path.mkdir(parents=True, exist_ok=True)
         return path
 
     def commit(self, step: int, manifest: Manifest) -> Path:
         """Gives a draft whose parts are on the disk its manifest and its name, and lets LATEST name it."""
         draft, folder = self.draft(step), self.folder(step)
-        _write_synced(draft / MANIFEST, manifest.sealed())
-        sync_folder(draft)
+        replace_file(draft / MANIFEST, manifest.sealed())
         draft.rename(folder)
         sync_folder(self.path)
-        _write_synced(self.path / f"{LATEST}.tmp", f"{folder.name}\n".encode())
-        (self.path / f"{LATEST}.tmp").replace(self.path / LATEST)
-        sync_folder(self.path)
+        replace_file(self.path / LATEST, f"{folder.name}\n".encode())
         return folder
 
     def discard(self, step: int) -> None:
         """Removes a draft."""
-        shutil.rmtree(self.path / f"step-{step}.tmp", ignore_errors=True)
+        remove(self.path / f"step-{step}.tmp")
 
     def collect(self) -> None:
         """Removes what was never finished; the caller makes sure that no one writes."""
         for path in self.path.glob("*.tmp"):
-            shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink()
+            remove(path)
 
     def newest(
         self, tell: Callable[[str], None], *, allow_restart: bool = False, is_reader: bool = False
@@ -131,7 +129,7 @@ class Shelf:
 
     def _remove(self, step: int) -> None:
         # The name goes first, so that no half of it looks whole.
-        shutil.rmtree(self.folder(step).rename(self.path / f"step-{step}.tmp"), ignore_errors=True)
+        remove(self.folder(step).rename(self.path / f"step-{step}.tmp"))
 
     def _manifest(self, step: int) -> Manifest | None:
         try:
@@ -149,15 +147,6 @@ def merged(reports: Mapping[str, tuple[Part, Mapping[str, Entry]]]) -> tuple[dic
 def part_name(number: int) -> str:
     """Returns the name of a checkpoint's n-th file."""
     return f"part-{number:05}.safetensors"
-
-
-def _write_synced(path: Path, data: bytes) -> None:
-    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
-    try:
-        write_all(file, memoryview(data))
-        os.fsync(file)
-    finally:
-        os.close(file)
 
 
 def _set_aside(folder: Path) -> Path:

@@ -4,6 +4,7 @@ import json
 import signal
 import traceback
 from collections.abc import Sequence
+from contextlib import suppress
 
 import torch
 from torch._C._distributed_c10d import Store
@@ -57,16 +58,19 @@ def write_failure(store: Store, rank: int, error: BaseException) -> None:
 
 def keep_failure(store: Store, text: str) -> None:
     """Keeps a kind of failure and, in the lines after it, what to tell the user, unless another failed before."""
-    store.compare_set(_KEY, "", text)
+    store.compare_set(_KEY, "", text.encode("utf-8", "backslashreplace").decode())
 
 
 def read_failure(store: Store, exit_codes: Sequence[int | None]) -> Exception:
     """Returns what to raise for workers that ended with these codes, by what the first of them left."""
     if store.check([_KEY]):
-        kind, _, text = store.get(_KEY).decode().partition("\n")
+        kind, _, text = store.get(_KEY).decode("utf-8", "replace").partition("\n")
         if kind == "memory":
-            return ShortageError(*json.loads(text))
-        return InputError(text) if kind == "input" else WorkerError(text)
+            with suppress(ValueError, TypeError, RecursionError):
+                rank, found_bytes = json.loads(text)
+                return ShortageError(int(rank), int(found_bytes))
+        if text.strip():
+            return InputError(text) if kind == "input" else WorkerError(text)
     for rank, code in enumerate(exit_codes):
         if code is not None and code < 0:
             name = signal.Signals(-code).name

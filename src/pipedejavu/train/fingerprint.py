@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from pipedejavu.facts import InputError
+from pipedejavu.facts import InputError, open_file
 from pipedejavu.facts.version import VERSION
 from pipedejavu.train.door import open_task
 from pipedejavu.train.hugging import read_config_text
@@ -147,7 +147,7 @@ def _hash(data: str | bytes) -> str:
 
 def _hash_file(path: Path) -> str:
     try:
-        with path.open("rb") as file:
+        with open_file(path) as file:
             return file_digest(file, "sha256").hexdigest()
     except OSError as error:
         raise InputError(f"cannot read {path}: {error.strerror}") from None

@@ -1,10 +1,8 @@
 """The run folder: what a run is given, what it leaves, and under which names."""
 
 import errno
-import json
 import math
 import os
-import shutil
 import threading
 import time
 from contextlib import suppress
@@ -15,19 +13,28 @@ from pydantic import Field
 from safetensors.torch import save_file
 from torch import Tensor
 
-from pipedejavu.facts import InputError, Machine, Profile, Record, Timeline, to_json_text, write_file
+from pipedejavu.facts import (
+    InputError,
+    Machine,
+    Profile,
+    Record,
+    Timeline,
+    remove,
+    replace_file,
+    to_json_text,
+    write_file,
+)
+from pipedejavu.facts.file import fresh_path, read_regular, sync_folder
 from pipedejavu.plan import Plan
 from pipedejavu.program import Program
 from pipedejavu.program import compile as compile_plan
 from pipedejavu.store import Checkpoint, Shelf
 from pipedejavu.train.fallback import Fallback
 from pipedejavu.train.fingerprint import read_fingerprints
+from pipedejavu.train.metric import MOST_BYTES, read_metrics, step_of
 from pipedejavu.train.options import TrainOptions
 from pipedejavu.train.seal import Settings
 from pipedejavu.train.worker_result import Weights
-
-_STEP_NAMES = ("step", "saved", "switched", "skipped")
-"""Under which names a row of the metrics says which step it is about."""
 
 
 def result_of(program: Program, weights: Weights) -> dict[str, Tensor]:
@@ -44,8 +51,8 @@ def result_of(program: Program, weights: Weights) -> dict[str, Tensor]:
 class Start(Record):
     """Where a run goes on: after which update, and with which sample; a step above 0 has a checkpoint."""
 
-    step: int = 0
-    samples: int = 0
+    step: int = Field(default=0, ge=0, lt=2**63)
+    samples: int = Field(default=0, ge=0, lt=2**63)
     fingerprints: dict[str, str] = Field(default={})
     """Those of the model's source and the data that it goes on with."""
 
@@ -102,8 +109,10 @@ class RunFolder:
         if not begun.fingerprints and (options.checkpoint_every != 0 or options.init_candidates > 1):
             begun = begun.but(fingerprints=read_fingerprints(options))
         try:
-            shutil.rmtree(self.parts, ignore_errors=True)
+            remove(self.parts)
             self.parts.mkdir(parents=True)
+            if self.metrics.is_symlink() or not self.metrics.is_file():  # nothing that a run has written
+                remove(self.metrics)
         except OSError as error:
             raise InputError(f"cannot make the run folder {self.path}: {error.strerror}") from None
         if start is not None:
@@ -115,24 +124,14 @@ class RunFolder:
 
     def _forget(self, step: int) -> None:
         """Removes metrics of what is trained again."""
-        rows = [row for row in self.rows() if _step_of(row) <= step]
+        rows = [row for row in self.rows() if step_of(row) <= step]
         if self.metrics.exists():
             write_file(self.metrics, "".join(to_json_text(row) + "\n" for row in rows))
             self.add_metrics({"resumed": step})
 
     def rows(self) -> list[dict[str, Any]]:
         """Returns the metrics; a line that a kill has cut off, or that is none of this program's, is left out."""
-        found = []
-        path = self.place(self.metrics)
-        for line in path.read_bytes().splitlines() if path.exists() else ():
-            with suppress(ValueError, RecursionError):
-                found.append(json.loads(line))
-        numbers = ("step", "saved", "skipped", "elapsed_s")
-        return [
-            row
-            for row in found
-            if isinstance(row, dict) and all(isinstance(row.get(name, 0), int | float) for name in numbers)
-        ]
+        return read_metrics(self.place(self.metrics))
 
     def elapsed_s(self) -> float:
         """Returns how long the run has trained."""
@@ -170,13 +169,16 @@ class RunFolder:
         """Writes a model's state under its own names, whole or not at all; elsewhere if the disk refuses."""
 
         def write(path: Path) -> None:
-            part = path.with_suffix(".part")
+            part = fresh_path(path)
             try:
+                for old in path.parent.glob(f"{path.name}.*.tmp"):  # of a run that was killed
+                    remove(old)
                 save_file(trained, part)
                 _sync(part)
                 part.replace(path)
+                sync_folder(path.parent)
             except BaseException:
-                part.unlink(missing_ok=True)
+                remove(part)
                 raise
 
         self.fallback.write(self.model, sum(weight.nbytes for weight in trained.values()), write)
@@ -187,7 +189,7 @@ class RunFolder:
 
     def remove_parts(self) -> None:
         """Removes what only the workers needed."""
-        shutil.rmtree(self.parts, ignore_errors=True)
+        remove(self.parts)
 
     def add_metrics(self, row: dict[str, Any]) -> None:
         """Adds a line to the metrics; on a disk that refuses it, lines wait for the next one.
@@ -230,13 +232,15 @@ class RunFolder:
         with self._writing:
             if not self._unwritten:
                 return
-            before = self.metrics.read_bytes() if self.metrics.exists() else b""
+            before = b""
+            with suppress(OSError):
+                before = read_regular(self.metrics, MOST_BYTES)
 
             def write(path: Path) -> None:
                 if path == self.metrics:
                     _append(path, self._unwritten)
                 else:
-                    path.write_bytes(before + self._unwritten)
+                    replace_file(path, before + self._unwritten)
 
             self.fallback.write(self.metrics, len(before) + len(self._unwritten), write)
             self._unwritten = b""
@@ -251,14 +255,9 @@ def _sync(path: Path) -> None:
         os.close(file)
 
 
-def _step_of(row: dict[str, Any]) -> float:
-    """Returns the step that a row of the metrics is about; 0 for one about the whole run."""
-    return next((row[name] for name in _STEP_NAMES if name in row), 0)
-
-
 def _append(path: Path, data: bytes) -> None:
-    """Adds bytes to a file, all or none of them."""
-    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    """Adds bytes to a file, all or none of them; neither follows a link nor waits for a FIFO."""
+    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK, 0o644)
     try:
         before = os.fstat(file).st_size
         if os.write(file, data) < len(data):

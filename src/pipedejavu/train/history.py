@@ -1,18 +1,21 @@
 """What a run folder tells of its run, while it goes on and afterwards: state, losses, rates, memory, events."""
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from pipedejavu.facts import InputError, Timeline, finite_form, format_bytes, format_seconds
+from pipedejavu.facts import InputError, Timeline, format_bytes, format_seconds
 from pipedejavu.plan import Plan
 from pipedejavu.train.folder import RunFolder
 from pipedejavu.train.hold import is_held
 from pipedejavu.train.options import TrainOptions
 
 State = Literal["running", "finished", "stopped", "failed"]
+_MOST_SHOWN = 1000
+"""Characters of what happened."""
 _ABOUT_STEP = {"step", "loss", "count", "samples", "elapsed_s", "peak_bytes", "peak_gpu_bytes"}
 
 
@@ -58,7 +61,7 @@ class History:
     def steps(self) -> list[Step]:
         """The finished updates, in their order."""
         return [
-            Step(row["step"], finite_form(row["loss"]), row.get("samples"), row.get("elapsed_s", 0.0))
+            Step(row["step"], _loss(row["loss"]), row.get("samples"), row.get("elapsed_s", 0.0))
             for row in self.rows
             if "loss" in row
         ]
@@ -75,7 +78,7 @@ class History:
         for row in self.rows:
             step = row.get("step", step)
             told = row if "loss" not in row else {key: value for key, value in row.items() if key not in _ABOUT_STEP}
-            found += [Event(step, *_describe(told))] if told else []
+            found += [Event(step, *map(_cut, _describe(told)))] if told else []
         return found
 
     @property
@@ -97,7 +100,7 @@ class History:
         """Why it failed; empty for a run that did not."""
         if self.state != "failed":
             return ""
-        return str(self.rows[-1]["failed"]) if self.rows and "failed" in self.rows[-1] else "it ended without a word"
+        return _cut(self.rows[-1]["failed"]) if self.rows and "failed" in self.rows[-1] else "it ended without a word"
 
     @property
     def samples_per_s(self) -> float | None:
@@ -151,13 +154,28 @@ def find_runs(path: str | Path, tell: Callable[[str], None]) -> list[History]:
     if not Path(path).is_dir():
         raise InputError(f"there is no folder {path}; 'train' writes runs to runs/ unless --run-dir says otherwise")
     found = []
-    for inside in Path(path).iterdir():
+    try:
+        folders = [*Path(path).iterdir()]
+    except OSError as error:
+        raise InputError(f"cannot read {path}: {error.strerror}") from None
+    for inside in folders:
         try:
             if RunFolder(inside).holds_run:
                 found.append(History.read(inside))
         except InputError as error:
             tell(f"{inside.name} is left out: {error}")
     return sorted(found, key=lambda run: -run.changed_s)
+
+
+def _cut(value: object) -> str:
+    """Returns what a row says, as far as it is shown."""
+    text = str(value)
+    return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}…"
+
+
+def _loss(value: float | None) -> float | None:
+    """Returns a loss; None for one that is not finite, for which JSON has no number."""
+    return float(value) if value is not None and math.isfinite(value) else None
 
 
 def _describe(row: Mapping[str, Any]) -> tuple[str, str]:

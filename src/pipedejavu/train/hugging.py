@@ -10,7 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from pipedejavu.facts import InputError, read_file
+from pipedejavu.facts.file import check_file
 from pipedejavu.train.begin import load_weights
+from pipedejavu.train.configuration import bounded_build, check_configuration, offline
 from pipedejavu.zoo import Dataset, Task, open_data
 from pipedejavu.zoo.form import Form, ImageForm, TokenForm
 from pipedejavu.zoo.loss import count, cross_entropy
@@ -45,19 +47,20 @@ def build_hugging(
     check_data(name, data, weights)
     room = _transformers(name)
     config = _read_config(room, name)
-    config.use_cache = False  # what generating keeps would pass from unit to unit
-    head, objective, inputs = _choose_head(room, config, name)
     torch.manual_seed(seed)
-    if weights is not None and not Path(weights).is_file():
-        model = _read_model(room, head, config, weights)
-    else:
-        with torch.device(device or torch.get_default_device()):
-            model = getattr(room, head).from_config(config, dtype=torch.get_default_dtype())
-        if weights is not None:
-            load_weights(model, weights)
-    model.train()
-    most = MOST_ESTIMATED if device == "meta" else MOST_TOKENS
-    form = _form(config, objective, most, context, _num_reserved(model))
+    with bounded_build(name):
+        config.use_cache = False  # what generating keeps would pass from unit to unit
+        head, objective, inputs = _choose_head(room, config, name)
+        if weights is not None and not Path(weights).is_file():
+            model = _read_model(room, head, config, weights)
+        else:
+            with torch.device(device or torch.get_default_device()), offline():
+                model = getattr(room, head).from_config(config, dtype=torch.get_default_dtype())
+            if weights is not None:
+                load_weights(model, weights)
+        model.train()
+        most = MOST_ESTIMATED if device == "meta" else MOST_TOKENS
+        form = _form(config, objective, most, context, _num_reserved(model))
     has_text = isinstance(form, TokenForm) and form.num_plain >= _NUM_BYTES
     source = open_data(data or ("stdlib" if has_text else "random"), form, seed=seed)
     counts = count if isinstance(form, TokenForm) else len
@@ -96,9 +99,13 @@ def _read_config(room: Any, name: str) -> Any:
         path = path / "config.json"
     try:
         if path.suffix != ".json":
-            return room.AutoConfig.from_pretrained(name)
-        found = json.loads(read_file(path))
-        return room.AutoConfig.for_model(found.pop("model_type"), **found)
+            plain, _ = room.PreTrainedConfig.get_config_dict(name)
+            check_configuration(plain, name)
+            return room.AutoConfig.from_pretrained(name, trust_remote_code=False)
+        plain = json.loads(read_file(path))
+        check_configuration(plain, name)
+        with offline():
+            return room.AutoConfig.for_model(plain.pop("model_type"), **plain)
     except InputError:
         raise
     except KeyError as error:
@@ -110,6 +117,8 @@ def _read_config(room: Any, name: str) -> Any:
 
 def _read_model(room: Any, head: str, config: Any, weights: str) -> nn.Module:
     """Returns a model with weights as transformers reads them, old names and bodies without a head included."""
+    if Path(weights).is_dir():
+        _check_files(Path(weights))
     options = {"config": config, "dtype": torch.get_default_dtype(), "use_safetensors": True}
     room.utils.logging.disable_progress_bar()  # of which every worker would show its own
     try:
@@ -129,6 +138,16 @@ def _read_model(room: Any, head: str, config: Any, weights: str) -> nn.Module:
         )
     found: nn.Module = model
     return found
+
+
+def _check_files(folder: Path) -> None:
+    """Raises InputError where a folder holds what a reader would wait for."""
+    for path in folder.iterdir():
+        try:
+            if not path.is_dir():
+                check_file(path)
+        except OSError as error:
+            raise InputError(f"cannot read {path}: {error.strerror}") from None
 
 
 def _choose_head(room: Any, config: Any, name: str) -> tuple[str, str, tuple[str, ...]]:

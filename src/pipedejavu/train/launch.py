@@ -4,7 +4,6 @@ import math
 import os
 import secrets
 import signal
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -302,7 +301,7 @@ def _seen_by_all(shared: Path, options: TrainOptions, team: Team, start: Start |
     if start is not None and start.step:
         raise InputError(f"the run cannot go on: {reason}; put --run-dir on a file system of all")
     if team.is_first:
-        print(f"pipedejavu: no checkpoints: {reason}; put --run-dir on a file system of all", file=sys.stderr)
+        say(f"no checkpoints: {reason}; put --run-dir on a file system of all")
     return options.but(checkpoint_every=0, replan=False)
 
 

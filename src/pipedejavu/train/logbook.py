@@ -9,9 +9,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib import import_module
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any, Protocol
 
-from pipedejavu.facts import InputError
+from pipedejavu.facts import InputError, read_file, write_file
 from pipedejavu.train.folder import RunFolder
 from pipedejavu.train.options import Logger, TrainOptions
 
@@ -105,9 +106,9 @@ class _Wandb:
     def __init__(self, folder: RunFolder, settings: Mapping[str, Any], start: int):
         path = folder.path / "wandb.id"
         if not start or not path.exists():
-            path.write_text(secrets.token_hex(8), encoding="utf-8")
+            write_file(path, secrets.token_hex(8))
         self.run = import_module("wandb").init(
-            project=PROJECT, name=folder.path.name, id=path.read_text(encoding="utf-8"), resume="allow",
+            project=PROJECT, name=folder.path.name, id=_read_id(path), resume="allow",
             dir=str(folder.path), config=dict(settings),
         )  # fmt: skip
 
@@ -123,10 +124,10 @@ class _Mlflow:
         self.mlflow = import_module("mlflow")
         self.mlflow.set_experiment(PROJECT)
         path = folder.path / "mlflow.id"
-        known = path.read_text(encoding="utf-8") if start and path.exists() else None
+        known = _read_id(path) if start and path.exists() else None
         run = self.mlflow.start_run(run_id=known, run_name=None if known else folder.path.name)
         if known is None:
-            path.write_text(run.info.run_id, encoding="utf-8")
+            write_file(path, run.info.run_id)
             self.mlflow.log_params(dict(settings))
 
     def add(self, step: int, figures: Figures) -> None:
@@ -141,3 +142,7 @@ _OPEN: dict[Logger, Callable[[RunFolder, Mapping[str, Any], int], Logbook]] = {
     "wandb": _Wandb,
     "mlflow": _Mlflow,
 }
+
+
+def _read_id(path: Path) -> str:
+    return read_file(path).decode("utf-8", "replace").strip()

@@ -4,7 +4,6 @@ What `train` or a `Trainer` has saved loads into such a loop, and the other way 
 """
 
 import json
-import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
@@ -13,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from pipedejavu.facts import InputError, finite_form
+from pipedejavu.facts.printable import tell
 from pipedejavu.store import Checkpoint, CheckpointError, Saver, Shelf, Tensors, is_sound
 from pipedejavu.train.saved import check_finite, current_gpu, random_state, saved_in, set_random_state
 
@@ -102,7 +102,7 @@ class Checkpoints:
 
 def say(sentence: str) -> None:
     """Tells the user of a checkpoint that could not be written or read."""
-    print(f"pipedejavu: {sentence}", file=sys.stderr)
+    tell(sentence)
 
 
 def load_weights(model: nn.Module, checkpoint: Checkpoint) -> None:

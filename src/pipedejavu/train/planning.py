@@ -10,7 +10,7 @@ from hashlib import sha256
 from itertools import islice
 from pathlib import Path
 
-from pipedejavu.facts import InputError, Machine, Profile
+from pipedejavu.facts import InputError, Machine, Profile, read_file
 from pipedejavu.probe.gloo import measure_link
 from pipedejavu.probe.shape import num_cores, total_memory_bytes
 from pipedejavu.probe.survey import measure_machine, read_versions
@@ -87,7 +87,7 @@ def _content(model: str) -> str:
     """Returns a digest of the file that a model comes from; empty where it comes from none."""
     path = Path(model.removeprefix("hf:") if model.startswith("hf:") else model.rpartition(":")[0])
     path = path / "config.json" if path.is_dir() else path
-    return sha256(path.read_bytes()).hexdigest() if path.is_file() else ""
+    return sha256(read_file(path)).hexdigest() if path.is_file() else ""
 
 
 def choose_plan(

@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.live import Live
 
 from pipedejavu.facts import format_bytes, format_seconds
+from pipedejavu.facts.printable import printable
 from pipedejavu.simulate import Outlook
 from pipedejavu.train.view import Seat, View
 
@@ -48,7 +49,7 @@ class Progress:
         self.last_s = self.started_s = time.perf_counter()
         self.is_live = sys.stderr.isatty()
         self.view = View(steps, done, self._left().strip(), seats=seats, forecast_s=forecast_s)
-        self.console = Console(stderr=True)
+        self.console = Console(stderr=True, markup=False, emoji=False)
         self.live = Live(self.view, console=self.console) if self.is_live else None
         self.count = 0
         self.num_skipped = 0
@@ -91,7 +92,7 @@ class Progress:
     def say(self, sentence: str) -> None:
         """Shows a sentence beside the view."""
         with suppress(OSError):
-            self.console.print(f"pipedejavu: {sentence}", highlight=False, markup=False, soft_wrap=True)
+            self.console.print(f"pipedejavu: {printable(sentence)}", highlight=False, soft_wrap=True)
 
     def _left(self) -> str:
         """Returns what is left, with what nine runs of ten keep to; nothing at the end."""

@@ -8,7 +8,7 @@ import json
 from collections.abc import Callable, Mapping
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from pipedejavu.facts import FaultsError, InputError, Machine, Profile, Record, read_file
 from pipedejavu.facts.error import brief
@@ -26,6 +26,8 @@ _MOST_DIFFERENCES = 4
 
 class Seal(Record):
     """The records of a run, and the hash of their JSON."""
+
+    most_bytes: ClassVar[int] = sum(kind.most_bytes for kind in _KINDS.values())
 
     sha256: str
     settings: dict[str, dict[str, Any]]
@@ -99,7 +101,7 @@ def _read(file: Path, kind: type[Record], before: Record | None) -> tuple[Record
     """Returns what a copy says, or None, and what is wrong with it, or nothing."""
     if not file.exists():
         return None, "is missing"
-    data = read_file(file)  # raises InputError without permission, which shows no damage
+    data = read_file(file, kind.most_bytes)  # raises InputError without permission, which shows no damage
     try:
         record = kind.from_json(data, str(file))
     except FaultsError:
@@ -117,7 +119,7 @@ def _sealed(path: Path, tell: Callable[[str], None]) -> dict[str, Record]:
     file = path / SEAL
     if not file.exists():
         return {}
-    data = read_file(file)
+    data = read_file(file, Seal.most_bytes)
     try:
         seal = Seal.from_json(data, str(file))
         if _hash(seal.settings) != seal.sha256:

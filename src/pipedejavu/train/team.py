@@ -21,6 +21,7 @@ from torch.distributed import DistNetworkError, DistStoreError
 from torch.distributed.rendezvous import rendezvous
 
 from pipedejavu.facts import InputError
+from pipedejavu.facts.printable import print_error, tell
 from pipedejavu.store import Shelf
 from pipedejavu.train.failure import is_lost, with_rest
 from pipedejavu.train.options import TrainOptions
@@ -168,7 +169,7 @@ class Team:
         return self.vigil
 
     def _end_hung(self, trace: str, sentence: str) -> None:
-        print(f"{trace}pipedejavu: {self._with_rest(sentence)}", file=sys.stderr, flush=True)
+        print_error(f"{trace}pipedejavu: {self._with_rest(sentence)}")
         os._exit(1)
 
     def _word(self) -> Word:
@@ -187,7 +188,7 @@ class Team:
         """Ends this process with a sentence that the first rank of each host says for all of it."""
         if self._local_rank == 0:
             stop = f"the ranks of host '{self._host}' stop, and the run folder keeps the metrics so far"
-            print(f"pipedejavu: {self._with_rest(f'{reason}; {stop}')}", file=sys.stderr, flush=True)
+            tell(self._with_rest(f"{reason}; {stop}"))
         else:
             time.sleep(LAST_WORD_S)  # torchrun ends all ranks of a host as soon as one has ended
         sys.stdout.flush()
@@ -224,7 +225,7 @@ class Team:
         with suppress(RuntimeError):  # the store may have gone with its rank
             is_first = self.store is None or self.store.add(f"told/{text}", 1) == 1
         if is_first:
-            print(text, file=sys.stderr, flush=True)
+            print_error(text)
 
 
 def meet(store: Store, rank: int, size: int) -> str:

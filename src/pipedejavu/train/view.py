@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from pipedejavu.facts import format_bytes, format_seconds
+from pipedejavu.facts.printable import printable
 
 CURVE_ROWS = 6
 MOST_WORKERS = 12
@@ -81,7 +82,7 @@ class View:
         for column in ("worker", "compute (forecast)", "other lanes", "memory (tensors, forecast)"):
             found.add_column(column, no_wrap=True)
         for number, seat in enumerate(seats):
-            found.add_row(f"{number} {seat.device}", _busy(seat), _others(seat), _memory(seat))
+            found.add_row(f"{number} {printable(seat.device)}", _busy(seat), _others(seat), _memory(seat))
         return found
 
     def _step(self) -> str:

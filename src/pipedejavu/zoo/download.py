@@ -1,12 +1,11 @@
 """MNIST's files from their usual mirror: whole and with the right checksum, or not at all."""
 
 import hashlib
-import os
 import urllib.request
 from http.client import HTTPException
 from pathlib import Path
 
-from pipedejavu.facts import InputError
+from pipedejavu.facts import InputError, replace_file
 
 MIRROR = "https://ossci-datasets.s3.amazonaws.com/mnist"
 TIMEOUT_S = 30.0
@@ -35,12 +34,9 @@ def download_mnist(folder: Path, name: str) -> Path:
         raise InputError(
             f"{url} has {len(content)} bytes with the SHA-256 {found}, not MNIST's {MNIST_SHA256[name]}; {remedy}"
         )
-    # Several workers may get it at once; each writes a file of its own, and any of them is right.
-    part = folder / f"{name}.{os.getpid()}.part"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        part.write_bytes(content)
-        part.replace(folder / name)
+        replace_file(folder / name, content)  # several workers may do so at once, and any of them is right
     except OSError as error:
         raise InputError(f"cannot write {folder / name}: {error.strerror}") from None
     return folder / name

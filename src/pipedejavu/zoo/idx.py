@@ -2,6 +2,7 @@
 
 import gzip
 import math
+import os
 import struct
 import zlib
 from pathlib import Path
@@ -10,26 +11,29 @@ from typing import BinaryIO
 import torch
 from torch import Tensor
 
-from pipedejavu.facts import InputError
+from pipedejavu.facts import InputError, open_file
 
 _GZIP = b"\x1f\x8b"
 _BYTE = 8
 """IDX's number for the type of unsigned bytes, the only one that MNIST uses."""
 
 _MOST_BYTES = 1 << 31
+_MOST_RATIO, _SMALL_BYTES = 100, 1 << 26
+"""How many times its size a gzip may say that it holds; MNIST's hold 5 times theirs. Small ones are read anyway."""
 _PART_BYTES = 1 << 20
 
 
 def read_idx(path: Path, dimensions: int) -> Tensor:
     """Reads an IDX file of unsigned bytes, plain or compressed with gzip; raises InputError for any other."""
     try:
-        with path.open("rb") as file:
+        with open_file(path) as file:
             is_gzip = file.read(2) == _GZIP
+            size = file.seek(0, os.SEEK_END)
             file.seek(0)
             if not is_gzip:
-                return _read(file, path, dimensions)
+                return _read(file, path, dimensions, size)
             with gzip.GzipFile(fileobj=file) as inside:
-                return _read(inside, path, dimensions)
+                return _read(inside, path, dimensions, max(_SMALL_BYTES, _MOST_RATIO * size))
     except EOFError:
         raise InputError(f"{path} ends in the middle of its gzip stream; get the file again") from None
     except (gzip.BadGzipFile, zlib.error) as error:
@@ -38,7 +42,8 @@ def read_idx(path: Path, dimensions: int) -> Tensor:
         raise InputError(f"cannot read {path}: {error.strerror}") from None
 
 
-def _read(file: "BinaryIO | gzip.GzipFile", path: Path, dimensions: int) -> Tensor:
+def _read(file: "BinaryIO | gzip.GzipFile", path: Path, dimensions: int, most_bytes: int) -> Tensor:
+    """Reads what the header promises and no more, where a file of this size can hold it at all."""
     magic = file.read(4)
     wanted = bytes([0, 0, _BYTE, dimensions])
     if magic != wanted:
@@ -53,7 +58,12 @@ def _read(file: "BinaryIO | gzip.GzipFile", path: Path, dimensions: int) -> Tens
     size = math.prod(sizes)
     if not 0 < size <= _MOST_BYTES:
         raise InputError(f"{path} says that it holds {'×'.join(map(str, sizes))} bytes; 1 to {_MOST_BYTES} can be read")
-    body = _read_most(file, size + 1)
+    if size > most_bytes and isinstance(file, gzip.GzipFile):
+        raise InputError(
+            f"{path} says that it holds {'×'.join(map(str, sizes))} bytes, more than {_MOST_RATIO} times its own;"
+            " unpack it if that is right"
+        )
+    body = _read_most(file, min(size, most_bytes) + 1)
     if len(body) != size:
         found = f"only {len(body)}" if len(body) < size else "more"
         raise InputError(f"{path} says that it holds {'×'.join(map(str, sizes))} bytes, but has {found}")

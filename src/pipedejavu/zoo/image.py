@@ -25,6 +25,7 @@ Split = Literal["train", "test"]
 _CLASSES = 10
 _NUM_TRAIN_DIGITS = 1500
 _CIFAR_RECORD_BYTES = 1 + 3 * 32 * 32
+_MOST_CIFAR_BYTES = 1 << 28
 _CIFAR_REMEDY = "get the binary version, cifar-10-binary.tar.gz, and unpack it there"
 
 
@@ -136,7 +137,7 @@ def cifar10_files(folder: Path, split: Split) -> list[Path]:
 
 
 def _read_cifar(path: Path) -> Tensor:
-    body = read_file(path)
+    body = read_file(path, _MOST_CIFAR_BYTES)
     if not body or len(body) % _CIFAR_RECORD_BYTES:
         raise InputError(f"{path} has {len(body)} bytes, which is no multiple of {_CIFAR_RECORD_BYTES}; get it again")
     records = torch.frombuffer(bytearray(body), dtype=torch.uint8).view(-1, _CIFAR_RECORD_BYTES)

@@ -1,0 +1,93 @@
+"""The rows of a run's metrics: JSON, a line each, of which those that this program can have written are read."""
+
+import json
+import math
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from pipedejavu.facts import InputError, format_bytes, open_file
+
+MOST_BYTES, _MOST_LINE_BYTES = 1 << 32, 1 << 20
+_MOST = 2**53
+"""Numbers below are the same as integers and as floats."""
+_COUNTS = {
+    "step", "saved", "not_saved", "resumed", "stopped", "count", "samples", "peak_bytes", "peak_gpu_bytes",
+}  # fmt: skip
+_STEP_NAMES = ("step", "saved", "switched", "skipped")
+"""Under which names a row says which step it is about."""
+_AMOUNTS = {"elapsed_s", "took_s", "size_bytes"}
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """Returns the rows of a file; a line that a kill has cut off, or that is none of this program's, is left out.
+
+    Raises InputError if a file is there that cannot be read, or that has more bytes than any run writes.
+    """
+    try:
+        if (size := path.stat().st_size) > MOST_BYTES:
+            raise InputError(
+                f"cannot read {path}: it has {format_bytes(size)}, and at most {format_bytes(MOST_BYTES)} are read"
+            )
+        return [row for line in _lines(path) if (row := _row(line)) is not None]
+    except OSError as error:
+        if path.is_file():
+            raise InputError(f"cannot read {path}: {error.strerror}") from None
+        return []
+
+
+def step_of(row: dict[str, Any]) -> int:
+    """Returns the step that a row belongs to; 0 if it names none."""
+    return next((row[name] for name in _STEP_NAMES if type(row.get(name)) is int), 0)
+
+
+def _lines(path: Path) -> Iterator[bytes]:
+    """Yields the lines of a file, those that are too long for a row left out."""
+    with open_file(path) as file:
+        rest, is_skipped = b"", False
+        while part := file.read(_MOST_LINE_BYTES):
+            *lines, rest = (rest + part).split(b"\n")
+            yield from lines[1:] if is_skipped and lines else lines
+            is_skipped = is_skipped and not lines
+            if len(rest) > _MOST_LINE_BYTES:
+                rest, is_skipped = b"", True
+        if rest and not is_skipped:
+            yield rest
+
+
+def _row(line: bytes) -> dict[str, Any] | None:
+    with suppress(ValueError, RecursionError):
+        row = json.loads(line)
+        if isinstance(row, dict) and _is_sound(row):
+            return row
+    return None
+
+
+def _is_sound(row: dict[str, Any]) -> bool:
+    """Whether all that is looked up by its name is of the type that it was written with."""
+    return (
+        all(_is_count(row[name]) for name in _COUNTS & row.keys())
+        and all(_is_amount(row[name]) for name in _AMOUNTS & row.keys())
+        and (row.get("skipped", True) is True or _is_count(row["skipped"]))
+        and all(_is_number(share) for share in _shares(row))
+        and ("loss" not in row or ("step" in row and (row["loss"] is None or _is_number(row["loss"]))))
+    )
+
+
+def _shares(row: dict[str, Any]) -> list[Any]:
+    shares = row.get("shares", [])
+    return shares if isinstance(shares, list) else [None]
+
+
+def _is_number(value: Any) -> bool:
+    """Whether a value is a number that a float can hold, or none of the finite ones, as a loss may be."""
+    return isinstance(value, float) or (isinstance(value, int) and not isinstance(value, bool) and abs(value) < _MOST)
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and _is_amount(value)
+
+
+def _is_amount(value: Any) -> bool:
+    return _is_number(value) and math.isfinite(value) and 0 <= value < _MOST
