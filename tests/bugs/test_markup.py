@@ -169,3 +169,8 @@ def test_a_machine_is_printed_whatever_its_names_are(capsys: pytest.CaptureFixtu
     found = capsys.readouterr().out
     assert found.count(SHOWN) == 4
     assert is_clean(found)
+
+
+def test_json_has_null_for_what_is_not_finite(capsys: pytest.CaptureFixture[str]) -> None:
+    print_json({"loss": float("nan"), "bounds": [float("inf"), 1.5], "name": "é\x1b"})
+    assert capsys.readouterr().out == '{"loss": null, "bounds": [null, 1.5], "name": "é\\u001b"}\n'

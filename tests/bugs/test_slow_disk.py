@@ -1,7 +1,6 @@
 """Disks that refuse or do not answer, in one process: savers, the last files of a run, and the check before it."""
 
 import errno
-import json
 import os
 import shutil
 import threading
@@ -22,6 +21,7 @@ from pipedejavu.store import Saver, Shelf
 from pipedejavu.store import saver as saver_module
 from pipedejavu.train import RunFolder
 from pipedejavu.train import fallback as fallback_module
+from pipedejavu.train import folder as folder_module
 from pipedejavu.train.disk import check_room
 from pipedejavu.train.logbook import Logbooks
 from pipedejavu.train.progress import Progress
@@ -217,13 +217,19 @@ def test_a_run_that_does_not_fit_on_its_disk_is_not_begun(tmp_path, monkeypatch)
     check_room(folder, model, True, pytest.fail)
 
 
-def test_metrics_that_wait_for_a_disk_that_does_not_answer_hold_up_nothing_else(tmp_path: Path) -> None:
-    """A pipe that is not read yet does not answer; reports, stops and the other threads of a rank go on."""
+def test_metrics_that_wait_for_a_disk_that_does_not_answer_hold_up_nothing_else(tmp_path, monkeypatch) -> None:
+    """While a write of metrics waits, reports, stops and the other threads of a rank go on."""
+    append, answers = folder_module._append, threading.Event()
+
+    def wait(path: Path, data: bytes) -> None:
+        assert answers.wait(60)
+        append(path, data)
+
+    monkeypatch.setattr(folder_module, "_append", wait)
     folder, store, listened = RunFolder(tmp_path), HashStore(), threading.Semaphore(0)
     log = Log()
     with Progress(4, "samples", 1.0) as progress:
         desk = Desk(folder, progress, Logbooks({}, print), num_ranks=1, update_size=1, num_samples=1)
-        os.mkfifo(folder.metrics)
         with Watch(store, 0, Ones(), torch.device("cpu"), desk, listened.release) as watch:
             watch.follow(log)
             log.losses[0] = 1.0
@@ -232,7 +238,6 @@ def test_metrics_that_wait_for_a_disk_that_does_not_answer_hold_up_nothing_else(
             folder.add_metrics({"step": 2})  # returns, though the disk still does not answer
             assert all(listened.acquire(timeout=60) for _ in range(2))
             assert folder.stuck_s() > 0
-            with folder.metrics.open() as pipe:
-                steps = [json.loads(pipe.readline())["step"] for _ in range(2)]
-    assert steps == [1, 2]
+            answers.set()
+    assert [row["step"] for row in folder.rows()] == [1, 2]
     assert folder.stuck_s() == 0

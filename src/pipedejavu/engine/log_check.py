@@ -1,4 +1,4 @@
-"""Whether the log of a run is what its plan promises: versions, members and coefficients, before anything is replayed."""
+"""Whether the log of a run is what its plan promises: versions, members and coefficients."""
 
 from collections import defaultdict
 from collections.abc import Sequence
