@@ -194,7 +194,7 @@ class Faulty(nn.Linear):
 
     def forward(self, x):
         is_second = torch.distributed.is_initialized() and torch.distributed.get_rank() == 1
-        Faulty.calls += is_second
+        Faulty.calls += is_second and self.training
         if Faulty.calls == 12:
             self.weight.data.view(-1).view(torch.int32)[3] ^= 1 << 28
         return super().forward(x)
