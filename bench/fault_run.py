@@ -24,7 +24,8 @@ from pipedejavu.store import Shelf
 
 STEPS, EVERY = 30, 5
 HANG_S = 10
-FROZEN_S = 15
+FROZEN_S = 35
+"""Longer than a write may take before it is told of."""
 PLANS = {"1f1b": ("--microbatches", "2"), "ddp": ("--microbatches", "1")}
 HANGS = ("sleep", "sleep with the lock", "SIGSTOP")
 Process = subprocess.Popen[str]
@@ -313,7 +314,7 @@ FAULTS = [
     Fault("the network between two hosts is gone", 1, disturb=pull_the_cable, repair=plug_in, has_hosts=True),
     Fault("disk full for a while", 0, disturb=fill_for_a_while, says="No space left", disk="small"),
     Fault("disk full to the end", 74, disturb=fill_for_good, says="No space left", repair=empty, disk="small"),
-    Fault(f"disk frozen for {FROZEN_S} s", 0, disturb=freeze, disk="own"),
+    Fault(f"disk frozen for {FROZEN_S} s", 0, disturb=freeze, says="s so far", disk="own"),
 ]  # fmt: skip
 
 

@@ -15,6 +15,7 @@ from pipedejavu.facts import InputError, nearest
 from pipedejavu.train.batch import Batch, inputs_and_targets
 from pipedejavu.train.begin import load_weights
 from pipedejavu.train.hugging import build_hugging
+from pipedejavu.train.randomness import seed_all
 from pipedejavu.train.reduction import NUM_SAMPLES, find_reduction, own_loss
 from pipedejavu.zoo import Dataset, Task, build
 
@@ -49,7 +50,7 @@ def _open(model: str, seed: int, data: str | None, device: str | None, context: 
     if colon and path.endswith(".py"):
         if data is not None:
             raise InputError(f"{model} brings its own data, but --data asks for '{data}'; leave --data out")
-        torch.manual_seed(seed)
+        seed_all(seed)
         with torch.device(device or torch.get_default_device()):
             return _task(model, _load(path, function)())
     return build(model, seed=seed, data=data, device=device)
