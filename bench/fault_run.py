@@ -55,7 +55,12 @@ class Fault(NamedTuple):
     disk: Literal["", "small", "own"] = ""
     """The run folder's disk: the machine's, one of 64 MiB, or a file system that can be frozen."""
     has_hosts: bool = False
-    """Whether each of the two workers has a host of its own."""
+    """Whether each of the two workers has a host of its own, with all its cores: sums have other bits than on one."""
+
+    @property
+    def reference(self) -> str:
+        """The name of the undisturbed run that this one is compared with."""
+        return f"{self.plan} on two hosts" if self.has_hosts else self.plan
 
 
 class Result(NamedTuple):
@@ -405,9 +410,14 @@ def _train_again_s(run: Attempt, process: Process, is_by_itself: bool) -> float:
     return time.perf_counter() - begun_s
 
 
-def undisturbed(plan: str, folder: Path, *more: str) -> None:
-    """Trains without a fault."""
+def undisturbed(plan: str, folder: Path, *more: str, has_hosts: bool = False) -> None:
+    """Trains without a fault; raises NotHereError if that takes two hosts and there are none."""
     run = Attempt(folder, Fault("none", 0, plan))
-    process = run.start(*more)
-    _, err = process.communicate(timeout=300)
+    with ExitStack() as stack:
+        if has_hosts:
+            run.hosts = stack.enter_context(two_hosts())
+            if run.hosts is None:
+                raise NotHereError
+        process = run.start(*more)
+        err = run.finish(process)
     assert process.returncode == 0, err

@@ -21,6 +21,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -43,7 +44,8 @@ choice from a seed. [checkpoints.md](checkpoints.md) says how it works.
 `zoo:mlp` under AdamW, two workers, {steps} steps of {step:.0f} ms or more, a checkpoint every {every}. Each run is
 disturbed once, at a random step, and goes on with `--resume` under the same plan; under `torchrun` it does by itself.
 Two hosts are network namespaces with a cable between them; a full disk is a small tmpfs that holds the run folder, a
-frozen one a file system of its own (`fsfreeze`). *Equal*: all weights have the bits of the undisturbed run. *Every
+frozen one a file system of its own (`fsfreeze`). *Equal*: all weights have the bits of the undisturbed run (on two
+hosts if the disturbed one was). *Every
 step*: the metrics hold each step once. *Named*: the exit code and a sentence say what happened; a checkpoint of a newer
 program is refused first, untouched. *Lost*: steps that were trained again; an interval has {every}, and fewer than
 {every} more may pass while a checkpoint is being written; if the newest one was damaged, an interval more. *Training
@@ -95,12 +97,12 @@ class Kept:
     def expected(self, name: str) -> dict[str, torch.Tensor]:
         return load_file(self.folder / name / "run" / "model.safetensors")
 
-    def train(self, name: str, plan: str, *more: str) -> None:
+    def train(self, name: str, plan: str, *more: str, has_hosts: bool = False) -> None:
         """Trains an undisturbed run, once."""
         if not (self.folder / name / "run" / "model.safetensors").exists():
             shutil.rmtree(self.folder / name, ignore_errors=True)
             (self.folder / name).mkdir()
-            undisturbed(plan, self.folder / name, *more)
+            undisturbed(plan, self.folder / name, *more, has_hosts=has_hosts)
 
 
 def tasks(kept: Kept, runs: int) -> Iterator[Callable[[], None]]:
@@ -109,7 +111,7 @@ def tasks(kept: Kept, runs: int) -> Iterator[Callable[[], None]]:
     def once(fault: Fault, number: int) -> None:
         with tempfile.TemporaryDirectory() as folder:
             luck = random.Random(f"{fault.name}/{number}")
-            kept.add(fault.name, number, inject(fault, Path(folder), luck, kept.expected(fault.plan)))
+            kept.add(fault.name, number, inject(fault, Path(folder), luck, kept.expected(fault.reference)))
 
     def changed(name: str, number: int) -> None:
         with tempfile.TemporaryDirectory() as folder:
@@ -138,6 +140,8 @@ def inject_all(kept: Kept, runs: int, kills: int, jobs: int) -> None:
     """Injects what has not been injected yet, as far as time allows."""
     for plan in PLANS:
         kept.train(plan, plan)
+    with suppress(NotHereError):
+        kept.train("1f1b on two hosts", "1f1b", has_hosts=True)
     for steps in {*CHANGE_STEPS.values(), ELASTIC_STEPS}:
         kept.train(f"sgd-{steps}", "ddp", "--steps", str(steps), "--optimizer", "sgd")
 

@@ -161,8 +161,6 @@ class Rank:
         except BaseException as error:
             if is_shortage(error):
                 raise ShortageError(self.rank, self.found_bytes()) from error
-            if isinstance(error, InputError) and self.saver:
-                self.saver.finish()  # the state before it was finite, and the checkpoint is to be there
             raise
 
     def _run(self, shelf: Shelf) -> WorkerResult:
@@ -180,10 +178,15 @@ class Rank:
             device = device_of(self.program, self.rank)
             self.watch = Watch(self.store, self.rank, self.batches, device, self.desk, self._listen)
             with self.watch:
-                handlers = run_rank(
-                    self.program, self.job, self.batches, updates, self.after_round, self.before_round,
-                    partial(self._restore, shelf),
-                )  # fmt: skip
+                try:
+                    handlers = run_rank(
+                        self.program, self.job, self.batches, updates, self.after_round, self.before_round,
+                        partial(self._restore, shelf),
+                    )  # fmt: skip
+                except InputError:
+                    if self.saver:  # it holds finite state; reports are still taken, so the metrics have its steps
+                        self.saver.finish()
+                    raise
                 check_state(handlers)  # what is left of the run is finite, too, if nothing was saved
                 if self.saver:
                     self.saver.wait()
