@@ -2,6 +2,8 @@
 
     python bench/faults.py [--runs 3] [--kills 100] [--jobs 1] > docs/reliability.md
     python bench/faults.py --keep FOLDER --seconds 200     # a part of it; the same again goes on
+    python bench/faults.py --keep FOLDER --only disk       # the faults whose names have this
+    python bench/faults.py --keep FOLDER --also OTHER      # a page with what another machine has injected, too
 
 Runs are real processes, signals and file systems; a fault inside a worker happens at a random call of a phase. Every
 random choice has a seed. Exits with 1 if a run did not go on, or ended with other weights.
@@ -50,7 +52,7 @@ step*: the metrics hold each step once. *Named*: the exit code and a sentence sa
 program is refused first, untouched. *Lost*: steps that were trained again; an interval has {every}, and fewer than
 {every} more may pass while a checkpoint is being written; if the newest one was damaged, an interval more. *Training
 again*: seconds from the start of `--resume` to its first finished step, under `torchrun` from the last step before the
-fault, with {jobs} at once on this machine; processes that start and import torch take most of it. Workers hang
+fault, with {jobs} at once; processes that start and import torch take most of it. Workers hang
 after {hang} s here (`--hang-after`).
 
 | fault | plan | injected | equal | every step | named | lost, median (most) | training again, median (most) |
@@ -70,7 +72,12 @@ others.
 | fault | injected | went on | difference | without a step, median (most) |
 |---|---|---|---|---|"""
 
-ALONE = "Checkpoints alone"
+ALONE, MACHINES = "Checkpoints alone", "machines"
+
+
+def machine() -> str:
+    """Describes this machine."""
+    return f"{os.cpu_count()} cores of {platform.machine()} with torch {torch.__version__}"
 
 
 class Kept:
@@ -81,7 +88,8 @@ class Kept:
         self.lock, self.num_failed = threading.Lock(), 0
         path = folder / "results.json"
         self.results: dict[str, dict[str, Any]] = json.loads(path.read_text()) if path.exists() else {}
-        """By fault and number; null if it cannot be injected here."""
+        """By fault and number."""
+        self.results.setdefault(MACHINES, {})[machine()] = 0
 
     def add(self, name: str, number: int, result: Any) -> None:
         with self.lock:
@@ -94,6 +102,11 @@ class Kept:
     def has(self, name: str, number: int) -> bool:
         return str(number) in self.results.get(name, {})
 
+    def merge(self, folder: Path) -> None:
+        """Adds what was injected on another machine."""
+        for name, results in json.loads((folder / "results.json").read_text()).items():
+            self.results[name] = results | self.results.get(name, {})
+
     def expected(self, name: str) -> dict[str, torch.Tensor]:
         return load_file(self.folder / name / "run" / "model.safetensors")
 
@@ -105,8 +118,11 @@ class Kept:
             undisturbed(plan, self.folder / name, *more, has_hosts=has_hosts)
 
 
-def tasks(kept: Kept, runs: int) -> Iterator[Callable[[], None]]:
+def tasks(kept: Kept, runs: int, only: str) -> Iterator[Callable[[], None]]:
     """Yields what is to be injected, every fault once before any a second time."""
+
+    def is_due(name: str, number: int) -> bool:
+        return only in name and not kept.has(name, number)
 
     def once(fault: Fault, number: int) -> None:
         with tempfile.TemporaryDirectory() as folder:
@@ -127,16 +143,16 @@ def tasks(kept: Kept, runs: int) -> Iterator[Callable[[], None]]:
 
     for number in range(runs):
         for fault in FAULTS:
-            if not kept.has(fault.name, number):
+            if is_due(fault.name, number):
                 yield lambda fault=fault, number=number: once(fault, number)  # type: ignore[misc]
         for name in CHANGE_STEPS:
-            if not kept.has(name, number):
+            if is_due(name, number):
                 yield lambda name=name, number=number: changed(name, number)  # type: ignore[misc]
-        if not kept.has(ELASTIC[1], number):
+        if is_due(ELASTIC[1], number):
             yield lambda number=number: elastic(number)  # type: ignore[misc]
 
 
-def inject_all(kept: Kept, runs: int, kills: int, jobs: int) -> None:
+def inject_all(kept: Kept, runs: int, kills: int, jobs: int, only: str) -> None:
     """Injects what has not been injected yet, as far as time allows."""
     for plan in PLANS:
         kept.train(plan, plan)
@@ -157,8 +173,8 @@ def inject_all(kept: Kept, runs: int, kills: int, jobs: int) -> None:
             traceback.print_exc()
 
     with ThreadPoolExecutor(jobs) as pool:
-        list(pool.map(guarded, tasks(kept, runs)))
-    if time.monotonic() < kept.last_s and not kept.has(ALONE, 0):
+        list(pool.map(guarded, tasks(kept, runs, only)))
+    if time.monotonic() < kept.last_s and only in ALONE and not kept.has(ALONE, 0):
         kept.add(ALONE, 0, list(checkpoints_alone(kills, random.Random(0))))
 
 
@@ -191,16 +207,19 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=1, help="how many runs are disturbed at once")
     parser.add_argument("--keep", help="a folder for what was injected; start again with it to go on")
     parser.add_argument("--seconds", type=float, default=math.inf, help="after which nothing more is injected")
+    parser.add_argument("--only", default="", help="a part of the names of the faults to inject")
+    parser.add_argument("--also", type=Path, help="the --keep folder of another machine, to print with this one")
     asked = parser.parse_args()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         kept = Kept(Path(asked.keep or folder), asked.seconds)
         kept.folder.mkdir(parents=True, exist_ok=True)
-        inject_all(kept, asked.runs, asked.kills, asked.jobs)
-    machine = f"{os.cpu_count()} cores of {platform.machine()}, torch {torch.__version__}"
+        inject_all(kept, asked.runs, asked.kills, asked.jobs, asked.only)
+    if asked.also:
+        kept.merge(asked.also)
     command = f"python bench/faults.py --runs {asked.runs} --kills {asked.kills} --jobs {asked.jobs}"
     sizes = {"steps": STEPS, "every": EVERY, "hang": HANG_S, "step": 1e3 * STEP_S, "jobs": asked.jobs}
-    print(HEAD.format(command=command, machine=machine, **sizes))
+    print(HEAD.format(command=command, machine=" and on ".join(kept.results[MACHINES]), **sizes))
     rows = {fault: [Result(*found) for found in kept.of(fault.name)] for fault in FAULTS}
     changes = {name: [Changed(*found) for found in kept.of(name)] for name in (*CHANGE_STEPS, *ELASTIC)}
     print(*(describe(fault, results) for fault, results in rows.items()), sep="\n")
