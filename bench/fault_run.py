@@ -86,7 +86,8 @@ class Attempt:
     @property
     def environment(self) -> dict[str, str]:
         root = Path(__file__).parents[1]
-        paths = os.pathsep.join((str(root / "src"), str(root / "bench")))
+        known = os.environ.get("PYTHONPATH", "")
+        paths = os.pathsep.join((str(root / "src"), str(root / "bench"), known))
         fault = {"FAULT": json.dumps(self.aim), "FAULT_FOLDER": str(self.folder)}
         return {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", **fault}
 
