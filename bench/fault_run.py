@@ -16,6 +16,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from fault_checkpoint import cut_off, flip, same
+from fault_fork import ForkedProcess, ForkServer
 from fault_hosts import TORCHRUN, Hosts, two_hosts
 from fault_worker import PHASES
 from safetensors.torch import load_file
@@ -28,7 +29,9 @@ FROZEN_S = 35
 """Longer than a write may take before it is told of."""
 PLANS = {"1f1b": ("--microbatches", "2"), "ddp": ("--microbatches", "1")}
 HANGS = ("sleep", "sleep with the lock", "SIGSTOP")
-Process = subprocess.Popen[str]
+Process = subprocess.Popen[str] | ForkedProcess
+FORKS: list[ForkServer] = []
+"""Starts runs, if there is one."""
 
 
 class NotHereError(Exception):
@@ -107,6 +110,8 @@ class Attempt:
             more = (*more, "--resume")
         hang = ("--hang-after", str(HANG_S)) if self.fault.act in HANGS or self.hosts else ()
         train = ("train", "zoo:mlp", *given, *sizes, *hang, "--run-dir", "run", "--json", *more)
+        if FORKS and start[:2] == (sys.executable, "-c"):
+            return ForkedProcess(FORKS[0], code, [*train], self.folder, self.environment)
         if not self.hosts:
             return self._open((*start, *train))
         first, self.other = (

@@ -32,7 +32,8 @@ import torch
 from fault_change import ELASTIC, ELASTIC_STEPS, Changed, change, lose_and_return
 from fault_change import STEPS as CHANGE_STEPS
 from fault_checkpoint import checkpoints_alone
-from fault_run import EVERY, FAULTS, HANG_S, PLANS, STEPS, Fault, NotHereError, Result, inject, undisturbed
+from fault_fork import ForkServer
+from fault_run import EVERY, FAULTS, FORKS, HANG_S, PLANS, STEPS, Fault, NotHereError, Result, inject, undisturbed
 from fault_worker import STEP_S
 from safetensors.torch import load_file
 
@@ -207,10 +208,13 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=1, help="how many runs are disturbed at once")
     parser.add_argument("--keep", help="a folder for what was injected; start again with it to go on")
     parser.add_argument("--seconds", type=float, default=math.inf, help="after which nothing more is injected")
+    parser.add_argument("--fork", action="store_true", help="begin runs with torch imported: a third of the time")
     parser.add_argument("--only", default="", help="a part of the names of the faults to inject")
     parser.add_argument("--also", type=Path, help="the --keep folder of another machine, to print with this one")
     asked = parser.parse_args()
     torch.set_num_threads(1)
+    if asked.fork:
+        FORKS.append(ForkServer())
     with tempfile.TemporaryDirectory() as folder:
         kept = Kept(Path(asked.keep or folder), asked.seconds)
         kept.folder.mkdir(parents=True, exist_ok=True)
