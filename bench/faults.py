@@ -16,6 +16,7 @@ import os
 import platform
 import random
 import shutil
+import signal
 import sys
 import tempfile
 import threading
@@ -213,6 +214,7 @@ def main() -> int:
     parser.add_argument("--also", type=Path, help="the --keep folder of another machine, to print with this one")
     asked = parser.parse_args()
     torch.set_num_threads(1)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup it is ignored, and the runs would inherit that
     if asked.fork:
         FORKS.append(ForkServer())
     with tempfile.TemporaryDirectory() as folder:
