@@ -29,18 +29,18 @@ from torch.distributed import FileStore
 from torch.multiprocessing.spawn import start_processes
 
 from pipedejavu.engine import AdamW, Job
-from pipedejavu.engine.handle import Handlers
-from pipedejavu.engine.process import run_rank
+from pipedejavu.engine.handlers import Handlers
+from pipedejavu.engine.rank_process import run_rank
 from pipedejavu.facts import Device, Host, Link, Machine, Profile, Span, keep_heap
 from pipedejavu.plan import preset
+from pipedejavu.planner.measure import updates_of
 from pipedejavu.probe.gloo import measure_link
-from pipedejavu.profile import Shot, cut_model, measure_profile
+from pipedejavu.profile import UnitSample, cut_model, measure_profile
 from pipedejavu.program import Action, Program
 from pipedejavu.program import compile as compile_plan
+from pipedejavu.run.metrics import most_resident_bytes, resident_bytes
 from pipedejavu.simulate import simulate
-from pipedejavu.train.measure import updates_of
-from pipedejavu.train.task import SampleOrder, loss_of
-from pipedejavu.train.watch import most_resident_bytes, resident_bytes
+from pipedejavu.source.task import SampleOrder, loss_of
 from pipedejavu.zoo import build
 
 MODELS: dict[str, dict[str, object]] = {"vgg19": {}, "resnet50": {}, "gpt-10-layers": {"context": 128}}
@@ -71,14 +71,14 @@ def slowed(do: Callable[[Action], None], times: float) -> Callable[[Action], Non
 
 def with_slow(profile: Profile, times: float) -> Profile:
     """Returns the profile with both kinds of device."""
-    units = [u.but(times={"fast": u.times["fast"], "slow": u.times["fast"].times(times)}) for u in profile.units]
-    return profile.but(units=tuple(units))
+    units = [u.replace(times={"fast": u.times["fast"], "slow": u.times["fast"].times(times)}) for u in profile.units]
+    return profile.replace(units=tuple(units))
 
 
 def programs(profile: Profile, link: Link, samples: int = SAMPLES) -> dict[str, Program]:
     """Returns the same pipeline under both cuts."""
     plan = preset("1f1b").at(workers=2, microbatches=MICROBATCHES, samples=samples)
-    equal = plan.but(cut=plan.cut.but(bounds=((len(profile.units) + 1) // 2,)))
+    equal = plan.replace(cut=plan.cut.replace(bounds=((len(profile.units) + 1) // 2,)))
     place = machine(link)
     return {name: compile_plan(p, profile, place, fold=False) for name, p in (("equal", equal), ("analytical", plan))}
 
@@ -136,8 +136,8 @@ def run(name: str, program: Program, times: float, steps: int) -> list[dict[str,
 def compare(name: str, times: float, steps: int) -> None:
     """Prints a row for each cut of a model."""
     job, batches = prepare(name)
-    shots = [Shot(job.units, *batches.first(SAMPLES), job.loss)]
-    profile = measure_profile(name, shots, job.ties, {"fast": torch.device("cpu")}, updates_of(job.optimizer))
+    unit_samples = [UnitSample(job.units, *batches.first(SAMPLES), job.loss)]
+    profile = measure_profile(name, unit_samples, job.ties, {"fast": torch.device("cpu")}, updates_of(job.optimizer))
     for key, program in programs(with_slow(profile, times), measure_link()).items():
         prediction, found = simulate(program), run(name, program, times, steps)
         ends = found[0]["ends_s"]

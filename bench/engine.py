@@ -25,8 +25,8 @@ from torch.multiprocessing.spawn import start_processes
 from torch.nn.parallel import DistributedDataParallel
 
 from pipedejavu.engine import Job, Sgd, Threads
-from pipedejavu.engine.handle import Handlers
-from pipedejavu.engine.process import run_rank
+from pipedejavu.engine.handlers import Handlers
+from pipedejavu.engine.rank_process import run_rank
 from pipedejavu.facts import Cost, Device, Host, Link, Machine, Profile, Unit, UnitTime
 from pipedejavu.plan import Plan, preset
 from pipedejavu.program import Program, compile
@@ -111,7 +111,7 @@ def loop_by_hand(size: Size) -> Callable[[], None]:
 def one_worker(size: Size) -> Threads:
     """One worker of the engine, all blocks in one piece."""
     plan = preset("ddp").at(workers=1, microbatches=MICROBATCHES)
-    return Threads(program(plan.but(order=plan.order.but(is_eager=False)), size[0]), job(size[0]), Noise(size))
+    return Threads(program(plan.replace(order=plan.order.replace(is_eager=False)), size[0]), job(size[0]), Noise(size))
 
 
 def in_turn(size: Size, steps: int) -> tuple[list[float], list[float]]:

@@ -15,8 +15,8 @@ import operators
 import torch
 
 from pipedejavu.facts import Device, Host, Machine, Profile, Survey
+from pipedejavu.planner import profiling
 from pipedejavu.report import step_times
-from pipedejavu.train import profiling
 
 MODELS = ("mlp", "vgg-small", "resnet18", "gpt-tiny", "bert-tiny", "seq2seq-tiny", "moe-tiny")
 RATES_S = 3.0

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from pipedejavu.store import Checkpoint, CheckpointError, Saver, Shelf
+from pipedejavu.store import Checkpoint, CheckpointDir, CheckpointError, Saver
 
 Tensors = dict[str, torch.Tensor]
 
@@ -48,12 +48,12 @@ def kill_while_saving(kills: int, luck: random.Random) -> tuple[int, int]:
     whole = lost = 0
     for _ in range(kills):
         with tempfile.TemporaryDirectory() as folder:
-            shelf, done = Shelf(folder), os.pipe()
-            _save(shelf, 1)
+            checkpoint_dir, done = CheckpointDir(folder), os.pipe()
+            _save(checkpoint_dir, 1)
             child = os.fork()
             if not child:
                 for step in range(2, 10**6):
-                    _save(shelf, step)
+                    _save(checkpoint_dir, step)
                     os.write(done[1], step.to_bytes(4, "little"))
             time.sleep(luck.uniform(0.0, 0.2))
             os.kill(child, signal.SIGKILL)
@@ -63,8 +63,8 @@ def kill_while_saving(kills: int, luck: random.Random) -> tuple[int, int]:
                 data = pipe.read()
             last = int.from_bytes(data[-4:], "little") if data else 1
             told: list[str] = []
-            shelf.collect()
-            found = shelf.newest(told.append)
+            checkpoint_dir.collect()
+            found = checkpoint_dir.newest(told.append)
             is_right = found is not None and not told and same(found.tensors(found.names()), _state(found.step))
             whole += is_right
             lost += found is None or found.step < last
@@ -75,21 +75,21 @@ def damage(trials: int, luck: random.Random, change: Callable[[bytearray, random
     """Damages any file of a checkpoint; returns how often that was noticed."""
     noticed = 0
     with tempfile.TemporaryDirectory() as folder:
-        shelf = Shelf(folder)
-        saver = Saver(shelf, tell=lambda _: None)
+        checkpoint_dir = CheckpointDir(folder)
+        saver = Saver(checkpoint_dir, tell=lambda _: None)
         saver.save(2, {f"w{n}": torch.randn(50) for n in range(4)}, lambda: {"samples": 0})
         saver.wait()
-        files = sorted(shelf.folder(2).iterdir())
+        files = sorted(checkpoint_dir.folder(2).iterdir())
         for _ in range(trials):
             path = luck.choice(files)
             whole = path.read_bytes()
             path.write_bytes(change(bytearray(whole), luck))
             try:
-                Checkpoint(shelf.folder(2)).verify()
+                Checkpoint(checkpoint_dir.folder(2)).verify()
             except CheckpointError:
                 noticed += 1
             path.write_bytes(whole)
-        Checkpoint(shelf.folder(2)).verify()
+        Checkpoint(checkpoint_dir.folder(2)).verify()
     return noticed
 
 
@@ -103,14 +103,14 @@ def fill_disk(trials: int, luck: random.Random) -> int | None:
         if subprocess.run(mount, capture_output=True, check=False).returncode:
             return None
         try:
-            shelf, told = Shelf(folder / "checkpoints"), []
-            saver = Saver(shelf, tell=told.append)
+            checkpoint_dir, told = CheckpointDir(folder / "checkpoints"), []
+            saver = Saver(checkpoint_dir, tell=told.append)
             for step in (1, 2, 3):
                 saver.save(step, _state(step), lambda: {"samples": 0})
                 saver.wait()
-            found = shelf.newest(told.append)
+            found = checkpoint_dir.newest(told.append)
             is_whole = found is not None and found.step == 2 and same(found.tensors(found.names()), _state(2))
-            is_clean = not list(shelf.path.glob("*.tmp")) and len(told) == 1 and "No space left" in told[0]
+            is_clean = not list(checkpoint_dir.path.glob("*.tmp")) and len(told) == 1 and "No space left" in told[0]
             kept += is_whole and is_clean
         finally:
             subprocess.run(["umount", str(folder)], check=True)
@@ -122,7 +122,7 @@ def _state(step: int) -> Tensors:
     return {f"w{n}": torch.full((2**16,), float(step)) for n in range(16)}
 
 
-def _save(shelf: Shelf, step: int) -> None:
-    saver = Saver(shelf, tell=lambda _: None)
+def _save(checkpoint_dir: CheckpointDir, step: int) -> None:
+    saver = Saver(checkpoint_dir, tell=lambda _: None)
     saver.save(step, _state(step), lambda: {"samples": step})
     saver.wait()

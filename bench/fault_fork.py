@@ -93,7 +93,7 @@ class ForkedProcess:
 
 def _serve() -> None:
     """Answers requests: forks a run, or says how one has ended."""
-    for name in ("fault_worker", "pipedejavu.train", "pipedejavu.cli.training"):
+    for name in ("fault_worker", "pipedejavu.train", "pipedejavu.cli.train_command"):
         importlib.import_module(name)
     for line in sys.stdin:
         request = json.loads(line)
@@ -134,7 +134,7 @@ def _become(request: dict[str, Any], stderr: int) -> None:
 
 def _fork_workers() -> None:
     """Forks the first workers that the run will start, before it has any thread; later ones are started as usual."""
-    from pipedejavu.train import launch
+    from pipedejavu.launch import launch
 
     context, start, workers = multiprocessing.get_context("fork"), launch.start_processes, []
     for _ in range(NUM_WORKERS):

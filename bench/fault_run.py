@@ -21,7 +21,7 @@ from fault_hosts import TORCHRUN, Hosts, two_hosts
 from fault_worker import PHASES
 from safetensors.torch import load_file
 
-from pipedejavu.store import Shelf
+from pipedejavu.store import CheckpointDir
 
 STEPS, EVERY = 30, 5
 HANG_S = 10
@@ -143,8 +143,8 @@ class Attempt:
         return self.folder / "run"
 
     @property
-    def shelf(self) -> Shelf:
-        return Shelf(self.path / "checkpoints")
+    def checkpoint_dir(self) -> CheckpointDir:
+        return CheckpointDir(self.path / "checkpoints")
 
     def rows(self) -> list[dict[str, Any]]:
         path = self.path / "metrics.jsonl"
@@ -164,7 +164,7 @@ class Attempt:
 
     def contents(self) -> dict[str, bytes]:
         """Returns every file of the checkpoints, by name."""
-        files = (path for path in self.shelf.path.rglob("*") if path.is_file())
+        files = (path for path in self.checkpoint_dir.path.rglob("*") if path.is_file())
         return {str(path): path.read_bytes() for path in files}
 
 
@@ -198,12 +198,12 @@ def damaged(change: Callable[[Attempt, Path, random.Random], None]) -> Callable[
     """Everything is killed, and then the newest checkpoint is found changed."""
 
     def disturb(run: Attempt, process: Process, luck: random.Random) -> None:
-        while process.poll() is None and len(run.shelf.steps()) < 2:
+        while process.poll() is None and len(run.checkpoint_dir.steps()) < 2:
             time.sleep(0.01)
         time.sleep(luck.uniform(0.0, 0.3))
         kill_all(process)
         process.wait()
-        change(run, run.shelf.folder(run.shelf.steps()[-1]), luck)
+        change(run, run.checkpoint_dir.folder(run.checkpoint_dir.steps()[-1]), luck)
 
     return disturb
 

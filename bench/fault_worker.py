@@ -15,13 +15,13 @@ from typing import Any
 import torch
 
 from pipedejavu.cli.main import main as command_line
-from pipedejavu.engine.apply import Applier
-from pipedejavu.engine.handle import Handlers
+from pipedejavu.engine.applier import Applier
+from pipedejavu.engine.handlers import Handlers
 from pipedejavu.engine.wire import ProcessWire
+from pipedejavu.launch import launch, worker
 from pipedejavu.program import Action
-from pipedejavu.store import Saver, Shelf
-from pipedejavu.train import launch, worker
-from pipedejavu.train.task import SampleOrder
+from pipedejavu.source.task import SampleOrder
+from pipedejavu.store import CheckpointDir, Saver
 
 STEP_S = 0.05
 """The least time of a step in a disturbed run: one that is over at once has no middle."""
@@ -33,7 +33,7 @@ PHASES: dict[str, tuple[type, str, int]] = {
     "update": (Applier, "update", 15),
     "data": (SampleOrder, "inputs", 30),
     "saving a part": (Saver, "_write_part", 3),
-    "naming a checkpoint": (Shelf, "commit", 3),
+    "naming a checkpoint": (CheckpointDir, "commit", 3),
 }
 """Where a fault happens in a worker: a method, and within how many of its calls."""
 

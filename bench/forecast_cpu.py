@@ -13,10 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from pipedejavu.facts import Machine, Profile
+from pipedejavu.launch import TrainedRun, plan_run, train
 from pipedejavu.plan import Plan, preset
-from pipedejavu.train import Trained, TrainOptions, plan_run, train
-from pipedejavu.train.planning import known_machine, ways_of
-from pipedejavu.train.profiling import measure_task
+from pipedejavu.planner.planning import known_machine, ways_of
+from pipedejavu.planner.profiling import measure_task
+from pipedejavu.run import TrainOptions
 
 MODELS = {
     "mlp": (1024, 4096),
@@ -89,7 +90,7 @@ def run_case(options: TrainOptions, plan: Plan, machine: Machine, profile: Profi
     return {**figures(found), "wall_s": time.perf_counter() - started}
 
 
-def figures(found: Trained) -> dict[str, Any]:
+def figures(found: TrainedRun) -> dict[str, Any]:
     """Returns what was forecast and what was measured of a run."""
     program, steps = found.program, found.program.plan.steps
     sizes = [sum(program.profile.units[u].parameter_bytes for u in piece.units) for piece in program.pieces]

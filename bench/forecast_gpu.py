@@ -18,24 +18,24 @@ from unittest.mock import patch
 import torch
 from torch import Tensor, nn
 
+from pipedejavu.analysis import verify
 from pipedejavu.engine import AdamW
 from pipedejavu.facts import Cost, Device, Host, InputError, Link, Machine, Profile, Timeline, Unit, UnitTime
 from pipedejavu.hybrid import HybridAdamW
-from pipedejavu.hybrid.arithmetic import State, scalars_of
-from pipedejavu.hybrid.gather import Gathering
-from pipedejavu.hybrid.gpu import UnitUpdate, addresses_of
-from pipedejavu.hybrid.native import HostUpdate, Task
+from pipedejavu.hybrid.arithmetic import AdamState, scalars_of
+from pipedejavu.hybrid.gpu_update import UnitUpdate, addresses_of
+from pipedejavu.hybrid.gradient_bucket import GradientBucket
+from pipedejavu.hybrid.model_unit import find_units
+from pipedejavu.hybrid.native import HostUpdate, NativeTask
 from pipedejavu.hybrid.placement import Limits, Placement, Stretch, UnitSize, choose_placement
 from pipedejavu.hybrid.recompute import Recompute
-from pipedejavu.hybrid.unit import find_units
 from pipedejavu.plan import Keep, Reduce, preset
-from pipedejavu.profile import Shot, measure_profile
-from pipedejavu.profile.count import count_step
+from pipedejavu.planner.measure import updates_of
+from pipedejavu.profile import UnitSample, measure_profile
+from pipedejavu.profile.operator_count import count_step
 from pipedejavu.program import compile as compile_plan
-from pipedejavu.program import verify
 from pipedejavu.report import work_out_needs
 from pipedejavu.simulate import Prediction, simulate
-from pipedejavu.train.measure import updates_of
 from pipedejavu.zoo import build
 from pipedejavu.zoo.loss import cross_entropy
 
@@ -225,8 +225,8 @@ def measure_units(
     if recomputes:
         blocks = {unit.module for unit in find_units(made) if unit.is_block}
         units = [(n, Block(module, inputs.device) if module in blocks else module) for n, module in units]
-    shot = Shot(units, inputs, targets, loss_of)
-    return measure_profile(name, [shot], (), {kind: inputs.device}, updates_of(AdamW(lr=1e-5)))
+    unit_sample = UnitSample(units, inputs, targets, loss_of)
+    return measure_profile(name, [unit_sample], (), {kind: inputs.device}, updates_of(AdamW(lr=1e-5)))
 
 
 class Block(nn.Module):
@@ -250,9 +250,9 @@ def with_recompute(profile: Profile, again: Profile) -> Profile:
             more_s = with_it.backward.per_sample_s - without.backward.per_sample_s
             issue_s = with_it.backward.issue_s - without.backward.issue_s
             recompute = Cost(per_sample_s=max(0.0, more_s), issue_s=max(0.0, issue_s))
-            times[kind] = without.but(forward=with_it.forward, recompute=recompute)
-        units.append(unit.but(times=times))
-    return profile.but(units=tuple(units))
+            times[kind] = without.replace(forward=with_it.forward, recompute=recompute)
+        units.append(unit.replace(times=times))
+    return profile.replace(units=tuple(units))
 
 
 def measure_facts(folder: Path, device: torch.device) -> dict[str, Any]:
@@ -305,11 +305,11 @@ def _update_rates(device: torch.device) -> dict[str, float]:
     count = 2**27 if device.type == "cuda" else 2**16
     scalars = scalars_of(1, 1e-4, (0.9, 0.999), 1e-8, 0.01, 1.0)
 
-    def state(where: torch.device) -> tuple[Tensor, State]:
+    def state(where: torch.device) -> tuple[Tensor, AdamState]:
         kinds = (torch.bfloat16, torch.bfloat16, torch.int16, torch.float32, torch.float32)
         pinned = where.type == "cpu" and device.type == "cuda"
         gradient, *others = (torch.zeros(count, dtype=k, device=where, pin_memory=pinned) for k in kinds)
-        return gradient, State(*others)
+        return gradient, AdamState(*others)
 
     def rate(act: Callable[[], None]) -> float:
         act()
@@ -322,7 +322,7 @@ def _update_rates(device: torch.device) -> dict[str, float]:
 
     gradient, own = state(torch.device("cpu"))
     host = HostUpdate()
-    alone = rate(lambda: host([Task(scalars, gradient, own, own)]))
+    alone = rate(lambda: host([NativeTask(scalars, gradient, own, own)]))
     names = ("gpu", "norm", "host_alone", "host")
     found = {f"{name}_parameters_per_s": alone for name in names}
     if device.type == "cuda":
@@ -332,7 +332,7 @@ def _update_rates(device: torch.device) -> dict[str, float]:
         parts = gradients.split(NORMED)
         found["norm_parameters_per_s"] = rate(lambda: torch._foreach_norm(parts, 2, torch.float32))
         del gradients, there, update
-        found |= _together(lambda: host([Task(scalars, gradient, own, own)]), count, own.m, device)
+        found |= _together(lambda: host([NativeTask(scalars, gradient, own, own)]), count, own.m, device)
     host.close()
     return {**found, "is_native": host.is_native, **_host_times(device)}
 
@@ -393,13 +393,13 @@ def measure_update(made: nn.Module, model: Model, device: torch.device) -> tuple
     """Returns what an update of the whole model costs the host before it waits for the norm, and then."""
     inputs, targets = batch_of(model, device, samples=1)
     optimizer = HybridAdamW(made, lr=1e-5, clip_norm=CLIP, gpu_budget=ANY, window=None, speculate=False)
-    finish, waited, times = Gathering.finish, list[float](), list[tuple[float, float]]()
+    finish, waited, times = GradientBucket.finish, list[float](), list[tuple[float, float]]()
 
-    def finish_and_note(gathering: Gathering) -> None:
+    def finish_and_note(gathering: GradientBucket) -> None:
         finish(gathering)
         waited.append(time.perf_counter())
 
-    with patch.object(Gathering, "finish", finish_and_note):
+    with patch.object(GradientBucket, "finish", finish_and_note):
         for _ in range(2 + HOST_STEPS):
             loss_of(made(inputs), targets).backward()
             synchronize(device)
@@ -466,15 +466,15 @@ class Setting:
     def machine(self) -> Machine:
         """As measured, but with room for everything."""
         found = Machine.from_json(json.dumps(self.facts["machine"]))
-        return found.but(devices=tuple(d.but(memory_bytes=ANY, reserved_bytes=0) for d in found.devices))
+        return found.replace(devices=tuple(d.replace(memory_bytes=ANY, reserved_bytes=0) for d in found.devices))
 
     def predict(self, places: tuple[str, ...], visitors: int, recomputes: bool) -> tuple[Prediction, float]:
         """Returns the forecast of some steps, and for which part of the host's updates something is copied."""
         gpu = next(d for d in self.machine.devices if d.type == "gpu")
         plan = preset("cotrain").at(microbatches=1, samples=self.model.batch, steps=STEPS)
-        plan = plan.but(
-            place=plan.place.but(devices=(gpu.name,)),
-            order=plan.order.but(recompute=1.0 if recomputes else 0.0),
+        plan = plan.replace(
+            place=plan.place.replace(devices=(gpu.name,)),
+            order=plan.order.replace(recompute=1.0 if recomputes else 0.0),
             reduce=Reduce(clip="global"),
             keep=Keep(kind="split", places=places, visitors=visitors),
         )
@@ -558,8 +558,10 @@ def overlap_s(span: tuple[float, float], others: list[tuple[float, float]]) -> f
 def busy(machine: Machine, rates: dict[str, Any]) -> Machine:
     """Returns the machine with the copies of its GPU as fast as they are beside each other and the host's pass."""
     found = {("cpu*", "gpu0"): rates.get("in_bytes_per_s"), ("gpu0", "cpu*"): rates.get("out_bytes_per_s")}
-    links = [link.but(bytes_per_s=found.get((link.source, link.target)) or link.bytes_per_s) for link in machine.links]
-    return machine.but(links=tuple(links))
+    links = [
+        link.replace(bytes_per_s=found.get((link.source, link.target)) or link.bytes_per_s) for link in machine.links
+    ]
+    return machine.replace(links=tuple(links))
 
 
 def with_updates(profile: Profile, facts: dict[str, Any], gpu: Device) -> Profile:
@@ -568,12 +570,14 @@ def with_updates(profile: Profile, facts: dict[str, Any], gpu: Device) -> Profil
     def changed(unit: Unit) -> Unit:
         norm = Cost(fixed_s=unit.num_parameters / facts["norm_parameters_per_s"])
         own = unit.times[gpu.kind]
-        on_gpu = own.but(backward=own.backward.plus(norm), update_s=unit.num_parameters / facts["gpu_parameters_per_s"])
+        on_gpu = own.replace(
+            backward=own.backward.plus(norm), update_s=unit.num_parameters / facts["gpu_parameters_per_s"]
+        )
         on_host = UnitTime(update_s=unit.num_parameters / facts["host_parameters_per_s"])
         state = unit.num_parameters * (10 if unit.parameter_bytes < 4 * unit.num_parameters else 8)
-        return unit.but(times={gpu.kind: on_gpu, "cpu": on_host}, optimizer_bytes=state)
+        return unit.replace(times={gpu.kind: on_gpu, "cpu": on_host}, optimizer_bytes=state)
 
-    return profile.but(units=tuple(map(changed, profile.units)))
+    return profile.replace(units=tuple(map(changed, profile.units)))
 
 
 def with_issues(
@@ -589,11 +593,11 @@ def with_issues(
     units = []
     for n, unit in enumerate(profile.units):
         own = unit.times[gpu.kind]
-        forward = own.forward.but(issue_s=own.forward.issue_s + (0.0 if n else step_s))
+        forward = own.forward.replace(issue_s=own.forward.issue_s + (0.0 if n else step_s))
         taken_s = facts["gradient_s"] * len(unit.parameter_parts) + (0.0 if n else before_s)
-        backward = own.backward.but(issue_s=own.backward.issue_s + taken_s)
-        units.append(unit.but(times={**unit.times, gpu.kind: own.but(forward=forward, backward=backward)}))
-    return profile.but(units=tuple(units))
+        backward = own.backward.replace(issue_s=own.backward.issue_s + taken_s)
+        units.append(unit.replace(times={**unit.times, gpu.kind: own.replace(forward=forward, backward=backward)}))
+    return profile.replace(units=tuple(units))
 
 
 def run_case(made: nn.Module, batch: tuple[Tensor, Tensor], budget: int | None, recomputes: bool) -> dict[str, Any]:

@@ -17,25 +17,25 @@ from unittest import mock
 import torch
 from safetensors.torch import save
 
-from pipedejavu.cli import comparing, runs
+from pipedejavu.cli import compare_command, runs_command
 from pipedejavu.facts import InputError, Machine, Profile, Record, Timeline, read_file, read_machine, read_profile
+from pipedejavu.health.failure import read_failure
+from pipedejavu.hybrid_report.recording import HybridRun
 from pipedejavu.plan import preset
+from pipedejavu.planner import cache as kept
+from pipedejavu.planner.replan import PlanSwitch
 from pipedejavu.profile.operator import known_rows, read_rows
 from pipedejavu.program import parse_action
-from pipedejavu.search import Options
-from pipedejavu.store import Checkpoint, Saver, Shelf, export_dcp, import_dcp, import_hugging, read_weights
-from pipedejavu.train import History, RunFolder, TrainOptions
-from pipedejavu.train import cache as kept
-from pipedejavu.train.configuration import check_configuration
-from pipedejavu.train.failure import read_failure
-from pipedejavu.train.folder import Start
-from pipedejavu.train.hugging import build_hugging
-from pipedejavu.train.logbook import _read_id
-from pipedejavu.train.loop import _optimizer_state, load_weights
-from pipedejavu.train.recording import HybridRun
-from pipedejavu.train.replan import Switch
-from pipedejavu.train.saved import random_state, saved_in, set_random_state
-from pipedejavu.train.seal import SEAL, Settings, read_settings
+from pipedejavu.run import History, RunFolder, TrainOptions
+from pipedejavu.run.logbook import _read_id
+from pipedejavu.run.run_folder import RunStart
+from pipedejavu.run.saved_facts import random_state, saved_in, set_random_state
+from pipedejavu.run.settings import SEAL, Settings, read_settings
+from pipedejavu.search import SearchOptions
+from pipedejavu.session.loop_checkpoints import _optimizer_state, load_weights
+from pipedejavu.source.hf_config import check_configuration
+from pipedejavu.source.hf_model import build_hf_model
+from pipedejavu.store import Checkpoint, CheckpointDir, Saver, export_dcp, import_dcp, import_hf, read_weights
 from pipedejavu.zoo.idx import read_idx
 from pipedejavu.zoo.image import read_cifar10, read_mnist
 
@@ -54,8 +54,8 @@ TIMELINE = Timeline.from_json("""{"origin": "measured", "makespan_s": 2, "bubble
     "weight_versions": 1, "memory": [{"memory": "host", "capacity_bytes": 9, "times_s": [0, 1],
       "classes": {"weights": [1, 2]}, "peak_bytes": 2, "peak_classes": {"weights": 2}}]}],
   "worker": [0, 0], "lane": ["compute", "net"], "action": ["F0", "B0"], "start_s": [0, 1], "end_s": [1, 2]}""")
-PLAN = preset("distreal").plan.but(name="π", bucket_bytes=7)
-SWITCH = Switch(plan=PLAN, profile=PROFILE, machine=MACHINE, now_s=2, then_s=1, reason="slow")
+PLAN = preset("distreal").plan.replace(name="π", bucket_bytes=7)
+SWITCH = PlanSwitch(plan=PLAN, profile=PROFILE, machine=MACHINE, now_s=2, then_s=1, reason="slow")
 OPTIONS = TrainOptions(model="mlp", clip_norm=2.0, checkpoint_every=3)
 RECORDING = HybridRun.model_validate(
     {
@@ -134,13 +134,13 @@ def checkpoint_files() -> dict[str, bytes]:
     tensors = {"weight/a": torch.arange(6.0).view(2, 3), "state/step/a": torch.tensor(3), "weight/b": torch.empty(0, 2)}
     tensors |= random_state()
     with TemporaryDirectory() as folder:
-        shelf = Shelf(folder)
-        saver = Saver(shelf)
+        checkpoint_dir = CheckpointDir(folder)
+        saver = Saver(checkpoint_dir)
         saver.save(1, tensors, lambda: {"samples": 3, "loss": 0.5, "facts": {"norm": 1.5, "parts": [[1]]}})
         saver.wait()
-        files = {path.name: path.read_bytes() for path in shelf.folder(1).iterdir()}
+        files = {path.name: path.read_bytes() for path in checkpoint_dir.folder(1).iterdir()}
         with warnings.catch_warnings(action="ignore"):  # torch says that it is alone
-            export_dcp(Checkpoint(shelf.folder(1)), Path(folder) / "dcp")
+            export_dcp(Checkpoint(checkpoint_dir.folder(1)), Path(folder) / "dcp")
         return files | {path.name: path.read_bytes() for path in (Path(folder) / "dcp").iterdir()}
 
 
@@ -186,11 +186,11 @@ def go_on(found: Checkpoint) -> None:
 
 def read_shelf(path: Path) -> None:
     """Looks for a checkpoint beside a changed file of the shelf."""
-    shelf = Shelf(path.parent)
-    shelf.collect()
-    found = shelf.newest(lambda _: None)
+    checkpoint_dir = CheckpointDir(path.parent)
+    checkpoint_dir.collect()
+    found = checkpoint_dir.newest(lambda _: None)
     assert found is not None
-    shelf.prune()
+    checkpoint_dir.prune()
 
 
 def put_shelf(folder: Path) -> None:
@@ -201,7 +201,7 @@ def put_shelf(folder: Path) -> None:
 
 def read_imported(path: Path) -> None:
     """Makes a checkpoint of a folder of weights."""
-    import_hugging(path.parent, path.parent / "shelf", allow_pickle=True)
+    import_hf(path.parent, path.parent / "shelf", allow_pickle=True)
 
 
 def put_part(folder: Path) -> None:
@@ -213,7 +213,7 @@ def put_run(folder: Path) -> None:
     """Makes the folder of a run that has ended."""
     files: dict[str, Record] = {
         "options.json": OPTIONS, "plan.json": preset("ddp").at(workers=2), "profile.json": PROFILE,
-        "machine.json": MACHINE, "measured.json": TIMELINE, "predicted.json": TIMELINE.but(origin="predicted"),
+        "machine.json": MACHINE, "measured.json": TIMELINE, "predicted.json": TIMELINE.replace(origin="predicted"),
     }  # fmt: skip
     for name, record in files.items():
         (folder / name).write_text(record.to_json())
@@ -231,9 +231,9 @@ def sealed_bytes() -> bytes:
 def read_run(path: Path) -> None:
     """Prints a run of which one file was changed, as a row, alone, beside itself, as JSON; and compares it."""
     for as_json in (False, True):
-        runs.run([str(path.parent.parent)], as_json)
-        runs.run([str(path.parent)] * 2, as_json)
-        comparing.compare(str(path.parent), as_json)
+        runs_command.run([str(path.parent.parent)], as_json)
+        runs_command.run([str(path.parent)] * 2, as_json)
+        compare_command.compare(str(path.parent), as_json)
     history = History.read(path.parent)
     assert len([*history.rates()]) <= len(history.steps)
     assert all(event.kind is not None for event in history.events)
@@ -276,7 +276,7 @@ def read_recording(path: Path) -> None:
 
 def read_configuration(path: Path) -> None:
     """Builds the model of a configuration, without memory."""
-    build_hugging(str(path), data="random", device="meta")
+    build_hf_model(str(path), data="random", device="meta")
 
 
 def read_published(path: Path) -> None:
@@ -338,8 +338,8 @@ def _kinds() -> list[Kind]:
         Kind("published CSV", b"header\n" + b"8,32,4,1024,16,24,2048,2,2,2,1500\n" * 2, read_published),
         _record("plan", PLAN),
         _record("options", OPTIONS),
-        _record("options of plan", Options(batch=4)),
-        _record("start.json", Start(step=3, samples=9)),
+        _record("options of plan", SearchOptions(batch=4)),
+        _record("start.json", RunStart(step=3, samples=9)),
         _record("switch.json", SWITCH),
         Kind("timeline", TIMELINE.to_json().encode(), read_timeline, "measured.json"),
         Kind("recording", RECORDING.to_json().encode(), read_recording),

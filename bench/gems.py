@@ -12,16 +12,17 @@ from statistics import median
 
 import torch
 
+from pipedejavu.analysis import verify
 from pipedejavu.engine import AdamW, Job, audit
-from pipedejavu.engine.run import Threads
+from pipedejavu.engine.threads import Threads
 from pipedejavu.facts import Device, FaultsError, Host, Link, Machine, Profile, format_bytes, format_seconds
 from pipedejavu.plan import Plan, preset
-from pipedejavu.profile import Shot, cut_model, measure_profile
-from pipedejavu.program import Program, verify
+from pipedejavu.planner.measure import updates_of
+from pipedejavu.profile import UnitSample, cut_model, measure_profile
+from pipedejavu.program import Program
 from pipedejavu.program import compile as compile_plan
 from pipedejavu.simulate import simulate
-from pipedejavu.train.measure import updates_of
-from pipedejavu.train.task import SampleOrder, loss_of
+from pipedejavu.source.task import SampleOrder, loss_of
 from pipedejavu.zoo import build
 
 SAMPLES, MICROBATCHES = 2, 4
@@ -41,12 +42,12 @@ def machine(workers: int, room_bytes: int) -> Machine:
 def designs(workers: int) -> dict[str, Plan]:
     """GEMS-master as it is, with its optimizer state on the host, and with its weights there too."""
     gems = preset("gems-master").at(workers=workers, microbatches=MICROBATCHES, samples=SAMPLES)
-    eager = gems.order.but(is_eager=True)
+    eager = gems.order.replace(is_eager=True)
     return {
         "all on the device": gems,
-        "optimizer state on the host": gems.but(keep=gems.keep.but(kind="split"), order=eager),
-        "weights through a window too": gems.but(
-            keep=gems.keep.but(kind="host", window=2), order=eager.but(prefetch=1)
+        "optimizer state on the host": gems.replace(keep=gems.keep.replace(kind="split"), order=eager),
+        "weights through a window too": gems.replace(
+            keep=gems.keep.replace(kind="host", window=2), order=eager.replace(prefetch=1)
         ),
     }
 
@@ -72,9 +73,9 @@ def prepare(name: str, context: int | None = None) -> tuple[Profile, Job, Sample
     cut = cut_model(task.model, task.data.batch(range(SAMPLES))[0])
     job = Job(units=cut.units, loss=loss_of(cut, task.loss), optimizer=AdamW(lr=1e-4))
     batches = SampleOrder(task, cut, (SAMPLES,) * MICROBATCHES, seed=0)
-    shots = [Shot(job.units, *batches.first(SAMPLES), job.loss)]
+    unit_samples = [UnitSample(job.units, *batches.first(SAMPLES), job.loss)]
     kinds = {"stand-in": torch.device("cpu"), "cpu": torch.device("cpu")}
-    return measure_profile(name, shots, job.ties, kinds, updates_of(job.optimizer)), job, batches
+    return measure_profile(name, unit_samples, job.ties, kinds, updates_of(job.optimizer)), job, batches
 
 
 def compare(profile: Profile, job: Job, batches: SampleOrder, args: argparse.Namespace) -> None:

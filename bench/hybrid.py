@@ -101,7 +101,7 @@ def main() -> None:
 def review_results(results: list[dict[str, Any]]) -> None:
     """Prints what the simulator says of each recorded run."""
     from pipedejavu.facts import InputError
-    from pipedejavu.train import HybridRun, occupancy_of, review
+    from pipedejavu.hybrid_report import HybridRun, occupancy_of, review
 
     for found in results:
         if "run" in found:
@@ -164,7 +164,7 @@ def limits(found: dict[str, Any], tokens: int, flop_per_s: float) -> dict[str, f
 def lane_use(run: Any) -> dict[str, Any]:
     """Returns what a recording says of the lanes: how busy they are, what is hidden, and what bounds a step."""
     from pipedejavu.facts import InputError
-    from pipedejavu.train import occupancy_of
+    from pipedejavu.hybrid_report import occupancy_of
 
     try:
         found = occupancy_of(run)
@@ -215,7 +215,7 @@ def train_one(method: str, size: str, batch: int, sequence: int, steps: int, set
         "times": [round(after - before, 3) for before, after in zip([started, *times], times, strict=False)],
     }
     if extra is not None:
-        from pipedejavu.train import read_run
+        from pipedejavu.hybrid_report import read_run
 
         extra.synchronize()
         spans = recorder.finish()

@@ -19,11 +19,12 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from pipedejavu.launch import plan_run
+from pipedejavu.launch.init_trial import InitTrial, run_init_trials
 from pipedejavu.plan import preset
 from pipedejavu.program import Program
-from pipedejavu.train import TrainOptions, plan_run
-from pipedejavu.train.candidate import Candidate, compete
-from pipedejavu.train.task import prepare
+from pipedejavu.run import TrainOptions
+from pipedejavu.source.task import prepare
 from pipedejavu.zoo import build, open_data
 from pipedejavu.zoo.mlp import MlpSize
 from pipedejavu.zoo.transformer import TransformerSize
@@ -90,7 +91,7 @@ class Row(NamedTuple):
     """Updates of the winner when the race was over."""
 
 
-def loss_of(model: str, candidate: Candidate) -> float:
+def loss_of(model: str, candidate: InitTrial) -> float:
     """Returns the mean loss of a candidate on samples of the test split, for each target."""
     size = {name: value for name, value in SIZES[model].items() if name != "data"}
     task = build(model, **SIZES[model])
@@ -106,18 +107,18 @@ def loss_of(model: str, candidate: Candidate) -> float:
 
 def run(model: str, options: TrainOptions, program: Program) -> Row:
     """Trains one seed both ways."""
-    race, winner = compete(options, program, 0, 1, lambda _: None)
+    selection, winner = run_init_trials(options, program, 0, 1, lambda _: None)
     assert winner is not None
-    spent = sum(len(losses) for number, losses in enumerate(race.losses) if number != race.winner)
-    for _ in range(race.updates, options.steps - spent):
+    spent = sum(len(losses) for number, losses in enumerate(selection.losses) if number != selection.winner)
+    for _ in range(selection.updates, options.steps - spent):
         winner.step()
     reached = loss_of(model, winner)
-    for _ in range(max(race.updates, options.steps - spent), options.steps):
+    for _ in range(max(selection.updates, options.steps - spent), options.steps):
         winner.step()
-    alone = Candidate(options, program, 0, 0, prepare(options, program.sizes).batches)
+    alone = InitTrial(options, program, 0, 0, prepare(options, program.sizes).batches)
     for _ in range(options.steps):
         alone.step()
-    return Row(loss_of(model, alone), reached, loss_of(model, winner), spent, race.updates)
+    return Row(loss_of(model, alone), reached, loss_of(model, winner), spent, selection.updates)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -141,7 +142,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         torch.set_num_threads(1)
         rows = []
         for number in range(asked.seeds):
-            rows.append(run(setting.model, options.but(seed=1000 * number), program))
+            rows.append(run(setting.model, options.replace(seed=1000 * number), program))
             print(setting.model, number, rows[-1], file=sys.stderr)
         lines.append(describe(setting, rows))
     print(HEAD, *lines, sep="\n")

@@ -14,13 +14,13 @@ from collections.abc import Callable, Sequence
 from statistics import mean, median
 
 from pipedejavu.facts import InputError
-from pipedejavu.profile.operator import Row, known_rows, read_rows
+from pipedejavu.profile.operator import OperatorRow, known_rows, read_rows
 from pipedejavu.profile.predictor import PREDICTORS, Predict, fit_efficiency, leave_one_out
 
 STATED = 0.4
 
 
-def fit_stated(rows: Sequence[Row]) -> Predict:
+def fit_stated(rows: Sequence[OperatorRow]) -> Predict:
     del rows
     return lambda asked: [max(row.flop / row.flop_per_s / STATED, row.size_bytes / row.bytes_per_s) for row in asked]
 
@@ -41,14 +41,17 @@ def main() -> None:
     rows = [row for path in paths for row in read_rows(path)] if paths else list(known_rows())
     devices = sorted({row.device for row in rows})
     print(f"{len(rows)} rows of {', '.join(devices)}")
-    fits: dict[str, Callable[[Sequence[Row]], Predict]] = {"stated": fit_stated}
+    fits: dict[str, Callable[[Sequence[OperatorRow]], Predict]] = {"stated": fit_stated}
     for name, fit in PREDICTORS.items():
         try:
             fit(rows)
             fits[name] = fit
         except InputError as fault:
             print(f"{name}: {fault}")
-    keys: dict[str, Callable[[Row], str]] = {"device": lambda row: row.device, "operator": lambda row: row.class_}
+    keys: dict[str, Callable[[OperatorRow], str]] = {
+        "device": lambda row: row.device,
+        "operator": lambda row: row.class_,
+    }
     for what, key in keys.items():
         found = {name: leave_one_out(rows, key, fit) for name, fit in fits.items()}
         groups = sorted({key(row) for row in rows})

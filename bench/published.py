@@ -26,13 +26,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from pipedejavu.facts import InputError, Machine, read_file, read_machine
-from pipedejavu.simulate.gpt import Batch, Constants, GptShape, estimate_gpt
+from pipedejavu.simulate.gpt_estimate import GptBatch, GptConstants, GptShape, estimate_gpt
 from pipedejavu.simulate.wiring import Grid, Wiring, wire
 
 COLUMNS = ("gpus", "batch", "micro", "width", "heads", "layers", "context", "tensor", "data", "pipeline", "time_ms")
 FITTED = ("memory", "logit_bytes", "layer_host_s", "microbatch_host_s", "wait_s")
 """The others are what datasheets and libraries are known to reach."""
-START = Constants(memory=0.8, logit_bytes=50, layer_host_s=3e-3, microbatch_host_s=1e-3, wait_s=1e-4)
+START = GptConstants(memory=0.8, logit_bytes=50, layer_host_s=3e-3, microbatch_host_s=1e-3, wait_s=1e-4)
 """Where the search begins: round numbers, so that nothing is known of rows that are held out."""
 TRIES, NUDGE = 60, 1e-3
 CLIFF = 0.05
@@ -42,11 +42,11 @@ CLIFF = 0.05
 class Row(NamedTuple):
     shape: GptShape
     grid: Grid
-    batch: Batch
+    batch: GptBatch
     wiring: Wiring
     time_s: float
 
-    def error(self, constants: Constants) -> float:
+    def error(self, constants: GptConstants) -> float:
         """Returns how far the estimate lies from the published time, as a part of it."""
         step = estimate_gpt(self.shape, self.grid, self.batch, self.wiring, constants)
         return step.total_s / self.time_s - 1
@@ -76,7 +76,7 @@ def read_rows(path: str, machine: Machine, *, recomputes: bool) -> list[Row]:
         if grid not in wirings:
             wirings[grid] = wire(grid, machine)
         shape = GptShape(size["layers"], size["width"], size["heads"], size["context"])
-        batch = Batch(size["micro"], micro, recomputes)
+        batch = GptBatch(size["micro"], micro, recomputes)
         rows.append(Row(shape, grid, batch, wirings[grid], (values["time_ms"] or 0.0) / 1000))
     if len(rows) < 2:
         raise InputError(f"{path} has {len(rows)} rows; give at least 2")
@@ -91,7 +91,7 @@ def _number(text: str) -> float | None:
     return value if 0 < value < math.inf else None
 
 
-def calibrate(rows: Sequence[Row]) -> Constants:
+def calibrate(rows: Sequence[Row]) -> GptConstants:
     """Returns the constants that minimise errors of logarithms, by Levenberg and Marquardt."""
     best, damping = START, 1.0
     errors = _errors(rows, best)
@@ -110,14 +110,14 @@ def calibrate(rows: Sequence[Row]) -> Constants:
     return best
 
 
-def _moved(constants: Constants, index: int, step: float) -> Constants:
+def _moved(constants: GptConstants, index: int, step: float) -> GptConstants:
     """Returns constants one of which is a part larger."""
     name = FITTED[index]
     value = getattr(constants, name) * math.exp(max(-1.0, min(1.0, step)))
-    return constants.but(**{name: min(1.0, value) if name == "memory" else value})
+    return constants.replace(**{name: min(1.0, value) if name == "memory" else value})
 
 
-def _errors(rows: Sequence[Row], constants: Constants) -> Any:
+def _errors(rows: Sequence[Row], constants: GptConstants) -> Any:
     return np.array([math.log1p(row.error(constants)) for row in rows])
 
 
@@ -156,7 +156,7 @@ class Score(NamedTuple):
         )
 
 
-def score(rows: Sequence[Row], constants: Constants) -> Score:
+def score(rows: Sequence[Row], constants: GptConstants) -> Score:
     errors = [row.error(constants) for row in rows]
     sizes = [abs(error) for error in errors]
     times = [row.time_s for row in rows]
@@ -188,7 +188,7 @@ SIZES: dict[str, Callable[[Row], int]] = {
 }
 
 
-def print_groups(rows: Sequence[Row], constants: Constants) -> None:
+def print_groups(rows: Sequence[Row], constants: GptConstants) -> None:
     for name, key in SIZES.items():
         cells = []
         for value in sorted({key(row) for row in rows}):
@@ -209,8 +209,8 @@ def print_larger(rows: Sequence[Row]) -> None:
             )
 
 
-def show(constants: Constants) -> str:
-    return ", ".join(f"{name} {getattr(constants, name):.4g}" for name in Constants.model_fields)
+def show(constants: GptConstants) -> str:
+    return ", ".join(f"{name} {getattr(constants, name):.4g}" for name in GptConstants.model_fields)
 
 
 def main() -> None:
@@ -225,7 +225,7 @@ def main() -> None:
     asked = parser.parse_args()
     rows = read_rows(asked.file, read_machine(asked.machine), recomputes=asked.recompute)
     if asked.constants == "shipped" or asked.all:
-        constants = calibrate(rows) if asked.all else Constants()
+        constants = calibrate(rows) if asked.all else GptConstants()
         print(f"{len(rows)} rows, constants {'fitted to all' if asked.all else 'as shipped'}: {score(rows, constants)}")
         print(f"  {show(constants)}")
         print_groups(rows, constants)

@@ -15,10 +15,10 @@ from math import inf
 import numpy as np
 
 from pipedejavu.facts import Cost, Device, Edge, Host, Link, Machine, Profile, Unit, UnitTime
-from pipedejavu.search import Options, dp, exhaustive, gradient, mcmc, search
-from pipedejavu.search.pool import Pool
-from pipedejavu.search.scene import scenes_of
-from pipedejavu.search.space import frames
+from pipedejavu.search import SearchOptions, dp, exhaustive, gradient_descent, mcmc, search
+from pipedejavu.search.plan_pool import Pool
+from pipedejavu.search.planning_problem import problems_of
+from pipedejavu.search.subspace import subspaces
 
 GIB = 2**30
 FLOP_PER_S = 1e14
@@ -142,7 +142,7 @@ def t5(speeds: dict[str, float]) -> Profile:
     names = [u.name for u in plain.units]
     edges = [Edge(source=a, target=b) for a, b in pairwise(names)]
     edges += [Edge(source="block11", target=f"block{n}") for n in range(13, 24)]
-    return plain.but(edges=tuple(edges))
+    return plain.replace(edges=tuple(edges))
 
 
 MODELS: dict[str, Callable[[dict[str, float]], Profile]] = {
@@ -173,11 +173,11 @@ def tightened(model: Profile, place: Machine) -> Machine:
     largest = max(u.parameter_bytes + u.gradient_bytes + u.optimizer_bytes for u in model.units)
     saved = sum(u.activation_bytes for u in model.units)
     room = round(1.3 * max(state / len(gpus), largest) + 3 * saved / len(gpus) + 2 * saved / len(model.units))
-    devices = tuple(d.but(memory_bytes=min(room, d.memory_bytes)) if d.type == "gpu" else d for d in place.devices)
-    return place.but(devices=devices)
+    devices = tuple(d.replace(memory_bytes=min(room, d.memory_bytes)) if d.type == "gpu" else d for d in place.devices)
+    return place.replace(devices=devices)
 
 
-def cases(args: argparse.Namespace) -> Iterator[tuple[str, Profile, Machine, Options]]:
+def cases(args: argparse.Namespace) -> Iterator[tuple[str, Profile, Machine, SearchOptions]]:
     for where, make in MACHINES.items():
         if args.quick and where in LARGE:
             continue
@@ -193,13 +193,15 @@ def cases(args: argparse.Namespace) -> Iterator[tuple[str, Profile, Machine, Opt
                 name = f"{what} | {where} | {memory}"
                 if args.only in name:
                     fitted = tightened(model, place) if memory == "tight" else place
-                    options = Options(batch=batch, is_runnable=where not in LARGE, time_budget_s=60.0)
+                    options = SearchOptions(batch=batch, is_runnable=where not in LARGE, time_budget_s=60.0)
                     yield name, model, fitted, options
 
 
-def measure(run: Callable[[Pool, list, Options], bool], scenes: list, options: Options) -> tuple[float, float]:
+def measure(
+    run: Callable[[Pool, list, SearchOptions], bool], problems: list, options: SearchOptions
+) -> tuple[float, float]:
     pool = Pool(options)
-    run(pool, scenes, options)
+    run(pool, problems, options)
     return pool.best, pool.elapsed_s
 
 
@@ -210,17 +212,17 @@ def chains(args: argparse.Namespace) -> None:
     """Prints how far cuts found by gradients are from the best of the same chain of devices, ordinal and plain."""
     gaps: dict[str, list[float]] = {"ordinal cuts": [], "plain softmax": []}
     for name, model, place, options in cases(args):
-        (scene,) = scenes_of(model, place, options)
+        (problem,) = problems_of(model, place, options)
         before = len(gaps["ordinal cuts"])
-        alike = [f for f in frames(scene, options) if f.sizes == (1,) and len(f.order) == len(scene.devices)]
-        for frame in alike[:: 1 + len(alike) // MOST_FRAMES]:
+        alike = [f for f in subspaces(problem, options) if f.sizes == (1,) and len(f.order) == len(problem.devices)]
+        for subspace in alike[:: 1 + len(alike) // MOST_FRAMES]:
             pool = Pool(options)
-            costs = pool.costs(scene, frame.samples)
-            exact = dp.solve(frame, costs)
+            costs = pool.costs(problem, subspace.samples)
+            exact = dp.solve(subspace, costs)
             if exact is None or len(exact.stages) == 1:
                 continue
             for key, is_plain in (("ordinal cuts", False), ("plain softmax", True)):
-                found = gradient.descend(frame, costs, np.random.default_rng(0), is_plain=is_plain)
+                found = gradient_descent.descend(subspace, costs, np.random.default_rng(0), is_plain=is_plain)
                 score = pool.offer(found) if found else inf
                 gaps[key].append(score / pool.estimate(exact).time_s - 1)
         print(name, {key: f"{max(values[before:]):.2%}" for key, values in gaps.items() if values[before:]}, flush=True)
@@ -244,8 +246,8 @@ def main() -> None:
         return
     searchers = {
         "dp": dp.run,
-        "gradient": gradient.run,
-        "darts": partial(gradient.run, is_plain=True),
+        "gradient": gradient_descent.run,
+        "darts": partial(gradient_descent.run, is_plain=True),
         "mcmc": mcmc.run,
         "flexflow": partial(mcmc.run, is_flexflow=True),
     }
@@ -253,15 +255,15 @@ def main() -> None:
     print("| case | " + " | ".join(heads) + " |\n|" + "---|" * (len(heads) + 1))
     gaps: dict[str, list[float]] = {name: [] for name in searchers}
     for name, model, place, options in cases(args):
-        scenes = [*scenes_of(model, place, options)]
+        problems = [*problems_of(model, place, options)]
         small = Pool(options)
-        is_known = exhaustive.count(small, scenes, options, FEW) <= FEW
+        is_known = exhaustive.count(small, problems, options, FEW) <= FEW
         found = {}
         if len(place.devices) <= 16:  # a cluster has thousands of frames, which only `auto` is meant for
-            found = {"dp": measure(dp.run, scenes, options)}
-            short = options.but(time_budget_s=BUDGET_S)
-            found |= {key: measure(run, scenes, short) for key, run in searchers.items() if key != "dp"}
-        known = measure(exhaustive.run, scenes, options)[0] if is_known else inf
+            found = {"dp": measure(dp.run, problems, options)}
+            short = options.replace(time_budget_s=BUDGET_S)
+            found |= {key: measure(run, problems, short) for key, run in searchers.items() if key != "dp"}
+        known = measure(exhaustive.run, problems, options)[0] if is_known else inf
         best = min([known, *(time_s for time_s, _ in found.values())])
         began = time.process_time()
         answer = search(model, place, options)

@@ -9,9 +9,10 @@ import time
 from collections.abc import Callable
 from typing import NamedTuple, TypeVar
 
+from pipedejavu.analysis import build_graph, verify
 from pipedejavu.facts import Cost, Device, Host, Link, Machine, Profile, Unit, UnitTime
 from pipedejavu.plan import Plan, preset
-from pipedejavu.program import build_graph, compile, verify
+from pipedejavu.program import compile
 from pipedejavu.simulate import simulate
 
 T = TypeVar("T")

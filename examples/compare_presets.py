@@ -2,9 +2,10 @@
 
 from pathlib import Path
 
+from pipedejavu.analysis import verify
 from pipedejavu.facts import InputError, Machine, format_bytes, format_seconds
 from pipedejavu.plan import preset
-from pipedejavu.program import compile, verify
+from pipedejavu.program import compile
 from pipedejavu.simulate import simulate
 from pipedejavu.zoo import estimate_profile
 

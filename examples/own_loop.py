@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from pipedejavu.engine import Sgd
-from pipedejavu.train import Trainer
+from pipedejavu.session import Trainer
 
 torch.manual_seed(0)
 blocks = [nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(5)]

@@ -3,11 +3,12 @@
 import torch
 from torch import nn
 
+from pipedejavu.analysis import verify
 from pipedejavu.engine import Sgd
 from pipedejavu.plan import preset
-from pipedejavu.program import compile, verify
+from pipedejavu.program import compile
+from pipedejavu.session import Trainer
 from pipedejavu.simulate import simulate, unit_costs
-from pipedejavu.train import Trainer
 
 WORKERS, MICROBATCHES = 2, 8
 
@@ -23,7 +24,7 @@ def in_waves(size: int) -> str:
 
 rows = (in_waves(4),) * WORKERS  # one row for each worker
 base = preset("gpipe").at(workers=WORKERS, microbatches=MICROBATCHES)
-waves = base.but(name="waves", order=base.order.but(kind="written", rows=rows))
+waves = base.replace(name="waves", order=base.order.replace(kind="written", rows=rows))
 
 for plan in (base, waves, preset("1f1b").at(workers=WORKERS, microbatches=MICROBATCHES)):
     program = compile(*unit_costs(plan, {}))

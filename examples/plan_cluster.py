@@ -1,7 +1,7 @@
 """Plan for a cluster that you do not own: which of three offers trains a GPT of 6.7 billion fastest, and how."""
 
 from pipedejavu.facts import format_seconds, read_machine
-from pipedejavu.search import Options, search
+from pipedejavu.search import SearchOptions, search
 from pipedejavu.zoo import estimate_profile
 
 OFFERS = {
@@ -13,7 +13,7 @@ BATCH = 64
 
 for name, text in OFFERS.items():
     machine = read_machine(text)
-    found = search(estimate_profile("gpt-6.7b", machine), machine, Options(batch=BATCH, time_budget_s=5.0))
+    found = search(estimate_profile("gpt-6.7b", machine), machine, SearchOptions(batch=BATCH, time_budget_s=5.0))
     best = found.best
     if best is None:
         print(f"{name}: nothing fits")

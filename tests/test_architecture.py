@@ -19,20 +19,28 @@ LEVELS = {
     "facts": 0,
     "plan": 1,
     "program": 2,
-    "simulate": 3,
-    "probe": 3,
-    "profile": 3,
-    "engine": 3,
-    "hybrid": 3,
-    "store": 3,
-    "search": 4,
-    "report": 4,
-    "zoo": 4,
-    "train": 5,
-    "cli": 6,
+    "analysis": 3,
+    "simulate": 4,
+    "probe": 4,
+    "profile": 4,
+    "engine": 4,
+    "hybrid": 4,
+    "store": 4,
+    "search": 5,
+    "report": 5,
+    "zoo": 5,
+    "health": 6,
+    "run": 6,
+    "hybrid_report": 6,
+    "source": 7,
+    "model_check": 8,
+    "planner": 8,
+    "launch": 9,
+    "session": 9,
+    "cli": 10,
 }
 """Rooms by their level; a room that does not exist yet has its level already."""
-WITHOUT_TORCH = ("facts", "plan", "program", "simulate", "search", "report")
+WITHOUT_TORCH = ("facts", "plan", "program", "analysis", "simulate", "search", "report")
 TORCH = ("torch", "torchvision", "transformers", "accelerate")
 ONLY_IN_CLI = ("typer", "click")
 ROOT = ("", "__main__")
@@ -135,7 +143,7 @@ def torch_faults(modules: dict[str, Module]) -> list[str]:
         if way:
             faults.append(
                 f"{module.path} imports {' → '.join(way)}, but room '{module.room}' works without torch; move that to"
-                " probe, profile, engine, train or zoo"
+                " probe, profile, engine or a room above them"
             )
     return faults
 
@@ -258,8 +266,8 @@ SOUND = {
     "plan/axis.py": "from pipedejavu.plan.word import word\nfrom pipedejavu import facts",
     "plan/word.py": "import pydantic\nword = 1",
     "engine/__init__.py": "import torch",
-    "train/__init__.py": "from pipedejavu import engine",
-    "cli/__init__.py": "import typer\ndef main():\n    from pipedejavu.train import x",
+    "launch/__init__.py": "from pipedejavu import engine",
+    "cli/__init__.py": "import typer\ndef main():\n    from pipedejavu.launch import x",
 }
 
 
@@ -299,7 +307,7 @@ def test_an_import_upwards_is_found(text: str, tmp_path: Path) -> None:
 def test_an_import_of_a_room_beside_is_found(tmp_path: Path) -> None:
     text = "from pipedejavu.engine import run"
     assert faults_of(tmp_path, probe____init__="", probe__shape=text) == [
-        "probe/shape.py imports 'engine', but room 'engine' (level 3) is beside room 'probe' (level 3);"
+        "probe/shape.py imports 'engine', but room 'engine' (level 4) is beside room 'probe' (level 4);"
         " move what both need to a lower room, or pass it in"
     ]
 
@@ -314,7 +322,7 @@ def test_an_import_from_the_root_is_found(tmp_path: Path) -> None:
 def test_torch_in_a_room_without_it_is_found(text: str, tmp_path: Path) -> None:
     assert faults_of(tmp_path, plan__more=text) == [
         "plan/more.py imports torch, but room 'plan' works without torch;"
-        " move that to probe, profile, engine, train or zoo"
+        " move that to probe, profile, engine or a room above them"
     ]
 
 
@@ -322,7 +330,7 @@ def test_torch_by_way_of_another_room_is_found(tmp_path: Path) -> None:
     files = {"profile____init__": "import torch", "profile__unit": "", "search____init__": ""}
     assert faults_of(tmp_path, **files, search__beam="from pipedejavu.profile.unit import unit") == [
         "search/beam.py imports profile → torch, but room 'search' works without torch;"
-        " move that to probe, profile, engine, train or zoo"
+        " move that to probe, profile, engine or a room above them"
     ]
 
 

@@ -9,16 +9,17 @@ from typing import TYPE_CHECKING, Any
 from pipedejavu.facts.version import VERSION
 
 if TYPE_CHECKING:
+    from pipedejavu.analysis import verify
     from pipedejavu.facts import InputError, Machine, Profile, Timeline
     from pipedejavu.hybrid import HybridAdamW
     from pipedejavu.plan import Plan, preset, presets
-    from pipedejavu.program import Program, compile, verify  # noqa: A004
-    from pipedejavu.train import Checkpoints
+    from pipedejavu.program import Program, compile  # noqa: A004
+    from pipedejavu.session import Checkpoints
 
 __version__ = VERSION
 
 _HOMES = {
-    "Checkpoints": "train",
+    "Checkpoints": "session",
     "HybridAdamW": "hybrid",
     "InputError": "facts",
     "Machine": "facts",
@@ -29,7 +30,7 @@ _HOMES = {
     "compile": "program",
     "preset": "plan",
     "presets": "plan",
-    "verify": "program",
+    "verify": "analysis",
 }
 
 __all__ = [

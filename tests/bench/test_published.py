@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from pipedejavu.facts import InputError, read_machine
-from pipedejavu.simulate.gpt import Constants, estimate_gpt
+from pipedejavu.simulate.gpt_estimate import GptConstants, estimate_gpt
 from tests.script import load_script
 
 script = load_script("published")
@@ -21,7 +21,7 @@ def write(folder: Path, *lines: str) -> str:
     return str(path)
 
 
-def made_rows(folder: Path, constants: Constants) -> list:
+def made_rows(folder: Path, constants: GptConstants) -> list:
     """Rows whose times follow from constants, as a file would have them."""
     chance, lines = random.Random(1), []
     grids = [(1, 8, 1), (2, 2, 2), (4, 1, 2), (8, 1, 1), (1, 1, 4), (2, 8, 1), (4, 1, 1), (1, 2, 1)]
@@ -35,7 +35,7 @@ def made_rows(folder: Path, constants: Constants) -> list:
 
 
 def test_constants_are_found_again(tmp_path: Path) -> None:
-    real = Constants(memory=0.6, logit_bytes=90, layer_host_s=2e-3, microbatch_host_s=2e-3, wait_s=3e-5)
+    real = GptConstants(memory=0.6, logit_bytes=90, layer_host_s=2e-3, microbatch_host_s=2e-3, wait_s=3e-5)
     rows = made_rows(tmp_path, real)
     found = script.calibrate(rows)
     assert script.score(rows, found).mean < 1e-3
@@ -43,7 +43,7 @@ def test_constants_are_found_again(tmp_path: Path) -> None:
 
 
 def test_halves_are_even_and_whole(tmp_path: Path) -> None:
-    rows = made_rows(tmp_path, Constants())
+    rows = made_rows(tmp_path, GptConstants())
     for seed in range(3):
         fitted, held = script.halves(rows, seed)
         assert len(fitted) == len(held) == 16
@@ -56,9 +56,9 @@ def test_halves_are_even_and_whole(tmp_path: Path) -> None:
 def test_a_score_knows_its_errors(tmp_path: Path) -> None:
     rows = [
         row._replace(time_s=row.time_s / factor)
-        for row, factor in zip(made_rows(tmp_path, Constants()), [1.1, 0.8] * 16, strict=True)
+        for row, factor in zip(made_rows(tmp_path, GptConstants()), [1.1, 0.8] * 16, strict=True)
     ]
-    found = script.score(rows, Constants())
+    found = script.score(rows, GptConstants())
     assert found.mean == pytest.approx(0.15)
     assert found.worst == pytest.approx(0.2)
     assert found.bias == pytest.approx(-0.05)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from pipedejavu.engine import Sgd
-from pipedejavu.train import Trainer
+from pipedejavu.session import Trainer
 
 LR, STEPS, BATCH = 0.05, 3, 8
 ROUNDING = 1e-13

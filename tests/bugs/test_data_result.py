@@ -12,9 +12,11 @@ from torch import nn
 
 from pipedejavu import store
 from pipedejavu.engine import Sgd
+from pipedejavu.launch import plan_run, train
 from pipedejavu.plan import preset
-from pipedejavu.train import Checkpoints, Trainer, TrainOptions, plan_run, train
-from pipedejavu.train.door import open_task
+from pipedejavu.run import TrainOptions
+from pipedejavu.session import Checkpoints, Trainer
+from pipedejavu.source.model_source import open_task
 
 
 def normalised() -> nn.Sequential:
@@ -95,10 +97,10 @@ def test_a_runs_own_result_can_be_loaded(tmp_path: Path) -> None:
         is_changed = not torch.equal(tensor, begun.state_dict()[key])
         assert is_changed == (not key.startswith(("base", "unused"))), key
     assert written["norm.num_batches_tracked"] == 4
-    shelf = Checkpoints(tmp_path / "run" / "checkpoints")
+    checkpoint_dir = Checkpoints(tmp_path / "run" / "checkpoints")
     again = open_task(name, seed=1).model
-    assert shelf.load(again)[0] == 2
-    store.export_hugging(shelf.shelf.newest(print), tmp_path / "exported")
+    assert checkpoint_dir.load(again)[0] == 2
+    store.export_hf(checkpoint_dir.checkpoint_dir.newest(print), tmp_path / "exported")
     exported = open_task(name, seed=1, weights=str(tmp_path / "exported")).model
     for key, tensor in loaded.state_dict().items():
         assert torch.equal(again.state_dict()[key], tensor), key

@@ -10,7 +10,7 @@ from torch import nn
 
 from pipedejavu.engine import Sgd
 from pipedejavu.facts import InputError
-from pipedejavu.train import Trainer
+from pipedejavu.session import Trainer
 
 
 class Net(nn.Module):

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import torch
 
-from pipedejavu.train.door import open_task
+from pipedejavu.source.model_source import open_task
 
 NOISE = """
 import random

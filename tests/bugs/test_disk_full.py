@@ -16,8 +16,8 @@ pytest.importorskip("safetensors")
 
 from safetensors.torch import load_file
 
-from pipedejavu.store import Checkpoint, Shelf
-from tests.train.conftest import processes  # noqa: F401
+from pipedejavu.store import Checkpoint, CheckpointDir
+from tests.launch.conftest import processes  # noqa: F401
 
 TRAIN = (
     "train", "zoo:mlp", "--data", "random:64", "--samples", "3", "--optimizer", "sgd", "--lr", "0.01", "--plan",
@@ -118,7 +118,7 @@ def test_what_went_elsewhere_is_what_an_undisturbed_run_ends_with(processes, sma
             shutil.move(found / f"step-{STEPS}", small_disk / "run" / "checkpoints")
             for name in ("model.safetensors", "metrics.jsonl"):
                 shutil.move(found / name, small_disk / "run" / name)
-    assert Shelf(small_disk / "run" / "checkpoints").steps()[-1] == STEPS
+    assert CheckpointDir(small_disk / "run" / "checkpoints").steps()[-1] == STEPS
     for folder in (small_disk / "run", tmp_path / "plain"):
         more = ("--run-dir", str(folder), "--resume")
         code, _, err = processes.run((*plain, str(STEPS + 20), *more), tmp_path)

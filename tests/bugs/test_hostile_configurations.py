@@ -11,7 +11,7 @@ pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 from pipedejavu.facts import InputError
-from pipedejavu.train.hugging import build_hugging
+from pipedejavu.source.hf_model import build_hf_model
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # what transformers says of odd fields is not ours
 
@@ -21,7 +21,7 @@ GPT2 = {"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 1, "n_positio
 def build(folder: Path, **changes: Any) -> Any:
     path = folder / "config.json"
     path.write_text(json.dumps({**GPT2, **changes}))
-    return build_hugging(str(path), data="random")
+    return build_hf_model(str(path), data="random")
 
 
 def test_a_sound_one_is_built_with_what_it_may_ask_for(tmp_path: Path) -> None:
@@ -87,11 +87,11 @@ def test_what_cannot_be_built_is_a_sentence(tmp_path: Path, changes: dict[str, A
 def test_what_is_no_configuration_is_a_sentence(tmp_path: Path, text: str) -> None:
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(InputError):
-        build_hugging(str(tmp_path))
+        build_hf_model(str(tmp_path))
 
 
 def test_a_fifo_among_weights_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(GPT2))
     os.mkfifo(tmp_path / "model.safetensors")
     with pytest.raises(InputError, match="is a FIFO"):
-        build_hugging(str(tmp_path), data="stdlib", weights=str(tmp_path))
+        build_hf_model(str(tmp_path), data="stdlib", weights=str(tmp_path))

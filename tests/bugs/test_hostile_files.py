@@ -20,8 +20,8 @@ from pipedejavu.facts import InputError, Machine, Profile, Timeline, read_machin
 from pipedejavu.facts.file import fresh_path, open_file, read_file, remove, replace_file
 from pipedejavu.plan import Plan
 from pipedejavu.profile.operator import read_rows
-from pipedejavu.store import Checkpoint, Saver, Shelf, import_dcp, import_hugging, read_weights
-from pipedejavu.train import RunFolder
+from pipedejavu.run import RunFolder
+from pipedejavu.store import Checkpoint, CheckpointDir, Saver, import_dcp, import_hf, read_weights
 from pipedejavu.zoo.idx import read_idx
 from pipedejavu.zoo.image import read_cifar10
 
@@ -54,7 +54,7 @@ READERS: dict[str, tuple[str, Callable[[Path], object]]] = {
     "weights": ("w.safetensors", read_weights),
     "folder of weights": ("w.safetensors", lambda path: read_weights(path.parent)),
     "index": ("model.safetensors.index.json", lambda path: read_weights(path.parent)),
-    "pickle": ("pytorch_model.bin", lambda path: import_hugging(path.parent, path.parent / "s", allow_pickle=True)),
+    "pickle": ("pytorch_model.bin", lambda path: import_hf(path.parent, path.parent / "s", allow_pickle=True)),
     "DCP": (".metadata", lambda path: import_dcp(path.parent, path.parent / "s", allow_pickle=True)),
 }  # fmt: skip
 
@@ -91,11 +91,14 @@ def test_metrics_that_are_a_fifo_hold_no_rows_and_take_none(tmp_path: Path) -> N
 
 
 def test_part_of_a_checkpoint_that_is_a_fifo_is_refused(tmp_path: Path) -> None:
-    shelf = saved(tmp_path)
-    part = shelf.folder(1) / "part-00000.safetensors"
+    checkpoint_dir = saved(tmp_path)
+    part = checkpoint_dir.folder(1) / "part-00000.safetensors"
     part.unlink()
     os.mkfifo(part)
-    for read in (Checkpoint(shelf.folder(1)).verify, lambda: Checkpoint(shelf.folder(1)).tensor("weight/a")):
+    for read in (
+        Checkpoint(checkpoint_dir.folder(1)).verify,
+        lambda: Checkpoint(checkpoint_dir.folder(1)).tensor("weight/a"),
+    ):
         with pytest.raises(InputError, match="is a FIFO, not a regular file"):
             read()
 
@@ -128,12 +131,12 @@ def test_what_is_read_is_followed_through_links(tmp_path: Path) -> None:
         assert len(file.read()) == (tmp_path / "blob").stat().st_size
 
 
-def saved(path: Path, step: int = 1) -> Shelf:
-    shelf = Shelf(path / "checkpoints")
-    saver = Saver(shelf, tell=pytest.fail)
+def saved(path: Path, step: int = 1) -> CheckpointDir:
+    checkpoint_dir = CheckpointDir(path / "checkpoints")
+    saver = Saver(checkpoint_dir, tell=pytest.fail)
     saver.save(step, {"weight/a": torch.ones(2)}, lambda: {"samples": 3})
     saver.wait()
-    return shelf
+    return checkpoint_dir
 
 
 def test_planted_links_are_replaced_and_never_followed(tmp_path: Path) -> None:
@@ -146,34 +149,34 @@ def test_planted_links_are_replaced_and_never_followed(tmp_path: Path) -> None:
         (run / name).symlink_to(victim / "file")
     write_file(run / "x.json", "{}")
     RunFolder(run).write_model({"a": torch.ones(2)})
-    shelf = Shelf(run / "checkpoints")
-    shelf.path.mkdir()
-    (shelf.path / "step-1.tmp").symlink_to(victim)
-    (shelf.path / "LATEST.tmp").symlink_to(victim / "file")
-    (shelf.path / "LATEST").symlink_to(victim / "file")
+    checkpoint_dir = CheckpointDir(run / "checkpoints")
+    checkpoint_dir.path.mkdir()
+    (checkpoint_dir.path / "step-1.tmp").symlink_to(victim)
+    (checkpoint_dir.path / "LATEST.tmp").symlink_to(victim / "file")
+    (checkpoint_dir.path / "LATEST").symlink_to(victim / "file")
     saved(run)
     (run / "metrics.jsonl").symlink_to(victim / "file")
     RunFolder(run).add_metrics({"step": 1})
     assert (victim / "file").read_text() == "precious"
     assert [path.name for path in victim.iterdir()] == ["file"]
     assert (run / "x.json").read_text() == "{}"
-    assert (shelf.path / "LATEST").read_text() == "step-1\n"
-    Checkpoint(shelf.folder(1)).verify()
+    assert (checkpoint_dir.path / "LATEST").read_text() == "step-1\n"
+    Checkpoint(checkpoint_dir.folder(1)).verify()
 
 
 def test_what_is_removed_is_a_link_and_not_what_it_names(tmp_path: Path) -> None:
     victim = tmp_path / "victim"
     victim.mkdir()
     (victim / "file").write_text("precious")
-    shelf = saved(tmp_path)
+    checkpoint_dir = saved(tmp_path)
     for name in ("step-7.tmp", "step-8.bad", "step-0"):
-        (shelf.path / name).symlink_to(victim)
-    shelf.discard(7)
-    (shelf.path / "step-7.tmp").symlink_to(victim)
-    shelf.collect()
-    shelf._remove(0)
+        (checkpoint_dir.path / name).symlink_to(victim)
+    checkpoint_dir.discard(7)
+    (checkpoint_dir.path / "step-7.tmp").symlink_to(victim)
+    checkpoint_dir.collect()
+    checkpoint_dir._remove(0)
     assert (victim / "file").read_text() == "precious"
-    assert sorted(path.name for path in shelf.path.iterdir()) == ["LATEST", "step-1", "step-8.bad"]
+    assert sorted(path.name for path in checkpoint_dir.path.iterdir()) == ["LATEST", "step-1", "step-8.bad"]
     remove(tmp_path / "checkpoints")
     assert not (tmp_path / "checkpoints").exists()
     remove(tmp_path / "checkpoints")
@@ -194,38 +197,38 @@ def test_a_file_is_replaced_whole_under_fresh_names(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["step-٣", "step-007", f"step-{10**30}", "step-²"])
 def test_folders_that_only_look_like_checkpoints_are_left_alone(name: str, tmp_path: Path) -> None:
-    shelf = saved(tmp_path)
-    (shelf.path / name).mkdir()
-    assert shelf.steps() == [1]
-    found = shelf.newest(pytest.fail)
+    checkpoint_dir = saved(tmp_path)
+    (checkpoint_dir.path / name).mkdir()
+    assert checkpoint_dir.steps() == [1]
+    found = checkpoint_dir.newest(pytest.fail)
     assert found
     assert found.step == 1
-    assert (shelf.path / name).is_dir()
+    assert (checkpoint_dir.path / name).is_dir()
 
 
 def test_export_of_a_damaged_checkpoint_is_a_sentence_and_moves_nothing(tmp_path: Path, monkeypatch) -> None:
-    from pipedejavu.cli import exporting
+    from pipedejavu.cli import export_command
 
-    shelf = saved(tmp_path)
-    (shelf.folder(1) / "manifest.json").write_text("{}")
+    checkpoint_dir = saved(tmp_path)
+    (checkpoint_dir.folder(1) / "manifest.json").write_text("{}")
 
     def refuse(self: Path, target: Path) -> Path:
         raise OSError(30, "Read-only file system", str(self))
 
     monkeypatch.setattr(Path, "rename", refuse)
     with pytest.raises(InputError, match=r"none of them can be used; step-1: .* does not begin with a seal"):
-        exporting.run(str(tmp_path), str(tmp_path / "out"), "hugging", None, False)
-    assert shelf.steps() == [1]
+        export_command.run(str(tmp_path), str(tmp_path / "out"), "hugging", None, False)
+    assert checkpoint_dir.steps() == [1]
 
 
 @pytest.mark.parametrize("form", ["hugging", "dcp"])
 def test_export_to_a_folder_that_cannot_be_made_is_a_sentence(form: str, tmp_path: Path) -> None:
-    from pipedejavu.cli import exporting
+    from pipedejavu.cli import export_command
 
     saved(tmp_path)
     (tmp_path / "file").touch()
     with pytest.raises(InputError, match=r"cannot write .*Not a directory"):
-        exporting.run(str(tmp_path), str(tmp_path / "file" / "out"), form, None, False)
+        export_command.run(str(tmp_path), str(tmp_path / "file" / "out"), form, None, False)
 
 
 def test_a_gzip_of_zeros_takes_no_more_memory_than_its_header_says(tmp_path: Path) -> None:

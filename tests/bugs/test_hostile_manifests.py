@@ -10,7 +10,7 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("safetensors")
 
-from pipedejavu.store import Checkpoint, CheckpointError, Saver, Shelf
+from pipedejavu.store import Checkpoint, CheckpointDir, CheckpointError, Saver
 
 
 def resealed(folder: Path, **changes: Any) -> Checkpoint:
@@ -26,11 +26,11 @@ def resealed(folder: Path, **changes: Any) -> Checkpoint:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    shelf = Shelf(tmp_path)
-    saver = Saver(shelf, tell=pytest.fail)
+    checkpoint_dir = CheckpointDir(tmp_path)
+    saver = Saver(checkpoint_dir, tell=pytest.fail)
     saver.save(1, {"weight/a": torch.ones(2, 3)}, lambda: {"samples": 3})
     saver.wait()
-    return shelf.folder(1)
+    return checkpoint_dir.folder(1)
 
 
 def test_shapes_of_thousands_of_digits_are_refused_before_they_are_multiplied(folder: Path) -> None:
@@ -48,11 +48,11 @@ def test_shapes_that_torch_cannot_have_are_refused(folder: Path, shape: list[int
 
 
 def test_an_empty_tensor_is_still_read(tmp_path: Path) -> None:
-    shelf = Shelf(tmp_path)
-    saver = Saver(shelf, tell=pytest.fail)
+    checkpoint_dir = CheckpointDir(tmp_path)
+    saver = Saver(checkpoint_dir, tell=pytest.fail)
     saver.save(1, {"weight/a": torch.empty(0, 7, 2), "weight/b": torch.tensor(1.5)}, lambda: {"samples": 3})
     saver.wait()
-    found = Checkpoint(shelf.folder(1))
+    found = Checkpoint(checkpoint_dir.folder(1))
     found.verify()
     assert found.tensor("weight/a").shape == (0, 7, 2)
     assert found.tensor("weight/b").item() == 1.5

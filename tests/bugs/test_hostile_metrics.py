@@ -11,10 +11,10 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("safetensors")
 
-from pipedejavu.cli import runs
+from pipedejavu.cli import runs_command
 from pipedejavu.facts import InputError
 from pipedejavu.plan import preset
-from pipedejavu.train import History, RunFolder, TrainOptions
+from pipedejavu.run import History, RunFolder, TrainOptions
 
 GOOD = [
     {"step": 1, "loss": 2.5, "count": 8, "samples": 8, "elapsed_s": 0.5, "peak_bytes": 7},
@@ -59,8 +59,8 @@ def test_only_rows_of_this_program_are_read(folder: RunFolder) -> None:
 def test_a_run_with_an_odd_row_is_listed(folder: RunFolder, row: Any, capsys: pytest.CaptureFixture[str]) -> None:
     """Any of these was a traceback of `runs` or of the report."""
     folder.metrics.write_text("".join(json.dumps(r) + "\n" for r in [*GOOD[:4], row]))
-    runs.run([str(folder.path.parent)], as_json=False)
-    runs.run([str(folder.path), str(folder.path)], as_json=False)
+    runs_command.run([str(folder.path.parent)], as_json=False)
+    runs_command.run([str(folder.path), str(folder.path)], as_json=False)
     assert folder.path.name in capsys.readouterr().out
     folder._forget(1)
     assert [r["step"] for r in folder.rows() if "step" in r] == [1]

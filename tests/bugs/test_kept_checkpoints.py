@@ -15,13 +15,13 @@ pytest.importorskip("safetensors")
 from torch import nn
 
 from pipedejavu.facts import write_file
-from pipedejavu.store import Checkpoint, CheckpointError, Saver, Shelf
-from pipedejavu.train import Checkpoints, Trainer
+from pipedejavu.session import Checkpoints, Trainer
+from pipedejavu.store import Checkpoint, CheckpointDir, CheckpointError, Saver
 from tests.cli.test_main import say
 
 
-def save(shelf: Shelf, *steps: int) -> None:
-    saver = Saver(shelf, tell=pytest.fail)
+def save(checkpoint_dir: CheckpointDir, *steps: int) -> None:
+    saver = Saver(checkpoint_dir, tell=pytest.fail)
     for step in steps:
         saver.save(step, {"weight/w": torch.full((4,), float(step))}, lambda: {"samples": 0})
     saver.wait()
@@ -46,17 +46,17 @@ def tree(path: Path) -> dict[str, bytes]:
     }
 
 
-def newer(shelf: Shelf, _: pytest.MonkeyPatch) -> None:
+def newer(checkpoint_dir: CheckpointDir, _: pytest.MonkeyPatch) -> None:
     """A program of next year wrote it, with a field that no one knows yet."""
-    path = shelf.folder(20) / "manifest.json"
-    seal_anew(shelf.folder(20), schema_version=2, facts={"of": "next year"})
+    path = checkpoint_dir.folder(20) / "manifest.json"
+    seal_anew(checkpoint_dir.folder(20), schema_version=2, facts={"of": "next year"})
     rest = path.read_bytes().partition(b"\n")[2].replace(b'"facts"', b'"deeds"')
     path.write_bytes(b'{"seal": "%s",\n' % sha256(rest).hexdigest().encode() + rest)
 
 
 def refuse(number: int):
-    def inject(shelf: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:
-        part, read = shelf.folder(20) / "part-00000.safetensors", os.open
+    def inject(checkpoint_dir: CheckpointDir, monkeypatch: pytest.MonkeyPatch) -> None:
+        part, read = checkpoint_dir.folder(20) / "part-00000.safetensors", os.open
 
         def fail(path, *arguments, **more):
             if path == part:
@@ -68,8 +68,8 @@ def refuse(number: int):
     return inject
 
 
-def rename(shelf: Shelf, _: pytest.MonkeyPatch) -> None:
-    shutil.copytree(shelf.folder(20), shelf.folder(40))
+def rename(checkpoint_dir: CheckpointDir, _: pytest.MonkeyPatch) -> None:
+    shutil.copytree(checkpoint_dir.folder(20), checkpoint_dir.folder(40))
 
 
 STOPS = {
@@ -85,39 +85,39 @@ STOPS = {
 
 @pytest.mark.parametrize("name", STOPS)
 def test_what_is_not_proved_to_be_damaged_stops_and_stays(name: str, tmp_path: Path, monkeypatch) -> None:
-    shelf, (inject, reason) = Shelf(tmp_path), STOPS[name]
-    save(shelf, 10, 20)
+    checkpoint_dir, (inject, reason) = CheckpointDir(tmp_path), STOPS[name]
+    save(checkpoint_dir, 10, 20)
     before = tree(tmp_path)
-    inject(shelf, monkeypatch)
+    inject(checkpoint_dir, monkeypatch)
     with pytest.raises(CheckpointError, match=reason):
-        shelf.newest(pytest.fail)
+        checkpoint_dir.newest(pytest.fail)
     with pytest.raises(CheckpointError, match=reason):
         Checkpoints(tmp_path).load(nn.Linear(2, 2))
     monkeypatch.undo()
     after = tree(tmp_path)
     assert before.keys() <= after.keys()
-    assert shelf.steps() == ([10, 20, 40] if name == "another step's name" else [10, 20])
+    assert checkpoint_dir.steps() == ([10, 20, 40] if name == "another step's name" else [10, 20])
     assert not list(tmp_path.glob("*.bad*"))
 
 
 def test_a_renamed_checkpoint_survives_later_saves(tmp_path: Path) -> None:
-    shelf = Shelf(tmp_path)
-    save(shelf, 10, 20)
-    shelf.folder(10).rename(shelf.folder(15))
-    save(shelf, 30, 40, 50)
-    assert shelf.steps() == [15, 40, 50]
+    checkpoint_dir = CheckpointDir(tmp_path)
+    save(checkpoint_dir, 10, 20)
+    checkpoint_dir.folder(10).rename(checkpoint_dir.folder(15))
+    save(checkpoint_dir, 30, 40, 50)
+    assert checkpoint_dir.steps() == [15, 40, 50]
 
 
 def test_damaged_ones_are_kept_under_names_of_their_own(tmp_path: Path) -> None:
-    shelf, told = Shelf(tmp_path), []
-    save(shelf, 1)
+    checkpoint_dir, told = CheckpointDir(tmp_path), []
+    save(checkpoint_dir, 1)
     for _ in range(3):
-        save(shelf, 2)
-        flip(shelf.folder(2))
-        found = shelf.newest(told.append)
+        save(checkpoint_dir, 2)
+        flip(checkpoint_dir.folder(2))
+        found = checkpoint_dir.newest(told.append)
         assert found is not None
         assert found.step == 1
-    save(shelf, 3, 4, 5)
+    save(checkpoint_dir, 3, 4, 5)
     assert {path.name for path in tmp_path.glob("*.bad*")} == {"step-2.bad", "step-2.bad-2", "step-2.bad-3"}
     assert told[2].startswith(
         "checkpoint step-2 cannot be used and is set aside as step-2.bad-3: tensor 'weight/w' in "
@@ -153,22 +153,22 @@ def loss(output: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 
 
 def test_a_save_that_was_killed_does_not_hinder_the_next_of_its_step(tmp_path: Path) -> None:
-    shelf = Shelf(tmp_path)
-    (shelf.draft(7) / "part-00000.safetensors").write_bytes(b"half of it")
-    save(shelf, 7)
-    assert shelf.steps() == [7]
+    checkpoint_dir = CheckpointDir(tmp_path)
+    (checkpoint_dir.draft(7) / "part-00000.safetensors").write_bytes(b"half of it")
+    save(checkpoint_dir, 7)
+    assert checkpoint_dir.steps() == [7]
 
 
 def test_export_only_reads(tmp_path: Path) -> None:
-    shelf, command = Shelf(tmp_path / "run" / "checkpoints"), ("export", str(tmp_path / "run"))
-    save(shelf, 1, 2)
-    flip(shelf.folder(2))
+    checkpoint_dir, command = CheckpointDir(tmp_path / "run" / "checkpoints"), ("export", str(tmp_path / "run"))
+    save(checkpoint_dir, 1, 2)
+    flip(checkpoint_dir.folder(2))
     before = tree(tmp_path / "run")
     done = say(*command, str(tmp_path / "out"))
     assert done.code == 0
     assert "checkpoint step-2 cannot be used: tensor 'weight/w' in " in done.stderr
     assert tree(tmp_path / "run") == before
-    seal_anew(shelf.folder(1), schema_version=2)
+    seal_anew(checkpoint_dir.folder(1), schema_version=2)
     done = say(*command, str(tmp_path / "again"))
     assert done.code == 2
     assert "has schema version 2" in done.stderr

@@ -11,7 +11,7 @@ from torch import nn
 from pipedejavu.engine import Sgd, run_threads
 from pipedejavu.facts import InputError
 from pipedejavu.plan import preset
-from pipedejavu.train import Trainer
+from pipedejavu.session import Trainer
 from tests.engine.case import Case, mlp, mlp_samples
 
 

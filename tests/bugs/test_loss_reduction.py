@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from pipedejavu.engine import Sgd
 from pipedejavu.facts import InputError
-from pipedejavu.train import Trainer
+from pipedejavu.session import Trainer
 
 CLASSES = 5
 

@@ -13,15 +13,15 @@ pytest.importorskip("safetensors")
 
 from rich.table import Table
 
-from pipedejavu.cli import comparing, exporting, runs, surveying
+from pipedejavu.cli import compare_command, export_command, probe_command, runs_command
 from pipedejavu.cli.main import main
 from pipedejavu.cli.terminal import print_json, styled, terminal
 from pipedejavu.facts import Machine
 from pipedejavu.facts.printable import printable, tell
 from pipedejavu.plan import preset
-from pipedejavu.train import RunFolder, TrainOptions
-from pipedejavu.train.progress import Progress
-from pipedejavu.train.view import Seat
+from pipedejavu.run import RunFolder, TrainOptions
+from pipedejavu.run.live_view import WorkerPanel
+from pipedejavu.run.progress import Progress
 from tests.facts.test_fuzz import TIMELINE
 
 GLOO = "[/__w/pytorch/third_party/gloo/pair.cc:534] Connection closed by peer [127.0.0.1]:2104"
@@ -36,7 +36,7 @@ def is_clean(text: str) -> bool:
 def made_run(folder: Path, failed: str) -> RunFolder:
     folder.mkdir()
     TrainOptions(model=f"FILE{EVIL}").save(folder / "options.json")
-    preset("ddp").at(workers=2).but(name=f"plan{EVIL}").save(folder / "plan.json")
+    preset("ddp").at(workers=2).replace(name=f"plan{EVIL}").save(folder / "plan.json")
     run = RunFolder(folder)
     run.add_metrics({"step": 1, "loss": 2.5, "samples": 8, "elapsed_s": 0.5})
     run.add_metrics({"failed": failed})
@@ -72,13 +72,13 @@ def test_runs_of_any_name_are_listed_and_set_side_by_side(
         name = "b]"
     made_run(tmp_path / name, f"worker 1: {GLOO}\x1b[2J")
     monkeypatch.setenv("COLUMNS", "400")
-    runs.run([str(tmp_path)], as_json=False)
-    runs.run([str(tmp_path / name), str(tmp_path / name)], as_json=False)
+    runs_command.run([str(tmp_path)], as_json=False)
+    runs_command.run([str(tmp_path / name), str(tmp_path / name)], as_json=False)
     found = capsys.readouterr().out
     assert is_clean(found)
     assert GLOO in found
     assert printable(name) in found
-    runs.run([str(tmp_path)], as_json=True)
+    runs_command.run([str(tmp_path)], as_json=True)
     found = capsys.readouterr().out
     assert is_clean(found)
     assert json.loads(found)["runs"][0]["model"] == f"FILE{EVIL}"
@@ -101,9 +101,9 @@ def test_a_finished_run_in_a_folder_of_any_name_ends_with_its_summary(
 @pytest.mark.parametrize(
     "act",
     [
-        lambda: runs.run([f"no{EVIL}"], as_json=False),
-        lambda: exporting.run(f"no{EVIL}", "x", "hugging", None, False),
-        lambda: comparing.compare(f"no{EVIL}", False),
+        lambda: runs_command.run([f"no{EVIL}"], as_json=False),
+        lambda: export_command.run(f"no{EVIL}", "x", "hugging", None, False),
+        lambda: compare_command.compare(f"no{EVIL}", False),
     ],
 )
 def test_a_fault_of_the_user_is_printed_without_what_would_move_the_cursor(
@@ -120,7 +120,7 @@ def test_a_fault_of_the_user_is_printed_without_what_would_move_the_cursor(
 
 
 def test_sentences_beside_a_view_and_on_stderr_are_printable(capsys: pytest.CaptureFixture[str]) -> None:
-    with Progress(3, "samples", 0.1, seats=[Seat(EVIL)]) as progress:
+    with Progress(3, "samples", 0.1, seats=[WorkerPanel(EVIL)]) as progress:
         progress.say(EVIL)
         terminal(width=300).print(progress.view)
     tell(f"x{EVIL}\udcff")
@@ -133,14 +133,14 @@ def test_what_is_predicted_and_compared_is_printed_whatever_its_names_are(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "400")
-    plan = preset("1f1b").at(workers=2).but(name=EVIL)
+    plan = preset("1f1b").at(workers=2).replace(name=EVIL)
     plan.save(tmp_path / "plan.json")
     monkeypatch.setattr(sys, "argv", ["pipedejavu", "simulate", str(tmp_path / "plan.json"), "--model", "gpt-small"])
     main()
     row: dict[str, Any] = {"lane": ("compute", EVIL), "action": ("F0", "B0")}
     for origin in ("predicted", "measured"):
-        TIMELINE.but(origin=origin, **row).save(tmp_path / f"{origin}.json")
-    comparing.compare(str(tmp_path), as_json=False)
+        TIMELINE.replace(origin=origin, **row).save(tmp_path / f"{origin}.json")
+    compare_command.compare(str(tmp_path), as_json=False)
     found = capsys.readouterr()
     assert SHOWN in found.out
     assert is_clean(found.out + found.err)
@@ -165,7 +165,7 @@ def test_a_machine_is_printed_whatever_its_names_are(capsys: pytest.CaptureFixtu
             }
         )
     )
-    surveying.print_machine(machine)
+    probe_command.print_machine(machine)
     found = capsys.readouterr().out
     assert found.count(SHOWN) == 4
     assert is_clean(found)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from pipedejavu.cli.source import read_plan
+from pipedejavu.cli.input_files import read_plan
 from pipedejavu.facts import InputError
 from pipedejavu.plan import Plan, preset, presets
 from pipedejavu.program import compile as compile_plan
@@ -47,6 +47,6 @@ def test_a_simulation_still_takes_microbatches_of_several_updates() -> None:
 
 def test_an_own_plan_without_a_flush_is_refused_too(tmp_path) -> None:
     path = str(tmp_path / "own.json")
-    preset("pipedream").plan.but(name="own").save(path)
+    preset("pipedream").plan.replace(name="own").save(path)
     with pytest.raises(InputError, match="plan 'own' makes each update of 1 microbatch, not 2;"):
         plan_to_run(path, microbatches=2)

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pipedejavu.engine import Uncut, audit
-from pipedejavu.train import Trainer
+from pipedejavu.engine import UncutModel, audit
+from pipedejavu.session import Trainer
 from tests.bugs.plain import ROUNDING, batch, make_trainer
 
 
@@ -25,7 +25,7 @@ def audited(model: nn.Module, trainer: Trainer, said: list[str] | None = None, i
         return ((output - target) ** 2).sum()
 
     say = [].append if said is None else said.append
-    uncut = Uncut(model, trainer.batch.own_inputs, one, loss, say) if is_uncut else None
+    uncut = UncutModel(model, trainer.batch.own_inputs, one, loss, say) if is_uncut else None
     return max(audit(trainer.program, trainer._job, trainer.batch, trainer.threads.outcome(), uncut).values())
 
 

@@ -9,7 +9,8 @@ from torch import Tensor, nn
 
 from pipedejavu.engine import AdamW
 from pipedejavu.facts import InputError
-from pipedejavu.train import Trainer, model_check
+from pipedejavu.model_check import check
+from pipedejavu.session import Trainer
 from tests.bugs.plain import ROUNDING, batch, furthest, make_trainer, sum_of_squares, trained, trained_plainly
 
 
@@ -215,7 +216,7 @@ def test_a_copy_that_trains_the_model_itself_is_noticed(capsys) -> None:
 
 
 def test_a_model_too_large_for_another_copy_is_left_out_aloud(capsys, monkeypatch) -> None:
-    monkeypatch.setattr(model_check, "free_memory_bytes", lambda: 100)
+    monkeypatch.setattr(check, "free_memory_bytes", lambda: 100)
     make_trainer(WithCounter())
     assert "the model is not compared with its units: that takes 4.9 KiB of 100 B" in capsys.readouterr().err
 

@@ -7,11 +7,11 @@ import torch
 from torch import Tensor, nn
 
 from pipedejavu.engine import AdamW, audit
-from pipedejavu.engine.state import put_all, take_all
+from pipedejavu.engine.engine_state import put_all, take_all
 from pipedejavu.facts import InputError
-from pipedejavu.store import Shelf
-from pipedejavu.train import Trainer
-from pipedejavu.train.loop import load_weights
+from pipedejavu.session import Trainer
+from pipedejavu.session.loop_checkpoints import load_weights
+from pipedejavu.store import CheckpointDir
 from tests.bugs.plain import batch, sum_of_squares
 
 
@@ -42,7 +42,7 @@ def test_a_checkpoint_has_them_for_any_cut_and_for_a_plain_loop(kind, other, tmp
     trainer.save(tmp_path)
     trainer.wait()
     expected = trainer.save_to_model().state_dict()
-    checkpoint = Shelf(tmp_path).newest(print)
+    checkpoint = CheckpointDir(tmp_path).newest(print)
     assert checkpoint is not None
     assert "weight/1.weight" in checkpoint.manifest.tensors
     assert not [name for name in checkpoint.manifest.tensors if name.startswith("state/") and "/1." in name]

@@ -5,8 +5,9 @@ from pathlib import Path
 import pytest
 
 from pipedejavu.facts import InputError, Machine
+from pipedejavu.launch import plan_run
 from pipedejavu.plan import preset
-from pipedejavu.train import TrainOptions, plan_run
+from pipedejavu.run import TrainOptions
 from tests.engine.case import machine_of
 
 SOURCE = """
@@ -40,4 +41,4 @@ def test_a_model_that_draws_with_numpy_is_refused_before_workers_start(tmp_path:
     )
     with pytest.raises(InputError, match=sentence):
         plan_run(options, plan, machine)
-    assert plan_run(options.but(check_model=False), plan, machine).program.pieces
+    assert plan_run(options.replace(check_model=False), plan, machine).program.pieces

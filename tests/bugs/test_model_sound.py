@@ -8,14 +8,14 @@ import torch
 from torch import Tensor, nn
 
 from pipedejavu.engine import Job, Sgd
+from pipedejavu.model_check import difference
+from pipedejavu.model_check.check import Checked, Sample, check_model
 from pipedejavu.plan import preset
 from pipedejavu.profile import cut_model
 from pipedejavu.program import Program
 from pipedejavu.program import compile as compile_plan
-from pipedejavu.train import model_compare
-from pipedejavu.train.door import own_loss
-from pipedejavu.train.model_check import Checked, Sample, check_model
-from pipedejavu.train.task import loss_of
+from pipedejavu.source.model_source import own_loss
+from pipedejavu.source.task import loss_of
 from pipedejavu.zoo import build
 from tests.engine.case import machine_of, profile_of
 
@@ -25,7 +25,7 @@ CPU = torch.device("cpu")
 @pytest.fixture(autouse=True)
 def _in_bits(monkeypatch) -> None:
     """Allows no rounding: whatever is not equal bit for bit is a difference."""
-    monkeypatch.setattr(model_compare, "_rounding", lambda *given: [0.0] * len(given[-1]))
+    monkeypatch.setattr(difference, "_rounding", lambda *given: [0.0] * len(given[-1]))
 
 
 def program_of(job: Job, plan: str) -> Program:

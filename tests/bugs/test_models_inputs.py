@@ -8,11 +8,12 @@ torch = pytest.importorskip("torch")
 
 from pipedejavu.engine import Threads
 from pipedejavu.facts import InputError
+from pipedejavu.launch import plan_run
 from pipedejavu.plan import preset
-from pipedejavu.train import TrainOptions, plan_run
-from pipedejavu.train.door import open_task
-from pipedejavu.train.folder import result_of
-from pipedejavu.train.task import prepare
+from pipedejavu.run import TrainOptions
+from pipedejavu.run.run_folder import result_of
+from pipedejavu.source.model_source import open_task
+from pipedejavu.source.task import prepare
 
 FILE = """
 import torch

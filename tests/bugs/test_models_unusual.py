@@ -8,7 +8,7 @@ from torch import nn
 
 from pipedejavu.engine import Sgd
 from pipedejavu.facts import InputError
-from pipedejavu.train import Trainer
+from pipedejavu.session import Trainer
 
 
 class Layers(nn.Module):

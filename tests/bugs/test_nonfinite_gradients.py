@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from pipedejavu.engine import AdamW, Sgd, run_threads
-from pipedejavu.engine.run import Threads, final_weights
-from pipedejavu.engine.state import put_all, take_all
+from pipedejavu.engine.engine_state import put_all, take_all
+from pipedejavu.engine.threads import Threads, final_weights
 from pipedejavu.facts import InputError
 from pipedejavu.plan import Feed, Reduce
-from pipedejavu.train import Trainer
+from pipedejavu.session import Trainer
 from tests.engine.case import Case, make_case
 
 

@@ -15,24 +15,25 @@ pytest.importorskip("safetensors")
 from torch import nn
 from torch.distributed import HashStore
 
-from pipedejavu.cli import runs as runs_verb
+from pipedejavu.cli import runs_command as runs_verb
 from pipedejavu.engine import Log
 from pipedejavu.facts import InputError, to_json_text
+from pipedejavu.launch.init_trial import InitTrial, run_init_trials
+from pipedejavu.launch.launch import plan_run
+from pipedejavu.launch.rank_group import RankGroup
+from pipedejavu.launch.resume import reopen
 from pipedejavu.plan import preset
 from pipedejavu.report import Story
 from pipedejavu.report.story import render_story
-from pipedejavu.store import Checkpoint, Saver, Shelf
-from pipedejavu.train import Checkpoints, History, RunFolder, Trainer
-from pipedejavu.train.candidate import Candidate, compete
-from pipedejavu.train.launch import plan_run
-from pipedejavu.train.logbook import Logbooks
-from pipedejavu.train.options import TrainOptions
-from pipedejavu.train.progress import Progress
-from pipedejavu.train.resume import reopen
-from pipedejavu.train.team import Team
-from pipedejavu.train.watch import Desk, Watch
-from tests.train.conftest import Processes
-from tests.train.test_faults import FAULTY, MAIN
+from pipedejavu.run import History, RunFolder
+from pipedejavu.run.logbook import Logbooks
+from pipedejavu.run.metrics import MetricsCollector, MetricsReporter
+from pipedejavu.run.options import TrainOptions
+from pipedejavu.run.progress import Progress
+from pipedejavu.session import Checkpoints, Trainer
+from pipedejavu.store import Checkpoint, CheckpointDir, Saver
+from tests.launch.conftest import Processes
+from tests.launch.test_faults import FAULTY, MAIN
 
 OWN_MODEL = """
 import torch
@@ -83,8 +84,8 @@ def test_a_nan_gradient_in_the_last_update_leaves_the_last_finite_checkpoint(pro
     assert "pipedejavu: the gradient of '0.plane.weight' is nan in step 5 on worker 0; lower the learning rate" in err
     assert err.endswith("or skip such updates (--on-nan skip); --resume goes on behind step 4\n")
     folder = RunFolder(tmp_path / "run")
-    assert folder.shelf.steps() == [2, 4]
-    assert Checkpoint(folder.shelf.folder(4)).nonfinite() is None
+    assert folder.checkpoint_dir.steps() == [2, 4]
+    assert Checkpoint(folder.checkpoint_dir.folder(4)).nonfinite() is None
     assert not folder.model.exists()
     assert [row["step"] for row in strict_rows(folder.metrics) if "loss" in row][:4] == [1, 2, 3, 4]
     refuse_what_an_earlier_version_saved(folder)
@@ -92,7 +93,7 @@ def test_a_nan_gradient_in_the_last_update_leaves_the_last_finite_checkpoint(pro
 
 def refuse_what_an_earlier_version_saved(folder: RunFolder) -> None:
     """Resumes from a checkpoint of NaNs, which versions that checked the loss alone have left."""
-    before, saver = Checkpoint(folder.shelf.folder(4)), Saver(folder.shelf)
+    before, saver = Checkpoint(folder.checkpoint_dir.folder(4)), Saver(folder.checkpoint_dir)
     tensors = before.tensors(before.names())
     tensors["state/exp_avg_sq/0.plane.weight"][0, 0] = math.inf
     saver.save(5, tensors, lambda: {"samples": 30})
@@ -103,13 +104,13 @@ def refuse_what_an_earlier_version_saved(folder: RunFolder) -> None:
         r" behind step 4, the newest that is finite"
     )
     with pytest.raises(InputError, match=said):
-        reopen(str(folder.path), Team(), told.append)
-    assert folder.shelf.steps()[-2:] == [4, 5]
+        reopen(str(folder.path), RankGroup(), told.append)
+    assert folder.checkpoint_dir.steps()[-2:] == [4, 5]
     assert told == []
-    for step in folder.shelf.steps()[:-1]:
-        shutil.rmtree(folder.shelf.folder(step))
+    for step in folder.checkpoint_dir.steps()[:-1]:
+        shutil.rmtree(folder.checkpoint_dir.folder(step))
     with pytest.raises(InputError, match="no checkpoint before it is finite, so begin again in another folder"):
-        reopen(str(folder.path), Team(), told.append)
+        reopen(str(folder.path), RankGroup(), told.append)
 
 
 def test_a_loop_saves_and_loads_no_checkpoint_of_nans(tmp_path) -> None:
@@ -125,7 +126,7 @@ def test_a_loop_saves_and_loads_no_checkpoint_of_nans(tmp_path) -> None:
         model.weight[0, 0] = math.nan
     with pytest.raises(InputError, match="'weight/weight' is not finite in step 2, and is not saved; go on from"):
         checkpoints.save(model, optimizer, step=2)
-    saver = Saver(Shelf(tmp_path))
+    saver = Saver(CheckpointDir(tmp_path))
     saver.save(2, {"weight/weight": model.weight.detach()}, lambda: {"samples": 0})
     saver.wait()
     with pytest.raises(InputError, match="'weight/weight' is not finite; remove that folder to go on behind step 1,"):
@@ -141,15 +142,15 @@ def rows_of(folder: RunFolder, *reports: dict[str, Any]) -> list[dict[str, Any]]
             return 1
 
     with Progress(3, "samples", 1.0) as progress:
-        desk = Desk(folder, progress, Logbooks({}, print), num_ranks=1, update_size=1, num_samples=1)
-        watch = Watch(store, 0, Ones(), torch.device("cpu"), None)  # type: ignore[arg-type]
+        collector = MetricsCollector(folder, progress, Logbooks({}, print), num_ranks=1, update_size=1, num_samples=1)
+        watch = MetricsReporter(store, 0, Ones(), torch.device("cpu"), None)  # type: ignore[arg-type]
         for report in reports:
             watch.follow(log)
             log.losses.update(report["losses"])
             log.skipped.update(report.get("skipped", {}))
             watch.settle()
             watch.send()
-            desk.take_all(store)
+            collector.take_all(store)
         assert progress.num_skipped == sum(len(report.get("skipped", {})) for report in reports)
         assert ("1 skipped" in progress.view.facts) == bool(progress.num_skipped)
         assert all(map(math.isfinite, progress.view.losses))
@@ -201,20 +202,20 @@ def plan_run_here(**changes: Any) -> Any:
 def test_an_initialisation_whose_update_cannot_be_made_loses(monkeypatch) -> None:
     """The first update of candidate 0 gives NaN gradients with a finite loss, which is the lowest of all."""
     planned = plan_run_here(init_candidates=2, init_steps=1, optimizer="sgd")
-    made = Candidate.__init__
+    made = InitTrial.__init__
 
-    def spoilt(self: Candidate, options: TrainOptions, program: Any, worker: int, number: int, batches: Any) -> None:
+    def spoilt(self: InitTrial, options: TrainOptions, program: Any, worker: int, number: int, batches: Any) -> None:
         made(self, options, program, worker, number, batches)
         if number == 0:
             own = self.threads.handlers[0].job
             own.__dict__["loss"] = lambda output, _: (output.sum() * 0) ** 0.5
 
-    monkeypatch.setattr(Candidate, "__init__", spoilt)
-    race, winner = compete(planned.options, planned.program, 0, 1, lambda _: None)
-    assert race.winner == 1
+    monkeypatch.setattr(InitTrial, "__init__", spoilt)
+    selection, winner = run_init_trials(planned.options, planned.program, 0, 1, lambda _: None)
+    assert selection.winner == 1
     assert winner is not None
     assert all(bool(t.isfinite().all()) for t in winner.state().values() if t.is_floating_point())
-    assert math.isinf(race.losses[0][0])
+    assert math.isinf(selection.losses[0][0])
 
 
 def test_a_trainer_loads_no_checkpoint_of_nans(tmp_path) -> None:
@@ -226,10 +227,10 @@ def test_a_trainer_loads_no_checkpoint_of_nans(tmp_path) -> None:
     trainer.step(batch)
     trainer.save(tmp_path)
     trainer.wait()
-    known = Checkpoint(Shelf(tmp_path).folder(1))
+    known = Checkpoint(CheckpointDir(tmp_path).folder(1))
     tensors = known.tensors(known.names())
     tensors["weight/0.weight"][0] = math.nan
-    saver = Saver(Shelf(tmp_path))
+    saver = Saver(CheckpointDir(tmp_path))
     saver.save(2, tensors, lambda: {"samples": 16})
     saver.wait()
     with pytest.raises(InputError, match=r"step-2: 'weight/0\.weight' is not finite; remove that folder to go on"):

@@ -12,17 +12,18 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("safetensors")
 
 from pipedejavu.facts import InputError
-from pipedejavu.train import RunFolder, Team, TrainOptions, reopen
-from pipedejavu.train.hold import LOCK, hold, is_held
+from pipedejavu.launch import RankGroup, reopen
+from pipedejavu.run import RunFolder, TrainOptions
+from pipedejavu.run.run_lock import LOCK, is_locked, lock_run
 from tests.cli.test_main import say
-from tests.train.conftest import processes  # noqa: F401
+from tests.launch.conftest import processes  # noqa: F401
 
 FORK = multiprocessing.get_context("fork")
 HELD = r"another process trains in .* now; wait for it, or choose another --run-dir"
 
 
 def _hold(path: Path, is_there, may_go) -> None:
-    with hold(path):
+    with lock_run(path):
         is_there.set()
         may_go.wait(60)
 
@@ -31,7 +32,7 @@ def _hold(path: Path, is_there, may_go) -> None:
 def live(tmp_path: Path):
     """A folder in which a run writes the parts of its next checkpoint."""
     folder = RunFolder(tmp_path / "run")
-    folder.shelf.draft(8).joinpath("part-00000.safetensors").write_bytes(b"half of it")
+    folder.checkpoint_dir.draft(8).joinpath("part-00000.safetensors").write_bytes(b"half of it")
     TrainOptions(model="mlp").save(folder.path / "options.json")
     is_there, may_go = FORK.Event(), FORK.Event()
     process = FORK.Process(target=_hold, args=(folder.path, is_there, may_go))
@@ -44,9 +45,9 @@ def live(tmp_path: Path):
 
 def test_a_start_that_is_refused_touches_nothing(live: RunFolder) -> None:
     before = sorted(path for path in live.path.rglob("*"))
-    assert is_held(live.path)
+    assert is_locked(live.path)
     with pytest.raises(InputError, match=HELD):
-        reopen(str(live.path), Team(), pytest.fail)
+        reopen(str(live.path), RankGroup(), pytest.fail)
     for more in ((), ("--resume",), ("--resume", "--accept-changes", "--allow-restart")):
         done = say("train", "zoo:mlp", "--run-dir", str(live.path), *more)
         assert done.code == 2
@@ -57,7 +58,7 @@ def test_a_start_that_is_refused_touches_nothing(live: RunFolder) -> None:
 def _contend(number: int, path: Path, gate, results) -> None:
     gate.wait(60)
     try:
-        with hold(path):
+        with lock_run(path):
             (path / "options.json").write_text(str(number))
             results.put(number)
             gate.wait(60)  # until all others were refused
@@ -76,25 +77,25 @@ def test_of_six_that_start_at_once_one_holds_the_folder(tmp_path: Path) -> None:
         process.join()
     (winner,) = [number for number in found if number is not None]
     assert (tmp_path / "run" / "options.json").read_text() == str(winner)
-    assert not is_held(tmp_path / "run")
+    assert not is_locked(tmp_path / "run")
 
 
 def test_a_thread_may_enter_again_and_no_other_may(tmp_path: Path) -> None:
     refused: list[str] = []
 
     def enter() -> None:
-        with pytest.raises(InputError, match=HELD), hold(tmp_path / "run"):
+        with pytest.raises(InputError, match=HELD), lock_run(tmp_path / "run"):
             pass
         refused.append("yes")
 
-    with hold(tmp_path / "run"):
-        with hold(str(tmp_path / "x" / ".." / "run")):
+    with lock_run(tmp_path / "run"):
+        with lock_run(str(tmp_path / "x" / ".." / "run")):
             pass
-        assert is_held(tmp_path / "run")
+        assert is_locked(tmp_path / "run")
         other = threading.Thread(target=enter)
         other.start()
         other.join()
-        assert is_held(tmp_path / "run")
+        assert is_locked(tmp_path / "run")
     assert refused == ["yes"]
 
 
@@ -103,10 +104,10 @@ def test_a_folder_that_was_made_for_nothing_goes_and_one_of_the_user_stays(tmp_p
     assert done.code == 2
     assert not (tmp_path / "run").exists()
     (tmp_path / "mine").mkdir()
-    with hold(tmp_path / "mine"):
+    with lock_run(tmp_path / "mine"):
         assert [path.name for path in (tmp_path / "mine").iterdir()] == [LOCK]
     assert [*(tmp_path / "mine").iterdir()] == []
-    with hold(tmp_path / "mine"):
+    with lock_run(tmp_path / "mine"):
         (tmp_path / "mine" / "metrics.jsonl").touch()
     assert (tmp_path / "mine" / LOCK).exists()
 
@@ -141,7 +142,7 @@ def test_under_torchrun_the_first_rank_holds_the_folder_and_a_whole_run_ends_wit
     torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
     command = (*torchrun, "-m", "pipedejavu", "train", "zoo:mlp", "--data", "random:64", "--samples", "3", "--resume")
     command += ("--plan", "preset:ddp", "--steps", "4", "--run-dir", "run", "--json")
-    with hold(tmp_path / "run"):
+    with lock_run(tmp_path / "run"):
         code, out, err = processes.run(command, tmp_path)
     assert (code, out) == (1, "")  # torchrun's own
     assert err.count("another process trains in run now; wait for it, or choose another --run-dir") == 1

@@ -15,9 +15,9 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("safetensors")
 
-from pipedejavu.store import Checkpoint, Shelf
-from pipedejavu.train.halt import stop_signals
-from tests.train.conftest import ROOT, processes  # noqa: F401
+from pipedejavu.run.stop_signal import stop_signals
+from pipedejavu.store import Checkpoint, CheckpointDir
+from tests.launch.conftest import ROOT, processes  # noqa: F401
 
 TRAIN = (
     sys.executable, "-m", "pipedejavu", "train", "zoo:mlp", "--data", "random:64", "--samples", "3", "--plan",
@@ -130,9 +130,9 @@ def test_a_terminal_that_is_closed_saves_the_run(processes, tmp_path: Path) -> N
                 time.sleep(0.02)
         os.close(terminal)
         assert process.wait(120) == 128 + signal.SIGHUP
-    steps = Shelf(tmp_path / "run" / "checkpoints").steps()
+    steps = CheckpointDir(tmp_path / "run" / "checkpoints").steps()
     assert len(steps) == 1
-    Checkpoint(Shelf(tmp_path / "run" / "checkpoints").folder(steps[0])).verify()
+    Checkpoint(CheckpointDir(tmp_path / "run" / "checkpoints").folder(steps[0])).verify()
     assert '"stopped"' in metrics.read_text()
 
 

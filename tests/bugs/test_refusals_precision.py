@@ -13,10 +13,12 @@ from torch import nn
 from pipedejavu import HybridAdamW
 from pipedejavu.engine import Sgd
 from pipedejavu.facts import InputError
+from pipedejavu.launch import plan_run
 from pipedejavu.plan import preset
-from pipedejavu.train import Trainer, TrainOptions, plan_run
-from pipedejavu.train.door import open_task
-from pipedejavu.train.task import prepare
+from pipedejavu.run import TrainOptions
+from pipedejavu.session import Trainer
+from pipedejavu.source.model_source import open_task
+from pipedejavu.source.task import prepare
 
 
 def model() -> nn.Sequential:

@@ -18,10 +18,10 @@ from pipedejavu.engine import AdamW, Sgd, Threads
 from pipedejavu.engine.byzantine import Byzantine
 from pipedejavu.engine.device import CPU
 from pipedejavu.engine.replicas import CHUNK, ReplicaCheck, checksum
+from pipedejavu.health.failure import WorkerError
 from pipedejavu.plan import preset
-from pipedejavu.store import Shelf
-from pipedejavu.train import Trainer
-from pipedejavu.train.failure import WorkerError
+from pipedejavu.session import Trainer
+from pipedejavu.store import CheckpointDir
 from tests.bugs.test_verdict import flip, train
 from tests.engine.case import make_case
 from tests.engine.test_presets import SCORED, SYNCHRONOUS, VERSIONED, can_tie
@@ -139,7 +139,7 @@ def test_a_trainer_stops_saves_nothing_and_goes_on_from_its_checkpoint(tmp_path:
     trainer.step(batches[2])
     with pytest.raises(WorkerError, match=r"after update 4, though .* last agreed after update 1"):
         trainer.step(batches[3])
-    assert Shelf(tmp_path).steps() == [1]
+    assert CheckpointDir(tmp_path).steps() == [1]
     assert trainer.load(tmp_path) == 1
     for batch in batches[1:5]:
         trainer.step(batch)
@@ -156,7 +156,7 @@ def test_a_run_with_processes_stops_and_keeps_the_checkpoint_before(tmp_path: Pa
         " 6, though replicas that share every update are equal to the bit; they last agreed after update 3"
     )
     assert expected in done.stderr
-    assert Shelf(tmp_path / "run" / "checkpoints").steps() == [3]
+    assert CheckpointDir(tmp_path / "run" / "checkpoints").steps() == [3]
 
 
 def _sums_are_equal(rank: int, size: int, folder: str) -> None:

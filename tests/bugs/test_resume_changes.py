@@ -14,10 +14,11 @@ pytest.importorskip("safetensors")
 from safetensors.torch import load_file
 
 from pipedejavu.facts import InputError
+from pipedejavu.launch import RankGroup, Resumed, plan_run, reopen, train
 from pipedejavu.plan import preset
+from pipedejavu.run import RunFolder, TrainOptions
+from pipedejavu.source.fingerprint import read_fingerprints
 from pipedejavu.store import Checkpoint
-from pipedejavu.train import Resumed, RunFolder, Team, TrainOptions, plan_run, reopen, train
-from pipedejavu.train.fingerprint import read_fingerprints
 from tests.cli.test_main import say
 
 NET = """
@@ -82,7 +83,7 @@ def run(base: Path, tmp_path: Path) -> Iterator[Path]:
 
 def resume(folder: Path, **more: bool) -> tuple[Resumed, list[str]]:
     told: list[str] = []
-    resumed = reopen(str(folder), Team(), told.append, **more)
+    resumed = reopen(str(folder), RankGroup(), told.append, **more)
     assert resumed is not None
     assert resumed.known is not None
     return resumed, told
@@ -182,7 +183,7 @@ def test_a_checkpoint_of_an_earlier_version_goes_on_with_a_sentence(run: Path) -
     folder = run / "checkpoints" / "step-2"
     manifest = Checkpoint(folder).manifest
     old = {name: manifest.facts[name] for name in ("norm", "parts", "options")}
-    (folder / "manifest.json").write_bytes(manifest.but(facts=old).sealed())
+    (folder / "manifest.json").write_bytes(manifest.replace(facts=old).sealed())
     (run / "seal.json").unlink()
     resumed, told = resume(run)
     assert str(resumed) == "training goes on behind step 2"

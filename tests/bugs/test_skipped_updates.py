@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from pipedejavu.engine import AdamW, Byzantine
-from pipedejavu.engine.run import Threads
-from pipedejavu.engine.state import take_all
+from pipedejavu.engine.engine_state import take_all
+from pipedejavu.engine.threads import Threads
 from pipedejavu.facts import InputError
 from pipedejavu.plan import Reduce
 from tests.engine.case import Case, make_case

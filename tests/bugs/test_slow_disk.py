@@ -17,15 +17,15 @@ from torch.distributed import HashStore
 
 from pipedejavu.engine import Log
 from pipedejavu.facts import InputError
-from pipedejavu.store import Saver, Shelf
+from pipedejavu.run import RunFolder
+from pipedejavu.run import fallback_folder as fallback_module
+from pipedejavu.run import run_folder as folder_module
+from pipedejavu.run.disk_space import check_room
+from pipedejavu.run.logbook import Logbooks
+from pipedejavu.run.metrics import MetricsCollector, MetricsReporter
+from pipedejavu.run.progress import Progress
+from pipedejavu.store import CheckpointDir, Saver
 from pipedejavu.store import saver as saver_module
-from pipedejavu.train import RunFolder
-from pipedejavu.train import fallback as fallback_module
-from pipedejavu.train import folder as folder_module
-from pipedejavu.train.disk import check_room
-from pipedejavu.train.logbook import Logbooks
-from pipedejavu.train.progress import Progress
-from pipedejavu.train.watch import Desk, Watch
 from tests.search.case import profile
 
 FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -44,15 +44,15 @@ Usage = namedtuple("Usage", "total used free")
 
 def refuse_drafts(monkeypatch: pytest.MonkeyPatch, path: Path, times: int) -> list[int]:
     """Lets the folder of a shelf refuse so many drafts; returns a list that has an entry for each."""
-    draft, refused = Shelf.draft, list[int]()
+    draft, refused = CheckpointDir.draft, list[int]()
 
-    def full(self: Shelf, step: int) -> Path:
+    def full(self: CheckpointDir, step: int) -> Path:
         if self.path == path and len(refused) < times:
             refused.append(step)
             raise FULL
         return draft(self, step)
 
-    monkeypatch.setattr(Shelf, "draft", full)
+    monkeypatch.setattr(CheckpointDir, "draft", full)
     return refused
 
 
@@ -62,9 +62,9 @@ def make_savers(tmp_path: Path, told: list[str], rows: list[dict]) -> tuple[Hash
         return tmp_path / "elsewhere"
 
     (tmp_path / "elsewhere").mkdir()
-    store, shelf = HashStore(), Shelf(tmp_path / "own")
+    store, checkpoint_dir = HashStore(), CheckpointDir(tmp_path / "own")
     more = {"tell": told.append, "note": rows.append, "elsewhere": elsewhere}
-    return store, [Saver(shelf, rank=rank, board=(store, 2), **more) for rank in range(2)]
+    return store, [Saver(checkpoint_dir, rank=rank, board=(store, 2), **more) for rank in range(2)]
 
 
 def save(savers: list[Saver], step: int, *, is_last: bool = False) -> None:
@@ -89,13 +89,13 @@ def test_the_last_checkpoint_is_tried_again_and_then_written_elsewhere(tmp_path,
     assert len(refused) >= 2
     assert told[0].startswith("the checkpoint of step 2 was not saved: No space left on device (worker ")
     place = tmp_path / ("own" if times == 2 else "elsewhere")
-    found = Shelf(place).newest(pytest.fail)
+    found = CheckpointDir(place).newest(pytest.fail)
     assert found is not None
     assert [found.tensor(f"weight/{rank}").tolist() for rank in range(2)] == [[20.0] * 3, [21.0] * 3]
     assert savers[0].moved == ({} if times == 2 else {2: place / "step-2"})
     if times > 2:
         assert told[1] == f"the checkpoint of step 2 is in {place}; move it to {tmp_path / 'own'} before --resume"
-        assert Shelf(tmp_path / "own").steps() == [1]
+        assert CheckpointDir(tmp_path / "own").steps() == [1]
         assert not list((tmp_path / "own").glob("*.tmp"))
     assert store.num_keys() == 0
 
@@ -104,7 +104,7 @@ def test_a_last_checkpoint_that_no_disk_takes_is_said_to_be_lost(tmp_path, monke
     told, rows = list[str](), list[dict]()
     _, savers = make_savers(tmp_path, told, rows)
     monkeypatch.setattr(saver_module, "PATIENCE_S", 0.0)
-    monkeypatch.setattr(Shelf, "draft", lambda *_: (_ for _ in ()).throw(FULL))
+    monkeypatch.setattr(CheckpointDir, "draft", lambda *_: (_ for _ in ()).throw(FULL))
     save(savers, 2, is_last=True)
     for saver in savers:
         saver.wait()
@@ -145,7 +145,7 @@ def test_a_disk_that_does_not_answer_is_told_of_while_training_goes_on(tmp_path,
     save(savers, 3)
     for saver in savers:
         saver.wait()
-    assert Shelf(tmp_path / "own").steps() == [1, 3]
+    assert CheckpointDir(tmp_path / "own").steps() == [1, 3]
     assert {path.name for path in (tmp_path / "own").iterdir()} == {"LATEST", "step-1", "step-3"}
     assert [row.get("saved", row.get("not_saved")) for row in rows] == [1, 2, 3]
     assert savers[0].board.num_keys() == 0
@@ -208,7 +208,7 @@ def test_a_run_that_does_not_fit_on_its_disk_is_not_begun(tmp_path, monkeypatch)
         " free: later ones may not be saved; make room, or choose another --run-dir"
     ]
     for step in (1, 2):
-        folder.shelf.folder(step).mkdir(parents=True)
+        folder.checkpoint_dir.folder(step).mkdir(parents=True)
     assert check(28 * MIB) == []
     assert check(4 * MIB, saves=False) == []
     with pytest.raises(InputError, match=r"needs 4\.0 MiB on its disk \(its result\), and 3\.0 MiB are free"):
@@ -229,8 +229,8 @@ def test_metrics_that_wait_for_a_disk_that_does_not_answer_hold_up_nothing_else(
     folder, store, listened = RunFolder(tmp_path), HashStore(), threading.Semaphore(0)
     log = Log()
     with Progress(4, "samples", 1.0) as progress:
-        desk = Desk(folder, progress, Logbooks({}, print), num_ranks=1, update_size=1, num_samples=1)
-        with Watch(store, 0, Ones(), torch.device("cpu"), desk, listened.release) as watch:
+        collector = MetricsCollector(folder, progress, Logbooks({}, print), num_ranks=1, update_size=1, num_samples=1)
+        with MetricsReporter(store, 0, Ones(), torch.device("cpu"), collector, listened.release) as watch:
             watch.follow(log)
             log.losses[0] = 1.0
             while not folder.stuck_s():

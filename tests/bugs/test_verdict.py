@@ -13,9 +13,9 @@ from typer.testing import CliRunner
 
 from pipedejavu.cli.main import app
 from pipedejavu.engine import AdamW, Sgd, Threads, Verdict, judge, run_threads
-from pipedejavu.engine.apply import Applier
+from pipedejavu.engine.applier import Applier
 from pipedejavu.engine.audit import Replay
-from pipedejavu.engine.handle import Handlers
+from pipedejavu.engine.handlers import Handlers
 from tests.engine.case import MODELS, Case, make_case
 from tests.engine.test_presets import SCORED, SYNCHRONOUS, VERSIONED, can_tie
 

@@ -262,8 +262,10 @@ def test_train_trains_and_compare_joins_the_timelines(tmp_path: Path) -> None:
 def test_train_goes_on_from_the_best_of_several_initialisations(tmp_path: Path) -> None:
     pytest.importorskip("torch")
     sizes = ("--plan", "preset:ddp", "--workers", "1", "--microbatches", "1", "--samples", "2", "--steps", "6")
-    race = ("--init-candidates", "3", "--init-steps", "4", "--checkpoint-every", "0")
-    found = run("train", "zoo:mlp", "--data", "random:32", *sizes, *race, "--json", "--run-dir", str(tmp_path / "run"))
+    selection = ("--init-candidates", "3", "--init-steps", "4", "--checkpoint-every", "0")
+    found = run(
+        "train", "zoo:mlp", "--data", "random:32", *sizes, *selection, "--json", "--run-dir", str(tmp_path / "run")
+    )
     said = re.search(r"candidate (\d) of 3 goes on behind step (\d); together they made (\d+) updates", found.stderr)
     assert said
     winner, behind, together = map(int, said.groups())
@@ -353,7 +355,7 @@ def test_gpus_that_are_not_there_are_not_taken_for_granted() -> None:
 
 def test_compare_takes_a_recording_of_a_hybrid_run(tmp_path: Path) -> None:
     pytest.importorskip("torch")
-    from tests.train.test_recording import train
+    from tests.hybrid_report.test_recording import train
 
     optimizer, recorded = train(gpu_units=2, clip_norm=0.1, speculate=False)
     optimizer.close()

@@ -344,9 +344,9 @@ def make_case(
     """Makes a case of a preset: `make_case("1f1b", "gpt", workers=2, microbatches=3, **fields of the plan)`."""
     found = preset(name)
     plan = found.at(workers=workers, microbatches=microbatches, replicas=replicas)
-    plan = plan.but(steps=plan.steps if found.per_update and microbatches else steps, bucket_bytes=1, **changes)
+    plan = plan.replace(steps=plan.steps if found.per_update and microbatches else steps, bucket_bytes=1, **changes)
     if clip:
-        plan = plan.but(reduce=plan.reduce.but(clip=clip))
+        plan = plan.replace(reduce=plan.reduce.replace(clip=clip))
     stages = plan.num_stages or 4
     count = units or max(3, stages, 2 * stages if plan.order.is_eager else 0)
     build, make_samples = MODELS[model]

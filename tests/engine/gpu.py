@@ -15,11 +15,12 @@ sys.path[:0] = [str(Path(__file__).parents[2]), str(Path(__file__).parents[2] / 
 
 import torch
 
+from pipedejavu.analysis import build_graph
 from pipedejavu.engine import AdamW, Outcome, Sgd, run_threads
-from pipedejavu.engine.handle import Handlers
+from pipedejavu.engine.handlers import Handlers
 from pipedejavu.plan import Keep
 from pipedejavu.plan.axis import Rest
-from pipedejavu.program import Action, build_graph
+from pipedejavu.program import Action
 from tests.engine.case import Case, make_case
 
 PRESETS: dict[str, dict[str, int]] = {
@@ -45,7 +46,7 @@ def case_of(name: str, model: str) -> Case:
     optimizer = Sgd(lr=0.1, momentum=0.9) if model == "convnet" else AdamW(lr=0.01, eps=0.01, weight_decay=0.1)
     if name == "activations":
         case = make_case("gpipe", model, workers=2, microbatches=3, steps=3, rounds=2, optimizer=optimizer, type_="gpu")
-        return replace(case, plan=case.plan.but(keep=Keep(activations="host")))
+        return replace(case, plan=case.plan.replace(keep=Keep(activations="host")))
     sizes = PRESETS.get(name, {"microbatches": 3})
     known = name if name in PRESETS else "zero-offload"
     case = make_case(known, model, **sizes, steps=3, rounds=2, optimizer=optimizer, type_="gpu")
@@ -53,7 +54,7 @@ def case_of(name: str, model: str) -> Case:
         return case
     count = len(case.units)
     keep = Keep(kind="split", places=(PLACES[name] * count)[:count])
-    return replace(case, plan=case.plan.but(keep=keep))
+    return replace(case, plan=case.plan.replace(keep=keep))
 
 
 def lanes_of(name: str) -> list[str]:

@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from pipedejavu.engine import AdamW, Applied, Outcome, Sgd, audit, run_threads
-from pipedejavu.engine.apply import Applier
-from pipedejavu.engine.handle import Handlers
-from pipedejavu.engine.norm import GlobalNorm
+from pipedejavu.engine.applier import Applier
+from pipedejavu.engine.global_norm import GlobalNorm
+from pipedejavu.engine.handlers import Handlers
 from pipedejavu.engine.piece import PieceRunner
 from pipedejavu.engine.wire import ThreadWire
 from pipedejavu.facts import InputError
@@ -147,7 +147,7 @@ def test_a_norm_that_lacks_a_stage(make, monkeypatch, clip, name):
 @pytest.mark.parametrize("shares", [(0.8, 0.2), (0.5, 0.5)])
 def test_the_mean_of_means_under_uneven_shares(make, monkeypatch, shares):
     """Even with as many microbatches on both sides their samples differ in number."""
-    feed = preset("coarse").plan.feed.but(microbatches=4, shares=shares)
+    feed = preset("coarse").plan.feed.replace(microbatches=4, shares=shares)
     case = make("coarse", workers=2, feed=feed, sizes=(2, 3, 4, 7))
     counts = Counter()
     whole = Counter()

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from pipedejavu.engine import run_threads
-from pipedejavu.engine.handle import Handlers
-from pipedejavu.engine.run import Threads
+from pipedejavu.engine.handlers import Handlers
+from pipedejavu.engine.threads import Threads
 from pipedejavu.engine.wire import ThreadWire
 from pipedejavu.facts import InputError
 

@@ -8,8 +8,8 @@ from torch import nn
 from torch.nn.functional import dropout
 
 from pipedejavu.engine import Sgd
-from pipedejavu.engine.leg import backward, backward_input, backward_weights
 from pipedejavu.engine.piece import PieceRunner, mixed
+from pipedejavu.engine.recompute_span import backward, backward_input, backward_weights
 
 
 def runner_of(*modules, seed=3):
@@ -220,6 +220,6 @@ def test_gradients_that_are_one_tensor_are_summed_apart(make, name):
 
 def test_recomputing_finds_samples_that_were_brought_in_ahead(make):
     plan = make("hyscale", workers=2, microbatches=4).plan
-    case = make("hyscale", workers=2, microbatches=4, order=plan.order.but(recompute=1.0))
+    case = make("hyscale", workers=2, microbatches=4, order=plan.order.replace(recompute=1.0))
     assert case.plan.prefetches_data
     assert case.furthest(case.trained_plainly()) <= case.tolerance

@@ -8,13 +8,13 @@ from functools import partial
 import pytest
 import torch
 
+from pipedejavu.analysis import build_graph
+from pipedejavu.analysis.liveness import Liveness, count_versions
 from pipedejavu.engine import AdamW, Read, Sgd, check_runnable, run_threads
-from pipedejavu.engine.run import Threads
+from pipedejavu.engine.threads import Threads
 from pipedejavu.facts import FaultsError, InputError
 from pipedejavu.plan import Feed, Keep, Order, Reduce, Version, preset, presets
-from pipedejavu.program import build_graph
 from pipedejavu.program import compile as compile_plan
-from pipedejavu.program.liveness import Liveness, count_versions
 from pipedejavu.simulate import simulate, unit_costs
 from pipedejavu.simulate.simulate import Prediction
 
@@ -189,7 +189,7 @@ def test_pipelines_in_parallel_equal_plain_training(make, name, microbatches, mo
 
 @pytest.mark.parametrize("shares", [(1.0, 0.0), (0.5, 0.5), (0.2, 0.8), (0.85, 0.15)])
 def test_any_shares_of_a_cpu_and_a_pipeline_equal_plain_training(make, shares):
-    feed = preset("coarse").plan.feed.but(microbatches=5, shares=shares)
+    feed = preset("coarse").plan.feed.replace(microbatches=5, shares=shares)
     case = make("coarse", "gpt", workers=2, feed=feed, optimizer=ADAMW)
     assert case.furthest(case.trained_plainly()) <= case.tolerance
     assert case.audit() <= case.tolerance
@@ -197,7 +197,7 @@ def test_any_shares_of_a_cpu_and_a_pipeline_equal_plain_training(make, shares):
 
 @pytest.mark.parametrize(("order", "model"), [("1f1b", "gpt"), ("zb-h1", "mlp")])
 def test_pipelines_with_a_cpu_beside_them_equal_plain_training(make, order, model):
-    feed = preset("coarse").plan.feed.but(microbatches=6, shares=(0.5, 1 / 3, 1 / 6))
+    feed = preset("coarse").plan.feed.replace(microbatches=6, shares=(0.5, 1 / 3, 1 / 6))
     recompute = {"recompute": 1.0, "is_eager": True} if order == "1f1b" else {}
     case = make(
         "coarse", model, workers=2, replicas=2, feed=feed, order=Order(kind=order, **recompute), optimizer=ADAMW
@@ -208,7 +208,7 @@ def test_pipelines_with_a_cpu_beside_them_equal_plain_training(make, order, mode
 
 
 def test_a_share_of_nothing_is_the_pipeline_alone(make):
-    feed = preset("coarse").plan.feed.but(microbatches=4, shares=(1.0, 0.0))
+    feed = preset("coarse").plan.feed.replace(microbatches=4, shares=(1.0, 0.0))
     alone = make("1f1b", workers=2, microbatches=4)
     shared = make("coarse", workers=2, feed=feed)
     shared.units = alone.units
@@ -231,10 +231,12 @@ def test_stashes_for_updates_of_several_microbatches_equal_their_replay(make, wo
 @pytest.mark.parametrize("name", ["1f1b", "zb-h1", "interleaved", "zb-v", "dualpipe-v", "groups"])
 def test_pipelines_that_add_up_gradients_piece_by_piece_equal_plain_training(make, name, clip):
     found = preset("1f1b" if name == "groups" else name).plan
-    place = found.place.but(stage_replicas=(2, 1)) if name == "groups" else found.place.but(workers=2, replicas=2)
+    place = (
+        found.place.replace(stage_replicas=(2, 1)) if name == "groups" else found.place.replace(workers=2, replicas=2)
+    )
     case = make(
-        found.name, place=place, feed=found.feed.but(microbatches=4), order=found.order.but(is_eager=True), units=12,
-        optimizer=ADAMW, clip=clip, clip_norm=0.1 if clip == "global" else None,
+        found.name, place=place, feed=found.feed.replace(microbatches=4), order=found.order.replace(is_eager=True),
+        units=12, optimizer=ADAMW, clip=clip, clip_norm=0.1 if clip == "global" else None,
     )  # fmt: skip
     assert len(case.program.pieces) == 12
     assert case.furthest(case.trained_plainly()) <= case.tolerance
@@ -243,8 +245,8 @@ def test_pipelines_that_add_up_gradients_piece_by_piece_equal_plain_training(mak
 
 @pytest.mark.parametrize("name", ["1f1b", "pipedream"])
 def test_replicated_stages_equal_their_replay(make, name):
-    place = preset(name).plan.place.but(stage_replicas=(2, 1))
-    feed = preset(name).plan.feed.but(microbatches=4)
+    place = preset(name).plan.place.replace(stage_replicas=(2, 1))
+    feed = preset(name).plan.feed.replace(microbatches=4)
     case = make(name, "convnet", place=place, feed=feed, steps=3)
     assert case.audit() <= case.tolerance
     if name == "1f1b":
@@ -253,8 +255,8 @@ def test_replicated_stages_equal_their_replay(make, name):
 
 @pytest.mark.parametrize("name", ["1f1b", "pipedream"])
 def test_replicated_stages_refuse_tied_weights(make, name):
-    place = preset(name).plan.place.but(stage_replicas=(2, 1))
-    feed = preset(name).plan.feed.but(microbatches=4)
+    place = preset(name).plan.place.replace(stage_replicas=(2, 1))
+    feed = preset(name).plan.feed.replace(microbatches=4)
     case = make(name, "calm-gpt", place=place, feed=feed, steps=3)
     with pytest.raises(FaultsError, match=r"have no common replica to tie weights in; use place\.replicas, or untie"):
         case.program  # noqa: B018
@@ -324,7 +326,7 @@ def test_a_split_backward_refuses_tied_weights(make, name):
 def test_state_that_visits_and_weights_that_come_change_nothing(make, places, clip_norm):
     case = make("zero-offload", "convnet", microbatches=3, clip_norm=clip_norm, optimizer=ADAMW, rounds=2)
     reduce = case.plan.reduce if clip_norm else Reduce()
-    case = replace(case, plan=case.plan.but(keep=Keep(kind="split", places=places), reduce=reduce))
+    case = replace(case, plan=case.plan.replace(keep=Keep(kind="split", places=places), reduce=reduce))
     assert case.furthest(case.trained_plainly()) <= case.tolerance
     assert case.audit() <= case.tolerance
     assert case.moved() > 1e6 * case.tolerance
@@ -333,8 +335,8 @@ def test_state_that_visits_and_weights_that_come_change_nothing(make, places, cl
 @pytest.mark.parametrize("units", [(0,), (1, 2)])
 def test_units_that_are_named_recompute_and_change_nothing(make, units):
     case = make("1f1b", "convnet", workers=2, microbatches=3, optimizer=MOMENTUM)
-    order = case.plan.order.but(recompute_units=units, is_eager=True)
-    case = replace(case, plan=case.plan.but(order=order, bucket_bytes=1))
+    order = case.plan.order.replace(recompute_units=units, is_eager=True)
+    case = replace(case, plan=case.plan.replace(order=order, bucket_bytes=1))
     again = {a.piece for worker in case.program.workers for a in worker.actions if a.kind == "R"}
     assert again == {n for n, units in enumerate(case.program.recomputed) if units}
     assert 0 < len(again) < len(case.program.pieces)
@@ -459,7 +461,7 @@ def test_hetpipe_with_one_virtual_worker_of_one_stage_is_plain_training(make):
 
 @pytest.mark.parametrize(("workers", "bound"), [(2, 0), (2, 1), (3, 1)])
 def test_hetpipe_keeps_its_bounds_at_every_injection(make, workers, bound):
-    reduce = preset("hetpipe").plan.reduce.but(bound=bound)
+    reduce = preset("hetpipe").plan.reduce.replace(bound=bound)
     case = make("hetpipe", workers=workers, microbatches=6 * workers, reduce=reduce)
     assert case.audit() <= case.tolerance
     waves = defaultdict(lambda: -1)
@@ -477,7 +479,7 @@ def test_hetpipe_keeps_its_bounds_at_every_injection(make, workers, bound):
 
 
 def test_a_parameter_server_takes_several_microbatches_of_a_worker(make):
-    feed = preset("parameter-server").plan.feed.but(microbatches=3)
+    feed = preset("parameter-server").plan.feed.replace(microbatches=3)
     case = make("parameter-server", workers=2, feed=feed, steps=3)
     assert case.audit() <= case.tolerance
     single = make("parameter-server", workers=1, feed=feed, steps=3)

@@ -8,18 +8,18 @@ import torch
 from torch import nn
 
 from pipedejavu.engine import Applied, Byzantine, Scored, Sgd, run_threads
-from pipedejavu.engine.apply import Applier
+from pipedejavu.engine.applier import Applier
 from pipedejavu.engine.byzantine import KINDS
 from pipedejavu.engine.job import Job
 from pipedejavu.engine.piece import PieceRunner
-from pipedejavu.engine.score import Trial, kept, score
+from pipedejavu.engine.score import ScoreTrial, kept, score
 from pipedejavu.facts import InputError
 from pipedejavu.plan import preset
 from tests.engine.test_presets import ADAMW, MOMENTUM
 
 
 def trimmed(trim):
-    return preset("zeno").plan.reduce.but(trim=trim)
+    return preset("zeno").plan.reduce.replace(trim=trim)
 
 
 def test_the_score_is_the_loss_behind_a_step_and_a_penalty_for_its_size():
@@ -27,7 +27,7 @@ def test_the_score_is_the_loss_behind_a_step_and_a_penalty_for_its_size():
     layer = nn.Linear(1, 1, bias=False)
     job = Job(units=[("u", layer)], loss=lambda out, y: 0.5 * (out - y).square().sum(), optimizer=Sgd(lr=0.1))
     x, y = torch.tensor([[1.0], [2.0]]), torch.tensor([[1.0], [1.0]])
-    trial = Trial(-1, x, y, 2, rate=0.1, penalty=0.5)
+    trial = ScoreTrial(-1, x, y, 2, rate=0.1, penalty=0.5)
     weights, summed = {"u.weight": torch.tensor([[2.0]])}, {"u.weight": torch.tensor([[12.0]])}
     found = score(PieceRunner([(0, "u", layer)], 0), job, trial, weights, summed, count=4)
     stepped = 2 - 0.1 * 3

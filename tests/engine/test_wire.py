@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing.spawn import start_processes
 
-from pipedejavu.engine.wire import Exchange, ProcessWire, StoppedError, ThreadWire, flatten, unflatten
+from pipedejavu.engine.wire import Exchange, ProcessWire, ThreadWire, WireStoppedError, flatten, unflatten
 
 
 def on_threads(*calls):
@@ -104,7 +104,7 @@ def test_stop_wakes_whoever_waits(waits):
         ThreadWire(exchange, 2).stop()
 
     results = on_threads(lambda: wait(0), lambda: wait(1), stop)
-    assert [type(result) for result in results] == [StoppedError, StoppedError, type(None)]
+    assert [type(result) for result in results] == [WireStoppedError, WireStoppedError, type(None)]
 
 
 @pytest.mark.parametrize("waits", ["receive", "add_up"])
@@ -114,7 +114,7 @@ def test_whoever_comes_after_the_stop_does_not_wait(waits):
     ThreadWire(exchange, 1).stop()
     call = {"receive": lambda: wire.receive(1, ("x",)), "add_up": lambda: wire.add_up(torch.ones(1), "all")}[waits]
     (result,) = on_threads(call)
-    assert isinstance(result, StoppedError)
+    assert isinstance(result, WireStoppedError)
 
 
 def test_tensors_survive_being_flattened():

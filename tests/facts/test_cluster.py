@@ -104,7 +104,7 @@ def test_a_machine_file_stays_one(tmp_path: Path) -> None:
 def test_the_example_cluster_is_the_one_of_the_documents() -> None:
     machine = read_machine(str(EXAMPLES / "sixty-four-a100.json"))
     line = "8x(8xa100-80gb + 2xepyc-7763 + 1TiB), 100Gb/s, 5us"
-    assert machine.but(name=line) == read_machine(line)
+    assert machine.replace(name=line) == read_machine(line)
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,7 @@ TIMELINE = Timeline.from_json("""{"origin": "measured", "makespan_s": 2, "bubble
       "classes": {"weights": [1, 2]}, "peak_bytes": 2, "peak_classes": {"weights": 2}}]}],
   "worker": [0, 0], "lane": ["compute", "net"], "action": ["F0", "B0"], "start_s": [0, 1], "end_s": [1, 2]}""")
 
-PLAN = preset("distreal").plan.but(name="π", bucket_bytes=7)
+PLAN = preset("distreal").plan.replace(name="π", bucket_bytes=7)
 
 ODD: list[Any] = [
     None, True, False, 0, -1, 1.5, -0.0, 10**30, 10**400, 1e308, float("nan"), float("inf"), "", "x", "-1 B", "1e999 s",

@@ -16,7 +16,7 @@ def cluster(*links: Link) -> Machine:
 
 def faults_of(**changes: object) -> tuple[str, ...]:
     with pytest.raises(ValidationError) as caught:
-        cluster().but(**changes)
+        cluster().replace(**changes)
     (detail,) = caught.value.errors()
     error = detail["ctx"]["error"]
     assert isinstance(error, FaultsError)
@@ -123,7 +123,7 @@ def test_cpu_of() -> None:
     machine = cluster()
     assert machine.cpu_of(machine.device("b-gpu1")).name == "b-cpu"
     assert machine.cpu_of(machine.device("a-cpu")).name == "a-cpu"
-    bare = machine.but(devices=(device("g", "a"), device("c", "b", "cpu")))
+    bare = machine.replace(devices=(device("g", "a"), device("c", "b", "cpu")))
     with pytest.raises(InputError) as caught:
         bare.cpu_of(bare.device("g"))
     assert str(caught.value) == (
@@ -149,13 +149,13 @@ def test_a_cluster_of_a_thousand_devices_is_checked_quickly() -> None:
 
 def whole(**changes: object) -> Machine:
     """A host with a CPU of eight cores and a GPU."""
-    cpu = device("cpu", type_="cpu").but(
+    cpu = device("cpu", type_="cpu").replace(
         memory_bytes=800, reserved_bytes=80, flop_per_s=8.0, memory_bytes_per_s=16.0, parameters_per_s=4.0,
         most_workers=8, efficiency=0.5,
     )  # fmt: skip
     links = (Link(source="cpu*", target="cpu*", bytes_per_s=3.0), Link(bytes_per_s=1.0))
     return Machine(
-        name="m", hosts=(Host(name="a", cores=8),), devices=(device("gpu0"), cpu.but(**changes)), links=links
+        name="m", hosts=(Host(name="a", cores=8),), devices=(device("gpu0"), cpu.replace(**changes)), links=links
     )
 
 
@@ -188,6 +188,6 @@ def test_a_cpu_that_says_nothing_of_cores_is_never_divided() -> None:
 
 def test_cpus_of_several_hosts_are_divided_alike() -> None:
     hosts = (Host(name="a", cores=4), Host(name="b", cores=2))
-    cpus = [device(f"{h.name}-cpu", h.name, "cpu").but(most_workers=h.cores) for h in hosts]
+    cpus = [device(f"{h.name}-cpu", h.name, "cpu").replace(most_workers=h.cores) for h in hosts]
     machine = Machine(name="m", hosts=hosts, devices=tuple(cpus), links=(Link(bytes_per_s=1.0),)).divided(3)
     assert [d.name for d in machine.devices] == ["a-cpu.0", "a-cpu.1", "b-cpu.0", "b-cpu.1"]

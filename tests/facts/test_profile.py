@@ -5,7 +5,7 @@ from pipedejavu.facts import Cost, Edge, FaultsError, InputError, Profile, Tie, 
 
 def profile(**changes: object) -> Profile:
     units = tuple(Unit(name=n, boundary_bytes=float(10 + i)) for i, n in enumerate(["embed", "block", "head"]))
-    return Profile(name="p", units=units).but(**changes)
+    return Profile(name="p", units=units).replace(**changes)
 
 
 def faults_of(text: str) -> tuple[str, ...]:

@@ -218,13 +218,13 @@ def test_a_record_is_frozen_and_keyword_only() -> None:
 
 def test_but_changes_a_copy_and_checks_it() -> None:
     tree = Tree(name="t")
-    assert tree.but(name="u").name == "u"
+    assert tree.replace(name="u").name == "u"
     assert tree.name == "t"
     with pytest.raises(ValidationError, match="valid string"):
-        tree.but(name=5)
+        tree.replace(name=5)
     with pytest.raises(ValidationError, match="Extra inputs"):
-        tree.but(nam="u")
-    assert Leaf(width=3).but(size_bytes=1) == Leaf(width=3, size_bytes=1)
+        tree.replace(nam="u")
+    assert Leaf(width=3).replace(size_bytes=1) == Leaf(width=3, size_bytes=1)
 
 
 def test_json_leaves_defaults_out_and_uses_the_names_of_the_file() -> None:

@@ -51,7 +51,7 @@ def test_round_trip() -> None:
 
 
 def test_an_empty_timeline() -> None:
-    empty = timeline().but(workers=(), worker=(), lane=(), action=(), start_s=(), end_s=())
+    empty = timeline().replace(workers=(), worker=(), lane=(), action=(), start_s=(), end_s=())
     assert len(empty) == 0
     assert list(empty.spans()) == []
     assert Timeline.from_json(empty.to_json()) == empty

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from pipedejavu.analysis import verify
 from pipedejavu.plan import preset, presets
 from pipedejavu.program import compile as compile_plan
-from pipedejavu.program import verify
 from pipedejavu.simulate import Prediction, parse_unit_costs, simulate, unit_costs
 
 PROGRAMS = Path(__file__).parent / "programs"

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, gelu
 from torch.utils.checkpoint import checkpoint
 
-from pipedejavu.hybrid.arithmetic import State, join, scalars_of, update_
-from pipedejavu.hybrid.optimizer import HybridAdamW
-from pipedejavu.hybrid.unit import find_units
+from pipedejavu.hybrid.arithmetic import AdamState, join, scalars_of, update_
+from pipedejavu.hybrid.hybrid_adamw import HybridAdamW
+from pipedejavu.hybrid.model_unit import find_units
 
 torch.set_num_threads(1)
 
@@ -66,13 +66,13 @@ class Plain:
         self.model, self.clip_norm, self.num_skipped, self.norm = model, clip_norm, 0, 0.0
         own = [{"params": [p for p in model.parameters() if p.requires_grad]}] if groups is None else groups
         self.param_groups = [{**SETTINGS, **group} for group in own]
-        self.states: dict[Tensor, State] = {}
+        self.states: dict[Tensor, AdamState] = {}
         self.steps: dict[Tensor, int] = {}
         for group in self.param_groups:
             for p in group["params"]:
                 low = torch.zeros(p.numel(), dtype=torch.int16, device=p.device) if p.dtype == torch.bfloat16 else None
                 moments = (torch.zeros(p.numel(), device=p.device) for _ in range(2))
-                self.states[p], self.steps[p] = State(p.data.view(-1), low, *moments), 0
+                self.states[p], self.steps[p] = AdamState(p.data.view(-1), low, *moments), 0
 
     @torch.no_grad()
     def step(self) -> None:
@@ -125,8 +125,8 @@ def bits_of(optimizer: Optimizer, model: nn.Module) -> Bits:
         if isinstance(optimizer, Plain):
             state, step = optimizer.states.get(p), optimizer.steps.get(p, 0)
         else:
-            member = optimizer.flow.members.get(p)
-            state, step = (member.state, member.step) if member else (None, 0)
+            param = optimizer.scheduler.params.get(p)
+            state, step = (param.state, param.step) if param else (None, 0)
         if state is None:
             continue
         found[f"{name}: step"] = torch.tensor(step)

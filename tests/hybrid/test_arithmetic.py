@@ -7,7 +7,7 @@ import torch
 from hypothesis import example, given
 from torch import Tensor
 
-from pipedejavu.hybrid.arithmetic import State, join, scalars_of, split, update_
+from pipedejavu.hybrid.arithmetic import AdamState, join, scalars_of, split, update_
 
 PATTERNS = st.lists(st.integers(0, 2**32 - 1), min_size=1, max_size=64)
 CORNERS = [0, 0x80000000, 1, 0x80000001, 0x7FFF, 0x8000, 0x8001, 0x18000, 0x28000, 0x7F800000, 0xFF800000, 0x7F7FFFFF,
@@ -53,12 +53,12 @@ def test_infinities_and_values_past_the_largest_bf16_survive() -> None:
     assert join(high, low).equal(master)
 
 
-@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
+@pytest.event.parametrize("weight_decay", [0.0, 0.1])
 def test_two_updates_are_those_of_the_formula(weight_decay: float) -> None:
     """Against the textbook in float64: each of about 12 operations rounds once, so 16 ulps of the weight do."""
     generator = torch.Generator().manual_seed(3)
     weight = torch.randn(50, generator=generator)
-    state = State(weight.clone(), None, torch.zeros(50), torch.zeros(50))
+    state = AdamState(weight.clone(), None, torch.zeros(50), torch.zeros(50))
     w, m, v = weight.double(), torch.zeros(50, dtype=torch.float64), torch.zeros(50, dtype=torch.float64)
     for step in (1, 2):
         gradient = torch.randn(50, generator=generator)
@@ -75,9 +75,9 @@ def test_two_updates_are_those_of_the_formula(weight_decay: float) -> None:
 
 def test_an_update_to_other_memory_leaves_the_old_state_as_it_was() -> None:
     high, low = split(torch.randn(9, generator=torch.Generator().manual_seed(1)))
-    old = State(high, low, torch.ones(9), torch.ones(9))
+    old = AdamState(high, low, torch.ones(9), torch.ones(9))
     before = [tensor.clone() for tensor in old if tensor is not None]
-    new = State(high.clone(), low.clone(), torch.zeros(9), torch.zeros(9))
+    new = AdamState(high.clone(), low.clone(), torch.zeros(9), torch.zeros(9))
     update_(scalars_of(1, 0.1, (0.9, 0.99), 1e-8, 0.0, 1.0), torch.ones(9, dtype=torch.bfloat16), old, new)
     assert all(a.equal(b) for a, b in zip(before, (t for t in old if t is not None), strict=True))
     assert not join(new.weight, new.low).equal(join(high, low))  # type: ignore[arg-type]

@@ -7,10 +7,10 @@ from hypothesis import given, settings
 from torch import Tensor
 
 from pipedejavu.hybrid import native
-from pipedejavu.hybrid.arithmetic import Scalars, State, join, scalars_of, split
-from pipedejavu.hybrid.native import HostUpdate, Task
+from pipedejavu.hybrid.arithmetic import AdamState, Scalars, join, scalars_of, split
+from pipedejavu.hybrid.native import HostUpdate, NativeTask
 
-pytestmark = pytest.mark.skipif(native.library() is None, reason="_native.so was not built: no C compiler at install")
+pytestmark = pytest.event.skipif(native.library() is None, reason="_native.so was not built: no C compiler at install")
 
 SIZES = [1, 15, 2047, 2049, 32769, 70001]
 """Around the blocks and chunks of native.c, so that several threads have a part."""
@@ -27,27 +27,27 @@ def tame(numel: int, generator: torch.Generator) -> Tensor:
     return torch.randn(numel, generator=generator)
 
 
-def make_task(numel: int, dtype: torch.dtype, s: Scalars, *, seed: int, is_wild: bool) -> Task:
+def make_task(numel: int, dtype: torch.dtype, s: Scalars, *, seed: int, is_wild: bool) -> NativeTask:
     generator = torch.Generator().manual_seed(seed)
     draw = wild if is_wild else tame
     gradient, weight, low = draw(numel, generator).to(dtype), draw(numel, generator), None
     if dtype == torch.bfloat16:
         weight, low = split(weight)
-    state = State(weight, low, draw(numel, generator), draw(numel, generator).abs())
-    return Task(s, gradient, state, state)
+    state = AdamState(weight, low, draw(numel, generator), draw(numel, generator).abs())
+    return NativeTask(s, gradient, state, state)
 
 
-def copied(state: State) -> State:
-    return State(*(None if tensor is None else tensor.clone() for tensor in state))  # type: ignore[arg-type]
+def copied(state: AdamState) -> AdamState:
+    return AdamState(*(None if tensor is None else tensor.clone() for tensor in state))  # type: ignore[arg-type]
 
 
-def bits(state: State) -> list[Tensor]:
+def bits(state: AdamState) -> list[Tensor]:
     """Returns master and moments as integers; all NaNs are one."""
     master = state.weight if state.low is None else join(state.weight, state.low)
     return [t.where(~t.isnan(), torch.full_like(t, math.nan)).view(torch.int32) for t in (master, state.m, state.v)]
 
 
-def run(tasks: list[Task], *, is_native: bool, num_threads: int, is_in_place: bool) -> list[list[Tensor]]:
+def run(tasks: list[NativeTask], *, is_native: bool, num_threads: int, is_in_place: bool) -> list[list[Tensor]]:
     own = []
     for task in tasks:
         old = copied(task.old)
@@ -62,7 +62,7 @@ def run(tasks: list[Task], *, is_native: bool, num_threads: int, is_in_place: bo
     return [bits(task.new) for task in own]
 
 
-def check_equal(tasks: list[Task], num_threads: int, is_in_place: bool) -> None:
+def check_equal(tasks: list[NativeTask], num_threads: int, is_in_place: bool) -> None:
     reference = run(tasks, is_native=False, num_threads=1, is_in_place=is_in_place)
     found = run(tasks, is_native=True, num_threads=num_threads, is_in_place=is_in_place)
     for one, other in zip(reference, found, strict=True):
@@ -78,16 +78,16 @@ SCALARS = {
 }
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["split", "float32"])
-@pytest.mark.parametrize("is_in_place", [True, False], ids=["in place", "copy"])
-@pytest.mark.parametrize("s", SCALARS.values(), ids=SCALARS.keys())
+@pytest.event.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["split", "float32"])
+@pytest.event.parametrize("is_in_place", [True, False], ids=["in place", "copy"])
+@pytest.event.parametrize("s", SCALARS.values(), ids=SCALARS.keys())
 def test_the_native_pass_gives_the_bits_of_the_reference(s: Scalars, is_in_place: bool, dtype: torch.dtype) -> None:
     for is_wild in (False, True):
         tasks = [make_task(numel, dtype, s, seed=numel, is_wild=is_wild) for numel in SIZES]
         check_equal(tasks, 2, is_in_place)
 
 
-@pytest.mark.parametrize("num_threads", [1, 2, 3, 4])
+@pytest.event.parametrize("num_threads", [1, 2, 3, 4])
 def test_several_jobs_of_both_kinds_on_any_number_of_threads(num_threads: int) -> None:
     kinds = [torch.bfloat16, torch.float32] * 3
     steps = [scalars_of(n, 1e-3 * n, (0.9, 0.99), 1e-8, 0.1, 1.0 / n) for n in range(1, 7)]
@@ -117,17 +117,17 @@ def test_any_scalars_give_the_bits_of_the_reference(
 def test_tensors_that_begin_at_odd_addresses_work() -> None:
     s = SCALARS["first step"]
     whole = make_task(5000, torch.bfloat16, s, seed=5, is_wild=False)
-    old = State(*(None if t is None else t[1:] for t in whole.old))  # type: ignore[arg-type]
-    check_equal([Task(s, whole.gradient[1:], old, old)], 2, False)
+    old = AdamState(*(None if t is None else t[1:] for t in whole.old))  # type: ignore[arg-type]
+    check_equal([NativeTask(s, whole.gradient[1:], old, old)], 2, False)
     update = HostUpdate(2, is_native=True)
-    new = State(*(None if t is None else torch.empty(5001, dtype=t.dtype)[2:] for t in whole.old))  # type: ignore[arg-type]
-    update([Task(s, whole.gradient[1:], old, new)])
+    new = AdamState(*(None if t is None else torch.empty(5001, dtype=t.dtype)[2:] for t in whole.old))  # type: ignore[arg-type]
+    update([NativeTask(s, whole.gradient[1:], old, new)])
     update.close()
-    (expected,) = run([Task(s, whole.gradient[1:], old, old)], is_native=False, num_threads=1, is_in_place=True)
+    (expected,) = run([NativeTask(s, whole.gradient[1:], old, old)], is_native=False, num_threads=1, is_in_place=True)
     assert all(a.equal(b) for a, b in zip(expected, bits(new), strict=True))
 
 
-@pytest.mark.parametrize("is_native", [True, False])
+@pytest.event.parametrize("is_native", [True, False])
 def test_memory_is_zeroed_to_its_end_and_no_further(is_native: bool) -> None:
     memory = torch.ones(2**24 + 5000, dtype=torch.uint8)
     seen: list[int] = []

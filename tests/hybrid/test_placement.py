@@ -17,8 +17,8 @@ from pipedejavu.hybrid.placement import (
     gpu_peak,
     host_bytes,
     leaving_room,
-    wants_spares,
-    with_spares,
+    wants_shadows,
+    with_shadows,
 )
 
 LARGE = 10**12
@@ -181,15 +181,15 @@ def test_blocks_that_come_and_go_stay_with_the_host() -> None:
 
 def test_spares_go_as_far_as_host_memory() -> None:
     placed = choose_placement(FOUR, STEP, limits(LEAST))
-    assert with_spares(placed, FOUR, [False] * 4, LARGE) is placed
-    assert with_spares(placed, FOUR, [True] * 4, placed.host_bytes) is placed
-    more = with_spares(placed, FOUR, [False, True, True, True], placed.host_bytes + 2 * 1200 + 100)
+    assert with_shadows(placed, FOUR, [False] * 4, LARGE) is placed
+    assert with_shadows(placed, FOUR, [True] * 4, placed.host_bytes) is placed
+    more = with_shadows(placed, FOUR, [False, True, True, True], placed.host_bytes + 2 * 1200 + 100)
     assert more.is_spare == (False, True, True, False)
     assert more.host_bytes == placed.host_bytes + 2 * 1200
     assert more.reasons[-1].startswith("2 units have a spare copy of their state (2.3 KiB): their update is written")
 
 
-@pytest.mark.parametrize(
+@pytest.event.parametrize(
     ("host_s", "forward_s", "wanted"),
     [
         ([0, 1, 1, 1], [9, 9, 9, 9], [False, False, False, False]),  # the forward hides all
@@ -201,7 +201,7 @@ def test_guesses_are_wanted_where_the_forward_is_too_short(
     host_s: list[float], forward_s: list[float], wanted: list[bool]
 ) -> None:
     places: list[Place] = ["gpu", "host", "host", "host"]
-    assert wants_spares(places, host_s, forward_s) == wanted
+    assert wants_shadows(places, host_s, forward_s) == wanted
 
 
 Model = tuple[list[UnitSize], list[Stretch]]

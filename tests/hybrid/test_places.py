@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from pipedejavu.hybrid import flow as flow_file
+from pipedejavu.hybrid import step_scheduler as flow_file
 from pipedejavu.hybrid.native import HostUpdate
 from pipedejavu.hybrid.placement import Placement, host_bytes
 
@@ -35,7 +35,7 @@ def check(lab: Any, bits: Any, compare: Any, dtype: torch.dtype, clip_norm: floa
     compare(bits(optimizer, model), lab.plain_bits(dtype, clip_norm, STEPS))
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.event.parametrize("seed", range(8))
 def test_any_mix_of_places_agrees_bit_for_bit(
     seed: int, lab: Any, bits: Any, compare: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -51,12 +51,15 @@ def test_any_mix_of_places_agrees_bit_for_bit(
     placed(monkeypatch, places, arrivals)
     check(lab, bits, compare, draw.choice([torch.bfloat16, torch.float32]), clip_norm)
     (optimizer,) = lab.made
-    visitors_bytes = sum(visitor.slab.size_bytes for visitor in optimizer.flow._visitors.values())
-    slabs = [*optimizer.flow._staging._slabs, *(slab for home in optimizer.flow.homes for slab in home._slabs)]
+    visitors_bytes = sum(visitor.slab.size_bytes for visitor in optimizer.scheduler._visitors.values())
+    slabs = [
+        *optimizer.scheduler._staging._slabs,
+        *(slab for unit_state in optimizer.scheduler.unit_states for slab in unit_state._slabs),
+    ]
     assert visitors_bytes + sum(slab.size_bytes for slab in slabs) == optimizer.plan.host_bytes
 
 
-@pytest.mark.parametrize("places", [["lean"] * 6, ["gpu", "lean", "host", "lean", "lean", "gpu"]])
+@pytest.event.parametrize("places", [["lean"] * 6, ["gpu", "lean", "host", "lean", "lean", "gpu"]])
 def test_lean_units_agree_without_clipping(
     places: list[str], lab: Any, bits: Any, compare: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -67,8 +70,8 @@ def test_lean_units_agree_without_clipping(
 DELAYED = ["host", "fetch", "arrive", "leave", "copy-in", "copy-out"]
 
 
-@pytest.mark.parametrize("window", [None, 1, 2])
-@pytest.mark.parametrize("clip_norm", [None, 0.5, 1e9])
+@pytest.event.parametrize("window", [None, 1, 2])
+@pytest.event.parametrize("clip_norm", [None, 0.5, 1e9])
 def test_late_lanes_give_the_same_bits(
     clip_norm: float | None, window: int | None, lab: Any, bits: Any, compare: Any
 ) -> None:
@@ -82,7 +85,7 @@ def test_late_lanes_give_the_same_bits(
     compare(bits(optimizer, model), lab.plain_bits(torch.bfloat16, clip_norm, STEPS))
 
 
-@pytest.mark.parametrize("name", DELAYED)
+@pytest.event.parametrize("name", DELAYED)
 def test_each_late_lane_alone_gives_the_same_bits(
     name: str, lab: Any, bits: Any, compare: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -123,8 +126,8 @@ def fail() -> None:
     raise BrokenError("the lane broke")
 
 
-@pytest.mark.parametrize("name", DELAYED)
-@pytest.mark.parametrize("clip_norm", [None, 1.0])
+@pytest.event.parametrize("name", DELAYED)
+@pytest.event.parametrize("clip_norm", [None, 1.0])
 def test_what_a_lane_raises_reaches_the_caller(
     name: str, clip_norm: float | None, lab: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -8,18 +8,19 @@ torch = pytest.importorskip("torch")
 
 from torch import nn
 
+from pipedejavu.analysis import verify
+from pipedejavu.analysis.size import Sizes
 from pipedejavu.engine import AdamW
-from pipedejavu.engine.leg import Saved, with_loss
 from pipedejavu.engine.piece import PieceRunner
+from pipedejavu.engine.recompute_span import Saved, with_loss
 from pipedejavu.facts import Device, Host, Link, Machine, Profile
 from pipedejavu.plan import Plan, preset
-from pipedejavu.profile import Shot, measure_profile
-from pipedejavu.profile.count import count_step
-from pipedejavu.program import Program, verify
+from pipedejavu.planner.measure import updates_of
+from pipedejavu.profile import UnitSample, measure_profile
+from pipedejavu.profile.operator_count import count_step
+from pipedejavu.program import Program
 from pipedejavu.program import compile as compile_plan
-from pipedejavu.program.size import Sizes
 from pipedejavu.simulate import Prediction, simulate
-from pipedejavu.train.measure import updates_of
 
 SAMPLES, WIDTH, CLASSES = 300, 40, 500
 CPU = torch.device("cpu")
@@ -47,8 +48,8 @@ def chain(widths: tuple[int, ...], classes: int = CLASSES) -> list[tuple[str, nn
 
 
 def measured(units: list[tuple[str, nn.Module]]) -> Profile:
-    shot = Shot(units, torch.randn(SAMPLES, 7), torch.zeros(SAMPLES, dtype=torch.int64), loss)
-    return measure_profile("chain", [shot], (), {"cpu": CPU, "gpu": CPU}, updates_of(AdamW(lr=0.1)))
+    unit_sample = UnitSample(units, torch.randn(SAMPLES, 7), torch.zeros(SAMPLES, dtype=torch.int64), loss)
+    return measure_profile("chain", [unit_sample], (), {"cpu": CPU, "gpu": CPU}, updates_of(AdamW(lr=0.1)))
 
 
 def program_of(profile: Profile, plan: Plan, kind: str = "cpu") -> Program:
@@ -109,7 +110,7 @@ class Held:
 
 def held_bytes(saved: Saved, held: weakref.WeakSet[Held], others: list[torch.Tensor]) -> int:
     """Returns the bytes of all memory that waits for a backward, apart from that of others."""
-    tensors = [*(h.tensor for h in held), *(t for leg in saved for t in leg.inputs)]
+    tensors = [*(h.tensor for h in held), *(t for recompute_span in saved for t in recompute_span.inputs)]
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
     known = {t.untyped_storage().data_ptr() for t in others}
     return sum(size for place, size in storages.items() if place not in known)
@@ -123,7 +124,7 @@ def test_between_its_passes_a_piece_holds_what_is_forecast(again: tuple[int, ...
     tanh = [*((f"layer{n}", layer) for n, layer in enumerate(layers)), ("end", nn.Linear(WIDTH, CLASSES))]
     units = tanh if shares_outputs else chain((80, 120))
     plan = preset("gpipe").at(workers=1, samples=SAMPLES, microbatches=1)
-    program = program_of(measured(units), plan.but(order=plan.order.but(recompute_units=again)))
+    program = program_of(measured(units), plan.replace(order=plan.order.replace(recompute_units=again)))
     runner = PieceRunner([(n, name, module) for n, (name, module) in enumerate(units)], 0, program.recomputed[0])
     weights = {name: weight.clone().requires_grad_() for name, weight in runner.initial.items()}
     x, held, sizes = torch.randn(SAMPLES, 7), weakref.WeakSet[Held](), Sizes(program)

@@ -15,9 +15,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pipedejavu.analysis import verify
 from pipedejavu.facts import FaultsError
 from pipedejavu.plan import Keep, preset, presets
-from pipedejavu.program import Action, Program, verify
+from pipedejavu.program import Action, Program
 from pipedejavu.program import compile as compile_plan
 from pipedejavu.simulate import unit_costs
 
@@ -156,7 +157,7 @@ PLACES = {
 @cache
 def legal(name: str) -> Program:
     if name in PLACES:
-        plan = preset("zero-offload").at(microbatches=2, steps=2).but(keep=PLACES[name])
+        plan = preset("zero-offload").at(microbatches=2, steps=2).replace(keep=PLACES[name])
         program = compile_plan(*unit_costs(plan, {}), fold=False)
         verify(program)
         return program

@@ -4,10 +4,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pipedejavu.analysis import verify
 from pipedejavu.facts import Cost
 from pipedejavu.plan import preset
 from pipedejavu.program import compile as compile_plan
-from pipedejavu.program import verify
 from pipedejavu.simulate import simulate
 from tests.program.test_share import host, model
 
@@ -28,12 +28,12 @@ BENDS = st.sampled_from([{}, {1: 0.5, 4: 1.0}, {1: 1.0, 4: 1.5}])
 )
 def test_the_chosen_split_is_the_best_of_all_that_are_simulated(fast, slow, bend, size, update_s, sizes) -> None:
     lines = [Cost(fixed_s=fixed, per_sample_s=rate) for fixed, rate in (fast, slow)]
-    costs = [line.but(measured_s={n: line.at(n) * factor for n, factor in bend.items()}) for line in lines]
+    costs = [line.replace(measured_s={n: line.at(n) * factor for n, factor in bend.items()}) for line in lines]
     profile, machine = model(*costs, gradient_bytes=size, slow_update_s=update_s), host()
     plan = preset("coarse").at(workers=1, microbatches=sizes[0], samples=sizes[1])
 
     def makespan_s(shares: tuple[float, ...] | None) -> float:
-        program = compile_plan(plan.but(feed=plan.feed.but(shares=shares)), profile, machine, fold=False)
+        program = compile_plan(plan.replace(feed=plan.feed.replace(shares=shares)), profile, machine, fold=False)
         return simulate(program, verify(program)).makespan_s
 
     total = sizes[0] * sizes[1]
@@ -45,12 +45,12 @@ def test_the_chosen_split_is_the_best_of_all_that_are_simulated(fast, slow, bend
 def test_no_share_beside_a_pipeline_is_much_better_than_the_chosen_one(slowness: float) -> None:
     costs = [Cost(per_sample_s=1e-3), Cost(per_sample_s=1e-3 * slowness)]
     profile, base = model(*costs, gradient_bytes=10**4), host()
-    gpus = tuple(base.devices[0].but(name=f"gpu{n}") for n in range(2))
-    machine = base.but(devices=(*gpus, base.devices[1]))
+    gpus = tuple(base.devices[0].replace(name=f"gpu{n}") for n in range(2))
+    machine = base.replace(devices=(*gpus, base.devices[1]))
     plan = preset("coarse").at(workers=2, microbatches=8, samples=4)
 
     def makespan_s(shares: tuple[float, ...] | None) -> float:
-        program = compile_plan(plan.but(feed=plan.feed.but(shares=shares)), profile, machine, fold=False)
+        program = compile_plan(plan.replace(feed=plan.feed.replace(shares=shares)), profile, machine, fold=False)
         return simulate(program, verify(program)).makespan_s
 
     best = min(makespan_s(((32 - n) / 32, n / 32)) for n in range(33))

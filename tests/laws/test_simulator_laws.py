@@ -8,13 +8,14 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from pipedejavu.analysis import build_graph, verify
 from pipedejavu.facts import Cost, Device, Edge, Host, Link, Machine, Overlap, Profile, Unit, UnitTime
 from pipedejavu.plan import Plan, preset
-from pipedejavu.program import Program, Table, build_graph, verify
+from pipedejavu.program import Program, Table
 from pipedejavu.program import compile as compile_plan
 from pipedejavu.simulate import Prediction, simulate, unit_costs
+from pipedejavu.simulate.action_cost import ActionCosts, shared_wires
 from pipedejavu.simulate.clock import Issuing, run_events, sweep
-from pipedejavu.simulate.cost import Costs, shared_wires
 
 FREE = 1e30
 quarters = st.integers(1, 40).map(lambda n: n / 4)  # exact in binary
@@ -126,7 +127,7 @@ def test_model_parallelism_adds_everything_up(p, m, forward, backward, latency, 
 @laws
 def test_data_parallelism_adds_a_ring_all_reduce(n, m, work, latency, cost):
     plan = at("ddp", n, m)
-    plan = plan.but(order=plan.order.but(is_eager=False))
+    plan = plan.replace(order=plan.order.replace(is_eager=False))
     link = Link(bytes_per_s=100 / cost, latency_s=latency)  # `cost` for the whole gradient
     prediction = run(plan, model([(work, 2 * work)]), computer(["here"] * n, link))
     ring = 2 * (n - 1) * (latency + cost / n)
@@ -146,7 +147,7 @@ def test_megatron_has_two_all_reduces_in_each_direction_of_a_block():
 @laws
 def test_byteps_divides_the_load_as_published(n, k):
     plan = at("byteps", n, 1)
-    plan = plan.but(place=plan.place.but(servers=k), order=plan.order.but(is_eager=False))
+    plan = plan.replace(place=plan.place.replace(servers=k), order=plan.order.replace(is_eager=False))
     prediction = run(plan, model([(1.0, 2.0)]), computer(["here"] * n, Link(bytes_per_s=1.0)))
     (reduce,) = {s.end_s - s.start_s for s in prediction.timeline().spans() if s.action.startswith("REDUCE")}
     on_cpus, on_gpus = 2 * (n - 1) / (n * n + k * n - 2 * k), (n - k) / (n * n + k * n - 2 * k)
@@ -202,7 +203,7 @@ def longest_path(program: Program, durations: dict[tuple[int, int], float]) -> f
 
 def costs_of(program: Program) -> dict[tuple[int, int], float]:
     graph = build_graph(program)
-    works = Costs(program).of(graph)
+    works = ActionCosts(program).of(graph)
     return {
         (w, n): works[op].latency_s + works[op].time_s
         for w, ops in enumerate(graph.of_action)
@@ -213,7 +214,7 @@ def costs_of(program: Program) -> dict[tuple[int, int], float]:
 def shares(program: Program) -> bool:
     """Whether a transfer and a ring, or two rings, pass the same wire."""
     graph = build_graph(program)
-    return bool(shared_wires(program, graph, Costs(program).of(graph)))
+    return bool(shared_wires(program, graph, ActionCosts(program).of(graph)))
 
 
 @pytest.mark.parametrize("cost", [0.0, 0.5, 3.0])
@@ -265,13 +266,13 @@ def test_slower_parts_never_make_a_fixed_program_faster(name, unit, factor, part
             for kind, t in program.profile.units[unit].times.items()
         }
         units = [*program.profile.units]
-        units[unit] = units[unit].but(times=times)
+        units[unit] = units[unit].replace(times=times)
         slow = replace(program, profile=Profile(name="slow", units=tuple(units)))
     else:
         link = program.machine.links[0]
         changes = {"latency_s": link.latency_s * factor} if part == "latency" else {}
         changes |= {"bytes_per_s": link.bytes_per_s / factor} if part == "link" else {}
-        slow = replace(program, machine=program.machine.but(links=(link.but(**changes),)))
+        slow = replace(program, machine=program.machine.replace(links=(link.replace(**changes),)))
     assert simulate(slow).makespan_s >= simulate(program).makespan_s * (1 - 1e-12)
 
 
@@ -287,7 +288,7 @@ def test_the_same_program_gives_the_same_timeline(name):
 def test_sweep_and_the_events_agree_where_nothing_is_shared(name, cost):
     program = example(name, cost)
     graph = build_graph(program)
-    works = Costs(program).of(graph)
+    works = ActionCosts(program).of(graph)
     start, end = sweep(graph, [work.latency_s + work.time_s for work in works])
     events = run_events(graph, works, frozenset(), Overlap())
     assert events[0] == pytest.approx(start, rel=1e-12)
@@ -300,12 +301,12 @@ def test_a_host_that_issues_compute_makes_it_no_longer_than_each_action_alone_wo
     issues = {"forward": 1.5, "backward": 0.4, "weight_backward": 0.7, "recompute": 1.5}
 
     def issued(time: UnitTime) -> UnitTime:
-        return time.but(**{part: getattr(time, part).but(issue_s=issue_s) for part, issue_s in issues.items()})
+        return time.replace(**{part: getattr(time, part).replace(issue_s=issue_s) for part, issue_s in issues.items()})
 
-    units = tuple(u.but(times={kind: issued(t) for kind, t in u.times.items()}) for u in program.profile.units)
-    late = replace(program, profile=program.profile.but(units=units))
+    units = tuple(u.replace(times={kind: issued(t) for kind, t in u.times.items()}) for u in program.profile.units)
+    late = replace(program, profile=program.profile.replace(units=units))
     graph = build_graph(late)
-    works = Costs(late).of(graph)
+    works = ActionCosts(late).of(graph)
     assert any(work.issue_s for work in works)
     start, end = sweep(graph, [work.latency_s + work.time_s for work in works], Issuing.of(graph, works))
     events = run_events(graph, works, frozenset(), Overlap())
@@ -319,8 +320,10 @@ def test_a_host_that_issues_compute_makes_it_no_longer_than_each_action_alone_wo
 @pytest.mark.parametrize("name", PIPELINES + OTHERS)
 def test_replaying_a_timeline_s_own_durations_reproduces_it(name):
     program = example(name, 0.5)
-    bus = program.machine.links[0].but(wires=("bus",))
-    program = replace(program, machine=program.machine.but(links=(bus,), overlap=Overlap(compute=1.2, transfer=1.5)))
+    bus = program.machine.links[0].replace(wires=("bus",))
+    program = replace(
+        program, machine=program.machine.replace(links=(bus,), overlap=Overlap(compute=1.2, transfer=1.5))
+    )
     prediction = simulate(program)
     graph = prediction.graph
     durations = [e - s for s, e in zip(prediction.start, prediction.end, strict=True)]
@@ -352,11 +355,11 @@ def test_a_transfer_that_comes_later_takes_half_of_the_wire_from_then_on():
         computer(["here"] * 4, Link(bytes_per_s=10.0, wires=("bus",))),
         fold=False,
     )
-    slow = program.machine.devices[2].but(kind="slow")
-    machine = program.machine.but(devices=(*program.machine.devices[:2], slow, *program.machine.devices[3:]))
+    slow = program.machine.devices[2].replace(kind="slow")
+    machine = program.machine.replace(devices=(*program.machine.devices[:2], slow, *program.machine.devices[3:]))
     times = {"gpu": program.profile.units[0].times["gpu"]}
-    times["slow"] = times["gpu"].but(forward=Cost(fixed_s=1.5))
-    units = tuple(unit.but(times=times) for unit in program.profile.units)
+    times["slow"] = times["gpu"].replace(forward=Cost(fixed_s=1.5))
+    units = tuple(unit.replace(times=times) for unit in program.profile.units)
     prediction = simulate(replace(program, machine=machine, profile=Profile(name="slow", units=units)))
     # The first has 0.5 left at 1.5 and ends at 2.5; the second then has 0.5 left, alone.
     assert spans_of(prediction, "SEND:x") == [(1.0, 2.5), (1.5, 3.0)]
@@ -381,7 +384,7 @@ def test_a_shared_wire_is_busy_for_as_long_as_its_bytes_take(name, cost):
     trainers = plan.num_workers - plan.place.servers
     machine = computer(["here"] * trainers, Link(bytes_per_s=10 / cost, wires=("bus",)))
     prediction = run(plan, model([(1.0, 2.0)] * 8), machine)
-    works = Costs(prediction.program).of(prediction.graph)
+    works = ActionCosts(prediction.program).of(prediction.graph)
     on_wire = [op for op, work in enumerate(works) if work.wires]
     spans = [(prediction.start[op], prediction.end[op]) for op in on_wire]
     assert busy(spans) == pytest.approx(sum(works[op].time_s for op in on_wire))
@@ -390,7 +393,7 @@ def test_a_shared_wire_is_busy_for_as_long_as_its_bytes_take(name, cost):
 def test_a_ring_that_passes_a_wire_twice_loads_it_twice():
     # Workers on hosts a, b, a, b: two of the four hops leave each host by its one interface.
     plan = at("ddp", 4, 1)
-    plan = plan.but(order=plan.order.but(is_eager=False))
+    plan = plan.replace(order=plan.order.replace(is_eager=False))
     profile = model([(1.0, 2.0)])
     times = []
     for hosts in (["a", "b", "a", "b"], ["a", "b", "c", "d"]):
@@ -416,7 +419,7 @@ def test_overlap_slows_compute_and_transfer_while_both_run():
 @laws
 def test_overlap_slows_no_more_than_by_its_factors(name, compute, transfer):
     program = example(name, 0.5)
-    slow = replace(program, machine=program.machine.but(overlap=Overlap(compute=compute, transfer=transfer)))
+    slow = replace(program, machine=program.machine.replace(overlap=Overlap(compute=compute, transfer=transfer)))
     before, after = simulate(program).makespan_s, simulate(slow).makespan_s
     assert before * (1 - 1e-9) <= after <= before * max(compute, transfer) * (1 + 1e-9)
 
@@ -448,7 +451,7 @@ def test_a_folded_program_tells_the_same_as_the_whole(name, sizes, layout, wire,
     }[layout]
     here = Link(scope="same-host", bytes_per_s=4 * bytes_per_s, latency_s=0.001)
     if layout == "one host":
-        here = here.but(bytes_per_s=bytes_per_s, wires=(wire,))
+        here = here.replace(bytes_per_s=bytes_per_s, wires=(wire,))
     machine = computer(hosts, Link(scope="other-host", bytes_per_s=bytes_per_s, latency_s=0.01, wires=(wire,)), here)
     profile = model([(1 + n % 2, 2.0) for n in range(12)], skips=skips)
     folded, whole = run(plan, profile, machine, fold=True), run(plan, profile, machine)
@@ -488,12 +491,12 @@ def test_replicas_with_other_links_or_devices_are_not_folded():
     # Copies to the host over a slower link of the second pipeline.
     away = computer(["here"] * 6, Link(source="gpu4", target="cpu-here", bytes_per_s=5.0), fast)
     assert compile_plan(plan, profile, away).copies == 2
-    offloads = plan.but(keep=preset("axonn").plan.keep)
+    offloads = plan.replace(keep=preset("axonn").plan.keep)
     assert compile_plan(offloads, profile, away).copies == 1
 
 
 def test_copies_to_one_host_share_its_wire_also_when_folded():
-    plan = at("1f1b", 1, 2, replicas=2).but(keep=preset("axonn").plan.keep)
+    plan = at("1f1b", 1, 2, replicas=2).replace(keep=preset("axonn").plan.keep)
     machine = computer(["here"] * 2, Link(source="gpu*", target="cpu*", bytes_per_s=10.0, wires=("pcie",)),
                        Link(bytes_per_s=FREE))  # fmt: skip
     for fold in (True, False):
@@ -507,7 +510,7 @@ def test_copies_to_one_host_share_its_wire_also_when_folded():
     (["here"] * 4, [1.0] * 4), (["here", "there"] * 2, [0.5] * 4), (["here"] * 3 + ["there"], [0.75] * 3 + [0.25]),
 ])  # fmt: skip
 def test_a_cpu_that_updates_for_several_devices_at_once_is_shared_also_when_folded(hosts, times, fold):
-    plan = at("1f1b", 1, 2, replicas=4).but(keep=preset("axonn").plan.keep)
+    plan = at("1f1b", 1, 2, replicas=4).replace(keep=preset("axonn").plan.keep)
     prediction = run(plan, model([(1.0, 2.0)]), computer(hosts, Link(bytes_per_s=FREE)), fold=fold)
     spans = spans_of(prediction, "UPDATE")
     is_folded = fold and len({*times}) == 1
@@ -516,7 +519,7 @@ def test_a_cpu_that_updates_for_several_devices_at_once_is_shared_also_when_fold
 
 
 def test_pipelines_whose_stages_meet_on_a_cpu_in_turns_are_not_folded():
-    plan = at("1f1b", 2, 4, replicas=2).but(keep=preset("axonn").plan.keep)
+    plan = at("1f1b", 2, 4, replicas=2).replace(keep=preset("axonn").plan.keep)
     profile, link = model([(1.0, 2.0)] * 2), Link(bytes_per_s=FREE)
     for hosts in (["a", "a", "b", "b"], ["a", "b", "a", "b"], ["a"] * 4):
         assert compile_plan(plan, profile, computer(hosts, link)).copies == 2
@@ -525,7 +528,7 @@ def test_pipelines_whose_stages_meet_on_a_cpu_in_turns_are_not_folded():
 
 
 def test_workers_on_parts_of_a_cpu_update_on_their_own():
-    plan = at("1f1b", 1, 1, replicas=2).but(keep=preset("axonn").plan.keep)
+    plan = at("1f1b", 1, 1, replicas=2).replace(keep=preset("axonn").plan.keep)
     cpu = Device(name="cpu", kind="gpu", type="cpu", host="here", memory_bytes=2**40, most_workers=2)
     machine = Machine(name="cpu", hosts=(Host(name="here"),), devices=(cpu,), links=(Link(bytes_per_s=FREE),))
     prediction = run(plan, model([(1.0, 2.0)]), machine.divided(2))
@@ -573,7 +576,7 @@ def zero(name: str, n: int, layers: int) -> float:
     parameters = 2400
     profile = model([(1.0, 2.0)] * layers, output=0.0)
     units = tuple(
-        unit.but(
+        unit.replace(
             parameter_bytes=2 * parameters // layers,
             gradient_bytes=2 * parameters // layers,
             optimizer_bytes=12 * parameters // layers,
@@ -581,8 +584,8 @@ def zero(name: str, n: int, layers: int) -> float:
         )
         for unit in profile.units
     )
-    plan = at(name, n, 1).but(bucket_bytes=1)
-    prediction = run(plan, profile.but(units=units), computer(["here"] * n, Link(bytes_per_s=FREE)))
+    plan = at(name, n, 1).replace(bucket_bytes=1)
+    prediction = run(plan, profile.replace(units=units), computer(["here"] * n, Link(bytes_per_s=FREE)))
     (peak,) = {w.peak_bytes for w in prediction.workers}
     return peak / parameters
 
@@ -619,7 +622,7 @@ def test_l2l_with_activations_on_the_host_takes_the_same_device_memory_for_any_n
     found = set()
     for layers in (6, 12, 24):
         plan = at("l2l", 1, 4)
-        plan = plan.but(keep=plan.keep.but(activations="host"))
+        plan = plan.replace(keep=plan.keep.replace(activations="host"))
         machine = computer(["here"], Link(bytes_per_s=FREE))
         found.add(run(plan, model([(1.0, 2.0)] * layers), machine).workers[0].peak_bytes)
     assert len(found) == 1

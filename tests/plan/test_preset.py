@@ -72,7 +72,7 @@ def test_sizes_are_one_or_more(name: str, size: str, number: int) -> None:
 )
 def test_workers_grow_one_field(name: str, field: str, num_workers: int) -> None:
     before, after = preset(name).plan, preset(name).at(workers=6)
-    assert after.place == before.place.but(**{field: 6})
+    assert after.place == before.place.replace(**{field: 6})
     assert after.num_workers == num_workers
     assert (after.feed, after.steps) == (before.feed, before.steps)
 
@@ -131,7 +131,7 @@ def test_microbatches_make_whole_updates() -> None:
 @pytest.mark.parametrize("name", presets())
 def test_samples_change_nothing_else(name: str) -> None:
     before, after = preset(name).plan, preset(name).at(samples=16)
-    assert after == before.but(feed=before.feed.but(samples=16))
+    assert after == before.replace(feed=before.feed.replace(samples=16))
 
 
 @pytest.mark.parametrize(
@@ -146,7 +146,7 @@ def test_an_own_plan_grows_by_its_cut(plan: Plan, grows: str) -> None:
     found = sized(plan)
     assert (found.title, found.grows, found.at()) == ("mine", grows, plan)
     assert found.at(workers=3).place == Place.model_validate({grows: 3})
-    assert found.at(microbatches=5, steps=2, samples=4) == plan.but(feed=Feed(microbatches=5, samples=4), steps=2)
+    assert found.at(microbatches=5, steps=2, samples=4) == plan.replace(feed=Feed(microbatches=5, samples=4), steps=2)
 
 
 def test_an_own_plan_with_workers_for_each_stage_keeps_them() -> None:

@@ -5,8 +5,8 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from pipedejavu.probe.host import HostFacts
-from pipedejavu.probe.result import Findings, GpuFacts
-from pipedejavu.probe.series import Trial, Unit
+from pipedejavu.probe.series import TimedTrial, Unit
+from pipedejavu.probe.survey_result import Findings, GpuFacts
 
 ROUNDS = 12
 HOST = HostFacts(16, 128 << 30, "Some CPU", 2, None, ("avx2",), ("NUMA nodes: the operating system does not say",))
@@ -21,11 +21,11 @@ class Book:
     """Trials with the times that they took."""
 
     def __init__(self) -> None:
-        self.trials: list[Trial] = []
+        self.trials: list[TimedTrial] = []
         self.times_s: dict[str, list[float]] = {}
 
     def add(self, subject: str, what: str, setting: str, amount: float, unit: Unit, time_s: float) -> None:
-        trial = Trial(subject, what, setting, amount, unit, never)
+        trial = TimedTrial(subject, what, setting, amount, unit, never)
         self.trials.append(trial)
         self.times_s[trial.name] = [time_s * (1 + 0.001 * (n % 3 - 1)) for n in range(ROUNDS)]
 

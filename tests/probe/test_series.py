@@ -14,7 +14,7 @@ from pipedejavu.probe.series import (
     LONGEST_RUN_S,
     MOST_ROUNDS,
     PARTS,
-    Trial,
+    TimedTrial,
     estimate_spread,
     fit_line,
     quantile,
@@ -33,14 +33,14 @@ class Clock:
         self.now_s = 0.0
         self.visits: list[str] = []
 
-    def trial(self, name: str, times_s: Iterator[float], amount: float = 1.0) -> Trial:
+    def trial(self, name: str, times_s: Iterator[float], amount: float = 1.0) -> TimedTrial:
         def time_s(count: int) -> float:
             self.visits.append(name)
             took = sum(next(times_s) for _ in range(count))
             self.now_s += took
             return took
 
-        return Trial(name, "t", "", amount, "B/s", time_s)
+        return TimedTrial(name, "t", "", amount, "B/s", time_s)
 
     def __call__(self) -> float:
         return self.now_s
@@ -187,8 +187,8 @@ def test_what_takes_too_long_or_fails_is_left_out_with_the_reason() -> None:
 
     trials = [
         clock.trial("slow", itertools.repeat(2 * LONGEST_RUN_S)),
-        Trial("bad", "t", "", 1, "s", fail),
-        Trial("tired", "t", "", 1, "s", fail_later),
+        TimedTrial("bad", "t", "", 1, "s", fail),
+        TimedTrial("tired", "t", "", 1, "s", fail_later),
         clock.trial("good", itertools.repeat(0.4)),
     ]
     found = run_rounds(trials, 10.0, now=clock)

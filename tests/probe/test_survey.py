@@ -7,10 +7,11 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from pipedejavu.analysis import verify
 from pipedejavu.facts import Machine
 from pipedejavu.plan import preset
 from pipedejavu.probe import series, survey
-from pipedejavu.program import compile, verify  # noqa: A004
+from pipedejavu.program import compile  # noqa: A004
 from pipedejavu.simulate import simulate
 from pipedejavu.zoo import estimate_profile
 

@@ -7,10 +7,10 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from pipedejavu.probe import compute, link
-from pipedejavu.probe.compute import Place, compute_trials, thread_counts, using_threads
-from pipedejavu.probe.disk import SIZE, disk_trials
+from pipedejavu.probe.compute import ComputeDevice, compute_trials, thread_counts, using_threads
+from pipedejavu.probe.disk_speed import SIZE, disk_trials
 from pipedejavu.probe.link import copy_trials, peer_trials
-from pipedejavu.probe.series import Trial, run_rounds
+from pipedejavu.probe.series import TimedTrial, run_rounds
 
 CPU = torch.device("cpu")
 on_gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")]
@@ -27,11 +27,11 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(link, "BESIDE", {"cpu": 16, "cuda": 256})
 
 
-def place(name: str, device: str = "cpu", threads: int = 2) -> Place:
-    return Place(name, torch.device(device), 64 << 20, threads=threads)
+def place(name: str, device: str = "cpu", threads: int = 2) -> ComputeDevice:
+    return ComputeDevice(name, torch.device(device), 64 << 20, threads=threads)
 
 
-def check_runs(trials: list[Trial]) -> None:
+def check_runs(trials: list[TimedTrial]) -> None:
     found = run_rounds(trials, 0.0)
     assert found.left_out == {}
     assert all(time_s > 0 for times in found.times_s.values() for time_s in times)

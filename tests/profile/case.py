@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils import _pytree as pytree
 
-from pipedejavu.engine.leg import backward, with_loss
 from pipedejavu.engine.piece import PieceRunner
-from pipedejavu.profile import Cut, cut_model
-from pipedejavu.profile.trace import as_call
+from pipedejavu.engine.recompute_span import backward, with_loss
+from pipedejavu.profile import ModelCut, cut_model
+from pipedejavu.profile.model_trace import as_call
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ def own_loss(output: Any) -> Tensor:
     return torch.stack([leaf.float().square().sum() for leaf in leaves]).sum()
 
 
-def compare(model: nn.Module, inputs: Any, loss=own_loss) -> tuple[Cut, list[Difference]]:
+def compare(model: nn.Module, inputs: Any, loss=own_loss) -> tuple[ModelCut, list[Difference]]:
     """Cuts a model, and compares it with the whole one for every number of pieces."""
     cut = cut_model(model, inputs)
     whole = copy.deepcopy(model)
@@ -64,7 +64,7 @@ def compare(model: nn.Module, inputs: Any, loss=own_loss) -> tuple[Cut, list[Dif
     return cut, found
 
 
-def run(cut: Cut, inputs: Any, loss, pieces: int, seed: int = 0):
+def run(cut: ModelCut, inputs: Any, loss, pieces: int, seed: int = 0):
     """Runs copies of the units as pieces of about the same length; returns output, loss, gradients and buffers."""
     units = copy.deepcopy(list(cut.units))
     edges = [round(n * len(units) / pieces) for n in range(pieces + 1)]

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from pipedejavu.profile.count import _Counter
+from pipedejavu.profile.operator_count import _Counter
 from tests.script import load_script
 
 script = load_script("operators")

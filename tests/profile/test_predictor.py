@@ -7,7 +7,7 @@ import pytest
 
 pytest.importorskip("torch")
 
-from pipedejavu.profile.operator import CLASSES, Row, known_rows
+from pipedejavu.profile.operator import CLASSES, OperatorRow, known_rows
 from pipedejavu.profile.predictor import (
     PREDICTORS,
     Efficiency,
@@ -25,7 +25,7 @@ REAL = Efficiency(
 DEVICES = {"small": (1e11, 1e10), "large": (4e12, 2e11)}
 
 
-def rows_of(efficiency: Efficiency, device: str) -> list[Row]:
+def rows_of(efficiency: Efficiency, device: str) -> list[OperatorRow]:
     chance, (flop_per_s, bytes_per_s) = random.Random(device), DEVICES[device]
     found = []
     for class_ in efficiency.shares:
@@ -33,7 +33,7 @@ def rows_of(efficiency: Efficiency, device: str) -> list[Row]:
             size = 10 ** chance.uniform(4, 9)
             flop = size * chance.choice([0, 1, 300]) if class_ in ("matmul", "conv", "attention") else 0.0
             pass_ = chance.choice(["forward", "backward"])
-            row = Row(device, "cpu", "float32", class_, pass_, "", flop, size, 1.0, flop_per_s, bytes_per_s)
+            row = OperatorRow(device, "cpu", "float32", class_, pass_, "", flop, size, 1.0, flop_per_s, bytes_per_s)
             found.append(row._replace(time_s=efficiency.time_s(row)))
     return found
 

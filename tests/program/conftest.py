@@ -17,7 +17,7 @@ def build() -> Callable[..., Program]:
 
     def build(name: str, *, workers=None, microbatches=None, replicas=None, steps=None, fold=False, **changes):
         plan = preset(name).at(workers=workers, microbatches=microbatches, replicas=replicas, steps=steps)
-        return compile_plan(*unit_costs(plan.but(**changes), {}), fold=fold)
+        return compile_plan(*unit_costs(plan.replace(**changes), {}), fold=fold)
 
     return build
 

@@ -6,11 +6,12 @@ from itertools import combinations, pairwise
 
 import pytest
 
+from pipedejavu.analysis import verify
+from pipedejavu.analysis.size import Sizes
 from pipedejavu.facts import InputError
 from pipedejavu.plan import Keep, Order, Place, Plan, preset, presets
-from pipedejavu.program import Action, Table, verify
+from pipedejavu.program import Action, Table
 from pipedejavu.program import compile as compile_plan
-from pipedejavu.program.size import Sizes
 from pipedejavu.simulate import simulate, unit_costs
 
 PIPELINES = (
@@ -211,7 +212,7 @@ def test_each_update_of_pipedream_is_applied_to_the_newest_weights(build):
 def test_a_replicated_stage_takes_microbatches_in_turn_forward_and_backward(build):
     place = Place(workers=2, stage_replicas=(2, 1))
     plan = preset("pipedream").at(microbatches=8)
-    plan = plan.but(place=place, feed=plan.feed.but(microbatches=2), steps=4)
+    plan = plan.replace(place=place, feed=plan.feed.replace(microbatches=2), steps=4)
     program = compile_plan(*unit_costs(plan, {}), fold=False)
     verify(program)
     assert program.groups["s0"].workers == (0, 1)
@@ -269,7 +270,7 @@ def test_zero_3_gathers_for_each_pass_and_scatters_each_gradient_once(build, m):
 
 
 def test_zero_3_that_persists_gathers_once_a_batch(build):
-    keep = preset("zero-3").plan.keep.but(persists=True)
+    keep = preset("zero-3").plan.keep.replace(persists=True)
     program = build("zero-3", workers=4, microbatches=5, keep=keep)
     verify(program)
     for gathers in actions(program, "GATHER", "w"):
@@ -338,7 +339,7 @@ def test_ddp_reduces_buckets_in_reverse_order_during_the_last_backward(build, m)
 
 
 def test_ddp_puts_gradients_into_buckets_of_the_given_size(model, computer, resize):
-    plan = resize("ddp", 2, 1).but(bucket_bytes=250)
+    plan = resize("ddp", 2, 1).replace(bucket_bytes=250)
     program = compile_plan(plan, model(8), computer(2))
     assert [[*p.units] for p in program.pieces] == [[0, 1], [2, 3, 4], [5, 6, 7]]  # filled from the back
 
@@ -346,7 +347,7 @@ def test_ddp_puts_gradients_into_buckets_of_the_given_size(model, computer, resi
 @pytest.mark.parametrize("bound", [0, 1, 2])
 @pytest.mark.parametrize(("n", "replicas", "m"), [(4, 2, 24), (2, 3, 16), (1, 2, 5)])
 def test_hetpipe_s_staleness_stays_within_both_bounds_at_every_injection(build, n, replicas, m, bound):
-    reduce = preset("hetpipe").plan.reduce.but(bound=bound)
+    reduce = preset("hetpipe").plan.reduce.replace(bound=bound)
     program = build("hetpipe", workers=n, replicas=replicas, microbatches=m, reduce=reduce)
     verify(program)
     table, local = Table(program), n - 1
@@ -388,7 +389,7 @@ def test_coarse_adds_the_cpu_s_gradients_to_each_stage_s(build):
 
 
 def test_coarse_with_nothing_for_the_cpu_is_1f1b(build):
-    feed = preset("coarse").plan.feed.but(shares=(1.0, 0.0), microbatches=8)
+    feed = preset("coarse").plan.feed.replace(shares=(1.0, 0.0), microbatches=8)
     coarse, plain = build("coarse", workers=4, feed=feed), build("1f1b", workers=4, microbatches=8)
     verify(coarse)
     assert coarse.workers[:4] == plain.workers
@@ -397,7 +398,7 @@ def test_coarse_with_nothing_for_the_cpu_is_1f1b(build):
 
 @pytest.mark.parametrize("shares", [(0.5, 0.5), (0.25, 0.75), (0.9, 0.1), (0.0, 1.0)])
 def test_coarse_gives_every_microbatch_to_one_side(build, shares):
-    feed = preset("coarse").plan.feed.but(shares=shares, microbatches=8)
+    feed = preset("coarse").plan.feed.replace(shares=shares, microbatches=8)
     program = build("coarse", workers=2, feed=feed)
     verify(program)
     taken = [{a.microbatch for a in w.actions if a.kind == "F"} for w in program.workers]
@@ -508,7 +509,7 @@ def test_hyscale_brings_data_in_two_batches_ahead(build):
 def test_stronghold_holds_no_more_pieces_than_window_and_prefetch(build):
     for window, prefetch in ((1, 0), (1, 1), (2, 1), (3, 2)):
         plan = preset("stronghold").plan
-        keep, order = plan.keep.but(window=window), plan.order.but(prefetch=prefetch)
+        keep, order = plan.keep.replace(window=window), plan.order.replace(prefetch=prefetch)
         program = build("stronghold", microbatches=3, steps=2, keep=keep, order=order)
         verify(program)
         there, most = set(), 0
@@ -557,7 +558,7 @@ def test_gpipe_recomputes_every_stage_of_every_microbatch_once(build, m):
 
 def test_units_that_are_named_recompute_and_others_keep_what_they_saved(model, computer):
     order = Order(kind="1f1b", recompute_units=(0, 2, 3), is_eager=True)
-    plan = preset("1f1b").at(workers=2, microbatches=3).but(order=order, bucket_bytes=1)
+    plan = preset("1f1b").at(workers=2, microbatches=3).replace(order=order, bucket_bytes=1)
     program = compile_plan(plan, model(4), computer(2))
     verify(program)
     assert program.recomputed == ((0,), (), (2,), (3,))
@@ -573,14 +574,14 @@ def test_units_that_are_named_recompute_and_others_keep_what_they_saved(model, c
 def test_a_share_is_of_the_first_units_of_each_stage(model, computer, share, first, second, is_eager):
     order = Order(kind="1f1b", recompute=share, is_eager=is_eager)
     plan = preset("1f1b").at(workers=2, microbatches=2)
-    plan = plan.but(cut=plan.cut.but(bounds=(5,)), order=order, bucket_bytes=1)
+    plan = plan.replace(cut=plan.cut.replace(bounds=(5,)), order=order, bucket_bytes=1)
     program = compile_plan(plan, model(9), computer(2))
     verify(program)
     assert len(program.pieces) == (9 if is_eager else 2)
     again = (*range(first), *range(5, 5 + second))
     assert [u for units in program.recomputed for u in units] == [*again]
     named = compile_plan(
-        plan.but(order=Order(kind="1f1b", recompute_units=again, is_eager=is_eager)), model(9), computer(2)
+        plan.replace(order=Order(kind="1f1b", recompute_units=again, is_eager=is_eager)), model(9), computer(2)
     )
     assert named.to_text() == program.to_text()
     assert simulate(named).makespan_s == simulate(program).makespan_s
@@ -590,7 +591,7 @@ def test_a_share_is_of_the_first_units_of_each_stage(model, computer, share, fir
 @pytest.mark.parametrize(("units", "expected"), [((2, 4), "xswg"), ((4,), "swg"), ((2, 3, 4, 5), "xwg")])
 def test_what_runs_again_reads_what_it_starts_from(model, computer, units, expected):
     plan = preset("gpipe").at(workers=3, microbatches=2)
-    plan = plan.but(cut=plan.cut.but(bounds=(2, 6)), order=Order(kind="gpipe", recompute_units=units))
+    plan = plan.replace(cut=plan.cut.replace(bounds=(2, 6)), order=Order(kind="gpipe", recompute_units=units))
     program = compile_plan(plan, model(7), computer(3))
     verify(program)
     assert "".join(value[0] for value in Table(program)(Action("R", 1, 0, 0, 0), 1)[0]) == expected
@@ -609,8 +610,10 @@ def test_what_runs_again_reads_what_it_starts_from(model, computer, units, expec
 def test_what_is_there_while_a_piece_runs_depends_on_what_will_run_again(model, computer, order, kept, in_forward):
     """Four units that save 50 bytes each, hand 10 on and work with 7: what runs again goes when its row is through."""
     profile = model(4)
-    profile = profile.but(units=tuple(u.but(parameter_parts=(100,), forward_work_bytes=7.0) for u in profile.units))
-    plan = preset("gpipe").at(workers=1, microbatches=2).but(order=Order(kind="gpipe", **order))
+    profile = profile.replace(
+        units=tuple(u.replace(parameter_parts=(100,), forward_work_bytes=7.0) for u in profile.units)
+    )
+    plan = preset("gpipe").at(workers=1, microbatches=2).replace(order=Order(kind="gpipe", **order))
     sizes = Sizes(compile_plan(plan, profile, computer(1)))
     assert (sizes.kept, sizes.saved) == ([kept], [200.0])
     assert sizes.passing(Action("F", 0, 0, 0, 0), is_first=False) == in_forward
@@ -620,7 +623,7 @@ def test_what_is_there_while_a_piece_runs_depends_on_what_will_run_again(model, 
 def test_recompute_waits_for_the_gradient_unless_it_is_early(build):
     order = preset("gpipe-recompute").plan.order
     for is_early in (False, True):
-        program = build("gpipe-recompute", workers=2, microbatches=2, order=order.but(recomputes_early=is_early))
+        program = build("gpipe-recompute", workers=2, microbatches=2, order=order.replace(recomputes_early=is_early))
         again = next(a for a in program.workers[0].actions if a.kind == "R")
         assert (("g", 1, 0, 1, "") in Table(program)(again, 0)[0]) == (not is_early)
 
@@ -648,30 +651,30 @@ def test_more_stages_than_units_are_refused(model, computer, resize):
 def test_bounds_must_rise_and_give_each_stage_a_unit(bounds, model, computer, resize):
     plan = resize("1f1b", 4, 4)
     with pytest.raises(InputError) as caught:
-        compile_plan(plan.but(cut=plan.cut.but(bounds=bounds)), model(8), computer(4))
+        compile_plan(plan.replace(cut=plan.cut.replace(bounds=bounds)), model(8), computer(4))
     assert str(caught.value) == f"cut bounds {list(bounds)} must rise strictly between 0 and the 8 units"
 
 
 def test_bounds_must_make_as_many_stages_as_the_place_has(model, computer, resize):
     plan = resize("1f1b", 4, 4)
     with pytest.raises(InputError) as caught:
-        compile_plan(plan.but(cut=plan.cut.but(bounds=(4,))), model(8), computer(4))
+        compile_plan(plan.replace(cut=plan.cut.replace(bounds=(4,))), model(8), computer(4))
     assert str(caught.value) == "the plan's place has 4 stages, so cut.bounds needs 3 numbers, not 1"
     with pytest.raises(InputError, match="the plan cuts 8 stages, but its place has room for 4; leave cut"):
-        compile_plan(plan.but(cut=plan.cut.but(stages=8)), model(8), computer(4))
+        compile_plan(plan.replace(cut=plan.cut.replace(stages=8)), model(8), computer(4))
 
 
 def test_shares_must_be_one_for_each_replica(build):
-    feed = preset("coarse").plan.feed.but(shares=(0.5, 0.25, 0.25))
+    feed = preset("coarse").plan.feed.replace(shares=(0.5, 0.25, 0.25))
     with pytest.raises(InputError, match="the plan has 3 shares for 2 replicas; give one for each"):
         build("coarse", feed=feed)
 
 
 def test_named_devices_are_taken_in_order_and_counted(model, computer, resize):
     plan = resize("1f1b", 2, 2)
-    named = plan.but(place=plan.place.but(devices=("gpu2", "gpu0")))
+    named = plan.replace(place=plan.place.replace(devices=("gpu2", "gpu0")))
     assert compile_plan(named, model(4), computer(3)).devices == ("gpu2", "gpu0")
-    short = plan.but(place=plan.place.but(devices=("gpu2",)))
+    short = plan.replace(place=plan.place.replace(devices=("gpu2",)))
     with pytest.raises(InputError, match="the plan names 1 devices for 2 workers; name one for each"):
         compile_plan(short, model(4), computer(3))
 

@@ -2,10 +2,10 @@
 
 import pytest
 
+from pipedejavu.analysis import verify
 from pipedejavu.facts import FaultsError, InputError
 from pipedejavu.plan import Keep, Reduce, preset
 from pipedejavu.program import compile as compile_plan
-from pipedejavu.program import verify
 from pipedejavu.simulate import simulate
 
 CLIPPED, UNCLIPPED = Reduce(clip="global"), Reduce()
@@ -84,7 +84,7 @@ def test_a_fault_names_the_state_that_does_not_come_back(build):
 
 
 def predict(model, computer, *places, bytes_per_s=1000.0, **keep):
-    plan = preset("zero-offload").at(microbatches=1, samples=1, steps=2).but(
+    plan = preset("zero-offload").at(microbatches=1, samples=1, steps=2).replace(
         keep=Keep(kind="split", places=places, **keep)
     )  # fmt: skip
     program = compile_plan(plan, model(len(places)), computer(1, bytes_per_s=bytes_per_s))
@@ -130,8 +130,8 @@ def test_visitors_and_weights_share_the_way_to_the_device(model, computer):
 
 def test_a_copy_that_was_measured_takes_its_own_time(model, computer):
     profile = model(4)
-    times = {kind: time.but(copy_s={"FETCH:w": 0.5}) for kind, time in profile.units[0].times.items()}
-    profile = profile.but(units=tuple(unit.but(times=times) for unit in profile.units))
+    times = {kind: time.replace(copy_s={"FETCH:w": 0.5}) for kind, time in profile.units[0].times.items()}
+    profile = profile.replace(units=tuple(unit.replace(times=times) for unit in profile.units))
     found = when(predict(lambda _: profile, computer, *["host"] * 4))
     spans = [span for action, span in found.items() if action.startswith(("FETCH:w", "OFFLOAD:d"))]
     assert {action: round(span.end_s - span.start_s, 9) for action, span in found.items() if span in spans} == {

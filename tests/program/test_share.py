@@ -2,10 +2,10 @@
 
 import pytest
 
+from pipedejavu.analysis import verify
 from pipedejavu.facts import Cost, Device, Host, Link, Machine, Profile, Unit, UnitTime
 from pipedejavu.plan import Feed, Place, preset
 from pipedejavu.program import compile as compile_plan
-from pipedejavu.program import verify
 from pipedejavu.program.share import cut_evenly, cut_samples, divide
 
 
@@ -26,12 +26,12 @@ def model(fast: Cost, slow: Cost, gradient_bytes: int = 10**6, slow_update_s: fl
 
     times = {"fast": time(fast, 0.0), "slow": time(slow, slow_update_s)}
     unit = Unit(name="u", times=times, parameter_bytes=gradient_bytes // 2, gradient_bytes=gradient_bytes // 2)
-    return Profile(name="model", units=(unit, unit.but(name="v")))
+    return Profile(name="model", units=(unit, unit.replace(name="v")))
 
 
 def shares(profile: Profile, machine: Machine, microbatches: int, samples: int, **feed):
     plan = preset("coarse").at(workers=1, microbatches=microbatches, samples=samples)
-    program = compile_plan(plan.but(feed=plan.feed.but(**feed)), profile, machine, fold=False)
+    program = compile_plan(plan.replace(feed=plan.feed.replace(**feed)), profile, machine, fold=False)
     verify(program)
     return program
 
@@ -86,15 +86,15 @@ def test_a_share_can_be_forced() -> None:
 def test_a_resolved_plan_compiles_to_the_same_program() -> None:
     for samples in range(2, 40):
         program = shares(model(Cost(per_sample_s=1e-3), Cost(per_sample_s=3e-3)), host(), 3, samples)
-        again = compile_plan(program.plan.but(decisions=()), program.profile, program.machine, fold=False)
+        again = compile_plan(program.plan.replace(decisions=()), program.profile, program.machine, fold=False)
         assert again.parts == program.parts
         assert again.to_text() == program.to_text()
 
 
 def test_each_cpu_replica_has_a_worker_of_its_own() -> None:
     devices = [Device(name=f"cpu{n}", kind="slow", type="cpu", host="here", memory_bytes=2**40) for n in (1, 2)]
-    place = host().but(devices=(*host().devices, *devices))
-    plan = preset("hyscale").plan.but(place=Place(replicas=1, cpu_replicas=3), feed=Feed(kind="share", samples=40))
+    place = host().replace(devices=(*host().devices, *devices))
+    plan = preset("hyscale").plan.replace(place=Place(replicas=1, cpu_replicas=3), feed=Feed(kind="share", samples=40))
     program = compile_plan(plan, model(Cost(per_sample_s=1e-3), Cost(per_sample_s=1e-3)), place, fold=False)
     verify(program)
     assert program.parts == ((10,), (10,), (10,), (10,))

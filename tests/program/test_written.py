@@ -2,16 +2,17 @@
 
 import pytest
 
+from pipedejavu.analysis import verify
 from pipedejavu.facts import InputError
 from pipedejavu.plan import Plan, preset
-from pipedejavu.program import SCHEDULES, verify
+from pipedejavu.program import SCHEDULES
 from pipedejavu.program import compile as compile_plan
 from pipedejavu.simulate import simulate, unit_costs
 
 
 def written(*rows: str, microbatches: int = 4, name: str = "gpipe") -> Plan:
     plan = preset(name).at(workers=len(rows), microbatches=microbatches)
-    return plan.but(order=plan.order.but(kind="written", rows=rows))
+    return plan.replace(order=plan.order.replace(kind="written", rows=rows))
 
 
 def rows_of(order: str, workers: int, microbatches: int) -> list[str]:
@@ -47,15 +48,15 @@ def test_it_travels_in_a_plan_file() -> None:
         (written("B0 F0", "F0 B0", microbatches=1), "must give each of the 2 workers"),
         (written("F0 Bx", "F0 B0", microbatches=1), "must give each of the 2 workers"),
         (
-            preset("gpipe").at(workers=2).but(order=preset("gpipe").at().order.but(kind="written")),
+            preset("gpipe").at(workers=2).replace(order=preset("gpipe").at().order.replace(kind="written")),
             "order 'written' has rows, and no other order has; give order.rows with order 'written', or leave both out",
         ),
         (
-            preset("gpipe").at(workers=2).but(order=preset("gpipe").at().order.but(rows=("F0 B0", "F0 B0"))),
+            preset("gpipe").at(workers=2).replace(order=preset("gpipe").at().order.replace(rows=("F0 B0", "F0 B0"))),
             "order 'written' has rows, and no other order has",
         ),
         (
-            preset("zb-v").at(workers=2).but(order=written("F0 B0", "F0 B0", microbatches=1).order),
+            preset("zb-v").at(workers=2).replace(order=written("F0 B0", "F0 B0", microbatches=1).order),
             "an order that is written out is of a linear place that is fed microbatches",
         ),
     ],

@@ -68,7 +68,7 @@ def test_the_data_holds_every_bar_and_its_words(pipeline: Make) -> None:
 
 def test_hostile_text_stays_text(pipeline: Make, as_timeline: Make) -> None:
     spans = [Span(0, HOSTILE, HOSTILE, 0.0, 1.0)]
-    worker = pipeline(1, 1).workers[0].but(device=HOSTILE)
+    worker = pipeline(1, 1).workers[0].replace(device=HOSTILE)
     text = render_html(
         as_timeline(spans, (worker,)), HOSTILE, {HOSTILE: HOSTILE}, [(HOSTILE, HOSTILE, HOSTILE)], [HOSTILE]
     )

@@ -3,7 +3,7 @@
 import pytest
 
 from pipedejavu.facts import Profile
-from pipedejavu.search import Options, advise, leaner_plans, nothing_fits, search, smallest_change
+from pipedejavu.search import SearchOptions, advise, leaner_plans, nothing_fits, search, smallest_change
 from tests.search.case import machine, profile
 
 GIB = 2**30
@@ -19,15 +19,15 @@ def with_tensors(model: Profile) -> Profile:
     units = []
     for unit in model.units:
         parts = (unit.parameter_bytes // 7,) * 7
-        units.append(unit.but(parameter_parts=parts, activation_parts=(unit.activation_bytes / 3,) * 3))
-    return model.but(units=tuple(units))
+        units.append(unit.replace(parameter_parts=parts, activation_parts=(unit.activation_bytes / 3,) * 3))
+    return model.replace(units=tuple(units))
 
 
 @pytest.mark.parametrize("model", [hungry(), with_tensors(hungry())], ids=["live", "reserved"])
 def test_more_memory_is_advised_where_memory_costs_time(model: Profile) -> None:
     # One device: 16 GiB of state and 8 GiB of activations; with room for 20 GiB something must be recomputed.
     here = machine(["fast"], room=20 * GIB)
-    options = Options(batch=8, samples=8, is_runnable=True)
+    options = SearchOptions(batch=8, samples=8, is_runnable=True)
     best = search(model, here, options).best
     assert best is not None
     advice = {a.change: a for a in advise(model, here, options, best).found}
@@ -40,25 +40,25 @@ def test_more_memory_is_advised_where_memory_costs_time(model: Profile) -> None:
 
 
 def test_memory_is_not_advised_where_there_is_enough() -> None:
-    options = Options(batch=8, is_runnable=True)
+    options = SearchOptions(batch=8, is_runnable=True)
     best = search(hungry(), machine(["fast"]), options).best
     assert best is not None
     assert not [a for a in advise(hungry(), machine(["fast"]), options, best).found if "memory" in a.change]
 
 
 def test_advice_does_not_depend_on_who_found_the_plan() -> None:
-    model, options = profile([1e-3] * 4), Options(batch=8, is_runnable=True)
+    model, options = profile([1e-3] * 4), SearchOptions(batch=8, is_runnable=True)
     here = machine(["fast", "slow"])
     best = search(model, here, options).best
     assert best is not None
     expected = advise(model, here, options, best)
-    assert advise(model, here, options.but(searcher="mcmc"), best) == expected
-    worse = best.but(time_s=2 * best.time_s)
-    assert advise(model, here, options.but(searcher="exhaustive"), worse) == expected
+    assert advise(model, here, options.replace(searcher="mcmc"), best) == expected
+    worse = best.replace(time_s=2 * best.time_s)
+    assert advise(model, here, options.replace(searcher="exhaustive"), worse) == expected
 
 
 def test_changes_for_which_there_is_no_time_are_named() -> None:
-    model, options = profile([1e-3] * 4), Options(batch=8, is_runnable=True)
+    model, options = profile([1e-3] * 4), SearchOptions(batch=8, is_runnable=True)
     best = search(model, machine(["fast"]), options).best
     assert best is not None
     told: list[float] = []
@@ -71,7 +71,7 @@ def test_changes_for_which_there_is_no_time_are_named() -> None:
 
 
 def test_a_search_for_better_plans_only_finds_those() -> None:
-    model, here, options = profile([1e-3] * 4), machine(["fast"] * 2), Options(batch=8, is_runnable=True)
+    model, here, options = profile([1e-3] * 4), machine(["fast"] * 2), SearchOptions(batch=8, is_runnable=True)
     best = search(model, here, options).best
     assert best is not None
     assert not search(model, here, options, most=0.9 * best.estimated_s).candidates
@@ -82,7 +82,7 @@ def test_a_search_for_better_plans_only_finds_those() -> None:
 
 def test_another_device_is_advised_with_its_gain() -> None:
     model = profile([1e-3] * 4)
-    options = Options(batch=8, is_runnable=True)
+    options = SearchOptions(batch=8, is_runnable=True)
     best = search(model, machine(["fast"]), options).best
     assert best is not None
     first = advise(model, machine(["fast"]), options, best).found[0]
@@ -93,7 +93,7 @@ def test_another_device_is_advised_with_its_gain() -> None:
 
 
 def test_the_smallest_change_fits_and_less_does_not() -> None:
-    model, options = hungry(), Options(batch=1, is_runnable=True)
+    model, options = hungry(), SearchOptions(batch=1, is_runnable=True)
     here = machine(["fast", "fast"], room=4 * GIB)
     assert not search(model, here, options).candidates
     text = smallest_change(model, here, options)
@@ -105,7 +105,7 @@ def test_the_smallest_change_fits_and_less_does_not() -> None:
 
 
 def test_a_search_without_time_says_so_and_not_that_nothing_fits() -> None:
-    fault = nothing_fits(hungry(), machine(["fast"]), Options(batch=8, time_budget_s=2.0), is_complete=False)
+    fault = nothing_fits(hungry(), machine(["fast"]), SearchOptions(batch=8, time_budget_s=2.0), is_complete=False)
     assert str(fault) == (
         "no plan for test with a batch of 8 was found on machine 'test' in 2 s, and not all were looked at; give"
         " more time (--time-budget) or fewer devices"
@@ -116,7 +116,7 @@ def test_a_smaller_batch_comes_first() -> None:
     # Two units, 8 GiB of state; microbatches of 8 samples save 4 GiB.
     model = profile([1e-3] * 2, weights=GIB, saved=GIB / 4, boundary=GIB / 4)
     here = machine(["fast"], room=10 * GIB)
-    options = Options(batch=8, samples=8, is_runnable=True)
+    options = SearchOptions(batch=8, samples=8, is_runnable=True)
     assert not search(model, here, options).candidates
     text = smallest_change(model, here, options)
     assert text.startswith("microbatches of another size (leave --samples out), or ")
@@ -124,7 +124,7 @@ def test_a_smaller_batch_comes_first() -> None:
 
 def test_leaner_plans_need_less_and_take_longer() -> None:
     model, here = hungry(), machine(["fast"] * 4, room=40 * GIB)
-    options = Options(batch=8, is_runnable=True)
+    options = SearchOptions(batch=8, is_runnable=True)
     best = search(model, here, options).best
     assert best is not None
     row = [best, *leaner_plans(model, here, options, best)]

@@ -5,21 +5,21 @@ from math import inf
 
 import pytest
 
+from pipedejavu.analysis import verify
 from pipedejavu.facts import Machine, Profile
 from pipedejavu.plan import Plan
 from pipedejavu.program import compile as compile_plan
-from pipedejavu.program import verify
-from pipedejavu.search import Candidate, Options, dp, exhaustive, mcmc, search
-from pipedejavu.search.pool import Pool
-from pipedejavu.search.scene import scenes_of
+from pipedejavu.search import RankedPlan, SearchOptions, dp, exhaustive, mcmc, search
+from pipedejavu.search.plan_pool import Pool
+from pipedejavu.search.planning_problem import problems_of
 from pipedejavu.simulate import simulate
 from tests.search.case import machine, profile
 
 GIB = 2**30
 
 
-def costed(model: Profile, place: Machine, **options: object) -> Candidate:
-    found = search(model, place, Options.model_validate({"batch": 32, **options})).best
+def costed(model: Profile, place: Machine, **options: object) -> RankedPlan:
+    found = search(model, place, SearchOptions.model_validate({"batch": 32, **options})).best
     assert found is not None
     return found
 
@@ -45,7 +45,7 @@ def test_a_unit_too_large_for_a_gpu_is_divided_and_the_others_are_not() -> None:
     assert "place: units 0 to" in " ".join(found.reasons)
     # The team's memory is told of one of its devices.
     assert {need.device: need.room_bytes for need in found.memory}["gpu0"] == round(2.6 * GIB)
-    alike = [c for c in search(embedding(), four(2.6), Options(batch=32)).candidates if c.plan.place.stage_shards]
+    alike = [c for c in search(embedding(), four(2.6), SearchOptions(batch=32)).candidates if c.plan.place.stage_shards]
     assert all(found.time_s < c.time_s for c in alike if len({*(c.plan.place.stage_shards or ())}) == 1)
 
 
@@ -62,15 +62,15 @@ def test_a_stage_that_does_not_fit_whole_divides_its_state_and_the_others_do_not
 
 def test_equal_units_give_one_degree_everywhere() -> None:
     model = profile([1e-3] * 4, weights=GIB, saved=GIB / 1000, boundary=1e3)
-    result = search(model, machine(["fast"] * 8, room=round(2.6 * GIB), within=1e10), Options(batch=32))
+    result = search(model, machine(["fast"] * 8, room=round(2.6 * GIB), within=1e10), SearchOptions(batch=32))
     assert result.best is not None
     assert len({*(result.best.plan.place.stage_shards or ())}) == 1
     assert (result.best.plan.place.stage_shards or (1,))[0] > 1
 
 
 def test_what_runs_is_neither_divided_nor_costed_only() -> None:
-    assert not search(embedding(), four(2.6), Options(batch=32, is_runnable=True)).candidates
-    found = search(embedding(), four(5.0), Options(batch=32, is_runnable=True)).candidates
+    assert not search(embedding(), four(2.6), SearchOptions(batch=32, is_runnable=True)).candidates
+    found = search(embedding(), four(5.0), SearchOptions(batch=32, is_runnable=True)).candidates
     assert found
     assert all(c.is_runnable and c.plan.place.stage_shards is None and c.plan.keep.zeros is None for c in found)
 
@@ -104,21 +104,21 @@ def test_ties_allow_a_degree_for_each_stage_but_no_replicas() -> None:
 
 @pytest.mark.parametrize("place", [four(2.6), four(3.5, hosts=4, between=1e11)])
 def test_a_random_walk_finds_what_fits_and_nothing_better(place: Machine) -> None:
-    options, bests = Options(batch=8), []
+    options, bests = SearchOptions(batch=8), []
     for run in (dp.run, partial(mcmc.run, steps=500)):
         pool = Pool(options)
-        run(pool, [*scenes_of(embedding(GIB // 10), place, options)], options)
+        run(pool, [*problems_of(embedding(GIB // 10), place, options)], options)
         bests.append(pool.best)
     assert bests[0] * (1 - 1e-9) <= bests[1] < inf
 
 
 def test_every_degree_and_division_is_looked_at_one_by_one() -> None:
-    model, options = profile([1e-3] * 2), Options(batch=4, samples=1)
-    (own,) = (s for s in scenes_of(model, machine(["fast"] * 3), options) if len(s.degrees) > 1)
-    (frame,) = (f for f in exhaustive.frames(own, options) if f.mode.zero and not f.mode.recomputes)
-    drafts = [*exhaustive.drafts(frame)]
-    found = {(d.sizes, d.degrees, tuple(s.zero for s in d.stages)) for d in drafts}
-    assert len(found) == len(drafts)
+    model, options = profile([1e-3] * 2), SearchOptions(batch=4, samples=1)
+    (own,) = (s for s in problems_of(model, machine(["fast"] * 3), options) if len(s.degrees) > 1)
+    (subspace,) = (f for f in exhaustive.subspaces(own, options) if f.mode.zero and not f.mode.recomputes)
+    candidate_plans = [*exhaustive.candidate_plans(subspace)]
+    found = {(d.sizes, d.degrees, tuple(s.zero for s in d.stages)) for d in candidate_plans}
+    assert len(found) == len(candidate_plans)
     assert found == {
         ((1, 1), (1, 2), (0, 0)),
         ((1, 1), (2, 1), (0, 0)),

@@ -7,10 +7,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipedejavu.facts import Machine, Profile
-from pipedejavu.search import Options, dp, exhaustive, search
-from pipedejavu.search.pool import Pool
-from pipedejavu.search.scene import scenes_of
-from pipedejavu.search.space import Bounds, frames
+from pipedejavu.search import SearchOptions, dp, exhaustive, search
+from pipedejavu.search.plan_pool import Pool
+from pipedejavu.search.planning_problem import problems_of
+from pipedejavu.search.subspace import subspaces
+from pipedejavu.search.subspace_bound import Bounds
 from tests.search.case import machine, profile
 
 MOST_FRAMES = 12
@@ -19,7 +20,7 @@ KINDS = {"fast": 1.0, "half": 0.5, "tenth": 0.1, "cpu": 0.05}
 
 
 @st.composite
-def cases(draw: st.DrawFn) -> tuple[Profile, Machine, Options]:
+def cases(draw: st.DrawFn) -> tuple[Profile, Machine, SearchOptions]:
     count = draw(st.integers(1, 4))
     sizes = st.lists(st.integers(0, 50), min_size=count, max_size=count)
     times = draw(st.lists(st.floats(1e-4, 1e-2), min_size=count, max_size=count))
@@ -27,13 +28,13 @@ def cases(draw: st.DrawFn) -> tuple[Profile, Machine, Options]:
         times, KINDS, weights=draw(sizes), saved=draw(sizes), boundary=draw(sizes), update_s=draw(st.floats(0, 1e-3))
     )
     if draw(st.booleans()):  # then ZeRO, which gathers weights, takes longer, and may save recomputing
-        model = model.but(units=tuple(u.but(gradient_bytes=u.gradient_bytes // 4) for u in model.units))
+        model = model.replace(units=tuple(u.replace(gradient_bytes=u.gradient_bytes // 4) for u in model.units))
     # On one kind of device some units take much longer beside others than on the other kinds.
     factors = draw(st.lists(st.sampled_from([1.0, 5.0]), min_size=count, max_size=count))
     units = [
-        u.but(times=u.times | {"half": u.times["half"].times(f)}) for u, f in zip(model.units, factors, strict=True)
+        u.replace(times=u.times | {"half": u.times["half"].times(f)}) for u, f in zip(model.units, factors, strict=True)
     ]
-    model = model.but(units=tuple(units))
+    model = model.replace(units=tuple(units))
     unlike = st.lists(st.sampled_from(["fast", "half", "tenth"]), min_size=1, max_size=3)
     kinds = draw(st.one_of(unlike, st.integers(3, 4).map(lambda count: ["fast"] * count)))  # these can be teams
     whole = sum(4 * u.parameter_bytes + 8 * u.activation_bytes for u in model.units)
@@ -49,100 +50,102 @@ def cases(draw: st.DrawFn) -> tuple[Profile, Machine, Options]:
         host_room=draw(st.sampled_from([0, 10**9])) if hosts == 1 else 0,
         pcie=draw(rates),
     )
-    options = Options(batch=draw(st.sampled_from([1, 4, 6])), staleness=draw(st.integers(0, 1)))
+    options = SearchOptions(batch=draw(st.sampled_from([1, 4, 6])), staleness=draw(st.integers(0, 1)))
     return model, place, options
 
 
 @given(cases())
 @settings(max_examples=60, deadline=None)
-def test_dynamic_programming_finds_what_looking_at_everything_finds(case: tuple[Profile, Machine, Options]) -> None:
+def test_dynamic_programming_finds_what_looking_at_everything_finds(
+    case: tuple[Profile, Machine, SearchOptions],
+) -> None:
     model, place, options = case
-    scenes = [*scenes_of(model, place, options)]
-    for scene in scenes:
-        every = [*frames(scene, options)]
-        for frame in every[:: 1 + len(every) // MOST_FRAMES]:
+    problems = [*problems_of(model, place, options)]
+    for problem in problems:
+        every = [*subspaces(problem, options)]
+        for subspace in every[:: 1 + len(every) // MOST_FRAMES]:
             found = Pool(options)
-            truth = min((found.offer(draft) for draft in exhaustive.drafts(frame)), default=inf)
-            best = dp.solve(frame, found.costs(scene, frame.samples))
+            truth = min((found.offer(candidate) for candidate in exhaustive.candidate_plans(subspace)), default=inf)
+            best = dp.solve(subspace, found.costs(problem, subspace.samples))
             score = found.offer(best) if best is not None else inf
             assert score == pytest.approx(truth, rel=1e-9)
             # Stages that a limit rules out are none of the best plan's.
-            limited = dp.solve(frame, found.costs(scene, frame.samples), truth * 1.01)
+            limited = dp.solve(subspace, found.costs(problem, subspace.samples), truth * 1.01)
             assert (found.offer(limited) if limited is not None else inf) == pytest.approx(truth, rel=1e-9)
-            assert dp.solve(frame, found.costs(scene, frame.samples), truth * 0.99) is None
-            assert Bounds().least_s(frame, found.costs(scene, frame.samples)) <= truth * (1 + 1e-9)
+            assert dp.solve(subspace, found.costs(problem, subspace.samples), truth * 0.99) is None
+            assert Bounds().least_s(subspace, found.costs(problem, subspace.samples)) <= truth * (1 + 1e-9)
 
 
 @pytest.mark.parametrize("rate", [1e4, 1e5])
 @pytest.mark.parametrize("room", [850, 950, 1050])
 def test_a_stage_may_divide_its_state_to_recompute_less_though_it_then_gathers_weights(room: int, rate: float) -> None:
     model = profile([1e-3] * 4, weights=[100, 200, 50, 100], saved=[60.0, 20.0, 50.0, 40.0])
-    model = model.but(units=tuple(u.but(gradient_bytes=u.gradient_bytes // 4) for u in model.units))
-    options = Options(batch=8, samples=1)
-    scene = next(scenes_of(model, machine(["fast"] * 4, room=room, within=rate), options))
-    pipelines = [f for f in frames(scene, options) if f.sizes == (2,) and len(f.order) == 4]
-    for frame in (f for f in pipelines if f.mode.zero == 1 and f.mode.recomputes):
+    model = model.replace(units=tuple(u.replace(gradient_bytes=u.gradient_bytes // 4) for u in model.units))
+    options = SearchOptions(batch=8, samples=1)
+    problem = next(problems_of(model, machine(["fast"] * 4, room=room, within=rate), options))
+    pipelines = [f for f in subspaces(problem, options) if f.sizes == (2,) and len(f.order) == 4]
+    for subspace in (f for f in pipelines if f.mode.zero == 1 and f.mode.recomputes):
         pool = Pool(options)
-        truth = min(pool.offer(draft) for draft in exhaustive.drafts(frame))
-        best = dp.solve(frame, pool.costs(scene, frame.samples))
+        truth = min(pool.offer(candidate) for candidate in exhaustive.candidate_plans(subspace))
+        best = dp.solve(subspace, pool.costs(problem, subspace.samples))
         assert best is not None
         assert pool.offer(best) == pytest.approx(truth, rel=1e-9)
 
 
 def test_bounds_hold_where_each_kind_of_device_is_quick_at_other_units() -> None:
     quick, slow = profile([1e-3, 1e-2], {"fast": 1.0}).units, profile([1e-2, 1e-3], {"half": 1.0}).units
-    model = profile([1.0, 1.0]).but(
-        units=tuple(a.but(times=a.times | b.times) for a, b in zip(quick, slow, strict=True))
+    model = profile([1.0, 1.0]).replace(
+        units=tuple(a.replace(times=a.times | b.times) for a, b in zip(quick, slow, strict=True))
     )
-    options = Options(batch=32, samples=1, is_runnable=True)
-    (scene,) = scenes_of(model, machine(["fast", "half"]), options)
-    costs, bounds = Pool(options).costs(scene, 1), Bounds()
+    options = SearchOptions(batch=32, samples=1, is_runnable=True)
+    (problem,) = problems_of(model, machine(["fast", "half"]), options)
+    costs, bounds = Pool(options).costs(problem, 1), Bounds()
     times = []
-    for frame in frames(scene, options):
-        draft = dp.solve(frame, costs)
-        assert draft is not None
-        times.append(Pool(options).estimate(draft).time_s)
-        assert bounds.least_s(frame, costs) <= times[-1] * (1 + 1e-9)
+    for subspace in subspaces(problem, options):
+        candidate = dp.solve(subspace, costs)
+        assert candidate is not None
+        times.append(Pool(options).estimate(candidate).time_s)
+        assert bounds.least_s(subspace, costs) <= times[-1] * (1 + 1e-9)
     assert min(times) == pytest.approx((2 + 31) * 3e-3)  # though either device takes 33 ms for a whole microbatch
 
 
 def test_deep_models_are_cut_at_some_places_first_and_then_anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
     model = profile([1e-3, 2e-3, 1e-3] * 8 + [7e-3], weights=100, saved=10.0, boundary=[1.0, 5.0, 2.0] * 8 + [0.0])
-    options = Options(batch=16, is_runnable=True)
-    scenes = [*scenes_of(model, machine(["fast"] * 4, within=1e4), options)]
+    options = SearchOptions(batch=16, is_runnable=True)
+    problems = [*problems_of(model, machine(["fast"] * 4, within=1e4), options)]
     exact = Pool(options)
-    dp.run(exact, scenes, options)
+    dp.run(exact, problems, options)
     monkeypatch.setattr(dp, "PLACES", 10)
     found = Pool(options)
-    assert dp.run(found, scenes, options)
+    assert dp.run(found, problems, options)
     assert found.best == pytest.approx(exact.best, rel=1e-9)
-    frame = next(f for f in frames(scenes[0], options) if f.sizes == (1,) and len(f.order) == 4)
-    coarse = dp.solve(frame, found.costs(scenes[0], frame.samples), step=3)
+    subspace = next(f for f in subspaces(problems[0], options) if f.sizes == (1,) and len(f.order) == 4)
+    coarse = dp.solve(subspace, found.costs(problems[0], subspace.samples), step=3)
     assert coarse is not None
     assert all(stage.start % 3 == 0 for stage in coarse.stages)
     # Where only stages fit that a third place does not make, they are found.
-    units = [u.but(parameter_bytes=4 * 10**6 if n == 10 else 1) for n, u in enumerate(model.units)]
+    units = [u.replace(parameter_bytes=4 * 10**6 if n == 10 else 1) for n, u in enumerate(model.units)]
     tight = machine(["fast"] * 4, within=1e4, room=round(1.001 * sum(4 * u.parameter_bytes for u in units) / 2))
-    assert search(model.but(units=tuple(units)), tight, options.but(candidates=1)).best is not None
+    assert search(model.replace(units=tuple(units)), tight, options.replace(candidates=1)).best is not None
 
 
 @given(cases())
 @settings(max_examples=15, deadline=None)
-def test_both_searchers_give_the_same_best_estimate(case: tuple[Profile, Machine, Options]) -> None:
+def test_both_searchers_give_the_same_best_estimate(case: tuple[Profile, Machine, SearchOptions]) -> None:
     model, place, options = case
     bests = []
     for run in (dp.run, exhaustive.run):
         pool = Pool(options)
-        run(pool, [*scenes_of(model, place, options)], options)
+        run(pool, [*problems_of(model, place, options)], options)
         bests.append(pool.best)
     assert bests[0] == pytest.approx(bests[1], rel=1e-8)  # of one sort, those with nine digits in common are equal
 
 
 @given(cases())
 @settings(max_examples=10, deadline=None)
-def test_a_plan_is_found_wherever_one_is_estimated_to_fit(case: tuple[Profile, Machine, Options]) -> None:
+def test_a_plan_is_found_wherever_one_is_estimated_to_fit(case: tuple[Profile, Machine, SearchOptions]) -> None:
     model, place, options = case
     pool = Pool(options)
-    exhaustive.run(pool, [*scenes_of(model, place, options)], options)
-    result = search(model, place, options.but(candidates=1))
+    exhaustive.run(pool, [*problems_of(model, place, options)], options)
+    result = search(model, place, options.replace(candidates=1))
     assert bool(result.candidates) == bool(pool.found)

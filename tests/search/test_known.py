@@ -4,20 +4,20 @@ from itertools import pairwise
 
 import pytest
 
+from pipedejavu.analysis import verify
 from pipedejavu.facts import Cost, FaultsError, Machine, Profile, Unit, UnitTime, read_machine
 from pipedejavu.plan import preset
 from pipedejavu.program import compile as compile_plan
-from pipedejavu.program import verify
-from pipedejavu.search import Candidate, Options, search
+from pipedejavu.search import RankedPlan, SearchOptions, search
 from pipedejavu.zoo import estimate_profile
 from tests.search.case import machine, profile
 
 GIB = 2**30
 
 
-def best(model: Profile, place: Machine, **options: object) -> Candidate:
+def best(model: Profile, place: Machine, **options: object) -> RankedPlan:
     """The best plan under the order that the cut was chosen for; others may be simulated beside it."""
-    found = search(model, place, Options.model_validate({"is_runnable": True, **options})).candidates
+    found = search(model, place, SearchOptions.model_validate({"is_runnable": True, **options})).candidates
     return next(c for c in found if c.plan.order.kind in ("step", "1f1b"))
 
 
@@ -133,12 +133,12 @@ def test_vgg16_on_four_gpus_has_three_replicas_of_its_convolutions_and_one_of_it
     assert sum(VGG16[n][4] for n in range(bound)) < sum(VGG16[n][4] for n in range(bound, len(names))) / 5
 
 
-def tight(room: int, pcie: float = 50e9) -> Candidate:
+def tight(room: int, pcie: float = 50e9) -> RankedPlan:
     """Units that take 30 ms, 1 GiB of state and 1 GiB of activations in all; updates on the CPU are slow."""
     model = profile([1e-3] * 10, {"fast": 1.0, "cpu": 0.1}, weights=GIB // 40, saved=GIB / 10, boundary=GIB / 1000)
-    units = [u.but(times=u.times | {"cpu": u.times["cpu"].but(update_s=2e-3)}) for u in model.units]
+    units = [u.replace(times=u.times | {"cpu": u.times["cpu"].replace(update_s=2e-3)}) for u in model.units]
     place = machine(["fast"], room=room, host_room=2**40, pcie=pcie)
-    return best(model.but(units=tuple(units)), place, batch=1)
+    return best(model.replace(units=tuple(units)), place, batch=1)
 
 
 def test_tight_memory_switches_on_what_costs_least_first() -> None:
@@ -173,7 +173,7 @@ def test_gems_holds_a_model_with_its_state_on_the_host_that_it_could_not_hold_ot
     gems = preset("gems-master").at(workers=4, microbatches=4, samples=1)
     with pytest.raises(FaultsError, match=r"has 15\.2 GiB"):
         verify(compile_plan(gems, model, here))
-    hosted = gems.but(keep=gems.keep.but(kind="split"), order=gems.order.but(is_eager=True))
+    hosted = gems.replace(keep=gems.keep.replace(kind="split"), order=gems.order.replace(is_eager=True))
     verify(compile_plan(hosted, model, here))
 
 

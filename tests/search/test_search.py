@@ -4,16 +4,16 @@ from itertools import pairwise
 
 import pytest
 
+from pipedejavu.analysis import verify
 from pipedejavu.facts import InputError, Profile
 from pipedejavu.program import compile as compile_plan
-from pipedejavu.program import verify
-from pipedejavu.search import Options, search
+from pipedejavu.search import SearchOptions, search
 from pipedejavu.simulate import simulate
 from tests.search.case import machine, profile
 
 
 def test_every_candidate_compiles_verifies_and_simulates_as_it_says() -> None:
-    result = search(profile([1e-3] * 6), machine(["fast"] * 4), Options(batch=8))
+    result = search(profile([1e-3] * 6), machine(["fast"] * 4), SearchOptions(batch=8))
     assert len(result.candidates) > 1
     assert result.is_complete
     for found in result.candidates:
@@ -26,7 +26,7 @@ def test_every_candidate_compiles_verifies_and_simulates_as_it_says() -> None:
 
 
 def test_with_infinite_bandwidth_and_memory_data_parallel_wins() -> None:
-    result = search(profile([1e-3, 3e-3, 2e-3]), machine(["fast"] * 4), Options(batch=8, is_runnable=True))
+    result = search(profile([1e-3, 3e-3, 2e-3]), machine(["fast"] * 4), SearchOptions(batch=8, is_runnable=True))
     assert result.best is not None
     assert result.best.plan.place.replicas == 4
     assert result.best.time_s == pytest.approx(2 * 18e-3)  # a quarter of the batch, forward and backward
@@ -34,7 +34,7 @@ def test_with_infinite_bandwidth_and_memory_data_parallel_wins() -> None:
 
 def test_of_equally_fast_plans_the_one_that_needs_less_memory_comes_first() -> None:
     # Nothing is fixed, so that microbatches of any size take as long; smaller ones save less at a time.
-    found = search(profile([1e-3] * 3, saved=100.0), machine(["fast"]), Options(batch=8, is_runnable=True)).best
+    found = search(profile([1e-3] * 3, saved=100.0), machine(["fast"]), SearchOptions(batch=8, is_runnable=True)).best
     assert found is not None
     assert (found.plan.feed.microbatches, found.plan.feed.samples) == (8, 1)
     assert found.time_s == pytest.approx(8 * 9e-3)
@@ -55,7 +55,7 @@ def test_more_devices_than_can_be_compared_are_refused() -> None:
 @pytest.mark.parametrize("batch", [10**12, 10**12 + 39])  # many divisors, and a prime
 def test_batches_of_any_size_are_planned(batch: int) -> None:
     model = profile([1e-3] * 4, {"fast": 1.0, "half": 0.5})
-    result = search(model, machine(["fast", "half"]), Options(batch=batch, is_runnable=True))
+    result = search(model, machine(["fast", "half"]), SearchOptions(batch=batch, is_runnable=True))
     assert result.best is not None
     assert result.best.samples == batch
     # Either device alone, or both with two thirds of each microbatch's work on the faster: 12 ms a sample.
@@ -64,20 +64,22 @@ def test_batches_of_any_size_are_planned(batch: int) -> None:
 
 def test_options_that_disagree_are_refused() -> None:
     with pytest.raises(InputError, match="microbatches of 3 samples do not make up a batch of 8"):
-        search(profile([1e-3]), machine(["fast"]), Options(batch=8, samples=3))
+        search(profile([1e-3]), machine(["fast"]), SearchOptions(batch=8, samples=3))
     with pytest.raises(InputError, match="objective 'price' needs the price"):
-        search(profile([1e-3]), machine(["fast"]), Options(objective="price"))
+        search(profile([1e-3]), machine(["fast"]), SearchOptions(objective="price"))
 
 
 def halved(model: Profile) -> Profile:
     """The profile with the weight half of each backward apart, as long as the forward."""
-    units = [u.but(times={k: t.but(weight_backward=t.forward) for k, t in u.times.items()}) for u in model.units]
-    return model.but(units=tuple(units))
+    units = [
+        u.replace(times={k: t.replace(weight_backward=t.forward) for k, t in u.times.items()}) for u in model.units
+    ]
+    return model.replace(units=tuple(units))
 
 
 def orders(model: Profile, gpus: int, batch: int) -> dict[str, float]:
     """The times of all plans on GPUs between which gradients are too large to be added up, by their order."""
-    asked = Options(batch=batch, samples=1, is_runnable=True, candidates=9)
+    asked = SearchOptions(batch=batch, samples=1, is_runnable=True, candidates=9)
     result = search(model, machine(["fast"] * gpus, within=1e9), asked)
     found: dict[str, float] = {}
     for c in result.candidates:
@@ -111,10 +113,11 @@ def heavy(count: int) -> Profile:
 def test_older_weights_allow_fewer_and_larger_microbatches(staleness: int, count: int | None) -> None:
     # A forward takes 2 ms however small it is; four stages of two units are three updates of one microbatch ahead.
     units = (
-        u.but(times={k: t.but(forward=t.forward.but(fixed_s=2e-3)) for k, t in u.times.items()}) for u in heavy(8).units
+        u.replace(times={k: t.replace(forward=t.forward.replace(fixed_s=2e-3)) for k, t in u.times.items()})
+        for u in heavy(8).units
     )
-    model, place = heavy(8).but(units=tuple(units)), machine(["fast"] * 4, within=1e9)
-    found = search(model, place, Options(batch=8, staleness=staleness, is_runnable=True)).best
+    model, place = heavy(8).replace(units=tuple(units)), machine(["fast"] * 4, within=1e9)
+    found = search(model, place, SearchOptions(batch=8, staleness=staleness, is_runnable=True)).best
     assert found is not None
     if count is None:
         assert found.plan.version.kind == "double-buffer"
@@ -128,8 +131,8 @@ def test_older_weights_allow_fewer_and_larger_microbatches(staleness: int, count
 
 
 def test_plans_carry_where_their_units_begin() -> None:
-    model = profile([1e-3] * 8, weights=10**9, boundary=1.0).but(begins=(*range(2, 16, 2), 20))
-    result = search(model, machine(["fast"] * 2, within=1e9), Options(batch=8, is_runnable=True))
+    model = profile([1e-3] * 8, weights=10**9, boundary=1.0).replace(begins=(*range(2, 16, 2), 20))
+    result = search(model, machine(["fast"] * 2, within=1e9), SearchOptions(batch=8, is_runnable=True))
     assert {c.plan.order.kind for c in result.candidates} >= {"1f1b", "interleaved"}
     assert {c.plan.cut.begins for c in result.candidates} == {model.begins}
 
@@ -137,17 +140,17 @@ def test_plans_carry_where_their_units_begin() -> None:
 def test_where_nothing_fits_all_devices_are_looked_at_by_a_searcher_for_so_many() -> None:
     # A device that is a thousand times slower is left out at first; with it there are all the cuts of two stages.
     model = profile([1e-3] * 60, {"fast": 1.0, "tenth": 1e-3}, weights=10**6)
-    result = search(model, machine(["fast", "tenth"], room=10**6), Options(batch=8, is_runnable=True))
+    result = search(model, machine(["fast", "tenth"], room=10**6), SearchOptions(batch=8, is_runnable=True))
     assert not result.candidates
     assert (result.searcher, result.num_simulated) == ("dp", 0)
 
 
 def test_of_plans_that_cost_the_same_the_simplest_comes_first() -> None:
     model = profile([1e-3] * 4, update_s=1e-3)
-    units = [u.but(times=u.times | {"cpu": u.times["fast"].times(4).but(update_s=1e-6)}) for u in model.units]
+    units = [u.replace(times=u.times | {"cpu": u.times["fast"].times(4).replace(update_s=1e-6)}) for u in model.units]
     place = machine(["fast"], host_room=10**9)
-    options = Options(batch=64, objective="price", prices={"fast": 1.0, "cpu": 1.0}, is_runnable=True)
-    found = search(model.but(units=tuple(units)), place, options)
+    options = SearchOptions(batch=64, objective="price", prices={"fast": 1.0, "cpu": 1.0}, is_runnable=True)
+    found = search(model.replace(units=tuple(units)), place, options)
     assert found.best is not None
     assert found.best.plan.keep.kind == "replicated"
     assert found.best.price > min(c.price for c in found.candidates)  # a host would save some of the update
@@ -156,9 +159,9 @@ def test_of_plans_that_cost_the_same_the_simplest_comes_first() -> None:
 def test_the_simplest_comes_first_behind_faster_plans_too() -> None:
     # Shares of two devices are a tenth faster than the fast one alone, where a host would save some of the update.
     model = profile([1e-3] * 4, {"fast": 1.0, "tenth": 0.1}, update_s=5e-4)
-    units = [u.but(times=u.times | {"cpu": u.times["fast"].times(1e4).but(update_s=1e-6)}) for u in model.units]
+    units = [u.replace(times=u.times | {"cpu": u.times["fast"].times(1e4).replace(update_s=1e-6)}) for u in model.units]
     place = machine(["fast", "tenth"], host_room=10**9)
-    result = search(model.but(units=tuple(units)), place, Options(batch=64, is_runnable=True, candidates=9))
+    result = search(model.replace(units=tuple(units)), place, SearchOptions(batch=64, is_runnable=True, candidates=9))
     alone = [c for c in result.candidates if c.plan.num_workers == 1]
     assert result.best is not None
     assert 1.05 * result.best.time_s < min(c.time_s for c in alone)
@@ -169,11 +172,11 @@ def test_the_simplest_comes_first_behind_faster_plans_too() -> None:
 def test_the_least_price_may_leave_devices_out() -> None:
     model = profile([1e-3] * 4, {"fast": 1.0, "half": 0.5})
     place, prices = machine(["fast", "half"]), {"fast": 1.0, "half": 3.0}
-    cheap = search(model, place, Options(batch=8, objective="price", prices=prices, is_runnable=True)).best
+    cheap = search(model, place, SearchOptions(batch=8, objective="price", prices=prices, is_runnable=True)).best
     assert cheap is not None
     assert cheap.plan.num_workers == 1
     assert cheap.price == pytest.approx(1.0 * cheap.time_s / 3600)
-    quick = search(model, place, Options(batch=8, prices=prices, is_runnable=True)).best
+    quick = search(model, place, SearchOptions(batch=8, prices=prices, is_runnable=True)).best
     assert quick is not None
     assert quick.time_s < cheap.time_s
     assert quick.price > cheap.price
@@ -181,7 +184,7 @@ def test_the_least_price_may_leave_devices_out() -> None:
 
 def test_progress_is_told_and_ends() -> None:
     told: list[float] = []
-    search(profile([1e-3] * 8), machine(["fast"] * 4), Options(batch=8), lambda share, _: told.append(share))
+    search(profile([1e-3] * 8), machine(["fast"] * 4), SearchOptions(batch=8), lambda share, _: told.append(share))
     assert told[-1] == 1.0
     assert all(0 <= share <= 1 for share in told)
 
@@ -189,6 +192,6 @@ def test_progress_is_told_and_ends() -> None:
 def test_stale_plans_come_only_where_they_are_allowed() -> None:
     model, place = profile([1e-3] * 8, weights=10**9, boundary=1.0), machine(["fast"] * 2, within=1e9)
     for staleness in (0, 1):
-        result = search(model, place, Options(batch=8, staleness=staleness, is_runnable=True, candidates=8))
+        result = search(model, place, SearchOptions(batch=8, staleness=staleness, is_runnable=True, candidates=8))
         versions = {c.plan.version.kind for c in result.candidates}
         assert ("double-buffer" in versions) == bool(staleness)

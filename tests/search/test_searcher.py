@@ -4,11 +4,11 @@ import numpy as np
 import pytest
 
 from pipedejavu.facts import Machine
-from pipedejavu.search import Options, dp, gradient, mcmc, search
-from pipedejavu.search.gradient import _field, _follow, _Ordinal
-from pipedejavu.search.pool import Pool
-from pipedejavu.search.scene import scenes_of
-from pipedejavu.search.space import frames
+from pipedejavu.search import SearchOptions, dp, gradient_descent, mcmc, search
+from pipedejavu.search.gradient_descent import _field, _follow, _Ordinal
+from pipedejavu.search.plan_pool import Pool
+from pipedejavu.search.planning_problem import problems_of
+from pipedejavu.search.subspace import subspaces
 from tests.search.case import machine, profile
 
 KINDS = {"fast": 1.0, "half": 0.5, "tenth": 0.1}
@@ -22,28 +22,28 @@ PLACES = {
 
 def bests(place: Machine, run) -> tuple[float, float]:  # type: ignore[no-untyped-def]
     model = profile(TIMES, KINDS, weights=10**5, saved=5000.0, boundary=2000.0)
-    options = Options(batch=32, samples=2, is_runnable=True)
-    scenes = [*scenes_of(model, place, options)]
+    options = SearchOptions(batch=32, samples=2, is_runnable=True)
+    problems = [*problems_of(model, place, options)]
     exact, other = Pool(options), Pool(options)
-    dp.run(exact, scenes, options)
-    run(other, scenes, options)
+    dp.run(exact, problems, options)
+    run(other, problems, options)
     return exact.best, other.best
 
 
 @pytest.mark.parametrize("place", PLACES)
 def test_gradients_come_within_two_percent_of_the_best_cut_of_each_pipeline(place: str) -> None:
     model = profile(TIMES, KINDS, weights=10**5, saved=5000.0, boundary=2000.0)
-    options = Options(batch=32, samples=2, is_runnable=True)
-    (scene,) = scenes_of(model, PLACES[place], options)
+    options = SearchOptions(batch=32, samples=2, is_runnable=True)
+    (problem,) = problems_of(model, PLACES[place], options)
     compared = 0
-    for frame in frames(scene, options):
-        if frame.sizes != (1,) or len(frame.order) < 2:
+    for subspace in subspaces(problem, options):
+        if subspace.sizes != (1,) or len(subspace.order) < 2:
             continue
         pool = Pool(options)
-        costs = pool.costs(scene, frame.samples)
-        exact = dp.solve(frame, costs)
+        costs = pool.costs(problem, subspace.samples)
+        exact = dp.solve(subspace, costs)
         if exact is not None:
-            found = gradient.descend(frame, costs, np.random.default_rng(0))
+            found = gradient_descent.descend(subspace, costs, np.random.default_rng(0))
             assert found is not None
             assert pool.offer(found) <= 1.02 * pool.estimate(exact).time_s
             compared += 1
@@ -59,7 +59,7 @@ def test_a_random_walk_is_never_better_than_the_best_and_often_as_good(place: st
 
 def test_a_random_walk_depends_on_its_seed_alone() -> None:
     model, place = profile(TIMES, KINDS), PLACES["unequal"]
-    options = Options(batch=8, searcher="mcmc", seed=3, is_runnable=True, candidates=1)
+    options = SearchOptions(batch=8, searcher="mcmc", seed=3, is_runnable=True, candidates=1)
     assert search(model, place, options).candidates == search(model, place, options).candidates
 
 
@@ -85,20 +85,20 @@ def test_closed_form_gradients_are_those_of_differences() -> None:
 
 def test_parts_of_a_unit_add_up_to_one_and_stages_stay_in_order() -> None:
     model, place = profile(TIMES, KINDS), PLACES["unequal"]
-    options = Options(batch=8, is_runnable=True)
-    (scene,) = scenes_of(model, place, options)
-    frame = next(f for f in frames(scene, options) if f.sizes == (1,) and len(f.order) == 3)
-    costs = Pool(options).costs(scene, frame.samples)
-    parts = _follow(_field(frame, costs), _Ordinal(len(TIMES), np.ones(3), np.random.default_rng(0)), frame)
+    options = SearchOptions(batch=8, is_runnable=True)
+    (problem,) = problems_of(model, place, options)
+    subspace = next(f for f in subspaces(problem, options) if f.sizes == (1,) and len(f.order) == 3)
+    costs = Pool(options).costs(problem, subspace.samples)
+    parts = _follow(_field(subspace, costs), _Ordinal(len(TIMES), np.ones(3), np.random.default_rng(0)), subspace)
     assert np.allclose(parts.sum(axis=2), 1.0)
     places = (parts * np.arange(3)).sum(axis=2)
     assert (np.diff(places, axis=1) >= -1e-9).all()
 
 
 def test_auto_says_why_it_chose() -> None:
-    few = search(profile([1e-3] * 2), machine(["fast"]), Options(batch=1))
+    few = search(profile([1e-3] * 2), machine(["fast"]), SearchOptions(batch=1))
     assert few.searcher == "exhaustive"
     assert few.reason == f"there are {few.num_estimated} drafts in all, few enough to look at each"
-    many = search(profile([1e-3] * 40), machine(["fast"] * 8), Options(batch=8, candidates=1))
+    many = search(profile([1e-3] * 40), machine(["fast"] * 8), SearchOptions(batch=8, candidates=1))
     assert many.searcher == "dp"
     assert "dynamic programming finds the best cut of a chain exactly" in many.reason

@@ -15,15 +15,17 @@ def predicted(name: str, workers: int, spread: float, microbatches: int = 2, dri
     """Returns a prediction in which every forward and backward lies so far off, and all of them together by a drift."""
     plan, profile, machine = unit_costs(preset(name).at(workers=workers, microbatches=microbatches), {})
     units = [
-        unit.but(
+        unit.replace(
             times={
-                kind: time.but(forward=time.forward.but(spread=spread), backward=time.backward.but(spread=spread))
+                kind: time.replace(
+                    forward=time.forward.replace(spread=spread), backward=time.backward.replace(spread=spread)
+                )
                 for kind, time in unit.times.items()
             }
         )
         for unit in profile.units
     ]
-    profile = profile.but(units=tuple(units), drift={device.kind: drift for device in machine.devices})
+    profile = profile.replace(units=tuple(units), drift={device.kind: drift for device in machine.devices})
     return simulate(compile_plan(plan, profile, machine, fold=False))
 
 

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pipedejavu.analysis import verify
 from pipedejavu.facts import Cost, Device, FaultsError, Host, InputError, Link, Machine, Profile, Unit, UnitTime
 from pipedejavu.plan import Order, Place, Plan, preset
 from pipedejavu.program import compile as compile_plan
-from pipedejavu.program import verify
 from pipedejavu.simulate import Prediction, check_fit, memory, simulate
 from pipedejavu.simulate.allocator import MIB, replay
 
@@ -66,14 +66,14 @@ def test_a_cpu_has_no_such_allocator() -> None:
 
 
 def test_without_known_tensors_live_bytes_decide() -> None:
-    blind = THREE.but(units=(THREE.units[0].but(parameter_parts=()),))
+    blind = THREE.replace(units=(THREE.units[0].replace(parameter_parts=()),))
     check_fit(predicted(ONE, blind, computer(19 * MIB)))
 
 
 def test_free_segments_go_back_before_a_plan_is_refused() -> None:
     # Beside 48 MiB of weights and moments a forward has two segments of 30. The gradient takes part of one; the other
     # is too small for the update's 32 MiB, and makes room for them where there is no more.
-    worker = unit("u", (16 * MIB,), saved=(30.0 * MIB,)).but(forward_work_bytes=30.0 * MIB)
+    worker = unit("u", (16 * MIB,), saved=(30.0 * MIB,)).replace(forward_work_bytes=30.0 * MIB)
     profile = Profile(name="p", units=(worker,))
     roomy, tight = (predicted(ONE, profile, computer(room)) for room in (140 * MIB, 110 * MIB))
     assert roomy.workers[0].reserved_bytes == 140 * MIB
@@ -86,7 +86,7 @@ def test_free_segments_go_back_before_a_plan_is_refused() -> None:
 def test_workers_on_one_gpu_reserve_for_themselves() -> None:
     profile = Profile(name="p", units=(unit("a", (3 * MIB,)), unit("b", (3 * MIB,))))
     plan = preset("1f1b").at(workers=2, microbatches=1, samples=1)
-    together = plan.but(place=plan.place.but(devices=("gpu0", "gpu0")))
+    together = plan.replace(place=plan.place.replace(devices=("gpu0", "gpu0")))
     check_fit(predicted(together, profile, computer(40 * MIB)))
     with pytest.raises(FaultsError, match=r"would reserve 40\.0 MiB for tensors of 36\.0 MiB, and .* has 39\.0 MiB;"):
         check_fit(predicted(together, profile, computer(39 * MIB)))
@@ -130,7 +130,7 @@ units = st.builds(
     st.floats(1.0, 1.5),
 )
 def test_a_plan_passes_where_each_replay_stays_within_its_device(found, name, microbatches, spare) -> None:
-    profile = Profile(name="p", units=tuple(u.but(name=f"u{n}") for n, u in enumerate(found)))
+    profile = Profile(name="p", units=tuple(u.replace(name=f"u{n}") for n, u in enumerate(found)))
     plan = preset(name).at(workers=2, microbatches=microbatches, samples=1)
     live = max(w["device"] for w in predicted(plan, profile, computer(2**50, 2)).peaks())
     room = int(spare * live)

@@ -2,24 +2,25 @@
 
 import pytest
 
+from pipedejavu.analysis import verify
 from pipedejavu.facts import Cost, Profile
 from pipedejavu.plan import Reduce, preset
 from pipedejavu.program import compile as compile_plan
-from pipedejavu.program import verify
 from pipedejavu.simulate import Prediction, simulate, unit_costs
 
 
 def run(name: str, workers: int, forward: Cost, backward: Cost, clip: str = "none", **sizes: int) -> Prediction:
     plan, profile, machine = unit_costs(preset(name).at(workers=workers, **sizes), {"U": 0.5})
-    program = compile_plan(plan.but(reduce=Reduce(clip=clip)), with_costs(profile, forward, backward), machine)
+    program = compile_plan(plan.replace(reduce=Reduce(clip=clip)), with_costs(profile, forward, backward), machine)
     return simulate(program, verify(program))
 
 
 def with_costs(profile: Profile, forward: Cost, backward: Cost) -> Profile:
     units = (
-        u.but(times={k: t.but(forward=forward, backward=backward) for k, t in u.times.items()}) for u in profile.units
+        u.replace(times={k: t.replace(forward=forward, backward=backward) for k, t in u.times.items()})
+        for u in profile.units
     )
-    return profile.but(units=tuple(units))
+    return profile.replace(units=tuple(units))
 
 
 def ends(prediction: Prediction) -> list[float]:

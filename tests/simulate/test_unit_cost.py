@@ -2,10 +2,10 @@
 
 import pytest
 
+from pipedejavu.analysis import verify
 from pipedejavu.facts import InputError
 from pipedejavu.plan import Order, Plan, preset
 from pipedejavu.program import compile as compile_plan
-from pipedejavu.program import verify
 from pipedejavu.simulate import parse_unit_costs, simulate, unit_costs
 
 
@@ -60,7 +60,7 @@ def test_a_half_cannot_exceed_the_whole():
     [
         (preset("ddp").at(workers=10**12), "has 1,000,000,000,000 workers, servers included; use at most 65,536"),
         (preset("1f1b").at(workers=60_000), "plan '1f1b' has 60,000 stages; use at most 4,096"),
-        (preset("gpipe").at(workers=60_000).but(order=Order(kind="gpipe", is_eager=True)), "use at most 1,024"),
+        (preset("gpipe").at(workers=60_000).replace(order=Order(kind="gpipe", is_eager=True)), "use at most 1,024"),
     ],
 )
 def test_too_many_workers_are_refused(plan: Plan, sentence: str) -> None:

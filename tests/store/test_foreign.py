@@ -19,8 +19,8 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from pipedejavu.facts import InputError
-from pipedejavu.store import Saver, Shelf, export_dcp, export_hugging, foreign, import_dcp, import_hugging
-from pipedejavu.train import Checkpoints
+from pipedejavu.session import Checkpoints
+from pipedejavu.store import CheckpointDir, Saver, export_dcp, export_hf, foreign, import_dcp, import_hf
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 
@@ -40,7 +40,7 @@ def trained(tmp_path: Path):
     checkpoints = Checkpoints(tmp_path / "own")
     checkpoints.save(own, optimizer, step=1)
     checkpoints.wait()
-    return own, optimizer, checkpoints.shelf.newest(pytest.fail)
+    return own, optimizer, checkpoints.checkpoint_dir.newest(pytest.fail)
 
 
 def equal(first, second) -> bool:
@@ -53,7 +53,7 @@ def test_weights_go_to_a_hugging_face_folder_and_back(tmp_path: Path, trained, m
     monkeypatch.setattr(foreign, "SHARD_BYTES", shard_bytes)
     own, _, checkpoint = trained
     (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
-    folder = export_hugging(checkpoint, tmp_path / "hf", config=tmp_path / "config.json")
+    folder = export_hf(checkpoint, tmp_path / "hf", config=tmp_path / "config.json")
     files = sorted(folder.glob("*.safetensors"))
     assert equal({name: t for file in files for name, t in load_file(file).items()}, own.state_dict())
     if shard_bytes == 200:
@@ -65,7 +65,7 @@ def test_weights_go_to_a_hugging_face_folder_and_back(tmp_path: Path, trained, m
         assert [file.name for file in files] == ["model.safetensors"]
     assert json.loads((folder / "config.json").read_text()) == {"model_type": "gpt2"}
     other = net(1)
-    import_hugging(folder, tmp_path / "shelf")
+    import_hf(folder, tmp_path / "shelf")
     assert Checkpoints(tmp_path / "shelf").load(other) == (0, 0)
     assert equal(other.state_dict(), own.state_dict())
 
@@ -73,7 +73,7 @@ def test_weights_go_to_a_hugging_face_folder_and_back(tmp_path: Path, trained, m
 def test_a_folder_that_hugging_face_wrote_comes_in(tmp_path: Path) -> None:
     own = net(3)
     save_file(own.state_dict(), tmp_path / "model.safetensors", metadata={"format": "pt"})
-    checkpoint = import_hugging(tmp_path, tmp_path / "shelf")
+    checkpoint = import_hf(tmp_path, tmp_path / "shelf")
     assert equal(checkpoint.tensors(checkpoint.names()), {f"weight/{n}": t for n, t in own.state_dict().items()})
 
 
@@ -98,8 +98,8 @@ def test_pickles_need_to_be_allowed(tmp_path: Path, trained) -> None:
     own, _, checkpoint = trained
     torch.save(own.state_dict(), tmp_path / "pytorch_model.bin")
     with pytest.raises(InputError, match=r"in the pickle pytorch_model.bin; pass allow_pickle=True if you know where"):
-        import_hugging(tmp_path, tmp_path / "shelf")
-    found = import_hugging(tmp_path, tmp_path / "shelf", allow_pickle=True)
+        import_hf(tmp_path, tmp_path / "shelf")
+    found = import_hf(tmp_path, tmp_path / "shelf", allow_pickle=True)
     assert equal(found.tensors(found.names()), {f"weight/{n}": t for n, t in own.state_dict().items()})
     with pytest.raises(InputError, match=r"holds pickles, as all folders of .* do; pass allow_pickle=True if you know"):
         import_dcp(export_dcp(checkpoint, tmp_path / "dcp"), tmp_path / "other")
@@ -123,7 +123,7 @@ def test_a_pickle_that_is_allowed_still_runs_no_code(tmp_path: Path, trained) ->
     (tmp_path / "hf").mkdir()
     torch.save({"w": Evil(tmp_path / "taken")}, tmp_path / "hf" / "pytorch_model.bin")
     with pytest.raises(InputError, match="it holds more than tensors, or is broken"):
-        import_hugging(tmp_path / "hf", tmp_path / "shelf", allow_pickle=True)
+        import_hf(tmp_path / "hf", tmp_path / "shelf", allow_pickle=True)
     assert not (tmp_path / "taken").exists()
     pickle.loads((folder / ".metadata").read_bytes())  # anyone else's reader would have
     assert (tmp_path / "taken").exists()
@@ -155,16 +155,16 @@ def test_a_folder_that_cannot_be_read_is_refused(tmp_path: Path, files, message)
     for name, data in files.items():
         (tmp_path / name).write_bytes(data)
     with pytest.raises(InputError, match=message):
-        import_hugging(tmp_path, tmp_path / "shelf")
+        import_hf(tmp_path, tmp_path / "shelf")
 
 
 def test_nothing_is_overwritten(tmp_path: Path, trained) -> None:
     with pytest.raises(InputError, match="is there already; choose another folder"):
-        export_hugging(trained[2], tmp_path)
-    folder = export_hugging(trained[2], tmp_path / "hf")
+        export_hf(trained[2], tmp_path)
+    folder = export_hf(trained[2], tmp_path / "hf")
     with pytest.raises(InputError, match="holds checkpoints already; choose another folder"):
-        import_hugging(folder, tmp_path / "own")
-    assert Shelf(tmp_path / "own").steps() == [1]
+        import_hf(folder, tmp_path / "own")
+    assert CheckpointDir(tmp_path / "own").steps() == [1]
 
 
 @pytest.mark.parametrize(
@@ -176,14 +176,14 @@ def test_nothing_is_overwritten(tmp_path: Path, trained) -> None:
     ],
 )
 def test_metadata_that_does_not_fit_its_tensors_is_refused(tmp_path: Path, change, message) -> None:
-    saver = Saver(Shelf(tmp_path / "own"), tell=pytest.fail)
+    saver = Saver(CheckpointDir(tmp_path / "own"), tell=pytest.fail)
     saver.save(1, {"weight/a": torch.ones(2, 3)}, lambda: {"samples": 0})
     saver.wait()
-    path = export_dcp(Shelf(tmp_path / "own").newest(pytest.fail), tmp_path / "dcp") / ".metadata"
+    path = export_dcp(CheckpointDir(tmp_path / "own").newest(pytest.fail), tmp_path / "dcp") / ".metadata"
     path.write_bytes(pickle.dumps(change(pickle.loads(path.read_bytes()))))
     with pytest.raises(InputError, match=message):
         import_dcp(tmp_path / "dcp", tmp_path / "shelf", allow_pickle=True)
-    assert not Shelf(tmp_path / "shelf").steps()
+    assert not CheckpointDir(tmp_path / "shelf").steps()
 
 
 def without_properties(metadata):

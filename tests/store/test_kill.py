@@ -13,9 +13,9 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from pipedejavu.store import Saver, Shelf
+from pipedejavu.store import CheckpointDir, Saver
 from pipedejavu.store.checkpoint import Checkpoint
-from tests.train.conftest import ROOT
+from tests.launch.conftest import ROOT
 
 STEPS = ("open", "write", "fsync", "rename", "replace", "mkdir", "unlink", "rmdir")
 """All that saving asks of the system."""
@@ -25,9 +25,9 @@ def weights(step: int) -> dict[str, torch.Tensor]:
     return {"w": torch.full((500,), float(step)), "b": torch.arange(7) + step}
 
 
-def save(shelf: Shelf, step: int) -> list[str]:
+def save(checkpoint_dir: CheckpointDir, step: int) -> list[str]:
     told: list[str] = []
-    saver = Saver(shelf, tell=told.append)
+    saver = Saver(checkpoint_dir, tell=told.append)
     saver.save(step, weights(step), lambda: {"samples": step, "loss": float(step)})
     saver.wait()
     return told
@@ -35,8 +35,8 @@ def save(shelf: Shelf, step: int) -> list[str]:
 
 def check(path: Path, allowed: set[int]) -> int:
     """Returns the step of the newest checkpoint, which must be whole and what was saved."""
-    shelf = Shelf(path)
-    found = shelf.newest(lambda text: pytest.fail(text))
+    checkpoint_dir = CheckpointDir(path)
+    found = checkpoint_dir.newest(lambda text: pytest.fail(text))
     assert found is not None
     assert found.step in allowed
     assert all(torch.equal(found.tensor(name), tensor) for name, tensor in weights(found.step).items())
@@ -44,8 +44,8 @@ def check(path: Path, allowed: set[int]) -> int:
 
 
 @pytest.fixture
-def shelf(tmp_path: Path) -> Shelf:
-    made = Shelf(tmp_path / "base")
+def checkpoint_dir(tmp_path: Path) -> CheckpointDir:
+    made = CheckpointDir(tmp_path / "base")
     for step in (1, 2, 3):
         assert save(made, step) == []
     assert made.steps() == [1, 2, 3]  # the best, and the newest two; the next save deletes the second
@@ -101,10 +101,10 @@ print(len(seen), seen.count(3), seen.count(4))
 """
 
 
-def test_a_kill_at_any_point_of_a_save_leaves_a_whole_checkpoint(shelf: Shelf, tmp_path: Path) -> None:
+def test_a_kill_at_any_point_of_a_save_leaves_a_whole_checkpoint(checkpoint_dir: CheckpointDir, tmp_path: Path) -> None:
     """Real SIGKILLs before every call to the system, and in the middle of every write."""
     done = subprocess.run(
-        [sys.executable, "-c", KILLED, str(shelf.path), str(tmp_path / "work")],
+        [sys.executable, "-c", KILLED, str(checkpoint_dir.path), str(tmp_path / "work")],
         env={**os.environ, "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}"},
         capture_output=True, text=True, timeout=120, check=False,
     )  # fmt: skip
@@ -117,7 +117,9 @@ def test_a_kill_at_any_point_of_a_save_leaves_a_whole_checkpoint(shelf: Shelf, t
 
 @pytest.mark.parametrize("fault", [errno.ENOSPC, errno.EIO, errno.EDQUOT])
 @pytest.mark.parametrize("name", ["write", "fsync", "rename", "mkdir"])
-def test_a_disk_that_refuses_costs_a_checkpoint_and_nothing_else(shelf: Shelf, monkeypatch, name, fault) -> None:
+def test_a_disk_that_refuses_costs_a_checkpoint_and_nothing_else(
+    checkpoint_dir: CheckpointDir, monkeypatch, name, fault
+) -> None:
     """At every such call: what was there stays, the half is removed, a sentence says why, the next save is whole."""
     call, failures = getattr(os, name), 0
     for last in range(1, 100):
@@ -132,16 +134,16 @@ def test_a_disk_that_refuses_costs_a_checkpoint_and_nothing_else(shelf: Shelf, m
 
         with monkeypatch.context() as patch:
             patch.setattr(os, name, counted)
-            told = save(shelf, 10 + last)
+            told = save(checkpoint_dir, 10 + last)
         if count < last:
             break
-        newest = check(shelf.path, {*range(10 + last + 1), 3})
+        newest = check(checkpoint_dir.path, {*range(10 + last + 1), 3})
         if newest != 10 + last:
             failures += 1
             assert f"the checkpoint of step {10 + last} was not saved: {os.strerror(fault)}" in told[0]
             assert told[0].endswith(f"training goes on, and the last one is of step {newest}")
             assert len(told) == 1
-            assert not list(shelf.path.glob("step-*.tmp"))
+            assert not list(checkpoint_dir.path.glob("step-*.tmp"))
         elif told:
             said = os.strerror(fault)
             assert told in (
@@ -149,8 +151,8 @@ def test_a_disk_that_refuses_costs_a_checkpoint_and_nothing_else(shelf: Shelf, m
                 [f"the checkpoint of step {newest} was written, but {said}; older ones are kept"],
             )
     assert failures >= 1
-    assert save(shelf, 200) == []
-    check(shelf.path, {200})
+    assert save(checkpoint_dir, 200) == []
+    check(checkpoint_dir.path, {200})
 
 
 def test_a_full_disk_says_so_and_keeps_what_is_there(tmp_path: Path) -> None:
@@ -162,19 +164,19 @@ def test_a_full_disk_says_so_and_keeps_what_is_there(tmp_path: Path) -> None:
     if mounted.returncode:
         pytest.skip("no file system can be mounted here")
     try:
-        shelf = Shelf(folder / "checkpoints")
-        assert save(shelf, 1) == []
+        checkpoint_dir = CheckpointDir(folder / "checkpoints")
+        assert save(checkpoint_dir, 1) == []
         told: list[str] = []
-        saver = Saver(shelf, tell=told.append)
+        saver = Saver(checkpoint_dir, tell=told.append)
         saver.save(2, {"big": torch.zeros(2**20)}, lambda: {"samples": 2})
         saver.wait()
         assert told == [
             "the checkpoint of step 2 was not saved: No space left on device (worker 0 had 4.0 MiB to write);"
             " training goes on, and the last one is of step 1"
         ]
-        check(shelf.path, {1})
-        assert save(shelf, 3) == []  # what the failed one had taken is free again
-        check(shelf.path, {3})
+        check(checkpoint_dir.path, {1})
+        assert save(checkpoint_dir, 3) == []  # what the failed one had taken is free again
+        check(checkpoint_dir.path, {3})
     finally:
         subprocess.run(["umount", str(folder)], check=True)
 
@@ -296,13 +298,15 @@ class Disk:
         monkeypatch.setattr(shutil, "rmtree", removed)
 
 
-def test_a_power_cut_at_any_point_leaves_a_whole_checkpoint(shelf: Shelf, tmp_path: Path, monkeypatch) -> None:
+def test_a_power_cut_at_any_point_leaves_a_whole_checkpoint(
+    checkpoint_dir: CheckpointDir, tmp_path: Path, monkeypatch
+) -> None:
     cuts: list[Left] = []
     with monkeypatch.context() as patch:
-        Disk(shelf.path, lambda disk: cuts.extend(disk.root.left(has_names) for has_names in (False, True))).follow(
-            patch
-        )
-        assert save(shelf, 4) == []
+        Disk(
+            checkpoint_dir.path, lambda disk: cuts.extend(disk.root.left(has_names) for has_names in (False, True))
+        ).follow(patch)
+        assert save(checkpoint_dir, 4) == []
     assert len(cuts) > 20
     for half in (cuts[::2], cuts[1::2]):
         seen = []

@@ -1,18 +1,18 @@
 """The command line: arguments, printing and file paths; no logic of its own."""
 
 import sys
-from typing import Annotated
+from typing import Annotated, cast
 
 import typer
 
+from pipedejavu.analysis import verify as verify_program
 from pipedejavu.cli import show
-from pipedejavu.cli.source import Inputs, read_inputs
+from pipedejavu.cli.input_files import Inputs, read_inputs
 from pipedejavu.facts import InputError, keep_heap, write_file
 from pipedejavu.facts.printable import tell
 from pipedejavu.facts.version import VERSION
 from pipedejavu.plan import preset, presets
 from pipedejavu.program import compile  # noqa: A004
-from pipedejavu.program import verify as verify_program
 from pipedejavu.report import render_grid, render_html, render_trace
 from pipedejavu.simulate import check_fit, unit_costs
 from pipedejavu.simulate import simulate as simulate_program
@@ -112,9 +112,9 @@ def probe(
     as_json: AsJson = False,
 ) -> None:
     """Measure this machine: its devices, its links, its disk; in under a minute."""
-    from pipedejavu.cli import surveying
+    from pipedejavu.cli import probe_command
 
-    surveying.run(out, quick, as_json)
+    probe_command.run(out, quick, as_json)
 
 
 @app.command()
@@ -148,7 +148,7 @@ def plan(
     as_json: AsJson = False,
 ) -> None:
     """Search for the best plan, and say why it is the best and what would be better."""
-    from pipedejavu.cli import planning
+    from pipedejavu.cli import plan_command
 
     given: dict[str, object] = {
         "batch": batch,
@@ -158,8 +158,8 @@ def plan(
         "staleness": staleness,
     }
     given |= {"time_budget_s": time_budget, "seed": seed, "candidates": candidates, "is_runnable": not costed}
-    options = planning.read_options(given, price or [])
-    planning.run(planning.Asked(model, machine, options, renew, out, html, as_json))
+    options = plan_command.read_options(given, price or [])
+    plan_command.run(plan_command.PlanRequest(model, machine, options, renew, out, html, as_json))
 
 
 @app.command()
@@ -182,9 +182,11 @@ def profile(
     as_json: AsJson = False,
 ) -> None:
     """Measure or estimate a model's units, and say what training it takes."""
-    from pipedejavu.cli import profiling  # needs torch
+    from pipedejavu.cli import profile_command  # needs torch
 
-    profiling.run(profiling.Asked(model, batch, context, out, estimate, machine, tuple(parts or ()), as_json))
+    profile_command.run(
+        profile_command.ProfileRequest(model, batch, context, out, estimate, machine, tuple(parts or ()), as_json)
+    )
 
 
 @app.command()
@@ -266,19 +268,20 @@ def train(
     as_json: AsJson = False,
 ) -> None:
     """Train a model with a plan, a process for each worker; under torchrun its processes are the workers."""
-    from pipedejavu.cli import choosing, training  # needs torch
+    from pipedejavu.cli import plan_choice, train_command  # needs torch
 
     sizes = {"workers": workers, "replicas": replicas, "microbatches": microbatches, "samples": samples, "trim": trim}
     is_replanned = (plan == "auto" and not audit and checkpoint_every != 0) if replan is None else replan
     given = {**context.params, "keeps_log": audit, "log": log or [], "replan": is_replanned}
-    options = training.read_options(model, given)
+    options = train_command.read_options(model, given)
     names = frozenset(name for name in context.params if _is_given(context, name))
-    asked = choosing.Asked(
-        plan, sizes, batch, cpu_share, machine, devices, run_dir, resume, names, as_json, tries,
+    request = plan_choice.TrainRequest(
+        plan, sizes, batch, cpu_share, machine, cast(plan_choice.Devices, devices), run_dir, resume, names, as_json,
+        tries,
         accept_changes, allow_restart,
     )  # fmt: skip
     try:
-        training.run(options, asked)
+        train_command.run(options, request)
     finally:
         show.show_cursor()
 
@@ -297,9 +300,9 @@ def compare(
     as_json: AsJson = False,
 ) -> None:
     """Compare prediction and measurement of a run, kind of action by kind."""
-    from pipedejavu.cli import comparing  # needs torch
+    from pipedejavu.cli import compare_command  # needs torch
 
-    comparing.compare(run_dir, as_json)
+    compare_command.compare(run_dir, as_json)
 
 
 @app.command()
@@ -311,7 +314,7 @@ def runs(
     as_json: AsJson = False,
 ) -> None:
     """List the runs in a folder, or set some side by side."""
-    from pipedejavu.cli import runs as verb
+    from pipedejavu.cli import runs_command as verb
 
     verb.run(paths or ["runs"], as_json)
 
@@ -327,15 +330,15 @@ def export(
     as_json: AsJson = False,
 ) -> None:
     """Write the newest checkpoint of a run to a folder that others read."""
-    from pipedejavu.cli import exporting
+    from pipedejavu.cli import export_command
 
-    exporting.run(run_dir, folder, to, config, as_json)
+    export_command.run(run_dir, folder, to, config, as_json)
 
 
 @app.command()
 def doctor(as_json: AsJson = False) -> None:
     """Say what is installed here, what is missing, and what to do; exits 1 where training is not possible."""
-    from pipedejavu.cli import doctor as verb
+    from pipedejavu.cli import doctor_command as verb
 
     verb.run(VERSION, as_json)
 

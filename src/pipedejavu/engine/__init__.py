@@ -4,8 +4,8 @@ from pipedejavu.engine.audit import audit
 from pipedejavu.engine.byzantine import Byzantine
 from pipedejavu.engine.job import Applied, Batches, Event, Job, Log, Read, Scored
 from pipedejavu.engine.optimizer import AdamW, Optimizer, Sgd
-from pipedejavu.engine.run import Outcome, Threads, check_runnable, run_threads
-from pipedejavu.engine.uncut import Uncut
+from pipedejavu.engine.threads import Outcome, Threads, check_runnable, run_threads
+from pipedejavu.engine.uncut_replay import UncutModel
 from pipedejavu.engine.verdict import Verdict, judge
 
 __all__ = [
@@ -22,7 +22,7 @@ __all__ = [
     "Scored",
     "Sgd",
     "Threads",
-    "Uncut",
+    "UncutModel",
     "Verdict",
     "audit",
     "check_runnable",

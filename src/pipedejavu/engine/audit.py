@@ -15,19 +15,19 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from pipedejavu.engine.job import Applied, Batches, Event, Job, Log, Read, Scored
-from pipedejavu.engine.leg import backward, with_loss
 from pipedejavu.engine.log_check import check_log, check_replayable
 from pipedejavu.engine.optimizer import Tensors
 from pipedejavu.engine.piece import PieceRunner
-from pipedejavu.engine.run import Outcome
-from pipedejavu.engine.score import Trial, number_of, score
-from pipedejavu.engine.uncut import Uncut, UncutReplay
+from pipedejavu.engine.recompute_span import backward, with_loss
+from pipedejavu.engine.score import ScoreTrial, number_of, score
+from pipedejavu.engine.threads import Outcome
+from pipedejavu.engine.uncut_replay import UncutModel, UncutReplay
 from pipedejavu.facts import InputError
 from pipedejavu.program import Program
 
 
 def audit(
-    program: Program, job: Job, batches: Batches, outcome: Outcome, uncut: Uncut | None = None
+    program: Program, job: Job, batches: Batches, outcome: Outcome, uncut: UncutModel | None = None
 ) -> dict[str, float]:
     """Returns the largest difference of each parameter between a run and its replay, of the uncut model if it is given.
 
@@ -53,7 +53,7 @@ class Replay:
         program: Program,
         job: Job,
         batches: Batches,
-        uncut: Uncut | None = None,
+        uncut: UncutModel | None = None,
         *,
         in_double: bool = True,
         nudge: int | None = None,
@@ -193,7 +193,7 @@ class Replay:
         number, count = number_of(update), sum(self.batches.count(i) for i in fed)
         inputs, targets = self._cast(self.batches.inputs(number)), self._cast(self.batches.targets(number))
         rate, penalty = self.job.optimizer.rate(update), self.plan.reduce.penalty
-        trial = Trial(number, inputs, targets, self.batches.count(number), rate, penalty)
+        trial = ScoreTrial(number, inputs, targets, self.batches.count(number), rate, penalty)
         summed = {name: self._summed(fed, piece, name) for name in weights}
         expected = score(self.runners[piece], self.job, trial, weights, summed, count)
         if self.in_double and math.isfinite(found) and not abs(found - expected) <= 1e-4 * abs(expected):

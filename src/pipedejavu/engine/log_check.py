@@ -3,12 +3,12 @@
 from collections import defaultdict
 from collections.abc import Sequence
 
+from pipedejavu.analysis.verify import promised_versions
 from pipedejavu.engine.job import Applied, Batches, Log, Read, Scored
 from pipedejavu.engine.score import kept
 from pipedejavu.facts import InputError
 from pipedejavu.plan import Plan
 from pipedejavu.program import Action, Program
-from pipedejavu.program.verify import promised_versions
 
 
 def check_replayable(plan: Plan) -> None:

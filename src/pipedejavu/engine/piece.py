@@ -16,10 +16,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from pipedejavu.engine.box import Boxes, begin_at, end_of, stub
 from pipedejavu.engine.finite import nonfinite
-from pipedejavu.engine.leg import Leg, Saved, Value, like, tensors_of
 from pipedejavu.engine.optimizer import Tensors
+from pipedejavu.engine.recompute_span import RecomputeSpan, Saved, Value, like, tensors_of
+from pipedejavu.engine.saved_tensors import SavedTensorOffload, begin_at, end_of, stub
 
 _RANDOM = (nn.modules.dropout._DropoutNd, nn.RReLU)
 
@@ -101,7 +101,7 @@ class PieceRunner:
 
         The first piece's inputs are samples, whose gradient nobody wants.
         """
-        saved: list[Leg] = []
+        saved: list[RecomputeSpan] = []
         with self._dressed(weights, self.buffers() if keeps_buffers else []):
             for run in self._runs:
                 leaves = [t.detach().requires_grad_(t.requires_grad) for t in tensors_of(value)]
@@ -116,13 +116,13 @@ class PieceRunner:
                 value = self._run_units(run, value, microbatch)
                 outputs = () if run.is_again else tensors_of(value)
                 own = {name: weights[name] for name in run.names}
-                saved.append(Leg(given, own, tuple(map(end_of, outputs)) if self.departs else outputs))
+                saved.append(RecomputeSpan(given, own, tuple(map(end_of, outputs)) if self.departs else outputs))
         return value, tuple(saved)
 
-    def boxes(self, weights: Tensors) -> Boxes:
+    def tensor_offload(self, weights: Tensors) -> SavedTensorOffload:
         """Returns boxes for what its forward saves, beside weights and buffers."""
         buffers = [buffer for _, _, buffer in self.buffers()]
-        return Boxes([*weights.values(), *buffers, *self.frozen.values()])
+        return SavedTensorOffload([*weights.values(), *buffers, *self.frozen.values()])
 
     @property
     def frozen(self) -> Tensors:

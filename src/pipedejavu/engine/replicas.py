@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from pipedejavu.engine.device import CPU
-from pipedejavu.engine.handle import Handlers, homes_of
+from pipedejavu.engine.handlers import Handlers, homes_of
 from pipedejavu.engine.job import Job
 from pipedejavu.engine.piece import PieceRunner
-from pipedejavu.engine.run import final_weights
+from pipedejavu.engine.threads import final_weights
 from pipedejavu.program import Program
 
 CHUNK = 2**18

@@ -21,7 +21,7 @@ from pipedejavu.engine.optimizer import Tensors
 from pipedejavu.engine.piece import PieceRunner
 
 
-class Trial(NamedTuple):
+class ScoreTrial(NamedTuple):
     """What the contributions of one update are scored on: all on the same samples, under the same randomness."""
 
     microbatch: int
@@ -37,7 +37,7 @@ def number_of(update: int) -> int:
     return -1 - update
 
 
-def score(runner: PieceRunner, job: Job, trial: Trial, weights: Tensors, summed: Tensors, count: int) -> float:
+def score(runner: PieceRunner, job: Job, trial: ScoreTrial, weights: Tensors, summed: Tensors, count: int) -> float:
     """Returns the score of gradients that are summed over `count` samples.
 
     It is minus infinity if it is no number, or if the optimizer's arithmetic would overflow. Running statistics stay as

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from pipedejavu.engine.audit import Replay
-from pipedejavu.engine.handle import homes_of
+from pipedejavu.engine.handlers import homes_of
 from pipedejavu.engine.job import Applied, Batches, Job
 from pipedejavu.engine.log_check import check_log, check_replayable
-from pipedejavu.engine.run import Outcome
-from pipedejavu.engine.uncut import Uncut
+from pipedejavu.engine.threads import Outcome
+from pipedejavu.engine.uncut_replay import UncutModel
 from pipedejavu.facts import InputError
 from pipedejavu.program import Program
 
@@ -91,7 +91,7 @@ class Verdict:
         return f"audit failed: {where} differs by {difference:.3g} where {tolerance:.3g} is rounding"
 
 
-def judge(program: Program, job: Job, batches: Batches, outcome: Outcome, uncut: Uncut | None = None) -> Verdict:
+def judge(program: Program, job: Job, batches: Batches, outcome: Outcome, uncut: UncutModel | None = None) -> Verdict:
     """Replays a run in float64 and in its own dtype, and judges by the distance; fails it for a log that is not right.
 
     The float64 replay is of the uncut model if it is given.
@@ -109,7 +109,7 @@ def judge(program: Program, job: Job, batches: Batches, outcome: Outcome, uncut:
 class _Judge:
     """One run beside its float64 replay."""
 
-    def __init__(self, program: Program, job: Job, batches: Batches, outcome: Outcome, uncut: Uncut | None):
+    def __init__(self, program: Program, job: Job, batches: Batches, outcome: Outcome, uncut: UncutModel | None):
         self.program, self.job, self.batches, self.outcome = program, job, batches, outcome
         replay = Replay(program, job, batches, uncut)
         self.initial, self.exact = [runner.initial for runner in replay.runners], replay.run(outcome.logs)

@@ -27,7 +27,7 @@ LEAVING = 4
 """Messages of a channel that may be under way, and keep their memory; the receiver takes them as they come."""
 
 
-class StoppedError(Exception):
+class WireStoppedError(Exception):
     """Another worker has failed, so this one stops."""
 
 
@@ -72,7 +72,7 @@ class Exchange:
         """Returns where a group meets; raises StoppedError where nobody will come any more."""
         with self.lock:
             if self.stopped.is_set():
-                raise StoppedError
+                raise WireStoppedError
             return self.meetings.setdefault(group, _Meeting(len(self.groups[group])))
 
 
@@ -106,7 +106,7 @@ class ThreadWire:
                 return channel.get(timeout=0.05)
             except queue.Empty:
                 continue
-        raise StoppedError
+        raise WireStoppedError
 
     def add_up(self, tensor: Tensor, group: str) -> Tensor:
         """Sums in the order of the workers, on every member alike."""
@@ -117,7 +117,7 @@ class ThreadWire:
             total = torch.stack([meeting.given[w] for w in sorted(meeting.given)]).sum(0)
             meeting.barrier.wait()
         except threading.BrokenBarrierError:
-            raise StoppedError from None
+            raise WireStoppedError from None
         return total
 
     def flush(self) -> None:

@@ -2,16 +2,16 @@
 
 from pipedejavu.facts.catalog import KnownDevice, known_device, read_catalog
 from pipedejavu.facts.cluster import Cluster, compose, parse_cluster, read_machine
-from pipedejavu.facts.collector import paused_collector
 from pipedejavu.facts.error import FaultsError, InputError, nearest
 from pipedejavu.facts.file import open_file, read_file, remove, replace_file
-from pipedejavu.facts.heap import keep_heap
+from pipedejavu.facts.gc_pause import paused_collector
 from pipedejavu.facts.json_text import finite_form, to_json_text
 from pipedejavu.facts.machine import Device, Host, Link, Machine, Overlap, Route, part_kind
+from pipedejavu.facts.malloc_heap import keep_heap
 from pipedejavu.facts.measurement import Measurement, Survey
 from pipedejavu.facts.memory_file import MemoryFile
-from pipedejavu.facts.parent import end_with_parent
-from pipedejavu.facts.part import with_part_times
+from pipedejavu.facts.parent_death import end_with_parent
+from pipedejavu.facts.part_slowdown import with_part_times
 from pipedejavu.facts.profile import Cost, Edge, Profile, Tie, Unit, UnitTime, joint_spread
 from pipedejavu.facts.published import read_profile
 from pipedejavu.facts.quantity import Bytes, format_bytes, format_seconds

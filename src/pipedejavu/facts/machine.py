@@ -162,7 +162,7 @@ class Machine(Record):
         if parts == 1:
             return self
         devices = [part for d in self.devices for part in _parts_of(d, min(parts, d.most_workers), by_kind)]
-        return self.but(devices=tuple(devices))
+        return self.replace(devices=tuple(devices))
 
     def _num_parts(self, parts: int) -> int:
         return sum(min(parts, d.most_workers) for d in self.devices)
@@ -202,7 +202,7 @@ def part_kind(kind: str, count: int) -> str:
 def _parts_of(device: Device, count: int, by_kind: bool) -> list[Device]:
     if count == 1:
         return [device]
-    part = device.but(
+    part = device.replace(
         kind=part_kind(device.kind, count) if by_kind else device.kind,
         memory_bytes=device.memory_bytes // count,
         reserved_bytes=device.reserved_bytes // count,
@@ -211,7 +211,7 @@ def _parts_of(device: Device, count: int, by_kind: bool) -> list[Device]:
         parameters_per_s=device.parameters_per_s / count,
         most_workers=max(1, device.most_workers // count),
     )
-    return [part.but(name=f"{device.name}.{n}") for n in range(count)]
+    return [part.replace(name=f"{device.name}.{n}") for n in range(count)]
 
 
 _ENDS = ("source", "target", "source_host", "target_host")

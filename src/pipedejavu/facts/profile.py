@@ -49,7 +49,7 @@ class Cost(Record):
 
     def times(self, factor: float) -> "Cost":
         """Returns the time as many times as long; the host's stays."""
-        return self.but(
+        return self.replace(
             fixed_s=self.fixed_s * factor,
             per_sample_s=self.per_sample_s * factor,
             measured_s={size: time_s * factor for size, time_s in self.measured_s.items()},
@@ -58,7 +58,7 @@ class Cost(Record):
     def plus(self, *others: "Cost") -> "Cost":
         """Returns the time with others behind it, at every size; the spread stays this one's."""
         every = (self, *others)
-        return self.but(
+        return self.replace(
             fixed_s=sum(cost.fixed_s for cost in every),
             per_sample_s=sum(cost.per_sample_s for cost in every),
             measured_s={size: sum(cost.work_s(size) for cost in every) for cost in every for size in cost.measured_s},
@@ -93,7 +93,7 @@ class UnitTime(Record):
 
     def times(self, factor: float) -> "UnitTime":
         """Returns what the unit takes on a device that computes so many times as long; copies stay as they are."""
-        return self.but(
+        return self.replace(
             forward=self.forward.times(factor),
             backward=self.backward.times(factor),
             weight_backward=self.weight_backward.times(factor),

@@ -58,7 +58,7 @@ class Record(BaseModel):
         """Writes the record to `path`, whole or not at all."""
         write_file(path, self.to_json() + "\n")
 
-    def but(self, **changes: Any) -> Self:
+    def replace(self, **changes: Any) -> Self:
         """Returns a validated copy with some fields changed."""
         fields = {name: getattr(self, name) for name in type(self).model_fields}
         return type(self).model_validate({**fields, **changes}, by_name=True)

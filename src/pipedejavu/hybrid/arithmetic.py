@@ -31,7 +31,7 @@ class Scalars(NamedTuple):
     rate: float
 
 
-class State(NamedTuple):
+class AdamState(NamedTuple):
     """What an update reads and writes of one parameter, one-dimensional and in one memory."""
 
     weight: Tensor
@@ -60,7 +60,7 @@ def scalars_of(
     )
 
 
-def update_(s: Scalars, gradient: Tensor, old: State, new: State) -> None:
+def update_(s: Scalars, gradient: Tensor, old: AdamState, new: AdamState) -> None:
     """Writes the state after one update of `old` to `new`, which may be the same memory."""
     x = gradient.float() * s.scale
     m = old.m * s.beta1 + x * s.rest1

@@ -10,9 +10,9 @@ import torch
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
 from pipedejavu.facts import InputError, format_bytes
-from pipedejavu.hybrid.home import Home, size_of
-from pipedejavu.hybrid.home import Progress as Report
 from pipedejavu.hybrid.placement import Limits, Place, Stretch, UnitSize, gpu_peak
+from pipedejavu.hybrid.unit_state import Progress as Report
+from pipedejavu.hybrid.unit_state import UnitState, size_of
 
 Budget = int | Literal["auto"]
 
@@ -21,7 +21,7 @@ GPU_SHARE, HOST_SHARE = 0.97, 0.92
 SHOWN_FROM_BYTES = 2**31
 
 
-class Meter:
+class MemoryMeter:
     """Sees the first steps of a run: how much memory each stretch of a step takes, how long each forward."""
 
     def __init__(self, device: torch.device, gpu_budget: Budget, host_budget: Budget):
@@ -66,20 +66,20 @@ class Meter:
             gpu = int(free * GPU_SHARE)
         return Limits(gpu_bytes=gpu, host_bytes=self._host_bytes, keeps_gradients=keeps_gradients, num_first=num_first)
 
-    def begin(self, homes: Sequence[Home]) -> None:
+    def begin(self, unit_states: Sequence[UnitState]) -> None:
         """Begins to watch a step's memory, from what rests on the GPU."""
         self._stretches, self._forwards, self._gradient_bytes = [], [], 0
-        self._left = {home.index: len(home.members) for home in homes}
+        self._left = {unit_state.index: len(unit_state.params) for unit_state in unit_states}
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
-            self._base_bytes = sum(size_of(home).weight_bytes for home in homes)
+            self._base_bytes = sum(size_of(unit_state).weight_bytes for unit_state in unit_states)
 
-    def saw_forward(self, home: Home) -> None:
+    def saw_forward(self, unit_state: UnitState) -> None:
         """Takes note that the forward comes to a unit, which ends the stretch of the unit before."""
         peak = self._peak()
         if self._forwards:
             self._forwards[-1] = Stretch(unit=self._forwards[-1].unit, peak_bytes=peak)
-        self._forwards.append(Stretch(unit=home.index, peak_bytes=peak))
+        self._forwards.append(Stretch(unit=unit_state.index, peak_bytes=peak))
 
     def _peak(self) -> int:
         """Returns the most memory since the last call, beside weights and gradients."""
@@ -89,15 +89,15 @@ class Meter:
         torch.cuda.reset_peak_memory_stats(self.device)
         return max(0, peak)
 
-    def saw_gradient(self, home: Home, size: int) -> None:
+    def saw_gradient(self, unit_state: UnitState, size: int) -> None:
         """Takes note of a gradient; the last one of a unit ends a stretch."""
-        self._left[home.index] -= 1
-        if self._left[home.index] == 0:
+        self._left[unit_state.index] -= 1
+        if self._left[unit_state.index] == 0:
             peak = self._peak()
             if not self._stretches and self._forwards:  # the last forward, the loss, and the first backward
                 self._forwards[-1] = Stretch(unit=self._forwards[-1].unit, peak_bytes=peak)
                 peak = max(peak, *(forward.peak_bytes for forward in self._forwards))
-            self._stretches.append(Stretch(unit=home.index, peak_bytes=peak))
+            self._stretches.append(Stretch(unit=unit_state.index, peak_bytes=peak))
             self._gradient_bytes += size
 
     @property
@@ -132,9 +132,9 @@ class ForwardClock:
     def seconds(self) -> dict[int, float]:
         """Returns the time from the begin of each unit to the coming of the next; the last one's is unknown."""
         torch.cuda.synchronize()
-        marks = list(self._marks.items())
-        following = [came for _, (came, _) in marks[1:]]
-        return {n: began.elapsed_time(end) / 1e3 for (n, (_, began)), end in zip(marks, following, strict=False)}
+        events = list(self._marks.items())
+        following = [came for _, (came, _) in events[1:]]
+        return {n: began.elapsed_time(end) / 1e3 for (n, (_, began)), end in zip(events, following, strict=False)}
 
 
 def free_host_bytes() -> int:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from pipedejavu.hybrid.arithmetic import Scalars, State, update_
+from pipedejavu.hybrid.arithmetic import AdamState, Scalars, update_
 
 LIBRARY = Path(__file__).with_name("_native.so")
 SPARED_CORES = 2
@@ -34,16 +34,16 @@ class _Job(ctypes.Structure):
     ]
 
 
-class Task(NamedTuple):
+class NativeTask(NamedTuple):
     """One parameter's update: the state after it is written to `new`, which may be the memory of `old`."""
 
     s: Scalars
     gradient: Tensor
-    old: State
-    new: State
+    old: AdamState
+    new: AdamState
 
 
-def _job(s: Scalars, gradient: Tensor, old: State, new: State) -> _Job:
+def _job(s: Scalars, gradient: Tensor, old: AdamState, new: AdamState) -> _Job:
     for tensor in (gradient, *old, *new):
         assert tensor is None or (tensor.is_contiguous() and tensor.device.type == "cpu")
     low, low_out = (None if half is None else half.data_ptr() for half in (old.low, new.low))
@@ -86,7 +86,7 @@ class HostUpdate:
         """Whether the native pass is there."""
         return self._library is not None
 
-    def __call__(self, tasks: Sequence[Task]) -> None:
+    def __call__(self, tasks: Sequence[NativeTask]) -> None:
         """Runs updates of several parameters, none of which shares memory with another."""
         started = time.perf_counter()
         if self._library is None:

@@ -113,7 +113,7 @@ def choose_placement(
     raise InputError(_refusal(units, stretches, limits, least_gpu, least_host))
 
 
-def with_spares(placement: Placement, units: Sequence[UnitSize], wanted: Sequence[bool], limit: int) -> Placement:
+def with_shadows(placement: Placement, units: Sequence[UnitSize], wanted: Sequence[bool], limit: int) -> Placement:
     """Returns the placement with spare copies for the wanted units, as far as host memory goes."""
     total, spare = placement.host_bytes, []
     for unit, place, is_wanted in zip(units, placement.places, wanted, strict=True):
@@ -129,7 +129,7 @@ def with_spares(placement: Placement, units: Sequence[UnitSize], wanted: Sequenc
     return replace(placement, is_spare=tuple(spare), host_bytes=total, reasons=(*placement.reasons, reason))
 
 
-def wants_spares(places: Sequence[Place], host_s: Sequence[float], forward_s: Sequence[float]) -> list[bool]:
+def wants_shadows(places: Sequence[Place], host_s: Sequence[float], forward_s: Sequence[float]) -> list[bool]:
     """Returns which host-held units should be guessed: all but the last ones, which the forward pass hides.
 
     An update that waits for the norm starts at the end of the backward pass, and must end before the forward pass

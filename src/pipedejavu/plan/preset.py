@@ -46,22 +46,22 @@ class Preset(Record):
                 " not both"
             )
         if workers is not None and self.grows != "none":
-            place = place.but(**{self.grows: workers})
+            place = place.replace(**{self.grows: workers})
         elif workers is not None and workers != 1:
             raise InputError(f"preset '{plan.name}' trains on one worker, not {workers}; do not give a number")
         if replicas is not None:
-            place = place.but(replicas=replicas)
+            place = place.replace(replicas=replicas)
         if feed.budgets:
-            feed = feed.but(budgets=tuple(feed.budgets[i % len(feed.budgets)] for i in range(place.replicas)))
+            feed = feed.replace(budgets=tuple(feed.budgets[i % len(feed.budgets)] for i in range(place.replicas)))
         if samples is not None:
-            feed = feed.but(samples=samples)
+            feed = feed.replace(samples=samples)
         if trim is not None:
             if plan.reduce.combiner != "score-trim":
                 raise InputError(f"plan '{plan.name}' scores no contributions, so it drops none; use preset:zeno")
-            plan = plan.but(reduce=plan.reduce.but(trim=trim))
+            plan = plan.replace(reduce=plan.reduce.replace(trim=trim))
         updates = plan.steps if steps is None else steps
         if microbatches is not None and self.per_update is None:
-            feed = feed.but(microbatches=microbatches)
+            feed = feed.replace(microbatches=microbatches)
         elif microbatches is not None and self.per_update is not None:
             if microbatches % self.per_update:
                 raise InputError(
@@ -69,7 +69,7 @@ class Preset(Record):
                     f" multiple of {self.per_update}"
                 )
             updates = microbatches // self.per_update * (steps or 1)
-        return plan.but(place=place, feed=feed, steps=updates)
+        return plan.replace(place=place, feed=feed, steps=updates)
 
     def check_update(self, microbatches: int | None) -> None:
         """Raises InputError if updates have another number of microbatches than is asked of each."""
@@ -112,7 +112,7 @@ def presets() -> dict[str, Preset]:
         plan = Plan.model_validate({"name": name, **row}, strict=False)
         per_update = own.get("per_update", DEFAULT_MICROBATCHES)
         steps = DEFAULT_MICROBATCHES // per_update if "per_update" in own else plan.steps
-        plan = plan.but(feed=plan.feed.but(microbatches=per_update), steps=steps)
+        plan = plan.replace(feed=plan.feed.replace(microbatches=per_update), steps=steps)
         found[name] = Preset.model_validate({**own, "plan": plan}, strict=False)
     return found
 

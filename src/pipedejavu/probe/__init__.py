@@ -3,6 +3,6 @@
 Without torch there is the shape alone: `survey` imports it.
 """
 
-from pipedejavu.probe.shape import read_shape
+from pipedejavu.probe.machine_shape import read_shape
 
 __all__ = ["read_shape"]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from pipedejavu.probe.series import Trial
+from pipedejavu.probe.series import TimedTrial
 
 
 class Scale(NamedTuple):
@@ -47,7 +47,7 @@ Made = TypeVar("Made")
 
 
 @dataclass(frozen=True)
-class Place:
+class ComputeDevice:
     """A device of this process, with the name that it has in the machine."""
 
     name: str
@@ -113,7 +113,7 @@ def using_threads(count: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def compute_trials(place: Place) -> list[Trial]:
+def compute_trials(place: ComputeDevice) -> list[TimedTrial]:
     """Returns all trials of one device."""
     scale = place.scale
     trials = [_matrix(place, (n, n, n), dtype) for dtype in scale.square_dtypes for n in scale.squares]
@@ -127,14 +127,14 @@ def compute_trials(place: Place) -> list[Trial]:
     return trials + [_update(place, count) for count in thread_counts(place)]
 
 
-def thread_counts(place: Place) -> list[int]:
+def thread_counts(place: ComputeDevice) -> list[int]:
     """Returns powers of two up to a CPU's threads, and these; of a GPU there is one."""
     if place.device.type != "cpu":
         return [1]
     return sorted({min(1 << n, place.threads) for n in range(place.threads.bit_length() + 1)})
 
 
-def _on_threads(place: Place, threads: int, work: Callable[[], object]) -> Callable[[int], float]:
+def _on_threads(place: ComputeDevice, threads: int, work: Callable[[], object]) -> Callable[[int], float]:
     def time_s(count: int) -> float:
         if place.device.type != "cpu":
             return timed(place.device, work, count)
@@ -145,7 +145,7 @@ def _on_threads(place: Place, threads: int, work: Callable[[], object]) -> Calla
     return time_s
 
 
-def _matrix(place: Place, shape: tuple[int, int, int], dtype: str, threads: int = 0) -> Trial:
+def _matrix(place: ComputeDevice, shape: tuple[int, int, int], dtype: str, threads: int = 0) -> TimedTrial:
     """Multiplies [m × k] by [k × n]; 'tf32' is float32 whose products may be rounded."""
     m, k, n = shape
     real = torch.float32 if dtype == "tf32" else getattr(torch, dtype)
@@ -160,7 +160,7 @@ def _matrix(place: Place, shape: tuple[int, int, int], dtype: str, threads: int 
 
     shown = f"{dtype} {m}×{k}×{n}" + (f", {threads} threads" if threads else "")
     run = _on_threads(place, threads or place.threads, work)
-    return Trial(place.name, "matrix", shown, 2.0 * m * k * n, "FLOP/s", run)
+    return TimedTrial(place.name, "matrix", shown, 2.0 * m * k * n, "FLOP/s", run)
 
 
 @contextmanager
@@ -173,7 +173,7 @@ def _tf32() -> Iterator[None]:
         torch.backends.cuda.matmul.fp32_precision = before
 
 
-class Block(nn.Module):
+class ComputeBlock(nn.Module):
     """One block of a transformer, as GPT has it."""
 
     def __init__(self, width: int) -> None:
@@ -193,24 +193,24 @@ class Block(nn.Module):
         return y
 
 
-def _block(place: Place, dtype: str, threads: int) -> Trial:
+def _block(place: ComputeDevice, dtype: str, threads: int) -> TimedTrial:
     """Trains a block: forward and backward, three times the multiply-adds of a forward."""
     most, context, width = place.scale.block
     batch = max(1, min(most, place.free_bytes >> 32))
     real = getattr(torch, dtype)
 
     def work() -> None:
-        block = place.made(f"block {dtype}", lambda: Block(width).to(place.device, real))
+        block = place.made(f"block {dtype}", lambda: ComputeBlock(width).to(place.device, real))
         x = place.made(f"block in {dtype}", lambda: torch.randn(batch, context, width, device=place.device).to(real))
         block(x).sum().backward()
         block.zero_grad()
 
     forward = 2.0 * batch * context * (12 * width * width + 2 * context * width)
     shown = f"{dtype} {batch}×{context}×{width}" + (f", {threads} threads" if place.device.type == "cpu" else "")
-    return Trial(place.name, "block", shown, 3 * forward, "FLOP/s", _on_threads(place, threads, work))
+    return TimedTrial(place.name, "block", shown, 3 * forward, "FLOP/s", _on_threads(place, threads, work))
 
 
-def _memory(place: Place) -> Trial:
+def _memory(place: ComputeDevice) -> TimedTrial:
     """Copies a large tensor within the device's memory; what is read and what is written both count."""
     size = int(min(place.scaled(MEMORY_BYTES, MOST_MEMORY_BYTES), LARGEST_SHARE * place.free_bytes))
 
@@ -218,10 +218,10 @@ def _memory(place: Place) -> Trial:
         source = place.made("memory", lambda: torch.ones(size // 4, device=place.device))
         place.made("memory copy", lambda: torch.empty_like(source)).copy_(source)
 
-    return Trial(place.name, "memory", "copy", 2.0 * size, "B/s", _on_threads(place, place.threads, work))
+    return TimedTrial(place.name, "memory", "copy", 2.0 * size, "B/s", _on_threads(place, place.threads, work))
 
 
-def _update(place: Place, threads: int) -> Trial:
+def _update(place: ComputeDevice, threads: int) -> TimedTrial:
     """Updates float32 parameters with torch's fused AdamW."""
     count = int(min(place.scaled(PARAMETERS, MOST_PARAMETERS), LARGEST_SHARE * place.free_bytes / 16))
 
@@ -234,4 +234,4 @@ def _update(place: Place, threads: int) -> Trial:
         place.made("AdamW", make).step()
 
     shown = f"AdamW, {threads} threads" if place.device.type == "cpu" else "AdamW"
-    return Trial(place.name, "update", shown, float(count), "1/s", _on_threads(place, threads, work))
+    return TimedTrial(place.name, "update", shown, float(count), "1/s", _on_threads(place, threads, work))

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from pipedejavu.probe.shape import num_cores, total_memory_bytes
+from pipedejavu.probe.machine_shape import num_cores, total_memory_bytes
 
 INSTRUCTION_SETS = (
     "avx", "avx2", "fma", "f16c", "avx_vnni", "avx512f", "avx512bw", "avx512_vnni", "avx512_bf16", "avx512_fp16",

@@ -13,7 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from pipedejavu.probe.host import free_memory_bytes, read_host
-from pipedejavu.probe.shape import num_cores
+from pipedejavu.probe.machine_shape import num_cores
 
 PACKAGE = Path(__file__).parents[1]
 _OPTIONAL = (
@@ -32,7 +32,7 @@ _OTHER_NAMES = {"mlflow": ("mlflow-skinny",)}
 
 
 @dataclass(frozen=True)
-class Part:
+class InstalledPart:
     """Something that is here or not."""
 
     name: str
@@ -58,7 +58,7 @@ class Installation:
     platform: str
     cores: int
     processor: str
-    parts: tuple[Part, ...]
+    parts: tuple[InstalledPart, ...]
     gpus: tuple[str, ...]
     free_memory_bytes: int
     free_disk_bytes: int
@@ -73,7 +73,7 @@ class Installation:
 def inspect_installation() -> Installation:
     """Looks at what is installed here."""
     packages = tuple(
-        Part(name, _version(name), gives, f"pip install 'pipedejavu[{extra}]'", name in _REQUIRED)
+        InstalledPart(name, _version(name), gives, f"pip install 'pipedejavu[{extra}]'", name in _REQUIRED)
         for name, extra, gives in _OPTIONAL
     )
     return Installation(
@@ -97,12 +97,14 @@ def _version(name: str) -> str | None:
     return None
 
 
-def _compiler() -> Part:
+def _compiler() -> InstalledPart:
     found = next((path for name in ("cc", "gcc", "clang") if (path := shutil.which(name))), None)
-    return Part("C compiler", found, "builds the native pass when the package is installed", "install gcc or clang")
+    return InstalledPart(
+        "C compiler", found, "builds the native pass when the package is installed", "install gcc or clang"
+    )
 
 
-def _native() -> Part:
+def _native() -> InstalledPart:
     gives = "fast host updates of HybridAdamW; without it torch gives the same bits, slower"
     path = PACKAGE / "hybrid" / "_native.so"
     try:
@@ -110,7 +112,7 @@ def _native() -> Part:
         found = "built"
     except OSError:
         found = None
-    return Part("native pass", found, gives, "install the package again where there is a C compiler")
+    return InstalledPart("native pass", found, gives, "install the package again where there is a C compiler")
 
 
 def _gpus() -> tuple[str, ...]:

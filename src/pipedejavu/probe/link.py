@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from pipedejavu.facts import format_bytes
-from pipedejavu.probe.compute import Place, timed
-from pipedejavu.probe.series import Trial
+from pipedejavu.probe.compute import ComputeDevice, timed
+from pipedejavu.probe.series import TimedTrial
 
 SIZES = (4 << 10, 64 << 10, 1 << 20, 16 << 20, 64 << 20)
 LARGEST = SIZES[-1]
@@ -26,7 +26,7 @@ BESIDE = {"cpu": 512, "cuda": 4096}
 Work = Callable[[], object]
 
 
-def copy_trials(place: Place) -> list[Trial]:
+def copy_trials(place: ComputeDevice) -> list[TimedTrial]:
     """Returns the trials of the links between a host and one GPU, in both directions."""
     inwards, outwards = f"cpu>{place.name}", f"{place.name}>cpu"
     trials = []
@@ -39,21 +39,21 @@ def copy_trials(place: Place) -> list[Trial]:
     copy, compute = _copy(place, "pinned", LARGEST, is_inwards=True), _compute(place)
     return [
         *trials,
-        Trial(both, "copy", "both ways", 2.0 * LARGEST, "B/s", _both_ways(place)),
-        Trial(both, "compute", "alone", 1, "s", lambda count: timed(place.device, compute, count)),
-        Trial(both, "compute", "beside copies", 1, "s", _beside(place, compute, copy)),
-        Trial(both, "copy", "beside compute", float(LARGEST), "B/s", _beside(place, copy, compute)),
+        TimedTrial(both, "copy", "both ways", 2.0 * LARGEST, "B/s", _both_ways(place)),
+        TimedTrial(both, "compute", "alone", 1, "s", lambda count: timed(place.device, compute, count)),
+        TimedTrial(both, "compute", "beside copies", 1, "s", _beside(place, compute, copy)),
+        TimedTrial(both, "copy", "beside compute", float(LARGEST), "B/s", _beside(place, copy, compute)),
     ]
 
 
-def peer_trials(places: list[Place]) -> list[Trial]:
+def peer_trials(places: list[ComputeDevice]) -> list[TimedTrial]:
     """Returns the trials of copies from each GPU to the next."""
     trials = []
     for source, target in zip(places, places[1:] + places[:1], strict=True):
         if source is target:
             continue
 
-        def work(source: Place = source, target: Place = target) -> None:
+        def work(source: ComputeDevice = source, target: ComputeDevice = target) -> None:
             given = source.made("peer", lambda: torch.ones(LARGEST, dtype=torch.uint8, device=source.device))
             taken = target.made("peer in", lambda: torch.empty(LARGEST, dtype=torch.uint8, device=target.device))
             taken.copy_(given, non_blocking=True)
@@ -63,21 +63,21 @@ def peer_trials(places: list[Place]) -> list[Trial]:
     return trials
 
 
-def _trial(subject: str, what: str, setting: str, size: int, place: Place, work: Work) -> Trial:
-    return Trial(subject, what, setting, float(size), "B/s", lambda count: timed(place.device, work, count))
+def _trial(subject: str, what: str, setting: str, size: int, place: ComputeDevice, work: Work) -> TimedTrial:
+    return TimedTrial(subject, what, setting, float(size), "B/s", lambda count: timed(place.device, work, count))
 
 
-def _host(place: Place, key: str) -> Tensor:
+def _host(place: ComputeDevice, key: str) -> Tensor:
     """Returns a buffer of the host; pinned memory needs a GPU."""
     pinned = key.startswith("pinned") and place.device.type == "cuda"
     return place.made(key, lambda: torch.ones(LARGEST, dtype=torch.uint8, pin_memory=pinned))
 
 
-def _remote(place: Place, key: str) -> Tensor:
+def _remote(place: ComputeDevice, key: str) -> Tensor:
     return place.made(key, lambda: torch.ones(LARGEST, dtype=torch.uint8, device=place.device))
 
 
-def _copy(place: Place, memory: str, size: int, *, is_inwards: bool) -> Work:
+def _copy(place: ComputeDevice, memory: str, size: int, *, is_inwards: bool) -> Work:
     def work() -> None:
         ends = _remote(place, "copied")[:size], _host(place, memory)[:size]
         target, source = ends if is_inwards else reversed(ends)
@@ -86,7 +86,7 @@ def _copy(place: Place, memory: str, size: int, *, is_inwards: bool) -> Work:
     return work
 
 
-def _compute(place: Place) -> Work:
+def _compute(place: ComputeDevice) -> Work:
     side = BESIDE[place.device.type]
     real = torch.float16 if place.device.type == "cuda" else torch.float32
 
@@ -103,7 +103,7 @@ def _side(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
-def _both_ways(place: Place) -> Callable[[int], float]:
+def _both_ways(place: ComputeDevice) -> Callable[[int], float]:
     """Copies one buffer in and another out at the same time."""
 
     def inwards() -> None:
@@ -139,7 +139,7 @@ def _together(one: Work, other: Work) -> None:
     thread.join()
 
 
-def _beside(place: Place, work: Work, other: Work) -> Callable[[int], float]:
+def _beside(place: ComputeDevice, work: Work, other: Work) -> Callable[[int], float]:
     """Times `work` while `other` is under way all the time."""
     once: list[float] = []
 
@@ -155,7 +155,7 @@ def _beside(place: Place, work: Work, other: Work) -> Callable[[int], float]:
 
 
 @contextmanager
-def _under_way(place: Place, other: Work, least_s: float, once_s: float) -> Iterator[None]:
+def _under_way(place: ComputeDevice, other: Work, least_s: float, once_s: float) -> Iterator[None]:
     """Runs `other` on a stream of its own for about `least_s`, or on a CPU in a thread until the body is through."""
     if place.device.type == "cuda":
         side = _side(place.device)

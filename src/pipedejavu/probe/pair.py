@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pipedejavu.facts import end_with_parent, format_bytes
-from pipedejavu.probe.series import Trial
+from pipedejavu.probe.series import TimedTrial
 
 SIZES = (4 << 10, 64 << 10, 1 << 20, 16 << 20)
 LARGEST = SIZES[-1]
@@ -97,7 +97,7 @@ class Pair:
         self.ends[0].send(("open", gpu, 1))
         _answer(self.ends[0], 0, START_S)
 
-    def trials(self) -> list[Trial]:
+    def trials(self) -> list[TimedTrial]:
         """Returns the trials of messages; both ways counts both messages."""
         if self.uses_nccl:
             return self._messages("gpu0>gpu1", "nccl")
@@ -105,18 +105,21 @@ class Pair:
         return [
             *self._messages("cpu>cpu", "gloo"),
             *memory,
-            *(Trial("cpu>cpu", "gloo sum", format_bytes(n), float(n), "B/s", self._run("gloo sum", n)) for n in SUMS),
-            Trial("cpu>cpu", "gloo", "beside compute", float(LARGEST), "B/s", self._run("gloo beside", LARGEST)),
-            Trial("cpu>cpu", "compute", "alone", 1, "s", self._run("compute", SIDE)),
-            Trial("cpu>cpu", "compute", "beside gloo", 1, "s", self._run("compute beside", SIDE)),
+            *(
+                TimedTrial("cpu>cpu", "gloo sum", format_bytes(n), float(n), "B/s", self._run("gloo sum", n))
+                for n in SUMS
+            ),
+            TimedTrial("cpu>cpu", "gloo", "beside compute", float(LARGEST), "B/s", self._run("gloo beside", LARGEST)),
+            TimedTrial("cpu>cpu", "compute", "alone", 1, "s", self._run("compute", SIDE)),
+            TimedTrial("cpu>cpu", "compute", "beside gloo", 1, "s", self._run("compute beside", SIDE)),
         ]
 
-    def _messages(self, subject: str, way: str) -> list[Trial]:
-        both = Trial(subject, way, "both ways", 2.0 * LARGEST, "B/s", self._run(f"{way} both", LARGEST))
+    def _messages(self, subject: str, way: str) -> list[TimedTrial]:
+        both = TimedTrial(subject, way, "both ways", 2.0 * LARGEST, "B/s", self._run(f"{way} both", LARGEST))
         return [*(self._message(subject, way, size) for size in SIZES), both]
 
-    def _message(self, subject: str, way: str, size: int) -> Trial:
-        return Trial(subject, way, format_bytes(size), float(size), "B/s", self._run(way, size))
+    def _message(self, subject: str, way: str, size: int) -> TimedTrial:
+        return TimedTrial(subject, way, format_bytes(size), float(size), "B/s", self._run(way, size))
 
     def _run(self, name: str, size: int) -> Callable[[int], float]:
         return lambda count: self.ask(name, size, count)

@@ -43,7 +43,7 @@ FAST = {"s": 0.25, "B/s": 0.75, "FLOP/s": 0.75, "1/s": 0.75}
 
 
 @dataclass(frozen=True)
-class Trial:
+class TimedTrial:
     """Something that can be timed, again and again."""
 
     subject: str
@@ -75,7 +75,7 @@ class Rounds:
 
 
 def run_rounds(
-    trials: Sequence[Trial],
+    trials: Sequence[TimedTrial],
     budget_s: float,
     report: Report = lambda *_: None,
     now: Callable[[], float] = time.perf_counter,
@@ -107,7 +107,7 @@ def run_rounds(
     return Rounds({name: t for name, t in times.items() if name not in left_out}, left_out)
 
 
-def _warm_up(trial: Trial, counts: dict[str, int]) -> str:
+def _warm_up(trial: TimedTrial, counts: dict[str, int]) -> str:
     """Finds how many runs are a part of a visit, zero for one run in all; returns why there is no visit, if so."""
     try:
         once_s = min(trial.time_s(1), trial.time_s(1))  # the first makes what it works on
@@ -120,7 +120,7 @@ def _warm_up(trial: Trial, counts: dict[str, int]) -> str:
     return ""
 
 
-def _visit(trial: Trial, count: int) -> float:
+def _visit(trial: TimedTrial, count: int) -> float:
     """Returns the seconds of one run: the fastest part's mean, or that of a single run where `count` is zero."""
     return min(trial.time_s(count) / count for _ in range(PARTS)) if count else trial.time_s(1)
 
@@ -166,7 +166,7 @@ def estimate_spread(values: Sequence[float], share: float) -> float:
     return max(fast, QUARTER_FACTOR * stdev(quantile(part, share) for part in parts))
 
 
-def rates(trial: Trial, times_s: Series) -> list[float]:
+def rates(trial: TimedTrial, times_s: Series) -> list[float]:
     """Returns a trial's amount for each second, round by round; its seconds where its unit is that."""
     if trial.unit == "s":
         return times_s[trial.name]
@@ -174,14 +174,14 @@ def rates(trial: Trial, times_s: Series) -> list[float]:
 
 
 @dataclass(frozen=True)
-class Line:
+class FittedLine:
     """What a transfer takes: latency and then bytes over bandwidth."""
 
     latency_s: float
     bytes_per_s: float
 
 
-def fit_line(times_s: Mapping[int, float]) -> Line:
+def fit_line(times_s: Mapping[int, float]) -> FittedLine:
     """Fits a line to times by size; relative errors count, so that small messages weigh as much as large ones."""
     points = [(1 / t, size / t) for size, t in times_s.items() if t > 0]
     # Least squares of latency · x + slope · y − 1 over the points (x, y): two equations in two unknowns.
@@ -190,7 +190,7 @@ def fit_line(times_s: Mapping[int, float]) -> Line:
     determinant = xx * yy - xy * xy
     latency, slope = yy * x1 - xy * y1, xx * y1 - xy * x1
     if slope <= 0:  # noise: larger messages take no longer, so that only a least bandwidth is known
-        return Line(x1 / xx, max(y for _, y in points))
+        return FittedLine(x1 / xx, max(y for _, y in points))
     if latency < 0 or determinant <= 0:  # noise: the latency does not show
-        return Line(0.0, yy / y1)
-    return Line(latency / determinant, determinant / slope)
+        return FittedLine(0.0, yy / y1)
+    return FittedLine(latency / determinant, determinant / slope)

@@ -12,13 +12,13 @@ from pathlib import Path
 import torch
 
 from pipedejavu.facts import Machine
-from pipedejavu.probe.compute import Place, compute_trials
-from pipedejavu.probe.disk import disk_trials
+from pipedejavu.probe.compute import ComputeDevice, compute_trials
+from pipedejavu.probe.disk_speed import disk_trials
 from pipedejavu.probe.host import free_memory_bytes, read_host
 from pipedejavu.probe.link import copy_trials, peer_trials
 from pipedejavu.probe.pair import Pair
-from pipedejavu.probe.result import Circumstances, Findings, GpuFacts, build_machine
-from pipedejavu.probe.series import Report, Trial, run_rounds
+from pipedejavu.probe.series import Report, TimedTrial, run_rounds
+from pipedejavu.probe.survey_result import Circumstances, Findings, GpuFacts, build_machine
 
 TIME_S, QUICK_TIME_S = 42.0, 15.0
 """How long a survey takes, beside the import of torch."""
@@ -38,7 +38,7 @@ def measure_machine(folder: Path, *, quick: bool = False, report: Report = lambd
         pair = stack.enter_context(Pair(threads))
         pairs = [pair, *(stack.enter_context(Pair(threads, uses_nccl=True)) for _ in range(count >= 2))]
         gpus = _open_gpus(count, unknown)
-        places = [Place("cpu", torch.device("cpu"), free[0], threads=host.cores), *gpus]
+        places = [ComputeDevice("cpu", torch.device("cpu"), free[0], threads=host.cores), *gpus]
         trials = [trial for place in places for trial in compute_trials(place)]
         trials += [trial for place in gpus for trial in copy_trials(place)] + peer_trials(gpus)
         report("starting two processes", 0.0)
@@ -70,12 +70,12 @@ def _disturbances(cores: int) -> list[str]:
     return [f"this machine at rest: {load:.1f} processes wanted its {cores} cores before the survey began"]
 
 
-def _open_gpus(count: int, unknown: list[str]) -> list[Place]:
+def _open_gpus(count: int, unknown: list[str]) -> list[ComputeDevice]:
     """Returns the GPUs that can be used, once this process has a context on each."""
     found = []
     for n in range(count):
         try:
-            found.append(Place(f"gpu{n}", torch.device("cuda", n), _open(n)))
+            found.append(ComputeDevice(f"gpu{n}", torch.device("cuda", n), _open(n)))
         except RuntimeError as error:
             unknown.append(f"gpu{n}: {str(error).splitlines()[0]}")
     return found
@@ -89,7 +89,7 @@ def _open(gpu: int) -> int:
     return int(torch.cuda.mem_get_info(gpu)[0])
 
 
-def _gpu_facts(place: Place, pair: Pair, unknown: list[str]) -> GpuFacts:
+def _gpu_facts(place: ComputeDevice, pair: Pair, unknown: list[str]) -> GpuFacts:
     """Returns what the driver states of a GPU, and how much memory falls away when one more process uses it."""
     index = place.device.index
     context: int | None = None
@@ -105,7 +105,7 @@ def _gpu_facts(place: Place, pair: Pair, unknown: list[str]) -> GpuFacts:
     return GpuFacts(place.name, kind, int(total), min(place.free_bytes, int(total)), context)
 
 
-def _on_disk(stack: ExitStack, folder: Path, unknown: list[str]) -> list[Trial]:
+def _on_disk(stack: ExitStack, folder: Path, unknown: list[str]) -> list[TimedTrial]:
     """Returns the trials of the disk under a folder; their file goes when the survey ends."""
     try:
         where = stack.enter_context(tempfile.TemporaryDirectory(prefix=".pipedejavu-", dir=folder))

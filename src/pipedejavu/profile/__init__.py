@@ -1,31 +1,31 @@
 """Models as units: read from a chain or cut out of any module, and measured on devices of this machine."""
 
-from pipedejavu.profile.blank import blank_like, make_blank, make_mode
-from pipedejavu.profile.chain import Units, is_chain, read_chain
-from pipedejavu.profile.company import company
-from pipedejavu.profile.cut import Cut, cut_model
-from pipedejavu.profile.estimate import estimate_units, read_rates
-from pipedejavu.profile.measure import measure_profile, merge_profiles
+from pipedejavu.profile.background_load import background_load
+from pipedejavu.profile.meta_model import make_meta_model, make_mode, meta_like
+from pipedejavu.profile.model_cut import ModelCut, cut_model
 from pipedejavu.profile.predictor import Efficiency, known_efficiencies
-from pipedejavu.profile.shot import Shot, has_same_units, make_shots
+from pipedejavu.profile.sequential import Units, is_chain, read_chain
+from pipedejavu.profile.unit_estimate import estimate_units, read_rates
+from pipedejavu.profile.unit_sample import UnitSample, has_same_units, make_samples
+from pipedejavu.profile.unit_time import measure_profile, merge_profiles
 
 __all__ = [
-    "Cut",
     "Efficiency",
-    "Shot",
+    "ModelCut",
+    "UnitSample",
     "Units",
-    "blank_like",
-    "company",
+    "background_load",
     "cut_model",
     "estimate_units",
     "has_same_units",
     "is_chain",
     "known_efficiencies",
-    "make_blank",
+    "make_meta_model",
     "make_mode",
-    "make_shots",
+    "make_samples",
     "measure_profile",
     "merge_profiles",
+    "meta_like",
     "read_chain",
     "read_rates",
 ]

@@ -29,7 +29,7 @@ _NUMBERS = ("flop", "bytes", "time_s", "flop_per_s", "bytes_per_s")
 _COLUMNS = ("device", "type", "dtype", "operator", "pass", "shape", *_NUMBERS)
 
 
-class Row(NamedTuple):
+class OperatorRow(NamedTuple):
     """One operator at one shape on one device."""
 
     device: str
@@ -64,25 +64,25 @@ def classify(name: str) -> str:
     return next((found for found, pattern in _PATTERNS.items() if re.match(pattern, plain)), "elementwise")
 
 
-def read_rows(path: str) -> tuple[Row, ...]:
+def read_rows(path: str) -> tuple[OperatorRow, ...]:
     """Reads the rows of a file; raises InputError with the line of the first fault."""
     return _parse(read_file(path).decode("utf-8", errors="replace"), path)
 
 
 @cache
-def known_rows() -> tuple[Row, ...]:
+def known_rows() -> tuple[OperatorRow, ...]:
     """Returns the rows that come with the project."""
     return _parse(files("pipedejavu.profile").joinpath("operators.csv").read_text("utf-8"), "operators.csv")
 
 
-def _parse(text: str, source: str) -> tuple[Row, ...]:
+def _parse(text: str, source: str) -> tuple[OperatorRow, ...]:
     lines = csv.DictReader(text.splitlines())
     for name in (name for name in _COLUMNS if name not in (lines.fieldnames or ())):
         raise InputError(f"{source}: column '{name}' is missing; measure rows with bench/operators.py")
     return tuple(_row(line, f"{source}, line {number}") for number, line in enumerate(lines, 2))
 
 
-def _row(line: dict[str, str], where: str) -> Row:
+def _row(line: dict[str, str], where: str) -> OperatorRow:
     device, type_, dtype, operator, pass_, shape = (line[name] or "" for name in _COLUMNS[:6])
     numbers = []
     for name in _NUMBERS:
@@ -93,4 +93,4 @@ def _row(line: dict[str, str], where: str) -> Row:
         if not 0 <= value < math.inf or (value == 0 and name != "flop"):
             raise InputError(f"{where}: {name} is {line[name]!r}, but it must be a number above zero")
         numbers.append(value)
-    return Row(device, type_, dtype, operator, pass_, shape, *numbers)
+    return OperatorRow(device, type_, dtype, operator, pass_, shape, *numbers)

@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from pipedejavu.facts import InputError
-from pipedejavu.profile.operator import CLASSES, Row, known_rows
+from pipedejavu.profile.operator import CLASSES, OperatorRow, known_rows
 
-Predict = Callable[[Sequence[Row]], list[float]]
+Predict = Callable[[Sequence[OperatorRow]], list[float]]
 """Returns seconds for each row; what was measured of these is not looked at."""
 
 _SHARES = np.geomspace(0.01, 3.0, 229)
@@ -38,13 +38,13 @@ class Efficiency(NamedTuple):
         found = self.shares.get(class_)
         return found if found is not None else float(np.exp(np.mean(np.log(list(self.shares.values())))))
 
-    def time_s(self, row: Row) -> float:
+    def time_s(self, row: OperatorRow) -> float:
         """Returns what an operator takes."""
         launch_s = self.launch_s.get(row.pass_, min(self.launch_s.values()))
         return launch_s + row.bound_s / self.share(row.class_)
 
 
-def fit_efficiency(rows: Sequence[Row]) -> Efficiency:
+def fit_efficiency(rows: Sequence[OperatorRow]) -> Efficiency:
     """Minimises the sum of |log(predicted ÷ measured)|, over one constant after the other."""
     passes, classes = sorted({row.pass_ for row in rows}), sorted({row.class_ for row in rows})
     launches, shares = dict.fromkeys(passes, 1e-5), dict.fromkeys(classes, 0.5)
@@ -68,7 +68,7 @@ def _best(tried: Any, predicted: Any, time: Any) -> float:
     return float(tried[int(errors.argmin())])
 
 
-def fit_roofline(rows: Sequence[Row]) -> Predict:
+def fit_roofline(rows: Sequence[OperatorRow]) -> Predict:
     """Fits an efficiency to each type of device, and one to all for types without rows."""
     by_type = {type_: fit_efficiency([r for r in rows if r.type == type_]) for type_ in {r.type for r in rows}}
     other = fit_efficiency(rows)
@@ -82,7 +82,7 @@ def known_efficiencies() -> dict[str, Efficiency]:
     return {type_: fit_efficiency([r for r in rows if r.type == type_]) for type_ in sorted({r.type for r in rows})}
 
 
-def fit_linear(rows: Sequence[Row]) -> Predict:
+def fit_linear(rows: Sequence[OperatorRow]) -> Predict:
     """Fits logarithms of times by least squares, with a little weight on small coefficients."""
     features, targets = _features(rows), _targets(rows)
     weights = np.linalg.solve(
@@ -91,19 +91,19 @@ def fit_linear(rows: Sequence[Row]) -> Predict:
     return lambda asked: _times(asked, _features(asked) @ weights)
 
 
-def fit_svr(rows: Sequence[Row]) -> Predict:
+def fit_svr(rows: Sequence[OperatorRow]) -> Predict:
     """Fits a support vector regression."""
     svm, pipeline, scaling = (_sklearn(name) for name in ("svm", "pipeline", "preprocessing"))
     return _learned(rows, pipeline.make_pipeline(scaling.StandardScaler(), svm.SVR(C=10.0, epsilon=0.05)))
 
 
-def fit_forest(rows: Sequence[Row]) -> Predict:
+def fit_forest(rows: Sequence[OperatorRow]) -> Predict:
     """Fits a forest of random trees."""
     ensemble = _sklearn("ensemble")
     return _learned(rows, ensemble.RandomForestRegressor(300, min_samples_leaf=2, random_state=0))
 
 
-PREDICTORS: dict[str, Callable[[Sequence[Row]], Predict]] = {
+PREDICTORS: dict[str, Callable[[Sequence[OperatorRow]], Predict]] = {
     "roofline": fit_roofline,
     "linear": fit_linear,
     "svr": fit_svr,
@@ -111,7 +111,7 @@ PREDICTORS: dict[str, Callable[[Sequence[Row]], Predict]] = {
 }
 
 
-def _learned(rows: Sequence[Row], model: Any) -> Predict:
+def _learned(rows: Sequence[OperatorRow], model: Any) -> Predict:
     model.fit(_features(rows), _targets(rows))
     return lambda asked: _times(asked, model.predict(_features(asked)))
 
@@ -123,7 +123,7 @@ def _sklearn(name: str) -> Any:
         raise InputError("this predictor needs scikit-learn: pip install 'pipedejavu[data]'") from None
 
 
-def _features(rows: Sequence[Row]) -> Any:
+def _features(rows: Sequence[OperatorRow]) -> Any:
     """Returns a line of numbers for each row: sizes and rates as logarithms, and what is one of several as ones."""
     return np.array(
         [
@@ -145,17 +145,17 @@ def _features(rows: Sequence[Row]) -> Any:
     )
 
 
-def _targets(rows: Sequence[Row]) -> Any:
+def _targets(rows: Sequence[OperatorRow]) -> Any:
     """Returns by how much times lie above their bounds, as logarithms."""
     return np.array([np.log(row.time_s / row.bound_s) for row in rows])
 
 
-def _times(rows: Sequence[Row], targets: Any) -> list[float]:
+def _times(rows: Sequence[OperatorRow], targets: Any) -> list[float]:
     return [float(row.bound_s * np.exp(target)) for row, target in zip(rows, targets, strict=True)]
 
 
 def leave_one_out(
-    rows: Sequence[Row], key: Callable[[Row], str], fit: Callable[[Sequence[Row]], Predict]
+    rows: Sequence[OperatorRow], key: Callable[[OperatorRow], str], fit: Callable[[Sequence[OperatorRow]], Predict]
 ) -> dict[str, list[float]]:
     """Predicts the rows of each group from all others; returns predicted ÷ measured by group."""
     found = {}

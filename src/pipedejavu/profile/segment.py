@@ -19,7 +19,7 @@ Shapes = tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True)
-class Entry:
+class SegmentEntry:
     """A tensor that a segment is given."""
 
     shape: tuple[int, ...]
@@ -32,7 +32,7 @@ class Entry:
 class Body(nn.Module):
     """A graph for one shape."""
 
-    def __init__(self, graph: fx.GraphModule, entries: Sequence[Entry]):
+    def __init__(self, graph: fx.GraphModule, entries: Sequence[SegmentEntry]):
         super().__init__()
         self.graph, self.entries = graph, tuple(entries)
         self.device, self.dtype = torch.device("cpu"), torch.float32

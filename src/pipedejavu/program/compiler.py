@@ -7,14 +7,14 @@ from pipedejavu.facts import Device, InputError, Machine, Profile, paused_collec
 from pipedejavu.plan import Decision, Plan
 from pipedejavu.plan.rule import check_plan
 from pipedejavu.program.action import Action
-from pipedejavu.program.crew import Crew, assign_devices, crews_of, with_counts
 from pipedejavu.program.cut import balance, cut_pieces, piece_inputs
 from pipedejavu.program.limit import check_passes, check_size
 from pipedejavu.program.passes import add_layout_collectives, add_recompute, add_transfers, add_version_drops
+from pipedejavu.program.pipeline import Pipeline, assign_devices, pipelines_of, with_counts
 from pipedejavu.program.program import Group, Piece, Program, Worker
 from pipedejavu.program.residency import add_residency
-from pipedejavu.program.share import Split, cut_samples
-from pipedejavu.program.team import join, teams_of
+from pipedejavu.program.share import ShareSplit, cut_samples
+from pipedejavu.program.tp_group import join, tp_groups_of
 from pipedejavu.program.update import add_updates, server_actions
 
 
@@ -27,16 +27,16 @@ def compile(plan: Plan, profile: Profile, machine: Machine, *, fold: bool = True
     """
     check_plan(plan, profile)
     check_size(plan, profile)
-    teams = [*teams_of(plan, assign_devices(plan, machine))]
-    profile, machine = join(profile, machine, teams)
-    devices = tuple(team[0] for team in teams)
+    tp_groups = [*tp_groups_of(plan, assign_devices(plan, machine))]
+    profile, machine = join(profile, machine, tp_groups)
+    devices = tuple(tp_group[0] for tp_group in tp_groups)
     plan = _resolve_cut(plan, profile, machine, devices)
-    crews = crews_of(plan)
-    plan, parts = _resolve_parts(plan, profile, machine, crews, devices)
-    crews = with_counts(crews, [len(part) for part in parts], plan.place.shards)
+    pipelines = pipelines_of(plan)
+    plan, parts = _resolve_parts(plan, profile, machine, pipelines, devices)
+    pipelines = with_counts(pipelines, [len(part) for part in parts], plan.place.shards)
     pieces = cut_pieces(plan, profile, plan.cut.bounds or ())
-    copies = len(crews) if fold and _is_symmetric(plan, profile, machine, devices) else 1
-    active = [crew for crew in crews if crew.count]
+    copies = len(pipelines) if fold and _is_symmetric(plan, profile, machine, devices) else 1
+    active = [pipeline for pipeline in pipelines if pipeline.count]
     check_passes(plan, 1 if copies > 1 else len(active), len(pieces))
     program = Program(
         plan=plan,
@@ -48,7 +48,7 @@ def compile(plan: Plan, profile: Profile, machine: Machine, *, fold: bool = True
         groups=_groups(plan, profile, pieces, active),
         devices=devices,
         parts=tuple(parts[:: plan.place.shards]),
-        num_replicas=1 + max(replica for crew in crews for replica, _ in crew.homes()),
+        num_replicas=1 + max(replica for pipeline in pipelines for replica, _ in pipeline.homes()),
         copies=copies,
     )
     with paused_collector():
@@ -90,7 +90,7 @@ def _resolve_cut(plan: Plan, profile: Profile, machine: Machine, devices: tuple[
             " change place.workers or place.chunks"
         )
     if plan.order.kind == "layer-major":
-        plan = plan.but(place=plan.place.but(kind="loop", chunks=stages))
+        plan = plan.replace(place=plan.place.replace(kind="loop", chunks=stages))
         bounds = tuple(range(1, stages))
         reason = "order 'layer-major' takes one unit at a time"
     elif plan.cut.bounds is not None:
@@ -101,34 +101,34 @@ def _resolve_cut(plan: Plan, profile: Profile, machine: Machine, devices: tuple[
             )
         return plan
     else:
-        crew = crews_of(plan)[0]
-        first = {stage: worker for (_, stage), worker in reversed(crew.homes().items())}
+        pipeline = pipelines_of(plan)[0]
+        first = {stage: worker for (_, stage), worker in reversed(pipeline.homes().items())}
         on = [machine.device(devices[first[stage]]) for stage in range(stages)]
         bounds = balance(profile, on, plan.feed.samples)
         reason = "the slowest stage's forward and backward time is least"
     if not bounds:
-        return plan.but(cut=plan.cut.but(bounds=()))
+        return plan.replace(cut=plan.cut.replace(bounds=()))
     decision = Decision(axis="cut", choice=f"stages begin at units {', '.join(map(str, bounds))}", reason=reason)
-    return plan.but(cut=plan.cut.but(bounds=bounds), decisions=(*plan.decisions, decision))
+    return plan.replace(cut=plan.cut.replace(bounds=bounds), decisions=(*plan.decisions, decision))
 
 
 def _resolve_parts(
-    plan: Plan, profile: Profile, machine: Machine, crews: list[Crew], devices: tuple[str, ...]
+    plan: Plan, profile: Profile, machine: Machine, pipelines: list[Pipeline], devices: tuple[str, ...]
 ) -> tuple[Plan, list[tuple[int, ...]]]:
     """Returns for each crew the samples of its microbatches of an update."""
     feed = plan.feed
     if feed.kind != "share":
-        return plan, [(feed.samples,) * feed.microbatches] * len(crews)
-    split = Split(plan, profile, machine, crews, devices)
+        return plan, [(feed.samples,) * feed.microbatches] * len(pipelines)
+    split = ShareSplit(plan, profile, machine, pipelines, devices)
     samples, reason = split.choose()
     choice = " + ".join(map(str, samples)) + f" of {split.total} samples"
     decision = Decision(axis="feed", choice=choice, reason=reason)
     shares = tuple(count / split.total for count in samples)
-    plan = plan.but(feed=feed.but(shares=shares), decisions=(*plan.decisions, decision))
+    plan = plan.replace(feed=feed.replace(shares=shares), decisions=(*plan.decisions, decision))
     return plan, [cut_samples(count, feed.samples) for count in samples]
 
 
-def _groups(plan: Plan, profile: Profile, pieces: tuple[Piece, ...], crews: list[Crew]) -> dict[str, Group]:
+def _groups(plan: Plan, profile: Profile, pieces: tuple[Piece, ...], pipelines: list[Pipeline]) -> dict[str, Group]:
     """Returns who takes part in which collective.
 
     's2' is everyone that holds stage 2, 't2.0' the shards of replica 0's stage 2 and 'd2.0' the same for
@@ -136,8 +136,8 @@ def _groups(plan: Plan, profile: Profile, pieces: tuple[Piece, ...], crews: list
     'all' everyone whose gradients count in the norm.
     """
     holders: dict[tuple[int, int], list[int]] = {}
-    for crew in crews:
-        for (replica, stage), worker in crew.homes().items():
+    for pipeline in pipelines:
+        for (replica, stage), worker in pipeline.homes().items():
             holders.setdefault((stage, replica), []).append(worker)
     stages = sorted({stage for stage, _ in holders})
     helpers: tuple[int, ...] = ()
@@ -167,7 +167,7 @@ def _groups(plan: Plan, profile: Profile, pieces: tuple[Piece, ...], crews: list
     return groups
 
 
-def _with_workers(program: Program, crews: list[Crew]) -> Program:
+def _with_workers(program: Program, pipelines: list[Pipeline]) -> Program:
     """Gives each worker its forwards and backwards, stage by stage as scheduled, piece by piece."""
     plan, size = program.plan, program.update_size
     of_stage: dict[int, list[int]] = {}
@@ -176,21 +176,21 @@ def _with_workers(program: Program, crews: list[Crew]) -> Program:
     sequences: dict[int, list[Action]] = {}
     limits: dict[int, int] = {}
     ready: set[int] = set()
-    for crew in crews:
-        rounds, count = (1, crew.count * plan.steps) if plan.is_flush_free else (plan.steps, crew.count)
-        for rank, worker in enumerate(crew.workers):
+    for pipeline in pipelines:
+        rounds, count = (1, pipeline.count * plan.steps) if plan.is_flush_free else (plan.steps, pipeline.count)
+        for rank, worker in enumerate(pipeline.workers):
             sequence = sequences.setdefault(worker, [])
             for t in range(rounds):
-                for kind, chunk, k in crew.slots(rank, count):
-                    replica, stage = crew.home(rank, chunk)
-                    n = t * crew.count + k
-                    microbatch = n // crew.count * size + crew.offset + n % crew.count
+                for kind, chunk, k in pipeline.slots(rank, count):
+                    replica, stage = pipeline.home(rank, chunk)
+                    n = t * pipeline.count + k
+                    microbatch = n // pipeline.count * size + pipeline.offset + n % pipeline.count
                     order = of_stage[stage] if kind == "F" else reversed(of_stage[stage])
                     sequence += [Action(kind, piece, replica, microbatch) for piece in order]
-            if crew.schedule == "ready-first" and rank < len(crew.workers) - 1:
+            if pipeline.schedule == "ready-first" and rank < len(pipeline.workers) - 1:
                 ready.add(worker)
-                limits[worker] = len(crew.workers) if rank == 0 else 0
-    count = plan.num_workers - plan.place.servers if program.copies == 1 else len(crews[0].workers)
+                limits[worker] = len(pipeline.workers) if rank == 0 else 0
+    count = plan.num_workers - plan.place.servers if program.copies == 1 else len(pipelines[0].workers)
     workers = [
         Worker(actions=tuple(sequences.get(w, ())), picks_ready=w in ready, live_limit=limits.get(w, 0))
         for w in range(count)

@@ -61,12 +61,12 @@ def check_workers(plan: Plan) -> None:
         )
 
 
-def check_passes(plan: Plan, crews: int, pieces: int) -> None:
+def check_passes(plan: Plan, pipelines: int, pieces: int) -> None:
     """Raises InputError for too many forwards and backwards: each microbatch of each crew passes each piece."""
-    passes = crews * plan.feed.microbatches * plan.steps * pieces * (3 if plan.splits_backward else 2)
+    passes = pipelines * plan.feed.microbatches * plan.steps * pieces * (3 if plan.splits_backward else 2)
     if passes > MOST_PASSES:
         many = f"{plan.feed.microbatches:,} microbatches an update"
-        parts = [many, f"{plan.steps:,} updates", f"{pieces:,} pieces", f"{crews:,} crews"]
+        parts = [many, f"{plan.steps:,} updates", f"{pieces:,} pieces", f"{pipelines:,} crews"]
         raise InputError(
             f"the program of plan '{plan.name}' would have {passes:,} forwards and backwards ({', '.join(parts)}), and"
             f" at most {MOST_PASSES:,} can be held; use fewer microbatches or steps"

@@ -7,10 +7,10 @@ action; does not know how a plan is made, simulated or run, and writes no files.
 from pipedejavu.report.compare import Comparison, compare
 from pipedejavu.report.grid import render_grid
 from pipedejavu.report.html import render_html
-from pipedejavu.report.need import Need, count_parameters, fold_units, step_spread, step_times, work_out_needs
+from pipedejavu.report.memory_need import Need, count_parameters, fold_units, step_spread, step_times, work_out_needs
+from pipedejavu.report.perfetto import render_trace
 from pipedejavu.report.scatter import Choice
 from pipedejavu.report.story import Story
-from pipedejavu.report.trace import render_trace
 
 __all__ = [
     "Choice",

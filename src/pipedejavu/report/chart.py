@@ -9,7 +9,7 @@ from typing import Any
 
 from pipedejavu.facts import MEMORY_CLASSES, MemoryCurve, Span, Timeline, WorkerSummary
 from pipedejavu.report.label import KINDS, Label, describe, parse_label
-from pipedejavu.report.lane import COMPUTE, is_network, sort_lanes
+from pipedejavu.report.lane_order import COMPUTE, is_network, sort_lanes
 
 MAX_BARS = 20_000
 """A browser still zooms smoothly over this many."""

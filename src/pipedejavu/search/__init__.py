@@ -3,18 +3,18 @@
 from pipedejavu.search.advice import Advice, Advised, advise, nothing_fits, smallest_change
 from pipedejavu.search.front import leaner_plans
 from pipedejavu.search.largest import Largest, find_largest
-from pipedejavu.search.option import Options, Progress
-from pipedejavu.search.result import Candidate, MemoryNeed, SearchResult
 from pipedejavu.search.search import search
+from pipedejavu.search.search_options import Progress, SearchOptions
+from pipedejavu.search.search_result import MemoryNeed, RankedPlan, SearchResult
 
 __all__ = [
     "Advice",
     "Advised",
-    "Candidate",
     "Largest",
     "MemoryNeed",
-    "Options",
     "Progress",
+    "RankedPlan",
+    "SearchOptions",
     "SearchResult",
     "advise",
     "find_largest",

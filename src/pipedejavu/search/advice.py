@@ -9,10 +9,10 @@ from typing import NamedTuple
 
 from pipedejavu.facts import Device, InputError, Link, Machine, Profile, Record, format_bytes
 from pipedejavu.facts.quantity import Seconds
-from pipedejavu.search.option import Options, Progress
-from pipedejavu.search.result import Candidate
-from pipedejavu.search.room import room_of, with_memory
+from pipedejavu.search.memory_limit import memory_limit_of, with_memory
 from pipedejavu.search.search import search
+from pipedejavu.search.search_options import Progress, SearchOptions
+from pipedejavu.search.search_result import RankedPlan
 
 LEAST_GAIN = 1.02
 """Below which a change is not worth a word."""
@@ -50,7 +50,7 @@ class Advised(NamedTuple):
 class _Change(NamedTuple):
     text: str
     machine: Machine
-    options: Options
+    options: SearchOptions
     type_: str = ""
     """Of the devices that have memory without a limit: how much is enough is to be found."""
 
@@ -58,8 +58,8 @@ class _Change(NamedTuple):
 def advise(
     profile: Profile,
     machine: Machine,
-    options: Options,
-    best: Candidate,
+    options: SearchOptions,
+    best: RankedPlan,
     progress: Progress | None = None,
     time_budget_s: float = BUDGET_S,
 ) -> Advised:
@@ -70,7 +70,7 @@ def advise(
     until_s, is_auto, options = (
         time.monotonic() + time_budget_s,
         options.searcher == "auto",
-        options.but(searcher="auto"),
+        options.replace(searcher="auto"),
     )
     same = None if is_auto else _best(profile, machine, options)
     if same is not None and _score(same, options) < _score(best, options):
@@ -94,13 +94,13 @@ def advise(
 
 
 def _with(
-    profile: Profile, change: _Change, best: Candidate, until_s: float, progress: Progress | None
-) -> tuple[Candidate | None, bool]:
+    profile: Profile, change: _Change, best: RankedPlan, until_s: float, progress: Progress | None
+) -> tuple[RankedPlan | None, bool]:
     """Returns the best plan with a change, of those that may be better than without, and whether it is sure."""
     rest_s, options = until_s - time.monotonic(), change.options
     if rest_s <= 0:
         return None, False
-    options = options.but(time_budget_s=min(rest_s, options.time_budget_s), candidates=1)
+    options = options.replace(time_budget_s=min(rest_s, options.time_budget_s), candidates=1)
     most = DOUBT * best.estimated_s * options.batch / best.samples
     if options.objective == "price":
         most *= 3600 * best.price / max(best.time_s, 1e-12)
@@ -111,30 +111,30 @@ def _with(
     return result.best, result.is_complete
 
 
-def _gain(best: Candidate, other: Candidate, options: Options) -> float:
+def _gain(best: RankedPlan, other: RankedPlan, options: SearchOptions) -> float:
     return _score(best, options) / max(_score(other, options), 1e-12)
 
 
-def smallest_change(profile: Profile, machine: Machine, options: Options) -> str:
+def smallest_change(profile: Profile, machine: Machine, options: SearchOptions) -> str:
     """Returns what would have to change for anything to fit: a smaller batch if that is enough, and memory."""
-    asked, ways = options.but(candidates=1, searcher="dp"), []
-    if asked.samples is not None and _best(profile, machine, asked.but(samples=None)):
+    asked, ways = options.replace(candidates=1, searcher="dp"), []
+    if asked.samples is not None and _best(profile, machine, asked.replace(samples=None)):
         ways.append("microbatches of another size (leave --samples out)")
     batch = asked.batch // 2
     while batch and not ways:
-        if _best(profile, machine, asked.but(batch=batch, samples=None)):
+        if _best(profile, machine, asked.replace(batch=batch, samples=None)):
             ways.append(f"a batch of {batch} (--batch {batch})")
         batch //= 2
     for type_ in _types(machine):
         extra = _least_memory(profile, machine, asked, type_)
         if extra is not None:
             ways.append(f"{format_bytes(extra)} more memory on {_each(machine, type_)}")
-    if options.is_runnable and not ways and _best(profile, machine, asked.but(is_runnable=False)):
+    if options.is_runnable and not ways and _best(profile, machine, asked.replace(is_runnable=False)):
         ways.append("ZeRO or divided operators (--costed), which the engine does not run yet")
     return ", or ".join(ways)
 
 
-def nothing_fits(profile: Profile, machine: Machine, options: Options, *, is_complete: bool = True) -> InputError:
+def nothing_fits(profile: Profile, machine: Machine, options: SearchOptions, *, is_complete: bool = True) -> InputError:
     """Returns what to raise for a search without an answer: the smallest change that would fit, in a sentence."""
     if not is_complete:
         return InputError(
@@ -146,24 +146,24 @@ def nothing_fits(profile: Profile, machine: Machine, options: Options, *, is_com
     return InputError(f"{what}; this would fit: {change}" if change else f"{what}, whatever its memory")
 
 
-def _best(profile: Profile, machine: Machine, options: Options) -> Candidate | None:
+def _best(profile: Profile, machine: Machine, options: SearchOptions) -> RankedPlan | None:
     try:
         return search(profile, machine, options).best
     except InputError:  # a machine that was changed may lack a link
         return None
 
 
-def _score(candidate: Candidate, options: Options) -> float:
+def _score(candidate: RankedPlan, options: SearchOptions) -> float:
     return candidate.price / candidate.samples if options.objective == "price" else candidate.time_per_sample_s
 
 
-def _changes(machine: Machine, options: Options) -> Iterator[_Change]:
+def _changes(machine: Machine, options: SearchOptions) -> Iterator[_Change]:
     """Yields changes that need no search to be named."""
     if not options.staleness:
         text = "weights that may be one update old (--staleness 1)"
-        yield _Change(text, machine, options.but(staleness=1))
+        yield _Change(text, machine, options.replace(staleness=1))
     text = f"a batch of {2 * options.batch} (--batch {2 * options.batch})"
-    yield _Change(text, machine, options.but(batch=2 * options.batch))
+    yield _Change(text, machine, options.replace(batch=2 * options.batch))
     if len(machine.hosts) > 1:
         yield _Change("a network twice as fast", _faster(machine, "same-host"), options)
     yield _Change("links twice as fast inside a host", _faster(machine, "other-host"), options)
@@ -176,38 +176,38 @@ def _changes(machine: Machine, options: Options) -> Iterator[_Change]:
 def _faster(machine: Machine, beside: str) -> Machine:
     """Returns the machine with all links twice as fast but those of one scope."""
     links = tuple(link if link.scope == beside else _twice_as_fast(link) for link in machine.links)
-    return machine.but(links=links)
+    return machine.replace(links=links)
 
 
 def _twice_as_fast(link: Link) -> Link:
     sums = link.sum_bytes_per_s
-    return link.but(bytes_per_s=2 * link.bytes_per_s, sum_bytes_per_s=2 * sums if sums else None)
+    return link.replace(bytes_per_s=2 * link.bytes_per_s, sum_bytes_per_s=2 * sums if sums else None)
 
 
 def _with_another(machine: Machine, device: Device) -> Machine:
     """Returns the machine with one more device like one that it has, and links of its own."""
-    new = device.but(name=f"{device.name}+")
+    new = device.replace(name=f"{device.name}+")
     links = []
     for link in machine.links:
         ends = {"source": link.source, "target": link.target}
-        links += [link, *(link.but(**{end: new.name}) for end, name in ends.items() if name == device.name)]
-    return machine.but(devices=(*machine.devices, new), links=tuple(links))
+        links += [link, *(link.replace(**{end: new.name}) for end, name in ends.items() if name == device.name)]
+    return machine.replace(devices=(*machine.devices, new), links=tuple(links))
 
 
-def _more_memory(machine: Machine, options: Options, type_: str) -> _Change:
+def _more_memory(machine: Machine, options: SearchOptions, type_: str) -> _Change:
     """Returns the change to memory without a limit."""
     roomy = with_memory(machine, times=MOST_MEMORY, types=(type_,))
     return _Change(f"more memory on {_each(machine, type_)}", roomy, options, type_)
 
 
-def _enough(machine: Machine, change: _Change, roomy: Candidate) -> _Change:
+def _enough(machine: Machine, change: _Change, roomy: RankedPlan) -> _Change:
     """Returns the change to the memory that the best plan has, were there no limit."""
     used = {need.device: need.reserved_bytes or need.need_bytes for need in roomy.memory}
     extra = 0.0
     for device in (d for d in machine.devices if d.type == change.type_):
         name = device.name
         need = sum(size for other, size in used.items() if other == name or other.rpartition(".")[0] == name)
-        extra = max(extra, need - room_of(device))
+        extra = max(extra, need - memory_limit_of(device))
     text = f"{format_bytes(extra)} {change.text}"
     return _Change(text, with_memory(machine, extra_bytes=extra, types=(change.type_,)), change.options)
 
@@ -217,7 +217,7 @@ def _part(progress: Progress | None, index: int, count: int, text: str) -> Progr
     return (lambda share, _: progress((index + share) / count, text)) if progress else None
 
 
-def _least_memory(profile: Profile, machine: Machine, options: Options, type_: str) -> float | None:
+def _least_memory(profile: Profile, machine: Machine, options: SearchOptions, type_: str) -> float | None:
     """Returns how many bytes more on each device of a type let something fit; None where none would."""
     if not _best(profile, with_memory(machine, times=MOST_MEMORY, types=(type_,)), options):
         return None
@@ -230,7 +230,7 @@ def _least_memory(profile: Profile, machine: Machine, options: Options, type_: s
             high = middle
         else:
             low = middle
-    return (high - 1) * max(room_of(d) for d in machine.devices if d.type == type_)
+    return (high - 1) * max(memory_limit_of(d) for d in machine.devices if d.type == type_)
 
 
 def _types(machine: Machine) -> list[str]:

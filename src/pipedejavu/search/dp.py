@@ -14,13 +14,13 @@ from math import inf
 import numpy as np
 from numpy.typing import NDArray
 
-from pipedejavu.search.cost import Costs, StageCost, Sums
-from pipedejavu.search.draft import Array, Draft, Scene, Stage
-from pipedejavu.search.option import Options
-from pipedejavu.search.pool import Pool
-from pipedejavu.search.promise import solve_frames
-from pipedejavu.search.seat import Seat, seat_of
-from pipedejavu.search.space import Frame, frame_of
+from pipedejavu.search.branch_and_bound import branch_and_bound
+from pipedejavu.search.candidate_plan import Array, CandidatePlan, PlanningProblem, Stage
+from pipedejavu.search.plan_pool import Pool
+from pipedejavu.search.search_options import SearchOptions
+from pipedejavu.search.slot import ScheduledSlot, slot_of
+from pipedejavu.search.stage_cost import StageCost, StageCosts, Sums
+from pipedejavu.search.subspace import SearchSubspace, subspace_of
 
 PLACES = 128
 """For cuts in every frame; where there are more, only every second or third is looked at."""
@@ -58,7 +58,7 @@ class _Stages:
 
     def only(self, chosen: NDArray[np.bool_]) -> "_Stages":
         """Returns some of them."""
-        cost = StageCost(self.cost.seat, *(column[chosen] for column in self.cost[1:]))
+        cost = StageCost(self.cost.slot, *(column[chosen] for column in self.cost[1:]))
         return _Stages(self.start[chosen], self.end[chosen], self.zero[chosen], cost)
 
 
@@ -97,16 +97,16 @@ class _Path:
         return self.sum_s + self.slowest_s
 
 
-def solve(frame: Frame, costs: Costs, limit_s: float = inf, step: int = 1) -> Draft | None:
+def solve(subspace: SearchSubspace, costs: StageCosts, limit_s: float = inf, step: int = 1) -> CandidatePlan | None:
     """Returns the best draft of a frame that fits and takes less than `limit_s`; None where there is none.
 
     Of a model with many units it is found sooner among the cuts behind every `step`-th one.
     """
-    tables = _tables(frame, costs, limit_s, step)
+    tables = _tables(subspace, costs, limit_s, step)
     least = _least_slowest(costs, tables)
     best, bound, probe = None, inf, least
     while bound >= least and least < limit_s:
-        found = _shortest(frame, costs, tables, bound)
+        found = _shortest(subspace, costs, tables, bound)
         if found is None:
             break
         if found.time_s < limit_s:
@@ -114,7 +114,7 @@ def solve(frame: Frame, costs: Costs, limit_s: float = inf, step: int = 1) -> Dr
         if found.sum_s + least >= limit_s * (1 - EXACT):
             break
         # Bounds would come down by little where many plans have the same sum: so one far below is tried, too.
-        lower = _shortest(frame, costs, tables, probe)
+        lower = _shortest(subspace, costs, tables, probe)
         if lower is None:
             least = probe
         elif lower.time_s < limit_s:
@@ -122,33 +122,33 @@ def solve(frame: Frame, costs: Costs, limit_s: float = inf, step: int = 1) -> Dr
         bound = (limit_s - found.sum_s) * (1 - EXACT)
         probe = (least + bound) / 2
         tables = [table.within(bound) for table in tables]
-    return None if best is None else _draft(frame, costs, best)
+    return None if best is None else _draft(subspace, costs, best)
 
 
-def _tables(frame: Frame, costs: Costs, limit_s: float, step: int) -> list[_Table]:
+def _tables(subspace: SearchSubspace, costs: StageCosts, limit_s: float, step: int) -> list[_Table]:
     """Returns the stages that may stand before others in a pipeline that takes less than a time, those last first.
 
     There are none where all of them together would be too short.
     """
-    count, tables, are_alike, length = len(frame.order), list[_Table](), _are_alike(frame), 0
+    count, tables, are_alike, length = len(subspace.order), list[_Table](), _are_alike(subspace), 0
     sums: dict[object, tuple[NDArray[np.intp], NDArray[np.intp], Sums]] = {}
     known: dict[object, list[_Stages]] = {}
     states: dict[int, dict[int, int]] = {0: {0: FIRST}, count: {0: LAST}}
     number = LAST
     for after in range(count):
-        for (workers, behind), (size, shards) in product(states.get(after, {}).items(), frame.groups(after)):
-            place, used = frame.row.place(after, size, shards), after + size * shards
-            seat = seat_of(place, frame.microbatches, frame.is_stale, 0, workers)
+        for (workers, behind), (size, shards) in product(states.get(after, {}).items(), subspace.groups(after)):
+            place, used = subspace.row.place(after, size, shards), after + size * shards
+            slot = slot_of(place, subspace.microbatches, subspace.is_stale, 0, workers)
             ends = (after == 0, used == count)  # the last stage ends with the model, the first begins with it
-            alike, key = (place.kinds, place.cpu, seat.share, ends), (seat.live, place.likeness(), ends)
+            alike, key = (place.kinds, place.cpu, slot.share, ends), (slot.live, place.likeness(), ends)
             if alike not in sums:
-                start, end = _pairs(seat, costs, limit_s, step, *ends)
-                sums[alike] = start, end, costs.add_up(start, end, place, frame.mode)
+                start, end = _pairs(slot, costs, limit_s, step, *ends)
+                sums[alike] = start, end, costs.add_up(start, end, place, subspace.mode)
             if key not in known:
-                known[key] = _choose(frame, costs, seat, *sums[alike])
+                known[key] = _choose(subspace, costs, slot, *sums[alike])
             ahead = states.setdefault(used, {}).setdefault(0 if used == count else workers + size, number + 1)
             number = max(number, ahead)
-            group = frame.order[count - used : count - after]
+            group = subspace.order[count - used : count - after]
             tables += [_Table(behind, ahead, group, shards, found) for found in known[key]]
             if are_alike:
                 longest = max(found.longest for found in known[key])
@@ -159,22 +159,27 @@ def _tables(frame: Frame, costs: Costs, limit_s: float, step: int) -> list[_Tabl
     return tables
 
 
-def _are_alike(frame: Frame) -> bool:
+def _are_alike(subspace: SearchSubspace) -> bool:
     """Whether stages differ in nothing that memory depends on but in how many are behind them."""
-    if frame.is_free:
+    if subspace.is_free:
         return False
-    size = frame.sizes[0]
-    places = (frame.row.place(after, size) for after in range(0, len(frame.order), size))
+    size = subspace.sizes[0]
+    places = (subspace.row.place(after, size) for after in range(0, len(subspace.order), size))
     return len({(p.kinds, p.room_bytes, p.host_room_bytes) for p in places}) == 1
 
 
 def _choose(
-    frame: Frame, costs: Costs, seat: Seat, start: NDArray[np.intp], end: NDArray[np.intp], sums: Sums
+    subspace: SearchSubspace,
+    costs: StageCosts,
+    slot: ScheduledSlot,
+    start: NDArray[np.intp],
+    end: NDArray[np.intp],
+    sums: Sums,
 ) -> list[_Stages]:
     """Returns the stages that fit, each with the ZeRO stage that is best for it; where neither is, with both."""
-    place, found = seat.place, list[tuple[_Stages, NDArray[np.bool_]]]()
-    for zero in frame.zeros if len(place.group) > 1 else (0,):
-        cost = costs.stage(start, end, seat._replace(zero=zero), frame.mode, sums)
+    place, found = slot.place, list[tuple[_Stages, NDArray[np.bool_]]]()
+    for zero in subspace.zeros if len(place.group) > 1 else (0,):
+        cost = costs.stage(start, end, slot._replace(zero=zero), subspace.mode, sums)
         fits = (cost.device_bytes <= place.room_bytes) & (cost.host_bytes <= place.host_room_bytes)
         found.append((_Stages(start, end, np.full_like(start, zero), cost), fits))
     if len(found) == 1:
@@ -185,22 +190,22 @@ def _choose(
     is_no_faster = np.logical_and.reduce([one >= other for one, other in pairs])
     divides = divided_fits & (is_no_slower | ~whole_fits)
     columns = (np.where(divides, one, other) for one, other in zip(divided.cost[1:], whole.cost[1:], strict=True))
-    best = _Stages(start, end, np.where(divides, divided.zero, whole.zero), StageCost(seat, *columns))
+    best = _Stages(start, end, np.where(divides, divided.zero, whole.zero), StageCost(slot, *columns))
     either = divided_fits & whole_fits & ~is_no_slower & ~is_no_faster
     return [best.only(divided_fits | whole_fits), *([divided.only(either)] if either.any() else [])]
 
 
 def _pairs(
-    seat: Seat, costs: Costs, limit_s: float, step: int, is_last: bool, is_first: bool
+    slot: ScheduledSlot, costs: StageCosts, limit_s: float, step: int, is_last: bool, is_first: bool
 ) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
     """Returns where stages begin and end whose work alone is not too much: most are too long for a good pipeline."""
     units = costs.num_units
     places = np.array([*range(0, units, step), units])
     starts = np.arange(1 if is_first else len(places) - 1)
     most = np.full_like(starts, len(places) - 1)
-    for kind in seat.place.kinds if seat.share > 1 and limit_s < inf else ():
+    for kind in slot.place.kinds if slot.share > 1 and limit_s < inf else ():
         work = (costs.times(kind)[0] + costs.times(kind)[1])[places]
-        longest = work[starts] + limit_s * (1 + EXACT) / (seat.share - 1)
+        longest = work[starts] + limit_s * (1 + EXACT) / (slot.share - 1)
         most = np.minimum(most, np.searchsorted(work, longest * (1 + EXACT), side="right") - 1)
     if is_last:
         starts = places[starts[most == len(places) - 1]]
@@ -211,7 +216,7 @@ def _pairs(
     return places[start], places[np.arange(len(start)) - begins + start + 1]
 
 
-def _least_slowest(costs: Costs, tables: list[_Table]) -> float:
+def _least_slowest(costs: StageCosts, tables: list[_Table]) -> float:
     """Returns what the largest z is at least, whatever stands behind each stage."""
     best = _unreached(costs, tables)
     for table in tables:
@@ -220,14 +225,14 @@ def _least_slowest(costs: Costs, tables: list[_Table]) -> float:
     return float(best[LAST, 0])
 
 
-def _unreached(costs: Costs, tables: list[_Table]) -> Array:
+def _unreached(costs: StageCosts, tables: list[_Table]) -> Array:
     """Returns what there is to add to: for each state and each first unit of it, nothing, or that it is not reached."""
     best = np.full((max((table.ahead for table in tables), default=LAST) + 1, costs.num_units + 1), inf)
     best[FIRST, -1] = 0.0
     return best
 
 
-def _shortest(frame: Frame, costs: Costs, tables: list[_Table], bound: float) -> _Path | None:
+def _shortest(subspace: SearchSubspace, costs: StageCosts, tables: list[_Table], bound: float) -> _Path | None:
     """Returns the path with the least sum of those whose stages are all within the bound."""
     limit = bound * (1 + EXACT / 2)
     best = _unreached(costs, tables)
@@ -250,43 +255,45 @@ def _shortest(frame: Frame, costs: Costs, tables: list[_Table], bound: float) ->
         at = int(here.found.end[one])
         slowest = max(slowest, float(here.found.cost.bound_s(best[table.behind, at])[one]))
         state = table.behind
-    total_s = 0.0 if frame.is_stale else float(best[LAST, 0])
+    total_s = 0.0 if subspace.is_stale else float(best[LAST, 0])
     return _Path(tuple(steps), total_s, slowest)
 
 
-def _draft(frame: Frame, costs: Costs, path: _Path) -> Draft:
+def _draft(subspace: SearchSubspace, costs: StageCosts, path: _Path) -> CandidatePlan:
     """Returns the draft of a path, with state whole wherever dividing it saves no time."""
     stages, behind_s = list[Stage](), 0.0
     for table, at in reversed(path.steps):
         found = table.found
         start, end, zero, cost = int(found.start[at]), int(found.end[at]), int(found.zero[at]), found.cost
         sum_s = float(cost.sum_s[at])
-        if zero and 0 in frame.zeros:
-            place, whole = cost.seat.place, costs.stage(start, end, cost.seat._replace(zero=0), frame.mode)
+        if zero and 0 in subspace.zeros:
+            place, whole = cost.slot.place, costs.stage(start, end, cost.slot._replace(zero=0), subspace.mode)
             fits = whole.device_bytes <= place.room_bytes and whole.host_bytes <= place.host_room_bytes
             if fits and whole.sum_s <= sum_s and whole.bound_s(behind_s) <= path.slowest_s:
                 zero = 0
         behind_s += sum_s
         stages.insert(0, Stage(start, end, table.group, table.shards, zero))
-    return Draft(frame.scene, tuple(stages), frame.samples, frame.microbatches, frame.mode, frame.is_stale)
+    return CandidatePlan(
+        subspace.problem, tuple(stages), subspace.samples, subspace.microbatches, subspace.mode, subspace.is_stale
+    )
 
 
-def run(pool: Pool, scenes: list[Scene], options: Options) -> bool:
+def run(pool: Pool, problems: list[PlanningProblem], options: SearchOptions) -> bool:
     """Solves frames exactly, the most promising first, until none can be better.
 
     Of models with more than `PLACES` units cuts are tried at so many places, and then anywhere in the best frames.
     """
-    step = -(-max(len(scene.profile.units) for scene in scenes) // PLACES)
-    is_complete = solve_frames(pool, scenes, options, partial(solve, step=step))
+    step = -(-max(len(problem.profile.units) for problem in problems) // PLACES)
+    is_complete = branch_and_bound(pool, problems, options, partial(solve, step=step))
     if step > 1 and is_complete and not pool.found:
-        return solve_frames(pool, scenes, options, solve)
-    cut = [found for found in pool.ranked() if not found.draft.is_shared]
+        return branch_and_bound(pool, problems, options, solve)
+    cut = [found for found in pool.ranked() if not found.candidate.is_shared]
     for index, found in enumerate(cut[: options.finalists] if step > 1 else ()):
         if pool.is_over:
             return False
-        frame = frame_of(found.draft, options)
-        pool.report(0.7 + 0.05 * index / len(cut), f"cutting anywhere, {len(frame.order)} devices, {frame.mode}")
-        draft = solve(frame, pool.costs(frame.scene, frame.samples), found.estimate.time_s)
-        if draft is not None:
-            pool.offer(draft)
+        subspace = subspace_of(found.candidate, options)
+        pool.report(0.7 + 0.05 * index / len(cut), f"cutting anywhere, {len(subspace.order)} devices, {subspace.mode}")
+        candidate = solve(subspace, pool.costs(subspace.problem, subspace.samples), found.estimate.time_s)
+        if candidate is not None:
+            pool.offer(candidate)
     return is_complete

@@ -6,10 +6,10 @@ from typing import NamedTuple
 
 from pipedejavu.facts import InputError, Machine, Profile, Unit, format_bytes
 from pipedejavu.search.advice import nothing_fits
-from pipedejavu.search.hold import can_hold
-from pipedejavu.search.option import Options, Progress
-from pipedejavu.search.scene import usable, worthwhile
+from pipedejavu.search.feasibility import is_feasible
+from pipedejavu.search.planning_problem import usable, worthwhile
 from pipedejavu.search.search import search
+from pipedejavu.search.search_options import Progress, SearchOptions
 
 MOST = 2**16
 """Beyond which nobody asks."""
@@ -21,12 +21,12 @@ class Largest(NamedTuple):
     """A question whose answer fits, while that of a larger one does not."""
 
     profile: Profile
-    options: Options
+    options: SearchOptions
     text: str
 
 
 def find_largest(
-    profile: Profile, machine: Machine, options: Options, progress: Progress | None = None
+    profile: Profile, machine: Machine, options: SearchOptions, progress: Progress | None = None
 ) -> Largest | None:
     """Returns the largest question that has an answer, for the objectives `batch` and `blocks`; None for the others.
 
@@ -37,14 +37,14 @@ def find_largest(
         return None
 
     names = worthwhile(profile, machine, usable(profile, machine, options))
-    options = options.but(devices=names)
+    options = options.replace(devices=names)
 
-    def fits(profile: Profile, options: Options, *, is_sure: bool) -> bool:
+    def fits(profile: Profile, options: SearchOptions, *, is_sure: bool) -> bool:
         if progress:
             progress(0.0, f"a batch of {options.batch}, {len(profile.units)} units")
         if not is_sure:
-            return can_hold(profile, machine, options)
-        return search(profile, machine, options.but(candidates=1)).best is not None
+            return is_feasible(profile, machine, options)
+        return search(profile, machine, options.replace(candidates=1)).best is not None
 
     if options.objective == "blocks":
         start, run = _blocks(profile)
@@ -57,12 +57,12 @@ def find_largest(
         text = f"{count} blocks like {profile.units[start].name} fit, where the model has {run}: {size}"
         return Largest(larger, options, text)
     step = max(sum(machine.device(name).type == "gpu" for name in names), 1)
-    whole = options.but(samples=None)
-    count = _most(lambda n, sure: fits(profile, whole.but(batch=n * step), is_sure=sure))
+    whole = options.replace(samples=None)
+    count = _most(lambda n, sure: fits(profile, whole.replace(batch=n * step), is_sure=sure))
     if not count:
-        raise nothing_fits(profile, machine, whole.but(batch=step))
+        raise nothing_fits(profile, machine, whole.replace(batch=step))
     text = f"a batch of {count * step} is the largest that fits in one pass, in steps of {step}"
-    return Largest(profile, whole.but(batch=count * step), text)
+    return Largest(profile, whole.replace(batch=count * step), text)
 
 
 def _most(fits: Callable[[int, bool], bool]) -> int:
@@ -104,6 +104,6 @@ def _likeness(unit: Unit) -> tuple[float, ...]:
 def _with_blocks(profile: Profile, start: int, run: int, count: int) -> Profile:
     """Returns the model with so many units in place of a run of units that are alike."""
     own, rest = profile.units[start : start + run], profile.units[start + run :]
-    blocks = [own[n] if n < run else own[n % run].but(name=f"{own[n % run].name}+{n // run}") for n in range(count)]
+    blocks = [own[n] if n < run else own[n % run].replace(name=f"{own[n % run].name}+{n // run}") for n in range(count)]
     name = f"{profile.name} with {count} blocks"
-    return profile.but(name=name, units=(*profile.units[:start], *blocks, *rest), begins=())
+    return profile.replace(name=name, units=(*profile.units[:start], *blocks, *rest), begins=())

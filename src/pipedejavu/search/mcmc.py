@@ -9,11 +9,11 @@ import random
 from dataclasses import replace
 from math import exp, inf
 
-from pipedejavu.search.cost import estimate
-from pipedejavu.search.draft import Draft, Scene, Stage
-from pipedejavu.search.option import Options
-from pipedejavu.search.pool import Pool
-from pipedejavu.search.space import Frame, frames
+from pipedejavu.search.candidate_plan import CandidatePlan, PlanningProblem, Stage
+from pipedejavu.search.plan_estimate import estimate
+from pipedejavu.search.plan_pool import Pool
+from pipedejavu.search.search_options import SearchOptions
+from pipedejavu.search.subspace import SearchSubspace, subspaces
 
 STEPS = 4000
 PATIENCE = 200
@@ -26,15 +26,24 @@ PENALTY = 10.0
 """Times that a shortage of memory makes a draft longer, so that a chain can pass through what does not fit."""
 
 
-def run(pool: Pool, scenes: list[Scene], options: Options, *, is_flexflow: bool = False, steps: int = STEPS) -> bool:
+def run(
+    pool: Pool,
+    problems: list[PlanningProblem],
+    options: SearchOptions,
+    *,
+    is_flexflow: bool = False,
+    steps: int = STEPS,
+) -> bool:
     """Walks at random from data parallelism on; returns False, as it never knows that it saw all."""
     chance = random.Random(options.seed)
-    found = (frame for scene in scenes for frame in frames(scene, options))
-    every = [frame for frame in found if any(True for _ in frame.seatings(len(frame.scene.profile.units)))]
+    found = (subspace for problem in problems for subspace in subspaces(problem, options))
+    every = [
+        subspace for subspace in found if any(True for _ in subspace.seatings(len(subspace.problem.profile.units)))
+    ]
     if not every:
         return True
     chain = _Chain(pool, every, chance)
-    first = max(every, key=lambda f: (f.mode.is_plain, f.sizes == (len(f.order),), len(f.order), not f.scene.note))
+    first = max(every, key=lambda f: (f.mode.is_plain, f.sizes == (len(f.order),), len(f.order), not f.problem.note))
     state = chain.start(first)
     best = state
     since = 0
@@ -55,56 +64,67 @@ def run(pool: Pool, scenes: list[Scene], options: Options, *, is_flexflow: bool 
     return False
 
 
-_State = tuple[Draft, float, Frame]
+_State = tuple[CandidatePlan, float, SearchSubspace]
 
 
 class _Chain:
     """Drafts and the changes that lead from one to the next."""
 
-    def __init__(self, pool: Pool, every: list[Frame], chance: random.Random):
+    def __init__(self, pool: Pool, every: list[SearchSubspace], chance: random.Random):
         self.pool, self.every, self.chance = pool, every, chance
         self.first_s = inf
 
-    def start(self, frame: Frame) -> _State:
-        state = self._seen(frame, self._equal(frame))
+    def start(self, subspace: SearchSubspace) -> _State:
+        state = self._seen(subspace, self._equal(subspace))
         self.first_s = state[1]
         return state
 
     def change(self, state: _State) -> _State:
         """Moves a cut, divides the state of a stage or leaves it whole, or takes another frame, its cut if it fits."""
-        draft, _, frame = state
-        if len(draft.stages) > 1 and self.chance.random() < 0.6:
-            return self._seen(frame, self._moved(draft))
-        if len(frame.zeros) > 1 and self.chance.random() < 0.3:
-            at = self.chance.randrange(len(draft.stages))
+        candidate, _, subspace = state
+        if len(candidate.stages) > 1 and self.chance.random() < 0.6:
+            return self._seen(subspace, self._moved(candidate))
+        if len(subspace.zeros) > 1 and self.chance.random() < 0.3:
+            at = self.chance.randrange(len(candidate.stages))
             return self._seen(
-                frame, (*draft.stages[:at], self._with_zero(draft.stages[at], frame), *draft.stages[at + 1 :])
+                subspace,
+                (
+                    *candidate.stages[:at],
+                    self._with_zero(candidate.stages[at], subspace),
+                    *candidate.stages[at + 1 :],
+                ),
             )
-        near = [f for f in self.chance.choices(self.every, k=8) if self._likeness(f, frame)]
+        near = [f for f in self.chance.choices(self.every, k=8) if self._likeness(f, subspace)]
         other = self.chance.choice(near or self.every)
-        if other.order == frame.order and (other.sizes, other.degrees) == (frame.sizes, frame.degrees):
-            return self._seen(other, tuple(self._with_zero(stage, other) for stage in draft.stages))
+        if other.order == subspace.order and (other.sizes, other.degrees) == (subspace.sizes, subspace.degrees):
+            return self._seen(other, tuple(self._with_zero(stage, other) for stage in candidate.stages))
         return self._seen(other, self._equal(other))
 
     @staticmethod
-    def _likeness(one: Frame, other: Frame) -> bool:
+    def _likeness(one: SearchSubspace, other: SearchSubspace) -> bool:
         return sum((one.order == other.order, one.sizes == other.sizes, one.samples == other.samples)) == 2
 
-    def _seen(self, frame: Frame, stages: tuple[Stage, ...]) -> _State:
-        draft = Draft(frame.scene, stages, frame.samples, frame.microbatches, frame.mode, frame.is_stale)
-        cost = estimate(draft, self.pool.costs(frame.scene, frame.samples))
+    def _seen(self, subspace: SearchSubspace, stages: tuple[Stage, ...]) -> _State:
+        candidate = CandidatePlan(
+            subspace.problem, stages, subspace.samples, subspace.microbatches, subspace.mode, subspace.is_stale
+        )
+        cost = estimate(candidate, self.pool.costs(subspace.problem, subspace.samples))
         self.pool.num_estimated += 1
-        self.pool.offer(draft, cost)
+        self.pool.offer(candidate, cost)
         short = max(cost.shortage - 1, 0.0)
-        return draft, self.pool.score(frame.scene, draft.devices, cost.time_s) * (1 + PENALTY * short), frame
+        return (
+            candidate,
+            self.pool.score(subspace.problem, candidate.devices, cost.time_s) * (1 + PENALTY * short),
+            subspace,
+        )
 
-    def _equal(self, frame: Frame) -> tuple[Stage, ...]:
+    def _equal(self, subspace: SearchSubspace) -> tuple[Stage, ...]:
         """Returns stages with about as many units each, on groups of random sizes where these are free."""
-        units, count = len(frame.scene.profile.units), len(frame.order)
+        units, count = len(subspace.problem.profile.units), len(subspace.order)
         groups: list[tuple[int, int]] = []
         after = 0
         while after < count:
-            size, shards = self.chance.choice([*frame.groups(after)])
+            size, shards = self.chance.choice([*subspace.groups(after)])
             groups.append((after + size * shards, shards))
             after = groups[-1][0]
             if len(groups) > units:
@@ -113,19 +133,19 @@ class _Chain:
         stages, first = [], 0
         for n, (behind, shards) in enumerate(groups):
             last = groups[n + 1][0] if n + 1 < len(groups) else 0
-            members = frame.order[count - behind : count - last]
+            members = subspace.order[count - behind : count - last]
             end = units * (n + 1) // len(groups)
-            stages.append(self._with_zero(Stage(first, end, members, shards), frame))
+            stages.append(self._with_zero(Stage(first, end, members, shards), subspace))
             first = end
         return tuple(stages)
 
-    def _with_zero(self, stage: Stage, frame: Frame) -> Stage:
+    def _with_zero(self, stage: Stage, subspace: SearchSubspace) -> Stage:
         """Returns a stage with its state divided or whole, at random, as far as a frame lets it."""
-        return replace(stage, zero=self.chance.choice(frame.zeros) if stage.replicas > 1 else 0)
+        return replace(stage, zero=self.chance.choice(subspace.zeros) if stage.replicas > 1 else 0)
 
-    def _moved(self, draft: Draft) -> tuple[Stage, ...]:
+    def _moved(self, candidate: CandidatePlan) -> tuple[Stage, ...]:
         """Moves one border between stages, mostly by one unit."""
-        stages = [*draft.stages]
+        stages = [*candidate.stages]
         at = self.chance.randrange(1, len(stages))
         low, high = stages[at - 1].start + 1, stages[at].end - 1
         here = stages[at].start

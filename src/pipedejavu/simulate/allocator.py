@@ -21,15 +21,15 @@ _AGES = 40
 
 
 @dataclass(eq=False, slots=True)
-class Block:
+class MemoryBlock:
     """A stretch of a segment."""
 
     number: int
     size: int
     is_small: bool
     is_free: bool = False
-    before: "Block | None" = None
-    after: "Block | None" = None
+    before: "MemoryBlock | None" = None
+    after: "MemoryBlock | None" = None
 
 
 class Allocator:
@@ -41,11 +41,11 @@ class Allocator:
         self.peak_allocated_bytes = self.peak_reserved_bytes = 0
         self._free: dict[bool, list[int]] = {True: [], False: []}
         """Keys of the free blocks of small and of large segments, by size and age."""
-        self._blocks: dict[int, Block] = {}
+        self._blocks: dict[int, MemoryBlock] = {}
         """The free blocks by key."""
         self._count = 0
 
-    def take(self, size_bytes: float) -> Block:
+    def take(self, size_bytes: float) -> MemoryBlock:
         """Returns a block for a tensor; raises InputError where the limit would be passed."""
         size = _rounded(size_bytes, _ROUND)
         is_small = size <= _SMALL
@@ -61,7 +61,7 @@ class Allocator:
             self.peak_allocated_bytes = self.allocated_bytes
         return block
 
-    def give_back(self, block: Block) -> None:
+    def give_back(self, block: MemoryBlock) -> None:
         """Frees a block."""
         self.allocated_bytes -= block.size
         before, after = block.before, block.after
@@ -73,7 +73,7 @@ class Allocator:
             block = self._join(block, after)
         self._add(block)
 
-    def _reserve(self, size: int, is_small: bool) -> Block:
+    def _reserve(self, size: int, is_small: bool) -> MemoryBlock:
         segment = _SMALL_SEGMENT if is_small else _LARGE_SEGMENT if size < _LARGE else _rounded(size, _LARGE_ROUND)
         if self.reserved_bytes + segment > self.limit_bytes:
             self._release()
@@ -93,11 +93,11 @@ class Allocator:
         for free in self._free.values():
             free[:] = [key for key in free if key not in whole]
 
-    def _made(self, size: int, is_small: bool) -> Block:
+    def _made(self, size: int, is_small: bool) -> MemoryBlock:
         self._count += 1
-        return Block(self._count, size, is_small)
+        return MemoryBlock(self._count, size, is_small)
 
-    def _divide(self, block: Block, size: int) -> None:
+    def _divide(self, block: MemoryBlock, size: int) -> None:
         rest = self._made(block.size - size, block.is_small)
         rest.before, rest.after, block.size = block, block.after, size
         if rest.after is not None:
@@ -105,20 +105,20 @@ class Allocator:
         block.after = rest
         self._add(rest)
 
-    def _join(self, first: Block, second: Block) -> Block:
+    def _join(self, first: MemoryBlock, second: MemoryBlock) -> MemoryBlock:
         first.size += second.size
         first.after = second.after
         if first.after is not None:
             first.after.before = first
         return first
 
-    def _add(self, block: Block) -> None:
+    def _add(self, block: MemoryBlock) -> None:
         block.is_free = True
         key = block.size << _AGES | block.number
         self._blocks[key] = block
         insort(self._free[block.is_small], key)
 
-    def _remove(self, block: Block) -> None:
+    def _remove(self, block: MemoryBlock) -> None:
         key, free = block.size << _AGES | block.number, self._free[block.is_small]
         del self._blocks[key], free[bisect_left(free, key)]
 
@@ -142,7 +142,7 @@ def replay(stays: Iterable[tuple[float, float, list[float]]], limit_bytes: float
     Raises InputError where the limit would be passed.
     """
     allocator = Allocator(limit_bytes)
-    held: dict[int, list[Block]] = {}
+    held: dict[int, list[MemoryBlock]] = {}
     events = []
     for number, (birth, death, sizes) in enumerate(stays):
         begin, end = round(birth, 9), round(death, 9)

@@ -12,9 +12,9 @@ import random
 from statistics import NormalDist, fmean, quantiles
 from typing import NamedTuple
 
-from pipedejavu.program import Graph
+from pipedejavu.analysis import Graph
+from pipedejavu.simulate.action_cost import ActionCosts
 from pipedejavu.simulate.clock import run_clock
-from pipedejavu.simulate.cost import Costs
 
 DRAWS, MOST_OPERATIONS = 40, 100_000
 """Rounds on paper, and operations of all of them together: a long program has fewer, but more to average over."""
@@ -44,7 +44,7 @@ class Chance(NamedTuple):
 
 def chance_of(graph: Graph, makespan_s: float) -> Chance:
     """Draws every action's time anew, independent of the others; the same for the same program."""
-    program, costs = graph.program, Costs(graph.program)
+    program, costs = graph.program, ActionCosts(graph.program)
     works, spreads = costs.of(graph), costs.spreads(graph)
     draws = min(DRAWS, MOST_OPERATIONS // max(1, len(works)))
     if draws < _FEWEST or not any(spreads):

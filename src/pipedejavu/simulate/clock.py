@@ -9,14 +9,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 
+from pipedejavu.analysis import Graph
 from pipedejavu.facts import InputError, Overlap
-from pipedejavu.program import Graph
-from pipedejavu.simulate.cost import Work, shared_wires
+from pipedejavu.simulate.action_cost import ActionWork, shared_wires
 
 Times = tuple[list[float], list[float]]
 
 
-def run_clock(graph: Graph, works: Sequence[Work]) -> Times:
+def run_clock(graph: Graph, works: Sequence[ActionWork]) -> Times:
     """Returns start and end of each operation, by the quicker way where it applies."""
     program = graph.program
     shared, overlap = shared_wires(program, graph, works), program.machine.overlap
@@ -29,7 +29,7 @@ def run_clock(graph: Graph, works: Sequence[Work]) -> Times:
 class Issuing:
     """The hosts that issue compute to GPUs: each that of one worker, in order, and ahead of it where it may."""
 
-    def __init__(self, graph: Graph, works: Sequence[Work]):
+    def __init__(self, graph: Graph, works: Sequence[ActionWork]):
         self.graph, self.works = graph, works
         self.free = [0.0] * len(graph.program.workers)
         """When each host is through with what it has issued."""
@@ -37,7 +37,7 @@ class Issuing:
         """When the newest compute of each worker ends."""
 
     @classmethod
-    def of(cls, graph: Graph, works: Sequence[Work]) -> "Issuing | None":
+    def of(cls, graph: Graph, works: Sequence[ActionWork]) -> "Issuing | None":
         """Returns the hosts, where any takes time to issue something."""
         return cls(graph, works) if any(work.issue_s for work in works) else None
 
@@ -99,13 +99,13 @@ class _Running:
     since_s: float
 
 
-def run_events(graph: Graph, works: Sequence[Work], shared: frozenset[str], overlap: Overlap) -> Times:
+def run_events(graph: Graph, works: Sequence[ActionWork], shared: frozenset[str], overlap: Overlap) -> Times:
     """Returns start and end of each operation, event by event."""
     return _Events(graph, works, shared, overlap).run()
 
 
 class _Events:
-    def __init__(self, graph: Graph, works: Sequence[Work], shared: frozenset[str], overlap: Overlap):
+    def __init__(self, graph: Graph, works: Sequence[ActionWork], shared: frozenset[str], overlap: Overlap):
         self.graph, self.works, self.overlap = graph, works, overlap
         count = len(graph.members)
         self.start, self.end = [0.0] * count, [0.0] * count

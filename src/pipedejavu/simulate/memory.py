@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from math import inf
 
+from pipedejavu.analysis.liveness import CLASSES, Liveness, Stay
 from pipedejavu.facts import MEMORY_CLASSES, InputError, MemoryCurve
-from pipedejavu.program.liveness import CLASSES, Liveness, Stay
 from pipedejavu.simulate.allocator import Footprint, replay
 
 MAX_POINTS = 400
@@ -36,7 +36,7 @@ def trace_footprint(liveness: Liveness, worker: int, stays: list[Stay]) -> Footp
     has its part of every tensor, and the footprint is that of all.
     """
     program, sizes = liveness.program, liveness.sizes
-    device, team = program.machine.device(program.devices[worker]), program.plan.degrees[worker]
+    device, tp_group = program.machine.device(program.devices[worker]), program.plan.degrees[worker]
     if not sizes.is_detailed or device.type != "gpu":
         return None
     rows, known = [], dict[tuple[str, int, float], list[float]]()
@@ -46,18 +46,18 @@ def trace_footprint(liveness: Liveness, worker: int, stays: list[Stay]) -> Footp
         if place != "host":
             if key not in known:
                 like = _cut(s.size_bytes, sizes.largest_output(piece)) if what == "t" else sizes.parts(s.value)
-                known[key] = _divided(s.size_bytes / team, like)
+                known[key] = _divided(s.size_bytes / tp_group, like)
             rows.append((s.birth, s.death, known[key]))
     for (memory, kind), size in liveness.fixed(worker).items():
         tensors = [n for piece, replica in program.held(worker) for n in sizes.parts(("w", piece, replica, 0, ""))]
         moments = 2 if kind == "optimizer" else 1
         if memory == "device" and size:
-            rows.append((0.0, inf, _divided(size / team, tensors * moments)))
+            rows.append((0.0, inf, _divided(size / tp_group, tensors * moments)))
     try:
-        found = replay(rows, (device.memory_bytes - device.reserved_bytes) / team)
+        found = replay(rows, (device.memory_bytes - device.reserved_bytes) / tp_group)
     except InputError:
         found = replay(rows)
-    return Footprint(team * found.allocated_bytes, team * found.reserved_bytes)
+    return Footprint(tp_group * found.allocated_bytes, tp_group * found.reserved_bytes)
 
 
 def _cut(size_bytes: float, most_bytes: float) -> list[float]:

@@ -3,14 +3,15 @@
 from dataclasses import dataclass
 from functools import cached_property
 
+from pipedejavu.analysis import Graph, build_graph
+from pipedejavu.analysis.liveness import Liveness, Stay, count_versions
+from pipedejavu.analysis.verify import peak_bytes
 from pipedejavu.facts import Timeline, WorkerSummary, paused_collector
-from pipedejavu.program import Graph, Program, build_graph
-from pipedejavu.program.liveness import Liveness, Stay, count_versions
-from pipedejavu.program.verify import peak_bytes
+from pipedejavu.program import Program
+from pipedejavu.simulate.action_cost import ActionCosts
 from pipedejavu.simulate.allocator import Footprint
 from pipedejavu.simulate.chance import Chance, chance_of
 from pipedejavu.simulate.clock import run_clock
-from pipedejavu.simulate.cost import Costs
 from pipedejavu.simulate.memory import trace_footprint, trace_memory
 
 
@@ -137,4 +138,4 @@ class Prediction:
 def simulate(program: Program, graph: Graph | None = None) -> Prediction:
     """Predicts when every action of a program runs; `graph` spares building it again after `verify`."""
     graph = graph or build_graph(program)
-    return Prediction(graph, *run_clock(graph, Costs(program).of(graph)))
+    return Prediction(graph, *run_clock(graph, ActionCosts(program).of(graph)))

@@ -88,4 +88,4 @@ def unit_costs(plan: Plan, costs: dict[str, float]) -> tuple[Plan, Profile, Mach
     machine = Machine(
         name="unit costs", hosts=(Host(name="host"),), devices=tuple(devices), links=(Link(bytes_per_s=_FREE),)
     )
-    return plan.but(bucket_bytes=1), Profile(name="unit costs", units=units), machine
+    return plan.replace(bucket_bytes=1), Profile(name="unit costs", units=units), machine

@@ -28,7 +28,7 @@ class Grid(NamedTuple):
         return tensor + self.tensor * (data + self.data * pipeline)
 
 
-class Line(NamedTuple):
+class WiredLine(NamedTuple):
     """The slowest link of a group while all groups of its kind are busy."""
 
     latency_s: float = 0.0
@@ -48,10 +48,10 @@ class Wiring(NamedTuple):
     """The device of every worker, and the lines of the groups."""
 
     device: Device
-    tensor: Line
-    data: Line
-    pipeline: Line
-    ends: Line
+    tensor: WiredLine
+    data: WiredLine
+    pipeline: WiredLine
+    ends: WiredLine
     """Between the first and the last stage, which share their embedding."""
 
 
@@ -79,9 +79,9 @@ def wire(grid: Grid, machine: Machine) -> Wiring:
     return Wiring(used[0], *(_line(machine, pairs) for pairs in (tensor, data, pipeline, ends)))
 
 
-def _line(machine: Machine, pairs: Iterable[tuple[str, str]]) -> Line:
+def _line(machine: Machine, pairs: Iterable[tuple[str, str]]) -> WiredLine:
     """Returns the slowest of transfers that all run at once; those within a device take no time."""
     routes = [machine.route(source, target) for source, target in pairs if source != target]
     users = Counter(name for route in routes for name in route.wires)
     rates = [r.bytes_per_s / max((users[name] for name in r.wires), default=1) for r in routes]
-    return Line(max(r.latency_s for r in routes), min(rates)) if routes else Line()
+    return WiredLine(max(r.latency_s for r in routes), min(rates)) if routes else WiredLine()

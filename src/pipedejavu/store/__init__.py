@@ -1,24 +1,24 @@
 """Checkpoints on disk: sharded safetensors with a hashed manifest, whole or not at all, and never a pickle."""
 
 from pipedejavu.store.checkpoint import Checkpoint, is_sound
-from pipedejavu.store.foreign import export_dcp, export_hugging, import_dcp, import_hugging, read_weights
+from pipedejavu.store.checkpoint_dir import CheckpointDir
+from pipedejavu.store.foreign import export_dcp, export_hf, import_dcp, import_hf, read_weights
 from pipedejavu.store.manifest import CheckpointError, DamagedError, Manifest
-from pipedejavu.store.part import Tensors
 from pipedejavu.store.saver import Saver
-from pipedejavu.store.shelf import Shelf
+from pipedejavu.store.shard_file import Tensors
 
 __all__ = [
     "Checkpoint",
+    "CheckpointDir",
     "CheckpointError",
     "DamagedError",
     "Manifest",
     "Saver",
-    "Shelf",
     "Tensors",
     "export_dcp",
-    "export_hugging",
+    "export_hf",
     "import_dcp",
-    "import_hugging",
+    "import_hf",
     "is_sound",
     "read_weights",
 ]

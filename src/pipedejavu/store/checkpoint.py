@@ -11,7 +11,7 @@ from torch import Tensor
 
 from pipedejavu.facts.file import read_regular
 from pipedejavu.store.manifest import CheckpointError, Manifest, unreadable
-from pipedejavu.store.part import Tensors, check_part, check_tensor, read_tensor
+from pipedejavu.store.shard_file import Tensors, check_shard, check_tensor, read_tensor
 
 MANIFEST = "manifest.json"
 _FINITE = re.compile(r"(?:replica/\d+/)?state/(?:exp_avg|exp_avg_sq|momentum_buffer)/")
@@ -50,7 +50,7 @@ class Checkpoint:
     def verify(self) -> None:
         """Reads everything; raises DamagedError if one bit is not as it was written."""
         for name, part in self.manifest.parts.items():
-            check_part(self.path / name, part)
+            check_shard(self.path / name, part)
         with ThreadPoolExecutor(_READERS) as pool:
             list(pool.map(lambda item: check_tensor(self.path, *item), self.manifest.tensors.items()))
 

@@ -24,9 +24,9 @@ from safetensors.torch import load_file
 from pipedejavu.facts import InputError, open_file, read_file
 from pipedejavu.facts.file import check_file
 from pipedejavu.store.checkpoint import Checkpoint
+from pipedejavu.store.checkpoint_dir import CheckpointDir, merged, shard_name
 from pipedejavu.store.manifest import SCHEMA_VERSION, Manifest
-from pipedejavu.store.part import Tensors, write_part
-from pipedejavu.store.shelf import Shelf, merged, part_name
+from pipedejavu.store.shard_file import Tensors, write_shard
 
 SHARD_BYTES = 5 * 2**30
 _MOST_PICKLE_BYTES = 1 << 36
@@ -47,7 +47,7 @@ _DCP_CLASSES = {
 """All that the metadata of DCP is made of."""
 
 
-def export_hugging(checkpoint: Checkpoint, folder: str | Path, *, config: str | Path | None = None) -> Path:
+def export_hf(checkpoint: Checkpoint, folder: str | Path, *, config: str | Path | None = None) -> Path:
     """Writes a checkpoint's weights and buffers to a new folder as Hugging Face has them, with a `config.json`."""
     with _written_to(folder) as target:
         _write_hugging(checkpoint, target, config)
@@ -69,7 +69,7 @@ def _write_hugging(checkpoint: Checkpoint, target: Path, config: str | Path | No
     weight_map: dict[str, str] = {}
     for number, names in enumerate(shards, start=1):
         file = "model.safetensors" if count == 1 else f"model-{number:05}-of-{count:05}.safetensors"
-        write_part(target / file, {_own_name(name): checkpoint.tensor(name) for name in names})
+        write_shard(target / file, {_own_name(name): checkpoint.tensor(name) for name in names})
         weight_map |= {_own_name(name): file for name in names}
     if count > 1:
         total = sum(entries[name].size_bytes for name in kept)
@@ -79,10 +79,10 @@ def _write_hugging(checkpoint: Checkpoint, target: Path, config: str | Path | No
         (target / "config.json").write_bytes(read_file(config))
 
 
-def import_hugging(folder: str | Path, shelf: str | Path, *, allow_pickle: bool = False) -> Checkpoint:
+def import_hf(folder: str | Path, checkpoint_dir: str | Path, *, allow_pickle: bool = False) -> Checkpoint:
     """Makes a checkpoint, of step 0, of the weights in a Hugging Face folder; those in a pickle only where allowed."""
     tensors = read_weights(folder, allow_pickle=allow_pickle)
-    return _keep(shelf, {f"weight/{name}": tensor for name, tensor in tensors.items()})
+    return _keep(checkpoint_dir, {f"weight/{name}": tensor for name, tensor in tensors.items()})
 
 
 def read_weights(source: str | Path, *, allow_pickle: bool = False) -> Tensors:
@@ -114,7 +114,7 @@ def export_dcp(checkpoint: Checkpoint, folder: str | Path) -> Path:
     return target
 
 
-def import_dcp(folder: str | Path, shelf: str | Path, *, allow_pickle: bool = False) -> Checkpoint:
+def import_dcp(folder: str | Path, checkpoint_dir: str | Path, *, allow_pickle: bool = False) -> Checkpoint:
     """Makes a checkpoint, of step 0, of a folder that torch.distributed.checkpoint wrote, optimizer state included.
 
     Its files are pickles, which need to be allowed.
@@ -134,7 +134,7 @@ def import_dcp(folder: str | Path, shelf: str | Path, *, allow_pickle: bool = Fa
         raise InputError(f"cannot read {source}: its metadata does not fit its tensors ({error})") from None
     if not tensors:
         raise InputError(f"{source} has no tensors under 'model.'; save {{'model': model.state_dict()}}")
-    return _keep(shelf, tensors)
+    return _keep(checkpoint_dir, tensors)
 
 
 def _own_name(name: str) -> str:
@@ -270,9 +270,9 @@ def _chunks(source: Path, metadata: Any, full: str) -> Iterator[tuple[tuple[int,
             yield tuple(index.offset or (0,) * data.ndim), data
 
 
-def _keep(shelf: str | Path, tensors: Tensors) -> Checkpoint:
+def _keep(checkpoint_dir: str | Path, tensors: Tensors) -> Checkpoint:
     """Puts tensors on a shelf, as a checkpoint of step 0."""
-    own = Shelf(shelf)
+    own = CheckpointDir(checkpoint_dir)
     if own.has_traces:
         raise InputError(f"{own.path} holds checkpoints already; choose another folder")
     own.discard(0)
@@ -282,7 +282,7 @@ def _keep(shelf: str | Path, tensors: Tensors) -> Checkpoint:
             parts.append({})
         parts[-1][name] = tensor
     draft = own.draft(0)
-    names = [part_name(number) for number in range(len(parts))]
-    written = merged({name: write_part(draft / name, part) for name, part in zip(names, parts, strict=True)})
+    names = [shard_name(number) for number in range(len(parts))]
+    written = merged({name: write_shard(draft / name, part) for name, part in zip(names, parts, strict=True)})
     about = Manifest(schema_version=SCHEMA_VERSION, step=0, samples=0, parts=written[0], tensors=written[1])
     return Checkpoint(own.commit(0, about))

@@ -48,7 +48,7 @@ def unreadable(path: Path, error: OSError) -> CheckpointError:
     return kind(f"cannot read {path}: {error.strerror}")
 
 
-class Entry(Record):
+class TensorEntry(Record):
     """A tensor: its place, its form and the hash of its bytes."""
 
     file: str
@@ -64,7 +64,7 @@ class Entry(Record):
         return 0 if 0 in self.shape else _product(self.shape) * ITEM_BYTES[self.dtype]
 
 
-class Part(Record):
+class ShardFile(Record):
     """One file: its size, and its header, which other programs read."""
 
     size_bytes: Count
@@ -89,8 +89,8 @@ class Manifest(Record):
     facts: dict[str, Any] = Field(default={})
     """What else training goes on from."""
     libraries: dict[str, str] = Field(default={})
-    parts: dict[str, Part]
-    tensors: dict[str, Entry]
+    parts: dict[str, ShardFile]
+    tensors: dict[str, TensorEntry]
 
     @model_validator(mode="after")
     def _check(self) -> Self:

@@ -19,9 +19,9 @@ import torch
 from torch._C._distributed_c10d import HashStore, Store
 
 from pipedejavu.facts import InputError, format_bytes
-from pipedejavu.store.manifest import SCHEMA_VERSION, CheckpointError, Entry, Manifest, Part
-from pipedejavu.store.part import Tensors, is_storable, write_part
-from pipedejavu.store.shelf import LATEST, Shelf, merged, part_name
+from pipedejavu.store.checkpoint_dir import LATEST, CheckpointDir, merged, shard_name
+from pipedejavu.store.manifest import SCHEMA_VERSION, CheckpointError, Manifest, ShardFile, TensorEntry
+from pipedejavu.store.shard_file import Tensors, is_storable, write_shard
 
 PATIENCE_S = 10.0
 """How long a disk that refuses the last checkpoint is asked again; less than a run that must stop is given."""
@@ -47,7 +47,7 @@ class Saver:
 
     def __init__(
         self,
-        shelf: Shelf,
+        checkpoint_dir: CheckpointDir,
         *,
         rank: int = 0,
         board: tuple[Store, int] | None = None,
@@ -60,7 +60,13 @@ class Saver:
         `tell` is given sentences for the user, `note` a row for the metrics of each checkpoint. `elsewhere` returns a
         folder on another disk with room for so many bytes, or raises OSError; the first rank asks for it.
         """
-        self.shelf, self.rank, self.tell, self.note, self.elsewhere = shelf, rank, tell, note, elsewhere
+        self.checkpoint_dir, self.rank, self.tell, self.note, self.elsewhere = (
+            checkpoint_dir,
+            rank,
+            tell,
+            note,
+            elsewhere,
+        )
         self.board, self.size = board or (HashStore(), 1)
         self.moved: dict[int, Path] = {}
         """Where checkpoints are that were written elsewhere, by step."""
@@ -119,7 +125,7 @@ class Saver:
             step, reason = self._left_out.pop(0)
             for rank in range(1, self.size):
                 self._take(f"{step}/{rank}")
-            self.shelf.discard(step)
+            self.checkpoint_dir.discard(step)
             self.note({"not_saved": step, "reason": reason})
 
     def _write(self, step: int, tensors: Tensors, about: About, is_last: bool) -> None:
@@ -132,11 +138,11 @@ class Saver:
 
     def _follow(self, step: int, tensors: Tensors, is_last: bool) -> None:
         """Writes this rank's part; that of the last checkpoint as often, and to where, as the first rank says."""
-        path = str(self.shelf.path)
+        path = str(self.checkpoint_dir.path)
         while path:
-            shelf = Shelf(path)
-            if path == str(self.shelf.path) or shelf.path.is_dir():
-                report = self._write_part(shelf, step, tensors)
+            checkpoint_dir = CheckpointDir(path)
+            if path == str(self.checkpoint_dir.path) or checkpoint_dir.path.is_dir():
+                report = self._write_part(checkpoint_dir, step, tensors)
             else:
                 report = {"failed": f"worker {self.rank} does not see {path}", "size_bytes": 0}
             self._send(step, report)
@@ -145,74 +151,79 @@ class Saver:
 
     def _lead(self, step: int, tensors: Tensors, about: About, is_last: bool) -> None:
         """Writes this rank's part and completes the checkpoint; the last one again, or elsewhere, if it fails."""
-        shelf, until_s = self.shelf, 0.0
+        checkpoint_dir, until_s = self.checkpoint_dir, 0.0
         while True:
-            reports = [self._write_part(shelf, step, tensors)]
+            reports = [self._write_part(checkpoint_dir, step, tensors)]
             if not is_last:
                 tensors.clear()
             reports += [json.loads(self._take(f"{step}/{rank}")) for rank in range(1, self.size)]
-            reason = self._complete(shelf, step, reports, about)
+            reason = self._complete(checkpoint_dir, step, reports, about)
             if not is_last:
                 break
             if reason and not until_s:
                 until_s = time.monotonic() + PATIENCE_S
                 self.tell(f"the checkpoint of step {step} was not saved: {reason}; trying for {PATIENCE_S:.0f} s")
-            again = self._again(shelf, until_s, reports) if reason else None
+            again = self._again(checkpoint_dir, until_s, reports) if reason else None
             for rank in range(1, self.size):
                 self.board.set(f"{step}/again/{rank}", str(again.path) if again else "")
             if again is None:
                 break
-            shelf = again
+            checkpoint_dir = again
         tensors.clear()
         if reason:
             self._say_failed(step, reason, is_last)
 
-    def _again(self, shelf: Shelf, until_s: float, reports: list[dict[str, Any]]) -> Shelf | None:
+    def _again(
+        self, checkpoint_dir: CheckpointDir, until_s: float, reports: list[dict[str, Any]]
+    ) -> CheckpointDir | None:
         """Returns where to write the last checkpoint once more, if anywhere."""
         if time.monotonic() < until_s:
             time.sleep(RETRY_S)
-            return shelf
-        if shelf is not self.shelf:
+            return checkpoint_dir
+        if checkpoint_dir is not self.checkpoint_dir:
             return None
         try:
-            return Shelf(self.elsewhere(sum(report["size_bytes"] for report in reports)))
+            return CheckpointDir(self.elsewhere(sum(report["size_bytes"] for report in reports)))
         except OSError:
             return None
 
-    def _complete(self, shelf: Shelf, step: int, reports: list[dict[str, Any]], about: About) -> str:
+    def _complete(self, checkpoint_dir: CheckpointDir, step: int, reports: list[dict[str, Any]], about: About) -> str:
         """Gives a checkpoint its name once all parts are written; returns why it cannot, or nothing."""
         failed = [report["failed"] for report in reports if "failed" in report]
         try:
             if failed:
                 raise OSError(failed[0])
             manifest = _manifest(step, reports, about())
-            shelf.commit(step, manifest)
+            checkpoint_dir.commit(step, manifest)
         except OSError as error:
-            shelf.discard(step)
-            if step not in shelf.steps():
+            checkpoint_dir.discard(step)
+            if step not in checkpoint_dir.steps():
                 return _reason(error)
             self.tell(f"the checkpoint of step {step} was saved, but {LATEST} does not name it: {_reason(error)}")
             return ""
-        if shelf is not self.shelf:
-            self.moved[step] = shelf.folder(step)
-            self.tell(f"the checkpoint of step {step} is in {shelf.path}; move it to {self.shelf.path} before --resume")
+        if checkpoint_dir is not self.checkpoint_dir:
+            self.moved[step] = checkpoint_dir.folder(step)
+            self.tell(
+                f"the checkpoint of step {step} is in {checkpoint_dir.path};"
+                f" move it to {self.checkpoint_dir.path} before --resume"
+            )
             return ""
         took_s = time.perf_counter() - self._started_s
         self.note({"saved": step, "size_bytes": manifest.size_bytes, "took_s": took_s})
         try:
-            shelf.prune()
+            checkpoint_dir.prune()
         except (CheckpointError, OSError) as error:
             self.tell(f"the checkpoint of step {step} was written, but {_reason(error)}; older ones are kept")
         return ""
 
-    def _write_part(self, shelf: Shelf, step: int, tensors: Tensors) -> dict[str, Any]:
+    def _write_part(self, checkpoint_dir: CheckpointDir, step: int, tensors: Tensors) -> dict[str, Any]:
         size = sum(tensor.nbytes for tensor in tensors.values())
         try:
             if self.size == 1:  # what a kill has left of this step; several ranks share a draft
-                shelf.discard(step)
-            name = part_name(self.rank)
-            self._draft = shelf.draft(step)
-            part, entries = write_part(self._draft / name, tensors)
+                checkpoint_dir.discard(step)
+            name = shard_name(self.rank)
+            self._draft = checkpoint_dir.draft(step)
+            part, entries = write_shard(self._draft / name, tensors)
         except OSError as error:
             reason = f"{_reason(error)} (worker {self.rank} had {format_bytes(size)} to write)"
             return {"failed": reason, "size_bytes": size}
@@ -241,7 +252,7 @@ class Saver:
                     return
                 goes_on = "the run ends when it is written" if is_last else "training goes on"
                 taken = f"writing the checkpoint of step {step} has taken {number * SLOW_S:.0f} s so far"
-                self.tell(f"{taken}: the disk of {self.shelf.path} is slow or does not answer; {goes_on}")
+                self.tell(f"{taken}: the disk of {self.checkpoint_dir.path} is slow or does not answer; {goes_on}")
 
         if self.rank == 0:
             threading.Thread(target=watch, daemon=True).start()
@@ -251,7 +262,7 @@ class Saver:
             ended.set()
 
     def _say_failed(self, step: int, reason: str, is_last: bool) -> None:
-        steps = self.shelf.steps()
+        steps = self.checkpoint_dir.steps()
         last = f"the last one is of step {steps[-1]}" if steps else "there is none yet"
         goes_on = "" if is_last else "training goes on, and "
         self.tell(f"the checkpoint of step {step} was not saved: {reason}; {goes_on}{last}")
@@ -260,9 +271,9 @@ class Saver:
 
 def _manifest(step: int, reports: list[dict[str, Any]], about: Mapping[str, Any]) -> Manifest:
     written = {
-        part_name(rank): (
-            Part.model_validate(report["part"]),
-            {name: Entry.model_validate_json(json.dumps(entry)) for name, entry in report["entries"].items()},
+        shard_name(rank): (
+            ShardFile.model_validate(report["part"]),
+            {name: TensorEntry.model_validate_json(json.dumps(entry)) for name, entry in report["entries"].items()},
         )
         for rank, report in enumerate(reports)
     }

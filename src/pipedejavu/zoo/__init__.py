@@ -4,12 +4,12 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from pipedejavu.facts import InputError
-from pipedejavu.zoo.shape import SHAPES, estimate_profile
+from pipedejavu.zoo.gpt_shape import SHAPES, estimate_profile
 
 if TYPE_CHECKING:
     from pipedejavu.zoo.chain import Chain, Flow
     from pipedejavu.zoo.data import DATA_NAMES, Dataset, open_data, order
-    from pipedejavu.zoo.task import MODEL_NAMES, Task, build, default_data
+    from pipedejavu.zoo.zoo_task import MODEL_NAMES, Task, build, default_data
 
 __all__ = [
     "DATA_NAMES",

@@ -3,7 +3,7 @@
 import torch
 
 from pipedejavu.zoo.chain import Chain
-from pipedejavu.zoo.shape import SHAPES
+from pipedejavu.zoo.gpt_shape import SHAPES
 from pipedejavu.zoo.transformer import Block, Embedding, Head, TransformerSize, transformer_std
 
 _TEN = TransformerSize(layers=10, width=512, context=1000, vocabulary=10_000, heads=1)
@@ -11,7 +11,7 @@ _TEN = TransformerSize(layers=10, width=512, context=1000, vocabulary=10_000, he
 
 SIZES = {
     **{name: TransformerSize(**shape._asdict()) for name, shape in SHAPES.items()},
-    "gpt-10-layers": _TEN.but(dropout=0.2),
+    "gpt-10-layers": _TEN.replace(dropout=0.2),
     "gpt-10-layers-no-dropout": _TEN,
 }
 

@@ -48,7 +48,7 @@ SIZES = {
 }
 
 
-class Route(NamedTuple):
+class ExpertRoute(NamedTuple):
     """Where the tokens go; each field but the last is [samples, tokens, top]."""
 
     expert: Tensor
@@ -75,7 +75,7 @@ class Router(nn.Module):
         wanted = math.ceil(self.capacity_factor * self.top * num_tokens / self.gate.out_features)
         return min(wanted, num_tokens)
 
-    def forward(self, hidden: Tensor) -> Route:
+    def forward(self, hidden: Tensor) -> ExpertRoute:
         """Routes each sequence of [samples, tokens, width] for itself."""
         exact = torch.promote_types(hidden.dtype, torch.float32)
         with _no_autocast(hidden.device.type):
@@ -86,7 +86,7 @@ class Router(nn.Module):
         slot = earlier.gather(2, expert.flatten(1).unsqueeze(2)).view_as(expert)
         fraction = visits.to(exact).mean(dim=1)
         balance = self.gate.out_features * (gates.mean(dim=1) * fraction).sum(dim=1)
-        return Route(expert, weight, slot, slot < self.capacity(hidden.shape[1]), balance)
+        return ExpertRoute(expert, weight, slot, slot < self.capacity(hidden.shape[1]), balance)
 
 
 def _no_autocast(device_type: str) -> AbstractContextManager[None]:

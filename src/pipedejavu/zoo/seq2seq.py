@@ -12,15 +12,7 @@ from torch import Tensor, nn
 
 from pipedejavu.zoo.chain import Chain, Flow
 from pipedejavu.zoo.form import Objective
-from pipedejavu.zoo.transformer import (
-    Attention,
-    Block,
-    Embedding,
-    FeedForward,
-    Head,
-    TransformerSize,
-    transformer_std,
-)
+from pipedejavu.zoo.transformer import Attention, Block, Embedding, FeedForward, Head, TransformerSize, transformer_std
 
 
 class Seq2seqSize(TransformerSize):

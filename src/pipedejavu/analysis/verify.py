@@ -1,0 +1,314 @@
+"""`verify`: whether a program does what its plan promises, without running it.
+
+It checks that every piece of every microbatch is computed once, that values are written before they are
+read and only once, that both ends of each transfer and all members of each collective agree, that nothing
+waits for itself, that versions and staleness are the plan's, and that memory suffices.
+"""
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+
+from pipedejavu.analysis.graph import Graph, build_graph
+from pipedejavu.analysis.liveness import Liveness, Stay, count_versions
+from pipedejavu.facts import FaultsError, format_bytes
+from pipedejavu.plan.rule import check_plan
+from pipedejavu.program.action import Action
+from pipedejavu.program.program import Program
+from pipedejavu.program.value import TAKING, Table, Value, name_of, resting, value_of
+
+MAX_FAULTS = 20
+
+
+def verify(program: Program, graph: Graph | None = None) -> Graph:
+    """Returns the program's graph, or the one that it has already; raises FaultsError with the first 20 faults."""
+    check_plan(program.plan, program.profile)
+    graph = graph or build_graph(program)
+    faults = [*_partner_faults(graph), *_once_faults(program), *graph.faults]
+    faults += _version_faults(program)
+    faults += _update_faults(program)
+    faults += _server_faults(program)
+    faults += _rest_faults(program)
+    if not faults:  # the rest walks the graph, which must make sense for that
+        faults += _cycle_faults(graph)
+    if not faults:
+        faults += _memory_faults(program)
+    if len(faults) > MAX_FAULTS:
+        faults = [*faults[:MAX_FAULTS], f"… and {len(faults) - MAX_FAULTS} more"]
+    if faults:
+        raise FaultsError(f"the program of plan '{program.plan.name}'", faults)
+    return graph
+
+
+def _partner_faults(graph: Graph) -> Iterator[str]:
+    """Transfers need both ends, collectives all members, and they must mean the same value."""
+    program = graph.program
+    present = range(len(program.workers))
+    for members in graph.joint.values():
+        actions = [program.workers[w].actions[position] for w, position in members]
+        workers = [w for w, _ in members]
+        first = actions[0]
+        if first.kind in ("SEND", "RECV"):
+            if len(actions) < 2:
+                kind = "RECV" if first.kind == "SEND" else "SEND"
+                yield f"worker {workers[0]}: {first} has no {kind} on worker {first.peer}"
+            elif value_of(actions[0]) != value_of(actions[1]):
+                yield f"worker {workers[0]}: {first} meets worker {workers[1]}'s {actions[1]}"
+            continue
+        group = program.groups.get(first.via[1:])
+        if group is None:
+            yield f"worker {workers[0]}: {first} names a group that does not exist"
+            continue
+        expected = sorted(set(group.workers) & set(present))
+        if sorted(workers) != expected:
+            yield f"{first} has workers {sorted(workers)}, its group {expected}"
+        meanings = {_meaning(a) for a in actions}
+        if len(meanings) > 1:
+            texts = ", ".join(f"worker {w}: {a}" for w, a in zip(workers, actions, strict=True))
+            yield f"members of one collective differ: {texts}"
+
+
+def _meaning(a: Action) -> tuple[object, ...]:
+    """What members of a collective must agree on; tied pieces have other numbers, replicas always do."""
+    piece = -1 if a.via.startswith("*tie") else a.piece
+    return (a.kind, a.what, piece, a.microbatch, a.version)
+
+
+def _once_faults(program: Program) -> Iterator[str]:
+    """Every (piece, microbatch) has one F, one B or one I and W, and one R where the plan recomputes."""
+    counts: Counter[tuple[str, int, int, int]] = Counter()
+    for index, worker in enumerate(program.workers):
+        shard = program.shard_of(index)
+        counts.update((a[0], a[1], a[3], shard) for a in worker.actions if a[0] in _COMPUTES)
+    plan, size = program.plan, program.update_size
+    own = plan.feed.microbatches if program.copies > 1 else size
+    microbatches = [i for i in range(size * plan.steps) if i % size < own]
+    shards = range(plan.place.shards if program.copies == 1 else 1)
+    for piece in range(len(program.pieces)):
+        recomputes = 1 if program.recomputed[piece] else 0
+        for i in microbatches:
+            for shard in shards:
+                f, b, r, ih, wh = (counts.pop((kind, piece, i, shard), 0) for kind in _COMPUTES)
+                if f != 1:
+                    yield f"piece {piece} has {f} forwards of microbatch {i}, not 1"
+                if (b, ih, wh) not in ((1, 0, 0), (0, 1, 1)):
+                    yield f"piece {piece} has {b} B, {ih} I, {wh} W of microbatch {i}; one B, or one I and one W"
+                if r != recomputes:
+                    yield f"piece {piece} recomputes microbatch {i} {r} times, not {recomputes}"
+    for kind, piece, i, _ in counts:
+        yield f"{kind} of piece {piece}, microbatch {i}, is not in the plan"
+
+
+_COMPUTES = ("F", "B", "R", "I", "W")
+
+
+def _version_faults(program: Program) -> Iterator[str]:
+    """Forwards read the version that the plan promises, and everything else of a microbatch reads the same."""
+    read: dict[tuple[int, int, int], Action] = {}
+    for index, worker in enumerate(program.workers):
+        for a in worker.actions:
+            if a.kind == "F":
+                low, high = promised_versions(program, a)
+                if not low <= a.version <= high:
+                    wanted = str(low) if low == high else f"{low} to {high}"
+                    yield f"{a} reads version {a.version}; version '{program.plan.version}' promises {wanted}"
+                read[index, a.piece, a.microbatch] = a
+    for index, worker in enumerate(program.workers):
+        for a in worker.actions:
+            if a.kind not in ("B", "I", "W", "R"):
+                continue
+            forward = read.get((index, a.piece, a.microbatch), a)
+            if a.version != forward.version:
+                yield f"{a} reads version {a.version}, its forward read {forward.version}"
+            if a.replica != forward.replica:
+                yield f"{a} belongs to replica {a.replica}, its forward to {forward.replica}"
+
+
+def promised_versions(program: Program, a: Action) -> tuple[int, int]:
+    """Returns the first and last weight version that a forward may read."""
+    plan, update = program.plan, a.microbatch // program.update_size
+    last_stage = program.pieces[-1].stage
+    if plan.version.kind == "stash":
+        behind = last_stage - program.pieces[a.piece].stage
+        if plan.place.stage_replicas or plan.feed.microbatches > 1:
+            return max(0, update - behind), update
+        return max(0, update - behind), max(0, update - behind)
+    version = {
+        "sync": update,
+        "local": update,
+        "vertical": max(0, update - last_stage),
+        "double-buffer": max(0, update - 1),
+        "torn": -1,
+    }[plan.version.kind]
+    return version, version
+
+
+def _update_faults(program: Program) -> Iterator[str]:
+    """Every piece is updated once for each update, and reduced once before where it has a group."""
+    plan = program.plan
+    steps = range(plan.steps)
+    updates: dict[tuple[int, int], list[int]] = defaultdict(list)
+    reductions: Counter[tuple[int, int, int, int]] = Counter()
+    for index, worker in enumerate(program.workers):
+        for a in worker.actions:
+            if a.kind == "UPDATE" and (a.via == "~server") == bool(program.held(index)):
+                yield f"worker {index}: {a} does not belong there; servers update '~server', workers what they hold"
+            if a.kind == "UPDATE" and (a.via != "~server" or plan.keep.kind == "server"):
+                updates[a.piece, a.replica].append(a.version - 1)
+            elif a.kind == "REDUCE" and a.what == "d" and a.via.startswith("*s"):
+                reductions[index, a.piece, a.replica, a.version] += 1
+    for index in range(len(program.workers)):
+        for piece, replica in program.held(index):
+            owner = (piece, 0 if plan.reduce.combiner == "score-trim" else replica)
+            found = updates.get(owner, [])
+            shards = plan.place.shards if program.copies == 1 else 1
+            if sorted(found) != sorted([*steps] * shards):
+                yield (
+                    f"worker {index}: piece {piece} of replica {replica} gets updates {sorted(found)},"
+                    f" not each of 0 to {plan.steps - 1} once"
+                )
+            group = f"s{program.pieces[piece].stage}"
+            if plan.reduce.combiner == "sum" and group in program.groups:
+                for t in steps:
+                    if reductions[index, piece, replica, t] != 1:
+                        count = reductions[index, piece, replica, t]
+                        yield f"worker {index}: d{piece}/{replica}@{t} is reduced {count} times, not 1"
+
+
+def _server_faults(program: Program) -> Iterator[str]:
+    """A server that keeps a centre or sums waves moves it once for each contribution, or once for all."""
+    plan = program.plan
+    if plan.reduce.wire != "server" or plan.keep.kind == "server" or program.copies > 1:
+        return
+    center, turns = program.num_replicas, plan.steps
+    if plan.reduce.gate == "bound":
+        turns = -(-turns // plan.place.workers)
+    if plan.reduce.gate != "barrier":
+        turns *= center
+    moves: dict[int, list[int]] = defaultdict(list)
+    for worker in program.workers:
+        for a in worker.actions:
+            if a.kind == "UPDATE" and a.via == "~server":
+                moves[a.piece].append(a.version if a.replica == center else -1)
+    for piece in range(len(program.pieces)):
+        if sorted(moves[piece]) != [*range(1, turns + 1)]:
+            yield f"the server moves piece {piece} to versions {sorted(moves[piece])}, not to each of 1 to {turns} once"
+
+
+def _rest_faults(program: Program) -> Iterator[str]:
+    """At the end each worker holds its newest weights and state where they rest, and no others: the run repeats.
+
+    An update, a reply or a gathered whole takes over the memory of the version before it, unless that is read again.
+    """
+    plan = program.plan
+    if plan.version.kind == "torn":
+        return
+    table = Table(program)
+    for index, worker in enumerate(program.workers):
+        homes = {home: resting(program, home[0]) for home in program.held(index)}
+        there = {(what, *home, 0, place) for home, rests in homes.items() for what, place in rests}
+        last_read: dict[Value, int] = {}
+        if plan.is_flush_free:
+            readers = ((k, a) for k, a in enumerate(worker.actions) if a[0] in ("F", "R", "B", "I"))
+            last_read = {("w", a.piece, a.replica, a.version, ""): k for k, a in readers}
+        for position, a in enumerate(worker.actions):
+            if a.kind in TAKING and (taken := table.taken(a)) is not None:
+                there.discard(taken)
+            if a.kind == "UPDATE" or (a.what in ("w", "o") and a.kind in ("RECV", "GATHER", "FETCH", "OFFLOAD")):
+                for what, piece, replica, version, place in table(a, index)[1]:
+                    if what not in "wo" or (piece, replica) not in homes:
+                        continue
+                    older = (what, piece, replica, version - 1, place)
+                    is_kept = a.kind == "GATHER" and plan.zero_of(program.pieces[piece].stage) == 3
+                    takes_over = a.kind in ("UPDATE", "RECV", "GATHER") and not is_kept
+                    if takes_over and last_read.get(older, -1) < position:
+                        there.discard(older)
+                    there.add((what, piece, replica, version, place))
+        at_end = {(what, *home, plan.steps, place) for home, rests in homes.items() for what, place in rests}
+        for value in sorted(there - at_end):
+            yield f"worker {index} still holds {name_of(value)} at the end; drop it behind its last reader"
+        for value in sorted(at_end - there):
+            yield f"worker {index} does not hold {name_of(value)} at the end"
+
+
+def _cycle_faults(graph: Graph) -> list[str]:
+    """Runs the graph in any order that it allows; what cannot run waits in a circle."""
+    left = graph.num_before.copy()
+    ready = [op for op, count in enumerate(left) if count == 0]
+    done = 0
+    while ready:
+        done += 1
+        for after in graph.successors[ready.pop()]:
+            left[after] -= 1
+            if left[after] == 0:
+                ready.append(after)
+    if done == len(left):
+        return []
+    before: dict[int, int] = {}
+    for op, count in enumerate(left):
+        if count:
+            for after in graph.successors[op]:
+                if left[after]:
+                    before[after] = op
+    op, seen = next(op for op, count in enumerate(left) if count), []
+    while op not in seen:
+        seen.append(op)
+        op = before[op]
+    circle = [*reversed(seen[seen.index(op) :])]
+    texts = [f"worker {graph.members[o][0]}'s {graph.action(o)}" for o in [*circle, circle[0]]]
+    return ["actions wait for each other in a circle: " + " → ".join(texts)]
+
+
+def _memory_faults(program: Program) -> Iterator[str]:
+    """Adds up each memory's peak, in the order of the sequences, and compares with what there is."""
+    machine, liveness = program.machine, Liveness(program)
+    used: dict[str, float] = defaultdict(float)
+    for index, worker in enumerate(program.workers):
+        count = len(worker.actions)
+        stays = liveness.stays(index, range(count), range(1, count + 1), count)
+        versions = count_versions(stays, program.held(index))
+        limit = _most_versions(program, index)
+        if versions > limit and program.held(index):
+            yield f"worker {index} holds {versions} weight versions of a piece, the plan promises {limit}"
+        peaks = peak_bytes(stays, liveness.fixed(index))
+        for copy in range(program.copies):
+            device = machine.device(program.devices[index + copy * len(program.workers)])
+            used[device.name] += peaks["device"]
+            if peaks["host"]:
+                used[machine.cpu_of(device).name] += peaks["host"]
+    rooms = {name: machine.device(name).memory_bytes - machine.device(name).reserved_bytes for name in used}
+    short = [name for name in used if used[name] > rooms[name]]
+    if short:
+        worst = max(short, key=lambda name: used[name] / max(rooms[name], 1))
+        others = f" (and {len(short) - 1} more devices have too little)" if len(short) > 1 else ""
+        yield (
+            f"device '{worst}' would need {format_bytes(used[worst])} and has {format_bytes(rooms[worst])}{others};"
+            " use more workers, smaller microbatches, recompute, or keep state on the host"
+        )
+
+
+def peak_bytes(stays: list[Stay], fixed: dict[tuple[str, str], float]) -> dict[str, float]:
+    """Returns the highest sum of sizes at any one time, by memory."""
+    peaks = {}
+    for memory in ("device", "host"):
+        base = sum(size for (where, _), size in fixed.items() if where == memory)
+        changes = []
+        for birth, death, value, size in stays:
+            if (value[4] == "host") == (memory == "host"):
+                changes += [(birth, size), (death, -size)]
+        total = most = base
+        for _, change in sorted(changes):
+            total += change
+            most = max(most, total)
+        peaks[memory] = most
+    return peaks
+
+
+def _most_versions(program: Program, worker: int) -> int:
+    """Returns how many versions of one piece's weights the plan lets a worker hold."""
+    plan, stages = program.plan, program.pieces[-1].stage + 1
+    if plan.keep.versions:
+        return plan.keep.versions
+    if plan.version.kind == "stash":
+        held = program.held(worker)
+        return max((stages - program.pieces[piece].stage for piece, _ in held), default=1)
+    return {"vertical": stages, "double-buffer": 2}.get(plan.version.kind, 1)

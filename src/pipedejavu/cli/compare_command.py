@@ -1,0 +1,59 @@
+"""The verb `compare`."""
+
+from pathlib import Path
+
+from rich.table import Table
+
+from pipedejavu.cli.installed import require_torch
+from pipedejavu.cli.terminal import print_json, terminal
+from pipedejavu.facts import Timeline, format_seconds
+from pipedejavu.report import compare as compare_timelines
+
+
+def compare(run_dir: str, as_json: bool) -> None:
+    """Prints what was predicted against what was measured, by worker and kind."""
+    require_torch("training")
+    from pipedejavu.run import RunFolder
+
+    if Path(run_dir).is_file():
+        _compare_recording(Path(run_dir), as_json)
+        return
+    folder = RunFolder(run_dir)
+    predicted, measured = folder.timeline("predicted"), folder.timeline("measured")
+    rows = compare_timelines(predicted, measured)
+    if as_json:
+        table = [{**row._asdict(), "ratio": row.ratio} for row in rows if row.predicted_s]
+        print_json({"rows": table, "predicted_s": predicted.makespan_s, "measured_s": measured.makespan_s})
+        return
+    shown = Table(box=None, pad_edge=False, header_style="bold")
+    for column in ("worker", "kind", "actions", "predicted", "measured", "ratio"):
+        shown.add_column(column, justify="left" if column in ("worker", "kind") else "right")
+    for row in rows:
+        times = [format_seconds(row.predicted_s), format_seconds(row.measured_s)]
+        shown.add_row(str(row.worker), row.kind, str(row.num_actions), *times, f"{row.ratio:.2f}")
+    shown.add_row(
+        "all",
+        "makespan",
+        "",
+        *(format_seconds(t.makespan_s) for t in (predicted, measured)),
+        _ratio(predicted, measured),
+    )
+    terminal().print(shown)
+
+
+def _compare_recording(path: Path, as_json: bool) -> None:
+    """Prints the same of the recorded steps of a HybridAdamW, by lane and kind, and what bounds a step."""
+    from pipedejavu.hybrid_report import HybridRun, occupancy_of, review
+
+    run = HybridRun.load(path)
+    found, use = review(run), occupancy_of(run)
+    if as_json:
+        table = [{"lane": lane, **row._asdict()} for lane, rows in found.rows().items() for row in rows]
+        steps = {"predicted_s": found.predicted_step_s, "measured_s": found.measured_step_s}
+        print_json({"rows": table, **steps, "busy": use.busy, "bounds": use.bounds, "hidden": use.hidden})
+        return
+    terminal(soft_wrap=True).print(str(found), str(use), sep="\n")
+
+
+def _ratio(predicted: Timeline, measured: Timeline) -> str:
+    return f"{measured.makespan_s / predicted.makespan_s:.2f}" if predicted.makespan_s else "–"

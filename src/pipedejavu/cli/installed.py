@@ -1,0 +1,17 @@
+"""Whether what a verb needs is installed: measuring and training need torch, planning does not.
+
+A file of this room imports torch's rooms inside its functions, after `require_torch`.
+"""
+
+from importlib import import_module
+
+from pipedejavu.facts import InputError
+
+
+def require_torch(purpose: str, remedy: str = "pip install 'pipedejavu[train]'") -> None:
+    """Raises InputError if torch or safetensors cannot be imported."""
+    try:
+        for name in ("torch", "safetensors"):
+            import_module(name)
+    except ImportError as error:
+        raise InputError(f"{purpose} needs torch and safetensors: {remedy} ({error})") from None

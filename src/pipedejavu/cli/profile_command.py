@@ -1,0 +1,234 @@
+"""The verb `profile`: runs the profiled of a model and prints its units and what training it takes."""
+
+import json
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from pipedejavu.cli.input_files import read_model
+from pipedejavu.cli.installed import require_torch
+from pipedejavu.cli.terminal import print_json, styled, terminal
+from pipedejavu.facts import Cost, Device, InputError, Machine, Unit, format_bytes, format_seconds, read_machine
+from pipedejavu.facts.printable import printable
+from pipedejavu.report import Need, count_parameters, fold_units, step_spread, step_times, work_out_needs
+
+if TYPE_CHECKING:
+    from pipedejavu.planner.profiling import Profiled
+
+_BUSY = 0.5
+"""Spread of measured times that no quiet machine has."""
+
+
+@dataclass(frozen=True)
+class ProfileRequest:
+    """What the user asked for."""
+
+    model: str
+    batch: int
+    context: int | None
+    out: str | None
+    estimates: bool
+    machine: str | None
+    parts: tuple[int, ...]
+    as_json: bool
+
+
+def run(request: ProfileRequest) -> None:
+    """Profiles a model and prints what was found."""
+    model = read_model(request.model)
+    if request.machine is not None and not request.estimates:
+        raise InputError("times are measured on this machine; give --machine together with --estimate")
+    if request.parts and request.estimates:
+        raise InputError("parts of a CPU are measured; leave out --parts or --estimate")
+    machine = None if request.machine is None else read_machine(request.machine)
+    require_torch("profiling")
+    from pipedejavu.planner.profiling import estimate_model, measure_model, this_machine
+
+    with _progress() as report:
+        if request.estimates:
+            profiled = estimate_model(model, request.batch, machine or this_machine(), report, request.context)
+        else:
+            profiled = measure_model(model, request.batch, report, request.context, request.parts)
+    if request.out:
+        profiled.profile.save(request.out)
+    if request.as_json:
+        print_json(_form(profiled, request))
+    else:
+        _print(profiled, request)
+
+
+@contextmanager
+def _progress() -> Iterator[Callable[[str], None]]:
+    """Shows on a terminal what is looked at."""
+    columns = SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn()
+    is_hidden = not sys.stderr.isatty()
+    with Progress(*columns, console=terminal(stderr=True), transient=True, disable=is_hidden) as shown:
+        line = shown.add_task("")
+        yield lambda text: shown.update(line, description=printable(text))
+
+
+def _print(profiled: "Profiled", request: ProfileRequest) -> None:
+    console = terminal(soft_wrap=True)
+    how = f"{'estimated' if request.estimates else 'measured'} at {', '.join(map(str, profiled.sizes))} samples"
+    console.print(styled(profiled.profile.name, "bold"), f" {how}; a sample is {profiled.sample}\n")
+    table = _table(profiled, request.batch)
+    width = console.measure(table, options=console.options.update(width=500)).maximum
+    terminal(width=max(width, console.width)).print(table)
+    console.print()
+    for sentence in _sentences(profiled, request):
+        console.print(sentence)
+    if request.out:
+        console.print(f"wrote {request.out}")
+
+
+def _table(profiled: "Profiled", samples: int) -> Table:
+    kinds = list(profiled.profile.units[0].times)
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column("unit")
+    times = [f"{part} on {kind}" if len(kinds) > 1 else part for kind in kinds for part in ("forward", "backward")]
+    for column in ("parameters", "FLOP a sample", *times, "activations a sample", "boundary a sample"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for fold in fold_units(profiled.profile.units):
+        table.add_row(fold.label, *_cells(fold.units[:1], kinds, samples))
+    _, *others = _cells(profiled.profile.units, kinds, samples)
+    table.add_row("all", _short(count_parameters(profiled.profile)), *others, style="bold")
+    return table
+
+
+def _cells(units: Sequence[Unit], kinds: Sequence[str], samples: int) -> list[str]:
+    """Returns the row of one unit, or of several together; times are those of a batch."""
+    times = [
+        format_seconds(Cost().plus(*(getattr(unit.times[kind], part) for unit in units)).at(samples))
+        for kind in kinds
+        for part in ("forward", "backward")
+    ]
+    counts = [_short(sum(unit.num_parameters for unit in units)), _short(sum(unit.flop for unit in units))]
+    saved = format_bytes(sum(unit.activation_bytes for unit in units))
+    return [*counts, *times, saved, format_bytes(units[-1].boundary_bytes)]
+
+
+def _short(number: float) -> str:
+    for unit, scale in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if number >= scale:
+            return f"{number / scale:.3g} {unit}"
+    return f"{number:g}"
+
+
+def _sentences(profiled: "Profiled", request: ProfileRequest) -> list[str]:
+    needs, samples = work_out_needs(profiled.profile), request.batch
+    found = [
+        f"Weights, gradients and the state of AdamW take {format_bytes(needs[0].model_bytes)}, in fp32 and in bf16 with"
+        " fp32 master weights alike."
+    ]
+    for need in needs:
+        saved, kept = (format_bytes(samples * size) for size in (need.saved_bytes, need.recomputed_bytes))
+        about = "about " if need is not needs[0] else ""
+        found.append(
+            f"In {need.precision.name}, {samples} samples keep {about}{saved} of activations, {kept} with recompute."
+        )
+    for device in _largest(profiled.machine):
+        found += [_verdict(need, device, samples) for need in needs]
+    for kind, step in step_times(profiled.profile, samples).items():
+        parts = zip(("forward", "backward", "update"), step, strict=True)
+        found.append(
+            f"A step of {samples} samples takes about {format_seconds(step.total_s)} on one {kind}: "
+            + ", ".join(f"{part} {format_seconds(time_s)}" for part, time_s in parts)
+            + "."
+        )
+    if request.model.startswith("hf:") and request.context is None and "int64" in profiled.sample:
+        found.append(f"Sequences have {profiled.sample.split()[0]} tokens; --context says how many instead.")
+    if request.estimates:
+        found.append(profiled.basis)
+    else:
+        spread = step_spread(profiled.profile, samples)
+        busy = "; something else keeps this machine busy, so profile again when it is idle" if spread > _BUSY else ""
+        found.append(f"Measured times lie within {spread:.0%} of these{busy}.")
+    return found
+
+
+def _largest(machine: Machine) -> list[Device]:
+    """Returns the device of each kind that has most memory."""
+    by_kind: dict[str, Device] = {}
+    for device in machine.devices:
+        known = by_kind.get(device.kind)
+        if known is None or device.memory_bytes > known.memory_bytes:
+            by_kind[device.kind] = device
+    return list(by_kind.values())
+
+
+def _verdict(need: Need, device: Device, samples: int) -> str:
+    where = f"the {format_bytes(device.memory_bytes - device.reserved_bytes)} of {device.name}"
+    text = f"In {need.precision.name} it needs {_size(need, device, samples, recomputes=False)}"
+    if need.fits(device, samples, recomputes=False):
+        return f"{text} and fits {where}, which hold{_most(need, device)}."
+    least = _size(need, device, samples, recomputes=True)
+    if need.fits(device, samples, recomputes=True):
+        return f"{text} and does not fit {where}; with recompute it needs {least} and fits."
+    if need.fits(device, 1, recomputes=True):
+        return f"{text} and does not fit {where}, with recompute {least}; they hold{_most(need, device)}."
+    return f"{text} and does not fit {where}, with recompute {least}, not even one sample; divide it over devices."
+
+
+def _size(need: Need, device: Device, samples: int, recomputes: bool) -> str:
+    """Returns what a step takes: tensors, and on a GPU what is reserved for them."""
+    live = format_bytes(need.live_bytes(samples, recomputes))
+    if device.type == "cpu":
+        return live
+    return f"{live} ({format_bytes(need.footprint(samples, recomputes).reserved_bytes)} reserved)"
+
+
+def _most(need: Need, device: Device) -> str:
+    plain, least = (need.most_samples(device, recomputes) for recomputes in (False, True))
+    return f" up to {plain:,} samples, {least:,} with recompute"
+
+
+def _form(profiled: "Profiled", request: ProfileRequest) -> dict[str, object]:
+    """Returns what is found as one object."""
+    needs = work_out_needs(profiled.profile)
+    devices = [
+        _device_form(need, device, request.batch, recomputes)
+        for device in _largest(profiled.machine)
+        for need in needs
+        for recomputes in (False, True)
+    ]
+    steps = step_times(profiled.profile, request.batch)
+    return {
+        "profile": json.loads(profiled.profile.to_json()),
+        "is_estimated": request.estimates,
+        "sizes": list(profiled.sizes),
+        "sample": profiled.sample,
+        "needs": [
+            {
+                "precision": need.precision.name,
+                "model_bytes": need.model_bytes,
+                "saved_bytes": need.saved_bytes,
+                "recomputed_bytes": need.recomputed_bytes,
+            }
+            for need in needs
+        ],
+        "devices": devices,
+        "step_s": {kind: step._asdict() | {"total_s": step.total_s} for kind, step in steps.items()},
+        "files": [request.out] if request.out else [],
+    }
+
+
+def _device_form(need: Need, device: Device, samples: int, recomputes: bool) -> dict[str, object]:
+    footprint = need.footprint(samples, recomputes) if device.type == "gpu" else None
+    return {
+        "device": device.name,
+        "kind": device.kind,
+        "memory_bytes": device.memory_bytes - device.reserved_bytes,
+        "context_bytes": device.reserved_bytes,
+        "precision": need.precision.name,
+        "needs_bytes": need.live_bytes(samples, recomputes),
+        "allocated_bytes": footprint.allocated_bytes if footprint else None,
+        "reserved_bytes": footprint.reserved_bytes if footprint else None,
+        "recomputes": recomputes,
+        "fits": need.fits(device, samples, recomputes),
+        "most_samples": need.most_samples(device, recomputes),
+    }

@@ -1,0 +1,330 @@
+"""The verb `train`."""
+
+import json
+import re
+import time
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from itertools import chain, count
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pipedejavu.cli.input_files import read_model
+from pipedejavu.cli.installed import require_torch
+from pipedejavu.cli.plan_choice import TrainRequest, choose
+from pipedejavu.cli.terminal import print_json, terminal
+from pipedejavu.facts import InputError, Machine, format_seconds, read_machine
+from pipedejavu.facts.printable import print_error, tell
+from pipedejavu.plan import Plan
+from pipedejavu.program import Program
+from pipedejavu.report import Story, render_html
+from pipedejavu.simulate import simulate
+
+if TYPE_CHECKING:
+    from pipedejavu.engine import Verdict
+    from pipedejavu.launch import ChosenInit, RankGroup, Resumed, TrainedRun
+    from pipedejavu.run import RunFolder, RunStart, TrainOptions
+
+MOVED = 74
+"""The exit code of a run that has trained to its end and left files elsewhere: an input/output error, in sysexits.h."""
+
+
+def read_options(model: str, given: Mapping[str, object]) -> "TrainOptions":
+    """Returns the run's options, those of `given` that are; raises InputError with every fault."""
+    require_torch("training")
+    from pipedejavu.run import TrainOptions
+
+    kind = TrainOptions
+    own = {name: value for name, value in given.items() if name in kind.model_fields}
+    found: TrainOptions = kind.from_json(json.dumps({**own, "model": read_model(model)}), source="the options of train")
+    return found
+
+
+def run(options: "TrainOptions", request: TrainRequest) -> None:
+    """Trains, and prints the forecast beside what happened."""
+    from pipedejavu.health import WorkerError
+    from pipedejavu.launch import RankGroup
+    from pipedejavu.run import StoppedError
+
+    ranks = RankGroup.join()
+    try:
+        _run(options, request, ranks)
+    except WorkerError as error:
+        trace, _, sentence = str(error).rpartition("\n")
+        ranks.tell("\n".join(filter(None, (trace, f"pipedejavu: {sentence}"))))
+        ranks.leave(SystemExit(1))
+        raise SystemExit(1) from None
+    except StoppedError as error:
+        if ranks.is_first:
+            tell(error)
+        ranks.leave(SystemExit(128 + error.number))
+        raise SystemExit(128 + error.number) from None
+    except BaseException as error:
+        ranks.leave(error)
+        raise
+    ranks.leave()
+
+
+def _run(options: "TrainOptions", request: TrainRequest, ranks: "RankGroup") -> None:
+    from pipedejavu.run import RunFolder, lock_run
+
+    if request.devices not in ("auto", "cpu", "gpu"):
+        raise InputError(f"--devices is auto, cpu or gpu, not '{request.devices}'")
+    # Files are read by the first rank, which gives their content to the others.
+    machine = read_machine(request.machine) if request.machine and ranks.is_first else None
+    with ExitStack() as stack:
+        if ranks.is_first and request.run_dir is not None:
+            stack.enter_context(lock_run(request.run_dir))
+            if not request.resume:
+                RunFolder(request.run_dir).check_new()
+        resumed = _reopen(request, ranks) if request.resume else None
+        if ranks.is_first and resumed:
+            options = resumed.options(options, request.given)
+        if resumed and ranks.share(b"1" if ranks.is_first and resumed.is_done(options) else b""):
+            if ranks.is_first:
+                _print_done(resumed, options, request.as_json)
+            return
+        if ranks.is_first and resumed:
+            tell(resumed)
+        _train(options, request, ranks, machine, resumed, stack)
+
+
+def _train(
+    options: "TrainOptions",
+    request: TrainRequest,
+    ranks: "RankGroup",
+    machine: Machine | None,
+    resumed: "Resumed | None",
+    stack: ExitStack,
+) -> None:
+    """Plans a run or what is left of it, and trains; `stack` holds the run's folder from before it is made."""
+    from pipedejavu.launch import plan_run, train, train_rank
+    from pipedejavu.run import check_logbooks, lock_run
+
+    start, profile, chosen, worker_hosts = resumed.start if resumed else None, None, Plan(), ranks.worker_hosts()
+    if ranks.is_first:
+        check_logbooks(options.log)
+        chosen, profile, machine = choose(options, request, ranks, machine, resumed, worker_hosts)
+    folder = request.run_dir or _new_name(f"{options.model}-{chosen.name}")
+    if ranks.is_first:
+        stack.enter_context(lock_run(folder))
+    plan = partial(plan_run, devices=request.devices, ranks=ranks)
+    options, program, note = plan(options, chosen, machine, start=start, profile=profile)
+    if ranks.is_first and not request.as_json:
+        _announce(options, program, note)
+    if options.init_candidates > 1 and not (start and start.step):
+        start = _choose_candidate(options, program, folder, ranks, start)
+        options, program, _ = plan(options, program.plan, program.machine, start=start, profile=program.profile)
+    try:
+        begun = (options, program, folder)
+        done = train_rank(*begun, ranks, start) if ranks.is_launched else train(*begun, start)
+    except KeyboardInterrupt:
+        print_error(f"stopped; the metrics so far are in {folder}")
+        raise SystemExit(130) from None
+    if done is not None:
+        _conclude(done, options, request.as_json)
+        if moved := done.folder.fallback.describe():
+            tell(moved)
+            raise SystemExit(MOVED)
+
+
+def _new_name(run: str) -> str:
+    """Returns a folder for a run that names none, which is not there yet."""
+    plain = re.sub(r"[^\w.-]+", "-", run)
+    name = f"runs/{plain}-{time.strftime('%Y%m%d-%H%M%S')}"
+    others = (f"{name}-{number}" for number in count(2))
+    return next(path for path in chain((name,), others) if not Path(path).exists())
+
+
+def _choose_candidate(
+    options: "TrainOptions", program: Program, folder: str, ranks: "RankGroup", start: "RunStart | None"
+) -> "RunStart":
+    from pipedejavu.launch import choose_init
+
+    found: ChosenInit = choose_init(options, program, folder, ranks, start)
+    if ranks.is_first:
+        print_error(
+            f"candidate {found.winner} of {options.init_candidates} goes on behind step {found.start.step}; together"
+            f" they made {sum(found.updates)} updates on {found.samples} samples"
+        )
+    return found.start
+
+
+def _reopen(request: TrainRequest, ranks: "RankGroup") -> "Resumed | None":
+    from pipedejavu.launch import reopen
+
+    if request.run_dir is None:
+        raise InputError("--resume goes on with the run in a folder; say which one with --run-dir")
+    found: Resumed | None = reopen(
+        request.run_dir, ranks, tell, accept_changes=request.accept_changes, allow_restart=request.allow_restart
+    )
+    return found
+
+
+def _print_done(resumed: "Resumed", options: "TrainOptions", as_json: bool) -> None:
+    """Says that a run has made its steps, which is no error: whatever starts it again and again may end."""
+    tell(
+        f"nothing left to do: the run in {resumed.folder.path} has made {resumed.start.step} of its {options.steps}"
+        " steps; --steps asks for more"
+    )
+    if as_json:
+        print_json(_summary_of(resumed.folder))
+
+
+def _announce(options: "TrainOptions", program: Program, note: str) -> None:
+    axes = "  ".join(f"{axis}={text}" for axis, text in program.plan.axes().items())
+    print_error(f"{options.model} with plan {program.plan.name}: {axes}")
+    devices = (program.machine.device(name) for name in program.devices)
+    print_error(f"workers on {', '.join(f'{d.name} ({d.kind})' for d in devices)}")
+    print_error(_describe_update(program))
+    for decision in program.plan.decisions:
+        print_error(f"{decision.axis}: {decision.choice} ({decision.reason})")
+    if note:
+        print_error(note)
+
+
+def _describe_update(program: Program) -> str:
+    """Says how many samples an update has, which the sizes that were asked for are per pipeline or replica."""
+    feed, replicas = program.plan.feed, program.num_replicas
+    if feed.kind == "own":
+        return f"each of {replicas} replicas makes updates of its own, of {feed.microbatches} × {feed.samples} samples"
+    spread = f" over {replicas} replicas" if replicas > 1 else ""
+    return f"an update has {sum(program.sizes)} samples in {program.update_size} microbatches{spread}"
+
+
+def _conclude(done: "TrainedRun", options: "TrainOptions", as_json: bool) -> None:
+    from pipedejavu.launch import judge_run
+
+    verdict: Verdict | None = judge_run(done) if options.keeps_log else None
+    _write_report(done, options, verdict)
+    summary = _summary(done)
+    if verdict is not None:
+        summary["audit"] = verdict.to_dict()
+    if as_json:
+        print_json(summary)
+    else:
+        _print_summary(summary, done, verdict)
+    if verdict is not None and not verdict.is_passed:
+        tell(f"{verdict}; do not use these weights")
+        raise SystemExit(1)
+
+
+@dataclass(frozen=True)
+class _Metrics:
+    first_loss: float | None
+    last_loss: float | None
+    steps: int
+    skipped: int
+    elapsed_s: float
+
+
+def _read_metrics(folder: "RunFolder") -> _Metrics:
+    from pipedejavu.run import History
+
+    run: History = History.read(folder)
+    if not run.steps:  # a disk that was full has taken none
+        return _Metrics(None, None, 0, run.num_skipped, 0.0)
+    first, last = run.steps[0], run.steps[-1]
+    return _Metrics(first.loss, last.loss, last.step, run.num_skipped, last.elapsed_s)
+
+
+def _summary(done: "TrainedRun") -> dict[str, object]:
+    folder = done.folder
+    metrics = _read_metrics(folder)
+    return {
+        "run_dir": str(folder.path),
+        "steps": metrics.steps,
+        "steps_skipped": metrics.skipped,
+        "first_loss": metrics.first_loss,
+        "last_loss": metrics.last_loss,
+        "elapsed_s": metrics.elapsed_s,
+        "predicted_s": done.prediction.makespan_s,
+        "expected_s": done.prediction.chance.mean_s,
+        "measured_s": done.measured.makespan_s,
+        "predicted_bubble_fraction": done.prediction.bubble_fraction,
+        "measured_bubble_fraction": done.measured.bubble_fraction,
+        "model": str(folder.place(folder.model)),
+        "report": str(folder.place(folder.report)),
+    }
+
+
+def _summary_of(folder: "RunFolder") -> dict[str, object]:
+    """Returns the summary of a run that was over before: what its folder still tells of it, and None for all else."""
+    from pipedejavu.run import History
+
+    run: History = History.read(folder.path)
+    predicted, measured = run.predicted, folder.timeline("measured") if folder.measured.exists() else None
+    steps = run.steps
+    return {
+        "run_dir": str(folder.path),
+        "steps": steps[-1].step if steps else max(folder.checkpoint_dir.steps(), default=0),
+        "first_loss": steps[0].loss if steps else None,
+        "last_loss": steps[-1].loss if steps else None,
+        "elapsed_s": steps[-1].elapsed_s if steps else None,
+        "predicted_s": predicted.makespan_s if predicted else None,
+        "expected_s": simulate(folder.program()).chance.mean_s,
+        "measured_s": measured.makespan_s if measured else None,
+        "predicted_bubble_fraction": predicted.bubble_fraction if predicted else None,
+        "measured_bubble_fraction": measured.bubble_fraction if measured else None,
+        "model": str(folder.model),
+        "report": str(folder.report),
+    }
+
+
+def _print_summary(summary: Mapping[str, object], done: "TrainedRun", verdict: "Verdict | None") -> None:
+    console = terminal(soft_wrap=True)
+    console.print(
+        f"loss {_loss(summary, 'first_loss')} → {_loss(summary, 'last_loss')} in {summary['steps']} steps,"
+        f" {format_seconds(float(str(summary['elapsed_s'])))}"
+    )
+    if summary["steps_skipped"]:
+        console.print(f"updates left out (--on-nan skip): {summary['steps_skipped']}; the report says which and why")
+    steps = done.program.plan.steps
+    unit = "an update" if steps == 1 else f"{steps} updates"
+    console.print(
+        f"forecast of {unit}: {format_seconds(done.prediction.makespan_s)}{_on_average(done)},"
+        f" bubble {done.prediction.bubble_fraction:.1%}; measured in the last round:"
+        f" {format_seconds(done.measured.makespan_s)}, bubble {done.measured.bubble_fraction:.1%}"
+    )
+    if done.moves:
+        moved = " + ".join(str(sum(part)) for part in done.moves[-1][1])
+        console.print(f"shares moved to {moved} samples while it ran; both figures are of the last round")
+    if verdict is not None:
+        console.print(str(verdict))
+        for name, difference in sorted(verdict.differences.items(), key=lambda item: -item[1])[:5]:
+            console.print(f"  {name}: {difference:.3g}, rounding {verdict.tolerances[name]:.3g}")
+    console.print(f"weights in {summary['model']}, report in {summary['report']}")
+
+
+def _loss(summary: Mapping[str, object], name: str) -> str:
+    value = summary[name]
+    if isinstance(value, float):
+        return f"{value:.4f}"
+    return "not finite" if summary["steps"] else "unknown"
+
+
+def _on_average(done: "TrainedRun") -> str:
+    chance = done.prediction.chance
+    return f" ({format_seconds(chance.mean_s)} on average)" if chance.varies else ""
+
+
+def _write_report(done: "TrainedRun", options: "TrainOptions", verdict: "Verdict | None") -> None:
+    from pipedejavu.run import History
+
+    plan = done.program.plan
+    decisions = [(d.axis, d.choice, d.reason) for d in plan.decisions]
+    notes = [f"The timelines are of one round: the last of {options.steps} steps, and its forecast."]
+    if verdict is not None:
+        notes.append(f"A{str(verdict)[1:]}.")
+    title = f"{plan.name} · {options.model}, measured"
+    rate = sum(done.program.sizes) * plan.steps / done.prediction.makespan_s if done.prediction.makespan_s else None
+    run: History = History.read(done.folder)
+    losses = [(step.step, step.loss) for step in run.steps if step.loss is not None]
+    rates = [(step, samples / time_s) for step, samples, time_s in run.rates()]
+    page = render_html(
+        done.measured, title, plan.axes(), decisions, notes,
+        forecast=done.prediction.timeline(), story=Story(losses, rates, rate, run.events),
+    )  # fmt: skip
+    done.folder.write_last(done.folder.report, page)

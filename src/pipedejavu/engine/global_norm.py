@@ -1,0 +1,130 @@
+"""The norm of an update's gradients over all workers, by which all of them know whether the update can be made.
+
+A worker whose own part cannot be applied adds infinity, so that the norm is infinite for all: with `on_nan="skip"` they
+leave the update out together, and running statistics become what they were before it. With "stop" the worker raises
+instead of adding, and the others never get a norm to update by.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pipedejavu.engine.finite import nonfinite, read_all
+from pipedejavu.engine.gradient_check import GradientCheck
+from pipedejavu.engine.job import Batches, Job, Log
+from pipedejavu.engine.optimizer import Tensors
+from pipedejavu.engine.piece import PieceRunner
+from pipedejavu.facts import InputError
+from pipedejavu.program import Program
+from pipedejavu.program.value import Value
+
+LARGEST_SQUARE = 1e300
+"""The largest part of the squared norm that counts as finite, so that a sum over workers is finite too."""
+
+
+class GlobalNorm:
+    """One worker's part in the norm, and what it does if that is not finite."""
+
+    def __init__(
+        self,
+        program: Program,
+        index: int,
+        runners: Mapping[tuple[int, int], PieceRunner],
+        job: Job,
+        batches: Batches,
+        values: Mapping[Value, Any],
+        log: Log,
+        check: GradientCheck,
+    ):
+        self.program, self.index, self.runners, self.job = program, index, runners, job
+        self.batches, self.values, self.log, self.check = batches, values, log, check
+        self.num_skipped = 0
+        """Updates left out since the last one that was made."""
+        self._kept: list[tuple[dict[str, Any], str, Tensor, Tensor]] = []
+        """Each buffer's place, and the buffer before the update that is under way."""
+
+    def begin(self) -> None:
+        """Keeps running statistics as they are before a round, if an update may be left out."""
+        if self.job.on_nan == "skip" and self.program.plan.reduce.clip == "global":
+            buffers = [buffer for runner in self.runners.values() for buffer in runner.buffers()]
+            self._kept = [(place, key, buffer, buffer.clone()) for place, key, buffer in buffers]
+
+    def find(self, update: int, step: int, add_up: Callable[[Tensor], Tensor]) -> float:
+        """Returns the norm of an update's summed gradients; it is infinite if some worker cannot apply its own.
+
+        Raises InputError for this worker's own gradients with `on_nan="stop"`, and with "skip" if too many updates in a
+        row were left out.
+        """
+        agrees = self.program.plan.reduce.clip == "global"
+        gradients, square = self._gradients(update), self._square(update)
+        fault = self._fault(step, gradients, square) if agrees else ""
+        if fault and self.job.on_nan == "stop":
+            raise InputError(f"{fault}; {self.check.remedy}")
+        total = float(add_up(torch.tensor([math.inf if fault else square], dtype=torch.float64)))
+        norm = math.sqrt(total)
+        if agrees and self.job.on_nan == "skip":
+            self._skip(step, fault) if math.isinf(norm) else self._go_on()
+        return norm
+
+    def _go_on(self) -> None:
+        self.num_skipped = 0
+        self.begin()
+
+    def _skip(self, step: int, fault: str) -> None:
+        """Undoes what an update that is left out has done to running statistics, and notes why it is left out."""
+        with torch.no_grad():
+            for place, key, buffer, before in self._kept:
+                place[key] = buffer.copy_(before)
+        self.num_skipped += 1
+        if not fault:
+            return  # the worker that has found one tells of it
+        self.log.skipped[step] = fault
+        most = self.job.max_consecutive_skips
+        if most is not None and self.num_skipped >= most:
+            raise InputError(
+                f"{self.num_skipped} updates in a row were left out (--max-consecutive-skips {most}), the last because"
+                f" {fault}; lower the learning rate, clip gradients (--clip-norm), or look at the data"
+            )
+
+    def _fault(self, step: int, gradients: list[Tensors], square: float) -> str:
+        """Returns why this worker cannot make an update, or ""."""
+        size = self.program.update_size
+        members = range((step - 1) * size, step * size)
+        for number in members:
+            loss = self.log.losses.get(number, 0.0)
+            if not math.isfinite(loss):
+                return f"the loss is {loss} in step {step}, microbatch {number}, on worker {self.index}"
+        coefficient = 1 / sum(self.batches.count(i) for i in members)
+        for summed in gradients:
+            if fault := self.check.fault(step, summed, coefficient, self.job.clip_norm):
+                return fault
+        place = f"in step {step} on worker {self.index}"
+        for runner in self.runners.values():
+            for name, value in nonfinite(dict(runner.saved_buffers())):
+                if not runner.is_meant(name, value):
+                    return f"buffer '{name}' is {value} {place}"
+        return "" if square <= LARGEST_SQUARE else f"the square of the gradients' norm is {square:.3g} {place}"
+
+    def _gradients(self, update: int) -> list[Tensors]:
+        """Returns the summed gradients of each piece that this worker holds, wherever they are."""
+        homes = self.program.held(self.index)
+        return [next(d for place in ("", "host") if (d := self._at(home, update, place)) is not None) for home in homes]
+
+    def _at(self, home: tuple[int, int], update: int, place: str) -> Tensors | None:
+        found: Tensors | None = self.values.get(("d", *home, update, place))
+        return found
+
+    def _square(self, update: int) -> float:
+        """Returns this worker's part of the squared norm: what several workers hold alike counts once in all."""
+        shares, norms = list[float](), list[Tensor]()
+        for (piece, _), gradients in zip(self.program.held(self.index), self._gradients(update), strict=True):
+            holders = self.program.groups.get(f"s{self.program.pieces[piece].stage}")
+            share = 1 / (len(holders.workers) if holders else 1)
+            for name, gradient in gradients.items():
+                tied = [len(self.program.tied_pieces[n]) for n, names in enumerate(self.job.ties) if name in names]
+                shares.append(share / max(tied, default=1))
+                norms.append(torch.linalg.vector_norm(gradient, dtype=torch.float64))
+        return sum(share * norm * norm for share, norm in zip(shares, read_all(norms), strict=True))

@@ -1,0 +1,364 @@
+"""What each kind of action does to the values of a worker: one handler each.
+
+Values are held under the names of the program's table: activations and gradients as tensors, what a forward
+saved as `Saved`, weights and weight gradients as tensors by parameter name.
+"""
+
+import math
+import threading
+from collections import Counter
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pipedejavu.engine.applier import Applier, as_leaves
+from pipedejavu.engine.device import CPU, device_of, hold, moved
+from pipedejavu.engine.global_norm import GlobalNorm
+from pipedejavu.engine.gradient_check import GradientCheck
+from pipedejavu.engine.job import Batches, Job, Log, Read
+from pipedejavu.engine.optimizer import Tensors
+from pipedejavu.engine.piece import PieceRunner
+from pipedejavu.engine.recompute_span import (
+    Saved,
+    backward,
+    backward_input,
+    backward_weights,
+    carried,
+    like,
+    memory_of,
+    tensors_of,
+    with_loss,
+)
+from pipedejavu.engine.wire import Wire, flatten, unflatten
+from pipedejavu.facts import InputError
+from pipedejavu.program import Action, Program, Table
+from pipedejavu.program.value import Value, rest_of, value_of
+
+TRANSIENT = frozenset("xgsobncdpe")
+"""Whats that are freed behind their last reader; of its own weights a worker keeps the newest version."""
+
+Runners = dict[tuple[int, int], PieceRunner]
+"""By (piece, replica)."""
+
+Notice = Callable[[str, str], None]
+"""Is told of a lane and the action that it begins; no action where it has ended."""
+
+
+def homes_of(program: Program, index: int) -> list[tuple[int, int]]:
+    """Returns the (piece, replica) pairs that a worker holds or serves, in order; a server's come last."""
+    served = {a.piece for a in program.workers[index].actions if a.via == "~server"}
+    return sorted({*program.held(index), *((piece, program.num_replicas) for piece in served)})
+
+
+class Handlers:
+    """The values of one worker, and the handlers that work on them."""
+
+    def __init__(self, program: Program, index: int, runners: Runners, job: Job, batches: Batches, wire: Wire):
+        self.program, self.index, self.runners, self.job = program, index, runners, job
+        self.device = device_of(program, index)
+        self.batches, self.wire, self.log, self.live = batches, wire, Log(), 0
+        self.notice: Notice = lambda _lane, _action: None
+        self.values: dict[Value, Any] = {}
+        self.check = GradientCheck(job, program.plan, index)
+        self.applier = Applier(program, runners, job, batches, self.values, self.log, self.device, self.check)
+        self.norm = GlobalNorm(program, index, runners, job, batches, self.values, self.log, self.check)
+        table = Table(program)
+        self.effects = {a: table(a, index)[:2] for a in program.workers[index].actions}
+        """What each action reads and writes."""
+        self.reads = Counter(value for a in program.workers[index].actions for value in self.effects[a][0])
+        self.readers = self.reads.copy()
+        self.lock = threading.Lock()
+        self.first_microbatch = self.first_version = 0
+        self._unread_losses: dict[int, Tensor] = {}
+        """Of microbatches whose forward was issued to a GPU, which nobody should wait for."""
+        self._handlers: dict[str, Callable[[Action], None]] = {
+            "F": self.forward,
+            "R": self.recompute,
+            "B": self.backward,
+            "I": self.backward_input,
+            "W": self.backward_weights,
+            "SEND": self.send,
+            "RECV": self.receive,
+            "REDUCE": self.reduce,
+            "UPDATE": self.applier.update,
+            "DROP": self.drop,
+            "OFFLOAD": self.offload,
+            "FETCH": self.fetch,
+            "EVAL": self.applier.evaluate,
+        }
+
+    def begin(self, update: int) -> None:
+        """Prepares to run the program from an update on: the newest weights become version 0, numbers go on."""
+        plan = self.program.plan
+        self.first_microbatch = update * self.program.update_size
+        self.first_version = self.applier.first_version = update
+        self.readers = self.reads.copy()
+        norms = {key[3]: self.values.pop(key) for key in list(self.values) if key[0] == "n"}
+        if plan.reduce.clip == "delayed" and plan.steps - 1 in norms:
+            self.values["n", 0, 0, -1, ""] = norms[plan.steps - 1]
+        for key in [key for key in self.values if key[0] == "w" and key[3] == self.applier.last_version(key[2])]:
+            self.values[key[0], key[1], key[2], 0, key[4]] = self.values.pop(key)
+        for key in [key for key in self.values if key[0] in "pc"]:  # waves that were taken in when the round ended
+            del self.values[key]
+        self.norm.begin()
+
+    def do(self, a: Action) -> None:
+        """Does one action, and frees what nobody will read again."""
+        reads, writes = self.effects[a]
+        if self.device.type == "cuda":
+            held = tuple(memory_of(self.values.get(value)) for value in reads)
+            hold(held, torch.cuda.current_stream(self.device))
+        self._handlers[a.kind](a)
+        weights = [value for value in writes if value[0] == "w"]
+        with self.lock:
+            for value in reads:
+                self.readers[value] -= 1
+            ends = [value for value in (*reads, *map(_before, weights)) if not self.readers[value]]
+            freed = [self.values.pop(value, None) for value in ends if self._is_spent(value)]
+            for _, piece, replica, _, _ in weights:
+                self._count_versions(piece, replica)
+        del freed  # which takes a while, so not under the lock
+
+    def _is_spent(self, value: Value) -> bool:
+        """Whether a value that nobody will read again can go."""
+        what, piece, replica, version, place = value
+        if what != "w":
+            return what in TRANSIENT
+        is_own = (piece, replica) in self.runners
+        return not is_own or ("w", piece, replica, version + 1, place) in self.values
+
+    def _count_versions(self, piece: int, replica: int) -> None:
+        """Notes how many versions of its own weights the worker has; those of others only pass through."""
+        if (piece, replica) in self.program.held(self.index):
+            held = sum(key[:3] == ("w", piece, replica) and not key[4] for key in list(self.values))
+            self.log.peak_versions = max(self.log.peak_versions, held)
+
+    def forward(self, a: Action) -> None:
+        """Runs a piece forward and keeps what its backward needs."""
+        wave = next((v[3] for v in self.effects[a][0] if v[0] == "c"), -1)
+        if wave >= 0:
+            self.applier.pull((a.piece, a.replica), a.version, wave)
+        version = a.version if a.version < 0 else self.first_version + a.version
+        known = self.applier.first_wave + wave if wave >= 0 else -1
+        self.log.events.append(Read(a.piece, a.replica, self.first_microbatch + a.microbatch, version, known))
+        if self.program.pieces[a.piece].opens_stage:
+            self.live += 1
+            self.log.peak_live = max(self.log.peak_live, self.live)
+            self.log.peak_versions = max(self.log.peak_versions, 1)
+        output, saved = self._run_piece(a, keeps_buffers=False)
+        if self.program.outputs[a.piece]:
+            self.values["x", a.piece, 0, a.microbatch, ""] = output
+        if self.program.keeps_saved(a.piece):
+            self.values["s", a.piece, 0, a.microbatch, ""] = saved
+
+    def recompute(self, a: Action) -> None:
+        """Runs a piece, or those of its units that kept nothing, again with the first time's weights and randomness."""
+        key = ("s", a.piece, 0, a.microbatch, "")
+        if not self.program.keeps_saved(a.piece):
+            self.values[key] = self._run_piece(a, keeps_buffers=True)[1]
+            return
+        weights, number = self.values["w", a.piece, a.replica, a.version, ""], self.first_microbatch + a.microbatch
+        output, saved = self._runner(a).forward_again(weights, self.values[key], number)
+        ends = self.program.pieces[a.piece].units[-1] in self.program.recomputed[a.piece]
+        if ends and not self.program.outputs[a.piece]:
+            saved = with_loss(saved, self._loss(number, output))
+        self.values[key] = saved
+
+    def _run_piece(self, a: Action, keeps_buffers: bool) -> tuple[Any, Saved]:
+        before = self.program.inputs[a.piece]
+        if before:
+            value = self.values["x", before[0], 0, a.microbatch, ""]
+        else:
+            value = self.values.get(("b", a.piece, 0, a.microbatch, ""))
+            value = self._inputs(a.microbatch) if value is None else value
+        weights = self.values["w", a.piece, a.replica, a.version, ""]
+        number, runner = self.first_microbatch + a.microbatch, self.runners[a.piece, a.replica]
+        tensor_offload = runner.tensor_offload(weights) if runner.departs else None
+        with tensor_offload or nullcontext():
+            output, saved = runner.forward(weights, value, number, keeps_buffers, is_first=not before)
+            if not self.program.outputs[a.piece]:
+                loss = self._loss(number, output)
+                self._note_loss(number, loss)
+                saved = with_loss(saved, loss)
+        if tensor_offload is not None:
+            saved = (replace(saved[0], tensor_offload=tensor_offload), *saved[1:])
+        return like(output, [t.detach() for t in tensors_of(output)]), saved
+
+    def _loss(self, number: int, output: Any) -> Tensor:
+        return self.job.loss(output, moved(self.batches.targets(number), self.device))
+
+    def _inputs(self, microbatch: int) -> Any:
+        return moved(self.batches.inputs(self.first_microbatch + microbatch), self.device)
+
+    def _note_loss(self, number: int, loss: Tensor) -> None:
+        """Notes the loss of a microbatch: now, or at the end of the round where that would wait for a GPU."""
+        if loss.is_cuda:
+            self._unread_losses[number] = loss.detach()
+            return
+        found = loss.item()
+        self.log.note_loss(number, found)
+        if not math.isfinite(found) and self.job.on_nan == "stop":
+            step = number // self.program.update_size + 1
+            raise InputError(
+                f"the loss is {found} in step {step}, microbatch {number}, on worker {self.index}; {self.check.remedy}"
+            )
+
+    def finish(self) -> None:
+        """Lets all that was sent leave, and reads what a GPU was not to be waited for while the program ran."""
+        self.wire.flush()
+        self._read_losses()
+        self.check.read()
+
+    def _read_losses(self) -> None:
+        unread, self._unread_losses = self._unread_losses, {}
+        for number, loss in unread.items():
+            self._note_loss(number, loss.cpu())
+
+    def backward(self, a: Action) -> None:
+        """Runs a piece backward: hands a gradient on and adds to the piece's own."""
+        saved, gradients = self._needed(a)
+        total = self._of_update(a)
+        passed, self.values[total] = backward(saved, gradients, self.values.get(total))
+        self._pass_on(a, passed)
+        self._end_microbatch(a)
+
+    def backward_input(self, a: Action) -> None:
+        """Makes the gradient that the piece hands on."""
+        self._pass_on(a, backward_input(*self._needed(a)))
+
+    def backward_weights(self, a: Action) -> None:
+        """Adds to the gradient of the piece's weights."""
+        saved, gradients = self._needed(a)
+        total = self._of_update(a)
+        self.values[total] = backward_weights(saved, gradients, self.values.get(total))
+        self._end_microbatch(a)
+
+    def _runner(self, a: Action) -> PieceRunner:
+        return self.runners[a.piece, a.replica]
+
+    def _needed(self, a: Action) -> tuple[Saved, tuple[Tensor, ...]]:
+        """Returns what a backward works on."""
+        saved: Saved = self.values["s", a.piece, 0, a.microbatch, ""]
+        after = self.program.outputs[a.piece]
+        if not after:
+            return saved, (torch.ones_like(saved[-1].outputs[0]),)
+        return saved, self.values["g", after[0], 0, a.microbatch, ""]
+
+    def _of_update(self, a: Action) -> Value:
+        """Names the sum of gradients that a backward adds to."""
+        return ("d", a.piece, a.replica, a.microbatch // self.program.update_size, "")
+
+    def _pass_on(self, a: Action, gradients: tuple[Tensor, ...]) -> None:
+        if self.program.inputs[a.piece]:
+            self.values["g", a.piece, 0, a.microbatch, ""] = gradients
+
+    def _end_microbatch(self, a: Action) -> None:
+        if self.program.pieces[a.piece].opens_stage:
+            self.live -= 1
+
+    def send(self, a: Action) -> None:
+        """Hands a value to another worker."""
+        value = self._handed_over(a) if a.what == "d" else self.values[value_of(a)]
+        tensors = tuple(value.values()) if isinstance(value, dict) else tensors_of(value)
+        self.wire.send(tensors, a.peer, self._key(a))
+
+    def expect(self, a: Action) -> None:
+        """Lets the wire know what is received behind the next value."""
+        self.wire.expect(a.peer, self._key(a))
+
+    def receive(self, a: Action) -> None:
+        """Takes a value from another worker."""
+        tensors = self.wire.receive(a.peer, self._key(a))
+        if a.what in "wdpc":
+            names = next(runner.initial for (piece, _), runner in self.runners.items() if piece == a.piece)
+            received = dict(zip(names, tensors, strict=True))
+            self.values[value_of(a)] = as_leaves(received) if a.what == "w" else received
+        else:
+            self.values[value_of(a)] = tensors if len(tensors) > 1 or a.what == "g" else tensors[0]
+
+    def _key(self, a: Action) -> tuple[object, ...]:
+        size = self.batches.length(self.first_microbatch + a.microbatch) if a.microbatch >= 0 else 0
+        return (a.what, a.piece, size)
+
+    def reduce(self, a: Action) -> None:
+        """Sums a value over a group, in place; weights are averaged."""
+        group = a.via[1:]
+        if a.what == "n":
+            if self.program.plan.reduce.clip == "global":  # no forward is under way, so that nothing waits for a GPU
+                self._read_losses()
+            step = self.first_version + a.version + 1
+            self.values[value_of(a)] = self.norm.find(a.version, step, lambda own: self.wire.add_up(own, group))
+        elif group.startswith("tie"):
+            self._reduce_tied(a)
+        else:
+            value: Tensors = self._handed_over(a) if a.what == "d" else self.values[value_of(a)]
+            given = [tensor.detach() for tensor in value.values()]
+            found = dict(zip(value, unflatten(self.wire.add_up(flatten(given), group), given), strict=True))
+            if a.what == "w":  # of replicas that update by themselves; gradients are divided with the update
+                count = len(self.program.groups[group].workers)
+                found = as_leaves({name: total.div_(count) for name, total in found.items()})
+            self.values[value_of(a)] = found
+
+    def _handed_over(self, a: Action) -> Tensors:
+        """Returns the gradients of a piece as its worker hands them over, which may be faulty on purpose."""
+        value: Tensors = self.values[value_of(a)]
+        fault = self.job.byzantine
+        if fault is None or not fault.is_faulty(a.replica, self.program.num_replicas):
+            return value
+        place = (self.job.seed, a.replica, self.first_version + a.version, a.piece)
+        return {name: fault.spoilt(given, *place, n) for n, (name, given) in enumerate(value.items())}
+
+    def _reduce_tied(self, a: Action) -> None:
+        """Sums the gradients of parameters that several pieces share, and gives each the sum."""
+        tie = int(a.via[4:].partition(".")[0])
+        mine = [
+            (self.values["d", piece, replica, a.version, ""], name)
+            for piece, replica in self.program.held(self.index)
+            if replica == a.replica
+            for name in self.runners[piece, replica].initial
+            if name in self.job.ties[tie]
+        ]
+        own = torch.stack([gradients[name] for gradients, name in mine]).sum(0)
+        total = self.wire.add_up(own.reshape(-1), a.via[1:]).view_as(own)
+        for gradients, name in mine:
+            gradients[name] = total.clone()
+
+    def drop(self, a: Action) -> None:
+        """Frees a value, unless that has happened behind its last reader."""
+        self.values.pop(value_of(a), None)
+
+    def offload(self, a: Action) -> None:
+        """Moves a value to the host's memory."""
+        if a.what == "o":
+            del self.values[value_of(a)]
+            self.applier.move_state((a.piece, a.replica), CPU)
+        else:
+            self.values[value_of(a, "host")] = _taken(a, self.values.pop(value_of(a)), CPU)
+
+    def fetch(self, a: Action) -> None:
+        """Brings a value to the device; weights that rest in the host's memory stay there too."""
+        key = value_of(a, "host")
+        if a.what == "b":
+            self.values[value_of(a)] = self._inputs(a.microbatch)
+        elif a.what == "o":
+            self.values[value_of(a)] = self.applier.move_state((a.piece, a.replica), self.device)
+        else:
+            stays = a.what == "w" and rest_of(self.program, a.piece) != "lean"
+            found = self.values[key] if stays else self.values.pop(key)
+            brought = _taken(a, found, self.device)
+            self.values[value_of(a)] = as_leaves(brought) if a.what == "w" else brought
+
+
+def _taken(a: Action, value: Any, device: torch.device) -> Any:
+    """Returns what an action moves, on a device."""
+    return carried(value, device) if a.what == "s" else moved(value, device)
+
+
+def _before(weights: Value) -> Value:
+    """Returns the version before one of a piece's weights."""
+    what, piece, replica, version, place = weights
+    return (what, piece, replica, version - 1, place)

@@ -1,0 +1,87 @@
+"""Programs on workers that are processes under torch.distributed, one rank each."""
+
+import os
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from pipedejavu.analysis import verify
+from pipedejavu.engine.device import CPU
+from pipedejavu.engine.handlers import Handlers
+from pipedejavu.engine.job import Batches, Job
+from pipedejavu.engine.threads import check_runnable, check_units, make_handlers
+from pipedejavu.engine.wire import ProcessWire
+from pipedejavu.engine.worker_loop import WorkerLoop
+from pipedejavu.facts import InputError, MemoryFile, Span
+from pipedejavu.program import Program
+
+BeforeRound = Callable[[Handlers], None]
+"""Is given the worker's state that the round will run on."""
+AfterRound = Callable[[int, Handlers, list[Span]], bool]
+"""Is told of each round with the updates made so far, the worker's state and its spans; says whether to go on."""
+
+
+def run_rank(
+    program: Program,
+    job: Job,
+    batches: Batches,
+    updates: range,
+    after: AfterRound,
+    before: BeforeRound = lambda _: None,
+    restore: BeforeRound = lambda _: None,
+) -> Handlers:
+    """Runs this rank's worker of a program once from each of `updates` on; the process group must be there.
+
+    All ranks start the first round together; each starts the next when `after` returns, which may wait for the others.
+    `restore` may change what the run begins with.
+    """
+    check_runnable(program)
+    check_units(program, job)
+    rank, size = dist.get_rank(), dist.get_world_size()
+    if size != len(program.workers):
+        raise InputError(
+            f"the plan has {len(program.workers)} workers and {size} processes were started; start one for each"
+        )
+    wire = ProcessWire(rank, {name: group.workers for name, group in program.groups.items()})
+    handlers = make_handlers(program, rank, job, batches, wire)
+    restore(handlers)
+    if program.plan.keep.kind == "shared":
+        _share_weights(handlers)
+    worker = WorkerLoop(verify(program), rank, handlers)
+    dist.barrier()
+    for update in updates:
+        handlers.begin(update)
+        before(handlers)
+        if not after(update + program.plan.steps, handlers, worker.run()):
+            break
+    return handlers
+
+
+def _share_weights(handlers: Handlers) -> None:
+    """Puts the weights into memory that all processes of this host map."""
+    if handlers.device != CPU:
+        raise InputError(f"plan '{handlers.program.plan.name}' shares weights in host memory; use --devices cpu")
+    for key in [key for key in handlers.values if key[0] == "w"]:
+        for name, weight in handlers.values[key].items():
+            handlers.values[key][name] = _shared(weight.detach()).requires_grad_()
+
+
+def _shared(weight: Tensor) -> Tensor:
+    """Returns the first rank's tensor, on every rank in the same memory; all ranks call it together."""
+    is_first, file = dist.get_rank() == 0, None
+    place = torch.zeros(2, dtype=torch.int64)
+    if is_first:
+        file = MemoryFile("weight", weight.nbytes)
+        place = torch.tensor([os.getpid(), file.file])
+    dist.broadcast(place, 0)
+    pid, number = place.tolist()
+    mapped = torch.from_file(f"/proc/{pid}/fd/{number}", shared=True, size=weight.numel(), dtype=weight.dtype)
+    mapped = mapped.view_as(weight)
+    if is_first:
+        mapped.copy_(weight)
+    dist.barrier()  # all have mapped it, and it is filled
+    if file is not None:
+        file.close()
+    return mapped

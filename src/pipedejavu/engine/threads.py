@@ -1,0 +1,201 @@
+"""Programs on workers that are threads of this process, and what came of it."""
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from queue import SimpleQueue
+
+from torch import Tensor
+
+from pipedejavu.analysis import verify
+from pipedejavu.engine.applier import as_leaves
+from pipedejavu.engine.device import CPU, device_of
+from pipedejavu.engine.handlers import Handlers, Runners, homes_of
+from pipedejavu.engine.job import Batches, Job, Log
+from pipedejavu.engine.optimizer import Tensors
+from pipedejavu.engine.piece import PieceRunner
+from pipedejavu.engine.wire import Exchange, StagedWire, ThreadWire, Wire, WireStoppedError
+from pipedejavu.engine.worker_loop import WorkerLoop
+from pipedejavu.engine.worker_thread import WorkerThread
+from pipedejavu.facts import InputError, Span
+from pipedejavu.plan import Plan
+from pipedejavu.program import Program
+from pipedejavu.program.value import resting
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a run leaves: final weights of each (piece, replica), logs, and when every action ran."""
+
+    weights: dict[tuple[int, int], dict[str, Tensor]]
+    logs: tuple[Log, ...]
+    spans: tuple[Span, ...]
+
+
+def check_runnable(program: Program) -> None:
+    """Raises InputError for what programs may say and the engine cannot run yet."""
+    plan = program.plan
+    check_tp_groups(plan)
+    cannot = {
+        "a layout cut": plan.cut.kind == "layout",
+        f"keep '{plan.keep.kind}'": plan.keep.kind.startswith("zero"),
+        "feed 'mask'": plan.feed.kind == "mask",
+        f"combiner 'average' with feed '{plan.feed.kind}'": plan.reduce.combiner == "average"
+        and plan.feed.kind != "own",
+        "edges that skip": any(len(before) > 1 for before in program.inputs + program.outputs),
+        "a folded program": program.copies > 1,
+        "weights shared between devices": plan.keep.kind == "shared"
+        and len({device_of(program, worker) for worker in range(len(program.workers))}) > 1,
+    }
+    for what, asked in cannot.items():
+        if asked:
+            raise InputError(f"the engine does not run {what} yet; plan '{plan.name}' needs it")
+
+
+def check_tp_groups(plan: Plan) -> None:
+    """Raises InputError for a plan whose workers are teams of several devices."""
+    if plan.place.stage_shards is not None:
+        raise InputError(f"the engine does not run operators divided over teams yet; plan '{plan.name}' needs it")
+
+
+def check_units(program: Program, job: Job) -> None:
+    """Raises InputError for compiled units where a plan splits the backward: they can run it only as a whole."""
+    if not program.plan.splits_backward:
+        return
+    for name, module in job.units:
+        if any(hasattr(part, "_orig_mod") or part._compiled_call_impl is not None for part in module.modules()):
+            raise InputError(
+                f"unit '{name}' is compiled and order '{program.plan.order.kind}' splits the backward, which a compiled"
+                " module runs only as a whole; use order '1f1b', or the module as it was before torch.compile"
+            )
+
+
+class Threads:
+    """The workers of a program as threads of this process; their weights last from run to run."""
+
+    def __init__(self, program: Program, job: Job, batches: Batches):
+        check_runnable(program)
+        check_units(program, job)
+        self.program, self.graph, self.updates = program, verify(program), 0
+        self.exchange = Exchange({name: group.workers for name, group in program.groups.items()})
+        self.handlers = []
+        for index in range(len(program.workers)):
+            # A module is run by one thread at a time, so each worker has its own.
+            own = replace(job, units=copy.deepcopy(list(job.units)))
+            self.handlers.append(make_handlers(program, index, own, batches, ThreadWire(self.exchange, index)))
+        if program.plan.keep.kind == "shared":
+            for other in self.handlers[1:]:
+                _share_weights(self.handlers[0], other)
+        self.workers = [WorkerLoop(self.graph, index, own) for index, own in enumerate(self.handlers)]
+        self.hands = [WorkerThread() for _ in self.workers]
+        self.failure: BaseException | None = None
+        self._ends: SimpleQueue[None] = SimpleQueue()
+        """A word for each end of a worker's round."""
+
+    def run(self) -> tuple[Span, ...]:
+        """Runs the program once; returns when every action ran, and raises what the first worker to fail raised.
+
+        Who has failed once has lost its state, and raises the same again.
+        """
+        if self.failure is not None:
+            raise self.failure
+        found: list[list[Span] | BaseException] = []
+        started, errors = 0, list[BaseException]()
+        try:
+            for own in self.handlers:
+                own.begin(self.updates)
+            for index, worker in enumerate(self.workers):
+                self.hands[index].do(partial(_work, worker, found, self._ends))
+                started += 1
+            self._wait(found, started)
+        except KeyboardInterrupt as error:
+            errors.append(error)
+            self._stop(error)
+            self._wait(found, started)  # a thread that is at work when its process ends may abort it
+        errors += [end for end in found if isinstance(end, BaseException)]
+        if errors or self.failure is not None:
+            self.failure = self.failure or min(errors, key=lambda e: isinstance(e, WireStoppedError))
+            self.hands.clear()
+            raise self.failure
+        self.updates += self.program.plan.steps
+        spans = [span for end in found if not isinstance(end, BaseException) for span in end]
+        return tuple(sorted(spans, key=lambda span: span.worker))
+
+    def _wait(self, found: Sequence[object], count: int) -> None:
+        """Waits until so many workers have ended, or `run` is to give up. An interrupt may take a word of the queue."""
+        while len(found) < count and self.failure is None:
+            self._ends.get()
+
+    def give_up(self, error: BaseException) -> None:
+        """Lets `run` raise an error though some worker never returns; from any thread."""
+        self.failure = self.failure or error
+        self._stop(error)
+        self._ends.put(None)
+
+    def _stop(self, error: BaseException) -> None:
+        for worker in self.workers:
+            worker.stop(error)
+
+    def outcome(self, spans: tuple[Span, ...] = ()) -> Outcome:
+        """Returns the weights and logs so far."""
+        weights = {home: found for own in self.handlers for home, found in final_weights(own).items()}
+        return Outcome(weights, tuple(own.log for own in self.handlers), spans)
+
+
+def _work(worker: WorkerLoop, found: list[list[Span] | BaseException], ends: "SimpleQueue[None]") -> None:
+    try:
+        found.append(worker.run())
+    except BaseException as error:
+        found.append(error)
+    ends.put(None)
+
+
+def run_threads(program: Program, job: Job, batches: Batches, rounds: int = 1) -> Outcome:
+    """Runs a program `rounds` times with a thread for each worker."""
+    threads = Threads(program, job, batches)
+    spans: tuple[Span, ...] = ()
+    for _ in range(rounds):
+        spans = threads.run()
+    return threads.outcome(spans)
+
+
+def make_handlers(program: Program, index: int, job: Job, batches: Batches, wire: Wire) -> Handlers:
+    """Returns a worker's handlers, with the first version of its weights in their resting places."""
+    runners: Runners = {}
+    device = device_of(program, index)
+    departing = {a.piece for a in program.workers[index].actions if a.kind == "OFFLOAD" and a.what == "s"}
+    for piece, replica in homes_of(program, index):
+        units = [(u, *job.units[u]) for u in program.pieces[piece].units]
+        runners[piece, replica] = PieceRunner(units, job.seed, program.recomputed[piece], piece in departing).to(device)
+    own = Handlers(program, index, runners, job, batches, wire if device == CPU else StagedWire(wire, device))
+    version = -1 if program.plan.version.kind == "torn" else 0
+    for (piece, replica), runner in runners.items():
+        for place in [place for what, place in resting(program, piece) if what == "w"]:
+            weights = {name: w.clone() for name, w in runner.initial.items()}
+            if device != CPU:
+                weights = {n: w.pin_memory() if place == "host" else w.to(device) for n, w in weights.items()}
+            own.values["w", piece, replica, version, place] = as_leaves(weights)
+    return own
+
+
+def _share_weights(first: Handlers, other: Handlers) -> None:
+    """Lets a worker read and write the very weights of the first."""
+    for what, piece, replica, version, place in list(other.values):
+        if what == "w":
+            shared = first.values[what, piece, 0, version, place]
+            # Tensors of its own over the same memory: each has the gradients of its worker.
+            own = {name: weight.data.requires_grad_() for name, weight in shared.items()}
+            other.values[what, piece, replica, version, place] = own
+
+
+def final_weights(own: Handlers) -> dict[tuple[int, int], Tensors]:
+    """Returns the newest weights of every piece that a worker holds or serves, with its frozen parameters."""
+    found: dict[tuple[int, int], tuple[int, Tensors]] = {}
+    for (what, piece, replica, version, _), value in own.values.items():
+        if what == "w" and (piece, replica) in own.runners and version >= found.get((piece, replica), (-2, {}))[0]:
+            found[piece, replica] = (version, value)
+    return {
+        home: {n: w.detach() for n, w in weights.items()} | own.runners[home].frozen
+        for home, (_, weights) in found.items()
+    }

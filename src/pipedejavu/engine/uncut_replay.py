@@ -1,0 +1,147 @@
+"""The user's own model, uncut, in a replay, so that an audit begins from the model and not from its units.
+
+Each weight has the version that its piece read. Casts to a lower precision inside the model are widened, and dropout
+draws what the units drew: random operations come in the same order, so those of a unit are known by their number.
+"""
+
+import copy
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from pipedejavu.engine.job import Job
+from pipedejavu.engine.optimizer import Tensors
+from pipedejavu.engine.piece import Unit, mixed
+from pipedejavu.engine.recompute_span import tensors_of
+
+
+class UncutModel(NamedTuple):
+    """A model as the user has it, and how the user calls it."""
+
+    model: nn.Module
+    inputs: Callable[[int], Any]
+    """Returns the inputs of a microbatch, as the user has them."""
+    call: Callable[[Any], tuple[tuple[Any, ...], dict[str, Any]]]
+    """Returns the arguments that inputs stand for."""
+    loss: Callable[[Any, Any], Tensor]
+    """On the model's own output."""
+    say: Callable[[str], None]
+    """Is told why a replay runs the units in place of the model, if it does."""
+
+
+class UncutReplay:
+    """Differentiates a copy of the user's model in float64."""
+
+    def __init__(self, uncut: UncutModel, job: Job, units: Sequence[Unit]):
+        self.uncut, self.job, self.units = uncut, job, units
+        self.model = copy.deepcopy(uncut.model).double()
+        firsts = {id(p): name for name, p in self.model.named_parameters()}
+        self.names = {name: firsts[id(p)] for name, p in self.model.named_parameters(remove_duplicate=False)}
+        self._counts: dict[tuple[torch.Size, ...], list[int]] = {}
+        """By the shapes of the inputs, how many random operations each unit has."""
+        self._reason = "faulty replicas hand over the gradients of units" if job.byzantine else ""
+
+    def gradients(self, microbatch: int, reads: Sequence[Tensors], value: Any, targets: Any) -> list[Tensors] | None:
+        """Returns the gradients of each piece's weights; a tied one's with the first piece that has it, others zero.
+
+        Returns None, and says why, if the model cannot be run as its units were, and from then on. `value` is what the
+        first unit reads.
+        """
+        if self._reason:
+            return None
+        found = self._differentiate(microbatch, reads, value, targets)
+        if not isinstance(found, str):
+            return found
+        self._reason = found
+        self.uncut.say(f"the audit replays the model's units and not the model itself: {found}")
+        return None
+
+    def _differentiate(
+        self, microbatch: int, reads: Sequence[Tensors], value: Any, targets: Any
+    ) -> list[Tensors] | str:
+        weights: Tensors = {}
+        for name, weight in ((name, weight) for read in reads for name, weight in read.items()):
+            first = self.names[name]
+            if first in weights and not torch.equal(weights[first], weight):
+                return f"its units read '{name}' at different versions"
+            weights.setdefault(first, weight.detach().clone().requires_grad_())
+        counts = self._counts_of(value)
+        args, kwargs = self.uncut.call(widened(self.uncut.inputs(microbatch)))
+        with _AsUnits(counts, [mixed(self.job.seed, microbatch, number) for number, _, _ in self.units]) as mode:
+            output = torch.func.functional_call(self.model, weights, args, kwargs)
+            loss = self.uncut.loss(output, targets)
+            if mode.count != sum(counts):
+                return f"it draws {mode.count} times and its units {sum(counts)} times"
+            found = torch.autograd.grad(loss, [*weights.values()], allow_unused=True)
+        if mode.count != sum(counts):
+            return "it draws again in its backward, as gradient checkpointing does"
+        left = dict(zip(weights, found, strict=True))
+        pieces = []
+        for read in reads:
+            own = {name: left.pop(self.names[name], None) for name in read}
+            pieces.append({name: torch.zeros_like(read[name]) if g is None else g for name, g in own.items()})
+        return pieces
+
+    def _counts_of(self, value: Any) -> list[int]:
+        """Returns how many random operations each unit has for inputs of a shape, by running it."""
+        shapes = tuple(tensor.shape for tensor in tensors_of(value))
+        if shapes not in self._counts:
+            counts = []
+            for _, _, module in copy.deepcopy(self.units):
+                with torch.no_grad(), _Random() as mode:
+                    value = module(value)
+                counts.append(mode.count)
+            self._counts[shapes] = counts
+        return self._counts[shapes]
+
+
+class _Random(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts operations that draw random numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Runs an operation."""
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            self.draw()
+        return func(*args, **(kwargs or {}))
+
+    def draw(self) -> None:
+        """Is called before an operation that draws."""
+        self.count += 1
+
+
+class _AsUnits(_Random):  # type: ignore[no-untyped-call]
+    """Seeds the generator before the first draw of each unit, as a worker does, and widens casts."""
+
+    def __init__(self, counts: Sequence[int], seeds: Sequence[int]):
+        super().__init__()
+        begins = [0, *accumulate(counts)]
+        self.seeds = {begin: seed for begin, count, seed in zip(begins, counts, seeds, strict=False) if count}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Runs an operation; what it would make in any floating-point type it makes in float64."""
+        args, kwargs = pytree.tree_map_only(torch.dtype, _widened, (args, kwargs or {}))
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+    def draw(self) -> None:
+        """Seeds the generator if the draw is a unit's first."""
+        if self.count in self.seeds:
+            torch.default_generator.manual_seed(self.seeds[self.count])
+        super().draw()
+
+
+def _widened(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype.is_floating_point else dtype
+
+
+def widened(value: Any) -> Any:
+    """Returns a value of any form with its floating-point tensors in float64."""
+    return pytree.tree_map_only(Tensor, lambda t: t.double() if t.is_floating_point() else t, value)

@@ -1,0 +1,174 @@
+"""A worker: runs its sequence of a program, lane by lane, as often as it is asked to.
+
+The lanes run side by side, each in a thread unless it only sends. An action starts when it is at the head of its lane
+and the actions of this worker that it depends on have ended; what depends on other workers waits in the wire. What an
+action does is `handle`'s business, where it does it `lane`'s.
+"""
+
+import threading
+import time
+from collections.abc import Callable
+from itertools import zip_longest
+
+from pipedejavu.analysis import Graph
+from pipedejavu.engine.device import CPU
+from pipedejavu.engine.handlers import Handlers
+from pipedejavu.engine.lane import Lane, Mark, Origin, make_lane
+from pipedejavu.engine.round_end import drain, meet
+from pipedejavu.facts import Span
+
+JOIN_S = 0.1
+"""How often a worker that waits for its lanes looks whether one has failed; the others may wait for peers for ever."""
+
+
+class WorkerLoop:
+    """One worker's sequence and its lanes."""
+
+    def __init__(self, graph: Graph, index: int, handlers: Handlers):
+        self.index, self.handlers, self.own = index, handlers, graph.program.workers[index]
+        self.names = [(a.lane, str(a)) for a in self.own.actions]
+        self.positions: dict[str, list[int]] = {"compute": []}
+        for position, (lane, _) in enumerate(self.names):
+            self.positions.setdefault(lane, []).append(position)
+        self.lanes = {name: make_lane(name, handlers.device) for name in self.positions}
+        self.waits = self._waits(graph)
+        self.done = {before: threading.Event() for waits in self.waits for before in waits}
+        """Whether an action that others wait for is over or, on a stream, issued."""
+        self.sent_by: dict[int, set[str]] = {}
+        """By action, the lanes that may go on behind it and have no thread: on a CPU sending does not wait, so that
+        whoever makes a value sends it too."""
+        for name in self._threadless():
+            for before in (before for position in self.positions[name] for before in self.waits[position]):
+                self.sent_by.setdefault(before, set()).add(name)
+        self.heads: dict[str, int] = {}
+        self.marks: dict[int, Mark] = {}
+        self.failure: BaseException | None = None
+        self.lock, self.sending = threading.Lock(), threading.RLock()
+
+    def _threadless(self) -> list[str]:
+        return [name for name in self.positions if name.startswith("net>") and self.handlers.device == CPU]
+
+    def _waits(self, graph: Graph) -> list[list[int]]:
+        """For each action, those of this worker that it waits for and its lane's own order does not imply."""
+        position = {op: p for p, op in enumerate(graph.of_action[self.index])}
+        waits: list[list[int]] = [[] for _ in self.own.actions]
+        for op, before in position.items():
+            lane = self.names[before][0]
+            keeps_order = lane != "compute" or not self.own.picks_ready
+            for after in graph.successors[op]:
+                if after in position and not (keeps_order and self.names[position[after]][0] == lane):
+                    waits[position[after]].append(before)
+        return waits
+
+    def run(self) -> list[Span]:
+        """Runs the sequence to its end and returns when each action ran; raises what any lane raised first."""
+        with self.lock:
+            if self.failure is not None:
+                raise self.failure
+            for event in self.done.values():
+                event.clear()
+        self.marks.clear()
+        self.heads = dict.fromkeys(self._threadless(), 0)
+        others = [
+            threading.Thread(target=self._guarded, args=(self._run_in_order, name), daemon=True)
+            for name in self.positions
+            if name != "compute" and name not in self.heads
+        ]
+        self._guarded(lambda _: self._between(meet), "compute")
+        origin = Origin.now(self.handlers.device)
+        for thread in others:
+            thread.start()
+        for name in self.heads:
+            self._guarded(self._go_on, name)
+        self._guarded(self._take_ready if self.own.picks_ready else self._run_in_order, "compute")
+        for thread in others:
+            while thread.is_alive() and self.failure is None:
+                thread.join(JOIN_S)
+        if self.failure is None:
+            self._guarded(lambda _: self._finish(), "compute")
+        if self.failure is not None:
+            raise self.failure
+        return [
+            Span(self.index, lane, action, *self.marks[position].times_s(origin))
+            for position, (lane, action) in enumerate(self.names)
+        ]
+
+    def _finish(self) -> None:
+        """Waits for what was issued."""
+        self.handlers.notice("compute", "the end of the round")
+        for mark in self.marks.values():
+            mark.wait()
+        self.handlers.notice("compute", "")
+        self._between(drain)
+        self.handlers.finish()
+
+    def _between(self, tell: Callable[[Handlers], None]) -> None:
+        """Tells other workers, outside of any lane, what they need of each other."""
+        self.handlers.notice("net", "what is told between two rounds")
+        tell(self.handlers)
+        self.handlers.notice("net", "")
+
+    def _run_in_order(self, name: str) -> None:
+        """Runs one lane in its order."""
+        lane, positions = self.lanes[name], self.positions[name]
+        for position, after in zip_longest(positions, positions[1:]):
+            for before in self.waits[position]:
+                self.done[before].wait()
+            if self.failure is not None:
+                return
+            if name.startswith("net<") and after is not None and self._is_free(after):
+                self.handlers.expect(self.own.actions[after])
+            self._do(lane, position)
+
+    def _is_free(self, position: int) -> bool:
+        return all(self.done[before].is_set() for before in self.waits[position])
+
+    def _go_on(self, name: str) -> None:
+        """Runs what is ready at the head of a lane without a thread."""
+        positions = self.positions[name]
+        with self.sending:
+            while self.failure is None and self.heads[name] < len(positions):
+                position = positions[self.heads[name]]
+                if not self._is_free(position):
+                    return
+                self.heads[name] += 1
+                self._do(self.lanes[name], position)
+
+    def _take_ready(self, name: str) -> None:
+        """Runs whatever is ready, within the limit of live microbatches."""
+        lane, left, limit = self.lanes[name], list(self.positions[name]), self.own.live_limit
+        while left and self.failure is None:
+            for position in left:
+                is_held_back = self.own.actions[position].kind == "F" and limit and self.handlers.live >= limit
+                if not is_held_back and self._is_free(position):
+                    left.remove(position)
+                    self._do(lane, position)
+                    break
+            else:
+                time.sleep(1e-4)
+
+    def _do(self, lane: Lane, position: int) -> None:
+        name, action = self.names[position]
+        self.handlers.notice(name, action)
+        for before in self.waits[position]:
+            lane.wait(self.marks[before])
+        self.marks[position] = lane.run(self.handlers.do, self.own.actions[position])
+        self.handlers.notice(name, "")
+        if position in self.done:
+            self.done[position].set()
+            for name in self.sent_by.get(position, ()):
+                self._go_on(name)
+
+    def _guarded(self, call: Callable[[str], None], name: str) -> None:
+        try:
+            call(name)
+        except BaseException as error:  # a lane is a thread: whatever it raises must reach the others
+            self.stop(error)
+
+    def stop(self, error: BaseException) -> None:
+        """Lets every lane, here and on other workers, end with the action that it is at; from any thread."""
+        with self.lock:
+            self.failure = self.failure or error
+            for event in self.done.values():
+                event.set()
+        self.handlers.wire.stop()

@@ -1,0 +1,17 @@
+"""The factors of a unit's coming update: what AdamW's formula needs besides gradients and state."""
+
+from pipedejavu.hybrid.arithmetic import Scalars, scalars_of
+from pipedejavu.hybrid.unit_state import ParamState, UnitState
+
+
+def factors_of(unit_state: UnitState, scale: float) -> dict[ParamState, Scalars]:
+    """Returns the factors for each parameter that has a gradient; parameters of one group and step share them."""
+    known: dict[tuple[int, int], Scalars] = {}
+    factors = {}
+    for param in unit_state.params:
+        key = id(param.group), param.step
+        if param.arrived:
+            if key not in known:
+                known[key] = scalars_of(param.step + 1, *param.setting(), scale)
+            factors[param] = known[key]
+    return factors

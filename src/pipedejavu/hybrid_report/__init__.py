@@ -1,0 +1,14 @@
+"""Reports on recorded runs of HybridAdamW: where state lies, how busy lanes were, and the forecast beside it."""
+
+from pipedejavu.hybrid_report.occupancy import Occupancy, occupancy_of
+from pipedejavu.hybrid_report.recording import HybridRun, read_run
+from pipedejavu.hybrid_report.review import Review, review
+
+__all__ = [
+    "HybridRun",
+    "Occupancy",
+    "Review",
+    "occupancy_of",
+    "read_run",
+    "review",
+]

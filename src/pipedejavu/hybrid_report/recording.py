@@ -1,0 +1,267 @@
+"""A recorded run of HybridAdamW: where each unit's state lies, and when the actions of its lanes ran.
+
+Owns the record, its JSON form, and the measured timeline: spans are numbered by step, so that each carries the name
+that the same action has in a compiled program. Knows nothing of predictions.
+"""
+
+import re
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+from itertools import pairwise
+from math import inf
+from statistics import median
+from typing import NamedTuple, Self
+
+from pydantic import Field, model_validator
+
+from pipedejavu.facts import Bytes, InputError, Record, Timeline, WorkerSummary
+from pipedejavu.hybrid import HybridAdamW
+from pipedejavu.hybrid.placement import Place
+from pipedejavu.hybrid.unit_state import size_of
+from pipedejavu.plan.axis import Rest
+
+LANES = ("compute", "copy-out", "host", "copy-in")
+"""Those that do the work; threads that only hand it on are left out."""
+LEAST_STEPS = 2
+
+_SPAN = re.compile(r"(F|B|UPDATE|OFFLOAD:[dwo]|FETCH:[wo]|wait)(\d+)(~host|~guess)?|loop")
+_NAMES = {
+    "F": "F{unit}.{step}@{step}",
+    "B": "B{unit}.{step}@{step}",
+    "loop": "F{unit}.{step}@{step}",
+    "OFFLOAD:d": "OFFLOAD:d{unit}@{step}",
+    "OFFLOAD:w": "OFFLOAD:w{unit}@{step}",
+    "FETCH:o": "FETCH:o{unit}@{step}",
+    "OFFLOAD:o": "OFFLOAD:o{unit}@{next}",
+    "UPDATE": "UPDATE{unit}@{next}",
+    "UPDATE~host": "UPDATE{unit}@{next}~host",
+    "FETCH:w": "FETCH:w{unit}@{next}",
+}
+"""By the recorder's name without its unit: the action of a program. What the user's loop does before a forward pass
+counts as part of it."""
+
+
+_Parsed = tuple[str, str, int, float, float]
+"""Lane, kind, unit, start and end."""
+
+
+class RecordedUnit(Record):
+    """A unit of the model, and where its optimizer state rests."""
+
+    name: str
+    place: Place
+    num_parameters: int = Field(ge=0)
+    weight_bytes: Bytes
+    gradient_bytes: Bytes
+    state_bytes: Bytes
+    is_windowed: bool | None = None
+    """Whether its weights come for each use; None where it was not recorded."""
+
+
+class LaneWork(NamedTuple):
+    """One recorded piece of work of a unit in a step, counted from 1."""
+
+    lane: str
+    kind: str
+    unit: int
+    step: int
+    start_s: float
+    end_s: float
+
+    @property
+    def action(self) -> str:
+        """The name of the action in a program."""
+        return _NAMES[self.kind].format(unit=self.unit, step=self.step, next=self.step + 1)
+
+
+class HybridRun(Record):
+    """What was recorded of some steps in a row."""
+
+    units: tuple[RecordedUnit, ...] = Field(min_length=1)
+    spans: tuple[tuple[str, str, float, float], ...]
+    """Lane, action, start and end, as the recorder of the optimizer returns them."""
+    is_clipped: bool
+    window: int | None = None
+    microbatches: int = 1
+    gpu_bytes: Bytes = 0
+    """The budget; 0 where it is not known."""
+    host_bytes: Bytes = 0
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        return self.agreed()
+
+    def disagreements(self) -> list[str]:
+        """Returns a fault where spans name units that are missing."""
+        found = {unit for _, _, unit, _, _ in self._parsed()}
+        more = sorted(unit for unit in found if unit >= len(self.units))
+        return [f"spans name unit {more[0]}, and there are {len(self.units)}"] if more else []
+
+    @cached_property
+    def places(self) -> tuple[Rest, ...]:
+        """Where each unit's state rests, in the words of a plan."""
+        words: dict[Place, Rest] = {"gpu": "device", "visit": "visit", "host": "host", "lean": "lean"}
+        has_window = self.window is not None
+        return tuple(
+            "window" if has_window and unit.is_windowed is not False and unit.place == "host" else words[unit.place]
+            for unit in self.units
+        )
+
+    @cached_property
+    def work(self) -> tuple[LaneWork, ...]:
+        """All work of the recorded steps that a program has too; what was left of the step before them is not in it."""
+        return tuple(work for work in self.everything if work.step and work.kind in _NAMES)
+
+    @cached_property
+    def everything(self) -> tuple[LaneWork, ...]:
+        """All that was recorded, numbered by step from 1; 0 is what was left of the step before.
+
+        Between a unit's forwards of two steps lies all its work of the first, but for two: a visitor's state may still
+        leave after the second has begun, and belongs to the visit before it; and weights that come through a window
+        are those of the last update before them.
+        """
+        once = [unit for unit, rest in enumerate(self.places) if rest != "window"]
+        spans = _one_at_a_time(_on_one_clock(sorted(self._parsed(), key=lambda span: span[3]), once))
+        forwards: dict[int, list[float]] = defaultdict(list)
+        for _, kind, unit, start, _ in spans:
+            if kind == "F":
+                forwards[unit].append(start)
+        found: list[LaneWork] = []
+        last: dict[tuple[str, int], int] = {}
+        arrived: dict[tuple[int, int], float] = defaultdict(float)
+        for lane, kind, unit, start, end in spans:
+            # the host lane takes an update up before the GPU has come to its unit, and waits
+            step = bisect_right(forwards[unit], end if kind == "UPDATE~host" else start)
+            if kind == "OFFLOAD:o":
+                step = last.get(("FETCH:o", unit), 0)
+            elif kind == "FETCH:w" and self.places[unit] == "window":
+                step = last.get(("UPDATE~host", unit), 0)
+            elif kind in ("OFFLOAD:d", "OFFLOAD:w"):
+                arrived[unit, step] = max(end, arrived[unit, step])
+            elif kind == "loop":
+                step = step + 1 if 0 < step < len(forwards[unit]) else 0
+            last[kind, unit] = step
+            found.append(LaneWork(lane, kind, unit, step, start, end))
+        return tuple(
+            work._replace(start_s=min(max(work.start_s, arrived[work.unit, work.step]), work.end_s))
+            if work.kind == "UPDATE~host"  # the time that it waited for what it reads is not its own
+            else work
+            for work in found
+        )
+
+    def _parsed(self) -> Iterator[_Parsed]:
+        for lane, action, start, end in self.spans:
+            match = _SPAN.fullmatch(action)
+            if lane in LANES and match is not None:
+                kind, unit, place = match.groups()
+                yield lane, (kind or action) + (place or ""), int(unit or 0), start, end
+
+    @cached_property
+    def num_steps(self) -> int:
+        """Steps that were recorded; raises InputError for fewer than two, or where the last one's updates miss."""
+        count = sum(work.kind == "F" and work.unit == 0 for work in self.work)
+        if count < LEAST_STEPS:
+            raise InputError(f"{count} steps were recorded, and a step's length needs {LEAST_STEPS}; record more")
+        held = {n for n, unit in enumerate(self.units) if unit.place in ("host", "lean")}
+        updated = {work.unit for work in self.work if work.kind == "UPDATE~host" and work.step == count}
+        if held - updated:
+            raise InputError(
+                f"{len(held - updated)} of {len(held)} updates of the last step are not in the recording; call the"
+                " optimizer's synchronize() before the recorder's finish()"
+            )
+        return count
+
+    @property
+    def begin_s(self) -> float:
+        """When the first forward of the first step began."""
+        return min(work.start_s for work in self.work if work.kind == "F" and work.unit == 0)
+
+    @property
+    def step_s(self) -> float:
+        """The median time from one step's first forward to the next one's."""
+        begins = sorted(work.start_s for work in self.work if work.kind == "F" and work.unit == 0)
+        lengths = [b - a for a, b in pairwise(begins)]
+        return median(lengths)
+
+    def timeline(self) -> Timeline:
+        """Returns the recorded steps as a measured timeline, from their first forward on."""
+        begin = self.begin_s
+        rows = [
+            (w.lane, w.action, max(0.0, w.start_s - begin), max(0.0, w.end_s - begin))
+            for w in sorted(self.work, key=lambda w: w.start_s)
+        ]
+        return timeline_of("measured", rows)
+
+
+def _on_one_clock(spans: list[_Parsed], units: list[int]) -> list[_Parsed]:
+    """Sets the host's clock by the GPU's: an update ends as its new weights, which come once a step, set out.
+
+    The median of all pairs is how far the host's clock is ahead; where an update then still ends behind its pair, what
+    it did at last was to note the time.
+    """
+    updates, starts = defaultdict(list), defaultdict(list)
+    for n, (_, kind, unit, start, _) in enumerate(spans):
+        if kind == "UPDATE~host":
+            updates[unit].append(n)
+        elif kind == "FETCH:w":
+            starts[unit].append(start)
+    setting_out = {n: start for u in units for n, start in zip(reversed(updates[u]), reversed(starts[u]), strict=False)}
+    ahead = max(0.0, median(spans[n][4] - start for n, start in setting_out.items())) if setting_out else 0.0
+    found = []
+    for n, (lane, kind, unit, start, end) in enumerate(spans):
+        if lane == "host":
+            start, end = start - ahead, end - ahead
+            end = max(start, min(end, setting_out.get(n, inf)))
+        found.append((lane, kind, unit, start, end))
+    return found
+
+
+def _one_at_a_time(spans: list[_Parsed]) -> list[_Parsed]:
+    """Lets a copy begin when the one before it on its lane has ended: a stream that was asked for both ran them so."""
+    free: dict[str, float] = defaultdict(lambda: -inf)
+    found = []
+    for lane, kind, unit, start, end in sorted(spans, key=lambda span: span[4]):
+        found.append((lane, kind, unit, max(start, free[lane]) if lane.startswith("copy") else start, end))
+        free[lane] = end
+    return sorted(found, key=lambda span: span[3])
+
+
+def timeline_of(origin: str, rows: Sequence[tuple[str, str, float, float]]) -> Timeline:
+    """Returns the timeline of one worker from lane, action, start and end of each action."""
+    lane, action, start, end = zip(*rows, strict=True)
+    makespan = max(end)
+    busy = sum(e - s for name, _, s, e in rows if name == "compute")
+    worker = WorkerSummary(
+        worker=0, device="gpu", busy_s=busy, peak_bytes=0.0, peak_live_microbatches=1, weight_versions=1
+    )
+    return Timeline.model_validate(
+        {
+            "origin": origin, "makespan_s": makespan, "bubble_fraction": 1 - busy / makespan, "workers": (worker,),
+            "worker": (0,) * len(rows), "lane": lane, "action": action, "start_s": start, "end_s": end,
+        }
+    )  # fmt: skip
+
+
+def read_run(optimizer: HybridAdamW, spans: Sequence[tuple[str, str, float, float]]) -> HybridRun:
+    """Returns the record of an optimizer's run from what its recorder's `finish` returned."""
+    scheduler = optimizer.scheduler
+    if scheduler.plan is None:
+        raise InputError("the optimizer has made no step yet; train a few, then record")
+    limits = scheduler.meter.limits(scheduler.rules.clip_norm is not None, scheduler.rules.gpu_units)
+    units = []
+    for unit_state, place in zip(scheduler.unit_states, scheduler.plan.places, strict=True):
+        size = size_of(unit_state)
+        units.append(
+            RecordedUnit(
+                name=unit_state.unit.name, place=place, num_parameters=size.num_parameters,
+                weight_bytes=sum(m.numel * m.parameter.dtype.itemsize for m in unit_state.params),
+                gradient_bytes=size.gradient_bytes, state_bytes=size.gpu_bytes, is_windowed=unit_state.is_windowed,
+            )
+        )  # fmt: skip
+    return HybridRun(
+        units=tuple(units), spans=tuple(spans), is_clipped=scheduler.rules.clip_norm is not None,
+        window=scheduler.window.size if scheduler.window else None, microbatches=scheduler.rules.microbatches,
+        gpu_bytes=limits.gpu_bytes, host_bytes=limits.host_bytes,
+    )  # fmt: skip

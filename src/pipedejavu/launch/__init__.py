@@ -1,0 +1,27 @@
+"""Starts the workers of a run, or is one of them, and gathers what they leave."""
+
+from pipedejavu.launch.elastic import fit_plan
+from pipedejavu.launch.init_trial import ChosenInit, choose_init
+from pipedejavu.launch.launch import PlannedRun, plan_run, train, train_rank
+from pipedejavu.launch.rank_group import RankGroup
+from pipedejavu.launch.resume import Resumed, is_same_plan, reopen
+from pipedejavu.launch.trained import TrainedRun, audit_run, judge_run
+from pipedejavu.launch.trial import find_fastest
+
+__all__ = [
+    "ChosenInit",
+    "PlannedRun",
+    "RankGroup",
+    "Resumed",
+    "TrainedRun",
+    "audit_run",
+    "choose_init",
+    "find_fastest",
+    "fit_plan",
+    "is_same_plan",
+    "judge_run",
+    "plan_run",
+    "reopen",
+    "train",
+    "train_rank",
+]

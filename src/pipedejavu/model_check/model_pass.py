@@ -1,0 +1,206 @@
+"""One forward and backward over a microbatch: of the user's own model, uncut, and of its units as the engine runs them.
+
+Both run copies, so that no weight, buffer, gradient or Python attribute of the user's model changes. Both draw random
+numbers in the order of their operations, from generators that the caller has seeded.
+"""
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from pipedejavu.engine import Job
+from pipedejavu.engine.optimizer import Tensors
+from pipedejavu.engine.piece import PieceRunner, generators_of
+from pipedejavu.engine.recompute_span import Saved, backward, like, tensors_of, with_loss
+from pipedejavu.profile import ModelCut
+from pipedejavu.profile.model_trace import as_call
+from pipedejavu.program import Program
+
+Loss = Callable[[Any, Any], Tensor]
+
+
+class Sample(NamedTuple):
+    """A microbatch as the user has it."""
+
+    inputs: Any
+    """As the user's model takes them: a tensor, a tuple of arguments or a mapping of keyword arguments."""
+    targets: Any
+
+
+class Checked(NamedTuple):
+    """What is compared: a model, its units in a program's pieces, and microbatches for both."""
+
+    model: nn.Module
+    cut: ModelCut
+    job: Job
+    loss: Loss
+    """On the model's own output."""
+    program: Program
+    samples: Sequence[Sample]
+
+
+@dataclass(frozen=True)
+class Pass:
+    """What a forward and a backward over one microbatch make, by the model's own names."""
+
+    outputs: Sequence[Tensor]
+    loss: Tensor
+    gradients: Tensors
+    """Of every parameter that is trained and has one; a tied one under its first name."""
+    state: Tensors
+    """Parameters and buffers as they are afterwards, in the memory of the model that ran: valid until it runs again."""
+
+
+class WholeModel:
+    """A copy of the user's model, called as the user calls it."""
+
+    def __init__(self, model: nn.Module, is_chain: bool, loss: Loss, device: torch.device):
+        self.model, self.is_chain, self.loss, self.device = copy.deepcopy(model).to(device), is_chain, loss, device
+
+    def run(self, inputs: Any, targets: Any) -> Pass:
+        """Runs the model and its loss forward and backward."""
+        output = self.forward(inputs)
+        loss = self.loss(output, placed(targets, self.device))
+        self.model.zero_grad(set_to_none=True)
+        loss.backward()  # type: ignore[no-untyped-call]
+        gradients = {name: p.grad for name, p in self.model.named_parameters() if p.grad is not None}
+        self.model.zero_grad(set_to_none=True)
+        return Pass(leaves_of(output), loss.detach(), gradients, self.state())
+
+    def state(self) -> Tensors:
+        """Returns the copy's parameters and buffers, under all their names."""
+        parameters = self.model.named_parameters(remove_duplicate=False)
+        members = chain(parameters, self.model.named_buffers(remove_duplicate=False))
+        return {name: tensor.detach() for name, tensor in members}
+
+    def forward(self, inputs: Any) -> Any:
+        """Returns the model's output."""
+        inputs = placed(inputs, self.device)
+        args, kwargs = ((inputs,), {}) if self.is_chain else as_call(inputs)
+        with torch.enable_grad():
+            return self.model(*args, **kwargs)
+
+    def perturb(self) -> None:
+        """Moves every weight by about one unit in its last place, to see what rounding does to a pass."""
+        with torch.no_grad():
+            for weight in self.model.parameters():
+                if weight.is_floating_point():
+                    signs = torch.where(torch.arange(weight.numel(), device=weight.device) % 2 == 0, 1.0, -1.0)
+                    weight.mul_(1 + torch.finfo(weight.dtype).eps * signs.view_as(weight).to(weight.dtype))
+
+
+class _InOrder(PieceRunner):
+    """Draws random numbers in the order of operations, as the uncut model does; a unit that runs again repeats its."""
+
+    def __init__(self, *args: Any):
+        super().__init__(*args)
+        self._states: dict[tuple[int, int], list[Tensor]] = {}
+
+    def run_seeded(self, number: int, module: nn.Module, value: Any, microbatch: int) -> Any:
+        """Runs a unit; the second time on a microbatch with the generators as they were the first time."""
+        generators, key = generators_of(tensors_of(value)[0].device), (number, microbatch)
+        now = [generator.get_state() for generator in generators]
+        before = self._states.setdefault(key, now)
+        _restore(generators, before)
+        value = module(value)
+        if before is not now:
+            _restore(generators, now)
+        return value
+
+
+class DividedModel:
+    """Copies of a model's units, each worker's its own, run as the pieces of a program."""
+
+    def __init__(self, model: nn.Module, cut: ModelCut, job: Job, program: Program, device: torch.device):
+        self.cut, self.job, self.program, self.device = cut, job, program, device
+        self.names = first_names(model)
+        self.count = 0
+        holders: dict[int, int] = {}
+        for worker in range(len(program.workers)):
+            for held, _ in program.held(worker):
+                holders.setdefault(held, worker)
+        units: dict[tuple[int, int], tuple[str, nn.Module]] = {}
+        for worker in {*holders.values()}:
+            numbers = [u for p, piece in enumerate(program.pieces) if holders[p] == worker for u in piece.units]
+            copies = copy.deepcopy([job.units[number] for number in numbers])
+            units |= {(worker, number): unit for number, unit in zip(numbers, copies, strict=True)}
+        self.runners = []
+        for number, piece in enumerate(program.pieces):
+            own = [(u, *units[holders[number], u]) for u in piece.units]
+            self.runners.append(_InOrder(own, job.seed, program.recomputed[number]).to(device))
+        self.weights = [
+            {name: w.to(device).detach().requires_grad_() for name, w in runner.initial.items()}
+            for runner in self.runners
+        ]
+
+    def run(self, inputs: Any, targets: Any) -> Pass:
+        """Runs all pieces forward, and backward again."""
+        self.count += 1
+        value, given, saved = self.cut.flat(placed(inputs, self.device)), [], list[Saved]()
+        targets = placed(targets, self.device)
+        for number, runner in enumerate(self.runners):
+            given.append(value)
+            value, kept = runner.forward(self.weights[number], value, self.count, is_first=number == 0)
+            saved.append(kept)
+            if number < len(self.runners) - 1:
+                value = like(value, [t.detach() for t in tensors_of(value)])
+        loss = self.job.loss(value, targets)
+        saved[-1] = with_loss(saved[-1], loss)
+        passed: tuple[Tensor, ...] = (torch.ones_like(loss),)
+        gradients: Tensors = {}
+        for number in reversed(range(len(self.runners))):
+            passed, own = backward(self._again(number, given[number], saved[number], targets), passed)
+            for name, gradient in own.items():
+                first = self.names.get(name, name)
+                gradients[first] = gradients[first] + gradient if first in gradients else gradient
+        return Pass(leaves_of(self.cut.output(value)), loss.detach(), gradients, self._state())
+
+    def _again(self, number: int, given: Any, saved: Saved, targets: Any) -> Saved:
+        """Runs what a piece recomputes before its backward, as the engine does."""
+        again, weights = self.program.recomputed[number], self.weights[number]
+        if not again:
+            return saved
+        runner, is_last = self.runners[number], number == len(self.runners) - 1
+        if not self.program.keeps_saved(number):
+            value, saved = runner.forward(weights, given, self.count, keeps_buffers=True, is_first=number == 0)
+            return with_loss(saved, self.job.loss(value, targets)) if is_last else saved
+        value, saved = runner.forward_again(weights, saved, self.count)
+        ends = self.program.pieces[number].units[-1] in again
+        return with_loss(saved, self.job.loss(value, targets)) if is_last and ends else saved
+
+    def _state(self) -> Tensors:
+        """Returns the state of all pieces; of a buffer that several workers have, the copy of the last piece."""
+        found: Tensors = {}
+        for runner, weights in zip(self.runners, self.weights, strict=True):
+            found |= {name: weight.detach() for name, weight in weights.items()} | runner.frozen
+            for _, unit, module in runner.units:
+                members = module.named_buffers(unit, remove_duplicate=False)
+                found |= {name: buffer.detach() for name, buffer in members}
+        return found
+
+
+def first_names(model: nn.Module) -> Mapping[str, str]:
+    """Returns for every name of a parameter the first name of it."""
+    firsts = {id(parameter): name for name, parameter in model.named_parameters()}
+    return {name: firsts[id(parameter)] for name, parameter in model.named_parameters(remove_duplicate=False)}
+
+
+def placed(value: Any, device: torch.device) -> Any:
+    """Returns a copy of a value of any form on a device; a model may change what it is given."""
+    return pytree.tree_map_only(Tensor, lambda t: t.detach().to(device, copy=True), value)
+
+
+def leaves_of(output: Any) -> list[Tensor]:
+    """Returns the tensors of an output, without their history."""
+    return [leaf.detach() for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)]
+
+
+def _restore(generators: Sequence[torch.Generator], states: Sequence[Tensor]) -> None:
+    for generator, state in zip(generators, states, strict=True):
+        generator.set_state(state)

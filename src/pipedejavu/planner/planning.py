@@ -1,0 +1,123 @@
+"""Planning for what is here: the machine and the model as they are kept or measured, and the best plan that runs.
+
+Measuring comes before searching: a survey of the machine, the model on each kind of device and on each part that a CPU
+may be divided into. Both are kept between runs.
+"""
+
+import platform
+from collections.abc import Callable
+from hashlib import sha256
+from itertools import islice
+from pathlib import Path
+
+from pipedejavu.facts import InputError, Machine, Profile, read_file
+from pipedejavu.planner.cache import find, find_or_make, keep
+from pipedejavu.planner.profiling import MeasureSetup, choose_sizes, measure_task, part_way, this_machine
+from pipedejavu.planner.replan import find_runnable
+from pipedejavu.planner.worker_host import DeviceChoice, read_worker_host, torch_device
+from pipedejavu.probe.gloo import measure_link
+from pipedejavu.probe.machine_shape import num_cores, total_memory_bytes
+from pipedejavu.probe.survey import measure_machine, read_versions
+from pipedejavu.search import Progress, RankedPlan, SearchOptions, nothing_fits, search
+from pipedejavu.search.planning_problem import MOST_PARTS
+from pipedejavu.search.subspace import divisors
+
+MOST_SAMPLES = 8
+"""Of the microbatches that are measured; larger ones follow their line."""
+
+SURVEY = 3
+"""Grows with what surveys and profiles measure: a kept one that has less is made again."""
+
+Report = Callable[[str], None]
+
+
+def survey_machine(report: Callable[[str, float], None], *, renews: bool = False) -> Machine:
+    """Returns this machine as a survey found it, a quick one where none is kept."""
+    folder = Path.cwd()
+    return find_or_make(
+        Machine, _machine_key(), lambda: measure_machine(folder, quick=True, report=report), renews=renews
+    )
+
+
+def keep_survey(machine: Machine) -> None:
+    """Keeps a survey of this machine."""
+    keep(machine, _machine_key())
+
+
+def known_machine() -> Machine:
+    """Returns this machine as its kept survey has it, or its shape with the one link that is measured in a moment."""
+    found = find(Machine, _machine_key())
+    if found is not None:
+        return found
+    shape = this_machine()
+    devices = (d.replace(most_workers=num_cores()) if d.type == "cpu" else d for d in shape.devices)
+    return shape.replace(devices=tuple(devices), links=(measure_link(), *shape.links))
+
+
+def _machine_key() -> dict[str, object]:
+    worker_host = read_worker_host(platform.node() or "here", 0)
+    return {"site": worker_host.to_json(), "memory": total_memory_bytes(), "survey": SURVEY, **read_versions()}
+
+
+def profile_here(
+    model: str, data: str | None, batch: int, machine: Machine, report: Report, *, renews: bool = False
+) -> Profile:
+    """Returns a model's profile on each kind of device of a machine that is here, kept or measured."""
+    samples, ways = min(batch, MOST_SAMPLES), ways_of(machine)
+    source = {"model": model, "content": _content(model), "data": data}
+    key = {**source, "sizes": choose_sizes(samples), "ways": ways, **_machine_key()}
+    return find_or_make(Profile, key, lambda: measure_task(model, data, samples, ways, report), renews=renews)
+
+
+def ways_of(machine: Machine) -> tuple[MeasureSetup, ...]:
+    """Returns how each kind of device is measured here; where there are CPUs alone, their parts with fewer threads."""
+    cores, found = num_cores(), dict[str, MeasureSetup]()
+    for device in machine.devices:
+        found.setdefault(device.kind, MeasureSetup(device.kind, torch_device(machine, device.name), cores))
+    if all(device.type == "cpu" for device in machine.devices):
+        most = max(device.most_workers for device in machine.devices)
+        for parts in (n for n in divisors(most) if 1 < n <= MOST_PARTS):
+            for kind in {device.kind for device in machine.devices}:
+                way = part_way(kind, parts, cores)
+                found[way.kind] = way
+    return tuple(found.values())
+
+
+def _content(model: str) -> str:
+    """Returns a digest of the file that a model comes from; empty where it comes from none."""
+    path = Path(model.removeprefix("hf:") if model.startswith("hf:") else model.rpartition(":")[0])
+    path = path / "config.json" if path.is_dir() else path
+    return sha256(read_file(path)).hexdigest() if path.is_file() else ""
+
+
+def choose_plan(
+    profile: Profile,
+    machine: Machine,
+    options: SearchOptions,
+    devices: DeviceChoice = "auto",
+    progress: Progress | None = None,
+) -> RankedPlan:
+    """Returns the best plan that the engine runs; raises InputError with the smallest change that would fit."""
+    return choose_plans(profile, machine, options, 1, devices, progress)[0]
+
+
+def choose_plans(
+    profile: Profile,
+    machine: Machine,
+    options: SearchOptions,
+    count: int,
+    devices: DeviceChoice = "auto",
+    progress: Progress | None = None,
+) -> list[RankedPlan]:
+    """Returns up to so many plans that the engine runs, the best first; raises InputError where there is none."""
+    if devices != "auto":
+        names = tuple(d.name for d in machine.devices if d.type == devices)
+        if not names:
+            raise InputError(f"machine '{machine.name}' has no {devices.upper()}; use --devices auto")
+        options = options.replace(devices=names)
+    options = options.replace(is_runnable=True, candidates=max(count, options.candidates))
+    found = search(profile, machine, options, progress)
+    plans = [*islice(find_runnable(found.candidates), count)]
+    if not plans:
+        raise nothing_fits(profile, machine, options, is_complete=found.is_complete)
+    return plans

@@ -1,0 +1,192 @@
+"""Where workers run: what each one's host has, and the machine and threads that follow from it.
+
+Sizes are those that the operating system and the driver state; rates are assumed, as `probe` does.
+"""
+
+import platform
+import re
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+
+from pipedejavu.engine.threads import check_tp_groups
+from pipedejavu.facts import Device, Host, InputError, Link, Machine, Record
+from pipedejavu.plan import Plan
+from pipedejavu.probe.machine_shape import (
+    ASSUMED_LINK_BYTES_PER_S,
+    ASSUMED_LINK_LATENCY_S,
+    ASSUMED_MEMORY_BYTES_PER_S,
+    num_cores,
+    total_memory_bytes,
+)
+
+DeviceChoice = Literal["auto", "cpu", "gpu"]
+
+ASSUMED_NETWORK_BYTES_PER_S = 1.25e9
+"""Between hosts: ten gigabits a second."""
+ASSUMED_NETWORK_LATENCY_S = 100e-6
+MANY_CORES = 4
+"""A worker that has so many leaves one to the threads that carry values."""
+
+
+class Gpu(Record):
+    """One GPU as its driver states it."""
+
+    kind: str
+    memory_bytes: int
+
+
+class WorkerHost(Record):
+    """What one worker finds where it runs."""
+
+    host: str
+    local_rank: int
+    """Its number among the workers of its host."""
+    cores: int
+    memory_bytes: int
+    gpus: tuple[Gpu, ...]
+
+
+def read_worker_host(host: str, local_rank: int) -> WorkerHost:
+    """Returns the site of a worker on this host."""
+    gpus = []
+    for n in range(num_gpus()):
+        found = torch.cuda.get_device_properties(n)
+        kind = re.sub("[^a-z0-9]+", "-", found.name.lower()).strip("-")
+        gpus.append(Gpu(kind=kind, memory_bytes=found.total_memory))
+    return WorkerHost(
+        host=host, local_rank=local_rank, cores=num_cores(), memory_bytes=total_memory_bytes(), gpus=tuple(gpus)
+    )
+
+
+def read_worker_hosts(count: int) -> tuple[WorkerHost, ...]:
+    """Returns the sites of workers that all run on this host."""
+    here = read_worker_host(platform.node() or "here", 0)
+    return tuple(here.replace(local_rank=n) for n in range(count))
+
+
+def make_machine(plan: Plan, worker_hosts: Sequence[WorkerHost], choice: DeviceChoice) -> tuple[Plan, Machine]:
+    """Returns the machine with a device for each worker, and the plan with its workers on them.
+
+    The n-th worker of a host has its n-th GPU where there is one; CPU replicas, servers and all who are left share the
+    host's cores.
+    """
+    check_tp_groups(plan)
+    trainers = plan.num_workers - plan.place.cpu_replicas - plan.place.servers
+    on_gpu = [
+        choice != "cpu" and rank < trainers and worker_host.local_rank < len(worker_host.gpus)
+        for rank, worker_host in enumerate(worker_hosts)
+    ]
+    for rank, worker_host in enumerate(worker_hosts[:trainers]):
+        if choice == "gpu" and not on_gpu[rank]:
+            raise InputError(
+                f"worker {rank} is number {worker_host.local_rank + 1} on host '{worker_host.host}', which has"
+                f" {len(worker_host.gpus)} GPUs; use as many workers as there are GPUs, or --devices auto, which puts"
+                " the rest on the CPU"
+            )
+    hosts = {worker_host.host: worker_host for worker_host in worker_hosts}
+    sharing = {name: sum(s.host == name and not g for s, g in zip(worker_hosts, on_gpu, strict=True)) for name in hosts}
+    devices = [
+        _gpu(rank, worker_host) if is_gpu else _cpu(f"cpu{rank}", worker_host, sharing[worker_host.host])
+        for rank, (worker_host, is_gpu) in enumerate(zip(worker_hosts, on_gpu, strict=True))
+    ]
+    named = plan.place.devices or ()
+    if len({*named}) == len(devices) and not {*named} <= {device.name for device in devices}:
+        # A plan for parts of this machine's CPU: here each worker has its part, whatever it is called.
+        devices = [device.replace(name=name) for device, name in zip(devices, named, strict=True)]
+    names = tuple(device.name for device in devices)
+    # State that rests in host memory needs a CPU on every host, also where no worker has it.
+    devices += [_cpu(f"cpu@{name}", worker_host, 1) for name, worker_host in hosts.items() if not sharing[name]]
+    machine = Machine(
+        name=", ".join(hosts),
+        hosts=tuple(Host(name=name, cores=worker_host.cores) for name, worker_host in hosts.items()),
+        devices=tuple(devices),
+        links=(
+            Link(scope="same-host", latency_s=ASSUMED_LINK_LATENCY_S, bytes_per_s=ASSUMED_LINK_BYTES_PER_S),
+            Link(latency_s=ASSUMED_NETWORK_LATENCY_S, bytes_per_s=ASSUMED_NETWORK_BYTES_PER_S),
+        ),
+    )
+    return plan.replace(place=plan.place.replace(devices=plan.place.devices or names)), machine
+
+
+def _gpu(rank: int, worker_host: WorkerHost) -> Device:
+    own = worker_host.gpus[worker_host.local_rank]
+    return Device(name=f"gpu{rank}", kind=own.kind, type="gpu", host=worker_host.host, memory_bytes=own.memory_bytes)
+
+
+def _cpu(name: str, worker_host: WorkerHost, sharing: int) -> Device:
+    return Device(
+        name=name,
+        kind="cpu",
+        type="cpu",
+        host=worker_host.host,
+        memory_bytes=worker_host.memory_bytes // sharing,
+        memory_bytes_per_s=ASSUMED_MEMORY_BYTES_PER_S / sharing,
+    )
+
+
+def num_threads(machine: Machine, devices: Sequence[str], worker: int) -> int:
+    """Returns the threads that a worker computes with on the CPU: its part of its host's cores.
+
+    Beside CPU workers a GPU worker, which mostly waits for its device, has one. One of many is left free: where a
+    thread that carries values takes the place of one that computes, all others wait for that.
+    """
+    own = machine.device(devices[worker])
+    beside = [found for name in devices if (found := machine.device(name)).host == own.host]
+    cores = min(next(host.cores for host in machine.hosts if host.name == own.host), num_cores())
+    gpus = sum(device.type == "gpu" for device in beside)
+    if len(beside) == 1:
+        return cores
+    part = cores // len(beside)
+    if 0 < gpus < len(beside):
+        part = 1 if own.type == "gpu" else (cores - gpus) // (len(beside) - gpus)
+    return max(1, part - (part >= MANY_CORES))
+
+
+def num_threads_beside(machine: Machine, devices: Sequence[str], worker: int) -> int:
+    """Returns the threads that other workers compute with on the host of one that does so too; none beside a GPU's."""
+    own = machine.device(devices[worker])
+    if own.type == "gpu" and torch.cuda.is_available():
+        return 0
+    beside = [n for n, name in enumerate(devices) if n != worker and machine.device(name).host == own.host]
+    return sum(num_threads(machine, devices, n) for n in beside)
+
+
+def describe_stand_ins(machine: Machine, devices: Sequence[str], worker_hosts: Sequence[WorkerHost]) -> str:
+    """Returns a sentence where a plan has more GPUs on a host than there are; empty otherwise."""
+    asked = {d.host: 0 for d in machine.devices}
+    for name in devices:
+        asked[machine.device(name).host] += machine.device(name).type == "gpu"
+    found = min(len(worker_host.gpus) for worker_host in worker_hosts)
+    most = max(asked.values())
+    if most <= found:
+        return ""
+    stand_in = "workers share them" if found else "CPU workers stand in for them, and times are those of the CPU"
+    return f"the plan has workers on {most} GPUs of one host, and {found} are there: {stand_in}"
+
+
+def devices_to_measure(plan: Plan, machine: Machine, devices: Sequence[str]) -> dict[str, tuple[int, str]]:
+    """Returns for each kind of device that a plan computes or updates on the first worker there, and the device."""
+    found: dict[str, tuple[int, str]] = {}
+    for worker, name in enumerate(devices):
+        own = machine.device(name)
+        found.setdefault(own.kind, (worker, name))
+        if plan.keep.kind in ("host", "split"):  # some updates run on the host of the device
+            cpu = machine.cpu_of(own)
+            found.setdefault(cpu.kind, (worker, cpu.name))
+    return found
+
+
+def torch_device(machine: Machine, name: str) -> torch.device:
+    """Returns where a device's work runs on this host: its GPU, or the CPU that stands in for one."""
+    own = machine.device(name)
+    if own.type != "gpu" or not torch.cuda.is_available():
+        return torch.device("cpu")
+    gpus = [d.name for d in machine.devices if d.type == "gpu" and d.host == own.host]
+    return torch.device("cuda", gpus.index(own.name) % torch.cuda.device_count())
+
+
+def num_gpus() -> int:
+    """Returns the GPUs of this host."""
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0

@@ -1,0 +1,102 @@
+"""Teams: like devices of a host that divide each operator between them; to a program a team is one device.
+
+It has the memory and the speed of all together, and beside its compute the time of two all-reduces of a unit's boundary
+each way.
+"""
+
+import fnmatch
+from collections.abc import Iterator, Sequence
+
+from pipedejavu.facts import Cost, Device, InputError, Machine, Profile, Route
+from pipedejavu.plan import Plan
+
+Team = tuple[str, ...]
+
+COLLECTIVES = 2
+"""All-reduces of a unit's boundary each way, when its operators are divided."""
+
+
+def tp_groups_of(plan: Plan, devices: Sequence[str]) -> Iterator[Team]:
+    """Yields the devices of each worker."""
+    first = 0
+    for size in plan.degrees:
+        yield tuple(devices[first : first + size])
+        first += size
+
+
+def join(profile: Profile, machine: Machine, tp_groups: Sequence[Team]) -> tuple[Profile, Machine]:
+    """Returns both with a device for each team, under the name of its first, so that the machine's links hold for it.
+
+    Raises InputError for devices that are no team.
+    """
+    larger = [[machine.device(name) for name in tp_group] for tp_group in tp_groups if len(tp_group) > 1]
+    if not larger:
+        return profile, machine
+    for tp_group in larger:
+        _check_team(tp_group)
+    joined = {tp_group[0].name: _joined(tp_group) for tp_group in larger}
+    taken = {device.name for tp_group in larger for device in tp_group[1:]}
+    devices = tuple(joined.get(d.name, d) for d in machine.devices if d.name not in taken)
+    kept = [device.name for device in devices]
+    links = tuple(k for k in machine.links if all(fnmatch.filter(kept, end) for end in (k.source, k.target)))
+    return with_tp_times(profile, machine, larger), machine.replace(devices=devices, links=links)
+
+
+def with_tp_times(profile: Profile, machine: Machine, tp_groups: Sequence[Sequence[Device]]) -> Profile:
+    """Returns the profile with the times of teams, each under a kind of its own."""
+    kinds = {tp_kind(tp_group[0].kind, len(tp_group)): tp_group for tp_group in tp_groups}
+    routes = {kind: machine.route(tp_group[0].name, tp_group[1].name) for kind, tp_group in kinds.items()}
+    units = []
+    for unit in profile.units:
+        own = {}
+        for kind, tp_group in kinds.items():
+            size, time = len(tp_group), profile.time(unit, tp_group[0].kind).times(1 / len(tp_group))
+            halves = {half: getattr(time, half) for half in _HALVES}
+            own[kind] = time.replace(
+                **{
+                    half: _later(cost, size, unit.boundary_bytes, routes[kind])
+                    for half, cost in halves.items()
+                    if cost is not None
+                }
+            )
+        units.append(unit.replace(times=unit.times | own))
+    return profile.replace(units=tuple(units))
+
+
+_HALVES = ("forward", "backward", "input_backward", "recompute")
+
+
+def tp_kind(kind: str, size: int) -> str:
+    """Names the kind of a team of devices of one kind."""
+    return f"{size}x{kind}" if size > 1 else kind
+
+
+def are_tp_group(devices: Sequence[Device]) -> bool:
+    """Whether devices may divide operators: GPUs of one kind and host."""
+    return len({(d.kind, d.host) for d in devices}) == 1 and devices[0].type == "gpu"
+
+
+def _check_team(tp_group: Sequence[Device]) -> None:
+    if not are_tp_group(tp_group):
+        names = ", ".join(f"'{d.name}'" for d in tp_group)
+        raise InputError(
+            f"place.stage_shards makes a team of {names}, which are not GPUs of one kind on one host; name others in"
+            " place.devices"
+        )
+
+
+def _later(cost: Cost, size: int, boundary_bytes: float, route: Route) -> Cost:
+    waits, sent = 2 * (size - 1) * route.sum_latency_s, 2 * (size - 1) / size * boundary_bytes / route.sum_bytes_per_s
+    return cost.plus(Cost(fixed_s=COLLECTIVES * waits, per_sample_s=COLLECTIVES * sent))
+
+
+def _joined(tp_group: Sequence[Device]) -> Device:
+    first, size = tp_group[0], len(tp_group)
+    return first.replace(
+        kind=tp_kind(first.kind, size),
+        memory_bytes=min(d.memory_bytes for d in tp_group) * size,
+        reserved_bytes=max(d.reserved_bytes for d in tp_group) * size,
+        flop_per_s=first.flop_per_s * size,
+        memory_bytes_per_s=first.memory_bytes_per_s * size,
+        parameters_per_s=first.parameters_per_s * size,
+    )

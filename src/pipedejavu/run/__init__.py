@@ -1,0 +1,21 @@
+"""A training run on disk: options, folder, lock, metrics, history, and what checkpoints hold beside tensors."""
+
+from pipedejavu.run.history import History, RunEvent, RunStep, find_runs
+from pipedejavu.run.logbook import check_logbooks
+from pipedejavu.run.options import TrainOptions
+from pipedejavu.run.run_folder import RunFolder, RunStart
+from pipedejavu.run.run_lock import lock_run
+from pipedejavu.run.stop_signal import StoppedError
+
+__all__ = [
+    "History",
+    "RunEvent",
+    "RunFolder",
+    "RunStart",
+    "RunStep",
+    "StoppedError",
+    "TrainOptions",
+    "check_logbooks",
+    "find_runs",
+    "lock_run",
+]

@@ -1,0 +1,57 @@
+"""Room on the disk of a run: what its checkpoints and its result take there, checked before it begins."""
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+from pipedejavu.facts import InputError, Profile, format_bytes
+from pipedejavu.run.run_folder import RunFolder
+from pipedejavu.store.checkpoint_dir import KEPT
+
+
+def check_room(folder: RunFolder, profile: Profile, saves: bool, tell: Callable[[str], None]) -> None:
+    """Raises InputError if not even one checkpoint and the result fit; tells if those that are to be kept do not.
+
+    Checkpoints of a run that goes on are on the disk already.
+    """
+    free, held = _free_bytes(folder.path), len(folder.checkpoint_dir.steps())
+    result, each = result_bytes(profile), checkpoint_bytes(profile) if saves else 0.0
+    parts = f"a checkpoint of {format_bytes(each)} and the result of {format_bytes(result)}" if saves else "its result"
+    remedy = "make room, or choose another --run-dir"
+    if free is None:
+        return
+    if free < each + result:
+        raise InputError(
+            f"{folder.path} needs {format_bytes(each + result)} on its disk ({parts}), and {format_bytes(free)} are"
+            f" free; {remedy}"
+        )
+    kept = KEPT + 1  # the best one too
+    most = each * max(1, kept + 1 - held) + result
+    if free < most:
+        tell(
+            f"keeping {kept} checkpoints in {folder.path} while another one is written takes {format_bytes(most)} more,"
+            f" and {format_bytes(free)} are free: later ones may not be saved; {remedy}"
+        )
+
+
+def checkpoint_bytes(profile: Profile) -> float:
+    """Returns the weights and the optimizer state of a model; parameters that several units share count once."""
+    weights = sum(unit.parameter_bytes for unit in profile.units)
+    state = sum(unit.optimizer_bytes for unit in profile.units)
+    return (weights + state) * result_bytes(profile) / weights if weights else 0.0
+
+
+def result_bytes(profile: Profile) -> float:
+    """Returns the weights of a model; parameters that several units share count once."""
+    tied = sum((len(tie.units) - 1) * tie.size_bytes for tie in profile.ties)
+    return max(0.0, sum(unit.parameter_bytes for unit in profile.units) - tied)
+
+
+def _free_bytes(path: Path) -> int | None:
+    """Returns what is free on the disk of a folder that may not be there yet; None if the file system does not say."""
+    there = next(parent for parent in (path, *path.absolute().parents) if parent.exists())
+    try:
+        usage = shutil.disk_usage(there)
+    except OSError:
+        return None
+    return usage.free if usage.total else None

@@ -1,0 +1,129 @@
+"""The live view of a run on a terminal: the curve of the loss, and for each worker its busy lanes and its memory.
+
+Forecast and reality stand beside each other. Knows nothing of how figures come here.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from pipedejavu.facts import format_bytes, format_seconds
+from pipedejavu.facts.printable import printable
+
+CURVE_ROWS = 6
+MOST_WORKERS = 12
+"""That are shown; more would not fit a screen."""
+_BAR = 8
+_DOTS = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))
+"""The bits of a braille sign, by column and row."""
+
+
+@dataclass
+class WorkerPanel:
+    """One worker: what was forecast of it, and what it has said last."""
+
+    device: str
+    capacity_bytes: float = 0
+    forecast_bytes: float = 0
+    forecast_busy: float | None = None
+    """Of its compute lane, as a part of the time."""
+    peak_bytes: int = 0
+    busy: Mapping[str, float] = field(default_factory=dict)
+    """By lane, in the last round that it has finished."""
+
+
+@dataclass
+class LiveView:
+    """All that is shown; whoever knows more changes it between two drawings."""
+
+    steps: int
+    step: int = 0
+    facts: str = ""
+    losses: list[float] = field(default_factory=list)
+    seats: Sequence[WorkerPanel] = ()
+    forecast_s: float = 0.0
+    measured_s: float | None = None
+    """Of a step."""
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        """Draws it as wide and high as the terminal allows."""
+        width = options.max_width
+        head = Table.grid(padding=(0, 1))
+        bar = ProgressBar(self.steps, self.step, width=min(40, width // 4))
+        head.add_row("training", bar, f"{self.step}/{self.steps}")
+        yield head
+        yield Text(self.facts, no_wrap=True, overflow="ellipsis")
+        shown = self.seats[:MOST_WORKERS]
+        if console.height >= CURVE_ROWS + len(shown) + 8 and len(self.losses) > 1:
+            yield self._curve(width)
+        yield self._workers(shown)
+        if len(self.seats) > len(shown):
+            yield f"and {len(self.seats) - len(shown)} workers more"
+        yield self._step()
+
+    def _curve(self, width: int) -> RenderableType:
+        top, bottom = max(self.losses), min(self.losses)
+        marks = [f"{top:.4g}", *[""] * (CURVE_ROWS - 2), f"{bottom:.4g}"]
+        margin = max(map(len, marks))
+        rows = draw_curve(self.losses, max(10, min(width, 100) - margin - 7), CURVE_ROWS)
+        drawn = Text("\n").join(
+            Text.assemble(("loss " if not n else "     ", "dim"), (mark.rjust(margin), "dim"), " ", (row, "cyan"))
+            for n, (mark, row) in enumerate(zip(marks, rows, strict=True))
+        )
+        drawn.no_wrap = True
+        return drawn
+
+    def _workers(self, seats: Sequence[WorkerPanel]) -> Table:
+        found = Table(box=None, pad_edge=False, header_style="dim")
+        for column in ("worker", "compute (forecast)", "other lanes", "memory (tensors, forecast)"):
+            found.add_column(column, no_wrap=True)
+        for number, seat in enumerate(seats):
+            found.add_row(f"{number} {printable(seat.device)}", _busy(seat), _others(seat), _memory(seat))
+        return found
+
+    def _step(self) -> str:
+        forecast = f"a step was forecast to take {format_seconds(self.forecast_s)}"
+        if not self.measured_s:
+            return forecast
+        ratio = f", {self.measured_s / self.forecast_s:.2f} × that" if self.forecast_s else ""
+        return f"{forecast}, and takes {format_seconds(self.measured_s)}{ratio}"
+
+
+def draw_curve(values: Sequence[float], width: int, height: int) -> list[str]:
+    """Draws values from left to right in braille signs, as lines from the top; each stretch shows its mean."""
+    columns = min(2 * width, len(values))
+    top, bottom = max(values), min(values)
+    scale = (4 * height - 1) / (top - bottom) if top > bottom else 0.0
+    signs = [[0x2800] * ((columns + 1) // 2) for _ in range(height)]
+    for column in range(columns):
+        stretch = values[column * len(values) // columns : (column + 1) * len(values) // columns]
+        dot = round((top - sum(stretch) / len(stretch)) * scale)
+        signs[dot // 4][column // 2] |= _DOTS[column % 2][dot % 4]
+    return ["".join(map(chr, row)) for row in signs]
+
+
+def _bar(share: float) -> str:
+    eighths = round(8 * _BAR * min(1.0, max(0.0, share)))
+    part = " ▏▎▍▌▋▊▉"[eighths % 8].strip()
+    return ("█" * (eighths // 8) + part).ljust(_BAR, "·")
+
+
+def _busy(seat: WorkerPanel) -> str:
+    forecast = "" if seat.forecast_busy is None else f" ({seat.forecast_busy:.0%})"
+    share = seat.busy.get("compute")
+    return f"{_bar(share or 0.0)} {'–' if share is None else f'{share:.0%}'}{forecast}"
+
+
+def _others(seat: WorkerPanel) -> str:
+    return "  ".join(f"{lane} {share:.0%}" for lane, share in sorted(seat.busy.items()) if lane != "compute") or "–"
+
+
+def _memory(seat: WorkerPanel) -> str:
+    size = format_bytes(seat.peak_bytes)
+    if seat.capacity_bytes:
+        size = f"{_bar(seat.peak_bytes / seat.capacity_bytes)} {size} of {format_bytes(seat.capacity_bytes)}"
+    return f"{size} ({format_bytes(seat.forecast_bytes)})" if seat.forecast_bytes else size

@@ -1,0 +1,236 @@
+"""How a run is watched while it goes on: every rank tells the first of its losses and its memory, by way of a store.
+
+It has no part in the program: nothing waits for it, so plans without a common moment are watched like all others.
+"""
+
+import json
+import math
+import resource
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import torch
+from torch._C._distributed_c10d import Store
+
+from pipedejavu.engine import Batches, Log
+from pipedejavu.facts import Span
+from pipedejavu.run.logbook import Logbooks
+from pipedejavu.run.progress import Memory, Progress
+from pipedejavu.run.run_folder import RunFolder
+from pipedejavu.run.throughput import RoundTimes, ThroughputMonitor
+
+INTERVAL_S = 0.25
+PATIENCE_S = 5.0
+"""How long a checkpoint waits for reports that are on their way."""
+
+
+def resident_bytes() -> int:
+    """Returns the memory that this process has now; where the system does not say, the most that it has had."""
+    try:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+    except OSError:
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def most_resident_bytes() -> int:
+    """Returns the most memory that this process has had; what the system counts may include who started it."""
+    with suppress(OSError, StopIteration, ValueError):
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM:")) * 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def busy_lanes(spans: Sequence[Span]) -> dict[str, float]:
+    """Returns how busy each lane was until the last span ended; a receive lasts as long as its worker waits."""
+    found: dict[str, float] = defaultdict(float)
+    length_s = max((span.end_s for span in spans), default=0.0)
+    for span in spans if length_s else ():
+        if not span.action.startswith("RECV"):
+            found[span.lane] += (span.end_s - span.start_s) / length_s
+    return dict(found)
+
+
+class MetricsReporter:
+    """One rank's reports; on the first rank also the desk that takes those of all."""
+
+    def __init__(
+        self,
+        store: Store,
+        rank: int,
+        batches: Batches,
+        device: torch.device,
+        collector: "MetricsCollector | None",
+        listen: Callable[[], None] = lambda: None,
+    ):
+        """Takes what else is to be done as often as this rank reports (`listen`)."""
+        self.store, self.rank, self.batches, self.device, self.collector = store, rank, batches, device, collector
+        self.listen = listen
+        self.started_s = time.perf_counter()
+        self.busy: dict[str, float] = {}
+        """How busy each lane was in the last round, as a part of its time."""
+        self._log, self._taken, self._number = Log(), 0, 0
+        self._pending: list[tuple[int, float, int, float]] = []
+        self._rounds: list[RoundTimes] = []
+        self._skips: set[int] = set()
+        """Updates left out that were reported."""
+        self._lock, self._sending, self._ended = threading.Lock(), threading.Lock(), threading.Event()
+        # A desk writes to the disk, which may not answer; reports and `listen` go on meanwhile.
+        tasks = (self._go, self._take_reports) if collector else (self._go,)
+        self._threads = [threading.Thread(target=task, daemon=True) for task in tasks]
+
+    def __enter__(self) -> Self:
+        self.started_s = time.perf_counter()
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._ended.set()
+        for thread in self._threads:
+            thread.join()
+        if error is None:
+            self.send()
+
+    def follow(self, log: Log) -> None:
+        """Reports the losses of this log from now on."""
+        with self._lock:
+            self._log, self._taken = log, 0
+
+    def settle(self, spans: Sequence[Span] = (), found: RoundTimes | None = None) -> None:
+        """Takes what a finished round has left in the log and in its spans, and what it took where that is told."""
+        self.busy = busy_lanes(spans)
+        self._take()
+        with self._lock:
+            self._rounds += [] if found is None else [found]
+            self._log.forget_losses()
+            self._taken = 0
+
+    def peak(self) -> Memory:
+        """Returns the most memory that this process has had."""
+        host = most_resident_bytes()
+        return Memory(host, torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else 0)
+
+    def send(self) -> None:
+        """Tells the first rank what is new."""
+        self._take()
+        with self._sending:
+            with self._lock:
+                losses, self._pending = self._pending, []
+                rounds, self._rounds = self._rounds, []
+                skipped = [(step, reason) for step, reason in [*self._log.skipped.items()] if step not in self._skips]
+                self._skips |= {step for step, _ in skipped}
+            report = json.dumps([losses, self.peak(), self.busy, rounds, skipped])
+            self.store.set(f"{self.rank}/{self._number}", report)
+            self._number += 1
+
+    def _take(self) -> None:
+        now_s = time.perf_counter()
+        with self._lock:
+            found, noted_s = list(self._log.losses.items())[self._taken :], self._log.noted_s
+            self._taken += len(found)
+            self._pending += [
+                (n, loss, self.batches.count(n), noted_s.get(n, now_s) - self.started_s) for n, loss in found
+            ]
+
+    def _go(self) -> None:
+        with suppress(RuntimeError):  # the process that keeps the store is gone, and the run itself will say why
+            while not self._ended.wait(INTERVAL_S):
+                self.send()
+                self.listen()
+
+    def _take_reports(self) -> None:
+        assert self.collector is not None
+        with suppress(RuntimeError):
+            while not self._ended.wait(INTERVAL_S):
+                self.collector.take_all(self.store)
+
+
+class MetricsCollector:
+    """Where the first rank adds up what all report: a line of metrics for each finished update, and the progress."""
+
+    def __init__(
+        self,
+        folder: RunFolder,
+        progress: Progress,
+        books: Logbooks,
+        num_ranks: int,
+        update_size: int,
+        num_samples: int,
+        pace: ThroughputMonitor | None = None,
+    ):
+        """Takes how many microbatches and samples an update has."""
+        self.folder, self.progress, self.books = folder, progress, books
+        self.update_size, self.num_samples, self.pace = update_size, num_samples, pace
+        self.taken = [0] * num_ranks
+        self.step = progress.done + 1
+        self.elapsed_s = folder.elapsed_s()
+        """Of the run before this process."""
+        self.losses: dict[int, float] = {}
+        """Of each step since the last checkpoint."""
+        self.skipped: set[int] = set()
+        """Steps whose update was left out."""
+        self.memory = Memory(0, 0)
+        self._sums: dict[int, list[tuple[float, int, float]]] = defaultdict(list)
+
+    def take_all(self, store: Store) -> None:
+        """Takes every report that has arrived."""
+        for rank in range(len(self.taken)):
+            while store.check([key := f"{rank}/{self.taken[rank]}"]):
+                losses, peak, busy, rounds, skipped = json.loads(store.get(key))
+                store.delete_key(key)
+                self._take_skipped(skipped)
+                self._take(rank, losses, peak, busy)
+                if self.pace:
+                    self.pace.take(rank, (RoundTimes(*found) for found in rounds))
+                self.taken[rank] += 1
+        while len(self._sums[self.step]) == self.update_size:
+            self._finish(self._sums.pop(self.step))
+
+    def _take(
+        self, rank: int, losses: list[tuple[int, float, int, float]], peak: list[int], busy: dict[str, float]
+    ) -> None:
+        self.memory = Memory(*map(max, self.memory, peak))
+        self.progress.see(rank, Memory(*peak), busy)
+        for microbatch, loss, count, at_s in losses:
+            self._sums[microbatch // self.update_size + 1].append((loss, count, at_s))
+
+    def _take_skipped(self, skipped: list[tuple[int, str]]) -> None:
+        """Tells of updates that were left out; several workers may have found the reason."""
+        for step, reason in skipped:
+            if step not in self.skipped:
+                self.skipped.add(step)
+                self.progress.num_skipped += 1
+                self.folder.add_metrics({"skipped": step, "reason": reason})
+
+    def _finish(self, rows: list[tuple[float, int, float]]) -> None:
+        count = sum(row[1] for row in rows)
+        loss, at_s = sum(row[0] for row in rows) / count, max(row[2] for row in rows)
+        self.losses[self.step] = loss
+        line = {"step": self.step, "loss": loss, "count": count, "samples": self.num_samples}
+        line["elapsed_s"] = self.elapsed_s + at_s
+        self.folder.add_metrics({**line, **self.memory.form()})
+        rate = self.num_samples * (self.step - self.progress.done) / at_s if at_s else 0.0
+        figures = {"loss": loss, "samples_per_s": rate, "elapsed_s": line["elapsed_s"], **self.memory.form()}
+        self.books.add(self.step, figures)
+        self.progress.report(self.step, loss, count, self.memory, at_s)
+        self.step += 1
+
+    def mean_loss(self, step: int) -> float | None:
+        """Returns the mean loss of the steps since it was last asked for, when the metrics hold all of them.
+
+        So that a run that goes on from a checkpoint has the metrics of every step before it.
+        """
+        last_s = time.perf_counter() + PATIENCE_S
+        while self.step <= step and time.perf_counter() < last_s:
+            time.sleep(INTERVAL_S / 10)
+        found = [self.losses.pop(known) for known in list(self.losses) if known <= step]
+        mean = sum(found) / len(found) if found else math.nan
+        return mean if math.isfinite(mean) else None

@@ -1,0 +1,100 @@
+"""The progress of a run: loss, rate, memory, time left; a live view on a terminal, a line now and then elsewhere.
+
+The time left is the simulator's forecast at first, and then more and more what the run's own steps say.
+"""
+
+import math
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from types import TracebackType
+from typing import NamedTuple, Self
+
+from rich.console import Console
+from rich.live import Live
+
+from pipedejavu.facts import format_bytes, format_seconds
+from pipedejavu.facts.printable import printable
+from pipedejavu.run.live_view import LiveView, WorkerPanel
+from pipedejavu.simulate import Outlook
+
+INTERVAL_S = 10.0
+
+
+class Memory(NamedTuple):
+    """Most bytes that any worker has had: in its process, and on its GPU."""
+
+    host_bytes: int
+    gpu_bytes: int
+
+    def form(self) -> dict[str, int]:
+        """Returns it for the metrics; without a GPU there is nothing to say of one."""
+        return {"peak_bytes": self.host_bytes} | ({"peak_gpu_bytes": self.gpu_bytes} if self.gpu_bytes else {})
+
+    def __str__(self) -> str:
+        gpu = f" + {format_bytes(self.gpu_bytes)} GPU" if self.gpu_bytes else ""
+        return f"{format_bytes(self.host_bytes)}{gpu}"
+
+
+class Progress:
+    """Shows how a run of `steps` gets on, of which some are `done` already and each is forecast to take `forecast_s`.
+
+    `items` are samples or tokens, `seats` the workers.
+    """
+
+    def __init__(self, steps: int, items: str, forecast_s: float, done: int = 0, seats: Sequence[WorkerPanel] = ()):
+        self.steps, self.items, self.done = steps, items, done
+        self.outlook = Outlook(forecast_s, steps - done)
+        self.last_s = self.started_s = time.perf_counter()
+        self.is_live = sys.stderr.isatty()
+        self.view = LiveView(steps, done, self._left().strip(), seats=seats, forecast_s=forecast_s)
+        self.console = Console(stderr=True, markup=False, emoji=False)
+        self.live = Live(self.view, console=self.console) if self.is_live else None
+        self.count = 0
+        self.num_skipped = 0
+        """Updates that were left out."""
+
+    def __enter__(self) -> Self:
+        if self.live:
+            self.live.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self.live:
+            self.live.stop()
+
+    def report(self, step: int, loss: float, count: int, memory: Memory, elapsed_s: float) -> None:
+        """Shows a finished step: `count` samples or tokens were in it, and so long after the start it was known."""
+        now = time.perf_counter()
+        self.count += count
+        rate = self.count / (now - self.started_s)
+        self.outlook.saw(step - self.done, elapsed_s)
+        skipped = f"  {self.num_skipped} skipped" if self.num_skipped else ""
+        facts = f"loss {loss:.4f}{skipped}  {rate:,.0f} {self.items}/s  memory {memory}{self._left()}"
+        self.view.step, self.view.facts = step, facts
+        if math.isfinite(loss):
+            self.view.losses.append(loss)
+        self.view.measured_s = elapsed_s / (step - self.done)
+        if not self.is_live and (now - self.last_s > INTERVAL_S or step in (self.done + 1, self.steps)):
+            self.last_s = now
+            with suppress(OSError):  # a terminal that was closed
+                print(f"step {step}/{self.steps}  {facts}", file=sys.stderr, flush=True)
+
+    def see(self, worker: int, memory: Memory, busy: Mapping[str, float]) -> None:
+        """Shows what a worker has said: the most memory that it has had, and how busy its lanes were."""
+        if worker < len(self.view.seats):
+            seat = self.view.seats[worker]
+            seat.peak_bytes, seat.busy = memory.gpu_bytes or memory.host_bytes, busy
+
+    def say(self, sentence: str) -> None:
+        """Shows a sentence beside the view."""
+        with suppress(OSError):
+            self.console.print(f"pipedejavu: {printable(sentence)}", highlight=False, soft_wrap=True)
+
+    def _left(self) -> str:
+        """Returns what is left, with what nine runs of ten keep to; nothing at the end."""
+        left = self.outlook.left()
+        return f"  {format_seconds(left.time_s)} ± {format_seconds(left.spread_s)} left" if left.time_s else ""

@@ -1,0 +1,276 @@
+"""The run folder: what a run is given, what it leaves, and under which names."""
+
+import errno
+import math
+import os
+import threading
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from pydantic import Field
+from safetensors.torch import save_file
+from torch import Tensor
+
+from pipedejavu.facts import (
+    InputError,
+    Machine,
+    Profile,
+    Record,
+    Timeline,
+    remove,
+    replace_file,
+    to_json_text,
+    write_file,
+)
+from pipedejavu.facts.file import fresh_path, read_regular, sync_folder
+from pipedejavu.plan import Plan
+from pipedejavu.program import Program
+from pipedejavu.program import compile as compile_plan
+from pipedejavu.run.fallback_folder import Fallback
+from pipedejavu.run.metrics_file import MOST_BYTES, read_metrics, step_of
+from pipedejavu.run.options import TrainOptions
+from pipedejavu.run.settings import Settings
+from pipedejavu.run.worker_result import Weights
+from pipedejavu.store import Checkpoint, CheckpointDir
+
+
+def result_of(program: Program, weights: Weights) -> dict[str, Tensor]:
+    """Returns what a run has trained: the server's copy where it makes the updates, else the first replica's.
+
+    A replica whose share is nothing has none.
+    """
+    reduce = program.plan.reduce
+    is_on_server = reduce.combiner == "elastic" or (reduce.wire == "server" and reduce.gate == "lock")
+    source = program.num_replicas if is_on_server else min(replica for _, replica in weights)
+    return {name: w for (_, replica), found in weights.items() if replica == source for name, w in found.items()}
+
+
+class RunStart(Record):
+    """Where a run goes on: after which update, and with which sample; a step above 0 has a checkpoint."""
+
+    step: int = Field(default=0, ge=0, lt=2**63)
+    samples: int = Field(default=0, ge=0, lt=2**63)
+    fingerprints: dict[str, str] = Field(default={})
+    """Those of the model's source and the data that it goes on with."""
+
+    @classmethod
+    def after(cls, checkpoint: Checkpoint | None, fingerprints: dict[str, str] | None = None) -> "RunStart":
+        """Returns the start after a checkpoint; the beginning if there is none."""
+        step, samples = (checkpoint.step, checkpoint.manifest.samples) if checkpoint else (0, 0)
+        return cls(step=step, samples=samples, fingerprints=fingerprints or {})
+
+
+class RunFolder:
+    """Paths and records of one run."""
+
+    def __init__(self, path: str | Path):
+        self.path = Path(path)
+        self.model = self.path / "model.safetensors"
+        self.metrics = self.path / "metrics.jsonl"
+        self.predicted = self.path / "predicted.json"
+        self.measured = self.path / "measured.json"
+        self.report = self.path / "report.html"
+        self.parts = self.path / "parts"
+        self.switch = self.parts / "switch.json"
+        self.checkpoint_dir = CheckpointDir(self.path / "checkpoints")
+        self.fallback = Fallback(self.path)
+        self._unwritten, self._lock, self._writing = b"", threading.Lock(), threading.Lock()
+        self._since_s = math.inf
+
+    @property
+    def holds_run(self) -> bool:
+        """Whether a run was begun here; its checkpoints show it, too."""
+        try:
+            return (self.path / "options.json").exists() or self.checkpoint_dir.has_traces
+        except OSError as error:
+            raise InputError(f"cannot read {self.path}: {error.strerror}") from None
+
+    def check_new(self) -> None:
+        """Raises InputError if the folder holds a run."""
+        if self.holds_run:
+            raise InputError(
+                f"{self.path} holds a run already; go on with --resume, choose another --run-dir or remove it"
+            )
+
+    def create(
+        self,
+        options: TrainOptions,
+        program: Program,
+        start: "RunStart | None" = None,
+        fingerprints: Mapping[str, str] | None = None,
+    ) -> None:
+        """Makes the folder and writes what the workers need; refuses one that holds a run, unless that goes on.
+
+        `fingerprints` are those of model and data, which the run's checkpoints will hold.
+        """
+        if start is None:
+            self.check_new()
+        begun = start or RunStart()
+        later = [step for step in self.checkpoint_dir.steps() if step > begun.step]
+        if later:
+            raise InputError(
+                f"{self.checkpoint_dir.path} has a checkpoint of step {later[-1]}, after step {begun.step}, from which"
+                " the run is to go on; move it away"
+            )
+        if fingerprints and not begun.fingerprints:
+            begun = begun.replace(fingerprints=dict(fingerprints))
+        try:
+            remove(self.parts)
+            self.parts.mkdir(parents=True)
+            if self.metrics.is_symlink() or not self.metrics.is_file():  # nothing that a run has written
+                remove(self.metrics)
+        except OSError as error:
+            raise InputError(f"cannot make the run folder {self.path}: {error.strerror}") from None
+        if start is not None:
+            self._forget(start.step)
+            for path in (self.model, self.measured, self.report):  # of a run that ended sooner
+                path.unlink(missing_ok=True)
+        begun.save(self.parts / "start.json")
+        Settings.of(options, program).write(self.path)
+
+    def _forget(self, step: int) -> None:
+        """Removes metrics of what is trained again."""
+        rows = [row for row in self.rows() if step_of(row) <= step]
+        if self.metrics.exists():
+            write_file(self.metrics, "".join(to_json_text(row) + "\n" for row in rows))
+            self.add_metrics({"resumed": step})
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Returns the metrics; a line that a kill has cut off, or that is none of this program's, is left out."""
+        return read_metrics(self.place(self.metrics))
+
+    def elapsed_s(self) -> float:
+        """Returns how long the run has trained."""
+        return max((float(row["elapsed_s"]) for row in self.rows() if "elapsed_s" in row), default=0.0)
+
+    def start(self) -> "RunStart":
+        """Reads where the run goes on."""
+        path = self.parts / "start.json"
+        return RunStart.load(path) if path.exists() else RunStart()
+
+    def options(self) -> TrainOptions:
+        """Reads the options."""
+        return TrainOptions.load(self.path / "options.json")
+
+    def program(self) -> Program:
+        """Compiles the program again: the same on every worker, as everything in it is in the folder."""
+        plan = Plan.load(self.path / "plan.json")
+        profile, machine = Profile.load(self.path / "profile.json"), Machine.load(self.path / "machine.json")
+        return compile_plan(plan, profile, machine, fold=False)
+
+    def timeline(self, origin: str) -> Timeline:
+        """Reads the predicted or the measured timeline."""
+        path = self.path / f"{origin}.json"
+        if not path.exists():
+            raise InputError(
+                f"{self.path} has no {origin} timeline; the run did not get that far, or it is no run folder"
+            )
+        return Timeline.load(path)
+
+    def place(self, path: Path) -> Path:
+        """Returns where one of the run's files is: in this folder, unless the disk has refused it."""
+        return self.fallback.moved.get(path, path)
+
+    def write_model(self, trained: dict[str, Tensor]) -> None:
+        """Writes a model's state under its own names, whole or not at all; elsewhere if the disk refuses."""
+
+        def write(path: Path) -> None:
+            part = fresh_path(path)
+            try:
+                for old in path.parent.glob(f"{path.name}.*.tmp"):  # of a run that was killed
+                    remove(old)
+                save_file(trained, part)
+                _sync(part)
+                part.replace(path)
+                sync_folder(path.parent)
+            except BaseException:
+                remove(part)
+                raise
+
+        self.fallback.write(self.model, sum(weight.nbytes for weight in trained.values()), write)
+
+    def write_last(self, path: Path, text: str) -> None:
+        """Writes one of the files that a run leaves at its end; elsewhere if the disk refuses it."""
+        self.fallback.write(path, len(text.encode()), lambda place: write_file(place, text))
+
+    def remove_parts(self) -> None:
+        """Removes what only the workers needed."""
+        remove(self.parts)
+
+    def add_metrics(self, row: dict[str, Any]) -> None:
+        """Adds a line to the metrics; on a disk that refuses it, lines wait for the next one.
+
+        While a disk does not answer one thread waits for it, and lines of all others wait in memory.
+        """
+        with self._lock:
+            self._unwritten += f"{to_json_text(row)}\n".encode()
+        while self._unwritten and self._writing.acquire(blocking=False):
+            self._since_s = time.monotonic()
+            try:
+                data = self._unwritten
+                _append(self.metrics, data)
+                with self._lock:
+                    self._unwritten = self._unwritten[len(data) :]
+            except OSError:
+                return
+            finally:
+                self._since_s = math.inf
+                self._writing.release()
+
+    def stuck_s(self) -> float:
+        """Returns for how long the disk has not answered a thread that writes metrics; 0 if none does."""
+        return max(0.0, time.monotonic() - self._since_s)
+
+    def pending(self) -> dict[str, Any]:
+        """Returns what this process has of the run and the run's disk has not, for the process that ends it."""
+        moved = {str(path): str(place) for path, place in self.fallback.moved.items()}
+        return {"metrics": self._unwritten.decode(), "moved": moved, "folder": str(self.fallback.path or "")}
+
+    def adopt(self, pending: dict[str, Any]) -> None:
+        """Takes over what another process of the run has left pending."""
+        self._unwritten += pending["metrics"].encode()
+        if pending["folder"]:
+            moved = {Path(path): Path(place) for path, place in pending["moved"].items()}
+            self.fallback.adopt(Path(pending["folder"]), moved)
+
+    def write_pending(self) -> None:
+        """Writes metrics that the disk has not taken; if it still does not, all metrics elsewhere."""
+        with self._writing:
+            if not self._unwritten:
+                return
+            before = b""
+            with suppress(OSError):
+                before = read_regular(self.metrics, MOST_BYTES)
+
+            def write(path: Path) -> None:
+                if path == self.metrics:
+                    _append(path, self._unwritten)
+                else:
+                    replace_file(path, before + self._unwritten)
+
+            self.fallback.write(self.metrics, len(before) + len(self._unwritten), write)
+            self._unwritten = b""
+
+
+def _sync(path: Path) -> None:
+    """Lets a file reach the disk; some file systems only then say that there is no room."""
+    file = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(file)
+    finally:
+        os.close(file)
+
+
+def _append(path: Path, data: bytes) -> None:
+    """Adds bytes to a file, all or none of them; neither follows a link nor waits for a FIFO."""
+    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK, 0o644)
+    try:
+        before = os.fstat(file).st_size
+        if os.write(file, data) < len(data):
+            os.ftruncate(file, before)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+    finally:
+        os.close(file)

@@ -1,0 +1,255 @@
+"""Writes a draft out as a plan, with the reason for each choice; and says whether the engine runs it."""
+
+from pipedejavu.facts import Cost, Profile, format_bytes
+from pipedejavu.plan import Cut, Decision, Feed, Keep, Order, Place, Plan, Reduce, Version, faults_of, preset
+from pipedejavu.program.pipeline import assign_devices
+from pipedejavu.search.candidate_plan import CandidatePlan, bucket_bytes
+from pipedejavu.search.plan_estimate import recomputed_units
+from pipedejavu.search.search_options import SearchOptions
+from pipedejavu.search.stage_cost import StageCosts
+
+MOST_SLOTS = 4000
+"""Microbatches times workers up to which other orders are tried."""
+_ORDERS = {"zb-h1": "ZB-H1", "interleaved": "interleaved"}
+_SMALLER = {"zb-v": "ZB-V", "dualpipe-v": "DualPipeV"}
+"""Orders with still smaller bubbles, which pay where that of 1F1B is `LEAST_BUBBLE` of an update or more."""
+LEAST_BUBBLE = 0.15
+STALE_STEPS = 4
+"""Updates in the program of a pipeline that never drains."""
+
+
+def write(candidate: CandidatePlan, options: SearchOptions, costs: StageCosts) -> Plan:
+    """Returns the plan of a draft; its devices are named only where the machine's own order is another."""
+    plan = Plan(
+        name=_name(candidate),
+        cut=_cut(candidate),
+        place=_place(candidate),
+        feed=_feed(candidate),
+        order=_order(candidate, recomputed_units(candidate, costs)),
+        version=Version(kind="double-buffer" if candidate.is_stale else "sync"),
+        reduce=_reduce(candidate, options),
+        keep=_keep(candidate),
+        steps=STALE_STEPS if candidate.is_stale else 1,
+        bucket_bytes=_bucket_bytes(candidate),
+        decisions=tuple(_decisions(candidate)),
+    )
+    plain = plan.replace(place=plan.place.replace(devices=None))
+    machine = candidate.problem.asked.machine
+    on_all = sum(plan.degrees) <= len(machine.devices)
+    return plain if on_all and assign_devices(plain, machine) == plan.place.devices else plan
+
+
+def other_orders(plan: Plan, profile: Profile) -> list[Plan]:
+    """Returns a plain 1F1B pipeline under the other synchronous orders that can run it and may be faster."""
+    workers, order, count = plan.place.workers, plan.order, plan.feed.microbatches
+    is_plain = order.kind == "1f1b" and not order.is_eager and not plan.place.stage_replicas
+    if not is_plain or workers * count > MOST_SLOTS:
+        return []
+    kept = tuple(d for d in plan.decisions if d.axis != "cut")
+    has_bubble = workers - 1 >= LEAST_BUBBLE * (count + workers - 1)
+    has_halves = any(time.weight_backward != Cost() for unit in profile.units for time in unit.times.values())
+    found = []
+    for name, title in (_ORDERS | _SMALLER if has_bubble else _ORDERS).items():
+        taken = preset(name).plan
+        decision = Decision(axis="order", choice=name, reason="simulated beside 1F1B, whose bubble it makes smaller")
+        other = plan.replace(
+            name=f"{plan.name}, {title}",
+            cut=plan.cut if taken.place.chunks == 1 else plan.cut.replace(bounds=None),
+            place=plan.place.replace(kind=taken.place.kind, chunks=taken.place.chunks),
+            order=taken.order,
+            decisions=(*kept, decision),
+        )
+        is_useful = has_halves or not other.splits_backward
+        if is_useful and (other.num_stages or 0) <= len(profile.units) and not faults_of(other, profile):
+            found.append(other)
+    return found
+
+
+def overlapped(plan: Plan, profile: Profile) -> Plan | None:
+    """Returns a pipeline whose replicas add gradients up beside its last backwards, or None where it cannot."""
+    is_later = plan.place.workers > 1 and plan.reduce.wire == "all-reduce" and not plan.order.is_eager
+    if not is_later or plan.is_flush_free or plan.feed.kind == "share":
+        return None
+    reason = "replicas add gradients up piece by piece while the last backward goes on, which is faster"
+    other = plan.replace(
+        order=plan.order.replace(is_eager=True),
+        decisions=(*plan.decisions, Decision(axis="order", choice="eager", reason=reason)),
+    )
+    return None if faults_of(other, profile) else other
+
+
+def stashed(plan: Plan, options: SearchOptions) -> list[Plan]:
+    """Returns a pipeline that never drains as PipeDream, where weights may be old enough.
+
+    It stashes more than two versions, and so may have fewer and larger microbatches.
+    """
+    if plan.version.kind != "double-buffer" or options.samples is not None:
+        return []
+    batch, behind = options.batch // plan.place.replicas, plan.place.workers - 1
+    counts = [n for n in range(-(-behind // options.staleness), behind) if batch % n == 0]
+    if not counts:
+        return []
+    count, samples = counts[0], batch // counts[0]
+    choice = f"{count} microbatch{'es' * (count > 1)} of {samples} sample{'s' * (samples > 1)}"
+    age = -(-behind // count)
+    reason = f"weights may be {options.staleness} updates old, and are {age} with so few"
+    return [
+        plan.replace(
+            name=plan.name.replace("2BW", "PipeDream"),
+            feed=plan.feed.replace(microbatches=count, samples=samples),
+            version=Version(kind="stash"),
+            keep=plan.keep.replace(versions=None),
+            steps=STALE_STEPS * age,
+            decisions=(
+                *(d for d in plan.decisions if d.axis != "feed"),
+                Decision(axis="feed", choice=choice, reason=reason),
+            ),
+        )
+    ]
+
+
+def why_not_run(plan: Plan) -> str:
+    """Returns why the engine does not run a plan; empty where it does."""
+    what = [f"state over replicas (keep '{plan.keep}')"] * plan.keep.kind.startswith("zero")
+    what += [f"operators over devices (place '{plan.place}')"] * (plan.place.stage_shards is not None)
+    what += ["operators over workers (cut 'layout')"] * (plan.cut.kind == "layout")
+    return f"the engine does not yet divide {' or '.join(what)}" if what else ""
+
+
+def _name(candidate: CandidatePlan) -> str:
+    sizes = candidate.sizes
+    if len(sizes) == 1:
+        text = (
+            "one device" if sizes[0] == 1 else f"{sizes[0]} shares" if candidate.is_shared else f"{sizes[0]} replicas"
+        )
+    elif candidate.is_even:
+        text = f"{len(sizes)} stages" + (f" × {sizes[0]}" if sizes[0] > 1 else "")
+    else:
+        text = f"stages {'-'.join(map(str, sizes))}"
+    text += f" + {len(candidate.cpus)} CPU{'s' * (len(candidate.cpus) > 1)}" if candidate.cpus else ""
+    extra = ", ".join(["2BW"] * candidate.is_stale + ([] if candidate.mode.is_plain else [candidate.keeping]))
+    return ", ".join([text] + [extra] * bool(extra) + [candidate.note] * bool(candidate.note))
+
+
+def _cut(candidate: CandidatePlan) -> Cut:
+    begins = candidate.problem.profile.begins
+    if len(candidate.stages) == 1:
+        return Cut(begins=begins)
+    return Cut(kind="chain", bounds=tuple(stage.start for stage in candidate.stages[1:]), begins=begins)
+
+
+def _place(candidate: CandidatePlan) -> Place:
+    sizes, problem = candidate.sizes, candidate.problem
+    stage_shards = candidate.degrees if max(candidate.degrees) > 1 else None
+    if candidate.is_shared and not candidate.cpus:
+        gpus = [name for name in candidate.devices if problem.machine.device(name).type == "gpu"]
+        cpus = [name for name in candidate.devices if name not in gpus]
+        num_cpus = len(cpus) if gpus else 0
+        members = tuple(name for lead in (*gpus, *cpus) for name in problem.tp_group(lead))
+        count = len(candidate.devices) - num_cpus
+        return Place(replicas=count, cpu_replicas=num_cpus, stage_shards=stage_shards, devices=members)
+    if not candidate.is_even:
+        members = tuple(name for lead in candidate.devices for name in problem.tp_group(lead))
+        return Place(workers=len(sizes), stage_replicas=sizes, stage_shards=stage_shards, devices=members)
+    leads = (
+        name
+        for r in range(sizes[0])
+        for stage in candidate.stages
+        for name in stage.group[r * stage.shards : (r + 1) * stage.shards]
+    )
+    members = tuple(name for lead in leads for name in problem.tp_group(lead)) + candidate.cpus
+    return Place(
+        workers=len(sizes),
+        replicas=sizes[0],
+        stage_shards=stage_shards,
+        cpu_replicas=len(candidate.cpus),
+        devices=members,
+    )
+
+
+def _feed(candidate: CandidatePlan) -> Feed:
+    if candidate.is_shared:
+        return Feed(kind="share", microbatches=candidate.microbatches, samples=candidate.samples)
+    size = candidate.sizes[0] if candidate.is_even else 1
+    return Feed(microbatches=candidate.microbatches // size, samples=candidate.samples)
+
+
+def _order(candidate: CandidatePlan, again: tuple[int, ...]) -> Order:
+    mode = candidate.mode
+    fetches = mode.activations == "host" or mode.state == "window" or (mode.zero == 3 and len(candidate.stages) == 1)
+    pieces = mode.goes_by_pieces or (len(candidate.stages) == 1 and candidate.sizes[0] > 1 and not candidate.is_shared)
+    kind = "step" if len(candidate.stages) == 1 else "1f1b-async" if candidate.is_stale else "1f1b"
+    return Order.model_validate(
+        {"kind": kind, "prefetch": int(fetches), "is_eager": pieces, **_recompute(again, candidate)}
+    )
+
+
+def _recompute(again: tuple[int, ...], candidate: CandidatePlan) -> dict[str, object]:
+    everything = len(again) == len(candidate.problem.profile.units)
+    return {"recompute": 1.0} if everything else {"recompute_units": again} if again else {}
+
+
+def _bucket_bytes(candidate: CandidatePlan) -> int:
+    if candidate.mode.goes_by_pieces:
+        return 1
+    return int(bucket_bytes(sum(unit.gradient_bytes for unit in candidate.problem.profile.units)))
+
+
+def _reduce(candidate: CandidatePlan, options: SearchOptions) -> Reduce:
+    wire = (
+        "none"
+        if max(candidate.sizes) == 1 and not candidate.cpus
+        else "reduce-scatter"
+        if candidate.mode.zero
+        else "all-reduce"
+    )
+    clip = "delayed" if options.clip == "global" and candidate.is_stale else options.clip
+    return Reduce.model_validate({"wire": wire, "clip": clip})
+
+
+def _keep(candidate: CandidatePlan) -> Keep:
+    mode, activations = candidate.mode, candidate.mode.activations
+    if candidate.is_stale:
+        return Keep(versions=2)
+    if mode.zero:
+        zeros = tuple(stage.zero for stage in candidate.stages)
+        return Keep.model_validate(
+            {
+                "kind": f"zero-{mode.zero}",
+                "zeros": zeros if len({*zeros}) > 1 else None,
+                "persists": mode.zero == 3 and len(candidate.stages) > 1,
+            }
+        )
+    if mode.state == "window":
+        return Keep(kind="host", window=2, activations=activations)
+    if mode.state == "host":
+        return Keep(kind="split", device_pieces=mode.device_pieces, activations=activations)
+    return Keep(activations=activations)
+
+
+def _decisions(candidate: CandidatePlan) -> list[Decision]:
+    """Returns what was chosen, and why."""
+    found = []
+    units = candidate.problem.profile.units
+    if len(candidate.stages) > 1:
+        bounds = ", ".join(str(stage.start) for stage in candidate.stages[1:])
+        reason = "with these the sum over stages and the slowest stage are least together"
+        found.append(Decision(axis="cut", choice=f"stages begin at units {bounds}", reason=reason))
+        size = sum(unit.gradient_bytes for unit in units)
+        unlike = ", ".join(f"{s.replicas} × units {s.start} to {s.end - 1}" for s in candidate.stages)
+        if not candidate.is_even:
+            reason = f"replicas add up {format_bytes(size)} of gradients where all stages have them"
+            found.append(Decision(axis="place", choice=unlike, reason=reason))
+    if max(candidate.degrees) > 1:
+        tp_groups = zip(candidate.stages, candidate.degrees, strict=True)
+        choice = ", ".join(f"units {s.start} to {s.end - 1} over {n} devices" for s, n in tp_groups if n > 1)
+        reason = "divided, they fit or take less time, all-reduces of their boundaries counted in"
+        found.append(Decision(axis="place", choice=choice, reason=reason))
+    count = candidate.microbatches // (candidate.sizes[0] if candidate.is_even else 1)
+    choice = f"{count} microbatch{'es' * (count > 1)} of {candidate.samples} sample{'s' * (candidate.samples > 1)}"
+    if not candidate.is_shared:  # of shares, `compile` says who gets how many
+        found.append(Decision(axis="feed", choice=choice, reason="the best of the sizes that divide the batch and fit"))
+    if not candidate.mode.is_plain:
+        reason = "of what fits, this costs least time"
+        found.append(Decision(axis="keep", choice=candidate.keeping, reason=reason))
+    return found

@@ -1,0 +1,265 @@
+"""What each operation of a program takes: seconds of work, latency, and the wires that it loads."""
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from pipedejavu.analysis import Graph
+from pipedejavu.analysis.size import Sizes
+from pipedejavu.facts import Cost, Device, Route, UnitTime, joint_spread
+from pipedejavu.program import Action, Program
+from pipedejavu.program.passes import COLLECTIVES
+
+
+class ActionWork(NamedTuple):
+    """An operation's cost when nothing else runs."""
+
+    latency_s: float
+    time_s: float
+    """Beyond the latency; stretched where wires or devices are shared."""
+    wires: tuple[str, ...] = ()
+    """What transfers pass through, and the CPUs that update for several devices: who uses one shares its rate."""
+    loads: tuple[int, ...] = ()
+    """How many transfers the operation stands for on each wire: its copies in a folded program, and the hops of
+    a ring. The time has the highest in it."""
+    issue_s: float = 0.0
+    """What the host takes to issue it to a GPU."""
+    waits: bool = False
+    """Whether the host, before it issues it, waits for what the GPU did before."""
+
+
+NOTHING = ActionWork(0.0, 0.0)
+INSTANT_S = 1e-9
+"""What holds nobody up: links of unit costs take next to nothing, but not nothing."""
+
+_HALVES = {"F": "forward", "B": "backward", "W": "weight_backward", "R": "recompute", "EVAL": "forward"}
+_MEASURED = {**_HALVES, "I": "backward"}
+"""Whose spread an action has."""
+
+
+class ActionCosts:
+    """Costs of one program's operations; equal actions of a worker are worked out once."""
+
+    def __init__(self, program: Program):
+        self.program, self.machine, self.sizes = program, program.machine, Sizes(program)
+        self.plan = program.plan
+        self._known: dict[tuple[object, ...], ActionWork] = {}
+
+    def of(self, graph: Graph) -> list[ActionWork]:
+        """Returns the work of every operation."""
+        known, joint, workers = self._known, graph.joint, self.program.workers
+        found = []
+        for op, (worker, position) in enumerate(graph.members):
+            a = workers[worker].actions[position]
+            if a[0] == "RECV":  # its sender knows
+                worker, position = next(m for m in joint[op] if m[0] != worker)
+                a = workers[worker].actions[position]
+            key = (worker, a[0], a[1], a[2], a[5], a[6], self.sizes.samples(a[3]))
+            work = known.get(key)
+            if work is None:
+                work = known[key] = self._work(a, worker)
+            found.append(work)
+        for worker in range(len(workers)):
+            if self._device(worker).type == "cpu":
+                self._hold_up(graph, worker, found)
+            elif self.plan.reduce.clip == "global":
+                self._read_norms(graph, worker, found)
+        return found
+
+    def _hold_up(self, graph: Graph, worker: int, works: list[ActionWork]) -> None:
+        """Lets the compute of a CPU worker begin later: it sends what it has made itself, and wakes for what comes."""
+        waits_s = 0.0
+        for op, a in zip(graph.of_action[worker], self.program.workers[worker].actions, strict=True):
+            work = works[op]
+            if a.kind == "SEND":
+                waits_s += work.latency_s + work.time_s
+            elif a.kind == "RECV":
+                waits_s += work.latency_s
+            elif waits_s > INSTANT_S and a.lane == "compute":
+                works[op], waits_s = work._replace(latency_s=work.latency_s + waits_s), 0.0
+
+    def _read_norms(self, graph: Graph, worker: int, works: list[ActionWork]) -> None:
+        """Lets the host of a GPU wait for the norm, which it reads before it issues updates and all behind them."""
+        is_new = reads = False
+        for op, a in zip(graph.of_action[worker], self.program.workers[worker].actions, strict=True):
+            if a.kind == "UPDATE":
+                is_new, reads = False, reads or is_new
+            if a.lane == "compute":
+                is_new = is_new or a.kind in ("B", "W")
+                if reads:
+                    works[op], reads = works[op]._replace(waits=True), False
+
+    def spreads(self, graph: Graph) -> list[float]:
+        """Returns how far each operation's time may lie from its work, as a part of it: what was measured says so."""
+        workers, known = self.program.workers, dict[tuple[object, ...], float]()
+        found = []
+        for worker, position in graph.members:
+            a = workers[worker].actions[position]
+            key = (worker, a.kind, a.piece, self.sizes.samples(a.microbatch))
+            if key not in known:
+                known[key] = self._spread(a, worker) if a.kind in _MEASURED else 0.0
+            found.append(known[key])
+        return found
+
+    def _spread(self, a: Action, worker: int) -> float:
+        samples = self.sizes.samples(a.microbatch)
+        times = self._times(a, self._device(worker).kind)
+        return joint_spread([getattr(time, _MEASURED[a.kind]) for time in times], samples)
+
+    def _work(self, a: Action, worker: int) -> ActionWork:
+        if a.kind in ("F", "B", "I", "W", "R", "EVAL"):
+            return self._compute(a, worker)
+        if a.kind == "UPDATE":
+            return self._update(a, worker)
+        if a.kind == "SEND":
+            return self._send(a, worker)
+        if a.kind in ("FETCH", "OFFLOAD"):
+            return self._copy(a, worker)
+        if a.kind in ("REDUCE", "GATHER"):
+            return self._collective(a)
+        return NOTHING
+
+    def _device(self, worker: int) -> Device:
+        return self.machine.device(self.program.devices[worker])
+
+    def _times(self, a: Action, kind: str) -> list[UnitTime]:
+        """What each unit takes that an action is about: of an R those alone that run again."""
+        profile = self.program.profile
+        units = self.program.recomputed[a.piece] if a.kind == "R" else self.program.pieces[a.piece].units
+        return [profile.time(profile.units[u], kind) for u in units]
+
+    def _compute(self, a: Action, worker: int) -> ActionWork:
+        times, samples = self._times(a, self._device(worker).kind), self.sizes.samples(a.microbatch)
+        costs: list[Cost] = [_input_half(t, samples) if a.kind == "I" else getattr(t, _HALVES[a.kind]) for t in times]
+        time, issue = sum(cost.work_s(samples) for cost in costs), sum(cost.issue_s for cost in costs)
+        if a.kind == "F" and self._makes_targets(a.piece, worker):
+            made = self.program.profile.batch.get(self._device(worker).kind)
+            time += made.at(samples) if made else 0.0
+        if self.plan.feed.budgets:
+            time *= self.plan.feed.budgets[a.replica]
+        return ActionWork(0.0, time / self.plan.place.shards, issue_s=issue)
+
+    def _makes_targets(self, piece: int, worker: int) -> bool:
+        """Whether a worker makes samples for their targets alone: it has the last piece and not the first."""
+        inputs, outputs = self.program.inputs, self.program.outputs
+        return not outputs[piece] and all(inputs[own] for own, _ in self.program.held(worker))
+
+    def _update(self, a: Action, worker: int) -> ActionWork:
+        own = self._device(worker)
+        device = self.machine.cpu_of(own) if a.via == "~host" else own
+        parts = self.sizes.group_size(a.piece) if a.via == "~shard" else 1
+        time = sum(t.update_s for t in self._times(a, device.kind)) / parts / self.plan.place.shards
+        if device.type == own.type:
+            return ActionWork(0.0, time)
+        users = sum(self.machine.cpu_of(self._device(w)).name == device.name for w in self._copies(worker))
+        return ActionWork(0.0, time * users, (f"update:{device.name}",), (users,))
+
+    def _send(self, a: Action, worker: int) -> ActionWork:
+        size = self.sizes.moved(a)
+        return self._move(worker, a.peer, size)
+
+    def _move(self, source: int, target: int, size_bytes: float) -> ActionWork:
+        """A transfer between workers."""
+        devices = self.program.devices
+        if devices[source] == devices[target]:
+            return NOTHING
+        ends = zip(self._copies(source), self._copies(target), strict=True)
+        return _transfer([self.machine.route(devices[s], devices[t]) for s, t in ends], size_bytes)
+
+    def _copy(self, a: Action, worker: int) -> ActionWork:
+        """A transfer between a worker's device and its host."""
+        if self._device(worker).type == "cpu":
+            return NOTHING
+        devices = [self._device(w) for w in self._copies(worker)]
+        ends = [(self.machine.cpu_of(device).name, device.name) for device in devices]
+        routes = [self.machine.route(h, d) if a.kind == "FETCH" else self.machine.route(d, h) for h, d in ends]
+        work = _transfer(routes, self.sizes.moved(a))
+        measured = [t.copy_s.get(f"{a.kind}:{a.what}") for t in self._times(a, devices[0].kind)]
+        known = [time for time in measured if time is not None]
+        if len(known) < len(measured):
+            return work
+        return work._replace(latency_s=0.0, time_s=sum(known) * max(work.loads, default=1))
+
+    def _copies(self, worker: int) -> range:
+        """The workers that a worker of a folded program stands for."""
+        return range(worker, worker + self.program.copies * len(self.program.workers), len(self.program.workers))
+
+    def _collective(self, a: Action) -> ActionWork:
+        size = self.sizes.moved(a)
+        group = self.program.groups[a.via[1:]]
+        n = len(group.workers)
+        if n == 1:
+            return NOTHING
+        routes = self._ring(group.workers)
+        if not routes:
+            return NOTHING
+        if a.kind == "REDUCE":
+            latency, rate = max(r.sum_latency_s for r in routes), min(r.sum_bytes_per_s for r in routes)
+        else:
+            latency, rate = max(r.latency_s for r in routes), min(r.bytes_per_s for r in routes)
+        rings = [routes]
+        if max(group.workers) < len(self.program.workers):  # then every copy has a ring of its own
+            rings = [self._ring(ws) for ws in zip(*map(self._copies, group.workers), strict=True)]
+        hops = Counter(wire for ring in rings for r in ring for wire in r.wires)
+        wires = tuple(sorted({w for r in routes for w in r.wires}))
+        loads = tuple(hops[wire] for wire in wires)
+        rounds, volume = self._traffic(a, n, len(group.helpers))
+        return ActionWork(rounds * latency, volume * size * max(loads, default=1) / rate, wires, loads)
+
+    def _ring(self, workers: tuple[int, ...]) -> list[Route]:
+        """The routes around a ring of workers, those within one device left out."""
+        ring = [self.program.devices[w] for w in workers]
+        return [self.machine.route(s, t) for s, t in zip(ring, ring[1:] + ring[:1], strict=True) if s != t]
+
+    def _traffic(self, a: Action, n: int, helpers: int) -> tuple[float, float]:
+        """Returns the rounds of a collective over n workers, and the multiple of the value that each moves."""
+        if a.what in ("x", "g"):
+            rows = [COLLECTIVES[layout] for layout in self.plan.cut.layouts]
+            column = (0 if a.kind == "GATHER" else 1) + (2 if a.what == "g" else 0)
+            parts = [TRAFFIC[row[column]](n) for row in rows if row[column]]
+            return sum(p[0] for p in parts), sum(p[1] for p in parts)
+        if a.kind == "GATHER":
+            return TRAFFIC["all-gather"](n)
+        if helpers:
+            # Gradients are divided so that every network interface carries the same load.
+            return 2.0, 2 * n * (n - 1) / (n * n + helpers * n - 2 * helpers)
+        divides = a.via.startswith("*s") and self.plan.zero_of(self.program.pieces[a.piece].stage) > 0
+        return TRAFFIC["reduce-scatter" if divides else "all-reduce"](n)
+
+
+TRAFFIC = {
+    "all-reduce": lambda n: (2.0 * (n - 1), 2.0 * (n - 1) / n),
+    "reduce-scatter": lambda n: (n - 1.0, (n - 1) / n),
+    "all-gather": lambda n: (n - 1.0, (n - 1) / n),
+    "all-to-all": lambda n: (n - 1.0, (n - 1) / n),
+}
+"""Rounds and volume of ring algorithms."""
+
+
+def _input_half(time: UnitTime, samples: float) -> Cost:
+    """Returns what the input half of a backward takes, at this number of samples."""
+    if time.input_backward is not None:
+        return time.input_backward
+    return Cost(fixed_s=time.backward.work_s(samples) - time.weight_backward.work_s(samples))
+
+
+def _transfer(routes: list[Route], size_bytes: float) -> ActionWork:
+    """A transfer along the first of `routes`, which its copies make along the others at the same time."""
+    route, users = routes[0], Counter(wire for other in routes for wire in other.wires)
+    loads = tuple(users[wire] for wire in route.wires)
+    return ActionWork(route.latency_s, size_bytes * max(loads, default=1) / route.bytes_per_s, route.wires, loads)
+
+
+def shared_wires(program: Program, graph: Graph, works: Sequence[ActionWork]) -> frozenset[str]:
+    """Returns the wires that more than one lane uses: only there can transfers meet."""
+    users: dict[str, tuple[int, str]] = {}
+    shared = set()
+    for op, work in enumerate(works):
+        if work.wires and work.time_s:
+            worker, position = graph.members[op]
+            a = program.workers[worker].actions[position]
+            lane = (a.peer, f"net>{worker}") if a.kind == "RECV" else (worker, a.queue)
+            for wire in work.wires:
+                if users.setdefault(wire, lane) != lane:
+                    shared.add(wire)
+    return frozenset(shared)

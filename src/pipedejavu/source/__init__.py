@@ -1,0 +1,1 @@
+"""Where a model, its data and its first weights come from, and how they become a job for the engine."""

@@ -1,0 +1,128 @@
+"""The one door for models: by name, from a configuration, or out of a user's own file, all as tasks."""
+
+import importlib.util
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+from torch.utils.data import default_collate
+
+from pipedejavu.facts import InputError, nearest
+from pipedejavu.source.hf_model import build_hf_model
+from pipedejavu.source.initial_weights import load_weights
+from pipedejavu.source.loss_reduction import NUM_SAMPLES, find_reduction, own_loss
+from pipedejavu.source.rng import seed_all
+from pipedejavu.source.user_batch import UserBatch, inputs_and_targets
+from pipedejavu.zoo import Dataset, Task, build
+
+
+def open_task(
+    model: str,
+    *,
+    seed: int = 0,
+    data: str | None = None,
+    weights: str | None = None,
+    device: str | None = None,
+    context: int | None = None,
+) -> Task:
+    """Builds the task that a model's name stands for: 'hf:CONFIG', 'FILE.py:FUNCTION', or a model of the zoo.
+
+    It has the weights that a file or folder holds, or those that the seed makes. On the device 'meta' the model gets no
+    memory. `context` is the length of a configuration's sequences.
+    """
+    if model.startswith("hf:"):
+        name = model.removeprefix("hf:")
+        return build_hf_model(name, seed=seed, data=data, weights=weights, device=device, context=context)
+    task = _open(model, seed, data, device, context)
+    if weights is not None:
+        load_weights(task.model, weights)
+    return task
+
+
+def _open(model: str, seed: int, data: str | None, device: str | None, context: int | None) -> Task:
+    if context is not None:
+        raise InputError(f"--context is for hf: models; '{model}' brings sequences of its own length")
+    path, colon, function = model.rpartition(":")
+    if colon and path.endswith(".py"):
+        if data is not None:
+            raise InputError(f"{model} brings its own data, but --data asks for '{data}'; leave --data out")
+        seed_all(seed)
+        with torch.device(device or torch.get_default_device()):
+            return _task(model, _load(path, function)())
+    return build(model, seed=seed, data=data, device=device)
+
+
+def _load(path: str, function: str) -> Callable[[], Any]:
+    """Runs a user's file and returns a function of it; modules beside the file can be imported as when it is run."""
+    file = Path(path).resolve()
+    if not file.is_file():
+        raise InputError(f"cannot read {path}: there is no such file")
+    if str(file.parent) not in sys.path:
+        sys.path.append(str(file.parent))
+    spec = importlib.util.spec_from_file_location(file.stem, file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    found = getattr(module, function, None)
+    if not callable(found):
+        known = [name for name, member in vars(module).items() if callable(member) and not name.startswith("_")]
+        raise InputError(f"{path} has no function '{function}'{nearest(function, known)}")
+    made: Callable[[], Any] = found
+    return made
+
+
+def _task(name: str, made: Any) -> Task:
+    """Returns a task of what a user's function made: (model, loss, samples)."""
+    if not isinstance(made, tuple) or len(made) != 3 or not isinstance(made[0], nn.Module):
+        raise InputError(
+            f"{name} returned a {type(made).__name__}; return (model, loss, samples): a module, a function of its"
+            " output and the targets that returns a mean or a sum over samples, or None for the model's own loss, and a"
+            " dataset of (inputs, targets)"
+        )
+    model, loss, samples = made
+    data, loss = _Samples(samples, has_own_loss=loss is None), loss or own_loss
+    if any(parameter.is_meta for parameter in model.parameters()):  # what is only estimated has no numbers
+        return Task(name=name, model=model, loss=loss, count=len, data=data)
+    first = UserBatch.of(data.batch([n % len(data) for n in range(NUM_SAMPLES)]))
+    reduction, _ = find_reduction(model, loss, [first])
+    count = len if reduction.counts_samples else reduction.count
+    return Task(name=name, model=model, loss=reduction.summed(loss), count=count, data=data)
+
+
+class _Samples(Dataset):
+    """A user's dataset, as torch.utils.data has them, by batches of any samples."""
+
+    def __init__(self, samples: Any, *, has_own_loss: bool):
+        self.samples, self.has_own_loss = samples, has_own_loss
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def batch(self, indices: Tensor | Sequence[int]) -> tuple[Any, Any]:
+        """Stacks samples; those that have one form only are what the model needs for its own loss."""
+        items = [self.samples[int(n)] for n in indices]
+        return inputs_and_targets(_stacked(items), has_own_loss=self.has_own_loss)
+
+
+def _stacked(items: Sequence[Any]) -> Any:
+    """Returns samples as one batch: tuples, lists and dicts stay so, and what is in them is stacked."""
+    found = [pytree.tree_flatten(dict(item) if isinstance(item, Mapping) else item) for item in items]
+    spec = found[0][1]
+    if any(other != spec for _, other in found):
+        raise InputError(
+            "the samples of the dataset do not all hold the same tuples, lists and dicts; give all one form"
+        )
+    try:
+        columns = [default_collate([*column]) for column in zip(*(leaves for leaves, _ in found), strict=True)]
+    except (RuntimeError, TypeError) as error:
+        text = str(error).partition("\n")[0]
+        raise InputError(
+            f"the samples of the dataset cannot be stacked: {text}; give tensors or numbers, each of one shape in all"
+            " samples, alone or in tuples, lists and dicts"
+        ) from None
+    return pytree.tree_unflatten(columns, spec)

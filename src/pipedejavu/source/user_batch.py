@@ -1,0 +1,123 @@
+"""A user's batch: what the model is given and what the loss compares with, row by row.
+
+Inputs and targets are tensors, or tuples, lists and dicts of them. Which samples feed which microbatch is not known
+here.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import combinations
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from pipedejavu.facts import InputError
+
+_MANY = 5
+"""Inputs of as many rows as there are samples, up to which every choice of those that samples share is tried."""
+
+
+def inputs_and_targets(batch: Any, *, has_own_loss: bool = False) -> tuple[Any, Any]:
+    """Returns both parts of a batch; a mapping is all keyword arguments of a model that has its own loss.
+
+    A list stands for a tuple, as `torch.utils.data` makes lists of tuples. The targets of a model that has its own loss
+    are the labels that it is given, if any.
+    """
+    if isinstance(batch, Mapping):
+        return dict(batch), _labels(batch)
+    if not isinstance(batch, tuple | list) or len(batch) != 2:
+        raise InputError("a batch is (inputs, targets), or a mapping of arguments for a model that has its own loss")
+    inputs, targets = batch
+    if isinstance(inputs, Mapping):
+        return dict(inputs), inputs["labels"] if has_own_loss and "labels" in inputs else targets
+    return tuple(inputs) if isinstance(inputs, list) else inputs, targets
+
+
+def _labels(batch: Mapping[str, Any]) -> Any:
+    """Returns what says how many samples a mapping has: its labels, or else any of its tensors."""
+    if "labels" in batch:
+        return batch["labels"]
+    tensors = {name: value for name, value in batch.items() if isinstance(value, Tensor) and value.ndim}
+    rows = {len(value) for value in tensors.values()}
+    if len(rows) != 1:
+        found = ", ".join(f"'{name}' has {len(value)} rows" for name, value in tensors.items()) or "it has no tensor"
+        raise InputError(
+            f"a batch is a mapping without 'labels', which does not say how many samples it has: {found}; give"
+            " (inputs, targets)"
+        )
+    return next(iter(tensors.values()))
+
+
+def count_samples(targets: Any) -> int:
+    """Returns how many samples targets are of: the rows of each of their tensors."""
+    rows = [len(leaf) if leaf.ndim else 0 for leaf in pytree.tree_leaves(targets) if isinstance(leaf, Tensor)]
+    if not rows or len({*rows}) > 1 or not rows[0]:
+        found = " and ".join(map(str, dict.fromkeys(rows))) + " rows" if rows else "no tensor"
+        raise InputError(
+            f"the targets of a batch have {found}; give tensors with one row for each sample, and what all samples"
+            " share to the loss itself"
+        )
+    return rows[0]
+
+
+@dataclass(frozen=True)
+class UserBatch:
+    """Inputs and targets of some samples."""
+
+    inputs: Any
+    targets: Any
+    size: int
+    """The number of samples."""
+    per_sample: frozenset[str]
+    """The inputs that have a row for each sample, by name; all samples share the others."""
+    has_own_loss: bool = False
+    """Whether the model computes the loss."""
+
+    @classmethod
+    def of(cls, given: Any, per_sample: frozenset[str] | None = None, *, has_own_loss: bool = False) -> "UserBatch":
+        """Reads a batch as the user has it; unless told, inputs of as many rows as the targets have one per sample."""
+        inputs, targets = inputs_and_targets(given, has_own_loss=has_own_loss)
+        size, leaves = count_samples(targets), _named(inputs)
+        rows = {name: len(leaf) if leaf.ndim else 0 for name, leaf in leaves if isinstance(leaf, Tensor)}
+        if per_sample is None:
+            per_sample = frozenset(name for name, count in rows.items() if count == size)
+        for name in sorted(per_sample & rows.keys()):
+            if rows[name] != size:
+                raise InputError(
+                    f"input {name} has {rows[name]} rows in a batch of {size} samples, and had one for each sample in"
+                    " the sample batch; give it a row for each sample"
+                )
+        return cls(inputs, targets, size, per_sample, has_own_loss)
+
+    def rows(self, places: slice | Sequence[int]) -> "UserBatch":
+        """Returns the samples at some places; inputs that all share stay whole."""
+
+        def part(path: pytree.KeyPath, leaf: Any) -> Any:
+            return _picked(leaf, places) if _name(path) in self.per_sample else leaf
+
+        inputs = pytree.tree_map_with_path(part, self.inputs)
+        targets = pytree.tree_map_only(Tensor, lambda leaf: _picked(leaf, places), self.targets)
+        size = len(range(self.size)[places]) if isinstance(places, slice) else len(places)
+        return replace(self, inputs=inputs, targets=targets, size=size)
+
+    def readings(self) -> Iterator["UserBatch"]:
+        """Yields the batch as it may be meant, the most likely first: an input may have as many rows only by chance."""
+        names = sorted(self.per_sample)
+        most = len(names) if len(names) <= _MANY else 2
+        for count in range(max(1, most)):
+            for shared in combinations(names, count):
+                yield replace(self, per_sample=self.per_sample - {*shared})
+
+
+def _named(inputs: Any) -> list[tuple[str, Any]]:
+    return [(_name(path), leaf) for path, leaf in pytree.tree_flatten_with_path(inputs)[0]]
+
+
+def _name(path: pytree.KeyPath) -> str:
+    return pytree.keystr(path) or "of the model"
+
+
+def _picked(leaf: Tensor, places: slice | Sequence[int]) -> Tensor:
+    return leaf[places] if isinstance(places, slice) else leaf[torch.tensor([*places], device=leaf.device)]

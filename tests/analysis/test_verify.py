@@ -1,0 +1,722 @@
+"""Programs and plans made illegal on purpose: what `verify` says about each."""
+
+import re
+
+import pytest
+
+from pipedejavu.analysis import build_graph, verify
+from pipedejavu.facts import FaultsError, InputError
+from pipedejavu.plan import RULES, Cut, Feed, Keep, Order, Place, Plan, Reduce, Version, check_plan, preset, presets
+from pipedejavu.program import compile as compile_plan
+from pipedejavu.program import parse_action
+from pipedejavu.simulate import unit_costs
+
+# Programs.
+
+
+def edited(program, old: str, new: str = "", *, worker: int | None = None):
+    """The program with the first `old` of its text (of one worker's line) replaced."""
+    lines = program.to_text().splitlines()
+    where = range(len(lines)) if worker is None else [worker]
+    index = next(i for i in where if f" {old} " in f"{lines[i]} ")
+    lines[index] = " ".join(f"{lines[index]} ".replace(f" {old} ", f" {new} ", 1).split())
+    return program.with_text("\n".join(lines))
+
+
+def moved(program, text: str, *, before: str, worker: int):
+    """The program with a worker's action `text` moved to stand before `before`."""
+    words = program.to_text().splitlines()[worker].split()[1:]
+    words.remove(text)
+    words.insert(words.index(before), text)
+    sequences = [w.actions for w in program.workers]
+    sequences[worker] = tuple(map(parse_action, words))
+    return program.with_actions(sequences)
+
+
+def faults(program) -> tuple[str, ...]:
+    with pytest.raises(FaultsError) as caught:
+        verify(program)
+    assert caught.value.subject == f"the program of plan '{program.plan.name}'"
+    return caught.value.faults
+
+
+@pytest.fixture
+def pipeline(build):
+    """w0: F0 F1 … and w1: F0 B0 F1 B1, each stage on its worker."""
+    return build("1f1b", workers=2, microbatches=2)
+
+
+def test_the_unchanged_program_is_legal(pipeline):
+    assert verify(pipeline).num_before == build_graph(pipeline).num_before
+
+
+def test_swapped_sends_meet_the_wrong_receives(pipeline):
+    line = pipeline.to_text().splitlines()[0]
+    swapped = line.replace("SEND:x0.0>1", "SEND:x0.9>1").replace("SEND:x0.1>1", "SEND:x0.0>1")
+    swapped = swapped.replace("SEND:x0.9>1", "SEND:x0.1>1")
+    program = pipeline.with_text(pipeline.to_text().replace(line, swapped))
+    assert "worker 0: SEND:x0.1>1 meets worker 1's RECV:x0.0<0" in faults(program)
+    assert "worker 0: SEND:x0.1>1 reads x0.1, which nothing before it wrote" in faults(program)
+
+
+def test_a_missing_receive(pipeline):
+    found = faults(edited(pipeline, "RECV:x0.1<0"))
+    assert "worker 0: SEND:x0.1>1 has no RECV on worker 1" in found
+    assert "worker 1: F1.1@0 reads x0.1, which nothing before it wrote" in found
+
+
+def test_a_missing_send(pipeline):
+    assert "worker 0: RECV:g1.1<1 has no SEND on worker 1" in faults(edited(pipeline, "SEND:g1.1>0"))
+
+
+def test_a_send_to_the_wrong_worker(build):
+    program = edited(build("1f1b", workers=3, microbatches=1), "SEND:x0.0>1", "SEND:x0.0>2")
+    found = faults(program)
+    assert "worker 0: SEND:x0.0>2 has no RECV on worker 2" in found
+    assert "worker 1: RECV:x0.0<0 has no SEND on worker 0" in found
+
+
+def test_a_second_forward(pipeline):
+    assert "piece 0 has 2 forwards of microbatch 1, not 1" in faults(edited(pipeline, "F0.1@0", "F0.1@0 F0.1@0"))
+
+
+def test_a_missing_backward_and_one_too_many(pipeline):
+    found = faults(edited(pipeline, "B0.1@0", "B0.0@0"))
+    assert "piece 0 has 2 B, 0 I, 0 W of microbatch 0; one B, or one I and one W" in found
+    assert "piece 0 has 0 B, 0 I, 0 W of microbatch 1; one B, or one I and one W" in found
+
+
+def test_a_half_of_a_backward_that_is_missing(build):
+    found = faults(edited(build("zb-h1", workers=2, microbatches=2), "W0.1@0"))
+    assert "piece 0 has 0 B, 1 I, 0 W of microbatch 1; one B, or one I and one W" in found
+
+
+def test_a_microbatch_that_is_not_in_the_plan(pipeline):
+    assert "F of piece 0, microbatch 7, is not in the plan" in faults(edited(pipeline, "F0.1@0", "F0.1@0 F0.7@0"))
+
+
+def test_a_recompute_too_few(build):
+    found = faults(edited(build("gpipe-recompute", workers=2, microbatches=2), "R0.1@0"))
+    assert "piece 0 recomputes microbatch 1 0 times, not 1" in found
+
+
+def test_a_missing_reduction(build):
+    program = build("1f1b", workers=2, microbatches=2, replicas=2)
+    found = faults(edited(program, "REDUCE:d0@0*s0", worker=0))
+    assert "worker 0: d0/0@0 is reduced 0 times, not 1" in found
+    assert "REDUCE:d0/1@0*s0 has workers [2], its group [0, 2]" in found
+
+
+def test_a_group_that_does_not_exist(build):
+    program = build("1f1b", workers=2, microbatches=2, replicas=2)
+    found = faults(edited(program, "REDUCE:d0@0*s0", "REDUCE:d0@0*s9", worker=0))
+    assert "worker 0: REDUCE:d0@0*s9 names a group that does not exist" in found
+
+
+def test_members_of_one_collective_that_differ(build):
+    program = build("ddp", workers=2, microbatches=1)
+    lines = program.to_text().splitlines()
+    lines[1] = lines[1].replace("REDUCE:d3/1@0*s0", "REDUCE:d2/1@0*s0", 1)
+    found = faults(program.with_text("\n".join(lines)))
+    assert "members of one collective differ: worker 0: REDUCE:d3@0*s0, worker 1: REDUCE:d2/1@0*s0" in found
+
+
+def test_a_wrong_version(build):
+    program = build("1f1b", workers=2, microbatches=2, steps=2)
+    found = faults(edited(program, "F0.2@1", "F0.2@0"))
+    assert "F0.2@0 reads version 0; version 'sync' promises 1" in found
+    assert "B0.2@1 reads version 1, its forward read 0" in found
+
+
+def test_stale_versions_beyond_what_stashing_promises(build):
+    program = build("pipedream", workers=2, microbatches=4)
+    assert "F1.2@1 reads version 1; version 'stash' promises 2" in faults(edited(program, "F1.2@2", "F1.2@1"))
+
+
+def test_a_backward_of_another_replica(build):
+    program = build("gems-master", workers=2, microbatches=2)
+    found = faults(edited(program, "B0.0@0", "B0/1.0@0"))
+    assert "B0/1.0@0 belongs to replica 1, its forward to 0" in found
+
+
+def test_weights_that_the_worker_does_not_hold(build):
+    program = build("1f1b", workers=2, microbatches=1)
+    found = faults(edited(program, "F0.0@0", "F0/1.0@0"))
+    assert "worker 0: F0/1.0@0 reads w0/1@0, which its worker does not hold" in found
+
+
+def test_a_version_dropped_before_its_reader(build):
+    program = build("pipedream", workers=2, microbatches=4)
+    found = faults(moved(program, "DROP:w0@1", before="B0.2@1", worker=0))
+    assert "worker 0: B0.2@1 reads w0@1, which is gone by then" in found
+
+
+def test_a_version_that_is_never_dropped(build):
+    program = build("pipedream", workers=2, microbatches=4)
+    assert faults(edited(program, "DROP:w0@1")) == (
+        "worker 0 still holds w0@1 at the end; drop it behind its last reader",
+    )
+
+
+def test_fetched_weights_that_are_never_dropped(build):
+    program = build("l2l", microbatches=1)
+    sequence = [*program.workers[0].actions]
+    del sequence[max(n for n, a in enumerate(sequence) if a.kind == "DROP")]
+    assert faults(program.with_actions([tuple(sequence)])) == (
+        "worker 0 still holds w0@0 at the end; drop it behind its last reader",
+    )
+
+
+def test_weights_that_go_to_the_host_though_they_rest_there(build):
+    program = build("stronghold", microbatches=1)
+    found = faults(edited(program, "DROP:w0@0", "OFFLOAD:w0@0"))
+    assert "worker 0: OFFLOAD:w0@0 writes w0@0 on the host a second time" in found
+
+
+def test_an_update_that_is_not_the_server_s(build):
+    program = build("parameter-server", workers=1, microbatches=1)
+    found = faults(edited(program, "UPDATE0@1~server", "UPDATE0@1"))
+    assert "worker 1: UPDATE0@1 does not belong there; servers update '~server', workers what they hold" in found
+
+
+def test_updated_weights_that_never_come_back(build):
+    program = build("zero-offload", microbatches=1)
+    assert faults(edited(program, "FETCH:w0@1")) == ("worker 0 does not hold w0@1 at the end",)
+
+
+def test_the_last_reply_of_a_server_that_is_never_taken(build):
+    program = build("parameter-server", workers=1, microbatches=2)
+    program = edited(edited(program, "RECV:w0@2<1"), "SEND:w0@2>0")
+    assert faults(program) == (
+        "worker 0 still holds w0@1 at the end; drop it behind its last reader",
+        "worker 0 does not hold w0@2 at the end",
+    )
+
+
+def test_a_centre_that_moves_too_seldom(build):
+    program = build("easgd-sync", workers=2, microbatches=2)
+    assert "the server moves piece 0 to versions [1], not to each of 1 to 2 once" in faults(
+        edited(program, "UPDATE0/2@2~server")
+    )
+
+
+def test_a_missing_update_and_one_too_many(pipeline):
+    assert "worker 0: piece 0 of replica 0 gets updates [], not each of 0 to 0 once" in faults(
+        edited(pipeline, "UPDATE0@1")
+    )
+    assert "worker 0: UPDATE0@1 writes w0@1 a second time" in faults(
+        edited(pipeline, "UPDATE0@1", "UPDATE0@1 UPDATE0@1")
+    )
+
+
+def test_a_gradient_that_grows_after_it_was_applied(pipeline):
+    found = faults(moved(pipeline, "UPDATE0@1", before="B0.1@0", worker=0))
+    assert "worker 0: B0.1@0 adds to d0@0 after it was read" in found
+
+
+def test_a_gradient_that_grows_after_it_was_reduced(build):
+    program = build("1f1b", workers=1, microbatches=2, replicas=2)
+    found = faults(moved(program, "REDUCE:d0@0*s0", before="B0.1@0", worker=0))
+    assert "worker 0: B0.1@0 adds to d0@0 after it was read" in found
+
+
+def test_samples_that_are_never_brought_in(build):
+    program = build("hyscale", workers=1, microbatches=4)
+    found = faults(edited(program, "FETCH:b0.1"))
+    assert "worker 0: F0.1@0 reads b0.1, which nothing before it wrote" in found
+
+
+def test_the_order_of_two_groups_does_not_matter(build):
+    program = build("gems-master", workers=2, microbatches=2)
+    verify(moved(program, "REDUCE:d0@0*s0", before="UPDATE0@1", worker=0))  # each is a lane of its own
+
+
+def test_a_circle_is_printed(build):
+    # The second stage wants microbatch 1 before it runs microbatch 0 backward, which the first stage waits for.
+    program = build("model-parallel", workers=2, microbatches=2)
+    late = "B1.0@0 SEND:g1.0>0"
+    text = program.to_text().replace(f" {late}", "").replace("F1.1@0", f"F1.1@0 {late}")
+    (fault,) = faults(program.with_text(text))
+    head, circle = fault.split(": ", 1)
+    assert head == "actions wait for each other in a circle"
+    steps = circle.split(" → ")
+    assert steps[0] == steps[-1]
+    assert {re.sub(r"worker \d's ", "", s) for s in steps} >= {"B0.0@0", "F0.1@0", "F1.1@0", "B1.0@0"}
+
+
+def test_only_the_first_faults_are_listed(build):
+    program = build("gpipe", workers=2, microbatches=30)
+    nothing = program.with_actions([(), ()])
+    found = faults(nothing)
+    assert len(found) == 21
+    assert re.fullmatch(r"… and \d+ more", found[-1])
+
+
+def test_more_versions_than_the_plan_lets_a_worker_hold(build):
+    program = build("pipedream", workers=3, microbatches=6, keep=Keep(versions=2))
+    assert "worker 0 holds 3 weight versions of a piece, the plan promises 2" in faults(program)
+
+
+# Memory.
+
+
+def test_memory_that_does_not_suffice_names_the_device_and_both_sizes(model, computer, resize):
+    # Stage 0 of 2: 4 units of 100 + 100 + 600 bytes, and two microbatches of 200 saved bytes and 10 of output.
+    plan = resize("1f1b", 2, 4)
+    verify(compile_plan(plan, model(8), computer(2, memory_bytes=3800)))
+    with pytest.raises(FaultsError) as caught:
+        verify(compile_plan(plan, model(8), computer(2, memory_bytes=3000)))
+    assert "device 'gpu0' would need 3.5 KiB and has 2.9 KiB" in str(caught.value)
+    assert "use more workers, smaller microbatches, recompute, or keep state on the host" in str(caught.value)
+
+
+def test_reserved_memory_is_not_ours(model, computer, resize):
+    machine = computer(1, memory_bytes=2**20)
+    device = machine.devices[0].replace(reserved_bytes=2**20 - 100)
+    machine = machine.replace(devices=(device, machine.devices[1]))
+    with pytest.raises(FaultsError, match=r"device 'gpu0' would need 6\.\d KiB and has 100 B"):
+        verify(compile_plan(resize("1f1b", 1, 1), model(8), machine))
+
+
+def test_state_on_the_host_counts_in_the_host_s_memory(model, computer, resize):
+    machine = computer(1)
+    machine = machine.replace(devices=(machine.devices[0], machine.devices[1].replace(memory_bytes=1000)))
+    with pytest.raises(FaultsError, match=r"device 'cpu' would need .* and has 1000 B"):
+        verify(compile_plan(resize("l2l", 1, 2), model(8), machine))
+
+
+def test_workers_on_one_device_share_its_memory(model, computer, resize):
+    plan = resize("1f1b", 2, 1)
+    together = plan.replace(place=plan.place.replace(devices=("gpu0", "gpu0")))
+    apart = compile_plan(plan, model(8), computer(2, memory_bytes=4000))
+    verify(apart)
+    with pytest.raises(FaultsError, match="device 'gpu0' would need"):
+        verify(compile_plan(together, model(8), computer(2, memory_bytes=4000)))
+
+
+# Plans that break a rule: the plan, and what it is told.
+
+BROKEN: list[tuple[Plan, str, str]] = [
+    (
+        preset("pipedream").plan.replace(keep=Keep(versions=1)),
+        "version 'stash' reads weights that an update in place has already overwritten",
+        "set keep.versions to 2 or more, or leave it out",
+    ),
+    (
+        preset("pipedream").plan.replace(reduce=Reduce(wire="all-reduce", clip="global")),
+        "order '1f1b-async' never has the gradients of all stages at once, so there is no norm to clip by",
+        "set reduce.clip to 'delayed' (the norm of the update before) or 'none', or use order '1f1b'",
+    ),
+    (
+        preset("zeno").plan.replace(reduce=Reduce(wire="all-reduce", combiner="score-trim")),
+        "combiner 'score-trim' must see each gradient, but wire 'all-reduce' hands over their sum",
+        "set reduce.wire to 'server'",
+    ),
+    (
+        preset("zeno").at(workers=3, trim=3),
+        "combiner 'score-trim' drops 3 contributions of 3, so none is left to average",
+        "set reduce.trim to less than 3, or use more replicas",
+    ),
+    (
+        preset("zeno").plan.replace(place=Place(replicas=4, servers=2)),
+        "combiner 'score-trim' scores a gradient with the whole model, which must be one piece on one server",
+        "use cut 'whole' and one server, and leave order.is_eager out",
+    ),
+    (
+        preset("zeno").plan.replace(keep=Keep()),
+        "combiner 'score-trim' compares the contributions of one update, which the server then makes for all",
+        "set reduce.gate to 'barrier', keep.kind to 'server' and version.kind to 'sync'",
+    ),
+    (
+        preset("zeno").plan.replace(reduce=Reduce(wire="server", combiner="score-trim", trim=1, clip="global")),
+        "combiner 'score-trim' drops gradients only after the norm over all workers is known",
+        "set reduce.clip to 'none'",
+    ),
+    (
+        preset("1f1b").plan.replace(keep=Keep(kind="zero-3"), reduce=Reduce(wire="reduce-scatter")),
+        "keep 'zero-3' in a pipeline gathers all weights again for every microbatch",
+        "set keep.persists so that they stay for the batch, or use 'zero-1'",
+    ),
+    (
+        preset("pipedream").plan.replace(keep=Keep(kind="zero-2"), reduce=Reduce(wire="reduce-scatter")),
+        "keep 'zero-2' divides gradients once they are summed, but order '1f1b-async' updates as it goes",
+        "use 'zero-1', or a synchronous order such as '1f1b'",
+    ),
+    (
+        preset("chimera").plan.replace(place=Place(kind="bidirectional", workers=3)),
+        "a bidirectional place pairs workers, and 3 is odd",
+        "use an even number of workers",
+    ),
+    (
+        preset("gems-master").at(microbatches=1),
+        "a bidirectional place sends microbatches both ways, and an update has 1",
+        "use 2 microbatches or more",
+    ),
+    (
+        preset("parameter-server").plan.replace(reduce=Reduce(wire="server", gate="barrier")),
+        "a server that waits for everyone's gradients to sum them does what an all-reduce does, without its speed",
+        "set reduce.wire to 'all-reduce', or reduce.gate to 'lock'",
+    ),
+    (
+        preset("1f1b").plan.replace(name="tied", place=Place(stage_replicas=(2, 1))),
+        "stages with different numbers of replicas have no common replica to tie weights in",
+        "use place.replicas, or untie the weights",
+    ),
+    (
+        preset("zb-h1").plan.replace(name="tied"),
+        "order 'zb-h1' splits the backward, which counts tied weights twice",
+        "use order '1f1b', or untie the weights",
+    ),
+    (
+        preset("zb-h1").plan.replace(is_compiled=True),
+        "order 'zb-h1' splits the backward, which compiled stages cannot do",
+        "switch is_compiled off, or use order '1f1b'",
+    ),
+    (
+        preset("hogwild").plan.replace(order=Order(recompute=1.0)),
+        "recompute must read the weights that the forward read, and version 'torn' records none",
+        "switch order.recompute off, or use version 'local'",
+    ),
+    (
+        preset("gpipe").plan.replace(order=Order(kind="gpipe", recompute=1.0, recompute_units=(0,))),
+        "order.recompute is a share of each stage's units, and order.recompute_units names some of them",
+        "leave one of the two out",
+    ),
+    (
+        preset("gpipe").plan.replace(order=Order(kind="gpipe", recompute_units=(7, 99))),
+        "order.recompute_units names units that the profile does not have",
+        "count units from 0, in the profile's order",
+    ),
+    (
+        preset("pipedream").plan.replace(reduce=Reduce(wire="all-reduce", has_buffer_broadcast=True)),
+        "replicas that do not wait for each other have no common moment to broadcast running statistics",
+        "switch reduce.has_buffer_broadcast off, or use version 'sync'",
+    ),
+    (
+        preset("hyscale").plan.replace(reduce=Reduce(wire="all-reduce", combiner="average")),
+        "an average over replicas is wrong when they train unequal shares",
+        "set reduce.combiner to 'sum': sums of sample gradients, divided once by the whole batch",
+    ),
+    (
+        preset("zb-v").plan.replace(place=Place(workers=4)),
+        "order 'zb-v' is made for another place than 'linear'",
+        "set place.kind to the one that the preset of that name has",
+    ),
+    (
+        preset("1f1b").plan.replace(place=Place(kind="bidirectional", workers=4)),
+        "a bidirectional place has two replicas on each worker, which order '1f1b' does not run",
+        "use order 'gems' or 'chimera', or place 'linear'",
+    ),
+    (
+        preset("zb-h1").plan.replace(place=Place(kind="loop", workers=4, chunks=2)),
+        "order 'zb-h1' runs one chunk on each worker",
+        "use place 'linear'",
+    ),
+    (
+        preset("1f1b").plan.replace(place=Place(kind="loop", workers=4, chunks=2)),
+        "order '1f1b' runs one chunk on each worker",
+        "use place 'linear', or order 'interleaved'",
+    ),
+    (
+        preset("gpipe").plan.replace(cut=Cut()),
+        "cut 'whole' has one stage, and the place has 4 workers in a line",
+        "set cut.kind to 'chain', or place.workers to 1 with more replicas or shards",
+    ),
+    (
+        preset("megatron").plan.replace(cut=Cut(kind="layout")),
+        "a layout cut divides each operator, but cut.layouts is empty",
+        "name the layouts, such as ['col', 'row']",
+    ),
+    (
+        Plan(place=Place(shards=2)),
+        "2 shards hold each stage together, but cut 'whole' divides no operator",
+        "set cut.kind to 'layout' and name its layouts, or place.shards to 1",
+    ),
+    (
+        preset("l2l").plan.replace(place=Place(workers=2)),
+        "order 'layer-major' takes all microbatches through one layer at a time, on one worker",
+        "set place.workers to 1",
+    ),
+    (
+        preset("interleaved").at(workers=4, microbatches=6),
+        "order 'interleaved' takes microbatches in groups of the 4 workers, which do not divide 6",
+        "use a multiple of 4 microbatches",
+    ),
+    (
+        preset("zb-v").at(workers=4, microbatches=6),
+        "order 'zb-v' fills its V with 2·4 − 1 microbatches, and there are 6",
+        "use more microbatches",
+    ),
+    (
+        preset("dualpipe-v").at(workers=4, microbatches=7),
+        "order 'dualpipe-v' fills its V with 2·4 microbatches, and there are 7",
+        "use more microbatches",
+    ),
+    (
+        preset("pipedream-2bw").at(workers=4, microbatches=2),
+        "version 'double-buffer' needs an update of 4 − 1 microbatches or more, so that two versions are enough, and"
+        " it has 2",
+        "use more microbatches, or version 'stash'",
+    ),
+    (
+        preset("1f1b").plan.replace(version=Version(kind="stash")),
+        "version 'stash' is for pipelines that are never flushed, and order '1f1b' flushes",
+        "use order '1f1b-async', or version 'sync'",
+    ),
+    (
+        preset("pipedream").plan.replace(version=Version()),
+        "order '1f1b-async' starts microbatches before earlier ones have updated the weights",
+        "use version 'stash', 'vertical' or 'double-buffer', or order '1f1b'",
+    ),
+    (
+        preset("pipedream-vertical").plan.replace(feed=Feed(microbatches=2)),
+        "version 'vertical' follows single microbatches, and an update has 2",
+        "use one microbatch an update, or version 'double-buffer'",
+    ),
+    (
+        preset("pipedream").plan.replace(keep=Keep(kind="split")),
+        "keep 'split' holds one version of the weights, and version 'stash' reads several",
+        "use version 'sync', or keep 'replicated'",
+    ),
+    (
+        preset("zero-2").plan.replace(reduce=Reduce(wire="all-reduce")),
+        "keep 'zero-2' divides state over replicas, which wire 'all-reduce' does not",
+        "set reduce.wire to 'reduce-scatter'",
+    ),
+    (
+        preset("parameter-server").plan.replace(place=Place(replicas=4)),
+        "wire 'server' needs a server, and the place has none",
+        "set place.servers to 1 or more",
+    ),
+    (
+        preset("ddp").plan.replace(reduce=Reduce()),
+        "4 replicas would never hear of each other's gradients",
+        "set reduce.wire, to 'all-reduce' for instance",
+    ),
+    (
+        preset("hogwild").plan.replace(keep=Keep()),
+        "wire 'shared-memory' has one copy of the weights for all workers, and keep is 'replicated'",
+        "set keep.kind to 'shared'",
+    ),
+    (
+        preset("l2l").plan.replace(keep=Keep(kind="host", places=("visit",))),
+        "keep.places divides state piece by piece, and keep 'host' treats all pieces alike",
+        "set keep.kind to 'split', or leave keep.places out",
+    ),
+    (
+        preset("1f1b").plan.replace(keep=Keep(kind="zero-1", zeros=(0, 2, 0, 1)), reduce=Reduce(wire="reduce-scatter")),
+        "keep.zeros has ZeRO stages of which keep 'zero-1' is not the highest",
+        "set keep.kind to the highest of them, or leave keep.zeros out",
+    ),
+    (
+        preset("1f1b").plan.replace(keep=Keep(kind="zero-1", zeros=(0, 1)), reduce=Reduce(wire="reduce-scatter")),
+        "keep.zeros has 2 entries, one for each stage, and the plan has 4",
+        "give as many as there are stages, or leave keep.zeros out",
+    ),
+    (
+        preset("megatron").plan.replace(place=Place(shards=4, stage_shards=(2,))),
+        "4 shards of a layout cut and teams of place.stage_shards both divide operators",
+        "use one of the two",
+    ),
+    (
+        preset("1f1b").plan.replace(place=Place(workers=4, stage_shards=(2, 1))),
+        "place.stage_shards has 2 entries, and a pipeline of the place has 4 stages or workers",
+        "give one for each, or leave place.stage_shards out",
+    ),
+    (
+        preset("gpipe").plan.replace(place=Place(workers=2, stage_replicas=(2, 1))),
+        "order 'gpipe' has no form with replicated stages",
+        "use order '1f1b' or '1f1b-async', or place.replicas",
+    ),
+    (
+        preset("1f1b").plan.replace(place=Place(workers=2, stage_replicas=(3, 1))),
+        "each of a stage's replicas needs the same number of an update's 8 microbatches",
+        "use a multiple of the numbers in place.stage_replicas",
+    ),
+    (
+        preset("1f1b").plan.replace(place=Place(workers=2, stage_replicas=(2, 1), replicas=2)),
+        "replicated stages and replicated pipelines are not combined",
+        "use place.stage_replicas or place.replicas",
+    ),
+    (
+        preset("interleaved").plan.replace(place=Place(kind="loop", workers=4, chunks=2, cpu_replicas=1)),
+        "a CPU replica shares updates with a linear, flushed pipeline",
+        "use place 'linear' with order '1f1b' or 'gpipe', or no CPU replica",
+    ),
+    (
+        preset("1f1b").plan.replace(order=Order(kind="written")),
+        "order 'written' has rows, and no other order has",
+        "give order.rows with order 'written', or leave both out",
+    ),
+    (
+        preset("coarse").plan.replace(order=Order(kind="written", rows=("F0 B0",))),
+        "an order that is written out is of a linear place that is fed microbatches",
+        "use place 'linear' and feed 'microbatch', or another order",
+    ),
+    (
+        preset("1f1b")
+        .at(workers=2, microbatches=2)
+        .replace(order=Order(kind="written", rows=("F0 F1 B0 B1", "F0 B0 B1 F1"))),
+        "order.rows must give each of the 2 workers F and later B of each of the 2 microbatches once",
+        "write a row for each worker, such as 'F0 F1 B0 B1' for two microbatches",
+    ),
+    (
+        preset("distreal").plan.replace(place=Place(replicas=3)),
+        "feed 'mask' needs a budget for each of the 3 replicas",
+        "set feed.budgets to that many numbers between 0 and 1",
+    ),
+]
+
+
+def told(plan: Plan, profile) -> tuple[str, ...]:
+    with pytest.raises(FaultsError) as caught:
+        check_plan(plan, profile)
+    assert caught.value.subject == f"plan '{plan.name}'"
+    return caught.value.faults
+
+
+@pytest.mark.parametrize(("plan", "reason", "remedy"), BROKEN, ids=[reason[:60] for _, reason, _ in BROKEN])
+def test_a_broken_rule_says_why_and_what_to_change(plan, reason, remedy, model):
+    profile = model(8, tie=(0, 7)) if plan.name == "tied" else model(8)
+    assert f"{reason}; {remedy}" in told(plan, profile)
+
+
+@pytest.mark.parametrize("rule", RULES, ids=[rule.reason[:60] for rule in RULES])
+def test_every_rule_is_broken_by_one_of_the_plans_above(rule, model):
+    assert any(rule.breaks(plan, model(8, tie=(0, 7)) if plan.name == "tied" else model(8)) for plan, _, _ in BROKEN)
+
+
+@pytest.mark.parametrize("name", presets())
+def test_no_preset_breaks_a_rule(name, model):
+    check_plan(presets()[name].plan, model(8))
+
+
+def test_all_broken_rules_are_reported_at_once(model):
+    plan = preset("zb-v").at(workers=4, microbatches=2).replace(is_compiled=True)
+    assert len(told(plan, model(8))) == 2
+
+
+@pytest.mark.parametrize("plan", [plan for plan, _, _ in BROKEN], ids=[plan.name for plan, _, _ in BROKEN])
+def test_a_plan_that_breaks_a_rule_is_never_compiled(plan, model, computer):
+    with pytest.raises(InputError):
+        compile_plan(plan, model(12, tie=(0, 11)), computer(16))
+
+
+# The ten illegal combinations that the definitions end with, in their order.
+
+
+def test_illegal_1_several_versions_of_weights_that_are_updated_in_place(model):
+    for name in ("pipedream", "pipedream-vertical", "pipedream-2bw"):
+        plan = preset(name).plan.replace(keep=Keep(versions=1))
+        assert any("an update in place has already overwritten" in fault for fault in told(plan, model(8)))
+
+
+def test_illegal_2_an_endless_pipeline_that_clips_by_the_global_norm(model, build):
+    clip = Reduce(wire="all-reduce", clip="global")
+    for name in ("pipedream", "pipedream-vertical", "pipedream-2bw"):
+        assert any("no norm to clip by" in fault for fault in told(preset(name).plan.replace(reduce=clip), model(8)))
+    verify(build("pipedream", microbatches=6, reduce=clip.replace(clip="delayed")))
+
+
+def test_illegal_3_zeno_behind_a_wire_that_sums(model):
+    for wire in ("all-reduce", "reduce-scatter", "summation-service"):
+        plan = preset("zeno").plan.replace(reduce=Reduce(wire=wire, combiner="score-trim"))
+        assert any(f"wire '{wire}' hands over their sum" in fault for fault in told(plan, model(8)))
+
+
+def test_illegal_4_zero_3_in_a_pipeline_unless_weights_persist(model, build):
+    scatter, keep = Reduce(wire="reduce-scatter"), Keep(kind="zero-3")
+    for name in ("gpipe", "1f1b", "zb-h1", "interleaved"):
+        plan = preset(name).plan.replace(reduce=scatter, keep=keep)
+        assert any("gathers all weights again" in fault for fault in told(plan, model(8)))
+        verify(build(name, workers=2, microbatches=4, replicas=2, reduce=scatter, keep=keep.replace(persists=True)))
+
+
+def test_illegal_5_zero_2_with_an_update_for_each_microbatch(model):
+    plan = preset("pipedream").plan.replace(keep=Keep(kind="zero-2"), reduce=Reduce(wire="reduce-scatter"))
+    assert any("divides gradients once they are summed" in fault for fault in told(plan, model(8)))
+
+
+@pytest.mark.parametrize("name", ["chimera", "gems-mast", "gems-master", "gems-hy"])
+def test_illegal_6_two_directions_over_an_odd_number_of_workers(name, model):
+    assert any("5 is odd" in fault for fault in told(preset(name).at(workers=5), model(8)))
+
+
+@pytest.mark.parametrize("name", ["zb-h1", "zb-v", "dualpipe-v"])
+def test_illegal_7_a_split_backward_with_tied_weights_or_compiled_stages(name, model):
+    plan = preset(name).plan
+    assert any("counts tied weights twice" in fault for fault in told(plan, model(8, tie=(0, 7))))
+    assert any("compiled stages cannot do" in fault for fault in told(plan.replace(is_compiled=True), model(8)))
+    check_plan(preset("1f1b").plan.replace(is_compiled=True), model(8, tie=(0, 7)))
+
+
+def test_illegal_8_recompute_with_a_version_that_is_not_the_recorded_one(model, build):
+    plan = preset("hogwild").plan.replace(order=Order(recompute=0.5))
+    assert any("version 'torn' records none" in fault for fault in told(plan, model(8)))
+    program = build("gpipe-recompute", workers=2, microbatches=2, steps=2)
+    assert "R0.3@0 reads version 0, its forward read 1" in faults(edited(program, "R0.3@1", "R0.3@0"))
+
+
+def test_illegal_9_an_asynchronous_reduction_that_broadcasts_running_statistics(model):
+    for name in ("pipedream", "parameter-server", "hogwild", "easgd", "hetpipe"):
+        plan = preset(name).plan
+        plan = plan.replace(reduce=plan.reduce.replace(has_buffer_broadcast=True))
+        assert any("no common moment to broadcast" in fault for fault in told(plan, model(8)))
+
+
+def test_illegal_10_unequal_shares_that_are_averaged(model):
+    for name in ("hyscale", "coarse"):
+        plan = preset(name).plan.replace(reduce=Reduce(wire="all-reduce", combiner="average"))
+        assert any("an average over replicas is wrong" in fault for fault in told(plan, model(8)))
+
+
+# The graph.
+
+
+def ancestors(graph):
+    """Returns what each operation waits for, directly or not."""
+    before: list[set[int]] = [set() for _ in graph.members]
+    order, left = [op for op, n in enumerate(graph.num_before) if n == 0], graph.num_before.copy()
+    for op in order:
+        for after in graph.successors[op]:
+            before[after] |= before[op] | {op}
+            left[after] -= 1
+            if left[after] == 0:
+                order.append(after)
+    assert len(order) == len(graph.members)
+    return before
+
+
+@pytest.mark.parametrize("name", presets())
+def test_weights_are_dropped_only_behind_everything_that_reads_them(name, resize):
+    program = compile_plan(*unit_costs(resize(name, 2, 4), {}), fold=False)
+    graph = build_graph(program)
+    before = ancestors(graph)
+    for index, worker in enumerate(program.workers):
+        readers: dict[tuple[int, int, int], list[int]] = {}
+        for position, a in enumerate(worker.actions):
+            op = graph.of_action[index][position]
+            key = (a.piece, a.replica, a.version)
+            if a.kind in ("F", "R", "B", "I"):
+                readers.setdefault(key, []).append(op)
+            elif a.kind == "DROP":
+                assert set(readers.pop(key)) <= before[op], f"{a} of worker {index}"
+
+
+@pytest.mark.parametrize("name", ["gpipe", "interleaved", "zero-r"])
+def test_checkpoints_leave_behind_the_forward_that_reads_them(name, resize):
+    plan = resize(name, 2, 4)
+    plan = plan.replace(order=plan.order.replace(recompute=1.0), keep=plan.keep.replace(activations="host"))
+    program = compile_plan(*unit_costs(plan, {}), fold=False)
+    graph = verify(program)
+    before, num_left = ancestors(graph), 0
+    for index, worker in enumerate(program.workers):
+        forwards: dict[tuple[int, int], int] = {}
+        for position, a in enumerate(worker.actions):
+            op = graph.of_action[index][position]
+            if a.kind == "F":
+                forwards |= {(piece, a.microbatch): op for piece in program.inputs[a.piece]}
+            elif a.kind == "OFFLOAD" and a.what == "x":
+                assert forwards[a.piece, a.microbatch] in before[op], f"{a} of worker {index}"
+                num_left += 1
+    assert num_left

@@ -1,0 +1,160 @@
+"""The command `plan`: what it prints, writes and refuses; and a plan that it wrote, which runs."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from pipedejavu.facts import Machine, Profile
+from pipedejavu.plan import Plan, preset
+from tests.cli.test_main import EXAMPLES, refused, run
+from tests.search.case import machine, profile
+
+GPUS = str(EXAMPLES / "four-gpus.json")
+
+
+def files(folder: Path, model: Profile, where: Machine) -> tuple[str, ...]:
+    model.save(folder / "profile.json")
+    where.save(folder / "machine.json")
+    return str(folder / "profile.json"), "--machine", str(folder / "machine.json")
+
+
+def test_plans_are_a_table_with_reasons_and_advice(tmp_path: Path) -> None:
+    asked = files(tmp_path, profile([1e-3] * 4), machine(["fast", "fast"]))
+    lines = run("plan", *asked, "--batch", "8").stdout.splitlines()
+    assert lines[0] == "test on test, a batch of 8"
+    assert lines[2].split() == [
+        "plan", "update", "samples/s", "bubble", "memory", "of", "each", "device", "bounded", "by",
+    ]  # fmt: skip
+    # Four units of 3 ms a sample, forward and backward; four samples on each of two devices.
+    assert lines[3].startswith("2 replicas  ")
+    assert "48 ms" in lines[3]
+    text = "\n".join(lines)
+    assert "'2 replicas' wins: the whole model on gpu0 computes for 48 ms of 48 ms (100%)." in text
+    assert "To change first: with one more fast, " in text
+
+
+def test_what_is_written_is_what_is_told(tmp_path: Path) -> None:
+    asked = files(tmp_path, profile([1e-3] * 4), machine(["fast", "fast"]))
+    out, html = str(tmp_path / "plan.json"), str(tmp_path / "plan.html")
+    form = json.loads(run("plan", *asked, "--batch", "8", "--out", out, "--html", html, "--json").stdout)
+    best = form["candidates"][0]
+    assert Plan.load(out) == Plan.from_json(json.dumps(best["plan"]))
+    assert form["files"] == [out, html]
+    page = Path(html).read_text("utf-8")
+    assert "Plans that were considered" in page
+    assert best["bound"] in page
+    simulated = json.loads(run("simulate", out, "--profile", asked[0], *asked[1:], "--json").stdout)
+    assert simulated["makespan_s"] == pytest.approx(best["time_s"])
+
+
+def test_a_stage_of_its_own_degree_is_told_written_and_only_costed(tmp_path: Path) -> None:
+    # The first unit's state of 4 GiB fits on no GPU; halves of it do, and the others need not be divided.
+    gib, out = 2**30, str(tmp_path / "plan.json")
+    model = profile([1e-3] * 9, weights=[gib] + [gib // 40] * 8, boundary=1e6)
+    asked = files(tmp_path, model, machine(["fast"] * 4, room=round(2.6 * gib), within=1e10))
+    text = run("plan", *asked, "--costed", "--out", out).stdout
+    assert "stages 1-2, operators over 2-1 devices (costed only)" in text
+    reason = "the engine does not yet divide operators over devices (place 'linear ×1-2 mesh(2-1)')"
+    assert f"\nIt is only costed: {reason}.\n" in text
+    assert Plan.load(out).place.stage_shards == (2, 1)
+    simulated = run("simulate", out, "--profile", asked[0], *asked[1:]).stdout
+    assert "gpu0 +1" in simulated
+    pytest.importorskip("torch")
+    told = refused("train", "zoo:mlp", "--plan", out)
+    assert "the engine does not run operators divided over teams yet; plan 'stages 1-2, " in told
+
+
+def test_the_least_price_is_told_in_prices(tmp_path: Path) -> None:
+    kinds = {"fast": 1.0, "half": 0.5}
+    asked = files(tmp_path, profile([1e-3] * 4, kinds, update_s=1e-5), machine(["fast", "half"]))
+    text = run("plan", *asked, "--batch", "8", "--objective", "price", "--price", "fast=1", "--price", "half=3").stdout
+    assert "price of an update" in text
+    # One pass of 96 ms on the faster one is the cheapest by far; the simplest of its equals comes first.
+    assert "\none device " in text
+    assert "× as much" in text
+    assert "as long" not in text
+    assert "faster" not in text
+
+
+def test_nothing_fits_is_one_sentence_with_what_would(tmp_path: Path) -> None:
+    gib = 2**30
+    asked = files(tmp_path, profile([1e-3] * 4, weights=gib, saved=1.0), machine(["fast"], room=4 * gib))
+    text = refused("plan", *asked, "--batch", "1")
+    assert "no plan for test with a batch of 1 fits machine 'test'; this would fit: " in text
+    assert " GiB more memory on the fast" in text
+
+
+def test_faults_are_one_sentence(tmp_path: Path) -> None:
+    asked = files(tmp_path, profile([1e-3]), machine(["fast"]))
+    assert "--price is KIND=PRICE, such as a100=2.5, not 'a100'" in refused("plan", *asked, "--price", "a100")
+    assert "do not make up a batch of 8" in refused("plan", *asked, "--batch", "8", "--samples", "3")
+    assert "searcher" in refused("plan", *asked, "--search", "magic")
+    batch = refused("train", "zoo:mlp", "--plan", "preset:1f1b", "--batch", "8")
+    assert "--batch is for --plan auto, which chooses the workers; give --microbatches and --samples" in batch
+    assert "--plan auto chooses the microbatches; give --batch" in refused("train", "zoo:mlp", "--microbatches", "2")
+    tries = refused("train", "zoo:mlp", "--plan", "preset:1f1b", "--try", "2")
+    assert "--try is for --plan auto that chooses the workers itself; leave it out, or else --workers, other" in tries
+    assert "--try is for --plan auto that" in refused("train", "zoo:mlp", "--workers", "2", "--try", "2")
+    assert "--try is a number of plans, 1 or more, not 0" in refused("train", "zoo:mlp", "--try", "0")
+
+
+def test_a_model_is_planned_for_a_machine_that_is_not_here() -> None:
+    pytest.importorskip("torch")
+    form = json.loads(run("plan", "zoo:mlp", "--machine", GPUS, "--batch", "8", "--json").stdout)
+    assert form["machine"] == "four GPUs and a CPU"
+    assert "times are estimated from what the model computes" in form["notes"][0]
+
+
+def test_auto_trains_with_the_plan_that_it_found(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    where = str(tmp_path / "run")
+    form = json.loads(
+        run("train", "zoo:mlp", "--batch", "8", "--steps", "2", "--audit", "--run-dir", where, "--json").stdout
+    )
+    assert form["steps"] == 2
+    assert form["audit"]["largest_difference"] < 1e-3
+    plan = Plan.load(tmp_path / "run" / "plan.json")
+    assert plan.decisions
+    assert [path.name.partition("-")[0] for path in (tmp_path / "cache" / "pipedejavu").iterdir()] == ["profile"]
+    # The plan runs unchanged from its file, too.
+    run("train", "zoo:mlp", "--plan", f"{where}/plan.json", "--steps", "1", "--run-dir", str(tmp_path / "again"))
+
+
+WIDE = """
+import torch
+from torch import nn
+
+
+class Wide(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.c, self.d, self.e = (nn.Linear(4, 4) for _ in range(5))
+        self.table = nn.Parameter(torch.randn(64, 4))
+
+    def forward(self, x):
+        x = self.b(self.a(x))
+        table = self.table.tanh()
+        x = self.d(self.c(x).relu() + table.mean())
+        return self.e(x + table.mean())
+
+
+def make():
+    samples = [(torch.full((4,), n / 100), torch.zeros(4)) for n in range(100)]
+    return Wide(), lambda output, target: ((output - target) ** 2).sum(), samples
+"""
+
+
+def test_a_cut_that_a_plan_carries_is_the_one_that_trains(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    file, out, where = tmp_path / "wide.py", tmp_path / "plan.json", tmp_path / "run"
+    file.write_text(WIDE)
+    plans = ("plan", f"{file}:make", "--machine", "2xt4", "--batch", "256", "--samples", "256", "--out", str(out))
+    run(*plans)
+    begins = Plan.load(out).cut.begins
+    assert len(begins) == 6  # six units beside many samples; beside one it has fewer
+    pipeline = preset("1f1b").at(workers=2, microbatches=2, samples=1)
+    pipeline.replace(cut=pipeline.cut.replace(bounds=(5,), begins=begins)).save(out)
+    done = run("train", f"{file}:make", "--plan", str(out), "--steps", "1", "--audit", "--run-dir", str(where))
+    assert "audit" in done.stdout
+    assert len(Profile.load(where / "profile.json").units) == 6

@@ -1,0 +1,125 @@
+"""The watch of a run: what ranks report while it goes on, and what the first makes of it."""
+
+import json
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from torch.distributed import HashStore
+
+from pipedejavu.engine import Log
+from pipedejavu.facts import Span
+from pipedejavu.run import RunFolder
+from pipedejavu.run.live_view import WorkerPanel
+from pipedejavu.run.logbook import Logbooks
+from pipedejavu.run.metrics import MetricsCollector, MetricsReporter
+from pipedejavu.run.progress import Memory, Progress
+
+CPU = torch.device("cpu")
+
+
+class Pairs:
+    """Microbatches of two samples."""
+
+    def count(self, _: int) -> int:
+        return 2
+
+
+@pytest.fixture
+def collector(tmp_path):
+    with Progress(3, "samples", 1.0) as progress:
+        yield MetricsCollector(
+            RunFolder(tmp_path), progress, Logbooks({}, print), num_ranks=2, update_size=2, num_samples=4
+        )
+
+
+def rows(collector: MetricsCollector) -> list[dict]:
+    path = collector.folder.metrics
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def test_an_update_is_told_once_all_its_microbatches_are_known(collector) -> None:
+    store, logs = HashStore(), (Log(), Log())
+    watches = [MetricsReporter(store, rank, Pairs(), CPU, None) for rank in range(2)]
+    for watch, log in zip(watches, logs, strict=True):
+        watch.follow(log)
+
+    def tell(rank: int, losses: dict[int, float]) -> list[int]:
+        logs[rank].losses.update(losses)
+        watches[rank].send()
+        collector.take_all(store)
+        return [row["step"] for row in rows(collector)]
+
+    assert tell(0, {0: 3.0}) == []
+    assert tell(0, {2: 9.0}) == []
+    assert tell(1, {3: 1.0}) == []  # the second update is whole, but not the first
+    assert tell(1, {1: 5.0}) == [1, 2]
+    assert [(row["loss"], row["count"]) for row in rows(collector)] == [(2.0, 4), (2.5, 4)]
+    assert all(row["peak_bytes"] > 1e6 for row in rows(collector))
+    assert all("peak_gpu_bytes" not in row for row in rows(collector))
+
+
+def test_a_loss_that_is_noted_again_counts_once(collector) -> None:
+    """A piece that is recomputed notes its loss a second time."""
+    store, log = HashStore(), Log()
+    watch = MetricsReporter(store, 0, Pairs(), CPU, None)
+    watch.follow(log)
+    log.losses[0] = 3.0
+    watch.send()
+    log.losses[0] = 3.0
+    log.losses[1] = 5.0
+    watch.settle()
+    assert log.losses == {}
+    log.losses[2] = 1.0
+    watch.send()
+    collector.take_all(store)
+    assert [(row["step"], row["loss"]) for row in rows(collector)] == [(1, 2.0)]
+
+
+def test_an_update_was_made_when_its_last_loss_was_known_and_not_when_it_was_told(collector) -> None:
+    store, log = HashStore(), Log()
+    watch = MetricsReporter(store, 0, Pairs(), CPU, None)
+    watch.follow(log)
+    for number in range(4):
+        log.note_loss(number, 1.0)
+        log.noted_s[number] = watch.started_s + number
+    watch.settle()
+    assert log.noted_s == {}
+    watch.send()
+    collector.take_all(store)
+    assert [row["elapsed_s"] for row in rows(collector)] == pytest.approx([1.0, 3.0])
+
+
+def test_reports_come_while_the_run_goes_on(collector) -> None:
+    store, log = HashStore(), Log()
+    with MetricsReporter(store, 0, Pairs(), CPU, collector) as watch:
+        watch.follow(log)
+        log.losses.update({0: 1.0, 1: 1.0})
+        while not rows(collector):  # the watch's own thread brings them; the test's timeout ends a wait in vain
+            pass
+        assert rows(collector)[0]["step"] == 1
+
+
+def test_the_progress_says_all_that_is_known(capsys) -> None:
+    with Progress(2, "tokens", 1.0) as progress:
+        progress.report(1, 0.5, 10, Memory(3 << 20, 0), 1.0)
+        progress.report(2, 0.25, 10, Memory(3 << 20, 5 << 30), 2.0)
+    first, last = capsys.readouterr().err.splitlines()
+    assert first.startswith("step 1/2  loss 0.5000  ")
+    assert first.endswith("tokens/s  memory 3.0 MiB  1 s ± 285 ms left")
+    assert last.endswith("tokens/s  memory 3.0 MiB + 5.0 GiB GPU")
+
+
+def test_what_each_rank_says_of_itself_reaches_its_seat(tmp_path) -> None:
+    seats, store = [WorkerPanel("cpu0"), WorkerPanel("cpu1")], HashStore()
+    with Progress(3, "samples", 1.0, seats=seats) as progress:
+        books = Logbooks({}, print)
+        collector = MetricsCollector(RunFolder(tmp_path), progress, books, num_ranks=2, update_size=2, num_samples=4)
+        watch = MetricsReporter(store, 1, Pairs(), CPU, None)
+        watch.settle([Span(1, "compute", "F0.0@0", 0.0, 1.0), Span(1, "net>0", "SEND:g0.0>0", 1.0, 2.0)])
+        watch.send()
+        collector.take_all(store)
+    assert (seats[0].busy, seats[0].peak_bytes) == ({}, 0)
+    assert seats[1].busy == {"compute": 0.5, "net>0": 0.5}
+    assert seats[1].peak_bytes > 1e6

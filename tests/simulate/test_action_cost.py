@@ -1,0 +1,104 @@
+"""What actions cost: the halves of a backward, and scores."""
+
+import pytest
+
+from pipedejavu.analysis import verify
+from pipedejavu.analysis.size import Sizes
+from pipedejavu.facts import Cost, Link
+from pipedejavu.plan import preset
+from pipedejavu.program import compile as compile_plan
+from pipedejavu.simulate import simulate, unit_costs
+
+
+def makespan_s(input_backward: Cost | None) -> float:
+    plan, profile, machine = unit_costs(preset("zb-h1").at(workers=1, microbatches=3), {})
+    units = [
+        unit.replace(times={kind: time.replace(input_backward=input_backward) for kind, time in unit.times.items()})
+        for unit in profile.units
+    ]
+    program = compile_plan(plan, profile.replace(units=tuple(units)), machine)
+    return simulate(program, verify(program)).makespan_s
+
+
+def test_the_input_half_is_the_rest_of_the_backward_unless_it_is_known() -> None:
+    assert makespan_s(None) == makespan_s(Cost(per_sample_s=1.0)) == 3 * (1 + 1 + 1)
+    assert makespan_s(Cost(per_sample_s=1.5)) == 3 * (1 + 1.5 + 1)
+
+
+def test_scores_cost_a_forward_for_each_contribution_and_gradients_travel_one_by_one() -> None:
+    plan, profile, machine = unit_costs(preset("zeno").at(workers=3, microbatches=2), {"F": 1.0, "B": 2.0})
+    program = compile_plan(plan, profile, machine)
+    prediction = simulate(program, verify(program))
+    assert prediction.makespan_s == 2 * (1 + 2) + 3 * 1
+    assert prediction.workers[3].busy_s == 3
+    gathered = [a for a in program.workers[3].actions if a.kind == "RECV" and a.what == "d"]
+    assert [(a.peer, a.replica) for a in gathered] == [(0, 0), (1, 1), (2, 2)]
+
+
+def test_a_server_that_scores_needs_room_for_a_stepped_copy_of_the_weights() -> None:
+    plan, profile, machine = unit_costs(preset("zeno").at(workers=3, microbatches=1), {})
+    units = tuple(
+        u.replace(
+            parameter_bytes=100, gradient_bytes=100, optimizer_bytes=0, parameter_parts=(100,), boundary_bytes=0.0
+        )
+        for u in profile.units
+    )
+    program = compile_plan(plan, profile.replace(units=units), machine)
+    scores = [a for a in program.workers[3].actions if a.kind == "EVAL"]
+    assert [Sizes(program).passing(a, is_first=False) for a in scores] == [100 * len(units)] * 3
+
+
+def test_who_has_the_last_unit_and_not_the_first_makes_samples_for_their_targets() -> None:
+    def forwards_s(workers: int) -> list[float]:
+        plan, profile, machine = unit_costs(preset("gpipe").at(workers=workers, microbatches=1), {"F": 1.0})
+        program = compile_plan(plan, profile.replace(batch={"unit": Cost(fixed_s=0.25)}), machine)
+        spans = simulate(program, verify(program)).timeline().spans()
+        return [span.end_s - span.start_s for span in spans if span.action.startswith("F")]
+
+    assert forwards_s(1) == [1.0]  # whose first unit has it in its time
+    assert forwards_s(3) == [1.0, 1.0, 1.25]
+
+
+@pytest.mark.parametrize(("type_", "held_up_s"), [("gpu", 0.0), ("cpu", 1.0)])
+def test_a_cpu_worker_computes_on_behind_what_it_sends_and_wakes_for_what_comes(type_: str, held_up_s: float) -> None:
+    plan, profile, machine = unit_costs(preset("gpipe").at(workers=2, microbatches=2), {"F": 4.0, "B": 8.0})
+    devices = (d.replace(type=type_) for d in machine.devices if d.name != "host")
+    links = (Link(latency_s=0.25, bytes_per_s=4 / 3),)  # one byte takes 0.75 s beyond
+    program = compile_plan(plan, profile, machine.replace(devices=tuple(devices), links=links))
+    spans = simulate(program, verify(program)).timeline().spans()
+    own = {(s.worker, s.action.partition("@")[0]): s.end_s - s.start_s for s in spans if s.lane == "compute"}
+    assert own[0, "F0.0"] == 4.0
+    assert own[0, "F0.1"] == 4.0 + held_up_s, "behind the first one's send"
+    assert own[1, "F1.0"] == 4.0 + held_up_s / 4, "behind the latency of what came"
+    assert own[1, "B1.0"] == 8.0 + held_up_s, "behind the send of the other's gradient"
+
+
+def test_sums_take_what_was_measured_of_sums() -> None:
+    def sums_s(**rates: float) -> float:
+        plan, profile, machine = unit_costs(preset("ddp").at(workers=2, microbatches=1), {"F": 1.0})
+        links = (Link(latency_s=0.5, bytes_per_s=1.0, **rates),)
+        program = compile_plan(plan, profile, machine.replace(links=links))
+        spans = simulate(program, verify(program)).timeline().spans()
+        return max(span.end_s - span.start_s for span in spans if span.action.startswith("REDUCE"))
+
+    assert sums_s() == 2 * 0.5 + 1  # one byte, twice half of it
+    assert sums_s(sum_latency_s=2.0, sum_bytes_per_s=0.1) == 2 * 2 + 10
+
+
+@pytest.mark.parametrize(("again", "expected"), [((0,), 1.0), ((1,), 2.0), ((0, 1), 3.0)])
+def test_recomputing_takes_the_time_of_the_units_that_are_named(again: tuple[int, ...], expected: float) -> None:
+    plan, profile, machine = unit_costs(preset("gpipe").at(workers=2, microbatches=1), {})
+    plan = plan.replace(cut=plan.cut.replace(bounds=(2,)), order=plan.order.replace(recompute_units=again))
+    unit, other = profile.units
+    cost = {"first": 1.0, "second": 2.0, "third": 1.0, "fourth": 1.0}
+    units = tuple(
+        unit.replace(
+            name=name,
+            activation_bytes=10.0 / time_s,
+            times={k: t.replace(recompute=Cost(fixed_s=time_s)) for k, t in other.times.items()},
+        )
+        for name, time_s in cost.items()
+    )
+    program = compile_plan(plan, profile.replace(units=units), machine)
+    spans = simulate(program, verify(program)).timeline().spans()
+    assert [s.end_s - s.start_s for s in spans if s.action.startswith("R0")] == [expected]
