@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.launch.conftest import processes  # noqa: F401
+from tests.processes import processes  # noqa: F401
 
 ROOT = Path(__file__).parents[1]
 SOURCES = sorted((ROOT / "src").rglob("*.py"))

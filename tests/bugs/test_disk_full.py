@@ -17,7 +17,7 @@ pytest.importorskip("safetensors")
 from safetensors.torch import load_file
 
 from pipedejavu.store import Checkpoint, CheckpointDir
-from tests.launch.conftest import processes  # noqa: F401
+from tests.processes import processes  # noqa: F401
 
 TRAIN = (
     "train", "zoo:mlp", "--data", "random:64", "--samples", "3", "--optimizer", "sgd", "--lr", "0.01", "--plan",

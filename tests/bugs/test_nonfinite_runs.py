@@ -32,8 +32,8 @@ from pipedejavu.run.options import TrainOptions
 from pipedejavu.run.progress import Progress
 from pipedejavu.session import Checkpoints, Trainer
 from pipedejavu.store import Checkpoint, CheckpointDir, Saver
-from tests.launch.conftest import Processes
 from tests.launch.test_faults import FAULTY, MAIN
+from tests.processes import Processes
 
 OWN_MODEL = """
 import torch

@@ -16,7 +16,7 @@ from pipedejavu.launch import RankGroup, reopen
 from pipedejavu.run import RunFolder, TrainOptions
 from pipedejavu.run.run_lock import LOCK, is_locked, lock_run
 from tests.cli.test_main import say
-from tests.launch.conftest import processes  # noqa: F401
+from tests.processes import processes  # noqa: F401
 
 FORK = multiprocessing.get_context("fork")
 HELD = r"another process trains in .* now; wait for it, or choose another --run-dir"

@@ -17,7 +17,7 @@ pytest.importorskip("safetensors")
 
 from pipedejavu.run.stop_signal import stop_signals
 from pipedejavu.store import Checkpoint, CheckpointDir
-from tests.launch.conftest import ROOT, processes  # noqa: F401
+from tests.processes import ROOT, processes  # noqa: F401
 
 TRAIN = (
     sys.executable, "-m", "pipedejavu", "train", "zoo:mlp", "--data", "random:64", "--samples", "3", "--plan",

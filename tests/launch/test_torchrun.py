@@ -19,7 +19,7 @@ pytest.importorskip("safetensors")
 from safetensors.torch import load_file
 
 from pipedejavu.plan import preset
-from tests.launch.conftest import ROOT
+from tests.processes import ROOT
 
 COMMAND = (sys.executable, "-m", "pipedejavu", "train")
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run")

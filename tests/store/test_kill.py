@@ -15,7 +15,7 @@ torch = pytest.importorskip("torch")
 
 from pipedejavu.store import CheckpointDir, Saver
 from pipedejavu.store.checkpoint import Checkpoint
-from tests.launch.conftest import ROOT
+from tests.processes import ROOT
 
 STEPS = ("open", "write", "fsync", "rename", "replace", "mkdir", "unlink", "rmdir")
 """All that saving asks of the system."""

@@ -29,7 +29,7 @@ __all__ = [
 _WITH_TORCH = {
     **dict.fromkeys(("Chain", "Flow"), "chain"),
     **dict.fromkeys(("DATA_NAMES", "Dataset", "open_data", "order"), "data"),
-    **dict.fromkeys(("MODEL_NAMES", "Task", "build", "default_data"), "task"),
+    **dict.fromkeys(("MODEL_NAMES", "Task", "build", "default_data"), "zoo_task"),
 }
 
 
