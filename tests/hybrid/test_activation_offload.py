@@ -34,9 +34,9 @@ def blocks(lab: Any) -> list[str]:
     return [unit_state.unit.name for unit_state in optimizer.scheduler.unit_states if unit_state.unit.is_block]
 
 
-@pytest.event.parametrize("window", [None, 1, 2])
-@pytest.event.parametrize("choice", ["recompute", "offload", "mixed"])
-@pytest.event.parametrize("clip_norm", [None, 0.5])
+@pytest.mark.parametrize("window", [None, 1, 2])
+@pytest.mark.parametrize("choice", ["recompute", "offload", "mixed"])
+@pytest.mark.parametrize("clip_norm", [None, 0.5])
 def test_every_choice_gives_the_same_bits(
     choice: str, window: int | None, clip_norm: float | None, lab: Any, bits: Any, compare: Any, taken: list[Away]
 ) -> None:
@@ -94,7 +94,7 @@ def test_a_closed_optimizer_gives_the_forwards_back(lab: Any) -> None:
     assert [module.forward for module in model.modules()] == before
 
 
-@pytest.event.parametrize(
+@pytest.mark.parametrize(
     ("activations", "text"),
     [
         ({"nowhere": "keep"}, "activations names 'nowhere', which is no block; the blocks are "),

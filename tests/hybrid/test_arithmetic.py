@@ -53,7 +53,7 @@ def test_infinities_and_values_past_the_largest_bf16_survive() -> None:
     assert join(high, low).equal(master)
 
 
-@pytest.event.parametrize("weight_decay", [0.0, 0.1])
+@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
 def test_two_updates_are_those_of_the_formula(weight_decay: float) -> None:
     """Against the textbook in float64: each of about 12 operations rounds once, so 16 ulps of the weight do."""
     generator = torch.Generator().manual_seed(3)

@@ -35,13 +35,13 @@ def check(lab: Any, bits: Any, compare: Any, case: Case) -> None:
     assert optimizer.num_skipped == 0
 
 
-@pytest.event.parametrize("case", GRID[::41], ids=name)
+@pytest.mark.parametrize("case", GRID[::41], ids=name)
 def test_some_placements_agree_bit_for_bit(case: Case, lab: Any, bits: Any, compare: Any) -> None:
     check(lab, bits, compare, case)
 
 
-@pytest.event.slow
-@pytest.event.parametrize("case", GRID, ids=name)
+@pytest.mark.slow
+@pytest.mark.parametrize("case", GRID, ids=name)
 def test_all_placements_agree_bit_for_bit(case: Case, lab: Any, bits: Any, compare: Any) -> None:
     check(lab, bits, compare, case)
 
@@ -53,7 +53,7 @@ def test_the_clips_are_what_they_say(lab: Any) -> None:
         assert not any(torch.equal(free[key], bound[key]) for key in free if key.endswith(": m"))
 
 
-@pytest.event.parametrize("window", [1, 2])
+@pytest.mark.parametrize("window", [1, 2])
 def test_blocks_whose_inputs_have_no_gradient_come_through_the_window_too(window: int) -> None:
     def train(window: int | None) -> dict[str, torch.Tensor]:
         torch.manual_seed(0)

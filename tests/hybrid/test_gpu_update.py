@@ -23,8 +23,8 @@ from pipedejavu.hybrid.hybrid_lane import StreamLane
 from pipedejavu.hybrid.native import HostUpdate, NativeTask
 
 pytestmark = [
-    pytest.event.gpu,
-    pytest.event.skipif(not torch.cuda.is_available(), reason="there is no GPU"),
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU"),
 ]
 
 STEPS, UNITS = 20, 6
@@ -67,9 +67,9 @@ def on(device: str, state: AdamState) -> AdamState:
     return AdamState(*(None if tensor is None else tensor.to(device, copy=True) for tensor in state))  # type: ignore[arg-type]
 
 
-@pytest.event.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["split", "float32"])
-@pytest.event.parametrize("is_wild", [False, True], ids=["tame", "wild"])
-@pytest.event.parametrize(
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["split", "float32"])
+@pytest.mark.parametrize("is_wild", [False, True], ids=["tame", "wild"])
+@pytest.mark.parametrize(
     "s",
     [
         scalars_of(1, 1e-3, (0.9, 0.999), 1e-8, 0.01, 1.0),
@@ -160,18 +160,18 @@ def check(lab: Any, bits: Any, compare: Any, case: Case) -> None:
     compare(bits(optimizer, model), lab.plain_bits(dtype, clip_norm, STEPS))
 
 
-@pytest.event.parametrize("case", GRID[::41], ids=name)
+@pytest.mark.parametrize("case", GRID[::41], ids=name)
 def test_some_placements_agree_bit_for_bit(case: Case, cuda_lab: Any, bits: Any, compare: Any) -> None:
     check(cuda_lab, bits, compare, case)
 
 
-@pytest.event.slow
-@pytest.event.parametrize("case", GRID, ids=name)
+@pytest.mark.slow
+@pytest.mark.parametrize("case", GRID, ids=name)
 def test_all_placements_agree_bit_for_bit(case: Case, cuda_lab: Any, bits: Any, compare: Any) -> None:
     check(cuda_lab, bits, compare, case)
 
 
-@pytest.event.parametrize("window", [1, 2])
+@pytest.mark.parametrize("window", [1, 2])
 def test_a_model_that_was_never_whole_on_the_gpu_agrees(window: int, cuda_lab: Any, bits: Any, compare: Any) -> None:
     model = cuda_lab.net().cpu()
     optimizer = cuda_lab.hybrid(model, clip_norm=0.5, window=window, device="cuda")
@@ -179,7 +179,7 @@ def test_a_model_that_was_never_whole_on_the_gpu_agrees(window: int, cuda_lab: A
     compare(bits(optimizer, model), cuda_lab.plain_bits(torch.bfloat16, 0.5, STEPS))
 
 
-@pytest.event.parametrize("clip_norm", [None, 0.5])
+@pytest.mark.parametrize("clip_norm", [None, 0.5])
 def test_training_goes_on_bit_for_bit_after_a_load(
     clip_norm: float | None, cuda_lab: Any, bits: Any, compare: Any
 ) -> None:
@@ -202,8 +202,8 @@ def test_a_model_that_moves_after_the_optimizer_was_made_is_noticed(cuda_lab: An
         model.loss(cuda_lab.tokens(0)).backward()
 
 
-@pytest.event.parametrize("window", [None, 1])
-@pytest.event.parametrize("activations", ["recompute", "offload"])
+@pytest.mark.parametrize("window", [None, 1])
+@pytest.mark.parametrize("activations", ["recompute", "offload"])
 def test_what_blocks_keep_changes_no_bit(
     activations: Any, window: int | None, cuda_lab: Any, bits: Any, compare: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -222,9 +222,9 @@ def sleep(draw: random.Random) -> None:
     torch.cuda._sleep(draw.choice([1, 1, 500_000, 4_000_000]))
 
 
-@pytest.event.parametrize("late", ["copy-in", "copy-out", "host", "fetch", "compute", "all"])
-@pytest.event.parametrize("window", [None, 1, 2])
-@pytest.event.parametrize("clip_norm", [None, 0.5, 1e9])
+@pytest.mark.parametrize("late", ["copy-in", "copy-out", "host", "fetch", "compute", "all"])
+@pytest.mark.parametrize("window", [None, 1, 2])
+@pytest.mark.parametrize("clip_norm", [None, 0.5, 1e9])
 def test_late_lanes_give_the_same_bits(
     clip_norm: float | None, window: int | None, late: str, cuda_lab: Any, bits: Any, compare: Any
 ) -> None:
@@ -242,7 +242,7 @@ def test_late_lanes_give_the_same_bits(
     compare(bits(optimizer, model), cuda_lab.plain_bits(torch.bfloat16, clip_norm, STEPS))
 
 
-@pytest.event.parametrize("clip_norm", [None, 0.5])
+@pytest.mark.parametrize("clip_norm", [None, 0.5])
 def test_a_gradient_of_nan_is_left_out_though_its_copy_is_late(
     clip_norm: float | None, cuda_lab: Any, bits: Any, compare: Any, plain_optimizer: Any
 ) -> None:
@@ -292,7 +292,7 @@ def empty_gpu() -> Iterator[None]:
     torch.cuda.empty_cache()
 
 
-@pytest.event.parametrize(
+@pytest.mark.parametrize(
     "options",
     [
         {"gpu_units": 0},
@@ -303,7 +303,7 @@ def empty_gpu() -> Iterator[None]:
     ],
     ids=["none", "half", "all", "none, no clip", "1.5 GB"],
 )
-@pytest.event.usefixtures("empty_gpu")
+@pytest.mark.usefixtures("empty_gpu")
 def test_peak_memory_is_within_three_percent_of_the_plan(options: dict[str, Any], cuda_lab: Any) -> None:
     torch.use_deterministic_algorithms(False)
     model = Deep().cuda().bfloat16()

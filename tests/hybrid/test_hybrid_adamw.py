@@ -23,8 +23,8 @@ OPTIONS = [
     {"clip_norm": None, "gpu_units": 1, "window": 2},
 ]
 NAMES = ["no clip", "clip", "guesses", "no guesses", "clip, window 1", "no clip, window 2"]
-everywhere = pytest.event.parametrize("options", OPTIONS, ids=NAMES)
-clipped = pytest.event.parametrize(
+everywhere = pytest.mark.parametrize("options", OPTIONS, ids=NAMES)
+clipped = pytest.mark.parametrize(
     "options", [o for o in OPTIONS if o["clip_norm"]], ids=[n for n in NAMES if "no clip" not in n]
 )
 Options = dict[str, Any]
@@ -59,7 +59,7 @@ def test_groups_have_their_own_settings(
 
 
 @everywhere
-@pytest.event.parametrize("kind", ["lambda", "one cycle"])
+@pytest.mark.parametrize("kind", ["lambda", "one cycle"])
 def test_schedulers_change_the_rate_between_steps(options: Options, kind: str, lab: Any) -> None:
     def loop(lab: Any, model: Any, optimizer: Any) -> None:
         # The reference is no torch optimizer: a stand-in holds the rates that torch's schedulers give.
@@ -156,10 +156,10 @@ def test_blocks_without_a_gradient_rest_in_some_steps(options: Options, lab: Any
     lab.check_same(loop, options=options)
 
 
-@pytest.event.filterwarnings(
+@pytest.mark.filterwarnings(
     "ignore:Full backward hook is firing:UserWarning"
 )  # torch's, of a block behind frozen ones
-@pytest.event.parametrize("are_given", [False, True])
+@pytest.mark.parametrize("are_given", [False, True])
 @everywhere
 def test_frozen_parameters_stay(
     options: Options, are_given: bool, lab: Any, bits: Any, compare: Any, plain_optimizer: Any
@@ -198,7 +198,7 @@ def test_tied_weights_are_updated_once(options: Options, lab: Any) -> None:
     lab.check_same(lambda lab, model, optimizer: lab.train(model, optimizer, range(6)), options=options, is_tied=True)
 
 
-@pytest.event.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("set_to_none", [True, False])
 @clipped
 def test_zero_grad_drops_what_no_step_has_taken(options: Options, set_to_none: bool, lab: Any) -> None:
     def loop(lab: Any, model: Any, optimizer: Any) -> None:
@@ -279,8 +279,8 @@ def spoil(model: Any, how: str) -> None:
 
 
 @everywhere
-@pytest.event.parametrize("how", ["inf", "nan", "spike"])
-@pytest.event.parametrize("step", [0, 5])
+@pytest.mark.parametrize("how", ["inf", "nan", "spike"])
+@pytest.mark.parametrize("step", [0, 5])
 def test_a_spoiled_gradient_leaves_the_state_of_a_plain_loop(
     step: int, how: str, options: Options, lab: Any, bits: Any
 ) -> None:
@@ -300,7 +300,7 @@ def test_a_spoiled_gradient_leaves_the_state_of_a_plain_loop(
 
 
 @everywhere
-@pytest.event.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "float32"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "float32"])
 def test_training_goes_on_bit_for_bit_after_a_save_and_a_load(
     dtype: torch.dtype, options: Options, lab: Any, bits: Any, compare: Any
 ) -> None:
@@ -444,9 +444,9 @@ def test_weights_that_are_used_without_their_module_are_noticed(lab: Any) -> Non
 # --- compiled blocks
 
 
-@pytest.event.parametrize("window", [None, 1])
-@pytest.event.parametrize("backend", ["eager", "aot_eager", pytest.param("inductor", events=pytest.event.slow)])
-@pytest.event.filterwarnings("ignore")
+@pytest.mark.parametrize("window", [None, 1])
+@pytest.mark.parametrize("backend", ["eager", "aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.filterwarnings("ignore")
 def test_compiled_blocks_work(
     backend: str, window: int | None, lab: Any, bits: Any, compare: Any, plain_optimizer: Any
 ) -> None:
@@ -477,7 +477,7 @@ def test_closures_are_refused(lab: Any) -> None:
         optimizer.step(lambda: 0.0)
 
 
-@pytest.event.parametrize("options", [OPTIONS[1], OPTIONS[4]], ids=["clip", "window"])
+@pytest.mark.parametrize("options", [OPTIONS[1], OPTIONS[4]], ids=["clip", "window"])
 def test_clipping_outside_is_noticed(options: Options, lab: Any) -> None:
     model = lab.net()
     optimizer = lab.hybrid(model, **options)
@@ -515,7 +515,7 @@ def test_sparse_gradients_are_refused(lab: Any) -> None:
         model.loss(lab.tokens(0)).backward()
 
 
-@pytest.event.parametrize("dtype", [torch.float16, torch.float64])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
 def test_other_precisions_are_refused(dtype: torch.dtype, lab: Any) -> None:
     with pytest.raises(InputError, match=rf"^a parameter is {dtype}; HybridAdamW trains bfloat16 and float32$"):
         lab.hybrid(lab.net(dtype))
@@ -528,7 +528,7 @@ def test_parameters_that_are_not_contiguous_are_refused(lab: Any) -> None:
         lab.hybrid(model)
 
 
-@pytest.event.parametrize("options", OPTIONS, ids=NAMES)
+@pytest.mark.parametrize("options", OPTIONS, ids=NAMES)
 def test_parameters_that_are_trained_later_join(
     options: Options, lab: Any, bits: Any, compare: Any, plain_optimizer: Any
 ) -> None:
@@ -574,7 +574,7 @@ def test_a_group_that_cannot_join_changes_nothing(lab: Any, bits: Any, compare: 
         optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2))]})
 
 
-@pytest.event.parametrize(
+@pytest.mark.parametrize(
     ("options", "text"),
     [
         ({"clip_norm": 0.0}, "clip_norm is 0.0; give a number above 0, or None for no clipping"),
@@ -615,7 +615,7 @@ def test_parameters_of_another_model_are_refused(lab: Any) -> None:
         lab.hybrid(lab.net(), lab.net().parameters())
 
 
-@pytest.event.parametrize("window", [1, 2, 3])
+@pytest.mark.parametrize("window", [1, 2, 3])
 def test_blocks_that_share_weights_stay_out_of_the_window(window: int, lab: Any) -> None:
     found = []
     for size in (None, window):
@@ -689,7 +689,7 @@ class Slow:
         self.was_awaited = True
 
 
-@pytest.event.parametrize(("room_bytes", "most"), [(0, 1), (2**40, 5)], ids=["no room", "room for all"])
+@pytest.mark.parametrize(("room_bytes", "most"), [(0, 1), (2**40, 5)], ids=["no room", "room for all"])
 def test_where_the_link_is_slow_gradients_of_one_unit_and_of_more_that_have_room_are_on_their_way(
     room_bytes: int, most: int, lab: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

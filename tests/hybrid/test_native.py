@@ -10,7 +10,7 @@ from pipedejavu.hybrid import native
 from pipedejavu.hybrid.arithmetic import AdamState, Scalars, join, scalars_of, split
 from pipedejavu.hybrid.native import HostUpdate, NativeTask
 
-pytestmark = pytest.event.skipif(native.library() is None, reason="_native.so was not built: no C compiler at install")
+pytestmark = pytest.mark.skipif(native.library() is None, reason="_native.so was not built: no C compiler at install")
 
 SIZES = [1, 15, 2047, 2049, 32769, 70001]
 """Around the blocks and chunks of native.c, so that several threads have a part."""
@@ -78,16 +78,16 @@ SCALARS = {
 }
 
 
-@pytest.event.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["split", "float32"])
-@pytest.event.parametrize("is_in_place", [True, False], ids=["in place", "copy"])
-@pytest.event.parametrize("s", SCALARS.values(), ids=SCALARS.keys())
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["split", "float32"])
+@pytest.mark.parametrize("is_in_place", [True, False], ids=["in place", "copy"])
+@pytest.mark.parametrize("s", SCALARS.values(), ids=SCALARS.keys())
 def test_the_native_pass_gives_the_bits_of_the_reference(s: Scalars, is_in_place: bool, dtype: torch.dtype) -> None:
     for is_wild in (False, True):
         tasks = [make_task(numel, dtype, s, seed=numel, is_wild=is_wild) for numel in SIZES]
         check_equal(tasks, 2, is_in_place)
 
 
-@pytest.event.parametrize("num_threads", [1, 2, 3, 4])
+@pytest.mark.parametrize("num_threads", [1, 2, 3, 4])
 def test_several_jobs_of_both_kinds_on_any_number_of_threads(num_threads: int) -> None:
     kinds = [torch.bfloat16, torch.float32] * 3
     steps = [scalars_of(n, 1e-3 * n, (0.9, 0.99), 1e-8, 0.1, 1.0 / n) for n in range(1, 7)]
@@ -127,7 +127,7 @@ def test_tensors_that_begin_at_odd_addresses_work() -> None:
     assert all(a.equal(b) for a, b in zip(expected, bits(new), strict=True))
 
 
-@pytest.event.parametrize("is_native", [True, False])
+@pytest.mark.parametrize("is_native", [True, False])
 def test_memory_is_zeroed_to_its_end_and_no_further(is_native: bool) -> None:
     memory = torch.ones(2**24 + 5000, dtype=torch.uint8)
     seen: list[int] = []

@@ -189,7 +189,7 @@ def test_spares_go_as_far_as_host_memory() -> None:
     assert more.reasons[-1].startswith("2 units have a spare copy of their state (2.3 KiB): their update is written")
 
 
-@pytest.event.parametrize(
+@pytest.mark.parametrize(
     ("host_s", "forward_s", "wanted"),
     [
         ([0, 1, 1, 1], [9, 9, 9, 9], [False, False, False, False]),  # the forward hides all

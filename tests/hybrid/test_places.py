@@ -35,7 +35,7 @@ def check(lab: Any, bits: Any, compare: Any, dtype: torch.dtype, clip_norm: floa
     compare(bits(optimizer, model), lab.plain_bits(dtype, clip_norm, STEPS))
 
 
-@pytest.event.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(8))
 def test_any_mix_of_places_agrees_bit_for_bit(
     seed: int, lab: Any, bits: Any, compare: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -59,7 +59,7 @@ def test_any_mix_of_places_agrees_bit_for_bit(
     assert visitors_bytes + sum(slab.size_bytes for slab in slabs) == optimizer.plan.host_bytes
 
 
-@pytest.event.parametrize("places", [["lean"] * 6, ["gpu", "lean", "host", "lean", "lean", "gpu"]])
+@pytest.mark.parametrize("places", [["lean"] * 6, ["gpu", "lean", "host", "lean", "lean", "gpu"]])
 def test_lean_units_agree_without_clipping(
     places: list[str], lab: Any, bits: Any, compare: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -70,8 +70,8 @@ def test_lean_units_agree_without_clipping(
 DELAYED = ["host", "fetch", "arrive", "leave", "copy-in", "copy-out"]
 
 
-@pytest.event.parametrize("window", [None, 1, 2])
-@pytest.event.parametrize("clip_norm", [None, 0.5, 1e9])
+@pytest.mark.parametrize("window", [None, 1, 2])
+@pytest.mark.parametrize("clip_norm", [None, 0.5, 1e9])
 def test_late_lanes_give_the_same_bits(
     clip_norm: float | None, window: int | None, lab: Any, bits: Any, compare: Any
 ) -> None:
@@ -85,7 +85,7 @@ def test_late_lanes_give_the_same_bits(
     compare(bits(optimizer, model), lab.plain_bits(torch.bfloat16, clip_norm, STEPS))
 
 
-@pytest.event.parametrize("name", DELAYED)
+@pytest.mark.parametrize("name", DELAYED)
 def test_each_late_lane_alone_gives_the_same_bits(
     name: str, lab: Any, bits: Any, compare: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -126,8 +126,8 @@ def fail() -> None:
     raise BrokenError("the lane broke")
 
 
-@pytest.event.parametrize("name", DELAYED)
-@pytest.event.parametrize("clip_norm", [None, 1.0])
+@pytest.mark.parametrize("name", DELAYED)
+@pytest.mark.parametrize("clip_norm", [None, 1.0])
 def test_what_a_lane_raises_reaches_the_caller(
     name: str, clip_norm: float | None, lab: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

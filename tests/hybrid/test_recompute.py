@@ -65,9 +65,9 @@ def train(kind: str, *, again: bool, cast: bool = False, needs: bool = True) -> 
     return {**found, "x": x.grad, "y": value.detach(), "drawn": torch.get_rng_state()}
 
 
-@pytest.event.parametrize("cast", [False, True], ids=["plain", "autocast"])
-@pytest.event.parametrize("needs", [True, False], ids=["gradient", "samples"])
-@pytest.event.parametrize("kind", list(BLOCKS))
+@pytest.mark.parametrize("cast", [False, True], ids=["plain", "autocast"])
+@pytest.mark.parametrize("needs", [True, False], ids=["gradient", "samples"])
+@pytest.mark.parametrize("kind", list(BLOCKS))
 def test_it_changes_no_bit(kind: str, cast: bool, needs: bool) -> None:
     kept, again = (train(kind, again=again, cast=cast, needs=needs) for again in (False, True))
     assert kept.keys() == again.keys()
@@ -154,7 +154,7 @@ def test_a_forward_that_is_another_the_second_time_is_noticed() -> None:
     assert len(calls) == 2
 
 
-@pytest.event.gpu
+@pytest.mark.gpu
 def test_a_gpu_draws_the_same_again() -> None:
     device = torch.device("cuda", 0)
     found = []

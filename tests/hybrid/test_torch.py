@@ -86,9 +86,9 @@ def bound(clip_norm: float | None, largest: float) -> float:
     return 2 * STEPS * (LR * direction + 3 * U * largest)
 
 
-@pytest.event.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "float32"])
-@pytest.event.parametrize("clip_norm", [None, 0.5])
-@pytest.event.parametrize("weight_decay", [0.0, 0.1])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "float32"])
+@pytest.mark.parametrize("clip_norm", [None, 0.5])
+@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
 def test_masters_are_those_of_torch_up_to_rounding(
     weight_decay: float, clip_norm: float | None, dtype: torch.dtype, lab: Any, bits: Any, masters: Any
 ) -> None:
@@ -106,7 +106,7 @@ def test_masters_are_those_of_torch_up_to_rounding(
     assert moved > 1000 * bound(clip_norm, largest)  # the bound says something
 
 
-@pytest.event.parametrize("clip_norm", [None, 0.5])
+@pytest.mark.parametrize("clip_norm", [None, 0.5])
 def test_state_goes_to_torch_and_back(clip_norm: float | None, lab: Any) -> None:
     """Ten steps here and ten in torch, or the other way round, are twenty of torch."""
     settings = {"lr": LR, "betas": BETAS, "eps": 1e-8, "weight_decay": 0.1}
