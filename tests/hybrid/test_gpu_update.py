@@ -16,11 +16,12 @@ import torch
 from torch import Tensor, nn
 
 from pipedejavu.facts import InputError
-from pipedejavu.hybrid import activation_offload, native
+from pipedejavu.hybrid import native
 from pipedejavu.hybrid.arithmetic import AdamState, join, scalars_of, split, update_
 from pipedejavu.hybrid.gpu_update import UnitUpdate, _kernel, addresses_of, places_of, state_in
-from pipedejavu.hybrid.hybrid_lane import StreamLane
 from pipedejavu.hybrid.native import HostUpdate, NativeTask
+from pipedejavu.runtime import block_offload
+from pipedejavu.runtime.lane import StreamLane
 
 pytestmark = [
     pytest.mark.gpu,
@@ -207,7 +208,7 @@ def test_a_model_that_moves_after_the_optimizer_was_made_is_noticed(cuda_lab: An
 def test_what_blocks_keep_changes_no_bit(
     activations: Any, window: int | None, cuda_lab: Any, bits: Any, compare: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(activation_offload, "MIN_BYTES", 0)
+    monkeypatch.setattr(block_offload, "MIN_BYTES", 0)
     model = cuda_lab.net()
     optimizer = cuda_lab.hybrid(model, clip_norm=0.5, gpu_units=1, window=window, activations=activations)
     cuda_lab.train(model, optimizer, range(STEPS))

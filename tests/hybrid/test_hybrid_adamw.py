@@ -156,9 +156,7 @@ def test_blocks_without_a_gradient_rest_in_some_steps(options: Options, lab: Any
     lab.check_same(loop, options=options)
 
 
-@pytest.mark.filterwarnings(
-    "ignore:Full backward hook is firing:UserWarning"
-)  # torch's, of a block behind frozen ones
+@pytest.mark.filterwarnings("ignore:Full backward hook is firing:UserWarning")  # torch's, of a block behind frozen ones
 @pytest.mark.parametrize("are_given", [False, True])
 @everywhere
 def test_frozen_parameters_stay(

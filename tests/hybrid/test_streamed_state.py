@@ -7,14 +7,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from pipedejavu.hybrid.hybrid_lane import Lanes
+from pipedejavu.hybrid.lanes import HybridLanes
 from pipedejavu.hybrid.native import HostUpdate
 from pipedejavu.hybrid.streamed_state import StreamBuffer
 
 
 @pytest.fixture
 def room() -> Iterator[StreamBuffer]:
-    lanes = Lanes(torch.device("cpu"), HostUpdate(1))
+    lanes = HybridLanes(torch.device("cpu"), HostUpdate(1))
     yield StreamBuffer(lanes)
     lanes.close()
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from pipedejavu.hybrid.arithmetic import AdamState, Scalars
-from pipedejavu.hybrid.slab import aligned
+from pipedejavu.runtime.host_memory import aligned
 
 BLOCK = 1024
 _GRADIENT, _WEIGHT, _REST, _COUNT, _FIRST, _FACTORS, _WIDTH = 0, 1, slice(2, 5), 5, 6, 7, 12

@@ -10,8 +10,9 @@ from collections.abc import Collection
 import torch
 from torch import Tensor
 
-from pipedejavu.hybrid.hybrid_lane import LaneEvent, Lanes
+from pipedejavu.hybrid.lanes import HybridLanes
 from pipedejavu.hybrid.unit_state import ParamState, UnitState
+from pipedejavu.runtime.lane_event import LaneEvent
 
 MANY_BYTES = 2**22
 """Of gathered gradients that are to leave: they set out then, before the link waits for them."""
@@ -24,7 +25,7 @@ Leaving = tuple[UnitState, LaneEvent, list[Tensor]]
 class GradientBucket:
     """The gradients of one unit that have come last, and those that are on their way."""
 
-    def __init__(self, params: Collection[ParamState], lanes: Lanes):
+    def __init__(self, params: Collection[ParamState], lanes: HybridLanes):
         device = lanes.device
         self.norms = torch.zeros(len(params), pin_memory=device.type == "cuda")
         """In host memory, by slot: of gradients that have arrived there, and of all behind `finish`."""

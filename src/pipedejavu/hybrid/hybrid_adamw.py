@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from pipedejavu.facts import InputError
-from pipedejavu.hybrid.activation_offload import Activations, set_activations
+from pipedejavu.hybrid.activation_choice import Activations, set_activations
 from pipedejavu.hybrid.budget import Budget, MemoryMeter
-from pipedejavu.hybrid.hybrid_lane import Lanes
+from pipedejavu.hybrid.lanes import HybridLanes
 from pipedejavu.hybrid.native import HostUpdate
 from pipedejavu.hybrid.placement import Placement
 from pipedejavu.hybrid.recorder import Recorder
@@ -86,7 +86,7 @@ class HybridAdamW(Optimizer):
         self.device = _check_parameters(self.param_groups, device)
         self._budgets = gpu_budget, host_budget
         meter = MemoryMeter(self.device, *self._budgets)
-        self._lanes = Lanes(self.device, HostUpdate(host_threads))
+        self._lanes = HybridLanes(self.device, HostUpdate(host_threads))
         rules = UpdateRules(clip_norm=clip_norm, microbatches=microbatches, speculates=speculate, gpu_units=gpu_units)
         self._make = partial(self._make_scheduler, model, rules, window, activations)
         try:

@@ -16,7 +16,7 @@ from pipedejavu.facts import InputError
 from pipedejavu.hybrid.budget import ForwardClock, MemoryMeter, pinning_progress
 from pipedejavu.hybrid.gpu_update import Launch
 from pipedejavu.hybrid.gradient_bucket import GradientBucket
-from pipedejavu.hybrid.hybrid_lane import Lanes
+from pipedejavu.hybrid.lanes import HybridLanes
 from pipedejavu.hybrid.model_unit import ModelUnit, find_units
 from pipedejavu.hybrid.placement import (
     Placement,
@@ -42,7 +42,7 @@ class StepScheduler:
     """The units of a model with their state, and the work of each step."""
 
     def __init__(
-        self, model: nn.Module, groups: list[dict[str, Any]], lanes: Lanes, meter: MemoryMeter, rules: UpdateRules
+        self, model: nn.Module, groups: list[dict[str, Any]], lanes: HybridLanes, meter: MemoryMeter, rules: UpdateRules
     ):
         self.rules, self.lanes, self.meter, self.device = rules, lanes, meter, lanes.device
         self.plan: Placement | None = None

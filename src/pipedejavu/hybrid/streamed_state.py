@@ -17,9 +17,11 @@ import torch
 from torch import Tensor
 
 from pipedejavu.hybrid.arithmetic import Scalars
-from pipedejavu.hybrid.hybrid_lane import Lane, LaneEvent, Lanes, StreamLane, now
-from pipedejavu.hybrid.slab import Slab
+from pipedejavu.hybrid.lanes import HybridLanes
 from pipedejavu.hybrid.unit_state import ParamState, Progress, UnitState, gradients_of, take_state
+from pipedejavu.runtime.host_memory import Slab
+from pipedejavu.runtime.lane import Lane, StreamLane
+from pipedejavu.runtime.lane_event import LaneEvent, now
 
 PIECE_BYTES = 2**26
 """The copies of one direction run one after the other, whoever asks for them, and a stream that always has a next one
@@ -32,7 +34,7 @@ WAIT_S = 0.1
 class StreamBuffer:
     """The memory of the GPU that visitors share; what one has left takes in the next."""
 
-    def __init__(self, lanes: Lanes) -> None:
+    def __init__(self, lanes: HybridLanes) -> None:
         self._lanes = lanes
         self._free: list[Tensor] = []
         self._num_taken = self._num_leaving = self._num_expected = 0
@@ -140,7 +142,7 @@ class StreamedState:
         self.unit_state, self.lanes, self.room = unit_state, unit_state.lanes, room
         unit_state.place = "visit"
         is_pinned = self.lanes.device.type == "cuda"
-        self.slab = Slab(unit_state.resting_bytes, self.lanes.update, is_pinned=is_pinned, progress=progress)
+        self.slab = Slab(unit_state.resting_bytes, self.lanes.update.zero, is_pinned=is_pinned, progress=progress)
         for param in unit_state.params:
             param.state = take_state(param, param.parameter.data.view(-1), self.slab)
         self._here: Tensor | None = None

@@ -20,11 +20,12 @@ from torch import Tensor, nn
 from pipedejavu.facts import InputError
 from pipedejavu.hybrid.arithmetic import AdamState, Scalars, update_
 from pipedejavu.hybrid.gpu_update import Launch, UnitUpdate, addresses_of, has_kernel, places_of, state_in
-from pipedejavu.hybrid.hybrid_lane import LaneEvent, Lanes, now
+from pipedejavu.hybrid.lanes import HybridLanes
 from pipedejavu.hybrid.model_unit import ModelUnit
 from pipedejavu.hybrid.native import NativeTask
 from pipedejavu.hybrid.placement import Place, UnitSize
-from pipedejavu.hybrid.slab import Slab, aligned
+from pipedejavu.runtime.host_memory import Slab, aligned
+from pipedejavu.runtime.lane_event import LaneEvent, now
 
 Progress = Callable[[int], None]
 
@@ -83,7 +84,7 @@ class UnitState:
     unit: ModelUnit
     index: int
     params: list[ParamState]
-    lanes: Lanes
+    lanes: HybridLanes
     place: Place | None = None
     is_windowed: bool = False
     """Whether its weights rest in host memory and come for each use."""
@@ -131,9 +132,9 @@ class UnitState:
         sizes = size_of(self)
         moved = Slab(
             (sizes.lean_bytes if is_lean else sizes.host_bytes) - self.resting_bytes,
-            self.lanes.update, is_pinned=is_pinned, progress=progress,
+            self.lanes.update.zero, is_pinned=is_pinned, progress=progress,
         )  # fmt: skip
-        rest = Slab(self.resting_bytes, self.lanes.update, is_pinned=False, progress=progress)
+        rest = Slab(self.resting_bytes, self.lanes.update.zero, is_pinned=False, progress=progress)
         self._slabs += [moved, rest]
         for param in self.params:
             dtype = param.parameter.dtype
@@ -148,8 +149,8 @@ class UnitState:
         """Allocates a second copy of what an update writes."""
         is_pinned = self.lanes.device.type == "cuda"
         weights = sum(aligned(m.numel * m.parameter.dtype.itemsize) for m in self.params)
-        moved = Slab(weights, self.lanes.update, is_pinned=is_pinned, progress=progress)
-        rest = Slab(self.resting_bytes, self.lanes.update, is_pinned=False, progress=progress)
+        moved = Slab(weights, self.lanes.update.zero, is_pinned=is_pinned, progress=progress)
+        rest = Slab(self.resting_bytes, self.lanes.update.zero, is_pinned=False, progress=progress)
         self._slabs += [moved, rest]
         for param in self.params:
             param.spare = take_state(param, moved.take(param.numel, param.parameter.dtype), rest)
@@ -276,13 +277,13 @@ class UnitState:
 class Staging:
     """Room for the weights of two lean units: one is updated while the next one's weights come."""
 
-    def __init__(self, unit_states: list[UnitState], lanes: Lanes, progress: Progress):
+    def __init__(self, unit_states: list[UnitState], lanes: HybridLanes, progress: Progress):
         self.lanes = lanes
         lean = [unit_state for unit_state in unit_states if unit_state.place == "lean"]
         size = max((size_of(unit_state).gradient_bytes for unit_state in lean), default=0)
         is_pinned = lanes.device.type == "cuda"
         self._slabs = [
-            Slab(size, lanes.update, is_pinned=is_pinned, progress=progress) for _ in range(2 if lean else 0)
+            Slab(size, lanes.update.zero, is_pinned=is_pinned, progress=progress) for _ in range(2 if lean else 0)
         ]
         self._queue: list[UnitState] = []
         self._asked: dict[UnitState, tuple[dict[ParamState, Tensor], LaneEvent]] = {}

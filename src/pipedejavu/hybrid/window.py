@@ -16,15 +16,20 @@ from torch.utils.hooks import RemovableHandle
 
 from pipedejavu.facts import InputError
 from pipedejavu.hybrid.budget import MemoryMeter, pinning_progress
-from pipedejavu.hybrid.hybrid_lane import LaneEvent, Lanes, now
+from pipedejavu.hybrid.lanes import HybridLanes
 from pipedejavu.hybrid.unit_state import ParamState, UnitState, size_of
+from pipedejavu.runtime.lane_event import LaneEvent, now
 
 ROOMY_SHARE = 0.5
 """Of the GPU's budget that weights may take before they come through a window; the rest is for a step."""
 
 
 def open_window(
-    model: nn.Module, unit_states: list[UnitState], lanes: Lanes, meter: MemoryMeter, size: int | Literal["auto"] | None
+    model: nn.Module,
+    unit_states: list[UnitState],
+    lanes: HybridLanes,
+    meter: MemoryMeter,
+    size: int | Literal["auto"] | None,
 ) -> "Window | None":
     """Returns the window of the asked size, or None where all weights stay on the GPU."""
     blocks = [unit_state for unit_state in unit_states if unit_state.unit.is_block and not unit_state.unit.is_shared]
@@ -58,7 +63,7 @@ def _auto_size(unit_states: list[UnitState], blocks: list[UnitState], meter: Mem
 class Window:
     """The blocks of a model that come and go."""
 
-    def __init__(self, blocks: list[UnitState], lanes: Lanes, size: int):
+    def __init__(self, blocks: list[UnitState], lanes: HybridLanes, size: int):
         self.blocks, self.lanes, self.size = blocks, lanes, size
         self._position = {unit_state: n for n, unit_state in enumerate(blocks)}
         self._here: dict[UnitState, tuple[LaneEvent, list[LaneEvent]]] = {}
