@@ -429,8 +429,8 @@ def sizes_of(profile: Profile, dtype: torch.dtype) -> list[UnitSize]:
         found.append(
             UnitSize(
                 name=unit.name, num_parameters=n, weight_bytes=weights, gradient_bytes=weights, gpu_bytes=state,
-                host_bytes=2 * weights + state, lean_bytes=weights + state, visit_bytes=state,
-                spare_bytes=weights + state,
+                host_bytes=2 * weights + state, no_copy_bytes=weights + state, streamed_bytes=state,
+                shadow_bytes=weights + state,
             )
         )  # fmt: skip
     return found

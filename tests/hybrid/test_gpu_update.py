@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from pipedejavu.facts import InputError
 from pipedejavu.hybrid import native
 from pipedejavu.hybrid.arithmetic import AdamState, join, scalars_of, split, update_
-from pipedejavu.hybrid.gpu_update import UnitUpdate, _kernel, addresses_of, places_of, state_in
+from pipedejavu.hybrid.gpu_update import UnitUpdate, _kernel, addresses_of, state_in, state_layout
 from pipedejavu.hybrid.native import HostUpdate, NativeTask
 from pipedejavu.runtime import block_offload
 from pipedejavu.runtime.lane import StreamLane
@@ -117,7 +117,7 @@ def test_kernel_torch_and_native_pass_give_the_same_bits(s: Any, is_wild: bool, 
 def visit(s: Any, gradients: list[Tensor], states: list[AdamState]) -> None:
     """Updates states whose moments and low halves lie in one memory."""
     weights = [state.weight for state in states]
-    starts = [0, *accumulate(places_of(weight)[1] for weight in weights)]
+    starts = [0, *accumulate(state_layout(weight)[1] for weight in weights)]
     memory = torch.zeros(starts[-1], dtype=torch.uint8, device="cuda")
     views = [state_in(memory, weight, start) for weight, start in zip(weights, starts[:-1], strict=True)]
     for view, state in zip(views, states, strict=True):
