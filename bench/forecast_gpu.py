@@ -28,13 +28,13 @@ from pipedejavu.hybrid.gradient_bucket import GradientBucket
 from pipedejavu.hybrid.model_unit import find_units
 from pipedejavu.hybrid.native import HostUpdate, NativeTask
 from pipedejavu.hybrid.placement import Limits, Placement, Stretch, UnitSize, choose_placement
-from pipedejavu.hybrid.recompute import Recompute
 from pipedejavu.plan import Keep, Reduce, preset
 from pipedejavu.planner.measure import updates_of
 from pipedejavu.profile import UnitSample, measure_profile
 from pipedejavu.profile.operator_count import count_step
 from pipedejavu.program import compile as compile_plan
 from pipedejavu.report import work_out_needs
+from pipedejavu.runtime.recompute import Recompute
 from pipedejavu.simulate import Prediction, simulate
 from pipedejavu.zoo import build
 from pipedejavu.zoo.loss import cross_entropy
@@ -429,8 +429,8 @@ def sizes_of(profile: Profile, dtype: torch.dtype) -> list[UnitSize]:
         found.append(
             UnitSize(
                 name=unit.name, num_parameters=n, weight_bytes=weights, gradient_bytes=weights, gpu_bytes=state,
-                host_bytes=2 * weights + state, lean_bytes=weights + state, visit_bytes=state,
-                spare_bytes=weights + state,
+                host_bytes=2 * weights + state, no_copy_bytes=weights + state, streamed_bytes=state,
+                shadow_bytes=weights + state,
             )
         )  # fmt: skip
     return found

@@ -20,6 +20,7 @@ LEVELS = {
     "plan": 1,
     "program": 2,
     "analysis": 3,
+    "runtime": 3,
     "simulate": 4,
     "probe": 4,
     "profile": 4,

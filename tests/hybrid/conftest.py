@@ -125,7 +125,7 @@ def bits_of(optimizer: Optimizer, model: nn.Module) -> Bits:
         if isinstance(optimizer, Plain):
             state, step = optimizer.states.get(p), optimizer.steps.get(p, 0)
         else:
-            param = optimizer.scheduler.params.get(p)
+            param = optimizer.scheduler.model_state.params.get(p)
             state, step = (param.state, param.step) if param else (None, 0)
         if state is None:
             continue

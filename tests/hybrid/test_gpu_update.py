@@ -16,11 +16,12 @@ import torch
 from torch import Tensor, nn
 
 from pipedejavu.facts import InputError
-from pipedejavu.hybrid import activation_offload, native
+from pipedejavu.hybrid import native
 from pipedejavu.hybrid.arithmetic import AdamState, join, scalars_of, split, update_
-from pipedejavu.hybrid.gpu_update import UnitUpdate, _kernel, addresses_of, places_of, state_in
-from pipedejavu.hybrid.hybrid_lane import StreamLane
+from pipedejavu.hybrid.gpu_update import UnitUpdate, _kernel, addresses_of, state_in, state_layout
 from pipedejavu.hybrid.native import HostUpdate, NativeTask
+from pipedejavu.runtime import block_offload
+from pipedejavu.runtime.lane import StreamLane
 
 pytestmark = [
     pytest.mark.gpu,
@@ -116,7 +117,7 @@ def test_kernel_torch_and_native_pass_give_the_same_bits(s: Any, is_wild: bool, 
 def visit(s: Any, gradients: list[Tensor], states: list[AdamState]) -> None:
     """Updates states whose moments and low halves lie in one memory."""
     weights = [state.weight for state in states]
-    starts = [0, *accumulate(places_of(weight)[1] for weight in weights)]
+    starts = [0, *accumulate(state_layout(weight)[1] for weight in weights)]
     memory = torch.zeros(starts[-1], dtype=torch.uint8, device="cuda")
     views = [state_in(memory, weight, start) for weight, start in zip(weights, starts[:-1], strict=True)]
     for view, state in zip(views, states, strict=True):
@@ -207,7 +208,7 @@ def test_a_model_that_moves_after_the_optimizer_was_made_is_noticed(cuda_lab: An
 def test_what_blocks_keep_changes_no_bit(
     activations: Any, window: int | None, cuda_lab: Any, bits: Any, compare: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(activation_offload, "MIN_BYTES", 0)
+    monkeypatch.setattr(block_offload, "MIN_BYTES", 0)
     model = cuda_lab.net()
     optimizer = cuda_lab.hybrid(model, clip_norm=0.5, gpu_units=1, window=window, activations=activations)
     cuda_lab.train(model, optimizer, range(STEPS))

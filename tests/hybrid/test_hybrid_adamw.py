@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
 
 from pipedejavu.facts import InputError
-from pipedejavu.hybrid import step_scheduler
+from pipedejavu.hybrid import state_placer
 from pipedejavu.hybrid.unit_state import UnitState, size_of
 
 OPTIONS = [
@@ -22,7 +22,7 @@ OPTIONS = [
     {"clip_norm": 0.5, "gpu_units": 1, "window": 1},
     {"clip_norm": None, "gpu_units": 1, "window": 2},
 ]
-NAMES = ["no clip", "clip", "guesses", "no guesses", "clip, window 1", "no clip, window 2"]
+NAMES = ["no clip", "clip", "speculative", "not speculative", "clip, window 1", "no clip, window 2"]
 everywhere = pytest.mark.parametrize("options", OPTIONS, ids=NAMES)
 clipped = pytest.mark.parametrize(
     "options", [o for o in OPTIONS if o["clip_norm"]], ids=[n for n in NAMES if "no clip" not in n]
@@ -156,9 +156,7 @@ def test_blocks_without_a_gradient_rest_in_some_steps(options: Options, lab: Any
     lab.check_same(loop, options=options)
 
 
-@pytest.mark.filterwarnings(
-    "ignore:Full backward hook is firing:UserWarning"
-)  # torch's, of a block behind frozen ones
+@pytest.mark.filterwarnings("ignore:Full backward hook is firing:UserWarning")  # torch's, of a block behind frozen ones
 @pytest.mark.parametrize("are_given", [False, True])
 @everywhere
 def test_frozen_parameters_stay(
@@ -353,7 +351,7 @@ def test_the_low_half_does_not_outlive_weights_that_torch_trained(lab: Any) -> N
     model.loss(lab.tokens(5)).backward()
     second.scheduler.settle()
     second._fill()
-    assert all(not m.state.low.any() and m.step == 5 for m in second.scheduler.params.values())
+    assert all(not m.state.low.any() and m.step == 5 for m in second.scheduler.model_state.params.values())
     assert all(map(torch.equal, before, model.parameters()))
 
 
@@ -445,7 +443,7 @@ def test_weights_that_are_used_without_their_module_are_noticed(lab: Any) -> Non
 
 
 @pytest.mark.parametrize("window", [None, 1])
-@pytest.mark.parametrize("backend", ["eager", "aot_eager", pytest.param("inductor", events=pytest.mark.slow)])
+@pytest.mark.parametrize("backend", ["eager", "aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 @pytest.mark.filterwarnings("ignore")
 def test_compiled_blocks_work(
     backend: str, window: int | None, lab: Any, bits: Any, compare: Any, plain_optimizer: Any
@@ -663,20 +661,20 @@ def test_a_window_needs_blocks(lab: Any) -> None:
 def test_a_placement_that_the_first_step_shows_not_to_fit_is_refused(lab: Any) -> None:
     """What a step takes is known after the first backward pass; nothing of the state is allocated by then."""
     sizes = [size_of(unit_state) for unit_state in lab.hybrid(lab.net()).scheduler.unit_states]
-    weights, lean = sum(size.weight_bytes for size in sizes), sum(size.lean_bytes for size in sizes)
+    weights, no_copy = sum(size.weight_bytes for size in sizes), sum(size.no_copy_bytes for size in sizes)
     leaving = max(size.gradient_bytes for size in sizes)
-    model = lab.net()  # lean units need room for two units' weights too
-    optimizer = lab.hybrid(model, clip_norm=1.0, gpu_budget=weights + leaving, host_budget=lean, window=None)
+    model = lab.net()  # units without a copy need staging memory for two units' weights too
+    optimizer = lab.hybrid(model, clip_norm=1.0, gpu_budget=weights + leaving, host_budget=no_copy, window=None)
     model.loss(lab.tokens(0)).backward()
     with pytest.raises(
         InputError, match=r"^the state that the GPU cannot hold needs .* of host memory and the budget is"
     ):
         optimizer.step()
-    assert all(param.state is None for param in optimizer.scheduler.params.values())
+    assert all(param.state is None for param in optimizer.scheduler.model_state.params.values())
 
 
 class Slow:
-    """A mark that is past when someone has waited for it, and not before."""
+    """An event that is past only after a wait for it."""
 
     def __init__(self, event: Any):
         self.event, self.was_awaited = event, False
@@ -689,9 +687,9 @@ class Slow:
         self.was_awaited = True
 
 
-@pytest.mark.parametrize(("room_bytes", "most"), [(0, 1), (2**40, 5)], ids=["no room", "room for all"])
+@pytest.mark.parametrize(("free_bytes", "most"), [(0, 1), (2**40, 5)], ids=["no room", "room for all"])
 def test_where_the_link_is_slow_gradients_of_one_unit_and_of_more_that_have_room_are_on_their_way(
-    room_bytes: int, most: int, lab: Any, monkeypatch: pytest.MonkeyPatch
+    free_bytes: int, most: int, lab: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sent: list[tuple[UnitState, Slow]] = []
     behind: list[int] = []
@@ -703,7 +701,9 @@ def test_where_the_link_is_slow_gradients_of_one_unit_and_of_more_that_have_room
         return sent[-1][1]
 
     monkeypatch.setattr(UnitState, "send", slowly)
-    monkeypatch.setattr(step_scheduler, "leaving_room", lambda units, *_: dict.fromkeys(range(len(units)), room_bytes))
+    monkeypatch.setattr(
+        state_placer, "free_for_leaving", lambda units, *_: dict.fromkeys(range(len(units)), free_bytes)
+    )
     model = lab.net()
     optimizer = lab.hybrid(model, clip_norm=1.0, gpu_units=0, window=None)
     lab.train(model, optimizer, range(1))

@@ -7,16 +7,16 @@ from hypothesis import given
 
 from pipedejavu.facts import InputError
 from pipedejavu.hybrid.placement import (
-    VISITOR_SHARE,
+    STREAMED_SHARE,
     Limits,
     Place,
     Placement,
     Stretch,
     UnitSize,
     choose_placement,
+    free_for_leaving,
     gpu_peak,
     host_bytes,
-    leaving_room,
     wants_shadows,
     with_shadows,
 )
@@ -28,8 +28,8 @@ def unit(numel: int, *, is_windowed: bool = False) -> UnitSize:
     """Returns the sizes of a unit of bf16 parameters."""
     return UnitSize(
         name="u", num_parameters=numel, weight_bytes=0 if is_windowed else 2 * numel, gradient_bytes=2 * numel,
-        gpu_bytes=10 * numel, host_bytes=14 * numel, lean_bytes=12 * numel, visit_bytes=10 * numel,
-        spare_bytes=12 * numel, is_bound_to_host=is_windowed,
+        gpu_bytes=10 * numel, host_bytes=14 * numel, no_copy_bytes=12 * numel, streamed_bytes=10 * numel,
+        shadow_bytes=12 * numel, is_bound_to_host=is_windowed,
     )  # fmt: skip
 
 
@@ -158,7 +158,7 @@ def test_gradients_of_more_units_may_be_on_their_way_below_the_peak() -> None:
     placed = choose_placement(FOUR, stretches_of([50, 50, 400, 700]), limits(4 * 200 + 700))
     assert placed.places == ("host",) * 4
     # after the last unit 400 bytes and its own gradients' 200 come next to the weights, then 50 and 200, twice
-    room = leaving_room(FOUR, placed, stretches_of([50, 50, 400, 700]), keeps_gradients=True)
+    room = free_for_leaving(FOUR, placed, stretches_of([50, 50, 400, 700]), keeps_gradients=True)
     assert room == {3: 700 - 400 - 200, 2: 700 - 50 - 200, 1: 700 - 50 - 200, 0: 700 - 200}
 
 
@@ -167,7 +167,7 @@ def test_visitors_take_room_from_gradients_that_leave() -> None:
     placed = choose_placement(units, stretches, limits(2 * 210 + 1000))
     assert placed.places == ("visit", "host", "host")
     assert placed.arrivals == {2: (0,)}
-    room = leaving_room(units, placed, stretches, keeps_gradients=True)
+    room = free_for_leaving(units, placed, stretches, keeps_gradients=True)
     assert room == {2: 1000 - 100 - 200, 1: 1000 - 100 - 200, 0: 1000 - 100 - 20}
 
 
@@ -184,7 +184,7 @@ def test_spares_go_as_far_as_host_memory() -> None:
     assert with_shadows(placed, FOUR, [False] * 4, LARGE) is placed
     assert with_shadows(placed, FOUR, [True] * 4, placed.host_bytes) is placed
     more = with_shadows(placed, FOUR, [False, True, True, True], placed.host_bytes + 2 * 1200 + 100)
-    assert more.is_spare == (False, True, True, False)
+    assert more.has_shadow == (False, True, True, False)
     assert more.host_bytes == placed.host_bytes + 2 * 1200
     assert more.reasons[-1].startswith("2 units have a spare copy of their state (2.3 KiB): their update is written")
 
@@ -260,15 +260,15 @@ def test_visitors_never_pass_the_ceiling(model: Model, more_gpu: int) -> None:
         if placed.places[stretch.unit] in ("gpu", "visit"):
             kept += units[stretch.unit].gradient_bytes
         coming = placed.arrivals.get(stretch.unit, ())
-        here += sum(units[n].visit_bytes for n in coming)
+        here += sum(units[n].streamed_bytes for n in coming)
         came += coming
-        leaving = max(0, leaving_room(units, placed, stretches, keeps_gradients=True)[stretch.unit])
+        leaving = max(0, free_for_leaving(units, placed, stretches, keeps_gradients=True)[stretch.unit])
         assert resting + kept + here + leaving <= gpu
     assert resting + kept + here <= gpu
     visitors = [n for n, place in enumerate(placed.places) if place == "visit"]
     assert came == visitors[: len(came)]  # the others come when these have left
     away = [u.num_parameters for u, place in held if place != "gpu" and not u.is_bound_to_host]
-    assert sum(units[n].num_parameters for n in visitors) <= VISITOR_SHARE * sum(away)
+    assert sum(units[n].num_parameters for n in visitors) <= STREAMED_SHARE * sum(away)
 
 
 @given(models(), BUDGETS, BUDGETS, BUDGETS, BUDGETS, st.booleans())
@@ -295,7 +295,7 @@ def test_the_smallest_gpu_budget_of_a_refusal_does(model: Model, gpu: int, keeps
 @given(models(), BUDGETS, st.floats(0, 1))
 def test_the_host_budget_of_a_refusal_does(model: Model, more_gpu: int, share: float) -> None:
     units, _ = model
-    allowed = limits(least_of(model) + more_gpu, int(share * sum(size.lean_bytes for size in units)))
+    allowed = limits(least_of(model) + more_gpu, int(share * sum(size.no_copy_bytes for size in units)))
     try:
         choose_placement(*model, allowed)
     except InputError as refused:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from pipedejavu.hybrid import step_scheduler as flow_file
+from pipedejavu.hybrid import state_placer
 from pipedejavu.hybrid.native import HostUpdate
 from pipedejavu.hybrid.placement import Placement, host_bytes
 
@@ -16,16 +16,16 @@ STEPS = 8
 
 
 def placed(monkeypatch: pytest.MonkeyPatch, places: list[str], arrivals: dict[int, tuple[int, ...]]) -> None:
-    """Lets the next optimizers have these places; visitors that no arrival names come for their update alone."""
+    """Gives these places to the next optimizers; streamed state that no arrival names is fetched for its update."""
 
     def choose(units: Any, *_: object) -> Placement:
         total = host_bytes(units, places)  # type: ignore[arg-type]
-        spare = (False,) * len(places)
+        no_shadow = (False,) * len(places)
         return Placement(
-            places=tuple(places), is_spare=spare, gpu_bytes=0, host_bytes=total, reasons=(), arrivals=arrivals
+            places=tuple(places), has_shadow=no_shadow, gpu_bytes=0, host_bytes=total, reasons=(), arrivals=arrivals
         )  # type: ignore[arg-type]
 
-    monkeypatch.setattr(flow_file, "choose_placement", choose)
+    monkeypatch.setattr(state_placer, "choose_placement", choose)
 
 
 def check(lab: Any, bits: Any, compare: Any, dtype: torch.dtype, clip_norm: float | None, **options: Any) -> None:
@@ -42,25 +42,26 @@ def test_any_mix_of_places_agrees_bit_for_bit(
     draw = random.Random(seed)
     clip_norm = draw.choice([0.5, 1e9])
     places = [draw.choice(["gpu", "visit", "host", "lean"]) for _ in range(UNITS)]
-    visitors = [n for n, place in enumerate(places) if place == "visit"]
+    streamed = [n for n, place in enumerate(places) if place == "visit"]
     arrivals: dict[int, tuple[int, ...]] = {}
-    for n in visitors:
+    for n in streamed:
         if draw.random() < 0.7:
             after = draw.randrange(UNITS)
             arrivals[after] = (*arrivals.get(after, ()), n)
     placed(monkeypatch, places, arrivals)
     check(lab, bits, compare, draw.choice([torch.bfloat16, torch.float32]), clip_norm)
     (optimizer,) = lab.made
-    visitors_bytes = sum(visitor.slab.size_bytes for visitor in optimizer.scheduler._visitors.values())
+    placer = optimizer.scheduler.placer
+    streamed_bytes = sum(streamed.slab.size_bytes for streamed in placer.streamed.values())
     slabs = [
-        *optimizer.scheduler._staging._slabs,
+        *placer.staging._slabs,
         *(slab for unit_state in optimizer.scheduler.unit_states for slab in unit_state._slabs),
     ]
-    assert visitors_bytes + sum(slab.size_bytes for slab in slabs) == optimizer.plan.host_bytes
+    assert streamed_bytes + sum(slab.size_bytes for slab in slabs) == optimizer.plan.host_bytes
 
 
 @pytest.mark.parametrize("places", [["lean"] * 6, ["gpu", "lean", "host", "lean", "lean", "gpu"]])
-def test_lean_units_agree_without_clipping(
+def test_units_without_a_copy_of_their_weights_agree_without_clipping(
     places: list[str], lab: Any, bits: Any, compare: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     placed(monkeypatch, places, {})

@@ -8,13 +8,15 @@ from torch import nn
 
 from pipedejavu.hybrid import recorder as recorder_file
 from pipedejavu.hybrid.recorder import Recorder
+from pipedejavu.runtime import lane_event
 
 
 @pytest.fixture
 def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
     """A recorder whose clock goes on by one second whenever it is read."""
     clock = iter(range(1000))
-    monkeypatch.setattr(recorder_file, "time", SimpleNamespace(perf_counter=lambda: float(next(clock))))
+    for file in (recorder_file, lane_event):
+        monkeypatch.setattr(file, "time", SimpleNamespace(perf_counter=lambda: float(next(clock))))
     return Recorder(torch.device("cpu"))
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from pipedejavu.program import Program
+from pipedejavu.runtime.host_memory import move_tensor
 
 CPU = torch.device("cpu")
 
@@ -48,10 +49,7 @@ def moved(value: Any, device: torch.device) -> Any:
         return {name: moved(v, device) for name, v in value.items()}
     if not isinstance(value, Tensor):
         return value
-    tensor = value.detach()
-    if tensor.is_cuda and device == CPU:
-        return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
-    return tensor.to(device, non_blocking=True)
+    return move_tensor(value, device)
 
 
 def hold(value: Any, stream: torch.cuda.Stream) -> None:

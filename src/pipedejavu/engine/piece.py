@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from pipedejavu.engine.finite import nonfinite
 from pipedejavu.engine.optimizer import Tensors
 from pipedejavu.engine.recompute_span import RecomputeSpan, Saved, Value, like, tensors_of
-from pipedejavu.engine.saved_tensors import SavedTensorOffload, begin_at, end_of, stub
+from pipedejavu.runtime.recompute import generators_of
+from pipedejavu.runtime.saved_storage import SavedTensorOffload, begin_at, end_of, stub
 
 _RANDOM = (nn.modules.dropout._DropoutNd, nn.RReLU)
 
@@ -136,7 +137,7 @@ class PieceRunner:
         with self._dressed(weights, buffers):
             for n, run in enumerate(self._runs):
                 if run.is_again:
-                    value = self._run_units(run, saved[n].given, microbatch)
+                    value = self._run_units(run, saved[n].input_value, microbatch)
                     own = {name: weights[name] for name in run.names}
                     found[n] = replace(saved[n], weights=own, outputs=tensors_of(value))
         return value, tuple(found)
@@ -203,15 +204,6 @@ class PieceRunner:
             ):
                 self._calm.add(number)
         return value
-
-
-def generators_of(device: torch.device) -> list[torch.Generator]:
-    """Returns the generators that a unit on a device may draw from.
-
-    `torch.manual_seed` would seed those of all devices, and where CUDA has not been used keep a stack trace each time,
-    for the day that it is: more than half a millisecond.
-    """
-    return [torch.default_generator] + ([torch.cuda.default_generators[device.index]] if device.type == "cuda" else [])
 
 
 def _looks_random(module: nn.Module) -> bool:

@@ -1,7 +1,7 @@
-"""What a forward leaves for its backward, leg by leg, and the backward through it.
+"""What the forward of a piece saves for its backward, span by span, and the backward through the spans.
 
-A leg is a run of units that are all recomputed, or all kept; a piece of which all are, or none, is one leg. Each starts
-from leaves of its own, and hands its gradients to the leg before it.
+A span is a run of consecutive units that are all recomputed, or all kept; a piece whose units are all treated alike
+is one span. The graph of a span begins at leaves of its own, whose gradients start the backward of the span before.
 """
 
 from collections.abc import Sequence
@@ -11,71 +11,68 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipedejavu.engine.device import moved
 from pipedejavu.engine.optimizer import Tensors
-from pipedejavu.engine.saved_tensors import SavedTensorOffload
+from pipedejavu.runtime.host_memory import move_tensor
+from pipedejavu.runtime.saved_storage import SavedTensorOffload
 
 Value = Any
-"""What passes between units: a tensor, or a tuple of tensors."""
+"""What one unit passes to the next: a tensor, or a tuple of tensors."""
 
 
 def tensors_of(value: Value) -> tuple[Tensor, ...]:
-    """Returns a value's tensors as a tuple."""
+    """Returns the tensors of a value as a tuple."""
     return value if isinstance(value, tuple) else (value,)
 
 
 def like(value: Value, tensors: Sequence[Tensor]) -> Value:
-    """Returns tensors in the form of `value`."""
+    """Returns tensors as a tuple if `value` is one, else the only tensor."""
     return tuple(tensors) if isinstance(value, tuple) else tensors[0]
 
 
 @dataclass(frozen=True)
 class RecomputeSpan:
-    """What one leg leaves."""
+    """What the forward of one span saves."""
 
-    given: Value
-    """What it has read, as leaves."""
+    input_value: Value
+    """The input of the span, as leaves."""
     weights: Tensors
     outputs: tuple[Tensor, ...] = ()
-    """Empty until it has run again, where it is to."""
+    """Empty for a span that is recomputed, until it has run again."""
     tensor_offload: SavedTensorOffload | None = None
-    """Of the first leg: what autograd has saved of the whole piece, where that is to leave."""
+    """In the first span, if activations are offloaded: what autograd saved for the whole piece."""
 
     @property
     def inputs(self) -> tuple[Tensor, ...]:
-        """The tensors that it has read."""
-        return tensors_of(self.given)
+        """The tensors of its input."""
+        return tensors_of(self.input_value)
 
 
 Saved = tuple[RecomputeSpan, ...]
-"""What a piece leaves: its legs, in the order of their units."""
+"""What the forward of a piece saves: its spans, in the order of their units."""
 
 Gradients = Sequence[Tensor | None]
-"""None for what has no part in the loss."""
+"""None for a tensor that does not contribute to the loss."""
 
 
 def with_loss(saved: Saved, loss: Tensor) -> Saved:
-    """Returns what the last piece leaves when its loss is known: the last leg ends there, unless it runs again."""
+    """Returns the spans of the last piece with the loss as their output, unless the last span is recomputed."""
     *others, last = saved
     return (*others, replace(last, outputs=(loss,)) if last.outputs else last)
 
 
 def carried(saved: Saved, device: torch.device) -> Saved:
-    """Returns what a piece leaves on another device: what autograd has saved, and what waits to be read again."""
-    found = []
-    for recompute_span in saved:
-        if recompute_span.tensor_offload is not None:
-            recompute_span.tensor_offload.carry(device)
-        read = [
-            t if recompute_span.outputs else moved(t, device).requires_grad_(t.requires_grad)
-            for t in recompute_span.inputs
-        ]
-        found.append(replace(recompute_span, given=like(recompute_span.given, read)))
-    return tuple(found)
+    """Returns the spans on another device: what autograd saved, and the inputs of spans that are recomputed."""
+    spans = []
+    for span in saved:
+        if span.tensor_offload is not None:
+            span.tensor_offload.move(device)
+        inputs = [t if span.outputs else move_tensor(t, device).requires_grad_(t.requires_grad) for t in span.inputs]
+        spans.append(replace(span, input_value=like(span.input_value, inputs)))
+    return tuple(spans)
 
 
 def memory_of(value: Any) -> Any:
-    """Returns the tensors of what a piece leaves that are carried; any other value as it is."""
+    """Returns the tensors of spans that `carried` moves; returns any other value as it is."""
     if not (isinstance(value, tuple) and value and isinstance(value[0], RecomputeSpan)):
         return value
     tensor_offload = value[0].tensor_offload
@@ -84,72 +81,74 @@ def memory_of(value: Any) -> Any:
         if tensor_offload is None
         else (
             tensor_offload.contents,
-            *(recompute_span.inputs for recompute_span in value if not recompute_span.outputs),
+            *(span.inputs for span in value if not span.outputs),
         )
     )
 
 
 def backward(saved: Saved, gradients: Gradients, total: Tensors | None = None) -> tuple[tuple[Tensor, ...], Tensors]:
-    """Returns the gradients of the inputs, and those of the weights: added to `total`, in its memory, if given."""
-    passed, own = _add_up(saved, gradients, total, weights_only=False)
-    return _whole(saved, passed) if any(t.requires_grad for t in saved[0].inputs) else (), own
+    """Returns the gradients of the inputs and of the weights; the latter are added to `total`, in place, if given."""
+    of_inputs, of_weights = _accumulate(saved, gradients, total, weights_only=False)
+    return _with_zeros(saved, of_inputs) if any(t.requires_grad for t in saved[0].inputs) else (), of_weights
 
 
 def backward_input(saved: Saved, gradients: Gradients) -> tuple[Tensor, ...]:
-    """Returns the gradients of the inputs; the graph stays for the weights."""
+    """Returns the gradients of the inputs; keeps the graph for those of the weights."""
     is_wanted = any(t.requires_grad for t in saved[0].inputs)
-    for recompute_span in reversed(saved) if is_wanted else ():
-        inputs = [t for t in recompute_span.inputs if t.requires_grad]
-        outputs, heads = _ends(recompute_span, gradients)
-        found: Gradients = [None] * len(inputs)
+    for span in reversed(saved) if is_wanted else ():
+        inputs = [t for t in span.inputs if t.requires_grad]
+        outputs, heads = _ends(span, gradients)
+        of_inputs: Gradients = [None] * len(inputs)
         if inputs and outputs:
-            found = torch.autograd.grad(outputs, inputs, heads, retain_graph=True, allow_unused=True)
-        each = iter(found)
-        gradients = [next(each) if t.requires_grad else None for t in recompute_span.inputs]
-    return _whole(saved, gradients if is_wanted else [None] * len(saved[0].inputs))
+            of_inputs = torch.autograd.grad(outputs, inputs, heads, retain_graph=True, allow_unused=True)
+        each = iter(of_inputs)
+        gradients = [next(each) if t.requires_grad else None for t in span.inputs]
+    return _with_zeros(saved, gradients if is_wanted else [None] * len(saved[0].inputs))
 
 
 def backward_weights(saved: Saved, gradients: Gradients, total: Tensors | None = None) -> Tensors:
-    """Returns the gradients of the weights: added to `total`, in its memory, if given."""
-    return _add_up(saved, gradients, total, weights_only=True)[1]
+    """Returns the gradients of the weights, added to `total`, in place, if given."""
+    return _accumulate(saved, gradients, total, weights_only=True)[1]
 
 
-def _add_up(saved: Saved, gradients: Gradients, total: Tensors | None, weights_only: bool) -> tuple[Gradients, Tensors]:
-    """Runs backward with `total` as the weights' gradients, so that autograd adds to each while it is in the cache.
+def _accumulate(
+    saved: Saved, gradients: Gradients, total: Tensors | None, weights_only: bool
+) -> tuple[Gradients, Tensors]:
+    """Runs backward with `total` as the `grad` of the weights, so that autograd accumulates while they are cached.
 
-    Autograd gives every weight memory of its own, also where it hands one tensor out several times. What a weight has
-    got from one leg it brings to the next that reads it, where the sum goes on in the order of a single graph.
+    Autograd gives each weight a gradient of its own, even if one tensor is used several times. If several spans use
+    a weight, its gradient of one span enters the backward of the next, so that the sum has the order of one graph.
     """
-    own: Tensors = {}
+    accumulated: Tensors = {}
     for index in reversed(range(len(saved))):
-        recompute_span, before = saved[index], saved[:index]
-        outputs, heads = _ends(recompute_span, gradients)
-        for name, weight in recompute_span.weights.items():
+        span, before = saved[index], saved[:index]
+        outputs, heads = _ends(span, gradients)
+        for name, weight in span.weights.items():
             is_last = not any(name in other.weights for other in before)
             weight.grad = total[name] if total is not None and is_last else None
-            if name in own:
+            if name in accumulated:
                 outputs.append(weight)
-                heads.append(own[name])
-        wanted = [*recompute_span.weights.values(), *(t for t in recompute_span.inputs if t.requires_grad and before)]
+                heads.append(accumulated[name])
+        wanted = [*span.weights.values(), *(t for t in span.inputs if t.requires_grad and before)]
         if outputs and (wanted or not weights_only):
             torch.autograd.backward(outputs, heads, inputs=wanted if weights_only else None)
-        own |= {name: weight.grad for name, weight in recompute_span.weights.items() if weight.grad is not None}
-        gradients = [t.grad for t in recompute_span.inputs]
-        for tensor in (*recompute_span.weights.values(), *recompute_span.inputs):
+        accumulated |= {name: weight.grad for name, weight in span.weights.items() if weight.grad is not None}
+        gradients = [t.grad for t in span.inputs]
+        for tensor in (*span.weights.values(), *span.inputs):
             tensor.grad = None
-    weights = {name: weight for recompute_span in saved for name, weight in recompute_span.weights.items()}
-    return gradients, {name: own[name] if name in own else torch.zeros_like(w) for name, w in weights.items()}
+    weights = {name: weight for span in saved for name, weight in span.weights.items()}
+    return gradients, {
+        name: accumulated[name] if name in accumulated else torch.zeros_like(w) for name, w in weights.items()
+    }
 
 
-def _ends(recompute_span: RecomputeSpan, gradients: Gradients) -> tuple[list[Tensor], list[Tensor]]:
-    """Returns the outputs that a gradient can start from, and those gradients."""
-    pairs = [
-        (o, g) for o, g in zip(recompute_span.outputs, gradients, strict=True) if o.requires_grad and g is not None
-    ]
+def _ends(span: RecomputeSpan, gradients: Gradients) -> tuple[list[Tensor], list[Tensor]]:
+    """Returns the outputs that have a gradient, and their gradients."""
+    pairs = [(o, g) for o, g in zip(span.outputs, gradients, strict=True) if o.requires_grad and g is not None]
     return [o for o, _ in pairs], [g for _, g in pairs]
 
 
-def _whole(saved: Saved, gradients: Gradients) -> tuple[Tensor, ...]:
-    """Returns the gradients of the inputs, with zeros for those that have none."""
+def _with_zeros(saved: Saved, gradients: Gradients) -> tuple[Tensor, ...]:
+    """Returns the gradients of the inputs, zeros for those that have none."""
     pairs = zip(saved[0].inputs, gradients, strict=True)
     return tuple(torch.zeros_like(t) if g is None else g for t, g in pairs)

@@ -11,11 +11,12 @@ from collections.abc import Callable
 from itertools import zip_longest
 
 from pipedejavu.analysis import Graph
+from pipedejavu.engine.action_lane import ActionEvent, ActionLane, make_lane
 from pipedejavu.engine.device import CPU
 from pipedejavu.engine.handlers import Handlers
-from pipedejavu.engine.lane import Lane, Mark, Origin, make_lane
 from pipedejavu.engine.round_end import drain, meet
 from pipedejavu.facts import Span
+from pipedejavu.runtime.lane_event import ClockOrigin
 
 JOIN_S = 0.1
 """How often a worker that waits for its lanes looks whether one has failed; the others may wait for peers for ever."""
@@ -41,7 +42,7 @@ class WorkerLoop:
             for before in (before for position in self.positions[name] for before in self.waits[position]):
                 self.sent_by.setdefault(before, set()).add(name)
         self.heads: dict[str, int] = {}
-        self.marks: dict[int, Mark] = {}
+        self.marks: dict[int, ActionEvent] = {}
         self.failure: BaseException | None = None
         self.lock, self.sending = threading.Lock(), threading.RLock()
 
@@ -75,7 +76,7 @@ class WorkerLoop:
             if name != "compute" and name not in self.heads
         ]
         self._guarded(lambda _: self._between(meet), "compute")
-        origin = Origin.now(self.handlers.device)
+        origin = ClockOrigin.now(self.handlers.device)
         for thread in others:
             thread.start()
         for name in self.heads:
@@ -97,7 +98,7 @@ class WorkerLoop:
         """Waits for what was issued."""
         self.handlers.notice("compute", "the end of the round")
         for mark in self.marks.values():
-            mark.wait()
+            mark.wait_on_host()
         self.handlers.notice("compute", "")
         self._between(drain)
         self.handlers.finish()
@@ -147,7 +148,7 @@ class WorkerLoop:
             else:
                 time.sleep(1e-4)
 
-    def _do(self, lane: Lane, position: int) -> None:
+    def _do(self, lane: ActionLane, position: int) -> None:
         name, action = self.names[position]
         self.handlers.notice(name, action)
         for before in self.waits[position]:

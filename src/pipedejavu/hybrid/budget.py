@@ -11,8 +11,8 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 
 from pipedejavu.facts import InputError, format_bytes
 from pipedejavu.hybrid.placement import Limits, Place, Stretch, UnitSize, gpu_peak
-from pipedejavu.hybrid.unit_state import Progress as Report
 from pipedejavu.hybrid.unit_state import UnitState, size_of
+from pipedejavu.runtime.host_memory import Progress as Report
 
 Budget = int | Literal["auto"]
 
@@ -48,7 +48,7 @@ class MemoryMeter:
                 f" {format_bytes(self._gpu_budget)}; give more than {format_bytes(needed)}"
             )
         pool = self.limits(keeps_gradients, num_first)
-        least = sum(size.weight_bytes + size.lean_bytes for size in sizes)
+        least = sum(size.weight_bytes + size.no_copy_bytes for size in sizes)
         if least > pool.gpu_bytes + pool.host_bytes:
             raise InputError(
                 f"weights, state and gradients take at least {format_bytes(least)}, and both budgets together are"

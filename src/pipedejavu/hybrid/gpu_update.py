@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from pipedejavu.hybrid.arithmetic import AdamState, Scalars
-from pipedejavu.hybrid.slab import aligned
+from pipedejavu.runtime.host_memory import aligned
 
 BLOCK = 1024
 _GRADIENT, _WEIGHT, _REST, _COUNT, _FIRST, _FACTORS, _WIDTH = 0, 1, slice(2, 5), 5, 6, 7, 12
@@ -31,7 +31,7 @@ Launch = Callable[[float], None]
 """An update that only waits for the scale of its gradients, which it keeps alive."""
 
 
-def places_of(weight: Tensor) -> tuple[Places, int]:
+def state_layout(weight: Tensor) -> tuple[Places, int]:
     """Returns where the parts of a parameter's state lie where they lie together, and the size of all of it."""
     n = weight.numel()
     low, moment = aligned(2 * n) if weight.dtype == torch.bfloat16 else 0, aligned(4 * n)
@@ -40,7 +40,7 @@ def places_of(weight: Tensor) -> tuple[Places, int]:
 
 def state_in(memory: Tensor, weight: Tensor, start: int) -> AdamState:
     """Returns a parameter's state that begins somewhere in memory."""
-    n, (low, m, v) = weight.numel(), (start + place for place in places_of(weight)[0])
+    n, (low, m, v) = weight.numel(), (start + place for place in state_layout(weight)[0])
     half = memory[low : low + 2 * n].view(torch.int16) if weight.dtype == torch.bfloat16 else None
     return AdamState(weight.view(-1), half, *(memory[place : place + 4 * n].view(torch.float32) for place in (m, v)))
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from pipedejavu.hybrid.arithmetic import AdamState, Scalars, update_
 
 LIBRARY = Path(__file__).with_name("_native.so")
-SPARED_CORES = 2
+RESERVED_CORES = 2
 """Cores that are left for launching kernels and for the data loader."""
 
 
@@ -72,7 +72,7 @@ class HostUpdate:
 
     def __init__(self, num_threads: int | None = None, *, is_native: bool | None = None):
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        self.num_threads = num_threads or max(1, cores - SPARED_CORES)
+        self.num_threads = num_threads or max(1, cores - RESERVED_CORES)
         self._library = library() if is_native is not False else None
         if is_native and self._library is None:
             raise RuntimeError(f"{LIBRARY} was not built; install the package where there is a C compiler")

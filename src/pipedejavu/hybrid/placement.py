@@ -12,7 +12,7 @@ from typing import Literal
 
 from pipedejavu.facts import InputError, format_bytes
 
-VISITOR_SHARE = 0.58
+STREAMED_SHARE = 0.58
 """Of the parameters that the GPU cannot hold. The way back of a visitor takes three quarters of the time in which the
 host updates as many parameters while copies run beside it, so at about this share both end together."""
 
@@ -34,11 +34,11 @@ class UnitSize:
     """State on the GPU beside the weights."""
     host_bytes: int
     """State, weights and gradients in host memory."""
-    lean_bytes: int
+    no_copy_bytes: int
     """State and gradients in host memory."""
-    visit_bytes: int
+    streamed_bytes: int
     """State alone, in host memory or on the GPU."""
-    spare_bytes: int
+    shadow_bytes: int
     """A second copy of what an update writes in host memory."""
     is_bound_to_host: bool = False
     """Whether only host memory can hold it, because its weights come and go."""
@@ -70,7 +70,7 @@ class Placement:
     """The place of each unit's state, with the forecast and the reasons."""
 
     places: tuple[Place, ...]
-    is_spare: tuple[bool, ...]
+    has_shadow: tuple[bool, ...]
     """Whether a second copy of a unit's state is there to write a guess to."""
     gpu_bytes: int
     host_bytes: int
@@ -98,15 +98,15 @@ def choose_placement(
         arrivals: dict[int, tuple[int, ...]] = {}
         room = 0
         if limits.keeps_gradients:
-            arrivals, room = _choose_visitors(units, stretches, places, ceiling - forward_bytes, ceiling)
+            arrivals, room = _choose_streamed(units, stretches, places, ceiling - forward_bytes, ceiling)
             if limits.num_first is None:
                 arrivals = _put_first(units, places, arrivals)
         usage = _usage(units, stretches, places, limits.keeps_gradients)
         gpu = max(*usage, usage[-1] + room + (forward_bytes if room else 0))
-        host = _make_lean(units, places, limits.host_bytes)
+        host = _drop_weight_copies(units, places, limits.host_bytes)
         if host <= limits.host_bytes:
             return Placement(
-                places=tuple(places), is_spare=(False,) * len(units), gpu_bytes=gpu, host_bytes=host,
+                places=tuple(places), has_shadow=(False,) * len(units), gpu_bytes=gpu, host_bytes=host,
                 reasons=_reasons(units, places, gpu, host, limits), arrivals=arrivals,
             )  # fmt: skip
         least_host = min(least_host or host, host)  # fewer units on the GPU may leave room for more visitors
@@ -117,16 +117,16 @@ def with_shadows(placement: Placement, units: Sequence[UnitSize], wanted: Sequen
     """Returns the placement with spare copies for the wanted units, as far as host memory goes."""
     total, spare = placement.host_bytes, []
     for unit, place, is_wanted in zip(units, placement.places, wanted, strict=True):
-        fits = is_wanted and place == "host" and not unit.is_bound_to_host and total + unit.spare_bytes <= limit
+        fits = is_wanted and place == "host" and not unit.is_bound_to_host and total + unit.shadow_bytes <= limit
         spare.append(fits)
-        total += unit.spare_bytes if fits else 0
+        total += unit.shadow_bytes if fits else 0
     if not any(spare):
         return placement
     reason = (
         f"{sum(spare)} units have a spare copy of their state ({format_bytes(total - placement.host_bytes)}): their"
         " update is written there during the backward pass, and counts if no clipping turns out to be needed"
     )
-    return replace(placement, is_spare=tuple(spare), host_bytes=total, reasons=(*placement.reasons, reason))
+    return replace(placement, has_shadow=tuple(spare), host_bytes=total, reasons=(*placement.reasons, reason))
 
 
 def wants_shadows(places: Sequence[Place], host_s: Sequence[float], forward_s: Sequence[float]) -> list[bool]:
@@ -146,7 +146,7 @@ def wants_shadows(places: Sequence[Place], host_s: Sequence[float], forward_s: S
     return [n in held[: len(held) - hidden] for n in range(len(places))]
 
 
-def forward_room(units: Sequence[UnitSize], placement: Placement, forwards: Sequence[Stretch]) -> dict[int, int]:
+def free_in_forward(units: Sequence[UnitSize], placement: Placement, forwards: Sequence[Stretch]) -> dict[int, int]:
     """Returns by unit what visitors may still take of the GPU during its forward, so that the peak stays."""
     held = list(zip(units, placement.places, strict=True))
     resting = sum(unit.weight_bytes + (unit.gpu_bytes if place == "gpu" else 0) for unit, place in held)
@@ -159,13 +159,13 @@ def forward_room(units: Sequence[UnitSize], placement: Placement, forwards: Sequ
     return room
 
 
-def leaving_room(
+def free_for_leaving(
     units: Sequence[UnitSize], placement: Placement, stretches: Sequence[Stretch], keeps_gradients: bool
 ) -> dict[int, int]:
     """Returns by unit, when its gradients are final, what earlier ones that are leaving may still take of the GPU."""
     usage, room, visiting = _usage(units, stretches, placement.places, keeps_gradients), {}, 0
     for stretch, following in zip(stretches, usage[1:], strict=True):
-        visiting += sum(units[n].visit_bytes for n in placement.arrivals.get(stretch.unit, ()))
+        visiting += sum(units[n].streamed_bytes for n in placement.arrivals.get(stretch.unit, ()))
         room[stretch.unit] = placement.gpu_bytes - following - visiting
     return room
 
@@ -196,7 +196,7 @@ def _usage(
     return [*usage, resting + kept + leaving]
 
 
-def _choose_visitors(
+def _choose_streamed(
     units: Sequence[UnitSize], stretches: Sequence[Stretch], places: list[Place], last_ceiling: int, ceiling: int
 ) -> tuple[dict[int, tuple[int, ...]], int]:
     """Turns the first host-held units into visitors; returns when the first of them come, and their room in bytes.
@@ -208,19 +208,19 @@ def _choose_visitors(
     total = sum(units[n].num_parameters for n in held)
     for count in range(len(held), 0, -1):
         chosen = held[:count]
-        if sum(units[n].num_parameters for n in chosen) > VISITOR_SHARE * total:
+        if sum(units[n].num_parameters for n in chosen) > STREAMED_SHARE * total:
             continue
         trial: list[Place] = ["visit" if n in chosen else place for n, place in enumerate(places)]
         usage = _usage(units, stretches, trial, True)
-        room = min(last_ceiling - usage[-1], sum(units[n].visit_bytes for n in chosen))
-        if max(usage) > ceiling or room < min(2, count) * max(units[n].visit_bytes for n in chosen):
+        room = min(last_ceiling - usage[-1], sum(units[n].streamed_bytes for n in chosen))
+        if max(usage) > ceiling or room < min(2, count) * max(units[n].streamed_bytes for n in chosen):
             continue
         arrivals: dict[int, tuple[int, ...]] = {}
         used, waiting = 0, list(chosen)
         for position, stretch in enumerate(stretches):
             free, coming = min(room, ceiling - max(usage[position + 1 :])), []
-            while waiting and used + units[waiting[0]].visit_bytes <= free:
-                used += units[waiting[0]].visit_bytes
+            while waiting and used + units[waiting[0]].streamed_bytes <= free:
+                used += units[waiting[0]].streamed_bytes
                 coming.append(waiting.pop(0))
             if coming:
                 arrivals[stretch.unit] = tuple(coming)
@@ -250,12 +250,12 @@ def host_bytes(units: Sequence[UnitSize], places: Sequence[Place]) -> int:
     """Returns the host memory of a placement: all units in it, and room for the weights of two lean ones."""
     total = largest = 0
     for unit, place in zip(units, places, strict=True):
-        total += {"gpu": 0, "visit": unit.visit_bytes, "host": unit.host_bytes, "lean": unit.lean_bytes}[place]
+        total += {"gpu": 0, "visit": unit.streamed_bytes, "host": unit.host_bytes, "lean": unit.no_copy_bytes}[place]
         largest = max(largest, unit.gradient_bytes if place == "lean" else 0)
     return total + 2 * largest
 
 
-def _make_lean(units: Sequence[UnitSize], places: list[Place], limit: int) -> int:
+def _drop_weight_copies(units: Sequence[UnitSize], places: list[Place], limit: int) -> int:
     """Turns as few host-held units as fit the host into lean ones, the last ones first; returns the fewest bytes."""
     fewest = host_bytes(units, places)
     for n in reversed(range(len(units))):

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from pipedejavu.runtime.lane_event import ClockOrigin
+
 _DONE = {
     "came": "wait{}", "began": "F{}", "turned": "B{}", "came again": "wait{}", "began again": "B{}",
     "updating": "UPDATE{}",
@@ -29,13 +31,7 @@ class Recorder:
         self._is_backward = False
         self.undo: list[Callable[[], None]] = []
         """What to do when the recording is over."""
-        self._origin: torch.cuda.Event | None = None
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-            self._origin = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-            self._origin.record()
-            self._origin.synchronize()  # so that both clocks begin at one moment
-        self.began_s = time.perf_counter()
+        self.began_s, self._origin = ClockOrigin.now(device)
 
     def add(self, lane: str, action: str, start_s: float, end_s: float) -> None:
         """Takes a span in the seconds of time.perf_counter."""

@@ -249,19 +249,19 @@ def read_run(optimizer: HybridAdamW, spans: Sequence[tuple[str, str, float, floa
     scheduler = optimizer.scheduler
     if scheduler.plan is None:
         raise InputError("the optimizer has made no step yet; train a few, then record")
-    limits = scheduler.meter.limits(scheduler.rules.clip_norm is not None, scheduler.rules.gpu_units)
+    limits = scheduler.meter.limits(scheduler.options.clip_norm is not None, scheduler.options.gpu_units)
     units = []
     for unit_state, place in zip(scheduler.unit_states, scheduler.plan.places, strict=True):
         size = size_of(unit_state)
         units.append(
             RecordedUnit(
                 name=unit_state.unit.name, place=place, num_parameters=size.num_parameters,
-                weight_bytes=sum(m.numel * m.parameter.dtype.itemsize for m in unit_state.params),
+                weight_bytes=sum(param.numel * param.parameter.dtype.itemsize for param in unit_state.params),
                 gradient_bytes=size.gradient_bytes, state_bytes=size.gpu_bytes, is_windowed=unit_state.is_windowed,
             )
         )  # fmt: skip
     return HybridRun(
-        units=tuple(units), spans=tuple(spans), is_clipped=scheduler.rules.clip_norm is not None,
-        window=scheduler.window.size if scheduler.window else None, microbatches=scheduler.rules.microbatches,
+        units=tuple(units), spans=tuple(spans), is_clipped=scheduler.options.clip_norm is not None,
+        window=scheduler.window.size if scheduler.window else None, microbatches=scheduler.options.microbatches,
         gpu_bytes=limits.gpu_bytes, host_bytes=limits.host_bytes,
     )  # fmt: skip

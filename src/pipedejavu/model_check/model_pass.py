@@ -16,11 +16,12 @@ from torch.utils import _pytree as pytree
 
 from pipedejavu.engine import Job
 from pipedejavu.engine.optimizer import Tensors
-from pipedejavu.engine.piece import PieceRunner, generators_of
+from pipedejavu.engine.piece import PieceRunner
 from pipedejavu.engine.recompute_span import Saved, backward, like, tensors_of, with_loss
 from pipedejavu.profile import ModelCut
 from pipedejavu.profile.model_trace import as_call
 from pipedejavu.program import Program
+from pipedejavu.runtime.recompute import generators_of
 
 Loss = Callable[[Any, Any], Tensor]
 

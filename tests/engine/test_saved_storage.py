@@ -6,13 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from tests.engine.test_recompute_span import assert_same_bits, noisy, trained
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from pipedejavu.engine import recompute_span, saved_tensors
+from pipedejavu.engine import recompute_span
 from pipedejavu.engine.piece import PieceRunner
 from pipedejavu.engine.recompute_span import (
     Saved,
@@ -24,6 +23,8 @@ from pipedejavu.engine.recompute_span import (
     with_loss,
 )
 from pipedejavu.plan import Keep
+from pipedejavu.runtime import saved_storage
+from tests.engine.test_recompute_span import assert_same_bits, noisy, trained
 
 CPU = torch.device("cpu")
 PRESETS = [("gpipe", 2), ("1f1b", 2), ("zb-h1", 2), ("interleaved", 2), ("chimera", 2), ("gpipe", 1)]
@@ -38,8 +39,8 @@ def copies(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
         made.append(tensor.detach().clone())
         return made[-1]
 
-    for room in (saved_tensors, recompute_span):
-        monkeypatch.setattr(room, "moved", moved)
+    for module in (saved_storage, recompute_span):
+        monkeypatch.setattr(module, "move_tensor", moved)
     return made
 
 
@@ -177,7 +178,7 @@ def test_it_comes_back_as_it_was(is_split: bool, again: tuple[int, ...], copies:
     assert copies
 
 
-def test_a_box_goes_with_its_graph(copies: list[Tensor]) -> None:
+def test_a_storage_is_freed_with_its_graph(copies: list[Tensor]) -> None:
     runner, weights = piece(True)
     saved = forward(runner, weights, torch.randn(SAMPLES, WIDTH), loses=True)
     assert list(memory(saved))
@@ -191,5 +192,5 @@ def test_what_was_on_the_cpu_comes_back_there() -> None:
     saved = forward(runner, weights, torch.randn(SAMPLES, WIDTH), loses=True)
     tensor_offload = saved[0].tensor_offload
     assert tensor_offload is not None
-    tensor_offload.carry(torch.device("meta"))  # as it would be for a worker whose device is not the CPU
+    tensor_offload.move(torch.device("meta"))  # as it would be for a worker whose device is not the CPU
     assert {content.device for content in tensor_offload.contents} == {CPU}

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from pipedejavu.hybrid.recompute import Recompute
+from pipedejavu.runtime.recompute import Recompute
 
 CPU = torch.device("cpu")
 
@@ -136,7 +136,7 @@ def test_an_argument_that_was_changed_is_noticed() -> None:
     output = Recompute(block, block.forward, CPU)(x)
     x.add_(1)
     with pytest.raises(
-        RuntimeError, match=r"^an argument of a block that is recomputed was changed in place behind it; give"
+        RuntimeError, match=r"^an argument of a block that is recomputed was changed in place after it ran; give"
     ):
         output.sum().backward()
 

@@ -6,26 +6,26 @@ import pytest
 import torch
 
 from pipedejavu.facts import InputError
-from pipedejavu.hybrid import activation_offload
-from pipedejavu.hybrid.activation_offload import Away, Offload
-from pipedejavu.hybrid.hybrid_lane import Lanes
+from pipedejavu.hybrid.lanes import HybridLanes
 from pipedejavu.hybrid.native import HostUpdate
+from pipedejavu.runtime import block_offload
+from pipedejavu.runtime.block_offload import BlockOffload, OffloadedTensor
 
 STEPS = 4
 
 
 @pytest.fixture
-def taken(monkeypatch: pytest.MonkeyPatch) -> list[Away]:
+def taken(monkeypatch: pytest.MonkeyPatch) -> list[OffloadedTensor]:
     """Lets tensors of every size leave, and lists those that came back."""
-    found: list[Away] = []
-    take = Away.take
+    found: list[OffloadedTensor] = []
+    take = OffloadedTensor.take
 
-    def note(away: Away) -> torch.Tensor:
-        found.append(away)
-        return take(away)
+    def note(offloaded: OffloadedTensor) -> torch.Tensor:
+        found.append(offloaded)
+        return take(offloaded)
 
-    monkeypatch.setattr(activation_offload, "MIN_BYTES", 0)
-    monkeypatch.setattr(Away, "take", note)
+    monkeypatch.setattr(block_offload, "MIN_BYTES", 0)
+    monkeypatch.setattr(OffloadedTensor, "take", note)
     return found
 
 
@@ -38,7 +38,13 @@ def blocks(lab: Any) -> list[str]:
 @pytest.mark.parametrize("choice", ["recompute", "offload", "mixed"])
 @pytest.mark.parametrize("clip_norm", [None, 0.5])
 def test_every_choice_gives_the_same_bits(
-    choice: str, window: int | None, clip_norm: float | None, lab: Any, bits: Any, compare: Any, taken: list[Away]
+    choice: str,
+    window: int | None,
+    clip_norm: float | None,
+    lab: Any,
+    bits: Any,
+    compare: Any,
+    taken: list[OffloadedTensor],
 ) -> None:
     values = ["offload", "recompute", "keep", "offload"]
     activations = dict(zip(blocks(lab), values, strict=False)) if choice == "mixed" else choice
@@ -49,9 +55,9 @@ def test_every_choice_gives_the_same_bits(
     assert bool(taken) == (choice != "recompute")
 
 
-def test_a_tensor_that_several_operations_save_leaves_once(taken: list[Away]) -> None:
-    lanes = Lanes(torch.device("cpu"), HostUpdate(1))
-    offload, x = Offload(lanes), torch.randn(8, requires_grad=True)
+def test_a_tensor_that_several_operations_save_leaves_once(taken: list[OffloadedTensor]) -> None:
+    lanes = HybridLanes(torch.device("cpu"), HostUpdate(1))
+    offload, x = BlockOffload(lanes), torch.randn(8, requires_grad=True)
     offload.run(0, torch.nn.Identity(), lambda x: (x.sin() + x.cos()).sum(), x).backward()
     assert len(taken) == 2
     assert taken[0] is taken[1]
@@ -60,14 +66,14 @@ def test_a_tensor_that_several_operations_save_leaves_once(taken: list[Away]) ->
 
 
 def test_a_tensor_in_the_memory_of_an_earlier_one_is_another() -> None:
-    lanes = Lanes(torch.device("cpu"), HostUpdate(1))
+    lanes = HybridLanes(torch.device("cpu"), HostUpdate(1))
     memory = bytearray(32)
     first = torch.frombuffer(memory, dtype=torch.float32)
-    away = Away(first, lanes)
-    away.out.wait_on_host()
-    assert away.is_of(first.detach())
+    offloaded = OffloadedTensor(first, lanes)
+    offloaded.out.wait_on_host()
+    assert offloaded.is_copy_of(first.detach())
     del first
-    assert not away.is_of(torch.frombuffer(memory, dtype=torch.float32))
+    assert not offloaded.is_copy_of(torch.frombuffer(memory, dtype=torch.float32))
     lanes.close()
 
 

@@ -1,7 +1,7 @@
-"""Host memory of exact size, for state and for copies to and from a GPU.
+"""Host memory for copies to and from a GPU: pinned, and of exactly the size that is needed.
 
-torch's own pinned memory is rounded up to a power of two; here pages are mapped, written once on all threads, and
-what a GPU copies from or to is registered with CUDA as it lies.
+torch rounds pinned memory up to a power of two. A `Slab` maps its pages itself, touches them once on all threads and
+registers them with CUDA.
 """
 
 import mmap
@@ -11,22 +11,27 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from pipedejavu.hybrid.native import HostUpdate
-
 ALIGN_BYTES = 64
+CPU = torch.device("cpu")
+
+Progress = Callable[[int], None]
+"""Receives the number of bytes that were made ready."""
 
 
 class Slab:
     """One stretch of host memory, from which tensors are taken one after the other."""
 
-    def __init__(self, size_bytes: int, host: HostUpdate, *, is_pinned: bool, progress: Callable[[int], None]):
+    def __init__(
+        self, size_bytes: int, zero: Callable[[int, int, Progress], None], *, is_pinned: bool, progress: Progress
+    ):
+        """Maps memory and lets `zero`, which takes address, size and progress, write zeros to it."""
         self.size_bytes, self._used = size_bytes, 0
         self._pages = mmap.mmap(-1, max(size_bytes, 1))
         if hasattr(mmap, "MADV_HUGEPAGE"):
             self._pages.madvise(mmap.MADV_HUGEPAGE)
         self.whole = torch.frombuffer(self._pages, dtype=torch.uint8)[:size_bytes]
         address = self.whole.data_ptr()
-        host.zero(address, size_bytes, progress)
+        zero(address, size_bytes, progress)
         if is_pinned and size_bytes:
             error = torch.cuda.cudart().cudaHostRegister(address, size_bytes, 0)  # type: ignore[no-untyped-call]
             if int(error) != 0:
@@ -34,11 +39,11 @@ class Slab:
             weakref.finalize(self, _unregister, address, self.whole)
 
     def rewind(self) -> None:
-        """Lets tensors be taken from the beginning again."""
+        """Makes the next tensor start at the beginning again."""
         self._used = 0
 
     def take(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Returns the next tensor of the slab, one-dimensional, zero at first; torch.save takes it alone."""
+        """Returns the next tensor of the slab, one-dimensional and at first zero; `torch.save` writes it alone."""
         start, size = self._used, numel * dtype.itemsize
         self._used += aligned(size)
         assert self._used <= self.size_bytes, "the slab is too small"
@@ -48,11 +53,22 @@ class Slab:
 
 
 def aligned(size_bytes: int) -> int:
-    """Returns the bytes that a tensor takes of a slab."""
+    """Returns the bytes that a tensor takes in a slab."""
     return -(-size_bytes // ALIGN_BYTES) * ALIGN_BYTES
 
 
 def _unregister(address: int, memory: Tensor) -> None:
-    """Releases pinned memory, which `memory` keeps mapped until then."""
+    """Unpins memory, which `memory` keeps mapped until then."""
     del memory
     torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[no-untyped-call]
+
+
+def move_tensor(tensor: Tensor, device: torch.device) -> Tensor:
+    """Returns a detached tensor on a device; from a GPU to the host it is copied into pinned memory.
+
+    The copy is issued to the current stream; the host does not wait for it.
+    """
+    tensor = tensor.detach()
+    if tensor.is_cuda and device == CPU:
+        return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
+    return tensor.to(device, non_blocking=True)

@@ -1,0 +1,19 @@
+"""The options of a training step that the user gives to HybridAdamW."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from pipedejavu.hybrid.activation_choice import Activations
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepOptions:
+    """How the steps of a run are made; `HybridAdamW` explains each option."""
+
+    clip_norm: float | None
+    microbatches: int
+    speculates: bool
+    gpu_units: int | None
+    window: int | Literal["auto"] | None
+    activations: Activations | Mapping[str, Activations]
