@@ -29,7 +29,8 @@ STEPS = 200
 IMPATIENT = """
 import sys
 from pipedejavu.store import saver
-from pipedejavu.train import fallback, launch, worker
+from pipedejavu.launch import launch, worker
+from pipedejavu.run import fallback_folder as fallback
 
 saver.PATIENCE_S = fallback.PATIENCE_S = 0.2
 

@@ -40,7 +40,7 @@ TRAIN = (
 FAULTY = """
 import ctypes, os, time
 from pipedejavu.engine.handlers import Handlers
-from pipedejavu.train import launch, worker
+from pipedejavu.launch import launch, worker
 
 def patch(rank):
     forward, calls = Handlers.forward, iter(range(10**9))
