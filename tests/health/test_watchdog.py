@@ -279,4 +279,4 @@ def test_torchrun_starts_ranks_again_where_one_hangs(processes, tmp_path: Path, 
         "stopped": r"pipedejavu: rank 1 was not heard for 6 s: its process is stopped, .+; it was at .+; the ranks",
     }[kind]
     assert len(re.findall(sentence, err)) == 1
-    assert "training goes on behind step 10" in err
+    assert "training goes on after step 10" in err

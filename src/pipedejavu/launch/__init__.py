@@ -2,6 +2,7 @@
 
 from pipedejavu.launch.elastic import fit_plan
 from pipedejavu.launch.init_trial import ChosenInit, choose_init
+from pipedejavu.launch.plan_source import PlanSource, StartFacts, choose_source
 from pipedejavu.launch.planned_run import PlannedRun, plan_run
 from pipedejavu.launch.rank_group import RankGroup
 from pipedejavu.launch.resume import Resumed, is_same_plan, reopen
@@ -11,12 +12,15 @@ from pipedejavu.launch.trial import find_fastest
 
 __all__ = [
     "ChosenInit",
+    "PlanSource",
     "PlannedRun",
     "RankGroup",
     "Resumed",
+    "StartFacts",
     "TrainedRun",
     "audit_run",
     "choose_init",
+    "choose_source",
     "find_fastest",
     "fit_plan",
     "is_same_plan",

@@ -44,7 +44,7 @@ class Resumed:
 
     def __str__(self) -> str:
         if self.start.step:
-            return f"training goes on behind step {self.start.step}"
+            return f"training goes on after step {self.start.step}"
         return f"{self.folder.path} holds no checkpoint: training begins"
 
     def options(self, requested: TrainOptions, names: Collection[str]) -> TrainOptions:
