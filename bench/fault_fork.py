@@ -93,7 +93,7 @@ class ForkedProcess:
 
 def _serve() -> None:
     """Answers requests: forks a run, or says how one has ended."""
-    for name in ("fault_worker", "pipedejavu.train", "pipedejavu.cli.train_command"):
+    for name in ("fault_worker", "pipedejavu.launch", "pipedejavu.cli.train_command"):
         importlib.import_module(name)
     for line in sys.stdin:
         request = json.loads(line)

@@ -36,9 +36,9 @@ LEVELS = {
     "source": 7,
     "model_check": 8,
     "planner": 8,
-    "launch": 9,
     "session": 9,
-    "cli": 10,
+    "launch": 10,
+    "cli": 11,
 }
 """Rooms by their level; a room that does not exist yet has its level already."""
 WITHOUT_TORCH = ("facts", "plan", "program", "analysis", "simulate", "search", "report")

@@ -29,7 +29,8 @@ STEPS = 200
 IMPATIENT = """
 import sys
 from pipedejavu.store import saver
-from pipedejavu.train import fallback, launch, worker
+from pipedejavu.launch import launch, worker
+from pipedejavu.run import fallback_folder as fallback
 
 saver.PATIENCE_S = fallback.PATIENCE_S = 0.2
 
@@ -123,6 +124,6 @@ def test_what_went_elsewhere_is_what_an_undisturbed_run_ends_with(processes, sma
         more = ("--run-dir", str(folder), "--resume")
         code, _, err = processes.run((*plain, str(STEPS + 20), *more), tmp_path)
         assert code == 0, err
-        assert f"training goes on behind step {STEPS}" in err
+        assert f"training goes on after step {STEPS}" in err
     model, expected = (load_file(path / "model.safetensors") for path in (small_disk / "run", tmp_path / "plain"))
     assert all(torch.equal(weight, expected[name]) for name, weight in model.items())

@@ -186,7 +186,7 @@ def test_a_checkpoint_of_an_earlier_version_goes_on_with_a_sentence(run: Path) -
     (folder / "manifest.json").write_bytes(manifest.replace(facts=old).sealed())
     (run / "seal.json").unlink()
     resumed, told = resume(run)
-    assert str(resumed) == "training goes on behind step 2"
+    assert str(resumed) == "training goes on after step 2"
     assert told[0].startswith("the checkpoint of step 2 is of an earlier version, which kept no fingerprints: whether")
     assert not told[1:]
 

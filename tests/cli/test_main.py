@@ -266,7 +266,7 @@ def test_train_goes_on_from_the_best_of_several_initialisations(tmp_path: Path) 
     found = run(
         "train", "zoo:mlp", "--data", "random:32", *sizes, *selection, "--json", "--run-dir", str(tmp_path / "run")
     )
-    said = re.search(r"candidate (\d) of 3 goes on behind step (\d); together they made (\d+) updates", found.stderr)
+    said = re.search(r"candidate (\d) of 3 goes on after step (\d); together they made (\d+) updates", found.stderr)
     assert said
     winner, behind, together = map(int, said.groups())
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]

@@ -40,7 +40,7 @@ TRAIN = (
 FAULTY = """
 import ctypes, os, time
 from pipedejavu.engine.handlers import Handlers
-from pipedejavu.train import launch, worker
+from pipedejavu.launch import launch, worker
 
 def patch(rank):
     forward, calls = Handlers.forward, iter(range(10**9))
@@ -279,4 +279,4 @@ def test_torchrun_starts_ranks_again_where_one_hangs(processes, tmp_path: Path, 
         "stopped": r"pipedejavu: rank 1 was not heard for 6 s: its process is stopped, .+; it was at .+; the ranks",
     }[kind]
     assert len(re.findall(sentence, err)) == 1
-    assert "training goes on behind step 10" in err
+    assert "training goes on after step 10" in err

@@ -209,7 +209,7 @@ def test_a_broken_checkpoint_is_named_and_the_one_before_it_goes_on(runs: Path, 
     assert resumed is not None
     assert (resumed.start.step, resumed.start.samples) == (4, 48)
     assert told[0].startswith("checkpoint step-6 cannot be used and is set aside as step-6.bad: tensor '")
-    assert (str(resumed), told[1:]) == ("training goes on behind step 4", [])
+    assert (str(resumed), told[1:]) == ("training goes on after step 4", [])
     assert CheckpointDir(folder / "checkpoints").steps() == [4]
 
 
@@ -291,7 +291,7 @@ def test_sigterm_saves_and_stops_and_the_run_goes_on(processes, tmp_path: Path, 
     code, out, err = processes.run((*COMMAND, *RESUME), tmp_path)
     assert code == 0, err
     assert json.loads(out)["steps"] == 40
-    assert f"pipedejavu: training goes on behind step {step}\n" in err
+    assert f"pipedejavu: training goes on after step {step}\n" in err
     assert steps_in(tmp_path / "run") == [*range(1, 41)]
     assert equal(model_of(tmp_path / "run"), undisturbed)
 
@@ -363,7 +363,7 @@ def test_under_torchrun_a_run_goes_on_by_itself(processes, tmp_path: Path, undis
     code, out, err = processes.run(command, tmp_path)
     assert code == 0, err
     assert json.loads(out)["steps"] == 40
-    assert "pipedejavu: training goes on behind step " in err
+    assert "pipedejavu: training goes on after step " in err
     assert steps_in(tmp_path / "run") == [*range(1, 41)]
     assert equal(model_of(tmp_path / "run"), undisturbed)
 

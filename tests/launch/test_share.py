@@ -17,7 +17,7 @@ from pipedejavu.source.task import SampleOrder
 from pipedejavu.zoo import build
 
 MOVING = """
-from pipedejavu.train import worker
+from pipedejavu.launch import worker
 
 def work(rank, size, launched):
     worker.adjusted_counts = lambda counts, times, bounds: (4, 5, 15)

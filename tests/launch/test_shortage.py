@@ -171,7 +171,7 @@ CAPPED = """
 import json, os
 import tests.launch.test_shortage as capped
 from pipedejavu.cli.main import main
-from pipedejavu.train import worker
+from pipedejavu.launch import worker
 
 worker.work = lambda *_: None
 capped.work_capped(int(os.environ["RANK"]), 2, "run")

@@ -80,7 +80,7 @@ def test_getting_a_microbatch_is_part_of_the_first_forward(plan: str, sizes: lis
 STEP = """
 import sys, torch
 from pipedejavu.engine.device import be_deterministic
-from pipedejavu.train import Trainer
+from pipedejavu.session import Trainer
 
 be_deterministic()
 model, batch = torch.nn.Sequential(torch.nn.Linear(2, 2)), (torch.ones(4, 2), torch.ones(4, 2))

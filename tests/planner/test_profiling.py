@@ -17,7 +17,7 @@ from pipedejavu.planner.profiling import (
     choose_sizes,
     estimate_model,
     measure_model,
-    measure_ways,
+    measure_with,
     this_machine,
 )
 from pipedejavu.profile import UnitSample
@@ -130,7 +130,7 @@ def test_a_part_of_a_cpu_is_measured_while_the_others_work(monkeypatch) -> None:
     monkeypatch.setattr(planning, "num_cores", lambda: 4)
     machine = this_machine()
     cpus = tuple(d.replace(most_workers=4) for d in machine.devices if d.type == "cpu")
-    ways = planning.ways_of(machine.replace(devices=cpus))
+    ways = planning.measure_setups(machine.replace(devices=cpus))
     assert {way.kind: (way.threads, way.beside) for way in ways} == {"cpu": (4, 0), "cpu/2": (2, 2), "cpu/4": (1, 3)}
 
 
@@ -138,7 +138,7 @@ def test_samples_are_made_with_the_threads_of_each_way() -> None:
     unit_sample = UnitSample([("only", nn.Linear(3, 3))], torch.randn(2, 3), torch.randn(2, 3), nn.functional.mse_loss)
     ways = [MeasureSetup(f"{count} threads", torch.device("cpu"), count) for count in (1, 2)]
     job, threads = Job(units=unit_sample.units, loss=unit_sample.loss, optimizer=Sgd(lr=0.1)), list[int]()
-    profile = measure_ways("own", [unit_sample], job, ways, quiet, lambda _: threads.append(torch.get_num_threads()))
+    profile = measure_with("own", [unit_sample], job, ways, quiet, lambda _: threads.append(torch.get_num_threads()))
     assert threads == sorted(threads)
     assert {*threads} == {1, 2}
     assert profile.batch.keys() == {"1 threads", "2 threads"}

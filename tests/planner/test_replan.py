@@ -270,7 +270,7 @@ def test_a_run_whose_worker_becomes_slow_goes_on_under_another_plan(tmp_path: Pa
 ASLEEP = """
 import os, tests.planner.test_replan as asleep
 from pipedejavu.cli.main import main
-from pipedejavu.train import worker
+from pipedejavu.launch import worker
 
 worker.work = lambda *_: None
 asleep.work_asleep(int(os.environ["RANK"]), 2, "")

@@ -372,7 +372,7 @@ def test_contributions_are_scored_on_the_sample_and_the_worst_is_dropped() -> No
 LOOP = """
 import signal, torch
 from torch import nn
-from pipedejavu.train import Trainer
+from pipedejavu.session import Trainer
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell's background job would not have
 model = nn.Sequential(*(nn.Sequential(nn.Linear(256, 256), nn.ReLU()) for _ in range(4)))

@@ -1,4 +1,4 @@
-"""The verb `compare`."""
+"""The verb `compare`: prediction against measurement, of a run or of a recording of HybridAdamW."""
 
 from pathlib import Path
 
@@ -11,7 +11,7 @@ from pipedejavu.report import compare as compare_timelines
 
 
 def compare(run_dir: str, as_json: bool) -> None:
-    """Prints what was predicted against what was measured, by worker and kind."""
+    """Prints predicted and measured times per worker and kind of action."""
     require_torch("training")
     from pipedejavu.run import RunFolder
 
@@ -42,17 +42,17 @@ def compare(run_dir: str, as_json: bool) -> None:
 
 
 def _compare_recording(path: Path, as_json: bool) -> None:
-    """Prints the same of the recorded steps of a HybridAdamW, by lane and kind, and what bounds a step."""
+    """Prints predicted and measured times of recorded HybridAdamW steps, per lane and kind, and what bounds a step."""
     from pipedejavu.hybrid_report import HybridRun, occupancy_of, review
 
     run = HybridRun.load(path)
-    found, use = review(run), occupancy_of(run)
+    comparison, use = review(run), occupancy_of(run)
     if as_json:
-        table = [{"lane": lane, **row._asdict()} for lane, rows in found.rows().items() for row in rows]
-        steps = {"predicted_s": found.predicted_step_s, "measured_s": found.measured_step_s}
+        table = [{"lane": lane, **row._asdict()} for lane, rows in comparison.rows().items() for row in rows]
+        steps = {"predicted_s": comparison.predicted_step_s, "measured_s": comparison.measured_step_s}
         print_json({"rows": table, **steps, "busy": use.busy, "bounds": use.bounds, "hidden": use.hidden})
         return
-    terminal(soft_wrap=True).print(str(found), str(use), sep="\n")
+    terminal(soft_wrap=True).print(str(comparison), str(use), sep="\n")
 
 
 def _ratio(predicted: Timeline, measured: Timeline) -> str:

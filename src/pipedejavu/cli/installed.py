@@ -1,6 +1,6 @@
-"""Whether what a verb needs is installed: measuring and training need torch, planning does not.
+"""Checks that torch is installed: measuring and training need it, planning does not.
 
-A file of this room imports torch's rooms inside its functions, after `require_torch`.
+Files of `cli` import rooms that need torch inside functions, after `require_torch`.
 """
 
 from importlib import import_module

@@ -1,13 +1,13 @@
-"""What the verb `train` was asked for, and the plan that it chooses for that."""
+"""The plan that `train` starts with: reads, searches or adapts it, as `choose_source` decides."""
 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from pipedejavu.cli.input_files import read_plan
 from pipedejavu.cli.plan_command import show_progress
+from pipedejavu.cli.train_request import TrainRequest
 from pipedejavu.facts import InputError, Machine, Profile, format_seconds
 from pipedejavu.facts.printable import print_error, tell
 from pipedejavu.plan import Decision, Plan, preset
@@ -15,39 +15,9 @@ from pipedejavu.probe.machine_shape import num_cores
 from pipedejavu.search import RankedPlan, SearchOptions
 
 if TYPE_CHECKING:
-    from pipedejavu.launch import RankGroup, Resumed
+    from pipedejavu.launch import RankGroup, Resumed, StartFacts
     from pipedejavu.planner.worker_host import WorkerHost
     from pipedejavu.run import TrainOptions
-
-
-Devices = Literal["auto", "cpu", "gpu"]
-
-
-@dataclass(frozen=True)
-class TrainRequest:
-    """What the user asked of a run beside its options."""
-
-    plan: str
-    sizes: Mapping[str, int | None]
-    batch: int | None
-    """Of an update, for a plan that is searched."""
-    cpu_share: float | None
-    machine: str | None
-    devices: Devices
-    run_dir: str | None
-    resume: bool
-    given: frozenset[str]
-    """Parameters that were on the command line."""
-    as_json: bool
-    tries: int = 1
-    """Of the plans that a search finds: how many run some updates, before the fastest of them is taken."""
-    accept_changes: bool = False
-    allow_restart: bool = False
-
-    @property
-    def has_plan(self) -> bool:
-        """Whether anything was asked of the plan."""
-        return not self.given.isdisjoint({"plan", "batch", "cpu_share", "machine", "devices", *self.sizes})
 
 
 def choose(
@@ -58,78 +28,100 @@ def choose(
     resumed: "Resumed | None",
     worker_hosts: "Sequence[WorkerHost]",
 ) -> tuple[Plan, Profile | None, Machine | None]:
-    """Returns the plan to train with, and what is known of the model and the machine under it."""
-    from pipedejavu.launch import is_same_plan
+    """Returns the plan to train with, and the profile and machine that are known for it."""
+    from pipedejavu.launch import PlanSource, choose_source, is_same_plan
 
-    known = resumed.known if resumed else None
-    processes = ranks.size if ranks.is_launched else None
-    fits = known is not None and processes in (None, known.plan.num_workers)
-    switch = known.switch if known and options.on_oom == "replan" else None
-    if resumed and known and switch and switch.plan.num_workers == processes:
-        resumed.folder.add_metrics(switch.row(known.plan.name, resumed.start.step))
-        return switch.plan, switch.profile, switch.machine
-    if known and fits and (not request.has_plan or (ranks.is_launched and request.plan == "auto")):
+    known, facts = resumed.known if resumed else None, _facts(options, request, ranks, resumed)
+    source = choose_source(facts)
+    if source is PlanSource.SWITCH:
+        assert resumed
+        assert known
+        assert known.switch
+        resumed.folder.add_metrics(known.switch.row(known.plan.name, resumed.start.step))
+        return known.switch.plan, known.switch.profile, known.switch.machine
+    if source is PlanSource.RUN:
+        assert known
         chosen = known.plan
-    elif resumed and known and processes and not fits and known.plan.version.kind == "sync":
+    elif source is PlanSource.FIT:
+        assert resumed
         chosen = _fit(resumed, request, worker_hosts)
-    elif is_searched(request, ranks.is_launched):
-        chosen, machine = _search(options, request, machine)
     else:
-        chosen = choose_plan(request, processes)
+        check_options(request, is_searched=source is PlanSource.SEARCH)
+        if source is PlanSource.SEARCH:
+            chosen, machine = _search(options, request, machine)
+        else:
+            chosen = choose_plan(request, facts.num_processes)
     if known and machine is None and is_same_plan(chosen, known.plan):
         return known.plan, known.profile, known.machine
     return chosen, None, machine
 
 
-def _fit(resumed: "Resumed", request: TrainRequest, worker_hosts: "Sequence[WorkerHost]") -> Plan:
-    """Returns a plan for the processes that torchrun started this time, and tells of it."""
-    from pipedejavu.launch import fit_plan
+def _facts(
+    options: "TrainOptions", request: TrainRequest, ranks: "RankGroup", resumed: "Resumed | None"
+) -> "StartFacts":
+    from pipedejavu.launch import StartFacts
 
-    wanted = None
-    if request.plan != "auto":
-        with suppress(InputError):
-            wanted = choose_plan(request, len(worker_hosts))
-    assert resumed.known is not None
-    before = resumed.known.plan
-    found: Plan = fit_plan(resumed.known, wanted, worker_hosts, request.devices)
-    counts = f"torchrun started {len(worker_hosts)} processes where the run had {before.num_workers} workers"
-    reason = f"{counts}: it goes on under plan '{found.name}' with the same batch"
-    tell(reason)
-    row = {"switched": resumed.start.step, "before": before.name, "plan": found.name, "reason": reason}
-    resumed.folder.add_metrics(row)
-    return found
+    known = resumed.known if resumed else None
+    switch = known.switch if known and options.on_oom == "replan" else None
+    return StartFacts(
+        num_processes=ranks.size if ranks.is_launched else None,
+        known_workers=known.plan.num_workers if known else None,
+        is_sync=known is None or known.plan.version.kind == "sync",
+        switch_workers=switch.plan.num_workers if switch else None,
+        has_request=request.has_plan,
+        is_auto=request.plan == "auto",
+        has_workers=request.workers is not None,
+    )
 
 
-def is_searched(request: TrainRequest, is_launched: bool) -> bool:
-    """Whether the planner is asked; raises InputError for options that are not for the plan that was asked for."""
-    is_auto = request.plan == "auto" and not is_launched and request.sizes.get("workers") is None
-    if not is_auto and request.batch is not None:
+def check_options(request: TrainRequest, *, is_searched: bool) -> None:
+    """Raises InputError for options that do not go with the plan: one that is searched for, or one that is read."""
+    if not is_searched and request.batch is not None:
         raise InputError("--batch is for --plan auto, which chooses the workers; give --microbatches and --samples")
-    if not is_auto and request.tries > 1:
+    if not is_searched and request.tries > 1:
         raise InputError(
             "--try is for --plan auto that chooses the workers itself; leave it out, or else --workers, other plans and"
             " torchrun"
         )
     if request.tries < 1:
         raise InputError(f"--try is a number of plans, 1 or more, not {request.tries}")
-    if is_auto and request.sizes.get("trim") is not None:
+    if is_searched and request.trim is not None:
         raise InputError("--trim is for plans that score contributions; use --plan preset:zeno")
-    given = [name for name in ("replicas", "microbatches") if request.sizes.get(name) is not None]
-    if is_auto and given:
-        raise InputError(f"--plan auto chooses the {given[0]}; give --batch, or a plan with --plan preset:NAME")
-    return is_auto
+    fixed = [name for name in ("replicas", "microbatches") if request.sizes[name] is not None]
+    if is_searched and fixed:
+        raise InputError(f"--plan auto chooses the {fixed[0]}; give --batch, or a plan with --plan preset:NAME")
+
+
+def _fit(resumed: "Resumed", request: TrainRequest, worker_hosts: "Sequence[WorkerHost]") -> Plan:
+    """Returns a plan for the number of processes that torchrun started this time, and tells the user."""
+    from pipedejavu.launch import fit_plan
+
+    requested = None
+    if request.plan != "auto":
+        with suppress(InputError):
+            requested = choose_plan(request, len(worker_hosts))
+    assert resumed.known is not None
+    before = resumed.known.plan
+    plan: Plan = fit_plan(resumed.known, requested, worker_hosts, request.device_choice)
+    counts = f"torchrun started {len(worker_hosts)} processes where the run had {before.num_workers} workers"
+    reason = f"{counts}: it goes on under plan '{plan.name}' with the same batch"
+    tell(reason)
+    row = {"switched": resumed.start.step, "before": before.name, "plan": plan.name, "reason": reason}
+    resumed.folder.add_metrics(row)
+    return plan
 
 
 def _search(options: "TrainOptions", request: TrainRequest, machine: Machine | None) -> tuple[Plan, Machine]:
-    """Returns the best plan that runs, and the machine that it is for."""
+    """Returns the best plan that the engine runs, and its machine."""
     from pipedejavu.launch import find_fastest
     from pipedejavu.planner.planning import choose_plans, known_machine, profile_here
 
     question = SearchOptions(
         batch=request.batch or 32,
-        samples=request.sizes.get("samples"),
+        samples=request.samples,
         clip="none" if options.clip_norm is None else "global",
     ).agreed()
+    devices = request.device_choice
     with show_progress() as progress:
         machine = machine or known_machine()
 
@@ -137,33 +129,33 @@ def _search(options: "TrainOptions", request: TrainRequest, machine: Machine | N
             progress(0.0, text)
 
         profile = profile_here(options.model, options.data, question.batch, machine, report)
-        plans: list[RankedPlan] = choose_plans(profile, machine, question, request.tries, request.devices, progress)
-    found = plans[0] if len(plans) == 1 else find_fastest(options, plans, request.devices, print_error)
+        plans: list[RankedPlan] = choose_plans(profile, machine, question, request.tries, devices, progress)
+    best = plans[0] if len(plans) == 1 else find_fastest(options, plans, devices, print_error)
     if not request.as_json:
-        print_error(f"plan: {found.bound}; forecast of the search {format_seconds(found.time_s)}")
-    return found.plan, found.machine
+        print_error(f"plan: {best.bound}; forecast of the search {format_seconds(best.time_s)}")
+    return best.plan, best.machine
 
 
-def choose_plan(request: TrainRequest, processes: int | None) -> Plan:
-    """Reads the plan, for as many workers as there are processes where they are started already."""
-    plan = _read_sized(request, processes)
+def choose_plan(request: TrainRequest, num_processes: int | None) -> Plan:
+    """Reads the plan, for as many workers as there are processes if torchrun has started them."""
+    plan = _read_sized(request, num_processes)
     return plan if request.cpu_share is None else _with_cpu_share(plan, request.cpu_share)
 
 
-def _read_sized(request: TrainRequest, processes: int | None) -> Plan:
-    read = _choose_simply if request.plan == "auto" else partial(read_plan, request.plan, is_run=True)
-    if processes is None or request.sizes.get("workers") is not None:
+def _read_sized(request: TrainRequest, num_processes: int | None) -> Plan:
+    read = _data_parallel if request.plan == "auto" else partial(read_plan, request.plan, is_run=True)
+    if num_processes is None or request.workers is not None:
         return read(request.sizes)
-    for workers in range(1, processes + 1):
+    for workers in range(1, num_processes + 1):
         with suppress(InputError):
-            found = read({**request.sizes, "workers": workers})
-            if found.num_workers == processes:
-                return found
+            plan = read({**request.sizes, "workers": workers})
+            if plan.num_workers == num_processes:
+                return plan
     return read(request.sizes)
 
 
 def _with_cpu_share(plan: Plan, share: float) -> Plan:
-    """Returns the plan with a fixed part of each batch for its CPU replicas."""
+    """Returns the plan with a fixed fraction of each batch for its CPU replicas."""
     place, feed = plan.place, plan.feed
     if feed.kind != "share" or not place.cpu_replicas:
         raise InputError(
@@ -175,13 +167,17 @@ def _with_cpu_share(plan: Plan, share: float) -> Plan:
     return plan.replace(feed=feed.replace(shares=shares, is_controlled=False))
 
 
-def _choose_simply(sizes: Mapping[str, int | None]) -> Plan:
-    """Chooses a plan for workers that are given: data parallel over them."""
+def _data_parallel(sizes: Mapping[str, int | None]) -> Plan:
+    """Returns a data-parallel plan: a replica per GPU, or per core up to four if there is no GPU."""
     from pipedejavu.planner import num_gpus
 
     gpus = num_gpus()
     workers = sizes.get("workers") or gpus or min(4, max(2, num_cores()))
-    given = {"microbatches": sizes.get("microbatches") or 1, "samples": sizes.get("samples") or 8}
-    plan = preset("ddp").at(workers=workers, trim=sizes.get("trim"), **given)
+    plan = preset("ddp").at(
+        workers=workers,
+        trim=sizes.get("trim"),
+        microbatches=sizes.get("microbatches") or 1,
+        samples=sizes.get("samples") or 8,
+    )
     reason = "a replica for each GPU" if gpus else "CPU workers of one host are alike; one for each core, four at most"
     return plan.replace(decisions=(Decision(axis="place", choice=f"{workers} replicas", reason=reason),))

@@ -1,17 +1,18 @@
-"""The verb `plan`: measures or reads what is needed, searches with a progress bar, and says which plan wins and why."""
+"""The verb `plan`: reads or measures model and machine, searches, and prints the best plan and why it is the best."""
 
 import json
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Annotated, Any, NamedTuple
 
+import typer
 from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as Bar
 from rich.table import Table
 
-from pipedejavu.cli.input_files import read_model
+from pipedejavu.cli.input_files import AsJson, read_model
 from pipedejavu.cli.installed import require_torch
 from pipedejavu.cli.terminal import print_json, styled, terminal
 from pipedejavu.facts import (
@@ -45,71 +46,100 @@ from pipedejavu.simulate import simulate
 from pipedejavu.zoo import estimate_profile
 
 MEASURING = ("measuring", "pip install 'pipedejavu[train]', or give --machine and a profile")
-"""What needs torch here, and what to do without it."""
+"""What needs torch, and what to do without it."""
 
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """What the user asked for."""
+    """The arguments and options of `plan`."""
 
-    model: str
-    machine: str | None
-    options: SearchOptions
-    renews: bool
-    out: str | None
-    html: str | None
-    as_json: bool
+    model: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODEL", help="zoo:NAME, hf:CONFIG, FILE.py:FUNCTION, a profile file, or a shape such as gpt-small."
+        ),
+    ]
+    machine: Annotated[
+        str | None, typer.Option(help="A machine file, or such as '4xa100 + epyc-7763'; by default this one, measured.")
+    ] = None
+    batch: Annotated[int, typer.Option(help="Samples per update.")] = 32
+    samples: Annotated[int | None, typer.Option(help="Samples per microbatch; by default the best.")] = None
+    search: Annotated[str, typer.Option(help="auto, exhaustive, dp, mcmc or gradient.")] = "auto"
+    objective: Annotated[str, typer.Option(help="time or price per sample; batch or blocks: the most that fit.")] = (
+        "time"
+    )
+    price: Annotated[list[str] | None, typer.Option(help="Price per hour of a kind of device, as a100=2.5.")] = None
+    staleness: Annotated[int, typer.Option(help="How many updates old weights may be; 0 is synchronous.")] = 0
+    costed: Annotated[
+        bool, typer.Option(help="Also plans that the engine does not run yet: ZeRO, divided operators.")
+    ] = False
+    time_budget: Annotated[float, typer.Option(help="Seconds for the search.")] = 60.0
+    seed: Annotated[int, typer.Option(help="Seed of randomised searchers.")] = 0
+    candidates: Annotated[int, typer.Option(help="Most plans to show.")] = 5
+    renew: Annotated[bool, typer.Option(help="Measure again instead of using cached measurements.")] = False
+    out: Annotated[str | None, typer.Option(help="Write the best plan as JSON to this file, for 'train'.")] = None
+    html: Annotated[str | None, typer.Option(help="Write the report, one HTML page, to this file.")] = None
+    as_json: AsJson = False
+
+    def search_options(self) -> SearchOptions:
+        """Returns the options of the search; raises InputError with all faults."""
+        prices = {}
+        for text in self.price or ():
+            kind, _, number = text.partition("=")
+            try:
+                prices[kind] = float(number)
+            except ValueError:
+                raise InputError(f"--price is KIND=PRICE, such as a100=2.5, not '{text}'") from None
+        names = ("batch", "samples", "objective", "staleness", "seed", "candidates")
+        form: dict[str, object] = {name: getattr(self, name) for name in names}
+        form |= {"searcher": self.search, "time_budget_s": self.time_budget, "is_runnable": not self.costed}
+        return SearchOptions.from_json(json.dumps({**form, "prices": prices}), source="the options of plan").agreed()
 
 
 class PlanInputs(NamedTuple):
-    """What there is to plan for, and where it comes from."""
+    """The profile, machine and options of a search, and notes for the user on where they come from."""
 
     profile: Profile
     machine: Machine
+    options: SearchOptions
     notes: tuple[str, ...]
 
 
 class PlanAnswer(NamedTuple):
-    """What was found."""
+    """The result of a search, plans that need less memory, and advice."""
 
     result: SearchResult
     leaner: tuple[RankedPlan, ...]
     advice: Advised
 
 
-def read_options(given: Mapping[str, object], prices: Sequence[str]) -> SearchOptions:
-    """Returns the question to the planner; raises InputError with every fault."""
-    by_kind = {}
-    for text in prices:
-        kind, _, number = text.partition("=")
-        try:
-            by_kind[kind] = float(number)
-        except ValueError:
-            raise InputError(f"--price is KIND=PRICE, such as a100=2.5, not '{text}'") from None
-    return SearchOptions.from_json(json.dumps({**given, "prices": by_kind}), source="the options of plan").agreed()
-
-
 def run(request: PlanRequest) -> None:
-    """Searches, and prints or writes what was found."""
+    """Searches, and prints or writes the result.
+
+    The best plan takes one search. Advice takes one more per change that it considers (a larger batch, stale weights,
+    faster links, more memory, one more GPU), since each has another machine or other options: about seven searches in
+    all on a host with GPUs. `--html` adds up to six with less memory. No search is repeated.
+    """
+    options = request.search_options()
     with show_progress() as progress:
-        problem = _set(request, progress)
-        largest = find_largest(problem.profile, problem.machine, request.options, progress)
+        problem = _read_inputs(request, options, progress)
+        largest = find_largest(problem.profile, problem.machine, options, progress)
         if largest is not None:
-            request = replace(request, options=largest.options)
-            problem = PlanInputs(largest.profile, problem.machine, (f"largest: {largest.text}", *problem.notes))
-        result = search(problem.profile, problem.machine, request.options, progress)
+            notes = (f"largest: {largest.text}", *problem.notes)
+            problem = PlanInputs(largest.profile, problem.machine, largest.options, notes)
+        result = search(problem.profile, problem.machine, problem.options, progress)
         if result.best is None:
-            raise nothing_fits(problem.profile, problem.machine, request.options, is_complete=result.is_complete)
+            raise nothing_fits(problem.profile, problem.machine, problem.options, is_complete=result.is_complete)
         if request.model.endswith(".json"):
             _, sentences = with_part_times(problem.profile, result.best.machine)
             problem = problem._replace(notes=(*problem.notes, *(f"profile: {sentence}" for sentence in sentences)))
-        question = (problem.profile, problem.machine, request.options, result.best, progress)
+        question = (problem.profile, problem.machine, problem.options, result.best, progress)
         answer = PlanAnswer(result, leaner_plans(*question) if request.html else (), advise(*question))
     best = result.best
     if request.out:
         best.plan.save(request.out)
     if request.html:
-        write_file(request.html, _page(best, answer, problem, by_price=request.options.objective == "price"))
+        write_file(request.html, _page(best, answer, problem, by_price=problem.options.objective == "price"))
     if request.as_json:
         print_json(_form(best, answer, problem, request))
     else:
@@ -118,15 +148,15 @@ def run(request: PlanRequest) -> None:
 
 @contextmanager
 def show_progress() -> Iterator[Progress]:
-    """Shows on a terminal how far a search is, and what goes on."""
+    """Shows a progress bar on a terminal."""
     columns = (TextColumn("{task.description:<48.48}", markup=False), BarColumn(), TimeElapsedColumn())
     with Bar(*columns, console=terminal(stderr=True), transient=True, disable=not sys.stderr.isatty()) as bar:
         line = bar.add_task("starting", total=1.0)
         yield lambda share, text: bar.update(line, description=printable(text), completed=min(1.0, share))
 
 
-def _set(request: PlanRequest, progress: Progress) -> PlanInputs:
-    """Returns the profile and the machine: those that were named, or what is here, measured."""
+def _read_inputs(request: PlanRequest, options: SearchOptions, progress: Progress) -> PlanInputs:
+    """Returns profile and machine: those that the request names, or this machine and the model measured on it."""
     is_model = request.model.startswith(("zoo:", "hf:")) or ".py:" in request.model
     notes = []
     if request.machine is not None:
@@ -135,7 +165,7 @@ def _set(request: PlanRequest, progress: Progress) -> PlanInputs:
         require_torch(*MEASURING)
         from pipedejavu.planner.planning import survey_machine
 
-        machine = survey_machine(lambda text, share: progress(share, text), renews=request.renews)
+        machine = survey_machine(lambda text, share: progress(share, text), renews=request.renew)
         assert machine.survey is not None
         notes.append(f"machine: {machine.name}, measured {machine.survey.date} (--renew measures again)")
     if not is_model:
@@ -151,32 +181,32 @@ def _set(request: PlanRequest, progress: Progress) -> PlanInputs:
         profile = profile_here(
             read_model(request.model),
             None,
-            request.options.batch,
+            options.batch,
             machine,
             lambda text: progress(0.0, text),
-            renews=request.renews,
+            renews=request.renew,
         )
         notes.append("times are measured on this machine")
     else:
         require_torch(*MEASURING)
         from pipedejavu.planner.profiling import estimate_model
 
-        samples = request.options.samples or min(request.options.batch, 8)
+        samples = options.samples or min(options.batch, 8)
         profiled = estimate_model(read_model(request.model), samples, machine, lambda text: progress(0.0, text))
         profile = profiled.profile
         notes.append("times are estimated from what the model computes and each device's stated rate")
-    return PlanInputs(profile, machine, tuple(notes))
+    return PlanInputs(profile, machine, options, tuple(notes))
 
 
 def _print(best: RankedPlan, answer: PlanAnswer, problem: PlanInputs, request: PlanRequest) -> None:
     console = terminal(soft_wrap=True)
     console.print(
-        styled(problem.profile.name, "bold"), f"on {problem.machine.name}, a batch of {request.options.batch}\n"
+        styled(problem.profile.name, "bold"), f"on {problem.machine.name}, a batch of {problem.options.batch}\n"
     )
-    table = _table(answer.result.candidates, has_price=bool(request.options.prices))
+    table = _table(answer.result.candidates, has_price=bool(problem.options.prices))
     width = console.measure(table, options=console.options.update(width=500)).maximum
     terminal(width=max(width, console.width)).print(table)
-    for text in explain(best, answer, by_price=request.options.objective == "price"):
+    for text in explain(best, answer, by_price=problem.options.objective == "price"):
         console.print(f"\n{text}")
     console.print()
     for note in _notes(answer.result, problem):
@@ -193,60 +223,60 @@ def _table(candidates: Sequence[RankedPlan], has_price: bool) -> Table:
         table.add_column(column, justify="right", no_wrap=True)
     table.add_column("memory of each device", no_wrap=True)
     table.add_column("bounded by", no_wrap=True)
-    for index, found in enumerate(candidates):
-        name = found.plan.name if found.is_runnable else f"{found.plan.name} (costed only)"
-        rate = f"{found.samples / found.time_s:.4g}" if found.time_s else "–"
-        price = [f"{found.price:.3g}"] * has_price
-        cells = [format_seconds(found.time_s), rate, *price, f"{found.bubble_fraction:.1%}"]
-        table.add_row(name, *cells, describe_memory(found.memory), found.bound, style="" if index else "bold")
+    for index, ranked in enumerate(candidates):
+        name = ranked.plan.name if ranked.is_runnable else f"{ranked.plan.name} (costed only)"
+        rate = f"{ranked.samples / ranked.time_s:.4g}" if ranked.time_s else "–"
+        price = [f"{ranked.price:.3g}"] * has_price
+        cells = [format_seconds(ranked.time_s), rate, *price, f"{ranked.bubble_fraction:.1%}"]
+        table.add_row(name, *cells, describe_memory(ranked.memory), ranked.bound, style="" if index else "bold")
     return table
 
 
 def describe_memory(needs: Sequence[MemoryNeed]) -> str:
-    """Returns what each device needs of what it has, devices that are alike in one."""
-    alike: dict[tuple[str, str], list[str]] = {}
+    """Returns the memory that each device needs, of the memory it has; devices with equal figures share one entry."""
+    groups: dict[tuple[str, str], list[str]] = {}
     for need in needs:
         held = f" ({format_bytes(need.reserved_bytes)} reserved)" if need.reserved_bytes else ""
-        alike.setdefault((format_bytes(need.need_bytes) + held, format_bytes(need.room_bytes)), []).append(need.device)
+        groups.setdefault((format_bytes(need.need_bytes) + held, format_bytes(need.room_bytes)), []).append(need.device)
     parts = []
-    for (need_text, room), names in alike.items():
-        who = names[0] if len(names) == 1 else f"{len(names)} × {names[0]}…"
-        parts.append(f"{who} {need_text} of {room}")
+    for (need_text, limit), names in groups.items():
+        devices = names[0] if len(names) == 1 else f"{len(names)} × {names[0]}…"
+        parts.append(f"{devices} {need_text} of {limit}")
     return ", ".join(parts[:3]) + (f", {len(parts) - 3} more" if len(parts) > 3 else "")
 
 
 def explain(best: RankedPlan, answer: PlanAnswer, *, by_price: bool = False) -> list[str]:
-    """Returns why the winner won, what it decided, and what to buy or change first."""
-    others = [found for found in answer.result.candidates if found is not best]
-    found, cost = [f"'{best.plan.name}' wins: {best.bound}."], "costs {}× as much" if by_price else "takes {}× as long"
+    """Returns sentences on why the best plan is the best, what it decides, and what to buy or change first."""
+    others = [other for other in answer.result.candidates if other is not best]
+    lines, cost = [f"'{best.plan.name}' wins: {best.bound}."], "costs {}× as much" if by_price else "takes {}× as long"
     if others:
         next_ = others[0]
         ratio = _score(next_, by_price) / _score(best, by_price) if _score(best, by_price) else 1.0
         if ratio < NEAR:
-            found[0] += (
+            lines[0] += (
                 f" '{next_.plan.name}' {cost.format(f'{ratio:.3f}')}; of plans within 1 % the simplest comes first."
             )
         else:
-            found[0] += f" '{next_.plan.name}' {cost.format(f'{ratio:.2f}')}: {next_.bound}."
-    found += [f"  {reason}" for reason in best.reasons]
+            lines[0] += f" '{next_.plan.name}' {cost.format(f'{ratio:.2f}')}: {next_.bound}."
+    lines += [f"  {reason}" for reason in best.reasons]
     if not best.is_runnable:
-        found.append(f"It is only costed: {best.only_costed}.")
+        lines.append(f"It is only costed: {best.only_costed}.")
     advice, left = answer.advice
     if advice:
         first, *rest = advice
         text = f"To change first: with {first.change}, {first.gain:.2f}× {'cheaper' if by_price else 'faster'}"
         more = "; ".join(f"with {a.change}, {a.gain:.2f}×" for a in rest[:3])
-        found.append(f"{text} ({format_seconds(first.time_s)} an update){f'; {more}' if more else ''}.")
+        lines.append(f"{text} ({format_seconds(first.time_s)} an update){f'; {more}' if more else ''}.")
     elif not left:
         better = "cheaper" if by_price else "faster"
-        found.append(f"Neither memory, links, a larger batch nor older weights would make it 2 % {better}.")
+        lines.append(f"Neither memory, links, a larger batch nor older weights would make it 2 % {better}.")
     if left:
-        found.append(f"There was no time to see what it would be with {'; with '.join(left)}.")
-    return found
+        lines.append(f"There was no time to see what it would be with {'; with '.join(left)}.")
+    return lines
 
 
-def _score(found: RankedPlan, by_price: bool) -> float:
-    return found.price if by_price else found.time_per_sample_s
+def _score(plan: RankedPlan, by_price: bool) -> float:
+    return plan.price if by_price else plan.time_per_sample_s
 
 
 def _notes(result: SearchResult, problem: PlanInputs) -> list[str]:
@@ -260,14 +290,14 @@ def _page(best: RankedPlan, answer: PlanAnswer, problem: PlanInputs, *, by_price
     decisions = [(d.axis, d.choice, d.reason) for d in program.plan.decisions]
     choices = [
         Choice(
-            name=found.plan.name,
-            time_s=found.time_per_sample_s,
-            share=found.fullest_share,
-            memory=describe_memory(found.memory),
-            bound=found.bound,
-            is_winner=found is best,
+            name=ranked.plan.name,
+            time_s=ranked.time_per_sample_s,
+            share=ranked.fullest_share,
+            memory=describe_memory(ranked.memory),
+            bound=ranked.bound,
+            is_winner=ranked is best,
         )
-        for found in _different((*answer.result.candidates, *answer.leaner))
+        for ranked in _different((*answer.result.candidates, *answer.leaner))
     ]
     title = f"{best.plan.name} · {problem.profile.name} on {problem.machine.name}"
     notes = [*(text.strip() for text in explain(best, answer, by_price=by_price)), *_notes(answer.result, problem)]
@@ -275,25 +305,25 @@ def _page(best: RankedPlan, answer: PlanAnswer, problem: PlanInputs, *, by_price
 
 
 def _different(candidates: Sequence[RankedPlan]) -> list[RankedPlan]:
-    """Returns candidates without those whose plan came before."""
-    return [found for n, found in enumerate(candidates) if found.plan not in [c.plan for c in candidates[:n]]]
+    """Returns the candidates without repeated plans."""
+    return [ranked for n, ranked in enumerate(candidates) if ranked.plan not in [c.plan for c in candidates[:n]]]
 
 
 def _form(best: RankedPlan, answer: PlanAnswer, problem: PlanInputs, request: PlanRequest) -> dict[str, object]:
-    """Returns what was found as one object."""
+    """Returns the answer as one object for JSON."""
 
-    def candidate(found: RankedPlan) -> dict[str, Any]:
-        form: dict[str, Any] = json.loads(found.model_dump_json(exclude={"machine", "profile", "plan"}))
-        return form | {"plan": json.loads(found.plan.to_json()), "axes": found.plan.axes()}
+    def candidate(ranked: RankedPlan) -> dict[str, Any]:
+        form: dict[str, Any] = json.loads(ranked.model_dump_json(exclude={"machine", "profile", "plan"}))
+        return form | {"plan": json.loads(ranked.plan.to_json()), "axes": ranked.plan.axes()}
 
     result = answer.result
     return {
         "profile": problem.profile.name,
         "machine": problem.machine.name,
-        "batch": request.options.batch,
-        "candidates": [candidate(found) for found in result.candidates],
-        "leaner": [candidate(found) for found in answer.leaner],
-        "explain": explain(best, answer, by_price=request.options.objective == "price"),
+        "batch": problem.options.batch,
+        "candidates": [candidate(ranked) for ranked in result.candidates],
+        "leaner": [candidate(ranked) for ranked in answer.leaner],
+        "explain": explain(best, answer, by_price=problem.options.objective == "price"),
         "advice": [json.loads(advice.model_dump_json()) for advice in answer.advice.found],
         "advice_left": answer.advice.left,
         "searcher": result.searcher,

@@ -1,4 +1,4 @@
-"""The verb `probe`: progress while a survey runs, and what it found."""
+"""The verb `probe`: measures this machine with a progress bar, and prints the survey."""
 
 import sys
 from pathlib import Path
@@ -17,11 +17,11 @@ GROUPS = {
     "compute and transfers together": ("compute", "overlap"),
     "disk": ("write", "read"),
 }
-"""Tables, and what is shown in each."""
+"""Titles of tables, and the measurements in each."""
 
 
 def run(out: str, quick: bool, as_json: bool) -> None:
-    """Measures this machine, writes it down and prints it."""
+    """Measures this machine, writes it to a file and prints it."""
     if not Path(out).absolute().parent.is_dir():
         raise InputError(f"cannot write {out}: its folder does not exist")
     require_torch("measuring")
@@ -53,7 +53,7 @@ def _measure(folder: Path, quick: bool) -> Machine:
 
 
 def print_machine(machine: Machine) -> None:
-    """Prints a machine that was measured: its host, every measurement with its spread, and what is unknown."""
+    """Prints a measured machine: its host, every measurement with its spread, and what is unknown."""
     console = terminal(soft_wrap=True)
     host, survey = machine.hosts[0], machine.survey
     assert survey is not None
@@ -82,7 +82,7 @@ def print_machine(machine: Machine) -> None:
 
 
 def format_value(row: Measurement) -> str:
-    """Formats a figure for people, in its unit."""
+    """Formats a measured value with its unit."""
     if row.unit == "B":
         return format_bytes(row.value)
     if row.unit == "s":

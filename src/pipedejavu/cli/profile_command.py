@@ -1,16 +1,17 @@
-"""The verb `profile`: runs the profiled of a model and prints its units and what training it takes."""
+"""The verb `profile`: profiles a model, and prints its units and the time and memory that training takes."""
 
 import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
+import typer
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from pipedejavu.cli.input_files import read_model
+from pipedejavu.cli.input_files import AsJson, read_model
 from pipedejavu.cli.installed import require_torch
 from pipedejavu.cli.terminal import print_json, styled, terminal
 from pipedejavu.facts import Cost, Device, InputError, Machine, Unit, format_bytes, format_seconds, read_machine
@@ -21,39 +22,47 @@ if TYPE_CHECKING:
     from pipedejavu.planner.profiling import Profiled
 
 _BUSY = 0.5
-"""Spread of measured times that no quiet machine has."""
+"""Spread of measured times above which the machine is taken to be busy."""
 
 
 @dataclass(frozen=True)
 class ProfileRequest:
-    """What the user asked for."""
+    """The arguments and options of `profile`."""
 
-    model: str
-    batch: int
-    context: int | None
-    out: str | None
-    estimates: bool
-    machine: str | None
-    parts: tuple[int, ...]
-    as_json: bool
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="zoo:NAME, hf:CONFIG or FILE.py:FUNCTION.")]
+    batch: Annotated[int, typer.Option(help="Samples per batch.")] = 8
+    context: Annotated[
+        int | None,
+        typer.Option(help="Tokens per sequence of an hf: model; by default its limit, at most 128, estimated 4096."),
+    ] = None
+    out: Annotated[str | None, typer.Option(help="Write the profile as JSON to this file.")] = None
+    estimate: Annotated[bool, typer.Option(help="Estimate instead of measuring; the model gets no memory.")] = False
+    machine: Annotated[
+        str | None, typer.Option(help="A machine file to estimate for; by default this machine's shape.")
+    ] = None
+    parts: Annotated[
+        list[int] | None,
+        typer.Option(help="Also measure a CPU divided between so many workers; may be repeated."),
+    ] = None
+    as_json: AsJson = False
 
 
 def run(request: ProfileRequest) -> None:
-    """Profiles a model and prints what was found."""
+    """Profiles a model, and prints or writes the profile."""
     model = read_model(request.model)
-    if request.machine is not None and not request.estimates:
+    if request.machine is not None and not request.estimate:
         raise InputError("times are measured on this machine; give --machine together with --estimate")
-    if request.parts and request.estimates:
+    if request.parts and request.estimate:
         raise InputError("parts of a CPU are measured; leave out --parts or --estimate")
     machine = None if request.machine is None else read_machine(request.machine)
     require_torch("profiling")
     from pipedejavu.planner.profiling import estimate_model, measure_model, this_machine
 
     with _progress() as report:
-        if request.estimates:
+        if request.estimate:
             profiled = estimate_model(model, request.batch, machine or this_machine(), report, request.context)
         else:
-            profiled = measure_model(model, request.batch, report, request.context, request.parts)
+            profiled = measure_model(model, request.batch, report, request.context, request.parts or ())
     if request.out:
         profiled.profile.save(request.out)
     if request.as_json:
@@ -64,7 +73,7 @@ def run(request: ProfileRequest) -> None:
 
 @contextmanager
 def _progress() -> Iterator[Callable[[str], None]]:
-    """Shows on a terminal what is looked at."""
+    """Shows on a terminal what is being measured."""
     columns = SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn()
     is_hidden = not sys.stderr.isatty()
     with Progress(*columns, console=terminal(stderr=True), transient=True, disable=is_hidden) as shown:
@@ -74,7 +83,7 @@ def _progress() -> Iterator[Callable[[str], None]]:
 
 def _print(profiled: "Profiled", request: ProfileRequest) -> None:
     console = terminal(soft_wrap=True)
-    how = f"{'estimated' if request.estimates else 'measured'} at {', '.join(map(str, profiled.sizes))} samples"
+    how = f"{'estimated' if request.estimate else 'measured'} at {', '.join(map(str, profiled.sizes))} samples"
     console.print(styled(profiled.profile.name, "bold"), f" {how}; a sample is {profiled.sample}\n")
     table = _table(profiled, request.batch)
     width = console.measure(table, options=console.options.update(width=500)).maximum
@@ -101,7 +110,7 @@ def _table(profiled: "Profiled", samples: int) -> Table:
 
 
 def _cells(units: Sequence[Unit], kinds: Sequence[str], samples: int) -> list[str]:
-    """Returns the row of one unit, or of several together; times are those of a batch."""
+    """Returns the table cells of one unit, or the sums over several; times are per batch."""
     times = [
         format_seconds(Cost().plus(*(getattr(unit.times[kind], part) for unit in units)).at(samples))
         for kind in kinds
@@ -121,38 +130,38 @@ def _short(number: float) -> str:
 
 def _sentences(profiled: "Profiled", request: ProfileRequest) -> list[str]:
     needs, samples = work_out_needs(profiled.profile), request.batch
-    found = [
+    sentences = [
         f"Weights, gradients and the state of AdamW take {format_bytes(needs[0].model_bytes)}, in fp32 and in bf16 with"
         " fp32 master weights alike."
     ]
     for need in needs:
         saved, kept = (format_bytes(samples * size) for size in (need.saved_bytes, need.recomputed_bytes))
         about = "about " if need is not needs[0] else ""
-        found.append(
+        sentences.append(
             f"In {need.precision.name}, {samples} samples keep {about}{saved} of activations, {kept} with recompute."
         )
     for device in _largest(profiled.machine):
-        found += [_verdict(need, device, samples) for need in needs]
+        sentences += [_verdict(need, device, samples) for need in needs]
     for kind, step in step_times(profiled.profile, samples).items():
         parts = zip(("forward", "backward", "update"), step, strict=True)
-        found.append(
+        sentences.append(
             f"A step of {samples} samples takes about {format_seconds(step.total_s)} on one {kind}: "
             + ", ".join(f"{part} {format_seconds(time_s)}" for part, time_s in parts)
             + "."
         )
     if request.model.startswith("hf:") and request.context is None and "int64" in profiled.sample:
-        found.append(f"Sequences have {profiled.sample.split()[0]} tokens; --context says how many instead.")
-    if request.estimates:
-        found.append(profiled.basis)
+        sentences.append(f"Sequences have {profiled.sample.split()[0]} tokens; --context says how many instead.")
+    if request.estimate:
+        sentences.append(profiled.basis)
     else:
         spread = step_spread(profiled.profile, samples)
         busy = "; something else keeps this machine busy, so profile again when it is idle" if spread > _BUSY else ""
-        found.append(f"Measured times lie within {spread:.0%} of these{busy}.")
-    return found
+        sentences.append(f"Measured times lie within {spread:.0%} of these{busy}.")
+    return sentences
 
 
 def _largest(machine: Machine) -> list[Device]:
-    """Returns the device of each kind that has most memory."""
+    """Returns, for each kind, the device with the most memory."""
     by_kind: dict[str, Device] = {}
     for device in machine.devices:
         known = by_kind.get(device.kind)
@@ -162,20 +171,20 @@ def _largest(machine: Machine) -> list[Device]:
 
 
 def _verdict(need: Need, device: Device, samples: int) -> str:
-    where = f"the {format_bytes(device.memory_bytes - device.reserved_bytes)} of {device.name}"
+    memory = f"the {format_bytes(device.memory_bytes - device.reserved_bytes)} of {device.name}"
     text = f"In {need.precision.name} it needs {_size(need, device, samples, recomputes=False)}"
     if need.fits(device, samples, recomputes=False):
-        return f"{text} and fits {where}, which hold{_most(need, device)}."
+        return f"{text} and fits {memory}, which hold{_most(need, device)}."
     least = _size(need, device, samples, recomputes=True)
     if need.fits(device, samples, recomputes=True):
-        return f"{text} and does not fit {where}; with recompute it needs {least} and fits."
+        return f"{text} and does not fit {memory}; with recompute it needs {least} and fits."
     if need.fits(device, 1, recomputes=True):
-        return f"{text} and does not fit {where}, with recompute {least}; they hold{_most(need, device)}."
-    return f"{text} and does not fit {where}, with recompute {least}, not even one sample; divide it over devices."
+        return f"{text} and does not fit {memory}, with recompute {least}; they hold{_most(need, device)}."
+    return f"{text} and does not fit {memory}, with recompute {least}, not even one sample; divide it over devices."
 
 
 def _size(need: Need, device: Device, samples: int, recomputes: bool) -> str:
-    """Returns what a step takes: tensors, and on a GPU what is reserved for them."""
+    """Returns the memory of a step: its tensors, and on a GPU the memory reserved for them."""
     live = format_bytes(need.live_bytes(samples, recomputes))
     if device.type == "cpu":
         return live
@@ -188,7 +197,7 @@ def _most(need: Need, device: Device) -> str:
 
 
 def _form(profiled: "Profiled", request: ProfileRequest) -> dict[str, object]:
-    """Returns what is found as one object."""
+    """Returns the profile and the needs as one object for JSON."""
     needs = work_out_needs(profiled.profile)
     devices = [
         _device_form(need, device, request.batch, recomputes)
@@ -199,7 +208,7 @@ def _form(profiled: "Profiled", request: ProfileRequest) -> dict[str, object]:
     steps = step_times(profiled.profile, request.batch)
     return {
         "profile": json.loads(profiled.profile.to_json()),
-        "is_estimated": request.estimates,
+        "is_estimated": request.estimate,
         "sizes": list(profiled.sizes),
         "sample": profiled.sample,
         "needs": [

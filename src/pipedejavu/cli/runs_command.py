@@ -13,7 +13,6 @@ from pipedejavu.facts import format_bytes, format_seconds
 from pipedejavu.facts.printable import tell
 
 if TYPE_CHECKING:
-    require_torch("training")
     from pipedejavu.run import History
 
 
@@ -23,8 +22,7 @@ def run(paths: Sequence[str], as_json: bool) -> None:
     from pipedejavu.run import History, RunFolder, find_runs
 
     if len(paths) == 1 and not RunFolder(paths[0]).holds_run:
-        found = find_runs(paths[0], tell)
-        _print_list(found, paths[0], as_json)
+        _print_list(find_runs(paths[0], tell), paths[0], as_json)
     else:
         _print_beside([History.read(path) for path in paths], as_json)
 
@@ -70,8 +68,8 @@ def _print_beside(runs: "Sequence[History]", as_json: bool) -> None:
 
 
 def _predicted_s(run: "History") -> float | None:
-    found = run.predicted
-    return found.makespan_s / run.plan.steps if found else None
+    predicted = run.predicted
+    return predicted.makespan_s / run.plan.steps if predicted else None
 
 
 def _ratio(run: "History") -> float | None:
@@ -127,11 +125,11 @@ def _form(run: "History") -> dict[str, Any]:
 
 
 def _differences(runs: "Sequence[History]") -> dict[str, list[Any]]:
-    """Returns the options and axes that are not the same in all runs."""
+    """Returns the options and axes that differ between runs."""
     fields = [name for name in type(runs[0].options).model_fields if name not in ("model", "steps")]
-    found = {name: [getattr(run.options, name) for run in runs] for name in fields}
-    found |= {axis: [run.plan.axes()[axis] for run in runs] for axis in runs[0].plan.axes()}
-    return {name: values for name, values in found.items() if any(value != values[0] for value in values)}
+    table = {name: [getattr(run.options, name) for run in runs] for name in fields}
+    table |= {axis: [run.plan.axes()[axis] for run in runs] for axis in runs[0].plan.axes()}
+    return {name: values for name, values in table.items() if any(value != values[0] for value in values)}
 
 
 def _common_step(runs: "Sequence[History]") -> int | None:
@@ -141,7 +139,7 @@ def _common_step(runs: "Sequence[History]") -> int | None:
 
 
 def _loss_at(run: "History", step: int) -> float | None:
-    return next(found.loss for found in run.steps if found.step == step)
+    return next(row.loss for row in run.steps if row.step == step)
 
 
 def _last_step(run: "History") -> int:

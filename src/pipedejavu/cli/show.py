@@ -1,4 +1,4 @@
-"""How the command line prints: tables for people, one JSON object for programs."""
+"""Prints presets and predictions: tables for people, one JSON object for programs."""
 
 import json
 from collections.abc import Sequence
@@ -22,15 +22,15 @@ def print_presets(table: dict[str, Preset], as_json: bool) -> None:
     shown = Table(box=None, pad_edge=False, header_style="bold")
     for column in ("preset", *AXES):
         shown.add_column(column, no_wrap=True)
-    for name, found in table.items():
-        shown.add_row(styled(name, "cyan"), *found.at().axes().values())
+    for name, entry in table.items():
+        shown.add_row(styled(name, "cyan"), *entry.at().axes().values())
     width = console.measure(shown, options=console.options.update(width=500)).maximum
     if not console.is_terminal or width <= console.width:
         terminal(width=width).print(shown)
     else:  # too narrow for a table
-        for name, found in table.items():
-            console.print(styled(name, "cyan"), f" {found.title}")
-            console.print("  " + " · ".join(found.at().axes().values()), style="dim")
+        for name, entry in table.items():
+            console.print(styled(name, "cyan"), f" {entry.title}")
+            console.print("  " + " · ".join(entry.at().axes().values()), style="dim")
     console.print(f"\n{len(table)} presets; 'pipedejavu presets NAME' shows one with its program.")
 
 
@@ -52,17 +52,17 @@ def print_preset(title: str, plan: Plan, program: Program, grid: str, as_json: b
 
 
 def show_cursor() -> None:
-    """Shows a terminal's cursor again: a worker that was killed while it drew the live view has left it hidden."""
+    """Shows the terminal's cursor again; a worker that was killed while drawing the live view leaves it hidden."""
     terminal(stderr=True).show_cursor(True)
 
 
 def num_slices() -> int:
-    """Returns how many slices of time fit beside each other in the terminal."""
+    """Returns how many columns of a time grid fit into the terminal."""
     return max(20, (terminal().width - 6) // 4)
 
 
 def print_prediction(prediction: Prediction, notes: Sequence[str], files: Sequence[str], as_json: bool) -> None:
-    """Prints what a plan is predicted to take."""
+    """Prints a prediction: its time, and a row per worker."""
     program = prediction.program
     if as_json:
         print_json(_prediction_form(prediction, notes, files))
@@ -99,7 +99,7 @@ def print_prediction(prediction: Prediction, notes: Sequence[str], files: Sequen
 
 
 def describe_chance(chance: Chance) -> str:
-    """Returns a sentence on how long a program takes where times vary; empty where nothing is known of that."""
+    """Returns a sentence on the range of a program's time; empty if no variation is known."""
     if not chance.varies:
         return ""
     mean, low, high = map(format_seconds, (chance.mean_s, chance.low_s, chance.high_s))

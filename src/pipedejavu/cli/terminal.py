@@ -1,7 +1,7 @@
-"""The one way to the terminal: text is printed as it is, and only what is styled here is styled.
+"""Output to the terminal: text is printed literally, without markup, emoji codes or control characters.
 
-Names, paths and messages come from others: brackets in them are no markup, ':x:' is no emoji, and a control character
-is shown and not obeyed.
+Names, paths and messages come from outside, so brackets in them are not markup, and control characters are shown as
+text. Only `styled` gives text a style.
 """
 
 from typing import Any
@@ -14,10 +14,10 @@ from pipedejavu.facts.printable import json_safe, printable
 
 
 class Terminal(Console):
-    """A console that knows no markup and obeys no control character of a text."""
+    """A console that prints text literally."""
 
     def render_str(self, text: str, **options: Any) -> Text:
-        """Returns a text as it is; all that is printed, cells of tables included, comes by here."""
+        """Returns a text as it is; rich calls it for everything it prints, including table cells."""
         return super().render_str(printable(text), **options)
 
 
@@ -27,7 +27,7 @@ def terminal(**options: Any) -> Terminal:
 
 
 def styled(text: object, style: str) -> Text:
-    """Returns a text of any origin in a style."""
+    """Returns a text in a style."""
     return Text(printable(text), style)
 
 

@@ -1,4 +1,4 @@
-"""The verb `train`."""
+"""The verb `train`: plans a run, trains, and prints the forecast beside the measurement."""
 
 import json
 import re
@@ -13,8 +13,10 @@ from typing import TYPE_CHECKING
 
 from pipedejavu.cli.input_files import read_model
 from pipedejavu.cli.installed import require_torch
-from pipedejavu.cli.plan_choice import TrainRequest, choose
+from pipedejavu.cli.plan_choice import choose
+from pipedejavu.cli.show import show_cursor
 from pipedejavu.cli.terminal import print_json, terminal
+from pipedejavu.cli.train_request import TrainRequest
 from pipedejavu.facts import InputError, Machine, format_seconds, read_machine
 from pipedejavu.facts.printable import print_error, tell
 from pipedejavu.plan import Plan
@@ -28,22 +30,31 @@ if TYPE_CHECKING:
     from pipedejavu.run import RunFolder, RunStart, TrainOptions
 
 MOVED = 74
-"""The exit code of a run that has trained to its end and left files elsewhere: an input/output error, in sysexits.h."""
+"""The exit code of a run that finished but had to leave files elsewhere: EX_IOERR of sysexits.h."""
 
 
-def read_options(model: str, given: Mapping[str, object]) -> "TrainOptions":
-    """Returns the run's options, those of `given` that are; raises InputError with every fault."""
+def read_options(request: TrainRequest) -> "TrainOptions":
+    """Returns the run's options from the fields of a request; raises InputError with all faults."""
     require_torch("training")
     from pipedejavu.run import TrainOptions
 
-    kind = TrainOptions
-    own = {name: value for name, value in given.items() if name in kind.model_fields}
-    found: TrainOptions = kind.from_json(json.dumps({**own, "model": read_model(model)}), source="the options of train")
-    return found
+    form = {name: getattr(request, name) for name in TrainOptions.model_fields if hasattr(request, name)}
+    form |= {"keeps_log": request.audit, "log": request.log or [], "replan": request.is_replanned}
+    form["model"] = read_model(request.model)
+    return TrainOptions.from_json(json.dumps(form), source="the options of train")
 
 
-def run(options: "TrainOptions", request: TrainRequest) -> None:
-    """Trains, and prints the forecast beside what happened."""
+def run(request: TrainRequest) -> None:
+    """Trains, and prints the forecast beside the measurement."""
+    options = read_options(request)
+    try:
+        _run_ranks(options, request)
+    finally:
+        show_cursor()
+
+
+def _run_ranks(options: "TrainOptions", request: TrainRequest) -> None:
+    """Trains on this rank, and ends its process with the exit code and the message of a failure."""
     from pipedejavu.health import WorkerError
     from pipedejavu.launch import RankGroup
     from pipedejavu.run import StoppedError
@@ -72,7 +83,7 @@ def _run(options: "TrainOptions", request: TrainRequest, ranks: "RankGroup") -> 
 
     if request.devices not in ("auto", "cpu", "gpu"):
         raise InputError(f"--devices is auto, cpu or gpu, not '{request.devices}'")
-    # Files are read by the first rank, which gives their content to the others.
+    # Only the first rank reads files; it sends their content to the others.
     machine = read_machine(request.machine) if request.machine and ranks.is_first else None
     with ExitStack() as stack:
         if ranks.is_first and request.run_dir is not None:
@@ -82,7 +93,7 @@ def _run(options: "TrainOptions", request: TrainRequest, ranks: "RankGroup") -> 
         resumed = _reopen(request, ranks) if request.resume else None
         if ranks.is_first and resumed:
             options = resumed.options(options, request.given)
-        if resumed and ranks.share(b"1" if ranks.is_first and resumed.is_done(options) else b""):
+        if resumed and ranks.broadcast(b"1" if ranks.is_first and resumed.is_done(options) else b""):
             if ranks.is_first:
                 _print_done(resumed, options, request.as_json)
             return
@@ -99,7 +110,7 @@ def _train(
     resumed: "Resumed | None",
     stack: ExitStack,
 ) -> None:
-    """Plans a run or what is left of it, and trains; `stack` holds the run's folder from before it is made."""
+    """Plans a run, or the rest of it, and trains; `stack` keeps the run folder locked."""
     from pipedejavu.launch import plan_run, train, train_rank
     from pipedejavu.run import check_logbooks, lock_run
 
@@ -110,7 +121,7 @@ def _train(
     folder = request.run_dir or _new_name(f"{options.model}-{chosen.name}")
     if ranks.is_first:
         stack.enter_context(lock_run(folder))
-    plan = partial(plan_run, devices=request.devices, ranks=ranks)
+    plan = partial(plan_run, devices=request.device_choice, ranks=ranks)
     options, program, note = plan(options, chosen, machine, start=start, profile=profile)
     if ranks.is_first and not request.as_json:
         _announce(options, program, note)
@@ -118,8 +129,10 @@ def _train(
         start = _choose_candidate(options, program, folder, ranks, start)
         options, program, _ = plan(options, program.plan, program.machine, start=start, profile=program.profile)
     try:
-        begun = (options, program, folder)
-        done = train_rank(*begun, ranks, start) if ranks.is_launched else train(*begun, start)
+        if ranks.is_launched:
+            done = train_rank(options, program, folder, ranks, start)
+        else:
+            done = train(options, program, folder, start)
     except KeyboardInterrupt:
         print_error(f"stopped; the metrics so far are in {folder}")
         raise SystemExit(130) from None
@@ -131,7 +144,7 @@ def _train(
 
 
 def _new_name(run: str) -> str:
-    """Returns a folder for a run that names none, which is not there yet."""
+    """Returns the name of a new folder for a run without `--run-dir`."""
     plain = re.sub(r"[^\w.-]+", "-", run)
     name = f"runs/{plain}-{time.strftime('%Y%m%d-%H%M%S')}"
     others = (f"{name}-{number}" for number in count(2))
@@ -143,13 +156,13 @@ def _choose_candidate(
 ) -> "RunStart":
     from pipedejavu.launch import choose_init
 
-    found: ChosenInit = choose_init(options, program, folder, ranks, start)
+    chosen: ChosenInit = choose_init(options, program, folder, ranks, start)
     if ranks.is_first:
         print_error(
-            f"candidate {found.winner} of {options.init_candidates} goes on behind step {found.start.step}; together"
-            f" they made {sum(found.updates)} updates on {found.samples} samples"
+            f"candidate {chosen.winner} of {options.init_candidates} goes on after step {chosen.start.step}; together"
+            f" they made {sum(chosen.updates)} updates on {chosen.samples} samples"
         )
-    return found.start
+    return chosen.start
 
 
 def _reopen(request: TrainRequest, ranks: "RankGroup") -> "Resumed | None":
@@ -157,14 +170,13 @@ def _reopen(request: TrainRequest, ranks: "RankGroup") -> "Resumed | None":
 
     if request.run_dir is None:
         raise InputError("--resume goes on with the run in a folder; say which one with --run-dir")
-    found: Resumed | None = reopen(
+    return reopen(
         request.run_dir, ranks, tell, accept_changes=request.accept_changes, allow_restart=request.allow_restart
     )
-    return found
 
 
 def _print_done(resumed: "Resumed", options: "TrainOptions", as_json: bool) -> None:
-    """Says that a run has made its steps, which is no error: whatever starts it again and again may end."""
+    """Says that a run has made all its steps; this is not an error, so that scripts which resume runs can end."""
     tell(
         f"nothing left to do: the run in {resumed.folder.path} has made {resumed.start.step} of its {options.steps}"
         " steps; --steps asks for more"
@@ -186,7 +198,7 @@ def _announce(options: "TrainOptions", program: Program, note: str) -> None:
 
 
 def _describe_update(program: Program) -> str:
-    """Says how many samples an update has, which the sizes that were asked for are per pipeline or replica."""
+    """Returns a sentence on the samples per update; the sizes on the command line are per pipeline or replica."""
     feed, replicas = program.plan.feed, program.num_replicas
     if feed.kind == "own":
         return f"each of {replicas} replicas makes updates of its own, of {feed.microbatches} × {feed.samples} samples"
@@ -251,7 +263,7 @@ def _summary(done: "TrainedRun") -> dict[str, object]:
 
 
 def _summary_of(folder: "RunFolder") -> dict[str, object]:
-    """Returns the summary of a run that was over before: what its folder still tells of it, and None for all else."""
+    """Returns the summary of a run that was already finished, from its folder; None for figures that are missing."""
     from pipedejavu.run import History
 
     run: History = History.read(folder.path)

@@ -1,35 +1,35 @@
-"""Runs whose number of workers changes from one start to the next: the plan for those that are there, same batch."""
+"""Runs whose number of workers changes between starts: a plan for the current workers that keeps the batch size."""
 
 from collections.abc import Sequence
 
 from pipedejavu.facts import InputError
 from pipedejavu.launch.resume import Known
 from pipedejavu.plan import Plan, preset
-from pipedejavu.planner.replan import first_runnable, question_of
+from pipedejavu.planner.replan import first_runnable, search_options_for
 from pipedejavu.planner.worker_host import DeviceChoice, WorkerHost, make_machine
 from pipedejavu.program import compile as compile_plan
 from pipedejavu.search import search
 
 
-def fit_plan(known: Known, asked: Plan | None, worker_hosts: Sequence[WorkerHost], devices: DeviceChoice) -> Plan:
-    """Returns a plan with a worker on each site that keeps the run's batch; raises InputError where there is none.
+def fit_plan(known: Known, requested: Plan | None, worker_hosts: Sequence[WorkerHost], devices: DeviceChoice) -> Plan:
+    """Returns a plan with one worker per host entry that keeps the run's batch size; raises InputError if none does.
 
-    That is the plan that was asked for, at this size, if it keeps the batch; or the planner's, from what was measured
-    when the run began; or, where these devices were not measured then, data parallel.
+    Takes the requested plan if it keeps the batch; else the planner's choice, from the profile that was measured when
+    the run began; else, if these devices have no profile, data parallelism.
     """
     program = compile_plan(known.plan, known.profile, known.machine, fold=False)
     batch, samples, count = sum(program.sizes), known.plan.feed.samples, len(worker_hosts)
-    if asked is not None and asked.num_workers == count and _batch_of(asked) == batch:
-        return asked
+    if requested is not None and requested.num_workers == count and _batch_of(requested) == batch:
+        return requested
     _, machine = make_machine(preset("ddp").at(workers=count), worker_hosts, devices)
     machine = machine.replace(links=known.machine.links)
-    question = question_of(program, samples if batch % samples == 0 else None, count)
+    question = search_options_for(program, samples if batch % samples == 0 else None, count)
     try:
-        found = first_runnable(search(known.profile, machine, question).candidates, count)
+        best = first_runnable(search(known.profile, machine, question).candidates, count)
     except InputError:
-        found = None
-    if found is not None:
-        return found.plan
+        best = None
+    if best is not None:
+        return best.plan
     if batch % count:
         raise InputError(
             f"there are {count} processes where the run had {known.plan.num_workers}, and no plan for so many keeps its"
@@ -40,6 +40,6 @@ def fit_plan(known: Known, asked: Plan | None, worker_hosts: Sequence[WorkerHost
 
 
 def _batch_of(plan: Plan) -> int:
-    """Returns the samples of an update over all replicas, which may share those of one."""
+    """Returns the samples per update over all replicas; replicas may divide one batch among them."""
     copies = 1 if plan.feed.kind == "share" else plan.place.replicas + plan.place.cpu_replicas
     return plan.feed.microbatches * plan.feed.samples * copies

@@ -1,9 +1,9 @@
-r"""Which of several initialisations to go on with, told by their losses alone.
+r"""Selects one of several initialisations by their losses alone.
 
-All candidates see the same samples. Their losses are averaged over windows of equal length; the fall of a window is
-what the mean has lost against the window before it, and the candidates' median fall is the race's. A window is on a
-plateau when the race falls by less than a quarter of its steepest fall so far: never in the first steep fall, which is
-the steepest itself. At the end of such a window the worse half, by its mean, leaves:
+All candidates train on the same samples. Losses are averaged over windows of equal length. The fall of a window is how
+much lower its mean is than that of the window before, as a median over the candidates. A window is on a plateau if it
+falls by less than a quarter of the steepest fall so far; the first steep fall is therefore never a plateau. At the end
+of such a window the worse half of the candidates, by mean loss, is dropped:
 
     loss  \                             windows of 5, candidates 8
            \.
@@ -16,38 +16,41 @@ import math
 from statistics import fmean, median
 
 PLATEAU = 0.25
-"""Of the steepest fall so far; a window that falls by less is on a plateau."""
+"""Fraction of the steepest fall so far; a window that falls by less is on a plateau."""
 
 
 class InitSelection:
-    """Candidates, numbered from 0, until one is left or each has made its `steps` updates."""
+    """The candidates that are left, numbered from 0; over when one is left or all have made `steps` updates."""
 
     def __init__(self, count: int, steps: int):
         self.alive = tuple(range(count))
         self.steps, self.window = steps, max(1, min(steps, max(3, steps // 10)))
         self.losses: list[list[float]] = [[] for _ in range(count)]
-        """Of each update that a candidate made."""
+        """Per candidate, the loss of each of its updates."""
         self.drops: list[tuple[int, tuple[int, ...]]] = []
-        """Behind which update candidates left, and which."""
+        """Updates after which candidates were dropped, with the numbers of those candidates."""
         self._steepest = 0.0
 
     @property
     def updates(self) -> int:
-        """Updates that whoever is left has made."""
+        """Updates that the remaining candidates have made."""
         return len(self.losses[self.alive[0]])
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing is left to decide."""
+        """Whether one candidate is left or all updates are made."""
         return len(self.alive) == 1 or self.updates >= self.steps
 
     @property
     def winner(self) -> int:
-        """The candidate to go on with: the one with the lowest mean over the last window, of equals the first."""
+        """The candidate with the lowest mean loss over the last window; ties go to the lowest number."""
         return min(self.alive, key=lambda candidate: (self._mean(candidate, self.updates), candidate))
 
     def take(self, losses: list[float]) -> None:
-        """Takes the loss that each candidate had in this update; what those that have left say is not looked at."""
+        """Takes the loss of each candidate in this update, and drops the worse half at the end of a plateau window.
+
+        Losses of dropped candidates are ignored.
+        """
         for candidate in self.alive:
             self.losses[candidate].append(losses[candidate])
         if self.updates % self.window == 0 and self.updates >= 2 * self.window and self._is_on_plateau():
@@ -64,6 +67,6 @@ class InitSelection:
         return self._steepest > 0 and fall < PLATEAU * self._steepest
 
     def _mean(self, candidate: int, end: int) -> float:
-        """Returns the mean loss of the window that ends behind an update; infinity where it is no number."""
-        found = fmean(self.losses[candidate][max(0, end - self.window) : end])
-        return found if math.isfinite(found) else math.inf
+        """Returns the mean loss of the window that ends with update `end`; infinity if it is not finite."""
+        mean = fmean(self.losses[candidate][max(0, end - self.window) : end])
+        return mean if math.isfinite(mean) else math.inf

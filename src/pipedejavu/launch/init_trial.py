@@ -1,8 +1,8 @@
-"""Several initialisations side by side: each worker trains its share of them, and the run goes on with the best.
+"""Trials of several initialisations: each worker trains some of them, and the run goes on with the best.
 
-Candidate c has the weights of seed + c; samples, their order and dropout are those of the run's own seed for all. A
-candidate makes the plan's updates, whole, on one worker. What the best one has become is the run's first checkpoint:
-the plan takes it up as it would any other, behind the updates that were made, with the samples that come next.
+Candidate c has the weights of seed + c; samples, their order and dropout follow the run's own seed for all. A candidate
+makes the plan's updates on one worker, without the pipeline. The state of the best one becomes the run's first
+checkpoint, from which the plan goes on as from any other, with the next samples.
 """
 
 import json
@@ -18,16 +18,15 @@ from torch import Tensor
 from torch._C._distributed_c10d import Store
 
 from pipedejavu.engine import Batches, Threads
-from pipedejavu.engine.device import be_deterministic
 from pipedejavu.engine.engine_state import take_all
-from pipedejavu.facts import InputError, keep_heap
+from pipedejavu.facts import InputError
 from pipedejavu.health.watchdog import HangWatchdog
+from pipedejavu.launch.handover import Handover
 from pipedejavu.launch.init_selection import InitSelection
 from pipedejavu.launch.launch import run_workers
 from pipedejavu.launch.rank_group import RankGroup
-from pipedejavu.launch.worker import WorkerLaunch, run_process
+from pipedejavu.launch.worker import WorkerLaunch, run_process, set_up_process
 from pipedejavu.plan import Feed, Place, Plan, Reduce
-from pipedejavu.planner.worker_host import num_threads
 from pipedejavu.program import Program
 from pipedejavu.program import compile as compile_plan
 from pipedejavu.run.options import TrainOptions
@@ -40,25 +39,25 @@ from pipedejavu.store import Saver
 
 
 class ChosenInit(NamedTuple):
-    """Where the run goes on, and what was done to find the best candidate."""
+    """The winning candidate, where the run goes on with it, and the cost of the trials."""
 
     start: RunStart
     winner: int
     updates: tuple[int, ...]
-    """That each candidate made."""
+    """Updates that each candidate made."""
     samples: int
-    """That all of them were trained on, together."""
+    """Samples that all candidates together were trained on."""
 
 
 class InitTrial:
     """One initialisation, trained on one worker's device as the plan would train it."""
 
     def __init__(self, options: TrainOptions, program: Program, worker: int, number: int, batches: Batches):
-        own, _ = prepare(
+        job, _ = prepare(
             options.replace(seed=options.seed + number, byzantine=None), program.sizes, program.plan.cut.begins
         )
-        # One whose update cannot be made stays where it is and loses; the others go on.
-        job = replace(own, seed=options.seed, on_nan="skip", max_consecutive_skips=None)
+        # A candidate with a non-finite update keeps its weights and loses; the others go on.
+        job = replace(job, seed=options.seed, on_nan="skip", max_consecutive_skips=None)
         self.batches = batches
         plan = Plan(
             name=f"candidate {number}",
@@ -70,7 +69,7 @@ class InitTrial:
         self.log = self.threads.handlers[0].log
 
     def step(self) -> float:
-        """Makes one update; returns its mean loss, infinity if the update could not be made."""
+        """Makes one update; returns its mean loss, or infinity if the update was skipped."""
         self.threads.run()
         count = sum(self.batches.count(i) for i in self.log.losses)
         loss = sum(self.log.losses.values()) / count
@@ -81,18 +80,18 @@ class InitTrial:
         return loss if is_made else math.inf
 
     def state(self) -> dict[str, Tensor]:
-        """Returns a copy of its weights, optimizer state and buffers."""
+        """Returns copies of the weights, the optimizer state and the buffers."""
         return take_all(self.threads)
 
 
-Share = Callable[[Tensor], object]
+AllReduce = Callable[[Tensor], object]
 """Adds up a vector over all ranks, in place."""
 
 
 def run_init_trials(
-    options: TrainOptions, program: Program, rank: int, size: int, share: Share
+    options: TrainOptions, program: Program, rank: int, size: int, all_reduce: AllReduce
 ) -> tuple[InitSelection, InitTrial | None]:
-    """Trains this rank's candidates until the race is over; returns it, and the winner where that is this rank's."""
+    """Trains this rank's candidates until one is selected; returns it, and the winner if this rank has it."""
     count, batches = options.init_candidates, prepare(options, program.sizes, program.plan.cut.begins).batches
     selection = InitSelection(count, options.init_steps)
     mine = {n: InitTrial(options, program, rank, n, batches) for n in range(rank, count, size)}
@@ -100,7 +99,7 @@ def run_init_trials(
         losses = torch.zeros(count, dtype=torch.float64)
         for number, candidate in mine.items():
             losses[number] = candidate.step()
-        share(losses)
+        all_reduce(losses)
         if not selection.updates and len({*losses.tolist()}) == 1 and count > 1:
             raise InputError(
                 f"all {count} candidates begin alike, with a loss of {losses[0]:.6g}: the model does not depend on the"
@@ -112,36 +111,37 @@ def run_init_trials(
 
 
 def choose_init(
-    options: TrainOptions, program: Program, run_dir: str, ranks: RankGroup, again: RunStart | None = None
+    options: TrainOptions, program: Program, run_dir: str, ranks: RankGroup, restart: RunStart | None = None
 ) -> ChosenInit:
-    """Lets candidates compete on the plan's workers; leaves the best in the run folder, as its first checkpoint.
+    """Runs the trials on the plan's workers; leaves the best candidate in the run folder as its first checkpoint.
 
-    `again` is given where the folder holds a run that has not come so far.
+    `restart` is set if the folder holds a run that ended before it had selected a candidate.
     """
     _check(options)
     folder = RunFolder(run_dir)
     with lock_run(folder.path) if ranks.is_first else nullcontext():
-        return _choose(options, program, folder, ranks, again)
+        return _choose(options, program, folder, ranks, restart)
 
 
 def _choose(
-    options: TrainOptions, program: Program, folder: RunFolder, ranks: RankGroup, again: RunStart | None
+    options: TrainOptions, program: Program, folder: RunFolder, ranks: RankGroup, restart: RunStart | None
 ) -> ChosenInit:
     if ranks.is_first:
-        folder.create(options, program, again, fingerprints_to_save(options, again))
+        folder.create(options, program, restart, fingerprints_to_save(options, restart))
     if ranks.is_launched:
         dist.barrier()
-        _compete_here(ranks.rank, ranks.size, folder, options, program)
+        _run_trials_here(ranks.rank, ranks.size, folder, options, program)
         dist.barrier()
     else:
-        run_workers(folder, min(len(program.workers), options.init_candidates), options.hang_after_s, work)
-    found = folder.checkpoint_dir.newest(lambda _: None) if ranks.is_first else None
-    if ranks.is_first and (found is None or "candidates" not in found.manifest.facts):
+        size = min(len(program.workers), options.init_candidates)
+        run_workers(folder, size, options.hang_after_s, work, Handover(program))
+    checkpoint = folder.checkpoint_dir.newest(lambda _: None) if ranks.is_first else None
+    if ranks.is_first and (checkpoint is None or "candidates" not in checkpoint.manifest.facts):
         raise InputError(
             f"the best candidate could not be saved in {folder.checkpoint_dir.path}; see what was said above"
         )
-    facts = found.manifest.facts["candidates"] if found else {}
-    facts = json.loads(ranks.share(json.dumps(facts).encode()))
+    facts = checkpoint.manifest.facts["candidates"] if checkpoint else {}
+    facts = json.loads(ranks.broadcast(json.dumps(facts).encode()))
     start = RunStart(step=facts["updates"][facts["winner"]], samples=facts["start"])
     if ranks.is_first:
         start = start.replace(fingerprints=folder.start().fingerprints)
@@ -161,20 +161,18 @@ def _check(options: TrainOptions) -> None:
 
 
 def work(rank: int, size: int, launched: WorkerLaunch) -> None:
-    """Runs a rank's share of the candidates, in a process of its own."""
+    """Runs the trials of one rank in a process of its own."""
     run_process(rank, size, launched, _run)
 
 
-def _run(folder: RunFolder, _: Store, __: HangWatchdog) -> tuple[int, bytes]:
-    _compete_here(dist.get_rank(), dist.get_world_size(), folder, folder.options(), folder.program())
+def _run(folder: RunFolder, _: Store, __: HangWatchdog, handover: Handover) -> tuple[int, bytes]:
+    _run_trials_here(dist.get_rank(), dist.get_world_size(), folder, folder.options(), handover.program)
     return 0, b""
 
 
-def _compete_here(rank: int, size: int, folder: RunFolder, options: TrainOptions, program: Program) -> None:
-    """Lets this rank's candidates compete; whoever has the winner writes it to the folder."""
-    keep_heap()
-    torch.set_num_threads(num_threads(program.machine, program.devices, rank))
-    be_deterministic()
+def _run_trials_here(rank: int, size: int, folder: RunFolder, options: TrainOptions, program: Program) -> None:
+    """Runs the trials of this rank; the rank that has the winner writes its state to the folder."""
+    set_up_process(program, rank)
     selection, winner = run_init_trials(options, program, rank, size, dist.all_reduce)
     if winner is None:
         return

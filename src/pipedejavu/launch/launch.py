@@ -1,269 +1,79 @@
-"""`train`: plans a run, predicts it, starts its workers or is one of them, and gathers what they leave."""
+"""The backend that starts a process per worker, watches over them, and ends them with the run."""
 
 import math
 import os
-import secrets
 import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from itertools import count
+from contextlib import contextmanager
 from multiprocessing.connection import wait
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-import torch.distributed as dist
-from safetensors.torch import load, load_file
-from torch._C._distributed_c10d import PrefixStore, Store
+from safetensors.torch import load_file
+from torch._C._distributed_c10d import Store
 from torch.multiprocessing.spawn import start_processes
 
-from pipedejavu.analysis import verify
-from pipedejavu.engine import Byzantine, check_runnable
-from pipedejavu.engine.log_check import check_replayable
-from pipedejavu.facts import InputError, Link, Machine, MemoryFile, Profile, write_file
+from pipedejavu.facts import MemoryFile
 from pipedejavu.facts.printable import tell
 from pipedejavu.health.failure import ShortageError, WorkerError, read_failure, with_rest
 from pipedejavu.health.watchdog import HeartbeatMonitor, HeartbeatPage
+from pipedejavu.launch.backend import REMEDY, RunSetup
+from pipedejavu.launch.handover import Handover, RunForecast
 from pipedejavu.launch.loopback_store import serve_store
-from pipedejavu.launch.measure_plan import measure_messages, measure_plan
 from pipedejavu.launch.rank_group import RankGroup
-from pipedejavu.launch.resume import check_fingerprints
-from pipedejavu.launch.run_check import check_run
-from pipedejavu.launch.trained import TrainedRun, gather
-from pipedejavu.launch.worker import Rank, WorkerLaunch, work
-from pipedejavu.plan import Plan
-from pipedejavu.planner.replan import PlanSwitch, check_replan, relieve
-from pipedejavu.planner.worker_host import DeviceChoice, describe_stand_ins, make_machine, read_worker_hosts
-from pipedejavu.program import Program
-from pipedejavu.program import compile as compile_plan
-from pipedejavu.program.pipeline import assign_devices
-from pipedejavu.run.checkpoint_interval import choose_interval, steps_of
-from pipedejavu.run.disk_space import check_room
-from pipedejavu.run.options import TrainOptions
-from pipedejavu.run.run_folder import RunFolder, RunStart
-from pipedejavu.run.run_lock import lock_run, noted
+from pipedejavu.launch.worker import WorkerLaunch, work
+from pipedejavu.planner.replan import relieve
+from pipedejavu.run.run_folder import RunFolder
 from pipedejavu.run.stop_signal import GRACE_S, STOPPED, on_stop, stopped
 from pipedejavu.run.worker_result import WorkerResult
-from pipedejavu.simulate import Prediction, check_fit, simulate
-from pipedejavu.source.fingerprint import fingerprints_to_save
-from pipedejavu.source.hf_model import check_data
-from pipedejavu.source.task import Prepared, prepare
-from pipedejavu.store import CheckpointDir
+from pipedejavu.source.task import prepare
 
-REMEDY = "--resume --on-oom replan goes on with such a plan"
-LOOK_S = 1.0
-"""How often the launcher looks whether the time of grace of its workers is over."""
+POLL_S = 1.0
+"""How often the launcher checks whether its workers have used up their time to stop."""
 
 
-class PlannedRun(NamedTuple):
-    """A run that is ready to start."""
+class ProcessBackend:
+    """Runs every worker in a process of its own on this host."""
 
-    options: TrainOptions
-    program: Program
-    note: str
-    """Where workers run other than the plan says, how often the run is saved, and what the model check could not see;
-    may be empty."""
+    def __init__(self) -> None:
+        self.ranks = RankGroup()
+        self._results: list[WorkerResult] = []
 
+    def prepare(self, folder: RunFolder, setup: RunSetup) -> RunSetup:  # noqa: ARG002
+        """Returns the setup as it is: this host has the run folder."""
+        return setup
 
-def plan_run(
-    options: TrainOptions,
-    plan: Plan,
-    machine: Machine | None = None,
-    *,
-    devices: DeviceChoice = "auto",
-    ranks: RankGroup | None = None,
-    start: RunStart | None = None,
-    profile: Profile | None = None,
-) -> PlannedRun:
-    """Measures the model on the devices that the plan uses and compiles the plan; all ranks of a team do so together.
+    def run(self, folder: RunFolder, setup: RunSetup, forecast: RunForecast | None) -> bytes:
+        """Runs the workers; returns the switch that they, or a device without memory, left in the folder."""
+        options, program, _ = setup
+        try:
+            handover = Handover(program, forecast)
+            results = run_workers(folder, len(program.workers), options.hang_after_s, handover=handover)
+        except ShortageError as shortage:
+            way = prepare(options.replace(weights=None), program.sizes, program.plan.cut.begins).batches.cut.way
+            switch = relieve(program, shortage, None if way == "chain" else program.plan.feed.samples)
+            if options.on_oom == "stop":
+                raise WorkerError(f"{switch.reason}; {REMEDY}") from None
+            tell(f"{switch.reason}: the run goes on with it")
+            switch.save(folder.switch)
+            results = None
+        if results is None:
+            return folder.switch.read_bytes()
+        self._results = results
+        return b""
 
-    A plan whose workers do not wait for each other becomes one program up to the next checkpoint; any other a program
-    of one update, which the run repeats. With a `profile` nothing is measured, and the machine is that of the profile.
-    """
-    ranks = ranks or RankGroup()
-    options = TrainOptions.from_json(ranks.share(options.to_json().encode()))
-    start = start or RunStart()
-    if options.model.startswith("hf:") and not start.step:
-        check_data(options.model.removeprefix("hf:"), options.data, options.weights)
-    plan = _adapted(Plan.from_json(ranks.share(plan.to_json().encode())), options, ranks, start)
-    known = ranks.share(profile.to_json().encode() if profile else b"")
-    worker_hosts = ranks.worker_hosts() or read_worker_hosts(plan.num_workers)
-    given = ranks.share(machine.to_json().encode() if machine else b"")
-    if given:
-        machine = Machine.from_json(given)
-        machine = machine.divided(plan.num_workers) if plan.place.devices is None and not known else machine
-    else:
-        plan, machine = make_machine(plan, worker_hosts, devices)
-        if plan.num_workers > 1:  # what messages cost decides who gets how much, and how long a step is
-            link = Link.from_json(
-                ranks.share(measure_messages(plan, machine).to_json().encode() if ranks.is_first else b"")
-            )
-            machine = machine.replace(links=(link, *machine.links[1:]))
-    names = assign_devices(plan, machine)
-    prepared: list[Prepared] = []
-    profile = Profile.from_json(known) if known else measure_plan(options, plan, machine, names, ranks, prepared)
-    program = compile_plan(plan, profile, machine, fold=False)
-    check_runnable(program)
-    is_new = not (start and start.step)
-    remark = check_run(options, program, ranks, prepared) if options.check_model and is_new else ""
-    if options.byzantine:
-        Byzantine.parse(options.byzantine).check(program.plan, program.num_replicas)
-    every, saves = choose_interval(options, program)
-    notes = filter(None, (describe_stand_ins(machine, names, worker_hosts), saves, remark))
-    return PlannedRun(options.replace(checkpoint_every=every), program, "\n".join(notes))
-
-
-def _adapted(plan: Plan, options: TrainOptions, ranks: RankGroup, start: RunStart) -> Plan:
-    """Returns the plan with what the options ask of it; raises InputError where it cannot do that."""
-    if ranks.is_launched and plan.num_workers != ranks.size:
-        raise InputError(
-            f"plan '{plan.name}' has {plan.num_workers} workers and torchrun started {ranks.size} processes; start one"
-            " for each worker, or change --workers"
-        )
-    if plan.keep.kind == "shared" and not ranks.is_on_one_host:
-        raise InputError(f"plan '{plan.name}' shares weights in the memory of one host; start all its workers there")
-    if options.keeps_log:
-        check_replayable(plan)
-    if options.can_switch:
-        check_replan(options, plan)
-    if options.on_nan == "skip" and plan.version.kind != "sync":
-        raise InputError(
-            f"plan '{plan.name}' has no common moment to agree on leaving an update out; use --on-nan stop"
-        )
-    if (options.clip_norm is not None or options.on_nan == "skip") and plan.reduce.clip == "none":
-        plan = plan.replace(reduce=plan.reduce.replace(clip="global"))
-    return plan.replace(steps=steps_of(plan, options, start.step))
-
-
-def train(options: TrainOptions, program: Program, run_dir: str, start: RunStart | None = None) -> TrainedRun:
-    """Runs a program to the end with a process of its own for each worker; raises what the first to fail raised.
-
-    With a start the run in the folder goes on from there.
-    """
-    folder = RunFolder(run_dir)
-    with lock_run(folder.path):
-        prediction = _open(folder, options, program, start)
-        with noted(folder):
-            while (results := _train(folder, options, program)) is None:
-                options, program, start = _switched(folder, options, program, folder.switch.read_bytes())
-                prediction = _open(folder, options, program, start)
-            folder.adopt(results[0].facts["pending"])
-            return gather(folder, options, program, prediction, results)
-
-
-def _train(folder: RunFolder, options: TrainOptions, program: Program) -> list[WorkerResult] | None:
-    """Runs workers; returns what they leave, or None if the run is to go on with the switch in the folder."""
-    try:
-        return run_workers(folder, len(program.workers), options.hang_after_s)
-    except ShortageError as shortage:
-        way = prepare(options.replace(weights=None), program.sizes, program.plan.cut.begins).batches.cut.way
-        switch = relieve(program, shortage, None if way == "chain" else program.plan.feed.samples)
-        if options.on_oom == "stop":
-            raise WorkerError(f"{switch.reason}; {REMEDY}") from None
-        tell(f"{switch.reason}: the run goes on with it")
-        switch.save(folder.switch)
-        return None
-
-
-def _switched(
-    folder: RunFolder, options: TrainOptions, program: Program, text: bytes, ranks: RankGroup | None = None
-) -> tuple[TrainOptions, Program, RunStart]:
-    """Returns how a run goes on from its newest checkpoint under the plan that it is to switch to."""
-    ranks, switch, found = ranks or RankGroup(), PlanSwitch.from_json(text), b""
-    if ranks.is_first:
-        checkpoint = folder.checkpoint_dir.newest(tell)
-        folder.checkpoint_dir.collect()
-        start = RunStart.after(checkpoint, check_fingerprints(checkpoint, options, tell) if checkpoint else {})
-        folder.add_metrics(switch.row(program.plan.name, start.step))
-        found = start.to_json().encode()
-    start = RunStart.from_json(ranks.share(found))
-    planned = plan_run(options, switch.plan, switch.machine, ranks=ranks, start=start, profile=switch.profile)
-    return planned.options, planned.program, start
-
-
-def train_rank(
-    options: TrainOptions, program: Program, run_dir: str, ranks: RankGroup, start: RunStart | None = None
-) -> TrainedRun | None:
-    """Runs this rank's worker of a program to the end; the first rank gets what all leave, the others None."""
-    assert ranks.store is not None
-    folder = RunFolder(run_dir)
-    with ExitStack() as stack:
-        prediction = None
-        if ranks.is_first:
-            stack.enter_context(lock_run(folder.path))
-            prediction = _open(folder, options, program, start)
-            stack.enter_context(noted(folder))
-        for number in count():
-            shared = Path(ranks.share(str(folder.parts.resolve()).encode()).decode())
-            options = _seen_by_all(shared, options, ranks, start)
-            ranks.checkpoint_dir = CheckpointDir(shared.parent / folder.checkpoint_dir.path.name)
-            board, watchdog = PrefixStore(f"watch{number}", ranks.store), ranks.keep_vigil(options)
-            begun = folder.start() if ranks.is_first else start or RunStart()
-            run = Rank(options, program, board, folder, begun, watchdog, keeps_workers=True)
-            try:
-                result = run.run(ranks.checkpoint_dir)
-            except ShortageError as shortage:
-                raise _explained(shortage, run, shared) from None
-            except WorkerError as error:
-                raise WorkerError(with_rest(str(error), ranks.checkpoint_dir.steps())) from None
-            is_asked = ranks.is_first and run.is_stopped and not run.stop_signal.number and folder.switch.exists()
-            switch = ranks.share(folder.switch.read_bytes() if is_asked else b"")
-            if not switch:
-                break
-            options, program, start = _switched(folder, options, program, switch, ranks)
-            prediction = _open(folder, options, program, start) if ranks.is_first else None
-        packed = ranks.collect(result.pack())
-        ranks.part()
-        if run.is_stopped:
-            raise stopped(folder, run.stop_signal.number or signal.SIGTERM)
-        if prediction is None:
-            return None
-        results = [WorkerResult.unpack(load(data)) for data in packed]
-        return gather(folder, options, program, prediction, results)
-
-
-def _explained(shortage: ShortageError, run: Rank, shared: Path) -> WorkerError:
-    """Returns what to raise where a rank has no more memory; it leaves the plan that the next start takes."""
-    program = run.program
-    switch = relieve(program, shortage, run.given_samples, len(program.workers))
-    if run.options.on_oom == "stop":
-        return WorkerError(f"{switch.reason}; {REMEDY}")
-    switch.save(shared / run.folder.switch.name)
-    return WorkerError(f"{switch.reason}: the run goes on with it when it is started again")
-
-
-def _seen_by_all(shared: Path, options: TrainOptions, ranks: RankGroup, start: RunStart | None) -> TrainOptions:
-    """Returns the options without checkpoints where some host does not see the run folder; says so."""
-    mark = shared / ranks.share(secrets.token_hex(8).encode()).decode()
-    if ranks.is_first:
-        mark.touch()
-    dist.barrier()
-    blind = [rank for rank, seen in enumerate(ranks.share_all(b"1" if mark.exists() else b"0")) if seen == b"0"]
-    if not blind or not options.checkpoint_every:
-        return options
-    reason = f"rank {blind[0]} does not see the run folder {shared.parent}, which all hosts must share"
-    if start is not None and start.step:
-        raise InputError(f"the run cannot go on: {reason}; put --run-dir on a file system of all")
-    if ranks.is_first:
-        tell(f"no checkpoints: {reason}; put --run-dir on a file system of all")
-    return options.replace(checkpoint_every=0, replan=False)
-
-
-def _open(folder: RunFolder, options: TrainOptions, program: Program, start: RunStart | None) -> Prediction:
-    """Predicts the run and makes its folder."""
-    prediction = simulate(program, verify(program))
-    check_fit(prediction)
-    check_room(folder, program.profile, bool(options.checkpoint_every), tell)
-    folder.create(options, program, start, fingerprints_to_save(options, start))
-    write_file(folder.predicted, prediction.timeline().to_json(indent=None))
-    return prediction
+    def finish(self, folder: RunFolder) -> list[WorkerResult]:
+        """Returns the results, once the folder has taken over what the first worker could not write."""
+        folder.adopt(self._results[0].facts["pending"])
+        return self._results
 
 
 @contextmanager
-def _patience(size: int) -> Iterator[None]:
-    """Lets the threads of several workers that start now sleep between operations, unless the user says otherwise.
+def _passive_wait(size: int) -> Iterator[None]:
+    """Makes the OpenMP threads of several workers sleep between operations, unless the user has set the policy.
 
-    OpenMP's own way is to spin for a while, which takes cores from the other workers and from what they send.
+    By default OpenMP threads spin for a while, which takes cores from other workers and from message threads.
     """
     name = "OMP_WAIT_POLICY"
     is_ours = size > 1 and name not in os.environ
@@ -281,26 +91,29 @@ def run_workers(
     size: int,
     silent_s: float | None = None,
     entry: Callable[[int, int, WorkerLaunch], None] | None = None,
+    handover: Handover | None = None,
 ) -> list[WorkerResult] | None:
-    """Starts a process for each worker and waits for all; whatever ends the wait ends them too.
+    """Starts one process per worker and waits for all of them; kills them when the wait ends for any reason.
 
-    Returns what they leave, or None if the run is to go on under another plan. What they need of each other is in
-    memory, so that no disk can refuse it. SIGTERM or SIGHUP lets them end an update and save it, within a time of
-    grace; then StoppedError says so. A worker that says nothing for a time ends the run.
+    Returns their results, or None if the run switches plans. Workers exchange everything through memory, so a full
+    disk cannot stop them. On SIGTERM or SIGHUP they finish an update and save it within a grace period, and
+    StoppedError is raised. A worker without a heartbeat for `silent_s` ends the run.
     """
-    store, page = serve_store(), MemoryFile("heartbeats")
-    left = [MemoryFile("result") for _ in range(size)]
+    store, page, program = serve_store(), MemoryFile("heartbeats"), MemoryFile("program")
+    outputs = [MemoryFile("result") for _ in range(size)]
     try:
+        Path(program.path).write_bytes(handover.pack() if handover else b"")
         heartbeat_monitor = HeartbeatMonitor(HeartbeatPage(Path(page.path), size), size, silent_s)
-        given = WorkerLaunch(str(folder.path), store.port, page.path, tuple(file.path for file in left))
-        with _patience(size):
+        paths = tuple(file.path for file in outputs)
+        launched = WorkerLaunch(str(folder.path), store.port, page.path, paths, program.path)
+        with _passive_wait(size):
             context = start_processes(  # type: ignore[no-untyped-call]
-                entry or work, args=(size, given), nprocs=size, join=False, start_method="spawn"
+                entry or work, args=(size, launched), nprocs=size, join=False, start_method="spawn"
             )
         number = _wait(folder, context.processes, store, heartbeat_monitor)
-        results = [WorkerResult.unpack(load_file(file.path)) for file in left if file.size_bytes]
+        results = [WorkerResult.unpack(load_file(file.path)) for file in outputs if file.size_bytes]
     finally:
-        for file in (page, *left):
+        for file in (page, program, *outputs):
             file.close()
     if number is None:
         return results
@@ -313,7 +126,7 @@ def run_workers(
 
 
 def _wait(folder: RunFolder, processes: Sequence[Any], store: Store, heartbeat_monitor: HeartbeatMonitor) -> int | None:
-    """Waits for workers and ends them; returns the signal that stopped them, 0 for a switch of plans, or None."""
+    """Waits for workers and kills what is left; returns the signal that stopped them, 0 for a plan switch, or None."""
     last_s, number = math.inf, 0
 
     def stop(signalled: int) -> None:
@@ -339,7 +152,7 @@ def _wait(folder: RunFolder, processes: Sequence[Any], store: Store, heartbeat_m
                     return None
                 if missed := heartbeat_monitor.missed(rank for rank, code in enumerate(codes) if code is None):
                     raise WorkerError(with_rest(f"{missed}; all others were stopped", folder.checkpoint_dir.steps()))
-                wait(alive, LOOK_S)
+                wait(alive, POLL_S)
         finally:
             for process in processes:
                 process.kill()
@@ -347,7 +160,7 @@ def _wait(folder: RunFolder, processes: Sequence[Any], store: Store, heartbeat_m
 
 
 def _failure(folder: RunFolder, store: Store, processes: Sequence[Any]) -> BaseException:
-    """Returns what to raise, once processes that end by themselves have had a moment to."""
+    """Returns the error to raise, after giving processes a second to end by themselves."""
     last_s = time.monotonic() + 1.0
     for process in processes:
         process.join(max(0.0, last_s - time.monotonic()))

@@ -1,6 +1,6 @@
-"""The store through which the workers of one host meet and report: a TCPStore that the launcher serves in memory.
+"""The store through which the workers of one host meet and report: a TCPStore in the launcher's memory.
 
-It needs no disk, and it listens on loopback only: by itself a TCPStore listens on all interfaces.
+It needs no disk, and listens on loopback only; by default a TCPStore listens on all interfaces.
 """
 
 import socket
@@ -11,7 +11,7 @@ HOST = "127.0.0.1"
 
 
 def serve_store() -> TCPStore:
-    """Returns a new store at a free port of loopback; it ends with this process."""
+    """Returns a new store on a free loopback port; it ends with this process."""
     with socket.socket() as listener:
         listener.bind((HOST, 0))
         listener.listen()
@@ -20,5 +20,5 @@ def serve_store() -> TCPStore:
 
 
 def connect_store(port: int) -> TCPStore:
-    """Returns a connection of its own to the store at a port: one that waits for a key delays no other."""
+    """Returns a new connection to the store; a blocking `get()` on one connection does not delay the others."""
     return TCPStore(HOST, port, is_master=False, wait_for_workers=False)

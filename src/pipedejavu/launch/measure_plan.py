@@ -1,4 +1,4 @@
-"""What a plan is forecast from, measured before a run starts: its messages, and its model on each kind of device."""
+"""Measurements before a run starts: messages between workers, and the model on each kind of device of the plan."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -18,7 +18,7 @@ from pipedejavu.source.task import Prepared, draw, prepare
 
 
 def measure_messages(plan: Plan, machine: Machine) -> Link:
-    """Measures messages between workers of this host: in a pipeline one waits for them, and the others compute."""
+    """Measures messages between workers of this host; for a pipeline while the other workers compute."""
     names = assign_devices(plan, machine)
     with background_load(num_threads_beside(machine, names, 0) if plan.pipeline_size > 1 else 0):
         return measure_link()
@@ -32,27 +32,27 @@ def measure_plan(
     ranks: RankGroup,
     prepared: list[Prepared],
 ) -> Profile:
-    """Measures the model on each kind of device that the plan uses, where the first worker of that kind is.
+    """Measures the model on each kind of device that the plan uses, on the rank of the first worker of that kind.
 
-    What was prepared for it is left in `prepared`.
+    Appends the model and data that it opened to `prepared`.
     """
     profiles = []
     for kind, (worker, name) in sorted(devices_to_measure(plan, machine, names).items(), key=lambda item: item[1]):
-        source, found = worker if ranks.is_launched else 0, b""
+        source, profile_json = worker if ranks.is_launched else 0, b""
         if ranks.rank == source:
             torch.set_num_threads(num_threads(machine, names, worker))
             with background_load(num_threads_beside(machine, names, worker)):
                 if not prepared:
                     prepared.append(prepare(options.replace(weights=None), (plan.feed.samples,), plan.cut.begins))
                 profile = _measure_here(options, plan, {kind: torch_device(machine, name)}, *prepared)
-            found = profile.to_json().encode()
-        profiles.append(Profile.from_json(ranks.share(found, source)))
+            profile_json = profile.to_json().encode()
+        profiles.append(Profile.from_json(ranks.broadcast(profile_json, source)))
     return merge_profiles(profiles)
 
 
 def _measure_here(options: TrainOptions, plan: Plan, kinds: dict[str, torch.device], prepared: Prepared) -> Profile:
     job, batches = prepared
-    # Planning again needs to know what does not grow with a microbatch; only a chain is the same units for any size.
+    # Planning again needs costs at several microbatch sizes; only a chain has the same units at all of them.
     return measure(
         options.model,
         job,

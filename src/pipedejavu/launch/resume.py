@@ -1,4 +1,4 @@
-"""A run that goes on: what its folder holds, what may be asked anew, and whether its plan is still the same."""
+"""Resuming a run: what its folder holds, which options may change, and whether its plan is the same."""
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
@@ -20,23 +20,23 @@ CHANGEABLE = {
     "steps", "lr", "clip_norm", "on_nan", "max_consecutive_skips", "on_oom", "checkpoint_every", "hang_after_s", "log",
     "replan",
 }  # fmt: skip
-"""Options that a run may go on with other values of."""
+"""Options that may change when a run is resumed."""
 
 
 class Known(NamedTuple):
-    """What a run was started with."""
+    """The settings that a run was started with."""
 
     options: TrainOptions
     plan: Plan
     profile: Profile
     machine: Machine
     switch: PlanSwitch | None = None
-    """The plan that it was to go on with when it ended."""
+    """The plan that the run was switching to when it ended."""
 
 
 @dataclass(frozen=True)
 class Resumed:
-    """A run's folder, where to go on, and what the run was started with, which the first rank alone knows."""
+    """A run's folder, the step to go on from, and on the first rank the settings that it was started with."""
 
     folder: RunFolder
     start: RunStart
@@ -44,25 +44,25 @@ class Resumed:
 
     def __str__(self) -> str:
         if self.start.step:
-            return f"training goes on behind step {self.start.step}"
+            return f"training goes on after step {self.start.step}"
         return f"{self.folder.path} holds no checkpoint: training begins"
 
-    def options(self, asked: TrainOptions, given: Collection[str]) -> TrainOptions:
-        """Returns the run's own options, with those that were `given` anew; raises InputError if one cannot change."""
+    def options(self, requested: TrainOptions, names: Collection[str]) -> TrainOptions:
+        """Returns the run's options with those in `names` as requested; raises InputError if one may not change."""
         assert self.known is not None
-        own = self.known.options
-        for name in sorted({"model", *given} & type(own).model_fields.keys() - CHANGEABLE):
-            before, now = getattr(own, name), getattr(asked, name)
+        saved = self.known.options
+        for name in sorted({"model", *names} & type(saved).model_fields.keys() - CHANGEABLE):
+            before, now = getattr(saved, name), getattr(requested, name)
             if name == "keeps_log" and now:
                 raise InputError("--audit replays a run from its beginning; leave it out with --resume")
             if before != now:
                 raise InputError(
                     f"the run in {self.folder.path} was started with {name} {before}, not {now}; leave it as it was"
                 )
-        return own.replace(keeps_log=False, **{name: getattr(asked, name) for name in CHANGEABLE & {*given}})
+        return saved.replace(keeps_log=False, **{name: getattr(requested, name) for name in CHANGEABLE & {*names}})
 
     def is_done(self, options: TrainOptions) -> bool:
-        """Whether the run has made its steps; weights that it did not come to write are taken from its checkpoint."""
+        """Whether the run has made all its steps; writes its weights from its checkpoint if they are missing."""
         if self.start.step < options.steps:
             return False
         if not self.folder.model.exists():
@@ -80,30 +80,30 @@ def reopen(
     accept_changes: bool = False,
     allow_restart: bool = False,
 ) -> Resumed | None:
-    """Returns where the run in a folder goes on, on all ranks alike, or None if it holds none.
+    """Returns where the run in a folder goes on, on all ranks, or None if the folder holds no run.
 
-    Restores what is damaged, removes what was never finished, and tells the user. Raises InputError, and removes
-    nothing, if the model's source or the data are not what the checkpoint was made with, unless that is accepted; or if
-    the run has held checkpoints and none of them can be used, unless it may begin at step 0.
+    Restores damaged settings, removes unfinished files, and tells the user. Raises InputError, and removes nothing, if
+    the model's source or the data have changed since the checkpoint, unless `accept_changes`; or if the run had
+    checkpoints and none can be used, unless `allow_restart`.
     """
     folder = RunFolder(run_dir)
     if not ranks.is_first:
-        text = ranks.share(b"")
+        text = ranks.broadcast(b"")
         return Resumed(folder, RunStart.from_json(text)) if text else None
     with lock_run(folder.path):
         if not folder.holds_run:
-            ranks.share(b"")
+            ranks.broadcast(b"")
             tell(f"{run_dir} holds no run: training begins")
             return None
-        found = folder.checkpoint_dir.newest(tell, allow_restart=allow_restart)
-        if found:
-            check_finite(found, folder.checkpoint_dir)
-        settings = read_settings(folder.path, found, tell, accept_changes)
-        start = RunStart.after(
-            found, check_fingerprints(found, settings.options, tell, accept_changes) if found else {}
-        )
+        checkpoint, fingerprints = folder.checkpoint_dir.newest(tell, allow_restart=allow_restart), {}
+        if checkpoint:
+            check_finite(checkpoint, folder.checkpoint_dir)
+        settings = read_settings(folder.path, checkpoint, tell, accept_changes)
+        if checkpoint:
+            fingerprints = check_fingerprints(checkpoint, settings.options, tell, accept_changes)
+        start = RunStart.after(checkpoint, fingerprints)
         folder.checkpoint_dir.collect()
-    ranks.share(start.to_json().encode())
+    ranks.broadcast(start.to_json().encode())
     switch = PlanSwitch.load(folder.switch) if folder.switch.exists() else None
     return Resumed(folder, start, Known(*settings, switch))
 
@@ -111,7 +111,7 @@ def reopen(
 def check_fingerprints(
     checkpoint: Checkpoint, options: TrainOptions, tell: Callable[[str], None], accept_changes: bool = False
 ) -> dict[str, str]:
-    """Returns the fingerprints of the model's source and the data; raises InputError if they are not a checkpoint's."""
+    """Returns the fingerprints of the model's source and the data; raises InputError if a checkpoint has others."""
     before, now = saved_in(checkpoint).fingerprints, read_fingerprints(options)
     if before is None:
         tell(
@@ -129,11 +129,13 @@ def check_fingerprints(
     return now
 
 
-def is_same_plan(asked: Plan, known: Plan) -> bool:
-    """Whether a run's plan is what is asked; what is not asked was decided when the run started."""
-    place = asked.place.replace(devices=asked.place.devices or known.place.devices)
-    feed = asked.feed.replace(shares=known.feed.shares if asked.feed.shares is None else asked.feed.shares)
-    cut = asked.cut.replace(bounds=asked.cut.bounds or known.cut.bounds)
-    reduce = asked.reduce.replace(clip=known.reduce.clip if asked.reduce.clip == "none" else asked.reduce.clip)
+def is_same_plan(requested: Plan, known: Plan) -> bool:
+    """Whether a requested plan is the run's plan; what the request leaves open was decided when the run started."""
+    place = requested.place.replace(devices=requested.place.devices or known.place.devices)
+    feed = requested.feed.replace(shares=known.feed.shares if requested.feed.shares is None else requested.feed.shares)
+    cut = requested.cut.replace(bounds=requested.cut.bounds or known.cut.bounds)
+    reduce = requested.reduce.replace(
+        clip=known.reduce.clip if requested.reduce.clip == "none" else requested.reduce.clip
+    )
     settled = {"place": place, "feed": feed, "cut": cut, "reduce": reduce}
-    return asked.replace(steps=known.steps, decisions=known.decisions, **settled) == known
+    return requested.replace(steps=known.steps, decisions=known.decisions, **settled) == known

@@ -1,4 +1,4 @@
-"""The model check of `train`: once, on the first rank, before any worker starts."""
+"""The model check of `train`, which rank 0 runs once before any worker starts."""
 
 from collections.abc import Sequence
 
@@ -14,9 +14,9 @@ _OPTION = "--no-check-model"
 
 
 def check_run(options: TrainOptions, program: Program, ranks: RankGroup, prepared: Sequence[Prepared]) -> str:
-    """Compares the model with its units; all ranks raise the InputError if they differ.
+    """Compares the model with the units it is cut into; raises InputError on all ranks if they differ.
 
-    Returns what `check_model` says. `prepared` is what the model was measured with, if it was.
+    Returns what could not be compared, or nothing. `prepared` holds the model that was measured, if it was.
     """
     refusal, remark = b"", b""
     if ranks.is_first:
@@ -24,11 +24,11 @@ def check_run(options: TrainOptions, program: Program, ranks: RankGroup, prepare
         job, batches = prepared[0] if prepared else prepare(options.replace(weights=None), program.sizes, begins)
         task, size = batches.task, max(program.sizes)
         samples = [Sample(*draw(task.data, options.seed, range(n * size, (n + 1) * size))) for n in range(2)]
-        asked = Checked(task.model, batches.cut, job, task.loss, program, samples)
+        checked = Checked(task.model, batches.cut, job, task.loss, program, samples)
         try:
-            remark = check_model(asked, torch_device(program.machine, program.devices[0]), _OPTION).encode()
+            remark = check_model(checked, torch_device(program.machine, program.devices[0]), _OPTION).encode()
         except InputError as error:
             refusal = str(error).encode()
-    if refusal := ranks.share(refusal):
+    if refusal := ranks.broadcast(refusal):
         raise InputError(refusal.decode())
-    return ranks.share(remark).decode()
+    return ranks.broadcast(remark).decode()

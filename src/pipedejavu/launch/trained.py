@@ -1,4 +1,4 @@
-"""What a run leaves: its weights and both timelines, gathered from what its workers wrote, and the audit of its log."""
+"""The result of a run: its weights, the predicted and the measured timeline, and the audit of its log."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -23,7 +23,7 @@ from pipedejavu.source.task import Prepared, SampleOrder, prepare
 
 @dataclass(frozen=True)
 class TrainedRun:
-    """A finished run: its folder, what was predicted and what was measured of one round of the program."""
+    """A finished run: its folder, and the prediction and measurement of one round of the program."""
 
     options: TrainOptions
     folder: RunFolder
@@ -33,14 +33,14 @@ class TrainedRun:
     outcome: Outcome
     moves: tuple[Move, ...]
     rounds_s: tuple[float, ...]
-    """How long each round but the first took, from end to end, on the first worker."""
+    """Time of each round after the first, from the end of the round before, on the first worker."""
     grown_bytes: tuple[int, ...]
-    """How much memory the process of each worker has taken since its model was built; on a GPU all that it has."""
+    """Per worker, the growth of its process since the model was built; on a GPU all memory that it used."""
 
     def step_s(self, warm_up: int) -> float:
-        """Returns the time of an update, the median over rounds behind the first ones.
+        """Returns the time per update: the median over the rounds after the warm-up.
 
-        A plan without a common moment has one round, of many updates.
+        An asynchronous plan has a single round of many updates.
         """
         late = self.rounds_s[warm_up:]
         return median(late) if late else self.measured.makespan_s / self.program.plan.steps
@@ -49,48 +49,48 @@ class TrainedRun:
 def gather(
     folder: RunFolder, options: TrainOptions, program: Program, prediction: Prediction, results: Sequence[WorkerResult]
 ) -> TrainedRun:
-    """Takes what the workers of a run left and writes what stays."""
+    """Merges the results of all workers and writes the weights and timelines to the run folder."""
     weights: Weights = {}
     others: dict[str, Tensor] = {}
     for result in results:
         others |= result.others
-        for place, named in result.weights.items():
-            weights.setdefault(place, {}).update(named)
-    parts = [result.facts for result in results]
-    names: dict[str, str] = parts[0]["names"]
+        for piece, named in result.weights.items():
+            weights.setdefault(piece, {}).update(named)
+    facts = [result.facts for result in results]
+    names: dict[str, str] = facts[0]["names"]
     folder.write_model(others | {names.get(name, name): w for name, w in result_of(program, weights).items()})
-    moves = [(int(update), tuple(map(tuple, moved))) for update, moved in parts[0]["moves"]]
+    moves = [(int(update), tuple(map(tuple, moved))) for update, moved in facts[0]["moves"]]
     if moves:
-        # The last round had other shares than the first: it is their forecast that compares with it.
+        # The last round had other shares than the first, so it is compared with a forecast for those shares.
         prediction = simulate(replace(program, parts=moves[-1][1]))
         folder.write_last(folder.predicted, prediction.timeline().to_json(indent=None))
-    measured = _timeline(program, parts)
+    measured = _timeline(program, facts)
     folder.write_last(folder.measured, measured.to_json(indent=None))
     folder.write_pending()
     folder.remove_parts()
-    logs = tuple(_log(part) for part in parts)
-    ends = parts[0]["ends_s"]
+    logs = tuple(map(_log, facts))
+    ends = facts[0]["ends_s"]
     return TrainedRun(
         options, folder, program, prediction, measured, Outcome(weights, logs, ()), tuple(moves),
         tuple(after - before for before, after in pairwise(ends)),
-        tuple(part["peak_bytes"] - part["base_bytes"] for part in parts),
+        tuple(worker["peak_bytes"] - worker["base_bytes"] for worker in facts),
     )  # fmt: skip
 
 
 def audit_run(done: TrainedRun) -> dict[str, float]:
-    """Replays a run that kept its log; returns the largest difference of each parameter."""
-    job, batches = _given(done)
+    """Replays a run that kept its log; returns the largest difference per parameter."""
+    job, batches = _open_again(done)
     return audit(done.program, job, batches, done.outcome, _uncut(batches))
 
 
 def judge_run(done: TrainedRun) -> Verdict:
-    """Replays a run that kept its log, and judges whether it differs by more than rounding."""
-    job, batches = _given(done)
+    """Replays a run that kept its log; returns whether it differs by more than rounding."""
+    job, batches = _open_again(done)
     return judge(done.program, job, batches, done.outcome, _uncut(batches))
 
 
-def _given(done: TrainedRun) -> Prepared:
-    """Returns the model and the samples that a run began with."""
+def _open_again(done: TrainedRun) -> Prepared:
+    """Returns the model and the sample order that a run began with."""
     job, batches = prepare(done.options, done.program.sizes, done.program.plan.cut.begins)
     for update, parts in done.moves:
         batches.change(update, [size for part in parts for size in part])
@@ -103,14 +103,14 @@ def _uncut(batches: SampleOrder) -> UncutModel:
 
 
 def _one(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Returns the call of a chain, which takes one value."""
+    """Returns the arguments of a chain, which takes one value."""
     return (inputs,), {}
 
 
-def _log(part: dict[str, Any]) -> Log:
+def _log(facts: dict[str, Any]) -> Log:
     """Returns a worker's log from its JSON form."""
     events: list[Event] = []
-    for kind, *fields in part.get("events", ()):
+    for kind, *fields in facts.get("events", ()):
         if kind == "Read":
             events.append(Read(*fields))
         elif kind == "Scored":
@@ -118,15 +118,15 @@ def _log(part: dict[str, Any]) -> Log:
         else:
             piece, replica, version, microbatches, coefficient = fields
             events.append(Applied(piece, replica, version, tuple(microbatches), coefficient))
-    return Log(events=events, skipped={int(step): reason for step, reason in part.get("skipped", {}).items()})
+    return Log(events=events, skipped={int(step): reason for step, reason in facts.get("skipped", {}).items()})
 
 
-def _timeline(program: Program, parts: list[dict[str, Any]]) -> Timeline:
+def _timeline(program: Program, facts: list[dict[str, Any]]) -> Timeline:
     """Returns the spans of all workers' last round as a timeline."""
-    spans = [Span(*span) for part in parts for span in part["spans"]]
+    spans = [Span(*span) for worker in facts for span in worker["spans"]]
     makespan = max(span.end_s for span in spans)
     workers, trainers = [], 0
-    for index, part in enumerate(parts):
+    for index, worker in enumerate(facts):
         busy = sum(s.end_s - s.start_s for s in spans if s.worker == index and s.lane == "compute")
         trainers += bool(program.held(index))
         workers.append(
@@ -134,9 +134,9 @@ def _timeline(program: Program, parts: list[dict[str, Any]]) -> Timeline:
                 worker=index,
                 device=program.devices[index],
                 busy_s=busy,
-                peak_bytes=part["peak_bytes"],
-                peak_live_microbatches=part["peak_live"],
-                weight_versions=part["peak_versions"],
+                peak_bytes=worker["peak_bytes"],
+                peak_live_microbatches=worker["peak_live"],
+                weight_versions=worker["peak_versions"],
             )
         )
     total = sum(w.busy_s for w in workers if program.held(w.worker))

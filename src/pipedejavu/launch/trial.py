@@ -1,7 +1,7 @@
-"""Trials: the best plans of a search run some updates each, and the one that proves to be the fastest is taken.
+"""Trials: the best plans of a search each run some updates, and the fastest one is taken.
 
-A forecast tells plans apart that differ by more than it is off. Of those that lie closer together some updates know
-better, at the price of starting the workers of each.
+Forecasts cannot rank plans whose times differ by less than the forecast error. A trial can, at the cost of starting the
+workers of each plan.
 """
 
 import tempfile
@@ -10,24 +10,25 @@ from pathlib import Path
 
 from pipedejavu.facts import InputError, format_seconds
 from pipedejavu.health.failure import WorkerError
-from pipedejavu.launch.launch import plan_run, train
+from pipedejavu.launch.planned_run import plan_run
+from pipedejavu.launch.run_session import train
 from pipedejavu.plan import Decision
 from pipedejavu.planner.worker_host import DeviceChoice
 from pipedejavu.run.options import TrainOptions
 from pipedejavu.search import RankedPlan
 
 STEPS, WARM_UP = 14, 4
-"""Updates of a trial, and the first of them, which do not count."""
+"""Updates per trial, and how many of them are warm-up."""
 
 
 def find_fastest(
     options: TrainOptions, candidates: Sequence[RankedPlan], devices: DeviceChoice, report: Callable[[str], None]
 ) -> RankedPlan:
-    """Runs every plan in a folder that goes, and returns the fastest, which says so among its decisions.
+    """Runs every plan in a temporary folder; returns the fastest, with the measured times among its decisions.
 
-    Raises what the last raised where all fail.
+    If all fail, raises the error of the last one.
     """
-    found: list[tuple[float, int]] = []
+    times: list[tuple[float, int]] = []
     failure: Exception | None = None
     for n, candidate in enumerate(candidates):
         name = f"plan {n + 1} of {len(candidates)}, {candidate.plan.name}"
@@ -39,18 +40,18 @@ def find_fastest(
             failure = error
             continue
         report(f"trial of {name}: {format_seconds(time_s)} an update")
-        found.append((time_s, n))
-    if not found:
+        times.append((time_s, n))
+    if not times:
         assert failure is not None
         raise failure
-    fastest = candidates[min(found)[1]]
-    told = [f"{candidates[n].plan.name} took {format_seconds(time_s)} an update" for time_s, n in sorted(found)]
+    fastest = candidates[min(times)[1]]
+    told = [f"{candidates[n].plan.name} took {format_seconds(time_s)} an update" for time_s, n in sorted(times)]
     decision = Decision(axis="place", choice=f"the fastest of {len(candidates)} plans", reason="; ".join(told))
     return fastest.replace(plan=fastest.plan.replace(decisions=(*fastest.plan.decisions, decision)))
 
 
 def time_update(options: TrainOptions, candidate: RankedPlan, devices: DeviceChoice) -> float:
-    """Returns what an update takes under a plan, from some that are made and forgotten."""
+    """Returns the time per update under a plan, measured in a run whose result is thrown away."""
     options = options.replace(
         steps=STEPS, init_candidates=1, checkpoint_every=0, on_oom="stop", replan=False, keeps_log=False, log=()
     )

@@ -1,4 +1,4 @@
-"""One rank of a training run: runs its worker of the program, reports on the way, and packs what it leaves."""
+"""One rank of a training run: runs its worker of the program, reports metrics, saves, and packs its result."""
 
 import os
 import signal
@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from pipedejavu.engine.device import be_deterministic, device_of
-from pipedejavu.engine.engine_state import check_state, final_buffers, put_state, take_norm, take_state
+from pipedejavu.engine.engine_state import check_state, final_buffers
 from pipedejavu.engine.handlers import Handlers
 from pipedejavu.engine.rank_process import run_rank
 from pipedejavu.engine.replicas import ReplicaCheck
@@ -25,6 +25,7 @@ from pipedejavu.engine.threads import final_weights
 from pipedejavu.facts import InputError, Span, WorkerSummary, end_with_parent, keep_heap
 from pipedejavu.health.failure import ShortageError, WorkerError, is_shortage, keep_failure, write_failure
 from pipedejavu.health.watchdog import HangWatchdog, HeartbeatPage
+from pipedejavu.launch.handover import Handover, RunForecast
 from pipedejavu.launch.loopback_store import connect_store
 from pipedejavu.planner.replan import PlanSwitch, Replanner, find_switch
 from pipedejavu.planner.worker_host import num_threads
@@ -36,28 +37,30 @@ from pipedejavu.run.metrics import MetricsCollector, MetricsReporter, resident_b
 from pipedejavu.run.options import TrainOptions
 from pipedejavu.run.progress import Progress
 from pipedejavu.run.run_folder import RunFolder, RunStart
-from pipedejavu.run.saved_facts import random_state, saved_in, set_random_state
+from pipedejavu.run.saved_facts import saved_in
 from pipedejavu.run.settings import Settings
 from pipedejavu.run.stop_signal import STOPPED, StopSignal
 from pipedejavu.run.throughput import RoundTimes, ThroughputMonitor, times_of
 from pipedejavu.run.whole_state import WholeState
 from pipedejavu.run.worker_result import WorkerResult
-from pipedejavu.simulate import Prediction, simulate
+from pipedejavu.session.training_session import RankWorker, TrainingSession
 from pipedejavu.source.task import SteadyBatches, num_kept, prepare
 from pipedejavu.store import Checkpoint, CheckpointDir, Saver
 from pipedejavu.store.saver import SLOW_S
 
 
 class WorkerLaunch(NamedTuple):
-    """What a process that runs a worker is given by the launcher, which holds it open until the worker has ended."""
+    """What the launcher gives to the process of a worker; it keeps the memory files open until the worker has ended."""
 
     run_dir: str
     port: int
-    """Of the launcher's store."""
+    """The port of the launcher's store."""
     heartbeats: str
-    """The memory in which each worker writes what it is at."""
+    """The memory file in which each worker writes its heartbeat."""
     results: tuple[str, ...]
-    """The memory in which each worker leaves what it ends with."""
+    """The memory file in which each worker leaves its result."""
+    handover: str
+    """The memory file with the program and its forecast."""
 
 
 def work(rank: int, size: int, launched: WorkerLaunch) -> None:
@@ -65,23 +68,24 @@ def work(rank: int, size: int, launched: WorkerLaunch) -> None:
     run_process(rank, size, launched, _train)
 
 
-def _train(folder: RunFolder, store: Store, watchdog: HangWatchdog) -> tuple[int, bytes]:
-    run = Rank(folder.options(), folder.program(), store, folder, folder.start(), watchdog)
-    result = run.run(folder.checkpoint_dir)
-    return (STOPPED if run.is_stopped else 0), result.pack()
+def _train(folder: RunFolder, store: Store, watchdog: HangWatchdog, handover: Handover) -> tuple[int, bytes]:
+    assert handover.forecast is not None
+    rank = Rank(folder.options(), handover.program, store, folder, folder.start(), watchdog, handover.forecast)
+    result = rank.run(folder.checkpoint_dir)
+    return (STOPPED if rank.is_stopped else 0), result.pack()
 
 
-Run = Callable[[RunFolder, Store, HangWatchdog], tuple[int, bytes]]
-"""Runs a rank; returns the exit code of its process and what it leaves."""
+Run = Callable[[RunFolder, Store, HangWatchdog, Handover], tuple[int, bytes]]
+"""Runs a rank; returns the exit code of its process and the bytes of its result."""
 
 
 def run_process(rank: int, size: int, launched: WorkerLaunch, run: Run) -> None:
-    """Runs a rank that this project started itself, then ends the process with the code that `run` returns.
+    """Runs a rank in a process that our launcher started, then ends the process with the code that `run` returns.
 
-    The store is the launcher's, sockets are on loopback only, and nothing waits for a disk.
+    The store is the launcher's, and sockets are on loopback only.
     """
     end_with_parent()
-    # The launcher ends it, at once, whatever it waits for.
+    # On Ctrl-C the launcher kills its workers at once, even if they wait for something.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     folder, store, code = RunFolder(launched.run_dir), connect_store(launched.port), 1
@@ -92,24 +96,32 @@ def run_process(rank: int, size: int, launched: WorkerLaunch, run: Run) -> None:
 
     try:
         watchdog = HangWatchdog(rank, end, HeartbeatPage(Path(launched.heartbeats), size))
-        meeting = PrefixStore("group", connect_store(launched.port))
-        dist.init_process_group("gloo", store=meeting, rank=rank, world_size=size)
-        code, result = run(folder, PrefixStore("run", store), watchdog)
+        rendezvous = PrefixStore("group", connect_store(launched.port))
+        dist.init_process_group("gloo", store=rendezvous, rank=rank, world_size=size)
+        handover = Handover.unpack(Path(launched.handover).read_bytes())
+        code, result = run(folder, PrefixStore("run", store), watchdog, handover)
         Path(launched.results[rank]).write_bytes(result)
     except BaseException as error:
         write_failure(store, rank, error)
-    # What this rank has to say is with the launcher. Ending here spares the interpreter's shutdown, which waits for
-    # lanes that wait for others, and now and then aborts a process whose C++ threads are still about.
+    # The launcher has this rank's result or failure. Exiting here skips the interpreter's shutdown, which would wait
+    # for lanes that are blocked, and sometimes aborts while C++ threads are still running.
     sys.stderr.flush()
     os._exit(code)
 
 
+def set_up_process(program: Program, rank: int) -> None:
+    """Gives this process the threads of its worker, and makes torch deterministic."""
+    keep_heap()
+    torch.set_num_threads(num_threads(program.machine, program.devices, rank))
+    be_deterministic()
+
+
 Move = tuple[int, tuple[tuple[int, ...], ...]]
-"""An update, and the parts that the replicas of a program have from it on."""
+"""An update, and the sizes of each replica's microbatches from that update on."""
 
 
 class Rank:
-    """One rank's state during a run; the first has the run folder, the others need none."""
+    """One rank of a run: what it trains with and what it has measured. Only rank 0 uses the run folder."""
 
     def __init__(
         self,
@@ -119,20 +131,19 @@ class Rank:
         folder: RunFolder,
         start: RunStart,
         watchdog: HangWatchdog,
+        forecast: RunForecast,
         *,
         keeps_workers: bool = False,
     ):
-        """Takes whether a plan to switch to must have as many workers, as their processes are given."""
+        """With `keeps_workers` the run switches only to plans with as many workers as this one."""
         self.options, self.program, self.store, self.folder, self.start = options, program, store, folder, start
-        self.watchdog, self.keeps_workers = watchdog, keeps_workers
+        self.watchdog, self.forecast, self.keeps_workers = watchdog, forecast, keeps_workers
         self.rank = dist.get_rank()
-        keep_heap()
-        torch.set_num_threads(num_threads(program.machine, program.devices, self.rank))
-        if options.keeps_log:  # an audit's replay has no TF32, which cuDNN takes for float32 by default
+        if options.keeps_log:  # the audit replays without TF32, which cuDNN uses for float32 by default
             torch.backends.cudnn.allow_tf32 = False
-        be_deterministic()
-        own = options.replace(weights=None) if start.step else options  # a checkpoint has them
-        self.job, self.order = prepare(own, program.sizes, program.plan.cut.begins)
+        set_up_process(program, self.rank)
+        first = options.replace(weights=None) if start.step else options  # a checkpoint has the weights
+        self.job, self.order = prepare(first, program.sizes, program.plan.cut.begins)
         self.state = WholeState(self.order.task.model, self.job.units)
         self.order.start(start.step, start.samples)
         self.order.keep(num_kept(program, self.rank))
@@ -146,29 +157,29 @@ class Rank:
         self.stop_signal = StopSignal(PrefixStore("halt", store), self.rank, len(program.workers))
         self.stop_signal.obey()
         self.collector: MetricsCollector | None = None
-        self.pace: ThroughputMonitor | None = None
+        self.throughput: ThroughputMonitor | None = None
         self.replanner: Replanner | None = None
         self.saver: Saver | None = None
-        self.told_s = 0.0
-        """For how long the disk had not answered when that was last told."""
+        self.stuck_told_s = 0.0
+        """How long the disk had not answered when the user was last told of it."""
         self.is_stopped = False
         self.base_bytes = resident_bytes()
 
     def run(self, checkpoint_dir: CheckpointDir) -> WorkerResult:
-        """Trains to the end, with checkpoints on a shelf that all ranks see."""
+        """Trains to the end, with checkpoints in a folder that all ranks see."""
         try:
             return self._run(checkpoint_dir)
         except BaseException as error:
             if is_shortage(error):
-                raise ShortageError(self.rank, self.found_bytes()) from error
+                raise ShortageError(self.rank, self.obtained_bytes()) from error
             raise
 
     def _run(self, checkpoint_dir: CheckpointDir) -> WorkerResult:
-        forecast = simulate(self.program)
-        self.watchdog.allow(forecast.makespan_s / self.program.plan.steps, self.options.hang_after_s)
+        self.watchdog.allow(self.forecast.makespan_s / self.program.plan.steps, self.options.hang_after_s)
         updates = range(self.start.step, self.options.steps, self.program.plan.steps)
         with ExitStack() as stack:
-            self._open_desk(stack, forecast)
+            if self.rank == 0:
+                self._open_metrics(stack)
             if self.options.checkpoint_every:
                 board = (PrefixStore("saver", self.store), len(self.program.workers))
                 self.saver = Saver(
@@ -176,26 +187,30 @@ class Rank:
                     elsewhere=self.folder.fallback.folder,
                 )  # fmt: skip
             device = device_of(self.program, self.rank)
-            self.watch = MetricsReporter(self.store, self.rank, self.batches, device, self.collector, self._listen)
-            with self.watch:
+            self.reporter = MetricsReporter(self.store, self.rank, self.batches, device, self.collector, self._poll)
+            with self.reporter:
                 try:
                     handlers = run_rank(
                         self.program, self.job, self.batches, updates, self.after_round, self.before_round,
-                        partial(self._restore, checkpoint_dir),
+                        partial(self._begin, checkpoint_dir),
                     )  # fmt: skip
                 except InputError:
                     if self.saver:  # it holds finite state; reports are still taken, so the metrics have its steps
                         self.saver.finish()
                     raise
-                check_state(handlers)  # what is left of the run is finite, too, if nothing was saved
+                check_state(handlers)  # the result must be finite even if nothing was saved
                 if self.saver:
                     self.saver.wait()
                     for step, path in self.saver.moved.items():
                         self.folder.fallback.moved[self.folder.checkpoint_dir.folder(step)] = path
-            dist.barrier()  # everyone has sent its last report
+            dist.barrier()  # all ranks have sent their last report
             if self.collector:
                 self.collector.take_all(self.store)
-        log, peak = handlers.log, self.watch.peak()
+        return self._result(handlers)
+
+    def _result(self, handlers: Handlers) -> WorkerResult:
+        """Returns the weights of this rank's worker, and what it has measured."""
+        log, peak = handlers.log, self.reporter.peak()
         facts: dict[str, Any] = {
             "peak_live": log.peak_live,
             "peak_versions": log.peak_versions,
@@ -212,58 +227,56 @@ class Rank:
         others = self.state.renamed(final_buffers(handlers))
         if self.rank == 0:
             others = self.state.rest | others
-            facts["names"] = {name: own for name, own in self.state.names.items() if own != name}
+            facts["names"] = {unit: name for unit, name in self.state.names.items() if name != unit}
         return WorkerResult(final_weights(handlers), others, facts)
 
     @property
-    def given_samples(self) -> int | None:
-        """Of a microbatch, for another plan; any where the model is a chain, whose units are the same for all sizes."""
+    def microbatch_samples(self) -> int | None:
+        """Samples per microbatch that another plan must keep; None for a chain, which has the same units for any."""
         return None if self.order.cut.way == "chain" else self.program.plan.feed.samples
 
-    def found_bytes(self) -> int:
-        """Returns the most memory that this worker has got so far: on its GPU, or beside its model."""
+    def obtained_bytes(self) -> int:
+        """Returns the most memory that this worker has had: reserved on its GPU, or in the host beside its model."""
         device = device_of(self.program, self.rank)
         if device.type == "cuda":
             return torch.cuda.max_memory_reserved(device)
         return max(0, resident_bytes() - self.base_bytes)
 
-    def _open_desk(self, stack: ExitStack, forecast: Prediction) -> None:
-        """Lets the first rank take the reports of all, and show how the run gets on."""
-        if self.rank:
-            return
+    def _open_metrics(self, stack: ExitStack) -> None:
+        """Starts collecting the metrics of all ranks, and shows the progress of the run."""
         is_counting_samples = self.batches.count(0) == self.program.sizes[0]
-        forecast_s = forecast.chance.mean_s / self.program.plan.steps
+        forecast_s = self.forecast.mean_s / self.program.plan.steps
         items = "samples" if is_counting_samples else "tokens"
-        seats = [self._seat(worker, forecast.makespan_s) for worker in forecast.workers]
-        self.progress = Progress(self.options.steps, items, forecast_s, self.start.step, seats)
+        panels = [self._panel(worker, self.forecast.makespan_s) for worker in self.forecast.workers]
+        self.progress = Progress(self.options.steps, items, forecast_s, self.start.step, panels)
         about = {"plan": self.program.plan.name, **self.program.plan.axes()}
-        books = open_logbooks(self.folder, self.options, about, self.start.step, self._tell)
-        self.pace = ThroughputMonitor(self.program)
+        logbooks = open_logbooks(self.folder, self.options, about, self.start.step, self._tell)
+        self.throughput = ThroughputMonitor(self.program)
         self.collector = MetricsCollector(
             self.folder,
             stack.enter_context(self.progress),
-            stack.enter_context(books),
+            stack.enter_context(logbooks),
             num_ranks=len(self.program.workers),
             update_size=self.program.update_size,
             num_samples=sum(self.program.sizes),
-            pace=self.pace,
+            pace=self.throughput,
         )
-        if self.options.replan and len(seats) > 1:
-            self.replanner = Replanner(self.pace, self._ask, self._turn)
+        if self.options.replan and len(panels) > 1:
+            self.replanner = Replanner(self.throughput, self._find_switch, self._request_switch)
 
-    def _seat(self, worker: WorkerSummary, makespan_s: float) -> WorkerPanel:
+    def _panel(self, worker: WorkerSummary, makespan_s: float) -> WorkerPanel:
         device = self.program.machine.device(worker.device)
         busy = worker.busy_s / makespan_s if makespan_s else None
         return WorkerPanel(f"{device.name} ({device.kind})", device.memory_bytes, worker.peak_bytes, busy)
 
-    def _listen(self) -> None:
-        """Looks now and then, beside training, whether the run is to stop, and on the first rank at its pace."""
+    def _poll(self) -> None:
+        """Checks, beside training, for a stop request and a stuck disk; on rank 0 also for stragglers."""
         self.stop_signal.listen()
-        if (stuck_s := self.folder.stuck_s()) > self.told_s + SLOW_S:
-            self.told_s = stuck_s
+        if (stuck_s := self.folder.stuck_s()) > self.stuck_told_s + SLOW_S:
+            self.stuck_told_s = stuck_s
             self._tell(f"the disk of {self.folder.path} has not answered for {stuck_s:.0f} s; training goes on")
-        self.told_s = min(self.told_s, stuck_s)
-        for straggler in self.pace.stragglers() if self.pace else ():
+        self.stuck_told_s = min(self.stuck_told_s, stuck_s)
+        for straggler in self.throughput.stragglers() if self.throughput else ():
             self._tell(str(straggler))
             self.folder.add_metrics(
                 {"straggler": straggler.worker, "lag": straggler.slowdown, "kinds": straggler.kinds}
@@ -271,13 +284,13 @@ class Rank:
         if self.replanner:
             self.replanner.look()
 
-    def _ask(self, slowdowns: Sequence[float]) -> PlanSwitch | None:
-        """Asks the planner."""
+    def _find_switch(self, slowdowns: Sequence[float]) -> PlanSwitch | None:
+        """Searches for a plan that pays, given how much slower than forecast each worker is."""
         size = len(self.program.workers) if self.keeps_workers else None
-        return find_switch(self.program, slowdowns, self.options.steps - self.step, self.given_samples, size)
+        return find_switch(self.program, slowdowns, self.options.steps - self.step, self.microbatch_samples, size)
 
-    def _turn(self, switch: PlanSwitch) -> None:
-        """Lets the run stop after a checkpoint, from which it goes on under another plan."""
+    def _request_switch(self, switch: PlanSwitch) -> None:
+        """Stops the run after its next checkpoint, from which it goes on under the other plan."""
         try:
             switch.save(self.folder.switch)
         except InputError as error:
@@ -290,16 +303,16 @@ class Rank:
         self.progress.say(sentence)
 
     def before_round(self, handlers: Handlers) -> None:
-        """Lets the watch follow the log, and the vigil the lanes."""
+        """Connects the reporter to the log, and the watchdog to the lanes."""
         handlers.notice = self.watchdog.notice
-        self.watch.follow(handlers.log)
+        self.reporter.follow(handlers.log)
 
     def after_round(self, update: int, handlers: Handlers, spans: list[Span]) -> bool:
-        """Keeps the round's spans, lets shares follow the measured rates, and saves; returns whether to go on."""
+        """Keeps the round's spans, rebalances shares by measured rates, and saves; returns whether to go on."""
         self.spans, self.step = spans, update
         now_s = time.perf_counter()
-        self.watch.settle(spans, RoundTimes(now_s - self.ends_s[-1], times_of(spans)) if self.ends_s else None)
-        self.ends_s.append(now_s)  # the first round is warming up
+        self.reporter.settle(spans, RoundTimes(now_s - self.ends_s[-1], times_of(spans)) if self.ends_s else None)
+        self.ends_s.append(now_s)  # the first round is a warm-up
         plan = self.program.plan
         if plan.feed.kind == "share" and plan.feed.is_controlled:
             self._rebalance(update, spans)
@@ -309,32 +322,32 @@ class Rank:
         if is_saved or is_last or self.replicas.is_due(update, plan.steps):
             self._check_replicas(update, handlers)
         if self.saver and is_saved:
-            self._save(self.saver, update, handlers, is_last)
+            self._save(self.saver, update, is_last)
         return not self.is_stopped
 
     def _check_replicas(self, update: int, handlers: Handlers) -> None:
-        """Raises WorkerError, on all ranks alike, if replicas that share every update hold different weights."""
+        """Raises WorkerError, on all ranks, if replicas that share every update hold different weights."""
         handlers.notice("net", "the comparison of replicas")
-        sentence = self.replicas.find(update, [handlers], dist.all_reduce)
+        sentence = self.session.compare_replicas(update)
         handlers.notice("net", "")
         if sentence:
             if self.saver:
                 self.saver.wait()
-                dist.barrier()  # the checkpoint that was copied while they agreed is on the disk
+                dist.barrier()  # the checkpoint that was copied while replicas agreed is on the disk
             raise WorkerError(sentence)
 
-    def _save(self, saver: Saver, update: int, handlers: Handlers, is_last: bool) -> None:
-        """Copies this rank's share of the state, which the saver writes beside training."""
+    def _save(self, saver: Saver, update: int, is_last: bool) -> None:
+        """Copies this rank's share of the state; the saver writes it beside training."""
         is_apart = self.program.plan.feed.kind == "own"
-        if is_apart:  # others may still be at an update before this one
+        if is_apart:  # other replicas may still be at an earlier update
             dist.barrier()
-        tensors = take_state(handlers) | random_state(self.rank, handlers.device)
-        if self.rank == 0:
-            tensors = self.state.saved_rest() | tensors
+        tensors = self.session.take_state()
         if is_apart:
             dist.barrier()
-        self.watch.send()  # before the news that this part is written, so that the metrics have every step before it
-        facts = {"norm": take_norm(handlers), "parts": self.program.parts, "fingerprints": self.start.fingerprints}
+        self.reporter.send()  # before this shard counts as written, so that the metrics have every step before it
+        facts = {
+            "norm": self.session.take_norm(), "parts": self.program.parts, "fingerprints": self.start.fingerprints
+        }  # fmt: skip
         settings, samples = Settings.of(self.options, self.program), self.order.samples(update)
 
         def about() -> dict[str, Any]:
@@ -343,23 +356,18 @@ class Rank:
 
         saver.save(update, tensors, about, is_last=is_last)
 
-    def _restore(self, checkpoint_dir: CheckpointDir, handlers: Handlers) -> None:
-        """Puts the state of the checkpoint that the run goes on from in the place of the first weights."""
+    def _begin(self, checkpoint_dir: CheckpointDir, handlers: Handlers) -> None:
+        """Opens the session of this rank's worker, and restores the checkpoint that the run goes on from."""
+        self.session = TrainingSession(RankWorker(self.rank, handlers), self.replicas, self.state)
         if not self.start.step:
             return
         checkpoint = Checkpoint(checkpoint_dir.folder(self.start.step))
-        facts, has = saved_in(checkpoint), checkpoint.manifest.tensors
-        for name in [name for name in self.state.rest if f"buffer/{name}" in has]:
+        saved, parts = checkpoint.manifest.tensors, saved_in(checkpoint).parts
+        for name in [name for name in self.state.rest if f"buffer/{name}" in saved]:
             self.state.rest[name] = checkpoint.tensor(f"buffer/{name}")
-        put_state(
-            handlers,
-            self.start.step,
-            lambda name: checkpoint.tensor(name) if name in has else None,
-            facts.norm,
-        )
-        if self.program.plan.feed.is_controlled and [*map(len, facts.parts)] == [*map(len, self.program.parts)]:
-            self._move(self.start.step, facts.parts)
-        set_random_state(checkpoint, self.rank, handlers.device)
+        self.session.restore(checkpoint)
+        if self.program.plan.feed.is_controlled and [*map(len, parts)] == [*map(len, self.program.parts)]:
+            self._move(self.start.step, parts)
 
     def _rebalance(self, update: int, spans: list[Span]) -> None:
         """Moves samples between replicas from an update on; each keeps its number of microbatches."""
@@ -380,9 +388,9 @@ class Rank:
                 self.folder.add_metrics({"shares": [count / sum(following) for count in following]})
 
     def _move(self, update: int, parts: tuple[tuple[int, ...], ...]) -> None:
-        """Gives replicas other parts of a batch from an update on."""
+        """Gives the replicas microbatches of other sizes from an update on."""
         self.program = replace(self.program, parts=parts)
         self.order.change(update, self.program.sizes)
         self.moves.append((update, parts))
-        if self.pace:
-            self.pace.expect(self.program)
+        if self.throughput:
+            self.throughput.expect(self.program)

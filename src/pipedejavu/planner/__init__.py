@@ -1,4 +1,4 @@
-"""Planning for this machine: worker hosts, measured profiles, the search, and planning again while training."""
+"""Plans for this machine: hosts of workers, measured profiles, the search, and replanning during a run."""
 
 from pipedejavu.planner.worker_host import num_gpus
 

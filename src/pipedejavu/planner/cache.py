@@ -1,4 +1,4 @@
-"""What is kept between runs: records that took a while to measure, each for what it was measured on, for some days."""
+"""A cache of measured records in the user's cache folder; a record is valid for some days."""
 
 import hashlib
 import json
@@ -14,17 +14,17 @@ from pipedejavu.facts import InputError, Record
 R = TypeVar("R", bound=Record)
 
 AGE_S = 7 * 24 * 3600
-"""After which a record is made again: machines are used for other things, too."""
+"""Age after which a record is measured again, since the load of a machine changes."""
 
 
 def store_folder() -> Path:
-    """Returns where records are kept: the user's cache, by XDG_CACHE_HOME where that is set."""
+    """Returns the folder of the cache: in XDG_CACHE_HOME if that is set, else in ~/.cache."""
     base = os.environ.get("XDG_CACHE_HOME")
     return (Path(base) if base else Path.home() / ".cache") / "pipedejavu"
 
 
 def find(form: type[R], key: Mapping[str, object]) -> R | None:
-    """Returns the record that is kept for a key; None where there is none, or it is too old or cannot be read."""
+    """Returns the cached record of a key; None if it is missing, too old or unreadable."""
     path = _path(form, key)
     with suppress(OSError, InputError):
         if time.time() - path.stat().st_mtime < AGE_S:
@@ -33,7 +33,7 @@ def find(form: type[R], key: Mapping[str, object]) -> R | None:
 
 
 def keep(record: Record, key: Mapping[str, object]) -> None:
-    """Keeps a record; where the cache cannot be written, nothing is kept."""
+    """Writes a record to the cache; does nothing if the cache cannot be written."""
     path = _path(type(record), key)
     with suppress(OSError, InputError):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -41,12 +41,12 @@ def keep(record: Record, key: Mapping[str, object]) -> None:
 
 
 def find_or_make(form: type[R], key: Mapping[str, object], make: Callable[[], R], *, renews: bool) -> R:
-    """Returns the record that is kept for a key, or makes and keeps it."""
-    found = None if renews else find(form, key)
-    if found is None:
-        found = make()
-        keep(found, key)
-    return found
+    """Returns the cached record of a key, or makes it and writes it to the cache; `renews` always makes it."""
+    record = None if renews else find(form, key)
+    if record is None:
+        record = make()
+        keep(record, key)
+    return record
 
 
 def _path(form: type[Record], key: Mapping[str, object]) -> Path:

@@ -1,4 +1,4 @@
-"""Measures a model for a plan: on each kind of device that the plan uses, at as many sizes as its choices need."""
+"""Measures a model for a plan: on each kind of device of the plan, at the microbatch sizes that the plan may use."""
 
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -17,12 +17,12 @@ from pipedejavu.profile.unit_time import MakeUpdate
 
 _REPEATS = 8
 _TIMES = 4
-"""A share of a batch may be small: a microbatch so many times smaller is measured too, and one of one sample."""
+"""Shares of a batch may be small, so a microbatch smaller by this factor is measured too, and one of one sample."""
 
 Batch = Callable[[int], tuple[Any, Any]]
 """Takes a number of samples; returns inputs and targets."""
 Make = Callable[[range], object]
-"""Makes the samples of a run with these numbers."""
+"""Takes a range of sample numbers; loads those samples."""
 
 
 def measure(
@@ -35,7 +35,10 @@ def measure(
     *,
     at_more: bool = False,
 ) -> Profile:
-    """Measures a job's units at the plan's microbatch; where asked or the plan shares a batch, at smaller ones too."""
+    """Measures a job's units at the plan's microbatch size.
+
+    Smaller sizes are measured too if `at_more` is set or the plan divides a batch into shares.
+    """
     large = plan.feed.samples
     sizes = sorted({1, -(-large // _TIMES), large}) if at_more or plan.feed.kind == "share" else [large]
     unit_samples = make_samples(lambda size: UnitSample(job.units, *batch(size), job.loss), sizes)
@@ -44,28 +47,28 @@ def measure(
 
 
 def with_batches(profile: Profile, make: Make, sizes: Sequence[int], kinds: Mapping[str, torch.device]) -> Profile:
-    """Adds what getting a microbatch takes to the first forward on each CPU, whose worker gets its samples itself."""
-    taken = fit_line({size: _batch_times(make, size) for size in sizes})
+    """Adds the time to load a microbatch to the first forward on each CPU; a CPU worker loads its samples itself."""
+    load_time = fit_line({size: _batch_times(make, size) for size in sizes})
     first, *others = profile.units
     times = dict(first.times)
-    own = [kind for kind, device in kinds.items() if device.type == "cpu"]
-    for kind in own:
-        times[kind] = times[kind].replace(forward=times[kind].forward.plus(taken))
-    return profile.replace(units=(first.replace(times=times), *others), batch=dict.fromkeys(own, taken))
+    cpus = [kind for kind, device in kinds.items() if device.type == "cpu"]
+    for kind in cpus:
+        times[kind] = times[kind].replace(forward=times[kind].forward.plus(load_time))
+    return profile.replace(units=(first.replace(times=times), *others), batch=dict.fromkeys(cpus, load_time))
 
 
 def _batch_times(make: Make, samples: int) -> list[float]:
-    """Times how long a microbatch takes to come, each with samples of its own, from all over the data."""
+    """Times the loading of several microbatches, each with other samples."""
     times = []
     for n in range(1 + _REPEATS):
         start = time.perf_counter()
         make(range(n * samples, (n + 1) * samples))
         times.append(time.perf_counter() - start)
-    return times[1:]  # the first puts the data into an order
+    return times[1:]  # the first also shuffles the data
 
 
 def updates_of(optimizer: Optimizer) -> MakeUpdate:
-    """Returns how the engine updates parameters with an optimizer."""
+    """Returns a function that builds the engine's update of some parameters, for timing."""
 
     def make(parameters: Sequence[Tensor]) -> Callable[[], None]:
         weights = {str(n): parameter for n, parameter in enumerate(parameters)}

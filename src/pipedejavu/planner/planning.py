@@ -1,7 +1,6 @@
-"""Planning for what is here: the machine and the model as they are kept or measured, and the best plan that runs.
+"""Planning for this machine: measures machine and model, or reads them from the cache, and searches for the best plan.
 
-Measuring comes before searching: a survey of the machine, the model on each kind of device and on each part that a CPU
-may be divided into. Both are kept between runs.
+The model is measured on each kind of device, and on each fraction that a CPU may be divided into.
 """
 
 import platform
@@ -12,7 +11,7 @@ from pathlib import Path
 
 from pipedejavu.facts import InputError, Machine, Profile, read_file
 from pipedejavu.planner.cache import find, find_or_make, keep
-from pipedejavu.planner.profiling import MeasureSetup, choose_sizes, measure_task, part_way, this_machine
+from pipedejavu.planner.profiling import MeasureSetup, choose_sizes, fraction_setup, measure_task, this_machine
 from pipedejavu.planner.replan import find_runnable
 from pipedejavu.planner.worker_host import DeviceChoice, read_worker_host, torch_device
 from pipedejavu.probe.gloo import measure_link
@@ -23,16 +22,16 @@ from pipedejavu.search.planning_problem import MOST_PARTS
 from pipedejavu.search.subspace import divisors
 
 MOST_SAMPLES = 8
-"""Of the microbatches that are measured; larger ones follow their line."""
+"""Samples in the largest microbatch that is measured; times of larger ones are extrapolated."""
 
 SURVEY = 3
-"""Grows with what surveys and profiles measure: a kept one that has less is made again."""
+"""Version of surveys and profiles; cached records of an older version are measured again."""
 
 Report = Callable[[str], None]
 
 
 def survey_machine(report: Callable[[str, float], None], *, renews: bool = False) -> Machine:
-    """Returns this machine as a survey found it, a quick one where none is kept."""
+    """Returns the cached survey of this machine, or makes a quick one."""
     folder = Path.cwd()
     return find_or_make(
         Machine, _machine_key(), lambda: measure_machine(folder, quick=True, report=report), renews=renews
@@ -40,15 +39,15 @@ def survey_machine(report: Callable[[str, float], None], *, renews: bool = False
 
 
 def keep_survey(machine: Machine) -> None:
-    """Keeps a survey of this machine."""
+    """Writes a survey of this machine to the cache."""
     keep(machine, _machine_key())
 
 
 def known_machine() -> Machine:
-    """Returns this machine as its kept survey has it, or its shape with the one link that is measured in a moment."""
-    found = find(Machine, _machine_key())
-    if found is not None:
-        return found
+    """Returns the cached survey of this machine, or else its shape with only the link between workers measured."""
+    survey = find(Machine, _machine_key())
+    if survey is not None:
+        return survey
     shape = this_machine()
     devices = (d.replace(most_workers=num_cores()) if d.type == "cpu" else d for d in shape.devices)
     return shape.replace(devices=tuple(devices), links=(measure_link(), *shape.links))
@@ -62,29 +61,29 @@ def _machine_key() -> dict[str, object]:
 def profile_here(
     model: str, data: str | None, batch: int, machine: Machine, report: Report, *, renews: bool = False
 ) -> Profile:
-    """Returns a model's profile on each kind of device of a machine that is here, kept or measured."""
-    samples, ways = min(batch, MOST_SAMPLES), ways_of(machine)
+    """Returns a model's profile on each kind of device of this machine, from the cache or measured."""
+    samples, setups = min(batch, MOST_SAMPLES), measure_setups(machine)
     source = {"model": model, "content": _content(model), "data": data}
-    key = {**source, "sizes": choose_sizes(samples), "ways": ways, **_machine_key()}
-    return find_or_make(Profile, key, lambda: measure_task(model, data, samples, ways, report), renews=renews)
+    key = {**source, "sizes": choose_sizes(samples), "ways": setups, **_machine_key()}
+    return find_or_make(Profile, key, lambda: measure_task(model, data, samples, setups, report), renews=renews)
 
 
-def ways_of(machine: Machine) -> tuple[MeasureSetup, ...]:
-    """Returns how each kind of device is measured here; where there are CPUs alone, their parts with fewer threads."""
-    cores, found = num_cores(), dict[str, MeasureSetup]()
+def measure_setups(machine: Machine) -> tuple[MeasureSetup, ...]:
+    """Returns how each kind of device is measured; on a machine without GPUs also fractions of its CPUs."""
+    cores, setups = num_cores(), dict[str, MeasureSetup]()
     for device in machine.devices:
-        found.setdefault(device.kind, MeasureSetup(device.kind, torch_device(machine, device.name), cores))
+        setups.setdefault(device.kind, MeasureSetup(device.kind, torch_device(machine, device.name), cores))
     if all(device.type == "cpu" for device in machine.devices):
         most = max(device.most_workers for device in machine.devices)
         for parts in (n for n in divisors(most) if 1 < n <= MOST_PARTS):
             for kind in {device.kind for device in machine.devices}:
-                way = part_way(kind, parts, cores)
-                found[way.kind] = way
-    return tuple(found.values())
+                setup = fraction_setup(kind, parts, cores)
+                setups[setup.kind] = setup
+    return tuple(setups.values())
 
 
 def _content(model: str) -> str:
-    """Returns a digest of the file that a model comes from; empty where it comes from none."""
+    """Returns a hash of the file that a model comes from; empty if it does not come from a file."""
     path = Path(model.removeprefix("hf:") if model.startswith("hf:") else model.rpartition(":")[0])
     path = path / "config.json" if path.is_dir() else path
     return sha256(read_file(path)).hexdigest() if path.is_file() else ""
@@ -97,7 +96,7 @@ def choose_plan(
     devices: DeviceChoice = "auto",
     progress: Progress | None = None,
 ) -> RankedPlan:
-    """Returns the best plan that the engine runs; raises InputError with the smallest change that would fit."""
+    """Returns the best plan that the engine runs; raises InputError, with the smallest remedy, if none fits."""
     return choose_plans(profile, machine, options, 1, devices, progress)[0]
 
 
@@ -109,15 +108,15 @@ def choose_plans(
     devices: DeviceChoice = "auto",
     progress: Progress | None = None,
 ) -> list[RankedPlan]:
-    """Returns up to so many plans that the engine runs, the best first; raises InputError where there is none."""
+    """Returns up to `count` plans that the engine runs, the best first; raises InputError if there is none."""
     if devices != "auto":
         names = tuple(d.name for d in machine.devices if d.type == devices)
         if not names:
             raise InputError(f"machine '{machine.name}' has no {devices.upper()}; use --devices auto")
         options = options.replace(devices=names)
     options = options.replace(is_runnable=True, candidates=max(count, options.candidates))
-    found = search(profile, machine, options, progress)
-    plans = [*islice(find_runnable(found.candidates), count)]
+    result = search(profile, machine, options, progress)
+    plans = [*islice(find_runnable(result.candidates), count)]
     if not plans:
-        raise nothing_fits(profile, machine, options, is_complete=found.is_complete)
+        raise nothing_fits(profile, machine, options, is_complete=result.is_complete)
     return plans

@@ -1,4 +1,4 @@
-"""From a model's name to its profile: opens the model, cuts it for each size of microbatch, and measures its units."""
+"""Profiles a model by name: opens it, cuts it into units for each microbatch size, and measures or estimates them."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -37,47 +37,47 @@ from pipedejavu.zoo import Task
 from pipedejavu.zoo.gpt_shape import EFFICIENCY
 
 _FEWEST = 3
-"""Sizes that are measured, at least."""
+"""Least number of microbatch sizes to measure."""
 _LEAST = 2
-"""Samples of the smaller size that is estimated: batch statistics need more than one."""
+"""Least samples in the smaller of the two sizes that are estimated; batch statistics need more than one."""
 
 
 @dataclass(frozen=True)
 class Profiled:
-    """A model's profile, and what it holds for."""
+    """A model's profile, with the machine and the sizes it was made for."""
 
     profile: Profile
     machine: Machine
     sizes: tuple[int, ...]
-    """The microbatches that were looked at; the last one is what was asked for."""
+    """Microbatch sizes that were profiled; the last one is the requested size."""
     sample: str
-    """The form of one sample."""
+    """Shape and dtype of one sample."""
     basis: str = ""
-    """What estimated times rest on."""
+    """A sentence on what estimated times are based on."""
 
 
 class MeasureSetup(NamedTuple):
-    """A kind of device, and how it is measured here."""
+    """How one kind of device is measured on this machine."""
 
     kind: str
     device: torch.device
     threads: int
     beside: int = 0
-    """Threads that are kept at work meanwhile, as the workers on the other parts of a CPU will be."""
+    """Threads that are kept busy during the measurement, as workers on the rest of the CPU would be."""
 
 
 def measure_model(
     model: str, samples: int, report: Report, context: int | None = None, parts: Sequence[int] = ()
 ) -> Profiled:
-    """Measures a model on a device of each kind that this machine has, and on parts of its CPU: halves for 2."""
-    machine, ways = this_machine(), _part_ways(parts)
+    """Measures a model on a device of each kind of this machine, and on fractions of its CPU: `parts` 2 for halves."""
+    machine, setups = this_machine(), _fraction_setups(parts)
     task = open_task(model, context=context)
-    unit_samples, begins = _shots(task, model, samples, report)
+    unit_samples, begins = _unit_samples(task, model, samples, report)
     job = _job(unit_samples[-1])
     kinds = {device.kind: torch.device("cpu" if device.type == "cpu" else "cuda") for device in machine.devices}
     profile = measure_profile(model, unit_samples, job.ties, kinds, updates_of(job.optimizer), report)
-    if ways:
-        profile = merge_profiles([profile, measure_ways(model, unit_samples, job, ways, report)])
+    if setups:
+        profile = merge_profiles([profile, measure_with(model, unit_samples, job, setups, report)])
     return Profiled(
         profile.replace(begins=begins),
         machine,
@@ -86,7 +86,7 @@ def measure_model(
     )
 
 
-def _part_ways(parts: Sequence[int]) -> list[MeasureSetup]:
+def _fraction_setups(parts: Sequence[int]) -> list[MeasureSetup]:
     cores = num_cores()
     for count in parts:
         if not 2 <= count <= cores:
@@ -95,53 +95,53 @@ def _part_ways(parts: Sequence[int]) -> list[MeasureSetup]:
                 if cores > 1
                 else f"this CPU has one core, which cannot be divided into {count} parts; leave out --parts"
             )
-    return [part_way("cpu", count, cores) for count in sorted(set(parts))]
+    return [fraction_setup("cpu", count, cores) for count in sorted(set(parts))]
 
 
-def part_way(kind: str, parts: int, cores: int) -> MeasureSetup:
-    """Returns how a part of a CPU is measured: with its threads, while all others work."""
+def fraction_setup(kind: str, parts: int, cores: int) -> MeasureSetup:
+    """Returns how one of `parts` equal fractions of a CPU is measured: while the other threads are busy."""
     threads = max(1, cores // parts)
     return MeasureSetup(part_kind(kind, parts), torch.device("cpu"), threads, cores - threads)
 
 
-def measure_ways(
+def measure_with(
     name: str,
     unit_samples: Sequence[UnitSample],
     job: Job,
-    ways: Sequence[MeasureSetup],
+    setups: Sequence[MeasureSetup],
     report: Report,
     make: Make | None = None,
 ) -> Profile:
-    """Measures the units of a job in each way, and with `make` what getting a microbatch takes.
+    """Measures the units of a job with each setup, and with `make` the loading of a microbatch.
 
-    Torch has its own number of threads again afterwards.
+    Restores the number of threads of torch afterwards.
     """
-    threads, found, updates = torch.get_num_threads(), [], updates_of(job.optimizer)
+    threads, profiles, updates = torch.get_num_threads(), [], updates_of(job.optimizer)
     try:
-        for way in ways:
-            torch.set_num_threads(way.threads)
-            with background_load(way.beside):
-                profile = measure_profile(name, unit_samples, job.ties, {way.kind: way.device}, updates, report)
+        for setup in setups:
+            torch.set_num_threads(setup.threads)
+            with background_load(setup.beside):
+                profile = measure_profile(name, unit_samples, job.ties, {setup.kind: setup.device}, updates, report)
                 if make is not None:
                     profile = with_batches(
-                        profile, make, [unit_sample.samples for unit_sample in unit_samples], {way.kind: way.device}
+                        profile, make, [unit_sample.samples for unit_sample in unit_samples], {setup.kind: setup.device}
                     )
-                found.append(profile)
+                profiles.append(profile)
     finally:
         torch.set_num_threads(threads)
-    return merge_profiles(found)
+    return merge_profiles(profiles)
 
 
-def measure_task(model: str, data: str | None, samples: int, ways: Sequence[MeasureSetup], report: Report) -> Profile:
-    """Measures a model on its data in each way."""
+def measure_task(model: str, data: str | None, samples: int, setups: Sequence[MeasureSetup], report: Report) -> Profile:
+    """Measures a model on its data with each setup."""
     task = open_task(model, data=data)
-    unit_samples, begins = _shots(task, model, samples, report)
+    unit_samples, begins = _unit_samples(task, model, samples, report)
     make = partial(draw, task.data, 0)
-    return measure_ways(model, unit_samples, _job(unit_samples[-1]), ways, report, make).replace(begins=begins)
+    return measure_with(model, unit_samples, _job(unit_samples[-1]), setups, report, make).replace(begins=begins)
 
 
-def _shots(task: Task, model: str, samples: int, report: Report) -> tuple[list[UnitSample], tuple[int, ...]]:
-    """Cuts a model for microbatches of several sizes, as far as they have the same units; returns where, too."""
+def _unit_samples(task: Task, model: str, samples: int, report: Report) -> tuple[list[UnitSample], tuple[int, ...]]:
+    """Cuts a model for several microbatch sizes; returns the sizes with the same units, and where the cuts begin."""
     cut: ModelCut | None = None
 
     def make(size: int) -> UnitSample:
@@ -149,11 +149,11 @@ def _shots(task: Task, model: str, samples: int, report: Report) -> tuple[list[U
         report(f"cutting {model} for {size} samples")
         inputs, targets = _batch(task, size)
         cut = cut if cut and cut.way == "chain" else cut_model(task.model, inputs)
-        return _shot(task, cut, inputs, targets)
+        return _unit_sample(task, cut, inputs, targets)
 
     unit_samples = make_samples(make, choose_sizes(samples))
     assert cut is not None
-    # A cut goes by bytes, which sizes change.
+    # Cuts follow the bytes of values, which depend on the microbatch size.
     return [unit_sample for unit_sample in unit_samples if has_same_units(unit_sample, unit_samples[-1])], cut.begins
 
 
@@ -165,13 +165,13 @@ def estimate_model(
     context: int | None = None,
     efficiencies: Mapping[str, Efficiency] | None = None,
 ) -> Profiled:
-    """Estimates a model on each kind of device of a machine; the model is never given memory.
+    """Estimates a model on each kind of device of a machine, on meta tensors that take no memory.
 
-    Efficiencies are by type of device, by default those that measured operators show.
+    `efficiencies` are per type of device; by default those fitted to measured operators.
     """
     efficiencies = known_efficiencies() if efficiencies is None else efficiencies
     _check(samples)
-    sizes = [max(_LEAST, samples // 4) if samples >= 2 * _LEAST else samples + 2, samples]  # a line has two points
+    sizes = [max(_LEAST, samples // 4) if samples >= 2 * _LEAST else samples + 2, samples]  # two points make a line
     rates = read_rates(machine, efficiencies, EFFICIENCY)
     report(f"building {model} without memory")
     task, mode = open_task(model, device="meta", context=context), make_mode()
@@ -181,7 +181,7 @@ def estimate_model(
         inputs, targets = meta_like(_batch(task, size), mode)
         report(f"cutting {model} for {size} samples")
         cut = cut if cut and cut.way == "chain" else cut_model(task.model, inputs)
-        unit_samples.append(_shot(task, cut, inputs, targets))
+        unit_samples.append(_unit_sample(task, cut, inputs, targets))
     unit_samples = [unit_sample for unit_sample in unit_samples if has_same_units(unit_sample, unit_samples[-1])]
     assert cut is not None
     profile = estimate_units(model, unit_samples, _job(unit_samples[-1]).ties, rates, report).replace(begins=cut.begins)
@@ -190,7 +190,7 @@ def estimate_model(
 
 
 def _basis(machine: Machine, fitted: Mapping[str, Efficiency]) -> str:
-    """Returns a sentence on what estimates of a machine's devices rest on."""
+    """Returns a sentence on what the estimates for a machine are based on."""
     types = sorted({device.type for device in machine.devices})
     known = " and ".join(f"{name.upper()}s" for name in types if name in fitted)
     others = " and ".join(f"{name.upper()}s" for name in types if name not in fitted)
@@ -200,9 +200,9 @@ def _basis(machine: Machine, fitted: Mapping[str, Efficiency]) -> str:
 
 
 def choose_sizes(samples: int) -> tuple[int, ...]:
-    """Returns the sizes of microbatch to measure: one sample, a quarter, a half, and the one asked for last.
+    """Returns the microbatch sizes to measure: one sample, a quarter, a half, and last the requested size.
 
-    Where these are too few, larger ones come before it.
+    If these are too few, larger sizes are inserted before the last.
     """
     _check(samples)
     others = sorted({-(-samples // part) for part in (samples, 4, 2)} - {samples})
@@ -216,22 +216,22 @@ def _check(samples: int) -> None:
 
 
 def _batch(task: Task, samples: int) -> tuple[Any, Any]:
-    """Returns the first samples of a task's data, from the beginning again where there are not as many."""
+    """Returns the first samples of a task's data; starts again at the first if there are too few."""
     return task.data.batch([n % len(task.data) for n in range(samples)])
 
 
-def _shot(task: Task, cut: ModelCut, inputs: Any, targets: Any) -> UnitSample:
-    """Returns a cut model with a microbatch."""
+def _unit_sample(task: Task, cut: ModelCut, inputs: Any, targets: Any) -> UnitSample:
+    """Returns the units of a cut with the microbatch that they run."""
     return UnitSample(cut.units, cut.flat(inputs), targets, loss_of(cut, task.loss))
 
 
 def _job(unit_sample: UnitSample) -> Job:
-    """Returns the training of what was looked at, with AdamW."""
+    """Returns the job that trains some units with AdamW."""
     return Job(units=unit_sample.units, loss=unit_sample.loss, optimizer=AdamW(lr=1e-3))
 
 
 def this_machine() -> Machine:
-    """Returns this machine with all cores as one device, and its GPUs."""
+    """Returns the shape of this machine: all cores as one device, and its GPUs."""
     shape, (worker_host,) = read_shape(1), read_worker_hosts(1)
     gpus = [
         Device(name=f"gpu{n}", kind=gpu.kind, type="gpu", host=shape.hosts[0].name, memory_bytes=gpu.memory_bytes)

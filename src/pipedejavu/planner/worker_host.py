@@ -1,6 +1,6 @@
-"""Where workers run: what each one's host has, and the machine and threads that follow from it.
+"""The hosts of workers: their cores, memory and GPUs, and the machine and thread counts that follow from them.
 
-Sizes are those that the operating system and the driver state; rates are assumed, as `probe` does.
+Sizes come from the operating system and the driver; rates are assumed, as in `probe`.
 """
 
 import platform
@@ -24,53 +24,53 @@ from pipedejavu.probe.machine_shape import (
 DeviceChoice = Literal["auto", "cpu", "gpu"]
 
 ASSUMED_NETWORK_BYTES_PER_S = 1.25e9
-"""Between hosts: ten gigabits a second."""
+"""Ten gigabits per second between hosts."""
 ASSUMED_NETWORK_LATENCY_S = 100e-6
 MANY_CORES = 4
-"""A worker that has so many leaves one to the threads that carry values."""
+"""A worker with at least this many cores leaves one to the threads that send messages."""
 
 
 class Gpu(Record):
-    """One GPU as its driver states it."""
+    """One GPU, as its driver describes it."""
 
     kind: str
     memory_bytes: int
 
 
 class WorkerHost(Record):
-    """What one worker finds where it runs."""
+    """The host of one worker: its cores, memory and GPUs."""
 
     host: str
     local_rank: int
-    """Its number among the workers of its host."""
+    """The worker's number among the workers of its host."""
     cores: int
     memory_bytes: int
     gpus: tuple[Gpu, ...]
 
 
 def read_worker_host(host: str, local_rank: int) -> WorkerHost:
-    """Returns the site of a worker on this host."""
+    """Reads the cores, memory and GPUs of this host, for one worker."""
     gpus = []
     for n in range(num_gpus()):
-        found = torch.cuda.get_device_properties(n)
-        kind = re.sub("[^a-z0-9]+", "-", found.name.lower()).strip("-")
-        gpus.append(Gpu(kind=kind, memory_bytes=found.total_memory))
+        properties = torch.cuda.get_device_properties(n)
+        kind = re.sub("[^a-z0-9]+", "-", properties.name.lower()).strip("-")
+        gpus.append(Gpu(kind=kind, memory_bytes=properties.total_memory))
     return WorkerHost(
         host=host, local_rank=local_rank, cores=num_cores(), memory_bytes=total_memory_bytes(), gpus=tuple(gpus)
     )
 
 
 def read_worker_hosts(count: int) -> tuple[WorkerHost, ...]:
-    """Returns the sites of workers that all run on this host."""
+    """Returns the host of each of `count` workers that all run on this host."""
     here = read_worker_host(platform.node() or "here", 0)
     return tuple(here.replace(local_rank=n) for n in range(count))
 
 
 def make_machine(plan: Plan, worker_hosts: Sequence[WorkerHost], choice: DeviceChoice) -> tuple[Plan, Machine]:
-    """Returns the machine with a device for each worker, and the plan with its workers on them.
+    """Returns the plan with its workers placed, and a machine with a device for each worker.
 
-    The n-th worker of a host has its n-th GPU where there is one; CPU replicas, servers and all who are left share the
-    host's cores.
+    The n-th worker of a host gets its n-th GPU, if the host has that many; CPU replicas, servers and the remaining
+    workers share the host's cores.
     """
     check_tp_groups(plan)
     trainers = plan.num_workers - plan.place.cpu_replicas - plan.place.servers
@@ -93,10 +93,10 @@ def make_machine(plan: Plan, worker_hosts: Sequence[WorkerHost], choice: DeviceC
     ]
     named = plan.place.devices or ()
     if len({*named}) == len(devices) and not {*named} <= {device.name for device in devices}:
-        # A plan for parts of this machine's CPU: here each worker has its part, whatever it is called.
+        # The plan names fractions of this machine's CPU: each worker gets one under that name.
         devices = [device.replace(name=name) for device, name in zip(devices, named, strict=True)]
     names = tuple(device.name for device in devices)
-    # State that rests in host memory needs a CPU on every host, also where no worker has it.
+    # State that is kept in host memory needs a CPU on every host, even if no worker runs on it.
     devices += [_cpu(f"cpu@{name}", worker_host, 1) for name, worker_host in hosts.items() if not sharing[name]]
     machine = Machine(
         name=", ".join(hosts),
@@ -111,8 +111,8 @@ def make_machine(plan: Plan, worker_hosts: Sequence[WorkerHost], choice: DeviceC
 
 
 def _gpu(rank: int, worker_host: WorkerHost) -> Device:
-    own = worker_host.gpus[worker_host.local_rank]
-    return Device(name=f"gpu{rank}", kind=own.kind, type="gpu", host=worker_host.host, memory_bytes=own.memory_bytes)
+    gpu = worker_host.gpus[worker_host.local_rank]
+    return Device(name=f"gpu{rank}", kind=gpu.kind, type="gpu", host=worker_host.host, memory_bytes=gpu.memory_bytes)
 
 
 def _cpu(name: str, worker_host: WorkerHost, sharing: int) -> Device:
@@ -127,66 +127,66 @@ def _cpu(name: str, worker_host: WorkerHost, sharing: int) -> Device:
 
 
 def num_threads(machine: Machine, devices: Sequence[str], worker: int) -> int:
-    """Returns the threads that a worker computes with on the CPU: its part of its host's cores.
+    """Returns the number of threads that a worker computes with on the CPU: its share of its host's cores.
 
-    Beside CPU workers a GPU worker, which mostly waits for its device, has one. One of many is left free: where a
-    thread that carries values takes the place of one that computes, all others wait for that.
+    Beside CPU workers a GPU worker gets one thread, since it mostly waits for its GPU. A worker with many cores leaves
+    one free: if a message thread displaced a computing thread, all other computing threads would wait for it.
     """
-    own = machine.device(devices[worker])
-    beside = [found for name in devices if (found := machine.device(name)).host == own.host]
-    cores = min(next(host.cores for host in machine.hosts if host.name == own.host), num_cores())
-    gpus = sum(device.type == "gpu" for device in beside)
+    device = machine.device(devices[worker])
+    beside = [other for name in devices if (other := machine.device(name)).host == device.host]
+    cores = min(next(host.cores for host in machine.hosts if host.name == device.host), num_cores())
+    gpus = sum(other.type == "gpu" for other in beside)
     if len(beside) == 1:
         return cores
     part = cores // len(beside)
     if 0 < gpus < len(beside):
-        part = 1 if own.type == "gpu" else (cores - gpus) // (len(beside) - gpus)
+        part = 1 if device.type == "gpu" else (cores - gpus) // (len(beside) - gpus)
     return max(1, part - (part >= MANY_CORES))
 
 
 def num_threads_beside(machine: Machine, devices: Sequence[str], worker: int) -> int:
-    """Returns the threads that other workers compute with on the host of one that does so too; none beside a GPU's."""
-    own = machine.device(devices[worker])
-    if own.type == "gpu" and torch.cuda.is_available():
+    """Returns how many threads other workers compute with on the host of a CPU worker; 0 for a GPU worker."""
+    device = machine.device(devices[worker])
+    if device.type == "gpu" and torch.cuda.is_available():
         return 0
-    beside = [n for n, name in enumerate(devices) if n != worker and machine.device(name).host == own.host]
+    beside = [n for n, name in enumerate(devices) if n != worker and machine.device(name).host == device.host]
     return sum(num_threads(machine, devices, n) for n in beside)
 
 
 def describe_stand_ins(machine: Machine, devices: Sequence[str], worker_hosts: Sequence[WorkerHost]) -> str:
-    """Returns a sentence where a plan has more GPUs on a host than there are; empty otherwise."""
-    asked = {d.host: 0 for d in machine.devices}
+    """Returns a sentence if a plan uses more GPUs on a host than it has; empty otherwise."""
+    used = {d.host: 0 for d in machine.devices}
     for name in devices:
-        asked[machine.device(name).host] += machine.device(name).type == "gpu"
-    found = min(len(worker_host.gpus) for worker_host in worker_hosts)
-    most = max(asked.values())
-    if most <= found:
+        used[machine.device(name).host] += machine.device(name).type == "gpu"
+    present = min(len(worker_host.gpus) for worker_host in worker_hosts)
+    most = max(used.values())
+    if most <= present:
         return ""
-    stand_in = "workers share them" if found else "CPU workers stand in for them, and times are those of the CPU"
-    return f"the plan has workers on {most} GPUs of one host, and {found} are there: {stand_in}"
+    stand_in = "workers share them" if present else "CPU workers stand in for them, and times are those of the CPU"
+    return f"the plan has workers on {most} GPUs of one host, and {present} are there: {stand_in}"
 
 
 def devices_to_measure(plan: Plan, machine: Machine, devices: Sequence[str]) -> dict[str, tuple[int, str]]:
-    """Returns for each kind of device that a plan computes or updates on the first worker there, and the device."""
-    found: dict[str, tuple[int, str]] = {}
+    """Returns, for each kind of device that a plan computes or updates on, its first worker and that device's name."""
+    firsts: dict[str, tuple[int, str]] = {}
     for worker, name in enumerate(devices):
-        own = machine.device(name)
-        found.setdefault(own.kind, (worker, name))
+        device = machine.device(name)
+        firsts.setdefault(device.kind, (worker, name))
         if plan.keep.kind in ("host", "split"):  # some updates run on the host of the device
-            cpu = machine.cpu_of(own)
-            found.setdefault(cpu.kind, (worker, cpu.name))
-    return found
+            cpu = machine.cpu_of(device)
+            firsts.setdefault(cpu.kind, (worker, cpu.name))
+    return firsts
 
 
 def torch_device(machine: Machine, name: str) -> torch.device:
-    """Returns where a device's work runs on this host: its GPU, or the CPU that stands in for one."""
-    own = machine.device(name)
-    if own.type != "gpu" or not torch.cuda.is_available():
+    """Returns the torch device that runs a device's work on this host: its GPU, or the CPU if there is no GPU."""
+    device = machine.device(name)
+    if device.type != "gpu" or not torch.cuda.is_available():
         return torch.device("cpu")
-    gpus = [d.name for d in machine.devices if d.type == "gpu" and d.host == own.host]
-    return torch.device("cuda", gpus.index(own.name) % torch.cuda.device_count())
+    gpus = [d.name for d in machine.devices if d.type == "gpu" and d.host == device.host]
+    return torch.device("cuda", gpus.index(device.name) % torch.cuda.device_count())
 
 
 def num_gpus() -> int:
-    """Returns the GPUs of this host."""
+    """Returns the number of GPUs of this host."""
     return torch.cuda.device_count() if torch.cuda.is_available() else 0

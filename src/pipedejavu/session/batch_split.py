@@ -1,4 +1,4 @@
-"""One batch of a user's own loop as microbatches by number."""
+"""A batch of the user's own loop, divided into numbered microbatches."""
 
 from collections.abc import Sequence
 from itertools import accumulate
@@ -13,18 +13,18 @@ from pipedejavu.source.user_batch import UserBatch
 
 
 class BatchSplit:
-    """A batch whose microbatches have sizes in proportion to the plan's."""
+    """A batch divided into microbatches with sizes in proportion to those of the plan."""
 
     def __init__(self, batch: UserBatch, sizes: Sequence[int], reduction: Reduction, cut: ModelCut | None = None):
         self.sizes, self.reduction, self.cut, self.form = sizes, reduction, cut, ""
         self.cuts = [cut] if cut is not None else []
-        """Whose units must take every microbatch: each worker has its own copy of them."""
+        """The cuts whose units run the microbatches; each worker has a copy."""
         self.held_out: BatchSplit | None = None
-        """Whose last microbatch stands for those below 0, which contributions are scored on."""
+        """The batch whose last microbatch scores contributions; negative microbatch numbers stand for it."""
         self._take(batch, first=0)
 
     def take(self, batch: Any, first: int) -> None:
-        """Makes this the batch whose first microbatch has the number `first`."""
+        """Replaces the batch; its first microbatch gets the number `first`."""
         self._take(UserBatch.of(batch, self.batch.per_sample, has_own_loss=self.batch.has_own_loss), first)
 
     def _take(self, batch: UserBatch, first: int) -> None:
@@ -54,45 +54,45 @@ class BatchSplit:
 
     @property
     def size(self) -> int:
-        """The samples of the batch."""
+        """Samples per batch."""
         return self.batch.size
 
     def inputs(self, microbatch: int) -> Any:
-        """Returns what the first piece reads."""
+        """Returns the inputs of the first piece."""
         assert self.cut is not None
         if microbatch < 0 and self.held_out is not None:
             return self.held_out.inputs(len(self.sizes) - 1)
         return self.cut.flat(self.own_inputs(microbatch))
 
     def own_inputs(self, microbatch: int) -> Any:
-        """Returns what the user's model reads."""
+        """Returns the inputs of the user's model."""
         return self.parts[microbatch - self.first].inputs
 
     def own_head(self, count: int) -> Any:
-        """Returns the first samples, as the user's model reads them."""
+        """Returns the first `count` samples as inputs of the user's model."""
         return self.batch.rows(slice(count)).inputs
 
     def head(self, count: int) -> tuple[Any, Any]:
-        """Returns the first samples, as the first unit and the loss read them."""
+        """Returns the first `count` samples as inputs of the first unit, and their targets."""
         assert self.cut is not None
-        found = self.batch.rows(slice(count))
-        self.cut.fit(found.inputs)
-        return self.cut.flat(found.inputs), found.targets
+        rows = self.batch.rows(slice(count))
+        self.cut.fit(rows.inputs)
+        return self.cut.flat(rows.inputs), rows.targets
 
     def targets(self, microbatch: int) -> Any:
-        """Returns what the loss compares with."""
+        """Returns the targets of the loss."""
         if microbatch < 0 and self.held_out is not None:
             return self.held_out.targets(len(self.sizes) - 1)
         return self.parts[microbatch - self.first].targets
 
     def length(self, microbatch: int) -> int:
-        """Returns the samples of a microbatch."""
+        """Returns the number of samples in a microbatch."""
         if microbatch < 0 and self.held_out is not None:
             return self.held_out.length(len(self.sizes) - 1)
         return self.parts[microbatch - self.first].size
 
     def count(self, microbatch: int) -> int:
-        """Returns the samples or labels of a microbatch that count."""
+        """Returns how many samples, or labels that are not ignored, the loss of a microbatch adds up."""
         if microbatch < 0 and self.held_out is not None:
             return self.held_out.count(len(self.sizes) - 1)
         return self.counts[microbatch - self.first]

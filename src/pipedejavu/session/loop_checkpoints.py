@@ -1,6 +1,6 @@
-"""Checkpoints of a user's own loop: any model and any optimizer of torch, HybridAdamW too, in the layout of all others.
+"""Checkpoints for the user's own loop: any model and any torch optimizer, including HybridAdamW.
 
-What `train` or a `Trainer` has saved loads into such a loop, and the other way round.
+They have the same layout as those of `train` and of the `Trainer`, so each can load what another has saved.
 """
 
 import json
@@ -18,19 +18,19 @@ from pipedejavu.store import Checkpoint, CheckpointDir, CheckpointError, Saver, 
 
 
 class Scheduler(Protocol):
-    """What torch's schedulers of learning rates have in common."""
+    """A learning-rate scheduler of torch."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns its state."""
+        """Returns the scheduler's state."""
         ...
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> Any:
-        """Takes its state."""
+        """Loads the scheduler's state."""
         ...
 
 
 class Checkpoints:
-    """The checkpoints in a folder; they are written beside training, and the newest two and the best one stay."""
+    """A folder of checkpoints, written while training goes on; it keeps the newest two and the best one."""
 
     def __init__(self, folder: str | Path):
         self.checkpoint_dir = CheckpointDir(folder)
@@ -46,19 +46,19 @@ class Checkpoints:
         loss: float | None = None,
         scheduler: Scheduler | None = None,
     ) -> None:
-        """Copies weights, optimizer state, the scheduler's state and torch's generators, and begins to write them.
+        """Copies weights, optimizer state, scheduler state and random generators, and starts writing them.
 
-        `samples` is where the loop is in its data, `loss` decides which checkpoint is the best. Raises InputError for a
-        state that is not finite.
+        `samples` is the loop's position in its data; `loss` decides which checkpoint is the best. Raises InputError if
+        the state is not finite.
         """
-        kept = optimizer.state_dict()
-        tensors, values = _state_of(model, optimizer, kept["state"])
+        state = optimizer.state_dict()
+        tensors, values = _state_of(model, optimizer, state["state"])
         bad = next((name for name, tensor in tensors.items() if not is_sound(name, tensor)), None)
         if bad is not None:
             raise InputError(f"'{bad}' is not finite in step {step}, and is not saved; go on from the last checkpoint")
         tensors |= random_state(device=current_gpu())
         facts = {
-            "groups": [{k: _plain(v) for k, v in group.items() if k != "params"} for group in kept["param_groups"]],
+            "groups": [{k: _plain(v) for k, v in group.items() if k != "params"} for group in state["param_groups"]],
             "values": values,
             "scheduler": _plain(scheduler.state_dict()) if scheduler else None,
         }
@@ -76,36 +76,36 @@ class Checkpoints:
         scheduler: Scheduler | None = None,
         allow_restart: bool = False,
     ) -> tuple[int, int]:
-        """Takes up the newest checkpoint that is whole; returns its step and samples, (0, 0) if there never was one.
+        """Loads the newest complete checkpoint; returns its step and samples, (0, 0) if the folder never had one.
 
-        A damaged one is named and set aside; CheckpointError is raised if one cannot be read for another reason, or if
-        none is left, unless `allow_restart` lets the loop begin at step 0. Without an optimizer only weights are taken.
+        A damaged checkpoint is reported and set aside. Raises CheckpointError if one cannot be read for another reason,
+        or if all are damaged and `allow_restart` is not set. Without an optimizer it loads the weights only.
         """
         self.saver.wait()
-        found = self.checkpoint_dir.newest(tell, allow_restart=allow_restart)
-        if found is None:
+        checkpoint = self.checkpoint_dir.newest(tell, allow_restart=allow_restart)
+        if checkpoint is None:
             return 0, 0
-        check_finite(found, self.checkpoint_dir)
-        load_weights(model, found)
+        check_finite(checkpoint, self.checkpoint_dir)
+        load_weights(model, checkpoint)
         if optimizer is not None:
-            optimizer.load_state_dict(_optimizer_state(model, optimizer, found))
-        known = saved_in(found).scheduler
-        if scheduler is not None and known is not None:
-            scheduler.load_state_dict(known)
-        set_random_state(found, device=current_gpu())
-        return found.step, found.manifest.samples
+            optimizer.load_state_dict(_optimizer_state(model, optimizer, checkpoint))
+        scheduler_state = saved_in(checkpoint).scheduler
+        if scheduler is not None and scheduler_state is not None:
+            scheduler.load_state_dict(scheduler_state)
+        set_random_state(checkpoint, device=current_gpu())
+        return checkpoint.step, checkpoint.manifest.samples
 
     def wait(self) -> None:
-        """Waits until what was saved is on the disk."""
+        """Waits until all saved checkpoints are on disk."""
         self.saver.wait()
 
 
 def load_weights(model: nn.Module, checkpoint: Checkpoint) -> None:
-    """Puts a checkpoint's weights and buffers into a model; raises InputError where they are another model's."""
+    """Loads a checkpoint's weights and buffers into a model; raises InputError if they belong to another model."""
     tied = _tied_names(model)
-    names, found = checkpoint.manifest.tensors, {}
+    names, state = checkpoint.manifest.tensors, {}
     for name, tensor in model.state_dict().items():
-        # What comes from others does not tell buffers from weights, and frozen parameters are no weights of a run.
+        # Imported checkpoints do not distinguish buffers from weights, and frozen parameters may be saved as buffers.
         kinds = ("weight", "buffer") if name in tied else ("buffer", "weight")
         known = next((f"{k}/{n}" for n in tied.get(name, (name,)) for k in kinds if f"{k}/{n}" in names), None)
         if known is None and name in tied:
@@ -115,12 +115,12 @@ def load_weights(model: nn.Module, checkpoint: Checkpoint) -> None:
             raise InputError(
                 f"'{name}' is {tuple(loaded.shape)} in the checkpoint and {tuple(tensor.shape)} in the model"
             )
-        found[name] = loaded
-    model.load_state_dict(found)
+        state[name] = loaded
+    model.load_state_dict(state)
 
 
 def _tied_names(model: nn.Module) -> dict[str, list[str]]:
-    """Returns for each name of a parameter all names of it."""
+    """Returns, for each name of a parameter, all names of that parameter."""
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
@@ -128,7 +128,7 @@ def _tied_names(model: nn.Module) -> dict[str, list[str]]:
 
 
 def _numbered(model: nn.Module, optimizer: Optimizer) -> Iterator[tuple[int, str]]:
-    """Yields the number that an optimizer's state has for each of its parameters, and the parameter's name."""
+    """Yields each parameter's number in the optimizer's state and its name in the model."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     for number, parameter in enumerate(parameters):
@@ -140,7 +140,7 @@ def _numbered(model: nn.Module, optimizer: Optimizer) -> Iterator[tuple[int, str
 def _state_of(
     model: nn.Module, optimizer: Optimizer, state: Mapping[int, Mapping[str, Any]]
 ) -> tuple[Tensors, dict[str, dict[str, Any]]]:
-    """Returns all tensors under their names on disk, and what of the state is no tensor."""
+    """Returns all tensors under their names on disk, and the values of the state that are not tensors."""
     parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     unique = {name for name, _ in model.named_parameters()}
     tensors: Tensors = {}
@@ -158,7 +158,7 @@ def _state_of(
 
 
 def _optimizer_state(model: nn.Module, optimizer: Optimizer, checkpoint: Checkpoint) -> dict[str, Any]:
-    """Returns a checkpoint's state as an optimizer's own `state_dict` would be."""
+    """Returns a checkpoint's optimizer state in the form of `optimizer.state_dict()`."""
     facts, state = saved_in(checkpoint), {}
     slots: dict[str, dict[str, str]] = {}
     for full in checkpoint.names("state/"):
@@ -167,15 +167,17 @@ def _optimizer_state(model: nn.Module, optimizer: Optimizer, checkpoint: Checkpo
     tied = _tied_names(model)
     for number, name in _numbered(model, optimizer):
         known = next((n for n in tied[name] if n in slots), name)
-        found: dict[str, Any] = {slot: checkpoint.tensor(full) for slot, full in slots.get(known, {}).items()}
-        found |= facts.values.get(known, {})
-        if found:
-            state[number] = found
-    own = optimizer.state_dict()["param_groups"]
-    saved = ({},) * len(own) if facts.groups is None else facts.groups
-    if len(saved) != len(own):
-        raise CheckpointError(f"{checkpoint.path} has {len(saved)} groups of parameters, and the optimizer {len(own)}")
-    return {"state": state, "param_groups": [{**mine, **group} for mine, group in zip(own, saved, strict=True)]}
+        slot_values: dict[str, Any] = {slot: checkpoint.tensor(full) for slot, full in slots.get(known, {}).items()}
+        slot_values |= facts.values.get(known, {})
+        if slot_values:
+            state[number] = slot_values
+    groups = optimizer.state_dict()["param_groups"]
+    saved = ({},) * len(groups) if facts.groups is None else facts.groups
+    if len(saved) != len(groups):
+        raise CheckpointError(
+            f"{checkpoint.path} has {len(saved)} groups of parameters, and the optimizer {len(groups)}"
+        )
+    return {"state": state, "param_groups": [{**group, **loaded} for group, loaded in zip(groups, saved, strict=True)]}
 
 
 def _copy(tensor: Tensor) -> Tensor:
@@ -183,7 +185,7 @@ def _copy(tensor: Tensor) -> Tensor:
 
 
 def _plain(value: Any) -> Any:
-    """Returns a setting as JSON can hold it."""
+    """Returns a setting in a form that JSON can hold."""
     if isinstance(value, Tensor):
         return value.item()
     if isinstance(value, Mapping):

@@ -1,4 +1,4 @@
-"""The Trainer: a user's own loop over a plan, with the workers as threads of the user's process."""
+"""The Trainer: trains under a plan from the user's own loop, with the workers as threads of the user's process."""
 
 import json
 import time
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from pipedejavu.engine import AdamW, Job, Optimizer, Threads
 from pipedejavu.engine.device import device_of
-from pipedejavu.engine.engine_state import final_buffers, put_all, take_all, take_norm
+from pipedejavu.engine.engine_state import final_buffers, take_all
 from pipedejavu.engine.replicas import ReplicaCheck
 from pipedejavu.facts import InputError, Machine
 from pipedejavu.facts.printable import tell
@@ -24,8 +24,8 @@ from pipedejavu.model_check.check import Checked, Sample
 from pipedejavu.model_check.check import check_model as check_units
 from pipedejavu.plan import Plan, preset
 from pipedejavu.planner.measure import measure
-from pipedejavu.planner.planning import MOST_SAMPLES, choose_plan, known_machine, ways_of
-from pipedejavu.planner.profiling import choose_sizes, measure_ways
+from pipedejavu.planner.planning import MOST_SAMPLES, choose_plan, known_machine, measure_setups
+from pipedejavu.planner.profiling import choose_sizes, measure_with
 from pipedejavu.planner.replan import PlanSwitch, Replanner, find_switch
 from pipedejavu.planner.worker_host import devices_to_measure, make_machine, read_worker_hosts, torch_device
 from pipedejavu.profile import UnitSample, cut_model, make_samples
@@ -33,11 +33,12 @@ from pipedejavu.program import Program
 from pipedejavu.program import compile as compile_plan
 from pipedejavu.program.pipeline import assign_devices
 from pipedejavu.run.run_folder import result_of
-from pipedejavu.run.saved_facts import check_finite, current_gpu, random_state, saved_in, set_random_state
+from pipedejavu.run.saved_facts import check_finite
 from pipedejavu.run.throughput import ThroughputMonitor
 from pipedejavu.run.whole_state import WholeState
 from pipedejavu.search import RankedPlan, SearchOptions
 from pipedejavu.session.batch_split import BatchSplit
+from pipedejavu.session.training_session import ThreadWorkers, TrainingSession
 from pipedejavu.simulate import Prediction, check_fit, simulate
 from pipedejavu.source.loss_reduction import Reduction, find_reduction, own_loss
 from pipedejavu.source.precision import check_autocast, check_parameters
@@ -47,34 +48,36 @@ from pipedejavu.store import CheckpointDir, Saver
 
 
 class Trainer:
-    """Trains a model step by step.
+    """Trains a model step by step under a plan.
 
-    A step of a synchronous plan makes one update. A step of any other makes as many as the plan's `steps`, drains the
-    pipeline, and starts the next from the newest weights: a loop of the user's own has that border.
+    A step of a synchronous plan makes one update. A step of any other plan makes `plan.steps` updates and drains the
+    pipeline; the next step starts from the newest weights.
 
-    `loss` takes the model's output and the targets and returns a mean over samples, or over labels that count, or a
-    sum, which a step divides once by the number of samples; which of them it is is found out on the sample. With None
-    it is the model's own loss, which its output has as `loss`.
-    `sample` is a batch like those to come: (inputs, targets), where inputs are a tensor, a tuple of arguments or a
-    mapping of keyword arguments; or, for a model's own loss, that mapping alone. Each may hold tuples, lists and dicts
-    of tensors. A plan that scores contributions scores them on its last microbatch, so it should be one that is not
-    trained on.
+    `loss` takes the model's output and the targets. It returns a mean over samples or over the labels that count, or a
+    sum, which a step divides by the number of samples; the Trainer finds out which on the sample. With None, the loss
+    is the attribute `loss` of the model's output.
 
-    With the plan "auto" the model is measured on all that is here, and the best plan for batches like the sample is
-    searched for; `workers` is then not looked at. Where workers leave the pace of their forecast, the planner is asked
-    again beside training, and a plan that pays is taken from the next step on; `replan=False` keeps the first.
+    `sample` is a batch like those to come: (inputs, targets), with inputs a tensor, a tuple of arguments or a mapping
+    of keyword arguments; or, if the model returns its own loss, that mapping alone. Each may hold tuples, lists and
+    dicts of tensors. A plan that scores contributions scores them on the last microbatch of the sample, which should
+    therefore not be trained on.
 
-    A model that is no chain is recorded once more for each new size of a microbatch.
+    With the plan "auto" the model is measured on all devices of this machine, and the planner searches for the best
+    plan for batches like the sample; `workers` is ignored. If workers become slower or faster than forecast, the
+    planner searches again in the background, and the next step switches to a plan that pays; `replan=False` keeps the
+    first plan.
 
-    Before the first step copies of the model and of the units that it is cut into run the sample; a model whose units
-    compute something else is refused (`check_model=False` leaves that out).
+    A model that is not a chain is traced again for each new microbatch size.
 
-    An action that lasts longer than `hang_after_s` (0: for ever; None: far longer than a step should) lets `step` raise
-    a WorkerError that names it and says where in the code it is; the trainer is then of no more use.
+    Before the first step, copies of the model and of its units run the sample; a model whose units compute something
+    else is refused. `check_model=False` skips this.
+
+    If an action takes longer than `hang_after_s` (0: no limit; None: a limit far above the forecast of a step), `step`
+    raises a WorkerError that names the action and its line of code. The Trainer cannot be used after that.
 
     Replicas that share every update must hold equal weights. They are compared every `check_replicas` updates (0:
-    never), before a checkpoint and before `save_to_model`. A WorkerError names the replica that differs; `load` goes on
-    from the last checkpoint.
+    never), before each checkpoint and before `save_to_model`. A WorkerError names the replica that differs; `load` then
+    restores the last checkpoint.
     """
 
     def __init__(
@@ -97,18 +100,18 @@ class Trainer:
         check_parameters(model)
         self.model = model
         self.samples = 0
-        """Samples that were trained on."""
+        """Samples trained on so far."""
         self._steps = 0
         self._losses: list[float] = []
         self._saver: Saver | None = None
         optimizer = optimizer or AdamW(lr=1e-3)
         first, reduction = _read(model, loss, sample)
         summed = reduction.summed(loss or own_loss)
-        found = (
+        best = (
             _search(model, summed, BatchSplit(first, (1,), reduction), optimizer, machine) if plan == "auto" else None
         )
-        if found is not None:
-            plan, machine = found.plan, found.machine
+        if best is not None:
+            plan, machine = best.plan, best.machine
         elif isinstance(plan, str):
             plan = preset(plan.removeprefix("preset:")).at(workers=workers, microbatches=4)
         assert isinstance(plan, Plan)
@@ -122,8 +125,8 @@ class Trainer:
         self._is_stale = False
         model.register_state_dict_pre_hook(_Refresh(weakref.ref(self)))  # type: ignore[no-untyped-call]
         self._job = Job(units=cut.units, loss=loss_of(cut, summed), optimizer=optimizer, seed=seed)
-        if found is not None:
-            profile = found.profile
+        if best is not None:
+            profile = best.profile
         else:
             plan = plan.replace(feed=plan.feed.replace(samples=samples))
             plan, machine = _place(plan, machine)
@@ -132,8 +135,8 @@ class Trainer:
             )
         assert machine is not None
         self._switch: PlanSwitch | None = None
-        self._pilot: Replanner | None = None
-        self._replans, self._hang_after_s = replan and found is not None, hang_after_s
+        self._replanner: Replanner | None = None
+        self._replans, self._hang_after_s = replan and best is not None, hang_after_s
         self._check_every = check_replicas
         program = compile_plan(plan, profile, machine, fold=False)
         if check_model:
@@ -142,94 +145,95 @@ class Trainer:
             if remark := check_units(checked, device_of(program, 0)):
                 tell(remark)
         self.batch = batch
-        self._begin(program, first)
+        self._start(program, first)
         self.batch.held_out = BatchSplit(first, self.batch.sizes, reduction, cut)
 
-    def _begin(self, program: Program, batch: UserBatch) -> None:
-        """Lets a program's workers begin, with batches like this one."""
+    def _start(self, program: Program, batch: UserBatch) -> None:
+        """Starts the workers of a program, for batches like this one."""
         self.program = program
         check_fit(self.predict())
         self.batch = BatchSplit(batch, program.sizes * program.plan.steps, self.batch.reduction, self._cut)
         self.threads = Threads(program, self._job, self.batch)
-        self.batch.cuts = [replace(self._cut, units=own.job.units) for own in self.threads.handlers]
-        self._replicas = ReplicaCheck(program, self._job, self._check_every)
-        self._keep_vigil()
+        self.batch.cuts = [replace(self._cut, units=worker.job.units) for worker in self.threads.handlers]
+        replicas = ReplicaCheck(program, self._job, self._check_every)
+        self._session = TrainingSession(ThreadWorkers(self.threads), replicas, self._whole)
+        self._start_watchdogs()
         if self._replans and len(program.workers) > 1:
-            self._pilot = Replanner(ThroughputMonitor(program), self._ask, self._turn)
+            self._replanner = Replanner(ThroughputMonitor(program), self._find_switch, self._request_switch)
         else:
-            self._pilot = None
+            self._replanner = None
 
-    def _ask(self, slowdowns: Sequence[float]) -> PlanSwitch | None:
-        """Asks the planner; nobody says how long the loop goes on, so it is taken to be half-way."""
+    def _find_switch(self, slowdowns: Sequence[float]) -> PlanSwitch | None:
+        """Searches for a plan that pays; assumes that as many steps follow as were made, since the end is unknown."""
         return find_switch(self.program, slowdowns, self._steps, start_s=0.0)
 
-    def _turn(self, switch: PlanSwitch) -> None:
+    def _request_switch(self, switch: PlanSwitch) -> None:
         self._switch = switch
         tell(switch.reason)
 
-    def _go_on(self, switch: PlanSwitch, batch: UserBatch) -> None:
-        """Exchanges the workers for those of another plan, which take over the state."""
+    def _switch_plan(self, switch: PlanSwitch, batch: UserBatch) -> None:
+        """Replaces the workers by those of another plan, with the same state."""
         self._switch = None
         state, updates = take_all(self.threads), self.updates
-        del self.threads  # a GPU has no room for both
-        self._begin(compile_plan(switch.plan, switch.profile, switch.machine, fold=False), batch)
-        put_all(self.threads, updates, state.get)
-        self._replicas.agreed = updates
+        del self.threads, self._session  # a GPU may not have memory for both
+        self._start(compile_plan(switch.plan, switch.profile, switch.machine, fold=False), batch)
+        self._session.workers.put_state(updates, state.get, None)
+        self._session.replicas.agreed = updates
 
-    def _keep_vigil(self) -> None:
-        """Watches over each worker's lanes for as long as there is somebody to tell."""
+    def _start_watchdogs(self) -> None:
+        """Starts a watchdog over the lanes of each worker; it stops when the threads are freed."""
         end = partial(_give_up, weakref.ref(self.threads))
         forecast_s = self.predict().makespan_s / self.program.plan.steps
-        for own in self.threads.handlers:
-            watchdog = HangWatchdog(own.index, end, option="hang_after_s")
+        for worker in self.threads.handlers:
+            watchdog = HangWatchdog(worker.index, end, option="hang_after_s")
             watchdog.allow(forecast_s, self._hang_after_s)
-            own.notice = watchdog.notice
+            worker.notice = watchdog.notice
             weakref.finalize(self.threads, watchdog.stop)
 
     def predict(self) -> Prediction:
-        """Returns what a step is predicted to look like."""
+        """Returns the prediction of a step."""
         return simulate(self.program)
 
     def step(self, batch: Any) -> float:
         """Trains on one batch; returns its mean loss."""
         check_autocast("Trainer.step()")
         if self._switch is not None:
-            self._go_on(self._switch, self.batch.batch)
-        self._is_stale = False  # while the model may be recorded, which reads its state
+            self._switch_plan(self._switch, self.batch.batch)
+        self._is_stale = False  # tracing a new batch shape reads the model's state
         try:
             self.batch.take(batch, first=self.threads.updates * self.program.update_size)
         finally:
             self._is_stale = True
-        begun_s = time.perf_counter()
+        start_s = time.perf_counter()
         spans = self.threads.run()
         self._steps += 1
-        if self._replicas.is_due(self.updates, self.program.plan.steps):
+        if self._session.replicas.is_due(self.updates, self.program.plan.steps):
             self._check_replicas()
-        if self._pilot is not None:
-            self._pilot.pace.take_round(time.perf_counter() - begun_s, spans)
-            self._pilot.look()
-        losses = [loss for own in self.threads.handlers for loss in own.log.losses.values()]
-        for own in self.threads.handlers:
-            own.log.forget_losses()
+        if self._replanner is not None:
+            self._replanner.throughput.take_round(time.perf_counter() - start_s, spans)
+            self._replanner.look()
+        losses = [loss for worker in self.threads.handlers for loss in worker.log.losses.values()]
+        for worker in self.threads.handlers:
+            worker.log.forget_losses()
         self.samples += self.batch.size
         self._losses.append(sum(losses) / sum(self.batch.counts))
         return self._losses[-1]
 
     def _check_replicas(self) -> None:
         """Raises WorkerError if replicas that share every update hold different weights."""
-        if sentence := self._replicas.find(self.updates, self.threads.handlers):
+        if sentence := self._session.compare_replicas(self.updates):
             raise WorkerError(sentence)
 
     @property
     def updates(self) -> int:
-        """Updates that were made, in this process or before the checkpoint that was loaded."""
+        """Updates made so far, including those of a checkpoint that was loaded."""
         return self.threads.updates
 
     def save(self, folder: str | Path) -> None:
-        """Copies the state and begins to write it to a folder of checkpoints, beside training.
+        """Copies the state and starts writing it to a folder of checkpoints, while training goes on.
 
-        The newest two stay, and the one whose steps had the lowest loss. `wait` returns when it is on the disk. Raises
-        InputError for a state that is not finite, and after a step that has failed what that raised.
+        The folder keeps the newest two checkpoints and the one with the lowest loss. `wait` returns once all is on
+        disk. Raises InputError if the state is not finite, and after a failed step the error of that step.
         """
         if self.threads.failure is not None:
             raise self.threads.failure
@@ -241,67 +245,60 @@ class Trainer:
             "samples": self.samples,
             "loss": sum(self._losses) / len(self._losses) if self._losses else None,
             "plan": json.loads(self.program.plan.to_json()),
-            "facts": {"norm": take_norm(self.threads.handlers[0])},
+            "facts": {"norm": self._session.take_norm()},
         }
-        tensors = take_all(self.threads) | random_state(device=current_gpu())
+        tensors = self._session.take_state()
         self._losses.clear()
-        self._saver.save(self.updates, self._whole.saved_rest() | tensors, lambda: about)
+        self._saver.save(self.updates, tensors, lambda: about)
 
     def wait(self) -> None:
-        """Waits until what was saved is on the disk."""
+        """Waits until all saved checkpoints are on disk."""
         if self._saver is not None:
             self._saver.wait()
 
     def load(self, folder: str | Path, *, allow_restart: bool = False) -> int:
-        """Takes up the newest checkpoint that is whole, of this plan or any other; returns the updates behind it.
+        """Loads the newest complete checkpoint, saved under this plan or any other; returns its number of updates.
 
-        Returns 0 if there never was one. A damaged one is named and set aside; CheckpointError is raised if one cannot
-        be read for another reason, or if none is left, unless `allow_restart` lets the loop begin at step 0. `samples`
-        then says how many samples were trained on: a loop that goes on begins with the next.
+        Returns 0 if the folder never had one. A damaged checkpoint is reported and set aside. Raises CheckpointError if
+        one cannot be read for another reason, or if all are damaged and `allow_restart` is not set. Afterwards
+        `samples` is the number of samples trained on; the loop goes on with the next one.
         """
         self.wait()
-        found = CheckpointDir(folder).newest(tell, allow_restart=allow_restart)
-        if found is None:
+        checkpoint = CheckpointDir(folder).newest(tell, allow_restart=allow_restart)
+        if checkpoint is None:
             return 0
-        check_finite(found, CheckpointDir(folder))
-        has = found.manifest.tensors
-        put_all(
-            self.threads,
-            found.step,
-            lambda name: found.tensor(name) if name in has else None,
-            saved_in(found).norm,
-        )
-        self.samples, self._replicas.agreed, self._is_stale = found.manifest.samples, found.step, True
-        set_random_state(found, device=current_gpu())
-        return found.step
+        check_finite(checkpoint, CheckpointDir(folder))
+        self._session.restore(checkpoint)
+        self.samples, self._is_stale = checkpoint.manifest.samples, True
+        return checkpoint.step
 
     def save_to_model(self) -> nn.Module:
-        """Copies the trained weights and the buffers into the user's model and returns it.
+        """Copies the trained weights and buffers into the user's model and returns it.
 
-        The model's own `state_dict` does so by itself. Raises again what a step has raised.
+        `state_dict()` of the model calls it when needed. After a failed step it raises the error of that step.
         """
-        if self.threads.failure is not None:  # some workers have made an update that others have not
+        if self.threads.failure is not None:  # some workers may have made an update that others have not
             raise self.threads.failure
         self._check_replicas()
         self._is_stale = False
         trained = result_of(self.program, self.threads.outcome().weights)
-        for own in self.threads.handlers:
-            trained |= final_buffers(own)
-        members = [
+        for worker in self.threads.handlers:
+            trained |= final_buffers(worker)
+        targets = [
             *(pair for unit, m in self.units for pair in m.named_parameters(unit, remove_duplicate=False)),
             *(pair for unit, m in self.units for pair in m.named_buffers(unit, remove_duplicate=False)),
         ]
         with torch.no_grad():
-            for name, tensor in members:
+            for name, tensor in targets:
                 if name in trained:
                     tensor.copy_(trained[name])
         return self.model
 
 
 class _Refresh:
-    """A hook of a user's model: what was trained is copied into it before its state is read.
+    """A hook that copies the trained weights into the user's model before its `state_dict` is read.
 
-    It holds for the model alone: copies and pickles of it have none.
+    Copies and pickles of the model have a hook that does nothing.
     """
 
     def __init__(self, trainer: Callable[[], Trainer | None] = lambda: None):
@@ -317,34 +314,34 @@ class _Refresh:
 
 
 def _place(plan: Plan, machine: Machine | None) -> tuple[Plan, Machine]:
-    """Returns a plan and the machine with a device for each of its workers."""
+    """Returns a plan, and a machine with a device for each of its workers."""
     if machine is None:
         return make_machine(plan, read_worker_hosts(plan.num_workers), "auto")
     return plan, machine.divided(plan.num_workers) if plan.place.devices is None else machine
 
 
 def _kinds(plan: Plan, machine: Machine) -> dict[str, torch.device]:
-    """Returns the kinds of devices that a plan uses, and where each is measured."""
-    found = devices_to_measure(plan, machine, assign_devices(plan, machine))
-    return {kind: torch_device(machine, name) for kind, (_, name) in found.items()}
+    """Returns the torch device on which each kind of device of a plan is measured."""
+    devices = devices_to_measure(plan, machine, assign_devices(plan, machine))
+    return {kind: torch_device(machine, name) for kind, (_, name) in devices.items()}
 
 
 def _give_up(threads: "weakref.ref[Threads]", trace: str, sentence: str) -> None:
-    if found := threads():
+    if running := threads():
         error = WorkerError(sentence)
         error.add_note(f"There it is in the code:\n{trace}")
-        found.give_up(error)
+        running.give_up(error)
 
 
 def _read(model: nn.Module, loss: Callable[[Any, Any], Tensor] | None, sample: Any) -> tuple[UserBatch, Reduction]:
-    """Returns the sample by its rows, and how the loss is reduced."""
+    """Returns the sample as a batch, and how the loss is reduced over samples."""
     batch = UserBatch.of(sample, has_own_loss=loss is None)
     try:
         reduction, batch = find_reduction(model, loss or own_loss, batch.readings())
     except InputError:
         raise
     except Exception:
-        cut_model(model, batch.inputs)  # which tells, with the line, of a model that does not take its inputs
+        cut_model(model, batch.inputs)  # raises an error with the line of the model that fails, if it is the model
         raise
     return batch, reduction
 
@@ -356,13 +353,13 @@ def _search(
     optimizer: Optimizer,
     machine: Machine | None,
 ) -> RankedPlan:
-    """Measures a model on all that is here, and returns the best plan for batches like the sample."""
+    """Measures a model on all devices of this machine; returns the best plan for batches like the sample."""
     machine = machine or known_machine()
     sizes = [size for size in choose_sizes(min(batch.size, MOST_SAMPLES)) if size <= batch.size]
     cut = batch.cut = cut_model(model, batch.own_head(sizes[-1]))
     job = Job(units=cut.units, loss=loss_of(cut, loss), optimizer=optimizer)
     unit_samples = make_samples(lambda size: UnitSample(cut.units, *batch.head(size), job.loss), sizes)
-    profile = measure_ways("model", unit_samples, job, ways_of(machine), lambda text: None)  # noqa: ARG005
+    profile = measure_with("model", unit_samples, job, measure_setups(machine), lambda text: None)  # noqa: ARG005
     return choose_plan(profile.replace(begins=cut.begins), machine, SearchOptions(batch=batch.size))
 
 

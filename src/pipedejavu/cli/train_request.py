@@ -1,0 +1,118 @@
+"""The arguments and options of `train`."""
+
+from dataclasses import dataclass
+from typing import Annotated, Literal, cast
+
+import typer
+
+from pipedejavu.cli.input_files import AsJson
+
+DeviceOption = Literal["auto", "cpu", "gpu"]
+SIZES = ("workers", "replicas", "microbatches", "samples", "trim")
+"""Options that give the sizes of a plan."""
+
+
+@dataclass(frozen=True)
+class TrainRequest:
+    """What the user asks of a run. Fields with the names of `TrainOptions` become the run's options."""
+
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="zoo:NAME, hf:CONFIG or FILE.py:FUNCTION.")]
+    plan: Annotated[str, typer.Option(help="auto, a plan file, or preset:NAME.")] = "auto"
+    workers: Annotated[int | None, typer.Option(help="Workers per pipeline, or replicas without one.")] = None
+    replicas: Annotated[int | None, typer.Option(help="Data-parallel copies of a pipeline.")] = None
+    microbatches: Annotated[int | None, typer.Option(help="Microbatches per update, for each pipeline or replica.")] = (
+        None
+    )
+    samples: Annotated[int | None, typer.Option(help="Samples per microbatch.")] = None
+    batch: Annotated[int | None, typer.Option(help="Samples per update, for plan auto; 32 by default.")] = None
+    tries: Annotated[
+        int, typer.Option("--try", help="Plans of auto to run for some updates; the run goes on with the fastest.")
+    ] = 1
+    cpu_share: Annotated[
+        float | None, typer.Option(help="Fraction of a batch for CPU replicas, 0 to 1; by default the fastest.")
+    ] = None
+    trim: Annotated[int | None, typer.Option(help="Contributions that preset:zeno drops from each update.")] = None
+    byzantine: Annotated[
+        str | None, typer.Option(help="Make replicas faulty: COUNT:KIND[:FACTOR]; sign-flip, scale or random.")
+    ] = None
+    steps: Annotated[int, typer.Option(help="Updates to make.")] = 100
+    init_candidates: Annotated[int, typer.Option(help="Initialisations to try; the run goes on with the best.")] = 1
+    init_steps: Annotated[int, typer.Option(help="Most updates per initialisation.")] = 50
+    data: Annotated[str | None, typer.Option(help="digits, mnist[:DIR], cifar10[:DIR], stdlib or random.")] = None
+    weights: Annotated[
+        str | None,
+        typer.Option(help="Safetensors to begin with: a file, a folder, or for hf: a name on the hub."),
+    ] = None
+    optimizer: Annotated[str, typer.Option(help="sgd or adamw.")] = "adamw"
+    lr: Annotated[float, typer.Option(help="Learning rate.")] = 1e-3
+    clip_norm: Annotated[float | None, typer.Option(help="Clip gradients to this norm over all stages.")] = None
+    dtype: Annotated[str, typer.Option(help="float32 or float64, for weights and all computation.")] = "float32"
+    seed: Annotated[int, typer.Option(help="Seed of weights, data order and dropout.")] = 0
+    audit: Annotated[
+        bool, typer.Option(help="Replay the run in float64; exits 1 if it differs by more than rounding.")
+    ] = False
+    check_model: Annotated[
+        bool, typer.Option(help="Compare the model with the units that it is cut into before the first update.")
+    ] = True
+    on_nan: Annotated[str, typer.Option(help="stop at, or skip, an update whose gradients are not finite.")] = "stop"
+    max_consecutive_skips: Annotated[
+        int, typer.Option(help="Consecutive updates that --on-nan skip may skip before the run stops.")
+    ] = 10
+    machine: Annotated[str | None, typer.Option(help="A machine file; by default this machine's own devices.")] = None
+    devices: Annotated[str, typer.Option(help="auto (GPUs first, then the CPU), cpu or gpu.")] = "auto"
+    run_dir: Annotated[str | None, typer.Option(help="Folder for the run's files.")] = None
+    log: Annotated[list[str] | None, typer.Option(help="tensorboard, wandb or mlflow; may be repeated.")] = None
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on with the run in --run-dir, or begin it if there is none.")
+    ] = False
+    accept_changes: Annotated[
+        bool,
+        typer.Option("--accept-changes", help="Resume though the model's source, the data or the run's files changed."),
+    ] = False
+    allow_restart: Annotated[
+        bool, typer.Option("--allow-restart", help="Resume at step 0 if all of the run's checkpoints are damaged.")
+    ] = False
+    checkpoint_every: Annotated[
+        int | None, typer.Option(help="Steps between checkpoints, 0 for none; by default chosen by their cost.")
+    ] = None
+    hang_after_s: Annotated[
+        float | None,
+        typer.Option(
+            "--hang-after", help="Seconds until a worker counts as hung, 0 for never; by default by the forecast."
+        ),
+    ] = None
+    check_replicas: Annotated[
+        int, typer.Option(help="Updates between comparisons of replicas that must be equal, 0 for none.")
+    ] = 50
+    replan: Annotated[
+        bool | None,
+        typer.Option(help="Plan again if measured costs leave the forecast; by default with plan auto."),
+    ] = None
+    on_oom: Annotated[
+        str, typer.Option(help="stop if a device runs out of memory, or replan for the memory it has and go on.")
+    ] = "stop"
+    as_json: AsJson = False
+    given: frozenset[str] = frozenset()
+    """Names of the fields that were on the command line."""
+
+    @property
+    def sizes(self) -> dict[str, int | None]:
+        """The sizes of the plan; None for those that were not given."""
+        return {name: getattr(self, name) for name in SIZES}
+
+    @property
+    def device_choice(self) -> DeviceOption:
+        """The devices to use, once `train` has checked them."""
+        return cast(DeviceOption, self.devices)
+
+    @property
+    def has_plan(self) -> bool:
+        """Whether the user gave any option that concerns the plan."""
+        return not self.given.isdisjoint({"plan", "batch", "cpu_share", "machine", "devices", *SIZES})
+
+    @property
+    def is_replanned(self) -> bool:
+        """Whether the run may switch plans; by default if the planner chose the plan and checkpoints allow it."""
+        if self.replan is not None:
+            return self.replan
+        return self.plan == "auto" and not self.audit and self.checkpoint_every != 0

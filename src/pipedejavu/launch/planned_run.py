@@ -1,0 +1,117 @@
+"""Before a run starts: measures the model on the devices of its plan, compiles the plan, and checks both."""
+
+from typing import NamedTuple
+
+from pipedejavu.engine import Byzantine, check_runnable
+from pipedejavu.engine.log_check import check_replayable
+from pipedejavu.facts import InputError, Link, Machine, Profile
+from pipedejavu.launch.measure_plan import measure_messages, measure_plan
+from pipedejavu.launch.rank_group import RankGroup
+from pipedejavu.launch.run_check import check_run
+from pipedejavu.plan import Plan
+from pipedejavu.planner.replan import check_replan
+from pipedejavu.planner.worker_host import (
+    DeviceChoice,
+    WorkerHost,
+    describe_stand_ins,
+    make_machine,
+    read_worker_hosts,
+)
+from pipedejavu.program import Program
+from pipedejavu.program import compile as compile_plan
+from pipedejavu.program.pipeline import assign_devices
+from pipedejavu.run.checkpoint_interval import choose_interval, steps_of
+from pipedejavu.run.options import TrainOptions
+from pipedejavu.run.run_folder import RunStart
+from pipedejavu.source.hf_model import check_data
+from pipedejavu.source.task import Prepared
+
+
+class PlannedRun(NamedTuple):
+    """A run that is ready to start."""
+
+    options: TrainOptions
+    program: Program
+    note: str
+    """Devices that stand in for others, the checkpoint interval, and what the model check could not compare; may be
+    empty."""
+
+
+def plan_run(
+    options: TrainOptions,
+    plan: Plan,
+    machine: Machine | None = None,
+    *,
+    devices: DeviceChoice = "auto",
+    ranks: RankGroup | None = None,
+    start: RunStart | None = None,
+    profile: Profile | None = None,
+) -> PlannedRun:
+    """Measures the model on the devices that the plan uses and compiles the plan; all ranks of a group call it.
+
+    A synchronous plan becomes a program of one update, which the run repeats; any other plan becomes one program up to
+    the next checkpoint. With a `profile` nothing is measured, and `machine` is the machine of that profile.
+    """
+    ranks = ranks or RankGroup()
+    options = TrainOptions.from_json(ranks.broadcast(options.to_json().encode()))
+    start = start or RunStart()
+    if options.model.startswith("hf:") and not start.step:
+        check_data(options.model.removeprefix("hf:"), options.data, options.weights)
+    plan = _adapt(Plan.from_json(ranks.broadcast(plan.to_json().encode())), options, ranks, start)
+    profile_json = ranks.broadcast(profile.to_json().encode() if profile else b"")
+    worker_hosts = ranks.worker_hosts() or read_worker_hosts(plan.num_workers)
+    machine_json = ranks.broadcast(machine.to_json().encode() if machine else b"")
+    if machine_json:
+        machine = Machine.from_json(machine_json)
+        machine = machine.divided(plan.num_workers) if plan.place.devices is None and not profile_json else machine
+    else:
+        plan, machine = _measure_machine(plan, worker_hosts, devices, ranks)
+    names = assign_devices(plan, machine)
+    prepared: list[Prepared] = []
+    if profile_json:
+        profile = Profile.from_json(profile_json)
+    else:
+        profile = measure_plan(options, plan, machine, names, ranks, prepared)
+    program = compile_plan(plan, profile, machine, fold=False)
+    check_runnable(program)
+    remark = check_run(options, program, ranks, prepared) if options.check_model and not start.step else ""
+    if options.byzantine:
+        Byzantine.parse(options.byzantine).check(program.plan, program.num_replicas)
+    every, interval = choose_interval(options, program)
+    notes = filter(None, (describe_stand_ins(machine, names, worker_hosts), interval, remark))
+    return PlannedRun(options.replace(checkpoint_every=every), program, "\n".join(notes))
+
+
+def _measure_machine(
+    plan: Plan, worker_hosts: tuple[WorkerHost, ...], devices: DeviceChoice, ranks: RankGroup
+) -> tuple[Plan, Machine]:
+    """Returns the plan on the devices of the hosts, and the machine with its messages measured."""
+    plan, machine = make_machine(plan, worker_hosts, devices)
+    if plan.num_workers == 1:
+        return plan, machine
+    # The cost of messages decides how work is divided, and how long a step takes.
+    link_json = measure_messages(plan, machine).to_json().encode() if ranks.is_first else b""
+    link = Link.from_json(ranks.broadcast(link_json))
+    return plan, machine.replace(links=(link, *machine.links[1:]))
+
+
+def _adapt(plan: Plan, options: TrainOptions, ranks: RankGroup, start: RunStart) -> Plan:
+    """Returns the plan changed as the options ask; raises InputError if the plan cannot do what they ask."""
+    if ranks.is_launched and plan.num_workers != ranks.size:
+        raise InputError(
+            f"plan '{plan.name}' has {plan.num_workers} workers and torchrun started {ranks.size} processes; start one"
+            " for each worker, or change --workers"
+        )
+    if plan.keep.kind == "shared" and not ranks.is_on_one_host:
+        raise InputError(f"plan '{plan.name}' shares weights in the memory of one host; start all its workers there")
+    if options.keeps_log:
+        check_replayable(plan)
+    if options.can_switch:
+        check_replan(options, plan)
+    if options.on_nan == "skip" and plan.version.kind != "sync":
+        raise InputError(
+            f"plan '{plan.name}' has no common moment to agree on leaving an update out; use --on-nan stop"
+        )
+    if (options.clip_norm is not None or options.on_nan == "skip") and plan.reduce.clip == "none":
+        plan = plan.replace(reduce=plan.reduce.replace(clip="global"))
+    return plan.replace(steps=steps_of(plan, options, start.step))
