@@ -30,7 +30,7 @@ def save(checkpoint_dir: CheckpointDir, *steps: int) -> None:
 def seal_anew(folder: Path, **changes) -> None:
     """Gives a checkpoint a manifest whose seal is right."""
     manifest = Checkpoint(folder).manifest.model_copy(update=changes)
-    (folder / "manifest.json").write_bytes(manifest.sealed())
+    (folder / "manifest.json").write_bytes(manifest.to_bytes())
 
 
 def flip(folder: Path) -> None:
@@ -154,7 +154,7 @@ def loss(output: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 
 def test_a_save_that_was_killed_does_not_hinder_the_next_of_its_step(tmp_path: Path) -> None:
     checkpoint_dir = CheckpointDir(tmp_path)
-    (checkpoint_dir.draft(7) / "part-00000.safetensors").write_bytes(b"half of it")
+    (checkpoint_dir.staging_dir(7) / "part-00000.safetensors").write_bytes(b"half of it")
     save(checkpoint_dir, 7)
     assert checkpoint_dir.steps() == [7]
 

@@ -32,7 +32,7 @@ def _hold(path: Path, is_there, may_go) -> None:
 def live(tmp_path: Path):
     """A folder in which a run writes the parts of its next checkpoint."""
     folder = RunFolder(tmp_path / "run")
-    folder.checkpoint_dir.draft(8).joinpath("part-00000.safetensors").write_bytes(b"half of it")
+    folder.checkpoint_dir.staging_dir(8).joinpath("part-00000.safetensors").write_bytes(b"half of it")
     TrainOptions(model="mlp").save(folder.path / "options.json")
     is_there, may_go = FORK.Event(), FORK.Event()
     process = FORK.Process(target=_hold, args=(folder.path, is_there, may_go))

@@ -42,17 +42,17 @@ class Ones:
 Usage = namedtuple("Usage", "total used free")
 
 
-def refuse_drafts(monkeypatch: pytest.MonkeyPatch, path: Path, times: int) -> list[int]:
-    """Lets the folder of a shelf refuse so many drafts; returns a list that has an entry for each."""
-    draft, refused = CheckpointDir.draft, list[int]()
+def refuse_saves(monkeypatch: pytest.MonkeyPatch, path: Path, times: int) -> list[int]:
+    """Makes a checkpoint directory refuse this many saves; returns a list with an entry for each refusal."""
+    staging_dir, refused = CheckpointDir.staging_dir, list[int]()
 
     def full(self: CheckpointDir, step: int) -> Path:
         if self.path == path and len(refused) < times:
             refused.append(step)
             raise FULL
-        return draft(self, step)
+        return staging_dir(self, step)
 
-    monkeypatch.setattr(CheckpointDir, "draft", full)
+    monkeypatch.setattr(CheckpointDir, "staging_dir", full)
     return refused
 
 
@@ -82,7 +82,7 @@ def test_the_last_checkpoint_is_tried_again_and_then_written_elsewhere(tmp_path,
         saver.wait()
     monkeypatch.setattr(saver_module, "PATIENCE_S", 1e9 if times == 2 else 0.05)
     monkeypatch.setattr(saver_module, "RETRY_S", 0.01)
-    refused = refuse_drafts(monkeypatch, tmp_path / "own", times)
+    refused = refuse_saves(monkeypatch, tmp_path / "own", times)
     save(savers, 2, is_last=True)
     for saver in savers:
         saver.wait()
@@ -104,7 +104,7 @@ def test_a_last_checkpoint_that_no_disk_takes_is_said_to_be_lost(tmp_path, monke
     told, rows = list[str](), list[dict]()
     _, savers = make_savers(tmp_path, told, rows)
     monkeypatch.setattr(saver_module, "PATIENCE_S", 0.0)
-    monkeypatch.setattr(CheckpointDir, "draft", lambda *_: (_ for _ in ()).throw(FULL))
+    monkeypatch.setattr(CheckpointDir, "staging_dir", lambda *_: (_ for _ in ()).throw(FULL))
     save(savers, 2, is_last=True)
     for saver in savers:
         saver.wait()

@@ -7,7 +7,7 @@ torch = pytest.importorskip("torch")
 from torch import nn
 
 from pipedejavu.profile import UnitSample, cut_model, measure_profile
-from pipedejavu.profile.dedup import likeness
+from pipedejavu.profile.dedup import unit_key
 from pipedejavu.profile.unit_time import has_same_units
 
 X = torch.zeros(4, 6)
@@ -51,7 +51,7 @@ class Net(nn.Module):
 
 
 def test_values_do_not_matter() -> None:
-    assert likeness(nn.Linear(6, 3), X) == likeness(nn.Linear(6, 3), torch.ones(4, 6))
+    assert unit_key(nn.Linear(6, 3), X) == unit_key(nn.Linear(6, 3), torch.ones(4, 6))
 
 
 @pytest.mark.parametrize(
@@ -70,20 +70,20 @@ def test_values_do_not_matter() -> None:
     ],
 )
 def test_what_runs_differently_is_not_alike(one: nn.Module, other: nn.Module) -> None:
-    assert likeness(one, X) == likeness(one, X)
-    assert likeness(one, X) != likeness(other, X)
+    assert unit_key(one, X) == unit_key(one, X)
+    assert unit_key(one, X) != unit_key(other, X)
 
 
 def test_inputs_of_other_forms_are_not_alike() -> None:
     layer = nn.ReLU()
-    assert likeness(layer, X) != likeness(layer, X[:3])
-    assert likeness(layer, X) != likeness(layer, X.double())
-    assert likeness(layer, X) != likeness(layer, (X, X))
+    assert unit_key(layer, X) != unit_key(layer, X[:3])
+    assert unit_key(layer, X) != unit_key(layer, X.double())
+    assert unit_key(layer, X) != unit_key(layer, (X, X))
 
 
 def test_blocks_of_a_cut_model_are_told_by_their_graphs() -> None:
     cut = cut_model(Net(), X)
-    keys = [likeness(module, X) for _, module in cut.units]
+    keys = [unit_key(module, X) for _, module in cut.units]
     assert cut.way == "blocks"
     assert [keys.index(key) for key in keys] == [0, 1, 1, 3, 1]  # the first is given what has no gradient
 

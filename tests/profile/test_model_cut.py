@@ -158,13 +158,16 @@ class Foreign(Deciding):
     [
         (
             Deciding,
-            r"a Deciding cannot be cut: .*test_cut.py:\d+, 'if self.layer\(x\).sum\(\) > 0:.*values of a tensor",
+            r"a Deciding cannot be cut: .*test_model_cut.py:\d+, 'if self.layer\(x\).sum\(\) > 0:.*values of a tensor",
         ),
         (
             Straight,
             r"a Straight cannot be cut: .*, 'return Sign.apply\(self.layer\(x\)\)': the backward of the autograd",
         ),
-        (Foreign, r"a Foreign cannot be cut: .*test_cut.py:\d+, 'return self.layer\(x\) \+ torch.from_numpy\(x.numpy"),
+        (
+            Foreign,
+            r"a Foreign cannot be cut: .*cut.py:\d+, 'return self.layer\(x\) \+ torch.from_numpy\(x.numpy",
+        ),
     ],
 )
 def test_a_model_that_cannot_be_cut_is_told_the_line(model, text, capfd) -> None:

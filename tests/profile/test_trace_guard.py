@@ -16,7 +16,7 @@ from pipedejavu.profile.model_trace import trace
 from tests.profile.case import compare, tokens
 
 MASKS = "transformers.masking_utils"
-REFUSED = r"a {} cannot be cut: .*test_answer.py:\d+, '{}.*depends on the values of a tensor"
+REFUSED = r"a {} cannot be cut: .*test_trace_guard.py:\d+, '{}.*depends on the values of a tensor"
 
 
 class Placed(nn.Module):

@@ -67,7 +67,7 @@ def test_how_a_machine_drifts_is_measured_from_turn_to_turn(monkeypatch: pytest.
             found.append(1.0)
         return next(taken)
 
-    monkeypatch.setattr("pipedejavu.profile.unit_time._Row.run", run)
+    monkeypatch.setattr("pipedejavu.profile.unit_time._MeasuredUnit.run", run)
     assert measure({"cpu": CPU}).drift == {"cpu": pytest.approx(0.1 / 1.1)}
 
 
@@ -173,7 +173,7 @@ def test_a_device_that_runs_for_a_while_may_be_slower_and_is_never_faster(
     profile = measure({"cpu": CPU})
     monkeypatch.setattr("pipedejavu.profile.unit_time._ISSUED", {"cpu"})
     monkeypatch.setattr("pipedejavu.profile.unit_time._SUSTAINED_S", 0.001)
-    monkeypatch.setattr("pipedejavu.profile.unit_time._Row.run", run_cold)
+    monkeypatch.setattr("pipedejavu.profile.unit_time._MeasuredUnit.run", run_cold)
     monkeypatch.setattr("pipedejavu.profile.unit_time.run_step", run_warm)
     for unit, other in zip(measure({"cpu": CPU}).units, profile.units, strict=True):
         assert unit.replace(times={}) == other.replace(times={})

@@ -162,7 +162,7 @@ def test_a_flipped_bit_names_its_tensor(tmp_path: Path) -> None:
 def test_what_was_never_finished_is_ignored_and_collected(tmp_path: Path) -> None:
     checkpoint_dir = CheckpointDir(tmp_path)
     save(checkpoint_dir, 1)
-    (checkpoint_dir.draft(2) / "part-00000.safetensors").write_bytes(b"half")
+    (checkpoint_dir.staging_dir(2) / "part-00000.safetensors").write_bytes(b"half")
     (tmp_path / "LATEST.tmp").write_text("step-2")
     found = checkpoint_dir.newest(pytest.fail)
     assert found is not None
@@ -175,7 +175,7 @@ def test_a_manifest_of_another_schema_is_refused(tmp_path: Path) -> None:
     checkpoint_dir = CheckpointDir(tmp_path)
     save(checkpoint_dir, 1)
     path = checkpoint_dir.folder(1) / "manifest.json"
-    path.write_bytes(Checkpoint(checkpoint_dir.folder(1)).manifest.replace(schema_version=2).sealed())
+    path.write_bytes(Checkpoint(checkpoint_dir.folder(1)).manifest.replace(schema_version=2).to_bytes())
     with pytest.raises(CheckpointError, match="has schema version 2 and this program reads 1; use the version of"):
         Checkpoint(checkpoint_dir.folder(1))
 
@@ -194,7 +194,7 @@ def test_names_that_lead_elsewhere_are_refused(tmp_path: Path) -> None:
     ]:
         text = found.model_copy(update={"parts": parts, "tensors": {"w": entry.model_copy(update=changed)}})
         with pytest.raises(CheckpointError, match=fault):
-            Manifest.unsealed(Manifest.sealed(text), "manifest.json")
+            Manifest.from_bytes(Manifest.to_bytes(text), "manifest.json")
 
 
 @given(st.binary(max_size=200), st.integers(0, 400), st.integers(0, 400))
@@ -206,7 +206,7 @@ def test_any_manifest_is_read_or_refused(shelf_of_two: CheckpointDir, noise: byt
     sealed = b'{"seal": "%s",\n' % sha256(changed).hexdigest().encode() + changed
     for data in (noise, sealed):
         with suppress(CheckpointError):
-            Manifest.unsealed(data, "manifest.json")
+            Manifest.from_bytes(data, "manifest.json")
 
 
 def test_a_type_that_no_file_can_hold_is_refused_at_once(tmp_path: Path) -> None:

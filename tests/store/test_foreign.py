@@ -172,7 +172,7 @@ def test_nothing_is_overwritten(tmp_path: Path, trained) -> None:
     [
         (lambda _: "a text", "its metadata does not fit its tensors"),
         (lambda m: without_properties(m), "its metadata does not fit its tensors"),
-        (lambda m: with_size(m, (2**40,)), r"'model\.a' has 1099511627776 elements, and its parts have 6"),
+        (lambda m: with_size(m, (2**40,)), r"'model\.a' has 1099511627776 elements, and its chunks have 6"),
     ],
 )
 def test_metadata_that_does_not_fit_its_tensors_is_refused(tmp_path: Path, change, message) -> None:

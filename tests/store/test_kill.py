@@ -56,7 +56,7 @@ KILLED = """
 import os, shutil, signal, sys
 from pathlib import Path
 import torch
-from pipedejavu.store import Shelf
+from pipedejavu.store import CheckpointDir
 from tests.store.test_kill import STEPS, check, save
 
 torch.set_num_threads(1)
@@ -85,15 +85,15 @@ for halves in (False, True):
         child = os.fork()
         if not child:
             die_at(last, halves)
-            save(Shelf(work), 4)
+            save(CheckpointDir(work), 4)
             os._exit(0)
         _, status = os.waitpid(child, 0)
         seen.append(check(work, {3, 4}))
         latest = (work / "LATEST").read_text().strip()
         assert (work / latest).is_dir(), latest
-        Shelf(work).collect()
+        CheckpointDir(work).collect()
         assert not list(work.glob("*.tmp"))
-        save(Shelf(work), 5)
+        save(CheckpointDir(work), 5)
         check(work, {5})
         if status == 0:
             break

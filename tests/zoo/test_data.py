@@ -107,7 +107,7 @@ def test_an_order_depends_on_seed_and_epoch_alone() -> None:
         ("random:0", "data 'random:SIZE' takes a number of samples, found '0'"),
         ("random:x", "data 'random:SIZE' takes a number of samples, found 'x'"),
         ("random:", "'random:' ends with its colon; add a number of samples or leave the colon out"),
-        ("digits:5", "data 'digits' takes nothing behind a colon, found 'digits:5'; leave it out"),
+        ("digits:5", "data 'digits' takes nothing after a colon, found 'digits:5'; leave it out"),
     ],
 )
 def test_a_name_that_is_wrong_says_what_is_right(name: str, text: str) -> None:

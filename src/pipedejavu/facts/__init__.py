@@ -1,4 +1,4 @@
-"""Frozen records of what is known; imports nothing of the project and never torch."""
+"""Frozen records of machines, models and measurements; imports nothing else of the project, and never torch."""
 
 from pipedejavu.facts.catalog import KnownDevice, known_device, read_catalog
 from pipedejavu.facts.cluster import Cluster, compose, parse_cluster, read_machine

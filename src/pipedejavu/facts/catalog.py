@@ -1,6 +1,6 @@
-"""Known devices: figures of public documents, each with its source, for machines that are not at hand.
+"""Known devices: published figures, each with its source, for machines that are not at hand.
 
-A stated rate is what the arithmetic units could do; training reaches a share of it, which is given where it is known.
+A stated rate is the peak of the arithmetic units; training reaches a share of it, which is given if it is known.
 """
 
 from functools import cache
@@ -15,36 +15,36 @@ from pipedejavu.facts.record import Record
 
 
 class KnownDevice(Record):
-    """One model of GPU, or of CPU: then the figures are those of one socket."""
+    """One model of GPU or CPU; a CPU's figures are those of one socket."""
 
     name: str
     aliases: tuple[str, ...] = ()
     title: str
     type: Literal["cpu", "gpu"]
     memory_bytes: Bytes = 0
-    """Of a GPU, without what ECC takes of it; a CPU's is the host's."""
+    """Memory of a GPU, after what ECC takes; zero for a CPU, whose memory is the host's."""
     memory_bytes_per_s: BytesPerSecond
     memory_bits: int = Field(ge=1)
-    """Width of the memory's bus."""
+    """Width of the memory bus."""
     memory_transfers_per_s: float = Field(gt=0)
-    """Of each of its bits."""
+    """Transfers per second on each bit of the bus."""
     flop_per_s: FlopPerSecond
-    """Of matrix products in `dtype`, dense, accumulated in float32; of a CPU at its base clock."""
+    """Dense matrix products in `dtype`, accumulated in float32; a CPU's at its base clock."""
     dtype: Literal["float32", "float16", "bfloat16"]
     units: int = Field(ge=1)
-    """Tensor cores, CUDA cores where there are none, or a CPU's cores."""
+    """Tensor cores, CUDA cores if there are none, or a CPU's cores."""
     flop_per_cycle: int = Field(ge=1)
-    """Of each unit."""
+    """FLOP per cycle of each unit."""
     cycles_per_s: float = Field(gt=0)
     pcie_bytes_per_s: BytesPerSecond
-    """One way, 16 lanes."""
+    """In one direction, over 16 lanes."""
     peer_bytes_per_s: BytesPerSecond = 0.0
-    """One way, of NVLink that joins all such GPUs of a host; zero without."""
+    """NVLink between all such GPUs of a host, in one direction; zero if there is none."""
     source: str = Field(min_length=1)
     efficiency: float | None = Field(default=None, gt=0, le=1)
-    """Share of `flop_per_s` that training was seen to reach, recomputation counted; None is unknown."""
+    """Share of `flop_per_s` observed in training, counting recomputation; None if unknown."""
     efficiency_source: str = ""
-    """A publication with its figure, or the entry of docs/log.md."""
+    """A publication with its figure, or an entry of docs/log.md."""
 
 
 class Catalog(Record):
@@ -55,13 +55,13 @@ class Catalog(Record):
 
 @cache
 def read_catalog() -> tuple[KnownDevice, ...]:
-    """Returns the devices that come with the project."""
+    """Returns the devices of `catalog.json`."""
     text = files("pipedejavu.facts").joinpath("catalog.json").read_text("utf-8")
     return Catalog.from_json(text, source="catalog.json").devices
 
 
 def known_device(name: str, type_: Literal["cpu", "gpu"] | None = None) -> KnownDevice:
-    """Returns a device by its name or an alias; raises InputError with the nearest name of its type."""
+    """Returns a device by its name or alias; raises InputError with the nearest name of its type."""
     rows = [row for row in read_catalog() if type_ in (None, row.type)]
     names = {alias: row for row in rows for alias in (row.name, *row.aliases)}
     asked = name.strip().lower().replace(" ", "-").replace("_", "-")

@@ -1,8 +1,8 @@
-"""Machines composed of known devices: so many hosts with such GPUs and such CPUs, and a network between them.
+"""Clusters: groups of equal hosts with known GPUs and CPUs, and a network between them.
 
-A cluster is a short JSON file or one line, '8x(8xa100-80gb + 2xepyc-7763 + 1TiB), 100Gb/s'; `compose` makes a machine
-of it. Within a host GPUs of one kind use NVLink where they have it, everything else PCIe, which they share with copies
-to and from the host; all that leaves a host shares its network interface.
+A cluster is a short JSON file or one line, '8x(8xa100-80gb + 2xepyc-7763 + 1TiB), 100Gb/s'; `compose` turns it into a
+machine. Within a host, GPUs of one kind use NVLink if they have it; all other transfers use PCIe, which they share with
+copies to and from the host. All traffic between hosts shares each host's network interface.
 """
 
 import json
@@ -21,31 +21,31 @@ from pipedejavu.facts.quantity import Bytes, BytesPerSecond, Seconds
 from pipedejavu.facts.record import Record
 
 LINK_EFFICIENCY = 0.8
-"""Share of a stated rate of PCIe, NVLink or a network that transfers are assumed to reach."""
+"""Share of the stated rate of PCIe, NVLink or a network that transfers are assumed to reach."""
 MEMORY_BYTES_PER_CORE = 8 << 30
-"""Of a host whose memory is not given."""
+"""Memory per core of a host whose memory is not given."""
 CONTEXT_BYTES, HIDDEN_SHARE = 1 << 29, 0.02
-"""Of a GPU's memory: what a context takes, and the share that its driver keeps to itself."""
+"""GPU memory that a context takes, and the share that the driver reserves."""
 SYSTEM_SHARE = 0.05
-"""Of a host's memory, for its operating system."""
+"""Share of a host's memory that its operating system takes."""
 PEER_LATENCY_S, PCIE_LATENCY_S, PROCESS_LATENCY_S = 5e-6, 10e-6, 20e-6
 PROCESS_BYTES_PER_S = 5e9
-"""Between two workers that divide a CPU."""
+"""Rate between two workers on one CPU."""
 MOST_DEVICES = 65_536
 
 _COUNTED = re.compile(r"(?:(\d{1,9})\s*[x×*]\s*)?(.+)", re.IGNORECASE | re.DOTALL)
 
 
 class HostGroup(Record):
-    """Hosts that are alike."""
+    """Hosts with equal devices."""
 
     count: int = Field(default=1, ge=1)
     gpus: tuple[str, ...] = ()
-    """Each as '8 x a100-80gb', or the name alone for one."""
+    """Each as '8 x a100-80gb', or just the name for a single GPU."""
     cpu: str = ""
-    """As '2 x epyc-7763' for two sockets; without it no state can rest in the host's memory."""
+    """Such as '2 x epyc-7763' for two sockets; without a CPU no state can be offloaded to the host."""
     memory_bytes: Bytes = 0
-    """Of the host; by default 8 GiB for each core."""
+    """Memory of each host; by default 8 GiB per core."""
 
 
 class Cluster(Record):
@@ -54,7 +54,7 @@ class Cluster(Record):
     name: str = ""
     hosts: tuple[HostGroup, ...] = Field(min_length=1)
     network_bytes_per_s: BytesPerSecond = 0.0
-    """Of each host, one way."""
+    """Rate of each host's network interface, in one direction."""
     network_latency_s: Seconds = 20e-6
 
     @model_validator(mode="after")
@@ -62,7 +62,7 @@ class Cluster(Record):
         return self.agreed()
 
     def disagreements(self) -> list[str]:
-        """Returns devices that are not known, hosts without any, and several hosts without a network."""
+        """Returns unknown devices, hosts without devices, and several hosts without a network."""
         faults = []
         for index, group in enumerate(self.hosts):
             asked = [(text, "gpu") for text in group.gpus] + [(group.cpu, "cpu")] * bool(group.cpu)
@@ -70,7 +70,7 @@ class Cluster(Record):
                 faults.append(f"hosts[{index}] has neither GPUs nor a CPU; name one, such as 'epyc-7763'")
             for text, type_ in asked:
                 try:
-                    _read_part(text, type_)
+                    _read_counted(text, type_)
                 except InputError as fault:
                     faults.append(f"hosts[{index}]: {fault}")
         count = sum(group.count for group in self.hosts)
@@ -79,13 +79,13 @@ class Cluster(Record):
         return faults
 
 
-class _Part(NamedTuple):
+class _CountedDevice(NamedTuple):
     number: int
     device: KnownDevice
 
 
 def read_machine(text: str) -> Machine:
-    """Returns the machine of a machine file, of a cluster file, or of a cluster in one line."""
+    """Returns the machine described by a machine file, a cluster file, or a cluster in one line."""
     if not text.endswith(".json") and not _is_file(text):
         return compose(parse_cluster(text))
     content = read_file(text)
@@ -101,7 +101,7 @@ def read_machine(text: str) -> Machine:
 def _is_file(text: str) -> bool:
     try:
         return Path(text).is_file()
-    except OSError:  # too long for a name
+    except OSError:  # the text is too long for a file name
         return False
 
 
@@ -112,7 +112,7 @@ def _is_cluster(plain: dict[str, object]) -> bool:
 
 
 def parse_cluster(text: str) -> Cluster:
-    """Reads one line: hosts and the network, parted by commas; a host's devices and memory, parted by '+'."""
+    """Parses one line: hosts and network separated by commas, a host's devices and memory separated by '+'."""
     hosts, network = [], {}
     for part in re.split(r",(?![^()]*\))", text):
         part = part.strip()
@@ -138,7 +138,7 @@ def _parse_host(text: str, whole: str) -> dict[str, object]:
             )
         if re.fullmatch(r"[\d.]+\s*[KMGTP]i?B", item):
             form["memory_bytes"] = item
-        elif _read_part(item).device.type == "gpu":
+        elif _read_counted(item).device.type == "gpu":
             gpus.append(item)
         elif "cpu" in form:
             raise InputError(f"host '{text}' names two CPUs, '{form['cpu']}' and '{item}'; write sockets as '2x{item}'")
@@ -151,17 +151,17 @@ def _checked(form: dict[str, object]) -> Cluster:
     return Cluster.from_json(json.dumps(form), source=f"machine '{form['name']}'")
 
 
-def _read_part(text: str, type_: str | None = None) -> _Part:
+def _read_counted(text: str, type_: str | None = None) -> _CountedDevice:
     match = _COUNTED.fullmatch(text.strip())
     count, name = (int(match[1] or 1), match[2]) if match else (1, text)
     if count < 1:
         raise InputError(f"'{text}' has no device; give at least 1")
-    return _Part(count, known_device(name, type_))  # type: ignore[arg-type]
+    return _CountedDevice(count, known_device(name, type_))  # type: ignore[arg-type]
 
 
 def compose(cluster: Cluster) -> Machine:
-    """Returns the machine of a cluster."""
-    groups = [(group, [_read_part(text, "gpu") for text in group.gpus]) for group in cluster.hosts]
+    """Returns the machine that a cluster describes."""
+    groups = [(group, [_read_counted(text, "gpu") for text in group.gpus]) for group in cluster.hosts]
     num_devices = sum(group.count * (1 + sum(part.number for part in gpus)) for group, gpus in groups)
     if num_devices > MOST_DEVICES:
         raise InputError(f"the machine would have {num_devices:,} devices; compose at most {MOST_DEVICES:,}")
@@ -169,7 +169,7 @@ def compose(cluster: Cluster) -> Machine:
     devices: list[Device] = []
     is_alone = sum(group.count for group in cluster.hosts) == 1
     for group, gpus in groups:
-        cpu = _read_part(group.cpu, "cpu") if group.cpu else None
+        cpu = _read_counted(group.cpu, "cpu") if group.cpu else None
         for _ in range(group.count):
             name = "host" if is_alone else f"h{len(hosts)}"
             prefix = "" if is_alone else f"{name}/"
@@ -189,18 +189,18 @@ def compose(cluster: Cluster) -> Machine:
     return Machine(name=cluster.name or "cluster", hosts=tuple(hosts), devices=tuple(devices), links=tuple(links))
 
 
-def _numbered(parts: list[_Part]) -> list[tuple[int, KnownDevice]]:
-    """Returns a host's GPUs, those of each kind counted on their own."""
-    found: dict[str, int] = {}
+def _numbered(parts: list[_CountedDevice]) -> list[tuple[int, KnownDevice]]:
+    """Returns a host's GPUs, numbered from 0 within each kind."""
+    counts: dict[str, int] = {}
     rows = []
     for part in parts:
         for _ in range(part.number):
-            rows.append((found.setdefault(part.device.name, 0), part.device))
-            found[part.device.name] += 1
+            rows.append((counts.setdefault(part.device.name, 0), part.device))
+            counts[part.device.name] += 1
     return rows
 
 
-def _host(name: str, cpu: _Part | None) -> Host:
+def _host(name: str, cpu: _CountedDevice | None) -> Host:
     if cpu is None:
         return Host(name=name)
     return Host(name=name, cores=cpu.number * cpu.device.units, processor=cpu.device.title, sockets=cpu.number)
@@ -220,7 +220,7 @@ def _gpu(name: str, host: str, known: KnownDevice) -> Device:
     )
 
 
-def _cpu(name: str, host: str, cpu: _Part, memory_bytes: int) -> Device:
+def _cpu(name: str, host: str, cpu: _CountedDevice, memory_bytes: int) -> Device:
     count, known = cpu
     cores = count * known.units
     size = memory_bytes or cores * MEMORY_BYTES_PER_CORE
@@ -238,12 +238,12 @@ def _cpu(name: str, host: str, cpu: _Part, memory_bytes: int) -> Device:
     )
 
 
-def _links(groups: list[tuple[HostGroup, list[_Part]]], prefix: str) -> list[Link]:
-    """Returns the links within hosts; where a kind of GPU is in several groups, the slowest PCIe counts."""
+def _links(groups: list[tuple[HostGroup, list[_CountedDevice]]], prefix: str) -> list[Link]:
+    """Returns the links within hosts; a kind of GPU in several groups gets the slowest PCIe rate of its hosts."""
     pcie: dict[str, float] = {}
     peers: dict[str, float] = {}
     for group, gpus in groups:
-        limit = [_read_part(group.cpu, "cpu").device.pcie_bytes_per_s] if group.cpu else []
+        limit = [_read_counted(group.cpu, "cpu").device.pcie_bytes_per_s] if group.cpu else []
         for _, known in gpus:
             pcie[known.name] = min([known.pcie_bytes_per_s, pcie.get(known.name, known.pcie_bytes_per_s), *limit])
             peers[known.name] = known.peer_bytes_per_s

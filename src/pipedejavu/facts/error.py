@@ -1,4 +1,4 @@
-"""Errors that a user can act on, and the search for the name they meant."""
+"""Errors that a user can act on, and suggestions for misspelled names."""
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -9,7 +9,7 @@ _MOST_CHARACTERS = 80
 
 
 class InputError(ValueError):
-    """Something the user gave cannot be used; its text says what to change."""
+    """The user's input cannot be used; the text says what to change."""
 
 
 class FaultsError(InputError):
@@ -26,7 +26,7 @@ class FaultsError(InputError):
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """Returns '; did you mean …?' for the known name closest to `name`, else the list of all; case is ignored."""
+    """Returns '; did you mean …?' with the known name nearest to `name`, or a list of the known names; ignores case."""
     names = {str(k).lower(): str(k) for k in known}
     close = get_close_matches(name.lower(), names, n=1, cutoff=0.5)
     if close:
@@ -36,7 +36,7 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
 
 def brief(value: object) -> str:
-    """Returns `value` as Python writes it, cut where it is long."""
+    """Returns `repr(value)`, truncated if it is long."""
     text = repr(value)
     return text if len(text) <= _MOST_CHARACTERS else f"{text[: _MOST_CHARACTERS - 1]}…"
 

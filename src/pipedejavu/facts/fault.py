@@ -1,4 +1,4 @@
-"""What pydantic found wrong with a JSON text, as sentences with the place of each fault and the nearest right name."""
+"""Turns pydantic's validation errors into sentences, each with the location and the nearest valid name."""
 
 from typing import Any, get_args, get_origin
 
@@ -9,30 +9,30 @@ from pipedejavu.facts.error import FaultsError, brief, nearest
 
 
 def field_faults(record: type[BaseModel], error: ValidationError) -> list[str]:
-    """Returns a sentence for each fault of `error`, which came from reading a `record`."""
+    """Returns a sentence for each fault in a validation error of `record`."""
     details = error.errors(include_url=False)
     return [fault for detail in details if not _is_echo(detail) for fault in _describe(record, detail)]
 
 
 def is_unreadable(error: ValidationError) -> bool:
-    """Tells whether the text was no JSON at all."""
+    """Whether the text was not JSON at all."""
     return error.errors(include_url=False)[0]["type"] in ("json_invalid", "string_unicode")
 
 
 def record_in(annotation: Any) -> type[BaseModel] | None:
-    """Returns the record type that a field's annotation holds, in a tuple, a dict or alone."""
+    """Returns the record type in a field's annotation, also inside a tuple or dict."""
     return next((a for a in _flatten(annotation) if isinstance(a, type) and issubclass(a, BaseModel)), None)
 
 
 def _is_echo(detail: ErrorDetails) -> bool:
-    """Tells whether a tuple counts as too short only because some of its items have faults."""
+    """Whether a tuple is reported as too short only because some of its items have faults."""
     return detail["type"] == "too_short" and len(detail["input"]) >= detail["ctx"]["min_length"]
 
 
 def _describe(record: type[BaseModel], detail: ErrorDetails) -> list[str]:
     where = "".join(f"[{p}]" if isinstance(p, int) else f".{p}" for p in detail["loc"]).removeprefix(".")
     prefix = f"{where}: " if where else ""
-    context, found = detail.get("ctx", {}), detail["input"]
+    context, value = detail.get("ctx", {}), detail["input"]
     match detail["type"]:
         case "json_invalid":
             return [f"not valid JSON: {context['error']}"]
@@ -44,15 +44,15 @@ def _describe(record: type[BaseModel], detail: ErrorDetails) -> list[str]:
             return [f"missing key '{where}'"]
         case "literal_error":
             expected = [e.strip("' ") for e in context["expected"].replace(" or ", ", ").split(",")]
-            return [f"{prefix}{brief(found)} is not one of its values{nearest(str(found), expected)}"]
+            return [f"{prefix}{brief(value)} is not one of its values{nearest(str(value), expected)}"]
         case "value_error":
             error = context["error"]
             return [f"{prefix}{fault}" for fault in (error.faults if isinstance(error, FaultsError) else (error,))]
-    return [f"{prefix}{detail['msg']}, found {brief(found)}"]
+    return [f"{prefix}{detail['msg']}, found {brief(value)}"]
 
 
 def _record_at(record: type[BaseModel], loc: tuple[int | str, ...]) -> type[BaseModel]:
-    """Finds the record type that the path `loc` leads to inside `record`."""
+    """Returns the record type at the path `loc` inside `record`."""
     annotation: Any = record
     for part in loc:
         annotation = _inside(annotation, part)

@@ -1,4 +1,4 @@
-"""A pause for the garbage collector while very many small records are made and none is dropped."""
+"""Pauses the garbage collector while very many records are created and none is freed."""
 
 import gc
 from collections.abc import Iterator
@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def paused_collector() -> Iterator[None]:
-    """Keeps the collector from walking a growing heap again and again; saves about a quarter of the time."""
+    """Disables the garbage collector, which would scan the growing heap repeatedly; saves a quarter of the time."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

@@ -1,4 +1,4 @@
-"""JSON that every reader takes: numbers that are not finite are null, for which the format has no other form."""
+"""Standard JSON: NaN and infinity, which JSON cannot express, become null."""
 
 import json
 import math

@@ -1,8 +1,8 @@
-"""What is known of the hardware: hosts, the devices in them, and the links between devices.
+"""The hardware: hosts, the devices in them, and the links between devices.
 
-A link is a rule for pairs of devices, so that a cluster of a thousand devices is a short file. The
-first rule that matches a pair holds. Transfers whose links name the same wire split its bandwidth.
-A figure that is not known is None, or zero where the simulator has an assumption of its own.
+A link is a rule for pairs of devices, so that a cluster of a thousand devices is a short file; the first rule that
+matches a pair applies. Transfers over links with the same wire share its bandwidth. An unknown figure is None, or zero
+if the simulator has a default for it.
 """
 
 from fnmatch import fnmatchcase
@@ -19,43 +19,43 @@ from pipedejavu.facts.record import Record
 
 
 class Host(Record):
-    """One computer: devices in it share its memory and its network interface."""
+    """One computer; its devices share its memory and its network interface."""
 
     name: str
     cores: int = Field(default=1, ge=1)
     processor: str = ""
-    """The model of its CPU, as the manufacturer calls it."""
+    """Model of its CPU, as the manufacturer calls it."""
     sockets: int | None = Field(default=None, ge=1)
     numa_nodes: int | None = Field(default=None, ge=1)
     instruction_sets: tuple[str, ...] = ()
-    """Those that matter for arithmetic, such as 'avx512f' and 'amx_bf16'."""
+    """Those relevant to arithmetic, such as 'avx512f' and 'amx_bf16'."""
     disk_read_bytes_per_s: BytesPerSecond = 0.0
     disk_write_bytes_per_s: BytesPerSecond = 0.0
 
 
 class Device(Record):
-    """Something that computes and has a memory of its own; a host's CPU is one of its devices."""
+    """Something that computes and has its own memory; a host's CPU is one of its devices."""
 
     name: str
     kind: str
-    """The model of the device, such as 'h200': the key of a profile's measured times."""
+    """Model of the device, such as 'h200': the key of a profile's measured times."""
     type: Literal["cpu", "gpu"]
     host: str
     memory_bytes: Bytes
     reserved_bytes: Bytes = 0
-    """Memory that is never ours: driver context, operating system."""
+    """Memory that is never available: driver context, operating system."""
     flop_per_s: FlopPerSecond = 0.0
     memory_bytes_per_s: BytesPerSecond = 0.0
     efficiency: float | None = Field(default=None, gt=0, le=1)
-    """Share of `flop_per_s` that the blocks of a transformer reach in training."""
+    """Share of `flop_per_s` that transformer blocks reach in training."""
     parameters_per_s: float = Field(default=0.0, ge=0)
-    """How many parameters the optimizer (AdamW) updates in a second."""
+    """Parameters that the optimizer (AdamW) updates per second."""
     most_workers: int = Field(default=1, ge=1)
-    """How many workers may divide it between them; of a CPU, its cores."""
+    """Most workers that may share the device; for a CPU, its number of cores."""
 
 
 class Link(Record):
-    """How bytes move from the devices that match `source` to those that match `target`."""
+    """How bytes move from devices that match `source` to devices that match `target`."""
 
     source: str = "*"
     target: str = "*"
@@ -63,23 +63,23 @@ class Link(Record):
     latency_s: Seconds = 0.0
     bytes_per_s: BytesPerSecond = Field(gt=0)
     wires: tuple[str, ...] = ("{source}>{target}",)
-    """Names of what the bytes pass through; {source}, {target}, {source_host} and {target_host}
-    are filled in. By default each pair of devices has a wire of its own in each direction."""
+    """Names of what the bytes pass through; {source}, {target}, {source_host} and {target_host} are filled in. By
+    default each pair of devices has its own wire in each direction."""
     sum_latency_s: Seconds | None = None
-    """Of each round of a sum around a ring; that of a message where it was not measured."""
+    """Latency of each round of a ring all-reduce; the link's latency if not measured."""
     sum_bytes_per_s: BytesPerSecond | None = Field(default=None, gt=0)
-    """What a ring moves while it adds up, which takes more than moving; the link's rate where it was not measured."""
+    """Rate of a ring all-reduce, which adds as well as moves; the link's rate if not measured."""
 
 
 class Overlap(Record):
-    """How much longer compute and copies of one device take while they run together."""
+    """Slowdown of compute and of copies on one device while both run."""
 
     compute: float = Field(default=1.0, ge=1)
     transfer: float = Field(default=1.0, ge=1)
 
 
 class Route(NamedTuple):
-    """The link between two given devices, with its wires named."""
+    """The link between two particular devices, with its wires named."""
 
     latency_s: float
     bytes_per_s: float
@@ -89,7 +89,7 @@ class Route(NamedTuple):
 
 
 class Machine(Record):
-    """Hosts, devices and links; one computer or a cluster, at hand or not."""
+    """Hosts, devices and links: one computer or a cluster, at hand or not."""
 
     name: str
     hosts: tuple[Host, ...] = Field(min_length=1)
@@ -97,14 +97,14 @@ class Machine(Record):
     links: tuple[Link, ...] = ()
     overlap: Overlap = Overlap()
     survey: Survey | None = None
-    """How the figures were measured, where they were."""
+    """How the figures were measured; None if they were not."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
         return self.agreed()
 
     def disagreements(self) -> list[str]:
-        """Returns names given twice, hosts and devices that are missing, and wires that cannot be named."""
+        """Returns duplicate names, missing hosts and devices, and invalid wire names."""
         hosts = {h.name: h for h in self.hosts}
         names = [d.name for d in self.devices]
         faults = [f"two hosts are called '{n}'" for n in repeated(h.name for h in self.hosts)]
@@ -141,7 +141,7 @@ class Machine(Record):
         return self._by_name[name]
 
     def cpu_of(self, device: Device) -> Device:
-        """Returns the CPU of the host that `device` is in: where offloaded state rests."""
+        """Returns the CPU of `device`'s host, whose memory holds offloaded state."""
         if device.host in self._cpus:
             return self._cpus[device.host]
         raise InputError(
@@ -150,11 +150,11 @@ class Machine(Record):
         )
 
     def divided(self, num_workers: int, *, by_kind: bool = False) -> Self:
-        """Returns the machine with its CPUs divided, all alike, into parts enough for `num_workers`.
+        """Returns the machine with each CPU divided into equal parts, as few as give `num_workers` devices.
 
-        A part has the name of its CPU and a number, and its share of memory and rates; with `by_kind` it also has a
-        kind of its own, under which profiles have its times. Without CPUs that may be divided, or where there are
-        devices enough, this is the machine as it is.
+        A part has its CPU's name with a number, and its share of memory and rates; with `by_kind` it also has its own
+        kind, under which profiles hold its times. Returns the machine unchanged if it has enough devices, or no CPU
+        that may be divided.
         """
         most = max(d.most_workers for d in self.devices)
         counts = (parts for parts in range(1, most + 1) if self._num_parts(parts) >= num_workers)
@@ -168,11 +168,11 @@ class Machine(Record):
         return sum(min(parts, d.most_workers) for d in self.devices)
 
     def route(self, source: str, target: str) -> Route:
-        """Returns how bytes go from one device to another; raises InputError where no link matches."""
-        found = self._routes.get((source, target))
-        if found is None:
-            found = self._routes[source, target] = self._find_route(self.device(source), self.device(target))
-        return found
+        """Returns the route from one device to another; raises InputError if no link matches."""
+        route = self._routes.get((source, target))
+        if route is None:
+            route = self._routes[source, target] = self._find_route(self.device(source), self.device(target))
+        return route
 
     def _find_route(self, source: Device, target: Device) -> Route:
         scope = "same-host" if source.host == target.host else "other-host"
@@ -195,7 +195,7 @@ class Machine(Record):
 
 
 def part_kind(kind: str, count: int) -> str:
-    """Names the kind of one of `count` equal parts of a CPU."""
+    """Returns the kind of one of `count` equal parts of a CPU."""
     return f"{kind}/{count}" if count > 1 else kind
 
 

@@ -1,4 +1,4 @@
-"""How this process asks the system for memory."""
+"""Settings of glibc's memory allocator for this process."""
 
 import ctypes
 import sys
@@ -7,11 +7,11 @@ _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4
 
 
 def keep_heap() -> bool:
-    """Lets glibc keep what it has got from the system, and take large blocks from it too; tells whether it does.
+    """Makes glibc keep freed memory and serve large blocks from its heap; returns whether that succeeded.
 
-    By default the memory of a large tensor is new for each operation and goes back after it, and the system fills it
-    with zeros, page by page, in between: a quarter of a step of VGG19 on a CPU. The peak stays as it is; what is free
-    in between does not go back. To be called by a process that is ours, before it has threads of its own.
+    By default glibc maps new memory for each large tensor and unmaps it afterwards, and the system zeroes it page by
+    page: a quarter of the time of a VGG19 step on a CPU. Peak memory is unchanged, but memory freed in between is not
+    returned to the system. Call it only in a process of our own, before it starts threads.
     """
     if sys.platform != "linux":
         return False

@@ -1,4 +1,4 @@
-"""What was measured of a machine: each figure with its spread, and when and with what it was measured."""
+"""Measurements of a machine: each figure with its spread, and when and with which software it was taken."""
 
 from typing import Literal
 
@@ -9,39 +9,39 @@ from pipedejavu.facts.record import Record
 
 
 class Measurement(Record):
-    """One figure that was measured, with how far from it the figure of another survey may lie."""
+    """One measured figure, and how far a repeated measurement may differ from it."""
 
     subject: str
-    """A device, a pair of them as 'cpu>gpu0', or 'disk'."""
+    """A device, a pair of devices such as 'cpu>gpu0', or 'disk'."""
     what: str
-    """What was measured of it: 'matrix', 'memory', 'update', 'copy', …"""
+    """The quantity: 'matrix', 'memory', 'update', 'copy', …"""
     setting: str = ""
-    """Under which circumstances: shape, type, threads, size of a message."""
+    """Conditions: shape, dtype, threads, message size."""
     unit: Literal["B", "s", "B/s", "FLOP/s", "1/s", "×"]
     value: float
-    """What the fastest quarter of the rounds surpasses; of a size or a ratio, the median."""
+    """For rates and times, the upper quartile of speed over the rounds; for sizes and ratios, the median."""
     spread: float = Field(default=0.0, ge=0)
-    """Another survey's value is expected within this of the value, up or down."""
+    """Another survey's value is expected within ± this of the value."""
     rounds: int = Field(default=1, ge=1)
 
     @property
     def name(self) -> str:
-        """Returns subject, what and setting in one text."""
+        """Subject, quantity and setting in one text."""
         return " ".join(part for part in (self.subject, self.what, self.setting) if part)
 
     def agrees_with(self, other: "Measurement") -> bool:
-        """Tells whether each of two surveys' values lies where the other expects it."""
+        """Whether the values of two surveys lie within each other's spread."""
         return abs(self.value - other.value) <= min(self.spread, other.spread)
 
 
 class Survey(Record):
-    """How a machine was measured."""
+    """When and how a machine was measured."""
 
     date: str
-    """When it ended, as ISO 8601 with the time zone."""
+    """End of the survey, as ISO 8601 with a time zone."""
     versions: dict[str, str] = Field(default_factory=dict)
-    """Of the software that took part, and of drivers."""
+    """Versions of the software and drivers involved."""
     time_s: Seconds
     measurements: tuple[Measurement, ...] = ()
     unknown: tuple[str, ...] = ()
-    """What could not be found out, and why."""
+    """What could not be measured, and why."""

@@ -1,15 +1,15 @@
-"""A file in memory that processes of one host share; it has no name on any disk, so that no full disk can refuse it."""
+"""A file in memory that processes of one host share; it is on no disk, so that a full disk does not matter."""
 
 import os
 
 
 class MemoryFile:
-    """A file that exists while a process has it open, and that other processes of the same user open by its path."""
+    """An anonymous file that exists while a process has it open; processes of the same user can open it by path."""
 
     def __init__(self, name: str, size_bytes: int = 0):
-        """Makes the file with all the memory that it needs; raises OSError if there is not as much.
+        """Creates the file and allocates its memory; raises OSError if there is not enough.
 
-        Memory that was only promised would end the process that first writes to it.
+        Without the allocation, a process that writes to the file could be killed for lack of memory.
         """
         self.file = os.memfd_create(name)
         if size_bytes:
@@ -17,14 +17,14 @@ class MemoryFile:
 
     @property
     def path(self) -> str:
-        """The path that other processes open, while this process has the file open."""
+        """The path that other processes open while this process has the file open."""
         return f"/proc/{os.getpid()}/fd/{self.file}"
 
     @property
     def size_bytes(self) -> int:
-        """Bytes that were written, or reserved."""
+        """Bytes written or allocated."""
         return os.fstat(self.file).st_size
 
     def close(self) -> None:
-        """Closes the file; memory that was mapped from it stays."""
+        """Closes the file; existing mappings stay valid."""
         os.close(self.file)

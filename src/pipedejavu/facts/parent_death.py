@@ -1,4 +1,4 @@
-"""How a process that `multiprocessing` started ends when the one that started it is gone."""
+"""Ends a `multiprocessing` child process when its parent ends."""
 
 import ctypes
 import multiprocessing
@@ -10,13 +10,13 @@ _PR_SET_PDEATHSIG = 1
 
 
 def end_with_parent() -> None:
-    """Lets the system end this process with SIGKILL when its parent ends, also if this process is stopped then.
+    """Makes the system kill this process with SIGKILL when its parent ends, even while this process is stopped.
 
-    Any other signal would wait until a stopped process is continued. To be called before anything else.
+    A stopped process would receive any other signal only when it continues. Call this first in the child.
     """
     parent = multiprocessing.parent_process()
     if parent is None or sys.platform != "linux":
         return
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
-    if os.getppid() != parent.pid:  # it ended before the system was asked
+    if os.getppid() != parent.pid:  # the parent ended before prctl took effect
         os.kill(os.getpid(), signal.SIGKILL)

@@ -1,7 +1,7 @@
-"""Parts of a CPU that several workers divide: their kinds, and what a profile's units take on parts of no known time.
+"""Parts of a CPU that several workers share: their kinds, and estimated times for parts that were not measured.
 
-A part of n is measured under a kind of its own, 'cpu/2' of two. Without that it takes longer than the whole CPU by as
-much as the survey's rates at so many threads are lower, and n times as long where there are no such rates.
+One of n parts has its own kind, such as 'cpu/2', under which it can be measured. If it was not, its times are those of
+the whole CPU, multiplied by the ratio of the surveyed rates at the two numbers of threads, or by n without such rates.
 """
 
 import math
@@ -18,20 +18,20 @@ _KIND = re.compile(r"(?P<whole>.+)/(?P<count>[1-9]\d{0,5})")
 
 
 class Slowdown(NamedTuple):
-    """How many times as long a part takes as its whole CPU."""
+    """How many times slower a part is than its whole CPU."""
 
     compute: float
     update: float
     threads: tuple[int, int] | None
-    """Of the part and of the whole, whose rates say so; None where it is the number of parts."""
+    """Threads of the part and of the whole whose rates were compared; None if the factor is the number of parts."""
 
     def times(self, time: UnitTime) -> UnitTime:
-        """Returns what takes `time` on the whole CPU."""
+        """Returns the part's time for what takes `time` on the whole CPU."""
         return time.times(self.compute).replace(update_s=time.update_s * self.update)
 
 
 def slowdown(survey: Survey | None, cpu: str, count: int) -> Slowdown:
-    """Returns what a survey of a CPU says of its parts: never faster than the whole, at most `count` times as slow."""
+    """Returns the slowdown of one of `count` parts of a CPU from a survey, between 1 and `count`."""
     block, update = (_rates(survey, cpu, what) if survey else {} for what in ("block", "update"))
     if any(min(rates, default=0) != 1 or len(rates) < 2 for rates in (block, update)):
         return Slowdown(float(count), float(count), None)
@@ -40,16 +40,16 @@ def slowdown(survey: Survey | None, cpu: str, count: int) -> Slowdown:
 
 
 def with_part_times(profile: Profile, machine: Machine) -> tuple[Profile, tuple[str, ...]]:
-    """Returns the profile with times on every part of a CPU, and a sentence on each kind of part: where they are from.
+    """Returns the profile with times on each kind of part of a CPU, and a sentence per kind on where they come from.
 
-    Times that the profile has stay; a part whose whole CPU has none gets none.
+    Existing times stay; a part gets no times if its whole CPU has none.
     """
     sentences = []
     for kind, device in {device.kind: device for device in machine.devices}.items():
-        found = _KIND.fullmatch(kind) if device.type == "cpu" else None
-        if found is None:
+        match = _KIND.fullmatch(kind) if device.type == "cpu" else None
+        if match is None:
             continue
-        whole, count = found["whole"], int(found["count"])
+        whole, count = match["whole"], int(match["count"])
         if all(kind in unit.times for unit in profile.units):
             sentences.append(f"it has times on {kind}, and these hold")
         elif all(whole in unit.times for unit in profile.units):
@@ -62,7 +62,7 @@ def with_part_times(profile: Profile, machine: Machine) -> tuple[Profile, tuple[
 
 
 def _with_kind(profile: Profile, kind: str, whole: str, slower: Slowdown) -> Profile:
-    """Returns the profile with times on a kind of part."""
+    """Returns the profile with times added for one kind of part."""
     units = tuple(unit.replace(times={kind: slower.times(unit.times[whole])} | unit.times) for unit in profile.units)
     batch, drift = profile.batch, profile.drift
     if whole in batch:
@@ -89,13 +89,13 @@ def _sentence(kind: str, whole: str, count: int, slower: Slowdown) -> str:
 
 
 def _rates(survey: Survey, cpu: str, what: str) -> dict[int, float]:
-    """Returns what was measured of a CPU by number of threads, under the circumstances with most of them."""
-    found: dict[str, dict[int, float]] = {}
+    """Returns a CPU's measured rates by number of threads, for the setting with the most measurements."""
+    by_setting: dict[str, dict[int, float]] = {}
     for row in survey.measurements:
         setting = _SETTING.fullmatch(row.setting) if (row.subject, row.what) == (cpu, what) else None
         if setting and row.value > 0:
-            found.setdefault(setting["what"], {})[int(setting["threads"])] = row.value
-    return max(found.values(), key=len, default={})
+            by_setting.setdefault(setting["what"], {})[int(setting["threads"])] = row.value
+    return max(by_setting.values(), key=len, default={})
 
 
 def _longer(rates: Mapping[int, float], count: int) -> float:
@@ -104,7 +104,7 @@ def _longer(rates: Mapping[int, float], count: int) -> float:
 
 
 def _rate(rates: Mapping[int, float], threads: int) -> float:
-    """Returns the rate of so many threads; between two numbers that were measured it is a power of them."""
+    """Returns the rate at a number of threads, interpolated as a power law between measured numbers."""
     low, high = max(n for n in rates if n <= threads), min(n for n in rates if n >= threads)
     share = math.log(threads / low) / math.log(high / low) if low < high else 0.0
     return rates[low] * math.pow(rates[high] / rates[low], share)

@@ -1,4 +1,4 @@
-"""What is known of a model: its units in order, what each costs on each kind of device, and its edges."""
+"""Profiles: a model's units in order, the cost of each unit on each kind of device, and the edges between units."""
 
 from bisect import bisect_right
 from collections.abc import Iterable
@@ -13,25 +13,24 @@ from pipedejavu.facts.record import Record
 
 
 class Cost(Record):
-    """A time that grows with the microbatch: fixed_s + per_sample_s × samples, or what was measured where it bends."""
+    """Time by microbatch size: fixed_s + per_sample_s × samples, or measured points if a line does not fit."""
 
     fixed_s: Seconds = 0.0
     per_sample_s: Seconds = 0.0
     measured_s: dict[Annotated[int, Field(ge=1)], Seconds] = Field(default_factory=dict)
-    """Times by number of samples that the line misses. Between them, and from `fixed_s` at none to the first, the time
-    goes straight; behind the last it grows by `per_sample_s`."""
+    """Times by number of samples, if the line misses them. Between points, and from `fixed_s` at zero samples to the
+    first point, times are interpolated linearly; after the last point they grow by `per_sample_s`."""
     issue_s: Seconds = 0.0
-    """What the host takes to issue the work, where the device is a GPU. The work takes no less, unless the host has
-    issued it before."""
+    """On a GPU, the host's time to issue the work; the work takes at least this long unless it was issued ahead."""
     spread: float = Field(default=0.0, ge=0)
-    """How far the middle half of what was measured lies from these times at most, as a part of them."""
+    """Largest distance of the measured quartiles from these times, as a share of them."""
 
     def at(self, samples: float) -> float:
-        """Returns the time for a microbatch of `samples`."""
+        """Returns the time for a microbatch of `samples`, including the time to issue it."""
         return max(self.issue_s, self.work_s(samples))
 
     def work_s(self, samples: float) -> float:
-        """Returns the device's time for a microbatch of `samples`, once it is issued."""
+        """Returns the device's time for a microbatch of `samples` that has been issued."""
         if not self.measured_s:
             return self.fixed_s + self.per_sample_s * samples
         sizes, times = self._points
@@ -43,12 +42,12 @@ class Cost(Record):
 
     @cached_property
     def _points(self) -> tuple[list[int], list[float]]:
-        """The corners: sizes in order, and the time of each."""
+        """Points of the piecewise linear function: sizes in ascending order, and their times."""
         points = sorted({0: self.fixed_s, **self.measured_s}.items())
         return [size for size, _ in points], [time_s for _, time_s in points]
 
     def times(self, factor: float) -> "Cost":
-        """Returns the time as many times as long; the host's stays."""
+        """Returns the cost with the device's time multiplied by `factor`; the issue time stays."""
         return self.replace(
             fixed_s=self.fixed_s * factor,
             per_sample_s=self.per_sample_s * factor,
@@ -56,7 +55,7 @@ class Cost(Record):
         )
 
     def plus(self, *others: "Cost") -> "Cost":
-        """Returns the time with others behind it, at every size; the spread stays this one's."""
+        """Returns the cost of this work followed by others, at every size; the spread stays this one's."""
         every = (self, *others)
         return self.replace(
             fixed_s=sum(cost.fixed_s for cost in every),
@@ -67,32 +66,32 @@ class Cost(Record):
 
 
 def joint_spread(costs: Iterable[Cost], samples: float) -> float:
-    """Returns how far several times together lie from their lines, as a part of them: each counts by its time."""
+    """Returns the spread of several times together: their mean spread, weighted by time."""
     known = [(cost.at(samples), cost.spread) for cost in costs]
     total_s = sum(time_s for time_s, _ in known)
     return sum(time_s * spread for time_s, spread in known) / total_s if total_s else 0.0
 
 
 class UnitTime(Record):
-    """What one unit takes on one kind of device."""
+    """Times of one unit on one kind of device."""
 
     forward: Cost = Cost()
     backward: Cost = Cost()
-    """Both halves: the gradient of the input and that of the weights."""
+    """Both halves: gradients of the inputs and of the weights."""
     weight_backward: Cost = Cost()
-    """The weight half alone."""
+    """Gradients of the weights alone."""
     input_backward: Cost | None = None
-    """The input half alone; by default the rest of `backward`. Halves apart may take more than both at once."""
+    """Gradients of the inputs alone; by default the rest of `backward`. Two halves may take longer than `backward`."""
     recompute: Cost = Cost()
-    """Running forward again for the backward pass."""
+    """Repeated forward in the backward pass."""
     update_s: Seconds = 0.0
     """One optimizer step over the unit's parameters, on this kind of device."""
     copy_s: dict[str, Seconds] = Field(default_factory=dict)
-    """Copies between the device and its host that were measured, by what an action of a program says: 'FETCH:w'. All
-    others take what the machine's links say."""
+    """Measured copies between the device and its host, by the text of a program's action, such as 'FETCH:w'. All other
+    copies take the time that the machine's links give."""
 
     def times(self, factor: float) -> "UnitTime":
-        """Returns what the unit takes on a device that computes so many times as long; copies stay as they are."""
+        """Returns the unit's times on a device that is `factor` times slower; copies stay as they are."""
         return self.replace(
             forward=self.forward.times(factor),
             backward=self.backward.times(factor),
@@ -108,72 +107,72 @@ class Unit(Record):
 
     name: str
     times: dict[str, UnitTime] = Field(default_factory=dict)
-    """By the device's kind."""
+    """By kind of device."""
     flop: float = Field(default=0.0, ge=0)
-    """Floating-point operations of a forward, for each sample."""
+    """Floating-point operations of a forward, per sample."""
     num_parameters: int = Field(default=0, ge=0)
     parameter_bytes: Bytes = 0
     gradient_bytes: Bytes = 0
     optimizer_bytes: Bytes = 0
     expert_share: float = Field(default=0.0, ge=0, le=1)
-    """Part of the parameters that belongs to experts, which an 'expert' layout divides over workers."""
+    """Share of the parameters that belongs to experts, which an 'expert' layout divides over workers."""
     activation_bytes: PartBytes = 0.0
-    """What autograd saves for the backward pass, for each sample."""
+    """Bytes that autograd saves for the backward pass, per sample."""
     shared_bytes: PartBytes = 0.0
-    """Of these: its output, which the unit behind it saves as its input. In one place it is there once."""
+    """Part of `activation_bytes`: the output, if the next unit saves it as its input; on one device it exists once."""
     forward_work_bytes: PartBytes = 0.0
-    """Most memory that is there inside of a forward only, for each sample."""
+    """Peak of temporary memory in a forward, per sample."""
     backward_work_bytes: PartBytes = 0.0
-    """Most that a backward adds to memory, for each sample, as what was saved goes; without gradients of weights."""
+    """Peak of memory that a backward adds while saved tensors are freed, per sample; without gradients of weights."""
     parameter_parts: tuple[Bytes, ...] = ()
-    """The bytes of each parameter. Where they are known, so is what the engine adds to memory while it works."""
+    """Bytes of each parameter; if known, the engine's temporary memory during updates can be computed."""
     activation_parts: tuple[PartBytes, ...] = ()
-    """The bytes of each memory that autograd saves, for each sample."""
+    """Bytes of each storage that autograd saves, per sample."""
     boundary_bytes: PartBytes = 0.0
-    """The unit's output, for each sample."""
+    """Bytes of the unit's output, per sample."""
     has_batch_statistics: bool = False
-    """Whether it holds running statistics (BatchNorm): buffers that no weight version covers."""
+    """Whether it has running statistics (BatchNorm): buffers that weight versions do not cover."""
 
 
 class Edge(Record):
-    """A value that one unit makes and a later one reads."""
+    """A value that one unit makes and a later unit reads."""
 
     source: str
     target: str
     bytes_: PartBytes | None = Field(default=None, alias="bytes")
-    """For each sample; by default the source's boundary_bytes."""
+    """Bytes per sample; by default the source's `boundary_bytes`."""
 
 
 class Tie(Record):
-    """Parameters that several units share: their gradients add up, their versions move together."""
+    """Parameters that several units share: their gradients are summed, and they are updated together."""
 
     units: tuple[str, ...] = Field(min_length=2)
     size_bytes: Bytes
 
 
 class Profile(Record):
-    """A model as units in order; without `edges` each unit reads the one before it."""
+    """A model as units in order; without `edges` each unit reads the output of the one before it."""
 
     name: str
     units: tuple[Unit, ...] = Field(min_length=1)
     edges: tuple[Edge, ...] | None = None
     ties: tuple[Tie, ...] = ()
     batch: dict[str, Cost] = Field(default_factory=dict)
-    """Making a microbatch's samples, by the device's kind. The forward of the first unit has it in it; whoever has the
-    last unit and not the first makes them too, for their targets."""
+    """Time to make a microbatch's samples, by kind of device. The first unit's forward includes it; a worker with the
+    last unit but not the first makes the samples too, for their targets."""
     drift: dict[str, Annotated[float, Field(ge=0)]] = Field(default_factory=dict)
-    """By the device's kind: how all of its times vary together, as a part of them. A machine that others share is
-    slower for seconds and faster again; this is the standard deviation from one turn of measuring to the next."""
+    """Common variation of all times of a kind of device, as a share of them: the standard deviation between rounds of
+    measuring. A shared machine is slower for seconds and then faster again."""
     begins: tuple[int, ...] = ()
-    """Of a model that was cut in its recorded graph: the operation with which each unit after the first begins, and at
-    the end the number of all."""
+    """For a model cut from a traced graph: index of the first operation of each unit after the first, then the number
+    of operations."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
         return self.agreed()
 
     def disagreements(self) -> list[str]:
-        """Returns names given twice, units that are missing, and edges that go backward."""
+        """Returns duplicate names, missing units, and edges that go backward."""
         names = [u.name for u in self.units]
         position = {n: i for i, n in enumerate(names)}
         faults = [f"two units are called '{n}'" for n in repeated(names)]
@@ -191,12 +190,12 @@ class Profile(Record):
 
     @cached_property
     def position(self) -> dict[str, int]:
-        """Each unit's place in the order, by its name."""
+        """Index of each unit, by name."""
         return {u.name: i for i, u in enumerate(self.units)}
 
     @cached_property
     def links(self) -> tuple[tuple[int, int, float], ...]:
-        """All edges as (source, target, bytes for each sample), units by their position."""
+        """All edges as (source, target, bytes per sample), with units as indices."""
         units, position = self.units, self.position
         if self.edges is None:
             return tuple((i, i + 1, units[i].boundary_bytes) for i in range(len(units) - 1))
@@ -204,7 +203,7 @@ class Profile(Record):
         return tuple((s, t, units[s].boundary_bytes if b is None else b) for s, t, b in ends)
 
     def time(self, unit: Unit, kind: str) -> UnitTime:
-        """Returns a unit's times on a kind of device; raises InputError where there are none."""
+        """Returns a unit's times on a kind of device; raises InputError if there are none."""
         if kind not in unit.times:
             raise InputError(
                 f"profile '{self.name}' has no times of unit '{unit.name}' on device kind '{kind}'"

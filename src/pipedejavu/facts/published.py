@@ -1,8 +1,8 @@
-"""Profiles in the formats of others: PipeDream's `graph.txt`, and a plain table of units as CSV.
+"""Profiles in other formats: PipeDream's `graph.txt`, and a table of units as CSV.
 
-A graph has no device and no batch: its times count for every kind of device that is asked for, and its figures are
-those of a whole minibatch, which is one sample here. A table's figures are for each sample, its times for the device
-that it names, or for every kind.
+A graph names no device and no batch size: its times are used for every kind of device, and its figures, which are per
+minibatch, count as one sample. A table's figures are per sample; its times are for the device that it names, or for
+every kind if it names none.
 """
 
 import csv
@@ -21,14 +21,14 @@ from pipedejavu.facts.profile import Cost, Edge, Profile, Unit, UnitTime
 from pipedejavu.facts.quantity import parse_quantity
 
 _PARAMETER_BYTES = 4
-"""Published profiles are of float32."""
+"""Published profiles are in float32."""
 _PLAIN = re.compile(r"[+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?")
 
 
 def read_profile(path: str, kinds: Iterable[str]) -> Profile:
-    """Reads a profile: a graph where the name ends in .txt, a table where it ends in .csv, else the project's JSON.
+    """Reads a profile: a graph if the name ends in .txt, a table if it ends in .csv, else the project's JSON.
 
-    `kinds` are the devices that times count for where the file names none.
+    `kinds` are the kinds of devices that times apply to if the file names none.
     """
     suffix = Path(path).suffix.lower()
     if suffix not in (".txt", ".csv"):
@@ -41,7 +41,7 @@ def read_profile(path: str, kinds: Iterable[str]) -> Profile:
     return parse(text, tuple(dict.fromkeys(kinds)), path)
 
 
-# PipeDream's graph: a line for each node, and one for each edge, which is indented.
+# PipeDream's graph: a line per node, and an indented line per edge.
 
 _FIELDS = ("forward_compute_time", "backward_compute_time", "activation_size", "parameter_size")
 _NODE = re.compile(r"(?P<id>\S+) -- (?P<what>.+?) -- (?P<fields>[^=]+=.*?)(?: -- stage_id=\d+)?")
@@ -55,12 +55,12 @@ class _Node:
 
     @property
     def is_input(self) -> bool:
-        """Whether it loads data, which is no part of the model."""
+        """Whether the node loads data, and so is not part of the model."""
         return self.what.startswith("Input")
 
 
 def parse_graph(text: str, kinds: Sequence[str], source: str = "graph") -> Profile:
-    """Returns the profile of a graph: its nodes in an order where edges go forward, those that load data left out."""
+    """Returns the profile of a graph: its nodes in topological order, without those that load data."""
     nodes: dict[str, _Node] = {}
     edges: list[tuple[str, str]] = []
     for number, line in enumerate(text.splitlines(), 1):
@@ -91,44 +91,44 @@ def parse_graph(text: str, kinds: Sequence[str], source: str = "graph") -> Profi
 
 
 def _figures(text: str, where: str) -> dict[str, float]:
-    """Reads 'name=1.5, other=[1.0; 2.0]': a list counts as its sum."""
-    found = {}
-    for part in text.split(", "):
-        name, _, value = part.partition("=")
+    """Parses 'name=1.5, other=[1.0; 2.0]'; a list counts as its sum."""
+    figures = {}
+    for field in text.split(", "):
+        name, _, value = field.partition("=")
         if name not in _FIELDS:
             raise InputError(f"{where}: {brief(name)} is no figure of a node{nearest(name, _FIELDS)}")
-        if name in found:
+        if name in figures:
             raise InputError(f"{where}: {name} is given twice")
         items = value[1:-1].split(";") if value.startswith("[") and value.endswith("]") else [value]
-        found[name] = sum(_number(item.strip(), f"{where}, {name}") for item in items)
-        if math.isinf(found[name]):
+        figures[name] = sum(_number(item.strip(), f"{where}, {name}") for item in items)
+        if math.isinf(figures[name]):
             raise InputError(f"{where}, {name}: the sum of {brief(value)} is not finite")
     for name in _FIELDS:
-        if name not in found:
+        if name not in figures:
             raise InputError(f"{where}: {name} is missing")
-    return found
+    return figures
 
 
 def _in_order(names: Sequence[str], edges: Sequence[tuple[str, str]], source: str) -> list[str]:
-    """Returns names so that edges go forward, and else as their numbers say."""
+    """Returns names in topological order; ties go to the lowest number in the name."""
     waits = Counter(target for _, target in edges)
     after: dict[str, list[str]] = {}
     for start, target in edges:
         after.setdefault(start, []).append(target)
     ready = [(_natural(name), name) for name in names if not waits[name]]
     heapq.heapify(ready)
-    found: list[str] = []
+    ordered: list[str] = []
     while ready:
         _, name = heapq.heappop(ready)
-        found.append(name)
+        ordered.append(name)
         for target in after.get(name, ()):
             waits[target] -= 1
             if not waits[target]:
                 heapq.heappush(ready, (_natural(target), target))
-    if len(found) < len(names):
-        stuck = min(set(names) - set(found), key=_natural)
+    if len(ordered) < len(names):
+        stuck = min(set(names) - set(ordered), key=_natural)
         raise InputError(f"{source}: edges go around in a circle through node '{stuck}'; a model's graph has none")
-    return found
+    return ordered
 
 
 def _natural(name: str) -> tuple[int, str]:
@@ -137,13 +137,13 @@ def _natural(name: str) -> tuple[int, str]:
 
 
 def _node_unit(name: str, node: _Node, kinds: Sequence[str]) -> Unit:
-    forward_s, backward_s = (node.figures[f"{way}_compute_time"] / 1000 for way in ("forward", "backward"))
+    forward_s, backward_s = (node.figures[f"{part}_compute_time"] / 1000 for part in ("forward", "backward"))
     size, parameters = node.figures["activation_size"], round(node.figures["parameter_size"])
     time = _unit_time(forward_s, backward_s, has_weights=parameters > 0)
     return _unit(name, dict.fromkeys(kinds, time), parameters, activation_bytes=size, boundary_bytes=size)
 
 
-# A table: a header, and a line for each unit, or for each unit on each device.
+# A table: a header, and a line per unit, or per unit and device.
 
 _TIMES = ("forward_s", "backward_s", "update_s")
 _SIZES = ("parameter_bytes", "gradient_bytes", "optimizer_bytes", "activation_bytes", "boundary_bytes")
@@ -162,7 +162,7 @@ def parse_table(text: str, kinds: Sequence[str], source: str = "table") -> Profi
         raise InputError(f"{source}: column {brief(name)} is not known{nearest(name, _COLUMNS)}")
     for name in (*(name for name in _NEEDED if name not in header), *repeated(header)):
         raise InputError(f"{source}: column '{name}' is {'given twice' if name in header else 'missing'}")
-    found: dict[str, tuple[dict[str, UnitTime], dict[str, float]]] = {}
+    rows: dict[str, tuple[dict[str, UnitTime], dict[str, float]]] = {}
     for number, line in lines[1:]:
         where = f"{source}, line {number}"
         if len(line) != len(header):
@@ -175,16 +175,16 @@ def parse_table(text: str, kinds: Sequence[str], source: str = "table") -> Profi
         for key in (key for key in _NEEDED[1:] if key not in figures):
             raise InputError(f"{where}: {key} is empty; give seconds for each sample, such as '0.5 ms'")
         taken = {key: figures.pop(key, 0.0) for key in _TIMES}
-        times, sizes = found.setdefault(name, ({}, figures))
+        times, sizes = rows.setdefault(name, ({}, figures))
         if sizes != figures:
             raise InputError(f"{where}: unit '{name}' has other sizes than on its first line; they are the model's")
         for kind in [device] if device else kinds:
             if kind in times:
                 raise InputError(f"{where}: unit '{name}' is given twice for device '{kind}'")
             times[kind] = _unit_time(*taken.values(), has_weights=sizes.get("parameter_bytes", 0) > 0)
-    if not found:
+    if not rows:
         raise InputError(f"{source} has no unit; give a header {','.join(_NEEDED)} and a line for each unit")
-    units = [_unit(name, times, **_whole(sizes)) for name, (times, sizes) in found.items()]
+    units = [_unit(name, times, **_whole(sizes)) for name, (times, sizes) in rows.items()]
     return Profile(name=Path(source).stem, units=tuple(units))
 
 
@@ -193,15 +193,15 @@ def _base(column: str) -> str | None:
 
 
 def _whole(sizes: Mapping[str, float]) -> dict[str, float]:
-    """Returns sizes by the names of `_unit`; bytes of a model are whole."""
+    """Returns sizes as arguments of `_unit`; parameter, gradient and optimizer bytes are rounded to integers."""
     return {key: round(size) if key in _SIZES[:3] else size for key, size in sizes.items()}
 
 
-# Both.
+# Shared by both formats.
 
 
 def _number(text: str, where: str, base: str | None = None) -> float:
-    """Reads a number that is zero or more; where there is a base, a quantity such as '3 ms' too."""
+    """Parses a number of at least zero; with a base unit, also a quantity such as '3 ms'."""
     value = math.nan
     if _PLAIN.fullmatch(text):
         value = float(text)
@@ -216,7 +216,7 @@ def _number(text: str, where: str, base: str | None = None) -> float:
 
 
 def _unit_time(forward_s: float, backward_s: float, update_s: float = 0.0, *, has_weights: bool) -> UnitTime:
-    """Returns times for each sample; half of a backward is taken to be for the weights, where there are any."""
+    """Returns times per sample; half of the backward is assumed to be for the weights, if there are any."""
     forward = Cost(per_sample_s=forward_s)
     weight = Cost(per_sample_s=backward_s / 2) if has_weights else Cost()
     backward = Cost(per_sample_s=backward_s)
@@ -233,7 +233,7 @@ def _unit(
     boundary_bytes: float = 0.0,
     flop: float = 0.0,
 ) -> Unit:
-    """Returns a unit; gradients, and a momentum, are as large as parameters, and what is saved is the output."""
+    """Returns a unit; gradients and optimizer state default to the parameters' size, saved bytes to the output's."""
     size = int(parameter_bytes)
     return Unit(
         name=name,

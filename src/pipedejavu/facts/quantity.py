@@ -1,6 +1,6 @@
 """Quantities as numbers in SI base units, or as text with a unit ("80 GiB", "55 GB/s", "3 us").
 
-Records store numbers only; the text forms exist so that people can write machine files by hand.
+Records store numbers only; people may write machine files with the text forms.
 """
 
 import re
@@ -12,10 +12,10 @@ from pydantic import BeforeValidator
 from pipedejavu.facts.error import brief
 
 _SMALL = {"": 1.0, "n": 1e-9, "u": 1e-6, "µ": 1e-6, "μ": 1e-6, "m": 1e-3}
-"""Of seconds; µ is two characters that look alike."""
+"""Prefixes of seconds; µ exists as two characters that look the same."""
 _LARGE = {"": 1.0, "K": 1e3} | {p: 10.0 ** (3 * n) for n, p in enumerate(["k", "M", "G", "T", "P", "E"], 1)}
 _LARGE |= {f"{p}i": 1024.0**n for n, p in enumerate(["K", "M", "G", "T", "P", "E"], 1)}
-"""Of everything else, so that '5 mB' is a fault and not five thousandths of a byte."""
+"""Prefixes of all other units, so that '5 mB' is a fault and not five thousandths of a byte."""
 
 _BASES = {
     "B": "bytes",
@@ -32,7 +32,7 @@ _TEXT = re.compile(r"([-+]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][-+]?[0-9]+)?)\s*(
 
 
 def parse_quantity(text: str, base: str) -> float:
-    """Returns `text` as a number of `base` units; raises ValueError naming the unit expected."""
+    """Returns `text` as a number of `base` units; raises ValueError that names the expected unit."""
     match = _TEXT.fullmatch(text.strip())
     if not match:
         raise ValueError(f"{brief(text)} is not a quantity; write a number of {_BASES[base]}, such as '1 {base}'")
@@ -55,8 +55,8 @@ def _reader(base: str, *, whole: bool = False) -> BeforeValidator:
         number = parse_quantity(value, base) if isinstance(value, str) else value
         if isinstance(number, int | float) and not isinstance(number, bool):
             if not 0 <= number <= sys.float_info.max:
-                found = brief(value) if isinstance(value, str) else f"{brief(value)} {base}"
-                raise ValueError(f"{found} is not possible; it must be zero or more, and finite")
+                text = brief(value) if isinstance(value, str) else f"{brief(value)} {base}"
+                raise ValueError(f"{text} is not possible; it must be zero or more, and finite")
             if whole and (isinstance(value, str) or number == int(number)):
                 return round(number)
         return number
@@ -66,7 +66,7 @@ def _reader(base: str, *, whole: bool = False) -> BeforeValidator:
 
 Bytes = Annotated[int, _reader("B", whole=True)]
 PartBytes = Annotated[float, _reader("B")]
-"""Bytes for each of something, which need not be whole."""
+"""Bytes per something, which may be a fraction."""
 Seconds = Annotated[float, _reader("s")]
 BytesPerSecond = Annotated[float, _reader("B/s")]
 FlopPerSecond = Annotated[float, _reader("FLOP/s")]

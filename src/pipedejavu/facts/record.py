@@ -1,4 +1,4 @@
-"""The base of every record that has a JSON form: frozen, strict, all faults reported at once."""
+"""The base of all records with a JSON form: frozen, strict, and with all faults reported at once."""
 
 import json
 from pathlib import Path
@@ -14,15 +14,15 @@ from pipedejavu.facts.file import MOST_BYTES, read_file, replace_file
 class Record(BaseModel):
     """A frozen, keyword-only record that refuses unknown keys and loose types.
 
-    Where fields must agree with each other, `disagreements` is overridden and a validator returns `agreed()`.
+    If fields must agree with each other, override `disagreements` and add a validator that returns `agreed()`.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False, serialize_by_alias=True)
     most_bytes: ClassVar[int] = MOST_BYTES
-    """Of a file that holds such a record."""
+    """Size limit of a file that holds such a record."""
 
     def disagreements(self) -> list[str]:
-        """Returns the faults between fields, each of which may be right alone."""
+        """Returns the faults between fields that are valid one by one."""
         return []
 
     def agreed(self) -> Self:
@@ -33,29 +33,29 @@ class Record(BaseModel):
         return self
 
     def to_json(self, indent: int | None = 2) -> str:
-        """Returns the record as JSON, without the fields that hold their defaults."""
+        """Returns the record as JSON, without fields that have their default."""
         return self.model_dump_json(indent=indent, exclude_defaults=True)
 
     @classmethod
     def from_json(cls, text: str | bytes, source: str = "") -> Self:
-        """Parses `to_json`'s output; raises FaultsError with every fault found in `text`."""
+        """Parses the output of `to_json`; raises FaultsError with every fault in `text`."""
         subject = source or cls.__name__.lower()
         try:
-            found = cls.model_validate_json(text)
+            record = cls.model_validate_json(text)
         except ValidationError as error:
             raise FaultsError(subject, _faults(cls, error, text)) from None
         _, repeats = _parse(text)
         if repeats:
             raise FaultsError(subject, repeats)
-        return found
+        return record
 
     @classmethod
     def load(cls, path: str | Path) -> Self:
-        """Reads the record from the JSON file at `path`."""
+        """Reads the record from a JSON file."""
         return cls.from_json(read_file(path, cls.most_bytes), source=str(path))
 
     def save(self, path: str | Path) -> None:
-        """Writes the record to `path`, whole or not at all."""
+        """Writes the record to a JSON file atomically."""
         write_file(path, self.to_json() + "\n")
 
     def replace(self, **changes: Any) -> Self:
@@ -65,7 +65,7 @@ class Record(BaseModel):
 
 
 def write_file(path: str | Path, text: str) -> None:
-    """Writes `text` to a file, whole or not at all, through to the disk; raises InputError if it cannot be written."""
+    """Writes and syncs a text file atomically; raises InputError if it cannot be written."""
     try:
         replace_file(path, text.encode("utf-8", "backslashreplace"))
     except OSError as error:
@@ -73,7 +73,7 @@ def write_file(path: str | Path, text: str) -> None:
 
 
 def _faults(record: type[Record], error: ValidationError, text: str | bytes) -> list[str]:
-    """Returns every fault of `text`: those of its fields, keys given twice, and where fields disagree."""
+    """Returns every fault of `text`: those of single fields, duplicate keys, and disagreements between fields."""
     faults = field_faults(record, error)
     if is_unreadable(error):
         return faults
@@ -82,7 +82,7 @@ def _faults(record: type[Record], error: ValidationError, text: str | bytes) -> 
 
 
 def _parse(text: str | bytes) -> tuple[Any, list[str]]:
-    """Returns valid JSON as plain data, and a fault for each key that an object holds twice."""
+    """Parses valid JSON; returns plain data, and a fault for each duplicate key."""
     faults: list[str] = []
 
     def read_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -93,16 +93,16 @@ def _parse(text: str | bytes) -> tuple[Any, list[str]]:
 
 
 def _disagreements(record: type[Record], plain: Any) -> list[str]:
-    """Looks for disagreements in data with other faults; finds none where these hide what to compare."""
+    """Returns disagreements in data that has other faults; none if those faults prevent the comparison."""
     try:
-        found: list[str] = _unchecked(record, plain).disagreements()
-    except Exception:  # whatever data of other types makes of it
+        faults: list[str] = _unchecked(record, plain).disagreements()
+    except Exception:  # data of wrong types can raise anything
         return []
-    return found
+    return faults
 
 
 def _unchecked(annotation: Any, plain: Any) -> Any:
-    """Builds records from plain data without a look at its types."""
+    """Builds records from plain data without checking types."""
     record = record_in(annotation)
     if record and isinstance(plain, list):
         return tuple(_unchecked(record, item) for item in plain)

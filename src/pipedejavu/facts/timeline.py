@@ -1,7 +1,7 @@
-"""What happened, or what is predicted to happen: every action with its start and end, and memory.
+"""Timelines, predicted or measured: each action with its start and end, and memory over time.
 
-Predicted and measured timelines have the same shape and name actions by the same text, so that the two
-can be joined. Columns, not rows: a timeline may hold very many actions.
+Predicted and measured timelines have the same form and name actions by the same text, so that they can be joined. They
+are stored as columns, since a timeline may have very many actions.
 """
 
 from collections.abc import Iterator
@@ -26,7 +26,7 @@ class Span(NamedTuple):
 
 
 class MemoryCurve(Record):
-    """Bytes in use in one worker's memory: from times_s[i] on, classes[c][i] bytes of class c."""
+    """Memory in use by one worker: from times_s[i] on, classes[c][i] bytes of class c."""
 
     memory: Literal["device", "host"]
     capacity_bytes: Bytes
@@ -34,11 +34,11 @@ class MemoryCurve(Record):
     classes: dict[str, tuple[float, ...]]
     peak_bytes: float
     peak_classes: dict[str, float]
-    """What the peak consists of."""
+    """Bytes of each class at the peak."""
 
 
 class WorkerSummary(Record):
-    """One worker's share of a timeline; `copies` workers behave exactly like it."""
+    """One worker's figures; it stands for `copies` workers that behave exactly like it."""
 
     worker: int = Field(ge=0)
     device: str
@@ -47,25 +47,25 @@ class WorkerSummary(Record):
     peak_bytes: float
     """In the device's own memory."""
     allocated_bytes: float | None = None
-    """The same with every tensor's size rounded up as a GPU's allocator does; None where tensors are not known."""
+    """The same with each tensor's size rounded up as a GPU's allocator does; None if the tensors are not known."""
     reserved_bytes: float | None = None
-    """What that allocator holds of the device for them."""
+    """Device memory that this allocator reserves for them."""
     peak_live_microbatches: int
-    """Most (piece, microbatch) pairs between their forward and the end of their backward at once."""
+    """Peak number of (piece, microbatch) pairs whose forward has started and whose backward has not ended."""
     weight_versions: int
-    """Most versions of one piece's weights held at once."""
+    """Peak number of versions of one piece's weights."""
     memory: tuple[MemoryCurve, ...] = ()
 
 
 class Timeline(Record):
-    """Columns over actions, and one summary for each worker."""
+    """Actions as columns, and one summary per worker."""
 
     most_bytes: ClassVar[int] = 1 << 30
 
     origin: Literal["predicted", "measured"]
     makespan_s: Seconds
     bubble_fraction: float
-    """Share of the compute lanes, over the workers that compute and the whole makespan, that is idle."""
+    """Idle share of the compute lanes, over the whole makespan and all workers that compute."""
     workers: tuple[WorkerSummary, ...]
     worker: tuple[int, ...]
     lane: tuple[str, ...]
@@ -78,7 +78,7 @@ class Timeline(Record):
         return self.agreed()
 
     def disagreements(self) -> list[str]:
-        """Returns a fault where the columns differ in length, an action ends early or lacks its worker."""
+        """Returns columns of different lengths, actions that end before they start, and workers without a summary."""
         sizes = {c: len(getattr(self, c)) for c in ("worker", "lane", "action", "start_s", "end_s")}
         if len(set(sizes.values())) > 1:
             return [f"the columns differ in length: {', '.join(f'{c} {n}' for c, n in sizes.items())}"]
@@ -93,5 +93,5 @@ class Timeline(Record):
         return len(self.worker)
 
     def spans(self) -> Iterator[Span]:
-        """Yields the actions as rows, in the columns' order."""
+        """Yields the actions as rows, in the order of the columns."""
         return map(Span, self.worker, self.lane, self.action, self.start_s, self.end_s)

@@ -1,6 +1,6 @@
-"""What this machine is: its shape as the operating system states it, or all that a survey measures.
+"""Describes this machine: its shape as the operating system states it, or all figures that a survey measures.
 
-Without torch there is the shape alone: `survey` imports it.
+Importing this package does not import torch; `survey` does.
 """
 
 from pipedejavu.probe.machine_shape import read_shape

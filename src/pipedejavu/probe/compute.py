@@ -1,4 +1,4 @@
-"""Trials of one device: matrix products, a transformer's block, memory, the optimizer. CPU and GPU share the code."""
+"""Trials of one device: matrix products, a transformer block, memory and the optimizer, on CPU and GPU alike."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -14,7 +14,7 @@ from pipedejavu.probe.series import TimedTrial
 
 
 class Scale(NamedTuple):
-    """The sizes that suit a kind of device: a run takes milliseconds, not less than a launch and not a second."""
+    """Sizes for a type of device: each run takes milliseconds, longer than a launch and shorter than a second."""
 
     squares: tuple[int, ...]
     square_dtypes: tuple[str, ...]
@@ -37,54 +37,54 @@ SCALES = {
 MANY_CORES = 8
 HEAD_WIDTH = 64
 MEMORY_BYTES, MOST_MEMORY_BYTES = 64 << 20, 1 << 30
-"""Of the tensor that is copied, for each thread, and the size on a GPU: larger than caches."""
+"""Bytes of the copied tensor per CPU thread, and the most, used on a GPU: larger than caches."""
 PARAMETERS, MOST_PARAMETERS = 4 << 20, 64 << 20
-"""That the optimizer updates, likewise: each has 16 bytes."""
+"""Parameters that the optimizer updates, likewise; each has 16 bytes."""
 LARGEST_SHARE = 1 / 16
-"""Of the free memory, for any one tensor."""
+"""Share of the free memory that one tensor may take."""
 
 Made = TypeVar("Made")
 
 
 @dataclass(frozen=True)
 class ComputeDevice:
-    """A device of this process, with the name that it has in the machine."""
+    """A device that this process can use, with its name in the machine."""
 
     name: str
     device: torch.device
     free_bytes: int
     threads: int = 1
-    """Of a CPU: those that all trials but those over threads use."""
+    """Threads of a CPU, used by all trials except those that vary the number of threads."""
     kept: dict[str, Any] = field(default_factory=dict, compare=False)
-    """What trials work on, made when first needed; `clear` gives it back."""
+    """Tensors and modules of the trials, made when first needed; `clear` frees them."""
 
     def made(self, key: str, make: Callable[[], Made]) -> Made:
-        """Returns what is called `key`, which `make` makes the first time."""
+        """Returns the object called `key`; calls `make` the first time."""
         if key not in self.kept:
             self.kept[key] = make()
-        found: Made = self.kept[key]
-        return found
+        item: Made = self.kept[key]
+        return item
 
     @property
     def scale(self) -> Scale:
-        """Returns the sizes that suit this device."""
+        """The sizes for this device."""
         if self.device.type != "cpu":
             return SCALES["gpu"]
         return SCALES["many cores" if self.threads >= MANY_CORES else "few cores"]
 
     def scaled(self, each: int, most: int) -> int:
-        """Returns a size that grows with a CPU's threads, two at least, up to that of a GPU."""
+        """Returns a size that grows with a CPU's threads, at least two, up to a GPU's size `most`."""
         return min(max(2, self.threads) * each, most) if self.device.type == "cpu" else most
 
     def clear(self) -> None:
-        """Gives all memory back."""
+        """Frees all memory."""
         self.kept.clear()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
 
 def timed(device: torch.device, work: Callable[[], object], count: int, *, waits: bool = True) -> float:
-    """Returns the seconds that `count` runs take on a device; `waits` first for what its streams are at."""
+    """Returns the seconds that `count` runs take on a device; with `waits` it first synchronizes the device."""
     if device.type != "cuda":
         start = time.perf_counter()
         for _ in range(count):
@@ -104,7 +104,7 @@ def timed(device: torch.device, work: Callable[[], object], count: int, *, waits
 
 @contextmanager
 def using_threads(count: int) -> Iterator[None]:
-    """Lets torch compute with so many threads for a while."""
+    """Sets the number of torch's threads inside the `with` block."""
     before = torch.get_num_threads()
     torch.set_num_threads(count)
     try:
@@ -113,54 +113,54 @@ def using_threads(count: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def compute_trials(place: ComputeDevice) -> list[TimedTrial]:
+def compute_trials(probed: ComputeDevice) -> list[TimedTrial]:
     """Returns all trials of one device."""
-    scale = place.scale
-    trials = [_matrix(place, (n, n, n), dtype) for dtype in scale.square_dtypes for n in scale.squares]
-    trials += [_matrix(place, scale.tall, dtype) for dtype in scale.tall_dtypes]
-    if place.device.type == "cpu" and place.threads > 1:
-        trials.append(_matrix(place, (scale.squares[-1],) * 3, "float32", threads=1))
-    # One thread too: where others are busy, a block's many small operations wait for each other's threads.
-    threads = sorted({1, place.threads}) if place.device.type == "cpu" else [1]
-    trials += [_block(place, dtype, count) for dtype in scale.block_dtypes for count in threads]
-    trials.append(_memory(place))
-    return trials + [_update(place, count) for count in thread_counts(place)]
+    scale = probed.scale
+    trials = [_matrix(probed, (n, n, n), dtype) for dtype in scale.square_dtypes for n in scale.squares]
+    trials += [_matrix(probed, scale.tall, dtype) for dtype in scale.tall_dtypes]
+    if probed.device.type == "cpu" and probed.threads > 1:
+        trials.append(_matrix(probed, (scale.squares[-1],) * 3, "float32", threads=1))
+    # One thread too: if other threads are busy, the many small operations of a block wait for them.
+    threads = sorted({1, probed.threads}) if probed.device.type == "cpu" else [1]
+    trials += [_block(probed, dtype, count) for dtype in scale.block_dtypes for count in threads]
+    trials.append(_memory(probed))
+    return trials + [_update(probed, count) for count in thread_counts(probed)]
 
 
-def thread_counts(place: ComputeDevice) -> list[int]:
-    """Returns powers of two up to a CPU's threads, and these; of a GPU there is one."""
-    if place.device.type != "cpu":
+def thread_counts(probed: ComputeDevice) -> list[int]:
+    """Returns the powers of two up to a CPU's threads, and that number itself; [1] for a GPU."""
+    if probed.device.type != "cpu":
         return [1]
-    return sorted({min(1 << n, place.threads) for n in range(place.threads.bit_length() + 1)})
+    return sorted({min(1 << n, probed.threads) for n in range(probed.threads.bit_length() + 1)})
 
 
-def _on_threads(place: ComputeDevice, threads: int, work: Callable[[], object]) -> Callable[[int], float]:
+def _on_threads(probed: ComputeDevice, threads: int, work: Callable[[], object]) -> Callable[[int], float]:
     def time_s(count: int) -> float:
-        if place.device.type != "cpu":
-            return timed(place.device, work, count)
+        if probed.device.type != "cpu":
+            return timed(probed.device, work, count)
         with using_threads(threads):
-            functional.relu(place.made("few", lambda: torch.ones(1 << 16)))  # wakes the threads
-            return timed(place.device, work, count)
+            functional.relu(probed.made("few", lambda: torch.ones(1 << 16)))  # wakes the threads
+            return timed(probed.device, work, count)
 
     return time_s
 
 
-def _matrix(place: ComputeDevice, shape: tuple[int, int, int], dtype: str, threads: int = 0) -> TimedTrial:
-    """Multiplies [m × k] by [k × n]; 'tf32' is float32 whose products may be rounded."""
+def _matrix(probed: ComputeDevice, shape: tuple[int, int, int], dtype: str, threads: int = 0) -> TimedTrial:
+    """Multiplies [m × k] by [k × n]; 'tf32' is float32 with products rounded to TF32."""
     m, k, n = shape
     real = torch.float32 if dtype == "tf32" else getattr(torch, dtype)
 
     def make(rows: int, columns: int) -> Tensor:
         key = f"matrix {rows}×{columns} {real}"
-        return place.made(key, lambda: torch.randn(rows, columns, device=place.device).to(real))
+        return probed.made(key, lambda: torch.randn(rows, columns, device=probed.device).to(real))
 
     def work() -> None:
         with _tf32() if dtype == "tf32" else nullcontext():
             make(m, k) @ make(k, n)
 
     shown = f"{dtype} {m}×{k}×{n}" + (f", {threads} threads" if threads else "")
-    run = _on_threads(place, threads or place.threads, work)
-    return TimedTrial(place.name, "matrix", shown, 2.0 * m * k * n, "FLOP/s", run)
+    run = _on_threads(probed, threads or probed.threads, work)
+    return TimedTrial(probed.name, "matrix", shown, 2.0 * m * k * n, "FLOP/s", run)
 
 
 @contextmanager
@@ -174,7 +174,7 @@ def _tf32() -> Iterator[None]:
 
 
 class ComputeBlock(nn.Module):
-    """One block of a transformer, as GPT has it."""
+    """A transformer block as in GPT."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -183,7 +183,7 @@ class ComputeBlock(nn.Module):
         self.widen, self.narrow = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Attends, then thinks."""
+        """Applies attention, then the MLP."""
         batch, context, width = x.shape
         parts = self.mix(self.before(x)).view(batch, context, 3, width // HEAD_WIDTH, HEAD_WIDTH)
         q, k, v = parts.permute(2, 0, 3, 1, 4).unbind()
@@ -193,45 +193,45 @@ class ComputeBlock(nn.Module):
         return y
 
 
-def _block(place: ComputeDevice, dtype: str, threads: int) -> TimedTrial:
-    """Trains a block: forward and backward, three times the multiply-adds of a forward."""
-    most, context, width = place.scale.block
-    batch = max(1, min(most, place.free_bytes >> 32))
+def _block(probed: ComputeDevice, dtype: str, threads: int) -> TimedTrial:
+    """Trains a block: forward and backward, three times the FLOP of a forward."""
+    most, context, width = probed.scale.block
+    batch = max(1, min(most, probed.free_bytes >> 32))
     real = getattr(torch, dtype)
 
     def work() -> None:
-        block = place.made(f"block {dtype}", lambda: ComputeBlock(width).to(place.device, real))
-        x = place.made(f"block in {dtype}", lambda: torch.randn(batch, context, width, device=place.device).to(real))
+        block = probed.made(f"block {dtype}", lambda: ComputeBlock(width).to(probed.device, real))
+        x = probed.made(f"block in {dtype}", lambda: torch.randn(batch, context, width, device=probed.device).to(real))
         block(x).sum().backward()
         block.zero_grad()
 
     forward = 2.0 * batch * context * (12 * width * width + 2 * context * width)
-    shown = f"{dtype} {batch}×{context}×{width}" + (f", {threads} threads" if place.device.type == "cpu" else "")
-    return TimedTrial(place.name, "block", shown, 3 * forward, "FLOP/s", _on_threads(place, threads, work))
+    shown = f"{dtype} {batch}×{context}×{width}" + (f", {threads} threads" if probed.device.type == "cpu" else "")
+    return TimedTrial(probed.name, "block", shown, 3 * forward, "FLOP/s", _on_threads(probed, threads, work))
 
 
-def _memory(place: ComputeDevice) -> TimedTrial:
-    """Copies a large tensor within the device's memory; what is read and what is written both count."""
-    size = int(min(place.scaled(MEMORY_BYTES, MOST_MEMORY_BYTES), LARGEST_SHARE * place.free_bytes))
+def _memory(probed: ComputeDevice) -> TimedTrial:
+    """Copies a large tensor within the device's memory; bytes read and bytes written both count."""
+    size = int(min(probed.scaled(MEMORY_BYTES, MOST_MEMORY_BYTES), LARGEST_SHARE * probed.free_bytes))
 
     def work() -> None:
-        source = place.made("memory", lambda: torch.ones(size // 4, device=place.device))
-        place.made("memory copy", lambda: torch.empty_like(source)).copy_(source)
+        source = probed.made("memory", lambda: torch.ones(size // 4, device=probed.device))
+        probed.made("memory copy", lambda: torch.empty_like(source)).copy_(source)
 
-    return TimedTrial(place.name, "memory", "copy", 2.0 * size, "B/s", _on_threads(place, place.threads, work))
+    return TimedTrial(probed.name, "memory", "copy", 2.0 * size, "B/s", _on_threads(probed, probed.threads, work))
 
 
-def _update(place: ComputeDevice, threads: int) -> TimedTrial:
+def _update(probed: ComputeDevice, threads: int) -> TimedTrial:
     """Updates float32 parameters with torch's fused AdamW."""
-    count = int(min(place.scaled(PARAMETERS, MOST_PARAMETERS), LARGEST_SHARE * place.free_bytes / 16))
+    count = int(min(probed.scaled(PARAMETERS, MOST_PARAMETERS), LARGEST_SHARE * probed.free_bytes / 16))
 
     def make() -> torch.optim.AdamW:
-        weight = nn.Parameter(torch.ones(count, device=place.device))
+        weight = nn.Parameter(torch.ones(count, device=probed.device))
         weight.grad = torch.full_like(weight, 1e-3)
         return torch.optim.AdamW([weight], lr=1e-6, fused=True)
 
     def work() -> None:
-        place.made("AdamW", make).step()
+        probed.made("AdamW", make).step()
 
-    shown = f"AdamW, {threads} threads" if place.device.type == "cpu" else "AdamW"
-    return TimedTrial(place.name, "update", shown, float(count), "1/s", _on_threads(place, threads, work))
+    shown = f"AdamW, {threads} threads" if probed.device.type == "cpu" else "AdamW"
+    return TimedTrial(probed.name, "update", shown, float(count), "1/s", _on_threads(probed, threads, work))

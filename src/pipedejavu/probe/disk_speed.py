@@ -1,4 +1,4 @@
-"""Trials of the disk under the folder where runs leave their files."""
+"""Trials of the disk that runs write to."""
 
 import os
 import time
@@ -12,7 +12,7 @@ CHUNK = 4 << 20
 
 
 def disk_trials(path: Path) -> list[TimedTrial]:
-    """Returns the trials of writing and reading the file at `path`, which the caller removes."""
+    """Returns trials that write and read the file at `path`, which the caller removes."""
     data = os.urandom(CHUNK)
 
     def write_s(count: int) -> float:
@@ -30,7 +30,7 @@ def disk_trials(path: Path) -> list[TimedTrial]:
         took_s = 0.0
         for _ in range(count):
             with path.open("rb", buffering=0) as file:
-                if hasattr(os, "posix_fadvise"):  # what is cached would be read from memory
+                if hasattr(os, "posix_fadvise"):  # otherwise the page cache would be read
                     os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
                 start = time.perf_counter()
                 while file.read(CHUNK):

@@ -1,4 +1,4 @@
-"""Measures how fast workers of this host send and add up tensors: with Gloo over loopback."""
+"""Measures how fast workers of this host send and sum tensors, with Gloo over loopback."""
 
 import threading
 import time
@@ -14,16 +14,16 @@ from pipedejavu.facts import Link
 
 MESSAGE_BYTES, SUM_BYTES = 2 * 2**20, 16 * 2**20
 _REPEATS, _MANY = 5, 20
-"""How often what takes long is measured, and what is over at once."""
+"""Number of repeats of a long measurement, and of a short one."""
 _SIDE = 512
-"""Of the square matrices that are multiplied in between."""
+"""Side of the square matrices multiplied between two repeats."""
 
 
 def measure_link() -> Link:
-    """Returns the link between workers of this host that makes a message and a sum over two take as long as measured.
+    """Returns the link between workers of this host, fitted to a measured message and a measured all-reduce of two.
 
-    Both ends are in this process. That one end gathers tensors in a vector counts, and where there is a GPU its copies
-    to the host and back count too.
+    Both ends are in this process. The all-reduce includes packing tensors into one vector; with a GPU, both include
+    copies to the host and back.
     """
     groups, small = _make_groups(), torch.ones(2)
     latency_s, sum_latency_s = _message_s(groups, small, _MANY), _sum_s(groups, small, _MANY)
@@ -35,26 +35,26 @@ def measure_link() -> Link:
         scope="same-host",
         latency_s=latency_s,
         bytes_per_s=MESSAGE_BYTES / max(time_s, 1e-9),
-        sum_latency_s=sum_latency_s / 2,  # a sum over two goes around in two rounds
+        sum_latency_s=sum_latency_s / 2,  # a ring over two has two rounds
         sum_bytes_per_s=SUM_BYTES / max(sum_s, 1e-9),
     )
 
 
 def _make_groups() -> list[Any]:
-    store, found = HashStore(), dict[int, Any]()
-    gloo: Any = ProcessGroupGloo  # torch's stubs leave out what is used here
+    store, groups = HashStore(), dict[int, Any]()
+    gloo: Any = ProcessGroupGloo  # not in torch's stubs
 
     def join(rank: int) -> None:
         options = gloo._Options()
         options._devices = [gloo.create_device(interface="lo")]
         options._timeout = timedelta(seconds=60)
-        found[rank] = gloo(store, rank, 2, options)
+        groups[rank] = gloo(store, rank, 2, options)
 
     other = threading.Thread(target=join, args=(1,))
     other.start()
     join(0)
     other.join()
-    return [found[0], found[1]]
+    return [groups[0], groups[1]]
 
 
 def _message_s(groups: list[Any], vector: torch.Tensor, repeats: int) -> float:
@@ -69,11 +69,11 @@ def _message_s(groups: list[Any], vector: torch.Tensor, repeats: int) -> float:
 
 
 def _sum_s(groups: list[Any], vector: torch.Tensor, repeats: int) -> float:
-    parts, own = vector.chunk(2), [vector.clone() for _ in groups]
+    pieces, vectors = vector.chunk(2), [vector.clone() for _ in groups]
 
     def add_up() -> None:
-        torch.cat(parts, out=own[0])
-        for work in [group.allreduce([tensor]) for group, tensor in zip(groups, own, strict=True)]:
+        torch.cat(pieces, out=vectors[0])
+        for work in [group.allreduce([tensor]) for group, tensor in zip(groups, vectors, strict=True)]:
             work.wait()
 
     return _median_s(add_up, repeats)
@@ -91,8 +91,8 @@ def _copies_s(vector: torch.Tensor) -> float:
 
 
 def _median_s(act: Callable[[], None], repeats: int) -> float:
-    """Times what comes behind compute, when the threads that carry values sleep."""
-    act()  # the first pass opens connections and touches memory
+    """Returns the median time of an action that follows compute, when the communication threads sleep."""
+    act()  # opens connections and touches memory
     factor, times = torch.ones(_SIDE, _SIDE), []
     for _ in range(repeats):
         factor @ factor

@@ -1,6 +1,6 @@
-"""What is installed here: packages with their versions, the compiler and the native pass, GPUs, free memory and disk.
+"""Describes the installation: packages and versions, compiler, native pass, GPUs, free memory and disk.
 
-Every part says what it gives and how to get it. Nothing is measured, and nothing here needs torch to be installed.
+Each part states what it provides and how to get it. Nothing is measured, and torch need not be installed.
 """
 
 import ctypes
@@ -28,31 +28,31 @@ _OPTIONAL = (
 )
 _REQUIRED = ("torch", "safetensors")
 _OTHER_NAMES = {"mlflow": ("mlflow-skinny",)}
-"""Distributions under which a package comes too."""
+"""Other distributions that provide a package."""
 
 
 @dataclass(frozen=True)
 class InstalledPart:
-    """Something that is here or not."""
+    """A package or tool that is installed or missing."""
 
     name: str
     found: str | None
-    """Its version, or what was found; None where it is missing."""
+    """Its version or path; None if it is missing."""
     gives: str
     remedy: str
-    """How to get it."""
+    """How to install it."""
     is_required: bool = False
     """Whether training needs it."""
 
     @property
     def is_missing(self) -> bool:
-        """Whether it is not here."""
+        """Whether it is not installed."""
         return self.found is None
 
 
 @dataclass(frozen=True)
 class Installation:
-    """What this installation is made of."""
+    """The parts of this installation."""
 
     python: str
     platform: str
@@ -62,16 +62,16 @@ class Installation:
     gpus: tuple[str, ...]
     free_memory_bytes: int
     free_disk_bytes: int
-    """Where runs are written: in the working directory."""
+    """Free space in the working directory, where runs are written."""
 
     @property
     def can_train(self) -> bool:
-        """Whether all that training needs is here."""
+        """Whether everything that training needs is installed."""
         return not any(part.is_required and part.is_missing for part in self.parts)
 
 
 def inspect_installation() -> Installation:
-    """Looks at what is installed here."""
+    """Finds out what is installed."""
     packages = tuple(
         InstalledPart(name, _version(name), gives, f"pip install 'pipedejavu[{extra}]'", name in _REQUIRED)
         for name, extra, gives in _OPTIONAL

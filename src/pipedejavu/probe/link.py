@@ -1,6 +1,6 @@
-"""Trials of the links between a host and its GPUs, and between GPUs, of this process.
+"""Trials of the links between a host and its GPUs, and between GPUs, within this process.
 
-A CPU stands in for a GPU where there is none: the same trials copy between two of its tensors.
+Without a GPU, a CPU takes its place: the same trials then copy between two host tensors.
 """
 
 import math
@@ -19,115 +19,115 @@ from pipedejavu.probe.series import TimedTrial
 SIZES = (4 << 10, 64 << 10, 1 << 20, 16 << 20, 64 << 20)
 LARGEST = SIZES[-1]
 OUTLASTS = 3
-"""What runs beside something else is made to last this much longer."""
+"""Background work lasts this many times as long as the work that is timed."""
 BESIDE = {"cpu": 512, "cuda": 4096}
-"""Side of the square matrices that are multiplied while copies are under way."""
+"""Side of the square matrices multiplied during copies."""
 
 Work = Callable[[], object]
 
 
-def copy_trials(place: ComputeDevice) -> list[TimedTrial]:
-    """Returns the trials of the links between a host and one GPU, in both directions."""
-    inwards, outwards = f"cpu>{place.name}", f"{place.name}>cpu"
+def copy_trials(probed: ComputeDevice) -> list[TimedTrial]:
+    """Returns the trials of copies between the host and one GPU, in both directions."""
+    inwards, outwards = f"cpu>{probed.name}", f"{probed.name}>cpu"
     trials = []
     for memory in ("pinned", "pageable"):
         for size in SIZES:
             for subject in (inwards, outwards):
-                work = _copy(place, memory, size, is_inwards=subject == inwards)
-                trials.append(_trial(subject, "copy", f"{memory} {format_bytes(size)}", size, place, work))
-    both = f"cpu<>{place.name}"
-    copy, compute = _copy(place, "pinned", LARGEST, is_inwards=True), _compute(place)
+                work = _copy(probed, memory, size, is_inwards=subject == inwards)
+                trials.append(_trial(subject, "copy", f"{memory} {format_bytes(size)}", size, probed, work))
+    both = f"cpu<>{probed.name}"
+    copy, compute = _copy(probed, "pinned", LARGEST, is_inwards=True), _compute(probed)
     return [
         *trials,
-        TimedTrial(both, "copy", "both ways", 2.0 * LARGEST, "B/s", _both_ways(place)),
-        TimedTrial(both, "compute", "alone", 1, "s", lambda count: timed(place.device, compute, count)),
-        TimedTrial(both, "compute", "beside copies", 1, "s", _beside(place, compute, copy)),
-        TimedTrial(both, "copy", "beside compute", float(LARGEST), "B/s", _beside(place, copy, compute)),
+        TimedTrial(both, "copy", "both ways", 2.0 * LARGEST, "B/s", _both_ways(probed)),
+        TimedTrial(both, "compute", "alone", 1, "s", lambda count: timed(probed.device, compute, count)),
+        TimedTrial(both, "compute", "beside copies", 1, "s", _beside(probed, compute, copy)),
+        TimedTrial(both, "copy", "beside compute", float(LARGEST), "B/s", _beside(probed, copy, compute)),
     ]
 
 
-def peer_trials(places: list[ComputeDevice]) -> list[TimedTrial]:
+def peer_trials(devices: list[ComputeDevice]) -> list[TimedTrial]:
     """Returns the trials of copies from each GPU to the next."""
     trials = []
-    for source, target in zip(places, places[1:] + places[:1], strict=True):
+    for source, target in zip(devices, devices[1:] + devices[:1], strict=True):
         if source is target:
             continue
 
         def work(source: ComputeDevice = source, target: ComputeDevice = target) -> None:
-            given = source.made("peer", lambda: torch.ones(LARGEST, dtype=torch.uint8, device=source.device))
-            taken = target.made("peer in", lambda: torch.empty(LARGEST, dtype=torch.uint8, device=target.device))
-            taken.copy_(given, non_blocking=True)
+            sent = source.made("peer", lambda: torch.ones(LARGEST, dtype=torch.uint8, device=source.device))
+            received = target.made("peer in", lambda: torch.empty(LARGEST, dtype=torch.uint8, device=target.device))
+            received.copy_(sent, non_blocking=True)
 
         subject = f"{source.name}>{target.name}"
         trials.append(_trial(subject, "peer copy", format_bytes(LARGEST), LARGEST, source, work))
     return trials
 
 
-def _trial(subject: str, what: str, setting: str, size: int, place: ComputeDevice, work: Work) -> TimedTrial:
-    return TimedTrial(subject, what, setting, float(size), "B/s", lambda count: timed(place.device, work, count))
+def _trial(subject: str, what: str, setting: str, size: int, probed: ComputeDevice, work: Work) -> TimedTrial:
+    return TimedTrial(subject, what, setting, float(size), "B/s", lambda count: timed(probed.device, work, count))
 
 
-def _host(place: ComputeDevice, key: str) -> Tensor:
-    """Returns a buffer of the host; pinned memory needs a GPU."""
-    pinned = key.startswith("pinned") and place.device.type == "cuda"
-    return place.made(key, lambda: torch.ones(LARGEST, dtype=torch.uint8, pin_memory=pinned))
+def _host(probed: ComputeDevice, key: str) -> Tensor:
+    """Returns a host buffer, pinned if the key says so and there is a GPU."""
+    pinned = key.startswith("pinned") and probed.device.type == "cuda"
+    return probed.made(key, lambda: torch.ones(LARGEST, dtype=torch.uint8, pin_memory=pinned))
 
 
-def _remote(place: ComputeDevice, key: str) -> Tensor:
-    return place.made(key, lambda: torch.ones(LARGEST, dtype=torch.uint8, device=place.device))
+def _remote(probed: ComputeDevice, key: str) -> Tensor:
+    return probed.made(key, lambda: torch.ones(LARGEST, dtype=torch.uint8, device=probed.device))
 
 
-def _copy(place: ComputeDevice, memory: str, size: int, *, is_inwards: bool) -> Work:
+def _copy(probed: ComputeDevice, memory: str, size: int, *, is_inwards: bool) -> Work:
     def work() -> None:
-        ends = _remote(place, "copied")[:size], _host(place, memory)[:size]
+        ends = _remote(probed, "copied")[:size], _host(probed, memory)[:size]
         target, source = ends if is_inwards else reversed(ends)
         target.copy_(source, non_blocking=memory == "pinned")
 
     return work
 
 
-def _compute(place: ComputeDevice) -> Work:
-    side = BESIDE[place.device.type]
-    real = torch.float16 if place.device.type == "cuda" else torch.float32
+def _compute(probed: ComputeDevice) -> Work:
+    side = BESIDE[probed.device.type]
+    real = torch.float16 if probed.device.type == "cuda" else torch.float32
 
     def work() -> None:
-        x = place.made("beside", lambda: torch.ones(side, side, device=place.device, dtype=real))
-        torch.mm(x, x, out=place.made("beside out", lambda: torch.empty_like(x)))
+        x = probed.made("beside", lambda: torch.ones(side, side, device=probed.device, dtype=real))
+        torch.mm(x, x, out=probed.made("beside out", lambda: torch.empty_like(x)))
 
     return work
 
 
 @cache
 def _side(device: torch.device) -> torch.cuda.Stream:
-    """Returns a second stream of a GPU, one for all measurements: cuBLAS keeps 32 MiB for each that it has seen."""
+    """Returns a GPU's second stream, shared by all trials: cuBLAS keeps a workspace of 32 MiB per stream."""
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
-def _both_ways(place: ComputeDevice) -> Callable[[int], float]:
+def _both_ways(probed: ComputeDevice) -> Callable[[int], float]:
     """Copies one buffer in and another out at the same time."""
 
     def inwards() -> None:
-        _remote(place, "both in").copy_(_host(place, "pinned in"), non_blocking=True)
+        _remote(probed, "both in").copy_(_host(probed, "pinned in"), non_blocking=True)
 
     def outwards() -> None:
-        _host(place, "pinned out").copy_(_remote(place, "both out"), non_blocking=True)
+        _host(probed, "pinned out").copy_(_remote(probed, "both out"), non_blocking=True)
 
     def time_s(count: int) -> float:
-        for way in (inwards, outwards):  # makes the buffers
-            way()
-        if place.device.type != "cuda":
-            return timed(place.device, lambda: _together(inwards, outwards), count)
-        side = _side(place.device)
+        for copy in (inwards, outwards):  # makes the buffers
+            copy()
+        if probed.device.type != "cuda":
+            return timed(probed.device, lambda: _together(inwards, outwards), count)
+        side = _side(probed.device)
 
         def work() -> None:
             for _ in range(count):
                 inwards()
                 with torch.cuda.stream(side):
                     outwards()
-            torch.cuda.current_stream(place.device).wait_stream(side)
+            torch.cuda.current_stream(probed.device).wait_stream(side)
 
-        torch.cuda.synchronize(place.device)
-        return timed(place.device, work, 1)
+        torch.cuda.synchronize(probed.device)
+        return timed(probed.device, work, 1)
 
     return time_s
 
@@ -139,32 +139,32 @@ def _together(one: Work, other: Work) -> None:
     thread.join()
 
 
-def _beside(place: ComputeDevice, work: Work, other: Work) -> Callable[[int], float]:
-    """Times `work` while `other` is under way all the time."""
+def _beside(probed: ComputeDevice, work: Work, other: Work) -> Callable[[int], float]:
+    """Times `work` while `other` runs in the background."""
     once: list[float] = []
 
     def time_s(count: int) -> float:
         if not once:
             for each in (work, other):
                 each()
-                once.append(timed(place.device, each, 3) / 3)
-        with _under_way(place, other, OUTLASTS * count * once[0], once[1]):
-            return timed(place.device, work, count, waits=False)
+                once.append(timed(probed.device, each, 3) / 3)
+        with _under_way(probed, other, OUTLASTS * count * once[0], once[1]):
+            return timed(probed.device, work, count, waits=False)
 
     return time_s
 
 
 @contextmanager
-def _under_way(place: ComputeDevice, other: Work, least_s: float, once_s: float) -> Iterator[None]:
-    """Runs `other` on a stream of its own for about `least_s`, or on a CPU in a thread until the body is through."""
-    if place.device.type == "cuda":
-        side = _side(place.device)
-        torch.cuda.synchronize(place.device)
+def _under_way(probed: ComputeDevice, other: Work, least_s: float, once_s: float) -> Iterator[None]:
+    """Runs `other` on a second stream for about `least_s`, or on a CPU in a thread until the block ends."""
+    if probed.device.type == "cuda":
+        side = _side(probed.device)
+        torch.cuda.synchronize(probed.device)
         with torch.cuda.stream(side):
             for _ in range(1 + min(1000, math.ceil(least_s / max(once_s, 1e-6)))):
                 other()
         yield
-        torch.cuda.synchronize(place.device)
+        torch.cuda.synchronize(probed.device)
         return
     done = threading.Event()
 

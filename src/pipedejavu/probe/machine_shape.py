@@ -1,6 +1,6 @@
-"""This machine's shape: its cores and memory as the operating system states them, with assumed rates.
+"""This machine's shape: cores and memory as the operating system states them, with assumed rates.
 
-Nothing is measured. The cores are divided evenly into as many CPU devices as there are workers.
+Nothing is measured. The cores are divided evenly into one CPU device per worker.
 """
 
 import os
@@ -9,7 +9,7 @@ import platform
 from pipedejavu.facts import Device, Host, Link, Machine, part_kind
 
 ASSUMED_FLOP_PER_S_PER_CORE = 50e9
-"""fp32 matrix products on one modern core."""
+"""float32 matrix products on one modern core."""
 ASSUMED_MEMORY_BYTES_PER_S = 20e9
 ASSUMED_LINK_BYTES_PER_S = 5e9
 """Between processes of one host, through shared memory."""
@@ -17,7 +17,7 @@ ASSUMED_LINK_LATENCY_S = 20e-6
 
 
 def read_shape(num_devices: int, *, by_kind: bool = False) -> Machine:
-    """Returns this machine as `num_devices` CPU devices of equal size; with `by_kind` of the kind of such parts."""
+    """Returns this machine as `num_devices` equal CPU devices; with `by_kind` they have the kind of such parts."""
     cores, memory_bytes = num_cores(), total_memory_bytes()
     name = platform.node() or "here"
     devices = tuple(
@@ -37,7 +37,7 @@ def read_shape(num_devices: int, *, by_kind: bool = False) -> Machine:
 
 
 def num_cores() -> int:
-    """Returns the cores that this process may use."""
+    """Returns the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 

@@ -1,6 +1,6 @@
-"""Two processes of this host, and how fast messages go between them: Gloo, shared memory and, with two GPUs, NCCL.
+"""Two processes of this host, and the speed of messages between them: Gloo, shared memory and, with two GPUs, NCCL.
 
-The processes live as long as the survey and do what they are told, both the same: a message out and a message back.
+The processes live as long as the survey and run the same commands; most are a message out and a message back.
 """
 
 import multiprocessing
@@ -25,17 +25,17 @@ from pipedejavu.probe.series import TimedTrial
 SIZES = (4 << 10, 64 << 10, 1 << 20, 16 << 20)
 LARGEST = SIZES[-1]
 SUMS = (4 << 10, 1 << 20, 16 << 20)
-"""Bytes of gradients that both add up, from tensors of a quarter of them each."""
+"""Bytes of gradients in an all-reduce, packed from four tensors."""
 SIDE = 512
-"""Of the square matrices that are multiplied beside messages."""
-START_S, ANSWER_S = 40.0, 20.0
-"""How long to wait for the processes to start, and for an answer."""
+"""Side of the square matrices multiplied beside messages."""
+START_S, REPLY_S = 40.0, 20.0
+"""How long to wait for the processes to start, and for a reply."""
 
 
 class Pair:
-    """Two processes that exchange messages; a context, at whose end they are gone.
+    """Two processes that exchange messages; a context manager that ends them.
 
-    What fails, fails for all trials of a pair: so NCCL, between the first two GPUs, has a pair of its own.
+    A failure fails all trials of the pair, so NCCL, between the first two GPUs, uses a second pair.
     """
 
     def __init__(self, threads: int, *, uses_nccl: bool = False):
@@ -59,8 +59,8 @@ class Pair:
         return self
 
     def wait(self) -> None:
-        """Waits until both are there; raises RuntimeError where one is not."""
-        self._answers(START_S)
+        """Waits until both processes have started; raises RuntimeError if one has not."""
+        self._replies(START_S)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -76,29 +76,29 @@ class Pair:
         self.folder.cleanup()
 
     def ask(self, name: str, size: int, count: int) -> float:
-        """Lets both do something; returns the seconds that the first took."""
+        """Runs a command in both processes; returns the seconds that it took in the first."""
         if self.fault:
             raise RuntimeError(self.fault)
         for end in self.ends:
             end.send((name, size, count))
-        return self._answers(ANSWER_S)
+        return self._replies(REPLY_S)
 
-    def _answers(self, patience_s: float) -> float:
-        """Returns what the first answers; once one of them fails, both are given up."""
+    def _replies(self, patience_s: float) -> float:
+        """Returns the first process's reply; after one failure all further commands fail."""
         try:
-            first_s, _ = (_answer(end, rank, patience_s) for rank, end in enumerate(self.ends))
+            first_s, _ = (_reply(end, rank, patience_s) for rank, end in enumerate(self.ends))
         except RuntimeError as error:
             self.fault = str(error)
             raise
         return first_s
 
     def open_context(self, gpu: int) -> None:
-        """Lets the first process, alone, begin to use a GPU."""
+        """Opens a CUDA context in the first process only."""
         self.ends[0].send(("open", gpu, 1))
-        _answer(self.ends[0], 0, START_S)
+        _reply(self.ends[0], 0, START_S)
 
     def trials(self) -> list[TimedTrial]:
-        """Returns the trials of messages; both ways counts both messages."""
+        """Returns the trials of messages; 'both ways' counts both messages."""
         if self.uses_nccl:
             return self._messages("gpu0>gpu1", "nccl")
         memory = [self._message("cpu>cpu", "shared memory", size) for size in SIZES]
@@ -114,47 +114,49 @@ class Pair:
             TimedTrial("cpu>cpu", "compute", "beside gloo", 1, "s", self._run("compute beside", SIDE)),
         ]
 
-    def _messages(self, subject: str, way: str) -> list[TimedTrial]:
-        both = TimedTrial(subject, way, "both ways", 2.0 * LARGEST, "B/s", self._run(f"{way} both", LARGEST))
-        return [*(self._message(subject, way, size) for size in SIZES), both]
+    def _messages(self, subject: str, transport: str) -> list[TimedTrial]:
+        both = TimedTrial(
+            subject, transport, "both ways", 2.0 * LARGEST, "B/s", self._run(f"{transport} both", LARGEST)
+        )
+        return [*(self._message(subject, transport, size) for size in SIZES), both]
 
-    def _message(self, subject: str, way: str, size: int) -> TimedTrial:
-        return TimedTrial(subject, way, format_bytes(size), float(size), "B/s", self._run(way, size))
+    def _message(self, subject: str, transport: str, size: int) -> TimedTrial:
+        return TimedTrial(subject, transport, format_bytes(size), float(size), "B/s", self._run(transport, size))
 
     def _run(self, name: str, size: int) -> Callable[[int], float]:
         return lambda count: self.ask(name, size, count)
 
 
-def _answer(end: Connection, rank: int, patience_s: float) -> float:
+def _reply(end: Connection, rank: int, patience_s: float) -> float:
     try:
         if not end.poll(patience_s):
             raise RuntimeError(f"process {rank} did not answer within {patience_s:g} s")
-        found = end.recv()
+        reply = end.recv()
     except (EOFError, ConnectionError):
         raise RuntimeError(f"process {rank} ended") from None
-    if isinstance(found, str):
-        raise RuntimeError(found)
-    return float(found)
+    if isinstance(reply, str):
+        raise RuntimeError(reply)
+    return float(reply)
 
 
 def _shared_folder() -> str | None:
-    """Returns a folder in memory where there is one."""
+    """Returns a folder in memory, or None if there is none."""
     return "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
 
 
 def _serve(rank: int, folder: str, end: Connection, signals: tuple[Any, Any], uses_nccl: bool, threads: int) -> None:
-    """Runs in each of the two processes until told to stop."""
+    """Runs commands in one of the two processes until told to stop."""
     end_with_parent()
     try:
         peer = _Peer(rank, Path(folder), signals, uses_nccl, threads)
         end.send(0.0)
-        while (asked := end.recv()) is not None:
+        while (command := end.recv()) is not None:
             try:
-                end.send(peer.do(*asked))
+                end.send(peer.do(*command))
             except (RuntimeError, OSError) as error:
                 end.send(f"{type(error).__name__}: {error}")
     except (EOFError, KeyboardInterrupt, ConnectionError):
-        pass  # the survey is over
+        pass  # the survey has ended
     except Exception as error:
         end.send(f"{type(error).__name__}: {error}")
     finally:
@@ -178,7 +180,7 @@ class _Peer:
         self.left = torch.ones(SIDE, SIDE)
 
     def do(self, name: str, size: int, count: int) -> float:
-        """Does what is asked; returns the seconds that one message, or one product, takes times `count`."""
+        """Runs a command; returns the seconds per message or product, times `count`."""
         if name == "open":
             torch.ones(8, 8, device=f"cuda:{size}") @ torch.ones(8, 8, device=f"cuda:{size}")
             torch.cuda.synchronize(size)
@@ -192,7 +194,7 @@ class _Peer:
         if name == "shared memory":
             return self._timed(lambda: self._through_memory(size), count) / 2
         if name == "gloo sum":
-            return sum(self._sum_behind_compute(size) for _ in range(count))
+            return sum(self._sum_after_compute(size) for _ in range(count))
         on_gpu = name.startswith("nccl")
         ends = (self.out[:size], self.back[:size]) if not on_gpu else self._on_gpu(size)
         if name.endswith("both"):
@@ -217,7 +219,7 @@ class _Peer:
         self.left @ self.left
 
     def _exchange(self, out: Tensor, back: Tensor) -> None:
-        """Sends a message out and takes it back: two messages, one after the other."""
+        """Sends a message and receives one back: two messages, one after the other."""
         group = self.nccl if out.is_cuda else None
         if self.rank == 0:
             dist.send(out, self.other, group=group)
@@ -227,16 +229,17 @@ class _Peer:
             dist.send(out, self.other, group=group)
 
     def _swap(self, out: Tensor, back: Tensor) -> None:
-        """Sends and takes at the same time."""
+        """Sends and receives at the same time."""
         group = self.nccl if out.is_cuda else None
         ops = [dist.P2POp(dist.isend, out, self.other, group), dist.P2POp(dist.irecv, back, self.other, group)]
         for work in dist.batch_isend_irecv(ops):
             work.wait()
 
-    def _sum_behind_compute(self, size: int) -> float:
-        """Gathers tensors in one vector and adds it up, as workers do with gradients when they have computed them.
+    def _sum_after_compute(self, size: int) -> float:
+        """Packs tensors into one vector and all-reduces it, as workers do with gradients after they compute them.
 
-        Then the threads that carry values sleep: one sum right behind another takes a fraction of that.
+        After compute the communication threads are asleep; an all-reduce right after another takes a fraction of this
+        time.
         """
         parts = self.out[:size].view(torch.float32).chunk(4)
         dist.barrier()
@@ -246,7 +249,7 @@ class _Peer:
         return time.perf_counter() - start
 
     def _through_memory(self, size: int) -> None:
-        """Writes a message where the other reads it, and reads its answer."""
+        """Sends a message through shared memory, and receives one back."""
         if self.rank == 1:
             self.mine.acquire()
             self.back[:size].copy_(self.shared[:size])
@@ -273,19 +276,19 @@ class _Peer:
             thread.join()
 
     def _compute_beside(self, count: int) -> float:
-        """Computes while messages go to and fro; the first process says with each whether it is the last."""
+        """Computes while messages are exchanged; the first process flags the last message."""
         done = threading.Event()
-        word = torch.zeros(1, dtype=torch.uint8)
+        is_last = torch.zeros(1, dtype=torch.uint8)
 
         def exchange() -> None:
             while True:
-                word.fill_(done.is_set())
+                is_last.fill_(done.is_set())
                 if self.rank == 0:
-                    dist.send(word, self.other)
+                    dist.send(is_last, self.other)
                 else:
-                    dist.recv(word, self.other)
+                    dist.recv(is_last, self.other)
                 self._exchange(self.out, self.back)
-                if word.item():
+                if is_last.item():
                     return
 
         dist.barrier()

@@ -1,15 +1,14 @@
-"""Series of measurements: trials that take turns in rounds, and what their scatter says of another survey.
+"""Series of measurements: trials that take turns in rounds, and how far a repeated survey may differ.
 
-Nothing here knows what is timed. Rounds are spread over the whole survey, so that a neighbour who is busy for some
-seconds disturbs a few rounds of every trial and not one trial alone.
+Nothing here knows what is timed. Rounds are spread over the whole survey, so that a disturbance of some seconds affects
+a few rounds of every trial and not all rounds of one.
 
-Note: what a value and its spread mean. Disturbances only ever slow, so the value of a time or a rate is the one that
-the fastest quarter of the rounds surpasses: it stays where it is while others take the machine for less than three
-quarters of the survey. A second survey, minutes later, has a value of its own. Where the rounds are independent it lies
-far closer than they do, but where disturbances last for seconds it does not. So a survey is cut into quarters: the
-scatter of the quarters' values shows slow disturbances, that of single rounds fast ones, and the spread is the wider of
-the two. What changes over hours (other neighbours, heat, a new driver) does not show within a minute; a floor stands
-for that.
+Note: value and spread. Disturbances only slow a trial down, so the value of a time or rate is the quartile of the
+fastest rounds: it is stable while other processes use the machine for less than three quarters of the survey. A second
+survey, minutes later, has another value. If rounds are independent it lies far closer than single rounds do; if
+disturbances last for seconds it does not. So a survey is divided into quarters: the scatter of the quarters' values
+shows slow disturbances, that of single rounds fast ones, and the spread is the larger of the two. Changes over hours
+(other users, heat, a new driver) do not show within a minute; a minimum spread allows for them.
 """
 
 import math
@@ -23,55 +22,55 @@ from pipedejavu.facts import Measurement
 
 Unit = Literal["B", "s", "B/s", "FLOP/s", "1/s", "×"]
 Report = Callable[[str, float], None]
-"""Is told what is under way, and which share of the survey is done."""
+"""Called with the current trial, and the share of the survey that is done."""
 
 VISIT_S, PARTS = 0.02, 3
-"""A visit to a trial repeats it for about this long, in parts of which the fastest counts: what interrupts a part only
-ever slows it. A trial that takes longer runs once a part."""
+"""Per round a trial is repeated for about this long, in parts of which the fastest counts, since an interruption only
+slows a part. A trial that takes longer runs once per part."""
 LONG_RUN_S = 0.05
-"""A trial that takes longer than this has one part."""
+"""A trial that takes longer than this runs one part."""
 LONGEST_RUN_S = 1.0
-"""A trial whose single run takes longer is left out."""
+"""A trial whose single run takes longer than this is left out."""
 FEWEST_ROUNDS, MOST_ROUNDS = 5, 60
 FLOOR = 0.03
-"""Least relative spread: what differs between processes that run the same on a quiet machine."""
+"""Minimum relative spread: the difference between processes that do the same on a quiet machine."""
 QUARTERS = 4
 QUARTER_FACTOR = 3.2
-"""Standard deviations of the quarters' values: the 95 % point of Student's t for four of them."""
+"""Factor of the standard deviation of the quarters' values: the 95 % point of Student's t for four of them."""
 FAST = {"s": 0.25, "B/s": 0.75, "FLOP/s": 0.75, "1/s": 0.75}
-"""The quantile that is a value; of a size or a ratio, which have no fast side, it is the median."""
+"""The quantile that is the value; the median for sizes and ratios, which have no fast side."""
 
 
 @dataclass(frozen=True)
 class TimedTrial:
-    """Something that can be timed, again and again."""
+    """Work that can be timed repeatedly."""
 
     subject: str
     what: str
     setting: str
     amount: float
-    """What one run computes, moves or updates; 1 to keep its seconds."""
+    """What one run computes, moves or updates; 1 if the result is its time."""
     unit: Unit
     time_s: Callable[[int], float]
-    """Runs it so many times and returns the seconds that they took together."""
+    """Runs the work this many times and returns the total seconds."""
 
     @property
     def name(self) -> str:
-        """Returns subject, what and setting in one text."""
+        """Subject, quantity and setting in one text."""
         return f"{self.subject} {self.what} {self.setting}".rstrip()
 
 
 Series = dict[str, list[float]]
-"""Of every trial, by name, the seconds that one run took in each round."""
+"""Seconds per run in each round, by the name of the trial."""
 
 
 @dataclass(frozen=True)
 class Rounds:
-    """What a survey's rounds yielded: for each trial one time a round, and the trials that were left out."""
+    """Results of a survey's rounds: per trial one time per round, and the trials that were left out."""
 
     times_s: Series
     left_out: dict[str, str]
-    """Why, by name."""
+    """Reasons, by the name of the trial."""
 
 
 def run_rounds(
@@ -80,7 +79,7 @@ def run_rounds(
     report: Report = lambda *_: None,
     now: Callable[[], float] = time.perf_counter,
 ) -> Rounds:
-    """Visits every trial once a round until the budget is spent; each round starts at another trial."""
+    """Runs every trial once per round until the budget is spent; each round starts with another trial."""
     start = now()
     counts: dict[str, int] = {}
     left_out: dict[str, str] = {}
@@ -100,7 +99,7 @@ def run_rounds(
         for trial in kept[shift:] + kept[:shift]:
             report(trial.name, max(number / MOST_ROUNDS, (now() - start) / max(budget_s, 1.0)))
             try:
-                times[trial.name].append(_visit(trial, counts[trial.name]))
+                times[trial.name].append(_run_once(trial, counts[trial.name]))
             except (RuntimeError, OSError) as error:
                 times[trial.name].append(math.nan)
                 left_out[trial.name] = _brief(error)
@@ -108,10 +107,10 @@ def run_rounds(
 
 
 def _warm_up(trial: TimedTrial, counts: dict[str, int]) -> str:
-    """Finds how many runs are a part of a visit, zero for one run in all; returns why there is no visit, if so."""
+    """Finds how many runs make a part, zero for a single run in all; returns why the trial is left out, or ''."""
     try:
-        once_s = min(trial.time_s(1), trial.time_s(1))  # the first makes what it works on
-    except (RuntimeError, OSError) as error:  # a type or a size that this device does not have
+        once_s = min(trial.time_s(1), trial.time_s(1))  # the first run allocates
+    except (RuntimeError, OSError) as error:  # a dtype or size that the device does not support
         return _brief(error)
     if once_s > LONGEST_RUN_S:
         return f"one run takes {once_s:.2g} s"
@@ -120,8 +119,8 @@ def _warm_up(trial: TimedTrial, counts: dict[str, int]) -> str:
     return ""
 
 
-def _visit(trial: TimedTrial, count: int) -> float:
-    """Returns the seconds of one run: the fastest part's mean, or that of a single run where `count` is zero."""
+def _run_once(trial: TimedTrial, count: int) -> float:
+    """Returns the seconds of one run: the mean of the fastest part, or a single run if `count` is zero."""
     return min(trial.time_s(count) / count for _ in range(PARTS)) if count else trial.time_s(1)
 
 
@@ -130,23 +129,23 @@ def _brief(error: Exception) -> str:
 
 
 def summarise(subject: str, what: str, setting: str, unit: Unit, values: Sequence[float]) -> Measurement:
-    """Returns the value of what each round found, with its spread."""
-    known = [value for value in values if math.isfinite(value)]
+    """Returns the value and spread of a quantity from its values in each round."""
+    known = [each for each in values if math.isfinite(each)]
     share = FAST.get(unit, 0.5)
-    found = quantile(known, share)
+    value = quantile(known, share)
     return Measurement(
         subject=subject,
         what=what,
         setting=setting,
         unit=unit,
-        value=found,
-        spread=max(estimate_spread(known, share), FLOOR * abs(found)),
+        value=value,
+        spread=max(estimate_spread(known, share), FLOOR * abs(value)),
         rounds=len(known),
     )
 
 
 def quantile(values: Sequence[float], share: float) -> float:
-    """Returns the value below which a share of the others lies, between neighbours in proportion."""
+    """Returns a quantile, with linear interpolation between neighbours."""
     ordered = sorted(values)
     at = share * (len(ordered) - 1)
     low, high = ordered[math.floor(at)], ordered[math.ceil(at)]
@@ -154,11 +153,11 @@ def quantile(values: Sequence[float], share: float) -> float:
 
 
 def estimate_spread(values: Sequence[float], share: float) -> float:
-    """Returns how far this quantile of another survey may lie from this one's; see the note above."""
+    """Returns how far the same quantile of another survey may differ; see the note above."""
     if len(values) < 2:
         return abs(values[0]) if values else 0.0
-    found = quantile(values, share)
-    fast = max(found - quantile(values, 0.1), quantile(values, 0.9) - found)
+    value = quantile(values, share)
+    fast = max(value - quantile(values, 0.1), quantile(values, 0.9) - value)
     if len(values) < 2 * QUARTERS:
         return max(values) - min(values)
     size = len(values) / QUARTERS
@@ -167,7 +166,7 @@ def estimate_spread(values: Sequence[float], share: float) -> float:
 
 
 def rates(trial: TimedTrial, times_s: Series) -> list[float]:
-    """Returns a trial's amount for each second, round by round; its seconds where its unit is that."""
+    """Returns a trial's amount per second in each round, or its seconds if that is its unit."""
     if trial.unit == "s":
         return times_s[trial.name]
     return [trial.amount / max(t, 1e-12) for t in times_s[trial.name]]
@@ -175,22 +174,22 @@ def rates(trial: TimedTrial, times_s: Series) -> list[float]:
 
 @dataclass(frozen=True)
 class FittedLine:
-    """What a transfer takes: latency and then bytes over bandwidth."""
+    """Time of a transfer as latency plus bytes over bandwidth."""
 
     latency_s: float
     bytes_per_s: float
 
 
 def fit_line(times_s: Mapping[int, float]) -> FittedLine:
-    """Fits a line to times by size; relative errors count, so that small messages weigh as much as large ones."""
+    """Fits a line to times by size, minimising relative errors, so that small messages weigh as much as large ones."""
     points = [(1 / t, size / t) for size, t in times_s.items() if t > 0]
     # Least squares of latency · x + slope · y − 1 over the points (x, y): two equations in two unknowns.
     xx, xy, yy = (sum(p[i] * p[j] for p in points) for i, j in ((0, 0), (0, 1), (1, 1)))
     x1, y1 = (sum(p[i] for p in points) for i in (0, 1))
     determinant = xx * yy - xy * xy
     latency, slope = yy * x1 - xy * y1, xx * y1 - xy * x1
-    if slope <= 0:  # noise: larger messages take no longer, so that only a least bandwidth is known
+    if slope <= 0:  # noise: larger messages take no longer, so only a lower bound of the bandwidth is known
         return FittedLine(x1 / xx, max(y for _, y in points))
-    if latency < 0 or determinant <= 0:  # noise: the latency does not show
+    if latency < 0 or determinant <= 0:  # noise hides the latency
         return FittedLine(0.0, yy / y1)
     return FittedLine(latency / determinant, determinant / slope)

@@ -1,4 +1,4 @@
-"""A survey: everything that is measured of this machine, in rounds that go on until its time is over."""
+"""A survey: measures everything about this machine, in rounds, until its time is up."""
 
 import os
 import platform
@@ -21,13 +21,13 @@ from pipedejavu.probe.series import Report, TimedTrial, run_rounds
 from pipedejavu.probe.survey_result import Circumstances, Findings, GpuFacts, build_machine
 
 TIME_S, QUICK_TIME_S = 42.0, 15.0
-"""How long a survey takes, beside the import of torch."""
+"""Duration of a survey, without the import of torch."""
 BUSY = 0.5
-"""Processes that want to run, for each core, above which a survey says that it was disturbed."""
+"""Load per core above which a survey reports that it was disturbed."""
 
 
 def measure_machine(folder: Path, *, quick: bool = False, report: Report = lambda *_: None) -> Machine:
-    """Measures this machine; `folder` is where the disk is tried. What cannot be measured is noted as unknown."""
+    """Measures this machine, with disk trials in `folder`; what cannot be measured is listed as unknown."""
     start = time.perf_counter()
     report("looking around", 0.0)
     host, free, unknown = read_host(), [free_memory_bytes()], list[str]()
@@ -38,9 +38,9 @@ def measure_machine(folder: Path, *, quick: bool = False, report: Report = lambd
         pair = stack.enter_context(Pair(threads))
         pairs = [pair, *(stack.enter_context(Pair(threads, uses_nccl=True)) for _ in range(count >= 2))]
         gpus = _open_gpus(count, unknown)
-        places = [ComputeDevice("cpu", torch.device("cpu"), free[0], threads=host.cores), *gpus]
-        trials = [trial for place in places for trial in compute_trials(place)]
-        trials += [trial for place in gpus for trial in copy_trials(place)] + peer_trials(gpus)
+        devices = [ComputeDevice("cpu", torch.device("cpu"), free[0], threads=host.cores), *gpus]
+        trials = [trial for probed in devices for trial in compute_trials(probed)]
+        trials += [trial for probed in gpus for trial in copy_trials(probed)] + peer_trials(gpus)
         report("starting two processes", 0.0)
         for each in pairs:
             try:
@@ -49,21 +49,21 @@ def measure_machine(folder: Path, *, quick: bool = False, report: Report = lambd
             except (RuntimeError, OSError) as error:
                 unknown.append(f"messages between processes{' with NCCL' * each.uses_nccl}: {error}")
         trials += _on_disk(stack, folder, unknown)
-        facts = tuple(_gpu_facts(place, pair, unknown) for place in gpus)
+        facts = tuple(_gpu_facts(probed, pair, unknown) for probed in gpus)
         rounds = run_rounds(trials, (QUICK_TIME_S if quick else TIME_S) - (time.perf_counter() - start), report)
-    for place in places:
-        place.clear()
+    for probed in devices:
+        probed.clear()
     free.append(free_memory_bytes())
     unknown += [f"{name}: {why}" for name, why in rounds.left_out.items()]
-    found = Findings(host, facts, tuple(free), tuple(trials), rounds.times_s, tuple(unknown))
+    findings = Findings(host, facts, tuple(free), tuple(trials), rounds.times_s, tuple(unknown))
     date = datetime.now(UTC).isoformat(timespec="seconds")
     return build_machine(
-        platform.node() or "here", found, Circumstances(date, read_versions(), time.perf_counter() - start)
+        platform.node() or "here", findings, Circumstances(date, read_versions(), time.perf_counter() - start)
     )
 
 
 def _disturbances(cores: int) -> list[str]:
-    """Returns a sentence where other processes keep this host busy."""
+    """Returns a sentence if other processes keep this host busy."""
     load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
     if load <= BUSY * cores:
         return []
@@ -71,27 +71,27 @@ def _disturbances(cores: int) -> list[str]:
 
 
 def _open_gpus(count: int, unknown: list[str]) -> list[ComputeDevice]:
-    """Returns the GPUs that can be used, once this process has a context on each."""
-    found = []
+    """Opens a context on each GPU; returns the GPUs that can be used."""
+    gpus = []
     for n in range(count):
         try:
-            found.append(ComputeDevice(f"gpu{n}", torch.device("cuda", n), _open(n)))
+            gpus.append(ComputeDevice(f"gpu{n}", torch.device("cuda", n), _open(n)))
         except RuntimeError as error:
             unknown.append(f"gpu{n}: {str(error).splitlines()[0]}")
-    return found
+    return gpus
 
 
 def _open(gpu: int) -> int:
-    """Begins to use a GPU; returns its free bytes then."""
+    """Opens a context on a GPU; returns its free bytes afterwards."""
     side = torch.ones(8, 8, device=f"cuda:{gpu}")
-    side @ side  # the libraries of matrix products have memory of their own
+    side @ side  # matrix libraries allocate a workspace
     torch.cuda.synchronize(gpu)
     return int(torch.cuda.mem_get_info(gpu)[0])
 
 
-def _gpu_facts(place: ComputeDevice, pair: Pair, unknown: list[str]) -> GpuFacts:
-    """Returns what the driver states of a GPU, and how much memory falls away when one more process uses it."""
-    index = place.device.index
+def _gpu_facts(probed: ComputeDevice, pair: Pair, unknown: list[str]) -> GpuFacts:
+    """Returns a GPU's facts from its driver, and the memory that the context of one more process takes."""
+    index = probed.device.index
     context: int | None = None
     total = torch.cuda.get_device_properties(index).total_memory
     try:
@@ -100,13 +100,13 @@ def _gpu_facts(place: ComputeDevice, pair: Pair, unknown: list[str]) -> GpuFacts
         after, _ = torch.cuda.mem_get_info(index)
         context = before - after if after < before else None
     except (RuntimeError, OSError) as error:
-        unknown.append(f"{place.name} memory context: {error}")
+        unknown.append(f"{probed.name} memory context: {error}")
     kind = re.sub("[^a-z0-9]+", "-", torch.cuda.get_device_name(index).lower()).strip("-")
-    return GpuFacts(place.name, kind, int(total), min(place.free_bytes, int(total)), context)
+    return GpuFacts(probed.name, kind, int(total), min(probed.free_bytes, int(total)), context)
 
 
 def _on_disk(stack: ExitStack, folder: Path, unknown: list[str]) -> list[TimedTrial]:
-    """Returns the trials of the disk under a folder; their file goes when the survey ends."""
+    """Returns the trials of a folder's disk; their file is removed when the survey ends."""
     try:
         where = stack.enter_context(tempfile.TemporaryDirectory(prefix=".pipedejavu-", dir=folder))
     except OSError as error:
@@ -116,12 +116,12 @@ def _on_disk(stack: ExitStack, folder: Path, unknown: list[str]) -> list[TimedTr
 
 
 def read_versions() -> dict[str, str]:
-    """Returns the versions of the software that takes part, as far as it states them."""
-    found = {"python": platform.python_version(), "torch": torch.__version__, "system": platform.platform()}
+    """Returns the versions of the software involved, as far as they are known."""
+    versions = {"python": platform.python_version(), "torch": torch.__version__, "system": platform.platform()}
     if torch.version.cuda:
-        found["cuda"] = torch.version.cuda
+        versions["cuda"] = torch.version.cuda
     driver = Path("/proc/driver/nvidia/version")
     text = driver.read_text("utf-8", errors="replace") if os.access(driver, os.R_OK) else ""
     if number := re.search(r"\b(\d+\.\d+[.\d]*)\b", text):
-        found["driver"] = number[1]
-    return found
+        versions["driver"] = number[1]
+    return versions

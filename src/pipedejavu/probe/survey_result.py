@@ -1,7 +1,7 @@
-"""From the rounds of a survey to the machine: every figure that the simulator uses, and every measurement behind it.
+"""Builds the machine from a survey's rounds: every figure that the simulator uses, and the measurements behind it.
 
-Pure arithmetic on what was measured: nothing here touches hardware. Figures that several trials make together (the line
-through times by size, the factors of an overlap) are made round by round, so that they have a spread of their own.
+This is pure arithmetic and touches no hardware. Figures that combine several trials (the line through times by size,
+the overlap factors) are computed per round, so that they have a spread of their own.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,30 +15,30 @@ from pipedejavu.probe.machine_shape import ASSUMED_LINK_BYTES_PER_S, ASSUMED_LIN
 from pipedejavu.probe.series import Series, TimedTrial, Unit, fit_line, rates, summarise
 
 DUPLEX = 0.75
-"""Where each direction keeps this share of its rate while both are in use, they count as two wires, else as one."""
+"""If each direction keeps this share of its rate while both are in use, they count as two wires, else as one."""
 
 
 @dataclass(frozen=True)
 class GpuFacts:
-    """One GPU as its driver states it."""
+    """A GPU as its driver describes it."""
 
     name: str
     kind: str
     memory_bytes: int
     free_bytes: int
-    """With the context of this process."""
+    """Free memory while this process has a context."""
     context_bytes: int | None
-    """What the context of one more process takes; None is unknown."""
+    """Memory that the context of one more process takes; None if unknown."""
 
 
 @dataclass(frozen=True)
 class Findings:
-    """What a survey found."""
+    """Results of a survey."""
 
     host: HostFacts
     gpus: tuple[GpuFacts, ...]
     free_bytes: tuple[int, ...]
-    """Of the host's memory, at the beginning and at the end."""
+    """Free host memory at the start and at the end."""
     trials: tuple[TimedTrial, ...]
     times_s: Series
     unknown: tuple[str, ...]
@@ -53,13 +53,13 @@ class Circumstances:
     time_s: float
 
 
-def build_machine(name: str, found: Findings, when: Circumstances) -> Machine:
-    """Returns the machine that was found."""
-    book = _Book(found)
-    host = found.host
-    devices = [_cpu(book, name), *(_gpu(book, name, gpu) for gpu in found.gpus)]
-    links = [link for gpu in found.gpus for link in _host_links(book, gpu.name)]
-    if len(found.gpus) > 1:
+def build_machine(name: str, findings: Findings, when: Circumstances) -> Machine:
+    """Returns the surveyed machine."""
+    book = _Book(findings)
+    host = findings.host
+    devices = [_cpu(book, name), *(_gpu(book, name, gpu) for gpu in findings.gpus)]
+    links = [link for gpu in findings.gpus for link in _host_links(book, gpu.name)]
+    if len(findings.gpus) > 1:
         links.append(_gpu_link(book))
     links.append(_process_link(book))
     overlap = _overlap(book)
@@ -78,7 +78,7 @@ def build_machine(name: str, found: Findings, when: Circumstances) -> Machine:
         versions=dict(when.versions),
         time_s=when.time_s,
         measurements=tuple(book.measurements),
-        unknown=(*found.unknown, *book.unknown),
+        unknown=(*findings.unknown, *book.unknown),
     )
     return Machine(
         name=name, hosts=(described,), devices=tuple(devices), links=tuple(links), overlap=overlap, survey=survey
@@ -86,13 +86,13 @@ def build_machine(name: str, found: Findings, when: Circumstances) -> Machine:
 
 
 class _Book:
-    """All measurements: those of trials, and those that are made of several."""
+    """All measurements: those of single trials, and those computed from several."""
 
-    def __init__(self, found: Findings) -> None:
-        self.found = found
-        self.known = [trial for trial in found.trials if trial.name in found.times_s]
+    def __init__(self, findings: Findings) -> None:
+        self.findings = findings
+        self.known = [trial for trial in findings.trials if trial.name in findings.times_s]
         self.measurements = [
-            summarise(t.subject, t.what, t.setting, t.unit, rates(t, found.times_s)) for t in self.known
+            summarise(t.subject, t.what, t.setting, t.unit, rates(t, findings.times_s)) for t in self.known
         ]
         self.unknown: list[str] = []
 
@@ -100,67 +100,67 @@ class _Book:
         """Returns the trials of a subject whose setting begins with `part`."""
         return [t for t in self.known if (t.subject, t.what) == (subject, what) and t.setting.startswith(part)]
 
-    def messages(self, subject: str, way: str) -> list[TimedTrial]:
+    def messages(self, subject: str, transport: str) -> list[TimedTrial]:
         """Returns the trials of single messages, whose settings are their sizes."""
-        return [trial for trial in self.trials(subject, way) if trial.setting[0].isdigit()]
+        return [trial for trial in self.trials(subject, transport) if trial.setting[0].isdigit()]
 
     def note(self, subject: str, what: str, setting: str, unit: Unit, values: Sequence[float]) -> float:
-        """Writes down what was made of several trials; returns its value."""
+        """Records a figure computed from several trials; returns its value."""
         self.measurements.append(summarise(subject, what, setting, unit, values))
         return self.measurements[-1].value
 
     def state(self, subject: str, setting: str, size_bytes: int) -> None:
-        """Writes down a size that the system states, which has no spread."""
+        """Records a size that the system states, without a spread."""
         row = Measurement(subject=subject, what="memory", setting=setting, unit="B", value=float(size_bytes))
         self.measurements.append(row)
 
     def value(self, subject: str, what: str, part: str = "") -> float:
-        """Returns the highest value of some measurements; zero where there is none."""
+        """Returns the highest value of the matching measurements, or zero."""
         return max((m.value for m in self._of(subject, what, part)), default=0.0)
 
     def best(self, subject: str, what: str, part: str = "") -> Measurement | None:
-        """Returns the measurement with the highest value."""
+        """Returns the matching measurement with the highest value, or None."""
         return max(self._of(subject, what, part), key=lambda m: m.value, default=None)
 
     def _of(self, subject: str, what: str, part: str) -> list[Measurement]:
-        found = self.measurements
-        return [m for m in found if (m.subject, m.what) == (subject, what) and m.setting.startswith(part)]
+        rows = self.measurements
+        return [m for m in rows if (m.subject, m.what) == (subject, what) and m.setting.startswith(part)]
 
     def line(self, subject: str, what: str, sizes: Sequence[TimedTrial]) -> tuple[float, float] | None:
-        """Returns the latency and the bandwidth of a link, fitted in each round to the times of all sizes."""
+        """Returns a link's latency and bandwidth, fitted in each round to the times of all sizes."""
         if len(sizes) < 2:
             return None
-        columns = [self.found.times_s[trial.name] for trial in sizes]
+        columns = [self.findings.times_s[trial.name] for trial in sizes]
         amounts = [int(trial.amount) for trial in sizes]
         lines = [fit_line(dict(zip(amounts, row, strict=True))) for row in zip(*columns, strict=True)]
         latency_s = self.note(subject, "latency", what, "s", [line.latency_s for line in lines])
         return latency_s, self.note(subject, "bandwidth", what, "B/s", [line.bytes_per_s for line in lines])
 
     def ratio(self, subject: str, what: str, setting: str, over: TimedTrial, under: TimedTrial) -> float:
-        """Returns how much longer one trial takes than another, in the same round."""
-        times = self.found.times_s
+        """Returns how many times longer one trial takes than another, compared within each round."""
+        times = self.findings.times_s
         pairs = zip(times[over.name], times[under.name], strict=True)
         size = over.amount / under.amount
         return self.note(subject, what, setting, "×", [a / b / size for a, b in pairs])
 
 
 def _cpu(book: _Book, host: str) -> Device:
-    found = book.found
-    free = book.note("cpu", "memory", "free", "B", found.free_bytes)
-    book.state("cpu", "total", found.host.memory_bytes)
+    findings = book.findings
+    free = book.note("cpu", "memory", "free", "B", findings.free_bytes)
+    book.state("cpu", "total", findings.host.memory_bytes)
     flop_per_s = book.value("cpu", "matrix", "float32")
     return Device(
         name="cpu",
         kind="cpu",
         type="cpu",
         host=host,
-        memory_bytes=found.host.memory_bytes,
-        reserved_bytes=max(0, found.host.memory_bytes - round(free)),
+        memory_bytes=findings.host.memory_bytes,
+        reserved_bytes=max(0, findings.host.memory_bytes - round(free)),
         flop_per_s=flop_per_s,
         memory_bytes_per_s=book.value("cpu", "memory", "copy"),
         efficiency=_efficiency(book, "cpu", "float32", flop_per_s),
         parameters_per_s=book.value("cpu", "update"),
-        most_workers=found.host.cores,
+        most_workers=findings.host.cores,
     )
 
 
@@ -186,7 +186,7 @@ def _gpu(book: _Book, host: str, gpu: GpuFacts) -> Device:
 
 
 def _efficiency(book: _Book, device: str, dtype: str, flop_per_s: float) -> float | None:
-    """Returns the share of the best matrix rate that a transformer's block reaches in training."""
+    """Returns the share of the best matrix rate that a transformer block reaches in training."""
     block = book.best(device, "block", dtype)
     if not block or not flop_per_s:
         return None
@@ -197,8 +197,8 @@ def _efficiency(book: _Book, device: str, dtype: str, flop_per_s: float) -> floa
 
 
 def _process_link(book: _Book) -> Link:
-    """Returns the link between processes: Gloo, which workers use."""
-    lines = {way: book.line("cpu>cpu", way, book.messages("cpu>cpu", way)) for way in ("gloo", "shared memory")}
+    """Returns the link between processes, which is Gloo's, as workers use it."""
+    lines = {kind: book.line("cpu>cpu", kind, book.messages("cpu>cpu", kind)) for kind in ("gloo", "shared memory")}
     line = lines["gloo"]
     if line is None:
         book.unknown.append("cpu>cpu: messages between processes were not measured; their link is assumed")
@@ -207,12 +207,12 @@ def _process_link(book: _Book) -> Link:
     if sums is None:
         book.unknown.append("cpu>cpu: sums of processes were not measured; they take what their messages take")
         return Link(latency_s=line[0], bytes_per_s=line[1])
-    # Over two a sum goes around in two rounds, in which each moves as many bytes as it has.
+    # An all-reduce over two takes two rounds of a ring; in both together each process sends all of its bytes once.
     return Link(latency_s=line[0], bytes_per_s=line[1], sum_latency_s=sums[0] / 2, sum_bytes_per_s=sums[1])
 
 
 def _host_links(book: _Book, gpu: str) -> list[Link]:
-    """Returns the links between a host and one of its GPUs; whether both directions share a wire was measured."""
+    """Returns the links between a host and one GPU, on one wire or two, as was measured."""
     lines = {}
     for subject in (f"cpu>{gpu}", f"{gpu}>cpu"):
         for memory in ("pageable", "pinned"):
@@ -235,17 +235,17 @@ def _wires(book: _Book, gpu: str) -> tuple[str, str]:
     alone = [t for s in (f"cpu>{gpu}", f"{gpu}>cpu") for t in book.trials(s, "copy", "pinned") if t.amount == size]
     if not both or len(alone) < 2:
         return f"pcie-in:{gpu}", f"pcie-out:{gpu}"
-    times = book.found.times_s
+    times = book.findings.times_s
     rows = zip(times[both[0].name], times[alone[0].name], times[alone[1].name], strict=True)
     kept = book.note(f"cpu<>{gpu}", "duplex", "", "×", [max(a, b) / both_s for both_s, a, b in rows])
     return (f"pcie-in:{gpu}", f"pcie-out:{gpu}") if kept >= DUPLEX else (f"pcie:{gpu}", f"pcie:{gpu}")
 
 
 def _gpu_link(book: _Book) -> Link:
-    """Returns the link between GPUs of this host: NCCL where it was measured, else plain copies."""
+    """Returns the link between GPUs of this host: NCCL's if it was measured, else that of plain copies."""
     line = book.line("gpu0>gpu1", "nccl", book.messages("gpu0>gpu1", "nccl"))
     if line is None:
-        names = [gpu.name for gpu in book.found.gpus]
+        names = [gpu.name for gpu in book.findings.gpus]
         peers = [rate for a, b in pairwise(names) if (rate := book.value(f"{a}>{b}", "peer copy"))]
         book.unknown.append("gpu*>gpu*: NCCL was not measured; the link is that of plain copies, its latency assumed")
         line = (ASSUMED_LINK_LATENCY_S, min(peers, default=ASSUMED_LINK_BYTES_PER_S))
@@ -254,9 +254,9 @@ def _gpu_link(book: _Book) -> Link:
 
 
 def _overlap(book: _Book) -> Overlap:
-    """Returns the factors of the GPUs where there are some, of messages between processes otherwise."""
+    """Returns the overlap factors of the GPUs, or of messages between processes if there is no GPU."""
     factors: dict[str, list[float]] = {"compute": [], "transfer": []}
-    for gpu in book.found.gpus:
+    for gpu in book.findings.gpus:
         both = f"cpu<>{gpu.name}"
         beside, copy = book.trials(both, "compute", "beside"), book.trials(both, "copy", "beside")
         alone = book.trials(both, "compute", "alone")
@@ -270,8 +270,8 @@ def _overlap(book: _Book) -> Overlap:
     if beside and message and alone and free:
         cpu = book.ratio("cpu>cpu", "overlap", "compute", beside[0], alone[0])
         wire = book.ratio("cpu>cpu", "overlap", "transfer", message[0], free[0])
-        if not book.found.gpus:
+        if not book.findings.gpus:
             factors = {"compute": [cpu], "transfer": [wire]}
     if not factors["compute"]:
         book.unknown.append("overlap of compute and transfers: not measured, taken as none")
-    return Overlap(**{name: max(1.0, median(found)) for name, found in factors.items() if found})
+    return Overlap(**{name: max(1.0, median(ratios)) for name, ratios in factors.items() if ratios})

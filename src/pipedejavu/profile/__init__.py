@@ -1,4 +1,4 @@
-"""Models as units: read from a chain or cut out of any module, and measured on devices of this machine."""
+"""Models as units: read from a chain or cut from any module, and measured on the devices of this machine."""
 
 from pipedejavu.profile.background_load import background_load
 from pipedejavu.profile.meta_model import make_meta_model, make_mode, meta_like

@@ -1,6 +1,7 @@
-"""Keeps cores busy while a model is measured, as the other workers of a host will while it is trained.
+"""Background load: keeps cores busy while a model is measured, as a host's other workers do during training.
 
-Cores share caches, memory and clock, and often two of them are one: beside others a worker takes longer than alone.
+Cores share caches, memory bandwidth and clock frequency, and two logical cores are often one physical core; so a worker
+is slower beside others than alone.
 """
 
 import threading
@@ -10,13 +11,13 @@ from contextlib import contextmanager
 import torch
 
 SIDE = 384
-"""Of the matrices that are multiplied: a millisecond or more without the interpreter."""
+"""Side of the matrices that are multiplied: each product takes a millisecond or more outside the interpreter lock."""
 
 
 @contextmanager
 def background_load(num_threads: int) -> Iterator[None]:
-    """Keeps so many threads at work until the end."""
-    own, is_over = torch.get_num_threads(), threading.Event()
+    """Keeps `num_threads` threads busy inside the `with` block."""
+    num_before, is_over = torch.get_num_threads(), threading.Event()
     started = threading.Barrier(num_threads + 1)
 
     def work() -> None:
@@ -30,7 +31,7 @@ def background_load(num_threads: int) -> Iterator[None]:
     for thread in threads:
         thread.start()
     started.wait()
-    torch.set_num_threads(own)  # each thread has a number of its own, and new ones get the last that was set
+    torch.set_num_threads(num_before)  # the setting is per thread, and new threads inherit the last one
     try:
         yield
     finally:

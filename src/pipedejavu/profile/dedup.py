@@ -1,4 +1,4 @@
-"""Which units are alike: those that run the same operations on tensors of the same forms, whatever their values."""
+"""Deduplication: units that run the same operations on tensors of the same shapes and dtypes are measured once."""
 
 import inspect
 from collections.abc import Hashable, Iterator
@@ -11,27 +11,27 @@ from pipedejavu.profile.segment import Segment
 _PLAIN = (bool, int, float, str, type(None))
 
 
-def likeness(module: nn.Module, value: Any) -> Hashable:
-    """Returns what is equal for units that take equally long: structure, parameters and the forms of their inputs."""
+def unit_key(module: nn.Module, value: Any) -> Hashable:
+    """Returns a key of structure, parameters and input shapes; units with equal keys take equally long."""
     inputs = tuple(map(_form, value if isinstance(value, tuple) else (value,)))
     if isinstance(module, Segment):
         body = module.body_for(value)
         return body.entries, module.training, _graph(body.graph), inputs
-    return tuple(_parts(module)), inputs
+    return tuple(_modules(module)), inputs
 
 
-def _parts(module: nn.Module) -> Iterator[Hashable]:
-    """Yields what each module inside of a unit is, its own settings included."""
-    for path, part in module.named_modules():
-        own = sorted((key, _setting(item)) for key, item in vars(part).items() if not key.startswith("_"))
-        tensors = [*part._parameters.items(), *part._buffers.items()]
+def _modules(module: nn.Module) -> Iterator[Hashable]:
+    """Yields the type, settings and tensor shapes of each module inside a unit."""
+    for path, inner in module.named_modules():
+        settings = sorted((key, _setting(item)) for key, item in vars(inner).items() if not key.startswith("_"))
+        tensors = [*inner._parameters.items(), *inner._buffers.items()]
         forms = tuple((key, None if tensor is None else _form(tensor)) for key, tensor in tensors)
-        graph = _graph(part) if isinstance(part, fx.GraphModule) else ()
-        yield path, type(part), part.extra_repr(), tuple(own), forms, graph
+        graph = _graph(inner) if isinstance(inner, fx.GraphModule) else ()
+        yield path, type(inner), inner.extra_repr(), tuple(settings), forms, graph
 
 
 def _setting(item: Any) -> str:
-    """Returns a setting as text; what has no text of its own is told apart by its identity."""
+    """Returns a setting as text; an object without a stable text is identified by its id."""
     if isinstance(item, tuple | list):
         return f"{type(item).__name__}({', '.join(map(_setting, item))})"
     if isinstance(item, _PLAIN):
@@ -42,14 +42,14 @@ def _setting(item: Any) -> str:
 
 
 def _graph(body: fx.GraphModule) -> tuple[Hashable, ...]:
-    """Returns the operations of a graph, with numbers for names."""
+    """Returns a graph's operations, with nodes numbered instead of named."""
     number = {node: n for n, node in enumerate(body.graph.nodes)}
     lines: list[Hashable] = []
     for node in body.graph.nodes:
         if node.op == "get_attr":
             path, _, key = str(node.target).rpartition(".")
-            held = getattr(body.get_submodule(path), key)
-            lines.append(_graph(held) if isinstance(held, fx.GraphModule) else _form(held))
+            attribute = getattr(body.get_submodule(path), key)
+            lines.append(_graph(attribute) if isinstance(attribute, fx.GraphModule) else _form(attribute))
             continue
         target = "" if node.op == "placeholder" else str(node.target)
         args: Any = fx.map_arg((node.args, node.kwargs), lambda used: f"%{number[used]}")

@@ -1,4 +1,4 @@
-"""Times that were measured at several sizes of microbatch as one line, with what it leaves unsaid."""
+"""Fits a line over the number of samples to times measured at several microbatch sizes."""
 
 from collections.abc import Mapping, Sequence
 from math import isclose
@@ -8,13 +8,13 @@ from pipedejavu.facts import Cost
 
 
 def fit_line(times: Mapping[int, Sequence[float]]) -> Cost:
-    """Returns the line nearest to the medians of times by number of samples, where errors count as parts of a time.
+    """Returns the line of least relative error through the median time at each number of samples.
 
-    It never falls and never begins below zero. One size alone makes a line through zero. One sample often takes less
-    than the line says, and does not bend it where two other sizes are known. Where the line misses a median, all of
-    them are kept beside it.
+    Slope and intercept are at least zero, and a single size gives a line through zero. One sample often takes less than
+    the line says, so it is left out of the fit if two larger sizes are known. If the line misses a median, the result
+    also keeps all medians.
     """
-    middles = {samples: median(found) for samples, found in times.items()}
+    middles = {samples: median(measured) for samples, measured in times.items()}
     if min(middles.values()) <= 0:
         return Cost()
     larger = {samples: middle for samples, middle in middles.items() if samples > 1}
@@ -22,11 +22,11 @@ def fit_line(times: Mapping[int, Sequence[float]]) -> Cost:
     line = Cost(fixed_s=fixed_s, per_sample_s=per_sample_s)
     if not all(isclose(line.at(samples), middle) for samples, middle in middles.items()):
         line = line.replace(measured_s=middles)
-    return line.replace(spread=max(_distance(line.at(samples), found) for samples, found in times.items()))
+    return line.replace(spread=max(_distance(line.at(samples), measured) for samples, measured in times.items()))
 
 
 def _nearest(times: Mapping[int, float]) -> tuple[float, float]:
-    """Minimises the sum of ((fixed + slope·samples) / time − 1)² over lines that neither fall nor begin below zero."""
+    """Minimises the sum of ((fixed + slope·samples) / time − 1)² over slope ≥ 0 and fixed ≥ 0."""
     ones = [1 / time for time in times.values()]
     sizes = [samples / time for samples, time in times.items()]
     uu, uv, vv = (sum(map(_product, a, b)) for a, b in ((ones, ones), (ones, sizes), (sizes, sizes)))
@@ -45,7 +45,7 @@ def _product(one: float, other: float) -> float:
     return one * other
 
 
-def _distance(expected: float, found: Sequence[float]) -> float:
-    """Returns how far the quartiles of times lie from what is expected, as a part of it."""
-    edges = quantiles(found, n=4, method="inclusive")[::2] if len(found) > 1 else found
+def _distance(expected: float, measured: Sequence[float]) -> float:
+    """Returns the distance of the farther quartile of measured times from the expected time, as a share of it."""
+    edges = quantiles(measured, n=4, method="inclusive")[::2] if len(measured) > 1 else measured
     return max(abs(edge - expected) for edge in edges) / expected

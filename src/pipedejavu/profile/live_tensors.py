@@ -1,7 +1,7 @@
-"""Where a graph may be cut, and what lives there.
+"""Tensor liveness: which tensors cross each position of a graph, and where the graph may be cut.
 
-Position p of a graph of n operations lies before operation p. A cut there hands on every tensor that was made before it
-and is read behind it, also by an operation far behind: that is how skips pass through all that they skip.
+Position p lies before operation p. A cut there passes on every tensor that is made before p and read at or after p,
+even if the read is far later: that is how skip connections pass through the units that they skip.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,21 +15,21 @@ from torch import Tensor, fx
 from pipedejavu.profile.model_trace import Trace
 
 _WRITES = {"aten::batch_norm": (3, 4), "aten::instance_norm": (3, 4)}
-"""Arguments that an operation changes though its schema does not say so: running statistics."""
+"""Arguments that an operation changes although its schema does not say so: running statistics."""
 _MAY_RETURN_INPUT = frozenset(("aten::dropout", "aten::feature_dropout", "aten::alpha_dropout"))
 
 
 class TensorLiveness:
-    """What is live at each position of a trace, and where it may be cut."""
+    """The live tensors at each position of a trace, and whether it may be cut there."""
 
     def __init__(self, trace: Trace):
         self.trace = trace = replace(trace, nodes=_with_early_writes(trace))
         self.size = len(trace.nodes)
         self.index = {node: n for n, node in enumerate(trace.nodes)}
         self.overwritten: set[fx.Node] = set()
-        """Inputs of the model that it changes in place."""
+        """Inputs that the model changes in place."""
         self.last: dict[fx.Node, int] = {}
-        """Behind which position each value is read for the last time."""
+        """Index of the last operation that reads each value; the number of operations for outputs."""
         for n, node in enumerate(trace.nodes):
             self.last.update((used, n) for used in node.all_input_nodes if used not in trace.states)
         for node in trace.outputs:
@@ -42,18 +42,18 @@ class TensorLiveness:
         return self.index[node] + 1 if node in self.index else 0
 
     def at(self, position: int) -> list[fx.Node]:
-        """Returns what is live at a position, in the order in which it was made."""
+        """Returns the values that are live at a position, in the order in which they are made."""
         if position == 0:
             return list(self.trace.inputs)
         values = [*self.trace.inputs, *self.trace.nodes[:position]]
         return [v for v in values if self.first(v) <= position <= self.last.get(v, -1)]
 
     def size_bytes(self, position: int) -> int:
-        """Returns the bytes that a cut at a position hands on."""
+        """Returns the bytes that a cut at a position passes on."""
         return sum(v.meta["val"].nbytes for v in self.at(position))
 
     def is_legal(self, position: int) -> bool:
-        """Whether everything live at a position can be handed on, and nothing is changed in place across it."""
+        """Whether all live values can be passed on at a position, and no value is changed in place across it."""
         return position in self._legal
 
     def _positions(self) -> frozenset[int]:
@@ -66,7 +66,7 @@ class TensorLiveness:
         return frozenset(p for p in legal if self.at(p))
 
     def _changes(self) -> Iterator[tuple[int, int]]:
-        """Yields the positions between what is changed in place and the change."""
+        """Yields the range of positions between the creation of a value and each change of it in place."""
         uses: dict[fx.Node, list[int]] = {}
         for n, node in enumerate(self.trace.nodes):
             for state in self.trace.states.keys() & {*node.all_input_nodes}:
@@ -83,11 +83,11 @@ class TensorLiveness:
 
 
 def _with_early_writes(trace: Trace) -> tuple[fx.Node, ...]:
-    """Returns the operations with every new value of a buffer written as soon as it is there, not at the very end."""
+    """Returns the operations, with buffers written as soon as their new values exist instead of at the end."""
     nodes = list(trace.nodes)
     bases = {_base(node) for node in nodes if node.target is not torch.ops.aten.copy_.default}
     for write in [n for n in nodes if n.target is torch.ops.aten.copy_.default and n.args[0] in trace.states]:
-        if write.users or write.args[0] in bases:  # somebody still looks at it
+        if write.users or write.args[0] in bases:  # the old contents are still read
             continue
         nodes.remove(write)
         needed = [n for n, node in enumerate(nodes) if node is write.args[1] or write.args[0] in node.all_input_nodes]
@@ -96,37 +96,37 @@ def _with_early_writes(trace: Trace) -> tuple[fx.Node, ...]:
 
 
 def _can_pass(value: Any) -> bool:
-    """Whether a value is one tensor of a known shape."""
+    """Whether a value is a single tensor of known shape."""
     return isinstance(value, Tensor) and all(isinstance(length, int) for length in value.shape)
 
 
 def _written(node: fx.Node) -> list[fx.Node]:
-    """Returns the arguments that an operation changes."""
+    """Returns the arguments that an operation changes in place."""
     if not isinstance(node.target, torch._ops.OpOverload):
         return []
     schema = node.target._schema
-    found: list[Any] = [node.args[n] for n in _WRITES.get(schema.name, ()) if n < len(node.args)]
+    written: list[Any] = [node.args[n] for n in _WRITES.get(schema.name, ()) if n < len(node.args)]
     for n, argument in enumerate(schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
-            found.append(node.kwargs.get(argument.name) if argument.kwarg_only else _nth(node.args, n))
-    return [arg for arg in found if isinstance(arg, fx.Node)]
+            written.append(node.kwargs.get(argument.name) if argument.kwarg_only else _nth(node.args, n))
+    return [arg for arg in written if isinstance(arg, fx.Node)]
 
 
 def _base(node: fx.Node) -> fx.Node:
-    """Returns the value whose memory another one may show: views and changes in place lead back to it."""
+    """Returns the value that owns a node's memory, by following views and in-place changes back to it."""
     while node.op == "call_function":
         if node.target is getitem:
-            before = node.args[0]
+            source = node.args[0]
         elif isinstance(node.target, torch._ops.OpOverload):
             schema = node.target._schema
-            shown = [n for n, a in enumerate(schema.arguments) if a.alias_info is not None]
-            shown = [0] if schema.name in _MAY_RETURN_INPUT else shown
-            before = _nth(node.args, shown[0]) if shown else None
+            aliased = [n for n, a in enumerate(schema.arguments) if a.alias_info is not None]
+            aliased = [0] if schema.name in _MAY_RETURN_INPUT else aliased
+            source = _nth(node.args, aliased[0]) if aliased else None
         else:
-            before = None
-        if not isinstance(before, fx.Node):
+            source = None
+        if not isinstance(source, fx.Node):
             break
-        node = before
+        node = source
     return node
 
 
@@ -135,7 +135,7 @@ def _nth(args: Sequence[Any], n: int) -> Any:
 
 
 def module_paths(nodes: Sequence[fx.Node]) -> list[str]:
-    """Returns the path of the module in which each operation ran; one that says none ran where the last did."""
+    """Returns the path of the module that each operation ran in; the previous one's path if it is not recorded."""
     paths: list[str] = []
     for node in nodes:
         stack: Mapping[str, tuple[str, Any]] = node.meta.get("nn_module_stack") or {}

@@ -1,4 +1,4 @@
-"""Models without memory: tensors that have a form and a device, but no values, so that any size fits anywhere."""
+"""Meta models: tensors with shape, dtype and device but no storage, so that a model of any size fits."""
 
 from collections.abc import Callable
 from functools import partial
@@ -14,30 +14,30 @@ Mode = FakeTensorMode
 
 
 def make_mode() -> Mode:
-    """Returns rules under which operations work out forms alone; tensors of one mode mix with no others."""
+    """Returns a mode in which operations compute shapes only; tensors of different modes cannot be mixed."""
     return FakeTensorMode(shape_env=ShapeEnv(), static_shapes=True)
 
 
 def mode_of(tensors: Any) -> Mode:
-    """Returns the mode of tensors without memory, or a new one for all others."""
-    found = [leaf.fake_mode for leaf in pytree.tree_leaves(tensors) if isinstance(leaf, FakeTensor)]
-    return found[0] if found else make_mode()
+    """Returns the mode of fake tensors, or a new mode if there are none."""
+    modes = [leaf.fake_mode for leaf in pytree.tree_leaves(tensors) if isinstance(leaf, FakeTensor)]
+    return modes[0] if modes else make_mode()
 
 
 def meta_like(tree: Any, mode: Mode) -> Any:
-    """Returns tensors as they would be in a host's memory, without any."""
+    """Returns fake CPU tensors with the shapes, strides and dtypes of a tree's tensors."""
 
-    def blank(tensor: Tensor) -> Tensor:
+    def fake(tensor: Tensor) -> Tensor:
         return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
 
     with mode:
-        return pytree.tree_map_only(Tensor, blank, tree)
+        return pytree.tree_map_only(Tensor, fake, tree)
 
 
 def make_meta_model(model: nn.Module, mode: Mode) -> None:
-    """Replaces a model's tensors, which may be on the device 'meta', in place; tied parameters stay tied."""
+    """Replaces a model's tensors in place by fake ones; tied parameters stay tied. They may be on the meta device."""
     made: dict[int, Tensor] = {}
-    before: list[Tensor] = []  # so that no identity is used again
+    before: list[Tensor] = []  # keeps ids unique
 
     def once(tensor: Tensor, make: Callable[[Tensor], Tensor]) -> Tensor:
         before.append(tensor)
@@ -45,12 +45,12 @@ def make_meta_model(model: nn.Module, mode: Mode) -> None:
             made[id(tensor)] = make(meta_like(tensor, mode))
         return made[id(tensor)]
 
-    for part in model.modules():
-        for key, parameter in part._parameters.items():
+    for module in model.modules():
+        for key, parameter in module._parameters.items():
             if parameter is not None:
-                own: Any = once(parameter, partial(nn.Parameter, requires_grad=parameter.requires_grad))
-                part._parameters[key] = own
-        for place in (part._buffers, vars(part)):
-            for key, tensor in list(place.items()):
+                replacement: Any = once(parameter, partial(nn.Parameter, requires_grad=parameter.requires_grad))
+                module._parameters[key] = replacement
+        for attributes in (module._buffers, vars(module)):
+            for key, tensor in list(attributes.items()):
                 if isinstance(tensor, Tensor):
-                    place[key] = once(tensor, lambda tensor: tensor)
+                    attributes[key] = once(tensor, lambda tensor: tensor)

@@ -1,8 +1,8 @@
-"""The cutter: a user's module, unchanged, as units that run one after another.
+"""Cuts any module, unchanged, into units that run one after another.
 
-A chain is read as it is. Any other model is recorded as a graph and divided where its blocks begin; where it has
-too few blocks, between any two uses of parameters. Positions inside of a residual are left out, where much
-more is handed on than before and behind it.
+A chain is read as it is. Any other model is traced as a graph and cut where its blocks begin or, if it has too few
+blocks, between any two operations that read parameters. Positions inside a residual block are avoided: a cut there
+would pass on much more than one just before or after the block.
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -26,28 +26,28 @@ from pipedejavu.profile.sequential import Units, is_chain, read_chain
 Way = Literal["chain", "blocks", "graph"]
 
 _NEAR = 4
-"""How many positions on each side a position is compared with."""
+"""Number of neighbouring positions on each side that a position is compared with."""
 _MUCH = 1.5
-"""How many times the bytes of those it may hand on."""
+"""A position may pass on at most this many times the bytes of its neighbours."""
 
 
 @dataclass(frozen=True, eq=False)
 class ModelCut:
-    """A model as units, and how its inputs and outputs look to them."""
+    """A model as units, and how its inputs and outputs map to theirs."""
 
     units: Units
     way: Way
-    """Read as a chain, cut where blocks begin, or cut between any operations."""
+    """How the units were made: read from a chain, cut where blocks begin, or cut between any operations."""
     flat: Callable[[Any], Value]
-    """Takes the model's inputs as the user has them; returns the tensors that the first unit takes."""
+    """Maps the model's inputs to the tensors that the first unit takes."""
     output: Callable[[Value], Any]
-    """Takes what the last unit returns; returns the model's output as the user knows it."""
+    """Maps the last unit's result to the model's output."""
     model: nn.Module
     begins: tuple[int, ...] = ()
-    """The operation with which each unit after the first begins, and the number of all; empty for a chain."""
+    """Index of the first operation of each unit after the first, then the number of operations; empty for a chain."""
 
     def fit(self, inputs: Any) -> None:
-        """Lets the units take inputs of another shape too, by recording the model again; a chain takes any."""
+        """Makes the units accept inputs of another shape too, by tracing the model again; a chain accepts any."""
         first = self.units[0][1]
         if not isinstance(first, Segment) or first.takes(self.flat(inputs)):
             return
@@ -57,44 +57,44 @@ class ModelCut:
                 f"a {type(self.model).__name__} is cut into other units for microbatches of another size; give all of"
                 " them one size"
             )
-        for (_, own), (_, other) in zip(self.units, others, strict=True):
-            assert isinstance(own, Segment)
+        for (_, unit), (_, other) in zip(self.units, others, strict=True):
+            assert isinstance(unit, Segment)
             assert isinstance(other, Segment)
-            own.adopt(other)
+            unit.adopt(other)
 
 
 def _contents(name: str, unit: nn.Module) -> tuple[str, frozenset[str]]:
-    return name, frozenset(own for own, _ in unit.named_parameters(remove_duplicate=False))
+    return name, frozenset(parameter for parameter, _ in unit.named_parameters(remove_duplicate=False))
 
 
 def cut_model(model: nn.Module, inputs: Any, begins: Sequence[int] = ()) -> ModelCut:
     """Cuts a model for inputs of one shape: a tensor, a tuple of arguments, or a mapping of keyword arguments.
 
-    `Cut.fit` adds other shapes. With `begins` of a cut before, which may have been for another shape, it is cut there.
-    Outputs and gradients of the units equal the model's, however they are divided into pieces; the parameters are the
-    model's own, under its own names. Raises InputError for a model that cannot be recorded.
+    `ModelCut.fit` adds other shapes. `begins` repeats an earlier cut, even one made for another shape. However the
+    units are grouped into pieces, outputs and gradients equal the model's; parameters are the model's own, under its
+    own names. Raises InputError for a model that cannot be traced.
     """
     check_parameter_hooks(model)
     if is_chain(model):
         return ModelCut(read_chain(model), "chain", _same, _same, model)
     check_backward_hooks(model)
-    found = trace(model, inputs)
-    live = TensorLiveness(found)
-    if not any(isinstance(leaf, fx.Node) for leaf in found.outputs):
+    traced = trace(model, inputs)
+    live = TensorLiveness(traced)
+    if not any(isinstance(leaf, fx.Node) for leaf in traced.outputs):
         raise InputError(f"a {type(model).__name__} cannot be cut: its output holds no tensor")
     way, positions = _positions(live)
     if begins:
         _check_begins(model, live, begins)
         positions = [*begins[:-1]]
     units = _segments(live, positions)
-    leaves, spec = found.outputs, found.spec
+    leaves, spec = traced.outputs, traced.spec
     return ModelCut(
-        units, way, found.form.flat, lambda value: _restored(value, leaves, spec), model, (*positions, live.size)
+        units, way, traced.form.flat, lambda value: _restored(value, leaves, spec), model, (*positions, live.size)
     )
 
 
 def _check_begins(model: nn.Module, live: TensorLiveness, begins: Sequence[int]) -> None:
-    """Raises InputError where a cut was made for another graph."""
+    """Raises InputError if a cut was made for another graph."""
     *positions, size = begins
     legal = [p for p in positions if 0 < p < live.size and live.is_legal(p)]
     if size != live.size or legal != positions or sorted({*legal}) != legal:
@@ -109,15 +109,15 @@ def _same(value: Any) -> Any:
 
 
 def _restored(value: Value, leaves: Sequence[Any], spec: pytree.TreeSpec) -> Any:
-    """Returns a model's output from its tensors."""
+    """Returns a model's output from the tensors that the last unit returns."""
     tensors = iter(value if isinstance(value, tuple) else (value,))
     return pytree.tree_unflatten([next(tensors) if isinstance(leaf, fx.Node) else leaf for leaf in leaves], spec)
 
 
 def _positions(live: TensorLiveness) -> tuple[Way, list[int]]:
-    """Returns where to cut, by blocks if at least half of the operations with parameters are in some."""
-    found, users = live.trace, _weighted(live.trace)
-    blocks = _blocks(module_paths(found.nodes))
+    """Returns how and where to cut: by blocks if they contain at least half of the operations that read parameters."""
+    traced, users = live.trace, _weighted(live.trace)
+    blocks = _blocks(module_paths(traced.nodes))
     if 2 * sum(bool(blocks[n]) for n in users) >= len(users):
         edges = [p for p in range(1, live.size) if blocks[p] != blocks[p - 1] and live.is_legal(p)]
         outer = frozenset(p for p in edges if blocks[p][:1] != blocks[p - 1][:1])
@@ -132,32 +132,32 @@ def _positions(live: TensorLiveness) -> tuple[Way, list[int]]:
     return "graph", _with_weights(_cheap(live, between), users, live)
 
 
-def _weighted(found: Trace) -> list[int]:
-    """Returns the operations that read parameters which are trained."""
-    weights = {node for node, name in found.states.items() if _is_weight(found.held[name])}
-    return [n for n, node in enumerate(found.nodes) if not weights.isdisjoint(node.all_input_nodes)]
+def _weighted(traced: Trace) -> list[int]:
+    """Returns the indices of the operations that read trained parameters."""
+    weights = {node for node, name in traced.states.items() if _is_weight(traced.held[name])}
+    return [n for n, node in enumerate(traced.nodes) if not weights.isdisjoint(node.all_input_nodes)]
 
 
 def _is_weight(held: Tensor | nn.Module) -> bool:
-    """Whether what a graph holds is trained; a frozen parameter is not."""
+    """Whether an attribute of a graph is a trained parameter; a frozen one is not."""
     return isinstance(held, nn.Parameter) and held.requires_grad
 
 
 def _blocks(paths: Sequence[str]) -> list[tuple[str, ...]]:
-    """Returns for each operation the blocks that it is in: modules with a number for a name that have siblings."""
+    """Returns the blocks that contain each operation: numbered modules with siblings, outermost first."""
     numbered: dict[str, set[str]] = {}
     prefixes = []
     for path in paths:
         parts = path.split(".")
-        own = [".".join(parts[: n + 1]) for n, part in enumerate(parts) if part.partition("@")[0].isdigit()]
-        prefixes.append(own)
-        for block in own:
+        enclosing = [".".join(parts[: n + 1]) for n, part in enumerate(parts) if part.partition("@")[0].isdigit()]
+        prefixes.append(enclosing)
+        for block in enclosing:
             numbered.setdefault(block.rpartition(".")[0], set()).add(block)
-    return [tuple(b for b in own if len(numbered[b.rpartition(".")[0]]) > 1) for own in prefixes]
+    return [tuple(b for b in enclosing if len(numbered[b.rpartition(".")[0]]) > 1) for enclosing in prefixes]
 
 
 def _cheap(live: TensorLiveness, positions: Sequence[int], wanted: Collection[int] = ()) -> list[int]:
-    """Leaves out unwanted positions that have much cheaper ones near them on both sides, as inside of a residual."""
+    """Drops positions with much cheaper ones nearby on both sides, as inside a residual block, except `wanted` ones."""
     costs = [live.size_bytes(p) for p in positions]
     kept = []
     for n, position in enumerate(positions):
@@ -168,7 +168,7 @@ def _cheap(live: TensorLiveness, positions: Sequence[int], wanted: Collection[in
 
 
 def _with_weights(positions: Sequence[int], users: Sequence[int], live: TensorLiveness) -> list[int]:
-    """Leaves out positions so that every unit has parameters: what has none goes to the unit behind it."""
+    """Drops positions so that every unit has parameters; operations without any join the next unit."""
     kept: list[int] = []
     for position in positions:
         start = kept[-1] if kept else 0
@@ -182,16 +182,16 @@ def _with_weights(positions: Sequence[int], users: Sequence[int], live: TensorLi
 
 
 def _segments(live: TensorLiveness, positions: Sequence[int]) -> Units:
-    found = live.trace
+    traced = live.trace
     ends = [*positions, live.size]
-    outputs = [leaf for leaf in found.outputs if isinstance(leaf, fx.Node)]
-    names = _names(found, [0, *ends])
-    units, carries = [], [False] * len(found.inputs)
-    value = tuple(node.meta["val"] for node in found.inputs)
-    mode = mode_of(list(found.held.values()))
+    outputs = [leaf for leaf in traced.outputs if isinstance(leaf, fx.Node)]
+    names = _names(traced, [0, *ends])
+    units, carries = [], [False] * len(traced.inputs)
+    value = tuple(node.meta["val"] for node in traced.inputs)
+    mode = mode_of(list(traced.held.values()))
     for name, (start, end) in zip(names, pairwise([0, *ends]), strict=True):
         inputs, results = live.at(start), outputs if end == live.size else live.at(end)
-        body = make_body(found.nodes[start:end], inputs, results, found.states, found.held)
+        body = make_body(traced.nodes[start:end], inputs, results, traced.states, traced.held)
         entries = [
             SegmentEntry(tuple(node.meta["val"].shape), carried, node in live.overwritten)
             for node, carried in zip(inputs, carries, strict=True)
@@ -204,15 +204,15 @@ def _segments(live: TensorLiveness, positions: Sequence[int]) -> Units:
 def _dry_run(
     body: fx.GraphModule, value: tuple[Tensor, ...], carries: Sequence[bool], mode: Mode
 ) -> tuple[tuple[Tensor, ...], list[bool]]:
-    """Runs a segment on tensors without memory; returns its results, and which of them weights made."""
+    """Runs a segment on fake tensors; returns its results, and whether each depends on trained parameters."""
     with mode, torch.enable_grad():
-        given = [
+        inputs = [
             torch.empty_strided(t.shape, t.stride(), dtype=t.dtype).requires_grad_(carried)
             for t, carried in zip(value, carries, strict=True)
         ]
         tensors = [*body.named_parameters(remove_duplicate=False), *body.named_buffers(remove_duplicate=False)]
         states: dict[str, Tensor] = {name: _without_memory(tensor, mode) for name, tensor in tensors}
-        results = torch.func.functional_call(body, states, tuple(t.clone() for t in given), strict=False)
+        results = torch.func.functional_call(body, states, tuple(t.clone() for t in inputs), strict=False)
     return tuple(results), [t.requires_grad for t in results]
 
 
@@ -220,14 +220,14 @@ def _without_memory(tensor: Tensor, mode: Mode) -> Tensor:
     return tensor if isinstance(tensor, FakeTensor) else mode.from_tensor(tensor)
 
 
-def _names(found: Trace, edges: Sequence[int]) -> list[str]:
-    """Returns a name for each unit: the block that it is, or else the module whose parameters it reads first."""
-    paths = module_paths(found.nodes)
-    blocks, users = _blocks(paths), _weighted(found)
+def _names(traced: Trace, edges: Sequence[int]) -> list[str]:
+    """Returns a unique name for each unit: that of its block, or of the module whose parameters it reads first."""
+    paths = module_paths(traced.nodes)
+    blocks, users = _blocks(paths), _weighted(traced)
     names: list[str] = []
     for number, (start, end) in enumerate(pairwise(edges)):
-        own = [n for n in users if start <= n < end]
-        at = own[0] if own else start
+        readers = [n for n in users if start <= n < end]
+        at = readers[0] if readers else start
         inner = blocks[at][-1] if blocks[at] else paths[at]
         name = inner or f"part{number}"
         count = sum(other.partition("~")[0] == name for other in names)

@@ -1,7 +1,7 @@
-"""A model's forward as one flat graph of operations, with the model's own parameters and buffers.
+"""Traces a model's forward as one flat graph of operations over the model's own parameters and buffers.
 
-It is `torch.export` that records the graph, for inputs of one shape. What it would lose is refused here with the line
-of the user's source; where a graph may be cut is not known here.
+`torch.export` records the graph, for inputs of one shape. Constructs that it would lose are refused with the line of
+the user's source. This file does not know where a graph may be cut.
 """
 
 import logging
@@ -28,24 +28,24 @@ from pipedejavu.profile.trace_guard import TraceGuard, masks_as_in_training
 _CHECKS = frozenset(
     f"aten::{name}" for name in ("_assert_tensor_metadata", "_assert_scalar", "sym_constrain_range_for_size")
 )
-"""Operations that only assert what held for the sample."""
+"""Operations that only assert properties of the sample."""
 _REMEDY = "the layers of an nn.Sequential are not recorded, and run as they are"
 _LIBRARY = tuple(str(path) for path in Path(traceback.__file__).parent.glob("*.py"))
-"""Files of Python's own."""
+"""Files of Python's standard library."""
 
 
 @dataclass(frozen=True)
 class Form:
-    """How a call's inputs become the tensors of a graph: the same call in other words."""
+    """The structure of a call's inputs: maps arguments to the graph's input tensors."""
 
     spec: pytree.TreeSpec
     leaves: tuple[Any, ...]
-    """Of the sample, in the order of the graph."""
+    """The sample's arguments, flattened in the order of the graph's inputs."""
     names: tuple[str, ...]
-    """Of the keyword arguments, in that order."""
+    """Names of the keyword arguments, in that order."""
 
     def flat(self, inputs: Any) -> Tensor | tuple[Tensor, ...]:
-        """Returns the tensors of inputs that are like the sample."""
+        """Returns the tensors among the inputs, which must have the sample's structure."""
         args, kwargs = as_call(inputs)
         if sorted(kwargs) != sorted(self.names):
             raise InputError(
@@ -58,45 +58,45 @@ class Form:
                 "the inputs of a batch are not those of the sample that the model was cut for; give all batches the"
                 " same arguments, and tensors where the sample has tensors"
             )
-        tensors = tuple(leaf for leaf, own in zip(leaves, self.leaves, strict=True) if isinstance(own, Tensor))
+        tensors = tuple(leaf for leaf, sample in zip(leaves, self.leaves, strict=True) if isinstance(sample, Tensor))
         return tensors if len(tensors) > 1 else tensors[0]
 
 
-def _is_like(leaf: Any, own: Any) -> bool:
-    if isinstance(leaf, Tensor) or isinstance(own, Tensor):
-        return isinstance(leaf, Tensor) and isinstance(own, Tensor)
-    return bool(leaf == own)
+def _is_like(leaf: Any, sample: Any) -> bool:
+    if isinstance(leaf, Tensor) or isinstance(sample, Tensor):
+        return isinstance(leaf, Tensor) and isinstance(sample, Tensor)
+    return bool(leaf == sample)
 
 
 @dataclass(frozen=True)
 class Trace:
-    """A recorded forward."""
+    """A traced forward."""
 
     nodes: tuple[fx.Node, ...]
-    """The operations, in the order in which they ran."""
+    """The operations, in execution order."""
     inputs: tuple[fx.Node, ...]
-    """What stands for the tensors of the inputs."""
+    """Placeholders of the input tensors."""
     states: Mapping[fx.Node, str]
-    """What stands for parameters, buffers and constants, with the model's own names."""
+    """Placeholders of parameters, buffers and constants, with their names in the model."""
     held: Mapping[str, Tensor | nn.Module]
-    """Those by name, and the bodies of operations that have one."""
+    """The parameters, buffers and constants by name, and the bodies of higher-order operations."""
     outputs: tuple[Any, ...]
-    """The leaves of the output: nodes, and what is no tensor."""
+    """The flattened output: nodes for tensors, other values as they are."""
     spec: pytree.TreeSpec
-    """Of the output."""
+    """Structure of the output."""
     form: Form
 
 
 def as_call(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Returns the arguments that inputs stand for: a tuple is several, a mapping those with names."""
+    """Returns the positional and keyword arguments that inputs stand for: a tuple or a mapping is several."""
     if isinstance(inputs, Mapping):
         return (), dict(inputs)
     return (inputs if isinstance(inputs, tuple) else (inputs,)), {}
 
 
 def trace(model: nn.Module, inputs: Any) -> Trace:
-    """Records a model's forward; raises InputError with the line where that cannot be done. Nothing is computed."""
-    args, kwargs = pytree.tree_map_only(Tensor, torch.clone, as_call(inputs))  # else the same tensor twice is one input
+    """Traces a model's forward without computing it; raises InputError with the source line if that fails."""
+    args, kwargs = pytree.tree_map_only(Tensor, torch.clone, as_call(inputs))  # else a tensor passed twice is one input
     try:
         with _watched(), TraceGuard() as answers, masks_as_in_training(answers):
             exported = torch.export.export(model, args, kwargs, strict=False)
@@ -105,26 +105,26 @@ def trace(model: nn.Module, inputs: Any) -> Trace:
     names = tuple(pytree.tree_unflatten(range(exported.call_spec.in_spec.num_leaves), exported.call_spec.in_spec)[1])
     leaves, spec = pytree.tree_flatten((args, {name: kwargs[name] for name in names}))
     form = Form(spec, tuple(leaves), names)
-    own = _own_names(model)
-    found: list[fx.Node] = []
+    names_by_id = _first_names(model)
+    nodes: list[fx.Node] = []
     states: dict[fx.Node, str] = {}
     held: dict[str, Tensor | nn.Module] = {}
-    given: list[fx.Node] = []
+    placeholders: list[fx.Node] = []
     specs = {spec.arg.name: spec for spec in exported.graph_signature.input_specs}
     for node in exported.graph.nodes:
         if node.op == "placeholder":
-            what = specs[node.name]
-            if what.kind in (InputKind.PARAMETER, InputKind.BUFFER):
-                tensor = _member(model, str(what.target))
-                states[node] = own[id(tensor)]
+            input_spec = specs[node.name]
+            if input_spec.kind in (InputKind.PARAMETER, InputKind.BUFFER):
+                tensor = _tensor_by_name(model, str(input_spec.target))
+                states[node] = names_by_id[id(tensor)]
                 held[states[node]] = tensor
-            elif what.kind == InputKind.CONSTANT_TENSOR:
-                states[node] = str(what.target)
-                held[states[node]] = exported.constants[str(what.target)]
-            elif what.kind == InputKind.USER_INPUT:
-                given.append(node)
+            elif input_spec.kind == InputKind.CONSTANT_TENSOR:
+                states[node] = str(input_spec.target)
+                held[states[node]] = exported.constants[str(input_spec.target)]
+            elif input_spec.kind == InputKind.USER_INPUT:
+                placeholders.append(node)
             else:
-                kind = type(exported.constants.get(str(what.target))).__name__
+                kind = type(exported.constants.get(str(input_spec.target))).__name__
                 raise InputError(
                     f"a {type(model).__name__} cannot be cut: its forward uses a {kind} of its own, and a recording can"
                     " hold only tensors; use torch's default generators, or make its parts units of an nn.Sequential"
@@ -136,25 +136,25 @@ def trace(model: nn.Module, inputs: Any) -> Trace:
             if isinstance(node.target, torch._ops.HigherOrderOperator) and not is_region(node):
                 why = refusal_of_branches(str(node.target))
                 raise InputError(f"a {type(model).__name__} cannot be cut: {_line_of(node)}{why}")
-            found.append(node)
+            nodes.append(node)
     (output,) = (node for node in exported.graph.nodes if node.op == "output")
-    tensors = tuple(node for node, leaf in zip(given, leaves, strict=True) if isinstance(leaf, Tensor))
-    return Trace(tuple(found), tensors, states, held, tuple(output.args[0]), exported.call_spec.out_spec, form)
+    tensors = tuple(node for node, leaf in zip(placeholders, leaves, strict=True) if isinstance(leaf, Tensor))
+    return Trace(tuple(nodes), tensors, states, held, tuple(output.args[0]), exported.call_spec.out_spec, form)
 
 
-def _own_names(model: nn.Module) -> dict[int, str]:
-    """Returns the first name of each parameter and buffer."""
+def _first_names(model: nn.Module) -> dict[int, str]:
+    """Returns the first name of each parameter and buffer, by id."""
     names: dict[int, str] = {}
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         names.setdefault(id(tensor), name)
     return names
 
 
-def _member(model: nn.Module, name: str) -> Tensor:
+def _tensor_by_name(model: nn.Module, name: str) -> Tensor:
     """Returns a parameter or buffer by its name."""
     path, _, key = name.rpartition(".")
-    found: Tensor = getattr(model.get_submodule(path), key)
-    return found
+    tensor: Tensor = getattr(model.get_submodule(path), key)
+    return tensor
 
 
 def _schema_name(node: fx.Node) -> str:
@@ -162,7 +162,7 @@ def _schema_name(node: fx.Node) -> str:
 
 
 def _line_of(node: fx.Node) -> str:
-    """Returns the line that a node was recorded at, the innermost that is not torch's, if it is known."""
+    """Returns the innermost source line outside torch at which a node was recorded, or an empty string."""
     lines = str(node.meta.get("stack_trace") or "").splitlines()
     foreign = (f'File "{Path(torch.__file__).parent}', 'File "<')
     known = [n for n, line in enumerate(lines) if 'File "' in line and not line.strip().startswith(foreign)]
@@ -174,13 +174,13 @@ def _line_of(node: fx.Node) -> str:
 
 
 class _LostBackwardError(Exception):
-    """A backward of the user's own would be lost."""
+    """A custom backward would be lost."""
 
 
 @contextmanager
 def _watched() -> Iterator[None]:
-    """Refuses what changes a backward, which a graph of forward operations has no place for, and keeps torch quiet."""
-    before, hook = torch.autograd.Function.__dict__["apply"], Tensor.register_hook
+    """Refuses custom backwards and tensor hooks, which a forward graph cannot hold, and silences torch's messages."""
+    original_apply, original_hook = torch.autograd.Function.__dict__["apply"], Tensor.register_hook
 
     def register_hook(tensor: Tensor, *_: Any) -> Any:
         raise _LostBackwardError(
@@ -191,7 +191,7 @@ def _watched() -> Iterator[None]:
     def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
         if not cls.__module__.startswith("torch."):
             raise _LostBackwardError(f"the backward of the autograd function {cls.__name__} would be lost")
-        return before.__func__(cls, *args, **kwargs)
+        return original_apply.__func__(cls, *args, **kwargs)
 
     torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment,method-assign]
     Tensor.register_hook = register_hook  # type: ignore[method-assign]
@@ -201,13 +201,13 @@ def _watched() -> Iterator[None]:
         with warnings.catch_warnings(action="ignore"), redirect_stderr(StringIO()):
             yield
     finally:
-        torch.autograd.Function.apply = before  # type: ignore[method-assign]
-        Tensor.register_hook = hook  # type: ignore[method-assign]
+        torch.autograd.Function.apply = original_apply  # type: ignore[method-assign]
+        Tensor.register_hook = original_hook  # type: ignore[method-assign]
         logging.disable(level)
 
 
 def _refusal(model: nn.Module, error: Exception) -> str:
-    """Returns the sentence for a model that could not be recorded, with the innermost line that is not torch's."""
+    """Returns the error text for a model that cannot be traced, with the innermost source line outside torch."""
     foreign = (str(Path(torch.__file__).parent), __file__, trace_guard.__file__, "<string>", "<eval", *_LIBRARY)
     frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(foreign)]
     where = f"{frames[-1].filename}:{frames[-1].lineno}, '{frames[-1].line}': " if frames else ""

@@ -1,4 +1,4 @@
-"""Hooks of a model that its units would lose: those on parameters always, those on a backward where it is recorded."""
+"""Module hooks that units would lose: parameter hooks always, backward hooks if the model is traced."""
 
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -12,7 +12,7 @@ _FORWARD = ("_forward_pre_hooks", "_forward_hooks")
 
 
 def check_parameter_hooks(model: nn.Module) -> None:
-    """Raises InputError for hooks on parameters: workers train tensors of their own, an update at a time."""
+    """Raises InputError for hooks on parameters: workers train copies, and sum gradients over microbatches."""
     for name, parameter in model.named_parameters():
         hooks: Mapping[int, Any] = (
             parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
@@ -26,7 +26,7 @@ def check_parameter_hooks(model: nn.Module) -> None:
 
 
 def check_backward_hooks(model: nn.Module) -> None:
-    """Raises InputError for modules of a model that is recorded whose hooks see its backward: a graph has none."""
+    """Raises InputError for backward hooks of a model that is to be traced: a forward graph cannot hold them."""
     for name, hook in _hooks(model, _BACKWARD):
         raise InputError(
             f"module '{name}' of a {type(model).__name__} has the backward hook {_written(hook)}, which a recording"
@@ -35,12 +35,12 @@ def check_backward_hooks(model: nn.Module) -> None:
 
 
 def describe_forward_hooks(model: nn.Module) -> str:
-    """Returns a sentence on forward hooks of a model that is recorded; empty if it has none but torch's own."""
-    found = [(name, hook) for name, hook in _hooks(model, _FORWARD) if not _module_of(hook).startswith("torch.")]
-    if not found:
+    """Returns a warning about forward hooks of a traced model, or an empty string if only torch's own are present."""
+    hooks = [(name, hook) for name, hook in _hooks(model, _FORWARD) if not _module_of(hook).startswith("torch.")]
+    if not hooks:
         return ""
-    name, hook = found[0]
-    more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
+    name, hook = hooks[0]
+    more = f" (and {len(hooks) - 1} more)" if len(hooks) > 1 else ""
     return (
         f"the forward hook {_written(hook)} of module '{name}'{more} ran once, while the model was recorded: what it"
         " computes on tensors is trained with, anything else that it does does not happen again"
@@ -59,7 +59,7 @@ def _module_of(hook: Callable[..., Any]) -> str:
 
 
 def _written(hook: Callable[..., Any], *_: Any) -> str:
-    """Returns a hook's name, and where it is defined."""
+    """Returns a hook's name and where it is defined."""
     code = getattr(hook, "__code__", None)
     name = getattr(hook, "__qualname__", type(hook).__name__)
     return f"'{name}' ({code.co_filename}:{code.co_firstlineno})" if code else f"'{name}'"

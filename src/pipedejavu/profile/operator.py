@@ -1,7 +1,6 @@
-"""Operators as rows: what each did, on which device, and how long it took; and which operation is of which class.
+"""Measured operators as table rows: work, device and time of each; and the class of each torch operation.
 
-`bench/operators.py` measures such rows; those that come with the project are what estimates of unmeasured devices are
-fitted to.
+`bench/operators.py` measures the rows. Estimates for unmeasured devices are fitted to the rows in `operators.csv`.
 """
 
 import csv
@@ -15,7 +14,7 @@ from pipedejavu.facts import InputError, read_file
 
 CLASSES = ("matmul", "conv", "attention", "norm", "softmax", "embedding", "elementwise", "update")
 _CLASS_OF = {"loss": "softmax", "add": "elementwise", "copy": "elementwise"}
-"""Of measured operators that are not classes by themselves."""
+"""Classes of measured operators that are not named after their class."""
 _PATTERNS = {
     "attention": r"scaled_dot_product|(flash|efficient|cudnn)_attention",
     "conv": r"conv",
@@ -24,7 +23,7 @@ _PATTERNS = {
     "softmax": r".*softmax|nll_loss|cross_entropy|logsumexp",
     "embedding": r"embedding|index|gather|scatter|take",
 }
-"""What the names of torch's operations begin with, without underscores; all others go over elements one by one."""
+"""Prefixes of torch's operation names, without underscores; all other operations are elementwise."""
 _NUMBERS = ("flop", "bytes", "time_s", "flop_per_s", "bytes_per_s")
 _COLUMNS = ("device", "type", "dtype", "operator", "pass", "shape", *_NUMBERS)
 
@@ -42,9 +41,9 @@ class OperatorRow(NamedTuple):
     size_bytes: float
     time_s: float
     flop_per_s: float
-    """Of the device: its best product in this type of numbers."""
+    """The device's best matrix product in this dtype."""
     bytes_per_s: float
-    """Of the device: its best copy."""
+    """The device's best copy."""
 
     @property
     def class_(self) -> str:
@@ -53,25 +52,25 @@ class OperatorRow(NamedTuple):
 
     @property
     def bound_s(self) -> float:
-        """What the arithmetic or the memory of the device needs at least, whichever is longer."""
+        """Lower bound of the roofline: the longer of arithmetic and memory traffic at the device's best rates."""
         return max(self.flop / self.flop_per_s, self.size_bytes / self.bytes_per_s)
 
 
 @cache
 def classify(name: str) -> str:
-    """Returns the class of one of torch's operations by its name, such as 'native_layer_norm_backward'."""
+    """Returns the class of a torch operation by its name, such as 'native_layer_norm_backward'."""
     plain = name.strip("_")
-    return next((found for found, pattern in _PATTERNS.items() if re.match(pattern, plain)), "elementwise")
+    return next((class_ for class_, pattern in _PATTERNS.items() if re.match(pattern, plain)), "elementwise")
 
 
 def read_rows(path: str) -> tuple[OperatorRow, ...]:
-    """Reads the rows of a file; raises InputError with the line of the first fault."""
+    """Reads rows from a CSV file; raises InputError with the line of the first fault."""
     return _parse(read_file(path).decode("utf-8", errors="replace"), path)
 
 
 @cache
 def known_rows() -> tuple[OperatorRow, ...]:
-    """Returns the rows that come with the project."""
+    """Returns the rows of `operators.csv`."""
     return _parse(files("pipedejavu.profile").joinpath("operators.csv").read_text("utf-8"), "operators.csv")
 
 

@@ -1,8 +1,7 @@
-"""Counts what a unit's operations do: floating-point operations, bytes read and written, bytes saved for the backward,
-and bytes that are there for a while only.
+"""Counts the work of a unit's operations: FLOP, bytes read and written, bytes saved for backward, temporary bytes.
 
-It counts real tensors and those without memory alike. What an operation takes for itself and gives back before it
-returns, as convolutions do, is seen on a GPU only, whose allocator tells.
+It works on real and fake tensors. Workspace that an operation allocates and frees before it returns, as convolutions
+do, is counted only on a GPU, where the allocator reports it.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -25,35 +24,35 @@ from pipedejavu.profile.unit_step import Head, detached, run_step, tensors_of
 
 
 class OperatorWork(NamedTuple):
-    """What one operation does."""
+    """The work of one operation."""
 
     flop: int
     size_bytes: int
-    """Read and written."""
+    """Bytes read and written."""
     class_: str
-    """Of operators that are about as efficient as each other."""
+    """Class of operators with similar efficiency."""
 
 
 @dataclass(frozen=True)
-class Counted:
-    """What a unit's parts do on one microbatch."""
+class UnitWork:
+    """The work of a unit on one microbatch."""
 
     parts: Mapping[str, tuple[OperatorWork, ...]]
     saved: tuple[int, ...]
-    """The bytes of each memory that autograd keeps from the forward; parameters and buffers are there anyway."""
+    """Size of each storage that autograd saves in the forward, other than parameters and buffers."""
     saved_input_bytes: int
-    """Of these: what the unit was given."""
+    """The share of the saved bytes that are the unit's inputs."""
     saved_output_bytes: int
-    """Of these: what it returns."""
+    """The share of the saved bytes that are the unit's outputs."""
     forward_work_bytes: int
-    """Most that was there at once inside of the forward, beyond what it left."""
+    """Peak of temporary memory in the forward, beyond what remains after it."""
     backward_work_bytes: int
-    """Most that was added inside of the backward, as what was saved goes; the gradients of weights do not count."""
+    """Peak of memory added in the backward while saved tensors are freed; gradients of weights do not count."""
     output: Any
 
     @property
     def saved_bytes(self) -> int:
-        """What autograd keeps from the forward for the backward."""
+        """Bytes that autograd saves in the forward for the backward."""
         return sum(self.saved)
 
     @property
@@ -62,8 +61,8 @@ class Counted:
         return sum(work.flop for work in self.parts["forward"])
 
 
-def count_step(module: nn.Module, value: Any, head: Head | None, is_first: bool) -> Counted:
-    """Runs a unit's parts once and counts."""
+def count_step(module: nn.Module, value: Any, head: Head | None, is_first: bool) -> UnitWork:
+    """Runs each part of a unit's step once and counts its work."""
     meter = _Counter(module)
     try:
         output = run_step(module, value, head, is_first, meter)
@@ -72,11 +71,11 @@ def count_step(module: nn.Module, value: Any, head: Head | None, is_first: bool)
         if not is_of_branches:
             raise
         raise InputError(f"a {type(module).__name__} cannot run: {refusal_of_branches(text.split()[0])}") from None
-    own = {_where(t) for t in (*module.parameters(), *module.buffers())}
-    saved = {where: size for where, size in meter.saved.items() if where not in own}
-    returned = {_where(t) for t in tensors_of(output)}
+    held = {_storage_id(t) for t in (*module.parameters(), *module.buffers())}
+    saved = {where: size for where, size in meter.saved.items() if where not in held}
+    returned = {_storage_id(t) for t in tensors_of(output)}
     forward = meter.changes["forward"]
-    return Counted(
+    return UnitWork(
         parts={name: tuple(done) for name, done in meter.parts.items()},
         saved=tuple(saved.values()),
         saved_input_bytes=sum(size for where, size in saved.items() if where not in meter.made),
@@ -92,47 +91,47 @@ def _most(changes: Iterable[tuple[int, int]]) -> int:
 
 
 class _Counter:
-    """A meter of operations, of the memory that they take, and of the tensors that the forward saves."""
+    """Counts operations, the memory that they allocate, and the tensors that the forward saves."""
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
         self.parts: dict[str, list[OperatorWork]] = {}
         self.saved: dict[int, int] = {}
-        """The bytes of each memory that the forward saves something in."""
+        """Bytes of each storage that the forward saves a tensor of."""
         self.made: set[int] = set()
-        """Which of these an operation of the forward has made; the others are parameters, buffers and inputs."""
+        """The saved storages that an operation of the forward allocated; others are parameters, buffers and inputs."""
         self.changes: dict[str, list[tuple[int, int]]] = {}
-        """By part: a number for each memory that came or went, and its bytes; the gradients of weights are left out."""
+        """By part of the step: id and signed size of each allocation and release, except gradients of weights."""
         self._alive: dict[int, tuple[int, ref[Any]]] = {}
-        """Memory that operations made, while it is there, with its number."""
+        """Ids of the storages that operations allocated and that still exist."""
         self._changes: list[tuple[int, int]] = []
         self._count = 0
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
-        """Counts what runs inside."""
-        saved: list[Tensor] = []  # they live as long as they are told apart
+        """Counts what runs inside the `with` block."""
+        saved: list[Tensor] = []  # ids are unique while these live
 
         def keep(tensor: Tensor) -> Tensor:
             saved.append(tensor)
-            return tensor.detach()  # a node that held its own output would never go
+            return tensor.detach()  # else a node would hold its own output and never be freed
 
         done = self.parts.setdefault(name, [])
         self._changes = []
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), _Operations(done, self):
             yield
-        made = [self._alive.get(_where(p.grad)) for p in self.module.parameters() if p.grad is not None]
-        gradients = {found[0] for found in made if found is not None}
+        made = [self._alive.get(_storage_id(p.grad)) for p in self.module.parameters() if p.grad is not None]
+        gradients = {allocation[0] for allocation in made if allocation is not None}
         self.changes[name] = [(number, size) for number, size in self._changes if number not in gradients]
         if name == "forward":
-            self.saved = {_where(t): t.untyped_storage().nbytes() for t in saved}
+            self.saved = {_storage_id(t): t.untyped_storage().nbytes() for t in saved}
             self.made = self.saved.keys() & self._alive.keys()
-        saved.clear()  # the graph holds `keep`, and the backward lets go of what it has read
+        saved.clear()  # the graph holds `keep`; the backward must be able to free what it has read
 
-    def came(self, tensor: Tensor) -> None:
-        """Notes memory that an operation has made, and that it will go."""
+    def track(self, tensor: Tensor) -> None:
+        """Records an allocation, and later its release."""
         memory = tensor.untyped_storage()
-        where, size = _where(tensor), memory.nbytes()
+        where, size = _storage_id(tensor), memory.nbytes()
         if where in self._alive:
             return
         self._count += 1
@@ -145,14 +144,14 @@ class _Counter:
         self._alive[where] = number, ref(memory, gone)
         self._changes.append((number, size))
 
-    def passed(self, size_bytes: int) -> None:
-        """Notes memory that an operation has had for itself."""
+    def add_workspace(self, size_bytes: int) -> None:
+        """Records memory that an operation allocated and released."""
         self._count += 1
         self._changes += [(self._count, size_bytes), (self._count, -size_bytes)]
 
 
 class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes every operation that moves bytes, and all memory that is new."""
+    """Records every operation that moves bytes, and every new storage."""
 
     def __init__(self, done: list[OperatorWork], memory: _Counter):
         super().__init__()  # type: ignore[no-untyped-call]
@@ -160,30 +159,30 @@ class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Lets torch leave Dynamo alone, which it would import to keep it out; that takes longer than most counts."""
+        """Returns False, so that torch does not import Dynamo, which takes longer than most counts."""
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Runs an operation and notes it."""
+        """Runs an operation and records it."""
         kwargs = kwargs or {}
-        given = _tensors((args, kwargs))
-        gpu = next((t.device for t in given if t.is_cuda), None)
+        inputs = _tensors((args, kwargs))
+        gpu = next((t.device for t in inputs if t.is_cuda), None)
         if gpu:
             torch.cuda.reset_peak_memory_stats(gpu)
         output = func(*args, **kwargs)
         made = _tensors(output)
-        before = {_where(t) for t in given}
+        before = {_storage_id(t) for t in inputs}
         for tensor in made:
-            if _where(tensor) not in before:
-                self.memory.came(tensor)
+            if _storage_id(tensor) not in before:
+                self.memory.track(tensor)
         if gpu:
-            self.memory.passed(torch.cuda.max_memory_allocated(gpu) - torch.cuda.memory_allocated(gpu))
+            self.memory.add_workspace(torch.cuda.max_memory_allocated(gpu) - torch.cuda.memory_allocated(gpu))
         if made and not func.is_view and func._overloadpacket not in _FREE:
             count = _FLOP.get(func._overloadpacket)
             flop = count(*args, **kwargs, out_val=output) if count else 0
-            read_bytes, made_bytes = ([t.nbytes for t in own] for own in (given, made))
+            read_bytes, made_bytes = ([t.nbytes for t in tensors] for tensors in (inputs, made))
             if func._overloadpacket is torch.ops.aten.embedding:
-                read_bytes[0] = min(read_bytes[0], sum(made_bytes))  # of a table only the rows that are asked for
+                read_bytes[0] = min(read_bytes[0], sum(made_bytes))  # an embedding reads only some rows of its table
             class_ = classify(func._overloadpacket.__name__)
             self.done.append(OperatorWork(int(flop), sum(read_bytes) + sum(made_bytes), class_))
         return output
@@ -193,10 +192,10 @@ def _tensors(tree: Any) -> list[Tensor]:
     return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
-def _where(tensor: Tensor) -> int:
-    """Returns what tells a tensor's memory from others, also where it has none; valid while the tensor lives."""
-    where: int = tensor.untyped_storage()._cdata
-    return where
+def _storage_id(tensor: Tensor) -> int:
+    """Returns an id of a tensor's storage, even of a fake tensor; valid while the tensor lives."""
+    storage_id: int = tensor.untyped_storage()._cdata
+    return storage_id
 
 
 def _attention(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> int:
@@ -211,11 +210,11 @@ def _attention_backward(gradient: Tensor, query: Tensor, key: Tensor, value: Ten
 _FREE = frozenset(
     getattr(torch.ops.aten, name) for name in ("_unsafe_view", "empty", "empty_like", "empty_strided", "new_empty")
 )
-"""Operations beside views that touch no bytes."""
+"""Operations, other than views, that touch no bytes."""
 
 _FLOP: dict[Any, Any] = {
     **flop_registry,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
 }
-"""Torch's own counts, and those that it lacks."""
+"""Torch's FLOP counts, and the ones that it lacks."""

@@ -1,9 +1,9 @@
-"""Predictors of an operator's time on a device that was not measured, fitted to rows of devices that were.
+"""Predictors of an operator's time on a device that was not measured, fitted to measured rows of other devices.
 
-All know of a device two rates alone. The roofline has for each type of device what a launch takes, in a forward and in
-a backward, and an efficiency λ for each class of operators, as in BSP-style models: time = launch + bound / λ. The
-others learn how far a time lies above its bound from features of operator and device: a linear regression, a support
-vector machine and a forest, the last two by scikit-learn.
+Each predictor knows only two rates of a device. The roofline fits, per type of device, a launch time for forward and
+backward and an efficiency λ per operator class, as in BSP-style models: time = launch + bound / λ. The others learn the
+ratio of time to bound from features of operator and device: linear regression, support vector regression and a random
+forest, the last two with scikit-learn.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -16,60 +16,60 @@ from pipedejavu.facts import InputError
 from pipedejavu.profile.operator import CLASSES, OperatorRow, known_rows
 
 Predict = Callable[[Sequence[OperatorRow]], list[float]]
-"""Returns seconds for each row; what was measured of these is not looked at."""
+"""Returns a time in seconds for each row; does not use the rows' measured times."""
 
 _SHARES = np.geomspace(0.01, 3.0, 229)
 _LAUNCHES_S = np.geomspace(1e-7, 1e-3, 161)
-"""What is tried: steps of 2.5 and 6 %."""
+"""The grid that is searched, in steps of 2.5 % and 6 %."""
 _SWEEPS = 8
 _RIDGE = 1e-3
 
 
 class Efficiency(NamedTuple):
-    """What a type of device makes of its rates."""
+    """How efficiently a type of device runs operators."""
 
     launch_s: Mapping[str, float]
-    """By pass."""
+    """Launch time by pass."""
     shares: Mapping[str, float]
-    """λ by class of operators."""
+    """Efficiency λ by operator class."""
 
     def share(self, class_: str) -> float:
-        """Returns a class's λ, that of the middle of all classes where it is not known."""
-        found = self.shares.get(class_)
-        return found if found is not None else float(np.exp(np.mean(np.log(list(self.shares.values())))))
+        """Returns λ of an operator class, or the geometric mean of all classes if it is unknown."""
+        share = self.shares.get(class_)
+        return share if share is not None else float(np.exp(np.mean(np.log(list(self.shares.values())))))
 
     def time_s(self, row: OperatorRow) -> float:
-        """Returns what an operator takes."""
+        """Returns the predicted time of an operator."""
         launch_s = self.launch_s.get(row.pass_, min(self.launch_s.values()))
         return launch_s + row.bound_s / self.share(row.class_)
 
 
 def fit_efficiency(rows: Sequence[OperatorRow]) -> Efficiency:
-    """Minimises the sum of |log(predicted ÷ measured)|, over one constant after the other."""
+    """Minimises the sum of |log(predicted ÷ measured)| by coordinate descent."""
     passes, classes = sorted({row.pass_ for row in rows}), sorted({row.class_ for row in rows})
     launches, shares = dict.fromkeys(passes, 1e-5), dict.fromkeys(classes, 0.5)
     bound, time = (np.array(list(values)) for values in zip(*((r.bound_s, r.time_s) for r in rows), strict=True))
-    own_pass, own_class = np.array([r.pass_ for r in rows]), np.array([r.class_ for r in rows])
+    row_passes, row_classes = np.array([r.pass_ for r in rows]), np.array([r.class_ for r in rows])
     for _ in range(_SWEEPS):
-        launch = np.array([launches[name] for name in own_pass])
+        launch = np.array([launches[name] for name in row_passes])
         for name in classes:
-            some = own_class == name
+            some = row_classes == name
             shares[name] = _best(_SHARES, launch[some] + bound[some] / _SHARES[:, None], time[some])
-        reached = bound / np.array([shares[name] for name in own_class])
+        reached = bound / np.array([shares[name] for name in row_classes])
         for name in passes:
-            some = own_pass == name
+            some = row_passes == name
             launches[name] = _best(_LAUNCHES_S, _LAUNCHES_S[:, None] + reached[some], time[some])
     return Efficiency(launches, shares)
 
 
 def _best(tried: Any, predicted: Any, time: Any) -> float:
-    """Returns the constant whose predictions, a line for each, are nearest to times."""
+    """Returns the candidate whose predictions, one row per candidate, are nearest to the measured times."""
     errors = np.abs(np.log(predicted / time)).sum(axis=1)
     return float(tried[int(errors.argmin())])
 
 
 def fit_roofline(rows: Sequence[OperatorRow]) -> Predict:
-    """Fits an efficiency to each type of device, and one to all for types without rows."""
+    """Fits an efficiency to each type of device, and one to all rows for types that have none."""
     by_type = {type_: fit_efficiency([r for r in rows if r.type == type_]) for type_ in {r.type for r in rows}}
     other = fit_efficiency(rows)
     return lambda asked: [by_type.get(row.type, other).time_s(row) for row in asked]
@@ -77,13 +77,13 @@ def fit_roofline(rows: Sequence[OperatorRow]) -> Predict:
 
 @cache
 def known_efficiencies() -> dict[str, Efficiency]:
-    """Returns what the rows of the project say, by type of device."""
+    """Returns the efficiency of each type of device, fitted to `operators.csv`."""
     rows = known_rows()
     return {type_: fit_efficiency([r for r in rows if r.type == type_]) for type_ in sorted({r.type for r in rows})}
 
 
 def fit_linear(rows: Sequence[OperatorRow]) -> Predict:
-    """Fits logarithms of times by least squares, with a little weight on small coefficients."""
+    """Fits log-times by ridge regression."""
     features, targets = _features(rows), _targets(rows)
     weights = np.linalg.solve(
         features.T @ features + _RIDGE * len(rows) * np.eye(features.shape[1]), features.T @ targets
@@ -98,7 +98,7 @@ def fit_svr(rows: Sequence[OperatorRow]) -> Predict:
 
 
 def fit_forest(rows: Sequence[OperatorRow]) -> Predict:
-    """Fits a forest of random trees."""
+    """Fits a random forest."""
     ensemble = _sklearn("ensemble")
     return _learned(rows, ensemble.RandomForestRegressor(300, min_samples_leaf=2, random_state=0))
 
@@ -124,7 +124,7 @@ def _sklearn(name: str) -> Any:
 
 
 def _features(rows: Sequence[OperatorRow]) -> Any:
-    """Returns a line of numbers for each row: sizes and rates as logarithms, and what is one of several as ones."""
+    """Returns the feature matrix: logarithms of sizes and rates, and one-hot categories."""
     return np.array(
         [
             [
@@ -146,7 +146,7 @@ def _features(rows: Sequence[OperatorRow]) -> Any:
 
 
 def _targets(rows: Sequence[OperatorRow]) -> Any:
-    """Returns by how much times lie above their bounds, as logarithms."""
+    """Returns the logarithm of each row's time over its bound."""
     return np.array([np.log(row.time_s / row.bound_s) for row in rows])
 
 
@@ -157,13 +157,13 @@ def _times(rows: Sequence[OperatorRow], targets: Any) -> list[float]:
 def leave_one_out(
     rows: Sequence[OperatorRow], key: Callable[[OperatorRow], str], fit: Callable[[Sequence[OperatorRow]], Predict]
 ) -> dict[str, list[float]]:
-    """Predicts the rows of each group from all others; returns predicted ÷ measured by group."""
-    found = {}
+    """Predicts each group of rows from all other groups; returns predicted ÷ measured by group."""
+    ratios = {}
     for name in sorted({key(row) for row in rows}):
         held = [row for row in rows if key(row) == name]
         others = [row for row in rows if key(row) != name]
         if not others:
             raise InputError(f"all {len(rows)} rows are of '{name}'; nothing is left to fit to without them")
         predicted = fit(others)(held)
-        found[name] = [time / row.time_s for time, row in zip(predicted, held, strict=True)]
-    return found
+        ratios[name] = [time / row.time_s for time, row in zip(predicted, held, strict=True)]
+    return ratios

@@ -1,8 +1,7 @@
-"""A part of a model's graph as a module: it takes the tensors that are live where it begins, and returns those that are
-live where it ends.
+"""A segment: a part of a model's graph as a module that maps the live tensors at its start to those at its end.
 
-Its parameters and buffers are the model's own, under the model's own names. A graph holds for one shape, and a segment
-may have several; they follow their inputs to another device, and a replay to float64.
+Its parameters and buffers are the model's own, under the model's own names. A graph is valid for one shape of inputs; a
+segment may hold several graphs. Constants in a graph follow the inputs to another device, and to float64 in a replay.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,37 +19,37 @@ Shapes = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True)
 class SegmentEntry:
-    """A tensor that a segment is given."""
+    """A tensor that a segment takes."""
 
     shape: tuple[int, ...]
     has_gradient: bool
-    """Whether weights before the segment made it; a mask must not seem to need a gradient, which changes kernels."""
+    """Whether it depends on trained parameters; a mask must not require gradients, which changes kernels."""
     is_overwritten: bool
-    """Whether the segment works in its memory, so that it needs a copy."""
+    """Whether the segment changes it in place, so that it needs a copy."""
 
 
 class Body(nn.Module):
-    """A graph for one shape."""
+    """A graph for one shape of inputs."""
 
     def __init__(self, graph: fx.GraphModule, entries: Sequence[SegmentEntry]):
         super().__init__()
         self.graph, self.entries = graph, tuple(entries)
         self.device, self.dtype = torch.device("cpu"), torch.float32
 
-    def forward(self, given: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """Runs the graph on the device of what it is given."""
-        if given[0].device != self.device:
-            self.device = given[0].device
+    def forward(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """Runs the graph on the device of its inputs."""
+        if tensors[0].device != self.device:
+            self.device = tensors[0].device
             _rewrite(self.graph, lambda leaf: self.device if isinstance(leaf, torch.device) else leaf)
         inputs = []
-        for tensor, entry in zip(given, self.entries, strict=True):
-            own = tensor if entry.has_gradient else tensor.detach()
-            inputs.append(own.clone() if entry.is_overwritten else own)
-        found: tuple[Tensor, ...] = self.graph(*inputs)
-        return found
+        for tensor, entry in zip(tensors, self.entries, strict=True):
+            leaf = tensor if entry.has_gradient else tensor.detach()
+            inputs.append(leaf.clone() if entry.is_overwritten else leaf)
+        results: tuple[Tensor, ...] = self.graph(*inputs)
+        return results
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Body":
-        """Follows `double`: what the graph makes in any floating-point type it then makes in float64."""
+        """Follows `double()`: constants and conversions of the graph become float64, too."""
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         if fn(torch.empty(0, dtype=torch.float32)).dtype == torch.float64 != self.dtype:
             self.dtype = torch.float64
@@ -59,19 +58,19 @@ class Body(nn.Module):
 
 
 class Segment(nn.Module):
-    """Runs a part of a model, by the graph for the shape of what it is given."""
+    """Runs a part of a model with the graph for the shape of its inputs."""
 
     def __init__(self, name: str, body: Body):
         super().__init__()
         self.name, self.bodies = name, nn.ModuleList([body])
 
     def forward(self, value: Value) -> Value:
-        """Takes and returns the live tensors: one, or a tuple of several."""
-        found: tuple[Tensor, ...] = self.body_for(value)(value if isinstance(value, tuple) else (value,))
-        return found if len(found) > 1 else found[0]
+        """Takes and returns the live tensors: one tensor, or a tuple of several."""
+        results: tuple[Tensor, ...] = self.body_for(value)(value if isinstance(value, tuple) else (value,))
+        return results if len(results) > 1 else results[0]
 
     def body_for(self, value: Value) -> Body:
-        """Returns the graph for the shape of a value; raises InputError where there is none."""
+        """Returns the graph for a value's shape; raises InputError if there is none."""
         shapes, bodies = _shapes_of(value), self._by_shapes()
         if shapes not in bodies:
             raise InputError(
@@ -81,7 +80,7 @@ class Segment(nn.Module):
         return bodies[shapes]
 
     def takes(self, value: Value) -> bool:
-        """Whether it has a graph for the shape of a value."""
+        """Whether there is a graph for a value's shape."""
         return _shapes_of(value) in self._by_shapes()
 
     def _by_shapes(self) -> dict[Shapes, Body]:
@@ -89,11 +88,11 @@ class Segment(nn.Module):
         return {tuple(entry.shape for entry in body.entries): body for body in bodies}
 
     def adopt(self, other: "Segment") -> None:
-        """Takes over the graph of the same part of the model for another shape; both look for weights in one place."""
-        own = {path: part for path, part in self.named_modules() if part._parameters}
-        for path, part in other.named_modules():
-            if part._parameters:
-                part.__dict__["_parameters"] = own[path]._parameters
+        """Adds the graphs of the same part of the model for another shape, sharing this segment's parameters."""
+        holders = {path: module for path, module in self.named_modules() if module._parameters}
+        for path, module in other.named_modules():
+            if module._parameters:
+                module.__dict__["_parameters"] = holders[path]._parameters
         self.bodies.extend(other.bodies)
 
     def named_modules(
@@ -102,7 +101,7 @@ class Segment(nn.Module):
         prefix: str = "",  # noqa: ARG002
         remove_duplicate: bool = True,
     ) -> Iterator[tuple[str, nn.Module]]:
-        """Yields the holders of parameters under the model's own names, whatever the unit is called."""
+        """Yields the modules with parameters under their names in the model, without the unit's name as a prefix."""
         for body in self.bodies:
             assert isinstance(body, Body)
             yield from body.graph.named_modules(memo, "", remove_duplicate)
@@ -115,7 +114,7 @@ def make_body(
     states: Mapping[fx.Node, str],
     held: Mapping[str, Tensor | nn.Module],
 ) -> fx.GraphModule:
-    """Returns a graph of its own with some operations of a trace."""
+    """Returns a new graph of some operations of a trace."""
     graph = fx.Graph()
     made: dict[fx.Node, fx.Node] = {node: graph.placeholder(node.name) for node in inputs}
     for node in nodes:
@@ -139,7 +138,7 @@ def make_body(
 
 
 def _without_checks(body: fx.GraphModule) -> fx.GraphModule:
-    """Returns the body of a region like those of segments, without what only asserts."""
+    """Returns the body of a region as a segment's graph, without assertions."""
     nodes = [n for n in body.graph.nodes if n.op == "call_function" and "_assert" not in str(n.target)]
     states = {n: str(n.target) for n in body.graph.nodes if n.op == "get_attr"}
     inputs = [n for n in body.graph.nodes if n.op == "placeholder"]
@@ -164,16 +163,16 @@ _REGIONS: dict[str, Callable[..., Any]] = {
     "wrap_with_set_grad_enabled": _with_grad,
     "wrap_with_autocast": _with_autocast,
 }
-"""Operations that run a body under other rules."""
+"""Higher-order operations that run a body in another mode."""
 
 
 def is_region(node: fx.Node) -> bool:
-    """Whether an operation runs a body that segments can run."""
+    """Whether an operation runs a body that segments support."""
     return str(node.target) in _REGIONS
 
 
 def refusal_of_branches(name: str) -> str:
-    """Returns the sentence for an operation whose body torch records anew in each backward, one thread at a time."""
+    """Returns the error text for an operation whose body torch traces again in each backward, one thread at a time."""
     return (
         f"it calls '{name}', an operation with functions as arguments, which several workers cannot run at a time;"
         " compute both results and choose with torch.where"
@@ -181,15 +180,15 @@ def refusal_of_branches(name: str) -> str:
 
 
 def _rewrite(body: fx.GraphModule, change: Callable[[Any], Any]) -> None:
-    """Changes constants in the arguments of a graph's operations, in the bodies of regions too."""
-    for part in body.modules():
-        if not isinstance(part, fx.GraphModule):
+    """Changes constants in the arguments of a graph's operations, including the bodies of regions."""
+    for module in body.modules():
+        if not isinstance(module, fx.GraphModule):
             continue
-        for node in part.graph.nodes:
+        for node in module.graph.nodes:
             if node.op == "call_function":
                 node.args = fx.node.map_aggregate(node.args, change)
                 node.kwargs = fx.node.map_aggregate(node.kwargs, change)
-        part.recompile()
+        module.recompile()
 
 
 def _widened(leaf: Any) -> Any:

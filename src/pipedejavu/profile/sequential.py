@@ -1,7 +1,7 @@
-"""Models as chains: the units of a module that lists them in order.
+"""Chains: models that list their units in order.
 
-A list is trusted only where it must be the whole model: no forward or hook of the model's own comes between. Any other
-model is recorded.
+A list is used only if it is certain to be the whole model: the model has no forward or hook of its own. Any other model
+is traced.
 """
 
 import inspect
@@ -18,15 +18,15 @@ _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backw
 
 
 def is_chain(model: nn.Module) -> bool:
-    """Whether a model lists its units itself."""
+    """Whether a model lists its own units."""
     return _listed(model) is not None
 
 
 def read_chain(model: nn.Module) -> Units:
-    """Returns a model's units by name, in order; each takes the output of the one before it.
+    """Returns a chain's units by name, in order; each takes the output of the one before it.
 
-    A chain is an nn.Sequential, or a module with a method `units` that lists them; see `cut_model` for all others. A
-    module that the chain uses twice is two units that share their parameters.
+    A chain is an nn.Sequential, or a module with a method `units` that lists them; see `cut_model` for other models. A
+    module that the chain uses twice becomes two units that share parameters.
     """
     units = _listed(model)
     if units is None:
@@ -41,37 +41,37 @@ def _listed(model: nn.Module) -> Units | None:
     if any(getattr(model, hooks) for hooks in _HOOKS):
         return None
     if callable(getattr(model, "units", None)):
-        units = _told(model)
+        units = _from_method(model)
         if units is not None:
             return units
     if not isinstance(model, nn.Sequential) or not len(model) or not _is_plain(model):
         return None
-    return list(model._modules.items())  # named_children() would leave out a module's second use
+    return list(model._modules.items())  # named_children() omits a module's second use
 
 
 def _is_plain(model: nn.Sequential) -> bool:
-    """Whether a Sequential runs its modules as nn.Sequential does."""
+    """Whether a Sequential runs its modules exactly as nn.Sequential does."""
     kind, known = type(model), nn.Sequential
-    is_own = kind.forward is known.forward and kind.__iter__ is known.__iter__ and kind.__call__ is known.__call__
-    return is_own and "forward" not in vars(model)
+    is_unchanged = kind.forward is known.forward and kind.__iter__ is known.__iter__ and kind.__call__ is known.__call__
+    return is_unchanged and "forward" not in vars(model)
 
 
-def _told(model: nn.Module) -> Units | None:
-    """Returns what a method `units` lists, if that can be the whole model; it may be a method of another meaning."""
+def _from_method(model: nn.Module) -> Units | None:
+    """Returns the units that the method `units` lists, or None if they are not certain to be the whole model."""
     method: Any = model.units
     try:
         inspect.signature(method).bind()
         units = method()
-    except Exception:  # a method of another meaning may raise anything
+    except Exception:  # an unrelated method may raise anything
         return None
     if not isinstance(units, list | tuple) or not units or not all(map(_is_pair, units)):
         return None
-    own = dict(model.named_modules(remove_duplicate=False))
+    modules = dict(model.named_modules(remove_duplicate=False))
     names = [name for name, _ in units]
     held = {id(parameter) for _, module in units for parameter in module.parameters()}
     is_whole = all(id(parameter) in held for parameter in model.parameters())
-    is_own = len({*names}) == len(names) and all(own.get(name) is module for name, module in units)
-    return list(units) if is_whole and is_own else None
+    is_inside = len({*names}) == len(names) and all(modules.get(name) is module for name, module in units)
+    return list(units) if is_whole and is_inside else None
 
 
 def _is_pair(item: object) -> bool:

@@ -1,7 +1,8 @@
-"""What a model is told that asks, while it is recorded, what only a run knows.
+"""The trace guard: answers a model's data-dependent questions while it is traced.
 
-A recording has shapes and no numbers. Numbers that no input decides, as positions are, follow from how they were made;
-so the model takes the way here that it takes in training. How a forward is recorded is not known here.
+A trace has shapes but no numbers. Tensors that do not depend on any input, such as positions, can be recomputed from
+how they were made; so a condition on them takes the branch that it takes in training. This file does not know how a
+forward is traced.
 """
 
 import sys
@@ -25,18 +26,18 @@ _SHAPED = ("squeeze", "stack", "transpose", "tril", "triu", "unsqueeze", "view")
 _NUMBERS = ("add", "cumsum", "diff", "float", "int", "long", "mul", "radd", "rmul", "rsub", "sub", "sum", "to")
 _TRUTHS = ("all", "and", "any", "bool", "eq", "ge", "gt", "invert", "le", "logical_and", "lt", "ne", "or")
 _FOLLOWING = frozenset((*_MAKERS, *_ARRANGED, *_SHAPED, *_NUMBERS, *_TRUTHS))
-"""Functions whose result follows from what they are given, by name; that of one that works in place ends with _."""
+"""Functions whose result depends only on their arguments, by name; in-place variants end with an underscore."""
 _PLAIN = (int, float, slice, NoneType, EllipsisType, torch.dtype, torch.device, torch.layout, torch.memory_format)
 _MASKS = "transformers.masking_utils"
 
 
 @dataclass
 class _Made:
-    """How a tensor was made from no input."""
+    """How a tensor that depends on no input was made."""
 
     tensor: Tensor
     version: int
-    """Of the tensor then; it counts changes in place, those through views too."""
+    """The tensor's version counter at that time; it counts in-place changes, also through views."""
     call: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -44,16 +45,16 @@ class _Made:
 
 
 class TraceGuard(TorchFunctionMode):
-    """Answers what needs no number of an input, and lets everything else happen."""
+    """Answers comparisons and conditions that do not depend on the inputs; all other calls run as they are."""
 
     def __init__(self) -> None:
         super().__init__()
         self.drawn: list[Tensor] = []
-        """Random numbers: none lies below 0, so that layers which are dropped with that probability never are."""
+        """Random numbers; none is below 0, so that layers dropped with probability 0 are never dropped."""
         self.made: dict[int, _Made] = {}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Answers comparisons and conditions; remembers how tensors are made."""
+        """Answers comparisons and conditions; records how tensors are made."""
         kwargs = kwargs or {}
         if getattr(func, "__name__", "") == "_pack_padded_sequence":
             raise InputError(
@@ -67,20 +68,20 @@ class TraceGuard(TorchFunctionMode):
             with _disable_current_modes(), torch._C.DisableTorchFunction(), torch.no_grad():
                 return bool(self._value(args[0]))
         follows = self._follows(func, args, kwargs)
-        found = func(*args, **kwargs)
+        result = func(*args, **kwargs)
         if func is torch.rand:
-            self.drawn.append(found)
-        if follows and isinstance(found, Tensor) and not found.is_inference() and not self.knows(found):
-            self.made[id(found)] = _Made(found, found._version, func, args, kwargs)
-        return found
+            self.drawn.append(result)
+        if follows and isinstance(result, Tensor) and not result.is_inference() and not self.knows(result):
+            self.made[id(result)] = _Made(result, result._version, func, args, kwargs)
+        return result
 
     def knows(self, tensor: Tensor) -> bool:
-        """Whether a tensor is as it was made from no input."""
+        """Whether a tensor depends on no input and was not changed since it was made."""
         made = self.made.get(id(tensor))
         return made is not None and made.version == tensor._version
 
     def _follows(self, func: Any, args: Any, kwargs: Any) -> bool:
-        """Whether what a function returns follows from what is known."""
+        """Whether a function's result depends only on known tensors and constants."""
         name = getattr(func, "__name__", "").removeprefix("__").removesuffix("__")
         if name not in _FOLLOWING or "out" in kwargs:
             return False
@@ -88,7 +89,7 @@ class TraceGuard(TorchFunctionMode):
         return all(self.knows(leaf) if isinstance(leaf, Tensor) else isinstance(leaf, _PLAIN) for leaf in leaves)
 
     def _value(self, tensor: Tensor) -> Tensor:
-        """Computes a known tensor, on the CPU."""
+        """Computes a known tensor on the CPU."""
         made = self.made[id(tensor)]
         if made.value is None:
             args, kwargs = pytree.tree_map_only(Tensor, self._value, (made.args, made.kwargs))
@@ -98,22 +99,22 @@ class TraceGuard(TorchFunctionMode):
 
 
 @contextmanager
-def masks_as_in_training(answers: TraceGuard) -> Iterator[None]:
-    """Lets models of transformers make the attention masks that they make in training.
+def masks_as_in_training(guard: TraceGuard) -> Iterator[None]:
+    """Makes transformers models create the same attention masks as in training.
 
-    For a recording of any shape they make a mask that is a tensor, and repeat keys and values for every query head. One
-    of a single shape can leave both to the kernel, as they do when they train: that is less to compute and to hand on,
-    and the gradients of a head that queries share are added in the same order.
+    When traced for any shape, they create the mask as a tensor and repeat keys and values for every query head. For a
+    single shape, as in training, both are left to the kernel: that computes and passes on less, and sums the gradients
+    of shared heads in the same order.
     """
-    room = vars(sys.modules[_MASKS]) if _MASKS in sys.modules else {}
+    masking = vars(sys.modules[_MASKS]) if _MASKS in sys.modules else {}
 
     def is_tracing(tensor: Tensor | None = None) -> bool:
-        return tensor is not None and not answers.knows(tensor)
+        return tensor is not None and not guard.knows(tensor)
 
-    told: dict[str, Callable[..., bool]] = {"is_tracing": is_tracing, "is_torchdynamo_exporting": lambda: False}
-    before = {name: room[name] for name in told if name in room}
-    room.update({name: told[name] for name in before})
+    answers: dict[str, Callable[..., bool]] = {"is_tracing": is_tracing, "is_torchdynamo_exporting": lambda: False}
+    before = {name: masking[name] for name in answers if name in masking}
+    masking.update({name: answers[name] for name in before})
     try:
         yield
     finally:
-        room.update(before)
+        masking.update(before)

@@ -1,7 +1,7 @@
-"""Estimates a model's units without running them: operations and bytes are counted on tensors without memory.
+"""Estimates a model's units without running them: counts operations and bytes on fake tensors.
 
-A device's time is that of its roofline, operation by operation: a launch, and what its arithmetic or its memory needs,
-whichever is longer, at the efficiency that measured rows of such devices show.
+A device's time follows the roofline, per operation: a launch plus the longer of arithmetic and memory traffic, at the
+efficiency that measured operators of such devices show.
 """
 
 from collections.abc import Hashable, Iterable, Mapping, Sequence
@@ -12,42 +12,42 @@ from torch import nn
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from pipedejavu.facts import Device, InputError, Machine, Profile, Unit, UnitTime
-from pipedejavu.profile.dedup import likeness
+from pipedejavu.profile.dedup import unit_key
 from pipedejavu.profile.line_fit import fit_line
 from pipedejavu.profile.meta_model import mode_of
-from pipedejavu.profile.operator_count import Counted, OperatorWork, count_step
+from pipedejavu.profile.operator_count import OperatorWork, UnitWork, count_step
 from pipedejavu.profile.predictor import Efficiency
 from pipedejavu.profile.unit_sample import UnitSample
 from pipedejavu.profile.unit_step import PARTS, Head
 from pipedejavu.profile.unit_time import Report, describe, describe_ties
 
 _UPDATE_PASSES = 7
-"""Of AdamW over memory of the parameters' size: it reads weight, gradient and two moments, and writes all but one."""
+"""AdamW's passes over memory of the parameters' size: it reads weight, gradient and two moments, and writes three."""
 REACHED = 0.8
-"""Share of its stated rates that a device's best products and copies reach; rates that were measured are reached."""
+"""Share of its stated rates that a device's best products and copies reach; measured rates are reached in full."""
 
 INSIDE = {"cpu": 0.7}
-"""By type of device, the share of its speed alone that an operator has inside a model, where results are new memory and
+"""By type of device, the speed of an operator inside a model relative to alone, since its results are new memory and
 other data went through the caches; fitted to models of the zoo, and 1 for types whose models were not measured."""
 
 
 @dataclass(frozen=True)
 class Rates:
-    """What a kind of device is taken to reach."""
+    """Rates that a kind of device is assumed to reach."""
 
     flop_per_s: float
     bytes_per_s: float
     efficiency: Efficiency
     parameters_per_s: float = 0.0
-    """That the optimizer updates; zero where it is not known."""
+    """Parameters that the optimizer updates per second; zero if not known."""
 
     def time_s(self, works: Iterable[OperatorWork]) -> float:
-        """Returns what operations take, one after another."""
+        """Returns the time of operations that run one after another."""
         launch_s = self.efficiency.launch_s["forward"]
         return sum(launch_s + self._bound_s(work) / self.efficiency.share(work.class_) for work in works)
 
     def update_s(self, unit: Unit) -> float:
-        """Returns what an update of a unit's parameters takes."""
+        """Returns the time of an update of a unit's parameters."""
         if self.parameters_per_s:
             return unit.num_parameters / self.parameters_per_s
         work = OperatorWork(0, _UPDATE_PASSES * unit.parameter_bytes, "update")
@@ -58,22 +58,23 @@ class Rates:
 
 
 def read_rates(machine: Machine, efficiencies: Mapping[str, Efficiency], assumed: float) -> dict[str, Rates]:
-    """Returns the rates of each kind of device that states both; raises InputError where none does.
+    """Returns the rates of each kind of device that states both; raises InputError if none does.
 
-    A type of device without an efficiency is taken to reach the assumed share of its arithmetic, and all of its memory.
+    A type of device without a fitted efficiency is assumed to reach the share `assumed` of its arithmetic, and its full
+    memory bandwidth.
     """
-    found = {
+    rates = {
         device.kind: _rates(device, efficiencies.get(device.type), assumed, 1.0 if machine.survey else REACHED)
         for device in machine.devices
         if device.flop_per_s and device.memory_bytes_per_s
     }
-    if not found:
+    if not rates:
         names = ", ".join(device.name for device in machine.devices)
         raise InputError(
             f"no time can be estimated: of {names}, none has both flop_per_s and memory_bytes_per_s; add them to the"
             " machine file"
         )
-    return found
+    return rates
 
 
 def _rates(device: Device, efficiency: Efficiency | None, assumed: float, reached: float) -> Rates:
@@ -92,38 +93,39 @@ def estimate_units(
     rates: Mapping[str, Rates],
     report: Report,
 ) -> Profile:
-    """Returns the profile of a model whose tensors have no memory.
+    """Returns the profile of a meta model.
 
-    Times are lines over the sizes of the shots; bytes are those of the last. The units must be the same at all sizes.
+    Times are lines over the microbatch sizes of the samples; bytes are those of the last sample. The units must be the
+    same at all sizes.
     """
-    counted = {unit_sample.samples: _count_shot(unit_sample, report) for unit_sample in unit_samples}
+    counted = {unit_sample.samples: _count_sample(unit_sample, report) for unit_sample in unit_samples}
     last = unit_samples[-1]
     units = []
     for index, (unit, module) in enumerate(last.units):
-        by_size = {samples: found[index] for samples, found in counted.items()}
-        own, *behind = counted[last.samples][index : index + 2]
-        sizes = describe(unit, module, own, behind[0] if behind else None, last.samples)
-        units.append(sizes.replace(times={kind: _time(own, by_size, sizes) for kind, own in rates.items()}))
+        by_size = {samples: works[index] for samples, works in counted.items()}
+        work, *following = counted[last.samples][index : index + 2]
+        sizes = describe(unit, module, work, following[0] if following else None, last.samples)
+        units.append(sizes.replace(times={kind: _time(rate, by_size, sizes) for kind, rate in rates.items()}))
     return Profile(name=name, units=tuple(units), ties=describe_ties(ties, last.units))
 
 
-def _count_shot(unit_sample: UnitSample, report: Report) -> list[Counted]:
-    """Returns what each unit does on a shot's microbatch."""
-    known: dict[Hashable, Counted] = {}
-    value, found = unit_sample.inputs, []
+def _count_sample(unit_sample: UnitSample, report: Report) -> list[UnitWork]:
+    """Returns the work of each unit on a sample's microbatch."""
+    known: dict[Hashable, UnitWork] = {}
+    value, counted = unit_sample.inputs, []
     with mode_of([list(module.parameters()) for _, module in unit_sample.units] + [unit_sample.targets]):
         for index, (unit, module) in enumerate(unit_sample.units):
             head = unit_sample.head(index, unit_sample.targets)
-            key = (likeness(module, value), head is None, index == 0)
+            key = (unit_key(module, value), head is None, index == 0)
             if key not in known:
                 report(f"{unit} ({unit_sample.samples} samples)")
                 known[key] = _count(unit, module, value, head, index == 0)
-            found.append(known[key])
+            counted.append(known[key])
             value = known[key].output
-    return found
+    return counted
 
 
-def _count(name: str, module: nn.Module, value: Any, head: Head | None, is_first: bool) -> Counted:
+def _count(name: str, module: nn.Module, value: Any, head: Head | None, is_first: bool) -> UnitWork:
     try:
         return count_step(module, value, head, is_first)
     except (GuardOnDataDependentSymNode, NotImplementedError, RuntimeError) as error:
@@ -134,9 +136,9 @@ def _count(name: str, module: nn.Module, value: Any, head: Head | None, is_first
         ) from None
 
 
-def _time(rates: Rates, counted: Mapping[int, Counted], unit: Unit) -> UnitTime:
+def _time(rates: Rates, counted: Mapping[int, UnitWork], unit: Unit) -> UnitTime:
     times = {
-        part: fit_line({samples: [rates.time_s(own.parts.get(part, ()))] for samples, own in counted.items()})
+        part: fit_line({samples: [rates.time_s(work.parts.get(part, ()))] for samples, work in counted.items()})
         for part in PARTS
     }
     lines = {part: line.replace(spread=0.0) for part, line in times.items()}  # nothing was measured

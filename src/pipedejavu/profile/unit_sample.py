@@ -1,4 +1,4 @@
-"""Shots: a model's units with a microbatch of one size, for the sizes that the model takes."""
+"""Unit samples: a model's units with a microbatch of one size, for the sizes that the model accepts."""
 
 import copy
 from collections.abc import Callable, Hashable, Sequence
@@ -11,29 +11,29 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from pipedejavu.profile.dedup import likeness
+from pipedejavu.profile.dedup import unit_key
 from pipedejavu.profile.sequential import Units
 from pipedejavu.profile.unit_step import Head, detached, moved, run_step
 
 
 @dataclass(frozen=True)
 class UnitSample:
-    """A model's units for microbatches of one size, and such a microbatch."""
+    """A model's units for one microbatch size, and a microbatch of that size."""
 
     units: Units
     inputs: Any
-    """As the first unit takes them."""
+    """Inputs of the first unit."""
     targets: Any
     loss: Callable[[Any, Any], Tensor]
-    """Takes what the last unit returns and the targets."""
+    """Takes the last unit's output and the targets."""
 
     @property
     def samples(self) -> int:
-        """The size of the microbatch."""
+        """Samples in the microbatch."""
         return next(len(leaf) for leaf in pytree.tree_leaves(self.targets) if isinstance(leaf, Tensor))
 
     def head(self, index: int, targets: Any) -> Head | None:
-        """Returns what follows a unit: the loss for the last, nothing for the others."""
+        """Returns the loss function for the last unit, None for the others."""
         return partial(_loss, self.loss, targets) if index == len(self.units) - 1 else None
 
 
@@ -42,48 +42,48 @@ def _loss(loss: Callable[[Any, Any], Tensor], targets: Any, output: Any) -> Tens
 
 
 def has_same_units(unit_sample: UnitSample, other: UnitSample) -> bool:
-    """Whether the units of two sizes correspond one to one."""
-    one, two = ([(name, list(map(id, m.parameters()))) for name, m in found.units] for found in (unit_sample, other))
+    """Whether the units of two samples have the same names and parameters."""
+    one, two = ([(name, list(map(id, m.parameters()))) for name, m in each.units] for each in (unit_sample, other))
     return one == two
 
 
 def make_samples(make: Callable[[int], UnitSample], sizes: Sequence[int]) -> list[UnitSample]:
-    """Makes a shot of each size; one sample is left out where the model refuses it and the last size is another.
+    """Makes a sample of each size; leaves out size 1 if the model refuses it, unless it is the last size.
 
-    Batch statistics need more than one value of each channel, and a model may squeeze a batch of one away.
+    Batch statistics need more than one value per channel, and a model may squeeze a batch of one away.
     """
-    found = []
+    unit_samples = []
     for size in sizes:
         is_needed = size > 1 or sizes[-1] == 1
         try:
             unit_sample = make(size)
             if not is_needed:
                 _try(unit_sample)
-        except Exception:  # whatever a model makes of one sample
+        except Exception:  # a model may raise anything for one sample
             if is_needed:
                 raise
             continue
-        found.append(unit_sample)
-    return found
+        unit_samples.append(unit_sample)
+    return unit_samples
 
 
 def _try(unit_sample: UnitSample) -> None:
-    """Runs copies of the units once, on the CPU, of those that are alike one; raises what they raise."""
+    """Runs a copy of each distinct unit once on the CPU; lets its exceptions pass."""
     cpu = torch.device("cpu")
     value, targets = moved(unit_sample.inputs, cpu), moved(unit_sample.targets, cpu)
     known: dict[Hashable, Any] = {}
     for index, (_, module) in enumerate(unit_sample.units):
         head = unit_sample.head(index, targets)
-        key = (likeness(module, value), head is None, index == 0)
+        key = (unit_key(module, value), head is None, index == 0)
         if key not in known:
-            own = copy.deepcopy(module).to(cpu)
-            known[key] = detached(run_step(own, value, head, index == 0, _Unmeasured()))
+            unit = copy.deepcopy(module).to(cpu)
+            known[key] = detached(run_step(unit, value, head, index == 0, _Unmeasured()))
         value = known[key]
 
 
 class _Unmeasured:
-    """A meter that notes nothing."""
+    """A meter that records nothing."""
 
     def part(self, name: str) -> AbstractContextManager[None]:  # noqa: ARG002
-        """Lets a part run."""
+        """Runs a part unmeasured."""
         return nullcontext()

@@ -1,7 +1,7 @@
-"""One unit's share of a training step, part by part: what is run is decided here, what is noted of it by a meter.
+"""Runs one unit's training step, part by part; a meter decides what is recorded.
 
-The parts are those that programs name: a forward and its whole backward; then a forward again, and both halves
-of its backward apart, each asked of autograd alone.
+The parts are those that programs name: forward and backward; then the forward again, and the backward's two halves,
+each requested from autograd separately.
 """
 
 from collections.abc import Callable
@@ -18,29 +18,29 @@ from pipedejavu.facts import InputError
 PARTS = ("forward", "backward", "recompute", "input_backward", "weight_backward")
 
 Head = Callable[[Any], Tensor]
-"""Takes what the last unit returns; returns the loss."""
+"""Takes the last unit's output; returns the loss."""
 
 
 class StepMeter(Protocol):
-    """Notes something of what runs."""
+    """Records something about each part of a step, such as its time."""
 
     def part(self, name: str) -> AbstractContextManager[None]:
-        """Notes what runs inside, under a name."""
+        """Records what runs inside the `with` block, under a name."""
 
 
 @dataclass(frozen=True)
 class _Forward:
     inputs: list[Tensor]
-    """The leaves whose gradients the unit before wants."""
+    """Leaves whose gradients the previous unit needs."""
     output: Any
     roots: list[Tensor]
     seeds: list[Tensor]
 
 
 def run_step(module: nn.Module, value: Any, head: Head | None, is_first: bool, meter: StepMeter) -> Any:
-    """Runs every part once and returns the unit's output. The first unit's inputs are samples, which need no gradient.
+    """Runs each part once and returns the unit's output; the first unit's inputs need no gradient.
 
-    A part that has nothing to do is left out.
+    A part without work is skipped.
     """
     weights = [p for p in module.parameters() if p.requires_grad]
     whole = _forward(module, value, head, is_first, meter, "forward")
@@ -59,11 +59,11 @@ def run_step(module: nn.Module, value: Any, head: Head | None, is_first: bool, m
 
 
 def run_several(module: nn.Module, value: Any, head: Head | None, is_first: bool, meter: StepMeter, count: int) -> None:
-    """Runs forwards one behind the other and then their backwards as one, as a step of so many such units does."""
-    leaves, given = zip(*(_inputs(value, is_first) for _ in range(count)), strict=True)
+    """Runs `count` forwards, then their backwards as one, like a step with that many such units."""
+    leaves, inputs = zip(*(_inputs(value, is_first) for _ in range(count)), strict=True)
     with meter.part("forward"):
-        found = [_run(module, each, head) for each in given]
-    ends = [_ends(*each) for each in zip(leaves, found, strict=True)]
+        results = [_run(module, each, head) for each in inputs]
+    ends = [_ends(*each) for each in zip(leaves, results, strict=True)]
     roots, seeds = ([t for end in ends for t in getattr(end, name)] for name in ("roots", "seeds"))
     if roots:
         with meter.part("backward"):
@@ -72,38 +72,38 @@ def run_several(module: nn.Module, value: Any, head: Head | None, is_first: bool
 
 
 def _forward(module: nn.Module, value: Any, head: Head | None, is_first: bool, meter: StepMeter, part: str) -> _Forward:
-    leaves, given = _inputs(value, is_first)
+    leaves, inputs = _inputs(value, is_first)
     with meter.part(part):
-        found = _run(module, given, head)
-    return _ends(leaves, found)
+        result = _run(module, inputs, head)
+    return _ends(leaves, result)
 
 
 def _inputs(value: Any, is_first: bool) -> tuple[list[Tensor], Any]:
-    """Returns leaves, and copies of them to be given to a unit: it may change what it is given in place."""
+    """Returns leaves, and copies of them to pass to a unit, which may change its inputs in place."""
     leaves = [t.detach().requires_grad_(has_gradient(t) and not is_first) for t in tensors_of(value)]
-    given = [leaf.clone() for leaf in leaves]
-    return leaves, tuple(given) if isinstance(value, tuple) else given[0]
+    copies = [leaf.clone() for leaf in leaves]
+    return leaves, tuple(copies) if isinstance(value, tuple) else copies[0]
 
 
-def _run(module: nn.Module, given: Any, head: Head | None) -> tuple[Any, list[Tensor]]:
-    """Returns a unit's output, and what its backward begins at."""
-    output = module(given)
+def _run(module: nn.Module, inputs: Any, head: Head | None) -> tuple[Any, list[Tensor]]:
+    """Returns a unit's output, and the tensors that its backward starts from."""
+    output = module(inputs)
     return output, tensors_of(head(output) if head else output)
 
 
-def _ends(leaves: list[Tensor], found: tuple[Any, list[Tensor]]) -> _Forward:
-    output, ends = found
+def _ends(leaves: list[Tensor], result: tuple[Any, list[Tensor]]) -> _Forward:
+    output, ends = result
     roots = [t for t in ends if t.requires_grad]
     return _Forward([t for t in leaves if t.requires_grad], output, roots, [torch.ones_like(t) for t in roots])
 
 
 def has_gradient(tensor: Tensor) -> bool:
-    """Whether a tensor is of a type that gradients have."""
+    """Whether a tensor's dtype can have gradients."""
     return tensor.is_floating_point() or tensor.is_complex()
 
 
 def tensors_of(value: Any) -> list[Tensor]:
-    """Returns a value's tensors; raises InputError for what units cannot hand on."""
+    """Returns a value's tensors; raises InputError if units cannot pass it on."""
     tensors = list(value) if isinstance(value, tuple) else [value]
     for tensor in tensors:
         if not isinstance(tensor, Tensor):
@@ -115,10 +115,10 @@ def tensors_of(value: Any) -> list[Tensor]:
 
 
 def detached(value: Any) -> Any:
-    """Returns a value that remembers nothing of how it was made."""
+    """Returns a value detached from its autograd graph."""
     return tuple(t.detach() for t in value) if isinstance(value, tuple) else value.detach()
 
 
 def moved(value: Any, device: torch.device) -> Any:
-    """Returns a tensor, or tuples, lists and dicts of them, on a device."""
+    """Returns a value with all its tensors moved to a device, in nested tuples, lists and dicts too."""
     return pytree.tree_map_only(Tensor, lambda tensor: tensor.to(device), value)

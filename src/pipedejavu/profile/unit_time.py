@@ -1,7 +1,7 @@
-"""Measures a model's units on devices of this machine: time, memory and boundary of each, at one microbatch or several.
+"""Measures a model's units on devices of this machine: time, memory and boundary size, at one or more microbatch sizes.
 
-Units that are alike are measured once. Everything runs on copies, so that what is measured (batch statistics, say)
-stays as it was.
+Equal units are measured once. Everything runs on copies, so that the model's state, such as batch statistics, does not
+change.
 """
 
 import copy
@@ -17,37 +17,37 @@ import torch
 from torch import Tensor, nn
 
 from pipedejavu.facts import Profile, Tie, Unit, UnitTime
-from pipedejavu.profile.dedup import likeness
+from pipedejavu.profile.dedup import unit_key
 from pipedejavu.profile.line_fit import fit_line
-from pipedejavu.profile.operator_count import Counted, count_step
+from pipedejavu.profile.operator_count import UnitWork, count_step
 from pipedejavu.profile.sequential import Units
 from pipedejavu.profile.unit_sample import UnitSample, has_same_units
 from pipedejavu.profile.unit_step import PARTS, Head, moved, run_several, run_step, tensors_of
 
 _FEWEST, _MOST, _ENOUGH_S = 3, 20, 0.25
-"""Passes that are timed: at least so many, and more of short ones, until they took so long together."""
-_MOST_ALIKE = 4
-"""Units that stand for others are timed for as many times as long, up to this: their errors count as often."""
+"""Number of timed passes: at least the first, at most the second, and enough to take this long together."""
+_MOST_EQUAL = 4
+"""A unit that stands for several is timed that many times as long, up to this factor: its error counts as often."""
 _ISSUED = {"cuda"}
-"""Types of devices that the host issues work to, and that run behind it."""
+"""Device types that run asynchronously from the host."""
 _WARM_UPS = {"cpu": 0, "cuda": 2}
-"""Beside the pass that counts. A GPU's first passes load kernels and choose algorithms."""
+"""Untimed passes after the one that counts; a GPU's first passes load kernels and choose algorithms."""
 _TURNS = {"cpu": 3, "cuda": 1}
-"""How often the timing goes through all units and sizes: a CPU that others share is slower for seconds, then faster."""
+"""How often the timing goes through all units and sizes: the speed of a shared CPU drifts over seconds."""
 
 _SUSTAINED_S = 2.0
-"""For how long a GPU runs without a pause: after a second or so it is as slow as its power lets it be."""
+"""How long a GPU runs without a pause; after about a second its power limit slows it down."""
 _TOGETHER = 4
-"""Units whose passes the host issues one behind the other, where there is room for what all of them save."""
+"""Units whose passes the host issues together, if the memory suffices for what all of them save."""
 _CYCLES_PER_S = 3e9
-"""More than any GPU has."""
+"""Above the clock rate of any GPU."""
 _CACHE_BYTES = 64 << 20
 """More than the caches of most cores hold."""
 
 Report = Callable[[str], None]
-"""Is told what is measured next."""
+"""Called with the name of what is measured next."""
 MakeUpdate = Callable[[Sequence[Tensor]], Callable[[], None]]
-"""Takes parameters; returns what updates them once."""
+"""Takes parameters; returns a function that updates them once."""
 
 
 def measure_profile(
@@ -60,82 +60,83 @@ def measure_profile(
 ) -> Profile:
     """Runs each unit forward and backward on a microbatch of each size, and its update, on a device of each kind.
 
-    `ties` are the full names of parameters that units share. Times are those of every size and the line through them;
-    bytes are those of the last. The units must be the same at all sizes.
+    `ties` are the full names of parameters that units share. The profile has the time at each size and the line through
+    them; bytes are those of the last size. The units must be the same at all sizes.
     """
-    assert all(has_same_units(unit_sample, unit_samples[-1]) for unit_sample in unit_samples)
-    times: list[dict[str, UnitTime]] = [{} for _ in unit_samples[-1].units]
-    found: list[Unit] = []
+    last = unit_samples[-1]
+    assert all(has_same_units(unit_sample, last) for unit_sample in unit_samples)
+    times: list[dict[str, UnitTime]] = [{} for _ in last.units]
+    units: list[Unit] = []
     drift: dict[str, float] = {}
     for kind, device in kinds.items():
-        rows = [_count_shot(unit_sample, device, make_update) for unit_sample in unit_samples]
-        turns = [_time_turn(rows, unit_samples, kind, device, report) for _ in range(_TURNS[device.type])]
+        measured = [_count_sample(unit_sample, device, make_update) for unit_sample in unit_samples]
+        turns = [_time_turn(measured, unit_samples, kind, device, report) for _ in range(_TURNS[device.type])]
         if device.type in _ISSUED:
-            factor = _slow_down(rows[-1], device)
-            for row in {id(row): row for row in rows[0]}.values():
-                row.issue_s = _issue_s(row, device)
+            factor = _slow_down(measured[-1], device)
+            for unit in {id(unit): unit for unit in measured[0]}.values():
+                unit.issue_s = _issue_s(unit, device)
         if len(turns) > 1:
             drift[kind] = stdev(turns) / fmean(turns)
-        for own, *same in zip(times, *rows, strict=True):
-            by_size = {unit_sample.samples: row.times for unit_sample, row in zip(unit_samples, same, strict=True)}
+        for unit_times, *same in zip(times, *measured, strict=True):
+            by_size = {unit_sample.samples: unit.times for unit_sample, unit in zip(unit_samples, same, strict=True)}
             lines = {part: fit_line({n: taken[part] for n, taken in by_size.items()}) for part in PARTS}
             if device.type in _ISSUED:
                 issue_s = same[0].issue_s
                 lines = {part: line.times(factor).replace(issue_s=issue_s[part]) for part, line in lines.items()}
-            own[kind] = UnitTime(update_s=same[-1].update_s).replace(**lines)
-        counted = [row.counted for row in rows[-1]]
-        found = [
-            describe(unit, module, own, behind, unit_samples[-1].samples)
-            for (unit, module), own, behind in zip(unit_samples[-1].units, counted, (*counted[1:], None), strict=True)
+            unit_times[kind] = UnitTime(update_s=same[-1].update_s).replace(**lines)
+        counted = [unit.counted for unit in measured[-1]]
+        units = [
+            describe(name, module, work, following, last.samples)
+            for (name, module), work, following in zip(last.units, counted, (*counted[1:], None), strict=True)
         ]
         if device.type == "cuda":
-            del rows, counted
-            torch.cuda.empty_cache()  # the workers are other processes, and need it
-    described = tuple(unit.replace(times=own) for unit, own in zip(found, times, strict=True))
-    return Profile(name=name, units=described, ties=describe_ties(ties, unit_samples[-1].units), drift=drift)
+            del measured, counted
+            torch.cuda.empty_cache()  # worker processes need the memory
+    described = tuple(unit.replace(times=unit_times) for unit, unit_times in zip(units, times, strict=True))
+    return Profile(name=name, units=described, ties=describe_ties(ties, last.units), drift=drift)
 
 
 def merge_profiles(profiles: Sequence[Profile]) -> Profile:
-    """Joins profiles of one model that were measured on different kinds of devices; bytes are those of the fullest."""
+    """Joins a model's profiles from several kinds of devices; bytes are those of the one that needs most memory."""
     fullest = max(profiles, key=lambda profile: sum(u.activation_bytes + u.backward_work_bytes for u in profile.units))
     units = []
     for unit, *same in zip(fullest.units, *(profile.units for profile in profiles), strict=True):
-        units.append(unit.replace(times={kind: times for own in same for kind, times in own.times.items()}))
+        units.append(unit.replace(times={kind: times for other in same for kind, times in other.times.items()}))
     batch = {kind: cost for profile in profiles for kind, cost in profile.batch.items()}
-    drift = {kind: part for profile in profiles for kind, part in profile.drift.items()}
+    drift = {kind: share for profile in profiles for kind, share in profile.drift.items()}
     return fullest.replace(units=tuple(units), batch=batch, drift=drift)
 
 
 def describe_ties(ties: Sequence[frozenset[str]], units: Units) -> tuple[Tie, ...]:
-    """Returns the profile's form of parameters that units share, in the order given."""
+    """Returns the parameters that units share as records of the profile, in the order given."""
     owned = [(u, n, p.nbytes) for u, m in units for n, p in m.named_parameters(prefix=u, remove_duplicate=False)]
-    found = []
+    records = []
     for names in ties:
-        homes = {unit: size for unit, full, size in owned if full in names}
-        found.append(Tie(units=tuple(homes), size_bytes=max(homes.values())))
-    return tuple(found)
+        sizes = {unit: size for unit, full, size in owned if full in names}
+        records.append(Tie(units=tuple(sizes), size_bytes=max(sizes.values())))
+    return tuple(records)
 
 
 @dataclass
-class _Row:
-    """What one unit takes on one device at one size, and all units that are like it."""
+class _MeasuredUnit:
+    """Measurements of one unit at one size on one device, which hold for all units equal to it."""
 
     name: str
     module: nn.Module
     value: Any
     head: Head | None
     is_first: bool
-    counted: Counted
+    counted: UnitWork
     times: dict[str, list[float]] = field(default_factory=lambda: {part: [] for part in PARTS})
     issue: dict[str, list[float]] = field(default_factory=lambda: {part: [] for part in PARTS})
-    """On a GPU: what the host took to issue them, each alone."""
+    """On a GPU: host time to issue each part of a unit alone."""
     issue_s: dict[str, float] = field(default_factory=dict)
-    """The same in a step of several units."""
+    """On a GPU: host time to issue each part within a step of several units."""
     update_s: float = 0.0
-    num_alike: int = 0
+    num_equal: int = 0
 
     def run(self, device: torch.device, enough_s: float, fewest: int) -> float:
-        """Times passes on a copy of the unit; returns what a forward and its backward take, for all that are alike."""
+        """Times passes on a copy of the unit; returns the time of forward and backward, summed over all equal units."""
         module, before = copy.deepcopy(self.module).to(device), len(self.times["forward"])
         issue_s = 0.0
         for _ in range(_WARM_UPS[device.type]):
@@ -149,68 +150,73 @@ class _Row:
             for part in PARTS:
                 self.times[part].append(watch.time_s(part))
                 self.issue[part].append(watch.host_s.get(part, 0.0))
-        return self.num_alike * sum(median(self.times[part][before:]) for part in ("forward", "backward"))
+        return self.num_equal * sum(median(self.times[part][before:]) for part in ("forward", "backward"))
 
 
-def _count_shot(unit_sample: UnitSample, device: torch.device, make_update: MakeUpdate) -> list[_Row]:
-    """Runs each unit once and counts; units that are alike have the same row."""
+def _count_sample(unit_sample: UnitSample, device: torch.device, make_update: MakeUpdate) -> list[_MeasuredUnit]:
+    """Runs each distinct unit once and counts its work; equal units share one record."""
     value, targets = moved(unit_sample.inputs, device), moved(unit_sample.targets, device)
-    known: dict[Hashable, _Row] = {}
-    rows = []
+    known: dict[Hashable, _MeasuredUnit] = {}
+    measured = []
     for index, (name, module) in enumerate(unit_sample.units):
         head = unit_sample.head(index, targets)
-        key = (likeness(module, value), head is None, index == 0)
+        key = (unit_key(module, value), head is None, index == 0)
         if key not in known:
-            own = copy.deepcopy(module).to(device)
-            known[key] = _Row(name, module, value, head, index == 0, count_step(own, value, head, index == 0))
-            known[key].update_s = _update_s([p.detach() for p in own.parameters() if p.requires_grad], make_update)
-            del own
-        known[key].num_alike += 1
-        rows.append(known[key])
+            unit = copy.deepcopy(module).to(device)
+            counted = count_step(unit, value, head, index == 0)
+            known[key] = _MeasuredUnit(name, module, value, head, index == 0, counted)
+            known[key].update_s = _update_s([p.detach() for p in unit.parameters() if p.requires_grad], make_update)
+            del unit
+        known[key].num_equal += 1
+        measured.append(known[key])
         value = known[key].counted.output
-    return rows
+    return measured
 
 
 def _time_turn(
-    rows: Sequence[Sequence[_Row]], unit_samples: Sequence[UnitSample], kind: str, device: torch.device, report: Report
+    measured: Sequence[Sequence[_MeasuredUnit]],
+    unit_samples: Sequence[UnitSample],
+    kind: str,
+    device: torch.device,
+    report: Report,
 ) -> float:
-    """Times every row of each size, and returns what all took that counts: a pass of the model at each size."""
+    """Times every distinct unit at each size; returns the time of one pass of the model, summed over the sizes."""
     turns, taken_s = _TURNS[device.type], 0.0
-    for own, unit_sample in zip(rows, unit_samples, strict=True):
-        for row in {id(row): row for row in own}.values():
-            report(f"{row.name} ({kind}, {unit_sample.samples} samples)")
-            taken_s += row.run(device, _ENOUGH_S * min(row.num_alike, _MOST_ALIKE) / turns, -(-_FEWEST // turns))
+    for units, unit_sample in zip(measured, unit_samples, strict=True):
+        for unit in {id(unit): unit for unit in units}.values():
+            report(f"{unit.name} ({kind}, {unit_sample.samples} samples)")
+            taken_s += unit.run(device, _ENOUGH_S * min(unit.num_equal, _MOST_EQUAL) / turns, -(-_FEWEST // turns))
     return taken_s
 
 
-def _slow_down(rows: Sequence[_Row], device: torch.device) -> float:
-    """Returns how many times as long passes take a GPU that has run for a while; those of the units that take most."""
-    row = max(rows, key=lambda row: row.num_alike * sum(map(median, row.times.values())))
-    expected_s, issue_s = (sum(map(median, taken.values())) for taken in (row.times, row.issue))
-    module, found = copy.deepcopy(row.module).to(device), []
+def _slow_down(units: Sequence[_MeasuredUnit], device: torch.device) -> float:
+    """Returns how much slower a GPU is under sustained load, as a factor, measured on the most expensive unit."""
+    unit = max(units, key=lambda unit: unit.num_equal * sum(map(median, unit.times.values())))
+    expected_s, issue_s = (sum(map(median, taken.values())) for taken in (unit.times, unit.issue))
+    module, sustained = copy.deepcopy(unit.module).to(device), []
     for _ in range(_FEWEST):
         start = time.perf_counter()
         while time.perf_counter() - start < _SUSTAINED_S / _FEWEST:
-            run_step(module, row.value, row.head, row.is_first, _Stopwatch(device))
+            run_step(module, unit.value, unit.head, unit.is_first, _Stopwatch(device))
         _occupy(device, issue_s)
         watch = _Stopwatch(device)
-        run_step(module, row.value, row.head, row.is_first, watch)
-        found.append(sum(map(watch.time_s, PARTS)))
-    return max(1.0, median(found) / expected_s)
+        run_step(module, unit.value, unit.head, unit.is_first, watch)
+        sustained.append(sum(map(watch.time_s, PARTS)))
+    return max(1.0, median(sustained) / expected_s)
 
 
-def _issue_s(row: _Row, device: torch.device) -> dict[str, float]:
-    """Returns what the host takes to issue each part of a unit among others: alone, all of it is cold each time."""
-    count = _TOGETHER if 2 * _TOGETHER * sum(row.counted.saved) < _free_bytes(device) else 1
-    module, watches = copy.deepcopy(row.module).to(device), []
+def _issue_s(unit: _MeasuredUnit, device: torch.device) -> dict[str, float]:
+    """Returns the host's time to issue each part of a unit among others; alone, its caches are cold each time."""
+    count = _TOGETHER if 2 * _TOGETHER * sum(unit.counted.saved) < _free_bytes(device) else 1
+    module, watches = copy.deepcopy(unit.module).to(device), []
     for _ in _repeats(_ENOUGH_S, _WARM_UPS[device.type] + _FEWEST):
         watch = _Stopwatch(device)
-        run_several(module, row.value, row.head, row.is_first, watch, count)
+        run_several(module, unit.value, unit.head, unit.is_first, watch, count)
         for part in watch.events:
-            watch.time_s(part)  # the next begins when the device is through
+            watch.time_s(part)  # the next pass starts when the device is idle
         watches.append(watch)
     warm = watches[_WARM_UPS[device.type] :]
-    alone = {part: median(found) for part, found in row.issue.items()}
+    alone = {part: median(times) for part, times in unit.issue.items()}
     forward, backward = (median(w.host_s.get(part, 0.0) for w in warm) / count for part in ("forward", "backward"))
     half = backward / alone["backward"] if alone["backward"] else 1.0
     halves = {part: half * alone[part] for part in ("input_backward", "weight_backward")}
@@ -218,7 +224,7 @@ def _issue_s(row: _Row, device: torch.device) -> dict[str, float]:
 
 
 def _free_bytes(device: torch.device) -> float:
-    """Returns the memory of a GPU that is free, or that its allocator has and does not use."""
+    """Returns a GPU's free memory, including what its allocator has cached."""
     if device.type != "cuda":
         return math.inf
     free_bytes, _ = torch.cuda.mem_get_info(device)
@@ -226,7 +232,7 @@ def _free_bytes(device: torch.device) -> float:
 
 
 def _repeats(enough_s: float, fewest: int) -> Iterator[int]:
-    """Counts passes until there are enough."""
+    """Yields pass numbers until there are at least `fewest` and they have taken `enough_s`."""
     start = time.perf_counter()
     for n in range(_MOST):
         if n >= fewest and time.perf_counter() - start > enough_s:
@@ -235,13 +241,13 @@ def _repeats(enough_s: float, fewest: int) -> Iterator[int]:
 
 
 def _occupy(device: torch.device, time_s: float) -> None:
-    """Keeps a GPU busy for so long at least: what is issued meanwhile runs without gaps."""
+    """Keeps a GPU busy for at least `time_s`, so that what is issued meanwhile runs without gaps."""
     if device.type == "cuda" and time_s:
         torch.cuda._sleep(round(time_s * _CYCLES_PER_S))  # type: ignore[no-untyped-call]
 
 
 class _Stopwatch:
-    """A meter of time: the device's, by events of the stream on a GPU, and the host's, which is the same on a CPU."""
+    """Measures time: a GPU's by stream events, and the host's, which is the device's on a CPU."""
 
     def __init__(self, device: torch.device):
         self.device = device
@@ -250,7 +256,7 @@ class _Stopwatch:
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
-        """Times what runs inside."""
+        """Times what runs inside the `with` block."""
         begin = self._event()
         start = time.perf_counter()
         yield
@@ -265,7 +271,7 @@ class _Stopwatch:
         return event
 
     def time_s(self, name: str) -> float:
-        """Returns what a part took the device, once it is through with it; nothing for a part that did not run."""
+        """Waits for a part to finish; returns its device time, or 0 if it did not run."""
         if name not in self.events:
             return 0.0
         begin, end = self.events[name]
@@ -275,8 +281,8 @@ class _Stopwatch:
         return float(begin.elapsed_time(end)) / 1000
 
 
-def describe(name: str, module: nn.Module, counted: Counted, behind: Counted | None, samples: int) -> Unit:
-    """Returns a unit's sizes; `behind` is what was counted of the next one, if there is one."""
+def describe(name: str, module: nn.Module, counted: UnitWork, following: UnitWork | None, samples: int) -> Unit:
+    """Returns a unit's sizes; `following` is the work of the next unit, or None for the last."""
     parameter_bytes = sum(p.nbytes for p in module.parameters())
     trained_bytes = sum(p.nbytes for p in module.parameters() if p.requires_grad)
     return Unit(
@@ -287,7 +293,7 @@ def describe(name: str, module: nn.Module, counted: Counted, behind: Counted | N
         gradient_bytes=trained_bytes,
         optimizer_bytes=2 * trained_bytes,
         activation_bytes=counted.saved_bytes / samples,
-        shared_bytes=min(counted.saved_output_bytes, behind.saved_input_bytes) / samples if behind else 0.0,
+        shared_bytes=min(counted.saved_output_bytes, following.saved_input_bytes) / samples if following else 0.0,
         forward_work_bytes=counted.forward_work_bytes / samples,
         backward_work_bytes=counted.backward_work_bytes / samples,
         parameter_parts=tuple(p.nbytes for p in module.parameters()),
@@ -298,7 +304,7 @@ def describe(name: str, module: nn.Module, counted: Counted, behind: Counted | N
 
 
 def _update_s(parameters: Sequence[Tensor], make_update: MakeUpdate) -> float:
-    """Times updates of a unit's parameters; on a CPU none is in a cache, as a whole step lies between two updates."""
+    """Times updates of a unit's parameters; flushes a CPU's caches in between, as the rest of a step does."""
     if not parameters:
         return 0.0
     update, device = make_update(parameters), parameters[0].device

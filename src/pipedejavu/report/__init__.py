@@ -1,7 +1,7 @@
-"""Timelines for people: a self-contained HTML page, and a trace for Perfetto; profiles as what training takes.
+"""Reports for people: timelines as a self-contained HTML page or a Perfetto trace, and profiles as memory needs.
 
-Owns how a timeline and the choices behind it are shown. Knows the records of `facts` and the text of an
-action; does not know how a plan is made, simulated or run, and writes no files.
+It decides how a timeline, and the choice of its plan, are shown. It knows the records of `facts` and the text of an
+action; it does not know how a plan is made, simulated or run, and writes no files.
 """
 
 from pipedejavu.report.compare import Comparison, compare

@@ -1,6 +1,6 @@
-"""What the page's scripts draw, as plain data: bars by worker and lane, and curves of memory.
+"""The data that the page's scripts draw: bars by worker and lane, and memory curves.
 
-Decides what is drawn (which bars, how many points), never how it looks.
+It decides what is drawn (which bars, how many points), not how it looks.
 """
 
 from itertools import groupby
@@ -12,7 +12,7 @@ from pipedejavu.report.label import KINDS, Label, describe, parse_label
 from pipedejavu.report.lane_order import COMPUTE, is_network, sort_lanes
 
 MAX_BARS = 20_000
-"""A browser still zooms smoothly over this many."""
+"""A browser still zooms smoothly with this many bars."""
 
 _MAX_POINTS = 20_000
 _MAX_CURVE_POINTS = 2_000
@@ -20,7 +20,7 @@ _NUM_SHADES = 4
 
 
 def chart_data(timeline: Timeline, max_bars: int = MAX_BARS) -> dict[str, Any]:
-    """Returns the data of both charts; beyond `max_bars`, the bars that start first are kept."""
+    """Returns the data of both charts; if there are more than `max_bars` bars, the earliest are kept."""
     spans = sorted((s for s in timeline.spans() if s.end_s > s.start_s), key=attrgetter("start_s"))
     drawn = spans[:max_bars]
     labels = {action: parse_label(action) for action in {s.action for s in drawn}}
@@ -40,9 +40,9 @@ def chart_data(timeline: Timeline, max_bars: int = MAX_BARS) -> dict[str, Any]:
 
 
 def chart_both(measured: Timeline, forecast: Timeline) -> dict[str, Any]:
-    """Returns the data of both charts for two timelines of one program, each worker's rows below each other.
+    """Returns the data of both charts for two timelines of one program, with each worker's rows below each other.
 
-    Memory over time is known of the forecast alone.
+    Only the forecast has memory over time.
     """
     one, two = (chart_data(timeline, MAX_BARS // 2) for timeline in (measured, forecast))
     for part in (*two["workers"], *two["memory"]):
@@ -65,7 +65,7 @@ def chart_both(measured: Timeline, forecast: Timeline) -> dict[str, Any]:
 
 
 def worker_name(number: int) -> str:
-    """Names a worker the same way everywhere on the page."""
+    """Returns a worker's name, the same everywhere on the page."""
     return f"Worker {number}"
 
 
@@ -75,13 +75,13 @@ def _workers(timeline: Timeline, spans: list[Span], labels: dict[str, Label]) ->
         number: list(group)
         for number, group in groupby(sorted(spans, key=attrgetter("worker")), key=attrgetter("worker"))
     }
-    found = []
+    rows = []
     for number in sorted(summaries.keys() | by_worker.keys()):
         summary = summaries.get(number)
-        own = by_worker.get(number, [])
-        shades = _shades(own, labels)
-        lanes = {COMPUTE} | {s.lane for s in own}
-        found.append(
+        worker_spans = by_worker.get(number, [])
+        shades = _shades(worker_spans, labels)
+        lanes = {COMPUTE} | {s.lane for s in worker_spans}
+        rows.append(
             {
                 "name": worker_name(number),
                 "device": summary.device if summary else "",
@@ -91,38 +91,38 @@ def _workers(timeline: Timeline, spans: list[Span], labels: dict[str, Label]) ->
                     {
                         "name": lane,
                         "role": "compute" if lane == COMPUTE else "net" if is_network(lane) else "local",
-                        "bars": [_bar(s, labels[s.action], shades) for s in own if s.lane == lane],
+                        "bars": [_bar(s, labels[s.action], shades) for s in worker_spans if s.lane == lane],
                     }
                     for lane in sort_lanes(lanes)
                 ],
             }
         )
-    return found
+    return rows
 
 
 def _shades(spans: list[Span], labels: dict[str, Label]) -> dict[tuple[int, int], int]:
-    """Gives neighbouring (replica, piece) pairs of one worker different shades."""
+    """Assigns different shades to neighbouring (replica, piece) pairs of one worker."""
     computed = [labels[s.action] for s in spans if s.lane == COMPUTE]
     pairs = {(x.replica or 0, x.piece) for x in computed if x.piece is not None}
     return {pair: rank % _NUM_SHADES for rank, pair in enumerate(sorted(pairs))}
 
 
 def _bar(span: Span, label: Label, shades: dict[tuple[int, int], int]) -> list[Any]:
-    """One bar as [action, kind, start_s, end_s, text inside, shade]."""
+    """Returns one bar as [action, kind, start_s, end_s, text inside, shade]."""
     inside = label.kind if label.microbatch is None else str(label.microbatch)
     shade = shades.get((label.replica or 0, label.piece if label.piece is not None else -1), 0)
     return [span.action, label.kind, _short(span.start_s), _short(span.end_s), inside, shade]
 
 
 def _classes(timeline: Timeline) -> list[str]:
-    """Lists the memory classes that are ever in use, known ones first."""
+    """Returns the memory classes that are in use at some time, known ones first."""
     curves = [c for w in timeline.workers for c in w.memory]
     used = {name for c in curves for name, sizes in c.classes.items() if any(sizes)}
     return [c for c in MEMORY_CLASSES if c in used] + sorted(used - set(MEMORY_CLASSES))
 
 
 def _memory(timeline: Timeline) -> list[dict[str, Any]]:
-    """Returns the curves that are not zero throughout, those nearest to their capacity first."""
+    """Returns the curves that are not all zero; of many workers, the fullest first."""
     pairs = [
         (w, curve)
         for w in timeline.workers
@@ -157,7 +157,7 @@ def _curve(worker: WorkerSummary, curve: MemoryCurve, num_points: int) -> dict[s
 
 
 def _thin(totals: list[float], num_points: int) -> list[int]:
-    """Picks at most about `num_points` indices: of each stretch the fullest moment, so that peaks stay."""
+    """Returns about `num_points` indices at most: the fullest moment of each interval, so that peaks stay."""
     if len(totals) <= num_points:
         return list(range(len(totals)))
     starts = range(0, len(totals), -(-len(totals) // num_points))
@@ -166,5 +166,5 @@ def _thin(totals: list[float], num_points: int) -> list[int]:
 
 
 def _short(time_s: float) -> float:
-    """Drops digits that no screen can show, to keep the page small."""
+    """Drops digits that a screen cannot show, to keep the page small."""
     return float(f"{time_s:.9g}")

@@ -1,4 +1,4 @@
-"""Two timelines of one program joined: what was predicted against what was measured, kind by kind."""
+"""Compares two timelines of one program: predicted against measured time, by worker and kind of action."""
 
 from collections import defaultdict
 from typing import NamedTuple
@@ -8,7 +8,7 @@ from pipedejavu.report.label import parse_label
 
 
 class Comparison(NamedTuple):
-    """What all actions of one kind on one worker take, in all."""
+    """Total time of all actions of one kind on one worker."""
 
     worker: int
     kind: str
@@ -18,14 +18,14 @@ class Comparison(NamedTuple):
 
     @property
     def ratio(self) -> float:
-        """How many times longer than predicted it took."""
+        """Measured over predicted time."""
         return self.measured_s / self.predicted_s if self.predicted_s else float("inf") if self.measured_s else 1.0
 
 
 def compare(predicted: Timeline, measured: Timeline) -> list[Comparison]:
-    """Joins two timelines on worker and action; what only one of them has counts as zero in the other.
+    """Joins two timelines by worker and kind; an action that only one of them has counts as zero in the other.
 
-    A receive is left out: it lasts as long as its worker waits, which is nobody's cost.
+    Receives are left out: they last as long as their worker waits, which is not a cost.
     """
     times: dict[tuple[int, str], list[float]] = defaultdict(lambda: [0.0, 0.0])
     counts: dict[tuple[int, str], int] = defaultdict(int)

@@ -1,4 +1,4 @@
-"""A timeline as a grid of characters: a row for each worker, a column for each slice of time."""
+"""A timeline as a grid of characters: a row per worker, a column per slice of time."""
 
 from pipedejavu.facts import Timeline
 from pipedejavu.report.label import parse_label
@@ -7,10 +7,10 @@ CHUNKS = "abcdefghijklmnopqrstuvwxyz"
 
 
 def render_grid(timeline: Timeline, max_columns: int = 40) -> str:
-    """Draws what the compute lanes do; a cell is one slice, of the length of the shortest action.
+    """Draws the compute lanes; a cell is one slice of time, as long as the shortest action.
 
-    A cell holds the action's kind and microbatch where it starts, and dots while it goes on; with several
-    pieces on a worker a letter says which. What does not fit in `max_columns` is cut and said so.
+    A cell shows the action's kind and microbatch at its start, and dots while it goes on; with several pieces on a
+    worker, a letter names the piece. Slices after `max_columns` are cut off, and their number is shown.
     """
     spans = [s for s in timeline.spans() if s.lane == "compute" and s.end_s > s.start_s]
     if not spans:
@@ -21,9 +21,9 @@ def render_grid(timeline: Timeline, max_columns: int = 40) -> str:
     pieces: dict[int, list[tuple[int, int]]] = {}
     for span in spans:
         label = parse_label(span.action)
-        mine = pieces.setdefault(span.worker, [])
-        if (home := (label.replica or 0, label.piece or 0)) not in mine:
-            mine.append(home)
+        seen = pieces.setdefault(span.worker, [])
+        if (pair := (label.replica or 0, label.piece or 0)) not in seen:
+            seen.append(pair)
     names: dict[int, list[str]] = {worker: [""] * columns for worker in sorted(pieces)}
     has_chunks = any(len(p) > 1 for p in pieces.values())
     for span in spans:

@@ -1,7 +1,7 @@
 """One self-contained HTML page about a timeline: assembled here, drawn by the scripts beside this file.
 
-Everything that is text is written, and escaped, here; the charts travel as JSON. The page asks for nothing
-from outside, and its content policy forbids any script but its own.
+All text is written and escaped here; the charts' data is embedded as JSON. The page loads nothing from outside, and its
+content security policy allows only its own script.
 """
 
 import base64
@@ -33,8 +33,8 @@ def render_html(
 ) -> str:
     """Returns the page; `axes` maps each axis to its value, `decisions` are (axis, choice, reason).
 
-    `choices` are the plans among which the timeline's was chosen, `forecast` is what was predicted of a timeline that
-    was measured, and `story` what happened in the whole run.
+    `choices` are the plans that were considered, `forecast` is the predicted timeline of a measured one, and `story` is
+    the course of the whole run.
     """
     style = _read("page.css")
     script = "".join(_read(name) for name in _SCRIPTS)
@@ -58,7 +58,7 @@ def _read(name: str) -> str:
 
 
 def _policy(style: str, script: str) -> str:
-    """Allows exactly this style and this script, and no request at all."""
+    """Returns a content security policy that allows exactly this style and script, and no requests."""
 
     def source(text: str) -> str:
         digest = base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()

@@ -1,7 +1,7 @@
-"""Reads the text of an action for display: its parts, and what it does in words.
+"""Parses the text of an action for display: its parts, and a description in words.
 
-Tolerant where the program's own parser is strict: a page or a trace must open even when a timeline holds
-an action that this version does not know. Nothing here decides whether an action is legal.
+Unlike the program's own parser it is tolerant: a page or trace must open even if a timeline has an action that this
+version does not know. It does not check whether an action is legal.
 """
 
 import re
@@ -23,10 +23,10 @@ KINDS = {
     "FETCH": "fetch",
     "DROP": "drop",
 }
-"""Every kind of action that is known, in the order in which people read them, with its name."""
+"""Name of each known kind of action, in the order of display."""
 
 UNKNOWN = "?"
-"""The kind of an action whose text cannot be read."""
+"""The kind of an action whose text cannot be parsed."""
 
 _VERBS = {
     "F": "computes the forward",
@@ -74,7 +74,7 @@ _ACTION = re.compile(
 
 
 class Label(NamedTuple):
-    """The parts of an action's text; a part that is missing, or unreadable, is None or empty."""
+    """The parts of an action's text; a missing or unreadable part is None or empty."""
 
     kind: str
     what: str = ""
@@ -86,7 +86,7 @@ class Label(NamedTuple):
 
 
 def parse_label(action: str) -> Label:
-    """Splits an action's text into its parts; text that cannot be read has the kind UNKNOWN."""
+    """Splits an action's text into its parts; text that cannot be parsed has the kind UNKNOWN."""
     match = _ACTION.fullmatch(action)
     if not match:
         return Label(UNKNOWN)
@@ -106,7 +106,7 @@ def parse_label(action: str) -> Label:
 
 
 def describe(label: Label) -> str:
-    """Says in words what an action does: 'computes the forward of piece 2, microbatch 5, …'."""
+    """Returns what an action does in words: 'computes the forward of piece 2, microbatch 5, …'."""
     if label.kind not in KINDS:
         return "an action that this version cannot describe"
     words = _VERBS[label.kind]

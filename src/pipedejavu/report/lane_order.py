@@ -1,4 +1,4 @@
-"""The order in which the lanes of a worker are shown: what computes, what copies, what talks."""
+"""The order in which a worker's lanes are shown: compute, then copies, then network."""
 
 from collections.abc import Iterable
 
@@ -8,12 +8,12 @@ _NETWORK = ("net>", "net<", "net*", "net")
 
 
 def is_network(lane: str) -> bool:
-    """Tells whether a lane moves data between workers."""
+    """Whether a lane moves data between workers."""
     return lane.startswith("net")
 
 
 def sort_lanes(lanes: Iterable[str]) -> list[str]:
-    """Sorts lane names: compute, copies, host, unknown ones, sends, receives, collectives."""
+    """Sorts lane names: compute, copies, host, unknown lanes, sends, receives, collectives."""
     return sorted(lanes, key=_rank)
 
 

@@ -1,7 +1,6 @@
-"""A timeline as compact Chrome JSON, which Perfetto and chrome://tracing open.
+"""A timeline as compact Chrome trace JSON, which Perfetto and chrome://tracing open.
 
-One process for each worker, one thread for each of its lanes, counters for its memory. Knows the format of
-a trace and nothing of how a program came to be.
+Each worker is a process, each of its lanes a thread, and its memory a counter. This file knows only the trace format.
 """
 
 from collections.abc import Iterator
@@ -15,7 +14,7 @@ Event = dict[str, Any]
 
 
 def render_trace(timeline: Timeline) -> str:
-    """Returns the trace as JSON text: {"traceEvents": […]}, times in microseconds."""
+    """Returns the trace as JSON text: {"traceEvents": […]}, with times in microseconds."""
     threads = _number_threads(timeline)
     events = [
         *(event for worker in timeline.workers for event in _name_process(worker)),
@@ -28,7 +27,7 @@ def render_trace(timeline: Timeline) -> str:
 
 
 def _number_threads(timeline: Timeline) -> dict[tuple[int, str], int]:
-    """Numbers the lanes of each worker from 1, compute first; some viewers take thread 0 for the process."""
+    """Numbers the lanes of each worker from 1, compute first; some viewers treat thread 0 as the process."""
     lanes: dict[int, set[str]] = {}
     for worker, lane in set(zip(timeline.worker, timeline.lane, strict=True)):
         lanes.setdefault(worker, set()).add(lane)
@@ -78,7 +77,7 @@ def _actions(timeline: Timeline, threads: dict[tuple[int, str], int]) -> Iterato
 
 
 def _memory(worker: int, curve: MemoryCurve) -> Iterator[Event]:
-    order = {name: place for place, name in enumerate(MEMORY_CLASSES)}
+    order = {name: index for index, name in enumerate(MEMORY_CLASSES)}
     names = sorted((n for n, sizes in curve.classes.items() if any(sizes)), key=lambda n: order.get(n, 99))
     if not names:
         return
@@ -93,5 +92,5 @@ def _memory(worker: int, curve: MemoryCurve) -> Iterator[Event]:
 
 
 def _microseconds(time_s: float) -> float:
-    """Rounds to whole nanoseconds, which viewers count in, so that neighbours meet and never overlap."""
+    """Returns microseconds rounded to whole nanoseconds, as viewers count them, so that neighbours never overlap."""
     return round(time_s * 1e6, 3)

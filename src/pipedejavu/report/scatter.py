@@ -1,6 +1,6 @@
-"""Plans on a plane of time and memory, with the front of those that no other beats in both; drawn without a script.
+"""A scatter plot of plans by time and memory, with their Pareto front; drawn without a script.
 
-Places are parts of the plane's width and height, so that the text keeps its size on any screen.
+Positions are percentages of the plot's width and height, so that text keeps its size on any screen.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,7 +15,7 @@ from pipedejavu.report.table import Cell, render_table
 _NUM_TICKS = 5
 _HEIGHT = 280
 _WIDE = 3.0
-"""Times the least from which the axis of time is a logarithmic one."""
+"""Ratio of the largest to the smallest time from which the time axis is logarithmic."""
 
 
 class Choice(NamedTuple):
@@ -23,26 +23,26 @@ class Choice(NamedTuple):
 
     name: str
     time_s: float
-    """For a sample: updates may be of other sizes."""
+    """Time per sample, since plans may differ in the size of an update."""
     share: float
-    """Of its memory, what the fullest device needs."""
+    """Share of its memory that the fullest device needs."""
     memory: str
     bound: str
     is_winner: bool = False
 
 
 def find_front(choices: Sequence[Choice]) -> list[int]:
-    """Returns the numbers of the choices that no other beats in time and memory, the fastest first."""
-    found, least = [], float("inf")
+    """Returns the indices of the Pareto-optimal choices in time and memory, the fastest first."""
+    front, least = [], float("inf")
     for index in sorted(range(len(choices)), key=lambda n: (choices[n].time_s, choices[n].share)):
         if choices[index].share < least:
-            found.append(index)
+            front.append(index)
             least = choices[index].share
-    return found
+    return front
 
 
 def render_choices(choices: Sequence[Choice]) -> str:
-    """Returns the section of all choices: the plane, and a table with the numbers of its points."""
+    """Returns the section with all choices: the plot, and a table with the numbers of its points."""
     front = find_front(choices)
     rows = [
         [
@@ -67,11 +67,11 @@ def render_choices(choices: Sequence[Choice]) -> str:
 
 
 def _plane(choices: Sequence[Choice], front: Sequence[int]) -> str:
-    place, ticks = _axis([choice.time_s for choice in choices])
+    position, ticks = _axis([choice.time_s for choice in choices])
     top = 1.08 * max(choice.share for choice in choices) or 1.0
 
     def x(time_s: float) -> str:
-        return f"{100 * place(time_s):.2f}%"
+        return f"{100 * position(time_s):.2f}%"
 
     def y(share: float) -> str:
         return f"{100 - 100 * share / top:.2f}%"
@@ -98,10 +98,10 @@ def _plane(choices: Sequence[Choice], front: Sequence[int]) -> str:
 
 
 def _axis(times: Sequence[float]) -> tuple[Callable[[float], float], list[float]]:
-    """Returns where a time is as a part of the width, with some room on both sides, and the times to write there."""
+    """Returns a function from times to positions between 0 and 1, with a margin on both sides, and the tick times."""
     if 0 < _WIDE * min(times) < max(times):
-        spare = (max(times) / min(times)) ** (1 / 8)
-        left, right = min(times) / spare, max(times) * spare
+        margin = (max(times) / min(times)) ** (1 / 8)
+        left, right = min(times) / margin, max(times) * margin
         decades = range(floor(log10(left)), ceil(log10(right)))
         ticks = [n * 10.0**k for k in decades for n in (1, 2, 5) if left <= n * 10.0**k <= right]
         return lambda time_s: log10(time_s / left) / log10(right / left), ticks

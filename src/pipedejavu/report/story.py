@@ -1,6 +1,6 @@
-"""What happened in a run, step by step: curves of loss and rate, and a table of events; drawn without a script.
+"""The course of a run, step by step: curves of loss and throughput, and a table of events; drawn without a script.
 
-Places are parts of the plane's width and height, so that the text keeps its size on any screen.
+Positions are percentages of the plot's width and height, so that text keeps its size on any screen.
 """
 
 from collections.abc import Sequence
@@ -17,15 +17,15 @@ _BOX = 1000
 
 
 class Story(NamedTuple):
-    """A run, as its metrics tell it."""
+    """The course of a run, from its metrics."""
 
     losses: Sequence[tuple[int, float]]
-    """By step."""
+    """Loss by step."""
     rates: Sequence[tuple[int, float]]
     """Samples per second, by step."""
     forecast_rate: float | None
     events: Sequence[tuple[int, str, str]]
-    """Behind which step, of which kind, and what it says."""
+    """The step that the event follows, its kind, and its text."""
 
 
 def render_story(story: Story) -> str:
@@ -85,7 +85,7 @@ def _plane(points: Sequence[tuple[int, float]], unit: str, forecast: float | Non
 
 
 def _thin(points: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
-    """Returns at most so many points as a screen can show: of each stretch its last step and its mean."""
+    """Returns at most as many points as a screen can show: the last step and the mean of each interval."""
     stretch = -(-len(points) // _MAX_POINTS)
     groups = [points[start : start + stretch] for start in range(0, len(points), stretch)]
     return [(group[-1][0], sum(value for _, value in group) / len(group)) for group in groups]
@@ -105,4 +105,4 @@ def _events(events: Sequence[tuple[int, str, str]]) -> str:
     said = "; ".join(words)
     text = f'<p class="note">{escape(said[:1].upper() + said[1:])}.</p>' if said else ""
     rows = [[Cell(f"{step}", head=True), Cell(kind), Cell(about)] for step, kind, about in others[-_MAX_EVENTS:]]
-    return text + (render_table(("Behind step", "Event", "What it says"), rows, "reasons") if rows else "")
+    return text + (render_table(("After step", "Event", "What it says"), rows, "reasons") if rows else "")

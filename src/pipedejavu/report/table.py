@@ -1,4 +1,4 @@
-"""The page's tables as HTML text, escaped; a table turns into cards on a narrow screen."""
+"""The page's tables as escaped HTML; a table turns into cards on a narrow screen."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
@@ -19,23 +19,23 @@ _WORKER_HEADS = (
 
 
 class Cell(NamedTuple):
-    """One cell: its text, and optionally a drawing (trusted markup) that follows the text."""
+    """One cell: its text, and optionally a drawing (trusted markup) after the text."""
 
     text: str
     drawing: str = ""
     head: bool = False
-    """Names the row."""
+    """Whether the cell names its row."""
 
 
 def render_table(heads: Sequence[str], rows: Iterable[Sequence[Cell]], style: str) -> str:
-    """Returns a table with the class `style`; each cell repeats its column's head for narrow screens."""
+    """Returns a table of CSS class `style`; each cell repeats its column's head for narrow screens."""
     head = "".join(f'<th scope="col">{escape(h)}</th>' for h in heads)
     body = "".join(f"<tr>{''.join(map(_cell, heads, row))}</tr>" for row in rows)
     return f'<table class="{style}"><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>'
 
 
 def worker_table(timeline: Timeline) -> str:
-    """Returns the table of workers: how busy, how full, how far ahead."""
+    """Returns the table of workers: busy time, peak memory, live microbatches and weight versions."""
     rows = [_worker_row(worker, timeline.makespan_s) for worker in timeline.workers]
     return render_table(_WORKER_HEADS, rows, "workers")
 
@@ -60,29 +60,29 @@ def _worker_row(worker: WorkerSummary, makespan_s: float) -> list[Cell]:
 
 
 def _peaks(worker: WorkerSummary) -> str:
-    """Draws the peak of each of the worker's memories: its size, a strip, and its split in words."""
+    """Draws the peak of each of a worker's memories: its size, a strip, and its split in words."""
     used = [curve for curve in worker.memory if curve.peak_bytes]
     if not used:
         return escape(format_bytes(worker.peak_bytes)) if worker.peak_bytes else "–"
-    found = []
+    peaks = []
     for curve in used:
         split = _sorted_split(curve.peak_classes)
         total = f"{format_bytes(curve.peak_bytes)} {curve.memory}"
         words = " · ".join(f"{name} {format_bytes(size)}".replace(" ", "\N{NO-BREAK SPACE}") for name, size in split)
-        found.append(
+        peaks.append(
             f'<div class="peak"><span>{escape(total)}</span>{_strip(split, curve.peak_bytes)}'
             f"<small>{escape(words)}</small></div>"
         )
-    return "".join(found)
+    return "".join(peaks)
 
 
 def _sorted_split(classes: Mapping[str, float]) -> list[tuple[str, float]]:
-    order = {name: place for place, name in enumerate(MEMORY_CLASSES)}
+    order = {name: index for index, name in enumerate(MEMORY_CLASSES)}
     return sorted(((n, s) for n, s in classes.items() if s > 0), key=lambda item: order.get(item[0], len(order)))
 
 
 def _strip(parts: Iterable[tuple[str, float]], whole: float) -> str:
-    """Draws shares of a whole side by side; the text beside it says the same."""
+    """Draws shares of a whole side by side; the text beside the strip says the same."""
     drawn, left = "", 0.0
     for name, size in parts:
         width = 100 * size / whole

@@ -1,4 +1,4 @@
-"""Checkpoints on disk: sharded safetensors with a hashed manifest, whole or not at all, and never a pickle."""
+"""Checkpoints on disk: sharded safetensors with a hashed manifest, written atomically, without pickles."""
 
 from pipedejavu.store.checkpoint import Checkpoint, is_sound
 from pipedejavu.store.checkpoint_dir import CheckpointDir

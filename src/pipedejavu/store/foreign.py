@@ -1,8 +1,8 @@
-"""Weights and state to and from the folders of others: Hugging Face's safetensors, and torch's DCP.
+"""Import and export of other formats: Hugging Face safetensors and torch.distributed.checkpoint (DCP).
 
-What comes in becomes a checkpoint like all others. A pickle is read only where the caller allows it, and then by
-readers that build tensors and torch's own records and nothing else: torch's `weights_only`, and for the metadata of
-DCP, which torch itself unpickles without a check, one of our own.
+Imported tensors become a checkpoint of step 0. Pickles are read only if the caller allows it, and only by readers that
+build nothing but tensors and torch's own records: torch's `weights_only`, and for DCP's metadata, which torch unpickles
+unchecked, a restricted unpickler of our own.
 """
 
 import io
@@ -44,11 +44,11 @@ _DCP_CLASSES = {
     "pathlib": {"PosixPath", "WindowsPath", "PurePosixPath"},
     "collections": {"OrderedDict"},
 }  # fmt: skip
-"""All that the metadata of DCP is made of."""
+"""The classes that DCP metadata may consist of."""
 
 
 def export_hf(checkpoint: Checkpoint, folder: str | Path, *, config: str | Path | None = None) -> Path:
-    """Writes a checkpoint's weights and buffers to a new folder as Hugging Face has them, with a `config.json`."""
+    """Writes weights and buffers to a new folder in Hugging Face's layout, with `config.json` if it is passed."""
     with _written_to(folder) as target:
         _write_hugging(checkpoint, target, config)
     return target
@@ -69,8 +69,8 @@ def _write_hugging(checkpoint: Checkpoint, target: Path, config: str | Path | No
     weight_map: dict[str, str] = {}
     for number, names in enumerate(shards, start=1):
         file = "model.safetensors" if count == 1 else f"model-{number:05}-of-{count:05}.safetensors"
-        write_shard(target / file, {_own_name(name): checkpoint.tensor(name) for name in names})
-        weight_map |= {_own_name(name): file for name in names}
+        write_shard(target / file, {_plain_name(name): checkpoint.tensor(name) for name in names})
+        weight_map |= {_plain_name(name): file for name in names}
     if count > 1:
         total = sum(entries[name].size_bytes for name in kept)
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
@@ -80,13 +80,13 @@ def _write_hugging(checkpoint: Checkpoint, target: Path, config: str | Path | No
 
 
 def import_hf(folder: str | Path, checkpoint_dir: str | Path, *, allow_pickle: bool = False) -> Checkpoint:
-    """Makes a checkpoint, of step 0, of the weights in a Hugging Face folder; those in a pickle only where allowed."""
+    """Makes a checkpoint of step 0 from a Hugging Face folder; reads pickles only with `allow_pickle`."""
     tensors = read_weights(folder, allow_pickle=allow_pickle)
     return _keep(checkpoint_dir, {f"weight/{name}": tensor for name, tensor in tensors.items()})
 
 
 def read_weights(source: str | Path, *, allow_pickle: bool = False) -> Tensors:
-    """Reads a file of safetensors, or all those of a folder; pickles only where allowed."""
+    """Reads a safetensors file, or all of a folder; reads pickles only with `allow_pickle`."""
     path = Path(source)
     if not path.exists():
         raise InputError(f"cannot read {path}: there is no such file or folder")
@@ -97,27 +97,27 @@ def read_weights(source: str | Path, *, allow_pickle: bool = False) -> Tensors:
 
 
 def export_dcp(checkpoint: Checkpoint, folder: str | Path) -> Path:
-    """Writes a checkpoint as torch.distributed.checkpoint does, under the names of its `get_state_dict`."""
+    """Writes a checkpoint in the format of torch.distributed.checkpoint, with the keys of `get_state_dict`."""
     model: Tensors = {}
     state: dict[str, Tensors] = {}
     for name in checkpoint.names():
-        kind, _, own = name.partition("/")
+        kind, _, plain_name = name.partition("/")
         if kind in ("weight", "buffer"):
-            model[own] = checkpoint.tensor(name)
+            model[plain_name] = checkpoint.tensor(name)
         elif kind == "state":
-            slot, _, parameter = own.partition("/")
+            slot, _, parameter = plain_name.partition("/")
             state.setdefault(parameter, {})[slot] = checkpoint.tensor(name)
     dcp: Any = import_module("torch.distributed.checkpoint")
     with _written_to(folder) as target, warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # that one process writes, which is what is asked for
+        warnings.simplefilter("ignore", UserWarning)  # torch warns that a single process writes
         dcp.save({"model": model, "optim": {"state": state}}, checkpoint_id=target, no_dist=True)
     return target
 
 
 def import_dcp(folder: str | Path, checkpoint_dir: str | Path, *, allow_pickle: bool = False) -> Checkpoint:
-    """Makes a checkpoint, of step 0, of a folder that torch.distributed.checkpoint wrote, optimizer state included.
+    """Makes a checkpoint of step 0 from a torch.distributed.checkpoint folder, including optimizer state.
 
-    Its files are pickles, which need to be allowed.
+    DCP files are pickles, so `allow_pickle` is required.
     """
     source = Path(folder)
     if not allow_pickle:
@@ -130,19 +130,19 @@ def import_dcp(folder: str | Path, checkpoint_dir: str | Path, *, allow_pickle: 
         tensors = dict(_assembled(source, metadata))
     except InputError:
         raise
-    except Exception as error:  # whatever a stranger's records say
+    except Exception as error:  # malformed metadata can raise anything
         raise InputError(f"cannot read {source}: its metadata does not fit its tensors ({error})") from None
     if not tensors:
         raise InputError(f"{source} has no tensors under 'model.'; save {{'model': model.state_dict()}}")
     return _keep(checkpoint_dir, tensors)
 
 
-def _own_name(name: str) -> str:
+def _plain_name(name: str) -> str:
     return name.partition("/")[2]
 
 
 def _native_name(full: str) -> str | None:
-    """Returns the name of a tensor of DCP in a checkpoint, or None for what has no place there."""
+    """Returns the checkpoint's name for a DCP tensor, or None if checkpoints do not hold such a tensor."""
     kind, _, rest = full.partition(".")
     if kind == "model":
         return f"weight/{rest}"
@@ -153,7 +153,7 @@ def _native_name(full: str) -> str | None:
 
 @contextmanager
 def _written_to(folder: str | Path) -> Iterator[Path]:
-    """Makes a new folder to write to; raises InputError where the system refuses that, or what is written to it."""
+    """Creates the folder to write to; turns an OSError while it is written into an InputError."""
     path = Path(folder)
     try:
         if path.exists() and (not path.is_dir() or any(path.iterdir())):
@@ -176,12 +176,12 @@ def _hugging_files(source: Path, allow_pickle: bool) -> list[Path]:
         if outside:
             raise InputError(f"{source / _INDEX} names the file {outside[0]!r}, which is not in the folder")
         return [source / name for name in names]
-    found = sorted(source.glob("*.safetensors"))
+    files = sorted(source.glob("*.safetensors"))
     pickles = sorted(source.glob("pytorch_model*.bin"))
-    if found or not pickles:
-        if not found:
+    if files or not pickles:
+        if not files:
             raise InputError(f"{source} has no file *.safetensors")
-        return found
+        return files
     if not allow_pickle:
         raise InputError(
             f"{source} has its weights in the pickle {pickles[0].name}; pass allow_pickle=True if you know where it"
@@ -196,34 +196,34 @@ def _read_safetensors(path: Path) -> Tensors:
         return load_file(path)
     except OSError as error:
         raise InputError(f"cannot read {path}: {error.strerror or error}") from None
-    except (SafetensorError, ValueError, TypeError, RuntimeError, MemoryError) as error:  # odd shapes and sizes
+    except (SafetensorError, ValueError, TypeError, RuntimeError, MemoryError) as error:  # unusual shapes and sizes
         raise InputError(f"cannot read {path}: {error}") from None
 
 
 def _read_pickle(path: Path) -> Tensors:
-    found = _load_safely(io.BytesIO(read_file(path, _MOST_PICKLE_BYTES)), path)
-    if not isinstance(found, dict):
-        raise InputError(f"cannot read {path}: it holds a {type(found).__name__}, not tensors by name")
-    return {str(name): tensor for name, tensor in found.items() if isinstance(tensor, torch.Tensor)}
+    contents = _load_safely(io.BytesIO(read_file(path, _MOST_PICKLE_BYTES)), path)
+    if not isinstance(contents, dict):
+        raise InputError(f"cannot read {path}: it holds a {type(contents).__name__}, not tensors by name")
+    return {str(name): tensor for name, tensor in contents.items() if isinstance(tensor, torch.Tensor)}
 
 
 def _load_safely(data: io.BytesIO, path: Path) -> Any:
     try:
         return torch.load(data, map_location="cpu", weights_only=True)
-    except Exception as error:  # whatever a stranger's bytes make of it
+    except Exception as error:  # malformed files can raise anything
         text = str(error).partition("\n")[0]
         raise InputError(f"cannot read {path}: it holds more than tensors, or is broken ({text})") from None
 
 
 class _DcpReader(pickle._Unpickler):
-    """Builds the records of DCP's metadata, and refuses all else.
+    """Builds the records of DCP's metadata, and refuses any other class.
 
-    The unpickler that is written in C would take memory for as many memos as a number in the file says.
+    It uses the unpickler written in Python: the C one allocates as many memo slots as a number in the file says.
     """
 
     def find_class(self, module: str, name: str) -> Any:
-        """Returns a class of the list."""
-        # As a pickle of another version of Python may write it.
+        """Returns a class if it is in the list; raises UnpicklingError otherwise."""
+        # Some versions of Python pickle paths under a submodule of pathlib.
         known = _DCP_CLASSES.get("pathlib" if module.startswith("pathlib.") else module, set())
         if name not in known:
             raise pickle.UnpicklingError(f"it asks for {module}.{name}")
@@ -235,35 +235,35 @@ def _read_metadata(path: Path) -> Any:
         return _DcpReader(io.BytesIO(read_file(path, _MOST_METADATA_BYTES))).load()
     except InputError:
         raise
-    except Exception as error:  # whatever a stranger's bytes make of it
+    except Exception as error:  # malformed files can raise anything
         raise InputError(f"cannot read {path}: it is no metadata of torch.distributed.checkpoint ({error})") from None
 
 
 def _assembled(source: Path, metadata: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields the tensors that have a place in a checkpoint, each put together from its parts."""
+    """Yields the tensors that checkpoints hold, each assembled from its chunks."""
     for full, form in metadata.state_dict_metadata.items():
         name = _native_name(full)
         if name is None or not hasattr(form, "chunks"):
             continue
-        parts = list(_chunks(source, metadata, full))
-        count, found = prod(form.size), sum(data.numel() for _, data in parts)
-        if count != found:  # before memory is taken for what is not there
-            raise InputError(f"cannot read {source}: '{full}' has {count} elements, and its parts have {found}")
+        chunks = list(_chunks(source, metadata, full))
+        count, num_stored = prod(form.size), sum(data.numel() for _, data in chunks)
+        if count != num_stored:  # checked before memory is allocated
+            raise InputError(f"cannot read {source}: '{full}' has {count} elements, and its chunks have {num_stored}")
         whole = torch.empty(form.size, dtype=form.properties.dtype)
-        for place, data in parts:
-            whole[tuple(slice(start, start + size) for start, size in zip(place, data.shape, strict=True))] = data
+        for offset, data in chunks:
+            whole[tuple(slice(start, start + size) for start, size in zip(offset, data.shape, strict=True))] = data
         yield name, whole
 
 
 def _chunks(source: Path, metadata: Any, full: str) -> Iterator[tuple[tuple[int, ...], torch.Tensor]]:
-    """Yields the parts of a tensor with the place of their first element."""
+    """Yields the chunks of a tensor with the offset of their first element."""
     for index, where in metadata.storage_data.items():
         if index.fqn == full:
             path = source / Path(where.relative_path).name
             try:
                 with open_file(path) as file:
                     file.seek(where.offset)
-                    size = min(where.length, os.fstat(file.fileno()).st_size)  # which is read at once
+                    size = min(where.length, os.fstat(file.fileno()).st_size)  # the length in the metadata may be wrong
                     data = _load_safely(io.BytesIO(file.read(size)), path)
             except OSError as error:
                 raise InputError(f"cannot read {path}: {error.strerror}") from None
@@ -271,18 +271,18 @@ def _chunks(source: Path, metadata: Any, full: str) -> Iterator[tuple[tuple[int,
 
 
 def _keep(checkpoint_dir: str | Path, tensors: Tensors) -> Checkpoint:
-    """Puts tensors on a shelf, as a checkpoint of step 0."""
-    own = CheckpointDir(checkpoint_dir)
-    if own.has_traces:
-        raise InputError(f"{own.path} holds checkpoints already; choose another folder")
-    own.discard(0)
-    parts: list[Tensors] = [{}]
+    """Writes tensors to a new checkpoint directory, as a checkpoint of step 0."""
+    target = CheckpointDir(checkpoint_dir)
+    if target.has_traces:
+        raise InputError(f"{target.path} holds checkpoints already; choose another folder")
+    target.discard(0)
+    shards: list[Tensors] = [{}]
     for name, tensor in tensors.items():
-        if parts[-1] and sum(t.nbytes for t in parts[-1].values()) + tensor.nbytes > SHARD_BYTES:
-            parts.append({})
-        parts[-1][name] = tensor
-    draft = own.draft(0)
-    names = [shard_name(number) for number in range(len(parts))]
-    written = merged({name: write_shard(draft / name, part) for name, part in zip(names, parts, strict=True)})
+        if shards[-1] and sum(t.nbytes for t in shards[-1].values()) + tensor.nbytes > SHARD_BYTES:
+            shards.append({})
+        shards[-1][name] = tensor
+    staging = target.staging_dir(0)
+    names = [shard_name(number) for number in range(len(shards))]
+    written = merged({name: write_shard(staging / name, shard) for name, shard in zip(names, shards, strict=True)})
     about = Manifest(schema_version=SCHEMA_VERSION, step=0, samples=0, parts=written[0], tensors=written[1])
-    return Checkpoint(own.commit(0, about))
+    return Checkpoint(target.commit(0, about))

@@ -1,8 +1,8 @@
-"""The saver of a rank: writes its part of each checkpoint beside training; the first rank's completes them.
+"""Writes checkpoints in the background while training goes on: each rank its shard file, rank 0 also the manifest.
 
-Ranks tell each other by way of a store what they have written, so that only the first rank's saver waits. What cannot
-be written costs a checkpoint and not the run: it is told in a sentence, what was there before stays, and training goes
-on. The last checkpoint of a run has no next one: it is tried again for a while, and then written elsewhere.
+Ranks report what they wrote through a key-value store, so that only rank 0's saver waits for the others. If a write
+fails the run loses that checkpoint and goes on: the reason is reported, and earlier checkpoints stay. The last
+checkpoint of a run is retried for a while, and then written to another disk.
 """
 
 import json
@@ -24,18 +24,18 @@ from pipedejavu.store.manifest import SCHEMA_VERSION, CheckpointError, Manifest,
 from pipedejavu.store.shard_file import Tensors, is_storable, write_shard
 
 PATIENCE_S = 10.0
-"""How long a disk that refuses the last checkpoint is asked again; less than a run that must stop is given."""
+"""How long the last checkpoint is retried; shorter than the time that a stopping run is given."""
 RETRY_S = 0.5
 SLOW_S = 30.0
-"""After how long a checkpoint that is being written is told of, and another one that is due is left out."""
+"""After how long a slow save is reported, and the next checkpoint is skipped."""
 _LOOK_S = 0.01
-"""How often the first rank's saver looks whether the others have written."""
+"""How often rank 0 polls for the reports of the other ranks."""
 
 _PATIENCE_S = 10.0
-"""How long a rank that has failed waits for the others to end a checkpoint."""
+"""How long a failed rank waits for the others to complete a checkpoint."""
 
 About = Callable[[], Mapping[str, Any]]
-"""Returns the fields of a manifest that are not of its tensors; asked when all of them are on the disk."""
+"""Returns the manifest's fields other than its files and tensors; called when all tensors are on disk."""
 
 
 def _nowhere(size_bytes: int) -> Path:
@@ -43,7 +43,7 @@ def _nowhere(size_bytes: int) -> Path:
 
 
 class Saver:
-    """One rank's part in the checkpoints of a run, one checkpoint at a time."""
+    """Writes one rank's shard file of each checkpoint, one checkpoint at a time."""
 
     def __init__(
         self,
@@ -55,10 +55,10 @@ class Saver:
         note: Callable[[dict[str, Any]], None] = lambda _: None,
         elsewhere: Callable[[int], Path] = _nowhere,
     ):
-        """Takes the shelf that all ranks see, and how they tell each other: a store, and how many they are.
+        """Takes the checkpoint directory that all ranks share, and in `board` their key-value store and number.
 
-        `tell` is given sentences for the user, `note` a row for the metrics of each checkpoint. `elsewhere` returns a
-        folder on another disk with room for so many bytes, or raises OSError; the first rank asks for it.
+        `tell` receives messages for the user, `note` a row of metrics per checkpoint. `elsewhere` returns a folder on
+        another disk with the given number of bytes free, or raises OSError; only rank 0 calls it.
         """
         self.checkpoint_dir, self.rank, self.tell, self.note, self.elsewhere = (
             checkpoint_dir,
@@ -69,18 +69,18 @@ class Saver:
         )
         self.board, self.size = board or (HashStore(), 1)
         self.moved: dict[int, Path] = {}
-        """Where checkpoints are that were written elsewhere, by step."""
+        """Folders of checkpoints that were written to another disk, by step."""
         self._thread: threading.Thread | None = None
-        self._draft: Path | None = None
-        """Where the newest checkpoint is written."""
+        self._staging: Path | None = None
+        """Folder that the newest checkpoint is written to."""
         self._step, self._started_s = 0, 0.0
         self._left_out: list[tuple[int, str]] = []
-        """Steps that others may have written parts of, and why the first rank has not."""
+        """Checkpoints that rank 0 has skipped but other ranks may have written to, with the reason."""
 
     def save(self, step: int, tensors: Tensors, about: About, *, is_last: bool = False) -> None:
-        """Writes tensors, which are the saver's from now on, in a thread of its own.
+        """Writes tensors in a background thread; the saver owns them from here on.
 
-        Waits for the save before; if that takes too long this one is left out, unless it is the last.
+        Waits for the previous save; if that takes too long this checkpoint is skipped, unless it is the last.
         """
         for name, tensor in tensors.items():
             if not is_storable(tensor):
@@ -99,18 +99,18 @@ class Saver:
         if self._thread is not None:
             self._thread.join()
             self._thread = None
-        self._drop_parts()
+        self._remove_skipped()
 
     def finish(self) -> None:
-        """Waits some seconds at most for the checkpoint that was begun to be complete: this rank's end stops all."""
+        """Waits a few seconds for a started checkpoint to complete, since a rank that ends stops all ranks."""
         last_s = time.monotonic() + _PATIENCE_S
         if self._thread is not None:
             self._thread.join(_PATIENCE_S)
-        while self._draft is not None and self._draft.exists() and time.monotonic() < last_s:
+        while self._staging is not None and self._staging.exists() and time.monotonic() < last_s:
             time.sleep(_LOOK_S)
 
     def _leave_out(self, step: int) -> None:
-        """Does without a checkpoint because the one before it is still being written; touches no disk."""
+        """Skips a checkpoint because the previous one is still being written; does not touch the disk."""
         took_s = time.perf_counter() - self._started_s
         reason = f"that of step {self._step} is still being written after {took_s:.0f} s"
         if self.rank:
@@ -119,8 +119,8 @@ class Saver:
         self._left_out.append((step, reason))
         self.tell(f"the checkpoint of step {step} is left out: {reason}; training goes on")
 
-    def _drop_parts(self) -> None:
-        """Removes what other ranks have written of checkpoints that the first has left out."""
+    def _remove_skipped(self) -> None:
+        """Removes what other ranks have written for checkpoints that rank 0 has skipped."""
         while self._left_out:
             step, reason = self._left_out.pop(0)
             for rank in range(1, self.size):
@@ -129,7 +129,7 @@ class Saver:
             self.note({"not_saved": step, "reason": reason})
 
     def _write(self, step: int, tensors: Tensors, about: About, is_last: bool) -> None:
-        self._drop_parts()
+        self._remove_skipped()
         with self._watched(step, is_last):
             if self.rank:
                 self._follow(step, tensors, is_last)
@@ -137,12 +137,12 @@ class Saver:
                 self._lead(step, tensors, cache(about), is_last)
 
     def _follow(self, step: int, tensors: Tensors, is_last: bool) -> None:
-        """Writes this rank's part; that of the last checkpoint as often, and to where, as the first rank says."""
+        """Writes this rank's shard file; retries the last checkpoint when and where rank 0 says."""
         path = str(self.checkpoint_dir.path)
         while path:
             checkpoint_dir = CheckpointDir(path)
             if path == str(self.checkpoint_dir.path) or checkpoint_dir.path.is_dir():
-                report = self._write_part(checkpoint_dir, step, tensors)
+                report = self._write_shard(checkpoint_dir, step, tensors)
             else:
                 report = {"failed": f"worker {self.rank} does not see {path}", "size_bytes": 0}
             self._send(step, report)
@@ -150,10 +150,10 @@ class Saver:
         tensors.clear()
 
     def _lead(self, step: int, tensors: Tensors, about: About, is_last: bool) -> None:
-        """Writes this rank's part and completes the checkpoint; the last one again, or elsewhere, if it fails."""
+        """Writes rank 0's shard file and completes the checkpoint; retries the last one, then tries another disk."""
         checkpoint_dir, until_s = self.checkpoint_dir, 0.0
         while True:
-            reports = [self._write_part(checkpoint_dir, step, tensors)]
+            reports = [self._write_shard(checkpoint_dir, step, tensors)]
             if not is_last:
                 tensors.clear()
             reports += [json.loads(self._take(f"{step}/{rank}")) for rank in range(1, self.size)]
@@ -163,20 +163,20 @@ class Saver:
             if reason and not until_s:
                 until_s = time.monotonic() + PATIENCE_S
                 self.tell(f"the checkpoint of step {step} was not saved: {reason}; trying for {PATIENCE_S:.0f} s")
-            again = self._again(checkpoint_dir, until_s, reports) if reason else None
+            retry_dir = self._retry_dir(checkpoint_dir, until_s, reports) if reason else None
             for rank in range(1, self.size):
-                self.board.set(f"{step}/again/{rank}", str(again.path) if again else "")
-            if again is None:
+                self.board.set(f"{step}/again/{rank}", str(retry_dir.path) if retry_dir else "")
+            if retry_dir is None:
                 break
-            checkpoint_dir = again
+            checkpoint_dir = retry_dir
         tensors.clear()
         if reason:
             self._say_failed(step, reason, is_last)
 
-    def _again(
+    def _retry_dir(
         self, checkpoint_dir: CheckpointDir, until_s: float, reports: list[dict[str, Any]]
     ) -> CheckpointDir | None:
-        """Returns where to write the last checkpoint once more, if anywhere."""
+        """Returns where to retry the last checkpoint, or None to give up."""
         if time.monotonic() < until_s:
             time.sleep(RETRY_S)
             return checkpoint_dir
@@ -188,7 +188,7 @@ class Saver:
             return None
 
     def _complete(self, checkpoint_dir: CheckpointDir, step: int, reports: list[dict[str, Any]], about: About) -> str:
-        """Gives a checkpoint its name once all parts are written; returns why it cannot, or nothing."""
+        """Commits a checkpoint once all ranks have written; returns the reason if it fails, else an empty string."""
         failed = [report["failed"] for report in reports if "failed" in report]
         try:
             if failed:
@@ -216,25 +216,25 @@ class Saver:
             self.tell(f"the checkpoint of step {step} was written, but {_reason(error)}; older ones are kept")
         return ""
 
-    def _write_part(self, checkpoint_dir: CheckpointDir, step: int, tensors: Tensors) -> dict[str, Any]:
+    def _write_shard(self, checkpoint_dir: CheckpointDir, step: int, tensors: Tensors) -> dict[str, Any]:
         size = sum(tensor.nbytes for tensor in tensors.values())
         try:
-            if self.size == 1:  # what a kill has left of this step; several ranks share a draft
+            if self.size == 1:  # left by a killed run; with several ranks, others may already write here
                 checkpoint_dir.discard(step)
             name = shard_name(self.rank)
-            self._draft = checkpoint_dir.draft(step)
-            part, entries = write_shard(self._draft / name, tensors)
+            self._staging = checkpoint_dir.staging_dir(step)
+            shard, entries = write_shard(self._staging / name, tensors)
         except OSError as error:
             reason = f"{_reason(error)} (worker {self.rank} had {format_bytes(size)} to write)"
             return {"failed": reason, "size_bytes": size}
         named = {n: entry.model_dump() for n, entry in entries.items()}
-        return {"part": part.model_dump(), "entries": named, "size_bytes": size}
+        return {"part": shard.model_dump(), "entries": named, "size_bytes": size}
 
     def _send(self, step: int, report: dict[str, Any]) -> None:
         self.board.set(f"{step}/{self.rank}", json.dumps(report))
 
     def _take(self, key: str) -> bytes:
-        """Waits for a key, without holding the connection, and takes it out of the store."""
+        """Polls for a key, since a blocking get() would hold the shared connection, and removes it from the store."""
         while not self.board.check([key]):
             time.sleep(_LOOK_S)
         value = bytes(self.board.get(key))
@@ -243,7 +243,7 @@ class Saver:
 
     @contextmanager
     def _watched(self, step: int, is_last: bool) -> Iterator[None]:
-        """Lets the first rank tell, while a checkpoint takes long, how long it has taken so far."""
+        """While a checkpoint is being written, lets rank 0 report every 30 s how long it has taken."""
         ended = threading.Event()
 
         def watch() -> None:
@@ -277,15 +277,15 @@ def _manifest(step: int, reports: list[dict[str, Any]], about: Mapping[str, Any]
         )
         for rank, report in enumerate(reports)
     }
-    parts, tensors = merged(written)
+    shards, tensors = merged(written)
     libraries = {"torch": str(torch.__version__)}
     return Manifest(
-        schema_version=SCHEMA_VERSION, step=step, libraries=libraries, parts=parts, tensors=tensors, **about
+        schema_version=SCHEMA_VERSION, step=step, libraries=libraries, parts=shards, tensors=tensors, **about
     )
 
 
 def _reason(error: Exception) -> str:
-    """Returns why the disk refused, without Python's number of it."""
+    """Returns an error's message without its errno."""
     if isinstance(error, OSError) and error.strerror:
         return f"{error.strerror}: {error.filename}" if error.filename else error.strerror
     return str(error)

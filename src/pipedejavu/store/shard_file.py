@@ -1,6 +1,6 @@
-"""One file of a checkpoint: tensors in the format of safetensors, hashed on their way to the disk and back.
+"""A shard file of a checkpoint: tensors in the safetensors format, hashed when written and when read.
 
-Writing goes through `os`, in whole steps that can fail one by one, and ends on the disk.
+Files are written through `os`, in steps that can fail one by one, and synced to disk.
 """
 
 import json
@@ -17,7 +17,7 @@ from pipedejavu.facts.file import check_file, open_file, write_all
 from pipedejavu.store.manifest import ITEM_BYTES, DamagedError, ShardFile, TensorEntry, unreadable
 
 Tensors = dict[str, Tensor]
-"""By name."""
+"""Tensors by name."""
 
 _TYPES: dict[torch.dtype, str] = {
     torch.float64: "F64", torch.int64: "I64", torch.uint64: "U64", torch.float32: "F32", torch.int32: "I32",
@@ -32,9 +32,9 @@ _ALIGNMENT = 8
 
 
 def write_shard(path: Path, tensors: Mapping[str, Tensor]) -> tuple[ShardFile, dict[str, TensorEntry]]:
-    """Writes tensors of the host to a new file, through to the disk; raises OSError, and then leaves what it wrote."""
-    ordered = sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0]))  # so that all are aligned
-    form: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # which transformers asks for
+    """Writes host tensors to a new file and syncs it; raises OSError and leaves the partial file if a write fails."""
+    ordered = sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0]))  # keeps all aligned
+    form: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # transformers requires it
     entries, end = {}, 0
     for name, tensor in ordered:
         form[name] = {
@@ -60,28 +60,28 @@ def write_shard(path: Path, tensors: Mapping[str, Tensor]) -> tuple[ShardFile, d
             )
             write_all(file, data)
         os.fsync(file)
-        # What is read again to verify it comes from the disk, not from memory.
+        # The read that verifies the file must come from the disk, not from the page cache.
         os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
     finally:
         os.close(file)
-    part = ShardFile(size_bytes=len(header) + end, header_bytes=len(header), header_sha256=sha256(header).hexdigest())
-    return part, entries
+    shard = ShardFile(size_bytes=len(header) + end, header_bytes=len(header), header_sha256=sha256(header).hexdigest())
+    return shard, entries
 
 
-def check_shard(path: Path, part: ShardFile) -> None:
-    """Raises DamagedError if a file is missing or has another size or header, CheckpointError if it cannot be read."""
+def check_shard(path: Path, shard: ShardFile) -> None:
+    """Raises DamagedError if a file is missing or its size or header differs, CheckpointError if it cannot be read."""
     try:
         size = check_file(path).st_size
     except OSError as error:
         raise unreadable(path, error) from None
-    if size != part.size_bytes:
-        raise DamagedError(f"{path} has {size} bytes instead of {part.size_bytes}: it was cut off or changed")
-    if sha256(_read(path, 0, part.header_bytes)).hexdigest() != part.header_sha256:
+    if size != shard.size_bytes:
+        raise DamagedError(f"{path} has {size} bytes instead of {shard.size_bytes}: it was cut off or changed")
+    if sha256(_read(path, 0, shard.header_bytes)).hexdigest() != shard.header_sha256:
         raise DamagedError(f"the header of {path} does not have its hash: it was changed")
 
 
 def read_tensor(folder: Path, name: str, entry: TensorEntry) -> Tensor:
-    """Reads a tensor; raises DamagedError if its bytes do not have the hash that they had."""
+    """Reads a tensor; raises DamagedError if its bytes do not match its hash."""
     path = folder / entry.file
     data = _read(path, entry.offset, entry.size_bytes)
     if sha256(data).hexdigest() != entry.sha256:
@@ -91,16 +91,16 @@ def read_tensor(folder: Path, name: str, entry: TensorEntry) -> Tensor:
 
 
 def check_tensor(folder: Path, name: str, entry: TensorEntry) -> None:
-    """Raises DamagedError if a tensor's bytes do not have their hash; keeps little of it in memory."""
-    path, found = folder / entry.file, sha256()
+    """Raises DamagedError if a tensor's bytes do not match its hash; reads in chunks, to use little memory."""
+    path, digest = folder / entry.file, sha256()
     for start in range(0, entry.size_bytes, _CHUNK_BYTES):
-        found.update(_read(path, entry.offset + start, min(_CHUNK_BYTES, entry.size_bytes - start)))
-    if found.hexdigest() != entry.sha256:
+        digest.update(_read(path, entry.offset + start, min(_CHUNK_BYTES, entry.size_bytes - start)))
+    if digest.hexdigest() != entry.sha256:
         raise DamagedError(f"tensor '{name}' in {path} does not have its hash: it was changed on the disk")
 
 
 def is_storable(tensor: Tensor) -> bool:
-    """Whether a part can hold tensors of this type."""
+    """Whether the file format supports a tensor's dtype."""
     return tensor.dtype in _TYPES
 
 
@@ -114,7 +114,7 @@ def _read(path: Path, offset: int, size: int) -> bytearray:
     data = bytearray()
     try:
         with open_file(path) as file:
-            # A manifest that lies costs no memory.
+            # Checked before memory is allocated, so that a wrong size in a manifest costs nothing.
             missing = offset + size - os.fstat(file.fileno()).st_size
             if missing > 0:
                 raise DamagedError(f"{path} ends {missing} bytes too early: it was cut off")

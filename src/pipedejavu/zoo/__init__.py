@@ -1,4 +1,4 @@
-"""Reference models and data sets that ship with the project; shapes alone need no torch."""
+"""Reference models and data sets of the project; model shapes are available without torch."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING
@@ -34,7 +34,7 @@ _WITH_TORCH = {
 
 
 def __getattr__(name: str) -> object:
-    """Imports what needs torch when it is first asked for."""
+    """Imports a name that needs torch on first use."""
     if name not in _WITH_TORCH:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     try:

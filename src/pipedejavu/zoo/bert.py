@@ -1,7 +1,7 @@
-"""BERT: a transformer that sees both sides of a token and guesses the masked ones.
+"""BERT: a bidirectional transformer that predicts masked tokens.
 
-Two things differ from the published one: blocks are pre-norm, which trains without a warm-up, and there are no
-segments.
+It differs from the published model in two ways: blocks are pre-norm, which trains without a warm-up, and there are no
+segment embeddings.
 """
 
 from typing import ClassVar
@@ -16,7 +16,7 @@ from pipedejavu.zoo.transformer import Block, Embedding, TransformerSize, transf
 
 
 class BertSize(TransformerSize):
-    """The numbers that make a BERT; the last token of its vocabulary is the mask."""
+    """Size of a BERT; the last token of the vocabulary is the mask."""
 
     objective: ClassVar[Objective] = "masked"
 
@@ -31,7 +31,7 @@ SIZES = {
 
 
 class MaskedHead(nn.Module):
-    """The last norm, one hidden layer, and one matrix with a bias to the vocabulary."""
+    """A final norm, one hidden layer, and a linear layer with a bias to the vocabulary."""
 
     def __init__(self, size: BertSize, embedding: Embedding):
         super().__init__()
@@ -50,7 +50,7 @@ class MaskedHead(nn.Module):
 
 
 class Bert(Chain):
-    """A BERT; its embedding, each block and its head are units."""
+    """A BERT; the embedding, each block and the head are units."""
 
     def __init__(self, size: BertSize, *, seed: int = 0, device: torch.device | str | None = None):
         with torch.device("meta"):

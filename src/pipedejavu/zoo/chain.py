@@ -1,7 +1,7 @@
 """A model as a chain of units, and the initial values of its parameters.
 
-Every parameter's values depend on the seed and on the parameter's name alone. So a worker that gives memory to
-some units only gets the same values there as one that holds the whole model.
+The initial values of a parameter depend only on the seed and the parameter's name. So a worker that materialises some
+units gets the same values for them as one that holds the whole model.
 """
 
 import math
@@ -14,21 +14,21 @@ from pipedejavu.facts import InputError, nearest
 from pipedejavu.zoo.generator import generator
 
 Flow = Tensor | tuple[Tensor, ...]
-"""What passes from one unit to the next. In training every tensor of it has a gradient."""
+"""The value that passes from one unit to the next; in training all of its tensors have gradients."""
 
 Std = Callable[[str, torch.Size], float]
-"""The standard deviation of a parameter's initial values, from its name and shape."""
+"""Returns the standard deviation of a parameter's initial values from its name and shape."""
 
 
 def he_std(name: str, shape: torch.Size) -> float:  # noqa: ARG001 (a Std takes both)
-    """Keeps the variance of activations through layers with ReLU."""
+    """Returns the He standard deviation, which preserves the variance of activations through ReLU layers."""
     return math.sqrt(2 / shape[1:].numel())
 
 
 class Chain(nn.Module):
-    """A model that is its units, one after another; their names are the prefixes of its parameters' names.
+    """A model that runs its units one after another; unit names are the prefixes of parameter names.
 
-    The units come without memory, on the meta device. A tied weight is one Parameter that two units hold.
+    The units are passed in on the meta device, without memory. A tied weight is one Parameter that two units hold.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class Chain(nn.Module):
         self.materialise(torch.get_default_device() if device is None else device, seed)
 
     def units(self) -> list[tuple[str, nn.Module]]:
-        """Returns the units in the order in which they run."""
+        """Returns the units in execution order."""
         return list(self.named_children())
 
     def forward(self, flow: Flow) -> Flow:
@@ -56,7 +56,7 @@ class Chain(nn.Module):
         return flow
 
     def materialise(self, device: torch.device | str, seed: int, units: Collection[str] | None = None) -> None:
-        """Gives the parameters and buffers of some units, or of all, memory on `device` and their initial values."""
+        """Allocates and initialises the parameters and buffers of all units, or of some, on `device`."""
         device = torch.device(device)
         if device.type == "meta":
             return
@@ -64,7 +64,7 @@ class Chain(nn.Module):
         for name in units or ():
             if name not in known:
                 raise InputError(f"the model has no unit '{name}'{nearest(name, known)}")
-        before = list(self.named_parameters())  # a tied one by its first name; the list keeps ids from being used again
+        before = list(self.named_parameters())  # a tied one by its first name; the list keeps ids unique
         names = {id(parameter): name for name, parameter in before}
         made: dict[int, nn.Parameter] = {}
         for name, unit in known.items():
@@ -81,7 +81,7 @@ class Chain(nn.Module):
                     setattr(module, leaf, start(buffer.shape, dtype=buffer.dtype, device=device))
 
     def _initial(self, name: str, like: Tensor, seed: int) -> Tensor:
-        """Draws on the CPU, so that every device starts from the same values."""
+        """Returns a parameter's initial values, drawn on the CPU so that all devices start equal."""
         if name.rpartition(".")[2].startswith("bias"):
             return torch.zeros(like.shape, dtype=like.dtype, device="cpu")
         if like.ndim == 1:  # the scale of a norm

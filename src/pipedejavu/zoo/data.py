@@ -1,7 +1,7 @@
-"""Data sets by name; of all these only MNIST is downloaded, and only where its files are missing.
+"""Data sets by name; only MNIST is ever downloaded, and only if its files are missing.
 
-A name may carry a detail behind a colon: the folder of 'mnist' and 'cifar10', by default data/NAME, and the number
-of samples of 'random'.
+A name may have a detail after a colon: the folder of 'mnist' and 'cifar10' (by default data/NAME), or the number of
+samples of 'random'.
 """
 
 import re
@@ -21,21 +21,21 @@ _IMAGES = ("digits", "mnist", "cifar10")
 DATA_NAMES = (*_IMAGES, "stdlib", "random")
 
 _DETAILS = {"mnist": "a folder", "cifar10": "a folder", "random": "a number of samples"}
-"""What may stand behind a colon."""
+"""What may follow a colon."""
 
 _NUM_RANDOM = 10_000
 _NUM_BYTES = 256
 
 
 def open_data(name: str, form: Form | None = None, *, seed: int = 0, split: Split = "train") -> Dataset:
-    """Opens a data set in the form that a model reads, by default its own; `seed` is of what is random in it."""
+    """Opens a data set in the form that a model reads, by default its own; `seed` determines random contents."""
     kind, colon, detail = name.partition(":")
     if kind not in DATA_NAMES:
         raise InputError(f"there is no data '{name}'{nearest(kind, DATA_NAMES)}")
     if split not in ("train", "test"):
         raise InputError(f"there is no split '{split}'; known: train, test")
     if colon and kind not in _DETAILS:
-        raise InputError(f"data '{kind}' takes nothing behind a colon, found '{name}'; leave it out")
+        raise InputError(f"data '{kind}' takes nothing after a colon, found '{name}'; leave it out")
     if colon and not detail:
         raise InputError(f"'{name}' ends with its colon; add {_DETAILS[kind]} or leave the colon out")
     if kind == "random":
@@ -54,7 +54,7 @@ def open_data(name: str, form: Form | None = None, *, seed: int = 0, split: Spli
 
 
 def data_files(name: str) -> list[Path]:
-    """Returns the files of the training split that data of this name are read from; nothing for data without any."""
+    """Returns the files of the training split, or an empty list for data without files."""
     kind, _, detail = name.partition(":")
     folder = Path(detail or f"data/{kind}")
     match kind:

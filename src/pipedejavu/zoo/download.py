@@ -1,4 +1,4 @@
-"""MNIST's files from their usual mirror: whole and with the right checksum, or not at all."""
+"""Downloads MNIST's files from their usual mirror, complete and with the right checksum, or not at all."""
 
 import hashlib
 import urllib.request
@@ -16,27 +16,27 @@ MNIST_SHA256 = {
     "t10k-labels-idx1-ubyte.gz": "f7ae60f92e00ec6debd23a6088c31dbd2371eca3ffa0defaefb259924204aec6",
 }
 _MOST_BYTES = 1 << 24
-"""More than the largest of the files has."""
+"""More than the size of the largest file."""
 
 
 def download_mnist(folder: Path, name: str) -> Path:
-    """Puts one of MNIST's files into a folder; raises InputError where it cannot be had."""
+    """Downloads one of MNIST's files into a folder; raises InputError if that fails."""
     url = f"{MIRROR}/{name}"
     remedy = f"put MNIST's four files into {folder} by hand"
     try:
-        with urllib.request.urlopen(url, timeout=TIMEOUT_S) as answer:
-            content = answer.read(_MOST_BYTES)
+        with urllib.request.urlopen(url, timeout=TIMEOUT_S) as response:
+            content = response.read(_MOST_BYTES)
     except (OSError, ValueError, HTTPException) as error:
         reason = getattr(error, "reason", error)
         raise InputError(f"{folder / name} is missing, and {url} cannot be read ({reason}); {remedy}") from None
-    found = hashlib.sha256(content).hexdigest()
-    if found != MNIST_SHA256[name]:
+    digest = hashlib.sha256(content).hexdigest()
+    if digest != MNIST_SHA256[name]:
         raise InputError(
-            f"{url} has {len(content)} bytes with the SHA-256 {found}, not MNIST's {MNIST_SHA256[name]}; {remedy}"
+            f"{url} has {len(content)} bytes with the SHA-256 {digest}, not MNIST's {MNIST_SHA256[name]}; {remedy}"
         )
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        replace_file(folder / name, content)  # several workers may do so at once, and any of them is right
+        replace_file(folder / name, content)  # atomic, so that several workers may download at once
     except OSError as error:
         raise InputError(f"cannot write {folder / name}: {error.strerror}") from None
     return folder / name

@@ -1,4 +1,4 @@
-"""The form of the samples that a model reads; no torch, no data."""
+"""The form of the samples that a model reads; without torch or data."""
 
 from typing import Annotated, Literal
 
@@ -9,14 +9,14 @@ from pipedejavu.facts import Record
 Count = Annotated[int, Field(ge=1)]
 
 Objective = Literal["next", "masked", "reversed"]
-"""What is asked of a sequence: each next token, the tokens that were masked, or the sequence backwards."""
+"""What a model predicts from a sequence: the next tokens, the masked tokens, or the sequence reversed."""
 
 
 class ImageForm(Record):
-    """Arrays of one shape, each of one class."""
+    """Arrays of one shape, each with a class."""
 
     shape: tuple[Count, ...] = (784,)
-    """Of one sample: channels, height and width, or a number of features."""
+    """Shape of a sample: channels, height and width, or a number of features."""
     classes: int = Field(default=10, ge=2)
 
 
@@ -29,12 +29,12 @@ class TokenForm(Record):
 
     @property
     def num_plain(self) -> int:
-        """How many of the tokens stand for data; the last one of the vocabulary may be a mask or a beginning."""
+        """The number of tokens that stand for data; the last of the vocabulary may be a mask or a start token."""
         return self.vocabulary - (self.objective != "next")
 
     @property
     def special(self) -> int:
-        """The token that masks another or begins a sequence."""
+        """The token that masks another one or starts a sequence."""
         return self.vocabulary - 1
 
 

@@ -1,6 +1,6 @@
-"""Private sources of random numbers, each a pure function of its key.
+"""Random number generators, each determined by its key.
 
-Nothing in this room draws from torch's global generator, except dropout, whose masks the caller seeds.
+Nothing in the zoo draws from torch's global generator, except dropout, whose masks the caller seeds.
 """
 
 from hashlib import blake2b
@@ -9,7 +9,7 @@ import torch
 
 
 def generator(*key: int | str) -> torch.Generator:
-    """Returns a CPU generator whose numbers depend on `key` alone, not on what was drawn before."""
+    """Returns a CPU generator whose numbers depend only on `key`, not on earlier draws."""
     digest = blake2b(repr(key).encode(), digest_size=8).digest()
     made = torch.Generator(device="cpu")
     made.manual_seed(int.from_bytes(digest) >> 1)

@@ -7,7 +7,7 @@ from pipedejavu.zoo.gpt_shape import SHAPES
 from pipedejavu.zoo.transformer import Block, Embedding, Head, TransformerSize, transformer_std
 
 _TEN = TransformerSize(layers=10, width=512, context=1000, vocabulary=10_000, heads=1)
-"""Ten layers with one head; their width is a choice of ours, 512 as in the first transformers."""
+"""Ten layers with one head; the width of 512 is that of the first transformers."""
 
 SIZES = {
     **{name: TransformerSize(**shape._asdict()) for name, shape in SHAPES.items()},
@@ -17,7 +17,7 @@ SIZES = {
 
 
 class Gpt(Chain):
-    """A GPT; its embedding, each block and its head are units, named as in the profile of its shape."""
+    """A GPT; the embedding, each block and the head are units, named as in the profile of its shape."""
 
     def __init__(self, size: TransformerSize, *, seed: int = 0, device: torch.device | str | None = None):
         with torch.device("meta"):

@@ -1,7 +1,6 @@
-"""GPT models by their shape alone: profiles in closed form, without a model, weights or torch.
+"""Profiles of GPT models from their shape alone: closed formulas, without a model, weights or torch.
 
-Times come from counts of floating-point operations and bytes and from a device's rates, times its efficiency, which
-is a stated assumption where the machine does not know it.
+Times are FLOP and bytes over a device's rates, times its efficiency, which is assumed if the machine does not state it.
 """
 
 from typing import NamedTuple
@@ -9,20 +8,20 @@ from typing import NamedTuple
 from pipedejavu.facts import Cost, Device, InputError, Machine, Profile, Unit, UnitTime, nearest
 
 EFFICIENCY = 0.4
-"""Share of a device's peak rate that matrix products of training are assumed to reach."""
+"""Share of a device's peak rate that matrix products in training are assumed to reach."""
 
 _WEIGHT_BYTES, _GRADIENT_BYTES, _OPTIMIZER_BYTES = 2, 2, 12
-"""Of each parameter: bf16 weight and gradient; fp32 master weight and two moments."""
+"""Bytes per parameter: bf16 weight and gradient; fp32 master weight and two moments."""
 
 _UPDATE_TRAFFIC_BYTES = 28
-"""What one AdamW step reads and writes for each parameter."""
+"""Bytes that one AdamW step reads and writes per parameter."""
 
 _NO_RATE = 1e9
-"""Rate of a device whose own is not known."""
+"""Rate of a device that states none."""
 
 
 class Shape(NamedTuple):
-    """The numbers that make a GPT."""
+    """Size of a GPT."""
 
     layers: int
     width: int
@@ -42,12 +41,12 @@ SHAPES = {
 
 
 def estimate_profile(name: str, machine: Machine) -> Profile:
-    """Returns the profile of a shape on the kinds of devices that a machine has."""
+    """Returns the profile of a shape on a machine's kinds of devices."""
     if name not in SHAPES:
         raise InputError(f"there is no model shape '{name}'{nearest(name, SHAPES)}")
     layers, width, context, vocabulary = SHAPES[name]
     kinds = {device.kind: device for device in machine.devices}
-    # Multiply-adds of a block: 12 width² for each token in its matrices, 2 context · width in its attention.
+    # Multiply-adds of a block per token: 12 width² in its matrices, 2 context · width in its attention.
     block_flop = 2.0 * context * (12 * width * width + 2 * context * width)
     units = [_unit("embedding", kinds, shape=SHAPES[name], parameters=(vocabulary + context) * width, flop=0.0)]
     for n in range(layers):
@@ -61,7 +60,7 @@ def estimate_profile(name: str, machine: Machine) -> Profile:
 def _unit(
     name: str, kinds: dict[str, Device], shape: Shape, parameters: int, flop: float, saved_per_value: int = 2
 ) -> Unit:
-    """Makes one unit; `saved_per_value` bytes are kept for each of the context · width values it works on."""
+    """Makes one unit; `saved_per_value` is the number of saved bytes per value of its context · width values."""
     values = shape.context * shape.width
     return Unit(
         name=name,

@@ -1,4 +1,4 @@
-"""The IDX format of MNIST: a magic number, sizes, then bytes; nothing in a file is trusted."""
+"""Reads MNIST's IDX format (a magic number, sizes, then bytes) without trusting the file."""
 
 import gzip
 import math
@@ -15,16 +15,16 @@ from pipedejavu.facts import InputError, open_file
 
 _GZIP = b"\x1f\x8b"
 _BYTE = 8
-"""IDX's number for the type of unsigned bytes, the only one that MNIST uses."""
+"""IDX's code for unsigned bytes, the only type that MNIST uses."""
 
 _MOST_BYTES = 1 << 31
 _MOST_RATIO, _SMALL_BYTES = 100, 1 << 26
-"""How many times its size a gzip may say that it holds; MNIST's hold 5 times theirs. Small ones are read anyway."""
-_PART_BYTES = 1 << 20
+"""Largest expansion that a gzip may claim (MNIST's expand 5 times), and a size below which any is accepted."""
+_CHUNK_BYTES = 1 << 20
 
 
 def read_idx(path: Path, dimensions: int) -> Tensor:
-    """Reads an IDX file of unsigned bytes, plain or compressed with gzip; raises InputError for any other."""
+    """Reads an IDX file of unsigned bytes, plain or gzipped; raises InputError for any other."""
     try:
         with open_file(path) as file:
             is_gzip = file.read(2) == _GZIP
@@ -43,7 +43,7 @@ def read_idx(path: Path, dimensions: int) -> Tensor:
 
 
 def _read(file: "BinaryIO | gzip.GzipFile", path: Path, dimensions: int, most_bytes: int) -> Tensor:
-    """Reads what the header promises and no more, where a file of this size can hold it at all."""
+    """Reads the header and as many bytes as it states, at most `most_bytes`; refuses any other number of bytes."""
     magic = file.read(4)
     wanted = bytes([0, 0, _BYTE, dimensions])
     if magic != wanted:
@@ -65,17 +65,17 @@ def _read(file: "BinaryIO | gzip.GzipFile", path: Path, dimensions: int, most_by
         )
     body = _read_most(file, min(size, most_bytes) + 1)
     if len(body) != size:
-        found = f"only {len(body)}" if len(body) < size else "more"
-        raise InputError(f"{path} says that it holds {'×'.join(map(str, sizes))} bytes, but has {found}")
+        actual = f"only {len(body)}" if len(body) < size else "more"
+        raise InputError(f"{path} says that it holds {'×'.join(map(str, sizes))} bytes, but has {actual}")
     return torch.frombuffer(body, dtype=torch.uint8).view(sizes)
 
 
 def _read_most(file: "BinaryIO | gzip.GzipFile", size: int) -> bytearray:
-    """Reads up to `size` bytes part by part, so that a header that lies costs no memory."""
+    """Reads up to `size` bytes in chunks, so that a wrong header costs no memory."""
     body = bytearray()
     while len(body) < size:
-        part = file.read(min(_PART_BYTES, size - len(body)))
-        if not part:
+        chunk = file.read(min(_CHUNK_BYTES, size - len(body)))
+        if not chunk:
             break
-        body += part
+        body += chunk
     return body

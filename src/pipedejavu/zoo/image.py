@@ -1,6 +1,6 @@
-"""Sets of labelled images: digits, MNIST and CIFAR-10, from a package or from their usual files, never a pickle.
+"""Labelled images: digits, MNIST and CIFAR-10, from a package or their usual files, never from a pickle.
 
-Images keep their bytes; a batch is brought to the form that a model reads: scaled to −1…1, enlarged by a whole
+Images are kept as bytes; a batch is converted to the form that a model reads: scaled to −1…1, enlarged by a whole
 factor, padded, repeated over channels, or flattened.
 """
 
@@ -30,7 +30,7 @@ _CIFAR_REMEDY = "get the binary version, cifar-10-binary.tar.gz, and unpack it t
 
 
 class Images:
-    """Bytes [samples, channels, height, width] with a label each, in the form that a model reads."""
+    """Labelled images as bytes [samples, channels, height, width], converted to a model's form."""
 
     def __init__(self, name: str, pixels: Tensor, labels: Tensor, form: ImageForm | None = None):
         self.form = form or ImageForm(shape=tuple(pixels.shape[1:]), classes=_CLASSES)
@@ -38,62 +38,62 @@ class Images:
             raise InputError(f"{name} has {_CLASSES} classes, but the model has {self.form.classes}; raise that")
         self._pixels = pixels
         self._labels = labels.long()
-        self._frame = _frame(name, tuple(pixels.shape[1:]), self.form.shape)
+        self._target_shape = _target_shape(name, tuple(pixels.shape[1:]), self.form.shape)
 
     def __len__(self) -> int:
         return len(self._labels)
 
     def batch(self, indices: Indices) -> tuple[Flow, Tensor]:
-        """Returns images as numbers of torch's default type, and labels."""
-        found = check_indices(indices, len(self))
-        pixels = self._pixels[found]
-        channels, height, width = self._frame
+        """Returns images in torch's default dtype, and labels."""
+        vector = check_indices(indices, len(self))
+        pixels = self._pixels[vector]
+        channels, height, width = self._target_shape
         factor = min(height // pixels.shape[2], width // pixels.shape[3])
         pixels = pixels.repeat_interleave(factor, dim=2).repeat_interleave(factor, dim=3)
         down, right = height - pixels.shape[2], width - pixels.shape[3]
         pixels = functional.pad(pixels, (right // 2, right - right // 2, down // 2, down - down // 2))
         images = pixels.expand(-1, channels, -1, -1).to(torch.get_default_dtype()) / 127.5 - 1
-        return images.reshape(-1, *self.form.shape), self._labels[found]
+        return images.reshape(-1, *self.form.shape), self._labels[vector]
 
 
-def _frame(name: str, found: tuple[int, ...], wanted: tuple[int, ...]) -> tuple[int, int, int]:
-    """Returns channels, height and width that `found` can be brought to and that hold what is wanted."""
-    frame = wanted
+def _target_shape(name: str, actual: tuple[int, ...], wanted: tuple[int, ...]) -> tuple[int, int, int]:
+    """Returns channels, height and width to convert images to, with as many values as `wanted`."""
+    shape = wanted
     if len(wanted) == 1:
         side = math.isqrt(wanted[0])
-        frame = found if math.prod(found) == wanted[0] else (1, side, side)
+        shape = actual if math.prod(actual) == wanted[0] else (1, side, side)
     fits = (
-        len(frame) == 3
-        and math.prod(frame) == math.prod(wanted)
-        and found[0] in (1, frame[0])
-        and found[1] <= frame[1]
-        and found[2] <= frame[2]
+        len(shape) == 3
+        and math.prod(shape) == math.prod(wanted)
+        and actual[0] in (1, shape[0])
+        and actual[1] <= shape[1]
+        and actual[2] <= shape[2]
     )
     if not fits:
         raise InputError(
-            f"images of {name} are {'×'.join(map(str, found))} and cannot be brought to"
+            f"images of {name} are {'×'.join(map(str, actual))} and cannot be brought to"
             f" {'×'.join(map(str, wanted))}, which the model reads; use other data or another size of input"
         )
-    channels, height, width = frame
+    channels, height, width = shape
     return channels, height, width
 
 
 def read_digits(split: Split, form: ImageForm | None = None) -> Images:
-    """Returns the 1,797 digits of 8×8 pixels that come with scikit-learn; the last 297 are for tests."""
+    """Returns scikit-learn's 1,797 digits of 8×8 pixels; the last 297 are for tests."""
     try:
         datasets = import_module("sklearn.datasets")
     except ImportError:
         raise InputError(
             "data 'digits' is part of scikit-learn, which is not installed; pip install scikit-learn, or use 'random'"
         ) from None
-    found = datasets.load_digits()
+    digits = datasets.load_digits()
     part = slice(None, _NUM_TRAIN_DIGITS) if split == "train" else slice(_NUM_TRAIN_DIGITS, None)
-    pixels = torch.tensor(found.images[part], dtype=torch.uint8, device="cpu").unsqueeze(1) * 15  # 0 to 16 there
-    return Images("digits", pixels, torch.tensor(found.target[part], device="cpu"), form)
+    pixels = torch.tensor(digits.images[part], dtype=torch.uint8, device="cpu").unsqueeze(1) * 15  # from 0…16
+    return Images("digits", pixels, torch.tensor(digits.target[part], device="cpu"), form)
 
 
 def read_mnist(folder: Path, split: Split, form: ImageForm | None = None) -> Images:
-    """Reads MNIST's two IDX files of a split; those that are missing are downloaded first."""
+    """Reads the two IDX files of an MNIST split; downloads missing ones first."""
     start = "train" if split == "train" else "t10k"
     images, classes = mnist_files(folder, split)
     pixels, labels = read_idx(images, 3), read_idx(classes, 1)
@@ -104,13 +104,13 @@ def read_mnist(folder: Path, split: Split, form: ImageForm | None = None) -> Ima
 
 
 def mnist_files(folder: Path, split: Split) -> tuple[Path, Path]:
-    """Returns the files of MNIST's images and labels; those that are missing are downloaded first."""
+    """Returns the files of MNIST's images and labels; downloads missing ones first."""
     start = "train" if split == "train" else "t10k"
     return _find_idx(folder, f"{start}-images", 3), _find_idx(folder, f"{start}-labels", 1)
 
 
 def _find_idx(folder: Path, start: str, dimensions: int) -> Path:
-    names = [f"{start}{mark}idx{dimensions}-ubyte{end}" for mark in "-." for end in ("", ".gz")]
+    names = [f"{start}{separator}idx{dimensions}-ubyte{end}" for separator in "-." for end in ("", ".gz")]
     for name in names:
         if (folder / name).is_file():
             return folder / name
@@ -118,13 +118,13 @@ def _find_idx(folder: Path, start: str, dimensions: int) -> Path:
 
 
 def read_cifar10(folder: Path, split: Split, form: ImageForm | None = None) -> Images:
-    """Reads CIFAR-10's binary files of a split: records of a label, then 1,024 bytes each of red, green and blue."""
+    """Reads the binary files of a CIFAR-10 split: records of a label and 1,024 bytes each of red, green and blue."""
     records = torch.cat([_read_cifar(path) for path in cifar10_files(folder, split)])
     return Images("cifar10", records[:, 1:].reshape(-1, 3, 32, 32), records[:, 0], form)
 
 
 def cifar10_files(folder: Path, split: Split) -> list[Path]:
-    """Returns CIFAR-10's binary files of a split; raises InputError if there are none."""
+    """Returns the binary files of a CIFAR-10 split; raises InputError if there are none."""
     inside = folder / "cifar-10-batches-bin"
     folder = inside if inside.is_dir() else folder
     paths = sorted(folder.glob("data_batch_*.bin" if split == "train" else "test_batch.bin"))

@@ -14,17 +14,17 @@ from pipedejavu.zoo.form import Count, ImageForm
 
 
 class MlpSize(Record):
-    """The numbers that make an MLP; by default one for MNIST."""
+    """Size of an MLP; by default one for MNIST."""
 
     widths: tuple[Count, ...] = Field(default=(784, 512, 256, 128, 10), min_length=2)
-    """Features of the input, of each hidden layer, and classes."""
+    """Features of the input, features of each hidden layer, and classes."""
 
     def form(self) -> ImageForm:
         """Returns the form of its samples."""
         return ImageForm(shape=self.widths[:1], classes=self.widths[-1])
 
     def disagreements(self) -> list[str]:
-        """Finds a single class, of which nothing can be learnt."""
+        """Returns a fault if there is a single class."""
         if self.widths[-1] < 2:
             return [f"widths end with {self.widths[-1]} class; a loss over classes needs at least 2"]
         return []
@@ -35,7 +35,7 @@ class MlpSize(Record):
 
 
 class Layer(nn.Module):
-    """One matrix, with ReLU unless it is the last."""
+    """A linear layer, with ReLU unless it is the last."""
 
     def __init__(self, width_in: int, width_out: int, is_last: bool):
         super().__init__()
@@ -43,7 +43,7 @@ class Layer(nn.Module):
         self.is_last = is_last
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Takes samples of any shape, which it flattens."""
+        """Takes samples of any shape, and flattens them."""
         hidden = self.linear(hidden.flatten(1))
         return hidden if self.is_last else functional.relu(hidden)
 

@@ -1,4 +1,4 @@
-"""Random data of any shape, made sample by sample from a seed and the sample's number; nothing is stored."""
+"""Random data of any shape, generated per sample from a seed and the sample's index; nothing is stored."""
 
 import torch
 from torch import Tensor
@@ -9,11 +9,11 @@ from pipedejavu.zoo.form import ImageForm, TokenForm
 from pipedejavu.zoo.generator import generator
 
 _MOST_BYTES = 64 << 20
-"""Of patterns that are kept."""
+"""Most bytes of cached patterns."""
 
 
 class RandomImages:
-    """A pattern for each class plus noise of the same strength, so that a model can learn it."""
+    """A pattern per class plus noise of the same strength, so that a model can learn it."""
 
     def __init__(self, form: ImageForm, size: int, seed: int, is_test: bool = False):
         self.form = form
@@ -26,7 +26,7 @@ class RandomImages:
         return self._size
 
     def batch(self, indices: Indices) -> tuple[Flow, Tensor]:
-        """Returns fp32 arrays and labels as numbers."""
+        """Returns float32 arrays and labels."""
         numbers = check_indices(indices, self._size).tolist()
         images = torch.empty(len(numbers), *self.form.shape, device="cpu")
         labels = torch.empty(len(numbers), device="cpu", dtype=torch.int64)
@@ -37,18 +37,18 @@ class RandomImages:
         return images, labels
 
     def _pattern(self, label: int) -> Tensor:
-        """Returns what all images of a class have in common; the first few are kept."""
-        found = self._patterns.get(label)
-        if found is None:
+        """Returns the pattern of a class; the first few are cached."""
+        pattern = self._patterns.get(label)
+        if pattern is None:
             source = generator(self._seed, "pattern", label)
-            found = torch.randn(self.form.shape, generator=source, device="cpu")
-            if (len(self._patterns) + 1) * found.nbytes <= _MOST_BYTES:
-                self._patterns[label] = found
-        return found
+            pattern = torch.randn(self.form.shape, generator=source, device="cpu")
+            if (len(self._patterns) + 1) * pattern.nbytes <= _MOST_BYTES:
+                self._patterns[label] = pattern
+        return pattern
 
 
 class RandomTokens:
-    """Windows of tokens, all equally likely."""
+    """Windows of uniformly random tokens."""
 
     def __init__(self, form: TokenForm, size: int, seed: int, is_test: bool = False):
         self._form = form
@@ -60,7 +60,7 @@ class RandomTokens:
         return self._size
 
     def windows(self, indices: Tensor) -> Tensor:
-        """Returns token numbers [samples, context + 1]."""
+        """Returns token ids [samples, context + 1]."""
         made = torch.empty(len(indices), self._form.context + 1, dtype=torch.int64, device="cpu")
         for row, index in zip(made, indices.tolist(), strict=True):
             row.random_(self._form.num_plain, generator=generator(self._seed, "tokens", self._split, index))

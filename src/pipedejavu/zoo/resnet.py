@@ -1,4 +1,4 @@
-"""Residual networks, ResNet-18 and ResNet-50 in shape; small images get a stem that keeps their size."""
+"""Residual networks, ResNet-18 and ResNet-50; for small images the stem keeps the size."""
 
 from collections.abc import Iterator
 from typing import Literal
@@ -17,15 +17,15 @@ _LARGE_SIDE = 64
 """From this side on, the stem divides the image's side by four."""
 
 _EXPANSION = {"basic": 1, "bottleneck": 4}
-"""Channels that a block yields, over those that it works on."""
+"""Output channels of a block over its inner channels."""
 
 
 class ResnetSize(Record):
-    """The numbers that make a ResNet."""
+    """Size of a ResNet."""
 
     kind: Literal["basic", "bottleneck"] = "basic"
     blocks: tuple[Count, ...] = Field(default=(2, 2, 2, 2), min_length=1)
-    """Of each stage; a stage halves the image and doubles the channels of the one before."""
+    """Blocks per stage; each stage halves the image and doubles the channels of the previous one."""
     width: int = Field(default=64, ge=1)
     """Channels of the first stage."""
     classes: int = Field(default=10, ge=2)
@@ -52,15 +52,15 @@ class Stem(nn.Module):
         self.is_large = is_large
 
     def forward(self, image: Tensor) -> Tensor:
-        """Keeps a small image's size, and divides a large one's by four."""
+        """Keeps the size of a small image, and divides a large image's side by four."""
         image = functional.relu(self.norm(self.convolution(image)))
         return functional.max_pool2d(image, 3, stride=2, padding=1) if self.is_large else image
 
 
 class Block(nn.Module):
-    """Convolutions, each with its BatchNorm, around which the input passes by.
+    """Convolutions with BatchNorm, and a shortcut around them.
 
-    Basic: 3×3, 3×3. Bottleneck: 1×1, 3×3, 1×1. The stride is at the first 3×3.
+    Basic: 3×3, 3×3. Bottleneck: 1×1, 3×3, 1×1. The first 3×3 has the stride.
     """
 
     def __init__(self, channels: int, width: int, stride: int, kind: str):
@@ -85,7 +85,7 @@ class Block(nn.Module):
 
 
 class Resnet(Chain):
-    """A ResNet; its stem, each residual block and its head are units."""
+    """A ResNet; the stem, each residual block and the head are units."""
 
     def __init__(self, size: ResnetSize, *, seed: int = 0, device: torch.device | str | None = None):
         with torch.device("meta"):

@@ -1,8 +1,8 @@
 """An encoder–decoder transformer as one chain.
 
-The pair (memory, hidden) passes through it: encoder blocks work on the first and hand on the second, decoder blocks
-the other way round. Both sequences are embedded by the first unit, so that no token numbers travel, and the last
-decoder block hands on `hidden` alone, so that every tensor that travels has a gradient.
+The pair (memory, hidden) passes through the chain: encoder blocks change the first and pass on the second, decoder
+blocks the reverse. The first unit embeds both sequences, so that no token ids are passed on, and the last decoder block
+returns only `hidden`, so that every tensor between units has a gradient.
 """
 
 from typing import ClassVar
@@ -16,9 +16,9 @@ from pipedejavu.zoo.transformer import Attention, Block, Embedding, FeedForward,
 
 
 class Seq2seqSize(TransformerSize):
-    """The numbers that make an encoder–decoder; the last token of its vocabulary begins a sequence.
+    """Size of an encoder–decoder; the last token of the vocabulary starts a sequence.
 
-    `layers` counts the blocks of the encoder and, again, those of the decoder.
+    `layers` is the number of encoder blocks, and also of decoder blocks.
     """
 
     objective: ClassVar[Objective] = "reversed"
@@ -38,7 +38,7 @@ class PairEmbedding(Embedding):
     """Embeds source and target with the same vectors."""
 
     def forward(self, tokens: Pair) -> Pair:  # type: ignore[override]
-        """Takes the tokens of the source and those of the target, which begin with the beginning."""
+        """Takes source and target tokens; the target begins with the start token."""
         source, target = tokens
         return super().forward(source), super().forward(target)
 
@@ -51,13 +51,13 @@ class EncoderBlock(Block):
         self.norm3 = nn.LayerNorm(size.width) if is_last else nn.Identity()
 
     def forward(self, pair: Pair) -> Pair:  # type: ignore[override]
-        """Changes the memory."""
+        """Updates the memory and passes the hidden state on."""
         memory, hidden = pair
         return self.norm3(super().forward(memory)), hidden
 
 
 class DecoderBlock(nn.Module):
-    """A block on the target, with attention to the memory."""
+    """A block on the target, with cross-attention to the memory."""
 
     def __init__(self, size: Seq2seqSize, is_last: bool):
         super().__init__()
@@ -71,7 +71,7 @@ class DecoderBlock(nn.Module):
         self.is_last = is_last
 
     def forward(self, pair: Pair) -> Flow:
-        """Changes the hidden state; the last block leaves the memory behind."""
+        """Updates the hidden state; the last block drops the memory."""
         memory, hidden = pair
         hidden = hidden + self.dropout(self.attention(self.norm1(hidden)))
         hidden = hidden + self.dropout(self.recall(self.norm2(hidden), memory))
@@ -80,7 +80,7 @@ class DecoderBlock(nn.Module):
 
 
 class Seq2seq(Chain):
-    """An encoder–decoder; its embedding, each block and its head are units."""
+    """An encoder–decoder; the embedding, each block and the head are units."""
 
     def __init__(self, size: Seq2seqSize, *, seed: int = 0, device: torch.device | str | None = None):
         last = size.layers - 1

@@ -1,4 +1,4 @@
-"""The source text of Python's standard library as a corpus of bytes: always there, no download."""
+"""The source text of Python's standard library as a corpus of bytes, which needs no download."""
 
 import os
 import sysconfig
@@ -12,20 +12,20 @@ from torch import Tensor
 from pipedejavu.facts import InputError, read_file
 
 LIMIT_BYTES = 8 << 20
-"""Of the corpus that is read."""
+"""Most bytes of the corpus."""
 
 _LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 """Folders that differ between installations of the same Python."""
 
 _TEST_SHARE = 20
-"""One in so many windows is for tests: those at the end."""
+"""One in this many windows is for tests: those at the end."""
 
 
 @lru_cache(maxsize=2)
 def read_stdlib(limit_bytes: int = LIMIT_BYTES) -> bytes:
-    """Returns the sources in the order of their paths, up to `limit_bytes`; kept in memory, one per process.
+    """Returns the sources in the order of their paths, up to `limit_bytes`; cached per process.
 
-    Hosts that run different Pythons have different texts.
+    The text depends on the version of Python.
     """
     folder = Path(sysconfig.get_paths()["stdlib"])
     body = bytearray()
@@ -45,7 +45,7 @@ def _sources(folder: Path) -> Iterator[Path]:
 
 
 class Text:
-    """Windows of a text, side by side, each with the one byte that follows."""
+    """Adjacent windows of a text, each with the byte that follows it."""
 
     def __init__(self, text: bytes, context: int, is_test: bool = False):
         corpus = torch.frombuffer(bytearray(text), dtype=torch.uint8)
@@ -62,6 +62,6 @@ class Text:
         return self._size
 
     def windows(self, indices: Tensor) -> Tensor:
-        """Returns token numbers [samples, context + 1]."""
+        """Returns token ids [samples, context + 1]."""
         starts = (indices + self._first) * self._context
         return self._corpus[starts.unsqueeze(1) + torch.arange(self._context + 1, device="cpu")].long()

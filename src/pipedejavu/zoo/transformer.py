@@ -1,6 +1,6 @@
-"""The parts that all transformers here are made of, and the numbers that size them.
+"""The modules of all transformers in the zoo, and their sizes.
 
-Blocks are pre-norm: what passes from block to block is the plain sum of the residuals.
+Blocks are pre-norm: the value between blocks is the plain sum of the residuals.
 """
 
 import math
@@ -20,24 +20,24 @@ _STD = 0.02
 
 
 class TransformerSize(Record):
-    """The numbers that make a transformer."""
+    """Size of a transformer."""
 
     objective: ClassVar[Objective] = "next"
 
     layers: int = Field(ge=1)
     width: int = Field(ge=1)
     context: int = Field(default=256, ge=1)
-    """Most tokens of a sequence."""
+    """Most tokens per sequence."""
     vocabulary: int = Field(default=256, ge=2)
     heads: int | None = Field(default=None, ge=1)
-    """By default as many as make heads of about 64 values, of 128 from width 2048 on."""
+    """By default, heads of about 64 values, or 128 from width 2048 on."""
     dropout: float = Field(default=0.0, ge=0, lt=1)
     is_tied: bool = False
-    """Whether the embedding of tokens and the last matrix are one Parameter."""
+    """Whether the token embedding and the last linear layer share one Parameter."""
 
     @property
     def num_heads(self) -> int:
-        """The number of heads, resolved."""
+        """The number of heads, with the default resolved."""
         if self.heads is not None:
             return self.heads
         wanted = max(1, self.width // (128 if self.width >= 2048 else 64))
@@ -48,7 +48,7 @@ class TransformerSize(Record):
         return TokenForm(context=self.context, vocabulary=self.vocabulary, objective=self.objective)
 
     def disagreements(self) -> list[str]:
-        """Finds heads that do not divide the width."""
+        """Returns a fault if the heads do not divide the width."""
         if self.heads and self.width % self.heads:
             return [f"a width of {self.width} cannot be divided over {self.heads} heads; change one of them"]
         return []
@@ -59,7 +59,7 @@ class TransformerSize(Record):
 
 
 def transformer_std(num_residuals: int) -> Std:
-    """Returns the rule 0.02, less for what is added to the residual, so that its variance does not grow."""
+    """Returns the rule for initial values: a deviation of 0.02, less for layers that add to the residual."""
     return partial(_std, num_residuals)
 
 
@@ -68,7 +68,7 @@ def _std(num_residuals: int, name: str, shape: torch.Size) -> float:  # noqa: AR
 
 
 class Embedding(nn.Module):
-    """Tokens and their positions as vectors."""
+    """Token and position embeddings."""
 
     def __init__(self, size: TransformerSize):
         super().__init__()
@@ -77,7 +77,7 @@ class Embedding(nn.Module):
         self.dropout = nn.Dropout(size.dropout)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Takes token numbers [samples, tokens] and returns vectors [samples, tokens, width]."""
+        """Takes token ids [samples, tokens]; returns vectors [samples, tokens, width]."""
         length, context = tokens.shape[1], self.position.num_embeddings
         if length > context:
             raise InputError(f"a sequence has {length} tokens, but the model's context is {context}; raise context")
@@ -86,7 +86,7 @@ class Embedding(nn.Module):
 
 
 class Attention(nn.Module):
-    """Attention of a sequence to itself or, if it is given, to a memory."""
+    """Self-attention, or cross-attention if a memory is passed."""
 
     def __init__(self, size: TransformerSize, is_causal: bool = False):
         super().__init__()
@@ -115,7 +115,7 @@ class Attention(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """Two matrices with GELU between them, four times as wide inside."""
+    """Two linear layers with GELU between them, four times as wide inside."""
 
     def __init__(self, width: int):
         super().__init__()
@@ -129,7 +129,7 @@ class FeedForward(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and two matrices, each beside a residual."""
+    """Attention and a feed-forward layer, each with a residual connection."""
 
     def __init__(self, size: TransformerSize, is_causal: bool):
         super().__init__()
@@ -147,7 +147,7 @@ class Block(nn.Module):
 
 
 class Head(nn.Module):
-    """The last norm, and one matrix to the vocabulary."""
+    """A final norm, and a linear layer to the vocabulary."""
 
     def __init__(self, size: TransformerSize, embedding: Embedding):
         super().__init__()

@@ -1,4 +1,4 @@
-"""VGG networks for small images: VGG19, and one that trains in seconds on a CPU."""
+"""VGG networks for small images: VGG19, and a small one that trains in seconds on a CPU."""
 
 from typing import Annotated, Self
 
@@ -15,15 +15,15 @@ Stage = Annotated[tuple[Count, ...], Field(min_length=1)]
 
 
 class VggSize(Record):
-    """The numbers that make a VGG."""
+    """Size of a VGG."""
 
     stages: tuple[Stage, ...] = Field(min_length=1)
     """Channels of each convolution; a stage ends with a pooling that halves the image."""
     classes: int = Field(default=10, ge=2)
     channels: int = Field(default=3, ge=1)
-    """Of the image."""
+    """Channels of the image."""
     side: int = Field(default=32, ge=1)
-    """Of the image, in pixels; at least two for each halving."""
+    """Side of the image in pixels; at least 2 to the power of the number of stages."""
     has_batch_norm: bool = True
 
     def form(self) -> ImageForm:
@@ -31,7 +31,7 @@ class VggSize(Record):
         return ImageForm(shape=(self.channels, self.side, self.side), classes=self.classes)
 
     def disagreements(self) -> list[str]:
-        """Finds an image that is gone before the last stage."""
+        """Returns a fault if the image is too small for its stages."""
         least = 2 ** len(self.stages)
         if self.side < least:
             return [f"{len(self.stages)} stages halve a side of at least {least} pixels, found {self.side}; raise side"]
@@ -49,9 +49,9 @@ SIZES = {
 
 
 class Convolution(nn.Module):
-    """A 3×3 convolution with ReLU; BatchNorm between them if asked, a pooling after them at the end of a stage.
+    """A 3×3 convolution, BatchNorm if enabled, ReLU, and a pooling at the end of a stage.
 
-    BatchNorm counts over the microbatch that it sees (rule G4).
+    BatchNorm uses the statistics of the microbatch (rule G4).
     """
 
     def __init__(self, channels_in: int, channels_out: int, has_batch_norm: bool, has_pooling: bool):
@@ -67,7 +67,7 @@ class Convolution(nn.Module):
 
 
 class Head(nn.Module):
-    """The mean over what is left of the image, and one matrix to the classes."""
+    """The mean over the image, and a linear layer to the classes."""
 
     def __init__(self, channels: int, classes: int):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Tasks by name: a model with its loss, its count and its data."""
+"""Tasks by name: a model with its loss, target count and data."""
 
 import json
 from collections.abc import Callable
@@ -20,14 +20,14 @@ from pipedejavu.zoo.mlp import Mlp, MlpSize
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """What is trained on what."""
+    """A model, its loss and its data."""
 
     name: str
     model: nn.Module
     loss: Callable[[Any, Any], Tensor]
     """Takes the model's output and the targets; returns a sum, to be divided once by the whole batch's count."""
     count: Callable[[Any], int]
-    """Takes targets; returns how many of them the loss sums over: `len` where that is every sample's one."""
+    """Takes targets; returns how many the loss sums over: `len` if each sample has one target."""
     data: Dataset
 
 
@@ -52,15 +52,15 @@ def build(
     data: str | None = None,
     **options: object,
 ) -> Task:
-    """Builds the task that the command line calls zoo:NAME; `options` change its size.
+    """Builds the task that the command line calls zoo:NAME; `options` change the model's size.
 
-    On the device 'meta' the model gets no memory. Without `data` the task takes what every installation has: text
-    for models of tokens, random arrays for the others.
+    On the meta device the model has no memory. Without `data` the task uses data that every installation has: text for
+    models of tokens, random arrays for others.
     """
     if name not in _MODELS:
         raise InputError(f"there is no model 'zoo:{name}'{nearest(name, _MODELS)}")
     make, base = _MODELS[name]
-    # By way of JSON, so that options read as on a command line and all faults come at once.
+    # Through JSON, so that options are read as on a command line and all faults are reported at once.
     size = type(base).from_json(json.dumps({**base.model_dump(), **options}, default=repr), f"zoo:{name}")
     form = size.form()
     has_tokens = isinstance(form, TokenForm)
@@ -76,7 +76,7 @@ def build(
 
 
 def default_data(name: str) -> str:
-    """Returns the data that a model of the zoo takes if none are named."""
+    """Returns the default data of a model of the zoo."""
     if name not in _MODELS:
         raise InputError(f"there is no model 'zoo:{name}'{nearest(name, _MODELS)}")
     return _default_data(_MODELS[name][1].form())
