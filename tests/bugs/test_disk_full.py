@@ -28,14 +28,15 @@ STEPS = 200
 # Workers that wait for a full disk for less time than those of a user, and say how many keys the store has at the end.
 IMPATIENT = """
 import sys
+from pipedejavu.launch import launch, worker
+from pipedejavu.run import fallback_folder
 from pipedejavu.store import saver
-from pipedejavu.train import fallback, launch, worker
 
-saver.PATIENCE_S = fallback.PATIENCE_S = 0.2
+saver.PATIENCE_S = fallback_folder.PATIENCE_S = 0.2
 
 class Rank(worker.Rank):
-    def run(self, shelf):
-        result = super().run(shelf)
+    def run(self, checkpoint_dir):
+        result = super().run(checkpoint_dir)
         print(f"rank {self.rank} leaves {self.store.num_keys()} keys", file=sys.stderr, flush=True)
         return result
 

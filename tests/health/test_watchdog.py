@@ -40,7 +40,7 @@ TRAIN = (
 FAULTY = """
 import ctypes, os, time
 from pipedejavu.engine.handlers import Handlers
-from pipedejavu.train import launch, worker
+from pipedejavu.launch import launch, worker
 
 def patch(rank):
     forward, calls = Handlers.forward, iter(range(10**9))
@@ -167,7 +167,7 @@ def start_faulty(processes, folder: Path, sleep: str, seed: int, *more: str):
 
 def check_resume(processes, folder: Path, said: str) -> None:
     """The run goes on behind the checkpoint that was named, and ends like one that nothing happened to."""
-    named = re.search(r"--resume goes on behind step (\d+)\n", said)
+    named = re.search(r"--resume goes on after step (\d+)\n", said)
     assert named
     assert int(named[1]) == CheckpointDir(folder / "run" / "checkpoints").steps()[-1]
     code, _, err = processes.run((sys.executable, "-m", "pipedejavu", *TRAIN, "--steps", "30", "--resume"), folder)
@@ -188,7 +188,7 @@ def test_a_unit_that_sleeps_for_ever_ends_the_run(processes, tmp_path: Path, sle
     assert "time.sleep(1e6)" in err  # where it is in the code
     assert re.search(
         rf"\npipedejavu: worker {rank} hangs: F{rank}\.\d@0 \(lane compute\) has lasted \d+ s, and 5 s were allowed;"
-        r" --hang-after allows more; all others were stopped; --resume goes on behind step \d+\n$",
+        r" --hang-after allows more; all others were stopped; --resume goes on after step \d+\n$",
         err,
     )
     if seed:
@@ -246,7 +246,7 @@ def test_a_worker_that_was_stopped_ends_the_run(processes, tmp_path: Path, seed:
     assert (code, out) == (1, "")
     assert re.search(
         r"pipedejavu: worker \d was not heard for 5 s: its process is stopped, or one of its threads keeps all"
-        r" others from running; it was at .+; all others were stopped; --resume goes on behind step \d+\n",
+        r" others from running; it was at .+; all others were stopped; --resume goes on after step \d+\n",
         err,
     )
 

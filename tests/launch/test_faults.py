@@ -23,7 +23,7 @@ FAULTY = '''
 import os, signal
 import torch
 from pipedejavu.engine.wire import ProcessWire
-from pipedejavu.train import launch, worker
+from pipedejavu.launch import launch, worker
 from pipedejavu.source.task import SampleOrder
 
 def patch(rank):

@@ -82,4 +82,4 @@ def read_failure(store: Store, exit_codes: Sequence[int | None]) -> Exception:
 
 def with_rest(text: str, steps: Sequence[int]) -> str:
     """Returns what ended a run with the step that it goes on behind, the last of its checkpoints, if it has any."""
-    return f"{text}; --resume goes on behind step {steps[-1]}" if steps else text
+    return f"{text}; --resume goes on after step {steps[-1]}" if steps else text

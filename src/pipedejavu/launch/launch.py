@@ -38,7 +38,7 @@ from pipedejavu.program import Program
 from pipedejavu.program import compile as compile_plan
 from pipedejavu.program.pipeline import assign_devices
 from pipedejavu.run.checkpoint_interval import choose_interval, steps_of
-from pipedejavu.run.disk_space import check_room
+from pipedejavu.run.disk_space import check_disk_space
 from pipedejavu.run.options import TrainOptions
 from pipedejavu.run.run_folder import RunFolder, RunStart
 from pipedejavu.run.run_lock import lock_run, noted
@@ -253,7 +253,7 @@ def _open(folder: RunFolder, options: TrainOptions, program: Program, start: Run
     """Predicts the run and makes its folder."""
     prediction = simulate(program, verify(program))
     check_fit(prediction)
-    check_room(folder, program.profile, bool(options.checkpoint_every), tell)
+    check_disk_space(folder, program.profile, bool(options.checkpoint_every), tell)
     folder.create(options, program, start, fingerprints_to_save(options, start))
     write_file(folder.predicted, prediction.timeline().to_json(indent=None))
     return prediction

@@ -246,7 +246,7 @@ class Rank:
             num_ranks=len(self.program.workers),
             update_size=self.program.update_size,
             num_samples=sum(self.program.sizes),
-            pace=self.pace,
+            throughput=self.pace,
         )
         if self.options.replan and len(seats) > 1:
             self.replanner = Replanner(self.pace, self._ask, self._turn)
