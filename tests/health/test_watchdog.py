@@ -20,8 +20,8 @@ from safetensors.torch import load_file
 
 from pipedejavu.health.watchdog import (
     FACTOR,
-    FLOOR_S,
     LANES,
+    LEAST_LIMIT_S,
     HangWatchdog,
     HeartbeatMonitor,
     HeartbeatPage,
@@ -112,7 +112,7 @@ def test_who_waits_for_others_lets_them_tell_first() -> None:
 def test_what_is_allowed_follows_the_forecast_and_the_longest_action() -> None:
     watchdog, _, _ = make_vigil()
     watchdog.allow(0.001, None)
-    assert watchdog.limit_s == FLOOR_S
+    assert watchdog.limit_s == LEAST_LIMIT_S
     watchdog.allow(20.0, None)
     assert watchdog.limit_s == FACTOR * 20.0
     for lane, lasted_s in (("net<1", 400.0), ("compute", 30.0)):  # others' time does not count

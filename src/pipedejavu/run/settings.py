@@ -24,7 +24,7 @@ _KINDS: Mapping[str, type[Record]] = {"plan": Plan, "profile": Profile, "machine
 _MOST_DIFFERENCES = 4
 
 
-class Seal(Record):
+class HashedSettings(Record):
     """The contents of seal.json: the records of a run and the hash of their JSON."""
 
     most_bytes: ClassVar[int] = sum(kind.most_bytes for kind in _KINDS.values())
@@ -58,7 +58,7 @@ class Settings(NamedTuple):
     def write(self, path: Path) -> None:
         """Writes the hashed file to a run folder, then the copies."""
         plain = self.plain()
-        Seal(sha256=_hash(plain), settings=plain).save(path / SEAL)
+        HashedSettings(sha256=_hash(plain), settings=plain).save(path / SEAL)
         for name in _KINDS:
             getattr(self, name).save(path / f"{name}.json")
 
@@ -71,9 +71,9 @@ def read_settings(
     With `accept_changes`, a changed copy that can be parsed is used as it is. Raises InputError if a copy is damaged
     and no other source has its contents, or if, without a hashed file, a copy differs from the checkpoint.
     """
-    sealed = _sealed(path, tell)
-    known, origin = sealed, SEAL
-    if not sealed and checkpoint is not None:
+    hashed = _read_hashed(path, tell)
+    known, origin = hashed, SEAL
+    if not hashed and checkpoint is not None:
         known, origin = _copies(checkpoint), f"the checkpoint of step {checkpoint.step}"
     records: dict[str, Any] = {}
     for name, kind in _KINDS.items():
@@ -88,7 +88,7 @@ def read_settings(
             raise InputError(
                 f"{file} {fault}, and nothing says what it was; put it back, or begin in another --run-dir"
             )
-        elif record is not None and not sealed:
+        elif record is not None and not hashed:
             raise InputError(f"{file} {fault} in {origin}; put it back, or go on with --accept-changes")
         else:
             before.save(file)
@@ -114,17 +114,17 @@ def _read(file: Path, kind: type[Record], before: Record | None) -> tuple[Record
     return record, f"has been changed ({'; '.join([*told[:_MOST_DIFFERENCES], *more])})"
 
 
-def _sealed(path: Path, tell: Callable[[str], None]) -> dict[str, Record]:
+def _read_hashed(path: Path, tell: Callable[[str], None]) -> dict[str, Record]:
     """Returns the records of the hashed file; empty if it is damaged, or missing as in folders of earlier versions."""
     file = path / SEAL
     if not file.exists():
         return {}
-    data = read_file(file, Seal.most_bytes)
+    data = read_file(file, HashedSettings.most_bytes)
     try:
-        seal = Seal.from_json(data, str(file))
-        if _hash(seal.settings) != seal.sha256:
+        hashed = HashedSettings.from_json(data, str(file))
+        if _hash(hashed.settings) != hashed.sha256:
             raise InputError("it does not have its hash")
-        return _records(seal.settings, str(file))
+        return _records(hashed.settings, str(file))
     except InputError as error:
         tell(f"{file} is damaged: {str(error).removeprefix(f'{file}: ')}")
         return {}
