@@ -28,15 +28,15 @@ STEPS = 200
 # Workers that wait for a full disk for less time than those of a user, and say how many keys the store has at the end.
 IMPATIENT = """
 import sys
-from pipedejavu.store import saver
 from pipedejavu.launch import launch, worker
-from pipedejavu.run import fallback_folder as fallback
+from pipedejavu.run import fallback_folder
+from pipedejavu.store import saver
 
-saver.PATIENCE_S = fallback.PATIENCE_S = 0.2
+saver.PATIENCE_S = fallback_folder.PATIENCE_S = 0.2
 
 class Rank(worker.Rank):
-    def run(self, shelf):
-        result = super().run(shelf)
+    def run(self, checkpoint_dir):
+        result = super().run(checkpoint_dir)
         print(f"rank {self.rank} leaves {self.store.num_keys()} keys", file=sys.stderr, flush=True)
         return result
 
@@ -124,6 +124,6 @@ def test_what_went_elsewhere_is_what_an_undisturbed_run_ends_with(processes, sma
         more = ("--run-dir", str(folder), "--resume")
         code, _, err = processes.run((*plain, str(STEPS + 20), *more), tmp_path)
         assert code == 0, err
-        assert f"training goes on after step {STEPS}" in err
+        assert f"training goes on behind step {STEPS}" in err
     model, expected = (load_file(path / "model.safetensors") for path in (small_disk / "run", tmp_path / "plain"))
     assert all(torch.equal(weight, expected[name]) for name, weight in model.items())

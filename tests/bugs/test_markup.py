@@ -120,7 +120,7 @@ def test_a_fault_of_the_user_is_printed_without_what_would_move_the_cursor(
 
 
 def test_sentences_beside_a_view_and_on_stderr_are_printable(capsys: pytest.CaptureFixture[str]) -> None:
-    with Progress(3, "samples", 0.1, seats=[WorkerPanel(EVIL)]) as progress:
+    with Progress(3, "samples", 0.1, panels=[WorkerPanel(EVIL)]) as progress:
         progress.say(EVIL)
         terminal(width=300).print(progress.view)
     tell(f"x{EVIL}\udcff")

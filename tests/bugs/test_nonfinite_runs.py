@@ -82,7 +82,7 @@ def test_a_nan_gradient_in_the_last_update_leaves_the_last_finite_checkpoint(pro
     code, out, err = processes.run((sys.executable, "-c", MAIN, *arguments), tmp_path)
     assert (code, out) == (2, ""), err
     assert "pipedejavu: the gradient of '0.plane.weight' is nan in step 5 on worker 0; lower the learning rate" in err
-    assert err.endswith("or skip such updates (--on-nan skip); --resume goes on behind step 4\n")
+    assert err.endswith("or skip such updates (--on-nan skip); --resume goes on after step 4\n")
     folder = RunFolder(tmp_path / "run")
     assert folder.checkpoint_dir.steps() == [2, 4]
     assert Checkpoint(folder.checkpoint_dir.folder(4)).nonfinite() is None
@@ -101,7 +101,7 @@ def refuse_what_an_earlier_version_saved(folder: RunFolder) -> None:
     told: list[str] = []
     said = (
         r"cannot go on from .*step-5: 'state/exp_avg_sq/0\.plane\.weight' is not finite; remove that folder to go on"
-        r" behind step 4, the newest that is finite"
+        r" after step 4, the newest that is finite"
     )
     with pytest.raises(InputError, match=said):
         reopen(str(folder.path), RankGroup(), told.append)
@@ -129,7 +129,7 @@ def test_a_loop_saves_and_loads_no_checkpoint_of_nans(tmp_path) -> None:
     saver = Saver(CheckpointDir(tmp_path))
     saver.save(2, {"weight/weight": model.weight.detach()}, lambda: {"samples": 0})
     saver.wait()
-    with pytest.raises(InputError, match="'weight/weight' is not finite; remove that folder to go on behind step 1,"):
+    with pytest.raises(InputError, match="'weight/weight' is not finite; remove that folder to go on after step 1,"):
         checkpoints.load(model, optimizer)
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from tests.engine.test_saved_tensors import SAMPLES, WIDTH, forward, piece
+from tests.engine.test_saved_storage import SAMPLES, WIDTH, forward, piece
 
 from pipedejavu.engine.recompute_span import carried
 from tests.engine.gpu import MODELS, NAMES, check_delay, check_equality, lanes_of

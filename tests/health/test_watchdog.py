@@ -20,8 +20,8 @@ from safetensors.torch import load_file
 
 from pipedejavu.health.watchdog import (
     FACTOR,
-    FLOOR_S,
     LANES,
+    LEAST_LIMIT_S,
     HangWatchdog,
     HeartbeatMonitor,
     HeartbeatPage,
@@ -112,7 +112,7 @@ def test_who_waits_for_others_lets_them_tell_first() -> None:
 def test_what_is_allowed_follows_the_forecast_and_the_longest_action() -> None:
     watchdog, _, _ = make_vigil()
     watchdog.allow(0.001, None)
-    assert watchdog.limit_s == FLOOR_S
+    assert watchdog.limit_s == LEAST_LIMIT_S
     watchdog.allow(20.0, None)
     assert watchdog.limit_s == FACTOR * 20.0
     for lane, lasted_s in (("net<1", 400.0), ("compute", 30.0)):  # others' time does not count
@@ -167,7 +167,7 @@ def start_faulty(processes, folder: Path, sleep: str, seed: int, *more: str):
 
 def check_resume(processes, folder: Path, said: str) -> None:
     """The run goes on behind the checkpoint that was named, and ends like one that nothing happened to."""
-    named = re.search(r"--resume goes on behind step (\d+)\n", said)
+    named = re.search(r"--resume goes on after step (\d+)\n", said)
     assert named
     assert int(named[1]) == CheckpointDir(folder / "run" / "checkpoints").steps()[-1]
     code, _, err = processes.run((sys.executable, "-m", "pipedejavu", *TRAIN, "--steps", "30", "--resume"), folder)
@@ -188,7 +188,7 @@ def test_a_unit_that_sleeps_for_ever_ends_the_run(processes, tmp_path: Path, sle
     assert "time.sleep(1e6)" in err  # where it is in the code
     assert re.search(
         rf"\npipedejavu: worker {rank} hangs: F{rank}\.\d@0 \(lane compute\) has lasted \d+ s, and 5 s were allowed;"
-        r" --hang-after allows more; all others were stopped; --resume goes on behind step \d+\n$",
+        r" --hang-after allows more; all others were stopped; --resume goes on after step \d+\n$",
         err,
     )
     if seed:
@@ -246,7 +246,7 @@ def test_a_worker_that_was_stopped_ends_the_run(processes, tmp_path: Path, seed:
     assert (code, out) == (1, "")
     assert re.search(
         r"pipedejavu: worker \d was not heard for 5 s: its process is stopped, or one of its threads keeps all"
-        r" others from running; it was at .+; all others were stopped; --resume goes on behind step \d+\n",
+        r" others from running; it was at .+; all others were stopped; --resume goes on after step \d+\n",
         err,
     )
 

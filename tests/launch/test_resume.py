@@ -317,7 +317,7 @@ def test_a_worker_that_is_killed_loses_no_more_than_an_interval(processes, tmp_p
     assert "Traceback" not in err
     last = CheckpointDir(tmp_path / "run" / "checkpoints").steps()[-1]
     done = steps_in(tmp_path / "run")
-    assert err.endswith(f"pipedejavu: {said}; --resume goes on behind step {last}\n")
+    assert err.endswith(f"pipedejavu: {said}; --resume goes on after step {last}\n")
     code, _, err = processes.run((*COMMAND, *RESUME), tmp_path)
     assert code == 0, err
     assert max(done) - last < 10  # an interval, and what was trained while its checkpoint was being written

@@ -206,7 +206,7 @@ def test_a_run_whose_cable_was_cut_goes_on_from_its_last_checkpoint(tmp_path: Pa
         assert (code, out) == (1, "")
         said = [line for line in err.splitlines() if " was not heard for 5 s: its host or the network to it" in line]
         assert len(said) == 1
-        saved = re.search(r"; --resume goes on behind step (\d+)$", said[0])
+        saved = re.search(r"; --resume goes on after step (\d+)$", said[0])
         assert saved
     subprocess.run(["ip", "-n", cut, "link", "set", cut, "up"], check=True)
     for process in start_on_hosts(processes, tmp_path, two_hosts, command):

@@ -63,7 +63,7 @@ def test_events_stand_behind_their_step(tmp_path: Path) -> None:
     assert History.read(tmp_path / "a").events == [
         (1, "saved", "step 1, 1.0 KiB in 500 ms"),
         (2, "skipped", "skipped"),
-        (2, "resumed", "behind step 1"),
+        (2, "resumed", "after step 1"),
         (2, "switched", "switched ddp; to 1f1b"),
     ]
 

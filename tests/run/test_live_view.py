@@ -33,8 +33,8 @@ def test_a_curve_falls_from_the_upper_left_to_the_lower_right() -> None:
 
 
 def test_the_view_shows_forecast_beside_reality() -> None:
-    seat = WorkerPanel("gpu0 (a100)", 8 * 2**30, 2 * 2**30, 0.75, 4 * 2**30, {"compute": 0.5, "copy-in": 0.25})
-    lines = drawn(LiveView(10, 4, "loss 1.0", [4.0, 3.0, 2.0, 1.0], [seat], 0.5, 1.0))
+    panel = WorkerPanel("gpu0 (a100)", 8 * 2**30, 2 * 2**30, 0.75, 4 * 2**30, {"compute": 0.5, "copy-in": 0.25})
+    lines = drawn(LiveView(10, 4, "loss 1.0", [4.0, 3.0, 2.0, 1.0], [panel], 0.5, 1.0))
     assert lines[0].startswith("training ")
     assert lines[0].endswith("4/10")
     assert lines[2].startswith("loss 4 ")
@@ -68,7 +68,7 @@ def test_on_a_terminal_the_view_is_drawn(monkeypatch: pytest.MonkeyPatch) -> Non
     own, end = pty.openpty()
     with os.fdopen(end, "w", encoding="utf-8") as screen:
         monkeypatch.setattr(sys, "stderr", screen)
-        with Progress(2, "samples", 1.0, seats=[WorkerPanel("cpu0")]) as progress:
+        with Progress(2, "samples", 1.0, panels=[WorkerPanel("cpu0")]) as progress:
             progress.see(0, Memory(3 << 20, 0), {"compute": 0.5})
             progress.report(1, 0.5, 4, Memory(3 << 20, 0), 1.0)
             progress.report(2, 0.25, 4, Memory(3 << 20, 0), 2.0)
@@ -85,6 +85,6 @@ def test_on_a_terminal_the_view_is_drawn(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_elsewhere_lines_are_printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with (tmp_path / "err").open("w") as file:
         monkeypatch.setattr(sys, "stderr", file)
-        with Progress(1, "samples", 1.0, seats=[WorkerPanel("cpu0")]) as progress:
+        with Progress(1, "samples", 1.0, panels=[WorkerPanel("cpu0")]) as progress:
             progress.report(1, 0.5, 4, Memory(3 << 20, 0), 1.0)
     assert (tmp_path / "err").read_text().startswith("step 1/1  loss 0.5000  ")

@@ -111,15 +111,15 @@ def test_the_progress_says_all_that_is_known(capsys) -> None:
     assert last.endswith("tokens/s  memory 3.0 MiB + 5.0 GiB GPU")
 
 
-def test_what_each_rank_says_of_itself_reaches_its_seat(tmp_path) -> None:
-    seats, store = [WorkerPanel("cpu0"), WorkerPanel("cpu1")], HashStore()
-    with Progress(3, "samples", 1.0, seats=seats) as progress:
+def test_what_each_rank_says_of_itself_reaches_its_panel(tmp_path) -> None:
+    panels, store = [WorkerPanel("cpu0"), WorkerPanel("cpu1")], HashStore()
+    with Progress(3, "samples", 1.0, panels=panels) as progress:
         books = Logbooks({}, print)
         collector = MetricsCollector(RunFolder(tmp_path), progress, books, num_ranks=2, update_size=2, num_samples=4)
         watch = MetricsReporter(store, 1, Pairs(), CPU, None)
         watch.settle([Span(1, "compute", "F0.0@0", 0.0, 1.0), Span(1, "net>0", "SEND:g0.0>0", 1.0, 2.0)])
         watch.send()
         collector.take_all(store)
-    assert (seats[0].busy, seats[0].peak_bytes) == ({}, 0)
-    assert seats[1].busy == {"compute": 0.5, "net>0": 0.5}
-    assert seats[1].peak_bytes > 1e6
+    assert (panels[0].busy, panels[0].peak_bytes) == ({}, 0)
+    assert panels[1].busy == {"compute": 0.5, "net>0": 0.5}
+    assert panels[1].peak_bytes > 1e6

@@ -1,4 +1,4 @@
-"""Whether the workers of a run are alive: failures, heartbeats, and a watchdog for lanes that hang."""
+"""The health of a run's workers: failures, heartbeats, and a watchdog for hanging lanes."""
 
 from pipedejavu.health.failure import WorkerError
 

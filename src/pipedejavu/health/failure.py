@@ -1,4 +1,4 @@
-"""How a worker fails: what it leaves for the process that started it, and what that one tells the user."""
+"""Failures of workers: how a worker reports one to the process that started it, and the error for the user."""
 
 import json
 import signal
@@ -19,11 +19,11 @@ _KEY = "failure"
 
 
 class WorkerError(Exception):
-    """A worker failed for a reason that is not the user's input."""
+    """A worker failed for a reason other than invalid input."""
 
 
 class ShortageError(WorkerError):
-    """A worker's device had no more memory; `found_bytes` are what it had got by then."""
+    """A worker's device ran out of memory after allocating `found_bytes`."""
 
     def __init__(self, worker: int, found_bytes: int, text: str = ""):
         super().__init__(text or f"worker {worker} ran out of memory")
@@ -31,17 +31,17 @@ class ShortageError(WorkerError):
 
 
 def is_shortage(error: BaseException) -> bool:
-    """Whether an error says that a device has no more memory."""
+    """Whether an error means that a device is out of memory."""
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error)
 
 
 def is_lost(error: BaseException) -> bool:
-    """Whether an error only says that another worker is gone, whose own words say why."""
+    """Whether an error only says that the connection to another worker is lost; that worker reports the cause."""
     return isinstance(error, RuntimeError) and any(text in str(error) for text in _LOST)
 
 
 def write_failure(store: Store, rank: int, error: BaseException) -> None:
-    """Keeps why a worker failed, unless another failed before it."""
+    """Stores why a worker failed, unless another worker failed earlier."""
     if is_lost(error):
         return
     if isinstance(error, ShortageError):
@@ -57,12 +57,12 @@ def write_failure(store: Store, rank: int, error: BaseException) -> None:
 
 
 def keep_failure(store: Store, text: str) -> None:
-    """Keeps a kind of failure and, in the lines after it, what to tell the user, unless another failed before."""
+    """Stores a failure, unless there is one: the first line is its kind, the rest the message for the user."""
     store.compare_set(_KEY, "", text.encode("utf-8", "backslashreplace").decode())
 
 
 def read_failure(store: Store, exit_codes: Sequence[int | None]) -> Exception:
-    """Returns what to raise for workers that ended with these codes, by what the first of them left."""
+    """Returns the error to raise, from the first stored failure or else from the workers' exit codes."""
     if store.check([_KEY]):
         kind, _, text = store.get(_KEY).decode("utf-8", "replace").partition("\n")
         if kind == "memory":
@@ -81,5 +81,5 @@ def read_failure(store: Store, exit_codes: Sequence[int | None]) -> Exception:
 
 
 def with_rest(text: str, steps: Sequence[int]) -> str:
-    """Returns what ended a run with the step that it goes on behind, the last of its checkpoints, if it has any."""
-    return f"{text}; --resume goes on behind step {steps[-1]}" if steps else text
+    """Appends to an error text the step that --resume continues after, if there is a checkpoint."""
+    return f"{text}; --resume goes on after step {steps[-1]}" if steps else text

@@ -1,7 +1,7 @@
-"""The pulse of a rank that torchrun started: others hear it by way of the store, and a rank that falls silent is lost.
+"""Heartbeats between torchrun ranks, sent through the store; a rank without a recent heartbeat counts as lost.
 
-A process that ends closes its connections, which its peers see at once. A host that loses its power or its cable closes
-nothing, and those who wait for it would wait for ever.
+A process that ends closes its connections, which its peers notice at once. A host that loses power or network closes
+nothing, and without heartbeats its peers would wait for ever.
 """
 
 import json
@@ -18,10 +18,11 @@ from torch._C._distributed_c10d import Store
 from pipedejavu.health.watchdog import SILENT_S
 
 INTERVAL_S = 1.0
+"""Seconds between two heartbeats."""
 
 
 class HeartbeatMessage(NamedTuple):
-    """What a rank says of itself with each beat: its process, and what it is at."""
+    """The content of a heartbeat: the rank's process and its current action."""
 
     host: str
     pid: int
@@ -29,10 +30,10 @@ class HeartbeatMessage(NamedTuple):
 
 
 class RankHeartbeat:
-    """One rank's pulse and its ear: the first rank hears all others, each of them hears the first.
+    """Sends one rank's heartbeats and monitors others: rank 0 monitors all ranks, and each of them monitors rank 0.
 
-    `end` is called with a rank that was not heard, for how many seconds, and its last word if it has said any; it
-    should end the process. `word` is asked for this rank's own.
+    `message` returns the content of this rank's next heartbeat. `end` is called when a rank is lost, with the rank, the
+    timeout in seconds and its last message, if any; it should end the process.
     """
 
     def __init__(
@@ -41,12 +42,12 @@ class RankHeartbeat:
         rank: int,
         size: int,
         end: Callable[[int, float, HeartbeatMessage | None], None],
-        word: Callable[[], HeartbeatMessage],
+        message: Callable[[], HeartbeatMessage],
     ):
-        self.rank, self.end, self.word = rank, end, word
+        self.rank, self.end, self.message = rank, end, message
         self.silent_s = SILENT_S
-        """How long a rank may say nothing."""
-        # A connection of its own: whoever waits on the one that all share keeps the others off it.
+        """Timeout for the heartbeats of other ranks."""
+        # A blocking `get()` holds the shared connection, so heartbeats have their own.
         self.store: Store = store.clone()  # type: ignore[attr-defined]
         others = range(1, size) if rank == 0 else range(1)
         self.heard_s = dict.fromkeys(others, time.monotonic())
@@ -56,17 +57,17 @@ class RankHeartbeat:
             threading.Thread(target=task, daemon=True).start()
 
     def allow(self, silent_s: float | None) -> None:
-        """Says for how long a rank may say nothing; 0 is for ever."""
+        """Sets the timeout; 0 for none, None for the default."""
         self.silent_s = SILENT_S if silent_s is None else silent_s or math.inf
 
     def stop(self) -> None:
-        """Ends pulse and ear; the others must have ended theirs, or they will miss this one."""
+        """Stops heartbeats and monitoring; other ranks must have stopped theirs, or they report this one as lost."""
         self._ended.set()
 
     def _beat(self) -> None:
-        with suppress(RuntimeError):  # the store is gone; then nobody is heard any more
+        with suppress(RuntimeError):  # the store is gone; `_judge` reports the timeout
             for number in count():
-                self.store.set(str(self.rank), json.dumps([number, *self.word()]))
+                self.store.set(str(self.rank), json.dumps([number, *self.message()]))
                 for other in self.heard_s:
                     if self.store.check([str(other)]):
                         self._hear(other, self.store.get(str(other)))

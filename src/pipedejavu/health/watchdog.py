@@ -1,8 +1,8 @@
-"""The vigil over a worker: what each of its lanes is at, and whether one hangs.
+"""The watchdog of a worker: tracks the current action of each lane and reports a lane that hangs.
 
-An action that takes far longer than an update should is told by its own worker, with where it is in the code. A process
-that was stopped, or that lets none of its threads run, cannot tell: whoever started it hears it no more, and reads what
-it was at from memory that both share. Times are of the monotonic clock, which all processes of a host have in common.
+A worker reports its own action that takes far too long, with a stack trace. A process that is stopped, or whose threads
+are all blocked, cannot report: the process that started it notices missing heartbeats and reads the worker's current
+actions from shared memory. Times are from the monotonic clock, which all processes of a host share.
 """
 
 import math
@@ -18,24 +18,25 @@ from pathlib import Path
 from typing import NamedTuple
 
 INTERVAL_S = 0.25
-FLOOR_S = 60.0
-"""How long any action may take."""
+"""Seconds between two checks, each with a heartbeat."""
+LEAST_LIMIT_S = 60.0
+"""Smallest automatic limit on the time of one action."""
 FACTOR = 10
-"""How many times the longest action so far, or an update's forecast, an action may take; and how many times that one
-that waits for others, who should tell first."""
+"""The automatic limit is this multiple of the longest action so far or of an update's forecast. Actions that wait for
+other workers have this multiple of the limit, so that the worker that hangs reports first."""
 SILENT_S = 30.0
-"""How long a process may say nothing; its vigil has a thread of its own, so that only what stops a process stops it."""
+"""Heartbeat timeout; heartbeats have their own thread, so only a stopped or blocked process misses them."""
 BEGIN_S = 300.0
-"""How long a process may take to say its first word."""
+"""Timeout for the first heartbeat of a process."""
 LANES = 15
-"""Of a worker, that a slate has room for."""
-_LANE = struct.Struct("<d56s")
-"""Since when a lane is at something, or 0; its name and the action."""
-_ROOM_BYTES = (LANES + 1) * _LANE.size
+"""Lanes per worker on a heartbeat page."""
+_SLOT = struct.Struct("<d56s")
+"""One slot: the start time of a lane's action (0 if idle), then the names of lane and action."""
+_SECTION_BYTES = (LANES + 1) * _SLOT.size
 
 
 class LaneActivity(NamedTuple):
-    """What a lane is at, and since when."""
+    """The current action of a lane and its start time."""
 
     lane: str
     action: str
@@ -43,7 +44,7 @@ class LaneActivity(NamedTuple):
 
     @property
     def waits_for_others(self) -> bool:
-        """Whether it may take long because another worker does."""
+        """Whether the action depends on another worker, as receives do."""
         return self.lane.startswith("net")
 
     def __str__(self) -> str:
@@ -51,9 +52,10 @@ class LaneActivity(NamedTuple):
 
 
 class HangWatchdog:
-    """One worker's vigil over its own lanes; `end` is given where the code is, and a sentence, and should not return.
+    """Watches the lanes of one worker; calls `end` with a stack trace and a message if one hangs.
 
-    It writes on a slate, if there is one, what another process may read. `option` is how the user allows more time.
+    Also writes heartbeats and current actions to `heartbeat_page`, if given, for another process to read. `option` is
+    the option named in the message that raises the limit.
     """
 
     def __init__(
@@ -71,12 +73,12 @@ class HangWatchdog:
         threading.Thread(target=self._go, daemon=True).start()
 
     def allow(self, forecast_s: float, asked_s: float | None) -> None:
-        """Says how long an action may take: as long as was asked, 0 for ever, or by the forecast of an update."""
+        """Sets the limit on an action's time: `asked_s` (0 for none), or if None, from the forecast of an update."""
         self.is_fixed = asked_s is not None
-        self.limit_s = max(FLOOR_S, FACTOR * forecast_s) if asked_s is None else asked_s or math.inf
+        self.limit_s = max(LEAST_LIMIT_S, FACTOR * forecast_s) if asked_s is None else asked_s or math.inf
 
     def notice(self, lane: str, action: str) -> None:
-        """Takes what a lane begins, or that it has ended what it was at, which is no action; called by its thread."""
+        """Records that a lane starts an action, or with an empty name, ends one; called from the lane's thread."""
         now_s = time.monotonic()
         if action:
             self.threads[lane] = threading.get_ident()
@@ -91,97 +93,97 @@ class HangWatchdog:
             self.heartbeat_page.wipe(self.rank, lane)
 
     def hung(self) -> LaneActivity | None:
-        """Returns what takes too long, if anything does."""
+        """Returns an action that exceeds its limit, if any; those that do not wait for other workers first."""
         now_s = time.monotonic()
         late = [doing for doing in self.doing.copy().values() if now_s - doing.since_s > self.allowed_s(doing)]
         return min(late, key=lambda doing: doing.waits_for_others, default=None)
 
     def allowed_s(self, doing: LaneActivity) -> float:
-        """Returns how long it may take."""
+        """Returns the limit for an action."""
         return self.limit_s * (FACTOR if doing.waits_for_others else 1)
 
     def describe(self) -> str:
-        """Says what the worker is at."""
+        """Returns the current action of the worker as text."""
         return describe(self.doing.copy().values())
 
     def stop(self) -> None:
-        """Ends the vigil."""
+        """Stops the watchdog."""
         self._ended.set()
 
     def _go(self) -> None:
         while not self._ended.wait(INTERVAL_S):
             if self.heartbeat_page:
                 self.heartbeat_page.beat(self.rank)
-            if found := self.hung():
-                lasts = f"{found} has lasted {time.monotonic() - found.since_s:.0f} s"
-                allowed = f"{self.allowed_s(found):.0f} s were allowed; {self.option} allows more"
-                waits = ", in which it waits for others" if found.waits_for_others else ""
-                self.end(self._trace(found.lane), f"worker {self.rank} hangs: {lasts}{waits}, and {allowed}")
+            if hung := self.hung():
+                lasts = f"{hung} has lasted {time.monotonic() - hung.since_s:.0f} s"
+                allowed = f"{self.allowed_s(hung):.0f} s were allowed; {self.option} allows more"
+                waits = ", in which it waits for others" if hung.waits_for_others else ""
+                self.end(self._trace(hung.lane), f"worker {self.rank} hangs: {lasts}{waits}, and {allowed}")
                 return
 
     def _trace(self, lane: str) -> str:
-        """Returns where a lane's thread is in the code."""
+        """Returns the stack trace of a lane's thread."""
         frame = sys._current_frames().get(self.threads[lane])
         return "".join(traceback.format_stack(frame)) if frame else ""
 
 
 class HeartbeatPage:
-    """What every worker of a host is at, in a file that its processes have in their memory.
+    """The heartbeats and current actions of all workers of a host, in a memory-mapped file.
 
-    A worker's room begins with how often it has looked after itself; then its lanes come, as they are first written.
+    Each worker has a section: its number of heartbeats, then one slot per lane in the order of first use.
     """
 
     def __init__(self, path: Path, size: int):
-        """Makes the file where it is not there; the disk has room for it from then on."""
+        """Creates the file if needed, and allocates its space on disk."""
         file = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
         try:
-            os.posix_fallocate(file, 0, size * _ROOM_BYTES)
-            self.memory = mmap.mmap(file, size * _ROOM_BYTES)
+            os.posix_fallocate(file, 0, size * _SECTION_BYTES)
+            self.memory = mmap.mmap(file, size * _SECTION_BYTES)
         finally:
             os.close(file)
-        self._places: dict[str, int] = {}
+        self._slots: dict[str, int] = {}
         self._beats = 0
 
     def beat(self, rank: int) -> None:
-        """Shows that a worker is alive."""
+        """Writes a heartbeat."""
         self._beats += 1
-        _LANE.pack_into(self.memory, rank * _ROOM_BYTES, self._beats, b"")
+        _SLOT.pack_into(self.memory, rank * _SECTION_BYTES, self._beats, b"")
 
     def write(self, rank: int, doing: LaneActivity) -> None:
-        """Writes what a lane begins; lanes that there is no room for are left out."""
-        place = self._places.setdefault(doing.lane, len(self._places) + 1)
-        if place <= LANES:
+        """Writes the action that a lane starts; lanes beyond `LANES` are ignored."""
+        slot = self._slots.setdefault(doing.lane, len(self._slots) + 1)
+        if slot <= LANES:
             text = f"{doing.lane}\t{doing.action}".encode()
-            _LANE.pack_into(self.memory, rank * _ROOM_BYTES + place * _LANE.size, doing.since_s, text)
+            _SLOT.pack_into(self.memory, rank * _SECTION_BYTES + slot * _SLOT.size, doing.since_s, text)
 
     def wipe(self, rank: int, lane: str) -> None:
-        """Writes that a lane is at nothing."""
-        if (place := self._places[lane]) <= LANES:
-            _LANE.pack_into(self.memory, rank * _ROOM_BYTES + place * _LANE.size, 0.0, b"")
+        """Marks a lane as idle."""
+        if (slot := self._slots[lane]) <= LANES:
+            _SLOT.pack_into(self.memory, rank * _SECTION_BYTES + slot * _SLOT.size, 0.0, b"")
 
     def read(self, rank: int) -> bytes:
-        """Returns a worker's room as it is now, which it may be writing to."""
-        return self.memory[rank * _ROOM_BYTES : (rank + 1) * _ROOM_BYTES]
+        """Returns the bytes of a worker's section, which it may be writing at the same time."""
+        return self.memory[rank * _SECTION_BYTES : (rank + 1) * _SECTION_BYTES]
 
 
 class HeartbeatMonitor:
-    """Hears the workers of a slate, each of which may be silent for a time; 0 is for ever."""
+    """Checks the heartbeats of all workers on a page; `silent_s` is the timeout, 0 for none, None for the default."""
 
     def __init__(self, heartbeat_page: HeartbeatPage, size: int, silent_s: float | None):
         self.heartbeat_page = heartbeat_page
         self.silent_s = SILENT_S if silent_s is None else silent_s or math.inf
-        self.heard = {rank: (bytes(_ROOM_BYTES), time.monotonic() + BEGIN_S) for rank in range(size)}
+        self.heard = {rank: (bytes(_SECTION_BYTES), time.monotonic() + BEGIN_S) for rank in range(size)}
 
     def missed(self, alive: Iterable[int]) -> str:
-        """Returns a sentence on a worker that is there and was not heard in time, or nothing."""
+        """Returns a message about the first running worker whose heartbeat timed out; empty if there is none."""
         now_s = time.monotonic()
         for rank in alive:
-            room, until_s = self.heard[rank]
-            if (found := self.heartbeat_page.read(rank)) != room:
-                self.heard[rank] = found, now_s + self.silent_s
+            section, until_s = self.heard[rank]
+            if (current := self.heartbeat_page.read(rank)) != section:
+                self.heard[rank] = current, now_s + self.silent_s
             elif now_s > until_s:
-                silent_s = self.silent_s if any(room) else BEGIN_S
-                return f"worker {rank} was not heard for {silent_s:.0f} s{STUCK}; it was at {describe(_parsed(room))}"
+                silent_s = self.silent_s if any(section) else BEGIN_S
+                return f"worker {rank} was not heard for {silent_s:.0f} s{STUCK}; it was at {describe(_parse(section))}"
         return ""
 
 
@@ -189,15 +191,15 @@ STUCK = ": its process is stopped, or one of its threads keeps all others from r
 
 
 def describe(doing: Iterable[LaneActivity]) -> str:
-    """Says what a worker is at: what it does itself before what it waits for, the oldest first."""
-    found = sorted(doing, key=lambda d: (d.waits_for_others, d.since_s))
-    return str(found[0]) if found else "nothing, between two actions"
+    """Returns a worker's current action as text: its own before those that wait for other workers, oldest first."""
+    ordered = sorted(doing, key=lambda d: (d.waits_for_others, d.since_s))
+    return str(ordered[0]) if ordered else "nothing, between two actions"
 
 
-def _parsed(room: bytes) -> list[LaneActivity]:
-    found = []
-    for since_s, text in list(_LANE.iter_unpack(room))[1:]:
+def _parse(section: bytes) -> list[LaneActivity]:
+    activities = []
+    for since_s, text in list(_SLOT.iter_unpack(section))[1:]:
         lane, _, action = text.rstrip(b"\0").decode(errors="replace").partition("\t")
         if since_s and action:
-            found.append(LaneActivity(lane, action, since_s))
-    return found
+            activities.append(LaneActivity(lane, action, since_s))
+    return activities

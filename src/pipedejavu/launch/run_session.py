@@ -20,7 +20,7 @@ from pipedejavu.launch.torchrun import TorchrunBackend
 from pipedejavu.launch.trained import TrainedRun, gather
 from pipedejavu.planner.replan import PlanSwitch
 from pipedejavu.program import Program
-from pipedejavu.run.disk_space import check_room
+from pipedejavu.run.disk_space import check_disk_space
 from pipedejavu.run.options import TrainOptions
 from pipedejavu.run.run_folder import RunFolder, RunStart
 from pipedejavu.run.run_lock import lock_run, noted
@@ -75,7 +75,7 @@ class RunSession:
         options, program, start = self.setup
         prediction = simulate(program, verify(program))
         check_fit(prediction)
-        check_room(self.folder, program.profile, bool(options.checkpoint_every), tell)
+        check_disk_space(self.folder, program.profile, bool(options.checkpoint_every), tell)
         self.folder.create(options, program, start, fingerprints_to_save(options, start))
         write_file(self.folder.predicted, prediction.timeline().to_json(indent=None))
         return prediction

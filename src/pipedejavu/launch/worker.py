@@ -259,7 +259,7 @@ class Rank:
             num_ranks=len(self.program.workers),
             update_size=self.program.update_size,
             num_samples=sum(self.program.sizes),
-            pace=self.throughput,
+            throughput=self.throughput,
         )
         if self.options.replan and len(panels) > 1:
             self.replanner = Replanner(self.throughput, self._find_switch, self._request_switch)

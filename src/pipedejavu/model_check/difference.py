@@ -1,6 +1,6 @@
-"""What differs between a pass of the user's model and one of its units, by more than rounding.
+"""Finds the first difference, beyond rounding, between a pass of the user's model and a pass of its units.
 
-Rounding is seen and not assumed: it is a few times what a change of every weight in its last place does to the model.
+The tolerance for rounding is measured: a few times the effect of changing every weight in its last place.
 """
 
 import math
@@ -14,31 +14,33 @@ from pipedejavu.model_check.model_pass import Checked, Pass, WholeModel
 from pipedejavu.source.rng import seed_all
 
 _SLACK = 8
-"""How many times the effect of a change in the last place a difference may be."""
+"""Tolerance, as a multiple of the effect of changing every weight in its last place."""
 
 
 class Difference(NamedTuple):
-    """The first thing that differs."""
+    """The first tensor that differs."""
 
     what: str
+    """"output", "loss", "gradient" or "state"."""
     name: str
-    """Of the parameter or buffer, if it is one."""
+    """Name of the parameter or buffer; empty for outputs and the loss."""
     size: float
+    """Largest absolute difference."""
     scale: float
-    """The largest absolute value of what the model makes."""
+    """Largest absolute value in the model's tensor."""
     number: int
-    """Of the pass, from 0."""
+    """Number of the pass, from 0."""
     draws: tuple[str, ...]
-    """Generators that the model drew from and its units did not."""
+    """Random generators that the model used and its units did not."""
 
 
-def first_difference(asked: Checked, expected: Pass, made: Pass, number: int) -> Difference | None:
-    """Returns the first thing in which two passes differ by more than rounding."""
-    pairs = list(_pairs(asked.model, expected, made))
+def first_difference(checked: Checked, expected: Pass, made: Pass, number: int) -> Difference | None:
+    """Returns the first difference between two passes that exceeds rounding, or None."""
+    pairs = list(_pairs(checked.model, expected, made))
     unequal = [n for n, (_, _, one, other) in enumerate(pairs) if not _is_same(one, other)]
     if not unequal:
         return None
-    allowed = _rounding(asked, expected, number, [pairs[n][:3] for n in unequal])
+    allowed = _rounding(checked, expected, number, [pairs[n][:3] for n in unequal])
     for n, most in zip(unequal, allowed, strict=True):
         what, name, one, other = pairs[n]
         size = _distance(one, other)
@@ -48,7 +50,7 @@ def first_difference(asked: Checked, expected: Pass, made: Pass, number: int) ->
 
 
 def _pairs(model: nn.Module, expected: Pass, made: Pass) -> Iterator[tuple[str, str, Tensor | None, Tensor | None]]:
-    """Yields what is compared, in the order in which it is made: what the model has, and what its units have."""
+    """Yields (what, name, tensor of the model, tensor of its units) in the order of computation."""
     device = expected.loss.device
     if len(expected.outputs) != len(made.outputs):
         yield "number of output tensors", "", torch.tensor(len(expected.outputs)), torch.tensor(len(made.outputs))
@@ -63,32 +65,32 @@ def _pairs(model: nn.Module, expected: Pass, made: Pass) -> Iterator[tuple[str, 
             continue
         none = torch.zeros_like(trained[name], device=device)
         yield "gradient", name, expected.gradients.get(name, none), made.gradients.get(name, none)
-    for name, first, start in _members(model):
-        # What no unit has must stay as it was.
+    for name, first, start in _named_state(model):
+        # A tensor that no unit has must not change.
         known = next((made.state[n] for n in (name, first) if n in made.state), None)
         yield "state", name, expected.state[name], start.detach().to(device) if known is None else known
 
 
-def _members(model: nn.Module) -> Iterator[tuple[str, str, Tensor]]:
-    """Yields each parameter and buffer with its name, and the first name of it."""
+def _named_state(model: nn.Module) -> Iterator[tuple[str, str, Tensor]]:
+    """Yields (name, first name, tensor) of each parameter and buffer; tied ones have several names."""
     firsts: dict[int, str] = {}
-    members = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
-    for name, tensor in members:
+    named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    for name, tensor in named:
         yield name, firsts.setdefault(id(tensor), name), tensor
 
 
 def _rounding(
-    asked: Checked, expected: Pass, number: int, wanted: Sequence[tuple[str, str, Tensor | None]]
+    checked: Checked, expected: Pass, number: int, wanted: Sequence[tuple[str, str, Tensor | None]]
 ) -> list[float]:
-    """Returns how much each of some tensors may differ: a few times what weights moved in the last place do to it."""
+    """Returns the tolerance for each tensor: a few times the effect of changing every weight in its last place."""
     device = expected.loss.device
-    moved = WholeModel(asked.model, asked.cut.way == "chain", asked.loss, device)
+    moved = WholeModel(checked.model, checked.cut.way == "chain", checked.loss, device)
     moved.perturb()
     for n in range(number + 1):
         seed_all(n)
-        found = moved.run(*asked.samples[n % len(asked.samples)])
+        perturbed = moved.run(*checked.samples[n % len(checked.samples)])
     effects: dict[tuple[str, str], list[float]] = {}
-    for what, name, one, other in _pairs(asked.model, expected, found):
+    for what, name, one, other in _pairs(checked.model, expected, perturbed):
         effects.setdefault((what, name), []).append(_distance(one, other))
     limits = []
     for what, name, one in wanted:
@@ -102,14 +104,14 @@ def _rounding(
 
 
 def _is_same(one: Tensor | None, other: Tensor | None) -> bool:
-    """Whether two tensors have the same bits; a NaN is like a NaN."""
+    """Whether two tensors are equal bit for bit; a NaN in the first matches anything."""
     if one is None or other is None or one.shape != other.shape or one.dtype != other.dtype:
         return False
     return torch.equal(one, other) or (one.is_floating_point() and bool(((one == other) | (one != one)).all()))
 
 
 def _distance(one: Tensor | None, other: Tensor | None) -> float:
-    """Returns the largest difference of two tensors; infinite if they cannot be compared."""
+    """Returns the largest absolute difference of two tensors; infinite if shapes or dtypes differ."""
     if one is None or other is None or one.shape != other.shape or one.dtype != other.dtype:
         return math.inf
     if not one.numel():

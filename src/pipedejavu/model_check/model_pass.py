@@ -1,6 +1,6 @@
-"""One forward and backward over a microbatch: of the user's own model, uncut, and of its units as the engine runs them.
+"""One forward and backward pass over a microbatch, by the user's uncut model or by its units as the engine runs them.
 
-Both run copies, so that no weight, buffer, gradient or Python attribute of the user's model changes. Both draw random
+Both run on copies, so no weight, buffer, gradient or Python attribute of the user's model changes. Both draw random
 numbers in the order of their operations, from generators that the caller has seeded.
 """
 
@@ -27,35 +27,35 @@ Loss = Callable[[Any, Any], Tensor]
 
 
 class Sample(NamedTuple):
-    """A microbatch as the user has it."""
+    """A microbatch in the user's form."""
 
     inputs: Any
-    """As the user's model takes them: a tensor, a tuple of arguments or a mapping of keyword arguments."""
+    """Inputs of the user's model: a tensor, a tuple of arguments or a mapping of keyword arguments."""
     targets: Any
 
 
 class Checked(NamedTuple):
-    """What is compared: a model, its units in a program's pieces, and microbatches for both."""
+    """The input of a check: a model, its units in a program's pieces, and microbatches for both."""
 
     model: nn.Module
     cut: ModelCut
     job: Job
     loss: Loss
-    """On the model's own output."""
+    """Loss as a function of the model's output and the targets."""
     program: Program
     samples: Sequence[Sample]
 
 
 @dataclass(frozen=True)
 class Pass:
-    """What a forward and a backward over one microbatch make, by the model's own names."""
+    """The results of a forward and backward pass over one microbatch, under the model's names."""
 
     outputs: Sequence[Tensor]
     loss: Tensor
     gradients: Tensors
-    """Of every parameter that is trained and has one; a tied one under its first name."""
+    """Gradients of trained parameters; a tied one under its first name."""
     state: Tensors
-    """Parameters and buffers as they are afterwards, in the memory of the model that ran: valid until it runs again."""
+    """Parameters and buffers after the pass; they share the model's memory and are valid until it runs again."""
 
 
 class WholeModel:
@@ -65,7 +65,7 @@ class WholeModel:
         self.model, self.is_chain, self.loss, self.device = copy.deepcopy(model).to(device), is_chain, loss, device
 
     def run(self, inputs: Any, targets: Any) -> Pass:
-        """Runs the model and its loss forward and backward."""
+        """Runs a forward and backward pass of the model and its loss."""
         output = self.forward(inputs)
         loss = self.loss(output, placed(targets, self.device))
         self.model.zero_grad(set_to_none=True)
@@ -77,8 +77,8 @@ class WholeModel:
     def state(self) -> Tensors:
         """Returns the copy's parameters and buffers, under all their names."""
         parameters = self.model.named_parameters(remove_duplicate=False)
-        members = chain(parameters, self.model.named_buffers(remove_duplicate=False))
-        return {name: tensor.detach() for name, tensor in members}
+        tensors = chain(parameters, self.model.named_buffers(remove_duplicate=False))
+        return {name: tensor.detach() for name, tensor in tensors}
 
     def forward(self, inputs: Any) -> Any:
         """Returns the model's output."""
@@ -88,7 +88,7 @@ class WholeModel:
             return self.model(*args, **kwargs)
 
     def perturb(self) -> None:
-        """Moves every weight by about one unit in its last place, to see what rounding does to a pass."""
+        """Changes every weight by about one unit in its last place, to measure the effect of rounding."""
         with torch.no_grad():
             for weight in self.model.parameters():
                 if weight.is_floating_point():
@@ -97,14 +97,17 @@ class WholeModel:
 
 
 class _InOrder(PieceRunner):
-    """Draws random numbers in the order of operations, as the uncut model does; a unit that runs again repeats its."""
+    """Runs a piece with random numbers in the order of operations, as the uncut model draws them.
+
+    A unit that is recomputed draws the same numbers again.
+    """
 
     def __init__(self, *args: Any):
         super().__init__(*args)
         self._states: dict[tuple[int, int], list[Tensor]] = {}
 
     def run_seeded(self, number: int, module: nn.Module, value: Any, microbatch: int) -> Any:
-        """Runs a unit; the second time on a microbatch with the generators as they were the first time."""
+        """Runs a unit; a second run on the same microbatch starts from the same generator states as the first."""
         generators, key = generators_of(tensors_of(value)[0].device), (number, microbatch)
         now = [generator.get_state() for generator in generators]
         before = self._states.setdefault(key, now)
@@ -116,7 +119,7 @@ class _InOrder(PieceRunner):
 
 
 class DividedModel:
-    """Copies of a model's units, each worker's its own, run as the pieces of a program."""
+    """Copies of a model's units, separate for each worker, run as the pieces of a program."""
 
     def __init__(self, model: nn.Module, cut: ModelCut, job: Job, program: Program, device: torch.device):
         self.cut, self.job, self.program, self.device = cut, job, program, device
@@ -133,20 +136,20 @@ class DividedModel:
             units |= {(worker, number): unit for number, unit in zip(numbers, copies, strict=True)}
         self.runners = []
         for number, piece in enumerate(program.pieces):
-            own = [(u, *units[holders[number], u]) for u in piece.units]
-            self.runners.append(_InOrder(own, job.seed, program.recomputed[number]).to(device))
+            piece_units = [(u, *units[holders[number], u]) for u in piece.units]
+            self.runners.append(_InOrder(piece_units, job.seed, program.recomputed[number]).to(device))
         self.weights = [
             {name: w.to(device).detach().requires_grad_() for name, w in runner.initial.items()}
             for runner in self.runners
         ]
 
     def run(self, inputs: Any, targets: Any) -> Pass:
-        """Runs all pieces forward, and backward again."""
+        """Runs a forward and a backward pass through all pieces."""
         self.count += 1
-        value, given, saved = self.cut.flat(placed(inputs, self.device)), [], list[Saved]()
+        value, piece_inputs, saved = self.cut.flat(placed(inputs, self.device)), [], list[Saved]()
         targets = placed(targets, self.device)
         for number, runner in enumerate(self.runners):
-            given.append(value)
+            piece_inputs.append(value)
             value, kept = runner.forward(self.weights[number], value, self.count, is_first=number == 0)
             saved.append(kept)
             if number < len(self.runners) - 1:
@@ -156,49 +159,49 @@ class DividedModel:
         passed: tuple[Tensor, ...] = (torch.ones_like(loss),)
         gradients: Tensors = {}
         for number in reversed(range(len(self.runners))):
-            passed, own = backward(self._again(number, given[number], saved[number], targets), passed)
-            for name, gradient in own.items():
+            passed, named = backward(self._again(number, piece_inputs[number], saved[number], targets), passed)
+            for name, gradient in named.items():
                 first = self.names.get(name, name)
                 gradients[first] = gradients[first] + gradient if first in gradients else gradient
         return Pass(leaves_of(self.cut.output(value)), loss.detach(), gradients, self._state())
 
-    def _again(self, number: int, given: Any, saved: Saved, targets: Any) -> Saved:
-        """Runs what a piece recomputes before its backward, as the engine does."""
+    def _again(self, number: int, inputs: Any, saved: Saved, targets: Any) -> Saved:
+        """Recomputes what the engine would recompute before a piece's backward; returns the saved tensors."""
         again, weights = self.program.recomputed[number], self.weights[number]
         if not again:
             return saved
         runner, is_last = self.runners[number], number == len(self.runners) - 1
         if not self.program.keeps_saved(number):
-            value, saved = runner.forward(weights, given, self.count, keeps_buffers=True, is_first=number == 0)
+            value, saved = runner.forward(weights, inputs, self.count, keeps_buffers=True, is_first=number == 0)
             return with_loss(saved, self.job.loss(value, targets)) if is_last else saved
         value, saved = runner.forward_again(weights, saved, self.count)
         ends = self.program.pieces[number].units[-1] in again
         return with_loss(saved, self.job.loss(value, targets)) if is_last and ends else saved
 
     def _state(self) -> Tensors:
-        """Returns the state of all pieces; of a buffer that several workers have, the copy of the last piece."""
-        found: Tensors = {}
+        """Returns the state of all pieces; for a buffer on several workers, the copy of the last piece."""
+        state: Tensors = {}
         for runner, weights in zip(self.runners, self.weights, strict=True):
-            found |= {name: weight.detach() for name, weight in weights.items()} | runner.frozen
+            state |= {name: weight.detach() for name, weight in weights.items()} | runner.frozen
             for _, unit, module in runner.units:
-                members = module.named_buffers(unit, remove_duplicate=False)
-                found |= {name: buffer.detach() for name, buffer in members}
-        return found
+                buffers = module.named_buffers(unit, remove_duplicate=False)
+                state |= {name: buffer.detach() for name, buffer in buffers}
+        return state
 
 
 def first_names(model: nn.Module) -> Mapping[str, str]:
-    """Returns for every name of a parameter the first name of it."""
+    """Maps every name of a parameter to its first name; tied parameters have several."""
     firsts = {id(parameter): name for name, parameter in model.named_parameters()}
     return {name: firsts[id(parameter)] for name, parameter in model.named_parameters(remove_duplicate=False)}
 
 
 def placed(value: Any, device: torch.device) -> Any:
-    """Returns a copy of a value of any form on a device; a model may change what it is given."""
+    """Returns a copy of all tensors in a value on a device; a model may change its inputs in place."""
     return pytree.tree_map_only(Tensor, lambda t: t.detach().to(device, copy=True), value)
 
 
 def leaves_of(output: Any) -> list[Tensor]:
-    """Returns the tensors of an output, without their history."""
+    """Returns the detached tensors of an output."""
     return [leaf.detach() for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)]
 
 

@@ -1,4 +1,4 @@
-"""A training run on disk: options, folder, lock, metrics, history, and what checkpoints hold beside tensors."""
+"""A training run on disk: options, folder, lock, metrics, history, and what checkpoints store besides tensors."""
 
 from pipedejavu.run.history import History, RunEvent, RunStep, find_runs
 from pipedejavu.run.logbook import check_logbooks

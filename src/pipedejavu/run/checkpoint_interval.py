@@ -1,4 +1,4 @@
-"""How often a run is saved: as often as asked, or so often that the time lost to saving and to failures is least."""
+"""The interval between checkpoints: as requested, or the one that minimises time lost to saving and to failures."""
 
 import math
 
@@ -9,16 +9,16 @@ from pipedejavu.run.options import TrainOptions
 from pipedejavu.simulate import simulate
 
 ASSUMED_FAILURE_S = 86400.0
-"""Of running between two failures: a day."""
+"""Mean time between failures: one day."""
 ASSUMED_COPY_BYTES_PER_S = 1e9
-"""At which training waits for its state to be copied; writing goes on beside it."""
+"""Rate of the copy that training waits for; writing to disk overlaps with training."""
 
 
 def steps_of(plan: Plan, options: TrainOptions, start: int) -> int:
-    """Returns the updates of one program: one for synchronous plans, else all up to the next checkpoint.
+    """Returns the updates per program: one for synchronous plans, else all up to the next checkpoint.
 
-    A plan without a flush is drained where it is saved, which is part of what it computes; so it is saved only where
-    asked. Raises InputError where the run cannot be divided as asked.
+    Saving a plan without a flush drains its pipeline, which changes what it computes, so such a plan is saved only when
+    requested. Raises InputError if the number of steps is not a multiple of the requested interval.
     """
     every, left = options.checkpoint_every, max(1, options.steps - start)
     if plan.version.kind == "sync":
@@ -35,7 +35,7 @@ def steps_of(plan: Plan, options: TrainOptions, start: int) -> int:
 
 
 def choose_interval(options: TrainOptions, program: Program) -> tuple[int, str]:
-    """Returns the updates between two checkpoints, 0 for none, and what to tell the user of them."""
+    """Returns the updates between two checkpoints (0 for none) and a message for the user, if any."""
     plan, asked = program.plan, options.checkpoint_every
     is_drained = plan.version.kind != "sync"
     if asked == 0:

@@ -1,4 +1,4 @@
-"""Where the last files of a run go when its own disk refuses them: retried for a while, then written elsewhere."""
+"""Fallback for a run's final files: when its disk refuses a write, it is retried, then made on another disk."""
 
 import shutil
 import tempfile
@@ -17,19 +17,19 @@ _MARGIN_BYTES = 2**20
 
 
 class Fallback:
-    """The files of one run that lie elsewhere, and the folder for them, which is made when it is first needed."""
+    """The files of one run that were written outside its folder, and the fallback folder, created on first use."""
 
     def __init__(self, run_dir: Path):
         self.run_dir = run_dir
         self.path: Path | None = None
         self.moved: dict[Path, Path] = {}
-        """Where each file is that belongs into the run folder."""
+        """Maps a path in the run folder to where the file was written instead."""
         self._until_s = 0.0
 
     def folder(self, size_bytes: int) -> Path:
-        """Returns a folder on another disk that has room for so many bytes; raises OSError if there is none.
+        """Returns a folder on another disk with `size_bytes` free; raises OSError if there is none.
 
-        From now on the run's own disk is not waited for any more.
+        From now on, writes to the run's own disk are not retried.
         """
         self._until_s = time.monotonic()
         if self.path is not None and _free_bytes(self.path) >= size_bytes:
@@ -42,11 +42,11 @@ class Fallback:
         raise OSError(f"no folder has {format_bytes(size_bytes)} free: {', '.join(map(str, _bases()))}")
 
     def adopt(self, path: Path, moved: dict[Path, Path]) -> None:
-        """Goes on in the folder of another process of the run, which has waited for the run's disk already."""
+        """Takes over the fallback folder of another process of the run, which has retried the run's disk already."""
         self.path, self.moved, self._until_s = path, self.moved | moved, time.monotonic()
 
     def write(self, path: Path, size_bytes: int, write: Callable[[Path], object]) -> None:
-        """Writes a file: where it belongs, or elsewhere if that fails for a while; raises InputError if both fail."""
+        """Writes a file to `path`, or to the fallback folder after retries; raises InputError if both fail."""
         while True:
             try:
                 write(path)
@@ -69,16 +69,16 @@ class Fallback:
         self.moved[path] = target
 
     def describe(self) -> str:
-        """Returns what lies elsewhere, in a sentence; nothing if all is where it belongs."""
+        """Returns a sentence that lists the files written elsewhere; empty if there are none."""
         if not self.moved:
             return ""
         names = ", ".join(str(path.relative_to(self.run_dir)) for path in self.moved)
-        folders = " and ".join(dict.fromkeys(str(place.parent) for place in self.moved.values()))
+        folders = " and ".join(dict.fromkeys(str(target.parent) for target in self.moved.values()))
         return f"the disk of {self.run_dir} takes no more: {names} went to {folders}; make room, and move them back"
 
 
 def _bases() -> Iterator[Path]:
-    """Yields folders to fall back to: the system's temporary one, the current one, the user's own."""
+    """Yields folders to try: the system's temporary folder, the current one, the user's home."""
     with suppress(OSError):
         yield Path(tempfile.gettempdir())
     with suppress(OSError):

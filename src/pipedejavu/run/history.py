@@ -1,4 +1,4 @@
-"""What a run folder tells of its run, while it goes on and afterwards: state, losses, rates, memory, events."""
+"""The history of a run, read from its folder during or after the run: state, losses, rates, memory, events."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -15,7 +15,7 @@ from pipedejavu.run.run_lock import is_locked
 
 State = Literal["running", "finished", "stopped", "failed"]
 _MOST_SHOWN = 1000
-"""Characters of what happened."""
+"""Characters shown of an event's text."""
 _ABOUT_STEP = {"step", "loss", "count", "samples", "elapsed_s", "peak_bytes", "peak_gpu_bytes"}
 
 
@@ -24,25 +24,25 @@ class RunStep(NamedTuple):
 
     step: int
     loss: float | None
-    """None if it was not finite."""
+    """None if the loss was not finite."""
     samples: int | None
-    """In it; older runs did not say."""
+    """Samples in the update; None in runs of older versions."""
     elapsed_s: float
-    """Of training, from the run's beginning."""
+    """Training time since the start of the run."""
 
 
 class RunEvent(NamedTuple):
-    """Something other than a step: a checkpoint, a share that moved, an update left out, a fault, an end."""
+    """Anything but a finished step: a checkpoint, new replica shares, a skipped update, a failure, the end."""
 
     step: int
-    """The last one before it."""
+    """The last step before the event."""
     kind: str
     text: str
 
 
 @dataclass(frozen=True)
 class History:
-    """A run as its folder tells it."""
+    """A run, as recorded in its folder."""
 
     folder: RunFolder
     options: TrainOptions
@@ -51,7 +51,7 @@ class History:
 
     @classmethod
     def read(cls, path: "str | Path | RunFolder") -> "History":
-        """Reads a run; raises InputError where the folder holds none."""
+        """Reads a run; raises InputError if the folder holds none."""
         folder = path if isinstance(path, RunFolder) else RunFolder(path)
         if not folder.holds_run:
             raise InputError(f"{path} holds no run; give a folder that 'train --run-dir' wrote, or one of such folders")
@@ -59,7 +59,7 @@ class History:
 
     @cached_property
     def steps(self) -> list[RunStep]:
-        """The finished updates, in their order."""
+        """The finished updates, in order."""
         return [
             RunStep(row["step"], _loss(row["loss"]), row.get("samples"), row.get("elapsed_s", 0.0))
             for row in self.rows
@@ -68,27 +68,27 @@ class History:
 
     @property
     def timed(self) -> list[RunStep]:
-        """The updates that the run has made itself; those of a candidate that it began with have no time."""
+        """The updates that this run made; steps taken over from an initialisation trial have no time."""
         return [step for step in self.steps if step.elapsed_s > 0]
 
     @cached_property
     def events(self) -> list[RunEvent]:
-        """All that happened beside steps, in its order."""
-        found, step = [], 0
+        """All events, in order."""
+        events, step = [], 0
         for row in self.rows:
             step = row.get("step", step)
-            told = row if "loss" not in row else {key: value for key, value in row.items() if key not in _ABOUT_STEP}
-            found += [RunEvent(step, *map(_cut, _describe(told)))] if told else []
-        return found
+            event = row if "loss" not in row else {key: value for key, value in row.items() if key not in _ABOUT_STEP}
+            events += [RunEvent(step, *map(_shorten, _describe(event)))] if event else []
+        return events
 
     @property
     def num_skipped(self) -> int:
-        """Updates that were left out."""
+        """Number of skipped updates."""
         return sum("skipped" in row for row in self.rows)
 
     @property
     def state(self) -> State:
-        """Whether it goes on, or how it ended."""
+        """Whether the run is still going, or how it ended."""
         if is_locked(self.folder.path):
             return "running"
         if self.folder.model.exists():
@@ -97,20 +97,22 @@ class History:
 
     @property
     def reason(self) -> str:
-        """Why it failed; empty for a run that did not."""
+        """Why the run failed; empty if it did not fail."""
         if self.state != "failed":
             return ""
-        return _cut(self.rows[-1]["failed"]) if self.rows and "failed" in self.rows[-1] else "it ended without a word"
+        return (
+            _shorten(self.rows[-1]["failed"]) if self.rows and "failed" in self.rows[-1] else "it ended without a word"
+        )
 
     @property
     def samples_per_s(self) -> float | None:
-        """The rate behind the first step, which warms up."""
+        """Samples per second after the first step, which is warm-up."""
         rates = [*self.rates()]
         samples, time_s = sum(rate[1] for rate in rates), sum(rate[2] for rate in rates)
         return samples / time_s if time_s > 0 else None
 
     def rates(self) -> Iterator[tuple[int, int, float]]:
-        """Yields for groups of steps that were told together the last of them, their samples and their time."""
+        """Yields (last step, samples, seconds) for each group of steps that were reported together."""
         samples, last = 0, self.timed[0] if self.timed else None
         for step in self.timed[1:]:
             assert last is not None
@@ -121,7 +123,7 @@ class History:
 
     @property
     def step_s(self) -> float | None:
-        """What an update took behind the first."""
+        """Mean seconds per update after the first; None with fewer than two."""
         if len(self.timed) < 2:
             return None
         first, last = self.timed[0], self.timed[-1]
@@ -129,31 +131,31 @@ class History:
 
     @property
     def predicted(self) -> Timeline | None:
-        """The forecast of one round of the program."""
+        """The forecast timeline of one round of the program."""
         return self.folder.timeline("predicted") if self.folder.predicted.exists() else None
 
     @property
     def peak_bytes(self) -> int | None:
-        """Most memory that a worker's process has had."""
+        """Peak memory of any worker process."""
         return max((row["peak_bytes"] for row in self.rows if "peak_bytes" in row), default=None)
 
     @property
     def peak_gpu_bytes(self) -> int | None:
-        """Most memory that a worker has had on its GPU."""
+        """Peak GPU memory of any worker."""
         return max((row["peak_gpu_bytes"] for row in self.rows if "peak_gpu_bytes" in row), default=None)
 
     @property
     def changed_s(self) -> float:
-        """When something was last written, in seconds since 1970."""
+        """When the metrics were last written, in seconds since 1970."""
         path = self.folder.metrics
         return (path if path.exists() else self.folder.path).stat().st_mtime
 
 
 def find_runs(path: str | Path, tell: Callable[[str], None]) -> list[History]:
-    """Returns the runs in the folders of a folder, those that changed last first; tells which cannot be read."""
+    """Returns the runs in the subfolders of a folder, newest first; reports unreadable ones to `tell`."""
     if not Path(path).is_dir():
         raise InputError(f"there is no folder {path}; 'train' writes runs to runs/ unless --run-dir says otherwise")
-    found = []
+    runs = []
     try:
         folders = [*Path(path).iterdir()]
     except OSError as error:
@@ -161,25 +163,25 @@ def find_runs(path: str | Path, tell: Callable[[str], None]) -> list[History]:
     for inside in folders:
         try:
             if RunFolder(inside).holds_run:
-                found.append(History.read(inside))
+                runs.append(History.read(inside))
         except InputError as error:
             tell(f"{inside.name} is left out: {error}")
-    return sorted(found, key=lambda run: -run.changed_s)
+    return sorted(runs, key=lambda run: -run.changed_s)
 
 
-def _cut(value: object) -> str:
-    """Returns what a row says, as far as it is shown."""
+def _shorten(value: object) -> str:
+    """Returns a value as text, truncated to what is shown."""
     text = str(value)
     return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}…"
 
 
 def _loss(value: float | None) -> float | None:
-    """Returns a loss; None for one that is not finite, for which JSON has no number."""
+    """Returns a loss, or None if it is not finite: JSON has no number for it."""
     return float(value) if value is not None and math.isfinite(value) else None
 
 
 def _describe(row: Mapping[str, Any]) -> tuple[str, str]:
-    """Returns what a row of the metrics says, as a kind and a sentence."""
+    """Returns the kind of event in a row of the metrics, and a sentence about it."""
     match row:
         case {"saved": step, "size_bytes": size, "took_s": took}:
             return "saved", f"step {step}, {format_bytes(size)} in {format_seconds(took)}"
@@ -188,7 +190,7 @@ def _describe(row: Mapping[str, Any]) -> tuple[str, str]:
         case {"skipped": step, "reason": reason}:
             return "skipped", f"the update of step {step} was left out: {reason}"
         case {"resumed": step}:
-            return "resumed", f"behind step {step}"
+            return "resumed", f"after step {step}"
         case {"shares": [*shares]}:
             return "shares", " + ".join(f"{share:.1%}" for share in shares)
         case {"stopped": step}:

@@ -1,6 +1,6 @@
-"""The live view of a run on a terminal: the curve of the loss, and for each worker its busy lanes and its memory.
+"""The live view of a run on a terminal: the loss curve, and the busy lanes and memory of each worker.
 
-Forecast and reality stand beside each other. Knows nothing of how figures come here.
+Shows each forecast next to its measurement. Does not know how the figures are collected.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,53 +16,53 @@ from pipedejavu.facts.printable import printable
 
 CURVE_ROWS = 6
 MOST_WORKERS = 12
-"""That are shown; more would not fit a screen."""
+"""Workers that are shown; more would not fit on a screen."""
 _BAR = 8
 _DOTS = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))
-"""The bits of a braille sign, by column and row."""
+"""The bits of a braille character, by column and row."""
 
 
 @dataclass
 class WorkerPanel:
-    """One worker: what was forecast of it, and what it has said last."""
+    """One worker: its forecast and its latest report."""
 
     device: str
     capacity_bytes: float = 0
     forecast_bytes: float = 0
     forecast_busy: float | None = None
-    """Of its compute lane, as a part of the time."""
+    """Busy fraction of the compute lane."""
     peak_bytes: int = 0
     busy: Mapping[str, float] = field(default_factory=dict)
-    """By lane, in the last round that it has finished."""
+    """Busy fraction by lane, in the last finished round."""
 
 
 @dataclass
 class LiveView:
-    """All that is shown; whoever knows more changes it between two drawings."""
+    """Everything that is shown; its owner updates the fields between two redraws."""
 
     steps: int
     step: int = 0
     facts: str = ""
     losses: list[float] = field(default_factory=list)
-    seats: Sequence[WorkerPanel] = ()
+    panels: Sequence[WorkerPanel] = ()
     forecast_s: float = 0.0
     measured_s: float | None = None
-    """Of a step."""
+    """Measured seconds per step."""
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        """Draws it as wide and high as the terminal allows."""
+        """Draws the view within the width and height of the terminal."""
         width = options.max_width
         head = Table.grid(padding=(0, 1))
         bar = ProgressBar(self.steps, self.step, width=min(40, width // 4))
         head.add_row("training", bar, f"{self.step}/{self.steps}")
         yield head
         yield Text(self.facts, no_wrap=True, overflow="ellipsis")
-        shown = self.seats[:MOST_WORKERS]
+        shown = self.panels[:MOST_WORKERS]
         if console.height >= CURVE_ROWS + len(shown) + 8 and len(self.losses) > 1:
             yield self._curve(width)
         yield self._workers(shown)
-        if len(self.seats) > len(shown):
-            yield f"and {len(self.seats) - len(shown)} workers more"
+        if len(self.panels) > len(shown):
+            yield f"and {len(self.panels) - len(shown)} workers more"
         yield self._step()
 
     def _curve(self, width: int) -> RenderableType:
@@ -77,13 +77,13 @@ class LiveView:
         drawn.no_wrap = True
         return drawn
 
-    def _workers(self, seats: Sequence[WorkerPanel]) -> Table:
-        found = Table(box=None, pad_edge=False, header_style="dim")
+    def _workers(self, panels: Sequence[WorkerPanel]) -> Table:
+        table = Table(box=None, pad_edge=False, header_style="dim")
         for column in ("worker", "compute (forecast)", "other lanes", "memory (tensors, forecast)"):
-            found.add_column(column, no_wrap=True)
-        for number, seat in enumerate(seats):
-            found.add_row(f"{number} {printable(seat.device)}", _busy(seat), _others(seat), _memory(seat))
-        return found
+            table.add_column(column, no_wrap=True)
+        for number, panel in enumerate(panels):
+            table.add_row(f"{number} {printable(panel.device)}", _busy(panel), _others(panel), _memory(panel))
+        return table
 
     def _step(self) -> str:
         forecast = f"a step was forecast to take {format_seconds(self.forecast_s)}"
@@ -94,16 +94,16 @@ class LiveView:
 
 
 def draw_curve(values: Sequence[float], width: int, height: int) -> list[str]:
-    """Draws values from left to right in braille signs, as lines from the top; each stretch shows its mean."""
+    """Plots values in braille characters and returns the lines from top to bottom; each dot is the mean of its bin."""
     columns = min(2 * width, len(values))
     top, bottom = max(values), min(values)
     scale = (4 * height - 1) / (top - bottom) if top > bottom else 0.0
-    signs = [[0x2800] * ((columns + 1) // 2) for _ in range(height)]
+    cells = [[0x2800] * ((columns + 1) // 2) for _ in range(height)]
     for column in range(columns):
-        stretch = values[column * len(values) // columns : (column + 1) * len(values) // columns]
-        dot = round((top - sum(stretch) / len(stretch)) * scale)
-        signs[dot // 4][column // 2] |= _DOTS[column % 2][dot % 4]
-    return ["".join(map(chr, row)) for row in signs]
+        bin_values = values[column * len(values) // columns : (column + 1) * len(values) // columns]
+        dot = round((top - sum(bin_values) / len(bin_values)) * scale)
+        cells[dot // 4][column // 2] |= _DOTS[column % 2][dot % 4]
+    return ["".join(map(chr, row)) for row in cells]
 
 
 def _bar(share: float) -> str:
@@ -112,18 +112,18 @@ def _bar(share: float) -> str:
     return ("█" * (eighths // 8) + part).ljust(_BAR, "·")
 
 
-def _busy(seat: WorkerPanel) -> str:
-    forecast = "" if seat.forecast_busy is None else f" ({seat.forecast_busy:.0%})"
-    share = seat.busy.get("compute")
+def _busy(panel: WorkerPanel) -> str:
+    forecast = "" if panel.forecast_busy is None else f" ({panel.forecast_busy:.0%})"
+    share = panel.busy.get("compute")
     return f"{_bar(share or 0.0)} {'–' if share is None else f'{share:.0%}'}{forecast}"
 
 
-def _others(seat: WorkerPanel) -> str:
-    return "  ".join(f"{lane} {share:.0%}" for lane, share in sorted(seat.busy.items()) if lane != "compute") or "–"
+def _others(panel: WorkerPanel) -> str:
+    return "  ".join(f"{lane} {share:.0%}" for lane, share in sorted(panel.busy.items()) if lane != "compute") or "–"
 
 
-def _memory(seat: WorkerPanel) -> str:
-    size = format_bytes(seat.peak_bytes)
-    if seat.capacity_bytes:
-        size = f"{_bar(seat.peak_bytes / seat.capacity_bytes)} {size} of {format_bytes(seat.capacity_bytes)}"
-    return f"{size} ({format_bytes(seat.forecast_bytes)})" if seat.forecast_bytes else size
+def _memory(panel: WorkerPanel) -> str:
+    size = format_bytes(panel.peak_bytes)
+    if panel.capacity_bytes:
+        size = f"{_bar(panel.peak_bytes / panel.capacity_bytes)} {size} of {format_bytes(panel.capacity_bytes)}"
+    return f"{size} ({format_bytes(panel.forecast_bytes)})" if panel.forecast_bytes else size

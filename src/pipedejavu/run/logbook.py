@@ -1,6 +1,6 @@
-"""Logbooks that others keep: TensorBoard, Weights & Biases, MLflow; each gets the figures of every update.
+"""External experiment loggers (TensorBoard, Weights & Biases, MLflow), which receive the figures of every update.
 
-The run's own metrics do not depend on them: a logbook that fails while a run goes on is closed, and training goes on.
+The run's own metrics do not depend on them: a logbook that fails during a run is dropped, and training continues.
 """
 
 import math
@@ -21,32 +21,32 @@ PROJECT = "pipedejavu"
 
 
 class Logbook(Protocol):
-    """Somewhere to write figures."""
+    """A destination for the figures of a run."""
 
     def add(self, step: int, figures: Figures) -> None:
         """Writes the figures of a step."""
         ...
 
     def close(self) -> None:
-        """Writes what is left."""
+        """Writes pending figures and closes the logbook."""
         ...
 
 
 def check_logbooks(names: Sequence[Logger]) -> None:
-    """Raises InputError for a logbook whose package is not installed."""
+    """Raises InputError if the package of a logbook is not installed."""
     for name in names:
         if find_spec(name) is None:
             raise InputError(f"--log {name} needs {name}, which is not installed: pip install 'pipedejavu[{name}]'")
 
 
 class Logbooks:
-    """All logbooks of a run; one that fails is left out from then on, which `say` tells."""
+    """All logbooks of a run; one that fails is dropped and reported through `say`."""
 
     def __init__(self, books: Mapping[str, Logbook], say: Callable[[str], None]):
         self.books, self.say = dict(books), say
 
     def add(self, step: int, figures: Figures) -> None:
-        """Writes the figures of a step to all; one that is not finite, which some cannot take, is left out."""
+        """Writes the figures of a step to all logbooks, without values that are not finite, which some reject."""
         figures = {name: value for name, value in figures.items() if math.isfinite(value)}
         for name, book in list(self.books.items()):
             try:
@@ -56,7 +56,7 @@ class Logbooks:
                 self.say(f"no more to {name} from step {step} on: {type(error).__name__}: {error}")
 
     def close(self) -> None:
-        """Closes all."""
+        """Closes all logbooks."""
         for name, book in self.books.items():
             try:
                 book.close()
@@ -68,24 +68,24 @@ class Logbooks:
 def open_logbooks(
     folder: RunFolder, options: TrainOptions, about: Mapping[str, str], start: int, say: Callable[[str], None]
 ) -> Iterator[Logbooks]:
-    """Opens the logbooks that the options name; a run that goes on behind step `start` goes on in them too.
+    """Opens the logbooks named in the options; a run that resumes after step `start` continues its entries.
 
-    Raises InputError where one cannot be opened; a run that goes on does without it.
+    Raises InputError if one cannot be opened; a resumed run continues without it.
     """
     settings = {**options.model_dump(exclude={"log"}), **about}
-    found = Logbooks({}, say)
+    logbooks = Logbooks({}, say)
     try:
         for name in dict.fromkeys(options.log):
             try:
-                found.books[name] = _OPEN[name](folder, settings, start)
+                logbooks.books[name] = _OPEN[name](folder, settings, start)
             except Exception as error:
                 reason = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
                 if not start:
                     raise InputError(f"--log {name} cannot be opened; set it up or leave it out ({reason})") from None
                 say(f"nothing goes to {name}, which cannot be opened ({reason})")
-        yield found
+        yield logbooks
     finally:
-        found.close()
+        logbooks.close()
 
 
 class _TensorBoard:

@@ -1,6 +1,6 @@
-"""How a run is watched while it goes on: every rank tells the first of its losses and its memory, by way of a store.
+"""Metrics of a run in progress: every rank reports losses and memory to rank 0 through a store.
 
-It has no part in the program: nothing waits for it, so plans without a common moment are watched like all others.
+Reports run in threads beside the program and never block it, so asynchronous plans report like synchronous ones.
 """
 
 import json
@@ -26,12 +26,13 @@ from pipedejavu.run.run_folder import RunFolder
 from pipedejavu.run.throughput import RoundTimes, ThroughputMonitor
 
 INTERVAL_S = 0.25
+"""Seconds between two reports."""
 PATIENCE_S = 5.0
-"""How long a checkpoint waits for reports that are on their way."""
+"""How long a checkpoint waits for reports in flight."""
 
 
 def resident_bytes() -> int:
-    """Returns the memory that this process has now; where the system does not say, the most that it has had."""
+    """Returns the resident memory of this process; its peak if the system does not state the current value."""
     try:
         return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
     except OSError:
@@ -39,7 +40,7 @@ def resident_bytes() -> int:
 
 
 def most_resident_bytes() -> int:
-    """Returns the most memory that this process has had; what the system counts may include who started it."""
+    """Returns the peak resident memory of this process; `getrusage` alone may include that of its parent."""
     with suppress(OSError, StopIteration, ValueError):
         lines = Path("/proc/self/status").read_text().splitlines()
         return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM:")) * 1024
@@ -47,17 +48,17 @@ def most_resident_bytes() -> int:
 
 
 def busy_lanes(spans: Sequence[Span]) -> dict[str, float]:
-    """Returns how busy each lane was until the last span ended; a receive lasts as long as its worker waits."""
-    found: dict[str, float] = defaultdict(float)
+    """Returns the busy fraction of each lane up to the end of the last span; receives count as waiting."""
+    busy: dict[str, float] = defaultdict(float)
     length_s = max((span.end_s for span in spans), default=0.0)
     for span in spans if length_s else ():
         if not span.action.startswith("RECV"):
-            found[span.lane] += (span.end_s - span.start_s) / length_s
-    return dict(found)
+            busy[span.lane] += (span.end_s - span.start_s) / length_s
+    return dict(busy)
 
 
 class MetricsReporter:
-    """One rank's reports; on the first rank also the desk that takes those of all."""
+    """Sends the reports of one rank; on rank 0, also runs the collector of all reports."""
 
     def __init__(
         self,
@@ -68,19 +69,19 @@ class MetricsReporter:
         collector: "MetricsCollector | None",
         listen: Callable[[], None] = lambda: None,
     ):
-        """Takes what else is to be done as often as this rank reports (`listen`)."""
+        """`listen` is called once per report interval."""
         self.store, self.rank, self.batches, self.device, self.collector = store, rank, batches, device, collector
         self.listen = listen
         self.started_s = time.perf_counter()
         self.busy: dict[str, float] = {}
-        """How busy each lane was in the last round, as a part of its time."""
+        """Busy fraction of each lane in the last round."""
         self._log, self._taken, self._number = Log(), 0, 0
         self._pending: list[tuple[int, float, int, float]] = []
         self._rounds: list[RoundTimes] = []
         self._skips: set[int] = set()
-        """Updates left out that were reported."""
+        """Skipped updates that were reported already."""
         self._lock, self._sending, self._ended = threading.Lock(), threading.Lock(), threading.Event()
-        # A desk writes to the disk, which may not answer; reports and `listen` go on meanwhile.
+        # The collector has its own thread: it writes to the disk, which may block, and reports must go on.
         tasks = (self._go, self._take_reports) if collector else (self._go,)
         self._threads = [threading.Thread(target=task, daemon=True) for task in tasks]
 
@@ -100,26 +101,26 @@ class MetricsReporter:
             self.send()
 
     def follow(self, log: Log) -> None:
-        """Reports the losses of this log from now on."""
+        """Reports the losses of `log` from now on."""
         with self._lock:
             self._log, self._taken = log, 0
 
-    def settle(self, spans: Sequence[Span] = (), found: RoundTimes | None = None) -> None:
-        """Takes what a finished round has left in the log and in its spans, and what it took where that is told."""
+    def settle(self, spans: Sequence[Span] = (), times: RoundTimes | None = None) -> None:
+        """Collects the losses and spans of a finished round, and its times if given."""
         self.busy = busy_lanes(spans)
         self._take()
         with self._lock:
-            self._rounds += [] if found is None else [found]
+            self._rounds += [] if times is None else [times]
             self._log.forget_losses()
             self._taken = 0
 
     def peak(self) -> Memory:
-        """Returns the most memory that this process has had."""
+        """Returns the peak memory of this process and its GPU."""
         host = most_resident_bytes()
         return Memory(host, torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else 0)
 
     def send(self) -> None:
-        """Tells the first rank what is new."""
+        """Sends everything new to rank 0."""
         self._take()
         with self._sending:
             with self._lock:
@@ -134,14 +135,14 @@ class MetricsReporter:
     def _take(self) -> None:
         now_s = time.perf_counter()
         with self._lock:
-            found, noted_s = list(self._log.losses.items())[self._taken :], self._log.noted_s
-            self._taken += len(found)
+            losses, noted_s = list(self._log.losses.items())[self._taken :], self._log.noted_s
+            self._taken += len(losses)
             self._pending += [
-                (n, loss, self.batches.count(n), noted_s.get(n, now_s) - self.started_s) for n, loss in found
+                (n, loss, self.batches.count(n), noted_s.get(n, now_s) - self.started_s) for n, loss in losses
             ]
 
     def _go(self) -> None:
-        with suppress(RuntimeError):  # the process that keeps the store is gone, and the run itself will say why
+        with suppress(RuntimeError):  # the process that hosts the store has ended; the run itself reports why
             while not self._ended.wait(INTERVAL_S):
                 self.send()
                 self.listen()
@@ -154,7 +155,7 @@ class MetricsReporter:
 
 
 class MetricsCollector:
-    """Where the first rank adds up what all report: a line of metrics for each finished update, and the progress."""
+    """Adds up the reports of all ranks on rank 0: writes one metrics line per finished update and shows progress."""
 
     def __init__(
         self,
@@ -164,32 +165,32 @@ class MetricsCollector:
         num_ranks: int,
         update_size: int,
         num_samples: int,
-        pace: ThroughputMonitor | None = None,
+        throughput: ThroughputMonitor | None = None,
     ):
-        """Takes how many microbatches and samples an update has."""
+        """`update_size` is the number of microbatches per update, `num_samples` the number of samples."""
         self.folder, self.progress, self.books = folder, progress, books
-        self.update_size, self.num_samples, self.pace = update_size, num_samples, pace
+        self.update_size, self.num_samples, self.throughput = update_size, num_samples, throughput
         self.taken = [0] * num_ranks
         self.step = progress.done + 1
         self.elapsed_s = folder.elapsed_s()
-        """Of the run before this process."""
+        """Training time of the run before this process."""
         self.losses: dict[int, float] = {}
-        """Of each step since the last checkpoint."""
+        """Loss of each step since the last checkpoint."""
         self.skipped: set[int] = set()
-        """Steps whose update was left out."""
+        """Steps whose update was skipped."""
         self.memory = Memory(0, 0)
         self._sums: dict[int, list[tuple[float, int, float]]] = defaultdict(list)
 
     def take_all(self, store: Store) -> None:
-        """Takes every report that has arrived."""
+        """Processes every report that has arrived."""
         for rank in range(len(self.taken)):
             while store.check([key := f"{rank}/{self.taken[rank]}"]):
                 losses, peak, busy, rounds, skipped = json.loads(store.get(key))
                 store.delete_key(key)
                 self._take_skipped(skipped)
                 self._take(rank, losses, peak, busy)
-                if self.pace:
-                    self.pace.take(rank, (RoundTimes(*found) for found in rounds))
+                if self.throughput:
+                    self.throughput.take(rank, (RoundTimes(*times) for times in rounds))
                 self.taken[rank] += 1
         while len(self._sums[self.step]) == self.update_size:
             self._finish(self._sums.pop(self.step))
@@ -203,7 +204,7 @@ class MetricsCollector:
             self._sums[microbatch // self.update_size + 1].append((loss, count, at_s))
 
     def _take_skipped(self, skipped: list[tuple[int, str]]) -> None:
-        """Tells of updates that were left out; several workers may have found the reason."""
+        """Records skipped updates once each; several workers may report the same one."""
         for step, reason in skipped:
             if step not in self.skipped:
                 self.skipped.add(step)
@@ -224,13 +225,13 @@ class MetricsCollector:
         self.step += 1
 
     def mean_loss(self, step: int) -> float | None:
-        """Returns the mean loss of the steps since it was last asked for, when the metrics hold all of them.
+        """Returns the mean loss of the steps since the last call, up to `step`; None if it is not finite.
 
-        So that a run that goes on from a checkpoint has the metrics of every step before it.
+        Waits until the metrics contain these steps, so that a checkpoint has the metrics of every step before it.
         """
         last_s = time.perf_counter() + PATIENCE_S
         while self.step <= step and time.perf_counter() < last_s:
             time.sleep(INTERVAL_S / 10)
-        found = [self.losses.pop(known) for known in list(self.losses) if known <= step]
-        mean = sum(found) / len(found) if found else math.nan
+        losses = [self.losses.pop(known) for known in list(self.losses) if known <= step]
+        mean = sum(losses) / len(losses) if losses else math.nan
         return mean if math.isfinite(mean) else None

@@ -1,4 +1,4 @@
-"""The rows of a run's metrics: JSON, a line each, of which those that this program can have written are read."""
+"""Reads metrics.jsonl: one JSON object per line; rows that this program cannot have written are ignored."""
 
 import json
 import math
@@ -11,19 +11,19 @@ from pipedejavu.facts import InputError, format_bytes, open_file
 
 MOST_BYTES, _MOST_LINE_BYTES = 1 << 32, 1 << 20
 _MOST = 2**53
-"""Numbers below are the same as integers and as floats."""
+"""Integers below this are exact as floats."""
 _COUNTS = {
     "step", "saved", "not_saved", "resumed", "stopped", "count", "samples", "peak_bytes", "peak_gpu_bytes",
 }  # fmt: skip
 _STEP_NAMES = ("step", "saved", "switched", "skipped")
-"""Under which names a row says which step it is about."""
+"""Keys that may hold the step of a row."""
 _AMOUNTS = {"elapsed_s", "took_s", "size_bytes"}
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Returns the rows of a file; a line that a kill has cut off, or that is none of this program's, is left out.
+    """Returns the valid rows of a file; lines that are truncated or malformed are ignored.
 
-    Raises InputError if a file is there that cannot be read, or that has more bytes than any run writes.
+    Raises InputError if the file exists but cannot be read, or is larger than `MOST_BYTES`.
     """
     try:
         if (size := path.stat().st_size) > MOST_BYTES:
@@ -38,12 +38,12 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 def step_of(row: dict[str, Any]) -> int:
-    """Returns the step that a row belongs to; 0 if it names none."""
+    """Returns the step of a row; 0 if it has none."""
     return next((row[name] for name in _STEP_NAMES if type(row.get(name)) is int), 0)
 
 
 def _lines(path: Path) -> Iterator[bytes]:
-    """Yields the lines of a file, those that are too long for a row left out."""
+    """Yields the lines of a file, except those too long to be a row."""
     with open_file(path) as file:
         rest, is_skipped = b"", False
         while part := file.read(_MOST_LINE_BYTES):
@@ -65,7 +65,7 @@ def _row(line: bytes) -> dict[str, Any] | None:
 
 
 def _is_sound(row: dict[str, Any]) -> bool:
-    """Whether all that is looked up by its name is of the type that it was written with."""
+    """Whether every known key has a value of its type."""
     return (
         all(_is_count(row[name]) for name in _COUNTS & row.keys())
         and all(_is_amount(row[name]) for name in _AMOUNTS & row.keys())
@@ -81,7 +81,7 @@ def _shares(row: dict[str, Any]) -> list[Any]:
 
 
 def _is_number(value: Any) -> bool:
-    """Whether a value is a number that a float can hold, or none of the finite ones, as a loss may be."""
+    """Whether a value is a number that a float represents exactly; infinities and NaN count, as losses may be such."""
     return isinstance(value, float) or (isinstance(value, int) and not isinstance(value, bool) and abs(value) < _MOST)
 
 

@@ -1,6 +1,6 @@
-"""The progress of a run: loss, rate, memory, time left; a live view on a terminal, a line now and then elsewhere.
+"""The progress of a run: loss, rate, memory, time left. A live view on a terminal, else a line every few seconds.
 
-The time left is the simulator's forecast at first, and then more and more what the run's own steps say.
+The estimate of the time left starts from the simulator's forecast and shifts towards the measured steps.
 """
 
 import math
@@ -20,16 +20,17 @@ from pipedejavu.run.live_view import LiveView, WorkerPanel
 from pipedejavu.simulate import Outlook
 
 INTERVAL_S = 10.0
+"""Seconds between two lines when stderr is no terminal."""
 
 
 class Memory(NamedTuple):
-    """Most bytes that any worker has had: in its process, and on its GPU."""
+    """Peak bytes of a worker: in its process, and on its GPU."""
 
     host_bytes: int
     gpu_bytes: int
 
     def form(self) -> dict[str, int]:
-        """Returns it for the metrics; without a GPU there is nothing to say of one."""
+        """Returns the fields for the metrics; without a GPU, only those of the process."""
         return {"peak_bytes": self.host_bytes} | ({"peak_gpu_bytes": self.gpu_bytes} if self.gpu_bytes else {})
 
     def __str__(self) -> str:
@@ -38,22 +39,23 @@ class Memory(NamedTuple):
 
 
 class Progress:
-    """Shows how a run of `steps` gets on, of which some are `done` already and each is forecast to take `forecast_s`.
+    """Shows the progress of a run of `steps` updates, of which `done` were made before this process.
 
-    `items` are samples or tokens, `seats` the workers.
+    `items` names what is counted ("samples" or "tokens"), `forecast_s` is the forecast seconds per step, and `panels`
+    has one entry per worker.
     """
 
-    def __init__(self, steps: int, items: str, forecast_s: float, done: int = 0, seats: Sequence[WorkerPanel] = ()):
+    def __init__(self, steps: int, items: str, forecast_s: float, done: int = 0, panels: Sequence[WorkerPanel] = ()):
         self.steps, self.items, self.done = steps, items, done
         self.outlook = Outlook(forecast_s, steps - done)
         self.last_s = self.started_s = time.perf_counter()
         self.is_live = sys.stderr.isatty()
-        self.view = LiveView(steps, done, self._left().strip(), seats=seats, forecast_s=forecast_s)
+        self.view = LiveView(steps, done, self._left().strip(), panels=panels, forecast_s=forecast_s)
         self.console = Console(stderr=True, markup=False, emoji=False)
         self.live = Live(self.view, console=self.console) if self.is_live else None
         self.count = 0
         self.num_skipped = 0
-        """Updates that were left out."""
+        """Number of skipped updates."""
 
     def __enter__(self) -> Self:
         if self.live:
@@ -67,7 +69,7 @@ class Progress:
             self.live.stop()
 
     def report(self, step: int, loss: float, count: int, memory: Memory, elapsed_s: float) -> None:
-        """Shows a finished step: `count` samples or tokens were in it, and so long after the start it was known."""
+        """Shows a finished step of `count` samples or tokens, `elapsed_s` after the start."""
         now = time.perf_counter()
         self.count += count
         rate = self.count / (now - self.started_s)
@@ -80,21 +82,21 @@ class Progress:
         self.view.measured_s = elapsed_s / (step - self.done)
         if not self.is_live and (now - self.last_s > INTERVAL_S or step in (self.done + 1, self.steps)):
             self.last_s = now
-            with suppress(OSError):  # a terminal that was closed
+            with suppress(OSError):  # the terminal may be closed
                 print(f"step {step}/{self.steps}  {facts}", file=sys.stderr, flush=True)
 
     def see(self, worker: int, memory: Memory, busy: Mapping[str, float]) -> None:
-        """Shows what a worker has said: the most memory that it has had, and how busy its lanes were."""
-        if worker < len(self.view.seats):
-            seat = self.view.seats[worker]
-            seat.peak_bytes, seat.busy = memory.gpu_bytes or memory.host_bytes, busy
+        """Shows a worker's report: its peak memory and how busy its lanes were."""
+        if worker < len(self.view.panels):
+            panel = self.view.panels[worker]
+            panel.peak_bytes, panel.busy = memory.gpu_bytes or memory.host_bytes, busy
 
     def say(self, sentence: str) -> None:
-        """Shows a sentence beside the view."""
+        """Prints a sentence above the live view."""
         with suppress(OSError):
             self.console.print(f"pipedejavu: {printable(sentence)}", highlight=False, soft_wrap=True)
 
     def _left(self) -> str:
-        """Returns what is left, with what nine runs of ten keep to; nothing at the end."""
+        """Returns the time left with its 90 % bounds; empty at the end."""
         left = self.outlook.left()
         return f"  {format_seconds(left.time_s)} ± {format_seconds(left.spread_s)} left" if left.time_s else ""

@@ -1,4 +1,4 @@
-"""The run folder: what a run is given, what it leaves, and under which names."""
+"""The run folder: the files that a run reads and writes, and their names."""
 
 import errno
 import math
@@ -38,33 +38,33 @@ from pipedejavu.store import Checkpoint, CheckpointDir
 
 
 def result_of(program: Program, weights: Weights) -> dict[str, Tensor]:
-    """Returns what a run has trained: the server's copy where it makes the updates, else the first replica's.
+    """Returns the trained weights: the server's copy if the server makes the updates, else the first replica's.
 
-    A replica whose share is nothing has none.
+    A replica whose share of the batch is zero has no weights.
     """
     reduce = program.plan.reduce
     is_on_server = reduce.combiner == "elastic" or (reduce.wire == "server" and reduce.gate == "lock")
     source = program.num_replicas if is_on_server else min(replica for _, replica in weights)
-    return {name: w for (_, replica), found in weights.items() if replica == source for name, w in found.items()}
+    return {name: w for (_, replica), named in weights.items() if replica == source for name, w in named.items()}
 
 
 class RunStart(Record):
-    """Where a run goes on: after which update, and with which sample; a step above 0 has a checkpoint."""
+    """Where a run starts or resumes: the last finished update and the next sample; a step above 0 has a checkpoint."""
 
     step: int = Field(default=0, ge=0, lt=2**63)
     samples: int = Field(default=0, ge=0, lt=2**63)
     fingerprints: dict[str, str] = Field(default={})
-    """Those of the model's source and the data that it goes on with."""
+    """Fingerprints of the model's source and of the data."""
 
     @classmethod
     def after(cls, checkpoint: Checkpoint | None, fingerprints: dict[str, str] | None = None) -> "RunStart":
-        """Returns the start after a checkpoint; the beginning if there is none."""
+        """Returns the start after a checkpoint; step 0 without one."""
         step, samples = (checkpoint.step, checkpoint.manifest.samples) if checkpoint else (0, 0)
         return cls(step=step, samples=samples, fingerprints=fingerprints or {})
 
 
 class RunFolder:
-    """Paths and records of one run."""
+    """The paths of one run, and the records in them."""
 
     def __init__(self, path: str | Path):
         self.path = Path(path)
@@ -82,7 +82,7 @@ class RunFolder:
 
     @property
     def holds_run(self) -> bool:
-        """Whether a run was begun here; its checkpoints show it, too."""
+        """Whether the folder has a run's options or checkpoints."""
         try:
             return (self.path / "options.json").exists() or self.checkpoint_dir.has_traces
         except OSError as error:
@@ -102,9 +102,9 @@ class RunFolder:
         start: "RunStart | None" = None,
         fingerprints: Mapping[str, str] | None = None,
     ) -> None:
-        """Makes the folder and writes what the workers need; refuses one that holds a run, unless that goes on.
+        """Creates the folder and writes the files that workers need; refuses an existing run unless `start` resumes it.
 
-        `fingerprints` are those of model and data, which the run's checkpoints will hold.
+        `fingerprints` of model and data are stored in the run's checkpoints.
         """
         if start is None:
             self.check_new()
@@ -120,34 +120,34 @@ class RunFolder:
         try:
             remove(self.parts)
             self.parts.mkdir(parents=True)
-            if self.metrics.is_symlink() or not self.metrics.is_file():  # nothing that a run has written
+            if self.metrics.is_symlink() or not self.metrics.is_file():  # not written by a run
                 remove(self.metrics)
         except OSError as error:
             raise InputError(f"cannot make the run folder {self.path}: {error.strerror}") from None
         if start is not None:
             self._forget(start.step)
-            for path in (self.model, self.measured, self.report):  # of a run that ended sooner
+            for path in (self.model, self.measured, self.report):  # results of the run before it was resumed
                 path.unlink(missing_ok=True)
         begun.save(self.parts / "start.json")
         Settings.of(options, program).write(self.path)
 
     def _forget(self, step: int) -> None:
-        """Removes metrics of what is trained again."""
+        """Removes the metrics of steps after `step`, which are trained again."""
         rows = [row for row in self.rows() if step_of(row) <= step]
         if self.metrics.exists():
             write_file(self.metrics, "".join(to_json_text(row) + "\n" for row in rows))
             self.add_metrics({"resumed": step})
 
     def rows(self) -> list[dict[str, Any]]:
-        """Returns the metrics; a line that a kill has cut off, or that is none of this program's, is left out."""
+        """Returns the rows of the metrics; lines that are truncated or malformed are ignored."""
         return read_metrics(self.place(self.metrics))
 
     def elapsed_s(self) -> float:
-        """Returns how long the run has trained."""
+        """Returns the training time of the run so far."""
         return max((float(row["elapsed_s"]) for row in self.rows() if "elapsed_s" in row), default=0.0)
 
     def start(self) -> "RunStart":
-        """Reads where the run goes on."""
+        """Reads where the run starts or resumes."""
         path = self.parts / "start.json"
         return RunStart.load(path) if path.exists() else RunStart()
 
@@ -156,7 +156,7 @@ class RunFolder:
         return TrainOptions.load(self.path / "options.json")
 
     def program(self) -> Program:
-        """Compiles the program again: the same on every worker, as everything in it is in the folder."""
+        """Compiles the program from the folder's plan, profile and machine; the result is the same on every worker."""
         plan = Plan.load(self.path / "plan.json")
         profile, machine = Profile.load(self.path / "profile.json"), Machine.load(self.path / "machine.json")
         return compile_plan(plan, profile, machine, fold=False)
@@ -171,39 +171,39 @@ class RunFolder:
         return Timeline.load(path)
 
     def place(self, path: Path) -> Path:
-        """Returns where one of the run's files is: in this folder, unless the disk has refused it."""
+        """Returns the actual path of one of the run's files, which differs if it went to the fallback folder."""
         return self.fallback.moved.get(path, path)
 
     def write_model(self, trained: dict[str, Tensor]) -> None:
-        """Writes a model's state under its own names, whole or not at all; elsewhere if the disk refuses."""
+        """Writes a model's state dict atomically; to the fallback folder if the disk refuses it."""
 
         def write(path: Path) -> None:
-            part = fresh_path(path)
+            temporary = fresh_path(path)
             try:
-                for old in path.parent.glob(f"{path.name}.*.tmp"):  # of a run that was killed
+                for old in path.parent.glob(f"{path.name}.*.tmp"):  # left by a killed run
                     remove(old)
-                save_file(trained, part)
-                _sync(part)
-                part.replace(path)
+                save_file(trained, temporary)
+                _sync(temporary)
+                temporary.replace(path)
                 sync_folder(path.parent)
             except BaseException:
-                remove(part)
+                remove(temporary)
                 raise
 
         self.fallback.write(self.model, sum(weight.nbytes for weight in trained.values()), write)
 
     def write_last(self, path: Path, text: str) -> None:
-        """Writes one of the files that a run leaves at its end; elsewhere if the disk refuses it."""
-        self.fallback.write(path, len(text.encode()), lambda place: write_file(place, text))
+        """Writes one of the run's final files; to the fallback folder if the disk refuses it."""
+        self.fallback.write(path, len(text.encode()), lambda target: write_file(target, text))
 
     def remove_parts(self) -> None:
-        """Removes what only the workers needed."""
+        """Removes the files that only the workers needed."""
         remove(self.parts)
 
     def add_metrics(self, row: dict[str, Any]) -> None:
-        """Adds a line to the metrics; on a disk that refuses it, lines wait for the next one.
+        """Appends a line to the metrics; a line that the disk refuses is kept and written with the next one.
 
-        While a disk does not answer one thread waits for it, and lines of all others wait in memory.
+        If the disk blocks, one thread waits for it and lines from other threads are buffered in memory.
         """
         with self._lock:
             self._unwritten += f"{to_json_text(row)}\n".encode()
@@ -221,23 +221,23 @@ class RunFolder:
                 self._writing.release()
 
     def stuck_s(self) -> float:
-        """Returns for how long the disk has not answered a thread that writes metrics; 0 if none does."""
+        """Returns how long a write of metrics has been blocked by the disk; 0 if none is."""
         return max(0.0, time.monotonic() - self._since_s)
 
     def pending(self) -> dict[str, Any]:
-        """Returns what this process has of the run and the run's disk has not, for the process that ends it."""
-        moved = {str(path): str(place) for path, place in self.fallback.moved.items()}
+        """Returns the data of this process that the run's disk has not taken, for the process that ends the run."""
+        moved = {str(path): str(target) for path, target in self.fallback.moved.items()}
         return {"metrics": self._unwritten.decode(), "moved": moved, "folder": str(self.fallback.path or "")}
 
     def adopt(self, pending: dict[str, Any]) -> None:
-        """Takes over what another process of the run has left pending."""
+        """Takes over the pending data of another process of the run."""
         self._unwritten += pending["metrics"].encode()
         if pending["folder"]:
-            moved = {Path(path): Path(place) for path, place in pending["moved"].items()}
+            moved = {Path(path): Path(target) for path, target in pending["moved"].items()}
             self.fallback.adopt(Path(pending["folder"]), moved)
 
     def write_pending(self) -> None:
-        """Writes metrics that the disk has not taken; if it still does not, all metrics elsewhere."""
+        """Writes the pending metrics; if the disk still refuses them, writes all metrics to the fallback folder."""
         with self._writing:
             if not self._unwritten:
                 return
@@ -256,7 +256,7 @@ class RunFolder:
 
 
 def _sync(path: Path) -> None:
-    """Lets a file reach the disk; some file systems only then say that there is no room."""
+    """Flushes a file to the disk; some file systems report a full disk only then."""
     file = os.open(path, os.O_RDONLY)
     try:
         os.fsync(file)
@@ -265,7 +265,7 @@ def _sync(path: Path) -> None:
 
 
 def _append(path: Path, data: bytes) -> None:
-    """Adds bytes to a file, all or none of them; neither follows a link nor waits for a FIFO."""
+    """Appends bytes to a file, all or none of them; does not follow links or block on a FIFO."""
     file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK, 0o644)
     try:
         before = os.fstat(file).st_size

@@ -1,8 +1,8 @@
-"""The lock of a run folder, and how a run ended that did not reach its end.
+"""The lock of a run folder, and the record of why a run ended early.
 
-A run takes the lock before it reads, cleans or writes anything in its folder, and keeps it to its end; the system
-releases it whatever ends the process. So a folder without a result that no process holds is one of a run that failed
-or was stopped.
+A run takes the lock before it reads, cleans or writes anything in its folder, and keeps it until it ends; the operating
+system releases it however the process ends. An unlocked folder without a result therefore holds a run that failed or
+was stopped.
 """
 
 import fcntl
@@ -18,17 +18,17 @@ from pipedejavu.run.run_folder import RunFolder
 from pipedejavu.run.stop_signal import StoppedError
 
 LOCK = "lock"
-"""A file of its own: network file systems lock no folders."""
+"""A separate file, because network file systems cannot lock folders."""
 _PATIENCE_S = 1.0
-"""A process that only looks (`is_held`) holds the lock for a moment."""
+"""How long to retry: `is_locked` in another process takes the lock for a moment."""
 _LOOK_S = 0.02
 
 _HOLDERS: dict[str, tuple[int, int]] = {}
-"""The process and the thread that hold a folder, by its path."""
+"""The (process, thread) that holds each folder, by real path."""
 
 
 def is_locked(path: Path) -> bool:
-    """Whether a run goes on in a folder now; on a file system without locks none seems to."""
+    """Whether a run is in progress in a folder; always False on a file system without locks."""
     try:
         file = os.open(path / LOCK, os.O_RDONLY | os.O_NONBLOCK)
     except OSError:
@@ -41,9 +41,9 @@ def is_locked(path: Path) -> bool:
 
 @contextmanager
 def lock_run(path: str | Path) -> Iterator[None]:
-    """Holds a run folder, which is made if there is none; raises InputError if another process or thread holds it.
+    """Locks a run folder, creating it if needed; raises InputError if another process or thread holds the lock.
 
-    The thread that holds it may enter again. Folders that were made for nothing are removed.
+    The thread that holds the lock may enter again. A created folder that stays empty is removed.
     """
     folder, owner = Path(path), (os.getpid(), threading.get_ident())
     key = os.path.realpath(folder)
@@ -66,13 +66,13 @@ def lock_run(path: str | Path) -> Iterator[None]:
 
 
 def _take(folder: Path) -> int:
-    """Returns the locked file of a folder."""
+    """Returns the open, locked lock file of a folder."""
     last_s = time.monotonic() + _PATIENCE_S
     while True:
         try:
             folder.mkdir(parents=True, exist_ok=True)
             file = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o644)
-        except FileNotFoundError:  # the holder before has just removed the folder
+        except FileNotFoundError:  # the previous holder has just removed the folder
             continue
         except OSError as error:
             raise InputError(f"cannot make the run folder {folder}: {error.strerror}") from None
@@ -95,7 +95,7 @@ def _takes(file: int, kind: int) -> bool:
 
 
 def _is_there(file: int, path: Path) -> bool:
-    """Whether a lock is still that of its path, which the holder before may have removed."""
+    """Whether an open lock file is still the one at its path; the previous holder may have removed it."""
     try:
         return os.path.samestat(os.fstat(file), path.stat())
     except OSError:
@@ -104,7 +104,7 @@ def _is_there(file: int, path: Path) -> bool:
 
 @contextmanager
 def noted(folder: RunFolder) -> Iterator[None]:
-    """Notes in a run's metrics that it was stopped, or why it failed."""
+    """Records in a run's metrics that it was stopped, or why it failed."""
     try:
         yield
     except (StoppedError, KeyboardInterrupt):

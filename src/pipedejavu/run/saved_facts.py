@@ -1,4 +1,4 @@
-"""What a checkpoint holds beside weights and state, of a run or of a user's own loop; none of it is believed unseen."""
+"""What a checkpoint stores besides weights and optimizer state; all of it is validated when read."""
 
 import json
 from typing import Any
@@ -11,28 +11,28 @@ from pipedejavu.store import Checkpoint, CheckpointDir, CheckpointError, Tensors
 
 
 class SavedFacts(Record):
-    """The facts of a checkpoint; who writes one leaves out what it does not have."""
+    """The facts of a checkpoint; fields that do not apply keep their defaults."""
 
     norm: float | None = None
-    """That delayed clipping goes on with."""
+    """Gradient norm that delayed clipping continues with."""
     parts: tuple[tuple[int, ...], ...] = ()
-    """Of a batch, that each replica has."""
+    """Samples of the batch per replica."""
     options: dict[str, Any] = Field(default={})
     profile: dict[str, Any] = Field(default={})
     machine: dict[str, Any] = Field(default={})
     fingerprints: dict[str, str] | None = None
-    """Those of the model's source and of the data; checkpoints of earlier versions have none."""
+    """Fingerprints of the model's source and of the data; None in checkpoints of earlier versions."""
     groups: tuple[dict[str, Any], ...] | None = None
-    """The settings of an optimizer's groups of parameters."""
+    """The settings of the optimizer's parameter groups."""
     values: dict[str, dict[str, Any]] = Field(default={})
-    """What of an optimizer's state is no tensor, by parameter."""
+    """Optimizer state that is not a tensor, by parameter."""
     scheduler: dict[str, Any] | None = None
     candidates: dict[str, Any] | None = None
-    """What came of initialisations that competed before the run."""
+    """Results of the initialisation trials before the run."""
 
 
 def saved_in(checkpoint: Checkpoint) -> SavedFacts:
-    """Returns a checkpoint's facts; raises CheckpointError where they are not such."""
+    """Returns a checkpoint's facts; raises CheckpointError if they are malformed."""
     try:
         return SavedFacts.from_json(json.dumps(checkpoint.manifest.facts), f"the facts of {checkpoint.path}")
     except FaultsError as error:
@@ -40,9 +40,9 @@ def saved_in(checkpoint: Checkpoint) -> SavedFacts:
 
 
 def check_finite(checkpoint: Checkpoint, checkpoint_dir: CheckpointDir) -> None:
-    """Raises CheckpointError for a checkpoint that is not finite, which earlier versions could write.
+    """Raises CheckpointError if a tensor of a checkpoint is not finite; earlier versions could save such ones.
 
-    Names the newest one before it that is finite.
+    The error names the newest earlier checkpoint that is finite.
     """
     name = checkpoint.nonfinite()
     if name is None:
@@ -57,7 +57,7 @@ def check_finite(checkpoint: Checkpoint, checkpoint_dir: CheckpointDir) -> None:
     )
     rest = "no checkpoint before it is finite, so begin again in another folder"
     if sound is not None:
-        rest = f"remove that folder to go on behind step {sound}, the newest that is finite"
+        rest = f"remove that folder to go on after step {sound}, the newest that is finite"
     raise CheckpointError(f"training cannot go on from {checkpoint.path}: '{name}' is not finite; {rest}")
 
 
@@ -69,15 +69,15 @@ def _is_finite(checkpoint_dir: CheckpointDir, step: int) -> bool:
 
 
 def random_state(rank: int = 0, device: torch.device | None = None) -> Tensors:
-    """Returns the states of torch's generators, of the CPU and of a GPU."""
-    found = {f"rng/{rank}": torch.get_rng_state()}
+    """Returns the states of torch's random generators, of the CPU and of `device` if it is a GPU."""
+    states = {f"rng/{rank}": torch.get_rng_state()}
     if device is not None and device.type == "cuda":
-        found[f"rng/{rank}/cuda"] = torch.cuda.get_rng_state(device)
-    return found
+        states[f"rng/{rank}/cuda"] = torch.cuda.get_rng_state(device)
+    return states
 
 
 def set_random_state(checkpoint: Checkpoint, rank: int = 0, device: torch.device | None = None) -> None:
-    """Lets torch's generators go on where they were, as far as the checkpoint has them."""
+    """Restores the states of torch's random generators that the checkpoint has."""
     names, name = checkpoint.manifest.tensors, f"rng/{rank}"
     try:
         if name in names:
@@ -90,5 +90,5 @@ def set_random_state(checkpoint: Checkpoint, rank: int = 0, device: torch.device
 
 
 def current_gpu() -> torch.device | None:
-    """Returns the GPU in use, if there is one."""
+    """Returns the current CUDA device, or None without a GPU."""
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else None

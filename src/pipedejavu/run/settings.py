@@ -1,7 +1,7 @@
-"""What a run was started with: one sealed file, which is replaced as a whole, and copies of it for people to read.
+"""The settings that a run was started with: one hashed file, and readable copies of its records.
 
-The copies are options.json, plan.json, profile.json and machine.json; every checkpoint has one of each, too. A copy
-that has been changed is restored from the sealed file, or, without it, from the newest checkpoint.
+The copies are options.json, plan.json, profile.json and machine.json; every checkpoint stores them, too. A copy that
+was changed is restored from the hashed file (seal.json) or, without it, from the newest checkpoint.
 """
 
 import json
@@ -20,12 +20,12 @@ from pipedejavu.store import Checkpoint
 
 SEAL = "seal.json"
 _KINDS: Mapping[str, type[Record]] = {"plan": Plan, "profile": Profile, "machine": Machine, "options": TrainOptions}
-"""In the order in which they are written: the options show that a folder holds a run."""
+"""The copies in writing order; the options come last because they mark a folder as a run."""
 _MOST_DIFFERENCES = 4
 
 
-class Seal(Record):
-    """The records of a run, and the hash of their JSON."""
+class HashedSettings(Record):
+    """The contents of seal.json: the records of a run and the hash of their JSON."""
 
     most_bytes: ClassVar[int] = sum(kind.most_bytes for kind in _KINDS.values())
 
@@ -34,7 +34,7 @@ class Seal(Record):
 
 
 class Settings(NamedTuple):
-    """What a run was started with."""
+    """The options, plan, profile and machine of a run."""
 
     options: TrainOptions
     plan: Plan
@@ -47,18 +47,18 @@ class Settings(NamedTuple):
         return cls(options, program.plan, program.profile, program.machine)
 
     def plain(self) -> dict[str, dict[str, Any]]:
-        """Returns the records as JSON has them."""
+        """Returns the records as plain JSON objects."""
         return {name: json.loads(record.to_json()) for name, record in self._asdict().items()}
 
     def in_manifest(self, facts: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns the fields of a manifest that hold copies, beside other facts."""
+        """Returns the manifest fields that store these records together with other `facts`."""
         plain = self.plain()
         return {"plan": plain.pop("plan"), "facts": {**facts, **plain}}
 
     def write(self, path: Path) -> None:
-        """Writes the sealed file to a run folder, then the copies."""
+        """Writes the hashed file to a run folder, then the copies."""
         plain = self.plain()
-        Seal(sha256=_hash(plain), settings=plain).save(path / SEAL)
+        HashedSettings(sha256=_hash(plain), settings=plain).save(path / SEAL)
         for name in _KINDS:
             getattr(self, name).save(path / f"{name}.json")
 
@@ -66,20 +66,20 @@ class Settings(NamedTuple):
 def read_settings(
     path: Path, checkpoint: Checkpoint | None, tell: Callable[[str], None], accept_changes: bool = False
 ) -> Settings:
-    """Reads what the run in a folder was started with; `tell` is given a sentence for each file that was restored.
+    """Reads the settings of the run in a folder and restores damaged copies, each reported to `tell`.
 
-    With `accept_changes` a copy that can be read is taken as it is. Raises InputError if one cannot be read and nothing
-    says what it was, or if, in a folder without a sealed file, it is not what the checkpoint says.
+    With `accept_changes`, a changed copy that can be parsed is used as it is. Raises InputError if a copy is damaged
+    and no other source has its contents, or if, without a hashed file, a copy differs from the checkpoint.
     """
-    sealed = _sealed(path, tell)
-    known, origin = sealed, SEAL
-    if not sealed and checkpoint is not None:
+    hashed = _read_hashed(path, tell)
+    known, origin = hashed, SEAL
+    if not hashed and checkpoint is not None:
         known, origin = _copies(checkpoint), f"the checkpoint of step {checkpoint.step}"
-    found: dict[str, Any] = {}
+    records: dict[str, Any] = {}
     for name, kind in _KINDS.items():
         file, before = path / f"{name}.json", known.get(name)
         record, fault = _read(file, kind, before)
-        found[name] = record
+        records[name] = record
         if not fault:
             continue
         if record is not None and accept_changes:
@@ -88,20 +88,20 @@ def read_settings(
             raise InputError(
                 f"{file} {fault}, and nothing says what it was; put it back, or begin in another --run-dir"
             )
-        elif record is not None and not sealed:
+        elif record is not None and not hashed:
             raise InputError(f"{file} {fault} in {origin}; put it back, or go on with --accept-changes")
         else:
             before.save(file)
-            found[name] = before
+            records[name] = before
             tell(f"{file} {fault}: restored from {origin}")
-    return Settings(**found)
+    return Settings(**records)
 
 
 def _read(file: Path, kind: type[Record], before: Record | None) -> tuple[Record | None, str]:
-    """Returns what a copy says, or None, and what is wrong with it, or nothing."""
+    """Returns the record in a copy (None if unreadable) and what is wrong with it (empty if nothing)."""
     if not file.exists():
         return None, "is missing"
-    data = read_file(file, kind.most_bytes)  # raises InputError without permission, which shows no damage
+    data = read_file(file, kind.most_bytes)  # raises InputError without permission, which is not damage
     try:
         record = kind.from_json(data, str(file))
     except FaultsError:
@@ -114,24 +114,24 @@ def _read(file: Path, kind: type[Record], before: Record | None) -> tuple[Record
     return record, f"has been changed ({'; '.join([*told[:_MOST_DIFFERENCES], *more])})"
 
 
-def _sealed(path: Path, tell: Callable[[str], None]) -> dict[str, Record]:
-    """Returns the records of the sealed file; none if it is damaged, or missing, as in folders of earlier versions."""
+def _read_hashed(path: Path, tell: Callable[[str], None]) -> dict[str, Record]:
+    """Returns the records of the hashed file; empty if it is damaged, or missing as in folders of earlier versions."""
     file = path / SEAL
     if not file.exists():
         return {}
-    data = read_file(file, Seal.most_bytes)
+    data = read_file(file, HashedSettings.most_bytes)
     try:
-        seal = Seal.from_json(data, str(file))
-        if _hash(seal.settings) != seal.sha256:
+        hashed = HashedSettings.from_json(data, str(file))
+        if _hash(hashed.settings) != hashed.sha256:
             raise InputError("it does not have its hash")
-        return _records(seal.settings, str(file))
+        return _records(hashed.settings, str(file))
     except InputError as error:
         tell(f"{file} is damaged: {str(error).removeprefix(f'{file}: ')}")
         return {}
 
 
 def _copies(checkpoint: Checkpoint) -> dict[str, Record]:
-    """Returns the records that a checkpoint has copies of; those of earlier versions have the options and the plan."""
+    """Returns the records stored in a checkpoint; earlier versions stored only the options and the plan."""
     facts = saved_in(checkpoint)
     plain = {
         "plan": checkpoint.manifest.plan,

@@ -1,8 +1,8 @@
-"""How a run is stopped between two updates, on all ranks alike: SIGTERM or SIGHUP asks, and all end with one update.
+"""Stops a run between two updates when SIGTERM or SIGHUP arrives: all ranks end after the same update.
 
-Ranks do not meet between updates, and nothing is looked up while nobody asks. Once asked, each rank says that it looks
-for the word at the end of every round; when all do, the first rank names an update two rounds ahead of its own, which
-nobody can have ended: every update needs the first rank.
+Ranks do not synchronise between updates, and without a signal nothing is polled. After a signal, each rank announces
+that it now polls at the end of every round. When all ranks do, rank 0 chooses an update two rounds ahead of its own; no
+rank can have passed it, because every update needs rank 0.
 """
 
 import os
@@ -16,27 +16,27 @@ from torch._C._distributed_c10d import Store
 from pipedejavu.run.run_folder import RunFolder
 
 GRACE_S = 30.0
-"""How long a run that was asked to stop may take to end an update and save it."""
+"""How long a run may take to finish and save an update after a stop signal."""
 STOPPED = 75
-"""The exit code of a worker that was stopped so; what a system calls a temporary failure."""
+"""Exit code of a worker that a signal stopped (EX_TEMPFAIL)."""
 
 
 class StoppedError(Exception):
-    """A run was asked to stop, and did; its text says what is saved."""
+    """Raised when a run was stopped by a signal; the text says what is saved."""
 
     def __init__(self, text: str, number: int = signal.SIGTERM):
         super().__init__(text)
         self.number = number
-        """The signal that asked."""
+        """The signal that stopped the run."""
 
 
 def stop_signals() -> tuple[int, ...]:
-    """Returns the signals that stop a run; a run under `nohup` ignores SIGHUP from its start, and goes on doing so."""
+    """Returns the signals that stop a run; SIGHUP only if it is not ignored already, as under `nohup`."""
     return (signal.SIGTERM,) if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else (signal.SIGTERM, signal.SIGHUP)
 
 
 def stopped(folder: RunFolder, number: int) -> StoppedError:
-    """Returns what to raise for a run that a signal has stopped; it says what is saved."""
+    """Returns the error to raise for a run that a signal has stopped."""
     by, steps, moved = (
         f"stopped by {signal.Signals(number).name}",
         folder.checkpoint_dir.steps(),
@@ -51,19 +51,19 @@ def stopped(folder: RunFolder, number: int) -> StoppedError:
 
 @contextmanager
 def on_stop(call: Callable[[int], None]) -> Iterator[None]:
-    """Calls a function when a signal asks to stop; only the main thread can, and a signal interrupts what it waits for.
+    """Calls `call` with the number of a stop signal while the context is active; does nothing outside the main thread.
 
-    A terminal that is gone gets no more output, which would fail.
+    Redirects output to /dev/null if the terminal was closed, because writing to it would fail.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
 
-    def take(number: int, _: object) -> None:
+    def handle(number: int, _: object) -> None:
         leave_terminal()
         call(number)
 
-    before = {number: signal.signal(number, take) for number in stop_signals()}
+    before = {number: signal.signal(number, handle) for number in stop_signals()}
     try:
         yield
     finally:
@@ -72,7 +72,7 @@ def on_stop(call: Callable[[int], None]) -> Iterator[None]:
 
 
 def leave_terminal() -> None:
-    """Sends the output of this process nowhere if its terminal was closed."""
+    """Redirects stdout and stderr to /dev/null if their terminal was closed."""
     for stream in (1, 2):
         try:
             os.write(stream, b"")
@@ -83,30 +83,30 @@ def leave_terminal() -> None:
 
 
 class StopSignal:
-    """One rank's view of whether and when to stop."""
+    """Agrees with all other ranks on whether and after which update to stop."""
 
     def __init__(self, store: Store, rank: int, size: int):
         self.store, self.rank, self.size = store, rank, size
         self.asked = threading.Event()
         self.number = 0
-        """The signal that asked, of any rank; 0 if none did."""
+        """The signal that any rank received; 0 if none."""
         self.at: int | None = None
-        """The update to stop behind."""
+        """The update to stop after."""
         self._is_known = self._is_ready = False
 
     def obey(self) -> None:
-        """Lets a signal to this process ask for the end."""
+        """Installs handlers, so that a signal to this process requests a stop."""
 
-        def take(number: int, _: object) -> None:
+        def handle(number: int, _: object) -> None:
             leave_terminal()
             self.number = number
             self.asked.set()
 
         for number in stop_signals():
-            signal.signal(number, take)
+            signal.signal(number, handle)
 
     def listen(self) -> None:
-        """Tells all ranks what one was asked; called now and then by a thread beside training."""
+        """Shares a stop request among ranks; called periodically by a background thread."""
         if self._is_known:
             return
         if self.asked.is_set():
@@ -117,7 +117,7 @@ class StopSignal:
         self._is_known = self.asked.is_set()
 
     def is_due(self, update: int, steps: int) -> bool:
-        """Whether to stop now; called at the end of every round, after an update, by programs of so many `steps`."""
+        """Whether to stop now; called at the end of every round, after `update`; a round has `steps` updates."""
         if not self.asked.is_set():
             return False
         self.listen()

@@ -1,6 +1,6 @@
-"""Whether workers keep the pace of their forecast: what their passes take against it, round by round.
+"""Compares the measured time of each worker's passes with its forecast, to detect slowdowns and stragglers.
 
-Only forwards, backwards and their parts count: a worker that waits for a slow one is not slow itself.
+Only forward and backward passes and their parts count: a worker that waits for a slow one is not slow itself.
 """
 
 from collections import deque
@@ -13,30 +13,30 @@ from pipedejavu.program import Program
 from pipedejavu.simulate import simulate
 
 WINDOW, WINDOW_S = 5, 5.0
-"""The median of the last rounds counts: of so many at least, and of those of so long."""
+"""The median is taken over at least this many recent rounds and at least this many seconds."""
 SPREADS = 3.0
-"""How many times the profile's own spread a worker may be off its forecast."""
+"""Tolerance around the forecast, as a multiple of the profile's spread."""
 LEAST_BAND, MOST_BAND = 0.25, 1.0
-"""What it may be off in any case, and what in none, as parts of the forecast: a median spreads less."""
+"""Lower and upper limit of the tolerance, as a fraction of the forecast."""
 
 Times = dict[str, float]
 """Seconds by kind of action: F, B, I, W, R."""
 
 
 class RoundTimes(NamedTuple):
-    """One worker's round: how long it took in all, and its passes."""
+    """One worker's round: its total time, and the time of its passes."""
 
     time_s: float
     times: Times
 
 
 def times_of(spans: Iterable[Span]) -> Times:
-    """Returns what one worker's passes took in a round."""
-    found: Times = {}
+    """Returns the time of one worker's passes in a round, by kind."""
+    times: Times = {}
     for span in spans:
-        if span.lane == "compute" and span.action[1].isdigit():  # a pass names its piece behind one letter
-            found[span.action[0]] = found.get(span.action[0], 0.0) + span.end_s - span.start_s
-    return found
+        if span.lane == "compute" and span.action[1].isdigit():  # passes are one letter and the piece, as in F0
+            times[span.action[0]] = times.get(span.action[0], 0.0) + span.end_s - span.start_s
+    return times
 
 
 class Straggler(NamedTuple):
@@ -45,11 +45,11 @@ class Straggler(NamedTuple):
     worker: int
     device: str
     slowdown: float
-    """How many times as long as forecast its passes take."""
+    """Measured time of its passes divided by the forecast."""
     kinds: Times
-    """The same for each kind of action that is slow."""
+    """Slowdown of each kind of action that is slow."""
     peers: float
-    """The median of its peers."""
+    """Median slowdown of the other workers."""
 
     def __str__(self) -> str:
         kinds = " and ".join(f"{kind} {times:.1f}" for kind, times in self.kinds.items())
@@ -58,17 +58,17 @@ class Straggler(NamedTuple):
 
 
 class ThroughputMonitor:
-    """What each worker's passes take as a multiple of their forecast, in the median of the last rounds."""
+    """Tracks the slowdown of each worker: the median time of its passes in recent rounds, divided by the forecast."""
 
     def __init__(self, program: Program):
         self.known = [1.0] * len(program.workers)
-        """By worker, the multiple that the planner knows of."""
+        """Slowdown of each worker that the planner has taken into account."""
         self.named: set[int] = set()
-        """Workers that were called stragglers."""
+        """Workers that were reported as stragglers."""
         self.expect(program)
 
     def expect(self, program: Program) -> None:
-        """Takes the forecast of a program; rounds before it no longer count."""
+        """Sets the forecast from a program and discards earlier rounds."""
         prediction, self.program = simulate(program), program
         start, end = prediction.start, prediction.end
         self.forecast = [
@@ -79,20 +79,20 @@ class ThroughputMonitor:
         self._recent: list[deque[RoundTimes]] = [deque() for _ in program.workers]
 
     def take(self, worker: int, rounds: Iterable[RoundTimes]) -> None:
-        """Takes rounds of one worker; those before the window are forgotten."""
+        """Adds rounds of one worker; rounds older than the window are dropped."""
         recent = self._recent[worker]
-        for found in rounds:
-            recent.append(found)
+        for times in rounds:
+            recent.append(times)
             while len(recent) > WINDOW and sum(r.time_s for r in recent) - recent[0].time_s >= WINDOW_S:
                 recent.popleft()
 
     def take_round(self, time_s: float, spans: Sequence[Span]) -> None:
-        """Takes one round of all workers."""
+        """Adds one round of all workers."""
         for worker in range(len(self.forecast)):
             self.take(worker, [RoundTimes(time_s, times_of(span for span in spans if span.worker == worker))])
 
     def slowdowns(self) -> list[float] | None:
-        """Returns each worker's multiple, 1 for one without passes; None while rounds are missing."""
+        """Returns each worker's slowdown (1 if it has no passes), or None until the window is full."""
         pairs = [(sum(times.values()), [*rounds]) for times, rounds in zip(self.forecast, self._recent, strict=True)]
         if any(
             forecast and (len(rounds) < WINDOW or sum(r.time_s for r in rounds) < WINDOW_S)
@@ -102,7 +102,7 @@ class ThroughputMonitor:
         return [_ratio([sum(r.times.values()) for r in rounds], forecast) for forecast, rounds in pairs]
 
     def departure(self) -> list[float] | None:
-        """Returns all multiples where one is out of its band around what the planner knows; it knows them then."""
+        """Returns all slowdowns if one has left its band around the known value, else None; marks them as known."""
         slowdowns = self.slowdowns()
         if slowdowns is None:
             return None
@@ -115,19 +115,19 @@ class ThroughputMonitor:
         return slowdowns
 
     def stragglers(self) -> list[Straggler]:
-        """Returns workers that have become slower than their forecast and than their peers by more than the band."""
+        """Returns workers newly slower than both their forecast and their peers by more than the band."""
         slowdowns = self.slowdowns()
         if slowdowns is None or len(slowdowns) < 2:
             return []
-        found = []
+        stragglers = []
         for worker, slowdown in enumerate(slowdowns):
             peers = median(other for n, other in enumerate(slowdowns) if n != worker)
             if slowdown <= self.bands[worker] * max(1.0, peers):
                 self.named.discard(worker)
             elif worker not in self.named:
                 self.named.add(worker)
-                found.append(Straggler(worker, self.program.devices[worker], slowdown, self._kinds(worker), peers))
-        return found
+                stragglers.append(Straggler(worker, self.program.devices[worker], slowdown, self._kinds(worker), peers))
+        return stragglers
 
     def _kinds(self, worker: int) -> Times:
         rounds, forecasts = self._recent[worker], self.forecast[worker]
@@ -136,7 +136,7 @@ class ThroughputMonitor:
 
 
 def band_of(program: Program, worker: int) -> float:
-    """Returns how many times its forecast a worker may take: by the profile's spread, weighted by time."""
+    """Returns the largest slowdown within tolerance for a worker, from the time-weighted spread of its profile."""
     profile, kind = program.profile, program.machine.device(program.devices[worker]).kind
     samples = program.plan.feed.samples
     costs = [
@@ -149,5 +149,5 @@ def band_of(program: Program, worker: int) -> float:
     return 1 + min(MOST_BAND, max(LEAST_BAND, SPREADS * joint_spread(costs, samples)))
 
 
-def _ratio(found: list[float], forecast: float) -> float:
-    return median(found) / forecast if forecast and found else 1.0
+def _ratio(times: list[float], forecast: float) -> float:
+    return median(times) / forecast if forecast and times else 1.0

@@ -1,4 +1,4 @@
-"""What one worker leaves at its end, as bytes that memory or a wire can carry."""
+"""The result of one worker, serialised for shared memory or the network."""
 
 import json
 from collections.abc import Mapping
@@ -9,23 +9,24 @@ from safetensors.torch import save
 from torch import Tensor
 
 Weights = dict[tuple[int, int], dict[str, Tensor]]
-"""By (piece, replica) and name."""
+"""Weights by (piece, replica), then by name."""
 
 _FACTS = "facts"
-"""The name of what is no tensor; names of tensors have slashes."""
+"""Key of the JSON facts; keys of tensors contain slashes."""
 _OTHER = "other"
 
 
 class WorkerResult(NamedTuple):
-    """A worker's weights, and as JSON the spans of its last round, its counts, and what no disk has taken yet."""
+    """A worker's weights, other tensors and facts."""
 
     weights: Weights
     others: dict[str, Tensor]
-    """The rest of the model's state that it has: buffers, and what is not trained."""
+    """The worker's other model state: buffers and untrained parameters."""
     facts: dict[str, Any]
+    """JSON: the spans of the last round, counts, and data that the disk has not taken."""
 
     def pack(self) -> bytes:
-        """Returns the result in the format of safetensors."""
+        """Returns the result in safetensors format."""
         flat = {f"{_OTHER}/{name}": tensor for name, tensor in self.others.items()}
         for (piece, replica), named in self.weights.items():
             flat |= {f"{piece}/{replica}/{name}": weight for name, weight in named.items()}
@@ -35,7 +36,7 @@ class WorkerResult(NamedTuple):
 
     @classmethod
     def unpack(cls, tensors: Mapping[str, Tensor]) -> "WorkerResult":
-        """Returns the result that such tensors hold."""
+        """Restores a result from the tensors of `pack`."""
         weights: Weights = {}
         others: dict[str, Tensor] = {}
         for key, tensor in tensors.items():

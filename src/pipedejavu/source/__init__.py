@@ -1,1 +1,1 @@
-"""Where a model, its data and its first weights come from, and how they become a job for the engine."""
+"""The sources of a model, its data and its initial weights, and how they become a job for the engine."""

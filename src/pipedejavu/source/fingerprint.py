@@ -1,7 +1,7 @@
-"""Fingerprints of what a run is made of, its model's source and its data, each under a name that an error can use.
+"""Fingerprints of a run's model source and data, each with a name for use in errors.
 
-They are cheap and the same on every call: hashes of files, versions of packages, and for the data of a user's file
-their length and a hash over some items. A run seals them into its checkpoints, and compares them when it goes on.
+They are cheap and reproducible: hashes of files, versions of packages, and for data from a user's file, its length and
+a hash over some items. A run stores them in its checkpoints and compares them when it resumes.
 """
 
 import random
@@ -27,7 +27,7 @@ from pipedejavu.zoo.data import data_files
 from pipedejavu.zoo.text import read_stdlib
 
 NUM_ITEMS = 8
-"""Items of a user's data that are hashed, from the first to the last."""
+"""Items of a user's data that are hashed, evenly spaced from the first to the last."""
 _SHOWN = 12
 _INSTALLED = {"site-packages", "dist-packages"}
 _ABSENT = "nothing"
@@ -36,7 +36,7 @@ Fingerprints = dict[str, str]
 
 
 def read_fingerprints(options: TrainOptions) -> Fingerprints:
-    """Returns the fingerprints of a run's model and data as they are now."""
+    """Returns the current fingerprints of a run's model and data."""
     path, colon, _ = options.model.rpartition(":")
     if colon and path.endswith(".py"):
         return _of_file(options, Path(path).resolve())
@@ -50,14 +50,14 @@ def read_fingerprints(options: TrainOptions) -> Fingerprints:
 
 
 def fingerprints_to_save(options: TrainOptions, start: RunStart | None) -> Fingerprints:
-    """Returns the fingerprints for a run's checkpoints: those it began with, or new ones; none if nothing is saved."""
+    """Returns the fingerprints for a run's checkpoints: those of its start, or new ones; none if nothing is saved."""
     known = start.fingerprints if start else {}
     saves = options.checkpoint_every != 0 or options.init_candidates > 1
     return known or (read_fingerprints(options) if saves else {})
 
 
 def describe_changes(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
-    """Returns what has another fingerprint than before, each with both of them."""
+    """Returns a description of each fingerprint that changed, with the old and the new value."""
     return [
         f"{name} (before {_shown(text)}, now {_shown(now.get(name, _ABSENT))})"
         for name, text in before.items()
@@ -66,37 +66,37 @@ def describe_changes(before: Mapping[str, str], now: Mapping[str, str]) -> list[
 
 
 def _of_file(options: TrainOptions, path: Path) -> Fingerprints:
-    """Opens a user's file; what it imports from beside it, and what its data are, is known only then."""
+    """Returns the fingerprints of a user's file, its local imports and its data; runs the file to find them."""
     dtype, threads = torch.get_default_dtype(), torch.get_num_threads()
-    with _own_randomness():
+    with _preserve_rng():
         torch.set_default_dtype(getattr(torch, options.dtype))
-        torch.set_num_threads(1)  # sums of data that are computed have the same bits
+        torch.set_num_threads(1)  # so that computed data is bitwise reproducible
         try:
             data = open_task(options.model, seed=options.seed).data
             items = [_hash_items(data, options.seed) for _ in range(2)]
         finally:
             torch.set_default_dtype(dtype)
             torch.set_num_threads(threads)
-    found = {f"the file {path.name}": _hash_file(path)}
+    fingerprints = {f"the file {path.name}": _hash_file(path)}
     for module in sorted(_modules_beside(path)):
-        found[f"the module {module.relative_to(path.parent).as_posix()}"] = _hash_file(module)
-    found["the length of the data"] = str(len(data))
-    if items[0] is not None and items[0] == items[1]:  # data that are random whatever the seed have no fingerprint
-        found[f"{min(NUM_ITEMS, len(data))} items of the data"] = items[0]
-    return found
+        fingerprints[f"the module {module.relative_to(path.parent).as_posix()}"] = _hash_file(module)
+    fingerprints["the length of the data"] = str(len(data))
+    if items[0] is not None and items[0] == items[1]:  # data that ignores the seed has no fingerprint
+        fingerprints[f"{min(NUM_ITEMS, len(data))} items of the data"] = items[0]
+    return fingerprints
 
 
 def _modules_beside(path: Path) -> set[Path]:
-    """Returns the files of imported modules in the folder of a user's file, apart from installed packages."""
-    found = set()
+    """Returns the files of imported modules in the folder of a user's file, without installed packages."""
+    files = set()
     for name, module in [*sys.modules.items()]:
         file = getattr(module, "__file__", None)
         if name not in ("__main__", "__mp_main__") and isinstance(file, str):
             inside = Path(file).resolve()
-            own = inside.is_relative_to(path.parent) and inside != path and inside.is_file()
-            if own and not _INSTALLED & {*inside.parts} and name.partition(".")[0] != "pipedejavu":
-                found.add(inside)
-    return found
+            is_beside = inside.is_relative_to(path.parent) and inside != path and inside.is_file()
+            if is_beside and not _INSTALLED & {*inside.parts} and name.partition(".")[0] != "pipedejavu":
+                files.add(inside)
+    return files
 
 
 def _of_data(name: str) -> Fingerprints:
@@ -109,10 +109,10 @@ def _of_data(name: str) -> Fingerprints:
 
 
 def _hash_items(data: Dataset, seed: int) -> str | None:
-    """Returns a hash over some items; None if they cannot be read, which training will say better."""
+    """Returns a hash over some items; None if they cannot be read, for which training raises a better error."""
     count, digest = len(data), sha256()
     numbers = {round(n * (count - 1) / (NUM_ITEMS - 1)) for n in range(NUM_ITEMS)} if count else set[int]()
-    with _own_randomness():
+    with _preserve_rng():
         torch.manual_seed(seed)
         random.seed(seed)
         if numpy := sys.modules.get("numpy"):
@@ -120,7 +120,7 @@ def _hash_items(data: Dataset, seed: int) -> str | None:
         for number in sorted(numbers):
             try:
                 leaves, form = pytree.tree_flatten(data.batch([number]))
-            except Exception:  # whatever a user's data raise
+            except Exception:  # user code may raise anything
                 return None
             digest.update(str(form).encode())
             for leaf in leaves:
@@ -136,17 +136,17 @@ def _bytes_of(leaf: Any) -> bytes:
 
 
 @contextmanager
-def _own_randomness() -> Iterator[None]:
-    """Puts the generators of torch, Python and numpy back to where they were."""
+def _preserve_rng() -> Iterator[None]:
+    """Restores the random generators of torch, Python and numpy on exit."""
     numpy = sys.modules.get("numpy")
-    state, own = random.getstate(), numpy.random.get_state() if numpy else None
+    python_state, numpy_state = random.getstate(), numpy.random.get_state() if numpy else None
     with torch.random.fork_rng(devices=[]):
         try:
             yield
         finally:
-            random.setstate(state)
+            random.setstate(python_state)
             if numpy:
-                numpy.random.set_state(own)
+                numpy.random.set_state(numpy_state)
 
 
 def _hash(data: str | bytes) -> str:
@@ -169,6 +169,6 @@ def _version(package: str) -> str:
 
 
 def _shown(text: str) -> str:
-    """Returns a fingerprint as an error shows it, hashes by their beginning."""
+    """Returns a fingerprint for an error message, with hashes shortened."""
     *words, last = text.split(" ")
     return " ".join([*words, f"sha256 {last[:_SHOWN]}…" if len(last) == 64 else last])

@@ -1,7 +1,7 @@
-"""A configuration of transformers from outside: what it may not ask for, and how much a model of it may take.
+"""Checks of untrusted transformers configurations: fields that must not be set, and limits on the model's size.
 
-transformers downloads and runs code that some fields name: kernels of attention and of experts, a model's own classes,
-backbones, quantizers. No such field passes.
+Some fields make transformers download and run code: attention and expert kernels, custom model classes, backbones,
+quantizers. All of these are rejected.
 """
 
 import os
@@ -17,23 +17,23 @@ from pipedejavu.facts import InputError, format_bytes
 from pipedejavu.facts.error import brief
 
 MOST_LAYERS = 4096
-"""As many as a plan has units."""
+"""The most units that a plan may have."""
 MOST_MODULES = 1 << 20
 
 _IMPLEMENTATIONS = {
     "attn_implementation": ("eager", "sdpa", "flex_attention"),
     "experts_implementation": ("eager", "batched_mm", "grouped_mm"),
 }
-"""Those that come with transformers and torch; all others are fetched from the hub, or may be."""
+"""Implementations that come with transformers and torch; others may be fetched from the hub."""
 _CODE = {"auto_map", "custom_pipelines", "trust_remote_code", "quantization_config", "use_kernels", "kernel_config"}
 _FETCHED = {"use_pretrained_backbone", "backbone", "backbone_kwargs", "architecture", "timm_model_name"}
 _REPEATED, _SIZE = re.compile("layer|block|depth|expert|stage"), re.compile("size|dim|capacity|norm|token")
-"""Names of numbers of layers, and of numbers that only sound like it."""
+"""Patterns of fields that count layers, and of fields that match it but do not."""
 _MOST_NESTED = 32
 
 
 def check_configuration(plain: Any, name: str) -> None:
-    """Raises InputError for a configuration that would download or run code, or repeat a layer without end."""
+    """Raises InputError for a configuration that would download or run code, or that has too many layers."""
     if not isinstance(plain, Mapping):
         raise InputError(f"the configuration 'hf:{name}' is no object of JSON but {brief(plain)}")
     for path, key, value in _fields(plain):
@@ -60,7 +60,7 @@ def _check_code(path: str, key: str, value: Any, name: str) -> None:
 
 
 def _fields(plain: Any, path: str = "", depth: int = 0) -> Iterator[tuple[str, str, Any]]:
-    """Yields every field at any depth: the path to it, its name, its value."""
+    """Yields (path, name, value) of every field at any depth."""
     if depth > _MOST_NESTED:
         raise InputError(f"{brief(path)} of a configuration is nested more than {_MOST_NESTED} times")
     for key, value in plain.items() if isinstance(plain, Mapping) else enumerate(plain):
@@ -78,9 +78,9 @@ def _integers(value: Any) -> Iterator[int]:
 
 @contextmanager
 def bounded_build(name: str) -> Iterator[None]:
-    """Ends the building of a model inside of it with InputError where it takes more memory than this host has.
+    """Raises InputError if a model that is built inside the context needs more memory than this host has.
 
-    Counts parameters as modules take them, which is before their numbers are drawn and so before memory is used.
+    Parameters are counted when modules register them, before they are initialised and their memory is touched.
     """
     most_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     num_modules, size_bytes = 0, 0
@@ -109,7 +109,7 @@ def bounded_build(name: str) -> Iterator[None]:
         yield
     except InputError:
         raise
-    except Exception as error:  # whatever a stranger's fields make of it
+    except Exception as error:  # untrusted fields may raise anything
         text = next(iter(str(error).strip().splitlines()), "")
         kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
         raise InputError(f"cannot build a model of the configuration 'hf:{name}': {kind}{text}") from None
@@ -120,7 +120,7 @@ def bounded_build(name: str) -> Iterator[None]:
 
 @contextmanager
 def offline() -> Iterator[None]:
-    """Keeps the hub's library from the network inside of it."""
+    """Disables network access of huggingface_hub inside the context."""
     constants: Any = __import__("huggingface_hub").constants
     before, constants.HF_HUB_OFFLINE = constants.HF_HUB_OFFLINE, True
     try:

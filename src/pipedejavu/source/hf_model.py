@@ -1,4 +1,4 @@
-"""Models of Hugging Face's transformers, built from a configuration with random weights, on data of the zoo."""
+"""Hugging Face models, built from a transformers configuration, with data of the zoo."""
 
 import json
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ from pipedejavu.zoo.form import Form, ImageForm, TokenForm
 from pipedejavu.zoo.loss import count, cross_entropy
 
 MOST_TOKENS, MOST_ESTIMATED = 128, 4096
-"""Of a sequence that runs, and of one that is only counted, where the configuration allows as many."""
+"""Default sequence length of a model that runs, and of one that is only estimated, if the configuration allows it."""
 _NUM_BYTES = 256
 
 _HEADS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
@@ -27,7 +27,7 @@ _HEADS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("AutoModelForMaskedLM", "masked", ("input_ids",)),
     ("AutoModelForCausalLM", "next", ("input_ids",)),
 )
-"""What a configuration can be built as, in the order in which it is tried: what is asked, and the inputs."""
+"""(auto class, objective, input names) that a configuration can be built as, in the order of trial."""
 
 
 def build_hf_model(
@@ -39,23 +39,23 @@ def build_hf_model(
     device: str | None = None,
     context: int | None = None,
 ) -> Task:
-    """Builds the task that the command line calls hf:NAME: a configuration's file or folder, or its name on the hub.
+    """Builds the task of 'hf:NAME', where NAME is a configuration's file or folder, or its name on the hub.
 
-    `weights` are a file, a folder or a name on the hub, too. `context` is the length of its sequences; by default what
-    the configuration allows, within a bound.
+    `weights` is a file, a folder or a name on the hub; by default weights are random. `context` is the sequence length;
+    by default what the configuration allows, up to a limit.
     """
     check_data(name, data, weights)
-    room = _transformers(name)
-    config = _read_config(room, name)
+    transformers = _transformers(name)
+    config = _read_config(transformers, name)
     torch.manual_seed(seed)
     with bounded_build(name):
-        config.use_cache = False  # what generating keeps would pass from unit to unit
-        head, objective, inputs = _choose_head(room, config, name)
+        config.use_cache = False  # the key-value cache would pass from unit to unit
+        head, objective, inputs = _choose_head(transformers, config, name)
         if weights is not None and not Path(weights).is_file():
-            model = _read_model(room, head, config, weights)
+            model = _read_model(transformers, head, config, weights)
         else:
             with torch.device(device or torch.get_default_device()), offline():
-                model = getattr(room, head).from_config(config, dtype=torch.get_default_dtype())
+                model = getattr(transformers, head).from_config(config, dtype=torch.get_default_dtype())
             if weights is not None:
                 load_weights(model, weights)
         model.train()
@@ -68,7 +68,7 @@ def build_hf_model(
 
 
 def check_data(name: str, data: str | None, weights: str | None) -> None:
-    """Raises InputError for pretrained weights without data of their own."""
+    """Raises InputError if pretrained weights come without a choice of data."""
     if weights is not None and data is None:
         raise InputError(
             f"'hf:{name}' begins with pretrained weights, and no data is named to train them on: by default that would"
@@ -78,7 +78,7 @@ def check_data(name: str, data: str | None, weights: str | None) -> None:
 
 
 def read_config_text(name: str) -> bytes:
-    """Returns a configuration as its file has it, or as the hub does."""
+    """Returns the JSON of a configuration from its file or from the hub."""
     path = Path(name) / "config.json" if Path(name).is_dir() else Path(name)
     if path.suffix == ".json":
         return read_file(path)
@@ -93,19 +93,19 @@ def _transformers(name: str) -> Any:
         raise InputError(f"'hf:{name}' needs transformers; pip install 'pipedejavu[hf]'") from None
 
 
-def _read_config(room: Any, name: str) -> Any:
+def _read_config(transformers: Any, name: str) -> Any:
     path = Path(name)
     if path.is_dir():
         path = path / "config.json"
     try:
         if path.suffix != ".json":
-            plain, _ = room.PreTrainedConfig.get_config_dict(name)
+            plain, _ = transformers.PreTrainedConfig.get_config_dict(name)
             check_configuration(plain, name)
-            return room.AutoConfig.from_pretrained(name, trust_remote_code=False)
+            return transformers.AutoConfig.from_pretrained(name, trust_remote_code=False)
         plain = json.loads(read_file(path))
         check_configuration(plain, name)
         with offline():
-            return room.AutoConfig.for_model(plain.pop("model_type"), **plain)
+            return transformers.AutoConfig.for_model(plain.pop("model_type"), **plain)
     except InputError:
         raise
     except KeyError as error:
@@ -115,33 +115,33 @@ def _read_config(room: Any, name: str) -> Any:
         raise InputError(f"cannot read the configuration 'hf:{name}': {text}") from None
 
 
-def _read_model(room: Any, head: str, config: Any, weights: str) -> nn.Module:
-    """Returns a model with weights as transformers reads them, old names and bodies without a head included."""
+def _read_model(transformers: Any, head: str, config: Any, weights: str) -> nn.Module:
+    """Returns a model with weights that transformers reads; it also maps old names and checkpoints without a head."""
     if Path(weights).is_dir():
         _check_files(Path(weights))
     options = {"config": config, "dtype": torch.get_default_dtype(), "use_safetensors": True}
-    room.utils.logging.disable_progress_bar()  # of which every worker would show its own
+    transformers.utils.logging.disable_progress_bar()  # every worker would show one
     try:
-        model, read = getattr(room, head).from_pretrained(weights, **options, output_loading_info=True)
+        model, report = getattr(transformers, head).from_pretrained(weights, **options, output_loading_info=True)
     except Exception as error:
         text = next(iter(str(error).strip().splitlines()), type(error).__name__)
         raise InputError(
             f"cannot read the weights '{weights}': {text}; give a file or folder of safetensors, or a name on the hub"
         ) from None
     finally:
-        room.utils.logging.enable_progress_bar()
-    missing = sorted(read["missing_keys"])
+        transformers.utils.logging.enable_progress_bar()
+    missing = sorted(report["missing_keys"])
     if missing:
         raise InputError(
             f"'{weights}' has no '{missing[0]}'{f' and {len(missing) - 1} more' if len(missing) > 1 else ''} of a"
             f" {type(model).__name__}; give weights that have all of it"
         )
-    found: nn.Module = model
-    return found
+    loaded: nn.Module = model
+    return loaded
 
 
 def _check_files(folder: Path) -> None:
-    """Raises InputError where a folder holds what a reader would wait for."""
+    """Raises InputError if a folder has a file that would block a reader, such as a FIFO."""
     for path in folder.iterdir():
         try:
             if not path.is_dir():
@@ -150,9 +150,9 @@ def _check_files(folder: Path) -> None:
             raise InputError(f"cannot read {path}: {error.strerror}") from None
 
 
-def _choose_head(room: Any, config: Any, name: str) -> tuple[str, str, tuple[str, ...]]:
+def _choose_head(transformers: Any, config: Any, name: str) -> tuple[str, str, tuple[str, ...]]:
     for head, objective, inputs in _HEADS:
-        fits = type(config) in getattr(room, head)._model_mapping
+        fits = type(config) in getattr(transformers, head)._model_mapping
         if fits and (objective != "reversed" or config.is_encoder_decoder):
             return head, objective, inputs
     raise InputError(
@@ -162,13 +162,13 @@ def _choose_head(room: Any, config: Any, name: str) -> tuple[str, str, tuple[str
 
 
 def _num_reserved(model: nn.Module) -> int:
-    """Returns how many positions a model numbers before the first token's: those up to that of padding, as RoBERTa."""
+    """Returns the number of position ids reserved before the first token's, as RoBERTa does for padding."""
     tables = [part for name, part in model.named_modules() if name.endswith("position_embeddings")]
-    return max((1 + found for part in tables if (found := getattr(part, "padding_idx", None)) is not None), default=0)
+    return max((1 + index for part in tables if (index := getattr(part, "padding_idx", None)) is not None), default=0)
 
 
 def _form(config: Any, objective: Any, most: int, context: int | None, num_reserved: int) -> Form:
-    """Returns the form of the samples that a configuration asks for."""
+    """Returns the form of the samples that a configuration takes."""
     if objective == "image":
         if context is not None:
             raise InputError(f"--context is {context}, but a {type(config).__name__} sees images; leave --context out")
@@ -184,7 +184,7 @@ def _form(config: Any, objective: Any, most: int, context: int | None, num_reser
 
 
 class _Named(Dataset):
-    """Data whose inputs have the names that a model calls them by."""
+    """Data whose inputs are keyword arguments of the model."""
 
     def __init__(self, source: Dataset, names: Sequence[str]):
         self.source, self.names = source, names
@@ -193,7 +193,7 @@ class _Named(Dataset):
         return len(self.source)
 
     def batch(self, indices: Tensor | Sequence[int]) -> tuple[Any, Any]:
-        """Returns keyword arguments, and targets."""
+        """Returns (keyword arguments, targets)."""
         inputs, targets = self.source.batch(indices)
         return dict(zip(self.names, inputs if isinstance(inputs, tuple) else (inputs,), strict=True)), targets
 

@@ -1,7 +1,8 @@
-"""What a loss makes of the losses of its samples: their sum, or a mean over samples or over labels that count.
+"""Detects how a loss reduces over a batch: a sum, or a mean over samples or over labels that are not ignored.
 
-Microbatches of any size add up to what the whole batch gives if each of them has the sum, and what means are over is
-counted beside it. Which of them a loss is follows from the gradients of a few samples and of two parts of them.
+The losses of microbatches of any size add up to that of the batch only if each is a sum, so means are turned into sums
+and their denominators counted separately. The reduction is detected by comparing the gradient of a few samples with the
+gradients of two subsets of them.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -17,36 +18,36 @@ from torch.utils import _pytree as pytree
 from pipedejavu.facts import InputError
 from pipedejavu.profile.model_trace import as_call
 from pipedejavu.profile.sequential import is_chain, read_chain
-from pipedejavu.source.rng import drawn_since, own_randomness, seed_all
+from pipedejavu.source.rng import drawn_since, preserve_rng, seed_all
 from pipedejavu.source.user_batch import UserBatch, count_samples
 
 Loss = Callable[[Any, Any], Tensor]
 
 _IGNORED = -100
 _FIRST, _OTHERS = (0, 1), (2, 3, 4)
-"""Both parts of the samples that are looked at; a batch of one may be squeezed away."""
+"""The two subsets of the probed samples; neither has one sample, because models may squeeze a batch of one."""
 NUM_SAMPLES = len(_FIRST) + len(_OTHERS)
 _NEAR = 0.01
-"""How far gradients that should be equal may be apart, as a part of them; what is confused otherwise is 0.1 apart."""
+"""Relative tolerance for equal gradients; wrong reductions differ by 0.1 or more."""
 _DRAWS = frozenset(
     ("bernoulli", "cauchy", "exponential", "geometric", "log_normal", "normal", "rand", "randint", "randn", "random")
 )
 _DRAWS |= {"uniform", *(f"{name}_" for name in _DRAWS | {"uniform"}), *(f"{name}_like" for name in _DRAWS)}
-"""Functions that draw random numbers, by name; some work in place."""
+"""Names of functions that draw random numbers, in-place variants included."""
 _MOST_OBSERVED = 1_000_000
-"""Elements of a gradient that are looked at, those of the last parameters, which take the least to compute."""
+"""Elements of the gradient that are compared; taken from the last parameters, whose gradients cost the least."""
 
 
 class Reduction(NamedTuple):
-    """How a loss is reduced over a microbatch."""
+    """How a loss reduces over a microbatch."""
 
     kind: Literal["sum", "samples", "labels", "shifted"] = "sum"
-    """A sum; or a mean over samples, over labels that count, or over those of them that are not the first of a row."""
+    """A sum; a mean over samples; a mean over labels not ignored; or the same without the first label per row."""
     ignored: int = _IGNORED
-    """The label that does not count."""
+    """The ignored label (`ignore_index`)."""
 
     def summed(self, loss: Loss) -> Loss:
-        """Returns a loss as a sum, without waiting for a GPU; if no label counts, a mean is no number and the sum 0."""
+        """Returns the loss as a sum, without synchronising the GPU; 0 if all labels are ignored (the mean is NaN)."""
         if self.kind == "sum":
             return loss
 
@@ -58,11 +59,11 @@ class Reduction(NamedTuple):
 
     @property
     def counts_samples(self) -> bool:
-        """Whether every sample counts once."""
+        """Whether the denominator is the number of samples."""
         return self.kind in ("sum", "samples")
 
     def count(self, targets: Any) -> int:
-        """Returns what the sums of microbatches are divided by together."""
+        """Returns the denominator: samples, or labels that are not ignored."""
         return count_samples(targets) if self.kind == "sum" else int(self._weight(targets))
 
     def _weight(self, targets: Any) -> int | Tensor:
@@ -73,22 +74,22 @@ class Reduction(NamedTuple):
 
 
 def own_loss(output: Any, targets: Any) -> Tensor:  # noqa: ARG001
-    """Returns the loss that a model itself computes."""
-    found = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", output)
-    found = found[0] if isinstance(found, tuple) else found
-    if not isinstance(found, Tensor) or found.numel() != 1:
+    """Returns the loss from the output of a model that computes it itself."""
+    loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", output)
+    loss = loss[0] if isinstance(loss, tuple) else loss
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
         raise InputError(
             "the model computes no loss of its own: its output is no number and has none called 'loss'; give a loss, or"
             " give the model its labels"
         )
-    return found.reshape(())
+    return loss.reshape(())
 
 
 def find_reduction(model: nn.Module, loss: Loss, readings: Iterable[UserBatch]) -> tuple[Reduction, UserBatch]:
-    """Finds out how a loss is reduced, and which of the readings of a batch is the one that is meant.
+    """Returns the reduction of a loss, and the first interpretation of the batch that works.
 
-    Raises InputError for a loss that is neither a sum nor a mean, or that trains parameters of its own; and what the
-    model or the loss raises. The model stays as it is.
+    Raises InputError for a loss that is neither a sum nor a mean, or that has trainable parameters; errors of the model
+    or the loss pass through. The model is unchanged afterwards.
     """
     _check_own(loss)
     failure: Exception | None = None
@@ -96,14 +97,14 @@ def find_reduction(model: nn.Module, loss: Loss, readings: Iterable[UserBatch]) 
         for reading in readings:
             try:
                 return _Probe(model, loss, reading).reduction(), reading
-            except Exception as error:  # whatever a model makes of inputs that are not meant so
+            except Exception as error:  # a wrong interpretation may raise anything
                 failure = failure or error
     assert failure is not None
     raise failure
 
 
 class _Probe:
-    """A few samples, whose gradients are compared with those of their parts."""
+    """Compares the gradient of a few samples with the gradients of two subsets."""
 
     def __init__(self, model: nn.Module, loss: Loss, batch: UserBatch):
         self.model, self.loss, self.batch = model, loss, batch
@@ -112,13 +113,13 @@ class _Probe:
             raise InputError("no parameter of the model requires a gradient; call requires_grad_() on what is trained")
         self.device = self.parameters[0].device
         keywords = getattr(loss, "keywords", {})
-        found = keywords.get("ignore_index", getattr(loss, "ignore_index", _IGNORED))
-        self.ignored = found if isinstance(found, int) else _IGNORED
+        ignored = keywords.get("ignore_index", getattr(loss, "ignore_index", _IGNORED))
+        self.ignored = ignored if isinstance(ignored, int) else _IGNORED
         self._fixed: Any = None
-        """The output that parts are taken of, if the model makes another one each time."""
+        """The output to take subsets of, if the model returns a different one on each call."""
 
     def reduction(self) -> Reduction:
-        """Returns the first that holds for the samples, and for the same samples with other targets."""
+        """Returns the first reduction that explains the gradients, for the samples' targets and for modified ones."""
         rows = self.batch.rows([n % self.batch.size for n in (*_FIRST, *_OTHERS)])
         rows = replace(rows, inputs=self._here(rows.inputs), targets=self._here(rows.targets))
         self._check_alone(rows)
@@ -131,7 +132,7 @@ class _Probe:
                 " a sum or a mean; give a sample that the model learns from"
             )
         for targets in self._other_targets(rows):
-            with suppress(Exception):  # targets that the loss does not take are not to come
+            with suppress(Exception):  # the loss may reject modified targets
                 gradients = self._gradients(_with_targets(rows, targets))
                 if all(gradient.isfinite().all() for gradient in gradients):
                     compared.append((targets, gradients))
@@ -140,9 +141,9 @@ class _Probe:
         if len(labels) == 1:
             kinds += ("labels", "shifted") if labels[0].ndim > 1 else ("labels",)
         for kind in kinds:
-            found = Reduction(kind, self.ignored)
-            if all(_holds(found, targets, gradients) for targets, gradients in compared):
-                return found
+            reduction = Reduction(kind, self.ignored)
+            if all(_holds(reduction, targets, gradients) for targets, gradients in compared):
+                return reduction
         raise InputError(
             "the loss is neither a sum nor a mean over samples or over labels that count: the gradient of"
             f" {rows.size} samples is neither of those of the first {len(_FIRST)} and of the other {len(_OTHERS)};"
@@ -151,17 +152,17 @@ class _Probe:
         )
 
     def _other_targets(self, rows: UserBatch) -> Iterator[Any]:
-        """Yields targets that tell apart what a mean may be over."""
+        """Yields modified targets for which the possible reductions differ."""
         labels = _labels_in(rows.targets)
         if len(labels) == 1:
             known = _labels_in(self.batch.targets)[0]
             valid = known[known != self.ignored]
             if len(valid):
-                # If classes have weights of their own, parts of one class each differ.
+                # With class weights, subsets of one class each have different denominators.
                 extremes = labels[0].clone()
                 extremes[[*_FIRST]], extremes[[*_OTHERS]] = valid.min().to(self.device), valid.max().to(self.device)
                 yield _with_labels(rows.targets, extremes)
-            # Of the first part two labels count, or one behind the first place; of the others two in either way.
+            # The first subset has two labels that count (one without the first position), the other two in either case.
             few = torch.full_like(labels[0], self.ignored)
             first, other = _FIRST[0], _OTHERS[0]
             if few.ndim == 1:
@@ -178,13 +179,13 @@ class _Probe:
             yield pytree.tree_map_only(Tensor, thinned, rows.targets)
 
     def _gradients(self, rows: UserBatch) -> list[Tensor]:
-        """Returns the gradients of some samples and of both parts of them."""
+        """Returns the gradient of all samples and of each subset."""
         if self._fixed is not None:
-            return [self._gradient_of_output(rows, place) for place in ((*_FIRST, *_OTHERS), _FIRST, _OTHERS)]
+            return [self._gradient_of_output(rows, indices) for indices in ((*_FIRST, *_OTHERS), _FIRST, _OTHERS)]
         return [self._gradient(part) for part in (rows, rows.rows(_FIRST), rows.rows(_OTHERS))]
 
     def _repeats(self, rows: UserBatch) -> bool:
-        """Whether the same samples give the same output twice; one that counts calls or draws in Python does not."""
+        """Whether two calls return the same output; a model that counts calls or draws in Python fails this."""
         if self.loss is own_loss:
             return True
         seed_all(0)
@@ -194,17 +195,17 @@ class _Probe:
         is_same = all(torch.equal(a, b) for a, b in pairs if isinstance(a, Tensor))
         return is_same and not drawn_since(0)
 
-    def _gradient_of_output(self, rows: UserBatch, place: Sequence[int]) -> Tensor:
-        """Returns the gradient of some samples by the fixed output, whose tensors have a row per sample."""
+    def _gradient_of_output(self, rows: UserBatch, indices: Sequence[int]) -> Tensor:
+        """Returns the gradient of some samples with respect to the fixed output, which has a row per sample."""
 
         def some(leaf: Tensor) -> Tensor:
-            return leaf[[*place]] if leaf.ndim and len(leaf) == rows.size else leaf
+            return leaf[[*indices]] if leaf.ndim and len(leaf) == rows.size else leaf
 
         output = pytree.tree_map_only(Tensor, some, self._fixed)
-        loss = self.loss(output, rows.rows(place).targets)
+        loss = self.loss(output, rows.rows(indices).targets)
         leaves = [t for t in pytree.tree_leaves(self._fixed) if isinstance(t, Tensor) and t.requires_grad]
-        found = torch.autograd.grad(loss.sum(), leaves, allow_unused=True)
-        pairs = zip(found, leaves, strict=True)
+        gradients = torch.autograd.grad(loss.sum(), leaves, allow_unused=True)
+        pairs = zip(gradients, leaves, strict=True)
         return torch.cat([(torch.zeros_like(t) if g is None else g).flatten() for g, t in pairs])
 
     def _gradient(self, rows: UserBatch) -> Tensor:
@@ -217,15 +218,15 @@ class _Probe:
         observed: list[nn.Parameter] = []
         while sum(p.numel() for p in observed) < _MOST_OBSERVED and len(observed) < len(self.parameters):
             observed.append(self.parameters[-1 - len(observed)])
-        found = torch.autograd.grad(loss.sum(), observed, allow_unused=True, retain_graph=True)
-        if all(gradient is None or not gradient.any() for gradient in found):
+        gradients = torch.autograd.grad(loss.sum(), observed, allow_unused=True, retain_graph=True)
+        if all(gradient is None or not gradient.any() for gradient in gradients):
             observed = self.parameters
-            found = torch.autograd.grad(loss.sum(), observed, allow_unused=True)
-        pairs = zip(found, observed, strict=True)
+            gradients = torch.autograd.grad(loss.sum(), observed, allow_unused=True)
+        pairs = zip(gradients, observed, strict=True)
         return torch.cat([torch.zeros_like(p).flatten() if g is None else g.to_dense().flatten() for g, p in pairs])
 
     def _output(self, rows: UserBatch) -> Any:
-        inputs = pytree.tree_map_only(Tensor, torch.clone, rows.inputs)  # which a model may change in place
+        inputs = pytree.tree_map_only(Tensor, torch.clone, rows.inputs)  # a model may change its inputs in place
         if is_chain(self.model):
             for _, unit in read_chain(self.model):
                 inputs = unit(inputs)
@@ -234,7 +235,7 @@ class _Probe:
         return self.model(*args, **kwargs)
 
     def _check_alone(self, rows: UserBatch) -> None:
-        """Raises InputError for a loss that has a gradient without the model's output."""
+        """Raises InputError for a loss that requires a gradient even when the model's output does not."""
         if self.loss is own_loss:
             return
         with torch.no_grad():
@@ -265,21 +266,21 @@ def _check_own(loss: Loss) -> None:
 
 
 def _leaves_of(loss: Tensor) -> Sequence[Tensor]:
-    """Returns the leaves of a graph."""
-    found, seen, left = [], set(), [loss.grad_fn]
+    """Returns the leaf tensors of an autograd graph."""
+    leaves, seen, left = [], set(), [loss.grad_fn]
     while left:
         node: Any = left.pop()
         if node is None or node in seen:
             continue
         seen.add(node)
         if hasattr(node, "variable"):
-            found.append(node.variable)
+            leaves.append(node.variable)
         left += [following for following, _ in node.next_functions]
-    return found
+    return leaves
 
 
 def _labels_in(targets: Any) -> list[Tensor]:
-    """Returns the tensors of whole numbers."""
+    """Returns the integer tensors of the targets."""
     leaves = [leaf for leaf in pytree.tree_leaves(targets) if isinstance(leaf, Tensor)]
     return [
         leaf for leaf in leaves if not leaf.is_floating_point() and not leaf.is_complex() and leaf.dtype != torch.bool
@@ -287,64 +288,66 @@ def _labels_in(targets: Any) -> list[Tensor]:
 
 
 def _with_labels(targets: Any, labels: Tensor) -> Any:
-    (own,) = _labels_in(targets)
-    return pytree.tree_map(lambda leaf: labels if leaf is own else leaf, targets)
+    (old,) = _labels_in(targets)
+    return pytree.tree_map(lambda leaf: labels if leaf is old else leaf, targets)
 
 
 def _with_targets(rows: UserBatch, targets: Any) -> UserBatch:
-    """Returns samples with other targets; a model that computes its own loss has them among its inputs."""
-    is_given = isinstance(rows.inputs, dict) and isinstance(rows.inputs.get("labels"), Tensor)
-    if is_given and isinstance(targets, Tensor) and torch.equal(rows.inputs["labels"], rows.targets):
+    """Returns samples with other targets, also among the inputs if the model computes the loss."""
+    has_labels = isinstance(rows.inputs, dict) and isinstance(rows.inputs.get("labels"), Tensor)
+    if has_labels and isinstance(targets, Tensor) and torch.equal(rows.inputs["labels"], rows.targets):
         return replace(rows, inputs={**rows.inputs, "labels": targets}, targets=targets)
     return replace(rows, targets=targets)
 
 
 def _holds(reduction: Reduction, targets: Any, gradients: Sequence[Tensor]) -> bool:
-    """Whether the gradient of all is that of the parts, each with its weight."""
+    """Whether the gradient of all samples is the weighted sum of the subsets' gradients under a reduction."""
     whole, *parts = gradients
-    places = (slice(0, len(_FIRST)), slice(len(_FIRST), None))
+    subsets = (slice(0, len(_FIRST)), slice(len(_FIRST), None))
     weights = [1.0, 1.0]
     if reduction.kind != "sum":
-        counts = [reduction.count(_rows_of(targets, place)) for place in places]
+        counts = [reduction.count(_rows_of(targets, subset)) for subset in subsets]
         weights = [count / max(1, sum(counts)) for count in counts]
     expected = sum((weight * part for weight, part in zip(weights, parts, strict=True)), torch.zeros_like(whole))
     return bool((whole - expected).norm() <= _NEAR * whole.norm())
 
 
-class _Fixed(TorchFunctionMode):
-    """Draws one and the same number everywhere, so that a sample gets the same in any batch."""
+class _ConstantDraws(TorchFunctionMode):
+    """Replaces random draws with a constant, so that a sample gets the same values in any batch."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Lets everything happen, and replaces what was drawn."""
-        found = func(*args, **(kwargs or {}))
-        if getattr(func, "__name__", "") in _DRAWS and isinstance(found, Tensor):
+        """Calls the function and overwrites what it drew."""
+        result = func(*args, **(kwargs or {}))
+        if getattr(func, "__name__", "") in _DRAWS and isinstance(result, Tensor):
             least = args[0] if len(args) > 1 and isinstance(args[1], int) else (kwargs or {}).get("low", 0)
             with torch.no_grad():
-                found.fill_(0.5 if found.is_floating_point() else least)
-        return found
+                result.fill_(0.5 if result.is_floating_point() else least)
+        return result
 
 
 def _as_leaf(tensor: Tensor) -> Tensor:
     return tensor.detach().requires_grad_(tensor.is_floating_point() or tensor.is_complex())
 
 
-def _rows_of(targets: Any, place: slice) -> Any:
-    return pytree.tree_map_only(Tensor, lambda leaf: leaf[place], targets)
+def _rows_of(targets: Any, rows: slice) -> Any:
+    return pytree.tree_map_only(Tensor, lambda leaf: leaf[rows], targets)
 
 
 @contextmanager
 def _undisturbed(model: nn.Module) -> Iterator[None]:
-    """Lets a model run without dropout and batch statistics, and leaves it and torch's generators as they were."""
+    """Puts a model in evaluation mode without randomness; restores the model and all generators on exit."""
     modes = [(part, part.training) for part in model.modules()]
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
     devices = {p.device for p in model.parameters() if p.is_cuda}
     model.eval()
     try:
         with ExitStack() as stack:
-            stack.enter_context(own_randomness(next(iter(devices), torch.device("cpu"))))
-            stack.enter_context(torch.backends.cudnn.flags(enabled=False))  # whose RNNs have no backward in evaluation
+            stack.enter_context(preserve_rng(next(iter(devices), torch.device("cpu"))))
+            stack.enter_context(
+                torch.backends.cudnn.flags(enabled=False)
+            )  # cuDNN's RNNs have no backward in evaluation mode
             stack.enter_context(torch.enable_grad())
-            stack.enter_context(_Fixed())
+            stack.enter_context(_ConstantDraws())
             yield
     finally:
         for part, training in modes:

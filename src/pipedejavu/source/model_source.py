@@ -1,4 +1,4 @@
-"""The one door for models: by name, from a configuration, or out of a user's own file, all as tasks."""
+"""Opens a model as a task: a zoo model, a Hugging Face configuration, or a function in a user's file."""
 
 import importlib.util
 import sys
@@ -29,10 +29,10 @@ def open_task(
     device: str | None = None,
     context: int | None = None,
 ) -> Task:
-    """Builds the task that a model's name stands for: 'hf:CONFIG', 'FILE.py:FUNCTION', or a model of the zoo.
+    """Builds the task of a model's name: 'hf:CONFIG', 'FILE.py:FUNCTION', or the name of a zoo model.
 
-    It has the weights that a file or folder holds, or those that the seed makes. On the device 'meta' the model gets no
-    memory. `context` is the length of a configuration's sequences.
+    `weights` is a file or folder to load weights from; by default they are random, from the seed. On the device 'meta'
+    the model takes no memory. `context` is the sequence length of an hf: model.
     """
     if model.startswith("hf:"):
         name = model.removeprefix("hf:")
@@ -57,7 +57,7 @@ def _open(model: str, seed: int, data: str | None, device: str | None, context: 
 
 
 def _load(path: str, function: str) -> Callable[[], Any]:
-    """Runs a user's file and returns a function of it; modules beside the file can be imported as when it is run."""
+    """Imports a user's file and returns a function of it; the file can import modules from its own folder."""
     file = Path(path).resolve()
     if not file.is_file():
         raise InputError(f"cannot read {path}: there is no such file")
@@ -68,16 +68,16 @@ def _load(path: str, function: str) -> Callable[[], Any]:
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    found = getattr(module, function, None)
-    if not callable(found):
+    target = getattr(module, function, None)
+    if not callable(target):
         known = [name for name, member in vars(module).items() if callable(member) and not name.startswith("_")]
         raise InputError(f"{path} has no function '{function}'{nearest(function, known)}")
-    made: Callable[[], Any] = found
-    return made
+    factory: Callable[[], Any] = target
+    return factory
 
 
 def _task(name: str, made: Any) -> Task:
-    """Returns a task of what a user's function made: (model, loss, samples)."""
+    """Returns the task for the (model, loss, samples) that a user's function returned."""
     if not isinstance(made, tuple) or len(made) != 3 or not isinstance(made[0], nn.Module):
         raise InputError(
             f"{name} returned a {type(made).__name__}; return (model, loss, samples): a module, a function of its"
@@ -86,7 +86,7 @@ def _task(name: str, made: Any) -> Task:
         )
     model, loss, samples = made
     data, loss = _Samples(samples, has_own_loss=loss is None), loss or own_loss
-    if any(parameter.is_meta for parameter in model.parameters()):  # what is only estimated has no numbers
+    if any(parameter.is_meta for parameter in model.parameters()):  # only estimated, without values
         return Task(name=name, model=model, loss=loss, count=len, data=data)
     first = UserBatch.of(data.batch([n % len(data) for n in range(NUM_SAMPLES)]))
     reduction, _ = find_reduction(model, loss, [first])
@@ -95,7 +95,7 @@ def _task(name: str, made: Any) -> Task:
 
 
 class _Samples(Dataset):
-    """A user's dataset, as torch.utils.data has them, by batches of any samples."""
+    """Batches of any samples of a user's dataset, which follows torch.utils.data."""
 
     def __init__(self, samples: Any, *, has_own_loss: bool):
         self.samples, self.has_own_loss = samples, has_own_loss
@@ -104,21 +104,21 @@ class _Samples(Dataset):
         return len(self.samples)
 
     def batch(self, indices: Tensor | Sequence[int]) -> tuple[Any, Any]:
-        """Stacks samples; those that have one form only are what the model needs for its own loss."""
+        """Stacks samples into a batch and returns (inputs, targets)."""
         items = [self.samples[int(n)] for n in indices]
         return inputs_and_targets(_stacked(items), has_own_loss=self.has_own_loss)
 
 
 def _stacked(items: Sequence[Any]) -> Any:
-    """Returns samples as one batch: tuples, lists and dicts stay so, and what is in them is stacked."""
-    found = [pytree.tree_flatten(dict(item) if isinstance(item, Mapping) else item) for item in items]
-    spec = found[0][1]
-    if any(other != spec for _, other in found):
+    """Returns samples as one batch: keeps tuples, lists and dicts, and stacks the tensors in them."""
+    flat = [pytree.tree_flatten(dict(item) if isinstance(item, Mapping) else item) for item in items]
+    spec = flat[0][1]
+    if any(other != spec for _, other in flat):
         raise InputError(
             "the samples of the dataset do not all hold the same tuples, lists and dicts; give all one form"
         )
     try:
-        columns = [default_collate([*column]) for column in zip(*(leaves for leaves, _ in found), strict=True)]
+        columns = [default_collate([*column]) for column in zip(*(leaves for leaves, _ in flat), strict=True)]
     except (RuntimeError, TypeError) as error:
         text = str(error).partition("\n")[0]
         raise InputError(

@@ -1,4 +1,4 @@
-"""What a run computes in: types of parameters, and rules of the caller's that would not hold in a run."""
+"""Checks of precision: dtypes of parameters, and autocast around a run."""
 
 import torch
 from torch import nn
@@ -7,7 +7,7 @@ from pipedejavu.facts import InputError
 
 
 def check_parameters(model: nn.Module) -> None:
-    """Raises InputError for trained parameters whose updates would be wrong."""
+    """Raises InputError for trained parameters that cannot be updated correctly: sparse, complex or low precision."""
     for name, part in model.named_modules():
         if getattr(part, "sparse", False) and any(p.requires_grad for p in part.parameters(recurse=False)):
             raise InputError(
@@ -30,7 +30,7 @@ def check_parameters(model: nn.Module) -> None:
 
 
 def check_autocast(call: str) -> None:
-    """Raises InputError if autocast is on around a call; the threads of a run would not see it."""
+    """Raises InputError if autocast is enabled around a call; it does not reach the threads of a run."""
     for device in ("cpu", "cuda"):
         if torch.is_autocast_enabled(device):
             raise InputError(

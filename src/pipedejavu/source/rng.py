@@ -1,4 +1,4 @@
-"""The generators of torch, Python and numpy: seeded for a pass, seen whether they were drawn from, and put back."""
+"""The random generators of torch, Python and numpy: seeding, restoring, and detecting draws."""
 
 import random
 from collections.abc import Iterator
@@ -10,8 +10,8 @@ import torch
 
 
 @contextmanager
-def own_randomness(device: torch.device) -> Iterator[None]:
-    """Puts back every generator that is seeded inside."""
+def preserve_rng(device: torch.device) -> Iterator[None]:
+    """Restores all generators on exit."""
     python, numpy = random.getstate(), np.random.get_state()
     try:
         with torch.random.fork_rng([device] if device.type == "cuda" else []):
@@ -22,17 +22,17 @@ def own_randomness(device: torch.device) -> Iterator[None]:
 
 
 def seed_all(number: int) -> None:
-    """Gives every generator a state that depends on the number of a pass alone."""
+    """Seeds all generators."""
     torch.manual_seed(number)
     random.seed(number)
     np.random.seed(number)
 
 
 def drawn_since(number: int) -> tuple[str, ...]:
-    """Returns the generators of Python and numpy that were drawn from since they were seeded."""
+    """Returns which of Python's and numpy's generators were used since `seed_all(number)`; seeds them again."""
     python, numpy = random.getstate(), np.random.get_state()
     seed_all(number)
     fresh: Any = np.random.get_state()
     is_numpy = not all(np.array_equal(one, other) for one, other in zip(numpy, fresh, strict=True))
-    found = {"Python's random": python != random.getstate(), "numpy.random": is_numpy}
-    return tuple(name for name, is_drawn in found.items() if is_drawn)
+    drawn = {"Python's random": python != random.getstate(), "numpy.random": is_numpy}
+    return tuple(name for name, is_drawn in drawn.items() if is_drawn)

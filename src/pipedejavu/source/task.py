@@ -1,4 +1,4 @@
-"""From options to what the engine runs: the model as a job, the data as microbatches by number."""
+"""Turns options into what the engine runs: the model as a job, the data as numbered microbatches."""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
@@ -16,19 +16,22 @@ from pipedejavu.source.precision import check_parameters
 from pipedejavu.zoo import Dataset, Task, order
 
 MOST_KEPT = 64
-"""Microbatches whose samples stay where nothing says that fewer do."""
+"""Default number of microbatches whose samples are cached."""
 _MOST_COUNTS = 4096
 
 
 class Prepared(NamedTuple):
-    """What the engine runs."""
+    """The job and the microbatches that the engine runs."""
 
     job: Job
     batches: "SampleOrder"
 
 
 def prepare(options: TrainOptions, sizes: Sequence[int], begins: Sequence[int] = ()) -> Prepared:
-    """Builds the model, cuts it for microbatches of so many samples, where the plan says it, and opens its data."""
+    """Builds the model, cuts it into units for microbatches of these sizes, and opens its data.
+
+    `begins` are the unit boundaries that the plan asks for.
+    """
     torch.set_default_dtype(getattr(torch, options.dtype))
     task = open_task(options.model, seed=options.seed, data=options.data, weights=options.weights)
     check_parameters(task.model)
@@ -50,70 +53,70 @@ def prepare(options: TrainOptions, sizes: Sequence[int], begins: Sequence[int] =
 
 
 def loss_of(cut: ModelCut, loss: Callable[[Any, Any], torch.Tensor]) -> Callable[[Any, Any], torch.Tensor]:
-    """Returns a loss on the model's output as one on what the last unit returns."""
+    """Returns the loss as a function of the last unit's output."""
     return lambda value, target: loss(cut.output(value), target)
 
 
 class SampleOrder:
-    """Microbatches by number: sample n of the run is a function of the seed and n alone.
+    """Numbered microbatches; sample n of the run depends only on the seed and n.
 
-    `sizes` are the samples of each microbatch of an update; they may change from one update on, but not their number
-    nor their sum. Below 0 are samples that a server scores contributions on: the data once more, in orders of its own.
+    `sizes` are the samples per microbatch of an update; they may change between updates, but not their number or sum.
+    Negative numbers are the samples on which a server scores contributions: the same data in separate orders.
     """
 
     def __init__(self, task: Task, cut: ModelCut, sizes: Sequence[int], seed: int):
         self.task, self.cut, self.seed = task, cut, seed
         self._counts: dict[int, int] = {}
-        """Of microbatches that were made; they outlast the samples."""
+        """Item counts of microbatches, kept longer than their samples."""
         self.keep(MOST_KEPT)
         self._changes: list[tuple[int, tuple[int, ...]]] = []
         self._start = (0, 0)
         self.change(0, sizes)
 
     def keep(self, count: int) -> None:
-        """Says of how many microbatches the samples stay, once they are made, for who asks for them again."""
+        """Sets the number of microbatches whose samples are cached."""
         self._batch = lru_cache(maxsize=count)(self._make)
 
     def start(self, update: int, samples: int) -> None:
-        """Lets an update begin with the sample of this number; those before it were trained on, under any plan."""
+        """Sets the first sample of an update; earlier samples were trained on before, possibly under another plan."""
         self._start = (update, samples)
 
     def samples(self, update: int) -> int:
-        """Returns the number of the sample that an update begins with."""
+        """Returns the number of the first sample of an update."""
         first, samples = self._start
         return samples + (update - first) * sum(self._changes[0][1])
 
     def change(self, update: int, sizes: Sequence[int]) -> None:
-        """Gives the microbatches other sizes from an update on, which must not have begun."""
-        if self.cut.way != "chain":  # which takes any size
+        """Changes the microbatch sizes from an update on, which must not have started."""
+        if self.cut.way != "chain":  # a chain takes any size
             for size in set(sizes):
                 self.first(size)
         self._changes.append((update, tuple(sizes)))
 
     def first(self, count: int) -> tuple[Any, Any]:
-        """Returns the first samples of the data, as the first unit and the loss read them."""
+        """Returns the first samples of the data as (inputs of the first unit, targets)."""
         inputs, targets = self.task.data.batch(range(count))
         self.cut.fit(inputs)
         return self.cut.flat(inputs), targets
 
     def inputs(self, microbatch: int) -> Any:
-        """Returns what the first unit reads."""
+        """Returns the inputs of the first unit."""
         return self.cut.flat(self._batch(microbatch)[0])
 
     def own_inputs(self, microbatch: int) -> Any:
-        """Returns what the user's model reads."""
+        """Returns the inputs of the user's model."""
         return self._batch(microbatch)[0]
 
     def targets(self, microbatch: int) -> Any:
-        """Returns what the loss compares with."""
+        """Returns the targets of a microbatch."""
         return self._batch(microbatch)[1]
 
     def length(self, microbatch: int) -> int:
-        """Returns how many samples there are."""
+        """Returns the number of samples."""
         return len(self.numbers(microbatch))
 
     def count(self, microbatch: int) -> int:
-        """Returns how many samples or tokens count; where that is every sample, nobody makes them to know it."""
+        """Returns how many samples or tokens count; reads the data only if that depends on the targets."""
         if self.task.count is len:
             return self.length(microbatch)
         known = self._counts.get(microbatch)
@@ -124,10 +127,10 @@ class SampleOrder:
         if microbatch < 0:
             size = self._changes[0][1][-1]
             return range(microbatch * size, (microbatch + 1) * size)
-        update, place = divmod(microbatch, len(self._changes[0][1]))
+        update, index = divmod(microbatch, len(self._changes[0][1]))
         sizes = next(sizes for first, sizes in reversed(self._changes) if first <= update)
-        start = self.samples(update) + sum(sizes[:place])
-        return range(start, start + sizes[place])
+        start = self.samples(update) + sum(sizes[:index])
+        return range(start, start + sizes[index])
 
     def _make(self, microbatch: int) -> tuple[Any, Any]:
         inputs, targets = draw(self.task.data, self.seed, self.numbers(microbatch))
@@ -139,15 +142,15 @@ class SampleOrder:
 
 
 def num_kept(program: Program, worker: int) -> int:
-    """Returns of how many microbatches a worker must keep the samples to make none twice.
+    """Returns the number of microbatches a worker must cache to read the samples of each only once.
 
-    Its first piece reads inputs, its last one targets, and both again where they recompute.
+    The first piece reads inputs, the last piece targets, and both read them again when they recompute.
     """
-    own = program.workers[worker]
-    if own.picks_ready or any(a.kind == "FETCH" and a.what == "b" for a in own.actions):  # in no order that is known
+    schedule = program.workers[worker]
+    if schedule.picks_ready or any(a.kind == "FETCH" and a.what == "b" for a in schedule.actions):  # order unknown
         return MOST_KEPT
     ends = {piece for piece in range(len(program.pieces)) if not program.inputs[piece] or not program.outputs[piece]}
-    reads = [a.microbatch for a in own.actions if a.kind in ("F", "R") and a.piece in ends]
+    reads = [a.microbatch for a in schedule.actions if a.kind in ("F", "R") and a.piece in ends]
     last, most = dict[int, int](), 1
     for position, microbatch in enumerate(reads):
         if microbatch in last:
@@ -157,7 +160,7 @@ def num_kept(program: Program, worker: int) -> int:
 
 
 def draw(data: Dataset, seed: int, samples: range) -> tuple[Any, Any]:
-    """Returns samples of a run by their numbers: each epoch goes through the data in an order of its own."""
+    """Returns samples of a run by number; each epoch has its own random order."""
     numbers = torch.tensor(samples)
     epochs = torch.div(numbers, len(data), rounding_mode="floor")
     parts = [
@@ -172,9 +175,9 @@ def _order(seed: int, epoch: int, size: int) -> torch.Tensor:
 
 
 class SteadyBatches:
-    """Microbatches that are all alike: one whose shape or type differs from the first is refused.
+    """Checks that all microbatches have the shapes and dtypes of the first, and raises InputError otherwise.
 
-    The wire says the form of a value once, and the forecast holds for one form only.
+    Workers exchange the form of a value only once, and the forecast holds for one form.
     """
 
     def __init__(self, batches: Batches):
@@ -182,19 +185,19 @@ class SteadyBatches:
         self.forms: dict[str, str] = {}
 
     def inputs(self, microbatch: int) -> Any:
-        """Returns what the model reads."""
+        """Returns the inputs of a microbatch."""
         return self._checked("inputs", microbatch, self.batches.inputs(microbatch))
 
     def targets(self, microbatch: int) -> Any:
-        """Returns what the loss compares with."""
+        """Returns the targets of a microbatch."""
         return self._checked("targets", microbatch, self.batches.targets(microbatch))
 
     def length(self, microbatch: int) -> int:
-        """Returns how many samples there are."""
+        """Returns the number of samples."""
         return self.batches.length(microbatch)
 
     def count(self, microbatch: int) -> int:
-        """Returns how many samples or tokens count."""
+        """Returns the number of samples or tokens that count."""
         return self.batches.count(microbatch)
 
     def _checked(self, what: str, microbatch: int, value: Any) -> Any:

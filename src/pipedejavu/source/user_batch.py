@@ -1,7 +1,7 @@
-"""A user's batch: what the model is given and what the loss compares with, row by row.
+"""A user's batch: inputs and targets, which can be sliced by sample.
 
-Inputs and targets are tensors, or tuples, lists and dicts of them. Which samples feed which microbatch is not known
-here.
+Inputs and targets are tensors, or tuples, lists and dicts of them. Does not know how samples are assigned to
+microbatches.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,14 +16,14 @@ from torch.utils import _pytree as pytree
 from pipedejavu.facts import InputError
 
 _MANY = 5
-"""Inputs of as many rows as there are samples, up to which every choice of those that samples share is tried."""
+"""With up to this many inputs of batch size, every choice of shared ones is tried; with more, at most one."""
 
 
 def inputs_and_targets(batch: Any, *, has_own_loss: bool = False) -> tuple[Any, Any]:
-    """Returns both parts of a batch; a mapping is all keyword arguments of a model that has its own loss.
+    """Returns (inputs, targets) of a batch; a mapping holds the keyword arguments of a model that computes its loss.
 
-    A list stands for a tuple, as `torch.utils.data` makes lists of tuples. The targets of a model that has its own loss
-    are the labels that it is given, if any.
+    A list counts as a tuple, because `torch.utils.data` turns tuples into lists. If the model computes the loss, its
+    `labels` argument is the target.
     """
     if isinstance(batch, Mapping):
         return dict(batch), _labels(batch)
@@ -36,27 +36,29 @@ def inputs_and_targets(batch: Any, *, has_own_loss: bool = False) -> tuple[Any, 
 
 
 def _labels(batch: Mapping[str, Any]) -> Any:
-    """Returns what says how many samples a mapping has: its labels, or else any of its tensors."""
+    """Returns the targets of a mapping: its labels, or else any tensor, which has a row per sample."""
     if "labels" in batch:
         return batch["labels"]
     tensors = {name: value for name, value in batch.items() if isinstance(value, Tensor) and value.ndim}
     rows = {len(value) for value in tensors.values()}
     if len(rows) != 1:
-        found = ", ".join(f"'{name}' has {len(value)} rows" for name, value in tensors.items()) or "it has no tensor"
+        rows_text = (
+            ", ".join(f"'{name}' has {len(value)} rows" for name, value in tensors.items()) or "it has no tensor"
+        )
         raise InputError(
-            f"a batch is a mapping without 'labels', which does not say how many samples it has: {found}; give"
+            f"a batch is a mapping without 'labels', which does not say how many samples it has: {rows_text}; give"
             " (inputs, targets)"
         )
     return next(iter(tensors.values()))
 
 
 def count_samples(targets: Any) -> int:
-    """Returns how many samples targets are of: the rows of each of their tensors."""
+    """Returns the number of samples: the common number of rows of the target tensors."""
     rows = [len(leaf) if leaf.ndim else 0 for leaf in pytree.tree_leaves(targets) if isinstance(leaf, Tensor)]
     if not rows or len({*rows}) > 1 or not rows[0]:
-        found = " and ".join(map(str, dict.fromkeys(rows))) + " rows" if rows else "no tensor"
+        rows_text = " and ".join(map(str, dict.fromkeys(rows))) + " rows" if rows else "no tensor"
         raise InputError(
-            f"the targets of a batch have {found}; give tensors with one row for each sample, and what all samples"
+            f"the targets of a batch have {rows_text}; give tensors with one row for each sample, and what all samples"
             " share to the loss itself"
         )
     return rows[0]
@@ -69,16 +71,16 @@ class UserBatch:
     inputs: Any
     targets: Any
     size: int
-    """The number of samples."""
+    """Number of samples."""
     per_sample: frozenset[str]
-    """The inputs that have a row for each sample, by name; all samples share the others."""
+    """Names of inputs with one row per sample; all samples share the others."""
     has_own_loss: bool = False
     """Whether the model computes the loss."""
 
     @classmethod
-    def of(cls, given: Any, per_sample: frozenset[str] | None = None, *, has_own_loss: bool = False) -> "UserBatch":
-        """Reads a batch as the user has it; unless told, inputs of as many rows as the targets have one per sample."""
-        inputs, targets = inputs_and_targets(given, has_own_loss=has_own_loss)
+    def of(cls, batch: Any, per_sample: frozenset[str] | None = None, *, has_own_loss: bool = False) -> "UserBatch":
+        """Reads a user's batch; by default, inputs with as many rows as the targets have one row per sample."""
+        inputs, targets = inputs_and_targets(batch, has_own_loss=has_own_loss)
         size, leaves = count_samples(targets), _named(inputs)
         rows = {name: len(leaf) if leaf.ndim else 0 for name, leaf in leaves if isinstance(leaf, Tensor)}
         if per_sample is None:
@@ -91,19 +93,19 @@ class UserBatch:
                 )
         return cls(inputs, targets, size, per_sample, has_own_loss)
 
-    def rows(self, places: slice | Sequence[int]) -> "UserBatch":
-        """Returns the samples at some places; inputs that all share stay whole."""
+    def rows(self, indices: slice | Sequence[int]) -> "UserBatch":
+        """Returns the samples at some indices; shared inputs stay whole."""
 
-        def part(path: pytree.KeyPath, leaf: Any) -> Any:
-            return _picked(leaf, places) if _name(path) in self.per_sample else leaf
+        def pick(path: pytree.KeyPath, leaf: Any) -> Any:
+            return _picked(leaf, indices) if _name(path) in self.per_sample else leaf
 
-        inputs = pytree.tree_map_with_path(part, self.inputs)
-        targets = pytree.tree_map_only(Tensor, lambda leaf: _picked(leaf, places), self.targets)
-        size = len(range(self.size)[places]) if isinstance(places, slice) else len(places)
+        inputs = pytree.tree_map_with_path(pick, self.inputs)
+        targets = pytree.tree_map_only(Tensor, lambda leaf: _picked(leaf, indices), self.targets)
+        size = len(range(self.size)[indices]) if isinstance(indices, slice) else len(indices)
         return replace(self, inputs=inputs, targets=targets, size=size)
 
     def readings(self) -> Iterator["UserBatch"]:
-        """Yields the batch as it may be meant, the most likely first: an input may have as many rows only by chance."""
+        """Yields possible interpretations, most likely first: a shared input may have the batch size by chance."""
         names = sorted(self.per_sample)
         most = len(names) if len(names) <= _MANY else 2
         for count in range(max(1, most)):
@@ -119,5 +121,5 @@ def _name(path: pytree.KeyPath) -> str:
     return pytree.keystr(path) or "of the model"
 
 
-def _picked(leaf: Tensor, places: slice | Sequence[int]) -> Tensor:
-    return leaf[places] if isinstance(places, slice) else leaf[torch.tensor([*places], device=leaf.device)]
+def _picked(leaf: Tensor, indices: slice | Sequence[int]) -> Tensor:
+    return leaf[indices] if isinstance(indices, slice) else leaf[torch.tensor([*indices], device=leaf.device)]
