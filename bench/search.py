@@ -26,7 +26,7 @@ FLOP_PER_S = 1e14
 BUDGET_S = 3.0
 """Of each searcher but `dp`, which ends by itself."""
 FEW = 20_000
-"""Drafts up to which the optimum is known by looking at each."""
+"""Candidates up to which the optimum is known by looking at each."""
 
 
 def gpu(name: str, speed: float, host: str = "host") -> Device:
@@ -205,7 +205,7 @@ def measure(
     return pool.best, pool.elapsed_s
 
 
-MOST_FRAMES = 4
+MOST_SUBSPACES = 4
 
 
 def chains(args: argparse.Namespace) -> None:
@@ -215,15 +215,15 @@ def chains(args: argparse.Namespace) -> None:
         (problem,) = problems_of(model, place, options)
         before = len(gaps["ordinal cuts"])
         alike = [f for f in subspaces(problem, options) if f.sizes == (1,) and len(f.order) == len(problem.devices)]
-        for subspace in alike[:: 1 + len(alike) // MOST_FRAMES]:
+        for subspace in alike[:: 1 + len(alike) // MOST_SUBSPACES]:
             pool = Pool(options)
             costs = pool.costs(problem, subspace.samples)
             exact = dp.solve(subspace, costs)
             if exact is None or len(exact.stages) == 1:
                 continue
             for key, is_plain in (("ordinal cuts", False), ("plain softmax", True)):
-                found = gradient_descent.descend(subspace, costs, np.random.default_rng(0), is_plain=is_plain)
-                score = pool.offer(found) if found else inf
+                candidate = gradient_descent.descend(subspace, costs, np.random.default_rng(0), is_plain=is_plain)
+                score = pool.offer(candidate) if candidate else inf
                 gaps[key].append(score / pool.estimate(exact).time_s - 1)
         print(name, {key: f"{max(values[before:]):.2%}" for key, values in gaps.items() if values[before:]}, flush=True)
     for key, values in gaps.items():
@@ -259,7 +259,7 @@ def main() -> None:
         small = Pool(options)
         is_known = exhaustive.count(small, problems, options, FEW) <= FEW
         found = {}
-        if len(place.devices) <= 16:  # a cluster has thousands of frames, which only `auto` is meant for
+        if len(place.devices) <= 16:  # a cluster has thousands of subspaces, which only `auto` is meant for
             found = {"dp": measure(dp.run, problems, options)}
             short = options.replace(time_budget_s=BUDGET_S)
             found |= {key: measure(run, problems, short) for key, run in searchers.items() if key != "dp"}

@@ -15,7 +15,7 @@ from pipedejavu.program import Program, Table
 from pipedejavu.program import compile as compile_plan
 from pipedejavu.simulate import Prediction, simulate, unit_costs
 from pipedejavu.simulate.action_cost import ActionCosts, shared_wires
-from pipedejavu.simulate.clock import Issuing, run_events, sweep
+from pipedejavu.simulate.clock import HostIssue, run_events, sweep
 
 FREE = 1e30
 quarters = st.integers(1, 40).map(lambda n: n / 4)  # exact in binary
@@ -308,7 +308,7 @@ def test_a_host_that_issues_compute_makes_it_no_longer_than_each_action_alone_wo
     graph = build_graph(late)
     works = ActionCosts(late).of(graph)
     assert any(work.issue_s for work in works)
-    start, end = sweep(graph, [work.latency_s + work.time_s for work in works], Issuing.of(graph, works))
+    start, end = sweep(graph, [work.latency_s + work.time_s for work in works], HostIssue.of(graph, works))
     events = run_events(graph, works, frozenset(), Overlap())
     assert events[0] == pytest.approx(start, rel=1e-12)
     assert events[1] == pytest.approx(end, rel=1e-12)

@@ -74,8 +74,8 @@ def test_a_search_for_better_plans_only_finds_those() -> None:
     model, here, options = profile([1e-3] * 4), machine(["fast"] * 2), SearchOptions(batch=8, is_runnable=True)
     best = search(model, here, options).best
     assert best is not None
-    assert not search(model, here, options, most=0.9 * best.estimated_s).candidates
-    again = search(model, here, options, most=1.1 * best.estimated_s)
+    assert not search(model, here, options, max_score=0.9 * best.estimated_s).candidates
+    again = search(model, here, options, max_score=1.1 * best.estimated_s)
     assert again.best == best
     assert all(found.estimated_s <= 1.1 * best.estimated_s for found in again.candidates)
 

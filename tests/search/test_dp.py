@@ -115,7 +115,7 @@ def test_deep_models_are_cut_at_some_places_first_and_then_anywhere(monkeypatch:
     problems = [*problems_of(model, machine(["fast"] * 4, within=1e4), options)]
     exact = Pool(options)
     dp.run(exact, problems, options)
-    monkeypatch.setattr(dp, "PLACES", 10)
+    monkeypatch.setattr(dp, "MOST_CUTS", 10)
     found = Pool(options)
     assert dp.run(found, problems, options)
     assert found.best == pytest.approx(exact.best, rel=1e-9)
@@ -148,4 +148,4 @@ def test_a_plan_is_found_wherever_one_is_estimated_to_fit(case: tuple[Profile, M
     pool = Pool(options)
     exhaustive.run(pool, [*problems_of(model, place, options)], options)
     result = search(model, place, options.replace(candidates=1))
-    assert bool(result.candidates) == bool(pool.found)
+    assert bool(result.candidates) == bool(pool.plans)

@@ -45,7 +45,7 @@ def test_what_can_be_held_is_what_looking_at_everything_finds(room: int) -> None
     place = machine(["fast"] * 2, room=room)
     pool = Pool(options)
     exhaustive.run(pool, [*problems_of(model, place, options)], options)
-    assert is_feasible(model, place, options) == bool(pool.found)
+    assert is_feasible(model, place, options) == bool(pool.plans)
 
 
 def test_the_largest_model_has_as_many_blocks_as_state_fits() -> None:

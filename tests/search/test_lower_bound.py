@@ -19,7 +19,7 @@ from tests.search.test_dp import cases
 
 @given(cases(), st.sampled_from([0.0, 1e-3, 5e-3]))
 @settings(max_examples=25, deadline=None)
-def test_no_plan_is_simulated_to_be_faster_than_its_floor(
+def test_no_plan_is_simulated_to_be_faster_than_its_lower_bound(
     case: tuple[Profile, Machine, SearchOptions], issue_s: float
 ) -> None:
     model, place, options = case
@@ -28,7 +28,9 @@ def test_no_plan_is_simulated_to_be_faster_than_its_floor(
     dp.run(pool, [*problems_of(model, place, options)], options)
     for found in pool.ranked()[:12]:
         costs = pool.costs(found.candidate.problem, found.candidate.samples)
-        timed = time_plan(write(found.candidate, options, costs), found.candidate.problem.asked, found.estimate.time_s)
+        timed = time_plan(
+            write(found.candidate, options, costs), found.candidate.problem.original, found.estimate.time_s
+        )
         assert isinstance(timed, Timed)
         assert lower_bound_s(found.candidate, costs) <= timed.time_s
 
@@ -42,7 +44,7 @@ def issued(unit: Unit, forward_s: float) -> Unit:
     return unit.replace(times=times)
 
 
-def test_of_a_pipeline_without_transfers_the_floor_is_what_is_simulated() -> None:
+def test_of_a_pipeline_without_transfers_the_lower_bound_is_what_is_simulated() -> None:
     # Stages of 3 and 9 ms: the first microbatch comes after 1 ms, four take 36 ms, and 2 ms are the way back.
     model = profile([1e-3, 3e-3], weights=10**9, boundary=0.0)
     result = search(model, machine(["fast"] * 2, within=1e6), SearchOptions(batch=4, samples=1, is_runnable=True))
@@ -65,7 +67,7 @@ def test_plans_that_need_no_simulation_are_none_of_the_answer(objective: str, mo
         {"is_runnable": True, "batch": 32, "objective": objective, "prices": prices, "candidates": 2}
     )
     quick = search(model, place, options)
-    monkeypatch.setattr(import_module("pipedejavu.search.search"), "floor_s", lambda *_: 0.0)
+    monkeypatch.setattr(import_module("pipedejavu.search.search"), "lower_bound_s", lambda *_: 0.0)
     whole = search(model, place, options)
     assert quick.candidates == whole.candidates
     assert quick.num_simulated < whole.num_simulated

@@ -5,7 +5,7 @@ import pytest
 
 from pipedejavu.facts import Machine
 from pipedejavu.search import SearchOptions, dp, gradient_descent, mcmc, search
-from pipedejavu.search.gradient_descent import _field, _follow, _Ordinal
+from pipedejavu.search.gradient_descent import _descend, _loss_tables, _Ordinal
 from pipedejavu.search.plan_pool import Pool
 from pipedejavu.search.planning_problem import problems_of
 from pipedejavu.search.subspace import subspaces
@@ -83,13 +83,15 @@ def test_closed_form_gradients_are_those_of_differences() -> None:
         assert np.allclose((above - below) / (2 * step), slope[:, k], rtol=1e-6, atol=1e-6)
 
 
-def test_parts_of_a_unit_add_up_to_one_and_stages_stay_in_order() -> None:
+def test_shares_of_a_unit_add_up_to_one_and_stages_stay_in_order() -> None:
     model, place = profile(TIMES, KINDS), PLACES["unequal"]
     options = SearchOptions(batch=8, is_runnable=True)
     (problem,) = problems_of(model, place, options)
     subspace = next(f for f in subspaces(problem, options) if f.sizes == (1,) and len(f.order) == 3)
     costs = Pool(options).costs(problem, subspace.samples)
-    parts = _follow(_field(subspace, costs), _Ordinal(len(TIMES), np.ones(3), np.random.default_rng(0)), subspace)
+    parts = _descend(
+        _loss_tables(subspace, costs), _Ordinal(len(TIMES), np.ones(3), np.random.default_rng(0)), subspace
+    )
     assert np.allclose(parts.sum(axis=2), 1.0)
     places = (parts * np.arange(3)).sum(axis=2)
     assert (np.diff(places, axis=1) >= -1e-9).all()

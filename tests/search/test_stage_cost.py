@@ -7,7 +7,7 @@ from pipedejavu.search import SearchOptions, search
 from pipedejavu.search.candidate_plan import PLAIN, CandidatePlan, Mode, PlanningProblem, Stage
 from pipedejavu.search.plan_estimate import estimate
 from pipedejavu.search.plan_writer import write
-from pipedejavu.search.slot import DeviceOrder, slot_of
+from pipedejavu.search.slot import DeviceOrder, schedule_slot
 from pipedejavu.search.stage_cost import StageCosts
 from pipedejavu.simulate import simulate
 from tests.search.case import machine, profile
@@ -19,23 +19,24 @@ def test_of_rings_on_one_wire_the_smaller_ends_first_and_the_larger_when_all_is_
     place = machine(["fast"] * 4, hosts=2, between=1.0, has_interfaces=True)
     order = ("gpu0", "gpu2", "gpu1", "gpu3")
     problem = PlanningProblem(model, place, order)
-    costs, row = StageCosts(problem, 1), DeviceOrder(problem, order, 2)
-    after = []
+    costs, device_order = StageCosts(problem, 1), DeviceOrder(problem, order, 2)
+    tails = []
     for stage in (0, 1):
-        slot = slot_of(row.place(2 - 2 * stage, 2), 2, is_stale=False)
-        after.append(float(costs.stage(stage, stage + 1, slot, PLAIN).after_s))
+        scheduled = schedule_slot(device_order.slot(2 - 2 * stage, 2), 2, is_stale=False)
+        tails.append(float(costs.stage(stage, stage + 1, scheduled, PLAIN).tail_s))
     # Of two members each sends the value once; 100 and 100 of the other's go together, and then 200 alone.
-    assert after == pytest.approx([200.0, 400.0])
+    assert tails == pytest.approx([200.0, 400.0])
 
 
 def test_a_transfer_meets_the_gradients_that_leave_its_host_for_the_stage_before() -> None:
     model = profile([1e-3] * 3, boundary=100.0)
     place = machine(["fast"] * 3, hosts=3, between=1e5, has_interfaces=True)
     problem = PlanningProblem(model, place, ("gpu0", "gpu1", "gpu2"))
-    row = DeviceOrder(problem, problem.devices, 1)
-    assert [row.place(after, 1).meets for after in (0, 1, 2)] == [0.0, 1.0, 1.0]
+    device_order = DeviceOrder(problem, problem.devices, 1)
+    assert [device_order.slot(after, 1).next.contention for after in (0, 1, 2)] == [1.0, 2.0, 2.0]
     apart = machine(["fast"] * 3, hosts=3, between=1e5)
-    assert DeviceOrder(PlanningProblem(model, apart, problem.devices), problem.devices, 1).place(1, 1).meets == 0.0
+    device_order = DeviceOrder(PlanningProblem(model, apart, problem.devices), problem.devices, 1)
+    assert device_order.slot(1, 1).next.contention == 1.0
     stages = tuple(Stage(n, n + 1, (f"gpu{n}",)) for n in range(3))
     # One microbatch meets nothing: three stages of 3 ms, and two borders of 1 ms there and back.
     alone = estimate(CandidatePlan(problem, stages, 1, 1), StageCosts(problem, 1))
@@ -70,7 +71,7 @@ def test_replicas_of_one_host_share_the_cpu_that_updates_for_them(hosts: int) ->
     # The first one begins when its backward has ended, after 6 ms, and the others follow.
     plan = write(candidate, SearchOptions(batch=4), costs)
     assert simulate(compile_plan(plan, model, place)).makespan_s == pytest.approx(6e-3 + 4 * update)
-    # The estimate hides what it can behind all of the backward, and has a last update behind it.
+    # The estimate hides what it can under the whole backward, and adds a last update after it.
     assert estimate(candidate, costs).time_s == pytest.approx(12e-3 + 4 * update - 8e-3 + update)
 
 
@@ -78,11 +79,11 @@ def test_stages_of_one_host_share_the_cpu_that_updates_for_them() -> None:
     model = profile([1e-3] * 4, {"fast": 1.0, "cpu": 0.5}, update_s=2e-3)
     place = machine(["fast"] * 4, host_room=2**60)
     problem = PlanningProblem(model, place, ("gpu0", "gpu1", "gpu2", "gpu3"))
-    row = DeviceOrder(problem, problem.devices, 2)
-    after = []
+    device_order = DeviceOrder(problem, problem.devices, 2)
+    tails = []
     for stage, (start, end) in enumerate(((0, 1), (1, 4))):
-        slot = slot_of(row.place(2 - 2 * stage, 2), 2, is_stale=False)
-        after.append(float(StageCosts(problem, 1).stage(start, end, slot, Mode(state="host")).after_s))
+        scheduled = schedule_slot(device_order.slot(2 - 2 * stage, 2), 2, is_stale=False)
+        tails.append(float(StageCosts(problem, 1).stage(start, end, scheduled, Mode(state="host")).tail_s))
     # Two replicas of one unit and of as much of the other stage's, and then two of all four, 4 ms each.
     updates = [2 * 2 * 4e-3, 2 * 4 * 4e-3]
-    assert after == pytest.approx([updates[0] - 2e-3 + updates[0], updates[1] - 6e-3 + updates[1] / 3])
+    assert tails == pytest.approx([updates[0] - 2e-3 + updates[0], updates[1] - 6e-3 + updates[1] / 3])

@@ -1,4 +1,4 @@
-"""Plans: the seven axes, presets, and the reasons for what was chosen; never imports torch."""
+"""Plans: the seven axes, presets, rules, and recorded decisions; never imports torch."""
 
 from pipedejavu.plan.axis import Cut, Feed, Keep, Layout, Order, Place, Reduce, Version
 from pipedejavu.plan.plan import AXES, Decision, Plan

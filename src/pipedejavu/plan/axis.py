@@ -1,6 +1,6 @@
-"""The seven axes of a plan: small records, each of which prints as a short text.
+"""The seven axes of a plan: small records that print as short texts.
 
-An axis says what a plan chose, never how it is carried out; `compile` gives the values their meaning.
+An axis states a choice, not its implementation; `compile` gives the values their meaning.
 """
 
 from itertools import groupby
@@ -18,7 +18,7 @@ Layout = Literal["col", "row", "head", "stationary-x", "stationary-y", "stationa
 
 
 def in_line(numbers: tuple[int, ...]) -> str:
-    """Returns a number for each stage as '4-1-1', or once where all have the same."""
+    """Returns a number per stage as '4-1-1', or a single number if all are equal."""
     return "-".join(map(str, numbers if len({*numbers}) > 1 else numbers[:1]))
 
 
@@ -27,15 +27,14 @@ class Cut(Record):
 
     kind: Literal["whole", "chain", "layout"] = "whole"
     stages: int | None = Field(default=None, ge=1)
-    """Of a chain; by default as many as the place has room for."""
+    """Stages of a chain; by default as many as the place holds."""
     bounds: tuple[Count, ...] | None = None
-    """The first unit of each stage after the first; by default stages of about equal forward and
-    backward time."""
+    """First unit of each stage but the first; by default stages have about equal forward and backward times."""
     begins: tuple[Count, ...] = ()
-    """The units that are meant, where the model is no chain: the operation of its recorded graph with which each after
-    the first begins, and at the end the number of all. `train` cuts it there."""
+    """Boundaries of the units, if the model is not a chain: the first operation of each unit but the first in the
+    recorded graph, and at the end the number of operations. `train` cuts the model there."""
     layouts: tuple[Layout, ...] = ()
-    """Of a layout: how the operators inside each unit are divided, in order."""
+    """Layouts of the operators inside each unit, in order, for a `layout` cut."""
 
     def __str__(self) -> str:
         if self.kind == "chain":
@@ -44,29 +43,29 @@ class Cut(Record):
 
 
 class Place(Record):
-    """Where each (replica, stage) lives."""
+    """Which worker holds each stage of each replica."""
 
     kind: Literal["linear", "loop", "v", "bidirectional"] = "linear"
     workers: int = Field(default=1, ge=1)
-    """In one pipeline."""
+    """Workers per pipeline."""
     chunks: int = Field(default=1, ge=1)
-    """Stages on each worker, for `loop`; 2 for `v` and `bidirectional`."""
+    """Stages per worker, for `loop`; 2 for `v` and `bidirectional`."""
     replicas: int = Field(default=1, ge=1)
     """Data-parallel copies of the whole pipeline."""
     stage_replicas: tuple[Count, ...] | None = Field(default=None, min_length=1)
-    """Workers for each stage of one linear pipeline, where stages differ; they share its microbatches."""
+    """Workers per stage of one linear pipeline, if stages differ; they share its microbatches."""
     shards: int = Field(default=1, ge=1)
-    """Workers that hold each stage together, for a `layout` cut."""
+    """Workers that divide each stage's operators, for a `layout` cut."""
     stage_shards: tuple[Count, ...] | None = Field(default=None, min_length=1)
-    """Devices that each worker of a stage is a team of, which divides its operators; for each stage, or, where workers
-    have several, for each worker of a pipeline."""
+    """Size of the tensor-parallel group that each worker is: per stage or, if workers have several stages, per worker
+    of a pipeline."""
     cpu_replicas: int = Field(default=0, ge=0)
-    """CPU workers that each hold a whole replica beside the pipelines."""
+    """CPU workers that each train a whole replica beside the pipelines."""
     servers: int = Field(default=0, ge=0)
     """Workers that hold weights or sum gradients but train no samples."""
     devices: tuple[str, ...] | None = None
-    """The machine's devices, worker by worker, of a team all: pipelines first, then CPU replicas, then servers.
-    By default GPUs in the machine's order, then CPUs; servers and CPU replicas take CPUs."""
+    """The machine's devices, worker by worker, with all devices of a tensor-parallel group: pipelines first, then CPU
+    replicas, then servers. By default GPUs in the machine's order, then CPUs; servers and CPU replicas take CPUs."""
 
     def __str__(self) -> str:
         text = f"loop({self.chunks})" if self.kind == "loop" else self.kind
@@ -88,20 +87,20 @@ class Place(Record):
 
 
 class Feed(Record):
-    """Who gets which samples."""
+    """Which samples each worker gets."""
 
     kind: Literal["microbatch", "round-robin", "own", "alternate", "share", "mask", "same"] = "microbatch"
     microbatches: int = Field(default=1, ge=1)
-    """In one update, for each pipeline."""
+    """Microbatches per update and pipeline."""
     samples: int = Field(default=1, ge=1)
-    """In one microbatch; of `share`, at most."""
+    """Samples per microbatch; for `share`, at most."""
     shares: tuple[Share, ...] | None = Field(default=None, min_length=1)
-    """Of `share`: each replica's part of the samples of an update, CPU replicas last; by default those with the
-    shortest update, in whole samples, where some may get none."""
+    """For `share`: each replica's share of an update's samples, CPU replicas last; by default the shares with the
+    shortest update, in whole samples. A replica may get none."""
     is_controlled: bool = False
-    """Whether shares, or masks, follow the measured rates while the run goes on."""
+    """Whether shares or masks follow the measured speeds during the run."""
     budgets: tuple[Share, ...] | None = Field(default=None, min_length=1)
-    """Of `mask`: the share of the full computation that each replica can afford."""
+    """For `mask`: the share of the full computation that each replica can afford."""
 
     def __str__(self) -> str:
         return self.kind + ("*" if self.is_controlled else "")
@@ -115,22 +114,22 @@ class Order(Record):
         "chimera", "layer-major", "ready-first", "written",
     ] = "step"  # fmt: skip
     rows: tuple[str, ...] | None = None
-    """Of order 'written': what each worker of a pipeline runs, as 'F0 F1 B0 B1'."""
+    """For order 'written': the passes of each worker of a pipeline, such as 'F0 F1 B0 B1'."""
     recompute: Share = 0.0
-    """Share of each stage's units whose activations are computed again for the backward pass: its first ones."""
+    """Share of each stage's units that are recomputed for the backward pass, counted from its first unit."""
     recompute_units: tuple[int, ...] | None = Field(default=None, min_length=1)
-    """Units that are, in place of a share; of a piece that holds some of them these alone run forward again."""
+    """The recomputed units, instead of a share; other units of the same piece keep their activations."""
     recomputes_early: bool = False
-    """Whether recomputing starts before the gradient has arrived, as torchgpipe does."""
+    """Whether recompute starts before the gradient has arrived, as in torchgpipe."""
     prefetch: int = Field(default=0, ge=0)
-    """How many pieces, or batches of data, are brought in ahead of their use."""
+    """Pieces, or batches of data, that are fetched ahead of their use."""
     is_eager: bool = False
-    """Whether a piece is reduced and updated as soon as its gradient is final, piece by piece, rather
-    than the worker's whole stage at once."""
+    """Whether each piece is reduced and updated as soon as its gradient is final, rather than the whole stage at
+    once."""
 
     @property
     def has_recompute(self) -> bool:
-        """Whether anything is computed again."""
+        """Whether any unit is recomputed."""
         return self.recompute > 0 or self.recompute_units is not None
 
     def __str__(self) -> str:
@@ -153,26 +152,26 @@ class Version(Record):
 
 
 class Reduce(Record):
-    """How contributions become an update."""
+    """How gradients of several workers become an update."""
 
     wire: Literal[
         "none", "all-reduce", "reduce-scatter", "server", "shared-memory", "summation-service"
     ] = "none"  # fmt: skip
     gate: Literal["barrier", "lock", "none", "round-robin", "bound"] = "barrier"
-    """When a contribution may be applied."""
+    """When a worker's contribution may be applied."""
     bound: int = Field(default=0, ge=0)
-    """Of the gate `bound`: how many waves the fastest may be ahead (D)."""
+    """For the gate `bound`: waves by which the fastest worker may be ahead (D)."""
     combiner: Literal["sum", "average", "elastic", "score-trim"] = "sum"
     trim: int = Field(default=0, ge=0)
-    """Of `score-trim`: how many contributions, those with the lowest scores, are dropped."""
+    """For `score-trim`: number of contributions to drop, those with the lowest scores."""
     penalty: float = Field(default=0.005, ge=0)
-    """Of `score-trim`: what a score loses for the squared norm of its gradient, in learning rates (ρ/γ)."""
+    """For `score-trim`: weight of the gradient's squared norm in a score, in learning rates (ρ/γ)."""
     period: int = Field(default=1, ge=1)
     """Local updates between two reductions."""
     clip: Literal["none", "global", "delayed"] = "none"
-    """Clipping by the norm over all stages: of this update's gradients, or of the one before."""
+    """Clipping by the norm over all stages: `global` uses this update's gradients, `delayed` the last update's."""
     has_buffer_broadcast: bool = False
-    """Whether running statistics are sent from the first replica to the others."""
+    """Whether the first replica sends its running statistics to the others."""
 
     def __str__(self) -> str:
         if self.wire == "none":
@@ -186,30 +185,30 @@ class Reduce(Record):
 
 
 class Keep(Record):
-    """Where each state rests, and who updates it."""
+    """Which memory holds each state, and which device updates it."""
 
     kind: Literal["replicated", "zero-1", "zero-2", "zero-3", "host", "split", "server", "shared"] = "replicated"
-    """`host`: weights and optimizer state rest in host memory; `split`: weights on the device, optimizer
-    state of the first pieces there too and of the rest in host memory; `shared`: one copy for all."""
+    """`host`: weights and optimizer state are in host memory. `split`: weights are on the device, with the optimizer
+    state of the first pieces; the rest is in host memory. `shared`: one copy for all workers."""
     zeros: tuple[Zero, ...] | None = Field(default=None, min_length=1)
-    """Of a zero kind, the highest of them: the one of each stage, where they differ; 0 divides nothing."""
+    """For a zero kind, which is then the highest: the ZeRO stage of each pipeline stage; 0 divides nothing."""
     window: int = Field(default=1, ge=1)
-    """Of weights that rest in host memory: pieces on the device at once, beside those that are prefetched."""
+    """For weights in host memory: pieces on the device at once, in addition to those that are prefetched."""
     device_pieces: int = Field(default=0, ge=0)
-    """Of `split`: how many of the first pieces of a stage keep their optimizer state on the device."""
+    """For `split`: number of a stage's first pieces whose optimizer state is on the device."""
     places: tuple[Rest, ...] | None = Field(default=None, min_length=1)
-    """Of `split`: where the state of each piece of a stage rests, in place of `device_pieces`. `device`, which updates
-    it; `visit`: host memory, from where it comes to the device for its update; `host`, which updates it; `lean`: the
-    host, which has no copy of the weights and asks the device for them; `window`: the host, with the weights, which
-    come for each use."""
+    """For `split`: where the state of each piece of a stage is, instead of `device_pieces`. `device`: on the device,
+    which updates it. `visit`: in host memory, streamed to the device for its update. `host`: in host memory, updated
+    there. `lean`: the same without a copy of the weights, which the device sends for each update. `window`: in host
+    memory with the weights, which are fetched for each use."""
     visitors: int = Field(default=1, ge=1)
-    """Of `visit`: pieces whose state is on the device at once."""
+    """For `visit`: pieces whose streamed state is on the device at once."""
     activations: Literal["device", "host"] = "device"
-    """Where saved activations wait for the backward pass."""
+    """Memory that holds saved activations until the backward pass."""
     versions: int | None = Field(default=None, ge=1)
-    """Most weight versions that may be held; by default as many as the algorithm needs."""
+    """Most weight versions to hold; by default as many as the algorithm needs."""
     persists: bool = False
-    """Of `zero-3`: gathered weights stay until the last backward pass of the batch."""
+    """For `zero-3`: whether gathered weights stay until the last backward pass of the batch."""
 
     def __str__(self) -> str:
         text: str = self.kind
@@ -226,6 +225,6 @@ class Keep(Record):
         return text + (", persists" if self.persists else "")
 
     def _places(self) -> str:
-        """Returns runs of pieces that rest alike: '2 device, 5 visit'."""
-        runs = ((rest, len([*found])) for rest, found in groupby(self.places or ()))
+        """Returns runs of pieces with the same place: '2 device, 5 visit'."""
+        runs = ((rest, len([*pieces])) for rest, pieces in groupby(self.places or ()))
         return ", ".join(f"{count} {rest}" for rest, count in runs)

@@ -1,4 +1,4 @@
-"""Combinations of axes that cannot work, each with the reason and the remedy."""
+"""Rules: combinations of axes that cannot work, each with a reason and a remedy."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -8,7 +8,7 @@ from pipedejavu.plan.plan import Plan
 
 
 class Rule(NamedTuple):
-    """A combination that is refused."""
+    """A combination that is refused; `breaks` tells whether a plan has it."""
 
     breaks: Callable[[Plan, Profile], bool]
     reason: str
@@ -321,7 +321,7 @@ def check_plan(plan: Plan, profile: Profile) -> None:
 
 
 def faults_of(plan: Plan, profile: Profile) -> list[str]:
-    """Returns every rule that the plan breaks, in a sentence with the remedy."""
+    """Returns a sentence with the remedy for every rule that the plan breaks."""
     facts: dict[str, object] = plan.axes() | {
         "order": plan.order.kind,
         "place": plan.place.kind,
@@ -350,7 +350,7 @@ def _ties_cross_stages(plan: Plan, profile: Profile) -> bool:
 
 
 def _is_written_out(plan: Plan) -> bool:
-    """Whether each row holds every forward once, and its backward once behind it."""
+    """Whether each row holds every forward once, and its backward once after it."""
     numbers = range(plan.feed.microbatches)
     rows = [row.split() for row in plan.order.rows or ()]
     if len(rows) != plan.place.workers or any(len(row) != 2 * len(numbers) for row in rows):

@@ -1,6 +1,7 @@
-"""Advice: what to buy or change first, found by searching again on changed machines and with changed questions.
+"""Advice: which change of the machine or the options would pay most.
 
-Nothing here is a formula: every gain is the difference between two searches.
+Every gain is the ratio of two searches, so each change costs one `search` (memory costs two: one without a limit, and
+one with as much as that plan needs). `max_score` lets these searches skip plans that would hardly be faster.
 """
 
 import time
@@ -15,36 +16,36 @@ from pipedejavu.search.search_options import Progress, SearchOptions
 from pipedejavu.search.search_result import RankedPlan
 
 LEAST_GAIN = 1.02
-"""Below which a change is not worth a word."""
+"""Least gain that is reported."""
 BUDGET_S = 20.0
-"""For all changes together; those that are left then are named."""
+"""Time for all changes together; changes that are left then are listed."""
 DOUBT = 1.05
-"""Times the estimate of the best plan, above which no plan with a change is looked at: it would hardly be faster."""
+"""Plans with a change are skipped if their estimate is above this multiple of the best plan's."""
 MOST_MEMORY = 2.0**20
-"""Times what is there: more than any machine will have."""
+"""Factor that stands for unlimited memory."""
 NEAR = 1.02
-"""How near the least memory that fits is found."""
+"""Relative precision of the least memory that fits."""
 
 
 class Advice(Record):
-    """A change, and what it is predicted to bring."""
+    """A change and its predicted gain."""
 
     change: str
-    """As it follows 'with': '8.0 GiB more memory on each a100'."""
+    """Text that can follow 'with': '8.0 GiB more memory on each a100'."""
     time_s: Seconds
-    """Of one update, with the change."""
+    """Time of one update with the change."""
     samples: int
-    """Of one update, with the change."""
+    """Samples per update with the change."""
     gain: float
-    """How many times faster, or cheaper, a sample is."""
+    """Ratio of the times, or prices, per sample without and with the change."""
 
 
 class Advised(NamedTuple):
-    """Changes that would pay, the largest gain first, and what there was no time to look at."""
+    """Changes that would pay, the largest gain first, and those that there was no time for."""
 
     found: tuple[Advice, ...]
     left: tuple[str, ...]
-    """Changes as they follow 'with'."""
+    """Changes without a result, as texts that can follow 'with'."""
 
 
 class _Change(NamedTuple):
@@ -52,7 +53,7 @@ class _Change(NamedTuple):
     machine: Machine
     options: SearchOptions
     type_: str = ""
-    """Of the devices that have memory without a limit: how much is enough is to be found."""
+    """Type of the devices with unlimited memory; empty if the change is complete."""
 
 
 def advise(
@@ -63,50 +64,48 @@ def advise(
     progress: Progress | None = None,
     time_budget_s: float = BUDGET_S,
 ) -> Advised:
-    """Returns changes that would pay, each found by a search of its own, the most promising first.
+    """Returns changes that would pay, each confirmed by a search.
 
-    They are those of `auto`, whoever found the best plan: a searcher that draws, or looks at all, would take very long.
+    All searches use `auto`, also if another searcher found the best plan: the random and the exhaustive ones are slow.
     """
-    until_s, is_auto, options = (
-        time.monotonic() + time_budget_s,
-        options.searcher == "auto",
-        options.replace(searcher="auto"),
-    )
+    until_s, is_auto = time.monotonic() + time_budget_s, options.searcher == "auto"
+    options = options.replace(searcher="auto")
+    # Another searcher may have missed the best plan; without this search its gap would count as a gain.
     same = None if is_auto else _best(profile, machine, options)
     if same is not None and _score(same, options) < _score(best, options):
-        best = same  # or the searcher's own gap would be taken for a gain
-    plan, found, left = best.plan, list[Advice](), list[str]()
+        best = same
+    plan, advice, left = best.plan, list[Advice](), list[str]()
     links = [*_changes(machine, options)]
-    rooms = [_more_memory(machine, options, type_) for type_ in _types(machine)]
+    memory = [_more_memory(machine, options, type_) for type_ in _types(machine)]
     is_short = plan.keep.kind != "replicated" or plan.keep.activations == "host" or plan.order.has_recompute
-    changes = [*rooms, *links] if is_short else [*links, *rooms]
+    changes = [*memory, *links] if is_short else [*links, *memory]
     for index, change in enumerate(changes):
-        told = _part(progress, index, len(changes), f"with {change.text}")
-        other, is_sure = _with(profile, change, best, until_s, told)
+        report = _part(progress, index, len(changes), f"with {change.text}")
+        other, is_sure = _with(profile, change, best, until_s, report)
         if other is not None and change.type_ and _gain(best, other, options) >= LEAST_GAIN:
-            change = _enough(machine, change, other)  # of memory without a limit, as much as that plan needs
-            other, is_sure = _with(profile, change, best, until_s, told)
+            change = _enough(machine, change, other)  # as much memory as that plan needs
+            other, is_sure = _with(profile, change, best, until_s, report)
         if other is not None and (gain := _gain(best, other, options)) >= LEAST_GAIN:
-            found.append(Advice(change=change.text, time_s=other.time_s, samples=other.samples, gain=gain))
+            advice.append(Advice(change=change.text, time_s=other.time_s, samples=other.samples, gain=gain))
         elif not is_sure:
             left.append(change.text)
-    return Advised(tuple(sorted(found, key=lambda advice: -advice.gain)), tuple(left))
+    return Advised(tuple(sorted(advice, key=lambda item: -item.gain)), tuple(left))
 
 
 def _with(
     profile: Profile, change: _Change, best: RankedPlan, until_s: float, progress: Progress | None
 ) -> tuple[RankedPlan | None, bool]:
-    """Returns the best plan with a change, of those that may be better than without, and whether it is sure."""
+    """Returns the best plan with a change, if one may be better, and whether the search was complete."""
     rest_s, options = until_s - time.monotonic(), change.options
     if rest_s <= 0:
         return None, False
     options = options.replace(time_budget_s=min(rest_s, options.time_budget_s), candidates=1)
-    most = DOUBT * best.estimated_s * options.batch / best.samples
+    max_score = DOUBT * best.estimated_s * options.batch / best.samples
     if options.objective == "price":
-        most *= 3600 * best.price / max(best.time_s, 1e-12)
+        max_score *= 3600 * best.price / max(best.time_s, 1e-12)
     try:
-        result = search(profile, change.machine, options, progress, most=most)
-    except InputError:  # a machine that was changed may lack a link
+        result = search(profile, change.machine, options, progress, max_score=max_score)
+    except InputError:  # the changed machine may lack a link
         return None, True
     return result.best, result.is_complete
 
@@ -116,26 +115,29 @@ def _gain(best: RankedPlan, other: RankedPlan, options: SearchOptions) -> float:
 
 
 def smallest_change(profile: Profile, machine: Machine, options: SearchOptions) -> str:
-    """Returns what would have to change for anything to fit: a smaller batch if that is enough, and memory."""
-    asked, ways = options.replace(candidates=1, searcher="dp"), []
+    """Returns what would have to change for anything to fit: a smaller batch if that is enough, and memory.
+
+    The batch is halved, and memory bisected; each step is a search.
+    """
+    asked, changes = options.replace(candidates=1, searcher="dp"), []
     if asked.samples is not None and _best(profile, machine, asked.replace(samples=None)):
-        ways.append("microbatches of another size (leave --samples out)")
+        changes.append("microbatches of another size (leave --samples out)")
     batch = asked.batch // 2
-    while batch and not ways:
+    while batch and not changes:
         if _best(profile, machine, asked.replace(batch=batch, samples=None)):
-            ways.append(f"a batch of {batch} (--batch {batch})")
+            changes.append(f"a batch of {batch} (--batch {batch})")
         batch //= 2
     for type_ in _types(machine):
         extra = _least_memory(profile, machine, asked, type_)
         if extra is not None:
-            ways.append(f"{format_bytes(extra)} more memory on {_each(machine, type_)}")
-    if options.is_runnable and not ways and _best(profile, machine, asked.replace(is_runnable=False)):
-        ways.append("ZeRO or divided operators (--costed), which the engine does not run yet")
-    return ", or ".join(ways)
+            changes.append(f"{format_bytes(extra)} more memory on {_each(machine, type_)}")
+    if options.is_runnable and not changes and _best(profile, machine, asked.replace(is_runnable=False)):
+        changes.append("ZeRO or divided operators (--costed), which the engine does not run yet")
+    return ", or ".join(changes)
 
 
 def nothing_fits(profile: Profile, machine: Machine, options: SearchOptions, *, is_complete: bool = True) -> InputError:
-    """Returns what to raise for a search without an answer: the smallest change that would fit, in a sentence."""
+    """Returns the error for a search that found no plan; it names the smallest change that would fit."""
     if not is_complete:
         return InputError(
             f"no plan for {profile.name} with a batch of {options.batch} was found on machine '{machine.name}' in"
@@ -149,7 +151,7 @@ def nothing_fits(profile: Profile, machine: Machine, options: SearchOptions, *, 
 def _best(profile: Profile, machine: Machine, options: SearchOptions) -> RankedPlan | None:
     try:
         return search(profile, machine, options).best
-    except InputError:  # a machine that was changed may lack a link
+    except InputError:  # the changed machine may lack a link
         return None
 
 
@@ -158,7 +160,7 @@ def _score(candidate: RankedPlan, options: SearchOptions) -> float:
 
 
 def _changes(machine: Machine, options: SearchOptions) -> Iterator[_Change]:
-    """Yields changes that need no search to be named."""
+    """Yields the changes that are known without a search."""
     if not options.staleness:
         text = "weights that may be one update old (--staleness 1)"
         yield _Change(text, machine, options.replace(staleness=1))
@@ -173,9 +175,9 @@ def _changes(machine: Machine, options: SearchOptions) -> Iterator[_Change]:
             yield _Change(f"one more {kind}", _with_another(machine, device), options)
 
 
-def _faster(machine: Machine, beside: str) -> Machine:
-    """Returns the machine with all links twice as fast but those of one scope."""
-    links = tuple(link if link.scope == beside else _twice_as_fast(link) for link in machine.links)
+def _faster(machine: Machine, excepted: str) -> Machine:
+    """Returns the machine with all links twice as fast, except those of one scope."""
+    links = tuple(link if link.scope == excepted else _twice_as_fast(link) for link in machine.links)
     return machine.replace(links=links)
 
 
@@ -185,7 +187,7 @@ def _twice_as_fast(link: Link) -> Link:
 
 
 def _with_another(machine: Machine, device: Device) -> Machine:
-    """Returns the machine with one more device like one that it has, and links of its own."""
+    """Returns the machine with a copy of one of its devices, with the same links."""
     new = device.replace(name=f"{device.name}+")
     links = []
     for link in machine.links:
@@ -195,14 +197,14 @@ def _with_another(machine: Machine, device: Device) -> Machine:
 
 
 def _more_memory(machine: Machine, options: SearchOptions, type_: str) -> _Change:
-    """Returns the change to memory without a limit."""
-    roomy = with_memory(machine, times=MOST_MEMORY, types=(type_,))
-    return _Change(f"more memory on {_each(machine, type_)}", roomy, options, type_)
+    """Returns the change to unlimited memory on one type of device."""
+    unlimited = with_memory(machine, times=MOST_MEMORY, types=(type_,))
+    return _Change(f"more memory on {_each(machine, type_)}", unlimited, options, type_)
 
 
-def _enough(machine: Machine, change: _Change, roomy: RankedPlan) -> _Change:
-    """Returns the change to the memory that the best plan has, were there no limit."""
-    used = {need.device: need.reserved_bytes or need.need_bytes for need in roomy.memory}
+def _enough(machine: Machine, change: _Change, best: RankedPlan) -> _Change:
+    """Returns the change to as much memory as the best plan without a limit needs."""
+    used = {need.device: need.reserved_bytes or need.need_bytes for need in best.memory}
     extra = 0.0
     for device in (d for d in machine.devices if d.type == change.type_):
         name = device.name
@@ -213,12 +215,12 @@ def _enough(machine: Machine, change: _Change, roomy: RankedPlan) -> _Change:
 
 
 def _part(progress: Progress | None, index: int, count: int, text: str) -> Progress | None:
-    """Returns how far one of several searches is as how far all are."""
+    """Returns the progress callback of one of several searches."""
     return (lambda share, _: progress((index + share) / count, text)) if progress else None
 
 
 def _least_memory(profile: Profile, machine: Machine, options: SearchOptions, type_: str) -> float | None:
-    """Returns how many bytes more on each device of a type let something fit; None where none would."""
+    """Returns the least extra bytes per device of a type with which something fits; None if no amount helps."""
     if not _best(profile, with_memory(machine, times=MOST_MEMORY, types=(type_,)), options):
         return None
     low, high = 1.0, 2.0
@@ -238,7 +240,7 @@ def _types(machine: Machine) -> list[str]:
 
 
 def _each(machine: Machine, type_: str) -> str:
-    """Names the devices of a type."""
+    """Returns the name of the devices of a type, with an article."""
     kinds = list(dict.fromkeys(d.kind for d in machine.devices if d.type == type_))
     count = sum(d.type == type_ for d in machine.devices)
     if type_ == "cpu":

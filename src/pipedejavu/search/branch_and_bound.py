@@ -1,4 +1,4 @@
-"""The loop over frames: those that may hold the best plan come first, and those that cannot are left out."""
+"""Branch and bound over subspaces: the least lower bound comes first, and what cannot be better is skipped."""
 
 from collections.abc import Callable
 from math import inf
@@ -11,24 +11,24 @@ from pipedejavu.search.subspace import SearchSubspace, subspaces
 from pipedejavu.search.subspace_bound import Bounds
 
 Solve = Callable[[SearchSubspace, StageCosts, float], CandidatePlan | None]
-"""Returns the best draft of a frame that takes less than a time, if there is one."""
+"""Returns the best candidate of a subspace that takes less than a time, or None."""
 
 
 GUESS_SHARE = 0.3
-"""The part of the time budget for guesses."""
+"""Share of the time budget for initial guesses."""
 LIST_SHARE = 0.3
-"""The part of the time budget for the list of frames: of very many devices it is not whole by then."""
+"""Share of the time budget for listing subspaces: for very many devices the list stays incomplete."""
 
 
 def branch_and_bound(
     pool: Pool, problems: list[PlanningProblem], options: SearchOptions, solve: Solve, guess: Solve | None = None
 ) -> bool:
-    """Solves frames, the most promising first, until none can be better; returns whether that point was reached.
+    """Solves subspaces in the order of their lower bounds until none can be better; returns whether it got there.
 
-    Those are the frames with the least bound. A searcher that takes long for a frame gives a `guess`, which is quick:
-    then the frames with the best guesses come first, which may be others where devices are unlike.
+    A slow searcher passes a quick `guess`; then subspaces are solved in the order of their guesses, which differs from
+    the order of lower bounds if devices are unequal.
     """
-    queue, is_whole = _listed(pool, problems, options)
+    queue, is_complete = _listed(pool, problems, options)
     if guess is not None:
         queue = _by_guess(pool, queue, guess)
     for index, (least, subspace) in enumerate(queue):
@@ -42,38 +42,38 @@ def branch_and_bound(
         candidate = solve(subspace, pool.costs(subspace.problem, subspace.samples), pool.limit_s(subspace))
         if candidate is not None:
             pool.offer(candidate)
-    return is_whole
+    return is_complete
 
 
 def _listed(
     pool: Pool, problems: list[PlanningProblem], options: SearchOptions
 ) -> tuple[list[tuple[float, SearchSubspace]], bool]:
-    """Returns frames with their bounds, the least first, and whether these are all."""
+    """Returns subspaces with their lower bounds, the least first, and whether the list is complete."""
     queue, bounds, until_s = [], Bounds(), pool.elapsed_s + LIST_SHARE * options.time_budget_s
-    is_whole = True
+    is_complete = True
     for subspace in (subspace for problem in problems for subspace in subspaces(problem, options)):
         if pool.elapsed_s > until_s:
-            is_whole = False
+            is_complete = False
             break
         pool.report(0.0, f"listing plans for {len(subspace.order)} devices")
         least = bounds.least_s(subspace, pool.costs(subspace.problem, subspace.samples))
         if least < inf:
             queue.append((pool.score(subspace.problem, subspace.order, least), subspace))
-    return sorted(queue, key=lambda item: item[0]), is_whole
+    return sorted(queue, key=lambda item: item[0]), is_complete
 
 
 def _by_guess(
     pool: Pool, queue: list[tuple[float, SearchSubspace]], guess: Solve
 ) -> list[tuple[float, SearchSubspace]]:
-    """Returns frames in the order of their guesses, as far as the time for them goes; the others behind."""
+    """Returns subspaces in the order of their guesses; those that there was no time to guess come last."""
     until_s = pool.elapsed_s + GUESS_SHARE * pool.options.time_budget_s
     scores, fitting = [inf] * len(queue), dict[object, float]()
     for index, (least, subspace) in enumerate(queue):
         if pool.elapsed_s > until_s:
             break
-        alike = (subspace.row, subspace.sizes, subspace.samples, subspace.is_stale)
-        if alike in fitting:  # what saves memory that is there makes nothing faster
-            scores[index] = SLACK * fitting[alike]
+        key = (subspace.device_order, subspace.sizes, subspace.samples, subspace.is_stale)
+        if key in fitting:  # a mode that saves memory is no faster if the plain one fits
+            scores[index] = SLACK * fitting[key]
         elif least < pool.limit(subspace):
             candidate = guess(subspace, pool.costs(subspace.problem, subspace.samples), inf)
             if candidate is not None:
@@ -81,5 +81,5 @@ def _by_guess(
                 pool.offer(candidate, cost)
                 scores[index] = pool.score(subspace.problem, subspace.order, cost.time_s) * max(cost.shortage, 1.0) ** 2
                 if cost.fits:
-                    fitting[alike] = scores[index]
+                    fitting[key] = scores[index]
     return [queue[index] for index in sorted(range(len(queue)), key=scores.__getitem__)]

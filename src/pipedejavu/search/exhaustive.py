@@ -1,4 +1,4 @@
-"""The searcher that looks at every draft: the truth on small cases."""
+"""The exhaustive searcher: estimates every candidate, and so knows the optimum of small cases."""
 
 from collections.abc import Iterator
 from itertools import accumulate, combinations, pairwise, product
@@ -11,7 +11,7 @@ from pipedejavu.search.subspace import SearchSubspace, subspaces
 
 
 def run(pool: Pool, problems: list[PlanningProblem], options: SearchOptions) -> bool:
-    """Estimates every draft; returns whether the time was enough."""
+    """Estimates every candidate; returns whether the time was enough."""
     for problem in problems:
         pool.report(0.0, "looking at every plan")
         for subspace in subspaces(problem, options):
@@ -23,12 +23,12 @@ def run(pool: Pool, problems: list[PlanningProblem], options: SearchOptions) -> 
 
 
 def count(pool: Pool, problems: list[PlanningProblem], options: SearchOptions, most: int) -> int:
-    """Returns how many drafts there are, or a number above `most`."""
+    """Returns the number of candidates, or a number above `most`."""
     total = 0
     for problem in problems:
         units = len(problem.profile.units)
         for subspace in subspaces(problem, options):
-            for groups in subspace.seatings(units):
+            for groups in subspace.groupings(units):
                 choices = prod(len(subspace.zeros) if size > 1 else 1 for size, _ in groups)
                 total += choices * comb(units - 1, len(groups) - 1)
                 if total > most or pool.is_over:
@@ -37,9 +37,9 @@ def count(pool: Pool, problems: list[PlanningProblem], options: SearchOptions, m
 
 
 def candidate_plans(subspace: SearchSubspace) -> Iterator[CandidatePlan]:
-    """Yields every cut of a frame, with every division of its devices into groups and of state over these."""
+    """Yields every candidate of a subspace: each division into groups, each cut and each choice of ZeRO."""
     units = len(subspace.problem.profile.units)
-    for groups in subspace.seatings(units):
+    for groups in subspace.groupings(units):
         ends = (0, *accumulate(size * shards for size, shards in groups))
         members = [subspace.order[first:end] for first, end in pairwise(ends)]
         for bounds in combinations(range(1, units), len(groups) - 1):

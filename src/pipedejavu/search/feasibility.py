@@ -1,17 +1,17 @@
-"""Whether a machine can hold a model at all, by estimates of memory alone: quicker than a search, and no promise."""
+"""Feasibility: whether a machine can hold a model, by memory estimates alone; faster than a search, but not certain."""
 
 import numpy as np
 
 from pipedejavu.facts import Machine, Profile
 from pipedejavu.search.planning_problem import problems_of
 from pipedejavu.search.search_options import SearchOptions
-from pipedejavu.search.slot import slot_of
+from pipedejavu.search.slot import schedule_slot
 from pipedejavu.search.stage_cost import StageCosts
 from pipedejavu.search.subspace import SearchSubspace, subspaces
 
 
 def is_feasible(profile: Profile, machine: Machine, options: SearchOptions) -> bool:
-    """Returns whether some pipeline of groups that are alike is estimated to have room for all units."""
+    """Returns whether the memory estimate of some pipeline with equal groups fits."""
     for problem in problems_of(profile, machine, options):
         costs: dict[int, StageCosts] = {}
         for subspace in subspaces(problem, options):
@@ -25,14 +25,14 @@ def is_feasible(profile: Profile, machine: Machine, options: SearchOptions) -> b
 
 
 def _can_hold(subspace: SearchSubspace, costs: StageCosts) -> bool:
-    """Gives each stage as many units as it has room for, from the first stage on: what is left must fit the last."""
+    """Whether all units fit if each stage, from the first on, takes as many as it can hold."""
     size, start = subspace.sizes[0], 0
     for after in range(len(subspace.order) - size, -1, -size):
-        place = subspace.row.place(after, size)
-        slot = slot_of(place, subspace.microbatches, subspace.is_stale, subspace.mode.zero)
-        ends = np.arange(start + 1, costs.num_units - after // size + 1)  # every stage has a unit at least
-        cost = costs.stage(np.full_like(ends, start), ends, slot, subspace.mode)
-        fitting = ends[(cost.device_bytes <= place.room_bytes) & (cost.host_bytes <= place.host_room_bytes)]
+        slot = subspace.device_order.slot(after, size)
+        scheduled = schedule_slot(slot, subspace.microbatches, subspace.is_stale, subspace.mode.zero)
+        ends = np.arange(start + 1, costs.num_units - after // size + 1)  # every stage holds at least one unit
+        cost = costs.stage(np.full_like(ends, start), ends, scheduled, subspace.mode)
+        fitting = ends[cost.fits]
         if not len(fitting):
             return False
         start = int(fitting[-1])

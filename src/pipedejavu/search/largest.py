@@ -1,4 +1,8 @@
-"""The largest that fits: the batch of one pass, or the number of a model's repeated blocks; found by searches."""
+"""The largest batch of one pass, or the largest number of a model's repeated blocks, that fits.
+
+Candidates are bracketed and bisected by `is_feasible`, which estimates memory alone. Only the result is confirmed by a
+`search`, and again after each step down, as the simulator may need more memory than the estimate.
+"""
 
 from collections.abc import Callable
 from itertools import groupby
@@ -12,13 +16,13 @@ from pipedejavu.search.search import search
 from pipedejavu.search.search_options import Progress, SearchOptions
 
 MOST = 2**16
-"""Beyond which nobody asks."""
+"""Upper limit of the numbers tried."""
 NEAR = 64
-"""The largest number is found within so many parts of it."""
+"""The largest number is found within 1/64 of it."""
 
 
 class Largest(NamedTuple):
-    """A question whose answer fits, while that of a larger one does not."""
+    """The largest problem that fits, and a sentence that says so."""
 
     profile: Profile
     options: SearchOptions
@@ -28,10 +32,10 @@ class Largest(NamedTuple):
 def find_largest(
     profile: Profile, machine: Machine, options: SearchOptions, progress: Progress | None = None
 ) -> Largest | None:
-    """Returns the largest question that has an answer, for the objectives `batch` and `blocks`; None for the others.
+    """Returns the largest problem that fits, for the objectives `batch` and `blocks`; None for the others.
 
-    Devices that are too slow to be of use beside the others keep state and train nothing, however large they are.
-    Raises InputError where even the smallest fits nowhere, or where a model's blocks cannot be counted.
+    Devices too slow to be worthwhile hold state and train nothing, however much memory they have. Raises InputError if
+    even the smallest problem does not fit, or if the model's blocks cannot be multiplied.
     """
     if options.objective not in ("batch", "blocks"):
         return None
@@ -66,9 +70,9 @@ def find_largest(
 
 
 def _most(fits: Callable[[int, bool], bool]) -> int:
-    """Returns the largest number that fits, all smaller ones taken to fit too; 0 where 1 does not.
+    """Returns the largest number that fits, assuming that all smaller ones do; 0 if 1 does not.
 
-    `fits` takes a number and whether to be sure: it is found by estimates, and comes down until it is sure.
+    `fits` takes a number and whether to be sure. The number is found by estimates, and lowered until it surely fits.
     """
     if not fits(1, False):
         return 0
@@ -84,26 +88,30 @@ def _most(fits: Callable[[int, bool], bool]) -> int:
 
 
 def _blocks(profile: Profile) -> tuple[int, int]:
-    """Returns where the longest run of units that are alike begins, and how long it is."""
+    """Returns the start and the length of the longest run of equal units."""
     if profile.edges is not None or profile.ties:
         raise InputError(
             f"profile '{profile.name}' has values or parameters that pass its units by, so its blocks cannot be"
             " multiplied; use --objective batch"
         )
     runs, start = [], 0
-    for _, alike in groupby(profile.units, key=_likeness):
-        runs.append((start, len([*alike])))
+    for _, equal in groupby(profile.units, key=_unit_key):
+        runs.append((start, len([*equal])))
         start += runs[-1][1]
-    return max(runs, key=lambda found: found[1])
+    return max(runs, key=lambda run: run[1])
 
 
-def _likeness(unit: Unit) -> tuple[float, ...]:
+def _unit_key(unit: Unit) -> tuple[float, ...]:
     return unit.num_parameters, unit.parameter_bytes, unit.activation_bytes, unit.boundary_bytes
 
 
+def _copy(unit: Unit, number: int) -> Unit:
+    return unit.replace(name=f"{unit.name}+{number}")
+
+
 def _with_blocks(profile: Profile, start: int, run: int, count: int) -> Profile:
-    """Returns the model with so many units in place of a run of units that are alike."""
-    own, rest = profile.units[start : start + run], profile.units[start + run :]
-    blocks = [own[n] if n < run else own[n % run].replace(name=f"{own[n % run].name}+{n // run}") for n in range(count)]
+    """Returns the model with a run of equal units replaced by `count` of them."""
+    block, rest = profile.units[start : start + run], profile.units[start + run :]
+    blocks = [block[n] if n < run else _copy(block[n % run], n // run) for n in range(count)]
     name = f"{profile.name} with {count} blocks"
     return profile.replace(name=name, units=(*profile.units[:start], *blocks, *rest), begins=())

@@ -1,29 +1,31 @@
-"""The floor of a draft: a time that its plan cannot be simulated to be below, so that slow ones need no simulation."""
+"""A lower bound of a candidate's simulated time, so that slow candidates need no simulation."""
 
 from pipedejavu.search.candidate_plan import CandidatePlan
-from pipedejavu.search.plan_estimate import slots_of
+from pipedejavu.search.plan_estimate import schedule_of
 from pipedejavu.search.stage_cost import StageCosts
 
 ROUNDING = 1e-9
-"""Part of a time that the order of sums may make of it."""
+"""Relative error that the order of a sum may cause."""
 
 
 def lower_bound_s(candidate: CandidatePlan, costs: StageCosts) -> float:
-    """Returns the time of the busiest device at least, and of what is before it: 0 where the order of work is free.
+    """Returns the busiest stage's compute time plus one microbatch's time through the stages before it.
 
-    A stage begins when a microbatch has come through those before it, computes all of its part of the batch, and then
-    that microbatch's gradients have the way back; nothing is assumed to wait, to be sent or to be updated.
+    A stage starts when the first microbatch has passed the stages before it and computes all its microbatches; then the
+    last gradients go back through those stages. Waits, transfers and updates are not counted. The bound is 0 if the
+    pipeline never drains or the batch is shared by speed.
     """
     if candidate.is_stale or candidate.is_shared:
         return 0.0
-    before, floor = 0.0, 0.0
-    for stage, slot in reversed([*slots_of(candidate)]):
-        units = costs.recomputed_units(stage.start, stage.end, slot, candidate.mode)
-        work, again = [], []
-        for kind in slot.place.kinds:
+    before, bound = 0.0, 0.0
+    for stage, scheduled in reversed([*schedule_of(candidate)]):
+        units = costs.recomputed_units(stage.start, stage.end, scheduled, candidate.mode)
+        work, recomputed = [], []
+        for kind in scheduled.slot.kinds:
             forward, backward, recompute, _ = costs.works(kind)
             work.append(float(sum(total[stage.end] - total[stage.start] for total in (forward, backward))))
-            again.append(float(sum(recompute[unit + 1] - recompute[unit] for unit in units)))
-        floor = max(floor, before + slot.share * max(a + b for a, b in zip(work, again, strict=True)))
+            recomputed.append(float(sum(recompute[unit + 1] - recompute[unit] for unit in units)))
+        longest = max(a + b for a, b in zip(work, recomputed, strict=True))
+        bound = max(bound, before + scheduled.microbatches * longest)
         before += min(work)
-    return floor * (1 - ROUNDING)
+    return bound * (1 - ROUNDING)

@@ -1,8 +1,8 @@
-"""The random searcher: Markov chain Monte Carlo over whole drafts, with the rule of FlexFlow or with ours.
+"""The random searcher: Markov chain Monte Carlo over candidate plans, with the rule of FlexFlow or with ours.
 
-A step changes one thing of a draft: a cut, the frame, or both; worse drafts are accepted with exp(−Δ/temperature).
-FlexFlow's rule has one temperature for the whole run and goes on from wherever it is. Ours is relative to the best time
-so far, cools down, and starts again from the best when nothing was gained for long.
+A step changes a cut, the ZeRO stage of a pipeline stage, or the subspace; it accepts a worse candidate with probability
+exp(−Δ/temperature). FlexFlow's rule has one temperature and never restarts. Our temperature is relative to the best
+time so far and cools down, and the chain restarts from the best candidate after many steps without gain.
 """
 
 import random
@@ -17,13 +17,13 @@ from pipedejavu.search.subspace import SearchSubspace, subspaces
 
 STEPS = 4000
 PATIENCE = 200
-"""Steps without gain, after which ours starts again from the best."""
+"""Steps without gain after which our rule restarts from the best candidate."""
 FIRST, LAST = 0.2, 0.002
-"""Of our temperature, as parts of the best time."""
+"""First and last temperature of our rule, relative to the best time."""
 FLEXFLOW = 0.05
-"""Of FlexFlow's temperature, as a part of the first draft's time."""
+"""FlexFlow's temperature, relative to the time of the first candidate."""
 PENALTY = 10.0
-"""Times that a shortage of memory makes a draft longer, so that a chain can pass through what does not fit."""
+"""Weight of a memory shortage in a candidate's time, so that a chain can pass through candidates that do not fit."""
 
 
 def run(
@@ -34,12 +34,10 @@ def run(
     is_flexflow: bool = False,
     steps: int = STEPS,
 ) -> bool:
-    """Walks at random from data parallelism on; returns False, as it never knows that it saw all."""
+    """Walks at random, starting from data parallelism; returns False, as the walk is never complete."""
     chance = random.Random(options.seed)
-    found = (subspace for problem in problems for subspace in subspaces(problem, options))
-    every = [
-        subspace for subspace in found if any(True for _ in subspace.seatings(len(subspace.problem.profile.units)))
-    ]
+    listed = (subspace for problem in problems for subspace in subspaces(problem, options))
+    every = [subspace for subspace in listed if any(subspace.groupings(len(subspace.problem.profile.units)))]
     if not every:
         return True
     chain = _Chain(pool, every, chance)
@@ -58,35 +56,37 @@ def run(
         if new[1] <= state[1] or chance.random() < exp((state[1] - new[1]) / warmth if warmth else -inf):
             state = new
         since = 0 if new[1] < best[1] else since + 1
-        best = min(best, new, key=lambda found: found[1])
+        best = min(best, new, key=lambda state: state[1])
         if not is_flexflow and since >= PATIENCE:
             state, since = best, 0
     return False
 
 
 _State = tuple[CandidatePlan, float, SearchSubspace]
+"""A candidate, its score with the penalty, and its subspace."""
 
 
 class _Chain:
-    """Drafts and the changes that lead from one to the next."""
+    """The random changes that lead from one candidate to the next."""
 
     def __init__(self, pool: Pool, every: list[SearchSubspace], chance: random.Random):
         self.pool, self.every, self.chance = pool, every, chance
         self.first_s = inf
 
     def start(self, subspace: SearchSubspace) -> _State:
-        state = self._seen(subspace, self._equal(subspace))
+        """Returns the first state: equal cuts in a subspace."""
+        state = self._evaluated(subspace, self._equal(subspace))
         self.first_s = state[1]
         return state
 
     def change(self, state: _State) -> _State:
-        """Moves a cut, divides the state of a stage or leaves it whole, or takes another frame, its cut if it fits."""
+        """Moves a cut, changes the ZeRO stage of one pipeline stage, or goes to another subspace."""
         candidate, _, subspace = state
         if len(candidate.stages) > 1 and self.chance.random() < 0.6:
-            return self._seen(subspace, self._moved(candidate))
+            return self._evaluated(subspace, self._moved(candidate))
         if len(subspace.zeros) > 1 and self.chance.random() < 0.3:
             at = self.chance.randrange(len(candidate.stages))
-            return self._seen(
+            return self._evaluated(
                 subspace,
                 (
                     *candidate.stages[:at],
@@ -94,17 +94,19 @@ class _Chain:
                     *candidate.stages[at + 1 :],
                 ),
             )
-        near = [f for f in self.chance.choices(self.every, k=8) if self._likeness(f, subspace)]
+        near = [f for f in self.chance.choices(self.every, k=8) if self._is_near(f, subspace)]
         other = self.chance.choice(near or self.every)
         if other.order == subspace.order and (other.sizes, other.degrees) == (subspace.sizes, subspace.degrees):
-            return self._seen(other, tuple(self._with_zero(stage, other) for stage in candidate.stages))
-        return self._seen(other, self._equal(other))
+            return self._evaluated(other, tuple(self._with_zero(stage, other) for stage in candidate.stages))
+        return self._evaluated(other, self._equal(other))
 
     @staticmethod
-    def _likeness(one: SearchSubspace, other: SearchSubspace) -> bool:
+    def _is_near(one: SearchSubspace, other: SearchSubspace) -> bool:
+        """Whether two subspaces differ in exactly one of devices, group sizes and microbatches."""
         return sum((one.order == other.order, one.sizes == other.sizes, one.samples == other.samples)) == 2
 
-    def _seen(self, subspace: SearchSubspace, stages: tuple[Stage, ...]) -> _State:
+    def _evaluated(self, subspace: SearchSubspace, stages: tuple[Stage, ...]) -> _State:
+        """Returns the state of a candidate, which is offered to the pool."""
         candidate = CandidatePlan(
             subspace.problem, stages, subspace.samples, subspace.microbatches, subspace.mode, subspace.is_stale
         )
@@ -119,7 +121,7 @@ class _Chain:
         )
 
     def _equal(self, subspace: SearchSubspace) -> tuple[Stage, ...]:
-        """Returns stages with about as many units each, on groups of random sizes where these are free."""
+        """Returns stages of about equal length, on groups of random sizes if these are free."""
         units, count = len(subspace.problem.profile.units), len(subspace.order)
         groups: list[tuple[int, int]] = []
         after = 0
@@ -131,20 +133,20 @@ class _Chain:
                 groups, after = [], 0
         groups.reverse()
         stages, first = [], 0
-        for n, (behind, shards) in enumerate(groups):
-            last = groups[n + 1][0] if n + 1 < len(groups) else 0
-            members = subspace.order[count - behind : count - last]
+        for n, (used, shards) in enumerate(groups):
+            after = groups[n + 1][0] if n + 1 < len(groups) else 0
+            group = subspace.order[count - used : count - after]
             end = units * (n + 1) // len(groups)
-            stages.append(self._with_zero(Stage(first, end, members, shards), subspace))
+            stages.append(self._with_zero(Stage(first, end, group, shards), subspace))
             first = end
         return tuple(stages)
 
     def _with_zero(self, stage: Stage, subspace: SearchSubspace) -> Stage:
-        """Returns a stage with its state divided or whole, at random, as far as a frame lets it."""
+        """Returns a stage with a random ZeRO stage of those that the subspace allows."""
         return replace(stage, zero=self.chance.choice(subspace.zeros) if stage.replicas > 1 else 0)
 
     def _moved(self, candidate: CandidatePlan) -> tuple[Stage, ...]:
-        """Moves one border between stages, mostly by one unit."""
+        """Returns the stages with one boundary moved, mostly by one unit."""
         stages = [*candidate.stages]
         at = self.chance.randrange(1, len(stages))
         low, high = stages[at - 1].start + 1, stages[at].end - 1

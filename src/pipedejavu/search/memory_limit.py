@@ -1,4 +1,4 @@
-"""Machines with other memory than they have."""
+"""Memory limits of devices, and machines with changed limits."""
 
 from collections.abc import Collection
 
@@ -6,14 +6,14 @@ from pipedejavu.facts import Device, Machine
 
 
 def memory_limit_of(device: Device) -> int:
-    """Returns the bytes of a device that are there for use."""
+    """Returns the usable bytes of a device."""
     return device.memory_bytes - device.reserved_bytes
 
 
 def with_memory(
     machine: Machine, *, times: float = 1.0, extra_bytes: float = 0.0, types: Collection[str] = ("gpu", "cpu")
 ) -> Machine:
-    """Returns the machine with other room on all devices of some types."""
+    """Returns the machine with changed memory limits on all devices of some types."""
     devices = (
         d.replace(memory_bytes=d.reserved_bytes + round(memory_limit_of(d) * times + extra_bytes))
         if d.type in types

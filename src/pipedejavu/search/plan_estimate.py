@@ -1,37 +1,40 @@
-"""The cheap cost of a whole candidate plan: the sum and the maximum over the costs of its stages."""
+"""The estimated cost of a whole candidate plan: the sum and the maximum over the costs of its stages."""
 
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from pipedejavu.facts import Machine
 from pipedejavu.search.candidate_plan import CandidatePlan, Stage
-from pipedejavu.search.slot import DeviceOrder, ScheduledSlot, cpu_of, slot_of
+from pipedejavu.search.memory_limit import memory_limit_of
+from pipedejavu.search.slot import DeviceOrder, ScheduledSlot, cpu_of, schedule_slot
 from pipedejavu.search.stage_cost import StageCosts
 
 
 class PlanEstimate(NamedTuple):
-    """What a whole draft costs."""
+    """Estimated time and memory of a candidate."""
 
     time_s: float
+    """Time of one update."""
     memory: dict[str, float]
-    """The highest need of each memory, by device."""
+    """Peak bytes of each memory, by device."""
     shortage: float
-    """The largest need as a part of what is there; above 1 the draft does not fit."""
+    """The largest need relative to its memory limit; above 1 the candidate does not fit."""
 
     @property
     def fits(self) -> bool:
-        """Whether all memories suffice."""
+        """Whether all memory limits are kept."""
         return self.shortage <= 1
 
 
 def estimate(candidate: CandidatePlan, costs: StageCosts) -> PlanEstimate:
-    """Returns what a draft of stages costs."""
+    """Returns the estimate of a candidate that is not shared by speed."""
     machine = candidate.problem.machine
-    total, behind, slowest = 0.0, 0.0, 0.0
+    total, later, slowest = 0.0, 0.0, 0.0
     memory: dict[str, float] = {}
-    for stage, slot in slots_of(candidate):
-        cost = costs.stage(stage.start, stage.end, slot, candidate.mode)
-        slowest = max(slowest, float(cost.bound_s(behind)))
-        behind += float(cost.sum_s)
+    for stage, scheduled in schedule_of(candidate):
+        cost = costs.stage(stage.start, stage.end, scheduled, candidate.mode)
+        slowest = max(slowest, float(cost.remaining_s(later)))
+        later += float(cost.sum_s)
         total += float(cost.total_s)
         for name in stage.group:
             memory[name] = memory.get(name, 0.0) + float(cost.device_bytes) / stage.shards
@@ -39,28 +42,28 @@ def estimate(candidate: CandidatePlan, costs: StageCosts) -> PlanEstimate:
                 cpu = cpu_of(machine, name)
                 assert cpu is not None
                 memory[cpu.name] = memory.get(cpu.name, 0.0) + float(cost.host_bytes) / stage.shards
-    rooms = {name: machine.device(name).memory_bytes - machine.device(name).reserved_bytes for name in memory}
-    shortage = max(memory[name] / max(room, 1) for name, room in rooms.items())
-    return PlanEstimate(total + slowest, memory, shortage)
+    return PlanEstimate(total + slowest, memory, shortage_of(memory, machine))
 
 
-def slots_of(candidate: CandidatePlan) -> Iterator[tuple[Stage, ScheduledSlot]]:
-    """Yields the stages of a draft, the last one first, and where they are."""
-    row = DeviceOrder(
-        candidate.problem,
-        candidate.devices,
-        candidate.sizes[0] if candidate.is_even and not candidate.has_teams else 0,
-    )
+def shortage_of(memory: dict[str, float], machine: Machine) -> float:
+    """Returns the largest need relative to its memory limit."""
+    return max(need / max(memory_limit_of(machine.device(name)), 1) for name, need in memory.items())
+
+
+def schedule_of(candidate: CandidatePlan) -> Iterator[tuple[Stage, ScheduledSlot]]:
+    """Yields the stages of a candidate with their scheduled slots, the last stage first."""
+    size = candidate.sizes[0] if candidate.is_even and not candidate.has_tp_groups else 0
+    device_order = DeviceOrder(candidate.problem, candidate.devices, size)
     after = workers = 0
     for stage in reversed(candidate.stages):
-        place = row.place(after, stage.replicas, stage.shards)
-        yield stage, slot_of(place, candidate.microbatches, candidate.is_stale, stage.zero, workers)
+        slot = device_order.slot(after, stage.replicas, stage.shards)
+        yield stage, schedule_slot(slot, candidate.microbatches, candidate.is_stale, stage.zero, workers)
         after, workers = after + len(stage.group), workers + stage.replicas
 
 
 def recomputed_units(candidate: CandidatePlan, costs: StageCosts) -> tuple[int, ...]:
-    """Returns the units of a draft that are computed again."""
-    slots = slots_of(candidate)
-    return tuple(
-        sorted(u for at, slot in slots for u in costs.recomputed_units(at.start, at.end, slot, candidate.mode))
-    )
+    """Returns the units of a candidate that are recomputed."""
+    units = list[int]()
+    for stage, scheduled in schedule_of(candidate):
+        units += costs.recomputed_units(stage.start, stage.end, scheduled, candidate.mode)
+    return tuple(sorted(units))

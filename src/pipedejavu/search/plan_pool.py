@@ -1,33 +1,34 @@
-"""The pool that all searchers fill: drafts that fit with their estimates, the clock, and what is worth looking at."""
+"""The pool that all searchers fill: the best candidates with their estimates, the clock, and the score to beat."""
 
 import time
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import product
 from math import inf
 
 from pipedejavu.program.pipeline import assign_devices, pipelines_of
 from pipedejavu.program.share import ShareSplit
 from pipedejavu.search.candidate_plan import CandidatePlan, Mode, PlanningProblem, note_of
-from pipedejavu.search.plan_estimate import PlanEstimate, estimate, recomputed_units
+from pipedejavu.search.plan_estimate import PlanEstimate, estimate, recomputed_units, shortage_of
 from pipedejavu.search.plan_writer import write
 from pipedejavu.search.search_options import Progress, SearchOptions
 from pipedejavu.search.stage_cost import StageCosts
 from pipedejavu.search.subspace import SearchSubspace
 
 SLACK = 1.2
-"""The simulator may rank a draft first whose estimate is so many times the least: estimates err, most of all where
-transfers and reductions meet on a network interface."""
+"""Candidates with up to this multiple of the least estimate are simulated: estimates err, most of all if transfers and
+reductions share a network interface."""
 
 TIED = 1 + 1e-6
-"""Of a score, what others may have of which the one that needs less memory is kept."""
+"""Ratio of two scores that count as equal; the candidate that needs less memory is kept."""
 
 MOST_SPLITS = 32
-"""Divisions of a stage's optimizer state between a device and its host that are tried."""
+"""Divisions of a stage's optimizer state between device and host that are tried at most."""
 
 
 @dataclass(frozen=True)
 class PooledPlan:
-    """A draft and its estimate."""
+    """A candidate, its estimate and its score."""
 
     candidate: CandidatePlan
     estimate: PlanEstimate
@@ -35,47 +36,47 @@ class PooledPlan:
 
     @property
     def merit(self) -> tuple[float, float]:
-        """What is least of the best: the score, without the digits that depend on the order of sums, then memory."""
+        """The sort key: the score, without the digits that depend on the order of sums, then memory."""
         return float(f"{self.score:.9g}"), self.estimate.shortage
 
 
 class Pool:
-    """Drafts that fit, the best of each sort."""
+    """The best candidate of each category that fits."""
 
-    def __init__(self, options: SearchOptions, progress: Progress | None = None, most: float = inf):
-        self.options, self.progress, self.most = options, progress, most
+    def __init__(self, options: SearchOptions, progress: Progress | None = None, max_score: float = inf):
+        self.options, self.progress, self.max_score = options, progress, max_score
         self.started_s = time.monotonic()
-        self.found: dict[tuple[object, ...], PooledPlan] = {}
+        self.plans: dict[tuple[object, ...], PooledPlan] = {}
         self.num_estimated = 0
         self.shortage = inf
-        """The least shortage of memory of all drafts that were looked at."""
+        """The least shortage of memory of all candidates so far."""
         self.tightest: CandidatePlan | None = None
-        """The draft that has it."""
+        """The candidate with the least shortage."""
         self._costs: dict[tuple[int, int], StageCosts] = {}
 
     def costs(self, problem: PlanningProblem, samples: int) -> StageCosts:
-        """Returns the costs of a scene for microbatches of one size."""
+        """Returns the stage costs of a problem for microbatches of one size."""
         key = (id(problem), samples)
         if key not in self._costs:
             self._costs[key] = StageCosts(problem, samples)
         return self._costs[key]
 
     def estimate(self, candidate: CandidatePlan) -> PlanEstimate:
-        """Returns what a draft costs."""
+        """Returns the estimate of a candidate."""
         self.num_estimated += 1
         if candidate.is_shared:
             return _estimate_shares(candidate, self.costs(candidate.problem, candidate.samples), self.options)
         return estimate(candidate, self.costs(candidate.problem, candidate.samples))
 
     def offer(self, candidate: CandidatePlan, cost: PlanEstimate | None = None) -> float:
-        """Keeps a draft that fits and is the best of its sort; returns its score, infinite where it does not fit."""
+        """Keeps a candidate if it fits and is the best of its category; returns its score, or infinity."""
         cost = cost or self.estimate(candidate)
         if cost.shortage < self.shortage:
             self.shortage, self.tightest = cost.shortage, candidate
         if not cost.fits:
             return inf
         score = self.score(candidate.problem, candidate.devices, cost.time_s)
-        if score > self.most:
+        if score > self.max_score:
             return score
         if candidate.mode.recomputes and not recomputed_units(
             candidate, self.costs(candidate.problem, candidate.samples)
@@ -84,21 +85,22 @@ class Pool:
         zero = max(stage.zero for stage in candidate.stages)
         if candidate.mode.zero != zero:
             candidate = replace(candidate, mode=replace(candidate.mode, zero=zero))
-        key, found = _sort_of(candidate), PooledPlan(candidate, cost, score)
-        if key not in self.found or found.merit < self.found[key].merit:
-            self.found[key] = found
+        key, pooled = _category_of(candidate), PooledPlan(candidate, cost, score)
+        if key not in self.plans or pooled.merit < self.plans[key].merit:
+            self.plans[key] = pooled
         return score
 
     def polish(self) -> None:
-        """Tries more of the best drafts: some optimizer state on the device where it is kept on the host.
+        """Offers variants of the best candidates that the searchers leave out.
 
-        And ZeRO-3 where a pipeline has ZeRO-1: only by the estimate it takes as long.
+        Pipelines with ZeRO-1 are offered with ZeRO-3, whose estimate is the same but whose simulation is not.
+        Candidates with optimizer state on the host are offered with the state of some units on the device.
         """
-        divided = [found.candidate for found in self.ranked() if found.candidate.mode.zero == 1]
-        for candidate in (d for d in divided[: self.options.candidates] if len(d.stages) > 1):
+        divided = [pooled.candidate for pooled in self.ranked() if pooled.candidate.mode.zero == 1]
+        for candidate in (c for c in divided[: self.options.candidates] if len(c.stages) > 1):
             stages = tuple(replace(stage, zero=3 * stage.zero) for stage in candidate.stages)
             self.offer(replace(candidate, stages=stages, mode=replace(candidate.mode, zero=3)))
-        on_host = [found.candidate for found in self.ranked() if found.candidate.mode.state == "host"]
+        on_host = [pooled.candidate for pooled in self.ranked() if pooled.candidate.mode.state == "host"]
         for candidate in on_host[: self.options.candidates]:
             most = min(stage.end - stage.start for stage in candidate.stages)
             counts = sorted({most * n // MOST_SPLITS for n in range(1, MOST_SPLITS)} - {0})
@@ -106,44 +108,45 @@ class Pool:
                 self.offer(replace(candidate, mode=replace(candidate.mode, device_pieces=count)))
 
     def score(self, problem: PlanningProblem, devices: tuple[str, ...], time_s: float) -> float:
-        """Returns what is to be least: the time of an update, or its price."""
+        """Returns the value to minimise: the time of an update, or its price."""
         return time_s * self._rate(problem, devices)
 
     def limit(self, subspace: SearchSubspace) -> float:
-        """Returns the score from which on a frame's best draft would neither be kept nor simulated."""
-        sorts = _sorts_of(subspace)
-        kept = [self.found[sort].score for sort in sorts if sort in self.found]
-        limit = max(kept) * TIED if len(kept) == len(sorts) else inf
-        if kept and len(sorts) > 1:  # sorts that are worse, or were not found, are of use where they are about as good
+        """Returns the score from which on a subspace's best candidate would neither be kept nor simulated."""
+        categories = _categories_of(subspace)
+        kept = [self.plans[category].score for category in categories if category in self.plans]
+        limit = max(kept) * TIED if len(kept) == len(categories) else inf
+        if kept and len(categories) > 1:  # other categories are of use only if they are about as good as the best
             limit = min(limit, SLACK * min(kept) * TIED)
         return min(self.cutoff, limit)
 
     def limit_s(self, subspace: SearchSubspace) -> float:
-        """Returns that limit as a time."""
+        """Returns that limit as the time of an update."""
         rate = self._rate(subspace.problem, subspace.order)
         return self.limit(subspace) / rate if rate else inf
 
     def _rate(self, problem: PlanningProblem, devices: tuple[str, ...]) -> float:
+        """Returns the score per second: 1, or the price of the devices."""
         if self.options.objective != "price":
             return 1.0
-        kinds = (problem.asked.machine.device(name).kind for name in devices)
-        return problem.team_size * sum(self.options.prices.get(kind, 0.0) for kind in kinds)
+        kinds = (problem.original.machine.device(name).kind for name in devices)
+        return problem.tp_size * sum(self.options.prices.get(kind, 0.0) for kind in kinds)
 
     @property
     def best(self) -> float:
         """The least score so far."""
-        return min((found.score for found in self.found.values()), default=inf)
+        return min((pooled.score for pooled in self.plans.values()), default=inf)
 
     @property
     def cutoff(self) -> float:
-        """Returns the score beyond which nothing would be simulated."""
-        scores = sorted(found.score for found in self.found.values())
+        """The score above which nothing would be simulated."""
+        scores = sorted(pooled.score for pooled in self.plans.values())
         count = self.options.finalists
-        return min(SLACK * scores[0], scores[count - 1], self.most) if len(scores) >= count else self.most
+        return min(SLACK * scores[0], scores[count - 1], self.max_score) if len(scores) >= count else self.max_score
 
     def ranked(self) -> list[PooledPlan]:
-        """Returns what was found, best first."""
-        return sorted(self.found.values(), key=lambda found: (found.score, len(found.candidate.devices)))
+        """Returns the candidates, the best first; ties go to fewer devices."""
+        return sorted(self.plans.values(), key=lambda pooled: (pooled.score, len(pooled.candidate.devices)))
 
     @property
     def elapsed_s(self) -> float:
@@ -156,24 +159,24 @@ class Pool:
         return self.elapsed_s > 0.75 * self.options.time_budget_s
 
     def report(self, share: float, text: str) -> None:
-        """Tells how far the search is."""
+        """Reports the progress of the search."""
         if self.progress is not None:
             self.progress(min(share, 1.0), text)
 
 
-_Sort = tuple[object, ...]
-"""What drafts have in common of which only the best is kept; others would take its place in the simulator."""
+_Category = tuple[object, ...]
+"""What similar candidates share: only the best of a category is kept, so that the simulator sees different plans."""
 
 
-def _sort(note: str, mode: Mode, stages: int, devices: int, is_stale: bool, is_shared: bool = False) -> _Sort:
+def _category(note: str, mode: Mode, stages: int, devices: int, is_stale: bool, is_shared: bool = False) -> _Category:
     return note, replace(mode, device_pieces=0), is_stale, is_shared, stages, devices
 
 
-def _sort_of(candidate: CandidatePlan) -> _Sort:
-    devices = len(candidate.devices) * candidate.problem.team_size
+def _category_of(candidate: CandidatePlan) -> _Category:
+    devices = len(candidate.devices) * candidate.problem.tp_size
     if len({*candidate.degrees}) > 1:
         return candidate.mode.recomputes, devices
-    return _sort(
+    return _category(
         candidate.note,
         candidate.mode,
         len(candidate.stages),
@@ -183,44 +186,45 @@ def _sort_of(candidate: CandidatePlan) -> _Sort:
     )
 
 
-def _sorts_of(subspace: SearchSubspace) -> set[_Sort]:
-    """Returns the sorts of which a frame's best draft may be: it may have nothing to compute again, or to divide."""
-    count, problem, again = len(subspace.order), subspace.problem, {False, subspace.mode.recomputes}
-    devices = count * problem.team_size
-    modes = [replace(subspace.mode, recomputes=r, zero=zero) for r in again for zero in subspace.zeros]
-    found: set[_Sort] = {(r, devices) for r in again} if len(subspace.degrees) > 1 else set()
+def _categories_of(subspace: SearchSubspace) -> set[_Category]:
+    """Returns the possible categories of a subspace's best candidate, which may not need recompute or ZeRO."""
+    count, problem, recomputes = len(subspace.order), subspace.problem, {False, subspace.mode.recomputes}
+    devices = count * problem.tp_size
+    modes = [replace(subspace.mode, recomputes=r, zero=zero) for r in recomputes for zero in subspace.zeros]
+    categories: set[_Category] = {(r, devices) for r in recomputes} if len(subspace.degrees) > 1 else set()
     for degree in subspace.degrees:
-        note = note_of((degree * problem.team_size,), problem)
+        note = note_of((degree * problem.tp_size,), problem)
         counts = _counts(count, tuple(size * degree for size in subspace.sizes))
-        found |= {_sort(note, mode, stages, devices, subspace.is_stale) for mode in modes for stages in counts}
-    return found
+        for mode, stages in product(modes, counts):
+            categories.add(_category(note, mode, stages, devices, subspace.is_stale))
+    return categories
 
 
 @cache
 def _counts(total: int, sizes: tuple[int, ...]) -> frozenset[int]:
-    """Returns of how many stages, of these sizes, so many devices can be."""
+    """Returns the possible numbers of stages if `total` devices are divided into groups of these sizes."""
     if len(sizes) == 1:
         return frozenset() if total % sizes[0] else frozenset((total // sizes[0],))
-    found = [{0}] + [set[int]() for _ in range(total)]
+    counts = [{0}] + [set[int]() for _ in range(total)]
     for number in range(1, total + 1):
-        found[number] = {n + 1 for size in sizes if size <= number for n in found[number - size]}
-    return frozenset(found[total])
+        counts[number] = {n + 1 for size in sizes if size <= number for n in counts[number - size]}
+    return frozenset(counts[total])
 
 
 def _estimate_shares(candidate: CandidatePlan, costs: StageCosts, options: SearchOptions) -> PlanEstimate:
-    """Returns what unequal shares of a batch cost, by the shares that `compile` will give."""
+    """Returns the estimate of unequal shares of a batch, with the shares that `compile` would choose."""
     plan, machine = write(candidate, options, costs), candidate.problem.machine
     devices = candidate.devices if candidate.problem.tp_groups else assign_devices(plan, machine)
     split = ShareSplit(plan, candidate.problem.profile, machine, pipelines_of(plan), devices)
     shares, _ = split.choose()
     if not all(shares):
-        return PlanEstimate(inf, {}, inf)  # a plan for fewer devices says the same
+        return PlanEstimate(inf, {}, inf)  # a candidate with fewer devices is the same plan
     time_s, memory = split.estimate(shares).total_s, dict[str, float]()
     if candidate.cpus:
         alone, size = estimate(candidate, costs), candidate.sizes[0]
         equal = (split.total // size,) * size + (0,) * len(candidate.cpus)
         time_s, memory = alone.time_s * time_s / split.estimate(equal).total_s, alone.memory
-    state = float(costs.weights[-1] + costs.gradients[-1] + costs.optimizer[-1] + costs.saved[-1])
+    weights, gradients, optimizer = costs.model
+    state = weights + gradients + optimizer + float(costs.saved[-1])
     memory |= dict.fromkeys(candidate.cpus or candidate.devices, state)
-    rooms = {name: machine.device(name).memory_bytes - machine.device(name).reserved_bytes for name in memory}
-    return PlanEstimate(time_s, memory, max(memory[name] / max(rooms[name], 1) for name in memory))
+    return PlanEstimate(time_s, memory, shortage_of(memory, machine))

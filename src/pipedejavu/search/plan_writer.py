@@ -1,4 +1,4 @@
-"""Writes a draft out as a plan, with the reason for each choice; and says whether the engine runs it."""
+"""Writes a candidate as a plan with the reason for each choice, and says whether the engine runs it."""
 
 from pipedejavu.facts import Cost, Profile, format_bytes
 from pipedejavu.plan import Cut, Decision, Feed, Keep, Order, Place, Plan, Reduce, Version, faults_of, preset
@@ -8,18 +8,19 @@ from pipedejavu.search.plan_estimate import recomputed_units
 from pipedejavu.search.search_options import SearchOptions
 from pipedejavu.search.stage_cost import StageCosts
 
-MOST_SLOTS = 4000
-"""Microbatches times workers up to which other orders are tried."""
+MOST_WORK_ITEMS = 4000
+"""Microbatches times workers up to which other schedules are tried."""
 _ORDERS = {"zb-h1": "ZB-H1", "interleaved": "interleaved"}
 _SMALLER = {"zb-v": "ZB-V", "dualpipe-v": "DualPipeV"}
-"""Orders with still smaller bubbles, which pay where that of 1F1B is `LEAST_BUBBLE` of an update or more."""
+"""Schedules with still smaller bubbles; tried if the bubble of 1F1B is at least `LEAST_BUBBLE`."""
 LEAST_BUBBLE = 0.15
+"""Share of an update."""
 STALE_STEPS = 4
 """Updates in the program of a pipeline that never drains."""
 
 
 def write(candidate: CandidatePlan, options: SearchOptions, costs: StageCosts) -> Plan:
-    """Returns the plan of a draft; its devices are named only where the machine's own order is another."""
+    """Returns the plan of a candidate; it names devices only if they differ from the machine's own order."""
     plan = Plan(
         name=_name(candidate),
         cut=_cut(candidate),
@@ -34,39 +35,39 @@ def write(candidate: CandidatePlan, options: SearchOptions, costs: StageCosts) -
         decisions=tuple(_decisions(candidate)),
     )
     plain = plan.replace(place=plan.place.replace(devices=None))
-    machine = candidate.problem.asked.machine
+    machine = candidate.problem.original.machine
     on_all = sum(plan.degrees) <= len(machine.devices)
     return plain if on_all and assign_devices(plain, machine) == plan.place.devices else plan
 
 
 def other_orders(plan: Plan, profile: Profile) -> list[Plan]:
-    """Returns a plain 1F1B pipeline under the other synchronous orders that can run it and may be faster."""
+    """Returns a plain 1F1B pipeline under the other synchronous schedules that may be faster."""
     workers, order, count = plan.place.workers, plan.order, plan.feed.microbatches
     is_plain = order.kind == "1f1b" and not order.is_eager and not plan.place.stage_replicas
-    if not is_plain or workers * count > MOST_SLOTS:
+    if not is_plain or workers * count > MOST_WORK_ITEMS:
         return []
     kept = tuple(d for d in plan.decisions if d.axis != "cut")
     has_bubble = workers - 1 >= LEAST_BUBBLE * (count + workers - 1)
     has_halves = any(time.weight_backward != Cost() for unit in profile.units for time in unit.times.values())
-    found = []
+    plans = []
     for name, title in (_ORDERS | _SMALLER if has_bubble else _ORDERS).items():
-        taken = preset(name).plan
+        source = preset(name).plan
         decision = Decision(axis="order", choice=name, reason="simulated beside 1F1B, whose bubble it makes smaller")
         other = plan.replace(
             name=f"{plan.name}, {title}",
-            cut=plan.cut if taken.place.chunks == 1 else plan.cut.replace(bounds=None),
-            place=plan.place.replace(kind=taken.place.kind, chunks=taken.place.chunks),
-            order=taken.order,
+            cut=plan.cut if source.place.chunks == 1 else plan.cut.replace(bounds=None),
+            place=plan.place.replace(kind=source.place.kind, chunks=source.place.chunks),
+            order=source.order,
             decisions=(*kept, decision),
         )
         is_useful = has_halves or not other.splits_backward
         if is_useful and (other.num_stages or 0) <= len(profile.units) and not faults_of(other, profile):
-            found.append(other)
-    return found
+            plans.append(other)
+    return plans
 
 
 def overlapped(plan: Plan, profile: Profile) -> Plan | None:
-    """Returns a pipeline whose replicas add gradients up beside its last backwards, or None where it cannot."""
+    """Returns the pipeline with reductions that overlap with its last backwards, or None if it has none to overlap."""
     is_later = plan.place.workers > 1 and plan.reduce.wire == "all-reduce" and not plan.order.is_eager
     if not is_later or plan.is_flush_free or plan.feed.kind == "share":
         return None
@@ -79,19 +80,19 @@ def overlapped(plan: Plan, profile: Profile) -> Plan | None:
 
 
 def stashed(plan: Plan, options: SearchOptions) -> list[Plan]:
-    """Returns a pipeline that never drains as PipeDream, where weights may be old enough.
+    """Returns a pipeline that never drains with PipeDream's weight stashing, if `staleness` allows it.
 
-    It stashes more than two versions, and so may have fewer and larger microbatches.
+    It holds more than two weight versions, and so may have fewer and larger microbatches.
     """
     if plan.version.kind != "double-buffer" or options.samples is not None:
         return []
-    batch, behind = options.batch // plan.place.replicas, plan.place.workers - 1
-    counts = [n for n in range(-(-behind // options.staleness), behind) if batch % n == 0]
+    batch, delay = options.batch // plan.place.replicas, plan.place.workers - 1
+    counts = [n for n in range(-(-delay // options.staleness), delay) if batch % n == 0]
     if not counts:
         return []
     count, samples = counts[0], batch // counts[0]
     choice = f"{count} microbatch{'es' * (count > 1)} of {samples} sample{'s' * (samples > 1)}"
-    age = -(-behind // count)
+    age = -(-delay // count)
     reason = f"weights may be {options.staleness} updates old, and are {age} with so few"
     return [
         plan.replace(
@@ -109,7 +110,7 @@ def stashed(plan: Plan, options: SearchOptions) -> list[Plan]:
 
 
 def why_not_run(plan: Plan) -> str:
-    """Returns why the engine does not run a plan; empty where it does."""
+    """Returns why the engine does not run a plan; empty if it does."""
     what = [f"state over replicas (keep '{plan.keep}')"] * plan.keep.kind.startswith("zero")
     what += [f"operators over devices (place '{plan.place}')"] * (plan.place.stage_shards is not None)
     what += ["operators over workers (cut 'layout')"] * (plan.cut.kind == "layout")
@@ -145,25 +146,25 @@ def _place(candidate: CandidatePlan) -> Place:
         gpus = [name for name in candidate.devices if problem.machine.device(name).type == "gpu"]
         cpus = [name for name in candidate.devices if name not in gpus]
         num_cpus = len(cpus) if gpus else 0
-        members = tuple(name for lead in (*gpus, *cpus) for name in problem.tp_group(lead))
+        devices = tuple(name for lead in (*gpus, *cpus) for name in problem.tp_group(lead))
         count = len(candidate.devices) - num_cpus
-        return Place(replicas=count, cpu_replicas=num_cpus, stage_shards=stage_shards, devices=members)
+        return Place(replicas=count, cpu_replicas=num_cpus, stage_shards=stage_shards, devices=devices)
     if not candidate.is_even:
-        members = tuple(name for lead in candidate.devices for name in problem.tp_group(lead))
-        return Place(workers=len(sizes), stage_replicas=sizes, stage_shards=stage_shards, devices=members)
+        devices = tuple(name for lead in candidate.devices for name in problem.tp_group(lead))
+        return Place(workers=len(sizes), stage_replicas=sizes, stage_shards=stage_shards, devices=devices)
     leads = (
         name
         for r in range(sizes[0])
         for stage in candidate.stages
         for name in stage.group[r * stage.shards : (r + 1) * stage.shards]
     )
-    members = tuple(name for lead in leads for name in problem.tp_group(lead)) + candidate.cpus
+    devices = tuple(name for lead in leads for name in problem.tp_group(lead)) + candidate.cpus
     return Place(
         workers=len(sizes),
         replicas=sizes[0],
         stage_shards=stage_shards,
         cpu_replicas=len(candidate.cpus),
-        devices=members,
+        devices=devices,
     )
 
 
@@ -174,19 +175,24 @@ def _feed(candidate: CandidatePlan) -> Feed:
     return Feed(microbatches=candidate.microbatches // size, samples=candidate.samples)
 
 
-def _order(candidate: CandidatePlan, again: tuple[int, ...]) -> Order:
+def _order(candidate: CandidatePlan, recomputed: tuple[int, ...]) -> Order:
     mode = candidate.mode
     fetches = mode.activations == "host" or mode.state == "window" or (mode.zero == 3 and len(candidate.stages) == 1)
-    pieces = mode.goes_by_pieces or (len(candidate.stages) == 1 and candidate.sizes[0] > 1 and not candidate.is_shared)
+    is_data_parallel = len(candidate.stages) == 1 and candidate.sizes[0] > 1 and not candidate.is_shared
     kind = "step" if len(candidate.stages) == 1 else "1f1b-async" if candidate.is_stale else "1f1b"
     return Order.model_validate(
-        {"kind": kind, "prefetch": int(fetches), "is_eager": pieces, **_recompute(again, candidate)}
+        {
+            "kind": kind,
+            "prefetch": int(fetches),
+            "is_eager": mode.goes_by_pieces or is_data_parallel,
+            **_recompute(recomputed, candidate),
+        }
     )
 
 
-def _recompute(again: tuple[int, ...], candidate: CandidatePlan) -> dict[str, object]:
-    everything = len(again) == len(candidate.problem.profile.units)
-    return {"recompute": 1.0} if everything else {"recompute_units": again} if again else {}
+def _recompute(units: tuple[int, ...], candidate: CandidatePlan) -> dict[str, object]:
+    is_all = len(units) == len(candidate.problem.profile.units)
+    return {"recompute": 1.0} if is_all else {"recompute_units": units} if units else {}
 
 
 def _bucket_bytes(candidate: CandidatePlan) -> int:
@@ -196,13 +202,9 @@ def _bucket_bytes(candidate: CandidatePlan) -> int:
 
 
 def _reduce(candidate: CandidatePlan, options: SearchOptions) -> Reduce:
-    wire = (
-        "none"
-        if max(candidate.sizes) == 1 and not candidate.cpus
-        else "reduce-scatter"
-        if candidate.mode.zero
-        else "all-reduce"
-    )
+    wire = "reduce-scatter" if candidate.mode.zero else "all-reduce"
+    if max(candidate.sizes) == 1 and not candidate.cpus:
+        wire = "none"
     clip = "delayed" if options.clip == "global" and candidate.is_stale else options.clip
     return Reduce.model_validate({"wire": wire, "clip": clip})
 
@@ -228,28 +230,29 @@ def _keep(candidate: CandidatePlan) -> Keep:
 
 
 def _decisions(candidate: CandidatePlan) -> list[Decision]:
-    """Returns what was chosen, and why."""
-    found = []
+    """Returns the choices and their reasons."""
+    decisions = []
     units = candidate.problem.profile.units
     if len(candidate.stages) > 1:
         bounds = ", ".join(str(stage.start) for stage in candidate.stages[1:])
         reason = "with these the sum over stages and the slowest stage are least together"
-        found.append(Decision(axis="cut", choice=f"stages begin at units {bounds}", reason=reason))
+        decisions.append(Decision(axis="cut", choice=f"stages begin at units {bounds}", reason=reason))
         size = sum(unit.gradient_bytes for unit in units)
         unlike = ", ".join(f"{s.replicas} × units {s.start} to {s.end - 1}" for s in candidate.stages)
         if not candidate.is_even:
             reason = f"replicas add up {format_bytes(size)} of gradients where all stages have them"
-            found.append(Decision(axis="place", choice=unlike, reason=reason))
+            decisions.append(Decision(axis="place", choice=unlike, reason=reason))
     if max(candidate.degrees) > 1:
         tp_groups = zip(candidate.stages, candidate.degrees, strict=True)
         choice = ", ".join(f"units {s.start} to {s.end - 1} over {n} devices" for s, n in tp_groups if n > 1)
         reason = "divided, they fit or take less time, all-reduces of their boundaries counted in"
-        found.append(Decision(axis="place", choice=choice, reason=reason))
+        decisions.append(Decision(axis="place", choice=choice, reason=reason))
     count = candidate.microbatches // (candidate.sizes[0] if candidate.is_even else 1)
     choice = f"{count} microbatch{'es' * (count > 1)} of {candidate.samples} sample{'s' * (candidate.samples > 1)}"
-    if not candidate.is_shared:  # of shares, `compile` says who gets how many
-        found.append(Decision(axis="feed", choice=choice, reason="the best of the sizes that divide the batch and fit"))
+    if not candidate.is_shared:  # `compile` chooses the shares and gives the reason
+        reason = "the best of the sizes that divide the batch and fit"
+        decisions.append(Decision(axis="feed", choice=choice, reason=reason))
     if not candidate.mode.is_plain:
         reason = "of what fits, this costs least time"
-        found.append(Decision(axis="keep", choice=candidate.keeping, reason=reason))
-    return found
+        decisions.append(Decision(axis="keep", choice=candidate.keeping, reason=reason))
+    return decisions

@@ -1,4 +1,4 @@
-"""`search`: the best plans for a model on a machine, by one of the searchers, ranked by the simulator."""
+"""`search`: the best plans for a model on a machine, found by one of the searchers and ranked by the simulator."""
 
 from collections.abc import Callable, Iterator
 from heapq import heapify, heappop, heappush
@@ -21,9 +21,9 @@ from pipedejavu.search.search_result import RankedPlan, SearchResult
 from pipedejavu.search.share_offer import offer_beside, offer_shares
 
 SMALLER = (0.9, 0.75, 0.6)
-"""Parts of the memory that are planned for where no plan for all of it fits in the end."""
+"""Memory limits, as shares, to plan for if no plan for the whole memory passes the simulator."""
 FEW = 500
-"""Drafts that `auto` looks at one by one."""
+"""Candidates up to which `auto` searches exhaustively."""
 
 Run = Callable[[Pool, list[PlanningProblem], SearchOptions], bool]
 
@@ -33,7 +33,7 @@ SEARCHERS: dict[str, Run] = {
     "mcmc": mcmc.run,
     "gradient": gradient_descent.run,
 }
-"""By name: each fills a pool and returns whether it looked at all there is."""
+"""Searchers by name; each fills a pool and returns whether it covered its whole space."""
 
 
 def search(
@@ -42,35 +42,35 @@ def search(
     options: SearchOptions | None = None,
     progress: Progress | None = None,
     *,
-    most: float = inf,
+    max_score: float = inf,
 ) -> SearchResult:
-    """Returns the best plans that fit, each compiled, verified and simulated; none where nothing fits.
+    """Returns the best plans that fit, each compiled, verified and simulated; none if nothing fits.
 
-    When the time budget is over the best so far is the answer. It takes less time where only plans are of interest
-    whose estimate (of an update's time, or of its price times 3,600) is below `most`. Raises InputError where the
-    profile knows none of the machine's devices.
+    When the time budget is over the result holds the best plans so far. With a `max_score` the search skips plans whose
+    estimate (the time of an update, or its price times 3,600) is above it, which takes less time. Raises InputError if
+    the profile has times for none of the machine's devices.
     """
     options = (options or SearchOptions()).agreed()
     check_units(profile)
     check_devices(len(usable(profile, machine, options)), machine.name)
-    pool = Pool(options, progress, most)
+    pool = Pool(options, progress, max_score)
     problems = [*problems_of(profile, machine, options)]
     name, reason = _choose(pool, problems, options)
     is_complete = _fill(pool, problems, options, name)
     with paused_collector():
         ranked = _rank(pool, options, {id(problem): problem for problem in problems})
     for part in (1.0, *SMALLER):
-        if ranked.candidates or pool.is_over or most < inf:
+        if ranked.candidates or pool.is_over or max_score < inf:
             break
-        # Every device may help now; and where memory was estimated too low, plans that would need less may fit.
-        real = [*problems_of(profile, machine, options, everyone=True)]
-        assumed = [*problems_of(profile, with_memory(machine, times=part), options, everyone=True)]
-        again = Pool(options, progress)
-        name, reason = _choose(again, assumed, options)
-        is_complete = _fill(again, assumed, options, name)
-        if not again.found:
+        # Nothing fits: use all devices, and plan for less memory, as the simulator may need more than the estimate.
+        real = [*problems_of(profile, machine, options, all_devices=True)]
+        assumed = [*problems_of(profile, with_memory(machine, times=part), options, all_devices=True)]
+        retry = Pool(options, progress)
+        name, reason = _choose(retry, assumed, options)
+        is_complete = _fill(retry, assumed, options, name)
+        if not retry.plans:
             break
-        ranked = _rank(again, options, {id(a): problem for a, problem in zip(assumed, real, strict=True)})
+        ranked = _rank(retry, options, {id(a): problem for a, problem in zip(assumed, real, strict=True)})
     pool.report(1.0, "done")
     return SearchResult(
         candidates=tuple(ranked.candidates),
@@ -85,7 +85,7 @@ def search(
 
 
 def _fill(pool: Pool, problems: list[PlanningProblem], options: SearchOptions, name: str) -> bool:
-    """Fills a pool by a searcher; returns whether it looked at all there is."""
+    """Fills a pool by a searcher; returns whether it covered its whole space."""
     offer_shares(pool, problems, options)
     is_complete = SEARCHERS[name](pool, problems, options)
     offer_beside(pool, problems, options, SEARCHERS[name])
@@ -100,8 +100,8 @@ def _choose(pool: Pool, problems: list[PlanningProblem], options: SearchOptions)
     count = exhaustive.count(pool, problems, options, most=FEW)
     if count <= FEW:
         return "exhaustive", f"there are {count:,} drafts in all, few enough to look at each"
-    is_exact = all(len(problem.profile.units) <= dp.PLACES for problem in problems)
-    how = "exactly" if is_exact else f"among {dp.PLACES} places, then near it"
+    is_exact = all(len(problem.profile.units) <= dp.MOST_CUTS for problem in problems)
+    how = "exactly" if is_exact else f"among {dp.MOST_CUTS} places, then near it"
     return "dp", f"there are more than {FEW:,} drafts, and dynamic programming finds the best cut of a chain {how}"
 
 
@@ -112,34 +112,35 @@ class _Ranked(NamedTuple):
 
 
 class _Waiting(NamedTuple):
-    """A plan that may be among the best, as far as it is known."""
+    """A plan in the queue: with a lower bound of its value, or with its simulated time."""
 
     value: float
-    """To be least: what the simulator says, and before that what it cannot be below."""
+    """The value to minimise: simulated, or a lower bound before that."""
     is_timed: bool
     number: int
     plan: Plan
-    found: PooledPlan
+    pooled: PooledPlan
     timed: Timed | None = None
 
     def known(self, timed: Timed, options: SearchOptions) -> "_Waiting":
-        """Returns it with its time."""
+        """Returns the item with its simulated time."""
         return self._replace(value=_value(timed, options), is_timed=True, timed=timed)
 
 
 def _rank(pool: Pool, options: SearchOptions, real: dict[int, PlanningProblem]) -> _Ranked:
-    """Simulates plans on real scenes and admits the fastest, until there are enough and no other can be faster.
+    """Simulates plans and admits the fastest, until there are enough and no other can be faster.
 
-    The first of those that wait is simulated, or admitted if it was: one whose floor is above all that are admitted
-    needs no simulation. While none is fit to be admitted the next drafts come.
+    The queue's first item is simulated, or admitted if it was simulated before. A plan whose lower bound is above all
+    admitted ones is never simulated. If no plan is admitted the next candidates follow. `real` maps the problems of the
+    pool to those to simulate on, which differ if less memory was planned for.
     """
-    candidate_plans, tried, notes = pool.ranked(), set[str](), list[str]()
+    pooled_plans, tried, notes = pool.ranked(), set[str](), list[str]()
     candidates: list[RankedPlan] = []
     simulated = 0
-    while candidate_plans and not candidates:
+    while pooled_plans and not candidates:
         waiting: list[_Waiting] = []
-        while candidate_plans and len(waiting) < options.finalists:
-            waiting += _plans(pool, candidate_plans.pop(0), options, tried, len(waiting))
+        while pooled_plans and len(waiting) < options.finalists:
+            waiting += _plans(pool, pooled_plans.pop(0), options, tried, len(waiting))
         number, before = len(waiting), simulated
         heapify(waiting)
         while waiting:
@@ -156,8 +157,8 @@ def _rank(pool: Pool, options: SearchOptions, real: dict[int, PlanningProblem]) 
                         heappush(waiting, item.known(item.timed.plainer, options))
             elif simulated == before or pool.elapsed_s < options.time_budget_s:
                 pool.report(0.75 + 0.25 * (simulated - before) / number, f"simulating {item.plan.name}")
-                problem = real[id(item.found.candidate.problem)].asked
-                timed = time_plan(item.plan, problem, item.found.estimate.time_s)
+                problem = real[id(item.pooled.candidate.problem)].original
+                timed = time_plan(item.plan, problem, item.pooled.estimate.time_s)
                 simulated += 1
                 if isinstance(timed, Timed):
                     heappush(waiting, item.known(faster_form(item.plan, timed), options))
@@ -167,38 +168,38 @@ def _rank(pool: Pool, options: SearchOptions, real: dict[int, PlanningProblem]) 
 
 
 def _in_order(candidates: list[RankedPlan], options: SearchOptions) -> list[RankedPlan]:
-    """Returns the fastest first, and before it a simpler one that is as fast; of the others again."""
+    """Returns the plans by time; of those within `NEAR` of the fastest that is left, the simplest comes next."""
     left = sorted(candidates, key=lambda c: (_value(c, options), c.fullest_share))
-    found = []
+    ordered = []
     while left:
         near = [n for n, c in enumerate(left) if _value(c, options) <= NEAR * _value(left[0], options)]
-        found.append(left.pop(min(near, key=lambda n: (_effort(left[n]), n))))
-    return found
+        ordered.append(left.pop(min(near, key=lambda n: (_effort(left[n]), n))))
+    return ordered
 
 
-def _value(found: Timed | RankedPlan, options: SearchOptions) -> float:
-    """Returns what is to be least of a plan, without the digits that depend on the order of sums."""
-    value = found.time_s
+def _value(plan: Timed | RankedPlan, options: SearchOptions) -> float:
+    """Returns the time or price to minimise, without the digits that depend on the order of sums."""
+    value = plan.time_s
     if options.objective == "price":
-        value = found.price if isinstance(found, RankedPlan) else price_of(found, options)
+        value = plan.price if isinstance(plan, RankedPlan) else price_of(plan, options)
     return float(f"{value:.9g}")
 
 
-def _plans(pool: Pool, found: PooledPlan, options: SearchOptions, tried: set[str], number: int) -> Iterator[_Waiting]:
-    """Yields the plan of a draft, and in other forms where none of its own order and feed has been."""
-    candidate = found.candidate
+def _plans(pool: Pool, pooled: PooledPlan, options: SearchOptions, tried: set[str], number: int) -> Iterator[_Waiting]:
+    """Yields the plan of a candidate, and under other schedules if no plan of its order and feed had them before."""
+    candidate = pooled.candidate
     costs = pool.costs(candidate.problem, candidate.samples)
     plan = write(candidate, options, costs)
     least = pool.score(candidate.problem, candidate.devices, lower_bound_s(candidate, costs))
-    yield _Waiting(least / 3600 if options.objective == "price" else least, False, number, plan, found)
-    sort = f"{plan.order.kind} {plan.feed.kind}"
-    if sort not in tried and (others := other_orders(plan, candidate.problem.profile) + stashed(plan, options)):
-        tried.add(sort)
-        yield from (_Waiting(0.0, False, number + n, other, found) for n, other in enumerate(others, 1))
+    yield _Waiting(least / 3600 if options.objective == "price" else least, False, number, plan, pooled)
+    key = f"{plan.order.kind} {plan.feed.kind}"
+    if key not in tried and (others := other_orders(plan, candidate.problem.profile) + stashed(plan, options)):
+        tried.add(key)
+        yield from (_Waiting(0.0, False, number + n, other, pooled) for n, other in enumerate(others, 1))
 
 
 def _effort(candidate: RankedPlan) -> tuple[bool, int]:
-    """Returns what makes a plan less simple than another that is about as fast."""
+    """Returns a key by which simpler plans sort first."""
     plan = candidate.plan
     moves = (plan.keep.kind != "replicated") + (plan.keep.activations == "host") + bool(plan.place.stage_shards)
     return bool(candidate.only_costed), moves + plan.order.has_recompute + plan.is_flush_free

@@ -1,4 +1,4 @@
-"""What a search is asked for: the batch, the objective, what is allowed, and how long it may take."""
+"""Options of a search: the batch, the objective, what is allowed, and the time budget."""
 
 from collections.abc import Callable
 from typing import Literal
@@ -10,43 +10,43 @@ from pipedejavu.facts.quantity import Seconds
 
 Searcher = Literal["auto", "exhaustive", "dp", "mcmc", "gradient"]
 Progress = Callable[[float, str], None]
-"""Takes the part that is done, from 0 to 1, and what goes on."""
+"""Called with the share that is done, from 0 to 1, and a description of the current step."""
 
 
 class SearchOptions(Record):
-    """One question to the planner; `search` refuses fields that disagree."""
+    """Options of one search; fields that contradict each other are refused."""
 
     batch: int = Field(default=32, ge=1)
-    """Samples of one update, over all replicas."""
+    """Samples per update, over all replicas."""
     searcher: Searcher = "auto"
     objective: Literal["time", "price", "batch", "blocks"] = "time"
-    """What of a sample is to be least. `batch` and `blocks` are `find_largest`'s: what fits counts, and then time;
-    under `batch` an update is one pass, as any batch fits in parts."""
+    """`time` and `price` are minimised per sample. `batch` and `blocks` are for `find_largest`: first the largest that
+    fits, then time; under `batch` an update is one pass, as any batch fits in microbatches."""
     prices: dict[str, float] = Field(default_factory=dict)
-    """Of an hour on a device, by its kind; those that are not named cost nothing."""
+    """Price per device and hour, by kind; other kinds cost nothing."""
     staleness: int = Field(default=0, ge=0)
-    """How many updates old the weights may be that a microbatch reads; 0 asks for synchronous plans."""
+    """Most updates by which a microbatch's weights may be old; 0 allows only synchronous plans."""
     samples: int | None = Field(default=None, ge=1)
-    """Of a microbatch; by default the best of those that divide the batch."""
+    """Samples per microbatch; by default the best size that divides the batch."""
     clip: Literal["none", "global"] = "none"
-    """Whether gradients are clipped by their norm."""
+    """Whether gradients are clipped by their global norm."""
     is_runnable: bool = False
-    """Whether only plans count that the engine runs: no ZeRO, no divided operators."""
+    """Whether to search only plans that the engine runs: no ZeRO, no tensor parallelism."""
     devices: tuple[str, ...] | None = Field(default=None, min_length=1)
-    """Of the machine, those that may be used; by default all whose times the profile knows."""
+    """Devices that may be used; by default all for which the profile has times."""
     time_budget_s: Seconds = 60.0
-    """When it is over, the best so far is the answer."""
+    """When it is over, the result holds the best plans so far."""
     seed: int = 0
     candidates: int = Field(default=5, ge=1)
-    """How many plans the answer holds at most; about three times as many are simulated, but for one."""
+    """Plans in the result at most; for more than one, about three times as many are simulated."""
 
     @property
     def finalists(self) -> int:
-        """About how many plans are simulated: drafts, and other orders beside them."""
+        """About how many plans are simulated: candidates, and their other schedules."""
         return 3 * self.candidates - 2
 
     def disagreements(self) -> list[str]:
-        """Returns a fault where microbatches do not make up the batch, or a price is negative."""
+        """Returns the contradictions: microbatches that do not divide the batch, and missing or negative prices."""
         faults = []
         if self.samples is not None and self.batch % self.samples:
             faults.append(

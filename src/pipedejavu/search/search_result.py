@@ -1,4 +1,4 @@
-"""What a search answers: plans, best first, with what each is predicted to take and why it is as it is."""
+"""The result of a search: plans, best first, with their forecasts and reasons."""
 
 from math import inf
 
@@ -10,54 +10,55 @@ from pipedejavu.plan import Plan
 
 
 class MemoryNeed(Record):
-    """The highest need of one device's memory, and what it has."""
+    """The peak need of one device's memory, and its limit."""
 
     device: str
     need_bytes: float
     reserved_bytes: float | None = None
-    """What a GPU's allocator would reserve for it, where that is known."""
+    """Bytes that a GPU's allocator would reserve, if known."""
     room_bytes: Bytes
+    """The memory limit."""
 
     @property
     def share(self) -> float:
-        """The need as a part of what is there."""
+        """The need relative to the limit."""
         return self.need_bytes / self.room_bytes if self.room_bytes else float("inf")
 
 
 class RankedPlan(Record):
     """A plan that fits, and its forecast.
 
-    The forecast holds for `machine` and `profile`, which are those of the question unless the plan divides a CPU
+    The forecast holds for `machine` and `profile`, which are those passed to `search` unless the plan divides a CPU
     between workers.
     """
 
     plan: Plan
     time_s: Seconds
-    """Of one update."""
+    """Simulated time of one update."""
     samples: int = Field(ge=1)
-    """Of one update."""
+    """Samples per update."""
     price: float = Field(default=0.0, ge=0)
-    """Of one update."""
+    """Price of one update."""
     bubble_fraction: float
     memory: tuple[MemoryNeed, ...]
     bound: str
     """What keeps it from being faster: 'stage 1 (units 4 to 7) on gpu1 computes 93 % of the time'."""
     reasons: tuple[str, ...] = ()
     estimated_s: Seconds
-    """Of one update, by the estimate that the search minimises; `time_s` is the simulator's."""
+    """Time of one update by the estimate that the search minimises."""
     only_costed: str = ""
-    """Why the engine does not run the plan; empty where it does."""
+    """Why the engine does not run the plan; empty if it does."""
     machine: Machine
     profile: Profile
 
     @property
     def time_per_sample_s(self) -> float:
-        """The time of one update, divided by its samples."""
+        """Time of one update, divided by its samples."""
         return self.time_s / self.samples
 
     @property
     def fullest_share(self) -> float:
-        """The part of its memory that the fullest device needs."""
+        """Largest need relative to its memory limit, over devices."""
         return max((need.share for need in self.memory), default=inf)
 
     @property
@@ -67,20 +68,20 @@ class RankedPlan(Record):
 
 
 class SearchResult(Record):
-    """The answer: candidates that fit, best first; none where nothing fits."""
+    """The plans that fit, best first, and how they were found; no plans if nothing fits."""
 
     candidates: tuple[RankedPlan, ...]
     searcher: str
-    """The one that was used."""
+    """The searcher that was used."""
     reason: str
-    """Why that one."""
+    """Why this searcher was used."""
     num_estimated: int = Field(ge=0)
-    """Plans, or sets of plans, whose time was estimated."""
+    """Candidates, or sets of candidates, whose time was estimated."""
     num_simulated: int = Field(ge=0)
     is_complete: bool
-    """Whether the whole space was looked at within the time budget."""
+    """Whether the search covered the whole space within the time budget."""
     time_s: Seconds
-    """That the search took."""
+    """Time that the search took."""
     notes: tuple[str, ...] = ()
     """What was left out, and why."""
 

@@ -1,6 +1,6 @@
-"""Shares: replicas on devices of unequal speed, each with the part of the batch that it can train in time.
+"""Candidates that share a batch between unequal replicas in proportion to their speed.
 
-Those are whole models on single devices, or pipelines of GPUs with whole models on the CPUs beside them.
+Replicas are whole models on single devices, or pipelines of GPUs beside whole models on CPUs.
 """
 
 from collections.abc import Callable
@@ -10,24 +10,22 @@ from math import inf
 from pipedejavu.program.limit import MOST_SAMPLES
 from pipedejavu.search.candidate_plan import CandidatePlan, PlanningProblem, Stage
 from pipedejavu.search.plan_pool import SLACK, Pool
-from pipedejavu.search.plan_writer import MOST_SLOTS
+from pipedejavu.search.plan_writer import MOST_WORK_ITEMS
 from pipedejavu.search.search_options import SearchOptions
 from pipedejavu.search.stage_cost import StageCosts
 from pipedejavu.search.subspace import MOST_FREE, microbatch_sizes
 
 MOST_DEVICES = 16
-"""Beyond which the devices of one kind are taken all together."""
+"""Devices up to which any number of them is tried; above it all devices of a kind are used or none."""
 
 
 def offer_shares(pool: Pool, problems: list[PlanningProblem], options: SearchOptions) -> None:
-    """Offers shares over the fastest devices, so many as may be worth it, of each scene whose devices differ."""
+    """Offers shares over the 2, 3, … fastest devices of each problem with unequal devices."""
     if options.batch > MOST_SAMPLES:
         return
     for problem in problems:
-        units, kind_of = (
-            len(problem.profile.units),
-            {name: problem.machine.device(name).kind for name in problem.devices},
-        )
+        units = len(problem.profile.units)
+        kind_of = {name: problem.machine.device(name).kind for name in problem.devices}
         if len({*kind_of.values()}) < 2 or len(problem.degrees) > 1:
             continue
         for samples in microbatch_sizes(options, 1):
@@ -45,9 +43,9 @@ def offer_shares(pool: Pool, problems: list[PlanningProblem], options: SearchOpt
 
 
 def offer_beside(pool: Pool, problems: list[PlanningProblem], options: SearchOptions, run: Callable[..., bool]) -> None:
-    """Offers the best pipelines of a scene's GPUs with its CPUs as replicas beside them, the first, and so on.
+    """Offers the best pipelines of GPUs with 1, 2, … CPUs as further replicas.
 
-    Where CPUs could add much, pipelines that are slow without them count, and `run` searches for them.
+    If CPUs could add much, a pipeline that is slow without them may win, so `run` searches the GPUs by themselves.
     """
     for problem in problems:
         cpus = tuple(name for name in problem.devices if problem.machine.device(name).type == "cpu")
@@ -60,7 +58,7 @@ def offer_beside(pool: Pool, problems: list[PlanningProblem], options: SearchOpt
             alone.started_s = pool.started_s
             run(alone, [replace(problem, devices=gpus)], options)
             pool.num_estimated += alone.num_estimated
-        pipelines = [found.candidate for found in alone.ranked() if _has_room_beside(found.candidate, gpus)]
+        pipelines = [pooled.candidate for pooled in alone.ranked() if _can_add_cpus(pooled.candidate, gpus)]
         counts = range(1, len(cpus) + 1) if len(cpus) <= options.candidates else [len(cpus)]
         for candidate in pipelines[: options.candidates]:
             for count in counts:
@@ -68,19 +66,19 @@ def offer_beside(pool: Pool, problems: list[PlanningProblem], options: SearchOpt
 
 
 def _rate(costs: StageCosts, names: tuple[str, ...]) -> float:
-    """Returns the samples a second that devices train, each for itself."""
+    """Returns the samples per second of devices that each train a whole model."""
     works = (_work(costs, costs.problem.machine.device(name).kind) for name in names)
     return sum(1 / work if work else inf for work in works)
 
 
 def _work(costs: StageCosts, kind: str) -> float:
-    """Returns what a microbatch takes on a kind of device."""
-    return sum(float(row[-1]) for row in costs.times(kind)[:2])
+    """Returns the time of a microbatch on a kind of device."""
+    return sum(float(totals[-1]) for totals in costs.times(kind)[:2])
 
 
-def _has_room_beside(candidate: CandidatePlan, gpus: tuple[str, ...]) -> bool:
-    """Whether whole models may train beside pipelines: these are alike, drain, and leave the host alone."""
+def _can_add_cpus(candidate: CandidatePlan, gpus: tuple[str, ...]) -> bool:
+    """Whether CPUs may train beside a candidate: equal pipelines of GPUs that drain and do not use the host."""
     is_plain = not (candidate.is_shared or candidate.is_stale or candidate.mode.uses_host or candidate.mode.zero)
-    is_small = len(candidate.stages) * candidate.microbatches <= MOST_SLOTS
-    is_alike = len(candidate.stages) > 1 and candidate.is_even and max(candidate.degrees) == 1
-    return is_plain and is_small and is_alike and {*candidate.devices} <= {*gpus}
+    is_small = len(candidate.stages) * candidate.microbatches <= MOST_WORK_ITEMS
+    is_even = len(candidate.stages) > 1 and candidate.is_even and max(candidate.degrees) == 1
+    return is_plain and is_small and is_even and {*candidate.devices} <= {*gpus}

@@ -1,9 +1,9 @@
-"""Places and seats: where a stage may be, and what connects it to its replicas, to the next stage and to its host."""
+"""Slots: consecutive devices that a stage may take, with their links, the host that they use, and their memory."""
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -13,109 +13,120 @@ from pipedejavu.search.candidate_plan import Array, PlanningProblem
 
 
 class SlotLink(NamedTuple):
-    """What a transfer takes: latency, and seconds for each byte."""
+    """The cost of a transfer, and how much other traffic uses the same wires."""
 
     latency_s: float
     byte_s: float
+    """Seconds per byte."""
+    contention: float = 1.0
+    """Traffic of all slots on the busiest wire, as a multiple of this slot's own."""
 
     def time(self, size_bytes: Array) -> Array:
-        """Returns the time of messages; none where there is nothing to send."""
+        """Returns the time of messages; an empty message takes none."""
         return np.where(size_bytes > 0, self.latency_s + size_bytes * self.byte_s, 0.0)
 
     def turn(self, size: int, size_bytes: Array, messages: Array) -> Array:
-        """Returns what values of `size` devices take to go around a ring, added up or gathered."""
+        """Returns the time of one pass around a ring of `size` devices: a reduce-scatter or an all-gather."""
         return np.asarray((size - 1) * (messages * self.latency_s + size_bytes / size * self.byte_s))
 
 
 FREE = SlotLink(0.0, 0.0)
 
 
+class SlotHost(NamedTuple):
+    """The host of a slot's devices: the link to it, and the CPU that updates for them."""
+
+    link: SlotLink
+    """The slowest link between a device and its host, in either direction."""
+    cpu: str
+    """Kind of the host's CPU; empty if the host lists none."""
+    updaters: int
+    """Workers of the slot that share one CPU for their updates."""
+    cpu_contention: float
+    """Devices of all slots on that CPU's host, as a multiple of this slot's own."""
+
+
+class SlotMemory(NamedTuple):
+    """Memory limits of one worker."""
+
+    device_bytes: float
+    host_bytes: float
+    """The worker's part of its host's memory."""
+
+
 class StageSlot(NamedTuple):
-    """A group of devices in a row, whatever a stage there would hold."""
+    """Consecutive devices for one stage, whatever units the stage holds."""
 
     group: tuple[str, ...]
-    """Devices that would each hold the stage; of a team the first."""
+    """The devices that each hold the stage; the first of each tensor-parallel group."""
     kinds: tuple[str, ...]
-    """Of these devices, or teams, each once."""
+    """The distinct kinds of these devices or tensor-parallel groups."""
     after: int
-    """Devices behind it."""
+    """Devices after the slot."""
     is_alone: bool
-    """Whether there are no others, so that reductions hide behind the backward pass."""
+    """Whether the slot takes all devices, so that reductions overlap with the backward pass."""
     ring: SlotLink
-    """Around which the group adds its gradients up, alone."""
-    crowd: float
-    """How many rings of other groups, and itself, are on its fullest wire."""
+    """The ring around which the group reduces its gradients."""
     next: SlotLink
-    """To the next stage."""
-    meets: float
-    """Transfers of other stages on its wires, as a part of its own."""
-    host: SlotLink
-    """Between a device and its host, either way."""
-    cpu: str
-    """The kind of the host's CPU; empty where the host has none."""
-    updaters: int
-    """Workers of the group that one CPU may update for at the same time."""
-    cpu_crowd: float
-    """How many times as many devices of the row are on that CPU's host."""
-    room_bytes: float
-    host_room_bytes: float
-    """Of the host's memory, this device's or team's part."""
+    """The link to the next stage."""
+    host: SlotHost
+    memory: SlotMemory
 
-    def likeness(self) -> tuple[object, ...]:
-        """Returns what makes stages here cost what they cost, beside the devices behind."""
-        return (len(self.group), *self[1:2], *self[3:])
+    def cost_key(self) -> tuple[object, ...]:
+        """Returns a key: stages in slots with equal keys cost the same if they hold as many live microbatches."""
+        return (len(self.group), self.kinds, *self[3:])
 
 
 class ScheduledSlot(NamedTuple):
-    """A place in a pipeline that runs."""
+    """A slot and its part of the 1F1B schedule."""
 
-    place: StageSlot
-    share: int
-    """Of an update's microbatches, for each device."""
+    slot: StageSlot
+    microbatches: int
+    """Microbatches per device and update."""
     live: int
-    """Microbatches of a device between their forward and their backward."""
+    """Microbatches per device between their forward and their backward."""
     is_stale: bool
-    """Whether the pipeline goes on without draining, with two weight versions."""
+    """Whether the pipeline never drains and holds two weight versions."""
     zero: int
-    """How far the group divides its state."""
+    """The ZeRO stage of the group."""
 
 
-def slot_of(
-    place: StageSlot, microbatches: int, is_stale: bool, zero: int = 0, behind: int | None = None
+def schedule_slot(
+    slot: StageSlot, microbatches: int, is_stale: bool, zero: int = 0, workers_after: int | None = None
 ) -> ScheduledSlot:
-    """Returns a place with its part of an update's microbatches, under 1F1B.
+    """Returns a slot with its part of an update's microbatches under 1F1B.
 
-    `behind` are the workers behind it, where some of them are teams of several devices.
+    `workers_after` counts the workers after the slot if some of them are tensor-parallel groups.
     """
-    size = len(place.group)
+    size = len(slot.group)
     share = microbatches // size
-    live = 1 if place.is_alone else min(-(-(place.after if behind is None else behind) // size) + 1, share)
-    return ScheduledSlot(place, share, live, is_stale, zero)
+    after = slot.after if workers_after is None else workers_after
+    live = 1 if slot.is_alone else min(-(-after // size) + 1, share)
+    return ScheduledSlot(slot, share, live, is_stale, zero)
 
 
 class DeviceOrder:
-    """Devices in a row, of which stages take the next ones, the last stage the last; knows what connects them."""
+    """Devices in pipeline order, from which stages take consecutive ones; knows the links between them."""
 
     def __init__(self, problem: PlanningProblem, order: tuple[str, ...], size: int = 0):
         self.machine, self.order = problem.machine, order
         self.devices = [self.machine.device(name) for name in order]
-        self.sharers = Counter(device.host for device in self.devices)
-        self.is_on_cpu = all(device.type == "cpu" for device in self.devices)
+        self.devices_per_host = Counter(device.host for device in self.devices)
         groups = [order[i : i + size] for i in range(0, len(order), size)] if size else []
-        self.loads = _count(route for group in groups for route in _ring(self.machine, group))
-        """Of wires, where all groups have one `size`: their reductions go on at the same time."""
-        self.flows = _count(self._flows(groups or [(name,) for name in order]))
-        """Of wires: all transfers between neighbours, both ways."""
-        self._places: dict[tuple[int, int, int], StageSlot] = {}
+        self.ring_loads = _count(route for group in groups for route in _ring(self.machine, group))
+        """Hops per wire when all groups of one `size` reduce at the same time; empty without a `size`."""
+        self.transfer_loads = _count(self._transfers(groups or [(name,) for name in order]))
+        """Transfers per wire between neighbouring stages, both directions counted."""
+        self._slots: dict[tuple[int, int, int], StageSlot] = {}
 
-    def place(self, after: int, size: int, shards: int = 1) -> StageSlot:
-        """Returns the place of `size` devices, or teams of `shards`, with `after` devices behind it."""
-        if (after, size, shards) not in self._places:
-            self._places[after, size, shards] = self._make(after, size, shards)
-        return self._places[after, size, shards]
+    def slot(self, after: int, size: int, shards: int = 1) -> StageSlot:
+        """Returns the slot of `size` workers of `shards` devices each that `after` devices follow."""
+        if (after, size, shards) not in self._slots:
+            self._slots[after, size, shards] = self._make(after, size, shards)
+        return self._slots[after, size, shards]
 
-    def has_teams(self, after: int, size: int, shards: int) -> bool:
-        """Whether there is such a place, with devices that can be teams."""
+    def has_slot(self, after: int, size: int, shards: int) -> bool:
+        """Whether the devices suffice for such a slot and, if `shards` > 1, can form tensor-parallel groups."""
         end = len(self.order) - after
         starts = range(end - size * shards, end, shards)
         return starts[0] >= 0 and (shards == 1 or all(are_tp_group(self.devices[n : n + shards]) for n in starts))
@@ -124,64 +135,63 @@ class DeviceOrder:
         end = len(self.order) - after
         start = end - size * shards
         group, devices = self.order[start:end:shards], self.devices[start:end]
-        host, cpu, host_room = self._host(devices)
-        name, members = Counter(d.host for d in devices).most_common(1)[0]
+        host, host_bytes = self._host(devices, shards)
+        device_bytes = float(min(d.memory_bytes - d.reserved_bytes for d in devices))
         return StageSlot(
             group=group,
             kinds=tuple(dict.fromkeys(tp_kind(d.kind, shards) for d in devices)),
             after=after,
             is_alone=size * shards == len(self.order),
-            **self._ring(group),
-            **self._next(group, end),
+            ring=self._ring_link(group),
+            next=self._next_link(group, end),
             host=host,
-            cpu=cpu,
-            updaters=members // shards,
-            cpu_crowd=self.sharers[name] / members,
-            room_bytes=float(min(d.memory_bytes - d.reserved_bytes for d in devices)) * shards,
-            host_room_bytes=host_room * shards,
+            memory=SlotMemory(device_bytes * shards, host_bytes * shards),
         )
 
-    def _ring(self, group: tuple[str, ...]) -> dict[str, Any]:
+    def _ring_link(self, group: tuple[str, ...]) -> SlotLink:
         routes = _ring(self.machine, group)
         if not routes:
-            return {"ring": FREE, "crowd": 1.0}
-        own = _count(routes)
-        load = max(own.values(), default=1)
-        crowd = max((self.loads[wire] / load for wire in own), default=1.0) if self.loads else 1.0
-        link = SlotLink(max(r.sum_latency_s for r in routes), load / min(r.sum_bytes_per_s for r in routes))
-        return {"ring": link, "crowd": crowd}
+            return FREE
+        hops = _count(routes)
+        load = max(hops.values(), default=1)
+        contention = max((self.ring_loads[wire] / load for wire in hops), default=1.0) if self.ring_loads else 1.0
+        byte_s = load / min(r.sum_bytes_per_s for r in routes)
+        return SlotLink(max(r.sum_latency_s for r in routes), byte_s, contention)
 
-    def _next(self, group: tuple[str, ...], end: int) -> dict[str, Any]:
-        # Replicas send at the same time, each to a device of its own where there are as many.
+    def _next_link(self, group: tuple[str, ...], end: int) -> SlotLink:
+        # Replicas send at the same time, each to a different device if the next stage has as many.
         pairs = [(name, self.order[min(end + n, len(self.order) - 1)]) for n, name in enumerate(group)]
         routes = [self.machine.route(a, b) for a, b in pairs if a != b and end < len(self.order)]
         if not routes:
-            return {"next": FREE, "meets": 0.0}
-        own = _count(routes)
-        meets = max((self.flows[wire] / count - 1 for wire, count in own.items()), default=0.0)
-        rate = min(r.bytes_per_s for r in routes) / max(own.values(), default=1)
-        return {"next": SlotLink(max(r.latency_s for r in routes), 1 / rate), "meets": max(meets, 0.0)}
+            return FREE
+        transfers = _count(routes)
+        contention = max((self.transfer_loads[wire] / count for wire, count in transfers.items()), default=1.0)
+        rate = min(r.bytes_per_s for r in routes) / max(transfers.values(), default=1)
+        return SlotLink(max(r.latency_s for r in routes), 1 / rate, max(contention, 1.0))
 
-    def _flows(self, groups: Sequence[tuple[str, ...]]) -> Iterator[Route]:
-        """Yields the routes between neighbours in different hosts, there and back."""
+    def _transfers(self, groups: Sequence[tuple[str, ...]]) -> Iterator[Route]:
+        """Yields the routes between neighbouring stages on different hosts, in both directions."""
         for one, two in pairwise(groups):
             for a, b in zip(one, two, strict=True):
                 if self.machine.device(a).host != self.machine.device(b).host:
                     yield from (self.machine.route(a, b), self.machine.route(b, a))
 
-    def _host(self, devices: list[Device]) -> tuple[SlotLink, str, float]:
-        """Returns the slowest way between a device of a group and its host, the kind of CPU there, and its room."""
-        links, rooms, kind = [], [], ""
+    def _host(self, devices: list[Device], shards: int) -> tuple[SlotHost, float]:
+        """Returns the host of a slot, and the least host memory per device; an empty one if a host has no CPU."""
+        host, on_host = Counter(d.host for d in devices).most_common(1)[0]
+        updaters, cpu_contention = on_host // shards, self.devices_per_host[host] / on_host
+        links, limits, kind = [], [], ""
         for device in devices:
             cpu = cpu_of(self.machine, device.name)
             if cpu is None:
-                return FREE, "", 0.0
+                return SlotHost(FREE, "", updaters, cpu_contention), 0.0
             kind = cpu.kind
-            rooms.append((cpu.memory_bytes - cpu.reserved_bytes) / self.sharers[device.host])
+            limits.append((cpu.memory_bytes - cpu.reserved_bytes) / self.devices_per_host[device.host])
             if device.type == "gpu":
-                ways = self.machine.route(device.name, cpu.name), self.machine.route(cpu.name, device.name)
-                links.append(SlotLink(max(w.latency_s for w in ways), 1 / min(w.bytes_per_s for w in ways)))
-        return max(links, key=lambda found: found.byte_s, default=FREE), kind, float(min(rooms))
+                routes = self.machine.route(device.name, cpu.name), self.machine.route(cpu.name, device.name)
+                links.append(SlotLink(max(r.latency_s for r in routes), 1 / min(r.bytes_per_s for r in routes)))
+        slowest = max(links, key=lambda link: link.byte_s, default=FREE)
+        return SlotHost(slowest, kind, updaters, cpu_contention), float(min(limits))
 
 
 def _count(routes: Iterable[Route]) -> Counter[str]:
@@ -190,7 +200,7 @@ def _count(routes: Iterable[Route]) -> Counter[str]:
 
 
 def cpu_of(machine: Machine, name: str) -> Device | None:
-    """Returns the CPU of a device's host, or None where the host lists none."""
+    """Returns the CPU of a device's host, or None if the host lists none."""
     try:
         return machine.cpu_of(machine.device(name))
     except InputError:

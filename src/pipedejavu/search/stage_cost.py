@@ -1,224 +1,209 @@
-"""The cheap cost of stages and drafts: closed forms that the searchers minimise; the simulator has the last word.
+"""The estimated cost of stages: closed forms that the searchers minimise; the simulator makes the final ranking.
 
-An update of a pipeline takes Σ(f + 2c) + max z over its stages: f is what a stage takes for a microbatch, c what its
-output takes to the next one. z is what a stage adds once the first microbatch is through, (m − 1)·max(f, c) for its m
-microbatches, and what follows its last backward. Under 1F1B a stage holds l microbatches at most, so l of them take no
-less than one's way to the last stage and back. So the cost is a sum and a maximum over stages, and the maximum grows
-with the sum behind it: that is what makes it exact to minimise. All is worked out for arrays of stages at once.
+An update of a pipeline takes Σ(f + 2c) + max z over its stages. f is a stage's time per microbatch, c the transfer of
+its output to the next stage. z is what a stage adds after its first microbatch: (m − 1)·max(f, c) for its m
+microbatches, then the reductions and the update after its last backward. Under 1F1B a stage holds at most l
+microbatches, so l of them take at least one round trip to the last stage and back. The cost is thus a sum and a maximum
+over stages, and each z grows with the sum over the later stages: this makes an exact minimum possible. All functions
+work on arrays of stages.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from pipedejavu.facts import Cost
 from pipedejavu.search.candidate_plan import Array, Mode, PlanningProblem, bucket_bytes
 from pipedejavu.search.slot import ScheduledSlot, StageSlot
+from pipedejavu.search.stage_sums import (
+    ActivationSums,
+    Index,
+    LargestUnit,
+    ModelState,
+    Positions,
+    StageSums,
+    StateSums,
+    TimeSums,
+    cut_bytes,
+    prefix_sums,
+    range_maxima,
+)
 
-Positions = NDArray[np.intp]
-Index = Positions | int
-
-MEETING = 0.5
-"""Of other stages' transfers on a wire, the part that one meets and shares it with."""
-_PARTS = "forward", "backward", "recompute"
+OVERLAP = 0.5
+"""The share of other stages' traffic on a wire that a transfer is assumed to overlap with."""
+_PASSES = "forward", "backward", "recompute"
 
 
 class StageCost(NamedTuple):
-    """What stages cost on one seat, for arrays of them."""
+    """The cost of an array of stages in one slot."""
 
-    slot: ScheduledSlot
+    scheduled: ScheduledSlot
     sum_s: Array
-    """What each adds to an update: one microbatch there, and to the next stage and back."""
+    """Time of one microbatch: compute, and the transfer to the next stage and back."""
     slowest_s: Array
-    """What each further microbatch takes at least."""
-    after_s: Array
-    """What follows the last backward."""
+    """Least time of each further microbatch."""
+    tail_s: Array
+    """Time after the last backward: reductions and the update."""
     device_bytes: Array
     host_bytes: Array
 
-    def bound_s(self, behind_s: Array | float) -> Array:
-        """Returns what each adds once its first microbatch is through, with a way to the end and back of `behind_s`."""
-        return np.asarray(bound_s(self.slot, self.sum_s, self.slowest_s, self.after_s, behind_s, np.maximum))
+    def remaining_s(self, later_s: Array | float) -> Array:
+        """Returns the time after the first microbatch (z), if a round trip through the later stages takes `later_s`."""
+        return np.asarray(
+            remaining_s(self.scheduled, self.sum_s, self.slowest_s, self.tail_s, later_s, maximum=np.maximum)
+        )
 
     @property
     def total_s(self) -> Array:
-        """What each adds to the time of an update."""
-        return np.zeros_like(self.sum_s) if self.slot.is_stale else self.sum_s
+        """What each stage adds to the sum of an update's time; 0 if the pipeline never drains."""
+        return np.zeros_like(self.sum_s) if self.scheduled.is_stale else self.sum_s
+
+    @property
+    def fits(self) -> Any:
+        """Whether each stage fits the slot's memory and its host's."""
+        memory = self.scheduled.slot.memory
+        return (self.device_bytes <= memory.device_bytes) & (self.host_bytes <= memory.host_bytes)
 
 
-def bound_s(slot: ScheduledSlot, sum_s: Any, slowest_s: Any, after_s: Any, behind_s: Any, largest: Any = max) -> Any:
-    """Returns what stages add once their first microbatch is through, as numbers or, with `np.maximum`, as arrays."""
-    share, live = slot.share, slot.live
-    if slot.is_stale:
-        return share * largest(slowest_s, (sum_s + behind_s) / live) + after_s
-    rounds, rest = divmod(share - 1, live)
-    around = largest(live * slowest_s, sum_s + behind_s) if rounds else 0.0
-    return rest * slowest_s + rounds * around + after_s
-
-
-@dataclass(frozen=True)
-class Sums:
-    """Arrays of stages: what their units hold and take, added up."""
-
-    count: Array
-    forward: Array
-    backward: Array
-    recompute: Array
-    update: Array
-    """On the device; of what rests on the host, `host_update`."""
-    host_update: Array
-    weights: Array
-    gradients: Array
-    optimizer: Array
-    hosted_weights: Array
-    hosted_gradients: Array
-    hosted_optimizer: Array
-    saved: Array
-    checkpoints: Array
-    """What stays of activations where some are computed again."""
-    most_saved: Array
-    most_weights: Array
-    most_checkpoint: Array
-    enters: Array
-    leaves: Array
-    all_weights: float
-    all_gradients: float
-    all_host_update: float
-    """Of the whole model."""
+def remaining_s(
+    scheduled: ScheduledSlot, sum_s: Any, slowest_s: Any, tail_s: Any, later_s: Any, maximum: Any = max
+) -> Any:
+    """Returns the time that stages add after their first microbatch, for floats or, with `np.maximum`, for arrays."""
+    count, live = scheduled.microbatches, scheduled.live
+    if scheduled.is_stale:
+        return count * maximum(slowest_s, (sum_s + later_s) / live) + tail_s
+    rounds, rest = divmod(count - 1, live)
+    round_s = maximum(live * slowest_s, sum_s + later_s) if rounds else 0.0
+    return rest * slowest_s + rounds * round_s + tail_s
 
 
 class StageCosts:
-    """Costs of one scene's stages for microbatches of one size."""
+    """Costs of the stages of one planning problem, for microbatches of one size."""
 
     def __init__(self, problem: PlanningProblem, samples: int):
         self.problem, self.samples, self.profile = problem, samples, problem.profile
         units = self.profile.units
         self.num_units = len(units)
-        self.weights = _totals([u.parameter_bytes for u in units])
-        self.gradients = _totals([u.gradient_bytes for u in units])
-        self.optimizer = _totals([u.optimizer_bytes for u in units])
-        self.saved = _totals([u.activation_bytes * samples for u in units])
+        self.state = StateSums(
+            weights=prefix_sums([u.parameter_bytes for u in units]),
+            gradients=prefix_sums([u.gradient_bytes for u in units]),
+            optimizer=prefix_sums([u.optimizer_bytes for u in units]),
+        )
+        """Prefix sums over units."""
+        self.model = ModelState(*(float(totals[-1]) for totals in self.state))
+        self.saved = prefix_sums([u.activation_bytes * samples for u in units])
+        """Prefix sums of saved activations."""
         self.cut = cut_bytes(problem) * samples
-        self.checkpoints = _totals(self.cut[:-1])
-        self.most_saved = _most([u.activation_bytes * samples for u in units])
-        self.most_weights = _most([u.parameter_bytes for u in units])
-        self.most_checkpoint = _most([*self.cut[:-1]])
-        self.state_bytes = tuple(float(t[-1]) for t in (self.weights, self.gradients, self.optimizer))
-        """Of all weights, gradients and optimizer state."""
+        """Bytes per microbatch that cross each boundary between units."""
+        self._largest = LargestUnit(
+            saved=range_maxima([u.activation_bytes * samples for u in units]),
+            weights=range_maxima([u.parameter_bytes for u in units]),
+            checkpoint=range_maxima([*self.cut[:-1]]),
+        )
         self._times: dict[tuple[str, object], tuple[Array, ...]] = {}
-        self._again: dict[tuple[str, ...], _Again] = {}
+        self._recompute_orders: dict[tuple[str, ...], _RecomputeOrder] = {}
 
     def times(self, kind: str) -> tuple[Array, ...]:
-        """Returns running totals over units of forward, backward, recompute and update on a kind of device."""
-        return self._totals(kind, Cost.at)
+        """Returns prefix sums of forward, backward, recompute and update times on a kind of device."""
+        return self._prefix_times(kind, Cost.at)
 
     def works(self, kind: str) -> tuple[Array, ...]:
-        """Returns the same where the host has issued everything before."""
-        return self._totals(kind, Cost.work_s)
+        """Returns the same without the time that the host takes to issue the work."""
+        return self._prefix_times(kind, Cost.work_s)
 
-    def _totals(self, kind: str, read: Callable[[Cost, float], float]) -> tuple[Array, ...]:
+    def _prefix_times(self, kind: str, read: Callable[[Cost, float], float]) -> tuple[Array, ...]:
         if (kind, read) not in self._times:
-            rows = [self.profile.time(unit, kind) for unit in self.profile.units]
-            parts = [[read(getattr(row, part), self.samples) for row in rows] for part in _PARTS]
-            self._times[kind, read] = tuple(map(_totals, (*parts, [row.update_s for row in rows])))
+            times = [self.profile.time(unit, kind) for unit in self.profile.units]
+            passes = [[read(getattr(time, name), self.samples) for time in times] for name in _PASSES]
+            self._times[kind, read] = tuple(map(prefix_sums, (*passes, [time.update_s for time in times])))
         return self._times[kind, read]
 
-    def stage(self, start: Index, end: Index, slot: ScheduledSlot, mode: Mode, sums: Sums | None = None) -> StageCost:
-        """Returns the costs of stages with the units from `start` to `end`, each on `seat`; `sums` are theirs there."""
-        found = sums or self.add_up(start, end, slot.place, mode)
+    def stage(
+        self, start: Index, end: Index, scheduled: ScheduledSlot, mode: Mode, sums: StageSums | None = None
+    ) -> StageCost:
+        """Returns the costs of stages with the units from `start` to `end`; `sums` saves adding them up again."""
+        slot, sums = scheduled.slot, sums or self.add_up(start, end, scheduled.slot, mode)
         if mode.recomputes:
-            found = self._recomputed(found, start, end, slot, mode)
-        forward, back = found.forward, found.backward
+            sums = self._recomputed(sums, start, end, scheduled, mode)
+        forward, backward = sums.time.forward, sums.time.backward
         if mode.recomputes:
-            back = back + found.recompute
+            backward = backward + sums.time.recompute
         if mode.uses_host:
-            moved = found.weights * (mode.state == "window")
+            moved = sums.state.weights * (mode.state == "window")
             if mode.activations == "host":
-                moved = moved + (found.checkpoints if mode.recomputes else found.saved)
-            forward, back = (np.maximum(part, moved * slot.place.host.byte_s) for part in (forward, back))
-        if slot.zero == 3 and slot.place.is_alone:  # weights come for each use, ahead of it
-            gathered = slot.place.ring.turn(len(slot.place.group), found.weights, found.count)
-            forward, back = (np.maximum(part, gathered) for part in (forward, back))
-        sent_bytes = found.leaves * (1 + MEETING * slot.place.meets * (1 - 1 / slot.share))
-        work, sent = forward + back, slot.place.next.time(sent_bytes)
-        after = _after(found, back, slot, mode)
-        device, host = _memory(found, slot, mode)
-        return StageCost(slot, work + 2 * sent, np.maximum(work, sent), after, device, host)
+                moved = moved + (sums.activations.checkpoints if mode.recomputes else sums.activations.saved)
+            forward, backward = (np.maximum(part, moved * slot.host.link.byte_s) for part in (forward, backward))
+        if scheduled.zero == 3 and slot.is_alone:  # weights are gathered ahead of each use
+            gathered = slot.ring.turn(len(slot.group), sums.state.weights, sums.num_units)
+            forward, backward = (np.maximum(part, gathered) for part in (forward, backward))
+        others = slot.next.contention - 1
+        sent_bytes = sums.activations.outputs * (1 + OVERLAP * others * (1 - 1 / scheduled.microbatches))
+        work, sent = forward + backward, slot.next.time(sent_bytes)
+        tail = _tail(sums, backward, scheduled, mode)
+        device, host = _memory(sums, scheduled, mode)
+        return StageCost(scheduled, work + 2 * sent, np.maximum(work, sent), tail, device, host)
 
-    def add_up(self, start: Index, end: Index, place: StageSlot, mode: Mode) -> Sums:
-        """Returns what the units of stages hold and take on devices such as a place has, before any recompute."""
-
-        def of(totals: Array) -> Array:
-            return np.asarray(totals[end] - totals[start])
-
-        def most(table: Array) -> Array:
-            return np.asarray(table[start, end])
-
-        rest = end if mode.state == "device" else np.minimum(np.asarray(start) + mode.device_pieces, end)
-
-        def hosted(totals: Array) -> Array:
-            return np.asarray(totals[end] - totals[rest])
-
-        rows = [[of(row) for row in self.times(kind)] for kind in place.kinds]
-        forward, backward, _, update = (np.asarray(np.max(row, axis=0)) for row in zip(*rows, strict=True))
+    def add_up(self, start: Index, end: Index, slot: StageSlot, mode: Mode) -> StageSums:
+        """Returns the sums over the units of stages on the devices of a slot, before any recompute."""
+        hosted = end if mode.state == "device" else np.minimum(np.asarray(start) + mode.device_pieces, end)
+        per_kind = [[totals[end] - totals[start] for totals in self.times(kind)] for kind in slot.kinds]
+        forward, backward, _, update = (np.asarray(np.max(row, axis=0)) for row in zip(*per_kind, strict=True))
         if mode.state != "device":
-            updates = [self.times(kind)[3] for kind in place.kinds]
-            update = np.asarray(np.max([total[rest] - total[start] for total in updates], axis=0))
-        host_updates = self.times(place.cpu)[3] if mode.state != "device" else np.zeros(self.num_units + 1)
-        return Sums(
-            count=np.maximum(np.asarray(end) - np.asarray(start), 1).astype(float),
-            forward=forward,
-            backward=backward,
-            recompute=np.zeros_like(forward),
-            update=update,
-            host_update=hosted(host_updates),
-            weights=of(self.weights),
-            gradients=of(self.gradients),
-            optimizer=of(self.optimizer),
-            hosted_weights=hosted(self.weights),
-            hosted_gradients=hosted(self.gradients),
-            hosted_optimizer=hosted(self.optimizer),
-            saved=of(self.saved),
-            checkpoints=np.zeros_like(forward),
-            most_saved=most(self.most_saved),
-            most_weights=most(self.most_weights),
-            most_checkpoint=most(self.most_checkpoint),
-            enters=np.asarray(self.cut[start]),
-            leaves=np.asarray(self.cut[end]),
-            all_weights=self.state_bytes[0],
-            all_gradients=self.state_bytes[1],
-            all_host_update=float(host_updates[-1]),
+            updates = [self.times(kind)[3] for kind in slot.kinds]
+            update = np.asarray(np.max([totals[hosted] - totals[start] for totals in updates], axis=0))
+        host_updates = self.times(slot.host.cpu)[3] if mode.state != "device" else np.zeros(self.num_units + 1)
+        return StageSums(
+            num_units=np.maximum(np.asarray(end) - np.asarray(start), 1).astype(float),
+            time=TimeSums(
+                forward=forward,
+                backward=backward,
+                recompute=np.zeros_like(forward),
+                update=update,
+                host_update=np.asarray(host_updates[end] - host_updates[hosted]),
+                model_host_update=float(host_updates[-1]),
+            ),
+            state=self.state.between(start, end),
+            hosted=self.state.between(hosted, end),
+            activations=ActivationSums(
+                saved=np.asarray(self.saved[end] - self.saved[start]),
+                checkpoints=np.zeros_like(forward),
+                inputs=np.asarray(self.cut[start]),
+                outputs=np.asarray(self.cut[end]),
+            ),
+            largest=LargestUnit(*(np.asarray(maxima[start, end]) for maxima in self._largest)),
+            model=self.model,
         )
 
-    def _recomputed(self, found: Sums, start: Index, end: Index, slot: ScheduledSlot, mode: Mode) -> Sums:
-        """Returns stages of which as few units are computed again as make them fit, the cheapest first."""
-        again = self.again(slot.place.kinds)
-        count = self._num_again(found, start, end, slot, mode)
-        return replace(
-            found,
-            recompute=again.time[count, end] - again.time[count, start],
-            checkpoints=again.kept[count, end] - again.kept[count, start],
-            most_saved=np.where(count > 0, found.most_saved, 0.0),
+    def _recomputed(self, sums: StageSums, start: Index, end: Index, scheduled: ScheduledSlot, mode: Mode) -> StageSums:
+        """Returns the sums with as few units recomputed as make each stage fit, the cheapest first."""
+        order = self.recompute_order(scheduled.slot.kinds)
+        count = self._num_recomputed(sums, start, end, scheduled, mode)
+        return sums._replace(
+            time=sums.time._replace(recompute=order.time[count, end] - order.time[count, start]),
+            activations=sums.activations._replace(checkpoints=order.kept[count, end] - order.kept[count, start]),
+            largest=sums.largest._replace(saved=np.where(count > 0, sums.largest.saved, 0.0)),
         )
 
-    def _num_again(self, found: Sums, start: Index, end: Index, slot: ScheduledSlot, mode: Mode) -> Positions:
-        """Returns how many units of the order of `again` each stage computes again, counted over the whole model."""
-        kept = self.again(slot.place.kinds).kept
-        if mode.activations == "host":  # what stays does not stay here
+    def _num_recomputed(
+        self, sums: StageSums, start: Index, end: Index, scheduled: ScheduledSlot, mode: Mode
+    ) -> Positions:
+        """Returns how far down the recompute order of the whole model each stage goes."""
+        kept = self.recompute_order(scheduled.slot.kinds).kept
+        if mode.activations == "host":  # what is kept does not take device memory
             return np.full_like(np.asarray(end), len(kept) - 1)
-        without, _ = _memory(replace(found, most_saved=np.zeros_like(found.saved)), slot, mode)
-        room, start, end = slot.place.room_bytes - without, np.asarray(start), np.asarray(end)
+        largest = sums.largest._replace(saved=np.zeros_like(sums.activations.saved))
+        without, _ = _memory(sums._replace(largest=largest), scheduled, mode)
+        limit, start, end = scheduled.slot.memory.device_bytes - without, np.asarray(start), np.asarray(end)
         count = np.zeros_like(end)
-        is_short = slot.live * found.saved > room
-        count[is_short] = _fewest(kept, slot.live, start[is_short], end[is_short], (room - found.most_saved)[is_short])
+        is_short = scheduled.live * sums.activations.saved > limit
+        left = (limit - sums.largest.saved)[is_short]
+        count[is_short] = _fewest(kept, scheduled.live, start[is_short], end[is_short], left)
         return count
 
-    def again(self, kinds: tuple[str, ...]) -> "_Again":
-        """Returns what computing more and more units again saves and costs, on the slowest of some kinds."""
-        if kinds not in self._again:
+    def recompute_order(self, kinds: tuple[str, ...]) -> "_RecomputeOrder":
+        """Returns the order in which units are recomputed, by time per byte freed on the slowest of some kinds."""
+        if kinds not in self._recompute_orders:
             time = np.max([np.diff(self.times(kind)[2]) for kind in kinds], axis=0)
             saved, input_ = np.diff(self.saved), self.cut[:-1]
             freed = saved - input_
@@ -228,120 +213,110 @@ class StageCosts:
                 here = np.arange(len(time)) == unit
                 times.append(np.where(here, time, times[-1]))
                 kept.append(np.where(here, input_, kept[-1]))
-            tables = (np.stack([_totals(row) for row in rows]) for rows in (times, kept))
-            self._again[kinds] = _Again(tuple(map(int, order)), *tables)
-        return self._again[kinds]
+            tables = (np.stack([prefix_sums(row) for row in rows]) for rows in (times, kept))
+            self._recompute_orders[kinds] = _RecomputeOrder(tuple(map(int, order)), *tables)
+        return self._recompute_orders[kinds]
 
-    def recomputed_units(self, start: int, end: int, slot: ScheduledSlot, mode: Mode) -> tuple[int, ...]:
-        """Returns the units of one stage that are computed again."""
+    def recomputed_units(self, start: int, end: int, scheduled: ScheduledSlot, mode: Mode) -> tuple[int, ...]:
+        """Returns the units of one stage that are recomputed."""
         if not mode.recomputes:
             return ()
-        found = self.add_up(start, end, slot.place, mode)
-        count = int(self._num_again(found, start, end, slot, mode))
-        order = self.again(slot.place.kinds).order
-        return tuple(sorted(u for u in order[:count] if start <= u < end))
+        sums = self.add_up(start, end, scheduled.slot, mode)
+        count = int(self._num_recomputed(sums, start, end, scheduled, mode))
+        units = self.recompute_order(scheduled.slot.kinds).units
+        return tuple(sorted(u for u in units[:count] if start <= u < end))
 
 
-class _Again(NamedTuple):
-    """Units in the order in which they are computed again, and running totals for the first 0, 1, 2, … of them."""
+class _RecomputeOrder(NamedTuple):
+    """Units in the order in which they are recomputed, and prefix sums if the first 0, 1, 2, … of them are."""
 
-    order: tuple[int, ...]
+    units: tuple[int, ...]
     time: Array
+    """Seconds of recompute."""
     kept: Array
+    """Bytes of activations that stay."""
 
 
-def _fewest(kept: Array, live: int, start: Positions, end: Positions, room: Array) -> Positions:
-    """Returns how many units stages compute again at least to have room for what is kept; all where that is too few."""
+def _fewest(kept: Array, live: int, start: Positions, end: Positions, limit_bytes: Array) -> Positions:
+    """Returns the least number of recomputed units with which stages fit; all of them if even that is not enough."""
     count = np.full_like(end, len(kept) - 1)
-    is_enough = live * (kept[-1, end] - kept[-1, start]) <= room
-    start, end, room, high = start[is_enough], end[is_enough], room[is_enough], count[is_enough]
+    is_enough = live * (kept[-1, end] - kept[-1, start]) <= limit_bytes
+    start, end, limit_bytes, high = start[is_enough], end[is_enough], limit_bytes[is_enough], count[is_enough]
     low = np.minimum(1, high)
     while np.any(low < high):
         middle = (low + high) // 2
-        fits = live * (kept[middle, end] - kept[middle, start]) <= room
+        fits = live * (kept[middle, end] - kept[middle, start]) <= limit_bytes
         low, high = np.where(fits, low, np.minimum(middle + 1, high)), np.where(fits, middle, high)
     count[is_enough] = low
     return count
 
 
-def _after(found: Sums, back: Array, slot: ScheduledSlot, mode: Mode) -> Array:
-    """Returns what follows the last backward: reductions, and the update where it rests."""
-    size = len(slot.place.group)
-    after = found.update / (size if slot.zero else 1)
+def _tail(sums: StageSums, backward: Array, scheduled: ScheduledSlot, mode: Mode) -> Array:
+    """Returns the time after the last backward: reductions, and the update on the device or the host."""
+    slot, size = scheduled.slot, len(scheduled.slot.group)
+    tail = sums.time.update / (size if scheduled.zero else 1)
     if mode.state != "device":
-        out, into = (part * slot.place.host.byte_s for part in (found.hosted_gradients, found.hosted_weights))
-        if mode.state == "window":
-            into = np.zeros_like(into)
-        # A CPU updates for all at once, and for the largest stage of a pipeline until all is through.
-        update = np.minimum(slot.place.cpu_crowd * found.host_update, found.all_host_update) * slot.place.updaters
-        longest = np.maximum(np.maximum(update, out), into)
-        after = after + np.maximum(longest - back, 0.0) + (update + out + into) / found.count
+        exposed, last = _host_update(sums, backward, slot, mode)
+        tail = tail + exposed + last
     if size == 1:
-        return np.asarray(after)
-    # Of rings that share a wire the smaller end first, and the largest when all is through.
-    ring, crowd = slot.place.ring, slot.place.crowd
-    messages = _messages(found, slot, mode)
-    gradients = np.minimum(crowd * found.gradients, found.all_gradients)
-    reduced = (1 if slot.zero else 2) * ring.turn(size, gradients, messages)
-    if slot.zero in (1, 2) or (slot.zero == 3 and not slot.place.is_alone):  # new weights are gathered, or the batch's
-        after = after + ring.turn(size, np.minimum(crowd * found.weights, found.all_weights), messages)
-    if slot.place.is_alone:
-        reduced = np.maximum(reduced - back * (1 - 1 / found.count), reduced / found.count)
-    return np.asarray(after + reduced)
+        return np.asarray(tail)
+    # Of rings that share a wire the smallest ends first, and the largest when all gradients are reduced.
+    ring, messages = slot.ring, _num_collectives(sums, scheduled, mode)
+    gradients = np.minimum(ring.contention * sums.state.gradients, sums.model.gradients)
+    reduced = (1 if scheduled.zero else 2) * ring.turn(size, gradients, messages)
+    if scheduled.zero in (1, 2) or (scheduled.zero == 3 and not slot.is_alone):  # updated weights are gathered
+        weights = np.minimum(ring.contention * sums.state.weights, sums.model.weights)
+        tail = tail + ring.turn(size, weights, messages)
+    if slot.is_alone:
+        reduced = np.maximum(reduced - backward * (1 - 1 / sums.num_units), reduced / sums.num_units)
+    return np.asarray(tail + reduced)
 
 
-def _messages(found: Sums, slot: ScheduledSlot, mode: Mode) -> Array:
-    """Returns in how many collectives a stage's gradients are added up."""
+def _host_update(sums: StageSums, backward: Array, slot: StageSlot, mode: Mode) -> tuple[Array, Array]:
+    """Returns what the backward does not hide of updates on the host and their copies, and the time of the last one."""
+    out, into = (part * slot.host.link.byte_s for part in (sums.hosted.gradients, sums.hosted.weights))
+    if mode.state == "window":
+        into = np.zeros_like(into)
+    # A CPU updates for all workers at once; the largest stage of a pipeline ends when all updates have ended.
+    contended = slot.host.cpu_contention * sums.time.host_update
+    update = np.minimum(contended, sums.time.model_host_update) * slot.host.updaters
+    longest = np.maximum(np.maximum(update, out), into)
+    return np.maximum(longest - backward, 0.0), (update + out + into) / sums.num_units
+
+
+def _num_collectives(sums: StageSums, scheduled: ScheduledSlot, mode: Mode) -> Array:
+    """Returns the number of collectives that reduce a stage's gradients."""
     if mode.goes_by_pieces:
-        return found.count
-    if not slot.place.is_alone:
-        return np.ones_like(found.count)
-    return np.minimum(found.count, np.ceil(found.gradients / bucket_bytes(found.all_gradients)))
+        return sums.num_units
+    if not scheduled.slot.is_alone:
+        return np.ones_like(sums.num_units)
+    return np.minimum(sums.num_units, np.ceil(sums.state.gradients / bucket_bytes(sums.model.gradients)))
 
 
-def _memory(found: Sums, slot: ScheduledSlot, mode: Mode) -> tuple[Array, Array]:
-    """Returns the highest need of each device of a seat, and of its host for it."""
-    size = len(slot.place.group)
-    host = np.zeros_like(found.weights)
-    kept, piece = (found.checkpoints, found.most_checkpoint) if mode.recomputes else (found.saved, found.most_saved)
-    held = slot.live * kept
+def _memory(sums: StageSums, scheduled: ScheduledSlot, mode: Mode) -> tuple[Array, Array]:
+    """Returns the peak memory of each device of a slot, and of its host on the device's behalf."""
+    slot, size = scheduled.slot, len(scheduled.slot.group)
+    activations, largest, hosted = sums.activations, sums.largest, sums.hosted
+    host = np.zeros_like(sums.state.weights)
+    if mode.recomputes:
+        kept, piece = activations.checkpoints, largest.checkpoint
+    else:
+        kept, piece = activations.saved, largest.saved
+    held = scheduled.live * kept
     if mode.activations == "host":
         host, held = host + held, np.minimum(held, 3 * piece)
-    # What enters and leaves; of a pipeline one more of each, as neighbours run ahead; and between pieces.
-    held = held + (found.enters + found.leaves) * (1 if slot.place.is_alone else 2)
-    if not mode.is_plain or (slot.place.is_alone and size > 1):
-        held = held + 2 * found.most_checkpoint
+    # Inputs and outputs; a pipeline holds one more of each, as neighbours run ahead. Then those between pieces.
+    held = held + (activations.inputs + activations.outputs) * (1 if slot.is_alone else 2)
+    if not mode.is_plain or (slot.is_alone and size > 1):
+        held = held + 2 * largest.checkpoint
     if mode.recomputes:
-        held = held + found.most_saved
-    optimizer = found.optimizer / (size if slot.zero else 1)
-    weights = found.weights * (2 if slot.is_stale else 1)
-    if slot.zero == 3:
-        weights = weights / size + (3 * found.most_weights if slot.place.is_alone else weights)
+        held = held + largest.saved
+    optimizer = sums.state.optimizer / (size if scheduled.zero else 1)
+    weights = sums.state.weights * (2 if scheduled.is_stale else 1)
+    if scheduled.zero == 3:
+        weights = weights / size + (3 * largest.weights if slot.is_alone else weights)
     elif mode.state != "device":
-        host = host + found.hosted_weights + found.hosted_gradients + found.hosted_optimizer
-        optimizer = optimizer - found.hosted_optimizer
-        weights = weights if mode.state == "host" else 3 * found.most_weights
-    return np.asarray(weights + found.gradients + optimizer + held), np.asarray(host)
-
-
-def cut_bytes(problem: PlanningProblem) -> Array:
-    """Returns the bytes of a sample that pass each border between units, each unit's output once."""
-    profile = problem.profile
-    passing: list[dict[int, float]] = [{} for _ in range(len(profile.units) + 1)]
-    for source, target, size in profile.links:
-        for outputs in passing[source + 1 : target + 1]:
-            outputs[source] = max(size, outputs.get(source, 0.0))
-    return np.array([sum(outputs.values()) for outputs in passing], dtype=float)
-
-
-def _totals(values: "list[float] | list[int] | Array") -> Array:
-    return np.concatenate([[0.0], np.cumsum(np.asarray(values, dtype=float))])
-
-
-def _most(values: "list[float] | list[int]") -> Array:
-    """Returns the largest of the values from `start` to `end`, as a matrix."""
-    count = len(values)
-    found = np.zeros((count + 1, count + 1))
-    for start in range(count):
-        found[start, start + 1 :] = np.maximum.accumulate(np.asarray(values[start:], dtype=float))
-    return found
+        host = host + hosted.weights + hosted.gradients + hosted.optimizer
+        optimizer = optimizer - hosted.optimizer
+        weights = weights if mode.state == "host" else 3 * largest.weights
+    return np.asarray(weights + sums.state.gradients + optimizer + held), np.asarray(host)

@@ -1,4 +1,4 @@
-"""Simulation: costs, the clock, shared wires and memory, and how a run goes on; never imports torch."""
+"""Simulation: costs, the clock, shared wires, memory, and the remaining time of a run; never imports torch."""
 
 from pipedejavu.simulate.chance import Chance
 from pipedejavu.simulate.fit import check_fit

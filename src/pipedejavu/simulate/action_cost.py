@@ -1,4 +1,4 @@
-"""What each operation of a program takes: seconds of work, latency, and the wires that it loads."""
+"""Costs of a program's operations: seconds of work, latency, and the wires that they load."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -16,29 +16,29 @@ class ActionWork(NamedTuple):
 
     latency_s: float
     time_s: float
-    """Beyond the latency; stretched where wires or devices are shared."""
+    """Time after the latency; longer if wires or devices are shared."""
     wires: tuple[str, ...] = ()
-    """What transfers pass through, and the CPUs that update for several devices: who uses one shares its rate."""
+    """Wires of a transfer, or the CPU that updates for several devices: operations on one wire share its rate."""
     loads: tuple[int, ...] = ()
-    """How many transfers the operation stands for on each wire: its copies in a folded program, and the hops of
-    a ring. The time has the highest in it."""
+    """Transfers per wire that the operation stands for: its copies in a folded program, and the hops of a ring.
+    `time_s` includes the highest of them."""
     issue_s: float = 0.0
-    """What the host takes to issue it to a GPU."""
+    """Time for the host to issue the operation to a GPU."""
     waits: bool = False
-    """Whether the host, before it issues it, waits for what the GPU did before."""
+    """Whether the host waits for the GPU's earlier work before it issues the operation."""
 
 
 NOTHING = ActionWork(0.0, 0.0)
 INSTANT_S = 1e-9
-"""What holds nobody up: links of unit costs take next to nothing, but not nothing."""
+"""Waits up to this long count as none: links at unit costs take next to no time, but not zero."""
 
 _HALVES = {"F": "forward", "B": "backward", "W": "weight_backward", "R": "recompute", "EVAL": "forward"}
 _MEASURED = {**_HALVES, "I": "backward"}
-"""Whose spread an action has."""
+"""The measured pass whose spread an action has."""
 
 
 class ActionCosts:
-    """Costs of one program's operations; equal actions of a worker are worked out once."""
+    """Costs of one program's operations; equal actions of a worker are computed once."""
 
     def __init__(self, program: Program):
         self.program, self.machine, self.sizes = program, program.machine, Sizes(program)
@@ -48,26 +48,26 @@ class ActionCosts:
     def of(self, graph: Graph) -> list[ActionWork]:
         """Returns the work of every operation."""
         known, joint, workers = self._known, graph.joint, self.program.workers
-        found = []
+        works = []
         for op, (worker, position) in enumerate(graph.members):
             a = workers[worker].actions[position]
-            if a[0] == "RECV":  # its sender knows
+            if a[0] == "RECV":  # the cost is that of the SEND
                 worker, position = next(m for m in joint[op] if m[0] != worker)
                 a = workers[worker].actions[position]
             key = (worker, a[0], a[1], a[2], a[5], a[6], self.sizes.samples(a[3]))
             work = known.get(key)
             if work is None:
                 work = known[key] = self._work(a, worker)
-            found.append(work)
+            works.append(work)
         for worker in range(len(workers)):
             if self._device(worker).type == "cpu":
-                self._hold_up(graph, worker, found)
+                self._delay_compute(graph, worker, works)
             elif self.plan.reduce.clip == "global":
-                self._read_norms(graph, worker, found)
-        return found
+                self._wait_for_norms(graph, worker, works)
+        return works
 
-    def _hold_up(self, graph: Graph, worker: int, works: list[ActionWork]) -> None:
-        """Lets the compute of a CPU worker begin later: it sends what it has made itself, and wakes for what comes."""
+    def _delay_compute(self, graph: Graph, worker: int, works: list[ActionWork]) -> None:
+        """Delays the compute of a CPU worker: its thread also sends its outputs and wakes up for its inputs."""
         waits_s = 0.0
         for op, a in zip(graph.of_action[worker], self.program.workers[worker].actions, strict=True):
             work = works[op]
@@ -78,8 +78,8 @@ class ActionCosts:
             elif waits_s > INSTANT_S and a.lane == "compute":
                 works[op], waits_s = work._replace(latency_s=work.latency_s + waits_s), 0.0
 
-    def _read_norms(self, graph: Graph, worker: int, works: list[ActionWork]) -> None:
-        """Lets the host of a GPU wait for the norm, which it reads before it issues updates and all behind them."""
+    def _wait_for_norms(self, graph: Graph, worker: int, works: list[ActionWork]) -> None:
+        """Makes the host of a GPU wait for the gradient norm, which it reads before it issues updates."""
         is_new = reads = False
         for op, a in zip(graph.of_action[worker], self.program.workers[worker].actions, strict=True):
             if a.kind == "UPDATE":
@@ -90,16 +90,16 @@ class ActionCosts:
                     works[op], reads = works[op]._replace(waits=True), False
 
     def spreads(self, graph: Graph) -> list[float]:
-        """Returns how far each operation's time may lie from its work, as a part of it: what was measured says so."""
+        """Returns the relative spread of each operation's time, as measured."""
         workers, known = self.program.workers, dict[tuple[object, ...], float]()
-        found = []
+        spreads = []
         for worker, position in graph.members:
             a = workers[worker].actions[position]
             key = (worker, a.kind, a.piece, self.sizes.samples(a.microbatch))
             if key not in known:
                 known[key] = self._spread(a, worker) if a.kind in _MEASURED else 0.0
-            found.append(known[key])
-        return found
+            spreads.append(known[key])
+        return spreads
 
     def _spread(self, a: Action, worker: int) -> float:
         samples = self.sizes.samples(a.microbatch)
@@ -123,7 +123,7 @@ class ActionCosts:
         return self.machine.device(self.program.devices[worker])
 
     def _times(self, a: Action, kind: str) -> list[UnitTime]:
-        """What each unit takes that an action is about: of an R those alone that run again."""
+        """Returns the times of an action's units; those of an R are only the recomputed ones."""
         profile = self.program.profile
         units = self.program.recomputed[a.piece] if a.kind == "R" else self.program.pieces[a.piece].units
         return [profile.time(profile.units[u], kind) for u in units]
@@ -133,23 +133,23 @@ class ActionCosts:
         costs: list[Cost] = [_input_half(t, samples) if a.kind == "I" else getattr(t, _HALVES[a.kind]) for t in times]
         time, issue = sum(cost.work_s(samples) for cost in costs), sum(cost.issue_s for cost in costs)
         if a.kind == "F" and self._makes_targets(a.piece, worker):
-            made = self.program.profile.batch.get(self._device(worker).kind)
-            time += made.at(samples) if made else 0.0
+            loading = self.program.profile.batch.get(self._device(worker).kind)
+            time += loading.at(samples) if loading else 0.0
         if self.plan.feed.budgets:
             time *= self.plan.feed.budgets[a.replica]
         return ActionWork(0.0, time / self.plan.place.shards, issue_s=issue)
 
     def _makes_targets(self, piece: int, worker: int) -> bool:
-        """Whether a worker makes samples for their targets alone: it has the last piece and not the first."""
+        """Whether a worker loads samples only for their targets: it has the last piece but not the first."""
         inputs, outputs = self.program.inputs, self.program.outputs
-        return not outputs[piece] and all(inputs[own] for own, _ in self.program.held(worker))
+        return not outputs[piece] and all(inputs[held] for held, _ in self.program.held(worker))
 
     def _update(self, a: Action, worker: int) -> ActionWork:
-        own = self._device(worker)
-        device = self.machine.cpu_of(own) if a.via == "~host" else own
+        trainer = self._device(worker)
+        device = self.machine.cpu_of(trainer) if a.via == "~host" else trainer
         parts = self.sizes.group_size(a.piece) if a.via == "~shard" else 1
         time = sum(t.update_s for t in self._times(a, device.kind)) / parts / self.plan.place.shards
-        if device.type == own.type:
+        if device.type == trainer.type:
             return ActionWork(0.0, time)
         users = sum(self.machine.cpu_of(self._device(w)).name == device.name for w in self._copies(worker))
         return ActionWork(0.0, time * users, (f"update:{device.name}",), (users,))
@@ -159,7 +159,7 @@ class ActionCosts:
         return self._move(worker, a.peer, size)
 
     def _move(self, source: int, target: int, size_bytes: float) -> ActionWork:
-        """A transfer between workers."""
+        """Returns the work of a transfer between workers."""
         devices = self.program.devices
         if devices[source] == devices[target]:
             return NOTHING
@@ -167,7 +167,7 @@ class ActionCosts:
         return _transfer([self.machine.route(devices[s], devices[t]) for s, t in ends], size_bytes)
 
     def _copy(self, a: Action, worker: int) -> ActionWork:
-        """A transfer between a worker's device and its host."""
+        """Returns the work of a transfer between a worker's device and its host."""
         if self._device(worker).type == "cpu":
             return NOTHING
         devices = [self._device(w) for w in self._copies(worker)]
@@ -181,7 +181,7 @@ class ActionCosts:
         return work._replace(latency_s=0.0, time_s=sum(known) * max(work.loads, default=1))
 
     def _copies(self, worker: int) -> range:
-        """The workers that a worker of a folded program stands for."""
+        """Returns the workers that a worker of a folded program stands for."""
         return range(worker, worker + self.program.copies * len(self.program.workers), len(self.program.workers))
 
     def _collective(self, a: Action) -> ActionWork:
@@ -198,7 +198,7 @@ class ActionCosts:
         else:
             latency, rate = max(r.latency_s for r in routes), min(r.bytes_per_s for r in routes)
         rings = [routes]
-        if max(group.workers) < len(self.program.workers):  # then every copy has a ring of its own
+        if max(group.workers) < len(self.program.workers):  # a group within one copy: every copy has its own ring
             rings = [self._ring(ws) for ws in zip(*map(self._copies, group.workers), strict=True)]
         hops = Counter(wire for ring in rings for r in ring for wire in r.wires)
         wires = tuple(sorted({w for r in routes for w in r.wires}))
@@ -207,12 +207,12 @@ class ActionCosts:
         return ActionWork(rounds * latency, volume * size * max(loads, default=1) / rate, wires, loads)
 
     def _ring(self, workers: tuple[int, ...]) -> list[Route]:
-        """The routes around a ring of workers, those within one device left out."""
+        """Returns the routes around a ring of workers, without those within one device."""
         ring = [self.program.devices[w] for w in workers]
         return [self.machine.route(s, t) for s, t in zip(ring, ring[1:] + ring[:1], strict=True) if s != t]
 
     def _traffic(self, a: Action, n: int, helpers: int) -> tuple[float, float]:
-        """Returns the rounds of a collective over n workers, and the multiple of the value that each moves."""
+        """Returns the rounds of a collective over n workers, and each worker's traffic as a multiple of the value."""
         if a.what in ("x", "g"):
             rows = [COLLECTIVES[layout] for layout in self.plan.cut.layouts]
             column = (0 if a.kind == "GATHER" else 1) + (2 if a.what == "g" else 0)
@@ -233,25 +233,25 @@ TRAFFIC = {
     "all-gather": lambda n: (n - 1.0, (n - 1) / n),
     "all-to-all": lambda n: (n - 1.0, (n - 1) / n),
 }
-"""Rounds and volume of ring algorithms."""
+"""Rounds and traffic of ring algorithms over n workers."""
 
 
 def _input_half(time: UnitTime, samples: float) -> Cost:
-    """Returns what the input half of a backward takes, at this number of samples."""
+    """Returns the cost of the input half of a backward, at this number of samples."""
     if time.input_backward is not None:
         return time.input_backward
     return Cost(fixed_s=time.backward.work_s(samples) - time.weight_backward.work_s(samples))
 
 
 def _transfer(routes: list[Route], size_bytes: float) -> ActionWork:
-    """A transfer along the first of `routes`, which its copies make along the others at the same time."""
+    """Returns the work of a transfer along the first of `routes`, while its copies use the others."""
     route, users = routes[0], Counter(wire for other in routes for wire in other.wires)
     loads = tuple(users[wire] for wire in route.wires)
     return ActionWork(route.latency_s, size_bytes * max(loads, default=1) / route.bytes_per_s, route.wires, loads)
 
 
 def shared_wires(program: Program, graph: Graph, works: Sequence[ActionWork]) -> frozenset[str]:
-    """Returns the wires that more than one lane uses: only there can transfers meet."""
+    """Returns the wires that more than one lane uses: only these can be contended."""
     users: dict[str, tuple[int, str]] = {}
     shared = set()
     for op, work in enumerate(works):

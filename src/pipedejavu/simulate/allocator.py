@@ -1,9 +1,9 @@
-"""The caching allocator of a GPU on paper: what tensors take once sizes are rounded, and what is reserved for them.
+"""A model of PyTorch's caching allocator: allocated bytes after rounding, and reserved bytes.
 
 Sizes are rounded up to 512 bytes. Memory comes from the driver in segments: of 2 MiB for tensors up to 1 MiB, of 20 MiB
 for those below 10 MiB, and of the tensor's own size, rounded up to 2 MiB, for the rest. A tensor takes the smallest
-free block that holds it, which is divided where enough is left, and what is freed joins its free neighbours. Segments
-stay reserved; only where a limit is reached do those that are wholly free go back.
+free block that holds it; the block is split if enough is left, and a freed block merges with its free neighbours.
+Segments stay reserved until the limit is reached; then those that are wholly free go back to the driver.
 """
 
 from bisect import bisect_left, insort
@@ -16,13 +16,13 @@ MIB = 2**20
 _ROUND = 512
 _SMALL, _SMALL_SEGMENT = MIB, 2 * MIB
 _LARGE, _LARGE_SEGMENT, _LARGE_ROUND = 10 * MIB, 20 * MIB, 2 * MIB
-_AGES = 40
+_NUMBER_BITS = 40
 """Bits of a block's number in its key."""
 
 
 @dataclass(eq=False, slots=True)
 class MemoryBlock:
-    """A stretch of a segment."""
+    """A contiguous part of a segment."""
 
     number: int
     size: int
@@ -33,7 +33,7 @@ class MemoryBlock:
 
 
 class Allocator:
-    """One device's memory; `limit_bytes` is what may be reserved."""
+    """The allocator of one device; it reserves at most `limit_bytes`."""
 
     def __init__(self, limit_bytes: float = float("inf")):
         self.limit_bytes = limit_bytes
@@ -46,11 +46,11 @@ class Allocator:
         self._count = 0
 
     def take(self, size_bytes: float) -> MemoryBlock:
-        """Returns a block for a tensor; raises InputError where the limit would be passed."""
+        """Returns a block for a tensor; raises InputError if the limit would be exceeded."""
         size = _rounded(size_bytes, _ROUND)
         is_small = size <= _SMALL
         free = self._free[is_small]
-        at = bisect_left(free, size << _AGES)
+        at = bisect_left(free, size << _NUMBER_BITS)
         block = self._blocks.pop(free.pop(at)) if at < len(free) else self._reserve(size, is_small)
         rest = block.size - size
         if rest >= _ROUND if is_small else rest > _SMALL:
@@ -87,7 +87,7 @@ class Allocator:
         return self._made(segment, is_small)
 
     def _release(self) -> None:
-        """Gives segments that are wholly free back to the driver."""
+        """Returns wholly free segments to the driver."""
         whole = {key for key, block in self._blocks.items() if block.before is None and block.after is None}
         self.reserved_bytes -= sum(self._blocks.pop(key).size for key in whole)
         for free in self._free.values():
@@ -114,12 +114,12 @@ class Allocator:
 
     def _add(self, block: MemoryBlock) -> None:
         block.is_free = True
-        key = block.size << _AGES | block.number
+        key = block.size << _NUMBER_BITS | block.number
         self._blocks[key] = block
         insort(self._free[block.is_small], key)
 
     def _remove(self, block: MemoryBlock) -> None:
-        key, free = block.size << _AGES | block.number, self._free[block.is_small]
+        key, free = block.size << _NUMBER_BITS | block.number, self._free[block.is_small]
         del self._blocks[key], free[bisect_left(free, key)]
 
 
@@ -129,17 +129,17 @@ def _rounded(size_bytes: float, to: int) -> int:
 
 @dataclass(frozen=True)
 class Footprint:
-    """The most that an allocator has had at once."""
+    """The peaks of an allocator."""
 
     allocated_bytes: int
     reserved_bytes: int
 
 
 def replay(stays: Iterable[tuple[float, float, list[float]]], limit_bytes: float = float("inf")) -> Footprint:
-    """Returns what tensors take that come and go together: rows of birth, death and sizes.
+    """Returns the footprint of tensors, given rows of birth, death and sizes.
 
-    What goes makes room for what comes at the same time, to the nanosecond: sums of times differ in their last digits.
-    Raises InputError where the limit would be passed.
+    At equal times, to the nanosecond, tensors are freed before others are allocated: sums of times differ in their last
+    digits. Raises InputError if the limit would be exceeded.
     """
     allocator = Allocator(limit_bytes)
     held: dict[int, list[MemoryBlock]] = {}

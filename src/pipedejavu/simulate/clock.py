@@ -1,8 +1,8 @@
-"""The clock: when each operation of a graph starts and ends.
+"""The clock: start and end of each operation of a graph.
 
-`sweep` serves graphs in which nothing shares anything: one pass, no queue of events. `run_events` serves the
-rest: transfers that share a wire split it, compute and transfers of one worker slow each other, and workers
-that take what is ready first. Where both apply they agree.
+`sweep` is for graphs without contention: one pass, no event queue. `run_events` is for the rest: transfers split a
+shared wire, compute and transfers of one worker slow each other down, and some workers run whatever is ready first.
+The two agree on graphs that both can run.
 """
 
 from collections.abc import Sequence
@@ -17,49 +17,49 @@ Times = tuple[list[float], list[float]]
 
 
 def run_clock(graph: Graph, works: Sequence[ActionWork]) -> Times:
-    """Returns start and end of each operation, by the quicker way where it applies."""
+    """Returns start and end of each operation, by `sweep` if nothing is contended."""
     program = graph.program
     shared, overlap = shared_wires(program, graph, works), program.machine.overlap
     contended = shared or overlap.compute > 1 or overlap.transfer > 1
     if contended or any(w.picks_ready for w in program.workers):
         return run_events(graph, works, shared, overlap)
-    return sweep(graph, [w.latency_s + w.time_s for w in works], Issuing.of(graph, works))
+    return sweep(graph, [w.latency_s + w.time_s for w in works], HostIssue.of(graph, works))
 
 
-class Issuing:
-    """The hosts that issue compute to GPUs: each that of one worker, in order, and ahead of it where it may."""
+class HostIssue:
+    """The hosts that issue compute to GPUs, in order; a host runs ahead of its GPU unless it must wait."""
 
     def __init__(self, graph: Graph, works: Sequence[ActionWork]):
         self.graph, self.works = graph, works
         self.free = [0.0] * len(graph.program.workers)
-        """When each host is through with what it has issued."""
+        """Time at which each host has issued all its work so far."""
         self.last = [0.0] * len(graph.program.workers)
-        """When the newest compute of each worker ends."""
+        """Latest end of compute on each worker."""
 
     @classmethod
-    def of(cls, graph: Graph, works: Sequence[ActionWork]) -> "Issuing | None":
-        """Returns the hosts, where any takes time to issue something."""
+    def of(cls, graph: Graph, works: Sequence[ActionWork]) -> "HostIssue | None":
+        """Returns the hosts, or None if issuing takes no time."""
         return cls(graph, works) if any(work.issue_s for work in works) else None
 
     def issue(self, op: int, start_s: float) -> float:
-        """Issues an operation that starts then, and returns when it is issued: it ends no sooner."""
+        """Returns the time at which an operation that starts at `start_s` is issued; it cannot end before."""
         worker, work = self.graph.members[op][0], self.works[op]
         if not work.issue_s and not work.waits:
             return 0.0
-        if work.waits or start_s > self.last[worker]:  # what came from elsewhere, the host has waited for
+        if work.waits or start_s > self.last[worker]:  # the host waits for inputs from other workers
             self.free[worker] = max(self.free[worker], start_s)
         self.free[worker] += work.issue_s
         return self.free[worker] if work.issue_s else 0.0
 
     def end(self, op: int, end_s: float) -> None:
-        """Notes when an operation ends."""
+        """Records the end of an operation."""
         if self.graph.action(op).lane == "compute":
             worker = self.graph.members[op][0]
             self.last[worker] = max(self.last[worker], end_s)
 
 
-def sweep(graph: Graph, durations: Sequence[float], issuing: Issuing | None = None) -> Times:
-    """Returns start and end of each operation: the latest end before it, and its duration later."""
+def sweep(graph: Graph, durations: Sequence[float], issuing: HostIssue | None = None) -> Times:
+    """Returns start and end of each operation: it starts when all its predecessors have ended."""
     left, successors = graph.num_before.copy(), graph.successors
     start = [0.0] * len(left)
     end = [0.0] * len(left)
@@ -92,7 +92,7 @@ def _check_all_ran(done: int, graph: Graph) -> None:
 
 @dataclass(slots=True)
 class _Running:
-    """An operation under way that others may slow down."""
+    """A running operation that others may slow down."""
 
     left_s: float
     rate: float
@@ -100,11 +100,13 @@ class _Running:
 
 
 def run_events(graph: Graph, works: Sequence[ActionWork], shared: frozenset[str], overlap: Overlap) -> Times:
-    """Returns start and end of each operation, event by event."""
+    """Returns start and end of each operation by a discrete-event simulation."""
     return _Events(graph, works, shared, overlap).run()
 
 
 class _Events:
+    """The state of the event simulation."""
+
     def __init__(self, graph: Graph, works: Sequence[ActionWork], shared: frozenset[str], overlap: Overlap):
         self.graph, self.works, self.overlap = graph, works, overlap
         count = len(graph.members)
@@ -112,7 +114,7 @@ class _Events:
         self.left = graph.num_before.copy()
         self.heap: list[tuple[float, int, int, int]] = []  # time, ticket, operation, what happens
         self.ticket = 0
-        self.valid = [0] * count  # the ticket of each operation's next event; older ones are void
+        self.valid = [0] * count  # the ticket of each operation's next event; events with older tickets are void
         self.running: dict[int, _Running] = {}
         wires = {work: tuple(w for w in work.wires if w in shared) for work in set(works)}
         loads = {work: dict(zip(work.wires, work.loads, strict=True)) for work in wires}
@@ -122,10 +124,11 @@ class _Events:
         self.computing: dict[int, set[int]] = {w: set() for w in range(len(graph.program.workers))}
         self.moving: dict[int, set[int]] = {w: set() for w in range(len(graph.program.workers))}
         self.queues = _ReadyQueues(graph)
-        self.issuing = Issuing.of(graph, works)
+        self.issuing = HostIssue.of(graph, works)
         self.issued = [0.0] * count  # when each operation is issued
 
     def run(self) -> Times:
+        """Handles all events; returns start and end of each operation."""
         for op, count in enumerate(self.left):
             if count == 0:
                 self.available(op, 0.0)
@@ -145,7 +148,7 @@ class _Events:
         return self.start, self.end
 
     def available(self, op: int, now: float) -> None:
-        """An operation has all that it waits for."""
+        """Starts an operation whose predecessors have ended, or queues it on a worker that picks what is ready."""
         if self.queues.holds(op):
             self.queues.add(op)
             self.feed(self.graph.members[op][0], now)
@@ -153,12 +156,13 @@ class _Events:
             self.begin(op, now)
 
     def feed(self, worker: int, now: float) -> None:
-        """Starts the next ready action of a worker that takes what comes first."""
+        """Starts the next operation in the queue of a worker that picks what is ready."""
         op = self.queues.take(worker)
         if op is not None:
             self.begin(op, now)
 
     def begin(self, op: int, now: float) -> None:
+        """Starts an operation: its latency first, then its work."""
         self.start[op] = now
         if self.issuing is not None:
             self.issued[op] = self.issuing.issue(op, now)
@@ -172,24 +176,26 @@ class _Events:
             self.push(now + latency + time, op, _FINISH)
 
     def push(self, time: float, op: int, event: int) -> None:
+        """Schedules an operation's next event, which replaces the one before."""
         self.ticket += 1
         self.valid[op] = self.ticket
         heappush(self.heap, (time, self.ticket, op, event))
 
     def join(self, op: int, now: float) -> None:
-        """The operation starts to load its wires and workers."""
+        """Adds an operation to the load of its wires and workers."""
         self.running[op] = _Running(self.works[op].time_s, 0.0, now)
-        for others in self.places(op):
+        for others in self.sharers(op):
             others.add(op)
         self.reprice(op, now)
 
     def finish(self, op: int, now: float) -> None:
+        """Ends an operation and starts what waited for it."""
         self.end[op] = now
         if self.issuing is not None:
             self.issuing.end(op, now)
         self.valid[op] = 0
         if self.running.pop(op, None) is not None:
-            for others in self.places(op):
+            for others in self.sharers(op):
                 others.discard(op)
             self.reprice(op, now)
         if self.queues.holds(op):
@@ -199,22 +205,24 @@ class _Events:
             if self.left[after] == 0:
                 self.available(after, now)
 
-    def places(self, op: int) -> list[set[int]]:
-        """The sets of running operations that this one belongs to."""
-        found = [self.on_wire[wire] for wire in self.wires[op]]
+    def sharers(self, op: int) -> list[set[int]]:
+        """Returns the sets of running operations, one per shared wire and worker, that an operation belongs to."""
+        sets = [self.on_wire[wire] for wire in self.wires[op]]
         if self.slows:
             kind = self.computing if self.computes(op) else self.moving
-            found += [kind[worker] for worker in self.workers(op)]
-        return found
+            sets += [kind[worker] for worker in self.workers(op)]
+        return sets
 
     def computes(self, op: int) -> bool:
+        """Whether an operation runs on a compute lane."""
         return self.graph.action(op).lane == "compute"
 
     def workers(self, op: int) -> list[int]:
+        """Returns the workers that take part in an operation."""
         return [w for w, _ in self.graph.joint.get(op, (self.graph.members[op],))]
 
     def reprice(self, op: int, now: float) -> None:
-        """Gives every operation that shares something with `op` its new rate and finish."""
+        """Updates the rate and the end of every operation that shares a wire or a worker with `op`."""
         touched = {op} if op in self.running else set()
         for wire in self.wires[op]:
             touched |= self.on_wire[wire]
@@ -229,11 +237,11 @@ class _Events:
                 self.push(now + state.left_s / rate, other, _FINISH)
 
     def rate(self, op: int) -> float:
-        """The operation's speed, as a share of what it has alone."""
-        rate, own = 1.0, self.loads[op]
+        """Returns the operation's speed relative to its speed without contention."""
+        rate, loads = 1.0, self.loads[op]
         for wire in self.wires[op]:
             split = sum(self.loads[other][wire] for other in self.on_wire[wire])
-            rate = min(rate, max(own.values()) / split)
+            rate = min(rate, max(loads.values()) / split)
         if self.slows:
             others, factor = self.moving, self.overlap.transfer
             if self.computes(op):
@@ -249,7 +257,7 @@ _FINISH, _JOIN = 0, 1
 
 
 class _ReadyQueues:
-    """Compute lanes of workers that take whatever is ready, first come, first served."""
+    """First-in, first-out queues of workers that run whatever compute is ready."""
 
     def __init__(self, graph: Graph):
         workers = graph.program.workers
@@ -266,10 +274,11 @@ class _ReadyQueues:
         )
 
     def add(self, op: int) -> None:
+        """Queues a ready operation."""
         self.waiting[self.graph.members[op][0]].append(op)
 
     def take(self, worker: int) -> int | None:
-        """Returns the operation to run next, if the worker is free and may run one."""
+        """Returns the next operation if the worker is free; forwards wait while too many microbatches are live."""
         if self.busy[worker]:
             return None
         limit = self.limits[worker]

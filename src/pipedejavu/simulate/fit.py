@@ -1,4 +1,4 @@
-"""Whether GPUs have what their allocators would reserve: more than the live bytes, which `verify` compares."""
+"""Checks GPU memory against what the allocators would reserve: more than the live bytes that `verify` checks."""
 
 from collections import defaultdict
 
@@ -7,10 +7,10 @@ from pipedejavu.simulate.simulate import Prediction
 
 
 def check_fit(prediction: Prediction) -> dict[str, float]:
-    """Returns what would be reserved of each GPU; raises FaultsError where one would run out of memory.
+    """Returns the bytes that would be reserved on each GPU; raises FaultsError if one would run out of memory.
 
-    Nothing is said of CPUs, nor of profiles that do not know their tensors. Workers that share a GPU cannot use what
-    another has reserved.
+    CPUs, and profiles without sizes of tensors, are not checked. Workers that share a GPU cannot use each other's
+    reserved memory.
     """
     program, footprints = prediction.program, prediction.footprints()
     machine, count = program.machine, len(program.workers)
@@ -19,17 +19,17 @@ def check_fit(prediction: Prediction) -> dict[str, float]:
         footprint = footprints[index % count]
         if footprint is not None:
             reserved[name] += footprint.reserved_bytes
-    rooms = {name: machine.device(name).memory_bytes - machine.device(name).reserved_bytes for name in reserved}
-    short = [name for name in reserved if reserved[name] > rooms[name]]
+    limits = {name: machine.device(name).memory_bytes - machine.device(name).reserved_bytes for name in reserved}
+    short = [name for name in reserved if reserved[name] > limits[name]]
     if not short:
         return dict(reserved)
-    worst = max(short, key=lambda name: reserved[name] / max(rooms[name], 1))
+    worst = max(short, key=lambda name: reserved[name] / max(limits[name], 1))
     peaks = prediction.peaks()
     live = sum(peaks[index % count]["device"] for index, name in enumerate(program.devices) if name == worst)
     others = f" (and {len(short) - 1} more devices have too little)" if len(short) > 1 else ""
     fault = (
         f"the allocator of device '{worst}' would reserve {format_bytes(reserved[worst])} for tensors of"
-        f" {format_bytes(live)}, and the device has {format_bytes(rooms[worst])}{others}; use more workers, smaller"
+        f" {format_bytes(live)}, and the device has {format_bytes(limits[worst])}{others}; use more workers, smaller"
         " microbatches, recompute, or keep state on the host"
     )
     raise FaultsError(f"the program of plan '{program.plan.name}'", [fault])

@@ -1,4 +1,4 @@
-"""Memory over time: what each worker's memories hold, class by class."""
+"""Memory over time: the bytes that each worker holds on its device and its host, by class."""
 
 from collections.abc import Sequence
 from math import inf
@@ -8,13 +8,13 @@ from pipedejavu.facts import MEMORY_CLASSES, InputError, MemoryCurve
 from pipedejavu.simulate.allocator import Footprint, replay
 
 MAX_POINTS = 400
-"""Of a curve; beyond that, each point is the highest of several."""
+"""Points per curve; of a longer one each point is the highest of several."""
 MAX_TENSORS = 16
-"""That an action works with."""
+"""Temporary tensors per action at most."""
 
 
 def trace_memory(liveness: Liveness, worker: int, stays: list[Stay], makespan_s: float) -> tuple[MemoryCurve, ...]:
-    """Returns the curves of a worker's device memory and, where it keeps anything there, its host's."""
+    """Returns the curve of a worker's device memory and, if it keeps anything there, of its host memory."""
     program, machine = liveness.program, liveness.program.machine
     device = machine.device(program.devices[worker])
     fixed = liveness.fixed(worker)
@@ -30,10 +30,10 @@ def trace_memory(liveness: Liveness, worker: int, stays: list[Stay], makespan_s:
 
 
 def trace_footprint(liveness: Liveness, worker: int, stays: list[Stay]) -> Footprint | None:
-    """Returns what a GPU's allocator makes of a worker's values; None on a CPU, or where no tensors are known.
+    """Returns the footprint of a worker's values in its GPU's allocator; None on a CPU or without sizes of tensors.
 
-    It has the device's memory; where that is not enough, what it would reserve if it had more. Each device of a team
-    has its part of every tensor, and the footprint is that of all.
+    If the device's memory is not enough, the footprint is that of an unlimited device. A tensor-parallel group divides
+    every tensor evenly, and the footprint is the sum over its devices.
     """
     program, sizes = liveness.program, liveness.sizes
     device, tp_group = program.machine.device(program.devices[worker]), program.plan.degrees[worker]
@@ -54,16 +54,16 @@ def trace_footprint(liveness: Liveness, worker: int, stays: list[Stay]) -> Footp
         if memory == "device" and size:
             rows.append((0.0, inf, _divided(size / tp_group, tensors * moments)))
     try:
-        found = replay(rows, (device.memory_bytes - device.reserved_bytes) / tp_group)
+        footprint = replay(rows, (device.memory_bytes - device.reserved_bytes) / tp_group)
     except InputError:
-        found = replay(rows)
-    return Footprint(tp_group * found.allocated_bytes, tp_group * found.reserved_bytes)
+        footprint = replay(rows)
+    return Footprint(tp_group * footprint.allocated_bytes, tp_group * footprint.reserved_bytes)
 
 
 def _cut(size_bytes: float, most_bytes: float) -> list[float]:
-    """Returns what an action works with as tensors: each about as large as what it passes on, the rest in the last.
+    """Returns the sizes of an action's temporary tensors: each as large as its largest output, the rest in the last.
 
-    What passes on very little, as a loss does, still works with few.
+    There are at most about `MAX_TENSORS`, also if the output is very small, as that of a loss is.
     """
     most_bytes = max(most_bytes, size_bytes / MAX_TENSORS) if most_bytes else 0.0
     count = int(size_bytes // most_bytes) if most_bytes else 0
@@ -71,7 +71,7 @@ def _cut(size_bytes: float, most_bytes: float) -> list[float]:
 
 
 def _divided(size_bytes: float, like: list[float]) -> list[float]:
-    """Divides bytes in the proportions of others."""
+    """Returns sizes that add up to `size_bytes`, in the proportions of `like`."""
     total = sum(like)
     return [size_bytes * part / total for part in like] if total else [size_bytes]
 
@@ -79,9 +79,10 @@ def _divided(size_bytes: float, like: list[float]) -> list[float]:
 def _curve(
     memory: str, capacity_bytes: int, stays: list[Stay], base: dict[str, float], makespan_s: float
 ) -> MemoryCurve:
+    """Returns the curve of one memory, by class."""
     changes = [(s.birth, 1, s.value, s.size_bytes) for s in stays]
     changes += [(s.death, 0, s.value, s.size_bytes) for s in stays]
-    changes.sort(key=lambda c: c[:2])  # what leaves makes room for what comes at the same time
+    changes.sort(key=lambda c: c[:2])  # at equal times, values are freed before others are allocated
     level = dict.fromkeys(MEMORY_CLASSES, 0.0) | base
     total = sum(level.values())
     peak, peak_level = total, dict(level)
@@ -118,7 +119,7 @@ def _curve(
 
 
 def _thinned(rows: list[tuple[float, ...]]) -> list[tuple[float, ...]]:
-    """Keeps the highest row of each stretch, so that peaks survive."""
+    """Returns at most `MAX_POINTS` rows: the highest of each interval, so that peaks survive."""
     if len(rows) <= MAX_POINTS:
         return rows
     step = -(-len(rows) // MAX_POINTS)

@@ -1,4 +1,4 @@
-"""`simulate`: runs a program on paper and yields its timeline."""
+"""`simulate`: predicts when each action of a program runs, and its memory over time."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -17,7 +17,7 @@ from pipedejavu.simulate.memory import trace_footprint, trace_memory
 
 @dataclass(frozen=True)
 class Prediction:
-    """When every operation of a program runs; summaries and the timeline are worked out on demand."""
+    """Start and end of every operation of a program; summaries and the timeline are computed on demand."""
 
     graph: Graph
     start: list[float]
@@ -30,17 +30,17 @@ class Prediction:
 
     @cached_property
     def makespan_s(self) -> float:
-        """When the last action ends."""
+        """End of the last action."""
         return max(self.end, default=0.0)
 
     @cached_property
     def chance(self) -> Chance:
-        """How long the program takes where the times of its actions vary as they did when they were measured."""
+        """The distribution of the program's time if its actions vary as they did when measured."""
         return chance_of(self.graph, self.makespan_s)
 
     @cached_property
     def bubble_fraction(self) -> float:
-        """Share of the makespan that the compute lanes of workers that train are idle."""
+        """Idle share of the compute lanes of workers that train."""
         trains = [index for index, pieces in enumerate(self.program.pieces_on) if pieces]
         busy = sum(self.busy_s[worker] for worker in trains)
         whole = self.makespan_s * len(trains)
@@ -48,7 +48,7 @@ class Prediction:
 
     @cached_property
     def busy_s(self) -> tuple[float, ...]:
-        """For each worker, the time that its compute lane runs."""
+        """Busy time of each worker's compute lane."""
         busy = []
         for ops, worker in zip(self.graph.of_action, self.program.workers, strict=True):
             spans = zip(ops, worker.actions, strict=True)
@@ -63,14 +63,14 @@ class Prediction:
             return tuple(self._summary(index, liveness) for index in range(len(self.program.workers)))
 
     def peaks(self) -> list[dict[str, float]]:
-        """Returns the highest need of each worker, by memory; quicker than `workers`, which has it too."""
+        """Returns the peak bytes of each worker, by memory; faster than `workers`, which has them, too."""
         liveness = Liveness(self.program)
         with paused_collector():
             workers = range(len(self.program.workers))
             return [peak_bytes(self._stays(index, liveness), liveness.fixed(index)) for index in workers]
 
     def footprints(self) -> list[Footprint | None]:
-        """Returns what the allocator of each worker's GPU holds, where that is known; `workers` has it too."""
+        """Returns the allocator footprint of each worker's GPU, None if not known; `workers` has them, too."""
         liveness = Liveness(self.program)
         if not liveness.sizes.is_detailed:
             return [None] * len(self.program.workers)
@@ -101,7 +101,7 @@ class Prediction:
         )
 
     def _peak_live(self, index: int) -> int:
-        """Counts stages of microbatches between the start of their forward and the end of their backward."""
+        """Returns the most microbatches at once between the start of their forward and the end of their backward."""
         pieces, changes = self.program.pieces, []
         for op, a in zip(self.graph.of_action[index], self.program.workers[index].actions, strict=True):
             if a.kind == "F" and pieces[a.piece].opens_stage:
@@ -136,6 +136,6 @@ class Prediction:
 
 
 def simulate(program: Program, graph: Graph | None = None) -> Prediction:
-    """Predicts when every action of a program runs; `graph` spares building it again after `verify`."""
+    """Predicts when every action of a program runs; pass the `graph` that `verify` built to save time."""
     graph = graph or build_graph(program)
     return Prediction(graph, *run_clock(graph, ActionCosts(program).of(graph)))

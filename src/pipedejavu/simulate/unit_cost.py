@@ -1,6 +1,6 @@
-"""Unit costs: a profile and a machine made for a plan, in which a worker's forward of a microbatch takes 1.
+"""Unit costs: a profile and a machine for a plan in which a worker's forward of a microbatch takes 1.
 
-They are what published schedules are drawn with: equal stages, no communication. Every size is one byte.
+Published schedules are drawn with them: equal stages, free communication. Every size is one byte.
 """
 
 from pipedejavu.facts import Cost, Device, Host, InputError, Link, Machine, Profile, Unit, UnitTime, nearest
@@ -8,16 +8,17 @@ from pipedejavu.plan import Plan
 from pipedejavu.program.limit import MOST_UNITS, check_workers
 
 PIECES_OF_EAGER = 4
-"""Units of each stage where a plan reduces and updates piece by piece."""
+"""Units per stage if a plan reduces and updates piece by piece."""
 
 UNITS_OF_LAYER_MAJOR = 4
+"""Units of the model if a plan runs one layer at a time."""
 
 _FREE = 1e30
-"""Bytes a second that take no time beside a unit of cost, to the last bit of a double."""
+"""Bytes per second at which transfers do not change any time in double precision."""
 
 
 def parse_unit_costs(text: str) -> dict[str, float]:
-    """Parses 'F=1,B=2' (also I, W, R, U for the update); raises InputError otherwise."""
+    """Parses 'F=1,B=2' (also I, W, R, and U for the update); raises InputError if the text is malformed."""
     costs: dict[str, float] = {}
     for part in text.split(","):
         name, equals, number = part.strip().partition("=")
@@ -40,8 +41,8 @@ _NAMES = ("F", "B", "I", "W", "R", "U")
 def unit_costs(plan: Plan, costs: dict[str, float]) -> tuple[Plan, Profile, Machine]:
     """Returns the plan with one-byte buckets, and the profile and machine of these costs.
 
-    A cost is what a worker spends on a microbatch in all; stages of several chunks divide it evenly. What
-    is not given follows: F = 1, B = 2, W = B / 2, R = F, U = 0.
+    A cost is a worker's total time per microbatch; its chunks and pieces divide it evenly. Defaults: F = 1, B = 2,
+    W = B / 2, R = F, U = 0.
     """
     forward = costs.get("F", 1.0)
     backward = costs.get("B", costs.get("I", 1.0) + costs.get("W", 1.0))
@@ -80,11 +81,12 @@ def unit_costs(plan: Plan, costs: dict[str, float]) -> tuple[Plan, Profile, Mach
         for n in range(count)
     )
     trainers = plan.num_workers - plan.place.servers - plan.place.cpu_replicas
-    room = 2**50
+    memory_bytes = 2**50
     devices = [
-        Device(name=f"unit{n}", kind="unit", type="gpu", host="host", memory_bytes=room) for n in range(trainers)
+        Device(name=f"unit{n}", kind="unit", type="gpu", host="host", memory_bytes=memory_bytes)
+        for n in range(trainers)
     ]
-    devices.append(Device(name="host", kind="unit", type="cpu", host="host", memory_bytes=room))
+    devices.append(Device(name="host", kind="unit", type="cpu", host="host", memory_bytes=memory_bytes))
     machine = Machine(
         name="unit costs", hosts=(Host(name="host"),), devices=tuple(devices), links=(Link(bytes_per_s=_FREE),)
     )

@@ -1,7 +1,7 @@
-"""What a grid of workers stands on: the device of each, and the links that its tensor, data and pipeline groups use.
+"""The wiring of a grid of workers: their device, and the links of its tensor, data and pipeline groups.
 
-Workers are numbered with the tensor group fastest, then data, then pipeline, and take a machine's GPUs in order: tensor
-groups stay within a host as long as they fit. Groups of one kind move bytes at the same time, and share wires.
+Worker numbers run over the tensor group first, then data, then pipeline, and workers take a machine's GPUs in order, so
+tensor groups stay within a host as long as they fit. Groups of one kind communicate at the same time and share wires.
 """
 
 from collections import Counter
@@ -12,7 +12,7 @@ from pipedejavu.facts import Device, InputError, Machine
 
 
 class Grid(NamedTuple):
-    """How many workers divide the operators, the batch and the layers."""
+    """Degrees of tensor, data and pipeline parallelism."""
 
     tensor: int
     data: int
@@ -20,7 +20,7 @@ class Grid(NamedTuple):
 
     @property
     def size(self) -> int:
-        """All workers."""
+        """Number of workers."""
         return self.tensor * self.data * self.pipeline
 
     def worker(self, tensor: int, data: int, pipeline: int) -> int:
@@ -29,34 +29,34 @@ class Grid(NamedTuple):
 
 
 class WiredLine(NamedTuple):
-    """The slowest link of a group while all groups of its kind are busy."""
+    """The slowest link of a group while all groups of its kind communicate."""
 
     latency_s: float = 0.0
     bytes_per_s: float = float("inf")
 
     def send_s(self, size_bytes: float) -> float:
-        """Returns what a message takes."""
+        """Returns the time of a message."""
         return self.latency_s + size_bytes / self.bytes_per_s
 
-    def reduce_s(self, size_bytes: float, members: int) -> float:
-        """Returns what an all-reduce around a ring takes."""
-        rounds = 2 * (members - 1)
-        return rounds * (self.latency_s + size_bytes / members / self.bytes_per_s)
+    def reduce_s(self, size_bytes: float, workers: int) -> float:
+        """Returns the time of a ring all-reduce."""
+        rounds = 2 * (workers - 1)
+        return rounds * (self.latency_s + size_bytes / workers / self.bytes_per_s)
 
 
 class Wiring(NamedTuple):
-    """The device of every worker, and the lines of the groups."""
+    """The device that all workers have, and the links of their groups."""
 
     device: Device
     tensor: WiredLine
     data: WiredLine
     pipeline: WiredLine
     ends: WiredLine
-    """Between the first and the last stage, which share their embedding."""
+    """Link between the first and the last stage, which share their embedding."""
 
 
 def wire(grid: Grid, machine: Machine) -> Wiring:
-    """Returns the wiring of a grid on a machine's GPUs; raises InputError where there are too few of one kind."""
+    """Returns the wiring of a grid on a machine's GPUs; raises InputError if there are too few of one kind."""
     gpus = [device for device in machine.devices if device.type == "gpu"]
     if grid.size > len(gpus):
         raise InputError(
@@ -80,7 +80,7 @@ def wire(grid: Grid, machine: Machine) -> Wiring:
 
 
 def _line(machine: Machine, pairs: Iterable[tuple[str, str]]) -> WiredLine:
-    """Returns the slowest of transfers that all run at once; those within a device take no time."""
+    """Returns the slowest link if all transfers run at once; transfers within a device take no time."""
     routes = [machine.route(source, target) for source, target in pairs if source != target]
     users = Counter(name for route in routes for name in route.wires)
     rates = [r.bytes_per_s / max((users[name] for name in r.wires), default=1) for r in routes]
