@@ -56,7 +56,9 @@ def test_every_unit_has_its_work_in_every_step(gpu_units: int, clip_norm: float 
             assert (("UPDATE", n, step) in found) == (unit.place in ("gpu", "visit"))
             assert (("FETCH:o", n, step) in found) == (("OFFLOAD:o", n, step) in found) == (unit.place == "visit")
     assert [unit.place for unit in run.units[:gpu_units]] == ["gpu"] * gpu_units
-    assert sum(unit.num_parameters for unit in run.units) == sum(p.numel() for p in optimizer.scheduler.model_state.params)
+    assert sum(unit.num_parameters for unit in run.units) == sum(
+        p.numel() for p in optimizer.scheduler.model_state.params
+    )
     optimizer.close()
 
 
