@@ -16,12 +16,12 @@ import torch
 from pipedejavu.engine import Applied, Byzantine, Job, Sgd, run_threads
 from pipedejavu.facts import Machine, Profile
 from pipedejavu.plan import Plan, preset
+from pipedejavu.planner.measure import measure
+from pipedejavu.planner.worker_host import make_machine, read_worker_hosts
 from pipedejavu.profile import cut_model
 from pipedejavu.program import compile as compile_plan
-from pipedejavu.train.folder import result_of
-from pipedejavu.train.measure import measure
-from pipedejavu.train.site import make_machine, read_sites
-from pipedejavu.train.task import SampleOrder, loss_of
+from pipedejavu.run.run_folder import result_of
+from pipedejavu.source.task import SampleOrder, loss_of
 from pipedejavu.zoo import build, open_data
 from pipedejavu.zoo.mlp import MlpSize
 
@@ -57,7 +57,7 @@ def prepare(sizes: Sequence[int], byzantine: Byzantine | None = None) -> tuple[J
 
 def measure_once() -> tuple[Profile, Machine]:
     """Measures the model once, on as many workers as any plan has."""
-    plan, machine = make_machine(plan_of(1), read_sites(REPLICAS + 1), "cpu")
+    plan, machine = make_machine(plan_of(1), read_worker_hosts(REPLICAS + 1), "cpu")
     job, batches = prepare((SAMPLES,))
     return measure("mlp", job, plan, batches.first, {"cpu": torch.device("cpu")}), machine
 
