@@ -149,7 +149,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 HEAD = """\
-| model | one | winner | winner, as long | gain at equal cost | seeds won | gain as long | updates spent / race ended |
+| model | one | winner | winner, as long | gain at equal cost | seeds won | gain as long | updates spent / ended |
 |---|---|---|---|---|---|---|---|"""
 
 

@@ -3,8 +3,9 @@
 python docs/presets.py > docs/presets.md
 """
 
+from pipedejavu.analysis import verify
 from pipedejavu.plan import Preset, presets
-from pipedejavu.program import compile, verify
+from pipedejavu.program import compile
 from pipedejavu.report import render_grid
 from pipedejavu.simulate import simulate, unit_costs
 

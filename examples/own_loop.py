@@ -5,8 +5,8 @@ import copy
 import torch
 from torch import Tensor, nn
 
+from pipedejavu import Trainer
 from pipedejavu.engine import Sgd
-from pipedejavu.session import Trainer
 
 torch.manual_seed(0)
 blocks = [nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(5)]

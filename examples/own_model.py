@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from pipedejavu.session import Trainer
+from pipedejavu import Trainer
 
 VOCABULARY, LENGTH = 32, 16
 

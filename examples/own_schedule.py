@@ -3,11 +3,11 @@
 import torch
 from torch import nn
 
+from pipedejavu import Trainer
 from pipedejavu.analysis import verify
 from pipedejavu.engine import Sgd
 from pipedejavu.plan import preset
 from pipedejavu.program import compile
-from pipedejavu.session import Trainer
 from pipedejavu.simulate import simulate, unit_costs
 
 WORKERS, MICROBATCHES = 2, 8

@@ -1,6 +1,6 @@
 """pipeDejavu: plan, preview and run the training of deep networks on mixed CPU and GPU hardware.
 
-The public names come in on first use, so that a room that needs only records imports only records.
+Public names are imported on first use, so that planning works without torch.
 """
 
 from importlib import import_module
@@ -14,11 +14,11 @@ if TYPE_CHECKING:
     from pipedejavu.hybrid import HybridAdamW
     from pipedejavu.plan import Plan, preset, presets
     from pipedejavu.program import Program, compile  # noqa: A004
-    from pipedejavu.session import Checkpoints
+    from pipedejavu.session import Checkpoints, Trainer
 
 __version__ = VERSION
 
-_HOMES = {
+_ROOMS = {
     "Checkpoints": "session",
     "HybridAdamW": "hybrid",
     "InputError": "facts",
@@ -27,6 +27,7 @@ _HOMES = {
     "Profile": "facts",
     "Program": "program",
     "Timeline": "facts",
+    "Trainer": "session",
     "compile": "program",
     "preset": "plan",
     "presets": "plan",
@@ -42,6 +43,7 @@ __all__ = [
     "Profile",
     "Program",
     "Timeline",
+    "Trainer",
     "__version__",
     "compile",
     "preset",
@@ -51,6 +53,6 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name in _HOMES:
-        return getattr(import_module(f"pipedejavu.{_HOMES[name]}"), name)
+    if name in _ROOMS:
+        return getattr(import_module(f"pipedejavu.{_ROOMS[name]}"), name)
     raise AttributeError(f"module 'pipedejavu' has no attribute '{name}'")

@@ -14,7 +14,7 @@ class Request:
     name: Annotated[str, typer.Argument(metavar="NAME")]
     size: Annotated[int | None, typer.Option(help="Its size.")] = None
     is_loud: Annotated[bool, typer.Option("--loud")] = False
-    given: frozenset[str] = frozenset()
+    explicit: frozenset[str] = frozenset()
 
 
 def test_a_request_has_the_options_and_which_were_given() -> None:
@@ -27,4 +27,4 @@ def test_a_request_has_the_options_and_which_were_given() -> None:
     shown = CliRunner().invoke(app, ["do", "--help"]).output
     assert "Do it." in shown
     assert "Its size." in shown
-    assert "given" not in shown
+    assert "explicit" not in shown

@@ -143,7 +143,7 @@ def test_a_run_goes_on_from_the_winner_and_counts_every_sample(tmp_path, program
     ("changes", "sentence"),
     [
         ({"init_steps": 14}, "candidates train for up to 14 steps (--init-steps) of the run's 14; use fewer"),
-        ({"keeps_log": True}, "--audit replays a run from its beginning, which candidates have behind them"),
+        ({"keeps_log": True}, "--audit replays a run from its beginning, which is before the winner is chosen"),
     ],
 )
 def test_what_candidates_cannot_do_is_refused_before_anything_starts(tmp_path, program, changes, sentence):

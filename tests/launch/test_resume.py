@@ -369,7 +369,7 @@ def test_under_torchrun_a_run_goes_on_by_itself(processes, tmp_path: Path, undis
 
 
 def test_a_full_disk_does_not_stop_a_run(processes, tmp_path: Path, undisturbed) -> None:
-    full = "\nimport errno\nfrom pipedejavu.store import part\n" + FAULTY
+    full = "\nimport errno\n" + FAULTY
     full = full.replace(
         "def patch(rank):\n",
         "def patch(rank):\n    write = os.write\n    def refuse(file, data):\n        if len(data) > 100_000 and"

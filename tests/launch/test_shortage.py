@@ -72,7 +72,7 @@ def test_what_an_allocator_would_not_get_through_is_not_begun(tmp_path: Path) ->
         train(SHORT, program, str(tmp_path / "run"))
     assert not (tmp_path / "run").exists()
     with pytest.raises(InputError, match=said):
-        Trainer.__new__(Trainer)._begin(program, None)
+        Trainer.__new__(Trainer)._start(program, None)
 
 
 def test_a_device_that_has_less_than_it_says_gets_less_to_hold() -> None:

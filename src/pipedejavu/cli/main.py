@@ -107,7 +107,7 @@ def compare(
     ],
     as_json: AsJson = False,
 ) -> None:
-    """Compare prediction and measurement of a run, kind of action by kind."""
+    """Compare prediction and measurement of a run, per kind of action."""
     compare_command.compare(run_dir, as_json)
 
 
@@ -115,11 +115,11 @@ def compare(
 def runs(
     paths: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[FOLDER]...", help="A folder of runs to list, or run folders to set side by side."),
+        typer.Argument(metavar="[FOLDER]...", help="A folder of runs to list, or run folders to show side by side."),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """List the runs in a folder, or set some side by side."""
+    """List the runs in a folder, or show some side by side."""
     runs_command.run(paths or ["runs"], as_json)
 
 
@@ -133,13 +133,13 @@ def export(
     config: Annotated[str | None, typer.Option(help="A config.json to put beside the weights.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Write the newest checkpoint of a run to a folder that others read."""
+    """Write the newest checkpoint of a run in a format that other tools read."""
     export_command.run(run_dir, folder, to, config, as_json)
 
 
 @app.command()
 def doctor(as_json: AsJson = False) -> None:
-    """Say what is installed here, what is missing, and what to do; exits 1 if training is not possible."""
+    """List what is installed, what is missing, and how to get it; exits 1 if training is not possible."""
     doctor_command.run(VERSION, as_json)
 
 

@@ -92,7 +92,7 @@ class TrainRequest:
         str, typer.Option(help="stop if a device runs out of memory, or replan for the memory it has and go on.")
     ] = "stop"
     as_json: AsJson = False
-    given: frozenset[str] = frozenset()
+    explicit: frozenset[str] = frozenset()
     """Names of the fields that were on the command line."""
 
     @property
@@ -108,7 +108,7 @@ class TrainRequest:
     @property
     def has_plan(self) -> bool:
         """Whether the user gave any option that concerns the plan."""
-        return not self.given.isdisjoint({"plan", "batch", "cpu_share", "machine", "devices", *SIZES})
+        return not self.explicit.isdisjoint({"plan", "batch", "cpu_share", "machine", "devices", *SIZES})
 
     @property
     def is_replanned(self) -> bool:

@@ -10,7 +10,7 @@ from typer.models import ParameterInfo
 
 R = TypeVar("R")
 
-GIVEN = "given"
+EXPLICIT = "explicit"
 """A field of this name gets the names of the options that are on the command line."""
 
 
@@ -18,11 +18,11 @@ def add_verb(app: typer.Typer, name: str, request: type[R], run: Callable[[R], N
     """Adds a verb that runs a request; fields that typer describes are its arguments and options."""
     hints = get_type_hints(request, include_extras=True)
     options = [field for field in fields(request) if _is_option(hints[field.name])]  # type: ignore[arg-type]
-    has_given = GIVEN in hints
+    has_explicit = EXPLICIT in hints
 
     def call(typer_context: typer.Context, **values: Any) -> None:
-        if has_given:
-            values[GIVEN] = frozenset(name for name in values if _is_given(typer_context, name))
+        if has_explicit:
+            values[EXPLICIT] = frozenset(name for name in values if _is_explicit(typer_context, name))
         run(request(**values))
 
     first = inspect.Parameter("typer_context", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)
@@ -41,7 +41,7 @@ def _parameter(field: "Field[Any]", hint: Any) -> inspect.Parameter:
     return inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, annotation=hint, default=default)
 
 
-def _is_given(context: typer.Context, name: str) -> bool:
+def _is_explicit(context: typer.Context, name: str) -> bool:
     """Whether an option is on the command line, rather than left to its default."""
     source = context.get_parameter_source(name)
     return source is not None and source.name == "COMMANDLINE"

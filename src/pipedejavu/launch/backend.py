@@ -1,4 +1,4 @@
-"""Backends: where the workers of a run are. A session drives all of them alike.
+"""The interface through which a run session drives its workers, whichever processes they run in.
 
 `ProcessBackend` (launch) starts a process per worker; `TorchrunBackend` (torchrun) is one of the processes that
 torchrun started.

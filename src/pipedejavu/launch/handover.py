@@ -15,7 +15,7 @@ from pipedejavu.simulate import Prediction
 
 
 class RunForecast(Record):
-    """The figures of a prediction that workers compare themselves with."""
+    """The figures of a prediction that workers need: for watchdog, progress display and metrics."""
 
     makespan_s: float
     mean_s: float
@@ -37,7 +37,7 @@ class Handover(NamedTuple):
     forecast: RunForecast | None = None
 
     def pack(self) -> bytes:
-        """Returns it as JSON."""
+        """Returns program and forecast as JSON."""
         program = self.program
         form = {
             "plan": program.plan.to_json(),
@@ -58,7 +58,7 @@ class Handover(NamedTuple):
 
     @classmethod
     def unpack(cls, data: bytes) -> "Handover":
-        """Returns what `pack` has packed."""
+        """Reads the JSON that `pack` returns."""
         form = json.loads(data)
         program = Program(
             plan=Plan.from_json(form["plan"]),

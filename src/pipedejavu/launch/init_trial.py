@@ -91,7 +91,10 @@ AllReduce = Callable[[Tensor], object]
 def run_init_trials(
     options: TrainOptions, program: Program, rank: int, size: int, all_reduce: AllReduce
 ) -> tuple[InitSelection, InitTrial | None]:
-    """Trains this rank's candidates until one is selected; returns it, and the winner if this rank has it."""
+    """Trains this rank's candidates until one is selected.
+
+    Returns the selection, and the winner if this rank trained it.
+    """
     count, batches = options.init_candidates, prepare(options, program.sizes, program.plan.cut.begins).batches
     selection = InitSelection(count, options.init_steps)
     mine = {n: InitTrial(options, program, rank, n, batches) for n in range(rank, count, size)}
@@ -157,7 +160,9 @@ def _check(options: TrainOptions) -> None:
     if options.weights is not None:
         raise InputError("--weights says what a run begins with, and each candidate has its own; leave one out")
     if options.keeps_log:
-        raise InputError("--audit replays a run from its beginning, which candidates have behind them; leave one out")
+        raise InputError(
+            "--audit replays a run from its beginning, which is before the winner is chosen; leave one out"
+        )
 
 
 def work(rank: int, size: int, launched: WorkerLaunch) -> None:

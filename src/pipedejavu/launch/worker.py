@@ -110,7 +110,7 @@ def run_process(rank: int, size: int, launched: WorkerLaunch, run: Run) -> None:
 
 
 def set_up_process(program: Program, rank: int) -> None:
-    """Gives this process the threads of its worker, and makes torch deterministic."""
+    """Sets this process to the number of threads of its worker, and makes torch deterministic."""
     keep_heap()
     torch.set_num_threads(num_threads(program.machine, program.devices, rank))
     be_deterministic()
@@ -121,7 +121,7 @@ Move = tuple[int, tuple[tuple[int, ...], ...]]
 
 
 class Rank:
-    """One rank of a run: what it trains with and what it has measured. Only rank 0 uses the run folder."""
+    """One rank of a run, with its measurements. Only rank 0 needs the run folder."""
 
     def __init__(
         self,
@@ -232,11 +232,11 @@ class Rank:
 
     @property
     def microbatch_samples(self) -> int | None:
-        """Samples per microbatch that another plan must keep; None for a chain, which has the same units for any."""
+        """Samples per microbatch that another plan must keep; None for a chain, which is cut alike for any size."""
         return None if self.order.cut.way == "chain" else self.program.plan.feed.samples
 
     def obtained_bytes(self) -> int:
-        """Returns the most memory that this worker has had: reserved on its GPU, or in the host beside its model."""
+        """Returns the most memory that this worker has had: reserved on its GPU, or on the host without its model."""
         device = device_of(self.program, self.rank)
         if device.type == "cuda":
             return torch.cuda.max_memory_reserved(device)
@@ -270,7 +270,7 @@ class Rank:
         return WorkerPanel(f"{device.name} ({device.kind})", device.memory_bytes, worker.peak_bytes, busy)
 
     def _poll(self) -> None:
-        """Checks, beside training, for a stop request and a stuck disk; on rank 0 also for stragglers."""
+        """Checks, in a background thread, for a stop request and a stuck disk; on rank 0 also for stragglers."""
         self.stop_signal.listen()
         if (stuck_s := self.folder.stuck_s()) > self.stuck_told_s + SLOW_S:
             self.stuck_told_s = stuck_s
@@ -337,7 +337,7 @@ class Rank:
             raise WorkerError(sentence)
 
     def _save(self, saver: Saver, update: int, is_last: bool) -> None:
-        """Copies this rank's share of the state; the saver writes it beside training."""
+        """Copies this rank's share of the state; the saver writes it in the background."""
         is_apart = self.program.plan.feed.kind == "own"
         if is_apart:  # other replicas may still be at an earlier update
             dist.barrier()

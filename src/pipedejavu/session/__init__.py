@@ -1,4 +1,4 @@
-"""Training from a user's own loop: the Trainer, and checkpoints for any model and optimizer."""
+"""The state of a running program between rounds, and training from the user's own loop: Trainer and Checkpoints."""
 
 from pipedejavu.session.loop_checkpoints import Checkpoints
 from pipedejavu.session.trainer import Trainer

@@ -115,7 +115,7 @@ class TrainingSession:
         The first process also saves the part of the model that is not trained.
         """
         workers = self.workers
-        tensors = {name: tensor for own in workers.handlers for name, tensor in take_state(own).items()}
+        tensors = {name: tensor for worker in workers.handlers for name, tensor in take_state(worker).items()}
         tensors |= random_state(workers.rank, workers.generator_device)
         return tensors if workers.rank else self.whole.saved_rest() | tensors
 
