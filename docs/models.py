@@ -233,82 +233,80 @@ def _short(text: str) -> str:
     return line[:300]
 
 
-INTRODUCTION = """# Models that were cut
+INTRODUCTION = """# How models are cut
 
-`pipedejavu` takes a model as it is: `zoo:NAME`, `hf:CONFIG`, `FILE.py:FUNCTION`, or a live module that the `Trainer`
-is given.
+`pipedejavu` takes a model as it is: `zoo:NAME`, `hf:CONFIG`, `FILE.py:FUNCTION`, or a module that is passed to the
+`Trainer`.
 
 - A **chain** is read as it is: an `nn.Sequential` without a forward or hooks of its own, or a module whose method
-  `units()` lists (name, module) pairs that hold all its parameters under their own names. Its units run as they are,
-  with their hooks and whatever Python they run; a module that is listed twice is two units with tied weights.
-- Any other model is recorded by `torch.export`, on tensors without memory, for inputs of one shape. It is cut
-  where its **blocks** begin: modules with numbers for names, as in an `nn.ModuleList`. Where it has too few of them,
-  it is cut anywhere in its **graph** between two uses of parameters. Positions inside of a residual are left out.
-- A unit takes the tensors that are live where it begins, as a tuple: skips, masks, position embeddings and labels
-  pass through the units that do not need them. Its parameters and buffers are the model's own, under the model's own
-  names.
-- The loss is a function of the model's output and the targets, or the model's own: `output.loss`.
+  `units()` lists (name, module) pairs that hold all its parameters under their own names. Its units run unchanged,
+  with their hooks and any Python code; a module that is listed twice becomes two units with tied weights.
+- Any other model is traced by `torch.export`, on fake tensors, for inputs of one shape. It is cut where its **blocks**
+  begin: modules with numbers as names, as in an `nn.ModuleList`. If it has too few blocks, it is cut anywhere in its
+  **graph** between two operations that read parameters, except inside residual blocks.
+- A unit takes the tensors that are live at its start, as a tuple: skip connections, masks, position embeddings and
+  labels pass through the units that do not use them. Its parameters and buffers are the model's own, under the
+  model's own names.
+- The loss is a function of the model's output and the targets, or the model's own loss, `output.loss`.
 
-**Means and sums.** A loss may be a mean over samples (`nn.CrossEntropyLoss()`), a mean over labels that count (those
-that are not −100, or not the loss's `ignore_index`, for a model's own loss also without the first of each row, as
-language models shift them), or a sum over samples, which an update divides by the number of samples. Which of them it
-is is found out once, before training: the gradient of five samples is compared with those of the first two and of the
-other three, without dropout, with the same random numbers everywhere, and with labels that tell the cases apart. A
-mean is then multiplied by what it is over, and an update is divided by all of that together, so that microbatches of
-any size give what the whole batch gives. A loss that is neither (contrastive losses, class weights under a mean,
-masks of its own) is refused, as are parameters of the loss itself and penalties over the model's parameters, which no
-gradient would reach: compute them in the model's forward and leave the loss to it.
+**Means and sums.** A loss may be a mean over samples (`nn.CrossEntropyLoss()`), a mean over labels that count, or a
+sum over samples, which an update divides by the number of samples. Labels count if they are not −100, or not the
+loss's `ignore_index`; for a model's own loss the first label of each row may be left out, as language models shift
+labels. Which case applies is determined once, before training: the gradient of five samples is compared with those of
+the first two and of the other three, without dropout, with the same random numbers, and with labels that distinguish
+the cases. A mean is then multiplied by its count, and an update is divided by the sum of all counts, so that
+microbatches of any size give the result of the whole batch. A loss that fits no case (contrastive losses, class
+weights under a mean, masks inside the loss) is refused, as are parameters of the loss itself and penalties over the
+model's parameters, which would get no gradient: compute them in the model's forward, and use the model's own loss.
 
-**Batches.** Inputs are a tensor, a tuple of arguments or a mapping of keyword arguments, and both they and the
-targets may hold tuples, lists and dicts of tensors. Targets have one row for each sample. In a `Trainer`, inputs of
-as many rows as there are samples are divided into microbatches, and all others are given to each microbatch whole; if
-an input has as many rows only by chance, the comparison above tells, and what was found for the sample holds for all
-batches after it. Samples of a dataset are stacked, so there each input has a row for each sample.
+**Batches.** Inputs are a tensor, a tuple of arguments or a mapping of keyword arguments; inputs and targets may
+contain tuples, lists and dicts of tensors. Targets have one row per sample. In a `Trainer`, inputs with as many rows
+as there are samples are divided into microbatches, and all others are passed whole to each microbatch. If an input
+has that many rows only by chance, the comparison above detects it; the result for the sample holds for all later
+batches. Samples of a dataset are stacked, so there each input has a row per sample.
 
-`hf:CONFIG` is the file or folder of a configuration of `transformers`, or a name on its hub, built with random
-weights by the run's seed: as a classifier of images, an encoder-decoder, a masked or a causal language model,
-whichever it can be. It gets images or text of the zoo's data. `FILE.py:FUNCTION` calls a function without arguments
-that returns `(model, loss, samples)`: a module; the loss as a function of its output and the targets, or None for the
-model's own loss; and a dataset of `(inputs, targets)` as `torch.utils.data` has them, such as `((x, edges), y)`, or of
-mappings for a model's own loss.
+`hf:CONFIG` is a configuration file or folder of `transformers`, or a name on its hub. The model has random weights
+from the run's seed, and is an image classifier, an encoder-decoder, a masked or a causal language model, the first
+that the configuration supports. It is trained on images or text of the zoo's data. `FILE.py:FUNCTION` calls a
+function without arguments that returns `(model, loss, samples)`: a module; the loss as a function of its output and
+the targets, or None for the model's own loss; and a dataset of `(inputs, targets)` as in `torch.utils.data`, such as
+`((x, edges), y)`, or of mappings for a model's own loss.
 
-With `--weights` a run begins with weights that are there: a file of safetensors or a folder of them, such as another
-run's or what `export` writes, under the model's own names (all parameters; buffers may be missing, and what the model
-does not have is left). For an `hf:` model a folder, or a name on the hub, is read by `transformers`, old names and
-bodies without a head included, and refused where weights would be missing; then the data needs a name (`--data`), as
-pretrained weights and the default data do not fit. Pickles are not read. A run that goes on has its weights in its
-checkpoints, and needs the file no more. What a run leaves (`model.safetensors`, its checkpoints, what `export`
-writes) is the whole state of the model: trained weights, buffers, and parameters that are frozen or not used.
+With `--weights` a run starts from existing weights: a safetensors file or a folder of them, such as another run's or
+the output of `export`, under the model's own names (all parameters are required, buffers are optional, other tensors
+are ignored). For an `hf:` model, `transformers` reads a folder or a name on the hub, including old names and models
+without a head, and missing weights are refused; then `--data` is required, as pretrained weights and the default data
+do not fit. Pickles are not read. A run that is resumed has its weights in its checkpoints, and does not need the file
+again. The results of a run (`model.safetensors`, its checkpoints, the output of `export`) hold the whole state of the
+model: trained weights, buffers, and parameters that are frozen or not used.
 
-What does not come along: autograd functions of one's own are refused, since a recorded forward has lost their
-backward, and so are hooks on tensors and backward hooks, hooks on parameters (of chains too), Python that decides by
-the values of tensors (values that no input decides, as positions are, are known) and packed sequences; layers of an
-`nn.Sequential` are not recorded, and may have all of these inside but hooks on parameters. A region under
-`torch.autocast` is not cut inside. Complex values pass between units; complex parameters, `sparse=True`,
-`torch.cond`, and dicts between the layers of a chain are refused. Trained parameters are float32 or float64: in half
-precision most updates would be lost, and `HybridAdamW` keeps masters. Activation checkpointing inside of the model is
-left out (use a plan that recomputes). Attributes that are no tensors are not changed by a forward, and a forward hook
-runs once, while the model is recorded: what it computes on tensors is part of the model. A parameter that is frozen
-has no gradient and no optimizer state; it is written as it was, and so is one that the forward does not use. A model
-is recorded once more for each size that its microbatches have.
+**Limits.** A traced forward loses custom backwards, so it refuses custom autograd functions, hooks on tensors and
+backward hooks. It also refuses Python code that branches on the values of tensors (unless no input determines them,
+as for positions) and packed sequences. Layers of an `nn.Sequential` are not traced, and may use all of these. Hooks
+on parameters are refused in every model. A region under `torch.autocast` is not cut inside. Complex values may pass
+between units; complex parameters, `sparse=True`, `torch.cond`, and dicts between the layers of a chain are refused.
+Trained parameters are float32 or float64: in half precision most updates would be lost, and `HybridAdamW` keeps
+master weights. Activation checkpointing inside the model is ignored (use a plan that recomputes). A forward does not
+change attributes that are not tensors, and a forward hook runs once, while the model is traced: its tensor operations
+become part of the model. A frozen parameter has no gradient and no optimizer state; it is saved unchanged, and so is
+one that the forward does not use. A model is traced once per microbatch size.
 
-**The model check.** Before the first update, copies of the model itself and of its units, divided into the plan's
-pieces, run the same microbatches forward and backward: twice, with other samples, seeds and Python state, and eight
-times if only the model draws from Python's or numpy's generators. Outputs, loss, gradients, and parameters and
-buffers afterwards must have the same bits, or differ by no more than eight times what a change of every weight in its
-last place does to the model. A model that fails is refused with the unit and the line where both first part, the size
-of the difference and its likely cause: numpy masks or Python counters that were recorded once, a list of units that
-is not what the forward runs, running statistics that two workers share. The check needs about five times the memory
-of the weights; a model for which that is not free is trained unchecked, which is said. `--no-check-model`, or
-`check_model=False` of the `Trainer`, leaves it out.
+**The model check.** Before the first update, copies of the model and of its units, grouped into the plan's pieces, run
+the same microbatches forward and backward: twice, with different samples, seeds and Python state, and eight times if
+only the model draws from Python's or numpy's generators. Outputs, loss, gradients, and parameters and buffers
+afterwards must be bitwise equal, or differ by at most eight times the effect of changing every weight in its last
+place. A model that fails is refused with the unit and the line of the first difference, its size and its likely cause:
+numpy masks or Python counters that were traced once, a list of units that is not what the forward runs, running
+statistics that two workers share. The check needs about five times the memory of the weights; if that is not free, the
+model is trained unchecked, with a message. `--no-check-model`, or `check_model=False` of the `Trainer`, skips it.
 
 Each model below was built small, with random weights, and divided evenly into every number of pieces from one to all
-its units, on a CPU. "Equal" means bit for bit: outputs, loss and buffers; gradients of all parameters. A weight that
-is used three times or more gets the same gradient but for the order in which its parts are added.
+its units, on a CPU. "Equal" means bitwise: outputs, loss and buffers; gradients of all parameters. If a weight is used
+three times or more, its gradient may differ by the order of summation.
 
-Attention of `transformers` gets the mask that it has in training: none where the kernel knows the causal one. A padding
-mask that is given is always used, though the whole model leaves out one that masks nothing; where query heads share
-keys and values, the gradients of those are then added in another order.
+Attention of `transformers` gets the same mask as in training: none if the kernel applies the causal mask itself. A
+padding mask in the inputs is always used, although the whole model drops one that masks nothing; if query heads share
+keys and values, their gradients are then summed in another order.
 
 | model | cut by | units | outputs equal | gradients equal | what was found |
 |---|---|---|---|---|---|
