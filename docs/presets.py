@@ -12,22 +12,22 @@ from pipedejavu.simulate import simulate, unit_costs
 HEAD = """# Presets
 
 Made by `python docs/presets.py`. Each picture is the preset's program at unit costs: a worker's forward of a
-microbatch takes 1, its backward 2 (input and weight half 1 each), communication nothing; 8 microbatches, 4
-workers, and where a worker holds several chunks they divide the cost. A letter behind the number is the chunk.
-Presets that reduce or update piece by piece have four pieces to a stage here. Lanes other than compute are not drawn.
+microbatch takes 1, its backward 2 (input and weight half 1 each), communication nothing. There are 8 microbatches and
+4 workers; the chunks of a worker divide its cost. A letter after the number names the chunk. Presets that reduce or
+update piece by piece have four pieces per stage here. Lanes other than compute are not drawn.
 """
 
 
 def main() -> None:
     """Prints the page."""
     print(HEAD)
-    for name, found in presets().items():
-        print(describe(name, found))
+    for name, entry in presets().items():
+        print(describe(name, entry))
 
 
-def describe(name: str, found: Preset) -> str:
+def describe(name: str, entry: Preset) -> str:
     """Returns one preset's section."""
-    plan = found.at()
+    plan = entry.at()
     program = compile(*unit_costs(plan, {}))
     prediction = simulate(program, verify(program))
     live = [w.peak_live_microbatches for w in prediction.workers]
@@ -37,7 +37,7 @@ def describe(name: str, found: Preset) -> str:
     return "\n".join(
         [
             f"## {name}\n",
-            f"{found.title}.\n",
+            f"{entry.title}.\n",
             f"{axes}\n",
             f"Makespan {prediction.makespan_s:g}, bubble {prediction.bubble_fraction:.1%}, live microbatches"
             f" {', '.join(map(str, live))}, weight versions {', '.join(map(str, versions))}{copies}.\n",

@@ -354,7 +354,7 @@ BROKEN: list[tuple[Plan, str, str]] = [
     ),
     (
         preset("parameter-server").plan.replace(reduce=Reduce(wire="server", gate="barrier")),
-        "a server that waits for everyone's gradients to sum them does what an all-reduce does, without its speed",
+        "a server that waits for all gradients and sums them does what an all-reduce does, without its speed",
         "set reduce.wire to 'all-reduce', or reduce.gate to 'lock'",
     ),
     (
@@ -471,7 +471,7 @@ BROKEN: list[tuple[Plan, str, str]] = [
     (
         preset("pipedream-vertical").plan.replace(feed=Feed(microbatches=2)),
         "version 'vertical' follows single microbatches, and an update has 2",
-        "use one microbatch an update, or version 'double-buffer'",
+        "use one microbatch per update, or version 'double-buffer'",
     ),
     (
         preset("pipedream").plan.replace(keep=Keep(kind="split")),
@@ -490,7 +490,7 @@ BROKEN: list[tuple[Plan, str, str]] = [
     ),
     (
         preset("ddp").plan.replace(reduce=Reduce()),
-        "4 replicas would never hear of each other's gradients",
+        "4 replicas would never exchange their gradients",
         "set reduce.wire, to 'all-reduce' for instance",
     ),
     (
@@ -505,7 +505,7 @@ BROKEN: list[tuple[Plan, str, str]] = [
     ),
     (
         preset("1f1b").plan.replace(keep=Keep(kind="zero-1", zeros=(0, 2, 0, 1)), reduce=Reduce(wire="reduce-scatter")),
-        "keep.zeros has ZeRO stages of which keep 'zero-1' is not the highest",
+        "keep 'zero-1' is not the highest ZeRO stage in keep.zeros",
         "set keep.kind to the highest of them, or leave keep.zeros out",
     ),
     (
@@ -515,7 +515,7 @@ BROKEN: list[tuple[Plan, str, str]] = [
     ),
     (
         preset("megatron").plan.replace(place=Place(shards=4, stage_shards=(2,))),
-        "4 shards of a layout cut and teams of place.stage_shards both divide operators",
+        "4 shards of a layout cut and the tensor-parallel groups of place.stage_shards both divide operators",
         "use one of the two",
     ),
     (
@@ -550,7 +550,7 @@ BROKEN: list[tuple[Plan, str, str]] = [
     ),
     (
         preset("coarse").plan.replace(order=Order(kind="written", rows=("F0 B0",))),
-        "an order that is written out is of a linear place that is fed microbatches",
+        "an order that is written out needs a linear place and feed 'microbatch'",
         "use place 'linear' and feed 'microbatch', or another order",
     ),
     (

@@ -57,7 +57,7 @@ def test_it_travels_in_a_plan_file() -> None:
         ),
         (
             preset("zb-v").at(workers=2).replace(order=written("F0 B0", "F0 B0", microbatches=1).order),
-            "an order that is written out is of a linear place that is fed microbatches",
+            "an order that is written out needs a linear place and feed 'microbatch'",
         ),
     ],
 )

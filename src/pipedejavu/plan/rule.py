@@ -78,7 +78,7 @@ RULES = (
     ),
     Rule(
         lambda plan, _: plan.keep.zeros is not None and plan.keep.kind != f"zero-{max(plan.keep.zeros)}",
-        "keep.zeros has ZeRO stages of which keep '{keep}' is not the highest",
+        "keep '{keep}' is not the highest ZeRO stage in keep.zeros",
         "set keep.kind to the highest of them, or leave keep.zeros out",
     ),
     Rule(
@@ -173,7 +173,7 @@ RULES = (
     ),
     Rule(
         lambda plan, _: plan.place.stage_shards is not None and plan.place.shards > 1,
-        "{shards} shards of a layout cut and teams of place.stage_shards both divide operators",
+        "{shards} shards of a layout cut and the tensor-parallel groups of place.stage_shards both divide operators",
         "use one of the two",
     ),
     Rule(
@@ -181,7 +181,7 @@ RULES = (
             plan.place.stage_shards is not None
             and len(plan.place.stage_shards) != len(plan.place.stage_replicas or range(plan.place.workers))
         ),
-        "place.stage_shards has {teams} entries, and a pipeline of the place has {seats} stages or workers",
+        "place.stage_shards has {shard_counts} entries, and a pipeline of the place has {slots} stages or workers",
         "give one for each, or leave place.stage_shards out",
     ),
     Rule(
@@ -223,7 +223,7 @@ RULES = (
     Rule(
         lambda plan, _: plan.version.kind == "vertical" and plan.feed.microbatches > 1,
         "version 'vertical' follows single microbatches, and an update has {m}",
-        "use one microbatch an update, or version 'double-buffer'",
+        "use one microbatch per update, or version 'double-buffer'",
     ),
     Rule(
         lambda plan, _: plan.version.kind != "sync" and plan.keep.kind in ("host", "split"),
@@ -251,12 +251,12 @@ RULES = (
             and plan.reduce.gate == "barrier"
             and plan.reduce.combiner in ("sum", "average")
         ),
-        "a server that waits for everyone's gradients to sum them does what an all-reduce does, without its speed",
+        "a server that waits for all gradients and sums them does what an all-reduce does, without its speed",
         "set reduce.wire to 'all-reduce', or reduce.gate to 'lock'",
     ),
     Rule(
         lambda plan, _: plan.reduce.wire == "none" and _num_replicas(plan) > 1,
-        "{replicas} replicas would never hear of each other's gradients",
+        "{replicas} replicas would never exchange their gradients",
         "set reduce.wire, to 'all-reduce' for instance",
     ),
     Rule(
@@ -298,7 +298,7 @@ RULES = (
     ),
     Rule(
         lambda plan, _: plan.order.rows is not None and (plan.place.kind != "linear" or plan.feed.kind != "microbatch"),
-        "an order that is written out is of a linear place that is fed microbatches",
+        "an order that is written out needs a linear place and feed 'microbatch'",
         "use place 'linear' and feed 'microbatch', or another order",
     ),
     Rule(
@@ -334,8 +334,8 @@ def faults_of(plan: Plan, profile: Profile) -> list[str]:
         "m": plan.feed.microbatches,
         "zeros": len(plan.keep.zeros or ()),
         "stages": plan.num_stages,
-        "teams": len(plan.place.stage_shards or ()),
-        "seats": len(plan.place.stage_replicas or range(plan.place.workers)),
+        "shard_counts": len(plan.place.stage_shards or ()),
+        "slots": len(plan.place.stage_replicas or range(plan.place.workers)),
     }
     broken = [rule for rule in RULES if rule.breaks(plan, profile)]
     return [f"{rule.reason.format_map(facts)}; {rule.remedy.format_map(facts)}" for rule in broken]
