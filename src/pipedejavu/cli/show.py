@@ -75,6 +75,15 @@ def print_prediction(prediction: Prediction, notes: Sequence[str], files: Sequen
     rate = "" if in_units else f"   {_samples_per_s(prediction):.4g} samples/s"
     console.print(styled(f"makespan {makespan}", "bold"), f"  bubble {prediction.bubble_fraction:.1%}{rate}")
     console.print(describe_chance(prediction.chance))
+    console.print(_worker_table(prediction))
+    for decision in program.plan.decisions:
+        console.print(f"\n{decision.axis}: {decision.choice} ({decision.reason})", end="")
+    console.print("".join(f"\n{note}" for note in notes))
+    for file in files:
+        console.print(f"wrote {file}")
+
+
+def _worker_table(prediction: Prediction) -> Table:
     shown = Table(box=None, pad_edge=False, header_style="bold")
     reserves = any(worker.reserved_bytes for worker in prediction.workers)
     memory = ("peak memory", "allocated", "reserved", "on host") if reserves else ("peak memory", "on host")
@@ -87,15 +96,10 @@ def print_prediction(prediction: Prediction, notes: Sequence[str], files: Sequen
         taken = [worker.allocated_bytes, worker.reserved_bytes] if reserves else []
         sizes = ["–" if size is None else format_bytes(size) for size in (worker.peak_bytes, *taken, host)]
         counts = [str(worker.peak_live_microbatches), str(worker.weight_versions)]
-        others = program.plan.degrees[worker.worker] - 1
+        others = prediction.program.plan.degrees[worker.worker] - 1
         device = f"{worker.device} +{others}" if others else worker.device
         shown.add_row(name, device, busy, *sizes, *counts)
-    console.print(shown)
-    for decision in program.plan.decisions:
-        console.print(f"\n{decision.axis}: {decision.choice} ({decision.reason})", end="")
-    console.print("".join(f"\n{note}" for note in notes))
-    for file in files:
-        console.print(f"wrote {file}")
+    return shown
 
 
 def describe_chance(chance: Chance) -> str:

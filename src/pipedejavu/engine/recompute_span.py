@@ -122,16 +122,11 @@ def _accumulate(
     accumulated: Tensors = {}
     for index in reversed(range(len(saved))):
         span, before = saved[index], saved[:index]
-        outputs, heads = _ends(span, gradients)
         for name, weight in span.weights.items():
             is_last = not any(name in other.weights for other in before)
             weight.grad = total[name] if total is not None and is_last else None
-            if name in accumulated:
-                outputs.append(weight)
-                heads.append(accumulated[name])
-        wanted = [*span.weights.values(), *(t for t in span.inputs if t.requires_grad and before)]
-        if outputs and (wanted or not weights_only):
-            torch.autograd.backward(outputs, heads, inputs=wanted if weights_only else None)
+        inputs = [t for t in span.inputs if t.requires_grad and before]
+        _run_backward(span, gradients, accumulated, inputs if weights_only else None)
         accumulated |= {name: weight.grad for name, weight in span.weights.items() if weight.grad is not None}
         gradients = [t.grad for t in span.inputs]
         for tensor in (*span.weights.values(), *span.inputs):
@@ -140,6 +135,20 @@ def _accumulate(
     return gradients, {
         name: accumulated[name] if name in accumulated else torch.zeros_like(w) for name, w in weights.items()
     }
+
+
+def _run_backward(span: RecomputeSpan, gradients: Gradients, accumulated: Tensors, inputs: list[Tensor] | None) -> None:
+    """Runs the backward of one span into the `grad` of its weights, and of `inputs` or of all that it has.
+
+    Gradients that later spans have `accumulated` for the same weights enter it.
+    """
+    outputs, heads = _ends(span, gradients)
+    shared = [name for name in span.weights if name in accumulated]
+    outputs += [span.weights[name] for name in shared]
+    heads += [accumulated[name] for name in shared]
+    wanted = None if inputs is None else [*span.weights.values(), *inputs]
+    if outputs and wanted != []:
+        torch.autograd.backward(outputs, heads, inputs=wanted)
 
 
 def _ends(span: RecomputeSpan, gradients: Gradients) -> tuple[list[Tensor], list[Tensor]]:

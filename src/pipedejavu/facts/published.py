@@ -153,27 +153,11 @@ _NEEDED = ("unit", "forward_s", "backward_s")
 
 def parse_table(text: str, kinds: Sequence[str], source: str = "table") -> Profile:
     """Returns the profile of a table: units in the order of their first lines, each reading the one before it."""
-    try:
-        lines = [(n, line) for n, line in enumerate(csv.reader(text.splitlines(), strict=True), 1) if any(line)]
-    except csv.Error as error:
-        raise InputError(f"{source} is no CSV: {error}") from None
-    header = [name.strip() for name in lines[0][1]] if lines else []
-    for name in (name for name in header if name not in _COLUMNS):
-        raise InputError(f"{source}: column {brief(name)} is not known{nearest(name, _COLUMNS)}")
-    for name in (*(name for name in _NEEDED if name not in header), *repeated(header)):
-        raise InputError(f"{source}: column '{name}' is {'given twice' if name in header else 'missing'}")
+    header, lines = _read_table(text, source)
     rows: dict[str, tuple[dict[str, UnitTime], dict[str, float]]] = {}
-    for number, line in lines[1:]:
+    for number, line in lines:
         where = f"{source}, line {number}"
-        if len(line) != len(header):
-            raise InputError(f"{where} has {len(line)} cells, but the header has {len(header)}")
-        cells = {name: cell.strip() for name, cell in zip(header, line, strict=True)}
-        name, device = cells.pop("unit"), cells.pop("device", "")
-        if not name:
-            raise InputError(f"{where}: unit is empty; give each a name")
-        figures = {key: _number(cell, f"{where}, {key}", _base(key)) for key, cell in cells.items() if cell}
-        for key in (key for key in _NEEDED[1:] if key not in figures):
-            raise InputError(f"{where}: {key} is empty; give seconds for each sample, such as '0.5 ms'")
+        name, device, figures = _read_line(line, header, where)
         taken = {key: figures.pop(key, 0.0) for key in _TIMES}
         times, sizes = rows.setdefault(name, ({}, figures))
         if sizes != figures:
@@ -186,6 +170,34 @@ def parse_table(text: str, kinds: Sequence[str], source: str = "table") -> Profi
         raise InputError(f"{source} has no unit; give a header {','.join(_NEEDED)} and a line for each unit")
     units = [_unit(name, times, **_whole(sizes)) for name, (times, sizes) in rows.items()]
     return Profile(name=Path(source).stem, units=tuple(units))
+
+
+def _read_table(text: str, source: str) -> tuple[list[str], list[tuple[int, list[str]]]]:
+    """Returns the header of a table and its other lines, each with its number; raises InputError on a wrong header."""
+    try:
+        lines = [(n, line) for n, line in enumerate(csv.reader(text.splitlines(), strict=True), 1) if any(line)]
+    except csv.Error as error:
+        raise InputError(f"{source} is no CSV: {error}") from None
+    header = [name.strip() for name in lines[0][1]] if lines else []
+    for name in (name for name in header if name not in _COLUMNS):
+        raise InputError(f"{source}: column {brief(name)} is not known{nearest(name, _COLUMNS)}")
+    for name in (*(name for name in _NEEDED if name not in header), *repeated(header)):
+        raise InputError(f"{source}: column '{name}' is {'given twice' if name in header else 'missing'}")
+    return header, lines[1:]
+
+
+def _read_line(line: Sequence[str], header: Sequence[str], where: str) -> tuple[str, str, dict[str, float]]:
+    """Returns the unit, the device and the figures of a line."""
+    if len(line) != len(header):
+        raise InputError(f"{where} has {len(line)} cells, but the header has {len(header)}")
+    cells = {name: cell.strip() for name, cell in zip(header, line, strict=True)}
+    unit, device = cells.pop("unit"), cells.pop("device", "")
+    if not unit:
+        raise InputError(f"{where}: unit is empty; give each a name")
+    figures = {key: _number(cell, f"{where}, {key}", _base(key)) for key, cell in cells.items() if cell}
+    for key in (key for key in _NEEDED[1:] if key not in figures):
+        raise InputError(f"{where}: {key} is empty; give seconds for each sample, such as '0.5 ms'")
+    return unit, device, figures
 
 
 def _base(column: str) -> str | None:

@@ -139,24 +139,26 @@ def _wait(folder: RunFolder, processes: Sequence[Any], store: Store, heartbeat_m
         try:
             while True:
                 codes = [process.exitcode for process in processes]
-                alive = [process.sentinel for process, code in zip(processes, codes, strict=True) if code is None]
-                is_signalled = number and not {-signal.SIGTERM, -signal.SIGHUP}.isdisjoint(codes)
-                is_stopped = not alive and STOPPED in codes
-                if is_stopped and not number and folder.switch.exists():
-                    return 0
-                if time.monotonic() > last_s or is_signalled or is_stopped:
-                    return number or signal.SIGTERM
+                is_switched = _are_stopped(codes) and not number and folder.switch.exists()
+                if is_switched or time.monotonic() > last_s or _are_stopped(codes, number):
+                    return 0 if is_switched else number or signal.SIGTERM
                 if any(code not in (None, 0, STOPPED) for code in codes):
                     raise _failure(folder, store, processes)
-                if not alive:
+                if None not in codes:
                     return None
                 if missed := heartbeat_monitor.missed(rank for rank, code in enumerate(codes) if code is None):
                     raise WorkerError(with_rest(f"{missed}; all others were stopped", folder.checkpoint_dir.steps()))
-                wait(alive, POLL_S)
+                wait([process.sentinel for process in processes if process.exitcode is None], POLL_S)
         finally:
             for process in processes:
                 process.kill()
                 process.join()
+
+
+def _are_stopped(codes: Sequence[int | None], number: int = 0) -> bool:
+    """Whether all workers have ended and one was told to stop, or the run's signal `number` has ended one at once."""
+    is_killed = bool(number) and not {-signal.SIGTERM, -signal.SIGHUP}.isdisjoint(codes)
+    return is_killed or (None not in codes and STOPPED in codes)
 
 
 def _failure(folder: RunFolder, store: Store, processes: Sequence[Any]) -> BaseException:

@@ -73,18 +73,7 @@ def make_machine(plan: Plan, worker_hosts: Sequence[WorkerHost], choice: DeviceC
     workers share the host's cores.
     """
     check_tp_groups(plan)
-    trainers = plan.num_workers - plan.place.cpu_replicas - plan.place.servers
-    on_gpu = [
-        choice != "cpu" and rank < trainers and worker_host.local_rank < len(worker_host.gpus)
-        for rank, worker_host in enumerate(worker_hosts)
-    ]
-    for rank, worker_host in enumerate(worker_hosts[:trainers]):
-        if choice == "gpu" and not on_gpu[rank]:
-            raise InputError(
-                f"worker {rank} is number {worker_host.local_rank + 1} on host '{worker_host.host}', which has"
-                f" {len(worker_host.gpus)} GPUs; use as many workers as there are GPUs, or --devices auto, which puts"
-                " the rest on the CPU"
-            )
+    on_gpu = _choose_gpus(plan, worker_hosts, choice)
     hosts = {worker_host.host: worker_host for worker_host in worker_hosts}
     sharing = {name: sum(s.host == name and not g for s, g in zip(worker_hosts, on_gpu, strict=True)) for name in hosts}
     devices = [
@@ -108,6 +97,23 @@ def make_machine(plan: Plan, worker_hosts: Sequence[WorkerHost], choice: DeviceC
         ),
     )
     return plan.replace(place=plan.place.replace(devices=plan.place.devices or names)), machine
+
+
+def _choose_gpus(plan: Plan, worker_hosts: Sequence[WorkerHost], choice: DeviceChoice) -> list[bool]:
+    """Returns for each worker whether it runs on a GPU; raises InputError if all must and a host has too few."""
+    trainers = plan.num_workers - plan.place.cpu_replicas - plan.place.servers
+    on_gpu = [
+        choice != "cpu" and rank < trainers and worker_host.local_rank < len(worker_host.gpus)
+        for rank, worker_host in enumerate(worker_hosts)
+    ]
+    for rank, worker_host in enumerate(worker_hosts[:trainers]):
+        if choice == "gpu" and not on_gpu[rank]:
+            raise InputError(
+                f"worker {rank} is number {worker_host.local_rank + 1} on host '{worker_host.host}', which has"
+                f" {len(worker_host.gpus)} GPUs; use as many workers as there are GPUs, or --devices auto, which puts"
+                " the rest on the CPU"
+            )
+    return on_gpu
 
 
 def _gpu(rank: int, worker_host: WorkerHost) -> Device:

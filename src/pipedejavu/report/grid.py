@@ -1,7 +1,9 @@
 """A timeline as a grid of characters: a row per worker, a column per slice of time."""
 
-from pipedejavu.facts import Timeline
-from pipedejavu.report.label import parse_label
+from collections.abc import Iterable
+
+from pipedejavu.facts import Span, Timeline
+from pipedejavu.report.label import Label, parse_label
 
 CHUNKS = "abcdefghijklmnopqrstuvwxyz"
 
@@ -18,25 +20,28 @@ def render_grid(timeline: Timeline, max_columns: int = 40) -> str:
     slice_s = min(s.end_s - s.start_s for s in spans)
     total = round(max(s.end_s for s in spans) / slice_s)
     columns = min(total, max_columns)
-    pieces: dict[int, list[tuple[int, int]]] = {}
-    for span in spans:
-        label = parse_label(span.action)
-        seen = pieces.setdefault(span.worker, [])
-        if (pair := (label.replica or 0, label.piece or 0)) not in seen:
-            seen.append(pair)
-    names: dict[int, list[str]] = {worker: [""] * columns for worker in sorted(pieces)}
-    has_chunks = any(len(p) > 1 for p in pieces.values())
+    letters = _piece_letters(spans)
+    names: dict[int, list[str]] = {worker: [""] * columns for worker in sorted({s.worker for s in spans})}
     for span in spans:
         label, row = parse_label(span.action), names[span.worker]
         first, last = round(span.start_s / slice_s), round(span.end_s / slice_s)
-        chunk = ""
-        if has_chunks:
-            chunk = CHUNKS[sorted(pieces[span.worker]).index((label.replica or 0, label.piece or 0)) % len(CHUNKS)]
+        number = "" if label.microbatch is None else label.microbatch
         for column in range(first, min(last, columns)):
-            number = "" if label.microbatch is None else label.microbatch
-            row[column] = f"{label.kind[0]}{number}{chunk}" if column == first else "·"
+            row[column] = f"{label.kind[0]}{number}{letters[span.worker, _piece(label)]}" if column == first else "·"
     width = max(len(cell) for row in names.values() for cell in row) + 1
     lines = [f"w{worker:<3}" + "".join(f"{cell:<{width}}" for cell in row).rstrip() for worker, row in names.items()]
     if total > columns:
         lines.append(f"… and {total - columns} more slices of time")
     return "\n".join(lines) + "\n"
+
+
+def _piece_letters(spans: Iterable[Span]) -> dict[tuple[int, tuple[int, int]], str]:
+    """Returns the letter of each worker's pieces; no letters if every worker has one piece."""
+    pieces = sorted({(span.worker, _piece(parse_label(span.action))) for span in spans})
+    numbers = {pair: sum(worker == pair[0] for worker, _ in pieces[:n]) for n, pair in enumerate(pieces)}
+    has_letters = any(numbers.values())
+    return {pair: CHUNKS[number % len(CHUNKS)] if has_letters else "" for pair, number in numbers.items()}
+
+
+def _piece(label: Label) -> tuple[int, int]:
+    return label.replica or 0, label.piece or 0
