@@ -94,14 +94,14 @@ def test_what_is_not_modelled_or_not_recorded_is_said() -> None:
     run = run.replace(spans=(*run.spans, ("host", "UPDATE1~guess", 0.0, 1.0)))
     assert [note.split(",")[0] for note in review(run).notes] == [
         "what the GPU updates itself is not recorded",
-        "not modelled: what was guessed during the backward pass (updates: 1)",
+        "not modelled: speculative updates during the backward pass (updates: 1)",
     ]
     forwards = tuple(span for span in run.spans if span[1] != "B1")
     assert "the backward of the last unit, 1, is recorded as part" in review(run.replace(spans=forwards)).notes[0]
 
 
 def visiting(run: HybridRun, *, stays_s: float = 0.5) -> HybridRun:
-    """A run in which the state of each visitor comes behind the backward of its unit, and leaves behind the step's."""
+    """A run whose streamed state is fetched after the backward of its unit and returned after that of the step."""
     more = []
     for w in run.work:
         if w.kind == "B" and run.units[w.unit].place == "visit":
