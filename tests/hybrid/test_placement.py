@@ -87,7 +87,7 @@ def test_units_visit_in_memory_that_the_backward_pass_has_freed() -> None:
     )
 
 
-def test_visitors_that_come_in_time_are_the_first_of_their_size() -> None:
+def test_state_fetched_in_the_backward_pass_is_that_of_the_first_units_of_its_size() -> None:
     units = [unit(120), *(unit(100) for _ in range(11))]
     step = stretches_of([50] * 11 + [4000])
     placed = choose_placement(units, step, limits(10_880))
@@ -150,7 +150,7 @@ def test_gradients_on_their_way_to_the_host_have_room_until_the_next_unit_is_don
     units = [unit(100), unit(300), unit(10), unit(100)]
     places: list[Place] = ["gpu", "host", "host", "host"]
     resting = 2 * 510 + 1000
-    # in the order of the backward: behind the third unit the first's 200 bytes have left, and 600 are on their way last
+    # in backward order: after the third unit the 200 bytes of the first have left; at last 600 are on their way
     assert gpu_peak(units, stretches_of([0, 0, 0, 50]), places, keeps_gradients=True) == resting + 600
     assert gpu_peak(units, stretches_of([0, 0, 450, 0]), places, keeps_gradients=True) == resting + 200 + 450
     assert gpu_peak(units, stretches_of([0, 650, 0, 0]), places, keeps_gradients=True) == resting + 20 + 650
@@ -164,7 +164,7 @@ def test_gradients_of_more_units_may_be_on_their_way_below_the_peak() -> None:
     assert room == {3: 700 - 400 - 200, 2: 700 - 50 - 200, 1: 700 - 50 - 200, 0: 700 - 200}
 
 
-def test_visitors_take_room_from_gradients_that_leave() -> None:
+def test_streamed_state_takes_memory_from_leaving_gradients() -> None:
     units, intervals = [unit(10), unit(100), unit(100)], stretches_of([0, 0, 1000])
     placed = choose_placement(units, intervals, limits(2 * 210 + 1000))
     assert placed.places == ("visit", "host", "host")
@@ -199,7 +199,7 @@ def test_spares_go_as_far_as_host_memory() -> None:
         ([0, 1, 1, 1], [1, 0, 1, 0], [False, True, False, False]),  # units 2 and 3 end at 1 and 2, as they are needed
     ],
 )
-def test_guesses_are_wanted_where_the_forward_is_too_short(
+def test_shadows_are_wanted_if_the_forward_is_too_short(
     host_s: list[float], forward_s: list[float], wanted: list[bool]
 ) -> None:
     places: list[Place] = ["gpu", "host", "host", "host"]
@@ -249,7 +249,7 @@ def test_budgets_are_respected(model: Model, more_gpu: int, host: int, keeps: bo
 
 
 @given(models(), BUDGETS)
-def test_visitors_never_pass_the_ceiling(model: Model, more_gpu: int) -> None:
+def test_streamed_state_never_exceeds_the_limit(model: Model, more_gpu: int) -> None:
     units, intervals = model
     gpu = least_of(model) + more_gpu
     placed = choose_placement(units, intervals, limits(gpu))
@@ -267,10 +267,10 @@ def test_visitors_never_pass_the_ceiling(model: Model, more_gpu: int) -> None:
         leaving = max(0, free_for_leaving(units, placed, intervals, keeps_gradients=True)[interval.unit])
         assert resting + kept + here + leaving <= gpu
     assert resting + kept + here <= gpu
-    visitors = [n for n, place in enumerate(placed.places) if place == "visit"]
-    assert came == visitors[: len(came)]  # the others come when these have left
+    streamed = [n for n, place in enumerate(placed.places) if place == "visit"]
+    assert came == streamed[: len(came)]  # the others are fetched when these have been returned
     away = [u.num_parameters for u, place in held if place != "gpu" and not u.is_bound_to_host]
-    assert sum(units[n].num_parameters for n in visitors) <= STREAMED_SHARE * sum(away)
+    assert sum(units[n].num_parameters for n in streamed) <= STREAMED_SHARE * sum(away)
 
 
 @given(models(), BUDGETS, BUDGETS, BUDGETS, BUDGETS, st.booleans())

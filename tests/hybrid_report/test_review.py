@@ -44,7 +44,7 @@ def test_the_program_of_a_run_is_sound() -> None:
 
 def test_a_step_waits_for_the_host_alone_where_it_is_slow() -> None:
     found = review(written(["gpu", "host", "host", "host"], update_s=30.0))
-    # behind the last backward and the copy of its gradient: three updates, and the way of the last weights
+    # after the last backward and the copy of its gradient: three updates, and the copy of the last weights
     between = found.program.profile.units[0].times["gpu"].update_s
     updates = 3 * 30.0 + 0.25
     assert found.predicted_step_s == pytest.approx(4 * 2.0 + updates + 1.0)
@@ -126,7 +126,7 @@ def test_a_review_prints_kinds_by_lane_and_the_step() -> None:
 
 
 def test_state_that_visits_is_modelled() -> None:
-    # its 7 s on the way in begin behind the last unit's backward, 6 s before the end of the backward pass
+    # its 7 s on the way in begin after the backward of the last unit, 6 s before the end of the backward pass
     run = visiting(written(["visit", "gpu", "gpu", "gpu"], update_s=10.0), stays_s=7.0)
     found = review(run)
     assert found.program.plan.keep.visitors == 1
