@@ -395,8 +395,8 @@ def measure_update(made: nn.Module, model: Model, device: torch.device) -> tuple
     optimizer = HybridAdamW(made, lr=1e-5, clip_norm=CLIP, gpu_budget=ANY, window=None, speculate=False)
     finish, waited, times = GradientBucket.finish, list[float](), list[tuple[float, float]]()
 
-    def finish_and_note(gathering: GradientBucket) -> None:
-        finish(gathering)
+    def finish_and_note(bucket: GradientBucket) -> None:
+        finish(bucket)
         waited.append(time.perf_counter())
 
     with patch.object(GradientBucket, "finish", finish_and_note):
