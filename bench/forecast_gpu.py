@@ -27,7 +27,7 @@ from pipedejavu.hybrid.gpu_update import UnitUpdate, addresses_of
 from pipedejavu.hybrid.gradient_bucket import GradientBucket
 from pipedejavu.hybrid.model_unit import find_units
 from pipedejavu.hybrid.native import HostUpdate, NativeTask
-from pipedejavu.hybrid.placement import Limits, Placement, Stretch, UnitSize, choose_placement
+from pipedejavu.hybrid.placement import Limits, MemoryInterval, Placement, UnitSize, choose_placement
 from pipedejavu.plan import Keep, Reduce, preset
 from pipedejavu.planner.measure import updates_of
 from pipedejavu.profile import UnitSample, measure_profile
@@ -395,8 +395,8 @@ def measure_update(made: nn.Module, model: Model, device: torch.device) -> tuple
     optimizer = HybridAdamW(made, lr=1e-5, clip_norm=CLIP, gpu_budget=ANY, window=None, speculate=False)
     finish, waited, times = GradientBucket.finish, list[float](), list[tuple[float, float]]()
 
-    def finish_and_note(gathering: GradientBucket) -> None:
-        finish(gathering)
+    def finish_and_note(bucket: GradientBucket) -> None:
+        finish(bucket)
         waited.append(time.perf_counter())
 
     with patch.object(GradientBucket, "finish", finish_and_note):
@@ -436,7 +436,7 @@ def sizes_of(profile: Profile, dtype: torch.dtype) -> list[UnitSize]:
     return found
 
 
-def stretches_of(profile: Profile, samples: int, recomputes: bool, more_bytes: int) -> list[Stretch]:
+def stretches_of(profile: Profile, samples: int, recomputes: bool, more_bytes: int) -> list[MemoryInterval]:
     """Returns the most memory of each unit's backward beside weights, state and gradients of those behind it."""
     units, found = profile.units, []
     inputs = [0.0, *(u.boundary_bytes for u in units[:-1])]
@@ -446,7 +446,7 @@ def stretches_of(profile: Profile, samples: int, recomputes: bool, more_bytes: i
         own = max(inputs[n], unit.activation_bytes) if recomputes else unit.activation_bytes
         given = unit.boundary_bytes if n < len(units) - 1 else 0.0
         each = kept + own + given + unit.backward_work_bytes
-        found.append(Stretch(unit=n, peak_bytes=round(each * samples) + unit.gradient_bytes + more_bytes))
+        found.append(MemoryInterval(unit=n, peak_bytes=round(each * samples) + unit.gradient_bytes + more_bytes))
     return found
 
 
@@ -496,12 +496,12 @@ def forecast_case(setting: Setting, place: float | None, recomputes: bool) -> di
     (worker,) = prediction.workers
     assert worker.allocated_bytes is not None
     sizes = sizes_of(profile, model.dtype)
-    stretches = stretches_of(profile, model.batch, recomputes, round(worker.allocated_bytes - worker.peak_bytes))
+    intervals = stretches_of(profile, model.batch, recomputes, round(worker.allocated_bytes - worker.peak_bytes))
     begin = round(max(u.activation_bytes + u.boundary_bytes for u in profile.units[:2]) * model.batch)
 
     def placed(gpu_bytes: int, num_first: int | None = None) -> Placement:
         limits = Limits(gpu_bytes=gpu_bytes, host_bytes=ANY, keeps_gradients=True, num_first=num_first)
-        return choose_placement(sizes, stretches, limits, begin)
+        return choose_placement(sizes, intervals, limits, begin)
 
     placement, budget = placed(ANY), None
     words = {"gpu": "device", "visit": "visit", "host": "host", "lean": "lean"}

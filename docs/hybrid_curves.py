@@ -52,7 +52,7 @@ def with_torch(model: nn.Module, spread: float = 0.0) -> tuple[Step, Step]:
 
 
 def on_host(model: nn.Module) -> tuple[Step, Step]:
-    """Returns a step of HybridAdamW whose state lies in host memory, and its end."""
+    """Returns a step of HybridAdamW whose state rests in host memory, and what ends it."""
     optimizer = HybridAdamW(model, lr=LR, clip_norm=CLIP_NORM, gpu_units=0, window=None)
     return optimizer.step, optimizer.close
 

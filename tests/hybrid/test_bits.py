@@ -21,15 +21,15 @@ Case = tuple[int, int | None, float | None, bool, torch.dtype, bool]
 
 
 def name(case: Case) -> str:
-    units, window, clip, guesses, dtype, checkpoints = case
+    units, window, clip, speculates, dtype, checkpoints = case
     words = [f"{units} on the GPU", f"window {window}", f"clip {clip}", str(dtype).removeprefix("torch.")]
-    return ", ".join([*words, *["guesses"] * guesses, *["checkpointed"] * checkpoints])
+    return ", ".join([*words, *["speculative"] * speculates, *["checkpointed"] * checkpoints])
 
 
 def check(lab: Any, bits: Any, compare: Any, case: Case) -> None:
-    units, window, clip_norm, guesses, dtype, checkpoints = case
+    units, window, clip_norm, speculates, dtype, checkpoints = case
     model = lab.net(dtype, checkpoints=checkpoints)
-    optimizer = lab.hybrid(model, clip_norm=clip_norm, gpu_units=units, window=window, speculate=guesses)
+    optimizer = lab.hybrid(model, clip_norm=clip_norm, gpu_units=units, window=window, speculate=speculates)
     lab.train(model, optimizer, range(STEPS))
     compare(bits(optimizer, model), lab.plain_bits(dtype, clip_norm, STEPS))
     assert optimizer.num_skipped == 0

@@ -95,15 +95,15 @@ def test_kernel_torch_and_native_pass_give_the_same_bits(s: Any, is_wild: bool, 
             gradients.append(draw(numel, generator).to(dtype))
             starts.append(AdamState(weight, low, draw(numel, generator), draw(numel, generator).abs()))
         expected = [on("cpu", start) for start in starts]
-        by_torch, by_kernel, as_visitors = ([on("cuda", start) for start in starts] for _ in range(3))
+        by_torch, by_kernel, by_stream = ([on("cuda", start) for start in starts] for _ in range(3))
         for gradient, reference, other in zip(gradients, expected, by_torch, strict=True):
             update_(s, gradient, reference, reference)
             update_(s, gradient.cuda(), other, other)
         there = [gradient.cuda() for gradient in gradients]
         weights = [state.weight for state in by_kernel]
         UnitUpdate(weights, [addresses_of(state) for state in by_kernel]).prepare([s] * len(size), there)(s.scale)
-        visit(s, there, as_visitors)
-        for found, who in ((by_torch, "torch on the GPU"), (by_kernel, "the kernel"), (as_visitors, "visitors")):
+        update_streamed(s, there, by_stream)
+        for found, who in ((by_torch, "torch on the GPU"), (by_kernel, "the kernel"), (by_stream, "streamed state")):
             for reference, other in zip(expected, found, strict=True):
                 assert all(a.equal(b) for a, b in zip(as_bits(reference), as_bits(other), strict=True)), who
         if native.library() is not None:
@@ -114,7 +114,7 @@ def test_kernel_torch_and_native_pass_give_the_same_bits(s: Any, is_wild: bool, 
                 assert all(a.equal(b) for a, b in zip(as_bits(reference), as_bits(other), strict=True)), "the native"
 
 
-def visit(s: Any, gradients: list[Tensor], states: list[AdamState]) -> None:
+def update_streamed(s: Any, gradients: list[Tensor], states: list[AdamState]) -> None:
     """Updates states whose moments and low halves lie in one memory."""
     weights = [state.weight for state in states]
     starts = [0, *accumulate(state_layout(weight)[1] for weight in weights)]
@@ -148,15 +148,15 @@ def copy(source: AdamState, target: AdamState) -> None:
 
 
 def name(case: Case) -> str:
-    units, window, clip, guesses, dtype, checkpoints = case
+    units, window, clip, speculates, dtype, checkpoints = case
     words = [f"{units} on the GPU", f"window {window}", f"clip {clip}", str(dtype).removeprefix("torch.")]
-    return ", ".join([*words, *["guesses"] * guesses, *["checkpointed"] * checkpoints])
+    return ", ".join([*words, *["speculative"] * speculates, *["checkpointed"] * checkpoints])
 
 
 def check(lab: Any, bits: Any, compare: Any, case: Case) -> None:
-    units, window, clip_norm, guesses, dtype, checkpoints = case
+    units, window, clip_norm, speculates, dtype, checkpoints = case
     model = lab.net(dtype, checkpoints=checkpoints)
-    optimizer = lab.hybrid(model, clip_norm=clip_norm, gpu_units=units, window=window, speculate=guesses)
+    optimizer = lab.hybrid(model, clip_norm=clip_norm, gpu_units=units, window=window, speculate=speculates)
     lab.train(model, optimizer, range(STEPS))
     compare(bits(optimizer, model), lab.plain_bits(dtype, clip_norm, STEPS))
 

@@ -112,7 +112,7 @@ def test_microbatches_accumulate(options: Options, lab: Any) -> None:
 
 
 @clipped
-def test_gradients_accumulate_though_nobody_said_so(options: Options, lab: Any) -> None:
+def test_gradients_accumulate_though_microbatches_is_not_given(options: Options, lab: Any) -> None:
     def loop(lab: Any, model: Any, optimizer: Any) -> None:
         for n in range(6):
             for part in range(1 + n % 3):
@@ -156,7 +156,7 @@ def test_blocks_without_a_gradient_rest_in_some_steps(options: Options, lab: Any
     lab.check_same(loop, options=options)
 
 
-@pytest.mark.filterwarnings("ignore:Full backward hook is firing:UserWarning")  # torch's, of a block behind frozen ones
+@pytest.mark.filterwarnings("ignore:Full backward hook is firing:UserWarning")  # torch's, for a block after frozen ones
 @pytest.mark.parametrize("are_given", [False, True])
 @everywhere
 def test_frozen_parameters_stay(
@@ -692,11 +692,11 @@ def test_where_the_link_is_slow_gradients_of_one_unit_and_of_more_that_have_room
     free_bytes: int, most: int, lab: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sent: list[tuple[UnitState, Slow]] = []
-    behind: list[int] = []
+    unfinished: list[int] = []
     send = UnitState.send
 
     def slowly(unit_state: UnitState, *args: Any) -> Slow:
-        behind.append(len({id(h) for h, event in sent if h is not unit_state and not event.was_awaited}))
+        unfinished.append(len({id(h) for h, event in sent if h is not unit_state and not event.was_awaited}))
         sent.append((unit_state, Slow(send(unit_state, *args))))
         return sent[-1][1]
 
@@ -708,10 +708,10 @@ def test_where_the_link_is_slow_gradients_of_one_unit_and_of_more_that_have_room
     optimizer = lab.hybrid(model, clip_norm=1.0, gpu_units=0, window=None)
     lab.train(model, optimizer, range(1))
     sent.clear()
-    behind.clear()
+    unfinished.clear()
     lab.train(model, optimizer, range(1, 3))
     assert len({id(unit_state) for unit_state, _ in sent}) > 2
-    assert max(behind) == most
+    assert max(unfinished) == most
 
 
 def test_a_closed_optimizer_leaves_a_model_that_trains_on(lab: Any) -> None:

@@ -21,7 +21,7 @@ def test_the_units_of_a_chain_are_blocks() -> None:
 
 
 class Listed(nn.Module):
-    """Blocks in a list, with modules before and behind it and a parameter of its own."""
+    """Blocks in a list, with modules before and after it, and a parameter of the model itself."""
 
     def __init__(self, *blocks: nn.Module) -> None:
         super().__init__()

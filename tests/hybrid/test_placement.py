@@ -9,9 +9,9 @@ from pipedejavu.facts import InputError
 from pipedejavu.hybrid.placement import (
     STREAMED_SHARE,
     Limits,
+    MemoryInterval,
     Place,
     Placement,
-    Stretch,
     UnitSize,
     choose_placement,
     free_for_leaving,
@@ -33,9 +33,9 @@ def unit(numel: int, *, is_windowed: bool = False) -> UnitSize:
     )  # fmt: skip
 
 
-def stretches_of(peaks: Sequence[int]) -> list[Stretch]:
-    """Returns the stretches of a backward pass: the last unit's ends first."""
-    return [Stretch(unit=n, peak_bytes=peaks[n]) for n in reversed(range(len(peaks)))]
+def stretches_of(peaks: Sequence[int]) -> list[MemoryInterval]:
+    """Returns the intervals of a backward pass: the last unit's ends first."""
+    return [MemoryInterval(unit=n, peak_bytes=peaks[n]) for n in reversed(range(len(peaks)))]
 
 
 def limits(gpu: int, host: int = LARGE, *, keeps: bool = True, first: int | None = None) -> Limits:
@@ -55,7 +55,7 @@ def test_all_state_lies_on_the_gpu_where_it_fits() -> None:
     # weights 200 and state 1000 of each unit, 200 of each gradient once it is there; at the end all gradients
     assert placed.gpu_bytes == 4 * 1200 + 4 * 200
     assert placed.reasons == (
-        "the state of 4 of 4 units (400 of 400 parameters) lies on the GPU, as many as the GPU's budget holds:"
+        "the state of 4 of 4 units (400 of 400 parameters) rests on the GPU, as many as the GPU's budget holds:"
         " 5.5 KiB of 931.3 GiB",
     )
 
@@ -65,7 +65,7 @@ def test_the_first_units_are_on_the_gpu_and_the_last_on_the_host() -> None:
     assert placed.places == ("gpu", "gpu", "host", "host")
     assert placed.host_bytes == 2 * 1400
     assert placed.gpu_bytes == 2 * 1200 + 2 * 200 + 2 * 200
-    assert placed.reasons[1] == "the others' lies in host memory: 2.7 KiB of 931.3 GiB"
+    assert placed.reasons[1] == "the rest is in host memory: 2.7 KiB of 931.3 GiB"
 
 
 def test_the_number_of_units_on_the_gpu_can_be_given() -> None:
@@ -82,10 +82,12 @@ def test_units_visit_in_memory_that_the_backward_pass_has_freed() -> None:
     assert placed.places == ("visit", "visit", "host", "host")
     assert placed.arrivals == {3: (0, 1)}
     assert placed.host_bytes == 2 * 1000 + 2 * 1400
-    assert placed.reasons[2] == "2 units visit the GPU for their update, in memory that the backward pass has freed"
+    assert placed.reasons[2] == (
+        "the state of 2 units is streamed to the GPU for its update, into memory that the backward pass has freed"
+    )
 
 
-def test_visitors_that_come_in_time_are_the_first_of_their_size() -> None:
+def test_state_fetched_in_the_backward_pass_is_that_of_the_first_units_of_its_size() -> None:
     units = [unit(120), *(unit(100) for _ in range(11))]
     step = stretches_of([50] * 11 + [4000])
     placed = choose_placement(units, step, limits(10_880))
@@ -148,7 +150,7 @@ def test_gradients_on_their_way_to_the_host_have_room_until_the_next_unit_is_don
     units = [unit(100), unit(300), unit(10), unit(100)]
     places: list[Place] = ["gpu", "host", "host", "host"]
     resting = 2 * 510 + 1000
-    # in the order of the backward: behind the third unit the first's 200 bytes have left, and 600 are on their way last
+    # in backward order: after the third unit the 200 bytes of the first have left; at last 600 are on their way
     assert gpu_peak(units, stretches_of([0, 0, 0, 50]), places, keeps_gradients=True) == resting + 600
     assert gpu_peak(units, stretches_of([0, 0, 450, 0]), places, keeps_gradients=True) == resting + 200 + 450
     assert gpu_peak(units, stretches_of([0, 650, 0, 0]), places, keeps_gradients=True) == resting + 20 + 650
@@ -162,12 +164,12 @@ def test_gradients_of_more_units_may_be_on_their_way_below_the_peak() -> None:
     assert room == {3: 700 - 400 - 200, 2: 700 - 50 - 200, 1: 700 - 50 - 200, 0: 700 - 200}
 
 
-def test_visitors_take_room_from_gradients_that_leave() -> None:
-    units, stretches = [unit(10), unit(100), unit(100)], stretches_of([0, 0, 1000])
-    placed = choose_placement(units, stretches, limits(2 * 210 + 1000))
+def test_streamed_state_takes_memory_from_leaving_gradients() -> None:
+    units, intervals = [unit(10), unit(100), unit(100)], stretches_of([0, 0, 1000])
+    placed = choose_placement(units, intervals, limits(2 * 210 + 1000))
     assert placed.places == ("visit", "host", "host")
     assert placed.arrivals == {2: (0,)}
-    room = free_for_leaving(units, placed, stretches, keeps_gradients=True)
+    room = free_for_leaving(units, placed, intervals, keeps_gradients=True)
     assert room == {2: 1000 - 100 - 200, 1: 1000 - 100 - 200, 0: 1000 - 100 - 20}
 
 
@@ -186,7 +188,7 @@ def test_spares_go_as_far_as_host_memory() -> None:
     more = with_shadows(placed, FOUR, [False, True, True, True], placed.host_bytes + 2 * 1200 + 100)
     assert more.has_shadow == (False, True, True, False)
     assert more.host_bytes == placed.host_bytes + 2 * 1200
-    assert more.reasons[-1].startswith("2 units have a spare copy of their state (2.3 KiB): their update is written")
+    assert more.reasons[-1].startswith("2 units have a shadow copy of their state (2.3 KiB): their update is written")
 
 
 @pytest.mark.parametrize(
@@ -197,14 +199,14 @@ def test_spares_go_as_far_as_host_memory() -> None:
         ([0, 1, 1, 1], [1, 0, 1, 0], [False, True, False, False]),  # units 2 and 3 end at 1 and 2, as they are needed
     ],
 )
-def test_guesses_are_wanted_where_the_forward_is_too_short(
+def test_shadows_are_wanted_if_the_forward_is_too_short(
     host_s: list[float], forward_s: list[float], wanted: list[bool]
 ) -> None:
     places: list[Place] = ["gpu", "host", "host", "host"]
     assert wants_shadows(places, host_s, forward_s) == wanted
 
 
-Model = tuple[list[UnitSize], list[Stretch]]
+Model = tuple[list[UnitSize], list[MemoryInterval]]
 
 
 @st.composite
@@ -231,7 +233,7 @@ def least_of(model: Model, keeps: bool = True) -> int:
 
 @given(models(), BUDGETS, BUDGETS, st.booleans())
 def test_budgets_are_respected(model: Model, more_gpu: int, host: int, keeps: bool) -> None:
-    units, stretches = model
+    units, intervals = model
     gpu = least_of(model, keeps) + more_gpu
     placed = chosen(model, limits(gpu, host, keeps=keeps))
     if placed is None:
@@ -239,7 +241,7 @@ def test_budgets_are_respected(model: Model, more_gpu: int, host: int, keeps: bo
     assert placed.gpu_bytes <= gpu
     assert placed.host_bytes <= host
     assert placed.host_bytes == host_bytes(units, placed.places)
-    assert placed.gpu_bytes >= gpu_peak(units, stretches, placed.places, keeps)
+    assert placed.gpu_bytes >= gpu_peak(units, intervals, placed.places, keeps)
     for size, place in zip(units, placed.places, strict=True):
         assert place == "host" or not size.is_bound_to_host
     on_gpu = [place == "gpu" for size, place in zip(units, placed.places, strict=True) if not size.is_bound_to_host]
@@ -247,28 +249,28 @@ def test_budgets_are_respected(model: Model, more_gpu: int, host: int, keeps: bo
 
 
 @given(models(), BUDGETS)
-def test_visitors_never_pass_the_ceiling(model: Model, more_gpu: int) -> None:
-    units, stretches = model
+def test_streamed_state_never_exceeds_the_limit(model: Model, more_gpu: int) -> None:
+    units, intervals = model
     gpu = least_of(model) + more_gpu
-    placed = choose_placement(units, stretches, limits(gpu))
+    placed = choose_placement(units, intervals, limits(gpu))
     held = list(zip(units, placed.places, strict=True))
     resting = sum(u.weight_bytes + (u.gpu_bytes if place == "gpu" else 0) for u, place in held)
     kept = here = 0
     came: list[int] = []
-    for stretch in stretches:
-        assert resting + kept + here + stretch.peak_bytes <= gpu
-        if placed.places[stretch.unit] in ("gpu", "visit"):
-            kept += units[stretch.unit].gradient_bytes
-        coming = placed.arrivals.get(stretch.unit, ())
+    for interval in intervals:
+        assert resting + kept + here + interval.peak_bytes <= gpu
+        if placed.places[interval.unit] in ("gpu", "visit"):
+            kept += units[interval.unit].gradient_bytes
+        coming = placed.arrivals.get(interval.unit, ())
         here += sum(units[n].streamed_bytes for n in coming)
         came += coming
-        leaving = max(0, free_for_leaving(units, placed, stretches, keeps_gradients=True)[stretch.unit])
+        leaving = max(0, free_for_leaving(units, placed, intervals, keeps_gradients=True)[interval.unit])
         assert resting + kept + here + leaving <= gpu
     assert resting + kept + here <= gpu
-    visitors = [n for n, place in enumerate(placed.places) if place == "visit"]
-    assert came == visitors[: len(came)]  # the others come when these have left
+    streamed = [n for n, place in enumerate(placed.places) if place == "visit"]
+    assert came == streamed[: len(came)]  # the others are fetched when these have been returned
     away = [u.num_parameters for u, place in held if place != "gpu" and not u.is_bound_to_host]
-    assert sum(units[n].num_parameters for n in visitors) <= STREAMED_SHARE * sum(away)
+    assert sum(units[n].num_parameters for n in streamed) <= STREAMED_SHARE * sum(away)
 
 
 @given(models(), BUDGETS, BUDGETS, BUDGETS, BUDGETS, st.booleans())

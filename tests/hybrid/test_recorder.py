@@ -1,4 +1,4 @@
-"""The recorder's compute lane: what it was told in order, and what it says was done in between."""
+"""The compute lane of a recorder: the noted points in order, and the actions between them."""
 
 from types import SimpleNamespace
 
@@ -34,7 +34,7 @@ def test_a_step_is_waits_forwards_backwards_updates_and_the_loop(recorder: Recor
     assert said(recorder, told) == "wait0 F0 wait1 F1 B1 B0 loop UPDATE0 loop wait0 F0"
 
 
-def test_a_visitor_is_updated_within_the_wait_for_it(recorder: Recorder) -> None:
+def test_streamed_state_is_updated_within_the_wait_for_it(recorder: Recorder) -> None:
     assert said(recorder, "came0 updating0 updated0 began0 came1") == "wait0 UPDATE0 wait0 F0"
 
 
@@ -43,7 +43,7 @@ def test_a_backward_that_waits_for_weights_or_recomputes_is_told_from_a_forward(
     assert said(recorder, told) == "wait0 F0 wait1 F1 B1 wait1 B1 B0 wait0 B0 loop wait0 F0"
 
 
-def test_a_second_use_in_a_forward_pass_belongs_to_whom_it_interrupts(recorder: Recorder) -> None:
+def test_a_second_use_in_a_forward_pass_belongs_to_the_unit_that_it_interrupts(recorder: Recorder) -> None:
     assert said(recorder, "came0 began0 came1 began1 came0 began0 turned1 ended1 ended0") == "wait0 F0 wait1 F1 B1 B0"
 
 

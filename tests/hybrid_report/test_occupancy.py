@@ -23,7 +23,7 @@ def test_busy_shares_are_those_of_a_whole_step() -> None:
     found = occupancy_of(run)
     assert found.step_s == pytest.approx(10.0)
     assert found.busy == pytest.approx({"compute": 0.7, "copy-out": 0.25, "host": 0.15, "copy-in": 0.1})
-    # of the 1.5 s that it waits, half a second is for the update and one for the copy; another 1.5 s are nobody's
+    # it waits 1.5 s: half a second for the update, one second for the copy; another 1.5 s belong to no lane
     assert found.bounds == pytest.approx({"compute": 0.7, "copy-out": 0.0, "host": 0.05, "copy-in": 0.1, "loop": 0.15})
     assert found.hidden == pytest.approx(0.0)  # it waits for as long as the host works
     assert found.bound == "compute"

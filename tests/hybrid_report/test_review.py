@@ -44,7 +44,7 @@ def test_the_program_of_a_run_is_sound() -> None:
 
 def test_a_step_waits_for_the_host_alone_where_it_is_slow() -> None:
     found = review(written(["gpu", "host", "host", "host"], update_s=30.0))
-    # behind the last backward and the copy of its gradient: three updates, and the way of the last weights
+    # after the last backward and the copy of its gradient: three updates, and the copy of the last weights
     between = found.program.profile.units[0].times["gpu"].update_s
     updates = 3 * 30.0 + 0.25
     assert found.predicted_step_s == pytest.approx(4 * 2.0 + updates + 1.0)
@@ -94,14 +94,14 @@ def test_what_is_not_modelled_or_not_recorded_is_said() -> None:
     run = run.replace(spans=(*run.spans, ("host", "UPDATE1~guess", 0.0, 1.0)))
     assert [note.split(",")[0] for note in review(run).notes] == [
         "what the GPU updates itself is not recorded",
-        "not modelled: what was guessed during the backward pass (updates: 1)",
+        "not modelled: speculative updates during the backward pass (updates: 1)",
     ]
     forwards = tuple(span for span in run.spans if span[1] != "B1")
     assert "the backward of the last unit, 1, is recorded as part" in review(run.replace(spans=forwards)).notes[0]
 
 
 def visiting(run: HybridRun, *, stays_s: float = 0.5) -> HybridRun:
-    """A run in which the state of each visitor comes behind the backward of its unit, and leaves behind the step's."""
+    """A run whose streamed state is fetched after the backward of its unit and returned after that of the step."""
     more = []
     for w in run.work:
         if w.kind == "B" and run.units[w.unit].place == "visit":
@@ -126,7 +126,7 @@ def test_a_review_prints_kinds_by_lane_and_the_step() -> None:
 
 
 def test_state_that_visits_is_modelled() -> None:
-    # its 7 s on the way in begin behind the last unit's backward, 6 s before the end of the backward pass
+    # its 7 s on the way in begin after the backward of the last unit, 6 s before the end of the backward pass
     run = visiting(written(["visit", "gpu", "gpu", "gpu"], update_s=10.0), stays_s=7.0)
     found = review(run)
     assert found.program.plan.keep.visitors == 1

@@ -1,4 +1,4 @@
-"""A block that is recomputed gives the bits of one that keeps everything, whatever it does in its forward."""
+"""A recomputed block gives the same bits as one that keeps everything, whatever its forward does."""
 
 import gc
 import weakref
@@ -117,7 +117,7 @@ def test_a_backward_may_come_twice_and_be_differentiated() -> None:
         assert torch.equal(ours, own)
 
 
-def test_nothing_stays_behind() -> None:
+def test_no_memory_is_kept() -> None:
     block, x = BLOCKS["linear"](), torch.randn(5, 6)
     output = Recompute(block, block.forward, CPU)(x)
     kept = weakref.ref(x)

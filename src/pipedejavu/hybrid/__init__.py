@@ -1,4 +1,4 @@
-"""One GPU and its CPU as one machine: exact AdamW on both their memories, inside the user's own loop."""
+"""HybridAdamW: exact AdamW with its state in GPU and host memory, inside the user's own training loop."""
 
 from pipedejavu.hybrid.hybrid_adamw import HybridAdamW
 

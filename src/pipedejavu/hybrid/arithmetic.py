@@ -1,12 +1,11 @@
-"""The one arithmetic of the hybrid optimizer: AdamW as a fixed sequence of operations, each rounded once.
+"""AdamW as a fixed sequence of operations, each rounded once: the reference that all implementations equal bit by bit.
 
-The host's native pass and the GPU's kernel do the same operations in the same order, without fused multiply-add, so
-a parameter's bits do not depend on where its state rests. The functions here are their plain torch reference, and
-take their place where they are missing.
+The host's native code and the GPU's kernel do the same operations in the same order, without fused multiply-add, so
+the bits of a parameter do not depend on where its state rests. If one of them is missing, the functions here are used.
 
-The float32 master of a bf16 weight is kept as two halves. The high half is the weight that the model computes with,
-the master rounded to the nearest bf16 (halves away from zero); the low half is what is left, as a signed 16-bit
-integer. `master bits = (high bits << 16) + low`, exactly.
+The float32 master of a bf16 weight is kept as two halves. The high half is the weight that the model computes with:
+the master rounded to the nearest bf16, ties away from zero. The low half is the remainder as a signed 16-bit integer.
+`master bits = (high bits << 16) + low`, exactly.
 """
 
 import math
@@ -18,7 +17,7 @@ from torch import Tensor
 
 
 class Scalars(NamedTuple):
-    """The factors of one update, computed in double precision; kernels take them as float32."""
+    """The scalar factors of one update, computed in double precision; kernels take them as float32."""
 
     scale: float
     beta1: float
@@ -32,7 +31,7 @@ class Scalars(NamedTuple):
 
 
 class AdamState(NamedTuple):
-    """What an update reads and writes of one parameter, one-dimensional and in one memory."""
+    """What an update of one parameter reads and writes: one-dimensional tensors on one device."""
 
     weight: Tensor
     """bf16, the high half of the master; or float32, the master itself."""
@@ -45,7 +44,7 @@ class AdamState(NamedTuple):
 def scalars_of(
     step: int, lr: float, betas: tuple[float, float], eps: float, weight_decay: float, scale: float
 ) -> Scalars:
-    """Returns the factors of a parameter's update number `step`, counted from 1."""
+    """Returns the factors of update number `step` of a parameter, counted from 1."""
     beta1, beta2 = betas
     return Scalars(
         scale=scale,
@@ -61,7 +60,7 @@ def scalars_of(
 
 
 def update_(s: Scalars, gradient: Tensor, old: AdamState, new: AdamState) -> None:
-    """Writes the state after one update of `old` to `new`, which may be the same memory."""
+    """Updates the state `old` and writes the result to `new`, which may be the same tensors."""
     x = gradient.float() * s.scale
     m = old.m * s.beta1 + x * s.rest1
     v = old.v * s.beta2 + (x * s.rest2) * x
@@ -78,12 +77,12 @@ def update_(s: Scalars, gradient: Tensor, old: AdamState, new: AdamState) -> Non
 
 
 def _root(v: Tensor) -> Tensor:
-    """Returns the correctly rounded root; torch's own may be off in the last bit on a CPU."""
+    """Returns the correctly rounded square root; torch's own may be wrong in the last bit on a CPU."""
     return v.sqrt() if v.device.type != "cpu" else torch.from_numpy(numpy.sqrt(v.numpy()))
 
 
 def join(high: Tensor, low: Tensor) -> Tensor:
-    """Returns the float32 master of its two halves."""
+    """Returns the float32 master from its two halves."""
     bits = (high.view(torch.int16).to(torch.int32) << 16) + low.to(torch.int32)
     return bits.view(torch.float32)
 

@@ -1,4 +1,4 @@
-"""What a step takes of the GPU and what there is: the memory and the forward time of each unit, seen in real steps."""
+"""Memory budgets, and measurements of real steps: the GPU memory and the forward time of each unit."""
 
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -10,19 +10,20 @@ import torch
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
 from pipedejavu.facts import InputError, format_bytes
-from pipedejavu.hybrid.placement import Limits, Place, Stretch, UnitSize, gpu_peak
+from pipedejavu.hybrid.placement import Limits, MemoryInterval, Place, UnitSize, gpu_peak
 from pipedejavu.hybrid.unit_state import UnitState, size_of
 from pipedejavu.runtime.host_memory import Progress as Report
 
 Budget = int | Literal["auto"]
 
 GPU_SHARE, HOST_SHARE = 0.97, 0.92
-"""Of what is free; the rest is for fragments of the allocator, and for everything else that runs."""
+"""Shares of the free memory that `auto` uses; the rest is for fragmentation and other processes."""
 SHOWN_FROM_BYTES = 2**31
+"""The size from which an allocation shows a progress bar."""
 
 
 class MemoryMeter:
-    """Sees the first steps of a run: how much memory each stretch of a step takes, how long each forward."""
+    """Measures the GPU memory of the first step, unit by unit, and knows the budgets."""
 
     def __init__(self, device: torch.device, gpu_budget: Budget, host_budget: Budget):
         for name, budget in (("gpu_budget", gpu_budget), ("host_budget", host_budget)):
@@ -31,12 +32,12 @@ class MemoryMeter:
         self.device, self._gpu_budget = device, gpu_budget
         self._host_bytes = int(free_host_bytes() * HOST_SHARE) if host_budget == "auto" else host_budget
         self._left: dict[int, int] = {}
-        self._stretches: list[Stretch] = []
-        self._forwards: list[Stretch] = []
+        self._intervals: list[MemoryInterval] = []
+        self._forwards: list[MemoryInterval] = []
         self._base_bytes = self._gradient_bytes = 0
 
     def check(self, sizes: Sequence[UnitSize], keeps_gradients: bool, num_first: int | None) -> None:
-        """Refuses what cannot fit whatever the activations take, before anything is allocated."""
+        """Raises InputError if weights and state cannot fit even without activations; allocates nothing."""
         count = num_first or 0
         if not 0 <= count <= len(sizes):
             raise InputError(f"gpu_units is {count} and the model has {len(sizes)} units; give 0 to {len(sizes)}")
@@ -57,7 +58,10 @@ class MemoryMeter:
             )
 
     def limits(self, keeps_gradients: bool, num_first: int | None) -> Limits:
-        """Returns the budgets in bytes; `auto` is what was free at first, on the GPU also what torch holds already."""
+        """Returns the budgets in bytes.
+
+        `auto` is a share of the memory that was free at first; on the GPU, of what is free or reserved by torch now.
+        """
         gpu = self._gpu_budget
         if gpu == "auto":
             free = free_host_bytes()
@@ -67,22 +71,22 @@ class MemoryMeter:
         return Limits(gpu_bytes=gpu, host_bytes=self._host_bytes, keeps_gradients=keeps_gradients, num_first=num_first)
 
     def begin(self, unit_states: Sequence[UnitState]) -> None:
-        """Begins to watch a step's memory, from what rests on the GPU."""
-        self._stretches, self._forwards, self._gradient_bytes = [], [], 0
+        """Starts to measure a step; the weights on the GPU are not counted."""
+        self._intervals, self._forwards, self._gradient_bytes = [], [], 0
         self._left = {unit_state.index: len(unit_state.params) for unit_state in unit_states}
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
             self._base_bytes = sum(size_of(unit_state).weight_bytes for unit_state in unit_states)
 
     def saw_forward(self, unit_state: UnitState) -> None:
-        """Takes note that the forward comes to a unit, which ends the stretch of the unit before."""
+        """Records that the forward of a unit begins, which ends the interval of the unit before."""
         peak = self._peak()
         if self._forwards:
-            self._forwards[-1] = Stretch(unit=self._forwards[-1].unit, peak_bytes=peak)
-        self._forwards.append(Stretch(unit=unit_state.index, peak_bytes=peak))
+            self._forwards[-1] = MemoryInterval(unit=self._forwards[-1].unit, peak_bytes=peak)
+        self._forwards.append(MemoryInterval(unit=unit_state.index, peak_bytes=peak))
 
     def _peak(self) -> int:
-        """Returns the most memory since the last call, beside weights and gradients."""
+        """Returns the peak of memory since the last call, without weights and gradients."""
         if self.device.type != "cuda":
             return 0
         peak = torch.cuda.max_memory_allocated(self.device) - self._base_bytes - self._gradient_bytes
@@ -90,36 +94,36 @@ class MemoryMeter:
         return max(0, peak)
 
     def saw_gradient(self, unit_state: UnitState, size: int) -> None:
-        """Takes note of a gradient; the last one of a unit ends a stretch."""
+        """Records a gradient; the last gradient of a unit ends its interval."""
         self._left[unit_state.index] -= 1
         if self._left[unit_state.index] == 0:
             peak = self._peak()
-            if not self._stretches and self._forwards:  # the last forward, the loss, and the first backward
-                self._forwards[-1] = Stretch(unit=self._forwards[-1].unit, peak_bytes=peak)
+            if not self._intervals and self._forwards:  # the last forward, the loss, and the first backward
+                self._forwards[-1] = MemoryInterval(unit=self._forwards[-1].unit, peak_bytes=peak)
                 peak = max(peak, *(forward.peak_bytes for forward in self._forwards))
-            self._stretches.append(Stretch(unit=unit_state.index, peak_bytes=peak))
+            self._intervals.append(MemoryInterval(unit=unit_state.index, peak_bytes=peak))
             self._gradient_bytes += size
 
     @property
-    def forwards(self) -> list[Stretch]:
-        """The forwards of the step that was seen, in their order; the last one reaches into the backward pass."""
+    def forwards(self) -> list[MemoryInterval]:
+        """The intervals of the forward pass, in order; the last one extends into the backward pass."""
         return self._forwards
 
     @property
-    def stretches(self) -> list[Stretch]:
-        """The stretches of the step that was seen, in the order of its backward pass."""
-        return self._stretches
+    def intervals(self) -> list[MemoryInterval]:
+        """The intervals of the backward pass, in order."""
+        return self._intervals
 
 
 class ForwardClock:
-    """The seconds of each unit's forward on the compute lane of a GPU, without the waiting for its weights."""
+    """Times the forward of each unit on a GPU, without the wait for its weights."""
 
     def __init__(self) -> None:
-        self._marks: dict[int, tuple[torch.cuda.Event, torch.cuda.Event]] = {}
+        self._events: dict[int, tuple[torch.cuda.Event, torch.cuda.Event]] = {}
 
     def note(self, index: int, wait: Callable[[], None]) -> None:
-        """Waits for a unit's weights, between two events if this is its first forward."""
-        if index in self._marks:
+        """Calls `wait` for the weights of a unit, between two events if this is its first forward."""
+        if index in self._events:
             wait()
             return
         came = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
@@ -127,18 +131,18 @@ class ForwardClock:
         came.record()
         wait()
         began.record()
-        self._marks[index] = came, began
+        self._events[index] = came, began
 
     def seconds(self) -> dict[int, float]:
-        """Returns the time from the begin of each unit to the coming of the next; the last one's is unknown."""
+        """Returns the seconds from the start of each unit to the wait of the next; the last unit has none."""
         torch.cuda.synchronize()
-        events = list(self._marks.items())
+        events = list(self._events.items())
         following = [came for _, (came, _) in events[1:]]
         return {n: began.elapsed_time(end) / 1e3 for (n, (_, began)), end in zip(events, following, strict=False)}
 
 
 def free_host_bytes() -> int:
-    """Returns the memory of the host that can be taken now, within the limits of the process's group."""
+    """Returns the host memory that is available now, within the limits of the process's cgroup."""
     free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
@@ -151,7 +155,7 @@ def free_host_bytes() -> int:
 
 @contextmanager
 def pinning_progress(size_bytes: int) -> Iterator[Report]:
-    """Shows the allocation of host memory where it takes long."""
+    """Shows a progress bar while host memory is allocated, if it is large."""
     if size_bytes < SHOWN_FROM_BYTES:
         yield lambda _: None
         return

@@ -1,8 +1,8 @@
-"""The GPU's update: one Triton kernel for all parameters of a unit, or the operations of arithmetic.py one by one.
+"""The update on the GPU: one Triton kernel for all parameters of a unit, or the operations of arithmetic.py.
 
-A launch takes a table with a row of addresses and factors for each parameter. It is filled while the GPU is still at
-the backward pass; when the norm of all gradients is known, the launch with their scale is all that is left to do.
-Triton would contract a product and a sum into one operation and round a division loosely; both are asked not to.
+A launch reads a table that has one row of addresses and factors per parameter. The table is filled while the GPU still
+runs the backward pass; when the norm of all gradients is known, only the launch with their scale is left. The kernel
+is compiled without fused multiply-add and with exact division, so that its bits equal those of arithmetic.py.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,50 +18,53 @@ from pipedejavu.runtime.host_memory import aligned
 
 BLOCK = 1024
 _GRADIENT, _WEIGHT, _REST, _COUNT, _FIRST, _FACTORS, _WIDTH = 0, 1, slice(2, 5), 5, 6, 7, 12
-"""Columns: addresses of gradient, weight, low half and moments; elements; first block; factors but the scale."""
+"""Columns: addresses of gradient, weight, low half and moments; number of elements; first block; factors but scale."""
 _FEWEST_ROWS = 16
-_NOBODY, _NOTHING = 2**62, Scalars(*[0.0] * len(Scalars._fields))[1:]
+_NO_BLOCK, _NO_FACTORS = 2**62, Scalars(*[0.0] * len(Scalars._fields))[1:]
 _EVEN = 16
-"""Bytes and elements: addresses and sizes that are multiples of it let the kernel read many elements at once."""
+"""If all addresses (in bytes) and sizes (in elements) are multiples of this, the kernel uses vector loads."""
 
-Places = tuple[int, int, int]
-"""Of the low half and both moments: addresses, or bytes from where all of it begins."""
+StateOffsets = tuple[int, int, int]
+"""Low half and both moments: their addresses, or their offsets in bytes from a base address."""
 
 Launch = Callable[[float], None]
-"""An update that only waits for the scale of its gradients, which it keeps alive."""
+"""A prepared update, called with the scale of the gradients; it keeps the gradients alive."""
 
 
-def state_layout(weight: Tensor) -> tuple[Places, int]:
-    """Returns where the parts of a parameter's state lie where they lie together, and the size of all of it."""
+def state_layout(weight: Tensor) -> tuple[StateOffsets, int]:
+    """Returns the offsets of a parameter's state in contiguous memory, and its total size in bytes."""
     n = weight.numel()
     low, moment = aligned(2 * n) if weight.dtype == torch.bfloat16 else 0, aligned(4 * n)
     return (0, low, low + moment), low + 2 * moment
 
 
 def state_in(memory: Tensor, weight: Tensor, start: int) -> AdamState:
-    """Returns a parameter's state that begins somewhere in memory."""
-    n, (low, m, v) = weight.numel(), (start + place for place in state_layout(weight)[0])
+    """Returns the state of a parameter as views of memory, from byte `start` on."""
+    n, (low, m, v) = weight.numel(), (start + offset for offset in state_layout(weight)[0])
     half = memory[low : low + 2 * n].view(torch.int16) if weight.dtype == torch.bfloat16 else None
-    return AdamState(weight.view(-1), half, *(memory[place : place + 4 * n].view(torch.float32) for place in (m, v)))
+    return AdamState(weight.view(-1), half, *(memory[at : at + 4 * n].view(torch.float32) for at in (m, v)))
 
 
-def addresses_of(state: AdamState) -> Places:
-    """Returns where the parts of a state are."""
+def addresses_of(state: AdamState) -> StateOffsets:
+    """Returns the addresses of the parts of a state."""
     low, m, v = (0 if part is None else part.data_ptr() for part in state[1:])
     return low, m, v
 
 
 class UnitUpdate:
-    """The update of one unit's parameters, on the current stream of their device."""
+    """The update of the parameters of one unit, on the current stream of their device."""
 
-    def __init__(self, weights: Sequence[Tensor], places: Sequence[Places]):
-        kinds = {weight.dtype: [n for n, w in enumerate(weights) if w.dtype == weight.dtype] for weight in weights}
-        self._tables = [_Table([weights[n] for n in own], [places[n] for n in own], own) for own in kinds.values()]
+    def __init__(self, weights: Sequence[Tensor], offsets: Sequence[StateOffsets]):
+        by_dtype = {weight.dtype: [n for n, w in enumerate(weights) if w.dtype == weight.dtype] for weight in weights}
+        self._tables = [
+            _Table([weights[n] for n in indices], [offsets[n] for n in indices], indices)
+            for indices in by_dtype.values()
+        ]
 
     def prepare(self, factors: Sequence[Scalars | None], gradients: Sequence[Tensor | None], base: int = 0) -> Launch:
-        """Returns the update of the parameters that have factors; places count from `base`.
+        """Returns the update of the parameters that have factors; offsets count from `base`.
 
-        What was prepared before must have come to the GPU by now, as it has when the host has waited for a norm since.
+        The GPU must have read the previous table: call it again only after the host has waited for a later norm.
         """
         launches = [table.prepare(factors, gradients, base) for table in self._tables]
 
@@ -73,51 +76,51 @@ class UnitUpdate:
 
 
 class _Table:
-    """The parameters of a unit that have one dtype."""
+    """The table of a unit's parameters of one dtype."""
 
-    def __init__(self, weights: Sequence[Tensor], places: Sequence[Places], own: Sequence[int]):
-        self.weights, self.own = weights, own
-        self.places, self.counts = numpy.array(places), [weight.numel() for weight in weights]
+    def __init__(self, weights: Sequence[Tensor], offsets: Sequence[StateOffsets], indices: Sequence[int]):
+        self.weights, self.indices = weights, indices
+        self.offsets, self.counts = numpy.array(offsets), [weight.numel() for weight in weights]
         blocks = numpy.cumsum([0, *(-(-count // BLOCK) for count in self.counts)])
         self.num_blocks = int(blocks[-1])
         shape = max(_FEWEST_ROWS, 1 << (len(weights) - 1).bit_length()), _WIDTH
-        self.here = torch.zeros(shape, dtype=torch.int64, pin_memory=True)
-        self.there = torch.empty(shape, dtype=torch.int64, device=weights[0].device)
-        rows = self.here.numpy()
-        rows[:, _FIRST] = _NOBODY
+        self.on_host = torch.zeros(shape, dtype=torch.int64, pin_memory=True)
+        self.on_gpu = torch.empty(shape, dtype=torch.int64, device=weights[0].device)
+        rows = self.on_host.numpy()
+        rows[:, _FIRST] = _NO_BLOCK
         rows[: len(weights), _FIRST] = blocks[:-1]
         self.used = rows[: len(weights)]
-        self.factors = self.used[:, _FACTORS:].view(numpy.float32)[:, : len(_NOTHING)]
+        self.factors = self.used[:, _FACTORS:].view(numpy.float32)[:, : len(_NO_FACTORS)]
 
     def prepare(self, factors: Sequence[Scalars | None], gradients: Sequence[Tensor | None], base: int) -> Launch:
-        found = [(factors[n], gradients[n]) for n in self.own]
-        given = [None if s is None or g is None else g.contiguous() for s, g in found]
-        self.used[:, _GRADIENT] = [0 if g is None else g.data_ptr() for g in given]
+        pairs = [(factors[n], gradients[n]) for n in self.indices]
+        dense = [None if s is None or g is None else g.contiguous() for s, g in pairs]
+        self.used[:, _GRADIENT] = [0 if g is None else g.data_ptr() for g in dense]
         self.used[:, _WEIGHT] = [weight.data_ptr() for weight in self.weights]
-        self.used[:, _REST] = self.places + base
-        self.used[:, _COUNT] = [0 if g is None else n for n, g in zip(self.counts, given, strict=True)]
-        self.factors[:] = [_NOTHING if s is None else s[1:] for s, _ in found]
-        self.there.copy_(self.here, non_blocking=True)
-        return partial(self._launch, given)
+        self.used[:, _REST] = self.offsets + base
+        self.used[:, _COUNT] = [0 if g is None else n for n, g in zip(self.counts, dense, strict=True)]
+        self.factors[:] = [_NO_FACTORS if s is None else s[1:] for s, _ in pairs]
+        self.on_gpu.copy_(self.on_host, non_blocking=True)
+        return partial(self._launch, dense)
 
-    def _launch(self, given: Sequence[Tensor | None], scale: float) -> None:
-        if not self.num_blocks or all(gradient is None for gradient in given):
+    def _launch(self, gradients: Sequence[Tensor | None], scale: float) -> None:
+        if not self.num_blocks or all(gradient is None for gradient in gradients):
             return
         is_even = int(numpy.bitwise_or.reduce(self.used[:, : _COUNT + 1], axis=None)) % _EVEN == 0
         _kernel()[(self.num_blocks,)](
-            self.there, scale, is_split=self.weights[0].dtype == torch.bfloat16, is_even=is_even,
-            most=len(self.there), width=_WIDTH, block=BLOCK, enable_fp_fusion=False,
+            self.on_gpu, scale, is_split=self.weights[0].dtype == torch.bfloat16, is_even=is_even,
+            most=len(self.on_gpu), width=_WIDTH, block=BLOCK, enable_fp_fusion=False,
         )  # fmt: skip
 
 
 def has_kernel(device: torch.device) -> bool:
-    """Whether there is a kernel for a device; without, the operations run one by one."""
+    """Returns whether the Triton kernel can be used on a device; otherwise the operations run one by one."""
     return device.type == "cuda" and _kernel() is not None
 
 
 @cache
 def _kernel() -> Any:
-    """Returns the kernel, or None where Triton is missing."""
+    """Returns the kernel, or None if Triton or CUDA is missing."""
     if not torch.cuda.is_available():
         return None
     try:

@@ -10,7 +10,7 @@ def adamw(
     table, scale,
     is_split: tl.constexpr, is_even: tl.constexpr, most: tl.constexpr, width: tl.constexpr, block: tl.constexpr,
 ):  # fmt: skip
-    """Updates `block` elements of one parameter a program, as arithmetic.update_ does; gpu.py has the rows."""
+    """Updates `block` elements of one parameter per program, as arithmetic.update_; gpu_update.py has the columns."""
     program = tl.program_id(0).to(tl.int64)
     first = tl.load(table + tl.arange(0, most) * width + 6)
     row = table + (tl.sum((first <= program).to(tl.int32), axis=0) - 1) * width

@@ -1,7 +1,7 @@
-"""What of a model is placed as one: its blocks in order, and the modules around them.
+"""The units of a model: its blocks in order, and the modules around them.
 
-A unit is the smallest stretch of a model whose optimizer state has one place. Blocks are the children of the model's
-lists, and of a chain that lists its `units()`; whatever module holds parameters outside of them is a unit of its own.
+A unit is the smallest part of a model that is placed. Blocks are the children of lists (`ModuleList`, `Sequential`, or
+a module with a `units()` method). Each other module that holds parameters itself is a unit too.
 """
 
 from collections.abc import Iterable, Iterator
@@ -12,25 +12,25 @@ from torch import nn
 
 @dataclass(eq=False)
 class ModelUnit:
-    """A stretch of a model: a module, and the parameters that it is the first to use."""
+    """A module, and those of its parameters that no earlier unit uses."""
 
     name: str
     module: nn.Module
     parameters: dict[str, nn.Parameter] = field(default_factory=dict)
     shares: list["ModelUnit"] = field(default_factory=list)
-    """Earlier units whose parameters this one uses too."""
+    """Earlier units whose parameters this unit also uses."""
     is_block: bool = False
     is_shared: bool = False
-    """Whether later units use its parameters too."""
+    """Whether later units also use its parameters."""
 
 
 def find_units(model: nn.Module) -> list[ModelUnit]:
-    """Returns the units of a model in the order in which it lists them; all its parameters are in one of them."""
+    """Returns the units of a model in the order of its modules; each parameter belongs to exactly one unit."""
     units: list[ModelUnit] = []
     owners: dict[int, ModelUnit] = {}
-    for name, module, is_block, own in _stretches(model, "", is_block=False):
+    for name, module, is_block, parameters in _candidates(model, "", is_block=False):
         unit = ModelUnit(name, module, is_block=is_block)
-        for full_name, parameter in own:
+        for full_name, parameter in parameters:
             owner = owners.setdefault(id(parameter), unit)
             if owner is unit:
                 unit.parameters.setdefault(full_name, parameter)
@@ -45,20 +45,20 @@ def find_units(model: nn.Module) -> list[ModelUnit]:
 Named = Iterable[tuple[str, nn.Parameter]]
 
 
-def _stretches(module: nn.Module, name: str, *, is_block: bool) -> Iterator[tuple[str, nn.Module, bool, Named]]:
-    """Yields name, module, whether it is a block, and its parameters under their full names."""
+def _candidates(module: nn.Module, name: str, *, is_block: bool) -> Iterator[tuple[str, nn.Module, bool, Named]]:
+    """Yields each module that may be a unit: name, module, whether it is a block, parameters by their full names."""
     prefix = f"{name}." if name else ""
     if is_block:
         yield name, module, True, module.named_parameters(name, remove_duplicate=False)
         return
-    own = [(prefix + n, p) for n, p in module.named_parameters(recurse=False)]
-    if own:
-        yield name, module, False, own
+    direct = [(prefix + n, p) for n, p in module.named_parameters(recurse=False)]
+    if direct:
+        yield name, module, False, direct
     children = [(n, child) for n, child in module.named_children() if any(True for _ in child.parameters())]
     is_list = _is_list(module) and len(children) > 1
     for n, child in children:
         nested = _is_list(child) and len(list(child.children())) > 1
-        yield from _stretches(child, prefix + n, is_block=is_list and not nested)
+        yield from _candidates(child, prefix + n, is_block=is_list and not nested)
 
 
 def _is_list(module: nn.Module) -> bool:

@@ -30,7 +30,7 @@ typedef struct {
 typedef struct {
     Scalars s;
     int64_t n;
-    int is_split;      /* bf16 gradient and weight with a 16-bit low half, or all of it in float */
+    int is_split;      /* bf16 gradient and weight with a 16-bit low half; otherwise all float */
     const void *g, *w; /* gradient; weight, or its high half */
     const int16_t *low;
     const float *m, *v;
@@ -100,7 +100,7 @@ CLONES static void update_whole(const Scalars *scalars, int n, const float *g, c
     }
 }
 
-/* A copy goes through a block in the cache, and leaves it past the cache: its old lines need not be read first. */
+/* A copy is computed in a cached block and written with streaming stores, which do not read the old lines first. */
 static void run_block(const Job *job, int64_t at, int n) {
     float w[BLOCK], m[BLOCK], v[BLOCK];
     int16_t low[BLOCK];
@@ -140,7 +140,7 @@ typedef struct Pool {
     pthread_t threads[];
 } Pool;
 
-/* The chunks of all jobs are numbered through; each thread takes the next one until none is left. */
+/* The chunks of all jobs share one numbering; each thread takes the next chunk until none is left. */
 static void run_chunks(Pool *pool) {
     if (pool->fill) {
         for (int64_t start; (start = atomic_fetch_add(&pool->next, 1) * FILL) < pool->fill_size;) {
@@ -180,7 +180,7 @@ static void *work(void *argument) {
     return NULL;
 }
 
-/* A pool of this many threads, the caller among them; NULL where none can be started. */
+/* A pool of this many threads, the caller among them; NULL if it cannot be started. */
 Pool *pdv_start(int num_threads) {
     Pool *pool = calloc(1, sizeof(Pool) + sizeof(pthread_t) * (size_t)num_threads);
     if (!pool) return NULL;
@@ -230,7 +230,7 @@ void pdv_adamw(Pool *pool, const Job *jobs, int num_jobs) {
     run_all(pool, chunks <= 1);
 }
 
-/* Writes zeros, so that the pages are there. */
+/* Writes zeros, so that the pages are mapped. */
 void pdv_zero(Pool *pool, void *to, int64_t size) {
     pool->fill = to;
     pool->fill_size = size;

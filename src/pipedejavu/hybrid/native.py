@@ -1,6 +1,6 @@
-"""The host's update: one native pass where it was built, the torch reference where it was not.
+"""The update on the host: native code if it was built, else the torch reference, with the same bits.
 
-`native.c` is built when the package is installed, by the C compiler that is there. The two give the same bits.
+`native.c` is built when the package is installed, if there is a C compiler.
 """
 
 import ctypes
@@ -18,7 +18,7 @@ from pipedejavu.hybrid.arithmetic import AdamState, Scalars, update_
 
 LIBRARY = Path(__file__).with_name("_native.so")
 RESERVED_CORES = 2
-"""Cores that are left for launching kernels and for the data loader."""
+"""Cores left for launching kernels and for the data loader."""
 
 
 class _Scalars(ctypes.Structure):
@@ -35,7 +35,7 @@ class _Job(ctypes.Structure):
 
 
 class NativeTask(NamedTuple):
-    """One parameter's update: the state after it is written to `new`, which may be the memory of `old`."""
+    """The update of one parameter from `old` to `new`, which may be the same tensors."""
 
     s: Scalars
     gradient: Tensor
@@ -55,20 +55,20 @@ def _job(s: Scalars, gradient: Tensor, old: AdamState, new: AdamState) -> _Job:
 
 @cache
 def library() -> ctypes.CDLL | None:
-    """Returns the native library, or None where it was not built."""
+    """Returns the native library, or None if it was not built."""
     if not LIBRARY.exists():
         return None
-    found = ctypes.CDLL(str(LIBRARY))
-    found.pdv_start.restype = ctypes.c_void_p
-    found.pdv_start.argtypes = [ctypes.c_int]
-    found.pdv_stop.argtypes = [ctypes.c_void_p]
-    found.pdv_adamw.argtypes = [ctypes.c_void_p, ctypes.POINTER(_Job), ctypes.c_int]
-    found.pdv_zero.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64]
-    return found
+    native = ctypes.CDLL(str(LIBRARY))
+    native.pdv_start.restype = ctypes.c_void_p
+    native.pdv_start.argtypes = [ctypes.c_int]
+    native.pdv_stop.argtypes = [ctypes.c_void_p]
+    native.pdv_adamw.argtypes = [ctypes.c_void_p, ctypes.POINTER(_Job), ctypes.c_int]
+    native.pdv_zero.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64]
+    return native
 
 
 class HostUpdate:
-    """The host's update on a number of threads of its own."""
+    """The update on the host, with a thread pool of its own."""
 
     def __init__(self, num_threads: int | None = None, *, is_native: bool | None = None):
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -78,16 +78,16 @@ class HostUpdate:
             raise RuntimeError(f"{LIBRARY} was not built; install the package where there is a C compiler")
         self.num_updated, self.busy_s = 0, 0.0
         self._lock = threading.Lock()
-        """The threads serve one call at a time: memory may be made ready while updates run."""
+        """Serialises calls of the pool: memory may be zeroed while updates run."""
         self._pool = self._library.pdv_start(self.num_threads) if self._library else None
 
     @property
     def is_native(self) -> bool:
-        """Whether the native pass is there."""
+        """Whether the native library is used."""
         return self._library is not None
 
     def __call__(self, tasks: Sequence[NativeTask]) -> None:
-        """Runs updates of several parameters, none of which shares memory with another."""
+        """Updates several parameters, which must not share memory."""
         started = time.perf_counter()
         if self._library is None:
             for task in tasks:
@@ -100,10 +100,10 @@ class HostUpdate:
         self.num_updated += sum(task.gradient.numel() for task in tasks)
 
     def zero(self, address: int, size_bytes: int, progress: Callable[[int], None] = lambda _: None) -> None:
-        """Writes zeros to memory on all threads, so that its pages are there."""
-        piece = 2**30
-        for start in range(0, size_bytes, piece):
-            size = min(piece, size_bytes - start)
+        """Writes zeros to memory on all threads, so that its pages are mapped."""
+        chunk = 2**30
+        for start in range(0, size_bytes, chunk):
+            size = min(chunk, size_bytes - start)
             if self._library is None:
                 ctypes.memset(address + start, 0, size)
             else:

@@ -1,4 +1,4 @@
-"""When the actions of a hybrid step ran, lane by lane; knows nothing of what they do."""
+"""Records when the actions of hybrid steps run, lane by lane; knows nothing of what they do."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -11,55 +11,58 @@ from torch.utils._pytree import tree_leaves
 
 from pipedejavu.runtime.lane_event import ClockOrigin
 
-_DONE = {
+_ACTIONS = {
     "came": "wait{}", "began": "F{}", "turned": "B{}", "came again": "wait{}", "began again": "B{}",
     "updating": "UPDATE{}",
 }  # fmt: skip
-"""By what was noted: what the compute lane does from there on."""
+"""By noted point: the action of the compute lane from there on."""
 
 
 class Recorder:
-    """When the actions of all lanes ran, in seconds since it began; a GPU's by its own clock."""
+    """Collects spans of all lanes, in seconds since its start; spans of a GPU are timed by CUDA events."""
 
     def __init__(self, device: torch.device):
         self.spans: list[tuple[str, str, float, float]] = []
-        """Lane, action, start and end."""
+        """Lane, action, start and end of each action."""
         self._timed: list[tuple[str, str, torch.cuda.Event, torch.cuda.Event]] = []
         self._points: list[tuple[str, int, Any]] = []
-        self._begun: set[int] = set()
-        """Units between their forward and the end of their backward."""
+        self._active: set[int] = set()
+        """Units whose forward has begun and whose backward has not ended."""
         self._is_backward = False
         self.undo: list[Callable[[], None]] = []
-        """What to do when the recording is over."""
+        """Calls that end the recording."""
         self.began_s, self._origin = ClockOrigin.now(device)
 
     def add(self, lane: str, action: str, start_s: float, end_s: float) -> None:
-        """Takes a span in the seconds of time.perf_counter."""
+        """Adds a span with times of `time.perf_counter`."""
         self.spans.append((lane, action, start_s - self.began_s, end_s - self.began_s))
 
     def add_events(self, lane: str, action: str, start: torch.cuda.Event, end: torch.cuda.Event) -> None:
-        """Takes a span of a stream, between two events with timing."""
+        """Adds a span of a stream, between two timed events."""
         self._timed.append((lane, action, start, end))
 
     def note(self, what: str, unit: int) -> None:
-        """Takes note of what the compute lane has come to.
+        """Notes which point of a unit's work the compute lane has reached.
 
-        `came`: a unit's forward, or again for its backward; `began`: its weights are there; `turned`: the gradient of
-        its output is; `ended`: its own gradients are final; `updating` and `updated`: the GPU's own update of it.
+        came       the start of its forward, or of its backward if that needs weights
+        began      its weights are there
+        turned     the gradient of its output is there
+        ended      its own gradients are final
+        updating, updated   the start and end of its update on the GPU
         """
-        is_again = what in ("came", "began") and unit in self._begun
+        is_again = what in ("came", "began") and unit in self._active
         if is_again and not self._is_backward:
-            return  # a second use in one forward pass, for which it need not wait
+            return  # a second use in one forward pass, which waits for nothing
         if what == "began":
-            self._begun.add(unit)
+            self._active.add(unit)
             self._is_backward = is_again
         elif what in ("turned", "ended"):
             self._is_backward = True
-            self._begun -= {unit} if what == "ended" else set()
+            self._active -= {unit} if what == "ended" else set()
         self._points.append((what + " again" * is_again, unit, self._point()))
 
     def watch(self, module: nn.Module, unit: int) -> None:
-        """Takes note of the moment when the backward of a unit begins: of the last one no other's end tells it."""
+        """Notes when the backward of the last unit begins; other units begin when the backward of the next one ends."""
 
         def watch(_module: nn.Module, _inputs: object, output: object) -> None:
             for value in tree_leaves(output):
@@ -77,14 +80,14 @@ class Recorder:
         return event
 
     def _compute_spans(self) -> Iterator[tuple[str, str, float, float]]:
-        """Yields what the compute lane did from each point to the next.
+        """Yields the action of the compute lane from each point to the next.
 
-        A forward goes on to the next unit, a backward from one unit's end to the next; what the user's loop does
-        between a backward pass and a forward, beside updates, is `loop`.
+        A forward lasts until the next unit comes, a backward from the end of one unit to the end of the next. Time
+        between a backward pass and a forward that is not an update is `loop`, the user's loop.
         """
         times = [p if self._origin is None else self._origin.elapsed_time(p) / 1e3 for _, _, p in self._points]
         for ((what, unit, _), start), ((following, other, _), end) in pairwise(zip(self._points, times, strict=True)):
-            action = _DONE.get(what, "loop").format(unit)
+            action = _ACTIONS.get(what, "loop").format(unit)
             if what == "ended" and following in ("ended", "came again"):
                 action = f"B{other}"
             elif what == "updated" and following == "began":
@@ -92,7 +95,7 @@ class Recorder:
             yield "compute", action, start, end
 
     def finish(self) -> list[tuple[str, str, float, float]]:
-        """Ends the recording and returns all spans, the earliest first; waits for the GPU."""
+        """Ends the recording and returns all spans, sorted by start; synchronizes the GPU."""
         if self._origin is not None:
             torch.cuda.synchronize()
             for lane, action, start, end in self._timed:

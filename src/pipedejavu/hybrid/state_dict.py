@@ -1,4 +1,4 @@
-"""Optimizer state in the layout of torch.optim.AdamW: step, both moments, and the low half of a split master."""
+"""State dicts in the layout of torch.optim.AdamW: step, both moments, and the low half of a split master."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -13,30 +13,30 @@ LOW = "master_low"
 
 
 def read_state(unit_states: Iterable[UnitState], state: dict[Tensor, Any]) -> None:
-    """Writes views of what rests in each place into an optimizer's `state`."""
+    """Fills the `state` of an optimizer with views of the state of all units."""
     for unit_state in unit_states:
         for param in unit_state.params:
             if param.state is None or param.step == 0:
                 continue
             shape = param.parameter.shape
-            found = {
+            entry = {
                 "step": torch.tensor(float(param.step)),
                 "exp_avg": param.state.m.view(shape),
                 "exp_avg_sq": param.state.v.view(shape),
             }
             if param.state.low is not None:
-                found[LOW] = param.state.low.view(shape)
-            state[param.parameter] = found
+                entry[LOW] = param.state.low.view(shape)
+            state[param.parameter] = entry
 
 
-def fill_state(param: ParamState, found: dict[str, Any] | None) -> None:
-    """Copies a parameter's loaded state, or that of one never updated, to where it rests.
+def fill_state(param: ParamState, entry: dict[str, Any] | None) -> None:
+    """Copies a loaded entry to the state of a parameter; None resets it to the state before the first update.
 
-    Without a low half the weight is its own master. An optimizer of torch makes bf16 of what it loads: a low half that
-    has been through one, and is older than the weight, is no integer any more.
+    Without a low half the master equals the weight. So it does if the low half is not an integer: an optimizer of
+    torch, which casts what it loads to bf16, has then updated the weight since.
     """
     assert param.state is not None
-    if found is None:
+    if entry is None:
         for tensor in (param.state.m, param.state.v, param.state.low):
             if tensor is not None:
                 tensor.zero_()
@@ -47,7 +47,7 @@ def fill_state(param: ParamState, found: dict[str, Any] | None) -> None:
         ("exp_avg_sq", param.state.v),
         (LOW, param.state.low),
     ):
-        value = found.get(name)
+        value = entry.get(name)
         if target is None:
             continue
         if name == LOW and value is not None and value.dtype != target.dtype:
@@ -57,4 +57,4 @@ def fill_state(param: ParamState, found: dict[str, Any] | None) -> None:
         if value is not None and value.numel() != target.numel():
             raise InputError(f"'{name}' of '{param.name}' has {value.numel()} elements, not {target.numel()}")
         target.copy_(value.reshape(-1)) if value is not None else target.zero_()
-    param.step = int(found["step"])
+    param.step = int(entry["step"])

@@ -90,9 +90,9 @@ class StatePlacer:
         limits = self.meter.limits(options.clip_norm is not None, options.gpu_units)
         forwards = self.meter.forwards
         begin = max((forward.peak_bytes for forward in forwards[:2]), default=0)
-        plan = choose_placement(sizes, self.meter.stretches, limits, begin)
+        plan = choose_placement(sizes, self.meter.intervals, limits, begin)
         self._free_bytes = free_in_forward(sizes, plan, forwards)
-        self._leaving_bytes = free_for_leaving(sizes, plan, self.meter.stretches, limits.keeps_gradients)
+        self._leaving_bytes = free_for_leaving(sizes, plan, self.meter.intervals, limits.keeps_gradients)
         if options.speculates and options.clip_norm is not None and self.lanes.device.type != "cuda":
             plan = with_shadows(plan, sizes, [True] * len(sizes), limits.host_bytes)
         self.plan = plan

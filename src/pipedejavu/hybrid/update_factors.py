@@ -1,11 +1,11 @@
-"""The factors of a unit's coming update: what AdamW's formula needs besides gradients and state."""
+"""The scalar factors of the next update of a unit: what AdamW needs besides gradients and state."""
 
 from pipedejavu.hybrid.arithmetic import Scalars, scalars_of
 from pipedejavu.hybrid.unit_state import ParamState, UnitState
 
 
 def factors_of(unit_state: UnitState, scale: float) -> dict[ParamState, Scalars]:
-    """Returns the factors for each parameter that has a gradient; parameters of one group and step share them."""
+    """Returns the factors of each parameter that has a gradient; computed once per group and step."""
     known: dict[tuple[int, int], Scalars] = {}
     factors = {}
     for param in unit_state.params:

@@ -1,4 +1,4 @@
-"""Reports on recorded runs of HybridAdamW: where state lies, how busy lanes were, and the forecast beside it."""
+"""Reports on recorded runs of HybridAdamW: where state rests, how busy lanes are, prediction against measurement."""
 
 from pipedejavu.hybrid_report.occupancy import Occupancy, occupancy_of
 from pipedejavu.hybrid_report.recording import HybridRun, read_run

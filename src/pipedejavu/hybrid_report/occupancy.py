@@ -1,8 +1,8 @@
-"""What the lanes of a recorded run were busy with, and which of them the length of a step follows from.
+"""How busy the lanes of a recorded run were, and which lanes determine the length of a step.
 
     print(occupancy_of(run))  # compute bounds 0.89 of a step of 509 ms, copy-in 0.08, …
 
-Pure arithmetic over a recording, from the first forward of its first step to that of its last.
+Pure arithmetic over a recording, from the first forward of its first step to the first forward of its last.
 """
 
 from collections.abc import Iterable
@@ -13,30 +13,30 @@ from pipedejavu.facts import format_seconds
 from pipedejavu.hybrid_report.recording import LANES, HybridRun, LaneWork
 
 _IDLE = ("wait", "loop")
-"""Kinds of the compute lane in which it does no work of its own."""
+"""Kinds of spans in which the compute lane does not work."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Occupancy:
-    """How a step's time was used."""
+    """How the time of a step was used."""
 
     step_s: float
     busy: dict[str, float]
-    """By lane, the share of the time in which it worked."""
+    """By lane: the share of the time in which it worked."""
     bounds: dict[str, float]
-    """By lane, the share of a step that it determines: the compute lane's own work, and its waits for others; `loop` is
-    what neither explains, such as the user's own loop between two steps."""
+    """By lane: the share of a step that it determines. For the compute lane this is its own work, for other lanes the
+    waits of the compute lane for them; `loop` is the rest, such as the user's loop between two steps."""
     hidden: float
-    """The share of the host's work that the compute lane did not wait through."""
+    """The share of the host's work for which the compute lane did not wait."""
 
     @property
     def bound(self) -> str:
-        """The lane that most of a step follows from."""
+        """The lane that determines most of a step."""
         return max(self.bounds, key=self.bounds.__getitem__)
 
     @property
     def reason(self) -> str:
-        """Why a step takes as long as it does, in words."""
+        """Why a step takes as long as it does, as a sentence."""
         (first, share), *rest = sorted(self.bounds.items(), key=lambda item: -item[1])
         others = "".join(f", {lane} {part:.2f}" for lane, part in rest if part >= 0.005)
         text = f"{first} bounds {share:.2f} of a step of {format_seconds(self.step_s)}{others}"
@@ -49,7 +49,7 @@ class Occupancy:
 
 
 def occupancy_of(run: HybridRun) -> Occupancy:
-    """Returns how the lanes were used in the whole steps of a recording."""
+    """Returns the occupancy of the lanes over the complete steps of a recording."""
     begins = sorted(work.start_s for work in run.work if work.kind == "F" and work.unit == 0)
     start, end = begins[0], begins[run.num_steps - 1]
     works = [_within(work, start, end) for work in run.everything if work.end_s > start and work.start_s <= end]
@@ -73,7 +73,7 @@ def _within(work: LaneWork, start_s: float, end_s: float) -> LaneWork:
 
 
 def _covered(spans: Iterable[tuple[float, float]]) -> float:
-    """Returns the time in which at least one of some spans runs."""
+    """Returns the total time in which at least one of the spans runs."""
     total, until = 0.0, float("-inf")
     for start, end in sorted(spans):
         total += max(0.0, end - max(start, until))
@@ -82,7 +82,7 @@ def _covered(spans: Iterable[tuple[float, float]]) -> float:
 
 
 def _waits(works: list[LaneWork]) -> list[LaneWork]:
-    """Returns the waits of the compute lane; where none were recorded, its gaps before the forward of a unit."""
+    """Returns the waits of the compute lane; if none were recorded, its gaps before forwards."""
     recorded = [work for work in works if work.kind == "wait"]
     if recorded:
         return recorded
@@ -95,11 +95,11 @@ def _waits(works: list[LaneWork]) -> list[LaneWork]:
 
 
 def _waited_for(run: HybridRun, wait: LaneWork, works: list[LaneWork]) -> dict[str, float]:
-    """Divides a wait over the lanes that it was for: the unit's own copies, and before them who updates it."""
-    rest = run.places[wait.unit]
-    if rest == "device":
+    """Divides a wait among the lanes that it was for: the copies of the unit, and before them its update."""
+    place = run.places[wait.unit]
+    if place == "device":
         return {"loop": wait.end_s - wait.start_s}
-    if rest == "visit":
+    if place == "visit":
         return {"copy-in": wait.end_s - wait.start_s}
     copies = (w for w in works if w.lane == "copy-in" and w.unit == wait.unit)
     overlaps = [_within(w, wait.start_s, wait.end_s) for w in copies]

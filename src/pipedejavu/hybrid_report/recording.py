@@ -1,7 +1,7 @@
-"""A recorded run of HybridAdamW: where each unit's state lies, and when the actions of its lanes ran.
+"""A recorded run of HybridAdamW: where the state of each unit rests, and when the actions of the lanes ran.
 
-Owns the record, its JSON form, and the measured timeline: spans are numbered by step, so that each carries the name
-that the same action has in a compiled program. Knows nothing of predictions.
+Owns the record, its JSON form, and the measured timeline. Spans are numbered by step, so that each gets the name of
+the same action in a compiled program. Knows nothing of predictions.
 """
 
 import re
@@ -23,8 +23,8 @@ from pipedejavu.hybrid.unit_state import size_of
 from pipedejavu.plan.axis import Rest
 
 LANES = ("compute", "copy-out", "host", "copy-in")
-"""Those that do the work; threads that only hand it on are left out."""
-LEAST_STEPS = 2
+"""The lanes that do the work; threads that only pass it on are left out."""
+MIN_STEPS = 2
 
 _SPAN = re.compile(r"(F|B|UPDATE|OFFLOAD:[dwo]|FETCH:[wo]|wait)(\d+)(~host|~guess)?|loop")
 _NAMES = {
@@ -39,8 +39,8 @@ _NAMES = {
     "UPDATE~host": "UPDATE{unit}@{next}~host",
     "FETCH:w": "FETCH:w{unit}@{next}",
 }
-"""By the recorder's name without its unit: the action of a program. What the user's loop does before a forward pass
-counts as part of it."""
+"""By the recorder's name without the unit: the name of the action in a program. The user's loop before a forward pass
+counts as part of that forward."""
 
 
 _Parsed = tuple[str, str, int, float, float]
@@ -57,11 +57,11 @@ class RecordedUnit(Record):
     gradient_bytes: Bytes
     state_bytes: Bytes
     is_windowed: bool | None = None
-    """Whether its weights come for each use; None where it was not recorded."""
+    """Whether its weights are windowed; None if it was not recorded."""
 
 
 class LaneWork(NamedTuple):
-    """One recorded piece of work of a unit in a step, counted from 1."""
+    """One recorded span of a unit's work; steps count from 1."""
 
     lane: str
     kind: str
@@ -77,31 +77,32 @@ class LaneWork(NamedTuple):
 
 
 class HybridRun(Record):
-    """What was recorded of some steps in a row."""
+    """A recording of consecutive steps."""
 
     units: tuple[RecordedUnit, ...] = Field(min_length=1)
     spans: tuple[tuple[str, str, float, float], ...]
-    """Lane, action, start and end, as the recorder of the optimizer returns them."""
+    """Lane, action, start and end, as returned by the recorder of the optimizer."""
     is_clipped: bool
     window: int | None = None
     microbatches: int = 1
     gpu_bytes: Bytes = 0
-    """The budget; 0 where it is not known."""
+    """The budget of the GPU; 0 if it is not known."""
     host_bytes: Bytes = 0
+    """The budget of the host; 0 if it is not known."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
         return self.agreed()
 
     def disagreements(self) -> list[str]:
-        """Returns a fault where spans name units that are missing."""
-        found = {unit for _, _, unit, _, _ in self._parsed()}
-        more = sorted(unit for unit in found if unit >= len(self.units))
-        return [f"spans name unit {more[0]}, and there are {len(self.units)}"] if more else []
+        """Returns a fault if spans name units that are missing."""
+        named = {unit for _, _, unit, _, _ in self._parsed()}
+        missing = sorted(unit for unit in named if unit >= len(self.units))
+        return [f"spans name unit {missing[0]}, and there are {len(self.units)}"] if missing else []
 
     @cached_property
     def places(self) -> tuple[Rest, ...]:
-        """Where each unit's state rests, in the words of a plan."""
+        """Where the state of each unit rests, as the values of a plan."""
         words: dict[Place, Rest] = {"gpu": "device", "visit": "visit", "host": "host", "lean": "lean"}
         has_window = self.window is not None
         return tuple(
@@ -111,16 +112,16 @@ class HybridRun(Record):
 
     @cached_property
     def work(self) -> tuple[LaneWork, ...]:
-        """All work of the recorded steps that a program has too; what was left of the step before them is not in it."""
+        """The work of the recorded steps that a program also has, without what remained of the step before them."""
         return tuple(work for work in self.everything if work.step and work.kind in _NAMES)
 
     @cached_property
     def everything(self) -> tuple[LaneWork, ...]:
-        """All that was recorded, numbered by step from 1; 0 is what was left of the step before.
+        """All recorded work, numbered by step from 1; step 0 is what remained of the step before.
 
-        Between a unit's forwards of two steps lies all its work of the first, but for two: a visitor's state may still
-        leave after the second has begun, and belongs to the visit before it; and weights that come through a window
-        are those of the last update before them.
+        The work of a unit in a step lies between its forwards of this step and the next, with two exceptions.
+        Streamed state may return after the next forward has begun; it belongs to the step of its fetch. Weights that
+        are fetched into a window belong to the step of the last update before them.
         """
         once = [unit for unit, rest in enumerate(self.places) if rest != "window"]
         spans = _one_at_a_time(_on_one_clock(sorted(self._parsed(), key=lambda span: span[3]), once))
@@ -128,11 +129,11 @@ class HybridRun(Record):
         for _, kind, unit, start, _ in spans:
             if kind == "F":
                 forwards[unit].append(start)
-        found: list[LaneWork] = []
+        numbered: list[LaneWork] = []
         last: dict[tuple[str, int], int] = {}
         arrived: dict[tuple[int, int], float] = defaultdict(float)
         for lane, kind, unit, start, end in spans:
-            # the host lane takes an update up before the GPU has come to its unit, and waits
+            # the host lane starts an update before the GPU reaches its unit, and waits
             step = bisect_right(forwards[unit], end if kind == "UPDATE~host" else start)
             if kind == "OFFLOAD:o":
                 step = last.get(("FETCH:o", unit), 0)
@@ -143,12 +144,12 @@ class HybridRun(Record):
             elif kind == "loop":
                 step = step + 1 if 0 < step < len(forwards[unit]) else 0
             last[kind, unit] = step
-            found.append(LaneWork(lane, kind, unit, step, start, end))
+            numbered.append(LaneWork(lane, kind, unit, step, start, end))
         return tuple(
             work._replace(start_s=min(max(work.start_s, arrived[work.unit, work.step]), work.end_s))
-            if work.kind == "UPDATE~host"  # the time that it waited for what it reads is not its own
+            if work.kind == "UPDATE~host"  # without the wait for what it reads
             else work
-            for work in found
+            for work in numbered
         )
 
     def _parsed(self) -> Iterator[_Parsed]:
@@ -160,16 +161,16 @@ class HybridRun(Record):
 
     @cached_property
     def num_steps(self) -> int:
-        """Steps that were recorded; raises InputError for fewer than two, or where the last one's updates miss."""
+        """Number of recorded steps; raises InputError if there are fewer than 2, or updates of the last are missing."""
         count = sum(work.kind == "F" and work.unit == 0 for work in self.work)
-        if count < LEAST_STEPS:
-            raise InputError(f"{count} steps were recorded, and a step's length needs {LEAST_STEPS}; record more")
-        held = {n for n, unit in enumerate(self.units) if unit.place in ("host", "lean")}
+        if count < MIN_STEPS:
+            raise InputError(f"{count} steps were recorded, and a step's length needs {MIN_STEPS}; record more")
+        on_host = {n for n, unit in enumerate(self.units) if unit.place in ("host", "lean")}
         updated = {work.unit for work in self.work if work.kind == "UPDATE~host" and work.step == count}
-        if held - updated:
+        if on_host - updated:
             raise InputError(
-                f"{len(held - updated)} of {len(held)} updates of the last step are not in the recording; call the"
-                " optimizer's synchronize() before the recorder's finish()"
+                f"{len(on_host - updated)} of {len(on_host)} updates of the last step are not in the recording; call"
+                " the optimizer's synchronize() before the recorder's finish()"
             )
         return count
 
@@ -180,13 +181,13 @@ class HybridRun(Record):
 
     @property
     def step_s(self) -> float:
-        """The median time from one step's first forward to the next one's."""
+        """The median time from the first forward of a step to that of the next."""
         begins = sorted(work.start_s for work in self.work if work.kind == "F" and work.unit == 0)
         lengths = [b - a for a, b in pairwise(begins)]
         return median(lengths)
 
     def timeline(self) -> Timeline:
-        """Returns the recorded steps as a measured timeline, from their first forward on."""
+        """Returns the recorded steps as a measured timeline that starts with the first forward."""
         begin = self.begin_s
         rows = [
             (w.lane, w.action, max(0.0, w.start_s - begin), max(0.0, w.end_s - begin))
@@ -196,10 +197,10 @@ class HybridRun(Record):
 
 
 def _on_one_clock(spans: list[_Parsed], units: list[int]) -> list[_Parsed]:
-    """Sets the host's clock by the GPU's: an update ends as its new weights, which come once a step, set out.
+    """Shifts the host's clock to the GPU's: the update of a unit ends when the copy of its new weights starts.
 
-    The median of all pairs is how far the host's clock is ahead; where an update then still ends behind its pair, what
-    it did at last was to note the time.
+    The median difference over all pairs is how far the host's clock is ahead. An update that still ends after the
+    start of its copy is cut there: the remaining time was spent on recording.
     """
     updates, starts = defaultdict(list), defaultdict(list)
     for n, (_, kind, unit, start, _) in enumerate(spans):
@@ -207,29 +208,29 @@ def _on_one_clock(spans: list[_Parsed], units: list[int]) -> list[_Parsed]:
             updates[unit].append(n)
         elif kind == "FETCH:w":
             starts[unit].append(start)
-    setting_out = {n: start for u in units for n, start in zip(reversed(updates[u]), reversed(starts[u]), strict=False)}
-    ahead = max(0.0, median(spans[n][4] - start for n, start in setting_out.items())) if setting_out else 0.0
-    found = []
+    copy_starts = {n: start for u in units for n, start in zip(reversed(updates[u]), reversed(starts[u]), strict=False)}
+    ahead = max(0.0, median(spans[n][4] - start for n, start in copy_starts.items())) if copy_starts else 0.0
+    shifted = []
     for n, (lane, kind, unit, start, end) in enumerate(spans):
         if lane == "host":
             start, end = start - ahead, end - ahead
-            end = max(start, min(end, setting_out.get(n, inf)))
-        found.append((lane, kind, unit, start, end))
-    return found
+            end = max(start, min(end, copy_starts.get(n, inf)))
+        shifted.append((lane, kind, unit, start, end))
+    return shifted
 
 
 def _one_at_a_time(spans: list[_Parsed]) -> list[_Parsed]:
-    """Lets a copy begin when the one before it on its lane has ended: a stream that was asked for both ran them so."""
+    """Moves the start of each copy to the end of the copy before it on its lane, since a stream runs them in order."""
     free: dict[str, float] = defaultdict(lambda: -inf)
-    found = []
+    serial = []
     for lane, kind, unit, start, end in sorted(spans, key=lambda span: span[4]):
-        found.append((lane, kind, unit, max(start, free[lane]) if lane.startswith("copy") else start, end))
+        serial.append((lane, kind, unit, max(start, free[lane]) if lane.startswith("copy") else start, end))
         free[lane] = end
-    return sorted(found, key=lambda span: span[3])
+    return sorted(serial, key=lambda span: span[3])
 
 
 def timeline_of(origin: str, rows: Sequence[tuple[str, str, float, float]]) -> Timeline:
-    """Returns the timeline of one worker from lane, action, start and end of each action."""
+    """Returns the timeline of one worker; each row is lane, action, start and end."""
     lane, action, start, end = zip(*rows, strict=True)
     makespan = max(end)
     busy = sum(e - s for name, _, s, e in rows if name == "compute")
@@ -245,7 +246,7 @@ def timeline_of(origin: str, rows: Sequence[tuple[str, str, float, float]]) -> T
 
 
 def read_run(optimizer: HybridAdamW, spans: Sequence[tuple[str, str, float, float]]) -> HybridRun:
-    """Returns the record of an optimizer's run from what its recorder's `finish` returned."""
+    """Returns the record of a run from its optimizer and the spans that `finish` of its recorder returned."""
     scheduler = optimizer.scheduler
     if scheduler.plan is None:
         raise InputError("the optimizer has made no step yet; train a few, then record")

@@ -1,10 +1,10 @@
-"""A recorded run of HybridAdamW beside what the simulator says of the program of its steps.
+"""A recorded run of HybridAdamW compared with the simulation of the program of its steps.
 
     run = read_run(optimizer, recorder.finish())
-    print(review(run))  # what `pipedejavu compare` prints of run.to_json()
+    print(review(run))  # `pipedejavu compare` prints this for run.to_json()
 
-The profile and the machine come from the recording: what each unit's forward, backward and update took, and how fast
-the copies went. The prediction is then the program's own: which lane waits for which, and how long a step is.
+Profile and machine come from the recording: how long forward, backward and update of each unit took, and how fast the
+copies were. The program predicts which lane waits for which, and how long a step is.
 """
 
 from collections import defaultdict
@@ -34,17 +34,17 @@ from pipedejavu.program import compile as compile_plan
 from pipedejavu.report import Comparison, compare, render_html
 from pipedejavu.simulate import simulate
 
-_BEHIND = ("UPDATE", "UPDATE~host", "FETCH:w", "OFFLOAD:o")
-"""Work on what a step's update makes, which reaches into the next step."""
-_ANY = 2**60
+_AFTER_UPDATE = ("UPDATE", "UPDATE~host", "FETCH:w", "OFFLOAD:o")
+"""Updates and copies of their results, which extend into the next step; programs number them by the new version."""
+_UNLIMITED = 2**60
 """Bytes of a memory whose budget was not recorded."""
-_FREE = 1e30
-"""Bytes a second of a direction in which nothing was copied."""
+_INSTANT = 1e30
+"""Bytes per second in a direction in which nothing was copied."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Review:
-    """Prediction and measurement of the same steps, from the first forward of the first."""
+    """Prediction and measurement of the same steps, starting with the first forward."""
 
     program: Program
     predicted: Timeline
@@ -55,30 +55,30 @@ class Review:
     """What the prediction leaves out."""
 
     def rows(self) -> dict[str, list[Comparison]]:
-        """Returns by lane what its actions take, kind by kind, of those that the program has."""
+        """Returns by lane the times of the actions that the program has, one comparison per kind."""
         known = set(self.predicted.action)
         return {lane: compare(_part(self.predicted, lane, known), _part(self.measured, lane, known)) for lane in LANES}
 
     def unmodelled(self) -> dict[tuple[str, str], float]:
-        """Returns the measured seconds of what the program does not have, by lane and kind."""
-        known, found = set(self.predicted.action), dict[tuple[str, str], float]()
+        """Returns the measured seconds of actions that the program does not have, by lane and kind."""
+        known, times = set(self.predicted.action), dict[tuple[str, str], float]()
         for span in self.measured.spans():
             if span.action not in known:
                 key = (span.lane, span.action.rstrip("0123456789@"))
-                found[key] = found.get(key, 0.0) + span.end_s - span.start_s
-        return found
+                times[key] = times.get(key, 0.0) + span.end_s - span.start_s
+        return times
 
     def __str__(self) -> str:
         lines = [f"{'':22} {'predicted':>10} {'measured':>10} {'predicted/measured':>19}"]
         for lane, rows in self.rows().items():
             lines += [_line(f"{lane:9} {row.kind}", row.predicted_s, row.measured_s) for row in rows]
-            more = {kind: time_s for (where, kind), time_s in self.unmodelled().items() if where == lane}
-            lines += [_line(f"{lane:9} {kind}", None, time_s) for kind, time_s in more.items()]
+            unmodelled = {kind: time_s for (of_lane, kind), time_s in self.unmodelled().items() if of_lane == lane}
+            lines += [_line(f"{lane:9} {kind}", None, time_s) for kind, time_s in unmodelled.items()]
         lines.append(_line("step", self.predicted_step_s, self.measured_step_s))
         return "\n".join((*lines, *self.notes))
 
     def html(self, title: str) -> str:
-        """Returns a page on which the first worker is the prediction and the second the measurement."""
+        """Returns an HTML page with the prediction as the first worker and the measurement as the second."""
         both = (self.predicted, self.measured)
         worker, lane, action, start, end = zip(
             *((n, *span[1:]) for n, timeline in enumerate(both) for span in timeline.spans()), strict=True
@@ -111,7 +111,7 @@ def _line(name: str, predicted_s: float | None, measured_s: float) -> str:
 
 
 def review(run: HybridRun, machine: Machine | None = None) -> Review:
-    """Predicts the recorded steps and sets both beside each other; a machine of one's own may have other links."""
+    """Predicts the recorded steps and compares them; `machine` replaces the recorded one, for other links."""
     _check_modelled(run)
     profile = profile_of(run, has_copies=machine is None)
     program = compile_plan(plan_of(run), profile, machine or machine_of(run))
@@ -129,22 +129,22 @@ def review(run: HybridRun, machine: Machine | None = None) -> Review:
 
 
 def plan_of(run: HybridRun) -> Plan:
-    """Returns the plan of the run: one step more than recorded, whose updates the first recorded one waits for."""
+    """Returns the plan of the run; it has one step more, whose updates the first recorded step waits for."""
     plan = preset("cotrain").at(microbatches=1, samples=1, steps=run.num_steps + 1)
     reduce = Reduce(clip="global") if run.is_clipped else Reduce()
-    ahead = int((run.window or 1) > 1)  # as one block is computed the next one comes
-    keep = Keep(kind="split", places=run.places, visitors=_visitors(run), window=(run.window or 1) - ahead)
+    ahead = int((run.window or 1) > 1)  # while one block is computed, the next is fetched
+    keep = Keep(kind="split", places=run.places, visitors=_num_fetched_early(run), window=(run.window or 1) - ahead)
     return plan.replace(reduce=reduce, order=plan.order.replace(prefetch=ahead), keep=keep)
 
 
-def _visitors(run: HybridRun) -> int:
-    """Returns how many visitors come during a backward pass; the others wait until one of them has left."""
+def _num_fetched_early(run: HybridRun) -> int:
+    """Returns how many units' streamed state is fetched during a backward pass; the rest waits for returns."""
     ends = _ends(run)
-    began: dict[tuple[int, int], float] = {}
+    starts: dict[tuple[int, int], float] = {}
     for work in run.work:
         if work.kind == "FETCH:o":
-            began.setdefault((work.unit, work.step), work.start_s)
-    counts = [sum(start < end for (_, s), start in began.items() if s == step) for step, end in ends.items()]
+            starts.setdefault((work.unit, work.step), work.start_s)
+    counts = [sum(start < end for (_, s), start in starts.items() if s == step) for step, end in ends.items()]
     return max(1, int(median(counts))) if counts else 1
 
 
@@ -158,11 +158,11 @@ def _ends(run: HybridRun) -> dict[int, float]:
 
 
 def profile_of(run: HybridRun, *, has_copies: bool = True) -> Profile:
-    """Returns the units with the median times of the recorded steps.
+    """Returns a profile with the median times of the recorded steps.
 
-    A unit that was not updated in one of the two places gets what its parameters take there at the others' rate, so
-    that other placements than the recorded one can be predicted too. Copies take what they took, as far as they were
-    made and are asked for, and else what the machine's links say.
+    Units that were not updated on the GPU, or not on the host, get a time there by the rate of the others, so that
+    other placements can be predicted too. With `has_copies`, recorded copies take their measured times; other copies
+    follow the links of the machine.
     """
     times = _median_times(run)
     sizes = [unit.num_parameters for unit in run.units]
@@ -188,13 +188,13 @@ def profile_of(run: HybridRun, *, has_copies: bool = True) -> Profile:
 
 
 def machine_of(run: HybridRun) -> Machine:
-    """Returns one GPU and its host, with the rates of the recorded copies."""
+    """Returns a machine of one GPU and its host, with links at the rates of the recorded copies."""
     return Machine(
         name="recorded machine",
         hosts=(Host(name="host"),),
         devices=(
-            Device(name="gpu", kind="gpu", type="gpu", host="host", memory_bytes=run.gpu_bytes or _ANY),
-            Device(name="cpu", kind="cpu", type="cpu", host="host", memory_bytes=run.host_bytes or _ANY),
+            Device(name="gpu", kind="gpu", type="gpu", host="host", memory_bytes=run.gpu_bytes or _UNLIMITED),
+            Device(name="cpu", kind="cpu", type="cpu", host="host", memory_bytes=run.host_bytes or _UNLIMITED),
         ),
         links=(
             Link(source="cpu", target="gpu", bytes_per_s=_rate(run, "copy-in")),
@@ -212,10 +212,11 @@ def _check_modelled(run: HybridRun) -> None:
 
 
 def _median_times(run: HybridRun) -> dict[tuple[str, int], float]:
-    """Returns what a unit's work of each kind takes in a step; the median leaves out a single hiccup.
+    """Returns by kind and unit the median over the steps of the time per step, which ignores single outliers.
 
-    Weights are copied as a whole, in a window more than once a step; gradients and state go in parts. What follows the
-    last backward pass has no forward beside it, and does not count.
+    Gradients and state are copied in parts, which are added up. Weights are copied whole, in a window more than once
+    per step, so for them it is the median per copy. Work after the last backward pass overlaps with no forward and is
+    left out.
     """
     last = _ends(run).get(run.num_steps, inf)
     sums: dict[tuple[str, int], dict[float, float]] = defaultdict(lambda: defaultdict(float))
@@ -228,9 +229,9 @@ def _median_times(run: HybridRun) -> dict[tuple[str, int], float]:
 
 
 def _between_s(run: HybridRun) -> dict[int, float]:
-    """Returns what the GPU's updates take where none were recorded: the time between a backward pass and a forward.
+    """Returns estimated update times on the GPU for recordings without them: the time between backward and forward.
 
-    Units share it by their parameters; nothing is known of it where the first one waits for a copy.
+    It is divided in proportion to parameters. Returns nothing if the first unit waits for a copy in that time.
     """
     if run.places[0] not in ("device", "visit"):
         return {}
@@ -241,27 +242,27 @@ def _between_s(run: HybridRun) -> dict[int, float]:
 
 
 def _rate(run: HybridRun, lane: str) -> float:
-    """Returns the bytes a second of one direction, over all its copies."""
+    """Returns the bytes per second of one direction, averaged over its copies."""
     moved = {(w.kind, w.unit, w.step) for w in run.work if w.lane == lane}
     size = sum(_size_bytes(run, kind, unit) for kind, unit, _ in moved)
     time = sum(w.end_s - w.start_s for w in run.work if w.lane == lane)
-    return size / time if size and time else _FREE
+    return size / time if size and time else _INSTANT
 
 
 def _size_bytes(run: HybridRun, kind: str, unit: int) -> int:
-    found = run.units[unit]
-    return {"d": found.gradient_bytes, "w": found.weight_bytes, "o": found.state_bytes}[kind[-1]]
+    recorded = run.units[unit]
+    return {"d": recorded.gradient_bytes, "w": recorded.weight_bytes, "o": recorded.state_bytes}[kind[-1]]
 
 
 def _recorded_steps(timeline: Timeline, begin_s: float) -> Timeline:
-    """Returns the timeline from the first forward of the second step on, without what is left of the first.
+    """Returns the timeline from the first forward of the second step, without the remaining work of the first.
 
-    What takes no time is left out too: the recorder does not see it.
+    Actions that take no time are left out too, since the recorder does not see them.
     """
     rows = []
     for _, lane, text, start, end in timeline.spans():
         action = parse_action(text)
-        step = action.microbatch if action.kind in "FB" else action.version - text.startswith(_BEHIND)
+        step = action.microbatch if action.kind in "FB" else action.version - text.startswith(_AFTER_UPDATE)
         if step > 0 and action.kind not in ("DROP", "REDUCE"):
             rows.append((lane, text, start - begin_s, end - begin_s))
     return timeline_of("predicted", sorted(rows, key=lambda row: row[2]))
@@ -275,5 +276,5 @@ def _notes(run: HybridRun) -> Iterable[str]:
         yield "what the GPU updates itself is not recorded, and takes the time between a backward pass and a forward"
     if run.window is not None and run.window > 2:
         yield f"the program brings blocks up to {run.window - 1} ahead into the window, the optimizer brings one ahead"
-    if guesses := sum(action.endswith("~guess") for _, action, _, _ in run.spans):
-        yield f"not modelled: what was guessed during the backward pass (updates: {guesses})"
+    if speculative := sum(action.endswith("~guess") for _, action, _, _ in run.spans):
+        yield f"not modelled: speculative updates during the backward pass (updates: {speculative})"
