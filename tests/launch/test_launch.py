@@ -8,7 +8,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from pipedejavu.launch.launch import run_workers
-from pipedejavu.launch.worker import WorkerLaunch
+from pipedejavu.launch.worker_process import WorkerLaunch
 from pipedejavu.run.run_folder import RunFolder
 
 

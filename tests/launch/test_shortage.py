@@ -168,13 +168,14 @@ def test_a_run_that_is_to_replan_goes_on_from_its_last_checkpoint(tmp_path: Path
 
 
 CAPPED = """
-import json, os
+import os
+from types import SimpleNamespace
 import tests.launch.test_shortage as capped
 from pipedejavu.cli.main import main
 from pipedejavu.launch import worker
 
 worker.work = lambda *_: None
-capped.work_capped(int(os.environ["RANK"]), 2, "run")
+capped.work_capped(int(os.environ["RANK"]), 2, SimpleNamespace(run_dir="run"))
 main()
 """
 

@@ -118,7 +118,8 @@ def run(request: PlanRequest) -> None:
 
     The best plan takes one search. Advice takes one more per change that it considers (a larger batch, stale weights,
     faster links, more memory, one more GPU), since each has another machine or other options: about seven searches in
-    all on a host with GPUs. `--html` adds up to six with less memory. No search is repeated.
+    all on a host with GPUs. `--html` adds up to six with less memory. Only the objectives
+    batch and blocks repeat one: `find_largest` ends with a search for the largest question, without its alternatives.
     """
     options = request.search_options()
     with show_progress() as progress:

@@ -25,7 +25,7 @@ from pipedejavu.launch.handover import Handover
 from pipedejavu.launch.init_selection import InitSelection
 from pipedejavu.launch.launch import run_workers
 from pipedejavu.launch.rank_group import RankGroup
-from pipedejavu.launch.worker import WorkerLaunch, run_process, set_up_process
+from pipedejavu.launch.worker_process import WorkerLaunch, run_process, set_up_process
 from pipedejavu.plan import Feed, Place, Plan, Reduce
 from pipedejavu.program import Program
 from pipedejavu.program import compile as compile_plan

@@ -22,7 +22,8 @@ from pipedejavu.launch.backend import REMEDY, RunSetup
 from pipedejavu.launch.handover import Handover, RunForecast
 from pipedejavu.launch.loopback_store import serve_store
 from pipedejavu.launch.rank_group import RankGroup
-from pipedejavu.launch.worker import WorkerLaunch, work
+from pipedejavu.launch.worker import work
+from pipedejavu.launch.worker_process import WorkerLaunch
 from pipedejavu.planner.replan import relieve
 from pipedejavu.run.run_folder import RunFolder
 from pipedejavu.run.stop_signal import GRACE_S, STOPPED, on_stop, stopped

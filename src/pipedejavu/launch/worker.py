@@ -1,34 +1,29 @@
 """One rank of a training run: runs its worker of the program, reports metrics, saves, and packs its result."""
 
-import os
-import signal
-import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from pipedejavu.engine.device import be_deterministic, device_of
+from pipedejavu.engine.device import device_of
 from pipedejavu.engine.engine_state import check_state, final_buffers
 from pipedejavu.engine.handlers import Handlers
 from pipedejavu.engine.rank_process import run_rank
 from pipedejavu.engine.replicas import ReplicaCheck
 from pipedejavu.engine.share_control import adjusted_counts
 from pipedejavu.engine.threads import final_weights
-from pipedejavu.facts import InputError, Span, WorkerSummary, end_with_parent, keep_heap
-from pipedejavu.health.failure import ShortageError, WorkerError, is_shortage, keep_failure, write_failure
-from pipedejavu.health.watchdog import HangWatchdog, HeartbeatPage
+from pipedejavu.facts import InputError, Span, WorkerSummary
+from pipedejavu.health.failure import ShortageError, WorkerError, is_shortage
+from pipedejavu.health.watchdog import HangWatchdog
 from pipedejavu.launch.handover import Handover, RunForecast
-from pipedejavu.launch.loopback_store import connect_store
+from pipedejavu.launch.worker_process import WorkerLaunch, run_process, set_up_process
 from pipedejavu.planner.replan import PlanSwitch, Replanner, find_switch
-from pipedejavu.planner.worker_host import num_threads
 from pipedejavu.program import Program
 from pipedejavu.program.share import cut_evenly
 from pipedejavu.run.live_view import WorkerPanel
@@ -49,20 +44,6 @@ from pipedejavu.store import Checkpoint, CheckpointDir, Saver
 from pipedejavu.store.saver import SLOW_S
 
 
-class WorkerLaunch(NamedTuple):
-    """What the launcher gives to the process of a worker; it keeps the memory files open until the worker has ended."""
-
-    run_dir: str
-    port: int
-    """The port of the launcher's store."""
-    heartbeats: str
-    """The memory file in which each worker writes its heartbeat."""
-    results: tuple[str, ...]
-    """The memory file in which each worker leaves its result."""
-    handover: str
-    """The memory file with the program and its forecast."""
-
-
 def work(rank: int, size: int, launched: WorkerLaunch) -> None:
     """Runs a rank of a training run in a process of its own."""
     run_process(rank, size, launched, _train)
@@ -73,47 +54,6 @@ def _train(folder: RunFolder, store: Store, watchdog: HangWatchdog, handover: Ha
     rank = Rank(folder.options(), handover.program, store, folder, folder.start(), watchdog, handover.forecast)
     result = rank.run(folder.checkpoint_dir)
     return (STOPPED if rank.is_stopped else 0), result.pack()
-
-
-Run = Callable[[RunFolder, Store, HangWatchdog, Handover], tuple[int, bytes]]
-"""Runs a rank; returns the exit code of its process and the bytes of its result."""
-
-
-def run_process(rank: int, size: int, launched: WorkerLaunch, run: Run) -> None:
-    """Runs a rank in a process that our launcher started, then ends the process with the code that `run` returns.
-
-    The store is the launcher's, and sockets are on loopback only.
-    """
-    end_with_parent()
-    # On Ctrl-C the launcher kills its workers at once, even if they wait for something.
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    folder, store, code = RunFolder(launched.run_dir), connect_store(launched.port), 1
-
-    def end(trace: str, sentence: str) -> None:
-        keep_failure(store, f"hung\n{trace}{sentence}; all others were stopped")
-        os._exit(1)
-
-    try:
-        watchdog = HangWatchdog(rank, end, HeartbeatPage(Path(launched.heartbeats), size))
-        rendezvous = PrefixStore("group", connect_store(launched.port))
-        dist.init_process_group("gloo", store=rendezvous, rank=rank, world_size=size)
-        handover = Handover.unpack(Path(launched.handover).read_bytes())
-        code, result = run(folder, PrefixStore("run", store), watchdog, handover)
-        Path(launched.results[rank]).write_bytes(result)
-    except BaseException as error:
-        write_failure(store, rank, error)
-    # The launcher has this rank's result or failure. Exiting here skips the interpreter's shutdown, which would wait
-    # for lanes that are blocked, and sometimes aborts while C++ threads are still running.
-    sys.stderr.flush()
-    os._exit(code)
-
-
-def set_up_process(program: Program, rank: int) -> None:
-    """Sets this process to the number of threads of its worker, and makes torch deterministic."""
-    keep_heap()
-    torch.set_num_threads(num_threads(program.machine, program.devices, rank))
-    be_deterministic()
 
 
 Move = tuple[int, tuple[tuple[int, ...], ...]]

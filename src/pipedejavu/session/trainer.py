@@ -110,14 +110,8 @@ class Trainer:
         best = (
             _search(model, summed, BatchSplit(first, (1,), reduction), optimizer, machine) if plan == "auto" else None
         )
-        if best is not None:
-            plan, machine = best.plan, best.machine
-        elif isinstance(plan, str):
-            plan = preset(plan.removeprefix("preset:")).at(workers=workers, microbatches=4)
-        assert isinstance(plan, Plan)
-        plan = plan if plan.version.kind != "sync" else plan.replace(steps=1)
+        plan = _sized(best.plan if best else plan, workers)
         batch = BatchSplit(first, (1,) * (plan.feed.microbatches * _copies(plan) * plan.steps), reduction)
-        samples = batch.length(0)
         cut = batch.cut = cut_model(model, batch.own_inputs(0), plan.cut.begins)
         self.units = cut.units
         self._cut = cut
@@ -125,20 +119,14 @@ class Trainer:
         self._is_stale = False
         model.register_state_dict_pre_hook(_Refresh(weakref.ref(self)))  # type: ignore[no-untyped-call]
         self._job = Job(units=cut.units, loss=loss_of(cut, summed), optimizer=optimizer, seed=seed)
-        if best is not None:
-            profile = best.profile
-        else:
-            plan = plan.replace(feed=plan.feed.replace(samples=samples))
-            plan, machine = _place(plan, machine)
-            profile = measure(
-                "model", self._job, plan, batch.head, lambda numbers: batch.head(len(numbers)), _kinds(plan, machine)
-            )
-        assert machine is not None
         self._switch: PlanSwitch | None = None
         self._replanner: Replanner | None = None
         self._replans, self._hang_after_s = replan and best is not None, hang_after_s
         self._check_every = check_replicas
-        program = compile_plan(plan, profile, machine, fold=False)
+        if best is not None:
+            program = compile_plan(plan, best.profile, best.machine, fold=False)
+        else:
+            program = _measure_and_compile(self._job, plan, batch, machine)
         if check_model:
             both = [Sample(batch.own_inputs(n), batch.targets(n)) for n in (0, len(batch.sizes) - 1)]
             checked = Checked(model, cut, self._job, summed, program, both)
@@ -151,13 +139,14 @@ class Trainer:
     def _start(self, program: Program, batch: UserBatch) -> None:
         """Starts the workers of a program, for batches like this one."""
         self.program = program
-        check_fit(self.predict())
+        prediction = self.predict()
+        check_fit(prediction)
         self.batch = BatchSplit(batch, program.sizes * program.plan.steps, self.batch.reduction, self._cut)
         self.threads = Threads(program, self._job, self.batch)
         self.batch.cuts = [replace(self._cut, units=worker.job.units) for worker in self.threads.handlers]
         replicas = ReplicaCheck(program, self._job, self._check_every)
         self._session = TrainingSession(ThreadWorkers(self.threads), replicas, self._whole)
-        self._start_watchdogs()
+        self._start_watchdogs(prediction.makespan_s / program.plan.steps)
         if self._replans and len(program.workers) > 1:
             self._replanner = Replanner(ThroughputMonitor(program), self._find_switch, self._request_switch)
         else:
@@ -180,10 +169,12 @@ class Trainer:
         self._session.workers.put_state(updates, state.get, None)
         self._session.replicas.agreed = updates
 
-    def _start_watchdogs(self) -> None:
-        """Starts a watchdog over the lanes of each worker; it stops when the threads are freed."""
+    def _start_watchdogs(self, forecast_s: float) -> None:
+        """Starts a watchdog over the lanes of each worker, given the forecast of an update.
+
+        It stops when the threads are freed.
+        """
         end = partial(_give_up, weakref.ref(self.threads))
-        forecast_s = self.predict().makespan_s / self.program.plan.steps
         for worker in self.threads.handlers:
             watchdog = HangWatchdog(worker.index, end, option="hang_after_s")
             watchdog.allow(forecast_s, self._hang_after_s)
@@ -311,6 +302,22 @@ class _Refresh:
 
     def __reduce__(self) -> tuple[type["_Refresh"], tuple[()]]:
         return _Refresh, ()
+
+
+def _sized(plan: str | Plan, workers: int) -> Plan:
+    """Returns a plan, or a preset by name with that many workers; a synchronous plan makes one update per step."""
+    if isinstance(plan, str):
+        plan = preset(plan.removeprefix("preset:")).at(workers=workers, microbatches=4)
+    return plan if plan.version.kind != "sync" else plan.replace(steps=1)
+
+
+def _measure_and_compile(job: Job, plan: Plan, batch: BatchSplit, machine: Machine | None) -> Program:
+    """Measures a job at the microbatch size of a batch, and compiles the plan for it."""
+    plan = plan.replace(feed=plan.feed.replace(samples=batch.length(0)))
+    plan, machine = _place(plan, machine)
+    kinds = _kinds(plan, machine)
+    profile = measure("model", job, plan, batch.head, lambda numbers: batch.head(len(numbers)), kinds)
+    return compile_plan(plan, profile, machine, fold=False)
 
 
 def _place(plan: Plan, machine: Machine | None) -> tuple[Plan, Machine]:
