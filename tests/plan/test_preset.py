@@ -18,11 +18,11 @@ def message_of(preset_: Preset, **sizes: int) -> str:
 
 @pytest.mark.parametrize("name", presets())
 def test_a_preset_is_found_by_its_name(name: str) -> None:
-    found = preset(name)
-    assert found is presets()[name]
-    assert found.plan.name == name
-    assert found.title
-    assert found.at() == found.plan
+    entry = preset(name)
+    assert entry is presets()[name]
+    assert entry.plan.name == name
+    assert entry.title
+    assert entry.at() == entry.plan
 
 
 def test_a_preset_is_found_by_its_alias() -> None:
@@ -143,10 +143,10 @@ def test_samples_change_nothing_else(name: str) -> None:
     ],
 )
 def test_an_own_plan_grows_by_its_cut(plan: Plan, grows: str) -> None:
-    found = sized(plan)
-    assert (found.title, found.grows, found.at()) == ("mine", grows, plan)
-    assert found.at(workers=3).place == Place.model_validate({grows: 3})
-    assert found.at(microbatches=5, steps=2, samples=4) == plan.replace(feed=Feed(microbatches=5, samples=4), steps=2)
+    scaled = sized(plan)
+    assert (scaled.title, scaled.grows, scaled.at()) == ("mine", grows, plan)
+    assert scaled.at(workers=3).place == Place.model_validate({grows: 3})
+    assert scaled.at(microbatches=5, steps=2, samples=4) == plan.replace(feed=Feed(microbatches=5, samples=4), steps=2)
 
 
 def test_an_own_plan_with_workers_for_each_stage_keeps_them() -> None:
@@ -165,14 +165,14 @@ ALGORITHMS = (
 
 
 def _named_after_an_algorithm(package: Path) -> list[str]:
-    found = []
+    lines = []
     for path in sorted(package.rglob("*.py")):
         classes = [n.name for n in ast.walk(ast.parse(path.read_text("utf-8"))) if isinstance(n, ast.ClassDef)]
         modules = [path.stem, path.parent.name]
         for name in [*modules, *classes]:
             plain = re.sub(r"[^a-z0-9]", "", name.lower())
-            found += [f"{path.relative_to(package)}: {name}" for a in ALGORITHMS if a in plain]
-    return found
+            lines += [f"{path.relative_to(package)}: {name}" for a in ALGORITHMS if a in plain]
+    return lines
 
 
 def test_a_preset_is_data_and_not_code() -> None:

@@ -138,8 +138,8 @@ def test_the_table_and_the_presets_name_the_same_algorithms() -> None:
 
 @pytest.mark.parametrize("name", ROWS)
 def test_a_row_of_the_table_is_its_preset(name: str) -> None:
-    wanted, found = PLAIN | ROWS[name], words(presets()[name].plan)
-    differences = {word: found[word] for word in PLAIN if found[word] != wanted[word]}
+    wanted, actual = PLAIN | ROWS[name], words(presets()[name].plan)
+    differences = {word: actual[word] for word in PLAIN if actual[word] != wanted[word]}
     assert differences == {word: value for word, (value, _) in DEPARTURES.get(name, {}).items()}
 
 

@@ -27,7 +27,7 @@ def profile(
 
     units = []
     for n, (time, size, kept, sent) in enumerate(zip(times, row(weights), row(saved), row(boundary), strict=True)):
-        own = {
+        times_by_kind = {
             kind: UnitTime(
                 forward=Cost(per_sample_s=time / speed),
                 backward=Cost(per_sample_s=2 * time / speed),
@@ -39,7 +39,7 @@ def profile(
         units.append(
             Unit(
                 name=f"u{n}",
-                times=own,
+                times=times_by_kind,
                 parameter_bytes=int(size),
                 gradient_bytes=int(size),
                 optimizer_bytes=int(optimizer * size),

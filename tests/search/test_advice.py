@@ -62,8 +62,8 @@ def test_changes_for_which_there_is_no_time_are_named() -> None:
     best = search(model, machine(["fast"]), options).best
     assert best is not None
     told: list[float] = []
-    found, left = advise(model, machine(["fast"]), options, best, time_budget_s=0.0)
-    assert not found
+    advice, left = advise(model, machine(["fast"]), options, best, time_budget_s=0.0)
+    assert not advice
     assert left[-2:] == ("one more fast", "more memory on the fast")
     assert not advise(model, machine(["fast"]), options, best, lambda share, _: told.append(share)).left
     assert told == sorted(told)
@@ -77,7 +77,7 @@ def test_a_search_for_better_plans_only_finds_those() -> None:
     assert not search(model, here, options, max_score=0.9 * best.estimated_s).candidates
     again = search(model, here, options, max_score=1.1 * best.estimated_s)
     assert again.best == best
-    assert all(found.estimated_s <= 1.1 * best.estimated_s for found in again.candidates)
+    assert all(ranked.estimated_s <= 1.1 * best.estimated_s for ranked in again.candidates)
 
 
 def test_another_device_is_advised_with_its_gain() -> None:

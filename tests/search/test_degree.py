@@ -19,9 +19,9 @@ GIB = 2**30
 
 
 def costed(model: Profile, place: Machine, **options: object) -> RankedPlan:
-    found = search(model, place, SearchOptions.model_validate({"batch": 32, **options})).best
-    assert found is not None
-    return found
+    ranked = search(model, place, SearchOptions.model_validate({"batch": 32, **options})).best
+    assert ranked is not None
+    return ranked
 
 
 def embedding(rest: int = GIB // 40) -> Profile:
@@ -35,29 +35,29 @@ def four(room: float, **options: object) -> Machine:
 
 def test_a_unit_too_large_for_a_gpu_is_divided_and_the_others_are_not() -> None:
     # ZeRO would need 3 GiB at least; halves of the unit take 2. All-reduces make eight divided units slower than whole.
-    found = costed(embedding(), four(2.6))
-    place, bounds = found.plan.place, found.plan.cut.bounds
+    ranked = costed(embedding(), four(2.6))
+    place, bounds = ranked.plan.place, ranked.plan.cut.bounds
     assert (place.stage_replicas, place.stage_shards) == ((1, 2), (2, 1))
     assert bounds is not None
-    assert found.plan.keep.zeros is None
-    assert not found.is_runnable
-    assert found.only_costed == "the engine does not yet divide operators over devices (place 'linear ×1-2 mesh(2-1)')"
-    assert "place: units 0 to" in " ".join(found.reasons)
+    assert ranked.plan.keep.zeros is None
+    assert not ranked.is_runnable
+    assert ranked.only_costed == "the engine does not yet divide operators over devices (place 'linear ×1-2 mesh(2-1)')"
+    assert "place: units 0 to" in " ".join(ranked.reasons)
     # The team's memory is told of one of its devices.
-    assert {need.device: need.room_bytes for need in found.memory}["gpu0"] == round(2.6 * GIB)
+    assert {need.device: need.room_bytes for need in ranked.memory}["gpu0"] == round(2.6 * GIB)
     alike = [c for c in search(embedding(), four(2.6), SearchOptions(batch=32)).candidates if c.plan.place.stage_shards]
-    assert all(found.time_s < c.time_s for c in alike if len({*(c.plan.place.stage_shards or ())}) == 1)
+    assert all(ranked.time_s < c.time_s for c in alike if len({*(c.plan.place.stage_shards or ())}) == 1)
 
 
 def test_a_stage_that_does_not_fit_whole_divides_its_state_and_the_others_do_not() -> None:
     # One GPU a host, so no teams. The first unit fits with half of its optimizer state: 3 GiB. The others have 3.1 in
     # all, and dividing it would save nothing: a reduction and a gathering take as long as an all-reduce.
-    found = costed(embedding(GIB // 10), four(3.5, hosts=4, between=1e11))
-    assert (found.plan.num_stages, found.plan.place.replicas) == (2, 2)
-    assert (found.plan.keep.kind, found.plan.keep.zeros) in (("zero-1", (1, 0)), ("zero-3", (3, 0)))
-    assert "the engine does not yet divide state over replicas (keep 'zero-" in found.only_costed
-    assert "ZeRO-" in found.plan.name
-    assert "in stage 0" in found.plan.name
+    ranked = costed(embedding(GIB // 10), four(3.5, hosts=4, between=1e11))
+    assert (ranked.plan.num_stages, ranked.plan.place.replicas) == (2, 2)
+    assert (ranked.plan.keep.kind, ranked.plan.keep.zeros) in (("zero-1", (1, 0)), ("zero-3", (3, 0)))
+    assert "the engine does not yet divide state over replicas (keep 'zero-" in ranked.only_costed
+    assert "ZeRO-" in ranked.plan.name
+    assert "in stage 0" in ranked.plan.name
 
 
 def test_equal_units_give_one_degree_everywhere() -> None:
@@ -70,24 +70,24 @@ def test_equal_units_give_one_degree_everywhere() -> None:
 
 def test_what_runs_is_neither_divided_nor_costed_only() -> None:
     assert not search(embedding(), four(2.6), SearchOptions(batch=32, is_runnable=True)).candidates
-    found = search(embedding(), four(5.0), SearchOptions(batch=32, is_runnable=True)).candidates
-    assert found
-    assert all(c.is_runnable and c.plan.place.stage_shards is None and c.plan.keep.zeros is None for c in found)
+    candidates = search(embedding(), four(5.0), SearchOptions(batch=32, is_runnable=True)).candidates
+    assert candidates
+    assert all(c.is_runnable and c.plan.place.stage_shards is None and c.plan.keep.zeros is None for c in candidates)
 
 
 def test_the_plan_says_all_that_its_forecast_needs() -> None:
-    found = costed(embedding(), four(2.6))
-    assert found.machine == four(2.6)
-    assert found.profile == embedding()
-    plan = Plan.from_json(found.plan.to_json())
+    ranked = costed(embedding(), four(2.6))
+    assert ranked.machine == four(2.6)
+    assert ranked.profile == embedding()
+    plan = Plan.from_json(ranked.plan.to_json())
     program = compile_plan(plan, embedding(), four(2.6))
     verify(program)
-    assert simulate(program).makespan_s == found.time_s
+    assert simulate(program).makespan_s == ranked.time_s
 
 
 def test_a_team_costs_what_its_devices_cost() -> None:
-    found = costed(embedding(), four(2.6), objective="price", prices={"fast": 3600.0})
-    assert found.price == pytest.approx(sum(found.plan.degrees) * found.time_s)
+    ranked = costed(embedding(), four(2.6), objective="price", prices={"fast": 3600.0})
+    assert ranked.price == pytest.approx(sum(ranked.plan.degrees) * ranked.time_s)
 
 
 def test_ties_allow_a_degree_for_each_stage_but_no_replicas() -> None:
@@ -95,9 +95,9 @@ def test_ties_allow_a_degree_for_each_stage_but_no_replicas() -> None:
     tied = Profile.model_validate(
         {**model.model_dump(), "ties": [{"units": ("u1", "u8"), "size_bytes": 10}]}, strict=False
     )
-    found = costed(tied, four(2.6))
-    assert found.plan.place.stage_replicas is None
-    degrees = found.plan.place.stage_shards or ()
+    ranked = costed(tied, four(2.6))
+    assert ranked.plan.place.stage_replicas is None
+    degrees = ranked.plan.place.stage_shards or ()
     assert degrees[0] == 2
     assert {*degrees[1:]} == {1}
 
@@ -114,12 +114,12 @@ def test_a_random_walk_finds_what_fits_and_nothing_better(place: Machine) -> Non
 
 def test_every_degree_and_division_is_looked_at_one_by_one() -> None:
     model, options = profile([1e-3] * 2), SearchOptions(batch=4, samples=1)
-    (own,) = (s for s in problems_of(model, machine(["fast"] * 3), options) if len(s.degrees) > 1)
-    (subspace,) = (f for f in exhaustive.subspaces(own, options) if f.mode.zero and not f.mode.recomputes)
+    (problem,) = (s for s in problems_of(model, machine(["fast"] * 3), options) if len(s.degrees) > 1)
+    (subspace,) = (f for f in exhaustive.subspaces(problem, options) if f.mode.zero and not f.mode.recomputes)
     candidate_plans = [*exhaustive.candidate_plans(subspace)]
-    found = {(d.sizes, d.degrees, tuple(s.zero for s in d.stages)) for d in candidate_plans}
-    assert len(found) == len(candidate_plans)
-    assert found == {
+    choices = {(d.sizes, d.degrees, tuple(s.zero for s in d.stages)) for d in candidate_plans}
+    assert len(choices) == len(candidate_plans)
+    assert choices == {
         ((1, 1), (1, 2), (0, 0)),
         ((1, 1), (2, 1), (0, 0)),
         ((1, 2), (1, 1), (0, 0)),

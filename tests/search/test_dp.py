@@ -64,16 +64,16 @@ def test_dynamic_programming_finds_what_looking_at_everything_finds(
     for problem in problems:
         every = [*subspaces(problem, options)]
         for subspace in every[:: 1 + len(every) // MOST_FRAMES]:
-            found = Pool(options)
-            truth = min((found.offer(candidate) for candidate in exhaustive.candidate_plans(subspace)), default=inf)
-            best = dp.solve(subspace, found.costs(problem, subspace.samples))
-            score = found.offer(best) if best is not None else inf
+            pool = Pool(options)
+            truth = min((pool.offer(candidate) for candidate in exhaustive.candidate_plans(subspace)), default=inf)
+            best = dp.solve(subspace, pool.costs(problem, subspace.samples))
+            score = pool.offer(best) if best is not None else inf
             assert score == pytest.approx(truth, rel=1e-9)
             # Stages that a limit rules out are none of the best plan's.
-            limited = dp.solve(subspace, found.costs(problem, subspace.samples), truth * 1.01)
-            assert (found.offer(limited) if limited is not None else inf) == pytest.approx(truth, rel=1e-9)
-            assert dp.solve(subspace, found.costs(problem, subspace.samples), truth * 0.99) is None
-            assert Bounds().least_s(subspace, found.costs(problem, subspace.samples)) <= truth * (1 + 1e-9)
+            limited = dp.solve(subspace, pool.costs(problem, subspace.samples), truth * 1.01)
+            assert (pool.offer(limited) if limited is not None else inf) == pytest.approx(truth, rel=1e-9)
+            assert dp.solve(subspace, pool.costs(problem, subspace.samples), truth * 0.99) is None
+            assert Bounds().least_s(subspace, pool.costs(problem, subspace.samples)) <= truth * (1 + 1e-9)
 
 
 @pytest.mark.parametrize("rate", [1e4, 1e5])
@@ -116,11 +116,11 @@ def test_deep_models_are_cut_at_some_places_first_and_then_anywhere(monkeypatch:
     exact = Pool(options)
     dp.run(exact, problems, options)
     monkeypatch.setattr(dp, "MOST_CUTS", 10)
-    found = Pool(options)
-    assert dp.run(found, problems, options)
-    assert found.best == pytest.approx(exact.best, rel=1e-9)
+    pool = Pool(options)
+    assert dp.run(pool, problems, options)
+    assert pool.best == pytest.approx(exact.best, rel=1e-9)
     subspace = next(f for f in subspaces(problems[0], options) if f.sizes == (1,) and len(f.order) == 4)
-    coarse = dp.solve(subspace, found.costs(problems[0], subspace.samples), step=3)
+    coarse = dp.solve(subspace, pool.costs(problems[0], subspace.samples), step=3)
     assert coarse is not None
     assert all(stage.start % 3 == 0 for stage in coarse.stages)
     # Where only stages fit that a third place does not make, they are found.

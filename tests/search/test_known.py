@@ -17,8 +17,8 @@ GIB = 2**30
 
 def best(model: Profile, place: Machine, **options: object) -> RankedPlan:
     """The best plan under the order that the cut was chosen for; others may be simulated beside it."""
-    found = search(model, place, SearchOptions.model_validate({"is_runnable": True, **options})).candidates
-    return next(c for c in found if c.plan.order.kind in ("step", "1f1b"))
+    candidates = search(model, place, SearchOptions.model_validate({"is_runnable": True, **options})).candidates
+    return next(c for c in candidates if c.plan.order.kind in ("step", "1f1b"))
 
 
 def heavy(count: int, speeds: dict[str, float] | None = None) -> Profile:
@@ -28,21 +28,21 @@ def heavy(count: int, speeds: dict[str, float] | None = None) -> Profile:
 
 @pytest.mark.parametrize("stages", [2, 4])
 def test_equal_devices_and_equal_units_give_equal_cuts(stages: int) -> None:
-    found = best(heavy(4 * stages), machine(["fast"] * stages, within=1e9), batch=64)
-    assert found.plan.cut.bounds == tuple(range(4, 4 * stages, 4))
+    ranked = best(heavy(4 * stages), machine(["fast"] * stages, within=1e9), batch=64)
+    assert ranked.plan.cut.bounds == tuple(range(4, 4 * stages, 4))
 
 
 @pytest.mark.parametrize("units", [12, 22])
 def test_a_device_ten_times_slower_gets_its_share_of_units_or_nothing(units: int) -> None:
     model = heavy(units, {"fast": 1.0, "slow": 0.1})
-    found = best(model, machine(["fast", "slow"], within=1e9), batch=1000, samples=1)
+    ranked = best(model, machine(["fast", "slow"], within=1e9), batch=1000, samples=1)
     if units == 12:  # one unit on the slow device takes 10 ms, eleven on the fast one 11: with a share it is faster
-        assert found.plan.place.workers == 2
-        lengths = [b - a for a, b in pairwise((0, *(found.plan.cut.bounds or ()), units))]
-        kinds = [found.machine.device(n).kind for n in found.plan.place.devices or ("gpu0", "gpu1")]
+        assert ranked.plan.place.workers == 2
+        lengths = [b - a for a, b in pairwise((0, *(ranked.plan.cut.bounds or ()), units))]
+        kinds = [ranked.machine.device(n).kind for n in ranked.plan.place.devices or ("gpu0", "gpu1")]
         assert dict(zip(kinds, lengths, strict=True)) == {"fast": 11, "slow": 1}
     else:
-        lengths = [b - a for a, b in pairwise((0, *(found.plan.cut.bounds or ()), units))]
+        lengths = [b - a for a, b in pairwise((0, *(ranked.plan.cut.bounds or ()), units))]
         assert sorted(lengths) == [2, 20]
     few = best(heavy(2, {"fast": 1.0, "slow": 0.1}), machine(["fast", "slow"], within=1e9), batch=16)
     assert few.plan.num_workers == 1  # a unit would take ten times as long there
@@ -50,9 +50,9 @@ def test_a_device_ten_times_slower_gets_its_share_of_units_or_nothing(units: int
 
 def test_shares_of_a_batch_follow_the_speeds() -> None:
     model = profile([1e-3] * 4, {"fast": 1.0, "slow": 0.25})
-    found = best(model, machine(["fast", "slow"]), batch=10)
-    assert found.plan.feed.kind == "share"
-    assert found.plan.feed.shares == (0.8, 0.2)
+    ranked = best(model, machine(["fast", "slow"]), batch=10)
+    assert ranked.plan.feed.kind == "share"
+    assert ranked.plan.feed.shares == (0.8, 0.2)
 
 
 def test_a_slow_link_between_hosts_gets_the_border_of_the_pipeline_and_a_fast_one_does_not() -> None:
@@ -125,9 +125,9 @@ def test_vgg16_on_four_gpus_has_three_replicas_of_its_convolutions_and_one_of_it
     # PipeDream adds gradients up after each round of four minibatches; an update of twelve does so three times less
     # often, so its network of 10 Gb/s is a third as fast here.
     place = machine(["fast"] * 4, hosts=4, between=1.25e9 / 3)
-    found = best(vgg16(), place, batch=12, samples=1)
-    assert found.plan.place.stage_replicas == (3, 1)
-    (bound,) = found.plan.cut.bounds or ()
+    ranked = best(vgg16(), place, batch=12, samples=1)
+    assert ranked.plan.place.stage_replicas == (3, 1)
+    (bound,) = ranked.plan.cut.bounds or ()
     names = [name for name, *_ in VGG16]
     assert all(name.startswith("linear") <= (n >= bound) for n, name in enumerate(names))
     assert sum(VGG16[n][4] for n in range(bound)) < sum(VGG16[n][4] for n in range(bound, len(names))) / 5
@@ -145,12 +145,12 @@ def test_tight_memory_switches_on_what_costs_least_first() -> None:
     times = []
     states = []
     for room in (3 * GIB, 17 * GIB // 10, 13 * GIB // 10, GIB // 2):
-        found = tight(room)
-        order, keep = found.plan.order, found.plan.keep
-        times.append(found.time_s)
+        ranked = tight(room)
+        order, keep = ranked.plan.order, ranked.plan.keep
+        times.append(ranked.time_s)
         again = len(order.recompute_units or ()) + 10 * (order.recompute == 1)
         states.append((again, keep.kind, keep.activations))
-        assert all(need.share <= 1 for need in found.memory)
+        assert all(need.share <= 1 for need in ranked.memory)
     assert times == sorted(times)
     assert times[0] < times[-1]
     assert states[0] == (0, "replicated", "device")
@@ -161,8 +161,8 @@ def test_tight_memory_switches_on_what_costs_least_first() -> None:
 @pytest.mark.parametrize(("pcie", "recomputes"), [(1e12, False), (1e8, True)])
 def test_what_is_switched_on_first_depends_on_what_copies_cost(pcie: float, recomputes: bool) -> None:
     # 2 GiB are needed, 1.7 there. Three units compute again in 3 ms; the copies of 0.3 GiB take 0.3 ms, or 3 s.
-    found = tight(17 * GIB // 10, pcie)
-    order, keep = found.plan.order, found.plan.keep
+    ranked = tight(17 * GIB // 10, pcie)
+    order, keep = ranked.plan.order, ranked.plan.keep
     assert order.has_recompute == recomputes
     assert (keep.kind == "split" or keep.activations == "host") != recomputes
 

@@ -13,27 +13,27 @@ from tests.search.case import machine, profile
 def test_the_largest_batch_of_one_pass_fits_and_a_larger_one_does_not() -> None:
     # Without recomputing, 30 samples of 10 bytes in each of two units fit beside 32 bytes of state on each device.
     model, place = profile([1e-3] * 2, saved=10.0, boundary=0.0), machine(["fast"] * 2, room=640)
-    found = find_largest(model, place, SearchOptions(objective="batch", is_runnable=True))
-    assert found is not None
-    best = search(model, place, found.options).best
+    largest = find_largest(model, place, SearchOptions(objective="batch", is_runnable=True))
+    assert largest is not None
+    best = search(model, place, largest.options).best
     assert best is not None
     assert best.plan.feed.microbatches == 1
-    assert best.samples == found.options.batch >= 60
-    assert found.text == f"a batch of {best.samples} is the largest that fits in one pass, in steps of 2"
-    more = found.options.replace(batch=found.options.batch + 2 * (1 + found.options.batch // 64))
+    assert best.samples == largest.options.batch >= 60
+    assert largest.text == f"a batch of {best.samples} is the largest that fits in one pass, in steps of 2"
+    more = largest.options.replace(batch=largest.options.batch + 2 * (1 + largest.options.batch // 64))
     assert search(model, place, more).best is None
 
 
 def test_a_large_memory_beside_a_device_that_is_too_slow_makes_no_batch_larger() -> None:
     model = profile([1e-3] * 2, {"fast": 1.0, "cpu": 1e-3}, saved=10.0, boundary=0.0)
     options = SearchOptions(objective="batch", is_runnable=True)
-    found = [
+    largest = [
         find_largest(model, machine(["fast"], room=640, host_room=room, pcie=1.0), options) for room in (10**3, 10**6)
     ]
-    assert found[0] is not None
-    assert found[1] is not None
-    assert found[0].options.devices == found[1].options.devices == ("gpu0",)
-    best = search(model, machine(["fast"], room=640, host_room=10**6, pcie=1.0), found[1].options).best
+    assert largest[0] is not None
+    assert largest[1] is not None
+    assert largest[0].options.devices == largest[1].options.devices == ("gpu0",)
+    best = search(model, machine(["fast"], room=640, host_room=10**6, pcie=1.0), largest[1].options).best
     assert best is not None
     assert best.plan.num_workers == 1
     assert best.machine.device((best.plan.place.devices or ("gpu0",))[0]).type == "gpu"
@@ -53,13 +53,13 @@ def test_the_largest_model_has_as_many_blocks_as_state_fits() -> None:
     model = profile([1e-3] * 4, weights=[2, 4, 4, 2], saved=0.0, boundary=0.0)
     units = tuple(u.replace(num_parameters=u.parameter_bytes) for u in model.units)
     place, options = machine(["fast"] * 2, room=100), SearchOptions(objective="blocks", batch=1, is_runnable=True)
-    found = find_largest(model.replace(units=units), place, options)
-    assert found is not None
-    blocks = len(found.profile.units) - 2
+    largest = find_largest(model.replace(units=units), place, options)
+    assert largest is not None
+    blocks = len(largest.profile.units) - 2
     assert blocks == 10  # five of 16 bytes and an end of 8 on each
-    assert found.text == "10 blocks like u1 fit, where the model has 2: 44 parameters"
-    assert [u.name for u in found.profile.units[:5]] == ["u0", "u1", "u2", "u1+1", "u2+1"]
-    assert search(found.profile, place, found.options).best is not None
+    assert largest.text == "10 blocks like u1 fit, where the model has 2: 44 parameters"
+    assert [u.name for u in largest.profile.units[:5]] == ["u0", "u1", "u2", "u1+1", "u2+1"]
+    assert search(largest.profile, place, largest.options).best is not None
 
 
 def test_blocks_of_a_model_with_skips_cannot_be_counted() -> None:

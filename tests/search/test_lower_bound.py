@@ -26,13 +26,13 @@ def test_no_plan_is_simulated_to_be_faster_than_its_lower_bound(
     model = model.replace(units=tuple(issued(unit, issue_s) for unit in model.units))
     pool = Pool(options)
     dp.run(pool, [*problems_of(model, place, options)], options)
-    for found in pool.ranked()[:12]:
-        costs = pool.costs(found.candidate.problem, found.candidate.samples)
+    for pooled in pool.ranked()[:12]:
+        costs = pool.costs(pooled.candidate.problem, pooled.candidate.samples)
         timed = time_plan(
-            write(found.candidate, options, costs), found.candidate.problem.original, found.estimate.time_s
+            write(pooled.candidate, options, costs), pooled.candidate.problem.original, pooled.estimate.time_s
         )
         assert isinstance(timed, Timed)
-        assert lower_bound_s(found.candidate, costs) <= timed.time_s
+        assert lower_bound_s(pooled.candidate, costs) <= timed.time_s
 
 
 def issued(unit: Unit, forward_s: float) -> Unit:
@@ -48,8 +48,8 @@ def test_of_a_pipeline_without_transfers_the_lower_bound_is_what_is_simulated() 
     # Stages of 3 and 9 ms: the first microbatch comes after 1 ms, four take 36 ms, and 2 ms are the way back.
     model = profile([1e-3, 3e-3], weights=10**9, boundary=0.0)
     result = search(model, machine(["fast"] * 2, within=1e6), SearchOptions(batch=4, samples=1, is_runnable=True))
-    found = next(c for c in result.candidates if c.plan.name == "2 stages")
-    assert found.time_s == pytest.approx(39e-3)
+    ranked = next(c for c in result.candidates if c.plan.name == "2 stages")
+    assert ranked.time_s == pytest.approx(39e-3)
     pool = Pool(SearchOptions(batch=4))
     (problem, *_) = problems_of(model, machine(["fast"] * 2, within=1e6), SearchOptions(batch=4, samples=1))
     dp.run(pool, [problem], SearchOptions(batch=4, samples=1, is_runnable=True))

@@ -51,12 +51,12 @@ def test_of_a_long_pipeline_a_part_says_what_the_whole_takes(plan: Plan) -> None
     whole = simulate(compile_plan(plan, problem.profile, problem.machine))
     assert timed.time_s == pytest.approx(whole.makespan_s, rel=1e-4)  # by which paces may differ
     assert memory_needs(timed.prediction, {}) == memory_needs(whole, {})
-    found = admit(timed, SearchOptions(batch=64))
-    assert isinstance(found, RankedPlan)
-    assert found.plan == whole.program.plan
-    assert found.bubble_fraction == pytest.approx(whole.bubble_fraction, abs=1e-4)
+    ranked = admit(timed, SearchOptions(batch=64))
+    assert isinstance(ranked, RankedPlan)
+    assert ranked.plan == whole.program.plan
+    assert ranked.bubble_fraction == pytest.approx(whole.bubble_fraction, abs=1e-4)
     complete = Timed(plan, whole, 0.0, problem, 1.0)
-    assert found.bound == admit(complete, SearchOptions(batch=64)).bound  # type: ignore[union-attr]
+    assert ranked.bound == admit(complete, SearchOptions(batch=64)).bound  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("plan", LONG, ids=[str(n) for n in range(len(LONG))])
@@ -80,8 +80,8 @@ def test_a_plan_that_an_allocator_does_not_get_through_is_no_candidate() -> None
     model = model.replace(units=(model.units[0].replace(parameter_parts=(size,)),))
     plan = Plan(name="one", order=Order(kind="step"))
     small, enough = (scene_on(machine(["fast"], room=room * 2**20), model) for room in (19, 20))
-    found = admit(time_plan(plan, small, 1.0), SearchOptions(batch=1))  # type: ignore[arg-type]
-    assert found == (
+    reason = admit(time_plan(plan, small, 1.0), SearchOptions(batch=1))  # type: ignore[arg-type]
+    assert reason == (
         "the allocator of device 'gpu0' would reserve 20.0 MiB for tensors of 18.0 MiB, and the device has 19.0 MiB;"
         " use more workers, smaller microbatches, recompute, or keep state on the host"
     )
@@ -95,12 +95,12 @@ def test_a_search_answers_with_plans_that_allocators_get_through() -> None:
     known = model.replace(units=tuple(unit.replace(parameter_parts=(size,)) for unit in model.units))
     options = SearchOptions(batch=1, is_runnable=True)
     for units, room, count in ((known, 40, 1), (known, 39, 2), (model, 39, 1)):
-        found = search(units, machine(["fast"] * 2, room=room * 2**20, within=1e6), options)
-        assert found.best is not None
-        assert found.best.plan.num_workers == count
-        held = [need.reserved_bytes for need in found.best.memory]
+        result = search(units, machine(["fast"] * 2, room=room * 2**20, within=1e6), options)
+        assert result.best is not None
+        assert result.best.plan.num_workers == count
+        held = [need.reserved_bytes for need in result.best.memory]
         assert held == [None if units is model else 40 * 2**20 / count] * count
-        assert any("would reserve" in note for note in found.notes) == (count == 2)
+        assert any("would reserve" in note for note in result.notes) == (count == 2)
 
 
 def profile_with_cpu() -> Profile:
@@ -147,13 +147,13 @@ def test_replicas_of_a_pipeline_add_gradients_up_beside_its_last_backwards_where
     slow, fast = (scene_on(machine(["fast"] * 4, within=rate), model) for rate in (1e9, 1e12))
     timed = time_plan(plan, slow, 1.0)
     assert isinstance(timed, Timed)
-    found = faster_form(plan, timed)
+    faster = faster_form(plan, timed)
     # A unit's megabyte takes 1 ms around two replicas, and the backward of a unit 2 ms. Behind the last come one
     # sum and one update where two and two came.
     assert timed.tail_s == pytest.approx(2e-3 + 2e-4)
-    assert timed.time_s - found.time_s == pytest.approx(1e-3 + 1e-4)
-    assert found.plan.order == Order(kind="1f1b", is_eager=True)
-    assert found.plainer is timed
+    assert timed.time_s - faster.time_s == pytest.approx(1e-3 + 1e-4)
+    assert faster.plan.order == Order(kind="1f1b", is_eager=True)
+    assert faster.plainer is timed
     # Sums that take no time leave nothing to hide.
     timed = time_plan(plan, fast, 1.0)
     assert isinstance(timed, Timed)
@@ -169,7 +169,7 @@ def test_a_search_takes_the_faster_form_of_a_pipeline_that_fits(is_eager: bool) 
     room = 8 * size + (3_000_000 if is_eager else 500_000)
     options = SearchOptions(batch=4, samples=1, is_runnable=True)
     result = search(model, machine(["fast"] * 4, room=room, within=size / 1e-3), options)
-    (found,) = (c for c in result.candidates if c.plan.name == "2 stages × 2")
-    assert found.plan.order == Order(kind="1f1b", is_eager=is_eager)
-    assert any("order: eager" in reason for reason in found.reasons) == is_eager
+    (ranked,) = (c for c in result.candidates if c.plan.name == "2 stages × 2")
+    assert ranked.plan.order == Order(kind="1f1b", is_eager=is_eager)
+    assert any("order: eager" in reason for reason in ranked.reasons) == is_eager
     assert any(note.startswith("2 stages × 2: device 'gpu0'") for note in result.notes) == (not is_eager)

@@ -16,10 +16,10 @@ def test_every_candidate_compiles_verifies_and_simulates_as_it_says() -> None:
     result = search(profile([1e-3] * 6), machine(["fast"] * 4), SearchOptions(batch=8))
     assert len(result.candidates) > 1
     assert result.is_complete
-    for found in result.candidates:
-        program = compile_plan(found.plan, found.profile, found.machine)
-        assert simulate(program, verify(program)).makespan_s == pytest.approx(found.time_s)
-        assert all(need.share <= 1 for need in found.memory)
+    for ranked in result.candidates:
+        program = compile_plan(ranked.plan, ranked.profile, ranked.machine)
+        assert simulate(program, verify(program)).makespan_s == pytest.approx(ranked.time_s)
+        assert all(need.share <= 1 for need in ranked.memory)
     times = [c.time_s for c in result.candidates]
     assert times[0] <= 1.01 * min(times)
     assert all(b >= a for a, b in pairwise(times) if a > 1.01 * min(times))
@@ -34,10 +34,10 @@ def test_with_infinite_bandwidth_and_memory_data_parallel_wins() -> None:
 
 def test_of_equally_fast_plans_the_one_that_needs_less_memory_comes_first() -> None:
     # Nothing is fixed, so that microbatches of any size take as long; smaller ones save less at a time.
-    found = search(profile([1e-3] * 3, saved=100.0), machine(["fast"]), SearchOptions(batch=8, is_runnable=True)).best
-    assert found is not None
-    assert (found.plan.feed.microbatches, found.plan.feed.samples) == (8, 1)
-    assert found.time_s == pytest.approx(8 * 9e-3)
+    ranked = search(profile([1e-3] * 3, saved=100.0), machine(["fast"]), SearchOptions(batch=8, is_runnable=True)).best
+    assert ranked is not None
+    assert (ranked.plan.feed.microbatches, ranked.plan.feed.samples) == (8, 1)
+    assert ranked.time_s == pytest.approx(8 * 9e-3)
 
 
 def test_a_profile_without_times_on_the_machine_is_refused() -> None:
@@ -81,10 +81,10 @@ def orders(model: Profile, gpus: int, batch: int) -> dict[str, float]:
     """The times of all plans on GPUs between which gradients are too large to be added up, by their order."""
     asked = SearchOptions(batch=batch, samples=1, is_runnable=True, candidates=9)
     result = search(model, machine(["fast"] * gpus, within=1e9), asked)
-    found: dict[str, float] = {}
+    fastest: dict[str, float] = {}
     for c in result.candidates:
-        found[c.plan.order.kind] = min(c.time_s, found.get(c.plan.order.kind, c.time_s))
-    return found
+        fastest[c.plan.order.kind] = min(c.time_s, fastest.get(c.plan.order.kind, c.time_s))
+    return fastest
 
 
 def test_other_orders_are_simulated_beside_the_best_pipeline() -> None:
@@ -117,16 +117,16 @@ def test_older_weights_allow_fewer_and_larger_microbatches(staleness: int, count
         for u in heavy(8).units
     )
     model, place = heavy(8).replace(units=tuple(units)), machine(["fast"] * 4, within=1e9)
-    found = search(model, place, SearchOptions(batch=8, staleness=staleness, is_runnable=True)).best
-    assert found is not None
+    ranked = search(model, place, SearchOptions(batch=8, staleness=staleness, is_runnable=True)).best
+    assert ranked is not None
     if count is None:
-        assert found.plan.version.kind == "double-buffer"
-        assert found.time_s == pytest.approx(4 * (4e-3 + 2 * 6e-3), rel=1e-3)  # four of two samples
+        assert ranked.plan.version.kind == "double-buffer"
+        assert ranked.time_s == pytest.approx(4 * (4e-3 + 2 * 6e-3), rel=1e-3)  # four of two samples
     else:
-        assert found.plan.version.kind == "stash"
-        assert found.plan.feed.microbatches == count
-        assert found.time_s == pytest.approx(count * 4e-3 + 8 * 6e-3, rel=1e-3)
-        versions = simulate(compile_plan(found.plan, model, place)).workers[0].weight_versions
+        assert ranked.plan.version.kind == "stash"
+        assert ranked.plan.feed.microbatches == count
+        assert ranked.time_s == pytest.approx(count * 4e-3 + 8 * 6e-3, rel=1e-3)
+        versions = simulate(compile_plan(ranked.plan, model, place)).workers[0].weight_versions
         assert versions == 1 + -(-3 // count)
 
 
@@ -150,10 +150,10 @@ def test_of_plans_that_cost_the_same_the_simplest_comes_first() -> None:
     units = [u.replace(times=u.times | {"cpu": u.times["fast"].times(4).replace(update_s=1e-6)}) for u in model.units]
     place = machine(["fast"], host_room=10**9)
     options = SearchOptions(batch=64, objective="price", prices={"fast": 1.0, "cpu": 1.0}, is_runnable=True)
-    found = search(model.replace(units=tuple(units)), place, options)
-    assert found.best is not None
-    assert found.best.plan.keep.kind == "replicated"
-    assert found.best.price > min(c.price for c in found.candidates)  # a host would save some of the update
+    result = search(model.replace(units=tuple(units)), place, options)
+    assert result.best is not None
+    assert result.best.plan.keep.kind == "replicated"
+    assert result.best.price > min(c.price for c in result.candidates)  # a host would save some of the update
 
 
 def test_the_simplest_comes_first_behind_faster_plans_too() -> None:

@@ -43,9 +43,9 @@ def test_gradients_come_within_two_percent_of_the_best_cut_of_each_pipeline(plac
         costs = pool.costs(problem, subspace.samples)
         exact = dp.solve(subspace, costs)
         if exact is not None:
-            found = gradient_descent.descend(subspace, costs, np.random.default_rng(0))
-            assert found is not None
-            assert pool.offer(found) <= 1.02 * pool.estimate(exact).time_s
+            candidate = gradient_descent.descend(subspace, costs, np.random.default_rng(0))
+            assert candidate is not None
+            assert pool.offer(candidate) <= 1.02 * pool.estimate(exact).time_s
             compared += 1
     assert compared > 1
 

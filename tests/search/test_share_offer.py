@@ -33,26 +33,26 @@ def coarse(result: SearchResult) -> list[RankedPlan]:
 def test_a_cpu_half_as_fast_as_one_of_two_gpus_trains_a_fifth_of_the_batch() -> None:
     # A GPU takes 6 ms of a sample's 12, the CPU 24 for all of it. As a third stage it would take one unit of four in
     # 6 ms, and the GPU with two of the others would be no faster than before.
-    found = ask(model(0.5), small()).best
-    assert found is not None
-    place, feed = found.plan.place, found.plan.feed
+    ranked = ask(model(0.5), small()).best
+    assert ranked is not None
+    place, feed = ranked.plan.place, ranked.plan.feed
     assert (place.workers, place.replicas, place.cpu_replicas) == (2, 1, 1)
-    assert found.plan.cut.bounds == (2,)
+    assert ranked.plan.cut.bounds == (2,)
     assert feed.shares == (0.8, 0.2)
-    assert found.is_runnable
+    assert ranked.is_runnable
     # 160 samples at 6 ms, and the first one's way through the other stage; 40 at 24 ms take less.
-    assert found.time_s == pytest.approx(161 * 6e-3, rel=1e-3)
-    assert "without the CPU at 1.21 s" in " ".join(found.reasons)
+    assert ranked.time_s == pytest.approx(161 * 6e-3, rel=1e-3)
+    assert "without the CPU at 1.21 s" in " ".join(ranked.reasons)
 
 
 @pytest.mark.parametrize("within", [1e12, 1e9, 4e8])
 def test_no_other_share_is_faster(within: float) -> None:
     """Transfers of a pipeline count: they make the CPU's share larger."""
     place, asked = small(within=within), model(0.5, boundary=1e6)
-    found = coarse(ask(asked, place, 64))[0]
-    shares = [found.plan.feed.replace(shares=(1 - n / 64, n / 64)) for n in range(1, 64)]
-    times = [simulate(compile_plan(found.plan.replace(feed=feed), asked, place)).makespan_s for feed in shares]
-    assert found.time_s == pytest.approx(min(times))
+    ranked = coarse(ask(asked, place, 64))[0]
+    shares = [ranked.plan.feed.replace(shares=(1 - n / 64, n / 64)) for n in range(1, 64)]
+    times = [simulate(compile_plan(ranked.plan.replace(feed=feed), asked, place)).makespan_s for feed in shares]
+    assert ranked.time_s == pytest.approx(min(times))
 
 
 @pytest.mark.parametrize("cpu", [1e-3, 0.02])
@@ -75,12 +75,12 @@ def test_a_host_with_too_little_memory_for_the_model_trains_nothing() -> None:
 
 def test_replicas_of_a_pipeline_and_tied_weights_have_cpus_beside_them() -> None:
     asked = model(0.5).replace(ties=(Tie(units=("u0", "u3"), size_bytes=GIB // 8),))
-    found = coarse(ask(asked, small(gpus=4)))[0]
-    place = found.plan.place
+    ranked = coarse(ask(asked, small(gpus=4)))[0]
+    place = ranked.plan.place
     assert place.workers * place.replicas == 4
-    assert sum(found.plan.feed.shares or ()) == pytest.approx(1.0)
+    assert sum(ranked.plan.feed.shares or ()) == pytest.approx(1.0)
     # Four GPUs take 3 ms of a sample and the CPU 24: a ninth is 22.2 of 200 samples.
-    assert 200 * (found.plan.feed.shares or (0.0,))[-1] in (21.0, 22.0, 23.0)
+    assert 200 * (ranked.plan.feed.shares or (0.0,))[-1] in (21.0, 22.0, 23.0)
 
 
 def test_a_plan_with_a_cpu_beside_a_pipeline_trains_what_its_replay_does(tmp_path: Path) -> None:
@@ -90,9 +90,9 @@ def test_a_plan_with_a_cpu_beside_a_pipeline_trains_what_its_replay_does(tmp_pat
 
     if torch.cuda.is_available():
         pytest.skip("this host has GPUs, so nothing stands in for them")
-    found = coarse(ask(model(0.5), small(), 30))[0]
+    ranked = coarse(ask(model(0.5), small(), 30))[0]
     options = TrainOptions(model="mlp", data="random:64", dtype="float64", keeps_log=True, steps=3, optimizer="sgd")
-    options, program, _ = plan_run(options, found.plan, found.machine)
+    options, program, _ = plan_run(options, ranked.plan, ranked.machine)
     assert [sum(part) for part in program.parts] == [24, 6]
     done = train(options, program, str(tmp_path / "run"))
     assert max(audit_run(done).values()) < 1e-12  # a few units in the last place, for each of the updates

@@ -52,10 +52,10 @@ def test_the_estimate_across_interfaces_is_near_the_simulator(between: float) ->
     result = search(model, place, SearchOptions(batch=64, samples=2, is_runnable=True, candidates=3))
     compared = [c for c in result.candidates if c.plan.order.kind == "1f1b"]
     assert compared
-    for found in compared:
+    for ranked in compared:
         sent = 2 * 300.0 / between
         err = sent / (3e-3 * 2 + 2 * sent)
-        assert abs(found.time_s / found.estimated_s - 1) < err + 0.05  # and a twentieth for what drains
+        assert abs(ranked.time_s / ranked.estimated_s - 1) < err + 0.05  # and a twentieth for what drains
 
 
 @pytest.mark.parametrize("hosts", [1, 2, 4])

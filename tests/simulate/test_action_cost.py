@@ -66,11 +66,11 @@ def test_a_cpu_worker_computes_on_behind_what_it_sends_and_wakes_for_what_comes(
     links = (Link(latency_s=0.25, bytes_per_s=4 / 3),)  # one byte takes 0.75 s beyond
     program = compile_plan(plan, profile, machine.replace(devices=tuple(devices), links=links))
     spans = simulate(program, verify(program)).timeline().spans()
-    own = {(s.worker, s.action.partition("@")[0]): s.end_s - s.start_s for s in spans if s.lane == "compute"}
-    assert own[0, "F0.0"] == 4.0
-    assert own[0, "F0.1"] == 4.0 + held_up_s, "behind the first one's send"
-    assert own[1, "F1.0"] == 4.0 + held_up_s / 4, "behind the latency of what came"
-    assert own[1, "B1.0"] == 8.0 + held_up_s, "behind the send of the other's gradient"
+    duration_s = {(s.worker, s.action.partition("@")[0]): s.end_s - s.start_s for s in spans if s.lane == "compute"}
+    assert duration_s[0, "F0.0"] == 4.0
+    assert duration_s[0, "F0.1"] == 4.0 + held_up_s, "after the send of the first one"
+    assert duration_s[1, "F1.0"] == 4.0 + held_up_s / 4, "after the latency of its input"
+    assert duration_s[1, "B1.0"] == 8.0 + held_up_s, "after the send of the other gradient"
 
 
 def test_sums_take_what_was_measured_of_sums() -> None:

@@ -74,8 +74,8 @@ def test_what_an_action_works_with_is_tensors_of_the_size_of_its_output(size: in
 
 
 def test_a_replay_lets_go_before_it_takes() -> None:
-    found = replay([(0, 1, [30.0 * MIB]), (1, 2, [30.0 * MIB]), (0, 2, [512.0])])
-    assert (found.allocated_bytes, found.reserved_bytes) == (30 * MIB + 512, 32 * MIB)
+    footprint = replay([(0, 1, [30.0 * MIB]), (1, 2, [30.0 * MIB]), (0, 2, [512.0])])
+    assert (footprint.allocated_bytes, footprint.reserved_bytes) == (30 * MIB + 512, 32 * MIB)
 
 
 def test_a_replay_knows_moments_that_differ_in_their_last_digits() -> None:
@@ -92,9 +92,11 @@ def test_a_replay_knows_moments_that_differ_in_their_last_digits() -> None:
 )
 def test_what_is_reserved_holds_what_is_allocated_and_that_holds_what_lives(rows) -> None:
     stays = [(float(birth), float(birth + length), [float(s) for s in sizes]) for birth, length, sizes in rows]
-    found = replay(stays)
+    footprint = replay(stays)
     times = {birth for birth, _, _ in stays}
     live = max((sum(sum(s) for b, d, s in stays if b <= t < d) for t in times), default=0)
-    assert live <= found.allocated_bytes <= found.reserved_bytes
+    assert live <= footprint.allocated_bytes <= footprint.reserved_bytes
     blocks = sum(len(sizes) for _, _, sizes in stays)
-    assert found.allocated_bytes <= live + blocks * (MIB + 512)  # a block keeps what is too little to be divided off
+    assert footprint.allocated_bytes <= live + blocks * (
+        MIB + 512
+    )  # a block keeps what is too little to be divided off

@@ -30,23 +30,23 @@ def predicted(name: str, workers: int, spread: float, microbatches: int = 2, dri
 
 
 def test_what_never_varies_takes_what_its_timeline_says() -> None:
-    found = predicted("ddp", 2, spread=0.0)
-    assert found.chance == (found.makespan_s,) * 3
-    assert not found.chance.varies
+    prediction = predicted("ddp", 2, spread=0.0)
+    assert prediction.chance == (prediction.makespan_s,) * 3
+    assert not prediction.chance.varies
 
 
 def test_one_worker_takes_the_mean_of_what_varies() -> None:
-    sigma, found = 0.1 / QUARTILE, predicted("ddp", 1, spread=0.1, microbatches=100)
+    sigma, prediction = 0.1 / QUARTILE, predicted("ddp", 1, spread=0.1, microbatches=100)
     mean, variance = math.exp(sigma**2 / 2), math.exp(sigma**2) * (math.exp(sigma**2) - 1)
     # A round adds up 100 forwards of 1 and 100 backwards of 2; the mean of all draws is off by 4 of its own deviations.
     deviation = math.sqrt(100 * (1 + 4) * variance / room.DRAWS)
-    assert found.chance.mean_s == pytest.approx(300 * mean, abs=4 * deviation)
-    assert found.chance.low_s < found.chance.mean_s < found.chance.high_s
+    assert prediction.chance.mean_s == pytest.approx(300 * mean, abs=4 * deviation)
+    assert prediction.chance.low_s < prediction.chance.mean_s < prediction.chance.high_s
 
 
 def test_the_more_wait_for_each_other_the_longer_it_takes() -> None:
     rounds = [predicted("ddp", n, spread=0.1) for n in (1, 2, 8)]
-    slower = [found.chance.mean_s / found.makespan_s for found in rounds]
+    slower = [prediction.chance.mean_s / prediction.makespan_s for prediction in rounds]
     assert 1 < slower[0] < slower[1] < slower[2]
     assert predicted("1f1b", 4, spread=0.2).chance.mean_s > predicted("1f1b", 4, spread=0.1).chance.mean_s
 
@@ -54,9 +54,9 @@ def test_the_more_wait_for_each_other_the_longer_it_takes() -> None:
 def test_what_all_times_have_in_common_does_not_average_out() -> None:
     # Nine of ten lie within 1.645 standard deviations on each side; of 40 draws the outer two on each side tell.
     for drift in (0.0, 0.1):
-        found = predicted("ddp", 2, spread=0.01, microbatches=100, drift=drift).chance
-        assert found.mean_s == pytest.approx(300, rel=0.01)
-        width = math.log(found.high_s / found.low_s)
+        chance = predicted("ddp", 2, spread=0.01, microbatches=100, drift=drift).chance
+        assert chance.mean_s == pytest.approx(300, rel=0.01)
+        width = math.log(chance.high_s / chance.low_s)
         assert width == pytest.approx(2 * 1.645 * math.hypot(drift, room.OFF["gpu"]), rel=0.1)
 
 
@@ -66,5 +66,5 @@ def test_a_program_has_the_same_chances_each_time() -> None:
 
 def test_programs_that_are_too_long_to_be_drawn_take_their_medians(monkeypatch) -> None:
     monkeypatch.setattr(room, "MOST_OPERATIONS", 10)
-    found = predicted("gpipe", 2, spread=0.2)
-    assert found.chance == (found.makespan_s,) * 3
+    prediction = predicted("gpipe", 2, spread=0.2)
+    assert prediction.chance == (prediction.makespan_s,) * 3

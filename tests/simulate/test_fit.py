@@ -129,8 +129,8 @@ units = st.builds(
     st.integers(1, 4),
     st.floats(1.0, 1.5),
 )
-def test_a_plan_passes_where_each_replay_stays_within_its_device(found, name, microbatches, spare) -> None:
-    profile = Profile(name="p", units=tuple(u.replace(name=f"u{n}") for n, u in enumerate(found)))
+def test_a_plan_passes_where_each_replay_stays_within_its_device(drawn, name, microbatches, spare) -> None:
+    profile = Profile(name="p", units=tuple(u.replace(name=f"u{n}") for n, u in enumerate(drawn)))
     plan = preset(name).at(workers=2, microbatches=microbatches, samples=1)
     live = max(w["device"] for w in predicted(plan, profile, computer(2**50, 2)).peaks())
     room = int(spare * live)

@@ -49,13 +49,13 @@ def test_the_later_of_both_counts(
 
 def test_a_host_that_has_waited_for_another_worker_is_not_ahead() -> None:
     slow, free = Cost(fixed_s=1.0, issue_s=3.0), Cost(fixed_s=1.0)
-    found = run("gpipe", 2, slow, free, microbatches=1)
-    assert ends(found) == [3.0, 6.0, 7.0, 8.0]
+    prediction = run("gpipe", 2, slow, free, microbatches=1)
+    assert ends(prediction) == [3.0, 6.0, 7.0, 8.0]
 
 
 @pytest.mark.parametrize(("clip", "expected"), [("none", 14.0), ("global", 15.0)])
 def test_a_host_that_reads_the_norm_begins_a_step_behind_the_gpu(clip: str, expected: float) -> None:
     forward, backward = Cost(fixed_s=1.0, issue_s=2.5), Cost(fixed_s=5.0, issue_s=1.0)
-    found = run("gpipe", 1, forward, backward, clip, microbatches=1, steps=2)
+    prediction = run("gpipe", 1, forward, backward, clip, microbatches=1, steps=2)
     # Forward 2.5, backward 5, update 0.5; then a forward of 1, or one that is issued 2.5 after the backward.
-    assert ends(found)[-1] == expected
+    assert ends(prediction)[-1] == expected

@@ -26,8 +26,8 @@ def durations(name: str, text: str) -> dict[str, float]:
     ],
 )
 def test_halves_of_a_backward_follow_from_what_is_given(text, halves):
-    found = durations("zb-h1", text)
-    assert {kind: found[kind] for kind in "FIW"} == halves
+    durations_s = durations("zb-h1", text)
+    assert {kind: durations_s[kind] for kind in "FIW"} == halves
 
 
 def test_chunks_divide_a_worker_s_cost():

@@ -60,10 +60,9 @@ class Plan(Record):
         """Devices per worker; above 1 the worker is a tensor-parallel group."""
         place = self.place
         shards = place.stage_shards or (1,) * len(place.stage_replicas or range(place.workers))
-        each = zip(
-            shards, place.stage_replicas or (1,) * len(shards), strict=False
-        )  # a rule checks that they are equally long
-        line = tuple(size for size, count in each for _ in range(count))
+        # A rule checks that both are equally long.
+        pairs = zip(shards, place.stage_replicas or (1,) * len(shards), strict=False)
+        line = tuple(size for size, count in pairs for _ in range(count))
         return line * (place.replicas * place.shards) + (1,) * (place.cpu_replicas + place.servers)
 
     def zero_of(self, stage: int) -> int:

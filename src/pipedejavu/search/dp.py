@@ -131,7 +131,7 @@ def solve(subspace: SearchSubspace, costs: StageCosts, limit_s: float = inf, ste
 def _tables(subspace: SearchSubspace, costs: StageCosts, limit_s: float, step: int) -> list[_SlotStages]:
     """Returns the stages of pipelines that take less than `limit_s`, in the order of their slots from the last on.
 
-    Returns none if the longest stages together do not hold all units.
+    The list is empty if the longest stages together do not hold all units.
     """
     count, tables, has_equal_slots, length = len(subspace.order), list[_SlotStages](), _has_equal_slots(subspace), 0
     sums: dict[object, tuple[Positions, Positions, StageSums]] = {}

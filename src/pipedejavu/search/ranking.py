@@ -22,7 +22,7 @@ NEAR = 1.01
 FULL = (3, 5)
 """Microbatches per stage after which a pipeline is in its steady state, in most and in nearly all cases."""
 EVEN = 1e-4
-"""Relative difference between workers in the steady time per microbatch that counts as none."""
+"""Workers agree on the steady time per microbatch if they differ by at most this ratio."""
 
 
 @dataclass(frozen=True)

@@ -168,7 +168,7 @@ def _rank(pool: Pool, options: SearchOptions, real: dict[int, PlanningProblem]) 
 
 
 def _in_order(candidates: list[RankedPlan], options: SearchOptions) -> list[RankedPlan]:
-    """Returns the plans by time; of those within `NEAR` of the fastest that is left, the simplest comes next."""
+    """Returns the plans by time, but of plans within `NEAR` of the fastest the simplest first."""
     left = sorted(candidates, key=lambda c: (_value(c, options), c.fullest_share))
     ordered = []
     while left:

@@ -228,7 +228,7 @@ class StageCosts:
 
 
 class _RecomputeOrder(NamedTuple):
-    """Units in the order in which they are recomputed, and prefix sums if the first 0, 1, 2, … of them are."""
+    """The order in which units are recomputed, and prefix sums for each number of recomputed units."""
 
     units: tuple[int, ...]
     time: Array

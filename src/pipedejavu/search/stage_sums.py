@@ -73,7 +73,7 @@ class StageSums(NamedTuple):
     time: TimeSums
     state: StateSums
     hosted: StateSums
-    """The part of the state that rests in host memory."""
+    """The part of the state in host memory."""
     activations: ActivationSums
     largest: LargestUnit
     model: ModelState

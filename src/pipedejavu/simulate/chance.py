@@ -20,7 +20,7 @@ DRAWS, MOST_OPERATIONS = 40, 100_000
 QUARTILE = 0.6745
 """Half of a normal distribution lies within this many standard deviations of its mean."""
 MOST_SIGMA = 0.5
-"""Most standard deviation used: disturbances while a busy machine was measured are not those of the run."""
+"""Upper limit of a standard deviation: what disturbed a measurement need not disturb the run."""
 OFF = {"cpu": 0.2, "gpu": 0.08}
 """Standard deviation of whole runs from their forecasts, by type of device, over 84 and 66 plans that were run. It
 covers effects that unit times do not show, and machines that are slower or faster minutes later."""
