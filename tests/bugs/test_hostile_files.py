@@ -216,7 +216,7 @@ def test_export_of_a_damaged_checkpoint_is_a_sentence_and_moves_nothing(tmp_path
         raise OSError(30, "Read-only file system", str(self))
 
     monkeypatch.setattr(Path, "rename", refuse)
-    with pytest.raises(InputError, match=r"none of them can be used; step-1: .* does not begin with a seal"):
+    with pytest.raises(InputError, match=r"none of them can be used; step-1: .* does not begin with its hash"):
         export_command.run(str(tmp_path), str(tmp_path / "out"), "hugging", None, False)
     assert checkpoint_dir.steps() == [1]
 

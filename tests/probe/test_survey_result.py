@@ -114,8 +114,4 @@ def test_every_figure_has_its_spread(make_cpu_book: Callable[[], Any], make_gpu:
     stated = {"total", "free", "context"}
     for row in machine.survey.measurements:
         assert row.spread > 0 or row.setting in stated, row.name
-    pairs = zip(machine.survey.measurements, again.survey.measurements, strict=True)
-    assert all(a.agrees_with(b) for a, b in pairs)
-    row = measurement(machine, "cpu>gpu0 bandwidth pinned")
-    assert not row.agrees_with(row.replace(value=row.value + 1.01 * row.spread))
-    assert row.agrees_with(row.replace(value=row.value + 0.99 * row.spread))
+    assert machine.survey.measurements == again.survey.measurements

@@ -29,10 +29,6 @@ class Measurement(Record):
         """Subject, quantity and setting in one text."""
         return " ".join(part for part in (self.subject, self.what, self.setting) if part)
 
-    def agrees_with(self, other: "Measurement") -> bool:
-        """Whether the values of two surveys lie within each other's spread."""
-        return abs(self.value - other.value) <= min(self.spread, other.spread)
-
 
 class Survey(Record):
     """When and how a machine was measured."""

@@ -103,7 +103,7 @@ class UnitTime(Record):
 
 
 class Unit(Record):
-    """The smallest piece of a model that is placed."""
+    """The smallest part of a model that can be placed on a device."""
 
     name: str
     times: dict[str, UnitTime] = Field(default_factory=dict)

@@ -37,7 +37,7 @@ SCALES = {
 MANY_CORES = 8
 HEAD_WIDTH = 64
 MEMORY_BYTES, MOST_MEMORY_BYTES = 64 << 20, 1 << 30
-"""Bytes of the copied tensor per CPU thread, and the most, used on a GPU: larger than caches."""
+"""Size of the copied tensor per CPU thread, and the largest size, which a GPU uses; larger than caches."""
 PARAMETERS, MOST_PARAMETERS = 4 << 20, 64 << 20
 """Parameters that the optimizer updates, likewise; each has 16 bytes."""
 LARGEST_SHARE = 1 / 16
@@ -73,7 +73,7 @@ class ComputeDevice:
         return SCALES["many cores" if self.threads >= MANY_CORES else "few cores"]
 
     def scaled(self, each: int, most: int) -> int:
-        """Returns a size that grows with a CPU's threads, at least two, up to a GPU's size `most`."""
+        """Returns `each` times the threads of a CPU (at least two), limited to `most`; `most` for a GPU."""
         return min(max(2, self.threads) * each, most) if self.device.type == "cpu" else most
 
     def clear(self) -> None:

@@ -98,9 +98,9 @@ def _version(name: str) -> str | None:
 
 
 def _compiler() -> InstalledPart:
-    found = next((path for name in ("cc", "gcc", "clang") if (path := shutil.which(name))), None)
+    compiler = next((path for name in ("cc", "gcc", "clang") if (path := shutil.which(name))), None)
     return InstalledPart(
-        "C compiler", found, "builds the native pass when the package is installed", "install gcc or clang"
+        "C compiler", compiler, "builds the native pass when the package is installed", "install gcc or clang"
     )
 
 
@@ -109,10 +109,10 @@ def _native() -> InstalledPart:
     path = PACKAGE / "hybrid" / "_native.so"
     try:
         ctypes.CDLL(str(path))
-        found = "built"
+        state = "built"
     except OSError:
-        found = None
-    return InstalledPart("native pass", found, gives, "install the package again where there is a C compiler")
+        state = None
+    return InstalledPart("native pass", state, gives, "install the package again where there is a C compiler")
 
 
 def _gpus() -> tuple[str, ...]:

@@ -23,7 +23,7 @@ from pipedejavu.profile.module_hook import check_backward_hooks, check_parameter
 from pipedejavu.profile.segment import Body, Segment, SegmentEntry, Value, make_body
 from pipedejavu.profile.sequential import Units, is_chain, read_chain
 
-Way = Literal["chain", "blocks", "graph"]
+CutMethod = Literal["chain", "blocks", "graph"]
 
 _NEAR = 4
 """Number of neighbouring positions on each side that a position is compared with."""
@@ -36,7 +36,7 @@ class ModelCut:
     """A model as units, and how its inputs and outputs map to theirs."""
 
     units: Units
-    way: Way
+    way: CutMethod
     """How the units were made: read from a chain, cut where blocks begin, or cut between any operations."""
     flat: Callable[[Any], Value]
     """Maps the model's inputs to the tensors that the first unit takes."""
@@ -114,7 +114,7 @@ def _restored(value: Value, leaves: Sequence[Any], spec: pytree.TreeSpec) -> Any
     return pytree.tree_unflatten([next(tensors) if isinstance(leaf, fx.Node) else leaf for leaf in leaves], spec)
 
 
-def _positions(live: TensorLiveness) -> tuple[Way, list[int]]:
+def _positions(live: TensorLiveness) -> tuple[CutMethod, list[int]]:
     """Returns how and where to cut: by blocks if they contain at least half of the operations that read parameters."""
     traced, users = live.trace, _weighted(live.trace)
     blocks = _blocks(module_paths(traced.nodes))

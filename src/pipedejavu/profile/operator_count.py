@@ -41,9 +41,9 @@ class UnitWork:
     saved: tuple[int, ...]
     """Size of each storage that autograd saves in the forward, other than parameters and buffers."""
     saved_input_bytes: int
-    """The share of the saved bytes that are the unit's inputs."""
+    """Saved bytes that belong to the unit's inputs."""
     saved_output_bytes: int
-    """The share of the saved bytes that are the unit's outputs."""
+    """Saved bytes that belong to the unit's outputs."""
     forward_work_bytes: int
     """Peak of temporary memory in the forward, beyond what remains after it."""
     backward_work_bytes: int
@@ -97,7 +97,7 @@ class _Counter:
         self.module = module
         self.parts: dict[str, list[OperatorWork]] = {}
         self.saved: dict[int, int] = {}
-        """Bytes of each storage that the forward saves a tensor of."""
+        """Size of each storage that holds a saved tensor."""
         self.made: set[int] = set()
         """The saved storages that an operation of the forward allocated; others are parameters, buffers and inputs."""
         self.changes: dict[str, list[tuple[int, int]]] = {}

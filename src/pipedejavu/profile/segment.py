@@ -172,7 +172,7 @@ def is_region(node: fx.Node) -> bool:
 
 
 def refusal_of_branches(name: str) -> str:
-    """Returns the error text for an operation whose body torch traces again in each backward, one thread at a time."""
+    """Returns the error text for control flow such as `torch.cond`, which torch retraces in one thread at a time."""
     return (
         f"it calls '{name}', an operation with functions as arguments, which several workers cannot run at a time;"
         " compute both results and choose with torch.where"

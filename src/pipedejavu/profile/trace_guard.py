@@ -1,4 +1,4 @@
-"""The trace guard: answers a model's data-dependent questions while it is traced.
+"""The trace guard: evaluates conditions on tensors while a model is traced, if no input determines them.
 
 A trace has shapes but no numbers. Tensors that do not depend on any input, such as positions, can be recomputed from
 how they were made; so a condition on them takes the branch that it takes in training. This file does not know how a
@@ -102,9 +102,9 @@ class TraceGuard(TorchFunctionMode):
 def masks_as_in_training(guard: TraceGuard) -> Iterator[None]:
     """Makes transformers models create the same attention masks as in training.
 
-    When traced for any shape, they create the mask as a tensor and repeat keys and values for every query head. For a
-    single shape, as in training, both are left to the kernel: that computes and passes on less, and sums the gradients
-    of shared heads in the same order.
+    While they are traced, these models normally create the mask as a tensor and repeat keys and values for every query
+    head. In training the attention kernel does both, which computes less and passes less on, and sums the gradients of
+    shared heads in another order. A trace for a single shape can do as in training.
     """
     masking = vars(sys.modules[_MASKS]) if _MASKS in sys.modules else {}
 

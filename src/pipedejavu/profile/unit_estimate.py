@@ -27,8 +27,8 @@ REACHED = 0.8
 """Share of its stated rates that a device's best products and copies reach; measured rates are reached in full."""
 
 INSIDE = {"cpu": 0.7}
-"""By type of device, the speed of an operator inside a model relative to alone, since its results are new memory and
-other data went through the caches; fitted to models of the zoo, and 1 for types whose models were not measured."""
+"""Speed of an operator inside a model relative to its speed alone, by type of device. Inside a model its results are
+new memory and its caches are cold. Fitted to models of the zoo; 1 for types without such measurements."""
 
 
 @dataclass(frozen=True)

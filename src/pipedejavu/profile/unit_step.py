@@ -108,7 +108,7 @@ def tensors_of(value: Any) -> list[Tensor]:
     for tensor in tensors:
         if not isinstance(tensor, Tensor):
             raise InputError(
-                f"a {type(tensor).__name__} passes between the layers of a chain, which hand on a tensor or a tuple of"
+                f"a {type(tensor).__name__} passes between the layers of a chain, which pass on a tensor or a tuple of"
                 " tensors; return these, or give a module whose forward calls the layers, which is cut as a graph"
             )
     return tensors

@@ -30,14 +30,14 @@ function roundStep(span, count) {
   return power * [1, 2, 5, 10].find((factor) => factor * power >= rough * 0.9999);
 }
 
-/** Round values from `low` to `high` as [value, text], all in the unit that suits `high`. */
+/** Round values from `low` to `high` as [value, text], in the unit chosen for `high`. */
 function ticks(low, high, count, units) {
   const [unit, scale] = unitFor(high, units);
   const step = roundStep((high - low) / scale, count);
   const decimals = Math.min(9, Math.max(0, -Math.floor(Math.log10(step) + 1e-9)));
-  const found = [];
+  const values = [];
   for (let n = Math.ceil(low / scale / step - 1e-9); n * step * scale <= high * (1 + 1e-12); n += 1) {
-    found.push([n * step * scale, `${(n * step).toFixed(decimals)} ${unit}`]);
+    values.push([n * step * scale, `${(n * step).toFixed(decimals)} ${unit}`]);
   }
-  return found;
+  return values;
 }

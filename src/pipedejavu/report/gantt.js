@@ -100,7 +100,7 @@ class Gantt {
     this.view.writeHash();
   }
 
-  /** Opens the details of the action that the address names. */
+  /** Opens the details of the action in the page's URL. */
   pinFromHash() {
     const bar = [...this.bars.values()].find((candidate) => candidate.action === this.view.pinned);
     if (!bar) return;
@@ -120,14 +120,14 @@ class Gantt {
     this.drawLabels();
   }
 
-  /** Writes into the bars; of very many rows, only into those in sight. */
+  /** Draws the text inside bars; with very many rows, only for visible ones. */
   drawLabels() {
     const inSight = this.isLarge ? this.rows.filter((row) => row.isInSight) : this.rows;
     for (const row of inSight) row.drawLabels();
   }
 }
 
-/** The transform of a lane in the row at `y`; lanes that share a row take a half of it each way. */
+/** The transform of a lane in the row at `y`; lanes that share a row take half of its height each. */
 function placeInRow(lane, y, isShared) {
   const direction = isShared ? lane.name[3] : "";
   if (direction === ">") return `translate(0 ${y}) scale(1 0.45)`;

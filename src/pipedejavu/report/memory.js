@@ -1,4 +1,4 @@
-// Memory in use over time: one chart for each worker and memory, its classes stacked, its peak marked.
+// Memory in use over time: one chart per worker and memory, with stacked classes and a marked peak.
 
 const CHART_HEIGHT = 84;
 const SHOWN_WORKERS = 8;
@@ -26,7 +26,7 @@ class Memory {
     view.watch(() => this.draw());
   }
 
-  /** Leaves the fullest workers in sight when there are many; one button shows the others. */
+  /** Shows only the fullest workers if there are many; a button shows the others. */
   addToggle(element, legend) {
     const workers = [...new Set(this.charts.map((chart) => chart.curve.number))];
     if (workers.length <= SHOWN_WORKERS) return;

@@ -1,6 +1,6 @@
 "use strict";
-// Starts the page: reads the data, builds both charts over one shared view, and says when it is done.
-// The root element carries data-error when anything fails and data-ready once everything is drawn.
+// Starts the page: reads the data and builds both charts over one shared view.
+// The root element gets data-error if anything fails, and data-ready once everything is drawn.
 
 const root = document.documentElement;
 addEventListener("error", (event) => { root.dataset.error = event.message; });
@@ -31,7 +31,7 @@ function make(tag, attributes = {}, ...children) {
   return element;
 }
 
-/** Makes an SVG element. The parser, not an address in this file, knows SVG's namespace. */
+/** Makes an SVG element; the HTML parser supplies SVG's namespace. */
 function draw(tag, attributes = {}, ...children) {
   const element = document.createElementNS(draw.namespace, tag);
   for (const [name, value] of Object.entries(attributes)) element.setAttribute(name, value);

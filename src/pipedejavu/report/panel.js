@@ -1,5 +1,5 @@
-// The frame that both charts share: an axis of time that stays in sight with its zoom buttons, lines that
-// carry its ticks down through all rows, a line that follows the pointer, and a column of rows.
+// The panel that both charts share: a time axis that stays visible, with zoom buttons; tick lines through all
+// rows; a line that follows the pointer; and a column of rows.
 
 class Panel {
   constructor(element, name, view) {
@@ -25,7 +25,7 @@ class Panel {
     view.watch(() => this.draw());
   }
 
-  /** The transform that maps units, thousandths of the whole time, to pixels of the visible stretch. */
+  /** The transform from thousandths of the whole time to pixels of the visible interval. */
   get transform() {
     const scale = this.width / (1000 * this.view.span);
     return `matrix(${scale} 0 0 1 ${-this.view.from * 1000 * scale} 0)`;

@@ -16,7 +16,7 @@ class Tip {
     const head = make("strong", {}, title);
     this.element.replaceChildren(head, ...(sentence ? [make("p", {}, sentence)] : []), list);
     this.element.hidden = false;
-    this.element.style.left = this.element.style.top = "0"; // measured where nothing squeezes it
+    this.element.style.left = this.element.style.top = "0"; // measured at the corner, where it has its full width
     const { width, height } = this.element.getBoundingClientRect();
     const left = Math.min(Math.max(8, x + 14), innerWidth - width - 8);
     const above = y - height - 14;

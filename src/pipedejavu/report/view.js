@@ -1,5 +1,5 @@
-// The stretch of time on screen, shared by all charts, as shares of the whole from 0 to 1; and the gestures
-// and keys that change it. Charts watch the view; it knows nothing of what they draw.
+// The visible time interval, shared by all charts, as fractions of the whole from 0 to 1; and the gestures and
+// keys that change it. Charts observe the view; it does not know what they draw.
 
 const GLIDE_MS = 160;
 
@@ -18,14 +18,14 @@ class View {
 
   get span() { return this.to - this.from; }
 
-  /** The time in seconds at a share of the visible stretch. */
+  /** The time in seconds at a fraction of the visible interval. */
   timeAt(share) { return (this.from + this.span * share) * this.seconds; }
 
   watch(redraw) { this.watchers.push(redraw); }
 
   draw() { for (const redraw of this.watchers) redraw(this); }
 
-  /** Draws once, before the next frame, however often it is asked. */
+  /** Schedules one redraw before the next frame, however often it is called. */
   refresh() {
     if (!this.frame) this.frame = requestAnimationFrame(() => { this.frame = 0; this.draw(); });
   }
@@ -39,7 +39,7 @@ class View {
     this.saving = setTimeout(() => this.writeHash(), 200);
   }
 
-  /** Makes the stretch `factor` times as long around a share of it. */
+  /** Scales the visible interval by `factor` around a fraction of it. */
   zoom(factor, centre = 0.5) {
     const span = Math.min(1, Math.max(this.narrowest, this.span * factor));
     const from = this.from + (this.span - span) * centre;
@@ -48,7 +48,7 @@ class View {
 
   pan(share) { this.show(this.from + this.span * share, this.to + this.span * share); }
 
-  /** Moves to a stretch in a few frames, or at once for readers who asked for less motion. */
+  /** Moves to an interval in a few frames, or at once if the reader prefers reduced motion. */
   glide(from, to) {
     if (matchMedia("(prefers-reduced-motion: reduce)").matches) { this.show(from, to); return; }
     const [oldFrom, oldTo, began] = [this.from, this.to, performance.now()];
@@ -69,10 +69,10 @@ class View {
 
   get isHome() { return Math.abs(this.from - this.home[0]) + Math.abs(this.to - this.home[1]) < 1e-9; }
 
-  /** Goes home: to all that is drawn, and from there to the whole time. */
+  /** Resets the view: to all that is drawn, and from there to the whole time. */
   glideHome() { this.glide(...(this.isHome ? [0, 1] : this.home)); }
 
-  /** Reads the shown stretch and the pinned action from an address such as "#zoom=0.2,0.4&action=F2.5@0". */
+  /** Reads the visible interval and the pinned action from a URL such as "#zoom=0.2,0.4&action=F2.5@0". */
   readHash() {
     const parts = new URLSearchParams(location.hash.slice(1));
     const [from, to] = (parts.get("zoom") ?? "").split(",").map(Number);
@@ -90,13 +90,13 @@ class View {
   }
 }
 
-/** Lets wheel, drag, pinch and keys over `element` change the view; `box()` is the plot's left and width. */
+/** Makes wheel, drag, pinch and keys over `element` change the view; `box()` is the plot's left and width. */
 function addGestures(element, view, box) {
   const share = (x) => { const { left, width } = box(); return (x - left) / width; };
   const fingers = new Map();
   let scrolledAt = -1e9;
   let dragged = 0;
-  // A wheel movement that began by scrolling the page goes on scrolling it when the chart comes by.
+  // A wheel movement that starts by scrolling the page keeps scrolling it over the chart.
   addEventListener("scroll", () => { scrolledAt = performance.now(); }, { passive: true });
 
   element.addEventListener("wheel", (event) => {
@@ -150,7 +150,7 @@ function addGestures(element, view, box) {
   });
 }
 
-/** Keeps the times under two fingers where the fingers are: one went from `old` to `now`, `other` stayed. */
+/** Keeps the times under two fingers in place when one finger moves from `old` to `now` and `other` stays. */
 function pinch(view, old, now, other) {
   const gap = now - other;
   if (Math.abs(gap) < 0.01) return;

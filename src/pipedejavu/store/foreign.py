@@ -50,11 +50,11 @@ _DCP_CLASSES = {
 def export_hf(checkpoint: Checkpoint, folder: str | Path, *, config: str | Path | None = None) -> Path:
     """Writes weights and buffers to a new folder in Hugging Face's layout, with `config.json` if it is passed."""
     with _written_to(folder) as target:
-        _write_hugging(checkpoint, target, config)
+        _write_hf(checkpoint, target, config)
     return target
 
 
-def _write_hugging(checkpoint: Checkpoint, target: Path, config: str | Path | None) -> None:
+def _write_hf(checkpoint: Checkpoint, target: Path, config: str | Path | None) -> None:
     kept = [name for name in checkpoint.names() if name.startswith(("weight/", "buffer/"))]
     entries = checkpoint.manifest.tensors
     shards: list[list[str]] = [[]]
@@ -91,7 +91,7 @@ def read_weights(source: str | Path, *, allow_pickle: bool = False) -> Tensors:
     if not path.exists():
         raise InputError(f"cannot read {path}: there is no such file or folder")
     tensors: Tensors = {}
-    for file in _hugging_files(path, allow_pickle) if path.is_dir() else [path]:
+    for file in _hf_files(path, allow_pickle) if path.is_dir() else [path]:
         tensors |= _read_pickle(file) if file.suffix == ".bin" and allow_pickle else _read_safetensors(file)
     return tensors
 
@@ -164,7 +164,7 @@ def _written_to(folder: str | Path) -> Iterator[Path]:
         raise InputError(f"cannot write {path}: {error.strerror or error}") from None
 
 
-def _hugging_files(source: Path, allow_pickle: bool) -> list[Path]:
+def _hf_files(source: Path, allow_pickle: bool) -> list[Path]:
     if (source / _INDEX).exists():
         try:
             names = sorted({*json.loads(read_file(source / _INDEX))["weight_map"].values()})

@@ -124,10 +124,10 @@ class Manifest(Record):
         """Parses `to_bytes`; raises DamagedError if the manifest hash differs, CheckpointError for other faults."""
         first_line = _HASH_LINE.match(data)
         if not first_line:
-            raise DamagedError(f"{source} does not begin with a seal")
+            raise DamagedError(f"{source} does not begin with its hash")
         rest = data[first_line.end() :]
         if sha256(rest).hexdigest().encode() != first_line[1]:
-            raise DamagedError(f"{source} does not have the hash of its seal")
+            raise DamagedError(f"{source} does not match the hash in its first line")
         version = _VERSION.match(rest)
         if version and int(version[1]) != SCHEMA_VERSION:
             raise CheckpointError(
