@@ -20,7 +20,7 @@ from pipedejavu.facts import InputError
 from pipedejavu.run import RunFolder
 from pipedejavu.run import fallback_folder as fallback_module
 from pipedejavu.run import run_folder as folder_module
-from pipedejavu.run.disk_space import check_room
+from pipedejavu.run.disk_space import check_disk_space
 from pipedejavu.run.logbook import Logbooks
 from pipedejavu.run.metrics import MetricsCollector, MetricsReporter
 from pipedejavu.run.progress import Progress
@@ -193,7 +193,7 @@ def test_a_run_that_does_not_fit_on_its_disk_is_not_begun(tmp_path, monkeypatch)
     def check(free: float, saves: bool = True) -> list[str]:
         told.clear()
         monkeypatch.setattr(shutil, "disk_usage", lambda _: Usage(100 * MIB, 0, int(free)))
-        check_room(folder, model, saves, told.append)
+        check_disk_space(folder, model, saves, told.append)
         return told
 
     said = (
@@ -214,7 +214,7 @@ def test_a_run_that_does_not_fit_on_its_disk_is_not_begun(tmp_path, monkeypatch)
     with pytest.raises(InputError, match=r"needs 4\.0 MiB on its disk \(its result\), and 3\.0 MiB are free"):
         check(3 * MIB, saves=False)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: Usage(0, 0, 0))  # a file system that does not say
-    check_room(folder, model, True, pytest.fail)
+    check_disk_space(folder, model, True, pytest.fail)
 
 
 def test_metrics_that_wait_for_a_disk_that_does_not_answer_hold_up_nothing_else(tmp_path, monkeypatch) -> None:

@@ -128,8 +128,8 @@ def test_what_is_allowed_follows_the_forecast_and_the_longest_action() -> None:
 def test_a_worker_that_says_nothing_is_missed_with_what_it_was_at(tmp_path: Path, monkeypatch) -> None:
     now_s = [1000.0]
     monkeypatch.setattr("pipedejavu.health.watchdog.time.monotonic", lambda: now_s[0])
-    heartbeat_page = HeartbeatPage(tmp_path / "slate", 2)
-    heartbeat_monitor = HeartbeatMonitor(HeartbeatPage(tmp_path / "slate", 2), 2, 5.0)
+    heartbeat_page = HeartbeatPage(tmp_path / "heartbeats", 2)
+    heartbeat_monitor = HeartbeatMonitor(HeartbeatPage(tmp_path / "heartbeats", 2), 2, 5.0)
     heartbeat_page.write(0, LaneActivity("net<1", "RECV:g1.0<1", 1.0))
     heartbeat_page.write(0, LaneActivity("compute", "B0.0@0", 2.0))
     assert heartbeat_monitor.missed((0, 1)) == ""
@@ -147,7 +147,7 @@ def test_a_worker_that_says_nothing_is_missed_with_what_it_was_at(tmp_path: Path
 
 
 def test_a_slate_holds_what_fits(tmp_path: Path) -> None:
-    heartbeat_page = HeartbeatPage(tmp_path / "slate", 2)
+    heartbeat_page = HeartbeatPage(tmp_path / "heartbeats", 2)
     for n in range(2 * LANES):
         heartbeat_page.write(1, LaneActivity(f"net<{n}", "RECV:x0.0<1" * 9, 1.0))
     for n in range(2 * LANES):

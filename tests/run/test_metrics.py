@@ -1,4 +1,4 @@
-"""The watch of a run: what ranks report while it goes on, and what the first makes of it."""
+"""Metrics of a run in progress: the reports of ranks, and what rank 0 makes of them."""
 
 import json
 
@@ -41,13 +41,13 @@ def rows(collector: MetricsCollector) -> list[dict]:
 
 def test_an_update_is_told_once_all_its_microbatches_are_known(collector) -> None:
     store, logs = HashStore(), (Log(), Log())
-    watches = [MetricsReporter(store, rank, Pairs(), CPU, None) for rank in range(2)]
-    for watch, log in zip(watches, logs, strict=True):
-        watch.follow(log)
+    reporters = [MetricsReporter(store, rank, Pairs(), CPU, None) for rank in range(2)]
+    for reporter, log in zip(reporters, logs, strict=True):
+        reporter.follow(log)
 
     def tell(rank: int, losses: dict[int, float]) -> list[int]:
         logs[rank].losses.update(losses)
-        watches[rank].send()
+        reporters[rank].send()
         collector.take_all(store)
         return [row["step"] for row in rows(collector)]
 
@@ -63,40 +63,40 @@ def test_an_update_is_told_once_all_its_microbatches_are_known(collector) -> Non
 def test_a_loss_that_is_noted_again_counts_once(collector) -> None:
     """A piece that is recomputed notes its loss a second time."""
     store, log = HashStore(), Log()
-    watch = MetricsReporter(store, 0, Pairs(), CPU, None)
-    watch.follow(log)
+    reporter = MetricsReporter(store, 0, Pairs(), CPU, None)
+    reporter.follow(log)
     log.losses[0] = 3.0
-    watch.send()
+    reporter.send()
     log.losses[0] = 3.0
     log.losses[1] = 5.0
-    watch.settle()
+    reporter.settle()
     assert log.losses == {}
     log.losses[2] = 1.0
-    watch.send()
+    reporter.send()
     collector.take_all(store)
     assert [(row["step"], row["loss"]) for row in rows(collector)] == [(1, 2.0)]
 
 
 def test_an_update_was_made_when_its_last_loss_was_known_and_not_when_it_was_told(collector) -> None:
     store, log = HashStore(), Log()
-    watch = MetricsReporter(store, 0, Pairs(), CPU, None)
-    watch.follow(log)
+    reporter = MetricsReporter(store, 0, Pairs(), CPU, None)
+    reporter.follow(log)
     for number in range(4):
         log.note_loss(number, 1.0)
-        log.noted_s[number] = watch.started_s + number
-    watch.settle()
+        log.noted_s[number] = reporter.started_s + number
+    reporter.settle()
     assert log.noted_s == {}
-    watch.send()
+    reporter.send()
     collector.take_all(store)
     assert [row["elapsed_s"] for row in rows(collector)] == pytest.approx([1.0, 3.0])
 
 
 def test_reports_come_while_the_run_goes_on(collector) -> None:
     store, log = HashStore(), Log()
-    with MetricsReporter(store, 0, Pairs(), CPU, collector) as watch:
-        watch.follow(log)
+    with MetricsReporter(store, 0, Pairs(), CPU, collector) as reporter:
+        reporter.follow(log)
         log.losses.update({0: 1.0, 1: 1.0})
-        while not rows(collector):  # the watch's own thread brings them; the test's timeout ends a wait in vain
+        while not rows(collector):  # the reporter's thread brings them; the test's timeout ends a wait in vain
             pass
         assert rows(collector)[0]["step"] == 1
 
@@ -116,9 +116,9 @@ def test_what_each_rank_says_of_itself_reaches_its_panel(tmp_path) -> None:
     with Progress(3, "samples", 1.0, panels=panels) as progress:
         books = Logbooks({}, print)
         collector = MetricsCollector(RunFolder(tmp_path), progress, books, num_ranks=2, update_size=2, num_samples=4)
-        watch = MetricsReporter(store, 1, Pairs(), CPU, None)
-        watch.settle([Span(1, "compute", "F0.0@0", 0.0, 1.0), Span(1, "net>0", "SEND:g0.0>0", 1.0, 2.0)])
-        watch.send()
+        reporter = MetricsReporter(store, 1, Pairs(), CPU, None)
+        reporter.settle([Span(1, "compute", "F0.0@0", 0.0, 1.0), Span(1, "net>0", "SEND:g0.0>0", 1.0, 2.0)])
+        reporter.send()
         collector.take_all(store)
     assert (panels[0].busy, panels[0].peak_bytes) == ({}, 0)
     assert panels[1].busy == {"compute": 0.5, "net>0": 0.5}

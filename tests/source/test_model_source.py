@@ -1,4 +1,4 @@
-"""The one door for models: a user's file, a configuration of transformers, and what is wrong with them."""
+"""Model sources: a user's file, a configuration of transformers, and what is wrong with them."""
 
 import json
 from importlib.util import find_spec

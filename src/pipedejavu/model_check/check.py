@@ -25,7 +25,7 @@ from pipedejavu.source.rng import drawn_since, preserve_rng, seed_all
 __all__ = ["Checked", "Sample", "check_model"]
 
 _ROUNDS, _MORE_ROUNDS = 2, 8
-"""Number of passes; more if only the model draws from Python's or numpy's generators, which may show rarely."""
+"""Number of passes; more if the model draws from Python's or numpy's generators, as differences may be rare."""
 _COPIES = 5
 """Memory of the check in multiples of the model: two copies, two sets of gradients, and activations."""
 

@@ -21,7 +21,7 @@ class Difference(NamedTuple):
     """The first tensor that differs."""
 
     what: str
-    """"output", "loss", "gradient" or "state"."""
+    """What differs: output, loss, gradient, state or the number of output tensors."""
     name: str
     """Name of the parameter or buffer; empty for outputs and the loss."""
     size: float

@@ -10,9 +10,9 @@ from pipedejavu.store.checkpoint_dir import KEPT
 
 
 def check_disk_space(folder: RunFolder, profile: Profile, saves: bool, tell: Callable[[str], None]) -> None:
-    """Raises InputError if one checkpoint and the result do not fit; warns if all checkpoints to keep do not fit.
+    """Raises InputError if one checkpoint and the result do not fit; warns if not all checkpoints to keep fit.
 
-    A resumed run counts the checkpoints that are on the disk already.
+    Checkpoints that a resumed run has on the disk already need no further space.
     """
     free, num_existing = _free_bytes(folder.path), len(folder.checkpoint_dir.steps())
     result, each = result_bytes(profile), checkpoint_bytes(profile) if saves else 0.0

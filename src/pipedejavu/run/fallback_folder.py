@@ -1,4 +1,4 @@
-"""Fallback for a run's final files: when its disk refuses a write, it is retried, then made on another disk."""
+"""Fallback for a run's final files: a write that the run's disk refuses is retried, then made on another disk."""
 
 import shutil
 import tempfile

@@ -28,7 +28,7 @@ _IMPLEMENTATIONS = {
 _CODE = {"auto_map", "custom_pipelines", "trust_remote_code", "quantization_config", "use_kernels", "kernel_config"}
 _FETCHED = {"use_pretrained_backbone", "backbone", "backbone_kwargs", "architecture", "timm_model_name"}
 _REPEATED, _SIZE = re.compile("layer|block|depth|expert|stage"), re.compile("size|dim|capacity|norm|token")
-"""Patterns of fields that count layers, and of fields that match it but do not."""
+"""Patterns of names that count layers, and of names that match the first pattern but do not."""
 _MOST_NESTED = 32
 
 
