@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from tests.engine.test_box import SAMPLES, WIDTH, forward, piece
 
 from pipedejavu.engine.recompute_span import carried
 from tests.engine.gpu import MODELS, NAMES, check_delay, check_equality, lanes_of
+from tests.engine.test_saved_tensors import SAMPLES, WIDTH, forward, piece
 
 on_gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")]
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.engine.test_leg import assert_same_bits, noisy, trained
+from tests.engine.test_recompute_span import assert_same_bits, noisy, trained
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode

@@ -16,13 +16,14 @@ from torch import Tensor
 
 from pipedejavu.engine.device import CPU
 from pipedejavu.engine.finite import nonfinite
-from pipedejavu.engine.handlers import Handlers, homes_of
+from pipedejavu.engine.handlers import Handlers, pieces_of
 from pipedejavu.engine.optimizer import Tensors
 from pipedejavu.engine.piece import PieceRunner
 from pipedejavu.engine.threads import Threads, final_weights
 from pipedejavu.facts import InputError
-from pipedejavu.program import Program
-from pipedejavu.program.value import rest_of, update_place
+from pipedejavu.program import Program, Value, ValueKind
+from pipedejavu.program.effect import rest_of, update_place
+from pipedejavu.program.value import HOST
 
 SLOTS = {"step": "step", "m": "exp_avg", "v": "exp_avg_sq", "momentum": "momentum_buffer"}
 """The optimizers' names of their state, and those of torch."""
@@ -88,7 +89,7 @@ def take_norm(own: Handlers) -> float | None:
     """Returns the norm that the next update is clipped by, where that is the last one's."""
     steps = own.program.plan.steps
     is_needed = own.program.plan.reduce.clip == "delayed"
-    return own.values.get(("n", 0, 0, steps - 1, "")) if is_needed else None
+    return own.values.get(Value.norm(steps - 1)) if is_needed else None
 
 
 def put_state(own: Handlers, update: int, source: Source, norm: float | None = None) -> None:
@@ -97,10 +98,10 @@ def put_state(own: Handlers, update: int, source: Source, norm: float | None = N
     `update` is how many updates have made it.
     """
     plan = own.program.plan
-    for (what, _, replica, _, _), value in own.values.items():
-        if what == "w" and not _is_idle(own.program, replica):
-            for name, weight in value.items():
-                known = _needed(name, _find(own, source, replica, "weight", name))
+    for value, weights in own.values.items():
+        if value.kind == ValueKind.WEIGHTS and not _is_idle(own.program, value.replica):
+            for name, weight in weights.items():
+                known = _needed(name, _find(own, source, value.replica, "weight", name))
                 _check_loaded(own, "weight", name, known)
                 _fill(f"weight '{name}'", weight.data, known)
     for home, runner in own.runners.items():
@@ -120,7 +121,7 @@ def put_state(own: Handlers, update: int, source: Source, norm: float | None = N
                 _check_loaded(own, "buffer", name, loaded)
                 _fill(f"buffer '{name}'", buffer, loaded)
     if norm is not None and plan.reduce.clip == "delayed":
-        own.values["n", 0, 0, plan.steps - 1, ""] = norm
+        own.values[Value.norm(plan.steps - 1)] = norm
 
 
 def take_all(threads: Threads) -> Tensors:
@@ -139,7 +140,7 @@ def _state(own: Handlers, home: tuple[int, int], runner: PieceRunner, source: So
     piece, replica = home
     if own.program.plan.keep.kind == "server" and replica < own.program.num_replicas:
         return {}  # the server makes the updates
-    rests_on_host = update_place(own.program, piece) == "host" or rest_of(own.program, piece) == "visit"
+    rests_on_host = update_place(own.program, piece) == HOST or rest_of(own.program, piece) == "visit"
     found: dict[str, Tensors] = {}
     for name, weight in runner.initial.items():
         slots = {}
@@ -204,7 +205,7 @@ def _holders(program: Program) -> dict[int, list[tuple[int, int]]]:
     """Returns the (replica, worker) pairs that hold each piece, in order."""
     found: dict[int, list[tuple[int, int]]] = {}
     for worker in range(len(program.workers)):
-        for piece, replica in homes_of(program, worker):
+        for piece, replica in pieces_of(program, worker):
             found.setdefault(piece, []).append((replica, worker))
     return {piece: sorted(pairs) for piece, pairs in found.items()}
 

@@ -18,8 +18,9 @@ from pipedejavu.engine.job import Batches, Job, Log
 from pipedejavu.engine.optimizer import Tensors
 from pipedejavu.engine.piece import PieceRunner
 from pipedejavu.facts import InputError
-from pipedejavu.program import Program
-from pipedejavu.program.value import Value
+from pipedejavu.program import Program, Value, ValuePlace
+from pipedejavu.program.program import stage_group
+from pipedejavu.program.value import DEVICE, HOST
 
 LARGEST_SQUARE = 1e300
 """The largest part of the squared norm that counts as finite, so that a sum over workers is finite too."""
@@ -110,18 +111,18 @@ class GlobalNorm:
 
     def _gradients(self, update: int) -> list[Tensors]:
         """Returns the summed gradients of each piece that this worker holds, wherever they are."""
-        homes = self.program.held(self.index)
-        return [next(d for place in ("", "host") if (d := self._at(home, update, place)) is not None) for home in homes]
+        keys = self.program.held(self.index)
+        return [next(d for place in (DEVICE, HOST) if (d := self._at(key, update, place)) is not None) for key in keys]
 
-    def _at(self, home: tuple[int, int], update: int, place: str) -> Tensors | None:
-        found: Tensors | None = self.values.get(("d", *home, update, place))
-        return found
+    def _at(self, key: tuple[int, int], update: int, place: ValuePlace) -> Tensors | None:
+        gradients: Tensors | None = self.values.get(Value.weight_gradient(*key, update, place))
+        return gradients
 
     def _square(self, update: int) -> float:
         """Returns this worker's part of the squared norm: what several workers hold alike counts once in all."""
         shares, norms = list[float](), list[Tensor]()
         for (piece, _), gradients in zip(self.program.held(self.index), self._gradients(update), strict=True):
-            holders = self.program.groups.get(f"s{self.program.pieces[piece].stage}")
+            holders = self.program.groups.get(stage_group(self.program.pieces[piece].stage))
             share = 1 / (len(holders.workers) if holders else 1)
             for name, gradient in gradients.items():
                 tied = [len(self.program.tied_pieces[n]) for n, names in enumerate(self.job.ties) if name in names]

@@ -8,7 +8,7 @@ from pipedejavu.engine.job import Applied, Batches, Log, Read, Scored
 from pipedejavu.engine.score import kept
 from pipedejavu.facts import InputError
 from pipedejavu.plan import Plan
-from pipedejavu.program import Action, Program
+from pipedejavu.program import Action, ActionKind, Program
 
 
 def check_replayable(plan: Plan) -> None:
@@ -72,7 +72,7 @@ def _promised(program: Program, event: Read) -> tuple[int, int]:
     """Returns the versions that a read may see; each run of the program starts from its first version."""
     before, update = divmod(event.microbatch // program.update_size, program.plan.steps)
     microbatch = update * program.update_size + event.microbatch % program.update_size
-    low, high = promised_versions(program, Action("F", event.piece, event.replica, microbatch))
+    low, high = promised_versions(program, Action(ActionKind.FORWARD, event.piece, event.replica, microbatch))
     return before * program.plan.steps + low, before * program.plan.steps + high
 
 

@@ -15,7 +15,7 @@ from pipedejavu.engine.threads import check_runnable, check_units, make_handlers
 from pipedejavu.engine.wire import ProcessWire
 from pipedejavu.engine.worker_loop import WorkerLoop
 from pipedejavu.facts import InputError, MemoryFile, Span
-from pipedejavu.program import Program
+from pipedejavu.program import Program, ValueKind
 
 BeforeRound = Callable[[Handlers], None]
 """Is given the worker's state that the round will run on."""
@@ -63,7 +63,7 @@ def _share_weights(handlers: Handlers) -> None:
     """Puts the weights into memory that all processes of this host map."""
     if handlers.device != CPU:
         raise InputError(f"plan '{handlers.program.plan.name}' shares weights in host memory; use --devices cpu")
-    for key in [key for key in handlers.values if key[0] == "w"]:
+    for key in [key for key in handlers.values if key.kind == ValueKind.WEIGHTS]:
         for name, weight in handlers.values[key].items():
             handlers.values[key][name] = _shared(weight.detach()).requires_grad_()
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from pipedejavu.engine.device import CPU
-from pipedejavu.engine.handlers import Handlers, homes_of
+from pipedejavu.engine.handlers import Handlers, pieces_of
 from pipedejavu.engine.job import Job
 from pipedejavu.engine.piece import PieceRunner
 from pipedejavu.engine.threads import final_weights
@@ -139,7 +139,7 @@ def _model(device: torch.device) -> int:
 
 def _copies(program: Program) -> Iterator[Copy]:
     for worker in range(len(program.workers)):
-        for piece, replica in homes_of(program, worker):
+        for piece, replica in pieces_of(program, worker):
             yield Copy(piece, replica, worker)
 
 

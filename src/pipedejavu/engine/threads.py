@@ -11,7 +11,7 @@ from torch import Tensor
 from pipedejavu.analysis import verify
 from pipedejavu.engine.applier import as_leaves
 from pipedejavu.engine.device import CPU, device_of
-from pipedejavu.engine.handlers import Handlers, Runners, homes_of
+from pipedejavu.engine.handlers import Handlers, Runners, pieces_of
 from pipedejavu.engine.job import Batches, Job, Log
 from pipedejavu.engine.optimizer import Tensors
 from pipedejavu.engine.piece import PieceRunner
@@ -20,8 +20,9 @@ from pipedejavu.engine.worker_loop import WorkerLoop
 from pipedejavu.engine.worker_thread import WorkerThread
 from pipedejavu.facts import InputError, Span
 from pipedejavu.plan import Plan
-from pipedejavu.program import Program
-from pipedejavu.program.value import resting
+from pipedejavu.program import ActionKind, Program, Value, ValueKind
+from pipedejavu.program.effect import resting
+from pipedejavu.program.value import HOST
 
 
 @dataclass(frozen=True)
@@ -164,38 +165,40 @@ def make_handlers(program: Program, index: int, job: Job, batches: Batches, wire
     """Returns a worker's handlers, with the first version of its weights in their resting places."""
     runners: Runners = {}
     device = device_of(program, index)
-    departing = {a.piece for a in program.workers[index].actions if a.kind == "OFFLOAD" and a.what == "s"}
-    for piece, replica in homes_of(program, index):
+    departing = {
+        a.piece for a in program.workers[index].actions if a.kind == ActionKind.OFFLOAD and a.what == ValueKind.SAVED
+    }
+    for piece, replica in pieces_of(program, index):
         units = [(u, *job.units[u]) for u in program.pieces[piece].units]
         runners[piece, replica] = PieceRunner(units, job.seed, program.recomputed[piece], piece in departing).to(device)
     own = Handlers(program, index, runners, job, batches, wire if device == CPU else StagedWire(wire, device))
     version = -1 if program.plan.version.kind == "torn" else 0
     for (piece, replica), runner in runners.items():
-        for place in [place for what, place in resting(program, piece) if what == "w"]:
+        for place in [place for kind, place in resting(program, piece) if kind == ValueKind.WEIGHTS]:
             weights = {name: w.clone() for name, w in runner.initial.items()}
             if device != CPU:
-                weights = {n: w.pin_memory() if place == "host" else w.to(device) for n, w in weights.items()}
-            own.values["w", piece, replica, version, place] = as_leaves(weights)
+                weights = {n: w.pin_memory() if place == HOST else w.to(device) for n, w in weights.items()}
+            own.values[Value.weights(piece, replica, version, place)] = as_leaves(weights)
     return own
 
 
 def _share_weights(first: Handlers, other: Handlers) -> None:
     """Lets a worker read and write the very weights of the first."""
-    for what, piece, replica, version, place in list(other.values):
-        if what == "w":
-            shared = first.values[what, piece, 0, version, place]
-            # Tensors of its own over the same memory: each has the gradients of its worker.
-            own = {name: weight.data.requires_grad_() for name, weight in shared.items()}
-            other.values[what, piece, replica, version, place] = own
+    for value in list(other.values):
+        if value.kind == ValueKind.WEIGHTS:
+            shared = first.values[value._replace(replica=0)]
+            # New tensors over the same memory, so that each worker has its own gradients.
+            other.values[value] = {name: weight.data.requires_grad_() for name, weight in shared.items()}
 
 
 def final_weights(own: Handlers) -> dict[tuple[int, int], Tensors]:
     """Returns the newest weights of every piece that a worker holds or serves, with its frozen parameters."""
-    found: dict[tuple[int, int], tuple[int, Tensors]] = {}
-    for (what, piece, replica, version, _), value in own.values.items():
-        if what == "w" and (piece, replica) in own.runners and version >= found.get((piece, replica), (-2, {}))[0]:
-            found[piece, replica] = (version, value)
+    newest: dict[tuple[int, int], tuple[int, Tensors]] = {}
+    for value, weights in own.values.items():
+        key = (value.piece, value.replica)
+        if value.kind == ValueKind.WEIGHTS and key in own.runners and value.number >= newest.get(key, (-2, {}))[0]:
+            newest[key] = (value.number, weights)
     return {
-        home: {n: w.detach() for n, w in weights.items()} | own.runners[home].frozen
-        for home, (_, weights) in found.items()
+        key: {n: w.detach() for n, w in weights.items()} | own.runners[key].frozen
+        for key, (_, weights) in newest.items()
     }

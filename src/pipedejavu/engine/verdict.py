@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from pipedejavu.engine.audit import Replay
-from pipedejavu.engine.handlers import homes_of
+from pipedejavu.engine.handlers import pieces_of
 from pipedejavu.engine.job import Applied, Batches, Job
 from pipedejavu.engine.log_check import check_log, check_replayable
 from pipedejavu.engine.threads import Outcome
@@ -162,7 +162,7 @@ class _Judge:
         return found
 
     def _worker(self, home: Home) -> int:
-        return next(w for w in range(len(self.program.workers)) if home in homes_of(self.program, w))
+        return next(w for w in range(len(self.program.workers)) if home in pieces_of(self.program, w))
 
 
 def _plain(number: float) -> float | None:

@@ -14,8 +14,9 @@ from pipedejavu.analysis import Graph
 from pipedejavu.engine.device import CPU
 from pipedejavu.engine.handlers import Handlers
 from pipedejavu.engine.lane import Lane, Mark, Origin, make_lane
-from pipedejavu.engine.round_end import drain, meet
+from pipedejavu.engine.round_end import add_unpulled_waves, send_first_weights
 from pipedejavu.facts import Span
+from pipedejavu.program import ActionKind
 
 JOIN_S = 0.1
 """How often a worker that waits for its lanes looks whether one has failed; the others may wait for peers for ever."""
@@ -74,7 +75,7 @@ class WorkerLoop:
             for name in self.positions
             if name != "compute" and name not in self.heads
         ]
-        self._guarded(lambda _: self._between(meet), "compute")
+        self._guarded(lambda _: self._between(send_first_weights), "compute")
         origin = Origin.now(self.handlers.device)
         for thread in others:
             thread.start()
@@ -99,7 +100,7 @@ class WorkerLoop:
         for mark in self.marks.values():
             mark.wait()
         self.handlers.notice("compute", "")
-        self._between(drain)
+        self._between(add_unpulled_waves)
         self.handlers.finish()
 
     def _between(self, tell: Callable[[Handlers], None]) -> None:
@@ -139,7 +140,8 @@ class WorkerLoop:
         lane, left, limit = self.lanes[name], list(self.positions[name]), self.own.live_limit
         while left and self.failure is None:
             for position in left:
-                is_held_back = self.own.actions[position].kind == "F" and limit and self.handlers.live >= limit
+                is_forward = self.own.actions[position].kind == ActionKind.FORWARD
+                is_held_back = is_forward and limit and self.handlers.live >= limit
                 if not is_held_back and self._is_free(position):
                     left.remove(position)
                     self._do(lane, position)

@@ -21,6 +21,7 @@ from pipedejavu.hybrid import HybridAdamW
 from pipedejavu.hybrid.placement import Place
 from pipedejavu.hybrid.unit_state import size_of
 from pipedejavu.plan.axis import Rest
+from pipedejavu.program import ActionKind
 
 LANES = ("compute", "copy-out", "host", "copy-in")
 """Those that do the work; threads that only hand it on are left out."""
@@ -126,7 +127,7 @@ class HybridRun(Record):
         spans = _one_at_a_time(_on_one_clock(sorted(self._parsed(), key=lambda span: span[3]), once))
         forwards: dict[int, list[float]] = defaultdict(list)
         for _, kind, unit, start, _ in spans:
-            if kind == "F":
+            if kind == ActionKind.FORWARD:
                 forwards[unit].append(start)
         found: list[LaneWork] = []
         last: dict[tuple[str, int], int] = {}
@@ -161,7 +162,7 @@ class HybridRun(Record):
     @cached_property
     def num_steps(self) -> int:
         """Steps that were recorded; raises InputError for fewer than two, or where the last one's updates miss."""
-        count = sum(work.kind == "F" and work.unit == 0 for work in self.work)
+        count = sum(work.kind == ActionKind.FORWARD and work.unit == 0 for work in self.work)
         if count < LEAST_STEPS:
             raise InputError(f"{count} steps were recorded, and a step's length needs {LEAST_STEPS}; record more")
         held = {n for n, unit in enumerate(self.units) if unit.place in ("host", "lean")}
@@ -176,12 +177,12 @@ class HybridRun(Record):
     @property
     def begin_s(self) -> float:
         """When the first forward of the first step began."""
-        return min(work.start_s for work in self.work if work.kind == "F" and work.unit == 0)
+        return min(work.start_s for work in self.work if work.kind == ActionKind.FORWARD and work.unit == 0)
 
     @property
     def step_s(self) -> float:
         """The median time from one step's first forward to the next one's."""
-        begins = sorted(work.start_s for work in self.work if work.kind == "F" and work.unit == 0)
+        begins = sorted(work.start_s for work in self.work if work.kind == ActionKind.FORWARD and work.unit == 0)
         lengths = [b - a for a, b in pairwise(begins)]
         return median(lengths)
 

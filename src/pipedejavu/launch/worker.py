@@ -28,7 +28,7 @@ from pipedejavu.health.watchdog import HangWatchdog, HeartbeatPage
 from pipedejavu.launch.loopback_store import connect_store
 from pipedejavu.planner.replan import PlanSwitch, Replanner, find_switch
 from pipedejavu.planner.worker_host import num_threads
-from pipedejavu.program import Program
+from pipedejavu.program import ActionKind, Program
 from pipedejavu.program.share import cut_evenly
 from pipedejavu.run.live_view import WorkerPanel
 from pipedejavu.run.logbook import open_logbooks
@@ -367,7 +367,8 @@ class Rank:
         size = plan.pipeline_size
         pipelines = [range(c * size, (c + 1) * size) for c in range(plan.place.replicas)]
         pipelines += [range(w, w + 1) for w in range(len(pipelines) * size, plan.num_workers - plan.place.servers)]
-        busy = [s.end_s for s in spans if s.lane == "compute" and s.action[0] in "FB"]
+        passes = (ActionKind.FORWARD, ActionKind.BACKWARD)
+        busy = [s.end_s for s in spans if s.lane == "compute" and s.action.startswith(passes)]
         ends = [max(busy, default=0.0) if self.rank in pipeline else 0.0 for pipeline in pipelines]
         times = torch.tensor(ends, dtype=torch.float64)
         dist.all_reduce(times, dist.ReduceOp.MAX)

@@ -9,7 +9,7 @@ from pipedejavu.facts import FaultsError, InputError, format_bytes, format_secon
 from pipedejavu.plan import Plan
 from pipedejavu.program import Program
 from pipedejavu.program import compile as compile_plan
-from pipedejavu.program.action import COMPUTE_KINDS
+from pipedejavu.program.action import COMPUTE_KINDS, OUTPUT_KINDS
 from pipedejavu.search.candidate_plan import PlanningProblem
 from pipedejavu.search.plan_writer import overlapped, why_not_run
 from pipedejavu.search.search_options import SearchOptions
@@ -132,7 +132,7 @@ def _pace(prediction: Prediction) -> float | None:
     for index, worker in enumerate(program.workers):
         piece = min(program.pieces_on[index])
         spans = zip(prediction.graph.of_action[index], worker.actions, strict=True)
-        ends = [prediction.end[op] for op, a in spans if a.kind in "BI" and a.piece == piece]
+        ends = [prediction.end[op] for op, a in spans if a.kind in OUTPUT_KINDS and a.piece == piece]
         paces += [(ends[at] - ends[at - depth]) / depth for at in (last - 2, last - 1, last)]
     return max(paces) if max(paces) - min(paces) <= EVEN * max(paces) else None
 

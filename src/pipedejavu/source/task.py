@@ -9,7 +9,7 @@ import torch
 from pipedejavu.engine import AdamW, Batches, Byzantine, Job, Optimizer, Sgd
 from pipedejavu.facts import InputError
 from pipedejavu.profile import ModelCut, cut_model
-from pipedejavu.program import Program
+from pipedejavu.program import ActionKind, Program, ValueKind
 from pipedejavu.run.options import TrainOptions
 from pipedejavu.source.model_source import open_task
 from pipedejavu.source.precision import check_parameters
@@ -144,10 +144,14 @@ def num_kept(program: Program, worker: int) -> int:
     Its first piece reads inputs, its last one targets, and both again where they recompute.
     """
     own = program.workers[worker]
-    if own.picks_ready or any(a.kind == "FETCH" and a.what == "b" for a in own.actions):  # in no order that is known
+    if own.picks_ready or any(
+        a.kind == ActionKind.FETCH and a.what == ValueKind.BATCH for a in own.actions
+    ):  # in no order that is known
         return MOST_KEPT
     ends = {piece for piece in range(len(program.pieces)) if not program.inputs[piece] or not program.outputs[piece]}
-    reads = [a.microbatch for a in own.actions if a.kind in ("F", "R") and a.piece in ends]
+    reads = [
+        a.microbatch for a in own.actions if a.kind in (ActionKind.FORWARD, ActionKind.RECOMPUTE) and a.piece in ends
+    ]
     last, most = dict[int, int](), 1
     for position, microbatch in enumerate(reads):
         if microbatch in last:
