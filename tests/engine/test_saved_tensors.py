@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from tests.engine.test_recompute_span import assert_same_bits, noisy, trained
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -24,6 +23,7 @@ from pipedejavu.engine.recompute_span import (
     with_loss,
 )
 from pipedejavu.plan import Keep
+from tests.engine.test_recompute_span import assert_same_bits, noisy, trained
 
 CPU = torch.device("cpu")
 PRESETS = [("gpipe", 2), ("1f1b", 2), ("zb-h1", 2), ("interleaved", 2), ("chimera", 2), ("gpipe", 1)]

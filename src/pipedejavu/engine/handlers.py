@@ -1,7 +1,7 @@
-"""What each kind of action does to the values of a worker: one handler each.
+"""Handlers: one method per kind of action, which reads and writes the values of one worker.
 
-Values are held under the names of the program's table: activations and gradients as tensors, what a forward
-saved as `Saved`, weights and weight gradients as tensors by parameter name.
+`values` holds activations and gradients as tensors, saved tensors as `Saved`, and weights and weight gradients as
+tensors by parameter name.
 """
 
 import math
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from pipedejavu.engine.applier import Applier, as_leaves
-from pipedejavu.engine.device import CPU, device_of, hold, moved
+from pipedejavu.engine.device import CPU, device_of, moved, record_stream
 from pipedejavu.engine.global_norm import GlobalNorm
 from pipedejavu.engine.gradient_check import GradientCheck
 from pipedejavu.engine.job import Batches, Job, Log, Read
@@ -44,10 +44,10 @@ _PER_PARAMETER = frozenset((ValueKind.WEIGHTS, ValueKind.WEIGHT_GRADIENT, ValueK
 """Kinds of values that are held as tensors by parameter name."""
 
 Runners = dict[tuple[int, int], PieceRunner]
-"""By (piece, replica)."""
+"""Piece runners by (piece, replica)."""
 
 Notice = Callable[[str, str], None]
-"""Is told of a lane and the action that it begins; no action where it has ended."""
+"""Called with a lane and the action that it begins, or '' when the action ends."""
 
 
 def pieces_of(program: Program, index: int) -> list[tuple[int, int]]:
@@ -57,7 +57,7 @@ def pieces_of(program: Program, index: int) -> list[tuple[int, int]]:
 
 
 class Handlers:
-    """The values of one worker, and the handlers that work on them."""
+    """The values of one worker and the handlers of its actions."""
 
     def __init__(self, program: Program, index: int, runners: Runners, job: Job, batches: Batches, wire: Wire):
         self.program, self.index, self.runners, self.job = program, index, runners, job
@@ -70,13 +70,13 @@ class Handlers:
         self.norm = GlobalNorm(program, index, runners, job, batches, self.values, self.log, self.check)
         table = Table(program)
         self.effects = {a: table(a, index)[:2] for a in program.workers[index].actions}
-        """What each action reads and writes."""
+        """The values that each action reads and writes."""
         self.reads = Counter(value for a in program.workers[index].actions for value in self.effects[a][0])
         self.readers = self.reads.copy()
         self.lock = threading.Lock()
         self.first_microbatch = self.first_version = 0
         self._unread_losses: dict[int, Tensor] = {}
-        """Of microbatches whose forward was issued to a GPU, which nobody should wait for."""
+        """Losses of microbatches on a GPU, read at the end of the round so that no lane waits for the device."""
         self._handlers: dict[ActionKind, Callable[[Action], None]] = {
             ActionKind.FORWARD: self.forward,
             ActionKind.RECOMPUTE: self.recompute,
@@ -94,7 +94,7 @@ class Handlers:
         }
 
     def begin(self, update: int) -> None:
-        """Prepares to run the program from an update on: the newest weights become version 0, numbers go on."""
+        """Prepares a round that starts at an update: the newest weights become version 0."""
         plan = self.program.plan
         self.first_microbatch = update * self.program.update_size
         self.first_version = self.applier.first_version = update
@@ -112,11 +112,11 @@ class Handlers:
         self.norm.begin()
 
     def do(self, a: Action) -> None:
-        """Does one action, and frees what nobody will read again."""
+        """Runs one action and frees the values that no later action reads."""
         reads, writes = self.effects[a]
         if self.device.type == "cuda":
             held = tuple(memory_of(self.values.get(value)) for value in reads)
-            hold(held, torch.cuda.current_stream(self.device))
+            record_stream(held, torch.cuda.current_stream(self.device))
         self._handlers[a.kind](a)
         weights = [value for value in writes if value.kind == ValueKind.WEIGHTS]
         with self.lock:
@@ -127,24 +127,24 @@ class Handlers:
             freed = [self.values.pop(value, None) for value in ends if self._is_spent(value)]
             for value in weights:
                 self._count_versions(value.piece, value.replica)
-        del freed  # which takes a while, so not under the lock
+        del freed  # slow, so outside of the lock
 
     def _is_spent(self, value: Value) -> bool:
-        """Whether a value that nobody will read again can go."""
+        """Whether a value that no later action reads can be freed: held weights only once a newer version exists."""
         if value.kind != ValueKind.WEIGHTS:
             return True
         is_held = (value.piece, value.replica) in self.runners
         return not is_held or value.at(value.number + 1) in self.values
 
     def _count_versions(self, piece: int, replica: int) -> None:
-        """Notes how many versions of its own weights the worker has; those of others only pass through."""
+        """Records the peak number of versions of the weights that the worker holds; received weights do not count."""
         if (piece, replica) in self.program.held(self.index):
             first = Value.weights(piece, replica, 0)
             held = sum(value.at(0) == first for value in list(self.values))
             self.log.peak_versions = max(self.log.peak_versions, held)
 
     def forward(self, a: Action) -> None:
-        """Runs a piece forward and keeps what its backward needs."""
+        """Runs the forward of a piece and keeps the tensors that its backward needs."""
         wave = next((v.number for v in self.effects[a][0] if v.kind == ValueKind.CONSENSUS), -1)
         if wave >= 0:
             self.applier.pull((a.piece, a.replica), a.version, wave)
@@ -162,7 +162,7 @@ class Handlers:
             self.values[Value.saved(a.piece, a.microbatch)] = saved
 
     def recompute(self, a: Action) -> None:
-        """Runs a piece, or those of its units that kept nothing, again with the first time's weights and randomness."""
+        """Recomputes a piece, or its recomputed units, with the weights and random numbers of the forward."""
         key = Value.saved(a.piece, a.microbatch)
         if not self.program.keeps_saved(a.piece):
             self.values[key] = self._run_piece(a, keeps_buffers=True)[1]
@@ -204,20 +204,21 @@ class Handlers:
         return moved(self.batches.inputs(self.first_microbatch + microbatch), self.device)
 
     def _note_loss(self, number: int, loss: Tensor) -> None:
-        """Notes the loss of a microbatch: now, or at the end of the round where that would wait for a GPU."""
+        """Records the loss of a microbatch: now on a CPU, at the end of the round on a GPU."""
         if loss.is_cuda:
             self._unread_losses[number] = loss.detach()
             return
-        found = loss.item()
-        self.log.note_loss(number, found)
-        if not math.isfinite(found) and self.job.on_nan == "stop":
+        loss_value = loss.item()
+        self.log.note_loss(number, loss_value)
+        if not math.isfinite(loss_value) and self.job.on_nan == "stop":
             step = number // self.program.update_size + 1
             raise InputError(
-                f"the loss is {found} in step {step}, microbatch {number}, on worker {self.index}; {self.check.remedy}"
+                f"the loss is {loss_value} in step {step}, microbatch {number}, on worker {self.index};"
+                f" {self.check.remedy}"
             )
 
     def finish(self) -> None:
-        """Lets all that was sent leave, and reads what a GPU was not to be waited for while the program ran."""
+        """Ends a round: completes all sends, then reads losses and gradient checks from the device."""
         self.wire.flush()
         self._read_losses()
         self.check.read()
@@ -228,7 +229,7 @@ class Handlers:
             self._note_loss(number, loss.cpu())
 
     def backward(self, a: Action) -> None:
-        """Runs a piece backward: hands a gradient on and adds to the piece's own."""
+        """Runs the backward of a piece: writes its input gradient and adds to its weight gradient."""
         saved, gradients = self._needed(a)
         total = self._of_update(a)
         passed, self.values[total] = backward(saved, gradients, self.values.get(total))
@@ -236,11 +237,11 @@ class Handlers:
         self._end_microbatch(a)
 
     def backward_input(self, a: Action) -> None:
-        """Makes the gradient that the piece hands on."""
+        """Computes the gradient of the piece's input."""
         self._pass_on(a, backward_input(*self._needed(a)))
 
     def backward_weights(self, a: Action) -> None:
-        """Adds to the gradient of the piece's weights."""
+        """Adds to the weight gradient of the piece."""
         saved, gradients = self._needed(a)
         total = self._of_update(a)
         self.values[total] = backward_weights(saved, gradients, self.values.get(total))
@@ -250,7 +251,7 @@ class Handlers:
         return self.runners[a.piece, a.replica]
 
     def _needed(self, a: Action) -> tuple[Saved, tuple[Tensor, ...]]:
-        """Returns what a backward works on."""
+        """Returns the saved tensors and output gradients that a backward reads."""
         saved: Saved = self.values[Value.saved(a.piece, a.microbatch)]
         after = self.program.outputs[a.piece]
         if not after:
@@ -258,7 +259,7 @@ class Handlers:
         return saved, self.values[Value.gradient(after[0], a.microbatch)]
 
     def _of_update(self, a: Action) -> Value:
-        """Names the sum of gradients that a backward adds to."""
+        """Returns the weight gradient that a backward adds to."""
         return Value.weight_gradient(a.piece, a.replica, a.microbatch // self.program.update_size)
 
     def _pass_on(self, a: Action, gradients: tuple[Tensor, ...]) -> None:
@@ -270,17 +271,17 @@ class Handlers:
             self.live -= 1
 
     def send(self, a: Action) -> None:
-        """Hands a value to another worker."""
-        value = self._handed_over(a) if a.what == ValueKind.WEIGHT_GRADIENT else self.values[value_of(a)]
+        """Sends a value to another worker."""
+        value = self._sent_gradients(a) if a.what == ValueKind.WEIGHT_GRADIENT else self.values[value_of(a)]
         tensors = tuple(value.values()) if isinstance(value, dict) else tensors_of(value)
         self.wire.send(tensors, a.peer, self._key(a))
 
     def expect(self, a: Action) -> None:
-        """Lets the wire know what is received behind the next value."""
+        """Tells the wire what is received after the next value."""
         self.wire.expect(a.peer, self._key(a))
 
     def receive(self, a: Action) -> None:
-        """Takes a value from another worker."""
+        """Receives a value from another worker."""
         tensors = self.wire.receive(a.peer, self._key(a))
         if a.what in _PER_PARAMETER:
             names = next(runner.initial for (piece, _), runner in self.runners.items() if piece == a.piece)
@@ -298,14 +299,16 @@ class Handlers:
         """Sums a value over a group, in place; weights are averaged."""
         group = a.group
         if a.what == ValueKind.NORM:
-            if self.program.plan.reduce.clip == "global":  # no forward is under way, so that nothing waits for a GPU
+            if self.program.plan.reduce.clip == "global":  # no forward is in flight, so reading does not wait
                 self._read_losses()
             step = self.first_version + a.version + 1
-            self.values[value_of(a)] = self.norm.find(a.version, step, lambda own: self.wire.add_up(own, group))
+            self.values[value_of(a)] = self.norm.find(a.version, step, lambda part: self.wire.add_up(part, group))
         elif self.program.groups[group].role is GroupRole.TIE:
             self._reduce_tied(a)
         else:
-            value: Tensors = self._handed_over(a) if a.what == ValueKind.WEIGHT_GRADIENT else self.values[value_of(a)]
+            value: Tensors = (
+                self._sent_gradients(a) if a.what == ValueKind.WEIGHT_GRADIENT else self.values[value_of(a)]
+            )
             tensors = [tensor.detach() for tensor in value.values()]
             sums = dict(zip(value, unflatten(self.wire.add_up(flatten(tensors), group), tensors), strict=True))
             if a.what == ValueKind.WEIGHTS:  # replicas that update separately average; an update divides gradients
@@ -313,8 +316,8 @@ class Handlers:
                 sums = as_leaves({name: total.div_(count) for name, total in sums.items()})
             self.values[value_of(a)] = sums
 
-    def _handed_over(self, a: Action) -> Tensors:
-        """Returns the gradients of a piece as its worker hands them over, which may be faulty on purpose."""
+    def _sent_gradients(self, a: Action) -> Tensors:
+        """Returns the gradients of a piece as its worker sends them: faulty if the job injects a fault."""
         value: Tensors = self.values[value_of(a)]
         fault = self.job.byzantine
         if fault is None or not fault.is_faulty(a.replica, self.program.num_replicas):
@@ -323,7 +326,7 @@ class Handlers:
         return {name: fault.spoilt(gradient, *origin, n) for n, (name, gradient) in enumerate(value.items())}
 
     def _reduce_tied(self, a: Action) -> None:
-        """Sums the gradients of parameters that several pieces share, and gives each the sum."""
+        """Sums the gradients of tied parameters over the pieces that share them."""
         tie = self.program.groups[a.group].number
         tied = [
             (self.values[Value.weight_gradient(piece, replica, a.version)], name)
@@ -338,11 +341,11 @@ class Handlers:
             gradients[name] = total.clone()
 
     def drop(self, a: Action) -> None:
-        """Frees a value, unless that has happened behind its last reader."""
+        """Frees a value, unless it was freed after its last reader."""
         self.values.pop(value_of(a), None)
 
     def offload(self, a: Action) -> None:
-        """Moves a value to the host's memory."""
+        """Moves a value to host memory."""
         if a.what == ValueKind.OPTIMIZER_STATE:
             del self.values[value_of(a)]
             self.applier.move_state((a.piece, a.replica), CPU)
@@ -350,7 +353,7 @@ class Handlers:
             self.values[value_of(a, HOST)] = _taken(a, self.values.pop(value_of(a)), CPU)
 
     def fetch(self, a: Action) -> None:
-        """Brings a value to the device; weights that rest in the host's memory stay there too."""
+        """Copies a value to the device; weights that rest in host memory also stay there."""
         key = value_of(a, HOST)
         if a.what == ValueKind.BATCH:
             self.values[value_of(a)] = self._inputs(a.microbatch)
@@ -364,5 +367,5 @@ class Handlers:
 
 
 def _taken(a: Action, value: Any, device: torch.device) -> Any:
-    """Returns what an action moves, on a device."""
+    """Returns the value of a FETCH or OFFLOAD, moved to a device."""
     return carried(value, device) if a.what == ValueKind.SAVED else moved(value, device)

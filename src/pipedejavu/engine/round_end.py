@@ -24,49 +24,49 @@ class _Need(NamedTuple):
     piece: PieceReplica
 
 
-def send_first_weights(own: Handlers) -> None:
+def send_first_weights(handlers: Handlers) -> None:
     """Before a round of EASGD, sends each worker's first weights to the workers that read but do not hold them."""
-    if not own.first_version or own.program.plan.reduce.combiner != "elastic":
+    if not handlers.first_version or handlers.program.plan.reduce.combiner != "elastic":
         return
-    received = _exchange(own, _first_reads(own.program), lambda key: own.values[Value.weights(*key, 0)])
+    received = _exchange(handlers, _first_reads(handlers.program), lambda key: handlers.values[Value.weights(*key, 0)])
     for key, weights in received.items():
-        own.values[Value.weights(*key, 0)] = as_leaves(weights)
+        handlers.values[Value.weights(*key, 0)] = as_leaves(weights)
 
 
-def add_unpulled_waves(own: Handlers) -> None:
+def add_unpulled_waves(handlers: Handlers) -> None:
     """After a round of HetPipe, adds the waves of other replicas that a replica has not pulled to its weights."""
-    plan, program = own.program.plan, own.program
+    plan, program = handlers.program.plan, handlers.program
     if plan.reduce.gate != "bound":
         return
-    pushed = own.applier.pushed
-    received = _exchange(own, _others(program), lambda key: _total(pushed[key].values()))
+    pushed = handlers.applier.pushed
+    received = _exchange(handlers, _others(program), lambda key: _total(pushed[key].values()))
     for key in sorted(pushed):
         piece, replica = key
         others = [received[p, other] for p, other in sorted(received) if p == piece and other != replica]
         newest = Value.weights(*key, plan.steps)
-        weights: Tensors = own.values[newest]
+        weights: Tensors = handlers.values[newest]
         moved = {name: w.detach() + sum((t[name] for t in others), torch.zeros_like(w)) for name, w in weights.items()}
-        own.values[newest] = as_leaves(moved)
+        handlers.values[newest] = as_leaves(moved)
         for wave in pushed[key]:
-            version = own.first_version + plan.steps
-            own.log.events.append(Read(*key, -1, version, own.applier.first_wave + wave))
+            version = handlers.first_version + plan.steps
+            handlers.log.events.append(Read(*key, -1, version, handlers.applier.first_wave + wave))
     pushed.clear()
 
 
 def _exchange(
-    own: Handlers, needs: Iterable[_Need], give: Callable[[PieceReplica], Tensors]
+    handlers: Handlers, needs: Iterable[_Need], give: Callable[[PieceReplica], Tensors]
 ) -> dict[PieceReplica, Tensors]:
     """Sends and receives what workers need of each other, in the same order on all; returns what this worker reads."""
     received: dict[PieceReplica, Tensors] = {}
     for reader, holder, piece in sorted(set(needs)):
         key = ("between rounds", piece[0])
-        if holder == own.index and reader == own.index:
+        if holder == handlers.index and reader == handlers.index:
             received[piece] = give(piece)
-        elif holder == own.index:
-            own.wire.send(tuple(tensor.detach() for tensor in give(piece).values()), reader, key)
-        elif reader == own.index:
-            names = next(runner.initial for (p, _), runner in own.runners.items() if p == piece[0])
-            received[piece] = dict(zip(names, own.wire.receive(holder, key), strict=True))
+        elif holder == handlers.index:
+            handlers.wire.send(tuple(tensor.detach() for tensor in give(piece).values()), reader, key)
+        elif reader == handlers.index:
+            names = next(runner.initial for (p, _), runner in handlers.runners.items() if p == piece[0])
+            received[piece] = dict(zip(names, handlers.wire.receive(holder, key), strict=True))
     return received
 
 
