@@ -29,8 +29,8 @@ from pipedejavu.engine.handlers import Handlers
 from pipedejavu.engine.rank_process import run_rank
 from pipedejavu.facts import Cost, Device, Host, Link, Machine, Profile, Unit, UnitTime
 from pipedejavu.plan import Plan, preset
-from pipedejavu.program import Program, compile
-from pipedejavu.program.value import value_of
+from pipedejavu.program import ActionKind, Program, ValueKind, compile
+from pipedejavu.program.action import value_of
 
 BLOCKS, MICROBATCHES, LR, WARM_UP = 8, 8, 0.01, 3
 
@@ -196,13 +196,13 @@ def least_traffic(own: Program, size: Size) -> tuple[float, float]:
     width, samples = size
     messages = size_bytes = 0.0
     for index, worker in enumerate(own.workers):
-        sent = {(value_of(a), a.peer) for a in worker.actions if a.kind == "SEND"}
-        assert all(value[0] in "xg" for value, _ in sent), index
+        sent = {(value_of(a), a.peer) for a in worker.actions if a.kind == ActionKind.SEND}
+        assert all(value.kind in (ValueKind.ACTIVATION, ValueKind.GRADIENT) for value, _ in sent), index
         messages += len(sent)
         size_bytes += len(sent) * 4 * samples * width
         for a in worker.actions:
-            if a.kind == "REDUCE":
-                members = len(own.groups[a.via[1:]].workers)
+            if a.kind == ActionKind.REDUCE:
+                members = len(own.groups[a.group].workers)
                 messages += 2 * (members - 1)
                 size_bytes += len(own.pieces[a.piece].units) * block_bytes(width) * 2 * (members - 1) / members
     return messages, size_bytes

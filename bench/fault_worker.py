@@ -19,7 +19,7 @@ from pipedejavu.engine.applier import Applier
 from pipedejavu.engine.handlers import Handlers
 from pipedejavu.engine.wire import ProcessWire
 from pipedejavu.launch import launch, worker
-from pipedejavu.program import Action
+from pipedejavu.program import Action, Value
 from pipedejavu.source.task import SampleOrder
 from pipedejavu.store import CheckpointDir, Saver
 
@@ -56,7 +56,7 @@ BEFORE: dict[str, Callable[[], Any]] = {
 def _spoil_gradient(number: float) -> Callable[..., Any]:
     def spoil(result: Any, handlers: Handlers, action: Action) -> Any:
         update = action.microbatch // handlers.program.update_size
-        gradients = handlers.values["d", action.piece, action.replica, update, ""]
+        gradients = handlers.values[Value.weight_gradient(action.piece, action.replica, update)]
         next(iter(gradients.values())).view(-1)[0] = number
         return result
 
@@ -65,7 +65,7 @@ def _spoil_gradient(number: float) -> Callable[..., Any]:
 
 def _flip_weight(result: Any, applier: Applier, action: Action) -> Any:
     """Flips the highest bit of the exponent of one weight, as a fault of the memory would."""
-    weights = applier.values["w", action.piece, action.replica, action.version, ""]
+    weights = applier.values[Value.weights(action.piece, action.replica, action.version)]
     bits = next(iter(weights.values())).data.view(-1)[:1].view(torch.int32)
     bits ^= 1 << 29
     return result

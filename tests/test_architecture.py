@@ -202,13 +202,56 @@ def file_faults(modules: dict[str, Module], package: Path) -> list[str]:
     return faults
 
 
+KIND_LETTERS = frozenset("FBIWR" + "xgswdonbpcet")
+"""The printed forms of actions and values that have one letter."""
+
+
+def letter_faults(modules: dict[str, Module]) -> list[str]:
+    """Finds comparisons with the letter of an action or value, which only room 'program' reads and prints."""
+    return [
+        f"{module.path}:{line} compares a kind with '{letters}'; use ActionKind or ValueKind"
+        for module in modules.values()
+        if module.room != "program"
+        for line, letters in _letter_comparisons(module.tree)
+    ]
+
+
+def _letter_comparisons(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Compare):
+            sides = [node.left, *node.comparators]
+            is_in = isinstance(node.ops[0], ast.In | ast.NotIn)
+            if any(map(_is_kind, sides)):
+                yield from ((node.lineno, letters) for side in sides for letters in _letters(side, is_in=is_in))
+        elif isinstance(node, ast.Match) and _is_kind(node.subject):
+            values = [part.value for case in node.cases for part in ast.walk(case) if isinstance(part, ast.MatchValue)]
+            yield from ((value.lineno, letters) for value in values for letters in _letters(value))
+
+
+def _is_kind(node: ast.expr) -> bool:
+    """Whether an expression reads the kind of an action or value: `a.kind`, `what`, `value[0]`."""
+    if isinstance(node, ast.Subscript):
+        return isinstance(node.slice, ast.Constant) and node.slice.value == 0
+    name = node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
+    return name in ("kind", "what")
+
+
+def _letters(node: ast.expr, *, is_in: bool = False) -> list[str]:
+    """Returns the letters of kinds in an expression: one as a string, several in a string after `in`, or a list."""
+    if isinstance(node, ast.Tuple | ast.List | ast.Set):
+        return [letters for element in node.elts for letters in _letters(element)]
+    if isinstance(node, ast.Constant) and isinstance(node.value, str) and (is_in or len(node.value) == 1):
+        return [node.value] if set(node.value) <= KIND_LETTERS else []
+    return []
+
+
 def _words(name: str) -> list[str]:
     return [word.lower() for word in re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z0-9]+", name)]
 
 
 def all_faults(package: Path) -> list[str]:
     modules = read_modules(package)
-    checks = (room_faults, order_faults, torch_faults, cycle_faults, command_line_faults)
+    checks = (room_faults, order_faults, torch_faults, cycle_faults, command_line_faults, letter_faults)
     return [fault for check in checks for fault in check(modules)] + file_faults(modules, package)
 
 
@@ -353,6 +396,33 @@ def test_the_command_line_elsewhere_is_found(tmp_path: Path) -> None:
     assert faults_of(tmp_path, plan__more="def f():\n    import typer") == [
         "plan/more.py imports typer, which only room 'cli' may; return values or raise InputError instead"
     ]
+
+
+@pytest.mark.parametrize(
+    ("text", "letters"),
+    [
+        ("x = a.kind == 'F'", "F"),
+        ("x = [v for v in y if v[0] != 'w']", "w"),
+        ("x = what in 'wo'", "wo"),
+        ("x = a.kind not in ('SEND', 'W')", "W"),
+        ("match a.what:\n    case 'SEND' | 'd':\n        x = 1", "d"),
+    ],
+)
+def test_the_letter_of_a_kind_is_found(text: str, letters: str, tmp_path: Path) -> None:
+    (fault,) = faults_of(tmp_path, engine__more=text)
+    assert fault.startswith("engine/more.py:")
+    assert fault.endswith(f" compares a kind with '{letters}'; use ActionKind or ValueKind")
+
+
+@pytest.mark.parametrize(
+    "text", ["x = a.kind == ActionKind.FORWARD", "x = row.unit == 's'", "x = feed.kind == 'own'", "x = {'F': 1}"]
+)
+def test_other_comparisons_are_no_fault(text: str, tmp_path: Path) -> None:
+    assert faults_of(tmp_path, engine__more=text) == []
+
+
+def test_letters_are_compared_inside_of_program(tmp_path: Path) -> None:
+    assert faults_of(tmp_path, program____init__="", program__more="x = a.kind == 'F'") == []
 
 
 @pytest.mark.parametrize("path", ["tools__x", "stray"])

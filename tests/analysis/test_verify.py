@@ -154,7 +154,7 @@ def test_a_version_dropped_before_its_reader(build):
 def test_a_version_that_is_never_dropped(build):
     program = build("pipedream", workers=2, microbatches=4)
     assert faults(edited(program, "DROP:w0@1")) == (
-        "worker 0 still holds w0@1 at the end; drop it behind its last reader",
+        "worker 0 still holds w0@1 at the end; drop it after its last reader",
     )
 
 
@@ -163,7 +163,7 @@ def test_fetched_weights_that_are_never_dropped(build):
     sequence = [*program.workers[0].actions]
     del sequence[max(n for n, a in enumerate(sequence) if a.kind == "DROP")]
     assert faults(program.with_actions([tuple(sequence)])) == (
-        "worker 0 still holds w0@0 at the end; drop it behind its last reader",
+        "worker 0 still holds w0@0 at the end; drop it after its last reader",
     )
 
 
@@ -188,7 +188,7 @@ def test_the_last_reply_of_a_server_that_is_never_taken(build):
     program = build("parameter-server", workers=1, microbatches=2)
     program = edited(edited(program, "RECV:w0@2<1"), "SEND:w0@2>0")
     assert faults(program) == (
-        "worker 0 still holds w0@1 at the end; drop it behind its last reader",
+        "worker 0 still holds w0@1 at the end; drop it after its last reader",
         "worker 0 does not hold w0@2 at the end",
     )
 

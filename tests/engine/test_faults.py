@@ -206,7 +206,7 @@ def test_an_interrupt_before_all_workers_have_begun_leaves_nobody_waiting(make):
     def do(call):
         raise KeyboardInterrupt
 
-    threads.hands[1] = SimpleNamespace(do=do)
+    threads.threads[1] = SimpleNamespace(do=do)
     with pytest.raises(KeyboardInterrupt):
         threads.run()
     left = [thread for thread in threading.enumerate() if thread not in before]

@@ -616,8 +616,8 @@ def test_what_is_there_while_a_piece_runs_depends_on_what_will_run_again(model, 
     plan = preset("gpipe").at(workers=1, microbatches=2).replace(order=Order(kind="gpipe", **order))
     sizes = Sizes(compile_plan(plan, profile, computer(1)))
     assert (sizes.kept, sizes.saved) == ([kept], [200.0])
-    assert sizes.passing(Action("F", 0, 0, 0, 0), is_first=False) == in_forward
-    assert sizes.passing(Action("R", 0, 0, 0, 0), is_first=False) == 17.0
+    assert sizes.workspace(Action("F", 0, 0, 0, 0), is_first=False) == in_forward
+    assert sizes.workspace(Action("R", 0, 0, 0, 0), is_first=False) == 17.0
 
 
 def test_recompute_waits_for_the_gradient_unless_it_is_early(build):
@@ -690,7 +690,7 @@ MANY = 10**12
             {"feed": {"microbatches": MANY}},
             r"would have 4,000,000,000,000 forwards and backwards \(1,000",
         ),
-        ("pipedream", {"steps": MANY}, "1 microbatches an update, 1,000,000,000,000 updates, 2 pieces"),
+        ("pipedream", {"steps": MANY}, "1 microbatches per update, 1,000,000,000,000 updates, 2 pieces"),
         (
             "parameter-server",
             {"place": {"servers": MANY}},

@@ -74,13 +74,13 @@ def test_devices_are_named_team_by_team(model, computer):
     assert program.devices == ("gpu5", "gpu0", "gpu4", "gpu2")
     assert [program.machine.device(name).kind for name in program.devices] == ["gpu", "2xgpu"] * 2
     few = place.replace(devices=("gpu0", "gpu1"))
-    with pytest.raises(InputError, match="names 2 devices for 6 members of its teams; name one for each"):
+    with pytest.raises(InputError, match="names 2 devices for 6 members of its tensor-parallel groups; name one"):
         compile_plan(plan.replace(place=few), model(2), computer(6))
 
 
 def test_devices_that_are_not_alike_are_no_team(model, computer):
     plan = pipeline(Place(workers=2, stage_shards=(2, 1)))
-    with pytest.raises(InputError, match=r"a team of 'gpu0', 'gpu1', which are not GPUs of one kind on one host"):
+    with pytest.raises(InputError, match=r"group of 'gpu0', 'gpu1', which are not GPUs of one kind on one host"):
         compile_plan(plan, model(2, kinds={"a": 1.0, "b": 2.0}), computer(["a", "b", "a"]))
     with pytest.raises(InputError, match="needs 5 devices to train on"):
         compile_plan(plan.replace(place=Place(workers=2, stage_shards=(4, 1))), model(2), computer(3))

@@ -45,7 +45,7 @@ def test_a_server_that_scores_needs_room_for_a_stepped_copy_of_the_weights() -> 
     )
     program = compile_plan(plan, profile.replace(units=units), machine)
     scores = [a for a in program.workers[3].actions if a.kind == "EVAL"]
-    assert [Sizes(program).passing(a, is_first=False) for a in scores] == [100 * len(units)] * 3
+    assert [Sizes(program).workspace(a, is_first=False) for a in scores] == [100 * len(units)] * 3
 
 
 def test_who_has_the_last_unit_and_not_the_first_makes_samples_for_their_targets() -> None:

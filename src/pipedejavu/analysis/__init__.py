@@ -1,4 +1,4 @@
-"""What is known of a program before it runs: its graph, its live values, their sizes, and whether it is sound."""
+"""Analysis of programs before they run: dependency graph, liveness, sizes and verification."""
 
 from pipedejavu.analysis.graph import Graph, build_graph
 from pipedejavu.analysis.verify import verify

@@ -1,22 +1,47 @@
 """The graph of a program: its operations, and which must end before which can start.
 
-An operation is one action, or the actions of several workers that happen together: a SEND and its RECV, or
-the members of a collective. The n-th send of a channel meets the n-th receive, the n-th REDUCE of a group's
-member the n-th of the others. Edges come from the lanes and from the table of values; those that a lane's
-own order implies are left out.
+An operation is one action, or the actions of several workers that run together: a SEND and its RECV, or one action per
+member of a collective. The n-th SEND of a channel pairs with its n-th RECV, and the n-th collective of a group's member
+with the n-th of the others. Edges come from three sources: the order of each lane, the values that actions read and
+write, and memory that one action frees for another. Edges that the order of the compute lane implies are left out.
 """
 
 from dataclasses import dataclass, field
 
 from pipedejavu.facts import paused_collector
-from pipedejavu.program.action import COMPUTE_KINDS, Action
+from pipedejavu.program.action import (
+    COMPUTE_KINDS,
+    DROP,
+    FETCH,
+    GATHER,
+    GRADIENT_KINDS,
+    NET_KINDS,
+    OFFLOAD,
+    REDUCE,
+    SEND,
+    UPDATE,
+    Action,
+    UpdatePlace,
+    value_of,
+)
+from pipedejavu.program.effect import TAKING, Effects, Table, resting
 from pipedejavu.program.program import Program
-from pipedejavu.program.value import Table, Value, name_of, resting, value_of
+from pipedejavu.program.value import (
+    ACTIVATION,
+    BATCH,
+    CONSENSUS,
+    HOST,
+    OPTIMIZER_STATE,
+    PUSH,
+    WEIGHT_GRADIENT,
+    WEIGHTS,
+    Value,
+    ValueKind,
+    ValuePlace,
+)
 
-_JOINT = frozenset(("SEND", "RECV", "REDUCE", "GATHER"))
-
-Initial = list[tuple[tuple[str, str], ...]]
-"""For each piece, what is where from the beginning."""
+Initial = list[tuple[tuple[ValueKind, ValuePlace], ...]]
+"""For each piece, the kinds and places of the values that exist from the beginning."""
 
 
 @dataclass
@@ -25,16 +50,16 @@ class Graph:
 
     program: Program
     members: list[tuple[int, int]] = field(default_factory=list)
-    """The (worker, position) of an operation's first action."""
+    """The (worker, position) of each operation's first action."""
     successors: list[list[int]] = field(default_factory=list)
     num_before: list[int] = field(default_factory=list)
-    """How many edges end at each operation."""
+    """The number of edges that end at each operation."""
     of_action: list[list[int]] = field(default_factory=list)
     """For each worker, the operation of each of its actions."""
     joint: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
-    """The (worker, position) of all actions of an operation that has several members."""
+    """The (worker, position) of every action, for operations of several workers."""
     faults: list[str] = field(default_factory=list)
-    """What is wrong with the reads and writes."""
+    """Faults in the reads and writes, one sentence each."""
 
     def action(self, op: int) -> Action:
         """Returns an operation's first action."""
@@ -48,7 +73,7 @@ class Graph:
 
 
 def build_graph(program: Program) -> Graph:
-    """Returns the graph of a program, whether or not it is legal; `verify` says what is wrong with it."""
+    """Returns the graph of a program, legal or not; `verify` raises what is wrong with it."""
     graph = Graph(program)
     with paused_collector():
         _number(graph)
@@ -59,20 +84,20 @@ def build_graph(program: Program) -> Graph:
 
 
 def _number(graph: Graph) -> None:
-    """Gives every action its operation; partners of a transfer or collective share one."""
-    queues: dict[object, list[int]] = {}  # the operations of each channel and group, in their order
+    """Numbers the operations; both ends of a transfer, or all members of a collective, share a number."""
+    queues: dict[object, list[int]] = {}  # the operations of each channel and group, in order
     members, joint = graph.members, graph.joint
     for index, worker in enumerate(graph.program.workers):
-        at: dict[str, tuple[list[int], list[int]]] = {}  # via -> its queue, and where this worker stands in it
+        at: dict[str, tuple[list[int], list[int]]] = {}  # via -> its queue, and this worker's position in it
         ops = []
         for position, a in enumerate(worker.actions):
-            if a[0] not in _JOINT:
+            if a[0] not in NET_KINDS:
                 ops.append(len(members))
                 members.append((index, position))
                 continue
             via = a[6]
             if via not in at:
-                at[via] = (queues.setdefault(_channel(index, via), []), [0])
+                at[via] = (queues.setdefault(_channel(index, a), []), [0])
             queue, standing = at[via]
             n = standing[0]
             standing[0] = n + 1
@@ -88,129 +113,172 @@ def _number(graph: Graph) -> None:
     graph.num_before = [0] * len(members)
 
 
-def _channel(worker: int, via: str) -> object:
-    """Names what both ends of a transfer, or all members of a collective, have in common."""
-    if via[0] == ">":
-        return worker, int(via[1:])
-    return (int(via[1:]), worker) if via[0] == "<" else via
+def _channel(worker: int, a: Action) -> object:
+    """Returns a key that both ends of a transfer, or all members of a collective, have in common."""
+    if a.group:
+        return a.group
+    return (worker, a.peer) if a.kind == SEND else (a.peer, worker)
 
 
 def _connect(graph: Graph, index: int, table: Table, initial: Initial) -> None:
-    """Adds the edges of one worker's lanes and values."""
-    worker = graph.program.workers[index]
-    successors, num_before, ops = graph.successors, graph.num_before, graph.of_action[index]
-    present = _Present(graph, index, initial)
-    writers = present.writers
-    readers: dict[Value, list[int]] = {}  # of weights, from other lanes than compute; of checkpoints that may leave
-    leaves = graph.program.plan.keep.activations == "host"
-    tails: dict[str, int] = {}
+    """Adds the edges of one worker, action by action."""
+    worker, ops, members = graph.program.workers[index], graph.of_action[index], graph.members
+    tails: dict[str, int] = {}  # the last operation of each lane
     in_order: set[int] = set()  # operations of a compute lane that keeps its order
-    last_drop = last_update = -1
-    last_freed = -1  # a backward, or a visitor that leaves: the next one comes into its memory
+    rows, reuse = table.rows, _ReuseEdges(graph)
+    data = _DataEdges(graph, index, initial, in_order, reuse)
     for position, a in enumerate(worker.actions):
         kind, op = a[0], ops[position]
-        lane = "compute" if kind in COMPUTE_KINDS else a[6] if kind in _JOINT else a.queue
-        on_compute = lane == "compute" and not worker.picks_ready
-        if on_compute:
+        lane = "compute" if kind in COMPUTE_KINDS else a[6] if kind in NET_KINDS else a.queue
+        is_in_order = lane == "compute" and not worker.picks_ready
+        if is_in_order:
             in_order.add(op)
-        if on_compute or lane != "compute":
-            tail = tails.get(lane, -1)
-            if tail >= 0 and graph.members[op][0] == index:
-                successors[tail].append(op)
-                num_before[op] += 1
+        if is_in_order or lane != "compute":
+            tail = tails.get(lane)
+            if tail is not None and members[op][0] == index:
+                graph.successors[tail].append(op)
+                graph.num_before[op] += 1
             tails[lane] = op
-        reads, writes, adds = table(a, index)
-        for value in reads:
-            if (value[0] == "w" and not on_compute) or (value[0] == "x" and leaves):
-                readers.setdefault(value, []).append(op)
-            found = writers.get(value)
-            if found is None:
-                present.check_initial(a, value)
-                continue
-            for writer in found:
-                if not (on_compute and writer in in_order):
-                    successors[writer].append(op)
-                    num_before[op] += 1
-        if kind == "DROP":
-            dropped = value_of(a)
-            for reader in readers.pop(dropped, ()):
-                graph.edge(reader, op)
-            present.remove(a, dropped)
-            last_drop = op
-        elif kind == "OFFLOAD" and a.what == "x":
-            for reader in readers.pop(value_of(a), ()):
-                if reader != op:
-                    graph.edge(reader, op)
-        elif kind == "FETCH" and a.what == "o":
-            if last_freed >= 0:
-                graph.edge(last_freed, op)
-        elif last_drop >= 0 and (kind == "FETCH" or (kind == "GATHER" and a.what == "w")):
-            graph.edge(last_drop, op)
-        elif kind in ("B", "W") or (kind == "OFFLOAD" and a.what == "o"):
-            last_freed = op
-        elif kind == "OFFLOAD" and a.what == "w" and last_update >= 0:  # into room that an update has left
-            graph.edge(last_update, op)
-        elif kind == "UPDATE" and lane == "host":
-            last_update = op
-        for value in writes:
-            if (value in writers and value not in reads) or present.is_initial(value):
-                present.fault(a, value, "writes {} a second time")
-            writers[value] = [op]
-        for value in adds:
-            before = writers.get(value)
-            if before is None or (on_compute and len(before) == 1 and before[0] in in_order):
-                writers[value] = [op]  # the lane's order implies the earlier ones
-            else:
-                before.append(op)
-            if value in present.read:
-                present.fault(a, value, "adds to {} after it was read")
-        if kind in _COLLECTS and reads[0][0] in SUMS:
-            present.read.update(reads)
-        if kind in ("OFFLOAD", "FETCH") and (taken := table.taken(a)) is not None:
-            present.remove(a, taken)
+        data.add(a, op, rows[kind](a, index), is_in_order)
+        if kind in _REUSING:
+            reuse.add(a, op)
+        if kind in TAKING and (taken := table.taken(a)) is not None:
+            data.remove(a, taken)
 
 
-_COLLECTS = frozenset(("REDUCE", "UPDATE", "OFFLOAD", "SEND"))
-"""Kinds that take a sum as it is: nothing may be added to it later."""
-SUMS = frozenset("dpc")
-"""Whats that are added to."""
+_REUSING = frozenset((DROP, OFFLOAD, FETCH, GATHER, UPDATE, *GRADIENT_KINDS))
+"""Kinds that free memory on the device, or wait for it."""
 
 
-class _Present:
-    """What is there as a worker's sequence goes on, and what is wrong with what it reads and writes."""
+class _ReuseEdges:
+    """Edges from an action that frees memory, or reads it last, to the next action that needs it."""
 
-    def __init__(self, graph: Graph, worker: int, initial: Initial):
+    def __init__(self, graph: Graph):
+        self.graph = graph
+        offloads_activations = graph.program.plan.keep.activations == "host"
+        in_order = frozenset((ACTIVATION,)) if offloads_activations else frozenset[ValueKind]()
+        self.tracked = {True: in_order, False: in_order | {WEIGHTS}}
+        """Kinds of values whose readers count, for actions in the order of compute and for others."""
+        self.readers: dict[Value, list[int]] = {}
+        self.last_drop = self.last_host_update = -1
+        self.last_freed = -1
+        """The last backward or OFFLOAD of optimizer state: the next state is fetched into the memory that it frees."""
+
+    def add(self, a: Action, op: int) -> None:
+        kind, what = a[0], a[5]
+        if kind in GRADIENT_KINDS:
+            self.last_freed = op
+        elif kind == DROP:
+            self._after_readers(a, op)
+            self.last_drop = op
+        elif kind == UPDATE:
+            if a.update_place == UpdatePlace.HOST:
+                self.last_host_update = op
+        elif kind == OFFLOAD:
+            self._offload(a, op)
+        elif kind == FETCH and what == OPTIMIZER_STATE:
+            self._after(self.last_freed, op)
+        elif kind == FETCH or what == WEIGHTS:
+            self._after(self.last_drop, op)
+
+    def _offload(self, a: Action, op: int) -> None:
+        if a.what == ACTIVATION:
+            self._after_readers(a, op)
+        elif a.what == OPTIMIZER_STATE:
+            self.last_freed = op
+        elif a.what == WEIGHTS:  # into host memory that an update has freed
+            self._after(self.last_host_update, op)
+
+    def _after(self, before: int, op: int) -> None:
+        if before >= 0:
+            self.graph.edge(before, op)
+
+    def _after_readers(self, a: Action, op: int) -> None:
+        for reader in self.readers.pop(value_of(a), ()):
+            if reader != op:
+                self.graph.edge(reader, op)
+
+
+_COLLECTS = frozenset((REDUCE, UPDATE, OFFLOAD, SEND))
+"""Kinds that read a finished sum: no action may add to it later."""
+SUMS = frozenset((WEIGHT_GRADIENT, PUSH, CONSENSUS))
+"""Kinds of values that are added to."""
+
+
+class _DataEdges:
+    """Edges from the writers of a value to its readers, and faults in the reads and writes of one worker."""
+
+    def __init__(self, graph: Graph, worker: int, initial: Initial, in_order: set[int], reuse: _ReuseEdges):
         self.graph, self.worker, self.initial = graph, worker, initial
+        self.in_order, self.reuse = in_order, reuse
         self.held = frozenset(graph.program.held(worker))
         self.is_elastic = graph.program.plan.reduce.combiner == "elastic"
         self.writers: dict[Value, list[int]] = {}
-        self.gone: set[Value] = set()
-        self.read: set[Value] = set()
+        self.removed: set[Value] = set()
+        self.collected: set[Value] = set()
+        """Sums that were read as finished."""
 
-    def check_initial(self, a: Action, value: Value) -> None:
-        """Records a fault unless `value` is there from the beginning."""
-        what, piece, replica, _, place = value
-        if value in self.gone:
-            self.fault(a, value, "reads {}, which is gone by then")
-        elif self.is_initial(value):
-            # A server has its own copy, and everyone knows where the elastic centre begins.
-            is_center = replica == self.graph.program.num_replicas and self.is_elastic
-            if self.held and (piece, replica) not in self.held and not is_center:
-                self.fault(a, value, "reads {}, which its worker does not hold")
-            self.writers[value] = []  # there, and nobody wrote it
-        elif what != "b" or place != "host":
-            self.fault(a, value, "reads {}, which nothing before it wrote")
-
-    def is_initial(self, value: Value) -> bool:
-        """Whether weights or state rest in their place from the beginning."""
-        what, piece, _, version, place = value
-        return what in "wo" and version <= 0 and (what, place) in self.initial[piece] and value not in self.gone
+    def add(self, a: Action, op: int, effects: Effects, is_in_order: bool) -> None:
+        """Adds an edge from each writer of what an action reads, and notes what it writes and adds to."""
+        reads, writes, adds = effects
+        graph, writers, in_order = self.graph, self.writers, self.in_order
+        tracked, readers = self.reuse.tracked[is_in_order], self.reuse.readers
+        for value in reads:
+            if value[0] in tracked:
+                readers.setdefault(value, []).append(op)
+            before = writers.get(value)
+            if before is None:
+                self._check_initial(a, value)
+                continue
+            for writer in before:
+                if not (is_in_order and writer in in_order):
+                    graph.successors[writer].append(op)
+                    graph.num_before[op] += 1
+        for value in writes:
+            if (value in writers and value not in reads) or self._is_initial(value):
+                self._fault(a, value, "writes {} a second time")
+            writers[value] = [op]
+        for value in adds:
+            before = writers.get(value)
+            if before is None or (is_in_order and len(before) == 1 and before[0] in in_order):
+                writers[value] = [op]  # the lane's order implies the earlier ones
+            else:
+                before.append(op)
+            if value in self.collected:
+                self._fault(a, value, "adds to {} after it was read")
+        if a[0] in _COLLECTS and reads[0][0] in SUMS:
+            self.collected.update(reads)
 
     def remove(self, a: Action, value: Value) -> None:
+        """Notes that a value is no longer in its place."""
         if value not in self.writers:
-            self.check_initial(a, value)
+            self._check_initial(a, value)
         self.writers.pop(value, None)
-        self.gone.add(value)
+        self.removed.add(value)
 
-    def fault(self, a: Action, value: Value, text: str) -> None:
-        self.graph.faults.append(f"worker {self.worker}: {a} " + text.format(name_of(value)))
+    def _check_initial(self, a: Action, value: Value) -> None:
+        """Records a fault unless `value` exists from the beginning."""
+        kind, piece, replica, _, place = value
+        if value in self.removed:
+            self._fault(a, value, "reads {}, which is gone by then")
+        elif self._is_initial(value):
+            # A server has its own copy, and every worker knows the initial weights of the elastic centre.
+            is_center = replica == self.graph.program.num_replicas and self.is_elastic
+            if self.held and (piece, replica) not in self.held and not is_center:
+                self._fault(a, value, "reads {}, which its worker does not hold")
+            self.writers[value] = []  # it exists, and no action wrote it
+        elif kind != BATCH or place != HOST:
+            self._fault(a, value, "reads {}, which nothing before it wrote")
+
+    def _is_initial(self, value: Value) -> bool:
+        """Whether weights or optimizer state are in their place from the beginning."""
+        kind, piece, _, version, place = value
+        if kind not in _INITIAL_KINDS or version > 0 or value in self.removed:
+            return False
+        return (kind, place) in self.initial[piece]
+
+    def _fault(self, a: Action, value: Value, text: str) -> None:
+        self.graph.faults.append(f"worker {self.worker}: {a} " + text.format(value))
+
+
+_INITIAL_KINDS = frozenset((WEIGHTS, OPTIMIZER_STATE))

@@ -1,18 +1,49 @@
-"""How many bytes each value of a program has, and how many a transfer moves."""
+"""Sizes: the bytes of each value of a program, and the bytes that each transfer moves."""
 
 from functools import cached_property
 from math import inf
 
-from pipedejavu.program.action import Action
-from pipedejavu.program.program import Program
-from pipedejavu.program.value import Value
+from pipedejavu.program.action import (
+    BACKWARD,
+    EVAL,
+    FORWARD,
+    INPUT_BACKWARD,
+    RECOMPUTE,
+    REDUCE,
+    SEND,
+    UPDATE,
+    WEIGHT_BACKWARD,
+    Action,
+)
+from pipedejavu.program.program import Group, GroupRole, Program, stage_group
+from pipedejavu.program.value import (
+    ACTIVATION,
+    CONSENSUS,
+    DEVICE,
+    GRADIENT,
+    NORM,
+    OPTIMIZER_STATE,
+    PUSH,
+    SAVED,
+    SHARD,
+    WEIGHT_GRADIENT,
+    WEIGHTS,
+    Value,
+    ValueKind,
+    ValuePlace,
+)
 
 _UPDATE_COPIES = 2
-"""Of a parameter, while AdamW works on it: a root, and what it divides by."""
+"""Temporary copies of a parameter while AdamW updates it: a square root and a denominator."""
+
+_PER_SAMPLE = frozenset((SAVED, ACTIVATION, GRADIENT))
+"""Kinds whose size grows with the samples of the microbatch."""
+_PER_PARAMETER = frozenset((WEIGHTS, WEIGHT_GRADIENT, PUSH, CONSENSUS, OPTIMIZER_STATE))
+"""Kinds with one tensor per parameter."""
 
 
 class Sizes:
-    """Sizes of one program's values, worked out once for each piece."""
+    """The sizes of one program's values, computed once per piece."""
 
     def __init__(self, program: Program):
         self.program = program
@@ -22,41 +53,42 @@ class Sizes:
         self.gradients = self._per_worker([u.gradient_bytes for u in units])
         self.optimizer = self._per_worker([u.optimizer_bytes for u in units])
         self._saved = [self._saved_by(piece) for piece in range(len(program.pieces))]
-        """Of each piece, what its units save, for each sample."""
+        """For each piece, the bytes per sample that each of its units saves."""
         self.kept = [self._kept(piece) / self.shards for piece in range(len(program.pieces))]
-        """What stays of each piece from its forward on, for each sample."""
+        """For each piece, the bytes per sample that its forward leaves in memory."""
         self.saved = [
-            max(kept, sum(own.values()) / self.shards) for kept, own in zip(self.kept, self._saved, strict=True)
+            max(kept, sum(by_unit.values()) / self.shards) for kept, by_unit in zip(self.kept, self._saved, strict=True)
         ]
-        """All that its backward needs."""
+        """For each piece, the bytes per sample that its backward needs, recomputed ones included."""
         self.is_detailed = any(u.parameter_parts for u in units)
-        """Whether the profile says what is in memory inside of an action too."""
+        """Whether the profile also says what memory an action needs while it runs."""
         self._largest = [max((n for u in p.units for n in units[u].parameter_parts), default=0) for p in program.pieces]
-        self._cache: dict[tuple[str, int, str, int], float] = {}
+        self._cache: dict[tuple[ValueKind, int, ValuePlace, int], float] = {}
 
     def _per_worker(self, sizes: list[int]) -> list[float]:
-        """Sums sizes of state over each piece, as one of the workers that divide it holds them."""
+        """Returns the bytes of state that one worker holds for each piece, from the bytes of each unit."""
         units, parts = self.program.profile.units, self.shards
         divided = [u.expert_share if self.divides_experts else 1.0 for u in units]
         return [sum(sizes[u] * (1 - divided[u] + divided[u] / parts) for u in p.units) for p in self.program.pieces]
 
     def _saved_by(self, piece: int) -> dict[int, float]:
-        """What each unit of a piece saves, for each sample, beside what the unit before has saved in the same place.
+        """Returns the bytes per sample that each unit of a piece saves and shares with no unit before it.
 
-        A unit that runs again makes another output than the one that the unit behind it has kept.
+        A unit often saves its input, which the unit before it has saved as its output. A recomputed unit writes its
+        output a second time, and that copy shares nothing with the one that the next unit has kept.
         """
         program, again = self.program, {*self.program.recomputed[piece]}
         is_recomputed = any(program.recomputed)
-        found = {}
+        saved = {}
         for index in program.pieces[piece].units:
-            unit, before = program.profile.units[index], self._home.get(index - 1)
+            unit, before = program.profile.units[index], self._piece_of.get(index - 1)
             if before == piece:
                 is_there = index - 1 not in again or index in again
             else:
                 is_there = not is_recomputed and all(before in on for on in program.pieces_on if piece in on)
             shared = program.profile.units[index - 1].shared_bytes if before is not None and is_there else 0.0
-            found[index] = unit.activation_bytes - shared
-        return found
+            saved[index] = unit.activation_bytes - shared
+        return saved
 
     def _kept(self, piece: int) -> float:
         again = {*self.program.recomputed[piece]}
@@ -64,169 +96,183 @@ class Sizes:
         return kept + sum(self._waiting(piece).values())
 
     def _waiting(self, piece: int) -> dict[int, float]:
-        """What waits for units that run again behind others that do not: of their inputs what these have not saved."""
-        own, again = self._saved[piece], {*self.program.recomputed[piece]}
-        befores = {n: self.program.profile.units[n - 1] for n in again if n - 1 in own and n - 1 not in again}
+        """Returns the bytes per sample that are kept as input of a recomputed unit after one that is not recomputed.
+
+        What the unit before has saved anyway does not count.
+        """
+        units, again = self._saved[piece], {*self.program.recomputed[piece]}
+        befores = {n: self.program.profile.units[n - 1] for n in again if n - 1 in units and n - 1 not in again}
         return {n: before.boundary_bytes - before.shared_bytes for n, before in befores.items()}
 
     @cached_property
-    def _home(self) -> dict[int, int]:
+    def _piece_of(self) -> dict[int, int]:
         """The piece of each unit."""
         return {unit: index for index, piece in enumerate(self.program.pieces) for unit in piece.units}
 
     @property
     def divides_experts(self) -> bool:
-        """Whether only experts are divided over the shards, and the rest is there on each."""
+        """Whether the shards divide only the experts and each hold all other parameters."""
         return "expert" in self.program.plan.cut.layouts
 
     def dense_gradients(self, piece: int) -> float:
-        """Bytes of a piece's gradients that every shard has a part of: those of all but the experts."""
+        """Returns the bytes of a piece's gradients outside its experts, which are summed over the shards."""
         units = self.program.profile.units
         return sum(units[u].gradient_bytes * (1 - units[u].expert_share) for u in self.program.pieces[piece].units)
 
     @cached_property
     def _edges(self) -> dict[tuple[int, int], dict[int, float]]:
-        """For each pair of pieces, the bytes of every unit's output that goes from one to the other."""
-        home = self._home
+        """For each pair of pieces, the bytes per sample that each unit of the first sends to the second."""
+        piece_of = self._piece_of
         edges: dict[tuple[int, int], dict[int, float]] = {}
         for source, target, size in self.program.profile.links:
-            if home[source] != home[target]:
-                between = edges.setdefault((home[source], home[target]), {})
+            if piece_of[source] != piece_of[target]:
+                between = edges.setdefault((piece_of[source], piece_of[target]), {})
                 between[source] = max(size, between.get(source, 0.0))
         return edges
 
     def samples(self, microbatch: int) -> int:
-        """Returns how many samples a microbatch has."""
+        """Returns the samples of a microbatch."""
         return self.program.sizes[microbatch % self.program.update_size]
 
     def outgoing(self, piece: int, targets: tuple[int, ...]) -> float:
-        """Bytes of a piece's output that the pieces `targets` read, for each sample."""
+        """Returns the bytes per sample of a piece's output that the pieces `targets` read."""
         outputs: dict[int, float] = {}
         for target in targets:
             outputs |= self._edges.get((piece, target), {})
         return sum(outputs.values())
 
     def incoming(self, piece: int, sources: tuple[int, ...]) -> float:
-        """Bytes of the gradient that a piece hands to the pieces `sources`, for each sample."""
+        """Returns the bytes per sample of the gradient that a piece passes to the pieces `sources`."""
         return sum(self.outgoing(source, (piece,)) for source in sources)
 
     def of(self, value: Value) -> float:
-        """Bytes that a value takes on one worker."""
-        samples = self.samples(value[3]) if value[0] in "sxg" else 0
+        """Returns the bytes of a value on one worker."""
+        samples = self.samples(value[3]) if value[0] in _PER_SAMPLE else 0
         key = (value[0], value[1], value[4], samples)
         if key not in self._cache:
             self._cache[key] = self._of(*key)
         return self._cache[key]
 
-    def _of(self, what: str, piece: int, place: str, samples: int) -> float:
-        parts = self.group_size(piece) if place == "shard" else 1
-        if what == "w" and place == "shard" and self.program.plan.zero_of(self.program.pieces[piece].stage) < 3:
+    def _of(self, kind: ValueKind, piece: int, place: ValuePlace, samples: int) -> float:
+        parts = self.group_size(piece) if place == SHARD else 1
+        if kind == WEIGHTS and place == SHARD and self.program.plan.zero_of(self.program.pieces[piece].stage) < 3:
             return 0.0  # a view of the whole weights
-        if what == "w" and self.program.plan.keep.kind == "shared":
+        if kind == WEIGHTS and self.program.plan.keep.kind == "shared":
             parts = self.program.num_replicas
-        if what in "wpc":
+        if kind in (WEIGHTS, PUSH, CONSENSUS):
             return self.weights[piece] / parts
-        if what == "o":
-            return 0.0 if place else self.optimizer[piece]  # its memory on the host is kept for it
-        if what == "d":
+        if kind == OPTIMIZER_STATE:
+            return 0.0 if place else self.optimizer[piece]  # `Liveness.fixed` counts its memory on the host
+        if kind == WEIGHT_GRADIENT:
             return self.gradients[piece] / parts
-        if what == "s":
+        if kind == SAVED:
             return self.saved[piece] * samples
-        if what == "x":
+        if kind == ACTIVATION:
             return self.outgoing(piece, self.program.outputs[piece]) * samples
-        if what == "g":
+        if kind == GRADIENT:
             return self.incoming(piece, self.program.inputs[piece]) * samples
         return 0.0
 
-    def passing(self, a: Action, *, is_first: bool) -> float:
-        """Bytes that are there only while an action runs, beside the values of the table.
+    def workspace(self, a: Action, *, is_first: bool) -> float:
+        """Returns the bytes that an action needs only while it runs, beside the values that it reads and writes.
 
-        Less than nothing for a backward that begins a sum of gradients (`is_first`): they come as activations go.
+        Negative for a backward that begins a sum of gradients (`is_first`): they grow while activations shrink.
         """
         if not self.is_detailed:
             return 0.0
-        if a.kind in ("F", "R", "EVAL"):
-            stepped = self.weights[a.piece] if a.kind == "EVAL" else 0.0  # a copy, one step on
+        if a.kind in (FORWARD, RECOMPUTE, EVAL):
+            stepped = self.weights[a.piece] if a.kind == EVAL else 0.0  # a copy of the weights, one step later
             return stepped + self._in_forward(a) * self.samples(a.microbatch)
-        if a.kind in ("B", "I", "W"):
+        if a.kind in (BACKWARD, INPUT_BACKWARD, WEIGHT_BACKWARD):
             more = 0.0 if is_first else self._largest[a.piece] / self.shards
             return more + self._in_backward(a.piece, self.samples(a.microbatch), grows=is_first)
-        if a.kind == "UPDATE":
+        if a.kind == UPDATE:
             return _UPDATE_COPIES * self._largest[a.piece] / self.shards
-        if a.kind == "REDUCE" and a.what == "d" and not a.via.startswith("*tie"):
-            return self.gradients[a.piece]  # they are added up in one vector
+        if a.kind == REDUCE and a.what == WEIGHT_GRADIENT and self._role(a) is not GroupRole.TIE:
+            return self.gradients[a.piece]  # they are summed as one vector
         return 0.0
 
     def _in_forward(self, a: Action) -> float:
-        """Walks through a forward: what the units up to each have saved, its output, and what it works with.
+        """Returns the peak per sample inside a forward, beside what it leaves: saved tensors, output and temporaries.
 
-        What units that will run again save goes with the last of them in a row; when they do, that of others is there.
+        What recomputed units save is freed after the last of them in a row. While they are recomputed, what the other
+        units saved is in memory.
         """
-        program, own, again = self.program, self._saved[a.piece], {*self.program.recomputed[a.piece]}
+        program, saved_by, again = self.program, self._saved[a.piece], {*self.program.recomputed[a.piece]}
         waiting = self._waiting(a.piece)
-        most = goes = 0.0
-        saved = sum(size for index, size in own.items() if index not in again) if a.kind == "R" else 0.0
-        for index in program.recomputed[a.piece] if a.kind == "R" else own:
+        most = freed = 0.0
+        saved = sum(size for index, size in saved_by.items() if index not in again) if a.kind == RECOMPUTE else 0.0
+        for index in program.recomputed[a.piece] if a.kind == RECOMPUTE else saved_by:
             if index not in again:
-                saved, goes = saved - goes, 0.0
-            elif a.kind == "F":
-                goes += own[index] - waiting.get(index, 0.0)
-            saved += own[index]
+                saved, freed = saved - freed, 0.0
+            elif a.kind == FORWARD:
+                freed += saved_by[index] - waiting.get(index, 0.0)
+            saved += saved_by[index]
             unit = program.profile.units[index]
             most = max(most, saved + unit.boundary_bytes + unit.forward_work_bytes)
-        stays = self.kept[a.piece] if a.kind == "F" else self.saved[a.piece]
+        stays = self.kept[a.piece] if a.kind == FORWARD else self.saved[a.piece]
         return max(0.0, most / self.shards - stays - self.outgoing(a.piece, program.outputs[a.piece]))
 
     def _in_backward(self, piece: int, samples: int, *, grows: bool) -> float:
-        """Walks back: what units up to each have saved, the gradient behind it, and what it adds, its input's too."""
+        """Returns the peak inside a backward, beside the values of the table, unit by unit from the last.
+
+        At each unit are in memory: what the units up to it saved, the gradient of its output, its temporaries and, if
+        the sum of weight gradients `grows`, those of the units after it.
+        """
         units = [self.program.profile.units[u] for u in self.program.pieces[piece].units]
         before = self.incoming(piece, self.program.inputs[piece]) * self.shards
-        behind = self.outgoing(piece, self.program.outputs[piece]) * self.shards
+        after = self.outgoing(piece, self.program.outputs[piece]) * self.shards
         kept = [*self._saved[piece].values()]
-        total = sum(kept) + before + behind
+        total = sum(kept) + before + after
         weights = sum(u.gradient_bytes for u in units)
-        most, saved, given, made = -inf, sum(kept), behind, 0 if grows else weights
-        for unit, own, ahead in zip(reversed(units), reversed(kept), [*reversed(units[:-1]), None], strict=True):
-            made += unit.gradient_bytes if grows else 0
-            most = max(most, (saved + given + unit.backward_work_bytes) * samples + made)
-            saved -= own
-            given = ahead.boundary_bytes if ahead else 0.0
+        most, saved, passed, summed = -inf, sum(kept), after, 0 if grows else weights
+        for unit, size, previous in zip(reversed(units), reversed(kept), [*reversed(units[:-1]), None], strict=True):
+            summed += unit.gradient_bytes if grows else 0
+            most = max(most, (saved + passed + unit.backward_work_bytes) * samples + summed)
+            saved -= size
+            passed = previous.boundary_bytes if previous else 0.0
         return (most - total * samples - weights) / self.shards
 
     def parts(self, value: Value) -> list[float]:
-        """The tensors that a value is made of, as far as the profile knows them."""
+        """Returns the bytes of each tensor of a value, or of the whole value if the profile does not list tensors."""
         units = [self.program.profile.units[u] for u in self.program.pieces[value[1]].units]
         size = self.of(value)
-        if value[0] in "wdpco":
-            found: list[float] = [n for unit in units for n in unit.parameter_parts]
+        if value.kind in _PER_PARAMETER:
+            tensors: list[float] = [n for unit in units for n in unit.parameter_parts]
         else:
-            found = [n for unit in units for n in unit.activation_parts] if value[0] == "s" else []
-        total = sum(found)
-        return [n * size / total for n in found] if total else [size]
+            tensors = [n for unit in units for n in unit.activation_parts] if value.kind == SAVED else []
+        total = sum(tensors)
+        return [n * size / total for n in tensors] if total else [size]
 
     def largest_output(self, piece: int) -> float:
-        """Bytes of the largest output of a unit in a piece, for a microbatch."""
+        """Returns the bytes of the largest output of a unit in a piece, for one microbatch."""
         units = [self.program.profile.units[u] for u in self.program.pieces[piece].units]
         return max(unit.boundary_bytes for unit in units) * self.samples(0) / self.shards
 
     def group_size(self, piece: int) -> int:
-        """How many workers divide a piece's state under a zero keep."""
-        group = self.program.groups.get(f"s{self.program.pieces[piece].stage}")
+        """Returns the number of workers that shard a piece's state under ZeRO."""
+        group = self.program.groups.get(stage_group(self.program.pieces[piece].stage))
         return len(group.workers) if group else 1
 
     def moved(self, a: Action) -> float:
-        """Bytes that a SEND, FETCH, OFFLOAD or collective moves."""
-        if a.kind == "SEND" and a.what in "xg":
-            # Only what the other worker's pieces read of it.
+        """Returns the bytes that a SEND, FETCH, OFFLOAD or collective moves."""
+        if a.kind == SEND and a.what in (ACTIVATION, GRADIENT):
+            # Only what the pieces of the other worker read.
             there, samples = self.program.pieces_on[a.peer], self.samples(a.microbatch)
-            if a.what == "x":
+            if a.what == ACTIVATION:
                 targets = tuple(p for p in self.program.outputs[a.piece] if p in there)
                 return self.outgoing(a.piece, targets) * samples
             return self.incoming(a.piece, tuple(p for p in self.program.inputs[a.piece] if p in there)) * samples
-        if a.via.startswith("*tie"):
-            return self.program.profile.ties[int(a.via[4:].partition(".")[0])].size_bytes
-        if a.what == "n":
+        group = self.program.groups.get(a.group)
+        if group is not None and group.role is GroupRole.TIE:
+            return self.program.profile.ties[group.number].size_bytes
+        if a.what == NORM:
             return 4.0
-        if a.via.startswith("*d"):
+        if group is not None and group.role is GroupRole.DENSE:
             return self.dense_gradients(a.piece)
-        return self.of((a.what, a.piece, a.replica, a.microbatch, ""))
+        assert a.what is not None
+        return self.of(Value(a.what, a.piece, a.replica, a.microbatch, DEVICE))
+
+    def _role(self, a: Action) -> GroupRole | None:
+        group: Group | None = self.program.groups.get(a.group)
+        return group.role if group else None

@@ -1,8 +1,8 @@
-"""`verify`: whether a program does what its plan promises, without running it.
+"""`verify`: checks that a program does what its plan says, without running it.
 
-It checks that every piece of every microbatch is computed once, that values are written before they are
-read and only once, that both ends of each transfer and all members of each collective agree, that nothing
-waits for itself, that versions and staleness are the plan's, and that memory suffices.
+It checks that every piece of every microbatch is computed once, that values are written once and before they are read,
+that both ends of each transfer and all members of each collective agree, that no actions wait for each other in a
+cycle, that weight versions are those of the plan, and that memory suffices.
 """
 
 from collections import Counter, defaultdict
@@ -10,28 +10,43 @@ from collections.abc import Iterator
 
 from pipedejavu.analysis.graph import Graph, build_graph
 from pipedejavu.analysis.liveness import Liveness, Stay, count_versions
-from pipedejavu.facts import FaultsError, format_bytes
+from pipedejavu.facts import FaultsError, format_bytes, paused_collector
 from pipedejavu.plan.rule import check_plan
-from pipedejavu.program.action import Action
-from pipedejavu.program.program import Program
-from pipedejavu.program.value import TAKING, Table, Value, name_of, resting, value_of
+from pipedejavu.program.action import (
+    BACKWARD,
+    COMPUTE_KINDS,
+    FETCH,
+    FORWARD,
+    GATHER,
+    INPUT_BACKWARD,
+    OFFLOAD,
+    RECOMPUTE,
+    RECV,
+    REDUCE,
+    SEND,
+    UPDATE,
+    WEIGHT_BACKWARD,
+    Action,
+    ActionKind,
+    UpdatePlace,
+    value_of,
+)
+from pipedejavu.program.effect import TAKING, Table, resting
+from pipedejavu.program.program import GroupRole, Program, stage_group
+from pipedejavu.program.value import HOST, OPTIMIZER_STATE, WEIGHT_GRADIENT, WEIGHTS, Value
 
 MAX_FAULTS = 20
 
+PieceReplica = tuple[int, int]
+"""A (piece, replica) pair."""
+
 
 def verify(program: Program, graph: Graph | None = None) -> Graph:
-    """Returns the program's graph, or the one that it has already; raises FaultsError with the first 20 faults."""
+    """Returns the program's graph, built unless given; raises FaultsError with the first 20 faults."""
     check_plan(program.plan, program.profile)
     graph = graph or build_graph(program)
-    faults = [*_partner_faults(graph), *_once_faults(program), *graph.faults]
-    faults += _version_faults(program)
-    faults += _update_faults(program)
-    faults += _server_faults(program)
-    faults += _rest_faults(program)
-    if not faults:  # the rest walks the graph, which must make sense for that
-        faults += _cycle_faults(graph)
-    if not faults:
-        faults += _memory_faults(program)
+    with paused_collector():
+        faults = _find_faults(program, graph)
     if len(faults) > MAX_FAULTS:
         faults = [*faults[:MAX_FAULTS], f"… and {len(faults) - MAX_FAULTS} more"]
     if faults:
@@ -39,49 +54,57 @@ def verify(program: Program, graph: Graph | None = None) -> Graph:
     return graph
 
 
+def _find_faults(program: Program, graph: Graph) -> list[str]:
+    faults = [*_partner_faults(graph), *_once_faults(program), *graph.faults]
+    faults += _version_faults(program)
+    faults += _update_faults(program)
+    faults += _server_faults(program)
+    faults += _rest_faults(program)
+    if not faults:  # the remaining checks walk the graph and need one without faults
+        faults += _cycle_faults(graph)
+    if not faults:
+        faults += _memory_faults(program)
+    return faults
+
+
 def _partner_faults(graph: Graph) -> Iterator[str]:
-    """Transfers need both ends, collectives all members, and they must mean the same value."""
+    """Checks that transfers have both ends and collectives all members, and that these name the same value."""
     program = graph.program
     present = range(len(program.workers))
     for members in graph.joint.values():
         actions = [program.workers[w].actions[position] for w, position in members]
         workers = [w for w, _ in members]
         first = actions[0]
-        if first.kind in ("SEND", "RECV"):
+        if first.kind in (SEND, RECV):
             if len(actions) < 2:
-                kind = "RECV" if first.kind == "SEND" else "SEND"
+                kind = RECV if first.kind == SEND else SEND
                 yield f"worker {workers[0]}: {first} has no {kind} on worker {first.peer}"
             elif value_of(actions[0]) != value_of(actions[1]):
                 yield f"worker {workers[0]}: {first} meets worker {workers[1]}'s {actions[1]}"
             continue
-        group = program.groups.get(first.via[1:])
+        group = program.groups.get(first.group)
         if group is None:
             yield f"worker {workers[0]}: {first} names a group that does not exist"
             continue
         expected = sorted(set(group.workers) & set(present))
         if sorted(workers) != expected:
             yield f"{first} has workers {sorted(workers)}, its group {expected}"
-        meanings = {_meaning(a) for a in actions}
+        is_tie = group.role is GroupRole.TIE  # tied pieces have different numbers, and replicas always do
+        meanings = {(a.kind, a.what, -1 if is_tie else a.piece, a.microbatch, a.version) for a in actions}
         if len(meanings) > 1:
             texts = ", ".join(f"worker {w}: {a}" for w, a in zip(workers, actions, strict=True))
             yield f"members of one collective differ: {texts}"
 
 
-def _meaning(a: Action) -> tuple[object, ...]:
-    """What members of a collective must agree on; tied pieces have other numbers, replicas always do."""
-    piece = -1 if a.via.startswith("*tie") else a.piece
-    return (a.kind, a.what, piece, a.microbatch, a.version)
-
-
 def _once_faults(program: Program) -> Iterator[str]:
-    """Every (piece, microbatch) has one F, one B or one I and W, and one R where the plan recomputes."""
-    counts: Counter[tuple[str, int, int, int]] = Counter()
+    """Checks that every (piece, microbatch) has one F, one B or one I and W, and one R if the plan recomputes it."""
+    counts: Counter[tuple[ActionKind, int, int, int]] = Counter()
     for index, worker in enumerate(program.workers):
         shard = program.shard_of(index)
-        counts.update((a[0], a[1], a[3], shard) for a in worker.actions if a[0] in _COMPUTES)
+        counts.update((a[0], a[1], a[3], shard) for a in worker.actions if a[0] in COMPUTE_KINDS)
     plan, size = program.plan, program.update_size
-    own = plan.feed.microbatches if program.copies > 1 else size
-    microbatches = [i for i in range(size * plan.steps) if i % size < own]
+    count = plan.feed.microbatches if program.copies > 1 else size
+    microbatches = [i for i in range(size * plan.steps) if i % size < count]
     shards = range(plan.place.shards if program.copies == 1 else 1)
     for piece in range(len(program.pieces)):
         recomputes = 1 if program.recomputed[piece] else 0
@@ -98,15 +121,15 @@ def _once_faults(program: Program) -> Iterator[str]:
         yield f"{kind} of piece {piece}, microbatch {i}, is not in the plan"
 
 
-_COMPUTES = ("F", "B", "R", "I", "W")
+_COMPUTES = (FORWARD, BACKWARD, RECOMPUTE, INPUT_BACKWARD, WEIGHT_BACKWARD)
 
 
 def _version_faults(program: Program) -> Iterator[str]:
-    """Forwards read the version that the plan promises, and everything else of a microbatch reads the same."""
+    """Checks that forwards read the version of the plan, and that the other actions of a microbatch read the same."""
     read: dict[tuple[int, int, int], Action] = {}
     for index, worker in enumerate(program.workers):
         for a in worker.actions:
-            if a.kind == "F":
+            if a.kind == FORWARD:
                 low, high = promised_versions(program, a)
                 if not low <= a.version <= high:
                     wanted = str(low) if low == high else f"{low} to {high}"
@@ -114,7 +137,7 @@ def _version_faults(program: Program) -> Iterator[str]:
                 read[index, a.piece, a.microbatch] = a
     for index, worker in enumerate(program.workers):
         for a in worker.actions:
-            if a.kind not in ("B", "I", "W", "R"):
+            if a.kind not in _AFTER_FORWARD:
                 continue
             forward = read.get((index, a.piece, a.microbatch), a)
             if a.version != forward.version:
@@ -123,15 +146,18 @@ def _version_faults(program: Program) -> Iterator[str]:
                 yield f"{a} belongs to replica {a.replica}, its forward to {forward.replica}"
 
 
+_AFTER_FORWARD = COMPUTE_KINDS - {FORWARD}
+
+
 def promised_versions(program: Program, a: Action) -> tuple[int, int]:
     """Returns the first and last weight version that a forward may read."""
     plan, update = program.plan, a.microbatch // program.update_size
     last_stage = program.pieces[-1].stage
     if plan.version.kind == "stash":
-        behind = last_stage - program.pieces[a.piece].stage
+        staleness = last_stage - program.pieces[a.piece].stage
         if plan.place.stage_replicas or plan.feed.microbatches > 1:
-            return max(0, update - behind), update
-        return max(0, update - behind), max(0, update - behind)
+            return max(0, update - staleness), update
+        return max(0, update - staleness), max(0, update - staleness)
     version = {
         "sync": update,
         "local": update,
@@ -143,30 +169,32 @@ def promised_versions(program: Program, a: Action) -> tuple[int, int]:
 
 
 def _update_faults(program: Program) -> Iterator[str]:
-    """Every piece is updated once for each update, and reduced once before where it has a group."""
+    """Checks that every piece is updated once per update, after one reduction if it has a group."""
     plan = program.plan
     steps = range(plan.steps)
-    updates: dict[tuple[int, int], list[int]] = defaultdict(list)
+    updates: dict[PieceReplica, list[int]] = defaultdict(list)
     reductions: Counter[tuple[int, int, int, int]] = Counter()
     for index, worker in enumerate(program.workers):
         for a in worker.actions:
-            if a.kind == "UPDATE" and (a.via == "~server") == bool(program.held(index)):
-                yield f"worker {index}: {a} does not belong there; servers update '~server', workers what they hold"
-            if a.kind == "UPDATE" and (a.via != "~server" or plan.keep.kind == "server"):
-                updates[a.piece, a.replica].append(a.version - 1)
-            elif a.kind == "REDUCE" and a.what == "d" and a.via.startswith("*s"):
+            if a.kind == UPDATE:
+                is_on_server = a.update_place == UpdatePlace.SERVER
+                if is_on_server == bool(program.held(index)):
+                    yield f"worker {index}: {a} does not belong there; servers update '~server', workers what they hold"
+                if not is_on_server or plan.keep.kind == "server":
+                    updates[a.piece, a.replica].append(a.version - 1)
+            elif a.kind == REDUCE and a.what == WEIGHT_GRADIENT and _is_over_stage(program, a):
                 reductions[index, a.piece, a.replica, a.version] += 1
     for index in range(len(program.workers)):
         for piece, replica in program.held(index):
             owner = (piece, 0 if plan.reduce.combiner == "score-trim" else replica)
-            found = updates.get(owner, [])
+            numbers = updates.get(owner, [])
             shards = plan.place.shards if program.copies == 1 else 1
-            if sorted(found) != sorted([*steps] * shards):
+            if sorted(numbers) != sorted([*steps] * shards):
                 yield (
-                    f"worker {index}: piece {piece} of replica {replica} gets updates {sorted(found)},"
+                    f"worker {index}: piece {piece} of replica {replica} gets updates {sorted(numbers)},"
                     f" not each of 0 to {plan.steps - 1} once"
                 )
-            group = f"s{program.pieces[piece].stage}"
+            group = stage_group(program.pieces[piece].stage)
             if plan.reduce.combiner == "sum" and group in program.groups:
                 for t in steps:
                     if reductions[index, piece, replica, t] != 1:
@@ -174,8 +202,13 @@ def _update_faults(program: Program) -> Iterator[str]:
                         yield f"worker {index}: d{piece}/{replica}@{t} is reduced {count} times, not 1"
 
 
+def _is_over_stage(program: Program, a: Action) -> bool:
+    group = program.groups.get(a.group)
+    return group is not None and group.role is GroupRole.STAGE
+
+
 def _server_faults(program: Program) -> Iterator[str]:
-    """A server that keeps a centre or sums waves moves it once for each contribution, or once for all."""
+    """Checks that a server with an elastic centre or waves updates it once per push, or once per barrier."""
     plan = program.plan
     if plan.reduce.wire != "server" or plan.keep.kind == "server" or program.copies > 1:
         return
@@ -187,7 +220,7 @@ def _server_faults(program: Program) -> Iterator[str]:
     moves: dict[int, list[int]] = defaultdict(list)
     for worker in program.workers:
         for a in worker.actions:
-            if a.kind == "UPDATE" and a.via == "~server":
+            if a.update_place == UpdatePlace.SERVER:
                 moves[a.piece].append(a.version if a.replica == center else -1)
     for piece in range(len(program.pieces)):
         if sorted(moves[piece]) != [*range(1, turns + 1)]:
@@ -195,43 +228,62 @@ def _server_faults(program: Program) -> Iterator[str]:
 
 
 def _rest_faults(program: Program) -> Iterator[str]:
-    """At the end each worker holds its newest weights and state where they rest, and no others: the run repeats.
+    """Checks that each worker ends with its newest weights and state in their resting places, and with no others.
 
-    An update, a reply or a gathered whole takes over the memory of the version before it, unless that is read again.
+    The run repeats the program, so it must end as it began.
     """
     plan = program.plan
     if plan.version.kind == "torn":
         return
     table = Table(program)
-    for index, worker in enumerate(program.workers):
-        homes = {home: resting(program, home[0]) for home in program.held(index)}
-        there = {(what, *home, 0, place) for home, rests in homes.items() for what, place in rests}
-        last_read: dict[Value, int] = {}
-        if plan.is_flush_free:
-            readers = ((k, a) for k, a in enumerate(worker.actions) if a[0] in ("F", "R", "B", "I"))
-            last_read = {("w", a.piece, a.replica, a.version, ""): k for k, a in readers}
-        for position, a in enumerate(worker.actions):
-            if a.kind in TAKING and (taken := table.taken(a)) is not None:
-                there.discard(taken)
-            if a.kind == "UPDATE" or (a.what in ("w", "o") and a.kind in ("RECV", "GATHER", "FETCH", "OFFLOAD")):
-                for what, piece, replica, version, place in table(a, index)[1]:
-                    if what not in "wo" or (piece, replica) not in homes:
-                        continue
-                    older = (what, piece, replica, version - 1, place)
-                    is_kept = a.kind == "GATHER" and plan.zero_of(program.pieces[piece].stage) == 3
-                    takes_over = a.kind in ("UPDATE", "RECV", "GATHER") and not is_kept
-                    if takes_over and last_read.get(older, -1) < position:
-                        there.discard(older)
-                    there.add((what, piece, replica, version, place))
-        at_end = {(what, *home, plan.steps, place) for home, rests in homes.items() for what, place in rests}
-        for value in sorted(there - at_end):
-            yield f"worker {index} still holds {name_of(value)} at the end; drop it behind its last reader"
-        for value in sorted(at_end - there):
-            yield f"worker {index} does not hold {name_of(value)} at the end"
+    for index in range(len(program.workers)):
+        rests = {key: resting(program, key[0]) for key in program.held(index)}
+        first, last = (
+            {Value(kind, *key, version, place) for key, pairs in rests.items() for kind, place in pairs}
+            for version in (0, plan.steps)
+        )
+        at_end = _held_at_end(program, table, index, first)
+        for value in sorted(at_end - last):
+            yield f"worker {index} still holds {value} at the end; drop it after its last reader"
+        for value in sorted(last - at_end):
+            yield f"worker {index} does not hold {value} at the end"
+
+
+def _held_at_end(program: Program, table: Table, index: int, there: set[Value]) -> set[Value]:
+    """Returns the weights and state that a worker holds at the end, given those at the beginning.
+
+    An update, a reply or a gathered whole reuses the memory of the version before it, unless that is read again.
+    """
+    plan, held = program.plan, {*program.held(index)}
+    actions = program.workers[index].actions
+    last_read: dict[Value, int] = {}
+    if plan.is_flush_free:
+        readers = ((k, a) for k, a in enumerate(actions) if a[0] in _WEIGHT_READERS)
+        last_read = {Value.weights(a.piece, a.replica, a.version): k for k, a in readers}
+    for position, a in enumerate(actions):
+        if a.kind in TAKING and (taken := table.taken(a)) is not None:
+            there.discard(taken)
+        if a.kind != UPDATE and not (a.what in _STATE and a.kind in _ARRIVALS):
+            continue
+        for value in table(a, index)[1]:
+            if value.kind not in _STATE or (value.piece, value.replica) not in held:
+                continue
+            older = value.at(value.number - 1)
+            is_kept = a.kind == GATHER and plan.zero_of(program.pieces[value.piece].stage) == 3
+            reuses = a.kind in (UPDATE, RECV, GATHER) and not is_kept
+            if reuses and last_read.get(older, -1) < position:
+                there.discard(older)
+            there.add(value)
+    return there
+
+
+_STATE = frozenset((WEIGHTS, OPTIMIZER_STATE))
+_ARRIVALS = frozenset((RECV, GATHER, FETCH, OFFLOAD))
+_WEIGHT_READERS = frozenset((FORWARD, RECOMPUTE, BACKWARD, INPUT_BACKWARD))
 
 
 def _cycle_faults(graph: Graph) -> list[str]:
-    """Runs the graph in any order that it allows; what cannot run waits in a circle."""
+    """Checks that the graph has no cycle, and reports one if it has."""
     left = graph.num_before.copy()
     ready = [op for op, count in enumerate(left) if count == 0]
     done = 0
@@ -259,7 +311,7 @@ def _cycle_faults(graph: Graph) -> list[str]:
 
 
 def _memory_faults(program: Program) -> Iterator[str]:
-    """Adds up each memory's peak, in the order of the sequences, and compares with what there is."""
+    """Checks the peak of each memory, in the order of the sequences, against its capacity."""
     machine, liveness = program.machine, Liveness(program)
     used: dict[str, float] = defaultdict(float)
     for index, worker in enumerate(program.workers):
@@ -275,25 +327,25 @@ def _memory_faults(program: Program) -> Iterator[str]:
             used[device.name] += peaks["device"]
             if peaks["host"]:
                 used[machine.cpu_of(device).name] += peaks["host"]
-    rooms = {name: machine.device(name).memory_bytes - machine.device(name).reserved_bytes for name in used}
-    short = [name for name in used if used[name] > rooms[name]]
+    capacity = {name: machine.device(name).memory_bytes - machine.device(name).reserved_bytes for name in used}
+    short = [name for name in used if used[name] > capacity[name]]
     if short:
-        worst = max(short, key=lambda name: used[name] / max(rooms[name], 1))
+        worst = max(short, key=lambda name: used[name] / max(capacity[name], 1))
         others = f" (and {len(short) - 1} more devices have too little)" if len(short) > 1 else ""
         yield (
-            f"device '{worst}' would need {format_bytes(used[worst])} and has {format_bytes(rooms[worst])}{others};"
+            f"device '{worst}' would need {format_bytes(used[worst])} and has {format_bytes(capacity[worst])}{others};"
             " use more workers, smaller microbatches, recompute, or keep state on the host"
         )
 
 
 def peak_bytes(stays: list[Stay], fixed: dict[tuple[str, str], float]) -> dict[str, float]:
-    """Returns the highest sum of sizes at any one time, by memory."""
+    """Returns the peak bytes of each memory, 'device' and 'host'."""
     peaks = {}
     for memory in ("device", "host"):
         base = sum(size for (where, _), size in fixed.items() if where == memory)
         changes = []
         for birth, death, value, size in stays:
-            if (value[4] == "host") == (memory == "host"):
+            if (value.place == HOST) == (memory == "host"):
                 changes += [(birth, size), (death, -size)]
         total = most = base
         for _, change in sorted(changes):
@@ -304,7 +356,7 @@ def peak_bytes(stays: list[Stay], fixed: dict[tuple[str, str], float]) -> dict[s
 
 
 def _most_versions(program: Program, worker: int) -> int:
-    """Returns how many versions of one piece's weights the plan lets a worker hold."""
+    """Returns the most versions of one piece's weights that a worker may hold under the plan."""
     plan, stages = program.plan, program.pieces[-1].stage + 1
     if plan.keep.versions:
         return plan.keep.versions

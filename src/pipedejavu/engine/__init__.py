@@ -1,4 +1,4 @@
-"""The engine: interprets programs with torch. Workers, lanes, wires, optimizers, and the audit of what they did."""
+"""The engine: runs programs with torch on workers with lanes and wires, and audits what they computed."""
 
 from pipedejavu.engine.audit import audit
 from pipedejavu.engine.byzantine import Byzantine

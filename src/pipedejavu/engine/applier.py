@@ -1,7 +1,7 @@
-"""Updates: how summed gradients become the next version of a piece's weights, by every rule of the plan's axes.
+"""Updates: turns summed gradients into the next version of a piece's weights, for every combination of plan axes.
 
-On a worker an update makes a new version of the weights; on a server it changes the one copy that the server
-has, in the order in which the pushes are taken.
+On a worker an update makes a new version of the weights. On a server it changes the server's only copy in place, in the
+order in which pushes arrive.
 """
 
 import math
@@ -18,12 +18,13 @@ from pipedejavu.engine.optimizer import Tensors
 from pipedejavu.engine.piece import PieceRunner
 from pipedejavu.engine.score import ScoreTrial, kept, number_of, score
 from pipedejavu.facts import InputError
-from pipedejavu.program import Action, Program
+from pipedejavu.program import Action, Program, UpdatePlace, Value
+from pipedejavu.program.value import DEVICE, HOST
 
-Home = tuple[int, int]
-"""A (piece, replica)."""
+PieceReplica = tuple[int, int]
+"""A (piece, replica) pair."""
 Deltas = Iterator[tuple[str, Tensor]]
-"""What to add to each parameter, made as it is asked for."""
+"""What to add to each parameter, computed lazily one parameter at a time."""
 
 
 class Applier:
@@ -32,10 +33,10 @@ class Applier:
     def __init__(
         self,
         program: Program,
-        runners: dict[Home, PieceRunner],
+        runners: dict[PieceReplica, PieceRunner],
         job: Job,
         batches: Batches,
-        values: dict[tuple[str, int, int, int, str], Any],
+        values: dict[Value, Any],
         log: Log,
         device: torch.device,
         check: GradientCheck,
@@ -43,7 +44,7 @@ class Applier:
         self.program, self.plan, self.runners, self.job = program, program.plan, runners, job
         self.batches, self.values, self.log, self.device = batches, values, log, device
         self.check = check
-        self.state: dict[Home, dict[str, Tensors]] = {}
+        self.state: dict[PieceReplica, dict[str, Tensors]] = {}
         self.center = program.num_replicas
         if self.plan.reduce.clip != "none" and self.plan.feed.kind == "own":
             raise InputError(
@@ -59,50 +60,51 @@ class Applier:
             job.byzantine.check(self.plan, program.num_replicas)
         self.first_version = 0
         self.served: dict[int, int] = {}
-        """How many updates the server has made of each piece."""
-        self.pushed: dict[Home, dict[int, Tensors]] = {}
-        """What a piece has pushed in each wave that it has not pulled yet."""
+        """The number of updates that the server has made, by piece."""
+        self.pushed: dict[PieceReplica, dict[int, Tensors]] = {}
+        """The push of each piece in each wave whose consensus it has not pulled yet."""
 
     @property
     def first_wave(self) -> int:
-        """The number, among all waves of a run, of this round's first."""
+        """The number of this round's first wave among all waves of the run."""
         return self.first_version // self.plan.steps * -(-self.plan.steps // self.plan.place.workers)
 
     def last_version(self, replica: int) -> int:
-        """Returns the version that a round leaves; an elastic centre that workers take turns at has one for each."""
+        """Returns the last version of a round; a round-robin elastic centre has one version per replica and step."""
         is_in_turn = self.plan.reduce.combiner == "elastic" and self.plan.reduce.gate == "round-robin"
         return self.plan.steps * (self.center if is_in_turn and replica == self.center else 1)
 
     def update(self, a: Action) -> None:
-        """Makes the update that an UPDATE names."""
-        if a.via == "~server":
+        """Runs an UPDATE action."""
+        if a.update_place == UpdatePlace.SERVER:
             self._on_server(a)
             return
-        home, update, place = (a.piece, a.replica), a.version - 1, "host" if a.via == "~host" else ""
-        summed: Tensors = self.values["d", *home, update, place]
-        if self.plan.reduce.clip == "delayed":  # this update's norm may still be read from them
+        key, update = (a.piece, a.replica), a.version - 1
+        place = HOST if a.update_place == UpdatePlace.HOST else DEVICE
+        summed: Tensors = self.values[Value.weight_gradient(*key, update, place)]
+        if self.plan.reduce.clip == "delayed":  # a later norm may still read them
             summed = {name: gradient.clone() for name, gradient in summed.items()}
-        if a.via == "~shared":
-            self._in_shared_memory(home, update, summed)
+        if a.update_place == UpdatePlace.SHARED:
+            self._in_shared_memory(key, update, summed)
             return
-        base: Tensors = self.values["w", *home, update, place]
-        deltas = self._deltas(home, update, base, summed)
+        base: Tensors = self.values[Value.weights(*key, update, place)]
+        deltas = self._deltas(key, update, base, summed)
         if self.plan.reduce.combiner == "elastic":
-            deltas = self._pulled(home, update, base, deltas)
+            deltas = self._pulled(key, update, base, deltas)
         if self.plan.reduce.gate == "bound":
-            deltas = self._pushed_too(home, update, deltas)
-        # What was the sum's memory, then the deltas', becomes the new version.
-        self.values["w", *home, a.version, place] = as_leaves({n: d.add_(base[n].detach()) for n, d in deltas})
-        if ("o", *home, update, "") in self.values:
-            self.values["o", *home, a.version, ""] = self.state[home]
+            deltas = self._pushed_too(key, update, deltas)
+        # The deltas reuse the memory of the sum, and the new version reuses that of the deltas.
+        self.values[Value.weights(*key, a.version, place)] = as_leaves({n: d.add_(base[n].detach()) for n, d in deltas})
+        if Value.optimizer_state(*key, update) in self.values:
+            self.values[Value.optimizer_state(*key, a.version)] = self.state[key]
 
-    def move_state(self, home: Home, device: torch.device) -> dict[str, Tensors]:
+    def move_state(self, key: PieceReplica, device: torch.device) -> dict[str, Tensors]:
         """Moves a piece's optimizer state between host and device, and returns it."""
-        self.state[home] = moved(self.state.get(home, {}), device)
-        return self.state[home]
+        self.state[key] = moved(self.state.get(key, {}), device)
+        return self.state[key]
 
     def _coefficient(self, replica: int, update: int) -> float:
-        """Returns what each summed gradient counts: one over the samples that feed the update, clipped."""
+        """Returns the factor of the summed gradients: one over the number of samples, times the clipping factor."""
         count = sum(self.batches.count(i) for i in self._members(replica, update))
         if not count:
             number = self.first_version + update + 1
@@ -111,50 +113,50 @@ class Applier:
             )
         coefficient = 1 / count
         delay = {"none": None, "global": 0, "delayed": 1}[self.plan.reduce.clip]
-        norm = None if delay is None else self.values.get(("n", 0, 0, update - delay, ""))
+        norm = None if delay is None else self.values.get(Value.norm(update - delay))
         if norm is not None and not math.isfinite(norm):
-            return 0.0  # all workers have this norm, so all leave the update out
+            return 0.0  # all workers have the same norm, so all skip the update
         if norm is not None and delay is not None and self.job.clip_norm is not None:
             mean = norm / sum(self.batches.count(i) for i in self._members(replica, update - delay))
             coefficient *= min(1.0, self.job.clip_norm / (mean + 1e-6))  # as torch clips
         return coefficient
 
     def _members(self, replica: int, update: int) -> tuple[int, ...]:
-        """Returns the microbatches that feed an update: all of its number, or those of a replica on its own."""
+        """Returns the microbatches of an update: of all replicas, or of one if replicas update separately."""
         size, number = self.program.update_size, self.first_version + update
         if self.plan.feed.kind == "own":
             first, count = number * size + replica * self.plan.feed.microbatches, self.plan.feed.microbatches
             return tuple(range(first, first + count))
         return tuple(range(number * size, (number + 1) * size))
 
-    def _deltas(self, home: Home, update: int, base: Tensors, summed: Tensors) -> Deltas:
-        coefficient = self._coefficient(home[1], update)
+    def _deltas(self, key: PieceReplica, update: int, base: Tensors, summed: Tensors) -> Deltas:
+        coefficient = self._coefficient(key[1], update)
         number = self.first_version + update
-        self.log.events.append(Applied(*home, number + 1, self._members(home[1], update), coefficient))
+        self.log.events.append(Applied(*key, number + 1, self._members(key[1], update), coefficient))
         if coefficient == 0:
             return iter([(name, torch.zeros_like(weight)) for name, weight in base.items()])
         self._check(number + 1, summed, coefficient)
-        return self.job.optimizer.step(number, base, summed, self.state.setdefault(home, {}), coefficient)
+        return self.job.optimizer.step(number, base, summed, self.state.setdefault(key, {}), coefficient)
 
     def _check(self, step: int, summed: Tensors, coefficient: float) -> None:
-        """Raises InputError for gradients that are not finite; a plan with a global norm has checked them by then."""
+        """Raises InputError if gradients are not finite, unless the global norm has checked them already."""
         if self.job.on_nan == "stop" and self.plan.reduce.clip != "global":
             self.check.check(step, summed, coefficient)
 
-    def _in_shared_memory(self, home: Home, update: int, summed: Tensors) -> None:
-        """Adds to weights that others read and write at the same time; autograd must not notice."""
-        base: Tensors = self.values["w", *home, -1, ""]
-        for name, delta in self._deltas(home, update, base, summed):
+    def _in_shared_memory(self, key: PieceReplica, update: int, summed: Tensors) -> None:
+        """Updates weights that other workers read and write concurrently, outside of autograd."""
+        base: Tensors = self.values[Value.weights(*key, -1)]
+        for name, delta in self._deltas(key, update, base, summed):
             weight, is_touched = base[name].data, delta != 0
             if is_touched.all():
                 weight.add_(delta)
-            else:  # to add zeros would undo what others write meanwhile
+            else:  # adding zeros would undo concurrent writes
                 weight[is_touched] += delta[is_touched]
 
-    def _pulled(self, home: Home, update: int, base: Tensors, deltas: Deltas) -> Deltas:
+    def _pulled(self, key: PieceReplica, update: int, base: Tensors, deltas: Deltas) -> Deltas:
         """Pulls the updated weights towards the elastic centre."""
-        turn = update * self.center + home[1] if self.plan.reduce.gate == "round-robin" else update
-        center = self._weights_of(home[0], self.center, turn)
+        turn = update * self.center + key[1] if self.plan.reduce.gate == "round-robin" else update
+        center = self._weights_of(key[0], self.center, turn)
         pull = self.job.optimizer.rate(self.first_version + update) * self.job.elasticity
         for name, delta in deltas:
             yield name, delta.sub_(pull * (base[name].detach() - center[name]))
@@ -168,54 +170,59 @@ class Applier:
         elif self.plan.reduce.combiner == "score-trim":
             self._average_trusted(piece, update)
         else:
-            home, cell = (piece, self.center), self.values["w", piece, self.center, 0, ""]
+            key, cell = (piece, self.center), self.values[Value.weights(piece, self.center, 0)]
             coefficient = self._coefficient(replica, update)
-            # What a worker of the same process has pushed is still its own.
-            pushed = {name: gradient.clone() for name, gradient in self.values["d", piece, replica, update, ""].items()}
+            # A worker of the same process may still use what it has pushed.
+            pushed = {
+                name: gradient.clone()
+                for name, gradient in self.values[Value.weight_gradient(piece, replica, update)].items()
+            }
             self._check(self.first_version + a.version, pushed, coefficient)
             count = self.served.get(piece, 0)
             self.served[piece] = count + 1
-            deltas = self.job.optimizer.step(count, cell, pushed, self.state.setdefault(home, {}), coefficient)
+            deltas = self.job.optimizer.step(count, cell, pushed, self.state.setdefault(key, {}), coefficient)
             number = self.first_version + a.version
             self.log.events.append(Applied(piece, replica, number, self._members(replica, update), coefficient))
             for name, delta in deltas:
                 cell[name].data.add_(delta)
-            self.values["w", piece, replica, a.version, ""] = as_leaves({n: w.clone() for n, w in cell.items()})
+            self.values[Value.weights(piece, replica, a.version)] = as_leaves({n: w.clone() for n, w in cell.items()})
 
     def evaluate(self, a: Action) -> None:
-        """Scores one replica's contribution on samples of the server's own."""
+        """Scores one replica's gradient on the server's own samples."""
         piece, replica, update = a.piece, a.replica, a.version
         number = number_of(self.first_version + update)
         inputs, targets = (moved(find(number), self.device) for find in (self.batches.inputs, self.batches.targets))
         rate, penalty = self.job.optimizer.rate(self.first_version + update), self.plan.reduce.penalty
         trial = ScoreTrial(number, inputs, targets, self.batches.count(number), rate, penalty)
         count = sum(self.batches.count(i) for i in self.program.fed_by(replica, self.first_version + update))
-        home, summed = (piece, self.center), self.values["d", piece, replica, update, ""]
-        found = score(self.runners[home], self.job, trial, self.values["w", *home, 0, ""], summed, count)
-        self.values["e", piece, replica, update, ""] = found
-        self.log.events.append(Scored(piece, replica, self.first_version + update + 1, found))
+        key, summed = (piece, self.center), self.values[Value.weight_gradient(piece, replica, update)]
+        result = score(self.runners[key], self.job, trial, self.values[Value.weights(*key, 0)], summed, count)
+        self.values[Value.score(piece, replica, update)] = result
+        self.log.events.append(Scored(piece, replica, self.first_version + update + 1, result))
 
     def _average_trusted(self, piece: int, update: int) -> None:
-        """Updates the server's weights by the mean gradient of all but the replicas with the lowest scores."""
-        home, number = (piece, self.center), self.first_version + update
-        cell, members = self.values["w", *home, 0, ""], range(self.program.num_replicas)
-        trusted = kept([self.values["e", piece, q, update, ""] for q in members], self.plan.reduce.trim)
+        """Updates the server's weights by the mean gradient of the replicas with the highest scores."""
+        key, number = (piece, self.center), self.first_version + update
+        cell, members = self.values[Value.weights(*key, 0)], range(self.program.num_replicas)
+        trusted = kept([self.values[Value.score(piece, q, update)] for q in members], self.plan.reduce.trim)
         fed = tuple(i for q in trusted for i in self.program.fed_by(q, number))
-        coefficient = 1 / sum(self.batches.count(i) for i in fed) if fed else 0.0  # none can be trusted: left out
-        self.log.events.append(Applied(*home, number + 1, fed, coefficient))
+        coefficient = (
+            1 / sum(self.batches.count(i) for i in fed) if fed else 0.0
+        )  # no replica is trusted: skip the update
+        self.log.events.append(Applied(*key, number + 1, fed, coefficient))
         if not fed:
             self.log.skipped[number + 1] = f"no contribution to step {number + 1} has a score that is a number"
         else:
-            given: list[Tensors] = [self.values["d", piece, q, update, ""] for q in trusted]
-            summed = {name: torch.stack([own[name] for own in given]).sum(0) for name in cell}
-            deltas = self.job.optimizer.step(number, cell, summed, self.state.setdefault(home, {}), coefficient)
+            trusted_gradients: list[Tensors] = [self.values[Value.weight_gradient(piece, q, update)] for q in trusted]
+            summed = {name: torch.stack([gradients[name] for gradients in trusted_gradients]).sum(0) for name in cell}
+            deltas = self.job.optimizer.step(number, cell, summed, self.state.setdefault(key, {}), coefficient)
             for name, delta in deltas:
                 cell[name].data.add_(delta)
         for q in members:
-            self.values["w", piece, q, update + 1, ""] = as_leaves({n: w.clone() for n, w in cell.items()})
+            self.values[Value.weights(piece, q, update + 1)] = as_leaves({n: w.clone() for n, w in cell.items()})
 
     def _move_center(self, piece: int, update: int) -> None:
-        """Moves the elastic centre towards one worker's weights, or towards all at once."""
+        """Moves the elastic centre towards one replica's weights, or towards those of all."""
         center = self._weights_of(piece, self.center, update)
         turns = self.center if self.plan.reduce.gate == "round-robin" else 1
         if turns > 1:
@@ -226,42 +233,44 @@ class Applier:
         moved = {
             n: w + sum((pull * (m[n].detach() - w) for m in members), torch.zeros_like(w)) for n, w in center.items()
         }
-        self.values["w", piece, self.center, update + 1, ""] = as_leaves(moved)
+        self.values[Value.weights(piece, self.center, update + 1)] = as_leaves(moved)
         self.log.events.append(Applied(piece, self.center, self.first_version * turns + update + 1, (), pull))
 
-    def _pushed_too(self, home: Home, update: int, deltas: Deltas) -> Deltas:
-        """Adds an update to what the wave pushes."""
+    def _pushed_too(self, key: PieceReplica, update: int, deltas: Deltas) -> Deltas:
+        """Adds an update to the push of its wave."""
         wave = update // self.plan.place.workers
-        push: Tensors = self.values.setdefault(("p", *home, wave, ""), {})
-        self.pushed.setdefault(home, {})[wave] = push
+        push: Tensors = self.values.setdefault(Value.push(*key, wave), {})
+        self.pushed.setdefault(key, {})[wave] = push
         for name, delta in deltas:
             push[name] = push[name] + delta if name in push else delta.clone()
             yield name, delta
 
     def _take_wave(self, piece: int, update: int) -> None:
-        """Adds a member's push to those of the others in the same wave."""
+        """Adds a replica's push to the consensus of its wave."""
         wave, replica = divmod(update, self.center)
-        push = self.values["p", piece, replica, wave, ""]
-        own = self.values.setdefault(("c", piece, 0, wave, ""), {n: torch.zeros_like(t) for n, t in push.items()})
+        push = self.values[Value.push(piece, replica, wave)]
+        consensus = self.values.setdefault(
+            Value.consensus(piece, wave), {n: torch.zeros_like(t) for n, t in push.items()}
+        )
         for name, tensor in push.items():
-            own[name] += tensor
+            consensus[name] += tensor
 
-    def pull(self, home: Home, version: int, wave: int) -> None:
-        """Adds what all others pushed in `wave` to a piece's weights; microbatches in flight keep theirs."""
-        consensus, own = self.values[("c", home[0], 0, wave, "")], self.pushed[home].pop(wave)
-        weights: Tensors = self.values["w", *home, version, ""]
-        moved = {name: w.detach() + (consensus[name] - own[name]) for name, w in weights.items()}
-        self.values["w", *home, version, ""] = as_leaves(moved)
+    def pull(self, key: PieceReplica, version: int, wave: int) -> None:
+        """Adds the pushes of all other replicas in `wave` to a piece's weights; microbatches in flight keep theirs."""
+        consensus, push = self.values[Value.consensus(key[0], wave)], self.pushed[key].pop(wave)
+        weights: Tensors = self.values[Value.weights(*key, version)]
+        moved = {name: w.detach() + (consensus[name] - push[name]) for name, w in weights.items()}
+        self.values[Value.weights(*key, version)] = as_leaves(moved)
 
     def _weights_of(self, piece: int, replica: int, version: int) -> Tensors:
-        """Returns weights that were received or are the same for everyone at the start."""
-        if version == 0 and ("w", piece, replica, 0, "") not in self.values:
-            found = next(runner.initial for (p, _), runner in self.runners.items() if p == piece)
+        """Returns weights that were received, or the initial ones, which are the same on all workers."""
+        if version == 0 and Value.weights(piece, replica, 0) not in self.values:
+            weights = next(runner.initial for (p, _), runner in self.runners.items() if p == piece)
         else:
-            found = self.values["w", piece, replica, version, ""]
-        return {name: w.detach().to(self.device) for name, w in found.items()}
+            weights = self.values[Value.weights(piece, replica, version)]
+        return {name: w.detach().to(self.device) for name, w in weights.items()}
 
 
 def as_leaves(weights: dict[str, Tensor]) -> Tensors:
-    """Returns weights that autograd can differentiate by."""
+    """Returns the weights as autograd leaves that require gradients."""
     return {name: w.detach().requires_grad_() for name, w in weights.items()}

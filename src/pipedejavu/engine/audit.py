@@ -1,8 +1,8 @@
-"""The audit: replays what a run logged, in one process and in float64, and compares the weights.
+"""The audit: replays the log of a run in one process and in float64, and compares the weights.
 
-The log of a run is its meaning: which weight version each microbatch read on each piece, which microbatches fed
-each update, with which coefficient, and in which order. The replay knows nothing of schedules, lanes, wires or
-workers; if it arrives at other weights, or the log says other than the plan promises, the engine is wrong.
+The log says which weight version each microbatch read on each piece, which microbatches fed each update, with which
+coefficient, and in which order. The replay knows nothing of schedules, lanes, wires or workers. If its weights differ,
+or the log differs from the plan, the engine is wrong.
 """
 
 import copy
@@ -29,24 +29,24 @@ from pipedejavu.program import Program
 def audit(
     program: Program, job: Job, batches: Batches, outcome: Outcome, uncut: UncutModel | None = None
 ) -> dict[str, float]:
-    """Returns the largest difference of each parameter between a run and its replay, of the uncut model if it is given.
+    """Returns, by parameter, the largest difference between a run and its replay.
 
-    Raises InputError where the log itself is not what the plan promises. A run without versions (Hogwild) has
-    no replay.
+    Replays the uncut model if it is given. Raises InputError if the log differs from the plan, and for a run without
+    versions (Hogwild), which has no replay.
     """
     check_replayable(program.plan)
     check_log(program, batches, outcome.logs)
     replayed = Replay(program, job, batches, uncut).run(outcome.logs)
     differences: dict[str, float] = defaultdict(float)
-    for home, weights in outcome.weights.items():
+    for key, weights in outcome.weights.items():
         for name, weight in weights.items():
-            difference = float((weight.double().cpu() - replayed[home][name]).abs().max()) if weight.numel() else 0.0
+            difference = float((weight.double().cpu() - replayed[key][name]).abs().max()) if weight.numel() else 0.0
             differences[name] = max(differences[name], difference)
     return dict(differences)
 
 
 class Replay:
-    """One replay: in float64, which checks norms and scores too, or in the run's own dtype."""
+    """One replay: in float64, which also checks norms and scores, or in the dtype of the run."""
 
     def __init__(
         self,
@@ -58,7 +58,7 @@ class Replay:
         in_double: bool = True,
         nudge: int | None = None,
     ):
-        """Takes the uncut model, if it is to be replayed, and a seed by which each weight starts one unit off."""
+        """Replays `uncut` instead of the units if given; `nudge` seeds a move of each weight by one rounding unit."""
         self.program, self.plan, self.job, self.batches = program, program.plan, job, batches
         self.in_double = in_double
         modules = copy.deepcopy([module for _, module in job.units])
@@ -71,20 +71,20 @@ class Replay:
         self.newest: dict[tuple[int, int, int], Tensors] = {}
         self.read: dict[tuple[int, int], Tensors] = {}
         self.readers: dict[tuple[int, int], int] = {}
-        """Which replica a microbatch passed on each piece."""
+        """By (piece, microbatch), the replica that ran it."""
         self.gradients: dict[int, list[Tensors]] = {}
         self.norms: dict[int, float] = {}
         self.state: dict[tuple[int, int], dict[str, Tensors]] = defaultdict(dict)
         self.cells = {p: {n: w.clone() for n, w in r.initial.items()} for p, r in enumerate(self.runners)}
         self.served: dict[int, int] = defaultdict(int)
         self.skipped: set[int] = set()
-        """Versions whose update the run left out."""
+        """Versions whose update the run skipped."""
         self.unmet: dict[tuple[int, int], dict[int, Tensors]] = {}
-        """By piece and version, what replicas have made of it that is to be averaged."""
+        """By (piece, version), the weights of the replicas that wait to be averaged."""
         self.pushes: dict[tuple[int, int, int], list[Tensors]] = defaultdict(list)
 
     def run(self, logs: Sequence[Log]) -> dict[tuple[int, int], Tensors]:
-        """Replays all events as soon as what they need is there; returns the last weights of each (piece, replica)."""
+        """Replays each event once what it reads exists; returns the last weights by (piece, replica)."""
         queues = [list(reversed(log.events)) for log in logs]
         self.skipped = {step for log in logs for step in log.skipped}
         while any(queues):
@@ -98,14 +98,14 @@ class Replay:
         for (piece, replica, version), weights in self.newest.items():
             if version > last.get((piece, replica), (-1, {}))[0]:
                 last[piece, replica] = (version, weights)
-        found = {home: weights for home, (_, weights) in last.items()}
+        final = {key: weights for key, (_, weights) in last.items()}
         if self.plan.reduce.wire == "server" and self.plan.reduce.gate == "lock":
-            found |= {(piece, self.center): cell for piece, cell in self.cells.items()}
-        found = {(p, self.center): r.initial for p, r in enumerate(self.runners)} | found
-        return {home: weights | self.runners[home[0]].frozen for home, weights in found.items()}
+            final |= {(piece, self.center): cell for piece, cell in self.cells.items()}
+        final = {(p, self.center): r.initial for p, r in enumerate(self.runners)} | final
+        return {key: weights | self.runners[key[0]].frozen for key, weights in final.items()}
 
     def replay(self, event: Event) -> bool:
-        """Replays one event; returns whether it could."""
+        """Replays one event; returns False if something that it reads does not exist yet."""
         if isinstance(event, Read):
             return self._replay_read(event)
         if isinstance(event, Scored):
@@ -117,7 +117,7 @@ class Replay:
         return self._replay_update(event)
 
     def weights(self, piece: int, replica: int, version: int) -> Tensors | None:
-        """Returns one version of a piece's weights, if it is there."""
+        """Returns one version of a piece's weights, or None if it does not exist yet."""
         if version == 0 and (piece, replica, 0) not in self.newest:
             self.newest[piece, replica, 0] = {n: w.clone() for n, w in self.runners[piece].initial.items()}
         return self.newest.get((piece, replica, version))
@@ -153,9 +153,9 @@ class Replay:
         if self.in_double:
             self._check_clipping(event)
         summed = {n: self._summed(members, piece, n) for n in base}
-        home = (piece, self.center if on_server else replica)
+        key = (piece, self.center if on_server else replica)
         count = self.served[piece] if on_server else update
-        deltas = dict(self.job.optimizer.step(count, base, summed, self.state[home], coefficient))
+        deltas = dict(self.job.optimizer.step(count, base, summed, self.state[key], coefficient))
         if center:
             pull = self.job.optimizer.rate(update) * self.job.elasticity
             deltas = {n: d - pull * (base[n] - center[n]) for n, d in deltas.items()}
@@ -172,20 +172,20 @@ class Replay:
         return True
 
     def _average(self, piece: int, replica: int, version: int, new: Tensors) -> None:
-        """Lets a version be there once all replicas have made theirs: the mean of all."""
-        own = self.unmet.setdefault((piece, version), {})
-        own[replica] = new
-        if len(own) == self.center:
-            mean = {n: torch.stack([own[q][n] for q in sorted(own)]).sum(0) / len(own) for n in new}
+        """Writes a version as the mean over replicas once all of them have made theirs."""
+        made = self.unmet.setdefault((piece, version), {})
+        made[replica] = new
+        if len(made) == self.center:
+            mean = {n: torch.stack([made[q][n] for q in sorted(made)]).sum(0) / len(made) for n in new}
             for q in self.unmet.pop((piece, version)):
                 self.newest[piece, q, version] = mean
 
     def _replay_score(self, event: Scored) -> bool:
-        """Works a score out again; raises InputError where the run's differs by more than rounding.
+        """Recomputes a score; raises InputError if the run's differs by more than rounding.
 
-        One that was no number may be one here: float32 ends sooner.
+        A score that overflowed in the run's dtype may be finite here.
         """
-        piece, replica, version, found = event
+        piece, replica, version, logged = event
         update, fed = version - 1, self.program.fed_by(replica, version - 1)
         weights = self.weights(piece, self.center, update)
         if weights is None or not all(self._differentiate(i) for i in fed):
@@ -196,12 +196,12 @@ class Replay:
         trial = ScoreTrial(number, inputs, targets, self.batches.count(number), rate, penalty)
         summed = {name: self._summed(fed, piece, name) for name in weights}
         expected = score(self.runners[piece], self.job, trial, weights, summed, count)
-        if self.in_double and math.isfinite(found) and not abs(found - expected) <= 1e-4 * abs(expected):
+        if self.in_double and math.isfinite(logged) and not abs(logged - expected) <= 1e-4 * abs(expected):
             raise InputError(f"the run gave a contribution another score than {expected}: {event}")
         return True
 
     def _replay_trusted(self, event: Applied) -> bool:
-        """Replays the update that a server makes of the contributions that it trusts."""
+        """Replays a server's update from the gradients of the replicas that it trusts."""
         piece, _, version, members, coefficient = event
         base = self.weights(piece, self.center, version - 1)
         if base is None:
@@ -217,22 +217,22 @@ class Replay:
         return True
 
     def _wave(self, update: int) -> int:
-        """Returns the wave of an update; each round begins with a new one."""
+        """Returns the wave of an update; each round begins a new wave."""
         before, number = divmod(update, self.plan.steps)
         return before * self._num_waves + number // self.plan.place.workers
 
     def _wave_size(self, wave: int) -> int:
-        """Returns the updates of a wave; the last of a round may have fewer than the others."""
+        """Returns the number of updates in a wave; the last wave of a round may have fewer."""
         size = self.plan.place.workers
         return min(size, self.plan.steps - wave % self._num_waves * size)
 
     @property
     def _num_waves(self) -> int:
-        """The waves of a round."""
+        """The number of waves per round."""
         return -(-self.plan.steps // self.plan.place.workers)
 
     def _check_clipping(self, event: Applied) -> None:
-        """Raises InputError where a coefficient does not follow from the norm that the plan clips by."""
+        """Raises InputError if a coefficient does not follow from the norm that the plan clips by."""
         clip, expected = self.plan.reduce.clip, 1 / sum(self.batches.count(i) for i in event.microbatches)
         update = event.version - 1 - (clip == "delayed")
         norm = self._norm(update) if clip != "none" and update >= 0 else 0.0
@@ -272,7 +272,7 @@ class Replay:
         return True
 
     def _differentiate(self, microbatch: int) -> bool:
-        """Works out the gradients of one microbatch, once all its reads are known."""
+        """Computes the gradients of one microbatch; returns False if one of its reads is not replayed yet."""
         if microbatch in self.gradients:
             return True
         reads = [self.read.get((piece, microbatch)) for piece in range(len(self.runners))]
@@ -280,8 +280,8 @@ class Replay:
         if len(known) < len(reads):
             return False
         value, targets = self._cast(self.batches.inputs(microbatch)), self._cast(self.batches.targets(microbatch))
-        if self.uncut and (found := self.uncut.gradients(microbatch, known, value, targets)):
-            self.gradients[microbatch] = found
+        if self.uncut and (uncut := self.uncut.gradients(microbatch, known, value, targets)):
+            self.gradients[microbatch] = uncut
             return True
         saved = []
         for runner, weights in zip(self.runners, known, strict=True):
@@ -293,8 +293,8 @@ class Replay:
         passed: tuple[Tensor, ...] = (torch.ones_like(loss),)
         gradients = []
         for kept in reversed(saved):
-            passed, own = backward(kept, passed)
-            gradients.append(own)
+            passed, weight_gradients = backward(kept, passed)
+            gradients.append(weight_gradients)
         self.gradients[microbatch] = gradients[::-1]
         return True
 
@@ -309,16 +309,16 @@ class Replay:
         ]
         if self.job.byzantine is None:
             return torch.stack([self.gradients[i][p][n] for i in members for p, n in homes]).sum(0)
-        return torch.stack([part for p, n in homes for part in self._handed_over(members, p, n)]).sum(0)
+        return torch.stack([part for p, n in homes for part in self._sent_gradients(members, p, n)]).sum(0)
 
-    def _handed_over(self, members: tuple[int, ...], piece: int, name: str) -> Iterator[Tensor]:
-        """Yields what each replica handed over of a parameter's gradient, where some are faulty on purpose."""
+    def _sent_gradients(self, members: tuple[int, ...], piece: int, name: str) -> Iterator[Tensor]:
+        """Yields a parameter's gradient as each replica sent it, with the faults that the job injects."""
         fault, number = self.job.byzantine, list(self.runners[piece].initial).index(name)
         assert fault is not None
         update = members[0] // self.program.update_size
         for replica in sorted({self.readers[piece, i] for i in members}):
-            own = [self.gradients[i][piece][name] for i in members if self.readers[piece, i] == replica]
-            total = torch.stack(own).sum(0)
+            parts = [self.gradients[i][piece][name] for i in members if self.readers[piece, i] == replica]
+            total = torch.stack(parts).sum(0)
             if fault.is_faulty(replica, self.program.num_replicas):
                 total = fault.spoilt(total, self.job.seed, replica, update, piece, number)
             yield total

@@ -1,7 +1,7 @@
-"""Faulty replicas on purpose: some hand over other gradients than theirs, so that aggregations can be compared.
+"""Byzantine replicas: some send faulty gradients, so that aggregation rules can be compared.
 
-What they hand over is a function of their true gradient, the run's seed, the replica and the update: runs repeat, and
-the audit replays the faults too.
+What a faulty replica sends depends only on its true gradient, the run's seed, the replica and the update, so that runs
+are repeatable and the audit can replay the faults.
 """
 
 from dataclasses import dataclass
@@ -20,9 +20,9 @@ KINDS: tuple[Kind, ...] = get_args(Kind)
 
 @dataclass(frozen=True)
 class Byzantine:
-    """How many replicas, the last ones, are faulty, and what they hand over in place of a gradient g.
+    """The fault of the last `count` replicas: what they send in place of a gradient g.
 
-    `sign-flip`: −factor·g; `scale`: factor·g; `random`: normal noise of factor times g's size, tensor by tensor.
+    `sign-flip`: −factor·g; `scale`: factor·g; `random`: normal noise with factor times the RMS of g, per tensor.
     """
 
     count: int
@@ -35,20 +35,20 @@ class Byzantine:
         count, _, rest = text.partition(":")
         kind, colon, factor = rest.partition(":")
         try:
-            found = int(count), float(factor) if colon else cls.factor
+            number, size = int(count), float(factor) if colon else cls.factor
         except ValueError:
             raise InputError(
                 f"faulty replicas are COUNT:KIND or COUNT:KIND:FACTOR, such as 2:sign-flip, not '{text}'"
             ) from None
         for known in KINDS:
-            if kind == known and found[0] > 0:
-                return cls(found[0], known, found[1])
-        if found[0] < 1:
-            raise InputError(f"'{text}' makes {found[0]} replicas faulty; give 1 or more")
+            if kind == known and number > 0:
+                return cls(number, known, size)
+        if number < 1:
+            raise InputError(f"'{text}' makes {number} replicas faulty; give 1 or more")
         raise InputError(f"replicas are not faulty by '{kind}'{nearest(kind, KINDS)}")
 
     def check(self, plan: Plan, num_replicas: int) -> None:
-        """Raises InputError where a plan's replicas hand no gradients over, or are fewer."""
+        """Raises InputError if the plan's replicas send no gradients, or are fewer than `count`."""
         reduce = plan.reduce
         if (
             reduce.wire in ("none", "shared-memory")
@@ -68,11 +68,11 @@ class Byzantine:
         """Whether a replica is one of the last `count`."""
         return replica >= num_replicas - self.count
 
-    def spoilt(self, gradient: Tensor, *place: int) -> Tensor:
-        """Returns what is handed over in place of one tensor; `place` tells it from all others of the run."""
+    def spoilt(self, gradient: Tensor, *origin: int) -> Tensor:
+        """Returns what is sent in place of one tensor; `origin` identifies the tensor within the run."""
         if self.kind != "random":
             return gradient * (-self.factor if self.kind == "sign-flip" else self.factor)
-        source = torch.Generator().manual_seed(mixed(*place))
+        source = torch.Generator().manual_seed(mixed(*origin))
         noise = torch.randn(gradient.shape, generator=source, dtype=torch.float32)
         size = gradient.square().mean().sqrt()
         return noise.to(gradient) * (self.factor * size)

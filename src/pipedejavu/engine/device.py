@@ -1,7 +1,7 @@
-"""Where a worker's tensors live: a CUDA device for a GPU that is there, the CPU for all else.
+"""The torch device of a worker: its CUDA device if the machine has one, else the CPU.
 
-On a machine without GPUs a plan for some runs on CPU tensors, in the same lanes and the same order. What passes
-between workers passes through host memory, pinned on the side of a GPU.
+On a machine without GPUs a plan for GPUs runs on CPU tensors, in the same lanes and order. Tensors pass between workers
+through host memory, which is pinned if the worker is on a GPU.
 """
 
 import os
@@ -17,30 +17,30 @@ CPU = torch.device("cpu")
 
 
 def be_deterministic() -> None:
-    """Lets this process compute the same bits each time, wherever torch knows how.
+    """Makes this process deterministic wherever torch has a deterministic algorithm, and warns elsewhere.
 
-    As `torch.use_deterministic_algorithms` does with warnings, which would load torch's compiler only to tell it so.
+    Does the same as `torch.use_deterministic_algorithms(True, warn_only=True)` without loading torch's compiler.
     """
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what cuBLAS needs
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # required by cuBLAS
     os.environ.setdefault("TORCHINDUCTOR_DETERMINISTIC", "1")
     torch.set_deterministic_debug_mode("warn")
-    # With NaN, for every new tensor: no bit of a result depends on it.
+    # Filling new tensors with NaN takes time and changes no result.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
 def device_of(program: Program, worker: int) -> torch.device:
     """Returns the torch device of a worker: the n-th GPU of its host in the machine's order is cuda:n."""
-    own = program.machine.device(program.devices[worker])
-    if own.type != "gpu" or not torch.cuda.is_available():
+    device = program.machine.device(program.devices[worker])
+    if device.type != "gpu" or not torch.cuda.is_available():
         return CPU
-    gpus = [d.name for d in program.machine.devices if d.type == "gpu" and d.host == own.host]
-    return torch.device("cuda", gpus.index(own.name) % torch.cuda.device_count())
+    gpus = [d.name for d in program.machine.devices if d.type == "gpu" and d.host == device.host]
+    return torch.device("cuda", gpus.index(device.name) % torch.cuda.device_count())
 
 
 def moved(value: Any, device: torch.device) -> Any:
-    """Returns a value of any form with its tensors, without their history, on a device.
+    """Returns a nested value with its tensors detached and on a device.
 
-    From a GPU they come into pinned memory. Copies are issued to the current stream, and there when it has come so far.
+    Copies from a GPU go to pinned memory. Copies are asynchronous on the current stream.
     """
     if isinstance(value, tuple | list):
         parts = [moved(v, device) for v in value]
@@ -52,10 +52,10 @@ def moved(value: Any, device: torch.device) -> Any:
     return move_tensor(value, device)
 
 
-def hold(value: Any, stream: torch.cuda.Stream) -> None:
-    """Keeps the memory of a value's tensors until a stream has done what it was given before they were freed."""
+def record_stream(value: Any, stream: torch.cuda.Stream) -> None:
+    """Delays reuse of the memory of a value's tensors until a stream has run what was issued before they were freed."""
     if isinstance(value, tuple | list | dict):
         for part in value.values() if isinstance(value, dict) else value:
-            hold(part, stream)
+            record_stream(part, stream)
     elif isinstance(value, Tensor) and value.is_cuda:
         value.record_stream(stream)

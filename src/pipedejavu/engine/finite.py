@@ -1,4 +1,4 @@
-"""Whether tensors are finite: one pass over each finds its largest absolute value, which is NaN if it holds NaN."""
+"""Checks whether tensors are finite, by the largest absolute value of each, which is NaN if any element is."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,19 +24,19 @@ def _comparable(tensor: Tensor) -> Tensor:
 
 
 def _largest(tensor: Tensor) -> Tensor:
-    low, high = torch.aminmax(tensor)  # on a CPU some twenty times as fast as the norm
+    low, high = torch.aminmax(tensor)  # on a CPU about twenty times as fast as the norm
     return torch.maximum(high, -low)
 
 
 def nonfinite(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, float]]:
-    """Yields the name of each floating-point tensor that is not finite, and what it holds; waits for a GPU."""
+    """Yields the name and largest value of each floating-point tensor that is not finite; synchronises with a GPU."""
     names = [name for name, tensor in tensors.items() if tensor.is_floating_point() or tensor.is_complex()]
     values = read_all(largest_values([tensors[name] for name in names]))
     yield from ((name, value) for name, value in zip(names, values, strict=True) if not math.isfinite(value))
 
 
 def read_all(values: Sequence[Tensor]) -> list[float]:
-    """Reads numbers that may lie on a GPU, with one copy for all of them."""
+    """Reads numbers that may be on a GPU, with one copy for all."""
     on_gpu = [n for n, value in enumerate(values) if value.is_cuda]
     numbers = [*values]
     if on_gpu:

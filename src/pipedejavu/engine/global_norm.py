@@ -1,8 +1,8 @@
-"""The norm of an update's gradients over all workers, by which all of them know whether the update can be made.
+"""The norm of an update's gradients over all workers, which also tells all of them whether the update can be made.
 
-A worker whose own part cannot be applied adds infinity, so that the norm is infinite for all: with `on_nan="skip"` they
-leave the update out together, and running statistics become what they were before it. With "stop" the worker raises
-instead of adding, and the others never get a norm to update by.
+A worker whose gradients cannot be applied adds infinity, which makes the norm infinite on all workers. With
+`on_nan="skip"` they then all skip the update and restore their running statistics. With "stop" the worker raises before
+it adds its part, and the others never get the norm.
 """
 
 import math
@@ -18,15 +18,16 @@ from pipedejavu.engine.job import Batches, Job, Log
 from pipedejavu.engine.optimizer import Tensors
 from pipedejavu.engine.piece import PieceRunner
 from pipedejavu.facts import InputError
-from pipedejavu.program import Program
-from pipedejavu.program.value import Value
+from pipedejavu.program import Program, Value, ValuePlace
+from pipedejavu.program.program import stage_group
+from pipedejavu.program.value import DEVICE, HOST
 
 LARGEST_SQUARE = 1e300
-"""The largest part of the squared norm that counts as finite, so that a sum over workers is finite too."""
+"""The largest squared norm of one worker that counts as finite, so that the sum over workers is finite too."""
 
 
 class GlobalNorm:
-    """One worker's part in the norm, and what it does if that is not finite."""
+    """Computes the norm on one worker, and skips updates whose norm is not finite."""
 
     def __init__(
         self,
@@ -42,21 +43,21 @@ class GlobalNorm:
         self.program, self.index, self.runners, self.job = program, index, runners, job
         self.batches, self.values, self.log, self.check = batches, values, log, check
         self.num_skipped = 0
-        """Updates left out since the last one that was made."""
+        """Consecutive updates skipped so far."""
         self._kept: list[tuple[dict[str, Any], str, Tensor, Tensor]] = []
-        """Each buffer's place, and the buffer before the update that is under way."""
+        """Each buffer's dictionary and key, the buffer, and its copy from before the current update."""
 
     def begin(self) -> None:
-        """Keeps running statistics as they are before a round, if an update may be left out."""
+        """Saves a copy of running statistics, if the update may be skipped."""
         if self.job.on_nan == "skip" and self.program.plan.reduce.clip == "global":
             buffers = [buffer for runner in self.runners.values() for buffer in runner.buffers()]
             self._kept = [(place, key, buffer, buffer.clone()) for place, key, buffer in buffers]
 
     def find(self, update: int, step: int, add_up: Callable[[Tensor], Tensor]) -> float:
-        """Returns the norm of an update's summed gradients; it is infinite if some worker cannot apply its own.
+        """Returns the norm of an update's summed gradients; infinite if some worker cannot apply its gradients.
 
-        Raises InputError for this worker's own gradients with `on_nan="stop"`, and with "skip" if too many updates in a
-        row were left out.
+        Raises InputError if this worker cannot apply its gradients and `on_nan` is "stop", and after too many
+        consecutive skips if it is "skip".
         """
         agrees = self.program.plan.reduce.clip == "global"
         gradients, square = self._gradients(update), self._square(update)
@@ -74,13 +75,13 @@ class GlobalNorm:
         self.begin()
 
     def _skip(self, step: int, fault: str) -> None:
-        """Undoes what an update that is left out has done to running statistics, and notes why it is left out."""
+        """Restores running statistics from before a skipped update, and records why it is skipped."""
         with torch.no_grad():
             for place, key, buffer, before in self._kept:
                 place[key] = buffer.copy_(before)
         self.num_skipped += 1
         if not fault:
-            return  # the worker that has found one tells of it
+            return  # the worker with the fault records it
         self.log.skipped[step] = fault
         most = self.job.max_consecutive_skips
         if most is not None and self.num_skipped >= most:
@@ -90,7 +91,7 @@ class GlobalNorm:
             )
 
     def _fault(self, step: int, gradients: list[Tensors], square: float) -> str:
-        """Returns why this worker cannot make an update, or ""."""
+        """Returns why this worker cannot apply an update, or ""."""
         size = self.program.update_size
         members = range((step - 1) * size, step * size)
         for number in members:
@@ -109,19 +110,19 @@ class GlobalNorm:
         return "" if square <= LARGEST_SQUARE else f"the square of the gradients' norm is {square:.3g} {place}"
 
     def _gradients(self, update: int) -> list[Tensors]:
-        """Returns the summed gradients of each piece that this worker holds, wherever they are."""
-        homes = self.program.held(self.index)
-        return [next(d for place in ("", "host") if (d := self._at(home, update, place)) is not None) for home in homes]
+        """Returns the summed gradients of each piece that this worker holds, on device or host."""
+        keys = self.program.held(self.index)
+        return [next(d for place in (DEVICE, HOST) if (d := self._at(key, update, place)) is not None) for key in keys]
 
-    def _at(self, home: tuple[int, int], update: int, place: str) -> Tensors | None:
-        found: Tensors | None = self.values.get(("d", *home, update, place))
-        return found
+    def _at(self, key: tuple[int, int], update: int, place: ValuePlace) -> Tensors | None:
+        gradients: Tensors | None = self.values.get(Value.weight_gradient(*key, update, place))
+        return gradients
 
     def _square(self, update: int) -> float:
-        """Returns this worker's part of the squared norm: what several workers hold alike counts once in all."""
+        """Returns this worker's part of the squared norm; parameters on several workers count once in the total."""
         shares, norms = list[float](), list[Tensor]()
         for (piece, _), gradients in zip(self.program.held(self.index), self._gradients(update), strict=True):
-            holders = self.program.groups.get(f"s{self.program.pieces[piece].stage}")
+            holders = self.program.groups.get(stage_group(self.program.pieces[piece].stage))
             share = 1 / (len(holders.workers) if holders else 1)
             for name, gradient in gradients.items():
                 tied = [len(self.program.tied_pieces[n]) for n, names in enumerate(self.job.ties) if name in names]

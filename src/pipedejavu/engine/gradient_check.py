@@ -1,6 +1,6 @@
-"""The check of gradients before an update is made of them, and what it tells the user.
+"""The check of gradients before an update, and the error that it raises.
 
-On a GPU the largest values stay on the device until the end of the round, so that no update waits for them.
+On a GPU the largest values are read at the end of the round, so that no update waits for them.
 """
 
 import math
@@ -17,7 +17,7 @@ from pipedejavu.plan import Plan
 
 
 class _Unread(NamedTuple):
-    """The largest gradients of an update that a GPU makes."""
+    """The largest gradients of an update on a GPU, not read yet."""
 
     step: int
     coefficient: float
@@ -37,7 +37,7 @@ class GradientCheck:
         self._unread: list[_Unread] = []
 
     def check(self, step: int, summed: Tensors, coefficient: float) -> None:
-        """Raises InputError if an update of these gradients cannot be made; on a GPU at the next `read`."""
+        """Raises InputError if the gradients cannot be applied; for gradients on a GPU the next `read` raises it."""
         if any(gradient.is_cuda for gradient in summed.values()):
             values = largest_values([*summed.values()])
             self._unread.append(_Unread(step, coefficient, tuple(summed), self._limits(step, summed), values))
@@ -45,16 +45,16 @@ class GradientCheck:
             raise InputError(f"{fault}; {self.remedy}")
 
     def read(self) -> None:
-        """Raises InputError if one of the updates that a GPU has made since the last time could not be made."""
+        """Raises InputError if an update on a GPU since the last call had gradients that cannot be applied."""
         unread, self._unread = self._unread, []
         for step, coefficient, names, limits, values in unread:
             if fault := self._describe(step, coefficient, names, limits, read_all(values)):
                 raise InputError(f"{fault}; {self.remedy}")
 
     def fault(self, step: int, summed: Tensors, coefficient: float, clip_norm: float | None = None) -> str:
-        """Returns what is wrong with gradients that count `coefficient` times before they are clipped, or ""."""
+        """Returns what is wrong with gradients that are multiplied by `coefficient` and then clipped, or ""."""
         values = read_all(largest_values([*summed.values()]))
-        if clip_norm is not None:  # which no finite gradient exceeds once it is clipped
+        if clip_norm is not None:  # no finite gradient exceeds it after clipping
             values = [min(value, clip_norm / coefficient) if math.isfinite(value) else value for value in values]
         return self._describe(step, coefficient, tuple(summed), self._limits(step, summed), values)
 

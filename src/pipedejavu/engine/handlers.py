@@ -1,7 +1,7 @@
-"""What each kind of action does to the values of a worker: one handler each.
+"""Handlers: one method per kind of action, which reads and writes the values of one worker.
 
-Values are held under the names of the program's table: activations and gradients as tensors, what a forward
-saved as `Saved`, weights and weight gradients as tensors by parameter name.
+`values` holds activations and gradients as tensors, saved tensors as `Saved`, and weights and weight gradients as
+tensors by parameter name.
 """
 
 import math
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from pipedejavu.engine.applier import Applier, as_leaves
-from pipedejavu.engine.device import CPU, device_of, hold, moved
+from pipedejavu.engine.device import CPU, device_of, moved, record_stream
 from pipedejavu.engine.global_norm import GlobalNorm
 from pipedejavu.engine.gradient_check import GradientCheck
 from pipedejavu.engine.job import Batches, Job, Log, Read
@@ -35,27 +35,29 @@ from pipedejavu.engine.recompute_span import (
 )
 from pipedejavu.engine.wire import Wire, flatten, unflatten
 from pipedejavu.facts import InputError
-from pipedejavu.program import Action, Program, Table
-from pipedejavu.program.value import Value, rest_of, value_of
+from pipedejavu.program import Action, ActionKind, GroupRole, Program, Table, UpdatePlace, Value, ValueKind
+from pipedejavu.program.action import value_of
+from pipedejavu.program.effect import rest_of
+from pipedejavu.program.value import HOST
 
-TRANSIENT = frozenset("xgsobncdpe")
-"""Whats that are freed behind their last reader; of its own weights a worker keeps the newest version."""
+_PER_PARAMETER = frozenset((ValueKind.WEIGHTS, ValueKind.WEIGHT_GRADIENT, ValueKind.PUSH, ValueKind.CONSENSUS))
+"""Kinds of values that are held as tensors by parameter name."""
 
 Runners = dict[tuple[int, int], PieceRunner]
-"""By (piece, replica)."""
+"""Piece runners by (piece, replica)."""
 
 Notice = Callable[[str, str], None]
-"""Is told of a lane and the action that it begins; no action where it has ended."""
+"""Called with a lane and the action that it begins, or '' when the action ends."""
 
 
-def homes_of(program: Program, index: int) -> list[tuple[int, int]]:
+def pieces_of(program: Program, index: int) -> list[tuple[int, int]]:
     """Returns the (piece, replica) pairs that a worker holds or serves, in order; a server's come last."""
-    served = {a.piece for a in program.workers[index].actions if a.via == "~server"}
+    served = {a.piece for a in program.workers[index].actions if a.update_place == UpdatePlace.SERVER}
     return sorted({*program.held(index), *((piece, program.num_replicas) for piece in served)})
 
 
 class Handlers:
-    """The values of one worker, and the handlers that work on them."""
+    """The values of one worker and the handlers of its actions."""
 
     def __init__(self, program: Program, index: int, runners: Runners, job: Job, batches: Batches, wire: Wire):
         self.program, self.index, self.runners, self.job = program, index, runners, job
@@ -68,78 +70,82 @@ class Handlers:
         self.norm = GlobalNorm(program, index, runners, job, batches, self.values, self.log, self.check)
         table = Table(program)
         self.effects = {a: table(a, index)[:2] for a in program.workers[index].actions}
-        """What each action reads and writes."""
+        """The values that each action reads and writes."""
         self.reads = Counter(value for a in program.workers[index].actions for value in self.effects[a][0])
         self.readers = self.reads.copy()
         self.lock = threading.Lock()
         self.first_microbatch = self.first_version = 0
         self._unread_losses: dict[int, Tensor] = {}
-        """Of microbatches whose forward was issued to a GPU, which nobody should wait for."""
-        self._handlers: dict[str, Callable[[Action], None]] = {
-            "F": self.forward,
-            "R": self.recompute,
-            "B": self.backward,
-            "I": self.backward_input,
-            "W": self.backward_weights,
-            "SEND": self.send,
-            "RECV": self.receive,
-            "REDUCE": self.reduce,
-            "UPDATE": self.applier.update,
-            "DROP": self.drop,
-            "OFFLOAD": self.offload,
-            "FETCH": self.fetch,
-            "EVAL": self.applier.evaluate,
+        """Losses of microbatches on a GPU, read at the end of the round so that no lane waits for the device."""
+        self._handlers: dict[ActionKind, Callable[[Action], None]] = {
+            ActionKind.FORWARD: self.forward,
+            ActionKind.RECOMPUTE: self.recompute,
+            ActionKind.BACKWARD: self.backward,
+            ActionKind.INPUT_BACKWARD: self.backward_input,
+            ActionKind.WEIGHT_BACKWARD: self.backward_weights,
+            ActionKind.SEND: self.send,
+            ActionKind.RECV: self.receive,
+            ActionKind.REDUCE: self.reduce,
+            ActionKind.UPDATE: self.applier.update,
+            ActionKind.DROP: self.drop,
+            ActionKind.OFFLOAD: self.offload,
+            ActionKind.FETCH: self.fetch,
+            ActionKind.EVAL: self.applier.evaluate,
         }
 
     def begin(self, update: int) -> None:
-        """Prepares to run the program from an update on: the newest weights become version 0, numbers go on."""
+        """Prepares a round that starts at an update: the newest weights become version 0."""
         plan = self.program.plan
         self.first_microbatch = update * self.program.update_size
         self.first_version = self.applier.first_version = update
         self.readers = self.reads.copy()
-        norms = {key[3]: self.values.pop(key) for key in list(self.values) if key[0] == "n"}
+        norms = {key.number: self.values.pop(key) for key in list(self.values) if key.kind == ValueKind.NORM}
         if plan.reduce.clip == "delayed" and plan.steps - 1 in norms:
-            self.values["n", 0, 0, -1, ""] = norms[plan.steps - 1]
-        for key in [key for key in self.values if key[0] == "w" and key[3] == self.applier.last_version(key[2])]:
-            self.values[key[0], key[1], key[2], 0, key[4]] = self.values.pop(key)
-        for key in [key for key in self.values if key[0] in "pc"]:  # waves that were taken in when the round ended
-            del self.values[key]
+            self.values[Value.norm(-1)] = norms[plan.steps - 1]
+        weights = [value for value in self.values if value.kind == ValueKind.WEIGHTS]
+        for value in weights:
+            if value.number == self.applier.last_version(value.replica):
+                self.values[value.at(0)] = self.values.pop(value)
+        waves = [value for value in self.values if value.kind in (ValueKind.PUSH, ValueKind.CONSENSUS)]
+        for value in waves:  # the round's end has applied them
+            del self.values[value]
         self.norm.begin()
 
     def do(self, a: Action) -> None:
-        """Does one action, and frees what nobody will read again."""
+        """Runs one action and frees the values that no later action reads."""
         reads, writes = self.effects[a]
         if self.device.type == "cuda":
             held = tuple(memory_of(self.values.get(value)) for value in reads)
-            hold(held, torch.cuda.current_stream(self.device))
+            record_stream(held, torch.cuda.current_stream(self.device))
         self._handlers[a.kind](a)
-        weights = [value for value in writes if value[0] == "w"]
+        weights = [value for value in writes if value.kind == ValueKind.WEIGHTS]
         with self.lock:
             for value in reads:
                 self.readers[value] -= 1
-            ends = [value for value in (*reads, *map(_before, weights)) if not self.readers[value]]
+            older = (value.at(value.number - 1) for value in weights)
+            ends = [value for value in (*reads, *older) if not self.readers[value]]
             freed = [self.values.pop(value, None) for value in ends if self._is_spent(value)]
-            for _, piece, replica, _, _ in weights:
-                self._count_versions(piece, replica)
-        del freed  # which takes a while, so not under the lock
+            for value in weights:
+                self._count_versions(value.piece, value.replica)
+        del freed  # slow, so outside of the lock
 
     def _is_spent(self, value: Value) -> bool:
-        """Whether a value that nobody will read again can go."""
-        what, piece, replica, version, place = value
-        if what != "w":
-            return what in TRANSIENT
-        is_own = (piece, replica) in self.runners
-        return not is_own or ("w", piece, replica, version + 1, place) in self.values
+        """Whether a value that no later action reads can be freed: held weights only once a newer version exists."""
+        if value.kind != ValueKind.WEIGHTS:
+            return True
+        is_held = (value.piece, value.replica) in self.runners
+        return not is_held or value.at(value.number + 1) in self.values
 
     def _count_versions(self, piece: int, replica: int) -> None:
-        """Notes how many versions of its own weights the worker has; those of others only pass through."""
+        """Records the peak number of versions of the weights that the worker holds; received weights do not count."""
         if (piece, replica) in self.program.held(self.index):
-            held = sum(key[:3] == ("w", piece, replica) and not key[4] for key in list(self.values))
+            first = Value.weights(piece, replica, 0)
+            held = sum(value.at(0) == first for value in list(self.values))
             self.log.peak_versions = max(self.log.peak_versions, held)
 
     def forward(self, a: Action) -> None:
-        """Runs a piece forward and keeps what its backward needs."""
-        wave = next((v[3] for v in self.effects[a][0] if v[0] == "c"), -1)
+        """Runs the forward of a piece and keeps the tensors that its backward needs."""
+        wave = next((v.number for v in self.effects[a][0] if v.kind == ValueKind.CONSENSUS), -1)
         if wave >= 0:
             self.applier.pull((a.piece, a.replica), a.version, wave)
         version = a.version if a.version < 0 else self.first_version + a.version
@@ -151,17 +157,20 @@ class Handlers:
             self.log.peak_versions = max(self.log.peak_versions, 1)
         output, saved = self._run_piece(a, keeps_buffers=False)
         if self.program.outputs[a.piece]:
-            self.values["x", a.piece, 0, a.microbatch, ""] = output
+            self.values[Value.activation(a.piece, a.microbatch)] = output
         if self.program.keeps_saved(a.piece):
-            self.values["s", a.piece, 0, a.microbatch, ""] = saved
+            self.values[Value.saved(a.piece, a.microbatch)] = saved
 
     def recompute(self, a: Action) -> None:
-        """Runs a piece, or those of its units that kept nothing, again with the first time's weights and randomness."""
-        key = ("s", a.piece, 0, a.microbatch, "")
+        """Recomputes a piece, or its recomputed units, with the weights and random numbers of the forward."""
+        key = Value.saved(a.piece, a.microbatch)
         if not self.program.keeps_saved(a.piece):
             self.values[key] = self._run_piece(a, keeps_buffers=True)[1]
             return
-        weights, number = self.values["w", a.piece, a.replica, a.version, ""], self.first_microbatch + a.microbatch
+        weights, number = (
+            self.values[Value.weights(a.piece, a.replica, a.version)],
+            self.first_microbatch + a.microbatch,
+        )
         output, saved = self._runner(a).forward_again(weights, self.values[key], number)
         ends = self.program.pieces[a.piece].units[-1] in self.program.recomputed[a.piece]
         if ends and not self.program.outputs[a.piece]:
@@ -171,11 +180,11 @@ class Handlers:
     def _run_piece(self, a: Action, keeps_buffers: bool) -> tuple[Any, Saved]:
         before = self.program.inputs[a.piece]
         if before:
-            value = self.values["x", before[0], 0, a.microbatch, ""]
+            value = self.values[Value.activation(before[0], a.microbatch)]
         else:
-            value = self.values.get(("b", a.piece, 0, a.microbatch, ""))
+            value = self.values.get(Value.batch(a.piece, a.microbatch))
             value = self._inputs(a.microbatch) if value is None else value
-        weights = self.values["w", a.piece, a.replica, a.version, ""]
+        weights = self.values[Value.weights(a.piece, a.replica, a.version)]
         number, runner = self.first_microbatch + a.microbatch, self.runners[a.piece, a.replica]
         tensor_offload = runner.tensor_offload(weights) if runner.departs else None
         with tensor_offload or nullcontext():
@@ -195,20 +204,21 @@ class Handlers:
         return moved(self.batches.inputs(self.first_microbatch + microbatch), self.device)
 
     def _note_loss(self, number: int, loss: Tensor) -> None:
-        """Notes the loss of a microbatch: now, or at the end of the round where that would wait for a GPU."""
+        """Records the loss of a microbatch: now on a CPU, at the end of the round on a GPU."""
         if loss.is_cuda:
             self._unread_losses[number] = loss.detach()
             return
-        found = loss.item()
-        self.log.note_loss(number, found)
-        if not math.isfinite(found) and self.job.on_nan == "stop":
+        loss_value = loss.item()
+        self.log.note_loss(number, loss_value)
+        if not math.isfinite(loss_value) and self.job.on_nan == "stop":
             step = number // self.program.update_size + 1
             raise InputError(
-                f"the loss is {found} in step {step}, microbatch {number}, on worker {self.index}; {self.check.remedy}"
+                f"the loss is {loss_value} in step {step}, microbatch {number}, on worker {self.index};"
+                f" {self.check.remedy}"
             )
 
     def finish(self) -> None:
-        """Lets all that was sent leave, and reads what a GPU was not to be waited for while the program ran."""
+        """Ends a round: completes all sends, then reads losses and gradient checks from the device."""
         self.wire.flush()
         self._read_losses()
         self.check.read()
@@ -219,7 +229,7 @@ class Handlers:
             self._note_loss(number, loss.cpu())
 
     def backward(self, a: Action) -> None:
-        """Runs a piece backward: hands a gradient on and adds to the piece's own."""
+        """Runs the backward of a piece: writes its input gradient and adds to its weight gradient."""
         saved, gradients = self._needed(a)
         total = self._of_update(a)
         passed, self.values[total] = backward(saved, gradients, self.values.get(total))
@@ -227,11 +237,11 @@ class Handlers:
         self._end_microbatch(a)
 
     def backward_input(self, a: Action) -> None:
-        """Makes the gradient that the piece hands on."""
+        """Computes the gradient of the piece's input."""
         self._pass_on(a, backward_input(*self._needed(a)))
 
     def backward_weights(self, a: Action) -> None:
-        """Adds to the gradient of the piece's weights."""
+        """Adds to the weight gradient of the piece."""
         saved, gradients = self._needed(a)
         total = self._of_update(a)
         self.values[total] = backward_weights(saved, gradients, self.values.get(total))
@@ -241,44 +251,45 @@ class Handlers:
         return self.runners[a.piece, a.replica]
 
     def _needed(self, a: Action) -> tuple[Saved, tuple[Tensor, ...]]:
-        """Returns what a backward works on."""
-        saved: Saved = self.values["s", a.piece, 0, a.microbatch, ""]
+        """Returns the saved tensors and output gradients that a backward reads."""
+        saved: Saved = self.values[Value.saved(a.piece, a.microbatch)]
         after = self.program.outputs[a.piece]
         if not after:
             return saved, (torch.ones_like(saved[-1].outputs[0]),)
-        return saved, self.values["g", after[0], 0, a.microbatch, ""]
+        return saved, self.values[Value.gradient(after[0], a.microbatch)]
 
     def _of_update(self, a: Action) -> Value:
-        """Names the sum of gradients that a backward adds to."""
-        return ("d", a.piece, a.replica, a.microbatch // self.program.update_size, "")
+        """Returns the weight gradient that a backward adds to."""
+        return Value.weight_gradient(a.piece, a.replica, a.microbatch // self.program.update_size)
 
     def _pass_on(self, a: Action, gradients: tuple[Tensor, ...]) -> None:
         if self.program.inputs[a.piece]:
-            self.values["g", a.piece, 0, a.microbatch, ""] = gradients
+            self.values[Value.gradient(a.piece, a.microbatch)] = gradients
 
     def _end_microbatch(self, a: Action) -> None:
         if self.program.pieces[a.piece].opens_stage:
             self.live -= 1
 
     def send(self, a: Action) -> None:
-        """Hands a value to another worker."""
-        value = self._handed_over(a) if a.what == "d" else self.values[value_of(a)]
+        """Sends a value to another worker."""
+        value = self._sent_gradients(a) if a.what == ValueKind.WEIGHT_GRADIENT else self.values[value_of(a)]
         tensors = tuple(value.values()) if isinstance(value, dict) else tensors_of(value)
         self.wire.send(tensors, a.peer, self._key(a))
 
     def expect(self, a: Action) -> None:
-        """Lets the wire know what is received behind the next value."""
+        """Tells the wire what is received after the next value."""
         self.wire.expect(a.peer, self._key(a))
 
     def receive(self, a: Action) -> None:
-        """Takes a value from another worker."""
+        """Receives a value from another worker."""
         tensors = self.wire.receive(a.peer, self._key(a))
-        if a.what in "wdpc":
+        if a.what in _PER_PARAMETER:
             names = next(runner.initial for (piece, _), runner in self.runners.items() if piece == a.piece)
             received = dict(zip(names, tensors, strict=True))
-            self.values[value_of(a)] = as_leaves(received) if a.what == "w" else received
+            self.values[value_of(a)] = as_leaves(received) if a.what == ValueKind.WEIGHTS else received
         else:
-            self.values[value_of(a)] = tensors if len(tensors) > 1 or a.what == "g" else tensors[0]
+            is_tuple = len(tensors) > 1 or a.what == ValueKind.GRADIENT
+            self.values[value_of(a)] = tensors if is_tuple else tensors[0]
 
     def _key(self, a: Action) -> tuple[object, ...]:
         size = self.batches.length(self.first_microbatch + a.microbatch) if a.microbatch >= 0 else 0
@@ -286,79 +297,75 @@ class Handlers:
 
     def reduce(self, a: Action) -> None:
         """Sums a value over a group, in place; weights are averaged."""
-        group = a.via[1:]
-        if a.what == "n":
-            if self.program.plan.reduce.clip == "global":  # no forward is under way, so that nothing waits for a GPU
+        group = a.group
+        if a.what == ValueKind.NORM:
+            if self.program.plan.reduce.clip == "global":  # no forward is in flight, so reading does not wait
                 self._read_losses()
             step = self.first_version + a.version + 1
-            self.values[value_of(a)] = self.norm.find(a.version, step, lambda own: self.wire.add_up(own, group))
-        elif group.startswith("tie"):
+            self.values[value_of(a)] = self.norm.find(a.version, step, lambda part: self.wire.add_up(part, group))
+        elif self.program.groups[group].role is GroupRole.TIE:
             self._reduce_tied(a)
         else:
-            value: Tensors = self._handed_over(a) if a.what == "d" else self.values[value_of(a)]
-            given = [tensor.detach() for tensor in value.values()]
-            found = dict(zip(value, unflatten(self.wire.add_up(flatten(given), group), given), strict=True))
-            if a.what == "w":  # of replicas that update by themselves; gradients are divided with the update
+            value: Tensors = (
+                self._sent_gradients(a) if a.what == ValueKind.WEIGHT_GRADIENT else self.values[value_of(a)]
+            )
+            tensors = [tensor.detach() for tensor in value.values()]
+            sums = dict(zip(value, unflatten(self.wire.add_up(flatten(tensors), group), tensors), strict=True))
+            if a.what == ValueKind.WEIGHTS:  # replicas that update separately average; an update divides gradients
                 count = len(self.program.groups[group].workers)
-                found = as_leaves({name: total.div_(count) for name, total in found.items()})
-            self.values[value_of(a)] = found
+                sums = as_leaves({name: total.div_(count) for name, total in sums.items()})
+            self.values[value_of(a)] = sums
 
-    def _handed_over(self, a: Action) -> Tensors:
-        """Returns the gradients of a piece as its worker hands them over, which may be faulty on purpose."""
+    def _sent_gradients(self, a: Action) -> Tensors:
+        """Returns the gradients of a piece as its worker sends them: faulty if the job injects a fault."""
         value: Tensors = self.values[value_of(a)]
         fault = self.job.byzantine
         if fault is None or not fault.is_faulty(a.replica, self.program.num_replicas):
             return value
-        place = (self.job.seed, a.replica, self.first_version + a.version, a.piece)
-        return {name: fault.spoilt(given, *place, n) for n, (name, given) in enumerate(value.items())}
+        origin = (self.job.seed, a.replica, self.first_version + a.version, a.piece)
+        return {name: fault.spoilt(gradient, *origin, n) for n, (name, gradient) in enumerate(value.items())}
 
     def _reduce_tied(self, a: Action) -> None:
-        """Sums the gradients of parameters that several pieces share, and gives each the sum."""
-        tie = int(a.via[4:].partition(".")[0])
-        mine = [
-            (self.values["d", piece, replica, a.version, ""], name)
+        """Sums the gradients of tied parameters over the pieces that share them."""
+        tie = self.program.groups[a.group].number
+        tied = [
+            (self.values[Value.weight_gradient(piece, replica, a.version)], name)
             for piece, replica in self.program.held(self.index)
             if replica == a.replica
             for name in self.runners[piece, replica].initial
             if name in self.job.ties[tie]
         ]
-        own = torch.stack([gradients[name] for gradients, name in mine]).sum(0)
-        total = self.wire.add_up(own.reshape(-1), a.via[1:]).view_as(own)
-        for gradients, name in mine:
+        local = torch.stack([gradients[name] for gradients, name in tied]).sum(0)
+        total = self.wire.add_up(local.reshape(-1), a.group).view_as(local)
+        for gradients, name in tied:
             gradients[name] = total.clone()
 
     def drop(self, a: Action) -> None:
-        """Frees a value, unless that has happened behind its last reader."""
+        """Frees a value, unless it was freed after its last reader."""
         self.values.pop(value_of(a), None)
 
     def offload(self, a: Action) -> None:
-        """Moves a value to the host's memory."""
-        if a.what == "o":
+        """Moves a value to host memory."""
+        if a.what == ValueKind.OPTIMIZER_STATE:
             del self.values[value_of(a)]
             self.applier.move_state((a.piece, a.replica), CPU)
         else:
-            self.values[value_of(a, "host")] = _taken(a, self.values.pop(value_of(a)), CPU)
+            self.values[value_of(a, HOST)] = _taken(a, self.values.pop(value_of(a)), CPU)
 
     def fetch(self, a: Action) -> None:
-        """Brings a value to the device; weights that rest in the host's memory stay there too."""
-        key = value_of(a, "host")
-        if a.what == "b":
+        """Copies a value to the device; weights that rest in host memory also stay there."""
+        key = value_of(a, HOST)
+        if a.what == ValueKind.BATCH:
             self.values[value_of(a)] = self._inputs(a.microbatch)
-        elif a.what == "o":
+        elif a.what == ValueKind.OPTIMIZER_STATE:
             self.values[value_of(a)] = self.applier.move_state((a.piece, a.replica), self.device)
         else:
-            stays = a.what == "w" and rest_of(self.program, a.piece) != "lean"
-            found = self.values[key] if stays else self.values.pop(key)
-            brought = _taken(a, found, self.device)
-            self.values[value_of(a)] = as_leaves(brought) if a.what == "w" else brought
+            stays = a.what == ValueKind.WEIGHTS and rest_of(self.program, a.piece) != "lean"
+            on_host = self.values[key] if stays else self.values.pop(key)
+            brought = _taken(a, on_host, self.device)
+            self.values[value_of(a)] = as_leaves(brought) if a.what == ValueKind.WEIGHTS else brought
 
 
 def _taken(a: Action, value: Any, device: torch.device) -> Any:
-    """Returns what an action moves, on a device."""
-    return carried(value, device) if a.what == "s" else moved(value, device)
-
-
-def _before(weights: Value) -> Value:
-    """Returns the version before one of a piece's weights."""
-    what, piece, replica, version, place = weights
-    return (what, piece, replica, version - 1, place)
+    """Returns the value of a FETCH or OFFLOAD, moved to a device."""
+    return carried(value, device) if a.what == ValueKind.SAVED else moved(value, device)

@@ -1,4 +1,4 @@
-"""What is trained: the model as a chain of units, its loss, its optimizer, its samples, and the log of a run."""
+"""Jobs: the model as a chain of units, its loss, optimizer and samples, and the log of a run."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -14,31 +14,31 @@ from pipedejavu.engine.optimizer import Optimizer
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """A model and how to train it; the engine asks nothing else of either."""
+    """A model and how to train it: all that the engine knows of the user's training."""
 
     units: Sequence[tuple[str, nn.Module]]
-    """Names and modules in order; each module takes the value of the one before it. A parameter's full name is what the
-    module calls it under the unit's name as a prefix (`named_parameters(prefix=unit)`). One that requires no
-    gradient is frozen: it is no weight, has no gradient and no optimizer state, and stays as it is."""
+    """Names and modules in order; each module takes the output of the one before it. A parameter's full name has the
+    unit's name as a prefix (`named_parameters(prefix=unit)`). A parameter that requires no gradient is frozen: it has
+    no gradient and no optimizer state, and never changes."""
     loss: Callable[[Any, Any], Tensor]
-    """The sum, not the mean, of the losses of a microbatch's samples or tokens."""
+    """Returns the sum, not the mean, of the losses over the samples or tokens of a microbatch."""
     optimizer: Optimizer
     seed: int = 0
     clip_norm: float | None = None
-    """Gradients are scaled down to this norm over all pieces where the plan clips."""
+    """The norm over all pieces that gradients are clipped to, if the plan clips."""
     on_nan: Literal["stop", "skip"] = "stop"
-    """What to do if the loss or a gradient is not finite, or too large for the optimizer: stop the run, or leave out
-    the update, which needs a plan with a norm (`reduce.clip`) for all workers to agree by."""
+    """What to do if the loss or a gradient is not finite, or too large for the optimizer: stop the run, or skip the
+    update. To skip, the plan needs a global norm (`reduce.clip`), by which all workers agree."""
     max_consecutive_skips: int | None = None
-    """Updates in a row that may be left out before the run stops; None for any number."""
+    """Consecutive updates that may be skipped before the run stops; None for no limit."""
     elasticity: float = 0.5
     """How strongly an elastic combiner pulls weights and centre together (ρ)."""
     byzantine: Byzantine | None = None
-    """Replicas that are faulty on purpose."""
+    """Faults to inject into some replicas."""
 
     @cached_property
     def ties(self) -> tuple[frozenset[str], ...]:
-        """The full names of each parameter that several units share and train, in the order of the units."""
+        """The full names of each trained parameter that several units share, in the order of the units."""
         return self._shared(is_trained=True)
 
     @cached_property
@@ -52,12 +52,12 @@ class Job:
             for full, parameter in module.named_parameters(prefix=unit, remove_duplicate=False):
                 if parameter.requires_grad == is_trained:
                     names.setdefault(id(parameter), []).append((unit, full))
-        shared = [found for found in names.values() if len({unit for unit, _ in found}) > 1]
-        return tuple(frozenset(full for _, full in found) for found in shared)
+        shared = [uses for uses in names.values() if len({unit for unit, _ in uses}) > 1]
+        return tuple(frozenset(full for _, full in uses) for uses in shared)
 
 
 class Batches(Protocol):
-    """The samples of each microbatch, by its number; below 0 are those that a server scores contributions on."""
+    """The samples of each microbatch by number; a server scores gradients on the microbatches below 0."""
 
     def inputs(self, microbatch: int) -> Any:
         """Returns what the first piece reads."""
@@ -66,25 +66,25 @@ class Batches(Protocol):
         """Returns what the loss compares with."""
 
     def length(self, microbatch: int) -> int:
-        """Returns how many samples there are."""
+        """Returns the number of samples."""
 
     def count(self, microbatch: int) -> int:
-        """Returns how many samples or tokens count in the loss."""
+        """Returns the number of samples or tokens that count in the loss."""
 
 
 class Read(NamedTuple):
-    """A forward: which weights a microbatch read on a piece; microbatch -1 pulls a wave at the end of a round."""
+    """A forward: the weight version that a microbatch read on a piece; microbatch -1 is a pull after a round."""
 
     piece: int
     replica: int
     microbatch: int
     version: int
     wave: int = -1
-    """Of a consensus that was pulled for it; -1 for none."""
+    """The wave whose consensus was pulled before it; -1 for none."""
 
 
 class Applied(NamedTuple):
-    """An update: which microbatches fed it, and with which coefficient."""
+    """An update: the microbatches whose gradients it applied, and their coefficient."""
 
     piece: int
     replica: int
@@ -94,7 +94,7 @@ class Applied(NamedTuple):
 
 
 class Scored(NamedTuple):
-    """A score that a server gave a replica's contribution to the update that makes a version."""
+    """The score of a replica's gradient for the update that makes a version."""
 
     piece: int
     replica: int
@@ -107,13 +107,13 @@ Event = Read | Applied | Scored
 
 @dataclass
 class Log:
-    """What a worker did, in the order it did it: the meaning of its run."""
+    """The reads, updates and scores of a worker in order; enough to replay its run."""
 
     events: list[Event] = field(default_factory=list)
     losses: dict[int, float] = field(default_factory=dict)
     """The summed loss of each microbatch, on the worker that has the last piece."""
     skipped: dict[int, str] = field(default_factory=dict)
-    """Steps whose update was left out, with the reason, on the worker that has found it."""
+    """Steps whose update was skipped, with the reason, on the worker that found the fault."""
     noted_s: dict[int, float] = field(default_factory=dict, compare=False)
     """When each loss was known, by the clock of its process."""
     peak_live: int = 0
@@ -125,6 +125,6 @@ class Log:
         self.losses[number] = loss
 
     def forget_losses(self) -> None:
-        """Makes room for those of the next round."""
+        """Clears the losses before the next round."""
         self.losses.clear()
         self.noted_s.clear()

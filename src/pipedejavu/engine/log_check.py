@@ -1,4 +1,4 @@
-"""Whether the log of a run is what its plan promises: versions, members and coefficients."""
+"""Checks the log of a run against its plan: versions, microbatches and coefficients."""
 
 from collections import defaultdict
 from collections.abc import Sequence
@@ -8,7 +8,7 @@ from pipedejavu.engine.job import Applied, Batches, Log, Read, Scored
 from pipedejavu.engine.score import kept
 from pipedejavu.facts import InputError
 from pipedejavu.plan import Plan
-from pipedejavu.program import Action, Program
+from pipedejavu.program import Action, ActionKind, Program
 
 
 def check_replayable(plan: Plan) -> None:
@@ -21,7 +21,7 @@ def check_replayable(plan: Plan) -> None:
 
 
 def check_log(program: Program, batches: Batches, logs: Sequence[Log]) -> None:
-    """Raises InputError where versions, members or coefficients are not the plan's."""
+    """Raises InputError if versions, microbatches or coefficients are not those of the plan."""
     plan, size = program.plan, program.update_size
     updates: dict[tuple[int, int], list[int]] = defaultdict(list)
     for log in logs:
@@ -55,7 +55,7 @@ def check_log(program: Program, batches: Batches, logs: Sequence[Log]) -> None:
 
 
 def _check_trusted(program: Program, batches: Batches, log: Log) -> None:
-    """Raises InputError where a server averaged other contributions than its scores say."""
+    """Raises InputError if a server averaged the gradients of other replicas than its scores select."""
     scores: dict[int, list[float]] = defaultdict(list)
     for event in log.events:
         if isinstance(event, Scored):
@@ -69,21 +69,21 @@ def _check_trusted(program: Program, batches: Batches, log: Log) -> None:
 
 
 def _promised(program: Program, event: Read) -> tuple[int, int]:
-    """Returns the versions that a read may see; each run of the program starts from its first version."""
+    """Returns the first and last version that a read may see; versions count through all rounds."""
     before, update = divmod(event.microbatch // program.update_size, program.plan.steps)
     microbatch = update * program.update_size + event.microbatch % program.update_size
-    low, high = promised_versions(program, Action("F", event.piece, event.replica, microbatch))
+    low, high = promised_versions(program, Action(ActionKind.FORWARD, event.piece, event.replica, microbatch))
     return before * program.plan.steps + low, before * program.plan.steps + high
 
 
 def _check_complete(program: Program, updates: dict[tuple[int, int], list[int]]) -> None:
-    """Raises InputError where a piece that is held somewhere has not had every update, one after the other."""
-    homes = {home for worker in range(len(program.workers)) for home in program.held(worker)}
-    if program.plan.reduce.combiner == "score-trim":  # one update of the server's for all
-        homes = {(piece, program.num_replicas) for piece, _ in homes}
-    last = max((max(versions) for home, versions in updates.items() if home in homes), default=0)
+    """Raises InputError unless every piece had all updates in order."""
+    held = {key for worker in range(len(program.workers)) for key in program.held(worker)}
+    if program.plan.reduce.combiner == "score-trim":  # one update of the server for all replicas
+        held = {(piece, program.num_replicas) for piece, _ in held}
+    last = max((max(versions) for key, versions in updates.items() if key in held), default=0)
     whole = -(-max(last, 1) // program.plan.steps) * program.plan.steps
-    for piece, replica in sorted(homes):
+    for piece, replica in sorted(held):
         if updates[piece, replica] != [*range(1, whole + 1)]:
-            found = updates[piece, replica]
-            raise InputError(f"piece {piece} of replica {replica} had updates {found}, not 1 to {whole} in order")
+            versions = updates[piece, replica]
+            raise InputError(f"piece {piece} of replica {replica} had updates {versions}, not 1 to {whole} in order")

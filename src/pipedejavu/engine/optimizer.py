@@ -1,8 +1,8 @@
 """Optimizers as pure arithmetic on a piece's tensors: settings, state and one step.
 
-The state belongs to a piece, not to a weight version: a step turns summed gradients, in their own memory, into what
-is to be added to the weights, and leaves it to its caller to make a new version or to change the old. It yields one
-parameter after the other, so that the caller finds each in the cache.
+The state belongs to a piece, not to a weight version. A step turns summed gradients, in place, into what is to be added
+to the weights; the caller makes a new version or changes the old one. It yields one parameter at a time, so that the
+caller reads it from the cache.
 """
 
 import math
@@ -25,11 +25,11 @@ class Sgd:
     schedule: Callable[[int], float] | None = None
     """Factor of the learning rate at each update, counted from 0."""
     decays: Callable[[str], bool] = field(default=lambda _: True)
-    """Which parameters, by name, weight decay applies to."""
+    """Whether weight decay applies to a parameter, by its full name."""
 
     @property
     def slots(self) -> set[str]:
-        """The names of what it keeps of each weight."""
+        """The names of its state per weight."""
         return {"momentum"} if self.momentum else set()
 
     def rate(self, update: int) -> float:
@@ -43,7 +43,7 @@ class Sgd:
     def step(
         self, update: int, weights: Tensors, gradients: Tensors, state: dict[str, Tensors], coefficient: float
     ) -> Iterator[tuple[str, Tensor]]:
-        """Yields what to add to each weight, in the memory of its gradient, which counts `coefficient` times."""
+        """Yields what to add to each weight, in the memory of its gradient, after multiplying that by `coefficient`."""
         lr = self.rate(update)
         if not self.momentum and not self.weight_decay:
             for name, gradient in gradients.items():
@@ -54,11 +54,11 @@ class Sgd:
             if self.weight_decay and self.decays(name):
                 gradient.add_(weights[name].detach(), alpha=self.weight_decay)
             if self.momentum:
-                own = state.setdefault(name, {})
-                if own:
-                    gradient.copy_(own["momentum"].mul_(self.momentum).add_(gradient))
+                slots = state.setdefault(name, {})
+                if slots:
+                    gradient.copy_(slots["momentum"].mul_(self.momentum).add_(gradient))
                 else:
-                    own["momentum"] = gradient.clone()
+                    slots["momentum"] = gradient.clone()
             yield name, gradient.mul_(-lr)
 
 
@@ -75,7 +75,7 @@ class AdamW:
 
     @property
     def slots(self) -> set[str]:
-        """The names of what it keeps of each weight."""
+        """The names of its state per weight."""
         return {"step", "m", "v"}
 
     def rate(self, update: int) -> float:
@@ -89,17 +89,17 @@ class AdamW:
     def step(
         self, update: int, weights: Tensors, gradients: Tensors, state: dict[str, Tensors], coefficient: float
     ) -> Iterator[tuple[str, Tensor]]:
-        """Yields what to add to each weight, in the memory of its gradient, which counts `coefficient` times."""
+        """Yields what to add to each weight, in the memory of its gradient, after multiplying that by `coefficient`."""
         lr, (beta1, beta2) = self.rate(update), self.betas
         for name, gradient in gradients.items():
             gradient.mul_(coefficient)
-            own = state.setdefault(name, {})
-            if not own:
-                own |= {"step": torch.zeros(()), "m": torch.zeros_like(gradient), "v": torch.zeros_like(gradient)}
-            own["step"] += 1
-            count = own["step"].item()
-            mean = own["m"].mul_(beta1).add_(gradient, alpha=1 - beta1)
-            square = own["v"].mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+            slots = state.setdefault(name, {})
+            if not slots:
+                slots |= {"step": torch.zeros(()), "m": torch.zeros_like(gradient), "v": torch.zeros_like(gradient)}
+            slots["step"] += 1
+            count = slots["step"].item()
+            mean = slots["m"].mul_(beta1).add_(gradient, alpha=1 - beta1)
+            square = slots["v"].mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
             scale = (square.sqrt() / math.sqrt(1 - beta2**count)).add_(self.eps)
             torch.div(mean, scale, out=gradient).mul_(-lr / (1 - beta1**count))
             if self.weight_decay and self.decays(name):

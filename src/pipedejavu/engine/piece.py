@@ -1,8 +1,7 @@
-"""A piece at work: its units, run forward under one version of their weights; `leg` goes back through them.
+"""Runs a piece: its units forward, with one version of their weights. `recompute_span` runs their backward.
 
-It owns no weights and no versions; both are handed in. Randomness inside a unit (dropout) depends on the
-run's seed, the microbatch and the unit alone, so that it is the same wherever, whenever and however often the
-unit runs.
+The runner owns no weights and no versions; the caller passes both. Random numbers inside a unit (dropout) depend only
+on the run's seed, the microbatch and the unit, so that every run of the unit draws the same ones.
 """
 
 import math
@@ -28,46 +27,46 @@ _random = threading.Lock()
 
 
 Unit = tuple[int, str, nn.Module]
-"""Its number, its name and its module."""
+"""A unit's number, name and module."""
 
 
 _Buffer = tuple[dict[str, Any], str, Tensor]
-"""A module's dictionary, the key there, and what is there."""
+"""A module's dictionary of buffers, the key, and the buffer."""
 
 
 class _Run(NamedTuple):
-    """The units of a leg."""
+    """Consecutive units that are recomputed together, or that all keep their saved tensors."""
 
     units: list[Unit]
     names: tuple[str, ...]
-    """Of their weights."""
+    """The names of their weights."""
     is_again: bool
-    """Whether only what they read is kept, and they run forward again."""
+    """Whether only their input is kept, and they are recomputed before the backward."""
     works_in_place: bool
-    """Whether they may change what they read. A leaf, and what will be read again, must not be changed; a copy may."""
+    """Whether they may change their input in place. They then run on a copy, as kept inputs must not change."""
 
 
 class PieceRunner:
-    """Runs one piece, its units in order; those whose number is in `again` run twice. For one thread at a time.
+    """Runs the units of one piece in order; units whose number is in `again` are recomputed. Not thread-safe.
 
-    What it leaves can be carried elsewhere meanwhile, where it is said that it `departs`.
+    With `departs`, the saved tensors can be moved to another device between forward and backward.
     """
 
     def __init__(self, units: Sequence[Unit], seed: int, again: Collection[int] = (), departs: bool = False):
         self.units, self.seed, self.departs = units, seed, departs
         self.names: dict[str, str] = {}
-        """Each parameter's full name, and the name that stands for it where the piece holds it twice."""
+        """By full name of a parameter, its first full name in the piece, if tied parameters have several."""
         self.initial: Tensors = {}
-        """The parameters that are trained, at the start."""
+        """The initial values of the trained parameters."""
         self._frozen: list[tuple[dict[str, Any], str, str]] = []
-        """Where the modules have parameters that are not: a module's dictionary, the key there, and the full name."""
+        """Frozen parameters: the module's dictionary, the key in it, and the full name."""
         self._slots: list[tuple[dict[str, Any], str, str, Tensor]] = []
-        """Where the modules look for parameters: a module's own dictionary, the key there, the full name, and the
-        tensor that is there while the piece is at rest."""
+        """Trained parameters: the module's dictionary, the key in it, the full name, and the tensor that is there while
+        the piece does not run."""
         first: dict[int, str] = {}
-        of_unit: dict[int, dict[str, None]] = {}
+        unit_names: dict[int, dict[str, None]] = {}
         for number, unit, module in units:
-            of_unit[number] = {}
+            unit_names[number] = {}
             for path, part in module.named_modules(prefix=unit, remove_duplicate=False):
                 for key, parameter in part._parameters.items():
                     if parameter is None:
@@ -77,81 +76,86 @@ class PieceRunner:
                         self._frozen.append((part._parameters, key, full))
                         continue
                     self.names[full] = first.setdefault(id(parameter), full)
-                    of_unit[number][self.names[full]] = None
+                    unit_names[number][self.names[full]] = None
                     self._slots.append((part._parameters, key, self.names[full], parameter))
                     if self.names[full] == full:
                         self.initial[full] = parameter.detach()
         self._unbounded = dict(nonfinite(self.initial | dict(self.saved_buffers())))
-        """Parameters and buffers that the model makes infinite on purpose, such as a mask, and what they hold."""
+        """Parameters and buffers that are not finite from the start, such as masks, with their largest value."""
         self._random = {number for number, _, unit in units if _looks_random(unit)}
-        """Units that hold dropout, whatever they draw."""
-        self._calm: set[int] = set()
-        """Units that were seen to draw no random numbers; the others wait for their turn with the generator."""
+        """Units that contain dropout."""
+        self._deterministic: set[int] = set()
+        """Units that were seen to draw no random numbers; the others need the lock on the generator."""
         rows = [(is_again, list(row)) for is_again, row in groupby(units, lambda unit: unit[0] in again)]
         self._runs: list[_Run] = []
         for is_again, row in rows:
-            names = tuple(dict.fromkeys(name for number, _, _ in row for name in of_unit[number]))
+            names = tuple(dict.fromkeys(name for number, _, _ in row for name in unit_names[number]))
             in_place = any(getattr(part, "inplace", False) for part in row[0][2].modules())
-            # Of a piece that runs again as a whole nothing is kept: it is one leg, as if nothing did.
+            # A piece that is recomputed as a whole keeps nothing, so its one run is treated as if not recomputed.
             self._runs.append(_Run(row, names, is_again and len(rows) > 1, in_place))
 
     def forward(
         self, weights: Tensors, value: Value, microbatch: int, keeps_buffers: bool = False, is_first: bool = False
     ) -> tuple[Value, Saved]:
-        """Runs the units; with `keeps_buffers`, running statistics stay as they are (for recomputing).
+        """Runs the units and returns the output and the saved tensors.
 
-        The first piece's inputs are samples, whose gradient nobody wants.
+        With `keeps_buffers`, running statistics do not change (for recomputing). With `is_first`, the input is a batch
+        and gets no gradient.
         """
         saved: list[RecomputeSpan] = []
-        with self._dressed(weights, self.buffers() if keeps_buffers else []):
+        with self._with_weights(weights, self.buffers() if keeps_buffers else []):
             for run in self._runs:
                 leaves = [t.detach().requires_grad_(t.requires_grad) for t in tensors_of(value)]
                 if not saved:
                     leaves = [
                         t.requires_grad_((t.is_floating_point() or t.is_complex()) and not is_first) for t in leaves
                     ]
-                given = value = like(value, leaves)  # the graph behind it goes, where it runs again
+                given = value = like(value, leaves)  # cuts the graph between runs
                 if self.departs and not run.is_again:
                     given = like(value, [stub(t) for t in leaves])
                     value = like(value, list(map(begin_at, tensors_of(given), leaves)))
                 value = self._run_units(run, value, microbatch)
                 outputs = () if run.is_again else tensors_of(value)
-                own = {name: weights[name] for name in run.names}
-                saved.append(RecomputeSpan(given, own, tuple(map(end_of, outputs)) if self.departs else outputs))
+                run_weights = {name: weights[name] for name in run.names}
+                saved.append(
+                    RecomputeSpan(given, run_weights, tuple(map(end_of, outputs)) if self.departs else outputs)
+                )
         return value, tuple(saved)
 
     def tensor_offload(self, weights: Tensors) -> SavedTensorOffload:
-        """Returns boxes for what its forward saves, beside weights and buffers."""
+        """Returns a new offload for the tensors that a forward saves, except weights and buffers."""
         buffers = [buffer for _, _, buffer in self.buffers()]
         return SavedTensorOffload([*weights.values(), *buffers, *self.frozen.values()])
 
     @property
     def frozen(self) -> Tensors:
-        """The parameters that are not trained, under all their full names."""
+        """The frozen parameters, under all their full names."""
         return {full: place[key].detach() for place, key, full in self._frozen}
 
     def forward_again(self, weights: Tensors, saved: Saved, microbatch: int) -> tuple[Value, Saved]:
-        """Runs the units again of which only what they read was kept; returns what the last of them make, and all."""
-        found, value = list(saved), None
+        """Recomputes the units that kept only their input; returns the last output and the saved tensors."""
+        spans, value = list(saved), None
         buffers = self.buffers([unit for run in self._runs if run.is_again for unit in run.units])
-        with self._dressed(weights, buffers):
+        with self._with_weights(weights, buffers):
             for n, run in enumerate(self._runs):
                 if run.is_again:
                     value = self._run_units(run, saved[n].input_value, microbatch)
-                    own = {name: weights[name] for name in run.names}
-                    found[n] = replace(saved[n], weights=own, outputs=tensors_of(value))
-        return value, tuple(found)
+                    run_weights = {name: weights[name] for name in run.names}
+                    spans[n] = replace(saved[n], weights=run_weights, outputs=tensors_of(value))
+        return value, tuple(spans)
 
     def _run_units(self, run: _Run, value: Value, microbatch: int) -> Value:
         if run.works_in_place:
             value = like(value, [t.clone() for t in tensors_of(value)])
         for number, _, module in run.units:
-            value = module(value) if number in self._calm else self.run_seeded(number, module, value, microbatch)
+            value = (
+                module(value) if number in self._deterministic else self.run_seeded(number, module, value, microbatch)
+            )
         return value
 
     @contextmanager
-    def _dressed(self, weights: Tensors, buffers: list[_Buffer]) -> Iterator[None]:
-        """Puts weights into the modules, and copies of buffers that are to stay as they are."""
+    def _with_weights(self, weights: Tensors, buffers: list[_Buffer]) -> Iterator[None]:
+        """Puts weights into the modules, and copies of the buffers that must not change, for the duration."""
         try:
             for place, key, name, _ in self._slots:
                 place[key] = weights[name]
@@ -165,16 +169,16 @@ class PieceRunner:
                 place[key] = tensor
 
     def buffers(self, units: Sequence[Unit] | None = None) -> list[_Buffer]:
-        """Returns the buffers of all units or of some, and where they are."""
+        """Returns the buffers of the given units, or of all, with their dictionaries and keys."""
         parts = [part for _, _, module in (self.units if units is None else units) for part in module.modules()]
         return [(p._buffers, key, buffer) for p in parts for key, buffer in p._buffers.items() if buffer is not None]
 
     def is_meant(self, name: str, value: float) -> bool:
-        """Whether a parameter or buffer that holds a value that is not finite was so from the start."""
+        """Whether a parameter or buffer that holds a non-finite value did so from the start."""
         return name in self._unbounded and (math.isinf(value) or math.isnan(self._unbounded[name]))
 
     def saved_buffers(self) -> Iterator[tuple[str, Tensor]]:
-        """Yields each buffer that belongs to a model's state, with its name."""
+        """Yields each persistent buffer with its full name."""
         for _, unit, module in self.units:
             for path, part in module.named_modules(prefix=unit):
                 for key, buffer in part._buffers.items():
@@ -182,7 +186,7 @@ class PieceRunner:
                         yield ".".join(filter(None, (path, key))), buffer
 
     def to(self, device: torch.device) -> "PieceRunner":
-        """Moves buffers and frozen parameters to a device, those that are one to one; weights come with each call."""
+        """Moves buffers and frozen parameters to a device and keeps shared ones shared; weights come with each call."""
         buffers = self.buffers() + [(place, key, place[key]) for place, key, _ in self._frozen]
         moved = {id(buffer): buffer.to(device) for _, _, buffer in buffers}
         for place, key, buffer in buffers:
@@ -190,7 +194,7 @@ class PieceRunner:
         return self
 
     def run_seeded(self, number: int, module: nn.Module, value: Value, microbatch: int) -> Value:
-        """Runs a unit that may draw random numbers."""
+        """Runs a unit that may draw random numbers, with the generators seeded for it."""
         with _random:
             generators = generators_of(tensors_of(value)[0].device)
             for generator in generators:
@@ -202,17 +206,17 @@ class PieceRunner:
             if all(
                 torch.equal(generator.get_state(), state) for generator, state in zip(generators, before, strict=True)
             ):
-                self._calm.add(number)
+                self._deterministic.add(number)
         return value
 
 
 def _looks_random(module: nn.Module) -> bool:
-    """Whether a module holds dropout, whatever it drew this time."""
+    """Whether a module contains dropout."""
     return any(isinstance(m, _RANDOM) or getattr(m, "dropout", 0) for m in module.modules())
 
 
 def mixed(*numbers: int) -> int:
-    """Mixes numbers into a seed (the finaliser of splitmix64 over each)."""
+    """Returns a seed that depends on all numbers (the finaliser of splitmix64 over each)."""
     seed = 0
     for number in numbers:
         seed = (seed ^ number) + 0x9E3779B97F4A7C15 & (1 << 64) - 1

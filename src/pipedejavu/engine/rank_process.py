@@ -1,4 +1,4 @@
-"""Programs on workers that are processes under torch.distributed, one rank each."""
+"""Workers as processes under torch.distributed: runs one rank's worker of a program."""
 
 import os
 from collections.abc import Callable
@@ -15,12 +15,12 @@ from pipedejavu.engine.threads import check_runnable, check_units, make_handlers
 from pipedejavu.engine.wire import ProcessWire
 from pipedejavu.engine.worker_loop import WorkerLoop
 from pipedejavu.facts import InputError, MemoryFile, Span
-from pipedejavu.program import Program
+from pipedejavu.program import Program, ValueKind
 
 BeforeRound = Callable[[Handlers], None]
-"""Is given the worker's state that the round will run on."""
+"""Called before a round with the worker's handlers."""
 AfterRound = Callable[[int, Handlers, list[Span]], bool]
-"""Is told of each round with the updates made so far, the worker's state and its spans; says whether to go on."""
+"""Called after a round with the number of updates so far, the handlers and the spans; returns whether to continue."""
 
 
 def run_rank(
@@ -32,10 +32,10 @@ def run_rank(
     before: BeforeRound = lambda _: None,
     restore: BeforeRound = lambda _: None,
 ) -> Handlers:
-    """Runs this rank's worker of a program once from each of `updates` on; the process group must be there.
+    """Runs this rank's worker, one round from each of `updates`; the process group must be initialised.
 
-    All ranks start the first round together; each starts the next when `after` returns, which may wait for the others.
-    `restore` may change what the run begins with.
+    All ranks start the first round together. A rank starts its next round when `after` returns; `after` may wait for
+    the other ranks. `restore` may load state before the first round.
     """
     check_runnable(program)
     check_units(program, job)
@@ -60,16 +60,16 @@ def run_rank(
 
 
 def _share_weights(handlers: Handlers) -> None:
-    """Puts the weights into memory that all processes of this host map."""
+    """Moves the weights to memory that all processes of this host share."""
     if handlers.device != CPU:
         raise InputError(f"plan '{handlers.program.plan.name}' shares weights in host memory; use --devices cpu")
-    for key in [key for key in handlers.values if key[0] == "w"]:
+    for key in [key for key in handlers.values if key.kind == ValueKind.WEIGHTS]:
         for name, weight in handlers.values[key].items():
             handlers.values[key][name] = _shared(weight.detach()).requires_grad_()
 
 
 def _shared(weight: Tensor) -> Tensor:
-    """Returns the first rank's tensor, on every rank in the same memory; all ranks call it together."""
+    """Returns the first rank's tensor in memory shared by all ranks; all ranks call it together."""
     is_first, file = dist.get_rank() == 0, None
     place = torch.zeros(2, dtype=torch.int64)
     if is_first:
@@ -81,7 +81,7 @@ def _shared(weight: Tensor) -> Tensor:
     mapped = mapped.view_as(weight)
     if is_first:
         mapped.copy_(weight)
-    dist.barrier()  # all have mapped it, and it is filled
+    dist.barrier()  # all ranks have mapped it, and it is filled
     if file is not None:
         file.close()
     return mapped

@@ -1,7 +1,7 @@
-"""Replicas that share every update hold equal bits; checksums of weights and optimizer state tell when one does not.
+"""Compares replicas by checksums: replicas that share every update must have bit-identical weights and state.
 
-Copies are compared among devices of one model only, as others may round otherwise. Knows nothing of processes: who
-compares says how the workers' tables of checksums are added up.
+Only copies on devices of one model are compared, as other models may round differently. Knows nothing of processes: the
+caller passes the function that sums the tables of checksums over all workers.
 """
 
 import zlib
@@ -14,19 +14,19 @@ import torch
 from torch import Tensor
 
 from pipedejavu.engine.device import CPU
-from pipedejavu.engine.handlers import Handlers, homes_of
+from pipedejavu.engine.handlers import Handlers, pieces_of
 from pipedejavu.engine.job import Job
 from pipedejavu.engine.piece import PieceRunner
 from pipedejavu.engine.threads import final_weights
 from pipedejavu.program import Program
 
 CHUNK = 2**18
-"""Words of 8 bytes that are added up at once: as many as stay in a core's cache."""
+"""Words of 8 bytes per partial sum: as many as fit into a core's cache."""
 _MULTIPLIER = 0x5851F42D4C957F2D
 KINDS = ("weights", "optimizer state")
 
 Exchange = Callable[[Tensor], object]
-"""Adds up a table over all workers, in place."""
+"""Sums a table over all workers, in place."""
 
 
 class Copy(NamedTuple):
@@ -41,63 +41,63 @@ class Copy(NamedTuple):
 
 
 class ReplicaCheck:
-    """Compares the copies of each piece, every so many updates; 0 for never."""
+    """Compares the copies of each piece every `every` updates; 0 for never."""
 
     def __init__(self, program: Program, job: Job, every: int, update: int = 0):
-        """Takes the update that all begin with."""
+        """Starts from `update`, at which all copies are equal."""
         self.every, self.agreed = every, update
-        self.has_state = program.plan.keep.kind != "server"  # where a server makes updates only it has state
+        self.has_state = program.plan.keep.kind != "server"  # otherwise only the server has state
         copies = list(_copies(program)) if every and program.plan.feed.kind != "own" else []
         counts = Counter(copy.piece for copy in copies)
         self.copies = [copy for copy in copies if counts[copy.piece] > 1]
         self.names = {piece: _names(program, job, piece) for piece in {copy.piece for copy in self.copies}}
 
     def is_due(self, update: int, steps: int) -> bool:
-        """Whether a round of `steps` updates that ends with this one has passed the next comparison."""
+        """Whether a comparison falls into the round of `steps` updates that ends with this update."""
         return bool(self.copies) and update // self.every > (update - steps) // self.every
 
     def find(self, update: int, workers: Sequence[Handlers], exchange: Exchange = lambda _: None) -> str:
-        """Returns a sentence that names the copies that differ after an update, or nothing if all agree.
+        """Returns a sentence that names the copies that differ after an update, or "" if all agree.
 
-        `workers` are those of this process; all processes must call it alike. Waits for each worker's device once.
+        `workers` are those of this process; all processes must make the same call. Synchronises with each device once.
         """
         if not self.copies or update == self.agreed:
             return ""
         width = max(map(len, self.names.values()))
         table = torch.zeros(len(self.copies), 1 + 2 * width, dtype=torch.int64)
-        for own in workers:
+        for handlers in workers:
             for row, copy in enumerate(self.copies):
-                if copy.worker == own.index:
-                    self._fill(table[row], own, copy)
+                if copy.worker == handlers.index:
+                    self._fill(table[row], handlers, copy)
         exchange(table)
         for piece, names in self.names.items():
             rows = [(copy, row) for copy, row in zip(self.copies, table.tolist(), strict=True) if copy.piece == piece]
             for model in {row[0] for _, row in rows}:
-                alike = [(copy, tuple(row[1:])) for copy, row in rows if row[0] == model]
-                if len({row for _, row in alike}) > 1:
-                    return self._sentence(update, names, alike)
+                copies = [(copy, tuple(row[1:])) for copy, row in rows if row[0] == model]
+                if len({row for _, row in copies}) > 1:
+                    return self._sentence(update, names, copies)
         self.agreed = update
         return ""
 
-    def _fill(self, row: Tensor, own: Handlers, copy: Copy) -> None:
-        home = (copy.piece, copy.replica)
-        weights, state = final_weights(own)[home], own.applier.state.get(home, {})
-        sums = [checksum([weights[name]], own.device) for name in self.names[copy.piece]]
+    def _fill(self, row: Tensor, handlers: Handlers, copy: Copy) -> None:
+        key = (copy.piece, copy.replica)
+        weights, state = final_weights(handlers)[key], handlers.applier.state.get(key, {})
+        sums = [checksum([weights[name]], handlers.device) for name in self.names[copy.piece]]
         if self.has_state:
             for name in self.names[copy.piece]:
                 slots = state.get(name, {})
-                sums.append(checksum([slots[slot] for slot in sorted(slots)], own.device))
-        row[0] = _model(own.device)
+                sums.append(checksum([slots[slot] for slot in sorted(slots)], handlers.device))
+        row[0] = _model(handlers.device)
         row[1 : 1 + len(sums)] = torch.stack(sums).to(CPU)
 
-    def _sentence(self, update: int, names: Sequence[str], alike: Sequence[tuple[Copy, tuple[int, ...]]]) -> str:
-        """Says which copies differ: the minority, or all if there is no majority."""
-        first = alike[0][1]
-        column = next(n for n in range(len(first)) if any(row[n] != first[n] for _, row in alike))
+    def _sentence(self, update: int, names: Sequence[str], copies: Sequence[tuple[Copy, tuple[int, ...]]]) -> str:
+        """Returns the sentence about the copies that differ: the minority, or all if there is no majority."""
+        first = copies[0][1]
+        column = next(n for n in range(len(first)) if any(row[n] != first[n] for _, row in copies))
         what = f"{KINDS[column // len(names)]} of '{names[column % len(names)]}'"
-        (common, count), *_ = Counter(row for _, row in alike).most_common()
-        has_majority = 2 * count > len(alike)
-        odd = [copy for copy, row in alike if row != common or not has_majority]
+        (common, count), *_ = Counter(row for _, row in copies).most_common()
+        has_majority = 2 * count > len(copies)
+        odd = [copy for copy, row in copies if row != common or not has_majority]
         told = f"{' and '.join(map(str, odd))} {'holds' if len(odd) == 1 else 'hold'}"
         told += f" other {what} than the {count} other replicas" if has_majority else f" different {what}"
         hosts = " and ".join(f"worker {copy.worker}" for copy in odd)
@@ -108,38 +108,38 @@ class ReplicaCheck:
 
 
 def checksum(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
-    """Returns a checksum of some tensors' bytes, on a device; one element that changes always changes it.
+    """Returns a checksum of the tensors' bytes, on a device; a change of one element always changes it.
 
-    Adds up words modulo 2^64, each times an odd number of its own, so that no order of adding up matters.
+    It is the sum of all words modulo 2^64, each times its own odd number, so the order of summation does not matter.
     """
     total = torch.zeros((), dtype=torch.int64, device=device)
     for tensor in tensors:
         raw = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
         whole = raw.numel() // 8 * 8
         words = raw[:whole] if raw.storage_offset() % 8 == 0 else raw[:whole].clone()
-        found = torch.zeros((), dtype=torch.int64, device=raw.device)
+        partial = torch.zeros((), dtype=torch.int64, device=raw.device)
         for part in (*torch.split(words.view(torch.int64), CHUNK), raw[whole:].to(torch.int64)):
-            found = found * _MULTIPLIER + (part * _odd(part.device)[: part.numel()]).sum()
-        total = total * _MULTIPLIER + found.to(device)
+            partial = partial * _MULTIPLIER + (part * _odd(part.device)[: part.numel()]).sum()
+        total = total * _MULTIPLIER + partial.to(device)
     return total
 
 
 @cache
 def _odd(device: torch.device) -> Tensor:
-    """Returns an odd number for each word of a chunk, the same in every process."""
+    """Returns one odd number per word of a chunk, the same in every process."""
     source = torch.Generator().manual_seed(0)
     return (torch.randint(-(2**62), 2**62, (CHUNK,), generator=source, dtype=torch.int64) * 2 + 1).to(device)
 
 
 def _model(device: torch.device) -> int:
-    """Returns a number for what may round otherwise: a GPU's name, the instructions of CPU kernels, torch's version."""
+    """Returns a number for what affects rounding: the GPU model, the CPU instruction set and torch's version."""
     gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
     return zlib.crc32(f"{gpu} {torch.backends.cpu.get_cpu_capability()} {torch.__version__}".encode())
 
 
 def _copies(program: Program) -> Iterator[Copy]:
     for worker in range(len(program.workers)):
-        for piece, replica in homes_of(program, worker):
+        for piece, replica in pieces_of(program, worker):
             yield Copy(piece, replica, worker)
 
 

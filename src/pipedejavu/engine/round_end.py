@@ -1,7 +1,7 @@
-"""What workers that make updates of their own tell each other between two rounds, when nothing is in flight.
+"""Exchanges between rounds, when nothing is in flight, for replicas that make updates of their own.
 
-A round of HetPipe ends when every replica has taken in what the others have pushed and it has not pulled. A round of
-EASGD begins with weights that server and workers know of each other; before the first one they all have the same.
+A round of HetPipe ends when every replica has added the pushes of the others that it has not pulled. A round of EASGD
+begins with an exchange of weights between server and workers; before the first round they all have the same ones.
 """
 
 from collections.abc import Callable, Iterable
@@ -9,77 +9,81 @@ from typing import NamedTuple
 
 import torch
 
-from pipedejavu.engine.applier import Home, as_leaves
-from pipedejavu.engine.handlers import Handlers, homes_of
+from pipedejavu.engine.applier import PieceReplica, as_leaves
+from pipedejavu.engine.handlers import Handlers, pieces_of
 from pipedejavu.engine.job import Read
 from pipedejavu.engine.optimizer import Tensors
-from pipedejavu.program import Program, Table
+from pipedejavu.program import Program, Table, Value, ValueKind
 
 
 class _Need(NamedTuple):
-    """A worker that is to know something of a piece of a replica, and the worker that holds it."""
+    """Tensors of a (piece, replica) that one worker holds and another reads."""
 
     reader: int
     holder: int
-    home: Home
+    piece: PieceReplica
 
 
-def meet(own: Handlers) -> None:
-    """Before a round, tells those who read a worker's first weights, and do not hold them, what they are."""
-    if not own.first_version or own.program.plan.reduce.combiner != "elastic":
+def send_first_weights(handlers: Handlers) -> None:
+    """Before a round of EASGD, sends each worker's first weights to the workers that read but do not hold them."""
+    if not handlers.first_version or handlers.program.plan.reduce.combiner != "elastic":
         return
-    found = _exchange(own, _first_reads(own.program), lambda home: own.values["w", *home, 0, ""])
-    for (piece, replica), weights in found.items():
-        own.values["w", piece, replica, 0, ""] = as_leaves(weights)
+    received = _exchange(handlers, _first_reads(handlers.program), lambda key: handlers.values[Value.weights(*key, 0)])
+    for key, weights in received.items():
+        handlers.values[Value.weights(*key, 0)] = as_leaves(weights)
 
 
-def drain(own: Handlers) -> None:
-    """Behind a round, adds to each replica's weights what the others have pushed in waves that it has not pulled."""
-    plan, program = own.program.plan, own.program
+def add_unpulled_waves(handlers: Handlers) -> None:
+    """After a round of HetPipe, adds the waves of other replicas that a replica has not pulled to its weights."""
+    plan, program = handlers.program.plan, handlers.program
     if plan.reduce.gate != "bound":
         return
-    pushed = own.applier.pushed
-    found = _exchange(own, _others(program), lambda home: _total(pushed[home].values()))
-    for home in sorted(pushed):
-        others = [found[piece, replica] for piece, replica in sorted(found) if piece == home[0] and replica != home[1]]
-        weights: Tensors = own.values["w", *home, plan.steps, ""]
+    pushed = handlers.applier.pushed
+    received = _exchange(handlers, _others(program), lambda key: _total(pushed[key].values()))
+    for key in sorted(pushed):
+        piece, replica = key
+        others = [received[p, other] for p, other in sorted(received) if p == piece and other != replica]
+        newest = Value.weights(*key, plan.steps)
+        weights: Tensors = handlers.values[newest]
         moved = {name: w.detach() + sum((t[name] for t in others), torch.zeros_like(w)) for name, w in weights.items()}
-        own.values["w", *home, plan.steps, ""] = as_leaves(moved)
-        for wave in pushed[home]:
-            version = own.first_version + plan.steps
-            own.log.events.append(Read(*home, -1, version, own.applier.first_wave + wave))
+        handlers.values[newest] = as_leaves(moved)
+        for wave in pushed[key]:
+            version = handlers.first_version + plan.steps
+            handlers.log.events.append(Read(*key, -1, version, handlers.applier.first_wave + wave))
     pushed.clear()
 
 
-def _exchange(own: Handlers, needs: Iterable[_Need], give: Callable[[Home], Tensors]) -> dict[Home, Tensors]:
-    """Hands over what all workers need, one thing after the other, in one order for all; returns what is read here."""
-    found: dict[Home, Tensors] = {}
-    for reader, holder, home in sorted(set(needs)):
-        key = ("between rounds", home[0])
-        if holder == own.index and reader == own.index:
-            found[home] = give(home)
-        elif holder == own.index:
-            own.wire.send(tuple(tensor.detach() for tensor in give(home).values()), reader, key)
-        elif reader == own.index:
-            names = next(runner.initial for (piece, _), runner in own.runners.items() if piece == home[0])
-            found[home] = dict(zip(names, own.wire.receive(holder, key), strict=True))
-    return found
+def _exchange(
+    handlers: Handlers, needs: Iterable[_Need], give: Callable[[PieceReplica], Tensors]
+) -> dict[PieceReplica, Tensors]:
+    """Sends and receives what workers need of each other, in the same order on all; returns what this worker reads."""
+    received: dict[PieceReplica, Tensors] = {}
+    for reader, holder, piece in sorted(set(needs)):
+        key = ("between rounds", piece[0])
+        if holder == handlers.index and reader == handlers.index:
+            received[piece] = give(piece)
+        elif holder == handlers.index:
+            handlers.wire.send(tuple(tensor.detach() for tensor in give(piece).values()), reader, key)
+        elif reader == handlers.index:
+            names = next(runner.initial for (p, _), runner in handlers.runners.items() if p == piece[0])
+            received[piece] = dict(zip(names, handlers.wire.receive(holder, key), strict=True))
+    return received
 
 
 def _first_reads(program: Program) -> list[_Need]:
-    """Returns who reads the first weights of a piece that it does not hold."""
+    """Returns the first weights that a worker reads and does not hold."""
     table, holders = Table(program), _holders(program)
-    found = []
+    needs = []
     for worker, sequence in enumerate(program.workers):
         reads = {value for a in sequence.actions for value in table(a, worker)[0]}
-        homes = sorted({(v[1], v[2]) for v in reads if v[0] == "w" and v[3] == 0})
-        found += [_Need(worker, holders[home], home) for home in homes if holders[home] != worker]
-    return found
+        keys = sorted({(v.piece, v.replica) for v in reads if v.kind == ValueKind.WEIGHTS and v.number == 0})
+        needs += [_Need(worker, holders[key], key) for key in keys if holders[key] != worker]
+    return needs
 
 
 def _others(program: Program) -> list[_Need]:
-    """Returns each replica of a piece beside each other one, servers apart."""
-    holders = {home: worker for home, worker in _holders(program).items() if home[1] < program.num_replicas}
+    """Returns, for each replica of a piece, the need of every other replica; servers need nothing."""
+    holders = {key: worker for key, worker in _holders(program).items() if key[1] < program.num_replicas}
     return [
         _Need(holders[piece, replica], worker, (piece, other))
         for (piece, other), worker in holders.items()
@@ -88,8 +92,8 @@ def _others(program: Program) -> list[_Need]:
     ]
 
 
-def _holders(program: Program) -> dict[Home, int]:
-    return {home: worker for worker in range(len(program.workers)) for home in homes_of(program, worker)}
+def _holders(program: Program) -> dict[PieceReplica, int]:
+    return {key: worker for worker in range(len(program.workers)) for key in pieces_of(program, worker)}
 
 
 def _total(waves: Iterable[Tensors]) -> Tensors:

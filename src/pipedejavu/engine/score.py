@@ -1,11 +1,11 @@
-"""Suspicion-based aggregation (Zeno): what a server thinks of each contribution, and which ones it drops.
+"""Suspicion-based aggregation (Zeno): scores the gradient of each replica, and drops those with the lowest scores.
 
-A contribution u scores by what a step along it does to the loss f on samples of the server's own, less what its size
-costs, γ being the learning rate and ρ the plan's penalty:
+The score of a gradient u is the negative loss f, on the server's own samples, after a step along u, minus a penalty on
+its size, with learning rate γ and the plan's penalty ρ:
 
     score(u) = −f(w − γu) − ργ|u|²
 
-The loss before the step, which the published score begins with, is the same for all, so it is not worked out.
+The published score also adds the loss before the step. It is the same for all replicas, so it is not computed.
 """
 
 import math
@@ -22,7 +22,7 @@ from pipedejavu.engine.piece import PieceRunner
 
 
 class ScoreTrial(NamedTuple):
-    """What the contributions of one update are scored on: all on the same samples, under the same randomness."""
+    """The samples that all gradients of one update are scored on, with the same random numbers."""
 
     microbatch: int
     inputs: Any
@@ -33,15 +33,15 @@ class ScoreTrial(NamedTuple):
 
 
 def number_of(update: int) -> int:
-    """Returns the number of the microbatch that an update's contributions are scored on, and the other way round."""
+    """Returns the number of the microbatch that an update's gradients are scored on; its own inverse."""
     return -1 - update
 
 
 def score(runner: PieceRunner, job: Job, trial: ScoreTrial, weights: Tensors, summed: Tensors, count: int) -> float:
     """Returns the score of gradients that are summed over `count` samples.
 
-    It is minus infinity if it is no number, or if the optimizer's arithmetic would overflow. Running statistics stay as
-    they are: normalisation counts over the samples.
+    The score is minus infinity if it is not finite, or if the optimizer's arithmetic would overflow. Running statistics
+    do not change: normalisation uses the statistics of the samples.
     """
     update = number_of(trial.microbatch)
     values = read_all(largest_values([*summed.values()]))
@@ -53,11 +53,11 @@ def score(runner: PieceRunner, job: Job, trial: ScoreTrial, weights: Tensors, su
     with torch.no_grad():
         output, _ = runner.forward(stepped, trial.inputs, trial.microbatch, keeps_buffers=True, is_first=True)
         loss: Tensor = job.loss(output, trial.targets)
-    found = -loss.item() / trial.samples - trial.penalty * trial.rate * square
-    return found if math.isfinite(found) else -math.inf
+    result = -loss.item() / trial.samples - trial.penalty * trial.rate * square
+    return result if math.isfinite(result) else -math.inf
 
 
 def kept(scores: Sequence[float], trim: int) -> tuple[int, ...]:
-    """Returns the replicas to trust, in order: without the `trim` lowest scores and all that are no numbers."""
+    """Returns the replicas to trust, in order: all but the `trim` lowest scores and those that are not finite."""
     best = sorted(range(len(scores)), key=lambda replica: (-scores[replica], replica))[: len(scores) - trim]
     return tuple(sorted(replica for replica in best if math.isfinite(scores[replica])))

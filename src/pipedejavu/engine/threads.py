@@ -1,4 +1,4 @@
-"""Programs on workers that are threads of this process, and what came of it."""
+"""Workers as threads of this process: runs a program and returns its outcome."""
 
 import copy
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ from torch import Tensor
 from pipedejavu.analysis import verify
 from pipedejavu.engine.applier import as_leaves
 from pipedejavu.engine.device import CPU, device_of
-from pipedejavu.engine.handlers import Handlers, Runners, homes_of
+from pipedejavu.engine.handlers import Handlers, Runners, pieces_of
 from pipedejavu.engine.job import Batches, Job, Log
 from pipedejavu.engine.optimizer import Tensors
 from pipedejavu.engine.piece import PieceRunner
@@ -20,13 +20,14 @@ from pipedejavu.engine.worker_loop import WorkerLoop
 from pipedejavu.engine.worker_thread import WorkerThread
 from pipedejavu.facts import InputError, Span
 from pipedejavu.plan import Plan
-from pipedejavu.program import Program
-from pipedejavu.program.value import resting
+from pipedejavu.program import ActionKind, Program, Value, ValueKind
+from pipedejavu.program.effect import resting
+from pipedejavu.program.value import HOST
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a run leaves: final weights of each (piece, replica), logs, and when every action ran."""
+    """The result of a run: final weights by (piece, replica), logs, and the span of every action."""
 
     weights: dict[tuple[int, int], dict[str, Tensor]]
     logs: tuple[Log, ...]
@@ -34,7 +35,7 @@ class Outcome:
 
 
 def check_runnable(program: Program) -> None:
-    """Raises InputError for what programs may say and the engine cannot run yet."""
+    """Raises InputError if the program needs something that the engine cannot run yet."""
     plan = program.plan
     check_tp_groups(plan)
     cannot = {
@@ -54,13 +55,13 @@ def check_runnable(program: Program) -> None:
 
 
 def check_tp_groups(plan: Plan) -> None:
-    """Raises InputError for a plan whose workers are teams of several devices."""
+    """Raises InputError if a worker of the plan is a tensor-parallel group of several devices."""
     if plan.place.stage_shards is not None:
         raise InputError(f"the engine does not run operators divided over teams yet; plan '{plan.name}' needs it")
 
 
 def check_units(program: Program, job: Job) -> None:
-    """Raises InputError for compiled units where a plan splits the backward: they can run it only as a whole."""
+    """Raises InputError if the plan splits the backward and a unit is compiled, as it runs its backward as a whole."""
     if not program.plan.splits_backward:
         return
     for name, module in job.units:
@@ -72,7 +73,7 @@ def check_units(program: Program, job: Job) -> None:
 
 
 class Threads:
-    """The workers of a program as threads of this process; their weights last from run to run."""
+    """The workers of a program as threads of this process; their weights persist between runs."""
 
     def __init__(self, program: Program, job: Job, batches: Batches):
         check_runnable(program)
@@ -81,54 +82,54 @@ class Threads:
         self.exchange = Exchange({name: group.workers for name, group in program.groups.items()})
         self.handlers = []
         for index in range(len(program.workers)):
-            # A module is run by one thread at a time, so each worker has its own.
-            own = replace(job, units=copy.deepcopy(list(job.units)))
-            self.handlers.append(make_handlers(program, index, own, batches, ThreadWire(self.exchange, index)))
+            # A module is run by one thread at a time, so each worker has a copy.
+            copied = replace(job, units=copy.deepcopy(list(job.units)))
+            self.handlers.append(make_handlers(program, index, copied, batches, ThreadWire(self.exchange, index)))
         if program.plan.keep.kind == "shared":
             for other in self.handlers[1:]:
                 _share_weights(self.handlers[0], other)
-        self.workers = [WorkerLoop(self.graph, index, own) for index, own in enumerate(self.handlers)]
-        self.hands = [WorkerThread() for _ in self.workers]
+        self.workers = [WorkerLoop(self.graph, index, handlers) for index, handlers in enumerate(self.handlers)]
+        self.threads = [WorkerThread() for _ in self.workers]
         self.failure: BaseException | None = None
         self._ends: SimpleQueue[None] = SimpleQueue()
-        """A word for each end of a worker's round."""
+        """An entry for each worker that has ended its round."""
 
     def run(self) -> tuple[Span, ...]:
-        """Runs the program once; returns when every action ran, and raises what the first worker to fail raised.
+        """Runs the program once; returns the span of every action, or raises the error of the first worker to fail.
 
-        Who has failed once has lost its state, and raises the same again.
+        After a failure the state is lost, and each later call raises the same error.
         """
         if self.failure is not None:
             raise self.failure
-        found: list[list[Span] | BaseException] = []
+        results: list[list[Span] | BaseException] = []
         started, errors = 0, list[BaseException]()
         try:
-            for own in self.handlers:
-                own.begin(self.updates)
+            for handlers in self.handlers:
+                handlers.begin(self.updates)
             for index, worker in enumerate(self.workers):
-                self.hands[index].do(partial(_work, worker, found, self._ends))
+                self.threads[index].do(partial(_work, worker, results, self._ends))
                 started += 1
-            self._wait(found, started)
+            self._wait(results, started)
         except KeyboardInterrupt as error:
             errors.append(error)
             self._stop(error)
-            self._wait(found, started)  # a thread that is at work when its process ends may abort it
-        errors += [end for end in found if isinstance(end, BaseException)]
+            self._wait(results, started)  # a thread that still runs when its process ends may abort it
+        errors += [end for end in results if isinstance(end, BaseException)]
         if errors or self.failure is not None:
             self.failure = self.failure or min(errors, key=lambda e: isinstance(e, WireStoppedError))
-            self.hands.clear()
+            self.threads.clear()
             raise self.failure
         self.updates += self.program.plan.steps
-        spans = [span for end in found if not isinstance(end, BaseException) for span in end]
+        spans = [span for end in results if not isinstance(end, BaseException) for span in end]
         return tuple(sorted(spans, key=lambda span: span.worker))
 
-    def _wait(self, found: Sequence[object], count: int) -> None:
-        """Waits until so many workers have ended, or `run` is to give up. An interrupt may take a word of the queue."""
-        while len(found) < count and self.failure is None:
+    def _wait(self, results: Sequence[object], count: int) -> None:
+        """Waits until `count` workers have ended, or `give_up` is called. An interrupt may drop a queue entry."""
+        while len(results) < count and self.failure is None:
             self._ends.get()
 
     def give_up(self, error: BaseException) -> None:
-        """Lets `run` raise an error though some worker never returns; from any thread."""
+        """Makes `run` raise an error even if some worker never returns; callable from any thread."""
         self.failure = self.failure or error
         self._stop(error)
         self._ends.put(None)
@@ -139,20 +140,20 @@ class Threads:
 
     def outcome(self, spans: tuple[Span, ...] = ()) -> Outcome:
         """Returns the weights and logs so far."""
-        weights = {home: found for own in self.handlers for home, found in final_weights(own).items()}
-        return Outcome(weights, tuple(own.log for own in self.handlers), spans)
+        weights = {key: tensors for handlers in self.handlers for key, tensors in final_weights(handlers).items()}
+        return Outcome(weights, tuple(handlers.log for handlers in self.handlers), spans)
 
 
-def _work(worker: WorkerLoop, found: list[list[Span] | BaseException], ends: "SimpleQueue[None]") -> None:
+def _work(worker: WorkerLoop, results: list[list[Span] | BaseException], ends: "SimpleQueue[None]") -> None:
     try:
-        found.append(worker.run())
+        results.append(worker.run())
     except BaseException as error:
-        found.append(error)
+        results.append(error)
     ends.put(None)
 
 
 def run_threads(program: Program, job: Job, batches: Batches, rounds: int = 1) -> Outcome:
-    """Runs a program `rounds` times with a thread for each worker."""
+    """Runs a program `rounds` times with one thread per worker."""
     threads = Threads(program, job, batches)
     spans: tuple[Span, ...] = ()
     for _ in range(rounds):
@@ -164,38 +165,40 @@ def make_handlers(program: Program, index: int, job: Job, batches: Batches, wire
     """Returns a worker's handlers, with the first version of its weights in their resting places."""
     runners: Runners = {}
     device = device_of(program, index)
-    departing = {a.piece for a in program.workers[index].actions if a.kind == "OFFLOAD" and a.what == "s"}
-    for piece, replica in homes_of(program, index):
+    departing = {
+        a.piece for a in program.workers[index].actions if a.kind == ActionKind.OFFLOAD and a.what == ValueKind.SAVED
+    }
+    for piece, replica in pieces_of(program, index):
         units = [(u, *job.units[u]) for u in program.pieces[piece].units]
         runners[piece, replica] = PieceRunner(units, job.seed, program.recomputed[piece], piece in departing).to(device)
-    own = Handlers(program, index, runners, job, batches, wire if device == CPU else StagedWire(wire, device))
+    handlers = Handlers(program, index, runners, job, batches, wire if device == CPU else StagedWire(wire, device))
     version = -1 if program.plan.version.kind == "torn" else 0
     for (piece, replica), runner in runners.items():
-        for place in [place for what, place in resting(program, piece) if what == "w"]:
+        for place in [place for kind, place in resting(program, piece) if kind == ValueKind.WEIGHTS]:
             weights = {name: w.clone() for name, w in runner.initial.items()}
             if device != CPU:
-                weights = {n: w.pin_memory() if place == "host" else w.to(device) for n, w in weights.items()}
-            own.values["w", piece, replica, version, place] = as_leaves(weights)
-    return own
+                weights = {n: w.pin_memory() if place == HOST else w.to(device) for n, w in weights.items()}
+            handlers.values[Value.weights(piece, replica, version, place)] = as_leaves(weights)
+    return handlers
 
 
 def _share_weights(first: Handlers, other: Handlers) -> None:
-    """Lets a worker read and write the very weights of the first."""
-    for what, piece, replica, version, place in list(other.values):
-        if what == "w":
-            shared = first.values[what, piece, 0, version, place]
-            # Tensors of its own over the same memory: each has the gradients of its worker.
-            own = {name: weight.data.requires_grad_() for name, weight in shared.items()}
-            other.values[what, piece, replica, version, place] = own
+    """Makes a worker use the memory of the first worker's weights."""
+    for value in list(other.values):
+        if value.kind == ValueKind.WEIGHTS:
+            shared = first.values[value._replace(replica=0)]
+            # New tensors over the same memory, so that each worker has its own gradients.
+            other.values[value] = {name: weight.data.requires_grad_() for name, weight in shared.items()}
 
 
-def final_weights(own: Handlers) -> dict[tuple[int, int], Tensors]:
+def final_weights(handlers: Handlers) -> dict[tuple[int, int], Tensors]:
     """Returns the newest weights of every piece that a worker holds or serves, with its frozen parameters."""
-    found: dict[tuple[int, int], tuple[int, Tensors]] = {}
-    for (what, piece, replica, version, _), value in own.values.items():
-        if what == "w" and (piece, replica) in own.runners and version >= found.get((piece, replica), (-2, {}))[0]:
-            found[piece, replica] = (version, value)
+    newest: dict[tuple[int, int], tuple[int, Tensors]] = {}
+    for value, weights in handlers.values.items():
+        key = (value.piece, value.replica)
+        if value.kind == ValueKind.WEIGHTS and key in handlers.runners and value.number >= newest.get(key, (-2, {}))[0]:
+            newest[key] = (value.number, weights)
     return {
-        home: {n: w.detach() for n, w in weights.items()} | own.runners[home].frozen
-        for home, (_, weights) in found.items()
+        key: {n: w.detach() for n, w in weights.items()} | handlers.runners[key].frozen
+        for key, (_, weights) in newest.items()
     }

@@ -1,7 +1,8 @@
-"""The user's own model, uncut, in a replay, so that an audit begins from the model and not from its units.
+"""Replays the user's uncut model, so that an audit also covers the cut into units.
 
-Each weight has the version that its piece read. Casts to a lower precision inside the model are widened, and dropout
-draws what the units drew: random operations come in the same order, so those of a unit are known by their number.
+Each weight has the version that its piece read. Casts to a lower precision inside the model are widened to float64, and
+dropout draws the same numbers as in the units: random operations run in the same order, so counting them tells which
+unit each belongs to.
 """
 
 import copy
@@ -21,17 +22,17 @@ from pipedejavu.engine.recompute_span import tensors_of
 
 
 class UncutModel(NamedTuple):
-    """A model as the user has it, and how the user calls it."""
+    """The user's model, and how the user calls it."""
 
     model: nn.Module
     inputs: Callable[[int], Any]
-    """Returns the inputs of a microbatch, as the user has them."""
+    """Returns the inputs of a microbatch in the user's format."""
     call: Callable[[Any], tuple[tuple[Any, ...], dict[str, Any]]]
-    """Returns the arguments that inputs stand for."""
+    """Returns the positional and keyword arguments of the model for given inputs."""
     loss: Callable[[Any, Any], Tensor]
-    """On the model's own output."""
+    """Returns the loss from the model's own output and the targets."""
     say: Callable[[str], None]
-    """Is told why a replay runs the units in place of the model, if it does."""
+    """Called with the reason if the replay has to run the units instead of the model."""
 
 
 class UncutReplay:
@@ -43,22 +44,22 @@ class UncutReplay:
         firsts = {id(p): name for name, p in self.model.named_parameters()}
         self.names = {name: firsts[id(p)] for name, p in self.model.named_parameters(remove_duplicate=False)}
         self._counts: dict[tuple[torch.Size, ...], list[int]] = {}
-        """By the shapes of the inputs, how many random operations each unit has."""
+        """By the shapes of the inputs, the number of random operations per unit."""
         self._reason = "faulty replicas hand over the gradients of units" if job.byzantine else ""
 
     def gradients(self, microbatch: int, reads: Sequence[Tensors], value: Any, targets: Any) -> list[Tensors] | None:
-        """Returns the gradients of each piece's weights; a tied one's with the first piece that has it, others zero.
+        """Returns the weight gradients of each piece; `value` is the input of the first unit.
 
-        Returns None, and says why, if the model cannot be run as its units were, and from then on. `value` is what the
-        first unit reads.
+        The first piece that holds a tied weight gets its whole gradient, the others zero. If the model cannot be run as
+        its units were, reports why and returns None, for this and every later call.
         """
         if self._reason:
             return None
-        found = self._differentiate(microbatch, reads, value, targets)
-        if not isinstance(found, str):
-            return found
-        self._reason = found
-        self.uncut.say(f"the audit replays the model's units and not the model itself: {found}")
+        result = self._differentiate(microbatch, reads, value, targets)
+        if not isinstance(result, str):
+            return result
+        self._reason = result
+        self.uncut.say(f"the audit replays the model's units and not the model itself: {result}")
         return None
 
     def _differentiate(
@@ -77,18 +78,18 @@ class UncutReplay:
             loss = self.uncut.loss(output, targets)
             if mode.count != sum(counts):
                 return f"it draws {mode.count} times and its units {sum(counts)} times"
-            found = torch.autograd.grad(loss, [*weights.values()], allow_unused=True)
+            gradients = torch.autograd.grad(loss, [*weights.values()], allow_unused=True)
         if mode.count != sum(counts):
             return "it draws again in its backward, as gradient checkpointing does"
-        left = dict(zip(weights, found, strict=True))
+        left = dict(zip(weights, gradients, strict=True))
         pieces = []
         for read in reads:
-            own = {name: left.pop(self.names[name], None) for name in read}
-            pieces.append({name: torch.zeros_like(read[name]) if g is None else g for name, g in own.items()})
+            by_name = {name: left.pop(self.names[name], None) for name in read}
+            pieces.append({name: torch.zeros_like(read[name]) if g is None else g for name, g in by_name.items()})
         return pieces
 
     def _counts_of(self, value: Any) -> list[int]:
-        """Returns how many random operations each unit has for inputs of a shape, by running it."""
+        """Returns the number of random operations per unit for inputs of these shapes, by running the units."""
         shapes = tuple(tensor.shape for tensor in tensors_of(value))
         if shapes not in self._counts:
             counts = []
@@ -108,13 +109,13 @@ class _Random(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.count = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Runs an operation."""
+        """Runs an operation and counts it if it draws random numbers."""
         if torch.Tag.nondeterministic_seeded in func.tags:
             self.draw()
         return func(*args, **(kwargs or {}))
 
     def draw(self) -> None:
-        """Is called before an operation that draws."""
+        """Called before an operation that draws random numbers."""
         self.count += 1
 
 
@@ -127,7 +128,7 @@ class _AsUnits(_Random):  # type: ignore[no-untyped-call]
         self.seeds = {begin: seed for begin, count, seed in zip(begins, counts, seeds, strict=False) if count}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Runs an operation; what it would make in any floating-point type it makes in float64."""
+        """Runs an operation with every floating-point dtype in its arguments replaced by float64."""
         args, kwargs = pytree.tree_map_only(torch.dtype, _widened, (args, kwargs or {}))
         return super().__torch_dispatch__(func, types, args, kwargs)
 

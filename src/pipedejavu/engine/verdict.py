@@ -1,7 +1,7 @@
 """The verdict of an audit: whether a run differs from its replay by more than rounding.
 
-How much rounding may be is measured, parameter by parameter: the same log is replayed in the run's own dtype, and the
-distance between the two replays is the scale. It holds whatever the optimizer and the model make of rounding.
+The size of rounding errors is measured per parameter: the log is also replayed in the dtype of the run, and the
+distance between the two replays is the scale. This covers how the model and the optimizer amplify rounding.
 """
 
 import math
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from pipedejavu.engine.audit import Replay
-from pipedejavu.engine.handlers import homes_of
+from pipedejavu.engine.handlers import pieces_of
 from pipedejavu.engine.job import Applied, Batches, Job
 from pipedejavu.engine.log_check import check_log, check_replayable
 from pipedejavu.engine.threads import Outcome
@@ -24,18 +24,18 @@ from pipedejavu.facts import InputError
 from pipedejavu.program import Program
 
 FACTOR = 16
-"""How many times the scale a difference may be; see docs/engine.md."""
+"""The largest accepted difference, in multiples of the scale; see docs/engine.md."""
 MORE_REPLAYS = 3
-"""Replays from nudged weights before a run fails, as one replay may round well by luck."""
+"""Further replays from nudged weights before a run fails, as one replay may round well by chance."""
 MOST_BLUR = 0.1
 BLURRED = "rounding alone may move weights {:.0%} as far as training did, so use --dtype float64 for a sharper audit"
 
-Home = tuple[int, int]
-"""A (piece, replica)."""
+PieceReplica = tuple[int, int]
+"""A (piece, replica) pair."""
 
 
 class Excess(NamedTuple):
-    """A parameter that differs by more than rounding, and the copy of it that differs most."""
+    """A parameter that differs by more than rounding, and its copy that differs most."""
 
     name: str
     replica: int
@@ -44,39 +44,39 @@ class Excess(NamedTuple):
 
 @dataclass(frozen=True)
 class Verdict:
-    """What an audit found of each parameter, and whether that is rounding."""
+    """The differences that an audit found, and whether they are rounding."""
 
     differences: dict[str, float]
-    """The largest between the run and its float64 replay."""
+    """By parameter, the largest difference between the run and its float64 replay."""
     tolerances: dict[str, float]
-    """The largest that rounding makes."""
+    """By parameter, the largest difference that rounding explains."""
     excess: Excess | None = None
-    """Where the difference is furthest beyond the tolerance."""
+    """The parameter that exceeds its tolerance by the largest factor, if any."""
     blur: float = 0.0
-    """The tolerance of the median parameter, over how far training has moved it."""
+    """The median over parameters of the tolerance relative to the distance that training moved the parameter."""
     refusal: str = ""
-    """Why the log is not what the plan promises; then nothing is compared."""
+    """Why the log contradicts the plan; nothing is compared then."""
 
     @property
     def is_passed(self) -> bool:
-        """Whether the run computed what its plan says."""
+        """Whether the run computed what its plan specifies."""
         return self.excess is None and not self.refusal
 
     @property
     def name(self) -> str:
-        """The parameter that the verdict is told by."""
+        """The parameter that the verdict reports."""
         return self.excess.name if self.excess else max(self.differences, key=self.differences.__getitem__, default="")
 
     def to_dict(self) -> dict[str, object]:
-        """Returns what a summary has of it, as JSON can hold it."""
+        """Returns the verdict as JSON values, for a summary."""
         largest = max(self.differences.values(), default=math.nan)
         return {
             "verdict": "passed" if self.is_passed else "failed",
             "sentence": str(self),
             "largest_difference": _plain(largest),
             "tolerance": _plain(self.tolerances.get(self.name, math.nan)),
-            "differences": {name: _plain(found) for name, found in self.differences.items()},
-            "tolerances": {name: _plain(found) for name, found in self.tolerances.items()},
+            "differences": {name: _plain(size) for name, size in self.differences.items()},
+            "tolerances": {name: _plain(size) for name, size in self.tolerances.items()},
             "blur": _plain(self.blur),
         }
 
@@ -92,11 +92,10 @@ class Verdict:
 
 
 def judge(program: Program, job: Job, batches: Batches, outcome: Outcome, uncut: UncutModel | None = None) -> Verdict:
-    """Replays a run in float64 and in its own dtype, and judges by the distance; fails it for a log that is not right.
+    """Judges a run by the distance between its replays in float64 and in its own dtype.
 
-    The float64 replay is of the uncut model if it is given.
-
-    Raises InputError for a run without versions (Hogwild), which has no replay.
+    The run fails if its log contradicts the plan. The float64 replay runs the uncut model if it is given. Raises
+    InputError for a run without versions (Hogwild), which has no replay.
     """
     check_replayable(program.plan)
     try:
@@ -118,7 +117,7 @@ class _Judge:
 
     def judge(self) -> Verdict:
         is_double = all(weight.dtype == torch.float64 for _, _, weight in _flat(self.outcome.weights))
-        # In float64 only a nudge lets a second replay round otherwise than the first.
+        # In float64 a second replay rounds differently only from nudged weights.
         for nudge in range(MORE_REPLAYS + 1):
             self._replay(nudge if nudge or is_double else None)
             verdict = self._compare()
@@ -127,10 +126,10 @@ class _Judge:
         return verdict
 
     def _replay(self, nudge: int | None) -> None:
-        """Replays in the run's dtype and takes in how far that is from the float64 replay."""
+        """Replays in the dtype of the run and records the distance from the float64 replay."""
         replay = Replay(self.program, self.job, self.batches, in_double=False, nudge=nudge)
-        for home, name, weight in _flat(replay.run(self.outcome.logs)):
-            distance = _distance(weight, self.exact[home][name])
+        for key, name, weight in _flat(replay.run(self.outcome.logs)):
+            distance = _distance(weight, self.exact[key][name])
             self.scales[name] = max(self.scales.get(name, 0.0), distance)
 
     def _compare(self) -> Verdict:
@@ -138,45 +137,45 @@ class _Judge:
         differences: dict[str, float] = {}
         tolerances: dict[str, float] = {}
         worst, excess, blurs = 1.0, None, []
-        for home, name, weight in _flat(self.outcome.weights):
-            expected = self.exact[home][name]
+        for key, name, weight in _flat(self.outcome.weights):
+            expected = self.exact[key][name]
             difference, largest = _distance(weight, expected), _distance(expected, torch.zeros_like(expected))
-            floor = torch.finfo(weight.dtype).eps / 2 * counts[home[0]] * largest
-            tolerance = FACTOR * max(self.scales[name], usual) + floor
+            least = torch.finfo(weight.dtype).eps / 2 * counts[key[0]] * largest
+            tolerance = FACTOR * max(self.scales[name], usual) + least
             differences[name] = max(difference, differences.get(name, 0.0))
             tolerances[name] = max(tolerance, tolerances.get(name, 0.0))
-            moved = _distance(expected, self.initial[home[0]][name])
+            moved = _distance(expected, self.initial[key[0]][name])
             blurs.append(tolerance / moved if moved else 0.0)
             if difference > tolerance * worst:
                 worst = difference / tolerance if tolerance else math.inf
-                excess = Excess(name, home[1], self._worker(home))
+                excess = Excess(name, key[1], self._worker(key))
         return Verdict(differences, tolerances, excess, median(blurs) if blurs else 0.0)
 
     def _counts(self) -> Counter[int]:
-        """Returns the updates that each piece's weights have had; those of replicas on their own meet in all."""
+        """Returns the number of updates per piece, summed over replicas if they update separately."""
         events = [event for log in self.outcome.logs for event in log.events if isinstance(event, Applied)]
-        by_home = Counter((event.piece, event.replica) for event in events)
-        found: Counter[int] = Counter()
-        for (piece, _), count in by_home.items():
-            found[piece] = found[piece] + count if self.program.plan.feed.kind == "own" else max(found[piece], count)
-        return found
+        by_replica = Counter((event.piece, event.replica) for event in events)
+        counts: Counter[int] = Counter()
+        for (piece, _), count in by_replica.items():
+            counts[piece] = counts[piece] + count if self.program.plan.feed.kind == "own" else max(counts[piece], count)
+        return counts
 
-    def _worker(self, home: Home) -> int:
-        return next(w for w in range(len(self.program.workers)) if home in homes_of(self.program, w))
+    def _worker(self, key: PieceReplica) -> int:
+        return next(w for w in range(len(self.program.workers)) if key in pieces_of(self.program, w))
 
 
 def _plain(number: float) -> float | None:
     return number if math.isfinite(number) else None
 
 
-def _flat(weights: Mapping[Home, Mapping[str, Tensor]]) -> Iterator[tuple[Home, str, Tensor]]:
-    for home, tensors in weights.items():
+def _flat(weights: Mapping[PieceReplica, Mapping[str, Tensor]]) -> Iterator[tuple[PieceReplica, str, Tensor]]:
+    for key, tensors in weights.items():
         for name, weight in tensors.items():
-            yield home, name, weight
+            yield key, name, weight
 
 
 def _distance(one: Tensor, other: Tensor) -> float:
-    """Returns the largest difference of any element; infinite if one is not a number and the other is."""
+    """Returns the largest absolute difference of any element; infinite if exactly one of the two is NaN."""
     if not one.numel():
         return 0.0
     first, second = one.detach().double().cpu(), other.detach().double().cpu()

@@ -1,8 +1,7 @@
-"""Wires: how values pass between workers. One interface, two kinds: threads of a process, and processes.
+"""Wires: communication between workers, with one interface for threads of a process and for processes.
 
-A channel carries values from one worker to another, first in, first out; a group sums tensors over its members.
-Nothing that arrives is unpickled: processes exchange raw tensors, and once for each kind of value a header that
-says their shapes.
+A channel carries values from one worker to another, first in, first out; a group sums tensors over its members. Nothing
+that arrives is unpickled: processes exchange raw tensors and, once per kind of value, a header with their shapes.
 """
 
 import json
@@ -20,11 +19,11 @@ from torch import Tensor
 from pipedejavu.engine.device import CPU, moved
 
 Key = tuple[object, ...]
-"""What decides a message's shapes: the value's kind and piece, and the microbatch's size."""
+"""What determines the shapes of a message: the value's kind and piece, and the samples of the microbatch."""
 
 
-LEAVING = 4
-"""Messages of a channel that may be under way, and keep their memory; the receiver takes them as they come."""
+MAX_IN_FLIGHT = 4
+"""Sends of a channel that may be in flight; each keeps its tensor in memory."""
 
 
 class WireStoppedError(Exception):
@@ -35,27 +34,27 @@ class Wire(Protocol):
     """One worker's end of all channels and groups."""
 
     def send(self, tensors: tuple[Tensor, ...], to: int, key: Key) -> None:
-        """Hands tensors to a worker; does not wait for it to take them."""
+        """Sends tensors to a worker without waiting for it to receive them."""
 
     def expect(self, source: int, key: Key) -> None:
-        """Says what comes behind the next tensors from a worker, so that room is made for it in time."""
+        """Announces the key after the next one from a worker, so that its receive can be posted early."""
 
     def receive(self, source: int, key: Key) -> tuple[Tensor, ...]:
-        """Takes the next tensors from a worker."""
+        """Returns the next tensors from a worker."""
 
     def add_up(self, tensor: Tensor, group: str) -> Tensor:
         """Returns the sum of the members' tensors."""
 
     def flush(self) -> None:
-        """Waits until all that was handed over has left."""
+        """Waits until all sends are complete."""
 
     def stop(self) -> None:
-        """Lets the other workers know that this one has failed."""
+        """Tells the other workers that this one has failed."""
 
 
 @dataclass
 class Exchange:
-    """What the threads of one process share."""
+    """The channels and groups that the threads of one process share."""
 
     groups: dict[str, tuple[int, ...]]
     stopped: threading.Event = field(default_factory=threading.Event)
@@ -69,7 +68,7 @@ class Exchange:
             return self.channels.setdefault((source, target), queue.SimpleQueue())
 
     def meeting(self, group: str) -> "_Meeting":
-        """Returns where a group meets; raises StoppedError where nobody will come any more."""
+        """Returns the meeting point of a group; raises WireStoppedError after a worker has failed."""
         with self.lock:
             if self.stopped.is_set():
                 raise WireStoppedError
@@ -77,11 +76,11 @@ class Exchange:
 
 
 class _Meeting:
-    """Where the members of a group meet; sums in the order of the members, so that all get the same bits."""
+    """The meeting point of a group: a barrier, and the tensor of each member."""
 
     def __init__(self, size: int):
         self.barrier = threading.Barrier(size)
-        self.given: dict[int, Tensor] = {}
+        self.tensors: dict[int, Tensor] = {}
 
 
 @dataclass(frozen=True)
@@ -92,14 +91,14 @@ class ThreadWire:
     worker: int
 
     def send(self, tensors: tuple[Tensor, ...], to: int, key: Key) -> None:  # noqa: ARG002
-        """Hands tensors over as they are."""
+        """Puts the tensors themselves into the channel."""
         self.exchange.channel(self.worker, to).put(tensors)
 
     def expect(self, source: int, key: Key) -> None:
-        """Needs nothing: what is handed over is there."""
+        """Does nothing: the channel needs no posted receives."""
 
     def receive(self, source: int, key: Key) -> tuple[Tensor, ...]:  # noqa: ARG002
-        """Waits for the next tensors, or for the news that a worker has failed."""
+        """Waits for the next tensors; raises WireStoppedError if a worker fails."""
         channel = self.exchange.channel(source, self.worker)
         while not self.exchange.stopped.is_set():
             try:
@@ -109,22 +108,22 @@ class ThreadWire:
         raise WireStoppedError
 
     def add_up(self, tensor: Tensor, group: str) -> Tensor:
-        """Sums in the order of the workers, on every member alike."""
+        """Sums in the order of the workers, so that all members get the same bits."""
         meeting = self.exchange.meeting(group)
-        meeting.given[self.worker] = tensor
+        meeting.tensors[self.worker] = tensor
         try:
             meeting.barrier.wait()
-            total = torch.stack([meeting.given[w] for w in sorted(meeting.given)]).sum(0)
+            total = torch.stack([meeting.tensors[w] for w in sorted(meeting.tensors)]).sum(0)
             meeting.barrier.wait()
         except threading.BrokenBarrierError:
             raise WireStoppedError from None
         return total
 
     def flush(self) -> None:
-        """Returns at once: what is handed over is there."""
+        """Does nothing: sends complete at once."""
 
     def stop(self) -> None:
-        """Wakes all other workers, wherever they wait."""
+        """Wakes all other workers that wait."""
         with self.exchange.lock:
             self.exchange.stopped.set()
             for meeting in self.exchange.meetings.values():
@@ -136,18 +135,18 @@ class ProcessWire:
 
     def __init__(self, worker: int, groups: dict[str, tuple[int, ...]]):
         self.worker = worker
-        # Every process makes every group, in one order, as torch.distributed asks.
+        # torch.distributed requires every process to create every group, in the same order.
         self.groups = {name: dist.new_group(list(workers)) for name, workers in sorted(groups.items())}
         self.sent: dict[tuple[int, Key], str] = {}
-        self._leaving: dict[int, deque[tuple[dist.Work, Tensor]]] = {}
-        """By channel, sends that may still be under way, with what they send."""
+        self._in_flight: dict[int, deque[tuple[dist.Work, Tensor]]] = {}
+        """By channel, sends that may not be complete, with their tensors."""
         self._carried: dict[object, tuple[int, int]] = {}
-        """Messages and bytes of each channel and group, whose one lane counts them."""
+        """Messages and bytes of each channel and group; the one lane that uses it counts them."""
         self.known: dict[tuple[int, Key], list[tuple[list[int], str]]] = {}
-        self._behind: dict[int, Key] = {}
-        """By channel, what comes behind the next tensors."""
+        self._expected: dict[int, Key] = {}
+        """By channel, the key after the next one."""
         self._coming: dict[int, deque[list[tuple[dist.Work, Tensor]]]] = {}
-        """By channel, receives that are posted: Gloo sends at once to who has posted one, and otherwise asks first."""
+        """By channel, posted receives: Gloo sends at once to a posted receive, and needs a round trip otherwise."""
 
     def send(self, tensors: tuple[Tensor, ...], to: int, key: Key) -> None:
         """Sends a header the first time that a key is used on the channel, then the tensors."""
@@ -158,36 +157,36 @@ class ProcessWire:
             self._put(torch.tensor([len(raw)]), to)
             self._put(raw, to)
         for tensor in tensors:
-            # A complex tensor may say that it is the conjugate of what is in its memory.
+            # A complex tensor may be a lazy conjugate or negative of its memory.
             self._put(tensor.detach().resolve_conj().resolve_neg().contiguous(), to)
 
     def _put(self, tensor: Tensor, to: int) -> None:
-        leaving = self._leaving.setdefault(to, deque())
-        if len(leaving) == LEAVING:
-            leaving.popleft()[0].wait()
+        in_flight = self._in_flight.setdefault(to, deque())
+        if len(in_flight) == MAX_IN_FLIGHT:
+            in_flight.popleft()[0].wait()
         work = dist.isend(tensor, to)
         assert work is not None, "this process is a member of the default group"
-        leaving.append((work, tensor))
+        in_flight.append((work, tensor))
         self._count(to, 1, tensor.nbytes)
 
     def flush(self) -> None:
         """Waits for all sends."""
-        for leaving in self._leaving.values():
-            while leaving:
-                leaving.popleft()[0].wait()
+        for in_flight in self._in_flight.values():
+            while in_flight:
+                in_flight.popleft()[0].wait()
 
     def _count(self, where: object, messages: int, size_bytes: int) -> None:
         before = self._carried.get(where, (0, 0))
         self._carried[where] = before[0] + messages, before[1] + size_bytes
 
     def traffic(self) -> tuple[int, int]:
-        """Returns the messages and bytes that this worker has sent; a member of a sum takes part in a ring."""
+        """Returns the messages and bytes that this worker has sent; a sum counts as a ring all-reduce."""
         carried = list(self._carried.values())
         return sum(messages for messages, _ in carried), sum(size for _, size in carried)
 
     def expect(self, source: int, key: Key) -> None:
-        """Keeps it for the next receive."""
-        self._behind[source] = key
+        """Notes the key for the next receive."""
+        self._expected[source] = key
 
     def receive(self, source: int, key: Key) -> tuple[Tensor, ...]:
         """Receives a header the first time that a key is used on the channel, then the tensors."""
@@ -197,11 +196,11 @@ class ProcessWire:
             raw = torch.zeros(int(size), dtype=torch.uint8)
             dist.recv(raw, source)
             self.known[source, key] = json.loads(bytes(raw.tolist()))
-        coming, behind = self._coming.setdefault(source, deque()), self._behind.pop(source, None)
+        coming, following = self._coming.setdefault(source, deque()), self._expected.pop(source, None)
         if not coming:
             coming.append(self._post(source, key))
-        if behind is not None and (source, behind) in self.known:
-            coming.append(self._post(source, behind))
+        if following is not None and (source, following) in self.known:
+            coming.append(self._post(source, following))
         posted = coming.popleft()
         for work, _ in posted:
             work.wait()
@@ -224,12 +223,12 @@ class ProcessWire:
         return tensor
 
     def stop(self) -> None:
-        """Peers see this process end."""
+        """Does nothing: peers notice that this process ends."""
 
 
 @dataclass(frozen=True)
 class StagedWire:
-    """The wire of a worker on a GPU: everything passes through pinned host memory."""
+    """The wire of a worker on a GPU: copies through pinned host memory."""
 
     wire: Wire
     device: torch.device
@@ -239,7 +238,7 @@ class StagedWire:
         self.wire.send(self._on_host(tensors), to, key)
 
     def expect(self, source: int, key: Key) -> None:
-        """Passes it on."""
+        """Forwards to the wrapped wire."""
         self.wire.expect(source, key)
 
     def receive(self, source: int, key: Key) -> tuple[Tensor, ...]:
@@ -258,11 +257,11 @@ class StagedWire:
         return staged
 
     def flush(self) -> None:
-        """Passes it on."""
+        """Forwards to the wrapped wire."""
         self.wire.flush()
 
     def stop(self) -> None:
-        """Passes it on."""
+        """Forwards to the wrapped wire."""
         self.wire.stop()
 
 
@@ -272,6 +271,6 @@ def flatten(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def unflatten(vector: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
-    """Takes a vector apart again."""
+    """Divides a vector into tensors with the shapes of `like`."""
     parts = torch.split(vector, [t.numel() for t in like])
     return [part.view_as(t) for part, t in zip(parts, like, strict=True)]

@@ -1,8 +1,8 @@
-"""A worker: runs its sequence of a program, lane by lane, as often as it is asked to.
+"""The loop of a worker: runs its sequence of a program on its lanes, once per call.
 
-The lanes run side by side, each in a thread unless it only sends. An action starts when it is at the head of its lane
-and the actions of this worker that it depends on have ended; what depends on other workers waits in the wire. What an
-action does is `handle`'s business, where it does it `lane`'s.
+Lanes run concurrently, each in a thread unless it only sends. An action starts when it is first in its lane and the
+actions of this worker that it depends on have ended; dependences on other workers block in the wire. `handlers` defines
+what an action does, `lane` where it runs.
 """
 
 import threading
@@ -14,30 +14,31 @@ from pipedejavu.analysis import Graph
 from pipedejavu.engine.action_lane import ActionEvent, ActionLane, make_lane
 from pipedejavu.engine.device import CPU
 from pipedejavu.engine.handlers import Handlers
-from pipedejavu.engine.round_end import drain, meet
+from pipedejavu.engine.round_end import add_unpulled_waves, send_first_weights
 from pipedejavu.facts import Span
+from pipedejavu.program import ActionKind
 from pipedejavu.runtime.lane_event import ClockOrigin
 
 JOIN_S = 0.1
-"""How often a worker that waits for its lanes looks whether one has failed; the others may wait for peers for ever."""
+"""How often a worker that joins its lanes checks for a failure: after one, other lanes may block for ever."""
 
 
 class WorkerLoop:
     """One worker's sequence and its lanes."""
 
     def __init__(self, graph: Graph, index: int, handlers: Handlers):
-        self.index, self.handlers, self.own = index, handlers, graph.program.workers[index]
-        self.names = [(a.lane, str(a)) for a in self.own.actions]
+        self.index, self.handlers, self.worker = index, handlers, graph.program.workers[index]
+        self.names = [(a.lane, str(a)) for a in self.worker.actions]
         self.positions: dict[str, list[int]] = {"compute": []}
         for position, (lane, _) in enumerate(self.names):
             self.positions.setdefault(lane, []).append(position)
         self.lanes = {name: make_lane(name, handlers.device) for name in self.positions}
         self.waits = self._waits(graph)
         self.done = {before: threading.Event() for waits in self.waits for before in waits}
-        """Whether an action that others wait for is over or, on a stream, issued."""
+        """Set when an action that others wait for has ended or, on a stream, is issued."""
         self.sent_by: dict[int, set[str]] = {}
-        """By action, the lanes that may go on behind it and have no thread: on a CPU sending does not wait, so that
-        whoever makes a value sends it too."""
+        """By action, the lanes without a thread that may continue after it: sending from a CPU does not block, so the
+        thread that computes a value also sends it."""
         for name in self._threadless():
             for before in (before for position in self.positions[name] for before in self.waits[position]):
                 self.sent_by.setdefault(before, set()).add(name)
@@ -50,19 +51,19 @@ class WorkerLoop:
         return [name for name in self.positions if name.startswith("net>") and self.handlers.device == CPU]
 
     def _waits(self, graph: Graph) -> list[list[int]]:
-        """For each action, those of this worker that it waits for and its lane's own order does not imply."""
+        """Returns, for each action, the actions of this worker that it waits for, beyond the order of its lane."""
         position = {op: p for p, op in enumerate(graph.of_action[self.index])}
-        waits: list[list[int]] = [[] for _ in self.own.actions]
+        waits: list[list[int]] = [[] for _ in self.worker.actions]
         for op, before in position.items():
             lane = self.names[before][0]
-            keeps_order = lane != "compute" or not self.own.picks_ready
+            keeps_order = lane != "compute" or not self.worker.picks_ready
             for after in graph.successors[op]:
                 if after in position and not (keeps_order and self.names[position[after]][0] == lane):
                     waits[position[after]].append(before)
         return waits
 
     def run(self) -> list[Span]:
-        """Runs the sequence to its end and returns when each action ran; raises what any lane raised first."""
+        """Runs the sequence and returns the span of each action; raises the first error of any lane."""
         with self.lock:
             if self.failure is not None:
                 raise self.failure
@@ -75,13 +76,13 @@ class WorkerLoop:
             for name in self.positions
             if name != "compute" and name not in self.heads
         ]
-        self._guarded(lambda _: self._between(meet), "compute")
+        self._guarded(lambda _: self._between(send_first_weights), "compute")
         origin = ClockOrigin.now(self.handlers.device)
         for thread in others:
             thread.start()
         for name in self.heads:
             self._guarded(self._go_on, name)
-        self._guarded(self._take_ready if self.own.picks_ready else self._run_in_order, "compute")
+        self._guarded(self._take_ready if self.worker.picks_ready else self._run_in_order, "compute")
         for thread in others:
             while thread.is_alive() and self.failure is None:
                 thread.join(JOIN_S)
@@ -95,18 +96,18 @@ class WorkerLoop:
         ]
 
     def _finish(self) -> None:
-        """Waits for what was issued."""
+        """Waits for all issued work, then ends the round."""
         self.handlers.notice("compute", "the end of the round")
         for mark in self.marks.values():
             mark.wait_on_host()
         self.handlers.notice("compute", "")
-        self._between(drain)
+        self._between(add_unpulled_waves)
         self.handlers.finish()
 
-    def _between(self, tell: Callable[[Handlers], None]) -> None:
-        """Tells other workers, outside of any lane, what they need of each other."""
+    def _between(self, exchange: Callable[[Handlers], None]) -> None:
+        """Runs an exchange with other workers between rounds, outside of any lane."""
         self.handlers.notice("net", "what is told between two rounds")
-        tell(self.handlers)
+        exchange(self.handlers)
         self.handlers.notice("net", "")
 
     def _run_in_order(self, name: str) -> None:
@@ -118,14 +119,14 @@ class WorkerLoop:
             if self.failure is not None:
                 return
             if name.startswith("net<") and after is not None and self._is_free(after):
-                self.handlers.expect(self.own.actions[after])
+                self.handlers.expect(self.worker.actions[after])
             self._do(lane, position)
 
     def _is_free(self, position: int) -> bool:
         return all(self.done[before].is_set() for before in self.waits[position])
 
     def _go_on(self, name: str) -> None:
-        """Runs what is ready at the head of a lane without a thread."""
+        """Runs the ready actions at the head of a lane that has no thread."""
         positions = self.positions[name]
         with self.sending:
             while self.failure is None and self.heads[name] < len(positions):
@@ -136,11 +137,12 @@ class WorkerLoop:
                 self._do(self.lanes[name], position)
 
     def _take_ready(self, name: str) -> None:
-        """Runs whatever is ready, within the limit of live microbatches."""
-        lane, left, limit = self.lanes[name], list(self.positions[name]), self.own.live_limit
+        """Runs any action that is ready, within the limit of live microbatches."""
+        lane, left, limit = self.lanes[name], list(self.positions[name]), self.worker.live_limit
         while left and self.failure is None:
             for position in left:
-                is_held_back = self.own.actions[position].kind == "F" and limit and self.handlers.live >= limit
+                is_forward = self.worker.actions[position].kind == ActionKind.FORWARD
+                is_held_back = is_forward and limit and self.handlers.live >= limit
                 if not is_held_back and self._is_free(position):
                     left.remove(position)
                     self._do(lane, position)
@@ -153,7 +155,7 @@ class WorkerLoop:
         self.handlers.notice(name, action)
         for before in self.waits[position]:
             lane.wait(self.marks[before])
-        self.marks[position] = lane.run(self.handlers.do, self.own.actions[position])
+        self.marks[position] = lane.run(self.handlers.do, self.worker.actions[position])
         self.handlers.notice(name, "")
         if position in self.done:
             self.done[position].set()
@@ -163,11 +165,11 @@ class WorkerLoop:
     def _guarded(self, call: Callable[[str], None], name: str) -> None:
         try:
             call(name)
-        except BaseException as error:  # a lane is a thread: whatever it raises must reach the others
+        except BaseException as error:  # a lane is a thread: its error must reach the other lanes
             self.stop(error)
 
     def stop(self, error: BaseException) -> None:
-        """Lets every lane, here and on other workers, end with the action that it is at; from any thread."""
+        """Makes every lane, here and on other workers, stop after its current action; callable from any thread."""
         with self.lock:
             self.failure = self.failure or error
             for event in self.done.values():

@@ -1,4 +1,4 @@
-"""A hand: a thread that lasts from call to call, and goes with whoever holds it."""
+"""A worker thread: runs calls one by one, and ends when its object is garbage-collected."""
 
 import threading
 import weakref
@@ -9,7 +9,7 @@ Call = Callable[[], None]
 
 
 class WorkerThread:
-    """Carries out calls, which must not raise, one by one; a call that never returns keeps no process alive."""
+    """Runs calls, which must not raise, one by one on a daemon thread."""
 
     def __init__(self) -> None:
         self._calls: SimpleQueue[Call | None] = SimpleQueue()
@@ -17,11 +17,11 @@ class WorkerThread:
         weakref.finalize(self, self._calls.put, None)
 
     def do(self, call: Call) -> None:
-        """Hands a call over; does not wait for it."""
+        """Queues a call and returns at once."""
         self._calls.put(call)
 
 
 def _go(calls: "SimpleQueue[Call | None]") -> None:
     while call := calls.get():
         call()
-        del call  # and what it holds
+        del call  # frees what it references

@@ -11,6 +11,7 @@ from itertools import pairwise
 
 from pipedejavu.facts import format_seconds
 from pipedejavu.hybrid_report.recording import LANES, HybridRun, LaneWork
+from pipedejavu.program import ActionKind
 
 _IDLE = ("wait", "loop")
 """Kinds of spans in which the compute lane does not work."""
@@ -50,7 +51,7 @@ class Occupancy:
 
 def occupancy_of(run: HybridRun) -> Occupancy:
     """Returns the occupancy of the lanes over the complete steps of a recording."""
-    begins = sorted(work.start_s for work in run.work if work.kind == "F" and work.unit == 0)
+    begins = sorted(work.start_s for work in run.work if work.kind == ActionKind.FORWARD and work.unit == 0)
     start, end = begins[0], begins[run.num_steps - 1]
     works = [_within(work, start, end) for work in run.everything if work.end_s > start and work.start_s <= end]
     busy = {
@@ -90,7 +91,7 @@ def _waits(works: list[LaneWork]) -> list[LaneWork]:
     return [
         after._replace(kind="wait", start_s=before.end_s, end_s=after.start_s)
         for before, after in pairwise(compute)
-        if after.kind == "F" and after.start_s > before.end_s
+        if after.kind == ActionKind.FORWARD and after.start_s > before.end_s
     ]
 
 

@@ -21,6 +21,7 @@ from pipedejavu.hybrid import HybridAdamW
 from pipedejavu.hybrid.placement import Place
 from pipedejavu.hybrid.unit_state import size_of
 from pipedejavu.plan.axis import Rest
+from pipedejavu.program import ActionKind
 
 LANES = ("compute", "copy-out", "host", "copy-in")
 """The lanes that do the work; threads that only pass it on are left out."""
@@ -127,7 +128,7 @@ class HybridRun(Record):
         spans = _one_at_a_time(_on_one_clock(sorted(self._parsed(), key=lambda span: span[3]), once))
         forwards: dict[int, list[float]] = defaultdict(list)
         for _, kind, unit, start, _ in spans:
-            if kind == "F":
+            if kind == ActionKind.FORWARD:
                 forwards[unit].append(start)
         numbered: list[LaneWork] = []
         last: dict[tuple[str, int], int] = {}
@@ -162,7 +163,7 @@ class HybridRun(Record):
     @cached_property
     def num_steps(self) -> int:
         """Number of recorded steps; raises InputError if there are fewer than 2, or updates of the last are missing."""
-        count = sum(work.kind == "F" and work.unit == 0 for work in self.work)
+        count = sum(work.kind == ActionKind.FORWARD and work.unit == 0 for work in self.work)
         if count < MIN_STEPS:
             raise InputError(f"{count} steps were recorded, and a step's length needs {MIN_STEPS}; record more")
         on_host = {n for n, unit in enumerate(self.units) if unit.place in ("host", "lean")}
@@ -177,12 +178,12 @@ class HybridRun(Record):
     @property
     def begin_s(self) -> float:
         """When the first forward of the first step began."""
-        return min(work.start_s for work in self.work if work.kind == "F" and work.unit == 0)
+        return min(work.start_s for work in self.work if work.kind == ActionKind.FORWARD and work.unit == 0)
 
     @property
     def step_s(self) -> float:
         """The median time from the first forward of a step to that of the next."""
-        begins = sorted(work.start_s for work in self.work if work.kind == "F" and work.unit == 0)
+        begins = sorted(work.start_s for work in self.work if work.kind == ActionKind.FORWARD and work.unit == 0)
         lengths = [b - a for a, b in pairwise(begins)]
         return median(lengths)
 

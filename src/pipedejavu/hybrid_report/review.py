@@ -29,13 +29,14 @@ from pipedejavu.facts import (
 )
 from pipedejavu.hybrid_report.recording import LANES, HybridRun, timeline_of
 from pipedejavu.plan import Keep, Plan, Reduce, preset
-from pipedejavu.program import Program, parse_action
+from pipedejavu.program import ActionKind, Program, ValueKind, parse_action
 from pipedejavu.program import compile as compile_plan
 from pipedejavu.report import Comparison, compare, render_html
 from pipedejavu.simulate import simulate
 
 _AFTER_UPDATE = ("UPDATE", "UPDATE~host", "FETCH:w", "OFFLOAD:o")
 """Updates and copies of their results, which extend into the next step; programs number them by the new version."""
+_PASSES = (ActionKind.FORWARD, ActionKind.BACKWARD)
 _UNLIMITED = 2**60
 """Bytes of a memory whose budget was not recorded."""
 _INSTANT = 1e30
@@ -152,7 +153,7 @@ def _ends(run: HybridRun) -> dict[int, float]:
     """Returns when the backward pass of each step ended."""
     ends: dict[int, float] = defaultdict(float)
     for work in run.work:
-        if work.kind == "B":
+        if work.kind == ActionKind.BACKWARD:
             ends[work.step] = max(ends[work.step], work.end_s)
     return ends
 
@@ -172,8 +173,8 @@ def profile_of(run: HybridRun, *, has_copies: bool = True) -> Profile:
     units = []
     for n, unit in enumerate(run.units):
         gpu = UnitTime(
-            forward=Cost(fixed_s=times.get(("F", n), 0.0) + times.get(("loop", n), 0.0)),
-            backward=Cost(fixed_s=times.get(("B", n), 0.0)),
+            forward=Cost(fixed_s=times.get((ActionKind.FORWARD, n), 0.0) + times.get(("loop", n), 0.0)),
+            backward=Cost(fixed_s=times.get((ActionKind.BACKWARD, n), 0.0)),
             update_s=gpu_s.get(n, gpu_rate * sizes[n]),
             copy_s={kind: time_s for (kind, k), time_s in times.items() if has_copies and k == n and ":" in kind},
         )
@@ -235,7 +236,7 @@ def _between_s(run: HybridRun) -> dict[int, float]:
     """
     if run.places[0] not in ("device", "visit"):
         return {}
-    begins, ends = {w.step: w.start_s for w in run.work if w.kind == "F" and w.unit == 0}, _ends(run)
+    begins, ends = {w.step: w.start_s for w in run.work if w.kind == ActionKind.FORWARD and w.unit == 0}, _ends(run)
     between = median(max(0.0, begins[step + 1] - end) for step, end in ends.items() if step + 1 in begins)
     sizes = {n: u.num_parameters for n, u in enumerate(run.units) if run.places[n] in ("device", "visit")}
     return {n: between * size / max(1, sum(sizes.values())) for n, size in sizes.items()}
@@ -251,7 +252,12 @@ def _rate(run: HybridRun, lane: str) -> float:
 
 def _size_bytes(run: HybridRun, kind: str, unit: int) -> int:
     recorded = run.units[unit]
-    return {"d": recorded.gradient_bytes, "w": recorded.weight_bytes, "o": recorded.state_bytes}[kind[-1]]
+    sizes = {
+        ValueKind.WEIGHT_GRADIENT: recorded.gradient_bytes,
+        ValueKind.WEIGHTS: recorded.weight_bytes,
+        ValueKind.OPTIMIZER_STATE: recorded.state_bytes,
+    }
+    return sizes[ValueKind(kind[-1])]
 
 
 def _recorded_steps(timeline: Timeline, begin_s: float) -> Timeline:
@@ -262,17 +268,17 @@ def _recorded_steps(timeline: Timeline, begin_s: float) -> Timeline:
     rows = []
     for _, lane, text, start, end in timeline.spans():
         action = parse_action(text)
-        step = action.microbatch if action.kind in "FB" else action.version - text.startswith(_AFTER_UPDATE)
-        if step > 0 and action.kind not in ("DROP", "REDUCE"):
+        step = action.microbatch if action.kind in _PASSES else action.version - text.startswith(_AFTER_UPDATE)
+        if step > 0 and action.kind not in (ActionKind.DROP, ActionKind.REDUCE):
             rows.append((lane, text, start - begin_s, end - begin_s))
     return timeline_of("predicted", sorted(rows, key=lambda row: row[2]))
 
 
 def _notes(run: HybridRun) -> Iterable[str]:
     kinds = {(work.kind, work.unit) for work in run.work}
-    if ("B", len(run.units) - 1) not in kinds:
+    if (ActionKind.BACKWARD, len(run.units) - 1) not in kinds:
         yield f"the backward of the last unit, {len(run.units) - 1}, is recorded as part of its forward"
-    if run.places[0] in ("device", "visit") and not any(kind == "UPDATE" for kind, _ in kinds):
+    if run.places[0] in ("device", "visit") and not any(kind == ActionKind.UPDATE for kind, _ in kinds):
         yield "what the GPU updates itself is not recorded, and takes the time between a backward pass and a forward"
     if run.window is not None and run.window > 2:
         yield f"the program brings blocks up to {run.window - 1} ahead into the window, the optimizer brings one ahead"

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from pipedejavu.facts import Machine, Profile, Record, WorkerSummary
 from pipedejavu.plan import Plan
 from pipedejavu.program import Program
-from pipedejavu.program.program import Group, Piece, Worker
+from pipedejavu.program.program import Group, GroupRole, Piece, Worker
 from pipedejavu.simulate import Prediction
 
 
@@ -67,13 +67,14 @@ class Handover(NamedTuple):
             pieces=tuple(Piece(**{**piece, "units": range(*piece["units"])}) for piece in form["pieces"]),
             inputs=tuple(map(tuple, form["inputs"])),
             workers=tuple(Worker(**{**worker, "actions": ()}) for worker in form["workers"]),
-            groups={
-                name: Group(**{field: tuple(ranks) for field, ranks in group.items()})
-                for name, group in form["groups"].items()
-            },
+            groups={name: _group(**group) for name, group in form["groups"].items()},
             devices=tuple(form["devices"]),
             parts=tuple(map(tuple, form["parts"])),
             num_replicas=form["num_replicas"],
             copies=form["copies"],
         ).with_text(form["text"])
         return cls(program, RunForecast.from_json(form["forecast"]) if form["forecast"] else None)
+
+
+def _group(workers: list[int], role: str, number: int, helpers: list[int]) -> Group:
+    return Group(workers=tuple(workers), role=GroupRole(role), number=number, helpers=tuple(helpers))

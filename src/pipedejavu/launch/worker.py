@@ -24,7 +24,7 @@ from pipedejavu.health.watchdog import HangWatchdog
 from pipedejavu.launch.handover import Handover, RunForecast
 from pipedejavu.launch.worker_process import WorkerLaunch, run_process, set_up_process
 from pipedejavu.planner.replan import PlanSwitch, Replanner, find_switch
-from pipedejavu.program import Program
+from pipedejavu.program import ActionKind, Program
 from pipedejavu.program.share import cut_evenly
 from pipedejavu.run.live_view import WorkerPanel
 from pipedejavu.run.logbook import open_logbooks
@@ -315,7 +315,8 @@ class Rank:
         size = plan.pipeline_size
         pipelines = [range(c * size, (c + 1) * size) for c in range(plan.place.replicas)]
         pipelines += [range(w, w + 1) for w in range(len(pipelines) * size, plan.num_workers - plan.place.servers)]
-        busy = [s.end_s for s in spans if s.lane == "compute" and s.action[0] in "FB"]
+        passes = (ActionKind.FORWARD, ActionKind.BACKWARD)
+        busy = [s.end_s for s in spans if s.lane == "compute" and s.action.startswith(passes)]
         ends = [max(busy, default=0.0) if self.rank in pipeline else 0.0 for pipeline in pipelines]
         times = torch.tensor(ends, dtype=torch.float64)
         dist.all_reduce(times, dist.ReduceOp.MAX)

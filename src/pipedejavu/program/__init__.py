@@ -1,23 +1,30 @@
-"""Programs: actions, the table of values, schedules and `compile`; never imports torch."""
+"""Programs: actions, values, schedules, the effects of actions and `compile`; never imports torch."""
 
-from pipedejavu.program.action import KINDS, WHATS, Action, parse_action
+from pipedejavu.program.action import ACTION_KINDS, Action, ActionKind, UpdatePlace, Via, parse_action
 from pipedejavu.program.compiler import compile  # noqa: A004
-from pipedejavu.program.program import Group, Piece, Program, Worker
+from pipedejavu.program.effect import Effects, Table
+from pipedejavu.program.program import Group, GroupRole, Piece, Program, Worker
 from pipedejavu.program.schedule import SCHEDULES, Slot
-from pipedejavu.program.value import Effects, Table, Value
+from pipedejavu.program.value import VALUE_KINDS, Value, ValueKind, ValuePlace
 
 __all__ = [
-    "KINDS",
+    "ACTION_KINDS",
     "SCHEDULES",
-    "WHATS",
+    "VALUE_KINDS",
     "Action",
+    "ActionKind",
     "Effects",
     "Group",
+    "GroupRole",
     "Piece",
     "Program",
     "Slot",
     "Table",
+    "UpdatePlace",
     "Value",
+    "ValueKind",
+    "ValuePlace",
+    "Via",
     "Worker",
     "compile",
     "parse_action",

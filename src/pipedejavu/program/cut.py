@@ -1,4 +1,4 @@
-"""Cuts a profile's units into stages, and stages into the pieces that actions name."""
+"""Cuts: divides a profile's units into stages, and stages into the pieces that actions name."""
 
 from collections.abc import Callable
 from itertools import pairwise
@@ -10,9 +10,9 @@ from pipedejavu.program.program import Piece
 
 
 def balance(profile: Profile, devices: list[Device], samples: int) -> tuple[int, ...]:
-    """Returns bounds that make the slowest stage as fast as possible, stage k running on devices[k].
+    """Returns the stage bounds that minimise the time of the slowest stage, with stage k on devices[k].
 
-    Among the cuts that do, it takes the one whose stages are most alike (the least sum of squares).
+    Among those cuts it takes the most balanced one: the least sum of squared stage times.
     """
     units, stages = len(profile.units), len(devices)
     if stages == units:
@@ -35,10 +35,10 @@ def _running_totals(profile: Profile, kind: str, samples: int) -> list[float]:
 def _divide(
     totals: list[list[float]], combine: Callable[[float, float], float], limit: float = inf
 ) -> tuple[float, tuple[int, ...]]:
-    """Returns the least cost of a cut without a stage above `limit`, and its bounds.
+    """Returns the least cost of a cut whose stages all take at most `limit` seconds, and its bounds.
 
-    A dynamic program over stages and units: best[u] is the least cost when the stages so far hold the first
-    u units, and `combine` adds a stage's time to the cost of those before it.
+    A dynamic program over stages and units: best[u] is the least cost of placing the first u units on the stages so
+    far, and `combine(cost, time)` adds a stage of that time to the cost of the stages before it.
     """
     stages, units = len(totals), len(totals[0]) - 1
     best = [0.0] + [inf] * units
@@ -63,7 +63,7 @@ def _divide(
 
 
 def cut_pieces(plan: Plan, profile: Profile, bounds: tuple[int, ...]) -> tuple[Piece, ...]:
-    """Returns the pieces of each stage: one, or several where the order is eager."""
+    """Returns the pieces of all stages: one per stage, or several if the order is eager."""
     count = len(profile.units)
     ends = (0, *bounds, count)
     if any(a >= b for a, b in pairwise(ends)):
@@ -77,19 +77,18 @@ def cut_pieces(plan: Plan, profile: Profile, bounds: tuple[int, ...]) -> tuple[P
                 " for each"
             )
         for index, units in enumerate(runs):
-            last = index == len(runs) - 1
-            pieces.append(Piece(stage=stage, units=units, opens_stage=index == 0, closes_stage=last))
+            pieces.append(Piece(stage=stage, units=units, opens_stage=index == 0))
     return tuple(pieces)
 
 
 def _runs(plan: Plan, profile: Profile, stage: int, units: range) -> list[range]:
-    """Divides a stage's units into the runs that are reduced and updated together."""
+    """Divides a stage's units into runs; the units of a run are reduced and updated together."""
     if not plan.order.is_eager:
         return [units]
     if plan.cut.kind == "layout" or plan.keep.kind in ("host", "split") or plan.zero_of(stage) == 3:
         return [range(u, u + 1) for u in units]
     runs, end, size_bytes = [], units.stop, 0
-    for unit in reversed(units):  # as gradients become final
+    for unit in reversed(units):  # the order in which gradients become final
         size_bytes += profile.units[unit].gradient_bytes
         if size_bytes >= plan.bucket_bytes:
             runs.append(range(unit, end))
@@ -100,10 +99,10 @@ def _runs(plan: Plan, profile: Profile, stage: int, units: range) -> list[range]
 
 
 def piece_inputs(profile: Profile, pieces: tuple[Piece, ...]) -> tuple[tuple[int, ...], ...]:
-    """Returns, for each piece, the pieces that make what it reads."""
-    home = {unit: index for index, piece in enumerate(pieces) for unit in piece.units}
-    found: list[set[int]] = [set() for _ in pieces]
+    """Returns, for each piece, the pieces whose outputs it reads."""
+    piece_of = {unit: index for index, piece in enumerate(pieces) for unit in piece.units}
+    inputs: list[set[int]] = [set() for _ in pieces]
     for source, target, _ in profile.links:
-        if home[source] != home[target]:
-            found[home[target]].add(home[source])
-    return tuple(tuple(sorted(f)) for f in found)
+        if piece_of[source] != piece_of[target]:
+            inputs[piece_of[target]].add(piece_of[source])
+    return tuple(tuple(sorted(sources)) for sources in inputs)

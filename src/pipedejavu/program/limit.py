@@ -1,23 +1,24 @@
-"""How large a program may become, told from its plan alone: what is too large is refused before it takes any memory."""
+"""Limits on the size of a program, checked from the plan alone, before compiling takes any memory."""
 
 from pipedejavu.facts import InputError, Profile
 from pipedejavu.plan import Plan
 
 MOST_PASSES = 2_000_000
-"""Forwards and backwards of a program. Each brings one or two transfers along, and an action takes about 1 kB and 40 µs
-to compile, verify and simulate: this many take 5 GB and three minutes."""
+"""Forwards and backwards of a program. Each adds one or two transfers, and an action takes about 1 kB and 40 µs to
+compile, verify and simulate: this many take 5 GB and three minutes."""
 MOST_WORKERS = 65_536
+"""Workers of a plan, servers included."""
 MOST_UNITS = 4_096
-"""Of a profile; deeper ones should be cut more coarsely: a cut compares all pairs of them."""
+"""Units of a profile. The time to find a cut grows with the square of this number."""
 
 MOST_DEVICES = 8_192
-"""Of a machine that a plan is looked for: lists of plans grow with them, and their rings and routes."""
+"""Devices of a machine that the search accepts: its lists of plans, rings and routes grow with this number."""
 MOST_SAMPLES = 1_000_000
-"""Of a batch that is shared: each is given to whoever ends soonest with it."""
+"""Samples of an update that is divided into shares: the division assigns them one by one."""
 
 
 def check_size(plan: Plan, profile: Profile) -> None:
-    """Raises InputError for a plan whose program would be too large to hold or to wait for, or has too many stages."""
+    """Raises InputError if the plan has more stages than the profile has units, or its program would be too large."""
     check_units(profile)
     units, stages = len(profile.units), plan.num_stages or len(profile.units)
     if stages > units:
@@ -36,7 +37,7 @@ def check_size(plan: Plan, profile: Profile) -> None:
 
 
 def check_units(profile: Profile) -> None:
-    """Raises InputError for a profile of too many units to look for a cut."""
+    """Raises InputError if the profile has too many units to find a cut."""
     if len(profile.units) > MOST_UNITS:
         raise InputError(
             f"profile '{profile.name}' has {len(profile.units):,} units, and at most {MOST_UNITS:,} can be placed;"
@@ -45,7 +46,7 @@ def check_units(profile: Profile) -> None:
 
 
 def check_devices(count: int, machine: str) -> None:
-    """Raises InputError for more devices than a plan can be looked for."""
+    """Raises InputError if the machine has more devices than the search accepts."""
     if count > MOST_DEVICES:
         raise InputError(
             f"machine '{machine}' has {count:,} devices to train on, and a plan can be looked for on {MOST_DEVICES:,}"
@@ -54,7 +55,7 @@ def check_devices(count: int, machine: str) -> None:
 
 
 def check_workers(plan: Plan) -> None:
-    """Raises InputError for more workers than any machine has devices."""
+    """Raises InputError if the plan has more workers than any machine has devices."""
     if plan.num_workers > MOST_WORKERS:
         raise InputError(
             f"plan '{plan.name}' has {plan.num_workers:,} workers, servers included; use at most {MOST_WORKERS:,}"
@@ -62,11 +63,14 @@ def check_workers(plan: Plan) -> None:
 
 
 def check_passes(plan: Plan, pipelines: int, pieces: int) -> None:
-    """Raises InputError for too many forwards and backwards: each microbatch of each crew passes each piece."""
+    """Raises InputError if the program would have too many forwards and backwards.
+
+    Each microbatch of each pipeline runs through each piece.
+    """
     passes = pipelines * plan.feed.microbatches * plan.steps * pieces * (3 if plan.splits_backward else 2)
     if passes > MOST_PASSES:
-        many = f"{plan.feed.microbatches:,} microbatches an update"
-        parts = [many, f"{plan.steps:,} updates", f"{pieces:,} pieces", f"{pipelines:,} crews"]
+        many = f"{plan.feed.microbatches:,} microbatches per update"
+        parts = [many, f"{plan.steps:,} updates", f"{pieces:,} pieces", f"{pipelines:,} pipelines"]
         raise InputError(
             f"the program of plan '{plan.name}' would have {passes:,} forwards and backwards ({', '.join(parts)}), and"
             f" at most {MOST_PASSES:,} can be held; use fewer microbatches or steps"

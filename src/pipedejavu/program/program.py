@@ -1,28 +1,44 @@
-"""The program: for every worker, the sequence of actions that it runs, and who the workers are.
+"""The program: the workers, the sequence of actions of each, and the groups of their collectives.
 
-A worker's sequence has the meaning of a plain sequential program: an action reads what the nearest action
-before it wrote. The actions of one lane run in that order; lanes run side by side, held together only by the
-values that they read and write (`value`). Where `copies` is above 1 the program holds one pipeline of
-several that behave alike: worker w stands for w, w + n, w + 2n, … for n workers in the program.
+A worker's sequence has the meaning of a plain sequential program: an action reads what the nearest action before it
+wrote. The actions of one lane run in that order. Lanes run concurrently and wait for each other only through the values
+that they read and write (`effect`). With `copies` above 1 the program holds one of several identical pipelines: of n
+workers, worker w stands for the workers w, w + n, w + 2n, ….
 """
 
 from dataclasses import dataclass, replace
+from enum import StrEnum
 from functools import cached_property
 from math import ceil
 
 from pipedejavu.facts import InputError, Machine, Profile
 from pipedejavu.plan import Plan
-from pipedejavu.program.action import Action, parse_action
+from pipedejavu.program.action import FORWARD, GRADIENT_KINDS, Action, parse_action
 
 
 @dataclass(frozen=True, kw_only=True)
 class Piece:
-    """A run of units that actions name; a stage, or a part of one where updates go piece by piece."""
+    """A run of units that actions name: a stage, or a part of one if pieces are updated separately."""
 
     stage: int
     units: range
     opens_stage: bool
-    closes_stage: bool
+    """Whether it is the first piece of its stage."""
+
+
+class GroupRole(StrEnum):
+    """What a group's collectives are for."""
+
+    STAGE = "stage"
+    """Replicas of a stage: reduces gradients, gathers sharded weights."""
+    SHARDS = "shards"
+    """Shards of one replica's stage: the collectives inside divided operators."""
+    DENSE = "dense"
+    """Shards of one replica's stage: reduces the gradients of operators that are not divided."""
+    TIE = "tie"
+    """Workers of one replica whose pieces share parameters."""
+    NORM = "norm"
+    """All workers that hold gradients."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,8 +46,34 @@ class Group:
     """Workers that take part in a collective together."""
 
     workers: tuple[int, ...]
+    role: GroupRole
+    number: int = 0
+    """The stage, or for a tie its index in the profile."""
     helpers: tuple[int, ...] = ()
     """Servers that only sum."""
+
+
+NORM_GROUP = "all"
+
+
+def stage_group(stage: int) -> str:
+    """Returns the name of the group of a stage's replicas."""
+    return f"s{stage}"
+
+
+def shard_group(stage: int, replica: int) -> str:
+    """Returns the name of the group of the shards of one replica's stage."""
+    return f"t{stage}.{replica}"
+
+
+def dense_group(stage: int, replica: int) -> str:
+    """Returns the name of the group that sums the gradients of undivided operators over shards."""
+    return f"d{stage}.{replica}"
+
+
+def tie_group(tie: int, replica: int) -> str:
+    """Returns the name of the group of one replica's workers that share a tie's parameters."""
+    return f"tie{tie}.{replica}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,15 +82,14 @@ class Worker:
 
     actions: tuple[Action, ...]
     picks_ready: bool = False
-    """Whether the compute lane takes any action that is ready, first come first served, rather than the
-    next one in order."""
+    """Whether the compute lane runs any action that is ready, first come first served, instead of the next in order."""
     live_limit: int = 0
-    """Of a worker that picks what is ready: microbatches it may hold before it must finish one; 0 for any."""
+    """Microbatches that a worker with `picks_ready` may have in flight; 0 for no limit."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Program:
-    """What `compile` yields and what is verified, simulated and run."""
+    """The result of `compile`; the verifier, the simulator and the engine read it."""
 
     plan: Plan
     profile: Profile
@@ -59,63 +100,64 @@ class Program:
     workers: tuple[Worker, ...]
     groups: dict[str, Group]
     devices: tuple[str, ...]
-    """Of every worker, copies included."""
+    """The device of every worker, copies included."""
     parts: tuple[tuple[int, ...], ...]
-    """For each replica, the samples of each of its microbatches of an update."""
+    """For each replica, the samples of each of its microbatches in one update."""
     num_replicas: int
     copies: int = 1
+    """Identical pipelines that the workers of this program stand for."""
 
     @cached_property
     def sizes(self) -> tuple[int, ...]:
-        """Samples of each microbatch of an update, over all replicas."""
+        """Samples per microbatch, for all microbatches of an update over all replicas."""
         return tuple(size for part in self.parts for size in part)
 
     @cached_property
     def update_size(self) -> int:
-        """Microbatches, over all replicas, that carry one update's number."""
+        """Microbatches per update, over all replicas."""
         return len(self.sizes)
 
     @cached_property
     def outputs(self) -> tuple[tuple[int, ...], ...]:
         """For each piece, the pieces that read its output."""
-        found: list[list[int]] = [[] for _ in self.pieces]
+        readers: list[list[int]] = [[] for _ in self.pieces]
         for target, sources in enumerate(self.inputs):
             for source in sources:
-                found[source].append(target)
-        return tuple(map(tuple, found))
+                readers[source].append(target)
+        return tuple(map(tuple, readers))
 
     @cached_property
     def num_actions(self) -> int:
-        """Actions of the workers that the program holds."""
+        """The number of actions over all workers of the program."""
         return sum(len(w.actions) for w in self.workers)
 
     @cached_property
     def tied_pieces(self) -> tuple[tuple[int, ...], ...]:
         """For each tie of the profile, the pieces that share its parameters."""
-        home = {unit: index for index, piece in enumerate(self.pieces) for unit in piece.units}
+        piece_of = {unit: index for index, piece in enumerate(self.pieces) for unit in piece.units}
         position = self.profile.position
-        return tuple(tuple(sorted({home[position[u]] for u in tie.units})) for tie in self.profile.ties)
+        return tuple(tuple(sorted({piece_of[position[u]] for u in tie.units})) for tie in self.profile.ties)
 
     @cached_property
     def _held(self) -> tuple[tuple[tuple[int, int], ...], ...]:
         return tuple(
-            tuple(sorted({(a.piece, a.replica) for a in w.actions if a.kind in ("B", "W")})) for w in self.workers
+            tuple(sorted({(a.piece, a.replica) for a in w.actions if a.kind in GRADIENT_KINDS})) for w in self.workers
         )
 
     def held(self, worker: int) -> tuple[tuple[int, int], ...]:
-        """Returns the (piece, replica) pairs whose gradients a worker makes."""
+        """Returns the (piece, replica) pairs that a worker trains: it computes their weight gradients."""
         return self._held[worker]
 
     @cached_property
     def pieces_on(self) -> tuple[frozenset[int], ...]:
         """For each worker, the pieces that it runs."""
-        return tuple(frozenset(a.piece for a in w.actions if a.kind == "F") for w in self.workers)
+        return tuple(frozenset(a.piece for a in w.actions if a.kind == FORWARD) for w in self.workers)
 
     @cached_property
     def recomputed(self) -> tuple[tuple[int, ...], ...]:
-        """For each piece, the units that run forward again: those that the plan names, or the first of each stage.
+        """For each piece, the units that are recomputed: those that the plan names, or the first share of each stage.
 
-        Of a share as many as hold it. What the first unit of a stage reads waits there anyway.
+        A share is rounded up to whole units. The first units are chosen because a stage's input is kept anyway.
         """
         order = self.plan.order
         again = {*(order.recompute_units or ())}
@@ -125,20 +167,20 @@ class Program:
         return tuple(tuple(unit for unit in piece.units if unit in again) for piece in self.pieces)
 
     def keeps_saved(self, piece: int) -> bool:
-        """Whether the forward of a piece leaves something for its backward: not where all of its units run again."""
+        """Whether the forward of a piece saves tensors for its backward: not if all its units are recomputed."""
         return len(self.recomputed[piece]) < len(self.pieces[piece].units)
 
     def fed_by(self, replica: int, update: int) -> tuple[int, ...]:
-        """Returns the microbatches of an update that one replica trains."""
+        """Returns the microbatches of an update that one replica trains on."""
         first = update * self.update_size + sum(map(len, self.parts[:replica]))
         return tuple(range(first, first + len(self.parts[replica])))
 
     def shard_of(self, worker: int) -> int:
-        """Returns which part of divided operators a worker has; 0 where none are."""
+        """Returns the index of a worker's shard of divided operators; 0 if no operators are divided."""
         return worker // self.plan.pipeline_size % self.plan.place.shards
 
     def to_text(self) -> str:
-        """Prints the sequences, a line for each worker; `with_text` reads them back."""
+        """Prints the sequences, one line per worker; `with_text` reads them back."""
         return "".join(f"w{index}: {' '.join(map(str, worker.actions))}\n" for index, worker in enumerate(self.workers))
 
     def with_text(self, text: str) -> "Program":
@@ -155,7 +197,7 @@ class Program:
         return self.with_actions(sequences)
 
     def with_actions(self, sequences: list[tuple[Action, ...]]) -> "Program":
-        """Returns this program with other sequences, one for each worker."""
+        """Returns this program with other sequences, one per worker."""
         workers = tuple(
             Worker(actions=a, picks_ready=w.picks_ready, live_limit=w.live_limit)
             for a, w in zip(sequences, self.workers, strict=True)

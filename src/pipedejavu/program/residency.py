@@ -1,14 +1,24 @@
-"""Passes for state that does not rest on the device: weights that come and go, activations that wait on
-the host, and samples that are brought in ahead.
-"""
+"""Compiler passes that move state between host and device: weights, saved activations and samples."""
 
 from collections.abc import Container
 from dataclasses import dataclass
 
-from pipedejavu.program.action import Action
+from pipedejavu.program.action import (
+    DROP,
+    FETCH,
+    FORWARD,
+    GATHER,
+    OFFLOAD,
+    OUTPUT_KINDS,
+    RECOMPUTE,
+    UPDATE,
+    Action,
+    Via,
+)
+from pipedejavu.program.effect import rest_of, resting, update_place
 from pipedejavu.program.passes import inserted
-from pipedejavu.program.program import Program
-from pipedejavu.program.value import Value, rest_of, resting, update_place
+from pipedejavu.program.program import Program, stage_group
+from pipedejavu.program.value import DEVICE, SHARD, WEIGHTS, Value
 
 Inserts = dict[int, list[Action]]
 
@@ -17,90 +27,86 @@ Inserts = dict[int, list[Action]]
 class _Use:
     """A stretch of a worker's sequence in which one piece's weights are read."""
 
-    piece: int
-    replica: int
-    version: int
+    weights: Value
     last: int
+    """The position of the last reader."""
     stays: bool = False
-    """Whether the weights are still there at their next use."""
+    """Whether the weights stay on the device until their next use."""
 
 
 def add_residency(program: Program) -> Program:
-    """Adds all movement between the resting places of state and the device."""
+    """Adds all copies between host and device that the plan's keep axis asks for."""
     program = _add_weights(program)
     program = _add_activations(program)
     return _add_samples(program)
 
 
 def _add_weights(program: Program) -> Program:
-    """Brings weights in before each use and frees them behind it.
+    """Adds a FETCH or GATHER of weights before each use and a DROP after it.
 
-    At most `window + prefetch` pieces are there at once: use j comes in when use j − window − prefetch has
-    been dropped, and not before the update that wrote it.
+    At most `window + prefetch` pieces are on the device at once: the weights of use j arrive after use
+    j − window − prefetch is dropped, and after the update that wrote them.
     """
     keep, ahead = program.plan.keep, program.plan.order.prefetch
     pieces = range(len(program.pieces))
-    gathered = {p for p in pieces if update_place(program, p) == "shard" and ("w", "") not in resting(program, p)}
+    gathered = {p for p in pieces if update_place(program, p) == SHARD and (WEIGHTS, DEVICE) not in resting(program, p)}
     moving = gathered | {p for p in pieces if rest_of(program, p) == "window"}
     if not moving:
         return program
-    room = ahead + (1 if gathered else keep.window)
+    capacity = ahead + (1 if gathered else keep.window)  # pieces on the device at once
     before: list[Inserts] = []
     after: list[Inserts] = []
     for worker in program.workers:
         uses, updated = _uses(worker.actions, moving, keep.persists)
         brings: Inserts = {}
-        latest: dict[tuple[int, int, int], _Use] = {}
+        latest: dict[Value, _Use] = {}
         for j, use in enumerate(uses):
-            key = (use.piece, use.replica, use.version)
-            free = 0 if keep.persists or j < room else uses[j - room].last + 1
-            earlier = latest.get(key)
-            latest[key] = use
+            weights = use.weights
+            free = 0 if keep.persists or j < capacity else uses[j - capacity].last + 1
+            earlier = latest.get(weights)
+            latest[weights] = use
             if earlier is not None and free <= earlier.last:
-                earlier.stays = True  # it would come back before it has left
+                earlier.stays = True  # a drop would come after the next fetch
                 continue
-            bring = _gather(program, use) if use.piece in gathered else _weights("FETCH", use)
-            brings.setdefault(max(free, updated.get(key, -1) + 1), []).append(bring)
+            if weights.piece in gathered:
+                bring = Action.on(GATHER, weights, Via.among(stage_group(program.pieces[weights.piece].stage)))
+            else:
+                bring = Action.on(FETCH, weights)
+            brings.setdefault(max(free, updated.get(weights, -1) + 1), []).append(bring)
         drops: Inserts = {}
         for use in uses:
             if not use.stays:
-                drops.setdefault(use.last, []).append(_weights("DROP", use))
+                drops.setdefault(use.last, []).append(Action.on(DROP, use.weights))
         before.append(brings)
         after.append(drops)
     return inserted(program, before, after)
 
 
-def _uses(
-    actions: tuple[Action, ...], pieces: Container[int], persists: bool
-) -> tuple[list[_Use], dict[tuple[int, int, int], int]]:
+def _uses(actions: tuple[Action, ...], pieces: Container[int], persists: bool) -> tuple[list[_Use], dict[Value, int]]:
     """Returns the uses of some pieces in order, and the position of the update that writes each version."""
     uses: list[_Use] = []
-    updated: dict[tuple[int, int, int], int] = {}
+    updated: dict[Value, int] = {}
     for position, a in enumerate(actions):
-        if a.kind == "UPDATE":
-            updated[a.piece, a.replica, a.version] = position
-        if a.kind not in ("F", "R", "B", "I") or a.piece not in pieces:
+        weights = Value.weights(a.piece, a.replica, a.version)
+        if a.kind == UPDATE:
+            updated[weights] = position
+        if a.kind not in _READERS or a.piece not in pieces:
             continue
-        key = (a.piece, a.replica, a.version)
         candidates = uses if persists else uses[-1:]
-        use = next((u for u in candidates if (u.piece, u.replica, u.version) == key), None)
+        use = next((u for u in candidates if u.weights == weights), None)
         if use:
             use.last = position
         else:
-            uses.append(_Use(*key, last=position))
+            uses.append(_Use(weights, last=position))
     return uses, updated
 
 
-def _weights(kind: str, use: _Use) -> Action:
-    return Action(kind, use.piece, use.replica, -1, use.version, "w")
-
-
-def _gather(program: Program, use: _Use) -> Action:
-    return _weights("GATHER", use)._replace(via=f"*s{program.pieces[use.piece].stage}")
+_READERS = frozenset((FORWARD, RECOMPUTE, *OUTPUT_KINDS))
+"""Kinds that read a piece's weights."""
 
 
 def _add_activations(program: Program) -> Program:
-    """Moves what waits for the backward pass to the host and back, `prefetch` + 1 actions ahead."""
+    """Adds copies of saved activations to the host, and back `prefetch` + 1 compute actions before their backward."""
     if program.plan.keep.activations != "host":
         return program
     ahead = program.plan.order.prefetch + 1
@@ -112,41 +118,39 @@ def _add_activations(program: Program) -> Program:
         computes = [i for i, a in enumerate(worker.actions) if a.lane == "compute"]
         rank = {position: n for n, position in enumerate(computes)}
         for position, a in enumerate(worker.actions):
-            what, pieces = ("s", (a.piece,)) if program.keeps_saved(a.piece) else ("x", program.inputs[a.piece])
-            for value in ((what, piece, 0, a.microbatch, "") for piece in pieces):
-                if a.kind == "F":
+            if program.keeps_saved(a.piece):
+                values = [Value.saved(a.piece, a.microbatch)]
+            else:
+                values = [Value.activation(piece, a.microbatch) for piece in program.inputs[a.piece]]
+            for value in values:
+                if a.kind == FORWARD:
                     kept[value] = position
-                elif a.kind in ("R", "B", "I"):
+                elif a.kind in _READERS:
                     needed.setdefault(value, position)
         outs: Inserts = {}
         ins: Inserts = {}
         for value, position in kept.items():
             back = computes[max(rank[needed[value]] - ahead, 0)]
-            if back > position:  # otherwise it would come back at once
-                outs.setdefault(position, []).append(_saved("OFFLOAD", value))
-                ins.setdefault(back, []).append(_saved("FETCH", value))
+            if back > position:  # otherwise it would return at once
+                outs.setdefault(position, []).append(Action.on(OFFLOAD, value))
+                ins.setdefault(back, []).append(Action.on(FETCH, value))
         before.append(ins)
         after.append(outs)
     return inserted(program, before, after)
 
 
-def _saved(kind: str, value: Value) -> Action:
-    what, piece, _, microbatch, _ = value
-    return Action(kind, piece, 0, microbatch, -1, what)
-
-
 def _add_samples(program: Program) -> Program:
-    """Brings the samples of a microbatch to the device `prefetch` microbatches ahead."""
+    """Adds a FETCH of each microbatch's samples, `prefetch` microbatches ahead of its forward."""
     plan = program.plan
     if not plan.prefetches_data:
         return program
     before: list[Inserts] = []
     for worker in program.workers:
-        starts = [i for i, a in enumerate(worker.actions) if a.kind == "F" and not program.inputs[a.piece]]
+        starts = [i for i, a in enumerate(worker.actions) if a.kind == FORWARD and not program.inputs[a.piece]]
         ins: Inserts = {}
         for n, position in enumerate(starts):
             a = worker.actions[position]
             at = starts[max(0, n - plan.order.prefetch)]
-            ins.setdefault(at, []).append(Action("FETCH", a.piece, 0, a.microbatch, -1, "b"))
+            ins.setdefault(at, []).append(Action.on(FETCH, Value.batch(a.piece, a.microbatch)))
         before.append(ins)
     return inserted(program, before, [{} for _ in program.workers])

@@ -1,6 +1,6 @@
-"""Shares of a batch: how many samples of an update each replica trains, so that the update is over soonest.
+"""Shares of a batch: how many samples of an update each replica trains on, to make the update as short as possible.
 
-Knows crews, what their units take and what the wires carry; the order of single actions is `schedule`'s.
+Knows pipelines, the times of their units and the rates of links; knows nothing of the order of single actions.
 """
 
 import heapq
@@ -17,7 +17,7 @@ from pipedejavu.program.pipeline import Pipeline
 
 
 class Shares(NamedTuple):
-    """Samples of an update for each crew, and why."""
+    """Samples of an update per pipeline, and the reason for them."""
 
     samples: tuple[int, ...]
     reason: str
@@ -25,16 +25,16 @@ class Shares(NamedTuple):
 
 @dataclass(frozen=True)
 class ShareEstimate:
-    """What an update takes under some shares; the three follow each other."""
+    """The estimated time of an update under given shares: three phases, one after the other."""
 
     compute_s: float
     sum_s: float
-    """Adding up the gradients."""
+    """The time to sum the gradients."""
     update_s: float
 
     @property
     def total_s(self) -> float:
-        """The whole update."""
+        """The time of the whole update."""
         return self.compute_s + self.sum_s + self.update_s
 
     def __str__(self) -> str:
@@ -43,40 +43,42 @@ class ShareEstimate:
         return f"{total} ({compute} to compute, {adding} to add up gradients, {update} to update)"
 
 
-class _Pace(NamedTuple):
+class _PassTime(NamedTuple):
+    """The time of microbatches of one size in one pipeline."""
+
     first_s: float
-    """One microbatch, there and back."""
+    """The forward and backward of one microbatch through all stages."""
     further_s: float
-    """What each further one adds."""
+    """What each further microbatch adds."""
 
 
 def cut_samples(samples: int, most: int) -> tuple[int, ...]:
-    """Cuts a crew's samples into as few microbatches of at most `most` as hold them."""
+    """Divides samples into the fewest microbatches of at most `most` samples each."""
     return cut_evenly(samples, -(-samples // most))
 
 
 def cut_evenly(samples: int, parts: int) -> tuple[int, ...]:
-    """Cuts samples into parts as equal as can be."""
+    """Divides samples into parts whose sizes differ by at most one."""
     size, more = divmod(samples, parts or 1)
     return (size + 1,) * more + (size,) * (parts - more)
 
 
 def divide(total: int, weights: Sequence[float]) -> tuple[int, ...]:
-    """Divides a whole number in proportion to weights; what is left goes to the largest remainders."""
+    """Divides a whole number in proportion to weights, rounding by largest remainder."""
     exact = [total * weight / sum(weights) for weight in weights]
-    found = [int(part) for part in exact]
-    by_rest = sorted(range(len(weights)), key=lambda n: found[n] - exact[n])
-    for n in by_rest[: total - sum(found)]:
-        found[n] += 1
-    return tuple(found)
+    parts = [int(part) for part in exact]
+    by_remainder = sorted(range(len(weights)), key=lambda n: parts[n] - exact[n])
+    for n in by_remainder[: total - sum(parts)]:
+        parts[n] += 1
+    return tuple(parts)
 
 
 class ShareSplit:
-    """The shares of one plan on one machine: what each would take, and which is best.
+    """Estimates the shares of one plan on one machine and chooses the best.
 
-    Crews compute at the same time, gradients are added up once all have ended, and then each makes the update. For
-    crews of one worker that is what the simulator finds; of a pipeline it is the time of its slowest stage or transfer
-    for every microbatch, and of the others once.
+    Pipelines compute concurrently, gradients are summed after the last one ends, and then each pipeline updates. For
+    pipelines of one worker the estimate equals the simulator's. For longer ones it counts the slowest stage or transfer
+    once per microbatch, and every other stage once.
     """
 
     def __init__(
@@ -86,94 +88,96 @@ class ShareSplit:
         self.total = plan.feed.microbatches * plan.feed.samples
         bounds = (0, *(plan.cut.bounds or ()), len(profile.units))
         self.stages = [range(start, end) for start, end in pairwise(bounds)]
-        self._paces: dict[tuple[int, int], _Pace] = {}
+        self._pass_times: dict[tuple[int, int], _PassTime] = {}
 
     def choose(self) -> Shares:
-        """Returns the plan's own shares or, where it has none, those with the shortest update."""
-        given = self.plan.feed.shares
-        if given is not None:
-            if len(given) != len(self.pipelines):
+        """Returns the plan's own shares or, if it has none, those with the shortest update."""
+        shares = self.plan.feed.shares
+        if shares is not None:
+            if len(shares) != len(self.pipelines):
                 raise InputError(
-                    f"the plan has {len(given)} shares for {len(self.pipelines)} replicas; give one for each"
+                    f"the plan has {len(shares)} shares for {len(self.pipelines)} replicas; give one for each"
                 )
-            return Shares(divide(self.total, given), "the plan's shares")
+            return Shares(divide(self.total, shares), "the plan's shares")
         numbers = range(len(self.pipelines))
         on_devices = [n for n in numbers if n < len(self.pipelines) - self.plan.place.cpu_replicas]
-        everyone = self._level(numbers)
-        alone = self._level(on_devices)
-        others = [self._level([n for n in numbers if n not in on_devices])] if len(on_devices) < len(numbers) else []
-        best = min((everyone, alone, *others), key=lambda samples: self.estimate(samples).total_s)
-        return Shares(best, self._reason(best, alone, everyone))
+        with_all = self._balance(numbers)
+        without_cpu = self._balance(on_devices)
+        others = [self._balance([n for n in numbers if n not in on_devices])] if len(on_devices) < len(numbers) else []
+        best = min((with_all, without_cpu, *others), key=lambda samples: self.estimate(samples).total_s)
+        return Shares(best, self._reason(best, without_cpu, with_all))
 
-    def _reason(self, best: tuple[int, ...], alone: tuple[int, ...], everyone: tuple[int, ...]) -> str:
-        taken = self.estimate(best)
-        if alone == everyone:
-            return f"all end at about the same time; an update is estimated at {taken}"
-        if best == alone:
-            part = sum(everyone[len(self.pipelines) - self.plan.place.cpu_replicas :])
+    def _reason(self, best: tuple[int, ...], without_cpu: tuple[int, ...], with_all: tuple[int, ...]) -> str:
+        estimate = self.estimate(best)
+        if without_cpu == with_all:
+            return f"all end at about the same time; an update is estimated at {estimate}"
+        if best == without_cpu:
+            part = sum(with_all[len(self.pipelines) - self.plan.place.cpu_replicas :])
             return (
-                f"the CPU gets none: an update is estimated at {taken}, and with {part} samples on the CPU, its best"
-                f" part, at {self.estimate(everyone)}"
+                f"the CPU gets none: an update is estimated at {estimate}, and with {part} samples on the CPU, its best"
+                f" part, at {self.estimate(with_all)}"
             )
-        return (
-            f"an update is estimated at {taken}, and without the CPU at {format_seconds(self.estimate(alone).total_s)}"
-        )
+        alone = format_seconds(self.estimate(without_cpu).total_s)
+        return f"an update is estimated at {estimate}, and without the CPU at {alone}"
 
     def estimate(self, samples: Sequence[int]) -> ShareEstimate:
-        """Returns what an update takes when each crew trains so many samples."""
+        """Estimates an update in which pipeline n trains on samples[n] samples."""
         active = [n for n, count in enumerate(samples) if count]
         compute = max(self._compute_s(n, samples[n]) for n in active)
         update = max(self._update_s(n) for n in active)
         return ShareEstimate(compute, self._sum_s(active), update)
 
-    def _level(self, active: Sequence[int]) -> tuple[int, ...]:
-        """Gives each crew one sample and then every next one to whoever ends soonest with it.
+    def _balance(self, active: Sequence[int]) -> tuple[int, ...]:
+        """Gives each active pipeline one sample, then each further sample to the pipeline that would end first.
 
-        Where crews of one worker take no less for more samples, no other shares of these end sooner.
+        This is optimal for pipelines of one worker whose time never falls with more samples.
         """
-        found = [0] * len(self.pipelines)
+        samples = [0] * len(self.pipelines)
         for n in active[: self.total]:
-            found[n] = 1
-        queue = [(self._compute_s(n, found[n] + 1), n) for n in active]
+            samples[n] = 1
+        queue = [(self._compute_s(n, samples[n] + 1), n) for n in active]
         heapq.heapify(queue)
-        for _ in range(self.total - sum(found)):
+        for _ in range(self.total - sum(samples)):
             n = queue[0][1]
-            found[n] += 1
-            heapq.heapreplace(queue, (self._compute_s(n, found[n] + 1), n))
-        return tuple(found)
+            samples[n] += 1
+            heapq.heapreplace(queue, (self._compute_s(n, samples[n] + 1), n))
+        return tuple(samples)
 
     def _compute_s(self, pipeline: int, samples: int) -> float:
         parts = -(-samples // self.plan.feed.samples)
-        size, more = divmod(samples, parts)  # so many microbatches have a sample more than the others
-        small, large = self._pace(pipeline, size), self._pace(pipeline, size + 1)
+        size, more = divmod(samples, parts)  # `more` microbatches have one sample more than the others
+        small, large = self._pass_time(pipeline, size), self._pass_time(pipeline, size + 1)
         first = large if more else small
         return more * large.further_s + (parts - more) * small.further_s + first.first_s - first.further_s
 
-    def _pace(self, pipeline: int, samples: int) -> "_Pace":
-        """Returns what microbatches of one size take; under 1F1B a stage holds as many as there are from it on."""
-        if (pipeline, samples) not in self._paces:
+    def _pass_time(self, pipeline: int, samples: int) -> _PassTime:
+        """Returns the time of microbatches of one size.
+
+        Under 1F1B the k-th stage from the end has at most k microbatches in flight, which bounds its rate.
+        """
+        if (pipeline, samples) not in self._pass_times:
             rows = [(work.at(samples), sent.at(samples)) for work, sent in self._costs[pipeline]]
-            behind, further, is_bound = 0.0, 0.0, self.pipelines[pipeline].schedule in ("1f1b", "zb-h1")
+            through, further, is_bound = 0.0, 0.0, self.pipelines[pipeline].schedule in ("1f1b", "zb-h1")
             for live, (work, sent) in enumerate(reversed(rows), 1):
-                behind += work + 2 * sent
-                further = max(further, work, sent, behind / live if is_bound else 0.0)
-            self._paces[pipeline, samples] = _Pace(behind, further)
-        return self._paces[pipeline, samples]
+                through += work + 2 * sent
+                further = max(further, work, sent, through / live if is_bound else 0.0)
+            self._pass_times[pipeline, samples] = _PassTime(through, further)
+        return self._pass_times[pipeline, samples]
 
     @cached_property
     def _costs(self) -> list[list[tuple[Cost, Cost]]]:
-        """Of each crew's workers, forward and backward of a microbatch, and sending its output on."""
-        found = []
+        """For each pipeline and worker, the cost of a microbatch's forward and backward and of sending its output."""
+        costs = []
         for pipeline in self.pipelines:
             workers = self._workers(pipeline)
             ends = [*(worker for worker, _ in workers[1:]), None]
-            found.append([(self._cost(*row), self._sent(*row, end)) for row, end in zip(workers, ends, strict=True)])
-        return found
+            costs.append([(self._cost(*row), self._sent(*row, end)) for row, end in zip(workers, ends, strict=True)])
+        return costs
 
     def _workers(self, pipeline: Pipeline) -> list[tuple[int, list[int]]]:
-        """Returns a crew's workers with the units that each holds."""
+        """Returns a pipeline's workers with the units that each holds."""
         held: dict[int, list[int]] = {}
-        for (_, stage), worker in pipeline.homes().items():
+        for (_, stage), worker in pipeline.stage_workers().items():
             held.setdefault(worker, []).extend(self.stages[stage])
         return list(held.items())
 
@@ -185,7 +189,7 @@ class ShareSplit:
         return Cost().plus(*(cost for time in times for cost in (time.forward, time.backward)))
 
     def _sent(self, worker: int, units: Sequence[int], end: int | None) -> Cost:
-        """Returns what the output of a worker's last unit takes to the next worker."""
+        """Returns the cost of sending a worker's outputs to the next worker `end`."""
         passing: dict[int, float] = {}
         for source, target, size in self.profile.links:
             if source <= units[-1] < target:
@@ -202,10 +206,11 @@ class ShareSplit:
         )
 
     def _sum_s(self, active: Sequence[int]) -> float:
-        """Returns the time to add up gradients, stage by stage, around a ring of those who hold it."""
+        """Returns the time to sum gradients, stage by stage, around a ring of the workers that hold the stage."""
         total = 0.0
         for stage, units in enumerate(self.stages):
-            ring = [self.devices[w] for n in active for (_, s), w in self.pipelines[n].homes().items() if s == stage]
+            holders = [self.pipelines[n].stage_workers() for n in active]
+            ring = [self.devices[worker] for held in holders for (_, s), worker in held.items() if s == stage]
             routes = [self.machine.route(a, b) for a, b in zip(ring, ring[1:] + ring[:1], strict=True) if a != b]
             if routes:
                 size, n = sum(self.profile.units[u].gradient_bytes for u in units), len(ring)

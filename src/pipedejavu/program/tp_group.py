@@ -1,7 +1,7 @@
-"""Teams: like devices of a host that divide each operator between them; to a program a team is one device.
+"""Tensor-parallel groups: GPUs of one kind and host that divide each operator; to a program a group is one device.
 
-It has the memory and the speed of all together, and beside its compute the time of two all-reduces of a unit's boundary
-each way.
+The group has the summed memory and speed of its devices. Each unit's forward and backward also take the time of two
+all-reduces of the unit's output.
 """
 
 import fnmatch
@@ -10,13 +10,14 @@ from collections.abc import Iterator, Sequence
 from pipedejavu.facts import Cost, Device, InputError, Machine, Profile, Route
 from pipedejavu.plan import Plan
 
-Team = tuple[str, ...]
+TpGroup = tuple[str, ...]
+"""The names of a group's devices."""
 
-COLLECTIVES = 2
-"""All-reduces of a unit's boundary each way, when its operators are divided."""
+NUM_ALL_REDUCES = 2
+"""All-reduces of a unit's output per forward and per backward, if its operators are divided."""
 
 
-def tp_groups_of(plan: Plan, devices: Sequence[str]) -> Iterator[Team]:
+def tp_groups_of(plan: Plan, devices: Sequence[str]) -> Iterator[TpGroup]:
     """Yields the devices of each worker."""
     first = 0
     for size in plan.degrees:
@@ -24,16 +25,17 @@ def tp_groups_of(plan: Plan, devices: Sequence[str]) -> Iterator[Team]:
         first += size
 
 
-def join(profile: Profile, machine: Machine, tp_groups: Sequence[Team]) -> tuple[Profile, Machine]:
-    """Returns both with a device for each team, under the name of its first, so that the machine's links hold for it.
+def join(profile: Profile, machine: Machine, tp_groups: Sequence[TpGroup]) -> tuple[Profile, Machine]:
+    """Returns the profile and the machine with one device per group.
 
-    Raises InputError for devices that are no team.
+    The device has the name of the group's first, so that the machine's links apply to it. Raises InputError if devices
+    cannot form a group.
     """
     larger = [[machine.device(name) for name in tp_group] for tp_group in tp_groups if len(tp_group) > 1]
     if not larger:
         return profile, machine
     for tp_group in larger:
-        _check_team(tp_group)
+        _check_tp_group(tp_group)
     joined = {tp_group[0].name: _joined(tp_group) for tp_group in larger}
     taken = {device.name for tp_group in larger for device in tp_group[1:]}
     devices = tuple(joined.get(d.name, d) for d in machine.devices if d.name not in taken)
@@ -43,23 +45,23 @@ def join(profile: Profile, machine: Machine, tp_groups: Sequence[Team]) -> tuple
 
 
 def with_tp_times(profile: Profile, machine: Machine, tp_groups: Sequence[Sequence[Device]]) -> Profile:
-    """Returns the profile with the times of teams, each under a kind of its own."""
+    """Returns the profile with times for each group, under a device kind of its own."""
     kinds = {tp_kind(tp_group[0].kind, len(tp_group)): tp_group for tp_group in tp_groups}
     routes = {kind: machine.route(tp_group[0].name, tp_group[1].name) for kind, tp_group in kinds.items()}
     units = []
     for unit in profile.units:
-        own = {}
+        tp_times = {}
         for kind, tp_group in kinds.items():
             size, time = len(tp_group), profile.time(unit, tp_group[0].kind).times(1 / len(tp_group))
             halves = {half: getattr(time, half) for half in _HALVES}
-            own[kind] = time.replace(
+            tp_times[kind] = time.replace(
                 **{
-                    half: _later(cost, size, unit.boundary_bytes, routes[kind])
+                    half: _with_all_reduces(cost, size, unit.boundary_bytes, routes[kind])
                     for half, cost in halves.items()
                     if cost is not None
                 }
             )
-        units.append(unit.replace(times=unit.times | own))
+        units.append(unit.replace(times=unit.times | tp_times))
     return profile.replace(units=tuple(units))
 
 
@@ -67,27 +69,27 @@ _HALVES = ("forward", "backward", "input_backward", "recompute")
 
 
 def tp_kind(kind: str, size: int) -> str:
-    """Names the kind of a team of devices of one kind."""
+    """Returns the device kind of a group of `size` devices."""
     return f"{size}x{kind}" if size > 1 else kind
 
 
 def are_tp_group(devices: Sequence[Device]) -> bool:
-    """Whether devices may divide operators: GPUs of one kind and host."""
+    """Whether devices can divide operators: they are GPUs of one kind and host."""
     return len({(d.kind, d.host) for d in devices}) == 1 and devices[0].type == "gpu"
 
 
-def _check_team(tp_group: Sequence[Device]) -> None:
+def _check_tp_group(tp_group: Sequence[Device]) -> None:
     if not are_tp_group(tp_group):
         names = ", ".join(f"'{d.name}'" for d in tp_group)
         raise InputError(
-            f"place.stage_shards makes a team of {names}, which are not GPUs of one kind on one host; name others in"
-            " place.devices"
+            f"place.stage_shards makes a tensor-parallel group of {names}, which are not GPUs of one kind on one host;"
+            " name others in place.devices"
         )
 
 
-def _later(cost: Cost, size: int, boundary_bytes: float, route: Route) -> Cost:
+def _with_all_reduces(cost: Cost, size: int, boundary_bytes: float, route: Route) -> Cost:
     waits, sent = 2 * (size - 1) * route.sum_latency_s, 2 * (size - 1) / size * boundary_bytes / route.sum_bytes_per_s
-    return cost.plus(Cost(fixed_s=COLLECTIVES * waits, per_sample_s=COLLECTIVES * sent))
+    return cost.plus(Cost(fixed_s=NUM_ALL_REDUCES * waits, per_sample_s=NUM_ALL_REDUCES * sent))
 
 
 def _joined(tp_group: Sequence[Device]) -> Device:

@@ -1,88 +1,102 @@
-"""The pass that turns a schedule into training: versions for every read, reductions and updates."""
+"""The compiler pass that turns a schedule into training: weight versions, reductions and updates."""
 
 from collections import defaultdict
 from collections.abc import Iterator
 
-from pipedejavu.program.action import Action
-from pipedejavu.program.program import Program
-from pipedejavu.program.value import rest_of, update_place
+from pipedejavu.program.action import (
+    DROP,
+    EVAL,
+    FETCH,
+    FORWARD,
+    GATHER,
+    GRADIENT_KINDS,
+    OFFLOAD,
+    REDUCE,
+    Action,
+    UpdatePlace,
+    Via,
+)
+from pipedejavu.program.effect import rest_of, update_place
+from pipedejavu.program.program import NORM_GROUP, Program, dense_group, stage_group, tie_group
+from pipedejavu.program.value import HOST, SHARD, Value
 
-Home = tuple[int, int]
-"""A (piece, replica) that a worker holds."""
+PieceReplica = tuple[int, int]
+"""A (piece, replica) pair."""
 
 
 def add_updates(program: Program) -> Program:
-    """Numbers the weight versions and adds what follows each piece's last gradient of an update."""
-    return program.with_actions([tuple(_Walk(program, w.actions).run()) for w in program.workers])
+    """Numbers the weight versions and adds the reductions and updates after each piece's last gradient."""
+    return program.with_actions([tuple(_UpdatePass(program, w.actions).run()) for w in program.workers])
 
 
-class _Walk:
-    """One pass over a worker's forwards and backwards."""
+class _UpdatePass:
+    """The pass over one worker's forwards and backwards."""
 
     def __init__(self, program: Program, actions: tuple[Action, ...]):
         self.program, self.plan, self.actions = program, program.plan, actions
-        self.newest: dict[Home, int] = defaultdict(int)
-        self.read: dict[Home, int] = {}
-        """The version that each (piece, microbatch) in flight reads."""
-        self.last_gradient: dict[tuple[Home, int], int] = {}
+        self.newest: dict[PieceReplica, int] = defaultdict(int)
+        self.read: dict[tuple[int, int], int] = {}
+        """The weight version that each (piece, microbatch) in flight reads."""
+        self.last_gradient: dict[tuple[PieceReplica, int], int] = {}
         self.last_action: dict[int, int] = {}
-        homes = {(a.piece, a.replica) for a in actions}
-        self.visits = sorted(home for home in homes if rest_of(program, home[0]) == "visit")
-        self.visit = -1
-        """The update that state comes to the device for."""
-        self.due: list[Home] = []
-        """Whose state has not come yet, in the order of the forward pass."""
-        self.here: list[Home] = []
+        keys = {(a.piece, a.replica) for a in actions}
+        self.streamed = sorted(key for key in keys if rest_of(program, key[0]) == "visit")
+        """Pieces whose optimizer state is streamed from host memory."""
+        self.streamed_update = -1
+        """The update that state is streamed for."""
+        self.due: list[PieceReplica] = []
+        """Pieces whose state is still on the host, in the order of the forward pass."""
+        self.on_device: list[PieceReplica] = []
+        """Pieces whose state is on the device."""
         for position, a in enumerate(actions):
             update = a.microbatch // program.update_size
             self.last_action[update] = position
-            if a.kind in "BW":
+            if a.kind in GRADIENT_KINDS:
                 self.last_gradient[(a.piece, a.replica), update] = position
 
     def run(self) -> Iterator[Action]:
-        waiting: list[Home] = []  # pieces with a final gradient whose update comes at the end of the step
+        waiting: list[PieceReplica] = []  # pieces with a final gradient whose update comes at the end of the step
         for position, a in enumerate(self.actions):
-            update, home = a.microbatch // self.program.update_size, (a.piece, a.replica)
-            if a.kind == "F" and update > self.visit and home in (*self.here, *self.due):
-                yield from self._visited(home)
-            yield a._replace(version=self._version(a, update, home))
-            if a.kind in "BW" and self.last_gradient[home, update] == position:
-                yield from self._after_gradient(home, update)
-                waiting.append(home)
+            update, key = a.microbatch // self.program.update_size, (a.piece, a.replica)
+            if a.kind == FORWARD and update > self.streamed_update and key in (*self.on_device, *self.due):
+                yield from self._streamed_update(key)
+            yield a._replace(version=self._version(a, update, key))
+            if a.kind in GRADIENT_KINDS and self.last_gradient[key, update] == position:
+                yield from self._after_gradient(key, update)
+                waiting.append(key)
             if self._updates_at(update, position):
                 yield from self._after_step(waiting, update)
                 waiting = []
-        for home in (*self.here, *self.due):
-            yield from self._visited(home)
+        for key in (*self.on_device, *self.due):
+            yield from self._streamed_update(key)
 
     def _updates_at(self, update: int, position: int) -> bool:
         if self.plan.is_flush_free:
             a = self.actions[position]
-            return a.kind in "BW" and self.last_gradient[(a.piece, a.replica), update] == position
+            return a.kind in GRADIENT_KINDS and self.last_gradient[(a.piece, a.replica), update] == position
         return self.last_action[update] == position
 
-    def _version(self, a: Action, update: int, home: Home) -> int:
-        key = (a.piece, a.microbatch)
-        if a.kind == "F":
-            self.read[key] = {
+    def _version(self, a: Action, update: int, key: PieceReplica) -> int:
+        """Returns the weight version that an action reads: a forward decides, its backward reads the same."""
+        if a.kind == FORWARD:
+            self.read[a.piece, a.microbatch] = {
                 "sync": update,
                 "local": update,
-                "stash": self.newest[home],
+                "stash": self.newest[key],
                 "vertical": max(0, update - (self.program.pieces[-1].stage)),
                 "double-buffer": max(0, update - 1),
                 "torn": -1,
             }[self.plan.version.kind]
-        return self.read[key]
+        return self.read[a.piece, a.microbatch]
 
-    def _after_gradient(self, home: Home, update: int) -> Iterator[Action]:
-        """What can start as soon as a piece's gradient is final."""
-        (piece, replica), plan = home, self.plan
-        group = f"s{self.program.pieces[piece].stage}"
-        if group in self.program.groups and plan.reduce.combiner == "sum":
-            yield Action("REDUCE", piece, replica, -1, update, "d", f"*{group}")
-        dense = f"d{self.program.pieces[piece].stage}.{replica}"
-        if dense in self.program.groups:
-            yield Action("REDUCE", piece, replica, -1, update, "d", f"*{dense}")
+    def _after_gradient(self, key: PieceReplica, update: int) -> Iterator[Action]:
+        """Yields what can start as soon as a piece's gradient is final."""
+        (piece, replica), plan = key, self.plan
+        stage, gradient = self.program.pieces[piece].stage, Value.weight_gradient(piece, replica, update)
+        if stage_group(stage) in self.program.groups and plan.reduce.combiner == "sum":
+            yield Action.on(REDUCE, gradient, Via.among(stage_group(stage)))
+        if dense_group(stage, replica) in self.program.groups:
+            yield Action.on(REDUCE, gradient, Via.among(dense_group(stage, replica)))
         final = [piece]  # pieces of this worker whose gradient is complete now
         for name, tied in self._ties(replica):
             lasts = {
@@ -91,103 +105,106 @@ class _Walk:
                 if ((p, replica), update) in self.last_gradient
             }
             if piece in tied and lasts[piece] == max(lasts.values()):
-                yield Action("REDUCE", piece, replica, -1, update, "d", f"*{name}")
+                yield Action.on(REDUCE, gradient, Via.among(name))
                 final = sorted({*final, *lasts}, reverse=True)
             elif piece in tied:
                 final = []  # it waits for the pieces that it shares parameters with
         for each in final:
-            if update_place(self.program, each) == "host":
-                yield Action("OFFLOAD", each, replica, -1, update, "d")
+            if update_place(self.program, each) == HOST:
+                yield Action.on(OFFLOAD, Value.weight_gradient(each, replica, update))
                 if plan.reduce.clip == "none":
-                    yield from self._asked([(each, replica)], update)
+                    yield from self._offload_weights([(each, replica)], update)
                     yield from self._host_update((each, replica), update)
-        if update > self.visit:
-            self.visit, self.due = update, [*self.visits]
-        yield from self._comes()
+        if update > self.streamed_update:
+            self.streamed_update, self.due = update, [*self.streamed]
+        yield from self._fetch_next()
 
-    def _after_step(self, homes: list[Home], update: int) -> Iterator[Action]:
-        """What comes once the worker's gradients of an update are final."""
+    def _after_step(self, keys: list[PieceReplica], update: int) -> Iterator[Action]:
+        """Yields what follows once all gradients of the worker for an update are final."""
         plan = self.plan
         if plan.reduce.clip != "none":
-            yield Action("REDUCE", 0, 0, -1, update, "n", "*all")
-        for home in homes:
-            if home not in self.visits and update_place(self.program, home[0]) != "host":
-                yield from self._device_update(home, update)
-        for _ in self.visits:
-            yield from self._comes()
-        for home in [*self.here]:  # the others follow before their next forward
-            yield from self._visited(home)
+            yield Action.on(REDUCE, Value.norm(update), Via.among(NORM_GROUP))
+        for key in keys:
+            if key not in self.streamed and update_place(self.program, key[0]) != HOST:
+                yield from self._device_update(key, update)
+        for _ in self.streamed:
+            yield from self._fetch_next()
+        for key in [*self.on_device]:  # the others follow before their next forward
+            yield from self._streamed_update(key)
         if plan.reduce.clip != "none":
             # The next forward needs the first pieces first.
-            on_host = [home for home in sorted(homes) if update_place(self.program, home[0]) == "host"]
-            lean = [home for home in on_host if rest_of(self.program, home[0]) == "lean"]
-            yield from self._asked(lean[:1], update)
-            for home in on_host:
-                if home in lean:  # the next one's weights come while it is updated
-                    yield from self._asked(lean[lean.index(home) + 1 :][:1], update)
-                yield from self._host_update(home, update)
+            on_host = [key for key in sorted(keys) if update_place(self.program, key[0]) == HOST]
+            without_copy = [key for key in on_host if rest_of(self.program, key[0]) == "lean"]
+            yield from self._offload_weights(without_copy[:1], update)
+            for key in on_host:
+                if key in without_copy:  # the next piece's weights arrive while this one is updated
+                    yield from self._offload_weights(without_copy[without_copy.index(key) + 1 :][:1], update)
+                yield from self._host_update(key, update)
 
-    def _comes(self) -> Iterator[Action]:
-        """Lets the next visitor come, if there is room for it."""
-        if self.due and len(self.here) < self.plan.keep.visitors:
-            self.here.append(self.due.pop(0))
-            piece, replica = self.here[-1]
-            yield Action("FETCH", piece, replica, -1, self.visit, "o")
+    def _fetch_next(self) -> Iterator[Action]:
+        """Yields the FETCH of the next streamed state if the device has memory for it."""
+        if self.due and len(self.on_device) < self.plan.keep.visitors:
+            self.on_device.append(self.due.pop(0))
+            yield self._fetch_state(self.on_device[-1])
 
-    def _visited(self, home: Home) -> Iterator[Action]:
-        """Updates a visitor, whose state then leaves and makes room for the next."""
-        (piece, replica), update = home, self.visit
-        if home in self.due:
-            self.due.remove(home)
-            yield Action("FETCH", piece, replica, -1, update, "o")
+    def _fetch_state(self, key: PieceReplica) -> Action:
+        return Action.on(FETCH, Value.optimizer_state(*key, self.streamed_update))
+
+    def _streamed_update(self, key: PieceReplica) -> Iterator[Action]:
+        """Updates a piece whose state is streamed, writes the state back and fetches the next."""
+        update = self.streamed_update
+        if key in self.due:
+            self.due.remove(key)
+            yield self._fetch_state(key)
         else:
-            self.here.remove(home)
-        yield from self._device_update(home, update)
-        yield Action("OFFLOAD", piece, replica, -1, update + 1, "o")
-        yield from self._comes()
+            self.on_device.remove(key)
+        yield from self._device_update(key, update)
+        yield Action.on(OFFLOAD, Value.optimizer_state(*key, update + 1))
+        yield from self._fetch_next()
 
-    def _asked(self, homes: list[Home], update: int) -> Iterator[Action]:
-        """Asks the device for weights of which the host has no copy."""
-        for piece, replica in homes:
+    def _offload_weights(self, keys: list[PieceReplica], update: int) -> Iterator[Action]:
+        """Yields the OFFLOAD of weights that the host updates without keeping a copy."""
+        for piece, replica in keys:
             if rest_of(self.program, piece) == "lean":
-                yield Action("OFFLOAD", piece, replica, -1, update, "w")
+                yield Action.on(OFFLOAD, Value.weights(piece, replica, update))
 
-    def _device_update(self, home: Home, update: int) -> Iterator[Action]:
-        (piece, replica), plan = home, self.plan
-        group = f"s{self.program.pieces[piece].stage}"
+    def _device_update(self, key: PieceReplica, update: int) -> Iterator[Action]:
+        (piece, replica), plan = key, self.plan
+        group = stage_group(self.program.pieces[piece].stage)
         if plan.reduce.wire == "server" and plan.reduce.combiner != "elastic" and plan.reduce.gate != "bound":
             return  # the server updates
-        self.newest[home] = update + 1
+        self.newest[key] = update + 1
         if plan.version.kind == "torn":
-            yield Action("UPDATE", piece, replica, -1, update + 1, "", "~shared")
+            yield Action.update(piece, replica, update + 1, UpdatePlace.SHARED)
             return
-        shard = update_place(self.program, piece) == "shard"
-        yield Action("UPDATE", piece, replica, -1, update + 1, "", "~shard" if shard else "")
-        if shard and plan.zero_of(self.program.pieces[piece].stage) < 3:
-            yield Action("GATHER", piece, replica, -1, update + 1, "w", f"*{group}")
+        is_sharded = update_place(self.program, piece) == SHARD
+        yield Action.update(piece, replica, update + 1, UpdatePlace.SHARD if is_sharded else UpdatePlace.DEVICE)
+        weights = Value.weights(piece, replica, update + 1)
+        if is_sharded and plan.zero_of(self.program.pieces[piece].stage) < 3:
+            yield Action.on(GATHER, weights, Via.among(group))
         averages = plan.reduce.combiner == "average" and group in self.program.groups
         if averages and (update + 1) % plan.reduce.period == 0:
-            yield Action("REDUCE", piece, replica, -1, update + 1, "w", f"*{group}")
+            yield Action.on(REDUCE, weights, Via.among(group))
 
-    def _host_update(self, home: Home, update: int) -> Iterator[Action]:
-        piece, replica = home
-        self.newest[home] = update + 1
-        yield Action("UPDATE", piece, replica, -1, update + 1, "", "~host")
+    def _host_update(self, key: PieceReplica, update: int) -> Iterator[Action]:
+        piece, replica = key
+        self.newest[key] = update + 1
+        yield Action.update(piece, replica, update + 1, UpdatePlace.HOST)
         rest = rest_of(self.program, piece)
         if rest == "host":
-            yield Action("DROP", piece, replica, -1, update, "w")
+            yield Action.on(DROP, Value.weights(piece, replica, update))
         if rest != "window":
-            yield Action("FETCH", piece, replica, -1, update + 1, "w")
+            yield Action.on(FETCH, Value.weights(piece, replica, update + 1))
 
     def _ties(self, replica: int) -> Iterator[tuple[str, tuple[int, ...]]]:
         for index, tied in enumerate(self.program.tied_pieces):
-            name = f"tie{index}.{replica}"
+            name = tie_group(index, replica)
             if name in self.program.groups:
                 yield name, tied
 
 
 def server_actions(program: Program, pieces: list[int]) -> Iterator[Action]:
-    """Yields the updates that a server makes of what the workers send it, for the pieces that it holds."""
+    """Yields the actions of a server: the updates of the pieces that it holds, and scores if the plan needs them."""
     reduce, replicas = program.plan.reduce, range(program.num_replicas)
     center = program.num_replicas
     steps = program.plan.steps
@@ -195,13 +212,13 @@ def server_actions(program: Program, pieces: list[int]) -> Iterator[Action]:
         steps = -(-steps // program.plan.place.workers)  # waves
     for t in range(steps):
         if reduce.combiner == "score-trim":
-            yield from (Action("EVAL", p, q, -1, t) for p in pieces for q in replicas)
-            yield from (Action("UPDATE", p, 0, -1, t + 1, "", "~server") for p in pieces)
+            yield from (Action(EVAL, p, q, -1, t) for p in pieces for q in replicas)
+            yield from (Action.update(p, 0, t + 1, UpdatePlace.SERVER) for p in pieces)
         elif reduce.gate == "barrier":
-            yield from (Action("UPDATE", p, center, -1, t + 1, "", "~server") for p in pieces)
+            yield from (Action.update(p, center, t + 1, UpdatePlace.SERVER) for p in pieces)
         elif reduce.combiner == "elastic" or reduce.gate == "bound":
             for q in replicas:
                 version = t * len(replicas) + q + 1
-                yield from (Action("UPDATE", p, center, -1, version, "", "~server") for p in pieces)
+                yield from (Action.update(p, center, version, UpdatePlace.SERVER) for p in pieces)
         else:
-            yield from (Action("UPDATE", p, q, -1, t + 1, "", "~server") for q in replicas for p in pieces)
+            yield from (Action.update(p, q, t + 1, UpdatePlace.SERVER) for q in replicas for p in pieces)

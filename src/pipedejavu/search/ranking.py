@@ -9,7 +9,7 @@ from pipedejavu.facts import FaultsError, InputError, format_bytes, format_secon
 from pipedejavu.plan import Plan
 from pipedejavu.program import Program
 from pipedejavu.program import compile as compile_plan
-from pipedejavu.program.action import COMPUTE_KINDS
+from pipedejavu.program.action import COMPUTE_KINDS, OUTPUT_KINDS
 from pipedejavu.search.candidate_plan import PlanningProblem
 from pipedejavu.search.memory_limit import memory_limit_of
 from pipedejavu.search.plan_writer import overlapped, why_not_run
@@ -133,7 +133,7 @@ def _steady(prediction: Prediction) -> float | None:
     for index, worker in enumerate(program.workers):
         piece = min(program.pieces_on[index])
         spans = zip(prediction.graph.of_action[index], worker.actions, strict=True)
-        ends = [prediction.end[op] for op, a in spans if a.kind in "BI" and a.piece == piece]
+        ends = [prediction.end[op] for op, a in spans if a.kind in OUTPUT_KINDS and a.piece == piece]
         times += [(ends[at] - ends[at - depth]) / depth for at in (last - 2, last - 1, last)]
     return max(times) if max(times) - min(times) <= EVEN * max(times) else None
 

@@ -7,7 +7,8 @@ from typing import NamedTuple
 from pipedejavu.analysis import Graph
 from pipedejavu.analysis.size import Sizes
 from pipedejavu.facts import Cost, Device, Route, UnitTime, joint_spread
-from pipedejavu.program import Action, Program
+from pipedejavu.program import Action, ActionKind, GroupRole, Program, UpdatePlace, ValueKind
+from pipedejavu.program.action import COMPUTE_KINDS, GRADIENT_KINDS, RECV
 from pipedejavu.program.passes import COLLECTIVES
 
 
@@ -32,8 +33,14 @@ NOTHING = ActionWork(0.0, 0.0)
 INSTANT_S = 1e-9
 """Waits up to this long count as none: links at unit costs take next to no time, but not zero."""
 
-_HALVES = {"F": "forward", "B": "backward", "W": "weight_backward", "R": "recompute", "EVAL": "forward"}
-_MEASURED = {**_HALVES, "I": "backward"}
+_HALVES = {
+    ActionKind.FORWARD: "forward",
+    ActionKind.BACKWARD: "backward",
+    ActionKind.WEIGHT_BACKWARD: "weight_backward",
+    ActionKind.RECOMPUTE: "recompute",
+    ActionKind.EVAL: "forward",
+}
+_MEASURED = {**_HALVES, ActionKind.INPUT_BACKWARD: "backward"}
 """The measured pass whose spread an action has."""
 
 
@@ -51,7 +58,7 @@ class ActionCosts:
         works = []
         for op, (worker, position) in enumerate(graph.members):
             a = workers[worker].actions[position]
-            if a[0] == "RECV":  # the cost is that of the SEND
+            if a[0] == RECV:  # the cost is that of the SEND
                 worker, position = next(m for m in joint[op] if m[0] != worker)
                 a = workers[worker].actions[position]
             key = (worker, a[0], a[1], a[2], a[5], a[6], self.sizes.samples(a[3]))
@@ -71,9 +78,9 @@ class ActionCosts:
         waits_s = 0.0
         for op, a in zip(graph.of_action[worker], self.program.workers[worker].actions, strict=True):
             work = works[op]
-            if a.kind == "SEND":
+            if a.kind == ActionKind.SEND:
                 waits_s += work.latency_s + work.time_s
-            elif a.kind == "RECV":
+            elif a.kind == ActionKind.RECV:
                 waits_s += work.latency_s
             elif waits_s > INSTANT_S and a.lane == "compute":
                 works[op], waits_s = work._replace(latency_s=work.latency_s + waits_s), 0.0
@@ -82,10 +89,10 @@ class ActionCosts:
         """Makes the host of a GPU wait for the gradient norm, which it reads before it issues updates."""
         is_new = reads = False
         for op, a in zip(graph.of_action[worker], self.program.workers[worker].actions, strict=True):
-            if a.kind == "UPDATE":
+            if a.kind == ActionKind.UPDATE:
                 is_new, reads = False, reads or is_new
             if a.lane == "compute":
-                is_new = is_new or a.kind in ("B", "W")
+                is_new = is_new or a.kind in GRADIENT_KINDS
                 if reads:
                     works[op], reads = works[op]._replace(waits=True), False
 
@@ -107,15 +114,15 @@ class ActionCosts:
         return joint_spread([getattr(time, _MEASURED[a.kind]) for time in times], samples)
 
     def _work(self, a: Action, worker: int) -> ActionWork:
-        if a.kind in ("F", "B", "I", "W", "R", "EVAL"):
+        if a.kind in COMPUTE_KINDS or a.kind == ActionKind.EVAL:
             return self._compute(a, worker)
-        if a.kind == "UPDATE":
+        if a.kind == ActionKind.UPDATE:
             return self._update(a, worker)
-        if a.kind == "SEND":
+        if a.kind == ActionKind.SEND:
             return self._send(a, worker)
-        if a.kind in ("FETCH", "OFFLOAD"):
+        if a.kind in (ActionKind.FETCH, ActionKind.OFFLOAD):
             return self._copy(a, worker)
-        if a.kind in ("REDUCE", "GATHER"):
+        if a.kind in (ActionKind.REDUCE, ActionKind.GATHER):
             return self._collective(a)
         return NOTHING
 
@@ -125,14 +132,17 @@ class ActionCosts:
     def _times(self, a: Action, kind: str) -> list[UnitTime]:
         """Returns the times of an action's units; those of an R are only the recomputed ones."""
         profile = self.program.profile
-        units = self.program.recomputed[a.piece] if a.kind == "R" else self.program.pieces[a.piece].units
+        units = (
+            self.program.recomputed[a.piece] if a.kind == ActionKind.RECOMPUTE else self.program.pieces[a.piece].units
+        )
         return [profile.time(profile.units[u], kind) for u in units]
 
     def _compute(self, a: Action, worker: int) -> ActionWork:
         times, samples = self._times(a, self._device(worker).kind), self.sizes.samples(a.microbatch)
-        costs: list[Cost] = [_input_half(t, samples) if a.kind == "I" else getattr(t, _HALVES[a.kind]) for t in times]
+        is_input_half = a.kind == ActionKind.INPUT_BACKWARD
+        costs: list[Cost] = [_input_half(t, samples) if is_input_half else getattr(t, _HALVES[a.kind]) for t in times]
         time, issue = sum(cost.work_s(samples) for cost in costs), sum(cost.issue_s for cost in costs)
-        if a.kind == "F" and self._makes_targets(a.piece, worker):
+        if a.kind == ActionKind.FORWARD and self._makes_targets(a.piece, worker):
             loading = self.program.profile.batch.get(self._device(worker).kind)
             time += loading.at(samples) if loading else 0.0
         if self.plan.feed.budgets:
@@ -146,8 +156,8 @@ class ActionCosts:
 
     def _update(self, a: Action, worker: int) -> ActionWork:
         trainer = self._device(worker)
-        device = self.machine.cpu_of(trainer) if a.via == "~host" else trainer
-        parts = self.sizes.group_size(a.piece) if a.via == "~shard" else 1
+        device = self.machine.cpu_of(trainer) if a.update_place == UpdatePlace.HOST else trainer
+        parts = self.sizes.group_size(a.piece) if a.update_place == UpdatePlace.SHARD else 1
         time = sum(t.update_s for t in self._times(a, device.kind)) / parts / self.plan.place.shards
         if device.type == trainer.type:
             return ActionWork(0.0, time)
@@ -172,7 +182,7 @@ class ActionCosts:
             return NOTHING
         devices = [self._device(w) for w in self._copies(worker)]
         ends = [(self.machine.cpu_of(device).name, device.name) for device in devices]
-        routes = [self.machine.route(h, d) if a.kind == "FETCH" else self.machine.route(d, h) for h, d in ends]
+        routes = [self.machine.route(h, d) if a.kind == ActionKind.FETCH else self.machine.route(d, h) for h, d in ends]
         work = _transfer(routes, self.sizes.moved(a))
         measured = [t.copy_s.get(f"{a.kind}:{a.what}") for t in self._times(a, devices[0].kind)]
         known = [time for time in measured if time is not None]
@@ -186,14 +196,14 @@ class ActionCosts:
 
     def _collective(self, a: Action) -> ActionWork:
         size = self.sizes.moved(a)
-        group = self.program.groups[a.via[1:]]
+        group = self.program.groups[a.group]
         n = len(group.workers)
         if n == 1:
             return NOTHING
         routes = self._ring(group.workers)
         if not routes:
             return NOTHING
-        if a.kind == "REDUCE":
+        if a.kind == ActionKind.REDUCE:
             latency, rate = max(r.sum_latency_s for r in routes), min(r.sum_bytes_per_s for r in routes)
         else:
             latency, rate = max(r.latency_s for r in routes), min(r.bytes_per_s for r in routes)
@@ -213,17 +223,18 @@ class ActionCosts:
 
     def _traffic(self, a: Action, n: int, helpers: int) -> tuple[float, float]:
         """Returns the rounds of a collective over n workers, and each worker's traffic as a multiple of the value."""
-        if a.what in ("x", "g"):
+        if a.what in (ValueKind.ACTIVATION, ValueKind.GRADIENT):
             rows = [COLLECTIVES[layout] for layout in self.plan.cut.layouts]
-            column = (0 if a.kind == "GATHER" else 1) + (2 if a.what == "g" else 0)
+            column = (0 if a.kind == ActionKind.GATHER else 1) + (2 if a.what == ValueKind.GRADIENT else 0)
             parts = [TRAFFIC[row[column]](n) for row in rows if row[column]]
             return sum(p[0] for p in parts), sum(p[1] for p in parts)
-        if a.kind == "GATHER":
+        if a.kind == ActionKind.GATHER:
             return TRAFFIC["all-gather"](n)
         if helpers:
             # Gradients are divided so that every network interface carries the same load.
             return 2.0, 2 * n * (n - 1) / (n * n + helpers * n - 2 * helpers)
-        divides = a.via.startswith("*s") and self.plan.zero_of(self.program.pieces[a.piece].stage) > 0
+        is_over_stage = self.program.groups[a.group].role is GroupRole.STAGE
+        divides = is_over_stage and self.plan.zero_of(self.program.pieces[a.piece].stage) > 0
         return TRAFFIC["reduce-scatter" if divides else "all-reduce"](n)
 
 
@@ -258,7 +269,7 @@ def shared_wires(program: Program, graph: Graph, works: Sequence[ActionWork]) ->
         if work.wires and work.time_s:
             worker, position = graph.members[op]
             a = program.workers[worker].actions[position]
-            lane = (a.peer, f"net>{worker}") if a.kind == "RECV" else (worker, a.queue)
+            lane = (a.peer, f"net>{worker}") if a.kind == ActionKind.RECV else (worker, a.queue)
             for wire in work.wires:
                 if users.setdefault(wire, lane) != lane:
                     shared.add(wire)

@@ -11,6 +11,7 @@ from heapq import heappop, heappush
 
 from pipedejavu.analysis import Graph
 from pipedejavu.facts import InputError, Overlap
+from pipedejavu.program.action import FORWARD, GRADIENT_KINDS
 from pipedejavu.simulate.action_cost import ActionWork, shared_wires
 
 Times = tuple[list[float], list[float]]
@@ -283,7 +284,7 @@ class _ReadyQueues:
             return None
         limit = self.limits[worker]
         for op in self.waiting[worker]:
-            is_forward = self.graph.action(op).kind == "F"
+            is_forward = self.graph.action(op).kind == FORWARD
             if is_forward and limit and self.live[worker] >= limit:
                 continue
             self.waiting[worker].remove(op)
@@ -296,5 +297,5 @@ class _ReadyQueues:
         """Marks the worker of a finished operation as free and returns it."""
         worker = self.graph.members[op][0]
         self.busy[worker] = False
-        self.live[worker] -= self.graph.action(op).kind in ("B", "W")
+        self.live[worker] -= self.graph.action(op).kind in GRADIENT_KINDS
         return worker

@@ -5,6 +5,7 @@ from math import inf
 
 from pipedejavu.analysis.liveness import CLASSES, Liveness, Stay
 from pipedejavu.facts import MEMORY_CLASSES, InputError, MemoryCurve
+from pipedejavu.program import Value, ValueKind
 from pipedejavu.simulate.allocator import Footprint, replay
 
 MAX_POINTS = 400
@@ -45,11 +46,15 @@ def trace_footprint(liveness: Liveness, worker: int, stays: list[Stay]) -> Footp
         key = (what, piece, s.size_bytes)
         if place != "host":
             if key not in known:
-                like = _cut(s.size_bytes, sizes.largest_output(piece)) if what == "t" else sizes.parts(s.value)
+                like = (
+                    _cut(s.size_bytes, sizes.largest_output(piece))
+                    if what == ValueKind.WORKSPACE
+                    else sizes.parts(s.value)
+                )
                 known[key] = _divided(s.size_bytes / tp_group, like)
             rows.append((s.birth, s.death, known[key]))
     for (memory, kind), size in liveness.fixed(worker).items():
-        tensors = [n for piece, replica in program.held(worker) for n in sizes.parts(("w", piece, replica, 0, ""))]
+        tensors = [n for piece, replica in program.held(worker) for n in sizes.parts(Value.weights(piece, replica, 0))]
         moments = 2 if kind == "optimizer" else 1
         if memory == "device" and size:
             rows.append((0.0, inf, _divided(size / tp_group, tensors * moments)))

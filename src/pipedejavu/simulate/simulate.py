@@ -8,6 +8,7 @@ from pipedejavu.analysis.liveness import Liveness, Stay, count_versions
 from pipedejavu.analysis.verify import peak_bytes
 from pipedejavu.facts import Timeline, WorkerSummary, paused_collector
 from pipedejavu.program import Program
+from pipedejavu.program.action import FORWARD, GRADIENT_KINDS
 from pipedejavu.simulate.action_cost import ActionCosts
 from pipedejavu.simulate.allocator import Footprint
 from pipedejavu.simulate.chance import Chance, chance_of
@@ -104,9 +105,9 @@ class Prediction:
         """Returns the most microbatches at once between the start of their forward and the end of their backward."""
         pieces, changes = self.program.pieces, []
         for op, a in zip(self.graph.of_action[index], self.program.workers[index].actions, strict=True):
-            if a.kind == "F" and pieces[a.piece].opens_stage:
+            if a.kind == FORWARD and pieces[a.piece].opens_stage:
                 changes.append((self.start[op], 1))
-            elif a.kind in ("B", "W") and pieces[a.piece].opens_stage:
+            elif a.kind in GRADIENT_KINDS and pieces[a.piece].opens_stage:
                 changes.append((self.end[op], -1))
         live = most = 0
         for _, change in sorted(changes):

@@ -9,7 +9,7 @@ import torch
 from pipedejavu.engine import AdamW, Batches, Byzantine, Job, Optimizer, Sgd
 from pipedejavu.facts import InputError
 from pipedejavu.profile import ModelCut, cut_model
-from pipedejavu.program import Program
+from pipedejavu.program import ActionKind, Program, ValueKind
 from pipedejavu.run.options import TrainOptions
 from pipedejavu.source.model_source import open_task
 from pipedejavu.source.precision import check_parameters
@@ -147,10 +147,12 @@ def num_kept(program: Program, worker: int) -> int:
     The first piece reads inputs, the last piece targets, and both read them again when they recompute.
     """
     schedule = program.workers[worker]
-    if schedule.picks_ready or any(a.kind == "FETCH" and a.what == "b" for a in schedule.actions):  # order unknown
+    loads = (a.kind == ActionKind.FETCH and a.what == ValueKind.BATCH for a in schedule.actions)
+    if schedule.picks_ready or any(loads):  # order unknown
         return MOST_KEPT
     ends = {piece for piece in range(len(program.pieces)) if not program.inputs[piece] or not program.outputs[piece]}
-    reads = [a.microbatch for a in schedule.actions if a.kind in ("F", "R") and a.piece in ends]
+    reading = (ActionKind.FORWARD, ActionKind.RECOMPUTE)
+    reads = [a.microbatch for a in schedule.actions if a.kind in reading and a.piece in ends]
     last, most = dict[int, int](), 1
     for position, microbatch in enumerate(reads):
         if microbatch in last:

@@ -1,0 +1,74 @@
+"""The groups of a program: which workers take part in which collectives."""
+
+from collections.abc import Iterator, Sequence
+
+from pipedejavu.facts import Profile
+from pipedejavu.plan import Plan
+from pipedejavu.program.pipeline import Pipeline
+from pipedejavu.program.program import (
+    NORM_GROUP,
+    Group,
+    GroupRole,
+    Piece,
+    dense_group,
+    shard_group,
+    stage_group,
+    tie_group,
+)
+
+Holders = dict[tuple[int, int], list[int]]
+"""The workers that hold each (stage, replica)."""
+
+
+def make_groups(
+    plan: Plan, profile: Profile, pieces: Sequence[Piece], pipelines: Sequence[Pipeline]
+) -> dict[str, Group]:
+    """Returns the groups of a plan by name."""
+    holders: Holders = {}
+    for pipeline in pipelines:
+        for (replica, stage), worker in pipeline.stage_workers().items():
+            holders.setdefault((stage, replica), []).append(worker)
+    groups = {
+        **dict(_stage_groups(plan, holders)),
+        **dict(_shard_groups(plan, holders)),
+        **dict(_tie_groups(profile, pieces, holders)),
+    }
+    if plan.reduce.clip != "none":
+        everyone = tuple(sorted({worker for workers in holders.values() for worker in workers}))
+        groups[NORM_GROUP] = Group(workers=everyone, role=GroupRole.NORM)
+    return groups
+
+
+def _stage_groups(plan: Plan, holders: Holders) -> Iterator[tuple[str, Group]]:
+    if plan.reduce.wire not in ("all-reduce", "reduce-scatter", "summation-service"):
+        return
+    helpers: tuple[int, ...] = ()
+    if plan.reduce.wire == "summation-service":
+        helpers = tuple(range(plan.num_workers - plan.place.servers, plan.num_workers))
+    for stage in sorted({stage for stage, _ in holders}):
+        # The workers of a sharded stage reduce with the same shard of the other replicas; the first stands for all.
+        workers = tuple(workers[0] for (s, _), workers in sorted(holders.items()) if s == stage)
+        if len(workers) > 1:
+            yield stage_group(stage), Group(workers=workers, role=GroupRole.STAGE, number=stage, helpers=helpers)
+
+
+def _shard_groups(plan: Plan, holders: Holders) -> Iterator[tuple[str, Group]]:
+    if plan.place.shards == 1:
+        return
+    for (stage, replica), workers in holders.items():
+        yield shard_group(stage, replica), Group(workers=tuple(workers), role=GroupRole.SHARDS, number=stage)
+        if plan.sums_over_shards:
+            yield dense_group(stage, replica), Group(workers=tuple(workers), role=GroupRole.DENSE, number=stage)
+
+
+def _tie_groups(profile: Profile, pieces: Sequence[Piece], holders: Holders) -> Iterator[tuple[str, Group]]:
+    """Yields a group per replica for each tie that spans several pieces."""
+    piece_of = {unit: index for index, piece in enumerate(pieces) for unit in piece.units}
+    for number, tie in enumerate(profile.ties):
+        tied = {piece_of[profile.position[unit]] for unit in tie.units}
+        if len(tied) < 2:
+            continue
+        stages = {pieces[index].stage for index in tied}
+        for replica in sorted({replica for _, replica in holders}):
+            workers = tuple(sorted({w for stage in stages for w in holders.get((stage, replica), ())}))
+            yield tie_group(number, replica), Group(workers=workers, role=GroupRole.TIE, number=number)
