@@ -8,6 +8,7 @@ import ast
 import re
 import subprocess
 import sys
+from collections import defaultdict
 from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -47,6 +48,12 @@ ONLY_IN_CLI = ("typer", "click")
 ROOT = ("", "__main__")
 """Above all rooms: the public names, and the door of `python -m`."""
 MOST_LINES = 400
+MOST_COMPLEX = 20
+"""Branches of a function, after McCabe."""
+SHARED_STEMS: dict[str, str] = {}
+"""File stems that two rooms may have, each with the reason."""
+SHARED_CLASSES: dict[str, str] = {}
+"""Public class names that two rooms may have, each with the reason."""
 BANNED = ("utils", "util", "helpers", "helper", "common", "misc", "manager")
 
 PACKAGE = Path(__file__).parents[1] / "src" / "pipedejavu"
@@ -245,13 +252,60 @@ def _letters(node: ast.expr, *, is_in: bool = False) -> list[str]:
     return []
 
 
+def name_faults(modules: dict[str, Module]) -> list[str]:
+    """Returns file stems and public class names that mean something else in another room."""
+    stems: dict[str, set[str]] = defaultdict(set)
+    classes: dict[str, set[str]] = defaultdict(set)
+    for module in modules.values():
+        _, _, stem = module.name.rpartition(".")
+        if "." in module.name and stem not in SHARED_STEMS:
+            stems[stem].add(module.room)
+        for node in module.tree.body:
+            if isinstance(node, ast.ClassDef) and node.name[0] != "_" and node.name not in SHARED_CLASSES:
+                classes[node.name].add(module.room)
+    found = [(f"file stem '{name}'", rooms) for name, rooms in sorted(stems.items())]
+    found += [(f"class name '{name}'", rooms) for name, rooms in sorted(classes.items())]
+    return [
+        f"{name} is in rooms {' and '.join(sorted(rooms))}; name each after what it is in its room"
+        for name, rooms in found
+        if len(rooms) > 1
+    ]
+
+
+def complexity_faults(modules: dict[str, Module]) -> list[str]:
+    faults = []
+    for module in modules.values():
+        for node in ast.walk(module.tree):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and complexity(node) > MOST_COMPLEX:
+                faults.append(
+                    f"{module.path}:{node.lineno}: {node.name} has a complexity of {complexity(node)};"
+                    f" divide it into functions of at most {MOST_COMPLEX}"
+                )
+    return faults
+
+
+def complexity(function: ast.AST) -> int:
+    """Counts the ways through a function after McCabe, those of the functions inside it included."""
+    loops = ast.For, ast.AsyncFor, ast.While, ast.comprehension
+    branches = *loops, ast.If, ast.IfExp, ast.ExceptHandler, ast.match_case
+    count = 1
+    for node in ast.walk(function):
+        count += isinstance(node, branches)
+        count += len(node.values) - 1 if isinstance(node, ast.BoolOp) else 0
+        count += len(node.ifs) if isinstance(node, ast.comprehension) else 0
+    return count
+
+
 def _words(name: str) -> list[str]:
     return [word.lower() for word in re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z0-9]+", name)]
 
 
 def all_faults(package: Path) -> list[str]:
     modules = read_modules(package)
-    checks = (room_faults, order_faults, torch_faults, cycle_faults, command_line_faults, letter_faults)
+    checks = (
+        room_faults, order_faults, torch_faults, cycle_faults, command_line_faults, letter_faults, name_faults,
+        complexity_faults,
+    )  # fmt: skip
     return [fault for check in checks for fault in check(modules)] + file_faults(modules, package)
 
 
@@ -448,6 +502,44 @@ def test_a_room_without_init_is_found(tmp_path: Path) -> None:
 )
 def test_a_file_out_of_form_is_found(path: str, text: str, fault: str, tmp_path: Path) -> None:
     assert faults_of(tmp_path, **{path: text}) == [fault]
+
+
+@pytest.mark.parametrize(
+    ("files", "fault"),
+    [
+        ({"facts__word": ""}, "file stem 'word' is in rooms facts and plan; name each after what it is in its room"),
+        (
+            {"plan__more": "class Record: ..."},
+            "class name 'Record' is in rooms facts and plan; name each after what it is in its room",
+        ),
+        ({"plan__more": "class _Record: ..."}, None),
+        ({"plan__word": "class Word: ...", "plan__more": "class Word: ..."}, None),
+    ],
+)
+def test_a_name_that_two_rooms_have_is_found(files: dict[str, str], fault: str | None, tmp_path: Path) -> None:
+    assert faults_of(tmp_path, **files) == ([fault] if fault else [])
+
+
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [
+        ("pass", 1),
+        ("if a and b or c: pass", 4),
+        ("return [x if x else y for x in a if x for y in b]", 5),
+        ("for x in a:\n        try: pass\n        except E: pass\n    while x: pass", 4),
+        ("match x:\n        case 1: pass\n        case 2: pass", 3),
+        ("def g():\n        return a or b", 2),
+    ],
+)
+def test_complexity_counts_the_ways_through_a_function(text: str, count: int) -> None:
+    assert complexity(ast.parse(f"def f():\n    {text}")) == count
+
+
+def test_a_function_with_too_many_branches_is_found(tmp_path: Path) -> None:
+    text = "def f(x):\n" + "    if x: pass\n" * 20
+    assert faults_of(tmp_path, plan__more=text) == [
+        "plan/more.py:2: f has a complexity of 21; divide it into functions of at most 20"
+    ]
 
 
 def test_a_file_without_a_docstring_is_found(tmp_path: Path) -> None:
