@@ -123,36 +123,36 @@ PAGE = """# Faulty replicas
 
 Made by `python docs/byzantine.py > docs/byzantine.md`.
 
-A plain mean trusts everybody: one replica that sends wrong gradients, out of a broken memory or on purpose, decides
-where the weights go. The preset `zeno` (combiner `score-trim`) does not. Its server receives every gradient u by
-itself, takes a step along it on a copy of the weights, and looks at the loss f on samples of its own:
+A plain mean trusts every replica: one that sends wrong gradients, because of broken memory or on purpose, decides where
+the weights go. The preset `zeno` (combiner `score-trim`) does not trust them. Its server receives each gradient u
+separately, takes a step along it on a copy of the weights, and computes the loss f on its own samples:
 
     score(u) = −f(w − γu) − ργ|u|²
 
-The `reduce.trim` lowest scores are dropped, as is every score that is no number; the rest is averaged, and the
-server's optimizer makes the update. The published score begins with the loss before the step, which is the same for
-all and changes no choice, so it is not worked out. γ is the learning rate of the update, ρ is `reduce.penalty`
-(0.005): a score loses that many learning rates for the squared norm. The samples are a microbatch of the same data in
-orders of the server's own; a `Trainer` uses the last microbatch of its `sample`. Normalisation counts over that
-microbatch, and dropout is the same for all contributions.
+The server drops the `reduce.trim` lowest scores, every score that is not finite, and every gradient that is too large
+for the optimizer's arithmetic. It averages the rest, and its optimizer makes the update. The published score also adds
+the loss before the step, which is the same for all gradients and changes no choice, so it is not computed. γ is the
+learning rate of the update and ρ is `reduce.penalty` (0.005). The samples are a microbatch of the same data in an order
+of the server's own; a `Trainer` uses the last microbatch of its `sample`. Normalisation uses the statistics of that
+microbatch, and dropout is the same for all gradients.
 
-It costs a forward pass on the server for each replica, after the last gradient is there, and each gradient travels to
-the server whole; `simulate preset:zeno` shows both. The server must hold the whole model as one piece. An update
-needs at least as many dropped contributions as there are faulty replicas, and one that is honest. Under AdamW γ is
-small against what a step really does, so a score sees little more than the direction: enough against flipped signs
-and noise, and the optimizer itself divides by the size.
+This costs one forward pass on the server per replica, after the last gradient has arrived, and each gradient is sent
+whole; `simulate preset:zeno` shows both. The server must hold the whole model as one piece. `reduce.trim` must be at
+least the number of faulty replicas, and one replica must be honest. Under AdamW γ is small compared with the actual
+step, so a score depends on little more than the direction. That is enough against flipped signs and noise, and the
+optimizer itself divides by the size.
 
     pipedejavu train zoo:mlp --data digits --plan preset:zeno --workers 5 --trim 2 \\
       --byzantine 2:sign-flip --optimizer sgd --lr 0.1
 
-`--byzantine COUNT:KIND[:FACTOR]` makes the last COUNT replicas faulty, under any plan whose replicas hand gradients
-over: `sign-flip` sends −FACTOR times the gradient, `scale` FACTOR times, `random` noise of FACTOR times its size; 10
-is the default. The audit (`--audit`) replays the faults, every score and every choice.
+`--byzantine COUNT:KIND[:FACTOR]` makes the last COUNT replicas faulty, under any plan whose replicas send gradients:
+`sign-flip` sends −FACTOR times the gradient, `scale` sends FACTOR times the gradient, `random` sends noise with FACTOR
+times its size. FACTOR is 10 by default. The audit (`--audit`) replays the faults, every score and every choice.
 
 ## Figures
 
 The zoo's MLP (64, 64 and 10 wide) on the digits (1500 to train, 297 to test), {replicas} replicas of {samples}
-samples, {steps} updates of SGD with a learning rate of {lr}. Zeno drops as many as are faulty, and 4 where none is.
+samples, {steps} updates of SGD with a learning rate of {lr}. Zeno drops as many replicas as are faulty, and 4 if none is.
 Loss: mean over the honest replicas and the last {last} updates.
 
 | faulty of {replicas} | mean: loss | accuracy | Zeno: loss | accuracy | faulty ones dropped |
@@ -161,7 +161,7 @@ Loss: mean over the honest replicas and the last {last} updates.
 
 ![Loss with 6 of 10 replicas faulty: the mean leaves, Zeno follows the run without faults](img/byzantine.svg)
 
-To drop honest replicas costs samples: the row without faults trains on 6 of 10.
+Dropping honest replicas costs samples: the row without faults trains on 6 of 10.
 """
 
 

@@ -34,8 +34,8 @@ def make_groups(
         **dict(_tie_groups(profile, pieces, holders)),
     }
     if plan.reduce.clip != "none":
-        everyone = tuple(sorted({worker for workers in holders.values() for worker in workers}))
-        groups[NORM_GROUP] = Group(workers=everyone, role=GroupRole.NORM)
+        holding = tuple(sorted({worker for workers in holders.values() for worker in workers}))
+        groups[NORM_GROUP] = Group(workers=holding, role=GroupRole.NORM)
     return groups
 
 
