@@ -159,7 +159,13 @@ class Replay:
         if center:
             pull = self.job.optimizer.rate(update) * self.job.elasticity
             deltas = {n: d - pull * (base[n] - center[n]) for n, d in deltas.items()}
-        new = {n: w + deltas[n] for n, w in base.items()}
+        self._write(event, {n: w + deltas[n] for n, w in base.items()}, deltas, on_server)
+        return True
+
+    def _write(self, event: Applied, new: Tensors, deltas: Tensors, on_server: bool) -> None:
+        """Keeps the weights that an update made, where later updates read them."""
+        piece, replica, version, *_ = event
+        update, reduce = version - 1, self.plan.reduce
         if on_server:
             self.cells[piece] = new
             self.served[piece] += 1
@@ -169,7 +175,6 @@ class Replay:
             self._average(piece, replica, version, new)
         else:
             self.newest[piece, replica, version] = new
-        return True
 
     def _average(self, piece: int, replica: int, version: int, new: Tensors) -> None:
         """Writes a version as the mean over replicas once all of them have made theirs."""

@@ -20,7 +20,7 @@ from pipedejavu.search.stage_sums import (
     ActivationSums,
     Index,
     LargestUnit,
-    ModelState,
+    ModelStateBytes,
     Positions,
     StageSums,
     StateSums,
@@ -91,7 +91,7 @@ class StageCosts:
             optimizer=prefix_sums([u.optimizer_bytes for u in units]),
         )
         """Prefix sums over units."""
-        self.model = ModelState(*(float(totals[-1]) for totals in self.state))
+        self.model = ModelStateBytes(*(float(totals[-1]) for totals in self.state))
         self.saved = prefix_sums([u.activation_bytes * samples for u in units])
         """Prefix sums of saved activations."""
         self.cut = cut_bytes(problem) * samples

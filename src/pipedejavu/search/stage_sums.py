@@ -37,7 +37,7 @@ class StateSums(NamedTuple):
         return StateSums(*(np.asarray(totals[end] - totals[start]) for totals in self))
 
 
-class ModelState(NamedTuple):
+class ModelStateBytes(NamedTuple):
     """Bytes of state of the whole model."""
 
     weights: float
@@ -76,7 +76,7 @@ class StageSums(NamedTuple):
     """The part of the state in host memory."""
     activations: ActivationSums
     largest: LargestUnit
-    model: ModelState
+    model: ModelStateBytes
 
 
 def cut_bytes(problem: PlanningProblem) -> Array:
