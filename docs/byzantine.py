@@ -12,16 +12,16 @@ from statistics import mean
 from typing import NamedTuple
 
 import torch
+from pipedejavu.train.folder import result_of
+from pipedejavu.train.measure import measure
+from pipedejavu.train.site import make_machine, read_sites
+from pipedejavu.train.task import SampleOrder, loss_of
 
 from pipedejavu.engine import Applied, Byzantine, Job, Sgd, run_threads
 from pipedejavu.facts import Machine, Profile
 from pipedejavu.plan import Plan, preset
 from pipedejavu.profile import cut_model
 from pipedejavu.program import compile as compile_plan
-from pipedejavu.train.folder import result_of
-from pipedejavu.train.measure import measure
-from pipedejavu.train.site import make_machine, read_sites
-from pipedejavu.train.task import SampleOrder, loss_of
 from pipedejavu.zoo import build, open_data
 from pipedejavu.zoo.mlp import MlpSize
 
@@ -152,8 +152,8 @@ times its size. FACTOR is 10 by default. The audit (`--audit`) replays the fault
 ## Figures
 
 The zoo's MLP (64, 64 and 10 wide) on the digits (1500 to train, 297 to test), {replicas} replicas of {samples}
-samples, {steps} updates of SGD with a learning rate of {lr}. Zeno drops as many replicas as are faulty, and 4 if none is.
-Loss: mean over the honest replicas and the last {last} updates.
+samples, {steps} updates of SGD with a learning rate of {lr}. Zeno drops as many replicas as are faulty, and 4 if
+none is. Loss: mean over the honest replicas and the last {last} updates.
 
 | faulty of {replicas} | mean: loss | accuracy | Zeno: loss | accuracy | faulty ones dropped |
 |---|---|---|---|---|---|
