@@ -152,9 +152,8 @@ times its size. FACTOR is 10 by default. The audit (`--audit`) replays the fault
 ## Figures
 
 The zoo's MLP (64, 64 and 10 wide) on the digits (1500 to train, 297 to test), {replicas} replicas of {samples}
-samples, {steps} updates of SGD with a learning rate of {lr}. Zeno drops as many replicas as are faulty, and 4 if none
-is.
-Loss: mean over the honest replicas and the last {last} updates.
+samples, {steps} updates of SGD with a learning rate of {lr}. Zeno drops as many replicas as are faulty, and 4 if
+none is. Loss: mean over the honest replicas and the last {last} updates.
 
 | faulty of {replicas} | mean: loss | accuracy | Zeno: loss | accuracy | faulty ones dropped |
 |---|---|---|---|---|---|

@@ -192,7 +192,7 @@ def test_a_microbatch_that_is_left_out_and_logged_so(make, monkeypatch):
         return lambda self, replica, update: members(self, replica, update)[:-1]
 
     with pytest.raises(InputError, match=re.escape("other microbatches than (0, 1, 2)")):
-        caught(case, monkeypatch, Applier, "_members", fewer)
+        caught(case, monkeypatch, Applier, "_microbatches", fewer)
 
 
 @pytest.mark.parametrize("name", ["1f1b", "parameter-server"])

@@ -193,10 +193,10 @@ class Sizes:
         return 0.0
 
     def _in_forward(self, a: Action) -> float:
-        """Returns the peak per sample inside a forward, beside what it leaves: saved tensors, output and temporaries.
+        """Returns the bytes per sample by which the peak inside a forward exceeds what the forward leaves.
 
-        What recomputed units save is freed after the last of them in a row. While they are recomputed, what the other
-        units saved is in memory.
+        In memory are the saved tensors so far, a unit's output and its temporaries. In a forward, the saved tensors of
+        consecutive recomputed units are freed after the last one. In a recompute, those of the other units are there.
         """
         program, saved_by, again = self.program, self._saved[a.piece], {*self.program.recomputed[a.piece]}
         waiting = self._waiting(a.piece)

@@ -105,7 +105,7 @@ class Applier:
 
     def _coefficient(self, replica: int, update: int) -> float:
         """Returns the factor of the summed gradients: one over the number of samples, times the clipping factor."""
-        count = sum(self.batches.count(i) for i in self._members(replica, update))
+        count = sum(self.batches.count(i) for i in self._microbatches(replica, update))
         if not count:
             number = self.first_version + update + 1
             raise InputError(
@@ -117,11 +117,11 @@ class Applier:
         if norm is not None and not math.isfinite(norm):
             return 0.0  # all workers have the same norm, so all skip the update
         if norm is not None and delay is not None and self.job.clip_norm is not None:
-            mean = norm / sum(self.batches.count(i) for i in self._members(replica, update - delay))
+            mean = norm / sum(self.batches.count(i) for i in self._microbatches(replica, update - delay))
             coefficient *= min(1.0, self.job.clip_norm / (mean + 1e-6))  # as torch clips
         return coefficient
 
-    def _members(self, replica: int, update: int) -> tuple[int, ...]:
+    def _microbatches(self, replica: int, update: int) -> tuple[int, ...]:
         """Returns the microbatches of an update: of all replicas, or of one if replicas update separately."""
         size, number = self.program.update_size, self.first_version + update
         if self.plan.feed.kind == "own":
@@ -132,7 +132,7 @@ class Applier:
     def _deltas(self, key: PieceReplica, update: int, base: Tensors, summed: Tensors) -> Deltas:
         coefficient = self._coefficient(key[1], update)
         number = self.first_version + update
-        self.log.events.append(Applied(*key, number + 1, self._members(key[1], update), coefficient))
+        self.log.events.append(Applied(*key, number + 1, self._microbatches(key[1], update), coefficient))
         if coefficient == 0:
             return iter([(name, torch.zeros_like(weight)) for name, weight in base.items()])
         self._check(number + 1, summed, coefficient)
@@ -182,7 +182,7 @@ class Applier:
             self.served[piece] = count + 1
             deltas = self.job.optimizer.step(count, cell, pushed, self.state.setdefault(key, {}), coefficient)
             number = self.first_version + a.version
-            self.log.events.append(Applied(piece, replica, number, self._members(replica, update), coefficient))
+            self.log.events.append(Applied(piece, replica, number, self._microbatches(replica, update), coefficient))
             for name, delta in deltas:
                 cell[name].data.add_(delta)
             self.values[Value.weights(piece, replica, a.version)] = as_leaves({n: w.clone() for n, w in cell.items()})
@@ -203,8 +203,8 @@ class Applier:
     def _average_trusted(self, piece: int, update: int) -> None:
         """Updates the server's weights by the mean gradient of the replicas with the highest scores."""
         key, number = (piece, self.center), self.first_version + update
-        cell, members = self.values[Value.weights(*key, 0)], range(self.program.num_replicas)
-        trusted = kept([self.values[Value.score(piece, q, update)] for q in members], self.plan.reduce.trim)
+        cell, replicas = self.values[Value.weights(*key, 0)], range(self.program.num_replicas)
+        trusted = kept([self.values[Value.score(piece, q, update)] for q in replicas], self.plan.reduce.trim)
         fed = tuple(i for q in trusted for i in self.program.fed_by(q, number))
         coefficient = (
             1 / sum(self.batches.count(i) for i in fed) if fed else 0.0
@@ -218,7 +218,7 @@ class Applier:
             deltas = self.job.optimizer.step(number, cell, summed, self.state.setdefault(key, {}), coefficient)
             for name, delta in deltas:
                 cell[name].data.add_(delta)
-        for q in members:
+        for q in replicas:
             self.values[Value.weights(piece, q, update + 1)] = as_leaves({n: w.clone() for n, w in cell.items()})
 
     def _move_center(self, piece: int, update: int) -> None:
@@ -226,12 +226,12 @@ class Applier:
         center = self._weights_of(piece, self.center, update)
         turns = self.center if self.plan.reduce.gate == "round-robin" else 1
         if turns > 1:
-            members = [self._weights_of(piece, update % self.center, update // self.center)]
+            others = [self._weights_of(piece, update % self.center, update // self.center)]
         else:
-            members = [self._weights_of(piece, q, update) for q in range(self.center)]
+            others = [self._weights_of(piece, q, update) for q in range(self.center)]
         pull = self.job.optimizer.rate(self.first_version + update // turns) * self.job.elasticity
         moved = {
-            n: w + sum((pull * (m[n].detach() - w) for m in members), torch.zeros_like(w)) for n, w in center.items()
+            n: w + sum((pull * (m[n].detach() - w) for m in others), torch.zeros_like(w)) for n, w in center.items()
         }
         self.values[Value.weights(piece, self.center, update + 1)] = as_leaves(moved)
         self.log.events.append(Applied(piece, self.center, self.first_version * turns + update + 1, (), pull))

@@ -139,7 +139,7 @@ class Replay:
         return True
 
     def _replay_update(self, event: Applied) -> bool:
-        piece, replica, version, members, coefficient = event
+        piece, replica, version, microbatches, coefficient = event
         update, reduce = version - 1, self.plan.reduce
         on_server = reduce.wire == "server" and reduce.gate == "lock"
         base = self.cells[piece] if on_server else self.weights(piece, replica, update)
@@ -148,11 +148,11 @@ class Replay:
         if base is not None and version in self.skipped and coefficient == 0:
             self.newest[piece, replica, version] = base
             return True
-        if base is None or center is None or not all(self._differentiate(i) for i in members):
+        if base is None or center is None or not all(self._differentiate(i) for i in microbatches):
             return False
         if self.in_double:
             self._check_clipping(event)
-        summed = {n: self._summed(members, piece, n) for n in base}
+        summed = {n: self._summed(microbatches, piece, n) for n in base}
         key = (piece, self.center if on_server else replica)
         count = self.served[piece] if on_server else update
         deltas = dict(self.job.optimizer.step(count, base, summed, self.state[key], coefficient))
@@ -207,13 +207,13 @@ class Replay:
 
     def _replay_trusted(self, event: Applied) -> bool:
         """Replays a server's update from the gradients of the replicas that it trusts."""
-        piece, _, version, members, coefficient = event
+        piece, _, version, microbatches, coefficient = event
         base = self.weights(piece, self.center, version - 1)
         if base is None:
             return False
         new = base
-        if members:
-            summed = {name: self._summed(members, piece, name) for name in base}
+        if microbatches:
+            summed = {name: self._summed(microbatches, piece, name) for name in base}
             state = self.state[piece, self.center]
             deltas = self.job.optimizer.step(version - 1, base, summed, state, coefficient)
             new = {name: base[name] + delta for name, delta in deltas}
@@ -251,28 +251,28 @@ class Replay:
     def _norm(self, update: int) -> float:
         """Returns the norm of an update's mean gradient over all pieces, shared parameters counted once."""
         if update not in self.norms:
-            members = tuple(range(update * self.program.update_size, (update + 1) * self.program.update_size))
+            microbatches = tuple(range(update * self.program.update_size, (update + 1) * self.program.update_size))
             names = {name: piece for piece, runner in enumerate(self.runners) for name in runner.initial}
             for tie in self.job.ties:
                 for name in sorted(tie & names.keys())[1:]:
                     del names[name]
-            square = sum(float(self._summed(members, piece, n).square().sum()) for n, piece in names.items())
-            self.norms[update] = square**0.5 / sum(self.batches.count(i) for i in members)
+            square = sum(float(self._summed(microbatches, piece, n).square().sum()) for n, piece in names.items())
+            self.norms[update] = square**0.5 / sum(self.batches.count(i) for i in microbatches)
         return self.norms[update]
 
     def _replay_center(self, event: Applied) -> bool:
         """Moves the elastic centre."""
         piece, update = event.piece, event.version - 1
         if self.plan.reduce.gate == "round-robin":
-            members = [self.weights(piece, update % self.center, update // self.center)]
+            others = [self.weights(piece, update % self.center, update // self.center)]
         else:
-            members = [self.weights(piece, q, update) for q in range(self.center)]
+            others = [self.weights(piece, q, update) for q in range(self.center)]
         center = self.weights(piece, self.center, update)
-        if center is None or any(m is None for m in members):
+        if center is None or any(m is None for m in others):
             return False
         moved = {}
         for name, weight in center.items():
-            moved[name] = weight + sum(event.coefficient * (m[name] - weight) for m in members if m is not None)
+            moved[name] = weight + sum(event.coefficient * (m[name] - weight) for m in others if m is not None)
         self.newest[piece, self.center, update + 1] = moved
         return True
 
@@ -303,26 +303,26 @@ class Replay:
         self.gradients[microbatch] = gradients[::-1]
         return True
 
-    def _summed(self, members: tuple[int, ...], piece: int, name: str) -> Tensor:
+    def _summed(self, microbatches: tuple[int, ...], piece: int, name: str) -> Tensor:
         """Sums a parameter's gradients over microbatches, and over all pieces that share it."""
         tie = next((names for names in self.job.ties if name in names), None)
-        homes = [
+        shared = [
             (p, n)
             for p in ((piece,) if tie is None else range(len(self.runners)))
             for n in tie or (name,)
             if n in self.runners[p].initial
         ]
         if self.job.byzantine is None:
-            return torch.stack([self.gradients[i][p][n] for i in members for p, n in homes]).sum(0)
-        return torch.stack([part for p, n in homes for part in self._sent_gradients(members, p, n)]).sum(0)
+            return torch.stack([self.gradients[i][p][n] for i in microbatches for p, n in shared]).sum(0)
+        return torch.stack([part for p, n in shared for part in self._sent_gradients(microbatches, p, n)]).sum(0)
 
-    def _sent_gradients(self, members: tuple[int, ...], piece: int, name: str) -> Iterator[Tensor]:
+    def _sent_gradients(self, microbatches: tuple[int, ...], piece: int, name: str) -> Iterator[Tensor]:
         """Yields a parameter's gradient as each replica sent it, with the faults that the job injects."""
         fault, number = self.job.byzantine, list(self.runners[piece].initial).index(name)
         assert fault is not None
-        update = members[0] // self.program.update_size
-        for replica in sorted({self.readers[piece, i] for i in members}):
-            parts = [self.gradients[i][piece][name] for i in members if self.readers[piece, i] == replica]
+        update = microbatches[0] // self.program.update_size
+        for replica in sorted({self.readers[piece, i] for i in microbatches}):
+            parts = [self.gradients[i][piece][name] for i in microbatches if self.readers[piece, i] == replica]
             total = torch.stack(parts).sum(0)
             if fault.is_faulty(replica, self.program.num_replicas):
                 total = fault.spoilt(total, self.job.seed, replica, update, piece, number)

@@ -93,12 +93,12 @@ class GlobalNorm:
     def _fault(self, step: int, gradients: list[Tensors], square: float) -> str:
         """Returns why this worker cannot apply an update, or ""."""
         size = self.program.update_size
-        members = range((step - 1) * size, step * size)
-        for number in members:
+        microbatches = range((step - 1) * size, step * size)
+        for number in microbatches:
             loss = self.log.losses.get(number, 0.0)
             if not math.isfinite(loss):
                 return f"the loss is {loss} in step {step}, microbatch {number}, on worker {self.index}"
-        coefficient = 1 / sum(self.batches.count(i) for i in members)
+        coefficient = 1 / sum(self.batches.count(i) for i in microbatches)
         for summed in gradients:
             if fault := self.check.fault(step, summed, coefficient, self.job.clip_norm):
                 return fault

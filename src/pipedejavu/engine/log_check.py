@@ -42,10 +42,10 @@ def check_log(program: Program, batches: Batches, logs: Sequence[Log]) -> None:
                 first, count = (event.version - 1) * size, size
                 if plan.feed.kind == "own":
                     first, count = first + event.replica * plan.feed.microbatches, plan.feed.microbatches
-                members = tuple(range(first, first + count))
-                most = 1 / sum(batches.count(i) for i in members)
-                if event.microbatches != members:
-                    raise InputError(f"the run fed an update with other microbatches than {members}: {event}")
+                microbatches = tuple(range(first, first + count))
+                most = 1 / sum(batches.count(i) for i in microbatches)
+                if event.microbatches != microbatches:
+                    raise InputError(f"the run fed an update with other microbatches than {microbatches}: {event}")
                 is_wrong = event.coefficient > most if plan.reduce.clip != "none" else event.coefficient != most
                 if is_wrong:
                     raise InputError(f"the run gave gradients a coefficient other than {most}: {event}")
@@ -62,9 +62,9 @@ def _check_trusted(program: Program, batches: Batches, log: Log) -> None:
             scores[event.version].append(event.score)
         elif isinstance(event, Applied):
             trusted = kept(scores[event.version], program.plan.reduce.trim)
-            members = tuple(i for q in trusted for i in program.fed_by(q, event.version - 1))
-            coefficient = 1 / sum(batches.count(i) for i in members) if members else 0.0
-            if (event.microbatches, event.coefficient) != (members, coefficient):
+            microbatches = tuple(i for q in trusted for i in program.fed_by(q, event.version - 1))
+            coefficient = 1 / sum(batches.count(i) for i in microbatches) if microbatches else 0.0
+            if (event.microbatches, event.coefficient) != (microbatches, coefficient):
                 raise InputError(f"the scores {scores[event.version]} trust replicas {trusted}, but the run: {event}")
 
 
