@@ -29,9 +29,8 @@ from torch.distributed import FileStore
 from torch.multiprocessing.spawn import start_processes
 
 from pipedejavu.engine import AdamW, Job
-from pipedejavu.engine.handlers import Handlers
-from pipedejavu.engine.rank_process import run_rank
-from pipedejavu.facts import Device, Host, Link, Machine, Profile, Span, keep_heap
+from pipedejavu.engine.rank_process import RankRun
+from pipedejavu.facts import Device, Host, Link, Machine, Profile, keep_heap
 from pipedejavu.plan import preset
 from pipedejavu.planner.measure import updates_of
 from pipedejavu.probe.gloo import measure_link
@@ -109,15 +108,11 @@ def work(rank: int, name: str, program: Program, times: float, steps: int, folde
     job, batches = prepare(name)
     before, ends = level_bytes(), list[float]()
 
-    def handicap(own: Handlers) -> None:
-        if program.devices[rank] == "slow":
-            own.do = slowed(own.do, times)  # type: ignore[method-assign]
-
-    def after(update: int, own: Handlers, spans: list[Span]) -> bool:  # noqa: ARG001
+    run = RankRun(program, job, batches)
+    if program.devices[rank] == "slow":
+        run.handlers.do = slowed(run.handlers.do, times)  # type: ignore[method-assign]
+    for _ in run.rounds(range(steps)):
         ends.append(time.perf_counter())
-        return True
-
-    run_rank(program, job, batches, range(steps), after, restore=handicap)
     found = {"ends_s": ends, "grown_bytes": most_resident_bytes() - before}
     Path(folder, f"{rank}.json").write_text(json.dumps(found))
     dist.barrier()

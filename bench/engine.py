@@ -25,8 +25,7 @@ from torch.multiprocessing.spawn import start_processes
 from torch.nn.parallel import DistributedDataParallel
 
 from pipedejavu.engine import Job, Sgd, Threads
-from pipedejavu.engine.handlers import Handlers
-from pipedejavu.engine.rank_process import run_rank
+from pipedejavu.engine.rank_process import RankRun
 from pipedejavu.facts import Cost, Device, Host, Link, Machine, Profile, Unit, UnitTime
 from pipedejavu.plan import Plan, preset
 from pipedejavu.program import ActionKind, Program, ValueKind, compile
@@ -165,19 +164,17 @@ def run_both(rank: int, workers: int, name: str, size: Size, steps: int, folder:
     times: dict[str, list[float]] = {"torch": [], "engine": []}
     traffic, started = [], [time.perf_counter()]
 
-    def after(_update: int, handlers: Handlers, _spans: object) -> bool:
+    rounds = range(0, steps * own.plan.steps, own.plan.steps)
+    ours = RankRun(own, job(size[0]), Noise(size))
+    for _ in ours.rounds(rounds):
         times["engine"].append(time.perf_counter() - started[0])
-        traffic.append(handlers.wire.traffic())
+        traffic.append(ours.handlers.wire.traffic())
         dist.barrier()
         started[0] = time.perf_counter()
         theirs()
         times["torch"].append(time.perf_counter() - started[0])
         dist.barrier()
         started[0] = time.perf_counter()
-        return True
-
-    rounds = range(0, steps * own.plan.steps, own.plan.steps)
-    run_rank(own, job(size[0]), Noise(size), rounds, after)
     carried = [(last - first) / (steps - 1) for first, last in zip(traffic[0], traffic[-1], strict=True)]
     Path(folder, f"{rank}.json").write_text(json.dumps({**times, "carried": carried}))
     dist.destroy_process_group()

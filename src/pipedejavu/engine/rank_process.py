@@ -1,7 +1,8 @@
 """Workers as processes under torch.distributed: runs one rank's worker of a program."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -17,46 +18,46 @@ from pipedejavu.engine.worker_loop import WorkerLoop
 from pipedejavu.facts import InputError, MemoryFile, Span
 from pipedejavu.program import Program, ValueKind
 
-BeforeRound = Callable[[Handlers], None]
-"""Called before a round with the worker's handlers."""
-AfterRound = Callable[[int, Handlers, list[Span]], bool]
-"""Called after a round with the number of updates so far, the handlers and the spans; returns whether to continue."""
+
+class RankRound(NamedTuple):
+    """A round that has ended."""
+
+    update: int
+    """The number of updates so far."""
+    spans: list[Span]
 
 
-def run_rank(
-    program: Program,
-    job: Job,
-    batches: Batches,
-    updates: range,
-    after: AfterRound,
-    before: BeforeRound = lambda _: None,
-    restore: BeforeRound = lambda _: None,
-) -> Handlers:
-    """Runs this rank's worker, one round from each of `updates`; the process group must be initialised.
+class RankRun:
+    """This rank's worker of a program; the process group must be initialised.
 
-    All ranks start the first round together. A rank starts its next round when `after` returns; `after` may wait for
-    the other ranks. `restore` may load state before the first round.
+    Load state into `handlers` before the first round.
     """
-    check_runnable(program)
-    check_units(program, job)
-    rank, size = dist.get_rank(), dist.get_world_size()
-    if size != len(program.workers):
-        raise InputError(
-            f"the plan has {len(program.workers)} workers and {size} processes were started; start one for each"
-        )
-    wire = ProcessWire(rank, {name: group.workers for name, group in program.groups.items()})
-    handlers = make_handlers(program, rank, job, batches, wire)
-    restore(handlers)
-    if program.plan.keep.kind == "shared":
-        _share_weights(handlers)
-    worker = WorkerLoop(verify(program), rank, handlers)
-    dist.barrier()
-    for update in updates:
-        handlers.begin(update)
-        before(handlers)
-        if not after(update + program.plan.steps, handlers, worker.run()):
-            break
-    return handlers
+
+    def __init__(self, program: Program, job: Job, batches: Batches):
+        check_runnable(program)
+        check_units(program, job)
+        rank, size = dist.get_rank(), dist.get_world_size()
+        if size != len(program.workers):
+            raise InputError(
+                f"the plan has {len(program.workers)} workers and {size} processes were started; start one for each"
+            )
+        wire = ProcessWire(rank, {name: group.workers for name, group in program.groups.items()})
+        self.program, self.rank = program, rank
+        self.handlers = make_handlers(program, rank, job, batches, wire)
+
+    def rounds(self, updates: range) -> Iterator[RankRound]:
+        """Runs a round from each of `updates`, and yields it when it has ended.
+
+        All ranks start the first round together. A rank starts its next round when the caller asks for it; the caller
+        may wait for the other ranks in between.
+        """
+        if self.program.plan.keep.kind == "shared":
+            _share_weights(self.handlers)
+        worker = WorkerLoop(verify(self.program), self.rank, self.handlers)
+        dist.barrier()
+        for update in updates:
+            self.handlers.begin(update)
+            yield RankRound(update + self.program.plan.steps, worker.run())
 
 
 def _share_weights(handlers: Handlers) -> None:

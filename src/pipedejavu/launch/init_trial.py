@@ -15,17 +15,15 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import Store
 
 from pipedejavu.engine import Batches, Threads
 from pipedejavu.engine.engine_state import take_all
 from pipedejavu.facts import InputError
-from pipedejavu.health.watchdog import HangWatchdog
 from pipedejavu.launch.handover import Handover
 from pipedejavu.launch.init_selection import InitSelection
 from pipedejavu.launch.launch import run_workers
 from pipedejavu.launch.rank_group import RankGroup
-from pipedejavu.launch.worker_process import WorkerLaunch, run_process, set_up_process
+from pipedejavu.launch.worker_process import WorkerLaunch, WorkerProcess, set_up_process
 from pipedejavu.plan import Feed, Place, Plan, Reduce
 from pipedejavu.program import Program
 from pipedejavu.program import compile as compile_plan
@@ -167,12 +165,8 @@ def _check(options: TrainOptions) -> None:
 
 def work(rank: int, size: int, launched: WorkerLaunch) -> None:
     """Runs the trials of one rank in a process of its own."""
-    run_process(rank, size, launched, _run)
-
-
-def _run(folder: RunFolder, _: Store, __: HangWatchdog, handover: Handover) -> tuple[int, bytes]:
-    _run_trials_here(dist.get_rank(), dist.get_world_size(), folder, folder.options(), handover.program)
-    return 0, b""
+    with WorkerProcess(rank, size, launched) as process:
+        _run_trials_here(rank, size, process.folder, process.folder.options(), process.handover.program)
 
 
 def _run_trials_here(rank: int, size: int, folder: RunFolder, options: TrainOptions, program: Program) -> None:

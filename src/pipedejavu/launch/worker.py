@@ -4,7 +4,6 @@ import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -14,21 +13,21 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from pipedejavu.engine.device import device_of
 from pipedejavu.engine.engine_state import check_state, final_buffers
 from pipedejavu.engine.handlers import Handlers
-from pipedejavu.engine.rank_process import run_rank
+from pipedejavu.engine.rank_process import RankRun
 from pipedejavu.engine.replicas import ReplicaCheck
 from pipedejavu.engine.share_control import adjusted_counts
 from pipedejavu.engine.threads import final_weights
 from pipedejavu.facts import InputError, Span, WorkerSummary
 from pipedejavu.health.failure import ShortageError, WorkerError, is_shortage
 from pipedejavu.health.watchdog import HangWatchdog
-from pipedejavu.launch.handover import Handover, RunForecast
-from pipedejavu.launch.worker_process import WorkerLaunch, run_process, set_up_process
+from pipedejavu.launch.handover import RunForecast
+from pipedejavu.launch.worker_process import WorkerLaunch, WorkerProcess, set_up_process
 from pipedejavu.planner.replan import PlanSwitch, Replanner, find_switch
 from pipedejavu.program import ActionKind, Program
 from pipedejavu.program.share import cut_evenly
 from pipedejavu.run.live_view import WorkerPanel
 from pipedejavu.run.logbook import open_logbooks
-from pipedejavu.run.metrics import MetricsCollector, MetricsReporter, resident_bytes
+from pipedejavu.run.metrics import ManifestFields, MetricsCollector, MetricsReporter, resident_bytes
 from pipedejavu.run.options import TrainOptions
 from pipedejavu.run.progress import Progress
 from pipedejavu.run.run_folder import RunFolder, RunStart
@@ -46,14 +45,13 @@ from pipedejavu.store.saver import SLOW_S
 
 def work(rank: int, size: int, launched: WorkerLaunch) -> None:
     """Runs a rank of a training run in a process of its own."""
-    run_process(rank, size, launched, _train)
-
-
-def _train(folder: RunFolder, store: Store, watchdog: HangWatchdog, handover: Handover) -> tuple[int, bytes]:
-    assert handover.forecast is not None
-    rank = Rank(folder.options(), handover.program, store, folder, folder.start(), watchdog, handover.forecast)
-    result = rank.run(folder.checkpoint_dir)
-    return (STOPPED if rank.is_stopped else 0), result.pack()
+    with WorkerProcess(rank, size, launched) as process:
+        folder, handover = process.folder, process.handover
+        assert handover.forecast is not None
+        start, watchdog = folder.start(), process.watchdog
+        run = Rank(folder.options(), handover.program, process.store, folder, start, watchdog, handover.forecast)
+        process.result = run.run(folder.checkpoint_dir).pack()
+        process.code = STOPPED if run.is_stopped else 0
 
 
 Move = tuple[int, tuple[tuple[int, ...], ...]]
@@ -116,7 +114,6 @@ class Rank:
 
     def _run(self, checkpoint_dir: CheckpointDir) -> WorkerResult:
         self.watchdog.allow(self.forecast.makespan_s / self.program.plan.steps, self.options.hang_after_s)
-        updates = range(self.start.step, self.options.steps, self.program.plan.steps)
         with ExitStack() as stack:
             if self.rank == 0:
                 self._open_metrics(stack)
@@ -130,10 +127,7 @@ class Rank:
             self.reporter = MetricsReporter(self.store, self.rank, self.batches, device, self.collector, self._poll)
             with self.reporter:
                 try:
-                    handlers = run_rank(
-                        self.program, self.job, self.batches, updates, self.after_round, self.before_round,
-                        partial(self._begin, checkpoint_dir),
-                    )  # fmt: skip
+                    handlers = self._train(checkpoint_dir)
                 except InputError:
                     if self.saver:  # it holds finite state; reports are still taken, so the metrics have its steps
                         self.saver.finish()
@@ -147,6 +141,17 @@ class Rank:
             if self.collector:
                 self.collector.take_all(self.store)
         return self._result(handlers)
+
+    def _train(self, checkpoint_dir: CheckpointDir) -> Handlers:
+        """Runs all rounds of this rank's worker; returns its state at the end."""
+        rank = RankRun(self.program, self.job, self.batches)
+        self._begin(checkpoint_dir, rank.handlers)
+        rank.handlers.notice = self.watchdog.notice
+        self.reporter.follow(rank.handlers.log)
+        for update, spans in rank.rounds(range(self.start.step, self.options.steps, self.program.plan.steps)):
+            if not self.after_round(update, rank.handlers, spans):
+                break
+        return rank.handlers
 
     def _result(self, handlers: Handlers) -> WorkerResult:
         """Returns the weights of this rank's worker, and what it has measured."""
@@ -242,11 +247,6 @@ class Rank:
     def _tell(self, sentence: str) -> None:
         self.progress.say(sentence)
 
-    def before_round(self, handlers: Handlers) -> None:
-        """Connects the reporter to the log, and the watchdog to the lanes."""
-        handlers.notice = self.watchdog.notice
-        self.reporter.follow(handlers.log)
-
     def after_round(self, update: int, handlers: Handlers, spans: list[Span]) -> bool:
         """Keeps the round's spans, rebalances shares by measured rates, and saves; returns whether to go on."""
         self.spans, self.step = spans, update
@@ -288,12 +288,8 @@ class Rank:
         facts = {
             "norm": self.session.take_norm(), "parts": self.program.parts, "fingerprints": self.start.fingerprints
         }  # fmt: skip
-        settings, samples = Settings.of(self.options, self.program), self.order.samples(update)
-
-        def about() -> dict[str, Any]:
-            loss = self.collector.mean_loss(update) if self.collector else None
-            return {"samples": samples, "loss": loss, **settings.in_manifest(facts)}
-
+        fields = Settings.of(self.options, self.program).in_manifest(facts)
+        about = ManifestFields(update, self.order.samples(update), fields, self.collector)
         saver.save(update, tensors, about, is_last=is_last)
 
     def _begin(self, checkpoint_dir: CheckpointDir, handlers: Handlers) -> None:

@@ -3,13 +3,13 @@
 import os
 import signal
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from types import TracebackType
+from typing import NamedTuple, NoReturn, Self
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, Store
+from torch._C._distributed_c10d import PrefixStore
 
 from pipedejavu.engine.device import be_deterministic
 from pipedejavu.facts import end_with_parent, keep_heap
@@ -36,38 +36,57 @@ class WorkerLaunch(NamedTuple):
     """The memory file with the program and its forecast."""
 
 
-Run = Callable[[RunFolder, Store, HangWatchdog, Handover], tuple[int, bytes]]
-"""Runs a rank; returns the exit code of its process and the bytes of its result."""
-
-
-def run_process(rank: int, size: int, launched: WorkerLaunch, run: Run) -> None:
-    """Runs a rank in a process that our launcher started, then ends the process with the code that `run` returns.
+class WorkerProcess:
+    """A process that our launcher started for one worker: a block that trains, after which the process ends.
 
     The store is the launcher's, and sockets are on loopback only.
     """
-    end_with_parent()
-    # On Ctrl-C the launcher kills its workers at once, even if they wait for something.
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    folder, store, code = RunFolder(launched.run_dir), connect_store(launched.port), 1
 
-    def end(trace: str, sentence: str) -> None:
-        keep_failure(store, f"hung\n{trace}{sentence}; all others were stopped")
+    def __init__(self, rank: int, size: int, launched: WorkerLaunch):
+        end_with_parent()
+        # On Ctrl-C the launcher kills its workers at once, even if they wait for something.
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+        self.rank, self.launched = rank, launched
+        self.folder, self._store = RunFolder(launched.run_dir), connect_store(launched.port)
+        self.store = PrefixStore("run", self._store)
+        self.code, self.result = 0, b""
+        """The exit code of the process, and the bytes of its result."""
+        try:
+            self.watchdog = HangWatchdog(rank, self._end_hung, HeartbeatPage(Path(launched.heartbeats), size))
+            rendezvous = PrefixStore("group", connect_store(launched.port))
+            dist.init_process_group("gloo", store=rendezvous, rank=rank, world_size=size)
+            self.handover = Handover.unpack(Path(launched.handover).read_bytes())
+        except BaseException as error:
+            self._end(error)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            if error is None:
+                Path(self.launched.results[self.rank]).write_bytes(self.result)
+        except BaseException as failed:
+            error = failed
+        self._end(error)
+
+    def _end(self, error: BaseException | None) -> NoReturn:
+        """Ends the process, once the launcher has this rank's result or failure.
+
+        That skips the interpreter's shutdown, which would wait for lanes that are blocked, and sometimes aborts while
+        C++ threads are still running.
+        """
+        if error is not None:
+            write_failure(self._store, self.rank, error)
+        sys.stderr.flush()
+        os._exit(self.code if error is None else 1)
+
+    def _end_hung(self, trace: str, sentence: str) -> None:
+        keep_failure(self._store, f"hung\n{trace}{sentence}; all others were stopped")
         os._exit(1)
-
-    try:
-        watchdog = HangWatchdog(rank, end, HeartbeatPage(Path(launched.heartbeats), size))
-        rendezvous = PrefixStore("group", connect_store(launched.port))
-        dist.init_process_group("gloo", store=rendezvous, rank=rank, world_size=size)
-        handover = Handover.unpack(Path(launched.handover).read_bytes())
-        code, result = run(folder, PrefixStore("run", store), watchdog, handover)
-        Path(launched.results[rank]).write_bytes(result)
-    except BaseException as error:
-        write_failure(store, rank, error)
-    # The launcher has this rank's result or failure. Exiting here skips the interpreter's shutdown, which would wait
-    # for lanes that are blocked, and sometimes aborts while C++ threads are still running.
-    sys.stderr.flush()
-    os._exit(code)
 
 
 def set_up_process(program: Program, rank: int) -> None:

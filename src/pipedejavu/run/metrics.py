@@ -9,11 +9,12 @@ import resource
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch._C._distributed_c10d import Store
@@ -152,6 +153,22 @@ class MetricsReporter:
         with suppress(RuntimeError):
             while not self._ended.wait(INTERVAL_S):
                 self.collector.take_all(self.store)
+
+
+@dataclass(frozen=True)
+class ManifestFields:
+    """What a checkpoint's manifest says besides its tensors; called once all shard files are on disk."""
+
+    step: int
+    samples: int
+    """The number of the next sample."""
+    fields: Mapping[str, Any]
+    collector: "MetricsCollector | None"
+
+    def __call__(self) -> Mapping[str, Any]:
+        """Returns the fields, with the mean loss since the last checkpoint, once the metrics have it."""
+        loss = self.collector.mean_loss(self.step) if self.collector else None
+        return {"samples": self.samples, "loss": loss, **self.fields}
 
 
 class MetricsCollector:
