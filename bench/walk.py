@@ -91,10 +91,10 @@ def is_shown(caller: str, function: str, callee: str, called: str) -> bool:
 def main() -> None:
     """Prints the walks."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("walks", nargs="*", default=[*WALKS], choices=WALKS)
+    parser.add_argument("walks", nargs="*", help=f"some of {', '.join(WALKS)}; all by default")
     parser.add_argument("--calls", action="store_true", help="print every call between two files")
     arguments = parser.parse_args()
-    for name in arguments.walks:
+    for name in arguments.walks or WALKS:
         between: dict[tuple[str, str], list[str]] = defaultdict(list)
         for caller, function, callee, called in sorted(walk(WALKS[name])):
             between[caller, callee].append(f"{function} → {called}")

@@ -96,9 +96,9 @@ class Sizes:
         return kept + sum(self._waiting(piece).values())
 
     def _waiting(self, piece: int) -> dict[int, float]:
-        """Returns the bytes per sample that are kept as input of a recomputed unit after one that is not recomputed.
+        """Returns, per unit, the bytes per sample of inputs that are kept only because the unit is recomputed.
 
-        What the unit before has saved anyway does not count.
+        An input that the previous unit has saved for its own backward does not count.
         """
         units, again = self._saved[piece], {*self.program.recomputed[piece]}
         befores = {n: self.program.profile.units[n - 1] for n in again if n - 1 in units and n - 1 not in again}

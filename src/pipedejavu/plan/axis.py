@@ -191,7 +191,7 @@ class Keep(Record):
     """`host`: weights and optimizer state are in host memory. `split`: weights are on the device, with the optimizer
     state of the first pieces; the rest is in host memory. `shared`: one copy for all workers."""
     zeros: tuple[Zero, ...] | None = Field(default=None, min_length=1)
-    """For a zero kind, which is then the highest: the ZeRO stage of each pipeline stage; 0 divides nothing."""
+    """The ZeRO stage of each pipeline stage, 0 for none; `kind` is then the highest of them."""
     window: int = Field(default=1, ge=1)
     """For weights in host memory: pieces on the device at once, in addition to those that are prefetched."""
     device_pieces: int = Field(default=0, ge=0)

@@ -20,7 +20,7 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 from pipedejavu.facts import InputError
 from pipedejavu.profile.operator import classify
 from pipedejavu.profile.segment import refusal_of_branches
-from pipedejavu.profile.unit_step import Head, detached, run_step, tensors_of
+from pipedejavu.profile.unit_step import LossHead, detached, run_step, tensors_of
 
 
 class OperatorWork(NamedTuple):
@@ -61,7 +61,7 @@ class UnitWork:
         return sum(work.flop for work in self.parts["forward"])
 
 
-def count_step(module: nn.Module, value: Any, head: Head | None, is_first: bool) -> UnitWork:
+def count_step(module: nn.Module, value: Any, head: LossHead | None, is_first: bool) -> UnitWork:
     """Runs each part of a unit's step once and counts its work."""
     meter = _Counter(module)
     try:

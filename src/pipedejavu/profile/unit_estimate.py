@@ -18,7 +18,7 @@ from pipedejavu.profile.meta_model import mode_of
 from pipedejavu.profile.operator_count import OperatorWork, UnitWork, count_step
 from pipedejavu.profile.predictor import Efficiency
 from pipedejavu.profile.unit_sample import UnitSample
-from pipedejavu.profile.unit_step import PARTS, Head
+from pipedejavu.profile.unit_step import PARTS, LossHead
 from pipedejavu.profile.unit_time import Report, describe, describe_ties
 
 _UPDATE_PASSES = 7
@@ -125,7 +125,7 @@ def _count_sample(unit_sample: UnitSample, report: Report) -> list[UnitWork]:
     return counted
 
 
-def _count(name: str, module: nn.Module, value: Any, head: Head | None, is_first: bool) -> UnitWork:
+def _count(name: str, module: nn.Module, value: Any, head: LossHead | None, is_first: bool) -> UnitWork:
     try:
         return count_step(module, value, head, is_first)
     except (GuardOnDataDependentSymNode, NotImplementedError, RuntimeError) as error:

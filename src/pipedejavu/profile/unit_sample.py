@@ -2,9 +2,7 @@
 
 import copy
 from collections.abc import Callable, Hashable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -13,7 +11,7 @@ from torch.utils import _pytree as pytree
 
 from pipedejavu.profile.dedup import unit_key
 from pipedejavu.profile.sequential import Units
-from pipedejavu.profile.unit_step import Head, detached, moved, run_step
+from pipedejavu.profile.unit_step import LossHead, NullMeter, detached, moved, run_step
 
 
 @dataclass(frozen=True)
@@ -32,13 +30,9 @@ class UnitSample:
         """Samples in the microbatch."""
         return next(len(leaf) for leaf in pytree.tree_leaves(self.targets) if isinstance(leaf, Tensor))
 
-    def head(self, index: int, targets: Any) -> Head | None:
-        """Returns the loss function for the last unit, None for the others."""
-        return partial(_loss, self.loss, targets) if index == len(self.units) - 1 else None
-
-
-def _loss(loss: Callable[[Any, Any], Tensor], targets: Any, output: Any) -> Tensor:
-    return loss(output, targets)
+    def head(self, index: int, targets: Any) -> LossHead | None:
+        """Returns the loss of the last unit's output, None for the other units."""
+        return LossHead(self.loss, targets) if index == len(self.units) - 1 else None
 
 
 def has_same_units(unit_sample: UnitSample, other: UnitSample) -> bool:
@@ -77,13 +71,5 @@ def _try(unit_sample: UnitSample) -> None:
         key = (unit_key(module, value), head is None, index == 0)
         if key not in known:
             unit = copy.deepcopy(module).to(cpu)
-            known[key] = detached(run_step(unit, value, head, index == 0, _Unmeasured()))
+            known[key] = detached(run_step(unit, value, head, index == 0, NullMeter()))
         value = known[key]
-
-
-class _Unmeasured:
-    """A meter that records nothing."""
-
-    def part(self, name: str) -> AbstractContextManager[None]:  # noqa: ARG002
-        """Runs a part unmeasured."""
-        return nullcontext()

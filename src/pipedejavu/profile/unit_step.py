@@ -5,7 +5,7 @@ each requested from autograd separately.
 """
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -17,8 +17,18 @@ from pipedejavu.facts import InputError
 
 PARTS = ("forward", "backward", "recompute", "input_backward", "weight_backward")
 
-Head = Callable[[Any], Tensor]
-"""Takes the last unit's output; returns the loss."""
+
+@dataclass(frozen=True)
+class LossHead:
+    """The loss after the last unit."""
+
+    loss: Callable[[Any, Any], Tensor]
+    """Takes the last unit's output and the targets."""
+    targets: Any
+
+    def __call__(self, output: Any) -> Tensor:
+        """Returns the loss of an output."""
+        return self.loss(output, self.targets)
 
 
 class StepMeter(Protocol):
@@ -26,6 +36,14 @@ class StepMeter(Protocol):
 
     def part(self, name: str) -> AbstractContextManager[None]:
         """Records what runs inside the `with` block, under a name."""
+
+
+class NullMeter:
+    """A meter that records nothing."""
+
+    def part(self, name: str) -> AbstractContextManager[None]:  # noqa: ARG002
+        """Runs a part unmeasured."""
+        return nullcontext()
 
 
 @dataclass(frozen=True)
@@ -37,7 +55,7 @@ class _Forward:
     seeds: list[Tensor]
 
 
-def run_step(module: nn.Module, value: Any, head: Head | None, is_first: bool, meter: StepMeter) -> Any:
+def run_step(module: nn.Module, value: Any, head: LossHead | None, is_first: bool, meter: StepMeter) -> Any:
     """Runs each part once and returns the unit's output; the first unit's inputs need no gradient.
 
     A part without work is skipped.
@@ -58,7 +76,9 @@ def run_step(module: nn.Module, value: Any, head: Head | None, is_first: bool, m
     return output
 
 
-def run_several(module: nn.Module, value: Any, head: Head | None, is_first: bool, meter: StepMeter, count: int) -> None:
+def run_several(
+    module: nn.Module, value: Any, head: LossHead | None, is_first: bool, meter: StepMeter, count: int
+) -> None:
     """Runs `count` forwards, then their backwards as one, like a step with that many such units."""
     leaves, inputs = zip(*(_inputs(value, is_first) for _ in range(count)), strict=True)
     with meter.part("forward"):
@@ -71,7 +91,9 @@ def run_several(module: nn.Module, value: Any, head: Head | None, is_first: bool
     module.zero_grad()
 
 
-def _forward(module: nn.Module, value: Any, head: Head | None, is_first: bool, meter: StepMeter, part: str) -> _Forward:
+def _forward(
+    module: nn.Module, value: Any, head: LossHead | None, is_first: bool, meter: StepMeter, part: str
+) -> _Forward:
     leaves, inputs = _inputs(value, is_first)
     with meter.part(part):
         result = _run(module, inputs, head)
@@ -85,7 +107,7 @@ def _inputs(value: Any, is_first: bool) -> tuple[list[Tensor], Any]:
     return leaves, tuple(copies) if isinstance(value, tuple) else copies[0]
 
 
-def _run(module: nn.Module, inputs: Any, head: Head | None) -> tuple[Any, list[Tensor]]:
+def _run(module: nn.Module, inputs: Any, head: LossHead | None) -> tuple[Any, list[Tensor]]:
     """Returns a unit's output, and the tensors that its backward starts from."""
     output = module(inputs)
     return output, tensors_of(head(output) if head else output)

@@ -22,7 +22,7 @@ from pipedejavu.profile.line_fit import fit_line
 from pipedejavu.profile.operator_count import UnitWork, count_step
 from pipedejavu.profile.sequential import Units
 from pipedejavu.profile.unit_sample import UnitSample, has_same_units
-from pipedejavu.profile.unit_step import PARTS, Head, moved, run_several, run_step, tensors_of
+from pipedejavu.profile.unit_step import PARTS, LossHead, moved, run_several, run_step, tensors_of
 
 _FEWEST, _MOST, _ENOUGH_S = 3, 20, 0.25
 """Number of timed passes: at least the first, at most the second, and enough to take this long together."""
@@ -124,7 +124,7 @@ class _MeasuredUnit:
     name: str
     module: nn.Module
     value: Any
-    head: Head | None
+    head: LossHead | None
     is_first: bool
     counted: UnitWork
     times: dict[str, list[float]] = field(default_factory=lambda: {part: [] for part in PARTS})

@@ -58,7 +58,7 @@ class StageSlot(NamedTuple):
     """Consecutive devices for one stage, whatever units the stage holds."""
 
     group: tuple[str, ...]
-    """The devices that each hold the stage; the first of each tensor-parallel group."""
+    """The first device of each tensor-parallel group; each group holds the whole stage."""
     kinds: tuple[str, ...]
     """The distinct kinds of these devices or tensor-parallel groups."""
     after: int
