@@ -111,7 +111,7 @@ def _train(
     stack: ExitStack,
 ) -> None:
     """Plans a run, or the rest of it, and trains; `stack` keeps the run folder locked."""
-    from pipedejavu.launch import plan_run, train, train_rank
+    from pipedejavu.launch import plan_run, train_rank
     from pipedejavu.run import check_logbooks, lock_run
 
     start, profile, chosen, worker_hosts = resumed.start if resumed else None, None, Plan(), ranks.worker_hosts()
@@ -129,10 +129,7 @@ def _train(
         start = _choose_candidate(options, program, folder, ranks, start)
         options, program, _ = plan(options, program.plan, program.machine, start=start, profile=program.profile)
     try:
-        if ranks.is_launched:
-            done = train_rank(options, program, folder, ranks, start)
-        else:
-            done = train(options, program, folder, start)
+        done = train_rank(options, program, folder, ranks, start)
     except KeyboardInterrupt:
         print_error(f"stopped; the metrics so far are in {folder}")
         raise SystemExit(130) from None

@@ -4,6 +4,7 @@
 torchrun started.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 from pipedejavu.launch.handover import RunForecast
@@ -26,6 +27,10 @@ class RunSetup(NamedTuple):
     """Where the run goes on; None for a new run."""
 
 
+Task = Callable[[int, int, RunFolder, RunSetup], None]
+"""A module-level function that each rank runs, given its rank, the number of ranks, and the run's folder and setup."""
+
+
 class Backend(Protocol):
     """The workers of a run, as the process that drives them sees them."""
 
@@ -40,6 +45,13 @@ class Backend(Protocol):
         """Runs the workers to the end, or until the run switches plans: then returns the switch as JSON.
 
         The forecast is needed on the first rank only. Raises WorkerError if a worker fails.
+        """
+        ...
+
+    def run_task(self, folder: RunFolder, setup: RunSetup, task: Task, most: int) -> None:
+        """Runs a task on one rank per worker, on at most as many ranks as `most` if the backend starts them itself.
+
+        The ranks form a process group of torch.distributed.
         """
         ...
 

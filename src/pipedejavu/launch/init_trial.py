@@ -19,11 +19,11 @@ from torch import Tensor
 from pipedejavu.engine import Batches, Threads
 from pipedejavu.engine.engine_state import take_all
 from pipedejavu.facts import InputError
-from pipedejavu.launch.handover import Handover
+from pipedejavu.launch.backend import RunSetup
 from pipedejavu.launch.init_selection import InitSelection
-from pipedejavu.launch.launch import run_workers
 from pipedejavu.launch.rank_group import RankGroup
-from pipedejavu.launch.worker_process import WorkerLaunch, WorkerProcess, set_up_process
+from pipedejavu.launch.run_session import backend_of
+from pipedejavu.launch.worker_process import set_up_process
 from pipedejavu.plan import Feed, Place, Plan, Reduce
 from pipedejavu.program import Program
 from pipedejavu.program import compile as compile_plan
@@ -129,13 +129,7 @@ def _choose(
 ) -> ChosenInit:
     if ranks.is_first:
         folder.create(options, program, restart, fingerprints_to_save(options, restart))
-    if ranks.is_launched:
-        dist.barrier()
-        _run_trials_here(ranks.rank, ranks.size, folder, options, program)
-        dist.barrier()
-    else:
-        size = min(len(program.workers), options.init_candidates)
-        run_workers(folder, size, options.hang_after_s, work, Handover(program))
+    backend_of(ranks).run_task(folder, RunSetup(options, program, None), run_trials_here, options.init_candidates)
     checkpoint = folder.checkpoint_dir.newest(lambda _: None) if ranks.is_first else None
     if ranks.is_first and (checkpoint is None or "candidates" not in checkpoint.manifest.facts):
         raise InputError(
@@ -163,14 +157,9 @@ def _check(options: TrainOptions) -> None:
         )
 
 
-def work(rank: int, size: int, launched: WorkerLaunch) -> None:
-    """Runs the trials of one rank in a process of its own."""
-    with WorkerProcess(rank, size, launched) as process:
-        _run_trials_here(rank, size, process.folder, process.folder.options(), process.handover.program)
-
-
-def _run_trials_here(rank: int, size: int, folder: RunFolder, options: TrainOptions, program: Program) -> None:
+def run_trials_here(rank: int, size: int, folder: RunFolder, setup: RunSetup) -> None:
     """Runs the trials of this rank; the rank that has the winner writes its state to the folder."""
+    options, program, _ = setup
     set_up_process(program, rank)
     selection, winner = run_init_trials(options, program, rank, size, dist.all_reduce)
     if winner is None:

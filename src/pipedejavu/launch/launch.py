@@ -6,6 +6,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
@@ -18,12 +19,12 @@ from pipedejavu.facts import MemoryFile
 from pipedejavu.facts.printable import tell
 from pipedejavu.health.failure import ShortageError, WorkerError, read_failure, with_rest
 from pipedejavu.health.watchdog import HeartbeatMonitor, HeartbeatPage
-from pipedejavu.launch.backend import REMEDY, RunSetup
+from pipedejavu.launch.backend import REMEDY, RunSetup, Task
 from pipedejavu.launch.handover import Handover, RunForecast
 from pipedejavu.launch.loopback_store import serve_store
 from pipedejavu.launch.rank_group import RankGroup
 from pipedejavu.launch.worker import work
-from pipedejavu.launch.worker_process import WorkerLaunch
+from pipedejavu.launch.worker_process import WorkerLaunch, WorkerProcess
 from pipedejavu.planner.replan import relieve
 from pipedejavu.run.run_folder import RunFolder
 from pipedejavu.run.stop_signal import GRACE_S, STOPPED, on_stop, stopped
@@ -64,10 +65,21 @@ class ProcessBackend:
         self._results = results
         return b""
 
+    def run_task(self, folder: RunFolder, setup: RunSetup, task: Task, most: int) -> None:
+        """Runs a task in processes of its own, one per worker but at most `most`."""
+        size = min(len(setup.program.workers), most)
+        run_workers(folder, size, setup.options.hang_after_s, partial(_run_task, task), Handover(setup.program))
+
     def finish(self, folder: RunFolder) -> list[WorkerResult]:
         """Returns the results, once the folder has taken over what the first worker could not write."""
         folder.adopt(self._results[0].facts["pending"])
         return self._results
+
+
+def _run_task(task: Task, rank: int, size: int, launched: WorkerLaunch) -> None:
+    """Runs a task in a process that was started for it."""
+    with WorkerProcess(rank, size, launched) as process:
+        task(rank, size, process.folder, RunSetup(process.folder.options(), process.handover.program, None))
 
 
 @contextmanager

@@ -1,10 +1,12 @@
 """Before a run starts: measures the model on the devices of its plan, compiles the plan, and checks both."""
 
+from contextlib import suppress
 from typing import NamedTuple
 
 from pipedejavu.engine import Byzantine, check_runnable
 from pipedejavu.engine.log_check import check_replayable
 from pipedejavu.facts import InputError, Link, Machine, Profile
+from pipedejavu.launch.handover import Handover
 from pipedejavu.launch.measure_plan import measure_messages, measure_plan
 from pipedejavu.launch.rank_group import RankGroup
 from pipedejavu.launch.run_check import check_run
@@ -72,7 +74,7 @@ def plan_run(
         profile = Profile.from_json(profile_json)
     else:
         profile = measure_plan(options, plan, machine, names, ranks, prepared)
-    program = compile_plan(plan, profile, machine, fold=False)
+    program = _compile(plan, profile, machine, ranks)
     check_runnable(program)
     remark = check_run(options, program, ranks, prepared) if options.check_model and not start.step else ""
     if options.byzantine:
@@ -80,6 +82,18 @@ def plan_run(
     every, interval = choose_interval(options, program)
     notes = filter(None, (describe_stand_ins(machine, names, worker_hosts), interval, remark))
     return PlannedRun(options.replace(checkpoint_every=every), program, "\n".join(notes))
+
+
+def _compile(plan: Plan, profile: Profile, machine: Machine, ranks: RankGroup) -> Program:
+    """Returns the program that the first rank compiles, on all ranks; raises the same InputError on all of them."""
+    if not ranks.is_launched:
+        return compile_plan(plan, profile, machine, fold=False)
+    packed = b""
+    if ranks.is_first:
+        with suppress(InputError):  # raised below, where every rank then compiles
+            packed = Handover(compile_plan(plan, profile, machine, fold=False)).pack()
+    packed = ranks.broadcast(packed)
+    return Handover.unpack(packed).program if packed else compile_plan(plan, profile, machine, fold=False)
 
 
 def _measure_machine(

@@ -33,7 +33,7 @@ def train(options: TrainOptions, program: Program, run_dir: str, start: RunStart
 
     With a `start` the run in the folder goes on from there.
     """
-    trained = RunSession(RunFolder(run_dir), ProcessBackend(), RunSetup(options, program, start)).train()
+    trained = train_rank(options, program, run_dir, RankGroup(), start)
     assert trained is not None
     return trained
 
@@ -41,8 +41,13 @@ def train(options: TrainOptions, program: Program, run_dir: str, start: RunStart
 def train_rank(
     options: TrainOptions, program: Program, run_dir: str, ranks: RankGroup, start: RunStart | None = None
 ) -> TrainedRun | None:
-    """Runs this rank's worker of a program to the end; returns the result on the first rank, None on the others."""
-    return RunSession(RunFolder(run_dir), TorchrunBackend(ranks), RunSetup(options, program, start)).train()
+    """Runs a program to the end on the backend of a group of ranks; returns the result on the first, None elsewhere."""
+    return RunSession(RunFolder(run_dir), backend_of(ranks), RunSetup(options, program, start)).train()
+
+
+def backend_of(ranks: RankGroup) -> Backend:
+    """Returns the backend of a group: its own ranks if torchrun started them, else new processes on this host."""
+    return TorchrunBackend(ranks) if ranks.is_launched else ProcessBackend()
 
 
 class RunSession:

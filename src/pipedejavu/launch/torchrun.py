@@ -13,7 +13,7 @@ from torch._C._distributed_c10d import PrefixStore
 from pipedejavu.facts import InputError
 from pipedejavu.facts.printable import tell
 from pipedejavu.health.failure import ShortageError, WorkerError, with_rest
-from pipedejavu.launch.backend import REMEDY, RunSetup
+from pipedejavu.launch.backend import REMEDY, RunSetup, Task
 from pipedejavu.launch.handover import RunForecast
 from pipedejavu.launch.rank_group import RankGroup
 from pipedejavu.launch.worker import Rank
@@ -80,6 +80,12 @@ class TorchrunBackend:
             raise WorkerError(with_rest(str(error), ranks.checkpoint_dir.steps())) from None
         switches = ranks.is_first and rank.is_stopped and not rank.stop_signal.number and folder.switch.exists()
         return ranks.broadcast(folder.switch.read_bytes() if switches else b"")
+
+    def run_task(self, folder: RunFolder, setup: RunSetup, task: Task, most: int) -> None:  # noqa: ARG002
+        """Runs a task on every rank that torchrun started, this one among them."""
+        dist.barrier()
+        task(self.ranks.rank, self.ranks.size, folder, setup)
+        dist.barrier()
 
     def finish(self, folder: RunFolder) -> list[WorkerResult]:
         """Returns the results of all ranks on the first, nothing elsewhere; raises StoppedError after a signal."""
