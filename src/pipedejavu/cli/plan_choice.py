@@ -128,7 +128,7 @@ def _search(options: "TrainOptions", request: TrainRequest, machine: Machine | N
         def report(text: str) -> None:
             progress(0.0, text)
 
-        profile = profile_here(options.model, options.data, question.batch, machine, report)
+        profile = profile_here(options.model, options.data, question.batch, machine, report, renews=request.renew)
         plans: list[RankedPlan] = choose_plans(profile, machine, question, request.tries, devices, progress)
     best = plans[0] if len(plans) == 1 else find_fastest(options, plans, devices, print_error)
     if not request.as_json:

@@ -121,7 +121,7 @@ def _train(
     folder = request.run_dir or _new_name(f"{options.model}-{chosen.name}")
     if ranks.is_first:
         stack.enter_context(lock_run(folder))
-    plan = partial(plan_run, devices=request.device_choice, ranks=ranks)
+    plan = partial(plan_run, devices=request.device_choice, ranks=ranks, renews=request.renew)
     options, program, note = plan(options, chosen, machine, start=start, profile=profile)
     if ranks.is_first and not request.as_json:
         _announce(options, program, note)

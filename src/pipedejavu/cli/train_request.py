@@ -59,6 +59,7 @@ class TrainRequest:
         int, typer.Option(help="Consecutive updates that --on-nan skip may skip before the run stops.")
     ] = 10
     machine: Annotated[str | None, typer.Option(help="A machine file; by default this machine's own devices.")] = None
+    renew: Annotated[bool, typer.Option("--renew", help="Measure again instead of using cached measurements.")] = False
     devices: Annotated[str, typer.Option(help="auto (GPUs first, then the CPU), cpu or gpu.")] = "auto"
     run_dir: Annotated[str | None, typer.Option(help="Folder for the run's files.")] = None
     log: Annotated[list[str] | None, typer.Option(help="tensorboard, wandb or mlflow; may be repeated.")] = None

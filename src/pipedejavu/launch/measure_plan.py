@@ -5,16 +5,27 @@ from functools import partial
 
 import torch
 
+from pipedejavu.engine import Job
 from pipedejavu.facts import Link, Machine, Profile
 from pipedejavu.launch.rank_group import RankGroup
 from pipedejavu.plan import Plan
+from pipedejavu.planner.cache import find, keep
 from pipedejavu.planner.measure import measure
+from pipedejavu.planner.planning import machine_key, source_hash
+from pipedejavu.planner.profiling import MeasureSetup
 from pipedejavu.planner.worker_host import devices_to_measure, num_threads, num_threads_beside, torch_device
 from pipedejavu.probe.gloo import measure_link
 from pipedejavu.profile import background_load, merge_profiles
 from pipedejavu.program.pipeline import assign_devices
 from pipedejavu.run.options import TrainOptions
 from pipedejavu.source.task import Prepared, draw, prepare
+
+_NOT_MEASURED = {
+    *("steps", "seed", "lr", "momentum", "weight_decay", "clip_norm", "weights", "log", "keeps_log"),
+    *("on_nan", "max_consecutive_skips", "byzantine", "init_candidates", "init_steps", "check_model", "check_replicas"),
+    *("on_oom", "replan", "checkpoint_every", "hang_after_s"),
+}
+"""Options that change neither the units of a model nor how long they take."""
 
 
 def measure_messages(plan: Plan, machine: Machine) -> Link:
@@ -31,23 +42,52 @@ def measure_plan(
     names: Sequence[str],
     ranks: RankGroup,
     prepared: list[Prepared],
+    *,
+    renews: bool = False,
 ) -> Profile:
     """Measures the model on each kind of device that the plan uses, on the rank of the first worker of that kind.
 
-    Appends the model and data that it opened to `prepared`.
+    Appends the model and data that it opened to `prepared`. Uses cached measurements unless `renews` is set.
     """
     profiles = []
     for kind, (worker, name) in sorted(devices_to_measure(plan, machine, names).items(), key=lambda item: item[1]):
         source, profile_json = worker if ranks.is_launched else 0, b""
         if ranks.rank == source:
             torch.set_num_threads(num_threads(machine, names, worker))
-            with background_load(num_threads_beside(machine, names, worker)):
-                if not prepared:
-                    prepared.append(prepare(options.replace(weights=None), (plan.feed.samples,), plan.cut.begins))
-                profile = _measure_here(options, plan, {kind: torch_device(machine, name)}, *prepared)
-            profile_json = profile.to_json().encode()
+            if not prepared:
+                prepared.append(prepare(options.replace(weights=None), (plan.feed.samples,), plan.cut.begins))
+            beside = num_threads_beside(machine, names, worker)
+            setup = MeasureSetup(kind, torch_device(machine, name), torch.get_num_threads(), beside)
+            profile_json = _find_or_measure(options, plan, setup, prepared[0], renews=renews).to_json().encode()
         profiles.append(Profile.from_json(ranks.broadcast(profile_json, source)))
     return merge_profiles(profiles)
+
+
+def _find_or_measure(
+    options: TrainOptions, plan: Plan, setup: MeasureSetup, prepared: Prepared, *, renews: bool
+) -> Profile:
+    """Returns the cached profile of these units on this machine, or measures one and writes it to the cache."""
+    key = {
+        "options": options.model_dump(mode="json", exclude=_NOT_MEASURED),
+        "content": source_hash(options.model),
+        "can_switch": options.can_switch,
+        "feed": (plan.feed.kind, plan.feed.samples),
+        "begins": plan.cut.begins,
+        "setup": setup,
+        **machine_key(),
+    }
+    profile = None if renews else find(Profile, key)
+    if profile is None or not _describes(profile, prepared.job):
+        with background_load(setup.beside):
+            profile = _measure_here(options, plan, {setup.kind: setup.device}, prepared)
+        keep(profile, key)
+    return profile
+
+
+def _describes(profile: Profile, job: Job) -> bool:
+    """Whether a profile has the units of a job: the model's code may have changed since it was cached."""
+    sizes = [(name, sum(p.nbytes for p in module.parameters())) for name, module in job.units]
+    return [(unit.name, unit.parameter_bytes) for unit in profile.units] == sizes
 
 
 def _measure_here(options: TrainOptions, plan: Plan, kinds: dict[str, torch.device], prepared: Prepared) -> Profile:

@@ -48,11 +48,13 @@ def plan_run(
     ranks: RankGroup | None = None,
     start: RunStart | None = None,
     profile: Profile | None = None,
+    renews: bool = False,
 ) -> PlannedRun:
     """Measures the model on the devices that the plan uses and compiles the plan; all ranks of a group call it.
 
     A synchronous plan becomes a program of one update, which the run repeats; any other plan becomes one program up to
-    the next checkpoint. With a `profile` nothing is measured, and `machine` is the machine of that profile.
+    the next checkpoint. With a `profile` nothing is measured, and `machine` is the machine of that profile. `renews`
+    measures again what is in the cache.
     """
     ranks = ranks or RankGroup()
     options = TrainOptions.from_json(ranks.broadcast(options.to_json().encode()))
@@ -73,7 +75,7 @@ def plan_run(
     if profile_json:
         profile = Profile.from_json(profile_json)
     else:
-        profile = measure_plan(options, plan, machine, names, ranks, prepared)
+        profile = measure_plan(options, plan, machine, names, ranks, prepared, renews=renews)
     program = _compile(plan, profile, machine, ranks)
     check_runnable(program)
     remark = check_run(options, program, ranks, prepared) if options.check_model and not start.step else ""

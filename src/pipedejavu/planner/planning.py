@@ -34,18 +34,18 @@ def survey_machine(report: Callable[[str, float], None], *, renews: bool = False
     """Returns the cached survey of this machine, or makes a quick one."""
     folder = Path.cwd()
     return find_or_make(
-        Machine, _machine_key(), lambda: measure_machine(folder, quick=True, report=report), renews=renews
+        Machine, machine_key(), lambda: measure_machine(folder, quick=True, report=report), renews=renews
     )
 
 
 def keep_survey(machine: Machine) -> None:
     """Writes a survey of this machine to the cache."""
-    keep(machine, _machine_key())
+    keep(machine, machine_key())
 
 
 def known_machine() -> Machine:
     """Returns the cached survey of this machine, or else its shape with only the link between workers measured."""
-    survey = find(Machine, _machine_key())
+    survey = find(Machine, machine_key())
     if survey is not None:
         return survey
     shape = this_machine()
@@ -53,7 +53,8 @@ def known_machine() -> Machine:
     return shape.replace(devices=tuple(devices), links=(measure_link(), *shape.links))
 
 
-def _machine_key() -> dict[str, object]:
+def machine_key() -> dict[str, object]:
+    """Returns what measurements on this machine depend on: devices, memory and versions of the software."""
     worker_host = read_worker_host(platform.node() or "here", 0)
     return {"site": worker_host.to_json(), "memory": total_memory_bytes(), "survey": SURVEY, **read_versions()}
 
@@ -63,8 +64,8 @@ def profile_here(
 ) -> Profile:
     """Returns a model's profile on each kind of device of this machine, from the cache or measured."""
     samples, setups = min(batch, MOST_SAMPLES), measure_setups(machine)
-    source = {"model": model, "content": _content(model), "data": data}
-    key = {**source, "sizes": choose_sizes(samples), "ways": setups, **_machine_key()}
+    source = {"model": model, "content": source_hash(model), "data": data}
+    key = {**source, "sizes": choose_sizes(samples), "ways": setups, **machine_key()}
     return find_or_make(Profile, key, lambda: measure_task(model, data, samples, setups, report), renews=renews)
 
 
@@ -82,7 +83,7 @@ def measure_setups(machine: Machine) -> tuple[MeasureSetup, ...]:
     return tuple(setups.values())
 
 
-def _content(model: str) -> str:
+def source_hash(model: str) -> str:
     """Returns a hash of the file that a model comes from; empty if it does not come from a file."""
     path = Path(model.removeprefix("hf:") if model.startswith("hf:") else model.rpartition(":")[0])
     path = path / "config.json" if path.is_dir() else path
