@@ -13,7 +13,7 @@ from pipedejavu.analysis.liveness import Liveness
 from pipedejavu.analysis.size import Sizes
 from pipedejavu.facts import Cost, Device, Host, Link, Machine, Profile
 from pipedejavu.plan import preset
-from pipedejavu.profile import UnitSample, make_samples, measure_profile, merge_profiles
+from pipedejavu.profile import UnitSample, make_samples, measure_profile, merge_profiles, unit_time
 from pipedejavu.profile.operator_count import count_step
 from pipedejavu.profile.unit_step import PARTS
 from pipedejavu.program import compile as compile_plan
@@ -108,6 +108,25 @@ def test_all_sizes_are_timed_in_turns() -> None:
     told: list[str] = []
     measure_profile("net", unit_samples, (), {"cpu": CPU}, make_update, told.append)
     assert told == ["only (cpu, 1 samples)", "only (cpu, 2 samples)"] * 3
+
+
+@pytest.mark.parametrize(("budget_s", "passes"), [(0.0, 1), (1e9, 3)])
+def test_a_budget_bounds_the_passes_and_leaves_one_of_each_unit(
+    monkeypatch: pytest.MonkeyPatch, budget_s: float, passes: int
+) -> None:
+    """Without a budget every unit has one pass; with a large one, at least the fewest that give a median."""
+    counts = {"first": 0, "second": 0, "third": 0}
+    run_step = unit_time.run_step
+
+    def counted(module, value, head, is_first, meter):
+        counts["first" if is_first else "second" if head is None else "third"] += 1
+        return run_step(module, value, head, is_first, meter)
+
+    monkeypatch.setattr(unit_time, "run_step", counted)
+    monkeypatch.setattr(unit_time, "_BUDGET_S", budget_s)
+    profile = measure({"cpu": CPU})
+    assert all(count == passes if not budget_s else count >= passes for count in counts.values())
+    assert all(unit.times["cpu"].forward.per_sample_s > 0 for unit in profile.units)
 
 
 def test_profiles_of_different_devices_are_joined() -> None:

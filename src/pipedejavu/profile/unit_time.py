@@ -35,6 +35,8 @@ _WARM_UPS = {"cpu": 0, "cuda": 2}
 _TURNS = {"cpu": 3, "cuda": 1}
 """How often the timing goes through all units and sizes: the speed of a shared CPU drifts over seconds."""
 
+_BUDGET_S = 20.0
+"""Time for the timed passes on one kind of device; models of many or slow units get fewer passes, but each unit one."""
 _SUSTAINED_S = 2.0
 """How long a GPU runs without a pause; after about a second its power limit slows it down."""
 _TOGETHER = 4
@@ -70,7 +72,8 @@ def measure_profile(
     drift: dict[str, float] = {}
     for kind, device in kinds.items():
         measured = [_count_sample(unit_sample, device, make_update) for unit_sample in unit_samples]
-        turns = [_time_turn(measured, unit_samples, kind, device, report) for _ in range(_TURNS[device.type])]
+        enough_s, num_turns = _within_budget(measured, _TURNS[device.type])
+        turns = [_time_turn(measured, unit_samples, kind, device, enough_s, report) for _ in range(num_turns)]
         if device.type in _ISSUED:
             factor = _slow_down(measured[-1], device)
             for unit in {id(unit): unit for unit in measured[0]}.values():
@@ -127,6 +130,8 @@ class _MeasuredUnit:
     head: LossHead | None
     is_first: bool
     counted: UnitWork
+    count_s: float
+    """Time of the pass in which its work was counted: more than an ordinary pass."""
     times: dict[str, list[float]] = field(default_factory=lambda: {part: [] for part in PARTS})
     issue: dict[str, list[float]] = field(default_factory=lambda: {part: [] for part in PARTS})
     """On a GPU: host time to issue each part of a unit alone."""
@@ -163,8 +168,10 @@ def _count_sample(unit_sample: UnitSample, device: torch.device, make_update: Ma
         key = (unit_key(module, value), head is None, index == 0)
         if key not in known:
             unit = copy.deepcopy(module).to(device)
+            start = time.perf_counter()
             counted = count_step(unit, value, head, index == 0)
-            known[key] = _MeasuredUnit(name, module, value, head, index == 0, counted)
+            count_s = time.perf_counter() - start
+            known[key] = _MeasuredUnit(name, module, value, head, index == 0, counted, count_s)
             known[key].update_s = _update_s([p.detach() for p in unit.parameters() if p.requires_grad], make_update)
             del unit
         known[key].num_equal += 1
@@ -173,11 +180,20 @@ def _count_sample(unit_sample: UnitSample, device: torch.device, make_update: Ma
     return measured
 
 
+def _within_budget(measured: Sequence[Sequence[_MeasuredUnit]], turns: int) -> tuple[float, int]:
+    """Returns how long a unit is timed in all turns, if it stands for itself alone, and how many turns are made."""
+    units = {id(unit): unit for units in measured for unit in units}.values()
+    planned_s = _ENOUGH_S * sum(min(unit.num_equal, _MOST_EQUAL) for unit in units)
+    fewest_s = sum(unit.count_s for unit in units)
+    return _ENOUGH_S * min(1.0, _BUDGET_S / planned_s), max(1, min(turns, int(_BUDGET_S / fewest_s)))
+
+
 def _time_turn(
     measured: Sequence[Sequence[_MeasuredUnit]],
     unit_samples: Sequence[UnitSample],
     kind: str,
     device: torch.device,
+    enough_s: float,
     report: Report,
 ) -> float:
     """Times every distinct unit at each size; returns the time of one pass of the model, summed over the sizes."""
@@ -185,7 +201,7 @@ def _time_turn(
     for units, unit_sample in zip(measured, unit_samples, strict=True):
         for unit in {id(unit): unit for unit in units}.values():
             report(f"{unit.name} ({kind}, {unit_sample.samples} samples)")
-            taken_s += unit.run(device, _ENOUGH_S * min(unit.num_equal, _MOST_EQUAL) / turns, -(-_FEWEST // turns))
+            taken_s += unit.run(device, enough_s * min(unit.num_equal, _MOST_EQUAL) / turns, -(-_FEWEST // turns))
     return taken_s
 
 
