@@ -1,4 +1,4 @@
-"""Builds the native pass of the hybrid optimizer when a wheel or an editable install is made.
+"""Builds the native pass of AdamW when a wheel or an editable install is made.
 
 Without a C compiler, or where compiling fails, the package stays pure Python: its torch reference gives the same bits.
 """
@@ -13,8 +13,8 @@ from typing import Any
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
-SOURCE = "src/pipedejavu/hybrid/native.c"
-LIBRARY = "src/pipedejavu/hybrid/_native.so"
+SOURCE = "src/pipedejavu/optim/native.c"
+LIBRARY = "src/pipedejavu/optim/_native.so"
 FLAGS = ["-O3", "-std=gnu11", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"]
 """Every operation is rounded once: nothing that lets a compiler contract or approximate."""
 

@@ -22,12 +22,12 @@ from pipedejavu.analysis import verify
 from pipedejavu.engine import AdamW
 from pipedejavu.facts import Cost, Device, Host, InputError, Link, Machine, Profile, Timeline, Unit, UnitTime
 from pipedejavu.hybrid import HybridAdamW
-from pipedejavu.hybrid.arithmetic import AdamState, scalars_of
-from pipedejavu.hybrid.gpu_update import UnitUpdate, addresses_of
 from pipedejavu.hybrid.gradient_bucket import GradientBucket
 from pipedejavu.hybrid.model_unit import find_units
-from pipedejavu.hybrid.native import HostUpdate, NativeTask
 from pipedejavu.hybrid.placement import Limits, MemoryInterval, Placement, UnitSize, choose_placement
+from pipedejavu.optim.arithmetic import AdamState, scalars_of
+from pipedejavu.optim.gpu_update import UnitUpdate, addresses_of
+from pipedejavu.optim.native import HostUpdate, NativeTask
 from pipedejavu.plan import Keep, Reduce, preset
 from pipedejavu.planner.measure import updates_of
 from pipedejavu.profile import UnitSample, measure_profile

@@ -13,7 +13,7 @@ CHECK = """
 import sys
 from importlib import resources
 import pipedejavu
-from pipedejavu.hybrid.native import library
+from pipedejavu.optim.native import library
 from pipedejavu.plan import presets
 from pipedejavu.report import render_html
 assert pipedejavu.__file__.startswith(sys.argv[1]), pipedejavu.__file__

@@ -100,11 +100,11 @@ def test_a_flipped_exponent_bit_in_one_replica_fails(seed: int) -> None:
 
 
 def wrong_coefficient(right):
-    def deltas(self, home, update, base, summed):
+    def updated(self, home, update, base, summed):
         factor = 1.01 if update == 1 else 1.0
         return right(self, home, update, base, {n: factor * g for n, g in summed.items()})
 
-    return Applier, "_deltas", deltas
+    return Applier, "_updated", updated
 
 
 def left_out(right):
@@ -120,13 +120,13 @@ def left_out(right):
 
 
 def momentum_lost(right):
-    def deltas(self, home, update, base, summed):
+    def updated(self, home, update, base, summed):
         if update == 2:
             for slots in self.state[home].values():
                 slots[next(slot for slot in ("momentum", "m") if slot in slots)].zero_()
         return right(self, home, update, base, summed)
 
-    return Applier, "_deltas", deltas
+    return Applier, "_updated", updated
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

@@ -71,8 +71,8 @@ def test_every_remedy_is_an_extra_of_the_package() -> None:
 
 
 def test_a_library_that_does_not_load_is_no_native_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "hybrid").mkdir()
-    (tmp_path / "hybrid" / "_native.so").write_bytes(b"torn")
+    (tmp_path / "optim").mkdir()
+    (tmp_path / "optim" / "_native.so").write_bytes(b"torn")
     monkeypatch.setattr(installation, "PACKAGE", tmp_path)
     (native,) = (part for part in installation.inspect_installation().parts if part.name == "native pass")
     assert native.is_missing

@@ -104,13 +104,13 @@ def test_a_missing_reduce(make, monkeypatch, name, size):
 def test_a_coefficient_that_is_applied_wrong_and_logged_right(make, monkeypatch):
     case = make("1f1b", workers=2, microbatches=3)
 
-    def too_large(deltas):
+    def too_large(updated):
         def run(self, home, update, base, summed):
-            return deltas(self, home, update, base, {n: 1.01 * g for n, g in summed.items()})
+            return updated(self, home, update, base, {n: 1.01 * g for n, g in summed.items()})
 
         return run
 
-    assert caught(case, monkeypatch, Applier, "_deltas", too_large) > FAR
+    assert caught(case, monkeypatch, Applier, "_updated", too_large) > FAR
 
 
 def test_a_coefficient_that_is_applied_and_logged_wrong(make, monkeypatch):
@@ -306,14 +306,14 @@ def test_a_wave_that_counts_a_worker_s_own_push_again(make, monkeypatch):
 def test_an_optimizer_whose_state_starts_anew(make, monkeypatch):
     case = make("1f1b", workers=2, microbatches=3, steps=3, optimizer=Sgd(lr=0.1, momentum=0.9))
 
-    def forgetful(deltas):
+    def forgetful(updated):
         def run(self, home, update, base, summed):
             self.state.clear()
-            return deltas(self, home, update, base, summed)
+            return updated(self, home, update, base, summed)
 
         return run
 
-    assert caught(case, monkeypatch, Applier, "_deltas", forgetful) > FAR
+    assert caught(case, monkeypatch, Applier, "_updated", forgetful) > FAR
 
 
 def test_hogwild_has_nothing_to_replay(make):

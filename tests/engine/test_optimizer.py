@@ -1,5 +1,7 @@
 """The optimizers against torch's own, in float64 over many updates."""
 
+from copy import deepcopy
+
 import pytest
 import torch
 from torch import nn
@@ -43,13 +45,15 @@ def test_steps_are_those_of_torch(own, theirs, schedule, decays):
         kept = {n: g.clone() for n, g in gradients.items()}
         before = {n: w.detach().clone() for n, w in weights.items()}
         coefficient = 0.5 if update % 2 else 1.0  # exact
-        deltas = dict(
-            own.step(update, weights, {n: g.div_(coefficient) for n, g in gradients.items()}, state, coefficient)
-        )
-        assert all(deltas[n].data_ptr() == gradients[n].data_ptr() for n in start), "no memory but the gradients' own"
-        assert all(torch.equal(weights[n], before[n]) for n in start), "weights are the caller's"
+        scaled = {n: g.div_(coefficient) for n, g in gradients.items()}
+        by_delta = deepcopy(state)
+        deltas = dict(own.deltas(update, weights, {n: g.clone() for n, g in scaled.items()}, by_delta, coefficient))
         assert not any(delta.requires_grad for delta in deltas.values())
-        weights = {n: (w.detach() + deltas[n]).requires_grad_() for n, w in weights.items()}
+        own.step(update, weights, scaled, state, coefficient, out=gradients)
+        assert all(torch.equal(weights[n], before[n]) for n in start), "weights are the caller's"
+        assert all(gradients[n].equal(before[n] + deltas[n]) for n in start), "a step is its delta, bit for bit"
+        assert all(state[n][slot].equal(by_delta[n][slot]) for n in state for slot in own.slots)
+        weights = {n: w.requires_grad_() for n, w in gradients.items()}
         for n, p in parameters.items():
             p.grad = kept[n]
         stepper.step()
@@ -64,7 +68,7 @@ def test_the_state_carries_no_history():
     optimizer, state = Sgd(lr=0.1, momentum=0.9, weight_decay=0.1), {}
     weights = {"a": torch.ones(2, requires_grad=True)}
     for update in range(3):
-        dict(optimizer.step(update, weights, {"a": torch.ones(2)}, state, 1.0))
+        dict(optimizer.deltas(update, weights, {"a": torch.ones(2)}, state, 1.0))
     assert not any(t.requires_grad for tensors in state.values() for t in tensors.values())
 
 
@@ -72,3 +76,18 @@ def test_rates_follow_the_schedule():
     assert [Sgd(lr=2.0, schedule=slows).rate(n) for n in range(3)] == [1.0, 1.0, 1.0]
     assert [AdamW(lr=2.0, schedule=lambda n: n).rate(n) for n in range(3)] == [0.0, 2.0, 4.0]
     assert AdamW(lr=2.0).rate(7) == 2.0
+
+
+@pytest.mark.parametrize("optimizer", [Sgd(lr=0.1), Sgd(lr=0.1, momentum=0.9, weight_decay=0.1), AdamW(lr=0.1)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_step_in_place_or_to_other_memory_leaves_the_gradients_and_gives_the_same_bits(optimizer, dtype):
+    weights = {"a": torch.randn(5, 3, dtype=dtype), "b": torch.randn((), dtype=dtype)}
+    gradients = {n: torch.randn_like(w) for n, w in weights.items()}
+    kept = {n: g.clone() for n, g in gradients.items()}
+    in_place, beside = ({n: w.clone() for n, w in weights.items()} for _ in range(2))
+    optimizer.step(0, in_place, gradients, {}, 0.5, out=in_place)
+    optimizer.step(0, weights, gradients, {}, 0.5, out=beside)
+    assert all(gradients[n].equal(kept[n]) for n in kept)
+    optimizer.step(0, weights, gradients, {}, 0.5, out=gradients)
+    assert all(in_place[n].equal(gradients[n]) and beside[n].equal(gradients[n]) for n in kept)
+    assert not any(weights[n].equal(gradients[n]) for n in kept)

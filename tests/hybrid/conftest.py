@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, gelu
 from torch.utils.checkpoint import checkpoint
 
-from pipedejavu.hybrid.arithmetic import AdamState, join, scalars_of, update_
 from pipedejavu.hybrid.hybrid_adamw import HybridAdamW
 from pipedejavu.hybrid.model_unit import find_units
+from pipedejavu.optim.arithmetic import AdamState, join, scalars_of, update_
 
 torch.set_num_threads(1)
 

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from pipedejavu.facts import InputError
-from pipedejavu.hybrid import native
-from pipedejavu.hybrid.arithmetic import AdamState, join, scalars_of, split, update_
-from pipedejavu.hybrid.gpu_update import UnitUpdate, _kernel, addresses_of, state_in, state_layout
-from pipedejavu.hybrid.native import HostUpdate, NativeTask
+from pipedejavu.optim import native
+from pipedejavu.optim.arithmetic import AdamState, join, scalars_of, split, update_
+from pipedejavu.optim.gpu_update import UnitUpdate, _kernel, addresses_of, state_in, state_layout
+from pipedejavu.optim.native import HostUpdate, NativeTask
 from pipedejavu.runtime import block_offload
 from pipedejavu.runtime.lane import StreamLane
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from pipedejavu.hybrid import state_placer
-from pipedejavu.hybrid.native import HostUpdate
 from pipedejavu.hybrid.placement import Placement, host_bytes
+from pipedejavu.optim.native import HostUpdate
 
 UNITS = 6
 STEPS = 8

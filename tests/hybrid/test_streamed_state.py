@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from pipedejavu.hybrid.lanes import HybridLanes
-from pipedejavu.hybrid.native import HostUpdate
 from pipedejavu.hybrid.streamed_state import StreamBuffer
+from pipedejavu.optim.native import HostUpdate
 
 
 @pytest.fixture

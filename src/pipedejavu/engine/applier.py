@@ -88,13 +88,7 @@ class Applier:
             self._in_shared_memory(key, update, summed)
             return
         base: Tensors = self.values[Value.weights(*key, update, place)]
-        deltas = self._deltas(key, update, base, summed)
-        if self.plan.reduce.combiner == "elastic":
-            deltas = self._pulled(key, update, base, deltas)
-        if self.plan.reduce.gate == "bound":
-            deltas = self._pushed_too(key, update, deltas)
-        # The deltas reuse the memory of the sum, and the new version reuses that of the deltas.
-        self.values[Value.weights(*key, a.version, place)] = as_leaves({n: d.add_(base[n].detach()) for n, d in deltas})
+        self.values[Value.weights(*key, a.version, place)] = as_leaves(self._updated(key, update, base, summed))
         if Value.optimizer_state(*key, update) in self.values:
             self.values[Value.optimizer_state(*key, a.version)] = self.state[key]
 
@@ -129,14 +123,35 @@ class Applier:
             return tuple(range(first, first + count))
         return tuple(range(number * size, (number + 1) * size))
 
+    def _updated(self, key: PieceReplica, update: int, base: Tensors, summed: Tensors) -> Tensors:
+        """Returns the next version of a piece's weights, in the memory of the sum."""
+        is_elastic, is_bound = self.plan.reduce.combiner == "elastic", self.plan.reduce.gate == "bound"
+        if is_elastic or is_bound:  # they need what the update adds
+            deltas = self._deltas(key, update, base, summed)
+            if is_elastic:
+                deltas = self._pulled(key, update, base, deltas)
+            if is_bound:
+                deltas = self._pushed_too(key, update, deltas)
+            return {name: delta.add_(base[name].detach()) for name, delta in deltas}
+        number, coefficient = self.first_version + update, self._begin(key, update, summed)
+        if coefficient == 0:
+            return {name: weight.detach().clone() for name, weight in base.items()}
+        self.job.optimizer.step(number, base, summed, self.state.setdefault(key, {}), coefficient, out=summed)
+        return summed
+
     def _deltas(self, key: PieceReplica, update: int, base: Tensors, summed: Tensors) -> Deltas:
-        coefficient = self._coefficient(key[1], update)
-        number = self.first_version + update
-        self.log.events.append(Applied(*key, number + 1, self._microbatches(key[1], update), coefficient))
+        number, coefficient = self.first_version + update, self._begin(key, update, summed)
         if coefficient == 0:
             return iter([(name, torch.zeros_like(weight)) for name, weight in base.items()])
-        self._check(number + 1, summed, coefficient)
-        return self.job.optimizer.step(number, base, summed, self.state.setdefault(key, {}), coefficient)
+        return self.job.optimizer.deltas(number, base, summed, self.state.setdefault(key, {}), coefficient)
+
+    def _begin(self, key: PieceReplica, update: int, summed: Tensors) -> float:
+        """Logs an update and checks its gradients; returns the factor of their sum, 0 if the update is skipped."""
+        coefficient, number = self._coefficient(key[1], update), self.first_version + update
+        self.log.events.append(Applied(*key, number + 1, self._microbatches(key[1], update), coefficient))
+        if coefficient:
+            self._check(number + 1, summed, coefficient)
+        return coefficient
 
     def _check(self, step: int, summed: Tensors, coefficient: float) -> None:
         """Raises InputError if gradients are not finite, unless the global norm has checked them already."""
@@ -172,19 +187,14 @@ class Applier:
         else:
             key, cell = (piece, self.center), self.values[Value.weights(piece, self.center, 0)]
             coefficient = self._coefficient(replica, update)
-            # A worker of the same process may still use what it has pushed.
-            pushed = {
-                name: gradient.clone()
-                for name, gradient in self.values[Value.weight_gradient(piece, replica, update)].items()
-            }
+            pushed = self.values[Value.weight_gradient(piece, replica, update)]
             self._check(self.first_version + a.version, pushed, coefficient)
             count = self.served.get(piece, 0)
             self.served[piece] = count + 1
-            deltas = self.job.optimizer.step(count, cell, pushed, self.state.setdefault(key, {}), coefficient)
+            # A worker of the same process may still use what it has pushed: the gradients stay as they are.
+            self.job.optimizer.step(count, cell, pushed, self.state.setdefault(key, {}), coefficient, out=cell)
             number = self.first_version + a.version
             self.log.events.append(Applied(piece, replica, number, self._microbatches(replica, update), coefficient))
-            for name, delta in deltas:
-                cell[name].data.add_(delta)
             self.values[Value.weights(piece, replica, a.version)] = as_leaves({n: w.clone() for n, w in cell.items()})
 
     def evaluate(self, a: Action) -> None:
@@ -215,9 +225,7 @@ class Applier:
         else:
             trusted_gradients: list[Tensors] = [self.values[Value.weight_gradient(piece, q, update)] for q in trusted]
             summed = {name: torch.stack([gradients[name] for gradients in trusted_gradients]).sum(0) for name in cell}
-            deltas = self.job.optimizer.step(number, cell, summed, self.state.setdefault(key, {}), coefficient)
-            for name, delta in deltas:
-                cell[name].data.add_(delta)
+            self.job.optimizer.step(number, cell, summed, self.state.setdefault(key, {}), coefficient, out=cell)
         for q in replicas:
             self.values[Value.weights(piece, q, update + 1)] = as_leaves({n: w.clone() for n, w in cell.items()})
 

@@ -155,7 +155,7 @@ class Replay:
         summed = {n: self._summed(microbatches, piece, n) for n in base}
         key = (piece, self.center if on_server else replica)
         count = self.served[piece] if on_server else update
-        deltas = dict(self.job.optimizer.step(count, base, summed, self.state[key], coefficient))
+        deltas = dict(self.job.optimizer.deltas(count, base, summed, self.state[key], coefficient))
         if center:
             pull = self.job.optimizer.rate(update) * self.job.elasticity
             deltas = {n: d - pull * (base[n] - center[n]) for n, d in deltas.items()}
@@ -215,7 +215,7 @@ class Replay:
         if microbatches:
             summed = {name: self._summed(microbatches, piece, name) for name in base}
             state = self.state[piece, self.center]
-            deltas = self.job.optimizer.step(version - 1, base, summed, state, coefficient)
+            deltas = self.job.optimizer.deltas(version - 1, base, summed, state, coefficient)
             new = {name: base[name] + delta for name, delta in deltas}
         for replica in range(self.center + 1):
             self.newest[piece, replica, version] = new

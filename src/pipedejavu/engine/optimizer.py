@@ -1,8 +1,9 @@
 """Optimizers as pure arithmetic on a piece's tensors: settings, state and one step.
 
-The state belongs to a piece, not to a weight version. A step turns summed gradients, in place, into what is to be added
-to the weights; the caller makes a new version or changes the old one. It yields one parameter at a time, so that the
-caller reads it from the cache.
+The state belongs to a piece, not to a weight version. `step` writes new weights, to a new version or in place.
+`deltas` turns summed gradients, in place, into what is to be added to the weights; it yields one parameter at a time,
+so that the caller reads it from the cache. AdamW of float32 weights on the host is the native pass of `optim`; all else
+is torch.
 """
 
 import math
@@ -12,7 +13,12 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from pipedejavu.optim.arithmetic import AdamState, scalars_of
+from pipedejavu.optim.native import NativeTask, update_on_host
+
 Tensors = dict[str, Tensor]
+State = dict[str, Tensors]
+"""The slots of each parameter, by its name."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +47,18 @@ class Sgd:
         return torch.finfo(dtype).max * (1 - self.momentum) / 2 / max(1.0, abs(self.rate(update)))
 
     def step(
-        self, update: int, weights: Tensors, gradients: Tensors, state: dict[str, Tensors], coefficient: float
+        self, update: int, weights: Tensors, gradients: Tensors, state: State, coefficient: float, out: Tensors
+    ) -> None:
+        """Writes the new weights to `out`, which may be the gradients or the weights, after one update.
+
+        Gradients are multiplied by `coefficient`. They stay as they are unless `out` is in their memory.
+        """
+        for name, gradient in gradients.items():
+            work = {name: gradient if out[name] is gradient else gradient.clone()}
+            _add(self.deltas(update, weights, work, state, coefficient), weights, out)
+
+    def deltas(
+        self, update: int, weights: Tensors, gradients: Tensors, state: State, coefficient: float
     ) -> Iterator[tuple[str, Tensor]]:
         """Yields what to add to each weight, in the memory of its gradient, after multiplying that by `coefficient`."""
         lr = self.rate(update)
@@ -87,24 +104,73 @@ class AdamW:
         return math.sqrt(torch.finfo(dtype).max) / 2
 
     def step(
-        self, update: int, weights: Tensors, gradients: Tensors, state: dict[str, Tensors], coefficient: float
+        self, update: int, weights: Tensors, gradients: Tensors, state: State, coefficient: float, out: Tensors
+    ) -> None:
+        """Writes the new weights to `out`, which may be the gradients or the weights, after one update.
+
+        Gradients are multiplied by `coefficient`. They stay as they are unless `out` is in their memory. Parameters in
+        host memory are updated together, in one pass.
+        """
+        tasks = []
+        for name, gradient in gradients.items():
+            slots = _adam_slots(state, name, gradient)
+            if _is_native(weights[name], gradient, slots):
+                old = AdamState(weights[name].detach(), None, slots["m"], slots["v"])
+                new = old._replace(weight=out[name].detach())
+                slots["step"] += 1
+                decay = self.weight_decay if self.decays(name) else 0.0
+                settings = self.rate(update), self.betas, self.eps, decay
+                s = scalars_of(int(slots["step"].item()), *settings, coefficient)
+                tasks.append(NativeTask(s, gradient, old, new))
+            else:
+                work = {name: gradient if out[name] is gradient else gradient.clone()}
+                _add(self.deltas(update, weights, work, state, coefficient), weights, out)
+        update_on_host(tasks)
+
+    def deltas(
+        self, update: int, weights: Tensors, gradients: Tensors, state: State, coefficient: float
     ) -> Iterator[tuple[str, Tensor]]:
         """Yields what to add to each weight, in the memory of its gradient, after multiplying that by `coefficient`."""
-        lr, (beta1, beta2) = self.rate(update), self.betas
         for name, gradient in gradients.items():
-            gradient.mul_(coefficient)
-            slots = state.setdefault(name, {})
-            if not slots:
-                slots |= {"step": torch.zeros(()), "m": torch.zeros_like(gradient), "v": torch.zeros_like(gradient)}
-            slots["step"] += 1
-            count = slots["step"].item()
-            mean = slots["m"].mul_(beta1).add_(gradient, alpha=1 - beta1)
-            square = slots["v"].mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
-            scale = (square.sqrt() / math.sqrt(1 - beta2**count)).add_(self.eps)
-            torch.div(mean, scale, out=gradient).mul_(-lr / (1 - beta1**count))
-            if self.weight_decay and self.decays(name):
-                gradient.sub_(weights[name].detach(), alpha=lr * self.weight_decay)
-            yield name, gradient
+            slots = _adam_slots(state, name, gradient)
+            if _is_native(weights[name], gradient, slots):
+                before = {name: weights[name].detach().clone()}  # other workers may write to the weights meanwhile
+                self.step(update, before, {name: gradient}, state, coefficient, {name: gradient})
+                yield name, gradient.sub_(before[name])
+            else:
+                yield name, self._delta(update, name, weights[name].detach(), gradient.mul_(coefficient), slots)
+
+    def _delta(self, update: int, name: str, weight: Tensor, gradient: Tensor, slots: Tensors) -> Tensor:
+        """Returns what to add to a weight, in the memory of its gradient, by operations of torch."""
+        lr, (beta1, beta2) = self.rate(update), self.betas
+        slots["step"] += 1
+        count = slots["step"].item()
+        mean = slots["m"].mul_(beta1).add_(gradient, alpha=1 - beta1)
+        square = slots["v"].mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+        scale = (square.sqrt() / math.sqrt(1 - beta2**count)).add_(self.eps)
+        torch.div(mean, scale, out=gradient).mul_(-lr / (1 - beta1**count))
+        if self.weight_decay and self.decays(name):
+            gradient.sub_(weight, alpha=lr * self.weight_decay)
+        return gradient
+
+
+def _adam_slots(state: State, name: str, gradient: Tensor) -> Tensors:
+    """Returns the slots of a parameter, zeros before its first update."""
+    slots = state.setdefault(name, {})
+    if not slots:
+        slots |= {"step": torch.zeros(()), "m": torch.zeros_like(gradient), "v": torch.zeros_like(gradient)}
+    return slots
+
+
+def _is_native(weight: Tensor, gradient: Tensor, slots: Tensors) -> bool:
+    """Returns whether a parameter and its state are float32 in host memory."""
+    tensors = weight, gradient, slots["m"], slots["v"]
+    return all(tensor.dtype == torch.float32 and tensor.device.type == "cpu" for tensor in tensors)
+
+
+def _add(deltas: Iterator[tuple[str, Tensor]], weights: Tensors, out: Tensors) -> None:
+    for name, delta in deltas:
+        torch.add(delta, weights[name].detach(), out=out[name].detach())
 
 
 Optimizer = Sgd | AdamW

@@ -17,12 +17,12 @@ from pipedejavu.facts import InputError
 from pipedejavu.hybrid.activation_choice import Activations
 from pipedejavu.hybrid.budget import Budget, MemoryMeter
 from pipedejavu.hybrid.lanes import HybridLanes
-from pipedejavu.hybrid.native import HostUpdate
 from pipedejavu.hybrid.placement import Placement
 from pipedejavu.hybrid.recorder import Recorder
 from pipedejavu.hybrid.state_dict import fill_state, read_state
 from pipedejavu.hybrid.step_options import StepOptions
 from pipedejavu.hybrid.step_scheduler import StepScheduler
+from pipedejavu.optim.native import HostUpdate
 
 
 class HybridAdamW(Optimizer):

@@ -2,8 +2,8 @@
 
 import torch
 
-from pipedejavu.hybrid.native import HostUpdate
 from pipedejavu.hybrid.recorder import Recorder
+from pipedejavu.optim.native import HostUpdate
 from pipedejavu.runtime.lane import CopyLanes, Lane, ThreadLane
 
 

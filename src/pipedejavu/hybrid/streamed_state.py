@@ -16,9 +16,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from pipedejavu.hybrid.arithmetic import Scalars
 from pipedejavu.hybrid.lanes import HybridLanes
 from pipedejavu.hybrid.unit_state import ParamState, UnitState, gradients_of, state_from
+from pipedejavu.optim.arithmetic import Scalars
 from pipedejavu.runtime.host_memory import Progress, Slab
 from pipedejavu.runtime.lane import Lane, StreamLane
 from pipedejavu.runtime.lane_event import LaneEvent, now

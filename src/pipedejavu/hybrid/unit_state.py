@@ -18,12 +18,12 @@ import torch
 from torch import Tensor, nn
 
 from pipedejavu.facts import InputError
-from pipedejavu.hybrid.arithmetic import AdamState, Scalars, update_
-from pipedejavu.hybrid.gpu_update import Launch, UnitUpdate, addresses_of, has_kernel, state_in, state_layout
 from pipedejavu.hybrid.lanes import HybridLanes
 from pipedejavu.hybrid.model_unit import ModelUnit
-from pipedejavu.hybrid.native import NativeTask
 from pipedejavu.hybrid.placement import Place, UnitSize
+from pipedejavu.optim.arithmetic import AdamState, Scalars, update_
+from pipedejavu.optim.gpu_update import Launch, UnitUpdate, addresses_of, has_kernel, state_in, state_layout
+from pipedejavu.optim.native import NativeTask
 from pipedejavu.runtime.host_memory import Progress, Slab, aligned
 from pipedejavu.runtime.lane_event import LaneEvent, now
 

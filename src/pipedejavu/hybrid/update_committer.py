@@ -9,13 +9,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from pipedejavu.facts import InputError
-from pipedejavu.hybrid.gpu_update import Launch
 from pipedejavu.hybrid.gradient_collector import GradientCollector
 from pipedejavu.hybrid.model_state import ModelState
 from pipedejavu.hybrid.state_placer import StatePlacer
 from pipedejavu.hybrid.step_options import StepOptions
 from pipedejavu.hybrid.unit_state import UnitState, gradients_of
 from pipedejavu.hybrid.update_factors import factors_of
+from pipedejavu.optim.gpu_update import Launch
 
 NORM_EPS = 1e-6
 """What torch.nn.utils.clip_grad_norm_ adds to the norm before it divides."""

@@ -1,7 +1,7 @@
 """The scalar factors of the next update of a unit: what AdamW needs besides gradients and state."""
 
-from pipedejavu.hybrid.arithmetic import Scalars, scalars_of
 from pipedejavu.hybrid.unit_state import ParamState, UnitState
+from pipedejavu.optim.arithmetic import Scalars, scalars_of
 
 
 def factors_of(unit_state: UnitState, scale: float) -> dict[ParamState, Scalars]:

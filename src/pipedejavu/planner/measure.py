@@ -76,8 +76,7 @@ def updates_of(optimizer: Optimizer) -> MakeUpdate:
         state: dict[str, Tensors] = {}
 
         def update() -> None:
-            for name, delta in optimizer.step(0, weights, gradients, state, 1.0):
-                delta.add_(weights[name])
+            optimizer.step(0, weights, gradients, state, 1.0, out=gradients)
 
         return update
 

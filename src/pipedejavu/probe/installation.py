@@ -105,8 +105,8 @@ def _compiler() -> InstalledPart:
 
 
 def _native() -> InstalledPart:
-    gives = "fast host updates of HybridAdamW; without it torch gives the same bits, slower"
-    path = PACKAGE / "hybrid" / "_native.so"
+    gives = "fast updates by AdamW on a CPU; without it torch gives the same bits, slower"
+    path = PACKAGE / "optim" / "_native.so"
     try:
         ctypes.CDLL(str(path))
         state = "built"

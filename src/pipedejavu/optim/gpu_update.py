@@ -13,7 +13,7 @@ import numpy
 import torch
 from torch import Tensor
 
-from pipedejavu.hybrid.arithmetic import AdamState, Scalars
+from pipedejavu.optim.arithmetic import AdamState, Scalars
 from pipedejavu.runtime.host_memory import aligned
 
 BLOCK = 1024
@@ -124,7 +124,7 @@ def _kernel() -> Any:
     if not torch.cuda.is_available():
         return None
     try:
-        from pipedejavu.hybrid.kernel import adamw
+        from pipedejavu.optim.kernel import adamw
     except ImportError:
         return None
     return adamw

@@ -1,6 +1,7 @@
 """The update on the host: native code if it was built, else the torch reference, with the same bits.
 
-`native.c` is built when the package is installed, if there is a C compiler.
+`native.c` is built when the package is installed, if there is a C compiler. The hybrid optimizer has a `HostUpdate`
+with threads of its own; callers of `update_on_host` share one per number of threads.
 """
 
 import ctypes
@@ -12,9 +13,10 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
-from pipedejavu.hybrid.arithmetic import AdamState, Scalars, update_
+from pipedejavu.optim.arithmetic import AdamState, Scalars, update_
 
 LIBRARY = Path(__file__).with_name("_native.so")
 RESERVED_CORES = 2
@@ -116,3 +118,54 @@ class HostUpdate:
         if self._library and self._pool:
             self._library.pdv_stop(self._pool)
             self._pool = None
+
+
+def update_on_host(tasks: Sequence[NativeTask]) -> None:
+    """Updates parameters with as many threads as torch uses; their tensors may have any strides.
+
+    A new weight may be written to the memory of its gradient. All other tensors of different tasks must not overlap.
+    """
+    flat = []
+    for task in tasks:
+        if (view := _flattened(task)) is not None:
+            flat.append(view)
+        else:
+            update_(*task)
+    if flat:
+        _shared(torch.get_num_threads())(flat)
+
+
+def _flattened(task: NativeTask) -> NativeTask | None:
+    """Returns a task on one-dimensional views, or None if its tensors do not store their elements in one order."""
+    order = sorted(range(task.gradient.dim()), key=task.gradient.stride, reverse=True)
+
+    def view(tensor: Tensor) -> Tensor:
+        permuted = tensor.permute(order)
+        return permuted.view(-1) if permuted.is_contiguous() else tensor
+
+    old, new = (AdamState(view(state.weight), state.low, view(state.m), view(state.v)) for state in task[2:])
+    flat = NativeTask(task.s, view(task.gradient), old, new)
+    views = flat.gradient, old.weight, old.m, old.v, new.weight, new.m, new.v
+    return flat if all(tensor.dim() == 1 and tensor.is_contiguous() for tensor in views) else None
+
+
+_shared_updates: dict[int, HostUpdate] = {}
+_shared_lock = threading.Lock()
+
+
+def _shared(num_threads: int) -> HostUpdate:
+    with _shared_lock:
+        if num_threads not in _shared_updates:
+            _shared_updates[num_threads] = HostUpdate(num_threads)
+        return _shared_updates[num_threads]
+
+
+def _forget_shared() -> None:
+    """Forgets the shared updates in a forked process, which has none of their threads."""
+    global _shared_lock
+    _shared_lock = threading.Lock()
+    _shared_updates.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_shared)

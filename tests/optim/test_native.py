@@ -6,9 +6,9 @@ import torch
 from hypothesis import given, settings
 from torch import Tensor
 
-from pipedejavu.hybrid import native
-from pipedejavu.hybrid.arithmetic import AdamState, Scalars, join, scalars_of, split
-from pipedejavu.hybrid.native import HostUpdate, NativeTask
+from pipedejavu.optim import native
+from pipedejavu.optim.arithmetic import AdamState, Scalars, join, scalars_of, split
+from pipedejavu.optim.native import HostUpdate, NativeTask
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason="_native.so was not built: no C compiler at install")
 

@@ -7,7 +7,7 @@ import torch
 from hypothesis import example, given
 from torch import Tensor
 
-from pipedejavu.hybrid.arithmetic import AdamState, join, scalars_of, split, update_
+from pipedejavu.optim.arithmetic import AdamState, join, scalars_of, split, update_
 
 PATTERNS = st.lists(st.integers(0, 2**32 - 1), min_size=1, max_size=64)
 CORNERS = [0, 0x80000000, 1, 0x80000001, 0x7FFF, 0x8000, 0x8001, 0x18000, 0x28000, 0x7F800000, 0xFF800000, 0x7F7FFFFF,
