@@ -170,8 +170,8 @@ def through(again, is_first, is_split):
             saved = runner.forward_again(weights, saved, microbatch)[1]
         heads = (torch.randn_like(output),)
         if is_split:
-            gone = backward_input(saved, heads)
-            total = backward_weights(saved, heads, total)
+            gone, half = backward_input(saved, heads)
+            total = backward_weights(half, total)
         else:
             gone, total = backward(saved, heads, total)
         assert all(

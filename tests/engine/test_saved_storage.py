@@ -168,7 +168,8 @@ def test_it_comes_back_as_it_was(is_split: bool, again: tuple[int, ...], copies:
         if again:
             saved = runner.forward_again(weights, saved, 0)[1]
         if is_split:
-            results.append((backward_input(saved, [gradient]), backward_weights(saved, [gradient])))
+            passed, half = backward_input(saved, [gradient])
+            results.append((passed, backward_weights(half)))
         else:
             results.append(backward(saved, [gradient]))
     (passed, own), (passed_away, own_away) = results

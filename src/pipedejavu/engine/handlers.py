@@ -237,14 +237,14 @@ class Handlers:
         self._end_microbatch(a)
 
     def backward_input(self, a: Action) -> None:
-        """Computes the gradient of the piece's input."""
-        self._pass_on(a, backward_input(*self._needed(a)))
+        """Computes the gradient of the piece's input; of what was saved, only what the weights' half needs stays."""
+        passed, self.values[Value.saved(a.piece, a.microbatch)] = backward_input(*self._needed(a))
+        self._pass_on(a, passed)
 
     def backward_weights(self, a: Action) -> None:
         """Adds to the weight gradient of the piece."""
-        saved, gradients = self._needed(a)
-        total = self._of_update(a)
-        self.values[total] = backward_weights(saved, gradients, self.values.get(total))
+        total, half = self._of_update(a), self.values[Value.saved(a.piece, a.microbatch)]
+        self.values[total] = backward_weights(half, self.values.get(total))
         self._end_microbatch(a)
 
     def _runner(self, a: Action) -> PieceRunner:

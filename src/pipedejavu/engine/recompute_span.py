@@ -4,7 +4,8 @@ A span is a run of consecutive units that are all recomputed, or all kept; a pie
 is one span. The graph of a span begins at leaves of its own, whose gradients start the backward of the span before.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch import Tensor
 from pipedejavu.engine.optimizer import Tensors
 from pipedejavu.runtime.host_memory import move_tensor
 from pipedejavu.runtime.saved_storage import SavedTensorOffload
+from pipedejavu.runtime.split_backward import PendingGradients, backward_inputs
 
 Value = Any
 """What one unit passes to the next: a tensor, or a tuple of tensors."""
@@ -86,69 +88,98 @@ def memory_of(value: Any) -> Any:
     )
 
 
+@dataclass(frozen=True)
+class WeightHalf:
+    """What the backward of the inputs leaves for the backward of the weights."""
+
+    weights: tuple[Tensors, ...]
+    """Of each span."""
+    pending: tuple[PendingGradients, ...] = ()
+    """Of each span; empty if no input has a gradient, so that the whole backward is the weights' half."""
+    saved: Saved = ()
+    gradients: Gradients = ()
+    """Of the outputs; with `saved`, if nothing is pending."""
+
+
 def backward(saved: Saved, gradients: Gradients, total: Tensors | None = None) -> tuple[tuple[Tensor, ...], Tensors]:
     """Returns the gradients of the inputs and of the weights; the latter are added to `total`, in place, if given."""
-    of_inputs, of_weights = _accumulate(saved, gradients, total, weights_only=False)
+    of_inputs, of_weights = _run_spans(saved, gradients, total)
     return _with_zeros(saved, of_inputs) if any(t.requires_grad for t in saved[0].inputs) else (), of_weights
 
 
-def backward_input(saved: Saved, gradients: Gradients) -> tuple[Tensor, ...]:
-    """Returns the gradients of the inputs; keeps the graph for those of the weights."""
-    is_wanted = any(t.requires_grad for t in saved[0].inputs)
-    for span in reversed(saved) if is_wanted else ():
+def backward_input(saved: Saved, gradients: Gradients) -> tuple[tuple[Tensor, ...], WeightHalf]:
+    """Returns the gradients of the inputs, and what those of the weights need; frees the graph."""
+    weights = tuple(span.weights for span in saved)
+    if not any(t.requires_grad for t in saved[0].inputs):
+        return _with_zeros(saved, [None] * len(saved[0].inputs)), WeightHalf(weights, (), saved, gradients)
+    pending: list[PendingGradients] = []
+    for span in reversed(saved):
         inputs = [t for t in span.inputs if t.requires_grad]
-        outputs, heads = _ends(span, gradients)
-        of_inputs: Gradients = [None] * len(inputs)
-        if inputs and outputs:
-            of_inputs = torch.autograd.grad(outputs, inputs, heads, retain_graph=True, allow_unused=True)
+        of_inputs, of_weights = backward_inputs(*_ends(span, gradients), inputs, span.weights.values())
+        pending.insert(0, of_weights)
         each = iter(of_inputs)
         gradients = [next(each) if t.requires_grad else None for t in span.inputs]
-    return _with_zeros(saved, gradients if is_wanted else [None] * len(saved[0].inputs))
+    return _with_zeros(saved, gradients), WeightHalf(weights, tuple(pending))
 
 
-def backward_weights(saved: Saved, gradients: Gradients, total: Tensors | None = None) -> Tensors:
+def backward_weights(half: WeightHalf, total: Tensors | None = None) -> Tensors:
     """Returns the gradients of the weights, added to `total`, in place, if given."""
-    return _accumulate(saved, gradients, total, weights_only=True)[1]
+    if half.saved:
+        return _run_spans(half.saved, half.gradients, total)[1]
+    sums = _GradientSums(half.weights, total)
+    for index in reversed(range(len(half.pending))):
+        with sums.of(index) as shared:
+            half.pending[index].accumulate(shared)
+    return sums.result()
 
 
-def _accumulate(
-    saved: Saved, gradients: Gradients, total: Tensors | None, weights_only: bool
-) -> tuple[Gradients, Tensors]:
-    """Runs backward with `total` as the `grad` of the weights, so that autograd accumulates while they are cached.
+def _run_spans(saved: Saved, gradients: Gradients, total: Tensors | None) -> tuple[Gradients, Tensors]:
+    """Runs the backward of each span, from the last; returns the gradients of the inputs and of the weights."""
+    sums = _GradientSums([span.weights for span in saved], total)
+    for index in reversed(range(len(saved))):
+        span = saved[index]
+        with sums.of(index) as shared:
+            outputs, heads = _ends(span, gradients)
+            outputs += [weight for weight, _ in shared]
+            heads += [gradient for _, gradient in shared]
+            if outputs:
+                torch.autograd.backward(outputs, heads)
+        gradients = [t.grad for t in span.inputs]
+        for tensor in span.inputs:
+            tensor.grad = None
+    return gradients, sums.result()
+
+
+class _GradientSums:
+    """Sums weight gradients over spans, with `total` as the `grad` of the weights: autograd adds while they are cached.
 
     Autograd gives each weight a gradient of its own, even if one tensor is used several times. If several spans use
     a weight, its gradient of one span enters the backward of the next, so that the sum has the order of one graph.
     """
-    accumulated: Tensors = {}
-    for index in reversed(range(len(saved))):
-        span, before = saved[index], saved[:index]
-        for name, weight in span.weights.items():
-            is_last = not any(name in other.weights for other in before)
-            weight.grad = total[name] if total is not None and is_last else None
-        inputs = [t for t in span.inputs if t.requires_grad and before]
-        _run_backward(span, gradients, accumulated, inputs if weights_only else None)
-        accumulated |= {name: weight.grad for name, weight in span.weights.items() if weight.grad is not None}
-        gradients = [t.grad for t in span.inputs]
-        for tensor in (*span.weights.values(), *span.inputs):
-            tensor.grad = None
-    weights = {name: weight for span in saved for name, weight in span.weights.items()}
-    return gradients, {
-        name: accumulated[name] if name in accumulated else torch.zeros_like(w) for name, w in weights.items()
-    }
 
+    def __init__(self, weights: Sequence[Tensors], total: Tensors | None):
+        self.weights, self.total = weights, total
+        self.accumulated: Tensors = {}
 
-def _run_backward(span: RecomputeSpan, gradients: Gradients, accumulated: Tensors, inputs: list[Tensor] | None) -> None:
-    """Runs the backward of one span into the `grad` of its weights, and of `inputs` or of all that it has.
+    @contextmanager
+    def of(self, index: int) -> Iterator[list[tuple[Tensor, Tensor]]]:
+        """Collects what a span adds to its weights' `grad`; yields its weights with the gradients of later spans."""
+        weights, before = self.weights[index], self.weights[:index]
+        for name, weight in weights.items():
+            is_last = not any(name in other for other in before)
+            weight.grad = self.total[name] if self.total is not None and is_last else None
+        yield [(weight, self.accumulated[name]) for name, weight in weights.items() if name in self.accumulated]
+        self.accumulated |= {name: weight.grad for name, weight in weights.items() if weight.grad is not None}
+        for weight in weights.values():
+            weight.grad = None
 
-    Gradients that later spans have `accumulated` for the same weights enter it.
-    """
-    outputs, heads = _ends(span, gradients)
-    shared = [name for name in span.weights if name in accumulated]
-    outputs += [span.weights[name] for name in shared]
-    heads += [accumulated[name] for name in shared]
-    wanted = None if inputs is None else [*span.weights.values(), *inputs]
-    if outputs and wanted != []:
-        torch.autograd.backward(outputs, heads, inputs=wanted)
+    def result(self) -> Tensors:
+        """Returns the gradients of all weights, zeros for those that have none."""
+        weights = {name: weight for each in self.weights for name, weight in each.items()}
+        return {
+            name: self.accumulated[name] if name in self.accumulated else torch.zeros_like(w)
+            for name, w in weights.items()
+        }
 
 
 def _ends(span: RecomputeSpan, gradients: Gradients) -> tuple[list[Tensor], list[Tensor]]:

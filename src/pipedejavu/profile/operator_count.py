@@ -21,6 +21,7 @@ from pipedejavu.facts import InputError
 from pipedejavu.profile.operator import classify
 from pipedejavu.profile.segment import refusal_of_branches
 from pipedejavu.profile.unit_step import LossHead, detached, run_step, tensors_of
+from pipedejavu.runtime.product_rule import repeatable
 
 
 class OperatorWork(NamedTuple):
@@ -118,7 +119,7 @@ class _Counter:
 
         done = self.parts.setdefault(name, [])
         self._changes = []
-        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), _Operations(done, self):
+        with torch.autograd.graph.saved_tensors_hooks(keep, repeatable(lambda tensor: tensor)), _Operations(done, self):
             yield
         made = [self._alive.get(_storage_id(p.grad)) for p in self.module.parameters() if p.grad is not None]
         gradients = {allocation[0] for allocation in made if allocation is not None}

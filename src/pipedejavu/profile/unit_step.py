@@ -1,10 +1,9 @@
 """Runs one unit's training step, part by part; a meter decides what is recorded.
 
-The parts are those that programs name: forward and backward; then the forward again, and the backward's two halves,
-each requested from autograd separately.
+The parts are those that programs name: forward and backward; then the forward again, and the backward's two halves.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -14,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from pipedejavu.facts import InputError
+from pipedejavu.runtime.split_backward import backward_inputs
 
 PARTS = ("forward", "backward", "recompute", "input_backward", "weight_backward")
 
@@ -69,11 +69,23 @@ def run_step(module: nn.Module, value: Any, head: LossHead | None, is_first: boo
     del whole
     module.zero_grad()
     again = _forward(module, value, head, is_first, meter, "recompute")
-    for part, wanted in (("input_backward", again.inputs), ("weight_backward", weights)):
-        if again.roots and wanted:
-            with meter.part(part):
-                torch.autograd.grad(again.roots, wanted, again.seeds, retain_graph=True, allow_unused=True)
+    _run_halves(again, weights, meter)
+    module.zero_grad()
     return output
+
+
+def _run_halves(forward: _Forward, weights: Sequence[Tensor], meter: StepMeter) -> None:
+    """Runs both halves as the engine does: the second is the whole backward if no input has a gradient."""
+    roots, seeds, inputs = forward.roots, forward.seeds, forward.inputs
+    if roots and inputs:
+        with meter.part("input_backward"):
+            _, pending = backward_inputs(roots, seeds, inputs, weights)
+        if weights:
+            with meter.part("weight_backward"):
+                pending.accumulate()
+    elif roots and weights:
+        with meter.part("weight_backward"):
+            torch.autograd.backward(roots, seeds)
 
 
 def run_several(

@@ -21,6 +21,7 @@ from torch.autograd import Function
 from torch.autograd.graph import saved_tensors_hooks
 
 from pipedejavu.runtime.host_memory import CPU, move_tensor
+from pipedejavu.runtime.product_rule import repeatable
 
 
 class SavedStorage:
@@ -78,6 +79,7 @@ class SavedTensorOffload(saved_tensors_hooks):
             storage.content = move_tensor(storage.content, CPU if device == CPU else storage.device)
 
 
+@repeatable
 def _unpack(packed: Tensor | _SavedView) -> Tensor:
     if isinstance(packed, Tensor):
         return packed
