@@ -24,6 +24,11 @@ def measure_messages(plan: Plan, machine: Machine) -> Link:
         return measure_link()
 
 
+def open_model(options: TrainOptions, plan: Plan) -> Prepared:
+    """Opens the model that is measured: cut for the plan's microbatches, with random weights."""
+    return prepare(options.replace(weights=None), (plan.feed.samples,), plan.cut.begins)
+
+
 def measure_plan(
     options: TrainOptions,
     plan: Plan,
@@ -34,7 +39,7 @@ def measure_plan(
 ) -> Profile:
     """Measures the model on each kind of device that the plan uses, on the rank of the first worker of that kind.
 
-    Appends the model and data that it opened to `prepared`.
+    Opens the model if `prepared` does not have it, and appends it there.
     """
     profiles = []
     for kind, (worker, name) in sorted(devices_to_measure(plan, machine, names).items(), key=lambda item: item[1]):
@@ -43,7 +48,7 @@ def measure_plan(
             torch.set_num_threads(num_threads(machine, names, worker))
             with background_load(num_threads_beside(machine, names, worker)):
                 if not prepared:
-                    prepared.append(prepare(options.replace(weights=None), (plan.feed.samples,), plan.cut.begins))
+                    prepared.append(open_model(options, plan))
                 profile = _measure_here(options, plan, {kind: torch_device(machine, name)}, *prepared)
             profile_json = profile.to_json().encode()
         profiles.append(Profile.from_json(ranks.broadcast(profile_json, source)))
