@@ -254,9 +254,10 @@ def _letters(node: ast.expr, *, is_in: bool = False) -> list[str]:
 
 
 def name_faults(modules: dict[str, Module]) -> list[str]:
-    """Returns file stems and public class names that mean something else in another room."""
+    """Returns file stems and public class names that mean something else in another room, or in another file."""
     stems: dict[str, set[str]] = defaultdict(set)
     classes: dict[str, set[str]] = defaultdict(set)
+    files: dict[tuple[str, str], list[str]] = defaultdict(list)
     for module in modules.values():
         _, _, stem = module.name.rpartition(".")
         if "." in module.name and stem not in SHARED_STEMS:
@@ -264,12 +265,17 @@ def name_faults(modules: dict[str, Module]) -> list[str]:
         for node in module.tree.body:
             if isinstance(node, ast.ClassDef) and node.name[0] != "_" and node.name not in SHARED_CLASSES:
                 classes[node.name].add(module.room)
+                files[module.room, node.name].append(str(module.path))
     found = [(f"file stem '{name}'", rooms) for name, rooms in sorted(stems.items())]
     found += [(f"class name '{name}'", rooms) for name, rooms in sorted(classes.items())]
     return [
         f"{name} is in rooms {' and '.join(sorted(rooms))}; name each after what it is in its room"
         for name, rooms in found
         if len(rooms) > 1
+    ] + [
+        f"class name '{name}' is in {' and '.join(sorted(paths))}; name each after what it is in its file"
+        for (_, name), paths in sorted(files.items())
+        if len(paths) > 1
     ]
 
 
@@ -514,7 +520,10 @@ def test_a_file_out_of_form_is_found(path: str, text: str, fault: str, tmp_path:
             "class name 'Record' is in rooms facts and plan; name each after what it is in its room",
         ),
         ({"plan__more": "class _Record: ..."}, None),
-        ({"plan__word": "class Word: ...", "plan__more": "class Word: ..."}, None),
+        (
+            {"plan__word": "class Word: ...", "plan__more": "class Word: ..."},
+            "class name 'Word' is in plan/more.py and plan/word.py; name each after what it is in its file",
+        ),
     ],
 )
 def test_a_name_that_two_rooms_have_is_found(files: dict[str, str], fault: str | None, tmp_path: Path) -> None:

@@ -126,7 +126,7 @@ def test_simulate_without_a_machine_takes_this_ones_shape() -> None:
     ("arguments", "sentence"),
     [
         (("preset:1f2b",), "there is no preset '1f2b'; did you mean '1f1b'?"),
-        (("preset:1f1b", "--workers", "0"), "the number of workers must be 1 or more, not 0"),
+        (("preset:1f1b", "--workers", "0"), "--workers is a number of workers, 1 or more, not 0"),
         (("preset:1f1b", "--workers", "x"), "Invalid value for '--workers'"),
         (("preset:chimera", "--workers", "3"), "3 is odd; use an even number of workers"),
         (("preset:l2l", "--workers", "2"), "preset 'l2l' trains on one worker, not 2"),
@@ -285,7 +285,7 @@ def test_train_goes_on_from_the_best_of_several_initialisations(tmp_path: Path) 
         (("zoo:gpt-tyni",), "there is no model 'zoo:gpt-tyni'; did you mean 'gpt-tiny'?"),
         (("zoo:mlp", "--plan", "preset:zero-3"), "the engine does not run keep 'zero-3' yet"),
         (("zoo:mlp", "--plan", "preset:1f1b", "--workers", "99"), "the plan has 99 stages but profile 'mlp' has"),
-        (("zoo:mlp", "--lr", "-1", "--optimizer", "adam"), "the options of train has 2 faults"),
+        (("zoo:mlp", "--dtype", "int8", "--optimizer", "adam"), "the options of train has 2 faults"),
         (
             ("zoo:mlp", "--plan", "preset:easgd", "--byzantine", "1:scale"),
             "hand no gradients over",

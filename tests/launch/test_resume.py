@@ -174,6 +174,15 @@ def test_what_cannot_change_is_refused(half: Path, changes, message) -> None:
         resumed.options(OPTIONS.replace(**changes), set(changes))
 
 
+def test_a_launcher_that_repeats_its_command_goes_on_without_an_audit(half: Path) -> None:
+    resumed = reopen(str(half), RankGroup(), lambda _: None)
+    assert resumed is not None
+    asked = OPTIONS.replace(keeps_log=True)
+    with pytest.raises(InputError, match="--audit replays a run from its beginning; leave it out with --resume"):
+        resumed.options(asked, {"audit"})  # the name of the option, as the command line passes it
+    assert not resumed.options(asked, {"audit"}, is_launched=True).keeps_log
+
+
 def test_what_may_change_changes_and_all_else_stays(half: Path) -> None:
     resumed = reopen(str(half), RankGroup(), lambda _: None)
     assert resumed is not None

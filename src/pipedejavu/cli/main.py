@@ -19,6 +19,7 @@ from pipedejavu.cli import (
     train_command,
 )
 from pipedejavu.cli.input_files import AsJson
+from pipedejavu.cli.option_range import check_ranges
 from pipedejavu.cli.train_request import TrainRequest
 from pipedejavu.cli.verb import add_verb
 from pipedejavu.facts import InputError, keep_heap
@@ -54,12 +55,13 @@ def start(
 
 @app.command("presets")
 def list_presets(
-    name: Annotated[str | None, typer.Argument(help="A preset; without it, the table of all.")] = None,
+    name: Annotated[str | None, typer.Argument(help="A preset; by default the table of all presets.")] = None,
     workers: Annotated[int | None, typer.Option(help="Workers to show it with.")] = None,
     microbatches: Annotated[int | None, typer.Option(help="Microbatches to show it with.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """List the presets, or show one: its axes, and its program as a grid."""
+    check_ranges({"workers": workers, "microbatches": microbatches})
     if name is None:
         show.print_presets(presets(), as_json)
         return
@@ -128,7 +130,7 @@ def export(
     run_dir: Annotated[str, typer.Argument(metavar="RUN_DIR", help="The folder of a run that has checkpoints.")],
     folder: Annotated[str, typer.Argument(metavar="FOLDER", help="A new folder to write to.")],
     to: Annotated[
-        str, typer.Option(help="hugging: safetensors as transformers reads them; dcp: for torch's own.")
+        str, typer.Option(help="hugging: safetensors that transformers reads; dcp: a checkpoint of torch.distributed.")
     ] = "hugging",
     config: Annotated[str | None, typer.Option(help="A config.json to put beside the weights.")] = None,
     as_json: AsJson = False,

@@ -83,10 +83,12 @@ def check_options(request: TrainRequest, *, is_searched: bool) -> None:
             "--try is for --plan auto that chooses the workers itself; leave it out, or else --workers, other plans and"
             " torchrun"
         )
-    if request.tries < 1:
-        raise InputError(f"--try is a number of plans, 1 or more, not {request.tries}")
     if is_searched and request.trim is not None:
         raise InputError("--trim is for plans that score contributions; use --plan preset:zeno")
+    if is_searched and request.cpu_share is not None:
+        raise InputError(
+            "--plan auto chooses the CPU's share itself; leave --cpu-share out, or use --plan preset:coarse"
+        )
     fixed = [name for name in ("replicas", "microbatches") if request.sizes[name] is not None]
     if is_searched and fixed:
         raise InputError(f"--plan auto chooses the {fixed[0]}; give --batch, or a plan with --plan preset:NAME")
@@ -117,7 +119,7 @@ def _search(options: "TrainOptions", request: TrainRequest, machine: Machine | N
     from pipedejavu.planner.planning import choose_plans, known_machine, profile_here
 
     question = SearchOptions(
-        batch=request.batch or 32,
+        batch=32 if request.batch is None else request.batch,
         samples=request.samples,
         clip="none" if options.clip_norm is None else "global",
     ).agreed()
@@ -161,8 +163,6 @@ def _with_cpu_share(plan: Plan, share: float) -> Plan:
         raise InputError(
             f"plan '{plan.name}' shares no batch with CPU replicas; leave --cpu-share out, or use preset:coarse"
         )
-    if not 0 <= share <= 1:
-        raise InputError(f"--cpu-share is a part of the batch between 0 and 1, not {share:g}")
     shares = ((1 - share) / place.replicas,) * place.replicas + (share / place.cpu_replicas,) * place.cpu_replicas
     return plan.replace(feed=feed.replace(shares=shares, is_controlled=False))
 

@@ -60,19 +60,25 @@ class PlanRequest:
         ),
     ]
     machine: Annotated[
-        str | None, typer.Option(help="A machine file, or such as '4xa100 + epyc-7763'; by default this one, measured.")
+        str | None,
+        typer.Option(help="A machine file, or a text such as '4xa100 + epyc-7763'; by default this machine, measured."),
     ] = None
     batch: Annotated[int, typer.Option(help="Samples per update.")] = 32
     samples: Annotated[int | None, typer.Option(help="Samples per microbatch; by default the best.")] = None
     search: Annotated[str, typer.Option(help="auto, exhaustive, dp, mcmc or gradient.")] = "auto"
-    objective: Annotated[str, typer.Option(help="time or price per sample; batch or blocks: the most that fit.")] = (
-        "time"
+    objective: Annotated[
+        str,
+        typer.Option(
+            help="Minimise time or price per sample, or find the largest batch, or the most blocks, that fit."
+        ),
+    ] = "time"
+    price: Annotated[
+        list[str] | None, typer.Option(help="Price per hour of a kind of device, such as a100=2.5; may be repeated.")
+    ] = None
+    staleness: Annotated[int, typer.Option(help="Most updates by which weights may be stale; 0 is synchronous.")] = 0
+    costed: Annotated[bool, typer.Option(help="Include plans that the engine cannot run: ZeRO, divided operators.")] = (
+        False
     )
-    price: Annotated[list[str] | None, typer.Option(help="Price per hour of a kind of device, as a100=2.5.")] = None
-    staleness: Annotated[int, typer.Option(help="How many updates old weights may be; 0 is synchronous.")] = 0
-    costed: Annotated[
-        bool, typer.Option(help="Also plans that the engine does not run yet: ZeRO, divided operators.")
-    ] = False
     time_budget: Annotated[float, typer.Option(help="Seconds for the search.")] = 60.0
     seed: Annotated[int, typer.Option(help="Seed of randomised searchers.")] = 0
     candidates: Annotated[int, typer.Option(help="Most plans to show.")] = 5

@@ -33,16 +33,18 @@ class ProfileRequest:
     batch: Annotated[int, typer.Option(help="Samples per batch.")] = 8
     context: Annotated[
         int | None,
-        typer.Option(help="Tokens per sequence of an hf: model; by default its limit, at most 128, estimated 4096."),
+        typer.Option(
+            help="Tokens per sequence of an hf: model; by default its limit, up to 128 (4096 with --estimate)."
+        ),
     ] = None
     out: Annotated[str | None, typer.Option(help="Write the profile as JSON to this file.")] = None
-    estimate: Annotated[bool, typer.Option(help="Estimate instead of measuring; the model gets no memory.")] = False
+    estimate: Annotated[bool, typer.Option(help="Estimate instead of measuring, without allocating the model.")] = False
     machine: Annotated[
         str | None, typer.Option(help="A machine file to estimate for; by default this machine's shape.")
     ] = None
     parts: Annotated[
         list[int] | None,
-        typer.Option(help="Also measure a CPU divided between so many workers; may be repeated."),
+        typer.Option(help="Also measure the CPU shared by this many workers; may be repeated."),
     ] = None
     as_json: AsJson = False
 

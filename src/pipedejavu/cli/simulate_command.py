@@ -25,21 +25,24 @@ class SimulateRequest:
     """The arguments and options of `simulate`."""
 
     plan: Annotated[str, typer.Argument(metavar="PLAN", help="A plan file, or preset:NAME.")]
-    workers: Annotated[int | None, typer.Option(help="Workers per pipeline, or replicas or shards without one.")] = None
-    microbatches: Annotated[int | None, typer.Option(help="Microbatches per update, or in total without a flush.")] = (
-        None
-    )
+    workers: Annotated[
+        int | None, typer.Option(help="Workers per pipeline; without a pipeline, replicas or shards.")
+    ] = None
+    microbatches: Annotated[
+        int | None, typer.Option(help="Microbatches per update; in total for plans that never flush.")
+    ] = None
     replicas: Annotated[int | None, typer.Option(help="Data-parallel copies.")] = None
     steps: Annotated[int | None, typer.Option(help="Updates to simulate.")] = None
     samples: Annotated[int | None, typer.Option(help="Samples per microbatch.")] = None
     recompute: Annotated[float | None, typer.Option(help="Fraction of each stage's units to recompute, 0 to 1.")] = None
     unit_costs: Annotated[
-        str | None, typer.Option(help="Times of a worker's forward and backward of a microbatch, as F=1,B=2.")
+        str | None, typer.Option(help="Time of a forward and a backward pass per microbatch, such as F=1,B=2.")
     ] = None
     model: Annotated[str | None, typer.Option(help="A model by its shape, such as gpt-small.")] = None
     profile: Annotated[str | None, typer.Option(help="A profile instead of a model: JSON, graph.txt or CSV.")] = None
     machine: Annotated[
-        str | None, typer.Option(help="A machine file, or such as '4xa100 + epyc-7763'; by default this one's shape.")
+        str | None,
+        typer.Option(help="A machine file, or a text such as '4xa100 + epyc-7763'; by default this machine's shape."),
     ] = None
     trace: Annotated[str | None, typer.Option(help="Write a trace for Perfetto to this file.")] = None
     html: Annotated[str | None, typer.Option(help="Write the report, one HTML page, to this file.")] = None
@@ -86,8 +89,6 @@ def read_inputs(request: SimulateRequest) -> SimulateInputs:
     """Reads and checks all inputs."""
     plan = read_plan(request.plan, request.sizes)
     if request.recompute is not None:
-        if not 0 <= request.recompute <= 1:
-            raise InputError(f"--recompute is a share between 0 and 1, not {request.recompute:g}")
         plan = plan.replace(order=plan.order.replace(recompute=request.recompute))
     if request.unit_costs is not None:
         return _with_unit_costs(plan, request.unit_costs, request)

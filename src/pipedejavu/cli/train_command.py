@@ -92,7 +92,9 @@ def _run(options: "TrainOptions", request: TrainRequest, ranks: "RankGroup") -> 
                 RunFolder(request.run_dir).check_new()
         resumed = _reopen(request, ranks) if request.resume else None
         if ranks.is_first and resumed:
-            options = resumed.options(options, request.explicit)
+            options = resumed.options(options, request.explicit, is_launched=ranks.is_launched)
+            if request.audit:
+                tell("--audit replays a run from its beginning, and this one goes on: there will be no audit")
         if resumed and ranks.broadcast(b"1" if ranks.is_first and resumed.is_done(options) else b""):
             if ranks.is_first:
                 _print_done(resumed, options, request.as_json)

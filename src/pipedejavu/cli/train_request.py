@@ -18,7 +18,7 @@ class TrainRequest:
 
     model: Annotated[str, typer.Argument(metavar="MODEL", help="zoo:NAME, hf:CONFIG or FILE.py:FUNCTION.")]
     plan: Annotated[str, typer.Option(help="auto, a plan file, or preset:NAME.")] = "auto"
-    workers: Annotated[int | None, typer.Option(help="Workers per pipeline, or replicas without one.")] = None
+    workers: Annotated[int | None, typer.Option(help="Workers per pipeline; without a pipeline, replicas.")] = None
     replicas: Annotated[int | None, typer.Option(help="Data-parallel copies of a pipeline.")] = None
     microbatches: Annotated[int | None, typer.Option(help="Microbatches per update, for each pipeline or replica.")] = (
         None
@@ -26,10 +26,11 @@ class TrainRequest:
     samples: Annotated[int | None, typer.Option(help="Samples per microbatch.")] = None
     batch: Annotated[int | None, typer.Option(help="Samples per update, for plan auto; 32 by default.")] = None
     tries: Annotated[
-        int, typer.Option("--try", help="Plans of auto to run for some updates; the run goes on with the fastest.")
+        int,
+        typer.Option("--try", help="Run this many of auto's best plans for some updates, and go on with the fastest."),
     ] = 1
     cpu_share: Annotated[
-        float | None, typer.Option(help="Fraction of a batch for CPU replicas, 0 to 1; by default the fastest.")
+        float | None, typer.Option(help="Fraction of a batch for CPU replicas, 0 to 1; by default chosen for speed.")
     ] = None
     trim: Annotated[int | None, typer.Option(help="Contributions that preset:zeno drops from each update.")] = None
     byzantine: Annotated[
@@ -79,7 +80,8 @@ class TrainRequest:
     hang_after_s: Annotated[
         float | None,
         typer.Option(
-            "--hang-after", help="Seconds until a worker counts as hung, 0 for never; by default by the forecast."
+            "--hang-after",
+            help="Seconds until a worker counts as hung, 0 for never; by default derived from the forecast.",
         ),
     ] = None
     check_replicas: Annotated[

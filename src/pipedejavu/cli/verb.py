@@ -8,6 +8,8 @@ from typing import Any, TypeVar, get_type_hints
 import typer
 from typer.models import ParameterInfo
 
+from pipedejavu.cli.option_range import check_ranges
+
 R = TypeVar("R")
 
 EXPLICIT = "explicit"
@@ -21,6 +23,7 @@ def add_verb(app: typer.Typer, name: str, request: type[R], run: Callable[[R], N
     has_explicit = EXPLICIT in hints
 
     def call(typer_context: typer.Context, **values: Any) -> None:
+        check_ranges(values)
         if has_explicit:
             values[EXPLICIT] = frozenset(name for name in values if _is_explicit(typer_context, name))
         run(request(**values))

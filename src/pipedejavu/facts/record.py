@@ -9,6 +9,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from pipedejavu.facts.error import FaultsError, InputError, repeated
 from pipedejavu.facts.fault import field_faults, is_unreadable, record_in
 from pipedejavu.facts.file import MOST_BYTES, read_file, replace_file
+from pipedejavu.facts.file_kind import describe_kind
 
 
 class Record(BaseModel):
@@ -78,6 +79,8 @@ def _faults(record: type[Record], error: ValidationError, text: str | bytes) -> 
     if is_unreadable(error):
         return faults
     plain, repeats = _parse(text)
+    if other := describe_kind(plain, record.__name__.lower()):
+        return [other]
     return list(dict.fromkeys([*faults, *repeats, *_disagreements(record, plain)]))
 
 

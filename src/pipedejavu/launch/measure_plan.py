@@ -35,6 +35,11 @@ def measure_messages(plan: Plan, machine: Machine) -> Link:
         return measure_link()
 
 
+def open_model(options: TrainOptions, plan: Plan) -> Prepared:
+    """Opens the model that is measured: cut for the plan's microbatches, with random weights."""
+    return prepare(options.replace(weights=None), (plan.feed.samples,), plan.cut.begins)
+
+
 def measure_plan(
     options: TrainOptions,
     plan: Plan,
@@ -47,7 +52,8 @@ def measure_plan(
 ) -> Profile:
     """Measures the model on each kind of device that the plan uses, on the rank of the first worker of that kind.
 
-    Appends the model and data that it opened to `prepared`. Uses cached measurements unless `renews` is set.
+    Opens the model if `prepared` does not have it, and appends it there. Uses cached measurements unless `renews` is
+    set.
     """
     profiles = []
     for kind, (worker, name) in sorted(devices_to_measure(plan, machine, names).items(), key=lambda item: item[1]):
@@ -55,7 +61,7 @@ def measure_plan(
         if ranks.rank == source:
             torch.set_num_threads(num_threads(machine, names, worker))
             if not prepared:
-                prepared.append(prepare(options.replace(weights=None), (plan.feed.samples,), plan.cut.begins))
+                prepared.append(open_model(options, plan))
             beside = num_threads_beside(machine, names, worker)
             setup = MeasureSetup(kind, torch_device(machine, name), torch.get_num_threads(), beside)
             profile_json = _find_or_measure(options, plan, setup, prepared[0], renews=renews).to_json().encode()

@@ -7,7 +7,7 @@ from pipedejavu.engine import Byzantine, check_runnable
 from pipedejavu.engine.log_check import check_replayable
 from pipedejavu.facts import InputError, Link, Machine, Profile
 from pipedejavu.launch.handover import Handover
-from pipedejavu.launch.measure_plan import measure_messages, measure_plan
+from pipedejavu.launch.measure_plan import measure_messages, measure_plan, open_model
 from pipedejavu.launch.rank_group import RankGroup
 from pipedejavu.launch.run_check import check_run
 from pipedejavu.plan import Plan
@@ -21,11 +21,13 @@ from pipedejavu.planner.worker_host import (
 )
 from pipedejavu.program import Program
 from pipedejavu.program import compile as compile_plan
+from pipedejavu.program.limit import check_stages
 from pipedejavu.program.pipeline import assign_devices
 from pipedejavu.run.checkpoint_interval import choose_interval, steps_of
 from pipedejavu.run.options import TrainOptions
 from pipedejavu.run.run_folder import RunStart
 from pipedejavu.source.hf_model import check_data
+from pipedejavu.source.model_source import check_weights
 from pipedejavu.source.task import Prepared
 
 
@@ -59,19 +61,20 @@ def plan_run(
     ranks = ranks or RankGroup()
     options = TrainOptions.from_json(ranks.broadcast(options.to_json().encode()))
     start = start or RunStart()
-    if options.model.startswith("hf:") and not start.step:
-        check_data(options.model.removeprefix("hf:"), options.data, options.weights)
+    if not start.step:
+        _check_sources(options, ranks)
     plan = _adapt(Plan.from_json(ranks.broadcast(plan.to_json().encode())), options, ranks, start)
     profile_json = ranks.broadcast(profile.to_json().encode() if profile else b"")
+    prepared: list[Prepared] = []
     worker_hosts = ranks.worker_hosts() or read_worker_hosts(plan.num_workers)
     machine_json = ranks.broadcast(machine.to_json().encode() if machine else b"")
     if machine_json:
         machine = Machine.from_json(machine_json)
         machine = machine.divided(plan.num_workers) if plan.place.devices is None and not profile_json else machine
     else:
+        prepared = _open_pipeline(options, plan) if ranks.is_first and not profile_json else []
         plan, machine = _measure_machine(plan, worker_hosts, devices, ranks)
     names = assign_devices(plan, machine)
-    prepared: list[Prepared] = []
     if profile_json:
         profile = Profile.from_json(profile_json)
     else:
@@ -96,6 +99,23 @@ def _compile(plan: Plan, profile: Profile, machine: Machine, ranks: RankGroup) -
             packed = Handover(compile_plan(plan, profile, machine, fold=False)).pack()
     packed = ranks.broadcast(packed)
     return Handover.unpack(packed).program if packed else compile_plan(plan, profile, machine, fold=False)
+
+
+def _check_sources(options: TrainOptions, ranks: RankGroup) -> None:
+    """Raises InputError if the weights or the data of a new run are not there."""
+    if options.model.startswith("hf:"):
+        check_data(options.model.removeprefix("hf:"), options.data, options.weights)
+    if options.weights is not None and ranks.is_first:
+        check_weights(options.model, options.weights)
+
+
+def _open_pipeline(options: TrainOptions, plan: Plan) -> list[Prepared]:
+    """Opens the model of a pipeline before anything is measured; raises InputError if it has too few units."""
+    if plan.pipeline_size == 1:
+        return []
+    opened = open_model(options, plan)
+    check_stages(plan, options.model, len(opened.job.units))
+    return [opened]
 
 
 def _measure_machine(

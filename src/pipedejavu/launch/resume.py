@@ -47,14 +47,17 @@ class Resumed:
             return f"training goes on after step {self.start.step}"
         return f"{self.folder.path} holds no checkpoint: training begins"
 
-    def options(self, requested: TrainOptions, names: Collection[str]) -> TrainOptions:
-        """Returns the run's options with those in `names` as requested; raises InputError if one may not change."""
+    def options(self, requested: TrainOptions, names: Collection[str], *, is_launched: bool = False) -> TrainOptions:
+        """Returns the run's options with those in `names` as requested; raises InputError if one may not change.
+
+        A launcher repeats its command when it restarts a run, so an audit that is no longer possible is left out then.
+        """
         assert self.known is not None
         saved = self.known.options
-        for name in sorted({"model", *names} & type(saved).model_fields.keys() - CHANGEABLE):
+        if requested.keeps_log and not is_launched:
+            raise InputError("--audit replays a run from its beginning; leave it out with --resume")
+        for name in sorted({"model", *names} & type(saved).model_fields.keys() - CHANGEABLE - {"keeps_log"}):
             before, now = getattr(saved, name), getattr(requested, name)
-            if name == "keeps_log" and now:
-                raise InputError("--audit replays a run from its beginning; leave it out with --resume")
             if before != now:
                 raise InputError(
                     f"the run in {self.folder.path} was started with {name} {before}, not {now}; leave it as it was"

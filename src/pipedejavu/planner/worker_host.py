@@ -160,16 +160,25 @@ def num_threads_beside(machine: Machine, devices: Sequence[str], worker: int) ->
 
 
 def describe_stand_ins(machine: Machine, devices: Sequence[str], worker_hosts: Sequence[WorkerHost]) -> str:
-    """Returns a sentence if a plan uses more GPUs on a host than it has; empty otherwise."""
-    used = {d.host: 0 for d in machine.devices}
-    for name in devices:
-        used[machine.device(name).host] += machine.device(name).type == "gpu"
+    """Returns a sentence if a plan uses GPUs that its hosts do not have; empty otherwise."""
+    used, absent = {d.host: 0 for d in machine.devices}, []
+    for name in dict.fromkeys(devices):
+        device = machine.device(name)
+        used[device.host] += device.type == "gpu"
+        if device.type == "cpu" and not name.rpartition("/")[2].startswith("cpu"):
+            absent.append(name)
     present = min(len(worker_host.gpus) for worker_host in worker_hosts)
     most = max(used.values())
-    if most <= present:
-        return ""
-    stand_in = "workers share them" if present else "CPU workers stand in for them, and times are those of the CPU"
-    return f"the plan has workers on {most} GPUs of one host, and {present} are there: {stand_in}"
+    if most > present:
+        stand_in = "workers share them" if present else "CPU workers stand in for them, and times are those of the CPU"
+        return f"the plan has workers on {most} GPUs of one host, and {present} are there: {stand_in}"
+    if absent:
+        names = f"{absent[0]} and {len(absent) - 1} more" if len(absent) > 1 else absent[0]
+        return (
+            f"the plan names {names}, and the hosts of this run do not have such devices: CPU workers stand in for"
+            " them, and times are those of the CPU"
+        )
+    return ""
 
 
 def devices_to_measure(plan: Plan, machine: Machine, devices: Sequence[str]) -> dict[str, tuple[int, str]]:

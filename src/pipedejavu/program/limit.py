@@ -20,12 +20,7 @@ MOST_SAMPLES = 1_000_000
 def check_size(plan: Plan, profile: Profile) -> None:
     """Raises InputError if the plan has more stages than the profile has units, or its program would be too large."""
     check_units(profile)
-    units, stages = len(profile.units), plan.num_stages or len(profile.units)
-    if stages > units:
-        raise InputError(
-            f"the plan has {stages:,} stages but profile '{profile.name}' has {units:,} units; use at most {units:,}"
-            " stages (fewer workers or chunks)"
-        )
+    check_stages(plan, profile.name, len(profile.units))
     check_workers(plan)
     samples = plan.feed.microbatches * plan.feed.samples
     if plan.feed.kind == "share" and samples > MOST_SAMPLES:
@@ -33,7 +28,16 @@ def check_size(plan: Plan, profile: Profile) -> None:
             f"plan '{plan.name}' shares {samples:,} samples of an update; share at most {MOST_SAMPLES:,} (feed.samples"
             f" times feed.microbatches)"
         )
-    check_passes(plan, 1, stages)
+    check_passes(plan, 1, plan.num_stages or len(profile.units))
+
+
+def check_stages(plan: Plan, name: str, units: int) -> None:
+    """Raises InputError if the plan has more stages than the model of this name has units."""
+    if plan.num_stages and plan.num_stages > units:
+        raise InputError(
+            f"the plan has {plan.num_stages:,} stages but profile '{name}' has {units:,} units; use at most {units:,}"
+            " stages (fewer workers or chunks)"
+        )
 
 
 def check_units(profile: Profile) -> None:

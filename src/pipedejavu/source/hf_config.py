@@ -8,6 +8,7 @@ import os
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from importlib import import_module
 from typing import Any
 
 from torch import nn
@@ -121,7 +122,7 @@ def bounded_build(name: str) -> Iterator[None]:
 @contextmanager
 def offline() -> Iterator[None]:
     """Disables network access of huggingface_hub inside the context."""
-    constants: Any = __import__("huggingface_hub").constants
+    constants: Any = import_module("huggingface_hub.constants")
     before, constants.HF_HUB_OFFLINE = constants.HF_HUB_OFFLINE, True
     try:
         yield

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from pipedejavu.facts import InputError, read_file
 from pipedejavu.facts.file import check_file
 from pipedejavu.source.hf_config import bounded_build, check_configuration, offline
+from pipedejavu.source.hub import check_source, hub_access
 from pipedejavu.source.initial_weights import load_weights
 from pipedejavu.zoo import Dataset, Task, open_data
 from pipedejavu.zoo.form import Form, ImageForm, TokenForm
@@ -99,9 +100,12 @@ def _read_config(transformers: Any, name: str) -> Any:
         path = path / "config.json"
     try:
         if path.suffix != ".json":
-            plain, _ = transformers.PreTrainedConfig.get_config_dict(name)
+            check_source(name, "configuration")
+            with hub_access():
+                plain, _ = transformers.PreTrainedConfig.get_config_dict(name)
             check_configuration(plain, name)
-            return transformers.AutoConfig.from_pretrained(name, trust_remote_code=False)
+            with hub_access():
+                return transformers.AutoConfig.from_pretrained(name, trust_remote_code=False)
         plain = json.loads(read_file(path))
         check_configuration(plain, name)
         with offline():
@@ -117,12 +121,14 @@ def _read_config(transformers: Any, name: str) -> Any:
 
 def _read_model(transformers: Any, head: str, config: Any, weights: str) -> nn.Module:
     """Returns a model with weights that transformers reads; it also maps old names and checkpoints without a head."""
+    check_source(weights, "weights")
     if Path(weights).is_dir():
         _check_files(Path(weights))
     options = {"config": config, "dtype": torch.get_default_dtype(), "use_safetensors": True}
     transformers.utils.logging.disable_progress_bar()  # every worker would show one
     try:
-        model, report = getattr(transformers, head).from_pretrained(weights, **options, output_loading_info=True)
+        with hub_access():
+            model, report = getattr(transformers, head).from_pretrained(weights, **options, output_loading_info=True)
     except Exception as error:
         text = next(iter(str(error).strip().splitlines()), type(error).__name__)
         raise InputError(

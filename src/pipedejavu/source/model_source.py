@@ -13,6 +13,7 @@ from torch.utils.data import default_collate
 
 from pipedejavu.facts import InputError, nearest
 from pipedejavu.source.hf_model import build_hf_model
+from pipedejavu.source.hub import check_source
 from pipedejavu.source.initial_weights import load_weights
 from pipedejavu.source.loss_reduction import NUM_SAMPLES, find_reduction, own_loss
 from pipedejavu.source.rng import seed_all
@@ -41,6 +42,14 @@ def open_task(
     if weights is not None:
         load_weights(task.model, weights)
     return task
+
+
+def check_weights(model: str, weights: str) -> None:
+    """Raises InputError if the weights of a run can be seen not to be there, without reading them."""
+    if model.startswith("hf:"):
+        check_source(weights, "weights")
+    elif not Path(weights).exists():
+        raise InputError(f"cannot read {weights}: there is no such file or folder")
 
 
 def _open(model: str, seed: int, data: str | None, device: str | None, context: int | None) -> Task:

@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from pipedejavu.zoo.chain import Chain
 from pipedejavu.zoo.form import Objective
-from pipedejavu.zoo.transformer import Block, Embedding, TransformerSize, transformer_std
+from pipedejavu.zoo.transformer import Embedding, TransformerBlock, TransformerSize, transformer_std
 
 
 class BertSize(TransformerSize):
@@ -57,7 +57,7 @@ class Bert(Chain):
             embedding = Embedding(size)
             units = [
                 ("embedding", embedding),
-                *((f"block{n}", Block(size, is_causal=False)) for n in range(size.layers)),
+                *((f"block{n}", TransformerBlock(size, is_causal=False)) for n in range(size.layers)),
                 ("head", MaskedHead(size, embedding)),
             ]
         super().__init__(units, std=transformer_std(2 * size.layers), seed=seed, device=device)

@@ -4,7 +4,7 @@ import torch
 
 from pipedejavu.zoo.chain import Chain
 from pipedejavu.zoo.gpt_shape import SHAPES
-from pipedejavu.zoo.transformer import Block, Embedding, Head, TransformerSize, transformer_std
+from pipedejavu.zoo.transformer import Embedding, TokenHead, TransformerBlock, TransformerSize, transformer_std
 
 _TEN = TransformerSize(layers=10, width=512, context=1000, vocabulary=10_000, heads=1)
 """Ten layers with one head; the width of 512 is that of the first transformers."""
@@ -24,7 +24,7 @@ class Gpt(Chain):
             embedding = Embedding(size)
             units = [
                 ("embedding", embedding),
-                *((f"block{n}", Block(size, is_causal=True)) for n in range(size.layers)),
-                ("head", Head(size, embedding)),
+                *((f"block{n}", TransformerBlock(size, is_causal=True)) for n in range(size.layers)),
+                ("head", TokenHead(size, embedding)),
             ]
         super().__init__(units, std=transformer_std(2 * size.layers), seed=seed, device=device)

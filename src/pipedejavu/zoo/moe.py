@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from pipedejavu.zoo.chain import Chain
-from pipedejavu.zoo.transformer import Attention, Embedding, Head, TransformerSize, transformer_std
+from pipedejavu.zoo.transformer import Attention, Embedding, TokenHead, TransformerSize, transformer_std
 
 
 class MoeSize(TransformerSize):
@@ -156,7 +156,7 @@ class MixtureBlock(nn.Module):
         return hidden + self.dropout(mixed), block_balance if balance is None else balance + block_balance
 
 
-class BalancedHead(Head):
+class BalancedHead(TokenHead):
     """A head that passes on the sum of balance losses."""
 
     def forward(self, flow: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:  # type: ignore[override]

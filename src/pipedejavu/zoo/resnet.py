@@ -11,7 +11,7 @@ from torch.nn import functional
 from pipedejavu.facts import Record
 from pipedejavu.zoo.chain import Chain
 from pipedejavu.zoo.form import Count, ImageForm
-from pipedejavu.zoo.vgg import Head
+from pipedejavu.zoo.vgg import ClassHead
 
 _LARGE_SIDE = 64
 """From this side on, the stem divides the image's side by four."""
@@ -57,7 +57,7 @@ class Stem(nn.Module):
         return functional.max_pool2d(image, 3, stride=2, padding=1) if self.is_large else image
 
 
-class Block(nn.Module):
+class ResidualBlock(nn.Module):
     """Convolutions with BatchNorm, and a shortcut around them.
 
     Basic: 3×3, 3×3. Bottleneck: 1×1, 3×3, 1×1. The first 3×3 has the stride.
@@ -94,16 +94,16 @@ class Resnet(Chain):
             units = [
                 ("stem", Stem(size.width, is_large=size.side >= _LARGE_SIDE)),
                 *((f"block{n}", block) for n, block in enumerate(blocks)),
-                ("head", Head(channels, size.classes)),
+                ("head", ClassHead(channels, size.classes)),
             ]
         super().__init__(units, seed=seed, device=device)
 
 
-def _blocks(size: ResnetSize) -> Iterator[Block]:
+def _blocks(size: ResnetSize) -> Iterator[ResidualBlock]:
     channels, width = size.width, size.width
     for stage, num_blocks in enumerate(size.blocks):
         for n in range(num_blocks):
-            yield Block(channels, width, stride=2 if stage and not n else 1, kind=size.kind)
+            yield ResidualBlock(channels, width, stride=2 if stage and not n else 1, kind=size.kind)
             channels = width * _EXPANSION[size.kind]
         width *= 2
 

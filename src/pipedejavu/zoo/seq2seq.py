@@ -12,7 +12,15 @@ from torch import Tensor, nn
 
 from pipedejavu.zoo.chain import Chain, Flow
 from pipedejavu.zoo.form import Objective
-from pipedejavu.zoo.transformer import Attention, Block, Embedding, FeedForward, Head, TransformerSize, transformer_std
+from pipedejavu.zoo.transformer import (
+    Attention,
+    Embedding,
+    FeedForward,
+    TokenHead,
+    TransformerBlock,
+    TransformerSize,
+    transformer_std,
+)
 
 
 class Seq2seqSize(TransformerSize):
@@ -43,7 +51,7 @@ class PairEmbedding(Embedding):
         return super().forward(source), super().forward(target)
 
 
-class EncoderBlock(Block):
+class EncoderBlock(TransformerBlock):
     """A block on the source; the last one ends with a norm."""
 
     def __init__(self, size: Seq2seqSize, is_last: bool):
@@ -90,6 +98,6 @@ class Seq2seq(Chain):
                 ("embedding", embedding),
                 *((f"encoder{n}", EncoderBlock(size, is_last=n == last)) for n in range(size.layers)),
                 *((f"decoder{n}", DecoderBlock(size, is_last=n == last)) for n in range(size.layers)),
-                ("head", Head(size, embedding)),
+                ("head", TokenHead(size, embedding)),
             ]
         super().__init__(units, std=transformer_std(3 * size.layers), seed=seed, device=device)

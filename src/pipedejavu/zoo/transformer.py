@@ -128,7 +128,7 @@ class FeedForward(nn.Module):
         return out
 
 
-class Block(nn.Module):
+class TransformerBlock(nn.Module):
     """Attention and a feed-forward layer, each with a residual connection."""
 
     def __init__(self, size: TransformerSize, is_causal: bool):
@@ -146,7 +146,7 @@ class Block(nn.Module):
         return out
 
 
-class Head(nn.Module):
+class TokenHead(nn.Module):
     """A final norm, and a linear layer to the vocabulary."""
 
     def __init__(self, size: TransformerSize, embedding: Embedding):

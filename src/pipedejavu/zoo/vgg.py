@@ -66,7 +66,7 @@ class Convolution(nn.Module):
         return functional.max_pool2d(image, 2) if self.has_pooling else image
 
 
-class Head(nn.Module):
+class ClassHead(nn.Module):
     """The mean over the image, and a linear layer to the classes."""
 
     def __init__(self, channels: int, classes: int):
@@ -91,5 +91,5 @@ class Vgg(Chain):
                     unit = Convolution(channels, width, size.has_batch_norm, has_pooling=n == len(widths) - 1)
                     units.append((f"convolution{len(units)}", unit))
                     channels = width
-            units.append(("head", Head(channels, size.classes)))
+            units.append(("head", ClassHead(channels, size.classes)))
         super().__init__(units, seed=seed, device=device)
