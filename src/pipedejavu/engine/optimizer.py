@@ -8,11 +8,33 @@ caller reads it from the cache.
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 Tensors = dict[str, Tensor]
+
+
+class Optimizer(Protocol):
+    """What the engine asks of an optimizer."""
+
+    def slots_of(self, name: str) -> set[str]:
+        """Returns the names of a parameter's state."""
+
+    def shrinks(self, name: str) -> bool:
+        """Whether weight decay changes a parameter even if its gradient is zero."""
+
+    def rate(self, update: int) -> float:
+        """Returns the learning rate of an update."""
+
+    def largest_gradient(self, update: int, dtype: torch.dtype) -> float:
+        """Returns the largest mean gradient with which the arithmetic stays finite."""
+
+    def step(
+        self, update: int, weights: Tensors, gradients: Tensors, state: dict[str, Tensors], coefficient: float
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Yields what to add to each weight, in the memory of its gradient, after multiplying that by `coefficient`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,6 +44,9 @@ class Sgd:
     lr: float
     momentum: float = 0.0
     weight_decay: float = 0.0
+    dampening: float = 0.0
+    """Share of each gradient after the first that momentum leaves out."""
+    nesterov: bool = False
     schedule: Callable[[int], float] | None = None
     """Factor of the learning rate at each update, counted from 0."""
     decays: Callable[[str], bool] = field(default=lambda _: True)
@@ -31,6 +56,14 @@ class Sgd:
     def slots(self) -> set[str]:
         """The names of its state per weight."""
         return {"momentum"} if self.momentum else set()
+
+    def slots_of(self, name: str) -> set[str]:  # noqa: ARG002
+        """Returns the names of a parameter's state."""
+        return self.slots
+
+    def shrinks(self, name: str) -> bool:
+        """Whether weight decay changes a parameter even if its gradient is zero."""
+        return bool(self.weight_decay) and self.decays(name)
 
     def rate(self, update: int) -> float:
         """Returns the learning rate of an update."""
@@ -56,20 +89,26 @@ class Sgd:
             if self.momentum:
                 slots = state.setdefault(name, {})
                 if slots:
-                    gradient.copy_(slots["momentum"].mul_(self.momentum).add_(gradient))
+                    slots["momentum"].mul_(self.momentum).add_(gradient, alpha=1 - self.dampening)
                 else:
                     slots["momentum"] = gradient.clone()
+                if self.nesterov:
+                    gradient.add_(slots["momentum"], alpha=self.momentum)
+                else:
+                    gradient.copy_(slots["momentum"])
             yield name, gradient.mul_(-lr)
 
 
 @dataclass(frozen=True, kw_only=True)
 class AdamW:
-    """Adam with decoupled weight decay."""
+    """Adam with decoupled weight decay, or with weight decay as a part of the gradient."""
 
     lr: float
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
     weight_decay: float = 0.01
+    is_decoupled: bool = True
+    """Whether weight decay acts on the weights (AdamW), and not on the gradients (Adam)."""
     schedule: Callable[[int], float] | None = None
     decays: Callable[[str], bool] = field(default=lambda _: True)
 
@@ -77,6 +116,14 @@ class AdamW:
     def slots(self) -> set[str]:
         """The names of its state per weight."""
         return {"step", "m", "v"}
+
+    def slots_of(self, name: str) -> set[str]:  # noqa: ARG002
+        """Returns the names of a parameter's state."""
+        return self.slots
+
+    def shrinks(self, name: str) -> bool:
+        """Whether weight decay changes a parameter even if its gradient is zero."""
+        return bool(self.weight_decay) and self.decays(name)
 
     def rate(self, update: int) -> float:
         """Returns the learning rate of an update."""
@@ -93,6 +140,9 @@ class AdamW:
         lr, (beta1, beta2) = self.rate(update), self.betas
         for name, gradient in gradients.items():
             gradient.mul_(coefficient)
+            decays = self.shrinks(name)
+            if decays and not self.is_decoupled:
+                gradient.add_(weights[name].detach(), alpha=self.weight_decay)
             slots = state.setdefault(name, {})
             if not slots:
                 slots |= {"step": torch.zeros(()), "m": torch.zeros_like(gradient), "v": torch.zeros_like(gradient)}
@@ -102,9 +152,6 @@ class AdamW:
             square = slots["v"].mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
             scale = (square.sqrt() / math.sqrt(1 - beta2**count)).add_(self.eps)
             torch.div(mean, scale, out=gradient).mul_(-lr / (1 - beta1**count))
-            if self.weight_decay and self.decays(name):
+            if decays and self.is_decoupled:
                 gradient.sub_(weights[name].detach(), alpha=lr * self.weight_decay)
             yield name, gradient
-
-
-Optimizer = Sgd | AdamW
