@@ -1,10 +1,10 @@
-"""Cost of a backward in two halves, in one run: both halves ÷ the whole, and both as two requests to autograd ÷ the whole.
+"""Cost of a backward in two halves, in one run: both halves ÷ the whole, and two requests to autograd ÷ the whole.
 
     python bench/split_backward.py [--steps 15]
 
 For each model, a microbatch goes forward three times per step: its backward then runs whole, in halves that share no
-work, and as two walks of the graph (the gradients of the inputs, then those of the weights). The ways take turns, on one
-thread. Medians of all steps after two.
+work, and as two walks of the graph (the gradients of the inputs, then those of the weights). The ways take turns, on
+one thread. Medians of all steps after two.
 """
 
 import argparse

@@ -23,8 +23,7 @@ from pipedejavu.planner.replan import first_runnable
 from pipedejavu.profile import read_chain
 from pipedejavu.run import throughput as pace_module
 from pipedejavu.search import search
-from pipedejavu.session import Trainer
-from pipedejavu.session import trainer as trainer_module
+from pipedejavu.session import Trainer, trainer_plan
 
 
 def model() -> nn.Sequential:
@@ -113,9 +112,9 @@ def test_a_trainer_that_is_gone_leaves_no_threads() -> None:
         thread.join()  # or the test runs into its timeout
 
 
-def test_a_batch_smaller_than_the_microbatches_is_refused() -> None:
-    trainer = Trainer(model(), loss, sample=batch(8), workers=2)
-    with pytest.raises(InputError, match="a batch of 3 samples has fewer than the plan's 4 microbatches"):
+def test_a_batch_smaller_than_the_microbatches_of_several_updates_is_refused() -> None:
+    trainer = Trainer(model(), loss, sample=batch(48), plan="pipedream", workers=2)
+    with pytest.raises(InputError, match=r"a batch of 3 samples has fewer than the plan's \d+ microbatches"):
         trainer.step(batch(3))
 
 
@@ -301,7 +300,7 @@ def two_workers(profile, machine, options):
 def test_the_plan_auto_is_exchanged_where_a_worker_becomes_slow(tmp_path, monkeypatch, capsys, replan) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(pace_module, "WINDOW_S", 0.0)
-    monkeypatch.setattr(trainer_module, "choose_plan", two_workers)
+    monkeypatch.setattr(trainer_plan, "choose_plan", two_workers)
     here = machine_with_cores(2)
     batches = [batch(8, seed) for seed in range(12)]
     optimizer = {"optimizer": Sgd(lr=0.1, momentum=0.9), "machine": here}

@@ -152,7 +152,7 @@ def _state(handlers: Handlers, key: tuple[int, int], runner: PieceRunner, source
                     raise InputError(f"'{torch_name}' of '{name}' is {_form(loaded)}, and the weight {_form(weight)}")
                 slots[slot] = loaded.to(CPU if rests_on_host or is_scalar else handlers.device, copy=True)
         if slots:
-            wanted = handlers.job.optimizer.slots
+            wanted = handlers.job.optimizer.slots_of(name)
             if slots.keys() != wanted:
                 names = [" and ".join(sorted(SLOTS[slot] for slot in some)) or "nothing" for some in (slots, wanted)]
                 raise InputError(f"the checkpoint keeps {names[0]} of '{name}', and this optimizer {names[1]}")

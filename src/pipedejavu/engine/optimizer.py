@@ -9,6 +9,7 @@ is torch.
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -21,6 +22,35 @@ State = dict[str, Tensors]
 """The slots of each parameter, by its name."""
 
 
+class Optimizer(Protocol):
+    """What the engine asks of an optimizer."""
+
+    def slots_of(self, name: str) -> set[str]:
+        """Returns the names of a parameter's state."""
+
+    def shrinks(self, name: str) -> bool:
+        """Whether weight decay changes a parameter even if its gradient is zero."""
+
+    def rate(self, update: int) -> float:
+        """Returns the learning rate of an update."""
+
+    def largest_gradient(self, update: int, dtype: torch.dtype) -> float:
+        """Returns the largest mean gradient with which the arithmetic stays finite."""
+
+    def step(
+        self, update: int, weights: Tensors, gradients: Tensors, state: State, coefficient: float, out: Tensors
+    ) -> None:
+        """Writes the new weights to `out`, which may be the gradients or the weights, after one update.
+
+        Gradients are multiplied by `coefficient`. They stay as they are unless `out` is in their memory.
+        """
+
+    def deltas(
+        self, update: int, weights: Tensors, gradients: Tensors, state: State, coefficient: float
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Yields what to add to each weight, in the memory of its gradient, after multiplying that by `coefficient`."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Sgd:
     """Stochastic gradient descent, with or without momentum."""
@@ -28,6 +58,9 @@ class Sgd:
     lr: float
     momentum: float = 0.0
     weight_decay: float = 0.0
+    dampening: float = 0.0
+    """Share of each gradient after the first that momentum leaves out."""
+    nesterov: bool = False
     schedule: Callable[[int], float] | None = None
     """Factor of the learning rate at each update, counted from 0."""
     decays: Callable[[str], bool] = field(default=lambda _: True)
@@ -37,6 +70,14 @@ class Sgd:
     def slots(self) -> set[str]:
         """The names of its state per weight."""
         return {"momentum"} if self.momentum else set()
+
+    def slots_of(self, name: str) -> set[str]:  # noqa: ARG002
+        """Returns the names of a parameter's state."""
+        return self.slots
+
+    def shrinks(self, name: str) -> bool:
+        """Whether weight decay changes a parameter even if its gradient is zero."""
+        return bool(self.weight_decay) and self.decays(name)
 
     def rate(self, update: int) -> float:
         """Returns the learning rate of an update."""
@@ -73,20 +114,26 @@ class Sgd:
             if self.momentum:
                 slots = state.setdefault(name, {})
                 if slots:
-                    gradient.copy_(slots["momentum"].mul_(self.momentum).add_(gradient))
+                    slots["momentum"].mul_(self.momentum).add_(gradient, alpha=1 - self.dampening)
                 else:
                     slots["momentum"] = gradient.clone()
+                if self.nesterov:
+                    gradient.add_(slots["momentum"], alpha=self.momentum)
+                else:
+                    gradient.copy_(slots["momentum"])
             yield name, gradient.mul_(-lr)
 
 
 @dataclass(frozen=True, kw_only=True)
 class AdamW:
-    """Adam with decoupled weight decay."""
+    """Adam with decoupled weight decay, or with weight decay as a part of the gradient."""
 
     lr: float
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
     weight_decay: float = 0.01
+    is_decoupled: bool = True
+    """Whether weight decay acts on the weights (AdamW), and not on the gradients (Adam)."""
     schedule: Callable[[int], float] | None = None
     decays: Callable[[str], bool] = field(default=lambda _: True)
 
@@ -94,6 +141,14 @@ class AdamW:
     def slots(self) -> set[str]:
         """The names of its state per weight."""
         return {"step", "m", "v"}
+
+    def slots_of(self, name: str) -> set[str]:  # noqa: ARG002
+        """Returns the names of a parameter's state."""
+        return self.slots
+
+    def shrinks(self, name: str) -> bool:
+        """Whether weight decay changes a parameter even if its gradient is zero."""
+        return bool(self.weight_decay) and self.decays(name)
 
     def rate(self, update: int) -> float:
         """Returns the learning rate of an update."""
@@ -114,11 +169,11 @@ class AdamW:
         tasks = []
         for name, gradient in gradients.items():
             slots = _adam_slots(state, name, gradient)
-            if _is_native(weights[name], gradient, slots):
+            if self._is_native(name, weights[name], gradient, slots):
                 old = AdamState(weights[name].detach(), None, slots["m"], slots["v"])
                 new = old._replace(weight=out[name].detach())
                 slots["step"] += 1
-                decay = self.weight_decay if self.decays(name) else 0.0
+                decay = self.weight_decay if self.shrinks(name) else 0.0
                 settings = self.rate(update), self.betas, self.eps, decay
                 s = scalars_of(int(slots["step"].item()), *settings, coefficient)
                 tasks.append(NativeTask(s, gradient, old, new))
@@ -133,7 +188,7 @@ class AdamW:
         """Yields what to add to each weight, in the memory of its gradient, after multiplying that by `coefficient`."""
         for name, gradient in gradients.items():
             slots = _adam_slots(state, name, gradient)
-            if _is_native(weights[name], gradient, slots):
+            if self._is_native(name, weights[name], gradient, slots):
                 before = {name: weights[name].detach().clone()}  # other workers may write to the weights meanwhile
                 self.step(update, before, {name: gradient}, state, coefficient, {name: gradient})
                 yield name, gradient.sub_(before[name])
@@ -143,15 +198,24 @@ class AdamW:
     def _delta(self, update: int, name: str, weight: Tensor, gradient: Tensor, slots: Tensors) -> Tensor:
         """Returns what to add to a weight, in the memory of its gradient, by operations of torch."""
         lr, (beta1, beta2) = self.rate(update), self.betas
+        decays = self.shrinks(name)
+        if decays and not self.is_decoupled:
+            gradient.add_(weight, alpha=self.weight_decay)
         slots["step"] += 1
         count = slots["step"].item()
         mean = slots["m"].mul_(beta1).add_(gradient, alpha=1 - beta1)
         square = slots["v"].mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
         scale = (square.sqrt() / math.sqrt(1 - beta2**count)).add_(self.eps)
         torch.div(mean, scale, out=gradient).mul_(-lr / (1 - beta1**count))
-        if self.weight_decay and self.decays(name):
+        if decays and self.is_decoupled:
             gradient.sub_(weight, alpha=lr * self.weight_decay)
         return gradient
+
+    def _is_native(self, name: str, weight: Tensor, gradient: Tensor, slots: Tensors) -> bool:
+        """Whether the native pass updates a parameter: float32 in host memory, with decoupled weight decay."""
+        tensors = weight, gradient, slots["m"], slots["v"]
+        is_float32 = all(tensor.dtype == torch.float32 and tensor.device.type == "cpu" for tensor in tensors)
+        return is_float32 and (self.is_decoupled or not self.shrinks(name))
 
 
 def _adam_slots(state: State, name: str, gradient: Tensor) -> Tensors:
@@ -162,15 +226,6 @@ def _adam_slots(state: State, name: str, gradient: Tensor) -> Tensors:
     return slots
 
 
-def _is_native(weight: Tensor, gradient: Tensor, slots: Tensors) -> bool:
-    """Returns whether a parameter and its state are float32 in host memory."""
-    tensors = weight, gradient, slots["m"], slots["v"]
-    return all(tensor.dtype == torch.float32 and tensor.device.type == "cpu" for tensor in tensors)
-
-
 def _add(deltas: Iterator[tuple[str, Tensor]], weights: Tensors, out: Tensors) -> None:
     for name, delta in deltas:
         torch.add(delta, weights[name].detach(), out=out[name].detach())
-
-
-Optimizer = Sgd | AdamW

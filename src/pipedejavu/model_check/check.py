@@ -79,8 +79,7 @@ def check_model(checked: Checked, device: torch.device, option: str = OPTION) ->
 
 def _check_decay(checked: Checked, unused: frozenset[str]) -> None:
     """Raises InputError if weight decay would change a parameter without gradients, which torch's optimizers skip."""
-    optimizer = checked.job.optimizer
-    shrunk = sorted(name for name in unused if optimizer.weight_decay and optimizer.decays(name))
+    shrunk = sorted(name for name in unused if checked.job.optimizer.shrinks(name))
     if shrunk:
         raise InputError(
             f"parameter '{shrunk[0]}' of a {type(checked.model).__name__} has no part in the loss: torch's optimizers"

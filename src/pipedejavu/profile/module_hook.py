@@ -6,6 +6,7 @@ from typing import Any
 from torch import nn
 
 from pipedejavu.facts import InputError
+from pipedejavu.profile.sequential import is_own
 
 _BACKWARD = ("_backward_pre_hooks", "_backward_hooks")
 _FORWARD = ("_forward_pre_hooks", "_forward_hooks")
@@ -35,8 +36,12 @@ def check_backward_hooks(model: nn.Module) -> None:
 
 
 def describe_forward_hooks(model: nn.Module) -> str:
-    """Returns a warning about forward hooks of a traced model, or an empty string if only torch's own are present."""
-    hooks = [(name, hook) for name, hook in _hooks(model, _FORWARD) if not _module_of(hook).startswith("torch.")]
+    """Returns a warning about forward hooks of a traced model, or an empty string if there are only harmless ones."""
+    hooks = [
+        (name, hook)
+        for name, hook in _hooks(model, _FORWARD)
+        if not is_own(hook) and not _module_of(hook).startswith("torch.")
+    ]
     if not hooks:
         return ""
     name, hook = hooks[0]

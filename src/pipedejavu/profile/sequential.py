@@ -38,7 +38,7 @@ def read_chain(model: nn.Module) -> Units:
 
 
 def _listed(model: nn.Module) -> Units | None:
-    if any(getattr(model, hooks) for hooks in _HOOKS):
+    if any(not is_own(hook) for hooks in _HOOKS for hook in getattr(model, hooks).values()):
         return None
     if callable(getattr(model, "units", None)):
         units = _from_method(model)
@@ -76,3 +76,8 @@ def _from_method(model: nn.Module) -> Units | None:
 
 def _is_pair(item: object) -> bool:
     return isinstance(item, tuple) and len(item) == 2 and isinstance(item[0], str) and isinstance(item[1], nn.Module)
+
+
+def is_own(hook: object) -> bool:
+    """Whether a hook is one of this package that only copies trained weights into the model before a call."""
+    return bool(getattr(hook, "only_refreshes", False))

@@ -1,10 +1,13 @@
 """A batch of the user's own loop, divided into numbered microbatches."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
+
+from torch import Tensor
 
 from pipedejavu.facts import InputError
+from pipedejavu.facts.printable import tell
 from pipedejavu.profile import ModelCut
 from pipedejavu.program.share import divide
 from pipedejavu.source.loss_reduction import Reduction
@@ -12,11 +15,37 @@ from pipedejavu.source.task import describe_form
 from pipedejavu.source.user_batch import UserBatch
 
 
+class Padding(NamedTuple):
+    """The targets of a microbatch that a short batch has no samples for; the samples that fill it do not count."""
+
+    targets: Any
+
+
+def without_padding(loss: Callable[[Any, Any], Tensor]) -> Callable[[Any, Any], Tensor]:
+    """Returns a loss that is 0, with gradients of 0, for samples that only fill a microbatch."""
+
+    def total(output: Any, targets: Any) -> Tensor:
+        return loss(output, targets.targets) * 0 if isinstance(targets, Padding) else loss(output, targets)
+
+    return total
+
+
 class BatchSplit:
     """A batch divided into microbatches with sizes in proportion to those of the plan."""
 
-    def __init__(self, batch: UserBatch, sizes: Sequence[int], reduction: Reduction, cut: ModelCut | None = None):
-        self.sizes, self.reduction, self.cut, self.form = sizes, reduction, cut, ""
+    def __init__(
+        self,
+        batch: UserBatch,
+        sizes: Sequence[int],
+        reduction: Reduction,
+        cut: ModelCut | None = None,
+        *,
+        pads: bool = False,
+    ):
+        self.sizes, self.reduction, self.cut, self.pads = sizes, reduction, cut, pads
+        self.forms: list[str] = []
+        """The forms that batches had so far."""
+        self.structure = ""
         self.cuts = [cut] if cut is not None else []
         """The cuts whose units run the microbatches; each worker has a copy."""
         self.held_out: BatchSplit | None = None
@@ -29,28 +58,47 @@ class BatchSplit:
 
     def _take(self, batch: UserBatch, first: int) -> None:
         parts = divide(batch.size, self.sizes)
-        if min(parts) < 1:
+        if min(parts) < 1 and not self.pads:
             raise InputError(
                 f"a batch of {batch.size} samples has fewer than the plan's {len(parts)} microbatches; use a larger"
                 " batch or fewer microbatches"
             )
-        form = f"inputs of {describe_form(batch.inputs)}, targets of {describe_form(batch.targets)}"
-        if form != (self.form or form):
-            raise InputError(
-                f"a batch has {form}, where the sample had {self.form}; give all batches one shape and one dtype"
-            )
-        self.batch, self.first, self.form = batch, first, form
+        self._check_form(batch)
+        self.batch, self.first = batch, first
         ends = [0, *accumulate(parts)]
-        self.parts = [batch.rows(slice(*ends[n : n + 2])) for n in range(len(parts))]
-        self.counts = [self.reduction.count(part.targets) for part in self.parts]
+        rows = [slice(*ends[n : n + 2]) if part else slice(1) for n, part in enumerate(parts)]
+        self.parts = [batch.rows(some) for some in rows]
+        self.is_padding = [part == 0 for part in parts]
+        counts = [self.reduction.count(part.targets) for part in self.parts]
+        self.counts = [0 if fills else count for fills, count in zip(self.is_padding, counts, strict=True)]
         if not sum(self.counts):
             raise InputError(
                 f"none of the labels in a batch of {batch.size} samples counts: all are {self.reduction.ignored}; leave"
                 " such batches out"
             )
         for cut in self.cuts:
-            for count in set(parts):
+            for count in {max(1, part) for part in parts}:
                 cut.fit(batch.rows(slice(count)).inputs)
+
+    def _check_form(self, batch: UserBatch) -> None:
+        """Raises InputError for other tensors than the first batch had; says once that lengths vary."""
+        form = _form(batch, describe_form)
+        if form in self.forms:
+            return
+        self.forms.append(form)
+        structure = _form(batch, _structure)
+        self.structure = self.structure or structure
+        if structure != self.structure:
+            self.forms.pop()
+            raise InputError(
+                f"a batch has {form}, where the first had {self.forms[0]}; give all batches tensors of as many"
+                " dimensions and of one dtype"
+            )
+        if len(self.forms) == 2:
+            tell(
+                f"batches vary in shape: {form} after {self.forms[0]}; a model that is no chain is recorded once for"
+                " each shape of a microbatch, and forecasts hold for the first (pad to a few lengths if steps are slow)"
+            )
 
     @property
     def size(self) -> int:
@@ -83,7 +131,8 @@ class BatchSplit:
         """Returns the targets of the loss."""
         if microbatch < 0 and self.held_out is not None:
             return self.held_out.targets(len(self.sizes) - 1)
-        return self.parts[microbatch - self.first].targets
+        targets = self.parts[microbatch - self.first].targets
+        return Padding(targets) if self.is_padding[microbatch - self.first] else targets
 
     def length(self, microbatch: int) -> int:
         """Returns the number of samples in a microbatch."""
@@ -96,3 +145,14 @@ class BatchSplit:
         if microbatch < 0 and self.held_out is not None:
             return self.held_out.count(len(self.sizes) - 1)
         return self.counts[microbatch - self.first]
+
+
+def _form(batch: UserBatch, describe: Callable[[Any], str]) -> str:
+    return f"inputs of {describe(batch.inputs)}, targets of {describe(batch.targets)}"
+
+
+def _structure(value: Any) -> str:
+    """Returns the number of dimensions and the dtype of each of a value's tensors."""
+    if isinstance(value, tuple | list | Mapping):
+        return " and ".join(map(_structure, value.values() if isinstance(value, Mapping) else value))
+    return f"{value.ndim} {value.dtype}" if isinstance(value, Tensor) else type(value).__name__

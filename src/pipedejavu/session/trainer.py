@@ -12,39 +12,31 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pipedejavu.engine import AdamW, Job, Optimizer, Threads
-from pipedejavu.engine.device import device_of
+from pipedejavu.engine import AdamW, Optimizer, Threads
 from pipedejavu.engine.engine_state import final_buffers, take_all
 from pipedejavu.engine.replicas import ReplicaCheck
 from pipedejavu.facts import InputError, Machine
 from pipedejavu.facts.printable import tell
 from pipedejavu.health.failure import WorkerError
 from pipedejavu.health.watchdog import HangWatchdog
-from pipedejavu.model_check.check import Checked, Sample
-from pipedejavu.model_check.check import check_model as check_units
-from pipedejavu.plan import Plan, preset
-from pipedejavu.planner.measure import measure
-from pipedejavu.planner.planning import MOST_SAMPLES, choose_plan, known_machine, measure_setups
-from pipedejavu.planner.profiling import choose_sizes, measure_with
+from pipedejavu.plan import Plan
 from pipedejavu.planner.replan import PlanSwitch, Replanner, find_switch
-from pipedejavu.planner.worker_host import devices_to_measure, make_machine, read_worker_hosts, torch_device
-from pipedejavu.profile import UnitSample, cut_model, make_samples
 from pipedejavu.program import Program
 from pipedejavu.program import compile as compile_plan
-from pipedejavu.program.pipeline import assign_devices
 from pipedejavu.run.run_folder import result_of
-from pipedejavu.run.saved_facts import check_finite
+from pipedejavu.run.saved_facts import check_finite, saved_in
 from pipedejavu.run.throughput import ThroughputMonitor
 from pipedejavu.run.whole_state import WholeState
-from pipedejavu.search import RankedPlan, SearchOptions
 from pipedejavu.session.batch_split import BatchSplit
+from pipedejavu.session.model_refresh import ModelRefresh, release
+from pipedejavu.session.torch_optimizer import read_optimizer, read_positional
+from pipedejavu.session.trainer_plan import OptimizerOf, TrainerOptions, TrainerPlan, may_pad, read_sample
 from pipedejavu.session.training_session import ThreadWorkers, TrainingSession
 from pipedejavu.simulate import Prediction, check_fit, simulate
-from pipedejavu.source.loss_reduction import Reduction, find_reduction, own_loss
+from pipedejavu.source.loss_reduction import Reduction
 from pipedejavu.source.precision import check_autocast, check_parameters
-from pipedejavu.source.task import loss_of
 from pipedejavu.source.user_batch import UserBatch
-from pipedejavu.store import CheckpointDir, Saver
+from pipedejavu.store import Checkpoint, CheckpointDir, Saver
 
 
 class Trainer:
@@ -53,21 +45,27 @@ class Trainer:
     A step of a synchronous plan makes one update. A step of any other plan makes `plan.steps` updates and drains the
     pipeline; the next step starts from the newest weights.
 
+    `optimizer` is a torch.optim.AdamW, Adam or SGD with its parameter groups, or a record of `pipedejavu.engine`. The
+    workers make its updates: each reads lr, weight decay, betas and momentum from the groups, so that a scheduler, or
+    the loop itself, may change them between steps. With `scheduler`, one of torch.optim.lr_scheduler, each update is
+    followed by its `step()`. Moments are in the workers and in checkpoints, not in `optimizer.state`.
+
     `loss` takes the model's output and the targets. It returns a mean over samples or over the labels that count, or a
     sum, which a step divides by the number of samples; the Trainer finds out which on the sample. With None, the loss
     is the attribute `loss` of the model's output.
 
-    `sample` is a batch like those to come: (inputs, targets), with inputs a tensor, a tuple of arguments or a mapping
-    of keyword arguments; or, if the model returns its own loss, that mapping alone. Each may hold tuples, lists and
-    dicts of tensors. A plan that scores contributions scores them on the last microbatch of the sample, which should
-    therefore not be trained on.
+    `sample` is a batch like those to come, by default the first that `step` is given: (inputs, targets), with inputs a
+    tensor, a tuple of arguments or a mapping of keyword arguments; or, if the model returns its own loss, that mapping
+    alone. Each may hold tuples, lists and dicts of tensors. A plan that scores contributions scores them on the last
+    microbatch of the sample, which should therefore not be trained on.
 
     With the plan "auto" the model is measured on all devices of this machine, and the planner searches for the best
     plan for batches like the sample; `workers` is ignored. If workers become slower or faster than forecast, the
     planner searches again in the background, and the next step switches to a plan that pays; `replan=False` keeps the
     first plan.
 
-    A model that is not a chain is traced again for each new microbatch size.
+    Batches may be shorter than the sample, and samples may vary in length. A model that is not a chain is traced again
+    for each new shape of a microbatch.
 
     Before the first step, copies of the model and of its units run the sample; a model whose units compute something
     else is refused. `check_model=False` skips this.
@@ -83,12 +81,13 @@ class Trainer:
     def __init__(
         self,
         model: nn.Module,
-        loss: Callable[[Any, Any], Tensor] | None,
-        *,
-        sample: Any,
+        *optimizer_and_loss: Any,
+        optimizer: torch.optim.Optimizer | Optimizer | None = None,
+        loss: Callable[[Any, Any], Tensor] | None = None,
+        scheduler: Any = None,
+        sample: Any = None,
         plan: str | Plan = "1f1b",
         workers: int = 2,
-        optimizer: Optimizer | None = None,
         seed: int = 0,
         machine: Machine | None = None,
         replan: bool = True,
@@ -101,50 +100,74 @@ class Trainer:
         self.model = model
         self.samples = 0
         """Samples trained on so far."""
+        self.is_stale = False
+        """Whether the user's model lacks updates that were made."""
+        self.should_stop = False
+        """Set by a callback to end `fit` after this step."""
         self._steps = 0
         self._losses: list[float] = []
         self._saver: Saver | None = None
-        optimizer = optimizer or AdamW(lr=1e-3)
-        first, reduction = _read(model, loss, sample)
-        summed = reduction.summed(loss or own_loss)
-        best = (
-            _search(model, summed, BatchSplit(first, (1,), reduction), optimizer, machine) if plan == "auto" else None
+        chosen, self.loss = read_positional(optimizer_and_loss, optimizer, loss)
+        self._groups = read_optimizer(model, chosen, scheduler)
+        self._optimizer: OptimizerOf = self._groups.for_units if self._groups else lambda _: chosen or AdamW(lr=1e-3)
+        self._options = TrainerOptions(
+            plan=plan,
+            workers=workers,
+            seed=seed,
+            machine=machine,
+            replan=replan,
+            hang_after_s=hang_after_s,
+            check_replicas=check_replicas,
+            check_model=check_model,
         )
-        plan = _sized(best.plan if best else plan, workers)
-        batch = BatchSplit(first, (1,) * (plan.feed.microbatches * _copies(plan) * plan.steps), reduction)
-        cut = batch.cut = cut_model(model, batch.own_inputs(0), plan.cut.begins)
-        self.units = cut.units
-        self._cut = cut
-        self._whole = WholeState(model, cut.units)
-        self._is_stale = False
-        model.register_state_dict_pre_hook(_Refresh(weakref.ref(self)))  # type: ignore[no-untyped-call]
-        self._job = Job(units=cut.units, loss=loss_of(cut, summed), optimizer=optimizer, seed=seed)
+        self._reading: tuple[UserBatch, Reduction] | None = None
+        self._loaded: Checkpoint | None = None
+        self._is_started = False
+        if sample is not None:
+            self._begin(sample)
+
+    def _read(self, batch: Any) -> tuple[UserBatch, Reduction]:
+        """Returns the first batch in the form of the engine, and how the loss is reduced over samples."""
+        self._reading = self._reading or read_sample(self.model, self.loss, batch)
+        return self._reading
+
+    def _begin(self, sample: Any) -> None:
+        """Plans for batches like the sample, and starts the workers."""
+        release(self.model)
+        known, reduction = self._read(sample)
+        first = UserBatch.of(sample, known.per_sample, has_own_loss=self.loss is None)
+        plan = TrainerPlan(self.model, self.loss, self._optimizer, self._options)
+        prepared = plan.prepare(first, reduction)
+        self._cut, self._job, self.batch = prepared.cut, prepared.job, prepared.batch
+        self.units = self._cut.units
+        self._whole = WholeState(self.model, self.units)
         self._switch: PlanSwitch | None = None
         self._replanner: Replanner | None = None
-        self._replans, self._hang_after_s = replan and best is not None, hang_after_s
-        self._check_every = check_replicas
-        if best is not None:
-            program = compile_plan(plan, best.profile, best.machine, fold=False)
-        else:
-            program = _measure_and_compile(self._job, plan, batch, machine)
-        if check_model:
-            both = [Sample(batch.own_inputs(n), batch.targets(n)) for n in (0, len(batch.sizes) - 1)]
-            checked = Checked(model, cut, self._job, summed, program, both)
-            if remark := check_units(checked, device_of(program, 0)):
-                tell(remark)
-        self.batch = batch
-        self._start(program, first)
-        self.batch.held_out = BatchSplit(first, self.batch.sizes, reduction, cut)
+        self._replans = self._options.replan and prepared.is_searched
+        self._start(prepared.program, first)
+        self.batch.held_out = BatchSplit(first, self.batch.sizes, reduction, self._cut, pads=self.batch.pads)
+        ModelRefresh(self).install(self.model)
+        self._is_started = True
+        if self._loaded is not None:
+            self._restore(self._loaded)
+            self._loaded = None
+
+    def _check_started(self, what: str) -> None:
+        if not self._is_started:
+            raise InputError(
+                f"{what} needs the shape of a batch, and none was seen yet; call step first, or give sample="
+            )
 
     def _start(self, program: Program, batch: UserBatch) -> None:
         """Starts the workers of a program, for batches like this one."""
         self.program = program
         prediction = self.predict()
         check_fit(prediction)
-        self.batch = BatchSplit(batch, program.sizes * program.plan.steps, self.batch.reduction, self._cut)
+        sizes = program.sizes * program.plan.steps
+        self.batch = BatchSplit(batch, sizes, self.batch.reduction, self._cut, pads=may_pad(program.plan))
         self.threads = Threads(program, self._job, self.batch)
         self.batch.cuts = [replace(self._cut, units=worker.job.units) for worker in self.threads.handlers]
-        replicas = ReplicaCheck(program, self._job, self._check_every)
+        replicas = ReplicaCheck(program, self._job, self._options.check_replicas)
         self._session = TrainingSession(ThreadWorkers(self.threads), replicas, self._whole)
         self._start_watchdogs(prediction.makespan_s / program.plan.steps)
         if self._replans and len(program.workers) > 1:
@@ -177,26 +200,34 @@ class Trainer:
         end = partial(_give_up, weakref.ref(self.threads))
         for worker in self.threads.handlers:
             watchdog = HangWatchdog(worker.index, end, option="hang_after_s")
-            watchdog.allow(forecast_s, self._hang_after_s)
+            watchdog.allow(forecast_s, self._options.hang_after_s)
             worker.notice = watchdog.notice
             weakref.finalize(self.threads, watchdog.stop)
 
     def predict(self) -> Prediction:
         """Returns the prediction of a step."""
+        if not hasattr(self, "program"):
+            self._check_started("a prediction")
         return simulate(self.program)
 
     def step(self, batch: Any) -> float:
         """Trains on one batch; returns its mean loss."""
         check_autocast("Trainer.step()")
+        if not self._is_started:
+            self._begin(batch)
         if self._switch is not None:
             self._switch_plan(self._switch, self.batch.batch)
-        self._is_stale = False  # tracing a new batch shape reads the model's state
+        self.is_stale = False  # tracing a new batch shape reads the model's state
         try:
             self.batch.take(batch, first=self.threads.updates * self.program.update_size)
         finally:
-            self._is_stale = True
+            self.is_stale = True
+        if self._groups is not None:
+            self._groups.begin(self.updates, self.program.plan.steps)
         start_s = time.perf_counter()
         spans = self.threads.run()
+        if self._groups is not None:
+            self._groups.end()
         self._steps += 1
         if self._session.replicas.is_due(self.updates, self.program.plan.steps):
             self._check_replicas()
@@ -218,7 +249,9 @@ class Trainer:
     @property
     def updates(self) -> int:
         """Updates made so far, including those of a checkpoint that was loaded."""
-        return self.threads.updates
+        if self._is_started:
+            return self.threads.updates
+        return self._loaded.step if self._loaded is not None else 0
 
     def save(self, folder: str | Path) -> None:
         """Copies the state and starts writing it to a folder of checkpoints, while training goes on.
@@ -226,6 +259,7 @@ class Trainer:
         The folder keeps the newest two checkpoints and the one with the lowest loss. `wait` returns once all is on
         disk. Raises InputError if the state is not finite, and after a failed step the error of that step.
         """
+        self._check_started("a checkpoint")
         if self.threads.failure is not None:
             raise self.threads.failure
         self._check_replicas()
@@ -236,7 +270,7 @@ class Trainer:
             "samples": self.samples,
             "loss": sum(self._losses) / len(self._losses) if self._losses else None,
             "plan": json.loads(self.program.plan.to_json()),
-            "facts": {"norm": self._session.take_norm()},
+            "facts": {"norm": self._session.take_norm()} | (self._groups.facts() if self._groups else {}),
         }
         tensors = self._session.take_state()
         self._losses.clear()
@@ -259,19 +293,30 @@ class Trainer:
         if checkpoint is None:
             return 0
         check_finite(checkpoint, CheckpointDir(folder))
-        self._session.restore(checkpoint)
-        self.samples, self._is_stale = checkpoint.manifest.samples, True
+        if self._is_started:
+            self._restore(checkpoint)
+        else:
+            self._loaded = checkpoint  # workers start with the first batch
+        self.samples = checkpoint.manifest.samples
         return checkpoint.step
+
+    def _restore(self, checkpoint: Checkpoint) -> None:
+        self._session.restore(checkpoint)
+        if self._groups is not None:
+            self._groups.restore(saved_in(checkpoint))
+        self.is_stale = True
 
     def save_to_model(self) -> nn.Module:
         """Copies the trained weights and buffers into the user's model and returns it.
 
-        `state_dict()` of the model calls it when needed. After a failed step it raises the error of that step.
+        `state_dict()` and a call of the model call it when needed. After a failed step it raises the error of that
+        step.
         """
+        self._check_started("a trained model")
         if self.threads.failure is not None:  # some workers may have made an update that others have not
             raise self.threads.failure
         self._check_replicas()
-        self._is_stale = False
+        self.is_stale = False
         trained = result_of(self.program, self.threads.outcome().weights)
         for worker in self.threads.handlers:
             trained |= final_buffers(worker)
@@ -286,89 +331,8 @@ class Trainer:
         return self.model
 
 
-class _Refresh:
-    """A hook that copies the trained weights into the user's model before its `state_dict` is read.
-
-    Copies and pickles of the model have a hook that does nothing.
-    """
-
-    def __init__(self, trainer: Callable[[], Trainer | None] = lambda: None):
-        self.trainer = trainer
-
-    def __call__(self, *_: object) -> None:
-        trainer = self.trainer()
-        if trainer is not None and trainer._is_stale:
-            trainer.save_to_model()
-
-    def __reduce__(self) -> tuple[type["_Refresh"], tuple[()]]:
-        return _Refresh, ()
-
-
-def _sized(plan: str | Plan, workers: int) -> Plan:
-    """Returns a plan, or a preset by name with that many workers; a synchronous plan makes one update per step."""
-    if isinstance(plan, str):
-        plan = preset(plan.removeprefix("preset:")).at(workers=workers, microbatches=4)
-    return plan if plan.version.kind != "sync" else plan.replace(steps=1)
-
-
-def _measure_and_compile(job: Job, plan: Plan, batch: BatchSplit, machine: Machine | None) -> Program:
-    """Measures a job at the microbatch size of a batch, and compiles the plan for it."""
-    plan = plan.replace(feed=plan.feed.replace(samples=batch.length(0)))
-    plan, machine = _place(plan, machine)
-    kinds = _kinds(plan, machine)
-    profile = measure("model", job, plan, batch.head, lambda numbers: batch.head(len(numbers)), kinds)
-    return compile_plan(plan, profile, machine, fold=False)
-
-
-def _place(plan: Plan, machine: Machine | None) -> tuple[Plan, Machine]:
-    """Returns a plan, and a machine with a device for each of its workers."""
-    if machine is None:
-        return make_machine(plan, read_worker_hosts(plan.num_workers), "auto")
-    return plan, machine.divided(plan.num_workers) if plan.place.devices is None else machine
-
-
-def _kinds(plan: Plan, machine: Machine) -> dict[str, torch.device]:
-    """Returns the torch device on which each kind of device of a plan is measured."""
-    devices = devices_to_measure(plan, machine, assign_devices(plan, machine))
-    return {kind: torch_device(machine, name) for kind, (_, name) in devices.items()}
-
-
 def _give_up(threads: "weakref.ref[Threads]", trace: str, sentence: str) -> None:
     if running := threads():
         error = WorkerError(sentence)
         error.add_note(f"There it is in the code:\n{trace}")
         running.give_up(error)
-
-
-def _read(model: nn.Module, loss: Callable[[Any, Any], Tensor] | None, sample: Any) -> tuple[UserBatch, Reduction]:
-    """Returns the sample as a batch, and how the loss is reduced over samples."""
-    batch = UserBatch.of(sample, has_own_loss=loss is None)
-    try:
-        reduction, batch = find_reduction(model, loss or own_loss, batch.readings())
-    except InputError:
-        raise
-    except Exception:
-        cut_model(model, batch.inputs)  # raises an error with the line of the model that fails, if it is the model
-        raise
-    return batch, reduction
-
-
-def _search(
-    model: nn.Module,
-    loss: Callable[[Any, Any], Tensor],
-    batch: BatchSplit,
-    optimizer: Optimizer,
-    machine: Machine | None,
-) -> RankedPlan:
-    """Measures a model on all devices of this machine; returns the best plan for batches like the sample."""
-    machine = machine or known_machine()
-    sizes = [size for size in choose_sizes(min(batch.size, MOST_SAMPLES)) if size <= batch.size]
-    cut = batch.cut = cut_model(model, batch.own_head(sizes[-1]))
-    job = Job(units=cut.units, loss=loss_of(cut, loss), optimizer=optimizer)
-    unit_samples = make_samples(lambda size: UnitSample(cut.units, *batch.head(size), job.loss), sizes)
-    profile = measure_with("model", unit_samples, job, measure_setups(machine), lambda text: None)  # noqa: ARG005
-    return choose_plan(profile.replace(begins=cut.begins), machine, SearchOptions(batch=batch.size))
-
-
-def _copies(plan: Plan) -> int:
-    return 1 if plan.feed.kind == "share" else plan.place.replicas
