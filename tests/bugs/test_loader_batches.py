@@ -58,3 +58,15 @@ def test_batches_of_other_tensors_are_refused() -> None:
     other = {name: tensor.int() if name == "input_ids" else tensor for name, tensor in batch(8, 6).items()}
     with pytest.raises(InputError, match="give all batches tensors of as many dimensions and of one dtype"):
         trainer.step(other)
+
+
+def test_a_batch_too_short_for_the_plan_is_refused_if_the_model_keeps_statistics() -> None:
+    """Samples that only fill a microbatch would enter the running mean."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)).double()
+    trainer = Trainer(model, torch.optim.SGD(model.parameters(), lr=0.1), nn.CrossEntropyLoss())
+    rows = torch.randn(8, 4, dtype=torch.float64), torch.randint(2, (8,))
+    trainer.step(rows)
+    with pytest.raises(InputError, match=r"3 samples has fewer than the plan's 4 microbatches, .* '1.running_mean'"):
+        trainer.step([tensor[:3] for tensor in rows])
+    trainer.step(rows)

@@ -165,7 +165,7 @@ class Given:
 )
 def test_a_batch_of_another_form_is_refused(change, form) -> None:
     trainer = Trainer(model(), loss, sample=batch(8), workers=2)
-    with pytest.raises(InputError, match=f"a batch has {form}, where the sample had inputs of 6 float64, targets of"):
+    with pytest.raises(InputError, match=f"a batch has {form}, where the first had inputs of 6 float64, targets of"):
         trainer.step(change(*batch(8)))
 
 

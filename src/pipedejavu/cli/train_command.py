@@ -210,7 +210,7 @@ def _conclude(done: "TrainedRun", options: "TrainOptions", as_json: bool) -> Non
 
     verdict: Verdict | None = judge_run(done) if options.keeps_log else None
     _write_report(done, options, verdict)
-    summary = _summary(done)
+    summary = _summary(done) | _write_pretrained(done, options)
     if verdict is not None:
         summary["audit"] = verdict.to_dict()
     if as_json:
@@ -220,6 +220,22 @@ def _conclude(done: "TrainedRun", options: "TrainOptions", as_json: bool) -> Non
     if verdict is not None and not verdict.is_passed:
         tell(f"{verdict}; do not use these weights")
         raise SystemExit(1)
+
+
+def _write_pretrained(done: "TrainedRun", options: "TrainOptions") -> dict[str, object]:
+    """Writes the folder that `from_pretrained` opens, for hf: models; returns its entry of the summary."""
+    if not options.model.startswith("hf:"):
+        return {}
+    from pipedejavu.source.hf_folder import FOLDER, write_pretrained
+
+    name, folder = options.model.removeprefix("hf:"), done.folder
+    target = folder.path / FOLDER
+    try:
+        write_pretrained(name, folder.place(folder.model), target, (name, options.weights))
+    except (OSError, InputError) as error:  # the weights themselves are safe
+        tell(f"cannot write {target}: {error}; 'pipedejavu export' writes such a folder from a checkpoint")
+        return {}
+    return {"pretrained": str(target)}
 
 
 @dataclass(frozen=True)
@@ -307,6 +323,8 @@ def _print_summary(summary: Mapping[str, object], done: "TrainedRun", verdict: "
         for name, difference in sorted(verdict.differences.items(), key=lambda item: -item[1])[:5]:
             console.print(f"  {name}: {difference:.3g}, rounding {verdict.tolerances[name]:.3g}")
     console.print(f"weights in {summary['model']}, report in {summary['report']}")
+    if "pretrained" in summary:
+        console.print(f"from_pretrained opens {summary['pretrained']}")
 
 
 def _loss(summary: Mapping[str, object], name: str) -> str:

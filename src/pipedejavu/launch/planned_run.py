@@ -27,6 +27,7 @@ from pipedejavu.run.checkpoint_interval import choose_interval, steps_of
 from pipedejavu.run.options import TrainOptions
 from pipedejavu.run.run_folder import RunStart
 from pipedejavu.source.hf_model import check_data
+from pipedejavu.source.initial_weights import describe_dtype
 from pipedejavu.source.model_source import check_weights
 from pipedejavu.source.task import Prepared
 
@@ -61,8 +62,7 @@ def plan_run(
     ranks = ranks or RankGroup()
     options = TrainOptions.from_json(ranks.broadcast(options.to_json().encode()))
     start = start or RunStart()
-    if not start.step:
-        _check_sources(options, ranks)
+    origin = "" if start.step else _check_sources(options, ranks)
     plan = _adapt(Plan.from_json(ranks.broadcast(plan.to_json().encode())), options, ranks, start)
     profile_json = ranks.broadcast(profile.to_json().encode() if profile else b"")
     prepared: list[Prepared] = []
@@ -85,7 +85,7 @@ def plan_run(
     if options.byzantine:
         Byzantine.parse(options.byzantine).check(program.plan, program.num_replicas)
     every, interval = choose_interval(options, program)
-    notes = filter(None, (describe_stand_ins(machine, names, worker_hosts), interval, remark))
+    notes = filter(None, (describe_stand_ins(machine, names, worker_hosts), interval, remark, origin))
     return PlannedRun(options.replace(checkpoint_every=every), program, "\n".join(notes))
 
 
@@ -101,12 +101,14 @@ def _compile(plan: Plan, profile: Profile, machine: Machine, ranks: RankGroup) -
     return Handover.unpack(packed).program if packed else compile_plan(plan, profile, machine, fold=False)
 
 
-def _check_sources(options: TrainOptions, ranks: RankGroup) -> None:
-    """Raises InputError if the weights or the data of a new run are not there."""
+def _check_sources(options: TrainOptions, ranks: RankGroup) -> str:
+    """Returns a note on the weights of a new run; raises InputError if its weights or data are not there."""
     if options.model.startswith("hf:"):
         check_data(options.model.removeprefix("hf:"), options.data, options.weights)
-    if options.weights is not None and ranks.is_first:
-        check_weights(options.model, options.weights)
+    if options.weights is None or not ranks.is_first:
+        return ""
+    check_weights(options.model, options.weights)
+    return describe_dtype(options.weights, options.dtype)
 
 
 def _open_pipeline(options: TrainOptions, plan: Plan) -> list[Prepared]:

@@ -1,9 +1,11 @@
 """A batch of the user's own loop, divided into numbered microbatches."""
 
 from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
 from itertools import accumulate
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from pipedejavu.facts import InputError
@@ -63,6 +65,12 @@ class BatchSplit:
                 f"a batch of {batch.size} samples has fewer than the plan's {len(parts)} microbatches; use a larger"
                 " batch or fewer microbatches"
             )
+        if min(parts) < 1 and self.cut is not None and (name := _first_buffer(self.cut)):
+            raise InputError(
+                f"a batch of {batch.size} samples has fewer than the plan's {len(parts)} microbatches, and the samples"
+                f" that would fill the others would also enter the model's buffer '{name}'; use a larger batch or fewer"
+                " microbatches"
+            )
         self._check_form(batch)
         self.batch, self.first = batch, first
         ends = [0, *accumulate(parts)]
@@ -94,11 +102,28 @@ class BatchSplit:
                 f"a batch has {form}, where the first had {self.forms[0]}; give all batches tensors of as many"
                 " dimensions and of one dtype"
             )
+        if self.cut is not None and self.cut.way == "chain":
+            self._try_chain(batch, form)
         if len(self.forms) == 2:
             tell(
                 f"batches vary in shape: {form} after {self.forms[0]}; a model that is no chain is recorded once for"
                 " each shape of a microbatch, and forecasts hold for the first (pad to a few lengths if steps are slow)"
             )
+
+    def _try_chain(self, batch: UserBatch, form: str) -> None:
+        """Runs copies of a chain's units on two samples of another form; raises InputError if one does not take it."""
+        assert self.cut is not None
+        value = self.cut.flat(batch.rows(slice(2)).inputs)
+        with torch.no_grad(), torch.random.fork_rng():
+            for name, unit in self.cut.units:
+                try:
+                    value = deepcopy(unit)(value)
+                except Exception as error:
+                    self.forms.remove(form)
+                    raise InputError(
+                        f"a batch has {form}, where the first had {self.forms[0]}, and unit '{name}' does not take it:"
+                        f" {error}"
+                    ) from None
 
     @property
     def size(self) -> int:
@@ -145,6 +170,15 @@ class BatchSplit:
         if microbatch < 0 and self.held_out is not None:
             return self.held_out.count(len(self.sizes) - 1)
         return self.counts[microbatch - self.first]
+
+
+def _first_buffer(cut: ModelCut) -> str | None:
+    """Returns the name of a model's first saved buffer, such as a running mean; None if it has none."""
+    for prefix, module in cut.model.named_modules():
+        for name, _ in module.named_buffers(prefix, recurse=False):
+            if name.rpartition(".")[2] not in module._non_persistent_buffers_set:
+                return name
+    return None
 
 
 def _form(batch: UserBatch, describe: Callable[[Any], str]) -> str:

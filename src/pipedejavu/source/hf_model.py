@@ -68,6 +68,15 @@ def build_hf_model(
     return Task(name=name, model=model, loss=_loss, count=counts, data=_Named(source, inputs))
 
 
+def build_empty(name: str) -> Any:
+    """Returns the model of 'hf:NAME' on the meta device, with its configuration as it came."""
+    transformers = _transformers(name)
+    config = _read_config(transformers, name)
+    with bounded_build(name), torch.device("meta"), offline():
+        head, _, _ = _choose_head(transformers, config, name)
+        return getattr(transformers, head).from_config(config, dtype=torch.get_default_dtype())
+
+
 def check_data(name: str, data: str | None, weights: str | None) -> None:
     """Raises InputError if pretrained weights come without a choice of data."""
     if weights is not None and data is None:

@@ -1,6 +1,9 @@
 """Initial weights of a run from a file, in place of random ones."""
 
+from pathlib import Path
+
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from pipedejavu.facts import InputError
@@ -36,6 +39,25 @@ def load_weights(model: nn.Module, source: str) -> None:
         )
     for name, tensor in matched.items():
         tensor.copy_(weights[name])
+
+
+def describe_dtype(source: str, dtype: str) -> str:
+    """Returns a sentence if weights on disk have another dtype than the run's; empty if not, or if it is unknown."""
+    path = Path(source)
+    files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
+    names = {"BF16": "bfloat16", "F16": "float16", "F32": "float32", "F64": "float64"}
+    kinds: set[str] = set()
+    try:
+        for file in files if path.exists() else ():
+            with safe_open(file, framework="pt") as tensors:
+                kinds |= {tensors.get_slice(name).get_dtype() for name in tensors.keys()}  # noqa: SIM118
+    except (OSError, SafetensorError):  # loading them says what is wrong
+        return ""
+    others = sorted(names[kind] for kind in kinds & names.keys() if names[kind] != dtype)
+    if not others:
+        return ""
+    kept = f"they are loaded into {dtype} parameters, which the run trains"
+    return f"the weights in {source} are {' and '.join(others)}; {kept}"
 
 
 def _more(names: list[str]) -> str:
