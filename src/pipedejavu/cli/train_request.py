@@ -38,7 +38,16 @@ class TrainRequest:
     steps: Annotated[int, typer.Option(help="Updates to make.")] = 100
     init_candidates: Annotated[int, typer.Option(help="Initialisations to try; the run goes on with the best.")] = 1
     init_steps: Annotated[int, typer.Option(help="Most updates per initialisation.")] = 50
-    data: Annotated[str | None, typer.Option(help="digits, mnist[:DIR], cifar10[:DIR], stdlib or random.")] = None
+    data: Annotated[
+        str | None, typer.Option(help="A file or folder, or digits, mnist[:DIR], cifar10[:DIR], stdlib, random.")
+    ] = None
+    tokenizer: Annotated[
+        str | None, typer.Option(help="A tokenizer.json or its folder, for data in files; by default the model's.")
+    ] = None
+    columns: Annotated[
+        str | None, typer.Option(help="Columns of data in files: text=COLUMN, or prompt=COLUMN,completion=COLUMN.")
+    ] = None
+    context: Annotated[int | None, typer.Option(help="Tokens per sample; by default the model's.")] = None
     weights: Annotated[
         str | None,
         typer.Option(help="Safetensors to begin with: a file, a folder, or for hf: a name on the hub."),

@@ -2,6 +2,7 @@
 
 from typing import NamedTuple
 
+from pipedejavu.data.data_choice import check_choice
 from pipedejavu.engine import Byzantine, check_runnable
 from pipedejavu.engine.log_check import check_replayable
 from pipedejavu.facts import InputError, Link, Machine, Profile
@@ -23,6 +24,7 @@ from pipedejavu.program.pipeline import assign_devices
 from pipedejavu.run.checkpoint_interval import choose_interval, steps_of
 from pipedejavu.run.options import TrainOptions
 from pipedejavu.run.run_folder import RunStart
+from pipedejavu.source.chosen_data import data_choice
 from pipedejavu.source.hf_model import check_data
 from pipedejavu.source.task import Prepared
 
@@ -57,6 +59,7 @@ def plan_run(
     start = start or RunStart()
     if options.model.startswith("hf:") and not start.step:
         check_data(options.model.removeprefix("hf:"), options.data, options.weights)
+    check_choice(data_choice(options))
     plan = _adapt(Plan.from_json(ranks.broadcast(plan.to_json().encode())), options, ranks, start)
     profile_json = ranks.broadcast(profile.to_json().encode() if profile else b"")
     worker_hosts = ranks.worker_hosts() or read_worker_hosts(plan.num_workers)

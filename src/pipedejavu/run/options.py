@@ -16,6 +16,12 @@ class TrainOptions(Record):
     """A model of the zoo without 'zoo:', or else 'hf:CONFIG' or 'FILE.py:FUNCTION'."""
     data: str | None = None
     """Name of the data set; by default that of the model's task."""
+    tokenizer: str | None = None
+    """A tokenizer.json or its folder, for data in files; by default that of the model."""
+    columns: str | None = None
+    """Columns of data in files, as FIELD=COLUMN,FIELD=COLUMN."""
+    context: int | None = Field(default=None, ge=1)
+    """Tokens per sample; by default the model's."""
     weights: str | None = None
     """Initial weights: a file or folder of safetensors, or for hf: a name on the hub; by default random."""
     steps: int = Field(default=100, ge=1)

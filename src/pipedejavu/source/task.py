@@ -11,6 +11,7 @@ from pipedejavu.facts import InputError
 from pipedejavu.profile import ModelCut, cut_model
 from pipedejavu.program import ActionKind, Program, ValueKind
 from pipedejavu.run.options import TrainOptions
+from pipedejavu.source.chosen_data import data_choice
 from pipedejavu.source.model_source import open_task
 from pipedejavu.source.precision import check_parameters
 from pipedejavu.zoo import Dataset, Task, order
@@ -33,7 +34,7 @@ def prepare(options: TrainOptions, sizes: Sequence[int], begins: Sequence[int] =
     `begins` are the unit boundaries that the plan asks for.
     """
     torch.set_default_dtype(getattr(torch, options.dtype))
-    task = open_task(options.model, seed=options.seed, data=options.data, weights=options.weights)
+    task = open_task(options.model, seed=options.seed, data=data_choice(options), weights=options.weights)
     check_parameters(task.model)
     cut = cut_model(task.model, task.data.batch(range(sizes[0]))[0], begins)
     optimizer: Optimizer = Sgd(lr=options.lr, weight_decay=options.weight_decay, momentum=options.momentum)
