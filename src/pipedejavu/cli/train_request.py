@@ -54,6 +54,12 @@ class TrainRequest:
     ] = None
     optimizer: Annotated[str, typer.Option(help="sgd or adamw.")] = "adamw"
     lr: Annotated[float, typer.Option(help="Learning rate.")] = 1e-3
+    warmup: Annotated[int, typer.Option(help="Updates over which the learning rate rises.")] = 0
+    schedule: Annotated[str, typer.Option(help="The learning rate after the warm-up: constant, cosine or linear.")] = (
+        "constant"
+    )
+    weight_decay: Annotated[float, typer.Option(help="Weight decay of all parameters.")] = 0.0
+    momentum: Annotated[float, typer.Option(help="Momentum of sgd.")] = 0.0
     clip_norm: Annotated[float | None, typer.Option(help="Clip gradients to this norm over all stages.")] = None
     dtype: Annotated[str, typer.Option(help="float32 or float64, for weights and all computation.")] = "float32"
     seed: Annotated[int, typer.Option(help="Seed of weights, data order and dropout.")] = 0

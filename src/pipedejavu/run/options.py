@@ -30,6 +30,10 @@ class TrainOptions(Record):
     lr: float = Field(default=1e-3, gt=0)
     momentum: float = Field(default=0.0, ge=0, lt=1)
     weight_decay: float = Field(default=0.0, ge=0)
+    warmup: int = Field(default=0, ge=0)
+    """Updates over which the learning rate rises to its full value."""
+    schedule: Literal["constant", "cosine", "linear"] = "constant"
+    """How the learning rate goes on after the warm-up: it stays, or falls to 0 at the last update."""
     clip_norm: float | None = Field(default=None, gt=0)
     dtype: Literal["float32", "float64"] = "float32"
     on_nan: Literal["stop", "skip"] = "stop"
