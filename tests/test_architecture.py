@@ -32,6 +32,7 @@ LEVELS = {
     "search": 5,
     "report": 5,
     "zoo": 5,
+    "data": 6,
     "health": 6,
     "run": 6,
     "hybrid_report": 6,

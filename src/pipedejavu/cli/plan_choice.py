@@ -117,6 +117,7 @@ def _search(options: "TrainOptions", request: TrainRequest, machine: Machine | N
     """Returns the best plan that the engine runs, and its machine."""
     from pipedejavu.launch import find_fastest
     from pipedejavu.planner.planning import choose_plans, known_machine, profile_here
+    from pipedejavu.source.chosen_data import data_choice
 
     question = SearchOptions(
         batch=32 if request.batch is None else request.batch,
@@ -130,7 +131,9 @@ def _search(options: "TrainOptions", request: TrainRequest, machine: Machine | N
         def report(text: str) -> None:
             progress(0.0, text)
 
-        profile = profile_here(options.model, options.data, question.batch, machine, report, renews=request.renew)
+        profile = profile_here(
+            options.model, data_choice(options), question.batch, machine, report, renews=request.renew
+        )
         plans: list[RankedPlan] = choose_plans(profile, machine, question, request.tries, devices, progress)
     best = plans[0] if len(plans) == 1 else find_fastest(options, plans, devices, print_error)
     if not request.as_json:

@@ -183,11 +183,12 @@ def _read_inputs(request: PlanRequest, options: SearchOptions, progress: Progres
             notes.append("times are estimated from the model's shape and each device's stated rate")
     elif request.machine is None:
         require_torch(*MEASURING)
+        from pipedejavu.data.data_choice import DataChoice
         from pipedejavu.planner.planning import profile_here
 
         profile = profile_here(
             read_model(request.model),
-            None,
+            DataChoice(),
             options.batch,
             machine,
             lambda text: progress(0.0, text),

@@ -113,12 +113,15 @@ def _train(
     stack: ExitStack,
 ) -> None:
     """Plans a run, or the rest of it, and trains; `stack` keeps the run folder locked."""
+    from pipedejavu.data.data_choice import check_choice
     from pipedejavu.launch import plan_run, train_rank
     from pipedejavu.run import check_logbooks, lock_run
+    from pipedejavu.source.chosen_data import data_choice
 
     start, profile, chosen, worker_hosts = resumed.start if resumed else None, None, Plan(), ranks.worker_hosts()
     if ranks.is_first:
         check_logbooks(options.log)
+        check_choice(data_choice(options))
         chosen, profile, machine = choose(options, request, ranks, machine, resumed, worker_hosts)
     folder = request.run_dir or _new_name(f"{options.model}-{chosen.name}")
     if ranks.is_first:

@@ -39,13 +39,28 @@ class TrainRequest:
     steps: Annotated[int, typer.Option(help="Updates to make.")] = 100
     init_candidates: Annotated[int, typer.Option(help="Initialisations to try; the run goes on with the best.")] = 1
     init_steps: Annotated[int, typer.Option(help="Most updates per initialisation.")] = 50
-    data: Annotated[str | None, typer.Option(help="digits, mnist[:DIR], cifar10[:DIR], stdlib or random.")] = None
+    data: Annotated[
+        str | None, typer.Option(help="A file or folder, or digits, mnist[:DIR], cifar10[:DIR], stdlib, random.")
+    ] = None
+    tokenizer: Annotated[
+        str | None, typer.Option(help="A tokenizer.json or its folder, for data in files; by default the model's.")
+    ] = None
+    columns: Annotated[
+        str | None, typer.Option(help="Columns of data in files: text=COLUMN, or prompt=COLUMN,completion=COLUMN.")
+    ] = None
+    context: Annotated[int | None, typer.Option(help="Tokens per sample; by default the model's.")] = None
     weights: Annotated[
         str | None,
         typer.Option(help="Safetensors to begin with: a file, a folder, or for hf: a name on the hub."),
     ] = None
     optimizer: Annotated[str, typer.Option(help="sgd or adamw.")] = "adamw"
     lr: Annotated[float, typer.Option(help="Learning rate.")] = 1e-3
+    warmup: Annotated[int, typer.Option(help="Updates over which the learning rate rises.")] = 0
+    schedule: Annotated[str, typer.Option(help="The learning rate after the warm-up: constant, cosine or linear.")] = (
+        "constant"
+    )
+    weight_decay: Annotated[float, typer.Option(help="Weight decay of all parameters.")] = 0.0
+    momentum: Annotated[float, typer.Option(help="Momentum of sgd.")] = 0.0
     clip_norm: Annotated[float | None, typer.Option(help="Clip gradients to this norm over all stages.")] = None
     dtype: Annotated[str, typer.Option(help="float32 or float64, for weights and all computation.")] = "float32"
     seed: Annotated[int, typer.Option(help="Seed of weights, data order and dropout.")] = 0

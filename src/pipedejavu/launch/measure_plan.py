@@ -21,7 +21,7 @@ from pipedejavu.run.options import TrainOptions
 from pipedejavu.source.task import Prepared, draw, prepare
 
 _NOT_MEASURED = {
-    *("steps", "seed", "lr", "momentum", "weight_decay", "clip_norm", "weights", "log", "keeps_log"),
+    *("steps", "seed", "lr", "schedule", "warmup", "weight_decay", "clip_norm", "weights", "log", "keeps_log"),
     *("on_nan", "max_consecutive_skips", "byzantine", "init_candidates", "init_steps", "check_model", "check_replicas"),
     *("on_oom", "replan", "checkpoint_every", "hang_after_s"),
 }

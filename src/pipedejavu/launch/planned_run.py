@@ -3,6 +3,7 @@
 from contextlib import suppress
 from typing import NamedTuple
 
+from pipedejavu.data.data_choice import check_choice
 from pipedejavu.engine import Byzantine, check_runnable
 from pipedejavu.engine.log_check import check_replayable
 from pipedejavu.facts import InputError, Link, Machine, Profile
@@ -26,6 +27,7 @@ from pipedejavu.program.pipeline import assign_devices
 from pipedejavu.run.checkpoint_interval import choose_interval, steps_of
 from pipedejavu.run.options import TrainOptions
 from pipedejavu.run.run_folder import RunStart
+from pipedejavu.source.chosen_data import data_choice
 from pipedejavu.source.hf_model import check_data
 from pipedejavu.source.initial_weights import describe_dtype
 from pipedejavu.source.model_source import check_weights
@@ -63,6 +65,7 @@ def plan_run(
     options = TrainOptions.from_json(ranks.broadcast(options.to_json().encode()))
     start = start or RunStart()
     origin = "" if start.step else _check_sources(options, ranks)
+    check_choice(data_choice(options))
     plan = _adapt(Plan.from_json(ranks.broadcast(plan.to_json().encode())), options, ranks, start)
     profile_json = ranks.broadcast(profile.to_json().encode() if profile else b"")
     prepared: list[Prepared] = []

@@ -9,6 +9,7 @@ from hashlib import sha256
 from itertools import islice
 from pathlib import Path
 
+from pipedejavu.data.data_choice import DataChoice
 from pipedejavu.facts import InputError, Machine, Profile, read_file
 from pipedejavu.planner.cache import find, find_or_make, keep
 from pipedejavu.planner.profiling import MeasureSetup, choose_sizes, fraction_setup, measure_task, this_machine
@@ -60,11 +61,11 @@ def machine_key() -> dict[str, object]:
 
 
 def profile_here(
-    model: str, data: str | None, batch: int, machine: Machine, report: Report, *, renews: bool = False
+    model: str, data: DataChoice, batch: int, machine: Machine, report: Report, *, renews: bool = False
 ) -> Profile:
     """Returns a model's profile on each kind of device of this machine, from the cache or measured."""
     samples, setups = min(batch, MOST_SAMPLES), measure_setups(machine)
-    source = {"model": model, "content": source_hash(model), "data": data}
+    source = {"model": model, "content": source_hash(model), "data": data.name} | _changed(data)
     key = {**source, "sizes": choose_sizes(samples), "ways": setups, **machine_key()}
     return find_or_make(Profile, key, lambda: measure_task(model, data, samples, setups, report), renews=renews)
 
@@ -81,6 +82,12 @@ def measure_setups(machine: Machine) -> tuple[MeasureSetup, ...]:
                 setup = fraction_setup(kind, parts, cores)
                 setups[setup.kind] = setup
     return tuple(setups.values())
+
+
+def _changed(data: DataChoice) -> dict[str, object]:
+    """Returns how data is read, as far as the user has said so."""
+    plain = data.model_dump(exclude={"name", "held_out", "part"}, exclude_none=True)
+    return {f"data_{name}": value for name, value in plain.items()}
 
 
 def source_hash(model: str) -> str:

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from pipedejavu.data.data_choice import DataChoice
 from pipedejavu.engine import AdamW, Job
 from pipedejavu.facts import Device, InputError, Machine, Profile, part_kind
 from pipedejavu.planner.measure import Make, updates_of, with_batches
@@ -132,7 +133,7 @@ def measure_with(
     return merge_profiles(profiles)
 
 
-def measure_task(model: str, data: str | None, samples: int, setups: Sequence[MeasureSetup], report: Report) -> Profile:
+def measure_task(model: str, data: DataChoice, samples: int, setups: Sequence[MeasureSetup], report: Report) -> Profile:
     """Measures a model on its data with each setup."""
     task = open_task(model, data=data)
     unit_samples, begins = _unit_samples(task, model, samples, report)

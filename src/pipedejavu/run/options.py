@@ -16,6 +16,12 @@ class TrainOptions(Record):
     """A model of the zoo without 'zoo:', or else 'hf:CONFIG' or 'FILE.py:FUNCTION'."""
     data: str | None = None
     """Name of the data set; by default that of the model's task."""
+    tokenizer: str | None = None
+    """A tokenizer.json or its folder, for data in files; by default that of the model."""
+    columns: str | None = None
+    """Columns of data in files, as FIELD=COLUMN,FIELD=COLUMN."""
+    context: int | None = Field(default=None, ge=1)
+    """Tokens per sample; by default the model's."""
     weights: str | None = None
     """Initial weights: a file or folder of safetensors, or for hf: a name on the hub; by default random."""
     steps: int = Field(default=100, ge=1)
@@ -24,6 +30,10 @@ class TrainOptions(Record):
     lr: float = Field(default=1e-3, gt=0)
     momentum: float = Field(default=0.0, ge=0, lt=1)
     weight_decay: float = Field(default=0.0, ge=0)
+    warmup: int = Field(default=0, ge=0)
+    """Updates over which the learning rate rises to its full value."""
+    schedule: Literal["constant", "cosine", "linear"] = "constant"
+    """How the learning rate goes on after the warm-up: it stays, or falls to 0 at the last update."""
     clip_norm: float | None = Field(default=None, gt=0)
     dtype: Literal["float32", "float64"] = "float32"
     on_nan: Literal["stop", "skip"] = "stop"

@@ -177,7 +177,7 @@ def _first_buffer(cut: ModelCut) -> str | None:
     for prefix, module in cut.model.named_modules():
         for name, _ in module.named_buffers(prefix, recurse=False):
             if name.rpartition(".")[2] not in module._non_persistent_buffers_set:
-                return name
+                return str(name)
     return None
 
 

@@ -16,11 +16,14 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
+from pipedejavu.data.data_files import find_files
+from pipedejavu.data.text_tokenizer import find_tokenizer
 from pipedejavu.facts import InputError, open_file
 from pipedejavu.facts.version import VERSION
 from pipedejavu.run.options import TrainOptions
 from pipedejavu.run.run_folder import RunStart
-from pipedejavu.source.hf_model import read_config_text
+from pipedejavu.source.chosen_data import data_choice
+from pipedejavu.source.hf_model import read_config_text, tokenizer_folder
 from pipedejavu.source.model_source import open_task
 from pipedejavu.zoo import Dataset, default_data
 from pipedejavu.zoo.data import data_files
@@ -43,10 +46,9 @@ def read_fingerprints(options: TrainOptions) -> Fingerprints:
     if options.model.startswith("hf:"):
         name = options.model.removeprefix("hf:")
         model = {f"the configuration {name}": _hash(read_config_text(name)), "transformers": _version("transformers")}
-        return model | _of_data(options.data or "stdlib")
-    return {f"pipedejavu, which has zoo:{options.model}": VERSION} | _of_data(
-        options.data or default_data(options.model)
-    )
+        return model | _of_choice(options, "stdlib", tokenizer_folder(name, options.weights), is_zoo=False)
+    model = {f"pipedejavu, which has zoo:{options.model}": VERSION}
+    return model | _of_choice(options, default_data(options.model), None, is_zoo=True)
 
 
 def fingerprints_to_save(options: TrainOptions, start: RunStart | None) -> Fingerprints:
@@ -97,6 +99,19 @@ def _modules_beside(path: Path) -> set[Path]:
             if is_beside and not _INSTALLED & {*inside.parts} and name.partition(".")[0] != "pipedejavu":
                 files.add(inside)
     return files
+
+
+def _of_choice(options: TrainOptions, default: str, model_folder: str | None, *, is_zoo: bool) -> Fingerprints:
+    """Returns the fingerprints of the data that the options choose, with its tokenizer."""
+    choice = data_choice(options)
+    if choice.path is None:
+        return _of_data(choice.name or default)
+    files = find_files(choice.path)
+    data = {f"the data {choice.path}": f"{len(files.paths)} files of {files.size_bytes} bytes, {files.digest()}"}
+    if files.kind == "images":
+        return data
+    tokenizer = find_tokenizer(choice.tokenizer, model_folder, is_zoo=is_zoo)
+    return data | {f"the tokenizer {tokenizer.name}": tokenizer.digest}
 
 
 def _of_data(name: str) -> Fingerprints:

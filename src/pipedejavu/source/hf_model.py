@@ -9,12 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pipedejavu.data.data_choice import DataChoice
+from pipedejavu.data.data_source import open_choice
+from pipedejavu.data.text_tokenizer import FileTokenizer, find_tokenizer
 from pipedejavu.facts import InputError, read_file
 from pipedejavu.facts.file import check_file
 from pipedejavu.source.hf_config import bounded_build, check_configuration, offline
 from pipedejavu.source.hub import check_source, hub_access
 from pipedejavu.source.initial_weights import load_weights
-from pipedejavu.zoo import Dataset, Task, open_data
+from pipedejavu.zoo import Dataset, Task
 from pipedejavu.zoo.form import Form, ImageForm, TokenForm
 from pipedejavu.zoo.loss import count, cross_entropy
 
@@ -35,17 +38,18 @@ def build_hf_model(
     name: str,
     *,
     seed: int = 0,
-    data: str | None = None,
+    choice: DataChoice | None = None,
     weights: str | None = None,
     device: str | None = None,
-    context: int | None = None,
 ) -> Task:
     """Builds the task of 'hf:NAME', where NAME is a configuration's file or folder, or its name on the hub.
 
-    `weights` is a file, a folder or a name on the hub; by default weights are random. `context` is the sequence length;
-    by default what the configuration allows, up to a limit.
+    `weights` is a file, a folder or a name on the hub; by default weights are random. The sequence length is by default
+    what the configuration allows, up to a limit.
     """
-    check_data(name, data, weights)
+    choice = choice or DataChoice()
+    check_data(name, choice.name, weights)
+    check_tokenizer(choice, weights)
     transformers = _transformers(name)
     config = _read_config(transformers, name)
     torch.manual_seed(seed)
@@ -61,9 +65,11 @@ def build_hf_model(
                 load_weights(model, weights)
         model.train()
         most = MOST_ESTIMATED if device == "meta" else MOST_TOKENS
-        form = _form(config, objective, most, context, _num_reserved(model))
+        form = _form(config, objective, most, choice.context, _num_reserved(model))
     has_text = isinstance(form, TokenForm) and form.num_plain >= _NUM_BYTES
-    source = open_data(data or ("stdlib" if has_text else "random"), form, seed=seed)
+    default = "stdlib" if has_text else "random"
+    folder = tokenizer_folder(name, weights)
+    source = open_choice(choice, form, default=default, seed=seed, model_folder=folder, is_zoo=False)
     counts = count if isinstance(form, TokenForm) else len
     return Task(name=name, model=model, loss=_loss, count=counts, data=_Named(source, inputs))
 
@@ -84,6 +90,28 @@ def check_data(name: str, data: str | None, weights: str | None) -> None:
             f"'hf:{name}' begins with pretrained weights, and no data is named to train them on: by default that would"
             " be bytes of Python's standard library as token ids; name one with --data ('stdlib' for these), or return"
             " the model and your own samples from FILE.py:FUNCTION"
+        )
+
+
+def tokenizer_folder(name: str, weights: str | None = None) -> str:
+    """Returns the folder with a model's tokenizer: that of its weights if it has one, else of its configuration."""
+    folders = [Path(path) for path in (weights, name) if path is not None]
+    folders = [path if path.is_dir() else path.parent for path in folders]
+    return str(next((path for path in folders if (path / "tokenizer.json").is_file()), folders[-1]))
+
+
+def check_tokenizer(choice: DataChoice, weights: str | None) -> None:
+    """Raises InputError if pretrained weights come with one tokenizer and the data is to be read with another."""
+    if weights is None or choice.path is None or choice.tokenizer is None:
+        return
+    folder = Path(weights) if Path(weights).is_dir() else Path(weights).parent
+    if not (folder / "tokenizer.json").is_file():
+        return
+    own, chosen = FileTokenizer(folder / "tokenizer.json"), find_tokenizer(choice.tokenizer, None, is_zoo=False)
+    if own.body_digest != chosen.body_digest:
+        raise InputError(
+            f"the weights '{weights}' were trained with the tokenizer in {folder}, of {own.vocabulary} token ids, and"
+            f" --tokenizer {choice.tokenizer} is another one, of {chosen.vocabulary}; leave --tokenizer out"
         )
 
 

@@ -3,6 +3,7 @@
 import importlib.util
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,8 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils.data import default_collate
 
+from pipedejavu.data.data_choice import DataChoice
+from pipedejavu.data.data_source import open_choice, take_part
 from pipedejavu.facts import InputError, nearest
 from pipedejavu.source.hf_model import build_hf_model
 from pipedejavu.source.hub import check_source
@@ -18,14 +21,15 @@ from pipedejavu.source.initial_weights import load_weights
 from pipedejavu.source.loss_reduction import NUM_SAMPLES, find_reduction, own_loss
 from pipedejavu.source.rng import seed_all
 from pipedejavu.source.user_batch import UserBatch, inputs_and_targets
-from pipedejavu.zoo import Dataset, Task, build
+from pipedejavu.zoo import Dataset, Task, build, default_data
+from pipedejavu.zoo.form import Form
 
 
 def open_task(
     model: str,
     *,
     seed: int = 0,
-    data: str | None = None,
+    data: str | DataChoice | None = None,
     weights: str | None = None,
     device: str | None = None,
     context: int | None = None,
@@ -33,12 +37,14 @@ def open_task(
     """Builds the task of a model's name: 'hf:CONFIG', 'FILE.py:FUNCTION', or the name of a zoo model.
 
     `weights` is a file or folder to load weights from; by default they are random, from the seed. On the device 'meta'
-    the model takes no memory. `context` is the sequence length of an hf: model.
+    the model takes no memory. `context` is the sequence length.
     """
+    choice = data if isinstance(data, DataChoice) else DataChoice(name=data)
+    choice = choice if context is None else choice.replace(context=context)
     if model.startswith("hf:"):
         name = model.removeprefix("hf:")
-        return build_hf_model(name, seed=seed, data=data, weights=weights, device=device, context=context)
-    task = _open(model, seed, data, device, context)
+        return build_hf_model(name, seed=seed, choice=choice, weights=weights, device=device)
+    task = _open(model, seed, choice, device)
     if weights is not None:
         load_weights(task.model, weights)
     return task
@@ -52,17 +58,23 @@ def check_weights(model: str, weights: str) -> None:
         raise InputError(f"cannot read {weights}: there is no such file or folder")
 
 
-def _open(model: str, seed: int, data: str | None, device: str | None, context: int | None) -> Task:
-    if context is not None:
-        raise InputError(f"--context is for hf: models; '{model}' brings sequences of its own length")
+def _open(model: str, seed: int, choice: DataChoice, device: str | None) -> Task:
     path, colon, function = model.rpartition(":")
     if colon and path.endswith(".py"):
-        if data is not None:
-            raise InputError(f"{model} brings its own data, but --data asks for '{data}'; leave --data out")
+        if choice.name is not None:
+            raise InputError(f"{model} brings its own data, but --data asks for '{choice.name}'; leave --data out")
+        if choice.context is not None:
+            raise InputError(f"--context is for hf: and zoo: models; '{model}' brings sequences of its own length")
         seed_all(seed)
         with torch.device(device or torch.get_default_device()):
-            return _task(model, _load(path, function)())
-    return build(model, seed=seed, data=data, device=device)
+            task = _task(model, _load(path, function)())
+        return replace(task, data=take_part(task.data, choice, seed))
+    size = {} if choice.context is None else {"context": choice.context}
+
+    def open_in(form: Form) -> Dataset:
+        return open_choice(choice, form, default=default_data(model), seed=seed)
+
+    return build(model, seed=seed, data=open_in, device=device, **size)
 
 
 def _load(path: str, function: str) -> Callable[[], Any]:

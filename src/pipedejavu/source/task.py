@@ -11,8 +11,10 @@ from pipedejavu.facts import InputError
 from pipedejavu.profile import ModelCut, cut_model
 from pipedejavu.program import ActionKind, Program, ValueKind
 from pipedejavu.run.options import TrainOptions
+from pipedejavu.source.chosen_data import data_choice
 from pipedejavu.source.model_source import open_task
 from pipedejavu.source.precision import check_parameters
+from pipedejavu.source.rate_schedule import rate_schedule
 from pipedejavu.zoo import Dataset, Task, order
 
 MOST_KEPT = 64
@@ -33,12 +35,10 @@ def prepare(options: TrainOptions, sizes: Sequence[int], begins: Sequence[int] =
     `begins` are the unit boundaries that the plan asks for.
     """
     torch.set_default_dtype(getattr(torch, options.dtype))
-    task = open_task(options.model, seed=options.seed, data=options.data, weights=options.weights)
+    task = open_task(options.model, seed=options.seed, data=data_choice(options), weights=options.weights)
     check_parameters(task.model)
     cut = cut_model(task.model, task.data.batch(range(sizes[0]))[0], begins)
-    optimizer: Optimizer = Sgd(lr=options.lr, weight_decay=options.weight_decay, momentum=options.momentum)
-    if options.optimizer == "adamw":
-        optimizer = AdamW(lr=options.lr, weight_decay=options.weight_decay)
+    optimizer = _optimizer(options)
     job = Job(
         units=cut.units,
         loss=loss_of(cut, task.loss),
@@ -50,6 +50,15 @@ def prepare(options: TrainOptions, sizes: Sequence[int], begins: Sequence[int] =
         byzantine=Byzantine.parse(options.byzantine) if options.byzantine else None,
     )
     return Prepared(job, SampleOrder(task, cut, sizes, options.seed))
+
+
+def _optimizer(options: TrainOptions) -> Optimizer:
+    factor = rate_schedule(options.schedule, options.warmup, options.steps)
+    if options.optimizer == "adamw":
+        if options.momentum:
+            raise InputError(f"--momentum {options.momentum:g} is for sgd, and the optimizer is adamw; leave it out")
+        return AdamW(lr=options.lr, weight_decay=options.weight_decay, schedule=factor)
+    return Sgd(lr=options.lr, weight_decay=options.weight_decay, momentum=options.momentum, schedule=factor)
 
 
 def loss_of(cut: ModelCut, loss: Callable[[Any, Any], torch.Tensor]) -> Callable[[Any, Any], torch.Tensor]:

@@ -31,6 +31,9 @@ class Task:
     data: Dataset
 
 
+OpenData = Callable[[Form], Dataset]
+"""Opens data in the form that a model reads."""
+
 _MODELS: dict[str, tuple[type[Chain], Any]] = {
     "mlp": (Mlp, MlpSize()),
     **{name: (vgg.Vgg, size) for name, size in vgg.SIZES.items()},
@@ -49,13 +52,13 @@ def build(
     *,
     seed: int = 0,
     device: torch.device | str | None = None,
-    data: str | None = None,
+    data: "str | OpenData | None" = None,
     **options: object,
 ) -> Task:
     """Builds the task that the command line calls zoo:NAME; `options` change the model's size.
 
     On the meta device the model has no memory. Without `data` the task uses data that every installation has: text for
-    models of tokens, random arrays for others.
+    models of tokens, random arrays for others. `data` may be a function that opens data in the model's form.
     """
     if name not in _MODELS:
         raise InputError(f"there is no model 'zoo:{name}'{nearest(name, _MODELS)}")
@@ -71,7 +74,7 @@ def build(
         model=made(size, seed=seed, device=device),
         loss=loss,
         count=count if has_tokens else len,
-        data=open_data(data or _default_data(form), form, seed=seed),
+        data=data(form) if callable(data) else open_data(data or _default_data(form), form, seed=seed),
     )
 
 

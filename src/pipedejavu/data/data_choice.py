@@ -1,0 +1,77 @@
+"""The data that a user asks for: a name or a path, and how to read it."""
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field
+
+from pipedejavu.facts import InputError, Record, nearest
+
+FIELDS = ("text", "prompt", "completion", "messages")
+"""What a column can hold."""
+NAMES = ("digits", "mnist", "cifar10", "stdlib", "random")
+"""Data sets that are known by name; everything else is a path."""
+
+Part = Literal["all", "train", "eval"]
+
+
+class DataChoice(Record):
+    """What to train on, and how to read it."""
+
+    name: str | None = None
+    """The name of a data set, a file, or a folder; None for the model's default."""
+    tokenizer: str | None = None
+    """A tokenizer.json, or a folder that has one; by default that of the model."""
+    context: int | None = Field(default=None, ge=1)
+    """Tokens per sample; by default the model's."""
+    columns: str | None = None
+    """Columns by what they hold, as FIELD=COLUMN,FIELD=COLUMN."""
+    held_out: float = Field(default=0.0, ge=0, lt=1)
+    """Share of the samples that is kept for evaluation."""
+    part: Part = "all"
+    """Which samples to read: all, those to train on, or those held out."""
+
+    @property
+    def path(self) -> Path | None:
+        """The file or folder of the data; None for a data set with a name."""
+        return Path(self.name) if self.name is not None and is_path(self.name) else None
+
+    @property
+    def column_names(self) -> dict[str, str]:
+        """The name of the column for each field; a field that is not mapped has its own name."""
+        return {**{field: field for field in FIELDS}, **parse_columns(self.columns)}
+
+
+def is_path(name: str) -> bool:
+    """Whether data is a file or folder rather than a data set with a name."""
+    kind = name.partition(":")[0]
+    return kind not in NAMES and (bool(re.search(r"[/\\.]", name)) or Path(name).exists())
+
+
+def parse_columns(text: str | None) -> Mapping[str, str]:
+    """Reads FIELD=COLUMN,FIELD=COLUMN; raises InputError if it is anything else."""
+    columns: dict[str, str] = {}
+    for pair in text.split(",") if text else ():
+        field, equals, column = (part.strip() for part in pair.partition("="))
+        if not equals or not column:
+            raise InputError(f"--columns is FIELD=COLUMN, separated by commas, found '{pair}'; write text=COLUMN, say")
+        if field not in FIELDS:
+            raise InputError(f"--columns has no field '{field}'{nearest(field, FIELDS)}")
+        if field in columns:
+            raise InputError(f"--columns gives '{field}' twice: '{columns[field]}' and '{column}'; leave one out")
+        columns[field] = column
+    return columns
+
+
+def check_choice(choice: DataChoice) -> None:
+    """Raises InputError if the columns cannot be read or a file that the choice names is missing."""
+    parse_columns(choice.columns)
+    path = choice.path
+    for named in (path, choice.tokenizer):
+        if named is not None and not Path(named).exists():
+            raise InputError(f"cannot read {named}: there is no such file or folder")
+    if path is None and (choice.columns or choice.tokenizer):
+        option = "--columns" if choice.columns else "--tokenizer"
+        raise InputError(f"{option} says how to read files, but --data names none; give --data a file or a folder")

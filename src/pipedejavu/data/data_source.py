@@ -1,0 +1,76 @@
+"""Opens the data that a user chose, in the form that a model reads."""
+
+from pathlib import Path
+
+from pipedejavu.data.data_choice import DataChoice
+from pipedejavu.data.data_files import DataFiles, find_files
+from pipedejavu.data.document import read_documents
+from pipedejavu.data.held_out import split_samples
+from pipedejavu.data.text_tokenizer import TextTokenizer, check_vocabulary, find_tokenizer
+from pipedejavu.data.token_cache import TokenTable, cache_path, open_table, write_table
+from pipedejavu.data.token_data import PackedWindows, PaddedChats
+from pipedejavu.facts import InputError
+from pipedejavu.facts.printable import tell
+from pipedejavu.zoo.data import open_data
+from pipedejavu.zoo.dataset import Dataset
+from pipedejavu.zoo.form import Form, TokenForm
+from pipedejavu.zoo.sequence import Sequences
+
+
+def open_choice(
+    choice: DataChoice, form: Form, *, default: str, seed: int = 0, model_folder: str | None = None, is_zoo: bool = True
+) -> Dataset:
+    """Opens chosen data; `model_folder` has the model's tokenizer, and only zoo models read bytes without one."""
+    if choice.path is None:
+        data = open_data(choice.name or default, form, seed=seed)
+    elif isinstance(form, TokenForm):
+        tokenizer = find_tokenizer(choice.tokenizer, model_folder, is_zoo=is_zoo)
+        check_vocabulary(tokenizer, form.num_plain, form.num_plain < form.vocabulary)
+        data = open_tokens(choice, find_files(choice.path), form, tokenizer, seed)
+    else:
+        raise InputError(f"{choice.name} has text, but the model reads images; give digits, mnist or cifar10")
+    return take_part(data, choice, seed)
+
+
+def take_part(data: Dataset, choice: DataChoice, seed: int) -> Dataset:
+    """Returns the part of the samples that the choice asks for."""
+    if choice.part == "all" or not choice.held_out:
+        return data
+    train, held_out = split_samples(data, choice.held_out, seed)
+    return train if choice.part == "train" else held_out
+
+
+def open_tokens(choice: DataChoice, files: DataFiles, form: TokenForm, tokenizer: TextTokenizer, seed: int) -> Dataset:
+    """Opens text or records as tokens; tokenises them if the cache does not have them."""
+    if files.kind == "images":
+        raise InputError(f"{files.root} has images, but the model reads tokens; give text, .jsonl, .csv or .parquet")
+    key = {"files": files.digest(), "kind": files.kind, "tokenizer": tokenizer.digest, "columns": choice.columns}
+    path, name = cache_path(key), str(files.root)
+    table = open_table(path)
+    if is_new := table is None:
+        table = _tokenize(path, choice, files, tokenizer)
+    assert table is not None
+    if table.answers is None:
+        return Sequences(PackedWindows(table, form.context, name), form, seed)
+    if form.objective != "next":
+        raise InputError(
+            f"{name} has prompts and answers, which are for models that predict the next token; this one predicts"
+            f" {form.objective} tokens: give it 'text'"
+        )
+    chats = PaddedChats(table, form.context, tokenizer.end, name)
+    if is_new and chats.num_cut:
+        tell(
+            f"{chats.num_cut} of {len(table.starts) - 1} records of {name} have more than {form.context} tokens and are"
+            f" cut there; {chats.num_dropped} without an answer before that are left out"
+        )
+    return chats
+
+
+def _tokenize(path: Path, choice: DataChoice, files: DataFiles, tokenizer: TextTokenizer) -> TokenTable:
+    if not files.size_bytes:
+        raise InputError(f"{files.root} is empty; give a file with text")
+    write_table(path, read_documents(files, choice.column_names, tokenizer), tokenizer.vocabulary)
+    table = open_table(path)
+    if table is None:
+        raise InputError(f"{files.root} has no text in any of its records; give some that have")
+    return table

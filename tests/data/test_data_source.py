@@ -1,0 +1,270 @@
+"""Files as samples: what windows and chats hold, and what is said of files that cannot be used."""
+
+import json
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from pipedejavu.data import token_cache
+from pipedejavu.data.chat_template import ChatTemplate
+from pipedejavu.data.data_choice import DataChoice, check_choice
+from pipedejavu.data.data_files import find_files
+from pipedejavu.data.data_source import open_choice, open_tokens
+from pipedejavu.data.text_tokenizer import ByteTokenizer, check_vocabulary, find_tokenizer
+from pipedejavu.facts import InputError
+from pipedejavu.zoo.form import ImageForm, TokenForm
+
+FORM = TokenForm(context=8, vocabulary=256)
+
+
+def opened(path, form=FORM, **choice):
+    return open_choice(DataChoice(name=str(path), **choice), form, default="stdlib")
+
+
+def write(path, *records) -> None:
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+
+
+def test_a_folder_is_its_texts_one_after_another_with_an_end_token_between(tmp_path) -> None:
+    folder = tmp_path / "texts"
+    (folder / "sub").mkdir(parents=True)
+    (folder / "a.txt").write_text("Grüße aus Köln, heute")
+    (folder / "sub" / "b.md").write_text("second text")
+    (folder / ".hidden").write_text("never read")
+    (folder / "c.txt").write_text("")
+    data = opened(folder)
+    stream = list("Grüße aus Köln, heute".encode() + b"\0second text\0")
+    assert len(data) == (len(stream) - 1) // 8
+    inputs, targets = data.batch(range(len(data)))
+    for n in range(len(data)):
+        assert inputs[n].tolist() == stream[8 * n : 8 * n + 8]
+        assert targets[n].tolist() == stream[8 * n + 1 : 8 * n + 9]
+
+
+def test_text_is_tokenised_once_and_again_when_it_changes(tmp_path, monkeypatch) -> None:
+    calls = []
+    encode = ByteTokenizer.ids
+    monkeypatch.setattr(ByteTokenizer, "ids", lambda self, text: calls.append(text) or encode(self, text))
+    file = tmp_path / "a.txt"
+    file.write_text("x" * 100)
+    for _ in range(2):
+        assert opened(file).batch([0])[0].tolist() == [[ord("x")] * 8]
+    assert len(calls) == 1
+    file.write_text("y" * 100)
+    assert opened(file).batch([0])[0].tolist() == [[ord("y")] * 8]
+    assert len(calls) == 2
+    folders = [*token_cache.cache_folder().iterdir()]
+    assert len(folders) == 2
+    (folders[0] / "tokens.bin").write_bytes(b"damaged")  # a file that is not complete is made again
+    (folders[1] / "tokens.bin").write_bytes(b"damaged")
+    assert opened(file).batch([0])[0].tolist() == [[ord("y")] * 8]
+    assert not [*token_cache.cache_folder().glob("*.tmp")]
+
+
+def test_a_long_file_in_pieces_has_the_same_tokens(tmp_path, monkeypatch) -> None:
+    file = tmp_path / "a.txt"
+    file.write_text("Zeile ö\n" * 50)
+    whole = opened(file).batch(range(5))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "other"))
+    monkeypatch.setattr("pipedejavu.data.document.PIECE_BYTES", 7)
+    pieces = opened(file)
+    assert all(map(torch.equal, whole, pieces.batch(range(5))))
+
+
+def test_only_the_answer_of_a_prompt_counts(tmp_path) -> None:
+    file = tmp_path / "a.jsonl"
+    write(file, {"prompt": "2+2=", "completion": "4"}, {"prompt": "ab", "completion": "cdefghijkl"})
+    data = opened(file)
+    inputs, targets = data.batch([0, 1])
+    assert inputs[0].tolist() == [*b"2+2=4", 0, 0, 0]
+    assert targets[0].tolist() == [-100, -100, -100, ord("4"), 0, -100, -100, -100]
+    assert inputs[1].tolist() == [*b"abcdefgh"]  # cut at the context
+    assert targets[1].tolist() == [-100, *b"cdefghi"]
+
+
+def test_a_row_is_no_longer_than_the_longest_record_needs(tmp_path) -> None:
+    write(tmp_path / "a.jsonl", {"prompt": "2+2=", "completion": "4"})
+    inputs, _ = opened(tmp_path / "a.jsonl", TokenForm(context=1024)).batch([0])
+    assert inputs.shape == (1, 64)
+
+
+def test_records_without_an_answer_in_the_context_are_left_out(tmp_path, capsys) -> None:
+    file = tmp_path / "a.jsonl"
+    write(file, {"prompt": "far too long a prompt", "completion": "4"}, {"prompt": "a", "completion": "b"})
+    data = opened(file)
+    assert len(data) == 1
+    assert "1 of 2 records" in capsys.readouterr().err
+    write(file, {"prompt": "far too long a prompt", "completion": "4"})
+    with pytest.raises(InputError, match="has 1 records, and none has an answer within 8 tokens; give a larger"):
+        opened(file)
+
+
+def test_a_csv_has_its_text_in_a_column_by_name(tmp_path) -> None:
+    file = tmp_path / "a.csv"
+    file.write_text('id,body\n1,"one, two"\n2,three\n')
+    inputs, _ = opened(file, columns="text=body").batch([0])
+    assert bytes(inputs[0].tolist()) == b"one, two"
+    with pytest.raises(InputError, match=r"a.csv, line 2 has 'id', 'body', and training needs 'text'"):
+        opened(file)
+    file.write_text("text,b\nx,1\ny\n")
+    with pytest.raises(InputError, match=r"a.csv, line 3 has 1 columns, and the header has 2; give every row as many"):
+        opened(file)
+
+
+def test_a_parquet_file_has_its_text_in_a_column(tmp_path) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    file = tmp_path / "a.parquet"
+    parquet.write_table(pyarrow.table({"text": ["one two", "three"]}), file)
+    inputs, _ = opened(file).batch([0])
+    assert bytes(inputs[0].tolist()) == b"one two\0"
+    file.write_bytes(b"PAR1 but not more")
+    with pytest.raises(InputError, match="cannot be read as parquet"):
+        opened(file)
+
+
+def test_parquet_without_pyarrow_names_what_to_install(tmp_path, monkeypatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "pyarrow.parquet", None)
+    (tmp_path / "a.parquet").write_bytes(b"PAR1")
+    with pytest.raises(InputError, match=r"needs the package pyarrow; pip install 'pipedejavu\[parquet\]'"):
+        opened(tmp_path / "a.parquet")
+
+
+class Templated(ByteTokenizer):
+    digest = "templated"
+    template = ChatTemplate(
+        "{% for m in messages %}{{ m.role[0] }}:{{ m.content }}|{% endfor %}"
+        "{% if add_generation_prompt %}a:{% endif %}",
+        {},
+    )
+
+
+def test_of_a_chat_all_answers_count_and_nothing_else(tmp_path) -> None:
+    file = tmp_path / "a.jsonl"
+    roles = [("user", "hi"), ("assistant", "yo"), ("user", "ok"), ("assistant", "bye")]
+    write(file, {"messages": [{"role": role, "content": text} for role, text in roles]})
+    choice, form = DataChoice(name=str(file)), TokenForm(context=64)
+    inputs, targets = open_tokens(choice, find_files(file), form, Templated(), 0).batch([0])
+    text = b"u:hi|a:yo|u:ok|a:bye|"
+    assert bytes(inputs[0, :20].tolist()) == text[:-1]
+    counted = [chr(t) if t != -100 else "." for t in targets[0, :20].tolist()]
+    assert "".join(counted) == "......yo|.......bye|"  # each token is the target of the one before it
+    with pytest.raises(InputError, match="is a chat, and the tokenizer bytes has no chat template; give one that has"):
+        opened(file)
+
+
+@pytest.mark.parametrize(
+    ("record", "text"),
+    [
+        ({"messages": "hi"}, "has 'hi' as messages; give a list of objects with role and content"),
+        ({"messages": [{"role": "user", "content": "x"}]}, "has no message of the role assistant, so nothing to learn"),
+        ({"prompt": 3, "completion": "x"}, "line 1 has 3 as 'prompt'; give a text"),
+        ({"other": 3}, "line 1 has 'other', and training needs 'text'"),
+    ],
+)
+def test_a_record_that_cannot_be_used_is_named_by_its_line(tmp_path, record, text) -> None:
+    file = tmp_path / "a.jsonl"
+    write(file, record)
+    with pytest.raises(InputError, match=text):
+        open_tokens(DataChoice(name=str(file)), find_files(file), FORM, Templated(), 0)
+
+
+@pytest.mark.parametrize(
+    ("body", "text"),
+    [
+        (b"", "a.jsonl is empty; give a file with text"),
+        (b'{"text": ""}\n', "has no text in any of its records"),
+        (b'{"text": "x"}\n[1]\n', r"a.jsonl, line 2 is no JSON object but \[1\]; write one object per line"),
+        (b'{"text": "x"}\n{oh\n', "a.jsonl, line 2 is not JSON"),
+        (b'{"text": "x"}\n{"prompt": "x"}\n', "line 2 has no 'text', which the records before it have; add it"),
+        (b'{"text": "x"}\n', "has 2 tokens, and a sample takes 9: 8 and the one after them"),
+    ],
+)
+def test_a_file_of_records_that_cannot_be_used_is_told(tmp_path, body, text) -> None:
+    (tmp_path / "a.jsonl").write_bytes(body)
+    with pytest.raises(InputError, match=text):
+        opened(tmp_path / "a.jsonl")
+
+
+def test_paths_that_cannot_be_used_are_told(tmp_path) -> None:
+    with pytest.raises(InputError, match=r"missing.txt: there is no such file or folder"):
+        check_choice(DataChoice(name=str(tmp_path / "missing.txt")))
+    (tmp_path / "a.txt").write_bytes(b"\xff\xfe is not UTF-8")
+    with pytest.raises(InputError, match=r"a.txt is not UTF-8 text"):
+        opened(tmp_path / "a.txt")
+    (tmp_path / "a.csv").write_text("text\nx")
+    with pytest.raises(InputError, match=r"has files of 2 kinds: csv \(a.csv\) and text \(a.txt\)"):
+        opened(tmp_path)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(InputError, match="empty has no files"):
+        opened(tmp_path / "empty")
+    with pytest.raises(InputError, match="--columns is FIELD=COLUMN, separated by commas, found 'body'"):
+        check_choice(DataChoice(columns="body"))
+    with pytest.raises(InputError, match=r"--columns has no field 'txt'; did you mean 'text'\?"):
+        check_choice(DataChoice(columns="txt=body"))
+    with pytest.raises(InputError, match="--tokenizer says how to read files, but --data names none"):
+        check_choice(DataChoice(tokenizer=str(tmp_path)))
+
+
+def test_text_for_images_and_images_for_text_are_refused(tmp_path) -> None:
+    (tmp_path / "a.txt").write_text("x" * 50)
+    with pytest.raises(InputError, match=r"a.txt has text, but the model reads images"):
+        opened(tmp_path / "a.txt", ImageForm())
+
+
+def test_a_share_is_held_out_and_never_trained_on(tmp_path) -> None:
+    (tmp_path / "a.txt").write_bytes(bytes(range(1, 128)) * 2)
+    train, held_out = (opened(tmp_path / "a.txt", held_out=0.2, part=part) for part in ("train", "eval"))
+    whole = opened(tmp_path / "a.txt")
+    assert (len(train), len(held_out)) == (25, 6)
+
+    def rows(data):
+        return [*map(tuple, data.batch(range(len(data)))[1].tolist())]
+
+    assert sorted(rows(train) + rows(held_out)) == sorted(rows(whole))
+    again = opened(tmp_path / "a.txt", held_out=0.2, part="eval")
+    assert rows(again) == rows(held_out)
+    with pytest.raises(InputError, match=r"the data has 31 samples, and --eval 0.99 would hold out 31"):
+        opened(tmp_path / "a.txt", held_out=0.99, part="train")
+
+
+def test_a_tokenizer_with_more_ids_than_the_model_is_refused() -> None:
+    with pytest.raises(InputError, match="bytes has 256 token ids, and the model's embedding has 100"):
+        check_vocabulary(ByteTokenizer(), 100)
+
+
+@pytest.fixture
+def tokenizer_folder(tmp_path):
+    tokenizers = pytest.importorskip("tokenizers")
+    made = tokenizers.Tokenizer(
+        tokenizers.models.WordLevel({"[UNK]": 0, "one": 1, "two": 2, "user": 3, "bot": 4, "<end>": 7}, "[UNK]")
+    )
+    made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    folder = tmp_path / "tokenizer"
+    folder.mkdir()
+    made.save(str(folder / "tokenizer.json"))
+    template = "{% for m in messages %}{{ m.role }} {{ m.content }}\n{% endfor %}"
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<end>", "chat_template": template}))
+    return folder
+
+
+def test_a_tokenizer_file_gives_its_ids_end_and_template(tokenizer_folder, tmp_path) -> None:
+    tokenizer = find_tokenizer(None, str(tokenizer_folder), is_zoo=False)
+    assert (tokenizer.vocabulary, tokenizer.end) == (8, 7)
+    assert tokenizer.encode("one two").spans == [(0, 3), (4, 7)]
+    (tmp_path / "a.txt").write_text("one two " * 10)
+    inputs, _ = opened(tmp_path / "a.txt", TokenForm(context=20, vocabulary=8), tokenizer=str(tokenizer_folder)).batch(
+        [0]
+    )
+    assert inputs[0].tolist() == [1, 2] * 10
+    with pytest.raises(InputError, match="has 8 token ids, and the model's embedding has 5; give the tokenizer that"):
+        opened(tmp_path / "a.txt", TokenForm(vocabulary=5), tokenizer=str(tokenizer_folder))
+    with pytest.raises(InputError, match=r"which has no tokenizer.json; give that file or its folder"):
+        find_tokenizer(str(tmp_path), None, is_zoo=True)
+    with pytest.raises(InputError, match=r"has no tokenizer.json; give one with --tokenizer"):
+        find_tokenizer(None, str(tmp_path), is_zoo=False)
+    settings = tokenizer_folder / "tokenizer_config.json"
+    settings.write_text("{}")
+    with pytest.raises(InputError, match="has no end token to put between documents"):
+        find_tokenizer(None, str(tokenizer_folder), is_zoo=False)
