@@ -72,7 +72,7 @@ def test_parts_of_a_cpu_are_measured_where_asked(tmp_path: Path) -> None:
 def test_faults_are_one_sentence(monkeypatch) -> None:
     assert "give --machine together with --estimate" in refused("profile", "zoo:mlp", "--machine", "m.json")
     assert "'mlp' is not a model that can be trained; use zoo:NAME" in refused("profile", "mlp")
-    assert "a batch has at least one sample, not 0" in refused("profile", "zoo:mlp", "--batch", "0")
+    assert "--batch is a number of samples, 1 or more, not 0" in refused("profile", "zoo:mlp", "--batch", "0")
     parts = ("profile", "zoo:mlp", "--parts")
     assert "parts of a CPU are measured; leave out --parts or --estimate" in refused(*parts, "2", "--estimate")
     for cores, count, sentence in (
@@ -82,4 +82,4 @@ def test_faults_are_one_sentence(monkeypatch) -> None:
     ):
         monkeypatch.setattr("pipedejavu.planner.profiling.num_cores", lambda cores=cores: cores)
         assert sentence in refused(*parts, count)
-    assert "a batch has at least one sample, not -1" in refused(*GPT, "--batch", "-1")
+    assert "--batch is a number of samples, 1 or more, not -1" in refused(*GPT, "--batch", "-1")

@@ -102,7 +102,7 @@ class BatchSplit:
                 f"a batch has {form}, where the first had {self.forms[0]}; give all batches tensors of as many"
                 " dimensions and of one dtype"
             )
-        if self.cut is not None and self.cut.way == "chain":
+        if len(self.forms) > 1 and self.cut is not None and self.cut.way == "chain":
             self._try_chain(batch, form)
         if len(self.forms) == 2:
             tell(
@@ -113,7 +113,7 @@ class BatchSplit:
     def _try_chain(self, batch: UserBatch, form: str) -> None:
         """Runs copies of a chain's units on two samples of another form; raises InputError if one does not take it."""
         assert self.cut is not None
-        value = self.cut.flat(batch.rows(slice(2)).inputs)
+        value = deepcopy(self.cut.flat(batch.rows(slice(2)).inputs))  # units may work in place
         with torch.no_grad(), torch.random.fork_rng():
             for name, unit in self.cut.units:
                 try:
