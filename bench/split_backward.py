@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention, silu
 
 from pipedejavu.runtime.split_backward import backward_inputs
-from pipedejavu.zoo.transformer import Block, TransformerSize
+from pipedejavu.zoo.transformer import TransformerBlock, TransformerSize
 
 WARM_UP = 2
 
@@ -69,7 +69,7 @@ def _twice() -> nn.Module:
 
 
 def _block() -> nn.Module:
-    return Block(TransformerSize(layers=1, width=256, context=128, vocabulary=64, heads=4), is_causal=True)
+    return TransformerBlock(TransformerSize(layers=1, width=256, context=128, vocabulary=64, heads=4), is_causal=True)
 
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {

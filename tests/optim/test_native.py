@@ -1,4 +1,8 @@
 import math
+import os
+import subprocess
+import sys
+import threading
 
 import hypothesis.strategies as st
 import pytest
@@ -7,7 +11,7 @@ from hypothesis import given, settings
 from torch import Tensor
 
 from pipedejavu.optim import native
-from pipedejavu.optim.arithmetic import AdamState, Scalars, join, scalars_of, split
+from pipedejavu.optim.arithmetic import AdamState, Scalars, join, scalars_of, split, update_
 from pipedejavu.optim.native import HostUpdate, NativeTask
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason="_native.so was not built: no C compiler at install")
@@ -144,3 +148,59 @@ def test_a_missing_library_is_named_where_it_was_asked_for(monkeypatch: pytest.M
     assert not HostUpdate(1).is_native
     with pytest.raises(RuntimeError, match=r"_native\.so was not built; install the package where there is a C comp"):
         HostUpdate(1, is_native=True)
+
+
+def task_of(seed: int, count: int = 100_000) -> NativeTask:
+    source = torch.Generator().manual_seed(seed)
+    gradient, weight, m = (torch.randn(count, generator=source) for _ in range(3))
+    state = AdamState(weight, None, m, m.square())
+    return NativeTask(scalars_of(3, 0.1, (0.9, 0.99), 1e-8, 0.1, 0.5), gradient, state, state)
+
+
+def expected_of(seed: int) -> Tensor:
+    task = task_of(seed)
+    update_(*task)
+    return task.new.weight
+
+
+def test_threads_that_share_an_update_do_not_disturb_each_other() -> None:
+    tasks = [task_of(seed) for seed in range(4)]
+    threads = [threading.Thread(target=native.update_on_host, args=([task],)) for task in tasks]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for seed, task in enumerate(tasks):
+        assert task.new.weight.equal(expected_of(seed))
+
+
+def test_a_new_weight_may_take_the_memory_of_its_gradient() -> None:
+    task = task_of(7)
+    before = task.old.weight.clone()
+    native.update_on_host([task._replace(new=task.new._replace(weight=task.gradient))])
+    assert task.gradient.equal(expected_of(7))
+    assert task.old.weight.equal(before)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="processes are not forked here")
+def test_a_forked_process_starts_threads_of_its_own() -> None:
+    """A child has none of its parent's threads: it would wait for them forever."""
+    code = """
+import os, sys, torch
+from pipedejavu.optim import native
+from pipedejavu.optim.arithmetic import AdamState, scalars_of
+torch.set_num_threads(2)
+def prepare():
+    state = AdamState(torch.ones(100_000), None, torch.zeros(100_000), torch.zeros(100_000))
+    return native.NativeTask(scalars_of(1, 0.1, (0.9, 0.99), 1e-8, 0.0, 1.0), torch.ones(100_000), state, state)
+def updated(task):
+    native.update_on_host([task])
+    return task.new.weight[-1].item()
+ours, theirs = prepare(), prepare()  # torch's own threads do not survive a fork either
+first = updated(ours)
+child = os.fork()
+if child == 0:
+    os._exit(0 if updated(theirs) == first else 1)
+sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
