@@ -4,6 +4,8 @@ import os
 import pty
 import re
 import sys
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from io import StringIO
 from pathlib import Path
 
@@ -23,6 +25,15 @@ def drawn(view: LiveView, height: int = 40) -> list[str]:
     file = StringIO()
     Console(file=file, width=100, height=height).print(view)
     return file.getvalue().splitlines()
+
+
+def read_to_end(terminal: int) -> bytes:
+    """Reads a terminal until its other end is closed: one read returns only what has arrived by then."""
+    text = b""
+    with suppress(OSError):  # EIO is a terminal's end of file
+        while part := os.read(terminal, 1 << 16):
+            text += part
+    return text
 
 
 def test_a_curve_falls_from_the_upper_left_to_the_lower_right() -> None:
@@ -66,14 +77,16 @@ def test_on_a_terminal_the_view_is_drawn(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setenv("LINES", "40")
     monkeypatch.setenv("TERM", "xterm")
     own, end = pty.openpty()
-    with os.fdopen(end, "w", encoding="utf-8") as screen:
+    with ThreadPoolExecutor(1) as reader, os.fdopen(end, "w", encoding="utf-8") as screen:
+        output = reader.submit(read_to_end, own)
         monkeypatch.setattr(sys, "stderr", screen)
         with Progress(2, "samples", 1.0, panels=[WorkerPanel("cpu0")]) as progress:
             progress.see(0, Memory(3 << 20, 0), {"compute": 0.5})
             progress.report(1, 0.5, 4, Memory(3 << 20, 0), 1.0)
             progress.report(2, 0.25, 4, Memory(3 << 20, 0), 2.0)
             progress.say("all is well")
-    text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", os.read(own, 1 << 16).decode())
+        screen.close()
+        text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", output.result().decode())
     os.close(own)
     assert "pipedejavu: all is well" in text
     assert "training" in text
