@@ -618,7 +618,7 @@ def test_illegal_2_an_endless_pipeline_that_clips_by_the_global_norm(model, buil
     verify(build("pipedream", microbatches=6, reduce=clip.replace(clip="delayed")))
 
 
-def test_illegal_3_zeno_behind_a_wire_that_sums(model):
+def test_illegal_3_zeno_after_a_wire_that_sums(model):
     for wire in ("all-reduce", "reduce-scatter", "summation-service"):
         plan = preset("zeno").plan.replace(reduce=Reduce(wire=wire, combiner="score-trim"))
         assert any(f"wire '{wire}' hands over their sum" in fault for fault in told(plan, model(8)))
@@ -688,7 +688,7 @@ def ancestors(graph):
 
 
 @pytest.mark.parametrize("name", presets())
-def test_weights_are_dropped_only_behind_everything_that_reads_them(name, resize):
+def test_weights_are_dropped_only_after_all_their_readers(name, resize):
     program = compile_plan(*unit_costs(resize(name, 2, 4), {}), fold=False)
     graph = build_graph(program)
     before = ancestors(graph)
@@ -704,7 +704,7 @@ def test_weights_are_dropped_only_behind_everything_that_reads_them(name, resize
 
 
 @pytest.mark.parametrize("name", ["gpipe", "interleaved", "zero-r"])
-def test_checkpoints_leave_behind_the_forward_that_reads_them(name, resize):
+def test_checkpoints_leave_after_the_forward_that_reads_them(name, resize):
     plan = resize(name, 2, 4)
     plan = plan.replace(order=plan.order.replace(recompute=1.0), keep=plan.keep.replace(activations="host"))
     program = compile_plan(*unit_costs(plan, {}), fold=False)

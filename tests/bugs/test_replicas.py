@@ -123,7 +123,7 @@ def loss_sum(output, target):
     return cross_entropy(output, target, reduction="sum")
 
 
-def test_a_trainer_stops_saves_nothing_and_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
+def test_a_trainer_stops_saves_nothing_and_resumes_from_its_checkpoint(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
     batches = [(torch.randn(8, 6), torch.randint(0, 3, (8,))) for _ in range(6)]
     trainer = Trainer(model, loss_sum, sample=batches[0], plan="ddp", workers=2, optimizer=ADAMW, check_replicas=4)

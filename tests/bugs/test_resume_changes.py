@@ -179,7 +179,7 @@ def forget_modules() -> None:
         sys.modules.pop(name, None)
 
 
-def test_a_checkpoint_of_an_earlier_version_goes_on_with_a_sentence(run: Path) -> None:
+def test_a_checkpoint_of_an_earlier_version_resumes_with_a_sentence(run: Path) -> None:
     folder = run / "checkpoints" / "step-2"
     manifest = Checkpoint(folder).manifest
     old = {name: manifest.facts[name] for name in ("norm", "parts", "options")}

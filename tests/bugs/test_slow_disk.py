@@ -113,7 +113,7 @@ def test_a_last_checkpoint_that_no_disk_takes_is_said_to_be_lost(tmp_path, monke
     assert [row["not_saved"] for row in rows] == [2]
 
 
-def test_a_disk_that_does_not_answer_is_told_of_while_training_goes_on(tmp_path, monkeypatch) -> None:
+def test_a_disk_that_does_not_answer_is_reported_while_training_continues(tmp_path, monkeypatch) -> None:
     told, rows, frozen, said = list[str](), list[dict](), threading.Event(), threading.Event()
     _, savers = make_savers(tmp_path, told, rows)
     fsync = os.fsync

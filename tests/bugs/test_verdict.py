@@ -152,7 +152,7 @@ def test_two_microbatches_that_changed_places_fail(optimizer) -> None:
     assert not verdict_of(case, run_threads(case.program, case.job, swapped)).is_passed
 
 
-def test_a_log_that_the_plan_does_not_promise_fails() -> None:
+def test_a_log_that_contradicts_the_plan_fails() -> None:
     case = case_of("1f1b", "mlp", SGD)
     del case.outcome.logs[0].events[-1]
     verdict = verdict_of(case)

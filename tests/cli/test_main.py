@@ -259,7 +259,7 @@ def test_train_trains_and_compare_joins_the_timelines(tmp_path: Path) -> None:
     assert "makespan" in shown
 
 
-def test_train_goes_on_from_the_best_of_several_initialisations(tmp_path: Path) -> None:
+def test_train_continues_from_the_best_of_several_initialisations(tmp_path: Path) -> None:
     pytest.importorskip("torch")
     sizes = ("--plan", "preset:ddp", "--workers", "1", "--microbatches", "1", "--samples", "2", "--steps", "6")
     selection = ("--init-candidates", "3", "--init-steps", "4", "--checkpoint-every", "0")

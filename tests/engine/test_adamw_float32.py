@@ -135,7 +135,7 @@ def test_torch_agrees_within_rounding(library):
     assert float((weights["matrix"] - start["matrix"]).abs().max()) > 1e-2
 
 
-def test_a_state_that_torch_began_goes_on(library):
+def test_a_state_that_torch_began_continues(library):
     """A checkpoint of an earlier version has the same slots, with the step as a float."""
     weights = tensors(1)
     state = {

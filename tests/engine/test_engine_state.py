@@ -34,7 +34,7 @@ def same(first, second):
 
 @pytest.mark.parametrize("model", ["convnet", "gpt"])
 @pytest.mark.parametrize(("name", "workers", "microbatches"), PLANS)
-def test_what_goes_on_equals_what_never_stopped_bit_for_bit(make, name, workers, microbatches, model):
+def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(make, name, workers, microbatches, model):
     """Weights, optimizer state and running statistics of every replica; with dropout in the model of tokens."""
     if model == "gpt" and not can_tie(name):
         pytest.skip("ties are refused")
@@ -62,7 +62,7 @@ def test_every_worker_gets_back_what_was_its_own(make, name):
 
 
 @pytest.mark.parametrize("stop", [1, 2, 3, 4])
-def test_it_goes_on_from_any_round(make, stop):
+def test_it_continues_from_any_round(make, stop):
     case = make("1f1b", "gpt", workers=2, microbatches=3, rounds=5, optimizer=ADAMW)
     whole = Threads(case.program, case.job, case.batches)
     state = take_all(run(whole, stop))
@@ -70,7 +70,7 @@ def test_it_goes_on_from_any_round(make, stop):
     assert same(take_all(again), take_all(run(whole, 5 - stop)))
 
 
-def test_delayed_clipping_goes_on_with_the_norm_before(make):
+def test_delayed_clipping_continues_with_the_norm_before(make):
     options = {"workers": 2, "microbatches": 2, "clip": "delayed", "clip_norm": 0.02, "rounds": 4}
     case = make("pipedream-2bw", steps=2, **options)
     whole = Threads(case.program, case.job, case.batches)
@@ -90,7 +90,7 @@ OTHERS = [("ddp", 3, 2), ("gpipe", 3, 6), ("zb-h1", 2, 6), ("chimera", 2, 6), ("
 
 @pytest.mark.parametrize("model", ["convnet", "calm-gpt"])
 @pytest.mark.parametrize(("name", "workers", "microbatches"), OTHERS)
-def test_any_other_plan_goes_on_from_the_same_state_within_rounding(make, name, workers, microbatches, model):
+def test_any_other_plan_continues_from_the_same_state_within_rounding(make, name, workers, microbatches, model):
     if model == "calm-gpt" and not can_tie(name):
         pytest.skip("ties are refused")
     first = make("1f1b", model, workers=2, microbatches=6, steps=1, units=6, rounds=4, optimizer=ADAMW, sizes=(3,))
@@ -119,7 +119,7 @@ def loaded(case, state):
     return {name: tensor for name, tensor in found.items() if name in state}
 
 
-def test_updates_of_single_workers_are_left_behind_by_a_plan_that_shares_them(make):
+def test_a_plan_that_shares_updates_drops_those_of_single_workers(make):
     """A parameter server's workers hold older weights than the server; a synchronous plan takes the server's."""
     first = make("parameter-server", workers=2, steps=2, rounds=2, optimizer=ADAMW)
     state = take_all(run(Threads(first.program, first.job, first.batches), 1))

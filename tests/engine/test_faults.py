@@ -188,7 +188,7 @@ class Losing:
 
 
 @pytest.mark.timeout(60)
-def test_an_interrupt_that_takes_a_word_with_it_leaves_nobody_waiting(make):
+def test_an_interrupt_that_loses_a_message_leaves_no_worker_waiting(make):
     case = make("1f1b", workers=2, microbatches=2)
     threads = Threads(case.program, case.job, case.batches)
     threads._ends = Losing(threads._ends)
@@ -198,7 +198,7 @@ def test_an_interrupt_that_takes_a_word_with_it_leaves_nobody_waiting(make):
 
 
 @pytest.mark.timeout(60)
-def test_an_interrupt_before_all_workers_have_begun_leaves_nobody_waiting(make):
+def test_an_interrupt_before_all_workers_have_begun_leaves_no_worker_waiting(make):
     before = set(threading.enumerate())
     case = make("1f1b", workers=2, microbatches=2)
     threads = Threads(case.program, case.job, case.batches)

@@ -167,7 +167,7 @@ def test_randomness_depends_on_seed_microbatch_and_unit_alone(kind):
     assert not torch.equal(first, masks(0, number=1))
 
 
-def test_seeding_a_unit_leaves_nothing_behind_for_devices_that_it_does_not_use():
+def test_seeding_a_unit_changes_no_generator_of_other_devices():
     queued = torch.cuda._lazy_seed_tracker.get_calls
     before, runner, x = queued(), runner_of(nn.Dropout(0.5)), torch.ones(8, 16)
     found, _ = runner.forward({}, x, 2)

@@ -323,7 +323,7 @@ def test_a_split_backward_refuses_tied_weights(make, name):
     "places",
     [("visit",) * 3, ("visit", "host", "lean"), ("lean",) * 3, ("device", "window", "window"), ("window",) * 3],
 )
-def test_state_that_visits_and_weights_that_come_change_nothing(make, places, clip_norm):
+def test_streamed_state_and_fetched_weights_change_nothing(make, places, clip_norm):
     case = make("zero-offload", "convnet", microbatches=3, clip_norm=clip_norm, optimizer=ADAMW, rounds=2)
     reduce = case.plan.reduce if clip_norm else Reduce()
     case = replace(case, plan=case.plan.replace(keep=Keep(kind="split", places=places), reduce=reduce))
@@ -381,7 +381,7 @@ def test_running_statistics_move_once_for_each_microbatch(make, name):
 
 
 @pytest.mark.parametrize("name", ["1f1b", "fine", "ddp", "axonn"])
-def test_a_program_that_is_repeated_goes_on_where_it_was(make, name):
+def test_a_repeated_program_continues_from_its_state(make, name):
     case = make(name, "gpt", workers=2, microbatches=2, steps=2, rounds=3, optimizer=ADAMW)
     assert case.updates == 6
     assert case.furthest(case.trained_plainly()) <= case.tolerance

@@ -134,7 +134,7 @@ def forward(runner: PieceRunner, weights: dict[str, Tensor], x: Tensor, loses: b
 
 @pytest.mark.parametrize("loses", [False, True], ids=["handed on", "with a loss"])
 @pytest.mark.parametrize("again", [(), (0,), (1, 2), (3,)])
-def test_what_has_left_leaves_no_memory_behind(loses: bool, again: tuple[int, ...], copies: list[Tensor]) -> None:
+def test_offloaded_storages_keep_no_memory(loses: bool, again: tuple[int, ...], copies: list[Tensor]) -> None:
     runner, weights = piece(True, again)
     x = torch.randn(SAMPLES, WIDTH)
     with Made() as made:

@@ -22,7 +22,7 @@ def trimmed(trim):
     return preset("zeno").plan.reduce.replace(trim=trim)
 
 
-def test_the_score_is_the_loss_behind_a_step_and_a_penalty_for_its_size():
+def test_the_score_is_the_loss_after_a_step_and_a_penalty_for_its_size():
     """By hand: f(w) = ½·Σ(xw − y)² on one weight, w = 2, u = g/4 = 3, γ = 0.1, ρ/γ = 0.5."""
     layer = nn.Linear(1, 1, bias=False)
     job = Job(units=[("u", layer)], loss=lambda out, y: 0.5 * (out - y).square().sum(), optimizer=Sgd(lr=0.1))
@@ -35,7 +35,7 @@ def test_the_score_is_the_loss_behind_a_step_and_a_penalty_for_its_size():
     assert found == pytest.approx(-loss - 0.5 * 0.1 * 9, rel=1e-12)
 
 
-def test_the_lowest_scores_are_dropped_whoever_has_them():
+def test_the_lowest_scores_are_dropped():
     scores = {0: -3.0, 1: -1.0, 2: -2.0, 3: -9.0}
     for order in permutations(scores):
         found = kept([scores[replica] for replica in order], 2)
@@ -53,7 +53,7 @@ def test_what_is_no_number_never_counts():
 
 
 @pytest.mark.parametrize("model", ["mlp", "convnet", "gpt"])
-def test_to_drop_nobody_is_plain_training(make, model):
+def test_dropping_no_contribution_is_plain_training(make, model):
     case = make("zeno", model, workers=3, microbatches=2, optimizer=ADAMW, reduce=trimmed(0))
     assert case.furthest(case.trained_plainly()) <= case.tolerance
     assert case.audit() <= case.tolerance
@@ -73,7 +73,7 @@ def test_what_is_left_is_averaged_and_replays(make, model, trim):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_with_faulty_replicas_training_goes_on_as_if_only_the_others_had_sent(make, kind):
+def test_with_faulty_replicas_training_equals_training_on_the_others(make, kind):
     """Two of five are faulty and two are dropped: every update is that of the three honest ones, to rounding."""
     fault = {"byzantine": Byzantine(2, kind, 100.0)}
     case = make(
@@ -156,7 +156,7 @@ def test_to_trust_others_than_the_scores_say_is_caught(make, monkeypatch):
         case.audit()
 
 
-def test_an_update_that_nobody_can_be_trusted_with_is_left_out(make):
+def test_an_update_without_a_trusted_contribution_is_skipped(make):
     case = make("zeno", workers=2, microbatches=1, steps=1, extra={"byzantine": Byzantine(2, "scale", math.inf)})
     applied = [event for event in case.outcome.logs[-1].events if isinstance(event, Applied)]
     assert [(event.microbatches, event.coefficient) for event in applied] == [((), 0.0)]

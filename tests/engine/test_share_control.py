@@ -23,11 +23,11 @@ def test_what_gains_nothing_changes_nothing() -> None:
     assert adjusted_counts((12, 4), (1.0, 1.005)) == (12, 4)
 
 
-def test_everyone_keeps_a_sample() -> None:
+def test_every_replica_keeps_a_sample() -> None:
     assert adjusted_counts((4, 4), (0.001, 100.0)) == (7, 1)
 
 
-def test_nobody_goes_beyond_its_bounds() -> None:
+def test_no_share_exceeds_its_bounds() -> None:
     assert adjusted_counts((8, 8), (1.0, 3.0), [(2, 10), (2, 16)]) == (10, 6)
     assert adjusted_counts((8, 8), (1.0, 30.0), [(1, 16), (3, 16)]) == (13, 3)
 

@@ -87,7 +87,7 @@ def test_groups_meet_apart_and_leave_what_was_given_alone():
 
 
 @pytest.mark.parametrize("waits", ["receive", "add_up"])
-def test_stop_wakes_whoever_waits(waits):
+def test_stop_wakes_waiting_receivers(waits):
     exchange = Exchange({"all": (0, 1, 2)})
     started = threading.Barrier(3)
 
@@ -108,7 +108,7 @@ def test_stop_wakes_whoever_waits(waits):
 
 
 @pytest.mark.parametrize("waits", ["receive", "add_up"])
-def test_whoever_comes_after_the_stop_does_not_wait(waits):
+def test_a_receive_after_the_stop_does_not_wait(waits):
     exchange = Exchange({"all": (0, 1)})
     wire = ThreadWire(exchange, 0)
     ThreadWire(exchange, 1).stop()

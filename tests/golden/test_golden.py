@@ -125,5 +125,5 @@ def test_the_text_of_each_program_is_the_recorded_one(name):
     assert program.to_text() == path.read_text(encoding="utf-8")
 
 
-def test_no_recorded_program_is_left_behind():
+def test_each_recorded_program_belongs_to_a_preset():
     assert {path.stem for path in PROGRAMS.glob("*")} == set(presets())

@@ -251,7 +251,7 @@ def test_a_worker_that_was_stopped_ends_the_run(processes, tmp_path: Path, seed:
     )
 
 
-def test_a_rank_ends_a_silent_one_of_the_same_agent_and_nobody_else(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_ends_a_silent_one_of_the_same_agent_and_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
     with subprocess.Popen(["sleep", "60"]) as other:
         _end_sibling(other.pid)  # a child of this process is no sibling of it
         assert other.poll() is None

@@ -181,7 +181,7 @@ def test_a_model_that_was_never_whole_on_the_gpu_agrees(window: int, cuda_lab: A
 
 
 @pytest.mark.parametrize("clip_norm", [None, 0.5])
-def test_training_goes_on_bit_for_bit_after_a_load(
+def test_training_continues_bit_for_bit_after_a_load(
     clip_norm: float | None, cuda_lab: Any, bits: Any, compare: Any
 ) -> None:
     model = cuda_lab.net()

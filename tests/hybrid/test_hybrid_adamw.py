@@ -299,7 +299,7 @@ def test_a_spoiled_gradient_leaves_the_state_of_a_plain_loop(
 
 @everywhere
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "float32"])
-def test_training_goes_on_bit_for_bit_after_a_save_and_a_load(
+def test_training_continues_bit_for_bit_after_a_save_and_a_load(
     dtype: torch.dtype, options: Options, lab: Any, bits: Any, compare: Any
 ) -> None:
     """Into another placement, before and after its own first steps, and in both orders."""

@@ -76,7 +76,7 @@ def test_the_number_of_units_on_the_gpu_can_be_given() -> None:
         assert "as asked" in placed.reasons[0]
 
 
-def test_units_visit_in_memory_that_the_backward_pass_has_freed() -> None:
+def test_streamed_state_uses_memory_that_the_backward_pass_has_freed() -> None:
     peaks = stretches_of([50, 50, 50, 5000])
     placed = choose_placement(FOUR, peaks, limits(4 * 200 + 5000))
     assert placed.places == ("visit", "visit", "host", "host")
@@ -96,13 +96,13 @@ def test_state_fetched_in_the_backward_pass_is_that_of_the_first_units_of_its_si
     assert choose_placement(units, step, limits(10_880, first=3)).places[:3] == ("gpu",) * 3
 
 
-def test_none_visits_where_updates_do_not_wait_for_the_end() -> None:
+def test_no_state_is_streamed_if_updates_do_not_wait_for_the_end() -> None:
     placed = choose_placement(FOUR, stretches_of([50, 50, 50, 5000]), limits(4 * 200 + 5000, keeps=False))
     assert placed.places == ("host",) * 4
     assert placed.arrivals == {}
 
 
-def test_as_few_units_as_needed_are_lean() -> None:
+def test_as_few_units_as_needed_have_no_host_copy() -> None:
     gpu = LEAST
     whole = choose_placement(FOUR, STEP, limits(gpu))
     assert whole.host_bytes == 4 * 1400

@@ -66,7 +66,7 @@ def test_overlapping_spans_of_a_lane_count_once() -> None:
     assert found.hidden == 1.0
 
 
-def test_gaps_before_a_forward_are_waits_where_none_were_recorded() -> None:
+def test_gaps_before_a_forward_are_waits_if_none_were_recorded() -> None:
     found = occupancy_of(
         made(
             *steps(("compute", "F0", 0, 2), ("compute", "B0", 2, 7), ("copy-in", "FETCH:o0", 6, 9)),

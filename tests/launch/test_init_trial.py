@@ -38,7 +38,7 @@ def falling(update, floor):
     return floor + (10 - floor) * 0.5 ** (update / 3)
 
 
-def test_the_first_steep_fall_drops_nobody_and_plateaus_drop_the_worse_half():
+def test_the_first_steep_fall_drops_no_candidate_and_plateaus_drop_the_worse_half():
     floors = [5.0, 1.0, 4.0, 2.0, 8.0, 3.0, 7.0, 6.0]
     selection = run_race([partial(falling, floor=floor) for floor in floors], 50)
     # Windows of 5 shrink falls by 0.5^(5/3) = 0.31, then 0.1: the third fall, behind window 4, is the first below 0.25.
@@ -113,7 +113,7 @@ def test_candidates_differ_in_their_weights_and_in_nothing_else(program):
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_from_the_winner_and_counts_every_sample(tmp_path, program):
+def test_a_run_continues_from_the_winner_and_counts_every_sample(tmp_path, program):
     """The weights that a run leaves are those of the winner's own training, from its first update to the last."""
     folder = str(tmp_path / "run")
     chosen = choose_init(OPTIONS, program, folder, RankGroup())

@@ -85,7 +85,7 @@ def half(runs: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(runs / "half", tmp_path / "half"))
 
 
-def test_a_run_goes_on_to_the_same_bits(runs: Path, half: Path) -> None:
+def test_a_run_continues_to_the_same_bits(runs: Path, half: Path) -> None:
     done = go_on(half)
     assert equal(model_of(half), model_of(runs / "whole"))
     assert steps_in(half) == [1, 2, 3, 4, 5, 6]
@@ -102,7 +102,7 @@ def test_a_run_goes_on_to_the_same_bits(runs: Path, half: Path) -> None:
     assert elapsed == sorted(elapsed)
 
 
-def test_it_goes_on_with_other_workers_and_another_plan_within_rounding(runs: Path, half: Path) -> None:
+def test_it_continues_with_other_workers_and_another_plan_within_rounding(runs: Path, half: Path) -> None:
     go_on(half, "ddp", workers=2, microbatches=2)
     expected, found = model_of(runs / "whole"), model_of(half)
     # Two updates of AdamW in float64: a gradient g is known to an ulp of the 12 that it sums, and lr·g/(√v+ε) moves a
@@ -116,7 +116,7 @@ def test_it_goes_on_with_other_workers_and_another_plan_within_rounding(runs: Pa
 @pytest.mark.parametrize(
     "name", ["gpipe", "interleaved", "zb-h1", "chimera", "ddp", "coarse", "fine", "byteps", "axonn"]
 )
-def test_every_kind_of_run_goes_on_to_the_same_bits(tmp_path: Path, name: str) -> None:
+def test_every_kind_of_run_continues_to_the_same_bits(tmp_path: Path, name: str) -> None:
     options = OPTIONS.replace(checkpoint_every=2)
     begin(tmp_path / "whole", name, options)
     begin(tmp_path / "half", name, options.replace(steps=4))
@@ -174,7 +174,7 @@ def test_what_cannot_change_is_refused(half: Path, changes, message) -> None:
         resumed.options(OPTIONS.replace(**changes), set(changes))
 
 
-def test_a_launcher_that_repeats_its_command_goes_on_without_an_audit(half: Path) -> None:
+def test_a_launcher_that_repeats_its_command_continues_without_an_audit(half: Path) -> None:
     resumed = reopen(str(half), RankGroup(), lambda _: None)
     assert resumed is not None
     asked = OPTIONS.replace(keeps_log=True)
@@ -207,7 +207,7 @@ def test_a_run_without_a_checkpoint_begins_again(half: Path) -> None:
     assert (str(resumed), told) == (f"{half} holds no checkpoint: training begins", [])
 
 
-def test_a_broken_checkpoint_is_named_and_the_one_before_it_goes_on(runs: Path, tmp_path: Path) -> None:
+def test_a_broken_checkpoint_is_named_and_the_one_before_it_continues(runs: Path, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(runs / "whole", tmp_path / "broken"))
     part = folder / "checkpoints" / "step-6" / "part-00001.safetensors"
     data = bytearray(part.read_bytes())
@@ -282,7 +282,7 @@ def undisturbed() -> dict[str, torch.Tensor]:
     return result_of(program, outcome.weights)
 
 
-def test_sigterm_saves_and_stops_and_the_run_goes_on(processes, tmp_path: Path, undisturbed) -> None:
+def test_sigterm_saves_and_stops_and_the_run_continues(processes, tmp_path: Path, undisturbed) -> None:
     slow = "time.sleep(0.05)"  # so that there is a middle
     (tmp_path / "faulty.py").write_text("import time\n" + FAULTY.format(inputs=slow, targets="pass", send="pass"))
     command = (sys.executable, "-c", MAIN, *RUN, "--checkpoint-every", "1000")
@@ -336,7 +336,7 @@ def test_a_worker_that_is_killed_loses_no_more_than_an_interval(processes, tmp_p
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(5))
-def test_everything_killed_at_any_time_goes_on_to_the_same_weights(processes, tmp_path, undisturbed, seed) -> None:
+def test_everything_killed_at_any_time_continues_to_the_same_weights(processes, tmp_path, undisturbed, seed) -> None:
     """The launcher or all at once, at a moment that nobody chose, again and again, until the run is whole."""
     luck = random.Random(seed)
     for attempt in range(20):
@@ -360,7 +360,7 @@ def test_everything_killed_at_any_time_goes_on_to_the_same_weights(processes, tm
 
 @pytest.mark.slow
 @pytest.mark.parametrize("killed", ["0", "1"])
-def test_under_torchrun_a_run_goes_on_by_itself(processes, tmp_path: Path, undisturbed, killed: str) -> None:
+def test_under_torchrun_a_run_continues_by_itself(processes, tmp_path: Path, undisturbed, killed: str) -> None:
     fault = "if n == 31 and not int(os.environ['TORCHELASTIC_RESTART_COUNT']): os.kill(os.getpid(), signal.SIGKILL)"
     places = {"inputs": "pass", "send": "pass", "targets": "pass"}
     places["inputs" if killed == "0" else "targets"] = fault

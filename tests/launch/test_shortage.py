@@ -52,7 +52,7 @@ def test_errors_that_say_that_memory_is_short_are_known(error: Exception) -> Non
     assert not is_shortage(RuntimeError("shapes differ"))
 
 
-def test_whoever_runs_out_of_memory_says_what_it_had() -> None:
+def test_a_worker_that_runs_out_of_memory_says_what_it_had() -> None:
     store = torch.distributed.HashStore()
     write_failure(store, 1, ShortageError(1, 7 * MIB))
     write_failure(store, 0, KeyError("a later one"))
@@ -154,7 +154,7 @@ def test_a_run_that_is_to_stop_says_which_plan_would_fit(tmp_path: Path, monkeyp
 
 
 @pytest.mark.slow
-def test_a_run_that_is_to_replan_goes_on_from_its_last_checkpoint(tmp_path: Path, monkeypatch, capfd) -> None:
+def test_a_run_that_may_replan_continues_from_its_last_checkpoint(tmp_path: Path, monkeypatch, capfd) -> None:
     done = run_capped(tmp_path / "run", monkeypatch, SHORT.replace(on_oom="replan"))
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     (switched,) = (row for row in rows if "switched" in row)

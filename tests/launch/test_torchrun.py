@@ -190,7 +190,9 @@ def pids_on(name: str) -> list[int]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(2))
-def test_a_run_whose_cable_was_cut_goes_on_from_its_last_checkpoint(tmp_path: Path, processes, two_hosts, seed) -> None:
+def test_a_run_whose_cable_was_cut_continues_from_its_last_checkpoint(
+    tmp_path: Path, processes, two_hosts, seed
+) -> None:
     (name, other), _ = two_hosts
     sizes = ("--workers", "2", "--replicas", "2", "--microbatches", "2", "--steps", "40", "--checkpoint-every", "5")
     more = ("--run-dir", str(tmp_path / "run"), "--hang-after", "5", "--resume")  # a folder that both hosts see

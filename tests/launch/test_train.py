@@ -59,7 +59,7 @@ def test_hogwild_with_processes_learns(tmp_path) -> None:
     assert sum(losses[-10:]) < 0.5 * sum(losses[:10])
 
 
-def test_a_run_leaves_what_it_promises_and_nobody_overwrites_it(tmp_path) -> None:
+def test_a_run_leaves_its_files_and_no_other_overwrites_them(tmp_path) -> None:
     done = run(tmp_path, "1f1b")
     rows = [json.loads(line) for line in done.folder.metrics.read_text().splitlines()]
     assert [row["step"] for row in rows if "step" in row] == [1, 2, 3]

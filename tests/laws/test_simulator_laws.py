@@ -104,7 +104,7 @@ def test_a_balanced_pipeline_takes_m_plus_p_minus_1_times_forward_and_backward(n
 
 @given(st.integers(2, 5), st.integers(1, 8), quarters, quarters, quarters)
 @laws
-def test_gpipe_with_transfers_runs_at_the_pace_of_the_slower_of_stage_and_link(p, m, forward, backward, cost):
+def test_gpipe_with_transfers_runs_at_the_rate_of_the_slower_of_stage_and_link(p, m, forward, backward, cost):
     # The k-th activation reaches stage r at r(F + c) + k·max(F, c); the gradients come back in the same way.
     prediction = run(
         at("gpipe", p, m), model([(forward, backward)] * p), computer(["here"] * p, Link(bytes_per_s=10 / cost))

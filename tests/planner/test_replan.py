@@ -85,7 +85,7 @@ def test_the_band_is_the_profiles_spread_within_limits(spreads: tuple[float, ...
     assert band_of(wide, 0) == pytest.approx(1 + band)
 
 
-def test_one_slow_round_is_no_departure_and_the_planner_hears_of_a_pace_once() -> None:
+def test_one_slow_round_is_no_slowdown_and_the_planner_receives_each_slowdown_once() -> None:
     pace = ThroughputMonitor(program_of())
     assert paced(pace, 1.0, 9.0, rounds=WINDOW - 1).departure() is None  # too few
     assert paced(pace, 1.0, 1.1, rounds=3).departure() is None  # the median of five
@@ -113,7 +113,7 @@ def test_short_rounds_count_for_some_seconds(monkeypatch) -> None:
     assert pace.slowdowns() == pytest.approx([1.0 / 0.096] * 2)  # ten seconds: the others are forgotten
 
 
-def test_where_all_are_slower_than_forecast_nobody_is_a_straggler() -> None:
+def test_if_all_are_slower_than_forecast_there_is_no_straggler() -> None:
     pace = paced(ThroughputMonitor(program_of()), 3.0, 3.2)
     assert pace.stragglers() == []
     assert pace.departure() is not None
@@ -244,7 +244,7 @@ def reference(options: TrainOptions) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.slow
-def test_a_run_whose_worker_becomes_slow_goes_on_under_another_plan(tmp_path: Path, monkeypatch, capfd) -> None:
+def test_a_run_whose_worker_becomes_slow_continues_under_another_plan(tmp_path: Path, monkeypatch, capfd) -> None:
     monkeypatch.setattr(launch, "work", work_asleep)
     monkeypatch.setenv("SLOW", json.dumps(["cpu1", 10]))
     options, program, _ = plan_asleep(OPTIONS, "ddp", workers=2, microbatches=2, samples=3)

@@ -158,7 +158,7 @@ def test_there_are_never_too_few_rounds_nor_too_many(budget_s: float, rounds: in
     assert len(found.times_s["a t"]) == rounds
 
 
-def test_the_fastest_part_of_a_visit_counts() -> None:
+def test_the_fastest_part_of_a_trial_counts() -> None:
     clock = Clock()
     times = itertools.chain([0.01, 0.01], itertools.cycle([0.03, 0.01, 0.02]))
     found = run_rounds([clock.trial("a", times)], 1.0, now=clock)

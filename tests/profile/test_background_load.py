@@ -21,7 +21,7 @@ def test_company_works_until_the_end_and_leaves_the_number_of_threads() -> None:
     assert threading.active_count() == before
 
 
-def test_company_ends_with_an_error_and_may_be_nobody() -> None:
+def test_background_load_ends_with_an_error_and_may_be_empty() -> None:
     before = threading.active_count()
     with pytest.raises(ValueError, match="measured"), background_load(1):
         raise ValueError("measured")

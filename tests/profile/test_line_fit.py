@@ -47,7 +47,7 @@ def test_where_a_line_misses_the_medians_these_hold() -> None:
     assert line.spread == pytest.approx(0.125 / 3.25)
 
 
-def test_one_sample_does_not_bend_what_is_behind_the_last_size() -> None:
+def test_one_sample_does_not_bend_the_line_after_the_last_size() -> None:
     line = fit_line({1: [0.5], 2: [3.0], 4: [4.0], 8: [6.0]})
     assert line.per_sample_s == pytest.approx(0.5)
     assert [line.at(n) for n in (1, 8, 16)] == pytest.approx([0.5, 6.0, 10.0])

@@ -163,7 +163,7 @@ def test_nothing_of_what_was_run_stays_in_memory() -> None:
     assert sizes() == before
 
 
-def test_a_device_that_runs_behind_the_host_has_both_times(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_device_that_runs_after_the_host_has_both_times(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pipedejavu.profile.unit_time._ISSUED", {"cpu"})
     monkeypatch.setattr("pipedejavu.profile.unit_time._SUSTAINED_S", 0.01)
     first, second, third = (unit.times["cpu"] for unit in measure({"cpu": CPU}).units)

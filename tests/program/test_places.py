@@ -27,7 +27,7 @@ def text(actions, *kinds):
     return " ".join(str(a) for a in actions if a.kind in kinds or not kinds)
 
 
-def test_a_visitor_comes_in_the_backward_pass_and_leaves_behind_its_update(line):
+def test_streamed_state_comes_in_the_backward_pass_and_leaves_after_its_update(line):
     assert text(line("visit", "device", "device", "device")) == (
         "F0.0@0 F1.0@0 F2.0@0 F3.0@0 B3.0@0 FETCH:o0@0 B2.0@0 B1.0@0 B0.0@0 REDUCE:n0@0*all"
         " UPDATE3@1 UPDATE2@1 UPDATE1@1 UPDATE0@1 OFFLOAD:o0@1"

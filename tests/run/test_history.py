@@ -57,7 +57,7 @@ def test_a_run_without_steps_has_no_figures(tmp_path: Path) -> None:
     assert (run.state, run.reason) == ("failed", "it ended without a word")
 
 
-def test_events_stand_behind_their_step(tmp_path: Path) -> None:
+def test_events_stand_after_their_step(tmp_path: Path) -> None:
     rows = (step(1, 1.0), {"saved": 1, "size_bytes": 1024, "took_s": 0.5}, {**step(2, 2.0), "skipped": True})
     make(tmp_path / "a", *rows, {"resumed": 1}, {"switched": "ddp", "to": "1f1b"})
     assert History.read(tmp_path / "a").events == [

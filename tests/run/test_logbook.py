@@ -72,7 +72,7 @@ class FakeWandb:
         self.ended += 1
 
 
-def test_one_that_cannot_be_opened_is_refused_and_missed_where_a_run_goes_on(tmp_path: Path, monkeypatch) -> None:
+def test_one_that_cannot_be_opened_is_refused_and_left_out_of_a_resumed_run(tmp_path: Path, monkeypatch) -> None:
     opened: list[FakeWandb] = []
 
     def fail(*_: Any) -> None:
@@ -102,7 +102,7 @@ def log_two(folder: RunFolder, name: str, start: int = 0) -> None:
             books.add(step, {"loss": 1.0 / step})
 
 
-def test_a_run_that_goes_on_goes_on_in_wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_resumed_run_continues_in_wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fake = FakeWandb()
     monkeypatch.setitem(sys.modules, "wandb", fake)
     log_two(RunFolder(tmp_path), "wandb")
@@ -139,7 +139,7 @@ class FakeMlflow:
         self.run = ""
 
 
-def test_a_run_that_goes_on_goes_on_in_mlflow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_resumed_run_continues_in_mlflow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fake = FakeMlflow()
     monkeypatch.setitem(sys.modules, "mlflow", fake)
     log_two(RunFolder(tmp_path), "mlflow")

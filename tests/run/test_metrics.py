@@ -91,7 +91,7 @@ def test_an_update_was_made_when_its_last_loss_was_known_and_not_when_it_was_tol
     assert [row["elapsed_s"] for row in rows(collector)] == pytest.approx([1.0, 3.0])
 
 
-def test_reports_come_while_the_run_goes_on(collector) -> None:
+def test_reports_come_while_the_run_continues(collector) -> None:
     store, log = HashStore(), Log()
     with MetricsReporter(store, 0, Pairs(), CPU, collector) as reporter:
         reporter.follow(log)

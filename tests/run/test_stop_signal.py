@@ -14,7 +14,7 @@ from pipedejavu.run.stop_signal import StopSignal
 
 @pytest.mark.parametrize("asked", [[0], [2], [0, 1, 2], []])
 @pytest.mark.parametrize("steps", [1, 4])
-def test_all_ranks_stop_behind_one_update_whoever_was_asked(asked: list[int], steps: int) -> None:
+def test_all_ranks_stop_after_the_same_update_whichever_received_the_signal(asked: list[int], steps: int) -> None:
     """Each update needs all ranks, as a sum does; they are asked at any time, and hear of it late."""
     store, ranks, most = HashStore(), 3, 4000
     halts = [StopSignal(store, rank, ranks) for rank in range(ranks)]
@@ -43,7 +43,7 @@ def test_all_ranks_stop_behind_one_update_whoever_was_asked(asked: list[int], st
     assert (halts[0].at is None) == (not asked)
 
 
-def test_nothing_is_looked_up_while_nobody_asks() -> None:
+def test_nothing_is_looked_up_without_a_signal() -> None:
     class Silent:
         def __getattr__(self, name: str):
             raise AssertionError(f"{name} was called")

@@ -156,7 +156,7 @@ def test_of_plans_that_cost_the_same_the_simplest_comes_first() -> None:
     assert result.best.price > min(c.price for c in result.candidates)  # a host would save some of the update
 
 
-def test_the_simplest_comes_first_behind_faster_plans_too() -> None:
+def test_the_simplest_comes_first_among_the_slower_plans_too() -> None:
     # Shares of two devices are a tenth faster than the fast one alone, where a host would save some of the update.
     model = profile([1e-3] * 4, {"fast": 1.0, "tenth": 0.1}, update_s=5e-4)
     units = [u.replace(times=u.times | {"cpu": u.times["fast"].times(1e4).replace(update_s=1e-6)}) for u in model.units]

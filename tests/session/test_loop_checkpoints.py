@@ -33,7 +33,7 @@ SYNCHRONOUS = ["1f1b", "ddp", "zb-h1", "chimera", "interleaved", "coarse", "fine
 
 
 @pytest.mark.parametrize("plan", [*SYNCHRONOUS, "pipedream", "pipedream-2bw"])
-def test_a_trainer_goes_on_bit_for_bit(tmp_path: Path, plan: str) -> None:
+def test_a_trainer_continues_bit_for_bit(tmp_path: Path, plan: str) -> None:
     workers = 1 if plan in ("zero-offload", "l2l") else 2
     batches = [batch(48, seed) for seed in range(5)]
 
@@ -72,7 +72,7 @@ def test_a_trainer_goes_back_and_trains_again(tmp_path: Path, plan: str) -> None
     assert equal(*found)
 
 
-def test_a_trainer_goes_on_with_another_plan_within_rounding(tmp_path: Path) -> None:
+def test_a_trainer_continues_with_another_plan_within_rounding(tmp_path: Path) -> None:
     batches = [batch(32, seed) for seed in range(4)]
     optimizer = Sgd(lr=0.1, momentum=0.9)
     whole = Trainer(model(), loss, sample=batches[0], plan="1f1b", workers=3, optimizer=optimizer)
@@ -176,7 +176,7 @@ def train_loop(own, optimizer, scheduler, batches) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", ["hybrid", "adamw", "sgd"])
-def test_a_plain_loop_goes_on_bit_for_bit(tmp_path: Path, kind: str, dtype) -> None:
+def test_a_plain_loop_continues_bit_for_bit(tmp_path: Path, kind: str, dtype) -> None:
     """Weights, state, schedule, running statistics, and the masks of dropout that come next."""
     batches = [batch(16, seed) for seed in range(6)]
     own = net(dtype)
@@ -199,7 +199,7 @@ def test_a_plain_loop_goes_on_bit_for_bit(tmp_path: Path, kind: str, dtype) -> N
 
 
 @pytest.mark.parametrize("kind", ["torch", "hybrid"])
-def test_what_a_trainer_saved_goes_on_in_a_plain_loop(tmp_path: Path, kind: str) -> None:
+def test_what_a_trainer_saved_continues_in_a_plain_loop(tmp_path: Path, kind: str) -> None:
     """And tied weights, which the Trainer has in two places, are one again."""
     batches = [texts(8, seed) for seed in range(4)]
     settings = {"lr": 0.01, "weight_decay": 0.1}

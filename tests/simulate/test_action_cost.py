@@ -60,7 +60,7 @@ def test_who_has_the_last_unit_and_not_the_first_makes_samples_for_their_targets
 
 
 @pytest.mark.parametrize(("type_", "held_up_s"), [("gpu", 0.0), ("cpu", 1.0)])
-def test_a_cpu_worker_computes_on_behind_what_it_sends_and_wakes_for_what_comes(type_: str, held_up_s: float) -> None:
+def test_a_cpu_worker_computes_while_it_sends_and_pays_to_receive(type_: str, held_up_s: float) -> None:
     plan, profile, machine = unit_costs(preset("gpipe").at(workers=2, microbatches=2), {"F": 4.0, "B": 8.0})
     devices = (d.replace(type=type_) for d in machine.devices if d.name != "host")
     links = (Link(latency_s=0.25, bytes_per_s=4 / 3),)  # one byte takes 0.75 s beyond

@@ -92,7 +92,7 @@ def test_workers_on_one_gpu_reserve_for_themselves() -> None:
         check_fit(predicted(together, profile, computer(39 * MIB)))
 
 
-def test_each_device_of_a_team_reserves_for_its_part() -> None:
+def test_each_device_of_a_tp_group_reserves_for_its_part() -> None:
     plan = Plan(name="team", place=Place(stage_shards=(2,)), order=Order(kind="step"))
     check_fit(predicted(plan, THREE, computer(20 * MIB, 2)))
     with pytest.raises(FaultsError, match=r"would reserve 40\.0 MiB for tensors of 18\.0 MiB, and .* has 38\.0 MiB;"):

@@ -54,7 +54,7 @@ def test_a_host_that_has_waited_for_another_worker_is_not_ahead() -> None:
 
 
 @pytest.mark.parametrize(("clip", "expected"), [("none", 14.0), ("global", 15.0)])
-def test_a_host_that_reads_the_norm_begins_a_step_behind_the_gpu(clip: str, expected: float) -> None:
+def test_a_host_that_reads_the_norm_begins_a_step_after_the_gpu(clip: str, expected: float) -> None:
     forward, backward = Cost(fixed_s=1.0, issue_s=2.5), Cost(fixed_s=5.0, issue_s=1.0)
     prediction = run("gpipe", 1, forward, backward, clip, microbatches=1, steps=2)
     # Forward 2.5, backward 5, update 0.5; then a forward of 1, or one that is issued 2.5 after the backward.

@@ -61,7 +61,7 @@ def test_a_drift_widens_the_spread() -> None:
     assert left.time_s < real < left.time_s + 4 * left.spread_s
 
 
-def test_a_new_pace_is_learnt() -> None:
+def test_a_new_throughput_is_learnt() -> None:
     """The share of a batch has moved, say: the last 64 reports count."""
     outlook, real = after([2.0] * 100 + [1.0] * 200, 170, 2.0)
     assert outlook.left().time_s == pytest.approx(real)

@@ -29,7 +29,7 @@ def order_of(model: str, sizes: tuple[int, ...]):
     return order, made
 
 
-def test_nobody_makes_samples_to_know_how_many_there_are() -> None:
+def test_no_worker_makes_samples_to_count_them() -> None:
     order, made = order_of("mlp", (3, 5))
     assert [order.length(n) for n in range(4)] == [order.count(n) for n in range(4)] == [3, 5, 3, 5]
     order.change(2, (4, 4))  # a chain takes any size

@@ -83,7 +83,7 @@ def test_the_newest_two_and_the_best_stay(tmp_path: Path) -> None:
     assert checkpoint_dir.steps() == [2, 5, 6]
 
 
-def test_an_old_one_goes_only_when_the_new_one_reads_back(tmp_path: Path, monkeypatch) -> None:
+def test_an_old_one_is_deleted_only_when_the_new_one_reads_back(tmp_path: Path, monkeypatch) -> None:
     checkpoint_dir = CheckpointDir(tmp_path)
     for step in (1, 2):
         save(checkpoint_dir, step, {"w": torch.ones(9)})

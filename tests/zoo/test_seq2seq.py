@@ -22,7 +22,7 @@ def test_the_pair_passes_to_the_last_decoder() -> None:
     assert widths == [2, 2, 2, 2, 1, 1]
 
 
-def test_the_target_is_the_source_backwards_behind_a_beginning() -> None:
+def test_the_target_is_the_reversed_source_after_a_start_token() -> None:
     (source, begun), target = build("seq2seq-tiny", **SIZE).data.batch([3])
     assert target[0].tolist() == source[0].tolist()[::-1]
     assert begun[0].tolist() == [256, *target[0].tolist()[:-1]]

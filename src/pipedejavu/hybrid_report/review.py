@@ -207,7 +207,7 @@ def machine_of(run: HybridRun) -> Machine:
 def _check_modelled(run: HybridRun) -> None:
     if run.microbatches > 1:
         raise InputError(
-            f"a step has {run.microbatches} backward passes, of which the recorder tells only the first forward apart;"
+            f"a step has {run.microbatches} backward passes, and the recorder records only the first forward of each;"
             " record with microbatches=1"
         )
 
