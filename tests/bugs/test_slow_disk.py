@@ -63,8 +63,8 @@ def make_savers(tmp_path: Path, told: list[str], rows: list[dict]) -> tuple[Hash
 
     (tmp_path / "elsewhere").mkdir()
     store, checkpoint_dir = HashStore(), CheckpointDir(tmp_path / "own")
-    more = {"tell": told.append, "note": rows.append, "elsewhere": elsewhere}
-    return store, [Saver(checkpoint_dir, rank=rank, board=(store, 2), **more) for rank in range(2)]
+    more = {"tell": told.append, "note": rows.append, "fallback": elsewhere}
+    return store, [Saver(checkpoint_dir, rank=rank, store=(store, 2), **more) for rank in range(2)]
 
 
 def save(savers: list[Saver], step: int, *, is_last: bool = False) -> None:
@@ -148,7 +148,7 @@ def test_a_disk_that_does_not_answer_is_reported_while_training_continues(tmp_pa
     assert CheckpointDir(tmp_path / "own").steps() == [1, 3]
     assert {path.name for path in (tmp_path / "own").iterdir()} == {"LATEST", "step-1", "step-3"}
     assert [row.get("saved", row.get("not_saved")) for row in rows] == [1, 2, 3]
-    assert savers[0].board.num_keys() == 0
+    assert savers[0].key_store.num_keys() == 0
 
 
 def test_the_last_files_of_a_run_go_elsewhere_together(tmp_path, monkeypatch, capsys) -> None:

@@ -58,7 +58,7 @@ def test_pieces_equal_the_whole_bit_for_bit(name: str) -> None:
     if name == "vit":
         inputs = {"pixel_values": torch.randn(2, 3, 16, 16), "labels": torch.tensor([0, 1])}
     cut, found = compare(build(transformers), inputs)
-    assert cut.way == "blocks"
+    assert cut.method == "blocks"
     assert len(cut.units) >= 5
     assert names is None or [unit for unit, _ in cut.units] == names
     assert [difference for difference in found if not difference.is_none] == []

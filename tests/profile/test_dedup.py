@@ -84,7 +84,7 @@ def test_inputs_of_other_forms_are_not_alike() -> None:
 def test_blocks_of_a_cut_model_are_told_by_their_graphs() -> None:
     cut = cut_model(Net(), X)
     keys = [unit_key(module, X) for _, module in cut.units]
-    assert cut.way == "blocks"
+    assert cut.method == "blocks"
     assert [keys.index(key) for key in keys] == [0, 1, 1, 3, 1]  # the first is given what has no gradient
 
 

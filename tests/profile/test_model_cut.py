@@ -28,7 +28,7 @@ WAYS = {
 def test_pieces_equal_the_whole_bit_for_bit(name: str, way: tuple[str, int]) -> None:
     torch.manual_seed(0)
     cut, found = compare(*PLAIN[name]())
-    assert (cut.way, len(cut.units)) == way
+    assert (cut.method, len(cut.units)) == way
     assert [difference for difference in found if not difference.is_none] == []
 
 

@@ -63,7 +63,7 @@ def test_parts_of_several_ranks_become_one_checkpoint(tmp_path: Path) -> None:
     checkpoint_dir, store = CheckpointDir(tmp_path), torch.distributed.HashStore()
     tensors = state()
     names = sorted(tensors)
-    savers = [Saver(checkpoint_dir, rank=rank, board=(store, 3), tell=pytest.fail) for rank in range(3)]
+    savers = [Saver(checkpoint_dir, rank=rank, store=(store, 3), tell=pytest.fail) for rank in range(3)]
     for step in (1, 2):
         for rank, saver in enumerate(savers):
             saver.save(step, {n: tensors[n] for n in names[rank::3]}, lambda: {"samples": 0})

@@ -53,8 +53,8 @@ class ProcessBackend:
             handover = Handover(program, forecast)
             results = run_workers(folder, len(program.workers), options.hang_after_s, handover=handover)
         except ShortageError as shortage:
-            way = prepare(options.replace(weights=None), program.sizes, program.plan.cut.begins).batches.cut.way
-            switch = relieve(program, shortage, None if way == "chain" else program.plan.feed.samples)
+            method = prepare(options.replace(weights=None), program.sizes, program.plan.cut.begins).batches.cut.method
+            switch = relieve(program, shortage, None if method == "chain" else program.plan.feed.samples)
             if options.on_oom == "stop":
                 raise WorkerError(f"{switch.reason}; {REMEDY}") from None
             tell(f"{switch.reason}: the run goes on with it")

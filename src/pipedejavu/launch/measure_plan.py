@@ -106,5 +106,5 @@ def _measure_here(options: TrainOptions, plan: Plan, kinds: dict[str, torch.devi
         batches.first,
         partial(draw, batches.task.data, options.seed),
         kinds,
-        at_more=options.can_switch and batches.cut.way == "chain",
+        at_more=options.can_switch and batches.cut.method == "chain",
     )

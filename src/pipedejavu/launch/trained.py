@@ -98,7 +98,7 @@ def _open_again(done: TrainedRun) -> Prepared:
 
 
 def _uncut(batches: SampleOrder) -> UncutModel:
-    is_chain = batches.cut.way == "chain"
+    is_chain = batches.cut.method == "chain"
     return UncutModel(batches.task.model, batches.own_inputs, _one if is_chain else as_call, batches.task.loss, tell)
 
 

@@ -118,10 +118,10 @@ class Rank:
             if self.rank == 0:
                 self._open_metrics(stack)
             if self.options.checkpoint_every:
-                board = (PrefixStore("saver", self.store), len(self.program.workers))
+                store = (PrefixStore("saver", self.store), len(self.program.workers))
                 self.saver = Saver(
-                    checkpoint_dir, rank=self.rank, board=board, tell=self._tell, note=self.folder.add_metrics,
-                    elsewhere=self.folder.fallback.folder,
+                    checkpoint_dir, rank=self.rank, store=store, tell=self._tell, note=self.folder.add_metrics,
+                    fallback=self.folder.fallback.folder,
                 )  # fmt: skip
             device = device_of(self.program, self.rank)
             self.reporter = MetricsReporter(self.store, self.rank, self.batches, device, self.collector, self._poll)
@@ -178,7 +178,7 @@ class Rank:
     @property
     def microbatch_samples(self) -> int | None:
         """Samples per microbatch that another plan must keep; None for a chain, which is cut alike for any size."""
-        return None if self.order.cut.way == "chain" else self.program.plan.feed.samples
+        return None if self.order.cut.method == "chain" else self.program.plan.feed.samples
 
     def obtained_bytes(self) -> int:
         """Returns the most memory that this worker has had: reserved on its GPU, or on the host without its model."""

@@ -91,7 +91,7 @@ def _about_leak(checked: Checked, name: str) -> str:
     """Returns why the check was skipped if a copy refers to the original model; raises InputError for a chain."""
     kind = type(checked.model).__name__
     reason = f"a copy of the {kind} computes with '{name}' of the model itself, as a hook or function"
-    if checked.cut.way == "chain":
+    if checked.cut.method == "chain":
         raise InputError(
             f"{reason} that refers to the model by its name does; workers train copies: refer to the module that is"
             " given to the hook, or to self"
@@ -106,7 +106,7 @@ def _remark(checked: Checked, draws: Sequence[str]) -> str:
             f"the model draws from {' and '.join(draws)}, and its units, which are a recording, do not; in"
             f" {_MORE_ROUNDS} microbatches that made no difference"
         )
-    return describe_forward_hooks(checked.model) if checked.cut.way != "chain" else ""
+    return describe_forward_hooks(checked.model) if checked.cut.method != "chain" else ""
 
 
 def _choose_device(state_bytes: int, device: torch.device) -> torch.device | None:
@@ -134,7 +134,7 @@ def _undisturbed(model: nn.Module, device: torch.device) -> Iterator[None]:
 def _compare_all(checked: Checked, device: torch.device) -> _Compared:
     """Runs the passes of both models until the first difference."""
     try:
-        whole = WholeModel(checked.model, checked.cut.way == "chain", checked.loss, device)
+        whole = WholeModel(checked.model, checked.cut.method == "chain", checked.loss, device)
     except Exception as error:  # attributes of a model may raise anything
         raise _UncopiedError(str(error)) from error
     divided = DividedModel(checked.model, checked.cut, checked.job, checked.program, device)

@@ -84,7 +84,7 @@ def _rounding(
 ) -> list[float]:
     """Returns the tolerance for each tensor: a few times the effect of changing every weight in its last place."""
     device = expected.loss.device
-    moved = WholeModel(checked.model, checked.cut.way == "chain", checked.loss, device)
+    moved = WholeModel(checked.model, checked.cut.method == "chain", checked.loss, device)
     moved.perturb()
     for n in range(number + 1):
         seed_all(n)

@@ -28,7 +28,7 @@ def find_place(
 
     Passes 0 to `number` run on new copies, with `seed` before each. Empty if no unit differs.
     """
-    whole = WholeModel(model, cut.way == "chain", lambda output, _: output, device)
+    whole = WholeModel(model, cut.method == "chain", lambda output, _: output, device)
     units = [(name, unit.to(device)) for name, unit in copy.deepcopy(list(cut.units))]
     recorder = _Recorder()
     for n in range(number + 1):

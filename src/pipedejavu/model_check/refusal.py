@@ -44,7 +44,7 @@ def _names(unit: str, module: nn.Module) -> set[str]:
 
 def _cause(checked: Checked, difference: Difference) -> str:
     """Returns the likely cause and its remedy."""
-    is_chain = checked.cut.way == "chain"
+    is_chain = checked.cut.method == "chain"
     if difference.draws:
         return (
             f"Its forward draws from {' and '.join(difference.draws)}, which happened once while it was recorded; draw"

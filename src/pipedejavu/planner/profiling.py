@@ -149,7 +149,7 @@ def _unit_samples(task: Task, model: str, samples: int, report: Report) -> tuple
         nonlocal cut
         report(f"cutting {model} for {size} samples")
         inputs, targets = _batch(task, size)
-        cut = cut if cut and cut.way == "chain" else cut_model(task.model, inputs)
+        cut = cut if cut and cut.method == "chain" else cut_model(task.model, inputs)
         return _unit_sample(task, cut, inputs, targets)
 
     unit_samples = make_samples(make, choose_sizes(samples))
@@ -181,7 +181,7 @@ def estimate_model(
     for size in sizes:
         inputs, targets = meta_like(_batch(task, size), mode)
         report(f"cutting {model} for {size} samples")
-        cut = cut if cut and cut.way == "chain" else cut_model(task.model, inputs)
+        cut = cut if cut and cut.method == "chain" else cut_model(task.model, inputs)
         unit_samples.append(_unit_sample(task, cut, inputs, targets))
     unit_samples = [unit_sample for unit_sample in unit_samples if has_same_units(unit_sample, unit_samples[-1])]
     assert cut is not None

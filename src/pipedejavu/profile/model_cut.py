@@ -36,7 +36,7 @@ class ModelCut:
     """A model as units, and how its inputs and outputs map to theirs."""
 
     units: Units
-    way: CutMethod
+    method: CutMethod
     """How the units were made: read from a chain, cut where blocks begin, or cut between any operations."""
     flat: Callable[[Any], Value]
     """Maps the model's inputs to the tensors that the first unit takes."""
@@ -82,14 +82,14 @@ def cut_model(model: nn.Module, inputs: Any, begins: Sequence[int] = ()) -> Mode
     live = TensorLiveness(traced)
     if not any(isinstance(leaf, fx.Node) for leaf in traced.outputs):
         raise InputError(f"a {type(model).__name__} cannot be cut: its output holds no tensor")
-    way, positions = _positions(live)
+    method, positions = _positions(live)
     if begins:
         _check_begins(model, live, begins)
         positions = [*begins[:-1]]
     units = _segments(live, positions)
     leaves, spec = traced.outputs, traced.spec
     return ModelCut(
-        units, way, traced.form.flat, lambda value: _restored(value, leaves, spec), model, (*positions, live.size)
+        units, method, traced.form.flat, lambda value: _restored(value, leaves, spec), model, (*positions, live.size)
     )
 
 

@@ -102,7 +102,7 @@ class BatchSplit:
                 f"a batch has {form}, where the first had {self.forms[0]}; give all batches tensors of as many"
                 " dimensions and of one dtype"
             )
-        if len(self.forms) > 1 and self.cut is not None and self.cut.way == "chain":
+        if len(self.forms) > 1 and self.cut is not None and self.cut.method == "chain":
             self._try_chain(batch, form)
         if len(self.forms) == 2:
             tell(

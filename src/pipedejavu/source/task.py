@@ -97,7 +97,7 @@ class SampleOrder:
 
     def change(self, update: int, sizes: Sequence[int]) -> None:
         """Changes the microbatch sizes from an update on, which must not have started."""
-        if self.cut.way != "chain":  # a chain takes any size
+        if self.cut.method != "chain":  # a chain takes any size
             for size in set(sizes):
                 self.first(size)
         self._changes.append((update, tuple(sizes)))

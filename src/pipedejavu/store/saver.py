@@ -50,24 +50,24 @@ class Saver:
         checkpoint_dir: CheckpointDir,
         *,
         rank: int = 0,
-        board: tuple[Store, int] | None = None,
+        store: tuple[Store, int] | None = None,
         tell: Callable[[str], None] = print,
         note: Callable[[dict[str, Any]], None] = lambda _: None,
-        elsewhere: Callable[[int], Path] = _nowhere,
+        fallback: Callable[[int], Path] = _nowhere,
     ):
-        """Takes the checkpoint directory that all ranks share, and in `board` their key-value store and number.
+        """Takes the checkpoint directory that all ranks share, and in `store` their key-value store and number.
 
-        `tell` receives messages for the user, `note` a row of metrics per checkpoint. `elsewhere` returns a folder on
+        `tell` receives messages for the user, `note` a row of metrics per checkpoint. `fallback` returns a folder on
         another disk with the given number of bytes free, or raises OSError; only rank 0 calls it.
         """
-        self.checkpoint_dir, self.rank, self.tell, self.note, self.elsewhere = (
+        self.checkpoint_dir, self.rank, self.tell, self.note, self.fallback = (
             checkpoint_dir,
             rank,
             tell,
             note,
-            elsewhere,
+            fallback,
         )
-        self.board, self.size = board or (HashStore(), 1)
+        self.key_store, self.size = store or (HashStore(), 1)
         self.moved: dict[int, Path] = {}
         """Folders of checkpoints that were written to another disk, by step."""
         self._thread: threading.Thread | None = None
@@ -165,7 +165,7 @@ class Saver:
                 self.tell(f"the checkpoint of step {step} was not saved: {reason}; trying for {PATIENCE_S:.0f} s")
             retry_dir = self._retry_dir(checkpoint_dir, until_s, reports) if reason else None
             for rank in range(1, self.size):
-                self.board.set(f"{step}/again/{rank}", str(retry_dir.path) if retry_dir else "")
+                self.key_store.set(f"{step}/again/{rank}", str(retry_dir.path) if retry_dir else "")
             if retry_dir is None:
                 break
             checkpoint_dir = retry_dir
@@ -183,7 +183,7 @@ class Saver:
         if checkpoint_dir is not self.checkpoint_dir:
             return None
         try:
-            return CheckpointDir(self.elsewhere(sum(report["size_bytes"] for report in reports)))
+            return CheckpointDir(self.fallback(sum(report["size_bytes"] for report in reports)))
         except OSError:
             return None
 
@@ -231,14 +231,14 @@ class Saver:
         return {"part": shard.model_dump(), "entries": named, "size_bytes": size}
 
     def _send(self, step: int, report: dict[str, Any]) -> None:
-        self.board.set(f"{step}/{self.rank}", json.dumps(report))
+        self.key_store.set(f"{step}/{self.rank}", json.dumps(report))
 
     def _take(self, key: str) -> bytes:
         """Polls for a key, since a blocking get() would hold the shared connection, and removes it from the store."""
-        while not self.board.check([key]):
+        while not self.key_store.check([key]):
             time.sleep(_LOOK_S)
-        value = bytes(self.board.get(key))
-        self.board.delete_key(key)
+        value = bytes(self.key_store.get(key))
+        self.key_store.delete_key(key)
         return value
 
     @contextmanager
