@@ -21,12 +21,13 @@ TRACER = """
 import atexit, json, os, sys, threading
 
 PACKAGE, calls, end = "/pipedejavu/", set(), os._exit
+OF_TORCH = ("__torch_dispatch__", "__torch_function__")  # torch calls them; the file that runs the operation does not
 
 def name(frame):
     return frame.f_code.co_filename.rpartition(PACKAGE)[2], frame.f_code.co_name
 
 def trace(frame, event, _):
-    if event != "call" or PACKAGE not in frame.f_code.co_filename:
+    if event != "call" or PACKAGE not in frame.f_code.co_filename or frame.f_code.co_name in OF_TORCH:
         return
     caller = frame.f_back
     while caller is not None and PACKAGE not in caller.f_code.co_filename:

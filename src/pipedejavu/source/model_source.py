@@ -21,8 +21,7 @@ from pipedejavu.source.initial_weights import load_weights
 from pipedejavu.source.loss_reduction import NUM_SAMPLES, find_reduction, own_loss
 from pipedejavu.source.rng import seed_all
 from pipedejavu.source.user_batch import UserBatch, inputs_and_targets
-from pipedejavu.zoo import Dataset, Task, build, default_data
-from pipedejavu.zoo.form import Form
+from pipedejavu.zoo import Dataset, Task, build, default_data, form_of
 
 
 def open_task(
@@ -70,11 +69,8 @@ def _open(model: str, seed: int, choice: DataChoice, device: str | None) -> Task
             task = _task(model, _load(path, function)())
         return replace(task, data=take_part(task.data, choice, seed))
     size = {} if choice.context is None else {"context": choice.context}
-
-    def open_in(form: Form) -> Dataset:
-        return open_choice(choice, form, default=default_data(model), seed=seed)
-
-    return build(model, seed=seed, data=open_in, device=device, **size)
+    dataset = open_choice(choice, form_of(model, **size), default=default_data(model), seed=seed)
+    return build(model, seed=seed, data=dataset, device=device, **size)
 
 
 def _load(path: str, function: str) -> Callable[[], Any]:

@@ -9,7 +9,7 @@ from pipedejavu.zoo.gpt_shape import SHAPES, estimate_profile
 if TYPE_CHECKING:
     from pipedejavu.zoo.chain import Chain, Flow
     from pipedejavu.zoo.data import DATA_NAMES, Dataset, open_data, order
-    from pipedejavu.zoo.zoo_task import MODEL_NAMES, Task, build, default_data
+    from pipedejavu.zoo.zoo_task import MODEL_NAMES, Task, build, default_data, form_of
 
 __all__ = [
     "DATA_NAMES",
@@ -22,6 +22,7 @@ __all__ = [
     "build",
     "default_data",
     "estimate_profile",
+    "form_of",
     "open_data",
     "order",
 ]
@@ -29,7 +30,7 @@ __all__ = [
 _WITH_TORCH = {
     **dict.fromkeys(("Chain", "Flow"), "chain"),
     **dict.fromkeys(("DATA_NAMES", "Dataset", "open_data", "order"), "data"),
-    **dict.fromkeys(("MODEL_NAMES", "Task", "build", "default_data"), "zoo_task"),
+    **dict.fromkeys(("MODEL_NAMES", "Task", "build", "default_data", "form_of"), "zoo_task"),
 }
 
 

@@ -1,7 +1,7 @@
 """Tasks by name: a model with its loss, target count and data."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -31,9 +31,6 @@ class Task:
     data: Dataset
 
 
-OpenData = Callable[[Form], Dataset]
-"""Opens data in the form that a model reads."""
-
 _MODELS: dict[str, tuple[type[Chain], Any]] = {
     "mlp": (Mlp, MlpSize()),
     **{name: (vgg.Vgg, size) for name, size in vgg.SIZES.items()},
@@ -52,19 +49,15 @@ def build(
     *,
     seed: int = 0,
     device: torch.device | str | None = None,
-    data: "str | OpenData | None" = None,
+    data: str | Dataset | None = None,
     **options: object,
 ) -> Task:
     """Builds the task that the command line calls zoo:NAME; `options` change the model's size.
 
     On the meta device the model has no memory. Without `data` the task uses data that every installation has: text for
-    models of tokens, random arrays for others. `data` may be a function that opens data in the model's form.
+    models of tokens, random arrays for others.
     """
-    if name not in _MODELS:
-        raise InputError(f"there is no model 'zoo:{name}'{nearest(name, _MODELS)}")
-    make, base = _MODELS[name]
-    # Through JSON, so that options are read as on a command line and all faults are reported at once.
-    size = type(base).from_json(json.dumps({**base.model_dump(), **options}, default=repr), f"zoo:{name}")
+    make, size = _sized(name, options)
     form = size.form()
     has_tokens = isinstance(form, TokenForm)
     loss = partial(balanced_cross_entropy, coefficient=size.balance) if make is moe.Moe else cross_entropy
@@ -74,15 +67,28 @@ def build(
         model=made(size, seed=seed, device=device),
         loss=loss,
         count=count if has_tokens else len,
-        data=data(form) if callable(data) else open_data(data or _default_data(form), form, seed=seed),
+        data=open_data(data or _default_data(form), form, seed=seed) if data is None or isinstance(data, str) else data,
     )
+
+
+def form_of(name: str, **options: object) -> Form:
+    """Returns the form of the data that a model of the zoo reads; `options` as in `build`."""
+    form: Form = _sized(name, options)[1].form()
+    return form
 
 
 def default_data(name: str) -> str:
     """Returns the default data of a model of the zoo."""
+    return _default_data(form_of(name))
+
+
+def _sized(name: str, options: Mapping[str, object]) -> tuple[type[Chain], Any]:
+    """Returns the class and the size of a model; options are read as on a command line, with all faults at once."""
     if name not in _MODELS:
         raise InputError(f"there is no model 'zoo:{name}'{nearest(name, _MODELS)}")
-    return _default_data(_MODELS[name][1].form())
+    make, base = _MODELS[name]
+    size = type(base).from_json(json.dumps({**base.model_dump(), **options}, default=repr), f"zoo:{name}")
+    return make, size
 
 
 def _default_data(form: Form) -> str:
