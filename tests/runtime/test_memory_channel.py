@@ -82,7 +82,8 @@ def test_messages_of_all_sizes_arrive_in_order_whoever_is_late(late):
         assert all(torch.equal(a, b) for a, b in zip(tensors, arrived, strict=True))
         assert all(t.is_contiguous() and not t.is_conj() for t in arrived)
     assert len(sender._slots) <= MOST_SLOTS["cpu"]
-    assert sender.messages == len(sent)
+    assert sender.messages == sum(map(len, sent))
+    assert sender.size_bytes == sum(t.nbytes for tensors in sent for t in tensors)
 
 
 def test_both_directions_pass_more_than_the_slots_hold_at_the_same_time():
@@ -149,16 +150,16 @@ def test_full_slots_grow_and_small_messages_reuse_them():
 
 def test_shared_memory_is_gone_with_its_processes():
     """Nothing is on a disk or has a name, and no file stays open: the memory lives as long as its mappings."""
-    opened = {*os.listdir("/proc/self/fd")}
+    opened = {*Path("/proc/self/fd").iterdir()}
     sender, receiver = channel()
     sender.send((torch.ones(100_000),))
     receiver.receive()
-    assert not [name for name in os.listdir("/dev/shm") if "pipedejavu-slot" in name]
+    assert not [*Path("/dev/shm").glob("*pipedejavu-slot*")]
     assert "pipedejavu-slot" in Path("/proc/self/maps").read_text()
     sender.close()
     receiver.close()
     del sender, receiver
-    assert {*os.listdir("/proc/self/fd")} <= opened
+    assert {*Path("/proc/self/fd").iterdir()} <= opened
     assert "pipedejavu-slot" not in Path("/proc/self/maps").read_text()
 
 
@@ -169,7 +170,7 @@ def test_a_layout_survives_its_form(dtype):
 
 
 def test_a_dtype_without_a_number_is_refused():
-    with pytest.raises(InputError, match="tensors of torch.qint8 do not pass between processes; use one of float32,"):
+    with pytest.raises(InputError, match=r"tensors of torch\.qint8 do not pass between processes; use one of float32,"):
         MessageLayout((TensorLayout(torch.qint8, (1,)),)).pack()
 
 
@@ -244,8 +245,7 @@ def test_a_peer_that_is_killed_ends_the_wait():
         receiver.receive()
     os.kill(process.pid, signal.SIGKILL)
     with pytest.raises(LostPeerError, match="Connection closed by peer"):
-        for _ in range(100):
-            receiver.receive()
+        [receiver.receive() for _ in range(100)]
     process.join()
 
 
@@ -253,5 +253,4 @@ def test_a_receiver_that_is_gone_ends_the_sends():
     sender, receiver = channel()
     receiver.close()
     with pytest.raises(LostPeerError, match="Connection closed by peer"):
-        for _ in range(100):
-            sender.send((torch.ones(1),))
+        [sender.send((torch.ones(1),)) for _ in range(100)]

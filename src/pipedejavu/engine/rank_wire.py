@@ -3,7 +3,6 @@
 All ranks tell each other what they are, choose alike, and connect before the first round.
 """
 
-from collections import Counter
 from collections.abc import Iterable
 from itertools import combinations
 
@@ -12,7 +11,7 @@ from torch import Tensor
 from pipedejavu.engine.device import CPU, device_of
 from pipedejavu.engine.nccl_wire import NcclWire
 from pipedejavu.engine.wire import Key, ProcessWire, on_host, staged
-from pipedejavu.engine.wire_choice import WireChoice, WireKind, choose_group_wire, choose_wire
+from pipedejavu.engine.wire_choice import WireKind, choose_group_wire, choose_wire
 from pipedejavu.engine.wire_end import describe_end, gather_ends, open_listener
 from pipedejavu.program import ActionKind, GroupRole, Program
 from pipedejavu.runtime.cuda_ipc import find_device
@@ -164,17 +163,9 @@ class RankWire:
         return sum(messages for messages, _ in parts), sum(size for _, size in parts)
 
     def describe(self) -> str:
-        """Returns a short sentence about the wires of all ranks, with the reasons; empty if there are none."""
-        counts = Counter([*self.edges.values(), *self.groups.values()])
-        return "; ".join(
-            f"{choice.kind} for {_count(choice, self.edges, self.groups)}, as {choice.reason}" for choice in counts
-        )
-
-
-def _count(choice: WireChoice, edges: dict[Edge, WireChoice], groups: dict[str, WireChoice]) -> str:
-    num_edges, num_groups = [*edges.values()].count(choice), [*groups.values()].count(choice)
-    parts = [f"{n} {what}{'s' * (n > 1)}" for n, what in ((num_edges, "channel"), (num_groups, "group")) if n]
-    return " and ".join(parts)
+        """Returns the wires of all edges and groups, each with its reason; empty if there are none."""
+        chosen = [*self.edges.values(), *self.groups.values()]
+        return "; ".join(f"{choice.kind} ({choice.reason})" for choice in dict.fromkeys(chosen))
 
 
 def _edges(program: Program) -> Iterable[Edge]:

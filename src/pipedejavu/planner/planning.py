@@ -118,9 +118,10 @@ def choose_plans(
 ) -> list[RankedPlan]:
     """Returns up to `count` plans that the engine runs, the best first; raises InputError if there is none."""
     if devices != "auto":
-        names = tuple(d.name for d in machine.devices if d.type == devices)
+        wanted = "gpu" if devices == "shared-gpu" else devices
+        names = tuple(d.name for d in machine.devices if d.type == wanted)
         if not names:
-            raise InputError(f"machine '{machine.name}' has no {devices.upper()}; use --devices auto")
+            raise InputError(f"machine '{machine.name}' has no {wanted.upper()}; use --devices auto")
         options = options.replace(devices=names)
     options = options.replace(is_runnable=True, candidates=max(count, options.candidates))
     result = search(profile, machine, options, progress)

@@ -41,13 +41,15 @@ class SendEnd:
         self._replaced: dict[int, Slot] = {}
         """Slots that were replaced by larger ones; their memory is given back once the receiver has unmapped it."""
         self.messages = self.size_bytes = 0
+        """Tensors that were sent, and their bytes."""
 
     def send(self, tensors: Sequence[Tensor]) -> None:
         """Sends tensors; waits for the receiver only if no slot is free."""
         tensors = [tensor.detach().resolve_conj().resolve_neg() for tensor in tensors]
         layout = MessageLayout.of(tensors)
         number = self._number(layout)
-        self.messages, self.size_bytes = self.messages + 1, self.size_bytes + layout.size_bytes
+        self.messages += len(tensors)
+        self.size_bytes += sum(t.size_bytes for t in layout.tensors)
         if not layout.size_bytes:
             self.peer.send_frame(MESSAGE, NO_SLOT, number)
             return
