@@ -147,7 +147,7 @@ class Rank:
         rank = RankRun(self.program, self.job, self.batches)
         self._begin(checkpoint_dir, rank.handlers)
         if self.rank == 0 and (wires := rank.wire.describe()):
-            self._tell(f"wires: {wires}")
+            self.progress.note(f"wires: {wires}")
         rank.handlers.notice = self.watchdog.notice
         self.reporter.follow(rank.handlers.log)
         for update, spans in rank.rounds(range(self.start.step, self.options.steps, self.program.plan.steps)):
