@@ -3,6 +3,8 @@
 So no order on one edge blocks another. Transfers are issued to the current stream, and no host waits for a device.
 """
 
+import os
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -18,6 +20,8 @@ class NcclWire:
     ):
         """Makes the communicators; all ranks call it with the same edges and groups, as torch.distributed requires."""
         self.rank, self.device = rank, device
+        if name := os.environ.get("GLOO_SOCKET_IFNAME"):  # NCCL listens on no other interface than Gloo
+            os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={name}")
         self.edges = {edge: dist.new_group(list(edge), backend="nccl") for edge in sorted(edges)}
         self.groups = {name: dist.new_group(list(ranks), backend="nccl") for name, ranks in sorted(groups.items())}
         self._sent: dict[tuple[int, object], MessageLayout] = {}
