@@ -37,6 +37,7 @@ def case_of(name, type_):
 def run_rank(rank, folder, names, type_, late, cycles=2_000_000):
     """Runs cases as one of two ranks; `late` delays what it does at random, lane by lane."""
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # sums in one order, whatever the stream
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", 2), rank=rank, world_size=2)
     if late:
@@ -50,6 +51,7 @@ def run_rank(rank, folder, names, type_, late, cycles=2_000_000):
         first = case.plan.steps
         for _ in run.rounds(range(0, first * case.rounds, first)):
             pass
+        wire.close()
         check_same(case, run)
         if rank == 0:
             foreign = 8 * 2 * len(case.units) if case.device.type == "cuda" else 1
