@@ -87,7 +87,9 @@ def run_rank(rank: int, folder: str, kind: Kind, mib: int, messages: int, rounds
     open_listener, figures = rank_wire.open_listener, {}
     for name in ("memory", "gloo"):
         rank_wire.open_listener = open_listener if name == "memory" else lambda: None  # type: ignore[assignment]
-        run = RankRun(program(kind), Job(units=units(kind), loss=squares, optimizer=Sgd(lr=1e-6)), Noise(mib << 6, kind))
+        run = RankRun(
+            program(kind), Job(units=units(kind), loss=squares, optimizer=Sgd(lr=1e-6)), Noise(mib << 6, kind)
+        )
         once_s = time_messages(run, mib, messages)
         spans = [ended.spans for ended in run.rounds(range(WARM_UP + rounds))][WARM_UP:]
         step_s = median(max(span.end_s for span in each) for each in spans)

@@ -68,23 +68,27 @@ def choose_wire(one: WireEnd, other: WireEnd) -> WireChoice:
 
 def choose_group_wire(ends: Sequence[WireEnd]) -> WireChoice:
     """Returns the wire for the sums of a group."""
-    pairs = list(combinations(ends, 2))
+    on_one_host = len({end.host for end in ends}) == 1
     on_gpus = all(end.device == "gpu" for end in ends)
-    on_one_host = len({end.host for end in ends}) == 1 and all(end.shares_memory for end in ends)
-    if on_one_host and on_gpus and all(_can_map(one, other) for one, other in pairs):
+    can_share = on_one_host and all(end.shares_memory for end in ends)
+    if can_share and on_gpus and all(_can_map(one, other) for one, other in combinations(ends, 2)):
         is_one = len({end.gpu for end in ends}) == 1
         reason = "the ranks share one GPU" if is_one else "the ranks map each other's GPU memory"
         return WireChoice(WireKind.CUDA_IPC, reason)
-    differ = len({end.gpu for end in ends}) == len(ends)
-    if on_gpus and differ and all(end.has_nccl for end in ends):
-        why = "cannot map each other's GPU" if on_one_host else "are not processes of one host"
+    if on_gpus and _can_use_nccl(ends):
+        why = "cannot map each other's GPU" if can_share else "are not processes of one host"
         return WireChoice(WireKind.NCCL, f"the ranks have different GPUs and {why}")
-    if on_one_host:
+    if can_share:
         why = "cannot map each other's GPU" if on_gpus else "are not all on GPUs"
         return WireChoice(WireKind.SHARED_MEMORY, f"the ranks are processes of one host and {why}")
-    if len({end.host for end in ends}) > 1:
-        return WireChoice(WireKind.GLOO, "the ranks are not processes of one host")
-    return WireChoice(WireKind.GLOO, "this system has no memory files or no abstract sockets")
+    if on_one_host:
+        return WireChoice(WireKind.GLOO, "this system has no memory files or no abstract sockets")
+    return WireChoice(WireKind.GLOO, "the ranks are not processes of one host")
+
+
+def _can_use_nccl(ends: Sequence[WireEnd]) -> bool:
+    """Whether all ranks have NCCL and no two of them one GPU, which NCCL refuses."""
+    return len({end.gpu for end in ends}) == len(ends) and all(end.has_nccl for end in ends)
 
 
 def _can_map(one: WireEnd, other: WireEnd) -> bool:

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from pipedejavu.runtime.memory_slot import SLOT, GpuEnds, GpuSlot, HostSlot, Slot
+from pipedejavu.runtime.memory_slot import SLOT, GpuEnds, GpuSlot, HostSlot, MessageSlot
 from pipedejavu.runtime.message_layout import MOST_BYTES, MessageLayout
 from pipedejavu.runtime.peer_socket import PeerSocket
 
@@ -36,9 +36,9 @@ class SendEnd:
         self.device = ends.here if ends else torch.device("cpu")
         self.most = MOST_SLOTS[self.device.type]
         self._layouts: dict[MessageLayout, int] = {}
-        self._slots: list[Slot] = []
+        self._slots: list[MessageSlot] = []
         self._free: deque[int] = deque()
-        self._replaced: dict[int, Slot] = {}
+        self._replaced: dict[int, MessageSlot] = {}
         """Slots that were replaced by larger ones; their memory is given back once the receiver has unmapped it."""
         self.messages = self.size_bytes = 0
         """Tensors that were sent, and their bytes."""
@@ -103,7 +103,7 @@ class SendEnd:
         self._slots[position] = self._make(size_bytes, position)
         return position
 
-    def _make(self, size_bytes: int, position: int) -> Slot:
+    def _make(self, size_bytes: int, position: int) -> MessageSlot:
         if self.ends:
             return GpuSlot.make(size_bytes, position, self.peer, self.ends)
         return HostSlot.make(size_bytes, position, self.peer)
@@ -128,7 +128,7 @@ class ReceiveEnd:
         self.peer, self.ends = peer, ends
         self.device = ends.here if ends else torch.device("cpu")
         self._layouts: dict[int, MessageLayout] = {}
-        self._slots: dict[int, Slot] = {}
+        self._slots: dict[int, MessageSlot] = {}
 
     def receive(self) -> tuple[Tensor, ...]:
         """Waits for the next message; on a GPU for its frame alone, while the current stream waits for its bytes."""

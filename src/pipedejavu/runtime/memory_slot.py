@@ -25,7 +25,7 @@ SLOT = 2
 """The kind of frame that announces a slot: its number and its size."""
 
 
-class Slot(Protocol):
+class MessageSlot(Protocol):
     """One end of a slot."""
 
     raw: Tensor
