@@ -22,6 +22,7 @@ CASES = {
     "interleaved": ("interleaved", "mlp", {"workers": 2, "microbatches": 4}),
     "gems": ("gems-mast", "mlp", {"workers": 2, "microbatches": 2}),
     "zb-h1": ("zb-h1", "mlp", {"workers": 2, "microbatches": 4}),
+    "coarse": ("coarse", "mlp", {"workers": 1, "microbatches": 2}),
     "tied": ("1f1b", "calm-gpt", {"workers": 2, "microbatches": 3}),
 }
 """Preset, model and sizes."""
@@ -42,9 +43,10 @@ def run_rank(rank, folder, names, type_, late, cycles=2_000_000):
     dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", 2), rank=rank, world_size=2)
     if late:
         delay(random.Random(rank), cycles)
-    wanted = WireKind.CUDA_IPC if type_ == "gpu" and torch.cuda.is_available() else WireKind.SHARED_MEMORY
     for name in names:
         case = case_of(name, type_)
+        is_on_gpu = case.device.type == "cuda" and not case.plan.place.cpu_replicas
+        wanted = WireKind.CUDA_IPC if is_on_gpu else WireKind.SHARED_MEMORY
         run = RankRun(case.program, case.job, case.batches)
         wire = run.wire
         assert {choice.kind for choice in (*wire.edges.values(), *wire.groups.values())} == {wanted}, wire.describe()

@@ -16,14 +16,22 @@ class NcclWire:
     """One rank's end of the edges and groups that use NCCL."""
 
     def __init__(
-        self, rank: int, device: torch.device, edges: list[tuple[int, int]], groups: dict[str, tuple[int, ...]]
+        self,
+        rank: int,
+        device: torch.device,
+        edges: list[tuple[int, int]],
+        groups: dict[str, tuple[int, ...]],
+        backend: str = "nccl",
     ):
-        """Makes the communicators; all ranks call it with the same edges and groups, as torch.distributed requires."""
+        """Makes the communicators; all ranks call it with the same edges and groups, as torch.distributed requires.
+
+        Tests of the protocol on CPUs pass another backend.
+        """
         self.rank, self.device = rank, device
         if name := os.environ.get("GLOO_SOCKET_IFNAME"):  # NCCL listens on no other interface than Gloo
             os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={name}")
-        self.edges = {edge: dist.new_group(list(edge), backend="nccl") for edge in sorted(edges)}
-        self.groups = {name: dist.new_group(list(ranks), backend="nccl") for name, ranks in sorted(groups.items())}
+        self.edges = {edge: dist.new_group(list(edge), backend=backend) for edge in sorted(edges)}
+        self.groups = {name: dist.new_group(list(ranks), backend=backend) for name, ranks in sorted(groups.items())}
         self._sent: dict[tuple[int, object], MessageLayout] = {}
         self._known: dict[tuple[int, object], MessageLayout] = {}
         self._carried: dict[object, tuple[int, int]] = {}

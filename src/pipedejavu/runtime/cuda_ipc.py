@@ -142,6 +142,8 @@ def visible_gpus() -> tuple[str, ...]:
 @cache
 def can_share(device: torch.device) -> bool:
     """Whether memory and events of a GPU can be exported: the driver may refuse, as in some virtual machines."""
+    if not torch.cuda.is_available():
+        return False
     try:
         memory = ExportedMemory(1, device)
         memory.close()
