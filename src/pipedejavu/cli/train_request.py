@@ -7,7 +7,7 @@ import typer
 
 from pipedejavu.cli.input_files import AsJson
 
-DeviceOption = Literal["auto", "cpu", "gpu"]
+DeviceOption = Literal["auto", "cpu", "gpu", "shared-gpu"]
 SIZES = ("workers", "replicas", "microbatches", "samples", "trim")
 """Options that give the sizes of a plan."""
 
@@ -76,7 +76,9 @@ class TrainRequest:
     ] = 10
     machine: Annotated[str | None, typer.Option(help="A machine file; by default this machine's own devices.")] = None
     renew: Annotated[bool, typer.Option("--renew", help="Measure again instead of using cached measurements.")] = False
-    devices: Annotated[str, typer.Option(help="auto (GPUs first, then the CPU), cpu or gpu.")] = "auto"
+    devices: Annotated[
+        str, typer.Option(help="auto (GPUs first, then the CPU), cpu, gpu, or shared-gpu (several workers per GPU).")
+    ] = "auto"
     run_dir: Annotated[str | None, typer.Option(help="Folder for the run's files.")] = None
     log: Annotated[list[str] | None, typer.Option(help="tensorboard, wandb or mlflow; may be repeated.")] = None
     resume: Annotated[

@@ -12,8 +12,8 @@ from pipedejavu.analysis import verify
 from pipedejavu.engine.device import CPU
 from pipedejavu.engine.handlers import Handlers
 from pipedejavu.engine.job import Batches, Job
+from pipedejavu.engine.rank_wire import RankWire
 from pipedejavu.engine.threads import check_runnable, check_units, make_handlers
-from pipedejavu.engine.wire import ProcessWire
 from pipedejavu.engine.worker_loop import WorkerLoop
 from pipedejavu.facts import InputError, MemoryFile, Span
 from pipedejavu.program import Program, ValueKind
@@ -41,9 +41,8 @@ class RankRun:
             raise InputError(
                 f"the plan has {len(program.workers)} workers and {size} processes were started; start one for each"
             )
-        wire = ProcessWire(rank, {name: group.workers for name, group in program.groups.items()})
-        self.program, self.rank = program, rank
-        self.handlers = make_handlers(program, rank, job, batches, wire)
+        self.program, self.rank, self.wire = program, rank, RankWire(program, rank)
+        self.handlers = make_handlers(program, rank, job, batches, self.wire)
 
     def rounds(self, updates: range) -> Iterator[RankRound]:
         """Runs a round from each of `updates`, and yields it when it has ended.

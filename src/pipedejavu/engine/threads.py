@@ -15,7 +15,7 @@ from pipedejavu.engine.handlers import Handlers, Runners, pieces_of
 from pipedejavu.engine.job import Batches, Job, Log
 from pipedejavu.engine.optimizer import Tensors
 from pipedejavu.engine.piece import PieceRunner
-from pipedejavu.engine.wire import Exchange, StagedWire, ThreadWire, Wire, WireStoppedError
+from pipedejavu.engine.wire import Exchange, ThreadWire, Wire, WireStoppedError, staged
 from pipedejavu.engine.worker_loop import WorkerLoop
 from pipedejavu.engine.worker_thread import WorkerThread
 from pipedejavu.facts import InputError, Span
@@ -84,7 +84,8 @@ class Threads:
         for index in range(len(program.workers)):
             # A module is run by one thread at a time, so each worker has a copy.
             copied = replace(job, units=copy.deepcopy(list(job.units)))
-            self.handlers.append(make_handlers(program, index, copied, batches, ThreadWire(self.exchange, index)))
+            wire = staged(ThreadWire(self.exchange, index), device_of(program, index))
+            self.handlers.append(make_handlers(program, index, copied, batches, wire))
         if program.plan.keep.kind == "shared":
             for other in self.handlers[1:]:
                 _share_weights(self.handlers[0], other)
@@ -171,7 +172,7 @@ def make_handlers(program: Program, index: int, job: Job, batches: Batches, wire
     for piece, replica in pieces_of(program, index):
         units = [(u, *job.units[u]) for u in program.pieces[piece].units]
         runners[piece, replica] = PieceRunner(units, job.seed, program.recomputed[piece], piece in departing).to(device)
-    handlers = Handlers(program, index, runners, job, batches, wire if device == CPU else StagedWire(wire, device))
+    handlers = Handlers(program, index, runners, job, batches, wire)
     version = -1 if program.plan.version.kind == "torn" else 0
     for (piece, replica), runner in runners.items():
         for place in [place for kind, place in resting(program, piece) if kind == ValueKind.WEIGHTS]:

@@ -14,7 +14,7 @@ from pipedejavu.planner.measure import measure
 from pipedejavu.planner.planning import machine_key, source_hash
 from pipedejavu.planner.profiling import MeasureSetup
 from pipedejavu.planner.worker_host import devices_to_measure, num_threads, num_threads_beside, torch_device
-from pipedejavu.probe.gloo import measure_link
+from pipedejavu.probe.memory_link import measure_worker_link
 from pipedejavu.profile import background_load, merge_profiles
 from pipedejavu.program.pipeline import assign_devices
 from pipedejavu.run.options import TrainOptions
@@ -31,8 +31,9 @@ _NOT_MEASURED = {
 def measure_messages(plan: Plan, machine: Machine) -> Link:
     """Measures messages between workers of this host; for a pipeline while the other workers compute."""
     names = assign_devices(plan, machine)
+    devices = [torch_device(machine, name) for name in names]
     with background_load(num_threads_beside(machine, names, 0) if plan.pipeline_size > 1 else 0):
-        return measure_link()
+        return measure_worker_link(devices)
 
 
 def open_model(options: TrainOptions, plan: Plan) -> Prepared:

@@ -118,8 +118,10 @@ def _native() -> InstalledPart:
 def _gpus() -> tuple[str, ...]:
     if find_spec("torch") is None:
         return ()
-    cuda = import_module("torch").cuda
-    return tuple(
-        f"{cuda.get_device_name(n)}, {cuda.get_device_properties(n).total_memory / 2**30:.0f} GiB"
-        for n in range(cuda.device_count())
-    )
+    torch, ipc = import_module("torch"), import_module("pipedejavu.runtime.cuda_ipc")
+    cuda, gpus = torch.cuda, []
+    for n in range(cuda.device_count()):
+        size = f"{cuda.get_device_properties(n).total_memory / 2**30:.0f} GiB"
+        way = "CUDA IPC" if ipc.can_share(torch.device("cuda", n)) else "host memory, as its driver exports no memory"
+        gpus.append(f"{cuda.get_device_name(n)}, {size}, its workers exchange tensors through {way}")
+    return tuple(gpus)
