@@ -25,7 +25,7 @@ class DeferredHead(TorchFunctionMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.use = use
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ARG002
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Defers a linear layer, and runs anything else."""
         if func in _LINEAR and not torch.compiler.is_compiling():
             return _defer(self.use, *args, **(kwargs or {}))

@@ -24,8 +24,33 @@ Rule = Callable[..., Any]
 """Takes deferred logits, an operation on them and its other arguments; returns NotImplemented if it does not know these."""
 
 _FORMS = frozenset(
-    "shape dtype device ndim layout is_cuda is_cpu is_meta is_quantized is_sparse is_nested requires_grad size dim numel"
-    " nelement ndimension is_floating_point is_complex __len__ element_size itemsize nbytes sym_size sym_numel".split()
+    [
+        "shape",
+        "dtype",
+        "device",
+        "ndim",
+        "layout",
+        "is_cuda",
+        "is_cpu",
+        "is_meta",
+        "is_quantized",
+        "is_sparse",
+        "is_nested",
+        "requires_grad",
+        "size",
+        "dim",
+        "numel",
+        "nelement",
+        "ndimension",
+        "is_floating_point",
+        "is_complex",
+        "__len__",
+        "element_size",
+        "itemsize",
+        "nbytes",
+        "sym_size",
+        "sym_numel",
+    ]
 )
 """Operations and attributes that depend on the form of a tensor alone."""
 
@@ -45,7 +70,7 @@ class HeadUse:
     num_classes: int = 0
     itemsize: int = 0
     """Bytes of each, in the dtype of the head."""
-    reads: list[str] = field(default_factory=list)
+    reads: set[str] = field(default_factory=set)
     """Names of operations other than these that read logits."""
     version: int = 0
     """Goes up when the weights of the head change; logits that were deferred before cannot be computed any more."""
@@ -152,7 +177,7 @@ class DeferredLogits(Tensor):
         return derived
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ARG003
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Follows an operation, or computes the logits and runs it on them."""
         kwargs, name = dict(kwargs or {}), name_of(func)
         if name in _FORMS:
@@ -168,7 +193,7 @@ class DeferredLogits(Tensor):
         return func(*args, **kwargs)
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ARG003
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Computes the logits for code that bypasses `__torch_function__`, such as a custom autograd function."""
         with torch.no_grad():
             args, kwargs = _computed((args, kwargs or {}), name_of(func))
@@ -211,7 +236,7 @@ def _computed(tree: Any, name: str) -> Any:
     """Returns a tree with deferred logits computed, for the operation of this name."""
 
     def compute(logits: DeferredLogits) -> Tensor:
-        logits.origin.use.reads.append(name)
+        logits.origin.use.reads.add(name)
         return logits.compute()
 
     return pytree.tree_map_only(DeferredLogits, compute, tree)

@@ -99,7 +99,9 @@ def _index(logits: DeferredLogits, func: Any, key: Any) -> Any:
     """An index that selects tokens: numbers, slices, `None` and one tensor, with all of the vocabulary."""
     keys = key if isinstance(key, tuple) else (key,)
     tensors = [item for item in keys if isinstance(item, Tensor)]
-    is_known = all(item is None or item is ... or type(item) in (int, slice) or isinstance(item, Tensor) for item in keys)
+    is_known = all(
+        item is None or item is ... or type(item) in (int, slice) or isinstance(item, Tensor) for item in keys
+    )
     if logits.source.is_class_second or not is_known or len(tensors) > 1:
         return NotImplemented
     if any(isinstance(item, DeferredLogits) for item in tensors):
