@@ -2,14 +2,14 @@
 
 For n chunks of N tokens, vocabulary V, width d, and b bytes per value of the head, the most that exists at a time is
 
-    N/n · V · (b + 4 + 4 + 4 + b)   in a chunk: its logits, their log-probabilities, two gradients of these, one of logits
-    V · d · (4 + b)                 the sum of the chunks' weight gradients in float32, and one chunk's
-    N · d · b                       the gradient of the hidden states
+    N/n · V · (b + 12 + b)   in a chunk: its logits, their log-probabilities, two gradients of these, one of the logits
+    V · d · (4 + b)          the sum of the chunks' weight gradients in float32, and one chunk's
+    N · d · b                the gradient of the hidden states
 
-Without chunks the first line has n = 1. A head in float32 has 4 + 4 + 4 + 4 in the first line, and adds a chunk's weight
-gradient to the sum in place. Early gradients are computed in the forward, with one product per chunk less; until the
-backward they need V · d · b + N · d · b. Late ones are computed in the backward from the logits, made again; until then
-only the hidden states are kept.
+Without chunks the first line has n = 1. A head in float32 or float64 has 4 · b in the first line, and adds a chunk's
+weight gradient to the sum in place. Early gradients are computed in the forward, with one product per chunk less; until
+the backward they need V · d · b + N · d · b. Late ones are computed in the backward from the logits, made again; until
+then only the hidden states are kept.
 """
 
 from collections.abc import Callable, Iterator
@@ -25,6 +25,11 @@ from torch.nn import functional
 
 Pointwise = Callable[[Tensor], Tensor]
 """What lies between a head and its loss: maps the logits of some tokens, each on its own."""
+
+
+def bytes_per_logit(itemsize: int) -> int:
+    """Returns the most bytes that exist at a time per logit of a chunk, for a head whose values have `itemsize`."""
+    return 2 * itemsize + 12 if itemsize < 4 else 4 * itemsize
 
 
 class LossSettings(NamedTuple):
@@ -205,7 +210,7 @@ def _gradient(loss: Tensor, leaf: Tensor, upstream: Tensor) -> Tensor:
 
 
 def _divisor(call: _Call, targets: Tensor, class_weights: Tensor | None) -> Tensor | None:
-    """Returns what a mean divides by: the number of tokens that count, or the sum of their weights; None for no mean."""
+    """Returns what a mean divides by: the tokens that count, or the sum of their weights; None if it is no mean."""
     if call.settings.reduction != "mean":
         return None
     counts = targets != call.settings.ignore_index

@@ -21,36 +21,14 @@ from torch.nn import functional
 from torch.utils import _pytree as pytree
 
 Rule = Callable[..., Any]
-"""Takes deferred logits, an operation on them and its other arguments; returns NotImplemented if it does not know these."""
+"""Takes deferred logits, an operation and its other arguments; returns NotImplemented if it does not know these."""
 
 _FORMS = frozenset(
-    [
-        "shape",
-        "dtype",
-        "device",
-        "ndim",
-        "layout",
-        "is_cuda",
-        "is_cpu",
-        "is_meta",
-        "is_quantized",
-        "is_sparse",
-        "is_nested",
-        "requires_grad",
-        "size",
-        "dim",
-        "numel",
-        "nelement",
-        "ndimension",
-        "is_floating_point",
-        "is_complex",
-        "__len__",
-        "element_size",
-        "itemsize",
-        "nbytes",
-        "sym_size",
-        "sym_numel",
-    ]
+    (
+        *("shape", "dtype", "device", "ndim", "layout", "is_cuda", "is_cpu", "is_meta", "is_quantized", "is_sparse"),
+        *("is_nested", "requires_grad", "size", "dim", "numel", "nelement", "ndimension", "is_floating_point"),
+        *("is_complex", "__len__", "element_size", "itemsize", "nbytes", "sym_size", "sym_numel"),
+    )
 )
 """Operations and attributes that depend on the form of a tensor alone."""
 
@@ -68,10 +46,14 @@ class HeadUse:
     num_logits: int = 0
     """Elements of all logits of the latest of them."""
     num_classes: int = 0
+    width: int = 0
+    """Columns of the head's weight."""
     itemsize: int = 0
     """Bytes of each, in the dtype of the head."""
     reads: set[str] = field(default_factory=set)
     """Names of operations other than these that read logits."""
+    choose: "Callable[[HeadUse], int] | None" = None
+    """Called before each loss that could run in chunks, once its size is known; returns the number of chunks."""
     version: int = 0
     """Goes up when the weights of the head change; logits that were deferred before cannot be computed any more."""
 
@@ -112,7 +94,7 @@ class Origin:
             raise RuntimeError(
                 f"the {len(self.inputs[1])} logits per token of a head that runs in chunks are computed only when they"
                 " are read, and the head's weights or input have changed since; read them before optimizer.step(), or"
-                " let the head keep its activations"
+                " give head_chunks=1"
             )
 
 

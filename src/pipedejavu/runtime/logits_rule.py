@@ -65,6 +65,7 @@ def _pointwise(logits: DeferredLogits, function: Callable[[Tensor], Tensor]) -> 
 
 
 def _contiguous(logits: DeferredLogits, func: Any, *args: Any, **kwargs: Any) -> Any:
+    """Nothing, or a copy of a slice."""
     formats = (*args, *kwargs.values())
     if logits.source.is_class_second or any(item is not torch.contiguous_format for item in formats):
         return NotImplemented
@@ -99,17 +100,17 @@ def _index(logits: DeferredLogits, func: Any, key: Any) -> Any:
     """An index that selects tokens: numbers, slices, `None` and one tensor, with all of the vocabulary."""
     keys = key if isinstance(key, tuple) else (key,)
     tensors = [item for item in keys if isinstance(item, Tensor)]
-    is_known = all(
-        item is None or item is ... or type(item) in (int, slice) or isinstance(item, Tensor) for item in keys
-    )
+    others = [item for item in keys if not isinstance(item, Tensor)]
+    is_known = all(item is None or item is ... or type(item) in (int, slice) for item in others)
     if logits.source.is_class_second or not is_known or len(tensors) > 1:
         return NotImplemented
     if any(isinstance(item, DeferredLogits) for item in tensors):
         return NotImplemented
     taken = sum(map(_num_taken, keys))
-    if sum(item is ... for item in keys) > 1 or taken > logits.dim():
+    has_rest = any(item is ... for item in others)
+    if sum(item is ... for item in others) > 1 or taken > logits.dim():
         return NotImplemented
-    if ... in [item for item in keys if not isinstance(item, Tensor)] or taken == logits.dim():
+    if has_rest or taken == logits.dim():
         last = keys[-1]
         is_whole = last is ... or (isinstance(last, slice) and last == slice(None))
         if not is_whole:
@@ -161,7 +162,7 @@ def _move(logits: DeferredLogits, func: Any, *args: Any, **kwargs: Any) -> Any:
 
 def _loss(
     logits: DeferredLogits,
-    func: Any,
+    func: Any,  # noqa: ARG001
     target: Any,
     weight: Tensor | None = None,
     size_average: bool | None = None,
@@ -177,8 +178,10 @@ def _loss(
         return NotImplemented
     source, use = logits.source, logits.origin.use
     use.num_losses += 1
-    use.num_classes, use.itemsize = source.weight.shape[0], source.hidden.element_size()
+    (use.num_classes, use.width), use.itemsize = source.weight.shape, source.hidden.element_size()
     use.num_logits = target.numel() * use.num_classes
+    if use.choose is not None:
+        use.num_chunks = use.choose(use)
     if use.num_chunks <= 1:
         return torch.nn.functional.cross_entropy(
             logits.compute(), target, weight, ignore_index=ignore_index, reduction=reduction,
