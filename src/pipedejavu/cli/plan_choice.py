@@ -76,6 +76,8 @@ def _facts(
 
 def check_options(request: TrainRequest, *, is_searched: bool) -> None:
     """Raises InputError for options that do not go with the plan: one that is searched for, or one that is read."""
+    if request.head_chunks is not None and request.head_chunks < 1:
+        raise InputError(f"--head-chunks is {request.head_chunks}; give 1 or more, or leave it out")
     if not is_searched and request.batch is not None:
         raise InputError("--batch is for --plan auto, which chooses the workers; give --microbatches and --samples")
     if not is_searched and request.tries > 1:
@@ -123,6 +125,7 @@ def _search(options: "TrainOptions", request: TrainRequest, machine: Machine | N
         batch=32 if request.batch is None else request.batch,
         samples=request.samples,
         clip="none" if options.clip_norm is None else "global",
+        head_chunks=request.head_chunks,
     ).agreed()
     devices = request.device_choice
     with show_progress() as progress:
@@ -144,6 +147,8 @@ def _search(options: "TrainOptions", request: TrainRequest, machine: Machine | N
 def choose_plan(request: TrainRequest, num_processes: int | None) -> Plan:
     """Reads the plan, for as many workers as there are processes if torchrun has started them."""
     plan = _read_sized(request, num_processes)
+    if request.head_chunks is not None:
+        plan = plan.replace(order=plan.order.replace(head_chunks=request.head_chunks))
     return plan if request.cpu_share is None else _with_cpu_share(plan, request.cpu_share)
 
 

@@ -64,7 +64,7 @@ def _between(low: HeadForm, high: HeadForm, chunks: int) -> HeadForm:
     part = (1 / chunks - 1 / high.chunks) / (1 / low.chunks - 1 / high.chunks)
 
     def size(name: str) -> float:
-        return max(0.0, part * getattr(low, name) + (1 - part) * getattr(high, name))
+        return max(0.0, part * float(getattr(low, name)) + (1 - part) * float(getattr(high, name)))
 
     def ratios(name: str) -> dict[str, float]:
         first, last = getattr(low, name), getattr(high, name)

@@ -104,7 +104,7 @@ def _time_ratios(
 
 def merge_forms(profiles_forms: Sequence[tuple[HeadForm, ...]], sizes_of: int) -> tuple[HeadForm, ...]:
     """Joins the forms of one head from several kinds of devices; bytes are those at the index `sizes_of`."""
-    if not all(profiles_forms):
+    if not profiles_forms or not all(profiles_forms):
         return ()
     merged = []
     for number, form in enumerate(profiles_forms[sizes_of]):
