@@ -152,8 +152,8 @@ class PieceRunner:
         if run.works_in_place:
             value = like(value, [t.clone() for t in tensors_of(value)])
         for number, _, module in run.units:
-            is_head = self.head is not None and number == self.units[-1][0]
-            with DeferredHead(self.head) if is_head else nullcontext():
+            head = self.head if number == self.units[-1][0] else None
+            with nullcontext() if head is None else DeferredHead(head):
                 is_known = number in self._deterministic
                 value = module(value) if is_known else self.run_seeded(number, module, value, microbatch)
         return value

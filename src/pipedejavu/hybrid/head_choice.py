@@ -54,7 +54,7 @@ class HeadChoice:
         if chunks == 1 and not named:
             return
         for name, module in heads.items():
-            choose = self._by_bytes if name in named else self._if_needed
+            choose: Callable[[HeadUse], int] = self._by_bytes if name in named else self._if_needed
             if isinstance(chunks, int) and (chunks > 1 or name in named):
                 choose = _constant(max(2, chunks))
             self._uses[name] = module, HeadUse(choose=choose)

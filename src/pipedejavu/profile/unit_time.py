@@ -105,7 +105,7 @@ def measure_profile(
         units=described,
         ties=describe_ties(ties, last.units),
         drift=drift,
-        head_forms=merge_forms(forms, -1) if forms else (),
+        head_forms=merge_forms(forms, -1),
     )
 
 

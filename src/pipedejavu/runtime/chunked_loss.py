@@ -109,7 +109,7 @@ class _ChunkedLoss(Function):
         return _joined(call, losses, divisor)
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, upstream: Tensor) -> Any:
         call: _Call = ctx.call
         if call.is_early:

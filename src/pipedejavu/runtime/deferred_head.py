@@ -22,7 +22,7 @@ class DeferredHead(TorchFunctionMode):
     """A context in which linear layers return deferred logits."""
 
     def __init__(self, use: HeadUse):
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.use = use
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -108,7 +108,7 @@ class DeferredLogits(Tensor):
     _parent: "DeferredLogits | None"
     _operation: Callable[[Tensor], Tensor]
     """Makes these logits of the parent's."""
-    _is_view: bool
+    _is_alias: bool
     """Whether they share memory with the parent's."""
     _plain: Tensor | None
     _plain_version: int
@@ -132,7 +132,7 @@ class DeferredLogits(Tensor):
             if parent is None:
                 self.origin.check()
                 self._plain = source.compute(source.hidden, source.weight, source.bias)
-            elif self._is_view or not parent.is_changed:
+            elif self._is_alias or not parent.is_changed:
                 self._plain = self._operation(parent.compute())
             else:  # the parent has changed in place since
                 self.origin.check()
@@ -155,7 +155,7 @@ class DeferredLogits(Tensor):
         form = operation(self.form) if form is None else form
         derived = link(source, form)
         derived.origin, derived._parent, derived._operation = self.origin, self, operation
-        derived._is_view = form._is_view()
+        derived._is_alias = form._is_view()
         return derived
 
     @classmethod
@@ -175,7 +175,9 @@ class DeferredLogits(Tensor):
         return func(*args, **kwargs)
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         """Computes the logits for code that bypasses `__torch_function__`, such as a custom autograd function."""
         with torch.no_grad():
             args, kwargs = _computed((args, kwargs or {}), name_of(func))
@@ -198,7 +200,7 @@ class _Link(Function):
         return DeferredLogits(form.shape, form.dtype, hidden.device)
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> Any:
         source: Source = ctx.source
         inputs = source.hidden, source.weight, source.bias

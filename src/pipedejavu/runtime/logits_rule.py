@@ -99,30 +99,32 @@ def _again(func: Any, logits: Tensor, args: tuple[Any, ...], kwargs: dict[str, A
 def _index(logits: DeferredLogits, func: Any, key: Any) -> Any:
     """An index that selects tokens: numbers, slices, `None` and one tensor, with all of the vocabulary."""
     keys = key if isinstance(key, tuple) else (key,)
-    tensors = [item for item in keys if isinstance(item, Tensor)]
-    others = [item for item in keys if not isinstance(item, Tensor)]
-    is_known = all(item is None or item is ... or type(item) in (int, slice) for item in others)
-    if logits.source.is_class_second or not is_known or len(tensors) > 1:
+    if logits.source.is_class_second or not _selects_tokens(keys, logits.dim()):
         return NotImplemented
-    if any(isinstance(item, DeferredLogits) for item in tensors):
-        return NotImplemented
-    taken = sum(map(_num_taken, keys))
-    has_rest = any(item is ... for item in others)
-    if sum(item is ... for item in others) > 1 or taken > logits.dim():
-        return NotImplemented
-    if has_rest or taken == logits.dim():
-        last = keys[-1]
-        is_whole = last is ... or (isinstance(last, slice) and last == slice(None))
-        if not is_whole:
-            return NotImplemented
     hidden = logits.source.hidden[key]
     if hidden.dim() < 2:
         return NotImplemented
     form = None
-    if tensors:
+    if any(isinstance(item, Tensor) for item in keys):
         form = torch.empty((*hidden.shape[:-1], logits.shape[-1]), dtype=logits.dtype, device="meta")
     operation = partial(_again, func, args=(key,), kwargs={})
     return logits.derive(replace(logits.source, hidden=hidden), operation, form)
+
+
+def _selects_tokens(keys: tuple[Any, ...], num_dims: int) -> bool:
+    """Whether an index is known, and takes all of the last dimension."""
+    tensors = [item for item in keys if isinstance(item, Tensor)]
+    others = [item for item in keys if not isinstance(item, Tensor)]
+    is_known = all(item is None or item is ... or type(item) in (int, slice) for item in others)
+    if not is_known or len(tensors) > 1 or any(isinstance(item, DeferredLogits) for item in tensors):
+        return False
+    taken, num_rests = sum(map(_num_taken, keys)), sum(item is ... for item in others)
+    if num_rests > 1 or taken > num_dims:
+        return False
+    if not num_rests and taken < num_dims:
+        return True
+    last = keys[-1]
+    return last is ... or (isinstance(last, slice) and last == slice(None))
 
 
 def _num_taken(item: Any) -> int:

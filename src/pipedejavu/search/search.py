@@ -88,7 +88,7 @@ LEAST_LOGITS = 1e-3
 
 
 def _may_gain(profile: Profile, result: SearchResult, chunks: int) -> bool:
-    """Whether plans with the head in chunks may be better: memory is tight, or the chunks were measured to be faster."""
+    """Whether plans with the head in chunks may be better: memory is tight, or chunks were measured to be faster."""
     best = result.best
     if best is None or best.fullest_share > TIGHT or _effort(best)[1]:
         return True
@@ -265,10 +265,6 @@ def _plans(pool: Pool, pooled: PooledPlan, options: SearchOptions, tried: set[st
 def _effort(candidate: RankedPlan) -> tuple[bool, int]:
     """Returns a key by which simpler plans sort first."""
     plan = candidate.plan
-    moves = (
-        (plan.order.head_chunks > 1)
-        + (plan.keep.kind != "replicated")
-        + (plan.keep.activations == "host")
-        + bool(plan.place.stage_shards)
-    )
+    moves = (plan.keep.kind != "replicated") + (plan.keep.activations == "host") + bool(plan.place.stage_shards)
+    moves += plan.order.head_chunks > 1
     return bool(candidate.only_costed), moves + plan.order.has_recompute + plan.is_flush_free

@@ -112,11 +112,8 @@ class TrainerPlan:
         job = Job(units=cut.units, loss=loss_of(cut, loss), optimizer=self.optimizer(cut.units))
         unit_samples = make_samples(lambda size: UnitSample(cut.units, *batch.head(size), job.loss), sizes)
         profile = measure_with("model", unit_samples, job, measure_setups(machine), lambda text: None)  # noqa: ARG005
-        return choose_plan(
-            profile.replace(begins=cut.begins),
-            machine,
-            SearchOptions(batch=batch.size, head_chunks=self.options.head_chunks),
-        )
+        question = SearchOptions(batch=batch.size, head_chunks=self.options.head_chunks)
+        return choose_plan(profile.replace(begins=cut.begins), machine, question)
 
 
 def may_pad(plan: Plan) -> bool:
