@@ -75,7 +75,7 @@ def test_low_precision_sums_weight_gradients_in_float32() -> None:
         loss = chunked_cross_entropy(hidden, weight, None, labels(), num_chunks=8, pointwise=lambda x: x.double())
         expected.append(run(loss, leaves))
     for exact, low in zip(*expected, strict=True):
-        # Logits of at most 2^3 are rounded to 8 bits, and so is each chunk's product: a few units of 2^-8 of the largest.
+        # Logits of at most 2^3 are rounded to 8 bits, and so is each chunk's product.
         assert (exact - low.double()).abs().max() <= 2**-5 * exact.abs().max()
 
 

@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
+from torch.nn import functional
+from torch.nn.functional import cross_entropy
 
 from pipedejavu.runtime.deferred_head import DeferredHead
 from pipedejavu.runtime.deferred_logits import DeferredLogits, HeadUse
@@ -32,43 +33,43 @@ class Cube(torch.autograd.Function):
 def changed_after_a_view(logits: Tensor, targets: Tensor) -> Tensor:
     rows = logits.view(-1, V)
     logits.div_(2)
-    return F.cross_entropy(rows, targets.view(-1))
+    return cross_entropy(rows, targets.view(-1))
 
 
 def changed_after_a_product(logits: Tensor, targets: Tensor) -> Tensor:
     twice = logits * 2
     logits.div_(2)
-    return F.cross_entropy(twice.view(-1, V), targets.view(-1)) + logits.sum()
+    return cross_entropy(twice.view(-1, V), targets.view(-1)) + logits.sum()
 
 
 CHUNKED: dict[str, Loss] = {
-    "view": lambda x, t: F.cross_entropy(x.view(-1, V), t.view(-1)),
-    "float": lambda x, t: F.cross_entropy(x.double().float().flatten(0, 1), t.flatten(), reduction="sum"),
-    "to": lambda x, t: F.cross_entropy(x.to(torch.float64, copy=False).reshape(-1, V), t.reshape(-1)),
-    "transposed": lambda x, t: F.cross_entropy(x.transpose(1, 2), t),
-    "permuted": lambda x, t: F.cross_entropy(x.permute(0, 2, 1), t, reduction="none"),
-    "shifted": lambda x, t: F.cross_entropy(x[..., :-1, :].contiguous().view(-1, V), t[..., 1:].reshape(-1)),
-    "sliced": lambda x, t: F.cross_entropy(x[:, 1:].reshape(-1, V), t[:, 1:].reshape(-1)),
-    "masked": lambda x, t: F.cross_entropy(x[t >= 0], t[t >= 0]),
-    "one row": lambda x, t: F.cross_entropy(x[1], t[1]),
+    "view": lambda x, t: cross_entropy(x.view(-1, V), t.view(-1)),
+    "float": lambda x, t: cross_entropy(x.double().float().flatten(0, 1), t.flatten(), reduction="sum"),
+    "to": lambda x, t: cross_entropy(x.to(torch.float64, copy=False).reshape(-1, V), t.reshape(-1)),
+    "transposed": lambda x, t: cross_entropy(x.transpose(1, 2), t),
+    "permuted": lambda x, t: cross_entropy(x.permute(0, 2, 1), t, reduction="none"),
+    "shifted": lambda x, t: cross_entropy(x[..., :-1, :].contiguous().view(-1, V), t[..., 1:].reshape(-1)),
+    "sliced": lambda x, t: cross_entropy(x[:, 1:].reshape(-1, V), t[:, 1:].reshape(-1)),
+    "masked": lambda x, t: cross_entropy(x[t >= 0], t[t >= 0]),
+    "one row": lambda x, t: cross_entropy(x[1], t[1]),
     "module": lambda x, t: nn.CrossEntropyLoss(label_smoothing=0.1)(x.view(-1, V), t.view(-1)),
-    "capped": lambda x, t: F.cross_entropy((torch.tanh(x / 30.0) * 30).view(-1, V), t.view(-1)),
-    "scaled": lambda x, t: F.cross_entropy((0.5 * x).view(-1, V), t.view(-1).clamp_min(0), ignore_index=0),
-    "names": lambda x, t: F.cross_entropy(input=x.view(-1, V), target=t.view(-1)),
+    "capped": lambda x, t: cross_entropy((torch.tanh(x / 30.0) * 30).view(-1, V), t.view(-1)),
+    "scaled": lambda x, t: cross_entropy((0.5 * x).view(-1, V), t.view(-1).clamp_min(0), ignore_index=0),
+    "names": lambda x, t: cross_entropy(input=x.view(-1, V), target=t.view(-1)),
     "aten": lambda x, t: torch.ops.aten.cross_entropy_loss.default(
         torch.ops.aten.view.default(torch.ops.aten.to.dtype(x, torch.float64), [-1, V]), t.view(-1)
     ),
 }
 COMPUTED: dict[str, Loss] = {
-    "z-loss": lambda x, t: F.cross_entropy(x.view(-1, V), t.view(-1)) + torch.logsumexp(x, -1).square().mean(),
-    "log-softmax": lambda x, t: F.nll_loss(x.log_softmax(-1).view(-1, V), t.view(-1)),
-    "probabilities": lambda x, t: F.cross_entropy(x.view(-1, V), F.one_hot(t.clamp_min(0).view(-1), V).double()),
-    "part": lambda x, t: F.cross_entropy(x[..., :5].reshape(-1, 5), t.view(-1).clamp(0, 4)),
+    "z-loss": lambda x, t: cross_entropy(x.view(-1, V), t.view(-1)) + torch.logsumexp(x, -1).square().mean(),
+    "log-softmax": lambda x, t: functional.nll_loss(x.log_softmax(-1).view(-1, V), t.view(-1)),
+    "probabilities": lambda x, t: cross_entropy(x.view(-1, V), functional.one_hot(t.clamp_min(0).view(-1), V).double()),
+    "part": lambda x, t: cross_entropy(x[..., :5].reshape(-1, 5), t.view(-1).clamp(0, 4)),
     "gathered": lambda x, t: -x.gather(-1, t.clamp_min(0)[..., None]).mean(),
-    "own function": lambda x, t: F.cross_entropy(Cube.apply(x * 0.1).view(-1, V), t.view(-1)),  # type: ignore[no-untyped-call]
+    "own function": lambda x, t: cross_entropy(Cube.apply(x * 0.1).view(-1, V), t.view(-1)),  # type: ignore[no-untyped-call]
     "view, then in place": changed_after_a_view,
     "product, then in place": changed_after_a_product,
-    "class second by accident": lambda x, t: F.cross_entropy(x[:, :, :], t[:, :1].expand(-1, V).clamp(0, 6)),
+    "class second by accident": lambda x, t: cross_entropy(x[:, :, :], t[:, :1].expand(-1, V).clamp(0, 6)),
 }
 
 
@@ -126,7 +127,7 @@ def test_autocast_rounds_as_it_does_without_chunks() -> None:
                 with DeferredHead(use):
                     logits = head(hidden)
             assert logits.dtype == torch.bfloat16
-            loss = F.cross_entropy(logits.float(), torch.arange(12))
+            loss = cross_entropy(logits.float(), torch.arange(12))
         loss.backward()
         assert head.weight.grad is not None
         results.append((loss.detach(), head.weight.grad))
@@ -140,7 +141,7 @@ def test_logits_that_are_read_too_late_are_refused() -> None:
     head, use = nn.Linear(4, V), HeadUse(4)
     with DeferredHead(use):
         logits = head(torch.randn(6, 4))
-    F.cross_entropy(logits, torch.arange(6)).backward()
+    cross_entropy(logits, torch.arange(6)).backward()
     with torch.no_grad():
         head.weight.sub_(0.1)
     text = "the 19 logits per token of a head that runs in chunks are computed only when they are read, and the head's"

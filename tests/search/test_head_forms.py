@@ -75,5 +75,5 @@ def test_the_program_has_the_bytes_and_times_of_its_chunks() -> None:
     assert program.profile.units[-1].backward_work_bytes == 15 * MIB
     assert program.profile.units[-1].times["gpu"].forward.at(1) == pytest.approx(1.5)
     assert str(plan.order) == "step + head(4 chunks)"
-    with pytest.raises(InputError, match="leave order.head_chunks out, or measure the model again"):
+    with pytest.raises(InputError, match=r"leave order\.head_chunks out, or measure the model again"):
         compile_plan(plan, profile(1.5).replace(head_forms=()), machine(2000 * MIB))

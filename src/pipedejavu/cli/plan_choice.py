@@ -76,8 +76,6 @@ def _facts(
 
 def check_options(request: TrainRequest, *, is_searched: bool) -> None:
     """Raises InputError for options that do not go with the plan: one that is searched for, or one that is read."""
-    if request.head_chunks is not None and request.head_chunks < 1:
-        raise InputError(f"--head-chunks is {request.head_chunks}; give 1 or more, or leave it out")
     if not is_searched and request.batch is not None:
         raise InputError("--batch is for --plan auto, which chooses the workers; give --microbatches and --samples")
     if not is_searched and request.tries > 1:

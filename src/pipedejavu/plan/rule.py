@@ -130,7 +130,7 @@ RULES = (
         lambda plan, profile: plan.order.head_chunks > 1 and not profile.head_forms,
         "the plan runs the model's head in {chunks} chunks, and the profile knows none: the last unit ends in no linear"
         " layer whose result goes only into a cross-entropy, or it was not measured",
-        "leave order.head_chunks out, or measure the model again",
+        "leave order.head_chunks out, or measure the model again (--renew)",
     ),
     Rule(
         lambda plan, _: plan.reduce.has_buffer_broadcast and _is_asynchronous(plan),

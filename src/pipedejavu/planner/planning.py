@@ -25,7 +25,7 @@ from pipedejavu.search.subspace import divisors
 MOST_SAMPLES = 8
 """Samples in the largest microbatch that is measured; times of larger ones are extrapolated."""
 
-SURVEY = 3
+SURVEY = 4
 """Version of surveys and profiles; cached records of an older version are measured again."""
 
 Report = Callable[[str], None]
