@@ -32,6 +32,10 @@ class TrainRequest:
     cpu_share: Annotated[
         float | None, typer.Option(help="Fraction of a batch for CPU replicas, 0 to 1; by default chosen for speed.")
     ] = None
+    head_chunks: Annotated[
+        int | None,
+        typer.Option(help="Chunks of tokens in which the head and the loss run; by default chosen with plan auto."),
+    ] = None
     trim: Annotated[int | None, typer.Option(help="Contributions that preset:zeno drops from each update.")] = None
     byzantine: Annotated[
         str | None, typer.Option(help="Make replicas faulty: COUNT:KIND[:FACTOR]; sign-flip, scale or random.")
@@ -128,7 +132,7 @@ class TrainRequest:
     @property
     def has_plan(self) -> bool:
         """Whether the user gave any option that concerns the plan."""
-        return not self.explicit.isdisjoint({"plan", "batch", "cpu_share", "machine", "devices", *SIZES})
+        return not self.explicit.isdisjoint({"plan", "batch", "cpu_share", "head_chunks", "machine", "devices", *SIZES})
 
     @property
     def is_replanned(self) -> bool:

@@ -7,7 +7,7 @@ on the run's seed, the microbatch and the unit, so that every run of the unit dr
 import math
 import threading
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from itertools import groupby
 from typing import Any, NamedTuple
@@ -18,6 +18,8 @@ from torch import Tensor, nn
 from pipedejavu.engine.finite import nonfinite
 from pipedejavu.engine.optimizer import Tensors
 from pipedejavu.engine.recompute_span import RecomputeSpan, Saved, Value, like, tensors_of
+from pipedejavu.runtime.deferred_head import DeferredHead
+from pipedejavu.runtime.deferred_logits import HeadUse
 from pipedejavu.runtime.recompute import generators_of
 from pipedejavu.runtime.saved_storage import SavedTensorOffload, begin_at, end_of, stub
 
@@ -54,6 +56,8 @@ class PieceRunner:
 
     def __init__(self, units: Sequence[Unit], seed: int, again: Collection[int] = (), departs: bool = False):
         self.units, self.seed, self.departs = units, seed, departs
+        self.head: HeadUse | None = None
+        """How the linear layers of the last unit run, if it ends in a head that runs in chunks."""
         self.names: dict[str, str] = {}
         """By full name of a parameter, its first full name in the piece, if tied parameters have several."""
         self.initial: Tensors = {}
@@ -148,9 +152,10 @@ class PieceRunner:
         if run.works_in_place:
             value = like(value, [t.clone() for t in tensors_of(value)])
         for number, _, module in run.units:
-            value = (
-                module(value) if number in self._deterministic else self.run_seeded(number, module, value, microbatch)
-            )
+            head = self.head if number == self.units[-1][0] else None
+            with nullcontext() if head is None else DeferredHead(head):
+                is_known = number in self._deterministic
+                value = module(value) if is_known else self.run_seeded(number, module, value, microbatch)
         return value
 
     @contextmanager

@@ -23,6 +23,7 @@ from pipedejavu.plan import Plan
 from pipedejavu.program import ActionKind, Program, Value, ValueKind
 from pipedejavu.program.effect import resting
 from pipedejavu.program.value import HOST
+from pipedejavu.runtime.deferred_logits import HeadUse
 
 
 @dataclass(frozen=True)
@@ -172,6 +173,8 @@ def make_handlers(program: Program, index: int, job: Job, batches: Batches, wire
     for piece, replica in pieces_of(program, index):
         units = [(u, *job.units[u]) for u in program.pieces[piece].units]
         runners[piece, replica] = PieceRunner(units, job.seed, program.recomputed[piece], piece in departing).to(device)
+        if program.plan.order.head_chunks > 1 and not program.outputs[piece]:
+            runners[piece, replica].head = HeadUse(program.plan.order.head_chunks, is_early=False)
     handlers = Handlers(program, index, runners, job, batches, wire)
     version = -1 if program.plan.version.kind == "torn" else 0
     for (piece, replica), runner in runners.items():

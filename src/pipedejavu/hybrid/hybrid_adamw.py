@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from pipedejavu.facts import InputError
 from pipedejavu.hybrid.activation_choice import Activations
 from pipedejavu.hybrid.budget import Budget, MemoryMeter
+from pipedejavu.hybrid.head_choice import HeadChunks
 from pipedejavu.hybrid.lanes import HybridLanes
 from pipedejavu.hybrid.placement import Placement
 from pipedejavu.hybrid.recorder import Recorder
@@ -49,6 +50,7 @@ class HybridAdamW(Optimizer):
         window: int | Literal["auto"] | None = "auto",
         device: torch.device | str | None = None,
         activations: Activations | Mapping[str, Activations] = "keep",
+        head_chunks: HeadChunks = "auto",
         speculate: bool = True,
         microbatches: int = 1,
         host_threads: int | None = None,
@@ -72,7 +74,11 @@ class HybridAdamW(Optimizer):
             device: where the model computes; by default where it is. Build a model that is larger than the GPU on the
                 CPU; its blocks then come through the window.
             activations: what blocks keep for their backward, for all blocks or by block name: "keep" what the model
-                saves itself, "recompute" from the arguments, or "offload" to host memory.
+                saves itself, "recompute" from the arguments, or "offload" to host memory. A linear layer before the
+                loss may be "chunk".
+            head_chunks: chunks of tokens in which the last linear layer and the cross-entropy of its result run, so
+                that the logits of all tokens never exist together; 1 for all at once. "auto" divides them if more state
+                then fits the GPU's budget.
             speculate: whether updates may run speculatively during the backward pass, if host memory allows.
             microbatches: backward passes per step; updates that do not wait for the norm begin in the last one.
             host_threads: threads of the host's update; by default all cores but two.
@@ -80,6 +86,7 @@ class HybridAdamW(Optimizer):
         parameters = [p for p in model.parameters() if p.requires_grad] if params is None else params
         self._scheduler: StepScheduler | None = None
         _check_factors(clip_norm, microbatches, window)
+        _check_chunks(head_chunks)
         super().__init__(parameters, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
         self.device = _check_parameters(self.param_groups, device)
         self._budgets = gpu_budget, host_budget
@@ -88,7 +95,7 @@ class HybridAdamW(Optimizer):
         self._model = model
         self._options = StepOptions(
             clip_norm=clip_norm, microbatches=microbatches, speculates=speculate, gpu_units=gpu_units,
-            window=window, activations=activations,
+            window=window, activations=activations, head_chunks=head_chunks,
         )  # fmt: skip
         try:
             self._scheduler = self._schedule(meter)
@@ -251,6 +258,11 @@ def _check_factors(clip_norm: float | None, microbatches: int, window: object) -
         raise InputError(f"microbatches is {microbatches}; give the number of backward passes of a step, 1 or more")
     if window not in (None, "auto") and not (isinstance(window, int) and window >= 1):
         raise InputError(f"window is {window!r}; give the number of blocks on the GPU, 'auto', or None for all")
+
+
+def _check_chunks(chunks: object) -> None:
+    if chunks != "auto" and not (isinstance(chunks, int) and chunks >= 1):
+        raise InputError(f"head_chunks is {chunks!r}; give 1 or more chunks of tokens, or 'auto'")
 
 
 def _check_parameters(groups: list[dict[str, Any]], device: torch.device | str | None) -> torch.device:

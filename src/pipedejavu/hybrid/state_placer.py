@@ -4,11 +4,15 @@ Owns the placement, the memory of streamed state and the limits that the forward
 nothing of how updates are computed.
 """
 
+from collections.abc import Sequence
+
 from pipedejavu.hybrid.budget import ForwardClock, MemoryMeter, pinning_progress
 from pipedejavu.hybrid.gradient_collector import GradientCollector
+from pipedejavu.hybrid.head_choice import HeadChoice
 from pipedejavu.hybrid.lanes import HybridLanes
 from pipedejavu.hybrid.model_state import ModelState
 from pipedejavu.hybrid.placement import (
+    MemoryInterval,
     Placement,
     choose_placement,
     free_for_leaving,
@@ -28,8 +32,10 @@ UNCLIPPED_STEPS = 3
 class StatePlacer:
     """Decides where the state of each unit rests, and allocates it."""
 
-    def __init__(self, model_state: ModelState, lanes: HybridLanes, meter: MemoryMeter, options: StepOptions):
-        self.model_state, self.lanes, self.meter, self.options = model_state, lanes, meter, options
+    def __init__(
+        self, model_state: ModelState, lanes: HybridLanes, meter: MemoryMeter, options: StepOptions, head: HeadChoice
+    ):
+        self.model_state, self.lanes, self.meter, self.options, self.head = model_state, lanes, meter, options, head
         self.plan: Placement | None = None
         self.buffer = StreamBuffer(lanes)
         self.streamed: dict[int, StreamedState] = {}
@@ -90,7 +96,11 @@ class StatePlacer:
         limits = self.meter.limits(options.clip_norm is not None, options.gpu_units)
         forwards = self.meter.forwards
         begin = max((forward.peak_bytes for forward in forwards[:2]), default=0)
-        plan = choose_placement(sizes, self.meter.intervals, limits, begin)
+
+        def place(intervals: Sequence[MemoryInterval]) -> Placement:
+            return choose_placement(sizes, intervals, limits, begin)
+
+        plan = self.head.settle(self.meter.intervals, forwards, place)
         self._free_bytes = free_in_forward(sizes, plan, forwards)
         self._leaving_bytes = free_for_leaving(sizes, plan, self.meter.intervals, limits.keeps_gradients)
         if options.speculates and options.clip_norm is not None and self.lanes.device.type != "cuda":

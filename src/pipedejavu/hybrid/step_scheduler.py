@@ -18,6 +18,7 @@ from torch.utils.hooks import RemovableHandle
 from pipedejavu.hybrid.activation_choice import set_activations
 from pipedejavu.hybrid.budget import MemoryMeter
 from pipedejavu.hybrid.gradient_collector import GradientCollector
+from pipedejavu.hybrid.head_choice import HeadChoice, chunked_names
 from pipedejavu.hybrid.lanes import HybridLanes
 from pipedejavu.hybrid.model_state import ModelState
 from pipedejavu.hybrid.placement import Placement
@@ -45,7 +46,10 @@ class StepScheduler:
         self.window = open_window(model, self.unit_states, lanes, meter, options.window)
         meter.check(self.model_state.sizes, options.clip_norm is not None, options.gpu_units)
         units = [unit_state.unit for unit_state in self.unit_states]
-        self._undo = set_activations(units, options.activations, lanes)
+        chunked, activations = chunked_names(options.activations)
+        self._undo = set_activations(units, activations, lanes)
+        self.head = HeadChoice(model, self.unit_states, options.head_chunks, chunked, self._gpu_bytes)
+        self._undo.insert(0, self.head.release)
         self._hooks: list[RemovableHandle] = []
         if self.window is None:
             model.to(lanes.device)
@@ -53,10 +57,14 @@ class StepScheduler:
             self._hooks += self.window.fill(model, self._enter)
             self._undo.append(self.window.release)
         self.gradients = GradientCollector(self.model_state, lanes, options)
-        self.placer = StatePlacer(self.model_state, lanes, meter, options)
+        self.placer = StatePlacer(self.model_state, lanes, meter, options, self.head)
         self.updates = UpdateCommitter(self.model_state, self.gradients, self.placer, options)
         self._add_hooks(model)
         meter.begin(self.unit_states)
+
+    def _gpu_bytes(self) -> int:
+        options = self.options
+        return self.meter.limits(options.clip_norm is not None, options.gpu_units).gpu_bytes
 
     def _add_hooks(self, model: nn.Module) -> None:
         for module, unit_states in self.model_state.uses:
@@ -125,6 +133,7 @@ class StepScheduler:
         self.gradients.bucket.take()
         self.gradients.bucket.let_leave(unit_state, self.placer.leaving_bytes(unit_state))
         if unit_state.is_on_host:
+            self.head.weights_change(unit_state)
             self.updates.begin(unit_state)
         self.placer.fetch_after(unit_state)
 
@@ -134,6 +143,7 @@ class StepScheduler:
 
     def apply(self) -> None:
         """Updates everything that has a gradient, or queues its update."""
+        self.head.weights_change()
         self.updates.commit()
         self._forget()
         if self.window is not None:

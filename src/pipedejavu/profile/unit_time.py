@@ -10,14 +10,16 @@ import time
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from statistics import fmean, median, stdev
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from pipedejavu.facts import Profile, Tie, Unit, UnitTime
+from pipedejavu.facts import HeadForm, Profile, Tie, Unit, UnitTime
 from pipedejavu.profile.dedup import unit_key
+from pipedejavu.profile.head_measurement import measure_head, merge_forms
 from pipedejavu.profile.line_fit import fit_line
 from pipedejavu.profile.operator_count import UnitWork, count_step
 from pipedejavu.profile.sequential import Units
@@ -70,6 +72,7 @@ def measure_profile(
     times: list[dict[str, UnitTime]] = [{} for _ in last.units]
     units: list[Unit] = []
     drift: dict[str, float] = {}
+    forms: list[tuple[HeadForm, ...]] = []
     for kind, device in kinds.items():
         measured = [_count_sample(unit_sample, device, make_update) for unit_sample in unit_samples]
         enough_s, num_turns = _within_budget(measured, _TURNS[device.type])
@@ -92,22 +95,46 @@ def measure_profile(
             describe(name, module, work, following, last.samples)
             for (name, module), work, following in zip(last.units, counted, (*counted[1:], None), strict=True)
         ]
+        forms.append(_head_forms(measured[-1][-1], last.samples, kind, device))
         if device.type == "cuda":
             del measured, counted
             torch.cuda.empty_cache()  # worker processes need the memory
     described = tuple(unit.replace(times=unit_times) for unit, unit_times in zip(units, times, strict=True))
-    return Profile(name=name, units=described, ties=describe_ties(ties, last.units), drift=drift)
+    return Profile(
+        name=name,
+        units=described,
+        ties=describe_ties(ties, last.units),
+        drift=drift,
+        head_forms=merge_forms(forms, -1),
+    )
+
+
+def _head_forms(unit: "_MeasuredUnit", samples: int, kind: str, device: torch.device) -> tuple[HeadForm, ...]:
+    """Returns the last unit with its head in chunks."""
+    assert unit.head is not None
+    return measure_head(
+        unit.module,
+        unit.value,
+        unit.head,
+        is_first=unit.is_first,
+        kind=kind,
+        device=device,
+        work=unit.counted,
+        samples=samples,
+        watch=partial(_Stopwatch, device),
+    )
 
 
 def merge_profiles(profiles: Sequence[Profile]) -> Profile:
     """Joins a model's profiles from several kinds of devices; bytes are those of the one that needs most memory."""
     fullest = max(profiles, key=lambda profile: sum(u.activation_bytes + u.backward_work_bytes for u in profile.units))
+    forms = merge_forms([profile.head_forms for profile in profiles], profiles.index(fullest))
     units = []
     for unit, *same in zip(fullest.units, *(profile.units for profile in profiles), strict=True):
         units.append(unit.replace(times={kind: times for other in same for kind, times in other.times.items()}))
     batch = {kind: cost for profile in profiles for kind, cost in profile.batch.items()}
     drift = {kind: share for profile in profiles for kind, share in profile.drift.items()}
-    return fullest.replace(units=tuple(units), batch=batch, drift=drift)
+    return fullest.replace(units=tuple(units), batch=batch, drift=drift, head_forms=forms)
 
 
 def describe_ties(ties: Sequence[frozenset[str]], units: Units) -> tuple[Tie, ...]:

@@ -70,6 +70,9 @@ class Trainer:
     Before the first step, copies of the model and of its units run the sample; a model whose units compute something
     else is refused. `check_model=False` skips this.
 
+    With `head_chunks`, the last linear layer and the cross-entropy of its result run in that many chunks of tokens, so
+    that the logits of all tokens never exist together; with None the plan decides.
+
     If an action takes longer than `hang_after_s` (0: no limit; None: a limit far above the forecast of a step), `step`
     raises a WorkerError that names the action and its line of code. The Trainer cannot be used after that.
 
@@ -94,8 +97,11 @@ class Trainer:
         hang_after_s: float | None = None,
         check_replicas: int = 50,
         check_model: bool = True,
+        head_chunks: int | None = None,
     ):
         check_autocast("Trainer()")
+        if head_chunks is not None and head_chunks < 1:
+            raise InputError(f"head_chunks is {head_chunks}; give 1 or more chunks of tokens, or None")
         check_parameters(model)
         self.model = model
         self.samples = 0
@@ -119,6 +125,7 @@ class Trainer:
             hang_after_s=hang_after_s,
             check_replicas=check_replicas,
             check_model=check_model,
+            head_chunks=head_chunks,
         )
         self._reading: tuple[UserBatch, Reduction] | None = None
         self._loaded: Checkpoint | None = None

@@ -44,6 +44,7 @@ class TrainerOptions:
     hang_after_s: float | None
     check_replicas: int
     check_model: bool
+    head_chunks: int | None
 
 
 class PreparedModel(NamedTuple):
@@ -82,6 +83,8 @@ class TrainerPlan:
         summed = without_padding(reduction.summed(self.loss))
         best = self._search(summed, BatchSplit(first, (1,), reduction)) if options.plan == "auto" else None
         plan = _sized(best.plan if best else options.plan, options.workers)
+        if options.head_chunks is not None:
+            plan = plan.replace(order=plan.order.replace(head_chunks=options.head_chunks))
         sizes = (1,) * (plan.feed.microbatches * _copies(plan) * plan.steps)
         batch = BatchSplit(first, sizes, reduction, pads=may_pad(plan))
         cut = batch.cut = cut_model(self.model, batch.own_inputs(0), plan.cut.begins)
@@ -109,7 +112,8 @@ class TrainerPlan:
         job = Job(units=cut.units, loss=loss_of(cut, loss), optimizer=self.optimizer(cut.units))
         unit_samples = make_samples(lambda size: UnitSample(cut.units, *batch.head(size), job.loss), sizes)
         profile = measure_with("model", unit_samples, job, measure_setups(machine), lambda text: None)  # noqa: ARG005
-        return choose_plan(profile.replace(begins=cut.begins), machine, SearchOptions(batch=batch.size))
+        question = SearchOptions(batch=batch.size, head_chunks=self.options.head_chunks)
+        return choose_plan(profile.replace(begins=cut.begins), machine, question)
 
 
 def may_pad(plan: Plan) -> bool:
