@@ -20,7 +20,7 @@ from pipedejavu.engine import Log
 from pipedejavu.facts import InputError, to_json_text
 from pipedejavu.launch import plan_run
 from pipedejavu.launch.init_trial import InitTrial, run_init_trials
-from pipedejavu.launch.rank_group import RankGroup
+from pipedejavu.session.rank_group import RankGroup
 from pipedejavu.launch.resume import reopen
 from pipedejavu.plan import preset
 from pipedejavu.report import Story

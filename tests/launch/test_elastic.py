@@ -20,7 +20,7 @@ from torch.distributed import HashStore
 
 from pipedejavu.facts import InputError
 from pipedejavu.launch import fit_plan
-from pipedejavu.launch.rank_group import meet
+from pipedejavu.session.rank_group import meet
 from pipedejavu.launch.resume import Known
 from pipedejavu.plan import Plan, preset
 from pipedejavu.planner.worker_host import WorkerHost, make_machine
