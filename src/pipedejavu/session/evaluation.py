@@ -63,6 +63,7 @@ class Evaluation:
                     value = _run(unit, value, state, places.devices[worker])
             if places.is_here(before):
                 device = places.devices[before]
+                assert value is not None
                 output = cut.output(value)
                 targets = _moved(batch.targets, device)
                 summed = self.reduction.summed(self.loss)(output, targets)
@@ -107,9 +108,8 @@ def _state_of(
     for full, table, key, tensor in tensors:
         newest: Tensor | None = tensor
         if weights is not None and (source := weights.worker_of.get(full)) is not None:
-            newest = weights.tensors.get(full)
-            if source != worker:
-                newest = places.pass_on(newest, source, worker)
+            passed = places.pass_on(weights.tensors.get(full), source, worker)
+            newest = passed if isinstance(passed, Tensor) else None
             if newest is not None and full in weights.buffers:
                 newest = newest.clone()  # a module may count its calls, which training must not see
         if places.is_here(worker):

@@ -8,6 +8,7 @@ import atexit
 import hashlib
 import os
 import sys
+import time
 import zlib
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -18,7 +19,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load, save
 from torch import Tensor
-from torch._C._distributed_c10d import PrefixStore
+from torch._C._distributed_c10d import PrefixStore, Store
 from torch.utils import _pytree as pytree
 
 from pipedejavu.facts import InputError
@@ -34,6 +35,8 @@ _CALLS = (
     "the end of the script", "wait",
 )  # fmt: skip
 """What ranks do together; each begins with a comparison, so that ranks that do different things end with a sentence."""
+_LAST_WORDS_S = 1.0
+"""How long the first rank waits for others that fail with it."""
 _joined: "TrainerRanks | None" = None
 
 
@@ -179,7 +182,17 @@ class TrainerRanks:
             if is_lost(error) and store.check(["failed"]):
                 os._exit(1)
             store.set("failed", str(self.rank))
+            store.set(f"ended/{self.rank}", "")
+            if self.rank == 0:
+                self._wait_for_errors(store)
         self.group.leave(error)
+
+    def _wait_for_errors(self, store: Store) -> None:
+        """Lets other ranks print the same error first: the store ends with the first rank if that serves it."""
+        last_s = time.monotonic() + _LAST_WORDS_S
+        while time.monotonic() < last_s and not store.check([f"ended/{rank}" for rank in range(self.size)]):
+            time.sleep(_LAST_WORDS_S / 20)
+        time.sleep(_LAST_WORDS_S / 5)
 
 
 def _is_tensor(leaf: Any) -> bool:
@@ -191,9 +204,9 @@ def _digest(leaves: Sequence[Any]) -> int:
     total = 0
     for leaf in leaves:
         if isinstance(leaf, Tensor):
-            raw = leaf.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+            raw = leaf.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
             total = zlib.crc32(f"{tuple(leaf.shape)} {leaf.dtype}".encode(), total)
-            total = zlib.crc32(memoryview(raw), total)
+            total = zlib.crc32(raw, total)
         else:
             total = zlib.crc32(hashlib.sha256(repr(leaf).encode()).digest(), total)
     return total
