@@ -2,7 +2,7 @@
 
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -34,7 +34,7 @@ class FitLoop:
                     f"a callback is a {type(callback).__name__}; give instances of subclasses of pipedejavu.Callback"
                 )
         for name, given in (("loader", loader), ("eval_loader", eval_loader)):
-            if given is not None and iter(given) is given:
+            if isinstance(given, Iterator):
                 raise InputError(
                     f"{name} is a {type(given).__name__}, which can be read only once; give a DataLoader or a list of"
                     " batches"

@@ -150,12 +150,20 @@ class TrainerPlan:
     def _search(self, loss: Callable[[Any, Any], Tensor], batch: BatchSplit) -> RankedPlan:
         """Measures the model on all devices of this machine; returns the best plan for batches like the sample."""
         machine = self.options.machine or known_machine()
+        return choose_plan(self._measure(loss, batch, machine), machine, SearchOptions(batch=batch.size))
+
+    def measure(self, first: UserBatch, reduction: Reduction) -> Profile:
+        """Measures the model on all devices of this machine, for microbatches of up to as many samples as a batch."""
+        machine = self.options.machine or known_machine()
+        return self._measure(reduction.summed(self.loss), BatchSplit(first, (1,), reduction), machine)
+
+    def _measure(self, loss: Callable[[Any, Any], Tensor], batch: BatchSplit, machine: Machine) -> Profile:
         sizes = [size for size in choose_sizes(min(batch.size, MOST_SAMPLES)) if size <= batch.size]
         cut = batch.cut = cut_model(self.model, batch.own_head(sizes[-1]))
         job = Job(units=cut.units, loss=loss_of(cut, loss), optimizer=self.optimizer(cut.units))
         unit_samples = make_samples(lambda size: UnitSample(cut.units, *batch.head(size), job.loss), sizes)
         profile = measure_with("model", unit_samples, job, measure_setups(machine), lambda text: None)  # noqa: ARG005
-        return choose_plan(profile.replace(begins=cut.begins), machine, SearchOptions(batch=batch.size))
+        return profile.replace(begins=cut.begins)
 
 
 def may_pad(plan: Plan) -> bool:
