@@ -17,14 +17,12 @@ from pipedejavu.engine import AdamW, Optimizer, Threads
 from pipedejavu.engine.engine_state import take_all
 from pipedejavu.engine.replicas import ReplicaCheck
 from pipedejavu.facts import InputError, Machine
-from pipedejavu.facts.printable import tell
 from pipedejavu.health.failure import WorkerError
 from pipedejavu.plan import Plan
-from pipedejavu.planner.replan import PlanSwitch, Replanner, find_switch
+from pipedejavu.planner.replan import PlanSwitch
 from pipedejavu.program import Program
 from pipedejavu.program import compile as compile_plan
 from pipedejavu.run.saved_facts import saved_in
-from pipedejavu.run.throughput import ThroughputMonitor
 from pipedejavu.run.whole_state import WholeState
 from pipedejavu.session.batch_split import BatchSplit
 from pipedejavu.session.callback import Callback
@@ -33,6 +31,7 @@ from pipedejavu.session.fit_history import FitHistory
 from pipedejavu.session.fit_loop import FitLoop
 from pipedejavu.session.loop_checkpoints import load_weights
 from pipedejavu.session.loop_evaluation import LoopEvaluation
+from pipedejavu.session.loop_replanner import LoopReplanner
 from pipedejavu.session.loop_watchdog import start_watchdogs
 from pipedejavu.session.model_refresh import ModelRefresh, release
 from pipedejavu.session.newest_weights import NewestWeights, copy_newest
@@ -125,7 +124,6 @@ class Trainer:
         self._batches: BatchKind = batches
         self._checkpoints = TrainerCheckpoints(self._ranks)
         self._eval: LoopEvaluation | None = None
-        self._steps = 0
         self._losses: list[float] = []
         chosen, self.loss = read_positional(optimizer_and_loss, optimizer, loss)
         self._groups = read_optimizer(model, chosen, scheduler)
@@ -171,9 +169,7 @@ class Trainer:
         self._cut, self._job, self.batch = prepared.cut, prepared.job, prepared.batch
         self.units = self._cut.units
         self._whole_state = WholeState(self.model, self.units)
-        self._switch: PlanSwitch | None = None
-        self._replanner: Replanner | None = None
-        self._replans = self._options.replan and prepared.is_searched
+        self._replanner = LoopReplanner(is_on=self._options.replan and prepared.is_searched)
         self._start(prepared.program, first)
         self.batch.held_out = BatchSplit(first, self.batch.sizes, reduction, self._cut, pads=self.batch.pads)
         ModelRefresh(self).install(self.model)
@@ -207,22 +203,10 @@ class Trainer:
         )
         self._session = TrainingSession(workers, replicas, self._whole_state)
         start_watchdogs(self.threads, prediction.makespan_s / program.plan.steps, self._options.hang_after_s)
-        if self._replans and len(program.workers) > 1:
-            self._replanner = Replanner(ThroughputMonitor(program), self._find_switch, self._request_switch)
-        else:
-            self._replanner = None
-
-    def _find_switch(self, slowdowns: Sequence[float]) -> PlanSwitch | None:
-        """Searches for a plan that pays; assumes that as many steps follow as were made, since the end is unknown."""
-        return find_switch(self.program, slowdowns, self._steps, start_s=0.0)
-
-    def _request_switch(self, switch: PlanSwitch) -> None:
-        self._switch = switch
-        tell(switch.reason)
+        self._replanner.follow(program)
 
     def _switch_plan(self, switch: PlanSwitch, batch: UserBatch) -> None:
         """Replaces the workers by those of another plan, with the same state."""
-        self._switch = None
         assert isinstance(self.threads, Threads), "ranks keep their plan"
         state, updates = take_all(self.threads), self.updates
         del self.threads, self._session  # a GPU may not have memory for both
@@ -242,8 +226,8 @@ class Trainer:
         batch = self._whole(batch, "step")
         if not self._is_started:
             self._begin(batch)
-        if self._switch is not None:
-            self._switch_plan(self._switch, self.batch.batch)
+        if self._replanner.switch is not None:
+            self._switch_plan(self._replanner.switch, self.batch.batch)
         self.is_stale = False  # tracing a new batch shape reads the model's state
         try:
             self.batch.take(batch, first=self.threads.updates * self.program.update_size)
@@ -255,12 +239,9 @@ class Trainer:
         spans = self.threads.run()
         if self._groups is not None:
             self._groups.end()
-        self._steps += 1
         if self._session.replicas.is_due(self.updates, self.program.plan.steps):
             self._check_replicas()
-        if self._replanner is not None:
-            self._replanner.throughput.take_round(time.perf_counter() - start_s, spans)
-            self._replanner.look()
+        self._replanner.take_step(time.perf_counter() - start_s, spans)
         losses = [loss for worker in self.threads.handlers for loss in worker.log.losses.values()]
         for worker in self.threads.handlers:
             worker.log.forget_losses()

@@ -94,7 +94,8 @@ class TrainerRanks:
         """Returns the batch of all ranks, and whether each rank has given all of it or its share."""
         leaves = pytree.tree_leaves(batch if not isinstance(batch, Mapping) else dict(batch))
         digest = _digest(leaves)
-        digests = [row[0] for row in self.agree(call, digest)]
+        rows = self.agree(call, digest, form.num_items or 0)
+        digests = [row[0] for row in rows]
         is_same = len({*digests}) == 1
         if kind == "auto" or self.size == 1:
             kind = "global" if is_same else "shard"
@@ -115,7 +116,13 @@ class TrainerRanks:
                 f"all {self.size} ranks give the same batch, and batches are 'shard', each rank's share; give the"
                 " DataLoader a DistributedSampler, or batches='global' to train on it once"
             )
-        return (batch if kind == "global" else self._joined_shards(form)), kind
+        if kind == "global":
+            return batch, kind
+        items = [row[1] for row in rows]  # of all ranks already, as transformers' Trainer counts, or of each
+        whole = self._joined_shards(form)
+        if any(items) and isinstance(whole, dict):
+            whole["num_items_in_batch"] = items[0] if len({*items}) == 1 else sum(items)
+        return whole, kind
 
     def _joined_shards(self, form: UserBatch) -> Any:
         """Returns the samples of all ranks in their order, as a batch of the user's form."""
