@@ -60,7 +60,7 @@ def evaluated_plainly(model: nn.Module, loader) -> dict[str, float]:
 @pytest.mark.parametrize("plan", ["1f1b", "ddp", "chimera", "parameter-server", "easgd"])
 @pytest.mark.parametrize("kind", [chain, Classifier])
 def test_metrics_are_those_of_the_trained_model(kind, plan) -> None:
-    model, trainer = make(kind, plan)
+    _, trainer = make(kind, plan)
     for batch in batches(16, 16, 16):
         trainer.step(batch)
     loader = batches(9, 9, 4)

@@ -65,23 +65,23 @@ class Notes(Callback):
     def __init__(self, last: int):
         self.last, self.calls = last, []
 
-    def on_train_begin(self, trainer):
+    def on_train_begin(self, *_):
         self.calls.append("begin")
 
-    def on_epoch_begin(self, trainer, epoch):
+    def on_epoch_begin(self, _, epoch):
         self.calls.append(f"epoch {epoch}")
 
-    def on_step_end(self, trainer, loss):
+    def on_step_end(self, trainer, *_):
         self.calls.append(f"step {trainer.updates}")
         trainer.should_stop = trainer.updates == self.last
 
-    def on_evaluate(self, trainer, metrics):
+    def on_evaluate(self, _, metrics):
         self.calls.append(f"evaluate {metrics['samples']}")
 
-    def on_epoch_end(self, trainer, record):
+    def on_epoch_end(self, _, record):
         self.calls.append(f"end {record.epoch} {record.steps}")
 
-    def on_train_end(self, trainer, history):
+    def on_train_end(self, _, history):
         self.calls.append(f"all {len(history.losses)}")
 
 

@@ -47,6 +47,8 @@ class BatchSplit:
         self.sizes, self.reduction, self.cut, self.pads = sizes, reduction, cut, pads
         self.forms: list[str] = []
         """The forms that batches had so far."""
+        self.counts: list[int] = []
+        """Samples or labels that count, per microbatch."""
         self.structure = ""
         self.cuts = [cut] if cut is not None else []
         """The cuts whose units run the microbatches; each worker has a copy."""
@@ -79,7 +81,7 @@ class BatchSplit:
         self.is_padding = [part == 0 for part in parts]
         counts = [self.reduction.count(part.targets) for part in self.parts]
         self.counts = [0 if fills else count for fills, count in zip(self.is_padding, counts, strict=True)]
-        if batch.num_items is not None and sum(self.counts):
+        if batch.num_items is not None and any(self.counts):
             self._divide_by(batch.num_items)
         if not sum(self.counts):
             raise InputError(

@@ -77,10 +77,11 @@ class Trainer:
     Batches may be shorter than the sample, and samples may vary in length. A model that is not a chain is traced again
     for each new shape of a microbatch.
 
+    `clip_norm` limits the norm of all gradients of an update, as `clip_grad_norm_` does.
+
     In a process that torchrun started, the workers are the ranks. Every rank runs the same script and makes the same
     calls. With `batches="global"` each rank gives the whole batch, with "shard" its share, as under
-    DistributedDataParallel; "auto" takes the first batch for whole if it is the same on all ranks, and for shares
-    otherwise. Losses and metrics are those of the whole batch, on all ranks.
+    DistributedDataParallel; "auto" decides by whether the first batch is the same on all ranks.
 
     Before the first step, copies of the model and of its units run the sample; a model whose units compute something
     else is refused. `check_model=False` skips this.
@@ -104,6 +105,7 @@ class Trainer:
         plan: str | Plan = "1f1b",
         workers: int | None = None,
         batches: BatchKind = "auto",
+        clip_norm: float | None = None,
         seed: int = 0,
         machine: Machine | None = None,
         replan: bool = True,
@@ -120,7 +122,7 @@ class Trainer:
         """Whether the user's model lacks updates that were made."""
         self.should_stop = False
         """Set by a callback to end `fit` after this step."""
-        self._ranks = TrainerRanks.join()
+        self._ranks = TrainerRanks.join(batches)
         self._batches: BatchKind = batches
         self._checkpoints = TrainerCheckpoints(self._ranks)
         self._eval: LoopEvaluation | None = None
@@ -137,6 +139,7 @@ class Trainer:
             hang_after_s=hang_after_s,
             check_replicas=check_replicas,
             check_model=check_model,
+            clip_norm=clip_norm,
             ranks=self._ranks,
         )
         self._reading: tuple[UserBatch, Reduction] | None = None

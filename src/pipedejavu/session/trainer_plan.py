@@ -3,7 +3,7 @@
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -46,6 +46,7 @@ class TrainerOptions:
     hang_after_s: float | None
     check_replicas: int
     check_model: bool
+    clip_norm: float | None = None
     ranks: TrainerRanks | None = None
     """The ranks that are the workers; None if they are threads."""
 
@@ -108,9 +109,7 @@ class TrainerPlan:
         batch = BatchSplit(first, _sizes(plan), reduction, pads=may_pad(plan))
         cut = batch.cut = cut_model(self.model, batch.own_inputs(0), plan.cut.begins)
         summed = without_padding(reduction.summed(self.loss))
-        job = Job(
-            units=cut.units, loss=loss_of(cut, summed), optimizer=self.optimizer(cut.units), seed=self.options.seed
-        )
+        job = self._job(cut, summed)
         program = compile_plan(plan, profile, machine, fold=False)
         return PreparedModel(cut, job, program, batch, is_searched=False)
 
@@ -124,6 +123,8 @@ class TrainerPlan:
         summed = without_padding(reduction.summed(self.loss))
         best = self._search(summed, BatchSplit(first, (1,), reduction)) if options.plan == "auto" else None
         plan = _sized(best.plan if best else options.plan, options.workers)
+        if options.clip_norm is not None and plan.reduce.clip == "none":
+            plan = plan.replace(reduce=plan.reduce.replace(clip="global"))
         if options.ranks is not None and plan.num_workers != options.ranks.size:
             raise InputError(
                 f"the plan has {plan.num_workers} workers and {options.ranks.size} ranks were started; start one for"
@@ -131,7 +132,7 @@ class TrainerPlan:
             )
         batch = BatchSplit(first, _sizes(plan), reduction, pads=may_pad(plan))
         cut = batch.cut = cut_model(self.model, batch.own_inputs(0), plan.cut.begins)
-        job = Job(units=cut.units, loss=loss_of(cut, summed), optimizer=self.optimizer(cut.units), seed=options.seed)
+        job = self._job(cut, summed)
         if best is not None:
             program = compile_plan(plan, best.profile, best.machine, fold=False)
         else:
@@ -139,6 +140,11 @@ class TrainerPlan:
         if options.check_model:
             self._check(PreparedModel(cut, job, program, batch, best is not None), summed)
         return PreparedModel(cut, job, program, batch, best is not None)
+
+    def _job(self, cut: ModelCut, summed: Callable[[Any, Any], Tensor]) -> Job:
+        options, optimizer = self.options, self.optimizer(cut.units)
+        loss = loss_of(cut, summed)
+        return Job(units=cut.units, loss=loss, optimizer=optimizer, seed=options.seed, clip_norm=options.clip_norm)
 
     def _check(self, prepared: PreparedModel, summed: Callable[[Any, Any], Tensor]) -> None:
         """Raises InputError if the units compute something else than the model."""
@@ -150,7 +156,8 @@ class TrainerPlan:
     def _search(self, loss: Callable[[Any, Any], Tensor], batch: BatchSplit) -> RankedPlan:
         """Measures the model on all devices of this machine; returns the best plan for batches like the sample."""
         machine = self.options.machine or known_machine()
-        return choose_plan(self._measure(loss, batch, machine), machine, SearchOptions(batch=batch.size))
+        clip: Literal["none", "global"] = "none" if self.options.clip_norm is None else "global"
+        return choose_plan(self._measure(loss, batch, machine), machine, SearchOptions(batch=batch.size, clip=clip))
 
     def measure(self, first: UserBatch, reduction: Reduction) -> Profile:
         """Measures the model on all devices of this machine, for microbatches of up to as many samples as a batch."""

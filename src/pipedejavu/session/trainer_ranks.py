@@ -13,7 +13,7 @@ import zlib
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 import torch.distributed as dist
@@ -52,9 +52,11 @@ class TrainerRanks:
         atexit.register(self._end)
 
     @classmethod
-    def join(cls) -> "TrainerRanks | None":
+    def join(cls, batches: BatchKind) -> "TrainerRanks | None":
         """Joins the ranks of this run once per process; returns None in a process that has no others."""
         global _joined
+        if batches not in get_args(BatchKind):
+            raise InputError(f"batches is {batches!r}; give one of {', '.join(map(repr, get_args(BatchKind)))}")
         if _joined is None:
             is_launched = bool(os.environ.get("RANK") and os.environ.get("WORLD_SIZE"))
             if not dist.is_initialized() and not is_launched:
