@@ -72,7 +72,7 @@ class Evaluation:
     def _cut(self, inputs: Any) -> ModelCut:
         form = str(pytree.tree_map_only(Tensor, lambda t: (tuple(t.shape), t.dtype), inputs))
         known = self._cuts.get(form)
-        if known is None or known.way == "chain":  # a chain may have got other hooks; reading it costs nothing
+        if known is None or known.method == "chain":  # a chain may have got other hooks; reading it costs nothing
             known = self._cuts[form] = cut_model(self.model, inputs)
         return known
 
