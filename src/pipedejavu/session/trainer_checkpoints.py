@@ -22,8 +22,8 @@ class TrainerCheckpoints:
         if self._saver is None or self._saver.checkpoint_dir.path != folder:
             self.wait()
             ranks = self.ranks
-            board = (ranks.store("saver"), ranks.size) if ranks else None
-            self._saver = Saver(CheckpointDir(folder), rank=ranks.rank if ranks else 0, board=board, tell=tell)
+            store = (ranks.store("saver"), ranks.size) if ranks else None
+            self._saver = Saver(CheckpointDir(folder), rank=ranks.rank if ranks else 0, store=store, tell=tell)
         self._saver.save(step, tensors, about)
 
     def wait(self) -> None:
