@@ -47,6 +47,7 @@ class TrainerRanks:
         self.group, self.rank, self.size = group, group.rank, group.size
         self._is_over = False
         self._numbers: dict[str, int] = {}
+        self._said: set[str] = set()
         self._hook = sys.excepthook
         sys.excepthook = self._end_with
         atexit.register(self._end)
@@ -101,12 +102,11 @@ class TrainerRanks:
         is_same = len({*digests}) == 1
         if kind == "auto" or self.size == 1:
             kind = "global" if is_same else "shard"
-            if self.size > 1 and self.rank == 0:
-                tell(
-                    f"all {self.size} ranks give the same batch: each step trains once on its {form.size} samples"
-                    if is_same
-                    else f"each of the {self.size} ranks gives its share of a batch: a step trains on all of them"
-                )
+            self._say(
+                f"all {self.size} ranks give the same batch: a step trains on it once"
+                if is_same
+                else f"each of the {self.size} ranks gives its share of a batch: a step trains on all of them"
+            )
         elif kind == "global" and not is_same:
             other = next(rank for rank in range(self.size) if digests[rank] != digests[0])
             raise InputError(
@@ -125,6 +125,12 @@ class TrainerRanks:
         if any(items) and isinstance(whole, dict):
             whole["num_items_in_batch"] = items[0] if len({*items}) == 1 else sum(items)
         return whole, kind
+
+    def _say(self, sentence: str) -> None:
+        """Tells the user something once."""
+        if self.size > 1 and self.rank == 0 and sentence not in self._said:
+            tell(sentence)
+        self._said.add(sentence)
 
     def _joined_shards(self, form: UserBatch) -> Any:
         """Returns the samples of all ranks in their order, as a batch of the user's form."""
