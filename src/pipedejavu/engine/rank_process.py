@@ -1,7 +1,7 @@
 """Workers as processes under torch.distributed: runs one rank's worker of a program."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -44,7 +44,7 @@ class RankRun:
         self.program, self.rank, self.wire = program, rank, RankWire(program, rank)
         self.handlers = make_handlers(program, rank, job, batches, self.wire)
 
-    def rounds(self, updates: range) -> Iterator[RankRound]:
+    def rounds(self, updates: Iterable[int]) -> Iterator[RankRound]:
         """Runs a round from each of `updates`, and yields it when it has ended.
 
         All ranks start the first round together. A rank starts its next round when the caller asks for it; the caller

@@ -83,6 +83,12 @@ class HybridAdamW(Optimizer):
             microbatches: backward passes per step; updates that do not wait for the norm begin in the last one.
             host_threads: threads of the host's update; by default all cores but two.
         """
+        if not isinstance(model, nn.Module):
+            raise InputError(
+                "HybridAdamW takes the model, whose forward it hooks to bring weights in time, and is given a"
+                f" {type(model).__name__}; write HybridAdamW(model, lr=...), or HybridAdamW(model, params, lr=...) for"
+                " groups or some of its parameters"
+            )
         parameters = [p for p in model.parameters() if p.requires_grad] if params is None else params
         self._scheduler: StepScheduler | None = None
         _check_factors(clip_norm, microbatches, window)

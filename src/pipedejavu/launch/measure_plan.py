@@ -7,7 +7,6 @@ import torch
 
 from pipedejavu.engine import Job
 from pipedejavu.facts import Link, Machine, Profile
-from pipedejavu.launch.rank_group import RankGroup
 from pipedejavu.plan import Plan
 from pipedejavu.planner.cache import find, keep
 from pipedejavu.planner.measure import measure
@@ -18,6 +17,7 @@ from pipedejavu.probe.memory_link import measure_worker_link
 from pipedejavu.profile import background_load, merge_profiles
 from pipedejavu.program.pipeline import assign_devices
 from pipedejavu.run.options import TrainOptions
+from pipedejavu.session.rank_group import RankGroup
 from pipedejavu.source.task import Prepared, draw, prepare
 
 _NOT_MEASURED = {

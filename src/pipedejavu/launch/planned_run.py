@@ -9,7 +9,6 @@ from pipedejavu.engine.log_check import check_replayable
 from pipedejavu.facts import InputError, Link, Machine, Profile
 from pipedejavu.launch.handover import Handover
 from pipedejavu.launch.measure_plan import measure_messages, measure_plan, open_model
-from pipedejavu.launch.rank_group import RankGroup
 from pipedejavu.launch.run_check import check_run
 from pipedejavu.plan import Plan
 from pipedejavu.planner.replan import check_replan
@@ -27,6 +26,7 @@ from pipedejavu.program.pipeline import assign_devices
 from pipedejavu.run.checkpoint_interval import choose_interval, steps_of
 from pipedejavu.run.options import TrainOptions
 from pipedejavu.run.run_folder import RunStart
+from pipedejavu.session.rank_group import RankGroup
 from pipedejavu.source.chosen_data import data_choice
 from pipedejavu.source.hf_model import check_data
 from pipedejavu.source.initial_weights import describe_dtype

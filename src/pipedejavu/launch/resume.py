@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from pipedejavu.facts import InputError, Machine, Profile
-from pipedejavu.launch.rank_group import RankGroup
 from pipedejavu.plan import Plan
 from pipedejavu.planner.replan import PlanSwitch
 from pipedejavu.run.options import TrainOptions
@@ -13,6 +12,7 @@ from pipedejavu.run.run_folder import RunFolder, RunStart
 from pipedejavu.run.run_lock import lock_run
 from pipedejavu.run.saved_facts import check_finite, saved_in
 from pipedejavu.run.settings import read_settings
+from pipedejavu.session.rank_group import RankGroup
 from pipedejavu.source.fingerprint import describe_changes, read_fingerprints
 from pipedejavu.store import Checkpoint
 

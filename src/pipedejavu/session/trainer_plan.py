@@ -1,15 +1,16 @@
 """What a Trainer settles on its first batch: the reduction of the loss, the units, the plan and its program."""
 
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from pipedejavu.engine import Job, Optimizer
 from pipedejavu.engine.device import device_of
-from pipedejavu.facts import InputError, Machine
+from pipedejavu.facts import InputError, Machine, Profile
 from pipedejavu.facts.printable import tell
 from pipedejavu.model_check.check import Checked, Sample
 from pipedejavu.model_check.check import check_model as check_units
@@ -17,7 +18,7 @@ from pipedejavu.plan import Plan, preset
 from pipedejavu.planner.measure import measure
 from pipedejavu.planner.planning import MOST_SAMPLES, choose_plan, known_machine, measure_setups
 from pipedejavu.planner.profiling import choose_sizes, measure_with
-from pipedejavu.planner.worker_host import devices_to_measure, make_machine, read_worker_hosts, torch_device
+from pipedejavu.planner.worker_host import WorkerHost, devices_to_measure, make_machine, read_worker_hosts, torch_device
 from pipedejavu.profile import ModelCut, UnitSample, cut_model, make_samples
 from pipedejavu.profile.sequential import Units
 from pipedejavu.program import Program
@@ -25,6 +26,7 @@ from pipedejavu.program import compile as compile_plan
 from pipedejavu.program.pipeline import assign_devices
 from pipedejavu.search import RankedPlan, SearchOptions
 from pipedejavu.session.batch_split import BatchSplit, without_padding
+from pipedejavu.session.trainer_ranks import TrainerRanks
 from pipedejavu.source.loss_reduction import Loss, Reduction, find_reduction, own_loss
 from pipedejavu.source.task import loss_of
 from pipedejavu.source.user_batch import UserBatch
@@ -44,7 +46,10 @@ class TrainerOptions:
     hang_after_s: float | None
     check_replicas: int
     check_model: bool
-    head_chunks: int | None
+    head_chunks: int | None = None
+    clip_norm: float | None = None
+    ranks: TrainerRanks | None = None
+    """The ranks that are the workers; None if they are threads."""
 
 
 class PreparedModel(NamedTuple):
@@ -78,24 +83,71 @@ class TrainerPlan:
         self.model, self.loss, self.optimizer, self.options = model, loss or own_loss, optimizer, options
 
     def prepare(self, first: UserBatch, reduction: Reduction) -> PreparedModel:
-        """Cuts the model, searches for a plan if none is given, compiles it and checks the units."""
+        """Cuts the model, searches for a plan if none is given, compiles it and checks the units.
+
+        On several ranks the first plans, and the others take its plan.
+        """
+        ranks = self.options.ranks
+        if ranks is None:
+            return self._prepare(first, reduction)
+        hosts = ranks.group.worker_hosts()
+        prepared, failed, handed = None, "", ""
+        if ranks.rank == 0:
+            try:
+                prepared = self._prepare(first, reduction, hosts)
+                program = prepared.program
+                handed = json.dumps([part.to_json() for part in (program.plan, program.profile, program.machine)])
+            except InputError as error:
+                failed = str(error)
+        if failed := ranks.broadcast_text(failed):
+            raise InputError(failed)
+        parts = json.loads(ranks.broadcast_text(handed))
+        return prepared or self._prepare_as(first, reduction, parts)
+
+    def _prepare_as(self, first: UserBatch, reduction: Reduction, parts: Sequence[str]) -> PreparedModel:
+        """Cuts the model and compiles the plan as the first rank has, given its plan, profile and machine."""
+        plan, profile, machine = Plan.from_json(parts[0]), Profile.from_json(parts[1]), Machine.from_json(parts[2])
+        batch = BatchSplit(first, _sizes(plan), reduction, pads=may_pad(plan))
+        cut = batch.cut = cut_model(self.model, batch.own_inputs(0), plan.cut.begins)
+        summed = without_padding(reduction.summed(self.loss))
+        job = self._job(cut, summed)
+        program = compile_plan(plan, profile, machine, fold=False)
+        return PreparedModel(cut, job, program, batch, is_searched=False)
+
+    def _prepare(self, first: UserBatch, reduction: Reduction, hosts: Sequence[WorkerHost] = ()) -> PreparedModel:
         options = self.options
+        if options.plan == "auto" and options.ranks is not None:
+            raise InputError(
+                "plan='auto' searches for workers of one process, and torchrun started"
+                f" {options.ranks.size} ranks; give a plan with as many workers, such as '1f1b' or 'ddp'"
+            )
         summed = without_padding(reduction.summed(self.loss))
         best = self._search(summed, BatchSplit(first, (1,), reduction)) if options.plan == "auto" else None
         plan = _sized(best.plan if best else options.plan, options.workers)
         if options.head_chunks is not None:
             plan = plan.replace(order=plan.order.replace(head_chunks=options.head_chunks))
-        sizes = (1,) * (plan.feed.microbatches * _copies(plan) * plan.steps)
-        batch = BatchSplit(first, sizes, reduction, pads=may_pad(plan))
+        if options.clip_norm is not None and plan.reduce.clip == "none":
+            plan = plan.replace(reduce=plan.reduce.replace(clip="global"))
+        if options.ranks is not None and plan.num_workers != options.ranks.size:
+            raise InputError(
+                f"the plan has {plan.num_workers} workers and {options.ranks.size} ranks were started; start one for"
+                " each"
+            )
+        batch = BatchSplit(first, _sizes(plan), reduction, pads=may_pad(plan))
         cut = batch.cut = cut_model(self.model, batch.own_inputs(0), plan.cut.begins)
-        job = Job(units=cut.units, loss=loss_of(cut, summed), optimizer=self.optimizer(cut.units), seed=options.seed)
+        job = self._job(cut, summed)
         if best is not None:
             program = compile_plan(plan, best.profile, best.machine, fold=False)
         else:
-            program = _measure_and_compile(job, plan, batch, options.machine)
+            program = _measure_and_compile(job, plan, batch, options.machine, hosts)
         if options.check_model:
             self._check(PreparedModel(cut, job, program, batch, best is not None), summed)
         return PreparedModel(cut, job, program, batch, best is not None)
+
+    def _job(self, cut: ModelCut, summed: Callable[[Any, Any], Tensor]) -> Job:
+        options, optimizer = self.options, self.optimizer(cut.units)
+        loss = loss_of(cut, summed)
+        return Job(units=cut.units, loss=loss, optimizer=optimizer, seed=options.seed, clip_norm=options.clip_norm)
 
     def _check(self, prepared: PreparedModel, summed: Callable[[Any, Any], Tensor]) -> None:
         """Raises InputError if the units compute something else than the model."""
@@ -107,13 +159,22 @@ class TrainerPlan:
     def _search(self, loss: Callable[[Any, Any], Tensor], batch: BatchSplit) -> RankedPlan:
         """Measures the model on all devices of this machine; returns the best plan for batches like the sample."""
         machine = self.options.machine or known_machine()
+        clip: Literal["none", "global"] = "none" if self.options.clip_norm is None else "global"
+        question = SearchOptions(batch=batch.size, clip=clip, head_chunks=self.options.head_chunks)
+        return choose_plan(self._measure(loss, batch, machine), machine, question)
+
+    def measure(self, first: UserBatch, reduction: Reduction) -> Profile:
+        """Measures the model on all devices of this machine, for microbatches of up to as many samples as a batch."""
+        machine = self.options.machine or known_machine()
+        return self._measure(reduction.summed(self.loss), BatchSplit(first, (1,), reduction), machine)
+
+    def _measure(self, loss: Callable[[Any, Any], Tensor], batch: BatchSplit, machine: Machine) -> Profile:
         sizes = [size for size in choose_sizes(min(batch.size, MOST_SAMPLES)) if size <= batch.size]
         cut = batch.cut = cut_model(self.model, batch.own_head(sizes[-1]))
         job = Job(units=cut.units, loss=loss_of(cut, loss), optimizer=self.optimizer(cut.units))
         unit_samples = make_samples(lambda size: UnitSample(cut.units, *batch.head(size), job.loss), sizes)
         profile = measure_with("model", unit_samples, job, measure_setups(machine), lambda text: None)  # noqa: ARG005
-        question = SearchOptions(batch=batch.size, head_chunks=self.options.head_chunks)
-        return choose_plan(profile.replace(begins=cut.begins), machine, question)
+        return profile.replace(begins=cut.begins)
 
 
 def may_pad(plan: Plan) -> bool:
@@ -128,19 +189,26 @@ def _sized(plan: str | Plan, workers: int) -> Plan:
     return plan if plan.version.kind != "sync" else plan.replace(steps=1)
 
 
-def _measure_and_compile(job: Job, plan: Plan, batch: BatchSplit, machine: Machine | None) -> Program:
+def _sizes(plan: Plan) -> tuple[int, ...]:
+    """Returns equal sizes of all microbatches of a step."""
+    return (1,) * (plan.feed.microbatches * _copies(plan) * plan.steps)
+
+
+def _measure_and_compile(
+    job: Job, plan: Plan, batch: BatchSplit, machine: Machine | None, hosts: Sequence[WorkerHost]
+) -> Program:
     """Measures a job at the microbatch size of a batch, and compiles the plan for it."""
     plan = plan.replace(feed=plan.feed.replace(samples=batch.length(0)))
-    plan, machine = _place(plan, machine)
+    plan, machine = _place(plan, machine, hosts)
     kinds = _kinds(plan, machine)
     profile = measure("model", job, plan, batch.head, lambda numbers: batch.head(len(numbers)), kinds)
     return compile_plan(plan, profile, machine, fold=False)
 
 
-def _place(plan: Plan, machine: Machine | None) -> tuple[Plan, Machine]:
-    """Returns a plan, and a machine with a device for each of its workers."""
+def _place(plan: Plan, machine: Machine | None, hosts: Sequence[WorkerHost]) -> tuple[Plan, Machine]:
+    """Returns a plan, and a machine with a device for each of its workers; `hosts` are those of ranks."""
     if machine is None:
-        return make_machine(plan, read_worker_hosts(plan.num_workers), "auto")
+        return make_machine(plan, hosts or read_worker_hosts(plan.num_workers), "auto")
     return plan, machine.divided(plan.num_workers) if plan.place.devices is None else machine
 
 
