@@ -17,6 +17,7 @@ from pipedejavu.engine.wire import ProcessWire
 from pipedejavu.engine.worker_loop import WorkerLoop
 from pipedejavu.facts import InputError, MemoryFile, Span
 from pipedejavu.program import Program, ValueKind
+from pipedejavu.runtime.compiled_unit import UnitCompiler
 
 
 class RankRound(NamedTuple):
@@ -43,7 +44,8 @@ class RankRun:
             )
         wire = ProcessWire(rank, {name: group.workers for name, group in program.groups.items()})
         self.program, self.rank = program, rank
-        self.handlers = make_handlers(program, rank, job, batches, wire)
+        compiler = UnitCompiler() if program.plan.is_compiled else None
+        self.handlers = make_handlers(program, rank, job, batches, wire, compiler)
 
     def rounds(self, updates: range) -> Iterator[RankRound]:
         """Runs a round from each of `updates`, and yields it when it has ended.
