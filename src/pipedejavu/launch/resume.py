@@ -140,5 +140,5 @@ def is_same_plan(requested: Plan, known: Plan) -> bool:
     reduce = requested.reduce.replace(
         clip=known.reduce.clip if requested.reduce.clip == "none" else requested.reduce.clip
     )
-    settled = {"place": place, "feed": feed, "cut": cut, "reduce": reduce}
+    settled = {"place": place, "feed": feed, "cut": cut, "reduce": reduce, "is_compiled": known.is_compiled}
     return requested.replace(steps=known.steps, decisions=known.decisions, **settled) == known

@@ -20,6 +20,7 @@ from pipedejavu.facts.printable import tell
 from pipedejavu.health.failure import WorkerError
 from pipedejavu.health.watchdog import HangWatchdog
 from pipedejavu.plan import Plan
+from pipedejavu.planner.compile_choice import read_mode
 from pipedejavu.planner.replan import PlanSwitch, Replanner, find_switch
 from pipedejavu.program import Program
 from pipedejavu.program import compile as compile_plan
@@ -73,6 +74,8 @@ class Trainer:
     If an action takes longer than `hang_after_s` (0: no limit; None: a limit far above the forecast of a step), `step`
     raises a WorkerError that names the action and its line of code. The Trainer cannot be used after that.
 
+    With `compile` units run under torch.compile: "on" or True, "off" or False, or "auto", if some 200 steps repay it.
+
     Replicas that share every update must hold equal weights. They are compared every `check_replicas` updates (0:
     never), before each checkpoint and before `save_to_model`. A WorkerError names the replica that differs; `load` then
     restores the last checkpoint.
@@ -94,6 +97,7 @@ class Trainer:
         hang_after_s: float | None = None,
         check_replicas: int = 50,
         check_model: bool = True,
+        compile: str | bool = "auto",  # noqa: A002
     ):
         check_autocast("Trainer()")
         check_parameters(model)
@@ -119,6 +123,7 @@ class Trainer:
             hang_after_s=hang_after_s,
             check_replicas=check_replicas,
             check_model=check_model,
+            compile=read_mode(compile),
         )
         self._reading: tuple[UserBatch, Reduction] | None = None
         self._loaded: Checkpoint | None = None

@@ -9,11 +9,12 @@ from torch import Tensor, nn
 
 from pipedejavu.engine import Job, Optimizer
 from pipedejavu.engine.device import device_of
-from pipedejavu.facts import InputError, Machine
+from pipedejavu.facts import InputError, Machine, Profile
 from pipedejavu.facts.printable import tell
 from pipedejavu.model_check.check import Checked, Sample
 from pipedejavu.model_check.check import check_model as check_units
 from pipedejavu.plan import Plan, preset
+from pipedejavu.planner.compile_choice import ASSUMED_STEPS, CompileMode, choose_compile
 from pipedejavu.planner.measure import measure
 from pipedejavu.planner.planning import MOST_SAMPLES, choose_plan, known_machine, measure_setups
 from pipedejavu.planner.profiling import choose_sizes, measure_with
@@ -44,6 +45,7 @@ class TrainerOptions:
     hang_after_s: float | None
     check_replicas: int
     check_model: bool
+    compile: CompileMode
 
 
 class PreparedModel(NamedTuple):
@@ -89,7 +91,7 @@ class TrainerPlan:
         if best is not None:
             program = compile_plan(plan, best.profile, best.machine, fold=False)
         else:
-            program = _measure_and_compile(job, plan, batch, options.machine)
+            program = _measure_and_compile(job, plan, batch, options)
         if options.check_model:
             self._check(PreparedModel(cut, job, program, batch, best is not None), summed)
         return PreparedModel(cut, job, program, batch, best is not None)
@@ -108,8 +110,29 @@ class TrainerPlan:
         cut = batch.cut = cut_model(self.model, batch.own_head(sizes[-1]))
         job = Job(units=cut.units, loss=loss_of(cut, loss), optimizer=self.optimizer(cut.units))
         unit_samples = make_samples(lambda size: UnitSample(cut.units, *batch.head(size), job.loss), sizes)
-        profile = measure_with("model", unit_samples, job, measure_setups(machine), lambda text: None)  # noqa: ARG005
-        return choose_plan(profile.replace(begins=cut.begins), machine, SearchOptions(batch=batch.size))
+        setups = measure_setups(machine)
+
+        def measure_units(is_compiled: bool) -> Profile:
+            profile = measure_with("model", unit_samples, job, setups, lambda _: None, is_compiled=is_compiled)
+            return profile.replace(begins=cut.begins)
+
+        best = choose_plan(measure_units(False), machine, SearchOptions(batch=batch.size))
+        mode = self.options.compile
+        chosen = choose_compile(
+            best.plan,
+            best.profile,
+            best.machine,
+            mode,
+            ASSUMED_STEPS,
+            lambda is_compiled: with_times(best.profile, measure_units(is_compiled)),
+        )
+        return best.replace(plan=chosen.plan, profile=chosen.profile)
+
+
+def with_times(profile: Profile, compiled: Profile) -> Profile:
+    """Returns a profile with the times of compiled units; kinds of devices that these lack keep their times."""
+    units = zip(profile.units, compiled.units, strict=True)
+    return profile.replace(units=tuple(unit.replace(times={**unit.times, **other.times}) for unit, other in units))
 
 
 def may_pad(plan: Plan) -> bool:
@@ -124,12 +147,17 @@ def _sized(plan: str | Plan, workers: int) -> Plan:
     return plan if plan.version.kind != "sync" else plan.replace(steps=1)
 
 
-def _measure_and_compile(job: Job, plan: Plan, batch: BatchSplit, machine: Machine | None) -> Program:
+def _measure_and_compile(job: Job, plan: Plan, batch: BatchSplit, options: TrainerOptions) -> Program:
     """Measures a job at the microbatch size of a batch, and compiles the plan for it."""
     plan = plan.replace(feed=plan.feed.replace(samples=batch.length(0)))
-    plan, machine = _place(plan, machine)
+    plan, machine = _place(plan, options.machine)
     kinds = _kinds(plan, machine)
-    profile = measure("model", job, plan, batch.head, lambda numbers: batch.head(len(numbers)), kinds)
+
+    def measure_units(is_compiled: bool) -> Profile:
+        load = lambda numbers: batch.head(len(numbers))  # noqa: E731
+        return measure("model", job, plan, batch.head, load, kinds, is_compiled=is_compiled)
+
+    plan, profile = choose_compile(plan, None, machine, options.compile, ASSUMED_STEPS, measure_units)
     return compile_plan(plan, profile, machine, fold=False)
 
 
