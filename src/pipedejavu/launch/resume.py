@@ -18,7 +18,7 @@ from pipedejavu.store import Checkpoint
 
 CHANGEABLE = {
     "steps", "lr", "clip_norm", "on_nan", "max_consecutive_skips", "on_oom", "checkpoint_every", "hang_after_s", "log",
-    "replan",
+    "replan", "compile",
 }  # fmt: skip
 """Options that may change when a run is resumed."""
 

@@ -135,5 +135,5 @@ def _step_s(plan: Plan, profile: Profile, machine: Machine) -> float:
 
 def _cost_s(plan: Plan, profile: Profile, machine: Machine) -> float:
     """Returns the assumed time of compiling the distinct units: alike ones have one measurement."""
-    distinct = {(unit.times[min(unit.times)], unit.parameter_parts) for unit in profile.units}
+    distinct = {unit.replace(name="").to_json() for unit in profile.units}
     return len(distinct) * max(ASSUMED_COMPILE_S[type_] for type_ in _types(plan, machine))
