@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch._inductor.config
 from torch._dynamo.utils import counters
 
-from pipedejavu.engine import AdamW, Sgd, run_threads
+from pipedejavu.engine import AdamW, Sgd, Threads, run_threads
 from pipedejavu.engine.handlers import Handlers
 from pipedejavu.facts import FaultsError
 from pipedejavu.plan import Keep
@@ -26,6 +27,8 @@ on_gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), rea
 @pytest.fixture(autouse=True)
 def _few_compilers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "1")
+    if hasattr(torch._inductor.config, "deterministic"):  # else another run may choose other kernels
+        monkeypatch.setattr(torch._inductor.config, "deterministic", True)
     monkeypatch.setattr(logging.getLogger("torch.__trace"), "disabled", True)  # pytest would keep every record
     torch._dynamo.reset()
     counters.clear()
@@ -134,3 +137,14 @@ def test_masks_of_compiled_units_on_a_gpu_are_those_of_eager_ones(make: Make, dt
     case = make("1f1b", "gpt", **sizes, optimizer=Sgd(lr=0.1), type_="gpu")
     eager = {n: w.cpu() for weights in case.outcome.weights.values() for n, w in weights.items()}
     assert compiled(case).furthest(eager) <= 1e-4
+
+
+def test_the_watchdog_does_not_count_the_time_of_compiling(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While a unit compiles, its lane has no action; before and after it has the one that compiles."""
+    graph_only(monkeypatch)
+    case = compiled(make("ddp", "mlp", workers=1, microbatches=1, steps=1))
+    threads, seen = Threads(case.program, case.job, case.batches), list[tuple[str, str]]()
+    threads.handlers[0].notice = lambda lane, action: seen.append((lane, action))
+    threads.run()
+    compute = [action for lane, action in seen if lane == "compute"]
+    assert compute[:4] == ["F0.0@0", "", "F0.0@0", ""]

@@ -78,8 +78,8 @@ class Handlers:
         self.first_microbatch = self.first_version = 0
         self._unread_losses: dict[int, Tensor] = {}
         """Losses of microbatches on a GPU, read at the end of the round so that no lane waits for the device."""
-        self._computes = ""
-        """The present action of the compute lane."""
+        self._present: dict[int, Action] = {}
+        """By thread, the action that it runs."""
         for runner in runners.values():
             runner.while_compiling = self._unwatched
         self._handlers: dict[ActionKind, Callable[[Action], None]] = {
@@ -122,8 +122,7 @@ class Handlers:
         if self.device.type == "cuda":
             held = tuple(memory_of(self.values.get(value)) for value in reads)
             record_stream(held, torch.cuda.current_stream(self.device))
-        if a.lane == "compute":
-            self._computes = str(a)
+        self._present[threading.get_ident()] = a
         self._handlers[a.kind](a)
         weights = [value for value in writes if value.kind == ValueKind.WEIGHTS]
         with self.lock:
@@ -215,11 +214,12 @@ class Handlers:
     @contextmanager
     def _unwatched(self) -> Iterator[None]:
         """Ends the notice of the present action while a unit is compiled, which takes longer than any forecast."""
-        self.notice("compute", "")
+        a = self._present[threading.get_ident()]
+        self.notice(a.lane, "")
         try:
             yield
         finally:
-            self.notice("compute", self._computes)
+            self.notice(a.lane, str(a))
 
     def _loss(self, number: int, output: Any) -> Tensor:
         return self.job.loss(output, self._targets(number))
