@@ -1,13 +1,20 @@
 """Whether units are compiled: what the steps repay, what cannot be, and what the user asks for."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
+from pipedejavu.engine import Job, Sgd
 from pipedejavu.facts import InputError, Machine, Profile
 from pipedejavu.plan import Plan, preset
 from pipedejavu.planner import compile_choice
 from pipedejavu.planner.compile_choice import ASSUMED_COMPILE_S, choose_compile, read_mode, with_mode
+from pipedejavu.planner.measure import measure
+from pipedejavu.run import TrainOptions
+from pipedejavu.session.trainer_plan import with_times
 from tests.search.case import machine, profile
 
 PLAN = preset("1f1b").at(workers=2, microbatches=2)
@@ -130,3 +137,43 @@ def test_another_choice_is_refused(choice: object) -> None:
 
 def test_compiling_is_assumed_dearer_on_a_cpu() -> None:
     assert ASSUMED_COMPILE_S["cpu"] > ASSUMED_COMPILE_S["gpu"] > 0
+
+
+def test_an_option_that_is_no_mode_is_refused() -> None:
+    with pytest.raises(InputError, match="compile: 'maybe' is not one of its values; known: auto, on, off"):
+        TrainOptions.from_json('{"model": "mlp", "compile": "maybe"}')
+
+
+def test_compiled_units_are_timed_compiled_with_the_loss_of_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    graphs: list[str] = []
+    real = torch.compile
+
+    def backend(graph: Any, _: Any) -> Any:
+        graphs.append(graph.code)
+        return graph.forward
+
+    monkeypatch.setattr(torch, "compile", lambda call, **_: real(call, fullgraph=True, backend=backend))
+    units = [(f"u{n}", nn.Linear(3, 3)) for n in range(4)]
+    job = Job(units=units, loss=lambda x, y: (x - y).square().sum(), optimizer=Sgd(lr=0.1))
+    plan = preset("ddp").at(samples=4)
+
+    def measured(is_compiled: bool) -> Profile:
+        kinds = {"cpu": torch.device("cpu")}
+        return measure(
+            "m", job, plan, lambda n: (torch.randn(n, 3), torch.randn(n, 3)), len, kinds, is_compiled=is_compiled
+        )
+
+    eager = measured(is_compiled=False)
+    assert not graphs
+    compiled = measured(is_compiled=True)
+    # The first unit's inputs have no gradient, and the last computes the loss.
+    assert len(graphs) == 3
+    assert sum("square" in code for code in graphs) == 1
+    assert [unit.parameter_bytes for unit in compiled.units] == [unit.parameter_bytes for unit in eager.units]
+    assert all(unit.times["cpu"].backward.at(4) > 0 for unit in compiled.units)
+
+
+def test_kinds_that_were_not_measured_compiled_keep_their_times() -> None:
+    known, compiled = profile([1.0], {"fast": 1.0, "slow": 0.5}), profile([0.5], {"fast": 1.0})
+    times = with_times(known, compiled).units[0].times
+    assert times == {"fast": compiled.units[0].times["fast"], "slow": known.units[0].times["slow"]}
