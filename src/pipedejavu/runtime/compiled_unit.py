@@ -14,6 +14,7 @@ from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from hashlib import sha256
+from itertools import count
 from types import FunctionType
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -27,6 +28,9 @@ from pipedejavu.runtime.recompute import generators_of
 
 MOST_GRAPHS = 32
 """Graphs that are compiled for one name of a unit that has a graph per shape; further shapes run eagerly."""
+
+_numbers = count()
+"""Numbers of the forms of this process: Dynamo keeps what it knows of varying shapes by the name of the function."""
 
 Around = Callable[[], AbstractContextManager[Any]]
 
@@ -141,7 +145,7 @@ class UnitCompiler:
 
     def _make(self, name: str, lifted: LiftedUnit | None) -> _Form:
         """Returns a new form, which is eager if a unit has had too many graphs."""
-        form = _Form(_distinct(_call_unit if lifted is None else _call_graph, len(self._forms)))
+        form = _Form(_distinct(_call_unit if lifted is None else _call_graph, next(_numbers)))
         if lifted is not None:
             self._num_graphs[name] = self._num_graphs.get(name, 0) + 1
             if self._num_graphs[name] > MOST_GRAPHS:
