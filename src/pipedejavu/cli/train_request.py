@@ -67,6 +67,9 @@ class TrainRequest:
     momentum: Annotated[float, typer.Option(help="Momentum of sgd.")] = 0.0
     clip_norm: Annotated[float | None, typer.Option(help="Clip gradients to this norm over all stages.")] = None
     dtype: Annotated[str, typer.Option(help="float32 or float64, for weights and all computation.")] = "float32"
+    compile: Annotated[
+        str, typer.Option(help="auto, on or off: whether units run under torch.compile; auto if the steps repay it.")
+    ] = "auto"
     seed: Annotated[int, typer.Option(help="Seed of weights, data order and dropout.")] = 0
     audit: Annotated[
         bool, typer.Option(help="Replay the run in float64; exits 1 if it differs by more than rounding.")

@@ -17,6 +17,7 @@ from pipedejavu.engine.threads import check_runnable, check_units, make_handlers
 from pipedejavu.engine.worker_loop import WorkerLoop
 from pipedejavu.facts import InputError, MemoryFile, Span
 from pipedejavu.program import Program, ValueKind
+from pipedejavu.runtime.compiled_unit import UnitCompiler
 
 
 class RankRound(NamedTuple):
@@ -42,7 +43,8 @@ class RankRun:
                 f"the plan has {len(program.workers)} workers and {size} processes were started; start one for each"
             )
         self.program, self.rank, self.wire = program, rank, RankWire(program, rank)
-        self.handlers = make_handlers(program, rank, job, batches, self.wire)
+        compiler = UnitCompiler() if program.plan.is_compiled else None
+        self.handlers = make_handlers(program, rank, job, batches, self.wire, compiler)
 
     def rounds(self, updates: Iterable[int]) -> Iterator[RankRound]:
         """Runs a round from each of `updates`, and yields it when it has ended.

@@ -23,6 +23,7 @@ from pipedejavu.plan import Plan
 from pipedejavu.program import ActionKind, Program, Value, ValueKind
 from pipedejavu.program.effect import resting
 from pipedejavu.program.value import HOST
+from pipedejavu.runtime.compiled_unit import UnitCompiler, is_compiled
 from pipedejavu.runtime.deferred_logits import HeadUse
 
 
@@ -66,7 +67,7 @@ def check_units(program: Program, job: Job) -> None:
     if not program.plan.splits_backward:
         return
     for name, module in job.units:
-        if any(hasattr(part, "_orig_mod") or part._compiled_call_impl is not None for part in module.modules()):
+        if is_compiled(module):
             raise InputError(
                 f"unit '{name}' is compiled and order '{program.plan.order.kind}' splits the backward, which a compiled"
                 " module runs only as a whole; use order '1f1b', or the module as it was before torch.compile"
@@ -82,11 +83,12 @@ class Threads:
         self.program, self.graph, self.updates = program, verify(program), 0
         self.exchange = Exchange({name: group.workers for name, group in program.groups.items()})
         self.handlers = []
+        compiler = UnitCompiler() if program.plan.is_compiled else None
         for index in range(len(program.workers)):
             # A module is run by one thread at a time, so each worker has a copy.
             copied = replace(job, units=copy.deepcopy(list(job.units)))
             wire = staged(ThreadWire(self.exchange, index), device_of(program, index))
-            self.handlers.append(make_handlers(program, index, copied, batches, wire))
+            self.handlers.append(make_handlers(program, index, copied, batches, wire, compiler))
         if program.plan.keep.kind == "shared":
             for other in self.handlers[1:]:
                 _share_weights(self.handlers[0], other)
@@ -163,8 +165,13 @@ def run_threads(program: Program, job: Job, batches: Batches, rounds: int = 1) -
     return threads.outcome(spans)
 
 
-def make_handlers(program: Program, index: int, job: Job, batches: Batches, wire: Wire) -> Handlers:
-    """Returns a worker's handlers, with the first version of its weights in their resting places."""
+def make_handlers(
+    program: Program, index: int, job: Job, batches: Batches, wire: Wire, compiler: UnitCompiler | None = None
+) -> Handlers:
+    """Returns a worker's handlers, with the first version of its weights in their resting places.
+
+    With a `compiler`, which workers may share, units run compiled.
+    """
     runners: Runners = {}
     device = device_of(program, index)
     departing = {
@@ -172,7 +179,8 @@ def make_handlers(program: Program, index: int, job: Job, batches: Batches, wire
     }
     for piece, replica in pieces_of(program, index):
         units = [(u, *job.units[u]) for u in program.pieces[piece].units]
-        runners[piece, replica] = PieceRunner(units, job.seed, program.recomputed[piece], piece in departing).to(device)
+        again, departs = program.recomputed[piece], piece in departing
+        runners[piece, replica] = PieceRunner(units, job.seed, again, departs, compiler).to(device)
         if program.plan.order.head_chunks > 1 and not program.outputs[piece]:
             runners[piece, replica].head = HeadUse(program.plan.order.head_chunks, is_early=False)
     handlers = Handlers(program, index, runners, job, batches, wire)

@@ -23,9 +23,9 @@ from pipedejavu.source.task import Prepared, draw, prepare
 _NOT_MEASURED = {
     *("steps", "seed", "lr", "schedule", "warmup", "weight_decay", "clip_norm", "weights", "log", "keeps_log"),
     *("on_nan", "max_consecutive_skips", "byzantine", "init_candidates", "init_steps", "check_model", "check_replicas"),
-    *("on_oom", "replan", "checkpoint_every", "hang_after_s"),
+    *("on_oom", "replan", "checkpoint_every", "hang_after_s", "compile"),
 }
-"""Options that change neither the units of a model nor how long they take."""
+"""Options that change neither the units of a model nor how long they take, and `compile`, which the plan settles."""
 
 
 def measure_messages(plan: Plan, machine: Machine) -> Link:
@@ -53,8 +53,8 @@ def measure_plan(
 ) -> Profile:
     """Measures the model on each kind of device that the plan uses, on the rank of the first worker of that kind.
 
-    Opens the model if `prepared` does not have it, and appends it there. Uses cached measurements unless `renews` is
-    set.
+    Opens the model if `prepared` does not have it, and appends it there. Units are timed compiled if the plan's are.
+    Uses cached measurements unless `renews` is set.
     """
     profiles = []
     for kind, (worker, name) in sorted(devices_to_measure(plan, machine, names).items(), key=lambda item: item[1]):
@@ -80,6 +80,7 @@ def _find_or_measure(
         "can_switch": options.can_switch,
         "feed": (plan.feed.kind, plan.feed.samples),
         "begins": plan.cut.begins,
+        "is_compiled": plan.is_compiled,
         "setup": setup,
         **machine_key(),
     }
@@ -108,4 +109,5 @@ def _measure_here(options: TrainOptions, plan: Plan, kinds: dict[str, torch.devi
         partial(draw, batches.task.data, options.seed),
         kinds,
         at_more=options.can_switch and batches.cut.method == "chain",
+        is_compiled=plan.is_compiled,
     )

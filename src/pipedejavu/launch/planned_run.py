@@ -11,6 +11,7 @@ from pipedejavu.launch.handover import Handover
 from pipedejavu.launch.measure_plan import measure_messages, measure_plan, open_model
 from pipedejavu.launch.run_check import check_run
 from pipedejavu.plan import Plan
+from pipedejavu.planner.compile_choice import choose_compile, with_mode
 from pipedejavu.planner.replan import check_replan
 from pipedejavu.planner.worker_host import (
     DeviceChoice,
@@ -80,8 +81,18 @@ def plan_run(
     names = assign_devices(plan, machine)
     if profile_json:
         profile = Profile.from_json(profile_json)
+        plan = with_mode(plan, options.compile)
     else:
-        profile = measure_plan(options, plan, machine, names, ranks, prepared, renews=renews)
+
+        def measure(is_compiled: bool) -> Profile:
+            measured = plan.replace(is_compiled=is_compiled)
+            return measure_plan(options, measured, machine, names, ranks, prepared, renews=renews)
+
+        def agree(plan: Plan) -> Plan:
+            return Plan.from_json(ranks.broadcast(plan.to_json().encode()))
+
+        steps = options.steps - start.step
+        plan, profile = choose_compile(plan, None, machine, options.compile, steps, measure, agree)
     program = _compile(plan, profile, machine, ranks)
     check_runnable(program)
     remark = check_run(options, program, ranks, prepared) if options.check_model and not start.step else ""

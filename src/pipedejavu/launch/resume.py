@@ -18,7 +18,7 @@ from pipedejavu.store import Checkpoint
 
 CHANGEABLE = {
     "steps", "lr", "clip_norm", "on_nan", "max_consecutive_skips", "on_oom", "checkpoint_every", "hang_after_s", "log",
-    "replan",
+    "replan", "compile",
 }  # fmt: skip
 """Options that may change when a run is resumed."""
 
@@ -140,5 +140,5 @@ def is_same_plan(requested: Plan, known: Plan) -> bool:
     reduce = requested.reduce.replace(
         clip=known.reduce.clip if requested.reduce.clip == "none" else requested.reduce.clip
     )
-    settled = {"place": place, "feed": feed, "cut": cut, "reduce": reduce}
+    settled = {"place": place, "feed": feed, "cut": cut, "reduce": reduce, "is_compiled": known.is_compiled}
     return requested.replace(steps=known.steps, decisions=known.decisions, **settled) == known

@@ -10,7 +10,7 @@ import torch
 from pipedejavu.data.data_choice import DataChoice
 from pipedejavu.engine import AdamW, Job
 from pipedejavu.facts import Device, InputError, Machine, Profile, part_kind
-from pipedejavu.planner.measure import Make, updates_of, with_batches
+from pipedejavu.planner.measure import Make, silent_compiler, updates_of, with_batches
 from pipedejavu.planner.worker_host import read_worker_hosts
 from pipedejavu.probe import read_shape
 from pipedejavu.probe.machine_shape import num_cores
@@ -112,21 +112,23 @@ def measure_with(
     setups: Sequence[MeasureSetup],
     report: Report,
     make: Make | None = None,
+    *,
+    is_compiled: bool = False,
 ) -> Profile:
-    """Measures the units of a job with each setup, and with `make` the loading of a microbatch.
+    """Measures the units of a job with each setup, compiled or not, and with `make` the loading of a microbatch.
 
     Restores the number of threads of torch afterwards.
     """
     threads, profiles, updates = torch.get_num_threads(), [], updates_of(job.optimizer)
+    compiler = silent_compiler() if is_compiled else None
     try:
         for setup in setups:
             torch.set_num_threads(setup.threads)
             with background_load(setup.beside):
-                profile = measure_profile(name, unit_samples, job.ties, {setup.kind: setup.device}, updates, report)
+                kinds = {setup.kind: setup.device}
+                profile = measure_profile(name, unit_samples, job.ties, kinds, updates, report, compiler)
                 if make is not None:
-                    profile = with_batches(
-                        profile, make, [unit_sample.samples for unit_sample in unit_samples], {setup.kind: setup.device}
-                    )
+                    profile = with_batches(profile, make, [unit_sample.samples for unit_sample in unit_samples], kinds)
                 profiles.append(profile)
     finally:
         torch.set_num_threads(threads)

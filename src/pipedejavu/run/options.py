@@ -36,6 +36,8 @@ class TrainOptions(Record):
     """How the learning rate goes on after the warm-up: it stays, or falls to 0 at the last update."""
     clip_norm: float | None = Field(default=None, gt=0)
     dtype: Literal["float32", "float64"] = "float32"
+    compile: Literal["auto", "on", "off"] = "auto"
+    """Whether units run under torch.compile; by default if the steps repay it."""
     on_nan: Literal["stop", "skip"] = "stop"
     max_consecutive_skips: int = Field(default=10, ge=1)
     """Consecutive updates that `on_nan="skip"` may skip before the run stops."""

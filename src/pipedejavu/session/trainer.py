@@ -19,6 +19,7 @@ from pipedejavu.engine.replicas import ReplicaCheck
 from pipedejavu.facts import InputError, Machine
 from pipedejavu.health.failure import WorkerError
 from pipedejavu.plan import Plan
+from pipedejavu.planner.compile_choice import read_mode
 from pipedejavu.planner.replan import PlanSwitch
 from pipedejavu.program import Program
 from pipedejavu.program import compile as compile_plan
@@ -92,6 +93,8 @@ class Trainer:
     If an action takes longer than `hang_after_s` (0: no limit; None: a limit far above the forecast of a step), `step`
     raises a WorkerError that names the action and its line of code. The Trainer cannot be used after that.
 
+    With `compile` units run under torch.compile: "on" or True, "off" or False, or "auto", if some 200 steps repay it.
+
     Replicas that share every update must hold equal weights. They are compared every `check_replicas` updates (0:
     never), before each checkpoint and before `save_to_model`. A WorkerError names the replica that differs; `load` then
     restores the last checkpoint.
@@ -116,6 +119,7 @@ class Trainer:
         check_replicas: int = 50,
         check_model: bool = True,
         head_chunks: int | None = None,
+        compile: str | bool = "auto",  # noqa: A002
     ):
         check_autocast("Trainer()")
         if head_chunks is not None and head_chunks < 1:
@@ -148,6 +152,7 @@ class Trainer:
             head_chunks=head_chunks,
             clip_norm=clip_norm,
             ranks=self._ranks,
+            compile=read_mode(compile),
         )
         self._reading: tuple[UserBatch, Reduction] | None = None
         self._loaded: Checkpoint | None = None

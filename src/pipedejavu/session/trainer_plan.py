@@ -15,6 +15,7 @@ from pipedejavu.facts.printable import tell
 from pipedejavu.model_check.check import Checked, Sample
 from pipedejavu.model_check.check import check_model as check_units
 from pipedejavu.plan import Plan, preset
+from pipedejavu.planner.compile_choice import ASSUMED_STEPS, CompileMode, choose_compile
 from pipedejavu.planner.measure import measure
 from pipedejavu.planner.planning import MOST_SAMPLES, choose_plan, known_machine, measure_setups
 from pipedejavu.planner.profiling import choose_sizes, measure_with
@@ -46,6 +47,7 @@ class TrainerOptions:
     hang_after_s: float | None
     check_replicas: int
     check_model: bool
+    compile: CompileMode
     head_chunks: int | None = None
     clip_norm: float | None = None
     ranks: TrainerRanks | None = None
@@ -139,7 +141,7 @@ class TrainerPlan:
         if best is not None:
             program = compile_plan(plan, best.profile, best.machine, fold=False)
         else:
-            program = _measure_and_compile(job, plan, batch, options.machine, hosts)
+            program = _measure_and_compile(job, plan, batch, options, hosts)
         if options.check_model:
             self._check(PreparedModel(cut, job, program, batch, best is not None), summed)
         return PreparedModel(cut, job, program, batch, best is not None)
@@ -161,20 +163,37 @@ class TrainerPlan:
         machine = self.options.machine or known_machine()
         clip: Literal["none", "global"] = "none" if self.options.clip_norm is None else "global"
         question = SearchOptions(batch=batch.size, clip=clip, head_chunks=self.options.head_chunks)
-        return choose_plan(self._measure(loss, batch, machine), machine, question)
+        best = choose_plan(self._measure(loss, batch, machine), machine, question)
+
+        def measure_units(is_compiled: bool) -> Profile:
+            return with_times(best.profile, self._measure(loss, batch, machine, is_compiled=is_compiled))
+
+        mode = self.options.compile
+        chosen = choose_compile(best.plan, best.profile, best.machine, mode, ASSUMED_STEPS, measure_units)
+        return best.replace(plan=chosen.plan, profile=chosen.profile)
 
     def measure(self, first: UserBatch, reduction: Reduction) -> Profile:
         """Measures the model on all devices of this machine, for microbatches of up to as many samples as a batch."""
         machine = self.options.machine or known_machine()
         return self._measure(reduction.summed(self.loss), BatchSplit(first, (1,), reduction), machine)
 
-    def _measure(self, loss: Callable[[Any, Any], Tensor], batch: BatchSplit, machine: Machine) -> Profile:
+    def _measure(
+        self, loss: Callable[[Any, Any], Tensor], batch: BatchSplit, machine: Machine, *, is_compiled: bool = False
+    ) -> Profile:
         sizes = [size for size in choose_sizes(min(batch.size, MOST_SAMPLES)) if size <= batch.size]
         cut = batch.cut = cut_model(self.model, batch.own_head(sizes[-1]))
         job = Job(units=cut.units, loss=loss_of(cut, loss), optimizer=self.optimizer(cut.units))
         unit_samples = make_samples(lambda size: UnitSample(cut.units, *batch.head(size), job.loss), sizes)
-        profile = measure_with("model", unit_samples, job, measure_setups(machine), lambda text: None)  # noqa: ARG005
+        profile = measure_with(
+            "model", unit_samples, job, measure_setups(machine), lambda _: None, is_compiled=is_compiled
+        )
         return profile.replace(begins=cut.begins)
+
+
+def with_times(profile: Profile, compiled: Profile) -> Profile:
+    """Returns a profile with the times of compiled units; kinds of devices that these lack keep their times."""
+    units = zip(profile.units, compiled.units, strict=True)
+    return profile.replace(units=tuple(unit.replace(times={**unit.times, **other.times}) for unit, other in units))
 
 
 def may_pad(plan: Plan) -> bool:
@@ -195,13 +214,18 @@ def _sizes(plan: Plan) -> tuple[int, ...]:
 
 
 def _measure_and_compile(
-    job: Job, plan: Plan, batch: BatchSplit, machine: Machine | None, hosts: Sequence[WorkerHost]
+    job: Job, plan: Plan, batch: BatchSplit, options: TrainerOptions, hosts: Sequence[WorkerHost]
 ) -> Program:
     """Measures a job at the microbatch size of a batch, and compiles the plan for it."""
     plan = plan.replace(feed=plan.feed.replace(samples=batch.length(0)))
-    plan, machine = _place(plan, machine, hosts)
+    plan, machine = _place(plan, options.machine, hosts)
     kinds = _kinds(plan, machine)
-    profile = measure("model", job, plan, batch.head, lambda numbers: batch.head(len(numbers)), kinds)
+
+    def measure_units(is_compiled: bool) -> Profile:
+        load = lambda numbers: batch.head(len(numbers))  # noqa: E731
+        return measure("model", job, plan, batch.head, load, kinds, is_compiled=is_compiled)
+
+    plan, profile = choose_compile(plan, None, machine, options.compile, ASSUMED_STEPS, measure_units)
     return compile_plan(plan, profile, machine, fold=False)
 
 
