@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from pipedejavu.plan import Plan, preset, presets
     from pipedejavu.program import Program, compile  # noqa: A004
     from pipedejavu.session import Checkpoints, Trainer
+    from pipedejavu.source.deferred_init import build_model
 
 __version__ = VERSION
 
@@ -28,6 +29,7 @@ _ROOMS = {
     "Program": "program",
     "Timeline": "facts",
     "Trainer": "session",
+    "build_model": "source.deferred_init",
     "compile": "program",
     "preset": "plan",
     "presets": "plan",
@@ -45,6 +47,7 @@ __all__ = [
     "Timeline",
     "Trainer",
     "__version__",
+    "build_model",
     "compile",
     "preset",
     "presets",
