@@ -1,8 +1,8 @@
 """HybridAdamW within hard caps of GPU memory: python bench/caps.py --model qwen-3b --cap-gb 24 16.
 
 Each cap is a process of its own, whose allocator may reserve no more than the cap
-(`torch.cuda.set_per_process_memory_fraction`). Models of transformers, unmodified, from their configurations, with random
-bf16 weights that are built in their place; AdamW with clipping to 1.0, float32 moments.
+(`torch.cuda.set_per_process_memory_fraction`). Models of transformers, unmodified, from their configurations, with
+random bf16 weights that are built in their place; AdamW with clipping to 1.0, float32 moments.
 """
 
 import argparse
@@ -57,8 +57,9 @@ def main() -> None:
         result = json.loads(last)
         print(
             f"cap {cap:g} GB: {result['step_s']:.3f} s a step, GPU {result['allocated_gb']:.1f} GB allocated,"
-            f" {result['reserved_gb']:.1f} reserved, host {result['host_gb']:.1f} GB; built in {result['build_s']:.1f} s,"
-            f" first step {result['first_s']:.1f} s after the start; loss {result['loss']:.3f}", flush=True,
+            f" {result['reserved_gb']:.1f} reserved, host {result['host_gb']:.1f} GB; built in"
+            f" {result['build_s']:.1f} s, first step {result['first_s']:.1f} s after the start;"
+            f" loss {result['loss']:.3f}", flush=True,
         )  # fmt: skip
         print(*(f"  {line}" for line in (*result["reasons"], *result["shortages"])), sep="\n", flush=True)
 

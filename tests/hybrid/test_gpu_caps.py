@@ -1,5 +1,6 @@
 """Hard caps of a GPU: what a card of that size would refuse is avoided, and the bits are those without a cap."""
 
+import gc
 import os
 from collections.abc import Iterator
 from typing import Any
@@ -9,7 +10,7 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # deterministic pro
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy, scaled_dot_product_attention, silu
+from torch.nn.functional import cross_entropy, silu
 
 from pipedejavu.facts import InputError
 from pipedejavu.hybrid.hybrid_adamw import HybridAdamW
@@ -33,7 +34,10 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = (t.unflatten(-1, (16, 64)).transpose(1, 2) for t in self.qkv(self.before(x)).chunk(3, -1))
-        x = x + self.out(scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+        length = x.shape[1]
+        later = torch.ones(length, length, dtype=torch.bool, device=x.device).triu(1)
+        shares = (q @ k.mT / 8).masked_fill(later, float("-inf")).softmax(-1)
+        x = x + self.out((shares @ v).transpose(1, 2).flatten(2))
         gate, value = self.up(self.between(x)).chunk(2, -1)
         return x + self.down(silu(gate) * value)
 
@@ -57,6 +61,7 @@ class Llama(nn.Module):
 
 def train(cap: int | None = None, spoil: Any = None, **options: Any) -> tuple[dict[str, Tensor], HybridAdamW, int]:
     """Returns the weights after some steps, the optimizer, and the most bytes that were reserved."""
+    gc.collect()
     torch.cuda.empty_cache()
     total = torch.cuda.mem_get_info()[1]
     torch.cuda.set_per_process_memory_fraction(1.0 if cap is None else cap / total)
@@ -104,8 +109,7 @@ def uncapped() -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("is_process_cap", [True, False], ids=["process", "budget"])
-@pytest.mark.parametrize("cap", [int(5 * GB), int(4 * GB), int(3.2 * GB)])
-@pytest.mark.usefixtures("empty_gpu")
+@pytest.mark.parametrize("cap", [int(6 * GB), int(4 * GB), int(3.2 * GB)])
 def test_a_model_trains_alike_within_hard_caps(cap: int, is_process_cap: bool, uncapped: dict[str, Tensor]) -> None:
     options = {} if is_process_cap else {"gpu_budget": cap}
     weights, optimizer, reserved = train(cap if is_process_cap else None, **options)

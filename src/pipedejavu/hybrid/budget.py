@@ -21,6 +21,8 @@ ALLOCATED_SHARE, HOST_SHARE = 0.96, 0.92
 that `auto` uses, the rest is for other processes."""
 TIGHT_SHARE = 0.9
 """Share of the GPU's budget from which a plan may turn out not to fit."""
+ROUNDING_BYTES = 2**20
+"""What limits may differ by because the process's limit is a fraction of the device."""
 SHOWN_FROM_BYTES = 2**31
 """The size from which an allocation shows a progress bar."""
 
@@ -35,7 +37,11 @@ class MemoryMeter:
             if budget != "auto" and (not isinstance(budget, int) or budget <= 0):
                 raise InputError(f"{name} is {budget!r}; give a number of bytes above 0, or 'auto'")
         self.memory = memory or DeviceMemory(device)
-        if gpu_budget != "auto" and self.memory.is_gpu and gpu_budget > (limit := self.memory.limit_bytes()):
+        if (
+            gpu_budget != "auto"
+            and self.memory.is_gpu
+            and gpu_budget > (limit := self.memory.limit_bytes()) + ROUNDING_BYTES
+        ):
             raise InputError(
                 f"gpu_budget is {gpu_budget} bytes, and this process may take {limit} of {device}, less what other"
                 " processes hold; give that or less, or 'auto'"

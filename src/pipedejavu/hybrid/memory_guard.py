@@ -4,7 +4,7 @@ Nothing is updated before `step`, so a forward or backward pass can be repeated:
 buffers are set back. The forward of the whole model is wrapped to notice a shortage there. A backward pass belongs to
 the user's loop, where it could not be repeated; so if memory is tight, it is first rehearsed within the forward.
 
-    model(batch)      forward, rehearsal of the backward pass, forward again      a shortage in any leads to a smaller plan
+    model(batch)      forward, rehearsal of the backward pass, forward again: a shortage leads to a smaller plan
     loss.backward()   needs what its rehearsal needed
 """
 

@@ -11,6 +11,7 @@ from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from pipedejavu.probe.host import free_memory_bytes, read_host
 from pipedejavu.probe.machine_shape import num_cores
@@ -118,8 +119,16 @@ def _native() -> InstalledPart:
 def _gpus() -> tuple[str, ...]:
     if find_spec("torch") is None:
         return ()
-    cuda = import_module("torch").cuda
-    return tuple(
-        f"{cuda.get_device_name(n)}, {cuda.get_device_properties(n).total_memory / 2**30:.0f} GiB"
-        for n in range(cuda.device_count())
-    )
+    torch = import_module("torch")
+    count = torch.cuda.device_count()
+    return tuple(_describe(torch, n) for n in range(count))
+
+
+def _describe(torch: Any, gpu: int) -> str:
+    """Returns a GPU's name, its memory, and what this process may take of it if that is known."""
+    name, total = torch.cuda.get_device_name(gpu), torch.cuda.get_device_properties(gpu).total_memory
+    memory = import_module("pipedejavu.runtime.device_memory").DeviceMemory(torch.device("cuda", gpu))
+    try:
+        return f"{name}, {total / 2**30:.0f} GiB, {memory.limit_bytes() / 2**30:.0f} GiB of it for this process"
+    except RuntimeError:
+        return f"{name}, {total / 2**30:.0f} GiB"

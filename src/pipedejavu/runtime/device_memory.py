@@ -18,6 +18,8 @@ import torch
 from pipedejavu.runtime.host_limit import free_host_bytes
 
 _EXPANDABLE = "expandable_segments"
+_applied: list[str] = []
+"""The settings that were applied last, for versions of torch that do not return them."""
 
 
 class DeviceMemory:
@@ -107,7 +109,7 @@ def fixed_segments() -> Iterator[None]:
 def allocator_settings() -> str:
     """Returns the settings of torch's allocator that were given last, by the environment or by a call."""
     read: Callable[[], Any] | None = getattr(torch._C, "_accelerator_getAllocatorSettings", None)
-    settings = str(read() or "") if read is not None else ""
+    settings = str(read() or "") if read is not None else (_applied[-1:] or [""])[0]
     environment = (os.environ.get(name, "") for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"))
     return settings or next((value for value in environment if value), "")
 
@@ -122,6 +124,7 @@ def _apply(settings: str) -> None:
     before = {device: torch.cuda.get_per_process_memory_fraction(device) for device in devices}
     apply = getattr(torch._C, "_accelerator_setAllocatorSettings", None) or torch.cuda.memory._set_allocator_settings
     apply(settings)
+    _applied[:] = [settings]
     for device, fraction in before.items():  # settings can name one, which a later call may have replaced
         if torch.cuda.get_per_process_memory_fraction(device) != fraction:
             torch.cuda.set_per_process_memory_fraction(fraction, device)
