@@ -76,11 +76,11 @@ class _Place:
         return torch.Generator(self.source).manual_seed(self.seed << 32 | zlib.crc32(name.encode()))
 
 
-class _Tape(TorchDispatchMode):
+class _Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Records the operations that initialize parameters without memory."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.entries: list[tuple[Any, Any, Any, Any]] = []
         """Operation, arguments, keyword arguments and result of each, in order."""
         self._empty: dict[int, Tensor] = {}
@@ -119,7 +119,7 @@ def _without_memory(tape: _Tape) -> Iterator[None]:
     plain = {name: getattr(nn.init, name) for name in _WHOLE}
     for name, function in plain.items():
         setattr(nn.init, name, _recorded(function, tape))
-    nn.Module.register_parameter = register_parameter  # type: ignore[method-assign]
+    nn.Module.register_parameter = register_parameter  # type: ignore[method-assign, assignment]
     try:
         yield
     finally:
@@ -174,9 +174,9 @@ def _fill(model: nn.Module, tape: _Tape, stored: dict[str, Tensor], place: _Plac
     with ThreadPoolExecutor(num_threads) as pool, torch.no_grad():
         list(pool.map(lambda group: _without_gradients(fill, *group), groups))
     for module in model.modules():
-        for name, param in module._parameters.items():
-            if param is not None and param.is_meta:
-                module._parameters[name] = filled[id(param)]
+        for name, member in module._parameters.items():
+            if member is not None and member.is_meta:
+                module._parameters[name] = filled[id(member)]
 
 
 def _without_gradients(work: Callable[..., None], *args: Any) -> None:
