@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from pipedejavu.program import Program, compile  # noqa: A004
     from pipedejavu.session import Callback, Checkpoints, Trainer
     from pipedejavu.session.top_level import plan, probe, profile, simulate
+    from pipedejavu.source.deferred_init import build_model
 
 __version__ = VERSION
 
@@ -38,6 +39,7 @@ _ROOMS = {
     "Program": "program",
     "Timeline": "facts",
     "Trainer": "session",
+    "build_model": "source.deferred_init",
     "compile": "program",
     "preset": "plan",
     "presets": "plan",
@@ -59,6 +61,7 @@ __all__ = [
     "Timeline",
     "Trainer",
     "__version__",
+    "build_model",
     "compile",
     "plan",
     "preset",

@@ -47,7 +47,7 @@ class TrainerOptions:
     hang_after_s: float | None
     check_replicas: int
     check_model: bool
-    compile: CompileMode
+    compile: CompileMode = "auto"
     head_chunks: int | None = None
     clip_norm: float | None = None
     ranks: TrainerRanks | None = None
