@@ -124,6 +124,6 @@ def test_what_went_elsewhere_is_what_an_undisturbed_run_ends_with(processes, sma
         more = ("--run-dir", str(folder), "--resume")
         code, _, err = processes.run((*plain, str(STEPS + 20), *more), tmp_path)
         assert code == 0, err
-        assert f"training goes on behind step {STEPS}" in err
+        assert f"training goes on after step {STEPS}" in err
     model, expected = (load_file(path / "model.safetensors") for path in (small_disk / "run", tmp_path / "plain"))
     assert all(torch.equal(weight, expected[name]) for name, weight in model.items())

@@ -348,3 +348,8 @@ def test_columns_of_unequal_length_are_told_beside_other_faults() -> None:
         "makespan_s: -1 s is not possible; it must be zero or more, and finite",
         "the columns differ in length: worker 1, lane 0, action 0, start_s 0, end_s 0",
     ]
+
+
+def test_an_integer_that_no_float_can_hold_is_refused() -> None:
+    said = "the number 99999999… has 400 digits; at most 300 are read"
+    assert said in faults_of(Tree, f'{{"name": "t", "leaf": {{"width": {"9" * 400}}}}}')

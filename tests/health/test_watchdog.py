@@ -166,7 +166,7 @@ def start_faulty(processes, folder: Path, sleep: str, seed: int, *more: str):
 
 
 def check_resume(processes, folder: Path, said: str) -> None:
-    """The run goes on behind the checkpoint that was named, and ends like one that nothing happened to."""
+    """The run goes on after the checkpoint that was named, and ends like one that nothing happened to."""
     named = re.search(r"--resume goes on after step (\d+)\n", said)
     assert named
     assert int(named[1]) == CheckpointDir(folder / "run" / "checkpoints").steps()[-1]

@@ -81,7 +81,7 @@ def runs(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def half(runs: Path, tmp_path: Path) -> Path:
-    """A run that was ended behind step 4, as a kill leaves it."""
+    """A run that was ended after step 4, as a kill leaves it."""
     return Path(shutil.copytree(runs / "half", tmp_path / "half"))
 
 

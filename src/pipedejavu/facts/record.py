@@ -11,6 +11,9 @@ from pipedejavu.facts.fault import field_faults, is_unreadable, record_in
 from pipedejavu.facts.file import MOST_BYTES, read_file, replace_file
 from pipedejavu.facts.file_kind import describe_kind
 
+_MOST_DIGITS = 300
+"""Most digits of an integer; a float can hold what has no more."""
+
 
 class Record(BaseModel):
     """A frozen, keyword-only record that refuses unknown keys and loose types.
@@ -45,9 +48,9 @@ class Record(BaseModel):
             record = cls.model_validate_json(text)
         except ValidationError as error:
             raise FaultsError(subject, _faults(cls, error, text)) from None
-        _, repeats = _parse(text)
-        if repeats:
-            raise FaultsError(subject, repeats)
+        _, faults = _parse(text)
+        if faults:
+            raise FaultsError(subject, faults)
         return record
 
     @classmethod
@@ -78,21 +81,26 @@ def _faults(record: type[Record], error: ValidationError, text: str | bytes) -> 
     faults = field_faults(record, error)
     if is_unreadable(error):
         return faults
-    plain, repeats = _parse(text)
+    plain, parsing = _parse(text)
     if other := describe_kind(plain, record.__name__.lower()):
         return [other]
-    return list(dict.fromkeys([*faults, *repeats, *_disagreements(record, plain)]))
+    return list(dict.fromkeys([*faults, *parsing, *_disagreements(record, plain)]))
 
 
 def _parse(text: str | bytes) -> tuple[Any, list[str]]:
-    """Parses valid JSON; returns plain data, and a fault for each duplicate key."""
+    """Parses valid JSON; returns plain data, and a fault for each duplicate key and each integer that is too long."""
     faults: list[str] = []
+
+    def read_int(digits: str) -> int:
+        if len(digits) > _MOST_DIGITS:
+            faults.append(f"the number {digits[:8]}… has {len(digits)} digits; at most {_MOST_DIGITS} are read")
+        return int(digits[:_MOST_DIGITS])
 
     def read_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         faults.extend(f"key '{key}' is given twice" for key in repeated(key for key, _ in pairs))
         return dict(pairs)
 
-    return json.loads(text, object_pairs_hook=read_object), faults
+    return json.loads(text, object_pairs_hook=read_object, parse_int=read_int), faults
 
 
 def _disagreements(record: type[Record], plain: Any) -> list[str]:
