@@ -21,7 +21,7 @@ from pipedejavu.facts import InputError, Machine, format_seconds, read_machine
 from pipedejavu.facts.printable import print_error, tell
 from pipedejavu.plan import Plan
 from pipedejavu.program import Program
-from pipedejavu.report import Story, render_html
+from pipedejavu.report import Story, StoryEvaluation, render_html
 from pipedejavu.simulate import simulate
 
 if TYPE_CHECKING:
@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from pipedejavu.launch import ChosenInit, RankGroup, Resumed, TrainedRun
     from pipedejavu.run import RunFolder, RunStart, TrainOptions
 
+_EVALUATED = ("eval_loss", "perplexity", "accuracy")
+"""Figures of an evaluation in a summary."""
 MOVED = 74
 """The exit code of a run that finished but had to leave files elsewhere: EX_IOERR of sysexits.h."""
 
@@ -36,12 +38,25 @@ MOVED = 74
 def read_options(request: TrainRequest) -> "TrainOptions":
     """Returns the run's options from the fields of a request; raises InputError with all faults."""
     require_torch("training")
-    from pipedejavu.run import TrainOptions
+    from pipedejavu.run.options import MOST_STEPS, TrainOptions
 
     form = {name: getattr(request, name) for name in TrainOptions.model_fields if hasattr(request, name)}
     form |= {"keeps_log": request.audit, "log": request.log or [], "replan": request.is_replanned}
     form["model"] = read_model(request.model)
+    if request.epochs is not None:
+        form["steps"] = MOST_STEPS
+    check_together(request)
     return TrainOptions.from_json(json.dumps(form), source="the options of train")
+
+
+def check_together(request: TrainRequest) -> None:
+    """Raises InputError for options that exclude each other."""
+    if request.epochs is not None and "steps" in request.explicit:
+        raise InputError(f"--epochs {request.epochs} and --steps {request.steps} both say how long to train; give one")
+    if request.accumulate is not None and request.microbatches is not None:
+        raise InputError("--accumulate and --microbatches are two names of one number; give one of them")
+    if request.eval_every is not None and not (request.eval or request.eval_data or request.resume):
+        raise InputError("--eval-every says how often to evaluate, and there is nothing to; add --eval or --eval-data")
 
 
 def run(request: TrainRequest) -> None:
@@ -248,16 +263,19 @@ class _Metrics:
     steps: int
     skipped: int
     elapsed_s: float
+    evaluation: Mapping[str, float]
+    """The figures of the last evaluation; empty without one."""
 
 
 def _read_metrics(folder: "RunFolder") -> _Metrics:
     from pipedejavu.run import History
 
     run: History = History.read(folder)
+    evaluation = run.evaluations[-1].figures() if run.evaluations else {}
     if not run.steps:  # a disk that was full has taken none
-        return _Metrics(None, None, 0, run.num_skipped, 0.0)
+        return _Metrics(None, None, 0, run.num_skipped, 0.0, evaluation)
     first, last = run.steps[0], run.steps[-1]
-    return _Metrics(first.loss, last.loss, last.step, run.num_skipped, last.elapsed_s)
+    return _Metrics(first.loss, last.loss, last.step, run.num_skipped, last.elapsed_s, evaluation)
 
 
 def _summary(done: "TrainedRun") -> dict[str, object]:
@@ -269,6 +287,7 @@ def _summary(done: "TrainedRun") -> dict[str, object]:
         "steps_skipped": metrics.skipped,
         "first_loss": metrics.first_loss,
         "last_loss": metrics.last_loss,
+        **metrics.evaluation,
         "elapsed_s": metrics.elapsed_s,
         "predicted_s": done.prediction.makespan_s,
         "expected_s": done.prediction.chance.mean_s,
@@ -304,11 +323,15 @@ def _summary_of(folder: "RunFolder") -> dict[str, object]:
 
 
 def _print_summary(summary: Mapping[str, object], done: "TrainedRun", verdict: "Verdict | None") -> None:
+    from pipedejavu.run import describe_figures
+
     console = terminal(soft_wrap=True)
     console.print(
         f"loss {_loss(summary, 'first_loss')} → {_loss(summary, 'last_loss')} in {summary['steps']} steps,"
         f" {format_seconds(float(str(summary['elapsed_s'])))}"
     )
+    if evaluation := {name: value for name in _EVALUATED if isinstance(value := summary.get(name), float)}:
+        console.print(f"evaluation: {describe_figures(evaluation)}")
     if summary["steps_skipped"]:
         console.print(f"updates left out (--on-nan skip): {summary['steps_skipped']}; the report says which and why")
     steps = done.program.plan.steps
@@ -343,7 +366,7 @@ def _on_average(done: "TrainedRun") -> str:
 
 
 def _write_report(done: "TrainedRun", options: "TrainOptions", verdict: "Verdict | None") -> None:
-    from pipedejavu.run import History
+    from pipedejavu.run import History, describe_figures
 
     plan = done.program.plan
     decisions = [(d.axis, d.choice, d.reason) for d in plan.decisions]
@@ -354,9 +377,14 @@ def _write_report(done: "TrainedRun", options: "TrainOptions", verdict: "Verdict
     rate = sum(done.program.sizes) * plan.steps / done.prediction.makespan_s if done.prediction.makespan_s else None
     run: History = History.read(done.folder)
     losses = [(step.step, step.loss) for step in run.steps if step.loss is not None]
+    evaluations = [
+        StoryEvaluation(e.step, e.epoch, e.elapsed_s, e.loss, describe_figures(e.figures()).partition(", ")[2])
+        for e in run.evaluations
+        if e.loss is not None
+    ]
     rates = [(step, samples / time_s) for step, samples, time_s in run.rates()]
     page = render_html(
         done.measured, title, plan.axes(), decisions, notes,
-        forecast=done.prediction.timeline(), story=Story(losses, rates, rate, run.events),
+        forecast=done.prediction.timeline(), story=Story(losses, rates, rate, run.events, evaluations),
     )  # fmt: skip
     done.folder.write_last(done.folder.report, page)

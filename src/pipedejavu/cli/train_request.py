@@ -37,6 +37,10 @@ class TrainRequest:
         str | None, typer.Option(help="Make replicas faulty: COUNT:KIND[:FACTOR]; sign-flip, scale or random.")
     ] = None
     steps: Annotated[int, typer.Option(help="Updates to make.")] = 100
+    epochs: Annotated[int | None, typer.Option(help="Passes over the data, in place of --steps.")] = None
+    accumulate: Annotated[
+        int | None, typer.Option(help="Microbatches whose gradients an update adds up; another name of --microbatches.")
+    ] = None
     init_candidates: Annotated[int, typer.Option(help="Initialisations to try; the run goes on with the best.")] = 1
     init_steps: Annotated[int, typer.Option(help="Most updates per initialisation.")] = 50
     data: Annotated[
@@ -49,6 +53,15 @@ class TrainRequest:
         str | None, typer.Option(help="Columns of data in files: text=COLUMN, or prompt=COLUMN,completion=COLUMN.")
     ] = None
     context: Annotated[int | None, typer.Option(help="Tokens per sample; by default the model's.")] = None
+    eval: Annotated[
+        float, typer.Option("--eval", help="Hold out a share of the data, or a number of samples, and evaluate on it.")
+    ] = 0.0
+    eval_data: Annotated[
+        str | None, typer.Option(help="Other data to evaluate on: a file or folder, or a data set with a test split.")
+    ] = None
+    eval_every: Annotated[
+        int | None, typer.Option(help="Updates between evaluations; by default after each epoch and at the end.")
+    ] = None
     weights: Annotated[
         str | None,
         typer.Option(help="Safetensors to begin with: a file, a folder, or for hf: a name on the hub."),
@@ -116,7 +129,8 @@ class TrainRequest:
     @property
     def sizes(self) -> dict[str, int | None]:
         """The sizes of the plan; None for those that were not given."""
-        return {name: getattr(self, name) for name in SIZES}
+        sizes = {name: getattr(self, name) for name in SIZES}
+        return sizes if self.accumulate is None else sizes | {"microbatches": self.accumulate}
 
     @property
     def device_choice(self) -> DeviceOption:
@@ -126,7 +140,7 @@ class TrainRequest:
     @property
     def has_plan(self) -> bool:
         """Whether the user gave any option that concerns the plan."""
-        return not self.explicit.isdisjoint({"plan", "batch", "cpu_share", "machine", "devices", *SIZES})
+        return not self.explicit.isdisjoint({"plan", "batch", "cpu_share", "machine", "devices", "accumulate", *SIZES})
 
     @property
     def is_replanned(self) -> bool:

@@ -86,7 +86,7 @@ def measure_setups(machine: Machine) -> tuple[MeasureSetup, ...]:
 
 def _changed(data: DataChoice) -> dict[str, object]:
     """Returns how data is read, as far as the user has said so."""
-    plain = data.model_dump(exclude={"name", "held_out", "part"}, exclude_none=True)
+    plain = data.model_dump(exclude={"name", "held_out", "evaluation", "part"}, exclude_none=True)
     return {f"data_{name}": value for name, value in plain.items()}
 
 

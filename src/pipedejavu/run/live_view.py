@@ -43,6 +43,8 @@ class LiveView:
     steps: int
     step: int = 0
     facts: str = ""
+    evaluation: str = ""
+    """The figures of the last evaluation."""
     losses: list[float] = field(default_factory=list)
     panels: Sequence[WorkerPanel] = ()
     forecast_s: float = 0.0
@@ -57,6 +59,8 @@ class LiveView:
         head.add_row("training", bar, f"{self.step}/{self.steps}")
         yield head
         yield Text(self.facts, no_wrap=True, overflow="ellipsis")
+        if self.evaluation:
+            yield Text(self.evaluation, no_wrap=True, overflow="ellipsis")
         shown = self.panels[:MOST_WORKERS]
         if console.height >= CURVE_ROWS + len(shown) + 8 and len(self.losses) > 1:
             yield self._curve(width)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from pipedejavu.data.data_choice import DataChoice
-from pipedejavu.data.data_source import open_choice
+from pipedejavu.data.data_source import open_choice, open_held_out
 from pipedejavu.data.text_tokenizer import FileTokenizer, find_tokenizer
 from pipedejavu.facts import InputError, read_file
 from pipedejavu.facts.file import check_file
@@ -70,8 +70,12 @@ def build_hf_model(
     default = "stdlib" if has_text else "random"
     folder = tokenizer_folder(name, weights)
     source = open_choice(choice, form, default=default, seed=seed, model_folder=folder, is_zoo=False)
+    held_out = open_held_out(choice, form, default=default, seed=seed, model_folder=folder, is_zoo=False)
     counts = count if isinstance(form, TokenForm) else len
-    return Task(name=name, model=model, loss=_loss, count=counts, data=_Named(source, inputs))
+    return Task(
+        name=name, model=model, loss=logits_cross_entropy, count=counts, data=_Named(source, inputs),
+        held_out=None if held_out is None else _Named(held_out, inputs),
+    )  # fmt: skip
 
 
 def build_empty(name: str) -> Any:
@@ -241,5 +245,6 @@ class _Named(Dataset):
         return dict(zip(self.names, inputs if isinstance(inputs, tuple) else (inputs,), strict=True)), targets
 
 
-def _loss(output: Any, targets: Any) -> Tensor:
+def logits_cross_entropy(output: Any, targets: Any) -> Tensor:
+    """Returns the sum over all targets that count, from an output of transformers."""
     return cross_entropy(output.logits, targets)

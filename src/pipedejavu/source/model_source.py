@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.data import default_collate
 
 from pipedejavu.data.data_choice import DataChoice
-from pipedejavu.data.data_source import open_choice, take_part
+from pipedejavu.data.data_source import open_choice, open_held_out, take_part
 from pipedejavu.facts import InputError, nearest
 from pipedejavu.source.hf_model import build_hf_model
 from pipedejavu.source.hub import check_source
@@ -62,15 +62,20 @@ def _open(model: str, seed: int, choice: DataChoice, device: str | None) -> Task
     if colon and path.endswith(".py"):
         if choice.name is not None:
             raise InputError(f"{model} brings its own data, but --data asks for '{choice.name}'; leave --data out")
+        if choice.evaluation is not None:
+            raise InputError(f"{model} brings its own data; hold a share of it out with --eval, not --eval-data")
         if choice.context is not None:
             raise InputError(f"--context is for hf: and zoo: models; '{model}' brings sequences of its own length")
         seed_all(seed)
         with torch.device(device or torch.get_default_device()):
             task = _task(model, _load(path, function)())
-        return replace(task, data=take_part(task.data, choice, seed))
+        rest = take_part(task.data, choice.replace(part="eval"), seed) if choice.held_out else None
+        return replace(task, data=take_part(task.data, choice, seed), held_out=rest)
     size = {} if choice.context is None else {"context": choice.context}
-    dataset = open_choice(choice, form_of(model, **size), default=default_data(model), seed=seed)
-    return build(model, seed=seed, data=dataset, device=device, **size)
+    form, default = form_of(model, **size), default_data(model)
+    dataset = open_choice(choice, form, default=default, seed=seed)
+    task = build(model, seed=seed, data=dataset, device=device, **size)
+    return replace(task, held_out=open_held_out(choice, form, default=default, seed=seed))
 
 
 def _load(path: str, function: str) -> Callable[[], Any]:
