@@ -17,6 +17,7 @@ from pipedejavu.engine.optimizer import Tensors
 from pipedejavu.engine.piece import PieceRunner
 from pipedejavu.engine.recompute_span import tensors_of
 from pipedejavu.engine.threads import final_weights
+from pipedejavu.facts import InputError
 from pipedejavu.program import Program
 
 
@@ -58,6 +59,13 @@ class EvaluationRunner:
         self.handlers, self.program = handlers, handlers.program
         self.workers = _holders(self.program)
         self.replicas = final_replicas(self.program)
+        if _has_statistics(units):  # those of the first replica are the run's
+            if self.replicas[0] == self.program.num_replicas:
+                raise InputError(
+                    f"plan '{self.program.plan.name}' ends with the weights of a server, which has no running"
+                    " statistics; leave --eval and --eval-data out, or use another plan"
+                )
+            self.replicas = self.replicas[:1]
         self._runners: dict[tuple[int, int], PieceRunner] = {}
         for (piece, replica), runner in handlers.runners.items():
             own = [(number, *units[number]) for number in self.program.pieces[piece].units]
@@ -138,6 +146,16 @@ class EvaluationRunner:
         finally:
             for module, mode in modes:
                 module.training = mode
+
+
+def _has_statistics(units: Sequence[tuple[str, nn.Module]]) -> bool:
+    """Whether a model has buffers that are part of its state, as running statistics are."""
+    return any(
+        buffer is not None and key not in part._non_persistent_buffers_set
+        for _, unit in units
+        for part in unit.modules()
+        for key, buffer in part._buffers.items()
+    )
 
 
 def _holders(program: Program) -> dict[tuple[int, int], int]:
