@@ -35,6 +35,8 @@ RANGES = {
     "microbatches": OptionRange("a number of microbatches"),
     "workers": OptionRange("a number of workers"),
     "replicas": OptionRange("a number of replicas"),
+    "lora": OptionRange("a rank"),
+    "price": OptionRange("a price per hour", 0),
     "epochs": OptionRange("a number of passes"),
     "accumulate": OptionRange("a number of microbatches"),
     "eval": OptionRange("a share or a number of samples", 0),

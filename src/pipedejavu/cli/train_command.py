@@ -244,16 +244,28 @@ def _write_pretrained(done: "TrainedRun", options: "TrainOptions") -> dict[str, 
     """Writes the folder that `from_pretrained` opens, for hf: models; returns its entry of the summary."""
     if not options.model.startswith("hf:"):
         return {}
+    from pipedejavu.source.generation import generate_sample
     from pipedejavu.source.hf_folder import FOLDER, write_pretrained
+    from pipedejavu.source.trained_part import FOLDER as ADAPTER_FOLDER
+    from pipedejavu.source.trained_part import merge_adapters, write_adapter
+    from pipedejavu.store import read_weights
 
     name, folder = options.model.removeprefix("hf:"), done.folder
-    target = folder.path / FOLDER
+    target, weights = folder.path / FOLDER, folder.place(folder.model)
+    entries: dict[str, object] = {"pretrained": str(target)}
     try:
-        write_pretrained(name, folder.place(folder.model), target, (name, options.weights))
+        sources = (options.tokenizer, options.weights, name)
+        write_pretrained(name, weights, target, sources, change=merge_adapters if options.lora else None)
+        if options.lora:
+            adapter = folder.path / ADAPTER_FOLDER
+            write_adapter(dict(read_weights(weights)), options.lora, options.weights or name, adapter)
+            entries["adapter"] = str(adapter)
+        if generated := generate_sample(options, target):
+            entries["sample"] = {"prompt": generated.prompt, "text": generated.text}
     except (OSError, InputError) as error:  # the weights themselves are safe
         tell(f"cannot write {target}: {error}; 'pipedejavu export' writes such a folder from a checkpoint")
         return {}
-    return {"pretrained": str(target)}
+    return entries
 
 
 @dataclass(frozen=True)
@@ -351,6 +363,10 @@ def _print_summary(summary: Mapping[str, object], done: "TrainedRun", verdict: "
     console.print(f"weights in {summary['model']}, report in {summary['report']}")
     if "pretrained" in summary:
         console.print(f"from_pretrained opens {summary['pretrained']}")
+    if "adapter" in summary:
+        console.print(f"the adapters alone, for peft, are in {summary['adapter']}")
+    if isinstance(sample := summary.get("sample"), dict):
+        console.print(f"the model now continues {sample['prompt']!r} with {sample['text']!r}", markup=False)
 
 
 def _loss(summary: Mapping[str, object], name: str) -> str:

@@ -66,6 +66,14 @@ class TrainRequest:
         str | None,
         typer.Option(help="Safetensors to begin with: a file, a folder, or for hf: a name on the hub."),
     ] = None
+    lora: Annotated[int | None, typer.Option(help="Train adapters of this rank instead of the weights (peft).")] = None
+    train: Annotated[
+        str | None, typer.Option("--train", help="Train only these: last:N blocks, or patterns of parameter names.")
+    ] = None
+    sample: Annotated[
+        str | None, typer.Option(help="A prompt for the trained model; by default the first chat held out.")
+    ] = None
+    price: Annotated[float | None, typer.Option(help="Price of the machine per hour, for the cost of the run.")] = None
     optimizer: Annotated[str, typer.Option(help="sgd or adamw.")] = "adamw"
     lr: Annotated[float, typer.Option(help="Learning rate.")] = 1e-3
     warmup: Annotated[int, typer.Option(help="Updates over which the learning rate rises.")] = 0

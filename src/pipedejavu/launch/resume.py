@@ -17,7 +17,7 @@ from pipedejavu.source.fingerprint import describe_changes, read_fingerprints
 from pipedejavu.store import Checkpoint
 
 CHANGEABLE = {
-    "steps", "epochs", "eval_every", "lr", "clip_norm", "on_nan", "max_consecutive_skips", "on_oom",
+    "steps", "epochs", "eval_every", "sample", "price", "lr", "clip_norm", "on_nan", "max_consecutive_skips", "on_oom",
     "checkpoint_every", "hang_after_s", "log", "replan",
 }  # fmt: skip
 """Options that may change when a run is resumed."""

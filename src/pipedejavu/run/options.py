@@ -36,6 +36,14 @@ class TrainOptions(Record):
     """Passes over the data, from which `steps` follow."""
     weights: str | None = None
     """Initial weights: a file or folder of safetensors, or for hf: a name on the hub; by default random."""
+    lora: int | None = Field(default=None, ge=1)
+    """Rank of the low-rank adapters that are trained in place of the weights."""
+    train: str | None = None
+    """What is trained, as 'last:N' or patterns of parameter names; everything by default."""
+    sample: str | None = None
+    """A prompt that the trained model continues at the end."""
+    price: float | None = Field(default=None, ge=0)
+    """Price of the machine per hour, for the cost of the run."""
     steps: int = Field(default=100, ge=1)
     seed: int = 0
     optimizer: Literal["sgd", "adamw"] = "adamw"

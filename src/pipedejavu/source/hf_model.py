@@ -87,6 +87,19 @@ def build_empty(name: str) -> Any:
         return getattr(transformers, head).from_config(config, dtype=torch.get_default_dtype())
 
 
+def token_form(name: str, context: int | None) -> TokenForm | None:
+    """Returns the form of the samples of 'hf:NAME' if it is a causal language model; takes no memory."""
+    transformers = _transformers(name)
+    config = _read_config(transformers, name)
+    with bounded_build(name), torch.device("meta"), offline():
+        head, objective, _ = _choose_head(transformers, config, name)
+        if objective != "next":
+            return None
+        model = getattr(transformers, head).from_config(config, dtype=torch.get_default_dtype())
+        form = _form(config, objective, MOST_TOKENS, context, _num_reserved(model))
+    return form if isinstance(form, TokenForm) else None
+
+
 def check_data(name: str, data: str | None, weights: str | None) -> None:
     """Raises InputError if pretrained weights come without a choice of data."""
     if weights is not None and data is None:

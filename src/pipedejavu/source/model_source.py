@@ -20,6 +20,7 @@ from pipedejavu.source.hub import check_source
 from pipedejavu.source.initial_weights import load_weights
 from pipedejavu.source.loss_reduction import NUM_SAMPLES, find_reduction, own_loss
 from pipedejavu.source.rng import seed_all
+from pipedejavu.source.trained_part import TrainedPart, freeze_rest
 from pipedejavu.source.user_batch import UserBatch, inputs_and_targets
 from pipedejavu.zoo import Dataset, Task, build, default_data, form_of
 
@@ -32,20 +33,26 @@ def open_task(
     weights: str | None = None,
     device: str | None = None,
     context: int | None = None,
+    part: TrainedPart = TrainedPart(),  # noqa: B008
 ) -> Task:
     """Builds the task of a model's name: 'hf:CONFIG', 'FILE.py:FUNCTION', or the name of a zoo model.
 
     `weights` is a file or folder to load weights from; by default they are random, from the seed. On the device 'meta'
-    the model takes no memory. `context` is the sequence length.
+    the model takes no memory. `context` is the sequence length. Only `part` of the model is trained.
     """
     choice = data if isinstance(data, DataChoice) else DataChoice(name=data)
     choice = choice if context is None else choice.replace(context=context)
     if model.startswith("hf:"):
         name = model.removeprefix("hf:")
-        return build_hf_model(name, seed=seed, choice=choice, weights=weights, device=device)
+        task = build_hf_model(name, seed=seed, choice=choice, weights=weights, device=device)
+        freeze_rest(task.model, part, seed)
+        return task
+    if part.lora is not None:
+        raise InputError(f"--lora is for hf: models, and '{model}' is none; name what to train with --train")
     task = _open(model, seed, choice, device)
     if weights is not None:
         load_weights(task.model, weights)
+    freeze_rest(task.model, part, seed)
     return task
 
 
