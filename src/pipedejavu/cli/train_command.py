@@ -14,6 +14,9 @@ from typing import TYPE_CHECKING
 from pipedejavu.cli.input_files import read_model
 from pipedejavu.cli.installed import require_torch
 from pipedejavu.cli.plan_choice import choose
+from pipedejavu.cli.run_file import read_run_file, write_run_file
+from pipedejavu.cli.run_outlook import describe_outlook
+from pipedejavu.cli.run_result import write_report, write_result_folders
 from pipedejavu.cli.show import show_cursor
 from pipedejavu.cli.terminal import print_json, terminal
 from pipedejavu.cli.train_request import TrainRequest
@@ -21,7 +24,6 @@ from pipedejavu.facts import InputError, Machine, format_seconds, read_machine
 from pipedejavu.facts.printable import print_error, tell
 from pipedejavu.plan import Plan
 from pipedejavu.program import Program
-from pipedejavu.report import Story, StoryEvaluation, render_html
 from pipedejavu.simulate import simulate
 
 if TYPE_CHECKING:
@@ -61,6 +63,7 @@ def check_together(request: TrainRequest) -> None:
 
 def run(request: TrainRequest) -> None:
     """Trains, and prints the forecast beside the measurement."""
+    request = read_run_file(request)
     options = read_options(request)
     try:
         _run_ranks(options, request)
@@ -145,9 +148,13 @@ def _train(
     options, program, note = plan(options, chosen, machine, start=start, profile=profile)
     if ranks.is_first and not request.as_json:
         _announce(options, program, note)
+        for sentence in describe_outlook(options, program, start.step if start else 0):
+            print_error(sentence)
     if options.init_candidates > 1 and not (start and start.step):
         start = _choose_candidate(options, program, folder, ranks, start)
         options, program, _ = plan(options, program.plan, program.machine, start=start, profile=program.profile)
+    if ranks.is_first and not resumed:
+        write_run_file(request, Path(folder))
     try:
         done = train_rank(options, program, folder, ranks, start)
     except KeyboardInterrupt:
@@ -227,8 +234,8 @@ def _conclude(done: "TrainedRun", options: "TrainOptions", as_json: bool) -> Non
     from pipedejavu.launch import judge_run
 
     verdict: Verdict | None = judge_run(done) if options.keeps_log else None
-    _write_report(done, options, verdict)
-    summary = _summary(done) | _write_pretrained(done, options)
+    write_report(done, options, verdict)
+    summary = _summary(done) | write_result_folders(done, options)
     if verdict is not None:
         summary["audit"] = verdict.to_dict()
     if as_json:
@@ -238,34 +245,6 @@ def _conclude(done: "TrainedRun", options: "TrainOptions", as_json: bool) -> Non
     if verdict is not None and not verdict.is_passed:
         tell(f"{verdict}; do not use these weights")
         raise SystemExit(1)
-
-
-def _write_pretrained(done: "TrainedRun", options: "TrainOptions") -> dict[str, object]:
-    """Writes the folder that `from_pretrained` opens, for hf: models; returns its entry of the summary."""
-    if not options.model.startswith("hf:"):
-        return {}
-    from pipedejavu.source.generation import generate_sample
-    from pipedejavu.source.hf_folder import FOLDER, write_pretrained
-    from pipedejavu.source.trained_part import FOLDER as ADAPTER_FOLDER
-    from pipedejavu.source.trained_part import merge_adapters, write_adapter
-    from pipedejavu.store import read_weights
-
-    name, folder = options.model.removeprefix("hf:"), done.folder
-    target, weights = folder.path / FOLDER, folder.place(folder.model)
-    entries: dict[str, object] = {"pretrained": str(target)}
-    try:
-        sources = (options.tokenizer, options.weights, name)
-        write_pretrained(name, weights, target, sources, change=merge_adapters if options.lora else None)
-        if options.lora:
-            adapter = folder.path / ADAPTER_FOLDER
-            write_adapter(dict(read_weights(weights)), options.lora, options.weights or name, adapter)
-            entries["adapter"] = str(adapter)
-        if generated := generate_sample(options, target):
-            entries["sample"] = {"prompt": generated.prompt, "text": generated.text}
-    except (OSError, InputError) as error:  # the weights themselves are safe
-        tell(f"cannot write {target}: {error}; 'pipedejavu export' writes such a folder from a checkpoint")
-        return {}
-    return entries
 
 
 @dataclass(frozen=True)
@@ -379,28 +358,3 @@ def _loss(summary: Mapping[str, object], name: str) -> str:
 def _on_average(done: "TrainedRun") -> str:
     chance = done.prediction.chance
     return f" ({format_seconds(chance.mean_s)} on average)" if chance.varies else ""
-
-
-def _write_report(done: "TrainedRun", options: "TrainOptions", verdict: "Verdict | None") -> None:
-    from pipedejavu.run import History, describe_figures
-
-    plan = done.program.plan
-    decisions = [(d.axis, d.choice, d.reason) for d in plan.decisions]
-    notes = [f"The timelines are of one round: the last of {options.steps} steps, and its forecast."]
-    if verdict is not None:
-        notes.append(f"A{str(verdict)[1:]}.")
-    title = f"{plan.name} · {options.model}, measured"
-    rate = sum(done.program.sizes) * plan.steps / done.prediction.makespan_s if done.prediction.makespan_s else None
-    run: History = History.read(done.folder)
-    losses = [(step.step, step.loss) for step in run.steps if step.loss is not None]
-    evaluations = [
-        StoryEvaluation(e.step, e.epoch, e.elapsed_s, e.loss, describe_figures(e.figures()).partition(", ")[2])
-        for e in run.evaluations
-        if e.loss is not None
-    ]
-    rates = [(step, samples / time_s) for step, samples, time_s in run.rates()]
-    page = render_html(
-        done.measured, title, plan.axes(), decisions, notes,
-        forecast=done.prediction.timeline(), story=Story(losses, rates, rate, run.events, evaluations),
-    )  # fmt: skip
-    done.folder.write_last(done.folder.report, page)

@@ -16,7 +16,10 @@ SIZES = ("workers", "replicas", "microbatches", "samples", "trim")
 class TrainRequest:
     """What the user asks of a run. Fields with the names of `TrainOptions` become the run's options."""
 
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="zoo:NAME, hf:CONFIG or FILE.py:FUNCTION.")]
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="zoo:NAME, hf:CONFIG or FILE.py:FUNCTION.")] = ""
+    config: Annotated[
+        str | None, typer.Option(help="A run.toml with the choices of a run; options given here override it.")
+    ] = None
     plan: Annotated[str, typer.Option(help="auto, a plan file, or preset:NAME.")] = "auto"
     workers: Annotated[int | None, typer.Option(help="Workers per pipeline; without a pipeline, replicas.")] = None
     replicas: Annotated[int | None, typer.Option(help="Data-parallel copies of a pipeline.")] = None

@@ -10,7 +10,7 @@ from pipedejavu.engine.evaluation import EvaluationRunner
 from pipedejavu.engine.handlers import Handlers
 from pipedejavu.program import Program
 from pipedejavu.run.options import TrainOptions
-from pipedejavu.source.evaluation import NUM_FIGURES, Evaluation, EvaluationResult
+from pipedejavu.source.held_out_evaluation import NUM_FIGURES, Evaluation, EvaluationResult
 from pipedejavu.source.task import SampleOrder
 
 

@@ -12,7 +12,7 @@ from torch.nn.functional import cross_entropy
 
 from pipedejavu.engine.piece import PieceRunner
 from pipedejavu.run import TrainOptions
-from pipedejavu.source.evaluation import Evaluation
+from pipedejavu.source.held_out_evaluation import Evaluation
 from pipedejavu.source.task import prepare
 
 SIZES = {"n_embd": 16, "n_layer": 2, "n_head": 2, "vocab_size": 260, "n_positions": 16}
