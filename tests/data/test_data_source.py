@@ -331,3 +331,26 @@ def test_what_is_held_out_is_a_share_or_a_number(tmp_path):
         check_choice(DataChoice(name=str(file), held_out=2.5))
     with pytest.raises(InputError, match="--eval holds out a part of --data, and --eval-data names other data"):
         check_choice(DataChoice(name=str(file), held_out=2, evaluation=str(file)))
+
+
+def test_a_folder_that_datasets_has_saved_is_read_without_datasets(tmp_path):
+    pyarrow = pytest.importorskip("pyarrow")
+    folder = tmp_path / "saved"
+    folder.mkdir()
+    table = pyarrow.table({"text": ["ab", "cde"], "other": [1, 2]})
+    with pyarrow.ipc.new_stream(folder / "data-00000-of-00001.arrow", table.schema) as file:
+        file.write_table(table)
+    (folder / "state.json").write_text("{}")
+    (folder / "dataset_info.json").write_text("{}")
+    inputs, targets = opened(folder, TokenForm(context=6)).batch([0])
+    assert bytes([*inputs[0].tolist(), int(targets[0, -1])]) == b"ab\0cde\0"
+    (tmp_path / "dataset_dict.json").write_text("{}")
+    with pytest.raises(InputError, match="is a folder of `datasets` with splits: saved; give the folder of one"):
+        opened(tmp_path)
+
+
+def test_a_column_that_is_not_there_is_told_with_the_nearest(tmp_path):
+    file = tmp_path / "table.csv"
+    file.write_text("body,title\nsome text,a title\n")
+    with pytest.raises(InputError, match="line 2 has no 'boddy', which --columns names as text; did you mean 'body'"):
+        opened(file, columns="text=boddy")

@@ -135,11 +135,14 @@ def _train(
     from pipedejavu.launch import plan_run, train_rank
     from pipedejavu.run import check_logbooks, lock_run
     from pipedejavu.source.chosen_data import data_choice
+    from pipedejavu.source.model_source import check_weights
 
     start, profile, chosen, worker_hosts = resumed.start if resumed else None, None, Plan(), ranks.worker_hosts()
     if ranks.is_first:
         check_logbooks(options.log)
         check_choice(data_choice(options))
+        if options.weights is not None and not (start and start.step):
+            check_weights(options.model, options.weights)
         chosen, profile, machine = choose(options, request, ranks, machine, resumed, worker_hosts)
     folder = request.run_dir or _new_name(f"{options.model}-{chosen.name}")
     if ranks.is_first:
