@@ -51,7 +51,7 @@ class Evaluation:
         if not len(self.data):
             raise InputError("there are no samples to evaluate on; hold more out with --eval")
         self._cached: tuple[int, tuple[Any, Any]] | None = None
-        self.cut = cut if cut.way == "chain" else self._cut_again(cut)
+        self.cut = cut if cut.method == "chain" else self._cut_again(cut)
 
     def __len__(self) -> int:
         return -(-len(self.data) // self._size)
