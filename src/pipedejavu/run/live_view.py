@@ -43,13 +43,13 @@ class LiveView:
     steps: int
     step: int = 0
     facts: str = ""
-    evaluation: str = ""
-    """The figures of the last evaluation."""
     losses: list[float] = field(default_factory=list)
     panels: Sequence[WorkerPanel] = ()
     forecast_s: float = 0.0
     measured_s: float | None = None
     """Measured seconds per step."""
+    evaluation: str = ""
+    """The figures of the last evaluation."""
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         """Draws the view within the width and height of the terminal."""
