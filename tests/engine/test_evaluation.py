@@ -34,7 +34,7 @@ class HeldOut:
 
 def evaluate(threads, held_out):
     def measure(number, output):
-        return sum_of_losses(output, held_out.samples.targets(number)).double()[None]
+        return sum_of_losses(output, held_out.samples.targets(number).to(output.device)).double()[None]
 
     runners = [EvaluationRunner(handlers, handlers.job.units) for handlers in threads.handlers]
     with ThreadPoolExecutor(len(runners)) as pool:
@@ -96,3 +96,24 @@ def test_a_run_that_evaluates_has_the_same_bits(make, model):
             assert torch.equal(threads.outcome().weights[key][name], weight)
     modules = [module for handlers in threads.handlers for _, unit in handlers.job.units for module in unit.modules()]
     assert all(module.training for module in modules)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("name", "workers", "microbatches"), [("gpipe", 2, 3), ("stronghold", None, 3), ("ddp", 2, 2)])
+@pytest.mark.parametrize("model", ["convnet", "calm-gpt"])
+def test_it_equals_the_whole_model_on_a_gpu(make, name, workers, microbatches, model):
+    case = make(name, model, workers=workers, microbatches=microbatches, optimizer=MOMENTUM, type_="gpu")
+    held_out = HeldOut(case.make_samples(SIZES, torch.Generator().manual_seed(9)))
+    threads = Threads(case.program, case.job, case.batches)
+    loss = float(evaluate(threads, held_out))
+    units = [copy.deepcopy(module).eval() for _, module in case.units]
+    expected = 0.0
+    with torch.no_grad():
+        for number in range(len(SIZES)):
+            value = held_out.inputs(number)
+            for module in units:
+                value = module(value)
+            expected += float(sum_of_losses(value, held_out.samples.targets(number)))
+    assert loss == pytest.approx(expected, rel=1e-9)
+    threads.run()
+    assert float(evaluate(threads, held_out)) != loss
