@@ -118,6 +118,7 @@ def _search(options: "TrainOptions", request: TrainRequest, machine: Machine | N
     from pipedejavu.launch import find_fastest
     from pipedejavu.planner.planning import choose_plans, known_machine, profile_here
     from pipedejavu.source.chosen_data import data_choice
+    from pipedejavu.source.trained_part import trained_part
 
     question = SearchOptions(
         batch=32 if request.batch is None else request.batch,
@@ -133,7 +134,13 @@ def _search(options: "TrainOptions", request: TrainRequest, machine: Machine | N
             progress(0.0, text)
 
         profile = profile_here(
-            options.model, data_choice(options), question.batch, machine, report, renews=request.renew
+            options.model,
+            data_choice(options),
+            question.batch,
+            machine,
+            report,
+            renews=request.renew,
+            part=trained_part(options),
         )
         plans: list[RankedPlan] = choose_plans(profile, machine, question, request.tries, devices, progress)
     best = plans[0] if len(plans) == 1 else find_fastest(options, plans, devices, print_error)

@@ -23,6 +23,7 @@ from pipedejavu.probe.survey import measure_machine, read_versions
 from pipedejavu.search import Progress, RankedPlan, SearchOptions, nothing_fits, search
 from pipedejavu.search.planning_problem import MOST_PARTS
 from pipedejavu.search.subspace import divisors
+from pipedejavu.source.trained_part import TrainedPart
 
 MOST_SAMPLES = 8
 """Samples in the largest microbatch that is measured; times of larger ones are extrapolated."""
@@ -64,13 +65,22 @@ def machine_key() -> dict[str, object]:
 
 
 def profile_here(
-    model: str, data: DataChoice, batch: int, machine: Machine, report: Report, *, renews: bool = False
+    model: str,
+    data: DataChoice,
+    batch: int,
+    machine: Machine,
+    report: Report,
+    *,
+    renews: bool = False,
+    part: TrainedPart = TrainedPart(),  # noqa: B008
 ) -> Profile:
     """Returns a model's profile on each kind of device of this machine, from the cache or measured."""
     samples, setups = min(batch, MOST_SAMPLES), measure_setups(machine)
     source = {"model": model, "content": source_hash(model), "data": data.name} | _changed(data)
+    if not part.is_all:
+        source["part"] = part.to_json()
     key = {**source, "sizes": choose_sizes(samples), "ways": setups, **machine_key()}
-    return find_or_make(Profile, key, lambda: measure_task(model, data, samples, setups, report), renews=renews)
+    return find_or_make(Profile, key, lambda: measure_task(model, data, samples, setups, report, part), renews=renews)
 
 
 def measure_setups(machine: Machine) -> tuple[MeasureSetup, ...]:
@@ -89,7 +99,7 @@ def measure_setups(machine: Machine) -> tuple[MeasureSetup, ...]:
 
 def _changed(data: DataChoice) -> dict[str, object]:
     """Returns how data is read, as far as the user has said so."""
-    plain = data.model_dump(exclude={"name", "held_out", "part"}, exclude_none=True)
+    plain = data.model_dump(exclude={"name", "held_out", "evaluation", "part"}, exclude_none=True)
     return {f"data_{name}": value for name, value in plain.items()}
 
 

@@ -34,6 +34,7 @@ from pipedejavu.profile import (
 from pipedejavu.profile.unit_time import Report
 from pipedejavu.source.model_source import open_task
 from pipedejavu.source.task import describe_form, draw, loss_of
+from pipedejavu.source.trained_part import TrainedPart
 from pipedejavu.zoo import Task
 from pipedejavu.zoo.gpt_shape import EFFICIENCY
 
@@ -135,9 +136,16 @@ def measure_with(
     return merge_profiles(profiles)
 
 
-def measure_task(model: str, data: DataChoice, samples: int, setups: Sequence[MeasureSetup], report: Report) -> Profile:
-    """Measures a model on its data with each setup."""
-    task = open_task(model, data=data)
+def measure_task(
+    model: str,
+    data: DataChoice,
+    samples: int,
+    setups: Sequence[MeasureSetup],
+    report: Report,
+    part: TrainedPart = TrainedPart(),  # noqa: B008
+) -> Profile:
+    """Measures a model on its data with each setup; only `part` of it is trained."""
+    task = open_task(model, data=data, part=part)
     unit_samples, begins = _unit_samples(task, model, samples, report)
     make = partial(draw, task.data, 0)
     return measure_with(model, unit_samples, _job(unit_samples[-1]), setups, report, make).replace(begins=begins)
