@@ -1,5 +1,6 @@
 """What a trained language model says: a prompt, or the first held-out chat, continued by the folder of the result."""
 
+from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,12 +31,11 @@ def generate_sample(options: TrainOptions, folder: Path) -> Generated | None:
 
     A tokenizer with a chat template takes the sample as a user's message. The most likely token is taken each time.
     """
-    import transformers
-
     if not (folder / "tokenizer.json").is_file():
         if options.sample is not None:
             raise InputError(f"{folder} has no tokenizer.json, so --sample cannot be read; give one with --tokenizer")
         return None
+    transformers = import_module("transformers")
     with offline():
         tokenizer: Any = transformers.AutoTokenizer.from_pretrained(folder)
     ids = _held_out_prompt(options) if options.sample is None else _read_prompt(tokenizer, options)
