@@ -137,7 +137,7 @@ def test_a_saved_run_goes_on_with_the_same_bits(places: Any, dtype: torch.dtype,
 
 def switch_to(trainer: Trainer, plan: Plan) -> None:
     program = trainer.program
-    trainer._switch = PlanSwitch.model_construct(
+    trainer._replanner.switch = PlanSwitch.model_construct(
         plan=plan, profile=program.profile, machine=program.machine, reason="a test"
     )
 
