@@ -111,6 +111,7 @@ def trainer(model: Any, options: Any, device: torch.device, budget: int | None, 
         plan=plan.replace(keep=keep, order=order),
         machine=machine_of(device, budget),
         check_model=False,
+        compile="off",
     )
     print(f"Trainer.step: {count} units, run by {type(trains.threads.workers[0]).__name__}, keep {keep}")
     return lambda ids: trains.step({"input_ids": ids, "labels": ids})

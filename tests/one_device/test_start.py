@@ -63,7 +63,11 @@ def groups_of(model: nn.Sequential) -> list[dict[str, Any]]:
 
 
 def trainer_of(model: nn.Module, plan: Plan, **options: Any) -> Trainer:
-    options = {"optimizer": torch.optim.AdamW(model.parameters(), **SETTINGS), "loss": mean_loss} | options
+    options = {
+        "optimizer": torch.optim.AdamW(model.parameters(), **SETTINGS),
+        "loss": mean_loss,
+        "compile": "off",
+    } | options
     return Trainer(model, sample=batch_of(0, next(model.parameters()).dtype), plan=plan, machine=MACHINE, **options)
 
 
