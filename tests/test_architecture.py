@@ -29,6 +29,7 @@ LEVELS = {
     "engine": 4,
     "hybrid": 4,
     "store": 4,
+    "one_device": 5,
     "search": 5,
     "report": 5,
     "zoo": 5,

@@ -43,6 +43,22 @@ def measure(kinds, chain=None):
     return measure_profile("net", [UnitSample(chain or units(), sample, target, loss)], (), kinds, make_update)
 
 
+def test_state_of_bfloat16_weights_has_float32_moments_and_the_low_half_of_the_master() -> None:
+    sizes = []
+    for dtype in (torch.float32, torch.bfloat16):
+        chain = [("one", nn.Linear(4, 6)), ("two", nn.Linear(6, 3))]
+        sample = torch.randn(5, 4).to(dtype)
+        chain = [(name, module.to(dtype)) for name, module in chain]
+        unit_sample = UnitSample(chain, sample, torch.tensor([0, 1, 2, 0, 1]), loss)
+        sizes.append(
+            [
+                unit.optimizer_bytes
+                for unit in measure_profile("net", [unit_sample], (), {"cpu": CPU}, make_update).units
+            ]
+        )
+    assert sizes == [[8 * 30, 8 * 21], [10 * 30, 10 * 21]]
+
+
 def test_sizes_follow_from_the_tensors() -> None:
     first, second, third = measure({"cpu": CPU}).units
     assert [u.parameter_bytes for u in (first, second, third)] == [4 * (4 * 6 + 6 + 6 + 6), 0, 4 * (6 * 3 + 3)]

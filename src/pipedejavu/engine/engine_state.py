@@ -12,6 +12,7 @@ State is taken between rounds, when nothing is in flight. Workers that hold the 
 import re
 from collections.abc import Callable
 
+import torch
 from torch import Tensor
 
 from pipedejavu.engine.device import CPU
@@ -27,6 +28,8 @@ from pipedejavu.program.value import HOST
 
 SLOTS = {"step": "step", "m": "exp_avg", "v": "exp_avg_sq", "momentum": "momentum_buffer"}
 """The names of optimizer state in this package, and in torch.optim."""
+_ALL_SLOTS = SLOTS | {"low": "master_low"}
+"""With the low half of a bfloat16 weight's master, which torch.optim does not keep."""
 
 Source = Callable[[str], Tensor | None]
 """Returns the tensor of a name, or None if there is none."""
@@ -64,7 +67,7 @@ def _share(handlers: Handlers) -> Tensors:
                 continue
             share[f"{prefix}weight/{name}"] = weights[key][name]
             for slot, tensor in handlers.applier.state.get(key, {}).get(name, {}).items():
-                share[f"{prefix}state/{SLOTS[slot]}/{name}"] = tensor
+                share[f"{prefix}state/{_ALL_SLOTS[slot]}/{name}"] = tensor
         if (replica, handlers.index) == holders_of[piece][0]:
             share |= {f"weight/{name}": tensor for name, tensor in runner.frozen.items()}
         for name, buffer in runner.saved_buffers():
@@ -98,6 +101,7 @@ def put_state(handlers: Handlers, update: int, source: Source, norm: float | Non
     `update` is the number of updates that the state has had.
     """
     plan = handlers.program.plan
+    handlers.settle()
     for value, weights in handlers.values.items():
         if value.kind == ValueKind.WEIGHTS and not _is_idle(handlers.program, value.replica):
             for name, weight in weights.items():
@@ -122,6 +126,7 @@ def put_state(handlers: Handlers, update: int, source: Source, norm: float | Non
                 _fill(f"buffer '{name}'", buffer, loaded)
     if norm is not None and plan.reduce.clip == "delayed":
         handlers.values[Value.norm(plan.steps - 1)] = norm
+    handlers.adopt()
 
 
 def take_all(threads: Threads) -> Tensors:
@@ -144,17 +149,21 @@ def _state(handlers: Handlers, key: tuple[int, int], runner: PieceRunner, source
     state: dict[str, Tensors] = {}
     for name, weight in runner.initial.items():
         slots = {}
-        for slot, torch_name in SLOTS.items():
+        for slot, torch_name in _ALL_SLOTS.items():
             loaded = _find(handlers, source, replica, f"state/{torch_name}", name)
-            if loaded is not None:
+            if loaded is not None and (slot in SLOTS or weight.dtype == torch.bfloat16):
                 is_scalar = slot == "step"
                 if not is_scalar and loaded.shape != weight.shape:
                     raise InputError(f"'{torch_name}' of '{name}' is {_form(loaded)}, and the weight {_form(weight)}")
-                slots[slot] = loaded.to(CPU if rests_on_host or is_scalar else handlers.device, copy=True)
+                slots[slot] = loaded.to(
+                    CPU if rests_on_host or is_scalar else handlers.load_device or handlers.device, copy=True
+                )
         if slots:
             wanted = handlers.job.optimizer.slots_of(name)
-            if slots.keys() != wanted:
-                names = [" and ".join(sorted(SLOTS[slot] for slot in some)) or "nothing" for some in (slots, wanted)]
+            if slots.keys() - {"low"} != wanted:
+                names = [
+                    " and ".join(sorted(_ALL_SLOTS[slot] for slot in some)) or "nothing" for some in (slots, wanted)
+                ]
                 raise InputError(f"the checkpoint keeps {names[0]} of '{name}', and this optimizer {names[1]}")
             state[name] = slots
     return state

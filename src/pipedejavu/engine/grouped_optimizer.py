@@ -35,11 +35,11 @@ class GroupedOptimizer:
 
     def slots_of(self, name: str) -> set[str]:
         """Returns the names of a parameter's state."""
-        return set() if name in self.left_out else self._of(name, max(self._rules)).rule.slots
+        return set() if name in self.left_out else self.rule_of(name, max(self._rules)).rule.slots
 
     def shrinks(self, name: str) -> bool:
         """Whether weight decay changes a parameter even if its gradient is zero."""
-        return name not in self.left_out and self._of(name, max(self._rules)).rule.shrinks(name)
+        return name not in self.left_out and self.rule_of(name, max(self._rules)).rule.shrinks(name)
 
     def rate(self, update: int) -> float:
         """Returns the learning rate of the first group."""
@@ -67,7 +67,7 @@ class GroupedOptimizer:
             if name in self.left_out:
                 yield name, gradient.zero_()
                 continue
-            group = self._of(name, update)
+            group = self.rule_of(name, update)
             factor = -coefficient if group.maximizes else coefficient
             yield from group.rule.deltas(update, weights, {name: gradient}, state, factor)
 
@@ -80,7 +80,13 @@ class GroupedOptimizer:
         for number, some in members.items():
             yield self._at(update)[number], some
 
-    def _of(self, name: str, update: int) -> GroupRule:
+    @property
+    def newest(self) -> tuple[GroupRule, ...]:
+        """The rules of all groups, of the last update that they are known for."""
+        return self._rules[max(self._rules)]
+
+    def rule_of(self, name: str, update: int) -> GroupRule:
+        """Returns the rule of a parameter at an update."""
         return self._at(update)[self.groups.get(name, 0)]
 
     def _at(self, update: int) -> tuple[GroupRule, ...]:

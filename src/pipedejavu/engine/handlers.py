@@ -33,6 +33,7 @@ from pipedejavu.engine.recompute_span import (
     tensors_of,
     with_loss,
 )
+from pipedejavu.engine.resting_state import RestingState
 from pipedejavu.engine.wire import Wire, flatten, unflatten
 from pipedejavu.facts import InputError
 from pipedejavu.program import Action, ActionKind, GroupRole, Program, Table, UpdatePlace, Value, ValueKind
@@ -57,7 +58,7 @@ def pieces_of(program: Program, index: int) -> list[tuple[int, int]]:
     return sorted({*program.held(index), *((piece, program.num_replicas) for piece in served)})
 
 
-class Handlers:
+class Handlers(RestingState):
     """The values of one worker and the handlers of its actions."""
 
     def __init__(self, program: Program, index: int, runners: Runners, job: Job, batches: Batches, wire: Wire):

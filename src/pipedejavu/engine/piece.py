@@ -251,6 +251,16 @@ class PieceRunner:
                     if buffer is not None:
                         yield part._buffers, key, ".".join(filter(None, (path, key)))
 
+    def parameters(self) -> Tensors:
+        """Returns the trained parameters of the modules by their first names."""
+        return {name: parameter for _, _, name, parameter in reversed(self._slots)}
+
+    def run_unit(self, number: int, module: nn.Module, value: Value, microbatch: int) -> Value:
+        """Runs a unit on the weights that are in its modules; seeds the generators if it may draw random numbers."""
+        if number in self._deterministic:
+            return module(value)
+        return self.run_seeded(number, module, value, microbatch)
+
     def run_seeded(self, number: int, unit: Callable[[Value], Value], value: Value, microbatch: int) -> Value:
         """Runs a unit that may draw random numbers, with the generators seeded for it."""
         with _random:

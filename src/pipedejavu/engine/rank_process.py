@@ -13,11 +13,14 @@ from pipedejavu.engine.device import CPU
 from pipedejavu.engine.handlers import Handlers
 from pipedejavu.engine.job import Batches, Job
 from pipedejavu.engine.rank_wire import RankWire
-from pipedejavu.engine.threads import check_runnable, check_units, make_handlers
+from pipedejavu.engine.threads import WorkerRunner, check_runnable, check_units, make_handlers
 from pipedejavu.engine.worker_loop import WorkerLoop
 from pipedejavu.facts import InputError, MemoryFile, Span
 from pipedejavu.program import Program, ValueKind
 from pipedejavu.runtime.compiled_unit import UnitCompiler
+
+SPANS_EVERY = 50
+"""Rounds from one of which the spans are needed to the next, beside the last round; the first one is a warm-up."""
 
 
 class RankRound(NamedTuple):
@@ -26,6 +29,7 @@ class RankRound(NamedTuple):
     update: int
     """The number of updates so far."""
     spans: list[Span]
+    """When its actions ran; empty if the worker did not record them, as the handlers allow it."""
 
 
 class RankRun:
@@ -34,7 +38,8 @@ class RankRun:
     Load state into `handlers` before the first round.
     """
 
-    def __init__(self, program: Program, job: Job, batches: Batches):
+    def __init__(self, program: Program, job: Job, batches: Batches, worker: WorkerRunner | None = None):
+        """Makes the worker, or uses the one that is given."""
         check_runnable(program)
         check_units(program, job)
         rank, size = dist.get_rank(), dist.get_world_size()
@@ -43,8 +48,10 @@ class RankRun:
                 f"the plan has {len(program.workers)} workers and {size} processes were started; start one for each"
             )
         self.program, self.rank, self.wire = program, rank, RankWire(program, rank)
-        compiler = UnitCompiler() if program.plan.is_compiled else None
-        self.handlers = make_handlers(program, rank, job, batches, self.wire, compiler)
+        if worker is None:
+            compiler = UnitCompiler() if program.plan.is_compiled else None
+            worker = WorkerLoop(verify(program), rank, make_handlers(program, rank, job, batches, self.wire, compiler))
+        self.worker, self.handlers = worker, worker.handlers
 
     def rounds(self, updates: Iterable[int]) -> Iterator[RankRound]:
         """Runs a round from each of `updates`, and yields it when it has ended.
@@ -54,11 +61,12 @@ class RankRun:
         """
         if self.program.plan.keep.kind == "shared":
             _share_weights(self.handlers)
-        worker = WorkerLoop(verify(self.program), self.rank, self.handlers)
         dist.barrier()
-        for update in updates:
+        last = updates[-1] if isinstance(updates, range) and updates else None
+        for number, update in enumerate(updates):
             self.handlers.begin(update)
-            yield RankRound(update + self.program.plan.steps, worker.run())
+            self.handlers.needs_spans = number % SPANS_EVERY == 1 or update == last
+            yield RankRound(update + self.program.plan.steps, self.worker.run())
 
 
 def _share_weights(handlers: Handlers) -> None:

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from queue import SimpleQueue
+from typing import Protocol
 
 from torch import Tensor
 
@@ -74,25 +75,30 @@ def check_units(program: Program, job: Job) -> None:
             )
 
 
+class WorkerRunner(Protocol):
+    """What runs the sequence of one worker."""
+
+    @property
+    def handlers(self) -> Handlers:
+        """Its values and its log."""
+
+    def run(self) -> list[Span]:
+        """Runs the sequence once and returns its spans; raises the first error."""
+
+    def stop(self, error: BaseException) -> None:
+        """Makes `run` raise an error as soon as it can; callable from any thread."""
+
+
 class Threads:
     """The workers of a program as threads of this process; their weights persist between runs."""
 
-    def __init__(self, program: Program, job: Job, batches: Batches):
+    def __init__(self, program: Program, job: Job, batches: Batches, workers: Sequence[WorkerRunner] | None = None):
+        """Makes the workers, or uses those that are given."""
         check_runnable(program)
         check_units(program, job)
-        self.program, self.graph, self.updates = program, verify(program), 0
-        self.exchange = Exchange({name: group.workers for name, group in program.groups.items()})
-        self.handlers = []
-        compiler = UnitCompiler() if program.plan.is_compiled else None
-        for index in range(len(program.workers)):
-            # A module is run by one thread at a time, so each worker has a copy.
-            copied = replace(job, units=copy.deepcopy(list(job.units)))
-            wire = staged(ThreadWire(self.exchange, index), device_of(program, index))
-            self.handlers.append(make_handlers(program, index, copied, batches, wire, compiler))
-        if program.plan.keep.kind == "shared":
-            for other in self.handlers[1:]:
-                _share_weights(self.handlers[0], other)
-        self.workers = [WorkerLoop(self.graph, index, handlers) for index, handlers in enumerate(self.handlers)]
+        self.program, self.updates = program, 0
+        self.workers = _make_workers(program, job, batches) if workers is None else workers
+        self.handlers = [worker.handlers for worker in self.workers]
         self.threads = [WorkerThread() for _ in self.workers]
         self.failure: BaseException | None = None
         self._ends: SimpleQueue[None] = SimpleQueue()
@@ -142,13 +148,34 @@ class Threads:
         for worker in self.workers:
             worker.stop(error)
 
+    def close(self) -> None:
+        """Ends all workers; they cannot be used again."""
+        self.threads.clear()
+        for handlers in self.handlers:
+            handlers.close()
+
     def outcome(self, spans: tuple[Span, ...] = ()) -> Outcome:
         """Returns the weights and logs so far."""
         weights = {key: tensors for handlers in self.handlers for key, tensors in final_weights(handlers).items()}
         return Outcome(weights, tuple(handlers.log for handlers in self.handlers), spans)
 
 
-def _work(worker: WorkerLoop, results: list[list[Span] | BaseException], ends: "SimpleQueue[None]") -> None:
+def _make_workers(program: Program, job: Job, batches: Batches) -> list[WorkerRunner]:
+    graph, handlers = verify(program), list[Handlers]()
+    exchange = Exchange({name: group.workers for name, group in program.groups.items()})
+    compiler = UnitCompiler() if program.plan.is_compiled else None
+    for index in range(len(program.workers)):
+        # A module is run by one thread at a time, so each worker has a copy.
+        copied = replace(job, units=copy.deepcopy(list(job.units)))
+        wire = staged(ThreadWire(exchange, index), device_of(program, index))
+        handlers.append(make_handlers(program, index, copied, batches, wire, compiler))
+    if program.plan.keep.kind == "shared":
+        for other in handlers[1:]:
+            _share_weights(handlers[0], other)
+    return [WorkerLoop(graph, index, worker) for index, worker in enumerate(handlers)]
+
+
+def _work(worker: WorkerRunner, results: list[list[Span] | BaseException], ends: "SimpleQueue[None]") -> None:
     try:
         results.append(worker.run())
     except BaseException as error:
@@ -205,6 +232,7 @@ def _share_weights(first: Handlers, other: Handlers) -> None:
 
 def final_weights(handlers: Handlers) -> dict[tuple[int, int], Tensors]:
     """Returns the newest weights of every piece that a worker holds or serves, with its frozen parameters."""
+    handlers.settle()
     newest: dict[tuple[int, int], tuple[int, Tensors]] = {}
     for value, weights in handlers.values.items():
         key = (value.piece, value.replica)

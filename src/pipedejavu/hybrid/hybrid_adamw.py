@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from pipedejavu.facts import InputError
 from pipedejavu.hybrid.activation_choice import Activations
+from pipedejavu.hybrid.assignment import Assignment
 from pipedejavu.hybrid.budget import Budget, MemoryMeter
 from pipedejavu.hybrid.head_choice import HeadChunks
 from pipedejavu.hybrid.lanes import HybridLanes
@@ -61,6 +62,7 @@ class HybridAdamW(Optimizer):
         speculate: bool = True,
         microbatches: int = 1,
         host_threads: int | None = None,
+        assignment: Assignment | None = None,
     ):
         """Hooks the optimizer into a model.
 
@@ -92,6 +94,8 @@ class HybridAdamW(Optimizer):
             speculate: whether updates may run speculatively during the backward pass, if host memory allows.
             microbatches: backward passes per step; updates that do not wait for the norm begin in the last one.
             host_threads: threads of the host's update; by default all cores but two.
+            assignment: the units of the model with the place of each, as a plan gives them; `gpu_units` and `window`
+                then have no effect, and the budgets limit only streamed and shadow state.
         """
         if not isinstance(model, nn.Module):
             raise InputError(
@@ -113,7 +117,7 @@ class HybridAdamW(Optimizer):
         self._model = model
         self._options = StepOptions(
             clip_norm=clip_norm, microbatches=microbatches, speculates=speculate, gpu_units=gpu_units,
-            window=window, activations=activations, head_chunks=head_chunks,
+            window=window, activations=activations, head_chunks=head_chunks, assignment=assignment,
         )  # fmt: skip
         try:
             self._scheduler = self._schedule(meter)
@@ -180,7 +184,7 @@ class HybridAdamW(Optimizer):
             return
         if scheduler.plan is None:
             scheduler.settle()
-            self._fill()
+            self._fill_state()  # weights are there, and may have had an update already
         scheduler.apply()
         scheduler.tune()
 
@@ -243,20 +247,32 @@ class HybridAdamW(Optimizer):
         order = [p for group in self.param_groups for p in group["params"]]
         numbers = [n for group in state_dict["param_groups"] for n in group["params"]]
         states = state_dict["state"]
-        self._loaded = {p: states[n] for p, n in zip(order, numbers, strict=True) if n in states}
         for group, loaded in zip(self.param_groups, state_dict["param_groups"], strict=True):
             group.update({key: value for key, value in loaded.items() if key != "params"})
+        self.put_state({p: states[n] for p, n in zip(order, numbers, strict=True) if n in states})
+
+    def put_state(self, states: Mapping[Tensor, dict[str, Any]]) -> None:
+        """Replaces the state by entries in the layout of torch.optim.AdamW; others are as before a first update.
+
+        Takes over weights that were written into the model, too.
+        """
+        self.synchronize()
+        self._loaded = dict(states)
         for parameter, param in self.scheduler.model_state.params.items():
             if param.step and parameter not in self._loaded:
                 fill_state(param, None)
         self._fill()
 
     def _fill(self) -> None:
-        """Copies loaded state to where it rests, once that is decided, and the weights to their copies on the host."""
+        """Copies loaded state to where it rests, and the weights to their copies on the host."""
+        self._fill_state()
+        self.scheduler.model_state.refresh()
+
+    def _fill_state(self) -> None:
+        """Copies loaded state to where it rests, of units for which that is decided."""
         for parameter, param in self.scheduler.model_state.params.items():
             if param.state is not None and parameter in self._loaded:
                 fill_state(param, self._loaded.pop(parameter))
-        self.scheduler.model_state.refresh()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds parameters of the model between steps; the next step decides the placement again.

@@ -1,12 +1,13 @@
 """The optimizer state of a whole model: its units in order, and which modules use which of them."""
 
+from collections.abc import Iterable
 from typing import Any
 
 from torch import Tensor, nn
 
 from pipedejavu.facts import InputError
 from pipedejavu.hybrid.lanes import HybridLanes
-from pipedejavu.hybrid.model_unit import ModelUnit, find_units
+from pipedejavu.hybrid.model_unit import ModelUnit
 from pipedejavu.hybrid.placement import UnitSize
 from pipedejavu.hybrid.unit_state import ParamState, UnitState, size_of
 
@@ -14,14 +15,14 @@ from pipedejavu.hybrid.unit_state import ParamState, UnitState, size_of
 class ModelState:
     """The units of a model that hold trained parameters, with their state."""
 
-    def __init__(self, model: nn.Module, groups: list[dict[str, Any]], lanes: HybridLanes):
+    def __init__(self, units: Iterable[ModelUnit], groups: list[dict[str, Any]], lanes: HybridLanes):
         self.params: dict[Tensor, ParamState] = {}
         self.uses: list[tuple[nn.Module, list[UnitState]]] = []
         """Modules, and the units whose weights their forward needs."""
         self._unit_of: dict[ParamState, UnitState] = {}
         group_of = {p: group for group in groups for p in group["params"] if p.requires_grad}
         unit_states: dict[ModelUnit, UnitState] = {}
-        for unit in find_units(model):
+        for unit in units:
             trained = [(name, p) for name, p in unit.parameters.items() if p in group_of]
             params = [ParamState(name, p, group_of[p], len(self.params) + n) for n, (name, p) in enumerate(trained)]
             self.params.update({param.parameter: param for param in params})

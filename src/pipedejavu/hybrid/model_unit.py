@@ -4,7 +4,7 @@ A unit is the smallest part of a model that is placed. Blocks are the children o
 a module with a `units()` method). Each other module that holds parameters itself is a unit too.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from torch import nn
@@ -26,9 +26,19 @@ class ModelUnit:
 
 def find_units(model: nn.Module) -> list[ModelUnit]:
     """Returns the units of a model in the order of its modules; each parameter belongs to exactly one unit."""
+    return _owned(_candidates(model, "", is_block=False))
+
+
+def given_units(named: Sequence[tuple[str, nn.Module]]) -> list[ModelUnit]:
+    """Returns the given modules as units, each of them a block; each parameter belongs to the first that uses it."""
+    return _owned((name, module, True, module.named_parameters(name, remove_duplicate=False)) for name, module in named)
+
+
+def _owned(candidates: "Iterable[_Candidate]") -> list[ModelUnit]:
+    """Returns the candidates that hold or share parameters, with every parameter in the first that uses it."""
     units: list[ModelUnit] = []
     owners: dict[int, ModelUnit] = {}
-    for name, module, is_block, parameters in _candidates(model, "", is_block=False):
+    for name, module, is_block, parameters in candidates:
         unit = ModelUnit(name, module, is_block=is_block)
         for full_name, parameter in parameters:
             owner = owners.setdefault(id(parameter), unit)
@@ -43,10 +53,12 @@ def find_units(model: nn.Module) -> list[ModelUnit]:
 
 
 Named = Iterable[tuple[str, nn.Parameter]]
+_Candidate = tuple[str, nn.Module, bool, Named]
+"""A module that may be a unit: name, module, whether it is a block, parameters by their full names."""
 
 
-def _candidates(module: nn.Module, name: str, *, is_block: bool) -> Iterator[tuple[str, nn.Module, bool, Named]]:
-    """Yields each module that may be a unit: name, module, whether it is a block, parameters by their full names."""
+def _candidates(module: nn.Module, name: str, *, is_block: bool) -> Iterator[_Candidate]:
+    """Yields each module of a model that may be a unit."""
     prefix = f"{name}." if name else ""
     if is_block:
         yield name, module, True, module.named_parameters(name, remove_duplicate=False)

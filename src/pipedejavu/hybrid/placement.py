@@ -130,6 +130,32 @@ def choose_placement(
     raise InputError(_refusal(units, intervals, limits, least_gpu, least_host))
 
 
+def assigned_placement(
+    units: Sequence[UnitSize],
+    intervals: Sequence[MemoryInterval],
+    limits: Limits,
+    places: Sequence[Place],
+    visitors: int,
+    forward_bytes: int = 0,
+) -> Placement:
+    """Returns the placement with the given places, whether or not the limits hold it.
+
+    The state of the first `visitors` streamed units is fetched during the backward pass, as soon as memory below the
+    limit, or below the peak if that is higher, is free for it.
+    """
+    usage = _usage(units, intervals, places, limits.keeps_gradients)
+    limit = max(limits.gpu_bytes, *usage)
+    streamed = [n for n, place in enumerate(places) if place == "visit"][: visitors if limits.keeps_gradients else 0]
+    buffer = max(0, min(limit - forward_bytes - usage[-1], sum(units[n].streamed_bytes for n in streamed)))
+    host = host_bytes(units, places)
+    return Placement(
+        places=tuple(places), has_shadow=(False,) * len(units),
+        gpu_bytes=max(*usage, usage[-1] + buffer + (forward_bytes if buffer else 0)), host_bytes=host,
+        reasons=("the plan gives the place of each unit",),
+        arrivals=_arrivals(units, intervals, usage, streamed, buffer, limit),
+    )  # fmt: skip
+
+
 def with_shadows(placement: Placement, units: Sequence[UnitSize], wanted: Sequence[bool], limit: int) -> Placement:
     """Returns the placement with shadow state for the wanted units, as far as host memory allows."""
     total, has_shadow = placement.host_bytes, []
@@ -234,18 +260,30 @@ def _choose_streamed(
         buffer = min(last_limit - usage[-1], sum(units[n].streamed_bytes for n in chosen))
         if max(usage) > limit or buffer < min(2, count) * max(units[n].streamed_bytes for n in chosen):
             continue
-        arrivals: dict[int, tuple[int, ...]] = {}
-        used, waiting = 0, list(chosen)
-        for position, interval in enumerate(intervals):
-            free, due = min(buffer, limit - max(usage[position + 1 :])), []
-            while waiting and used + units[waiting[0]].streamed_bytes <= free:
-                used += units[waiting[0]].streamed_bytes
-                due.append(waiting.pop(0))
-            if due:
-                arrivals[interval.unit] = tuple(due)
         places[:] = trial
-        return arrivals, buffer
+        return _arrivals(units, intervals, usage, chosen, buffer, limit), buffer
     return {}, 0
+
+
+def _arrivals(
+    units: Sequence[UnitSize],
+    intervals: Sequence[MemoryInterval],
+    usage: Sequence[int],
+    streamed: Sequence[int],
+    buffer: int,
+    limit: int,
+) -> dict[int, tuple[int, ...]]:
+    """Returns by unit the streamed units whose state is fetched after its backward, within a buffer and a limit."""
+    arrivals: dict[int, tuple[int, ...]] = {}
+    used, waiting = 0, list(streamed)
+    for position, interval in enumerate(intervals):
+        free, due = min(buffer, limit - max(usage[position + 1 :])), []
+        while waiting and used + units[waiting[0]].streamed_bytes <= free:
+            used += units[waiting[0]].streamed_bytes
+            due.append(waiting.pop(0))
+        if due:
+            arrivals[interval.unit] = tuple(due)
+    return arrivals
 
 
 def _put_first(

@@ -20,6 +20,7 @@ from pipedejavu.hybrid.placement import (
     MemoryInterval,
     Place,
     Placement,
+    assigned_placement,
     choose_placement,
     free_for_leaving,
     free_in_forward,
@@ -57,6 +58,26 @@ class StatePlacer:
         self._leaving_bytes: dict[int, int] = {}
         """By unit: GPU memory that gradients on their way to the host may take when its own are final."""
 
+    def begin(self) -> None:
+        """Allocates the state that an assignment gives to the host, so that its gradients leave from the first step."""
+        places = self._assigned()
+        on_host = [(u, p) for u, p in zip(self.model_state.unit_states, places, strict=False) if p in ("host", "lean")]
+        with pinning_progress(sum(size_of(unit_state).host_bytes for unit_state, _ in on_host)) as progress:
+            for unit_state, place in on_host:
+                if unit_state.place is None:
+                    unit_state.settle(place, has_shadow=False, progress=progress)
+            if places:
+                self.staging = WeightStaging(self.model_state.unit_states, self.lanes, progress)
+
+    def _assigned(self) -> list[Place]:
+        """Returns the place of each unit that an assignment gives; an empty list if there is none."""
+        assignment = self.options.assignment
+        if assignment is None:
+            return []
+        place_of = {id(module): place for (_, module), place in zip(assignment.units, assignment.places, strict=True)}
+        places = [place_of[id(unit_state.unit.module)] for unit_state in self.model_state.unit_states]
+        return ["host" if place == "window" else place for place in places]
+
     def saw_forward(self, unit_state: UnitState) -> None:
         """Measures memory before the forward of a unit in the first step; later frees memory for it."""
         if self.plan is None:
@@ -86,11 +107,14 @@ class StatePlacer:
         places = list(zip(unit_states, plan.places, plan.has_shadow, strict=True))
         with pinning_progress(plan.host_bytes) as progress:
             for unit_state, place, has_shadow in sorted(places, key=lambda item: item[1] == "gpu"):
+                has_sent = unit_state.is_on_host
                 if place == "gpu":
                     bucket.wait()
                 self._settle(unit_state, place, has_shadow, progress)
-                gradients.send(unit_state)
-            self.staging = WeightStaging(unit_states, self.lanes, progress)
+                if not has_sent:
+                    gradients.send(unit_state)
+            if self.options.assignment is None:
+                self.staging = WeightStaging(unit_states, self.lanes, progress)
         self._note_places("the GPU's or the host's memory ran out while state was allocated")
 
     def _settle(self, unit_state: UnitState, place: Place, has_shadow: bool, progress: Progress) -> None:
@@ -202,6 +226,9 @@ class StatePlacer:
         begin = max((forward.peak_bytes for forward in forwards[:2]), default=0)
 
         def place(intervals: Sequence[MemoryInterval]) -> Placement:
+            if options.assignment is not None:
+                visitors = options.assignment.visitors
+                return assigned_placement(sizes, intervals, limits, self._assigned(), visitors, begin)
             return choose_placement(sizes, intervals, limits, begin)
 
         plan = self.head.settle(self.meter.intervals, forwards, place)

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from pipedejavu.hybrid.activation_choice import Activations
+from pipedejavu.hybrid.assignment import Assignment
 from pipedejavu.hybrid.head_choice import HeadChunks
 
 
@@ -19,3 +20,5 @@ class StepOptions:
     window: int | Literal["auto"] | None
     activations: Activations | Mapping[str, Activations]
     head_chunks: HeadChunks = "auto"
+    assignment: Assignment | None = None
+    """The units and places of a plan; None to find the units, and to choose the places after the first step."""

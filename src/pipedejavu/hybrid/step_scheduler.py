@@ -22,12 +22,14 @@ from pipedejavu.hybrid.gradient_collector import GradientCollector
 from pipedejavu.hybrid.head_choice import HeadChoice, chunked_names
 from pipedejavu.hybrid.lanes import HybridLanes
 from pipedejavu.hybrid.model_state import ModelState
+from pipedejavu.hybrid.model_unit import ModelUnit, find_units, given_units
 from pipedejavu.hybrid.placement import Placement
 from pipedejavu.hybrid.state_placer import UNCLIPPED_STEPS, StatePlacer
 from pipedejavu.hybrid.step_options import StepOptions
+from pipedejavu.hybrid.training_hook import TrainingHook
 from pipedejavu.hybrid.unit_state import UnitState
 from pipedejavu.hybrid.update_committer import UpdateCommitter
-from pipedejavu.hybrid.window import open_window
+from pipedejavu.hybrid.window import assigned_window, open_window
 
 GUARDED_STEPS = 2
 """Steps that are repeated with a smaller plan if memory runs out: the measured one, and the first with its plan."""
@@ -46,9 +48,16 @@ class StepScheduler:
     ):
         """Hooks itself into the model and moves it to the device; raises InputError before it changes the model."""
         self.lanes, self.meter, self.options = lanes, meter, options
-        self.model_state = ModelState(model, groups, lanes)
-        self.window = open_window(model, self.unit_states, lanes, meter, options.window)
-        meter.check(self.model_state.sizes, options.clip_norm is not None, options.gpu_units)
+        self.is_active = True
+        """Whether passes of the model belong to its training; other forwards only wait for weights."""
+        assignment = options.assignment
+        found = find_units(model) if assignment is None else given_units(assignment.units)
+        self.model_state = ModelState(found, groups, lanes)
+        if assignment is None:
+            self.window = open_window(model, self.unit_states, lanes, meter, options.window)
+            meter.check(self.model_state.sizes, options.clip_norm is not None, options.gpu_units)
+        else:
+            self.window = assigned_window(self.unit_states, lanes, assignment)
         chunked, activations = chunked_names(options.activations)
         self._undo_activations = self._set_activations(activations)
         self.head = HeadChoice(model, self.unit_states, options.head_chunks, chunked, self._gpu_bytes)
@@ -63,6 +72,7 @@ class StepScheduler:
         self.gradients = GradientCollector(self.model_state, lanes, options)
         self.placer = StatePlacer(self.model_state, lanes, meter, options, self.head)
         self.updates = UpdateCommitter(self.model_state, self.gradients, self.placer, options)
+        self.placer.begin()
         self._add_hooks(model)
         meter.begin(self.unit_states)
 
@@ -72,14 +82,18 @@ class StepScheduler:
 
     def _add_hooks(self, model: nn.Module) -> None:
         for module, unit_states in self.model_state.uses:
-            self._hooks.append(module.register_forward_pre_hook(self._before_forward(unit_states)))
+            self._hooks.append(module.register_forward_pre_hook(self._hook(self._before_forward(unit_states))))
         for parameter in self.model_state.params:
-            self._hooks.append(parameter.register_post_accumulate_grad_hook(self._on_gradient))  # type: ignore[no-untyped-call]
+            self._hooks.append(parameter.register_post_accumulate_grad_hook(self._hook(self._on_gradient)))  # type: ignore[no-untyped-call]
         self._hooks += [
             model.register_state_dict_pre_hook(lambda *_: self.synchronize()),  # type: ignore[no-untyped-call]
             model.register_load_state_dict_pre_hook(lambda *_: self.synchronize()),  # type: ignore[no-untyped-call]
             model.register_load_state_dict_post_hook(lambda *_: self.model_state.refresh()),  # type: ignore[no-untyped-call]
         ]
+
+    def _hook(self, call: Callable[..., None]) -> Callable[..., None]:
+        """Returns a hook; that of a given assignment leaves the model one that can be traced, copied and pickled."""
+        return call if self.options.assignment is None else TrainingHook(call)
 
     def release(self) -> None:
         """Removes all hooks and restores the model's forwards."""
@@ -89,7 +103,10 @@ class StepScheduler:
             undo()
 
     def _set_activations(self, choice: Activations | Mapping[str, Activations]) -> list[Callable[[], None]]:
-        return set_activations([unit_state.unit for unit_state in self.unit_states], choice, self.lanes)
+        blocks = [unit_state.unit for unit_state in self.unit_states]
+        if self.options.assignment is not None:  # units without trained parameters too
+            blocks = [ModelUnit(name, module, is_block=True) for name, module in self.options.assignment.units]
+        return set_activations(blocks, choice, self.lanes)
 
     def recompute_all(self) -> None:
         """Makes all blocks recompute what their backward needs, from their next forward on."""
@@ -115,6 +132,10 @@ class StepScheduler:
 
     def _before_forward(self, unit_states: list[UnitState]) -> Callable[..., None]:
         def wait(*_: object) -> None:
+            if not self.is_active:
+                for unit_state in unit_states:
+                    unit_state.wait()
+                return
             self.drop_with_model()
             self.gradients.bucket.prune()
             for unit_state in unit_states:
@@ -143,6 +164,8 @@ class StepScheduler:
     @torch.no_grad()
     def _on_gradient(self, parameter: Tensor) -> None:
         """Takes a gradient as soon as the backward pass has made it."""
+        if not self.is_active:
+            return
         unit_state, param, gradient = self.gradients.receive(parameter)
         self.placer.saw_gradient(unit_state, param)
         self.gradients.keep(unit_state, param, gradient)
@@ -156,6 +179,14 @@ class StepScheduler:
             self.updates.begin(unit_state)
         self.placer.fetch_after(unit_state)
         self.placer.let_leave(self.gradients)
+
+    @torch.no_grad()
+    def complete(self) -> None:
+        """Gives a gradient of zeros to each parameter that had none in any backward pass of the step."""
+        for param in self.model_state.params.values():
+            if not param.arrived:
+                param.parameter.grad = torch.zeros_like(param.parameter, device=self.lanes.device)
+                self._on_gradient(param.parameter)
 
     def settle(self) -> None:
         """Decides where the state rests and allocates it, after the first backward pass."""

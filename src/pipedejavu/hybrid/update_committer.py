@@ -5,7 +5,7 @@ without clip_norm   the update of a unit on the host begins as soon as its gradi
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from pipedejavu.facts import InputError
@@ -32,6 +32,13 @@ class UpdateCommitter:
         """Steps that were left out, in whole or in part, because gradients were not finite."""
         self.norm = 0.0
         """The norm of all gradients of the last step before clipping."""
+        self.count = 1
+        """What the gradients are divided by before they are clipped: the number of samples if losses are sums."""
+        self.scale: float | None = None
+        """The factor of the gradients in the last step, with clipping; None if it was left out."""
+        self.accept: Callable[[float], float | None] = _finite
+        """Called with the norm of all gradients, not yet divided, before any of them is applied at `commit`. Returns
+        the norm to clip by, or None to leave the step out if it waits for the norm; may raise an error."""
         self.num_unclipped = 0
         """Consecutive steps that needed no clipping."""
 
@@ -39,19 +46,19 @@ class UpdateCommitter:
         """Starts the update of a unit in the backward pass, if it need not wait for the norm or can be speculative."""
         if self.options.clip_norm is None:
             unit_state.update(
-                factors_of(unit_state, 1.0),
+                factors_of(unit_state, 1 / self.count),
                 self.placer.staging,
                 lambda: not self.bucket.is_finite(unit_state.params),
             )
             unit_state.began_with = _settings(unit_state)
         elif unit_state.params[0].shadow is not None and self.num_unclipped:
-            unit_state.speculate(factors_of(unit_state, 1.0), self._needs_clipping)
+            unit_state.speculate(factors_of(unit_state, 1 / self.count), self._needs_clipping)
 
     def _needs_clipping(self) -> bool:
         """Returns whether the norms that have reached the host already exceed the limit."""
         assert self.options.clip_norm is not None
         on_host = [param for param in self.model_state.arrived if param.out is not None and param.out.is_past()]
-        return not self.bucket.norm(on_host) <= self.options.clip_norm
+        return not self.bucket.norm(on_host) / self.count <= self.options.clip_norm
 
     def commit(self) -> None:
         """Updates every unit that has gradients, or queues its update."""
@@ -61,9 +68,12 @@ class UpdateCommitter:
         on_gpu = self._prepare()  # while the GPU is busy with the backward pass
         self.bucket.finish()
         if self.options.clip_norm is not None:
-            self._commit_all(self._scale(), on_gpu)
+            self.scale = self._scale()
+            self._commit_all(self.scale, on_gpu)
         else:
-            self._commit_rest(on_gpu)
+            self.scale = 1 / self.count
+            self.accept(self.bucket.norm(self.model_state.arrived))
+            self._commit_rest(on_gpu, self.scale)
         for param in self.model_state.params.values():
             param.parameter.grad = None
 
@@ -78,10 +88,12 @@ class UpdateCommitter:
     def _scale(self) -> float | None:
         """Returns the clipping factor of all gradients, or None if their norm is not finite."""
         assert self.options.clip_norm is not None
-        self.norm = self.bucket.norm(self.model_state.arrived)
-        scale = min(1.0, self.options.clip_norm / (self.norm + NORM_EPS)) if math.isfinite(self.norm) else None
-        self.num_unclipped = self.num_unclipped + 1 if scale == 1.0 else 0
-        return scale
+        measured = self.bucket.norm(self.model_state.arrived)
+        norm = self.accept(measured)
+        self.norm = (measured if norm is None else norm) / self.count
+        clipping = 0.0 if norm is None else min(1.0, self.options.clip_norm / (self.norm + NORM_EPS))
+        self.num_unclipped = self.num_unclipped + 1 if clipping == 1.0 else 0
+        return None if norm is None else 1 / self.count * clipping
 
     def _commit_all(self, scale: float | None, on_gpu: Mapping[UnitState, Launch]) -> None:
         """Starts all updates, first on the GPU, which is idle by now, then in the order of the forward pass."""
@@ -101,7 +113,7 @@ class UpdateCommitter:
             if factors and unit_state.place == "visit":
                 self.placer.streamed[unit_state.index].update(factors, scale)
 
-    def _commit_rest(self, on_gpu: Mapping[UnitState, Launch]) -> None:
+    def _commit_rest(self, on_gpu: Mapping[UnitState, Launch], scale: float) -> None:
         """Starts the updates that did not begin in the backward pass."""
         left_out = 0
         for unit_state in self.model_state.unit_states:
@@ -115,10 +127,14 @@ class UpdateCommitter:
                 )
             if is_finite and arrived and unit_state.began_with is None:
                 if unit_state in on_gpu:
-                    on_gpu[unit_state](1.0)
+                    on_gpu[unit_state](scale)
                 else:
-                    unit_state.update(factors_of(unit_state, 1.0), self.placer.staging)
+                    unit_state.update(factors_of(unit_state, scale), self.placer.staging)
         self.num_skipped += left_out > 0
+
+
+def _finite(norm: float) -> float | None:
+    return norm if math.isfinite(norm) else None
 
 
 def _settings(unit_state: UnitState) -> list[Any]:

@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from pipedejavu.facts import InputError
+from pipedejavu.hybrid.assignment import Assignment
 from pipedejavu.hybrid.budget import MemoryMeter, pinning_progress
 from pipedejavu.hybrid.lanes import HybridLanes
 from pipedejavu.hybrid.unit_state import ParamState, UnitState, size_of
@@ -58,6 +59,20 @@ def _auto_size(unit_states: list[UnitState], blocks: list[UnitState], meter: Mem
         return None
     left = limit - sum(weights[unit_state] for unit_state in unit_states if unit_state not in blocks)
     return max(2, left // max(weights[unit_state] for unit_state in blocks))
+
+
+def assigned_window(unit_states: list[UnitState], lanes: HybridLanes, assignment: Assignment) -> "Window | None":
+    """Returns the window of the units that an assignment places in one, or None if there are none."""
+    windowed = {id(m) for (_, m), place in zip(assignment.units, assignment.places, strict=True) if place == "window"}
+    blocks = [unit_state for unit_state in unit_states if id(unit_state.unit.module) in windowed]
+    for unit_state in blocks:
+        if unit_state.unit.is_shared:
+            raise InputError(
+                f"unit '{unit_state.unit.name}' shares weights with others, so that they cannot come through a window;"
+                " give it another place"
+            )
+        unit_state.is_windowed = True
+    return Window(blocks, lanes, assignment.window) if blocks else None
 
 
 class Window:

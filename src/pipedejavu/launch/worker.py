@@ -13,7 +13,6 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from pipedejavu.engine.device import device_of
 from pipedejavu.engine.engine_state import check_state, final_buffers
 from pipedejavu.engine.handlers import Handlers
-from pipedejavu.engine.rank_process import RankRun
 from pipedejavu.engine.replicas import ReplicaCheck
 from pipedejavu.engine.share_control import adjusted_counts
 from pipedejavu.engine.threads import final_weights
@@ -23,6 +22,7 @@ from pipedejavu.health.watchdog import HangWatchdog
 from pipedejavu.launch.handover import RunForecast
 from pipedejavu.launch.rank_evaluation import RankEvaluation
 from pipedejavu.launch.worker_process import WorkerLaunch, WorkerProcess, set_up_process
+from pipedejavu.one_device import start_rank
 from pipedejavu.planner.replan import PlanSwitch, Replanner, find_switch
 from pipedejavu.program import ActionKind, Program
 from pipedejavu.program.share import cut_evenly
@@ -148,7 +148,7 @@ class Rank:
 
     def _train(self, checkpoint_dir: CheckpointDir) -> Handlers:
         """Runs all rounds of this rank's worker; returns its state at the end."""
-        rank = RankRun(self.program, self.job, self.batches)
+        rank = start_rank(self.program, self.job, self.batches)
         self._begin(checkpoint_dir, rank.handlers)
         if self.rank == 0 and (wires := rank.wire.describe()):
             self.progress.note(f"wires: {wires}")
@@ -256,9 +256,10 @@ class Rank:
 
     def after_round(self, update: int, handlers: Handlers, spans: list[Span]) -> bool:
         """Keeps the round's spans, rebalances shares by measured rates, and saves; returns whether to go on."""
-        self.spans, self.step = spans, update
+        self.spans, self.step = spans or self.spans, update
         now_s = time.perf_counter() - self.paused_s
-        self.reporter.settle(spans, RoundTimes(now_s - self.ends_s[-1], times_of(spans)) if self.ends_s else None)
+        has_times = self.ends_s and spans
+        self.reporter.settle(spans, RoundTimes(now_s - self.ends_s[-1], times_of(spans)) if has_times else None)
         self.ends_s.append(now_s)  # the first round is a warm-up
         plan = self.program.plan
         if plan.feed.kind == "share" and plan.feed.is_controlled:

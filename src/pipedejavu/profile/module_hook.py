@@ -18,9 +18,10 @@ def check_parameter_hooks(model: nn.Module) -> None:
         hooks: Mapping[int, Any] = (
             parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
         )
-        if hooks and parameter.requires_grad:
+        others = [hook for hook in hooks.values() if not is_own(hook)]
+        if others and parameter.requires_grad:
             raise InputError(
-                f"parameter '{name}' of a {type(model).__name__} has the gradient hook {_written(*hooks.values())},"
+                f"parameter '{name}' of a {type(model).__name__} has the gradient hook {_written(*others)},"
                 " which would not run: workers train copies of the parameter, and sum its gradients over microbatches;"
                 " remove the hook, and scale or mask in the forward (or freeze the parameter) instead"
             )

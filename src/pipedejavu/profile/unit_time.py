@@ -360,7 +360,7 @@ def describe(name: str, module: nn.Module, counted: UnitWork, following: UnitWor
         num_parameters=sum(p.numel() for p in module.parameters()),
         parameter_bytes=parameter_bytes,
         gradient_bytes=trained_bytes,
-        optimizer_bytes=2 * trained_bytes,
+        optimizer_bytes=sum(_state_bytes(p) for p in module.parameters() if p.requires_grad),
         activation_bytes=counted.saved_bytes / samples,
         shared_bytes=min(counted.saved_output_bytes, following.saved_input_bytes) / samples if following else 0.0,
         forward_work_bytes=counted.forward_work_bytes / samples,
@@ -388,3 +388,8 @@ def _update_s(parameters: Sequence[Tensor], make_update: MakeUpdate) -> float:
             update()
         times.append(max(watch.time_s("update"), watch.host_s["update"]))
     return median(times[1:])  # the first pass warms up
+
+
+def _state_bytes(parameter: nn.Parameter) -> int:
+    """Returns the bytes of two moments, which are float32 for a bfloat16 weight, beside the low half of its master."""
+    return 10 * parameter.numel() if parameter.dtype == torch.bfloat16 else 2 * parameter.nbytes

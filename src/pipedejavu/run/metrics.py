@@ -108,7 +108,7 @@ class MetricsReporter:
 
     def settle(self, spans: Sequence[Span] = (), times: RoundTimes | None = None) -> None:
         """Collects the losses and spans of a finished round, and its times if given."""
-        self.busy = busy_lanes(spans)
+        self.busy = busy_lanes(spans) if spans else self.busy
         self._take()
         with self._lock:
             self._rounds += [] if times is None else [times]

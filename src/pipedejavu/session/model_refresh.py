@@ -15,6 +15,9 @@ class Trains(Protocol):
     def save_to_model(self) -> nn.Module:
         """Copies the trained weights into the model."""
 
+    def detach(self) -> None:
+        """Stops using the model's own modules."""
+
 
 class ModelRefresh:
     """Copies the trained weights into the user's model before its `state_dict` is read and before it is called.
@@ -49,4 +52,7 @@ def release(model: nn.Module) -> None:
         for number, hook in [*hooks.items()]:
             if isinstance(hook, ModelRefresh):
                 hook()
+                if hook.trainer is not None:
+                    hook.trainer.detach()
+                    hook.trainer = None
                 del hooks[number]  # type: ignore[attr-defined]

@@ -74,5 +74,5 @@ def copy_newest(weights: NewestWeights, units: Units, ranks: TrainerRanks | None
                 newest = weights.tensors.get(full)
                 if ranks is not None and source is not None:
                     newest = ranks.broadcast_tensor(newest, source, tensor)
-                if newest is not None:
+                if newest is not None and newest.data_ptr() != tensor.data_ptr():
                     tensor.copy_(newest)

@@ -37,12 +37,13 @@ from pipedejavu.session.loop_watchdog import start_watchdogs
 from pipedejavu.session.model_refresh import ModelRefresh, release
 from pipedejavu.session.newest_weights import NewestWeights, copy_newest
 from pipedejavu.session.pretrained_folder import check_tokenizer, is_pretrained, save_pretrained
-from pipedejavu.session.rank_rounds import RankRounds, Workers
+from pipedejavu.session.rank_rounds import Workers
+from pipedejavu.session.started_workers import detach, held_by_session, start_workers
 from pipedejavu.session.torch_optimizer import read_optimizer, read_positional
 from pipedejavu.session.trainer_checkpoints import TrainerCheckpoints
 from pipedejavu.session.trainer_plan import OptimizerOf, TrainerOptions, TrainerPlan, may_pad, read_sample
 from pipedejavu.session.trainer_ranks import BatchKind, TrainerRanks
-from pipedejavu.session.training_session import RankWorker, ThreadWorkers, TrainingSession
+from pipedejavu.session.training_session import TrainingSession
 from pipedejavu.simulate import Prediction, check_fit, simulate
 from pipedejavu.source.loss_reduction import Reduction
 from pipedejavu.source.precision import check_autocast, check_parameters
@@ -124,7 +125,7 @@ class Trainer:
         check_autocast("Trainer()")
         if head_chunks is not None and head_chunks < 1:
             raise InputError(f"head_chunks is {head_chunks}; give 1 or more chunks of tokens, or None")
-        check_parameters(model)
+        check_parameters(model, takes_bfloat16=True)
         self.model = model
         self.samples = 0
         """Samples trained on so far."""
@@ -206,17 +207,11 @@ class Trainer:
         check_fit(prediction)
         sizes = program.sizes * program.plan.steps
         self.batch = BatchSplit(batch, sizes, self.batch.reduction, self._cut, pads=may_pad(program.plan))
-        started = Threads if self._ranks is None else RankRounds
-        self.threads: Workers = started(program, self._job, self.batch)
+        has_ranks = self._ranks is not None
+        self.threads: Workers = start_workers(program, self._job, self.batch, self.model, has_ranks=has_ranks)
         self.batch.cuts = [replace(self._cut, units=worker.job.units) for worker in self.threads.handlers]
         replicas = ReplicaCheck(program, self._job, self._options.check_replicas)
-        threads = self.threads
-        workers = (
-            ThreadWorkers(threads)
-            if isinstance(threads, Threads)
-            else RankWorker(threads.rank, threads.handlers[0], threads)
-        )
-        self._session = TrainingSession(workers, replicas, self._whole_state)
+        self._session = TrainingSession(held_by_session(self.threads), replicas, self._whole_state)
         start_watchdogs(self.threads, prediction.makespan_s / program.plan.steps, self._options.hang_after_s)
         self._replanner.follow(program)
 
@@ -224,6 +219,7 @@ class Trainer:
         """Replaces the workers by those of another plan, with the same state."""
         assert isinstance(self.threads, Threads), "ranks keep their plan"
         state, updates = take_all(self.threads), self.updates
+        self.threads.close()
         del self.threads, self._session  # a GPU may not have memory for both
         self._start(compile_plan(switch.plan, switch.profile, switch.machine, fold=False), batch)
         self._session.workers.put_state(updates, state.get, None)
@@ -401,6 +397,11 @@ class Trainer:
         self._check_replicas()
         self._copy_trained()
         return self.model
+
+    def detach(self) -> None:
+        """Ends the training if it is that of the model's own modules, so that another Trainer can take them."""
+        if self._is_started:
+            detach(self.threads, [self._job])
 
     def _check_sound(self) -> None:
         """Raises the error of a failed step: some workers may have made an update that others have not."""

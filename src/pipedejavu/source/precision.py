@@ -6,8 +6,12 @@ from torch import nn
 from pipedejavu.facts import InputError
 
 
-def check_parameters(model: nn.Module) -> None:
-    """Raises InputError for trained parameters that cannot be updated correctly: sparse, complex or low precision."""
+def check_parameters(model: nn.Module, *, takes_bfloat16: bool = False) -> None:
+    """Raises InputError for trained parameters that cannot be updated correctly: sparse, complex or low precision.
+
+    With `takes_bfloat16`, masters of bfloat16 parameters are kept.
+    """
+    dtypes = (torch.float32, torch.float64) + (torch.bfloat16,) * takes_bfloat16
     for name, part in model.named_modules():
         if getattr(part, "sparse", False) and any(p.requires_grad for p in part.parameters(recurse=False)):
             raise InputError(
@@ -21,7 +25,7 @@ def check_parameters(model: nn.Module) -> None:
                 f"parameter '{name}' is {kind}, and optimizers here take real numbers; keep it as real numbers and use"
                 " torch.view_as_complex in forward"
             )
-        if parameter.requires_grad and parameter.dtype not in (torch.float32, torch.float64):
+        if parameter.requires_grad and parameter.dtype not in dtypes:
             raise InputError(
                 f"parameter '{name}' is {kind}, in which most updates are too small to change it, and no float32 copy"
                 " is kept here; call model.float() first, or train with HybridAdamW, which keeps float32 masters of"

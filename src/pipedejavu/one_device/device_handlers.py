@@ -1,0 +1,127 @@
+"""The state of the worker of one GPU and its host, in the form in which the engine's workers show theirs.
+
+Weights rest in the modules of the units, and optimizer state in HybridAdamW. `settle` waits for both and shows them
+under the engine's names; `adopt` takes over what was written there.
+"""
+
+import weakref
+
+import torch
+
+from pipedejavu.engine.device import CPU, device_of
+from pipedejavu.engine.handlers import Handlers
+from pipedejavu.engine.job import Batches, Job
+from pipedejavu.engine.piece import PieceRunner
+from pipedejavu.engine.wire import Exchange, ThreadWire
+from pipedejavu.hybrid.activation_choice import Activations
+from pipedejavu.hybrid.assignment import AssignedPlace, Assignment
+from pipedejavu.hybrid.hybrid_adamw import HybridAdamW
+from pipedejavu.hybrid.lanes import HybridLanes
+from pipedejavu.hybrid.state_dict import LOW, read_state
+from pipedejavu.one_device.unit_chain import move_shared
+from pipedejavu.one_device.unit_settings import UnitSettings
+from pipedejavu.program import Program, Value
+from pipedejavu.program.effect import rest_of
+from pipedejavu.runtime.lane import ThreadLane
+
+_SLOTS = {"step": "step", "m": "exp_avg", "v": "exp_avg_sq", "low": LOW}
+"""The engine's names of optimizer state, and those in the state dict of HybridAdamW."""
+
+
+class DeviceHandlers(Handlers):
+    """The units, the optimizer and the log of the only worker."""
+
+    def __init__(self, program: Program, job: Job, batches: Batches):
+        """Trains the modules of the job's units themselves; their weights must rest on one device."""
+        device = device_of(program, 0)
+        self.settings = UnitSettings(job)
+        move_shared(job.units, device)
+        self.optimizer = _make_optimizer(program, job, self.settings, device)
+        runners = {
+            (number, 0): PieceRunner([(unit, *job.units[unit]) for unit in piece.units], job.seed)
+            for number, piece in enumerate(program.pieces)
+        }
+        super().__init__(program, 0, runners, job, batches, ThreadWire(Exchange({}), 0))
+        self.load_device = CPU  # the optimizer copies what is loaded to where it rests
+        weakref.finalize(self, _abandon, self.optimizer.scheduler.lanes).atexit = False
+        self.settle()
+
+    def begin(self, update: int) -> None:
+        """Prepares a round that starts at an update."""
+        self.first_microbatch, self.first_version = update * self.program.update_size, update
+
+    def settle(self) -> None:
+        """Waits for all updates, and shows the weights in `values` and the optimizer state in `applier`."""
+        self.optimizer.synchronize()
+        self.values.clear()
+        for key, runner in self.runners.items():
+            weights = {name: parameter.detach() for name, parameter in runner.parameters().items()}
+            self.values[Value.weights(*key, 0)] = weights
+        if self.optimizer.plan is not None:
+            self._show_state()
+
+    def _show_state(self) -> None:
+        entries: dict[torch.Tensor, dict[str, torch.Tensor]] = {}
+        read_state(self.optimizer.scheduler.unit_states, entries)
+        for key, runner in self.runners.items():
+            self.applier.state[key] = {
+                name: {slot: entries[p][known] for slot, known in _SLOTS.items() if known in entries[p]}
+                for name, p in runner.parameters().items()
+                if p in entries
+            }
+
+    def adopt(self) -> None:
+        """Trains on from the weights and the optimizer state that were put down."""
+        entries: dict[torch.Tensor, dict[str, torch.Tensor]] = {}
+        for key, runner in self.runners.items():
+            state = self.applier.state.get(key, {})
+            for name, parameter in runner.parameters().items():
+                slots = state.get(name, {})
+                if "step" in slots and parameter not in entries:
+                    entries[parameter] = {_SLOTS[slot]: tensor for slot, tensor in slots.items()}
+        self.optimizer.put_state(entries)
+        self.drop_loaded()
+
+    def drop_loaded(self) -> None:
+        """Frees optimizer state that was put down, once the optimizer has copied it: not before its first step."""
+        if self.optimizer.plan is not None:
+            self.applier.state.clear()
+
+    def close(self) -> None:
+        """Waits for all work, removes the hooks from the units and ends the threads."""
+        self.optimizer.close()
+
+
+def _abandon(lanes: HybridLanes) -> None:
+    """Ends the threads of lanes that nothing uses any more, without waiting for them."""
+    for lane in lanes.all:
+        if isinstance(lane, ThreadLane):
+            lane.abandon()
+
+
+def _make_optimizer(program: Program, job: Job, settings: UnitSettings, device: torch.device) -> HybridAdamW:
+    """Hooks HybridAdamW into the units, with the places of the plan."""
+    plan, units = program.plan, [*job.units]
+    places: list[AssignedPlace] = ["gpu"] * len(units)
+    for number, piece in enumerate(program.pieces):
+        rest = rest_of(program, number)
+        for unit in piece.units:
+            places[unit] = "gpu" if rest == "device" else rest
+    recomputed = {unit for some in program.recomputed for unit in some}
+    others: Activations = "offload" if plan.keep.activations == "host" else "keep"
+    clip_norm = job.clip_norm if plan.reduce.clip == "global" else None
+    if clip_norm is None and (plan.reduce.clip == "global" or "visit" in places):
+        clip_norm = torch.inf  # updates wait for the norm of all gradients
+    budget = program.machine.device(program.devices[0])
+    return HybridAdamW(
+        torch.nn.ModuleList({id(module): module for _, module in units}.values()),
+        settings.groups,
+        clip_norm=clip_norm,
+        gpu_budget=max(1, int(budget.memory_bytes - budget.reserved_bytes)) if device.type == "cuda" else "auto",
+        device=device,
+        activations={name: "recompute" if n in recomputed else others for n, (name, _) in enumerate(units)},
+        microbatches=program.update_size,
+        assignment=Assignment(
+            units=units, places=places, visitors=plan.keep.visitors, window=plan.keep.window + plan.order.prefetch
+        ),
+    )

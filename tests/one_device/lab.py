@@ -1,0 +1,167 @@
+"""Small float32 models under plans of one GPU and its host, and the same training by loops that users write."""
+
+import copy
+import math
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pipedejavu.engine import AdamW, Job, Outcome, Threads
+from pipedejavu.engine.piece import mixed
+from pipedejavu.hybrid import HybridAdamW
+from pipedejavu.one_device import start_threads, why_by_actions
+from pipedejavu.plan import Keep, Plan, preset
+from pipedejavu.plan.axis import Rest
+from pipedejavu.program import Program
+from pipedejavu.program import compile as compile_plan
+from tests.engine.case import MODELS, Samples, Units, machine_of, profile_of, sum_of_losses
+
+SETTINGS: dict[str, Any] = {"lr": 0.01, "betas": (0.9, 0.99), "eps": 1e-4, "weight_decay": 0.1}
+SEED = 11
+
+
+def plan_of(
+    places: tuple[Rest, ...] | None = None,
+    *,
+    microbatches: int = 1,
+    clip: bool = False,
+    recompute: tuple[int, ...] | None = None,
+    window: int = 1,
+    prefetch: int = 0,
+    activations: str = "device",
+    visitors: int = 1,
+    keep: Keep | None = None,
+) -> Plan:
+    """Returns a plan with the state of each unit in its place; without places, all on the device."""
+    kept = keep or Keep.model_validate(
+        {
+            "kind": "split" if places else "replicated",
+            "places": places,
+            "window": window,
+            "visitors": visitors,
+            "activations": activations,
+        }
+    )
+    plan = preset("cotrain").at(microbatches=microbatches)
+    order = plan.order.replace(recompute_units=recompute, prefetch=prefetch)
+    reduce = plan.reduce.replace(clip="global" if clip else "none")
+    return plan.replace(steps=1, bucket_bytes=1, keep=kept, order=order, reduce=reduce)
+
+
+@dataclass
+class Run:
+    """A plan, a model and its samples; microbatches have two, four or eight samples."""
+
+    plan: Plan
+    model: str = "mlp"
+    count: int = 4
+    clip_norm: float | None = None
+    rounds: int = 4
+    size: int = 4
+    dtype: torch.dtype = torch.float32
+    optimizer: Any = None
+    extra: dict[str, Any] = field(default_factory=dict)
+    device: str = "cpu"
+
+    @cached_property
+    def units(self) -> Units:
+        torch.manual_seed(3)
+        return [(name, module.to(self.dtype)) for name, module in MODELS[self.model][0](self.count)]
+
+    @cached_property
+    def job(self) -> Job:
+        optimizer = self.optimizer or AdamW(**SETTINGS)
+        return Job(
+            units=self.units, loss=self.loss, optimizer=optimizer, seed=SEED, clip_norm=self.clip_norm, **self.extra
+        )
+
+    def loss(self, output: Any, target: Any) -> Tensor:
+        return sum_of_losses(output.float(), target)
+
+    @cached_property
+    def program(self) -> Program:
+        profile = profile_of(self.units, len(self.job.ties))
+        return compile_plan(self.plan, profile, machine_of(self.plan, "gpu"), fold=False)
+
+    @cached_property
+    def batches(self) -> Samples:
+        sizes = [self.size] * (self.program.update_size * self.rounds * self.plan.steps)
+        made = MODELS[self.model][1](sizes, torch.Generator().manual_seed(5))
+        x = [t.to(self.dtype) if t.is_floating_point() else t for t in made.x]
+        return Samples(x, made.y, made.counts)
+
+    def start(self) -> Threads:
+        assert why_by_actions(self.program, self.job) == ""
+        return start_threads(self.program, self.job, self.batches)
+
+    @cached_property
+    def outcome(self) -> Outcome:
+        threads = self.start()
+        spans = [threads.run() for _ in range(self.rounds)]
+        outcome = threads.outcome(spans[-1])
+        weights = {key: {n: w.detach().cpu().clone() for n, w in some.items()} for key, some in outcome.weights.items()}
+        threads.close()
+        return Outcome(weights, outcome.logs, outcome.spans)
+
+    @property
+    def weights(self) -> dict[str, Tensor]:
+        return {name: weight for some in self.outcome.weights.values() for name, weight in some.items()}
+
+    def trained_by(self, kind: str, **options: Any) -> dict[str, Tensor]:
+        """Trains the uncut model in a plain loop, with `hybrid` or with `torch`'s AdamW, on mean losses."""
+        device = torch.device(self.device)
+        model = nn.Sequential(*copy.deepcopy([module for _, module in self.units])).to(device)
+        size = self.program.update_size
+        if kind == "hybrid":
+            options = {"window": None, "microbatches": size, "host_threads": 1, "clip_norm": self.clip_norm} | options
+            optimizer: Any = HybridAdamW(model, **SETTINGS, **options)
+        else:
+            optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], **SETTINGS)
+        for update in range(self.rounds * self.plan.steps):
+            members = range(update * size, (update + 1) * size)
+            count = sum(self.batches.count(i) for i in members)
+            for i in members:
+                (self.loss(self.forward(model, i, device), self.batches.targets(i).to(device)) / count).backward()
+            if kind == "torch" and self.clip_norm is not None:
+                nn.utils.clip_grad_norm_(model.parameters(), self.clip_norm)
+            optimizer.step()
+            optimizer.zero_grad()
+        if kind == "hybrid":
+            optimizer.close()
+        names = [name for name, _ in self.units]
+        pairs = zip(names, model, strict=True)
+        return {
+            full: p.detach().cpu().clone()
+            for name, module in pairs
+            for full, p in module.named_parameters(name, remove_duplicate=False)
+        }
+
+    def forward(self, model: nn.Sequential, microbatch: int, device: torch.device) -> Tensor:
+        value = self.batches.inputs(microbatch).to(device)
+        for number, module in enumerate(model):
+            torch.manual_seed(mixed(SEED, microbatch, number))
+            value = module(value)
+        return value
+
+    def tolerance(self) -> float:
+        """Rounding of float32: each sum of n terms is off by n units at most, and 1 / eps of that moves a weight."""
+        summands = self.program.update_size * self.size * 8 + 8
+        return self.rounds * self.plan.steps * summands * 2**-24 * SETTINGS["lr"] / SETTINGS["eps"]
+
+
+def check_equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
+    assert one.keys() == other.keys()
+    different = [name for name in one if not torch.equal(one[name], other[name])]
+    assert not different, f"{len(different)} of {len(one)} differ: {different[:6]}"
+
+
+def furthest(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
+    assert one.keys() == other.keys()
+    return max(float((one[name].double() - other[name].double()).abs().max()) for name in one)
+
+
+def is_power_of_two(count: int) -> bool:
+    return math.log2(count).is_integer()

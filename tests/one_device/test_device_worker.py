@@ -1,0 +1,129 @@
+"""Plans of one GPU and its host have the bits of HybridAdamW in a plain loop, and pass the audit."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from pipedejavu.engine import AdamW, audit
+from pipedejavu.plan import Keep
+from tests.one_device.lab import SETTINGS, Run, check_equal, furthest, plan_of
+
+PLACES: dict[str, dict[str, Any]] = {
+    "all on the device": {},
+    "device, visit, host, lean": {"places": ("device", "visit", "host", "lean")},
+    "all streamed": {"places": ("visit",) * 4, "visitors": 2},
+    "all on the host": {"places": ("host",) * 4},
+    "no copies": {"places": ("lean",) * 4},
+    "window of one": {"places": ("device", "window", "window", "host")},
+    "all through a window": {"keep": Keep(kind="host", window=1), "prefetch": 1},
+}
+
+
+@pytest.mark.parametrize("clip_norm", [None, 0.05, 1e9], ids=["unclipped", "clipped", "hardly clipped"])
+@pytest.mark.parametrize("name", PLACES)
+def test_every_place_has_the_bits_of_hybrid_adamw_in_a_plain_loop(name: str, clip_norm: float | None) -> None:
+    run = Run(plan_of(**PLACES[name], clip=clip_norm is not None), clip_norm=clip_norm)
+    check_equal(run.weights, run.trained_by("hybrid"))
+    assert furthest(run.weights, run.trained_by("torch")) <= run.tolerance()
+    assert max(audit(run.program, run.job, run.batches, run.outcome).values()) <= run.tolerance()
+
+
+MIXTURES: dict[str, dict[str, Any]] = {
+    "four microbatches": {"microbatches": 4, "places": ("device", "visit", "host", "lean")},
+    "four microbatches, on the device": {"microbatches": 4},
+    "four microbatches, windowed": {"microbatches": 4, "places": ("host", "window", "window", "device"), "window": 2},
+    "recompute": {"recompute": (0, 2, 3), "places": ("device", "host", "visit", "host")},
+    "recompute in a window": {"recompute": (1, 2), "places": ("host", "window", "window", "host"), "microbatches": 2},
+    "activations on the host": {"activations": "host", "places": ("device", "host", "lean", "host")},
+}
+
+
+@pytest.mark.parametrize("clip_norm", [None, 0.05], ids=["unclipped", "clipped"])
+@pytest.mark.parametrize("model", ["mlp", "calm-gpt"])
+@pytest.mark.parametrize("name", MIXTURES)
+def test_mixtures_have_the_bits_of_hybrid_adamw_in_a_plain_loop(name: str, model: str, clip_norm: float | None) -> None:
+    run = Run(plan_of(**MIXTURES[name], clip=clip_norm is not None), model, clip_norm=clip_norm, rounds=3)
+    if model == "mlp":  # counts are powers of two, so that dividing by them changes no bit
+        check_equal(run.weights, run.trained_by("hybrid"))
+    assert furthest(run.weights, run.trained_by("torch")) <= run.tolerance()
+    assert max(audit(run.program, run.job, run.batches, run.outcome).values()) <= run.tolerance()
+
+
+@pytest.mark.parametrize("recompute", [None, (0, 1, 2)], ids=["kept", "recomputed"])
+def test_dropout_draws_what_the_replay_draws(recompute: tuple[int, ...] | None) -> None:
+    plan = plan_of(("device", "host", "visit", "host"), clip=True, recompute=recompute, microbatches=2)
+    run = Run(plan, "gpt", clip_norm=0.05)
+    assert furthest(run.weights, run.trained_by("torch")) <= run.tolerance()
+    assert max(audit(run.program, run.job, run.batches, run.outcome).values()) <= run.tolerance()
+
+
+@pytest.mark.parametrize("recompute", [None, (0, 1, 2)], ids=["kept", "recomputed"])
+def test_running_statistics_advance_once_per_microbatch(recompute: tuple[int, ...] | None) -> None:
+    run = Run(plan_of(("device", "host", "host", "host"), recompute=recompute, microbatches=2), "convnet", count=4)
+    threads = run.start()
+    for _ in range(run.rounds):
+        threads.run()
+    buffers = {n: b.clone() for _, m in threads.handlers[0].job.units for n, b in m.named_buffers() if "num" in n}
+    assert {int(b) for b in buffers.values()} == {2 * run.rounds}
+    threads.close()
+    assert max(audit(run.program, run.job, run.batches, run.outcome).values()) <= run.tolerance()
+
+
+def test_frozen_parameters_stay_as_they_are() -> None:
+    run = Run(plan_of(("device", "host", "visit", "host"), clip=True), clip_norm=0.05)
+    for parameter in run.units[1][1].parameters():
+        parameter.requires_grad_(False)
+    run.units[2][1][0].bias.requires_grad_(False)
+    before = {f"{unit}.{n}": p.detach().clone() for unit, m in run.units for n, p in m.named_parameters()}
+    assert torch.equal(run.weights["u1.0.weight"], before["u1.0.weight"])
+    assert torch.equal(run.weights["u2.0.bias"], before["u2.0.bias"])
+    assert not torch.equal(run.weights["u2.0.weight"], before["u2.0.weight"])
+    check_equal(run.weights, run.trained_by("hybrid"))
+    assert max(audit(run.program, run.job, run.batches, run.outcome).values()) <= run.tolerance()
+
+
+@pytest.mark.parametrize("places", [("device",) * 4, ("device", "visit", "host", "lean"), ("window",) * 4])
+@pytest.mark.parametrize("clip_norm", [None, 0.05])
+def test_bfloat16_weights_have_split_masters(places: Any, clip_norm: float | None) -> None:
+    run = Run(plan_of(places, clip=clip_norm is not None), clip_norm=clip_norm, dtype=torch.bfloat16)
+    check_equal(run.weights, run.trained_by("hybrid"))
+    assert {w.dtype for w in run.weights.values()} == {torch.bfloat16}
+
+
+def test_rates_and_decays_follow_the_optimizer_of_the_job() -> None:
+    optimizer = AdamW(**SETTINGS, schedule=lambda n: 1 / (n + 1), decays=lambda name: "bias" not in name)
+    run = Run(plan_of(("device", "visit", "host", "lean"), clip=True), clip_norm=0.05, optimizer=optimizer)
+    assert max(audit(run.program, run.job, run.batches, run.outcome).values()) <= run.tolerance()
+    plain = Run(run.plan, clip_norm=0.05)
+    assert furthest(run.weights, plain.weights) > 10 * run.tolerance()
+
+
+class Unused(nn.Linear):
+    """A layer with a parameter that no output depends on."""
+
+    def __init__(self) -> None:
+        super().__init__(5, 5)
+        self.spare = nn.Parameter(torch.ones(3))
+
+
+@pytest.mark.parametrize("place", ["device", "host"])
+def test_a_parameter_without_a_gradient_decays_as_in_the_engine(place: Any) -> None:
+    run = Run(plan_of((place,) * 4))
+    run.units[1] = ("u1", Unused())
+    assert max(audit(run.program, run.job, run.batches, run.outcome).values()) <= run.tolerance()
+    assert (run.weights["u1.spare"] < 1).all()
+
+
+def test_several_updates_per_round_and_logged_events() -> None:
+    run = Run(plan_of(("device", "host", "host", "host"), clip=True).replace(steps=2), clip_norm=0.05, rounds=2)
+    assert max(audit(run.program, run.job, run.batches, run.outcome).values()) <= run.tolerance()
+    check_equal(run.weights, run.trained_by("hybrid"))
+    assert sorted(run.outcome.logs[0].losses) == [0, 1, 2, 3]
+    names = {str(a) for a in run.program.workers[0].actions}
+    spans = run.outcome.spans
+    assert {span.action for span in spans} <= names
+    passes = {str(a) for a in run.program.workers[0].actions if a.kind in "FB" or a.kind == "UPDATE"}
+    assert passes <= {span.action for span in spans}
+    assert all(0 <= span.start_s <= span.end_s for span in spans)
