@@ -24,6 +24,8 @@ _PLACES = {
     "dualpipe-v": "v",
 }
 
+_MASTERS = {"bf16": ("split", "fp32"), "fp16": ("fp32",)}
+
 
 def _is_asynchronous(plan: Plan) -> bool:
     return plan.version.kind in ("local", "torn") or plan.is_flush_free
@@ -311,6 +313,33 @@ RULES = (
         "feed 'mask' needs a budget for each of the {replicas} replicas",
         "set feed.budgets to that many numbers between 0 and 1",
     ),
+    Rule(
+        lambda plan, _: plan.precision.masters not in _MASTERS.get(plan.precision.compute, ("none",)),
+        "weights of compute '{compute}' cannot have masters '{masters}': 16 bits are too few for most updates, bf16 can"
+        " be the half of a master, and wider weights are their own masters",
+        "set precision.masters to '{masters_for}'",
+    ),
+    Rule(
+        lambda plan, _: plan.precision.accumulate == "bf16" and not plan.precision.is_split,
+        "gradients are bf16 only if weights are, and masters '{masters}' have float32 weights",
+        "leave precision.accumulate out, or use compute 'bf16' with masters 'split'",
+    ),
+    Rule(
+        lambda plan, _: plan.precision.moments != "fp32" and plan.precision.compute == "fp64",
+        "moments of {moments} would round away what compute 'fp64' keeps",
+        "leave precision.moments out, or use compute 'fp32'",
+    ),
+    Rule(
+        lambda plan, _: plan.precision.is_split and _adds_to_weights(plan),
+        "keep '{keep}' with gate '{gate}' and combiner '{combiner}' adds to the weights of other workers, which do"
+        " not hold the other half of split masters",
+        "set precision.masters to 'fp32'",
+    ),
+    Rule(
+        lambda plan, _: plan.precision.compute == "fp16" and plan.reduce.clip != "global",
+        "gradients of fp16 may overflow, and all workers skip such an update by the norm that they share",
+        "set reduce.clip to 'global', or use compute 'bf16'",
+    ),
 )
 
 
@@ -335,6 +364,12 @@ def faults_of(plan: Plan, profile: Profile) -> list[str]:
         "zeros": len(plan.keep.zeros or ()),
         "stages": plan.num_stages,
         "shard_counts": len(plan.place.stage_shards or ()),
+        "gate": plan.reduce.gate,
+        "combiner": plan.reduce.combiner,
+        "compute": plan.precision.compute,
+        "masters": plan.precision.masters,
+        "masters_for": _MASTERS.get(plan.precision.compute, ("none",))[0],
+        "moments": plan.precision.moments,
         "slots": len(plan.place.stage_replicas or range(plan.place.workers)),
     }
     broken = [rule for rule in RULES if rule.breaks(plan, profile)]
@@ -343,6 +378,12 @@ def faults_of(plan: Plan, profile: Profile) -> list[str]:
 
 def _num_replicas(plan: Plan) -> int:
     return plan.place.replicas + plan.place.cpu_replicas
+
+
+def _adds_to_weights(plan: Plan) -> bool:
+    """Whether workers change weights by more than updates: they average, pull or push them, or share their memory."""
+    reduce = plan.reduce
+    return plan.keep.kind == "shared" or reduce.gate == "bound" or reduce.combiner not in ("sum",)
 
 
 def _ties_cross_stages(plan: Plan, profile: Profile) -> bool:
