@@ -39,6 +39,7 @@ from pipedejavu.program import Action, ActionKind, GroupRole, Program, Table, Up
 from pipedejavu.program.action import value_of
 from pipedejavu.program.effect import rest_of
 from pipedejavu.program.value import HOST
+from pipedejavu.runtime.compute_precision import ComputeFormat
 
 _PER_PARAMETER = frozenset((ValueKind.WEIGHTS, ValueKind.WEIGHT_GRADIENT, ValueKind.PUSH, ValueKind.CONSENSUS))
 """Kinds of values that are held as tensors by parameter name."""
@@ -66,6 +67,7 @@ class Handlers:
         self.notice: Notice = lambda _lane, _action: None
         self.values: dict[Value, Any] = {}
         self.check = GradientCheck(job, program.plan, index)
+        self._form = ComputeFormat.of(program.plan.precision, [module for _, module in job.units])
         self.applier = Applier(program, runners, job, batches, self.values, self.log, self.device, self.check)
         self.norm = GlobalNorm(program, index, runners, job, batches, self.values, self.log, self.check)
         table = Table(program)
@@ -73,6 +75,8 @@ class Handlers:
         """The values that each action reads and writes."""
         self.reads = Counter(value for a in program.workers[index].actions for value in self.effects[a][0])
         self.readers = self.reads.copy()
+        self.summed = {key: _is_summed(program, index, key) for key in runners}
+        """Whether an update of a piece sums gradients of several microbatches or workers."""
         self.lock = threading.Lock()
         self.first_microbatch = self.first_version = 0
         self._unread_losses: dict[int, Tensor] = {}
@@ -198,7 +202,9 @@ class Handlers:
         return like(output, [t.detach() for t in tensors_of(output)]), saved
 
     def _loss(self, number: int, output: Any) -> Tensor:
-        return self.job.loss(output, moved(self.batches.targets(number), self.device))
+        targets = moved(self.batches.targets(number), self.device)
+        with self._form.context(self.device):
+            return self.job.loss(output, targets)
 
     def _inputs(self, microbatch: int) -> Any:
         return moved(self.batches.inputs(self.first_microbatch + microbatch), self.device)
@@ -232,7 +238,7 @@ class Handlers:
         """Runs the backward of a piece: writes its input gradient and adds to its weight gradient."""
         saved, gradients = self._needed(a)
         total = self._of_update(a)
-        passed, self.values[total] = backward(saved, gradients, self.values.get(total))
+        passed, self.values[total] = backward(saved, gradients, self.values.get(total), is_wide=self._is_wide(a))
         self._pass_on(a, passed)
         self._end_microbatch(a)
 
@@ -244,7 +250,7 @@ class Handlers:
     def backward_weights(self, a: Action) -> None:
         """Adds to the weight gradient of the piece."""
         total, half = self._of_update(a), self.values[Value.saved(a.piece, a.microbatch)]
-        self.values[total] = backward_weights(half, self.values.get(total))
+        self.values[total] = backward_weights(half, self.values.get(total), is_wide=self._is_wide(a))
         self._end_microbatch(a)
 
     def _runner(self, a: Action) -> PieceRunner:
@@ -261,6 +267,10 @@ class Handlers:
     def _of_update(self, a: Action) -> Value:
         """Returns the weight gradient that a backward adds to."""
         return Value.weight_gradient(a.piece, a.replica, a.microbatch // self.program.update_size)
+
+    def _is_wide(self, a: Action) -> bool:
+        """Whether gradients of 16-bit weights are added up in float32: if there is anything to add."""
+        return self._runner(a).form.sums_wide and self.summed[a.piece, a.replica]
 
     def _pass_on(self, a: Action, gradients: tuple[Tensor, ...]) -> None:
         if self.program.inputs[a.piece]:
@@ -310,7 +320,8 @@ class Handlers:
                 self._sent_gradients(a) if a.what == ValueKind.WEIGHT_GRADIENT else self.values[value_of(a)]
             )
             tensors = [tensor.detach() for tensor in value.values()]
-            sums = dict(zip(value, unflatten(self.wire.add_up(flatten(tensors), group), tensors), strict=True))
+            added = unflatten(self.wire.add_up(flatten(tensors), group), tensors)
+            sums = dict(zip(value, added, strict=True))
             if a.what == ValueKind.WEIGHTS:  # replicas that update separately average; an update divides gradients
                 count = len(self.program.groups[group].workers)
                 sums = as_leaves({name: total.div_(count) for name, total in sums.items()})
@@ -336,7 +347,7 @@ class Handlers:
             if name in self.job.ties[tie]
         ]
         local = torch.stack([gradients[name] for gradients, name in tied]).sum(0)
-        total = self.wire.add_up(local.reshape(-1), a.group).view_as(local)
+        total = unflatten(self.wire.add_up(flatten([local]), a.group), [local])[0]
         for gradients, name in tied:
             gradients[name] = total.clone()
 
@@ -364,6 +375,18 @@ class Handlers:
             on_host = self.values[key] if stays else self.values.pop(key)
             brought = _taken(a, on_host, self.device)
             self.values[value_of(a)] = as_leaves(brought) if a.what == ValueKind.WEIGHTS else brought
+
+
+def _is_summed(program: Program, index: int, key: tuple[int, int]) -> bool:
+    """Whether an update of a (piece, replica) sums gradients of several microbatches, or of several workers."""
+    backwards = (ActionKind.BACKWARD, ActionKind.WEIGHT_BACKWARD)
+    updates = Counter[int]()
+    for a in program.workers[index].actions:
+        if a.what == ValueKind.WEIGHT_GRADIENT and a.kind in (ActionKind.REDUCE, ActionKind.SEND, ActionKind.RECV):
+            return True
+        if (a.piece, a.replica) == key and a.kind in backwards:
+            updates[a.microbatch // program.update_size] += 1
+    return max(updates.values(), default=0) > 1
 
 
 def _taken(a: Action, value: Any, device: torch.device) -> Any:

@@ -17,6 +17,7 @@ from pipedejavu.engine.wire import ProcessWire
 from pipedejavu.engine.worker_loop import WorkerLoop
 from pipedejavu.facts import InputError, MemoryFile, Span
 from pipedejavu.program import Program, ValueKind
+from pipedejavu.runtime.compute_precision import allowed_tf32
 
 
 class RankRound(NamedTuple):
@@ -57,7 +58,9 @@ class RankRun:
         dist.barrier()
         for update in updates:
             self.handlers.begin(update)
-            yield RankRound(update + self.program.plan.steps, worker.run())
+            with allowed_tf32(self.program.plan.precision):
+                spans = worker.run()
+            yield RankRound(update + self.program.plan.steps, spans)
 
 
 def _share_weights(handlers: Handlers) -> None:

@@ -1,0 +1,83 @@
+"""How units compute in a precision: the autocast that they run under, and which of their weights are bf16.
+
+    weights of two and more dimensions    bf16 with split masters, as autocast would round them for each use
+    biases, and weights of norms          float32: they are few, and norms compute in float32
+    a model that is bf16 already          as it is, without autocast
+
+Buffers stay as they are. Knows neither optimizers nor programs.
+"""
+
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from pipedejavu.plan import Precision
+
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+_NORMS = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, nn.modules.batchnorm._NormBase)
+
+
+@dataclass(frozen=True)
+class ComputeFormat:
+    """How the units of one model compute."""
+
+    autocast: torch.dtype | None = None
+    """The 16-bit format that units and the loss run under autocast with; None for no autocast."""
+    lowers: bool = False
+    """Whether float32 weights become bf16."""
+    is_split: bool = False
+    """Whether bf16 weights have float32 masters, the other half of which is in the optimizer state."""
+    sums_wide: bool = True
+    """Whether gradients of bf16 weights are added up in float32."""
+
+    @classmethod
+    def of(cls, precision: Precision, modules: Iterable[nn.Module]) -> "ComputeFormat":
+        """Returns how a model's modules compute in a precision."""
+        sums_wide = precision.accumulate == "fp32"
+        if is_bf16(modules):
+            return cls(None, False, precision.is_split, sums_wide)
+        return cls(_DTYPES.get(precision.compute), precision.is_split, precision.is_split, sums_wide)
+
+    def context(self, device: torch.device) -> AbstractContextManager[object]:
+        """Returns the context in which units and the loss run on a device."""
+        return nullcontext() if self.autocast is None else torch.autocast(device.type, self.autocast)
+
+    def is_lowered(self, owner: nn.Module, parameter: Tensor) -> bool:
+        """Whether a parameter of the module `owner` is computed with as bf16."""
+        return (
+            self.lowers and parameter.dtype == torch.float32 and parameter.dim() > 1 and not isinstance(owner, _NORMS)
+        )
+
+
+FULL = ComputeFormat()
+"""Units compute in the format of their weights."""
+
+
+def is_bf16(modules: Iterable[nn.Module]) -> bool:
+    """Whether a model is bf16 already: some trained parameter is."""
+    return any(p.requires_grad and p.dtype == torch.bfloat16 for module in modules for p in module.parameters())
+
+
+def lower_(module: nn.Module, form: ComputeFormat) -> None:
+    """Changes the parameters of a module, in place, to the formats that they are computed with."""
+    for part in module.modules():
+        for parameter in part._parameters.values():
+            if parameter is not None and form.is_lowered(part, parameter):
+                parameter.data = parameter.data.to(torch.bfloat16)
+
+
+@contextmanager
+def allowed_tf32(precision: Precision) -> Iterator[None]:
+    """Lets float32 matrix products of this process use TF32 meanwhile, if that is the precision."""
+    if precision.compute != "tf32":
+        yield
+        return
+    before = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
+    try:
+        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
+        yield
+    finally:
+        torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = before
