@@ -69,6 +69,19 @@ def lower_(module: nn.Module, form: ComputeFormat) -> None:
                 parameter.data = parameter.data.to(torch.bfloat16)
 
 
+def low_names(units: Iterable[tuple[str, nn.Module]], form: ComputeFormat) -> frozenset[str]:
+    """Returns the full names of the trained parameters of named units that are computed with as bf16, all of a tie."""
+    names = set()
+    for unit, module in units:
+        for path, part in module.named_modules(prefix=unit, remove_duplicate=False):
+            for key, parameter in part._parameters.items():
+                if parameter is None or not parameter.requires_grad:
+                    continue
+                if form.is_lowered(part, parameter) or (form.is_split and parameter.dtype == torch.bfloat16):
+                    names.add(".".join(filter(None, (path, key))))
+    return frozenset(names)
+
+
 @contextmanager
 def allowed_tf32(precision: Precision) -> Iterator[None]:
     """Lets float32 matrix products of this process use TF32 meanwhile, if that is the precision."""
