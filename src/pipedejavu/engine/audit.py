@@ -339,7 +339,9 @@ class Replay:
         assert fault is not None
         update = microbatches[0] // self.program.update_size
         for replica in sorted({self.readers[piece, i] for i in microbatches}):
-            parts = [self._wide(self.gradients[i][piece][name]) for i in microbatches if self.readers[piece, i] == replica]
+            parts = [
+                self._wide(self.gradients[i][piece][name]) for i in microbatches if self.readers[piece, i] == replica
+            ]
             total = torch.stack(parts).sum(0)
             if fault.is_faulty(replica, self.program.num_replicas):
                 total = fault.spoilt(total, self.job.seed, replica, update, piece, number)

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from pipedejavu.facts import InputError, Machine, Profile
 from pipedejavu.launch.rank_group import RankGroup
-from pipedejavu.plan import Plan
+from pipedejavu.plan import Plan, Precision
 from pipedejavu.planner.replan import PlanSwitch
 from pipedejavu.run.options import TrainOptions
 from pipedejavu.run.run_folder import RunFolder, RunStart
@@ -140,5 +140,6 @@ def is_same_plan(requested: Plan, known: Plan) -> bool:
     reduce = requested.reduce.replace(
         clip=known.reduce.clip if requested.reduce.clip == "none" else requested.reduce.clip
     )
-    settled = {"place": place, "feed": feed, "cut": cut, "reduce": reduce}
+    precision = known.precision if requested.precision == Precision() else requested.precision
+    settled = {"place": place, "feed": feed, "cut": cut, "reduce": reduce, "precision": precision}
     return requested.replace(steps=known.steps, decisions=known.decisions, **settled) == known

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from pipedejavu.data.data_choice import DataChoice
 from pipedejavu.facts import InputError, Machine, Profile, read_file
+from pipedejavu.plan import Precision
 from pipedejavu.planner.cache import find, find_or_make, keep
 from pipedejavu.planner.profiling import MeasureSetup, choose_sizes, fraction_setup, measure_task, this_machine
 from pipedejavu.planner.replan import find_runnable
@@ -18,6 +19,7 @@ from pipedejavu.planner.worker_host import DeviceChoice, read_worker_host, torch
 from pipedejavu.probe.gloo import measure_link
 from pipedejavu.probe.machine_shape import num_cores, total_memory_bytes
 from pipedejavu.probe.survey import measure_machine, read_versions
+from pipedejavu.profile.unit_time import PLAIN
 from pipedejavu.search import Progress, RankedPlan, SearchOptions, nothing_fits, search
 from pipedejavu.search.planning_problem import MOST_PARTS
 from pipedejavu.search.subspace import divisors
@@ -61,13 +63,23 @@ def machine_key() -> dict[str, object]:
 
 
 def profile_here(
-    model: str, data: DataChoice, batch: int, machine: Machine, report: Report, *, renews: bool = False
+    model: str,
+    data: DataChoice,
+    batch: int,
+    machine: Machine,
+    report: Report,
+    *,
+    renews: bool = False,
+    precision: Precision = PLAIN,
 ) -> Profile:
-    """Returns a model's profile on each kind of device of this machine, from the cache or measured."""
+    """Returns a model's profile on each kind of device of this machine, from the cache or measured in a precision."""
     samples, setups = min(batch, MOST_SAMPLES), measure_setups(machine)
     source = {"model": model, "content": source_hash(model), "data": data.name} | _changed(data)
     key = {**source, "sizes": choose_sizes(samples), "ways": setups, **machine_key()}
-    return find_or_make(Profile, key, lambda: measure_task(model, data, samples, setups, report), renews=renews)
+    key |= {} if precision == PLAIN else {"precision": str(precision)}
+    return find_or_make(
+        Profile, key, lambda: measure_task(model, data, samples, setups, report, precision), renews=renews
+    )
 
 
 def measure_setups(machine: Machine) -> tuple[MeasureSetup, ...]:

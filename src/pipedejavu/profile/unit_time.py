@@ -17,13 +17,16 @@ import torch
 from torch import Tensor, nn
 
 from pipedejavu.facts import Profile, Tie, Unit, UnitTime
+from pipedejavu.plan import Precision
 from pipedejavu.profile.dedup import unit_key
 from pipedejavu.profile.line_fit import fit_line
 from pipedejavu.profile.operator_count import UnitWork, count_step
 from pipedejavu.profile.sequential import Units
 from pipedejavu.profile.unit_sample import UnitSample, has_same_units
 from pipedejavu.profile.unit_step import PARTS, LossHead, moved, run_several, run_step, tensors_of
+from pipedejavu.runtime.compute_precision import FULL, ComputeFormat, allowed_tf32, lower_, parameters_of
 
+PLAIN = Precision()
 _FEWEST, _MOST, _ENOUGH_S = 3, 20, 0.25
 """Number of timed passes: at least the first, at most the second, and enough to take this long together."""
 _MOST_EQUAL = 4
@@ -59,25 +62,28 @@ def measure_profile(
     kinds: Mapping[str, torch.device],
     make_update: MakeUpdate,
     report: Report = lambda text: None,  # noqa: ARG005
+    precision: Precision = PLAIN,
 ) -> Profile:
     """Runs each unit forward and backward on a microbatch of each size, and its update, on a device of each kind.
 
     `ties` are the full names of parameters that units share. The profile has the time at each size and the line through
-    them; bytes are those of the last size. The units must be the same at all sizes.
+    them; bytes are those of the last size. The units must be the same at all sizes. They compute in `precision`.
     """
     last = unit_samples[-1]
+    form = ComputeFormat.of(precision, [module for _, module in last.units])
     assert all(has_same_units(unit_sample, last) for unit_sample in unit_samples)
     times: list[dict[str, UnitTime]] = [{} for _ in last.units]
     units: list[Unit] = []
     drift: dict[str, float] = {}
     for kind, device in kinds.items():
-        measured = [_count_sample(unit_sample, device, make_update) for unit_sample in unit_samples]
-        enough_s, num_turns = _within_budget(measured, _TURNS[device.type])
-        turns = [_time_turn(measured, unit_samples, kind, device, enough_s, report) for _ in range(num_turns)]
-        if device.type in _ISSUED:
-            factor = _slow_down(measured[-1], device)
-            for unit in {id(unit): unit for unit in measured[0]}.values():
-                unit.issue_s = _issue_s(unit, device)
+        with form.context(device, caches=False), allowed_tf32(precision):
+            measured = [_count_sample(unit_sample, device, make_update, form) for unit_sample in unit_samples]
+            enough_s, num_turns = _within_budget(measured, _TURNS[device.type])
+            turns = [_time_turn(measured, unit_samples, kind, device, enough_s, report) for _ in range(num_turns)]
+            if device.type in _ISSUED:
+                factor = _slow_down(measured[-1], device)
+                for unit in {id(unit): unit for unit in measured[0]}.values():
+                    unit.issue_s = _issue_s(unit, device)
         if len(turns) > 1:
             drift[kind] = stdev(turns) / fmean(turns)
         for unit_times, *same in zip(times, *measured, strict=True):
@@ -89,14 +95,15 @@ def measure_profile(
             unit_times[kind] = UnitTime(update_s=same[-1].update_s).replace(**lines)
         counted = [unit.counted for unit in measured[-1]]
         units = [
-            describe(name, module, work, following, last.samples)
+            describe(name, module, work, following, last.samples, form)
             for (name, module), work, following in zip(last.units, counted, (*counted[1:], None), strict=True)
         ]
         if device.type == "cuda":
             del measured, counted
             torch.cuda.empty_cache()  # worker processes need the memory
     described = tuple(unit.replace(times=unit_times) for unit, unit_times in zip(units, times, strict=True))
-    return Profile(name=name, units=described, ties=describe_ties(ties, last.units), drift=drift)
+    tied = describe_ties(ties, last.units, form)
+    return Profile(name=name, units=described, ties=tied, drift=drift, precision=str(precision))
 
 
 def merge_profiles(profiles: Sequence[Profile]) -> Profile:
@@ -110,9 +117,12 @@ def merge_profiles(profiles: Sequence[Profile]) -> Profile:
     return fullest.replace(units=tuple(units), batch=batch, drift=drift)
 
 
-def describe_ties(ties: Sequence[frozenset[str]], units: Units) -> tuple[Tie, ...]:
+def describe_ties(ties: Sequence[frozenset[str]], units: Units, form: ComputeFormat = FULL) -> tuple[Tie, ...]:
     """Returns the parameters that units share as records of the profile, in the order given."""
-    owned = [(u, n, p.nbytes) for u, m in units for n, p in m.named_parameters(prefix=u, remove_duplicate=False)]
+    sizes_by_id = {id(p): form.gradient_bytes(part, p) for _, m in units for part, p in parameters_of(m)}
+    owned = [
+        (u, n, sizes_by_id[id(p)]) for u, m in units for n, p in m.named_parameters(prefix=u, remove_duplicate=False)
+    ]
     records = []
     for names in ties:
         sizes = {unit: size for unit, full, size in owned if full in names}
@@ -158,7 +168,9 @@ class _MeasuredUnit:
         return self.num_equal * sum(median(self.times[part][before:]) for part in ("forward", "backward"))
 
 
-def _count_sample(unit_sample: UnitSample, device: torch.device, make_update: MakeUpdate) -> list[_MeasuredUnit]:
+def _count_sample(
+    unit_sample: UnitSample, device: torch.device, make_update: MakeUpdate, form: ComputeFormat
+) -> list[_MeasuredUnit]:
     """Runs each distinct unit once and counts its work; equal units share one record."""
     value, targets = moved(unit_sample.inputs, device), moved(unit_sample.targets, device)
     known: dict[Hashable, _MeasuredUnit] = {}
@@ -167,11 +179,12 @@ def _count_sample(unit_sample: UnitSample, device: torch.device, make_update: Ma
         head = unit_sample.head(index, targets)
         key = (unit_key(module, value), head is None, index == 0)
         if key not in known:
-            unit = copy.deepcopy(module).to(device)
+            computed = lower_(copy.deepcopy(module), form) if form.lowers else module
+            unit = copy.deepcopy(computed).to(device)
             start = time.perf_counter()
             counted = count_step(unit, value, head, index == 0)
             count_s = time.perf_counter() - start
-            known[key] = _MeasuredUnit(name, module, value, head, index == 0, counted, count_s)
+            known[key] = _MeasuredUnit(name, computed, value, head, index == 0, counted, count_s)
             known[key].update_s = _update_s([p.detach() for p in unit.parameters() if p.requires_grad], make_update)
             del unit
         known[key].num_equal += 1
@@ -297,22 +310,29 @@ class _Stopwatch:
         return float(begin.elapsed_time(end)) / 1000
 
 
-def describe(name: str, module: nn.Module, counted: UnitWork, following: UnitWork | None, samples: int) -> Unit:
+def describe(
+    name: str,
+    module: nn.Module,
+    counted: UnitWork,
+    following: UnitWork | None,
+    samples: int,
+    form: ComputeFormat = FULL,
+) -> Unit:
     """Returns a unit's sizes; `following` is the work of the next unit, or None for the last."""
-    parameter_bytes = sum(p.nbytes for p in module.parameters())
-    trained_bytes = sum(p.nbytes for p in module.parameters() if p.requires_grad)
+    owned = [*parameters_of(module)]
+    trained = [(part, p) for part, p in owned if p.requires_grad]
     return Unit(
         name=name,
         flop=counted.flop / samples,
         num_parameters=sum(p.numel() for p in module.parameters()),
-        parameter_bytes=parameter_bytes,
-        gradient_bytes=trained_bytes,
-        optimizer_bytes=2 * trained_bytes,
+        parameter_bytes=form.weight_bytes(module),
+        gradient_bytes=sum(form.gradient_bytes(part, p) for part, p in trained),
+        optimizer_bytes=sum(form.state_bytes(part, p) for part, p in trained),
         activation_bytes=counted.saved_bytes / samples,
         shared_bytes=min(counted.saved_output_bytes, following.saved_input_bytes) / samples if following else 0.0,
         forward_work_bytes=counted.forward_work_bytes / samples,
         backward_work_bytes=counted.backward_work_bytes / samples,
-        parameter_parts=tuple(p.nbytes for p in module.parameters()),
+        parameter_parts=tuple(form.bytes_of(part, p) for part, p in owned),
         activation_parts=tuple(size / samples for size in counted.saved),
         boundary_bytes=sum(t.nbytes for t in tensors_of(counted.output)) / samples,
         has_batch_statistics=any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in module.modules()),

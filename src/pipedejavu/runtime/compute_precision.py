@@ -41,9 +41,33 @@ class ComputeFormat:
             return cls(None, False, precision.is_split, sums_wide)
         return cls(_DTYPES.get(precision.compute), precision.is_split, precision.is_split, sums_wide)
 
-    def context(self, device: torch.device) -> AbstractContextManager[object]:
-        """Returns the context in which units and the loss run on a device."""
-        return nullcontext() if self.autocast is None else torch.autocast(device.type, self.autocast)
+    def context(self, device: torch.device, *, caches: bool = True) -> AbstractContextManager[object]:
+        """Returns the context in which units and the loss run on a device; `caches` keeps casts of weights in it."""
+        return (
+            nullcontext() if self.autocast is None else torch.autocast(device.type, self.autocast, cache_enabled=caches)
+        )
+
+    def weight_bytes(self, module: nn.Module) -> int:
+        """Returns the bytes of a module's parameters, as it computes with them."""
+        return sum(self.bytes_of(part, p) for part, p in parameters_of(module))
+
+    def bytes_of(self, owner: nn.Module, parameter: Tensor) -> int:
+        """Returns the bytes of a parameter of the module `owner`, as it computes with it."""
+        return 2 * parameter.numel() if self.is_lowered(owner, parameter) else parameter.nbytes
+
+    def gradient_bytes(self, owner: nn.Module, parameter: Tensor) -> int:
+        """Returns the bytes of a sum of a parameter's gradients."""
+        size = self.bytes_of(owner, parameter)
+        return 2 * size if self.sums_wide and self.has_master(owner, parameter) else size
+
+    def state_bytes(self, owner: nn.Module, parameter: Tensor) -> int:
+        """Returns the bytes of AdamW's state of a parameter: two moments, and the low half of a split weight."""
+        return 10 * parameter.numel() if self.has_master(owner, parameter) else 2 * parameter.nbytes
+
+    def has_master(self, owner: nn.Module, parameter: Tensor) -> bool:
+        """Whether the optimizer state of a trained parameter holds the other half of its master."""
+        is_half = parameter.dtype == torch.bfloat16 or self.is_lowered(owner, parameter)
+        return self.is_split and parameter.requires_grad and is_half
 
     def is_lowered(self, owner: nn.Module, parameter: Tensor) -> bool:
         """Whether a parameter of the module `owner` is computed with as bf16."""
@@ -61,12 +85,22 @@ def is_bf16(modules: Iterable[nn.Module]) -> bool:
     return any(p.requires_grad and p.dtype == torch.bfloat16 for module in modules for p in module.parameters())
 
 
-def lower_(module: nn.Module, form: ComputeFormat) -> None:
-    """Changes the parameters of a module, in place, to the formats that they are computed with."""
+def parameters_of(module: nn.Module) -> Iterator[tuple[nn.Module, nn.Parameter]]:
+    """Yields each parameter of a module once, with the module inside it that owns it."""
+    seen = set()
     for part in module.modules():
         for parameter in part._parameters.values():
-            if parameter is not None and form.is_lowered(part, parameter):
-                parameter.data = parameter.data.to(torch.bfloat16)
+            if parameter is not None and id(parameter) not in seen:
+                seen.add(id(parameter))
+                yield part, parameter
+
+
+def lower_(module: nn.Module, form: ComputeFormat) -> nn.Module:
+    """Changes the parameters of a module, in place, to the formats that they are computed with; returns it."""
+    for part, parameter in [*parameters_of(module)]:
+        if form.is_lowered(part, parameter):
+            parameter.data = parameter.data.to(torch.bfloat16)
+    return module
 
 
 def low_names(units: Iterable[tuple[str, nn.Module]], form: ComputeFormat) -> frozenset[str]:
@@ -77,7 +111,7 @@ def low_names(units: Iterable[tuple[str, nn.Module]], form: ComputeFormat) -> fr
             for key, parameter in part._parameters.items():
                 if parameter is None or not parameter.requires_grad:
                     continue
-                if form.is_lowered(part, parameter) or (form.is_split and parameter.dtype == torch.bfloat16):
+                if form.has_master(part, parameter):
                     names.add(".".join(filter(None, (path, key))))
     return frozenset(names)
 

@@ -4,6 +4,9 @@ import torch
 from torch import nn
 
 from pipedejavu.facts import InputError
+from pipedejavu.run.options import TrainOptions
+from pipedejavu.source.chosen_data import data_choice
+from pipedejavu.source.model_source import open_task
 
 
 def check_parameters(model: nn.Module) -> None:
@@ -21,12 +24,24 @@ def check_parameters(model: nn.Module) -> None:
                 f"parameter '{name}' is {kind}, and optimizers here take real numbers; keep it as real numbers and use"
                 " torch.view_as_complex in forward"
             )
-        if parameter.requires_grad and parameter.dtype not in (torch.float32, torch.float64):
+        if parameter.requires_grad and parameter.dtype not in (torch.float32, torch.float64, torch.bfloat16):
             raise InputError(
-                f"parameter '{name}' is {kind}, in which most updates are too small to change it, and no float32 copy"
-                " is kept here; call model.float() first, or train with HybridAdamW, which keeps float32 masters of"
-                " bfloat16"
+                f"parameter '{name}' is {kind}, in which most updates are too small to change it, and only bfloat16"
+                " has float32 masters here; call model.float() first, and train with precision fp16 to compute in it"
             )
+
+
+def trained_dtype(model: nn.Module) -> torch.dtype:
+    """Returns bfloat16 if some trained parameter is, else float64 if some is, else float32."""
+    kinds = {parameter.dtype for parameter in model.parameters() if parameter.requires_grad}
+    return next((kind for kind in (torch.bfloat16, torch.float64) if kind in kinds), torch.float32)
+
+
+def model_dtype(options: TrainOptions) -> torch.dtype:
+    """Returns the format of the trained parameters of a run's model; opens the model if only its code says it."""
+    if ".py:" not in options.model:
+        return torch.float64 if options.parameter_dtype == "float64" else torch.float32
+    return trained_dtype(open_task(options.model, seed=options.seed, data=data_choice(options)).model)
 
 
 def check_autocast(call: str) -> None:

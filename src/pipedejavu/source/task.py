@@ -34,7 +34,7 @@ def prepare(options: TrainOptions, sizes: Sequence[int], begins: Sequence[int] =
 
     `begins` are the unit boundaries that the plan asks for.
     """
-    torch.set_default_dtype(getattr(torch, options.dtype))
+    torch.set_default_dtype(getattr(torch, options.parameter_dtype))
     task = open_task(options.model, seed=options.seed, data=data_choice(options), weights=options.weights)
     check_parameters(task.model)
     cut = cut_model(task.model, task.data.batch(range(sizes[0]))[0], begins)
