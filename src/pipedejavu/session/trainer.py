@@ -20,6 +20,7 @@ from pipedejavu.facts.printable import tell
 from pipedejavu.health.failure import WorkerError
 from pipedejavu.health.watchdog import HangWatchdog
 from pipedejavu.plan import Plan
+from pipedejavu.planner.precision_choice import check_request
 from pipedejavu.planner.replan import PlanSwitch, Replanner, find_switch
 from pipedejavu.program import Program
 from pipedejavu.program import compile as compile_plan
@@ -34,7 +35,7 @@ from pipedejavu.session.trainer_plan import OptimizerOf, TrainerOptions, Trainer
 from pipedejavu.session.training_session import ThreadWorkers, TrainingSession
 from pipedejavu.simulate import Prediction, check_fit, simulate
 from pipedejavu.source.loss_reduction import Reduction
-from pipedejavu.source.precision import check_autocast, check_parameters
+from pipedejavu.source.precision import check_parameters, no_autocast, take_autocast
 from pipedejavu.source.user_batch import UserBatch
 from pipedejavu.store import Checkpoint, CheckpointDir, Saver
 
@@ -73,6 +74,11 @@ class Trainer:
     If an action takes longer than `hang_after_s` (0: no limit; None: a limit far above the forecast of a step), `step`
     raises a WorkerError that names the action and its line of code. The Trainer cannot be used after that.
 
+    `precision` is what the units compute: "bf16", "fp16", "tf32", "fp32", "fp64", or "auto" for the plan's own, bf16 if
+    all GPUs that train compute it, and else fp32. A `torch.autocast` of bfloat16 around the Trainer asks for "bf16".
+    The model's weights stay float32: `state_dict` returns the masters that updates work on. A bfloat16 model is
+    trained with float32 masters.
+
     Replicas that share every update must hold equal weights. They are compared every `check_replicas` updates (0:
     never), before each checkpoint and before `save_to_model`. A WorkerError names the replica that differs; `load` then
     restores the last checkpoint.
@@ -94,8 +100,9 @@ class Trainer:
         hang_after_s: float | None = None,
         check_replicas: int = 50,
         check_model: bool = True,
+        precision: str = "auto",
     ):
-        check_autocast("Trainer()")
+        asked = take_autocast("Trainer()", check_request(precision))
         check_parameters(model)
         self.model = model
         self.samples = 0
@@ -119,12 +126,14 @@ class Trainer:
             hang_after_s=hang_after_s,
             check_replicas=check_replicas,
             check_model=check_model,
+            precision=asked,
         )
         self._reading: tuple[UserBatch, Reduction] | None = None
         self._loaded: Checkpoint | None = None
         self._is_started = False
         if sample is not None:
-            self._begin(sample)
+            with no_autocast():
+                self._begin(sample)
 
     def _read(self, batch: Any) -> tuple[UserBatch, Reduction]:
         """Returns the first batch in the form of the engine, and how the loss is reduced over samples."""
@@ -212,7 +221,11 @@ class Trainer:
 
     def step(self, batch: Any) -> float:
         """Trains on one batch; returns its mean loss."""
-        check_autocast("Trainer.step()")
+        take_autocast("Trainer.step()", self.program.plan.precision.compute if self._is_started else "auto")
+        with no_autocast():
+            return self._step(batch)
+
+    def _step(self, batch: Any) -> float:
         if not self._is_started:
             self._begin(batch)
         if self._switch is not None:

@@ -16,6 +16,7 @@ from pipedejavu.model_check.check import check_model as check_units
 from pipedejavu.plan import Plan, preset
 from pipedejavu.planner.measure import measure
 from pipedejavu.planner.planning import MOST_SAMPLES, choose_plan, known_machine, measure_setups
+from pipedejavu.planner.precision_choice import PrecisionRequest, with_precision
 from pipedejavu.planner.profiling import choose_sizes, measure_with
 from pipedejavu.planner.worker_host import devices_to_measure, make_machine, read_worker_hosts, torch_device
 from pipedejavu.profile import ModelCut, UnitSample, cut_model, make_samples
@@ -26,6 +27,7 @@ from pipedejavu.program.pipeline import assign_devices
 from pipedejavu.search import RankedPlan, SearchOptions
 from pipedejavu.session.batch_split import BatchSplit, without_padding
 from pipedejavu.source.loss_reduction import Loss, Reduction, find_reduction, own_loss
+from pipedejavu.source.precision import trained_dtype
 from pipedejavu.source.task import loss_of
 from pipedejavu.source.user_batch import UserBatch
 
@@ -44,6 +46,7 @@ class TrainerOptions:
     hang_after_s: float | None
     check_replicas: int
     check_model: bool
+    precision: PrecisionRequest
 
 
 class PreparedModel(NamedTuple):
@@ -89,7 +92,8 @@ class TrainerPlan:
         if best is not None:
             program = compile_plan(plan, best.profile, best.machine, fold=False)
         else:
-            program = _measure_and_compile(job, plan, batch, options.machine)
+            dtype = trained_dtype(self.model)
+            program = _measure_and_compile(job, plan, batch, options.machine, options.precision, dtype)
         if options.check_model:
             self._check(PreparedModel(cut, job, program, batch, best is not None), summed)
         return PreparedModel(cut, job, program, batch, best is not None)
@@ -108,8 +112,20 @@ class TrainerPlan:
         cut = batch.cut = cut_model(self.model, batch.own_head(sizes[-1]))
         job = Job(units=cut.units, loss=loss_of(cut, loss), optimizer=self.optimizer(cut.units))
         unit_samples = make_samples(lambda size: UnitSample(cut.units, *batch.head(size), job.loss), sizes)
-        profile = measure_with("model", unit_samples, job, measure_setups(machine), lambda text: None)  # noqa: ARG005
-        return choose_plan(profile.replace(begins=cut.begins), machine, SearchOptions(batch=batch.size))
+        chosen = with_precision(Plan(), self.options.precision, machine.devices, dtype=trained_dtype(self.model))
+        setups, clip = measure_setups(machine), chosen.reduce.clip
+        profile = measure_with(
+            "model",
+            unit_samples,
+            job,
+            setups,
+            lambda text: None,
+            precision=chosen.precision,  # noqa: ARG005
+        )
+        options = SearchOptions(
+            batch=batch.size, precision=chosen.precision, clip="global" if clip == "global" else "none"
+        )
+        return choose_plan(profile.replace(begins=cut.begins), machine, options)
 
 
 def may_pad(plan: Plan) -> bool:
@@ -124,10 +140,14 @@ def _sized(plan: str | Plan, workers: int) -> Plan:
     return plan if plan.version.kind != "sync" else plan.replace(steps=1)
 
 
-def _measure_and_compile(job: Job, plan: Plan, batch: BatchSplit, machine: Machine | None) -> Program:
+def _measure_and_compile(
+    job: Job, plan: Plan, batch: BatchSplit, machine: Machine | None, asked: PrecisionRequest, dtype: torch.dtype
+) -> Program:
     """Measures a job at the microbatch size of a batch, and compiles the plan for it."""
     plan = plan.replace(feed=plan.feed.replace(samples=batch.length(0)))
     plan, machine = _place(plan, machine)
+    devices = [machine.device(name) for name in assign_devices(plan, machine)]
+    plan = with_precision(plan, asked, devices, dtype=dtype)
     kinds = _kinds(plan, machine)
     profile = measure("model", job, plan, batch.head, lambda numbers: batch.head(len(numbers)), kinds)
     return compile_plan(plan, profile, machine, fold=False)

@@ -1,4 +1,8 @@
-"""Checks of precision: dtypes of parameters, and autocast around a run."""
+"""Precision of what users give: dtypes of parameters, and autocast around a run."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import nn
@@ -44,11 +48,31 @@ def model_dtype(options: TrainOptions) -> torch.dtype:
     return trained_dtype(open_task(options.model, seed=options.seed, data=data_choice(options)).model)
 
 
-def check_autocast(call: str) -> None:
-    """Raises InputError if autocast is enabled around a call; it does not reach the threads of a run."""
+def take_autocast(call: str, asked: Any) -> Any:
+    """Returns the precision that a call is asked for: that of a bfloat16 autocast around it if `asked` is "auto".
+
+    Raises InputError if autocast is enabled with another precision than the call has.
+    """
     for device in ("cpu", "cuda"):
-        if torch.is_autocast_enabled(device):
+        if not torch.is_autocast_enabled(device):
+            continue
+        dtype = torch.get_autocast_dtype(device)
+        if dtype != torch.bfloat16:
             raise InputError(
-                f"autocast is on for {device} around {call}, where it has no effect: workers are threads of their own;"
-                " leave it out, or use it inside the model's forward"
+                f"autocast is on for {device} around {call} with {str(dtype).removeprefix('torch.')}, which needs a"
+                " scaled loss; leave it out and give the Trainer precision='fp16'"
             )
+        if asked not in ("auto", "bf16"):
+            raise InputError(
+                f"autocast is on for {device} around {call}, and the Trainer computes {asked}; leave it out, or give"
+                " precision='bf16'"
+            )
+        return "bf16"
+    return asked
+
+
+@contextmanager
+def no_autocast() -> Iterator[None]:
+    """Disables autocast meanwhile: the precision of a run is the plan's."""
+    with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
+        yield
