@@ -14,6 +14,7 @@ from torch import Tensor
 from pipedejavu.engine.device import moved
 from pipedejavu.engine.gradient_check import GradientCheck
 from pipedejavu.engine.job import Applied, Batches, Job, Log, Scored
+from pipedejavu.engine.loss_scale import LossScale
 from pipedejavu.engine.optimizer import Tensors
 from pipedejavu.engine.piece import PieceRunner
 from pipedejavu.engine.score import ScoreTrial, kept, number_of, score
@@ -40,10 +41,11 @@ class Applier:
         log: Log,
         device: torch.device,
         check: GradientCheck,
+        scale: LossScale,
     ):
         self.program, self.plan, self.runners, self.job = program, program.plan, runners, job
         self.batches, self.values, self.log, self.device = batches, values, log, device
-        self.check = check
+        self.check, self.scale = check, scale
         self.state: dict[PieceReplica, dict[str, Tensors]] = {}
         self.center = program.num_replicas
         if self.plan.reduce.clip != "none" and self.plan.feed.kind == "own":
@@ -142,7 +144,8 @@ class Applier:
         if coefficient == 0:
             return {name: weight.detach().clone() for name, weight in base.items()}
         out = {name: like_weight(base[name], gradient) for name, gradient in summed.items()}
-        self.job.optimizer.step(number, base, summed, self.state.setdefault(key, {}), coefficient, out=out)
+        factor = coefficient / self.scale.applied
+        self.job.optimizer.step(number, base, summed, self.state.setdefault(key, {}), factor, out=out)
         return out
 
     def _deltas(self, key: PieceReplica, update: int, base: Tensors, summed: Tensors) -> Deltas:

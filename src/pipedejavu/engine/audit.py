@@ -11,15 +11,17 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from pipedejavu.engine.device import CPU, device_of, moved
+from pipedejavu.engine.device import CPU, moved
 from pipedejavu.engine.job import Applied, Batches, Event, Job, Log, Read, Scored
 from pipedejavu.engine.log_check import check_log, check_replayable
+from pipedejavu.engine.loss_scale import FIRST
 from pipedejavu.engine.optimizer import Tensors
 from pipedejavu.engine.piece import PieceRunner
 from pipedejavu.engine.recompute_span import backward, with_loss
+from pipedejavu.engine.replay_cast import nudge_weights, replay_device, widened_tensor
 from pipedejavu.engine.score import ScoreTrial, number_of, score
 from pipedejavu.engine.threads import Outcome
 from pipedejavu.engine.uncut_replay import UncutModel, UncutReplay
@@ -66,10 +68,11 @@ class Replay:
         self.in_double = in_double
         form = ComputeFormat.of(self.plan.precision, [module for _, module in job.units])
         self.form, self.low = FULL if in_double else form, low_names(job.units, form)
-        self.device = CPU if in_double or not self.plan.precision.is_low else _device(program)
+        self.scale = FIRST if self.form.autocast == torch.float16 else 1.0
+        self.device = CPU if in_double or not self.plan.precision.is_low else replay_device(program)
         modules = copy.deepcopy([module for _, module in job.units])
         if nudge is not None:
-            _nudge(modules, torch.Generator().manual_seed(nudge))
+            nudge_weights(modules, torch.Generator().manual_seed(nudge))
         units = [(n, job.units[n][0], module.double() if in_double else module) for n, module in enumerate(modules)]
         self.runners = [
             PieceRunner([units[u] for u in piece.units], job.seed, form=self.form).to(self.device)
@@ -304,6 +307,19 @@ class Replay:
         if self.uncut and (uncut := self.uncut.gradients(microbatch, known, value, targets)):
             self.gradients[microbatch] = uncut
             return True
+        scale = self.scale
+        while True:
+            gradients = self._gradients_of(microbatch, known, value, targets, scale)
+            if scale == 1 or all(g.isfinite().all() for piece in gradients for g in piece.values()):
+                break
+            scale /= 2
+        self.gradients[microbatch] = gradients
+        return True
+
+    def _gradients_of(
+        self, microbatch: int, known: Sequence[Tensors], value: object, targets: object, scale: float
+    ) -> list[Tensors]:
+        """Returns the gradients of one microbatch, computed from a loss that is multiplied by `scale`."""
         saved = []
         for runner, weights in zip(self.runners, known, strict=True):
             leaves = {n: w.detach().requires_grad_() for n, w in weights.items()}
@@ -312,13 +328,12 @@ class Replay:
         with self.form.context(self.device):
             loss = self.job.loss(value, targets)
         saved[-1] = with_loss(saved[-1], loss)
-        passed: tuple[Tensor, ...] = (torch.ones_like(loss),)
+        passed: tuple[Tensor, ...] = (torch.full_like(loss, scale),)
         gradients = []
         for kept in reversed(saved):
             passed, weight_gradients = backward(kept, passed)
-            gradients.append(weight_gradients)
-        self.gradients[microbatch] = gradients[::-1]
-        return True
+            gradients.append(weight_gradients if scale == 1 else {n: g / scale for n, g in weight_gradients.items()})
+        return gradients[::-1]
 
     def _summed(self, microbatches: tuple[int, ...], piece: int, name: str) -> Tensor:
         """Sums a parameter's gradients over microbatches, and over all pieces that share it."""
@@ -349,7 +364,7 @@ class Replay:
 
     def _cast(self, value: object) -> object:
         """Returns a value with its floating-point and complex tensors in the precision of the replay."""
-        return pytree.tree_map_only(Tensor, _widened, value) if self.in_double else moved(value, self.device)
+        return pytree.tree_map_only(Tensor, widened_tensor, value) if self.in_double else moved(value, self.device)
 
     def _computed(self, name: str, master: Tensor) -> Tensor:
         """Returns what units compute with: a master, or its high half in the precision of the replay."""
@@ -365,23 +380,3 @@ class Replay:
     def _wide(self, gradient: Tensor) -> Tensor:
         """Returns the gradient of a microbatch in the format in which gradients are added."""
         return gradient.float() if gradient.dtype in (torch.bfloat16, torch.float16) else gradient
-
-
-def _device(program: Program) -> torch.device:
-    """Returns a GPU on which a worker trains, if any: its matrix products round as the run's did."""
-    devices = [device_of(program, worker) for worker in range(len(program.workers)) if program.held(worker)]
-    return next((device for device in devices if device != CPU), CPU)
-
-
-def _nudge(modules: Sequence[nn.Module], source: torch.Generator) -> None:
-    """Moves each weight by one unit in its last place, up or down at random; a shared one once."""
-    for weight in {id(p): p.data for module in modules for p in module.parameters()}.values():
-        if weight.is_floating_point():
-            signs = torch.randint(0, 2, weight.shape, generator=source).to(weight) * 2 - 1
-            weight.mul_(1 + signs * torch.finfo(weight.dtype).eps)
-
-
-def _widened(tensor: Tensor) -> Tensor:
-    if tensor.is_complex():
-        return tensor.to(torch.complex128)
-    return tensor.double() if tensor.is_floating_point() else tensor

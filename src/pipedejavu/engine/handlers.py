@@ -20,6 +20,7 @@ from pipedejavu.engine.device import CPU, device_of, moved, record_stream
 from pipedejavu.engine.global_norm import GlobalNorm
 from pipedejavu.engine.gradient_check import GradientCheck
 from pipedejavu.engine.job import Batches, Job, Log, Read
+from pipedejavu.engine.loss_scale import LossScale
 from pipedejavu.engine.optimizer import Tensors
 from pipedejavu.engine.piece import PieceRunner
 from pipedejavu.engine.recompute_span import (
@@ -33,6 +34,7 @@ from pipedejavu.engine.recompute_span import (
     tensors_of,
     with_loss,
 )
+from pipedejavu.engine.summed_piece import is_summed
 from pipedejavu.engine.wire import Wire, flatten, unflatten
 from pipedejavu.facts import InputError
 from pipedejavu.program import Action, ActionKind, GroupRole, Program, Table, UpdatePlace, Value, ValueKind
@@ -68,14 +70,16 @@ class Handlers:
         self.values: dict[Value, Any] = {}
         self.check = GradientCheck(job, program.plan, index)
         self._form = ComputeFormat.of(program.plan.precision, [module for _, module in job.units])
-        self.applier = Applier(program, runners, job, batches, self.values, self.log, self.device, self.check)
-        self.norm = GlobalNorm(program, index, runners, job, batches, self.values, self.log, self.check)
+        self.scale = LossScale(program.plan)
+        shared = self.values, self.log
+        self.applier = Applier(program, runners, job, batches, *shared, self.device, self.check, self.scale)
+        self.norm = GlobalNorm(program, index, runners, job, batches, *shared, self.check, self.scale)
         table = Table(program)
         self.effects = {a: table(a, index)[:2] for a in program.workers[index].actions}
         """The values that each action reads and writes."""
         self.reads = Counter(value for a in program.workers[index].actions for value in self.effects[a][0])
         self.readers = self.reads.copy()
-        self.summed = {key: _is_summed(program, index, key) for key in runners}
+        self.summed = {key: is_summed(program, index, key) for key in runners}
         """Whether an update of a piece sums gradients of several microbatches or workers."""
         self.lock = threading.Lock()
         self.first_microbatch = self.first_version = 0
@@ -261,7 +265,7 @@ class Handlers:
         saved: Saved = self.values[Value.saved(a.piece, a.microbatch)]
         after = self.program.outputs[a.piece]
         if not after:
-            return saved, (torch.ones_like(saved[-1].outputs[0]),)
+            return saved, (torch.full_like(saved[-1].outputs[0], self.scale.next),)
         return saved, self.values[Value.gradient(after[0], a.microbatch)]
 
     def _of_update(self, a: Action) -> Value:
@@ -375,18 +379,6 @@ class Handlers:
             on_host = self.values[key] if stays else self.values.pop(key)
             brought = _taken(a, on_host, self.device)
             self.values[value_of(a)] = as_leaves(brought) if a.what == ValueKind.WEIGHTS else brought
-
-
-def _is_summed(program: Program, index: int, key: tuple[int, int]) -> bool:
-    """Whether an update of a (piece, replica) sums gradients of several microbatches, or of several workers."""
-    backwards = (ActionKind.BACKWARD, ActionKind.WEIGHT_BACKWARD)
-    updates = Counter[int]()
-    for a in program.workers[index].actions:
-        if a.what == ValueKind.WEIGHT_GRADIENT and a.kind in (ActionKind.REDUCE, ActionKind.SEND, ActionKind.RECV):
-            return True
-        if (a.piece, a.replica) == key and a.kind in backwards:
-            updates[a.microbatch // program.update_size] += 1
-    return max(updates.values(), default=0) > 1
 
 
 def _taken(a: Action, value: Any, device: torch.device) -> Any:

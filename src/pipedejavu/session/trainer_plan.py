@@ -21,6 +21,7 @@ from pipedejavu.planner.profiling import choose_sizes, measure_with
 from pipedejavu.planner.worker_host import devices_to_measure, make_machine, read_worker_hosts, torch_device
 from pipedejavu.profile import ModelCut, UnitSample, cut_model, make_samples
 from pipedejavu.profile.sequential import Units
+from pipedejavu.profile.unit_time import Report
 from pipedejavu.program import Program
 from pipedejavu.program import compile as compile_plan
 from pipedejavu.program.pipeline import assign_devices
@@ -114,14 +115,8 @@ class TrainerPlan:
         unit_samples = make_samples(lambda size: UnitSample(cut.units, *batch.head(size), job.loss), sizes)
         chosen = with_precision(Plan(), self.options.precision, machine.devices, dtype=trained_dtype(self.model))
         setups, clip = measure_setups(machine), chosen.reduce.clip
-        profile = measure_with(
-            "model",
-            unit_samples,
-            job,
-            setups,
-            lambda text: None,
-            precision=chosen.precision,  # noqa: ARG005
-        )
+        quiet: Report = lambda _: None  # noqa: E731
+        profile = measure_with("model", unit_samples, job, setups, quiet, precision=chosen.precision)
         options = SearchOptions(
             batch=batch.size, precision=chosen.precision, clip="global" if clip == "global" else "none"
         )

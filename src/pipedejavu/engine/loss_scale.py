@@ -1,0 +1,43 @@
+"""Dynamic loss scaling for fp16, by the rule of `torch.amp.GradScaler`: all workers follow the same norms.
+
+Backward passes start from the scale instead of one, so that small gradients are not rounded to zero. An update whose
+gradients overflow is left out, and the scale is halved; after many clean updates it is doubled.
+"""
+
+import math
+
+from pipedejavu.facts import InputError
+from pipedejavu.plan import Plan
+
+FIRST, GROWTH, BACKOFF, INTERVAL = 2.0**16, 2.0, 0.5, 2000
+"""The first scale, its factors after a clean interval and after an overflow, and the updates of an interval."""
+
+
+class LossScale:
+    """The scale of one worker's loss, which is the same on all workers; 1 unless the precision is fp16."""
+
+    def __init__(self, plan: Plan):
+        self.is_on = plan.precision.compute == "fp16"
+        self.next = FIRST if self.is_on else 1.0
+        """The scale of the next backward."""
+        self.applied = self.next
+        """The scale of the gradients of the update that is made next."""
+        self.num_clean = self.num_skipped = 0
+        """Updates since the last change of the scale, and consecutive updates left out."""
+
+    def take(self, norm: float, step: int) -> bool:
+        """Takes the norm of an update; returns whether it overflowed. Raises InputError if no scale can help."""
+        self.applied, is_over = self.next, not math.isfinite(norm)
+        if not is_over:
+            self.num_skipped, self.num_clean = 0, self.num_clean + 1
+            if self.num_clean == INTERVAL:
+                self.next, self.num_clean = self.next * GROWTH, 0
+            return False
+        self.num_skipped += 1
+        if self.next <= 1:
+            raise InputError(
+                f"gradients overflow fp16 in step {step} even at a loss scale of {self.next:g}, after"
+                f" {self.num_skipped} updates in a row were left out; train with precision bf16 or fp32"
+            )
+        self.next, self.num_clean = self.next * BACKOFF, 0
+        return True
