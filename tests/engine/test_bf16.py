@@ -4,6 +4,8 @@ import pytest
 import torch
 
 from pipedejavu.engine import AdamW, Sgd
+from pipedejavu.engine.engine_state import put_all, take_all
+from pipedejavu.engine.threads import Threads
 from pipedejavu.plan import Order, Precision
 from tests.engine.bf16 import SPLIT, in_precision, train_plainly
 from tests.engine.case import make_case
@@ -87,3 +89,49 @@ def test_weights_are_bf16_and_hold_less_than_their_masters() -> None:
     initial = {f"{unit}.{n}": p for unit, module in case.units for n, p in module.named_parameters()}
     for name, weight in case.outcome.weights[0, 0].items():
         assert not weight.equal(initial[name]), "updates far below bf16's resolution must not be lost"
+
+
+def taken(threads: Threads, rounds: int) -> dict[str, torch.Tensor]:
+    for _ in range(rounds):
+        threads.run()
+    return take_all(threads)
+
+
+@pytest.mark.parametrize("name", ["1f1b", "ddp", "visit", "lean", "window"])
+def test_a_resumed_run_has_the_bits_of_an_uninterrupted_one(name) -> None:
+    case = in_precision(case_of(name, "mlp"))
+    whole, again = (Threads(case.program, case.job, case.batches) for _ in range(2))
+    state = taken(whole, 1)
+    assert all(tensor.dtype == torch.float32 for tensor in state.values()), "masters and moments"
+    assert not any("low" in name for name in state)
+    put_all(again, whole.updates, state.get)
+    expected, found = taken(whole, 1), taken(again, 1)
+    assert found.keys() == expected.keys()
+    assert all(tensor.equal(expected[name]) for name, tensor in found.items())
+
+
+def test_a_checkpoint_loads_under_any_precision() -> None:
+    split, full = in_precision(case_of("1f1b", "mlp")), case_of("1f1b", "mlp")
+    state = taken(Threads(split.program, split.job, split.batches), 1)
+    for case in (full, split):
+        threads = Threads(case.program, case.job, case.batches)
+        put_all(threads, 3, state.get)
+        assert all(tensor.equal(state[name]) for name, tensor in take_all(threads).items())
+
+
+def test_frozen_matrices_are_rounded_for_computing_and_saved_as_they_are() -> None:
+    case = in_precision(make_case("1f1b", "mlp", workers=2, microbatches=2, optimizer=ADAMW))
+    for _, module in case.units[:2]:
+        module.requires_grad_(False)
+    frozen = {f"{u}.{n}": p for u, m in case.units for n, p in m.named_parameters() if not p.requires_grad}
+    threads = Threads(case.program, case.job, case.batches)
+    state = taken(threads, 1)
+    assert all(state[f"weight/{name}"].equal(p) for name, p in frozen.items())
+    runner = threads.handlers[0].runners[0, 0]
+    kinds = {full: place[key].dtype for place, key, full in runner._frozen}
+    assert kinds["u0.0.weight"] == torch.bfloat16
+    assert kinds["u0.0.bias"] == torch.float32
+    other = {name: tensor + 1 if name.startswith("weight/u0") else tensor for name, tensor in state.items()}
+    put_all(threads, 0, other.get)
+    low = next(place[key] for place, key, full in runner._frozen if full == "u0.0.weight")
+    assert low.equal(other["weight/u0.0.weight"].bfloat16())
