@@ -23,7 +23,9 @@ def _float32() -> None:
 
 def case_of() -> Case:
     optimizer = AdamW(lr=0.01, eps=1e-4)
-    case = make_case("1f1b", "mlp", workers=2, microbatches=2, steps=1, rounds=6, optimizer=optimizer, clip="global")
+    case = make_case(
+        "1f1b", "mlp", workers=2, microbatches=2, steps=1, rounds=6, optimizer=optimizer, clip="global", sizes=(4,)
+    )
     return replace(case, plan=case.plan.replace(precision=FP16))
 
 
@@ -38,14 +40,20 @@ def test_the_scale_follows_the_rule_of_torch() -> None:
         p.grad = torch.full((1,), float("inf") if step in overflows else 1.0)
         scaler.step(optimizer)
         scaler.update()
-        assert own.take(float(p.grad), step) == (step in overflows)
+        assert own.take(float(p.grad), step, 1) == (step in overflows)
         assert own.applied == scale.item()
+
+
+def test_a_summed_loss_has_the_scale_of_its_mean_up_to_a_factor_of_two() -> None:
+    own = LossScale(Plan(precision=FP16))
+    assert [own.of_sum(count) for count in (1, 2, 3, 1000)] == [FIRST, FIRST / 2, FIRST / 4, FIRST / 1024]
+    assert LossScale(Plan()).of_sum(7) == 1
 
 
 def test_gradients_that_overflow_are_left_out_on_all_workers_and_counted() -> None:
     case = case_of()
     case.job.__dict__["loss"] = lambda output, target: (
-        4 * torch.nn.functional.cross_entropy(output, target, reduction="sum")
+        64 * torch.nn.functional.cross_entropy(output, target, reduction="sum")
     )
     outcome = case.outcome
     skipped = {step: reason for log in outcome.logs for step, reason in log.skipped.items()}
@@ -59,7 +67,7 @@ def test_gradients_that_overflow_are_left_out_on_all_workers_and_counted() -> No
 
 
 def test_a_plain_loop_with_a_grad_scaler_ends_with_the_same_weights() -> None:
-    """Scales are powers of two: dividing by them after the sum is exact, as in the loop before it."""
+    """Counts and scales are powers of two here: dividing by them is exact, before the backward or after it."""
     case = case_of()
     modules = torch.nn.Sequential(*(module for _, module in copy.deepcopy(case.units)))
     optimizer = torch.optim.AdamW(modules.parameters(), lr=0.01, eps=1e-4, weight_decay=0.01)
@@ -73,9 +81,8 @@ def test_a_plain_loop_with_a_grad_scaler_ends_with_the_same_weights() -> None:
                 loss = torch.nn.functional.cross_entropy(
                     modules(case.batches.inputs(i)), case.batches.targets(i), reduction="sum"
                 )
+                loss = loss / count
             scaler.scale(loss).backward()
-        for p in modules.parameters():
-            p.grad /= count
         scaler.step(optimizer)
         scaler.update()
     names = [f"{unit}.{name}" for unit, module in case.units for name, _ in module.named_parameters()]

@@ -63,7 +63,8 @@ class GlobalNorm:
         consecutive skips if it is "skip".
         """
         agrees = self.program.plan.reduce.clip == "global"
-        gradients, square = self._gradients(update), self._square(update) / self.scale.next**2
+        count = sum(self.batches.count(i) for i in self._microbatches(step)) if self.scale.is_on else 1
+        gradients, square = self._gradients(update), self._square(update) / self.scale.of_sum(count) ** 2
         is_over = self.scale.is_on and not math.isfinite(square)
         fault = self._fault(step, gradients, square) if agrees and not is_over else ""
         if fault and self.job.on_nan == "stop":
@@ -71,15 +72,15 @@ class GlobalNorm:
         total = float(add_up(torch.tensor([math.inf if fault or is_over else square], dtype=torch.float64)))
         norm = math.sqrt(total)
         if self.scale.is_on and not fault:
-            self._take_scaled(norm, step, is_over)
+            self._take_scaled(norm, step, count, is_over)
         elif agrees and self.job.on_nan == "skip":
             self._skip(step, fault) if math.isinf(norm) else self._go_on()
         return norm
 
-    def _take_scaled(self, norm: float, step: int, is_over: bool) -> None:
+    def _take_scaled(self, norm: float, step: int, count: int, is_over: bool) -> None:
         """Adapts the loss scale; restores running statistics if the update is left out, and records why."""
         before = self.scale.next
-        if not self.scale.take(norm, step):
+        if not self.scale.take(norm, step, count):
             self._go_on()
             return
         self._restore_buffers()
@@ -109,10 +110,13 @@ class GlobalNorm:
             for place, key, buffer, before in self._kept:
                 place[key] = buffer.copy_(before)
 
+    def _microbatches(self, step: int) -> range:
+        size = self.program.update_size
+        return range((step - 1) * size, step * size)
+
     def _fault(self, step: int, gradients: list[Tensors], square: float) -> str:
         """Returns why this worker cannot apply an update, or ""."""
-        size = self.program.update_size
-        microbatches = range((step - 1) * size, step * size)
+        microbatches = self._microbatches(step)
         for number in microbatches:
             loss = self.log.losses.get(number, 0.0)
             if not math.isfinite(loss):

@@ -265,8 +265,15 @@ class Handlers:
         saved: Saved = self.values[Value.saved(a.piece, a.microbatch)]
         after = self.program.outputs[a.piece]
         if not after:
-            return saved, (torch.full_like(saved[-1].outputs[0], self.scale.next),)
+            return saved, (torch.full_like(saved[-1].outputs[0], self._loss_scale(a)),)
         return saved, self.values[Value.gradient(after[0], a.microbatch)]
+
+    def _loss_scale(self, a: Action) -> float:
+        """Returns the factor of a microbatch's loss in its backward."""
+        if not self.scale.is_on:
+            return 1.0
+        first = (self.first_microbatch + a.microbatch) // self.program.update_size * self.program.update_size
+        return self.scale.of_sum(sum(self.batches.count(first + n) for n in range(self.program.update_size)))
 
     def _of_update(self, a: Action) -> Value:
         """Returns the weight gradient that a backward adds to."""

@@ -19,15 +19,22 @@ class LossScale:
     def __init__(self, plan: Plan):
         self.is_on = plan.precision.compute == "fp16"
         self.next = FIRST if self.is_on else 1.0
-        """The scale of the next backward."""
-        self.applied = self.next
-        """The scale of the gradients of the update that is made next."""
+        """The scale of the mean loss in the next backward."""
+        self.applied = 1.0
+        """The scale of the summed gradients of the update that is made next."""
         self.num_clean = self.num_skipped = 0
         """Updates since the last change of the scale, and consecutive updates left out."""
 
-    def take(self, norm: float, step: int) -> bool:
-        """Takes the norm of an update; returns whether it overflowed. Raises InputError if no scale can help."""
-        self.applied, is_over = self.next, not math.isfinite(norm)
+    def of_sum(self, count: int) -> float:
+        """Returns the scale of a loss that is summed over `count` samples or tokens: a power of two, so it is exact."""
+        return self.next / 2.0 ** max(0, count - 1).bit_length() if self.is_on else 1.0
+
+    def take(self, norm: float, step: int, count: int) -> bool:
+        """Takes the norm of an update of `count` samples or tokens; returns whether it overflowed.
+
+        Raises InputError if no scale can help.
+        """
+        self.applied, is_over = self.of_sum(count), not math.isfinite(norm)
         if not is_over:
             self.num_skipped, self.num_clean = 0, self.num_clean + 1
             if self.num_clean == INTERVAL:
