@@ -116,8 +116,8 @@ def _fit(resumed: "Resumed", request: TrainRequest, worker_hosts: "Sequence[Work
 def _search(options: "TrainOptions", request: TrainRequest, machine: Machine | None) -> tuple[Plan, Machine]:
     """Returns the best plan that the engine runs, and its machine."""
     from pipedejavu.launch import find_fastest
-    from pipedejavu.planner.planning import choose_plans, known_machine, profile_here
-    from pipedejavu.planner.precision_choice import with_precision
+    from pipedejavu.planner.planning import MOST_SAMPLES, choose_plans, known_machine, profile_here
+    from pipedejavu.planner.precision_choice import SPLIT, faster, is_worth_measuring, with_precision
     from pipedejavu.source.chosen_data import data_choice
     from pipedejavu.source.precision import model_dtype
 
@@ -132,21 +132,18 @@ def _search(options: "TrainOptions", request: TrainRequest, machine: Machine | N
         dtype = model_dtype(options)
         trains = [device for device in machine.devices if devices in ("auto", device.type)]
         chosen = with_precision(Plan(), options.asked_precision, trains, dtype=dtype)
-        precision, clips = chosen.precision, chosen.reduce.clip == "global"
-        question = question.replace(precision=precision, clip="global" if clips else question.clip)
 
         def report(text: str) -> None:
             progress(0.0, text)
 
-        profile = profile_here(
-            options.model,
-            data_choice(options),
-            question.batch,
-            machine,
-            report,
-            renews=request.renew,
-            precision=precision,
-        )
+        measured = (options.model, data_choice(options), question.batch, machine, report)
+        profile = profile_here(*measured, renews=request.renew, precision=chosen.precision)
+        if is_worth_measuring(chosen, options.asked_precision, trains):
+            other = profile_here(*measured, renews=request.renew, precision=SPLIT)
+            chosen = faster(chosen, profile, other, min(question.batch, MOST_SAMPLES))
+            profile = other if chosen.precision == SPLIT else profile
+        clips = chosen.reduce.clip == "global"
+        question = question.replace(precision=chosen.precision, clip="global" if clips else question.clip)
         plans: list[RankedPlan] = choose_plans(profile, machine, question, request.tries, devices, progress)
     best = plans[0] if len(plans) == 1 else find_fastest(options, plans, devices, print_error)
     if not request.as_json:

@@ -6,7 +6,7 @@ from typing import Literal, get_args
 
 import torch
 
-from pipedejavu.facts import Device, InputError, nearest
+from pipedejavu.facts import Device, InputError, Profile, format_seconds, nearest
 from pipedejavu.plan import Decision, Plan, Precision
 
 PrecisionRequest = Literal["auto", "bf16", "fp16", "tf32", "fp32", "fp64"]
@@ -14,6 +14,7 @@ REQUESTS: tuple[PrecisionRequest, ...] = get_args(PrecisionRequest)
 NEEDED = {"bf16": (8, 0), "tf32": (8, 0), "fp16": (7, 0)}
 """The least compute capability whose tensor cores have a format."""
 _BEST = "bf16"
+SPLIT = Precision(compute="bf16", masters="split")
 
 
 def check_request(text: str) -> PrecisionRequest:
@@ -99,16 +100,42 @@ def _check(precision: Precision, devices: Sequence[Device], dtype: torch.dtype) 
         )
 
 
+def is_worth_measuring(plan: Plan, asked: PrecisionRequest, devices: Sequence[Device]) -> bool:
+    """Whether bf16 may be faster than what `auto` has chosen for CPUs, whose cores have instructions for it."""
+    has_instructions = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+    is_open = asked == "auto" and plan.precision == Precision()
+    return is_open and has_instructions and not any(map(_is_gpu, devices))
+
+
+def faster(plan: Plan, profile: Profile, other: Profile, samples: int) -> Plan:
+    """Returns the plan in bf16 if the profile `other` in it is faster than the one in float32, with the reason."""
+    took_s, takes_s = _step_s(profile, samples), _step_s(other, samples)
+    told = f"{format_seconds(takes_s)} of forward, backward and update in bf16, {format_seconds(took_s)} in fp32"
+    precision = SPLIT if takes_s < took_s else plan.precision
+    decision = Decision(axis="precision", choice=str(precision), reason=f"measured on this CPU: {told}")
+    return plan.replace(precision=precision, decisions=(decision,))
+
+
+def _step_s(profile: Profile, samples: int) -> float:
+    """Returns the time of a step of the whole model on the kind of device on which it is fastest."""
+    kinds = profile.units[0].times
+    return min(
+        sum(
+            t.forward.at(samples) + t.backward.at(samples) + t.update_s
+            for t in (profile.time(u, kind) for u in profile.units)
+        )
+        for kind in kinds
+    )
+
+
 def _is_gpu(device: Device) -> bool:
     return device.type == "gpu"
 
 
 def _capabilities(devices: Sequence[Device]) -> list[tuple[str, tuple[int, int]]]:
-    """Returns name and compute capability of this host's GPUs of the kinds that train; none if it has no GPU."""
+    """Returns name and compute capability of this host's GPUs that train; of all if none has the name of their kind."""
     kinds = {device.kind for device in devices if _is_gpu(device)}
-    known = []
-    for n in range(torch.cuda.device_count() if kinds and torch.cuda.is_available() else 0):
-        name = torch.cuda.get_device_name(n)
-        if re.sub("[^a-z0-9]+", "-", name.lower()).strip("-") in kinds:
-            known.append((name, torch.cuda.get_device_capability(n)))
-    return known
+    count = torch.cuda.device_count() if kinds and torch.cuda.is_available() else 0
+    known = [(torch.cuda.get_device_name(n), torch.cuda.get_device_capability(n)) for n in range(count)]
+    named = [gpu for gpu in known if re.sub("[^a-z0-9]+", "-", gpu[0].lower()).strip("-") in kinds]
+    return named or known

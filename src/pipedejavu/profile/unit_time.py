@@ -80,10 +80,7 @@ def measure_profile(
             measured = [_count_sample(unit_sample, device, make_update, form) for unit_sample in unit_samples]
             enough_s, num_turns = _within_budget(measured, _TURNS[device.type])
             turns = [_time_turn(measured, unit_samples, kind, device, enough_s, report) for _ in range(num_turns)]
-            if device.type in _ISSUED:
-                factor = _slow_down(measured[-1], device)
-                for unit in {id(unit): unit for unit in measured[0]}.values():
-                    unit.issue_s = _issue_s(unit, device)
+            factor = _time_issue(measured, device) if device.type in _ISSUED else 1.0
         if len(turns) > 1:
             drift[kind] = stdev(turns) / fmean(turns)
         for unit_times, *same in zip(times, *measured, strict=True):
@@ -216,6 +213,14 @@ def _time_turn(
             report(f"{unit.name} ({kind}, {unit_sample.samples} samples)")
             taken_s += unit.run(device, enough_s * min(unit.num_equal, _MOST_EQUAL) / turns, -(-_FEWEST // turns))
     return taken_s
+
+
+def _time_issue(measured: Sequence[Sequence[_MeasuredUnit]], device: torch.device) -> float:
+    """Measures how long the host takes to issue each unit; returns the slowdown of the GPU under sustained load."""
+    factor = _slow_down(measured[-1], device)
+    for unit in {id(unit): unit for unit in measured[0]}.values():
+        unit.issue_s = _issue_s(unit, device)
+    return factor
 
 
 def _slow_down(units: Sequence[_MeasuredUnit], device: torch.device) -> float:
