@@ -71,21 +71,24 @@ class GlobalNorm:
             raise InputError(f"{fault}; {self.check.remedy}")
         total = float(add_up(torch.tensor([math.inf if fault or is_over else square], dtype=torch.float64)))
         norm = math.sqrt(total)
-        if self.scale.is_on and not fault:
-            self._take_scaled(norm, step, count, is_over)
+        if self.scale.is_on:
+            over = f"gradients overflow fp16 at a loss scale of {self.scale.next:g} in step {step}" if is_over else ""
+            self._take_scaled(norm, step, count, fault or over)
         elif agrees and self.job.on_nan == "skip":
             self._skip(step, fault) if math.isinf(norm) else self._go_on()
         return norm
 
-    def _take_scaled(self, norm: float, step: int, count: int, is_over: bool) -> None:
-        """Adapts the loss scale; restores running statistics if the update is left out, and records why."""
-        before = self.scale.next
+    def _take_scaled(self, norm: float, step: int, count: int, reason: str) -> None:
+        """Adapts the loss scale, on all workers alike; if the update is left out, restores running statistics.
+
+        `reason` is why this worker cannot apply the update, or "".
+        """
         if not self.scale.take(norm, step, count):
             self._go_on()
             return
         self._restore_buffers()
-        if is_over:
-            self.log.skipped[step] = f"gradients overflow fp16 at a loss scale of {before:g} in step {step}"
+        if reason:
+            self.log.skipped[step] = reason
 
     def _go_on(self) -> None:
         self.num_skipped = 0
