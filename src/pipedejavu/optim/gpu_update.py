@@ -5,6 +5,7 @@ runs the backward pass; when the norm of all gradients is known, only the launch
 is compiled without fused multiply-add and with exact division, so that its bits equal those of arithmetic.py.
 """
 
+import threading
 from collections.abc import Callable, Sequence
 from functools import cache, partial
 from typing import Any
@@ -28,6 +29,9 @@ _EVEN = 16
 
 StateOffsets = tuple[int, int, int]
 """Low half and both moments: their addresses, or their offsets in bytes from a base address."""
+
+_launching = threading.Lock()
+"""Workers of one process launch one at a time: the first launch of each kind compiles the kernel."""
 
 Launch = Callable[[float], None]
 """A prepared update, called with the scale of the gradients; it keeps the gradients alive."""
@@ -119,6 +123,10 @@ class _Table:
         read = numpy.bitwise_or.reduce(self.used[:, : _COUNT + 1], axis=None)
         is_even = int(read | numpy.bitwise_or.reduce(self.used[:, _OUT])) % _EVEN == 0
         is_wide = any(gradient is not None and gradient.dtype == torch.float32 for gradient in gradients)
+        with _launching:
+            self._run(scale, is_wide=is_wide, is_even=is_even)
+
+    def _run(self, scale: float, *, is_wide: bool, is_even: bool) -> None:
         _kernel()[(self.num_blocks,)](
             self.on_gpu, scale, is_split=self.weights[0].dtype == torch.bfloat16, is_wide=is_wide,
             is_even=is_even, most=len(self.on_gpu), width=_WIDTH, block=BLOCK, enable_fp_fusion=False,
