@@ -17,7 +17,7 @@ import torch
 from pipedejavu.cli.main import main as command_line
 from pipedejavu.engine.applier import Applier
 from pipedejavu.engine.handlers import Handlers
-from pipedejavu.engine.wire import ProcessWire
+from pipedejavu.engine.rank_wire import RankWire
 from pipedejavu.launch import launch, worker
 from pipedejavu.program import Action, Value
 from pipedejavu.source.task import SampleOrder
@@ -28,8 +28,8 @@ STEP_S = 0.05
 PHASES: dict[str, tuple[type, str, int]] = {
     "forward": (Handlers, "forward", 30),
     "backward": (Handlers, "backward", 30),
-    "reduce": (ProcessWire, "add_up", 15),
-    "send": (ProcessWire, "send", 30),
+    "reduce": (RankWire, "add_up", 15),
+    "send": (RankWire, "send", 30),
     "update": (Applier, "update", 15),
     "data": (SampleOrder, "inputs", 30),
     "saving a part": (Saver, "_write_part", 3),

@@ -19,7 +19,7 @@ from pipedejavu.cli.main import app
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
-RUN = {"tutorial.md": "", "howto/schedule.md": "", "howto/larger-than-the-gpu.md": "transformers"}
+RUN = {"tutorial.md": "", "trainer.md": "", "howto/schedule.md": "", "howto/larger-than-the-gpu.md": "transformers"}
 """Pages whose Python is one script, and the package that it needs."""
 
 

@@ -1,5 +1,6 @@
 """Every example runs, and the pages made from the code are what the code makes now."""
 
+import os
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -9,6 +10,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 NEEDS = {
+    "trainer_transformers.py": ("transformers",),
     "hybrid_trainer.py": ("transformers", "accelerate"),
     "hybrid_accelerate.py": ("accelerate",),
     "ray_launch.py": ("ray",),
@@ -16,8 +18,11 @@ NEEDS = {
 """Packages that are no part of the project's own."""
 
 
-def python(*arguments: str) -> str:
-    return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, check=True, cwd=ROOT).stdout
+def python(*arguments: str, **variables: str) -> str:
+    environment = {**os.environ, **variables}
+    return subprocess.run(
+        [sys.executable, *arguments], capture_output=True, text=True, check=True, cwd=ROOT, env=environment
+    ).stdout
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("*.py")), ids=lambda path: path.name)
@@ -27,6 +32,14 @@ def test_an_example_runs_and_is_short(path: Path) -> None:
         pytest.skip(f"{' and '.join(missing)} not installed")
     assert python(str(path))
     assert len(path.read_text().splitlines()) <= 60
+
+
+def test_one_script_runs_alone_with_two_workers_and_on_two_ranks() -> None:
+    script = "examples/trainer_anywhere.py"
+    alone, two = python(script), python(script, WORKERS="2")
+    launched = python("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", script)
+    assert alone.count("\n") == 1
+    assert alone.partition(",")[0] == two.partition(",")[0] == launched.partition(",")[0]  # the losses are equal
 
 
 def test_the_page_of_presets_is_up_to_date() -> None:

@@ -111,6 +111,18 @@ def test_labels_that_do_not_count_have_no_weight(ignored) -> None:
     train(tagger, mean, batches, lambda model, b: mean(model(b[0]), b[1]))
 
 
+def test_prompts_whose_labels_do_not_count_have_no_weight() -> None:
+    """In the sample nearly as many labels of each row count, so that a mean over samples is near."""
+    batches = []
+    for seed, prompts in ((1, (3, 3, 3, 4, 3, 3, 3, 3)), (2, (3, 17, 4, 12, 3, 15, 9, 3))):
+        words = tokens(8, seed, length=20)
+        labels = words.clone()
+        for row, length in enumerate(prompts):
+            labels[row, :length] = -100
+        batches.append({"tokens": words, "labels": labels})
+    train(lambda: Tagger(shift=True), None, batches, lambda model, b: model(**b)["loss"])
+
+
 def test_labels_that_do_not_count_may_come_after_the_sample() -> None:
     """Nothing in the sample says that some labels will not count; of one microbatch none does."""
     mean = functional.cross_entropy

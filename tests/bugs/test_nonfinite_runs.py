@@ -20,7 +20,6 @@ from pipedejavu.engine import Log
 from pipedejavu.facts import InputError, to_json_text
 from pipedejavu.launch import plan_run
 from pipedejavu.launch.init_trial import InitTrial, run_init_trials
-from pipedejavu.launch.rank_group import RankGroup
 from pipedejavu.launch.resume import reopen
 from pipedejavu.plan import preset
 from pipedejavu.report import Story
@@ -31,6 +30,7 @@ from pipedejavu.run.metrics import MetricsCollector, MetricsReporter
 from pipedejavu.run.options import TrainOptions
 from pipedejavu.run.progress import Progress
 from pipedejavu.session import Checkpoints, Trainer
+from pipedejavu.session.rank_group import RankGroup
 from pipedejavu.store import Checkpoint, CheckpointDir, Saver
 from tests.launch.test_faults import FAULTY, MAIN
 from tests.processes import Processes

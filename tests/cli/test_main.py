@@ -305,7 +305,7 @@ def test_train_continues_from_the_best_of_several_initialisations(tmp_path: Path
         ),
         (("zoo:mlp", "--plan", "preset:ddp", "--trim", "1"), "plan 'ddp' scores no contributions, so it drops none"),
         (("zoo:mlp", "--trim", "1"), "--trim is for plans that score contributions; use --plan preset:zeno"),
-        (("zoo:mlp", "--devices", "tpu"), "--devices is auto, cpu or gpu, not 'tpu'"),
+        (("zoo:mlp", "--devices", "tpu"), "--devices is auto, cpu, gpu or shared-gpu, not 'tpu'"),
         (("zoo:mlp", "--machine", "missing.json"), "cannot read missing.json"),
         (
             ("zoo:mlp", "--plan", "preset:1f1b", "--workers", "9", "--machine", str(EXAMPLES / "four-gpus.json")),

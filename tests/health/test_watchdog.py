@@ -27,7 +27,7 @@ from pipedejavu.health.watchdog import (
     HeartbeatPage,
     LaneActivity,
 )
-from pipedejavu.launch.rank_group import _end_sibling
+from pipedejavu.session.rank_group import _end_sibling
 from pipedejavu.store import CheckpointDir
 
 TRAIN = (

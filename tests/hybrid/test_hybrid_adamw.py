@@ -467,12 +467,22 @@ def test_compiled_blocks_work(
 # --- refusals
 
 
-def test_closures_are_refused(lab: Any) -> None:
-    optimizer = lab.hybrid(lab.net())
-    with pytest.raises(
-        InputError, match=r"^HybridAdamW takes no closure: run forward and backward yourself, then call"
-    ):
-        optimizer.step(lambda: 0.0)
+def test_a_closure_runs_the_passes_and_step_returns_its_loss(
+    lab: Any, bits: Any, compare: Any, plain_optimizer: Any
+) -> None:
+    first, second = lab.net(), lab.net()
+    reference, hybrid = plain_optimizer(first, clip_norm=0.5), lab.hybrid(second, clip_norm=0.5, gpu_units=2)
+    lab.train(first, reference, range(4))
+    for n in range(4):
+
+        def closure(n: int = n) -> Any:
+            hybrid.zero_grad()
+            loss = second.loss(lab.tokens(n))
+            loss.backward()
+            return loss.detach()
+
+        assert hybrid.step(closure).isfinite()
+    compare(bits(reference, first), bits(hybrid, second))
 
 
 @pytest.mark.parametrize("options", [OPTIONS[1], OPTIONS[4]], ids=["clip", "window"])

@@ -20,12 +20,12 @@ from torch.distributed import HashStore
 
 from pipedejavu.facts import InputError
 from pipedejavu.launch import fit_plan
-from pipedejavu.launch.rank_group import meet
 from pipedejavu.launch.resume import Known
 from pipedejavu.plan import Plan, preset
 from pipedejavu.planner.worker_host import WorkerHost, make_machine
 from pipedejavu.program import compile as compile_plan
 from pipedejavu.run import TrainOptions
+from pipedejavu.session.rank_group import meet
 from tests.planner.test_replan import reference
 from tests.search.case import profile
 

@@ -22,13 +22,13 @@ RUN = ("train", *SMALL, "--plan", "preset:1f1b", "--workers", "2", "--microbatch
 FAULTY = '''
 import os, signal
 import torch
-from pipedejavu.engine.wire import ProcessWire
+from pipedejavu.engine.rank_wire import RankWire
 from pipedejavu.launch import launch, worker
 from pipedejavu.source.task import SampleOrder
 
 def patch(rank):
     """Changes what this rank does at microbatch 5, which is in step 3."""
-    inputs, targets, send = SampleOrder.inputs, SampleOrder.targets, ProcessWire.send
+    inputs, targets, send = SampleOrder.inputs, SampleOrder.targets, RankWire.send
     def faulty_inputs(self, n):
         x = inputs(self, n)
         {inputs}
@@ -39,7 +39,7 @@ def patch(rank):
     def faulty_send(self, tensors, to, key):
         {send}
         return send(self, tensors, to, key)
-    SampleOrder.inputs, SampleOrder.targets, ProcessWire.send = faulty_inputs, faulty_targets, faulty_send
+    SampleOrder.inputs, SampleOrder.targets, RankWire.send = faulty_inputs, faulty_targets, faulty_send
 
 def work(rank, size, launched):
     patch(rank)

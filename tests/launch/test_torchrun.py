@@ -170,6 +170,9 @@ def test_a_lost_host_ends_the_other_with_one_sentence(
     for host in {1 - dead} if fault == "killed" else {0, 1}:
         code, out, err = processes.finish(started[host])
         assert (code, out) == (1, "")
+        if host == 0:
+            one_host = "shared-memory (the ranks are processes of one host and are not all on GPUs)"
+            assert f"wires: {one_host}; gloo (the ranks are not processes of one host)" in err
         said = [line for line in err.splitlines() if line.startswith("pipedejavu: ")]
         # Ranks 2 and 3 went together, and either may be missed first; on their side it is the first rank.
         missed = "0" if host == dead else "[23]"

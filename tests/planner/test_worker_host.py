@@ -59,6 +59,22 @@ def test_too_few_gpus_are_refused() -> None:
         make_machine(preset("1f1b").at(workers=2), host("a", 2, gpus=1), "gpu")
 
 
+def test_workers_share_gpus_in_turn_on_request() -> None:
+    """Each has its share of the memory; the engine numbers the devices of a host modulo its GPUs."""
+    plan, machine = make_machine(preset("1f1b").at(workers=3), host("a", 3, gpus=2), "shared-gpu")
+    assert devices(plan, machine) == [GPU, GPU, GPU]
+    assert [machine.device(f"gpu{n}").memory_bytes >> 20 for n in range(3)] == [139 << 9, 139 << 10, 139 << 9]
+    _, machine = make_machine(preset("ddp").at(workers=2), host("a", 2, gpus=1), "shared-gpu")
+    assert {d.memory_bytes for d in machine.devices if d.type == "gpu"} == {139 << 29}
+    plan, machine = make_machine(preset("coarse").at(workers=1), host("a", 2, gpus=1), "shared-gpu")
+    assert devices(plan, machine) == [GPU, CPU]
+
+
+def test_a_host_without_a_gpu_has_none_to_share() -> None:
+    with pytest.raises(InputError, match="worker 0 is on host 'a', which has no GPU to share; use --devices auto"):
+        make_machine(preset("1f1b").at(workers=2), host("a", 2), "shared-gpu")
+
+
 def test_a_host_without_cpu_workers_still_has_a_memory_for_state() -> None:
     plan, machine = make_machine(preset("fine").at(workers=2), host("a", 2, gpus=2), "gpu")
     assert devices(plan, machine) == [GPU, GPU]

@@ -50,12 +50,13 @@ def cpu_book() -> Book:
     book.rate("cpu", "memory", "copy", "B/s", 200e9)
     for threads, rate in ((1, 0.3e9), (16, 2e9)):
         book.rate("cpu", "update", f"AdamW, {threads} threads", "1/s", rate)
-    book.line("cpu>cpu", "gloo", "", 50e-6, 4e9)
-    book.line("cpu>cpu", "gloo sum", "", 400e-6, 1e9)
-    book.line("cpu>cpu", "shared memory", "", 10e-6, 12e9)
-    book.add("cpu>cpu", "gloo", "beside compute", SIZES[-1], "B/s", 2 * (50e-6 + SIZES[-1] / 4e9))
+    book.line("cpu>cpu", "gloo", "", 90e-6, 2e9)
+    book.line("cpu>cpu", "gloo sum", "", 900e-6, 0.5e9)
+    book.line("cpu>cpu", "shared memory", "", 50e-6, 4e9)
+    book.line("cpu>cpu", "memory sum", "", 400e-6, 1e9)
+    book.add("cpu>cpu", "shared memory", "beside compute", SIZES[-1], "B/s", 2 * (50e-6 + SIZES[-1] / 4e9))
     book.add("cpu>cpu", "compute", "alone", 1, "s", 1e-3)
-    book.add("cpu>cpu", "compute", "beside gloo", 1, "s", 1.5e-3)
+    book.add("cpu>cpu", "compute", "beside messages", 1, "s", 1.5e-3)
     book.rate("disk", "read", "32 MiB", "B/s", 3e9)
     book.rate("disk", "write", "32 MiB", "B/s", 1e9)
     return book

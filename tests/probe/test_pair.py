@@ -25,7 +25,7 @@ def test_every_message_is_answered(uses_nccl: bool) -> None:
     if uses_nccl:
         assert ways == {("gpu0>gpu1", "nccl")}
     else:
-        assert ways == {("cpu>cpu", way) for way in ("gloo", "gloo sum", "shared memory", "compute")}
+        assert ways == {("cpu>cpu", way) for way in ("gloo", "gloo sum", "shared memory", "memory sum", "compute")}
     assert not folder.exists()
     assert multiprocessing.active_children() == []
 

@@ -36,6 +36,7 @@ RANGES = {
     "workers": OptionRange("a number of workers"),
     "replicas": OptionRange("a number of replicas"),
     "steps": OptionRange("a number of updates"),
+    "head_chunks": OptionRange("a number of chunks of tokens"),
     "trim": OptionRange("a number of contributions", 0),
     "tries": OptionRange("a number of plans"),
     "init_candidates": OptionRange("a number of initialisations"),

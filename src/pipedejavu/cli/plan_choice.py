@@ -125,6 +125,7 @@ def _search(options: "TrainOptions", request: TrainRequest, machine: Machine | N
         batch=32 if request.batch is None else request.batch,
         samples=request.samples,
         clip="none" if options.clip_norm is None else "global",
+        head_chunks=request.head_chunks,
     ).agreed()
     devices = request.device_choice
     with show_progress() as progress:
@@ -154,6 +155,8 @@ def _search(options: "TrainOptions", request: TrainRequest, machine: Machine | N
 def choose_plan(request: TrainRequest, num_processes: int | None) -> Plan:
     """Reads the plan, for as many workers as there are processes if torchrun has started them."""
     plan = _read_sized(request, num_processes)
+    if request.head_chunks is not None:
+        plan = plan.replace(order=plan.order.replace(head_chunks=request.head_chunks))
     return plan if request.cpu_share is None else _with_cpu_share(plan, request.cpu_share)
 
 

@@ -9,14 +9,14 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import chain, count
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, get_args
 
 from pipedejavu.cli.input_files import read_model
 from pipedejavu.cli.installed import require_torch
 from pipedejavu.cli.plan_choice import choose
 from pipedejavu.cli.show import show_cursor
 from pipedejavu.cli.terminal import print_json, terminal
-from pipedejavu.cli.train_request import TrainRequest
+from pipedejavu.cli.train_request import DeviceOption, TrainRequest
 from pipedejavu.facts import InputError, Machine, format_seconds, read_machine
 from pipedejavu.facts.printable import print_error, tell
 from pipedejavu.plan import Plan
@@ -81,8 +81,8 @@ def _run_ranks(options: "TrainOptions", request: TrainRequest) -> None:
 def _run(options: "TrainOptions", request: TrainRequest, ranks: "RankGroup") -> None:
     from pipedejavu.run import RunFolder, lock_run
 
-    if request.devices not in ("auto", "cpu", "gpu"):
-        raise InputError(f"--devices is auto, cpu or gpu, not '{request.devices}'")
+    if request.devices not in get_args(DeviceOption):
+        raise InputError(f"--devices is auto, cpu, gpu or shared-gpu, not '{request.devices}'")
     # Only the first rank reads files; it sends their content to the others.
     machine = read_machine(request.machine) if request.machine and ranks.is_first else None
     with ExitStack() as stack:

@@ -7,7 +7,7 @@ import typer
 
 from pipedejavu.cli.input_files import AsJson
 
-DeviceOption = Literal["auto", "cpu", "gpu"]
+DeviceOption = Literal["auto", "cpu", "gpu", "shared-gpu"]
 SIZES = ("workers", "replicas", "microbatches", "samples", "trim")
 """Options that give the sizes of a plan."""
 
@@ -31,6 +31,10 @@ class TrainRequest:
     ] = 1
     cpu_share: Annotated[
         float | None, typer.Option(help="Fraction of a batch for CPU replicas, 0 to 1; by default chosen for speed.")
+    ] = None
+    head_chunks: Annotated[
+        int | None,
+        typer.Option(help="Chunks of tokens in which the head and the loss run; by default chosen with plan auto."),
     ] = None
     trim: Annotated[int | None, typer.Option(help="Contributions that preset:zeno drops from each update.")] = None
     byzantine: Annotated[
@@ -66,6 +70,9 @@ class TrainRequest:
         str, typer.Option(help="auto (bf16 on GPUs that compute it, else fp32), bf16, fp16, tf32, fp32 or fp64.")
     ] = "auto"
     dtype: Annotated[str, typer.Option(help="float64 is the old name of --precision fp64.")] = "float32"
+    compile: Annotated[
+        str, typer.Option(help="auto, on or off: whether units run under torch.compile; auto if the steps repay it.")
+    ] = "auto"
     seed: Annotated[int, typer.Option(help="Seed of weights, data order and dropout.")] = 0
     audit: Annotated[
         bool, typer.Option(help="Replay the run in float64; exits 1 if it differs by more than rounding.")
@@ -79,7 +86,9 @@ class TrainRequest:
     ] = 10
     machine: Annotated[str | None, typer.Option(help="A machine file; by default this machine's own devices.")] = None
     renew: Annotated[bool, typer.Option("--renew", help="Measure again instead of using cached measurements.")] = False
-    devices: Annotated[str, typer.Option(help="auto (GPUs first, then the CPU), cpu or gpu.")] = "auto"
+    devices: Annotated[
+        str, typer.Option(help="auto (GPUs first, then the CPU), cpu, gpu, or shared-gpu (several workers per GPU).")
+    ] = "auto"
     run_dir: Annotated[str | None, typer.Option(help="Folder for the run's files.")] = None
     log: Annotated[list[str] | None, typer.Option(help="tensorboard, wandb or mlflow; may be repeated.")] = None
     resume: Annotated[
@@ -129,7 +138,7 @@ class TrainRequest:
     @property
     def has_plan(self) -> bool:
         """Whether the user gave any option that concerns the plan."""
-        return not self.explicit.isdisjoint({"plan", "batch", "cpu_share", "machine", "devices", *SIZES})
+        return not self.explicit.isdisjoint({"plan", "batch", "cpu_share", "head_chunks", "machine", "devices", *SIZES})
 
     @property
     def is_replanned(self) -> bool:

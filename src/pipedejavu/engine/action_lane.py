@@ -81,11 +81,11 @@ class StreamActionLane:
 ActionLane = HostActionLane | StreamActionLane
 
 
-def make_lane(name: str, device: torch.device) -> ActionLane:
-    """Returns the lane of a worker with this name."""
+def make_lane(name: str, device: torch.device, is_issued: bool = False) -> ActionLane:
+    """Returns the lane of a worker with this name; `is_issued` if its wire issues transfers to the lane's stream."""
     if device.type == "cpu" or name == "host":
         return HostActionLane()
     stream: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-    if name.startswith("net"):
+    if name.startswith("net") and not is_issued:
         return HostActionLane(stream)
-    return StreamActionLane(stream, waits_on_host=name == "copy-in")
+    return StreamActionLane(stream, waits_on_host=name == "copy-in" or name.startswith("net<"))

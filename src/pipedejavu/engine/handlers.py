@@ -7,8 +7,8 @@ tensors by parameter name.
 import math
 import threading
 from collections import Counter
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -41,6 +41,7 @@ from pipedejavu.program import Action, ActionKind, GroupRole, Program, Table, Up
 from pipedejavu.program.action import value_of
 from pipedejavu.program.effect import rest_of
 from pipedejavu.program.value import HOST
+from pipedejavu.runtime.compiled_unit import LossCall
 from pipedejavu.runtime.compute_precision import ComputeFormat
 
 _PER_PARAMETER = frozenset((ValueKind.WEIGHTS, ValueKind.WEIGHT_GRADIENT, ValueKind.PUSH, ValueKind.CONSENSUS))
@@ -85,6 +86,10 @@ class Handlers:
         self.first_microbatch = self.first_version = 0
         self._unread_losses: dict[int, Tensor] = {}
         """Losses of microbatches on a GPU, read at the end of the round so that no lane waits for the device."""
+        self._present: dict[int, Action] = {}
+        """By thread, the action that it runs."""
+        for runner in runners.values():
+            runner.while_compiling = self._unwatched
         self._handlers: dict[ActionKind, Callable[[Action], None]] = {
             ActionKind.FORWARD: self.forward,
             ActionKind.RECOMPUTE: self.recompute,
@@ -125,6 +130,7 @@ class Handlers:
         if self.device.type == "cuda":
             held = tuple(memory_of(self.values.get(value)) for value in reads)
             record_stream(held, torch.cuda.current_stream(self.device))
+        self._present[threading.get_ident()] = a
         self._handlers[a.kind](a)
         weights = [value for value in writes if value.kind == ValueKind.WEIGHTS]
         with self.lock:
@@ -179,10 +185,11 @@ class Handlers:
             self.values[Value.weights(a.piece, a.replica, a.version)],
             self.first_microbatch + a.microbatch,
         )
-        output, saved = self._runner(a).forward_again(weights, self.values[key], number)
+        head = self._head(a)
+        output, saved = self._runner(a).forward_again(weights, self.values[key], number, head)
         ends = self.program.pieces[a.piece].units[-1] in self.program.recomputed[a.piece]
         if ends and not self.program.outputs[a.piece]:
-            saved = with_loss(saved, self._loss(number, output))
+            saved = with_loss(saved, output if head else self._loss(number, output))
         self.values[key] = saved
 
     def _run_piece(self, a: Action, keeps_buffers: bool) -> tuple[Any, Saved]:
@@ -196,19 +203,39 @@ class Handlers:
         number, runner = self.first_microbatch + a.microbatch, self.runners[a.piece, a.replica]
         tensor_offload = runner.tensor_offload(weights) if runner.departs else None
         with tensor_offload or nullcontext():
-            output, saved = runner.forward(weights, value, number, keeps_buffers, is_first=not before)
+            head = self._head(a)
+            output, saved = runner.forward(weights, value, number, keeps_buffers, is_first=not before, head=head)
             if not self.program.outputs[a.piece]:
-                loss = self._loss(number, output)
+                loss = output if head else self._loss(number, output)
                 self._note_loss(number, loss)
                 saved = with_loss(saved, loss)
         if tensor_offload is not None:
             saved = (replace(saved[0], tensor_offload=tensor_offload), *saved[1:])
         return like(output, [t.detach() for t in tensors_of(output)]), saved
 
+    def _head(self, a: Action) -> LossCall | None:
+        """Returns the loss if it is compiled with the last unit of a piece."""
+        runner = self._runner(a)
+        if self.program.outputs[a.piece] or runner.compiler is None or runner.head is not None:
+            return None
+        return LossCall(self.job.loss, self._targets(self.first_microbatch + a.microbatch))
+
+    @contextmanager
+    def _unwatched(self) -> Iterator[None]:
+        """Ends the notice of the present action while a unit is compiled, which takes longer than any forecast."""
+        a = self._present[threading.get_ident()]
+        self.notice(a.lane, "")
+        try:
+            yield
+        finally:
+            self.notice(a.lane, str(a))
+
     def _loss(self, number: int, output: Any) -> Tensor:
-        targets = moved(self.batches.targets(number), self.device)
         with self._form.context(self.device):
-            return self.job.loss(output, targets)
+            return self.job.loss(output, self._targets(number))
+
+    def _targets(self, number: int) -> Any:
+        return moved(self.batches.targets(number), self.device)
 
     def _inputs(self, microbatch: int) -> Any:
         return moved(self.batches.inputs(self.first_microbatch + microbatch), self.device)

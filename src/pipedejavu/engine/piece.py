@@ -6,9 +6,10 @@ on the run's seed, the microbatch and the unit, so that every run of the unit dr
 
 import math
 import threading
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from itertools import groupby
 from typing import Any, NamedTuple
 
@@ -18,7 +19,10 @@ from torch import Tensor, nn
 from pipedejavu.engine.finite import nonfinite
 from pipedejavu.engine.optimizer import Tensors
 from pipedejavu.engine.recompute_span import RecomputeSpan, Saved, Value, like, tensors_of
+from pipedejavu.runtime.compiled_unit import LossCall, UnitCompiler
 from pipedejavu.runtime.compute_precision import FULL, ComputeFormat
+from pipedejavu.runtime.deferred_head import DeferredHead
+from pipedejavu.runtime.deferred_logits import HeadUse
 from pipedejavu.runtime.recompute import generators_of
 from pipedejavu.runtime.saved_storage import SavedTensorOffload, begin_at, end_of, stub
 
@@ -50,8 +54,8 @@ class _Run(NamedTuple):
 class PieceRunner:
     """Runs the units of one piece in order; units whose number is in `again` are recomputed. Not thread-safe.
 
-    With `departs`, the saved tensors can be moved to another device between forward and backward. `form` says how the
-    units compute.
+    With `departs`, the saved tensors can be moved to another device between forward and backward. With a `compiler`,
+    units run compiled. `form` says how the units compute.
     """
 
     def __init__(
@@ -60,9 +64,14 @@ class PieceRunner:
         seed: int,
         again: Collection[int] = (),
         departs: bool = False,
+        compiler: UnitCompiler | None = None,
         form: ComputeFormat = FULL,
     ):
-        self.units, self.seed, self.departs, self.form = units, seed, departs, form
+        self.units, self.seed, self.departs, self.compiler, self.form = units, seed, departs, compiler, form
+        self.while_compiling: Callable[[], AbstractContextManager[None]] = nullcontext
+        """Entered while a unit is compiled."""
+        self.head: HeadUse | None = None
+        """How the linear layers of the last unit run, if it ends in a head that runs in chunks; it is not compiled."""
         self.names: dict[str, str] = {}
         """By full name of a parameter, its first full name in the piece, if tied parameters have several."""
         self.initial: Tensors = {}
@@ -112,9 +121,15 @@ class PieceRunner:
             self._runs.append(_Run(row, names, is_again and len(rows) > 1, in_place))
 
     def forward(
-        self, weights: Tensors, value: Value, microbatch: int, keeps_buffers: bool = False, is_first: bool = False
+        self,
+        weights: Tensors,
+        value: Value,
+        microbatch: int,
+        keeps_buffers: bool = False,
+        is_first: bool = False,
+        head: LossCall | None = None,
     ) -> tuple[Value, Saved]:
-        """Runs the units and returns the output and the saved tensors.
+        """Runs the units and returns the output, or with a `head` the loss, and the saved tensors.
 
         With `keeps_buffers`, running statistics do not change (for recomputing). With `is_first`, the input is a batch
         and gets no gradient.
@@ -132,7 +147,7 @@ class PieceRunner:
                 if self.departs and not run.is_again:
                     given = like(value, [stub(t) for t in leaves])
                     value = like(value, list(map(begin_at, tensors_of(given), leaves)))
-                value = self._run_units(run, value, microbatch)
+                value = self._run_units(run, value, microbatch, head)
                 outputs = () if run.is_again else tensors_of(value)
                 run_weights = {name: weights[name] for name in run.names}
                 saved.append(
@@ -156,27 +171,44 @@ class PieceRunner:
             if full in self._wide:
                 place[key].data.copy_(self._wide[full])
 
-    def forward_again(self, weights: Tensors, saved: Saved, microbatch: int) -> tuple[Value, Saved]:
-        """Recomputes the units that kept only their input; returns the last output and the saved tensors."""
+    def forward_again(
+        self, weights: Tensors, saved: Saved, microbatch: int, head: LossCall | None = None
+    ) -> tuple[Value, Saved]:
+        """Recomputes the units that kept only their input; returns the last output and the saved tensors.
+
+        With a `head`, the last output is the loss if the piece ends with such a unit.
+        """
         spans, value = list(saved), None
         buffers = self.buffers([unit for run in self._runs if run.is_again for unit in run.units])
         device = tensors_of(saved[0].input_value)[0].device
         with self._with_weights(weights, buffers), self.form.context(device):
             for n, run in enumerate(self._runs):
                 if run.is_again:
-                    value = self._run_units(run, saved[n].input_value, microbatch)
+                    value = self._run_units(run, saved[n].input_value, microbatch, head)
                     run_weights = {name: weights[name] for name in run.names}
                     spans[n] = replace(saved[n], weights=run_weights, outputs=tensors_of(value))
         return value, tuple(spans)
 
-    def _run_units(self, run: _Run, value: Value, microbatch: int) -> Value:
+    def _run_units(self, run: _Run, value: Value, microbatch: int, head: LossCall | None) -> Value:
         if run.works_in_place:
             value = like(value, [t.clone() for t in tensors_of(value)])
-        for number, _, module in run.units:
-            value = (
-                module(value) if number in self._deterministic else self.run_seeded(number, module, value, microbatch)
-            )
+        for unit in run.units:
+            number, _, module = unit
+            is_last = unit is self.units[-1]
+            use = self.head if is_last else None
+            call: Callable[[Value], Value] = module
+            if self.compiler is not None and use is None:
+                call = partial(self._run_compiled, unit, microbatch, head if is_last else None)
+            with nullcontext() if use is None else DeferredHead(use):
+                is_known = number in self._deterministic
+                value = call(value) if is_known else self.run_seeded(number, call, value, microbatch)
         return value
+
+    def _run_compiled(self, unit: Unit, microbatch: int, head: LossCall | None, value: Value) -> Value:
+        assert self.compiler is not None
+        number, name, module = unit
+        seed = None if number in self._deterministic else partial(self._seed, number, value, microbatch)
+        return self.compiler.run(name, module, value, head, seed, self.while_compiling)
 
     @contextmanager
     def _with_weights(self, weights: Tensors, buffers: list[_Buffer]) -> Iterator[None]:
@@ -219,21 +251,26 @@ class PieceRunner:
             place[key] = moved[id(buffer)]
         return self
 
-    def run_seeded(self, number: int, module: nn.Module, value: Value, microbatch: int) -> Value:
+    def run_seeded(self, number: int, unit: Callable[[Value], Value], value: Value, microbatch: int) -> Value:
         """Runs a unit that may draw random numbers, with the generators seeded for it."""
         with _random:
-            generators = generators_of(tensors_of(value)[0].device)
-            for generator in generators:
-                generator.manual_seed(mixed(self.seed, microbatch, number))
+            generators = self._seed(number, value, microbatch)
             if number in self._random:
-                return module(value)
+                return unit(value)
             before = [generator.get_state() for generator in generators]
-            value = module(value)
+            value = unit(value)
             if all(
                 torch.equal(generator.get_state(), state) for generator, state in zip(generators, before, strict=True)
             ):
                 self._deterministic.add(number)
         return value
+
+    def _seed(self, number: int, value: Value, microbatch: int) -> list[torch.Generator]:
+        """Seeds the generators that a unit may draw from; returns them."""
+        generators = generators_of(tensors_of(value)[0].device)
+        for generator in generators:
+            generator.manual_seed(mixed(self.seed, microbatch, number))
+        return generators
 
 
 def _looks_random(module: nn.Module) -> bool:

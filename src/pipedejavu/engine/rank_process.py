@@ -1,7 +1,7 @@
 """Workers as processes under torch.distributed: runs one rank's worker of a program."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -12,11 +12,12 @@ from pipedejavu.analysis import verify
 from pipedejavu.engine.device import CPU
 from pipedejavu.engine.handlers import Handlers
 from pipedejavu.engine.job import Batches, Job
+from pipedejavu.engine.rank_wire import RankWire
 from pipedejavu.engine.threads import check_runnable, check_units, make_handlers
-from pipedejavu.engine.wire import ProcessWire
 from pipedejavu.engine.worker_loop import WorkerLoop
 from pipedejavu.facts import InputError, MemoryFile, Span
 from pipedejavu.program import Program, ValueKind
+from pipedejavu.runtime.compiled_unit import UnitCompiler
 from pipedejavu.runtime.compute_precision import allowed_tf32
 
 
@@ -42,11 +43,11 @@ class RankRun:
             raise InputError(
                 f"the plan has {len(program.workers)} workers and {size} processes were started; start one for each"
             )
-        wire = ProcessWire(rank, {name: group.workers for name, group in program.groups.items()})
-        self.program, self.rank = program, rank
-        self.handlers = make_handlers(program, rank, job, batches, wire)
+        self.program, self.rank, self.wire = program, rank, RankWire(program, rank)
+        compiler = UnitCompiler() if program.plan.is_compiled else None
+        self.handlers = make_handlers(program, rank, job, batches, self.wire, compiler)
 
-    def rounds(self, updates: range) -> Iterator[RankRound]:
+    def rounds(self, updates: Iterable[int]) -> Iterator[RankRound]:
         """Runs a round from each of `updates`, and yields it when it has ended.
 
         All ranks start the first round together. A rank starts its next round when the caller asks for it; the caller

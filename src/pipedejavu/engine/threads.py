@@ -16,7 +16,7 @@ from pipedejavu.engine.job import Batches, Job, Log
 from pipedejavu.engine.master import masters_of, weights_of
 from pipedejavu.engine.optimizer import LOW, Tensors
 from pipedejavu.engine.piece import PieceRunner
-from pipedejavu.engine.wire import Exchange, StagedWire, ThreadWire, Wire, WireStoppedError
+from pipedejavu.engine.wire import Exchange, ThreadWire, Wire, WireStoppedError, staged
 from pipedejavu.engine.worker_loop import WorkerLoop
 from pipedejavu.engine.worker_thread import WorkerThread
 from pipedejavu.facts import InputError, Span
@@ -24,7 +24,9 @@ from pipedejavu.plan import Plan
 from pipedejavu.program import ActionKind, Program, Value, ValueKind
 from pipedejavu.program.effect import rest_of, resting, update_place
 from pipedejavu.program.value import HOST
+from pipedejavu.runtime.compiled_unit import UnitCompiler, is_compiled
 from pipedejavu.runtime.compute_precision import ComputeFormat, allowed_tf32
+from pipedejavu.runtime.deferred_logits import HeadUse
 
 
 @dataclass(frozen=True)
@@ -69,7 +71,7 @@ def check_units(program: Program, job: Job) -> None:
     if not program.plan.splits_backward:
         return
     for name, module in job.units:
-        if any(hasattr(part, "_orig_mod") or part._compiled_call_impl is not None for part in module.modules()):
+        if is_compiled(module):
             raise InputError(
                 f"unit '{name}' is compiled and order '{program.plan.order.kind}' splits the backward, which a compiled"
                 " module runs only as a whole; use order '1f1b', or the module as it was before torch.compile"
@@ -85,10 +87,12 @@ class Threads:
         self.program, self.graph, self.updates = program, verify(program), 0
         self.exchange = Exchange({name: group.workers for name, group in program.groups.items()})
         self.handlers = []
+        compiler = UnitCompiler() if program.plan.is_compiled else None
         for index in range(len(program.workers)):
             # A module is run by one thread at a time, so each worker has a copy.
             copied = replace(job, units=copy.deepcopy(list(job.units)))
-            self.handlers.append(make_handlers(program, index, copied, batches, ThreadWire(self.exchange, index)))
+            wire = staged(ThreadWire(self.exchange, index), device_of(program, index))
+            self.handlers.append(make_handlers(program, index, copied, batches, wire, compiler))
         if program.plan.keep.kind == "shared":
             for other in self.handlers[1:]:
                 _share_weights(self.handlers[0], other)
@@ -166,8 +170,13 @@ def run_threads(program: Program, job: Job, batches: Batches, rounds: int = 1) -
     return threads.outcome(spans)
 
 
-def make_handlers(program: Program, index: int, job: Job, batches: Batches, wire: Wire) -> Handlers:
-    """Returns a worker's handlers, with the first version of its weights in their resting places."""
+def make_handlers(
+    program: Program, index: int, job: Job, batches: Batches, wire: Wire, compiler: UnitCompiler | None = None
+) -> Handlers:
+    """Returns a worker's handlers, with the first version of its weights in their resting places.
+
+    With a `compiler`, which workers may share, units run compiled.
+    """
     runners: Runners = {}
     device = device_of(program, index)
     form = ComputeFormat.of(program.plan.precision, [module for _, module in job.units])
@@ -177,8 +186,10 @@ def make_handlers(program: Program, index: int, job: Job, batches: Batches, wire
     for piece, replica in pieces_of(program, index):
         units = [(u, *job.units[u]) for u in program.pieces[piece].units]
         again, departs = program.recomputed[piece], piece in departing
-        runners[piece, replica] = PieceRunner(units, job.seed, again, departs, form).to(device)
-    handlers = Handlers(program, index, runners, job, batches, wire if device == CPU else StagedWire(wire, device))
+        runners[piece, replica] = PieceRunner(units, job.seed, again, departs, compiler, form).to(device)
+        if program.plan.order.head_chunks > 1 and not program.outputs[piece]:
+            runners[piece, replica].head = HeadUse(program.plan.order.head_chunks, is_early=False)
+    handlers = Handlers(program, index, runners, job, batches, wire)
     version = -1 if program.plan.version.kind == "torn" else 0
     for (piece, replica), runner in runners.items():
         for place in [place for kind, place in resting(program, piece) if kind == ValueKind.WEIGHTS]:

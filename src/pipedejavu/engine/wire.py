@@ -45,6 +45,9 @@ class Wire(Protocol):
     def add_up(self, tensor: Tensor, group: str) -> Tensor:
         """Returns the sum of the members' tensors."""
 
+    def is_issued(self, lane: str) -> bool:
+        """Whether what a lane transfers is issued to its stream, so that the lane's thread need not wait for it."""
+
     def flush(self) -> None:
         """Waits until all sends are complete."""
 
@@ -119,6 +122,10 @@ class ThreadWire:
             raise WireStoppedError from None
         return total
 
+    def is_issued(self, lane: str) -> bool:  # noqa: ARG002
+        """Returns False: a transfer has ended when the call returns."""
+        return False
+
     def flush(self) -> None:
         """Does nothing: sends complete at once."""
 
@@ -168,6 +175,10 @@ class ProcessWire:
         assert work is not None, "this process is a member of the default group"
         in_flight.append((work, tensor))
         self._count(to, 1, tensor.nbytes)
+
+    def is_issued(self, lane: str) -> bool:  # noqa: ARG002
+        """Returns False: Gloo sends from the host."""
+        return False
 
     def flush(self) -> None:
         """Waits for all sends."""
@@ -235,7 +246,7 @@ class StagedWire:
 
     def send(self, tensors: tuple[Tensor, ...], to: int, key: Key) -> None:
         """Copies to the host, then sends."""
-        self.wire.send(self._on_host(tensors), to, key)
+        self.wire.send(on_host(tensors, self.device), to, key)
 
     def expect(self, source: int, key: Key) -> None:
         """Forwards to the wrapped wire."""
@@ -248,13 +259,12 @@ class StagedWire:
 
     def add_up(self, tensor: Tensor, group: str) -> Tensor:
         """Sums on the hosts."""
-        (staged,) = self._on_host((tensor,))
-        return self.wire.add_up(staged, group).to(tensor.device, non_blocking=True)
+        (on_cpu,) = on_host((tensor,), self.device)
+        return self.wire.add_up(on_cpu, group).to(tensor.device, non_blocking=True)
 
-    def _on_host(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        staged: tuple[Tensor, ...] = moved(tensors, CPU)
-        torch.cuda.current_stream(self.device).synchronize()
-        return staged
+    def is_issued(self, lane: str) -> bool:  # noqa: ARG002
+        """Returns False: the host copies."""
+        return False
 
     def flush(self) -> None:
         """Forwards to the wrapped wire."""
@@ -263,6 +273,18 @@ class StagedWire:
     def stop(self) -> None:
         """Forwards to the wrapped wire."""
         self.wire.stop()
+
+
+def staged(wire: Wire, device: torch.device) -> Wire:
+    """Returns a wire of the host as the wire of a worker on a device."""
+    return wire if device == CPU else StagedWire(wire, device)
+
+
+def on_host(tensors: tuple[Tensor, ...], device: torch.device) -> tuple[Tensor, ...]:
+    """Returns tensors of a GPU in pinned host memory, after waiting for the copies."""
+    copies: tuple[Tensor, ...] = moved(tensors, CPU)
+    torch.cuda.current_stream(device).synchronize()
+    return copies
 
 
 def flatten(tensors: Sequence[Tensor]) -> Tensor:

@@ -32,7 +32,10 @@ class WorkerLoop:
         self.positions: dict[str, list[int]] = {"compute": []}
         for position, (lane, _) in enumerate(self.names):
             self.positions.setdefault(lane, []).append(position)
-        self.lanes = {name: make_lane(name, handlers.device) for name in self.positions}
+        self.lanes = {
+            name: make_lane(name, handlers.device, name.startswith("net") and handlers.wire.is_issued(name))
+            for name in self.positions
+        }
         self.waits = self._waits(graph)
         self.done = {before: threading.Event() for waits in self.waits for before in waits}
         """Set when an action that others wait for has ended or, on a stream, is issued."""

@@ -5,6 +5,7 @@ from pipedejavu.facts.cluster import Cluster, compose, parse_cluster, read_machi
 from pipedejavu.facts.error import FaultsError, InputError, nearest
 from pipedejavu.facts.file import open_file, read_file, remove, replace_file
 from pipedejavu.facts.gc_pause import paused_collector
+from pipedejavu.facts.head_form import HeadForm
 from pipedejavu.facts.json_text import finite_form, to_json_text
 from pipedejavu.facts.machine import Device, Host, Link, Machine, Overlap, Route, part_kind
 from pipedejavu.facts.malloc_heap import keep_heap
@@ -26,6 +27,7 @@ __all__ = [
     "Device",
     "Edge",
     "FaultsError",
+    "HeadForm",
     "Host",
     "InputError",
     "KnownDevice",

@@ -12,8 +12,12 @@ class MemoryFile:
         Without the allocation, a process that writes to the file could be killed for lack of memory.
         """
         self.file = os.memfd_create(name)
-        if size_bytes:
-            os.posix_fallocate(self.file, 0, size_bytes)
+        try:
+            if size_bytes:
+                os.posix_fallocate(self.file, 0, size_bytes)
+        except OSError:
+            os.close(self.file)
+            raise
 
     @property
     def path(self) -> str:

@@ -8,6 +8,7 @@ from typing import Annotated, Self
 from pydantic import Field, model_validator
 
 from pipedejavu.facts.error import InputError, nearest, repeated
+from pipedejavu.facts.head_form import HeadForm, form_at
 from pipedejavu.facts.quantity import Bytes, PartBytes, Seconds
 from pipedejavu.facts.record import Record
 
@@ -168,6 +169,11 @@ class Profile(Record):
     begins: tuple[int, ...] = ()
     """For a model cut from a traced graph: index of the first operation of each unit after the first, then the number
     of operations."""
+    head_forms: tuple[HeadForm, ...] = ()
+    """The last unit with its head and loss in different numbers of chunks, 1 among them, if it ends in a linear layer
+    whose result goes only into a cross-entropy."""
+    head_chunks: int = Field(default=1, ge=1)
+    """The number of chunks that the last unit has its times and bytes for."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -203,6 +209,36 @@ class Profile(Record):
             return tuple((i, i + 1, units[i].boundary_bytes) for i in range(len(units) - 1))
         ends = [(position[e.source], position[e.target], e.bytes_) for e in self.edges]
         return tuple((s, t, units[s].boundary_bytes if b is None else b) for s, t, b in ends)
+
+    def with_head_chunks(self, chunks: int) -> "Profile":
+        """Returns the profile with the head of the last unit in some number of chunks; itself if it has no such head.
+
+        The times are those of the last unit now, in the proportion of the two forms.
+        """
+        if chunks == self.head_chunks or not self.head_forms:
+            return self
+        old, new = (form_at(self.head_forms, count) for count in (self.head_chunks, chunks))
+        *others, last = self.units
+        times = {}
+        for kind, time in last.times.items():
+            forward = new.forward_ratio(kind) / old.forward_ratio(kind)
+            backward = new.backward_ratio(kind) / old.backward_ratio(kind)
+            times[kind] = time.replace(
+                forward=time.forward.times(forward),
+                recompute=time.recompute.times(forward),
+                backward=time.backward.times(backward),
+                weight_backward=time.weight_backward.times(backward),
+                input_backward=time.input_backward and time.input_backward.times(backward),
+            )
+        last = last.replace(
+            times=times,
+            activation_bytes=new.activation_bytes,
+            activation_parts=new.activation_parts,
+            forward_work_bytes=new.forward_work_bytes,
+            backward_work_bytes=new.backward_work_bytes,
+            boundary_bytes=new.boundary_bytes,
+        )
+        return self.replace(units=(*others, last), head_chunks=chunks)
 
     def time(self, unit: Unit, kind: str) -> UnitTime:
         """Returns a unit's times on a kind of device; raises InputError if there are none."""

@@ -81,18 +81,18 @@ def _faults(record: type[Record], error: ValidationError, text: str | bytes) -> 
     faults = field_faults(record, error)
     if is_unreadable(error):
         return faults
-    plain, parsing = _parse(text)
+    plain, repeats = _parse(text, checks_digits=False)  # fields that have limits name them
     if other := describe_kind(plain, record.__name__.lower()):
         return [other]
-    return list(dict.fromkeys([*faults, *parsing, *_disagreements(record, plain)]))
+    return list(dict.fromkeys([*faults, *repeats, *_disagreements(record, plain)]))
 
 
-def _parse(text: str | bytes) -> tuple[Any, list[str]]:
+def _parse(text: str | bytes, *, checks_digits: bool = True) -> tuple[Any, list[str]]:
     """Parses valid JSON; returns plain data, and a fault for each duplicate key and each integer that is too long."""
     faults: list[str] = []
 
     def read_int(digits: str) -> int:
-        if len(digits) > _MOST_DIGITS:
+        if checks_digits and len(digits) > _MOST_DIGITS:
             faults.append(f"the number {digits[:8]}… has {len(digits)} digits; at most {_MOST_DIGITS} are read")
         return int(digits[:_MOST_DIGITS])
 

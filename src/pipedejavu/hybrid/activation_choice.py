@@ -13,7 +13,8 @@ from pipedejavu.runtime.block_offload import BlockOffload
 from pipedejavu.runtime.lane import CopyLanes
 from pipedejavu.runtime.recompute import Recompute
 
-Activations = Literal["keep", "recompute", "offload"]
+Activations = Literal["keep", "recompute", "offload", "chunk"]
+"""`chunk` is for the linear layer before the loss; see `head_choice`."""
 
 
 def set_activations(

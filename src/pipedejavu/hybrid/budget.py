@@ -1,9 +1,7 @@
 """Memory budgets, and measurements of real steps: the GPU memory and the forward time of each unit."""
 
-import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Literal
 
 import torch
@@ -12,12 +10,19 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from pipedejavu.facts import InputError, format_bytes
 from pipedejavu.hybrid.placement import Limits, MemoryInterval, Place, UnitSize, gpu_peak
 from pipedejavu.hybrid.unit_state import UnitState, size_of
+from pipedejavu.runtime.device_memory import DeviceMemory
+from pipedejavu.runtime.host_limit import free_host_bytes
 from pipedejavu.runtime.host_memory import Progress as Report
 
 Budget = int | Literal["auto"]
 
-GPU_SHARE, HOST_SHARE = 0.97, 0.92
-"""Shares of the free memory that `auto` uses; the rest is for fragmentation and other processes."""
+ALLOCATED_SHARE, HOST_SHARE = 0.96, 0.92
+"""Share of the GPU's budget that tensors may take, the rest is for fragmentation; and share of the host's free memory
+that `auto` uses, the rest is for other processes."""
+TIGHT_SHARE = 0.9
+"""Share of the GPU's budget from which a plan may turn out not to fit."""
+ROUNDING_BYTES = 2**20
+"""What limits may differ by because the process's limit is a fraction of the device."""
 SHOWN_FROM_BYTES = 2**31
 """The size from which an allocation shows a progress bar."""
 
@@ -25,16 +30,31 @@ SHOWN_FROM_BYTES = 2**31
 class MemoryMeter:
     """Measures the GPU memory of the first step, unit by unit, and knows the budgets."""
 
-    def __init__(self, device: torch.device, gpu_budget: Budget, host_budget: Budget):
+    def __init__(
+        self, device: torch.device, gpu_budget: Budget, host_budget: Budget, memory: DeviceMemory | None = None
+    ):
         for name, budget in (("gpu_budget", gpu_budget), ("host_budget", host_budget)):
             if budget != "auto" and (not isinstance(budget, int) or budget <= 0):
                 raise InputError(f"{name} is {budget!r}; give a number of bytes above 0, or 'auto'")
-        self.device, self._gpu_budget = device, gpu_budget
+        self.memory = memory or DeviceMemory(device)
+        if (
+            gpu_budget != "auto"
+            and self.memory.is_gpu
+            and gpu_budget > (limit := self.memory.limit_bytes()) + ROUNDING_BYTES
+        ):
+            raise InputError(
+                f"gpu_budget is {gpu_budget} bytes, and this process may take {limit} of {device}, less what other"
+                " processes hold; give that or less, or 'auto'"
+            )
+        self._gpu_budget = gpu_budget
         self._host_bytes = int(free_host_bytes() * HOST_SHARE) if host_budget == "auto" else host_budget
         self._left: dict[int, int] = {}
         self._intervals: list[MemoryInterval] = []
         self._forwards: list[MemoryInterval] = []
-        self._base_bytes = self._gradient_bytes = 0
+        self._base_bytes = self._gradient_bytes = self._coming_bytes = 0
+        self._fragmentation_bytes = 0
+        self.sends_all = False
+        """Whether the first backward pass sends all gradients to the host, because the GPU could not hold them."""
 
     def check(self, sizes: Sequence[UnitSize], keeps_gradients: bool, num_first: int | None) -> None:
         """Raises InputError if weights and state cannot fit even without activations; allocates nothing."""
@@ -43,12 +63,13 @@ class MemoryMeter:
             raise InputError(f"gpu_units is {count} and the model has {len(sizes)} units; give 0 to {len(sizes)}")
         places: list[Place] = ["gpu" if n < count and not u.is_bound_to_host else "host" for n, u in enumerate(sizes)]
         needed = gpu_peak(sizes, (), places, keeps_gradients)
-        if self._gpu_budget != "auto" and needed > self._gpu_budget:
-            raise InputError(
-                f"weights and state take {format_bytes(needed)} of the GPU without any activation, and gpu_budget is"
-                f" {format_bytes(self._gpu_budget)}; give more than {format_bytes(needed)}"
-            )
         pool = self.limits(keeps_gradients, num_first)
+        if self._gpu_budget != "auto" and needed > pool.gpu_bytes:
+            least = pool.budget_for(needed)
+            raise InputError(
+                f"weights and state take {format_bytes(least)} of the GPU without any activation, and gpu_budget is"
+                f" {format_bytes(self._gpu_budget)}; give more than {format_bytes(least)}"
+            )
         least = sum(size.weight_bytes + size.no_copy_bytes for size in sizes)
         if least > pool.gpu_bytes + pool.host_bytes:
             raise InputError(
@@ -57,26 +78,65 @@ class MemoryMeter:
                 f" {format_bytes(pool.host_bytes)} of the host); give {format_bytes(least)} or more"
             )
 
-    def limits(self, keeps_gradients: bool, num_first: int | None) -> Limits:
-        """Returns the budgets in bytes.
+    def budget_bytes(self) -> int:
+        """Returns the bytes that torch may reserve: the budget, or with `auto` all that the process may take."""
+        return self.memory.limit_bytes() if self._gpu_budget == "auto" else self._gpu_budget
 
-        `auto` is a share of the memory that was free at first; on the GPU, of what is free or reserved by torch now.
+    def limits(self, keeps_gradients: bool, num_first: int | None) -> Limits:
+        """Returns what tensors may take of both budgets, in bytes.
+
+        Of the GPU's budget, a share is left for fragmentation, or what was measured if that is more. `auto` for the
+        host is a share of the memory that was free at first.
         """
-        gpu = self._gpu_budget
-        if gpu == "auto":
-            free = free_host_bytes()
-            if self.device.type == "cuda":
-                free = torch.cuda.mem_get_info(self.device)[0] + torch.cuda.memory_reserved(self.device)
-            gpu = int(free * GPU_SHARE)
-        return Limits(gpu_bytes=gpu, host_bytes=self._host_bytes, keeps_gradients=keeps_gradients, num_first=num_first)
+        budget, lost, share = self.budget_bytes(), self._fragmentation_bytes, 1.0
+        if self.memory.is_gpu or self._gpu_budget == "auto":
+            share = ALLOCATED_SHARE
+        return Limits(
+            gpu_bytes=max(0, min(int(budget * share), budget - lost)), host_bytes=self._host_bytes,
+            keeps_gradients=keeps_gradients, num_first=num_first, allocated_share=share, fragmentation_bytes=lost,
+        )  # fmt: skip
+
+    def measure_fragmentation(self) -> None:
+        """Measures what the allocator keeps of the device beside tensors, after it has returned what it can."""
+        self.memory.release()
+        self._fragmentation_bytes = max(0, self.memory.reserved_bytes() - self.memory.allocated_bytes())
+
+    def cap(self) -> Callable[[], None]:
+        """Makes the allocator keep to a budget that was given; returns a call that restores its limit."""
+        return (lambda: None) if self._gpu_budget == "auto" else self.memory.cap(self._gpu_budget)
 
     def begin(self, unit_states: Sequence[UnitState]) -> None:
         """Starts to measure a step; the weights on the GPU are not counted."""
+        sizes = {unit_state.index: size_of(unit_state) for unit_state in unit_states}
         self._intervals, self._forwards, self._gradient_bytes = [], [], 0
         self._left = {unit_state.index: len(unit_state.params) for unit_state in unit_states}
-        if self.device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(self.device)
-            self._base_bytes = sum(size_of(unit_state).weight_bytes for unit_state in unit_states)
+        self._coming_bytes = sum(size.gradient_bytes for size in sizes.values() if not size.is_bound_to_host)
+        self.memory.reset_peak()
+        self._base_bytes = sum(size.weight_bytes for size in sizes.values()) if self.memory.is_gpu else 0
+
+    def is_tight(self, reserved_bytes: int | None) -> bool:
+        """Returns whether the backward pass could need more of the GPU than the budget.
+
+        Without a plan, whose predicted bytes are given, it is assumed to take all gradients at most, and as much
+        temporary memory as the forward pass took.
+        """
+        if reserved_bytes is not None:
+            return self.memory.is_gpu and reserved_bytes > TIGHT_SHARE * self.budget_bytes()
+        allocated = self.memory.allocated_bytes()
+        temporary = max(0, self.memory.peak_bytes() - allocated)
+        most = allocated + self._coming_bytes + 2 * temporary
+        return self.memory.is_gpu and most > ALLOCATED_SHARE * self.budget_bytes()
+
+    def wants_gradients_to_leave(self) -> bool:
+        """Returns whether the GPU cannot hold the gradients that are still to come in the first backward pass."""
+        if self.sends_all:
+            return True
+        coming = self.memory.allocated_bytes() + self._coming_bytes
+        return self.memory.is_gpu and coming > ALLOCATED_SHARE * self.budget_bytes()
+
+    def saw_leave(self, size: int) -> None:
+        """Records that gradients of this size, which were counted, have left the GPU."""
+        self._gradient_bytes -= size
 
     def saw_forward(self, unit_state: UnitState) -> None:
         """Records that the forward of a unit begins, which ends the interval of the unit before."""
@@ -87,10 +147,8 @@ class MemoryMeter:
 
     def _peak(self) -> int:
         """Returns the peak of memory since the last call, without weights and gradients."""
-        if self.device.type != "cuda":
-            return 0
-        peak = torch.cuda.max_memory_allocated(self.device) - self._base_bytes - self._gradient_bytes
-        torch.cuda.reset_peak_memory_stats(self.device)
+        peak = self.memory.peak_bytes() - self._base_bytes - self._gradient_bytes
+        self.memory.reset_peak()
         return max(0, peak)
 
     def saw_gradient(self, unit_state: UnitState, size: int) -> None:
@@ -103,6 +161,7 @@ class MemoryMeter:
                 peak = max(peak, *(forward.peak_bytes for forward in self._forwards))
             self._intervals.append(MemoryInterval(unit=unit_state.index, peak_bytes=peak))
             self._gradient_bytes += size
+            self._coming_bytes -= size
 
     @property
     def forwards(self) -> list[MemoryInterval]:
@@ -139,18 +198,6 @@ class ForwardClock:
         events = list(self._events.items())
         following = [came for _, (came, _) in events[1:]]
         return {n: began.elapsed_time(end) / 1e3 for (n, (_, began)), end in zip(events, following, strict=False)}
-
-
-def free_host_bytes() -> int:
-    """Returns the host memory that is available now, within the limits of the process's cgroup."""
-    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
-        group = Path("/sys/fs/cgroup")
-        return min(free, int((group / "memory.max").read_text()) - int((group / "memory.current").read_text()))
-    except (OSError, ValueError, StopIteration):
-        return free
 
 
 @contextmanager

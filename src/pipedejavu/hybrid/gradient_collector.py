@@ -12,7 +12,7 @@ from pipedejavu.hybrid.gradient_bucket import GradientBucket
 from pipedejavu.hybrid.lanes import HybridLanes
 from pipedejavu.hybrid.model_state import ModelState
 from pipedejavu.hybrid.step_options import StepOptions
-from pipedejavu.hybrid.unit_state import ParamState, UnitState, check_gradient
+from pipedejavu.hybrid.unit_state import ParamState, UnitState, check_gradient, gradients_of
 
 
 class GradientCollector:
@@ -53,6 +53,13 @@ class GradientCollector:
         if unit_state.is_on_host and param is not self._witness:
             param.parameter.grad = None
         self.bucket.add(unit_state, param, gradient)
+
+    def send(self, unit_state: UnitState) -> None:
+        """Sends the gradients that a unit has in the model to the host, if its state is there."""
+        if unit_state.is_on_host:
+            for param, gradient in gradients_of(unit_state.params).items():
+                self.add(unit_state, param, gradient)
+            self.bucket.take()
 
     def is_complete(self, unit_state: UnitState) -> bool:
         """Returns whether all gradients of a unit are final, going by the expected number of microbatches."""

@@ -5,7 +5,9 @@ norm of all gradients and overlap with the next forward pass, in which each unit
 Without it, a unit is updated as soon as its gradients are final. The placement of units changes no bit.
 """
 
+import logging
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
 
@@ -16,13 +18,19 @@ from torch.optim import Optimizer
 from pipedejavu.facts import InputError
 from pipedejavu.hybrid.activation_choice import Activations
 from pipedejavu.hybrid.budget import Budget, MemoryMeter
+from pipedejavu.hybrid.head_choice import HeadChunks
 from pipedejavu.hybrid.lanes import HybridLanes
+from pipedejavu.hybrid.memory_guard import MemoryGuard, MemoryShortage
 from pipedejavu.hybrid.placement import Placement
 from pipedejavu.hybrid.recorder import Recorder
+from pipedejavu.hybrid.smaller_plan import describe_shortage, refusal_of, shrink_plan
 from pipedejavu.hybrid.state_dict import fill_state, read_state
 from pipedejavu.hybrid.step_options import StepOptions
 from pipedejavu.hybrid.step_scheduler import StepScheduler
 from pipedejavu.optim.native import HostUpdate
+from pipedejavu.runtime.device_memory import use_expandable_segments
+
+_log = logging.getLogger("pipedejavu")
 
 
 class HybridAdamW(Optimizer):
@@ -49,6 +57,7 @@ class HybridAdamW(Optimizer):
         window: int | Literal["auto"] | None = "auto",
         device: torch.device | str | None = None,
         activations: Activations | Mapping[str, Activations] = "keep",
+        head_chunks: HeadChunks = "auto",
         speculate: bool = True,
         microbatches: int = 1,
         host_threads: int | None = None,
@@ -64,37 +73,58 @@ class HybridAdamW(Optimizer):
             eps: added to the root of the second moment.
             weight_decay: decoupled from the gradient.
             clip_norm: limit of the norm of all gradients, as of `clip_grad_norm_`; None for no clipping.
-            gpu_budget: bytes of GPU memory for weights, state, gradients and activations.
-            host_budget: bytes of host memory for state.
+            gpu_budget: bytes of GPU memory that torch may reserve in this process, for weights, state, gradients,
+                activations and fragmentation; its allocator is held to them until `close`. By default all that is free,
+                within the process's memory fraction.
+            host_budget: bytes of host memory for state; by default most of what is free within the limits of cgroups
+                and of the process.
             gpu_units: puts the state of this many units, the first ones, on the GPU instead of as many as fit.
             window: how many blocks have their weights on the GPU at a time; the weights of the others rest in host
                 memory until they are needed. None for all blocks; "auto" for all if they fit.
             device: where the model computes; by default where it is. Build a model that is larger than the GPU on the
                 CPU; its blocks then come through the window.
             activations: what blocks keep for their backward, for all blocks or by block name: "keep" what the model
-                saves itself, "recompute" from the arguments, or "offload" to host memory.
+                saves itself, "recompute" from the arguments, or "offload" to host memory. A linear layer before the
+                loss may be "chunk".
+            head_chunks: chunks of tokens in which the last linear layer and the cross-entropy of its result run, so
+                that the logits of all tokens never exist together; 1 for all at once. "auto" divides them if more state
+                then fits the GPU's budget.
             speculate: whether updates may run speculatively during the backward pass, if host memory allows.
             microbatches: backward passes per step; updates that do not wait for the norm begin in the last one.
             host_threads: threads of the host's update; by default all cores but two.
         """
+        if not isinstance(model, nn.Module):
+            raise InputError(
+                "HybridAdamW takes the model, whose forward it hooks to bring weights in time, and is given a"
+                f" {type(model).__name__}; write HybridAdamW(model, lr=...), or HybridAdamW(model, params, lr=...) for"
+                " groups or some of its parameters"
+            )
         parameters = [p for p in model.parameters() if p.requires_grad] if params is None else params
         self._scheduler: StepScheduler | None = None
         _check_factors(clip_norm, microbatches, window)
+        _check_chunks(head_chunks)
         super().__init__(parameters, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
         self.device = _check_parameters(self.param_groups, device)
         self._budgets = gpu_budget, host_budget
+        if self.device.type == "cuda":
+            use_expandable_segments()
         meter = MemoryMeter(self.device, *self._budgets)
         self._lanes = HybridLanes(self.device, HostUpdate(host_threads))
         self._model = model
         self._options = StepOptions(
             clip_norm=clip_norm, microbatches=microbatches, speculates=speculate, gpu_units=gpu_units,
-            window=window, activations=activations,
+            window=window, activations=activations, head_chunks=head_chunks,
         )  # fmt: skip
         try:
             self._scheduler = self._schedule(meter)
         except BaseException:
             self._lanes.close()
             raise
+        meter.memory.release()
+        self._uncap = meter.cap()
+        self.shortages: list[str] = []
+        """What was said of steps that ran out of GPU memory and were repeated with a smaller plan."""
+        self._guard = MemoryGuard(model, lambda: self.scheduler, self._shrink)
         self._loaded: dict[Tensor, dict[str, Any]] = {}
 
     def _schedule(self, meter: MemoryMeter) -> StepScheduler:
@@ -122,14 +152,23 @@ class HybridAdamW(Optimizer):
         return self.scheduler.updates.norm
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Applies the gradients since the last step.
 
         With `clip_norm`, nothing is applied if the norm of all gradients is not finite. Without it, units whose own
         gradients are not finite are left out.
+
+        A `closure` runs forward and backward pass and returns the loss, which `step` returns. It is called again with a
+        smaller plan if the GPU's memory runs out in it.
         """
+        result = None
         if closure is not None:
-            raise InputError("HybridAdamW takes no closure: run forward and backward yourself, then call step()")
+            with torch.enable_grad():
+                result = self._guard.run(closure)
+        self._apply()
+        return result
+
+    def _apply(self) -> None:
         scheduler, params = self.scheduler, self.scheduler.model_state.params
         if any(p.grad is not None for group in self.param_groups for p in group["params"] if p not in params):
             raise InputError(
@@ -144,6 +183,27 @@ class HybridAdamW(Optimizer):
             self._fill()
         scheduler.apply()
         scheduler.tune()
+
+    def _shrink(self, shortage: MemoryShortage) -> None:
+        """Takes the next smaller plan after a shortage; raises InputError if there is none."""
+        done = shrink_plan(self.scheduler, is_in_backward=shortage.is_in_backward) or self._open_window()
+        if done is None:
+            raise refusal_of(shortage, self.scheduler.meter.budget_bytes())
+        self.shortages.append(describe_shortage(shortage, done))
+        _log.warning(self.shortages[-1])
+
+    def _open_window(self) -> str | None:
+        """Lets blocks rest on the host if nothing has been placed yet and the user left it to the optimizer."""
+        scheduler = self.scheduler
+        num_blocks = sum(unit_state.unit.is_block for unit_state in scheduler.unit_states)
+        is_placed = any(unit_state.place is not None for unit_state in scheduler.unit_states)
+        if scheduler.model_state.arrived or is_placed or self._options.window != "auto" or num_blocks < 3:
+            return None
+        self._options = replace(scheduler.options, window=2)
+        scheduler.release()
+        meter = scheduler.meter
+        self._scheduler = self._schedule(meter)
+        return "at most 2 blocks have their weights on the GPU"
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
@@ -240,8 +300,10 @@ class HybridAdamW(Optimizer):
     def close(self) -> None:
         """Waits for all work, removes the hooks and ends the threads; the optimizer cannot be used again."""
         self.synchronize()
+        self._guard.release()
         self.scheduler.release()
         self._lanes.close()
+        self._uncap()
 
 
 def _check_factors(clip_norm: float | None, microbatches: int, window: object) -> None:
@@ -251,6 +313,11 @@ def _check_factors(clip_norm: float | None, microbatches: int, window: object) -
         raise InputError(f"microbatches is {microbatches}; give the number of backward passes of a step, 1 or more")
     if window not in (None, "auto") and not (isinstance(window, int) and window >= 1):
         raise InputError(f"window is {window!r}; give the number of blocks on the GPU, 'auto', or None for all")
+
+
+def _check_chunks(chunks: object) -> None:
+    if chunks != "auto" and not (isinstance(chunks, int) and chunks >= 1):
+        raise InputError(f"head_chunks is {chunks!r}; give 1 or more chunks of tokens, or 'auto'")
 
 
 def _check_parameters(groups: list[dict[str, Any]], device: torch.device | str | None) -> torch.device:

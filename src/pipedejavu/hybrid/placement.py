@@ -8,6 +8,7 @@ fetched before the forward pass has been returned when later forwards need its m
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import ceil
 from typing import Literal
 
 from pipedejavu.facts import InputError, format_bytes
@@ -68,6 +69,14 @@ class Limits:
     """Whether gradients wait for the end of the backward pass, as global-norm clipping needs."""
     num_first: int | None = None
     """Number of units, from the first, with their state on the GPU; None for as many as fit."""
+    allocated_share: float = 1.0
+    """Share of the GPU's budget that `gpu_bytes` is at most; the rest is for fragmentation."""
+    fragmentation_bytes: int = 0
+    """What fragmentation was measured to take."""
+
+    def budget_for(self, gpu_bytes: int) -> int:
+        """Returns the smallest budget of the GPU in which tensors may take this many bytes."""
+        return max(gpu_bytes + self.fragmentation_bytes, ceil(gpu_bytes / self.allocated_share))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,6 +91,8 @@ class Placement:
     reasons: tuple[str, ...]
     arrivals: Mapping[int, tuple[int, ...]]
     """By unit: the units whose state is fetched when the gradients of this one are final."""
+    reserved_bytes: int = 0
+    """GPU memory that torch's allocator is predicted to reserve for `gpu_bytes`, with fragmentation."""
 
 
 def choose_placement(
@@ -113,6 +124,7 @@ def choose_placement(
             return Placement(
                 places=tuple(places), has_shadow=(False,) * len(units), gpu_bytes=gpu, host_bytes=host,
                 reasons=_reasons(units, places, gpu, host, limits), arrivals=arrivals,
+                reserved_bytes=limits.budget_for(gpu),
             )  # fmt: skip
         least_host = min(least_host or host, host)  # with fewer units on the GPU, more state may be streamed
     raise InputError(_refusal(units, intervals, limits, least_gpu, least_host))
@@ -285,6 +297,9 @@ def _reasons(
         f"the state of {first} of {len(units)} units ({count:,} of {total:,} parameters) rests on the GPU, {why}:"
         f" {format_bytes(gpu)} of {format_bytes(limits.gpu_bytes)}"
     ]
+    if (reserved := limits.budget_for(gpu)) > gpu:
+        budget = format_bytes(limits.budget_for(limits.gpu_bytes))
+        reasons.append(f"with fragmentation torch reserves up to {format_bytes(reserved)} of the budget of {budget}")
     if first < len(units):
         reasons.append(f"the rest is in host memory: {format_bytes(host)} of {format_bytes(limits.host_bytes)}")
     if streamed := places.count("visit"):
@@ -301,8 +316,10 @@ def _refusal(
     units: Sequence[UnitSize], intervals: Sequence[MemoryInterval], limits: Limits, gpu: int, host: int
 ) -> str:
     """Returns the error text: what does not fit, and the smallest budget of either kind that would do."""
+    gpu = limits.budget_for(gpu)
     if host == 0:
-        what = f"the model needs {format_bytes(gpu)} of GPU memory and the budget is {format_bytes(limits.gpu_bytes)}"
+        what = f"the model needs {format_bytes(gpu)} of GPU memory and the budget is"
+        what = f"{what} {format_bytes(limits.budget_for(limits.gpu_bytes))}"
         if limits.num_first is None:
             remedy = f"the smallest gpu_budget that would do is {gpu} bytes; or give a window"
         else:
@@ -314,5 +331,5 @@ def _refusal(
     )
     if limits.num_first is not None or any(unit.is_bound_to_host for unit in units):
         return refusal
-    most = gpu_peak(units, intervals, ["gpu"] * len(units), limits.keeps_gradients)
+    most = limits.budget_for(gpu_peak(units, intervals, ["gpu"] * len(units), limits.keeps_gradients))
     return f"{refusal}, or a gpu_budget of {most} bytes, which would hold all of it"

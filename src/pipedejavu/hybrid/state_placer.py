@@ -4,22 +4,35 @@ Owns the placement, the memory of streamed state and the limits that the forward
 nothing of how updates are computed.
 """
 
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from pipedejavu.facts import InputError, format_bytes
 from pipedejavu.hybrid.budget import ForwardClock, MemoryMeter, pinning_progress
 from pipedejavu.hybrid.gradient_collector import GradientCollector
+from pipedejavu.hybrid.head_choice import HeadChoice
 from pipedejavu.hybrid.lanes import HybridLanes
 from pipedejavu.hybrid.model_state import ModelState
 from pipedejavu.hybrid.placement import (
+    Limits,
+    MemoryInterval,
+    Place,
     Placement,
     choose_placement,
     free_for_leaving,
     free_in_forward,
+    gpu_peak,
+    host_bytes,
     wants_shadows,
     with_shadows,
 )
 from pipedejavu.hybrid.step_options import StepOptions
 from pipedejavu.hybrid.streamed_state import StreamBuffer, StreamedState
-from pipedejavu.hybrid.unit_state import ParamState, UnitState, gradients_of, size_of
+from pipedejavu.hybrid.unit_state import ParamState, UnitState, size_of
 from pipedejavu.hybrid.weight_staging import WeightStaging
+from pipedejavu.runtime.host_memory import Progress
 
 UNCLIPPED_STEPS = 3
 """Consecutive unclipped steps after which speculative updates are considered."""
@@ -28,8 +41,10 @@ UNCLIPPED_STEPS = 3
 class StatePlacer:
     """Decides where the state of each unit rests, and allocates it."""
 
-    def __init__(self, model_state: ModelState, lanes: HybridLanes, meter: MemoryMeter, options: StepOptions):
-        self.model_state, self.lanes, self.meter, self.options = model_state, lanes, meter, options
+    def __init__(
+        self, model_state: ModelState, lanes: HybridLanes, meter: MemoryMeter, options: StepOptions, head: HeadChoice
+    ):
+        self.model_state, self.lanes, self.meter, self.options, self.head = model_state, lanes, meter, options, head
         self.plan: Placement | None = None
         self.buffer = StreamBuffer(lanes)
         self.streamed: dict[int, StreamedState] = {}
@@ -73,26 +88,124 @@ class StatePlacer:
             for unit_state, place, has_shadow in sorted(places, key=lambda item: item[1] == "gpu"):
                 if place == "gpu":
                     bucket.wait()
-                if place == "visit":
-                    self.streamed[unit_state.index] = StreamedState(unit_state, self.buffer, progress)
-                elif unit_state.place is None:
-                    unit_state.settle(place, has_shadow=has_shadow, progress=progress)
-                elif has_shadow:
-                    unit_state.add_shadow(progress)
-                if unit_state.is_on_host:
-                    for param, gradient in gradients_of(unit_state.params).items():
-                        gradients.add(unit_state, param, gradient)
-                    bucket.take()
+                self._settle(unit_state, place, has_shadow, progress)
+                gradients.send(unit_state)
             self.staging = WeightStaging(unit_states, self.lanes, progress)
+        self._note_places("the GPU's or the host's memory ran out while state was allocated")
+
+    def _settle(self, unit_state: UnitState, place: Place, has_shadow: bool, progress: Progress) -> None:
+        """Allocates the state of a unit in its place; if memory runs out, in the next smaller one."""
+        if unit_state.place is not None:
+            if has_shadow:
+                unit_state.add_shadow(progress)
+            return
+        try:
+            self._allocate(unit_state, place, has_shadow, progress)
+        except torch.OutOfMemoryError:
+            self.meter.memory.release()
+            self._settle(unit_state, "host", False, progress)
+            unit_state.is_moved = True
+        except (MemoryError, OSError) as error:  # the operating system, or the pinning of pages
+            unit_state.place = None
+            if place == "host" and not unit_state.is_windowed:
+                self._settle(unit_state, "lean", False, progress)
+                return
+            size, total = size_of(unit_state).no_copy_bytes, self._host_bytes_with([unit_state])
+            raise InputError(
+                f"the host refused memory for the state of '{unit_state.unit.name}' ({format_bytes(size)} of"
+                f" {format_bytes(total)}): {error}; raise the limit of the process, or give a larger gpu_budget"
+            ) from None
+
+    def _allocate(self, unit_state: UnitState, place: Place, has_shadow: bool, progress: Progress) -> None:
+        try:
+            if place == "visit":
+                self.streamed[unit_state.index] = StreamedState(unit_state, self.buffer, progress)
+            else:
+                unit_state.settle(place, has_shadow=has_shadow, progress=progress)
+        except BaseException:
+            unit_state.place = None
+            for param in unit_state.params:
+                param.state = param.gradient = None
+            raise
+
+    def let_leave(self, gradients: GradientCollector) -> None:
+        """Sends the gradients that are complete to the host in the first backward pass, if the GPU cannot hold more.
+
+        Their state rests on the host from then on; gradients come from the last unit to the first, as the host is
+        filled.
+        """
+        if self.plan is not None or not self.meter.wants_gradients_to_leave():
+            return
+        gradients.bucket.take()
+        for unit_state in reversed(self.model_state.unit_states):
+            is_open = unit_state.place is None and gradients.is_complete(unit_state)
+            if is_open and self._host_bytes_with([unit_state]) <= self.limits().host_bytes:
+                with pinning_progress(size_of(unit_state).host_bytes) as progress:
+                    self._settle(unit_state, "host", False, progress)
+                unit_state.is_moved = True
+                gradients.send(unit_state)
+                self.meter.saw_leave(size_of(unit_state).gradient_bytes)
+        gradients.bucket.wait()
+
+    def move_to_host(self, unit_states: list[UnitState], gradients: GradientCollector) -> bool:
+        """Moves the state of units from the GPU to the host; returns False if the host has no memory for it.
+
+        All updates have ended. Gradients that have arrived go to the host too.
+        """
+        if self._host_bytes_with(unit_states) > self.limits().host_bytes:
+            return False
+        for unit_state in unit_states:
+            with pinning_progress(size_of(unit_state).host_bytes) as progress:
+                unit_state.move_to_host(progress)
+            self.streamed.pop(unit_state.index, None)
+            gradients.send(unit_state)
+        gradients.bucket.wait()
+        self._note_places("the GPU's memory ran out in a step")
+        return True
+
+    def limits(self) -> Limits:
+        """Returns the budgets of both memories."""
+        return self.meter.limits(self.options.clip_norm is not None, self.options.gpu_units)
+
+    def _host_bytes_with(self, moved: list[UnitState]) -> int:
+        """Returns the host memory of all state if that of these units is moved there."""
+        units, sizes = self.model_state.unit_states, self.model_state.sizes
+        places: list[Place] = ["host" if unit in moved else unit.place or "gpu" for unit in units]
+        return host_bytes(sizes, places)
+
+    def _note_places(self, reason: str) -> None:
+        """Corrects the plan if state rests elsewhere than was planned."""
+        places = tuple(unit_state.place or "gpu" for unit_state in self.model_state.unit_states)
+        if self.plan is None or places == self.plan.places:
+            return
+        count = sum(now != planned for now, planned in zip(places, self.plan.places, strict=True))
+        sizes, limits = self.model_state.sizes, self.limits()
+        gpu = gpu_peak(sizes, self.meter.intervals, places, limits.keeps_gradients)
+        arrivals = {unit: tuple(n for n in due if n in self.streamed) for unit, due in self.plan.arrivals.items()}
+        self.plan = replace(
+            self.plan, places=places, arrivals=arrivals, gpu_bytes=gpu, reserved_bytes=limits.budget_for(gpu),
+            host_bytes=host_bytes(sizes, places),
+            reasons=(*self.plan.reasons, f"{reason}: {count} units rest in a smaller place than was planned"),
+        )  # fmt: skip
+        self._allow(self.plan, limits)
+
+    def _allow(self, plan: Placement, limits: Limits) -> None:
+        """Computes what streamed state and leaving gradients may take of the GPU during a step."""
+        sizes = self.model_state.sizes
+        self._free_bytes = free_in_forward(sizes, plan, self.meter.forwards)
+        self._leaving_bytes = free_for_leaving(sizes, plan, self.meter.intervals, limits.keeps_gradients)
 
     def _choose(self) -> Placement:
         sizes, options = self.model_state.sizes, self.options
-        limits = self.meter.limits(options.clip_norm is not None, options.gpu_units)
-        forwards = self.meter.forwards
+        self.meter.measure_fragmentation()
+        limits, forwards = self.limits(), self.meter.forwards
         begin = max((forward.peak_bytes for forward in forwards[:2]), default=0)
-        plan = choose_placement(sizes, self.meter.intervals, limits, begin)
-        self._free_bytes = free_in_forward(sizes, plan, forwards)
-        self._leaving_bytes = free_for_leaving(sizes, plan, self.meter.intervals, limits.keeps_gradients)
+
+        def place(intervals: Sequence[MemoryInterval]) -> Placement:
+            return choose_placement(sizes, intervals, limits, begin)
+
+        plan = self.head.settle(self.meter.intervals, forwards, place)
+        self._allow(plan, limits)
         if options.speculates and options.clip_norm is not None and self.lanes.device.type != "cuda":
             plan = with_shadows(plan, sizes, [True] * len(sizes), limits.host_bytes)
         self.plan = plan
@@ -116,7 +229,7 @@ class StatePlacer:
     def add_shadow_state(self, wanted: list[bool]) -> None:
         """Allocates shadow state for the wanted units as far as host memory allows; no update may be running."""
         assert self.plan is not None
-        limits = self.meter.limits(True, self.options.gpu_units)
+        limits = self.limits()
         before = self.plan.host_bytes
         self.plan = with_shadows(self.plan, self.model_state.sizes, wanted, limits.host_bytes)
         with pinning_progress(self.plan.host_bytes - before) as progress:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from pipedejavu.hybrid.activation_choice import Activations
+from pipedejavu.hybrid.head_choice import HeadChunks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,3 +18,4 @@ class StepOptions:
     gpu_units: int | None
     window: int | Literal["auto"] | None
     activations: Activations | Mapping[str, Activations]
+    head_chunks: HeadChunks = "auto"

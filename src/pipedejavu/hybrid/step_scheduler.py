@@ -8,16 +8,18 @@ Hooks on the model drive it. A forward waits for the weights of its unit; a grad
     Window              brings weights that rest on the host to the GPU
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from pipedejavu.hybrid.activation_choice import set_activations
+from pipedejavu.hybrid.activation_choice import Activations, set_activations
 from pipedejavu.hybrid.budget import MemoryMeter
 from pipedejavu.hybrid.gradient_collector import GradientCollector
+from pipedejavu.hybrid.head_choice import HeadChoice, chunked_names
 from pipedejavu.hybrid.lanes import HybridLanes
 from pipedejavu.hybrid.model_state import ModelState
 from pipedejavu.hybrid.placement import Placement
@@ -26,6 +28,9 @@ from pipedejavu.hybrid.step_options import StepOptions
 from pipedejavu.hybrid.unit_state import UnitState
 from pipedejavu.hybrid.update_committer import UpdateCommitter
 from pipedejavu.hybrid.window import open_window
+
+GUARDED_STEPS = 2
+"""Steps that are repeated with a smaller plan if memory runs out: the measured one, and the first with its plan."""
 
 
 class StepScheduler:
@@ -44,8 +49,11 @@ class StepScheduler:
         self.model_state = ModelState(model, groups, lanes)
         self.window = open_window(model, self.unit_states, lanes, meter, options.window)
         meter.check(self.model_state.sizes, options.clip_norm is not None, options.gpu_units)
-        units = [unit_state.unit for unit_state in self.unit_states]
-        self._undo = set_activations(units, options.activations, lanes)
+        chunked, activations = chunked_names(options.activations)
+        self._undo_activations = self._set_activations(activations)
+        self.head = HeadChoice(model, self.unit_states, options.head_chunks, chunked, self._gpu_bytes)
+        self._undo: list[Callable[[], None]] = [self.head.release]
+        self.num_steps = 0
         self._hooks: list[RemovableHandle] = []
         if self.window is None:
             model.to(lanes.device)
@@ -53,10 +61,14 @@ class StepScheduler:
             self._hooks += self.window.fill(model, self._enter)
             self._undo.append(self.window.release)
         self.gradients = GradientCollector(self.model_state, lanes, options)
-        self.placer = StatePlacer(self.model_state, lanes, meter, options)
+        self.placer = StatePlacer(self.model_state, lanes, meter, options, self.head)
         self.updates = UpdateCommitter(self.model_state, self.gradients, self.placer, options)
         self._add_hooks(model)
         meter.begin(self.unit_states)
+
+    def _gpu_bytes(self) -> int:
+        options = self.options
+        return self.meter.limits(options.clip_norm is not None, options.gpu_units).gpu_bytes
 
     def _add_hooks(self, model: nn.Module) -> None:
         for module, unit_states in self.model_state.uses:
@@ -73,8 +85,23 @@ class StepScheduler:
         """Removes all hooks and restores the model's forwards."""
         for hook in self._hooks:
             hook.remove()
-        for undo in self._undo:
+        for undo in (*self._undo_activations, *self._undo):
             undo()
+
+    def _set_activations(self, choice: Activations | Mapping[str, Activations]) -> list[Callable[[], None]]:
+        return set_activations([unit_state.unit for unit_state in self.unit_states], choice, self.lanes)
+
+    def recompute_all(self) -> None:
+        """Makes all blocks recompute what their backward needs, from their next forward on."""
+        for undo in self._undo_activations:
+            undo()
+        self._undo_activations = self._set_activations("recompute")
+        self.options = replace(self.options, activations="recompute")
+
+    @property
+    def is_guarded(self) -> bool:
+        """Whether the first steps have not ended, in which no update begins before `step`: they can be repeated."""
+        return self.num_steps < GUARDED_STEPS
 
     @property
     def unit_states(self) -> list[UnitState]:
@@ -124,9 +151,11 @@ class StepScheduler:
         self.lanes.note("ended", unit_state.index)
         self.gradients.bucket.take()
         self.gradients.bucket.let_leave(unit_state, self.placer.leaving_bytes(unit_state))
-        if unit_state.is_on_host:
+        if unit_state.is_on_host and not self.is_guarded:
+            self.head.weights_change(unit_state)
             self.updates.begin(unit_state)
         self.placer.fetch_after(unit_state)
+        self.placer.let_leave(self.gradients)
 
     def settle(self) -> None:
         """Decides where the state rests and allocates it, after the first backward pass."""
@@ -134,7 +163,9 @@ class StepScheduler:
 
     def apply(self) -> None:
         """Updates everything that has a gradient, or queues its update."""
+        self.head.weights_change()
         self.updates.commit()
+        self.num_steps += 1
         self._forget()
         if self.window is not None:
             self.window.restart()

@@ -151,10 +151,13 @@ class StreamedState:
         self._returned: LaneEvent | None = None
 
     def fetch(self) -> None:
-        """Starts the copy to the GPU now, into new memory of the compute lane."""
+        """Starts the copy to the GPU now, into new memory of the compute lane; without any, `update` starts it."""
         self.buffer.start_returns()
         if self._fetched is None:
-            memory = torch.empty(self.slab.size_bytes, dtype=torch.uint8, device=self.lanes.device)
+            try:
+                memory = torch.empty(self.slab.size_bytes, dtype=torch.uint8, device=self.lanes.device)
+            except torch.OutOfMemoryError:
+                return
             copy = partial(self._copy_in, self.buffer.add(memory))
             self._fetched = self.lanes.arrive.submit(
                 f"come{self.unit_state.index}", copy, self._returned, now(self.lanes.device)

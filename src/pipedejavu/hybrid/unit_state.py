@@ -94,6 +94,8 @@ class UnitState:
     place: Place | None = None
     is_windowed: bool = False
     """Whether its weights rest in host memory and are copied to the GPU for each use."""
+    is_moved: bool = False
+    """Whether its state was put on the host because the GPU's memory ran out, and stays there."""
     updated: LaneEvent | None = None
     """The end of the host's work on its latest update."""
     returned: LaneEvent | None = None
@@ -150,6 +152,16 @@ class UnitState:
         self.refresh()
         if has_shadow:
             self.add_shadow(progress)
+
+    def move_to_host(self, progress: Progress) -> None:
+        """Moves state that rests on the GPU, or is streamed to it, to the place `host`; no update may be running."""
+        before = {param: param.state for param in self.params}
+        self.settle("host", has_shadow=False, progress=progress)
+        self._unit_update, self.is_moved = None, True
+        for param, state in before.items():
+            for target, value in zip(_state_of(param)[1:], state[1:] if state is not None else (), strict=False):
+                if target is not None and value is not None:
+                    target.copy_(value)
 
     def add_shadow(self, progress: Progress) -> None:
         """Allocates the shadow state: a second copy of what an update writes."""
@@ -306,7 +318,7 @@ def size_of(unit_state: UnitState) -> UnitSize:
         no_copy_bytes=weights + resting,
         streamed_bytes=resting,
         shadow_bytes=weights + resting,
-        is_bound_to_host=unit_state.is_windowed,
+        is_bound_to_host=unit_state.is_windowed or unit_state.is_moved,
     )
 
 

@@ -4,11 +4,11 @@ from pipedejavu.launch.elastic import fit_plan
 from pipedejavu.launch.init_trial import ChosenInit, choose_init
 from pipedejavu.launch.plan_source import PlanSource, StartFacts, choose_source
 from pipedejavu.launch.planned_run import PlannedRun, plan_run
-from pipedejavu.launch.rank_group import RankGroup
 from pipedejavu.launch.resume import Resumed, is_same_plan, reopen
 from pipedejavu.launch.run_session import train, train_rank
 from pipedejavu.launch.trained import TrainedRun, audit_run, judge_run
 from pipedejavu.launch.trial import find_fastest
+from pipedejavu.session.rank_group import RankGroup
 
 __all__ = [
     "ChosenInit",

@@ -8,11 +8,11 @@ from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 from pipedejavu.launch.handover import RunForecast
-from pipedejavu.launch.rank_group import RankGroup
 from pipedejavu.program import Program
 from pipedejavu.run.options import TrainOptions
 from pipedejavu.run.run_folder import RunFolder, RunStart
 from pipedejavu.run.worker_result import WorkerResult
+from pipedejavu.session.rank_group import RankGroup
 
 REMEDY = "--resume --on-oom replan goes on with such a plan"
 """What a user can do about a device that ran out of memory."""

@@ -21,7 +21,6 @@ from pipedejavu.engine.engine_state import take_all
 from pipedejavu.facts import InputError
 from pipedejavu.launch.backend import RunSetup
 from pipedejavu.launch.init_selection import InitSelection
-from pipedejavu.launch.rank_group import RankGroup
 from pipedejavu.launch.run_session import backend_of
 from pipedejavu.launch.worker_process import set_up_process
 from pipedejavu.plan import Feed, Place, Plan, Reduce
@@ -31,6 +30,7 @@ from pipedejavu.run.options import TrainOptions
 from pipedejavu.run.run_folder import RunFolder, RunStart
 from pipedejavu.run.run_lock import lock_run
 from pipedejavu.run.settings import Settings
+from pipedejavu.session.rank_group import RankGroup
 from pipedejavu.source.fingerprint import fingerprints_to_save
 from pipedejavu.source.task import prepare
 from pipedejavu.store import Saver

@@ -22,13 +22,13 @@ from pipedejavu.health.watchdog import HeartbeatMonitor, HeartbeatPage
 from pipedejavu.launch.backend import REMEDY, RunSetup, Task
 from pipedejavu.launch.handover import Handover, RunForecast
 from pipedejavu.launch.loopback_store import serve_store
-from pipedejavu.launch.rank_group import RankGroup
 from pipedejavu.launch.worker import work
 from pipedejavu.launch.worker_process import WorkerLaunch, WorkerProcess
 from pipedejavu.planner.replan import relieve
 from pipedejavu.run.run_folder import RunFolder
 from pipedejavu.run.stop_signal import GRACE_S, STOPPED, on_stop, stopped
 from pipedejavu.run.worker_result import WorkerResult
+from pipedejavu.session.rank_group import RankGroup
 from pipedejavu.source.task import prepare
 
 POLL_S = 1.0

@@ -7,33 +7,34 @@ import torch
 
 from pipedejavu.engine import Job
 from pipedejavu.facts import Link, Machine, Profile
-from pipedejavu.launch.rank_group import RankGroup
 from pipedejavu.plan import Plan, Precision
 from pipedejavu.planner.cache import find, keep
 from pipedejavu.planner.measure import measure
 from pipedejavu.planner.planning import machine_key, source_hash
 from pipedejavu.planner.profiling import MeasureSetup
 from pipedejavu.planner.worker_host import devices_to_measure, num_threads, num_threads_beside, torch_device
-from pipedejavu.probe.gloo import measure_link
+from pipedejavu.probe.memory_link import measure_worker_link
 from pipedejavu.profile import background_load, merge_profiles
 from pipedejavu.program.pipeline import assign_devices
 from pipedejavu.run.options import TrainOptions
 from pipedejavu.runtime.compute_precision import ComputeFormat
+from pipedejavu.session.rank_group import RankGroup
 from pipedejavu.source.task import Prepared, draw, prepare
 
 _NOT_MEASURED = {
     *("steps", "seed", "lr", "schedule", "warmup", "weight_decay", "clip_norm", "weights", "log", "keeps_log"),
     *("on_nan", "max_consecutive_skips", "byzantine", "init_candidates", "init_steps", "check_model", "check_replicas"),
-    *("on_oom", "replan", "checkpoint_every", "hang_after_s"),
+    *("on_oom", "replan", "checkpoint_every", "hang_after_s", "compile"),
 }
-"""Options that change neither the units of a model nor how long they take."""
+"""Options that change neither the units of a model nor how long they take, and `compile`, which the plan settles."""
 
 
 def measure_messages(plan: Plan, machine: Machine) -> Link:
     """Measures messages between workers of this host; for a pipeline while the other workers compute."""
     names = assign_devices(plan, machine)
+    devices = [torch_device(machine, name) for name in names]
     with background_load(num_threads_beside(machine, names, 0) if plan.pipeline_size > 1 else 0):
-        return measure_link()
+        return measure_worker_link(devices)
 
 
 def open_model(options: TrainOptions, plan: Plan) -> Prepared:
@@ -53,8 +54,8 @@ def measure_plan(
 ) -> Profile:
     """Measures the model on each kind of device that the plan uses, on the rank of the first worker of that kind.
 
-    Opens the model if `prepared` does not have it, and appends it there. Uses cached measurements unless `renews` is
-    set.
+    Opens the model if `prepared` does not have it, and appends it there. Units are timed compiled if the plan's are.
+    Uses cached measurements unless `renews` is set.
     """
     profiles = []
     for kind, (worker, name) in sorted(devices_to_measure(plan, machine, names).items(), key=lambda item: item[1]):
@@ -80,6 +81,7 @@ def _find_or_measure(
         "can_switch": options.can_switch,
         "feed": (plan.feed.kind, plan.feed.samples),
         "begins": plan.cut.begins,
+        "is_compiled": plan.is_compiled,
         "setup": setup,
         **({} if plan.precision == Precision() else {"precision": str(plan.precision)}),
         **machine_key(),
@@ -110,4 +112,5 @@ def _measure_here(options: TrainOptions, plan: Plan, kinds: dict[str, torch.devi
         partial(draw, batches.task.data, options.seed),
         kinds,
         at_more=options.can_switch and batches.cut.method == "chain",
+        is_compiled=plan.is_compiled,
     )

@@ -12,9 +12,9 @@ from pipedejavu.engine.log_check import check_replayable
 from pipedejavu.facts import InputError, Link, Machine, Profile
 from pipedejavu.launch.handover import Handover
 from pipedejavu.launch.measure_plan import measure_messages, measure_plan, open_model
-from pipedejavu.launch.rank_group import RankGroup
 from pipedejavu.launch.run_check import check_run
 from pipedejavu.plan import Plan
+from pipedejavu.planner.compile_choice import choose_compile, with_mode
 from pipedejavu.planner.precision_choice import with_precision
 from pipedejavu.planner.replan import check_replan
 from pipedejavu.planner.worker_host import (
@@ -31,6 +31,7 @@ from pipedejavu.program.pipeline import assign_devices
 from pipedejavu.run.checkpoint_interval import choose_interval, steps_of
 from pipedejavu.run.options import TrainOptions
 from pipedejavu.run.run_folder import RunStart
+from pipedejavu.session.rank_group import RankGroup
 from pipedejavu.source.chosen_data import data_choice
 from pipedejavu.source.hf_model import check_data
 from pipedejavu.source.initial_weights import describe_dtype
@@ -87,8 +88,18 @@ def plan_run(
         plan = _settle_precision(plan, options, machine, names, ranks, prepared)
     if profile_json:
         profile = Profile.from_json(profile_json)
+        plan = with_mode(plan, options.compile)
     else:
-        profile = measure_plan(options, plan, machine, names, ranks, prepared, renews=renews)
+
+        def measure(is_compiled: bool) -> Profile:
+            measured = plan.replace(is_compiled=is_compiled)
+            return measure_plan(options, measured, machine, names, ranks, prepared, renews=renews)
+
+        def agree(plan: Plan) -> Plan:
+            return Plan.from_json(ranks.broadcast(plan.to_json().encode()))
+
+        steps = options.steps - start.step
+        plan, profile = choose_compile(plan, None, machine, options.compile, steps, measure, agree)
     program = _compile(plan, profile, machine, ranks)
     check_runnable(program)
     remark = check_run(options, program, ranks, prepared) if options.check_model and not start.step else ""

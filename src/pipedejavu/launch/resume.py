@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from pipedejavu.facts import InputError, Machine, Profile
-from pipedejavu.launch.rank_group import RankGroup
 from pipedejavu.plan import Plan, Precision
 from pipedejavu.planner.replan import PlanSwitch
 from pipedejavu.run.options import TrainOptions
@@ -13,12 +12,13 @@ from pipedejavu.run.run_folder import RunFolder, RunStart
 from pipedejavu.run.run_lock import lock_run
 from pipedejavu.run.saved_facts import check_finite, saved_in
 from pipedejavu.run.settings import read_settings
+from pipedejavu.session.rank_group import RankGroup
 from pipedejavu.source.fingerprint import describe_changes, read_fingerprints
 from pipedejavu.store import Checkpoint
 
 CHANGEABLE = {
     "steps", "lr", "clip_norm", "on_nan", "max_consecutive_skips", "on_oom", "checkpoint_every", "hang_after_s", "log",
-    "replan",
+    "replan", "compile",
 }  # fmt: skip
 """Options that may change when a run is resumed."""
 
@@ -141,5 +141,6 @@ def is_same_plan(requested: Plan, known: Plan) -> bool:
         clip=known.reduce.clip if requested.reduce.clip == "none" else requested.reduce.clip
     )
     precision = known.precision if requested.precision == Precision() else requested.precision
-    settled = {"place": place, "feed": feed, "cut": cut, "reduce": reduce, "precision": precision}
+    settled = {"place": place, "feed": feed, "cut": cut, "reduce": reduce, "is_compiled": known.is_compiled}
+    settled["precision"] = precision
     return requested.replace(steps=known.steps, decisions=known.decisions, **settled) == known

@@ -3,11 +3,11 @@
 from collections.abc import Sequence
 
 from pipedejavu.facts import InputError
-from pipedejavu.launch.rank_group import RankGroup
 from pipedejavu.model_check.check import Checked, Sample, check_model
 from pipedejavu.planner.worker_host import torch_device
 from pipedejavu.program import Program
 from pipedejavu.run.options import TrainOptions
+from pipedejavu.session.rank_group import RankGroup
 from pipedejavu.source.task import Prepared, draw, prepare
 
 _OPTION = "--no-check-model"

@@ -14,7 +14,6 @@ from pipedejavu.launch.backend import Backend, RunSetup
 from pipedejavu.launch.handover import RunForecast
 from pipedejavu.launch.launch import ProcessBackend
 from pipedejavu.launch.planned_run import plan_run
-from pipedejavu.launch.rank_group import RankGroup
 from pipedejavu.launch.resume import check_fingerprints
 from pipedejavu.launch.torchrun import TorchrunBackend
 from pipedejavu.launch.trained import TrainedRun, gather
@@ -24,6 +23,7 @@ from pipedejavu.run.disk_space import check_disk_space
 from pipedejavu.run.options import TrainOptions
 from pipedejavu.run.run_folder import RunFolder, RunStart
 from pipedejavu.run.run_lock import lock_run, noted
+from pipedejavu.session.rank_group import RankGroup
 from pipedejavu.simulate import Prediction, check_fit, simulate
 from pipedejavu.source.fingerprint import fingerprints_to_save
 

@@ -15,12 +15,12 @@ from pipedejavu.facts.printable import tell
 from pipedejavu.health.failure import ShortageError, WorkerError, with_rest
 from pipedejavu.launch.backend import REMEDY, RunSetup, Task
 from pipedejavu.launch.handover import RunForecast
-from pipedejavu.launch.rank_group import RankGroup
 from pipedejavu.launch.worker import Rank
 from pipedejavu.planner.replan import relieve
 from pipedejavu.run.run_folder import RunFolder, RunStart
 from pipedejavu.run.stop_signal import stopped
 from pipedejavu.run.worker_result import WorkerResult
+from pipedejavu.session.rank_group import RankGroup
 from pipedejavu.store import CheckpointDir
 
 

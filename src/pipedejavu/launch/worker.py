@@ -146,11 +146,14 @@ class Rank:
         """Runs all rounds of this rank's worker; returns its state at the end."""
         rank = RankRun(self.program, self.job, self.batches)
         self._begin(checkpoint_dir, rank.handlers)
+        if self.rank == 0 and (wires := rank.wire.describe()):
+            self.progress.note(f"wires: {wires}")
         rank.handlers.notice = self.watchdog.notice
         self.reporter.follow(rank.handlers.log)
         for update, spans in rank.rounds(range(self.start.step, self.options.steps, self.program.plan.steps)):
             if not self.after_round(update, rank.handlers, spans):
                 break
+        rank.wire.close()
         return rank.handlers
 
     def _result(self, handlers: Handlers) -> WorkerResult:

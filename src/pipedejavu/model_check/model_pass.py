@@ -106,13 +106,13 @@ class _InOrder(PieceRunner):
         super().__init__(*args)
         self._states: dict[tuple[int, int], list[Tensor]] = {}
 
-    def run_seeded(self, number: int, module: nn.Module, value: Any, microbatch: int) -> Any:
+    def run_seeded(self, number: int, unit: Callable[[Any], Any], value: Any, microbatch: int) -> Any:
         """Runs a unit; a second run on the same microbatch starts from the same generator states as the first."""
         generators, key = generators_of(tensors_of(value)[0].device), (number, microbatch)
         now = [generator.get_state() for generator in generators]
         before = self._states.setdefault(key, now)
         _restore(generators, before)
-        value = module(value)
+        value = unit(value)
         if before is not now:
             _restore(generators, now)
         return value

@@ -126,6 +126,8 @@ class Order(Record):
     is_eager: bool = False
     """Whether each piece is reduced and updated as soon as its gradient is final, rather than the whole stage at
     once."""
+    head_chunks: int = Field(default=1, ge=1)
+    """Chunks of tokens in which a linear head and its cross-entropy run; 1 for all tokens at once."""
 
     @property
     def has_recompute(self) -> bool:
@@ -139,6 +141,7 @@ class Order(Record):
         recompute = f"early {recompute}" if self.recomputes_early else recompute
         parts = [self.kind] + [recompute] * self.has_recompute
         parts += [f"prefetch({self.prefetch})"] * (self.prefetch > 0) + ["eager"] * self.is_eager
+        parts += [f"head({self.head_chunks} chunks)"] * (self.head_chunks > 1)
         return " + ".join(parts)
 
 

@@ -13,7 +13,7 @@ AXES = ("cut", "place", "feed", "order", "version", "reduce", "keep", "precision
 class Decision(Record):
     """An automatic choice and its reason."""
 
-    axis: Literal["cut", "place", "feed", "order", "version", "reduce", "keep", "precision"]
+    axis: Literal["cut", "place", "feed", "order", "version", "reduce", "keep", "precision", "compile"]
     choice: str
     reason: str
 
@@ -35,7 +35,7 @@ class Plan(Record):
     bucket_bytes: Bytes = 25 * 2**20
     """Bytes of gradients that are reduced together if the order is eager."""
     is_compiled: bool = False
-    """Whether stages run under torch.compile."""
+    """Whether units run under torch.compile."""
     decisions: tuple[Decision, ...] = ()
 
     def axes(self) -> dict[str, str]:

@@ -129,6 +129,12 @@ RULES = (
         "count units from 0, in the profile's order",
     ),
     Rule(
+        lambda plan, profile: plan.order.head_chunks > 1 and not profile.head_forms,
+        "the plan runs the model's head in {chunks} chunks, and the profile knows none: the last unit ends in no linear"
+        " layer whose result goes only into a cross-entropy, or it was not measured",
+        "leave order.head_chunks out, or measure the model again (--renew)",
+    ),
+    Rule(
         lambda plan, _: plan.reduce.has_buffer_broadcast and _is_asynchronous(plan),
         "replicas that do not wait for each other have no common moment to broadcast running statistics",
         "switch reduce.has_buffer_broadcast off, or use version 'sync'",
@@ -360,6 +366,7 @@ def faults_of(plan: Plan, profile: Profile) -> list[str]:
         "shards": plan.place.shards,
         "replicas": _num_replicas(plan),
         "trim": plan.reduce.trim,
+        "chunks": plan.order.head_chunks,
         "m": plan.feed.microbatches,
         "zeros": len(plan.keep.zeros or ()),
         "stages": plan.num_stages,

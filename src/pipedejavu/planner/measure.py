@@ -14,6 +14,7 @@ from pipedejavu.plan import Plan, Precision
 from pipedejavu.profile import UnitSample, make_samples, measure_profile
 from pipedejavu.profile.line_fit import fit_line
 from pipedejavu.profile.unit_time import PLAIN, MakeUpdate
+from pipedejavu.runtime.compiled_unit import UnitCompiler
 
 _REPEATS = 8
 _TIMES = 4
@@ -34,17 +35,25 @@ def measure(
     kinds: Mapping[str, torch.device],
     *,
     at_more: bool = False,
+    is_compiled: bool = False,
 ) -> Profile:
     """Measures a job's units at the plan's microbatch size.
 
-    Smaller sizes are measured too if `at_more` is set or the plan divides a batch into shares.
+    Smaller sizes are measured too if `at_more` is set or the plan divides a batch into shares. With `is_compiled` units
+    are timed compiled.
     """
     large = plan.feed.samples
     sizes = sorted({1, -(-large // _TIMES), large}) if at_more or plan.feed.kind == "share" else [large]
     unit_samples = make_samples(lambda size: UnitSample(job.units, *batch(size), job.loss), sizes)
+    compiler = silent_compiler() if is_compiled else None
     updates = updates_of(job.optimizer, plan.precision)
-    profile = measure_profile(name, unit_samples, job.ties, kinds, updates, precision=plan.precision)
+    profile = measure_profile(name, unit_samples, job.ties, kinds, updates, compiler=compiler, precision=plan.precision)
     return with_batches(profile, make, [unit_sample.samples for unit_sample in unit_samples], kinds)
+
+
+def silent_compiler() -> UnitCompiler:
+    """Returns a compiler for measurements; the workers report units that cannot be compiled."""
+    return UnitCompiler(say=lambda _: None)
 
 
 def with_batches(profile: Profile, make: Make, sizes: Sequence[int], kinds: Mapping[str, torch.device]) -> Profile:

@@ -9,6 +9,8 @@ from hashlib import sha256
 from itertools import islice
 from pathlib import Path
 
+import torch
+
 from pipedejavu.data.data_choice import DataChoice
 from pipedejavu.facts import InputError, Machine, Profile, read_file
 from pipedejavu.plan import Precision
@@ -16,8 +18,8 @@ from pipedejavu.planner.cache import find, find_or_make, keep
 from pipedejavu.planner.profiling import MeasureSetup, choose_sizes, fraction_setup, measure_task, this_machine
 from pipedejavu.planner.replan import find_runnable
 from pipedejavu.planner.worker_host import DeviceChoice, read_worker_host, torch_device
-from pipedejavu.probe.gloo import measure_link
 from pipedejavu.probe.machine_shape import num_cores, total_memory_bytes
+from pipedejavu.probe.memory_link import measure_worker_link
 from pipedejavu.probe.survey import measure_machine, read_versions
 from pipedejavu.profile.unit_time import PLAIN
 from pipedejavu.search import Progress, RankedPlan, SearchOptions, nothing_fits, search
@@ -27,7 +29,7 @@ from pipedejavu.search.subspace import divisors
 MOST_SAMPLES = 8
 """Samples in the largest microbatch that is measured; times of larger ones are extrapolated."""
 
-SURVEY = 3
+SURVEY = 4
 """Version of surveys and profiles; cached records of an older version are measured again."""
 
 Report = Callable[[str], None]
@@ -53,7 +55,8 @@ def known_machine() -> Machine:
         return survey
     shape = this_machine()
     devices = (d.replace(most_workers=num_cores()) if d.type == "cpu" else d for d in shape.devices)
-    return shape.replace(devices=tuple(devices), links=(measure_link(), *shape.links))
+    ends = [torch.device("cpu"), torch.device("cuda" if torch.cuda.is_available() else "cpu")]
+    return shape.replace(devices=tuple(devices), links=(measure_worker_link(ends), *shape.links))
 
 
 def machine_key() -> dict[str, object]:
@@ -130,9 +133,10 @@ def choose_plans(
 ) -> list[RankedPlan]:
     """Returns up to `count` plans that the engine runs, the best first; raises InputError if there is none."""
     if devices != "auto":
-        names = tuple(d.name for d in machine.devices if d.type == devices)
+        wanted = "gpu" if devices == "shared-gpu" else devices
+        names = tuple(d.name for d in machine.devices if d.type == wanted)
         if not names:
-            raise InputError(f"machine '{machine.name}' has no {devices.upper()}; use --devices auto")
+            raise InputError(f"machine '{machine.name}' has no {wanted.upper()}; use --devices auto")
         options = options.replace(devices=names)
     options = options.replace(is_runnable=True, candidates=max(count, options.candidates))
     result = search(profile, machine, options, progress)

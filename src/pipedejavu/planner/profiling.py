@@ -11,7 +11,7 @@ from pipedejavu.data.data_choice import DataChoice
 from pipedejavu.engine import AdamW, Job
 from pipedejavu.facts import Device, InputError, Machine, Profile, part_kind
 from pipedejavu.plan import Precision
-from pipedejavu.planner.measure import Make, updates_of, with_batches
+from pipedejavu.planner.measure import Make, silent_compiler, updates_of, with_batches
 from pipedejavu.planner.worker_host import read_worker_hosts
 from pipedejavu.probe import read_shape
 from pipedejavu.probe.machine_shape import num_cores
@@ -114,18 +114,21 @@ def measure_with(
     report: Report,
     make: Make | None = None,
     precision: Precision = PLAIN,
+    *,
+    is_compiled: bool = False,
 ) -> Profile:
-    """Measures the units of a job with each setup in a precision, and with `make` the loading of a microbatch.
+    """Measures the units of a job with each setup in a precision, compiled or not; with `make` also loading.
 
     Restores the number of threads of torch afterwards.
     """
     threads, profiles, updates = torch.get_num_threads(), [], updates_of(job.optimizer, precision)
+    compiler = silent_compiler() if is_compiled else None
     try:
         for setup in setups:
             torch.set_num_threads(setup.threads)
             with background_load(setup.beside):
                 kinds = {setup.kind: setup.device}
-                profile = measure_profile(name, unit_samples, job.ties, kinds, updates, report, precision)
+                profile = measure_profile(name, unit_samples, job.ties, kinds, updates, report, compiler, precision)
                 if make is not None:
                     sizes = [unit_sample.samples for unit_sample in unit_samples]
                     profile = with_batches(profile, make, sizes, kinds)

@@ -48,10 +48,11 @@ class PlanSwitch(Record):
     reason: str
 
     @classmethod
-    def to(cls, best: RankedPlan, now_s: float, reason: str) -> Self:
-        """Returns the switch to a plan from a search."""
+    def to(cls, best: RankedPlan, before: Plan, now_s: float, reason: str) -> Self:
+        """Returns the switch to a plan from a search; its units are compiled if they were before."""
         profile, machine = best.profile, best.machine
-        return cls(plan=best.plan, profile=profile, machine=machine, now_s=now_s, then_s=best.time_s, reason=reason)
+        plan = best.plan.replace(is_compiled=before.is_compiled and not best.plan.splits_backward)
+        return cls(plan=plan, profile=profile, machine=machine, now_s=now_s, then_s=best.time_s, reason=reason)
 
     def row(self, before: str, step: int) -> dict[str, object]:
         """Returns the line for the metrics; `before` is the name of the current plan."""
@@ -141,7 +142,7 @@ def find_switch(
     worst = max(range(len(slowdowns)), key=lambda worker: max(slowdowns[worker], 1 / slowdowns[worker]))
     times = f"worker {worst} on {program.devices[worst]} takes {slowdowns[worst]:.1f} times its forecast"
     gain = f"forecast {format_seconds(best.time_s)} a step instead of {format_seconds(now_s)}"
-    return PlanSwitch.to(best, now_s, f"{times}: the run goes on under plan '{best.plan.name}', {gain}")
+    return PlanSwitch.to(best, program.plan, now_s, f"{times}: the run goes on under plan '{best.plan.name}', {gain}")
 
 
 def relieve(
@@ -174,7 +175,9 @@ def relieve(
     need = max(best.memory, key=lambda memory: memory.share)
     times = f"{format_seconds(best.time_s)} a step instead of {format_seconds(prediction.makespan_s)}"
     fits = f"{format_bytes(need.need_bytes)} on {need.device}, {times}"
-    return PlanSwitch.to(best, prediction.makespan_s, f"{what}; plan '{best.plan.name}' would fit ({fits})")
+    return PlanSwitch.to(
+        best, program.plan, prediction.makespan_s, f"{what}; plan '{best.plan.name}' would fit ({fits})"
+    )
 
 
 def switch_s(profile: Profile, start_s: float | None = None) -> float:

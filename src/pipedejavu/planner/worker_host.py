@@ -3,6 +3,7 @@
 Sizes come from the operating system and the driver; rates are assumed, as in `probe`.
 """
 
+import math
 import platform
 import re
 from collections.abc import Sequence
@@ -21,7 +22,8 @@ from pipedejavu.probe.machine_shape import (
     total_memory_bytes,
 )
 
-DeviceChoice = Literal["auto", "cpu", "gpu"]
+DeviceChoice = Literal["auto", "cpu", "gpu", "shared-gpu"]
+"""With shared-gpu, the workers of a host take its GPUs in turn, so that several may share one."""
 
 ASSUMED_NETWORK_BYTES_PER_S = 1.25e9
 """Ten gigabits per second between hosts."""
@@ -70,14 +72,17 @@ def make_machine(plan: Plan, worker_hosts: Sequence[WorkerHost], choice: DeviceC
     """Returns the plan with its workers placed, and a machine with a device for each worker.
 
     The n-th worker of a host gets its n-th GPU, if the host has that many; CPU replicas, servers and the remaining
-    workers share the host's cores.
+    workers share the host's cores. With `shared-gpu` the workers take the GPUs in turn, each with its share of the
+    memory.
     """
     check_tp_groups(plan)
     on_gpu = _choose_gpus(plan, worker_hosts, choice)
     hosts = {worker_host.host: worker_host for worker_host in worker_hosts}
     sharing = {name: sum(s.host == name and not g for s, g in zip(worker_hosts, on_gpu, strict=True)) for name in hosts}
     devices = [
-        _gpu(rank, worker_host) if is_gpu else _cpu(f"cpu{rank}", worker_host, sharing[worker_host.host])
+        _gpu(rank, worker_host, on_gpu, worker_hosts)
+        if is_gpu
+        else _cpu(f"cpu{rank}", worker_host, sharing[worker_host.host])
         for rank, (worker_host, is_gpu) in enumerate(zip(worker_hosts, on_gpu, strict=True))
     ]
     named = plan.place.devices or ()
@@ -103,22 +108,37 @@ def _choose_gpus(plan: Plan, worker_hosts: Sequence[WorkerHost], choice: DeviceC
     """Returns for each worker whether it runs on a GPU; raises InputError if all must and a host has too few."""
     trainers = plan.num_workers - plan.place.cpu_replicas - plan.place.servers
     on_gpu = [
-        choice != "cpu" and rank < trainers and worker_host.local_rank < len(worker_host.gpus)
+        choice != "cpu"
+        and rank < trainers
+        and worker_host.local_rank
+        < (math.inf if choice == "shared-gpu" and worker_host.gpus else len(worker_host.gpus))
         for rank, worker_host in enumerate(worker_hosts)
     ]
     for rank, worker_host in enumerate(worker_hosts[:trainers]):
+        if choice == "shared-gpu" and not on_gpu[rank]:
+            raise InputError(
+                f"worker {rank} is on host '{worker_host.host}', which has no GPU to share; use --devices auto"
+            )
         if choice == "gpu" and not on_gpu[rank]:
             raise InputError(
                 f"worker {rank} is number {worker_host.local_rank + 1} on host '{worker_host.host}', which has"
                 f" {len(worker_host.gpus)} GPUs; use as many workers as there are GPUs, or --devices auto, which puts"
-                " the rest on the CPU"
+                " the rest on the CPU, or --devices shared-gpu, by which workers share GPUs"
             )
     return on_gpu
 
 
-def _gpu(rank: int, worker_host: WorkerHost) -> Device:
-    gpu = worker_host.gpus[worker_host.local_rank]
-    return Device(name=f"gpu{rank}", kind=gpu.kind, type="gpu", host=worker_host.host, memory_bytes=gpu.memory_bytes)
+def _gpu(rank: int, worker_host: WorkerHost, on_gpu: Sequence[bool], worker_hosts: Sequence[WorkerHost]) -> Device:
+    """Returns the GPU of a worker, with its share of the memory if several workers have it."""
+    count = len(worker_host.gpus)
+    number = worker_host.local_rank % count
+    sharing = sum(
+        is_gpu and other.host == worker_host.host and other.local_rank % count == number
+        for other, is_gpu in zip(worker_hosts, on_gpu, strict=True)
+    )
+    gpu = worker_host.gpus[number]
+    size_bytes = gpu.memory_bytes // sharing
+    return Device(name=f"gpu{rank}", kind=gpu.kind, type="gpu", host=worker_host.host, memory_bytes=size_bytes)
 
 
 def _cpu(name: str, worker_host: WorkerHost, sharing: int) -> Device:

@@ -30,7 +30,7 @@ def measure_link() -> Link:
     large, vector = torch.ones(MESSAGE_BYTES // 4), torch.ones(SUM_BYTES // 4)
     time_s, sum_s = _message_s(groups, large, _MANY) - latency_s, _sum_s(groups, vector, _REPEATS) - sum_latency_s
     if torch.cuda.is_available():
-        time_s, sum_s = time_s + _copies_s(large), sum_s + _copies_s(vector)
+        time_s, sum_s = time_s + copies_s(large), sum_s + copies_s(vector)
     return Link(
         scope="same-host",
         latency_s=latency_s,
@@ -79,7 +79,8 @@ def _sum_s(groups: list[Any], vector: torch.Tensor, repeats: int) -> float:
     return _median_s(add_up, repeats)
 
 
-def _copies_s(vector: torch.Tensor) -> float:
+def copies_s(vector: torch.Tensor) -> float:
+    """Returns the median time of a copy from a GPU to pinned host memory and back."""
     host, device = vector.pin_memory(), vector.cuda()
 
     def copy() -> None:

@@ -1,12 +1,11 @@
 """What the operating system states about this host; anything that it does not state is unknown, never an error."""
 
-import os
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from pipedejavu.probe.machine_shape import num_cores, total_memory_bytes
+from pipedejavu.runtime.host_limit import free_host_bytes, host_limit_bytes
 
 INSTRUCTION_SETS = (
     "avx", "avx2", "fma", "f16c", "avx_vnni", "avx512f", "avx512bw", "avx512_vnni", "avx512_bf16", "avx512_fp16",
@@ -42,7 +41,7 @@ def read_host(root: Path = Path("/")) -> HostFacts:
     stated = zip(names, (processor, sockets, numa_nodes, sets), strict=True)
     return HostFacts(
         cores=max(1, min(num_cores(), _quota(root) or num_cores())),
-        memory_bytes=min(total_memory_bytes(), _limit_bytes(root) or total_memory_bytes()),
+        memory_bytes=min(total_memory_bytes(), host_limit_bytes(root) or total_memory_bytes()),
         processor=processor,
         sockets=sockets,
         numa_nodes=numa_nodes,
@@ -52,14 +51,8 @@ def read_host(root: Path = Path("/")) -> HostFacts:
 
 
 def free_memory_bytes(root: Path = Path("/")) -> int:
-    """Returns the bytes that can be allocated now without swapping, within the container's limit."""
-    stated = dict(_pairs(_text(root / "proc/meminfo"))).get("MemAvailable", "").split()
-    free = int(stated[0]) * 1024 if stated else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
-    limit, used = _limit_bytes(root), _text(root / "sys/fs/cgroup/memory.current")
-    if not limit or not used.isdigit():
-        return free
-    cached = re.search(r"^inactive_file (\d+)$", _text(root / "sys/fs/cgroup/memory.stat"), re.MULTILINE)
-    return max(0, min(free, limit - int(used) + int(cached[1] if cached else 0)))
+    """Returns the bytes that this process can allocate now without swapping, within all its limits."""
+    return free_host_bytes(root)
 
 
 def _pairs(text: str) -> Iterator[tuple[str, str]]:
@@ -89,12 +82,3 @@ def _quota(root: Path) -> int | None:
     """Returns the number of whole cores in a container's quota, or None without a quota."""
     limit, _, period = _text(root / "sys/fs/cgroup/cpu.max").partition(" ")
     return int(limit) // int(period) if limit.isdigit() and period.isdigit() else None
-
-
-def _limit_bytes(root: Path) -> int | None:
-    """Returns a container's memory limit from cgroups v2 or v1, or None without a limit."""
-    for name in ("memory.max", "memory/memory.limit_in_bytes"):
-        text = _text(root / "sys/fs/cgroup" / name)
-        if text.isdigit() and int(text) < 1 << 60:
-            return int(text)
-    return None

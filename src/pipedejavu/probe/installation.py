@@ -6,11 +6,13 @@ Each part states what it provides and how to get it. Nothing is measured, and to
 import ctypes
 import platform
 import shutil
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from pipedejavu.probe.host import free_memory_bytes, read_host
 from pipedejavu.probe.machine_shape import num_cores
@@ -118,8 +120,16 @@ def _native() -> InstalledPart:
 def _gpus() -> tuple[str, ...]:
     if find_spec("torch") is None:
         return ()
-    cuda = import_module("torch").cuda
-    return tuple(
-        f"{cuda.get_device_name(n)}, {cuda.get_device_properties(n).total_memory / 2**30:.0f} GiB"
-        for n in range(cuda.device_count())
-    )
+    torch = import_module("torch")
+    return tuple(_describe(torch, n) for n in range(torch.cuda.device_count()))
+
+
+def _describe(torch: Any, gpu: int) -> str:
+    """Returns a GPU's name, its memory, what this process may take of it if that is known, and how workers share it."""
+    device = torch.device("cuda", gpu)
+    size = f"{torch.cuda.get_device_properties(gpu).total_memory / 2**30:.0f} GiB"
+    memory, ipc = (import_module(f"pipedejavu.runtime.{name}") for name in ("device_memory", "cuda_ipc"))
+    with suppress(RuntimeError):
+        size += f", {memory.DeviceMemory(device).limit_bytes() / 2**30:.0f} GiB of it for this process"
+    way = "CUDA IPC" if ipc.can_share(device) else "host memory, as its driver exports no memory"
+    return f"{torch.cuda.get_device_name(gpu)}, {size}, its workers exchange tensors through {way}"

@@ -1,5 +1,7 @@
 """Two processes of this host, and the speed of messages between them: Gloo, shared memory and, with two GPUs, NCCL.
 
+Messages and sums through shared memory use the channels and groups of runs.
+
 The processes live as long as the survey and run the same commands; most are a message out and a message back.
 """
 
@@ -21,6 +23,9 @@ from torch import Tensor
 
 from pipedejavu.facts import end_with_parent, format_bytes
 from pipedejavu.probe.series import TimedTrial
+from pipedejavu.runtime.memory_channel import ReceiveEnd, SendEnd
+from pipedejavu.runtime.memory_group import MemoryGroup
+from pipedejavu.runtime.peer_socket import Address, PeerListener, PeerSocket, connect_all
 
 SIZES = (4 << 10, 64 << 10, 1 << 20, 16 << 20)
 LARGEST = SIZES[-1]
@@ -47,10 +52,9 @@ class Pair:
     def __enter__(self) -> Self:
         context = multiprocessing.get_context("spawn")
         self.folder = tempfile.TemporaryDirectory(prefix="pipedejavu-", dir=_shared_folder())
-        self.signals = context.Semaphore(0), context.Semaphore(0)
         for rank in range(2):
             here, there = context.Pipe()
-            setup = (rank, self.folder.name, there, self.signals, self.uses_nccl, self.threads)
+            setup = (rank, self.folder.name, there, self.uses_nccl, self.threads)
             process = context.Process(target=_serve, args=setup, daemon=True)
             process.start()
             there.close()
@@ -106,12 +110,20 @@ class Pair:
             *self._messages("cpu>cpu", "gloo"),
             *memory,
             *(
-                TimedTrial("cpu>cpu", "gloo sum", format_bytes(n), float(n), "B/s", self._run("gloo sum", n))
+                TimedTrial("cpu>cpu", what, format_bytes(n), float(n), "B/s", self._run(what, n))
+                for what in ("gloo sum", "memory sum")
                 for n in SUMS
             ),
-            TimedTrial("cpu>cpu", "gloo", "beside compute", float(LARGEST), "B/s", self._run("gloo beside", LARGEST)),
+            TimedTrial(
+                "cpu>cpu",
+                "shared memory",
+                "beside compute",
+                float(LARGEST),
+                "B/s",
+                self._run("memory beside", LARGEST),
+            ),
             TimedTrial("cpu>cpu", "compute", "alone", 1, "s", self._run("compute", SIDE)),
-            TimedTrial("cpu>cpu", "compute", "beside gloo", 1, "s", self._run("compute beside", SIDE)),
+            TimedTrial("cpu>cpu", "compute", "beside messages", 1, "s", self._run("compute beside", SIDE)),
         ]
 
     def _messages(self, subject: str, transport: str) -> list[TimedTrial]:
@@ -144,11 +156,11 @@ def _shared_folder() -> str | None:
     return "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
 
 
-def _serve(rank: int, folder: str, end: Connection, signals: tuple[Any, Any], uses_nccl: bool, threads: int) -> None:
+def _serve(rank: int, folder: str, end: Connection, uses_nccl: bool, threads: int) -> None:
     """Runs commands in one of the two processes until told to stop."""
     end_with_parent()
     try:
-        peer = _Peer(rank, Path(folder), signals, uses_nccl, threads)
+        peer = _Peer(rank, Path(folder), uses_nccl, threads)
         end.send(0.0)
         while (command := end.recv()) is not None:
             try:
@@ -164,18 +176,32 @@ def _serve(rank: int, folder: str, end: Connection, signals: tuple[Any, Any], us
             dist.destroy_process_group()
 
 
+def _connect(rank: int) -> list[PeerSocket]:
+    """Returns this process's ends of three connections to the other one."""
+    listener = PeerListener()
+    raw = torch.frombuffer(bytearray("/".join(listener.address).encode()), dtype=torch.uint8)
+    gathered = [torch.empty_like(raw) for _ in range(2)]
+    dist.all_gather(gathered, raw)
+    names = [part.numpy().tobytes().decode().split("/") for part in gathered]
+    addresses = {number: Address(name, secret) for number, (name, secret) in enumerate(names)}
+    sockets = connect_all(rank, listener, addresses, [(0, 1)] * 3)
+    return [sockets[number] for number in range(3)]
+
+
 class _Peer:
     """One of the two processes."""
 
-    def __init__(self, rank: int, folder: Path, signals: tuple[Any, Any], uses_nccl: bool, threads: int):
+    def __init__(self, rank: int, folder: Path, uses_nccl: bool, threads: int):
         if Path("/sys/class/net/lo").exists():
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # both are on this host
         torch.set_num_threads(threads)
         self.rank, self.other = rank, 1 - rank
-        self.mine, self.theirs = signals[rank], signals[1 - rank]
         dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
         self.nccl = dist.new_group(backend="nccl") if uses_nccl else None
-        self.shared = torch.from_file(f"{folder}/bytes", shared=True, size=LARGEST, dtype=torch.uint8)
+        there, back, group = _connect(rank)
+        self.sender = SendEnd(back if rank else there)
+        self.receiver = ReceiveEnd(there if rank else back)
+        self.group = MemoryGroup(rank, {self.other: group})
         self.out, self.back = torch.ones(LARGEST, dtype=torch.uint8), torch.ones(LARGEST, dtype=torch.uint8)
         self.left = torch.ones(SIDE, SIDE)
 
@@ -189,12 +215,13 @@ class _Peer:
             return self._timed(self._multiply, count)
         if name == "compute beside":
             return self._compute_beside(count)
-        if name == "gloo beside":
+        if name == "memory beside":
             return self._exchange_beside(size, count)
         if name == "shared memory":
             return self._timed(lambda: self._through_memory(size), count) / 2
-        if name == "gloo sum":
-            return sum(self._sum_after_compute(size) for _ in range(count))
+        if name in ("gloo sum", "memory sum"):
+            add_up = dist.all_reduce if name == "gloo sum" else self.group.add_up
+            return sum(self._sum_after_compute(size, add_up) for _ in range(count))
         on_gpu = name.startswith("nccl")
         ends = (self.out[:size], self.back[:size]) if not on_gpu else self._on_gpu(size)
         if name.endswith("both"):
@@ -235,7 +262,7 @@ class _Peer:
         for work in dist.batch_isend_irecv(ops):
             work.wait()
 
-    def _sum_after_compute(self, size: int) -> float:
+    def _sum_after_compute(self, size: int, add_up: Callable[[Tensor], object]) -> float:
         """Packs tensors into one vector and all-reduces it, as workers do with gradients after they compute them.
 
         After compute the communication threads are asleep; an all-reduce right after another takes a fraction of this
@@ -245,19 +272,16 @@ class _Peer:
         dist.barrier()
         self._multiply()
         start = time.perf_counter()
-        dist.all_reduce(torch.cat(parts))
+        add_up(torch.cat(parts))
         return time.perf_counter() - start
 
     def _through_memory(self, size: int) -> None:
         """Sends a message through shared memory, and receives one back."""
         if self.rank == 1:
-            self.mine.acquire()
-            self.back[:size].copy_(self.shared[:size])
-        self.shared[:size].copy_(self.out[:size])
-        self.theirs.release()
+            self.receiver.receive()
+        self.sender.send((self.out[:size],))
         if self.rank == 0:
-            self.mine.acquire()
-            self.back[:size].copy_(self.shared[:size])
+            self.receiver.receive()
 
     def _exchange_beside(self, size: int, count: int) -> float:
         """Exchanges messages while both processes compute."""
@@ -270,7 +294,7 @@ class _Peer:
         thread = threading.Thread(target=compute)
         thread.start()
         try:
-            return self._timed(lambda: self._exchange(self.out[:size], self.back[:size]), count) / 2
+            return self._timed(lambda: self._through_memory(size), count) / 2
         finally:
             done.set()
             thread.join()
@@ -287,7 +311,7 @@ class _Peer:
                     dist.send(is_last, self.other)
                 else:
                     dist.recv(is_last, self.other)
-                self._exchange(self.out, self.back)
+                self._through_memory(LARGEST)
                 if is_last.item():
                     return
 

@@ -19,6 +19,7 @@ from pipedejavu.probe.link import copy_trials, peer_trials
 from pipedejavu.probe.pair import Pair
 from pipedejavu.probe.series import Report, TimedTrial, run_rounds
 from pipedejavu.probe.survey_result import Circumstances, Findings, GpuFacts, build_machine
+from pipedejavu.runtime.device_memory import DeviceMemory
 
 TIME_S, QUICK_TIME_S = 42.0, 15.0
 """Duration of a survey, without the import of torch."""
@@ -82,11 +83,11 @@ def _open_gpus(count: int, unknown: list[str]) -> list[ComputeDevice]:
 
 
 def _open(gpu: int) -> int:
-    """Opens a context on a GPU; returns its free bytes afterwards."""
+    """Opens a context on a GPU; returns the bytes that this process may take of it afterwards."""
     side = torch.ones(8, 8, device=f"cuda:{gpu}")
     side @ side  # matrix libraries allocate a workspace
     torch.cuda.synchronize(gpu)
-    return int(torch.cuda.mem_get_info(gpu)[0])
+    return DeviceMemory(torch.device("cuda", gpu)).limit_bytes()
 
 
 def _gpu_facts(probed: ComputeDevice, pair: Pair, unknown: list[str]) -> GpuFacts:

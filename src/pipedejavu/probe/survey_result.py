@@ -197,13 +197,13 @@ def _efficiency(book: _Book, device: str, dtype: str, flop_per_s: float) -> floa
 
 
 def _process_link(book: _Book) -> Link:
-    """Returns the link between processes, which is Gloo's, as workers use it."""
+    """Returns the link between processes through shared memory, as workers of one host use it."""
     lines = {kind: book.line("cpu>cpu", kind, book.messages("cpu>cpu", kind)) for kind in ("gloo", "shared memory")}
-    line = lines["gloo"]
+    line = lines["shared memory"]
     if line is None:
         book.unknown.append("cpu>cpu: messages between processes were not measured; their link is assumed")
         line = (ASSUMED_LINK_LATENCY_S, ASSUMED_LINK_BYTES_PER_S)
-    sums = book.line("cpu>cpu", "gloo sum", book.messages("cpu>cpu", "gloo sum"))
+    sums = book.line("cpu>cpu", "memory sum", book.messages("cpu>cpu", "memory sum"))
     if sums is None:
         book.unknown.append("cpu>cpu: sums of processes were not measured; they take what their messages take")
         return Link(latency_s=line[0], bytes_per_s=line[1])
@@ -264,9 +264,9 @@ def _overlap(book: _Book) -> Overlap:
         if beside and copy and alone and free:
             factors["compute"].append(book.ratio(both, "overlap", "compute", beside[0], alone[0]))
             factors["transfer"].append(book.ratio(both, "overlap", "transfer", copy[0], free[0]))
-    beside, message = book.trials("cpu>cpu", "compute", "beside"), book.trials("cpu>cpu", "gloo", "beside")
+    beside, message = book.trials("cpu>cpu", "compute", "beside"), book.trials("cpu>cpu", "shared memory", "beside")
     alone = book.trials("cpu>cpu", "compute", "alone")
-    free = [t for t in book.messages("cpu>cpu", "gloo") if message and t.amount == message[0].amount]
+    free = [t for t in book.messages("cpu>cpu", "shared memory") if message and t.amount == message[0].amount]
     if beside and message and alone and free:
         cpu = book.ratio("cpu>cpu", "overlap", "compute", beside[0], alone[0])
         wire = book.ratio("cpu>cpu", "overlap", "transfer", message[0], free[0])

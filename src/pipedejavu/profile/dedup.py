@@ -4,8 +4,9 @@ import inspect
 from collections.abc import Hashable, Iterator
 from typing import Any
 
-from torch import Tensor, fx, nn
+from torch import fx, nn
 
+from pipedejavu.profile.lifted_graph import graph_form, tensor_form
 from pipedejavu.profile.segment import Segment
 
 _PLAIN = (bool, int, float, str, type(None))
@@ -13,10 +14,10 @@ _PLAIN = (bool, int, float, str, type(None))
 
 def unit_key(module: nn.Module, value: Any) -> Hashable:
     """Returns a key of structure, parameters and input shapes; units with equal keys take equally long."""
-    inputs = tuple(map(_form, value if isinstance(value, tuple) else (value,)))
+    inputs = tuple(map(tensor_form, value if isinstance(value, tuple) else (value,)))
     if isinstance(module, Segment):
         body = module.body_for(value)
-        return body.entries, module.training, _graph(body.graph), inputs
+        return body.entries, module.training, graph_form(body.graph), inputs
     return tuple(_modules(module)), inputs
 
 
@@ -25,8 +26,8 @@ def _modules(module: nn.Module) -> Iterator[Hashable]:
     for path, inner in module.named_modules():
         settings = sorted((key, _setting(item)) for key, item in vars(inner).items() if not key.startswith("_"))
         tensors = [*inner._parameters.items(), *inner._buffers.items()]
-        forms = tuple((key, None if tensor is None else _form(tensor)) for key, tensor in tensors)
-        graph = _graph(inner) if isinstance(inner, fx.GraphModule) else ()
+        forms = tuple((key, None if tensor is None else tensor_form(tensor)) for key, tensor in tensors)
+        graph = graph_form(inner) if isinstance(inner, fx.GraphModule) else ()
         yield path, type(inner), inner.extra_repr(), tuple(settings), forms, graph
 
 
@@ -39,23 +40,3 @@ def _setting(item: Any) -> str:
     if inspect.isfunction(item) or inspect.isbuiltin(item) or isinstance(item, type):
         return f"{item.__module__}.{item.__qualname__}"
     return f"{type(item).__qualname__} at {id(item)}"
-
-
-def _graph(body: fx.GraphModule) -> tuple[Hashable, ...]:
-    """Returns a graph's operations, with nodes numbered instead of named."""
-    number = {node: n for n, node in enumerate(body.graph.nodes)}
-    lines: list[Hashable] = []
-    for node in body.graph.nodes:
-        if node.op == "get_attr":
-            path, _, key = str(node.target).rpartition(".")
-            attribute = getattr(body.get_submodule(path), key)
-            lines.append(_graph(attribute) if isinstance(attribute, fx.GraphModule) else _form(attribute))
-            continue
-        target = "" if node.op == "placeholder" else str(node.target)
-        args: Any = fx.map_arg((node.args, node.kwargs), lambda used: f"%{number[used]}")
-        lines.append((node.op, target, repr(args)))
-    return tuple(lines)
-
-
-def _form(tensor: Tensor) -> tuple[Hashable, ...]:
-    return tuple(tensor.shape), tensor.dtype, tensor.requires_grad, isinstance(tensor, nn.Parameter)

@@ -98,7 +98,7 @@ def trace(model: nn.Module, inputs: Any) -> Trace:
     """Traces a model's forward without computing it; raises InputError with the source line if that fails."""
     args, kwargs = pytree.tree_map_only(Tensor, torch.clone, as_call(inputs))  # else a tensor passed twice is one input
     try:
-        with _watched(), TraceGuard() as answers, masks_as_in_training(answers):
+        with _watched(), without_cache(model), TraceGuard() as answers, masks_as_in_training(answers):
             exported = torch.export.export(model, args, kwargs, strict=False)
     except Exception as error:
         raise InputError(_refusal(model, error)) from None
@@ -140,6 +140,23 @@ def trace(model: nn.Module, inputs: Any) -> Trace:
     (output,) = (node for node in exported.graph.nodes if node.op == "output")
     tensors = tuple(node for node, leaf in zip(placeholders, leaves, strict=True) if isinstance(leaf, Tensor))
     return Trace(tuple(nodes), tensors, states, held, tuple(output.args[0]), exported.call_spec.out_spec, form)
+
+
+@contextmanager
+def without_cache(model: nn.Module) -> Iterator[None]:
+    """Turns off the `use_cache` of configurations, as transformers has them: generation caches keys, training does not.
+
+    A cache of keys and values would be an output of the graph, though no loss depends on it.
+    """
+    configs = {id(config): config for part in model.modules() if (config := getattr(part, "config", None)) is not None}
+    on = [config for config in configs.values() if getattr(config, "use_cache", False) is True]
+    try:
+        for config in on:
+            config.use_cache = False
+        yield
+    finally:
+        for config in on:
+            config.use_cache = True
 
 
 def _first_names(model: nn.Module) -> dict[int, str]:

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, fx, nn
 
 from pipedejavu.facts import InputError
+from pipedejavu.profile.lifted_graph import TensorSlot, graph_form, lift
+from pipedejavu.runtime.compiled_unit import GraphUnit, LiftedUnit, digest
 
 Value = Tensor | tuple[Tensor, ...]
 Shapes = tuple[tuple[int, ...], ...]
@@ -35,29 +37,43 @@ class Body(nn.Module):
         super().__init__()
         self.graph, self.entries = graph, tuple(entries)
         self.device, self.dtype = torch.device("cpu"), torch.float32
+        self._lifted: tuple[str, fx.GraphModule, tuple[TensorSlot, ...]] | None = None
 
     def forward(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Runs the graph on the device of its inputs."""
+        results: tuple[Tensor, ...] = self.graph(*self._take(tensors))
+        return results
+
+    def lifted(self, tensors: Sequence[Tensor]) -> LiftedUnit:
+        """Returns the graph with the inputs, weights, buffers and constants as arguments."""
+        inputs = self._take(tensors)
+        if self._lifted is None:
+            graph, slots = lift(self.graph)
+            self._lifted = digest((self.entries, self.training, graph_form(self.graph))), graph, slots
+        key, graph, slots = self._lifted
+        return LiftedUnit(key, graph, (*inputs, *(slot.tensor() for slot in slots)))
+
+    def _take(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Returns the inputs of the graph, whose constants follow these to their device."""
         if tensors[0].device != self.device:
-            self.device = tensors[0].device
+            self.device, self._lifted = tensors[0].device, None
             _rewrite(self.graph, lambda leaf: self.device if isinstance(leaf, torch.device) else leaf)
         inputs = []
         for tensor, entry in zip(tensors, self.entries, strict=True):
             leaf = tensor if entry.has_gradient else tensor.detach()
             inputs.append(leaf.clone() if entry.is_overwritten else leaf)
-        results: tuple[Tensor, ...] = self.graph(*inputs)
-        return results
+        return inputs
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Body":
         """Follows `double()`: constants and conversions of the graph become float64, too."""
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         if fn(torch.empty(0, dtype=torch.float32)).dtype == torch.float64 != self.dtype:
-            self.dtype = torch.float64
+            self.dtype, self._lifted = torch.float64, None
             _rewrite(self.graph, _widened)
         return self
 
 
-class Segment(nn.Module):
+class Segment(GraphUnit):
     """Runs a part of a model with the graph for the shape of its inputs."""
 
     def __init__(self, name: str, body: Body):
@@ -68,6 +84,10 @@ class Segment(nn.Module):
         """Takes and returns the live tensors: one tensor, or a tuple of several."""
         results: tuple[Tensor, ...] = self.body_for(value)(value if isinstance(value, tuple) else (value,))
         return results if len(results) > 1 else results[0]
+
+    def lifted(self, value: Value) -> LiftedUnit:
+        """Returns the graph for the shape of a value, with its tensors as arguments."""
+        return self.body_for(value).lifted(value if isinstance(value, tuple) else (value,))
 
     def body_for(self, value: Value) -> Body:
         """Returns the graph for a value's shape; raises InputError if there is none."""

@@ -10,20 +10,23 @@ import time
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from statistics import fmean, median, stdev
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from pipedejavu.facts import Profile, Tie, Unit, UnitTime
+from pipedejavu.facts import HeadForm, Profile, Tie, Unit, UnitTime
 from pipedejavu.plan import Precision
 from pipedejavu.profile.dedup import unit_key
+from pipedejavu.profile.head_measurement import measure_head, merge_forms
 from pipedejavu.profile.line_fit import fit_line
 from pipedejavu.profile.operator_count import UnitWork, count_step
 from pipedejavu.profile.sequential import Units
 from pipedejavu.profile.unit_sample import UnitSample, has_same_units
 from pipedejavu.profile.unit_step import PARTS, LossHead, moved, run_several, run_step, tensors_of
+from pipedejavu.runtime.compiled_unit import LossCall, UnitCompiler
 from pipedejavu.runtime.compute_precision import FULL, ComputeFormat, allowed_tf32, lower_, parameters_of
 
 PLAIN = Precision()
@@ -62,12 +65,14 @@ def measure_profile(
     kinds: Mapping[str, torch.device],
     make_update: MakeUpdate,
     report: Report = lambda text: None,  # noqa: ARG005
+    compiler: UnitCompiler | None = None,
     precision: Precision = PLAIN,
 ) -> Profile:
     """Runs each unit forward and backward on a microbatch of each size, and its update, on a device of each kind.
 
     `ties` are the full names of parameters that units share. The profile has the time at each size and the line through
-    them; bytes are those of the last size. The units must be the same at all sizes. They compute in `precision`.
+    them; bytes are those of the last size. The units must be the same at all sizes. They compute in `precision`. With a
+    `compiler` they are timed compiled, while FLOP and bytes are those of eager units.
     """
     last = unit_samples[-1]
     form = ComputeFormat.of(precision, [module for _, module in last.units])
@@ -75,9 +80,10 @@ def measure_profile(
     times: list[dict[str, UnitTime]] = [{} for _ in last.units]
     units: list[Unit] = []
     drift: dict[str, float] = {}
+    forms: list[tuple[HeadForm, ...]] = []
     for kind, device in kinds.items():
         with form.context(device, caches=False), allowed_tf32(precision):
-            measured = [_count_sample(unit_sample, device, make_update, form) for unit_sample in unit_samples]
+            measured = [_count_sample(unit_sample, device, make_update, form, compiler) for unit_sample in unit_samples]
             enough_s, num_turns = _within_budget(measured, _TURNS[device.type])
             turns = [_time_turn(measured, unit_samples, kind, device, enough_s, report) for _ in range(num_turns)]
             factor = _time_issue(measured, device) if device.type in _ISSUED else 1.0
@@ -95,23 +101,47 @@ def measure_profile(
             describe(name, module, work, following, last.samples, form)
             for (name, module), work, following in zip(last.units, counted, (*counted[1:], None), strict=True)
         ]
+        forms.append(_head_forms(measured[-1][-1], last.samples, kind, device))
         if device.type == "cuda":
             del measured, counted
             torch.cuda.empty_cache()  # worker processes need the memory
     described = tuple(unit.replace(times=unit_times) for unit, unit_times in zip(units, times, strict=True))
-    tied = describe_ties(ties, last.units, form)
-    return Profile(name=name, units=described, ties=tied, drift=drift, precision=str(precision))
+    return Profile(
+        name=name,
+        units=described,
+        ties=describe_ties(ties, last.units, form),
+        drift=drift,
+        head_forms=merge_forms(forms, -1),
+        precision=str(precision),
+    )
+
+
+def _head_forms(unit: "_MeasuredUnit", samples: int, kind: str, device: torch.device) -> tuple[HeadForm, ...]:
+    """Returns the last unit with its head in chunks."""
+    assert unit.head is not None
+    return measure_head(
+        unit.module,
+        unit.value,
+        unit.head,
+        is_first=unit.is_first,
+        kind=kind,
+        device=device,
+        work=unit.counted,
+        samples=samples,
+        watch=partial(_Stopwatch, device),
+    )
 
 
 def merge_profiles(profiles: Sequence[Profile]) -> Profile:
     """Joins a model's profiles from several kinds of devices; bytes are those of the one that needs most memory."""
     fullest = max(profiles, key=lambda profile: sum(u.activation_bytes + u.backward_work_bytes for u in profile.units))
+    forms = merge_forms([profile.head_forms for profile in profiles], profiles.index(fullest))
     units = []
     for unit, *same in zip(fullest.units, *(profile.units for profile in profiles), strict=True):
         units.append(unit.replace(times={kind: times for other in same for kind, times in other.times.items()}))
     batch = {kind: cost for profile in profiles for kind, cost in profile.batch.items()}
     drift = {kind: share for profile in profiles for kind, share in profile.drift.items()}
-    return fullest.replace(units=tuple(units), batch=batch, drift=drift)
+    return fullest.replace(units=tuple(units), batch=batch, drift=drift, head_forms=forms)
 
 
 def describe_ties(ties: Sequence[frozenset[str]], units: Units, form: ComputeFormat = FULL) -> tuple[Tie, ...]:
@@ -146,27 +176,52 @@ class _MeasuredUnit:
     """On a GPU: host time to issue each part within a step of several units."""
     update_s: float = 0.0
     num_equal: int = 0
+    compiler: UnitCompiler | None = None
+
+    def ready(self, device: torch.device) -> tuple[nn.Module, LossHead | None]:
+        """Returns a copy of the unit on a device, and its loss; if compiled, the copy computes the loss itself."""
+        module = copy.deepcopy(self.module).to(device)
+        if self.compiler is None:
+            return module, self.head
+        return _CompiledUnit(self.name, module, self.head, self.compiler), None
 
     def run(self, device: torch.device, enough_s: float, fewest: int) -> float:
         """Times passes on a copy of the unit; returns the time of forward and backward, summed over all equal units."""
-        module, before = copy.deepcopy(self.module).to(device), len(self.times["forward"])
+        (module, head), before = self.ready(device), len(self.times["forward"])
         issue_s = 0.0
-        for _ in range(_WARM_UPS[device.type]):
+        for _ in range(max(_WARM_UPS[device.type], 2 if self.compiler else 0)):  # the first call compiles
             start = time.perf_counter()
-            run_step(module, self.value, self.head, self.is_first, _Stopwatch(device))
+            run_step(module, self.value, head, self.is_first, _Stopwatch(device))
             issue_s = time.perf_counter() - start
         for _ in _repeats(enough_s, fewest):
             _occupy(device, issue_s)
             watch = _Stopwatch(device)
-            run_step(module, self.value, self.head, self.is_first, watch)
+            run_step(module, self.value, head, self.is_first, watch)
             for part in PARTS:
                 self.times[part].append(watch.time_s(part))
                 self.issue[part].append(watch.host_s.get(part, 0.0))
         return self.num_equal * sum(median(self.times[part][before:]) for part in ("forward", "backward"))
 
 
+class _CompiledUnit(nn.Module):
+    """A unit that runs compiled, together with its loss if it is the last."""
+
+    def __init__(self, name: str, module: nn.Module, head: LossHead | None, compiler: UnitCompiler):
+        super().__init__()
+        self.name, self.module, self.compiler = name, module, compiler
+        self.head = LossCall(head.loss, head.targets) if head else None
+
+    def forward(self, value: Any) -> Any:
+        """Returns the output of the unit, or its loss."""
+        return self.compiler.run(self.name, self.module, value, self.head)
+
+
 def _count_sample(
-    unit_sample: UnitSample, device: torch.device, make_update: MakeUpdate, form: ComputeFormat
+    unit_sample: UnitSample,
+    device: torch.device,
+    make_update: MakeUpdate,
+    form: ComputeFormat,
+    compiler: UnitCompiler | None,
 ) -> list[_MeasuredUnit]:
     """Runs each distinct unit once and counts its work; equal units share one record."""
     value, targets = moved(unit_sample.inputs, device), moved(unit_sample.targets, device)
@@ -181,7 +236,7 @@ def _count_sample(
             start = time.perf_counter()
             counted = count_step(unit, value, head, index == 0)
             count_s = time.perf_counter() - start
-            known[key] = _MeasuredUnit(name, computed, value, head, index == 0, counted, count_s)
+            known[key] = _MeasuredUnit(name, computed, value, head, index == 0, counted, count_s, compiler=compiler)
             known[key].update_s = _update_s([p.detach() for p in unit.parameters() if p.requires_grad], make_update)
             del unit
         known[key].num_equal += 1
@@ -227,14 +282,14 @@ def _slow_down(units: Sequence[_MeasuredUnit], device: torch.device) -> float:
     """Returns how much slower a GPU is under sustained load, as a factor, measured on the most expensive unit."""
     unit = max(units, key=lambda unit: unit.num_equal * sum(map(median, unit.times.values())))
     expected_s, issue_s = (sum(map(median, taken.values())) for taken in (unit.times, unit.issue))
-    module, sustained = copy.deepcopy(unit.module).to(device), []
+    (module, head), sustained = unit.ready(device), list[float]()
     for _ in range(_FEWEST):
         start = time.perf_counter()
         while time.perf_counter() - start < _SUSTAINED_S / _FEWEST:
-            run_step(module, unit.value, unit.head, unit.is_first, _Stopwatch(device))
+            run_step(module, unit.value, head, unit.is_first, _Stopwatch(device))
         _occupy(device, issue_s)
         watch = _Stopwatch(device)
-        run_step(module, unit.value, unit.head, unit.is_first, watch)
+        run_step(module, unit.value, head, unit.is_first, watch)
         sustained.append(sum(map(watch.time_s, PARTS)))
     return max(1.0, median(sustained) / expected_s)
 
@@ -242,10 +297,10 @@ def _slow_down(units: Sequence[_MeasuredUnit], device: torch.device) -> float:
 def _issue_s(unit: _MeasuredUnit, device: torch.device) -> dict[str, float]:
     """Returns the host's time to issue each part of a unit among others; alone, its caches are cold each time."""
     count = _TOGETHER if 2 * _TOGETHER * sum(unit.counted.saved) < _free_bytes(device) else 1
-    module, watches = copy.deepcopy(unit.module).to(device), []
+    (module, head), watches = unit.ready(device), list[_Stopwatch]()
     for _ in _repeats(_ENOUGH_S, _WARM_UPS[device.type] + _FEWEST):
         watch = _Stopwatch(device)
-        run_several(module, unit.value, unit.head, unit.is_first, watch, count)
+        run_several(module, unit.value, head, unit.is_first, watch, count)
         for part in watch.events:
             watch.time_s(part)  # the next pass starts when the device is idle
         watches.append(watch)

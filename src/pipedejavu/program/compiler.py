@@ -25,6 +25,7 @@ def compile(plan: Plan, profile: Profile, machine: Machine, *, fold: bool = True
     has too few devices.
     """
     check_plan(plan, profile)
+    profile = profile.with_head_chunks(plan.order.head_chunks)
     check_size(plan, profile)
     tp_groups = [*tp_groups_of(plan, assign_devices(plan, machine))]
     profile, machine = join(profile, machine, tp_groups)

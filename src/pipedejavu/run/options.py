@@ -39,6 +39,8 @@ class TrainOptions(Record):
     """What is computed; `auto` is the plan's precision, or the best of the devices."""
     dtype: Literal["float32", "float64"] = "float32"
     """`float64` stands for the precision fp64, in the settings of earlier versions."""
+    compile: Literal["auto", "on", "off"] = "auto"
+    """Whether units run under torch.compile; by default if the steps repay it."""
     on_nan: Literal["stop", "skip"] = "stop"
     max_consecutive_skips: int = Field(default=10, ge=1)
     """Consecutive updates that `on_nan="skip"` may skip before the run stops."""

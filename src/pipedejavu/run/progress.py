@@ -92,9 +92,13 @@ class Progress:
             panel.peak_bytes, panel.busy = memory.gpu_bytes or memory.host_bytes, busy
 
     def say(self, sentence: str) -> None:
-        """Prints a sentence above the live view."""
+        """Prints a message of this program above the live view."""
+        self.note(f"pipedejavu: {sentence}")
+
+    def note(self, text: str) -> None:
+        """Prints a text above the live view."""
         with suppress(OSError):
-            self.console.print(f"pipedejavu: {printable(sentence)}", highlight=False, soft_wrap=True)
+            self.console.print(printable(text), highlight=False, soft_wrap=True)
 
     def _left(self) -> str:
         """Returns the time left with its 90 % bounds; empty at the end."""

@@ -5,7 +5,7 @@ import math
 import os
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -38,14 +38,22 @@ from pipedejavu.store import Checkpoint, CheckpointDir
 
 
 def result_of(program: Program, weights: Weights) -> dict[str, Tensor]:
-    """Returns the trained weights: the server's copy if the server makes the updates, else the first replica's.
+    """Returns the trained weights of the replica that a run ends with.
 
     A replica whose share of the batch is zero has no weights.
     """
+    source = source_replica(program, weights)
+    return {name: w for (_, replica), named in weights.items() if replica == source for name, w in named.items()}
+
+
+def source_replica(program: Program, keys: Iterable[tuple[int, int]]) -> int:
+    """Returns the replica whose weights are the result, given the (piece, replica) pairs that workers hold.
+
+    It is the server if the server makes the updates, else the first replica.
+    """
     reduce = program.plan.reduce
     is_on_server = reduce.combiner == "elastic" or (reduce.wire == "server" and reduce.gate == "lock")
-    source = program.num_replicas if is_on_server else min(replica for _, replica in weights)
-    return {name: w for (_, replica), named in weights.items() if replica == source for name, w in named.items()}
+    return program.num_replicas if is_on_server else min(replica for _, replica in keys)
 
 
 class RunStart(Record):

@@ -1,6 +1,7 @@
 """Writes a candidate as a plan with the reason for each choice, and says whether the engine runs it."""
 
 from pipedejavu.facts import Cost, Profile, format_bytes
+from pipedejavu.facts.head_form import form_at
 from pipedejavu.plan import Cut, Decision, Feed, Keep, Order, Place, Plan, Reduce, Version, faults_of, preset
 from pipedejavu.program.pipeline import assign_devices
 from pipedejavu.search.candidate_plan import CandidatePlan, bucket_bytes
@@ -58,7 +59,7 @@ def other_orders(plan: Plan, profile: Profile) -> list[Plan]:
             name=f"{plan.name}, {title}",
             cut=plan.cut if source.place.chunks == 1 else plan.cut.replace(bounds=None),
             place=plan.place.replace(kind=source.place.kind, chunks=source.place.chunks),
-            order=source.order,
+            order=source.order.replace(head_chunks=order.head_chunks),
             decisions=(*kept, decision),
         )
         is_useful = has_halves or not other.splits_backward
@@ -128,6 +129,8 @@ def _name(candidate: CandidatePlan) -> str:
         text = f"{len(sizes)} stages" + (f" × {sizes[0]}" if sizes[0] > 1 else "")
     else:
         text = f"stages {'-'.join(map(str, sizes))}"
+    chunks = candidate.problem.profile.head_chunks
+    text += f", head in {chunks} chunks" * (chunks > 1)
     text += f" + {len(candidate.cpus)} CPU{'s' * (len(candidate.cpus) > 1)}" if candidate.cpus else ""
     extra = ", ".join(["2BW"] * candidate.is_stale + ([] if candidate.mode.is_plain else [candidate.keeping]))
     return ", ".join([text] + [extra] * bool(extra) + [candidate.note] * bool(candidate.note))
@@ -186,6 +189,7 @@ def _order(candidate: CandidatePlan, recomputed: tuple[int, ...]) -> Order:
             "kind": kind,
             "prefetch": int(fetches),
             "is_eager": mode.goes_by_pieces or is_data_parallel,
+            "head_chunks": candidate.problem.profile.head_chunks,
             **_recompute(recomputed, candidate),
         }
     )
@@ -230,6 +234,14 @@ def _keep(candidate: CandidatePlan) -> Keep:
     return Keep(activations=activations)
 
 
+def _saved_by_chunks(candidate: CandidatePlan) -> float:
+    """Returns the bytes per microbatch that the head's chunks save at the peak of the last unit."""
+    profile = candidate.problem.profile
+    whole, now = (form_at(profile.head_forms, chunks) for chunks in (1, profile.head_chunks))
+    peaks = [form.activation_bytes + max(form.forward_work_bytes, form.backward_work_bytes) for form in (whole, now)]
+    return max(0.0, peaks[0] - peaks[1]) * candidate.samples
+
+
 def _decisions(candidate: CandidatePlan) -> list[Decision]:
     """Returns the choices and their reasons."""
     decisions = []
@@ -253,6 +265,10 @@ def _decisions(candidate: CandidatePlan) -> list[Decision]:
     if not candidate.is_shared:  # `compile` chooses the shares and gives the reason
         reason = "the best of the sizes that divide the batch and fit"
         decisions.append(Decision(axis="feed", choice=choice, reason=reason))
+    chunks = candidate.problem.profile.head_chunks
+    if chunks > 1:
+        reason = f"it saves {format_bytes(_saved_by_chunks(candidate))} per microbatch in the last unit"
+        decisions.append(Decision(axis="order", choice=f"the head and its loss in {chunks} chunks", reason=reason))
     if not candidate.mode.is_plain:
         reason = "of what fits, this costs least time"
         decisions.append(Decision(axis="keep", choice=candidate.keeping, reason=reason))

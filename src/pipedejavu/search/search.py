@@ -53,6 +53,70 @@ def search(
     options = (options or SearchOptions()).agreed()
     check_units(profile)
     check_devices(len(usable(profile, machine, options)), machine.name)
+    result = _search_form(profile.with_head_chunks(options.head_chunks or 1), machine, options, progress, max_score)
+    for chunks in () if options.head_chunks else _other_forms(profile, machine, options):
+        left_s = options.time_budget_s - result.time_s
+        if left_s <= 0 or not _may_gain(profile, result, chunks):
+            continue
+        form, within = profile.with_head_chunks(chunks), options.replace(time_budget_s=left_s)
+        result = _joined(result, _search_form(form, machine, within, progress, max_score), options)
+    return result
+
+
+TIGHT = 0.7
+"""Share of a device's memory above which plans with the head in chunks are searched for too."""
+FASTER = 0.99
+"""The time of a head in chunks, as a share of that of the whole head, below which they are searched for anyway."""
+
+
+def _other_forms(profile: Profile, machine: Machine, options: SearchOptions) -> list[int]:
+    """Returns the numbers of chunks that the head of the model could run in, most chunks first.
+
+    Only if all logits of a batch take a noticeable share of some device's memory.
+    """
+    forms = sorted((form for form in profile.head_forms if form.chunks > 1), key=lambda form: -form.chunks)
+    whole = next((form for form in profile.head_forms if form.chunks == 1), None)
+    least = min(machine.device(name).memory_bytes for name in usable(profile, machine, options))
+    samples = options.samples or options.batch
+    if whole is None or whole.boundary_bytes * samples < LEAST_LOGITS * least:
+        return []
+    return [form.chunks for form in forms]
+
+
+LEAST_LOGITS = 1e-3
+"""Share of the smallest device's memory that the logits of a batch take at least, if dividing them can matter."""
+
+
+def _may_gain(profile: Profile, result: SearchResult, chunks: int) -> bool:
+    """Whether plans with the head in chunks may be better: memory is tight, or chunks were measured to be faster."""
+    best = result.best
+    if best is None or best.fullest_share > TIGHT or _effort(best)[1]:
+        return True
+    form = next(form for form in profile.head_forms if form.chunks == chunks)
+    last = profile.units[-1].times
+    whole_s = {kind: (time.forward.at(1), time.backward.at(1)) for kind, time in last.items() if kind in form.forward}
+    return any(
+        form.forward[kind] * forward + form.backward[kind] * backward < FASTER * (forward + backward)
+        for kind, (forward, backward) in whole_s.items()
+    )
+
+
+def _joined(one: SearchResult, other: SearchResult, options: SearchOptions) -> SearchResult:
+    """Returns the best plans of two searches for the same question."""
+    return one.replace(
+        candidates=tuple(_in_order([*one.candidates, *other.candidates], options)[: options.candidates]),
+        num_estimated=one.num_estimated + other.num_estimated,
+        num_simulated=one.num_simulated + other.num_simulated,
+        is_complete=one.is_complete and other.is_complete,
+        time_s=one.time_s + other.time_s,
+        notes=(*one.notes, *(note for note in other.notes if note not in one.notes)),
+    )
+
+
+def _search_form(
+    profile: Profile, machine: Machine, options: SearchOptions, progress: Progress | None, max_score: float
+) -> SearchResult:
+    """Searches with the head of the model in the chunks that the profile is for."""
     pool = Pool(options, progress, max_score)
     problems = [*problems_of(profile, machine, options)]
     name, reason = _choose(pool, problems, options)
@@ -202,4 +266,5 @@ def _effort(candidate: RankedPlan) -> tuple[bool, int]:
     """Returns a key by which simpler plans sort first."""
     plan = candidate.plan
     moves = (plan.keep.kind != "replicated") + (plan.keep.activations == "host") + bool(plan.place.stage_shards)
+    moves += plan.order.head_chunks > 1
     return bool(candidate.only_costed), moves + plan.order.has_recompute + plan.is_flush_free

@@ -47,6 +47,8 @@ class BatchSplit:
         self.sizes, self.reduction, self.cut, self.pads = sizes, reduction, cut, pads
         self.forms: list[str] = []
         """The forms that batches had so far."""
+        self.counts: list[int] = []
+        """Samples or labels that count, per microbatch."""
         self.structure = ""
         self.cuts = [cut] if cut is not None else []
         """The cuts whose units run the microbatches; each worker has a copy."""
@@ -79,6 +81,8 @@ class BatchSplit:
         self.is_padding = [part == 0 for part in parts]
         counts = [self.reduction.count(part.targets) for part in self.parts]
         self.counts = [0 if fills else count for fills, count in zip(self.is_padding, counts, strict=True)]
+        if batch.num_items is not None and any(self.counts):
+            self._divide_by(batch.num_items)
         if not sum(self.counts):
             raise InputError(
                 f"none of the labels in a batch of {batch.size} samples counts: all are {self.reduction.ignored}; leave"
@@ -87,6 +91,17 @@ class BatchSplit:
         for cut in self.cuts:
             for count in {max(1, part) for part in parts}:
                 cut.fit(batch.rows(slice(count)).inputs)
+
+    def _divide_by(self, num_items: int) -> None:
+        """Makes the counts add up to what the user's batch says that its loss is divided by."""
+        difference = num_items - sum(self.counts)
+        if difference and not self.pads:
+            raise InputError(
+                f"num_items_in_batch is {num_items}, and {sum(self.counts)} labels of the batch count, in several"
+                " updates; leave it out, or use a plan that makes one update per step"
+            )
+        largest = self.counts.index(max(self.counts))
+        self.counts[largest] += difference
 
     def _check_form(self, batch: UserBatch) -> None:
         """Raises InputError for other tensors than the first batch had; says once that lengths vary."""

@@ -1,11 +1,12 @@
-"""The Trainer: trains under a plan from the user's own loop, with the workers as threads of the user's process."""
+"""The Trainer: trains under a plan from the user's own loop.
+
+Its workers are threads of the user's process, or the ranks that torchrun started.
+"""
 
 import json
 import time
-import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,31 +14,41 @@ import torch
 from torch import Tensor, nn
 
 from pipedejavu.engine import AdamW, Optimizer, Threads
-from pipedejavu.engine.engine_state import final_buffers, take_all
+from pipedejavu.engine.engine_state import take_all
 from pipedejavu.engine.replicas import ReplicaCheck
 from pipedejavu.facts import InputError, Machine
-from pipedejavu.facts.printable import tell
 from pipedejavu.health.failure import WorkerError
-from pipedejavu.health.watchdog import HangWatchdog
 from pipedejavu.plan import Plan
+from pipedejavu.planner.compile_choice import read_mode
 from pipedejavu.planner.precision_choice import check_request
-from pipedejavu.planner.replan import PlanSwitch, Replanner, find_switch
+from pipedejavu.planner.replan import PlanSwitch
 from pipedejavu.program import Program
 from pipedejavu.program import compile as compile_plan
-from pipedejavu.run.run_folder import result_of
-from pipedejavu.run.saved_facts import check_finite, saved_in
-from pipedejavu.run.throughput import ThroughputMonitor
+from pipedejavu.run.saved_facts import saved_in
 from pipedejavu.run.whole_state import WholeState
 from pipedejavu.session.batch_split import BatchSplit
+from pipedejavu.session.callback import Callback
+from pipedejavu.session.eval_metrics import Metric
+from pipedejavu.session.fit_history import FitHistory
+from pipedejavu.session.fit_loop import FitLoop
+from pipedejavu.session.loop_checkpoints import load_weights
+from pipedejavu.session.loop_evaluation import LoopEvaluation
+from pipedejavu.session.loop_replanner import LoopReplanner
+from pipedejavu.session.loop_watchdog import start_watchdogs
 from pipedejavu.session.model_refresh import ModelRefresh, release
+from pipedejavu.session.newest_weights import NewestWeights, copy_newest
+from pipedejavu.session.pretrained_folder import check_tokenizer, is_pretrained, save_pretrained
+from pipedejavu.session.rank_rounds import RankRounds, Workers
 from pipedejavu.session.torch_optimizer import read_optimizer, read_positional
+from pipedejavu.session.trainer_checkpoints import TrainerCheckpoints
 from pipedejavu.session.trainer_plan import OptimizerOf, TrainerOptions, TrainerPlan, may_pad, read_sample
-from pipedejavu.session.training_session import ThreadWorkers, TrainingSession
+from pipedejavu.session.trainer_ranks import BatchKind, TrainerRanks
+from pipedejavu.session.training_session import RankWorker, ThreadWorkers, TrainingSession
 from pipedejavu.simulate import Prediction, check_fit, simulate
 from pipedejavu.source.loss_reduction import Reduction
 from pipedejavu.source.precision import check_parameters, no_autocast, take_autocast
 from pipedejavu.source.user_batch import UserBatch
-from pipedejavu.store import Checkpoint, CheckpointDir, Saver
+from pipedejavu.store import Checkpoint
 
 
 class Trainer:
@@ -68,8 +79,17 @@ class Trainer:
     Batches may be shorter than the sample, and samples may vary in length. A model that is not a chain is traced again
     for each new shape of a microbatch.
 
+    `clip_norm` limits the norm of all gradients of an update, as `clip_grad_norm_` does.
+
+    In a process that torchrun started, the workers are the ranks. Every rank runs the same script and makes the same
+    calls. With `batches="global"` each rank gives the whole batch, with "shard" its share, as under
+    DistributedDataParallel; "auto" decides by whether the first batch is the same on all ranks.
+
     Before the first step, copies of the model and of its units run the sample; a model whose units compute something
     else is refused. `check_model=False` skips this.
+
+    With `head_chunks`, the last linear layer and the cross-entropy of its result run in that many chunks of tokens, so
+    that the logits of all tokens never exist together; with None the plan decides.
 
     If an action takes longer than `hang_after_s` (0: no limit; None: a limit far above the forecast of a step), `step`
     raises a WorkerError that names the action and its line of code. The Trainer cannot be used after that.
@@ -78,6 +98,7 @@ class Trainer:
     all GPUs that train compute it, and else fp32. A `torch.autocast` of bfloat16 around the Trainer asks for "bf16".
     The model's weights stay float32: `state_dict` returns the masters that updates work on. A bfloat16 model is
     trained with float32 masters.
+    With `compile` units run under torch.compile: "on" or True, "off" or False, or "auto", if some 200 steps repay it.
 
     Replicas that share every update must hold equal weights. They are compared every `check_replicas` updates (0:
     never), before each checkpoint and before `save_to_model`. A WorkerError names the replica that differs; `load` then
@@ -93,16 +114,22 @@ class Trainer:
         scheduler: Any = None,
         sample: Any = None,
         plan: str | Plan = "1f1b",
-        workers: int = 2,
+        workers: int | None = None,
+        batches: BatchKind = "auto",
+        clip_norm: float | None = None,
         seed: int = 0,
         machine: Machine | None = None,
         replan: bool = True,
         hang_after_s: float | None = None,
         check_replicas: int = 50,
         check_model: bool = True,
+        head_chunks: int | None = None,
+        compile: str | bool = "auto",  # noqa: A002
         precision: str = "auto",
     ):
         asked = take_autocast("Trainer()", check_request(precision))
+        if head_chunks is not None and head_chunks < 1:
+            raise InputError(f"head_chunks is {head_chunks}; give 1 or more chunks of tokens, or None")
         check_parameters(model)
         self.model = model
         self.samples = 0
@@ -111,15 +138,17 @@ class Trainer:
         """Whether the user's model lacks updates that were made."""
         self.should_stop = False
         """Set by a callback to end `fit` after this step."""
-        self._steps = 0
+        self._ranks = TrainerRanks.join(batches)
+        self._batches: BatchKind = batches
+        self._checkpoints = TrainerCheckpoints(self._ranks)
+        self._eval: LoopEvaluation | None = None
         self._losses: list[float] = []
-        self._saver: Saver | None = None
         chosen, self.loss = read_positional(optimizer_and_loss, optimizer, loss)
         self._groups = read_optimizer(model, chosen, scheduler)
         self._optimizer: OptimizerOf = self._groups.for_units if self._groups else lambda _: chosen or AdamW(lr=1e-3)
         self._options = TrainerOptions(
             plan=plan,
-            workers=workers,
+            workers=workers or (self._ranks.size if self._ranks else 2),
             seed=seed,
             machine=machine,
             replan=replan,
@@ -127,18 +156,31 @@ class Trainer:
             check_replicas=check_replicas,
             check_model=check_model,
             precision=asked,
+            head_chunks=head_chunks,
+            clip_norm=clip_norm,
+            ranks=self._ranks,
+            compile=read_mode(compile),
         )
         self._reading: tuple[UserBatch, Reduction] | None = None
         self._loaded: Checkpoint | None = None
         self._is_started = False
         if sample is not None:
             with no_autocast():
-                self._begin(sample)
+                self._begin(self._whole(sample, "the first batch"))
 
     def _read(self, batch: Any) -> tuple[UserBatch, Reduction]:
         """Returns the first batch in the form of the engine, and how the loss is reduced over samples."""
         self._reading = self._reading or read_sample(self.model, self.loss, batch)
         return self._reading
+
+    def _whole(self, batch: Any, call: str) -> Any:
+        """Returns the batch of all ranks."""
+        if self._ranks is None:
+            return batch
+        per_sample = self._reading[0].per_sample if self._reading else None
+        form = UserBatch.of(batch, per_sample, has_own_loss=self.loss is None)
+        whole, self._batches = self._ranks.share_batch(batch, self._batches, form, call)
+        return whole
 
     def _begin(self, sample: Any) -> None:
         """Plans for batches like the sample, and starts the workers."""
@@ -149,10 +191,8 @@ class Trainer:
         prepared = plan.prepare(first, reduction)
         self._cut, self._job, self.batch = prepared.cut, prepared.job, prepared.batch
         self.units = self._cut.units
-        self._whole = WholeState(self.model, self.units)
-        self._switch: PlanSwitch | None = None
-        self._replanner: Replanner | None = None
-        self._replans = self._options.replan and prepared.is_searched
+        self._whole_state = WholeState(self.model, self.units)
+        self._replanner = LoopReplanner(is_on=self._options.replan and prepared.is_searched)
         self._start(prepared.program, first)
         self.batch.held_out = BatchSplit(first, self.batch.sizes, reduction, self._cut, pads=self.batch.pads)
         ModelRefresh(self).install(self.model)
@@ -174,44 +214,28 @@ class Trainer:
         check_fit(prediction)
         sizes = program.sizes * program.plan.steps
         self.batch = BatchSplit(batch, sizes, self.batch.reduction, self._cut, pads=may_pad(program.plan))
-        self.threads = Threads(program, self._job, self.batch)
+        started = Threads if self._ranks is None else RankRounds
+        self.threads: Workers = started(program, self._job, self.batch)
         self.batch.cuts = [replace(self._cut, units=worker.job.units) for worker in self.threads.handlers]
         replicas = ReplicaCheck(program, self._job, self._options.check_replicas)
-        self._session = TrainingSession(ThreadWorkers(self.threads), replicas, self._whole)
-        self._start_watchdogs(prediction.makespan_s / program.plan.steps)
-        if self._replans and len(program.workers) > 1:
-            self._replanner = Replanner(ThroughputMonitor(program), self._find_switch, self._request_switch)
-        else:
-            self._replanner = None
-
-    def _find_switch(self, slowdowns: Sequence[float]) -> PlanSwitch | None:
-        """Searches for a plan that pays; assumes that as many steps follow as were made, since the end is unknown."""
-        return find_switch(self.program, slowdowns, self._steps, start_s=0.0)
-
-    def _request_switch(self, switch: PlanSwitch) -> None:
-        self._switch = switch
-        tell(switch.reason)
+        threads = self.threads
+        workers = (
+            ThreadWorkers(threads)
+            if isinstance(threads, Threads)
+            else RankWorker(threads.rank, threads.handlers[0], threads)
+        )
+        self._session = TrainingSession(workers, replicas, self._whole_state)
+        start_watchdogs(self.threads, prediction.makespan_s / program.plan.steps, self._options.hang_after_s)
+        self._replanner.follow(program)
 
     def _switch_plan(self, switch: PlanSwitch, batch: UserBatch) -> None:
         """Replaces the workers by those of another plan, with the same state."""
-        self._switch = None
+        assert isinstance(self.threads, Threads), "ranks keep their plan"
         state, updates = take_all(self.threads), self.updates
         del self.threads, self._session  # a GPU may not have memory for both
         self._start(compile_plan(switch.plan, switch.profile, switch.machine, fold=False), batch)
         self._session.workers.put_state(updates, state.get, None)
         self._session.replicas.agreed = updates
-
-    def _start_watchdogs(self, forecast_s: float) -> None:
-        """Starts a watchdog over the lanes of each worker, given the forecast of an update.
-
-        It stops when the threads are freed.
-        """
-        end = partial(_give_up, weakref.ref(self.threads))
-        for worker in self.threads.handlers:
-            watchdog = HangWatchdog(worker.index, end, option="hang_after_s")
-            watchdog.allow(forecast_s, self._options.hang_after_s)
-            worker.notice = watchdog.notice
-            weakref.finalize(self.threads, watchdog.stop)
 
     def predict(self) -> Prediction:
         """Returns the prediction of a step."""
@@ -226,10 +250,11 @@ class Trainer:
             return self._step(batch)
 
     def _step(self, batch: Any) -> float:
+        batch = self._whole(batch, "step")
         if not self._is_started:
             self._begin(batch)
-        if self._switch is not None:
-            self._switch_plan(self._switch, self.batch.batch)
+        if self._replanner.switch is not None:
+            self._switch_plan(self._replanner.switch, self.batch.batch)
         self.is_stale = False  # tracing a new batch shape reads the model's state
         try:
             self.batch.take(batch, first=self.threads.updates * self.program.update_size)
@@ -241,18 +266,71 @@ class Trainer:
         spans = self.threads.run()
         if self._groups is not None:
             self._groups.end()
-        self._steps += 1
         if self._session.replicas.is_due(self.updates, self.program.plan.steps):
             self._check_replicas()
-        if self._replanner is not None:
-            self._replanner.throughput.take_round(time.perf_counter() - start_s, spans)
-            self._replanner.look()
+        self._replanner.take_step(time.perf_counter() - start_s, spans)
         losses = [loss for worker in self.threads.handlers for loss in worker.log.losses.values()]
         for worker in self.threads.handlers:
             worker.log.forget_losses()
         self.samples += self.batch.size
-        self._losses.append(sum(losses) / sum(self.batch.counts))
+        total = sum(losses) if self._ranks is None else self._ranks.add_up([sum(losses)])[0]
+        self._losses.append(total / self.last_count)
         return self._losses[-1]
+
+    @property
+    def last_count(self) -> int:
+        """How many samples, or labels that count, the last step's loss is the mean of."""
+        return sum(self.batch.counts)
+
+    @property
+    def shows_progress(self) -> bool:
+        """Whether this process shows progress: the only one, or the first rank."""
+        return self._ranks is None or self._ranks.rank == 0
+
+    def has_ended(self, is_here: bool) -> bool:
+        """Whether this rank's loader has ended, and that of all others with it."""
+        if is_here and self._ranks is not None:
+            self._ranks.agree("the end of an epoch")
+        return is_here
+
+    def evaluate(self, loader: Iterable[Any], metrics: Mapping[str, Metric] | None = None) -> dict[str, float]:
+        """Returns metrics of the newest weights over all batches of a loader, in evaluation mode.
+
+        `loss` is a mean over samples, or over the labels that count, as in training; `perplexity` is given for losses
+        of tokens, `accuracy` for scores of classes, and `samples` is how many there were. `metrics` are functions of
+        (output, targets) by name; each returns its mean over the samples of the batch, or a pair (sum, count).
+
+        Batches may have any size. Units run one after another on the devices of the workers, and random generators,
+        running statistics and all other state of the training stay as they were.
+        """
+        if self._eval is None:
+            self._eval = LoopEvaluation(self.model, self.loss, self._ranks)
+        if not self._is_started and self._loaded is not None:
+            load_weights(self.model, self._loaded)
+        weights = None
+        if self._is_started:
+            self._check_sound()
+            weights = NewestWeights(self.program, self.units, self.threads.handlers)
+        is_stale, self.is_stale = self.is_stale, False  # tracing reads the model's state, and only its shapes
+        try:
+            return self._eval.run(loader, metrics or {}, self._read, weights, self._batches)
+        finally:
+            self.is_stale = is_stale
+
+    def fit(
+        self,
+        loader: Iterable[Any],
+        eval_loader: Iterable[Any] | None = None,
+        epochs: int = 1,
+        callbacks: Sequence[Callback] = (),
+        *,
+        metrics: Mapping[str, Metric] | None = None,
+    ) -> FitHistory:
+        """Trains for `epochs` passes over a loader, each followed by `evaluate` on `eval_loader` if it is given.
+
+        Before each epoch, samplers that have a `set_epoch` are given its number. Returns losses, metrics and times.
+        """
+        return FitLoop(self, loader, eval_loader, callbacks, metrics).run(epochs)
 
     def _check_replicas(self) -> None:
         """Raises WorkerError if replicas that share every update hold different weights."""
@@ -266,19 +344,21 @@ class Trainer:
             return self.threads.updates
         return self._loaded.step if self._loaded is not None else 0
 
-    def save(self, folder: str | Path) -> None:
+    def save(self, folder: str | Path, *, tokenizer: Any = None) -> None:
         """Copies the state and starts writing it to a folder of checkpoints, while training goes on.
 
         The folder keeps the newest two checkpoints and the one with the lowest loss. `wait` returns once all is on
-        disk. Raises InputError if the state is not finite, and after a failed step the error of that step.
+        disk. A model of transformers is also written beside them as by `save_pretrained`, with the tokenizer if given,
+        so that `from_pretrained` opens the folder. Raises InputError if the state is not finite, and after a failed
+        step the error of that step.
         """
         self._check_started("a checkpoint")
-        if self.threads.failure is not None:
-            raise self.threads.failure
+        check_tokenizer(tokenizer)
+        ranks = self._ranks
+        if ranks is not None:
+            ranks.agree("save")
+        self._check_sound()
         self._check_replicas()
-        if self._saver is None or self._saver.checkpoint_dir.path != Path(folder):
-            self.wait()
-            self._saver = Saver(CheckpointDir(folder), tell=tell)
         about = {
             "samples": self.samples,
             "loss": sum(self._losses) / len(self._losses) if self._losses else None,
@@ -287,12 +367,15 @@ class Trainer:
         }
         tensors = self._session.take_state()
         self._losses.clear()
-        self._saver.save(self.updates, tensors, lambda: about)
+        self._checkpoints.save(Path(folder), self.updates, tensors, lambda: about)
+        if is_pretrained(self.model):
+            self._copy_trained()
+            if ranks is None or ranks.rank == 0:
+                save_pretrained(Path(folder), self.model, *filter(None, [tokenizer]))
 
     def wait(self) -> None:
         """Waits until all saved checkpoints are on disk."""
-        if self._saver is not None:
-            self._saver.wait()
+        self._checkpoints.wait()
 
     def load(self, folder: str | Path, *, allow_restart: bool = False) -> int:
         """Loads the newest complete checkpoint, saved under this plan or any other; returns its number of updates.
@@ -301,11 +384,9 @@ class Trainer:
         one cannot be read for another reason, or if all are damaged and `allow_restart` is not set. Afterwards
         `samples` is the number of samples trained on; the loop goes on with the next one.
         """
-        self.wait()
-        checkpoint = CheckpointDir(folder).newest(tell, allow_restart=allow_restart)
+        checkpoint = self._checkpoints.newest(Path(folder), allow_restart=allow_restart)
         if checkpoint is None:
             return 0
-        check_finite(checkpoint, CheckpointDir(folder))
         if self._is_started:
             self._restore(checkpoint)
         else:
@@ -326,26 +407,18 @@ class Trainer:
         step.
         """
         self._check_started("a trained model")
-        if self.threads.failure is not None:  # some workers may have made an update that others have not
-            raise self.threads.failure
+        if self._ranks is not None:
+            self._ranks.agree("state_dict")
+        self._check_sound()
         self._check_replicas()
-        self.is_stale = False
-        trained = result_of(self.program, self.threads.outcome().weights)
-        for worker in self.threads.handlers:
-            trained |= final_buffers(worker)
-        targets = [
-            *(pair for unit, m in self.units for pair in m.named_parameters(unit, remove_duplicate=False)),
-            *(pair for unit, m in self.units for pair in m.named_buffers(unit, remove_duplicate=False)),
-        ]
-        with torch.no_grad():
-            for name, tensor in targets:
-                if name in trained:
-                    tensor.copy_(trained[name])
+        self._copy_trained()
         return self.model
 
+    def _check_sound(self) -> None:
+        """Raises the error of a failed step: some workers may have made an update that others have not."""
+        if self.threads.failure is not None:
+            raise self.threads.failure
 
-def _give_up(threads: "weakref.ref[Threads]", trace: str, sentence: str) -> None:
-    if running := threads():
-        error = WorkerError(sentence)
-        error.add_note(f"There it is in the code:\n{trace}")
-        running.give_up(error)
+    def _copy_trained(self) -> None:
+        self.is_stale = False
+        copy_newest(NewestWeights(self.program, self.units, self.threads.handlers), self.units, self._ranks)

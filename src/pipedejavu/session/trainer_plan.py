@@ -1,24 +1,26 @@
 """What a Trainer settles on its first batch: the reduction of the loss, the units, the plan and its program."""
 
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from pipedejavu.engine import Job, Optimizer
 from pipedejavu.engine.device import device_of
-from pipedejavu.facts import InputError, Machine
+from pipedejavu.facts import InputError, Machine, Profile
 from pipedejavu.facts.printable import tell
 from pipedejavu.model_check.check import Checked, Sample
 from pipedejavu.model_check.check import check_model as check_units
 from pipedejavu.plan import Plan, preset
+from pipedejavu.planner.compile_choice import ASSUMED_STEPS, CompileMode, choose_compile
 from pipedejavu.planner.measure import measure
 from pipedejavu.planner.planning import MOST_SAMPLES, choose_plan, known_machine, measure_setups
 from pipedejavu.planner.precision_choice import PrecisionRequest, with_precision
 from pipedejavu.planner.profiling import choose_sizes, measure_with
-from pipedejavu.planner.worker_host import devices_to_measure, make_machine, read_worker_hosts, torch_device
+from pipedejavu.planner.worker_host import WorkerHost, devices_to_measure, make_machine, read_worker_hosts, torch_device
 from pipedejavu.profile import ModelCut, UnitSample, cut_model, make_samples
 from pipedejavu.profile.sequential import Units
 from pipedejavu.profile.unit_time import Report
@@ -27,6 +29,7 @@ from pipedejavu.program import compile as compile_plan
 from pipedejavu.program.pipeline import assign_devices
 from pipedejavu.search import RankedPlan, SearchOptions
 from pipedejavu.session.batch_split import BatchSplit, without_padding
+from pipedejavu.session.trainer_ranks import TrainerRanks
 from pipedejavu.source.loss_reduction import Loss, Reduction, find_reduction, own_loss
 from pipedejavu.source.precision import trained_dtype
 from pipedejavu.source.task import loss_of
@@ -47,7 +50,12 @@ class TrainerOptions:
     hang_after_s: float | None
     check_replicas: int
     check_model: bool
-    precision: PrecisionRequest
+    precision: PrecisionRequest = "auto"
+    compile: CompileMode = "auto"
+    head_chunks: int | None = None
+    clip_norm: float | None = None
+    ranks: TrainerRanks | None = None
+    """The ranks that are the workers; None if they are threads."""
 
 
 class PreparedModel(NamedTuple):
@@ -81,23 +89,71 @@ class TrainerPlan:
         self.model, self.loss, self.optimizer, self.options = model, loss or own_loss, optimizer, options
 
     def prepare(self, first: UserBatch, reduction: Reduction) -> PreparedModel:
-        """Cuts the model, searches for a plan if none is given, compiles it and checks the units."""
+        """Cuts the model, searches for a plan if none is given, compiles it and checks the units.
+
+        On several ranks the first plans, and the others take its plan.
+        """
+        ranks = self.options.ranks
+        if ranks is None:
+            return self._prepare(first, reduction)
+        hosts = ranks.group.worker_hosts()
+        prepared, failed, handed = None, "", ""
+        if ranks.rank == 0:
+            try:
+                prepared = self._prepare(first, reduction, hosts)
+                program = prepared.program
+                handed = json.dumps([part.to_json() for part in (program.plan, program.profile, program.machine)])
+            except InputError as error:
+                failed = str(error)
+        if failed := ranks.broadcast_text(failed):
+            raise InputError(failed)
+        parts = json.loads(ranks.broadcast_text(handed))
+        return prepared or self._prepare_as(first, reduction, parts)
+
+    def _prepare_as(self, first: UserBatch, reduction: Reduction, parts: Sequence[str]) -> PreparedModel:
+        """Cuts the model and compiles the plan as the first rank has, given its plan, profile and machine."""
+        plan, profile, machine = Plan.from_json(parts[0]), Profile.from_json(parts[1]), Machine.from_json(parts[2])
+        batch = BatchSplit(first, _sizes(plan), reduction, pads=may_pad(plan))
+        cut = batch.cut = cut_model(self.model, batch.own_inputs(0), plan.cut.begins)
+        summed = without_padding(reduction.summed(self.loss))
+        job = self._job(cut, summed)
+        program = compile_plan(plan, profile, machine, fold=False)
+        return PreparedModel(cut, job, program, batch, is_searched=False)
+
+    def _prepare(self, first: UserBatch, reduction: Reduction, hosts: Sequence[WorkerHost] = ()) -> PreparedModel:
         options = self.options
+        if options.plan == "auto" and options.ranks is not None:
+            raise InputError(
+                "plan='auto' searches for workers of one process, and torchrun started"
+                f" {options.ranks.size} ranks; give a plan with as many workers, such as '1f1b' or 'ddp'"
+            )
         summed = without_padding(reduction.summed(self.loss))
         best = self._search(summed, BatchSplit(first, (1,), reduction)) if options.plan == "auto" else None
         plan = _sized(best.plan if best else options.plan, options.workers)
-        sizes = (1,) * (plan.feed.microbatches * _copies(plan) * plan.steps)
-        batch = BatchSplit(first, sizes, reduction, pads=may_pad(plan))
+        if options.head_chunks is not None:
+            plan = plan.replace(order=plan.order.replace(head_chunks=options.head_chunks))
+        if options.clip_norm is not None and plan.reduce.clip == "none":
+            plan = plan.replace(reduce=plan.reduce.replace(clip="global"))
+        if options.ranks is not None and plan.num_workers != options.ranks.size:
+            raise InputError(
+                f"the plan has {plan.num_workers} workers and {options.ranks.size} ranks were started; start one for"
+                " each"
+            )
+        batch = BatchSplit(first, _sizes(plan), reduction, pads=may_pad(plan))
         cut = batch.cut = cut_model(self.model, batch.own_inputs(0), plan.cut.begins)
-        job = Job(units=cut.units, loss=loss_of(cut, summed), optimizer=self.optimizer(cut.units), seed=options.seed)
+        job = self._job(cut, summed)
         if best is not None:
             program = compile_plan(plan, best.profile, best.machine, fold=False)
         else:
-            dtype = trained_dtype(self.model)
-            program = _measure_and_compile(job, plan, batch, options.machine, options.precision, dtype)
+            program = _measure_and_compile(job, plan, batch, options, hosts)
         if options.check_model:
             self._check(PreparedModel(cut, job, program, batch, best is not None), summed)
         return PreparedModel(cut, job, program, batch, best is not None)
+
+    def _job(self, cut: ModelCut, summed: Callable[[Any, Any], Tensor]) -> Job:
+        options, optimizer = self.options, self.optimizer(cut.units)
+        loss = loss_of(cut, summed)
+        return Job(units=cut.units, loss=loss, optimizer=optimizer, seed=options.seed, clip_norm=options.clip_norm)
 
     def _check(self, prepared: PreparedModel, summed: Callable[[Any, Any], Tensor]) -> None:
         """Raises InputError if the units compute something else than the model."""
@@ -109,18 +165,47 @@ class TrainerPlan:
     def _search(self, loss: Callable[[Any, Any], Tensor], batch: BatchSplit) -> RankedPlan:
         """Measures the model on all devices of this machine; returns the best plan for batches like the sample."""
         machine = self.options.machine or known_machine()
+        clip: Literal["none", "global"] = "none" if self.options.clip_norm is None else "global"
+        wanted = self._precision(machine)
+        clip = "global" if wanted.reduce.clip == "global" else clip
+        question = SearchOptions(
+            batch=batch.size, clip=clip, head_chunks=self.options.head_chunks, precision=wanted.precision
+        )
+        best = choose_plan(self._measure(loss, batch, machine), machine, question)
+
+        def measure_units(is_compiled: bool) -> Profile:
+            return with_times(best.profile, self._measure(loss, batch, machine, is_compiled=is_compiled))
+
+        mode = self.options.compile
+        chosen = choose_compile(best.plan, best.profile, best.machine, mode, ASSUMED_STEPS, measure_units)
+        return best.replace(plan=chosen.plan, profile=chosen.profile)
+
+    def measure(self, first: UserBatch, reduction: Reduction) -> Profile:
+        """Measures the model on all devices of this machine, for microbatches of up to as many samples as a batch."""
+        machine = self.options.machine or known_machine()
+        return self._measure(reduction.summed(self.loss), BatchSplit(first, (1,), reduction), machine)
+
+    def _measure(
+        self, loss: Callable[[Any, Any], Tensor], batch: BatchSplit, machine: Machine, *, is_compiled: bool = False
+    ) -> Profile:
         sizes = [size for size in choose_sizes(min(batch.size, MOST_SAMPLES)) if size <= batch.size]
         cut = batch.cut = cut_model(self.model, batch.own_head(sizes[-1]))
         job = Job(units=cut.units, loss=loss_of(cut, loss), optimizer=self.optimizer(cut.units))
         unit_samples = make_samples(lambda size: UnitSample(cut.units, *batch.head(size), job.loss), sizes)
-        chosen = with_precision(Plan(), self.options.precision, machine.devices, dtype=trained_dtype(self.model))
-        setups, clip = measure_setups(machine), chosen.reduce.clip
         quiet: Report = lambda _: None  # noqa: E731
-        profile = measure_with("model", unit_samples, job, setups, quiet, precision=chosen.precision)
-        options = SearchOptions(
-            batch=batch.size, precision=chosen.precision, clip="global" if clip == "global" else "none"
-        )
-        return choose_plan(profile.replace(begins=cut.begins), machine, options)
+        setups, precision = measure_setups(machine), self._precision(machine).precision
+        profile = measure_with("model", unit_samples, job, setups, quiet, precision=precision, is_compiled=is_compiled)
+        return profile.replace(begins=cut.begins)
+
+    def _precision(self, machine: Machine) -> Plan:
+        """Returns a plan with the precision of the plans to search."""
+        return with_precision(Plan(), self.options.precision, machine.devices, dtype=trained_dtype(self.model))
+
+
+def with_times(profile: Profile, compiled: Profile) -> Profile:
+    """Returns a profile with the times of compiled units; kinds of devices that these lack keep their times."""
+    units = zip(profile.units, compiled.units, strict=True)
+    return profile.replace(units=tuple(unit.replace(times={**unit.times, **other.times}) for unit, other in units))
 
 
 def may_pad(plan: Plan) -> bool:
@@ -135,23 +220,34 @@ def _sized(plan: str | Plan, workers: int) -> Plan:
     return plan if plan.version.kind != "sync" else plan.replace(steps=1)
 
 
+def _sizes(plan: Plan) -> tuple[int, ...]:
+    """Returns equal sizes of all microbatches of a step."""
+    return (1,) * (plan.feed.microbatches * _copies(plan) * plan.steps)
+
+
 def _measure_and_compile(
-    job: Job, plan: Plan, batch: BatchSplit, machine: Machine | None, asked: PrecisionRequest, dtype: torch.dtype
+    job: Job, plan: Plan, batch: BatchSplit, options: TrainerOptions, hosts: Sequence[WorkerHost]
 ) -> Program:
     """Measures a job at the microbatch size of a batch, and compiles the plan for it."""
     plan = plan.replace(feed=plan.feed.replace(samples=batch.length(0)))
-    plan, machine = _place(plan, machine)
+    plan, machine = _place(plan, options.machine, hosts)
     devices = [machine.device(name) for name in assign_devices(plan, machine)]
-    plan = with_precision(plan, asked, devices, dtype=dtype)
+    dtype = trained_dtype(nn.ModuleList(module for _, module in job.units))
+    plan = with_precision(plan, options.precision, devices, dtype=dtype)
     kinds = _kinds(plan, machine)
-    profile = measure("model", job, plan, batch.head, lambda numbers: batch.head(len(numbers)), kinds)
+
+    def measure_units(is_compiled: bool) -> Profile:
+        load = lambda numbers: batch.head(len(numbers))  # noqa: E731
+        return measure("model", job, plan, batch.head, load, kinds, is_compiled=is_compiled)
+
+    plan, profile = choose_compile(plan, None, machine, options.compile, ASSUMED_STEPS, measure_units)
     return compile_plan(plan, profile, machine, fold=False)
 
 
-def _place(plan: Plan, machine: Machine | None) -> tuple[Plan, Machine]:
-    """Returns a plan, and a machine with a device for each of its workers."""
+def _place(plan: Plan, machine: Machine | None, hosts: Sequence[WorkerHost]) -> tuple[Plan, Machine]:
+    """Returns a plan, and a machine with a device for each of its workers; `hosts` are those of ranks."""
     if machine is None:
-        return make_machine(plan, read_worker_hosts(plan.num_workers), "auto")
+        return make_machine(plan, hosts or read_worker_hosts(plan.num_workers), "auto")
     return plan, machine.divided(plan.num_workers) if plan.place.devices is None else machine
 
 

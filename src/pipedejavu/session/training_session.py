@@ -17,6 +17,7 @@ from pipedejavu.engine.handlers import Handlers
 from pipedejavu.engine.replicas import ReplicaCheck
 from pipedejavu.run.saved_facts import current_gpu, random_state, saved_in, set_random_state
 from pipedejavu.run.whole_state import WholeState
+from pipedejavu.session.rank_rounds import RankRounds
 from pipedejavu.store import Checkpoint, Tensors
 
 
@@ -74,8 +75,9 @@ class ThreadWorkers:
 class RankWorker:
     """The worker of one rank of several processes."""
 
-    def __init__(self, rank: int, handlers: Handlers):
-        self.rank, self._handlers = rank, handlers
+    def __init__(self, rank: int, handlers: Handlers, rounds: RankRounds | None = None):
+        """With `rounds`, the state may be replaced between two rounds."""
+        self.rank, self._handlers, self._rounds = rank, handlers, rounds
 
     @property
     def handlers(self) -> Sequence[Handlers]:
@@ -92,8 +94,10 @@ class RankWorker:
         dist.all_reduce(table)
 
     def put_state(self, update: int, source: Source, norm: float | None) -> None:
-        """Replaces the state of the worker before its first round."""
+        """Replaces the state of the worker; its next round begins with `update`."""
         put_state(self._handlers, update, source, norm)
+        if self._rounds is not None:
+            self._rounds.updates = update
 
 
 class TrainingSession:

@@ -134,7 +134,7 @@ class _Probe:
         for targets in self._other_targets(rows):
             with suppress(Exception):  # the loss may reject modified targets
                 gradients = self._gradients(_with_targets(rows, targets))
-                if all(gradient.isfinite().all() for gradient in gradients):
+                if all(gradient.isfinite().all() for gradient in gradients) and gradients[0].norm() > 0:
                     compared.append((targets, gradients))
         kinds: tuple[Any, ...] = ("sum", "samples")
         labels = _labels_in(rows.targets)
@@ -162,14 +162,15 @@ class _Probe:
                 extremes = labels[0].clone()
                 extremes[[*_FIRST]], extremes[[*_OTHERS]] = valid.min().to(self.device), valid.max().to(self.device)
                 yield _with_labels(rows.targets, extremes)
-            # The first subset has two labels that count (one without the first position), the other two in either case.
-            few = torch.full_like(labels[0], self.ignored)
-            first, other = _FIRST[0], _OTHERS[0]
-            if few.ndim == 1:
-                few[first], few[other] = labels[0][first], labels[0][other]
-            else:
-                few[first, :2], few[other, 1:3] = labels[0][first, :2], labels[0][other, 1:3]
-            yield _with_labels(rows.targets, few)
+                # The first subset has two labels that count (one without the first position), the other two in either
+                # case. The sample's own labels at these positions may all be ignored, as those of a prompt are.
+                few = torch.full_like(labels[0], self.ignored)
+                first, other, label = _FIRST[0], _OTHERS[0], valid[0].to(self.device)
+                if few.ndim == 1:
+                    few[first], few[other] = label, label
+                else:
+                    few[first, :2], few[other, 1:3] = label, label
+                yield _with_labels(rows.targets, few)
         if len(pytree.tree_leaves(rows.targets)) > 1:  # one of them may be a mask, or weights of samples
             without = torch.tensor([n != _FIRST[-1] for n in range(rows.size)], device=self.device)
 

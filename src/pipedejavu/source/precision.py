@@ -71,6 +71,16 @@ def take_autocast(call: str, asked: Any) -> Any:
     return asked
 
 
+def check_autocast(call: str) -> None:
+    """Raises InputError if autocast is enabled around a call that computes in the formats of the model."""
+    for device in ("cpu", "cuda"):
+        if torch.is_autocast_enabled(device):
+            raise InputError(
+                f"autocast is on for {device} around {call}, where it has no effect: workers are threads of their own;"
+                " leave it out, or use it inside the model's forward"
+            )
+
+
 @contextmanager
 def no_autocast() -> Iterator[None]:
     """Disables autocast meanwhile: the precision of a run is the plan's."""

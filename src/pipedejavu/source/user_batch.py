@@ -18,6 +18,9 @@ from pipedejavu.facts import InputError
 _MANY = 5
 """With up to this many inputs of batch size, every choice of shared ones is tried; with more, at most one."""
 
+_NUM_ITEMS = "num_items_in_batch"
+"""The argument of transformers' models that divides a summed loss."""
+
 
 def inputs_and_targets(batch: Any, *, has_own_loss: bool = False) -> tuple[Any, Any]:
     """Returns (inputs, targets) of a batch; a mapping holds the keyword arguments of a model that computes its loss.
@@ -76,11 +79,20 @@ class UserBatch:
     """Names of inputs with one row per sample; all samples share the others."""
     has_own_loss: bool = False
     """Whether the model computes the loss."""
+    num_items: int | None = None
+    """What the loss is divided by, if the batch says so."""
 
     @classmethod
     def of(cls, batch: Any, per_sample: frozenset[str] | None = None, *, has_own_loss: bool = False) -> "UserBatch":
-        """Reads a user's batch; by default, inputs with as many rows as the targets have one row per sample."""
+        """Reads a user's batch; by default, inputs with as many rows as the targets have one row per sample.
+
+        A model that computes its loss may take `num_items_in_batch`, the labels that count in the whole batch. It is
+        not passed to the model, which sees a microbatch at a time, and divides the sum of their losses.
+        """
         inputs, targets = inputs_and_targets(batch, has_own_loss=has_own_loss)
+        num_items = inputs.pop(_NUM_ITEMS, None) if has_own_loss and isinstance(inputs, dict) else None
+        if num_items is not None and (num_items := int(num_items)) < 1:
+            raise InputError(f"{_NUM_ITEMS} is {num_items}; leave batches out in which no label counts")
         size, leaves = count_samples(targets), _named(inputs)
         rows = {name: len(leaf) if leaf.ndim else 0 for name, leaf in leaves if isinstance(leaf, Tensor)}
         if per_sample is None:
@@ -91,7 +103,7 @@ class UserBatch:
                     f"input {name} has {rows[name]} rows in a batch of {size} samples, and had one for each sample in"
                     " the sample batch; give it a row for each sample"
                 )
-        return cls(inputs, targets, size, per_sample, has_own_loss)
+        return cls(inputs, targets, size, per_sample, has_own_loss, num_items)
 
     def rows(self, indices: slice | Sequence[int]) -> "UserBatch":
         """Returns the samples at some indices; shared inputs stay whole."""

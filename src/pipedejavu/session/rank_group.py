@@ -51,7 +51,12 @@ class RankGroup:
 
     @classmethod
     def join(cls) -> "RankGroup":
-        """Joins the ranks that torchrun's environment names; raises InputError if they cannot meet."""
+        """Joins the ranks that torchrun's environment names; raises InputError if they cannot meet.
+
+        If torch.distributed is initialised already, its ranks are joined.
+        """
+        if dist.is_initialized():
+            return cls._of_initialized()
         ranks, variables = cls(), {name: os.environ.get(name, "") for name in _NEEDED}
         if not (variables["RANK"] and variables["WORLD_SIZE"]):
             return ranks
@@ -80,6 +85,20 @@ class RankGroup:
                 f" {ranks.size} ranks were started and that MASTER_ADDR and MASTER_PORT can be reached ({error})"
             ) from None
         ranks._connect(ranks.store)
+        return ranks
+
+    @classmethod
+    def _of_initialized(cls) -> "RankGroup":
+        """Returns the ranks of the default process group that the user's program made."""
+        if "cpu:gloo" not in dist.get_backend_config():
+            raise InputError(
+                f"torch.distributed was initialised with {dist.get_backend_config()}, and ranks exchange tensors of the"
+                " CPU; call init_process_group('cpu:gloo,cuda:nccl') or ('gloo'), or leave it to the Trainer"
+            )
+        ranks = cls()
+        ranks.rank, ranks.size = dist.get_rank(), dist.get_world_size()
+        ranks.is_on_one_host = os.environ.get("LOCAL_WORLD_SIZE", str(ranks.size)) == str(ranks.size)
+        ranks.store = PrefixStore("pipedejavu", dist.distributed_c10d._get_default_store())
         return ranks
 
     def _connect(self, store: Store) -> None:

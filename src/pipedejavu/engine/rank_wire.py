@@ -1,0 +1,182 @@
+"""The wire of a rank: each edge and each group takes the fastest wire that both ends have.
+
+All ranks tell each other what they are, choose alike, and connect before the first round.
+"""
+
+from collections.abc import Iterable
+from itertools import combinations
+
+from torch import Tensor
+
+from pipedejavu.engine.device import CPU, device_of
+from pipedejavu.engine.nccl_wire import NcclWire
+from pipedejavu.engine.wire import Key, ProcessWire, on_host, staged
+from pipedejavu.engine.wire_choice import WireKind, choose_group_wire, choose_wire
+from pipedejavu.engine.wire_end import describe_end, gather_ends, open_listener
+from pipedejavu.program import ActionKind, GroupRole, Program
+from pipedejavu.runtime.cuda_ipc import find_device
+from pipedejavu.runtime.memory_channel import ReceiveEnd, SendEnd
+from pipedejavu.runtime.memory_group import MemoryGroup
+from pipedejavu.runtime.memory_slot import GpuEnds
+from pipedejavu.runtime.peer_socket import Address, PeerSocket, connect_all
+
+Edge = tuple[int, int]
+"""Sender and receiver."""
+
+
+class RankWire:
+    """One rank's end of all channels and groups."""
+
+    def __init__(self, program: Program, rank: int):
+        """Connects this rank to the others; all ranks call it together."""
+        self.rank, self.device = rank, device_of(program, rank)
+        listener = open_listener()
+        self.ends = gather_ends(describe_end(self.device, listener))
+        members = {name: group.workers for name, group in sorted(program.groups.items())}
+        self.edges = {edge: choose_wire(*(self.ends[r] for r in edge)) for edge in sorted(_edges(program))}
+        self.groups = {name: choose_group_wire([self.ends[r] for r in ranks]) for name, ranks in members.items()}
+        self._norms = {name for name, group in program.groups.items() if group.role is GroupRole.NORM}
+        # NCCL sums tensors of GPUs only, so those of the host take Gloo.
+        on_gloo = {n: r for n, r in members.items() if not self.groups[n].kind.is_in_memory}
+        self.gloo = ProcessWire(rank, on_gloo)
+        self._staged = staged(self.gloo, self.device)
+        self.nccl = self._make_nccl(members)
+        self.senders: dict[int, SendEnd] = {}
+        self.receivers: dict[int, ReceiveEnd] = {}
+        self.sums: dict[str, MemoryGroup] = {}
+        if listener is not None:
+            pairs = [edge for edge, choice in self.edges.items() if choice.kind.is_in_memory]
+            shared = [(n, pair) for n, r in members.items() if self.groups[n].kind.is_in_memory for pair in _pairs(r)]
+            addresses = {n: Address(end.name, end.secret) for n, end in enumerate(self.ends)}
+            sockets = connect_all(rank, listener, addresses, [*pairs, *(pair for _, pair in shared)])
+            self._open_channels(pairs, sockets)
+            self._open_groups(shared, {n - len(pairs): peer for n, peer in sockets.items() if n >= len(pairs)})
+
+    def _make_nccl(self, members: dict[str, tuple[int, ...]]) -> NcclWire:
+        edges = [edge for edge, choice in self.edges.items() if choice.kind == WireKind.NCCL]
+        groups = {
+            n: r for n, r in members.items() if self.groups[n].kind == WireKind.NCCL and n not in self._norms
+        }  # fmt: skip
+        return NcclWire(self.rank, self.device, edges, groups)
+
+    def _open_channels(self, edges: list[Edge], sockets: dict[int, PeerSocket]) -> None:
+        for number, (source, target) in enumerate(edges):
+            if self.rank not in (source, target):
+                continue
+            other = target if source == self.rank else source
+            ends = self._gpu_ends(other) if self.edges[source, target].kind == WireKind.CUDA_IPC else None
+            if source == self.rank:
+                self.senders[target] = SendEnd(sockets[number], ends)
+            else:
+                self.receivers[source] = ReceiveEnd(sockets[number], ends)
+
+    def _open_groups(self, shared: list[tuple[str, Edge]], sockets: dict[int, PeerSocket]) -> None:
+        peers: dict[str, dict[int, PeerSocket]] = {}
+        for number, (name, (one, other)) in enumerate(shared):
+            if self.rank in (one, other):
+                peers.setdefault(name, {})[one + other - self.rank] = sockets[number]
+        for name, connected in peers.items():
+            is_on_gpu = self.groups[name].kind == WireKind.CUDA_IPC
+            ends = {other: self._gpu_ends(other) for other in connected} if is_on_gpu else None
+            self.sums[name] = MemoryGroup(self.rank, connected, ends)
+
+    def _gpu_ends(self, other: int) -> GpuEnds:
+        there = find_device(self.ends[other].gpu)
+        assert there is not None, "the choice of this wire requires that the GPU is visible"
+        return GpuEnds(self.device, there)
+
+    def is_issued(self, lane: str) -> bool:
+        """Whether what this lane transfers is issued to its stream, so that the lane's thread need not wait for it."""
+        name = lane.removeprefix("net")
+        if name.startswith("*"):
+            return name[1:] in self.groups and name[1:] not in self._norms and self.groups[name[1:]].kind.is_on_gpu
+        edge = (self.rank, int(name[1:])) if name.startswith(">") else (int(name[1:]), self.rank)
+        return edge in self.edges and self.edges[edge].kind.is_on_gpu
+
+    def send(self, tensors: tuple[Tensor, ...], to: int, key: Key) -> None:
+        """Sends tensors to a rank without waiting for it to receive them, unless several messages are unreceived."""
+        kind = self._kind(self.rank, to)
+        if kind.is_in_memory:
+            is_staged = kind == WireKind.SHARED_MEMORY and self.device != CPU
+            self.senders[to].send(on_host(tensors, self.device) if is_staged else tensors)
+        elif kind == WireKind.NCCL:
+            self.nccl.send(tensors, to, key)
+        else:
+            self._staged.send(tensors, to, key)
+
+    def expect(self, source: int, key: Key) -> None:
+        """Announces the key after the next one from a rank; only Gloo posts receives early."""
+        if self._kind(source, self.rank) == WireKind.GLOO:
+            self._staged.expect(source, key)
+
+    def receive(self, source: int, key: Key) -> tuple[Tensor, ...]:
+        """Returns the next tensors from a rank, on this rank's device."""
+        kind = self._kind(source, self.rank)
+        if kind.is_in_memory:
+            received = self.receivers[source].receive()
+            is_staged = kind == WireKind.SHARED_MEMORY and self.device != CPU
+            return tuple(t.to(self.device, non_blocking=True) for t in received) if is_staged else received
+        return self.nccl.receive(source, key) if kind == WireKind.NCCL else self._staged.receive(source, key)
+
+    def add_up(self, tensor: Tensor, group: str) -> Tensor:
+        """Returns the sum of the members' tensors, with the same bits on all of them."""
+        kind = self.groups[group].kind
+        if kind == WireKind.SHARED_MEMORY and tensor.is_cuda:
+            (on_cpu,) = on_host((tensor,), self.device)
+            return self.sums[group].add_up(on_cpu).to(self.device, non_blocking=True)
+        if kind.is_in_memory:
+            return self.sums[group].add_up(tensor)
+        return (
+            self.nccl.add_up(tensor, group)
+            if tensor.is_cuda and kind == WireKind.NCCL
+            else self._staged.add_up(tensor, group)
+        )
+
+    def _kind(self, source: int, target: int) -> WireKind:
+        """Returns the wire of an edge; exchanges between rounds may take edges that the program has not."""
+        choice = self.edges.get((source, target))
+        return choice.kind if choice else WireKind.GLOO
+
+    def flush(self) -> None:
+        """Waits until all sends are complete."""
+        for sender in self.senders.values():
+            sender.flush()
+        self._staged.flush()
+
+    def stop(self) -> None:
+        """Does nothing: peers notice that this process ends."""
+
+    def close(self) -> None:
+        """Gives back the memory of all channels and groups; all ranks call it together, after their last round."""
+        for receiver in self.receivers.values():
+            receiver.close()
+        for sender in self.senders.values():
+            sender.close()
+        for group in self.sums.values():
+            group.close()
+        self.receivers, self.senders, self.sums = {}, {}, {}
+
+    def traffic(self) -> tuple[int, int]:
+        """Returns the messages and bytes that this rank has sent; a sum counts as a ring all-reduce."""
+        carriers: list[SendEnd | MemoryGroup] = [*self.senders.values(), *self.sums.values()]
+        parts = [*((c.messages, c.size_bytes) for c in carriers), self.gloo.traffic(), self.nccl.traffic()]
+        return sum(messages for messages, _ in parts), sum(size for _, size in parts)
+
+    def describe(self) -> str:
+        """Returns the wires of all edges and groups, each with its reason; empty if there are none."""
+        chosen = [*self.edges.values(), *self.groups.values()]
+        return "; ".join(f"{choice.kind} ({choice.reason})" for choice in dict.fromkeys(chosen))
+
+
+def _edges(program: Program) -> Iterable[Edge]:
+    """Returns the edges on which the actions of a program send."""
+    return {
+        (worker, a.peer)
+        for worker, sequence in enumerate(program.workers)
+        for a in sequence.actions
+        if a.kind == ActionKind.SEND
+    }
+
+
+def _pairs(ranks: tuple[int, ...]) -> list[Edge]:
+    return list(combinations(sorted(ranks), 2))

@@ -1,0 +1,199 @@
+"""Whether the head of a model and its loss run in chunks of tokens, and in how many.
+
+Until the first step has decided, linear layers outside of blocks return deferred logits, and what becomes of them is
+recorded. A head whose logits go into a cross-entropy and nothing else may run in chunks. The others run as before.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from pipedejavu.facts import InputError, format_bytes
+from pipedejavu.hybrid.placement import MemoryInterval, Placement
+from pipedejavu.hybrid.unit_state import UnitState
+from pipedejavu.runtime.chunked_loss import bytes_per_logit
+from pipedejavu.runtime.deferred_head import DeferredHead
+from pipedejavu.runtime.deferred_logits import HeadUse
+
+HeadChunks = int | Literal["auto"]
+
+LEAST_CHUNK_BYTES, CHUNK_SHARE = 256 << 20, 0.02
+"""A chunk takes at most these bytes, or this share of the budget if that is more."""
+
+Place = Callable[[Sequence[MemoryInterval]], Placement]
+"""Places the state of the units, given the memory of a step."""
+
+
+class HeadChoice:
+    """The heads of one model; hooked into it from its construction to `release`."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        unit_states: Sequence[UnitState],
+        chunks: HeadChunks,
+        named: Sequence[str],
+        budget: Callable[[], int],
+    ):
+        """Makes linear layers defer their logits; `named` ones always run in chunks. `budget` returns GPU bytes."""
+        self.budget, self._named = budget, frozenset(named)
+        self.reasons: list[str] = []
+        self._uses: dict[str, tuple[nn.Linear, HeadUse]] = {}
+        self._undo: dict[str, Callable[[], None]] = {}
+        heads = _candidates(model, unit_states)
+        for name in named:
+            if name not in heads:
+                raise InputError(
+                    f"activations of '{name}' is 'chunk', and no linear layer of this name is on the GPU throughout a"
+                    f" step; there are {', '.join(heads) or 'none'}"
+                )
+        if chunks == 1 and not named:
+            return
+        for name, module in heads.items():
+            choose: Callable[[HeadUse], int] = self._by_bytes if name in named else self._if_needed
+            if isinstance(chunks, int) and (chunks > 1 or name in named):
+                choose = _constant(max(2, chunks))
+            self._uses[name] = module, HeadUse(choose=choose)
+            self._undo[name] = _defer(module, self._uses[name][1])
+
+    def _by_bytes(self, use: HeadUse) -> int:
+        """Returns the fewest chunks of which each takes few enough bytes, but 2 or more."""
+        limit = max(LEAST_CHUNK_BYTES, int(CHUNK_SHARE * self.budget()))
+        return max(2, -(-_logits_bytes(use) // limit))
+
+    def _if_needed(self, use: HeadUse) -> int:
+        """Returns 1, or the number of chunks if all logits would not fit beside what is allocated now."""
+        if use.num_chunks > 1:
+            return self._by_bytes(use)
+        weight = next(module.weight for module, other in self._uses.values() if other is use)
+        allocated = torch.cuda.memory_allocated(weight.device) if weight.is_cuda else 0
+        if allocated + _logits_bytes(use) <= self.budget():
+            return 1
+        count = self._by_bytes(use)
+        self.reasons.append(
+            f"the head runs in {count} chunks: its logits would take {format_bytes(_logits_bytes(use))} at once, beside"
+            f" {format_bytes(allocated)} at that time, of {format_bytes(self.budget())}"
+        )
+        return count
+
+    def settle(
+        self, intervals: Sequence[MemoryInterval], forwards: Sequence[MemoryInterval], place: Place
+    ) -> Placement:
+        """Decides after the first backward pass; returns the placement with the reasons."""
+        for name, (_, use) in list(self._uses.items()):
+            if not use.num_losses or (use.reads and use.num_chunks == 1):
+                if name in self._named:
+                    what = f"read by {', '.join(sorted(use.reads))}" if use.reads else "in no cross-entropy"
+                    raise InputError(f"activations of '{name}' is 'chunk', but its result is {what}; leave it out")
+                self._end(name)
+        for name, (_, use) in list(self._uses.items()):
+            if use.num_chunks > 1:
+                if not self.reasons:
+                    self.reasons.append(f"the head '{name}' runs in {use.num_chunks} chunks, as asked")
+                continue
+            divided = self._reduced(use, intervals, forwards)
+            if divided is None or not _is_better(place, intervals, divided):
+                self._end(name)
+                continue
+            use.choose, use.num_chunks = self._by_bytes, self._by_bytes(use)
+            saved = intervals[0].peak_bytes - divided[0].peak_bytes
+            self.reasons.append(
+                f"the head runs in {use.num_chunks} chunks: all its logits at once would take {format_bytes(saved)}"
+                " more of the GPU, which holds state instead"
+            )
+            intervals = divided
+        placement = place(intervals)
+        return replace(placement, reasons=(*placement.reasons, *self.reasons))
+
+    def _reduced(
+        self, use: HeadUse, intervals: Sequence[MemoryInterval], forwards: Sequence[MemoryInterval]
+    ) -> list[MemoryInterval] | None:
+        """Returns what the first step would have taken with the head in chunks; None if that is not less.
+
+        Of all logits, at least the logits themselves, their log-probabilities and a gradient of these existed.
+        """
+        if not intervals:
+            return None
+        chunk, sums = _logits_bytes(use) // self._by_bytes(use), use.num_classes * use.width * (4 + use.itemsize)
+        freed = use.num_logits * (use.itemsize + 8) - chunk - sums
+        others = max((forward.peak_bytes for forward in forwards[:-1]), default=0)
+        peak = max(others, intervals[0].peak_bytes - freed)
+        if freed <= 0 or peak >= intervals[0].peak_bytes:
+            return None
+        return [replace(intervals[0], peak_bytes=peak), *intervals[1:]]
+
+    def weights_change(self, unit_state: UnitState | None = None) -> None:
+        """Notes that the weights of a unit change, or all: deferred logits cannot be computed after that."""
+        parameters = None if unit_state is None else {id(param.parameter) for param in unit_state.params}
+        for module, use in self._uses.values():
+            if parameters is None or id(module.weight) in parameters:
+                use.version += 1
+
+    def _end(self, name: str) -> None:
+        self._undo.pop(name)()
+        del self._uses[name]
+
+    def release(self) -> None:
+        """Restores the forward of all heads."""
+        for name in list(self._uses):
+            self._end(name)
+
+
+def _logits_bytes(use: HeadUse) -> int:
+    return use.num_logits * bytes_per_logit(use.itemsize)
+
+
+def _constant(chunks: int) -> Callable[[HeadUse], int]:
+    return lambda _: chunks
+
+
+def _is_better(place: Place, whole: Sequence[MemoryInterval], divided: Sequence[MemoryInterval]) -> bool:
+    """Whether the second of two measurements leaves room for more state on the GPU, or the first for none at all."""
+    try:
+        before = place(whole)
+    except InputError:
+        return True
+    return place(divided).places.count("gpu") > before.places.count("gpu")
+
+
+def _candidates(model: nn.Module, unit_states: Sequence[UnitState]) -> dict[str, nn.Linear]:
+    """Returns the linear layers that may be heads, by name: those outside of blocks, and those of the last block."""
+    states = [unit_state for unit_state in unit_states if not unit_state.is_windowed]
+    last = unit_states[-1]
+    names = {id(module): name for name, module in model.named_modules()}
+    others = [s for s in unit_states if s not in states or (s.unit.is_block and s is not last)]
+    inside = {id(part) for other in others for part in other.unit.module.modules()}
+    layers = [part for part in model.modules() if type(part) is nn.Linear and id(part) not in inside]
+    return {names[id(layer)]: layer for layer in layers}
+
+
+def _defer(module: nn.Linear, use: HeadUse) -> Callable[[], None]:
+    """Makes a layer defer its result; returns the call that undoes it."""
+    override = module.__dict__.get("forward")
+    module.forward = partial(_forward, module.forward, use)  # type: ignore[method-assign]
+    return partial(_restore, module, override)
+
+
+def _restore(module: nn.Module, override: Callable[..., Any] | None) -> None:
+    module.__dict__.pop("forward", None)
+    if override is not None:
+        module.forward = override
+
+
+def _forward(plain: Callable[..., Any], use: HeadUse, *args: Any, **kwargs: Any) -> Any:
+    if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+        return plain(*args, **kwargs)
+    with DeferredHead(use):
+        return plain(*args, **kwargs)
+
+
+def chunked_names(choice: str | Mapping[str, str]) -> tuple[list[str], Any]:
+    """Returns the names whose activations are 'chunk', and the choice without them."""
+    if isinstance(choice, str):
+        return [], choice
+    named = [name for name, value in choice.items() if value == "chunk"]
+    return named, {name: value for name, value in choice.items() if value != "chunk"}

@@ -1,0 +1,144 @@
+"""Whether the units of a plan run compiled: if the steps asked for repay the compilation.
+
+The profile is measured with what runs. `auto` first compares the most that compiling could gain with what it costs, and
+measures compiled units only if that pays.
+"""
+
+import importlib.util
+import os
+import shutil
+from collections.abc import Callable, Iterable
+from typing import Literal, NamedTuple
+
+from pipedejavu.facts import InputError, Machine, Profile, format_seconds
+from pipedejavu.plan import Decision, Plan
+from pipedejavu.program import compile as compile_plan
+from pipedejavu.program.pipeline import assign_devices
+from pipedejavu.simulate import simulate
+
+CompileMode = Literal["auto", "on", "off"]
+
+ASSUMED_COMPILE_S: dict[str, float] = {"cpu": 30.0, "gpu": 3.0}
+"""Assumed time that compiling one form of unit, forward and backward, delays training. The workers of a CPU share its
+cores with the C++ compiler. On a GPU the measurement has filled the compiler's cache on disk."""
+MOST_GAIN = 0.5
+"""The largest share of a step that compiling is assumed to save, before it is measured."""
+ASSUMED_STEPS = 200
+"""Steps of a loop that does not say how many it makes."""
+
+
+_FORECAST_STEPS = 4
+"""Most updates of a program that are simulated to compare eager with compiled units."""
+
+
+class CompiledPlan(NamedTuple):
+    """A plan that says whether its units are compiled, with the profile of what runs."""
+
+    plan: Plan
+    profile: Profile
+
+
+def choose_compile(
+    plan: Plan,
+    profile: Profile | None,
+    machine: Machine,
+    mode: CompileMode,
+    steps: int,
+    measure: Callable[[bool], Profile],
+    agree: Callable[[Plan], Plan] = lambda plan: plan,
+) -> CompiledPlan:
+    """Decides whether the units of a plan are compiled.
+
+    `profile` is that of eager units, if it is known; `measure` measures units, compiled or not. `agree` returns the
+    plan of the first of several processes.
+    """
+    if mode == "on" or (mode == "auto" and plan.is_compiled):
+        check_order(plan)
+        return CompiledPlan(plan.replace(is_compiled=True), measure(True))
+    eager = profile or measure(False)
+    if mode == "off":
+        return CompiledPlan(plan.replace(is_compiled=False), eager)
+    refusal = agree(_with(plan, _refusal(plan, eager, machine, steps)))
+    if refusal.decisions != plan.decisions:
+        return CompiledPlan(refusal, eager)
+    compiled = measure(True)
+    gain_s = _step_s(plan, eager, machine) - _step_s(plan.replace(is_compiled=True), compiled, machine)
+    cost_s = _cost_s(plan, eager, machine)
+    gain = f"it saves {format_seconds(max(gain_s, 0.0))} of a step as measured"
+    if gain_s * steps <= cost_s:
+        reason = f"{gain}, and {steps} steps do not repay about {format_seconds(cost_s)} of compiling"
+        return CompiledPlan(_with(plan, reason), eager)
+    reason = f"{gain}, which repays about {format_seconds(cost_s)} of compiling within {steps} steps"
+    decision = Decision(axis="compile", choice="on", reason=reason)
+    return CompiledPlan(plan.replace(is_compiled=True, decisions=(*plan.decisions, decision)), compiled)
+
+
+def with_mode(plan: Plan, mode: CompileMode) -> Plan:
+    """Returns a plan whose profile is known, compiled or not as a user asks, and with `auto` as it was decided."""
+    if mode == "on":
+        check_order(plan)
+    return plan if mode == "auto" else plan.replace(is_compiled=mode == "on")
+
+
+def check_order(plan: Plan) -> None:
+    """Raises InputError if units of the plan cannot be compiled."""
+    if plan.splits_backward:
+        raise InputError(
+            f"order '{plan.order.kind}' splits the backward, which compiled units cannot do; leave compile at auto or"
+            " off, or use order '1f1b'"
+        )
+
+
+def read_mode(choice: object) -> CompileMode:
+    """Returns the mode that a user asks for: auto, on or off, or a bool."""
+    if isinstance(choice, bool):
+        return "on" if choice else "off"
+    if choice == "auto" or choice == "on" or choice == "off":
+        return choice
+    raise InputError(f"compile is 'auto', 'on' or 'off', or True or False, not {choice!r}")
+
+
+def _with(plan: Plan, refusal: str) -> Plan:
+    """Returns a plan with the decision not to compile, if there is a reason."""
+    if not refusal:
+        return plan
+    return plan.replace(decisions=(*plan.decisions, Decision(axis="compile", choice="off", reason=refusal)))
+
+
+def _refusal(plan: Plan, profile: Profile, machine: Machine, steps: int) -> str:
+    """Returns why the units of a plan are not compiled, as far as it is known before they are measured."""
+    if plan.splits_backward:
+        return f"order '{plan.order.kind}' splits the backward, which compiled units cannot do"
+    if missing := _missing(_types(plan, machine)):
+        return missing
+    step_s, cost_s = _step_s(plan, profile, machine), _cost_s(plan, profile, machine)
+    if MOST_GAIN * step_s * steps > cost_s:
+        return ""
+    most = f"{steps} steps of {format_seconds(step_s)} cannot repay"
+    return f"{most} about {format_seconds(cost_s)} of compiling"
+
+
+def _missing(types: Iterable[str]) -> str:
+    """Returns what the compiler of torch needs on this host and does not find; empty if it has everything."""
+    if "gpu" in types and importlib.util.find_spec("triton") is None:
+        return "Triton is not installed"
+    compilers = (os.environ.get("CXX", ""), "g++", "clang++", "cl")
+    if not any(name and shutil.which(name) for name in compilers):
+        return "no C++ compiler is installed"
+    return ""
+
+
+def _types(plan: Plan, machine: Machine) -> set[str]:
+    return {machine.device(name).type for name in assign_devices(plan, machine)}
+
+
+def _step_s(plan: Plan, profile: Profile, machine: Machine) -> float:
+    """Returns the forecast of an update."""
+    plan = plan.replace(steps=min(plan.steps, _FORECAST_STEPS))
+    return simulate(compile_plan(plan, profile, machine, fold=False)).makespan_s / plan.steps
+
+
+def _cost_s(plan: Plan, profile: Profile, machine: Machine) -> float:
+    """Returns the assumed time of compiling the distinct units: alike ones have one measurement."""
+    distinct = {unit.replace(name="").to_json() for unit in profile.units}
+    return len(distinct) * max(ASSUMED_COMPILE_S[type_] for type_ in _types(plan, machine))

@@ -1,0 +1,222 @@
+"""Sums over processes of one host through memory that they share.
+
+Every member has two regions that all others map; successive parts of a vector use them in turn:
+
+    1. each member copies its part into its region             then all meet
+    2. each adds one share of all parts, in the order of the members, into its own region      then all meet
+    3. each copies the shares of the others from their regions
+
+A member writes to a region again only two parts later, and by then all have met twice more, so they have read it. To
+meet, each member sends a frame to all others and waits for theirs; on a GPU each records an event before that and its
+stream waits for the events of the others, so no host waits for a device. All members get the same bits.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from pipedejavu.runtime.cuda_ipc import (
+    HANDLE_BYTES,
+    ExportedMemory,
+    MappedMemory,
+    make_shared_event,
+    open_shared_event,
+)
+from pipedejavu.runtime.memory_slot import PAGE_BYTES, GpuEnds, allocate, map_file, take_file
+from pipedejavu.runtime.peer_socket import PeerSocket
+
+PART_BYTES = 32 << 20
+"""Size of the largest part of a vector that is added at a time; a member has two regions of this size at most."""
+REGION, MEET, CLOSED = 16, 17, 18
+"""Kinds of frames: a region of a member, its arrival at a meeting, and that it has unmapped old regions."""
+_WIDENED = (torch.bfloat16, torch.float16)
+"""Dtypes that are added in float32 and rounded once, as torch's own sums do."""
+
+Peers = Mapping[int, PeerSocket]
+"""The connection to each other member."""
+
+
+class Regions(Protocol):
+    """The two regions of each member, and how members meet."""
+
+    size_bytes: int
+
+    def raw(self, which: int) -> Mapping[int, Tensor]:
+        """Returns the bytes of each member's region, by member."""
+
+    def arrive(self, which: int, phase: int) -> None:
+        """Marks what the current stream has done so far."""
+
+    def follow(self, member: int, which: int, phase: int) -> None:
+        """Makes the current stream wait for what another member has marked."""
+
+    def close(self) -> None:
+        """Unmaps the regions of the others, when all members have stopped using them, and gives back its own."""
+
+
+class HostRegions:
+    """Regions in host memory."""
+
+    def __init__(self, size_bytes: int, member: int, peers: Peers):
+        self.size_bytes = -(-size_bytes // PAGE_BYTES) * PAGE_BYTES
+        file = allocate(2 * self.size_bytes)
+        try:
+            for peer in peers.values():
+                peer.send_frame(REGION, 0, 2 * self.size_bytes, (file.file,))
+            whole = {member: map_file(file.file, 2 * self.size_bytes)}
+        finally:
+            file.close()
+        for other, peer in peers.items():
+            whole[other] = take_file(_expect(peer, REGION)[1], peer)
+        self._halves = [{m: raw[n * self.size_bytes :][: self.size_bytes] for m, raw in whole.items()} for n in (0, 1)]
+
+    def raw(self, which: int) -> Mapping[int, Tensor]:
+        """Returns the bytes of each member's region, by member."""
+        return self._halves[which]
+
+    def arrive(self, which: int, phase: int) -> None:
+        """Does nothing: what was copied is there."""
+
+    def follow(self, member: int, which: int, phase: int) -> None:
+        """Does nothing: the member's frame came after its copies."""
+
+    def close(self) -> None:
+        """Does nothing: the memory goes with its last mapping."""
+
+
+class GpuRegions:
+    """Regions on the GPUs of the members."""
+
+    def __init__(self, size_bytes: int, member: int, peers: Peers, ends: Mapping[int, GpuEnds]):
+        self.here, self.peers = next(iter(ends.values())).here, peers
+        self._own = ExportedMemory(2 * size_bytes, self.here)
+        self.size_bytes = self._own.size_bytes // 2
+        marks = [make_shared_event(self.here) for _ in range(4)]
+        form = self._own.handle + b"".join(handle for _, handle in marks)
+        for peer in peers.values():
+            peer.send_frame(REGION, 0, self._own.size_bytes)
+            peer.send(form)
+        self._events = {member: [event for event, _ in marks]}
+        self._mapped = dict[int, MappedMemory]()
+        for other, peer in peers.items():
+            size, there = _expect(peer, REGION)[1], ends[other].there
+            self._mapped[other] = MappedMemory(peer.receive(HANDLE_BYTES), size, there)
+            self._events[other] = [open_shared_event(peer.receive(HANDLE_BYTES), there) for _ in range(4)]
+        whole = {member: self._own.raw} | {other: memory.raw for other, memory in self._mapped.items()}
+        self._halves = [{m: raw[n * self.size_bytes :][: self.size_bytes] for m, raw in whole.items()} for n in (0, 1)]
+        self.member = member
+
+    def raw(self, which: int) -> Mapping[int, Tensor]:
+        """Returns the bytes of each member's region, by member."""
+        return self._halves[which]
+
+    def arrive(self, which: int, phase: int) -> None:
+        """Records the event of a meeting."""
+        self._events[self.member][2 * which + phase].record(torch.cuda.current_stream(self.here))
+
+    def follow(self, member: int, which: int, phase: int) -> None:
+        """Makes the current stream wait for the event of another member."""
+        torch.cuda.current_stream(self.here).wait_event(self._events[member][2 * which + phase])
+
+    def close(self) -> None:
+        """Unmaps the regions of the others; frees its own once all others have unmapped it."""
+        torch.cuda.synchronize(self.here)
+        for memory in self._mapped.values():
+            memory.close()
+        for peer in self.peers.values():
+            peer.send_frame(CLOSED)
+        for peer in self.peers.values():
+            _expect(peer, CLOSED)
+        self._own.close()
+
+
+class MemoryGroup:
+    """One member's part in the sums of a group; all members make the same calls in the same order."""
+
+    def __init__(self, member: int, peers: Peers, ends: Mapping[int, GpuEnds] | None = None):
+        """With `ends`, by other member, tensors of a GPU are added there; tensors of the host always on the host."""
+        self.member, self.peers, self.ends = member, dict(sorted(peers.items())), ends
+        self.members = sorted((member, *peers))
+        self._regions: dict[str, Regions] = {}
+        self._which = self._meetings = 0
+        self.messages = self.size_bytes = 0
+
+    def add_up(self, vector: Tensor) -> Tensor:
+        """Returns the sum of the members' vectors, which have one shape and dtype; it takes the place of the vector."""
+        flat = vector.detach().resolve_conj().resolve_neg().contiguous().view(-1)
+        size = len(self.members)
+        self.messages += 2 * (size - 1)
+        self.size_bytes += 2 * (size - 1) * flat.nbytes // size
+        if flat.numel():
+            regions = self._fitting(flat)
+            for part in torch.split(flat, regions.size_bytes // flat.itemsize):
+                self._add_part(part, regions)
+        return flat.view(vector.shape)
+
+    def close(self) -> None:
+        """Ends the group; all members call it together, after their last sum."""
+        for regions in self._regions.values():
+            regions.close()
+        self._regions.clear()
+        for peer in self.peers.values():
+            peer.close()
+
+    def _fitting(self, vector: Tensor) -> Regions:
+        """Returns regions on the vector's device; replaces them, on all members at once, if they are too small."""
+        needed, kind = min(vector.nbytes, PART_BYTES), vector.device.type
+        regions = self._regions.get(kind)
+        if regions is None or regions.size_bytes < needed:
+            if regions is not None:
+                regions.close()
+            if kind == "cuda":
+                assert self.ends is not None, "the members of this group have no GPU"
+                regions = GpuRegions(needed, self.member, self.peers, self.ends)
+            else:
+                regions = HostRegions(needed, self.member, self.peers)
+            self._regions[kind] = regions
+        return regions
+
+    def _add_part(self, part: Tensor, regions: Regions) -> None:
+        which, self._which = self._which, 1 - self._which
+        size = part.nbytes
+        held = {member: raw[:size].view(part.dtype) for member, raw in regions.raw(which).items()}
+        held[self.member].copy_(part, non_blocking=True)
+        self._meet(regions, which, 0)
+        bounds = [part.numel() * n // len(self.members) for n in range(len(self.members) + 1)]
+        shares = {m: slice(bounds[n], bounds[n + 1]) for n, m in enumerate(self.members)}
+        mine = shares[self.member]
+        total = _sum([held[member][mine] for member in self.members])
+        held[self.member][mine].copy_(total, non_blocking=True)
+        self._meet(regions, which, 1)
+        for member in self.members:
+            part[shares[member]].copy_(held[member][shares[member]], non_blocking=True)
+
+    def _meet(self, regions: Regions, which: int, phase: int) -> None:
+        """Waits for all members; on a GPU, the stream waits for their streams."""
+        regions.arrive(which, phase)
+        self._meetings += 1
+        for peer in self.peers.values():
+            peer.send_frame(MEET, phase, self._meetings)
+        for member, peer in self.peers.items():
+            if (meeting := _expect(peer, MEET)) != (phase, self._meetings):
+                raise ValueError(f"rank {member} is at meeting {meeting[1]} of a group, and this is {self._meetings}")
+            regions.follow(member, which, phase)
+
+
+def _sum(parts: Sequence[Tensor]) -> Tensor:
+    """Returns the sum of some vectors, added one after the other."""
+    first, *others = parts
+    total = first.float() if first.dtype in _WIDENED else first.clone()
+    for part in others:
+        total += part
+    return total
+
+
+def _expect(peer: PeerSocket, kind: int) -> tuple[int, int]:
+    """Waits for a frame of a kind; returns its number and value."""
+    frame = peer.receive_frame()
+    if frame[0] != kind:
+        raise ValueError(f"a member of a group sent frame {frame[0]} where {kind} was due: its calls differ")
+    return frame[1:]

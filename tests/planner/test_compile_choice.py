@@ -1,0 +1,179 @@
+"""Whether units are compiled: what the steps repay, what cannot be, and what the user asks for."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from pipedejavu.engine import Job, Sgd
+from pipedejavu.facts import InputError, Machine, Profile
+from pipedejavu.plan import Plan, preset
+from pipedejavu.planner import compile_choice
+from pipedejavu.planner.compile_choice import ASSUMED_COMPILE_S, choose_compile, read_mode, with_mode
+from pipedejavu.planner.measure import measure
+from pipedejavu.run import TrainOptions
+from pipedejavu.session.trainer_plan import with_times
+from tests.search.case import machine, profile
+
+PLAN = preset("1f1b").at(workers=2, microbatches=2)
+UNITS = profile([0.001] * 4, {"g": 1.0})
+
+
+def faster(known: Profile, factor: float) -> Profile:
+    """Returns the profile of units that take `factor` times as long."""
+    units = (u.replace(times={kind: t.times(factor) for kind, t in u.times.items()}) for u in known.units)
+    return known.replace(units=tuple(units))
+
+
+class Measured:
+    """Measurements of eager and of compiled units, and which were made."""
+
+    def __init__(self, factor: float) -> None:
+        self.eager, self.calls = UNITS, list[bool]()
+        self.compiled = faster(self.eager, factor)
+
+    def __call__(self, is_compiled: bool) -> Profile:
+        self.calls.append(is_compiled)
+        return self.compiled if is_compiled else self.eager
+
+
+@pytest.fixture
+def here() -> Machine:
+    return machine(["g", "g"])
+
+
+@pytest.fixture(autouse=True)
+def _has_compilers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compile_choice, "_missing", lambda _: "")
+
+
+def step_s(known: Profile, here: Machine) -> float:
+    return compile_choice._step_s(PLAN, known, here)
+
+
+def steps_for(here: Machine, share: float) -> int:
+    """Returns the steps of which `share` takes as long as compiling."""
+    return round(compile_choice._cost_s(PLAN, UNITS, here) / (share * step_s(UNITS, here)))
+
+
+def test_few_steps_measure_nothing_compiled(here: Machine) -> None:
+    measured = Measured(0.5)
+    plan, chosen = choose_compile(PLAN, None, here, "auto", steps_for(here, 0.6), measured)
+    assert not plan.is_compiled
+    assert chosen is measured.eager
+    assert measured.calls == [False]
+    decision = plan.decisions[-1]
+    assert (decision.axis, decision.choice) == ("compile", "off")
+    assert "cannot repay about" in decision.reason
+
+
+@pytest.mark.parametrize(("factor", "is_compiled"), [(0.6, True), (0.95, False), (1.5, False)])
+def test_the_measured_gain_decides(here: Machine, factor: float, is_compiled: bool) -> None:
+    measured = Measured(factor)
+    plan, chosen = choose_compile(PLAN, None, here, "auto", steps_for(here, 0.25), measured)
+    assert measured.calls == [False, True]
+    assert plan.is_compiled is is_compiled
+    assert chosen is (measured.compiled if is_compiled else measured.eager)
+    assert plan.decisions[-1].choice == ("on" if is_compiled else "off")
+    assert "repay" in plan.decisions[-1].reason
+
+
+def test_a_plan_that_splits_the_backward_stays_eager(here: Machine) -> None:
+    split = preset("zb-h1").at(workers=2, microbatches=4)
+    plan, _ = choose_compile(split, None, here, "auto", 10**9, Measured(0.5))
+    assert not plan.is_compiled
+    assert plan.decisions[-1].reason == "order 'zb-h1' splits the backward, which compiled units cannot do"
+    with pytest.raises(InputError, match=r"order 'zb-h1' splits the backward.*leave compile at auto or off"):
+        choose_compile(split, None, here, "on", 1, Measured(0.5))
+
+
+def test_what_the_user_asks_for_is_measured_and_no_decision(here: Machine) -> None:
+    for mode, is_compiled in (("on", True), ("off", False)):
+        measured = Measured(2.0)
+        plan, _ = choose_compile(PLAN, None, here, mode, 1, measured)  # type: ignore[arg-type]
+        assert plan.is_compiled is is_compiled
+        assert measured.calls == [is_compiled]
+        assert plan.decisions == PLAN.decisions
+
+
+def test_a_plan_file_that_compiles_is_taken_at_its_word(here: Machine) -> None:
+    asked = PLAN.replace(is_compiled=True)
+    assert choose_compile(asked, None, here, "auto", 1, Measured(2.0)).plan == asked
+    assert not choose_compile(asked, None, here, "off", 1, Measured(2.0)).plan.is_compiled
+    assert with_mode(asked, "auto") == asked
+    assert not with_mode(asked, "off").is_compiled
+
+
+def test_all_processes_take_the_first_ones_refusal(here: Machine) -> None:
+    measured = Measured(0.5)
+    agree: Callable[[Plan], Plan] = lambda _: compile_choice._with(PLAN, "no C++ compiler is installed")  # noqa: E731
+    plan, _ = choose_compile(PLAN, None, here, "auto", steps_for(here, 0.25), measured, agree)
+    assert not plan.is_compiled
+    assert measured.calls == [False]
+
+
+def test_missing_tools_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    monkeypatch.setattr("shutil.which", lambda _: None)
+    assert compile_choice._missing({"cpu"}) == "no C++ compiler is installed"
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
+    assert compile_choice._missing({"gpu"}) == "Triton is not installed"
+
+
+@pytest.mark.parametrize(
+    ("choice", "mode"), [("auto", "auto"), ("on", "on"), (True, "on"), ("off", "off"), (False, "off")]
+)
+def test_a_choice_is_a_word_or_a_bool(choice: object, mode: str) -> None:
+    assert read_mode(choice) == mode
+
+
+@pytest.mark.parametrize("choice", ["yes", 1, None])
+def test_another_choice_is_refused(choice: object) -> None:
+    with pytest.raises(InputError, match="compile is 'auto', 'on' or 'off', or True or False, not"):
+        read_mode(choice)
+
+
+def test_compiling_is_assumed_dearer_on_a_cpu() -> None:
+    assert ASSUMED_COMPILE_S["cpu"] > ASSUMED_COMPILE_S["gpu"] > 0
+
+
+def test_an_option_that_is_no_mode_is_refused() -> None:
+    with pytest.raises(InputError, match="compile: 'maybe' is not one of its values; known: auto, on, off"):
+        TrainOptions.from_json('{"model": "mlp", "compile": "maybe"}')
+
+
+def test_compiled_units_are_timed_compiled_with_the_loss_of_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    graphs: list[str] = []
+    real = torch.compile
+
+    def backend(graph: Any, _: Any) -> Any:
+        graphs.append(graph.code)
+        return graph.forward
+
+    monkeypatch.setattr(torch, "compile", lambda call, **_: real(call, fullgraph=True, backend=backend))
+    units = [(f"u{n}", nn.Linear(3, 3)) for n in range(4)]
+    job = Job(units=units, loss=lambda x, y: (x - y).square().sum(), optimizer=Sgd(lr=0.1))
+    plan = preset("ddp").at(samples=4)
+
+    def measured(is_compiled: bool) -> Profile:
+        kinds = {"cpu": torch.device("cpu")}
+        return measure(
+            "m", job, plan, lambda n: (torch.randn(n, 3), torch.randn(n, 3)), len, kinds, is_compiled=is_compiled
+        )
+
+    eager = measured(is_compiled=False)
+    assert not graphs
+    compiled = measured(is_compiled=True)
+    # The first unit's inputs have no gradient, and the last computes the loss.
+    assert len(graphs) == 3
+    assert sum("square" in code for code in graphs) == 1
+    assert [unit.parameter_bytes for unit in compiled.units] == [unit.parameter_bytes for unit in eager.units]
+    assert all(unit.times["cpu"].backward.at(4) > 0 for unit in compiled.units)
+
+
+def test_kinds_that_were_not_measured_compiled_keep_their_times() -> None:
+    known, compiled = profile([1.0], {"fast": 1.0, "slow": 0.5}), profile([0.5], {"fast": 1.0})
+    times = with_times(known, compiled).units[0].times
+    assert times == {"fast": compiled.units[0].times["fast"], "slow": known.units[0].times["slow"]}
