@@ -34,7 +34,7 @@ from pipedejavu.engine.recompute_span import (
     tensors_of,
     with_loss,
 )
-from pipedejavu.engine.summed_piece import is_summed
+from pipedejavu.engine.summed_piece import is_summed, reduce_tied
 from pipedejavu.engine.wire import Wire, flatten, unflatten
 from pipedejavu.facts import InputError
 from pipedejavu.program import Action, ActionKind, GroupRole, Program, Table, UpdatePlace, Value, ValueKind
@@ -292,15 +292,11 @@ class Handlers:
         saved: Saved = self.values[Value.saved(a.piece, a.microbatch)]
         after = self.program.outputs[a.piece]
         if not after:
-            return saved, (torch.full_like(saved[-1].outputs[0], self._loss_scale(a)),)
+            number = self.first_microbatch + a.microbatch
+            return saved, (
+                torch.full_like(saved[-1].outputs[0], self.scale.of_microbatch(self.program, self.batches, number)),
+            )
         return saved, self.values[Value.gradient(after[0], a.microbatch)]
-
-    def _loss_scale(self, a: Action) -> float:
-        """Returns the factor of a microbatch's loss in its backward."""
-        if not self.scale.is_on:
-            return 1.0
-        first = (self.first_microbatch + a.microbatch) // self.program.update_size * self.program.update_size
-        return self.scale.of_sum(sum(self.batches.count(first + n) for n in range(self.program.update_size)))
 
     def _of_update(self, a: Action) -> Value:
         """Returns the weight gradient that a backward adds to."""
@@ -352,7 +348,7 @@ class Handlers:
             step = self.first_version + a.version + 1
             self.values[value_of(a)] = self.norm.find(a.version, step, lambda part: self.wire.add_up(part, group))
         elif self.program.groups[group].role is GroupRole.TIE:
-            self._reduce_tied(a)
+            reduce_tied(self, a)
         else:
             value: Tensors = (
                 self._sent_gradients(a) if a.what == ValueKind.WEIGHT_GRADIENT else self.values[value_of(a)]
@@ -373,21 +369,6 @@ class Handlers:
             return value
         origin = (self.job.seed, a.replica, self.first_version + a.version, a.piece)
         return {name: fault.spoilt(gradient, *origin, n) for n, (name, gradient) in enumerate(value.items())}
-
-    def _reduce_tied(self, a: Action) -> None:
-        """Sums the gradients of tied parameters over the pieces that share them."""
-        tie = self.program.groups[a.group].number
-        tied = [
-            (self.values[Value.weight_gradient(piece, replica, a.version)], name)
-            for piece, replica in self.program.held(self.index)
-            if replica == a.replica
-            for name in self.runners[piece, replica].initial
-            if name in self.job.ties[tie]
-        ]
-        local = torch.stack([gradients[name] for gradients, name in tied]).sum(0)
-        total = unflatten(self.wire.add_up(flatten([local]), a.group), [local])[0]
-        for gradients, name in tied:
-            gradients[name] = total.clone()
 
     def drop(self, a: Action) -> None:
         """Frees a value, unless it was freed after its last reader."""

@@ -6,8 +6,10 @@ gradients overflow is left out, and the scale is halved; after many clean update
 
 import math
 
+from pipedejavu.engine.job import Batches
 from pipedejavu.facts import InputError
 from pipedejavu.plan import Plan
+from pipedejavu.program import Program
 
 FIRST, GROWTH, BACKOFF, INTERVAL = 2.0**16, 2.0, 0.5, 2000
 """The first scale, its factors after a clean interval and after an overflow, and the updates of an interval."""
@@ -28,6 +30,13 @@ class LossScale:
     def of_sum(self, count: int) -> float:
         """Returns the scale of a loss that is summed over `count` samples or tokens: a power of two, so it is exact."""
         return self.next / 2.0 ** max(0, count - 1).bit_length() if self.is_on else 1.0
+
+    def of_microbatch(self, program: Program, batches: Batches, number: int) -> float:
+        """Returns the factor of a microbatch's loss in its backward."""
+        if not self.is_on:
+            return 1.0
+        first = number // program.update_size * program.update_size
+        return self.of_sum(sum(batches.count(first + n) for n in range(program.update_size)))
 
     def take(self, norm: float, step: int, count: int) -> bool:
         """Takes the norm of an update of `count` samples or tokens; returns whether it overflowed.

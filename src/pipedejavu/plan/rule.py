@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 from pipedejavu.facts import FaultsError, Profile
 from pipedejavu.plan.plan import Plan
+from pipedejavu.plan.plan_trait import adds_to_weights, is_written_out
 
 
 class Rule(NamedTuple):
@@ -310,7 +311,7 @@ RULES = (
         "use place 'linear' and feed 'microbatch', or another order",
     ),
     Rule(
-        lambda plan, _: plan.order.rows is not None and not _is_written_out(plan),
+        lambda plan, _: plan.order.rows is not None and not is_written_out(plan),
         "order.rows must give each of the {workers} workers F and later B of each of the {m} microbatches once",
         "write a row for each worker, such as 'F0 F1 B0 B1' for two microbatches",
     ),
@@ -336,7 +337,7 @@ RULES = (
         "leave precision.moments out, or use compute 'fp32'",
     ),
     Rule(
-        lambda plan, _: plan.precision.is_split and _adds_to_weights(plan),
+        lambda plan, _: plan.precision.is_split and adds_to_weights(plan),
         "keep '{keep}' with gate '{gate}' and combiner '{combiner}' adds to the weights of other workers, which do"
         " not hold the other half of split masters",
         "set precision.masters to 'fp32'",
@@ -387,20 +388,5 @@ def _num_replicas(plan: Plan) -> int:
     return plan.place.replicas + plan.place.cpu_replicas
 
 
-def _adds_to_weights(plan: Plan) -> bool:
-    """Whether workers change weights by more than updates: they average, pull or push them, or share their memory."""
-    reduce = plan.reduce
-    return plan.keep.kind == "shared" or reduce.gate == "bound" or reduce.combiner not in ("sum",)
-
-
 def _ties_cross_stages(plan: Plan, profile: Profile) -> bool:
     return bool(profile.ties) and plan.num_stages != 1
-
-
-def _is_written_out(plan: Plan) -> bool:
-    """Whether each row holds every forward once, and its backward once after it."""
-    numbers = range(plan.feed.microbatches)
-    rows = [row.split() for row in plan.order.rows or ()]
-    if len(rows) != plan.place.workers or any(len(row) != 2 * len(numbers) for row in rows):
-        return False
-    return all(f"F{k}" in row and f"B{k}" in row[row.index(f"F{k}") :] for row in rows for k in numbers)

@@ -8,7 +8,6 @@ import copy
 import math
 import time
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from statistics import fmean, median, stdev
@@ -24,6 +23,7 @@ from pipedejavu.profile.head_measurement import measure_head, merge_forms
 from pipedejavu.profile.line_fit import fit_line
 from pipedejavu.profile.operator_count import UnitWork, count_step
 from pipedejavu.profile.sequential import Units
+from pipedejavu.profile.stopwatch import Stopwatch
 from pipedejavu.profile.unit_sample import UnitSample, has_same_units
 from pipedejavu.profile.unit_step import PARTS, LossHead, moved, run_several, run_step, tensors_of
 from pipedejavu.runtime.compiled_unit import LossCall, UnitCompiler
@@ -101,7 +101,8 @@ def measure_profile(
             describe(name, module, work, following, last.samples, form)
             for (name, module), work, following in zip(last.units, counted, (*counted[1:], None), strict=True)
         ]
-        forms.append(_head_forms(measured[-1][-1], last.samples, kind, device))
+        with form.context(device, caches=False), allowed_tf32(precision):
+            forms.append(_head_forms(measured[-1][-1], last.samples, kind, device))
         if device.type == "cuda":
             del measured, counted
             torch.cuda.empty_cache()  # worker processes need the memory
@@ -128,7 +129,7 @@ def _head_forms(unit: "_MeasuredUnit", samples: int, kind: str, device: torch.de
         device=device,
         work=unit.counted,
         samples=samples,
-        watch=partial(_Stopwatch, device),
+        watch=partial(Stopwatch, device),
     )
 
 
@@ -191,11 +192,11 @@ class _MeasuredUnit:
         issue_s = 0.0
         for _ in range(max(_WARM_UPS[device.type], 2 if self.compiler else 0)):  # the first call compiles
             start = time.perf_counter()
-            run_step(module, self.value, head, self.is_first, _Stopwatch(device))
+            run_step(module, self.value, head, self.is_first, Stopwatch(device))
             issue_s = time.perf_counter() - start
         for _ in _repeats(enough_s, fewest):
             _occupy(device, issue_s)
-            watch = _Stopwatch(device)
+            watch = Stopwatch(device)
             run_step(module, self.value, head, self.is_first, watch)
             for part in PARTS:
                 self.times[part].append(watch.time_s(part))
@@ -286,9 +287,9 @@ def _slow_down(units: Sequence[_MeasuredUnit], device: torch.device) -> float:
     for _ in range(_FEWEST):
         start = time.perf_counter()
         while time.perf_counter() - start < _SUSTAINED_S / _FEWEST:
-            run_step(module, unit.value, head, unit.is_first, _Stopwatch(device))
+            run_step(module, unit.value, head, unit.is_first, Stopwatch(device))
         _occupy(device, issue_s)
-        watch = _Stopwatch(device)
+        watch = Stopwatch(device)
         run_step(module, unit.value, head, unit.is_first, watch)
         sustained.append(sum(map(watch.time_s, PARTS)))
     return max(1.0, median(sustained) / expected_s)
@@ -297,9 +298,9 @@ def _slow_down(units: Sequence[_MeasuredUnit], device: torch.device) -> float:
 def _issue_s(unit: _MeasuredUnit, device: torch.device) -> dict[str, float]:
     """Returns the host's time to issue each part of a unit among others; alone, its caches are cold each time."""
     count = _TOGETHER if 2 * _TOGETHER * sum(unit.counted.saved) < _free_bytes(device) else 1
-    (module, head), watches = unit.ready(device), list[_Stopwatch]()
+    (module, head), watches = unit.ready(device), list[Stopwatch]()
     for _ in _repeats(_ENOUGH_S, _WARM_UPS[device.type] + _FEWEST):
-        watch = _Stopwatch(device)
+        watch = Stopwatch(device)
         run_several(module, unit.value, head, unit.is_first, watch, count)
         for part in watch.events:
             watch.time_s(part)  # the next pass starts when the device is idle
@@ -333,41 +334,6 @@ def _occupy(device: torch.device, time_s: float) -> None:
     """Keeps a GPU busy for at least `time_s`, so that what is issued meanwhile runs without gaps."""
     if device.type == "cuda" and time_s:
         torch.cuda._sleep(round(time_s * _CYCLES_PER_S))  # type: ignore[no-untyped-call]
-
-
-class _Stopwatch:
-    """Measures time: a GPU's by stream events, and the host's, which is the device's on a CPU."""
-
-    def __init__(self, device: torch.device):
-        self.device = device
-        self.host_s: dict[str, float] = {}
-        self.events: dict[str, tuple[Any, Any]] = {}
-
-    @contextmanager
-    def part(self, name: str) -> Iterator[None]:
-        """Times what runs inside the `with` block."""
-        begin = self._event()
-        start = time.perf_counter()
-        yield
-        self.host_s[name] = time.perf_counter() - start
-        self.events[name] = begin, self._event()
-
-    def _event(self) -> Any:
-        if self.device.type == "cpu":
-            return None
-        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        event.record(torch.cuda.current_stream(self.device))
-        return event
-
-    def time_s(self, name: str) -> float:
-        """Waits for a part to finish; returns its device time, or 0 if it did not run."""
-        if name not in self.events:
-            return 0.0
-        begin, end = self.events[name]
-        if end is None:
-            return self.host_s[name]
-        end.synchronize()
-        return float(begin.elapsed_time(end)) / 1000
 
 
 def describe(
@@ -410,7 +376,7 @@ def _update_s(parameters: Sequence[Tensor], make_update: MakeUpdate) -> float:
         if others is not None:
             others.add_(1)
         _occupy(device, times[-1] if times else 0.0)
-        watch = _Stopwatch(device)
+        watch = Stopwatch(device)
         with watch.part("update"):
             update()
         times.append(max(watch.time_s("update"), watch.host_s["update"]))
