@@ -71,8 +71,7 @@ class Handlers:
         self.values: dict[Value, Any] = {}
         self.check = GradientCheck(job, program.plan, index)
         self._form = ComputeFormat.of(program.plan.precision, [module for _, module in job.units])
-        self.scale = LossScale(program.plan)
-        shared = self.values, self.log
+        self.scale, shared = LossScale(program.plan), (self.values, self.log)
         self.applier = Applier(program, runners, job, batches, *shared, self.device, self.check, self.scale)
         self.norm = GlobalNorm(program, index, runners, job, batches, *shared, self.check, self.scale)
         table = Table(program)
@@ -293,9 +292,8 @@ class Handlers:
         after = self.program.outputs[a.piece]
         if not after:
             number = self.first_microbatch + a.microbatch
-            return saved, (
-                torch.full_like(saved[-1].outputs[0], self.scale.of_microbatch(self.program, self.batches, number)),
-            )
+            scale = self.scale.of_microbatch(self.program, self.batches, number)
+            return saved, (torch.full_like(saved[-1].outputs[0], scale),)
         return saved, self.values[Value.gradient(after[0], a.microbatch)]
 
     def _of_update(self, a: Action) -> Value:
