@@ -46,17 +46,17 @@ def test_the_page_of_presets_is_up_to_date() -> None:
     assert (ROOT / "docs" / "presets.md").read_text() == python("docs/presets.py")
 
 
-def test_the_tour_of_the_readme_runs() -> None:
-    readme = (ROOT / "README.md").read_text()
-    first, second = (part.split("```")[0] for part in readme.split("```python\n")[1:])
+def test_the_python_of_the_tour_runs() -> None:
+    tour = (ROOT / "docs" / "tour.md").read_text()
+    first, second = (part.split("```")[0] for part in tour.split("```python\n")[1:])
     assert python("-c", first).splitlines()[1] == "F0.0@0 SEND:x0.0>1 F0.1@0 SEND:x0.1>1"
     losses = [float(line) for line in python("-c", second).splitlines()]
     assert losses == sorted(losses, reverse=True)
 
 
-def test_the_grid_of_the_readme_is_what_the_command_prints() -> None:
-    readme = (ROOT / "README.md").read_text()
-    shown = [line for line in readme.splitlines() if line.startswith(("w0 ", "w1 ", "w2 ", "w3 "))]
+def test_the_grid_of_the_tour_is_what_the_command_prints() -> None:
+    tour = (ROOT / "docs" / "tour.md").read_text()
+    shown = [line for line in tour.splitlines() if line.startswith(("w0 ", "w1 ", "w2 ", "w3 "))]
     page = (ROOT / "docs" / "presets.md").read_text()
     assert len(shown) == 4
     assert "\n".join(shown) in page.split("## 1f1b\n")[1]

@@ -10,7 +10,7 @@ from pipedejavu.data import token_cache
 from pipedejavu.data.chat_template import ChatTemplate
 from pipedejavu.data.data_choice import DataChoice, check_choice
 from pipedejavu.data.data_files import find_files
-from pipedejavu.data.data_source import open_choice, open_tokens
+from pipedejavu.data.data_source import open_choice, open_held_out, open_tokens
 from pipedejavu.data.text_tokenizer import ByteTokenizer, check_vocabulary, find_tokenizer
 from pipedejavu.facts import InputError
 from pipedejavu.zoo.form import ImageForm, TokenForm
@@ -268,3 +268,89 @@ def test_a_tokenizer_file_gives_its_ids_end_and_template(tokenizer_folder, tmp_p
     settings.write_text("{}")
     with pytest.raises(InputError, match="has no end token to put between documents"):
         find_tokenizer(None, str(tokenizer_folder), is_zoo=False)
+
+
+def make_image_folder(root, count=12):
+    image_package = pytest.importorskip("PIL.Image")
+    from sklearn.datasets import load_digits
+
+    digits = load_digits()
+    for n in range(count):
+        folder = root / f"digit{digits.target[n]}"
+        folder.mkdir(parents=True, exist_ok=True)
+        image_package.fromarray((digits.images[n] * 15).astype("uint8")).save(folder / f"{n:03}.png")
+    return digits
+
+
+def test_a_folder_of_images_by_class_is_resized_and_labelled(tmp_path):
+    digits = make_image_folder(tmp_path / "images")
+    choice = DataChoice(name=str(tmp_path / "images"))
+    data = open_choice(choice, ImageForm(shape=(1, 8, 8)), default="random")
+    inputs, targets = data.batch(range(12))
+    assert targets.tolist() == sorted(digits.target[:12].tolist())
+    n = next(n for n in range(12) if digits.target[n] == 0)
+    expected = torch.tensor(digits.images[n] * 15).float() / 127.5 - 1
+    assert torch.equal(inputs[0, 0], expected)
+    assert open_choice(choice, ImageForm(), default="random").batch([3])[0].shape == (1, 784)
+    with pytest.raises(InputError, match="has 10 classes, 'digit0' to 'digit9', and the model has 4"):
+        open_choice(choice, ImageForm(shape=(1, 8, 8), classes=4), default="random")
+    (tmp_path / "images" / "loose.png").write_bytes(b"")
+    with pytest.raises(InputError, match=r"images that are in no folder of a class, such as loose\.png"):
+        open_choice(choice, ImageForm(shape=(1, 8, 8)), default="random")
+
+
+def test_an_image_that_cannot_be_read_is_named(tmp_path):
+    make_image_folder(tmp_path / "images", 3)
+    (tmp_path / "images" / "digit0" / "broken.png").write_bytes(b"no image")
+    with pytest.raises(InputError, match=r"broken\.png cannot be read as an image"):
+        open_choice(DataChoice(name=str(tmp_path / "images")), ImageForm(shape=(3, 8, 8)), default="random")
+
+
+def test_classes_of_images_to_evaluate_on_are_those_of_training(tmp_path):
+    make_image_folder(tmp_path / "train", 30)
+    make_image_folder(tmp_path / "eval", 2)
+    form = ImageForm(shape=(1, 8, 8))
+    choice = DataChoice(name=str(tmp_path / "train"), evaluation=str(tmp_path / "eval"))
+    assert open_held_out(choice, form, default="random").batch([0, 1])[1].tolist() == [0, 1]
+    (tmp_path / "eval" / "digit1").rename(tmp_path / "eval" / "digit11")
+    with pytest.raises(InputError, match="has the class 'digit11', and --data has not; did you mean 'digit1'"):
+        open_held_out(choice, form, default="random")
+
+
+def test_what_is_held_out_is_a_share_or_a_number(tmp_path):
+    file = tmp_path / "a.txt"
+    file.write_text("0123456789" * 30)
+    form = TokenForm(context=10)
+    sizes = {}
+    for held_out in (0.25, 3):
+        choice = DataChoice(name=str(file), held_out=held_out)
+        train = open_choice(choice.replace(part="train"), form, default="stdlib")
+        sizes[held_out] = len(train), len(open_held_out(choice, form, default="stdlib"))
+    assert sizes == {0.25: (22, 8), 3: (27, 3)}
+    with pytest.raises(InputError, match=r"a share below 1 or a whole number of samples, not 2\.5"):
+        check_choice(DataChoice(name=str(file), held_out=2.5))
+    with pytest.raises(InputError, match="--eval holds out a part of --data, and --eval-data names other data"):
+        check_choice(DataChoice(name=str(file), held_out=2, evaluation=str(file)))
+
+
+def test_a_folder_that_datasets_has_saved_is_read_without_datasets(tmp_path):
+    pyarrow = pytest.importorskip("pyarrow")
+    folder = tmp_path / "saved"
+    folder.mkdir()
+    table = pyarrow.table({"text": ["ab", "cde"], "other": [1, 2]})
+    with pyarrow.ipc.new_stream(folder / "data-00000-of-00001.arrow", table.schema) as file:
+        file.write_table(table)
+    (folder / "state.json").write_text("{}")
+    (folder / "dataset_info.json").write_text("{}")
+    inputs, targets = opened(folder, TokenForm(context=6)).batch([0])
+    assert bytes([*inputs[0].tolist(), int(targets[0, -1])]) == b"ab\0cde\0"
+    (tmp_path / "dataset_dict.json").write_text("{}")
+    with pytest.raises(InputError, match="is a folder of `datasets` with splits: saved; give the folder of one"):
+        opened(tmp_path)
+
+
+def test_a_column_that_is_not_there_is_told_with_the_nearest(tmp_path):
+    file = tmp_path / "table.csv"
+    file.write_text("body,title\nsome text,a title\n")
+    with pytest.raises(InputError, match="line 2 has no 'boddy', which --columns names as text; did you mean 'body'"):
+        opened(file, columns="text=boddy")

@@ -68,7 +68,7 @@ def train(cap: int | None = None, spoil: Any = None, **options: Any) -> tuple[di
     torch.manual_seed(0)
     with torch.device("cuda"):
         model = Llama().bfloat16()
-    optimizer = HybridAdamW(model, **{"lr": 1e-3, "clip_norm": 1.0, "speculate": False, **options})
+    optimizer = HybridAdamW(model, **{"lr": 1e-3, "clip_norm": 1.0, "speculate": False, "head_chunks": 1, **options})
     if spoil is not None:
         spoil(model, optimizer)
     try:

@@ -120,6 +120,7 @@ def _search(options: "TrainOptions", request: TrainRequest, machine: Machine | N
     from pipedejavu.planner.precision_choice import SPLIT, faster, is_worth_measuring, with_precision
     from pipedejavu.source.chosen_data import data_choice
     from pipedejavu.source.precision import model_dtype
+    from pipedejavu.source.trained_part import trained_part
 
     question = SearchOptions(
         batch=32 if request.batch is None else request.batch,
@@ -137,10 +138,11 @@ def _search(options: "TrainOptions", request: TrainRequest, machine: Machine | N
         def report(text: str) -> None:
             progress(0.0, text)
 
+        part = trained_part(options)
         measured = (options.model, data_choice(options), question.batch, machine, report)
-        profile = profile_here(*measured, renews=request.renew, precision=chosen.precision)
+        profile = profile_here(*measured, renews=request.renew, part=part, precision=chosen.precision)
         if is_worth_measuring(chosen, options.asked_precision, trains):
-            other = profile_here(*measured, renews=request.renew, precision=SPLIT)
+            other = profile_here(*measured, renews=request.renew, part=part, precision=SPLIT)
             chosen = faster(chosen, profile, other, min(question.batch, MOST_SAMPLES))
             profile = other if chosen.precision == SPLIT else profile
         clips = chosen.reduce.clip == "global"

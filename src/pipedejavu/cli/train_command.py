@@ -14,6 +14,9 @@ from typing import TYPE_CHECKING, get_args
 from pipedejavu.cli.input_files import read_model
 from pipedejavu.cli.installed import require_torch
 from pipedejavu.cli.plan_choice import choose
+from pipedejavu.cli.run_file import read_run_file, write_run_file
+from pipedejavu.cli.run_outlook import describe_outlook
+from pipedejavu.cli.run_result import write_report, write_result_folders
 from pipedejavu.cli.show import show_cursor
 from pipedejavu.cli.terminal import print_json, terminal
 from pipedejavu.cli.train_request import DeviceOption, TrainRequest
@@ -21,7 +24,6 @@ from pipedejavu.facts import InputError, Machine, format_seconds, read_machine
 from pipedejavu.facts.printable import print_error, tell
 from pipedejavu.plan import Plan
 from pipedejavu.program import Program
-from pipedejavu.report import Story, render_html
 from pipedejavu.simulate import simulate
 
 if TYPE_CHECKING:
@@ -29,6 +31,8 @@ if TYPE_CHECKING:
     from pipedejavu.launch import ChosenInit, RankGroup, Resumed, TrainedRun
     from pipedejavu.run import RunFolder, RunStart, TrainOptions
 
+_EVALUATED = ("eval_loss", "perplexity", "accuracy")
+"""Figures of an evaluation in a summary."""
 MOVED = 74
 """The exit code of a run that finished but had to leave files elsewhere: EX_IOERR of sysexits.h."""
 
@@ -36,16 +40,30 @@ MOVED = 74
 def read_options(request: TrainRequest) -> "TrainOptions":
     """Returns the run's options from the fields of a request; raises InputError with all faults."""
     require_torch("training")
-    from pipedejavu.run import TrainOptions
+    from pipedejavu.run.options import MOST_STEPS, TrainOptions
 
     form = {name: getattr(request, name) for name in TrainOptions.model_fields if hasattr(request, name)}
     form |= {"keeps_log": request.audit, "log": request.log or [], "replan": request.is_replanned}
     form["model"] = read_model(request.model)
+    if request.epochs is not None:
+        form["steps"] = MOST_STEPS
+    check_together(request)
     return TrainOptions.from_json(json.dumps(form), source="the options of train")
+
+
+def check_together(request: TrainRequest) -> None:
+    """Raises InputError for options that exclude each other."""
+    if request.epochs is not None and "steps" in request.explicit:
+        raise InputError(f"--epochs {request.epochs} and --steps {request.steps} both say how long to train; give one")
+    if request.accumulate is not None and request.microbatches is not None:
+        raise InputError("--accumulate and --microbatches are two names of one number; give one of them")
+    if request.eval_every is not None and not (request.eval or request.eval_data or request.resume):
+        raise InputError("--eval-every says how often to evaluate, and there is nothing to; add --eval or --eval-data")
 
 
 def run(request: TrainRequest) -> None:
     """Trains, and prints the forecast beside the measurement."""
+    request = read_run_file(request)
     options = read_options(request)
     try:
         _run_ranks(options, request)
@@ -117,11 +135,14 @@ def _train(
     from pipedejavu.launch import plan_run, train_rank
     from pipedejavu.run import check_logbooks, lock_run
     from pipedejavu.source.chosen_data import data_choice
+    from pipedejavu.source.model_source import check_weights
 
     start, profile, chosen, worker_hosts = resumed.start if resumed else None, None, Plan(), ranks.worker_hosts()
     if ranks.is_first:
         check_logbooks(options.log)
         check_choice(data_choice(options))
+        if options.weights is not None and not (start and start.step):
+            check_weights(options.model, options.weights)
         chosen, profile, machine = choose(options, request, ranks, machine, resumed, worker_hosts)
     folder = request.run_dir or _new_name(f"{options.model}-{chosen.name}")
     if ranks.is_first:
@@ -130,9 +151,13 @@ def _train(
     options, program, note = plan(options, chosen, machine, start=start, profile=profile)
     if ranks.is_first and not request.as_json:
         _announce(options, program, note)
+        for sentence in describe_outlook(options, program, start.step if start else 0):
+            print_error(sentence)
     if options.init_candidates > 1 and not (start and start.step):
         start = _choose_candidate(options, program, folder, ranks, start)
         options, program, _ = plan(options, program.plan, program.machine, start=start, profile=program.profile)
+    if ranks.is_first and not resumed:
+        write_run_file(request, Path(folder))
     try:
         done = train_rank(options, program, folder, ranks, start)
     except KeyboardInterrupt:
@@ -212,8 +237,8 @@ def _conclude(done: "TrainedRun", options: "TrainOptions", as_json: bool) -> Non
     from pipedejavu.launch import judge_run
 
     verdict: Verdict | None = judge_run(done) if options.keeps_log else None
-    _write_report(done, options, verdict)
-    summary = _summary(done) | _write_pretrained(done, options)
+    write_report(done, options, verdict)
+    summary = _summary(done) | write_result_folders(done, options)
     if verdict is not None:
         summary["audit"] = verdict.to_dict()
     if as_json:
@@ -225,22 +250,6 @@ def _conclude(done: "TrainedRun", options: "TrainOptions", as_json: bool) -> Non
         raise SystemExit(1)
 
 
-def _write_pretrained(done: "TrainedRun", options: "TrainOptions") -> dict[str, object]:
-    """Writes the folder that `from_pretrained` opens, for hf: models; returns its entry of the summary."""
-    if not options.model.startswith("hf:"):
-        return {}
-    from pipedejavu.source.hf_folder import FOLDER, write_pretrained
-
-    name, folder = options.model.removeprefix("hf:"), done.folder
-    target = folder.path / FOLDER
-    try:
-        write_pretrained(name, folder.place(folder.model), target, (name, options.weights))
-    except (OSError, InputError) as error:  # the weights themselves are safe
-        tell(f"cannot write {target}: {error}; 'pipedejavu export' writes such a folder from a checkpoint")
-        return {}
-    return {"pretrained": str(target)}
-
-
 @dataclass(frozen=True)
 class _Metrics:
     first_loss: float | None
@@ -248,16 +257,19 @@ class _Metrics:
     steps: int
     skipped: int
     elapsed_s: float
+    evaluation: Mapping[str, float]
+    """The figures of the last evaluation; empty without one."""
 
 
 def _read_metrics(folder: "RunFolder") -> _Metrics:
     from pipedejavu.run import History
 
     run: History = History.read(folder)
+    evaluation = run.evaluations[-1].figures() if run.evaluations else {}
     if not run.steps:  # a disk that was full has taken none
-        return _Metrics(None, None, 0, run.num_skipped, 0.0)
+        return _Metrics(None, None, 0, run.num_skipped, 0.0, evaluation)
     first, last = run.steps[0], run.steps[-1]
-    return _Metrics(first.loss, last.loss, last.step, run.num_skipped, last.elapsed_s)
+    return _Metrics(first.loss, last.loss, last.step, run.num_skipped, last.elapsed_s, evaluation)
 
 
 def _summary(done: "TrainedRun") -> dict[str, object]:
@@ -269,6 +281,7 @@ def _summary(done: "TrainedRun") -> dict[str, object]:
         "steps_skipped": metrics.skipped,
         "first_loss": metrics.first_loss,
         "last_loss": metrics.last_loss,
+        **metrics.evaluation,
         "elapsed_s": metrics.elapsed_s,
         "predicted_s": done.prediction.makespan_s,
         "expected_s": done.prediction.chance.mean_s,
@@ -304,11 +317,15 @@ def _summary_of(folder: "RunFolder") -> dict[str, object]:
 
 
 def _print_summary(summary: Mapping[str, object], done: "TrainedRun", verdict: "Verdict | None") -> None:
+    from pipedejavu.run import describe_figures
+
     console = terminal(soft_wrap=True)
     console.print(
         f"loss {_loss(summary, 'first_loss')} → {_loss(summary, 'last_loss')} in {summary['steps']} steps,"
         f" {format_seconds(float(str(summary['elapsed_s'])))}"
     )
+    if evaluation := {name: value for name in _EVALUATED if isinstance(value := summary.get(name), float)}:
+        console.print(f"evaluation: {describe_figures(evaluation)}")
     if summary["steps_skipped"]:
         console.print(f"updates left out: {summary['steps_skipped']}; the report says which and why")
     steps = done.program.plan.steps
@@ -328,6 +345,10 @@ def _print_summary(summary: Mapping[str, object], done: "TrainedRun", verdict: "
     console.print(f"weights in {summary['model']}, report in {summary['report']}")
     if "pretrained" in summary:
         console.print(f"from_pretrained opens {summary['pretrained']}")
+    if "adapter" in summary:
+        console.print(f"the adapters alone, for peft, are in {summary['adapter']}")
+    if isinstance(sample := summary.get("sample"), dict):
+        console.print(f"the model now continues {sample['prompt']!r} with {sample['text']!r}", markup=False)
 
 
 def _loss(summary: Mapping[str, object], name: str) -> str:
@@ -340,23 +361,3 @@ def _loss(summary: Mapping[str, object], name: str) -> str:
 def _on_average(done: "TrainedRun") -> str:
     chance = done.prediction.chance
     return f" ({format_seconds(chance.mean_s)} on average)" if chance.varies else ""
-
-
-def _write_report(done: "TrainedRun", options: "TrainOptions", verdict: "Verdict | None") -> None:
-    from pipedejavu.run import History
-
-    plan = done.program.plan
-    decisions = [(d.axis, d.choice, d.reason) for d in plan.decisions]
-    notes = [f"The timelines are of one round: the last of {options.steps} steps, and its forecast."]
-    if verdict is not None:
-        notes.append(f"A{str(verdict)[1:]}.")
-    title = f"{plan.name} · {options.model}, measured"
-    rate = sum(done.program.sizes) * plan.steps / done.prediction.makespan_s if done.prediction.makespan_s else None
-    run: History = History.read(done.folder)
-    losses = [(step.step, step.loss) for step in run.steps if step.loss is not None]
-    rates = [(step, samples / time_s) for step, samples, time_s in run.rates()]
-    page = render_html(
-        done.measured, title, plan.axes(), decisions, notes,
-        forecast=done.prediction.timeline(), story=Story(losses, rates, rate, run.events),
-    )  # fmt: skip
-    done.folder.write_last(done.folder.report, page)

@@ -16,7 +16,10 @@ SIZES = ("workers", "replicas", "microbatches", "samples", "trim")
 class TrainRequest:
     """What the user asks of a run. Fields with the names of `TrainOptions` become the run's options."""
 
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="zoo:NAME, hf:CONFIG or FILE.py:FUNCTION.")]
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="zoo:NAME, hf:CONFIG or FILE.py:FUNCTION.")] = ""
+    config: Annotated[
+        str | None, typer.Option(help="A run.toml with the choices of a run; options given here override it.")
+    ] = None
     plan: Annotated[str, typer.Option(help="auto, a plan file, or preset:NAME.")] = "auto"
     workers: Annotated[int | None, typer.Option(help="Workers per pipeline; without a pipeline, replicas.")] = None
     replicas: Annotated[int | None, typer.Option(help="Data-parallel copies of a pipeline.")] = None
@@ -41,6 +44,10 @@ class TrainRequest:
         str | None, typer.Option(help="Make replicas faulty: COUNT:KIND[:FACTOR]; sign-flip, scale or random.")
     ] = None
     steps: Annotated[int, typer.Option(help="Updates to make.")] = 100
+    epochs: Annotated[int | None, typer.Option(help="Passes over the data, in place of --steps.")] = None
+    accumulate: Annotated[
+        int | None, typer.Option(help="Microbatches whose gradients an update adds up; another name of --microbatches.")
+    ] = None
     init_candidates: Annotated[int, typer.Option(help="Initialisations to try; the run goes on with the best.")] = 1
     init_steps: Annotated[int, typer.Option(help="Most updates per initialisation.")] = 50
     data: Annotated[
@@ -53,10 +60,27 @@ class TrainRequest:
         str | None, typer.Option(help="Columns of data in files: text=COLUMN, or prompt=COLUMN,completion=COLUMN.")
     ] = None
     context: Annotated[int | None, typer.Option(help="Tokens per sample; by default the model's.")] = None
+    eval: Annotated[
+        float, typer.Option("--eval", help="Hold out a share of the data, or a number of samples, and evaluate on it.")
+    ] = 0.0
+    eval_data: Annotated[
+        str | None, typer.Option(help="Other data to evaluate on: a file or folder, or a data set with a test split.")
+    ] = None
+    eval_every: Annotated[
+        int | None, typer.Option(help="Updates between evaluations; by default after each epoch and at the end.")
+    ] = None
     weights: Annotated[
         str | None,
         typer.Option(help="Safetensors to begin with: a file, a folder, or for hf: a name on the hub."),
     ] = None
+    lora: Annotated[int | None, typer.Option(help="Train adapters of this rank instead of the weights (peft).")] = None
+    train: Annotated[
+        str | None, typer.Option("--train", help="Train only these: last:N blocks, or patterns of parameter names.")
+    ] = None
+    sample: Annotated[
+        str | None, typer.Option(help="A prompt for the trained model; by default the first chat held out.")
+    ] = None
+    price: Annotated[float | None, typer.Option(help="Price of the machine per hour, for the cost of the run.")] = None
     optimizer: Annotated[str, typer.Option(help="sgd or adamw.")] = "adamw"
     lr: Annotated[float, typer.Option(help="Learning rate.")] = 1e-3
     warmup: Annotated[int, typer.Option(help="Updates over which the learning rate rises.")] = 0
@@ -128,7 +152,8 @@ class TrainRequest:
     @property
     def sizes(self) -> dict[str, int | None]:
         """The sizes of the plan; None for those that were not given."""
-        return {name: getattr(self, name) for name in SIZES}
+        sizes = {name: getattr(self, name) for name in SIZES}
+        return sizes if self.accumulate is None else sizes | {"microbatches": self.accumulate}
 
     @property
     def device_choice(self) -> DeviceOption:
@@ -138,7 +163,8 @@ class TrainRequest:
     @property
     def has_plan(self) -> bool:
         """Whether the user gave any option that concerns the plan."""
-        return not self.explicit.isdisjoint({"plan", "batch", "cpu_share", "head_chunks", "machine", "devices", *SIZES})
+        names = {"plan", "batch", "cpu_share", "head_chunks", "machine", "devices", "accumulate", *SIZES}
+        return not self.explicit.isdisjoint(names)
 
     @property
     def is_replanned(self) -> bool:

@@ -28,8 +28,10 @@ class DataChoice(Record):
     """Tokens per sample; by default the model's."""
     columns: str | None = None
     """Columns by what they hold, as FIELD=COLUMN,FIELD=COLUMN."""
-    held_out: float = Field(default=0.0, ge=0, lt=1)
-    """Share of the samples that is kept for evaluation."""
+    held_out: float = Field(default=0.0, ge=0)
+    """What is kept for evaluation: a share of the samples, or their number if it is 1 or more."""
+    evaluation: str | None = None
+    """Other data to evaluate on: a file, a folder, or a data set with a name, whose test split is read."""
     part: Part = "all"
     """Which samples to read: all, those to train on, or those held out."""
 
@@ -42,6 +44,12 @@ class DataChoice(Record):
     def column_names(self) -> dict[str, str]:
         """The name of the column for each field; a field that is not mapped has its own name."""
         return {**{field: field for field in FIELDS}, **parse_columns(self.columns)}
+
+    def for_evaluation(self) -> "DataChoice | None":
+        """Returns the choice of the data to evaluate on; None if there is none."""
+        if self.evaluation is not None:
+            return self.replace(name=self.evaluation, evaluation=None, held_out=0.0, part="all")
+        return self.replace(part="eval") if self.held_out else None
 
 
 def is_path(name: str) -> bool:
@@ -69,7 +77,11 @@ def check_choice(choice: DataChoice) -> None:
     """Raises InputError if the columns cannot be read or a file that the choice names is missing."""
     parse_columns(choice.columns)
     path = choice.path
-    for named in (path, choice.tokenizer):
+    if choice.held_out and choice.evaluation is not None:
+        raise InputError("--eval holds out a part of --data, and --eval-data names other data; give one of them")
+    if 1 < choice.held_out != round(choice.held_out):
+        raise InputError(f"--eval is a share below 1 or a whole number of samples, not {choice.held_out:g}")
+    for named in (path, choice.tokenizer, choice.evaluation if is_path(choice.evaluation or "") else None):
         if named is not None and not Path(named).exists():
             raise InputError(f"cannot read {named}: there is no such file or folder")
     if path is None and (choice.columns or choice.tokenizer):

@@ -10,13 +10,14 @@ from typing import Literal, NamedTuple
 from pipedejavu.facts import InputError, open_file
 from pipedejavu.facts.file import check_file
 
-Kind = Literal["text", "jsonl", "csv", "parquet", "images"]
+Kind = Literal["text", "jsonl", "csv", "parquet", "arrow", "images"]
 
 _KINDS: dict[str, Kind] = {
     ".jsonl": "jsonl",
     ".ndjson": "jsonl",
     ".csv": "csv",
     ".parquet": "parquet",
+    ".arrow": "arrow",
     **dict.fromkeys((".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm"), "images"),
 }
 """Kinds by the end of a file's name; any other file is text."""
@@ -47,6 +48,14 @@ def find_files(path: Path) -> DataFiles:
     """Returns the file, or the files of a folder without hidden ones; raises InputError unless all are of one kind."""
     if not path.exists():
         raise InputError(f"cannot read {path}: there is no such file or folder")
+    if (path / "dataset_dict.json").is_file():
+        splits = ", ".join(sorted(inside.name for inside in path.iterdir() if (inside / "state.json").is_file()))
+        raise InputError(f"{path} is a folder of `datasets` with splits: {splits}; give the folder of one of them")
+    if (path / "state.json").is_file() and (path / "dataset_info.json").is_file():  # `save_to_disk` of datasets
+        arrows = sorted(path.glob("*.arrow"))
+        if not arrows:
+            raise InputError(f"{path} is a folder of `datasets` without .arrow files; save it again")
+        return DataFiles(path, tuple(arrows), "arrow")
     paths = sorted(_walk(path)) if path.is_dir() else [path]
     if not paths:
         raise InputError(f"{path} has no files; give a file, or a folder that has some")

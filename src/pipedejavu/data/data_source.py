@@ -6,6 +6,7 @@ from pipedejavu.data.data_choice import DataChoice
 from pipedejavu.data.data_files import DataFiles, find_files
 from pipedejavu.data.document import read_documents
 from pipedejavu.data.held_out import split_samples
+from pipedejavu.data.image_folder import ImageFolder, class_names
 from pipedejavu.data.text_tokenizer import TextTokenizer, check_vocabulary, find_tokenizer
 from pipedejavu.data.token_cache import TokenTable, cache_path, open_table, write_table
 from pipedejavu.data.token_data import PackedWindows, PaddedChats
@@ -13,7 +14,7 @@ from pipedejavu.facts import InputError
 from pipedejavu.facts.printable import tell
 from pipedejavu.zoo.data import open_data
 from pipedejavu.zoo.dataset import Dataset
-from pipedejavu.zoo.form import Form, TokenForm
+from pipedejavu.zoo.form import Form, ImageForm, TokenForm
 from pipedejavu.zoo.sequence import Sequences
 
 
@@ -23,13 +24,38 @@ def open_choice(
     """Opens chosen data; `model_folder` has the model's tokenizer, and only zoo models read bytes without one."""
     if choice.path is None:
         data = open_data(choice.name or default, form, seed=seed)
-    elif isinstance(form, TokenForm):
+    elif isinstance(form, ImageForm):
+        data = _open_images(choice, form)
+    else:
         tokenizer = find_tokenizer(choice.tokenizer, model_folder, is_zoo=is_zoo)
         check_vocabulary(tokenizer, form.num_plain, form.num_plain < form.vocabulary)
         data = open_tokens(choice, find_files(choice.path), form, tokenizer, seed)
-    else:
-        raise InputError(f"{choice.name} has text, but the model reads images; give digits, mnist or cifar10")
     return take_part(data, choice, seed)
+
+
+def open_held_out(
+    choice: DataChoice, form: Form, *, default: str, seed: int = 0, model_folder: str | None = None, is_zoo: bool = True
+) -> Dataset | None:
+    """Opens the data to evaluate on, in the form that the model reads; None if the choice has none."""
+    held_out = choice.for_evaluation()
+    if held_out is None:
+        return None
+    if held_out.path is None and held_out.part == "all":
+        return open_data(held_out.name or default, form, seed=seed, split="test")
+    if isinstance(form, ImageForm) and held_out.part == "all" and choice.path is not None:
+        return _open_images(held_out, form, class_names(find_files(choice.path)))
+    return open_choice(held_out, form, default=default, seed=seed, model_folder=model_folder, is_zoo=is_zoo)
+
+
+def _open_images(choice: DataChoice, form: ImageForm, classes: tuple[str, ...] | None = None) -> Dataset:
+    assert choice.path is not None
+    files = find_files(choice.path)
+    if files.kind != "images":
+        raise InputError(
+            f"{choice.name} has {files.kind}, but the model reads images; give a folder that has a folder of images for"
+            " each class, or digits, mnist or cifar10"
+        )
+    return ImageFolder(files, form, classes)
 
 
 def take_part(data: Dataset, choice: DataChoice, seed: int) -> Dataset:

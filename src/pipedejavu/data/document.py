@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from pipedejavu.data.data_files import DataFiles
 from pipedejavu.data.record_reader import PlacedRecord, read_records
 from pipedejavu.data.text_tokenizer import TextTokenizer
-from pipedejavu.facts import InputError, open_file
+from pipedejavu.facts import InputError, nearest, open_file
 from pipedejavu.facts.error import brief
 
 PIECE_BYTES = 1 << 24
@@ -46,6 +46,11 @@ def find_fields(record: PlacedRecord, columns: Mapping[str, str]) -> tuple[str, 
     for fields in (("messages",), ("prompt", "completion"), ("text",)):
         if all(columns[field] in record.fields for field in fields):
             return fields
+    for field, column in columns.items():
+        if column != field and column not in record.fields:
+            raise InputError(
+                f"{record.place} has no '{column}', which --columns names as {field}{nearest(column, record.fields)}"
+            )
     found = ", ".join(f"'{name}'" for name in record.fields) or "no fields"
     raise InputError(
         f"{record.place} has {found}, and training needs 'text', 'prompt' and 'completion', or 'messages'; name the"

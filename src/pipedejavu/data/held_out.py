@@ -24,9 +24,12 @@ class SampleSubset:
 
 
 def split_samples(data: Dataset, share: float, seed: int) -> tuple[SampleSubset, SampleSubset]:
-    """Returns the samples to train on and those held out, both in the order of the data."""
+    """Returns the samples to train on and those held out, both in the order of the data.
+
+    `share` is a share of the samples, or their number if it is 1 or more.
+    """
     size = len(data)
-    count = max(1, round(share * size))
+    count = max(1, round(share if share >= 1 else share * size))
     if count >= size:
         raise InputError(
             f"the data has {size} {'sample' if size == 1 else 'samples'}, and --eval {share:g} would hold out {count};"

@@ -1,4 +1,4 @@
-"""Records of .jsonl, .csv and .parquet files, each with the place where it stands."""
+"""Records of .jsonl, .csv, .parquet and .arrow files, each with the place where it stands."""
 
 import csv
 import io
@@ -29,7 +29,7 @@ class PlacedRecord(NamedTuple):
 
 def read_records(files: DataFiles) -> Iterator[PlacedRecord]:
     """Yields the records of all files in their order; raises InputError at the first that cannot be read."""
-    read = {"jsonl": _read_jsonl, "csv": _read_csv, "parquet": _read_parquet}[files.kind]
+    read = {"jsonl": _read_jsonl, "csv": _read_csv, "parquet": _read_parquet, "arrow": _read_arrow}[files.kind]
     for path in files.paths:
         try:
             yield from read(path)
@@ -95,6 +95,24 @@ def _read_parquet(path: Path) -> Iterator[PlacedRecord]:
         except import_module("pyarrow").ArrowException as error:
             text = str(error).partition("\n")[0]
             raise InputError(f"{path} cannot be read as parquet: {text}; write it again") from None
+
+
+def _read_arrow(path: Path) -> Iterator[PlacedRecord]:
+    """Yields the records of a file that `datasets` has saved: Arrow's stream format."""
+    try:
+        ipc = import_module("pyarrow.ipc")
+    except ImportError:
+        raise InputError(f"{path} needs the package pyarrow; pip install 'pipedejavu[parquet]'") from None
+    row = 0
+    with open_file(path) as file:
+        try:
+            for batch in ipc.open_stream(file):
+                for record in batch.to_pylist():
+                    row += 1
+                    yield PlacedRecord(f"{path}, row {row}", record)
+        except import_module("pyarrow").ArrowException as error:
+            text = str(error).partition("\n")[0]
+            raise InputError(f"{path} cannot be read as Arrow: {text}; save the data set again") from None
 
 
 @contextmanager

@@ -251,6 +251,25 @@ class PieceRunner:
             place[key] = moved[id(buffer)]
         return self
 
+    def share(self, other: "PieceRunner", device: torch.device) -> None:
+        """Uses another runner's frozen parameters and buffers of this piece, by name; moves the rest to a device."""
+        known = other.frozen | {name: place[key] for place, key, name in other._named_buffers()}
+        slots = [(place, key, full) for place, key, full in self._frozen]
+        for place, key, name in [*slots, *self._named_buffers()]:
+            tensor = known.get(name)
+            if tensor is None:
+                place[key] = place[key].to(device)
+            elif tensor.data_ptr() != place[key].data_ptr():
+                place[key] = tensor
+
+    def _named_buffers(self) -> Iterator[tuple[dict[str, Any], str, str]]:
+        """Yields each buffer's dictionary, its key there, and its full name."""
+        for _, unit, module in self.units:
+            for path, part in module.named_modules(prefix=unit, remove_duplicate=False):
+                for key, buffer in part._buffers.items():
+                    if buffer is not None:
+                        yield part._buffers, key, ".".join(filter(None, (path, key)))
+
     def run_seeded(self, number: int, unit: Callable[[Value], Value], value: Value, microbatch: int) -> Value:
         """Runs a unit that may draw random numbers, with the generators seeded for it."""
         with _random:

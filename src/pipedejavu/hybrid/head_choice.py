@@ -4,6 +4,7 @@ Until the first step has decided, linear layers outside of blocks return deferre
 recorded. A head whose logits go into a cross-entropy and nothing else may run in chunks. The others run as before.
 """
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -66,14 +67,14 @@ class HeadChoice:
         return max(2, -(-_logits_bytes(use) // limit))
 
     def _if_needed(self, use: HeadUse) -> int:
-        """Returns 1, or the number of chunks if all logits would not fit beside what is allocated now."""
+        """Returns 1, or the number of chunks if all logits would not fit beside what is allocated now, and they may."""
         if use.num_chunks > 1:
             return self._by_bytes(use)
         weight = next(module.weight for module, other in self._uses.values() if other is use)
         allocated = torch.cuda.memory_allocated(weight.device) if weight.is_cuda else 0
-        if allocated + _logits_bytes(use) <= self.budget():
-            return 1
         count = self._by_bytes(use)
+        if allocated + _logits_bytes(use) <= self.budget() or _chunks_bytes(use, count) >= _logits_bytes(use):
+            return 1
         self.reasons.append(
             f"the head runs in {count} chunks: its logits would take {format_bytes(_logits_bytes(use))} at once, beside"
             f" {format_bytes(allocated)} at that time, of {format_bytes(self.budget())}"
@@ -118,8 +119,7 @@ class HeadChoice:
         """
         if not intervals:
             return None
-        chunk, sums = _logits_bytes(use) // self._by_bytes(use), use.num_classes * use.width * (4 + use.itemsize)
-        freed = use.num_logits * (use.itemsize + 8) - chunk - sums
+        freed = use.num_logits * (use.itemsize + 8) - _chunks_bytes(use, self._by_bytes(use))
         others = max((forward.peak_bytes for forward in forwards[:-1]), default=0)
         peak = max(others, intervals[0].peak_bytes - freed)
         if freed <= 0 or peak >= intervals[0].peak_bytes:
@@ -147,6 +147,11 @@ def _logits_bytes(use: HeadUse) -> int:
     return use.num_logits * bytes_per_logit(use.itemsize)
 
 
+def _chunks_bytes(use: HeadUse, count: int) -> int:
+    """Returns the most that exists at a time with chunks: one of them, and the sum of their weight gradients."""
+    return _logits_bytes(use) // count + use.num_classes * use.width * (4 + use.itemsize)
+
+
 def _constant(chunks: int) -> Callable[[HeadUse], int]:
     return lambda _: chunks
 
@@ -171,24 +176,37 @@ def _candidates(model: nn.Module, unit_states: Sequence[UnitState]) -> dict[str,
     return {names[id(layer)]: layer for layer in layers}
 
 
+class _DeferringForward:
+    """The forward of a linear layer that returns deferred logits; a copy of the layer has the plain one."""
+
+    def __init__(self, plain: Callable[..., Any], use: HeadUse):
+        self.plain, self.use = plain, use
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+            return self.plain(*args, **kwargs)
+        with DeferredHead(self.use):
+            return self.plain(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return copy.deepcopy(self.plain, memo)
+
+
 def _defer(module: nn.Linear, use: HeadUse) -> Callable[[], None]:
     """Makes a layer defer its result; returns the call that undoes it."""
     override = module.__dict__.get("forward")
-    module.forward = partial(_forward, module.forward, use)  # type: ignore[method-assign]
-    return partial(_restore, module, override)
+    deferring = _DeferringForward(module.forward, use)
+    module.forward = deferring  # type: ignore[method-assign]
+    return partial(_restore, module, deferring, override)
 
 
-def _restore(module: nn.Module, override: Callable[..., Any] | None) -> None:
-    module.__dict__.pop("forward", None)
+def _restore(module: nn.Module, deferring: _DeferringForward, override: Callable[..., Any] | None) -> None:
+    """Gives a layer its own forward back, unless another has been set since."""
+    if module.__dict__.get("forward") is not deferring:
+        return
+    del module.__dict__["forward"]
     if override is not None:
         module.forward = override
-
-
-def _forward(plain: Callable[..., Any], use: HeadUse, *args: Any, **kwargs: Any) -> Any:
-    if torch.compiler.is_compiling() or not torch.is_grad_enabled():
-        return plain(*args, **kwargs)
-    with DeferredHead(use):
-        return plain(*args, **kwargs)
 
 
 def chunked_names(choice: str | Mapping[str, str]) -> tuple[list[str], Any]:

@@ -24,6 +24,7 @@ from pipedejavu.source.task import Prepared, draw, prepare
 _NOT_MEASURED = {
     *("steps", "seed", "lr", "schedule", "warmup", "weight_decay", "clip_norm", "weights", "log", "keeps_log"),
     *("on_nan", "max_consecutive_skips", "byzantine", "init_candidates", "init_steps", "check_model", "check_replicas"),
+    *("eval", "eval_data", "eval_every", "epochs", "sample", "price"),
     *("on_oom", "replan", "checkpoint_every", "hang_after_s", "compile"),
 }
 """Options that change neither the units of a model nor how long they take, and `compile`, which the plan settles."""

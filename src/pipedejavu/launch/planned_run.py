@@ -102,12 +102,39 @@ def plan_run(
         plan, profile = choose_compile(plan, None, machine, options.compile, steps, measure, agree)
     program = _compile(plan, profile, machine, ranks)
     check_runnable(program)
+    epochs = ""
+    if options.epochs is not None:
+        options, epochs = _count_steps(options, program, ranks, start, prepared)
+        steps = steps_of(plan, options, start.step)
+        if steps != plan.steps:
+            plan = plan.replace(steps=steps)
+            program = _compile(plan, profile, machine, ranks)
     remark = check_run(options, program, ranks, prepared) if options.check_model and not start.step else ""
     if options.byzantine:
         Byzantine.parse(options.byzantine).check(program.plan, program.num_replicas)
     every, interval = choose_interval(options, program)
-    notes = filter(None, (describe_stand_ins(machine, names, worker_hosts), interval, remark, origin))
+    notes = filter(None, (epochs, describe_stand_ins(machine, names, worker_hosts), interval, remark, origin))
     return PlannedRun(options.replace(checkpoint_every=every), program, "\n".join(notes))
+
+
+def _count_steps(
+    options: TrainOptions, program: Program, ranks: RankGroup, start: RunStart, prepared: list[Prepared]
+) -> tuple[TrainOptions, str]:
+    """Returns the options with as many steps as the epochs take, and a sentence about it."""
+    size_text = b""
+    if ranks.is_first:
+        data = prepared[0].batches.task.data if prepared else open_model(options, program.plan).batches.task.data
+        size_text = str(len(data)).encode()
+    size, per_update = int(ranks.broadcast(size_text)), sum(program.sizes)
+    assert options.epochs is not None
+    left = max(0, options.epochs * size - start.samples)
+    steps = max(1, start.step + -(-left // per_update))
+    over = start.samples + (steps - start.step) * per_update - options.epochs * size
+    more = f"; the last update has {over} samples of the next" if over > 0 else ""
+    return options.replace(steps=steps), (
+        f"{options.epochs} {'epoch' if options.epochs == 1 else 'epochs'} of {size} samples: {steps} updates of"
+        f" {per_update}{more}"
+    )
 
 
 def _compile(plan: Plan, profile: Profile, machine: Machine, ranks: RankGroup) -> Program:

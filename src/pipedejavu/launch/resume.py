@@ -7,7 +7,7 @@ from typing import NamedTuple
 from pipedejavu.facts import InputError, Machine, Profile
 from pipedejavu.plan import Plan, Precision
 from pipedejavu.planner.replan import PlanSwitch
-from pipedejavu.run.options import TrainOptions
+from pipedejavu.run.options import MOST_STEPS, TrainOptions
 from pipedejavu.run.run_folder import RunFolder, RunStart
 from pipedejavu.run.run_lock import lock_run
 from pipedejavu.run.saved_facts import check_finite, saved_in
@@ -17,8 +17,8 @@ from pipedejavu.source.fingerprint import describe_changes, read_fingerprints
 from pipedejavu.store import Checkpoint
 
 CHANGEABLE = {
-    "steps", "lr", "clip_norm", "on_nan", "max_consecutive_skips", "on_oom", "checkpoint_every", "hang_after_s", "log",
-    "replan", "compile",
+    "steps", "epochs", "eval_every", "sample", "price", "lr", "clip_norm", "on_nan", "max_consecutive_skips", "on_oom",
+    "checkpoint_every", "hang_after_s", "log", "replan", "compile",
 }  # fmt: skip
 """Options that may change when a run is resumed."""
 
@@ -56,12 +56,16 @@ class Resumed:
         saved = self.known.options
         if requested.keeps_log and not is_launched:
             raise InputError("--audit replays a run from its beginning; leave it out with --resume")
+        if "steps" in names:  # it replaces the number of epochs
+            saved = saved.replace(epochs=None)
         for name in sorted({"model", *names} & type(saved).model_fields.keys() - CHANGEABLE - {"keeps_log"}):
             before, now = getattr(saved, name), getattr(requested, name)
             if before != now:
                 raise InputError(
                     f"the run in {self.folder.path} was started with {name} {before}, not {now}; leave it as it was"
                 )
+        if "epochs" in names and requested.epochs != saved.epochs:  # the number of steps follows from it
+            saved = saved.replace(steps=MOST_STEPS)
         return saved.replace(keeps_log=False, **{name: getattr(requested, name) for name in CHANGEABLE & {*names}})
 
     def is_done(self, options: TrainOptions) -> bool:

@@ -21,6 +21,7 @@ from pipedejavu.facts import InputError, Span, WorkerSummary
 from pipedejavu.health.failure import ShortageError, WorkerError, is_shortage
 from pipedejavu.health.watchdog import HangWatchdog
 from pipedejavu.launch.handover import RunForecast
+from pipedejavu.launch.rank_evaluation import RankEvaluation
 from pipedejavu.launch.worker_process import WorkerLaunch, WorkerProcess, set_up_process
 from pipedejavu.planner.replan import PlanSwitch, Replanner, find_switch
 from pipedejavu.program import ActionKind, Program
@@ -84,6 +85,9 @@ class Rank:
         self.job, self.order = prepare(first, program.sizes, program.plan.cut.begins)
         self.state = WholeState(self.order.task.model, self.job.units)
         self.order.start(start.step, start.samples)
+        self.evaluation = RankEvaluation(options, program, self.order) if options.has_evaluation else None
+        self.paused_s = 0.0
+        """Time that evaluations have taken."""
         self.order.keep(num_kept(program, self.rank))
         self.batches = SteadyBatches(self.order)
         self.replicas = ReplicaCheck(program, self.job, options.check_replicas, start.step)
@@ -253,7 +257,7 @@ class Rank:
     def after_round(self, update: int, handlers: Handlers, spans: list[Span]) -> bool:
         """Keeps the round's spans, rebalances shares by measured rates, and saves; returns whether to go on."""
         self.spans, self.step = spans, update
-        now_s = time.perf_counter()
+        now_s = time.perf_counter() - self.paused_s
         self.reporter.settle(spans, RoundTimes(now_s - self.ends_s[-1], times_of(spans)) if self.ends_s else None)
         self.ends_s.append(now_s)  # the first round is a warm-up
         plan = self.program.plan
@@ -264,9 +268,25 @@ class Rank:
         is_saved = bool(self.saver and every and (update % every == 0 or is_last))
         if is_saved or is_last or self.replicas.is_due(update, plan.steps):
             self._check_replicas(update, handlers)
+        if self.evaluation and not self.is_stopped and self.evaluation.is_due(update):
+            self._evaluate(self.evaluation, update, handlers)
         if self.saver and is_saved:
             self._save(self.saver, update, is_last)
         return not self.is_stopped
+
+    def _evaluate(self, evaluation: RankEvaluation, update: int, handlers: Handlers) -> None:
+        """Evaluates on all ranks, and adds the figures to the metrics."""
+        started_s = time.perf_counter()
+        if self.program.plan.feed.kind == "own":  # other replicas may still be at an earlier update
+            dist.barrier()
+        evaluated = evaluation.run(update, handlers, self.session.workers.add_up)
+        took_s = time.perf_counter() - started_s
+        self.paused_s += took_s
+        if self.collector:
+            self.collector.add_evaluation(
+                {"evaluated": update, "epoch": evaluated.epoch, "count": evaluated.result.num_items},
+                evaluated.result.figures(), time.perf_counter() - self.reporter.started_s, took_s,
+            )  # fmt: skip
 
     def _check_replicas(self, update: int, handlers: Handlers) -> None:
         """Raises WorkerError, on all ranks, if replicas that share every update hold different weights."""

@@ -25,6 +25,7 @@ from pipedejavu.profile.unit_time import PLAIN
 from pipedejavu.search import Progress, RankedPlan, SearchOptions, nothing_fits, search
 from pipedejavu.search.planning_problem import MOST_PARTS
 from pipedejavu.search.subspace import divisors
+from pipedejavu.source.trained_part import TrainedPart
 
 MOST_SAMPLES = 8
 """Samples in the largest microbatch that is measured; times of larger ones are extrapolated."""
@@ -73,15 +74,18 @@ def profile_here(
     report: Report,
     *,
     renews: bool = False,
+    part: TrainedPart = TrainedPart(),  # noqa: B008
     precision: Precision = PLAIN,
 ) -> Profile:
     """Returns a model's profile on each kind of device of this machine, from the cache or measured in a precision."""
     samples, setups = min(batch, MOST_SAMPLES), measure_setups(machine)
     source = {"model": model, "content": source_hash(model), "data": data.name} | _changed(data)
+    if not part.is_all:
+        source["part"] = part.to_json()
     key = {**source, "sizes": choose_sizes(samples), "ways": setups, **machine_key()}
     key |= {} if precision == PLAIN else {"precision": str(precision)}
     return find_or_make(
-        Profile, key, lambda: measure_task(model, data, samples, setups, report, precision), renews=renews
+        Profile, key, lambda: measure_task(model, data, samples, setups, report, precision, part), renews=renews
     )
 
 
@@ -101,7 +105,7 @@ def measure_setups(machine: Machine) -> tuple[MeasureSetup, ...]:
 
 def _changed(data: DataChoice) -> dict[str, object]:
     """Returns how data is read, as far as the user has said so."""
-    plain = data.model_dump(exclude={"name", "held_out", "part"}, exclude_none=True)
+    plain = data.model_dump(exclude={"name", "held_out", "evaluation", "part"}, exclude_none=True)
     return {f"data_{name}": value for name, value in plain.items()}
 
 

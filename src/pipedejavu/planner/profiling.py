@@ -35,6 +35,7 @@ from pipedejavu.profile import (
 from pipedejavu.profile.unit_time import PLAIN, Report
 from pipedejavu.source.model_source import open_task
 from pipedejavu.source.task import describe_form, draw, loss_of
+from pipedejavu.source.trained_part import TrainedPart
 from pipedejavu.zoo import Task
 from pipedejavu.zoo.gpt_shape import EFFICIENCY
 
@@ -145,12 +146,13 @@ def measure_task(
     setups: Sequence[MeasureSetup],
     report: Report,
     precision: Precision = PLAIN,
+    part: TrainedPart = TrainedPart(),  # noqa: B008
 ) -> Profile:
-    """Measures a model on its data with each setup, in a precision."""
+    """Measures a model on its data with each setup, in a precision; only `part` of it is trained."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64 if precision.compute == "fp64" else before)
     try:
-        task = open_task(model, data=data)
+        task = open_task(model, data=data, part=part)
     finally:
         torch.set_default_dtype(before)
     unit_samples, begins = _unit_samples(task, model, samples, report)

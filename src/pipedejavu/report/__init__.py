@@ -10,13 +10,14 @@ from pipedejavu.report.html import render_html
 from pipedejavu.report.memory_need import Need, count_parameters, fold_units, step_spread, step_times, work_out_needs
 from pipedejavu.report.perfetto import render_trace
 from pipedejavu.report.scatter import Choice
-from pipedejavu.report.story import Story
+from pipedejavu.report.story import Story, StoryEvaluation
 
 __all__ = [
     "Choice",
     "Comparison",
     "Need",
     "Story",
+    "StoryEvaluation",
     "compare",
     "count_parameters",
     "fold_units",

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from html import escape
 from typing import NamedTuple
 
+from pipedejavu.facts import format_seconds
 from pipedejavu.report.scatter import round_ticks
 from pipedejavu.report.table import Cell, render_table
 
@@ -26,15 +27,28 @@ class Story(NamedTuple):
     forecast_rate: float | None
     events: Sequence[tuple[int, str, str]]
     """The step that the event follows, its kind, and its text."""
+    evaluations: Sequence["StoryEvaluation"] = ()
+
+
+class StoryEvaluation(NamedTuple):
+    """An evaluation on samples that are not trained on."""
+
+    step: int
+    epoch: float
+    elapsed_s: float
+    loss: float | None
+    figure: str
+    """Perplexity or accuracy, in words; empty without either."""
 
 
 def render_story(story: Story) -> str:
     """Returns the sections of loss, throughput and events."""
     return (
         '<div class="columns">'
-        + _section("loss", "Loss", "of each update, by step", _plane(story.losses, "loss", None))
+        + _section("loss", "Loss", _loss_hint(story), _plane(story.losses, "loss", None, _points(story.evaluations)))
         + _section("rate", "Throughput", _rate_hint(story), _plane(story.rates, "samples/s", story.forecast_rate))
         + "</div>"
+        + (_section("evaluations", "Evaluation", "by epoch and by second", _table(story)) if story.evaluations else "")
         + _section("events", "Events", "faults, restarts and all else beside steps", _events(story.events))
     )
 
@@ -46,20 +60,42 @@ def _section(name: str, title: str, hint: str, content: str) -> str:
     )
 
 
+def _loss_hint(story: Story) -> str:
+    return "of each update, by step" + ("; with dots: evaluation" if _points(story.evaluations) else "")
+
+
+def _points(evaluations: Sequence[StoryEvaluation]) -> list[tuple[int, float]]:
+    return [(done.step, done.loss) for done in evaluations if done.loss is not None]
+
+
+def _table(story: Story) -> str:
+    rows = [
+        [
+            Cell(f"{done.step}", head=True), Cell(f"{done.epoch:.2f}"), Cell(format_seconds(done.elapsed_s)),
+            Cell("not finite" if done.loss is None else f"{done.loss:.4f}"), Cell(done.figure or "–"),
+        ]
+        for done in story.evaluations[-_MAX_EVENTS:]
+    ]  # fmt: skip
+    return render_table(("After step", "Epochs", "Time", "Loss", "Perplexity or accuracy"), rows, "reasons")
+
+
 def _rate_hint(story: Story) -> str:
     line = "" if story.forecast_rate is None else f"; dashed: forecast, {story.forecast_rate:,.4g}"
     return f"samples per second, by step{line}"
 
 
-def _plane(points: Sequence[tuple[int, float]], unit: str, forecast: float | None) -> str:
+def _plane(
+    points: Sequence[tuple[int, float]], unit: str, forecast: float | None, others: Sequence[tuple[int, float]] = ()
+) -> str:
+    """Draws a curve over steps, and a second one with a dot for each of its points."""
     if len(points) < 2:
         return '<p class="note">Fewer than two steps are known, which make no curve.</p>'
     shown = _thin(points)
-    values = [value for _, value in shown] + ([] if forecast is None else [forecast])
+    values = [value for _, value in (*shown, *others)] + ([] if forecast is None else [forecast])
     low, high = (0.0 if forecast is not None else min(values)), max(values)
     margin = (high - low or abs(high) or 1.0) / 16
     bottom, top = low - margin * (forecast is None), high + margin
-    first, last = shown[0][0], shown[-1][0]
+    first, last = shown[0][0], max(step for step, _ in (*shown, *others))
 
     def x(step: float, whole: float = 100) -> float:
         return whole * (step - first) / (last - first)
@@ -79,7 +115,19 @@ def _plane(points: Sequence[tuple[int, float]], unit: str, forecast: float | Non
     line = " ".join(f"{x(step, _BOX):.1f},{y(value, _BOX):.1f}" for step, value in shown)
     box = f'viewBox="0 0 {_BOX} {_BOX}" preserveAspectRatio="none"'
     drawn.append(f'<svg {box} width="100%" height="100%"><polyline class="curve" points="{line}"></polyline></svg>')
+    if others:
+        second = " ".join(f"{x(step, _BOX):.1f},{y(value, _BOX):.1f}" for step, value in others)
+        drawn.append(
+            f'<svg {box} width="100%" height="100%"><polyline class="second" points="{second}"></polyline></svg>'
+        )
+        for step, value in others:
+            dot = f"evaluation after step {step}: {value:.4g}"
+            drawn.append(
+                f'<circle class="second" cx="{x(step):.2f}%" cy="{y(value):.2f}%" r="3"><title>{dot}</title></circle>'
+            )
     label = f"{unit} from {points[0][1]:.4g} at step {first} to {points[-1][1]:.4g} at step {last}"
+    if others:
+        label += f"; evaluation from {others[0][1]:.4g} to {others[-1][1]:.4g}"
     svg = f'<svg role="img" aria-label="{escape(label)}" height="{_HEIGHT}">{"".join(drawn)}</svg>'
     return f'<div class="panel plane">{svg}</div>'
 

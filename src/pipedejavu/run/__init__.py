@@ -1,14 +1,16 @@
 """A training run on disk: options, folder, lock, metrics, history, and what checkpoints store besides tensors."""
 
-from pipedejavu.run.history import History, RunEvent, RunStep, find_runs
+from pipedejavu.run.history import History, RunEvaluation, RunEvent, RunStep, find_runs
 from pipedejavu.run.logbook import check_logbooks
 from pipedejavu.run.options import TrainOptions
+from pipedejavu.run.progress import describe_figures
 from pipedejavu.run.run_folder import RunFolder, RunStart
 from pipedejavu.run.run_lock import lock_run
 from pipedejavu.run.stop_signal import StoppedError
 
 __all__ = [
     "History",
+    "RunEvaluation",
     "RunEvent",
     "RunFolder",
     "RunStart",
@@ -16,6 +18,7 @@ __all__ = [
     "StoppedError",
     "TrainOptions",
     "check_logbooks",
+    "describe_figures",
     "find_runs",
     "lock_run",
 ]

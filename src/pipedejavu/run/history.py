@@ -31,6 +31,24 @@ class RunStep(NamedTuple):
     """Training time since the start of the run."""
 
 
+class RunEvaluation(NamedTuple):
+    """The figures of the weights after an update, on samples that are not trained on."""
+
+    step: int
+    epoch: float
+    loss: float | None
+    """None if it was not finite."""
+    perplexity: float | None
+    accuracy: float | None
+    elapsed_s: float
+    took_s: float
+
+    def figures(self) -> dict[str, float]:
+        """Returns the figures that are known."""
+        named = {"eval_loss": self.loss, "perplexity": self.perplexity, "accuracy": self.accuracy}
+        return {name: value for name, value in named.items() if value is not None}
+
+
 class RunEvent(NamedTuple):
     """Anything but a finished step: a checkpoint, new replica shares, a skipped update, a failure, the end."""
 
@@ -66,6 +84,22 @@ class History:
             if "loss" in row
         ]
 
+    @cached_property
+    def evaluations(self) -> list[RunEvaluation]:
+        """The evaluations, in order."""
+        return [
+            RunEvaluation(
+                row["evaluated"], row.get("epoch") or 0.0, _loss(row.get("eval_loss")), _loss(row.get("perplexity")),
+                _loss(row.get("accuracy")), row.get("elapsed_s", 0.0), row.get("took_s", 0.0),
+            )
+            for row in self.rows
+            if "evaluated" in row
+        ]  # fmt: skip
+
+    def paused_s(self, after: int, until: int) -> float:
+        """Returns how long evaluations took after a step and before another one."""
+        return sum(done.took_s for done in self.evaluations if after <= done.step < until)
+
     @property
     def timed(self) -> list[RunStep]:
         """The updates that this run made; steps taken over from an initialisation trial have no time."""
@@ -77,6 +111,8 @@ class History:
         events, step = [], 0
         for row in self.rows:
             step = row.get("step", step)
+            if "evaluated" in row:
+                continue
             event = row if "loss" not in row else {key: value for key, value in row.items() if key not in _ABOUT_STEP}
             events += [RunEvent(step, *map(_shorten, _describe(event)))] if event else []
         return events
@@ -117,8 +153,9 @@ class History:
         for step in self.timed[1:]:
             assert last is not None
             samples += step.samples or 0
-            if step.elapsed_s > last.elapsed_s and step.samples:
-                yield step.step, samples, step.elapsed_s - last.elapsed_s
+            time_s = step.elapsed_s - last.elapsed_s - self.paused_s(last.step, step.step)
+            if time_s > 0 and step.samples:
+                yield step.step, samples, time_s
                 samples, last = 0, step
 
     @property
@@ -127,7 +164,8 @@ class History:
         if len(self.timed) < 2:
             return None
         first, last = self.timed[0], self.timed[-1]
-        return (last.elapsed_s - first.elapsed_s) / (len(self.timed) - 1)
+        time_s = last.elapsed_s - first.elapsed_s - self.paused_s(first.step, last.step)
+        return time_s / (len(self.timed) - 1)
 
     @property
     def predicted(self) -> Timeline | None:

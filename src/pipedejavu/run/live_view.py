@@ -48,6 +48,8 @@ class LiveView:
     forecast_s: float = 0.0
     measured_s: float | None = None
     """Measured seconds per step."""
+    evaluation: str = ""
+    """The figures of the last evaluation."""
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         """Draws the view within the width and height of the terminal."""
@@ -57,6 +59,8 @@ class LiveView:
         head.add_row("training", bar, f"{self.step}/{self.steps}")
         yield head
         yield Text(self.facts, no_wrap=True, overflow="ellipsis")
+        if self.evaluation:
+            yield Text(self.evaluation, no_wrap=True, overflow="ellipsis")
         shown = self.panels[:MOST_WORKERS]
         if console.height >= CURVE_ROWS + len(shown) + 8 and len(self.losses) > 1:
             yield self._curve(width)

@@ -241,6 +241,15 @@ class MetricsCollector:
         self.progress.report(self.step, loss, count, self.memory, at_s)
         self.step += 1
 
+    def add_evaluation(
+        self, about: Mapping[str, Any], figures: Mapping[str, float], at_s: float, took_s: float
+    ) -> None:
+        """Adds the figures of an evaluation, `at_s` after the start of this process."""
+        elapsed_s = self.elapsed_s + at_s
+        self.folder.add_metrics({**about, **figures, "elapsed_s": elapsed_s, "took_s": took_s})
+        self.books.add(about["evaluated"], {**figures, "epoch": about["epoch"]})
+        self.progress.show_evaluation(about["evaluated"], figures, took_s)
+
     def mean_loss(self, step: int) -> float | None:
         """Returns the mean loss of the steps since the last call, up to `step`; None if it is not finite.
 

@@ -13,10 +13,11 @@ MOST_BYTES, _MOST_LINE_BYTES = 1 << 32, 1 << 20
 _MOST = 2**53
 """Integers below this are exact as floats."""
 _COUNTS = {
-    "step", "saved", "not_saved", "resumed", "stopped", "count", "samples", "peak_bytes", "peak_gpu_bytes",
+    "step", "evaluated", "saved", "not_saved", "resumed", "stopped", "count", "samples", "peak_bytes", "peak_gpu_bytes",
 }  # fmt: skip
-_STEP_NAMES = ("step", "saved", "switched", "skipped")
+_STEP_NAMES = ("step", "saved", "switched", "skipped", "evaluated")
 """Keys that may hold the step of a row."""
+_FIGURES = {"eval_loss", "perplexity", "accuracy", "epoch"}
 _AMOUNTS = {"elapsed_s", "took_s", "size_bytes"}
 
 
@@ -71,6 +72,7 @@ def _is_sound(row: dict[str, Any]) -> bool:
         and all(_is_amount(row[name]) for name in _AMOUNTS & row.keys())
         and (row.get("skipped", True) is True or _is_count(row["skipped"]))
         and all(_is_number(share) for share in _shares(row))
+        and all(_is_number(row[name]) or row[name] is None for name in _FIGURES & row.keys())
         and ("loss" not in row or ("step" in row and (row["loss"] is None or _is_number(row["loss"]))))
     )
 

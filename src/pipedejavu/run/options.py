@@ -9,6 +9,10 @@ from pipedejavu.facts import Record
 Logger = Literal["tensorboard", "wandb", "mlflow"]
 
 
+MOST_STEPS = 2**53
+"""The number of steps until it follows from the number of epochs."""
+
+
 class TrainOptions(Record):
     """The options of `train`; the plan, profile and machine have their own files."""
 
@@ -22,8 +26,24 @@ class TrainOptions(Record):
     """Columns of data in files, as FIELD=COLUMN,FIELD=COLUMN."""
     context: int | None = Field(default=None, ge=1)
     """Tokens per sample; by default the model's."""
+    eval: float = Field(default=0.0, ge=0)
+    """What is held out of the data for evaluation: a share, or a number of samples if it is 1 or more."""
+    eval_data: str | None = None
+    """Other data to evaluate on."""
+    eval_every: int | None = Field(default=None, ge=1)
+    """Updates between two evaluations; by default one after each epoch, and one at the end."""
+    epochs: int | None = Field(default=None, ge=1)
+    """Passes over the data, from which `steps` follow."""
     weights: str | None = None
     """Initial weights: a file or folder of safetensors, or for hf: a name on the hub; by default random."""
+    lora: int | None = Field(default=None, ge=1)
+    """Rank of the low-rank adapters that are trained in place of the weights."""
+    train: str | None = None
+    """What is trained, as 'last:N' or patterns of parameter names; everything by default."""
+    sample: str | None = None
+    """A prompt that the trained model continues at the end."""
+    price: float | None = Field(default=None, ge=0)
+    """Price of the machine per hour, for the cost of the run."""
     steps: int = Field(default=100, ge=1)
     seed: int = 0
     optimizer: Literal["sgd", "adamw"] = "adamw"
@@ -76,6 +96,11 @@ class TrainOptions(Record):
     def asked_precision(self) -> Literal["auto", "bf16", "fp16", "tf32", "fp32", "fp64"]:
         """The precision that the user asks for, in this version's words."""
         return "fp64" if self.dtype == "float64" else self.precision
+
+    @property
+    def has_evaluation(self) -> bool:
+        """Whether the run evaluates."""
+        return bool(self.eval or self.eval_data)
 
     @property
     def can_switch(self) -> bool:

@@ -23,6 +23,16 @@ INTERVAL_S = 10.0
 """Seconds between two lines when stderr is no terminal."""
 
 
+def describe_figures(figures: Mapping[str, float]) -> str:
+    """Returns the figures of an evaluation in words."""
+    words = [f"loss {figures['eval_loss']:.4f}"]
+    if "perplexity" in figures:
+        words.append(f"perplexity {figures['perplexity']:.4g}")
+    if "accuracy" in figures:
+        words.append(f"accuracy {figures['accuracy']:.2%}")
+    return ", ".join(words)
+
+
 class Memory(NamedTuple):
     """Peak bytes of a worker: in its process, and on its GPU."""
 
@@ -84,6 +94,15 @@ class Progress:
             self.last_s = now
             with suppress(OSError):  # the terminal may be closed
                 print(f"step {step}/{self.steps}  {facts}", file=sys.stderr, flush=True)
+
+    def show_evaluation(self, step: int, figures: Mapping[str, float], took_s: float) -> None:
+        """Shows the figures of an evaluation; its time does not count in the rate."""
+        self.started_s += took_s
+        text = f"evaluation after step {step}: {describe_figures(figures)}"
+        self.view.evaluation = text
+        if not self.is_live:
+            with suppress(OSError):
+                print(text, file=sys.stderr, flush=True)
 
     def see(self, worker: int, memory: Memory, busy: Mapping[str, float]) -> None:
         """Shows a worker's report: its peak memory and how busy its lanes were."""

@@ -52,19 +52,28 @@ def _check(name: str, *arguments: object) -> None:
     raise RuntimeError(f"{name} failed with {error} ({code})")
 
 
+@cache
+def _primary_context(index: int) -> int:
+    """Returns the context that torch uses on a device, kept to the end of the process.
+
+    Torch creates it with its first work. Released before that, it would take all its memory with it.
+    """
+    torch.cuda.init()  # type: ignore[no-untyped-call]
+    number, context = ctypes.c_int(), ctypes.c_void_p()
+    _check("cuDeviceGet", ctypes.byref(number), ctypes.c_int(index))
+    _check("cuDevicePrimaryCtxRetain", ctypes.byref(context), number)
+    assert context.value is not None
+    return context.value
+
+
 @contextmanager
 def _context(device: torch.device) -> Iterator[None]:
     """Makes the context that torch uses on a device current in this thread."""
-    torch.cuda.init()  # type: ignore[no-untyped-call]
-    number, context = ctypes.c_int(), ctypes.c_void_p()
-    _check("cuDeviceGet", ctypes.byref(number), ctypes.c_int(device.index or 0))
-    _check("cuDevicePrimaryCtxRetain", ctypes.byref(context), number)
-    _check("cuCtxPushCurrent_v2", context)
+    _check("cuCtxPushCurrent_v2", ctypes.c_void_p(_primary_context(device.index or 0)))
     try:
         yield
     finally:
-        _check("cuCtxPopCurrent_v2", ctypes.byref(context))
-        _check("cuDevicePrimaryCtxRelease_v2", number)
+        _check("cuCtxPopCurrent_v2", ctypes.byref(ctypes.c_void_p()))
 
 
 class ExportedMemory:

@@ -137,7 +137,7 @@ class DeferredLogits(Tensor):
             else:  # the parent has changed in place since
                 self.origin.check()
                 self._plain = source.compute(source.hidden, source.weight, source.bias)
-            self._plain_version = _version(self._plain)
+            self._plain_version, self._parent = _version(self._plain), None  # the parent's logits may be freed
         return self._plain
 
     @property

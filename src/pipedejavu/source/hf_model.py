@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from pipedejavu.data.data_choice import DataChoice
-from pipedejavu.data.data_source import open_choice
+from pipedejavu.data.data_source import open_choice, open_held_out
 from pipedejavu.data.text_tokenizer import FileTokenizer, find_tokenizer
 from pipedejavu.facts import InputError, read_file
 from pipedejavu.facts.file import check_file
@@ -70,8 +70,12 @@ def build_hf_model(
     default = "stdlib" if has_text else "random"
     folder = tokenizer_folder(name, weights)
     source = open_choice(choice, form, default=default, seed=seed, model_folder=folder, is_zoo=False)
+    held_out = open_held_out(choice, form, default=default, seed=seed, model_folder=folder, is_zoo=False)
     counts = count if isinstance(form, TokenForm) else len
-    return Task(name=name, model=model, loss=_loss, count=counts, data=_Named(source, inputs))
+    return Task(
+        name=name, model=model, loss=logits_cross_entropy, count=counts, data=_Named(source, inputs),
+        held_out=None if held_out is None else _Named(held_out, inputs),
+    )  # fmt: skip
 
 
 def build_empty(name: str) -> Any:
@@ -81,6 +85,19 @@ def build_empty(name: str) -> Any:
     with bounded_build(name), torch.device("meta"), offline():
         head, _, _ = _choose_head(transformers, config, name)
         return getattr(transformers, head).from_config(config, dtype=torch.get_default_dtype())
+
+
+def token_form(name: str, context: int | None) -> TokenForm | None:
+    """Returns the form of the samples of 'hf:NAME' if it is a causal language model; takes no memory."""
+    transformers = _transformers(name)
+    config = _read_config(transformers, name)
+    with bounded_build(name), torch.device("meta"), offline():
+        head, objective, _ = _choose_head(transformers, config, name)
+        if objective != "next":
+            return None
+        model = getattr(transformers, head).from_config(config, dtype=torch.get_default_dtype())
+        form = _form(config, objective, MOST_TOKENS, context, _num_reserved(model))
+    return form if isinstance(form, TokenForm) else None
 
 
 def check_data(name: str, data: str | None, weights: str | None) -> None:
@@ -241,5 +258,6 @@ class _Named(Dataset):
         return dict(zip(self.names, inputs if isinstance(inputs, tuple) else (inputs,), strict=True)), targets
 
 
-def _loss(output: Any, targets: Any) -> Tensor:
+def logits_cross_entropy(output: Any, targets: Any) -> Tensor:
+    """Returns the sum over all targets that count, from an output of transformers."""
     return cross_entropy(output.logits, targets)

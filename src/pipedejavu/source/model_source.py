@@ -13,13 +13,14 @@ from torch.utils import _pytree as pytree
 from torch.utils.data import default_collate
 
 from pipedejavu.data.data_choice import DataChoice
-from pipedejavu.data.data_source import open_choice, take_part
+from pipedejavu.data.data_source import open_choice, open_held_out, take_part
 from pipedejavu.facts import InputError, nearest
 from pipedejavu.source.hf_model import build_hf_model
 from pipedejavu.source.hub import check_source
 from pipedejavu.source.initial_weights import load_weights
 from pipedejavu.source.loss_reduction import NUM_SAMPLES, find_reduction, own_loss
 from pipedejavu.source.rng import seed_all
+from pipedejavu.source.trained_part import TrainedPart, freeze_rest
 from pipedejavu.source.user_batch import UserBatch, inputs_and_targets
 from pipedejavu.zoo import Dataset, Task, build, default_data, form_of
 
@@ -32,20 +33,26 @@ def open_task(
     weights: str | None = None,
     device: str | None = None,
     context: int | None = None,
+    part: TrainedPart = TrainedPart(),  # noqa: B008
 ) -> Task:
     """Builds the task of a model's name: 'hf:CONFIG', 'FILE.py:FUNCTION', or the name of a zoo model.
 
     `weights` is a file or folder to load weights from; by default they are random, from the seed. On the device 'meta'
-    the model takes no memory. `context` is the sequence length.
+    the model takes no memory. `context` is the sequence length. Only `part` of the model is trained.
     """
     choice = data if isinstance(data, DataChoice) else DataChoice(name=data)
     choice = choice if context is None else choice.replace(context=context)
     if model.startswith("hf:"):
         name = model.removeprefix("hf:")
-        return build_hf_model(name, seed=seed, choice=choice, weights=weights, device=device)
+        task = build_hf_model(name, seed=seed, choice=choice, weights=weights, device=device)
+        freeze_rest(task.model, part, seed)
+        return task
+    if part.lora is not None:
+        raise InputError(f"--lora is for hf: models, and '{model}' is none; name what to train with --train")
     task = _open(model, seed, choice, device)
     if weights is not None:
         load_weights(task.model, weights)
+    freeze_rest(task.model, part, seed)
     return task
 
 
@@ -62,15 +69,20 @@ def _open(model: str, seed: int, choice: DataChoice, device: str | None) -> Task
     if colon and path.endswith(".py"):
         if choice.name is not None:
             raise InputError(f"{model} brings its own data, but --data asks for '{choice.name}'; leave --data out")
+        if choice.evaluation is not None:
+            raise InputError(f"{model} brings its own data; hold a share of it out with --eval, not --eval-data")
         if choice.context is not None:
             raise InputError(f"--context is for hf: and zoo: models; '{model}' brings sequences of its own length")
         seed_all(seed)
         with torch.device(device or torch.get_default_device()):
             task = _task(model, _load(path, function)())
-        return replace(task, data=take_part(task.data, choice, seed))
+        rest = take_part(task.data, choice.replace(part="eval"), seed) if choice.held_out else None
+        return replace(task, data=take_part(task.data, choice, seed), held_out=rest)
     size = {} if choice.context is None else {"context": choice.context}
-    dataset = open_choice(choice, form_of(model, **size), default=default_data(model), seed=seed)
-    return build(model, seed=seed, data=dataset, device=device, **size)
+    form, default = form_of(model, **size), default_data(model)
+    dataset = open_choice(choice, form, default=default, seed=seed)
+    task = build(model, seed=seed, data=dataset, device=device, **size)
+    return replace(task, held_out=open_held_out(choice, form, default=default, seed=seed))
 
 
 def _load(path: str, function: str) -> Callable[[], Any]:

@@ -15,6 +15,7 @@ from pipedejavu.source.chosen_data import data_choice
 from pipedejavu.source.model_source import open_task
 from pipedejavu.source.precision import check_parameters
 from pipedejavu.source.rate_schedule import rate_schedule
+from pipedejavu.source.trained_part import trained_part
 from pipedejavu.zoo import Dataset, Task, order
 
 MOST_KEPT = 64
@@ -35,7 +36,13 @@ def prepare(options: TrainOptions, sizes: Sequence[int], begins: Sequence[int] =
     `begins` are the unit boundaries that the plan asks for.
     """
     torch.set_default_dtype(getattr(torch, options.parameter_dtype))
-    task = open_task(options.model, seed=options.seed, data=data_choice(options), weights=options.weights)
+    task = open_task(
+        options.model,
+        seed=options.seed,
+        data=data_choice(options),
+        weights=options.weights,
+        part=trained_part(options),
+    )
     check_parameters(task.model)
     cut = cut_model(task.model, task.data.batch(range(sizes[0]))[0], begins)
     optimizer = _optimizer(options)

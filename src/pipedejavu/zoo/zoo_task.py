@@ -29,6 +29,8 @@ class Task:
     count: Callable[[Any], int]
     """Takes targets; returns how many the loss sums over: `len` if each sample has one target."""
     data: Dataset
+    held_out: Dataset | None = None
+    """Samples to evaluate on."""
 
 
 _MODELS: dict[str, tuple[type[Chain], Any]] = {

@@ -1,0 +1,83 @@
+"""What is said before a run starts: what is trained, what lies where, how long it takes, and what it costs."""
+
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+from pipedejavu.analysis import verify
+from pipedejavu.facts import InputError, WorkerSummary, format_bytes, format_seconds, known_device
+from pipedejavu.program import Program
+from pipedejavu.report import count_parameters
+from pipedejavu.simulate import simulate
+
+if TYPE_CHECKING:
+    from pipedejavu.run import TrainOptions
+
+_BYTES = {"float32": 4, "float64": 8}
+_PASSES = 3
+"""FLOP of a forward and its backward, in those of the forward."""
+
+
+def describe_outlook(options: "TrainOptions", program: Program, done: int = 0) -> Iterator[str]:
+    """Yields sentences about a run that has `done` updates behind it, by the simulator's forecast."""
+    yield _what_is_trained(options, program)
+    prediction = simulate(program, verify(program))
+    for worker in prediction.workers:
+        yield _memory_of(worker, program)
+    step_s, left = prediction.chance.mean_s / program.plan.steps, options.steps - done
+    samples = sum(program.sizes)
+    rate = samples / step_s if step_s else 0.0
+    parts = [f"{format_seconds(step_s)} per update, {left} updates: {format_seconds(step_s * left)}"]
+    if options.context and not options.model.endswith(".py"):
+        parts.append(f"{rate * options.context:,.0f} tokens/s")
+    else:
+        parts.append(f"{rate:,.4g} samples/s")
+    if (share := _flop_share(program, rate)) is not None:
+        parts.append(f"MFU {share:.1%}")
+    if options.price is not None:
+        parts.append(f"cost {options.price * step_s * left / 3600:,.2f} at {options.price:g} per hour")
+    yield f"forecast: {', '.join(parts)}"
+
+
+def _what_is_trained(options: "TrainOptions", program: Program) -> str:
+    size = _BYTES[options.dtype]
+    count = count_parameters(program.profile)
+    trained = sum(unit.gradient_bytes for unit in program.profile.units) // size
+    trained = min(trained, count)
+    how = "full fine-tuning of all" if options.weights else "training of all"
+    what = f"{how} {count:,} parameters"
+    if options.lora is not None:
+        what = f"LoRA of rank {options.lora}: {trained:,} of {count:,} parameters are trained"
+    elif options.train is not None:
+        what = f"training of {options.train}: {trained:,} of {count:,} parameters"
+    optimizer = "AdamW" if options.optimizer == "adamw" else "SGD"
+    return f"{what}, with exact {optimizer}: weights, gradients and optimizer state in {options.dtype}"
+
+
+def _memory_of(worker: WorkerSummary, program: Program) -> str:
+    device = program.machine.device(worker.device)
+    places = []
+    for curve in worker.memory:
+        held = ", ".join(
+            f"{name} {format_bytes(size)}" for name, size in curve.peak_classes.items() if size and name != "buffers"
+        )
+        capacity = f" of {format_bytes(curve.capacity_bytes)}" if curve.capacity_bytes else ""
+        name = device.name if curve.memory == "device" else f"the host of {device.name}"
+        if curve.peak_bytes:
+            places.append(f"{name} {format_bytes(curve.peak_bytes)}{capacity} ({held})")
+    return f"memory of worker {worker.worker} at its peak: {'; '.join(places) or 'not known'}"
+
+
+def _flop_share(program: Program, samples_per_s: float) -> float | None:
+    """Returns the model FLOP utilisation over all devices; None unless FLOP and peaks are known."""
+    flop = _PASSES * sum(unit.flop for unit in program.profile.units) * samples_per_s
+    peak = 0.0
+    for name in program.devices:
+        device = program.machine.device(name)
+        device_peak = device.flop_per_s
+        with suppress(InputError):
+            device_peak = device_peak or known_device(device.kind).flop_per_s
+        if not device_peak:
+            return None
+        peak += device_peak
+    return flop / peak if flop and peak else None

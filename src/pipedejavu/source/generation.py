@@ -1,0 +1,81 @@
+"""What a trained language model says: a prompt, or the first held-out chat, continued by the folder of the result."""
+
+from importlib import import_module
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from pipedejavu.data.data_source import open_held_out
+from pipedejavu.facts import InputError
+from pipedejavu.run.options import TrainOptions
+from pipedejavu.source.chosen_data import data_choice
+from pipedejavu.source.hf_config import offline
+from pipedejavu.source.hf_folder import without_progress_bars
+from pipedejavu.source.hf_model import token_form, tokenizer_folder
+from pipedejavu.zoo.loss import IGNORED
+
+MOST_NEW = 64
+"""Tokens that are generated."""
+
+
+class Generated(NamedTuple):
+    """A prompt and its continuation."""
+
+    prompt: str
+    text: str
+
+
+def generate_sample(options: TrainOptions, folder: Path) -> Generated | None:
+    """Continues `options.sample`, or else the first held-out prompt; None if there is neither, or no tokenizer.
+
+    A tokenizer with a chat template takes the sample as a user's message. The most likely token is taken each time.
+    """
+    if not (folder / "tokenizer.json").is_file():
+        if options.sample is not None:
+            raise InputError(f"{folder} has no tokenizer.json, so --sample cannot be read; give one with --tokenizer")
+        return None
+    transformers = import_module("transformers")
+    with offline():
+        tokenizer: Any = transformers.AutoTokenizer.from_pretrained(folder)
+    ids = _held_out_prompt(options) if options.sample is None else _read_prompt(tokenizer, options)
+    if ids is None:
+        return None
+    with offline(), without_progress_bars():
+        model: Any = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    model.eval()
+    with torch.no_grad():
+        tokens = torch.tensor([ids])
+        output = model.generate(
+            tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=MOST_NEW, do_sample=False,
+            pad_token_id=tokenizer.eos_token_id, eos_token_id=tokenizer.eos_token_id,
+        )  # fmt: skip
+    text = tokenizer.decode(output[0, len(ids) :], skip_special_tokens=True)
+    return Generated(tokenizer.decode(ids, skip_special_tokens=False), text)
+
+
+def _read_prompt(tokenizer: Any, options: TrainOptions) -> list[int]:
+    assert options.sample is not None
+    if not tokenizer.chat_template:
+        return [*tokenizer(options.sample, add_special_tokens=False)["input_ids"]]
+    text = tokenizer.apply_chat_template(
+        [{"role": "user", "content": options.sample}], add_generation_prompt=True, tokenize=False
+    )
+    return [*tokenizer(text, add_special_tokens=False)["input_ids"]]
+
+
+def _held_out_prompt(options: TrainOptions) -> list[int] | None:
+    """Returns the tokens before the first answer of the first held-out record; None unless records have answers."""
+    name, choice = options.model.removeprefix("hf:"), data_choice(options)
+    form = token_form(name, options.context)
+    if form is None or choice.for_evaluation() is None:
+        return None
+    folder = tokenizer_folder(name, options.weights)
+    data = open_held_out(choice, form, default="stdlib", seed=options.seed, model_folder=folder, is_zoo=False)
+    if data is None:
+        return None
+    inputs, targets = data.batch([0])
+    if not isinstance(inputs, torch.Tensor) or not bool((targets == IGNORED).any()):
+        return None
+    first = int((targets[0] != IGNORED).nonzero()[0])
+    return [int(token) for token in inputs[0, : first + 1]]

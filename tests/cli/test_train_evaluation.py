@@ -1,0 +1,44 @@
+"""`train --eval-data`: what it prints and records, and that it changes no weight."""
+
+import json
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from safetensors.torch import load_file
+
+from pipedejavu.run import History
+from tests.cli.test_main import refused, run
+
+PLAN = ("--data", "digits", "--plan", "preset:gpipe", "--workers", "2", "--microbatches", "2", "--samples", "64")
+
+
+def test_evaluation_is_recorded_and_changes_no_weight(tmp_path):
+    evaluated, plain = tmp_path / "evaluated", tmp_path / "plain"
+    said = run(
+        "train", "zoo:mlp", *PLAN, "--epochs", "1", "--eval-data", "digits", "--eval-every", "5", "--json",
+        "--run-dir", str(evaluated),
+    )  # fmt: skip
+    run("train", "zoo:mlp", *PLAN, "--steps", "12", "--run-dir", str(plain))
+    summary, history = json.loads(said.stdout), History.read(evaluated)
+    assert summary["steps"] == 12  # 1,500 samples, 128 per update
+    assert [done.step for done in history.evaluations] == [5, 10, 12]
+    assert history.evaluations[-1].accuracy == summary["accuracy"]
+    assert 0.2 < summary["accuracy"] <= 1
+    assert history.evaluations[0].elapsed_s < history.evaluations[-1].elapsed_s
+    assert history.evaluations[-1].epoch == pytest.approx(12 * 128 / 1500)
+    assert [event.kind for event in history.events if "evaluat" in event.kind] == []
+    assert "evaluation after step 12" in (evaluated / "report.html").read_text()
+    first, second = load_file(evaluated / "model.safetensors"), load_file(plain / "model.safetensors")
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_options_that_exclude_each_other_are_refused():
+    said = refused("train", "zoo:mlp", "--epochs", "2", "--steps", "5")
+    assert "--epochs 2 and --steps 5 both say how long to train; give one" in said
+    said = refused("train", "zoo:mlp", "--accumulate", "2", "--microbatches", "4")
+    assert "--accumulate and --microbatches are two names of one number" in said
+    assert "there is nothing to; add --eval or --eval-data" in refused("train", "zoo:mlp", "--eval-every", "2")
+    said = refused("train", "zoo:mlp", "--lora", "2", "--plan", "preset:ddp", "--workers", "1", "--steps", "1")
+    assert "--lora is for hf: models, and 'mlp' is none; name what to train with --train" in said
