@@ -6,7 +6,21 @@ import pytest
 
 from pipedejavu.analysis import build_graph, verify
 from pipedejavu.facts import FaultsError, InputError
-from pipedejavu.plan import RULES, Cut, Feed, Keep, Order, Place, Plan, Reduce, Version, check_plan, preset, presets
+from pipedejavu.plan import (
+    RULES,
+    Cut,
+    Feed,
+    Keep,
+    Order,
+    Place,
+    Plan,
+    Precision,
+    Reduce,
+    Version,
+    check_plan,
+    preset,
+    presets,
+)
 from pipedejavu.program import compile as compile_plan
 from pipedejavu.program import parse_action
 from pipedejavu.simulate import unit_costs
@@ -564,6 +578,33 @@ BROKEN: list[tuple[Plan, str, str]] = [
         preset("distreal").plan.replace(place=Place(replicas=3)),
         "feed 'mask' needs a budget for each of the 3 replicas",
         "set feed.budgets to that many numbers between 0 and 1",
+    ),
+    (
+        Plan(precision=Precision(compute="bf16")),
+        "weights of compute 'bf16' cannot have masters 'none': 16 bits are too few for most updates, bf16 can be the"
+        " half of a master, and wider weights are their own masters",
+        "set precision.masters to 'split'",
+    ),
+    (
+        Plan(precision=Precision(accumulate="bf16")),
+        "gradients are bf16 only if weights are, and masters 'none' have float32 weights",
+        "leave precision.accumulate out, or use compute 'bf16' with masters 'split'",
+    ),
+    (
+        Plan(precision=Precision(compute="fp64", moments="int8")),
+        "moments of int8 would round away what compute 'fp64' keeps",
+        "leave precision.moments out, or use compute 'fp32'",
+    ),
+    (
+        preset("hogwild").plan.replace(precision=Precision(compute="bf16", masters="split")),
+        "keep 'shared' with gate 'none' and combiner 'sum' adds to the weights of other workers, which do not hold the"
+        " other half of split masters",
+        "set precision.masters to 'fp32'",
+    ),
+    (
+        Plan(precision=Precision(compute="fp16", masters="fp32")),
+        "gradients of fp16 may overflow, and all workers skip such an update by the norm that they share",
+        "set reduce.clip to 'global', or use compute 'bf16'",
     ),
 ]
 

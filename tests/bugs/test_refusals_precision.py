@@ -1,4 +1,4 @@
-"""What would be ignored or lost is refused in one sentence: half precision, autocast, GradScaler; weights stay true."""
+"""What would be ignored or lost is refused in one sentence: fp16 weights, autocast, GradScaler; weights stay true."""
 
 import copy
 import pickle
@@ -31,21 +31,47 @@ def batch(size: int = 8):
     return x, x[:, :2].square()
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision_without_masters_is_refused(dtype, tmp_path: Path) -> None:
-    half = str(dtype).removeprefix("torch.")
-    x, y = (t.to(dtype) for t in batch())
-    said = rf"parameter '0.weight' is {half}, .* float32 .*model.float\(\)"
+def test_fp16_parameters_are_refused(tmp_path: Path) -> None:
+    x, y = (t.half() for t in batch())
+    said = r"parameter '0.weight' is float16, .* only bfloat16 has float32 masters here; call model.float\(\) first"
     with pytest.raises(InputError, match=said):
-        Trainer(model().to(dtype), nn.MSELoss(), sample=(x, y))
-    (tmp_path / "half.py").write_text(
+        Trainer(model().half(), nn.MSELoss(), sample=(x, y))
+    with pytest.raises(InputError, match=said):
+        prepare(TrainOptions(model=own_model(tmp_path, torch.float16)), (4,))
+
+
+def own_model(folder: Path, dtype: torch.dtype) -> str:
+    """Writes a file with a function that makes a model of a format and its data; returns its name."""
+    (folder / "half.py").write_text(
         "import torch\nfrom torch import nn\ndef make():\n"
         f"    rows = torch.randn(16, 4, dtype={dtype})\n"
         f"    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).to({dtype})\n"
         "    return model, nn.MSELoss(), [(row, row) for row in rows]\n"
     )
-    with pytest.raises(InputError, match=said):
-        prepare(TrainOptions(model=f"{tmp_path / 'half.py'}:make"), (4,))
+    return f"{folder / 'half.py'}:make"
+
+
+def test_bf16_parameters_are_trained_with_float32_masters() -> None:
+    """Updates far below the resolution of bf16 add up, as they do in a float32 model."""
+    x, y = (t.bfloat16() for t in batch())
+    own = model().bfloat16()
+    before = {name: tensor.float() for name, tensor in own.state_dict().items()}
+    trainer = Trainer(own, nn.MSELoss(), sample=(x, y), optimizer=Sgd(lr=1e-4), plan="ddp", workers=1)
+    assert str(trainer.program.plan.precision) == "bf16, split masters"
+    trainer.step((x, y))
+    masters = trainer.threads.outcome().weights[0, 0]
+    assert all(master.dtype == torch.float32 for master in masters.values())
+    plain = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2)).bfloat16()
+    plain.load_state_dict({name: tensor.bfloat16() for name, tensor in before.items()})
+    nn.functional.mse_loss(plain(x), y).backward()
+    for name, p in plain.named_parameters():
+        expected = before[name] - 1e-4 * p.grad.float()
+        # The batch is 4 microbatches here, whose gradients round to bf16 one by one: 2**-8 of the largest.
+        assert (masters[name] - expected).abs().max() <= 1e-4 * 2**-6 * p.grad.float().abs().max(), name
+        assert not masters[name].equal(before[name])
+    assert own.state_dict()["0.weight"].dtype == torch.bfloat16
+    with pytest.raises(InputError, match=r"the model is bfloat16, .* use precision bf16, or call model\.float"):
+        Trainer(model().bfloat16(), nn.MSELoss(), sample=(x, y), precision="fp32")
 
 
 def test_frozen_parameters_may_be_half() -> None:
@@ -61,15 +87,26 @@ def test_frozen_parameters_may_be_half() -> None:
     assert trainer.step(batch()) > 0
 
 
-def test_autocast_around_a_trainer_is_refused() -> None:
-    said = "autocast is on for cpu around Trainer.*; leave it out"
-    with torch.autocast("cpu"), pytest.raises(InputError, match=said):
-        Trainer(model(), nn.MSELoss(), sample=batch())
+def test_autocast_around_a_trainer_asks_for_its_precision() -> None:
+    with torch.autocast("cpu"):
+        trainer = Trainer(model(), nn.MSELoss(), sample=batch(), plan="ddp", workers=1)
+        assert trainer.step(batch()) > 0
+    assert trainer.program.plan.precision.compute == "bf16"
+    assert trainer.step(batch()) > 0, "the precision is the Trainer's, not that of a step"
+    assert trainer.model.state_dict()["0.weight"].dtype == torch.float32
+
+
+def test_autocast_of_another_precision_is_refused() -> None:
+    said = "autocast is on for cpu around Trainer.step.., and the Trainer computes fp32; leave it out"
     trainer = Trainer(model(), nn.MSELoss(), sample=batch())
     with torch.autocast("cpu"), pytest.raises(InputError, match=said):
         trainer.step(batch())
     with torch.autocast("cpu", enabled=False):
         assert trainer.step(batch()) > 0
+    with torch.autocast("cpu", torch.float16), pytest.raises(InputError, match="with float16, which needs a scaled"):
+        Trainer(model(), nn.MSELoss(), sample=batch())
+    with pytest.raises(InputError, match=r"a precision is one of auto, bf16, .* not 'bfloat16'"):
+        Trainer(model(), nn.MSELoss(), sample=batch(), precision="bfloat16")
 
 
 @pytest.mark.parametrize("unscales", [True, False])

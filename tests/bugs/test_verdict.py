@@ -167,7 +167,7 @@ def test_a_run_that_rounding_leads_astray_is_told_to_take_float64() -> None:
     blurred, sharp = (verdict_of(case_of("1f1b", "mlp", wild, dtype, steps=25)) for dtype in DTYPES)
     assert blurred.is_passed
     assert blurred.blur > 0.1
-    assert str(blurred).endswith(" as far as training did, so use --dtype float64 for a sharper audit")
+    assert str(blurred).endswith(" as far as training did, so use --precision fp64 for a sharper audit")
     assert sharp.is_passed
     assert sharp.blur < 0.1
     assert str(sharp).endswith(" is rounding")

@@ -56,7 +56,7 @@ def test_all_faults_of_a_plan_file_stand_in_one_message() -> None:
     )
 
 
-def test_axes_are_seven_short_texts() -> None:
+def test_axes_are_eight_short_texts() -> None:
     axes = Plan().axes()
     assert tuple(axes) == AXES
     assert axes == {
@@ -67,6 +67,7 @@ def test_axes_are_seven_short_texts() -> None:
         "version": "sync",
         "reduce": "–",
         "keep": "replicated",
+        "precision": "fp32",
     }
     assert Plan(order=Order(recompute=0.5)).axes()["keep"] == "replicated, checkpoint"
 

@@ -116,8 +116,10 @@ def _fit(resumed: "Resumed", request: TrainRequest, worker_hosts: "Sequence[Work
 def _search(options: "TrainOptions", request: TrainRequest, machine: Machine | None) -> tuple[Plan, Machine]:
     """Returns the best plan that the engine runs, and its machine."""
     from pipedejavu.launch import find_fastest
-    from pipedejavu.planner.planning import choose_plans, known_machine, profile_here
+    from pipedejavu.planner.planning import MOST_SAMPLES, choose_plans, known_machine, profile_here
+    from pipedejavu.planner.precision_choice import SPLIT, faster, is_worth_measuring, with_precision
     from pipedejavu.source.chosen_data import data_choice
+    from pipedejavu.source.precision import model_dtype
     from pipedejavu.source.trained_part import trained_part
 
     question = SearchOptions(
@@ -129,24 +131,27 @@ def _search(options: "TrainOptions", request: TrainRequest, machine: Machine | N
     devices = request.device_choice
     with show_progress() as progress:
         machine = machine or known_machine()
+        dtype = model_dtype(options)
+        trains = [device for device in machine.devices if devices in ("auto", device.type)]
+        chosen = with_precision(Plan(), options.asked_precision, trains, dtype=dtype)
 
         def report(text: str) -> None:
             progress(0.0, text)
 
-        profile = profile_here(
-            options.model,
-            data_choice(options),
-            question.batch,
-            machine,
-            report,
-            renews=request.renew,
-            part=trained_part(options),
-        )
+        part = trained_part(options)
+        measured = (options.model, data_choice(options), question.batch, machine, report)
+        profile = profile_here(*measured, renews=request.renew, part=part, precision=chosen.precision)
+        if is_worth_measuring(chosen, options.asked_precision, trains):
+            other = profile_here(*measured, renews=request.renew, part=part, precision=SPLIT)
+            chosen = faster(chosen, profile, other, min(question.batch, MOST_SAMPLES))
+            profile = other if chosen.precision == SPLIT else profile
+        clips = chosen.reduce.clip == "global"
+        question = question.replace(precision=chosen.precision, clip="global" if clips else question.clip)
         plans: list[RankedPlan] = choose_plans(profile, machine, question, request.tries, devices, progress)
     best = plans[0] if len(plans) == 1 else find_fastest(options, plans, devices, print_error)
     if not request.as_json:
         print_error(f"plan: {best.bound}; forecast of the search {format_seconds(best.time_s)}")
-    return best.plan, best.machine
+    return best.plan.replace(decisions=(*best.plan.decisions, *chosen.decisions)), best.machine
 
 
 def choose_plan(request: TrainRequest, num_processes: int | None) -> Plan:

@@ -26,6 +26,7 @@ from pipedejavu.facts import (
     write_file,
 )
 from pipedejavu.facts.printable import printable
+from pipedejavu.plan import Plan
 from pipedejavu.program import compile as compile_plan
 from pipedejavu.report import Choice, render_html
 from pipedejavu.search import (
@@ -80,6 +81,9 @@ class PlanRequest:
         False
     )
     time_budget: Annotated[float, typer.Option(help="Seconds for the search.")] = 60.0
+    precision: Annotated[
+        str, typer.Option(help="For a model measured here: auto, bf16, fp16, tf32, fp32 or fp64, as for 'train'.")
+    ] = "auto"
     seed: Annotated[int, typer.Option(help="Seed of randomised searchers.")] = 0
     candidates: Annotated[int, typer.Option(help="Most plans to show.")] = 5
     renew: Annotated[bool, typer.Option(help="Measure again instead of using cached measurements.")] = False
@@ -166,6 +170,9 @@ def _read_inputs(request: PlanRequest, options: SearchOptions, progress: Progres
     """Returns profile and machine: those that the request names, or this machine and the model measured on it."""
     is_model = request.model.startswith(("zoo:", "hf:")) or ".py:" in request.model
     notes = []
+    is_measured = is_model and request.machine is None
+    if request.precision != "auto" and not is_measured:
+        raise InputError("--precision is for a model that is measured here; profiles and estimates have their own")
     if request.machine is not None:
         machine = read_machine(request.machine)
     else:
@@ -181,11 +188,20 @@ def _read_inputs(request: PlanRequest, options: SearchOptions, progress: Progres
         else:
             profile = estimate_profile(request.model, machine)
             notes.append("times are estimated from the model's shape and each device's stated rate")
-    elif request.machine is None:
+    elif is_measured:
         require_torch(*MEASURING)
+        import torch
+
         from pipedejavu.data.data_choice import DataChoice
         from pipedejavu.planner.planning import profile_here
+        from pipedejavu.planner.precision_choice import check_request, with_precision
 
+        asked = check_request(request.precision)
+        dtype = torch.float64 if asked == "fp64" else torch.float32
+        chosen = with_precision(Plan(), asked, machine.devices, dtype=dtype)
+        clip = options.clip if chosen.precision.compute != "fp16" else "global"
+        options = options.replace(precision=chosen.precision, clip=clip)
+        notes += [f"precision: {decision.choice} ({decision.reason})" for decision in chosen.decisions]
         profile = profile_here(
             read_model(request.model),
             DataChoice(),
@@ -193,6 +209,7 @@ def _read_inputs(request: PlanRequest, options: SearchOptions, progress: Progres
             machine,
             lambda text: progress(0.0, text),
             renews=request.renew,
+            precision=chosen.precision,
         )
         notes.append("times are measured on this machine")
     else:

@@ -327,7 +327,7 @@ def _print_summary(summary: Mapping[str, object], done: "TrainedRun", verdict: "
     if evaluation := {name: value for name in _EVALUATED if isinstance(value := summary.get(name), float)}:
         console.print(f"evaluation: {describe_figures(evaluation)}")
     if summary["steps_skipped"]:
-        console.print(f"updates left out (--on-nan skip): {summary['steps_skipped']}; the report says which and why")
+        console.print(f"updates left out: {summary['steps_skipped']}; the report says which and why")
     steps = done.program.plan.steps
     unit = "an update" if steps == 1 else f"{steps} updates"
     console.print(

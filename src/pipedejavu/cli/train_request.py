@@ -90,7 +90,10 @@ class TrainRequest:
     weight_decay: Annotated[float, typer.Option(help="Weight decay of all parameters.")] = 0.0
     momentum: Annotated[float, typer.Option(help="Momentum of sgd.")] = 0.0
     clip_norm: Annotated[float | None, typer.Option(help="Clip gradients to this norm over all stages.")] = None
-    dtype: Annotated[str, typer.Option(help="float32 or float64, for weights and all computation.")] = "float32"
+    precision: Annotated[
+        str, typer.Option(help="auto (bf16 on GPUs that compute it, else fp32), bf16, fp16, tf32, fp32 or fp64.")
+    ] = "auto"
+    dtype: Annotated[str, typer.Option(help="float64 is the old name of --precision fp64.")] = "float32"
     compile: Annotated[
         str, typer.Option(help="auto, on or off: whether units run under torch.compile; auto if the steps repay it.")
     ] = "auto"

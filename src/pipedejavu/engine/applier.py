@@ -14,6 +14,7 @@ from torch import Tensor
 from pipedejavu.engine.device import moved
 from pipedejavu.engine.gradient_check import GradientCheck
 from pipedejavu.engine.job import Applied, Batches, Job, Log, Scored
+from pipedejavu.engine.loss_scale import LossScale
 from pipedejavu.engine.optimizer import Tensors
 from pipedejavu.engine.piece import PieceRunner
 from pipedejavu.engine.score import ScoreTrial, kept, number_of, score
@@ -40,10 +41,11 @@ class Applier:
         log: Log,
         device: torch.device,
         check: GradientCheck,
+        scale: LossScale,
     ):
         self.program, self.plan, self.runners, self.job = program, program.plan, runners, job
         self.batches, self.values, self.log, self.device = batches, values, log, device
-        self.check = check
+        self.check, self.scale = check, scale
         self.state: dict[PieceReplica, dict[str, Tensors]] = {}
         self.center = program.num_replicas
         if self.plan.reduce.clip != "none" and self.plan.feed.kind == "own":
@@ -94,7 +96,12 @@ class Applier:
 
     def move_state(self, key: PieceReplica, device: torch.device) -> dict[str, Tensors]:
         """Moves a piece's optimizer state between host and device, and returns it."""
-        self.state[key] = moved(self.state.get(key, {}), device)
+        state = self.state.get(key, {})
+        # The host reads the step, so it stays there.
+        self.state[key] = {
+            name: {slot: t if t.dim() == 0 and slot == "step" else moved(t, device) for slot, t in slots.items()}
+            for name, slots in state.items()
+        }
         return self.state[key]
 
     def _coefficient(self, replica: int, update: int) -> float:
@@ -124,7 +131,7 @@ class Applier:
         return tuple(range(number * size, (number + 1) * size))
 
     def _updated(self, key: PieceReplica, update: int, base: Tensors, summed: Tensors) -> Tensors:
-        """Returns the next version of a piece's weights, in the memory of the sum."""
+        """Returns the next version of a piece's weights, in the memory of the sum if that has their format."""
         is_elastic, is_bound = self.plan.reduce.combiner == "elastic", self.plan.reduce.gate == "bound"
         if is_elastic or is_bound:  # they need what the update adds
             deltas = self._deltas(key, update, base, summed)
@@ -136,8 +143,10 @@ class Applier:
         number, coefficient = self.first_version + update, self._begin(key, update, summed)
         if coefficient == 0:
             return {name: weight.detach().clone() for name, weight in base.items()}
-        self.job.optimizer.step(number, base, summed, self.state.setdefault(key, {}), coefficient, out=summed)
-        return summed
+        out = {name: like_weight(base[name], gradient) for name, gradient in summed.items()}
+        factor = coefficient / self.scale.applied
+        self.job.optimizer.step(number, base, summed, self.state.setdefault(key, {}), factor, out=out)
+        return out
 
     def _deltas(self, key: PieceReplica, update: int, base: Tensors, summed: Tensors) -> Deltas:
         number, coefficient = self.first_version + update, self._begin(key, update, summed)
@@ -277,6 +286,13 @@ class Applier:
         else:
             weights = self.values[Value.weights(piece, replica, version)]
         return {name: w.detach().to(self.device) for name, w in weights.items()}
+
+
+def like_weight(weight: Tensor, gradient: Tensor) -> Tensor:
+    """Returns memory for the next version of a weight: that of its gradient if the formats are the same."""
+    if gradient.dtype == weight.dtype:
+        return gradient
+    return torch.empty_like(weight.detach(), pin_memory=weight.is_pinned())
 
 
 def as_leaves(weights: dict[str, Tensor]) -> Tensors:

@@ -11,19 +11,24 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from pipedejavu.engine.device import CPU, moved
 from pipedejavu.engine.job import Applied, Batches, Event, Job, Log, Read, Scored
 from pipedejavu.engine.log_check import check_log, check_replayable
+from pipedejavu.engine.loss_scale import FIRST
 from pipedejavu.engine.optimizer import Tensors
 from pipedejavu.engine.piece import PieceRunner
 from pipedejavu.engine.recompute_span import backward, with_loss
+from pipedejavu.engine.replay_cast import nudge_weights, replay_device, widened_tensor
 from pipedejavu.engine.score import ScoreTrial, number_of, score
 from pipedejavu.engine.threads import Outcome
 from pipedejavu.engine.uncut_replay import UncutModel, UncutReplay
 from pipedejavu.facts import InputError
+from pipedejavu.optim.arithmetic import split
 from pipedejavu.program import Program
+from pipedejavu.runtime.compute_precision import FULL, ComputeFormat, allowed_tf32, low_names
 
 
 def audit(
@@ -61,11 +66,20 @@ class Replay:
         """Replays `uncut` instead of the units if given; `nudge` seeds a move of each weight by one rounding unit."""
         self.program, self.plan, self.job, self.batches = program, program.plan, job, batches
         self.in_double = in_double
+        form = ComputeFormat.of(self.plan.precision, [module for _, module in job.units])
+        self.form, self.low = FULL if in_double else form, low_names(job.units, form)
+        self.scale = FIRST if self.form.autocast == torch.float16 else 1.0
+        self.device = CPU if in_double or not self.plan.precision.is_low else replay_device(program)
         modules = copy.deepcopy([module for _, module in job.units])
         if nudge is not None:
-            _nudge(modules, torch.Generator().manual_seed(nudge))
+            nudge_weights(modules, torch.Generator().manual_seed(nudge))
         units = [(n, job.units[n][0], module.double() if in_double else module) for n, module in enumerate(modules)]
-        self.runners = [PieceRunner([units[u] for u in piece.units], job.seed) for piece in program.pieces]
+        self.runners = [
+            PieceRunner([units[u] for u in piece.units], job.seed, form=self.form).to(self.device)
+            for piece in program.pieces
+        ]
+        self.initial = [{name: self._master(w) for name, w in runner.initial.items()} for runner in self.runners]
+        """The masters that training begins with, by piece."""
         self.uncut = UncutReplay(uncut, job, units) if uncut else None
         self.center = program.num_replicas
         self.newest: dict[tuple[int, int, int], Tensors] = {}
@@ -75,7 +89,7 @@ class Replay:
         self.gradients: dict[int, list[Tensors]] = {}
         self.norms: dict[int, float] = {}
         self.state: dict[tuple[int, int], dict[str, Tensors]] = defaultdict(dict)
-        self.cells = {p: {n: w.clone() for n, w in r.initial.items()} for p, r in enumerate(self.runners)}
+        self.cells = {p: {n: w.clone() for n, w in initial.items()} for p, initial in enumerate(self.initial)}
         self.served: dict[int, int] = defaultdict(int)
         self.skipped: set[int] = set()
         """Versions whose update the run skipped."""
@@ -85,6 +99,10 @@ class Replay:
 
     def run(self, logs: Sequence[Log]) -> dict[tuple[int, int], Tensors]:
         """Replays each event once what it reads exists; returns the last weights by (piece, replica)."""
+        with allowed_tf32(self.plan.precision):
+            return self._run(logs)
+
+    def _run(self, logs: Sequence[Log]) -> dict[tuple[int, int], Tensors]:
         queues = [list(reversed(log.events)) for log in logs]
         self.skipped = {step for log in logs for step in log.skipped}
         while any(queues):
@@ -101,7 +119,7 @@ class Replay:
         final = {key: weights for key, (_, weights) in last.items()}
         if self.plan.reduce.wire == "server" and self.plan.reduce.gate == "lock":
             final |= {(piece, self.center): cell for piece, cell in self.cells.items()}
-        final = {(p, self.center): r.initial for p, r in enumerate(self.runners)} | final
+        final = {(p, self.center): initial for p, initial in enumerate(self.initial)} | final
         return {key: weights | self.runners[key[0]].frozen for key, weights in final.items()}
 
     def replay(self, event: Event) -> bool:
@@ -119,7 +137,7 @@ class Replay:
     def weights(self, piece: int, replica: int, version: int) -> Tensors | None:
         """Returns one version of a piece's weights, or None if it does not exist yet."""
         if version == 0 and (piece, replica, 0) not in self.newest:
-            self.newest[piece, replica, 0] = {n: w.clone() for n, w in self.runners[piece].initial.items()}
+            self.newest[piece, replica, 0] = {n: w.clone() for n, w in self.initial[piece].items()}
         return self.newest.get((piece, replica, version))
 
     def _replay_read(self, event: Read) -> bool:
@@ -284,24 +302,38 @@ class Replay:
         known = [weights for weights in reads if weights is not None]
         if len(known) < len(reads):
             return False
+        known = [{n: self._computed(n, w) for n, w in weights.items()} for weights in known]
         value, targets = self._cast(self.batches.inputs(microbatch)), self._cast(self.batches.targets(microbatch))
         if self.uncut and (uncut := self.uncut.gradients(microbatch, known, value, targets)):
             self.gradients[microbatch] = uncut
             return True
+        scale = self.scale
+        while True:
+            gradients = self._gradients_of(microbatch, known, value, targets, scale)
+            if scale == 1 or all(g.isfinite().all() for piece in gradients for g in piece.values()):
+                break
+            scale /= 2
+        self.gradients[microbatch] = gradients
+        return True
+
+    def _gradients_of(
+        self, microbatch: int, known: Sequence[Tensors], value: object, targets: object, scale: float
+    ) -> list[Tensors]:
+        """Returns the gradients of one microbatch, computed from a loss that is multiplied by `scale`."""
         saved = []
         for runner, weights in zip(self.runners, known, strict=True):
             leaves = {n: w.detach().requires_grad_() for n, w in weights.items()}
             value, kept = runner.forward(leaves, value, microbatch)
             saved.append(kept)
-        loss = self.job.loss(value, targets)
+        with self.form.context(self.device):
+            loss = self.job.loss(value, targets)
         saved[-1] = with_loss(saved[-1], loss)
-        passed: tuple[Tensor, ...] = (torch.ones_like(loss),)
+        passed: tuple[Tensor, ...] = (torch.full_like(loss, scale),)
         gradients = []
         for kept in reversed(saved):
             passed, weight_gradients = backward(kept, passed)
-            gradients.append(weight_gradients)
-        self.gradients[microbatch] = gradients[::-1]
-        return True
+            gradients.append(weight_gradients if scale == 1 else {n: g / scale for n, g in weight_gradients.items()})
+        return gradients[::-1]
 
     def _summed(self, microbatches: tuple[int, ...], piece: int, name: str) -> Tensor:
         """Sums a parameter's gradients over microbatches, and over all pieces that share it."""
@@ -313,7 +345,7 @@ class Replay:
             if n in self.runners[p].initial
         ]
         if self.job.byzantine is None:
-            return torch.stack([self.gradients[i][p][n] for i in microbatches for p, n in shared]).sum(0)
+            return torch.stack([self._wide(self.gradients[i][p][n]) for i in microbatches for p, n in shared]).sum(0)
         return torch.stack([part for p, n in shared for part in self._sent_gradients(microbatches, p, n)]).sum(0)
 
     def _sent_gradients(self, microbatches: tuple[int, ...], piece: int, name: str) -> Iterator[Tensor]:
@@ -322,7 +354,9 @@ class Replay:
         assert fault is not None
         update = microbatches[0] // self.program.update_size
         for replica in sorted({self.readers[piece, i] for i in microbatches}):
-            parts = [self.gradients[i][piece][name] for i in microbatches if self.readers[piece, i] == replica]
+            parts = [
+                self._wide(self.gradients[i][piece][name]) for i in microbatches if self.readers[piece, i] == replica
+            ]
             total = torch.stack(parts).sum(0)
             if fault.is_faulty(replica, self.program.num_replicas):
                 total = fault.spoilt(total, self.job.seed, replica, update, piece, number)
@@ -330,18 +364,19 @@ class Replay:
 
     def _cast(self, value: object) -> object:
         """Returns a value with its floating-point and complex tensors in the precision of the replay."""
-        return pytree.tree_map_only(Tensor, _widened, value) if self.in_double else value
+        return pytree.tree_map_only(Tensor, widened_tensor, value) if self.in_double else moved(value, self.device)
 
+    def _computed(self, name: str, master: Tensor) -> Tensor:
+        """Returns what units compute with: a master, or its high half in the precision of the replay."""
+        if name not in self.low:
+            return master
+        high = split(master.float())[0]
+        return high.double() if self.in_double else high
 
-def _nudge(modules: Sequence[nn.Module], source: torch.Generator) -> None:
-    """Moves each weight by one unit in its last place, up or down at random; a shared one once."""
-    for weight in {id(p): p.data for module in modules for p in module.parameters()}.values():
-        if weight.is_floating_point():
-            signs = torch.randint(0, 2, weight.shape, generator=source).to(weight) * 2 - 1
-            weight.mul_(1 + signs * torch.finfo(weight.dtype).eps)
+    def _master(self, weight: Tensor) -> Tensor:
+        is_split = weight.dtype == torch.bfloat16 and self.plan.precision.is_split
+        return weight.to(self.device, torch.float32 if is_split else weight.dtype)
 
-
-def _widened(tensor: Tensor) -> Tensor:
-    if tensor.is_complex():
-        return tensor.to(torch.complex128)
-    return tensor.double() if tensor.is_floating_point() else tensor
+    def _wide(self, gradient: Tensor) -> Tensor:
+        """Returns the gradient of a microbatch in the format in which gradients are added."""
+        return gradient.float() if gradient.dtype in (torch.bfloat16, torch.float16) else gradient

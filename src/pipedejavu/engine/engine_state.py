@@ -18,18 +18,15 @@ from torch import Tensor
 from pipedejavu.engine.device import CPU
 from pipedejavu.engine.finite import nonfinite
 from pipedejavu.engine.handlers import Handlers, pieces_of
-from pipedejavu.engine.optimizer import Tensors
+from pipedejavu.engine.master import weights_of
+from pipedejavu.engine.optimizer import LOW, Tensors
 from pipedejavu.engine.piece import PieceRunner
-from pipedejavu.engine.threads import Threads, final_weights
+from pipedejavu.engine.threads import Threads, final_weights, put_lows, state_rests_on_host
 from pipedejavu.facts import InputError
 from pipedejavu.program import Program, Value, ValueKind
-from pipedejavu.program.effect import rest_of, update_place
-from pipedejavu.program.value import HOST
 
 SLOTS = {"step": "step", "m": "exp_avg", "v": "exp_avg_sq", "momentum": "momentum_buffer"}
 """The names of optimizer state in this package, and in torch.optim."""
-_ALL_SLOTS = SLOTS | {"low": "master_low"}
-"""With the low half of a bfloat16 weight's master, which torch.optim does not keep."""
 
 Source = Callable[[str], Tensor | None]
 """Returns the tensor of a name, or None if there is none."""
@@ -67,7 +64,8 @@ def _share(handlers: Handlers) -> Tensors:
                 continue
             share[f"{prefix}weight/{name}"] = weights[key][name]
             for slot, tensor in handlers.applier.state.get(key, {}).get(name, {}).items():
-                share[f"{prefix}state/{_ALL_SLOTS[slot]}/{name}"] = tensor
+                if slot != LOW:  # the weight is saved as its master
+                    share[f"{prefix}state/{SLOTS[slot]}/{name}"] = tensor
         if (replica, handlers.index) == holders_of[piece][0]:
             share |= {f"weight/{name}": tensor for name, tensor in runner.frozen.items()}
         for name, buffer in runner.saved_buffers():
@@ -104,12 +102,15 @@ def put_state(handlers: Handlers, update: int, source: Source, norm: float | Non
     handlers.settle()
     for value, weights in handlers.values.items():
         if value.kind == ValueKind.WEIGHTS and not _is_idle(handlers.program, value.replica):
-            for name, weight in weights.items():
+            for name, weight in weights.items():  # a split weight is the high half of what is saved
                 known = _needed(name, _find(handlers, source, value.replica, "weight", name))
                 _check_loaded(handlers, "weight", name, known)
-                _fill(f"weight '{name}'", weight.data, known)
+                is_split = weight.dtype == torch.bfloat16 and known.dtype == torch.float32
+                halves = weights_of({name: known}, {name} if is_split else (), is_split=True)
+                _fill(f"weight '{name}'", weight.data, halves[0][name])
     for key, runner in handlers.runners.items():
         handlers.applier.state[key] = _state(handlers, key, runner, source)
+        put_lows(handlers, key, _lows(handlers, key, runner, source))
         if plan.reduce.gate == "lock":
             handlers.applier.served[key[0]] = update * handlers.program.num_replicas
         for name, tensor in runner.frozen.items():
@@ -117,6 +118,7 @@ def put_state(handlers: Handlers, update: int, source: Source, norm: float | Non
             if loaded is None:  # older checkpoints save them as buffers
                 loaded = _find(handlers, source, key[1], "buffer", name)
             _fill(f"weight '{name}'", tensor, _needed(name, loaded))
+        runner.lower_frozen()
         for name, buffer in runner.saved_buffers():
             loaded = _find(handlers, source, key[1], "buffer", name)
             if loaded is None:  # checkpoints of other programs do not tell buffers from weights
@@ -145,13 +147,13 @@ def _state(handlers: Handlers, key: tuple[int, int], runner: PieceRunner, source
     piece, replica = key
     if handlers.program.plan.keep.kind == "server" and replica < handlers.program.num_replicas:
         return {}  # the server makes the updates
-    rests_on_host = update_place(handlers.program, piece) == HOST or rest_of(handlers.program, piece) == "visit"
+    rests_on_host = state_rests_on_host(handlers.program, piece)
     state: dict[str, Tensors] = {}
     for name, weight in runner.initial.items():
         slots = {}
-        for slot, torch_name in _ALL_SLOTS.items():
+        for slot, torch_name in SLOTS.items():
             loaded = _find(handlers, source, replica, f"state/{torch_name}", name)
-            if loaded is not None and (slot in SLOTS or weight.dtype == torch.bfloat16):
+            if loaded is not None:
                 is_scalar = slot == "step"
                 if not is_scalar and loaded.shape != weight.shape:
                     raise InputError(f"'{torch_name}' of '{name}' is {_form(loaded)}, and the weight {_form(weight)}")
@@ -160,13 +162,19 @@ def _state(handlers: Handlers, key: tuple[int, int], runner: PieceRunner, source
                 )
         if slots:
             wanted = handlers.job.optimizer.slots_of(name)
-            if slots.keys() - {"low"} != wanted:
-                names = [
-                    " and ".join(sorted(_ALL_SLOTS[slot] for slot in some)) or "nothing" for some in (slots, wanted)
-                ]
+            if slots.keys() != wanted:
+                names = [" and ".join(sorted(SLOTS[slot] for slot in some)) or "nothing" for some in (slots, wanted)]
                 raise InputError(f"the checkpoint keeps {names[0]} of '{name}', and this optimizer {names[1]}")
             state[name] = slots
     return state
+
+
+def _lows(handlers: Handlers, key: tuple[int, int], runner: PieceRunner, source: Source) -> Tensors:
+    """Returns the low halves of the split weights of a piece, from the masters that were saved."""
+    masters = {name: _needed(name, _find(handlers, source, key[1], "weight", name)) for name in runner.initial}
+    bf16 = {name for name, weight in runner.initial.items() if weight.dtype == torch.bfloat16}
+    lowered = {name for name in runner.lowered | bf16 if masters[name].dtype == torch.float32}
+    return weights_of(masters, lowered, is_split=runner.form.is_split)[1]
 
 
 def _needed(name: str, loaded: Tensor | None) -> Tensor:

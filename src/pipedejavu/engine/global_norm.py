@@ -15,6 +15,7 @@ from torch import Tensor
 from pipedejavu.engine.finite import nonfinite, read_all
 from pipedejavu.engine.gradient_check import GradientCheck
 from pipedejavu.engine.job import Batches, Job, Log
+from pipedejavu.engine.loss_scale import LossScale
 from pipedejavu.engine.optimizer import Tensors
 from pipedejavu.engine.piece import PieceRunner
 from pipedejavu.facts import InputError
@@ -39,9 +40,11 @@ class GlobalNorm:
         values: Mapping[Value, Any],
         log: Log,
         check: GradientCheck,
+        scale: LossScale,
     ):
         self.program, self.index, self.runners, self.job = program, index, runners, job
         self.batches, self.values, self.log, self.check = batches, values, log, check
+        self.scale = scale
         self.num_skipped = 0
         """Consecutive updates skipped so far."""
         self._kept: list[tuple[dict[str, Any], str, Tensor, Tensor]] = []
@@ -49,7 +52,7 @@ class GlobalNorm:
 
     def begin(self) -> None:
         """Saves a copy of running statistics, if the update may be skipped."""
-        if self.job.on_nan == "skip" and self.program.plan.reduce.clip == "global":
+        if (self.job.on_nan == "skip" or self.scale.is_on) and self.program.plan.reduce.clip == "global":
             buffers = [buffer for runner in self.runners.values() for buffer in runner.buffers()]
             self._kept = [(place, key, buffer, buffer.clone()) for place, key, buffer in buffers]
 
@@ -60,15 +63,32 @@ class GlobalNorm:
         consecutive skips if it is "skip".
         """
         agrees = self.program.plan.reduce.clip == "global"
-        gradients, square = self._gradients(update), self._square(update)
-        fault = self._fault(step, gradients, square) if agrees else ""
+        count = sum(self.batches.count(i) for i in self._microbatches(step)) if self.scale.is_on else 1
+        gradients, square = self._gradients(update), self._square(update) / self.scale.of_sum(count) ** 2
+        is_over = self.scale.is_on and not math.isfinite(square)
+        fault = self._fault(step, gradients, square) if agrees and not is_over else ""
         if fault and self.job.on_nan == "stop":
             raise InputError(f"{fault}; {self.check.remedy}")
-        total = float(add_up(torch.tensor([math.inf if fault else square], dtype=torch.float64)))
+        total = float(add_up(torch.tensor([math.inf if fault or is_over else square], dtype=torch.float64)))
         norm = math.sqrt(total)
-        if agrees and self.job.on_nan == "skip":
+        if self.scale.is_on:
+            over = f"gradients overflow fp16 at a loss scale of {self.scale.next:g} in step {step}" if is_over else ""
+            self._take_scaled(norm, step, count, fault or over)
+        elif agrees and self.job.on_nan == "skip":
             self._skip(step, fault) if math.isinf(norm) else self._go_on()
         return norm
+
+    def _take_scaled(self, norm: float, step: int, count: int, reason: str) -> None:
+        """Adapts the loss scale, on all workers alike; if the update is left out, restores running statistics.
+
+        `reason` is why this worker cannot apply the update, or "".
+        """
+        if not self.scale.take(norm, step, count):
+            self._go_on()
+            return
+        self._restore_buffers()
+        if reason:
+            self.log.skipped[step] = reason
 
     def _go_on(self) -> None:
         self.num_skipped = 0
@@ -76,9 +96,7 @@ class GlobalNorm:
 
     def _skip(self, step: int, fault: str) -> None:
         """Restores running statistics from before a skipped update, and records why it is skipped."""
-        with torch.no_grad():
-            for place, key, buffer, before in self._kept:
-                place[key] = buffer.copy_(before)
+        self._restore_buffers()
         self.num_skipped += 1
         if not fault:
             return  # the worker with the fault records it
@@ -90,10 +108,18 @@ class GlobalNorm:
                 f" {fault}; lower the learning rate, clip gradients (--clip-norm), or look at the data"
             )
 
+    def _restore_buffers(self) -> None:
+        with torch.no_grad():
+            for place, key, buffer, before in self._kept:
+                place[key] = buffer.copy_(before)
+
+    def _microbatches(self, step: int) -> range:
+        size = self.program.update_size
+        return range((step - 1) * size, step * size)
+
     def _fault(self, step: int, gradients: list[Tensors], square: float) -> str:
         """Returns why this worker cannot apply an update, or ""."""
-        size = self.program.update_size
-        microbatches = range((step - 1) * size, step * size)
+        microbatches = self._microbatches(step)
         for number in microbatches:
             loss = self.log.losses.get(number, 0.0)
             if not math.isfinite(loss):

@@ -20,6 +20,7 @@ from pipedejavu.engine.device import CPU, device_of, moved, record_stream
 from pipedejavu.engine.global_norm import GlobalNorm
 from pipedejavu.engine.gradient_check import GradientCheck
 from pipedejavu.engine.job import Batches, Job, Log, Read
+from pipedejavu.engine.loss_scale import LossScale
 from pipedejavu.engine.optimizer import Tensors
 from pipedejavu.engine.piece import PieceRunner
 from pipedejavu.engine.recompute_span import (
@@ -34,6 +35,7 @@ from pipedejavu.engine.recompute_span import (
     with_loss,
 )
 from pipedejavu.engine.resting_state import RestingState
+from pipedejavu.engine.summed_piece import is_summed, reduce_tied
 from pipedejavu.engine.wire import Wire, flatten, unflatten
 from pipedejavu.facts import InputError
 from pipedejavu.program import Action, ActionKind, GroupRole, Program, Table, UpdatePlace, Value, ValueKind
@@ -41,6 +43,7 @@ from pipedejavu.program.action import value_of
 from pipedejavu.program.effect import rest_of
 from pipedejavu.program.value import HOST
 from pipedejavu.runtime.compiled_unit import LossCall
+from pipedejavu.runtime.compute_precision import ComputeFormat
 
 _PER_PARAMETER = frozenset((ValueKind.WEIGHTS, ValueKind.WEIGHT_GRADIENT, ValueKind.PUSH, ValueKind.CONSENSUS))
 """Kinds of values that are held as tensors by parameter name."""
@@ -68,13 +71,17 @@ class Handlers(RestingState):
         self.notice: Notice = lambda _lane, _action: None
         self.values: dict[Value, Any] = {}
         self.check = GradientCheck(job, program.plan, index)
-        self.applier = Applier(program, runners, job, batches, self.values, self.log, self.device, self.check)
-        self.norm = GlobalNorm(program, index, runners, job, batches, self.values, self.log, self.check)
+        self._form = ComputeFormat.of(program.plan.precision, [module for _, module in job.units])
+        self.scale, shared = LossScale(program.plan), (self.values, self.log)
+        self.applier = Applier(program, runners, job, batches, *shared, self.device, self.check, self.scale)
+        self.norm = GlobalNorm(program, index, runners, job, batches, *shared, self.check, self.scale)
         table = Table(program)
         self.effects = {a: table(a, index)[:2] for a in program.workers[index].actions}
         """The values that each action reads and writes."""
         self.reads = Counter(value for a in program.workers[index].actions for value in self.effects[a][0])
         self.readers = self.reads.copy()
+        self.summed = {key: is_summed(program, index, key) for key in runners}
+        """Whether an update of a piece sums gradients of several microbatches or workers."""
         self.lock = threading.Lock()
         self.first_microbatch = self.first_version = 0
         self._unread_losses: dict[int, Tensor] = {}
@@ -224,7 +231,8 @@ class Handlers(RestingState):
             self.notice(a.lane, str(a))
 
     def _loss(self, number: int, output: Any) -> Tensor:
-        return self.job.loss(output, self._targets(number))
+        with self._form.context(self.device):
+            return self.job.loss(output, self._targets(number))
 
     def _targets(self, number: int) -> Any:
         return moved(self.batches.targets(number), self.device)
@@ -261,7 +269,7 @@ class Handlers(RestingState):
         """Runs the backward of a piece: writes its input gradient and adds to its weight gradient."""
         saved, gradients = self._needed(a)
         total = self._of_update(a)
-        passed, self.values[total] = backward(saved, gradients, self.values.get(total))
+        passed, self.values[total] = backward(saved, gradients, self.values.get(total), is_wide=self._is_wide(a))
         self._pass_on(a, passed)
         self._end_microbatch(a)
 
@@ -273,7 +281,7 @@ class Handlers(RestingState):
     def backward_weights(self, a: Action) -> None:
         """Adds to the weight gradient of the piece."""
         total, half = self._of_update(a), self.values[Value.saved(a.piece, a.microbatch)]
-        self.values[total] = backward_weights(half, self.values.get(total))
+        self.values[total] = backward_weights(half, self.values.get(total), is_wide=self._is_wide(a))
         self._end_microbatch(a)
 
     def _runner(self, a: Action) -> PieceRunner:
@@ -284,12 +292,18 @@ class Handlers(RestingState):
         saved: Saved = self.values[Value.saved(a.piece, a.microbatch)]
         after = self.program.outputs[a.piece]
         if not after:
-            return saved, (torch.ones_like(saved[-1].outputs[0]),)
+            number = self.first_microbatch + a.microbatch
+            scale = self.scale.of_microbatch(self.program, self.batches, number)
+            return saved, (torch.full_like(saved[-1].outputs[0], scale),)
         return saved, self.values[Value.gradient(after[0], a.microbatch)]
 
     def _of_update(self, a: Action) -> Value:
         """Returns the weight gradient that a backward adds to."""
         return Value.weight_gradient(a.piece, a.replica, a.microbatch // self.program.update_size)
+
+    def _is_wide(self, a: Action) -> bool:
+        """Whether gradients of 16-bit weights are added up in float32: if there is anything to add."""
+        return self._runner(a).form.sums_wide and self.summed[a.piece, a.replica]
 
     def _pass_on(self, a: Action, gradients: tuple[Tensor, ...]) -> None:
         if self.program.inputs[a.piece]:
@@ -333,13 +347,14 @@ class Handlers(RestingState):
             step = self.first_version + a.version + 1
             self.values[value_of(a)] = self.norm.find(a.version, step, lambda part: self.wire.add_up(part, group))
         elif self.program.groups[group].role is GroupRole.TIE:
-            self._reduce_tied(a)
+            reduce_tied(self, a)
         else:
             value: Tensors = (
                 self._sent_gradients(a) if a.what == ValueKind.WEIGHT_GRADIENT else self.values[value_of(a)]
             )
             tensors = [tensor.detach() for tensor in value.values()]
-            sums = dict(zip(value, unflatten(self.wire.add_up(flatten(tensors), group), tensors), strict=True))
+            added = unflatten(self.wire.add_up(flatten(tensors), group), tensors)
+            sums = dict(zip(value, added, strict=True))
             if a.what == ValueKind.WEIGHTS:  # replicas that update separately average; an update divides gradients
                 count = len(self.program.groups[group].workers)
                 sums = as_leaves({name: total.div_(count) for name, total in sums.items()})
@@ -353,21 +368,6 @@ class Handlers(RestingState):
             return value
         origin = (self.job.seed, a.replica, self.first_version + a.version, a.piece)
         return {name: fault.spoilt(gradient, *origin, n) for n, (name, gradient) in enumerate(value.items())}
-
-    def _reduce_tied(self, a: Action) -> None:
-        """Sums the gradients of tied parameters over the pieces that share them."""
-        tie = self.program.groups[a.group].number
-        tied = [
-            (self.values[Value.weight_gradient(piece, replica, a.version)], name)
-            for piece, replica in self.program.held(self.index)
-            if replica == a.replica
-            for name in self.runners[piece, replica].initial
-            if name in self.job.ties[tie]
-        ]
-        local = torch.stack([gradients[name] for gradients, name in tied]).sum(0)
-        total = self.wire.add_up(local.reshape(-1), a.group).view_as(local)
-        for gradients, name in tied:
-            gradients[name] = total.clone()
 
     def drop(self, a: Action) -> None:
         """Frees a value, unless it was freed after its last reader."""

@@ -2,8 +2,8 @@
 
 The state belongs to a piece, not to a weight version. `step` writes new weights, to a new version or in place.
 `deltas` turns summed gradients, in place, into what is to be added to the weights; it yields one parameter at a time,
-so that the caller reads it from the cache. AdamW of float32 weights on the host is the native pass of `optim`; all else
-is torch.
+so that the caller reads it from the cache. AdamW of float32 and split weights is the one of `optim`, on the host and on
+GPUs; all else is torch, which updates the joined master of a split weight.
 """
 
 import math
@@ -14,8 +14,13 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from pipedejavu.optim.arithmetic import AdamState, scalars_of
-from pipedejavu.optim.native import NativeTask, update_on_host
+from pipedejavu.optim.arithmetic import AdamState, join, scalars_of, split
+from pipedejavu.optim.gpu_update import has_kernel
+from pipedejavu.optim.joint_update import update_all
+from pipedejavu.optim.native import NativeTask
+
+LOW = "low"
+"""The slot of the low half of a split weight: a bf16 weight with it is updated as its float32 master."""
 
 Tensors = dict[str, Tensor]
 State = dict[str, Tensors]
@@ -95,8 +100,7 @@ class Sgd:
         Gradients are multiplied by `coefficient`. They stay as they are unless `out` is in their memory.
         """
         for name, gradient in gradients.items():
-            work = {name: gradient if out[name] is gradient else gradient.clone()}
-            _add(self.deltas(update, weights, work, state, coefficient), weights, out)
+            _step_by_deltas(self, update, name, weights, gradient, state, coefficient, out)
 
     def deltas(
         self, update: int, weights: Tensors, gradients: Tensors, state: State, coefficient: float
@@ -113,7 +117,7 @@ class Sgd:
                 gradient.add_(weights[name].detach(), alpha=self.weight_decay)
             if self.momentum:
                 slots = state.setdefault(name, {})
-                if slots:
+                if "momentum" in slots:
                     slots["momentum"].mul_(self.momentum).add_(gradient, alpha=1 - self.dampening)
                 else:
                     slots["momentum"] = gradient.clone()
@@ -163,14 +167,14 @@ class AdamW:
     ) -> None:
         """Writes the new weights to `out`, which may be the gradients or the weights, after one update.
 
-        Gradients are multiplied by `coefficient`. They stay as they are unless `out` is in their memory. Parameters in
-        host memory are updated together, in one pass.
+        Gradients are multiplied by `coefficient`. They stay as they are unless `out` is in their memory. Parameters are
+        updated together, in one pass of the host and one of the GPU.
         """
         tasks = []
         for name, gradient in gradients.items():
             slots = _adam_slots(state, name, gradient)
-            if self._is_native(name, weights[name], gradient, slots):
-                old = AdamState(weights[name].detach(), None, slots["m"], slots["v"])
+            if self._is_shared(name, weights[name], gradient, slots):
+                old = AdamState(weights[name].detach(), slots.get(LOW), slots["m"], slots["v"])
                 new = old._replace(weight=out[name].detach())
                 slots["step"] += 1
                 decay = self.weight_decay if self.shrinks(name) else 0.0
@@ -178,9 +182,8 @@ class AdamW:
                 s = scalars_of(int(slots["step"].item()), *settings, coefficient)
                 tasks.append(NativeTask(s, gradient, old, new))
             else:
-                work = {name: gradient if out[name] is gradient else gradient.clone()}
-                _add(self.deltas(update, weights, work, state, coefficient), weights, out)
-        update_on_host(tasks)
+                _step_by_deltas(self, update, name, weights, gradient, state, coefficient, out)
+        update_all(tasks)
 
     def deltas(
         self, update: int, weights: Tensors, gradients: Tensors, state: State, coefficient: float
@@ -188,7 +191,7 @@ class AdamW:
         """Yields what to add to each weight, in the memory of its gradient, after multiplying that by `coefficient`."""
         for name, gradient in gradients.items():
             slots = _adam_slots(state, name, gradient)
-            if self._is_native(name, weights[name], gradient, slots):
+            if self._is_shared(name, weights[name], gradient, slots):
                 before = {name: weights[name].detach().clone()}  # other workers may write to the weights meanwhile
                 self.step(update, before, {name: gradient}, state, coefficient, {name: gradient})
                 yield name, gradient.sub_(before[name])
@@ -211,21 +214,47 @@ class AdamW:
             gradient.sub_(weight, alpha=lr * self.weight_decay)
         return gradient
 
-    def _is_native(self, name: str, weight: Tensor, gradient: Tensor, slots: Tensors) -> bool:
-        """Whether the native pass updates a parameter: float32 in host memory, with decoupled weight decay."""
-        tensors = weight, gradient, slots["m"], slots["v"]
-        is_float32 = all(tensor.dtype == torch.float32 and tensor.device.type == "cpu" for tensor in tensors)
-        return is_float32 and (self.is_decoupled or not self.shrinks(name))
+    def _is_shared(self, name: str, weight: Tensor, gradient: Tensor, slots: Tensors) -> bool:
+        """Whether the shared arithmetic updates a parameter: float32 or split, with decoupled weight decay."""
+        if self.shrinks(name) and not self.is_decoupled:
+            return False
+        tensors = [slots["m"], slots["v"]]
+        if LOW not in slots:  # without the kernel, torch's operations on a GPU are as fast as the arithmetic's
+            tensors += [weight, gradient]
+            if weight.device.type != "cpu" and not has_kernel(weight.device):
+                return False
+        return all(t.dtype == torch.float32 and t.device == weight.device for t in tensors)
 
 
 def _adam_slots(state: State, name: str, gradient: Tensor) -> Tensors:
     """Returns the slots of a parameter, zeros before its first update."""
     slots = state.setdefault(name, {})
-    if not slots:
-        slots |= {"step": torch.zeros(()), "m": torch.zeros_like(gradient), "v": torch.zeros_like(gradient)}
+    if "m" not in slots:
+        dtype = torch.float32 if gradient.dtype in (torch.bfloat16, torch.float16) else gradient.dtype
+        zeros = torch.zeros_like(gradient, dtype=dtype)
+        slots |= {"step": torch.zeros(()), "m": zeros, "v": zeros.clone()}
     return slots
 
 
-def _add(deltas: Iterator[tuple[str, Tensor]], weights: Tensors, out: Tensors) -> None:
-    for name, delta in deltas:
-        torch.add(delta, weights[name].detach(), out=out[name].detach())
+def _step_by_deltas(
+    rule: Optimizer,
+    update: int,
+    name: str,
+    weights: Tensors,
+    gradient: Tensor,
+    state: State,
+    coefficient: float,
+    out: Tensors,
+) -> None:
+    """Writes the new weight of one parameter by the operations of torch, on the master if the weight is split."""
+    weight, low = weights[name].detach(), state.get(name, {}).get(LOW)
+    if low is None:
+        work = {name: gradient if out[name] is gradient else gradient.clone()}
+        for _, delta in rule.deltas(update, weights, work, state, coefficient):
+            torch.add(delta, weight, out=out[name].detach())
+        return
+    master, work = join(weight, low), {name: gradient.to(torch.float32, copy=True)}
+    for _, delta in rule.deltas(update, {name: master}, work, state, coefficient):
+        high, rest = split(delta.add_(master))
+        out[name].detach().copy_(high)
+        low.copy_(rest)

@@ -20,6 +20,7 @@ from pipedejavu.engine.finite import nonfinite
 from pipedejavu.engine.optimizer import Tensors
 from pipedejavu.engine.recompute_span import RecomputeSpan, Saved, Value, like, tensors_of
 from pipedejavu.runtime.compiled_unit import LossCall, UnitCompiler
+from pipedejavu.runtime.compute_precision import FULL, ComputeFormat
 from pipedejavu.runtime.deferred_head import DeferredHead
 from pipedejavu.runtime.deferred_logits import HeadUse
 from pipedejavu.runtime.recompute import generators_of
@@ -54,7 +55,7 @@ class PieceRunner:
     """Runs the units of one piece in order; units whose number is in `again` are recomputed. Not thread-safe.
 
     With `departs`, the saved tensors can be moved to another device between forward and backward. With a `compiler`,
-    units run compiled.
+    units run compiled. `form` says how the units compute.
     """
 
     def __init__(
@@ -64,8 +65,9 @@ class PieceRunner:
         again: Collection[int] = (),
         departs: bool = False,
         compiler: UnitCompiler | None = None,
+        form: ComputeFormat = FULL,
     ):
-        self.units, self.seed, self.departs, self.compiler = units, seed, departs, compiler
+        self.units, self.seed, self.departs, self.compiler, self.form = units, seed, departs, compiler, form
         self.while_compiling: Callable[[], AbstractContextManager[None]] = nullcontext
         """Entered while a unit is compiled."""
         self.head: HeadUse | None = None
@@ -73,7 +75,11 @@ class PieceRunner:
         self.names: dict[str, str] = {}
         """By full name of a parameter, its first full name in the piece, if tied parameters have several."""
         self.initial: Tensors = {}
-        """The initial values of the trained parameters."""
+        """The initial values of the trained parameters: their masters."""
+        self.lowered: set[str] = set()
+        """Trained parameters that are float32 and computed with as bf16."""
+        self._wide: Tensors = {}
+        """Frozen parameters that are computed with as bf16: their own values, by full name."""
         self._frozen: list[tuple[dict[str, Any], str, str]] = []
         """Frozen parameters: the module's dictionary, the key in it, and the full name."""
         self._slots: list[tuple[dict[str, Any], str, str, Tensor]] = []
@@ -90,12 +96,16 @@ class PieceRunner:
                     full = ".".join(filter(None, (path, key)))
                     if not parameter.requires_grad:
                         self._frozen.append((part._parameters, key, full))
+                        if form.is_lowered(part, parameter):
+                            self._wide[full] = parameter.detach()
                         continue
                     self.names[full] = first.setdefault(id(parameter), full)
                     unit_names[number][self.names[full]] = None
                     self._slots.append((part._parameters, key, self.names[full], parameter))
                     if self.names[full] == full:
                         self.initial[full] = parameter.detach()
+                        if form.is_lowered(part, parameter):
+                            self.lowered.add(full)
         self._unbounded = dict(nonfinite(self.initial | dict(self.saved_buffers())))
         """Parameters and buffers that are not finite from the start, such as masks, with their largest value."""
         self._random = {number for number, _, unit in units if _looks_random(unit)}
@@ -125,7 +135,8 @@ class PieceRunner:
         and gets no gradient.
         """
         saved: list[RecomputeSpan] = []
-        with self._with_weights(weights, self.buffers() if keeps_buffers else []):
+        buffers = self.buffers() if keeps_buffers else []
+        with self._with_weights(weights, buffers), self.form.context(tensors_of(value)[0].device):
             for run in self._runs:
                 leaves = [t.detach().requires_grad_(t.requires_grad) for t in tensors_of(value)]
                 if not saved:
@@ -147,12 +158,18 @@ class PieceRunner:
     def tensor_offload(self, weights: Tensors) -> SavedTensorOffload:
         """Returns a new offload for the tensors that a forward saves, except weights and buffers."""
         buffers = [buffer for _, _, buffer in self.buffers()]
-        return SavedTensorOffload([*weights.values(), *buffers, *self.frozen.values()])
+        return SavedTensorOffload([*weights.values(), *buffers, *(place[key] for place, key, _ in self._frozen)])
 
     @property
     def frozen(self) -> Tensors:
-        """The frozen parameters, under all their full names."""
-        return {full: place[key].detach() for place, key, full in self._frozen}
+        """The frozen parameters, under all their full names, as they are saved."""
+        return {full: self._wide.get(full, place[key].detach()) for place, key, full in self._frozen}
+
+    def lower_frozen(self) -> None:
+        """Rounds the frozen parameters again that are computed with as bf16, after they have got other values."""
+        for place, key, full in self._frozen:
+            if full in self._wide:
+                place[key].data.copy_(self._wide[full])
 
     def forward_again(
         self, weights: Tensors, saved: Saved, microbatch: int, head: LossCall | None = None
@@ -163,7 +180,8 @@ class PieceRunner:
         """
         spans, value = list(saved), None
         buffers = self.buffers([unit for run in self._runs if run.is_again for unit in run.units])
-        with self._with_weights(weights, buffers):
+        device = tensors_of(saved[0].input_value)[0].device
+        with self._with_weights(weights, buffers), self.form.context(device):
             for n, run in enumerate(self._runs):
                 if run.is_again:
                     value = self._run_units(run, saved[n].input_value, microbatch, head)
@@ -227,7 +245,8 @@ class PieceRunner:
     def to(self, device: torch.device) -> "PieceRunner":
         """Moves buffers and frozen parameters to a device and keeps shared ones shared; weights come with each call."""
         buffers = self.buffers() + [(place, key, place[key]) for place, key, _ in self._frozen]
-        moved = {id(buffer): buffer.to(device) for _, _, buffer in buffers}
+        low = {id(place[key]) for place, key, full in self._frozen if full in self._wide}
+        moved = {id(t): t.to(device, torch.bfloat16 if id(t) in low else t.dtype) for _, _, t in buffers}
         for place, key, buffer in buffers:
             place[key] = moved[id(buffer)]
         return self

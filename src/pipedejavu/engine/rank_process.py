@@ -18,6 +18,7 @@ from pipedejavu.engine.worker_loop import WorkerLoop
 from pipedejavu.facts import InputError, MemoryFile, Span
 from pipedejavu.program import Program, ValueKind
 from pipedejavu.runtime.compiled_unit import UnitCompiler
+from pipedejavu.runtime.compute_precision import allowed_tf32
 
 SPANS_EVERY = 50
 """Rounds from one of which the spans are needed to the next, beside the last round; the first one is a warm-up."""
@@ -66,7 +67,9 @@ class RankRun:
         for number, update in enumerate(updates):
             self.handlers.begin(update)
             self.handlers.needs_spans = number % SPANS_EVERY == 1 or update == last
-            yield RankRound(update + self.program.plan.steps, self.worker.run())
+            with allowed_tf32(self.program.plan.precision):
+                spans = self.worker.run()
+            yield RankRound(update + self.program.plan.steps, spans)
 
 
 def _share_weights(handlers: Handlers) -> None:

@@ -7,6 +7,7 @@ is one span. The graph of a span begins at leaves of its own, whose gradients st
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -51,6 +52,8 @@ class RecomputeSpan:
 
 Saved = tuple[RecomputeSpan, ...]
 """What the forward of a piece saves: its spans, in the order of their units."""
+
+_HALVES = (torch.bfloat16, torch.float16)
 
 Gradients = Sequence[Tensor | None]
 """None for a tensor that does not contribute to the loss."""
@@ -101,9 +104,14 @@ class WeightHalf:
     """Of the outputs; with `saved`, if nothing is pending."""
 
 
-def backward(saved: Saved, gradients: Gradients, total: Tensors | None = None) -> tuple[tuple[Tensor, ...], Tensors]:
-    """Returns the gradients of the inputs and of the weights; the latter are added to `total`, in place, if given."""
-    of_inputs, of_weights = _run_spans(saved, gradients, total)
+def backward(
+    saved: Saved, gradients: Gradients, total: Tensors | None = None, *, is_wide: bool = False
+) -> tuple[tuple[Tensor, ...], Tensors]:
+    """Returns the gradients of the inputs and of the weights; the latter are added to `total`, in place, if given.
+
+    With `is_wide`, gradients of 16-bit weights are added up in float32.
+    """
+    of_inputs, of_weights = _run_spans(saved, gradients, total, is_wide)
     return _with_zeros(saved, of_inputs) if any(t.requires_grad for t in saved[0].inputs) else (), of_weights
 
 
@@ -122,20 +130,20 @@ def backward_input(saved: Saved, gradients: Gradients) -> tuple[tuple[Tensor, ..
     return _with_zeros(saved, gradients), WeightHalf(weights, tuple(pending))
 
 
-def backward_weights(half: WeightHalf, total: Tensors | None = None) -> Tensors:
+def backward_weights(half: WeightHalf, total: Tensors | None = None, *, is_wide: bool = False) -> Tensors:
     """Returns the gradients of the weights, added to `total`, in place, if given."""
     if half.saved:
-        return _run_spans(half.saved, half.gradients, total)[1]
-    sums = _GradientSums(half.weights, total)
+        return _run_spans(half.saved, half.gradients, total, is_wide)[1]
+    sums = _GradientSums(half.weights, total, is_wide)
     for index in reversed(range(len(half.pending))):
         with sums.of(index) as shared:
             half.pending[index].accumulate(shared)
     return sums.result()
 
 
-def _run_spans(saved: Saved, gradients: Gradients, total: Tensors | None) -> tuple[Gradients, Tensors]:
+def _run_spans(saved: Saved, gradients: Gradients, total: Tensors | None, is_wide: bool) -> tuple[Gradients, Tensors]:
     """Runs the backward of each span, from the last; returns the gradients of the inputs and of the weights."""
-    sums = _GradientSums([span.weights for span in saved], total)
+    sums = _GradientSums([span.weights for span in saved], total, is_wide)
     for index in reversed(range(len(saved))):
         span = saved[index]
         with sums.of(index) as shared:
@@ -155,31 +163,55 @@ class _GradientSums:
 
     Autograd gives each weight a gradient of its own, even if one tensor is used several times. If several spans use
     a weight, its gradient of one span enters the backward of the next, so that the sum has the order of one graph.
+
+    A sum in float32 of a 16-bit weight cannot be its `grad`: each gradient is added and freed as soon as it is known.
     """
 
-    def __init__(self, weights: Sequence[Tensors], total: Tensors | None):
+    def __init__(self, weights: Sequence[Tensors], total: Tensors | None, is_wide: bool):
         self.weights, self.total = weights, total
+        self.widened = {name for each in weights for name, w in each.items() if is_wide and w.dtype in _HALVES}
         self.accumulated: Tensors = {}
+        self.wide: Tensors = {name: total[name] for name in self.widened} if total is not None else {}
+        """Sums in float32."""
 
     @contextmanager
     def of(self, index: int) -> Iterator[list[tuple[Tensor, Tensor]]]:
         """Collects what a span adds to its weights' `grad`; yields its weights with the gradients of later spans."""
         weights, before = self.weights[index], self.weights[:index]
+        hooks = []
         for name, weight in weights.items():
             is_last = not any(name in other for other in before)
-            weight.grad = self.total[name] if self.total is not None and is_last else None
-        yield [(weight, self.accumulated[name]) for name, weight in weights.items() if name in self.accumulated]
+            is_added = self.total is not None and is_last and name not in self.widened
+            weight.grad = self.total[name] if is_added and self.total is not None else None
+            if is_last and name in self.widened:
+                hook = partial(self._widen, name)
+                hooks.append(weight.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
+        try:
+            yield [(weight, self.accumulated[name]) for name, weight in weights.items() if name in self.accumulated]
+        finally:
+            for hook in hooks:
+                hook.remove()
         self.accumulated |= {name: weight.grad for name, weight in weights.items() if weight.grad is not None}
         for weight in weights.values():
             weight.grad = None
 
+    def _widen(self, name: str, weight: Tensor) -> None:
+        """Adds the gradient of a 16-bit weight to its sum in float32."""
+        gradient, weight.grad = weight.grad, None
+        assert gradient is not None
+        if name in self.wide:
+            self.wide[name].add_(gradient)
+        else:
+            self.wide[name] = gradient.float()
+
     def result(self) -> Tensors:
         """Returns the gradients of all weights, zeros for those that have none."""
         weights = {name: weight for each in self.weights for name, weight in each.items()}
-        return {
-            name: self.accumulated[name] if name in self.accumulated else torch.zeros_like(w)
-            for name, w in weights.items()
-        }
+        sums = self.accumulated | self.wide
+        for name in weights.keys() - sums.keys():
+            dtype = torch.float32 if name in self.widened else weights[name].dtype
+            sums[name] = torch.zeros_like(weights[name], dtype=dtype)
+        return {name: sums[name] for name in weights}
 
 
 def _ends(span: RecomputeSpan, gradients: Gradients) -> tuple[list[Tensor], list[Tensor]]:

@@ -14,7 +14,8 @@ from pipedejavu.engine.applier import as_leaves
 from pipedejavu.engine.device import CPU, device_of
 from pipedejavu.engine.handlers import Handlers, Runners, pieces_of
 from pipedejavu.engine.job import Batches, Job, Log
-from pipedejavu.engine.optimizer import Tensors
+from pipedejavu.engine.master import masters_of, weights_of
+from pipedejavu.engine.optimizer import LOW, Tensors
 from pipedejavu.engine.piece import PieceRunner
 from pipedejavu.engine.wire import Exchange, ThreadWire, Wire, WireStoppedError, staged
 from pipedejavu.engine.worker_loop import WorkerLoop
@@ -22,9 +23,10 @@ from pipedejavu.engine.worker_thread import WorkerThread
 from pipedejavu.facts import InputError, Span
 from pipedejavu.plan import Plan
 from pipedejavu.program import ActionKind, Program, Value, ValueKind
-from pipedejavu.program.effect import resting
+from pipedejavu.program.effect import rest_of, resting, update_place
 from pipedejavu.program.value import HOST
 from pipedejavu.runtime.compiled_unit import UnitCompiler, is_compiled
+from pipedejavu.runtime.compute_precision import ComputeFormat, allowed_tf32
 from pipedejavu.runtime.deferred_logits import HeadUse
 
 
@@ -49,6 +51,8 @@ def check_runnable(program: Program) -> None:
         and plan.feed.kind != "own",
         "edges that skip": any(len(before) > 1 for before in program.inputs + program.outputs),
         "a folded program": program.copies > 1,
+        f"precision with {plan.precision.moments} moments": plan.precision.moments != "fp32",
+        "precision fp16 with a server": plan.precision.compute == "fp16" and plan.reduce.wire == "server",
         "weights shared between devices": plan.keep.kind == "shared"
         and len({device_of(program, worker) for worker in range(len(program.workers))}) > 1,
     }
@@ -116,10 +120,11 @@ class Threads:
         try:
             for handlers in self.handlers:
                 handlers.begin(self.updates)
-            for index, worker in enumerate(self.workers):
-                self.threads[index].do(partial(_work, worker, results, self._ends))
-                started += 1
-            self._wait(results, started)
+            with allowed_tf32(self.program.plan.precision):
+                for index, worker in enumerate(self.workers):
+                    self.threads[index].do(partial(_work, worker, results, self._ends))
+                    started += 1
+                self._wait(results, started)
         except KeyboardInterrupt as error:
             errors.append(error)
             self._stop(error)
@@ -201,24 +206,42 @@ def make_handlers(
     """
     runners: Runners = {}
     device = device_of(program, index)
+    form = ComputeFormat.of(program.plan.precision, [module for _, module in job.units])
     departing = {
         a.piece for a in program.workers[index].actions if a.kind == ActionKind.OFFLOAD and a.what == ValueKind.SAVED
     }
     for piece, replica in pieces_of(program, index):
         units = [(u, *job.units[u]) for u in program.pieces[piece].units]
         again, departs = program.recomputed[piece], piece in departing
-        runners[piece, replica] = PieceRunner(units, job.seed, again, departs, compiler).to(device)
+        runners[piece, replica] = PieceRunner(units, job.seed, again, departs, compiler, form).to(device)
         if program.plan.order.head_chunks > 1 and not program.outputs[piece]:
             runners[piece, replica].head = HeadUse(program.plan.order.head_chunks, is_early=False)
     handlers = Handlers(program, index, runners, job, batches, wire)
     version = -1 if program.plan.version.kind == "torn" else 0
     for (piece, replica), runner in runners.items():
         for place in [place for kind, place in resting(program, piece) if kind == ValueKind.WEIGHTS]:
-            weights = {name: w.clone() for name, w in runner.initial.items()}
+            weights, lows = weights_of(runner.initial, runner.lowered, is_split=form.is_split)
             if device != CPU:
                 weights = {n: w.pin_memory() if place == HOST else w.to(device) for n, w in weights.items()}
             handlers.values[Value.weights(piece, replica, version, place)] = as_leaves(weights)
+            put_lows(handlers, (piece, replica), lows)
     return handlers
+
+
+def put_lows(handlers: Handlers, key: tuple[int, int], lows: Tensors) -> None:
+    """Begins the optimizer state of a piece with the low halves of its split weights, unless a server updates it."""
+    program = handlers.program
+    if program.plan.keep.kind == "server" and key[1] < program.num_replicas:
+        return
+    device = CPU if state_rests_on_host(program, key[0]) else handlers.device
+    state = handlers.applier.state.setdefault(key, {})
+    for name, low in lows.items():
+        state.setdefault(name, {})[LOW] = low.to(device)
+
+
+def state_rests_on_host(program: Program, piece: int) -> bool:
+    """Whether the optimizer state of a piece is in host memory between updates."""
+    return update_place(program, piece) == HOST or rest_of(program, piece) == "visit"
 
 
 def _share_weights(first: Handlers, other: Handlers) -> None:
@@ -231,7 +254,7 @@ def _share_weights(first: Handlers, other: Handlers) -> None:
 
 
 def final_weights(handlers: Handlers) -> dict[tuple[int, int], Tensors]:
-    """Returns the newest weights of every piece that a worker holds or serves, with its frozen parameters."""
+    """Returns the newest masters of every piece that a worker holds or serves, with its frozen parameters."""
     handlers.settle()
     newest: dict[tuple[int, int], tuple[int, Tensors]] = {}
     for value, weights in handlers.values.items():
@@ -239,6 +262,6 @@ def final_weights(handlers: Handlers) -> dict[tuple[int, int], Tensors]:
         if value.kind == ValueKind.WEIGHTS and key in handlers.runners and value.number >= newest.get(key, (-2, {}))[0]:
             newest[key] = (value.number, weights)
     return {
-        key: {n: w.detach() for n, w in weights.items()} | handlers.runners[key].frozen
+        key: masters_of(weights, handlers.applier.state.get(key, {})) | handlers.runners[key].frozen
         for key, (_, weights) in newest.items()
     }

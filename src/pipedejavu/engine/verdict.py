@@ -25,10 +25,12 @@ from pipedejavu.program import Program
 
 FACTOR = 16
 """The largest accepted difference, in multiples of the scale; see docs/engine.md."""
+LOW_FACTOR = 4
+"""The same for precisions that round products: there differences are root mean squares over a parameter."""
 MORE_REPLAYS = 3
 """Further replays from nudged weights before a run fails, as one replay may round well by chance."""
 MOST_BLUR = 0.1
-BLURRED = "rounding alone may move weights {:.0%} as far as training did, so use --dtype float64 for a sharper audit"
+BLURRED = "rounding alone may move weights {:.0%} as far as training did, so use --precision {} for a sharper audit"
 
 PieceReplica = tuple[int, int]
 """A (piece, replica) pair."""
@@ -54,6 +56,8 @@ class Verdict:
     """The parameter that exceeds its tolerance by the largest factor, if any."""
     blur: float = 0.0
     """The median over parameters of the tolerance relative to the distance that training moved the parameter."""
+    is_low: bool = False
+    """Whether products were rounded to fewer bits than float32; differences are then root mean squares."""
     refusal: str = ""
     """Why the log contradicts the plan; nothing is compared then."""
 
@@ -85,8 +89,10 @@ class Verdict:
             return f"audit failed: {self.refusal}"
         difference, tolerance = self.differences.get(self.name, 0.0), self.tolerances.get(self.name, 0.0)
         if self.excess is None:
-            told = f"audit passed: largest difference {difference:.3g}, where {tolerance:.3g} is rounding"
-            return told + (f"; {BLURRED.format(self.blur)}" if self.blur > MOST_BLUR else "")
+            what = "RMS difference" if self.is_low else "difference"
+            told = f"audit passed: largest {what} {difference:.3g}, where {tolerance:.3g} is rounding"
+            sharper = BLURRED.format(self.blur, "fp32" if self.is_low else "fp64")
+            return told + (f"; {sharper}" if self.blur > MOST_BLUR else "")
         where = f"'{self.name}' of replica {self.excess.replica} on worker {self.excess.worker}"
         return f"audit failed: {where} differs by {difference:.3g} where {tolerance:.3g} is rounding"
 
@@ -111,7 +117,9 @@ class _Judge:
     def __init__(self, program: Program, job: Job, batches: Batches, outcome: Outcome, uncut: UncutModel | None):
         self.program, self.job, self.batches, self.outcome = program, job, batches, outcome
         replay = Replay(program, job, batches, uncut)
-        self.initial, self.exact = [runner.initial for runner in replay.runners], replay.run(outcome.logs)
+        self.initial, self.exact = replay.initial, replay.run(outcome.logs)
+        self.is_low = program.plan.precision.is_low
+        self.size, self.factor = (_mean_distance, LOW_FACTOR) if self.is_low else (_distance, FACTOR)
         self.scales: dict[str, float] = {}
         """By parameter, the largest distance so far between replays."""
 
@@ -129,7 +137,7 @@ class _Judge:
         """Replays in the dtype of the run and records the distance from the float64 replay."""
         replay = Replay(self.program, self.job, self.batches, in_double=False, nudge=nudge)
         for key, name, weight in _flat(replay.run(self.outcome.logs)):
-            distance = _distance(weight, self.exact[key][name])
+            distance = self.size(weight, self.exact[key][name])
             self.scales[name] = max(self.scales.get(name, 0.0), distance)
 
     def _compare(self) -> Verdict:
@@ -139,17 +147,17 @@ class _Judge:
         worst, excess, blurs = 1.0, None, []
         for key, name, weight in _flat(self.outcome.weights):
             expected = self.exact[key][name]
-            difference, largest = _distance(weight, expected), _distance(expected, torch.zeros_like(expected))
+            difference, largest = self.size(weight, expected), self.size(expected, torch.zeros_like(expected))
             least = torch.finfo(weight.dtype).eps / 2 * counts[key[0]] * largest
-            tolerance = FACTOR * max(self.scales[name], usual) + least
+            tolerance = self.factor * max(self.scales[name], usual) + least
             differences[name] = max(difference, differences.get(name, 0.0))
             tolerances[name] = max(tolerance, tolerances.get(name, 0.0))
-            moved = _distance(expected, self.initial[key[0]][name])
+            moved = self.size(expected, self.initial[key[0]][name])
             blurs.append(tolerance / moved if moved else 0.0)
             if difference > tolerance * worst:
                 worst = difference / tolerance if tolerance else math.inf
                 excess = Excess(name, key[1], self._worker(key))
-        return Verdict(differences, tolerances, excess, median(blurs) if blurs else 0.0)
+        return Verdict(differences, tolerances, excess, median(blurs) if blurs else 0.0, self.is_low)
 
     def _counts(self) -> Counter[int]:
         """Returns the number of updates per piece, summed over replicas if they update separately."""
@@ -176,8 +184,15 @@ def _flat(weights: Mapping[PieceReplica, Mapping[str, Tensor]]) -> Iterator[tupl
 
 def _distance(one: Tensor, other: Tensor) -> float:
     """Returns the largest absolute difference of any element; infinite if exactly one of the two is NaN."""
-    if not one.numel():
-        return 0.0
+    return float(_differences(one, other).max()) if one.numel() else 0.0
+
+
+def _mean_distance(one: Tensor, other: Tensor) -> float:
+    """Returns the root mean square of the differences of all elements; infinite if exactly one of the two is NaN."""
+    return float(_differences(one, other).square().mean().sqrt()) if one.numel() else 0.0
+
+
+def _differences(one: Tensor, other: Tensor) -> Tensor:
     first, second = one.detach().double().cpu(), other.detach().double().cpu()
     is_same = (first == second) | (first.isnan() & second.isnan())
-    return float((first - second).abs().masked_fill(is_same, 0.0).nan_to_num(nan=math.inf).max())
+    return (first - second).abs().masked_fill(is_same, 0.0).nan_to_num(nan=math.inf)

@@ -288,11 +288,12 @@ def on_host(tensors: tuple[Tensor, ...], device: torch.device) -> tuple[Tensor, 
 
 
 def flatten(tensors: Sequence[Tensor]) -> Tensor:
-    """Returns all elements of some tensors in one vector."""
-    return torch.cat([t.reshape(-1) for t in tensors]) if tensors else torch.zeros(0)
+    """Returns all elements of some tensors in one vector, which is float32 if they have 16 bits."""
+    wide = [t.float() if t.dtype in (torch.bfloat16, torch.float16) else t for t in tensors]
+    return torch.cat([t.reshape(-1) for t in wide]) if wide else torch.zeros(0)
 
 
 def unflatten(vector: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
-    """Divides a vector into tensors with the shapes of `like`."""
+    """Divides a vector into tensors with the shapes and formats of `like`."""
     parts = torch.split(vector, [t.numel() for t in like])
-    return [part.view_as(t) for part, t in zip(parts, like, strict=True)]
+    return [part.view_as(t).to(t.dtype) for part, t in zip(parts, like, strict=True)]

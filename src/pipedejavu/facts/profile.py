@@ -161,6 +161,8 @@ class Profile(Record):
     batch: dict[str, Cost] = Field(default_factory=dict)
     """Time to make a microbatch's samples, by kind of device. The first unit's forward includes it; a worker with the
     last unit but not the first makes the samples too, for their targets."""
+    precision: str = "fp32"
+    """The precision that times and bytes are of, as a plan prints it."""
     drift: dict[str, Annotated[float, Field(ge=0)]] = Field(default_factory=dict)
     """Common variation of all times of a kind of device, as a share of them: the standard deviation between rounds of
     measuring. A shared machine is slower for seconds and then faster again."""

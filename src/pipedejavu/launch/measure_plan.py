@@ -7,7 +7,7 @@ import torch
 
 from pipedejavu.engine import Job
 from pipedejavu.facts import Link, Machine, Profile
-from pipedejavu.plan import Plan
+from pipedejavu.plan import Plan, Precision
 from pipedejavu.planner.cache import find, keep
 from pipedejavu.planner.measure import measure
 from pipedejavu.planner.planning import machine_key, source_hash
@@ -17,6 +17,7 @@ from pipedejavu.probe.memory_link import measure_worker_link
 from pipedejavu.profile import background_load, merge_profiles
 from pipedejavu.program.pipeline import assign_devices
 from pipedejavu.run.options import TrainOptions
+from pipedejavu.runtime.compute_precision import ComputeFormat
 from pipedejavu.session.rank_group import RankGroup
 from pipedejavu.source.task import Prepared, draw, prepare
 
@@ -83,19 +84,21 @@ def _find_or_measure(
         "begins": plan.cut.begins,
         "is_compiled": plan.is_compiled,
         "setup": setup,
+        **({} if plan.precision == Precision() else {"precision": str(plan.precision)}),
         **machine_key(),
     }
     profile = None if renews else find(Profile, key)
-    if profile is None or not _describes(profile, prepared.job):
+    if profile is None or not _describes(profile, prepared.job, plan.precision):
         with background_load(setup.beside):
             profile = _measure_here(options, plan, {setup.kind: setup.device}, prepared)
         keep(profile, key)
     return profile
 
 
-def _describes(profile: Profile, job: Job) -> bool:
+def _describes(profile: Profile, job: Job, precision: Precision) -> bool:
     """Whether a profile has the units of a job: the model's code may have changed since it was cached."""
-    sizes = [(name, sum(p.nbytes for p in module.parameters())) for name, module in job.units]
+    form = ComputeFormat.of(precision, [module for _, module in job.units])
+    sizes = [(name, form.weight_bytes(module)) for name, module in job.units]
     return [(unit.name, unit.parameter_bytes) for unit in profile.units] == sizes
 
 

@@ -1,7 +1,10 @@
 """Before a run starts: measures the model on the devices of its plan, compiles the plan, and checks both."""
 
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import NamedTuple
+
+import torch
 
 from pipedejavu.data.data_choice import check_choice
 from pipedejavu.engine import Byzantine, check_runnable
@@ -12,6 +15,7 @@ from pipedejavu.launch.measure_plan import measure_messages, measure_plan, open_
 from pipedejavu.launch.run_check import check_run
 from pipedejavu.plan import Plan
 from pipedejavu.planner.compile_choice import choose_compile, with_mode
+from pipedejavu.planner.precision_choice import with_precision
 from pipedejavu.planner.replan import check_replan
 from pipedejavu.planner.worker_host import (
     DeviceChoice,
@@ -32,6 +36,7 @@ from pipedejavu.source.chosen_data import data_choice
 from pipedejavu.source.hf_model import check_data
 from pipedejavu.source.initial_weights import describe_dtype
 from pipedejavu.source.model_source import check_weights
+from pipedejavu.source.precision import trained_dtype
 from pipedejavu.source.task import Prepared
 
 
@@ -79,6 +84,8 @@ def plan_run(
         prepared = _open_pipeline(options, plan) if ranks.is_first and not profile_json else []
         plan, machine = _measure_machine(plan, worker_hosts, devices, ranks)
     names = assign_devices(plan, machine)
+    if not profile_json:
+        plan = _settle_precision(plan, options, machine, names, ranks, prepared)
     if profile_json:
         profile = Profile.from_json(profile_json)
         plan = with_mode(plan, options.compile)
@@ -149,7 +156,33 @@ def _check_sources(options: TrainOptions, ranks: RankGroup) -> str:
     if options.weights is None or not ranks.is_first:
         return ""
     check_weights(options.model, options.weights)
-    return describe_dtype(options.weights, options.dtype)
+    return describe_dtype(options.weights, options.parameter_dtype)
+
+
+def _settle_precision(
+    plan: Plan,
+    options: TrainOptions,
+    machine: Machine,
+    names: Sequence[str],
+    ranks: RankGroup,
+    prepared: list[Prepared],
+) -> Plan:
+    """Returns the plan with the precision that the options ask for, as the first rank chooses it."""
+    text, error = b"", ""
+    if ranks.is_first:
+        dtype = getattr(torch, options.parameter_dtype)
+        if ".py:" in options.model:  # the user's function may make a model of any format
+            prepared += [] if prepared else [open_model(options, plan)]
+            dtype = trained_dtype(prepared[0].batches.task.model)
+        try:
+            devices = [machine.device(name) for name in names]
+            text = with_precision(plan, options.asked_precision, devices, dtype=dtype).to_json().encode()
+        except InputError as fault:
+            error = str(fault)
+    text = ranks.broadcast(text)
+    if not text:
+        raise InputError(error or "the first rank refuses the precision")
+    return Plan.from_json(text)
 
 
 def _open_pipeline(options: TrainOptions, plan: Plan) -> list[Prepared]:

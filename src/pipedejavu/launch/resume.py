@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from pipedejavu.facts import InputError, Machine, Profile
-from pipedejavu.plan import Plan
+from pipedejavu.plan import Plan, Precision
 from pipedejavu.planner.replan import PlanSwitch
 from pipedejavu.run.options import MOST_STEPS, TrainOptions
 from pipedejavu.run.run_folder import RunFolder, RunStart
@@ -144,5 +144,7 @@ def is_same_plan(requested: Plan, known: Plan) -> bool:
     reduce = requested.reduce.replace(
         clip=known.reduce.clip if requested.reduce.clip == "none" else requested.reduce.clip
     )
+    precision = known.precision if requested.precision == Precision() else requested.precision
     settled = {"place": place, "feed": feed, "cut": cut, "reduce": reduce, "is_compiled": known.is_compiled}
+    settled["precision"] = precision
     return requested.replace(steps=known.steps, decisions=known.decisions, **settled) == known

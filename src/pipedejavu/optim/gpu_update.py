@@ -5,6 +5,7 @@ runs the backward pass; when the norm of all gradients is known, only the launch
 is compiled without fused multiply-add and with exact division, so that its bits equal those of arithmetic.py.
 """
 
+import threading
 from collections.abc import Callable, Sequence
 from functools import cache, partial
 from typing import Any
@@ -13,12 +14,14 @@ import numpy
 import torch
 from torch import Tensor
 
-from pipedejavu.optim.arithmetic import AdamState, Scalars
+from pipedejavu.optim.arithmetic import AdamState, Scalars, update_
+from pipedejavu.optim.native import NativeTask, flattened
 from pipedejavu.runtime.host_memory import aligned
 
 BLOCK = 1024
-_GRADIENT, _WEIGHT, _REST, _COUNT, _FIRST, _FACTORS, _WIDTH = 0, 1, slice(2, 5), 5, 6, 7, 12
-"""Columns: addresses of gradient, weight, low half and moments; number of elements; first block; factors but scale."""
+_GRADIENT, _WEIGHT, _REST, _COUNT, _FIRST, _FACTORS, _OUT, _WIDTH = 0, 1, slice(2, 5), 5, 6, 7, 11, 12
+"""Columns: addresses of gradient, weight, low half and moments; number of elements; first block; factors but scale;
+address of the new weight."""
 _FEWEST_ROWS = 16
 _NO_BLOCK, _NO_FACTORS = 2**62, Scalars(*[0.0] * len(Scalars._fields))[1:]
 _EVEN = 16
@@ -26,6 +29,9 @@ _EVEN = 16
 
 StateOffsets = tuple[int, int, int]
 """Low half and both moments: their addresses, or their offsets in bytes from a base address."""
+
+_launching = threading.Lock()
+"""Workers of one process launch one at a time: the first launch of each kind compiles the kernel."""
 
 Launch = Callable[[float], None]
 """A prepared update, called with the scale of the gradients; it keeps the gradients alive."""
@@ -78,8 +84,15 @@ class UnitUpdate:
 class _Table:
     """The table of a unit's parameters of one dtype."""
 
-    def __init__(self, weights: Sequence[Tensor], offsets: Sequence[StateOffsets], indices: Sequence[int]):
-        self.weights, self.indices = weights, indices
+    def __init__(
+        self,
+        weights: Sequence[Tensor],
+        offsets: Sequence[StateOffsets],
+        indices: Sequence[int],
+        out: Sequence[Tensor] | None = None,
+    ):
+        """The new weights are written to `out`, by default to the weights."""
+        self.weights, self.indices, self.out = weights, indices, weights if out is None else out
         self.offsets, self.counts = numpy.array(offsets), [weight.numel() for weight in weights]
         blocks = numpy.cumsum([0, *(-(-count // BLOCK) for count in self.counts)])
         self.num_blocks = int(blocks[-1])
@@ -97,6 +110,7 @@ class _Table:
         dense = [None if s is None or g is None else g.contiguous() for s, g in pairs]
         self.used[:, _GRADIENT] = [0 if g is None else g.data_ptr() for g in dense]
         self.used[:, _WEIGHT] = [weight.data_ptr() for weight in self.weights]
+        self.used[:, _OUT] = [weight.data_ptr() for weight in self.out]
         self.used[:, _REST] = self.offsets + base
         self.used[:, _COUNT] = [0 if g is None else n for n, g in zip(self.counts, dense, strict=True)]
         self.factors[:] = [_NO_FACTORS if s is None else s[1:] for s, _ in pairs]
@@ -106,11 +120,39 @@ class _Table:
     def _launch(self, gradients: Sequence[Tensor | None], scale: float) -> None:
         if not self.num_blocks or all(gradient is None for gradient in gradients):
             return
-        is_even = int(numpy.bitwise_or.reduce(self.used[:, : _COUNT + 1], axis=None)) % _EVEN == 0
+        read = numpy.bitwise_or.reduce(self.used[:, : _COUNT + 1], axis=None)
+        is_even = int(read | numpy.bitwise_or.reduce(self.used[:, _OUT])) % _EVEN == 0
+        is_wide = any(gradient is not None and gradient.dtype == torch.float32 for gradient in gradients)
+        with _launching:
+            self._run(scale, is_wide=is_wide, is_even=is_even)
+
+    def _run(self, scale: float, *, is_wide: bool, is_even: bool) -> None:
         _kernel()[(self.num_blocks,)](
-            self.on_gpu, scale, is_split=self.weights[0].dtype == torch.bfloat16, is_even=is_even,
-            most=len(self.on_gpu), width=_WIDTH, block=BLOCK, enable_fp_fusion=False,
+            self.on_gpu, scale, is_split=self.weights[0].dtype == torch.bfloat16, is_wide=is_wide,
+            is_even=is_even, most=len(self.on_gpu), width=_WIDTH, block=BLOCK, enable_fp_fusion=False,
         )  # fmt: skip
+
+
+def update_on_gpu(tasks: Sequence[NativeTask]) -> None:
+    """Updates parameters on the current stream of their GPU, with the same factor of the gradients for all of them."""
+    groups: dict[tuple[torch.dtype, torch.dtype], list[NativeTask]] = {}
+    for task in tasks:
+        view = flattened(task)
+        if view is None:
+            update_(*task)
+        else:
+            groups.setdefault((view.old.weight.dtype, view.gradient.dtype), []).append(view)
+    for group in groups.values():
+        assert all(task.s.scale == group[0].s.scale for task in group)
+        states = [task.old for task in group]
+        # A table of its own for each pass: the allocator of pinned memory waits for the copy before it gives it again.
+        table = _Table(
+            [state.weight for state in states],
+            [addresses_of(state) for state in states],
+            range(len(group)),
+            [task.new.weight for task in group],
+        )
+        table.prepare([task.s for task in group], [task.gradient for task in group], 0)(group[0].s.scale)
 
 
 def has_kernel(device: torch.device) -> bool:

@@ -8,21 +8,24 @@ import triton.language as tl
 @triton.jit
 def adamw(
     table, scale,
-    is_split: tl.constexpr, is_even: tl.constexpr, most: tl.constexpr, width: tl.constexpr, block: tl.constexpr,
+    is_split: tl.constexpr, is_wide: tl.constexpr, is_even: tl.constexpr,
+    most: tl.constexpr, width: tl.constexpr, block: tl.constexpr,
 ):  # fmt: skip
     """Updates `block` elements of one parameter per program, as arithmetic.update_; gpu_update.py has the columns."""
     program = tl.program_id(0).to(tl.int64)
     first = tl.load(table + tl.arange(0, most) * width + 6)
     row = table + (tl.sum((first <= program).to(tl.int32), axis=0) - 1) * width
     kind: tl.constexpr = tl.bfloat16 if is_split else tl.float32
-    gradient = tl.load(row).to(tl.pointer_type(kind))
+    of_gradient: tl.constexpr = tl.float32 if is_wide else (tl.bfloat16 if is_split else tl.float32)
+    gradient = tl.load(row).to(tl.pointer_type(of_gradient))
     weight = tl.load(row + 1).to(tl.pointer_type(kind))
     low = tl.load(row + 2).to(tl.pointer_type(tl.int16))
     m = tl.load(row + 3).to(tl.pointer_type(tl.float32))
     v = tl.load(row + 4).to(tl.pointer_type(tl.float32))
     n = tl.load(row + 5)
+    out = tl.load(row + 11).to(tl.pointer_type(kind))
     if is_even:
-        gradient, weight = tl.multiple_of(gradient, 16), tl.multiple_of(weight, 16)
+        gradient, weight, out = tl.multiple_of(gradient, 16), tl.multiple_of(weight, 16), tl.multiple_of(out, 16)
         low, m, v = tl.multiple_of(low, 16), tl.multiple_of(m, 16), tl.multiple_of(v, 16)
         n = tl.multiple_of(n, 16)
     factor = (row + 7).to(tl.pointer_type(tl.float32), bitcast=True)
@@ -48,7 +51,7 @@ def adamw(
         bits = w.to(tl.int32, bitcast=True)
         rest = bits.to(tl.int16)
         high = ((bits - rest.to(tl.int32)) >> 16).to(tl.int16)
-        tl.store(weight + at, high.to(tl.bfloat16, bitcast=True), mask=inside)
+        tl.store(out + at, high.to(tl.bfloat16, bitcast=True), mask=inside)
         tl.store(low + at, rest, mask=inside)
     else:
-        tl.store(weight + at, w, mask=inside)
+        tl.store(out + at, w, mask=inside)

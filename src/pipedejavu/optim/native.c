@@ -30,7 +30,8 @@ typedef struct {
 typedef struct {
     Scalars s;
     int64_t n;
-    int is_split;      /* bf16 gradient and weight with a 16-bit low half; otherwise all float */
+    int is_split;      /* bf16 weight with a 16-bit low half, and bf16 gradient; otherwise all float */
+    int is_wide;       /* float gradient of a split weight */
     const void *g, *w; /* gradient; weight, or its high half */
     const int16_t *low;
     const float *m, *v;
@@ -87,6 +88,21 @@ CLONES static void update_split(const Scalars *scalars, int n, const uint16_t *g
     }
 }
 
+CLONES static void update_split_wide(const Scalars *scalars, int n, const float *g, const uint16_t *high,
+                                     const int16_t *low, const float *m, const float *v, uint16_t *high_out,
+                                     int16_t *low_out, float *m_out, float *v_out) {
+    const Scalars s = *scalars;
+#pragma GCC ivdep
+    for (int i = 0; i < n; i++) {
+        float w = from_bits(((uint32_t)high[i] << 16) + (uint32_t)(int32_t)low[i]), a = m[i], b = v[i];
+        adamw(&s, g[i], &w, &a, &b);
+        high_out[i] = (uint16_t)((to_bits(w) + 0x8000u) >> 16);
+        low_out[i] = (int16_t)(uint16_t)to_bits(w);
+        m_out[i] = a;
+        v_out[i] = b;
+    }
+}
+
 CLONES static void update_whole(const Scalars *scalars, int n, const float *g, const float *weight, const float *m,
                                 const float *v, float *weight_out, float *m_out, float *v_out) {
     const Scalars s = *scalars;
@@ -109,8 +125,12 @@ static void run_block(const Job *job, int64_t at, int n) {
     if (job->is_split) {
         uint16_t *high_out = (uint16_t *)job->w_out + at, *high = is_copy ? (uint16_t *)w : high_out;
         int16_t *rest = is_copy ? low : job->low_out + at;
-        update_split(&job->s, n, (const uint16_t *)job->g + at, (const uint16_t *)job->w + at, job->low + at,
-                     job->m + at, job->v + at, high, rest, m_out, v_out);
+        if (job->is_wide)
+            update_split_wide(&job->s, n, (const float *)job->g + at, (const uint16_t *)job->w + at, job->low + at,
+                              job->m + at, job->v + at, high, rest, m_out, v_out);
+        else
+            update_split(&job->s, n, (const uint16_t *)job->g + at, (const uint16_t *)job->w + at, job->low + at,
+                         job->m + at, job->v + at, high, rest, m_out, v_out);
         if (!is_copy) return;
         stream(high_out, high, 2 * (size_t)n);
         stream(job->low_out + at, low, 2 * (size_t)n);
@@ -221,7 +241,7 @@ static void run_all(Pool *pool, int is_small) {
 }
 
 /* Runs all jobs; one caller at a time. */
-void pdv_adamw(Pool *pool, const Job *jobs, int num_jobs) {
+void pdv_adamw_2(Pool *pool, const Job *jobs, int num_jobs) {
     int64_t chunks = 0;
     for (int i = 0; i < num_jobs; i++) chunks += num_chunks(&jobs[i]);
     pool->jobs = jobs;

@@ -19,6 +19,8 @@ from torch import Tensor
 from pipedejavu.optim.arithmetic import AdamState, Scalars, update_
 
 LIBRARY = Path(__file__).with_name("_native.so")
+VERSION = "pdv_adamw_2"
+"""The name of the update in the library; it changes with its arguments."""
 RESERVED_CORES = 2
 """Cores left for launching kernels and for the data loader."""
 
@@ -32,6 +34,7 @@ class _Job(ctypes.Structure):
         ("s", _Scalars),
         ("n", ctypes.c_int64),
         ("is_split", ctypes.c_int),
+        ("is_wide", ctypes.c_int),
         *((name, ctypes.c_void_p) for name in ("g", "w", "low", "m", "v", "w_out", "low_out", "m_out", "v_out")),
     ]
 
@@ -50,7 +53,8 @@ def _job(s: Scalars, gradient: Tensor, old: AdamState, new: AdamState) -> _Job:
         assert tensor is None or (tensor.is_contiguous() and tensor.device.type == "cpu")
     low, low_out = (None if half is None else half.data_ptr() for half in (old.low, new.low))
     return _Job(
-        _Scalars(*s), gradient.numel(), old.low is not None, gradient.data_ptr(), old.weight.data_ptr(), low,
+        _Scalars(*s), gradient.numel(), old.low is not None, gradient.dtype == torch.float32,
+        gradient.data_ptr(), old.weight.data_ptr(), low,
         old.m.data_ptr(), old.v.data_ptr(), new.weight.data_ptr(), low_out, new.m.data_ptr(), new.v.data_ptr(),
     )  # fmt: skip
 
@@ -61,10 +65,12 @@ def library() -> ctypes.CDLL | None:
     if not LIBRARY.exists():
         return None
     native = ctypes.CDLL(str(LIBRARY))
+    if not hasattr(native, VERSION):  # built from an older source
+        return None
     native.pdv_start.restype = ctypes.c_void_p
     native.pdv_start.argtypes = [ctypes.c_int]
     native.pdv_stop.argtypes = [ctypes.c_void_p]
-    native.pdv_adamw.argtypes = [ctypes.c_void_p, ctypes.POINTER(_Job), ctypes.c_int]
+    native.pdv_adamw_2.argtypes = [ctypes.c_void_p, ctypes.POINTER(_Job), ctypes.c_int]
     native.pdv_zero.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64]
     return native
 
@@ -97,7 +103,7 @@ class HostUpdate:
         else:
             jobs = (_Job * len(tasks))(*(_job(*task) for task in tasks))
             with self._lock:
-                self._library.pdv_adamw(self._pool, jobs, len(tasks))
+                self._library.pdv_adamw_2(self._pool, jobs, len(tasks))
         self.busy_s += time.perf_counter() - started
         self.num_updated += sum(task.gradient.numel() for task in tasks)
 
@@ -121,13 +127,13 @@ class HostUpdate:
 
 
 def update_on_host(tasks: Sequence[NativeTask]) -> None:
-    """Updates parameters with as many threads as torch uses; their tensors may have any strides.
+    """Updates parameters with as many threads as torch uses; their tensors may have any strides, and be on any device.
 
     A new weight may be written to the memory of its gradient. All other tensors of different tasks must not overlap.
     """
     flat = []
     for task in tasks:
-        if (view := _flattened(task)) is not None:
+        if task.gradient.device.type == "cpu" and (view := flattened(task)) is not None:
             flat.append(view)
         else:
             update_(*task)
@@ -135,7 +141,7 @@ def update_on_host(tasks: Sequence[NativeTask]) -> None:
         _shared(torch.get_num_threads())(flat)
 
 
-def _flattened(task: NativeTask) -> NativeTask | None:
+def flattened(task: NativeTask) -> NativeTask | None:
     """Returns a task on one-dimensional views, or None if its tensors do not store their elements in one order."""
     order = sorted(range(task.gradient.dim()), key=task.gradient.stride, reverse=True)
 
@@ -143,10 +149,15 @@ def _flattened(task: NativeTask) -> NativeTask | None:
         permuted = tensor.permute(order)
         return permuted.view(-1) if permuted.is_contiguous() else tensor
 
-    old, new = (AdamState(view(state.weight), state.low, view(state.m), view(state.v)) for state in task[2:])
+    def viewed(state: AdamState) -> AdamState:
+        low = None if state.low is None else view(state.low)
+        return AdamState(view(state.weight), low, view(state.m), view(state.v))
+
+    old, new = viewed(task.old), viewed(task.new)
     flat = NativeTask(task.s, view(task.gradient), old, new)
-    views = flat.gradient, old.weight, old.m, old.v, new.weight, new.m, new.v
-    return flat if all(tensor.dim() == 1 and tensor.is_contiguous() for tensor in views) else None
+    views = (flat.gradient, *old, *new)
+    is_flat = all(tensor is None or (tensor.dim() == 1 and tensor.is_contiguous()) for tensor in views)
+    return flat if is_flat else None
 
 
 _shared_updates: dict[int, HostUpdate] = {}

@@ -1,6 +1,6 @@
-"""Plans: the seven axes, presets, rules, and recorded decisions; never imports torch."""
+"""Plans: the eight axes, presets, rules, and recorded decisions; never imports torch."""
 
-from pipedejavu.plan.axis import Cut, Feed, Keep, Layout, Order, Place, Reduce, Version
+from pipedejavu.plan.axis import Cut, Feed, Keep, Layout, Order, Place, Precision, Reduce, Version
 from pipedejavu.plan.plan import AXES, Decision, Plan
 from pipedejavu.plan.preset import Preset, preset, presets, sized
 from pipedejavu.plan.rule import RULES, Rule, check_plan, faults_of
@@ -16,6 +16,7 @@ __all__ = [
     "Order",
     "Place",
     "Plan",
+    "Precision",
     "Preset",
     "Reduce",
     "Rule",

@@ -1,4 +1,4 @@
-"""The seven axes of a plan: small records that print as short texts.
+"""The eight axes of a plan: small records that print as short texts.
 
 An axis states a choice, not its implementation; `compile` gives the values their meaning.
 """
@@ -231,3 +231,32 @@ class Keep(Record):
         """Returns runs of pieces with the same place: '2 device, 5 visit'."""
         runs = ((rest, len([*pieces])) for rest, pieces in groupby(self.places or ()))
         return ", ".join(f"{count} {rest}" for rest, count in runs)
+
+
+class Precision(Record):
+    """In which number formats a run computes, updates and adds up."""
+
+    compute: Literal["fp32", "fp64", "tf32", "bf16", "fp16"] = "fp32"
+    """The format of matrix products. `bf16` and `fp16` run under autocast: norms, softmax and losses stay float32."""
+    masters: Literal["none", "split", "fp32"] = "none"
+    """What updates work on if products are of 16 bits. `split`: weights are bf16, and the optimizer state holds the
+    other 16 bits of their float32 masters. `fp32`: weights are float32, and autocast rounds them for each use."""
+    moments: Literal["fp32", "bf16", "int8"] = "fp32"
+    """The format of AdamW's moments; `int8` has a float32 scale per block of 256 values."""
+    accumulate: Literal["fp32", "bf16"] = "fp32"
+    """The format in which gradients of bf16 weights are summed over microbatches and replicas."""
+
+    @property
+    def is_split(self) -> bool:
+        """Whether weights are the high halves of their masters."""
+        return self.masters == "split"
+
+    @property
+    def is_low(self) -> bool:
+        """Whether matrix products round to fewer bits than their inputs have in float32."""
+        return self.compute in ("tf32", "bf16", "fp16")
+
+    def __str__(self) -> str:
+        masters = {"none": "", "split": ", split masters", "fp32": ", fp32 masters"}[self.masters]
+        text = self.compute + masters + (f", {self.moments} moments" if self.moments != "fp32" else "")
+        return text + (f", sums in {self.accumulate}" if self.accumulate != "fp32" else "")

@@ -1,19 +1,19 @@
-"""The plan: a value on each of the seven axes, and the reason for each automatic choice."""
+"""The plan: a value on each of the eight axes, and the reason for each automatic choice."""
 
 from typing import Literal
 
 from pydantic import Field
 
 from pipedejavu.facts import Bytes, Record
-from pipedejavu.plan.axis import Cut, Feed, Keep, Order, Place, Reduce, Version
+from pipedejavu.plan.axis import Cut, Feed, Keep, Order, Place, Precision, Reduce, Version
 
-AXES = ("cut", "place", "feed", "order", "version", "reduce", "keep")
+AXES = ("cut", "place", "feed", "order", "version", "reduce", "keep", "precision")
 
 
 class Decision(Record):
     """An automatic choice and its reason."""
 
-    axis: Literal["cut", "place", "feed", "order", "version", "reduce", "keep", "compile"]
+    axis: Literal["cut", "place", "feed", "order", "version", "reduce", "keep", "precision", "compile"]
     choice: str
     reason: str
 
@@ -29,6 +29,7 @@ class Plan(Record):
     version: Version = Version()
     reduce: Reduce = Reduce()
     keep: Keep = Keep()
+    precision: Precision = Precision()
     steps: int = Field(default=1, ge=1)
     """Updates per program; a run repeats the program."""
     bucket_bytes: Bytes = 25 * 2**20

@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 from pipedejavu.facts import FaultsError, Profile
 from pipedejavu.plan.plan import Plan
+from pipedejavu.plan.plan_trait import adds_to_weights, is_written_out
 
 
 class Rule(NamedTuple):
@@ -23,6 +24,8 @@ _PLACES = {
     "zb-v": "v",
     "dualpipe-v": "v",
 }
+
+_MASTERS = {"bf16": ("split", "fp32"), "fp16": ("fp32",)}
 
 
 def _is_asynchronous(plan: Plan) -> bool:
@@ -308,7 +311,7 @@ RULES = (
         "use place 'linear' and feed 'microbatch', or another order",
     ),
     Rule(
-        lambda plan, _: plan.order.rows is not None and not _is_written_out(plan),
+        lambda plan, _: plan.order.rows is not None and not is_written_out(plan),
         "order.rows must give each of the {workers} workers F and later B of each of the {m} microbatches once",
         "write a row for each worker, such as 'F0 F1 B0 B1' for two microbatches",
     ),
@@ -316,6 +319,33 @@ RULES = (
         lambda plan, _: plan.feed.kind == "mask" and len(plan.feed.budgets or ()) != plan.place.replicas,
         "feed 'mask' needs a budget for each of the {replicas} replicas",
         "set feed.budgets to that many numbers between 0 and 1",
+    ),
+    Rule(
+        lambda plan, _: plan.precision.masters not in _MASTERS.get(plan.precision.compute, ("none",)),
+        "weights of compute '{compute}' cannot have masters '{masters}': 16 bits are too few for most updates, bf16 can"
+        " be the half of a master, and wider weights are their own masters",
+        "set precision.masters to '{masters_for}'",
+    ),
+    Rule(
+        lambda plan, _: plan.precision.accumulate == "bf16" and not plan.precision.is_split,
+        "gradients are bf16 only if weights are, and masters '{masters}' have float32 weights",
+        "leave precision.accumulate out, or use compute 'bf16' with masters 'split'",
+    ),
+    Rule(
+        lambda plan, _: plan.precision.moments != "fp32" and plan.precision.compute == "fp64",
+        "moments of {moments} would round away what compute 'fp64' keeps",
+        "leave precision.moments out, or use compute 'fp32'",
+    ),
+    Rule(
+        lambda plan, _: plan.precision.is_split and adds_to_weights(plan),
+        "keep '{keep}' with gate '{gate}' and combiner '{combiner}' adds to the weights of other workers, which do"
+        " not hold the other half of split masters",
+        "set precision.masters to 'fp32'",
+    ),
+    Rule(
+        lambda plan, _: plan.precision.compute == "fp16" and plan.reduce.clip != "global",
+        "gradients of fp16 may overflow, and all workers skip such an update by the norm that they share",
+        "set reduce.clip to 'global', or use compute 'bf16'",
     ),
 )
 
@@ -342,6 +372,12 @@ def faults_of(plan: Plan, profile: Profile) -> list[str]:
         "zeros": len(plan.keep.zeros or ()),
         "stages": plan.num_stages,
         "shard_counts": len(plan.place.stage_shards or ()),
+        "gate": plan.reduce.gate,
+        "combiner": plan.reduce.combiner,
+        "compute": plan.precision.compute,
+        "masters": plan.precision.masters,
+        "masters_for": _MASTERS.get(plan.precision.compute, ("none",))[0],
+        "moments": plan.precision.moments,
         "slots": len(plan.place.stage_replicas or range(plan.place.workers)),
     }
     broken = [rule for rule in RULES if rule.breaks(plan, profile)]
@@ -354,12 +390,3 @@ def _num_replicas(plan: Plan) -> int:
 
 def _ties_cross_stages(plan: Plan, profile: Profile) -> bool:
     return bool(profile.ties) and plan.num_stages != 1
-
-
-def _is_written_out(plan: Plan) -> bool:
-    """Whether each row holds every forward once, and its backward once after it."""
-    numbers = range(plan.feed.microbatches)
-    rows = [row.split() for row in plan.order.rows or ()]
-    if len(rows) != plan.place.workers or any(len(row) != 2 * len(numbers) for row in rows):
-        return False
-    return all(f"F{k}" in row and f"B{k}" in row[row.index(f"F{k}") :] for row in rows for k in numbers)

@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 from pipedejavu.engine import Job, Optimizer
-from pipedejavu.engine.optimizer import Tensors
+from pipedejavu.engine.optimizer import LOW, Tensors
 from pipedejavu.facts import Profile
-from pipedejavu.plan import Plan
+from pipedejavu.plan import Plan, Precision
 from pipedejavu.profile import UnitSample, make_samples, measure_profile
 from pipedejavu.profile.line_fit import fit_line
-from pipedejavu.profile.unit_time import MakeUpdate
+from pipedejavu.profile.unit_time import PLAIN, MakeUpdate
 from pipedejavu.runtime.compiled_unit import UnitCompiler
 
 _REPEATS = 8
@@ -46,8 +46,8 @@ def measure(
     sizes = sorted({1, -(-large // _TIMES), large}) if at_more or plan.feed.kind == "share" else [large]
     unit_samples = make_samples(lambda size: UnitSample(job.units, *batch(size), job.loss), sizes)
     compiler = silent_compiler() if is_compiled else None
-    updates = updates_of(job.optimizer)
-    profile = measure_profile(name, unit_samples, job.ties, kinds, updates, compiler=compiler)
+    updates = updates_of(job.optimizer, plan.precision)
+    profile = measure_profile(name, unit_samples, job.ties, kinds, updates, compiler=compiler, precision=plan.precision)
     return with_batches(profile, make, [unit_sample.samples for unit_sample in unit_samples], kinds)
 
 
@@ -77,16 +77,22 @@ def _batch_times(make: Make, samples: int) -> list[float]:
     return times[1:]  # the first also shuffles the data
 
 
-def updates_of(optimizer: Optimizer) -> MakeUpdate:
+def updates_of(optimizer: Optimizer, precision: Precision = PLAIN) -> MakeUpdate:
     """Returns a function that builds the engine's update of some parameters, for timing."""
 
     def make(parameters: Sequence[Tensor]) -> Callable[[], None]:
         weights = {str(n): parameter for n, parameter in enumerate(parameters)}
         gradients = {name: torch.full_like(weight, 1e-3) for name, weight in weights.items()}
         state: dict[str, Tensors] = {}
+        out = gradients
+        halves = {name: w for name, w in weights.items() if precision.is_split and w.dtype == torch.bfloat16}
+        if halves:
+            state = {name: {LOW: torch.zeros_like(w, dtype=torch.int16)} for name, w in halves.items()}
+            if precision.accumulate == "fp32":
+                gradients = gradients | {name: gradients[name].float() for name in halves}
 
         def update() -> None:
-            optimizer.step(0, weights, gradients, state, 1.0, out=gradients)
+            optimizer.step(0, weights, gradients, state, 1.0, out=out)
 
         return update
 

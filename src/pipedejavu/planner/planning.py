@@ -13,6 +13,7 @@ import torch
 
 from pipedejavu.data.data_choice import DataChoice
 from pipedejavu.facts import InputError, Machine, Profile, read_file
+from pipedejavu.plan import Precision
 from pipedejavu.planner.cache import find, find_or_make, keep
 from pipedejavu.planner.profiling import MeasureSetup, choose_sizes, fraction_setup, measure_task, this_machine
 from pipedejavu.planner.replan import find_runnable
@@ -20,6 +21,7 @@ from pipedejavu.planner.worker_host import DeviceChoice, read_worker_host, torch
 from pipedejavu.probe.machine_shape import num_cores, total_memory_bytes
 from pipedejavu.probe.memory_link import measure_worker_link
 from pipedejavu.probe.survey import measure_machine, read_versions
+from pipedejavu.profile.unit_time import PLAIN
 from pipedejavu.search import Progress, RankedPlan, SearchOptions, nothing_fits, search
 from pipedejavu.search.planning_problem import MOST_PARTS
 from pipedejavu.search.subspace import divisors
@@ -73,14 +75,18 @@ def profile_here(
     *,
     renews: bool = False,
     part: TrainedPart = TrainedPart(),  # noqa: B008
+    precision: Precision = PLAIN,
 ) -> Profile:
-    """Returns a model's profile on each kind of device of this machine, from the cache or measured."""
+    """Returns a model's profile on each kind of device of this machine, from the cache or measured in a precision."""
     samples, setups = min(batch, MOST_SAMPLES), measure_setups(machine)
     source = {"model": model, "content": source_hash(model), "data": data.name} | _changed(data)
     if not part.is_all:
         source["part"] = part.to_json()
     key = {**source, "sizes": choose_sizes(samples), "ways": setups, **machine_key()}
-    return find_or_make(Profile, key, lambda: measure_task(model, data, samples, setups, report, part), renews=renews)
+    key |= {} if precision == PLAIN else {"precision": str(precision)}
+    return find_or_make(
+        Profile, key, lambda: measure_task(model, data, samples, setups, report, precision, part), renews=renews
+    )
 
 
 def measure_setups(machine: Machine) -> tuple[MeasureSetup, ...]:

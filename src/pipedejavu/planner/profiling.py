@@ -10,6 +10,7 @@ import torch
 from pipedejavu.data.data_choice import DataChoice
 from pipedejavu.engine import AdamW, Job
 from pipedejavu.facts import Device, InputError, Machine, Profile, part_kind
+from pipedejavu.plan import Precision
 from pipedejavu.planner.measure import Make, silent_compiler, updates_of, with_batches
 from pipedejavu.planner.worker_host import read_worker_hosts
 from pipedejavu.probe import read_shape
@@ -31,7 +32,7 @@ from pipedejavu.profile import (
     meta_like,
     read_rates,
 )
-from pipedejavu.profile.unit_time import Report
+from pipedejavu.profile.unit_time import PLAIN, Report
 from pipedejavu.source.model_source import open_task
 from pipedejavu.source.task import describe_form, draw, loss_of
 from pipedejavu.source.trained_part import TrainedPart
@@ -113,23 +114,25 @@ def measure_with(
     setups: Sequence[MeasureSetup],
     report: Report,
     make: Make | None = None,
+    precision: Precision = PLAIN,
     *,
     is_compiled: bool = False,
 ) -> Profile:
-    """Measures the units of a job with each setup, compiled or not, and with `make` the loading of a microbatch.
+    """Measures the units of a job with each setup in a precision, compiled or not; with `make` also loading.
 
     Restores the number of threads of torch afterwards.
     """
-    threads, profiles, updates = torch.get_num_threads(), [], updates_of(job.optimizer)
+    threads, profiles, updates = torch.get_num_threads(), [], updates_of(job.optimizer, precision)
     compiler = silent_compiler() if is_compiled else None
     try:
         for setup in setups:
             torch.set_num_threads(setup.threads)
             with background_load(setup.beside):
                 kinds = {setup.kind: setup.device}
-                profile = measure_profile(name, unit_samples, job.ties, kinds, updates, report, compiler)
+                profile = measure_profile(name, unit_samples, job.ties, kinds, updates, report, compiler, precision)
                 if make is not None:
-                    profile = with_batches(profile, make, [unit_sample.samples for unit_sample in unit_samples], kinds)
+                    sizes = [unit_sample.samples for unit_sample in unit_samples]
+                    profile = with_batches(profile, make, sizes, kinds)
                 profiles.append(profile)
     finally:
         torch.set_num_threads(threads)
@@ -142,13 +145,20 @@ def measure_task(
     samples: int,
     setups: Sequence[MeasureSetup],
     report: Report,
+    precision: Precision = PLAIN,
     part: TrainedPart = TrainedPart(),  # noqa: B008
 ) -> Profile:
-    """Measures a model on its data with each setup; only `part` of it is trained."""
-    task = open_task(model, data=data, part=part)
+    """Measures a model on its data with each setup, in a precision; only `part` of it is trained."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64 if precision.compute == "fp64" else before)
+    try:
+        task = open_task(model, data=data, part=part)
+    finally:
+        torch.set_default_dtype(before)
     unit_samples, begins = _unit_samples(task, model, samples, report)
     make = partial(draw, task.data, 0)
-    return measure_with(model, unit_samples, _job(unit_samples[-1]), setups, report, make).replace(begins=begins)
+    job = _job(unit_samples[-1])
+    return measure_with(model, unit_samples, job, setups, report, make, precision).replace(begins=begins)
 
 
 def _unit_samples(task: Task, model: str, samples: int, report: Report) -> tuple[list[UnitSample], tuple[int, ...]]:

@@ -96,7 +96,10 @@ def with_measured(program: Program, slowdowns: Sequence[float]) -> tuple[Profile
 
 def search_options_for(program: Program, samples: int | None, num_workers: int | None = None) -> SearchOptions:
     """Returns the search options for the rest of a run: the same batch size, and the same clipping."""
-    options = SearchOptions(batch=sum(program.sizes), samples=samples, is_runnable=True, time_budget_s=BUDGET_S)
+    precision = program.plan.precision
+    options = SearchOptions(
+        batch=sum(program.sizes), samples=samples, precision=precision, is_runnable=True, time_budget_s=BUDGET_S
+    )
     options = options if num_workers is None else options.replace(candidates=CANDIDATES)
     return options if program.plan.reduce.clip == "none" else options.replace(clip="global")
 

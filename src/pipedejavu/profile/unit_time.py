@@ -8,7 +8,6 @@ import copy
 import math
 import time
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from statistics import fmean, median, stdev
@@ -18,15 +17,19 @@ import torch
 from torch import Tensor, nn
 
 from pipedejavu.facts import HeadForm, Profile, Tie, Unit, UnitTime
+from pipedejavu.plan import Precision
 from pipedejavu.profile.dedup import unit_key
 from pipedejavu.profile.head_measurement import measure_head, merge_forms
 from pipedejavu.profile.line_fit import fit_line
 from pipedejavu.profile.operator_count import UnitWork, count_step
 from pipedejavu.profile.sequential import Units
+from pipedejavu.profile.stopwatch import Stopwatch
 from pipedejavu.profile.unit_sample import UnitSample, has_same_units
 from pipedejavu.profile.unit_step import PARTS, LossHead, moved, run_several, run_step, tensors_of
 from pipedejavu.runtime.compiled_unit import LossCall, UnitCompiler
+from pipedejavu.runtime.compute_precision import FULL, ComputeFormat, allowed_tf32, lower_, parameters_of
 
+PLAIN = Precision()
 _FEWEST, _MOST, _ENOUGH_S = 3, 20, 0.25
 """Number of timed passes: at least the first, at most the second, and enough to take this long together."""
 _MOST_EQUAL = 4
@@ -63,27 +66,27 @@ def measure_profile(
     make_update: MakeUpdate,
     report: Report = lambda text: None,  # noqa: ARG005
     compiler: UnitCompiler | None = None,
+    precision: Precision = PLAIN,
 ) -> Profile:
     """Runs each unit forward and backward on a microbatch of each size, and its update, on a device of each kind.
 
     `ties` are the full names of parameters that units share. The profile has the time at each size and the line through
-    them; bytes are those of the last size. The units must be the same at all sizes. With a `compiler` they are timed
-    compiled, while FLOP and bytes are those of eager units.
+    them; bytes are those of the last size. The units must be the same at all sizes. They compute in `precision`. With a
+    `compiler` they are timed compiled, while FLOP and bytes are those of eager units.
     """
     last = unit_samples[-1]
+    form = ComputeFormat.of(precision, [module for _, module in last.units])
     assert all(has_same_units(unit_sample, last) for unit_sample in unit_samples)
     times: list[dict[str, UnitTime]] = [{} for _ in last.units]
     units: list[Unit] = []
     drift: dict[str, float] = {}
     forms: list[tuple[HeadForm, ...]] = []
     for kind, device in kinds.items():
-        measured = [_count_sample(unit_sample, device, make_update, compiler) for unit_sample in unit_samples]
-        enough_s, num_turns = _within_budget(measured, _TURNS[device.type])
-        turns = [_time_turn(measured, unit_samples, kind, device, enough_s, report) for _ in range(num_turns)]
-        if device.type in _ISSUED:
-            factor = _slow_down(measured[-1], device)
-            for unit in {id(unit): unit for unit in measured[0]}.values():
-                unit.issue_s = _issue_s(unit, device)
+        with form.context(device, caches=False), allowed_tf32(precision):
+            measured = [_count_sample(unit_sample, device, make_update, form, compiler) for unit_sample in unit_samples]
+            enough_s, num_turns = _within_budget(measured, _TURNS[device.type])
+            turns = [_time_turn(measured, unit_samples, kind, device, enough_s, report) for _ in range(num_turns)]
+            factor = _time_issue(measured, device) if device.type in _ISSUED else 1.0
         if len(turns) > 1:
             drift[kind] = stdev(turns) / fmean(turns)
         for unit_times, *same in zip(times, *measured, strict=True):
@@ -95,10 +98,11 @@ def measure_profile(
             unit_times[kind] = UnitTime(update_s=same[-1].update_s).replace(**lines)
         counted = [unit.counted for unit in measured[-1]]
         units = [
-            describe(name, module, work, following, last.samples)
+            describe(name, module, work, following, last.samples, form)
             for (name, module), work, following in zip(last.units, counted, (*counted[1:], None), strict=True)
         ]
-        forms.append(_head_forms(measured[-1][-1], last.samples, kind, device))
+        with form.context(device, caches=False), allowed_tf32(precision):
+            forms.append(_head_forms(measured[-1][-1], last.samples, kind, device))
         if device.type == "cuda":
             del measured, counted
             torch.cuda.empty_cache()  # worker processes need the memory
@@ -106,9 +110,10 @@ def measure_profile(
     return Profile(
         name=name,
         units=described,
-        ties=describe_ties(ties, last.units),
+        ties=describe_ties(ties, last.units, form),
         drift=drift,
         head_forms=merge_forms(forms, -1),
+        precision=str(precision),
     )
 
 
@@ -124,7 +129,7 @@ def _head_forms(unit: "_MeasuredUnit", samples: int, kind: str, device: torch.de
         device=device,
         work=unit.counted,
         samples=samples,
-        watch=partial(_Stopwatch, device),
+        watch=partial(Stopwatch, device),
     )
 
 
@@ -140,9 +145,12 @@ def merge_profiles(profiles: Sequence[Profile]) -> Profile:
     return fullest.replace(units=tuple(units), batch=batch, drift=drift, head_forms=forms)
 
 
-def describe_ties(ties: Sequence[frozenset[str]], units: Units) -> tuple[Tie, ...]:
+def describe_ties(ties: Sequence[frozenset[str]], units: Units, form: ComputeFormat = FULL) -> tuple[Tie, ...]:
     """Returns the parameters that units share as records of the profile, in the order given."""
-    owned = [(u, n, p.nbytes) for u, m in units for n, p in m.named_parameters(prefix=u, remove_duplicate=False)]
+    sizes_by_id = {id(p): form.gradient_bytes(part, p) for _, m in units for part, p in parameters_of(m)}
+    owned = [
+        (u, n, sizes_by_id[id(p)]) for u, m in units for n, p in m.named_parameters(prefix=u, remove_duplicate=False)
+    ]
     records = []
     for names in ties:
         sizes = {unit: size for unit, full, size in owned if full in names}
@@ -184,11 +192,11 @@ class _MeasuredUnit:
         issue_s = 0.0
         for _ in range(max(_WARM_UPS[device.type], 2 if self.compiler else 0)):  # the first call compiles
             start = time.perf_counter()
-            run_step(module, self.value, head, self.is_first, _Stopwatch(device))
+            run_step(module, self.value, head, self.is_first, Stopwatch(device))
             issue_s = time.perf_counter() - start
         for _ in _repeats(enough_s, fewest):
             _occupy(device, issue_s)
-            watch = _Stopwatch(device)
+            watch = Stopwatch(device)
             run_step(module, self.value, head, self.is_first, watch)
             for part in PARTS:
                 self.times[part].append(watch.time_s(part))
@@ -210,7 +218,11 @@ class _CompiledUnit(nn.Module):
 
 
 def _count_sample(
-    unit_sample: UnitSample, device: torch.device, make_update: MakeUpdate, compiler: UnitCompiler | None
+    unit_sample: UnitSample,
+    device: torch.device,
+    make_update: MakeUpdate,
+    form: ComputeFormat,
+    compiler: UnitCompiler | None,
 ) -> list[_MeasuredUnit]:
     """Runs each distinct unit once and counts its work; equal units share one record."""
     value, targets = moved(unit_sample.inputs, device), moved(unit_sample.targets, device)
@@ -220,11 +232,12 @@ def _count_sample(
         head = unit_sample.head(index, targets)
         key = (unit_key(module, value), head is None, index == 0)
         if key not in known:
-            unit = copy.deepcopy(module).to(device)
+            computed = lower_(copy.deepcopy(module), form) if form.lowers else module
+            unit = copy.deepcopy(computed).to(device)
             start = time.perf_counter()
             counted = count_step(unit, value, head, index == 0)
             count_s = time.perf_counter() - start
-            known[key] = _MeasuredUnit(name, module, value, head, index == 0, counted, count_s, compiler=compiler)
+            known[key] = _MeasuredUnit(name, computed, value, head, index == 0, counted, count_s, compiler=compiler)
             known[key].update_s = _update_s([p.detach() for p in unit.parameters() if p.requires_grad], make_update)
             del unit
         known[key].num_equal += 1
@@ -258,6 +271,14 @@ def _time_turn(
     return taken_s
 
 
+def _time_issue(measured: Sequence[Sequence[_MeasuredUnit]], device: torch.device) -> float:
+    """Measures how long the host takes to issue each unit; returns the slowdown of the GPU under sustained load."""
+    factor = _slow_down(measured[-1], device)
+    for unit in {id(unit): unit for unit in measured[0]}.values():
+        unit.issue_s = _issue_s(unit, device)
+    return factor
+
+
 def _slow_down(units: Sequence[_MeasuredUnit], device: torch.device) -> float:
     """Returns how much slower a GPU is under sustained load, as a factor, measured on the most expensive unit."""
     unit = max(units, key=lambda unit: unit.num_equal * sum(map(median, unit.times.values())))
@@ -266,9 +287,9 @@ def _slow_down(units: Sequence[_MeasuredUnit], device: torch.device) -> float:
     for _ in range(_FEWEST):
         start = time.perf_counter()
         while time.perf_counter() - start < _SUSTAINED_S / _FEWEST:
-            run_step(module, unit.value, head, unit.is_first, _Stopwatch(device))
+            run_step(module, unit.value, head, unit.is_first, Stopwatch(device))
         _occupy(device, issue_s)
-        watch = _Stopwatch(device)
+        watch = Stopwatch(device)
         run_step(module, unit.value, head, unit.is_first, watch)
         sustained.append(sum(map(watch.time_s, PARTS)))
     return max(1.0, median(sustained) / expected_s)
@@ -277,9 +298,9 @@ def _slow_down(units: Sequence[_MeasuredUnit], device: torch.device) -> float:
 def _issue_s(unit: _MeasuredUnit, device: torch.device) -> dict[str, float]:
     """Returns the host's time to issue each part of a unit among others; alone, its caches are cold each time."""
     count = _TOGETHER if 2 * _TOGETHER * sum(unit.counted.saved) < _free_bytes(device) else 1
-    (module, head), watches = unit.ready(device), list[_Stopwatch]()
+    (module, head), watches = unit.ready(device), list[Stopwatch]()
     for _ in _repeats(_ENOUGH_S, _WARM_UPS[device.type] + _FEWEST):
-        watch = _Stopwatch(device)
+        watch = Stopwatch(device)
         run_several(module, unit.value, head, unit.is_first, watch, count)
         for part in watch.events:
             watch.time_s(part)  # the next pass starts when the device is idle
@@ -315,57 +336,29 @@ def _occupy(device: torch.device, time_s: float) -> None:
         torch.cuda._sleep(round(time_s * _CYCLES_PER_S))  # type: ignore[no-untyped-call]
 
 
-class _Stopwatch:
-    """Measures time: a GPU's by stream events, and the host's, which is the device's on a CPU."""
-
-    def __init__(self, device: torch.device):
-        self.device = device
-        self.host_s: dict[str, float] = {}
-        self.events: dict[str, tuple[Any, Any]] = {}
-
-    @contextmanager
-    def part(self, name: str) -> Iterator[None]:
-        """Times what runs inside the `with` block."""
-        begin = self._event()
-        start = time.perf_counter()
-        yield
-        self.host_s[name] = time.perf_counter() - start
-        self.events[name] = begin, self._event()
-
-    def _event(self) -> Any:
-        if self.device.type == "cpu":
-            return None
-        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        event.record(torch.cuda.current_stream(self.device))
-        return event
-
-    def time_s(self, name: str) -> float:
-        """Waits for a part to finish; returns its device time, or 0 if it did not run."""
-        if name not in self.events:
-            return 0.0
-        begin, end = self.events[name]
-        if end is None:
-            return self.host_s[name]
-        end.synchronize()
-        return float(begin.elapsed_time(end)) / 1000
-
-
-def describe(name: str, module: nn.Module, counted: UnitWork, following: UnitWork | None, samples: int) -> Unit:
+def describe(
+    name: str,
+    module: nn.Module,
+    counted: UnitWork,
+    following: UnitWork | None,
+    samples: int,
+    form: ComputeFormat = FULL,
+) -> Unit:
     """Returns a unit's sizes; `following` is the work of the next unit, or None for the last."""
-    parameter_bytes = sum(p.nbytes for p in module.parameters())
-    trained_bytes = sum(p.nbytes for p in module.parameters() if p.requires_grad)
+    owned = [*parameters_of(module)]
+    trained = [(part, p) for part, p in owned if p.requires_grad]
     return Unit(
         name=name,
         flop=counted.flop / samples,
         num_parameters=sum(p.numel() for p in module.parameters()),
-        parameter_bytes=parameter_bytes,
-        gradient_bytes=trained_bytes,
-        optimizer_bytes=sum(_state_bytes(p) for p in module.parameters() if p.requires_grad),
+        parameter_bytes=form.weight_bytes(module),
+        gradient_bytes=sum(form.gradient_bytes(part, p) for part, p in trained),
+        optimizer_bytes=sum(form.state_bytes(part, p) for part, p in trained),
         activation_bytes=counted.saved_bytes / samples,
         shared_bytes=min(counted.saved_output_bytes, following.saved_input_bytes) / samples if following else 0.0,
         forward_work_bytes=counted.forward_work_bytes / samples,
         backward_work_bytes=counted.backward_work_bytes / samples,
-        parameter_parts=tuple(p.nbytes for p in module.parameters()),
+        parameter_parts=tuple(form.bytes_of(part, p) for part, p in owned),
         activation_parts=tuple(size / samples for size in counted.saved),
         boundary_bytes=sum(t.nbytes for t in tensors_of(counted.output)) / samples,
         has_batch_statistics=any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in module.modules()),
@@ -383,13 +376,8 @@ def _update_s(parameters: Sequence[Tensor], make_update: MakeUpdate) -> float:
         if others is not None:
             others.add_(1)
         _occupy(device, times[-1] if times else 0.0)
-        watch = _Stopwatch(device)
+        watch = Stopwatch(device)
         with watch.part("update"):
             update()
         times.append(max(watch.time_s("update"), watch.host_s["update"]))
     return median(times[1:])  # the first pass warms up
-
-
-def _state_bytes(parameter: nn.Parameter) -> int:
-    """Returns the bytes of two moments, which are float32 for a bfloat16 weight, beside the low half of its master."""
-    return 10 * parameter.numel() if parameter.dtype == torch.bfloat16 else 2 * parameter.nbytes

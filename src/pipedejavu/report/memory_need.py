@@ -14,7 +14,7 @@ _MANY = 2**20
 """More samples than any batch has."""
 
 
-class Precision(NamedTuple):
+class BytesPerParameter(NamedTuple):
     """Bytes per parameter in training, and per value of an activation."""
 
     name: str
@@ -32,14 +32,14 @@ class Precision(NamedTuple):
 SPARE = 0.01
 """Share of a GPU's memory that the largest batch leaves free, since the need of a batch varies between runs."""
 
-PRECISIONS = (Precision("fp32", 4, 4, 8), Precision("bf16", 2, 2, 12))
+PRECISIONS = (BytesPerParameter("fp32", 4, 4, 8), BytesPerParameter("bf16", 2, 2, 12))
 
 
 @dataclass(frozen=True)
 class Need:
     """Memory that training needs in one precision."""
 
-    precision: Precision
+    precision: BytesPerParameter
     model_bytes: int
     """Weights, gradients and optimizer state."""
     saved_bytes: float

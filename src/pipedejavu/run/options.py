@@ -55,7 +55,10 @@ class TrainOptions(Record):
     schedule: Literal["constant", "cosine", "linear"] = "constant"
     """How the learning rate goes on after the warm-up: it stays, or falls to 0 at the last update."""
     clip_norm: float | None = Field(default=None, gt=0)
+    precision: Literal["auto", "bf16", "fp16", "tf32", "fp32", "fp64"] = "auto"
+    """What is computed; `auto` is the plan's precision, or the best of the devices."""
     dtype: Literal["float32", "float64"] = "float32"
+    """`float64` stands for the precision fp64, in the settings of earlier versions."""
     compile: Literal["auto", "on", "off"] = "auto"
     """Whether units run under torch.compile; by default if the steps repay it."""
     on_nan: Literal["stop", "skip"] = "stop"
@@ -83,6 +86,16 @@ class TrainOptions(Record):
     """Whether every worker records what it reads and applies, for the audit."""
     log: tuple[Logger, ...] = ()
     """External loggers that receive the figures of every update."""
+
+    @property
+    def parameter_dtype(self) -> Literal["float32", "float64"]:
+        """The format in which parameters are made."""
+        return "float64" if "fp64" in (self.precision, self.asked_precision) else "float32"
+
+    @property
+    def asked_precision(self) -> Literal["auto", "bf16", "fp16", "tf32", "fp32", "fp64"]:
+        """The precision that the user asks for, in this version's words."""
+        return "fp64" if self.dtype == "float64" else self.precision
 
     @property
     def has_evaluation(self) -> bool:

@@ -31,6 +31,7 @@ def write(candidate: CandidatePlan, options: SearchOptions, costs: StageCosts) -
         version=Version(kind="double-buffer" if candidate.is_stale else "sync"),
         reduce=_reduce(candidate, options),
         keep=_keep(candidate),
+        precision=options.precision,
         steps=STALE_STEPS if candidate.is_stale else 1,
         bucket_bytes=_bucket_bytes(candidate),
         decisions=tuple(_decisions(candidate)),

@@ -7,6 +7,7 @@ from pydantic import Field
 
 from pipedejavu.facts import Record
 from pipedejavu.facts.quantity import Seconds
+from pipedejavu.plan import Precision
 
 Searcher = Literal["auto", "exhaustive", "dp", "mcmc", "gradient"]
 Progress = Callable[[float, str], None]
@@ -30,6 +31,8 @@ class SearchOptions(Record):
     """Samples per microbatch; by default the best size that divides the batch."""
     clip: Literal["none", "global"] = "none"
     """Whether gradients are clipped by their global norm."""
+    precision: Precision = Precision()
+    """The precision of the plans, in which the profile was measured."""
     is_runnable: bool = False
     """Whether to search only plans that the engine runs: no ZeRO, no tensor parallelism."""
     head_chunks: int | None = Field(default=None, ge=1)

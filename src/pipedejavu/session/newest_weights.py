@@ -49,6 +49,8 @@ class NewestWeights:
     def _take(self, handlers: Handlers, source: int, first: int) -> None:
         for key, weights in final_weights(handlers).items():
             runner = handlers.runners[key]
+            kinds = {name: initial.dtype for name, initial in runner.initial.items()}  # a bf16 model has wider masters
+            weights = {name: w.to(kinds.get(name, w.dtype)) for name, w in weights.items()}
             if key[1] == source:
                 aliases = {full: weights[name] for full, name in runner.names.items()}
                 self.tensors |= {full: tensor.detach() for full, tensor in (weights | aliases).items()}

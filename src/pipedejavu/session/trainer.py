@@ -20,6 +20,7 @@ from pipedejavu.facts import InputError, Machine
 from pipedejavu.health.failure import WorkerError
 from pipedejavu.plan import Plan
 from pipedejavu.planner.compile_choice import read_mode
+from pipedejavu.planner.precision_choice import check_request
 from pipedejavu.planner.replan import PlanSwitch
 from pipedejavu.program import Program
 from pipedejavu.program import compile as compile_plan
@@ -46,7 +47,7 @@ from pipedejavu.session.trainer_ranks import BatchKind, TrainerRanks
 from pipedejavu.session.training_session import TrainingSession
 from pipedejavu.simulate import Prediction, check_fit, simulate
 from pipedejavu.source.loss_reduction import Reduction
-from pipedejavu.source.precision import check_autocast, check_parameters
+from pipedejavu.source.precision import check_parameters, no_autocast, take_autocast
 from pipedejavu.source.user_batch import UserBatch
 from pipedejavu.store import Checkpoint
 
@@ -94,6 +95,10 @@ class Trainer:
     If an action takes longer than `hang_after_s` (0: no limit; None: a limit far above the forecast of a step), `step`
     raises a WorkerError that names the action and its line of code. The Trainer cannot be used after that.
 
+    `precision` is what the units compute: "bf16", "fp16", "tf32", "fp32", "fp64", or "auto" for the plan's own, bf16 if
+    all GPUs that train compute it, and else fp32. A `torch.autocast` of bfloat16 around the Trainer asks for "bf16".
+    The model's weights stay float32: `state_dict` returns the masters that updates work on. A bfloat16 model is
+    trained with float32 masters.
     With `compile` units run under torch.compile: "on" or True, "off" or False, or "auto", if some 200 steps repay it.
 
     Replicas that share every update must hold equal weights. They are compared every `check_replicas` updates (0:
@@ -121,11 +126,12 @@ class Trainer:
         check_model: bool = True,
         head_chunks: int | None = None,
         compile: str | bool = "auto",  # noqa: A002
+        precision: str = "auto",
     ):
-        check_autocast("Trainer()")
+        asked = take_autocast("Trainer()", check_request(precision))
         if head_chunks is not None and head_chunks < 1:
             raise InputError(f"head_chunks is {head_chunks}; give 1 or more chunks of tokens, or None")
-        check_parameters(model, takes_bfloat16=True)
+        check_parameters(model)
         self.model = model
         self.samples = 0
         """Samples trained on so far."""
@@ -150,6 +156,7 @@ class Trainer:
             hang_after_s=hang_after_s,
             check_replicas=check_replicas,
             check_model=check_model,
+            precision=asked,
             head_chunks=head_chunks,
             clip_norm=clip_norm,
             ranks=self._ranks,
@@ -159,7 +166,8 @@ class Trainer:
         self._loaded: Checkpoint | None = None
         self._is_started = False
         if sample is not None:
-            self._begin(self._whole(sample, "the first batch"))
+            with no_autocast():
+                self._begin(self._whole(sample, "the first batch"))
 
     def _read(self, batch: Any) -> tuple[UserBatch, Reduction]:
         """Returns the first batch in the form of the engine, and how the loss is reduced over samples."""
@@ -233,7 +241,11 @@ class Trainer:
 
     def step(self, batch: Any) -> float:
         """Trains on one batch; returns its mean loss."""
-        check_autocast("Trainer.step()")
+        take_autocast("Trainer.step()", self.program.plan.precision.compute if self._is_started else "auto")
+        with no_autocast():
+            return self._step(batch)
+
+    def _step(self, batch: Any) -> float:
         batch = self._whole(batch, "step")
         if not self._is_started:
             self._begin(batch)

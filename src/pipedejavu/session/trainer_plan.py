@@ -18,10 +18,12 @@ from pipedejavu.plan import Plan, preset
 from pipedejavu.planner.compile_choice import ASSUMED_STEPS, CompileMode, choose_compile
 from pipedejavu.planner.measure import measure
 from pipedejavu.planner.planning import MOST_SAMPLES, choose_plan, known_machine, measure_setups
+from pipedejavu.planner.precision_choice import PrecisionRequest, with_precision
 from pipedejavu.planner.profiling import choose_sizes, measure_with
 from pipedejavu.planner.worker_host import WorkerHost, devices_to_measure, make_machine, read_worker_hosts, torch_device
 from pipedejavu.profile import ModelCut, UnitSample, cut_model, make_samples
 from pipedejavu.profile.sequential import Units
+from pipedejavu.profile.unit_time import Report
 from pipedejavu.program import Program
 from pipedejavu.program import compile as compile_plan
 from pipedejavu.program.pipeline import assign_devices
@@ -29,6 +31,7 @@ from pipedejavu.search import RankedPlan, SearchOptions
 from pipedejavu.session.batch_split import BatchSplit, without_padding
 from pipedejavu.session.trainer_ranks import TrainerRanks
 from pipedejavu.source.loss_reduction import Loss, Reduction, find_reduction, own_loss
+from pipedejavu.source.precision import trained_dtype
 from pipedejavu.source.task import loss_of
 from pipedejavu.source.user_batch import UserBatch
 
@@ -47,6 +50,7 @@ class TrainerOptions:
     hang_after_s: float | None
     check_replicas: int
     check_model: bool
+    precision: PrecisionRequest = "auto"
     compile: CompileMode = "auto"
     head_chunks: int | None = None
     clip_norm: float | None = None
@@ -162,7 +166,11 @@ class TrainerPlan:
         """Measures the model on all devices of this machine; returns the best plan for batches like the sample."""
         machine = self.options.machine or known_machine()
         clip: Literal["none", "global"] = "none" if self.options.clip_norm is None else "global"
-        question = SearchOptions(batch=batch.size, clip=clip, head_chunks=self.options.head_chunks)
+        wanted = self._precision(machine)
+        clip = "global" if wanted.reduce.clip == "global" else clip
+        question = SearchOptions(
+            batch=batch.size, clip=clip, head_chunks=self.options.head_chunks, precision=wanted.precision
+        )
         best = choose_plan(self._measure(loss, batch, machine), machine, question)
 
         def measure_units(is_compiled: bool) -> Profile:
@@ -184,10 +192,14 @@ class TrainerPlan:
         cut = batch.cut = cut_model(self.model, batch.own_head(sizes[-1]))
         job = Job(units=cut.units, loss=loss_of(cut, loss), optimizer=self.optimizer(cut.units))
         unit_samples = make_samples(lambda size: UnitSample(cut.units, *batch.head(size), job.loss), sizes)
-        profile = measure_with(
-            "model", unit_samples, job, measure_setups(machine), lambda _: None, is_compiled=is_compiled
-        )
+        quiet: Report = lambda _: None  # noqa: E731
+        setups, precision = measure_setups(machine), self._precision(machine).precision
+        profile = measure_with("model", unit_samples, job, setups, quiet, precision=precision, is_compiled=is_compiled)
         return profile.replace(begins=cut.begins)
+
+    def _precision(self, machine: Machine) -> Plan:
+        """Returns a plan with the precision of the plans to search."""
+        return with_precision(Plan(), self.options.precision, machine.devices, dtype=trained_dtype(self.model))
 
 
 def with_times(profile: Profile, compiled: Profile) -> Profile:
@@ -219,6 +231,9 @@ def _measure_and_compile(
     """Measures a job at the microbatch size of a batch, and compiles the plan for it."""
     plan = plan.replace(feed=plan.feed.replace(samples=batch.length(0)))
     plan, machine = _place(plan, options.machine, hosts)
+    devices = [machine.device(name) for name in assign_devices(plan, machine)]
+    dtype = trained_dtype(nn.ModuleList(module for _, module in job.units))
+    plan = with_precision(plan, options.precision, devices, dtype=dtype)
     kinds = _kinds(plan, machine)
 
     def measure_units(is_compiled: bool) -> Profile:

@@ -71,7 +71,7 @@ def _of_file(options: TrainOptions, path: Path) -> Fingerprints:
     """Returns the fingerprints of a user's file, its local imports and its data; runs the file to find them."""
     dtype, threads = torch.get_default_dtype(), torch.get_num_threads()
     with _preserve_rng():
-        torch.set_default_dtype(getattr(torch, options.dtype))
+        torch.set_default_dtype(getattr(torch, options.parameter_dtype))
         torch.set_num_threads(1)  # so that computed data is bitwise reproducible
         try:
             data = open_task(options.model, seed=options.seed).data

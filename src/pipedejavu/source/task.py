@@ -35,7 +35,7 @@ def prepare(options: TrainOptions, sizes: Sequence[int], begins: Sequence[int] =
 
     `begins` are the unit boundaries that the plan asks for.
     """
-    torch.set_default_dtype(getattr(torch, options.dtype))
+    torch.set_default_dtype(getattr(torch, options.parameter_dtype))
     task = open_task(
         options.model,
         seed=options.seed,
