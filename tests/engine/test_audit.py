@@ -12,7 +12,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from pipedejavu.engine import AdamW, Applied, Outcome, Sgd, audit, run_threads
+from pipedejavu.engine import AdamW, Applied, Outcome, Sgd, audit, handlers, run_threads
 from pipedejavu.engine.applier import Applier
 from pipedejavu.engine.global_norm import GlobalNorm
 from pipedejavu.engine.handlers import Handlers
@@ -241,8 +241,8 @@ def test_a_recompute_with_other_masks(make, monkeypatch, name):
     case = make(name, "gpt", workers=2, microbatches=3)
 
     def otherwise(forward):
-        def run(self, weights, value, microbatch, keeps_buffers=False, is_first=False):
-            return forward(self, weights, value, microbatch + 1000 * keeps_buffers, keeps_buffers, is_first)
+        def run(self, weights, value, microbatch, keeps_buffers=False, **options):
+            return forward(self, weights, value, microbatch + 1000 * keeps_buffers, keeps_buffers, **options)
 
         return run
 
@@ -253,7 +253,9 @@ def test_a_recompute_of_some_units_with_other_masks(make, monkeypatch):
     case = make("gpipe", "gpt", workers=2, microbatches=3, order=Order(kind="gpipe", recompute_units=(1, 2)))
 
     def otherwise(forward_again):
-        return lambda self, weights, saved, microbatch: forward_again(self, weights, saved, microbatch + 1000)
+        return lambda self, weights, saved, microbatch, *rest: forward_again(
+            self, weights, saved, microbatch + 1000, *rest
+        )
 
     assert caught(case, monkeypatch, PieceRunner, "forward_again", otherwise) > FAR
 
@@ -262,7 +264,7 @@ def test_a_recompute_of_some_units_with_other_masks(make, monkeypatch):
 def test_tied_gradients_that_are_not_summed(make, monkeypatch, name):
     case = make(name, "gpt", workers=2, microbatches=4)
     assert any(group.startswith("tie") for group in case.program.groups)
-    assert caught(case, monkeypatch, Handlers, "_reduce_tied", lambda _: lambda *_: None) > FAR
+    assert caught(case, monkeypatch, handlers, "reduce_tied", lambda _: lambda *_: None) > FAR
 
 
 def test_ties_that_the_profile_does_not_know(make):

@@ -9,7 +9,7 @@ from torch import nn
 from pipedejavu.engine.device import CPU
 from pipedejavu.facts import InputError
 from pipedejavu.session.eval_metrics import Metric, MetricSums, check_metrics
-from pipedejavu.session.evaluation import Evaluation, WorkerPlaces, device_of_model
+from pipedejavu.session.loader_evaluation import LoaderEvaluation, WorkerPlaces, device_of_model
 from pipedejavu.session.newest_weights import NewestWeights
 from pipedejavu.session.rank_places import RankPlaces
 from pipedejavu.session.trainer_ranks import BatchKind, TrainerRanks
@@ -27,7 +27,7 @@ class LoopEvaluation:
 
     def __init__(self, model: nn.Module, loss: Loss | None, ranks: TrainerRanks | None):
         self.model, self.loss, self.ranks = model, loss, ranks
-        self._evaluation: Evaluation | None = None
+        self._evaluation: LoaderEvaluation | None = None
 
     def run(
         self,
@@ -49,7 +49,7 @@ class LoopEvaluation:
                 known, reduction = read(batch)
                 form = UserBatch.of(batch, known.per_sample, has_own_loss=self.loss is None)
                 if self._evaluation is None:
-                    self._evaluation = Evaluation(self.model, self.loss or own_loss, reduction)
+                    self._evaluation = LoaderEvaluation(self.model, self.loss or own_loss, reduction)
                 sums = sums or MetricSums(reduction, self.loss, metrics)
                 self._evaluation.add(form, weights, self._places(weights, devices), sums)
             if self.ranks is not None:

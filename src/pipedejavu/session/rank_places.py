@@ -4,7 +4,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load, save
 
-from pipedejavu.session.evaluation import Value, WorkerPlaces
+from pipedejavu.session.loader_evaluation import Value, WorkerPlaces
 
 
 class RankPlaces(WorkerPlaces):

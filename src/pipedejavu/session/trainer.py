@@ -3,7 +3,6 @@
 Its workers are threads of the user's process, or the ranks that torchrun started.
 """
 
-import json
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -26,6 +25,7 @@ from pipedejavu.program import Program
 from pipedejavu.program import compile as compile_plan
 from pipedejavu.run.saved_facts import saved_in
 from pipedejavu.run.whole_state import WholeState
+from pipedejavu.session.batch_reader import BatchReader
 from pipedejavu.session.batch_split import BatchSplit
 from pipedejavu.session.callback import Callback
 from pipedejavu.session.eval_metrics import Metric
@@ -41,12 +41,11 @@ from pipedejavu.session.pretrained_folder import check_tokenizer, is_pretrained,
 from pipedejavu.session.rank_rounds import Workers
 from pipedejavu.session.started_workers import detach, held_by_session, start_workers
 from pipedejavu.session.torch_optimizer import read_optimizer, read_positional
-from pipedejavu.session.trainer_checkpoints import TrainerCheckpoints
-from pipedejavu.session.trainer_plan import OptimizerOf, TrainerOptions, TrainerPlan, may_pad, read_sample
+from pipedejavu.session.trainer_checkpoints import TrainerCheckpoints, describe_checkpoint
+from pipedejavu.session.trainer_plan import OptimizerOf, TrainerOptions, TrainerPlan, may_pad
 from pipedejavu.session.trainer_ranks import BatchKind, TrainerRanks
 from pipedejavu.session.training_session import TrainingSession
 from pipedejavu.simulate import Prediction, check_fit, simulate
-from pipedejavu.source.loss_reduction import Reduction
 from pipedejavu.source.precision import check_parameters, no_autocast, take_autocast
 from pipedejavu.source.user_batch import UserBatch
 from pipedejavu.store import Checkpoint
@@ -140,7 +139,6 @@ class Trainer:
         self.should_stop = False
         """Set by a callback to end `fit` after this step."""
         self._ranks = TrainerRanks.join(batches)
-        self._batches: BatchKind = batches
         self._checkpoints = TrainerCheckpoints(self._ranks)
         self._eval: LoopEvaluation | None = None
         self._losses: list[float] = []
@@ -148,46 +146,22 @@ class Trainer:
         self._groups = read_optimizer(model, chosen, scheduler)
         self._optimizer: OptimizerOf = self._groups.for_units if self._groups else lambda _: chosen or AdamW(lr=1e-3)
         self._options = TrainerOptions(
-            plan=plan,
-            workers=workers or (self._ranks.size if self._ranks else 2),
-            seed=seed,
-            machine=machine,
-            replan=replan,
-            hang_after_s=hang_after_s,
-            check_replicas=check_replicas,
-            check_model=check_model,
-            precision=asked,
-            head_chunks=head_chunks,
-            clip_norm=clip_norm,
-            ranks=self._ranks,
+            plan=plan, workers=workers or (self._ranks.size if self._ranks else 2), seed=seed, machine=machine,
+            replan=replan, hang_after_s=hang_after_s, check_replicas=check_replicas, check_model=check_model,
+            precision=asked, head_chunks=head_chunks, clip_norm=clip_norm, ranks=self._ranks,
             compile=read_mode(compile),
-        )
-        self._reading: tuple[UserBatch, Reduction] | None = None
+        )  # fmt: skip
+        self._reader = BatchReader(model, self.loss, self._ranks, batches)
         self._loaded: Checkpoint | None = None
         self._is_started = False
         if sample is not None:
             with no_autocast():
-                self._begin(self._whole(sample, "the first batch"))
-
-    def _read(self, batch: Any) -> tuple[UserBatch, Reduction]:
-        """Returns the first batch in the form of the engine, and how the loss is reduced over samples."""
-        self._reading = self._reading or read_sample(self.model, self.loss, batch)
-        return self._reading
-
-    def _whole(self, batch: Any, call: str) -> Any:
-        """Returns the batch of all ranks."""
-        if self._ranks is None:
-            return batch
-        per_sample = self._reading[0].per_sample if self._reading else None
-        form = UserBatch.of(batch, per_sample, has_own_loss=self.loss is None)
-        whole, self._batches = self._ranks.share_batch(batch, self._batches, form, call)
-        return whole
+                self._begin(self._reader.whole(sample, "the first batch"))
 
     def _begin(self, sample: Any) -> None:
         """Plans for batches like the sample, and starts the workers."""
         release(self.model)
-        known, reduction = self._read(sample)
-        first = UserBatch.of(sample, known.per_sample, has_own_loss=self.loss is None)
+        first, reduction = self._reader.form(sample), self._reader.read(sample)[1]
         plan = TrainerPlan(self.model, self.loss, self._optimizer, self._options)
         prepared = plan.prepare(first, reduction)
         self._cut, self._job, self.batch = prepared.cut, prepared.job, prepared.batch
@@ -246,7 +220,7 @@ class Trainer:
             return self._step(batch)
 
     def _step(self, batch: Any) -> float:
-        batch = self._whole(batch, "step")
+        batch = self._reader.whole(batch, "step")
         if not self._is_started:
             self._begin(batch)
         if self._replanner.switch is not None:
@@ -309,7 +283,7 @@ class Trainer:
             weights = NewestWeights(self.program, self.units, self.threads.handlers)
         is_stale, self.is_stale = self.is_stale, False  # tracing reads the model's state, and only its shapes
         try:
-            return self._eval.run(loader, metrics or {}, self._read, weights, self._batches)
+            return self._eval.run(loader, metrics or {}, self._reader.read, weights, self._reader.kind)
         finally:
             self.is_stale = is_stale
 
@@ -355,12 +329,8 @@ class Trainer:
             ranks.agree("save")
         self._check_sound()
         self._check_replicas()
-        about = {
-            "samples": self.samples,
-            "loss": sum(self._losses) / len(self._losses) if self._losses else None,
-            "plan": json.loads(self.program.plan.to_json()),
-            "facts": {"norm": self._session.take_norm()} | (self._groups.facts() if self._groups else {}),
-        }
+        norm, groups = self._session.take_norm(), self._groups.facts() if self._groups else {}
+        about = describe_checkpoint(self.program.plan, self.samples, self._losses, {"norm": norm} | groups)
         tensors = self._session.take_state()
         self._losses.clear()
         self._checkpoints.save(Path(folder), self.updates, tensors, lambda: about)

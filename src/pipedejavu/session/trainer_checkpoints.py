@@ -1,10 +1,12 @@
 """The folder of checkpoints that a Trainer writes: one process, or a shard file per rank."""
 
-from collections.abc import Callable, Mapping
+import json
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from pipedejavu.facts.printable import tell
+from pipedejavu.plan import Plan
 from pipedejavu.run.saved_facts import check_finite
 from pipedejavu.session.trainer_ranks import TrainerRanks
 from pipedejavu.store import Checkpoint, CheckpointDir, Saver, Tensors
@@ -45,3 +47,9 @@ class TrainerCheckpoints:
         if checkpoint is not None:
             check_finite(checkpoint, checkpoint_dir)
         return checkpoint
+
+
+def describe_checkpoint(plan: Plan, samples: int, losses: Sequence[float], facts: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns what the manifest of a checkpoint says; `losses` are those since the last one."""
+    loss = sum(losses) / len(losses) if losses else None
+    return {"samples": samples, "loss": loss, "plan": json.loads(plan.to_json()), "facts": facts}

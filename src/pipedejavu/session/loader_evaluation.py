@@ -39,7 +39,7 @@ class WorkerPlaces:
         return value
 
 
-class Evaluation:
+class LoaderEvaluation:
     """Runs a model in evaluation mode on weights that workers hold."""
 
     def __init__(self, model: nn.Module, loss: Loss, reduction: Reduction):
