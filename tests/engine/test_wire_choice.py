@@ -70,6 +70,8 @@ def test_what_a_rank_tells_is_read_back_and_another_process_of_this_host_shares_
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
 def test_a_gpu_can_be_shared_by_two_ranks():
-    end = describe_end(torch.device("cuda", 0), open_listener())
+    listener = open_listener()
+    end = describe_end(torch.device("cuda", 0), listener)
+    listener.close()
     assert end.shares_gpu
     assert choose_wire(end, end).kind == IPC

@@ -30,6 +30,9 @@ from pipedejavu.optim.arithmetic import split
 from pipedejavu.program import Program
 from pipedejavu.runtime.compute_precision import FULL, ComputeFormat, allowed_tf32, low_names
 
+_CLIP_TOLERANCE = {"fp64": 1e-4, "fp32": 1e-4, "tf32": 4 * 2**-11, "fp16": 4 * 2**-11, "bf16": 4 * 2**-8}
+"""How far a coefficient may be from what the replay's norm gives, as a share: four units of roundoff of products."""
+
 
 def audit(
     program: Program, job: Job, batches: Batches, outcome: Outcome, uncut: UncutModel | None = None
@@ -263,7 +266,7 @@ class Replay:
             expected = 0.0
         elif self.job.clip_norm is not None:
             expected *= min(1.0, self.job.clip_norm / (norm + 1e-6))
-        if abs(event.coefficient - expected) > 1e-4 * expected:
+        if abs(event.coefficient - expected) > _CLIP_TOLERANCE[self.plan.precision.compute] * expected:
             raise InputError(f"the run clipped by another norm, its coefficient should be {expected}: {event}")
 
     def _norm(self, update: int) -> float:

@@ -32,7 +32,7 @@ class RankWire:
         self.rank, self.device = rank, device_of(program, rank)
         listener = open_listener()
         self.ends = gather_ends(describe_end(self.device, listener))
-        members = {name: group.workers for name, group in sorted(program.groups.items())}
+        members = _members(program)
         self.edges = {edge: choose_wire(*(self.ends[r] for r in edge)) for edge in sorted(_edges(program))}
         self.groups = {name: choose_group_wire([self.ends[r] for r in ranks]) for name, ranks in members.items()}
         self._norms = {name for name, group in program.groups.items() if group.role is GroupRole.NORM}
@@ -120,6 +120,8 @@ class RankWire:
 
     def add_up(self, tensor: Tensor, group: str) -> Tensor:
         """Returns the sum of the members' tensors, with the same bits on all of them."""
+        if group not in self.groups:  # this rank is the only member
+            return tensor
         kind = self.groups[group].kind
         if kind == WireKind.SHARED_MEMORY and tensor.is_cuda:
             (on_cpu,) = on_host((tensor,), self.device)
@@ -166,6 +168,11 @@ class RankWire:
         """Returns the wires of all edges and groups, each with its reason; empty if there are none."""
         chosen = [*self.edges.values(), *self.groups.values()]
         return "; ".join(f"{choice.kind} ({choice.reason})" for choice in dict.fromkeys(chosen))
+
+
+def _members(program: Program) -> dict[str, tuple[int, ...]]:
+    """Returns the ranks of each group that has several."""
+    return {name: group.workers for name, group in sorted(program.groups.items()) if len(group.workers) > 1}
 
 
 def _edges(program: Program) -> Iterable[Edge]:

@@ -5,6 +5,7 @@ under the engine's names; `adopt` takes over what was written there.
 """
 
 import weakref
+from typing import Literal
 
 import torch
 
@@ -13,6 +14,7 @@ from pipedejavu.engine.handlers import Handlers
 from pipedejavu.engine.job import Batches, Job
 from pipedejavu.engine.piece import PieceRunner
 from pipedejavu.engine.wire import Exchange, ThreadWire
+from pipedejavu.facts import Device
 from pipedejavu.hybrid.activation_choice import Activations
 from pipedejavu.hybrid.assignment import AssignedPlace, Assignment
 from pipedejavu.hybrid.hybrid_adamw import HybridAdamW
@@ -22,6 +24,7 @@ from pipedejavu.one_device.unit_chain import move_shared
 from pipedejavu.one_device.unit_settings import UnitSettings
 from pipedejavu.program import Program, Value
 from pipedejavu.program.effect import rest_of
+from pipedejavu.runtime.device_memory import DeviceMemory
 from pipedejavu.runtime.lane import ThreadLane
 
 _SLOTS = {"step": "step", "m": "exp_avg", "v": "exp_avg_sq", "low": LOW}
@@ -99,6 +102,13 @@ def _abandon(lanes: HybridLanes) -> None:
             lane.abandon()
 
 
+def _gpu_budget(planned: Device, device: torch.device) -> int | Literal["auto"]:
+    """Returns the bytes of the GPU that the plan counts on, or what this process may take if that is less."""
+    if device.type != "cuda":
+        return "auto"
+    return max(1, min(int(planned.memory_bytes - planned.reserved_bytes), DeviceMemory(device).limit_bytes()))
+
+
 def _make_optimizer(program: Program, job: Job, settings: UnitSettings, device: torch.device) -> HybridAdamW:
     """Hooks HybridAdamW into the units, with the places of the plan."""
     plan, units = program.plan, [*job.units]
@@ -112,12 +122,11 @@ def _make_optimizer(program: Program, job: Job, settings: UnitSettings, device: 
     clip_norm = job.clip_norm if plan.reduce.clip == "global" else None
     if clip_norm is None and (plan.reduce.clip == "global" or "visit" in places):
         clip_norm = torch.inf  # updates wait for the norm of all gradients
-    budget = program.machine.device(program.devices[0])
     return HybridAdamW(
         torch.nn.ModuleList({id(module): module for _, module in units}.values()),
         settings.groups,
         clip_norm=clip_norm,
-        gpu_budget=max(1, int(budget.memory_bytes - budget.reserved_bytes)) if device.type == "cuda" else "auto",
+        gpu_budget=_gpu_budget(program.machine.device(program.devices[0]), device),
         device=device,
         activations={name: "recompute" if n in recomputed else others for n, (name, _) in enumerate(units)},
         microbatches=program.update_size,

@@ -23,8 +23,8 @@ ASSUMED_COMPILE_S: dict[str, float] = {"cpu": 30.0, "gpu": 3.0}
 cores with the C++ compiler. On a GPU the measurement has filled the compiler's cache on disk."""
 MOST_GAIN = 0.5
 """The largest share of a step that compiling is assumed to save, before it is measured."""
-ASSUMED_STEPS = 200
-"""Steps of a loop that does not say how many it makes."""
+ASSUMED_STEPS = {"cpu": 200, "gpu": 1000}
+"""Steps of a loop that does not say how many it makes. On a CPU even measuring compiled units takes minutes."""
 
 
 _FORECAST_STEPS = 4
@@ -43,15 +43,17 @@ def choose_compile(
     profile: Profile | None,
     machine: Machine,
     mode: CompileMode,
-    steps: int,
+    steps: int | None,
     measure: Callable[[bool], Profile],
     agree: Callable[[Plan], Plan] = lambda plan: plan,
 ) -> CompiledPlan:
     """Decides whether the units of a plan are compiled.
 
     `profile` is that of eager units, if it is known; `measure` measures units, compiled or not. `agree` returns the
-    plan of the first of several processes.
+    plan of the first of several processes. `steps` is None for a loop of unknown length.
     """
+    if steps is None:
+        steps = max(ASSUMED_STEPS[type_] for type_ in _types(plan, machine))
     if mode == "on" or (mode == "auto" and plan.is_compiled):
         check_order(plan)
         return CompiledPlan(plan.replace(is_compiled=True), measure(True))

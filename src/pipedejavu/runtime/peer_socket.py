@@ -116,6 +116,10 @@ class PeerListener:
         self._listener.bind(f"\0{self.address.name}")
         self._listener.listen(_BACKLOG)
 
+    def close(self) -> None:
+        """Stops listening."""
+        self._listener.close()
+
     def accept(self, awaited: Iterable[tuple[int, int]]) -> dict[tuple[int, int], PeerSocket]:
         """Waits for the awaited connections, each the number of a process and of its connection; then stops listening.
 

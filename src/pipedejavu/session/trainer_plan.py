@@ -15,7 +15,7 @@ from pipedejavu.facts.printable import tell
 from pipedejavu.model_check.check import Checked, Sample
 from pipedejavu.model_check.check import check_model as check_units
 from pipedejavu.plan import Plan, preset
-from pipedejavu.planner.compile_choice import ASSUMED_STEPS, CompileMode, choose_compile
+from pipedejavu.planner.compile_choice import CompileMode, choose_compile
 from pipedejavu.planner.measure import measure
 from pipedejavu.planner.planning import MOST_SAMPLES, choose_plan, known_machine, measure_setups
 from pipedejavu.planner.precision_choice import PrecisionRequest, with_precision
@@ -177,7 +177,7 @@ class TrainerPlan:
             return with_times(best.profile, self._measure(loss, batch, machine, is_compiled=is_compiled))
 
         mode = self.options.compile
-        chosen = choose_compile(best.plan, best.profile, best.machine, mode, ASSUMED_STEPS, measure_units)
+        chosen = choose_compile(best.plan, best.profile, best.machine, mode, None, measure_units)
         return best.replace(plan=chosen.plan, profile=chosen.profile)
 
     def measure(self, first: UserBatch, reduction: Reduction) -> Profile:
@@ -240,7 +240,7 @@ def _measure_and_compile(
         load = lambda numbers: batch.head(len(numbers))  # noqa: E731
         return measure("model", job, plan, batch.head, load, kinds, is_compiled=is_compiled)
 
-    plan, profile = choose_compile(plan, None, machine, options.compile, ASSUMED_STEPS, measure_units)
+    plan, profile = choose_compile(plan, None, machine, options.compile, None, measure_units)
     return compile_plan(plan, profile, machine, fold=False)
 
 
