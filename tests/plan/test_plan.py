@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 
 from pipedejavu.facts import FaultsError
-from pipedejavu.plan import AXES, Cut, Decision, Feed, Keep, Order, Place, Plan, Reduce, presets
+from pipedejavu.plan import AXES, Cut, Decision, Feed, Keep, Order, Place, Plan, Precision, Reduce, presets
 
 
 @pytest.mark.parametrize("name", presets())
@@ -56,9 +56,10 @@ def test_all_faults_of_a_plan_file_stand_in_one_message() -> None:
     )
 
 
-def test_axes_are_eight_short_texts() -> None:
+def test_axes_are_short_texts_and_the_default_precision_is_left_out() -> None:
     axes = Plan().axes()
-    assert tuple(axes) == AXES
+    assert (*axes, "precision") == AXES
+    assert Plan(precision=Precision(compute="tf32")).axes() == axes | {"precision": "tf32"}
     assert axes == {
         "cut": "whole",
         "place": "one",
@@ -67,7 +68,6 @@ def test_axes_are_eight_short_texts() -> None:
         "version": "sync",
         "reduce": "–",
         "keep": "replicated",
-        "precision": "fp32",
     }
     assert Plan(order=Order(recompute=0.5)).axes()["keep"] == "replicated, checkpoint"
 

@@ -7,7 +7,7 @@ from rich.table import Table
 
 from pipedejavu.cli.terminal import print_json, styled, terminal
 from pipedejavu.facts import format_bytes, format_seconds
-from pipedejavu.plan import AXES, Plan, Preset
+from pipedejavu.plan import Plan, Preset
 from pipedejavu.program import Program
 from pipedejavu.simulate import Chance, Prediction
 
@@ -20,7 +20,7 @@ def print_presets(table: dict[str, Preset], as_json: bool) -> None:
         return
     console = terminal()
     shown = Table(box=None, pad_edge=False, header_style="bold")
-    for column in ("preset", *AXES):
+    for column in ("preset", *next(iter(table.values())).at().axes()):
         shown.add_column(column, no_wrap=True)
     for name, entry in table.items():
         shown.add_row(styled(name, "cyan"), *entry.at().axes().values())

@@ -39,8 +39,8 @@ class Plan(Record):
     decisions: tuple[Decision, ...] = ()
 
     def axes(self) -> dict[str, str]:
-        """Returns each axis as a short text."""
-        texts = {a: str(getattr(self, a)) for a in AXES}
+        """Returns each axis as a short text; without the precision if it is the default, which `train` replaces."""
+        texts = {a: str(getattr(self, a)) for a in AXES if a != "precision" or self.precision != Precision()}
         if self.order.has_recompute:
             texts["keep"] += ", checkpoint"
         return texts

@@ -359,6 +359,7 @@ def check_plan(plan: Plan, profile: Profile) -> None:
 def faults_of(plan: Plan, profile: Profile) -> list[str]:
     """Returns a sentence with the remedy for every rule that the plan breaks."""
     facts: dict[str, object] = plan.axes() | {
+        "precision": str(plan.precision),
         "order": plan.order.kind,
         "place": plan.place.kind,
         "keep": plan.keep.kind,
