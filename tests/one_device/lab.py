@@ -11,16 +11,20 @@ from torch import Tensor, nn
 
 from pipedejavu.engine import AdamW, Job, Outcome, Threads
 from pipedejavu.engine.piece import mixed
+from pipedejavu.engine.threads import run_threads
 from pipedejavu.hybrid import HybridAdamW
 from pipedejavu.one_device import start_threads, why_by_actions
-from pipedejavu.plan import Keep, Plan, preset
+from pipedejavu.optim.arithmetic import join, split
+from pipedejavu.plan import Keep, Plan, Precision, preset
 from pipedejavu.plan.axis import Rest
 from pipedejavu.program import Program
 from pipedejavu.program import compile as compile_plan
+from tests.engine.bf16 import is_matrix
 from tests.engine.case import MODELS, Samples, Units, machine_of, profile_of, sum_of_losses
 
 SETTINGS: dict[str, Any] = {"lr": 0.01, "betas": (0.9, 0.99), "eps": 1e-4, "weight_decay": 0.1}
 SEED = 11
+SPLIT = Precision(compute="bf16", masters="split")
 
 
 def plan_of(
@@ -34,6 +38,7 @@ def plan_of(
     activations: str = "device",
     visitors: int = 1,
     keep: Keep | None = None,
+    precision: Precision | None = None,
 ) -> Plan:
     """Returns a plan with the state of each unit in its place; without places, all on the device."""
     kept = keep or Keep.model_validate(
@@ -48,7 +53,8 @@ def plan_of(
     plan = preset("cotrain").at(microbatches=microbatches)
     order = plan.order.replace(recompute_units=recompute, prefetch=prefetch)
     reduce = plan.reduce.replace(clip="global" if clip else "none")
-    return plan.replace(steps=1, bucket_bytes=1, keep=kept, order=order, reduce=reduce)
+    format_ = precision or Precision()
+    return plan.replace(steps=1, bucket_bytes=1, keep=kept, order=order, reduce=reduce, precision=format_)
 
 
 @dataclass
@@ -111,33 +117,54 @@ class Run:
         return {name: weight for some in self.outcome.weights.values() for name, weight in some.items()}
 
     def trained_by(self, kind: str, **options: Any) -> dict[str, Tensor]:
-        """Trains the uncut model in a plain loop, with `hybrid` or with `torch`'s AdamW, on mean losses."""
+        """Trains the uncut model in a plain loop, with `hybrid` or with `torch`'s AdamW, on mean losses.
+
+        In bf16 with split masters, the loop lowers matrices itself and runs under autocast. Returns masters.
+        """
         device = torch.device(self.device)
         model = nn.Sequential(*copy.deepcopy([module for _, module in self.units])).to(device)
-        size = self.program.update_size
+        size, is_split = self.program.update_size, self.plan.precision.is_split
+        is_mixed, lows = is_split and self.dtype == torch.float32, {}
+        for part in model.modules() if is_mixed else ():
+            for p in part.parameters(recurse=False):
+                if is_matrix(part, p) and p.dtype == torch.float32:
+                    p.data, low = split(p.detach())
+                    lows[p] = {"step": 0, "exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p),
+                               "master_low": low}  # fmt: skip
         if kind == "hybrid":
             options = {"window": None, "microbatches": size, "host_threads": 1, "clip_norm": self.clip_norm} | options
             optimizer: Any = HybridAdamW(model, **SETTINGS, **options)
+            optimizer.put_state({p: low for p, low in lows.items() if p.requires_grad})
         else:
             optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], **SETTINGS)
         for update in range(self.rounds * self.plan.steps):
             members = range(update * size, (update + 1) * size)
             count = sum(self.batches.count(i) for i in members)
             for i in members:
-                (self.loss(self.forward(model, i, device), self.batches.targets(i).to(device)) / count).backward()
+                with torch.autocast(self.device, torch.bfloat16, enabled=is_mixed):
+                    loss = self.loss(self.forward(model, i, device), self.batches.targets(i).to(device)) / count
+                loss.backward()
             if kind == "torch" and self.clip_norm is not None:
                 nn.utils.clip_grad_norm_(model.parameters(), self.clip_norm)
             optimizer.step()
             optimizer.zero_grad()
+        halves = {}
         if kind == "hybrid":
+            optimizer.state_dict()
+            halves = {p: s["master_low"].cpu().clone() for p, s in optimizer.state.items() if "master_low" in s}
             optimizer.close()
         names = [name for name, _ in self.units]
         pairs = zip(names, model, strict=True)
         return {
-            full: p.detach().cpu().clone()
+            full: join(p.detach().cpu(), halves[p]) if p in halves else p.detach().cpu().clone()
             for name, module in pairs
             for full, p in module.named_parameters(name, remove_duplicate=False)
         }
+
+    def by_actions(self) -> dict[str, Tensor]:
+        """Returns the weights after the same plan has run one action at a time."""
+        weights = run_threads(self.program, self.job, self.batches, self.rounds).weights
+        return {name: weight.cpu() for some in weights.values() for name, weight in some.items()}
 
     def forward(self, model: nn.Sequential, microbatch: int, device: torch.device) -> Tensor:
         value = self.batches.inputs(microbatch).to(device)

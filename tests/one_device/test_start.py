@@ -16,7 +16,7 @@ from pipedejavu.plan import Keep, Plan, preset
 from pipedejavu.plan.axis import Rest
 from pipedejavu.planner.replan import PlanSwitch
 from pipedejavu.session import Trainer
-from tests.one_device.lab import SETTINGS, check_equal, furthest, plan_of
+from tests.one_device.lab import SETTINGS, SPLIT, check_equal, furthest, plan_of
 
 MACHINE = Machine(
     name="m",
@@ -199,9 +199,39 @@ def test_a_second_trainer_takes_the_model_over() -> None:
     check_equal(weights_of(model), weights_of(plain))
 
 
-def test_bfloat16_under_a_plan_of_the_engine_is_refused() -> None:
-    with pytest.raises(InputError, match=r"^parameter '0.0.weight' is bfloat16, in which most updates are too small"):
-        trainer_of(model_of(torch.bfloat16), plan_of(PLACES, microbatches=2))
+def test_a_float32_model_trains_in_bf16_and_gets_its_masters(tmp_path: Path) -> None:
+    whole, first, second = model_of(), model_of(), model_of()
+    plan = plan_of(PLACES, precision=SPLIT)
+    trainers = [trainer_of(model, plan, precision="bf16") for model in (whole, first)]
+    assert is_by_hybrid(trainers[0])
+    for step in range(4):
+        trainers[0].step(batch_of(step))
+        if step < 2:
+            trainers[1].step(batch_of(step))
+    trainers[1].save(tmp_path)
+    trainers[1].wait()
+    after = trainer_of(second, plan_of(precision=SPLIT), precision="bf16")
+    assert after.load(tmp_path) == 2
+    for step in (2, 3):
+        after.step(batch_of(step))
+    trainers[0].save_to_model()
+    masters = {n: w for some in trainers[0].threads.outcome().weights.values() for n, w in some.items()}
+    for number, module in enumerate(whole):
+        for name, parameter in module.named_parameters():
+            unit = trainers[0].units[number][0]
+            assert parameter.dtype == torch.float32
+            assert torch.equal(parameter, masters[f"{unit}.{name}"])
+    assert not torch.equal(whole[3].weight, whole[3].weight.bfloat16().float())
+    check_equal(weights_of(second), weights_of(whole))
+
+
+def test_a_bfloat16_model_under_a_plan_of_the_engine_has_masters() -> None:
+    model = model_of(torch.bfloat16)
+    trainer = trainer_of(model, plan_of(PLACES, microbatches=2))
+    assert not is_by_hybrid(trainer)
+    trainer.step(batch_of(0, torch.bfloat16))
+    assert {w.dtype for some in trainer.threads.outcome().weights.values() for w in some.values()} == {torch.float32}
+    assert {w.dtype for w in weights_of(model).values()} == {torch.bfloat16}
 
 
 def test_a_model_that_is_traced_trains_by_hybrid_adamw_and_takes_other_shapes() -> None:

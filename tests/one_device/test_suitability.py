@@ -11,10 +11,10 @@ from pipedejavu.engine.grouped_optimizer import GroupedOptimizer, GroupRule
 from pipedejavu.facts import InputError
 from pipedejavu.hybrid.assignment import Assignment
 from pipedejavu.one_device import why_by_actions
-from pipedejavu.plan import Keep, Order, preset
+from pipedejavu.plan import Keep, Order, Precision, preset
 from pipedejavu.profile.model_cut import cut_model
 from tests.engine.case import machine_of
-from tests.one_device.lab import SETTINGS, Run, plan_of
+from tests.one_device.lab import SETTINGS, SPLIT, Run, plan_of
 
 
 def reason_of(run: Run) -> str:
@@ -73,10 +73,28 @@ def test_other_optimizers_are_the_engines(optimizer: Any, reason: str) -> None:
 
 def test_float64_sums_of_bfloat16_and_tied_windows_are_the_engines() -> None:
     assert reason_of(Run(plan_of(), dtype=torch.float64)) == "a parameter is float64, or not contiguous"
-    sums = Run(plan_of(microbatches=2), dtype=torch.bfloat16)
-    assert reason_of(sums) == "gradients of bfloat16 are summed over microbatches"
+    for dtype in (torch.float32, torch.bfloat16):
+        sums = Run(plan_of(microbatches=2, precision=SPLIT), dtype=dtype)
+        assert reason_of(sums) == "gradients of bfloat16 are summed over microbatches"
     tied = Run(plan_of(keep=Keep(kind="host")), "calm-gpt")
     assert reason_of(tied) == "units that share weights come through a window"
+
+
+@pytest.mark.parametrize(
+    ("precision", "reason"),
+    [
+        (Precision(compute="tf32"), ""),
+        (SPLIT, ""),
+        (Precision(compute="bf16", masters="fp32"), "its precision is 'bf16, fp32 masters'"),
+        (Precision(compute="fp16", masters="fp32"), "its precision is 'fp16, fp32 masters'"),
+    ],
+)
+def test_precisions_without_split_masters_are_the_engines(precision: Precision, reason: str) -> None:
+    assert reason_of(Run(plan_of(clip=True, precision=precision), clip_norm=1.0)) == reason
+
+
+def test_a_bfloat16_model_needs_masters() -> None:
+    assert reason_of(Run(plan_of(), dtype=torch.bfloat16)) == "bfloat16 weights have no masters"
 
 
 class Counting(nn.Linear):

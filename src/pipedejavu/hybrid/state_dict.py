@@ -33,13 +33,16 @@ def fill_state(param: ParamState, entry: dict[str, Any] | None) -> None:
     """Copies a loaded entry to the state of a parameter; None resets it to the state before the first update.
 
     Without a low half the master equals the weight. So it does if the low half is not an integer: an optimizer of
-    torch, which casts what it loads to bf16, has then updated the weight since.
+    torch, which casts what it loads to bf16, has then updated the weight since. An entry without a step is that of a
+    master before its first update.
     """
     assert param.state is not None
-    if entry is None:
+    if entry is None or "step" not in entry:
         for tensor in (param.state.m, param.state.v, param.state.low):
             if tensor is not None:
                 tensor.zero_()
+        if param.state.low is not None and entry is not None:
+            param.state.low.copy_(entry[LOW].reshape(-1))
         param.step = 0
         return
     for name, target in (

@@ -10,9 +10,13 @@ from typing import Literal
 import torch
 
 from pipedejavu.engine.device import CPU, device_of
-from pipedejavu.engine.handlers import Handlers
+from pipedejavu.engine.handlers import Handlers, Runners
 from pipedejavu.engine.job import Batches, Job
+from pipedejavu.engine.master import weights_of
+from pipedejavu.engine.optimizer import LOW as LOW_HALF
+from pipedejavu.engine.optimizer import Tensors
 from pipedejavu.engine.piece import PieceRunner
+from pipedejavu.engine.threads import put_lows
 from pipedejavu.engine.wire import Exchange, ThreadWire
 from pipedejavu.facts import Device
 from pipedejavu.hybrid.activation_choice import Activations
@@ -24,6 +28,7 @@ from pipedejavu.one_device.unit_chain import move_shared
 from pipedejavu.one_device.unit_settings import UnitSettings
 from pipedejavu.program import Program, Value
 from pipedejavu.program.effect import rest_of
+from pipedejavu.runtime.compute_precision import ComputeFormat, lower_
 from pipedejavu.runtime.device_memory import DeviceMemory
 from pipedejavu.runtime.lane import ThreadLane
 
@@ -35,18 +40,28 @@ class DeviceHandlers(Handlers):
     """The units, the optimizer and the log of the only worker."""
 
     def __init__(self, program: Program, job: Job, batches: Batches):
-        """Trains the modules of the job's units themselves; their weights must rest on one device."""
+        """Trains the modules of the job's units themselves; their weights must rest on one device.
+
+        Weights that are computed with as bf16 become the high halves of their masters.
+        """
         device = device_of(program, 0)
+        self.form = ComputeFormat.of(program.plan.precision, [module for _, module in job.units])
+        """How the units compute."""
         self.settings = UnitSettings(job)
-        move_shared(job.units, device)
-        self.optimizer = _make_optimizer(program, job, self.settings, device)
-        runners = {
-            (number, 0): PieceRunner([(unit, *job.units[unit]) for unit in piece.units], job.seed)
+        runners: Runners = {
+            (number, 0): PieceRunner([(unit, *job.units[unit]) for unit in piece.units], job.seed, form=self.form)
             for number, piece in enumerate(program.pieces)
         }
+        lows = _lower(runners, self.form)
+        move_shared(job.units, device)
+        self.optimizer = _make_optimizer(program, job, self.settings, device)
         super().__init__(program, 0, runners, job, batches, ThreadWire(Exchange({}), 0))
+        self._form = self.form  # that of the units before their weights were lowered
         self.load_device = CPU  # the optimizer copies what is loaded to where it rests
         weakref.finalize(self, _abandon, self.optimizer.scheduler.lanes).atexit = False
+        for key, halves in lows.items():
+            put_lows(self, key, halves)
+        self.adopt()
         self.settle()
 
     def begin(self, update: int) -> None:
@@ -65,6 +80,9 @@ class DeviceHandlers(Handlers):
 
     def _show_state(self) -> None:
         entries: dict[torch.Tensor, dict[str, torch.Tensor]] = {}
+        for parameter, param in self.optimizer.scheduler.model_state.params.items():
+            if param.state is not None and param.state.low is not None:  # also before its first update
+                entries[parameter] = {LOW: param.state.low.view(parameter.shape)}
         read_state(self.optimizer.scheduler.unit_states, entries)
         for key, runner in self.runners.items():
             self.applier.state[key] = {
@@ -80,7 +98,7 @@ class DeviceHandlers(Handlers):
             state = self.applier.state.get(key, {})
             for name, parameter in runner.parameters().items():
                 slots = state.get(name, {})
-                if "step" in slots and parameter not in entries:
+                if ("step" in slots or LOW_HALF in slots) and parameter not in entries:
                     entries[parameter] = {_SLOTS[slot]: tensor for slot, tensor in slots.items()}
         self.optimizer.put_state(entries)
         self.drop_loaded()
@@ -93,6 +111,29 @@ class DeviceHandlers(Handlers):
     def close(self) -> None:
         """Waits for all work, removes the hooks from the units and ends the threads."""
         self.optimizer.close()
+
+
+def _lower(runners: Runners, form: ComputeFormat) -> dict[tuple[int, int], Tensors]:
+    """Makes weights bf16 that are computed with as such; returns the low halves of all split masters, by piece.
+
+    Parameters stay the same objects, which tied units share. Of their masters, the runners keep only the form.
+    """
+    weights: dict[torch.Tensor, torch.Tensor] = {}
+    lows: dict[tuple[int, int], Tensors] = {}
+    for key, runner in runners.items():
+        lows[key] = {}
+        for name, parameter in runner.parameters().items():
+            if name in runner.lowered or (form.is_split and parameter.dtype == torch.bfloat16):
+                halves = weights_of({name: parameter.detach()}, runner.lowered, is_split=form.is_split)
+                weights[parameter], lows[key][name] = halves[0][name], halves[1][name]
+            if name in runner.lowered:
+                runner.initial[name] = torch.empty_like(parameter.detach(), device="meta")
+    for parameter, weight in weights.items():
+        parameter.data = weight.to(parameter.device)
+    for runner in runners.values():
+        for _, _, module in runner.units:
+            lower_(module, form)  # frozen weights
+    return lows
 
 
 def _abandon(lanes: HybridLanes) -> None:

@@ -137,8 +137,9 @@ class DeviceWorker:
                 recorder.note(kind, unit, relative)
 
         value = moved(handlers.batches.inputs(microbatch), handlers.device)
-        output = self._chain.forward(_detached(value), microbatch, passed, is_recorded=recorder is not None)
-        loss = self.job.loss(output, moved(handlers.batches.targets(microbatch), handlers.device))
+        with handlers.form.context(handlers.device):
+            output = self._chain.forward(_detached(value), microbatch, passed, is_recorded=recorder is not None)
+            loss = self.job.loss(output, moved(handlers.batches.targets(microbatch), handlers.device))
         del value, output
         self._losses.add(microbatch, loss)
         self._notice(f"B{len(self.program.pieces) - 1}.{relative}@0")

@@ -10,7 +10,7 @@ from pipedejavu.engine.device import device_of
 from pipedejavu.engine.rank_process import RankRun
 from pipedejavu.one_device.device_handlers import DeviceHandlers
 from pipedejavu.one_device.device_worker import DeviceWorker
-from pipedejavu.one_device.suitability import holds_all, why_by_actions
+from pipedejavu.one_device.suitability import holds_all, is_lowered, why_by_actions
 from pipedejavu.program import Program
 
 
@@ -18,12 +18,12 @@ def start_threads(program: Program, job: Job, batches: Batches, *, in_place: boo
     """Returns the workers of a program as threads of this process.
 
     They train copies of the job's units. With `in_place`, one GPU with its host trains the units themselves, if their
-    weights rest on the GPU already, and need not be there twice.
+    weights rest on the GPU already in the format that it computes with, and need not be there twice.
     """
     if why_by_actions(program, job):
         return Threads(program, job, batches)
     has_window = program.plan.keep.kind == "host" or "window" in (program.plan.keep.places or ())
-    if not in_place or has_window or not holds_all(job, _device(program)):
+    if not in_place or has_window or not holds_all(job, _device(program)) or is_lowered(program, job):
         job = replace(job, units=copy.deepcopy(list(job.units)))
     return Threads(program, job, batches, [DeviceWorker(DeviceHandlers(program, job, batches))])
 

@@ -13,10 +13,11 @@ from pipedejavu.engine import AdamW, Job
 from pipedejavu.engine.grouped_optimizer import GroupedOptimizer
 from pipedejavu.program import ActionKind, Program
 from pipedejavu.program.effect import rest_of
+from pipedejavu.runtime.compute_precision import ComputeFormat, is_bf16, parameters_of
 
 _PASSES = (ActionKind.FORWARD, ActionKind.RECOMPUTE, ActionKind.BACKWARD)
-_AS_IT_IS = ("fp32", "bf16, split masters")
-"""Precisions in which a model computes with the weights that it has: any model, and one in bfloat16."""
+_FORMATS = ("fp32", "tf32", "bf16")
+"""What units may compute in; bf16 has split masters."""
 _DTYPES = (torch.float32, torch.bfloat16)
 
 
@@ -44,6 +45,8 @@ def _of_plan(program: Program) -> Iterator[str]:
         yield f"its order '{plan.order}' runs several microbatches at a time"
     if plan.is_compiled or plan.order.head_chunks > 1:
         yield "its units are compiled, or its head runs in chunks"
+    if plan.precision.compute not in _FORMATS or plan.precision.is_split != (plan.precision.compute == "bf16"):
+        yield f"its precision is '{plan.precision}'"
     if plan.keep.activations == "host" and any(program.recomputed):
         yield "it both recomputes units and keeps activations on the host"
 
@@ -75,14 +78,13 @@ def _of_weights(program: Program, job: Job) -> Iterator[str]:
     trained = {id(p): p for _, module in job.units for p in module.parameters() if p.requires_grad}
     if not trained:
         yield "no parameter is trained"
-    is_bf16 = any(p.dtype == torch.bfloat16 for p in trained.values())
-    precision = program.plan.axes().get("precision", _AS_IT_IS[0])
-    if precision not in _AS_IT_IS[: 1 + is_bf16]:
-        yield f"its precision is '{precision}', and weights are used as they are"
+    form = form_of(program, job)
+    if is_bf16(module for _, module in job.units) and not form.is_split:
+        yield "bfloat16 weights have no masters"
     for parameter in trained.values():
         if parameter.dtype not in _DTYPES or not parameter.is_contiguous():
             yield f"a parameter is {str(parameter.dtype).removeprefix('torch.')}, or not contiguous"
-    if program.update_size > 1 and is_bf16:
+    if program.update_size > 1 and has_masters(form, job):
         yield "gradients of bfloat16 are summed over microbatches"
 
 
@@ -121,6 +123,22 @@ def _changes_buffers(node: fx.Node) -> bool:
     schema = getattr(node.target, "_schema", None)
     is_mutable = schema is not None and schema.is_mutable and any(n.op == "get_attr" for n in node.all_input_nodes)
     return "batch_norm" in str(node.target) or is_mutable
+
+
+def form_of(program: Program, job: Job) -> ComputeFormat:
+    """Returns how the units of a job compute."""
+    return ComputeFormat.of(program.plan.precision, [module for _, module in job.units])
+
+
+def has_masters(form: ComputeFormat, job: Job) -> bool:
+    """Whether some weights are the high halves of their masters."""
+    return any(form.has_master(part, p) for _, module in job.units for part, p in parameters_of(module))
+
+
+def is_lowered(program: Program, job: Job) -> bool:
+    """Whether some weights of a job are computed with in another format than they have."""
+    form = form_of(program, job)
+    return any(form.is_lowered(part, p) for _, module in job.units for part, p in parameters_of(module))
 
 
 def holds_all(job: Job, device: torch.device) -> bool:
