@@ -39,6 +39,8 @@ def plan_of(
     visitors: int = 1,
     keep: Keep | None = None,
     precision: Precision | None = None,
+    compiled: bool = False,
+    head_chunks: int = 1,
 ) -> Plan:
     """Returns a plan with the state of each unit in its place; without places, all on the device."""
     kept = keep or Keep.model_validate(
@@ -51,10 +53,10 @@ def plan_of(
         }
     )
     plan = preset("cotrain").at(microbatches=microbatches)
-    order = plan.order.replace(recompute_units=recompute, prefetch=prefetch)
+    order = plan.order.replace(recompute_units=recompute, prefetch=prefetch, head_chunks=head_chunks)
     reduce = plan.reduce.replace(clip="global" if clip else "none")
-    format_ = precision or Precision()
-    return plan.replace(steps=1, bucket_bytes=1, keep=kept, order=order, reduce=reduce, precision=format_)
+    axes: dict[str, Any] = {"precision": precision or Precision(), "is_compiled": compiled}
+    return plan.replace(steps=1, bucket_bytes=1, keep=kept, order=order, reduce=reduce, **axes)
 
 
 @dataclass

@@ -198,13 +198,17 @@ class PieceRunner:
             use = self.head if is_last else None
             call: Callable[[Value], Value] = module
             if self.compiler is not None and use is None:
-                call = partial(self._run_compiled, unit, microbatch, head if is_last else None)
+                call = partial(self.run_compiled, unit, microbatch, head if is_last else None)
             with nullcontext() if use is None else DeferredHead(use):
                 is_known = number in self._deterministic
                 value = call(value) if is_known else self.run_seeded(number, call, value, microbatch)
         return value
 
-    def _run_compiled(self, unit: Unit, microbatch: int, head: LossCall | None, value: Value) -> Value:
+    def run_compiled(self, unit: Unit, microbatch: int, head: LossCall | None, value: Value) -> Value:
+        """Runs a unit compiled, on the weights that are in its modules; returns its output, or with a `head` the loss.
+
+        The generators must be seeded for it, as `run_unit` does.
+        """
         assert self.compiler is not None
         number, name, module = unit
         seed = None if number in self._deterministic else partial(self._seed, number, value, microbatch)
@@ -274,11 +278,11 @@ class PieceRunner:
         """Returns the trained parameters of the modules by their first names."""
         return {name: parameter for _, _, name, parameter in reversed(self._slots)}
 
-    def run_unit(self, number: int, module: nn.Module, value: Value, microbatch: int) -> Value:
+    def run_unit(self, number: int, unit: Callable[[Value], Value], value: Value, microbatch: int) -> Value:
         """Runs a unit on the weights that are in its modules; seeds the generators if it may draw random numbers."""
         if number in self._deterministic:
-            return module(value)
-        return self.run_seeded(number, module, value, microbatch)
+            return unit(value)
+        return self.run_seeded(number, unit, value, microbatch)
 
     def run_seeded(self, number: int, unit: Callable[[Value], Value], value: Value, microbatch: int) -> Value:
         """Runs a unit that may draw random numbers, with the generators seeded for it."""

@@ -24,11 +24,13 @@ from pipedejavu.hybrid.assignment import AssignedPlace, Assignment
 from pipedejavu.hybrid.hybrid_adamw import HybridAdamW
 from pipedejavu.hybrid.lanes import HybridLanes
 from pipedejavu.hybrid.state_dict import LOW, read_state
-from pipedejavu.one_device.unit_chain import move_shared
+from pipedejavu.one_device.unit_chain import move_shared, without_later_hooks
 from pipedejavu.one_device.unit_settings import UnitSettings
 from pipedejavu.program import Program, Value
 from pipedejavu.program.effect import rest_of
+from pipedejavu.runtime.compiled_unit import UnitCompiler
 from pipedejavu.runtime.compute_precision import ComputeFormat, lower_
+from pipedejavu.runtime.deferred_logits import HeadUse
 from pipedejavu.runtime.device_memory import DeviceMemory
 from pipedejavu.runtime.lane import ThreadLane
 
@@ -48,12 +50,19 @@ class DeviceHandlers(Handlers):
         self.form = ComputeFormat.of(program.plan.precision, [module for _, module in job.units])
         """How the units compute."""
         self.settings = UnitSettings(job)
+        compiler = UnitCompiler() if program.plan.is_compiled else None
         runners: Runners = {
-            (number, 0): PieceRunner([(unit, *job.units[unit]) for unit in piece.units], job.seed, form=self.form)
+            (number, 0): PieceRunner(
+                [(unit, *job.units[unit]) for unit in piece.units], job.seed, compiler=compiler, form=self.form
+            )
             for number, piece in enumerate(program.pieces)
         }
         lows = _lower(runners, self.form)
         move_shared(job.units, device)
+        if program.plan.order.head_chunks > 1:
+            runners[len(program.pieces) - 1, 0].head = HeadUse(program.plan.order.head_chunks)
+        self.plain = {n: without_later_hooks(module) for n, (_, module) in enumerate(job.units)}
+        """The units without the hooks of the optimizer."""
         self.optimizer = _make_optimizer(program, job, self.settings, device)
         super().__init__(program, 0, runners, job, batches, ThreadWire(Exchange({}), 0))
         self._form = self.form  # that of the units before their weights were lowered

@@ -33,7 +33,9 @@ class DeviceWorker:
         program, job = handlers.program, handlers.job
         recomputed = {unit for some in program.recomputed for unit in some}
         runners = [runner for _, runner in sorted(handlers.runners.items())]
-        self._chain = UnitChain(runners, recomputed)
+        for runner in runners:
+            runner.while_compiling = self._unwatched
+        self._chain = UnitChain(runners, recomputed, job.loss, handlers.plain)
         self._pieces = {unit: number for number, piece in enumerate(program.pieces) for unit in piece.units}
         self._losses = PendingLosses(handlers.device)
         self._review = StepReview(
@@ -137,10 +139,10 @@ class DeviceWorker:
                 recorder.note(kind, unit, relative)
 
         value = moved(handlers.batches.inputs(microbatch), handlers.device)
+        targets = moved(handlers.batches.targets(microbatch), handlers.device)
         with handlers.form.context(handlers.device):
-            output = self._chain.forward(_detached(value), microbatch, passed, is_recorded=recorder is not None)
-            loss = self.job.loss(output, moved(handlers.batches.targets(microbatch), handlers.device))
-        del value, output
+            loss = self._chain.forward(_detached(value), targets, microbatch, passed, is_recorded=recorder is not None)
+        del value
         self._losses.add(microbatch, loss)
         self._notice(f"B{len(self.program.pieces) - 1}.{relative}@0")
         loss.backward()  # type: ignore[no-untyped-call]
@@ -154,6 +156,16 @@ class DeviceWorker:
         self._action = action
         if action:
             self.handlers.notice("compute", action)
+
+    @contextmanager
+    def _unwatched(self) -> Iterator[None]:
+        """Ends the notice of the present action while a unit is compiled, which takes longer than any forecast."""
+        action = self._action
+        self._notice("")
+        try:
+            yield
+        finally:
+            self._notice(action)
 
     def _accept(self, norm: float) -> float | None:
         """Notes the losses of the step, and decides whether its gradients are applied."""

@@ -43,8 +43,14 @@ def _of_plan(program: Program) -> Iterator[str]:
         yield f"it keeps '{plan.keep}' with cut '{plan.cut}'"
     if plan.splits_backward or plan.order.recomputes_early or not _is_microbatch_major(program):
         yield f"its order '{plan.order}' runs several microbatches at a time"
-    if plan.is_compiled or plan.order.head_chunks > 1:
-        yield "its units are compiled, or its head runs in chunks"
+    if plan.is_compiled and (plan.keep.activations == "host" or any(program.recomputed)):
+        yield "its units are compiled, and are recomputed or keep activations on the host"
+    if plan.order.head_chunks > 1:
+        last = program.pieces[-1].units[-1]
+        if plan.keep.activations == "host" or last in program.recomputed[-1]:
+            yield "its head runs in chunks, and is recomputed or keeps activations on the host"
+        if rest_of(program, len(program.pieces) - 1) == "window":
+            yield "its head runs in chunks, and its weights come through a window"
     if plan.precision.compute not in _FORMATS or plan.precision.is_split != (plan.precision.compute == "bf16"):
         yield f"its precision is '{plan.precision}'"
     if plan.keep.activations == "host" and any(program.recomputed):

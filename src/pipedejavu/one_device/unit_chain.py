@@ -1,42 +1,97 @@
-"""The forward of all units in order, on the weights that rest in their modules.
+"""The forward of all units in order, and the loss, on the weights that rest in their modules.
 
 Random numbers inside a unit depend only on the run's seed, the microbatch and the unit, as in the engine.
 """
 
-from collections.abc import Callable, Collection, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from pipedejavu.engine.piece import PieceRunner
+from pipedejavu.engine.piece import PieceRunner, Unit
 from pipedejavu.engine.recompute_span import like, tensors_of
 from pipedejavu.program import ActionKind
+from pipedejavu.runtime.compiled_unit import LossCall
+from pipedejavu.runtime.deferred_head import DeferredHead
 
 Passed = Callable[[ActionKind, int], None]
 """Called with the kind of a pass that begins, and the number of its unit."""
 
 
 class UnitChain:
-    """The units of a job, which run one after another."""
+    """The units of a job, which run one after another, and its loss."""
 
-    def __init__(self, runners: Sequence[PieceRunner], recomputed: Collection[int]):
-        """Takes the pieces in order."""
-        self._runners = runners
+    def __init__(
+        self,
+        runners: Sequence[PieceRunner],
+        recomputed: Collection[int],
+        loss: Callable[[Any, Any], Tensor],
+        plain: Mapping[int, nn.Module],
+    ):
+        """Takes the pieces in order, and units without the optimizer's hooks to compile; see `without_later_hooks`."""
+        self._runners, self._loss, self._plain = runners, loss, plain
+        self._last = runners[-1].units[-1][0]
         copying = {n for runner in runners for n, _, module in runner.units if _works_in_place(module)}
         self._copying = {n for n in copying if n == 0 or n in recomputed}
         """Units that may change their input in place and must not, because it is the batch or is read again."""
 
-    def forward(self, value: Any, microbatch: int, passed: Passed, *, is_recorded: bool) -> Any:
-        """Returns the output of the last unit."""
-        for runner, (number, _, module) in ((piece, unit) for piece in self._runners for unit in piece.units):
+    def forward(self, value: Any, targets: Any, microbatch: int, passed: Passed, *, is_recorded: bool) -> Tensor:
+        """Returns the loss."""
+        head = LossCall(self._loss, targets)
+        for runner, unit in ((piece, unit) for piece in self._runners for unit in piece.units):
+            number, is_last = unit[0], unit[0] == self._last
             passed(ActionKind.FORWARD, number)
             if number in self._copying:
                 value = like(value, [tensor.clone() for tensor in tensors_of(value)])
-            value = runner.run_unit(number, module, value, microbatch)
-            if is_recorded:
+            use = runner.head if is_last else None
+            call, has_loss = self._call(runner, unit, microbatch, head if is_last else None)
+            with nullcontext() if use is None else DeferredHead(use):
+                value = runner.run_unit(number, call, value, microbatch)
+            if is_recorded and use is None:  # a gradient of deferred logits never exists
                 _watch(value, lambda _, number=number: passed(ActionKind.BACKWARD, number))
-        return value
+        loss: Tensor = value if has_loss else self._loss(value, targets)
+        if is_recorded and use is not None:
+            _watch(loss, lambda _: passed(ActionKind.BACKWARD, self._last))
+        return loss
+
+    def _call(
+        self, runner: PieceRunner, unit: Unit, microbatch: int, head: LossCall | None
+    ) -> tuple[Callable[[Any], Any], bool]:
+        """Returns what runs a unit, and whether it returns the loss: compiled with the last unit."""
+        number, name, module = unit
+        if runner.compiler is None or (head is not None and runner.head is not None):
+            return module, False
+        plain = self._plain[number]
+        compiled = partial(runner.run_compiled, (number, name, plain), microbatch, head)
+        return partial(_run_within_hooks, module, plain, compiled), head is not None
+
+
+def without_later_hooks(module: nn.Module) -> nn.Module:
+    """Returns the same module, with the same parameters, buffers and parts, without hooks that are added to it later.
+
+    Hooks of the optimizer wait for weights and copy them; what they call cannot be compiled with the unit.
+    """
+    same: nn.Module = object.__new__(type(module))
+    same.__dict__.update(module.__dict__)
+    for name in ("_forward_pre_hooks", "_forward_hooks"):
+        same.__dict__[name] = OrderedDict(module.__dict__[name])
+    return same
+
+
+def _run_within_hooks(module: nn.Module, plain: nn.Module, call: Callable[[Any], Any], value: Any) -> Any:
+    """Runs a unit by `call`, and the hooks that were added to it since `plain` was made, before and after it."""
+    for key, before in [*module._forward_pre_hooks.items()]:
+        if key not in plain._forward_pre_hooks:
+            before(module, (value,))
+    output = call(value)
+    for key, after in [*module._forward_hooks.items()]:
+        if key not in plain._forward_hooks:
+            after(module, (value,), output)
+    return output
 
 
 def _works_in_place(module: nn.Module) -> bool:
