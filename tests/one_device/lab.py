@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from pipedejavu.engine import AdamW, Job, Outcome, Threads
 from pipedejavu.engine.piece import mixed
 from pipedejavu.engine.threads import run_threads
+from pipedejavu.facts.head_form import HeadForm
 from pipedejavu.hybrid import HybridAdamW
 from pipedejavu.one_device import start_threads, why_by_actions
 from pipedejavu.optim.arithmetic import join, split
@@ -92,6 +93,8 @@ class Run:
     @cached_property
     def program(self) -> Program:
         profile = profile_of(self.units, len(self.job.ties))
+        if self.plan.order.head_chunks > 1:
+            profile = profile.replace(head_forms=(HeadForm(chunks=1), HeadForm(chunks=8)))
         return compile_plan(self.plan, profile, machine_of(self.plan, "gpu"), fold=False)
 
     @cached_property

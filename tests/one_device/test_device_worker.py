@@ -123,6 +123,14 @@ def test_float32_models_train_as_in_a_plain_loop_under_autocast(name: str, model
     check_equal(before, {name: p.detach() for name, p in after.items()})
 
 
+def test_frozen_weights_are_rounded_for_use_and_keep_their_values() -> None:
+    run = Run(plan_of(("device", "host", "visit", "host"), precision=SPLIT))
+    run.units[1][1].requires_grad_(False)
+    check_equal(run.weights, run.trained_by("hybrid") | {"u1.0.weight": run.units[1][1][0].weight.detach()})
+    check_equal(run.weights, run.by_actions())
+    check_sound(run)
+
+
 def test_masters_before_the_first_update_are_the_weights_of_the_model() -> None:
     run = Run(plan_of(("device", "visit", "window", "lean"), precision=SPLIT), "mlp")
     threads = run.start()

@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from pipedejavu.engine import Outcome, audit
-from pipedejavu.plan import Keep
-from tests.one_device.lab import Run, check_equal, plan_of
+from pipedejavu.engine.verdict import judge
+from pipedejavu.plan import Keep, Precision
+from tests.one_device.lab import SPLIT, Run, check_equal, plan_of
 
 PLACES: dict[str, dict[str, Any]] = {
     "all on the device": {},
@@ -37,8 +38,10 @@ def _deterministic(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch.use_deterministic_algorithms(False)
 
 
-def run_of(name: str, clip_norm: float | None, dtype: torch.dtype) -> Run:
-    plan = plan_of(**PLACES[name], clip=clip_norm is not None)
+def run_of(name: str, clip_norm: float | None, dtype: torch.dtype, **axes: Any) -> Run:
+    if dtype == torch.bfloat16:
+        axes["precision"] = SPLIT
+    plan = plan_of(**PLACES[name], clip=clip_norm is not None, **axes)
     return Run(plan, clip_norm=clip_norm, rounds=6, dtype=dtype, device="cuda")
 
 
@@ -53,6 +56,33 @@ def test_every_place_has_the_bits_of_hybrid_adamw_and_passes_the_audit(
     if dtype == torch.float32:
         on_cpu = Outcome(run.outcome.weights, run.outcome.logs, run.outcome.spans)
         assert max(audit(run.program, run.job, run.batches, on_cpu).values()) <= 2 * run.tolerance()
+
+
+@pytest.mark.parametrize("clip_norm", [None, 0.05])
+@pytest.mark.parametrize("name", PLACES)
+def test_float32_models_in_bf16_train_as_in_a_plain_loop_under_autocast(name: str, clip_norm: float | None) -> None:
+    run = run_of(name, clip_norm, torch.float32, precision=SPLIT)
+    check_equal(run.weights, run.trained_by("hybrid"))
+    if clip_norm is None:
+        check_equal(run.weights, run.by_actions())
+    verdict = judge(run.program, run.job, run.batches, run.outcome)
+    assert verdict.is_passed, str(verdict)
+
+
+@pytest.mark.parametrize("precision", [Precision(), SPLIT], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("name", ["all on the device", "device, visit, host, lean", "all through a window"])
+def test_compiled_units_pass_the_audit(name: str, precision: Precision) -> None:
+    torch._dynamo.reset()
+    run = run_of(name, 0.05, torch.float32, precision=precision, compiled=True)
+    verdict = judge(run.program, run.job, run.batches, run.outcome)
+    assert verdict.is_passed, str(verdict)
+
+
+@pytest.mark.parametrize("precision", [Precision(), SPLIT], ids=["fp32", "bf16"])
+def test_a_head_in_chunks_passes_the_audit(precision: Precision) -> None:
+    run = run_of("device, visit, host, lean", 0.05, torch.float32, precision=precision, head_chunks=2)
+    verdict = judge(run.program, run.job, run.batches, run.outcome)
+    assert verdict.is_passed, str(verdict)
 
 
 @pytest.mark.parametrize("clip_norm", [None, 0.05])
@@ -91,7 +121,7 @@ def test_a_model_on_the_gpu_is_trained_in_place() -> None:
 
     model = model_of(torch.bfloat16).cuda()
     places = [weight.data_ptr() for weight in model.parameters()]
-    trainer = trainer_of(model, plan_of(("device", "visit", "host", "lean")))
+    trainer = trainer_of(model, plan_of(("device", "visit", "host", "lean"), precision=SPLIT))
     assert trainer.threads.handlers[0].job.units[0][1] is model[0]
     losses = [trainer.step(batch_of(0, torch.bfloat16)) for _ in range(20)]
     assert losses[-1] < losses[0]

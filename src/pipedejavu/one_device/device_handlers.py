@@ -179,6 +179,7 @@ def _make_optimizer(program: Program, job: Job, settings: UnitSettings, device: 
         gpu_budget=_gpu_budget(program.machine.device(program.devices[0]), device),
         device=device,
         activations={name: "recompute" if n in recomputed else others for n, (name, _) in enumerate(units)},
+        head_chunks=1,  # the chain divides the head as the plan says
         microbatches=program.update_size,
         assignment=Assignment(
             units=units, places=places, visitors=plan.keep.visitors, window=plan.keep.window + plan.order.prefetch

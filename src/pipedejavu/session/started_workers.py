@@ -6,11 +6,10 @@ from torch import nn
 
 from pipedejavu.engine import Batches, Job, Threads
 from pipedejavu.facts import InputError
-from pipedejavu.one_device import start_threads, why_by_actions
+from pipedejavu.one_device import start_threads
 from pipedejavu.program import Program
 from pipedejavu.session.rank_rounds import RankRounds, Workers
 from pipedejavu.session.training_session import LocalWorkers, RankWorker, ThreadWorkers
-from pipedejavu.source.precision import check_parameters
 
 
 def start_workers(program: Program, job: Job, batches: Batches, model: nn.Module, *, has_ranks: bool) -> Workers:
@@ -18,8 +17,6 @@ def start_workers(program: Program, job: Job, batches: Batches, model: nn.Module
 
     One GPU and its host train the model's own modules if these rest there.
     """
-    if has_ranks or why_by_actions(program, job):  # only HybridAdamW's machinery keeps masters
-        check_parameters(model)
     if has_ranks:
         return RankRounds(program, job, batches)
     workers = start_threads(program, job, batches, in_place=all(module is not model for _, module in job.units))
