@@ -66,7 +66,7 @@ def test_hooks_of_the_user_run_once_per_forward(said: list[str], monkeypatch: py
     graph_only(monkeypatch)
     compiled, eager, plain = (*pair_of("all on the host", "mlp", FULL), Run(plan_of(clip=True), clip_norm=0.05))
     for run in (compiled, eager):
-        run.units[1][1].register_forward_hook(lambda _module, _inputs, output: 2 * output)
+        run.units[3][1].register_forward_hook(lambda _module, _inputs, output: 2 * output)
     check_equal(compiled.weights, eager.weights)
     assert furthest(compiled.weights, plain.weights) > compiled.tolerance()
     assert not said

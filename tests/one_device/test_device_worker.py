@@ -128,7 +128,6 @@ def test_frozen_weights_are_rounded_for_use_and_keep_their_values() -> None:
     run.units[1][1].requires_grad_(False)
     check_equal(run.weights, run.trained_by("hybrid") | {"u1.0.weight": run.units[1][1][0].weight.detach()})
     check_equal(run.weights, run.by_actions())
-    check_sound(run)
 
 
 def test_masters_before_the_first_update_are_the_weights_of_the_model() -> None:
