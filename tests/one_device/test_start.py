@@ -184,6 +184,16 @@ def test_the_model_is_the_users_own_between_steps() -> None:
         mean_loss(other(batch_of(1)[0]), batch_of(1)[1]).backward()
 
 
+def test_a_bfloat16_model_is_trained_in_its_own_memory() -> None:
+    model = model_of(torch.bfloat16)
+    places = [weight.data_ptr() for weight in model.parameters()]
+    trainer = trainer_of(model, plan_of(PLACES, precision=SPLIT))
+    before = weights_of(model)
+    trainer.step(batch_of(0, torch.bfloat16))
+    assert not torch.equal(weights_of(model)["0.0.weight"], before["0.0.weight"])
+    assert [weight.data_ptr() for weight in model.parameters()] == places
+
+
 def test_a_second_trainer_takes_the_model_over() -> None:
     plain, model = model_of(), model_of()
     once = trainer_of(plain, plan_of(PLACES))

@@ -233,7 +233,7 @@ def put_lows(handlers: Handlers, key: tuple[int, int], lows: Tensors) -> None:
     program = handlers.program
     if program.plan.keep.kind == "server" and key[1] < program.num_replicas:
         return
-    device = CPU if state_rests_on_host(program, key[0]) else handlers.device
+    device = CPU if state_rests_on_host(program, key[0]) else handlers.load_device or handlers.device
     state = handlers.applier.state.setdefault(key, {})
     for name, low in lows.items():
         state.setdefault(name, {})[LOW] = low.to(device)

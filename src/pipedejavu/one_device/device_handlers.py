@@ -132,13 +132,14 @@ def _lower(runners: Runners, form: ComputeFormat) -> dict[tuple[int, int], Tenso
     for key, runner in runners.items():
         lows[key] = {}
         for name, parameter in runner.parameters().items():
-            if name in runner.lowered or (form.is_split and parameter.dtype == torch.bfloat16):
-                halves = weights_of({name: parameter.detach()}, runner.lowered, is_split=form.is_split)
-                weights[parameter], lows[key][name] = halves[0][name], halves[1][name]
+            if form.is_split and parameter.dtype == torch.bfloat16:
+                lows[key][name] = torch.zeros(parameter.shape, dtype=torch.int16)
             if name in runner.lowered:
+                halves = weights_of({name: parameter.detach()}, {name}, is_split=True)
+                weights[parameter], lows[key][name] = halves[0][name], halves[1][name]
                 runner.initial[name] = torch.empty_like(parameter.detach(), device="meta")
     for parameter, weight in weights.items():
-        parameter.data = weight.to(parameter.device)
+        parameter.data = weight
     for runner in runners.values():
         for _, _, module in runner.units:
             lower_(module, form)  # frozen weights

@@ -23,7 +23,16 @@ _DTYPES = (torch.float32, torch.bfloat16)
 
 def why_by_actions(program: Program, job: Job) -> str:
     """Returns why the engine must run a program one action at a time; empty if HybridAdamW's machinery runs it."""
-    return next(chain(_of_plan(program), _of_optimizer(job), _of_weights(program, job), _of_units(program, job)), "")
+    return next(
+        chain(
+            _of_plan(program),
+            _of_forms(program),
+            _of_optimizer(job),
+            _of_weights(program, job),
+            _of_units(program, job),
+        ),
+        "",
+    )
 
 
 def _of_plan(program: Program) -> Iterator[str]:
@@ -43,6 +52,15 @@ def _of_plan(program: Program) -> Iterator[str]:
         yield f"it keeps '{plan.keep}' with cut '{plan.cut}'"
     if plan.splits_backward or plan.order.recomputes_early or not _is_microbatch_major(program):
         yield f"its order '{plan.order}' runs several microbatches at a time"
+    if plan.precision.compute not in _FORMATS or plan.precision.is_split != (plan.precision.compute == "bf16"):
+        yield f"its precision is '{plan.precision}'"
+    if plan.keep.activations == "host" and any(program.recomputed):
+        yield "it both recomputes units and keeps activations on the host"
+
+
+def _of_forms(program: Program) -> Iterator[str]:
+    """Yields what does not combine with compiled units, or with a head in chunks."""
+    plan = program.plan
     if plan.is_compiled and (plan.keep.activations == "host" or any(program.recomputed)):
         yield "its units are compiled, and are recomputed or keep activations on the host"
     if plan.order.head_chunks > 1:
@@ -51,10 +69,6 @@ def _of_plan(program: Program) -> Iterator[str]:
             yield "its head runs in chunks, and is recomputed or keeps activations on the host"
         if rest_of(program, len(program.pieces) - 1) == "window":
             yield "its head runs in chunks, and its weights come through a window"
-    if plan.precision.compute not in _FORMATS or plan.precision.is_split != (plan.precision.compute == "bf16"):
-        yield f"its precision is '{plan.precision}'"
-    if plan.keep.activations == "host" and any(program.recomputed):
-        yield "it both recomputes units and keeps activations on the host"
 
 
 def _is_microbatch_major(program: Program) -> bool:
