@@ -53,7 +53,7 @@ def refused(*arguments: str) -> str:
 
 def test_presets_lists_every_preset_with_its_axes() -> None:
     lines = run("presets").stdout.splitlines()
-    assert lines[0].split() == ["preset", "cut", "place", "feed", "order", "version", "reduce", "keep", "precision"]
+    assert lines[0].split() == ["preset", "cut", "place", "feed", "order", "version", "reduce", "keep"]
     assert [line.split()[0] for line in lines[1 : 1 + len(presets())]] == list(presets())
     assert "…" not in "".join(lines)
 

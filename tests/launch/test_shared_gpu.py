@@ -18,7 +18,7 @@ def test_two_workers_train_on_one_gpu(processes, tmp_path: Path, name: str) -> N
     code, out, err = processes.run((sys.executable, "-m", "pipedejavu", "train", *SMALL, *plan, *sizes), tmp_path)
     assert code == 0, err
     assert "wires: cuda-ipc (the ranks share one GPU)" in err
-    assert "audit passed: largest difference" in out
+    assert "audit passed: largest " in out
 
 
 def test_without_a_gpu_there_is_none_to_share(processes, tmp_path: Path) -> None:

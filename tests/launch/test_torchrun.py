@@ -27,7 +27,7 @@ SMALL = ("zoo:mlp", "--data", "random:64", "--samples", "3", "--steps", "3", "--
 TRAIN = ("-m", "pipedejavu", "train", *SMALL)
 LEFT = {
     "checkpoints", "lock", "machine.json", "measured.json", "metrics.jsonl", "model.safetensors", "options.json",
-    "plan.json", "predicted.json", "profile.json", "report.html", "seal.json",
+    "plan.json", "predicted.json", "profile.json", "report.html", "run.toml", "seal.json",
 }  # fmt: skip
 
 

@@ -12,7 +12,7 @@ from torch import nn
 from pipedejavu.analysis.liveness import Liveness
 from pipedejavu.analysis.size import Sizes
 from pipedejavu.facts import Cost, Device, Host, Link, Machine, Profile
-from pipedejavu.plan import preset
+from pipedejavu.plan import Precision, preset
 from pipedejavu.profile import UnitSample, make_samples, measure_profile, merge_profiles, unit_time
 from pipedejavu.profile.operator_count import count_step
 from pipedejavu.profile.unit_step import PARTS
@@ -45,7 +45,8 @@ def measure(kinds, chain=None):
 
 def test_state_of_bfloat16_weights_has_float32_moments_and_the_low_half_of_the_master() -> None:
     sizes = []
-    for dtype in (torch.float32, torch.bfloat16):
+    split = Precision(compute="bf16", masters="split")
+    for dtype, precision in ((torch.float32, Precision()), (torch.bfloat16, split)):
         chain = [("one", nn.Linear(4, 6)), ("two", nn.Linear(6, 3))]
         sample = torch.randn(5, 4).to(dtype)
         chain = [(name, module.to(dtype)) for name, module in chain]
@@ -53,7 +54,9 @@ def test_state_of_bfloat16_weights_has_float32_moments_and_the_low_half_of_the_m
         sizes.append(
             [
                 unit.optimizer_bytes
-                for unit in measure_profile("net", [unit_sample], (), {"cpu": CPU}, make_update).units
+                for unit in measure_profile(
+                    "net", [unit_sample], (), {"cpu": CPU}, make_update, precision=precision
+                ).units
             ]
         )
     assert sizes == [[8 * 30, 8 * 21], [10 * 30, 10 * 21]]

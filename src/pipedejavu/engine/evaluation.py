@@ -4,8 +4,9 @@ Activations pass from worker to worker as in training. It changes no weight, buf
 the same bits with and without it.
 """
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -19,6 +20,31 @@ from pipedejavu.engine.recompute_span import tensors_of
 from pipedejavu.engine.threads import final_weights
 from pipedejavu.facts import InputError
 from pipedejavu.program import Program
+
+
+class _Generators:
+    """The random generators of this process, whose states are set back once its last worker has evaluated."""
+
+    def __init__(self) -> None:
+        self._lock, self._num_workers, self._forks = threading.Lock(), 0, ExitStack()
+
+    @contextmanager
+    def kept(self, devices: Sequence[torch.device]) -> Iterator[None]:
+        """Keeps the states for the duration; threads of one process may be inside together."""
+        with self._lock:
+            if not self._num_workers:
+                self._forks.enter_context(torch.random.fork_rng(range(torch.cuda.device_count()) if devices else []))
+            self._num_workers += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._num_workers -= 1
+                if not self._num_workers:
+                    self._forks.close()
+
+
+_generators = _Generators()
 
 
 class EvaluationBatches(Protocol):
@@ -81,7 +107,7 @@ class EvaluationRunner:
         total = torch.zeros(num_figures, dtype=torch.float64, device=device)
         weights = self._weights()
         devices = [device] if device.type == "cuda" else []
-        with torch.no_grad(), torch.random.fork_rng(devices), self._eval_mode():
+        with torch.no_grad(), _generators.kept(devices), self._eval_mode():
             for number in range(len(batches)):
                 replica = self.replicas[number % len(self.replicas)]
                 for piece in range(len(self.program.pieces)):

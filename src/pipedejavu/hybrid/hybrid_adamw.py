@@ -190,7 +190,10 @@ class HybridAdamW(Optimizer):
 
     def _shrink(self, shortage: MemoryShortage) -> None:
         """Takes the next smaller plan after a shortage; raises InputError if there is none."""
-        done = shrink_plan(self.scheduler, is_in_backward=shortage.is_in_backward) or self._open_window()
+        try:
+            done = shrink_plan(self.scheduler, is_in_backward=shortage.is_in_backward) or self._open_window()
+        except torch.OutOfMemoryError:  # a smaller plan needs some memory before it frees more
+            done = None
         if done is None:
             raise refusal_of(shortage, self.scheduler.meter.budget_bytes())
         self.shortages.append(describe_shortage(shortage, done))

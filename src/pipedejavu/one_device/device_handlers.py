@@ -157,7 +157,8 @@ def _gpu_budget(planned: Device, device: torch.device) -> int | Literal["auto"]:
     """Returns the bytes of the GPU that the plan counts on, or what this process may take if that is less."""
     if device.type != "cuda":
         return "auto"
-    return max(1, min(int(planned.memory_bytes - planned.reserved_bytes), DeviceMemory(device).limit_bytes()))
+    size_bytes = max(1, int(planned.memory_bytes - planned.reserved_bytes))
+    return size_bytes if size_bytes < DeviceMemory(device).limit_bytes() else "auto"
 
 
 def _make_optimizer(program: Program, job: Job, settings: UnitSettings, device: torch.device) -> HybridAdamW:

@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 
 from pipedejavu.facts import InputError
 from pipedejavu.profile.live_tensors import TensorLiveness, module_paths
-from pipedejavu.profile.meta_model import Mode, mode_of
+from pipedejavu.profile.meta_model import Mode, meta_like, mode_of
 from pipedejavu.profile.model_trace import Trace, trace
 from pipedejavu.profile.module_hook import check_backward_hooks, check_parameter_hooks
 from pipedejavu.profile.segment import Body, Segment, SegmentEntry, Value, make_body
@@ -217,7 +217,11 @@ def _dry_run(
 
 
 def _without_memory(tensor: Tensor, mode: Mode) -> Tensor:
-    return tensor if isinstance(tensor, FakeTensor) else mode.from_tensor(tensor)
+    """Returns a fake tensor on the CPU, as the trace has them, wherever the model rests."""
+    if isinstance(tensor, FakeTensor):
+        return tensor
+    fake: Tensor = meta_like(tensor, mode)
+    return fake.requires_grad_(tensor.requires_grad)
 
 
 def _names(traced: Trace, edges: Sequence[int]) -> list[str]:
