@@ -225,3 +225,31 @@ def test_a_cut_of_another_graph_is_refused() -> None:
         cut_model(Wide(), torch.randn(1, 4), (*begins, size + 3))
     with pytest.raises(InputError, match="make the plan for this model and this size of microbatches again"):
         cut_model(Wide(), torch.randn(1, 4), (*reversed(begins), size))
+
+
+class Counted(nn.Module):
+    """Adds positions, which it makes on the device of its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = x + layer(x) * torch.arange(4, device=x.device)
+        return x
+
+
+def test_units_of_a_model_on_another_device_follow_their_inputs() -> None:
+    model = Counted()
+    x = torch.randn(3, 4)
+    expected = model(x)
+    cut = cut_model(copy.deepcopy(model).to("meta"), x.to("meta"))
+    value: Any = x
+    for name, unit in cut.units:
+        assert {body.device.type for body in unit.bodies} == {"meta"}, name
+        unit.to_empty(device="cpu")
+        for full, parameter in unit.named_parameters():
+            parameter.data.copy_(model.get_parameter(full))
+        value = unit(value)
+    assert torch.equal(value, expected)

@@ -220,7 +220,7 @@ def segment(seed: int) -> Segment:
     graph.output((graph.call_function(torch.ops.aten.tanh.default, (linear,)),))
     held = {f"layer{seed}.{key}": getattr(root.get_submodule(f"layer{seed}"), key) for key in ("weight", "bias")}
     entry = SegmentEntry(shape=(3, 4), has_gradient=True, is_overwritten=False)
-    return Segment(f"s{seed}", Body(torch.fx.GraphModule(held, graph), [entry]))
+    return Segment(f"s{seed}", Body(torch.fx.GraphModule(held, graph), [entry], torch.device("cpu")))
 
 
 def test_recorded_units_that_differ_by_names_share_a_graph_and_not_their_weights(counting: list[str]) -> None:

@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 
 from pipedejavu.facts import InputError
 from pipedejavu.profile.live_tensors import TensorLiveness, module_paths
-from pipedejavu.profile.meta_model import Mode, meta_like, mode_of
+from pipedejavu.profile.meta_model import Mode, mode_of
 from pipedejavu.profile.model_trace import Trace, trace
 from pipedejavu.profile.module_hook import check_backward_hooks, check_parameter_hooks
 from pipedejavu.profile.segment import Body, Segment, SegmentEntry, Value, make_body
@@ -196,7 +196,8 @@ def _segments(live: TensorLiveness, positions: Sequence[int]) -> Units:
             SegmentEntry(tuple(node.meta["val"].shape), carried, node in live.overwritten)
             for node, carried in zip(inputs, carries, strict=True)
         ]
-        units.append((name, Segment(name, Body(body, entries))))
+        device = value[0].device if value else torch.device("cpu")
+        units.append((name, Segment(name, Body(body, entries, device))))
         value, carries = _dry_run(body, value, carries, mode)
     return units
 
@@ -207,7 +208,7 @@ def _dry_run(
     """Runs a segment on fake tensors; returns its results, and whether each depends on trained parameters."""
     with mode, torch.enable_grad():
         inputs = [
-            torch.empty_strided(t.shape, t.stride(), dtype=t.dtype).requires_grad_(carried)
+            torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device).requires_grad_(carried)
             for t, carried in zip(value, carries, strict=True)
         ]
         tensors = [*body.named_parameters(remove_duplicate=False), *body.named_buffers(remove_duplicate=False)]
@@ -217,11 +218,7 @@ def _dry_run(
 
 
 def _without_memory(tensor: Tensor, mode: Mode) -> Tensor:
-    """Returns a fake tensor on the CPU, as the trace has them, wherever the model rests."""
-    if isinstance(tensor, FakeTensor):
-        return tensor
-    fake: Tensor = meta_like(tensor, mode)
-    return fake.requires_grad_(tensor.requires_grad)
+    return tensor if isinstance(tensor, FakeTensor) else mode.from_tensor(tensor)
 
 
 def _names(traced: Trace, edges: Sequence[int]) -> list[str]:

@@ -96,7 +96,10 @@ def as_call(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 def trace(model: nn.Module, inputs: Any) -> Trace:
     """Traces a model's forward without computing it; raises InputError with the source line if that fails."""
-    args, kwargs = pytree.tree_map_only(Tensor, torch.clone, as_call(inputs))  # else a tensor passed twice is one input
+    devices = {parameter.device for parameter in model.parameters() if parameter.device.type != "meta"}
+    device = devices.pop() if len(devices) == 1 else None
+    # Clones, else a tensor that is passed twice is one input.
+    args, kwargs = pytree.tree_map_only(Tensor, lambda tensor: tensor.to(device, copy=True), as_call(inputs))
     try:
         with _watched(), without_cache(model), TraceGuard() as answers, masks_as_in_training(answers):
             exported = torch.export.export(model, args, kwargs, strict=False)

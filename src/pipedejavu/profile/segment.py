@@ -33,10 +33,11 @@ class SegmentEntry:
 class Body(nn.Module):
     """A graph for one shape of inputs."""
 
-    def __init__(self, graph: fx.GraphModule, entries: Sequence[SegmentEntry]):
+    def __init__(self, graph: fx.GraphModule, entries: Sequence[SegmentEntry], device: torch.device):
+        """Takes a graph that was traced on a device."""
         super().__init__()
         self.graph, self.entries = graph, tuple(entries)
-        self.device, self.dtype = torch.device("cpu"), torch.float32
+        self.device, self.dtype = device, torch.float32
         self._lifted: tuple[str, fx.GraphModule, tuple[TensorSlot, ...]] | None = None
 
     def forward(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
