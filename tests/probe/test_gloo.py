@@ -2,7 +2,7 @@ import pytest
 
 pytest.importorskip("torch")
 
-from pipedejavu.probe.gloo import measure_link
+from pipedejavu.probe.gloo import measure_link, time_of_bytes
 
 
 def test_workers_of_this_host_have_a_measured_link() -> None:
@@ -14,3 +14,8 @@ def test_workers_of_this_host_have_a_measured_link() -> None:
     assert 0 < link.sum_latency_s < 1
     assert link.sum_bytes_per_s is not None
     assert 1e6 < link.sum_bytes_per_s < 1e12
+
+
+def test_scatter_makes_no_link_infinitely_fast() -> None:
+    assert time_of_bytes(1.0, 3.0) == 2.0
+    assert time_of_bytes(3.0, 1.0) == 0.1

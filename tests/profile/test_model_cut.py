@@ -245,7 +245,7 @@ def test_units_of_a_model_on_another_device_follow_their_inputs() -> None:
     x = torch.randn(3, 4)
     expected = model(x)
     cut = cut_model(copy.deepcopy(model).to("meta"), x.to("meta"))
-    value: Any = x
+    value = x
     for name, unit in cut.units:
         assert {body.device.type for body in unit.bodies} == {"meta"}, name
         unit.to_empty(device="cpu")

@@ -13,6 +13,8 @@ from torch._C._distributed_c10d import HashStore, ProcessGroupGloo
 from pipedejavu.facts import Link
 
 MESSAGE_BYTES, SUM_BYTES = 2 * 2**20, 16 * 2**20
+LEAST_SHARE = 0.1
+"""The share of a large message's time that its bytes take at least."""
 _REPEATS, _MANY = 5, 20
 """Number of repeats of a long measurement, and of a short one."""
 _SIDE = 512
@@ -28,16 +30,22 @@ def measure_link() -> Link:
     groups, small = _make_groups(), torch.ones(2)
     latency_s, sum_latency_s = _message_s(groups, small, _MANY), _sum_s(groups, small, _MANY)
     large, vector = torch.ones(MESSAGE_BYTES // 4), torch.ones(SUM_BYTES // 4)
-    time_s, sum_s = _message_s(groups, large, _MANY) - latency_s, _sum_s(groups, vector, _REPEATS) - sum_latency_s
+    time_s = time_of_bytes(latency_s, _message_s(groups, large, _MANY))
+    sum_s = time_of_bytes(sum_latency_s, _sum_s(groups, vector, _REPEATS))
     if torch.cuda.is_available():
         time_s, sum_s = time_s + copies_s(large), sum_s + copies_s(vector)
     return Link(
         scope="same-host",
         latency_s=latency_s,
-        bytes_per_s=MESSAGE_BYTES / max(time_s, 1e-9),
+        bytes_per_s=MESSAGE_BYTES / time_s,
         sum_latency_s=sum_latency_s / 2,  # a ring over two has two rounds
-        sum_bytes_per_s=SUM_BYTES / max(sum_s, 1e-9),
+        sum_bytes_per_s=SUM_BYTES / sum_s,
     )
+
+
+def time_of_bytes(small_s: float, large_s: float) -> float:
+    """Returns what the bytes of a large message take: the difference to a small one, if scatter leaves one."""
+    return max(large_s - small_s, LEAST_SHARE * large_s, 1e-9)
 
 
 def _make_groups() -> list[Any]:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from pipedejavu.facts import Link
-from pipedejavu.probe.gloo import MESSAGE_BYTES, SUM_BYTES, copies_s, measure_link
+from pipedejavu.probe.gloo import MESSAGE_BYTES, SUM_BYTES, copies_s, measure_link, time_of_bytes
 from pipedejavu.runtime.memory_channel import ReceiveEnd, SendEnd
 from pipedejavu.runtime.memory_group import MemoryGroup
 from pipedejavu.runtime.peer_socket import PeerSocket
@@ -42,7 +42,8 @@ def measure_memory_link(*, is_staged: bool = False) -> Link:
     """
     small, large, vector = torch.ones(2), torch.ones(MESSAGE_BYTES // 4), torch.ones(SUM_BYTES // 4)
     latency_s, sum_latency_s = _message_s(small, _MANY), _sum_s(small, _MANY)
-    time_s, sum_s = _message_s(large, _MANY) - latency_s, _sum_s(vector, _REPEATS) - sum_latency_s
+    time_s = time_of_bytes(latency_s, _message_s(large, _MANY))
+    sum_s = time_of_bytes(sum_latency_s, _sum_s(vector, _REPEATS))
     if is_staged:
         time_s, sum_s = time_s + copies_s(large), sum_s + copies_s(vector)
     return _link(latency_s, time_s, sum_latency_s, sum_s)
@@ -53,7 +54,8 @@ def measure_gpu_link(source: torch.device, target: torch.device) -> Link:
     frame_s, meeting_s = _message_s(torch.ones(2), _MANY), _sum_s(torch.ones(2), _MANY)
     small_s, large_s = (_gpu_copies_s(count, source, target) for count in (2, MESSAGE_BYTES // 4))
     sum_small_s, sum_s = (_gpu_sum_s(count, source, target) for count in (4, SUM_BYTES // 4))
-    return _link(frame_s + small_s, large_s - small_s, meeting_s + sum_small_s, sum_s - sum_small_s)
+    time_s, adding_s = time_of_bytes(small_s, large_s), time_of_bytes(sum_small_s, sum_s)
+    return _link(frame_s + small_s, time_s, meeting_s + sum_small_s, adding_s)
 
 
 def _link(latency_s: float, time_s: float, sum_latency_s: float, sum_s: float) -> Link:
@@ -61,9 +63,9 @@ def _link(latency_s: float, time_s: float, sum_latency_s: float, sum_s: float) -
     return Link(
         scope="same-host",
         latency_s=latency_s,
-        bytes_per_s=MESSAGE_BYTES / max(time_s, 1e-9),
+        bytes_per_s=MESSAGE_BYTES / time_s,
         sum_latency_s=sum_latency_s / 2,  # a ring over two has two rounds
-        sum_bytes_per_s=SUM_BYTES / max(sum_s, 1e-9),
+        sum_bytes_per_s=SUM_BYTES / sum_s,
     )
 
 

@@ -96,10 +96,7 @@ def as_call(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 def trace(model: nn.Module, inputs: Any) -> Trace:
     """Traces a model's forward without computing it; raises InputError with the source line if that fails."""
-    devices = {parameter.device for parameter in model.parameters() if parameter.device.type != "meta"}
-    device = devices.pop() if len(devices) == 1 else None
-    # Clones, else a tensor that is passed twice is one input.
-    args, kwargs = pytree.tree_map_only(Tensor, lambda tensor: tensor.to(device, copy=True), as_call(inputs))
+    args, kwargs = _copied_to(_device_of(model), as_call(inputs))  # else a tensor that is passed twice is one input
     try:
         with _watched(), without_cache(model), TraceGuard() as answers, masks_as_in_training(answers):
             exported = torch.export.export(model, args, kwargs, strict=False)
@@ -143,6 +140,16 @@ def trace(model: nn.Module, inputs: Any) -> Trace:
     (output,) = (node for node in exported.graph.nodes if node.op == "output")
     tensors = tuple(node for node, leaf in zip(placeholders, leaves, strict=True) if isinstance(leaf, Tensor))
     return Trace(tuple(nodes), tensors, states, held, tuple(output.args[0]), exported.call_spec.out_spec, form)
+
+
+def _device_of(model: nn.Module) -> torch.device | None:
+    """Returns the one device of a model's parameters, if it has one."""
+    devices = {parameter.device for parameter in model.parameters() if parameter.device.type != "meta"}
+    return devices.pop() if len(devices) == 1 else None
+
+
+def _copied_to(device: torch.device | None, inputs: Any) -> Any:
+    return pytree.tree_map_only(Tensor, lambda tensor: tensor.to(device, copy=True), inputs)
 
 
 @contextmanager
