@@ -17,7 +17,7 @@ NAME = "run.toml"
 _NOT_KEPT = {"explicit", "config", "run_dir", "resume", "accept_changes", "allow_restart", "as_json"}
 """Fields that concern one start of a run."""
 _EXCLUSIVE = (("steps", "epochs"), ("epochs", "steps"), ("microbatches", "accumulate"), ("accumulate", "microbatches"))
-"""Pairs of options of which one on the command line replaces the other in the file."""
+"""Pairs of options: one of them on the command line replaces the other in the file."""
 
 
 def read_run_file(request: TrainRequest) -> TrainRequest:

@@ -19,7 +19,7 @@ _PASSES = 3
 
 
 def describe_outlook(options: "TrainOptions", program: Program, done: int = 0) -> Iterator[str]:
-    """Yields sentences about a run that has `done` updates behind it, by the simulator's forecast."""
+    """Yields sentences about a run that has made `done` updates, by the simulator's forecast."""
     yield _what_is_trained(options, program)
     prediction = simulate(program, verify(program))
     for worker in prediction.workers:
