@@ -34,6 +34,11 @@ def measure_link() -> Link:
     sum_s = time_of_bytes(sum_latency_s, _sum_s(groups, vector, _REPEATS))
     if torch.cuda.is_available():
         time_s, sum_s = time_s + copies_s(large), sum_s + copies_s(vector)
+    return fitted_link(latency_s, time_s, sum_latency_s, sum_s)
+
+
+def fitted_link(latency_s: float, time_s: float, sum_latency_s: float, sum_s: float) -> Link:
+    """Returns a link from what small messages and sums take, and what large ones take in addition."""
     return Link(
         scope="same-host",
         latency_s=latency_s,

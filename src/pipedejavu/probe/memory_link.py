@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from pipedejavu.facts import Link
-from pipedejavu.probe.gloo import MESSAGE_BYTES, SUM_BYTES, copies_s, measure_link, time_of_bytes
+from pipedejavu.probe.gloo import MESSAGE_BYTES, SUM_BYTES, copies_s, fitted_link, measure_link, time_of_bytes
 from pipedejavu.runtime.memory_channel import ReceiveEnd, SendEnd
 from pipedejavu.runtime.memory_group import MemoryGroup
 from pipedejavu.runtime.peer_socket import PeerSocket
@@ -46,7 +46,7 @@ def measure_memory_link(*, is_staged: bool = False) -> Link:
     sum_s = time_of_bytes(sum_latency_s, _sum_s(vector, _REPEATS))
     if is_staged:
         time_s, sum_s = time_s + copies_s(large), sum_s + copies_s(vector)
-    return _link(latency_s, time_s, sum_latency_s, sum_s)
+    return fitted_link(latency_s, time_s, sum_latency_s, sum_s)
 
 
 def measure_gpu_link(source: torch.device, target: torch.device) -> Link:
@@ -55,18 +55,7 @@ def measure_gpu_link(source: torch.device, target: torch.device) -> Link:
     small_s, large_s = (_gpu_copies_s(count, source, target) for count in (2, MESSAGE_BYTES // 4))
     sum_small_s, sum_s = (_gpu_sum_s(count, source, target) for count in (4, SUM_BYTES // 4))
     time_s, adding_s = time_of_bytes(small_s, large_s), time_of_bytes(sum_small_s, sum_s)
-    return _link(frame_s + small_s, time_s, meeting_s + sum_small_s, adding_s)
-
-
-def _link(latency_s: float, time_s: float, sum_latency_s: float, sum_s: float) -> Link:
-    """Returns a link from what small messages and sums take, and what large ones take in addition."""
-    return Link(
-        scope="same-host",
-        latency_s=latency_s,
-        bytes_per_s=MESSAGE_BYTES / time_s,
-        sum_latency_s=sum_latency_s / 2,  # a ring over two has two rounds
-        sum_bytes_per_s=SUM_BYTES / sum_s,
-    )
+    return fitted_link(frame_s + small_s, time_s, meeting_s + sum_small_s, adding_s)
 
 
 def _message_s(tensor: Tensor, repeats: int) -> float:
