@@ -1,7 +1,7 @@
 """What a Trainer settles on its first batch: the reduction of the loss, the units, the plan and its program."""
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -173,8 +173,10 @@ class TrainerPlan:
         )
         best = choose_plan(self._measure(loss, batch, machine), machine, question)
 
+        used = {best.machine.device(name).kind for name in assign_devices(best.plan, best.machine)}
+
         def measure_units(is_compiled: bool) -> Profile:
-            return with_times(best.profile, self._measure(loss, batch, machine, is_compiled=is_compiled))
+            return with_times(best.profile, self._measure(loss, batch, machine, used, is_compiled=is_compiled))
 
         mode = self.options.compile
         chosen = choose_compile(best.plan, best.profile, best.machine, mode, None, measure_units)
@@ -186,14 +188,22 @@ class TrainerPlan:
         return self._measure(reduction.summed(self.loss), BatchSplit(first, (1,), reduction), machine)
 
     def _measure(
-        self, loss: Callable[[Any, Any], Tensor], batch: BatchSplit, machine: Machine, *, is_compiled: bool = False
+        self,
+        loss: Callable[[Any, Any], Tensor],
+        batch: BatchSplit,
+        machine: Machine,
+        only: Collection[str] = (),
+        *,
+        is_compiled: bool = False,
     ) -> Profile:
+        """Measures the model on each kind of device of a machine, or on those in `only`."""
         sizes = [size for size in choose_sizes(min(batch.size, MOST_SAMPLES)) if size <= batch.size]
         cut = batch.cut = cut_model(self.model, batch.own_head(sizes[-1]))
         job = Job(units=cut.units, loss=loss_of(cut, loss), optimizer=self.optimizer(cut.units))
         unit_samples = make_samples(lambda size: UnitSample(cut.units, *batch.head(size), job.loss), sizes)
         quiet: Report = lambda _: None  # noqa: E731
         setups, precision = measure_setups(machine), self._precision(machine).precision
+        setups = tuple(setup for setup in setups if setup.kind in only) or setups
         profile = measure_with("model", unit_samples, job, setups, quiet, precision=precision, is_compiled=is_compiled)
         return profile.replace(begins=cut.begins)
 
