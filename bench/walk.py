@@ -73,7 +73,7 @@ Call = tuple[str, str, str, str]
 
 def walk(command: tuple[str, ...]) -> set[Call]:
     """Runs a command; returns the calls between files of all its processes."""
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         Path(folder, "sitecustomize.py").write_text(TRACER)
         paths = os.pathsep.join((folder, str(SOURCE), os.environ.get("PYTHONPATH", "")))
         environment = {**os.environ, "PYTHONPATH": paths, "WALK": folder, "XDG_CACHE_HOME": folder}
