@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from pipedejavu.engine import AdamW, audit
 from pipedejavu.engine.engine_state import put_all, take_all
+from pipedejavu.engine.verdict import judge
 from pipedejavu.facts import InputError
 from pipedejavu.session import Trainer
 from pipedejavu.session.loop_checkpoints import load_weights
@@ -82,6 +83,7 @@ def test_the_audit_compares_them_too(kind) -> None:
     trainer.step(batch(1))
     trainer.batch.take(batch(1), first=0)
     found = audit(trainer.program, trainer._job, trainer.batch, trainer.threads.outcome())
+    assert judge(trainer.program, trainer._job, trainer.batch, trainer.threads.outcome()).is_passed
     assert found["1.weight"] == 0
     assert max(found.values()) < 1e-13
     assert {name for name, _ in model.named_parameters()} <= found.keys()

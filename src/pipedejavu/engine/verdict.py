@@ -141,7 +141,9 @@ class _Judge:
             self.scales[name] = max(self.scales.get(name, 0.0), distance)
 
     def _compare(self) -> Verdict:
-        counts, usual = self._counts(), median(self.scales.values()) if self.scales else 0.0
+        trained = {name for weights in self.initial for name in weights}  # frozen ones have no distance
+        scales = [scale for name, scale in self.scales.items() if name in trained]
+        counts, usual = self._counts(), median(scales) if scales else 0.0
         differences: dict[str, float] = {}
         tolerances: dict[str, float] = {}
         worst, excess, blurs = 1.0, None, []
@@ -152,8 +154,9 @@ class _Judge:
             tolerance = self.factor * max(self.scales[name], usual) + least
             differences[name] = max(difference, differences.get(name, 0.0))
             tolerances[name] = max(tolerance, tolerances.get(name, 0.0))
-            moved = self.size(expected, self.initial[key[0]][name])
-            blurs.append(tolerance / moved if moved else 0.0)
+            if name in trained:
+                moved = self.size(expected, self.initial[key[0]][name])
+                blurs.append(tolerance / moved if moved else 0.0)
             if difference > tolerance * worst:
                 worst = difference / tolerance if tolerance else math.inf
                 excess = Excess(name, key[1], self._worker(key))
