@@ -21,7 +21,7 @@ from pipedejavu.runtime.compiled_unit import UnitCompiler
 from pipedejavu.runtime.compute_precision import allowed_tf32
 
 SPANS_EVERY = 50
-"""Rounds from one of which the spans are needed to the next, beside the last round; the first one is a warm-up."""
+"""Rounds between two whose spans are kept, besides the last round; the first round is a warm-up."""
 
 
 class RankRound(NamedTuple):

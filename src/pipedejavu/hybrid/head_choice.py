@@ -62,7 +62,7 @@ class HeadChoice:
             self._undo[name] = _defer(module, self._uses[name][1])
 
     def _by_bytes(self, use: HeadUse) -> int:
-        """Returns the fewest chunks of which each takes few enough bytes, but 2 or more."""
+        """Returns the least number of chunks, at least 2, that keeps each chunk within its limit."""
         limit = max(LEAST_CHUNK_BYTES, int(CHUNK_SHARE * self.budget()))
         return max(2, -(-_logits_bytes(use) // limit))
 
