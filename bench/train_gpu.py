@@ -9,6 +9,7 @@ import argparse
 import gc
 import json
 import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -92,14 +93,15 @@ def run_one(setup: dict[str, Any], timeout_s: int) -> dict[str, Any]:
     started = time.perf_counter()
     command = [sys.executable, __file__, "--one", json.dumps(setup)]
     process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
-    )
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
+        env={**os.environ, "PYTHONFAULTHANDLER": "1"},
+    )  # fmt: skip
     try:
         out, err = process.communicate(timeout=timeout_s)
     except subprocess.TimeoutExpired:
-        os.killpg(process.pid, 9)
-        process.communicate()
-        return {"failed": f"no result in {timeout_s} s"}
+        os.killpg(process.pid, signal.SIGABRT)  # each process says where it was
+        _, err = process.communicate()
+        return {"failed": f"no result in {timeout_s} s", "tail": err[-6000:]}
     for row in out.splitlines():
         if row.startswith("RESULT "):
             return {**json.loads(row.removeprefix("RESULT ")), "wall_s": time.perf_counter() - started}
