@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from torch import Tensor
 
 from pipedejavu.optim import native
-from pipedejavu.optim.arithmetic import AdamState, Scalars, join, scalars_of, split, update_
+from pipedejavu.optim.arithmetic import AdamState, Part, Scalars, join, scalars_of, split, update_
 from pipedejavu.optim.native import HostUpdate, NativeTask
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason="_native.so was not built: no C compiler at install")
@@ -204,3 +204,25 @@ if child == 0:
 sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 """
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+@pytest.mark.parametrize("is_native", [True, False])
+@pytest.mark.parametrize(
+    ("dtype", "gradient"),
+    [(torch.bfloat16, torch.bfloat16), (torch.bfloat16, torch.float32), (torch.float32, torch.float32)],
+    ids=str,
+)
+def test_weights_and_then_moments_are_one_update(dtype: torch.dtype, gradient: torch.dtype, is_native: bool) -> None:
+    s = scalars_of(3, 0.01, (0.9, 0.999), 1e-8, 0.1, 0.37)
+    task = make_task(70001, dtype, s, seed=5, is_wild=True)
+    task = task._replace(gradient=task.gradient.to(gradient))
+    expected = copied(task.old)
+    update_(s, task.gradient, expected, expected)
+    update, before = HostUpdate(2, is_native=is_native), copied(task.old)
+    update([task._replace(part=Part.WEIGHTS)])
+    assert torch.equal(task.old.m, before.m)
+    assert torch.equal(task.old.v, before.v)
+    assert torch.equal(bits(task.old)[0], bits(expected)[0])
+    update([task._replace(part=Part.MOMENTS)])
+    update.close()
+    assert all(torch.equal(one, other) for one, other in zip(bits(task.old), bits(expected), strict=True))

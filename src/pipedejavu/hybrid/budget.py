@@ -179,6 +179,7 @@ class ForwardClock:
 
     def __init__(self) -> None:
         self._events: dict[int, tuple[torch.cuda.Event, torch.cuda.Event]] = {}
+        self._end: torch.cuda.Event | None = None
 
     def note(self, index: int, wait: Callable[[], None]) -> None:
         """Calls `wait` for the weights of a unit, between two events if this is its first forward."""
@@ -191,6 +192,19 @@ class ForwardClock:
         wait()
         began.record()
         self._events[index] = came, began
+
+    def end(self) -> None:
+        """Notes the end of the backward pass."""
+        self._end = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        self._end.record()
+
+    @property
+    def rest_s(self) -> float:
+        """The seconds from the start of the last unit to the end of the backward pass."""
+        assert self._end is not None
+        *_, (_, began) = self._events.values()
+        torch.cuda.synchronize()
+        return began.elapsed_time(self._end) / 1e3
 
     def seconds(self) -> dict[int, float]:
         """Returns the seconds from the start of each unit to the wait of the next; the last unit has none."""

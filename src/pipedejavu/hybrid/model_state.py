@@ -57,6 +57,11 @@ class ModelState:
         for unit_state in self.unit_states:
             unit_state.wait()
 
+    def wait_for_moments(self) -> None:
+        """Waits until all deferred moments are written."""
+        for unit_state in self.unit_states:
+            unit_state.wait_for_moments()
+
     def refresh(self) -> None:
         """Copies weights that were written into the model to the host; weights of windowed blocks are there already."""
         for unit_state in self.unit_states:

@@ -11,6 +11,7 @@ import torch
 
 from pipedejavu.facts import InputError, format_bytes
 from pipedejavu.hybrid.budget import ForwardClock, MemoryMeter, pinning_progress
+from pipedejavu.hybrid.deferred_moments import StepTimes, count_deferred, describe_deferred
 from pipedejavu.hybrid.gradient_collector import GradientCollector
 from pipedejavu.hybrid.head_choice import HeadChoice
 from pipedejavu.hybrid.lanes import HybridLanes
@@ -239,23 +240,39 @@ class StatePlacer:
         return plan
 
     def begin_timing(self) -> None:
-        """Begins to time forwards, unless there is shadow state already."""
-        if self.plan is not None and not any(self.plan.has_shadow):
-            self.clock = ForwardClock()
+        """Begins to time the passes of a step."""
+        self.clock = ForwardClock()
 
-    def wants_shadow_state(self) -> list[bool]:
-        """Ends the timing; returns by unit whether the forward pass is too short to hide its update on the host."""
+    def end_timing(self) -> StepTimes:
+        """Returns what the timed step took by unit, and what the host's updates take."""
         assert self.clock is not None
-        assert self.plan is not None
-        forward_s, self.clock = self.clock.seconds(), None
-        sizes = self.model_state.sizes
+        clock, self.clock = self.clock, None
+        forward_s, sizes = clock.seconds(), self.model_state.sizes
         rate = self.lanes.update.busy_s / max(1, self.lanes.update.num_updated)
-        host_s = [rate * size.num_parameters for size in sizes]
-        return wants_shadows(self.plan.places, host_s, [forward_s.get(n, 0.0) for n in range(len(sizes))])
+        return StepTimes(
+            forward_s=[forward_s.get(n, 0.0) for n in range(len(sizes))],
+            host_s=[rate * size.num_parameters for size in sizes],
+            rest_s=clock.rest_s,
+        )
 
-    def add_shadow_state(self, wanted: list[bool]) -> None:
-        """Allocates shadow state for the wanted units as far as host memory allows; no update may be running."""
+    def defer_moments(self, times: StepTimes | None) -> None:
+        """Lets as many units defer their moments as shortens the step; without times, all on the host."""
+        on_host = [unit_state for unit_state in self.model_state.unit_states if unit_state.place == "host"]
+        count = len(on_host) if times is None else count_deferred([u.index for u in on_host], times)
+        for unit_state in on_host[:count]:
+            unit_state.defers_moments = True
+        if count and self.plan is not None:
+            self.plan = replace(self.plan, reasons=(*self.plan.reasons, describe_deferred(count)))
+
+    def add_shadow_state(self, times: StepTimes) -> None:
+        """Allocates shadow state for the units whose updates the forward pass is too short to hide.
+
+        It is added as far as host memory allows, and only once; no update may be running.
+        """
         assert self.plan is not None
+        if any(self.plan.has_shadow):
+            return
+        wanted = wants_shadows(self.plan.places, times.host_s, times.forward_s)
         limits = self.limits()
         before = self.plan.host_bytes
         self.plan = with_shadows(self.plan, self.model_state.sizes, wanted, limits.host_bytes)

@@ -31,6 +31,8 @@ from pipedejavu.hybrid.unit_state import UnitState
 from pipedejavu.hybrid.update_committer import UpdateCommitter
 from pipedejavu.hybrid.window import assigned_window, open_window
 
+TIMED_STEP = 4
+"""The step whose passes are timed to decide which moments are deferred."""
 GUARDED_STEPS = 2
 """Steps that are repeated with a smaller plan if memory runs out: the measured one, and the first with its plan."""
 
@@ -195,6 +197,8 @@ class StepScheduler:
     def apply(self) -> None:
         """Updates everything that has a gradient, or queues its update."""
         self.head.weights_change()
+        if self.placer.clock is not None:
+            self.placer.clock.end()
         self.updates.commit()
         self.num_steps += 1
         self._forget()
@@ -216,20 +220,31 @@ class StepScheduler:
         self.placer.forget()
 
     def tune(self) -> None:
-        """Adds shadow state if steps go unclipped and the forward pass is too short to hide the host's updates."""
-        options, placer, num_unclipped = self.options, self.placer, self.updates.num_unclipped
-        if self.lanes.device.type != "cuda" or options.clip_norm is None or not options.speculates:
+        """Shortens what follows the norm, if the forward pass is too short to hide the host's updates.
+
+        Moments are written after the weights, and if steps go unclipped, units get shadow state.
+        """
+        placer, num_unclipped = self.placer, self.updates.num_unclipped
+        if self.options.clip_norm is None:
             return
-        if num_unclipped == UNCLIPPED_STEPS:
+        if self.lanes.device.type != "cuda":
+            if self.num_steps == 1:
+                placer.defer_moments(None)
+            return
+        if placer.clock is not None:
+            times = placer.end_timing()
+            if self.num_steps == TIMED_STEP:
+                placer.defer_moments(times)
+            if self.options.speculates and num_unclipped > UNCLIPPED_STEPS:
+                self.synchronize()
+                placer.add_shadow_state(times)
+        elif self.num_steps == TIMED_STEP - 1 or (self.options.speculates and num_unclipped == UNCLIPPED_STEPS):
             placer.begin_timing()
-        elif num_unclipped > UNCLIPPED_STEPS and placer.clock is not None:
-            wanted = placer.wants_shadow_state()
-            self.synchronize()
-            placer.add_shadow_state(wanted)
 
     def synchronize(self) -> None:
         """Waits until every weight is up to date and all state is at rest."""
         self.model_state.wait()
+        self.model_state.wait_for_moments()
         self.placer.buffer.finish()
         if self.window is not None:
             self.window.clear()

@@ -21,7 +21,7 @@ from pipedejavu.facts import InputError
 from pipedejavu.hybrid.lanes import HybridLanes
 from pipedejavu.hybrid.model_unit import ModelUnit
 from pipedejavu.hybrid.placement import Place, UnitSize
-from pipedejavu.optim.arithmetic import AdamState, Scalars, update_
+from pipedejavu.optim.arithmetic import AdamState, Part, Scalars, update_
 from pipedejavu.optim.gpu_update import Launch, UnitUpdate, addresses_of, has_kernel, state_in, state_layout
 from pipedejavu.optim.native import NativeTask
 from pipedejavu.runtime.host_memory import Progress, Slab, aligned
@@ -108,6 +108,12 @@ class UnitState:
     """The factors with which the shadow state was written; only the host lane reads and writes it."""
     before: Callable[[], None] | None = None
     """Work on the compute lane that remains before the weights are up to date."""
+    defers_moments: bool = False
+    """Whether an update on the host writes the weights first, and the moments after those of all units."""
+    _moments: LaneEvent | None = None
+    """The end of the work that writes its moments, if they are deferred."""
+    _deferred: list[NativeTask] = field(default_factory=list)
+    """What that work has to do; only the host lane reads and writes it."""
     _slabs: list[Slab] = field(default_factory=list)
     _unit_update: UnitUpdate | None = None
 
@@ -190,9 +196,16 @@ class UnitState:
                 self.returned.wait_on_device()
             self.updated = self.returned = None
 
+    def wait_for_moments(self) -> None:
+        """Waits until deferred moments are written, so that they and the gradients in host memory may be replaced."""
+        if self._moments is not None:
+            self._moments.wait_on_host()
+            self._moments = None
+
     def send(self, gradients: Mapping[ParamState, Tensor], norms: Tensor, host_norms: Tensor) -> LaneEvent:
         """Copies gradients, and the norms of the unit, to host memory on the copy-out lane."""
         self.requested = {}  # it was for an earlier sum of gradients
+        self.wait_for_moments()
         slots = slice(self.params[0].slot, self.params[-1].slot + 1)
 
         def copy() -> None:
@@ -225,10 +238,12 @@ class UnitState:
     ) -> None:
         """Queues the update on the host and the copy of the new weights to the GPU.
 
-        A speculative update with the same factors is adopted instead: state and shadow state change places.
+        A speculative update with the same factors is adopted instead: state and shadow state change places. If the
+        unit defers its moments, `update_moments` has to follow.
         """
         ready = now(self.lanes.device)
         requested = self.requested = self.requested if self.requested == factors else {}
+        defers = self.defers_moments
 
         def work() -> None:
             weights = staging.take(self) if self.place == "lean" else {}
@@ -242,12 +257,27 @@ class UnitState:
                     param.state, param.shadow = param.shadow, param.state
             else:
                 tasks = [_task(param, s, weights.get(param), param.state) for param, s in factors.items()]
+                if defers:
+                    self._deferred = [task._replace(part=Part.MOMENTS) for task in tasks]
+                    tasks = [task._replace(part=Part.WEIGHTS) for task in tasks]
                 self.lanes.update(tasks)
             self.speculated = {}
             if not self.is_windowed:
                 self.returned = self.lanes.copy_in.submit(f"FETCH:w{self.index}", lambda: _return(factors), ready)
 
         self.updated = self.lanes.host.submit(f"UPDATE{self.index}~host", work)
+
+    def update_moments(self) -> None:
+        """Queues what the latest update left to do, if the unit defers its moments."""
+        if not self.defers_moments:
+            return
+
+        def work() -> None:
+            tasks, self._deferred = self._deferred, []
+            if tasks:
+                self.lanes.update(tasks)
+
+        self._moments = self.lanes.host.submit(f"UPDATE{self.index}~moments", work)
 
     def prepare(
         self,

@@ -109,6 +109,9 @@ class UpdateCommitter:
         for unit_state, factors in work:
             if factors and unit_state.is_on_host:
                 unit_state.update(factors, staging)
+        for unit_state, factors in reversed(work):  # the last units get their next gradients first
+            if factors and unit_state.is_on_host:
+                unit_state.update_moments()
         for unit_state, factors in work:
             if factors and unit_state.place == "visit":
                 self.placer.streamed[unit_state.index].update(factors, scale)

@@ -27,7 +27,7 @@ LANES = ("compute", "copy-out", "host", "copy-in")
 """The lanes that do the work; threads that only pass it on are left out."""
 MIN_STEPS = 2
 
-_SPAN = re.compile(r"(F|B|UPDATE|OFFLOAD:[dwo]|FETCH:[wo]|wait)(\d+)(~host|~guess)?|loop")
+_SPAN = re.compile(r"(F|B|UPDATE|OFFLOAD:[dwo]|FETCH:[wo]|wait)(\d+)(~host|~guess|~moments)?|loop")
 _NAMES = {
     "F": "F{unit}.{step}@{step}",
     "B": "B{unit}.{step}@{step}",

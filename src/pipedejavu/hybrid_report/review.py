@@ -284,3 +284,5 @@ def _notes(run: HybridRun) -> Iterable[str]:
         yield f"the program brings blocks up to {run.window - 1} ahead into the window, the optimizer brings one ahead"
     if speculative := sum(action.endswith("~guess") for _, action, _, _ in run.spans):
         yield f"not modelled: speculative updates during the backward pass (updates: {speculative})"
+    if deferred := sum(action.endswith("~moments") for _, action, _, _ in run.spans):
+        yield f"not modelled: moments that are written after the weights of all units (updates: {deferred})"

@@ -9,6 +9,7 @@ the master rounded to the nearest bf16, ties away from zero. The low half is the
 """
 
 import math
+from enum import IntEnum
 from typing import NamedTuple
 
 import numpy
@@ -41,6 +42,14 @@ class AdamState(NamedTuple):
     v: Tensor
 
 
+class Part(IntEnum):
+    """What an update writes: all of the state, or the weights first and the moments later from the same gradient."""
+
+    ALL = 0
+    WEIGHTS = 1
+    MOMENTS = 2
+
+
 def scalars_of(
     step: int, lr: float, betas: tuple[float, float], eps: float, weight_decay: float, scale: float
 ) -> Scalars:
@@ -59,15 +68,22 @@ def scalars_of(
     )
 
 
-def update_(s: Scalars, gradient: Tensor, old: AdamState, new: AdamState) -> None:
-    """Updates the state `old` and writes the result to `new`, which may be the same tensors."""
+def update_(s: Scalars, gradient: Tensor, old: AdamState, new: AdamState, part: Part = Part.ALL) -> None:
+    """Updates the state `old` and writes the result, or a part of it, to `new`, which may be the same tensors."""
     x = gradient.float() * s.scale
     m = old.m * s.beta1 + x * s.rest1
     v = old.v * s.beta2 + (x * s.rest2) * x
-    d = _root(v) * s.unroot2 + s.eps
-    w = (old.weight if old.low is None else join(old.weight, old.low)) * s.decay - (m / d) * s.rate
-    new.m.copy_(m)
-    new.v.copy_(v)
+    if part != Part.MOMENTS:
+        d = _root(v) * s.unroot2 + s.eps
+        w = (old.weight if old.low is None else join(old.weight, old.low)) * s.decay - (m / d) * s.rate
+        _write_master(w, new)
+    if part != Part.WEIGHTS:
+        new.m.copy_(m)
+        new.v.copy_(v)
+
+
+def _write_master(w: Tensor, new: AdamState) -> None:
+    """Writes a float32 master to a weight, or to the two halves of one."""
     if new.low is None:
         new.weight.copy_(w)
     else:

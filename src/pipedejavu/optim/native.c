@@ -21,6 +21,7 @@
 #endif
 
 enum { BLOCK = 2048, CHUNK = 16 * BLOCK };
+enum { ALL, WEIGHTS, MOMENTS }; /* the parts of an update; a part is always written in place */
 static const int64_t FILL = (int64_t)1 << 24;
 
 typedef struct {
@@ -32,6 +33,7 @@ typedef struct {
     int64_t n;
     int is_split;      /* bf16 weight with a 16-bit low half, and bf16 gradient; otherwise all float */
     int is_wide;       /* float gradient of a split weight */
+    int part;          /* what is written */
     const void *g, *w; /* gradient; weight, or its high half */
     const int16_t *low;
     const float *m, *v;
@@ -63,14 +65,16 @@ static inline uint32_t to_bits(float value) {
 }
 
 /* The operations of arithmetic.update_ on one element; `w` is the master. */
-static inline void adamw(const Scalars *s, float g, float *w, float *m, float *v) {
+static inline void adamw_moments(const Scalars *s, float g, float *m, float *v) {
     float x = g * s->scale;
-    float a = *m * s->beta1 + x * s->rest1;
-    float b = *v * s->beta2 + (x * s->rest2) * x;
-    float d = __builtin_sqrtf(b) * s->unroot2 + s->eps;
-    *w = *w * s->decay - (a / d) * s->rate;
-    *m = a;
-    *v = b;
+    *m = *m * s->beta1 + x * s->rest1;
+    *v = *v * s->beta2 + (x * s->rest2) * x;
+}
+
+static inline void adamw(const Scalars *s, float g, float *w, float *m, float *v) {
+    adamw_moments(s, g, m, v);
+    float d = __builtin_sqrtf(*v) * s->unroot2 + s->eps;
+    *w = *w * s->decay - (*m / d) * s->rate;
 }
 
 CLONES static void update_split(const Scalars *scalars, int n, const uint16_t *g, const uint16_t *high, const int16_t *low,
@@ -116,8 +120,75 @@ CLONES static void update_whole(const Scalars *scalars, int n, const float *g, c
     }
 }
 
+CLONES static void weights_split(const Scalars *scalars, int n, const uint16_t *g, uint16_t *high, int16_t *low,
+                                 const float *m, const float *v) {
+    const Scalars s = *scalars;
+#pragma GCC ivdep
+    for (int i = 0; i < n; i++) {
+        float w = from_bits(((uint32_t)high[i] << 16) + (uint32_t)(int32_t)low[i]), a = m[i], b = v[i];
+        adamw(&s, from_bits((uint32_t)g[i] << 16), &w, &a, &b);
+        high[i] = (uint16_t)((to_bits(w) + 0x8000u) >> 16);
+        low[i] = (int16_t)(uint16_t)to_bits(w);
+    }
+}
+
+CLONES static void weights_split_wide(const Scalars *scalars, int n, const float *g, uint16_t *high, int16_t *low,
+                                      const float *m, const float *v) {
+    const Scalars s = *scalars;
+#pragma GCC ivdep
+    for (int i = 0; i < n; i++) {
+        float w = from_bits(((uint32_t)high[i] << 16) + (uint32_t)(int32_t)low[i]), a = m[i], b = v[i];
+        adamw(&s, g[i], &w, &a, &b);
+        high[i] = (uint16_t)((to_bits(w) + 0x8000u) >> 16);
+        low[i] = (int16_t)(uint16_t)to_bits(w);
+    }
+}
+
+CLONES static void weights_whole(const Scalars *scalars, int n, const float *g, float *weight, const float *m,
+                                 const float *v) {
+    const Scalars s = *scalars;
+#pragma GCC ivdep
+    for (int i = 0; i < n; i++) {
+        float w = weight[i], a = m[i], b = v[i];
+        adamw(&s, g[i], &w, &a, &b);
+        weight[i] = w;
+    }
+}
+
+CLONES static void moments_half(const Scalars *scalars, int n, const uint16_t *g, float *m, float *v) {
+    const Scalars s = *scalars;
+#pragma GCC ivdep
+    for (int i = 0; i < n; i++) adamw_moments(&s, from_bits((uint32_t)g[i] << 16), &m[i], &v[i]);
+}
+
+CLONES static void moments_whole(const Scalars *scalars, int n, const float *g, float *m, float *v) {
+    const Scalars s = *scalars;
+#pragma GCC ivdep
+    for (int i = 0; i < n; i++) adamw_moments(&s, g[i], &m[i], &v[i]);
+}
+
+static void run_part(const Job *job, int64_t at, int n) {
+    const uint16_t *half = (const uint16_t *)job->g + at;
+    const float *whole = (const float *)job->g + at, *m = job->m + at, *v = job->v + at;
+    const int is_half = job->is_split && !job->is_wide;
+    if (job->part == MOMENTS && is_half)
+        moments_half(&job->s, n, half, job->m_out + at, job->v_out + at);
+    else if (job->part == MOMENTS)
+        moments_whole(&job->s, n, whole, job->m_out + at, job->v_out + at);
+    else if (!job->is_split)
+        weights_whole(&job->s, n, whole, (float *)job->w_out + at, m, v);
+    else if (job->is_wide)
+        weights_split_wide(&job->s, n, whole, (uint16_t *)job->w_out + at, job->low_out + at, m, v);
+    else
+        weights_split(&job->s, n, half, (uint16_t *)job->w_out + at, job->low_out + at, m, v);
+}
+
 /* A copy is computed in a cached block and written with streaming stores, which do not read the old lines first. */
 static void run_block(const Job *job, int64_t at, int n) {
+    if (job->part != ALL) {
+        run_part(job, at, n);
+        return;
+    }
     float w[BLOCK], m[BLOCK], v[BLOCK];
     int16_t low[BLOCK];
     const int is_copy = job->m != job->m_out;
@@ -241,7 +312,7 @@ static void run_all(Pool *pool, int is_small) {
 }
 
 /* Runs all jobs; one caller at a time. */
-void pdv_adamw_2(Pool *pool, const Job *jobs, int num_jobs) {
+void pdv_adamw_3(Pool *pool, const Job *jobs, int num_jobs) {
     int64_t chunks = 0;
     for (int i = 0; i < num_jobs; i++) chunks += num_chunks(&jobs[i]);
     pool->jobs = jobs;

@@ -16,10 +16,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from pipedejavu.optim.arithmetic import AdamState, Scalars, update_
+from pipedejavu.optim.arithmetic import AdamState, Part, Scalars, update_
 
 LIBRARY = Path(__file__).with_name("_native.so")
-VERSION = "pdv_adamw_2"
+VERSION = "pdv_adamw_3"
 """The name of the update in the library; it changes with its arguments."""
 RESERVED_CORES = 2
 """Cores left for launching kernels and for the data loader."""
@@ -35,6 +35,7 @@ class _Job(ctypes.Structure):
         ("n", ctypes.c_int64),
         ("is_split", ctypes.c_int),
         ("is_wide", ctypes.c_int),
+        ("part", ctypes.c_int),
         *((name, ctypes.c_void_p) for name in ("g", "w", "low", "m", "v", "w_out", "low_out", "m_out", "v_out")),
     ]
 
@@ -46,14 +47,17 @@ class NativeTask(NamedTuple):
     gradient: Tensor
     old: AdamState
     new: AdamState
+    part: Part = Part.ALL
+    """What is written; a part only in place."""
 
 
-def _job(s: Scalars, gradient: Tensor, old: AdamState, new: AdamState) -> _Job:
+def _job(s: Scalars, gradient: Tensor, old: AdamState, new: AdamState, part: Part) -> _Job:
+    assert part == Part.ALL or old.m.data_ptr() == new.m.data_ptr()
     for tensor in (gradient, *old, *new):
         assert tensor is None or (tensor.is_contiguous() and tensor.device.type == "cpu")
     low, low_out = (None if half is None else half.data_ptr() for half in (old.low, new.low))
     return _Job(
-        _Scalars(*s), gradient.numel(), old.low is not None, gradient.dtype == torch.float32,
+        _Scalars(*s), gradient.numel(), old.low is not None, gradient.dtype == torch.float32, part,
         gradient.data_ptr(), old.weight.data_ptr(), low,
         old.m.data_ptr(), old.v.data_ptr(), new.weight.data_ptr(), low_out, new.m.data_ptr(), new.v.data_ptr(),
     )  # fmt: skip
@@ -70,7 +74,7 @@ def library() -> ctypes.CDLL | None:
     native.pdv_start.restype = ctypes.c_void_p
     native.pdv_start.argtypes = [ctypes.c_int]
     native.pdv_stop.argtypes = [ctypes.c_void_p]
-    native.pdv_adamw_2.argtypes = [ctypes.c_void_p, ctypes.POINTER(_Job), ctypes.c_int]
+    native.pdv_adamw_3.argtypes = [ctypes.c_void_p, ctypes.POINTER(_Job), ctypes.c_int]
     native.pdv_zero.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64]
     return native
 
@@ -103,9 +107,9 @@ class HostUpdate:
         else:
             jobs = (_Job * len(tasks))(*(_job(*task) for task in tasks))
             with self._lock:
-                self._library.pdv_adamw_2(self._pool, jobs, len(tasks))
+                self._library.pdv_adamw_3(self._pool, jobs, len(tasks))
         self.busy_s += time.perf_counter() - started
-        self.num_updated += sum(task.gradient.numel() for task in tasks)
+        self.num_updated += sum(task.gradient.numel() for task in tasks if task.part != Part.MOMENTS)
 
     def zero(self, address: int, size_bytes: int, progress: Callable[[int], None] = lambda _: None) -> None:
         """Writes zeros to memory on all threads, so that its pages are mapped."""
@@ -154,7 +158,7 @@ def flattened(task: NativeTask) -> NativeTask | None:
         return AdamState(view(state.weight), low, view(state.m), view(state.v))
 
     old, new = viewed(task.old), viewed(task.new)
-    flat = NativeTask(task.s, view(task.gradient), old, new)
+    flat = NativeTask(task.s, view(task.gradient), old, new, task.part)
     views = (flat.gradient, *old, *new)
     is_flat = all(tensor is None or (tensor.dim() == 1 and tensor.is_contiguous()) for tensor in views)
     return flat if is_flat else None
