@@ -64,7 +64,7 @@ class HeadChoice:
     def _by_bytes(self, use: HeadUse) -> int:
         """Returns the least number of chunks, at least 2, that keeps each chunk within its limit."""
         limit = max(LEAST_CHUNK_BYTES, int(CHUNK_SHARE * self.budget()))
-        return max(2, -(-_logits_bytes(use) // limit))
+        return max(2, -(-_divided_bytes(use) // limit))
 
     def _if_needed(self, use: HeadUse) -> int:
         """Returns 1, or the number of chunks if all logits would not fit beside what is allocated now, and they may."""
@@ -149,7 +149,12 @@ def _logits_bytes(use: HeadUse) -> int:
 
 def _chunks_bytes(use: HeadUse, count: int) -> int:
     """Returns the most that exists at a time with chunks: one of them, and the sum of their weight gradients."""
-    return _logits_bytes(use) // count + use.num_classes * use.width * (4 + use.itemsize)
+    return _divided_bytes(use) // count + use.num_classes * use.width * (4 + use.itemsize)
+
+
+def _divided_bytes(use: HeadUse) -> int:
+    """Returns what all chunks would take if they existed together."""
+    return use.num_logits * (use.itemsize if use.is_fused else bytes_per_logit(use.itemsize))
 
 
 def _constant(chunks: int) -> Callable[[HeadUse], int]:

@@ -2,14 +2,14 @@
 
 For n chunks of N tokens, vocabulary V, width d, and b bytes per value of the head, the most that exists at a time is
 
-    N/n · V · (b + 12 + b)   in a chunk: its logits, their log-probabilities, two gradients of these, one of the logits
-    V · d · (4 + b)          the sum of the chunks' weight gradients in float32, and one chunk's
-    N · d · b                the gradient of the hidden states
+    N/n · V · b        in a chunk whose loss is fused (`fused_loss`): its logits, and then their gradient
+    V · d · (4 + b)    the sum of the chunks' weight gradients in float32, and one chunk's; on a GPU the sum alone
+    N · d · b          the gradient of the hidden states
 
-Without chunks the first line has n = 1. A head in float32 or float64 has 4 · b in the first line, and adds a chunk's
-weight gradient to the sum in place. Early gradients are computed in the forward, with one product per chunk less; until
-the backward they need V · d · b + N · d · b. Late ones are computed in the backward from the logits, made again; until
-then only the hidden states are kept.
+Otherwise a chunk takes `bytes_per_logit`: its logits, their log-probabilities, two gradients of these, and one of the
+logits. A head in float32 or float64 adds a chunk's weight gradient to the sum in place. Early gradients are computed in
+the forward, with one product per chunk less; until the backward they need V · d · b + N · d · b. Late ones are computed
+in the backward from the logits, made again; until then only the hidden states are kept.
 """
 
 from collections.abc import Callable, Iterator
@@ -23,12 +23,14 @@ from torch.autograd.function import once_differentiable
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional
 
+from pipedejavu.runtime.fused_loss import can_fuse, fused_loss_
+
 Pointwise = Callable[[Tensor], Tensor]
 """What lies between a head and its loss: maps the logits of some tokens, each on its own."""
 
 
 def bytes_per_logit(itemsize: int) -> int:
-    """Returns the most bytes that exist at a time per logit of a chunk, for a head whose values have `itemsize`."""
+    """Returns the most bytes that exist at a time per logit, if the loss is not fused, of a head with this itemsize."""
     return 2 * itemsize + 12 if itemsize < 4 else 4 * itemsize
 
 
@@ -49,6 +51,7 @@ class _Call(NamedTuple):
     is_early: bool
     autocast: tuple[str, torch.dtype, bool]
     """The device type, dtype and state of autocast around the loss, which may run in float32 under it."""
+    is_fused: bool
 
 
 def chunked_cross_entropy(
@@ -72,7 +75,9 @@ def chunked_cross_entropy(
     kind = hidden.device.type
     is_early = is_early and torch.is_grad_enabled() and hidden.dtype != torch.float16 and settings.reduction != "none"
     autocast = kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
-    call = _Call(pointwise, settings, max(1, min(num_chunks, len(hidden))), is_early, autocast)
+    is_plain = class_weights is None and settings.label_smoothing == 0.0
+    is_fused = can_fuse(hidden.dtype, is_plain=is_plain, pointwise=pointwise)
+    call = _Call(pointwise, settings, max(1, min(num_chunks, len(hidden))), is_early, autocast, is_fused)
     loss: Tensor = _ChunkedLoss.apply(call, hidden, weight, bias, targets, class_weights)  # type: ignore[no-untyped-call]
     return loss
 
@@ -95,13 +100,14 @@ class _ChunkedLoss(Function):
         needs = ctx.needs_input_grad[1:4]
         gradients = _Gradients(hidden, weight, bias, needs) if call.is_early and any(needs) else None
         losses: list[Tensor] = []
+        one = torch.ones((), dtype=torch.float64, device=hidden.device)
+        upstream = None if gradients is None else one if divisor is None else one / divisor
         for rows in _rows(call, hidden):
-            loss, leaf = _loss_of(call, hidden[rows], weight, bias, targets[rows], class_weights, gradients is not None)
-            losses.append(loss.detach())
+            loss, of_logits = _chunk(call, hidden[rows], weight, bias, targets[rows], class_weights, upstream)
+            losses.append(loss)
             if gradients is not None:
-                one = torch.ones_like(loss)
-                gradients.add(rows, _gradient(loss, leaf, one if divisor is None else one / divisor))
-            del loss, leaf
+                gradients.add(rows, of_logits)
+            del of_logits
         if gradients is not None:
             ctx.save_for_backward(*gradients.results())
         else:
@@ -119,10 +125,9 @@ class _ChunkedLoss(Function):
         divisor = _divisor(call, targets, class_weights)
         gradients = _Gradients(hidden, weight, bias, ctx.needs_input_grad[1:4])
         for rows in _rows(call, hidden):
-            loss, leaf = _loss_of(call, hidden[rows], weight, bias, targets[rows], class_weights, True)
             each = upstream[rows] if call.settings.reduction == "none" else upstream
-            gradients.add(rows, _gradient(loss, leaf, each if divisor is None else each / divisor))
-            del loss, leaf
+            each = each if divisor is None else each / divisor
+            gradients.add(rows, _chunk(call, hidden[rows], weight, bias, targets[rows], class_weights, each)[1])
         return None, *gradients.results(), None, None
 
 
@@ -148,12 +153,17 @@ class _Gradients:
                 self._of_bias = part if self._of_bias is None else self._of_bias.add_(part)
 
     def _add_weight(self, left: Tensor, right: Tensor) -> None:
-        if self._of_weight is None:
+        total, is_wide = self._of_weight, self._wide == self.weight.dtype
+        if not is_wide and left.is_cuda:  # the product is summed in float32 as it is made
+            product = torch.ops.aten.mm.dtype if total is None else torch.ops.aten.addmm.dtype_out
+            into = {} if total is None else {"out": total}
+            self._of_weight = product(*(() if total is None else (total,)), left, right, self._wide, **into)
+        elif total is None:
             self._of_weight = torch.mm(left, right).to(self._wide)
-        elif self._wide == self.weight.dtype:
-            self._of_weight.addmm_(left, right)
+        elif is_wide:
+            total.addmm_(left, right)
         else:
-            self._of_weight.add_(torch.mm(left, right))
+            total.add_(torch.mm(left, right))
 
     def results(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """Returns the gradients in the dtypes of their tensors, None for those that nothing needs."""
@@ -167,6 +177,38 @@ def _rows(call: _Call, hidden: Tensor) -> Iterator[slice]:
     size = -(-len(hidden) // call.num_chunks) or 1
     for start in range(0, max(1, len(hidden)), size):
         yield slice(start, start + size)
+
+
+def _chunk(
+    call: _Call,
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    class_weights: Tensor | None,
+    upstream: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """Returns the loss of a chunk, a sum or one number per token, and the gradient of its logits.
+
+    Without `upstream`, the gradient of the loss, nothing needs that of the logits.
+    """
+    if not call.is_fused:
+        loss, leaf = _loss_of(call, hidden, weight, bias, targets, class_weights, upstream is not None)
+        return loss.detach(), leaf if upstream is None else _gradient(loss, leaf, upstream)
+    with torch.no_grad(), _without_autocast(hidden):
+        logits = functional.linear(hidden, weight, bias)
+        scales = None if upstream is None else upstream.float().expand(len(targets)).contiguous()
+        losses = fused_loss_(logits, targets, scales, call.settings.ignore_index)
+        loss = losses if call.settings.reduction == "none" else losses.sum()
+        return loss.to(_loss_dtype(call, hidden)), logits
+
+
+def _loss_dtype(call: _Call, hidden: Tensor) -> torch.dtype:
+    """Returns the dtype of a loss that is not fused."""
+    kind, _, is_enabled = call.autocast
+    if is_enabled and kind == "cuda":
+        return torch.float32
+    return call.pointwise(torch.empty((1, 1), dtype=hidden.dtype)).dtype
 
 
 def _loss_of(
@@ -206,7 +248,7 @@ def _same(tensor: Tensor) -> Tensor:
 
 def _gradient(loss: Tensor, leaf: Tensor, upstream: Tensor) -> Tensor:
     """Returns the gradient of a chunk's logits."""
-    return torch.autograd.grad(loss, leaf, upstream.to(loss.dtype))[0]
+    return torch.autograd.grad(loss, leaf, upstream.to(loss.dtype).expand(loss.shape))[0]
 
 
 def _divisor(call: _Call, targets: Tensor, class_weights: Tensor | None) -> Tensor | None:

@@ -50,6 +50,8 @@ class HeadUse:
     """Columns of the head's weight."""
     itemsize: int = 0
     """Bytes of each, in the dtype of the head."""
+    is_fused: bool = False
+    """Whether a chunk needs no memory beside its logits."""
     reads: set[str] = field(default_factory=set)
     """Names of operations other than these that read logits."""
     choose: "Callable[[HeadUse], int] | None" = None

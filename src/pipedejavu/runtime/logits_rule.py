@@ -14,6 +14,7 @@ from torch import Tensor
 
 from pipedejavu.runtime.chunked_loss import LossSettings, chunked_cross_entropy
 from pipedejavu.runtime.deferred_logits import DeferredLogits, Rule, name_of
+from pipedejavu.runtime.fused_loss import can_fuse
 
 _DTYPES = {"float": torch.float32, "double": torch.float64, "half": torch.float16, "bfloat16": torch.bfloat16}
 _REDUCTIONS = ("none", "mean", "sum")
@@ -182,6 +183,9 @@ def _loss(
     use.num_losses += 1
     (use.num_classes, use.width), use.itemsize = source.weight.shape, source.hidden.element_size()
     use.num_logits = target.numel() * use.num_classes
+    pointwise = partial(_all, functions=source.pointwise)
+    is_plain = weight is None and label_smoothing == 0.0
+    use.is_fused = can_fuse(source.hidden.dtype, is_plain=is_plain, pointwise=pointwise)
     if use.choose is not None:
         use.num_chunks = use.choose(use)
     if use.num_chunks <= 1:
@@ -198,7 +202,7 @@ def _loss(
         weight,
         num_chunks=use.num_chunks,
         settings=settings,
-        pointwise=partial(_all, functions=source.pointwise),
+        pointwise=pointwise,
         is_early=use.is_early,
     )
     return loss.view(target.shape) if reduction == "none" else loss
