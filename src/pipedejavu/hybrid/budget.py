@@ -204,7 +204,7 @@ class ForwardClock:
         assert self._end is not None
         *_, (_, began) = self._events.values()
         torch.cuda.synchronize()
-        return began.elapsed_time(self._end) / 1e3
+        return float(began.elapsed_time(self._end)) / 1e3
 
     def seconds(self) -> dict[int, float]:
         """Returns the seconds from the start of each unit to the wait of the next; the last unit has none."""

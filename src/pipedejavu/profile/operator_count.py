@@ -199,12 +199,17 @@ def _storage_id(tensor: Tensor) -> int:
     return storage_id
 
 
+def _with_heads_of(query: Tensor, *tensors: Tensor) -> list[torch.Size]:
+    """Returns shapes with as many heads as the query: several of its heads may share one key and value."""
+    return [torch.Size((*tensor.shape[:-3], query.shape[-3], *tensor.shape[-2:])) for tensor in tensors]
+
+
 def _attention(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> int:
-    return int(sdpa_flop_count(query.shape, key.shape, value.shape))  # type: ignore[no-untyped-call]
+    return int(sdpa_flop_count(query.shape, *_with_heads_of(query, key, value)))  # type: ignore[no-untyped-call]
 
 
 def _attention_backward(gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> int:
-    shapes = gradient.shape, query.shape, key.shape, value.shape
+    shapes = gradient.shape, query.shape, *_with_heads_of(query, key, value)
     return int(sdpa_backward_flop_count(*shapes))  # type: ignore[no-untyped-call]
 
 
@@ -213,9 +218,10 @@ _FREE = frozenset(
 )
 """Operations, other than views, that touch no bytes."""
 
+_KERNELS = ("flash_attention", "efficient_attention", "cudnn_attention", "flash_attention_for_cpu")
 _FLOP: dict[Any, Any] = {
     **flop_registry,
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention,
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
+    **{getattr(torch.ops.aten, f"_scaled_dot_product_{kernel}"): _attention for kernel in _KERNELS},
+    **{getattr(torch.ops.aten, f"_scaled_dot_product_{kernel}_backward"): _attention_backward for kernel in _KERNELS},
 }
-"""Torch's FLOP counts, and the ones that it lacks."""
+"""Torch's FLOP counts, the ones that it lacks, and attention whose heads share keys and values."""

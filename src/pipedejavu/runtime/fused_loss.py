@@ -4,6 +4,7 @@ Nothing but the logits exists per class: the loss is computed in float32 within 
 operations of torch elsewhere. Class weights and smoothed labels are left to torch's own loss.
 """
 
+import importlib.util
 from collections.abc import Callable
 from functools import cache
 
@@ -63,8 +64,4 @@ def _by_kernel(logits: Tensor, targets: Tensor, scales: Tensor | None, ignore_in
 
 @cache
 def _has_triton() -> bool:
-    try:
-        import triton  # noqa: F401
-    except ImportError:
-        return False
-    return True
+    return importlib.util.find_spec("triton") is not None
