@@ -1,7 +1,9 @@
 """Host memory for copies to and from a GPU: pinned, and of exactly the size that is needed.
 
 torch rounds pinned memory up to a power of two. A `Slab` maps its pages itself, touches them once on all threads and
-registers them with CUDA.
+registers them with CUDA. Its mapping is private, because Linux gives huge pages to shared ones only if the system's
+administrator allows it, and an update of the state in small pages waits for address translation. Forked processes, such
+as the workers of a `DataLoader`, do not get the mapping: they would copy each page that the parent writes.
 """
 
 import mmap
@@ -26,9 +28,7 @@ class Slab:
     ):
         """Maps memory and lets `zero`, which takes address, size and progress, write zeros to it."""
         self.size_bytes, self._used = size_bytes, 0
-        self._pages = mmap.mmap(-1, max(size_bytes, 1))
-        if hasattr(mmap, "MADV_HUGEPAGE"):
-            self._pages.madvise(mmap.MADV_HUGEPAGE)
+        self._pages = _map_pages(max(size_bytes, 1))
         self.whole = torch.frombuffer(self._pages, dtype=torch.uint8)[:size_bytes]
         address = self.whole.data_ptr()
         zero(address, size_bytes, progress)
@@ -50,6 +50,17 @@ class Slab:
         return (
             torch.frombuffer(self._pages, dtype=dtype, count=numel, offset=start) if numel else torch.empty(0).to(dtype)
         )
+
+
+def _map_pages(size_bytes: int) -> mmap.mmap:
+    """Maps memory of this process alone, in huge pages if the system has them."""
+    if not hasattr(mmap, "MAP_PRIVATE"):
+        return mmap.mmap(-1, size_bytes)
+    pages = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK"):
+        if hasattr(mmap, advice):
+            pages.madvise(getattr(mmap, advice))
+    return pages
 
 
 def aligned(size_bytes: int) -> int:
