@@ -50,9 +50,16 @@ CASES: dict[str, list[tuple[str, str, dict[str, Any]]]] = {
         ("Trainer, 16 GB", "trainer", {"cap_gb": 16}),
     ],
     "qwen-7b": [
-        ("HybridAdamW in a loop, 24.5 GB", "hybrid", {"cap_gb": 24.5}),
-        ("Trainer, 24.5 GB", "trainer", {"cap_gb": 24.5}),
-        ("torchao, 24.5 GB, 1×2048", "torchao", {"cap_gb": 24.5, "batch": 1}),
+        ("torchao, bf16 moments, 1×2048", "torchao", {"cap_gb": 24.5, "batch": 1}),
+        ("HybridAdamW, 1×2048", "hybrid", {"cap_gb": 24.5, "batch": 1, "host_gb": 100}),
+        (
+            "HybridAdamW, bf16 moments, 1×2048",
+            "hybrid",
+            {"cap_gb": 24.5, "batch": 1, "host_gb": 100, "moments": "bf16"},
+        ),
+        ("HybridAdamW, 4×2048", "hybrid", {"cap_gb": 24.5, "host_gb": 100}),
+        ("HybridAdamW, int8 moments, 4×2048", "hybrid", {"cap_gb": 24.5, "host_gb": 100, "moments": "int8"}),
+        ("Trainer, 4×2048", "trainer", {"cap_gb": 24.5}),
     ],
 }
 WARM_UP = 4
@@ -214,12 +221,9 @@ def build(case: str, sequence: int) -> Any:
         intermediate_size=width, vocab_size=vocabulary, tie_word_embeddings=is_tied, use_cache=False,
         max_position_embeddings=sequence, attn_implementation="sdpa",
     )  # fmt: skip
-    torch.manual_seed(0)
-    torch.set_default_dtype(torch.bfloat16)
-    with torch.device("cpu" if case == "qwen-7b" else "cuda"):
-        model = Qwen2ForCausalLM(config)
-    torch.set_default_dtype(torch.float32)
-    return model.train()
+    from pipedejavu import build_model
+
+    return build_model(lambda: Qwen2ForCausalLM(config), device="cuda", dtype=torch.bfloat16, seed=0).train()
 
 
 def loss_of(model: Any, case: str, ids: Any) -> Any:
@@ -263,12 +267,13 @@ def plain_step(model: Any, case: str, optimizer: Any) -> Step:
     return step
 
 
-def hybrid(model: Any, case: str) -> tuple[Step, Callable[[], Any]]:
+def hybrid(model: Any, case: str, host_gb: float | None = None, **options: Any) -> tuple[Step, Callable[[], Any]]:
     """HybridAdamW in a plain loop; the model checkpoints its own layers."""
     from pipedejavu import HybridAdamW
 
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    optimizer = HybridAdamW(model, lr=1e-4, clip_norm=1.0, device="cuda")
+    host_budget = "auto" if host_gb is None else int(host_gb * GB)
+    optimizer = HybridAdamW(model, lr=1e-4, clip_norm=1.0, device="cuda", host_budget=host_budget, **options)
     return plain_step(model, case, optimizer), lambda: None
 
 
