@@ -32,7 +32,7 @@ from pipedejavu.engine import AdamW, Job
 from pipedejavu.engine.rank_process import RankRun
 from pipedejavu.facts import Device, Host, Link, Machine, Profile, keep_heap
 from pipedejavu.plan import preset
-from pipedejavu.planner.measure import updates_of
+from pipedejavu.planner.unit_update import updates_of
 from pipedejavu.probe.gloo import measure_link
 from pipedejavu.profile import UnitSample, cut_model, measure_profile
 from pipedejavu.program import Action, Program

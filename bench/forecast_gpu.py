@@ -29,7 +29,7 @@ from pipedejavu.optim.arithmetic import AdamState, scalars_of
 from pipedejavu.optim.gpu_update import UnitUpdate, addresses_of
 from pipedejavu.optim.native import HostUpdate, NativeTask
 from pipedejavu.plan import Keep, Reduce, preset
-from pipedejavu.planner.measure import updates_of
+from pipedejavu.planner.unit_update import updates_of
 from pipedejavu.profile import UnitSample, measure_profile
 from pipedejavu.profile.operator_count import count_step
 from pipedejavu.program import compile as compile_plan

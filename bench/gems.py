@@ -17,7 +17,7 @@ from pipedejavu.engine import AdamW, Job, audit
 from pipedejavu.engine.threads import Threads
 from pipedejavu.facts import Device, FaultsError, Host, Link, Machine, Profile, format_bytes, format_seconds
 from pipedejavu.plan import Plan, preset
-from pipedejavu.planner.measure import updates_of
+from pipedejavu.planner.unit_update import updates_of
 from pipedejavu.profile import UnitSample, cut_model, measure_profile
 from pipedejavu.program import Program
 from pipedejavu.program import compile as compile_plan

@@ -2,8 +2,11 @@
 
 import errno
 import os
+import queue
+import re
 import shutil
 import threading
+import time
 from collections import namedtuple
 from pathlib import Path
 
@@ -13,10 +16,12 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("safetensors")
 
 from safetensors.torch import load_file
-from torch.distributed import HashStore
+from torch.distributed import HashStore, PrefixStore
 
 from pipedejavu.engine import Log
 from pipedejavu.facts import InputError
+from pipedejavu.launch import rank_monitor
+from pipedejavu.launch.rank_monitor import RankMonitor
 from pipedejavu.run import RunFolder
 from pipedejavu.run import fallback_folder as fallback_module
 from pipedejavu.run import run_folder as folder_module
@@ -24,6 +29,7 @@ from pipedejavu.run.disk_space import check_disk_space
 from pipedejavu.run.logbook import Logbooks
 from pipedejavu.run.metrics import MetricsCollector, MetricsReporter
 from pipedejavu.run.progress import Progress
+from pipedejavu.run.stop_signal import StopSignal
 from pipedejavu.store import CheckpointDir, Saver
 from pipedejavu.store import saver as saver_module
 from tests.search.case import profile
@@ -218,25 +224,31 @@ def test_a_run_that_does_not_fit_on_its_disk_is_not_begun(tmp_path, monkeypatch)
 
 
 def test_metrics_that_wait_for_a_disk_that_does_not_answer_hold_up_nothing_else(tmp_path, monkeypatch) -> None:
-    """While a write of metrics waits, reports, stops and the other threads of a rank go on."""
-    append, answers = folder_module._append, threading.Event()
+    """While a write of metrics waits, reports and the other threads of a rank go on; the user is told."""
+    append, answers = folder_module.append_metrics, threading.Event()
 
     def wait(path: Path, data: bytes) -> None:
         assert answers.wait(60)
         append(path, data)
 
-    monkeypatch.setattr(folder_module, "_append", wait)
-    folder, store, listened = RunFolder(tmp_path), HashStore(), threading.Semaphore(0)
+    monkeypatch.setattr(folder_module, "append_metrics", wait)
+    monkeypatch.setattr(rank_monitor, "SLOW_S", 0.1)
+    folder, store, told = RunFolder(tmp_path), HashStore(), queue.Queue[str]()
+    stop_signal = StopSignal(PrefixStore("halt", store), 0, 1)
     log = Log()
     with Progress(4, "samples", 1.0) as progress:
         collector = MetricsCollector(folder, progress, Logbooks({}, print), num_ranks=1, update_size=1, num_samples=1)
-        with MetricsReporter(store, 0, Ones(), torch.device("cpu"), collector, listened.release) as watch:
+        watch = MetricsReporter(store, 0, Ones(), torch.device("cpu"), collector)
+        with watch, RankMonitor(stop_signal, folder, told.put):
             watch.follow(log)
             log.losses[0] = 1.0
-            while not folder.stuck_s():
-                assert listened.acquire(timeout=60)
+            assert re.search(r"the disk of .* has not answered for \d+ s; training goes on", told.get(timeout=60))
             folder.add_metrics({"step": 2})  # returns, though the disk still does not answer
-            assert all(listened.acquire(timeout=60) for _ in range(2))
+            stop_signal.asked.set()
+            last_s, sent = time.monotonic() + 60, watch._number
+            while watch._number < sent + 2 or not store.check(["halt/asked"]):
+                assert time.monotonic() < last_s
+                time.sleep(0.01)
             assert folder.stuck_s() > 0
             answers.set()
     assert [row["step"] for row in folder.rows()] == [1, 2]

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 
-from pipedejavu.engine import AdamW, Job, Outcome, Sgd, audit, run_threads
-from pipedejavu.engine import piece as piece_file
+from pipedejavu.engine import AdamW, Job, Outcome, Sgd, audit, run_threads, unit_random
 from pipedejavu.facts import Cost, Device, Host, Link, Machine, Profile, Tie, Unit, UnitTime
 from pipedejavu.plan import Plan, preset
 from pipedejavu.program import Program
@@ -281,7 +280,7 @@ class Case:
     def forward(self, modules: list[nn.Module], microbatch: int) -> Tensor:
         value = self.batches.inputs(microbatch).to(self.device)
         for number, module in enumerate(modules):
-            torch.manual_seed(piece_file.mixed(self.job.seed, microbatch, number))
+            torch.manual_seed(unit_random.mixed(self.job.seed, microbatch, number))
             value = module(value)
         return value
 

@@ -11,7 +11,7 @@ from torch.nn.functional import cross_entropy
 from pipedejavu import Trainer
 from pipedejavu.facts import FaultsError, InputError
 from pipedejavu.plan import Plan, preset
-from pipedejavu.runtime import logits_rule
+from pipedejavu.runtime import deferred_logits
 from pipedejavu.zoo.gpt import Gpt
 from pipedejavu.zoo.transformer import TransformerSize
 
@@ -28,13 +28,13 @@ def double() -> Iterator[None]:
 @pytest.fixture
 def chunks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     taken: list[int] = []
-    run = logits_rule.chunked_cross_entropy
+    run = deferred_logits.chunked_cross_entropy
 
     def note(*args: Any, **kwargs: Any) -> Tensor:
         taken.append(kwargs["num_chunks"])
         return run(*args, **kwargs)
 
-    monkeypatch.setattr(logits_rule, "chunked_cross_entropy", note)
+    monkeypatch.setattr(deferred_logits, "chunked_cross_entropy", note)
     return taken
 
 

@@ -8,8 +8,9 @@ from torch import nn
 from torch.nn.functional import dropout
 
 from pipedejavu.engine import Sgd
-from pipedejavu.engine.piece import PieceRunner, mixed
+from pipedejavu.engine.piece import PieceRunner
 from pipedejavu.engine.recompute_span import backward, backward_input, backward_weights
+from pipedejavu.engine.unit_random import mixed
 
 
 def runner_of(*modules, seed=3):

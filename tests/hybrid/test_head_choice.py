@@ -1,5 +1,6 @@
 """The head of a model in chunks under HybridAdamW: as asked, if its logits break the budget, and not otherwise."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,7 +12,8 @@ from pipedejavu.facts import InputError
 from pipedejavu.hybrid import HybridAdamW, head_choice
 from pipedejavu.hybrid.head_choice import HeadChoice
 from pipedejavu.hybrid.placement import Limits, MemoryInterval, UnitSize, choose_placement
-from pipedejavu.runtime import logits_rule
+from pipedejavu.hybrid.state_placer import StatePlacer
+from pipedejavu.runtime import deferred_logits
 
 WORDS, WIDTH = 64, 8
 
@@ -44,13 +46,13 @@ def loss_of(logits: Tensor, tokens: Tensor) -> Tensor:
 def chunks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Returns the number of chunks of each loss that ran in chunks."""
     taken: list[int] = []
-    run = logits_rule.chunked_cross_entropy
+    run = deferred_logits.chunked_cross_entropy
 
     def note(*args: Any, **kwargs: Any) -> Tensor:
         taken.append(kwargs["num_chunks"])
         return run(*args, **kwargs)
 
-    monkeypatch.setattr(logits_rule, "chunked_cross_entropy", note)
+    monkeypatch.setattr(deferred_logits, "chunked_cross_entropy", note)
     return taken
 
 
@@ -166,8 +168,10 @@ def test_logits_read_after_the_step_are_refused() -> None:
 
 def test_state_moves_to_the_gpu_if_chunks_make_room() -> None:
     """The first step's logits leave no room for the second unit's state; in chunks they do."""
-    module = built()
-    choice = HeadChoice(module, _states(module), "auto", (), lambda: 100 << 30)
+    module, optimizer = built(), hybrid(built())
+    intervals = [MemoryInterval(unit=1, peak_bytes=20 << 30), MemoryInterval(unit=0, peak_bytes=1 << 30)]
+    meter: Any = SimpleNamespace(intervals=intervals, forwards=[], tensor_bytes=lambda: 100 << 30)
+    choice = HeadChoice(module, _states(module), "auto", (), meter)
     (_, use) = choice._uses["lm_head"]
     use.num_losses, use.num_logits, use.itemsize, use.num_classes, use.width = 1, 10**9, 2, WORDS, WIDTH
     size = dict.fromkeys(
@@ -175,14 +179,16 @@ def test_state_moves_to_the_gpu_if_chunks_make_room() -> None:
     )
     units = [UnitSize(name=n, num_parameters=1, shadow_bytes=0, **size) for n in "ab"]
     limits = Limits(gpu_bytes=30 << 30, host_bytes=100 << 30, keeps_gradients=False)
-    intervals = [MemoryInterval(unit=1, peak_bytes=20 << 30), MemoryInterval(unit=0, peak_bytes=1 << 30)]
     whole = choose_placement(units, intervals, limits)
-    plan = choice.settle(intervals, [], lambda measured: choose_placement(units, measured, limits))
+    state: Any = SimpleNamespace(sizes=units)
+    placer = StatePlacer(state, optimizer.scheduler.lanes, meter, optimizer.scheduler.options, choice)
+    plan = placer._place(placer._divide_heads(limits), limits)
     assert plan.places.count("gpu") > whole.places.count("gpu")
     # 16 bytes for each of 10^9 logits, of which each chunk may have 2 % of 100 GiB.
     assert use.num_chunks == 8
-    assert "the head runs in 8 chunks: all its logits at once would take 7.5 GiB more of the GPU" in plan.reasons[-1]
+    assert "the head runs in 8 chunks: all its logits at once would take 7.5 GiB more of the GPU" in choice.reasons[-1]
     choice.release()
+    optimizer.close()
 
 
 def _states(model: Model) -> Any:

@@ -15,7 +15,7 @@ from pipedejavu.engine.piece import PieceRunner
 from pipedejavu.engine.recompute_span import Saved, with_loss
 from pipedejavu.facts import Device, Host, Link, Machine, Profile
 from pipedejavu.plan import Plan, preset
-from pipedejavu.planner.measure import updates_of
+from pipedejavu.planner.unit_update import updates_of
 from pipedejavu.profile import UnitSample, measure_profile
 from pipedejavu.profile.operator_count import count_step
 from pipedejavu.program import Program

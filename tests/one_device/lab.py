@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from pipedejavu.engine import AdamW, Job, Outcome, Threads
-from pipedejavu.engine.piece import mixed
 from pipedejavu.engine.threads import run_threads
+from pipedejavu.engine.unit_random import mixed
 from pipedejavu.facts.head_form import HeadForm
 from pipedejavu.hybrid import HybridAdamW
 from pipedejavu.one_device import start_threads, why_by_actions

@@ -1,6 +1,5 @@
 """Whether units are compiled: what the steps repay, what cannot be, and what the user asks for."""
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -9,12 +8,22 @@ from torch import nn
 
 from pipedejavu.engine import Job, Sgd
 from pipedejavu.facts import InputError, Machine, Profile
-from pipedejavu.plan import Plan, preset
+from pipedejavu.launch import planned_run
+from pipedejavu.plan import preset
 from pipedejavu.planner import compile_choice
-from pipedejavu.planner.compile_choice import ASSUMED_COMPILE_S, choose_compile, read_mode, with_mode
+from pipedejavu.planner.compile_choice import (
+    ASSUMED_COMPILE_S,
+    CompiledPlan,
+    CompileMode,
+    asked_plan,
+    read_mode,
+    refuse_compile,
+    with_mode,
+)
 from pipedejavu.planner.measure import measure
 from pipedejavu.run import TrainOptions
-from pipedejavu.session.trainer_plan import with_times
+from pipedejavu.session.rank_group import RankGroup
+from pipedejavu.session.trainer_plan import settle_compile, with_times
 from tests.search.case import machine, profile
 
 PLAN = preset("1f1b").at(workers=2, microbatches=2)
@@ -28,7 +37,7 @@ def faster(known: Profile, factor: float) -> Profile:
 
 
 class Measured:
-    """Measurements of eager and of compiled units, and which were made."""
+    """Measurements of eager and of compiled units, and which of them were made."""
 
     def __init__(self, factor: float) -> None:
         self.eager, self.calls = UNITS, list[bool]()
@@ -58,9 +67,18 @@ def steps_for(here: Machine, share: float) -> int:
     return round(compile_choice._cost_s(PLAN, UNITS, here) / (share * step_s(UNITS, here)))
 
 
-def test_few_steps_measure_nothing_compiled(here: Machine) -> None:
+def settle_launch(
+    monkeypatch: pytest.MonkeyPatch, here: Machine, steps: int, measured: Measured, ranks: RankGroup | None = None
+) -> CompiledPlan:
+    """Returns the plan of a run of so many steps whose mode is auto."""
+    monkeypatch.setattr(planned_run, "measure_plan", lambda _, plan, *__, **___: measured(plan.is_compiled))
+    options = TrainOptions(model="mlp", compile="auto")
+    return planned_run._settle_compile(PLAN, options, here, (), ranks or RankGroup(), [], steps=steps, renews=False)
+
+
+def test_few_steps_measure_nothing_compiled(here: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     measured = Measured(0.5)
-    plan, chosen = choose_compile(PLAN, None, here, "auto", steps_for(here, 0.6), measured)
+    plan, chosen = settle_launch(monkeypatch, here, steps_for(here, 0.6), measured)
     assert not plan.is_compiled
     assert chosen is measured.eager
     assert measured.calls == [False]
@@ -70,9 +88,11 @@ def test_few_steps_measure_nothing_compiled(here: Machine) -> None:
 
 
 @pytest.mark.parametrize(("factor", "is_compiled"), [(0.6, True), (0.95, False), (1.5, False)])
-def test_the_measured_gain_decides(here: Machine, factor: float, is_compiled: bool) -> None:
+def test_the_measured_gain_decides(
+    here: Machine, factor: float, is_compiled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     measured = Measured(factor)
-    plan, chosen = choose_compile(PLAN, None, here, "auto", steps_for(here, 0.25), measured)
+    plan, chosen = settle_launch(monkeypatch, here, steps_for(here, 0.25), measured)
     assert measured.calls == [False, True]
     assert plan.is_compiled is is_compiled
     assert chosen is (measured.compiled if is_compiled else measured.eager)
@@ -82,17 +102,18 @@ def test_the_measured_gain_decides(here: Machine, factor: float, is_compiled: bo
 
 def test_a_plan_that_splits_the_backward_stays_eager(here: Machine) -> None:
     split = preset("zb-h1").at(workers=2, microbatches=4)
-    plan, _ = choose_compile(split, None, here, "auto", 10**9, Measured(0.5))
+    plan = refuse_compile(split, UNITS, here, 10**9)
     assert not plan.is_compiled
     assert plan.decisions[-1].reason == "order 'zb-h1' splits the backward, which compiled units cannot do"
     with pytest.raises(InputError, match=r"order 'zb-h1' splits the backward.*leave compile at auto or off"):
-        choose_compile(split, None, here, "on", 1, Measured(0.5))
+        asked_plan(split, "on")
 
 
 def test_what_the_user_asks_for_is_measured_and_no_decision(here: Machine) -> None:
-    for mode, is_compiled in (("on", True), ("off", False)):
+    modes: list[tuple[CompileMode, bool]] = [("on", True), ("off", False)]
+    for mode, is_compiled in modes:
         measured = Measured(2.0)
-        plan, _ = choose_compile(PLAN, None, here, mode, 1, measured)  # type: ignore[arg-type]
+        plan, _ = settle_compile(PLAN, None, here, mode, measured)
         assert plan.is_compiled is is_compiled
         assert measured.calls == [is_compiled]
         assert plan.decisions == PLAN.decisions
@@ -100,16 +121,27 @@ def test_what_the_user_asks_for_is_measured_and_no_decision(here: Machine) -> No
 
 def test_a_plan_file_that_compiles_is_taken_at_its_word(here: Machine) -> None:
     asked = PLAN.replace(is_compiled=True)
-    assert choose_compile(asked, None, here, "auto", 1, Measured(2.0)).plan == asked
-    assert not choose_compile(asked, None, here, "off", 1, Measured(2.0)).plan.is_compiled
+    assert settle_compile(asked, None, here, "auto", Measured(2.0)).plan == asked
+    assert not settle_compile(asked, None, here, "off", Measured(2.0)).plan.is_compiled
     assert with_mode(asked, "auto") == asked
     assert not with_mode(asked, "off").is_compiled
 
 
-def test_all_processes_take_the_first_ones_refusal(here: Machine) -> None:
+def test_a_loop_of_unknown_length_measures_only_what_is_not_known(here: Machine) -> None:
     measured = Measured(0.5)
-    agree: Callable[[Plan], Plan] = lambda _: compile_choice._with(PLAN, "no C++ compiler is installed")  # noqa: E731
-    plan, _ = choose_compile(PLAN, None, here, "auto", steps_for(here, 0.25), measured, agree)
+    plan, chosen = settle_compile(PLAN, UNITS, here, "auto", measured)
+    assert measured.calls == ([True] if plan.decisions[-1].choice == "on" else [])
+    assert chosen is (measured.compiled if plan.is_compiled else UNITS)
+    assert settle_compile(PLAN, UNITS, here, "off", measured).profile is UNITS
+
+
+def test_all_processes_take_the_first_ones_refusal(here: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    class OtherRank(RankGroup):
+        def broadcast(self, _: bytes) -> bytes:
+            return compile_choice._with(PLAN, "no C++ compiler is installed").to_json().encode()
+
+    measured = Measured(0.5)
+    plan, _ = settle_launch(monkeypatch, here, steps_for(here, 0.25), measured, OtherRank())
     assert not plan.is_compiled
     assert measured.calls == [False]
 

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from pipedejavu.profile.operator_count import _Counter
+from pipedejavu.profile.operator_meter import OperatorMeter
 from tests.script import load_script
 
 script = load_script("operators")
@@ -15,7 +15,7 @@ CASES = [(name, own[0]) for name, own in script.SHAPES["cpu"].items() if name no
 @pytest.mark.parametrize(("operator", "shape"), CASES)
 def test_a_row_is_counted_as_a_model_is(operator: str, shape: tuple[int, ...]) -> None:
     for _, run, flop in script.runs_of(operator, shape, torch.float32, torch.device("cpu")):
-        counter = _Counter(torch.nn.Identity())
+        counter = OperatorMeter(torch.nn.Identity())
         with counter.part("it"):
             run()
         done = counter.parts["it"]
@@ -25,7 +25,7 @@ def test_a_row_is_counted_as_a_model_is(operator: str, shape: tuple[int, ...]) -
 
 def test_of_a_table_the_rows_that_are_asked_for_are_read() -> None:
     table, asked = torch.ones(1000, 8), torch.tensor([1, 2])
-    counter = _Counter(torch.nn.Identity())
+    counter = OperatorMeter(torch.nn.Identity())
     with counter.part("it"):
         torch.nn.functional.embedding(asked, table)
     assert [work.size_bytes for work in counter.parts["it"]] == [2 * 8 * 4 + 2 * 8 + 2 * 8 * 4]

@@ -51,7 +51,7 @@ def test_every_reduction_equals_that_of_all_tokens(
         hidden, weight, bias = leaves = tensors(torch.float64)
         loss = chunked_cross_entropy(
             hidden, weight, bias, labels(), weights,
-            num_chunks=chunks, settings=settings, pointwise=cap, is_early=is_early,
+            num_chunks=chunks, settings=settings, pointwise=[cap], is_early=is_early,
         )  # fmt: skip
         for one, other in zip(run(loss, leaves), expected, strict=True):
             torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-14)
@@ -72,7 +72,7 @@ def test_low_precision_sums_weight_gradients_in_float32() -> None:
         with torch.no_grad():
             for leaf in leaves:
                 leaf.copy_(leaf.to(torch.bfloat16))
-        loss = chunked_cross_entropy(hidden, weight, None, labels(), num_chunks=8, pointwise=lambda x: x.double())
+        loss = chunked_cross_entropy(hidden, weight, None, labels(), num_chunks=8, pointwise=[Tensor.double])
         expected.append(run(loss, leaves))
     for exact, low in zip(*expected, strict=True):
         # Logits of at most 2^3 are rounded to 8 bits, and so is each chunk's product.
@@ -122,7 +122,7 @@ def test_the_peak_on_a_gpu_follows_the_formula(is_early: bool, smoothing: float)
         def step(hidden: Tensor = hidden, weight: Tensor = weight, chunks: int = chunks, t: Tensor = targets) -> None:
             chunked_cross_entropy(
                 hidden, weight, None, t,
-                num_chunks=chunks, settings=settings, pointwise=lambda x: x.float(), is_early=is_early,
+                num_chunks=chunks, settings=settings, pointwise=[Tensor.float], is_early=is_early,
             ).backward()  # fmt: skip
             hidden.grad = weight.grad = None
 

@@ -65,6 +65,8 @@ COMPUTED: dict[str, Loss] = {
     "log-softmax": lambda x, t: functional.nll_loss(x.log_softmax(-1).view(-1, V), t.view(-1)),
     "probabilities": lambda x, t: cross_entropy(x.view(-1, V), functional.one_hot(t.clamp_min(0).view(-1), V).double()),
     "part": lambda x, t: cross_entropy(x[..., :5].reshape(-1, 5), t.view(-1).clamp(0, 4)),
+    "to another": lambda x, t: cross_entropy(x.to(x.new_zeros(2)).view(-1, V), t.view(-1)),
+    "product of both": lambda x, t: cross_entropy((x * x).view(-1, V), t.view(-1)),
     "gathered": lambda x, t: -x.gather(-1, t.clamp_min(0)[..., None]).mean(),
     "own function": lambda x, t: cross_entropy(Cube.apply(x * 0.1).view(-1, V), t.view(-1)),  # type: ignore[no-untyped-call]
     "view, then in place": changed_after_a_view,

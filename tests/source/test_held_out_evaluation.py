@@ -19,11 +19,11 @@ SIZES = {"n_embd": 16, "n_layer": 2, "n_head": 2, "vocab_size": 260, "n_position
 
 
 def forward(evaluation, number):
-    value = evaluation.inputs(number)
+    value = evaluation.cut.flat(evaluation.inputs(number))
     for n, (name, unit) in enumerate(evaluation.cut.units):
         runner = PieceRunner([(n, name, unit)], seed=0)
         value, _ = runner.forward(runner.initial, value, number, is_first=not n)
-    return value
+    return evaluation.cut.output(value)
 
 
 def sums(evaluation):

@@ -10,7 +10,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from pipedejavu.engine.piece import mixed
+from pipedejavu.engine.unit_random import mixed
 from pipedejavu.facts import InputError, nearest
 from pipedejavu.plan import Plan
 

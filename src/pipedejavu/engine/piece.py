@@ -1,11 +1,9 @@
 """Runs a piece: its units forward, with one version of their weights. `recompute_span` runs their backward.
 
-The runner owns no weights and no versions; the caller passes both. Random numbers inside a unit (dropout) depend only
-on the run's seed, the microbatch and the unit, so that every run of the unit draws the same ones.
+The runner owns no weights and no versions; the caller passes both.
 """
 
 import math
-import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
@@ -14,26 +12,17 @@ from itertools import groupby
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from pipedejavu.engine.finite import nonfinite
 from pipedejavu.engine.optimizer import Tensors
 from pipedejavu.engine.recompute_span import RecomputeSpan, Saved, Value, like, tensors_of
+from pipedejavu.engine.unit_random import SeededRandom, Unit
 from pipedejavu.runtime.compiled_unit import LossCall, UnitCompiler
 from pipedejavu.runtime.compute_precision import FULL, ComputeFormat
 from pipedejavu.runtime.deferred_head import DeferredHead
 from pipedejavu.runtime.deferred_logits import HeadUse
-from pipedejavu.runtime.recompute import generators_of
 from pipedejavu.runtime.saved_storage import SavedTensorOffload, begin_at, end_of, stub
-
-_RANDOM = (nn.modules.dropout._DropoutNd, nn.RReLU)
-
-_random = threading.Lock()
-
-
-Unit = tuple[int, str, nn.Module]
-"""A unit's number, name and module."""
-
 
 _Buffer = tuple[dict[str, Any], str, Tensor]
 """A module's dictionary of buffers, the key, and the buffer."""
@@ -67,7 +56,8 @@ class PieceRunner:
         compiler: UnitCompiler | None = None,
         form: ComputeFormat = FULL,
     ):
-        self.units, self.seed, self.departs, self.compiler, self.form = units, seed, departs, compiler, form
+        self.units, self.departs, self.compiler, self.form = units, departs, compiler, form
+        self.random = SeededRandom(seed, units)
         self.while_compiling: Callable[[], AbstractContextManager[None]] = nullcontext
         """Entered while a unit is compiled."""
         self.head: HeadUse | None = None
@@ -108,10 +98,6 @@ class PieceRunner:
                             self.lowered.add(full)
         self._unbounded = dict(nonfinite(self.initial | dict(self.saved_buffers())))
         """Parameters and buffers that are not finite from the start, such as masks, with their largest value."""
-        self._random = {number for number, _, unit in units if _looks_random(unit)}
-        """Units that contain dropout."""
-        self._deterministic: set[int] = set()
-        """Units that were seen to draw no random numbers; the others need the lock on the generator."""
         rows = [(is_again, list(row)) for is_again, row in groupby(units, lambda unit: unit[0] in again)]
         self._runs: list[_Run] = []
         for is_again, row in rows:
@@ -200,18 +186,18 @@ class PieceRunner:
             if self.compiler is not None and use is None:
                 call = partial(self.run_compiled, unit, microbatch, head if is_last else None)
             with nullcontext() if use is None else DeferredHead(use):
-                is_known = number in self._deterministic
-                value = call(value) if is_known else self.run_seeded(number, call, value, microbatch)
+                value = self.random.run(number, call, value, microbatch)
         return value
 
     def run_compiled(self, unit: Unit, microbatch: int, head: LossCall | None, value: Value) -> Value:
         """Runs a unit compiled, on the weights that are in its modules; returns its output, or with a `head` the loss.
 
-        The generators must be seeded for it, as `run_unit` does.
+        The generators must be seeded for it, as `SeededRandom.run` does.
         """
         assert self.compiler is not None
         number, name, module = unit
-        seed = None if number in self._deterministic else partial(self._seed, number, value, microbatch)
+        is_seeded = not self.random.is_deterministic(number)
+        seed = partial(self.random.seed_generators, number, value, microbatch) if is_seeded else None
         return self.compiler.run(name, module, value, head, seed, self.while_compiling)
 
     @contextmanager
@@ -277,46 +263,3 @@ class PieceRunner:
     def parameters(self) -> Tensors:
         """Returns the trained parameters of the modules by their first names."""
         return {name: parameter for _, _, name, parameter in reversed(self._slots)}
-
-    def run_unit(self, number: int, unit: Callable[[Value], Value], value: Value, microbatch: int) -> Value:
-        """Runs a unit on the weights that are in its modules; seeds the generators if it may draw random numbers."""
-        if number in self._deterministic:
-            return unit(value)
-        return self.run_seeded(number, unit, value, microbatch)
-
-    def run_seeded(self, number: int, unit: Callable[[Value], Value], value: Value, microbatch: int) -> Value:
-        """Runs a unit that may draw random numbers, with the generators seeded for it."""
-        with _random:
-            generators = self._seed(number, value, microbatch)
-            if number in self._random:
-                return unit(value)
-            before = [generator.get_state() for generator in generators]
-            value = unit(value)
-            if all(
-                torch.equal(generator.get_state(), state) for generator, state in zip(generators, before, strict=True)
-            ):
-                self._deterministic.add(number)
-        return value
-
-    def _seed(self, number: int, value: Value, microbatch: int) -> list[torch.Generator]:
-        """Seeds the generators that a unit may draw from; returns them."""
-        generators = generators_of(tensors_of(value)[0].device)
-        for generator in generators:
-            generator.manual_seed(mixed(self.seed, microbatch, number))
-        return generators
-
-
-def _looks_random(module: nn.Module) -> bool:
-    """Whether a module contains dropout."""
-    return any(isinstance(m, _RANDOM) or getattr(m, "dropout", 0) for m in module.modules())
-
-
-def mixed(*numbers: int) -> int:
-    """Returns a seed that depends on all numbers (the finaliser of splitmix64 over each)."""
-    seed = 0
-    for number in numbers:
-        seed = (seed ^ number) + 0x9E3779B97F4A7C15 & (1 << 64) - 1
-        seed = (seed ^ seed >> 30) * 0xBF58476D1CE4E5B9 & (1 << 64) - 1
-        seed = (seed ^ seed >> 27) * 0x94D049BB133111EB & (1 << 64) - 1
-        seed ^= seed >> 31
-    return seed & (1 << 63) - 1

@@ -253,8 +253,11 @@ def _share_weights(first: Handlers, other: Handlers) -> None:
             other.values[value] = {name: weight.data.requires_grad_() for name, weight in shared.items()}
 
 
-def final_weights(handlers: Handlers) -> dict[tuple[int, int], Tensors]:
-    """Returns the newest masters of every piece that a worker holds or serves, with its frozen parameters."""
+def final_weights(handlers: Handlers, replica: int | None = None) -> dict[tuple[int, int], Tensors]:
+    """Returns the newest masters of every piece that a worker holds or serves, with its frozen parameters.
+
+    With a `replica`, only its pieces.
+    """
     handlers.settle()
     newest: dict[tuple[int, int], tuple[int, Tensors]] = {}
     for value, weights in handlers.values.items():
@@ -264,4 +267,5 @@ def final_weights(handlers: Handlers) -> dict[tuple[int, int], Tensors]:
     return {
         key: masters_of(weights, handlers.applier.state.get(key, {})) | handlers.runners[key].frozen
         for key, (_, weights) in newest.items()
+        if replica is None or key[1] == replica
     }

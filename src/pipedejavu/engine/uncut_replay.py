@@ -17,8 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipedejavu.engine.job import Job
 from pipedejavu.engine.optimizer import Tensors
-from pipedejavu.engine.piece import Unit, mixed
 from pipedejavu.engine.recompute_span import tensors_of
+from pipedejavu.engine.unit_random import Unit, mixed
 
 
 class UncutModel(NamedTuple):

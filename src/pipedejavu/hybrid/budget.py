@@ -82,6 +82,10 @@ class MemoryMeter:
         """Returns the bytes that torch may reserve: the budget, or with `auto` all that the process may take."""
         return self.memory.limit_bytes() if self._gpu_budget == "auto" else self._gpu_budget
 
+    def tensor_bytes(self) -> int:
+        """Returns the part of the GPU's budget that tensors may take."""
+        return self.limits(False, None).gpu_bytes
+
     def limits(self, keeps_gradients: bool, num_first: int | None) -> Limits:
         """Returns what tensors may take of both budgets, in bytes.
 

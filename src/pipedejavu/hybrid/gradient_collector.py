@@ -12,7 +12,7 @@ from pipedejavu.hybrid.gradient_bucket import GradientBucket
 from pipedejavu.hybrid.lanes import HybridLanes
 from pipedejavu.hybrid.model_state import ModelState
 from pipedejavu.hybrid.step_options import StepOptions
-from pipedejavu.hybrid.unit_state import ParamState, UnitState, check_gradient, gradients_of
+from pipedejavu.hybrid.unit_state import ParamState, UnitState, gradients_of
 
 
 class GradientCollector:
@@ -33,7 +33,7 @@ class GradientCollector:
         """Returns a new gradient with its unit and parameter, added to the earlier ones of the step."""
         param = self.model_state.params[parameter]
         unit_state = self.model_state.unit_of(param)
-        gradient = check_gradient(unit_state, param)
+        gradient = _check_gradient(unit_state, param)
         unit_state.wait()
         self.bucket.make_way(unit_state, param)
         if unit_state.is_on_host and param.arrived:
@@ -119,3 +119,20 @@ class GradientCollector:
             unit_state.began_with = None
         for param in self.model_state.params.values():
             param.arrived = 0
+
+
+def _check_gradient(unit_state: UnitState, param: ParamState) -> Tensor:
+    """Returns a gradient that the backward pass has just made; raises InputError if it is wrong or unsupported."""
+    gradient, device = param.parameter.grad, unit_state.lanes.device
+    assert gradient is not None
+    if (unit_state.updated is not None or unit_state.before is not None) and not unit_state.is_windowed:
+        raise InputError(
+            f"'{param.name}' was used without a call of '{unit_state.unit.name}', whose forward waits for its"
+            " update; call synchronize() of the optimizer before each forward pass"
+        )
+    if gradient.device != device:
+        raise InputError(f"HybridAdamW was made for {device}, and the model is on {gradient.device}; move it first")
+    if gradient.is_sparse or gradient.dtype != param.parameter.dtype:
+        kind = "sparse" if gradient.is_sparse else str(gradient.dtype)
+        raise InputError(f"the gradient of '{param.name}' is {kind}; HybridAdamW takes dense {param.parameter.dtype}")
+    return gradient

@@ -14,7 +14,8 @@ import torch
 from torch import nn
 
 from pipedejavu.facts import InputError, format_bytes
-from pipedejavu.hybrid.placement import MemoryInterval, Placement
+from pipedejavu.hybrid.budget import MemoryMeter
+from pipedejavu.hybrid.placement import MemoryInterval
 from pipedejavu.hybrid.unit_state import UnitState
 from pipedejavu.runtime.chunked_loss import bytes_per_logit
 from pipedejavu.runtime.deferred_head import DeferredHead
@@ -24,9 +25,6 @@ HeadChunks = int | Literal["auto"]
 
 LEAST_CHUNK_BYTES, CHUNK_SHARE = 256 << 20, 0.02
 """A chunk takes at most these bytes, or this share of the budget if that is more."""
-
-Place = Callable[[Sequence[MemoryInterval]], Placement]
-"""Places the state of the units, given the memory of a step."""
 
 
 class HeadChoice:
@@ -38,10 +36,10 @@ class HeadChoice:
         unit_states: Sequence[UnitState],
         chunks: HeadChunks,
         named: Sequence[str],
-        budget: Callable[[], int],
+        meter: MemoryMeter,
     ):
-        """Makes linear layers defer their logits; `named` ones always run in chunks. `budget` returns GPU bytes."""
-        self.budget, self._named = budget, frozenset(named)
+        """Makes linear layers defer their logits; `named` ones always run in chunks."""
+        self.meter, self._named = meter, frozenset(named)
         self.reasons: list[str] = []
         self._uses: dict[str, tuple[nn.Linear, HeadUse]] = {}
         self._undo: dict[str, Callable[[], None]] = {}
@@ -63,7 +61,7 @@ class HeadChoice:
 
     def _by_bytes(self, use: HeadUse) -> int:
         """Returns the least number of chunks, at least 2, that keeps each chunk within its limit."""
-        limit = max(LEAST_CHUNK_BYTES, int(CHUNK_SHARE * self.budget()))
+        limit = max(LEAST_CHUNK_BYTES, int(CHUNK_SHARE * self.meter.tensor_bytes()))
         return max(2, -(-_divided_bytes(use) // limit))
 
     def _if_needed(self, use: HeadUse) -> int:
@@ -72,53 +70,51 @@ class HeadChoice:
             return self._by_bytes(use)
         weight = next(module.weight for module, other in self._uses.values() if other is use)
         allocated = torch.cuda.memory_allocated(weight.device) if weight.is_cuda else 0
-        count = self._by_bytes(use)
-        if allocated + _logits_bytes(use) <= self.budget() or _chunks_bytes(use, count) >= _logits_bytes(use):
+        count, limit = self._by_bytes(use), self.meter.tensor_bytes()
+        if allocated + _logits_bytes(use) <= limit or _chunks_bytes(use, count) >= _logits_bytes(use):
             return 1
         self.reasons.append(
             f"the head runs in {count} chunks: its logits would take {format_bytes(_logits_bytes(use))} at once, beside"
-            f" {format_bytes(allocated)} at that time, of {format_bytes(self.budget())}"
+            f" {format_bytes(allocated)} at that time, of {format_bytes(limit)}"
         )
         return count
 
-    def settle(
-        self, intervals: Sequence[MemoryInterval], forwards: Sequence[MemoryInterval], place: Place
-    ) -> Placement:
-        """Decides after the first backward pass; returns the placement with the reasons."""
+    def end_unused(self) -> None:
+        """Ends the deferral of logits, after the first backward pass, if not one cross-entropy alone has read them."""
         for name, (_, use) in list(self._uses.items()):
             if not use.num_losses or (use.reads and use.num_chunks == 1):
                 if name in self._named:
                     what = f"read by {', '.join(sorted(use.reads))}" if use.reads else "in no cross-entropy"
                     raise InputError(f"activations of '{name}' is 'chunk', but its result is {what}; leave it out")
-                self._end(name)
-        for name, (_, use) in list(self._uses.items()):
-            if use.num_chunks > 1:
-                if not self.reasons:
-                    self.reasons.append(f"the head '{name}' runs in {use.num_chunks} chunks, as asked")
-                continue
-            divided = self._reduced(use, intervals, forwards)
-            if divided is None or not _is_better(place, intervals, divided):
-                self._end(name)
-                continue
-            use.choose, use.num_chunks = self._by_bytes, self._by_bytes(use)
-            saved = intervals[0].peak_bytes - divided[0].peak_bytes
-            self.reasons.append(
-                f"the head runs in {use.num_chunks} chunks: all its logits at once would take {format_bytes(saved)}"
-                " more of the GPU, which holds state instead"
-            )
-            intervals = divided
-        placement = place(intervals)
-        return replace(placement, reasons=(*placement.reasons, *self.reasons))
+                self.end(name)
+        for name, (_, use) in self._uses.items():
+            if use.num_chunks > 1 and not self.reasons:
+                self.reasons.append(f"the head '{name}' runs in {use.num_chunks} chunks, as asked")
 
-    def _reduced(
-        self, use: HeadUse, intervals: Sequence[MemoryInterval], forwards: Sequence[MemoryInterval]
+    @property
+    def whole(self) -> list[str]:
+        """The names of the heads that have run whole and could run in chunks."""
+        return [name for name, (_, use) in self._uses.items() if use.num_chunks == 1]
+
+    def divide(self, name: str, saved_bytes: int) -> None:
+        """Makes a head run in chunks from now on, which saves this much of the GPU."""
+        use = self._uses[name][1]
+        use.choose, use.num_chunks = self._by_bytes, self._by_bytes(use)
+        self.reasons.append(
+            f"the head runs in {use.num_chunks} chunks: all its logits at once would take {format_bytes(saved_bytes)}"
+            " more of the GPU, which holds state instead"
+        )
+
+    def divided(
+        self, name: str, intervals: Sequence[MemoryInterval], forwards: Sequence[MemoryInterval]
     ) -> list[MemoryInterval] | None:
-        """Returns what the first step would have taken with the head in chunks; None if that is not less.
+        """Returns the memory that the first step would have taken with a head in chunks; None if that is not less.
 
         Of all logits, at least the logits themselves, their log-probabilities and a gradient of these existed.
         """
         if not intervals:
             return None
+        use = self._uses[name][1]
         freed = use.num_logits * (use.itemsize + 8) - _chunks_bytes(use, self._by_bytes(use))
         others = max((forward.peak_bytes for forward in forwards[:-1]), default=0)
         peak = max(others, intervals[0].peak_bytes - freed)
@@ -133,14 +129,15 @@ class HeadChoice:
             if parameters is None or id(module.weight) in parameters:
                 use.version += 1
 
-    def _end(self, name: str) -> None:
+    def end(self, name: str) -> None:
+        """Makes a head return ordinary logits again."""
         self._undo.pop(name)()
         del self._uses[name]
 
     def release(self) -> None:
         """Restores the forward of all heads."""
         for name in list(self._uses):
-            self._end(name)
+            self.end(name)
 
 
 def _logits_bytes(use: HeadUse) -> int:
@@ -159,15 +156,6 @@ def _divided_bytes(use: HeadUse) -> int:
 
 def _constant(chunks: int) -> Callable[[HeadUse], int]:
     return lambda _: chunks
-
-
-def _is_better(place: Place, whole: Sequence[MemoryInterval], divided: Sequence[MemoryInterval]) -> bool:
-    """Whether the second of two measurements leaves room for more state on the GPU, or the first for none at all."""
-    try:
-        before = place(whole)
-    except InputError:
-        return True
-    return place(divided).places.count("gpu") > before.places.count("gpu")
 
 
 def _candidates(model: nn.Module, unit_states: Sequence[UnitState]) -> dict[str, nn.Linear]:

@@ -223,21 +223,43 @@ class StatePlacer:
     def _choose(self) -> Placement:
         sizes, options = self.model_state.sizes, self.options
         self.meter.measure_fragmentation()
-        limits, forwards = self.limits(), self.meter.forwards
-        begin = max((forward.peak_bytes for forward in forwards[:2]), default=0)
-
-        def place(intervals: Sequence[MemoryInterval]) -> Placement:
-            if options.assignment is not None:
-                visitors = options.assignment.visitors
-                return assigned_placement(sizes, intervals, limits, self._assigned(), visitors, begin)
-            return choose_placement(sizes, intervals, limits, begin)
-
-        plan = self.head.settle(self.meter.intervals, forwards, place)
+        limits = self.limits()
+        plan = self._place(self._divide_heads(limits), limits)
+        plan = replace(plan, reasons=(*plan.reasons, *self.head.reasons))
         self._allow(plan, limits)
         if options.speculates and options.clip_norm is not None and self.lanes.device.type != "cuda":
             plan = with_shadows(plan, sizes, [True] * len(sizes), limits.host_bytes)
         self.plan = plan
         return plan
+
+    def _divide_heads(self, limits: Limits) -> Sequence[MemoryInterval]:
+        """Divides heads into chunks if more state fits on the GPU then; returns the memory that a step will take."""
+        intervals = self.meter.intervals
+        self.head.end_unused()
+        for name in self.head.whole:
+            divided = self.head.divided(name, intervals, self.meter.forwards)
+            if divided is None or not self._is_better(intervals, divided, limits):
+                self.head.end(name)
+                continue
+            self.head.divide(name, intervals[0].peak_bytes - divided[0].peak_bytes)
+            intervals = divided
+        return intervals
+
+    def _is_better(self, whole: Sequence[MemoryInterval], divided: Sequence[MemoryInterval], limits: Limits) -> bool:
+        """Whether the second measurement leaves room for more state on the GPU, or the first leaves too little."""
+        try:
+            before = self._place(whole, limits)
+        except InputError:
+            return True
+        return self._place(divided, limits).places.count("gpu") > before.places.count("gpu")
+
+    def _place(self, intervals: Sequence[MemoryInterval], limits: Limits) -> Placement:
+        """Places the state of the units, given the memory of a step."""
+        sizes, assignment = self.model_state.sizes, self.options.assignment
+        begin = max((forward.peak_bytes for forward in self.meter.forwards[:2]), default=0)
+        if assignment is not None:
+            return assigned_placement(sizes, intervals, limits, self._assigned(), assignment.visitors, begin)
+        return choose_placement(sizes, intervals, limits, begin)
 
     def begin_timing(self) -> None:
         """Begins to time the passes of a step."""

@@ -62,7 +62,7 @@ class StepScheduler:
             self.window = assigned_window(self.unit_states, lanes, assignment)
         chunked, activations = chunked_names(options.activations)
         self._undo_activations = self._set_activations(activations)
-        self.head = HeadChoice(model, self.unit_states, options.head_chunks, chunked, self._gpu_bytes)
+        self.head = HeadChoice(model, self.unit_states, options.head_chunks, chunked, meter)
         self._undo: list[Callable[[], None]] = [self.head.release]
         self.num_steps = 0
         self._hooks: list[RemovableHandle] = []
@@ -77,10 +77,6 @@ class StepScheduler:
         self.placer.begin()
         self._add_hooks(model)
         meter.begin(self.unit_states)
-
-    def _gpu_bytes(self) -> int:
-        options = self.options
-        return self.meter.limits(options.clip_norm is not None, options.gpu_units).gpu_bytes
 
     def _add_hooks(self, model: nn.Module) -> None:
         for module, unit_states in self.model_state.uses:

@@ -17,7 +17,6 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from pipedejavu.facts import InputError
 from pipedejavu.hybrid.lanes import HybridLanes
 from pipedejavu.hybrid.model_unit import ModelUnit
 from pipedejavu.hybrid.placement import Place, UnitSize
@@ -350,23 +349,6 @@ def size_of(unit_state: UnitState) -> UnitSize:
         shadow_bytes=weights + resting,
         is_bound_to_host=unit_state.is_windowed or unit_state.is_moved,
     )
-
-
-def check_gradient(unit_state: UnitState, param: ParamState) -> Tensor:
-    """Returns a gradient that the backward pass has just made; raises InputError if it is wrong or unsupported."""
-    gradient, device = param.parameter.grad, unit_state.lanes.device
-    assert gradient is not None
-    if (unit_state.updated is not None or unit_state.before is not None) and not unit_state.is_windowed:
-        raise InputError(
-            f"'{param.name}' was used without a call of '{unit_state.unit.name}', whose forward waits for its"
-            " update; call synchronize() of the optimizer before each forward pass"
-        )
-    if gradient.device != device:
-        raise InputError(f"HybridAdamW was made for {device}, and the model is on {gradient.device}; move it first")
-    if gradient.is_sparse or gradient.dtype != param.parameter.dtype:
-        kind = "sparse" if gradient.is_sparse else str(gradient.dtype)
-        raise InputError(f"the gradient of '{param.name}' is {kind}; HybridAdamW takes dense {param.parameter.dtype}")
-    return gradient
 
 
 def gradients_of(params: Iterable[ParamState]) -> dict[ParamState, Tensor]:

@@ -14,7 +14,7 @@ from pipedejavu.launch.handover import Handover
 from pipedejavu.launch.measure_plan import measure_messages, measure_plan, open_model
 from pipedejavu.launch.run_check import check_run
 from pipedejavu.plan import Plan
-from pipedejavu.planner.compile_choice import choose_compile, with_mode
+from pipedejavu.planner.compile_choice import CompiledPlan, asked_plan, decide_compile, refuse_compile, with_mode
 from pipedejavu.planner.precision_choice import with_precision
 from pipedejavu.planner.replan import check_replan
 from pipedejavu.planner.worker_host import (
@@ -90,16 +90,8 @@ def plan_run(
         profile = Profile.from_json(profile_json)
         plan = with_mode(plan, options.compile)
     else:
-
-        def measure(is_compiled: bool) -> Profile:
-            measured = plan.replace(is_compiled=is_compiled)
-            return measure_plan(options, measured, machine, names, ranks, prepared, renews=renews)
-
-        def agree(plan: Plan) -> Plan:
-            return Plan.from_json(ranks.broadcast(plan.to_json().encode()))
-
-        steps = options.steps - start.step
-        plan, profile = choose_compile(plan, None, machine, options.compile, steps, measure, agree)
+        measured = options, machine, names, ranks, prepared
+        plan, profile = _settle_compile(plan, *measured, steps=options.steps - start.step, renews=renews)
     program = _compile(plan, profile, machine, ranks)
     check_runnable(program)
     epochs = ""
@@ -183,6 +175,32 @@ def _settle_precision(
     if not text:
         raise InputError(error or "the first rank refuses the precision")
     return Plan.from_json(text)
+
+
+def _settle_compile(
+    plan: Plan,
+    options: TrainOptions,
+    machine: Machine,
+    names: Sequence[str],
+    ranks: RankGroup,
+    prepared: list[Prepared],
+    *,
+    steps: int,
+    renews: bool,
+) -> CompiledPlan:
+    """Measures the units of a plan; returns the plan with the decision whether they are compiled."""
+
+    def measure(plan: Plan) -> Profile:
+        return measure_plan(options, plan, machine, names, ranks, prepared, renews=renews)
+
+    if (asked := asked_plan(plan, options.compile)) is not None:
+        return CompiledPlan(asked, measure(asked))
+    eager = measure(plan)
+    refused = refuse_compile(plan, eager, machine, steps)
+    refused = Plan.from_json(ranks.broadcast(refused.to_json().encode()))  # hosts may differ in their compilers
+    if refused.decisions != plan.decisions:
+        return CompiledPlan(refused, eager)
+    return decide_compile(plan, eager, measure(plan.replace(is_compiled=True)), machine, steps)
 
 
 def _open_pipeline(options: TrainOptions, plan: Plan) -> list[Prepared]:

@@ -1,16 +1,21 @@
 """When a rank evaluates, and what it evaluates: held-out samples, between two rounds, on all ranks together."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from pipedejavu.engine.evaluation import EvaluationRunner
 from pipedejavu.engine.handlers import Handlers
+from pipedejavu.engine.unit_random import mixed
 from pipedejavu.program import Program
 from pipedejavu.run.options import TrainOptions
+from pipedejavu.runtime.evaluation_mode import evaluation_mode
+from pipedejavu.session.evaluation import RankPlaces, run_model
+from pipedejavu.session.newest_weights import NewestWeights, final_replicas
 from pipedejavu.source.held_out_evaluation import NUM_FIGURES, Evaluation, EvaluationResult
+from pipedejavu.source.rng import preserve_rng, seed_all
 from pipedejavu.source.task import SampleOrder
 
 
@@ -29,7 +34,6 @@ class RankEvaluation:
     def __init__(self, options: TrainOptions, program: Program, order: SampleOrder):
         self.options, self.program, self.order = options, program, order
         self.evaluation = Evaluation(order.task, order.cut, max(program.sizes))
-        self._runner: EvaluationRunner | None = None
 
     def is_due(self, update: int) -> bool:
         """Whether to evaluate after an update that ends a round."""
@@ -42,11 +46,24 @@ class RankEvaluation:
         return self.order.samples(update) // size > self.order.samples(before) // size
 
     def run(self, update: int, handlers: Handlers, add_up: Callable[[Tensor], None]) -> EvaluatedStep:
-        """Evaluates the newest weights; all ranks call it together."""
-        if self._runner is None:
-            self._runner = EvaluationRunner(handlers, self.evaluation.cut.units)
-        sums = self._runner.run(self.evaluation, self.evaluation.measure, NUM_FIGURES)
-        assert sums.device == torch.device("cpu")
+        """Evaluates the newest weights; all ranks call it together.
+
+        Replicas with the same weights share the microbatches.
+        """
+        evaluation, places = self.evaluation, RankPlaces(handlers)
+        program, units = self.program, handlers.job.units
+        replicas = [NewestWeights(program, units, [handlers], n) for n in final_replicas(program, units)]
+        sums = torch.zeros(NUM_FIGURES, dtype=torch.float64)
+        modules = [module for _, module in evaluation.cut.units]
+        with torch.no_grad(), preserve_rng(handlers.device), evaluation_mode(evaluation.task.model, *modules):
+            for number in range(len(evaluation)):
+                seed_all(mixed(handlers.job.seed, number))  # a model may draw in evaluation mode too
+                weights, form = replicas[number % len(replicas)], evaluation.size(number)
+                read = partial(evaluation.inputs, number)
+                output, worker = run_model(evaluation.cut, read, form, weights, places)
+                if places.is_here(worker):
+                    sums += evaluation.measure(number, output).cpu()
+        places.finish()
         add_up(sums)
         epoch = self.order.samples(update) / len(self.order.task.data)
-        return EvaluatedStep(update, epoch, self.evaluation.result(sums.tolist()))
+        return EvaluatedStep(update, epoch, evaluation.result(sums.tolist()))

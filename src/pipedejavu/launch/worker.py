@@ -21,6 +21,7 @@ from pipedejavu.health.failure import ShortageError, WorkerError, is_shortage
 from pipedejavu.health.watchdog import HangWatchdog
 from pipedejavu.launch.handover import RunForecast
 from pipedejavu.launch.rank_evaluation import RankEvaluation
+from pipedejavu.launch.rank_monitor import RankMonitor
 from pipedejavu.launch.worker_process import WorkerLaunch, WorkerProcess, set_up_process
 from pipedejavu.one_device import start_rank
 from pipedejavu.planner.replan import PlanSwitch, Replanner, find_switch
@@ -41,7 +42,6 @@ from pipedejavu.run.worker_result import WorkerResult
 from pipedejavu.session.training_session import RankWorker, TrainingSession
 from pipedejavu.source.task import SteadyBatches, num_kept, prepare
 from pipedejavu.store import Checkpoint, CheckpointDir, Saver
-from pipedejavu.store.saver import SLOW_S
 
 
 def work(rank: int, size: int, launched: WorkerLaunch) -> None:
@@ -102,8 +102,6 @@ class Rank:
         self.throughput: ThroughputMonitor | None = None
         self.replanner: Replanner | None = None
         self.saver: Saver | None = None
-        self.stuck_told_s = 0.0
-        """How long the disk had not answered when the user was last told of it."""
         self.is_stopped = False
         self.base_bytes = resident_bytes()
 
@@ -128,8 +126,9 @@ class Rank:
                     fallback=self.folder.fallback.folder,
                 )  # fmt: skip
             device = device_of(self.program, self.rank)
-            self.reporter = MetricsReporter(self.store, self.rank, self.batches, device, self.collector, self._poll)
-            with self.reporter:
+            self.reporter = MetricsReporter(self.store, self.rank, self.batches, device, self.collector)
+            monitor = RankMonitor(self.stop_signal, self.folder, self._tell, self.throughput, self.replanner)
+            with self.reporter, monitor:
                 try:
                     handlers = self._train(checkpoint_dir)
                 except InputError:
@@ -220,21 +219,6 @@ class Rank:
         device = self.program.machine.device(worker.device)
         busy = worker.busy_s / makespan_s if makespan_s else None
         return WorkerPanel(f"{device.name} ({device.kind})", device.memory_bytes, worker.peak_bytes, busy)
-
-    def _poll(self) -> None:
-        """Checks, in a background thread, for a stop request and a stuck disk; on rank 0 also for stragglers."""
-        self.stop_signal.listen()
-        if (stuck_s := self.folder.stuck_s()) > self.stuck_told_s + SLOW_S:
-            self.stuck_told_s = stuck_s
-            self._tell(f"the disk of {self.folder.path} has not answered for {stuck_s:.0f} s; training goes on")
-        self.stuck_told_s = min(self.stuck_told_s, stuck_s)
-        for straggler in self.throughput.stragglers() if self.throughput else ():
-            self._tell(str(straggler))
-            self.folder.add_metrics(
-                {"straggler": straggler.worker, "lag": straggler.slowdown, "kinds": straggler.kinds}
-            )
-        if self.replanner:
-            self.replanner.look()
 
     def _find_switch(self, slowdowns: Sequence[float]) -> PlanSwitch | None:
         """Searches for a plan that pays, given how much slower than forecast each worker is."""

@@ -18,10 +18,10 @@ from pipedejavu.engine import Job
 from pipedejavu.engine.optimizer import Tensors
 from pipedejavu.engine.piece import PieceRunner
 from pipedejavu.engine.recompute_span import Saved, backward, like, tensors_of, with_loss
+from pipedejavu.engine.unit_random import OrderedRandom
 from pipedejavu.profile import ModelCut
 from pipedejavu.profile.model_trace import as_call
 from pipedejavu.program import Program
-from pipedejavu.runtime.recompute import generators_of
 
 Loss = Callable[[Any, Any], Tensor]
 
@@ -96,28 +96,6 @@ class WholeModel:
                     weight.mul_(1 + torch.finfo(weight.dtype).eps * signs.view_as(weight).to(weight.dtype))
 
 
-class _InOrder(PieceRunner):
-    """Runs a piece with random numbers in the order of operations, as the uncut model draws them.
-
-    A unit that is recomputed draws the same numbers again.
-    """
-
-    def __init__(self, *args: Any):
-        super().__init__(*args)
-        self._states: dict[tuple[int, int], list[Tensor]] = {}
-
-    def run_seeded(self, number: int, unit: Callable[[Any], Any], value: Any, microbatch: int) -> Any:
-        """Runs a unit; a second run on the same microbatch starts from the same generator states as the first."""
-        generators, key = generators_of(tensors_of(value)[0].device), (number, microbatch)
-        now = [generator.get_state() for generator in generators]
-        before = self._states.setdefault(key, now)
-        _restore(generators, before)
-        value = unit(value)
-        if before is not now:
-            _restore(generators, now)
-        return value
-
-
 class DividedModel:
     """Copies of a model's units, separate for each worker, run as the pieces of a program."""
 
@@ -137,7 +115,9 @@ class DividedModel:
         self.runners = []
         for number, piece in enumerate(program.pieces):
             piece_units = [(u, *units[holders[number], u]) for u in piece.units]
-            self.runners.append(_InOrder(piece_units, job.seed, program.recomputed[number]).to(device))
+            runner = PieceRunner(piece_units, job.seed, program.recomputed[number]).to(device)
+            runner.random = OrderedRandom(job.seed, piece_units)
+            self.runners.append(runner)
         self.weights = [
             {name: w.to(device).detach().requires_grad_() for name, w in runner.initial.items()}
             for runner in self.runners
@@ -203,8 +183,3 @@ def placed(value: Any, device: torch.device) -> Any:
 def leaves_of(output: Any) -> list[Tensor]:
     """Returns the detached tensors of an output."""
     return [leaf.detach() for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)]
-
-
-def _restore(generators: Sequence[torch.Generator], states: Sequence[Tensor]) -> None:
-    for generator, state in zip(generators, states, strict=True):
-        generator.set_state(state)

@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pipedejavu.engine.piece import PieceRunner, Unit
+from pipedejavu.engine.piece import PieceRunner
 from pipedejavu.engine.recompute_span import like, tensors_of
+from pipedejavu.engine.unit_random import Unit
 from pipedejavu.program import ActionKind
 from pipedejavu.runtime.compiled_unit import LossCall
 from pipedejavu.runtime.deferred_head import DeferredHead
@@ -50,7 +51,7 @@ class UnitChain:
             use = runner.head if is_last else None
             call, has_loss = self._call(runner, unit, microbatch, head if is_last else None)
             with nullcontext() if use is None else DeferredHead(use):
-                value = runner.run_unit(number, call, value, microbatch)
+                value = runner.random.run(number, call, value, microbatch)
             if is_recorded and use is None:  # a gradient of deferred logits never exists
                 _watch(value, lambda _, number=number: passed(ActionKind.BACKWARD, number))
         loss: Tensor = value if has_loss else self._loss(value, targets)

@@ -1,13 +1,13 @@
 """Whether the units of a plan run compiled: if the steps asked for repay the compilation.
 
-The profile is measured with what runs. `auto` first compares the most that compiling could gain with what it costs, and
-measures compiled units only if that pays.
+The profile is that of what runs. With `auto`, the most that compiling could gain is first compared with what it costs;
+compiled units are measured only if that could pay.
 """
 
 import importlib.util
 import os
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Literal, NamedTuple
 
 from pipedejavu.facts import InputError, Machine, Profile, format_seconds
@@ -38,32 +38,25 @@ class CompiledPlan(NamedTuple):
     profile: Profile
 
 
-def choose_compile(
-    plan: Plan,
-    profile: Profile | None,
-    machine: Machine,
-    mode: CompileMode,
-    steps: int | None,
-    measure: Callable[[bool], Profile],
-    agree: Callable[[Plan], Plan] = lambda plan: plan,
-) -> CompiledPlan:
-    """Decides whether the units of a plan are compiled.
-
-    `profile` is that of eager units, if it is known; `measure` measures units, compiled or not. `agree` returns the
-    plan of the first of several processes. `steps` is None for a loop of unknown length.
-    """
-    if steps is None:
-        steps = max(ASSUMED_STEPS[type_] for type_ in _types(plan, machine))
+def asked_plan(plan: Plan, mode: CompileMode) -> Plan | None:
+    """Returns the plan with its units compiled or not, as the user or the plan asks; None if measurements decide."""
     if mode == "on" or (mode == "auto" and plan.is_compiled):
         check_order(plan)
-        return CompiledPlan(plan.replace(is_compiled=True), measure(True))
-    eager = profile or measure(False)
-    if mode == "off":
-        return CompiledPlan(plan.replace(is_compiled=False), eager)
-    refusal = agree(_with(plan, _refusal(plan, eager, machine, steps)))
-    if refusal.decisions != plan.decisions:
-        return CompiledPlan(refusal, eager)
-    compiled = measure(True)
+        return plan.replace(is_compiled=True)
+    return plan.replace(is_compiled=False) if mode == "off" else None
+
+
+def refuse_compile(plan: Plan, eager: Profile, machine: Machine, steps: int | None) -> Plan:
+    """Returns the plan with the decision not to compile if that is known before compiled units are measured.
+
+    Otherwise returns the plan as it is. `steps` is None for a loop of unknown length.
+    """
+    return _with(plan, _refusal(plan, eager, machine, _num_steps(plan, machine, steps)))
+
+
+def decide_compile(plan: Plan, eager: Profile, compiled: Profile, machine: Machine, steps: int | None) -> CompiledPlan:
+    """Decides, by measurements of both, whether the units of a plan are compiled."""
+    steps = _num_steps(plan, machine, steps)
     gain_s = _step_s(plan, eager, machine) - _step_s(plan.replace(is_compiled=True), compiled, machine)
     cost_s = _cost_s(plan, eager, machine)
     gain = f"it saves {format_seconds(max(gain_s, 0.0))} of a step as measured"
@@ -73,6 +66,11 @@ def choose_compile(
     reason = f"{gain}, which repays about {format_seconds(cost_s)} of compiling within {steps} steps"
     decision = Decision(axis="compile", choice="on", reason=reason)
     return CompiledPlan(plan.replace(is_compiled=True, decisions=(*plan.decisions, decision)), compiled)
+
+
+def _num_steps(plan: Plan, machine: Machine, steps: int | None) -> int:
+    """Returns the steps, or an assumed number if the loop does not say."""
+    return max(ASSUMED_STEPS[type_] for type_ in _types(plan, machine)) if steps is None else steps
 
 
 def with_mode(plan: Plan, mode: CompileMode) -> Plan:

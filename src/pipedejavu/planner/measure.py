@@ -5,15 +5,13 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from pipedejavu.engine import Job, Optimizer
-from pipedejavu.engine.optimizer import LOW, Tensors
+from pipedejavu.engine import Job
 from pipedejavu.facts import Profile
-from pipedejavu.plan import Plan, Precision
+from pipedejavu.plan import Plan
+from pipedejavu.planner.unit_update import updates_of
 from pipedejavu.profile import UnitSample, make_samples, measure_profile
 from pipedejavu.profile.line_fit import fit_line
-from pipedejavu.profile.unit_time import PLAIN, MakeUpdate
 from pipedejavu.runtime.compiled_unit import UnitCompiler
 
 _REPEATS = 8
@@ -75,25 +73,3 @@ def _batch_times(make: Make, samples: int) -> list[float]:
         make(range(n * samples, (n + 1) * samples))
         times.append(time.perf_counter() - start)
     return times[1:]  # the first also shuffles the data
-
-
-def updates_of(optimizer: Optimizer, precision: Precision = PLAIN) -> MakeUpdate:
-    """Returns a function that builds the engine's update of some parameters, for timing."""
-
-    def make(parameters: Sequence[Tensor]) -> Callable[[], None]:
-        weights = {str(n): parameter for n, parameter in enumerate(parameters)}
-        gradients = {name: torch.full_like(weight, 1e-3) for name, weight in weights.items()}
-        state: dict[str, Tensors] = {}
-        out = gradients
-        halves = {name: w for name, w in weights.items() if precision.is_split and w.dtype == torch.bfloat16}
-        if halves:
-            state = {name: {LOW: torch.zeros_like(w, dtype=torch.int16)} for name, w in halves.items()}
-            if precision.accumulate == "fp32":
-                gradients = gradients | {name: gradients[name].float() for name in halves}
-
-        def update() -> None:
-            optimizer.step(0, weights, gradients, state, 1.0, out=out)
-
-        return update
-
-    return make

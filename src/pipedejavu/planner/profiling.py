@@ -11,7 +11,8 @@ from pipedejavu.data.data_choice import DataChoice
 from pipedejavu.engine import AdamW, Job
 from pipedejavu.facts import Device, InputError, Machine, Profile, part_kind
 from pipedejavu.plan import Precision
-from pipedejavu.planner.measure import Make, silent_compiler, updates_of, with_batches
+from pipedejavu.planner.measure import Make, silent_compiler, with_batches
+from pipedejavu.planner.unit_update import updates_of
 from pipedejavu.planner.worker_host import read_worker_hosts
 from pipedejavu.probe import read_shape
 from pipedejavu.probe.machine_shape import num_cores

@@ -11,7 +11,7 @@ from torch import nn
 from pipedejavu.facts import HeadForm
 from pipedejavu.profile.operator_count import UnitWork, count_step
 from pipedejavu.profile.unit_step import LossHead, NullMeter, StepMeter, run_step, tensors_of
-from pipedejavu.runtime.deferred_head import DeferredHead
+from pipedejavu.runtime.deferred_head import DeferringUnit
 from pipedejavu.runtime.deferred_logits import HeadUse
 
 CHUNKS = (4, 16)
@@ -27,19 +27,6 @@ class Watch(StepMeter, Protocol):
 
     def time_s(self, name: str) -> float:
         """Returns the time of a part."""
-
-
-class _HeadUnit(nn.Module):
-    """A unit whose head defers its logits."""
-
-    def __init__(self, unit: nn.Module, use: HeadUse):
-        super().__init__()
-        self.unit, self.use = unit, use
-
-    def forward(self, value: Any) -> Any:
-        """Runs the unit."""
-        with DeferredHead(self.use):
-            return self.unit(value)
 
 
 def measure_head(
@@ -59,10 +46,10 @@ def measure_head(
     `work` is the counted work of the unit, and `watch` makes a stopwatch for one pass.
     """
     unit, use = copy.deepcopy(module).to(device), HeadUse()
-    run_step(_HeadUnit(unit, use), value, head, is_first, NullMeter())
+    run_step(DeferringUnit(unit, use), value, head, is_first, NullMeter())
     if not use.num_losses or use.reads:
         return ()
-    units = {1: unit} | {chunks: _HeadUnit(unit, HeadUse(chunks, is_early=False)) for chunks in CHUNKS}
+    units = {1: unit} | {chunks: DeferringUnit(unit, HeadUse(chunks, is_early=False)) for chunks in CHUNKS}
     works = {1: work} | {chunks: count_step(units[chunks], value, head, is_first) for chunks in CHUNKS}
     output_bytes, logits_bytes = sum(t.nbytes for t in tensors_of(work.output)), use.num_logits * use.itemsize
     ratios: dict[int, dict[str, float]] = {chunks: {} for chunks in units}

@@ -1,37 +1,16 @@
-"""Counts the work of a unit's operations: FLOP, bytes read and written, bytes saved for backward, temporary bytes.
+"""Counts the work of a unit's step: FLOP, bytes read and written, bytes saved for backward, temporary bytes."""
 
-It works on real and fake tensors. Workspace that an operation allocates and frees before it returns, as convolutions
-do, is counted only on a GPU, where the allocator reports it.
-"""
-
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, NamedTuple
-from weakref import ref
+from typing import Any
 
-import torch
-from torch import Tensor, nn
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+from torch import nn
 
 from pipedejavu.facts import InputError
-from pipedejavu.profile.operator import classify
+from pipedejavu.profile.operator_meter import OperatorMeter, OperatorWork, storage_id
 from pipedejavu.profile.segment import refusal_of_branches
 from pipedejavu.profile.unit_step import LossHead, detached, run_step, tensors_of
-from pipedejavu.runtime.product_rule import repeatable
-
-
-class OperatorWork(NamedTuple):
-    """The work of one operation."""
-
-    flop: int
-    size_bytes: int
-    """Bytes read and written."""
-    class_: str
-    """Class of operators with similar efficiency."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +43,7 @@ class UnitWork:
 
 def count_step(module: nn.Module, value: Any, head: LossHead | None, is_first: bool) -> UnitWork:
     """Runs each part of a unit's step once and counts its work."""
-    meter = _Counter(module)
+    meter = OperatorMeter(module)
     try:
         output = run_step(module, value, head, is_first, meter)
     except NotImplementedError as error:
@@ -72,9 +51,9 @@ def count_step(module: nn.Module, value: Any, head: LossHead | None, is_first: b
         if not is_of_branches:
             raise
         raise InputError(f"a {type(module).__name__} cannot run: {refusal_of_branches(text.split()[0])}") from None
-    held = {_storage_id(t) for t in (*module.parameters(), *module.buffers())}
+    held = {storage_id(t) for t in (*module.parameters(), *module.buffers())}
     saved = {where: size for where, size in meter.saved.items() if where not in held}
-    returned = {_storage_id(t) for t in tensors_of(output)}
+    returned = {storage_id(t) for t in tensors_of(output)}
     forward = meter.changes["forward"]
     return UnitWork(
         parts={name: tuple(done) for name, done in meter.parts.items()},
@@ -89,139 +68,3 @@ def count_step(module: nn.Module, value: Any, head: LossHead | None, is_first: b
 
 def _most(changes: Iterable[tuple[int, int]]) -> int:
     return max(accumulate((size for _, size in changes), initial=0))
-
-
-class _Counter:
-    """Counts operations, the memory that they allocate, and the tensors that the forward saves."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self.module = module
-        self.parts: dict[str, list[OperatorWork]] = {}
-        self.saved: dict[int, int] = {}
-        """Size of each storage that holds a saved tensor."""
-        self.made: set[int] = set()
-        """The saved storages that an operation of the forward allocated; others are parameters, buffers and inputs."""
-        self.changes: dict[str, list[tuple[int, int]]] = {}
-        """By part of the step: id and signed size of each allocation and release, except gradients of weights."""
-        self._alive: dict[int, tuple[int, ref[Any]]] = {}
-        """Ids of the storages that operations allocated and that still exist."""
-        self._changes: list[tuple[int, int]] = []
-        self._count = 0
-
-    @contextmanager
-    def part(self, name: str) -> Iterator[None]:
-        """Counts what runs inside the `with` block."""
-        saved: list[Tensor] = []  # ids are unique while these live
-
-        def keep(tensor: Tensor) -> Tensor:
-            saved.append(tensor)
-            return tensor.detach()  # else a node would hold its own output and never be freed
-
-        done = self.parts.setdefault(name, [])
-        self._changes = []
-        with torch.autograd.graph.saved_tensors_hooks(keep, repeatable(lambda tensor: tensor)), _Operations(done, self):
-            yield
-        made = [self._alive.get(_storage_id(p.grad)) for p in self.module.parameters() if p.grad is not None]
-        gradients = {allocation[0] for allocation in made if allocation is not None}
-        self.changes[name] = [(number, size) for number, size in self._changes if number not in gradients]
-        if name == "forward":
-            self.saved = {_storage_id(t): t.untyped_storage().nbytes() for t in saved}
-            self.made = self.saved.keys() & self._alive.keys()
-        saved.clear()  # the graph holds `keep`; the backward must be able to free what it has read
-
-    def track(self, tensor: Tensor) -> None:
-        """Records an allocation, and later its release."""
-        memory = tensor.untyped_storage()
-        where, size = _storage_id(tensor), memory.nbytes()
-        if where in self._alive:
-            return
-        self._count += 1
-        number = self._count
-
-        def gone(_: object) -> None:
-            del self._alive[where]
-            self._changes.append((number, -size))
-
-        self._alive[where] = number, ref(memory, gone)
-        self._changes.append((number, size))
-
-    def add_workspace(self, size_bytes: int) -> None:
-        """Records memory that an operation allocated and released."""
-        self._count += 1
-        self._changes += [(self._count, size_bytes), (self._count, -size_bytes)]
-
-
-class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Records every operation that moves bytes, and every new storage."""
-
-    def __init__(self, done: list[OperatorWork], memory: _Counter):
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.done, self.memory = done, memory
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """Returns False, so that torch does not import Dynamo, which takes longer than most counts."""
-        return False
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Runs an operation and records it."""
-        kwargs = kwargs or {}
-        inputs = _tensors((args, kwargs))
-        gpu = next((t.device for t in inputs if t.is_cuda), None)
-        if gpu:
-            torch.cuda.reset_peak_memory_stats(gpu)
-        output = func(*args, **kwargs)
-        made = _tensors(output)
-        before = {_storage_id(t) for t in inputs}
-        for tensor in made:
-            if _storage_id(tensor) not in before:
-                self.memory.track(tensor)
-        if gpu:
-            self.memory.add_workspace(torch.cuda.max_memory_allocated(gpu) - torch.cuda.memory_allocated(gpu))
-        if made and not func.is_view and func._overloadpacket not in _FREE:
-            count = _FLOP.get(func._overloadpacket)
-            flop = count(*args, **kwargs, out_val=output) if count else 0
-            read_bytes, made_bytes = ([t.nbytes for t in tensors] for tensors in (inputs, made))
-            if func._overloadpacket is torch.ops.aten.embedding:
-                read_bytes[0] = min(read_bytes[0], sum(made_bytes))  # an embedding reads only some rows of its table
-            class_ = classify(func._overloadpacket.__name__)
-            self.done.append(OperatorWork(int(flop), sum(read_bytes) + sum(made_bytes), class_))
-        return output
-
-
-def _tensors(tree: Any) -> list[Tensor]:
-    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
-
-
-def _storage_id(tensor: Tensor) -> int:
-    """Returns an id of a tensor's storage, even of a fake tensor; valid while the tensor lives."""
-    storage_id: int = tensor.untyped_storage()._cdata
-    return storage_id
-
-
-def _with_heads_of(query: Tensor, *tensors: Tensor) -> list[torch.Size]:
-    """Returns shapes with as many heads as the query: several of its heads may share one key and value."""
-    return [torch.Size((*tensor.shape[:-3], query.shape[-3], *tensor.shape[-2:])) for tensor in tensors]
-
-
-def _attention(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> int:
-    return int(sdpa_flop_count(query.shape, *_with_heads_of(query, key, value)))  # type: ignore[no-untyped-call]
-
-
-def _attention_backward(gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> int:
-    shapes = gradient.shape, query.shape, *_with_heads_of(query, key, value)
-    return int(sdpa_backward_flop_count(*shapes))  # type: ignore[no-untyped-call]
-
-
-_FREE = frozenset(
-    getattr(torch.ops.aten, name) for name in ("_unsafe_view", "empty", "empty_like", "empty_strided", "new_empty")
-)
-"""Operations, other than views, that touch no bytes."""
-
-_KERNELS = ("flash_attention", "efficient_attention", "cudnn_attention", "flash_attention_for_cpu")
-_FLOP: dict[Any, Any] = {
-    **flop_registry,
-    **{getattr(torch.ops.aten, f"_scaled_dot_product_{kernel}"): _attention for kernel in _KERNELS},
-    **{getattr(torch.ops.aten, f"_scaled_dot_product_{kernel}_backward"): _attention_backward for kernel in _KERNELS},
-}
-"""Torch's FLOP counts, the ones that it lacks, and attention whose heads share keys and values."""

@@ -15,7 +15,8 @@ from pipedejavu.facts import Device, InputError, Machine, Profile, Unit, UnitTim
 from pipedejavu.profile.dedup import unit_key
 from pipedejavu.profile.line_fit import fit_line
 from pipedejavu.profile.meta_model import mode_of
-from pipedejavu.profile.operator_count import OperatorWork, UnitWork, count_step
+from pipedejavu.profile.operator_count import UnitWork, count_step
+from pipedejavu.profile.operator_meter import OperatorWork
 from pipedejavu.profile.predictor import Efficiency
 from pipedejavu.profile.unit_sample import UnitSample
 from pipedejavu.profile.unit_step import PARTS, LossHead

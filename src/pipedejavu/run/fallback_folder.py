@@ -3,7 +3,7 @@
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -11,6 +11,7 @@ from safetensors import SafetensorError
 
 from pipedejavu.facts import InputError, format_bytes
 from pipedejavu.facts.printable import tell
+from pipedejavu.run.final_file import FinalFile
 from pipedejavu.store.saver import PATIENCE_S, RETRY_S
 
 _MARGIN_BYTES = 2**20
@@ -45,11 +46,11 @@ class Fallback:
         """Takes over the fallback folder of another process of the run, which has retried the run's disk already."""
         self.path, self.moved, self._until_s = path, self.moved | moved, time.monotonic()
 
-    def write(self, path: Path, size_bytes: int, write: Callable[[Path], object]) -> None:
+    def write(self, path: Path, file: FinalFile) -> None:
         """Writes a file to `path`, or to the fallback folder after retries; raises InputError if both fail."""
         while True:
             try:
-                write(path)
+                file.write(path)
             except (OSError, InputError, SafetensorError) as error:
                 reason = _reason(error)
             else:
@@ -61,8 +62,8 @@ class Fallback:
                 break
             time.sleep(RETRY_S)
         try:
-            target = self.folder(size_bytes) / path.name
-            write(target)
+            target = self.folder(file.size_bytes) / path.name
+            file.write(target)
         except (OSError, InputError, SafetensorError) as error:
             nor = f"nor elsewhere: {_reason(error)}"
             raise InputError(f"cannot write {path}: {reason}; {nor}; make room, and go on with --resume") from None

@@ -9,7 +9,7 @@ import resource
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -68,11 +68,8 @@ class MetricsReporter:
         batches: Batches,
         device: torch.device,
         collector: "MetricsCollector | None",
-        listen: Callable[[], None] = lambda: None,
     ):
-        """`listen` is called once per report interval."""
         self.store, self.rank, self.batches, self.device, self.collector = store, rank, batches, device, collector
-        self.listen = listen
         self.started_s = time.perf_counter()
         self.busy: dict[str, float] = {}
         """Busy fraction of each lane in the last round."""
@@ -146,7 +143,6 @@ class MetricsReporter:
         with suppress(RuntimeError):  # the process that hosts the store has ended; the run itself reports why
             while not self._ended.wait(INTERVAL_S):
                 self.send()
-                self.listen()
 
     def _take_reports(self) -> None:
         assert self.collector is not None

@@ -1,7 +1,9 @@
-"""Reads metrics.jsonl: one JSON object per line; rows that this program cannot have written are ignored."""
+"""Reads and extends metrics.jsonl: one JSON object per line; rows that this program cannot have written are ignored."""
 
+import errno
 import json
 import math
+import os
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -93,3 +95,15 @@ def _is_count(value: Any) -> bool:
 
 def _is_amount(value: Any) -> bool:
     return _is_number(value) and math.isfinite(value) and 0 <= value < _MOST
+
+
+def append_metrics(path: Path, data: bytes) -> None:
+    """Appends bytes to a file, all or none of them; does not follow links or block on a FIFO."""
+    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK, 0o644)
+    try:
+        before = os.fstat(file).st_size
+        if os.write(file, data) < len(data):
+            os.ftruncate(file, before)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+    finally:
+        os.close(file)

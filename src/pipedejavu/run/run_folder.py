@@ -1,8 +1,6 @@
 """The run folder: the files that a run reads and writes, and their names."""
 
-import errno
 import math
-import os
 import threading
 import time
 from collections.abc import Iterable, Mapping
@@ -11,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from pydantic import Field
-from safetensors.torch import save_file
 from torch import Tensor
 
 from pipedejavu.facts import (
@@ -21,16 +18,16 @@ from pipedejavu.facts import (
     Record,
     Timeline,
     remove,
-    replace_file,
     to_json_text,
     write_file,
 )
-from pipedejavu.facts.file import fresh_path, read_regular, sync_folder
+from pipedejavu.facts.file import read_regular
 from pipedejavu.plan import Plan
 from pipedejavu.program import Program
 from pipedejavu.program import compile as compile_plan
 from pipedejavu.run.fallback_folder import Fallback
-from pipedejavu.run.metrics_file import MOST_BYTES, read_metrics, step_of
+from pipedejavu.run.final_file import ModelFile, PendingMetrics, TextFile
+from pipedejavu.run.metrics_file import MOST_BYTES, append_metrics, read_metrics, step_of
 from pipedejavu.run.options import TrainOptions
 from pipedejavu.run.settings import Settings
 from pipedejavu.run.worker_result import Weights
@@ -184,25 +181,11 @@ class RunFolder:
 
     def write_model(self, trained: dict[str, Tensor]) -> None:
         """Writes a model's state dict atomically; to the fallback folder if the disk refuses it."""
-
-        def write(path: Path) -> None:
-            temporary = fresh_path(path)
-            try:
-                for old in path.parent.glob(f"{path.name}.*.tmp"):  # left by a killed run
-                    remove(old)
-                save_file(trained, temporary)
-                _sync(temporary)
-                temporary.replace(path)
-                sync_folder(path.parent)
-            except BaseException:
-                remove(temporary)
-                raise
-
-        self.fallback.write(self.model, sum(weight.nbytes for weight in trained.values()), write)
+        self.fallback.write(self.model, ModelFile(trained))
 
     def write_last(self, path: Path, text: str) -> None:
         """Writes one of the run's final files; to the fallback folder if the disk refuses it."""
-        self.fallback.write(path, len(text.encode()), lambda target: write_file(target, text))
+        self.fallback.write(path, TextFile(text))
 
     def remove_parts(self) -> None:
         """Removes the files that only the workers needed."""
@@ -219,7 +202,7 @@ class RunFolder:
             self._since_s = time.monotonic()
             try:
                 data = self._unwritten
-                _append(self.metrics, data)
+                append_metrics(self.metrics, data)
                 with self._lock:
                     self._unwritten = self._unwritten[len(data) :]
             except OSError:
@@ -252,33 +235,5 @@ class RunFolder:
             before = b""
             with suppress(OSError):
                 before = read_regular(self.metrics, MOST_BYTES)
-
-            def write(path: Path) -> None:
-                if path == self.metrics:
-                    _append(path, self._unwritten)
-                else:
-                    replace_file(path, before + self._unwritten)
-
-            self.fallback.write(self.metrics, len(before) + len(self._unwritten), write)
+            self.fallback.write(self.metrics, PendingMetrics(self.metrics, before, self._unwritten))
             self._unwritten = b""
-
-
-def _sync(path: Path) -> None:
-    """Flushes a file to the disk; some file systems report a full disk only then."""
-    file = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(file)
-    finally:
-        os.close(file)
-
-
-def _append(path: Path, data: bytes) -> None:
-    """Appends bytes to a file, all or none of them; does not follow links or block on a FIFO."""
-    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK, 0o644)
-    try:
-        before = os.fstat(file).st_size
-        if os.write(file, data) < len(data):
-            os.ftruncate(file, before)
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
-    finally:
-        os.close(file)

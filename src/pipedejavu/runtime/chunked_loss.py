@@ -12,7 +12,7 @@ the forward, with one product per chunk less; until the backward they need V · 
 in the backward from the logits, made again; until then only the hidden states are kept.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
@@ -23,10 +23,7 @@ from torch.autograd.function import once_differentiable
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional
 
-from pipedejavu.runtime.fused_loss import can_fuse, fused_loss_
-
-Pointwise = Callable[[Tensor], Tensor]
-"""What lies between a head and its loss: maps the logits of some tokens, each on its own."""
+from pipedejavu.runtime.fused_loss import Pointwise, apply_all, can_fuse, fused_loss_
 
 
 def bytes_per_logit(itemsize: int) -> int:
@@ -42,7 +39,7 @@ class LossSettings(NamedTuple):
     label_smoothing: float = 0.0
 
 
-class _Call(NamedTuple):
+class _ChunkedCall(NamedTuple):
     """One call of the chunked loss: all that is not a tensor."""
 
     pointwise: Pointwise
@@ -63,10 +60,10 @@ def chunked_cross_entropy(
     *,
     num_chunks: int,
     settings: LossSettings = LossSettings(),  # noqa: B008 (a tuple)
-    pointwise: Pointwise = lambda logits: logits,
+    pointwise: Pointwise = (),
     is_early: bool = True,
 ) -> Tensor:
-    """Returns the cross-entropy of `pointwise(linear(hidden, weight, bias))` with the class indices `targets`.
+    """Returns the cross-entropy of `linear(hidden, weight, bias)`, after `pointwise`, with the class indices `targets`.
 
     `hidden` has the dtype of `weight` and one row per target. The result is that of `cross_entropy`: a number, or one
     per token with reduction "none". The gradient is early or late, as above; it is always late for float16, whose loss
@@ -77,7 +74,7 @@ def chunked_cross_entropy(
     autocast = kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
     is_plain = class_weights is None and settings.label_smoothing == 0.0
     is_fused = can_fuse(hidden.dtype, is_plain=is_plain, pointwise=pointwise)
-    call = _Call(pointwise, settings, max(1, min(num_chunks, len(hidden))), is_early, autocast, is_fused)
+    call = _ChunkedCall(pointwise, settings, max(1, min(num_chunks, len(hidden))), is_early, autocast, is_fused)
     loss: Tensor = _ChunkedLoss.apply(call, hidden, weight, bias, targets, class_weights)  # type: ignore[no-untyped-call]
     return loss
 
@@ -88,7 +85,7 @@ class _ChunkedLoss(Function):
     @staticmethod
     def forward(
         ctx: Any,
-        call: _Call,
+        call: _ChunkedCall,
         hidden: Tensor,
         weight: Tensor,
         bias: Tensor | None,
@@ -117,7 +114,7 @@ class _ChunkedLoss(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, upstream: Tensor) -> Any:
-        call: _Call = ctx.call
+        call: _ChunkedCall = ctx.call
         if call.is_early:
             scaled = [None if g is None else g * upstream for g in ctx.saved_tensors]
             return None, *scaled, None, None
@@ -172,7 +169,7 @@ class _Gradients:
         return self._of_hidden, None if of_weight is None else of_weight.to(self.weight.dtype), of_bias
 
 
-def _rows(call: _Call, hidden: Tensor) -> Iterator[slice]:
+def _rows(call: _ChunkedCall, hidden: Tensor) -> Iterator[slice]:
     """Yields the rows of each chunk: all chunks have one size but for the last."""
     size = -(-len(hidden) // call.num_chunks) or 1
     for start in range(0, max(1, len(hidden)), size):
@@ -180,7 +177,7 @@ def _rows(call: _Call, hidden: Tensor) -> Iterator[slice]:
 
 
 def _chunk(
-    call: _Call,
+    call: _ChunkedCall,
     hidden: Tensor,
     weight: Tensor,
     bias: Tensor | None,
@@ -203,16 +200,16 @@ def _chunk(
         return loss.to(_loss_dtype(call, hidden)), logits
 
 
-def _loss_dtype(call: _Call, hidden: Tensor) -> torch.dtype:
+def _loss_dtype(call: _ChunkedCall, hidden: Tensor) -> torch.dtype:
     """Returns the dtype of a loss that is not fused."""
     kind, _, is_enabled = call.autocast
     if is_enabled and kind == "cuda":
         return torch.float32
-    return call.pointwise(torch.empty((1, 1), dtype=hidden.dtype)).dtype
+    return apply_all(call.pointwise, torch.empty((1, 1), dtype=hidden.dtype)).dtype
 
 
 def _loss_of(
-    call: _Call,
+    call: _ChunkedCall,
     hidden: Tensor,
     weight: Tensor,
     bias: Tensor | None,
@@ -229,7 +226,7 @@ def _loss_of(
     with torch.set_grad_enabled(keeps_graph), saved_tensors_hooks(_same, _same):
         leaf.requires_grad_(keeps_graph)
         with _without_autocast(hidden):
-            logits = call.pointwise(leaf)
+            logits = apply_all(call.pointwise, leaf)
         with torch.autocast(kind, dtype, is_enabled):
             loss = functional.cross_entropy(
                 logits,
@@ -251,7 +248,7 @@ def _gradient(loss: Tensor, leaf: Tensor, upstream: Tensor) -> Tensor:
     return torch.autograd.grad(loss, leaf, upstream.to(loss.dtype).expand(loss.shape))[0]
 
 
-def _divisor(call: _Call, targets: Tensor, class_weights: Tensor | None) -> Tensor | None:
+def _divisor(call: _ChunkedCall, targets: Tensor, class_weights: Tensor | None) -> Tensor | None:
     """Returns what a mean divides by: the tokens that count, or the sum of their weights; None if it is no mean."""
     if call.settings.reduction != "mean":
         return None
@@ -261,7 +258,7 @@ def _divisor(call: _Call, targets: Tensor, class_weights: Tensor | None) -> Tens
     return (class_weights[targets.masked_fill(~counts, 0)] * counts).sum()
 
 
-def _joined(call: _Call, losses: list[Tensor], divisor: Tensor | None) -> Tensor:
+def _joined(call: _ChunkedCall, losses: list[Tensor], divisor: Tensor | None) -> Tensor:
     """Returns the loss of all chunks from the loss of each."""
     if call.settings.reduction == "none":
         return torch.cat(losses)

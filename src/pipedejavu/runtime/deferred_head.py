@@ -12,8 +12,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from pipedejavu.runtime.deferred_logits import HeadUse, Origin, Source, link
-from pipedejavu.runtime.logits_rule import RULES
+from pipedejavu.runtime.deferred_logits import HeadUse, Origin, link
+from pipedejavu.runtime.logits_source import LogitsSource
 
 _LINEAR = (functional.linear, torch.ops.aten.linear.default)
 
@@ -32,6 +32,19 @@ class DeferredHead(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
+class DeferringUnit(nn.Module):
+    """A unit whose linear layers return deferred logits."""
+
+    def __init__(self, unit: nn.Module, use: HeadUse):
+        super().__init__()
+        self.unit, self.use = unit, use
+
+    def forward(self, value: Any) -> Any:
+        """Runs the unit."""
+        with DeferredHead(self.use):
+            return self.unit(value)
+
+
 def _defer(use: HeadUse, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:  # noqa: A002
     """Returns the logits of a head, deferred, with the casts that autocast would make."""
     inputs = [tensor for tensor in (input, weight, bias) if tensor is not None]
@@ -42,7 +55,8 @@ def _defer(use: HeadUse, input: Tensor, weight: Tensor, bias: Tensor | None = No
     is_alike = len({(tensor.dtype, tensor.device) for tensor in casts}) == 1 and input.is_floating_point()
     if not is_plain or not is_alike or weight.dim() != 2 or input.dim() < 2 or input.shape[-1] != weight.shape[1]:
         return functional.linear(input, weight, bias)
-    source = Source(hidden=casts[0], weight=casts[1], bias=casts[2] if bias is not None else None)
-    logits = link(source, torch.empty((*input.shape[:-1], len(weight)), dtype=casts[0].dtype, device="meta"))
-    logits.origin = Origin(use, inputs, RULES)
+    form = torch.empty((*input.shape[:-1], len(weight)), dtype=casts[0].dtype, device="meta")
+    cast_bias = casts[2] if bias is not None else None
+    logits = link(LogitsSource(hidden=casts[0], weight=casts[1], bias=cast_bias, form=form))
+    logits.origin = Origin(use, inputs)
     return logits

@@ -1,15 +1,15 @@
 """Logits that are not computed yet: a tensor that stands for `linear(hidden, weight, bias)` and what is done to it.
 
-A head that runs inside `DeferredHead` returns such a tensor. `logits_rule` follows the operations that usually lie
-between a head and its loss: casts, views, slices of tokens, multiplication by numbers, tanh. `cross_entropy` runs in
-chunks of tokens. Any other operation computes the logits first and continues on an ordinary tensor, so the result of
+A head that runs inside `DeferredHead` returns such a tensor. `logits_rule` has a rule for each operation that usually
+lies between a head and its loss: casts, views, slices of tokens, multiplication by numbers, tanh. `cross_entropy` runs
+in chunks of tokens. Any other operation computes the logits first and continues on an ordinary tensor, so the result of
 every program is the same.
 
     hidden ── linear ── float ── view ── cross_entropy        runs in chunks
                           └───── argmax                       computes the logits
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,8 +20,10 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 from torch.utils import _pytree as pytree
 
-Rule = Callable[..., Any]
-"""Takes deferred logits, an operation and its other arguments; returns NotImplemented if it does not know these."""
+from pipedejavu.runtime.chunked_loss import chunked_cross_entropy
+from pipedejavu.runtime.fused_loss import can_fuse
+from pipedejavu.runtime.logits_rule import RULES, ClassLoss, name_of
+from pipedejavu.runtime.logits_source import DerivedLogits, LogitsSource, TensorOperation
 
 _FORMS = frozenset(
     (
@@ -59,34 +61,21 @@ class HeadUse:
     version: int = 0
     """Goes up when the weights of the head change; logits that were deferred before cannot be computed any more."""
 
-
-@dataclass(frozen=True, kw_only=True)
-class Source:
-    """What deferred logits are made of."""
-
-    hidden: Tensor
-    """The head's input, one row per row of logits: the token dimensions are those of the logits, in their order."""
-    weight: Tensor
-    bias: Tensor | None
-    pointwise: tuple[Callable[[Tensor], Tensor], ...] = ()
-    """What is done to each of the logits, in order."""
-    is_class_second: bool = False
-    """Whether the vocabulary is dimension 1, and not the last one."""
-
-    def compute(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Returns the logits."""
-        with torch.autocast(hidden.device.type, enabled=False):
-            logits = functional.linear(hidden, weight, bias)
-            for function in self.pointwise:
-                logits = function(logits)
-        return logits.movedim(-1, 1) if self.is_class_second else logits
+    def note_loss(self, source: LogitsSource, loss: ClassLoss) -> None:
+        """Counts a cross-entropy that can run in chunks, and updates the number of chunks."""
+        self.num_losses += 1
+        (self.num_classes, self.width), self.itemsize = source.weight.shape, source.hidden.element_size()
+        self.num_logits = loss.targets.numel() * self.num_classes
+        self.is_fused = can_fuse(source.hidden.dtype, is_plain=loss.is_plain, pointwise=source.pointwise)
+        if self.choose is not None:
+            self.num_chunks = self.choose(self)
 
 
 class Origin:
     """A run of a head: counts its uses, and knows whether its logits can still be computed."""
 
-    def __init__(self, use: HeadUse, inputs: Sequence[Tensor | None], rules: Mapping[str, Rule]):
-        self.use, self.version, self.rules = use, use.version, rules
+    def __init__(self, use: HeadUse, inputs: Sequence[Tensor | None]):
+        self.use, self.version = use, use.version
         self.inputs = [tensor for tensor in inputs if tensor is not None]
         self.versions = [*map(_version, self.inputs)]
 
@@ -103,12 +92,10 @@ class Origin:
 class DeferredLogits(Tensor):
     """Logits that are computed when an operation needs them."""
 
-    source: Source
+    source: LogitsSource
     origin: Origin
-    form: Tensor
-    """A tensor on the meta device with the shape and strides that these logits would have."""
     _parent: "DeferredLogits | None"
-    _operation: Callable[[Tensor], Tensor]
+    _operation: TensorOperation
     """Makes these logits of the parent's."""
     _is_alias: bool
     """Whether they share memory with the parent's."""
@@ -147,18 +134,46 @@ class DeferredLogits(Tensor):
         """Whether the logits were computed and then changed in place."""
         return self._plain is not None and _version(self._plain) != self._plain_version
 
-    def derive(
-        self, source: Source, operation: Callable[[Tensor], Tensor], form: Tensor | None = None
-    ) -> "DeferredLogits":
-        """Returns what an operation makes of these logits, deferred; `source` is what the result is made of.
+    def derive(self, derived: DerivedLogits) -> "DeferredLogits":
+        """Returns the logits that an operation makes of these, deferred."""
+        logits = link(derived.source)
+        logits.origin, logits._parent, logits._operation = self.origin, self, derived.operation
+        logits._is_alias = derived.source.form._is_view()
+        return logits
 
-        `form` is the result on the meta device, by default that of the operation.
-        """
-        form = operation(self.form) if form is None else form
-        derived = link(source, form)
-        derived.origin, derived._parent, derived._operation = self.origin, self, operation
-        derived._is_alias = form._is_view()
-        return derived
+    def _follow(self, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Returns the result of an operation without computing these logits; NotImplemented if there is no rule."""
+        rule = RULES.get(name) if self.is_deferred else None
+        if rule is None or any(isinstance(leaf, DeferredLogits) for leaf in pytree.tree_leaves((args, kwargs))):
+            return NotImplemented
+        match rule(self.source, func, *args, **kwargs):
+            case None:
+                return NotImplemented
+            case DerivedLogits() as derived:
+                return self.derive(derived)
+            case ClassLoss() as loss:
+                return self._loss(loss)
+        return self
+
+    def _loss(self, loss: ClassLoss) -> Tensor:
+        """Returns the cross-entropy, in chunks if the head's use says so."""
+        source, use, (targets, class_weights, settings) = self.source, self.origin.use, loss
+        use.note_loss(source, loss)
+        if use.num_chunks <= 1:
+            return functional.cross_entropy(self.compute(), targets, class_weights, **settings._asdict())
+        self.origin.check()
+        each = chunked_cross_entropy(
+            source.hidden.reshape(-1, source.hidden.shape[-1]),
+            source.weight,
+            source.bias,
+            targets.reshape(-1),
+            class_weights,
+            num_chunks=use.num_chunks,
+            settings=settings,
+            pointwise=source.pointwise,
+            is_early=use.is_early,
+        )
+        return each.view(targets.shape) if settings.reduction == "none" else each
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -169,10 +184,10 @@ class DeferredLogits(Tensor):
                 return func(*args, **kwargs)
         if not args:
             args = tuple(kwargs.pop(key) for key in ("input", "self") if isinstance(kwargs.get(key), cls))
-        rule = args[0].origin.rules.get(name) if args and isinstance(args[0], cls) and args[0].is_deferred else None
-        result = rule(args[0], func, *args[1:], **kwargs) if rule else NotImplemented
-        if result is not NotImplemented:
-            return result
+        if args and isinstance(args[0], cls):
+            result = args[0]._follow(name, func, args[1:], kwargs)
+            if result is not NotImplemented:
+                return result
         args, kwargs = _computed((args, kwargs), name)
         return func(*args, **kwargs)
 
@@ -186,10 +201,10 @@ class DeferredLogits(Tensor):
             return func(*args, **kwargs)
 
 
-def link(source: Source, form: Tensor) -> DeferredLogits:
+def link(source: LogitsSource) -> DeferredLogits:
     """Returns deferred logits that are connected to autograd, for code that bypasses `__torch_function__`."""
-    logits: DeferredLogits = _Link.apply(source, form, source.hidden, source.weight, source.bias)  # type: ignore[no-untyped-call]
-    logits.source, logits.form = source, form
+    logits: DeferredLogits = _Link.apply(source, source.hidden, source.weight, source.bias)  # type: ignore[no-untyped-call]
+    logits.source = source
     return logits
 
 
@@ -197,25 +212,25 @@ class _Link(Function):
     """The node in autograd's graph of logits that are read by code that bypasses `__torch_function__`."""
 
     @staticmethod
-    def forward(ctx: Any, source: Source, form: Tensor, hidden: Tensor, *_: Tensor | None) -> Tensor:
+    def forward(ctx: Any, source: LogitsSource, hidden: Tensor, *_: Tensor | None) -> Tensor:
         ctx.source = source
-        return DeferredLogits(form.shape, form.dtype, hidden.device)
+        return DeferredLogits(source.form.shape, source.form.dtype, hidden.device)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        source: Source = ctx.source
+        source: LogitsSource = ctx.source
         inputs = source.hidden, source.weight, source.bias
         leaves = [
             None if tensor is None else tensor.detach().requires_grad_(needs)
-            for tensor, needs in zip(inputs, ctx.needs_input_grad[2:], strict=True)
+            for tensor, needs in zip(inputs, ctx.needs_input_grad[1:], strict=True)
         ]
         wanted = [leaf for leaf in leaves if leaf is not None and leaf.requires_grad]
         with torch.enable_grad():
             logits = source.compute(*leaves)  # type: ignore[arg-type]
         gradients = iter(torch.autograd.grad(logits, wanted, gradient))
         results = [next(gradients) if leaf is not None and leaf.requires_grad else None for leaf in leaves]
-        return None, None, *results
+        return None, *results
 
 
 def _computed(tree: Any, name: str) -> Any:
@@ -226,14 +241,6 @@ def _computed(tree: Any, name: str) -> Any:
         return logits.compute()
 
     return pytree.tree_map_only(DeferredLogits, compute, tree)
-
-
-def name_of(func: Any) -> str:
-    """Returns the name of an operation or attribute of tensors, in Python or in ATen."""
-    if isinstance(func, torch._ops.OpOverload):
-        return func._schema.name.rpartition("::")[2]
-    name = getattr(func, "__name__", "")
-    return getattr(func.__self__, "__name__", "") if name == "__get__" else name
 
 
 def _version(tensor: Tensor) -> int:

@@ -5,17 +5,20 @@ operations of torch elsewhere. Class weights and smoothed labels are left to tor
 """
 
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 
 import torch
 from torch import Tensor
 
+Pointwise = Sequence[Callable[[Tensor], Tensor]]
+"""The operations between a head and its loss; each maps every logit on its own."""
+
 BLOCK = 4096
 """Classes that a program of the kernel has in registers."""
 
 
-def can_fuse(dtype: torch.dtype, *, is_plain: bool, pointwise: Callable[[Tensor], Tensor]) -> bool:
+def can_fuse(dtype: torch.dtype, *, is_plain: bool, pointwise: Pointwise) -> bool:
     """Returns whether the loss of logits of this dtype can be fused.
 
     `is_plain` says that the loss has neither class weights nor smoothed labels; `pointwise`, which lies between logits
@@ -24,9 +27,16 @@ def can_fuse(dtype: torch.dtype, *, is_plain: bool, pointwise: Callable[[Tensor]
     return is_plain and dtype in (torch.bfloat16, torch.float16) and _only_casts(pointwise, dtype)
 
 
-def _only_casts(pointwise: Callable[[Tensor], Tensor], dtype: torch.dtype) -> bool:
+def apply_all(pointwise: Pointwise, logits: Tensor) -> Tensor:
+    """Returns what the operations make of logits."""
+    for operation in pointwise:
+        logits = operation(logits)
+    return logits
+
+
+def _only_casts(pointwise: Pointwise, dtype: torch.dtype) -> bool:
     probe = torch.linspace(-1000, 1000, 257).to(dtype).view(1, -1)
-    result = pointwise(probe)
+    result = apply_all(pointwise, probe)
     return result.dtype.itemsize >= dtype.itemsize and torch.equal(result.float(), probe.float())
 
 

@@ -1,115 +1,121 @@
-"""What each operation makes of deferred logits: other deferred logits, or their cross-entropy in chunks.
+"""What each operation makes of deferred logits: other deferred logits, or a cross-entropy that can run in chunks.
 
-A rule takes the logits, the operation and its other arguments. It returns NotImplemented if it does not know them; the
-logits are then computed, and the operation runs on them.
+A rule takes the source of the logits, the operation and its other arguments. It returns None if it does not know them;
+the logits are then computed, and the operation runs on them. Rules compute nothing: `deferred_logits` follows them.
 """
 
 from collections.abc import Callable
-from dataclasses import replace
-from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from pipedejavu.runtime.chunked_loss import LossSettings, chunked_cross_entropy
-from pipedejavu.runtime.deferred_logits import DeferredLogits, Rule, name_of
-from pipedejavu.runtime.fused_loss import can_fuse
+from pipedejavu.runtime.chunked_loss import LossSettings
+from pipedejavu.runtime.logits_source import DerivedLogits, LogitsSource, TensorOperation
 
 _DTYPES = {"float": torch.float32, "double": torch.float64, "half": torch.float16, "bfloat16": torch.bfloat16}
 _REDUCTIONS = ("none", "mean", "sum")
 """In the order of ATen's numbers."""
 
 
-def _cast(logits: DeferredLogits, func: Any, *args: Any, **kwargs: Any) -> Any:
+class ClassLoss(NamedTuple):
+    """A cross-entropy of the logits with one class index per token."""
+
+    targets: Tensor
+    class_weights: Tensor | None
+    settings: LossSettings
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether all classes and labels count alike."""
+        return self.class_weights is None and self.settings.label_smoothing == 0.0
+
+
+Result = DerivedLogits | LogitsSource | ClassLoss | None
+"""What a rule returns: new logits, the same ones, their loss, or None for an operation that it does not know."""
+Rule = Callable[..., Result]
+"""Takes the source of logits, an operation and its other arguments."""
+
+
+def name_of(func: Any) -> str:
+    """Returns the name of an operation or attribute of tensors, in Python or in ATen."""
+    if isinstance(func, torch._ops.OpOverload):
+        return func._schema.name.rpartition("::")[2]
+    name = getattr(func, "__name__", "")
+    return getattr(func.__self__, "__name__", "") if name == "__get__" else name
+
+
+def _cast(source: LogitsSource, func: Any, *args: Any, **kwargs: Any) -> Result:
     """`float()`, `to(dtype)` and the like."""
     dtype = _DTYPES.get(name_of(func))
     for argument in (*args, *kwargs.values()):
         if isinstance(argument, torch.dtype) and dtype is None:
             dtype = argument
-        elif isinstance(argument, torch.device | str) and torch.device(argument) == logits.device:
+        elif isinstance(argument, torch.device | str) and torch.device(argument) == source.hidden.device:
             continue
-        elif argument not in (None, False, torch.strided, torch.preserve_format):
-            return NotImplemented
-    dtype = dtype or logits.dtype
+        elif isinstance(argument, Tensor) or argument not in (None, False, torch.strided, torch.preserve_format):
+            return None
+    dtype = dtype or source.form.dtype
     if not dtype.is_floating_point or kwargs.get("copy"):
-        return NotImplemented
-    if dtype == logits.dtype:
-        return NotImplemented if name_of(func) == "_to_copy" else logits
-    return _pointwise(logits, partial(_to, dtype=dtype))
+        return None
+    if dtype == source.form.dtype:
+        return None if name_of(func) == "_to_copy" else source
+    return _pointwise(source, TensorOperation(Tensor.to, (dtype,)))
 
 
-def _to(logits: Tensor, dtype: torch.dtype) -> Tensor:
-    return logits.to(dtype)
-
-
-def _scale(logits: DeferredLogits, func: Any, *args: Any, **kwargs: Any) -> Any:
+def _scale(source: LogitsSource, func: Any, *args: Any, **kwargs: Any) -> Result:
     """A product with a number, or a quotient."""
     if kwargs or len(args) != 1 or type(args[0]) not in (int, float):
-        return NotImplemented
-    return _pointwise(logits, partial(_called, func, argument=args[0]))
+        return None
+    return _pointwise(source, TensorOperation(func, args))
 
 
-def _called(func: Any, logits: Tensor, argument: float) -> Tensor:
-    result: Tensor = func(logits, argument)
-    return result
-
-
-def _squash(logits: DeferredLogits, func: Any, *args: Any, **kwargs: Any) -> Any:
+def _squash(source: LogitsSource, func: Any, *args: Any, **kwargs: Any) -> Result:
     """`tanh`, between a quotient and a product: a soft cap."""
-    return NotImplemented if args or kwargs else _pointwise(logits, func)
+    return None if args or kwargs else _pointwise(source, TensorOperation(func))
 
 
-def _pointwise(logits: DeferredLogits, function: Callable[[Tensor], Tensor]) -> DeferredLogits:
-    source = replace(logits.source, pointwise=(*logits.source.pointwise, function))
-    return logits.derive(source, function)
+def _pointwise(source: LogitsSource, operation: TensorOperation) -> Result:
+    return source.after(operation, pointwise=(*source.pointwise, operation))
 
 
-def _contiguous(logits: DeferredLogits, func: Any, *args: Any, **kwargs: Any) -> Any:
+def _contiguous(source: LogitsSource, func: Any, *args: Any, **kwargs: Any) -> Result:
     """Nothing, or a copy of a slice."""
     formats = (*args, *kwargs.values())
-    if logits.source.is_class_second or any(item is not torch.contiguous_format for item in formats):
-        return NotImplemented
-    return logits if logits.form.is_contiguous() else logits.derive(logits.source, func)
+    if source.is_class_second or any(item is not torch.contiguous_format for item in formats):
+        return None
+    return source if source.form.is_contiguous() else source.after(TensorOperation(func))
 
 
-def _detach(logits: DeferredLogits, func: Any) -> Any:
-    source = logits.source
+def _detach(source: LogitsSource, func: Any) -> Result:
     bias = None if source.bias is None else source.bias.detach()
-    source = replace(source, hidden=source.hidden.detach(), weight=source.weight.detach(), bias=bias)
-    return logits.derive(source, func)
+    hidden, weight = source.hidden.detach(), source.weight.detach()
+    return source.after(TensorOperation(func), hidden=hidden, weight=weight, bias=bias)
 
 
-def _reshape(logits: DeferredLogits, func: Any, *args: Any, **kwargs: Any) -> Any:
+def _reshape(source: LogitsSource, func: Any, *args: Any, **kwargs: Any) -> Result:
     """A view that keeps the vocabulary as the last dimension."""
-    if logits.source.is_class_second or any(isinstance(item, torch.dtype) for item in (*args, *kwargs.values())):
-        return NotImplemented
-    operation = partial(_again, func, args=args, kwargs=kwargs)
-    shape = operation(logits.form).shape
-    if len(shape) < 2 or shape[-1] != logits.shape[-1]:
-        return NotImplemented
-    hidden = logits.source.hidden
-    return logits.derive(replace(logits.source, hidden=hidden.reshape(*shape[:-1], hidden.shape[-1])), operation)
+    if source.is_class_second or any(isinstance(item, torch.dtype) for item in (*args, *kwargs.values())):
+        return None
+    operation = TensorOperation(func, args, kwargs)
+    form = operation(source.form)
+    if form.dim() < 2 or form.shape[-1] != source.form.shape[-1]:
+        return None
+    return source.after(operation, form, hidden=source.hidden.reshape(*form.shape[:-1], source.hidden.shape[-1]))
 
 
-def _again(func: Any, logits: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    result: Tensor = func(logits, *args, **kwargs)
-    return result
-
-
-def _index(logits: DeferredLogits, func: Any, key: Any) -> Any:
+def _index(source: LogitsSource, func: Any, key: Any) -> Result:
     """An index that selects tokens: numbers, slices, `None` and one tensor, with all of the vocabulary."""
     keys = key if isinstance(key, tuple) else (key,)
-    if logits.source.is_class_second or not _selects_tokens(keys, logits.dim()):
-        return NotImplemented
-    hidden = logits.source.hidden[key]
+    if source.is_class_second or not _selects_tokens(keys, source.form.dim()):
+        return None
+    hidden = source.hidden[key]
     if hidden.dim() < 2:
-        return NotImplemented
+        return None
     form = None
     if any(isinstance(item, Tensor) for item in keys):
-        form = torch.empty((*hidden.shape[:-1], logits.shape[-1]), dtype=logits.dtype, device="meta")
-    operation = partial(_again, func, args=(key,), kwargs={})
-    return logits.derive(replace(logits.source, hidden=hidden), operation, form)
+        form = torch.empty((*hidden.shape[:-1], source.form.shape[-1]), dtype=source.form.dtype, device="meta")
+    return source.after(TensorOperation(func, (key,)), form, hidden=hidden)
 
 
 def _selects_tokens(keys: tuple[Any, ...], num_dims: int) -> bool:
@@ -117,7 +123,7 @@ def _selects_tokens(keys: tuple[Any, ...], num_dims: int) -> bool:
     tensors = [item for item in keys if isinstance(item, Tensor)]
     others = [item for item in keys if not isinstance(item, Tensor)]
     is_known = all(item is None or item is ... or type(item) in (int, slice) for item in others)
-    if not is_known or len(tensors) > 1 or any(isinstance(item, DeferredLogits) for item in tensors):
+    if not is_known or len(tensors) > 1:
         return False
     taken, num_rests = sum(map(_num_taken, keys)), sum(item is ... for item in others)
     if num_rests > 1 or taken > num_dims:
@@ -135,36 +141,37 @@ def _num_taken(item: Any) -> int:
     return int(item is not None and item is not ...)
 
 
-def _slice(logits: DeferredLogits, func: Any, dim: int = 0, *args: Any, **kwargs: Any) -> Any:
+def _slice(source: LogitsSource, func: Any, dim: int = 0, *args: Any, **kwargs: Any) -> Result:
     """ATen's slice or selection of one dimension."""
-    if logits.source.is_class_second:
-        return NotImplemented
-    if dim % logits.dim() == logits.dim() - 1:
-        is_whole = name_of(func) == "slice" and _is_whole(logits.shape[-1], *args, **kwargs)
-        return logits if is_whole else NotImplemented
-    hidden = func(logits.source.hidden, dim % logits.dim(), *args, **kwargs)
+    num_dims = source.form.dim()
+    if source.is_class_second:
+        return None
+    if dim % num_dims == num_dims - 1:
+        is_whole = name_of(func) == "slice" and _is_whole(source.form.shape[-1], *args, **kwargs)
+        return source if is_whole else None
+    hidden = func(source.hidden, dim % num_dims, *args, **kwargs)
     if hidden.dim() < 2:
-        return NotImplemented
-    operation = partial(_again, func, args=(dim, *args), kwargs=kwargs)
-    return logits.derive(replace(logits.source, hidden=hidden), operation)
+        return None
+    return source.after(TensorOperation(func, (dim, *args), kwargs), hidden=hidden)
 
 
 def _is_whole(size: int, start: int | None = None, end: int | None = None, step: int = 1) -> bool:
     return not start and (end is None or end >= size) and step == 1
 
 
-def _move(logits: DeferredLogits, func: Any, *args: Any, **kwargs: Any) -> Any:
+def _move(source: LogitsSource, func: Any, *args: Any, **kwargs: Any) -> Result:
     """A transposition that makes the vocabulary dimension 1 and keeps the order of the others."""
-    if logits.source.is_class_second or logits.dim() < 3 or kwargs:
-        return NotImplemented
-    distinct = torch.empty([2 + n for n in range(logits.dim())], device="meta")  # follows where each dimension goes
+    num_dims = source.form.dim()
+    if source.is_class_second or num_dims < 3 or kwargs:
+        return None
+    distinct = torch.empty([2 + n for n in range(num_dims)], device="meta")  # shows where each dimension goes
     if func(distinct, *args).shape != distinct.movedim(-1, 1).shape:
-        return NotImplemented
-    return logits.derive(replace(logits.source, is_class_second=True), partial(_again, func, args=args, kwargs={}))
+        return None
+    return source.after(TensorOperation(func, args), is_class_second=True)
 
 
 def _loss(
-    logits: DeferredLogits,
+    source: LogitsSource,
     func: Any,  # noqa: ARG001
     target: Any,
     weight: Tensor | None = None,
@@ -173,72 +180,39 @@ def _loss(
     reduce: bool | None = None,
     reduction: str = "mean",
     label_smoothing: float = 0.0,
-) -> Any:
+) -> Result:
     """The cross-entropy, with the arguments of `torch.nn.functional`."""
-    settings = LossSettings(ignore_index, reduction, label_smoothing)
     is_known = size_average is None and reduce is None and reduction in _REDUCTIONS
-    if not is_known or not _is_of_classes(logits, target, weight):
-        return NotImplemented
-    source, use = logits.source, logits.origin.use
-    use.num_losses += 1
-    (use.num_classes, use.width), use.itemsize = source.weight.shape, source.hidden.element_size()
-    use.num_logits = target.numel() * use.num_classes
-    pointwise = partial(_all, functions=source.pointwise)
-    is_plain = weight is None and label_smoothing == 0.0
-    use.is_fused = can_fuse(source.hidden.dtype, is_plain=is_plain, pointwise=pointwise)
-    if use.choose is not None:
-        use.num_chunks = use.choose(use)
-    if use.num_chunks <= 1:
-        return torch.nn.functional.cross_entropy(
-            logits.compute(), target, weight, ignore_index=ignore_index, reduction=reduction,
-            label_smoothing=label_smoothing,
-        )  # fmt: skip
-    logits.origin.check()
-    loss = chunked_cross_entropy(
-        source.hidden.reshape(-1, source.hidden.shape[-1]),
-        source.weight,
-        source.bias,
-        target.reshape(-1),
-        weight,
-        num_chunks=use.num_chunks,
-        settings=settings,
-        pointwise=pointwise,
-        is_early=use.is_early,
-    )
-    return loss.view(target.shape) if reduction == "none" else loss
+    if not is_known or not _is_of_classes(source, target, weight):
+        return None
+    return ClassLoss(target, weight, LossSettings(ignore_index, reduction, label_smoothing))
 
 
 def _aten_loss(
-    logits: DeferredLogits,
+    source: LogitsSource,
     func: Any,
     target: Any,
     weight: Tensor | None = None,
     reduction: int = 1,
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
-) -> Any:
+) -> Result:
     """The cross-entropy, with the arguments of ATen."""
     if reduction not in range(len(_REDUCTIONS)):
-        return NotImplemented
+        return None
     name = _REDUCTIONS[reduction]
-    return _loss(logits, func, target, weight, None, ignore_index, None, name, float(label_smoothing))
+    return _loss(source, func, target, weight, None, ignore_index, None, name, float(label_smoothing))
 
 
-def _is_of_classes(logits: DeferredLogits, target: Any, weight: Tensor | None) -> bool:
+def _is_of_classes(source: LogitsSource, target: Any, weight: Tensor | None) -> bool:
     """Whether a loss compares the logits with one class index per token, on their device."""
-    if not isinstance(target, Tensor) or isinstance(target, DeferredLogits) or target.dtype != torch.int64:
+    if not isinstance(target, Tensor) or target.dtype != torch.int64:
         return False
-    if weight is not None and (weight.requires_grad or isinstance(weight, DeferredLogits)):
+    if weight is not None and weight.requires_grad:
         return False
-    if logits.source.is_class_second != (logits.dim() > 2):
+    if source.is_class_second != (source.form.dim() > 2):
         return False
-    return target.shape == logits.source.hidden.shape[:-1] and target.device == logits.device
-
-
-def _all(logits: Tensor, functions: tuple[Callable[[Tensor], Tensor], ...]) -> Tensor:
-    for function in functions:
-        logits = function(logits)
-    return logits
+    return target.shape == source.hidden.shape[:-1] and target.device == source.hidden.device
 
 
 RULES: dict[str, Rule] = {

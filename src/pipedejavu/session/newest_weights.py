@@ -16,26 +16,28 @@ from pipedejavu.session.trainer_ranks import TrainerRanks
 class NewestWeights:
     """The newest parameters and buffers under their full names in the units; no tensor is copied.
 
-    Where replicas differ, they are those that a run ends with. `handlers` are the workers of this process.
+    They are those of one replica; if replicas differ, by default those that a run ends with. Buffers are always those
+    of the first replica. `handlers` are the workers of this process.
     """
 
-    def __init__(self, program: Program, units: Units, handlers: Sequence[Handlers] = ()):
+    def __init__(self, program: Program, units: Units, handlers: Sequence[Handlers] = (), replica: int | None = None):
+        self.handlers = handlers
         holders = [(worker, key) for worker in range(len(program.workers)) for key in pieces_of(program, worker)]
-        source = source_replica(program, {key for _, key in holders})
+        source = source_replica(program, {key for _, key in holders}) if replica is None else replica
         self.worker_of: dict[str, int] = {}
         """The worker that holds each tensor."""
         self.tensors: dict[str, Tensor] = {}
         """The tensors that the workers of this process hold."""
         self.buffers: set[str] = set()
-        for worker, (piece, replica) in holders:
-            if replica == source:
+        for worker, (piece, holder) in holders:
+            if holder == source:
                 for number in program.pieces[piece].units:
                     name, module = units[number]
                     for full, _ in module.named_parameters(name, remove_duplicate=False):
                         self.worker_of[full] = worker
         first = min(replica for _, (_, replica) in holders)  # a server runs no forward, so it has no statistics
-        for worker, (piece, replica) in holders:
-            if replica == first:
+        for worker, (piece, holder) in holders:
+            if holder == first:
                 for number in program.pieces[piece].units:
                     name, module = units[number]
                     for full, _ in _saved_buffers(name, module):
@@ -47,16 +49,26 @@ class NewestWeights:
             self._take(worker_state, source, first)
 
     def _take(self, handlers: Handlers, source: int, first: int) -> None:
-        for key, weights in final_weights(handlers).items():
+        for key, weights in final_weights(handlers, source).items():
             runner = handlers.runners[key]
             kinds = {name: initial.dtype for name, initial in runner.initial.items()}  # a bf16 model has wider masters
             weights = {name: w.to(kinds.get(name, w.dtype)) for name, w in weights.items()}
-            if key[1] == source:
-                aliases = {full: weights[name] for full, name in runner.names.items()}
-                self.tensors |= {full: tensor.detach() for full, tensor in (weights | aliases).items()}
+            aliases = {full: weights[name] for full, name in runner.names.items()}
+            self.tensors |= {full: tensor.detach() for full, tensor in (weights | aliases).items()}
         for (_, replica), runner in handlers.runners.items():
             if replica == first:
                 self.tensors |= dict(runner.saved_buffers())
+
+
+def final_replicas(program: Program, units: Units) -> list[int]:
+    """Returns the replicas that hold the weights which a run would end with, and the buffers of its first replica."""
+    pieces = {key for worker in range(len(program.workers)) for key in pieces_of(program, worker)}
+    last = source_replica(program, pieces)
+    is_common = program.plan.version.kind == "sync" and program.plan.feed.kind != "own"
+    has_statistics = any(True for name, module in units for _ in _saved_buffers(name, module))
+    if not is_common or last == program.num_replicas or has_statistics:
+        return [last]
+    return sorted({replica for _, replica in pieces if replica < program.num_replicas})
 
 
 def _saved_buffers(name: str, module: nn.Module) -> Iterator[tuple[str, Tensor]]:

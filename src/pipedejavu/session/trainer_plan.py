@@ -15,7 +15,13 @@ from pipedejavu.facts.printable import tell
 from pipedejavu.model_check.check import Checked, Sample
 from pipedejavu.model_check.check import check_model as check_units
 from pipedejavu.plan import Plan, preset
-from pipedejavu.planner.compile_choice import CompileMode, choose_compile
+from pipedejavu.planner.compile_choice import (
+    CompiledPlan,
+    CompileMode,
+    asked_plan,
+    decide_compile,
+    refuse_compile,
+)
 from pipedejavu.planner.measure import measure
 from pipedejavu.planner.planning import MOST_SAMPLES, choose_plan, known_machine, measure_setups
 from pipedejavu.planner.precision_choice import PrecisionRequest, with_precision
@@ -178,8 +184,7 @@ class TrainerPlan:
         def measure_units(is_compiled: bool) -> Profile:
             return with_times(best.profile, self._measure(loss, batch, machine, used, is_compiled=is_compiled))
 
-        mode = self.options.compile
-        chosen = choose_compile(best.plan, best.profile, best.machine, mode, None, measure_units)
+        chosen = settle_compile(best.plan, best.profile, best.machine, self.options.compile, measure_units)
         return best.replace(plan=chosen.plan, profile=chosen.profile)
 
     def measure(self, first: UserBatch, reduction: Reduction) -> Profile:
@@ -210,6 +215,19 @@ class TrainerPlan:
     def _precision(self, machine: Machine) -> Plan:
         """Returns a plan with the precision of the plans to search."""
         return with_precision(Plan(), self.options.precision, machine.devices, dtype=trained_dtype(self.model))
+
+
+def settle_compile(
+    plan: Plan, eager: Profile | None, machine: Machine, mode: CompileMode, measure: Callable[[bool], Profile]
+) -> CompiledPlan:
+    """Decides whether the units of a plan are compiled, for a loop of unknown length; measures what is not known."""
+    if (asked := asked_plan(plan, mode)) is not None:
+        return CompiledPlan(asked, eager if eager and not asked.is_compiled else measure(asked.is_compiled))
+    eager = eager or measure(False)
+    refused = refuse_compile(plan, eager, machine, None)
+    if refused.decisions != plan.decisions:
+        return CompiledPlan(refused, eager)
+    return decide_compile(plan, eager, measure(True), machine, None)
 
 
 def with_times(profile: Profile, compiled: Profile) -> Profile:
@@ -250,7 +268,7 @@ def _measure_and_compile(
         load = lambda numbers: batch.head(len(numbers))  # noqa: E731
         return measure("model", job, plan, batch.head, load, kinds, is_compiled=is_compiled)
 
-    plan, profile = choose_compile(plan, None, machine, options.compile, None, measure_units)
+    plan, profile = settle_compile(plan, None, machine, options.compile, measure_units)
     return compile_plan(plan, profile, machine, fold=False)
 
 

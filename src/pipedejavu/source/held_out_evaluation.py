@@ -1,15 +1,16 @@
 """What a run evaluates: held-out samples as microbatches, the model's units in eval mode, and the figures."""
 
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from pipedejavu.facts import InputError
 from pipedejavu.profile import ModelCut, cut_model
+from pipedejavu.profile.unit_step import moved
+from pipedejavu.runtime.evaluation_mode import evaluation_mode
 from pipedejavu.source.hf_model import logits_cross_entropy
 from pipedejavu.zoo import Task
 from pipedejavu.zoo.loss import IGNORED, cross_entropy
@@ -61,16 +62,16 @@ class Evaluation:
         return min(self._size, len(self.data) - number * self._size)
 
     def inputs(self, number: int) -> Any:
-        """Returns the inputs of the first unit."""
-        return self.cut.flat(self._batch(number)[0])
+        """Returns the inputs of the model."""
+        return self._batch(number)[0]
 
-    def measure(self, number: int, value: Any) -> Tensor:
-        """Returns the sums of a microbatch's loss, count and correct classes, from the last unit's output."""
-        output, targets = self.cut.output(value), self._batch(number)[1]
+    def measure(self, number: int, output: Any) -> Tensor:
+        """Returns the sums of a microbatch's loss, count and correct classes, from the model's output."""
+        targets = self._batch(number)[1]
         count = self.task.count(targets)
         logits = _logits(output)
         device = logits.device if logits is not None else torch.device("cpu")
-        here = _moved(targets, device)
+        here = moved(targets, device)
         loss = self.task.loss(output, here).detach().double()
         correct = torch.full_like(loss, math.nan)  # not a classification
         if self.is_classified(logits, targets):
@@ -106,9 +107,9 @@ class Evaluation:
         return self._cached[1]
 
     def _cut_again(self, cut: ModelCut) -> ModelCut:
-        """Cuts the model in eval mode where it is cut for training, for both sizes of microbatches."""
+        """Cuts the model in eval mode, at the cuts of training if it has them, for both sizes of microbatches."""
         model, last = self.task.model, len(self) - 1
-        with _in_eval_mode(model):
+        with evaluation_mode(model):
             inputs = self._batch(0)[0]
             try:
                 again = cut_model(model, inputs, cut.begins)
@@ -116,39 +117,9 @@ class Evaluation:
                 again = cut_model(model, inputs)
             if self.size(last) != self.size(0):
                 again.fit(self._batch(last)[0])
-        if [_contents(*unit) for unit in again.units] != [_contents(*unit) for unit in cut.units]:
-            raise InputError(
-                f"a {type(model).__name__} is cut into other units in eval mode than in training, so it cannot be"
-                " evaluated while it trains; leave --eval and --eval-data out"
-            )
         return again
-
-
-@contextmanager
-def _in_eval_mode(model: nn.Module) -> Iterator[None]:
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, mode in modes:
-            module.training = mode
-
-
-def _contents(name: str, unit: nn.Module) -> tuple[str, frozenset[str]]:
-    return name, frozenset(parameter for parameter, _ in unit.named_parameters(remove_duplicate=False))
 
 
 def _logits(output: Any) -> Tensor | None:
     value = output if isinstance(output, Tensor) else getattr(output, "logits", None)
     return value if isinstance(value, Tensor) else None
-
-
-def _moved(targets: Any, device: torch.device) -> Any:
-    if isinstance(targets, Tensor):
-        return targets.to(device)
-    if isinstance(targets, dict):
-        return {name: _moved(value, device) for name, value in targets.items()}
-    if isinstance(targets, tuple | list):
-        return type(targets)(_moved(value, device) for value in targets)
-    return targets
