@@ -22,10 +22,10 @@ def preserve_rng(device: torch.device) -> Iterator[None]:
 
 
 def seed_all(number: int) -> None:
-    """Seeds all generators."""
+    """Seeds all generators; numpy's takes 32 bits of the number."""
     torch.manual_seed(number)
     random.seed(number)
-    np.random.seed(number)
+    np.random.seed(number % 2**32)
 
 
 def drawn_since(number: int) -> tuple[str, ...]:
