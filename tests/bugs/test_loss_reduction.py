@@ -12,6 +12,9 @@ from torch.nn import functional
 from pipedejavu.engine import Sgd
 from pipedejavu.facts import InputError
 from pipedejavu.session import Trainer
+from pipedejavu.source import loss_reduction
+from pipedejavu.source.loss_reduction import find_reduction, own_loss
+from pipedejavu.source.user_batch import UserBatch
 
 CLASSES = 5
 
@@ -230,3 +233,35 @@ def test_the_model_stays_as_it_was() -> None:
     assert [part.training for part in model] == [True, True, False, True]
     assert all(torch.equal(t, before[n]) for n, t in model.state_dict().items())
     assert torch.equal(torch.get_rng_state(), state)
+
+
+class TightTagger(Tagger):
+    """Has no memory for the logits of all tokens at once, and notes which activations are saved."""
+
+    def forward(self, tokens, labels):
+        x = self.token(tokens)
+        self.saved = []
+        for block in self.blocks:
+            x = x + block(x).tanh()
+            self.saved.append(x.requires_grad)
+        logits = self.head(x)
+        if type(logits) is torch.Tensor:
+            raise torch.OutOfMemoryError("no room for the logits")
+        logits, labels = logits[:, :-1], labels[:, 1:]
+        return {"loss": functional.cross_entropy(logits.flatten(0, 1), labels.flatten())}
+
+
+def test_the_reduction_is_found_if_the_logits_of_all_samples_do_not_fit():
+    tokens = torch.randint(0, CLASSES, (6, 4), generator=torch.Generator().manual_seed(1))
+    batch = UserBatch.of({"tokens": tokens, "labels": tokens}, has_own_loss=True)
+    reduction, _ = find_reduction(TightTagger(shift=True), own_loss, batch.readings())
+    assert reduction.kind == "shifted"
+
+
+def test_the_probe_saves_activations_of_the_last_parameters_alone(monkeypatch):
+    monkeypatch.setattr(loss_reduction, "_MOST_OBSERVED", 36)
+    model, tokens = TightTagger(shift=True), torch.randint(0, CLASSES, (6, 4))
+    batch = UserBatch.of({"tokens": tokens, "labels": tokens}, has_own_loss=True)
+    find_reduction(model, own_loss, batch.readings())
+    assert model.saved == [False, False, True]
+    assert all(parameter.requires_grad for parameter in model.parameters())

@@ -1,4 +1,4 @@
-"""A seed of more than 32 bits was refused by numpy, so that every evaluation of a `train` run ended with a ValueError."""
+"""Evaluations of `train` runs with a seed of more than 32 bits ended with a ValueError of numpy."""
 
 import random
 

@@ -41,3 +41,14 @@ def test_a_device_is_measured_with_its_rates(monkeypatch: pytest.MonkeyPatch) ->
         own = [row for row in rows if row["dtype"] == dtype]
         best = max(row["flop"] / row["time_s"] for row in own)
         assert all(math.isclose(row["flop_per_s"], best) for row in own)
+
+
+@pytest.mark.parametrize(("operation", "operands"), [("mm", 0), ("addmm", 1)])
+def test_products_into_another_dtype_are_counted(operation: str, operands: int) -> None:
+    left, right = (torch.empty(shape, dtype=torch.bfloat16, device="meta") for shape in ((4, 8), (8, 3)))
+    total = [torch.empty(4, 3, device="meta")] * operands
+    meter = OperatorMeter(torch.nn.Module())
+    with meter.part("forward"):
+        getattr(torch.ops.aten, operation).dtype(*total, left, right, torch.float32)
+    (work,) = meter.parts["forward"]
+    assert work.flop == 2 * 4 * 3 * 8

@@ -10,6 +10,7 @@ Hooks on the model drive it. A forward waits for the weights of its unit; a grad
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -151,12 +152,12 @@ class StepScheduler:
 
     def _wait(self, unit_state: UnitState) -> None:
         """Makes the compute lane wait for the weights of a unit."""
-        if unit_state.is_windowed and self.window is not None:
-            self.window.enter(unit_state)
-        elif self.placer.clock is not None:
-            self.placer.clock.note(unit_state.index, unit_state.wait)
+        window = self.window if unit_state.is_windowed else None
+        wait = unit_state.wait if window is None else partial(window.enter, unit_state)
+        if self.placer.clock is not None:
+            self.placer.clock.note(unit_state.index, wait)
         else:
-            unit_state.wait()
+            wait()
         self.lanes.note("began", unit_state.index)
 
     @torch.no_grad()

@@ -142,6 +142,14 @@ def _with_heads_of(query: Tensor, *tensors: Tensor) -> list[torch.Size]:
     return [torch.Size((*tensor.shape[:-3], query.shape[-3], *tensor.shape[-2:])) for tensor in tensors]
 
 
+def _product(left: Tensor, *_: Any, out_val: Tensor, **__: Any) -> int:
+    return 2 * out_val.numel() * left.shape[-1]
+
+
+def _added_product(_: Tensor, left: Tensor, *__: Any, out_val: Tensor, **___: Any) -> int:
+    return 2 * out_val.numel() * left.shape[-1]
+
+
 def _attention(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> int:
     return int(sdpa_flop_count(query.shape, *_with_heads_of(query, key, value)))  # type: ignore[no-untyped-call]
 
@@ -159,7 +167,10 @@ _FREE = frozenset(
 _KERNELS = ("flash_attention", "efficient_attention", "cudnn_attention", "flash_attention_for_cpu")
 _FLOP: dict[Any, Any] = {
     **flop_registry,
+    **{getattr(torch.ops.aten, name): _product for name in ("mm", "bmm")},
+    **{getattr(torch.ops.aten, name): _added_product for name in ("addmm", "baddbmm")},
     **{getattr(torch.ops.aten, f"_scaled_dot_product_{kernel}"): _attention for kernel in _KERNELS},
     **{getattr(torch.ops.aten, f"_scaled_dot_product_{kernel}_backward"): _attention_backward for kernel in _KERNELS},
 }
-"""Torch's FLOP counts, the ones that it lacks, and attention whose heads share keys and values."""
+"""Torch's FLOP counts, the ones that it lacks, products into another dtype, and attention whose heads share keys and
+values."""

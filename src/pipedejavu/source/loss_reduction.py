@@ -6,19 +6,22 @@ gradients of two subsets of them.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from pipedejavu.facts import InputError
+from pipedejavu.health.failure import is_shortage
 from pipedejavu.profile.model_trace import as_call
 from pipedejavu.profile.sequential import is_chain, read_chain
-from pipedejavu.source.rng import drawn_since, preserve_rng, seed_all
+from pipedejavu.runtime.deferred_head import DeferredHead
+from pipedejavu.runtime.deferred_logits import HeadUse
+from pipedejavu.source.probed_model import frozen_but, undisturbed
+from pipedejavu.source.rng import drawn_since, seed_all
 from pipedejavu.source.user_batch import UserBatch, count_samples
 
 Loss = Callable[[Any, Any], Tensor]
@@ -29,11 +32,8 @@ _FIRST, _OTHERS = (0, 1), (2, 3, 4)
 NUM_SAMPLES = len(_FIRST) + len(_OTHERS)
 _NEAR = 0.01
 """Relative tolerance for equal gradients; wrong reductions differ by 0.1 or more."""
-_DRAWS = frozenset(
-    ("bernoulli", "cauchy", "exponential", "geometric", "log_normal", "normal", "rand", "randint", "randn", "random")
-)
-_DRAWS |= {"uniform", *(f"{name}_" for name in _DRAWS | {"uniform"}), *(f"{name}_like" for name in _DRAWS)}
-"""Names of functions that draw random numbers, in-place variants included."""
+_CHUNKS = 64
+"""Chunks of the head and its loss if memory is short."""
 _MOST_OBSERVED = 1_000_000
 """Elements of the gradient that are compared; taken from the last parameters, whose gradients cost the least."""
 
@@ -93,14 +93,27 @@ def find_reduction(model: nn.Module, loss: Loss, readings: Iterable[UserBatch]) 
     """
     _check_own(loss)
     failure: Exception | None = None
-    with _undisturbed(model):
+    with undisturbed(model):
         for reading in readings:
             try:
-                return _Probe(model, loss, reading).reduction(), reading
+                return _find_within_memory(_Probe(model, loss, reading)), reading
             except Exception as error:  # a wrong interpretation may raise anything
                 failure = failure or error
     assert failure is not None
     raise failure
+
+
+def _find_within_memory(probe: "_Probe") -> Reduction:
+    """Returns the reduction; if the logits of all samples do not fit, they are computed in chunks."""
+    try:
+        return probe.reduction()
+    except (RuntimeError, MemoryError) as error:
+        if not is_shortage(error):
+            raise
+    if probe.device.type == "cuda":
+        torch.cuda.empty_cache()
+    probe.is_chunked = True
+    return probe.reduction()
 
 
 class _Probe:
@@ -115,6 +128,8 @@ class _Probe:
         keywords = getattr(loss, "keywords", {})
         ignored = keywords.get("ignore_index", getattr(loss, "ignore_index", _IGNORED))
         self.ignored = ignored if isinstance(ignored, int) else _IGNORED
+        self.is_chunked = False
+        """Whether the logits of a head and their loss are computed in chunks of tokens."""
         self._fixed: Any = None
         """The output to take subsets of, if the model returns a different one on each call."""
 
@@ -210,30 +225,45 @@ class _Probe:
         return torch.cat([(torch.zeros_like(t) if g is None else g).flatten() for g, t in pairs])
 
     def _gradient(self, rows: UserBatch) -> Tensor:
-        loss = self.loss(self._output(rows), rows.targets)
-        if not isinstance(loss, Tensor) or loss.numel() != 1:
-            form = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
-            raise InputError(f"the loss returns {form}; return one number, a sum or a mean over samples")
-        if not loss.requires_grad:
+        """Returns the gradient with respect to the last parameters; to all, if the loss does not depend on the last."""
+        gradient = self._gradient_of(rows, self._last_parameters())
+        if gradient is None or not gradient.any():
+            gradient = self._gradient_of(rows, self.parameters)
+        if gradient is None:
             raise InputError("the loss has no gradient: it does not depend on what the model returns")
-        observed: list[nn.Parameter] = []
-        while sum(p.numel() for p in observed) < _MOST_OBSERVED and len(observed) < len(self.parameters):
-            observed.append(self.parameters[-1 - len(observed)])
-        gradients = torch.autograd.grad(loss.sum(), observed, allow_unused=True, retain_graph=True)
-        if all(gradient is None or not gradient.any() for gradient in gradients):
-            observed = self.parameters
+        return gradient
+
+    def _last_parameters(self) -> list[nn.Parameter]:
+        count, last = 0, list[nn.Parameter]()
+        for parameter in reversed(self.parameters):
+            if count >= _MOST_OBSERVED:
+                break
+            last.append(parameter)
+            count += parameter.numel()
+        return last
+
+    def _gradient_of(self, rows: UserBatch, observed: Sequence[nn.Parameter]) -> Tensor | None:
+        """Returns the gradient with respect to some parameters, the only ones for which activations are saved."""
+        with frozen_but(observed, self.parameters):
+            loss = self.loss(self._output(rows), rows.targets)
+            if not isinstance(loss, Tensor) or loss.numel() != 1:
+                form = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
+                raise InputError(f"the loss returns {form}; return one number, a sum or a mean over samples")
+            if not loss.requires_grad:
+                return None
             gradients = torch.autograd.grad(loss.sum(), observed, allow_unused=True)
         pairs = zip(gradients, observed, strict=True)
         return torch.cat([torch.zeros_like(p).flatten() if g is None else g.to_dense().flatten() for g, p in pairs])
 
     def _output(self, rows: UserBatch) -> Any:
         inputs = pytree.tree_map_only(Tensor, torch.clone, rows.inputs)  # a model may change its inputs in place
-        if is_chain(self.model):
-            for _, unit in read_chain(self.model):
-                inputs = unit(inputs)
-            return inputs
-        args, kwargs = as_call(inputs)
-        return self.model(*args, **kwargs)
+        with DeferredHead(HeadUse(num_chunks=_CHUNKS)) if self.is_chunked else nullcontext():
+            if is_chain(self.model):
+                for _, unit in read_chain(self.model):
+                    inputs = unit(inputs)
+                return inputs
+            args, kwargs = as_call(inputs)
+            return self.model(*args, **kwargs)
 
     def _check_alone(self, rows: UserBatch) -> None:
         """Raises InputError for a loss that requires a gradient even when the model's output does not."""
@@ -313,46 +343,9 @@ def _holds(reduction: Reduction, targets: Any, gradients: Sequence[Tensor]) -> b
     return bool((whole - expected).norm() <= _NEAR * whole.norm())
 
 
-class _ConstantDraws(TorchFunctionMode):
-    """Replaces random draws with a constant, so that a sample gets the same values in any batch."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Calls the function and overwrites what it drew."""
-        result = func(*args, **(kwargs or {}))
-        if getattr(func, "__name__", "") in _DRAWS and isinstance(result, Tensor):
-            least = args[0] if len(args) > 1 and isinstance(args[1], int) else (kwargs or {}).get("low", 0)
-            with torch.no_grad():
-                result.fill_(0.5 if result.is_floating_point() else least)
-        return result
-
-
 def _as_leaf(tensor: Tensor) -> Tensor:
     return tensor.detach().requires_grad_(tensor.is_floating_point() or tensor.is_complex())
 
 
 def _rows_of(targets: Any, rows: slice) -> Any:
     return pytree.tree_map_only(Tensor, lambda leaf: leaf[rows], targets)
-
-
-@contextmanager
-def _undisturbed(model: nn.Module) -> Iterator[None]:
-    """Puts a model in evaluation mode without randomness; restores the model and all generators on exit."""
-    modes = [(part, part.training) for part in model.modules()]
-    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
-    devices = {p.device for p in model.parameters() if p.is_cuda}
-    model.eval()
-    try:
-        with ExitStack() as stack:
-            stack.enter_context(preserve_rng(next(iter(devices), torch.device("cpu"))))
-            stack.enter_context(
-                torch.backends.cudnn.flags(enabled=False)
-            )  # cuDNN's RNNs have no backward in evaluation mode
-            stack.enter_context(torch.enable_grad())
-            stack.enter_context(_ConstantDraws())
-            yield
-    finally:
-        for part, training in modes:
-            part.training = training
-        with torch.no_grad():
-            for buffer, before in buffers:
-                buffer.copy_(before)
