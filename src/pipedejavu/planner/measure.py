@@ -74,7 +74,9 @@ def with_batches(profile: Profile, make: Make, sizes: Sequence[int], kinds: Mapp
     cpus = [kind for kind, device in kinds.items() if device.type == "cpu"]
     for kind in cpus:
         times[kind] = times[kind].replace(forward=times[kind].forward.plus(load_time))
-    return profile.replace(units=(first.replace(times=times), *others), batch=dict.fromkeys(cpus, load_time))
+    return profile.replace(
+        units=(first.replace(times=times), *others), batch=profile.batch | dict.fromkeys(cpus, load_time)
+    )
 
 
 def _batch_times(make: Make, samples: int) -> list[float]:
