@@ -10,6 +10,8 @@ from torch import Tensor, nn
 
 from pipedejavu.engine.byzantine import Byzantine
 from pipedejavu.engine.optimizer import Optimizer
+from pipedejavu.program import Program
+from pipedejavu.runtime.compiled_unit import UnitCompiler
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +37,12 @@ class Job:
     """How strongly an elastic combiner pulls weights and centre together (ρ)."""
     byzantine: Byzantine | None = None
     """Faults to inject into some replicas."""
+    compiler: UnitCompiler | None = None
+    """Runs units compiled, if the plan says so; it may have compiled them before. By default a new one."""
+
+    def compiler_for(self, program: Program) -> UnitCompiler | None:
+        """Returns the compiler of a program's units; None if they run eagerly."""
+        return (self.compiler or UnitCompiler()) if program.plan.is_compiled else None
 
     @cached_property
     def ties(self) -> tuple[frozenset[str], ...]:

@@ -126,7 +126,7 @@ def measure_with(
     budget: TimeBudget | None = None,
 ) -> Profile:
     """Measures the units of a job with each setup in a precision, compiled or not; with `make` also loading."""
-    compiler = silent_compiler() if is_compiled else None
+    compiler = (job.compiler or silent_compiler()) if is_compiled else None
     profile = measure_profile(
         name,
         unit_samples,

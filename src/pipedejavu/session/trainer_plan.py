@@ -34,6 +34,7 @@ from pipedejavu.program import Program
 from pipedejavu.program import compile as compile_plan
 from pipedejavu.program.pipeline import assign_devices
 from pipedejavu.run.measure_bar import show_measuring
+from pipedejavu.runtime.compiled_unit import UnitCompiler
 from pipedejavu.search import RankedPlan, SearchOptions
 from pipedejavu.session.batch_split import BatchSplit, without_padding
 from pipedejavu.session.trainer_ranks import TrainerRanks
@@ -95,6 +96,8 @@ class TrainerPlan:
 
     def __init__(self, model: nn.Module, loss: Loss | None, optimizer: OptimizerOf, options: TrainerOptions):
         self.model, self.loss, self.optimizer, self.options = model, loss or own_loss, optimizer, options
+        self.compiler = UnitCompiler()
+        """Compiles alike units once, for the measurement and for the workers."""
         self.budget = TimeBudget(options.measure_budget_s)
 
     def prepare(self, first: UserBatch, reduction: Reduction) -> PreparedModel:
@@ -162,7 +165,14 @@ class TrainerPlan:
     def _job(self, cut: ModelCut, summed: Callable[[Any, Any], Tensor]) -> Job:
         options, optimizer = self.options, self.optimizer(cut.units)
         loss = loss_of(cut, summed)
-        return Job(units=cut.units, loss=loss, optimizer=optimizer, seed=options.seed, clip_norm=options.clip_norm)
+        return Job(
+            units=cut.units,
+            loss=loss,
+            optimizer=optimizer,
+            seed=options.seed,
+            clip_norm=options.clip_norm,
+            compiler=self.compiler,
+        )
 
     def _check(self, prepared: PreparedModel, summed: Callable[[Any, Any], Tensor]) -> None:
         """Raises InputError if the units compute something else than the model."""
@@ -213,7 +223,7 @@ class TrainerPlan:
         most = min(batch.size, MOST_SAMPLES, most)
         sizes = [most] if is_compiled else [size for size in choose_sizes(most) if size <= batch.size]
         cut = batch.cut = cut_model(self.model, batch.own_head(sizes[-1]))
-        job = Job(units=cut.units, loss=loss_of(cut, loss), optimizer=self.optimizer(cut.units))
+        job = self._job(cut, loss)
         setups, precision = measure_setups(machine), self._precision(machine).precision
         setups = tuple(setup for setup in setups if setup.kind in only) or setups
 
