@@ -188,7 +188,7 @@ class StageCosts:
     def _num_recomputed(
         self, sums: StageSums, start: Index, end: Index, scheduled: ScheduledSlot, mode: Mode
     ) -> Positions:
-        """Returns how far down the recompute order of the whole model each stage goes."""
+        """Returns, for each stage, the position in the model's recompute order up to which it recomputes its units."""
         kept = self.recompute_order(scheduled.slot.kinds).kept
         if mode.activations == "host":  # what is kept does not take device memory
             return np.full_like(np.asarray(end), len(kept) - 1)
