@@ -29,10 +29,10 @@ def reduce_scatter(vector: Tensor, group: dist.ProcessGroup) -> Tensor:
     return sum_in_order(received.view(size, *shape).unbind())
 
 
-def all_gather(run: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Returns the rows of all members, one member after the other."""
+def all_gather(run: Tensor, group: dist.ProcessGroup, out: Tensor | None = None) -> Tensor:
+    """Returns the rows of all members, one member after the other, in `out` if given."""
     run = run.detach().contiguous()
-    whole = run.new_empty((len(run) * group.size(), *run.shape[1:]))
+    whole = run.new_empty((len(run) * group.size(), *run.shape[1:])) if out is None else out
     _all_gather(whole, run, group=group)
     return whole
 

@@ -86,10 +86,10 @@ class NcclWire:
         self.carried.reduce_scatter(group, self.groups[group].size(), vector)
         return reduce_scatter(vector, self.groups[group])
 
-    def all_gather(self, run: Tensor, group: str) -> Tensor:
+    def all_gather(self, run: Tensor, group: str, out: Tensor | None = None) -> Tensor:
         """Gathers from the members' GPUs."""
         self.carried.all_gather(group, self.groups[group].size(), run)
-        return all_gather(run, self.groups[group])
+        return all_gather(run, self.groups[group], out)
 
     def all_to_all(self, rows: Tensor, group: str, counts: Counts) -> Tensor:
         """Exchanges rows between the members' GPUs."""

@@ -133,14 +133,16 @@ class RankWire:
             lambda wire, tensor: wire.reduce_scatter(tensor, group),
         )
 
-    def all_gather(self, run: Tensor, group: str) -> Tensor:
-        """Returns the rows of all members, who have equally many, one member after the other."""
-        return self._collect(
+    def all_gather(self, run: Tensor, group: str, out: Tensor | None = None) -> Tensor:
+        """Returns the rows of all members, who have equally many, one member after the other; in `out` if given."""
+        place = out if group in self.groups and not self._is_staged(run, group) else None
+        whole = self._collect(
             run,
             group,
-            lambda memory, tensor: memory.all_gather(tensor),
-            lambda wire, tensor: wire.all_gather(tensor, group),
+            lambda memory, tensor: memory.all_gather(tensor, place),
+            lambda wire, tensor: wire.all_gather(tensor, group, place),
         )
+        return whole if out is None or place is not None else out.copy_(whole, non_blocking=True)
 
     def all_to_all(self, rows: Tensor, group: str, counts: Counts | None = None) -> Tensor:
         """Sends rows to each member; returns the rows that the members sent to this one, in their order."""
@@ -165,12 +167,16 @@ class RankWire:
         if group not in self.groups:  # this rank is the only member
             return tensor
         kind = self.groups[group].kind
-        if kind == WireKind.SHARED_MEMORY and tensor.is_cuda:
+        if self._is_staged(tensor, group):
             (on_cpu,) = on_host((tensor,), self.device)
             return in_memory(self.memory_groups[group], on_cpu).to(self.device, non_blocking=True)
         if kind.is_in_memory:
             return in_memory(self.memory_groups[group], tensor)
         return by_torch(self.nccl if tensor.is_cuda and kind == WireKind.NCCL else self._staged, tensor)
+
+    def _is_staged(self, tensor: Tensor, group: str) -> bool:
+        """Whether a tensor of a GPU passes through memory that the processes of its host share."""
+        return tensor.is_cuda and self.groups[group].kind == WireKind.SHARED_MEMORY
 
     def _kind(self, source: int, target: int) -> WireKind:
         """Returns the wire of an edge; exchanges between rounds may take edges that the program has not."""

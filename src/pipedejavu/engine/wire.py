@@ -53,8 +53,11 @@ class Wire(Protocol):
     def reduce_scatter(self, vector: Tensor, group: str) -> Tensor:
         """Returns this member's rows of the sum of the members' tensors, which the members divide evenly."""
 
-    def all_gather(self, run: Tensor, group: str) -> Tensor:
-        """Returns the rows of all members, who have equally many, one member after the other."""
+    def all_gather(self, run: Tensor, group: str, out: Tensor | None = None) -> Tensor:
+        """Returns the rows of all members, who have equally many, one member after the other; in `out` if given.
+
+        The member's own rows may be in their place in `out`.
+        """
 
     def all_to_all(self, rows: Tensor, group: str, counts: Counts | None = None) -> Tensor:
         """Sends rows to each member, in their order; returns the rows that the members sent to this one.
@@ -143,10 +146,19 @@ class ThreadWire:
         self.carried.reduce_scatter(group, size, vector)
         return self._meet(vector, group, lambda all_: sum_in_order([v.chunk(size)[position] for v in all_]))
 
-    def all_gather(self, run: Tensor, group: str) -> Tensor:
+    def all_gather(self, run: Tensor, group: str, out: Tensor | None = None) -> Tensor:
         """Joins the members' rows."""
-        self.carried.all_gather(group, self._size(group), run)
-        return self._meet(run, group, torch.cat)
+        size, position = self._size(group), self._position(group)
+        self.carried.all_gather(group, size, run)
+        whole = run.new_empty((len(run) * size, *run.shape[1:])) if out is None else out
+
+        def join(tensors: list[Tensor]) -> Tensor:
+            for n, (place, rows) in enumerate(zip(whole.chunk(size) if len(run) else (), tensors, strict=False)):
+                if n != position or place.data_ptr() != rows.data_ptr():
+                    place.copy_(rows)
+            return whole
+
+        return self._meet(run, group, join)
 
     def all_to_all(self, rows: Tensor, group: str, counts: Counts | None = None) -> Tensor:
         """Joins the rows for this member."""
@@ -287,10 +299,10 @@ class ProcessWire:
         self.carried.reduce_scatter(group, self.groups[group].size(), vector)
         return reduce_scatter(vector, self.groups[group])
 
-    def all_gather(self, run: Tensor, group: str) -> Tensor:
+    def all_gather(self, run: Tensor, group: str, out: Tensor | None = None) -> Tensor:
         """Gathers from the members' processes."""
         self.carried.all_gather(group, self.groups[group].size(), run)
-        return all_gather(run, self.groups[group])
+        return all_gather(run, self.groups[group], out)
 
     def all_to_all(self, rows: Tensor, group: str, counts: Counts | None = None) -> Tensor:
         """Exchanges rows with the members' processes."""
@@ -333,10 +345,11 @@ class StagedWire:
         (on_cpu,) = on_host((vector,), self.device)
         return self.wire.reduce_scatter(on_cpu, group).to(vector.device, non_blocking=True)
 
-    def all_gather(self, run: Tensor, group: str) -> Tensor:
+    def all_gather(self, run: Tensor, group: str, out: Tensor | None = None) -> Tensor:
         """Gathers on the hosts."""
         (on_cpu,) = on_host((run,), self.device)
-        return self.wire.all_gather(on_cpu, group).to(run.device, non_blocking=True)
+        whole = self.wire.all_gather(on_cpu, group)
+        return whole.to(run.device, non_blocking=True) if out is None else out.copy_(whole, non_blocking=True)
 
     def all_to_all(self, rows: Tensor, group: str, counts: Counts | None = None) -> Tensor:
         """Exchanges rows between the hosts."""

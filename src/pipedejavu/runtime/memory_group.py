@@ -176,10 +176,13 @@ class MemoryGroup:
                 sum_in_order([rows[self.position] for rows in held], place)
         return total.view(len(vector) // size, *vector.shape[1:])
 
-    def all_gather(self, run: Tensor) -> Tensor:
-        """Returns the rows of all members, which have one shape and dtype, one member after the other."""
+    def all_gather(self, run: Tensor, out: Tensor | None = None) -> Tensor:
+        """Returns the rows of all members, which have one shape and dtype, one member after the other.
+
+        They are in `out` if it is given, in which the member's own rows may be in their place already.
+        """
         size, flat = len(self.members), _contiguous(run).view(-1)
-        runs = flat.new_empty(size, flat.numel())
+        runs = flat.new_empty(size, flat.numel()) if out is None else out.view(size, flat.numel())
         self.traffic.all_gather("", size, flat)
         if flat.numel():
             regions = self._fitting(flat.nbytes, flat.device)
@@ -190,7 +193,8 @@ class MemoryGroup:
                 self._meet(regions, 0)
                 held[self.position] = part
                 for place, rows in zip(places, held, strict=True):
-                    place.copy_(rows, non_blocking=True)
+                    if place.data_ptr() != rows.data_ptr():
+                        place.copy_(rows, non_blocking=True)
         return runs.view(size * len(run), *run.shape[1:])
 
     def all_to_all(self, rows: Tensor, counts: Counts) -> Tensor:
