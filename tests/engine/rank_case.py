@@ -24,6 +24,10 @@ CASES = {
     "zb-h1": ("zb-h1", "mlp", {"workers": 2, "microbatches": 4}),
     "coarse": ("coarse", "mlp", {"workers": 1, "microbatches": 2}),
     "tied": ("1f1b", "calm-gpt", {"workers": 2, "microbatches": 3}),
+    "zero-1": ("zero-1", "gpt", {"workers": 2, "microbatches": 2, "clip": "global", "clip_norm": 0.1}),
+    "zero-2": ("zero-2", "calm-gpt", {"workers": 2, "microbatches": 1}),
+    "zero-3": ("zero-3", "gpt", {"workers": 2, "microbatches": 2}),
+    "zero-r": ("zero-r", "mlp", {"workers": 2, "microbatches": 2}),
 }
 """Preset, model and sizes."""
 
@@ -55,6 +59,7 @@ def run_rank(rank, folder, names, type_, late, cycles=2_000_000):
             pass
         if name == "ddp":
             check_collectives(wire, case.device)
+        run.handlers.gather_masters()
         wire.close()
         check_same(case, run)
         if rank == 0:
