@@ -19,14 +19,27 @@ from pipedejavu.engine.device import CPU
 from pipedejavu.engine.finite import nonfinite
 from pipedejavu.engine.handlers import Handlers, pieces_of
 from pipedejavu.engine.master import weights_of
+from pipedejavu.engine.moment_slots import converted_slots
 from pipedejavu.engine.optimizer import LOW, Tensors
 from pipedejavu.engine.piece import PieceRunner
 from pipedejavu.engine.threads import Threads, final_weights, put_lows, state_rests_on_host
 from pipedejavu.facts import InputError
+from pipedejavu.optim.moment_format import num_scales
 from pipedejavu.program import Program, Value, ValueKind
 
-SLOTS = {"step": "step", "m": "exp_avg", "v": "exp_avg_sq", "momentum": "momentum_buffer"}
-"""The names of optimizer state in this package, and in torch.optim."""
+SLOTS = {
+    "step": "step",
+    "m": "exp_avg",
+    "v": "exp_avg_sq",
+    "m_code": "exp_avg_code",
+    "v_code": "exp_avg_sq_code",
+    "m_scale": "exp_avg_scale",
+    "v_scale": "exp_avg_sq_scale",
+    "momentum": "momentum_buffer",
+}
+"""The names of optimizer state in this package, and those that torch.optim has for it or would."""
+_FLAT = {"m_scale", "v_scale"}
+"""Slots without one element per weight."""
 
 Source = Callable[[str], Tensor | None]
 """Returns the tensor of a name, or None if there is none."""
@@ -155,18 +168,30 @@ def _state(handlers: Handlers, key: tuple[int, int], runner: PieceRunner, source
             loaded = _find(handlers, source, replica, f"state/{torch_name}", name)
             if loaded is not None:
                 is_scalar = slot == "step"
-                if not is_scalar and loaded.shape != weight.shape:
+                if not is_scalar and slot not in _FLAT and loaded.shape != weight.shape:
                     raise InputError(f"'{torch_name}' of '{name}' is {_form(loaded)}, and the weight {_form(weight)}")
                 slots[slot] = loaded.to(
                     CPU if rests_on_host or is_scalar else handlers.load_device or handlers.device, copy=True
                 )
         if slots:
+            slots = _with_format(handlers, name, slots, weight.shape)
             wanted = handlers.job.optimizer.slots_of(name)
             if slots.keys() != wanted:
                 names = [" and ".join(sorted(SLOTS[slot] for slot in some)) or "nothing" for some in (slots, wanted)]
                 raise InputError(f"the checkpoint keeps {names[0]} of '{name}', and this optimizer {names[1]}")
             state[name] = slots
     return state
+
+
+def _with_format(handlers: Handlers, name: str, slots: Tensors, shape: torch.Size) -> Tensors:
+    """Returns the slots of a parameter with its moments in the format of the plan, in the order of its elements."""
+    for scales in _FLAT & slots.keys():
+        if slots[scales].shape != (num_scales(shape.numel()),):
+            raise InputError(
+                f"'{SLOTS[scales]}' of '{name}' has {slots[scales].numel()} scales for {shape.numel()} values, and"
+                f" int8 moments need {num_scales(shape.numel())}; the checkpoint is damaged"
+            )
+    return converted_slots(slots, handlers.program.plan.precision.moments, shape)
 
 
 def _lows(handlers: Handlers, key: tuple[int, int], runner: PieceRunner, source: Source) -> Tensors:
