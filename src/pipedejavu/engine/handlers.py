@@ -19,7 +19,7 @@ from pipedejavu.engine.applier import Applier, as_leaves
 from pipedejavu.engine.device import CPU, device_of, moved, record_stream
 from pipedejavu.engine.global_norm import GlobalNorm
 from pipedejavu.engine.gradient_check import GradientCheck
-from pipedejavu.engine.job import Batches, Job, Log, Read
+from pipedejavu.engine.job import Batches, Job, Log, Read, with_moments
 from pipedejavu.engine.loss_scale import LossScale
 from pipedejavu.engine.optimizer import State, Tensors
 from pipedejavu.engine.piece import PieceRunner
@@ -67,8 +67,8 @@ class Handlers(RestingState):
     """The values of one worker and the handlers of its actions."""
 
     def __init__(self, program: Program, index: int, runners: Runners, job: Job, batches: Batches, wire: Wire):
-        self.program, self.index, self.runners, self.job = program, index, runners, job
-        self.device = device_of(program, index)
+        self.program, self.index, self.runners, self.device = program, index, runners, device_of(program, index)
+        self.job = job = with_moments(job, program.plan.precision)
         self.batches, self.wire, self.log, self.live = batches, wire, Log(), 0
         self.notice: Notice = lambda _lane, _action: None
         self.values: dict[Value, Any] = {}

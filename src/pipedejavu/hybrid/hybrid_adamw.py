@@ -95,8 +95,8 @@ class HybridAdamW(Optimizer):
                 then fits the GPU's budget.
             speculate: whether updates may run speculatively during the backward pass, if host memory allows.
             microbatches: backward passes per step; updates that do not wait for the norm begin in the last one.
-            moments: the format in which both moments rest: "fp32" (8 bytes per parameter), "bf16" (4), or "int8" (2, and
-                8 per 256 values). Updates compute with float32 in all of them.
+            moments: the format in which both moments rest: "fp32" (8 bytes per parameter), "bf16" (4), or "int8" (2,
+                and 8 per 256 values). Updates compute with float32 in all of them.
             host_threads: threads of the host's update; by default all cores but two.
             assignment: the units of the model with the place of each, as a plan gives them; `gpu_units` and `window`
                 then have no effect, and the budgets limit only streamed and shadow state.

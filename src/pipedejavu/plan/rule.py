@@ -342,6 +342,11 @@ RULES = (
         "leave precision.moments out, or use compute 'fp32'",
     ),
     Rule(
+        lambda plan, _: plan.precision.moments == "int8" and plan.keep.kind.startswith("zero"),
+        "keep '{keep}' divides state at any element, and int8 moments have a scale per 256 of them",
+        "set precision.moments to 'bf16', or keep to 'replicated'",
+    ),
+    Rule(
         lambda plan, _: plan.precision.is_split and adds_to_weights(plan),
         "keep '{keep}' with gate '{gate}' and combiner '{combiner}' adds to the weights of other workers, which do"
         " not hold the other half of split masters",
