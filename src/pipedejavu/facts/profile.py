@@ -90,6 +90,8 @@ class UnitTime(Record):
     copy_s: dict[str, Seconds] = Field(default_factory=dict)
     """Measured copies between the device and its host, by the text of a program's action, such as 'FETCH:w'. All other
     copies take the time that the machine's links give."""
+    is_estimated: bool = False
+    """Whether forward and backward were estimated when the other units were measured."""
 
     def times(self, factor: float) -> "UnitTime":
         """Returns the unit's times on a device that is `factor` times slower; copies stay as they are."""
@@ -166,6 +168,8 @@ class Profile(Record):
     drift: dict[str, Annotated[float, Field(ge=0)]] = Field(default_factory=dict)
     """Common variation of all times of a kind of device, as a share of them: the standard deviation between rounds of
     measuring. A shared machine is slower for seconds and then faster again."""
+    estimated: dict[str, str] = Field(default_factory=dict)
+    """By kind of device, which of a measured profile's times are estimated, and why."""
     begins: tuple[int, ...] = ()
     """For a model cut from a traced graph: index of the first operation of each unit after the first, then the number
     of operations."""

@@ -105,11 +105,6 @@ RULES = (
         "use 2 microbatches or more",
     ),
     Rule(
-        lambda plan, profile: plan.splits_backward and _ties_cross_stages(plan, profile),
-        "order '{order}' splits the backward, which counts tied weights twice",
-        "use order '1f1b', or untie the weights",
-    ),
-    Rule(
         lambda plan, _: plan.splits_backward and plan.is_compiled,
         "order '{order}' splits the backward, which compiled stages cannot do",
         "switch is_compiled off, or use order '1f1b'",
