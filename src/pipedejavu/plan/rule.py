@@ -4,7 +4,7 @@ from pipedejavu.facts import FaultsError, Profile
 from pipedejavu.plan.axis import in_line
 from pipedejavu.plan.plan import Plan
 from pipedejavu.plan.plan_rule import Rule, num_replicas, ties_cross_stages
-from pipedejavu.plan.plan_trait import adds_to_weights, is_written_out
+from pipedejavu.plan.plan_trait import adds_to_weights, can_take_turns, has_legal_checkpoints, is_written_out
 from pipedejavu.plan.zero_rule import ZERO_RULES
 
 _PLACES = {
@@ -99,6 +99,11 @@ RULES = (
         lambda plan, profile: any(not 0 <= u < len(profile.units) for u in plan.order.recompute_units or ()),
         "order.recompute_units names units that the profile does not have",
         "count units from 0, in the profile's order",
+    ),
+    Rule(
+        lambda plan, profile: not has_legal_checkpoints(plan, len(profile.units)),
+        "order.checkpoints divides what stages recompute, at rising numbers of units after the first of {units}",
+        "set order.recompute or order.recompute_units too, and count units from 0, in the profile's order",
     ),
     Rule(
         lambda plan, profile: plan.order.head_chunks > 1 and not profile.head_forms,
@@ -245,9 +250,9 @@ RULES = (
         "use order '1f1b' or '1f1b-async', or place.replicas",
     ),
     Rule(
-        lambda plan, _: any(plan.feed.microbatches % r for r in plan.place.stage_replicas or ()),
-        "each of a stage's replicas needs the same number of an update's {m} microbatches",
-        "use a multiple of the numbers in place.stage_replicas",
+        lambda plan, _: not can_take_turns(plan),
+        "the replicas of a stage take an update's {m} microbatches in turn, and not all get one, or as many",
+        "use as many microbatches or more; if the pipeline never drains, a multiple of each of place.stage_replicas",
     ),
     Rule(
         lambda plan, profile: plan.place.stage_replicas is not None and ties_cross_stages(plan, profile),
@@ -336,6 +341,7 @@ def faults_of(plan: Plan, profile: Profile) -> list[str]:
         "trim": plan.reduce.trim,
         "chunks": plan.order.head_chunks,
         "m": plan.feed.microbatches,
+        "units": len(profile.units),
         "zeros": len(plan.keep.zeros or ()),
         "each": in_line(plan.keep.zeros or (plan.zero_of(0),)),
         "stages": plan.num_stages,
