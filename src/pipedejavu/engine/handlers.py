@@ -7,7 +7,7 @@ tensors by parameter name.
 import math
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -21,7 +21,6 @@ from pipedejavu.engine.global_norm import GlobalNorm
 from pipedejavu.engine.gradient_check import GradientCheck
 from pipedejavu.engine.job import Batches, Job, Log, Read, with_moments
 from pipedejavu.engine.loss_scale import LossScale
-from pipedejavu.engine.optimizer import State, Tensors
 from pipedejavu.engine.piece import PieceRunner
 from pipedejavu.engine.recompute_span import (
     Saved,
@@ -34,9 +33,7 @@ from pipedejavu.engine.recompute_span import (
     tensors_of,
     with_loss,
 )
-from pipedejavu.engine.resting_state import RestingState
-from pipedejavu.engine.sharded_piece import ShardedPiece
-from pipedejavu.engine.sharded_state import whole_masters
+from pipedejavu.engine.sharded_state import ShardedState
 from pipedejavu.engine.summed_piece import add_up, is_summed, reduce_gradients, sent_gradients
 from pipedejavu.engine.wire import Wire
 from pipedejavu.facts import InputError
@@ -63,21 +60,17 @@ def pieces_of(program: Program, index: int) -> list[tuple[int, int]]:
     return sorted({*program.held(index), *((piece, program.num_replicas) for piece in served)})
 
 
-class Handlers(RestingState):
+class Handlers(ShardedState):
     """The values of one worker and the handlers of its actions."""
 
     def __init__(self, program: Program, index: int, runners: Runners, job: Job, batches: Batches, wire: Wire):
-        self.program, self.index, self.runners, self.device = program, index, runners, device_of(program, index)
+        super().__init__()
+        self.program, self.index, self.runners = program, index, runners
+        self.device = device_of(program, index)
         self.job = job = with_moments(job, program.plan.precision)
         self.batches, self.wire, self.log, self.live = batches, wire, Log(), 0
         self.notice: Notice = lambda _lane, _action: None
         self.values: dict[Value, Any] = {}
-        self.sharded: dict[tuple[int, int], ShardedPiece] = {}
-        """By (piece, replica), those whose state is divided over replicas."""
-        self.fellows: Mapping[int, Handlers] = {}
-        """All workers, if they are threads of this process."""
-        self.whole: dict[tuple[int, int], Tensors] | None = None
-        """What `gather_masters` has returned since the last round."""
         self.check = GradientCheck(job, program.plan, index)
         self._form = ComputeFormat.of(program.plan.precision, [module for _, module in job.units])
         self.scale, shared = LossScale(program.plan), (self.values, self.log)
@@ -262,24 +255,6 @@ class Handlers(RestingState):
                 f"the loss is {loss_value} in step {step}, microbatch {number}, on worker {self.index};"
                 f" {self.check.remedy}"
             )
-
-    @property
-    def shard_state(self) -> Mapping[tuple[int, int], State]:
-        """The optimizer state of this worker's shards."""
-        return self.applier.state
-
-    def gather_masters(self) -> dict[tuple[int, int], Tensors]:
-        """Returns the whole masters of pieces that are divided, in host memory; all workers call it together.
-
-        They are gathered once between two rounds.
-        """
-        if self.whole is None:
-            self.whole = {key: whole_masters(self, key) for key in sorted(self.sharded)}
-        return self.whole
-
-    def adopt(self) -> None:
-        """Forgets the whole masters after other values were put into the shards."""
-        self.whole = None
 
     def finish(self) -> None:
         """Ends a round: completes all sends, then reads losses and gradient checks from the device."""

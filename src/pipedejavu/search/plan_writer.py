@@ -114,8 +114,7 @@ def stashed(plan: Plan, options: SearchOptions) -> list[Plan]:
 
 def why_not_run(plan: Plan) -> str:
     """Returns why the engine does not run a plan; empty if it does."""
-    what = [f"state over replicas (keep '{plan.keep}')"] * plan.keep.kind.startswith("zero")
-    what += [f"operators over devices (place '{plan.place}')"] * (plan.place.stage_shards is not None)
+    what = [f"operators over devices (place '{plan.place}')"] * (plan.place.stage_shards is not None)
     what += ["operators over workers (cut 'layout')"] * (plan.cut.kind == "layout")
     return f"the engine does not yet divide {' or '.join(what)}" if what else ""
 
