@@ -396,6 +396,19 @@ BROKEN: list[tuple[Plan, str, str]] = [
         "order.recompute is a share of each stage's units, and order.recompute_units names some of them",
         "leave one of the two out",
     ),
+    *(
+        (
+            preset("gpipe").plan.replace(order=order),
+            "order.checkpoints divides what stages recompute, at rising numbers of units after the first of 8",
+            "set order.recompute or order.recompute_units too, and count units from 0, in the profile's order",
+        )
+        for order in (
+            Order(kind="gpipe", checkpoints=(1,)),
+            Order(kind="gpipe", recompute=1.0, checkpoints=(2, 1)),
+            Order(kind="gpipe", recompute=1.0, checkpoints=(0, 2)),
+            Order(kind="gpipe", recompute=1.0, checkpoints=(12,)),
+        )
+    ),
     (
         preset("gpipe").plan.replace(order=Order(kind="gpipe", recompute_units=(7, 99))),
         "order.recompute_units names units that the profile does not have",
@@ -543,9 +556,14 @@ BROKEN: list[tuple[Plan, str, str]] = [
         "use order '1f1b' or '1f1b-async', or place.replicas",
     ),
     (
-        preset("1f1b").plan.replace(place=Place(workers=2, stage_replicas=(3, 1))),
-        "each of a stage's replicas needs the same number of an update's 8 microbatches",
-        "use a multiple of the numbers in place.stage_replicas",
+        preset("1f1b").plan.replace(place=Place(workers=2, stage_replicas=(9, 1))),
+        "the replicas of a stage take an update's 8 microbatches in turn, and not all get one, or as many",
+        "use as many microbatches or more; if the pipeline never drains, a multiple of each of place.stage_replicas",
+    ),
+    (
+        preset("pipedream").at(microbatches=8).replace(place=Place(workers=2, stage_replicas=(3, 1))),
+        "the replicas of a stage take an update's 1 microbatches in turn, and not all get one, or as many",
+        "use as many microbatches or more; if the pipeline never drains, a multiple of each of place.stage_replicas",
     ),
     (
         preset("1f1b").plan.replace(place=Place(workers=2, stage_replicas=(2, 1), replicas=2)),

@@ -7,10 +7,12 @@
                               weights and state
 
 State is taken between rounds, when nothing is in flight. Workers that hold the same weights each save a part of them.
+State that is divided over replicas is saved as whole tensors too: all workers gather it, one slot of a piece at a time,
+and each keeps what it saves.
 """
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -18,10 +20,11 @@ from torch import Tensor
 from pipedejavu.engine.device import CPU
 from pipedejavu.engine.finite import nonfinite
 from pipedejavu.engine.handlers import Handlers, pieces_of
-from pipedejavu.engine.master import weights_of
+from pipedejavu.engine.master import masters_of, weights_of
 from pipedejavu.engine.optimizer import LOW, Tensors
 from pipedejavu.engine.piece import PieceRunner
-from pipedejavu.engine.threads import Threads, final_weights, put_lows, state_rests_on_host
+from pipedejavu.engine.sharded_state import whole_masters, whole_slots
+from pipedejavu.engine.threads import Threads, held_weights, put_lows, state_rests_on_host
 from pipedejavu.facts import InputError
 from pipedejavu.program import Program, Value, ValueKind
 
@@ -33,15 +36,23 @@ Source = Callable[[str], Tensor | None]
 
 
 def take_state(handlers: Handlers) -> Tensors:
-    """Returns copies in host memory of this worker's share of the state; raises InputError if it is not finite."""
+    """Returns copies in host memory of this worker's share of the state; raises InputError if it is not finite.
+
+    Workers that divide state over replicas call it together.
+    """
     share = _share(handlers)
-    check_state(handlers, share)
-    return {name: _copy(tensor) for name, tensor in share.items()}
+    _check(handlers, share | _sharded(handlers))
+    copies = {name: _copy(tensor) for name, tensor in share.items()}
+    return copies | {name: _copy(tensor) for name, tensor in _gathered(handlers)}
 
 
-def check_state(handlers: Handlers, state: Tensors | None = None) -> None:
-    """Raises InputError if `state`, by default this worker's share, is not finite."""
-    for full, value in nonfinite(_share(handlers) if state is None else state):
+def check_state(handlers: Handlers) -> None:
+    """Raises InputError if this worker's share of the state is not finite."""
+    _check(handlers, _share(handlers) | _sharded(handlers))
+
+
+def _check(handlers: Handlers, state: Tensors) -> None:
+    for full, value in nonfinite(state):
         *_, kind, name = re.split(r"^(?:replica/\d+/)?(weight|state/[^/]+|buffer)/", full)
         if not kind.startswith("state") and _is_meant(handlers, name, value):
             continue
@@ -53,12 +64,12 @@ def check_state(handlers: Handlers, state: Tensors | None = None) -> None:
 
 
 def _share(handlers: Handlers) -> Tensors:
-    """Returns this worker's share of the state, without copies."""
+    """Returns this worker's share of the state that is not divided over replicas, without copies."""
     share: Tensors = {}
-    weights, holders_of = final_weights(handlers), _holders(handlers.program)
+    weights, holders_of = held_weights(handlers), _holders(handlers.program)
     for key, runner in handlers.runners.items():
         piece, replica = key
-        for number, name in enumerate(runner.initial):
+        for number, name in enumerate(runner.initial if key in weights else ()):
             prefix = _prefix(handlers.program, holders_of[piece], (replica, handlers.index), number)
             if prefix is None:
                 continue
@@ -73,6 +84,33 @@ def _share(handlers: Handlers) -> Tensors:
                 prefix = "" if replica == holders_of[piece][0][0] else f"replica/{replica}/"
                 share[f"{prefix}buffer/{name}"] = buffer
     return share
+
+
+def _sharded(handlers: Handlers) -> Tensors:
+    """Returns the state in this worker's shards."""
+    state: Tensors = {}
+    for key, shards in handlers.sharded.items():
+        parts = masters_of(shards.parts, handlers.applier.state.get(key, {}))
+        state |= {f"weight/{name}": part for name, part in parts.items()}
+        for name, slots in handlers.applier.state.get(key, {}).items():
+            state |= {f"state/{SLOTS[slot]}/{name}": part for slot, part in slots.items() if slot != LOW}
+    return state
+
+
+def _gathered(handlers: Handlers) -> Iterator[tuple[str, Tensor]]:
+    """Yields what this worker saves of the state that is divided; all workers gather it together."""
+    holders_of = _holders(handlers.program)
+    for key in sorted(handlers.sharded):
+        mine = [
+            name
+            for number, name in enumerate(handlers.sharded[key].leaves)
+            if _prefix(handlers.program, holders_of[key[0]], (key[1], handlers.index), number) is not None
+        ]
+        masters = whole_masters(handlers, key)
+        yield from ((f"weight/{name}", masters[name]) for name in mine)
+        del masters  # the next slot takes its memory
+        for slot, tensors in whole_slots(handlers, key, tuple(SLOTS)):
+            yield from ((f"state/{SLOTS[slot]}/{name}", tensors[name]) for name in mine if name in tensors)
 
 
 def final_buffers(handlers: Handlers) -> Tensors:
@@ -101,13 +139,15 @@ def put_state(handlers: Handlers, update: int, source: Source, norm: float | Non
     plan = handlers.program.plan
     handlers.settle()
     for value, weights in handlers.values.items():
-        if value.kind == ValueKind.WEIGHTS and not _is_idle(handlers.program, value.replica):
-            for name, weight in weights.items():  # a split weight is the high half of what is saved
-                known = _needed(name, _find(handlers, source, value.replica, "weight", name))
-                _check_loaded(handlers, "weight", name, known)
-                is_split = weight.dtype == torch.bfloat16 and known.dtype == torch.float32
-                halves = weights_of({name: known}, {name} if is_split else (), is_split=True)
-                _fill(f"weight '{name}'", weight.data, halves[0][name])
+        is_divided = (value.piece, value.replica) in handlers.sharded
+        if value.kind == ValueKind.WEIGHTS and not is_divided and not _is_idle(handlers.program, value.replica):
+            for name, weight in weights.items():
+                _fill(f"weight '{name}'", weight.data, _loaded_weight(handlers, source, value.replica, name, weight))
+    for (_, replica), shards in handlers.sharded.items():
+        for name, leaf in shards.leaves.items():
+            loaded_weight = _loaded_weight(handlers, source, replica, name, leaf)
+            _check_shape(f"weight '{name}'", leaf, loaded_weight)
+            shards.load(name, loaded_weight)
     for key, runner in handlers.runners.items():
         handlers.applier.state[key] = _state(handlers, key, runner, source)
         put_lows(handlers, key, _lows(handlers, key, runner, source))
@@ -131,6 +171,14 @@ def put_state(handlers: Handlers, update: int, source: Source, norm: float | Non
     handlers.adopt()
 
 
+def _loaded_weight(handlers: Handlers, source: Source, replica: int, name: str, weight: Tensor) -> Tensor:
+    """Returns a saved weight in the format of `weight`; a split weight is the high half of what is saved."""
+    known = _needed(name, _find(handlers, source, replica, "weight", name))
+    _check_loaded(handlers, "weight", name, known)
+    is_split = weight.dtype == torch.bfloat16 and known.dtype == torch.float32
+    return weights_of({name: known}, {name} if is_split else (), is_split=True)[0][name]
+
+
 def take_all(threads: Threads) -> Tensors:
     """Returns copies of the state of all workers."""
     return {name: tensor for handlers in threads.handlers for name, tensor in take_state(handlers).items()}
@@ -147,7 +195,7 @@ def _state(handlers: Handlers, key: tuple[int, int], runner: PieceRunner, source
     piece, replica = key
     if handlers.program.plan.keep.kind == "server" and replica < handlers.program.num_replicas:
         return {}  # the server makes the updates
-    rests_on_host = state_rests_on_host(handlers.program, piece)
+    rests_on_host, shards = state_rests_on_host(handlers.program, piece), handlers.sharded.get(key)
     state: dict[str, Tensors] = {}
     for name, weight in runner.initial.items():
         slots = {}
@@ -157,6 +205,11 @@ def _state(handlers: Handlers, key: tuple[int, int], runner: PieceRunner, source
                 is_scalar = slot == "step"
                 if not is_scalar and loaded.shape != weight.shape:
                     raise InputError(f"'{torch_name}' of '{name}' is {_form(loaded)}, and the weight {_form(weight)}")
+                if shards is not None:
+                    part = shards.part(name, weight if is_scalar else loaded)
+                    if part is None:
+                        continue  # this worker's shard holds nothing of the parameter
+                    loaded = loaded if is_scalar else part
                 slots[slot] = loaded.to(
                     CPU if rests_on_host or is_scalar else handlers.load_device or handlers.device, copy=True
                 )
@@ -209,9 +262,13 @@ def _is_meant(handlers: Handlers, name: str, value: float) -> bool:
 
 
 def _fill(what: str, target: Tensor, loaded: Tensor) -> None:
+    _check_shape(what, target, loaded)
+    target.copy_(loaded)
+
+
+def _check_shape(what: str, target: Tensor, loaded: Tensor) -> None:
     if loaded.shape != target.shape:
         raise InputError(f"{what} is {_form(loaded)} in the checkpoint and {_form(target)} in the model")
-    target.copy_(loaded)
 
 
 def _form(tensor: Tensor) -> str:

@@ -7,7 +7,7 @@ tensors by parameter name.
 import math
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -21,7 +21,7 @@ from pipedejavu.engine.global_norm import GlobalNorm
 from pipedejavu.engine.gradient_check import GradientCheck
 from pipedejavu.engine.job import Batches, Job, Log, Read
 from pipedejavu.engine.loss_scale import LossScale
-from pipedejavu.engine.optimizer import Tensors
+from pipedejavu.engine.optimizer import State, Tensors
 from pipedejavu.engine.piece import PieceRunner
 from pipedejavu.engine.recompute_span import (
     Saved,
@@ -35,10 +35,12 @@ from pipedejavu.engine.recompute_span import (
     with_loss,
 )
 from pipedejavu.engine.resting_state import RestingState
-from pipedejavu.engine.summed_piece import is_summed, reduce_tied
-from pipedejavu.engine.wire import Wire, flatten, unflatten
+from pipedejavu.engine.sharded_piece import ShardedPiece
+from pipedejavu.engine.sharded_state import whole_masters
+from pipedejavu.engine.summed_piece import add_up, is_summed, reduce_gradients, sent_gradients
+from pipedejavu.engine.wire import Wire
 from pipedejavu.facts import InputError
-from pipedejavu.program import Action, ActionKind, GroupRole, Program, Table, UpdatePlace, Value, ValueKind
+from pipedejavu.program import Action, ActionKind, Program, Table, UpdatePlace, Value, ValueKind
 from pipedejavu.program.action import value_of
 from pipedejavu.program.effect import rest_of
 from pipedejavu.program.value import HOST
@@ -70,6 +72,12 @@ class Handlers(RestingState):
         self.batches, self.wire, self.log, self.live = batches, wire, Log(), 0
         self.notice: Notice = lambda _lane, _action: None
         self.values: dict[Value, Any] = {}
+        self.sharded: dict[tuple[int, int], ShardedPiece] = {}
+        """By (piece, replica), those whose state is divided over replicas."""
+        self.fellows: Mapping[int, Handlers] = {}
+        """All workers, if they are threads of this process."""
+        self.whole: dict[tuple[int, int], Tensors] | None = None
+        """What `gather_masters` has returned since the last round."""
         self.check = GradientCheck(job, program.plan, index)
         self._form = ComputeFormat.of(program.plan.precision, [module for _, module in job.units])
         self.scale, shared = LossScale(program.plan), (self.values, self.log)
@@ -99,6 +107,7 @@ class Handlers(RestingState):
             ActionKind.SEND: self.send,
             ActionKind.RECV: self.receive,
             ActionKind.REDUCE: self.reduce,
+            ActionKind.GATHER: self.gather,
             ActionKind.UPDATE: self.applier.update,
             ActionKind.DROP: self.drop,
             ActionKind.OFFLOAD: self.offload,
@@ -108,7 +117,7 @@ class Handlers(RestingState):
 
     def begin(self, update: int) -> None:
         """Prepares a round that starts at an update: the newest weights become version 0."""
-        plan = self.program.plan
+        plan, self.whole = self.program.plan, None
         self.first_microbatch = update * self.program.update_size
         self.first_version = self.applier.first_version = update
         self.readers = self.reads.copy()
@@ -254,6 +263,24 @@ class Handlers(RestingState):
                 f" {self.check.remedy}"
             )
 
+    @property
+    def shard_state(self) -> Mapping[tuple[int, int], State]:
+        """The optimizer state of this worker's shards."""
+        return self.applier.state
+
+    def gather_masters(self) -> dict[tuple[int, int], Tensors]:
+        """Returns the whole masters of pieces that are divided, in host memory; all workers call it together.
+
+        They are gathered once between two rounds.
+        """
+        if self.whole is None:
+            self.whole = {key: whole_masters(self, key) for key in sorted(self.sharded)}
+        return self.whole
+
+    def adopt(self) -> None:
+        """Forgets the whole masters after other values were put into the shards."""
+        self.whole = None
+
     def finish(self) -> None:
         """Ends a round: completes all sends, then reads losses and gradient checks from the device."""
         self.wire.flush()
@@ -315,7 +342,7 @@ class Handlers(RestingState):
 
     def send(self, a: Action) -> None:
         """Sends a value to another worker."""
-        value = self._sent_gradients(a) if a.what == ValueKind.WEIGHT_GRADIENT else self.values[value_of(a)]
+        value = sent_gradients(self, a) if a.what == ValueKind.WEIGHT_GRADIENT else self.values[value_of(a)]
         tensors = tuple(value.values()) if isinstance(value, dict) else tensors_of(value)
         self.wire.send(tensors, a.peer, self._key(a))
 
@@ -346,32 +373,21 @@ class Handlers(RestingState):
                 self._read_losses()
             step = self.first_version + a.version + 1
             self.values[value_of(a)] = self.norm.find(a.version, step, lambda part: self.wire.add_up(part, group))
-        elif self.program.groups[group].role is GroupRole.TIE:
-            reduce_tied(self, a)
-        else:
-            value: Tensors = (
-                self._sent_gradients(a) if a.what == ValueKind.WEIGHT_GRADIENT else self.values[value_of(a)]
-            )
-            tensors = [tensor.detach() for tensor in value.values()]
-            added = unflatten(self.wire.add_up(flatten(tensors), group), tensors)
-            sums = dict(zip(value, added, strict=True))
-            if a.what == ValueKind.WEIGHTS:  # replicas that update separately average; an update divides gradients
-                count = len(self.program.groups[group].workers)
-                sums = as_leaves({name: total.div_(count) for name, total in sums.items()})
-            self.values[value_of(a)] = sums
+        elif a.what == ValueKind.WEIGHT_GRADIENT:
+            reduce_gradients(self, a)
+        else:  # replicas that update separately average their weights
+            sums, count = add_up(self.wire, self.values[value_of(a)], group), len(self.program.groups[group].workers)
+            self.values[value_of(a)] = as_leaves({name: total.div_(count) for name, total in sums.items()})
 
-    def _sent_gradients(self, a: Action) -> Tensors:
-        """Returns the gradients of a piece as its worker sends them: faulty if the job injects a fault."""
-        value: Tensors = self.values[value_of(a)]
-        fault = self.job.byzantine
-        if fault is None or not fault.is_faulty(a.replica, self.program.num_replicas):
-            return value
-        origin = (self.job.seed, a.replica, self.first_version + a.version, a.piece)
-        return {name: fault.spoilt(gradient, *origin, n) for n, (name, gradient) in enumerate(value.items())}
+    def gather(self, a: Action) -> None:
+        """Makes the whole weights of a piece from the shards of its group."""
+        self.values[value_of(a)] = self.sharded[a.piece, a.replica].gather(self.wire)
 
     def drop(self, a: Action) -> None:
         """Frees a value, unless it was freed after its last reader."""
         self.values.pop(value_of(a), None)
+        if a.what == ValueKind.WEIGHTS and (shards := self.sharded.get((a.piece, a.replica))) is not None:
+            shards.drop()
 
     def offload(self, a: Action) -> None:
         """Moves a value to host memory."""

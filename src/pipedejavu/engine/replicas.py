@@ -1,6 +1,7 @@
 """Compares replicas by checksums: replicas that share every update must have bit-identical weights and state.
 
-Only copies on devices of one model are compared, as other models may round differently. Knows nothing of processes: the
+Only copies on devices of one model are compared, as other models may round differently. Of state that is divided over
+replicas there are no copies; whole weights that are gathered from it are compared. Knows nothing of processes: the
 caller passes the function that sums the tables of checksums over all workers.
 """
 
@@ -16,8 +17,10 @@ from torch import Tensor
 from pipedejavu.engine.device import CPU
 from pipedejavu.engine.handlers import Handlers, pieces_of
 from pipedejavu.engine.job import Job
+from pipedejavu.engine.optimizer import Tensors
 from pipedejavu.engine.piece import PieceRunner
-from pipedejavu.engine.threads import final_weights
+from pipedejavu.engine.sharded_piece import is_sharded
+from pipedejavu.engine.threads import held_weights
 from pipedejavu.program import Program
 
 CHUNK = 2**18
@@ -81,7 +84,10 @@ class ReplicaCheck:
 
     def _fill(self, row: Tensor, handlers: Handlers, copy: Copy) -> None:
         key = (copy.piece, copy.replica)
-        weights, state = final_weights(handlers)[key], handlers.applier.state.get(key, {})
+        if (shards := handlers.sharded.get(key)) is not None:
+            weights, state = shards.leaves, dict[str, Tensors]()
+        else:
+            weights, state = held_weights(handlers)[key], handlers.applier.state.get(key, {})
         sums = [checksum([weights[name]], handlers.device) for name in self.names[copy.piece]]
         if self.has_state:
             for name in self.names[copy.piece]:
@@ -138,9 +144,11 @@ def _model(device: torch.device) -> int:
 
 
 def _copies(program: Program) -> Iterator[Copy]:
+    """Yields the copies of each piece; weights that are divided over replicas (ZeRO-3) have none."""
     for worker in range(len(program.workers)):
         for piece, replica in pieces_of(program, worker):
-            yield Copy(piece, replica, worker)
+            if not (is_sharded(program, piece) and program.plan.zero_of(program.pieces[piece].stage) == 3):
+                yield Copy(piece, replica, worker)
 
 
 def _names(program: Program, job: Job, piece: int) -> list[str]:

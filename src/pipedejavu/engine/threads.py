@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from queue import SimpleQueue
 from typing import Protocol
+from weakref import WeakValueDictionary
 
 from torch import Tensor
 
@@ -17,6 +18,7 @@ from pipedejavu.engine.job import Batches, Job, Log
 from pipedejavu.engine.master import masters_of, weights_of
 from pipedejavu.engine.optimizer import LOW, Tensors
 from pipedejavu.engine.piece import PieceRunner
+from pipedejavu.engine.sharded_piece import ShardedPiece, is_sharded
 from pipedejavu.engine.wire import Exchange, ThreadWire, Wire, WireStoppedError, staged
 from pipedejavu.engine.worker_loop import WorkerLoop
 from pipedejavu.engine.worker_thread import WorkerThread
@@ -24,7 +26,7 @@ from pipedejavu.facts import InputError, Span
 from pipedejavu.plan import Plan
 from pipedejavu.program import ActionKind, Program, Value, ValueKind
 from pipedejavu.program.effect import rest_of, resting, update_place
-from pipedejavu.program.value import HOST
+from pipedejavu.program.value import HOST, SHARD
 from pipedejavu.runtime.compiled_unit import UnitCompiler, is_compiled
 from pipedejavu.runtime.compute_precision import ComputeFormat, allowed_tf32
 from pipedejavu.runtime.deferred_logits import HeadUse
@@ -45,7 +47,6 @@ def check_runnable(program: Program) -> None:
     check_tp_groups(plan)
     cannot = {
         "a layout cut": plan.cut.kind == "layout",
-        f"keep '{plan.keep.kind}'": plan.keep.kind.startswith("zero"),
         "feed 'mask'": plan.feed.kind == "mask",
         f"combiner 'average' with feed '{plan.feed.kind}'": plan.reduce.combiner == "average"
         and plan.feed.kind != "own",
@@ -177,6 +178,9 @@ def _make_workers(program: Program, job: Job, batches: Batches) -> list[WorkerRu
     if program.plan.keep.kind == "shared":
         for other in handlers[1:]:
             _share_weights(handlers[0], other)
+    fellows = WeakValueDictionary(enumerate(handlers))
+    for worker in handlers:
+        worker.fellows = fellows
     return [WorkerLoop(graph, index, worker) for index, worker in enumerate(handlers)]
 
 
@@ -219,6 +223,9 @@ def make_handlers(
     handlers = Handlers(program, index, runners, job, batches, wire)
     version = -1 if program.plan.version.kind == "torn" else 0
     for (piece, replica), runner in runners.items():
+        if is_sharded(program, piece):
+            put_shards(handlers, (piece, replica))
+            continue
         for place in [place for kind, place in resting(program, piece) if kind == ValueKind.WEIGHTS]:
             weights, lows = weights_of(runner.initial, runner.lowered, is_split=form.is_split)
             if device != CPU:
@@ -228,15 +235,30 @@ def make_handlers(
     return handlers
 
 
+def put_shards(handlers: Handlers, key: tuple[int, int]) -> None:
+    """Begins a piece whose state is divided over replicas with its initial weights."""
+    (piece, replica), runner = key, handlers.runners[key]
+    weights, lows = weights_of(runner.initial, runner.lowered, is_split=runner.form.is_split)
+    weights = {name: weight.to(handlers.device) for name, weight in weights.items()}
+    shards = ShardedPiece(handlers.program, handlers.index, piece, weights, handlers.job.ties)
+    handlers.sharded[key] = shards
+    handlers.values[Value.weights(piece, replica, 0, SHARD)] = shards.parts
+    if shards.zero < 3:
+        handlers.values[Value.weights(piece, replica, 0)] = shards.leaves
+    put_lows(handlers, key, lows)
+
+
 def put_lows(handlers: Handlers, key: tuple[int, int], lows: Tensors) -> None:
     """Begins the optimizer state of a piece with the low halves of its split weights, unless a server updates it."""
     program = handlers.program
     if program.plan.keep.kind == "server" and key[1] < program.num_replicas:
         return
     device = CPU if state_rests_on_host(program, key[0]) else handlers.load_device or handlers.device
-    state = handlers.applier.state.setdefault(key, {})
-    for name, low in lows.items():
-        state.setdefault(name, {})[LOW] = low.to(device)
+    state, shards = handlers.applier.state.setdefault(key, {}), handlers.sharded.get(key)
+    for name, whole in lows.items():
+        low = whole if shards is None else shards.part(name, whole)
+        if low is not None:
+            state.setdefault(name, {})[LOW] = low.to(device)
 
 
 def state_rests_on_host(program: Program, piece: int) -> bool:
@@ -256,16 +278,23 @@ def _share_weights(first: Handlers, other: Handlers) -> None:
 def final_weights(handlers: Handlers, replica: int | None = None) -> dict[tuple[int, int], Tensors]:
     """Returns the newest masters of every piece that a worker holds or serves, with its frozen parameters.
 
-    With a `replica`, only its pieces.
+    With a `replica`, only its pieces. Workers that divide state over replicas call it together.
     """
+    masters = held_weights(handlers) | handlers.gather_masters()
+    return {
+        key: tensors | handlers.runners[key].frozen
+        for key, tensors in masters.items()
+        if replica is None or key[1] == replica
+    }
+
+
+def held_weights(handlers: Handlers) -> dict[tuple[int, int], Tensors]:
+    """Returns the newest masters of every piece whose state is not divided over replicas."""
     handlers.settle()
     newest: dict[tuple[int, int], tuple[int, Tensors]] = {}
     for value, weights in handlers.values.items():
         key = (value.piece, value.replica)
-        if value.kind == ValueKind.WEIGHTS and key in handlers.runners and value.number >= newest.get(key, (-2, {}))[0]:
+        is_held = value.kind == ValueKind.WEIGHTS and key in handlers.runners and key not in handlers.sharded
+        if is_held and value.number >= newest.get(key, (-2, {}))[0]:
             newest[key] = (value.number, weights)
-    return {
-        key: masters_of(weights, handlers.applier.state.get(key, {})) | handlers.runners[key].frozen
-        for key, (_, weights) in newest.items()
-        if replica is None or key[1] == replica
-    }
+    return {key: masters_of(ws, handlers.applier.state.get(key, {})) for key, (_, ws) in newest.items()}

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from pipedejavu.facts import FaultsError, Profile
 from pipedejavu.plan.plan import Plan
-from pipedejavu.plan.plan_trait import adds_to_weights, is_written_out
+from pipedejavu.plan.plan_trait import adds_to_weights, can_take_turns, has_legal_checkpoints, is_written_out
 
 
 class Rule(NamedTuple):
@@ -128,6 +128,11 @@ RULES = (
         lambda plan, profile: any(not 0 <= u < len(profile.units) for u in plan.order.recompute_units or ()),
         "order.recompute_units names units that the profile does not have",
         "count units from 0, in the profile's order",
+    ),
+    Rule(
+        lambda plan, profile: not has_legal_checkpoints(plan, len(profile.units)),
+        "order.checkpoints divides what stages recompute, at rising numbers of units after the first of {units}",
+        "set order.recompute or order.recompute_units too, and count units from 0, in the profile's order",
     ),
     Rule(
         lambda plan, profile: plan.order.head_chunks > 1 and not profile.head_forms,
@@ -279,9 +284,9 @@ RULES = (
         "use order '1f1b' or '1f1b-async', or place.replicas",
     ),
     Rule(
-        lambda plan, _: any(plan.feed.microbatches % r for r in plan.place.stage_replicas or ()),
-        "each of a stage's replicas needs the same number of an update's {m} microbatches",
-        "use a multiple of the numbers in place.stage_replicas",
+        lambda plan, _: not can_take_turns(plan),
+        "the replicas of a stage take an update's {m} microbatches in turn, and not all get one, or as many",
+        "use as many microbatches or more; if the pipeline never drains, a multiple of each of place.stage_replicas",
     ),
     Rule(
         lambda plan, profile: plan.place.stage_replicas is not None and _ties_cross_stages(plan, profile),
@@ -370,6 +375,7 @@ def faults_of(plan: Plan, profile: Profile) -> list[str]:
         "trim": plan.reduce.trim,
         "chunks": plan.order.head_chunks,
         "m": plan.feed.microbatches,
+        "units": len(profile.units),
         "zeros": len(plan.keep.zeros or ()),
         "stages": plan.num_stages,
         "shard_counts": len(plan.place.stage_shards or ()),
