@@ -17,10 +17,12 @@ from torch import Tensor
 
 from pipedejavu.engine.applier import Applier, as_leaves
 from pipedejavu.engine.device import CPU, device_of, moved, record_stream
+from pipedejavu.engine.divided_state import whole_tensors
 from pipedejavu.engine.global_norm import GlobalNorm
 from pipedejavu.engine.gradient_check import GradientCheck
 from pipedejavu.engine.job import Batches, Job, Log, Read
 from pipedejavu.engine.loss_scale import LossScale
+from pipedejavu.engine.master import masters_of
 from pipedejavu.engine.optimizer import State, Tensors
 from pipedejavu.engine.piece import PieceRunner
 from pipedejavu.engine.recompute_span import (
@@ -78,6 +80,8 @@ class Handlers(RestingState):
         """All workers, if they are threads of this process."""
         self.whole: dict[tuple[int, int], Tensors] | None = None
         """What `gather_masters` has returned since the last round."""
+        self.whole_buffers: Tensors = {}
+        """The buffers of divided operators, as `gather_masters` has joined them."""
         self.check = GradientCheck(job, program.plan, index)
         self._form = ComputeFormat.of(program.plan.precision, [module for _, module in job.units])
         self.scale, shared = LossScale(program.plan), (self.values, self.log)
@@ -275,7 +279,30 @@ class Handlers(RestingState):
         """
         if self.whole is None:
             self.whole = {key: whole_masters(self, key) for key in sorted(self.sharded)}
+            self.whole |= {key: self._gather_parts(key) for key in sorted(self.runners) if self.runners[key].layouts}
         return self.whole
+
+    def _gather_parts(self, key: tuple[int, int]) -> Tensors:
+        """Returns the masters of a piece whose operators are divided, and notes its whole buffers."""
+        whole = self.held_masters(key) | self.runners[key].frozen
+        for tensor, joined in whole_tensors(self, key, has_state=False):
+            (whole if tensor.kind == "weight" else self.whole_buffers)[tensor.name] = joined
+        return whole
+
+    def buffers_of(self, key: tuple[int, int]) -> Iterator[tuple[str, Tensor]]:
+        """Yields the persistent buffers of a piece, whole; all workers call it together."""
+        if self.runners[key].layouts:
+            self.gather_masters()
+        for name, buffer in self.runners[key].saved_buffers():
+            yield name, self.whole_buffers[name] if name in self.runners[key].layouts else buffer
+
+    def held_masters(self, key: tuple[int, int]) -> Tensors:
+        """Returns the newest masters of a piece, as this worker has them."""
+        newest = max(
+            (value for value in self.values if value.kind == ValueKind.WEIGHTS and (value.piece, value.replica) == key),
+            key=lambda value: value.number,
+        )
+        return masters_of(self.values[newest], self.applier.state.get(key, {}))
 
     def adopt(self) -> None:
         """Forgets the whole masters after other values were put into the shards."""
