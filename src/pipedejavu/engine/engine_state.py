@@ -18,13 +18,14 @@ import torch
 from torch import Tensor
 
 from pipedejavu.engine.device import CPU
+from pipedejavu.engine.divided_state import whole_tensors
 from pipedejavu.engine.finite import nonfinite
 from pipedejavu.engine.handlers import Handlers, pieces_of
 from pipedejavu.engine.master import masters_of, weights_of
 from pipedejavu.engine.moment_slots import converted_slots
 from pipedejavu.engine.optimizer import LOW, Tensors
 from pipedejavu.engine.piece import PieceRunner
-from pipedejavu.engine.sharded_state import whole_masters, whole_slots
+from pipedejavu.engine.sharded_state import STEP, whole_masters, whole_slots
 from pipedejavu.engine.threads import Threads, held_weights, put_lows, state_rests_on_host
 from pipedejavu.facts import InputError
 from pipedejavu.optim.moment_format import num_scales
@@ -84,16 +85,17 @@ def _share(handlers: Handlers) -> Tensors:
         piece, replica = key
         for number, name in enumerate(runner.initial if key in weights else ()):
             prefix = _prefix(handlers.program, holders_of[piece], (replica, handlers.index), number)
-            if prefix is None:
+            if prefix is None or name in runner.layouts:
                 continue
             share[f"{prefix}weight/{name}"] = weights[key][name]
             for slot, tensor in handlers.applier.state.get(key, {}).get(name, {}).items():
                 if slot != LOW:  # the weight is saved as its master
                     share[f"{prefix}state/{SLOTS[slot]}/{name}"] = tensor
         if (replica, handlers.index) == holders_of[piece][0]:
-            share |= {f"weight/{name}": tensor for name, tensor in runner.frozen.items()}
+            frozen = {name: tensor for name, tensor in runner.frozen.items() if name not in runner.layouts}
+            share |= {f"weight/{name}": tensor for name, tensor in frozen.items()}
         for name, buffer in runner.saved_buffers():
-            if replica < handlers.program.num_replicas:
+            if replica < handlers.program.num_replicas and name not in runner.layouts:
                 prefix = "" if replica == holders_of[piece][0][0] else f"replica/{replica}/"
                 share[f"{prefix}buffer/{name}"] = buffer
     return share
@@ -124,6 +126,24 @@ def _gathered(handlers: Handlers) -> Iterator[tuple[str, Tensor]]:
         del masters  # the next slot takes its memory
         for slot, tensors in whole_slots(handlers, key, tuple(SLOTS)):
             yield from ((f"state/{SLOTS[slot]}/{name}", tensors[name]) for name in mine if name in tensors)
+    for key in sorted(handlers.runners):
+        yield from _joined(handlers, key, holders_of[key[0]])
+
+
+def _joined(handlers: Handlers, key: tuple[int, int], holders: list[tuple[int, int]]) -> Iterator[tuple[str, Tensor]]:
+    """Yields what this worker saves of a piece whose operators are divided."""
+    runner, holder = handlers.runners[key], (key[1], handlers.index)
+    numbers = {name: number for number, name in enumerate(runner.initial)}
+    state = handlers.applier.state.get(key, {})
+    for tensor, whole in whole_tensors(handlers, key, has_state=True):
+        kind, name = tensor
+        prefix = _prefix(handlers.program, holders, holder, numbers.get(name, 0))
+        if kind == "buffer":
+            prefix = "" if key[1] == holders[0][0] else f"replica/{key[1]}/"
+        if prefix is not None:
+            yield f"{prefix}{kind if kind in ('weight', 'buffer') else f'state/{SLOTS[kind]}'}/{name}", whole
+            if kind == "weight" and STEP in state.get(name, {}):
+                yield f"{prefix}state/{SLOTS[STEP]}/{name}", state[name][STEP]
 
 
 def final_buffers(handlers: Handlers) -> Tensors:
@@ -131,9 +151,9 @@ def final_buffers(handlers: Handlers) -> Tensors:
     holders_of = _holders(handlers.program)
     return {
         name: buffer
-        for (piece, replica), runner in handlers.runners.items()
+        for piece, replica in handlers.runners
         if replica == holders_of[piece][0][0]
-        for name, buffer in runner.saved_buffers()
+        for name, buffer in handlers.buffers_of((piece, replica))
     }
 
 
@@ -272,8 +292,18 @@ def _find(handlers: Handlers, source: Source, replica: int, kind: str, name: str
         for prefix in (f"replica/{replica}/", "") if has_own else ("",):
             tensor = source(f"{prefix}{kind}/{known}")
             if tensor is not None:
-                return tensor
+                return _own_part(handlers, replica, name, tensor)
     return None
+
+
+def _own_part(handlers: Handlers, replica: int, name: str, whole: Tensor) -> Tensor:
+    """Returns this worker's part of a saved tensor, or all of it if it is not divided."""
+    for (_, held), runner in handlers.runners.items():
+        layout = runner.layouts.get(name)
+        if held == replica and layout is not None and layout.shape == whole.shape:
+            program = handlers.program
+            return layout.local(whole, program.shard_of(handlers.index), program.plan.place.shards)
+    return whole
 
 
 def _check_loaded(handlers: Handlers, kind: str, name: str, loaded: Tensor) -> None:

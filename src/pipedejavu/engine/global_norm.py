@@ -151,11 +151,13 @@ class GlobalNorm:
     def _square(self, update: int) -> float:
         """Returns this worker's part of the squared norm; parameters on several workers count once in the total."""
         shares, norms = list[float](), list[Tensor]()
-        for (piece, _), gradients in zip(self.program.held(self.index), self._gradients(update), strict=True):
+        for (piece, replica), gradients in zip(self.program.held(self.index), self._gradients(update), strict=True):
             holders = self.program.groups.get(stage_group(self.program.pieces[piece].stage))
             share = 1 / (len(holders.workers) if holders and not is_sharded(self.program, piece) else 1)
+            layouts, shards = self.runners[piece, replica].layouts, self.program.plan.place.shards
             for name, gradient in gradients.items():
                 tied = [len(self.program.tied_pieces[n]) for n, names in enumerate(self.job.ties) if name in names]
-                shares.append(share / max(tied, default=1))
+                copies = max(tied, default=1) * (1 if name in layouts else shards)
+                shares.append(share / copies)
                 norms.append(torch.linalg.vector_norm(gradient, dtype=torch.float64))
         return sum(share * norm * norm for share, norm in zip(shares, read_all(norms), strict=True))

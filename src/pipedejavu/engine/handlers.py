@@ -33,8 +33,8 @@ from pipedejavu.engine.recompute_span import (
     tensors_of,
     with_loss,
 )
-from pipedejavu.engine.sharded_state import ShardedState
 from pipedejavu.engine.summed_piece import add_up, is_summed, reduce_gradients, sent_gradients
+from pipedejavu.engine.whole_state import WholeState
 from pipedejavu.engine.wire import Wire
 from pipedejavu.facts import InputError
 from pipedejavu.program import Action, ActionKind, Program, Table, UpdatePlace, Value, ValueKind
@@ -60,7 +60,7 @@ def pieces_of(program: Program, index: int) -> list[tuple[int, int]]:
     return sorted({*program.held(index), *((piece, program.num_replicas) for piece in served)})
 
 
-class Handlers(ShardedState):
+class Handlers(WholeState):
     """The values of one worker and the handlers of its actions."""
 
     def __init__(self, program: Program, index: int, runners: Runners, job: Job, batches: Batches, wire: Wire):
