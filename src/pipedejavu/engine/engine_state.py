@@ -231,31 +231,36 @@ def _state(handlers: Handlers, key: tuple[int, int], runner: PieceRunner, source
     rests_on_host, shards = state_rests_on_host(handlers.program, piece), handlers.sharded.get(key)
     state: dict[str, Tensors] = {}
     for name, weight in runner.initial.items():
-        slots: Tensors = {}
-        for slot, torch_name in SLOTS.items():
-            loaded = _find(handlers, source, replica, f"state/{torch_name}", name)
-            if loaded is not None:
-                if slot != "step" and slot not in _FLAT and loaded.shape != weight.shape:
-                    raise InputError(f"'{torch_name}' of '{name}' is {_form(loaded)}, and the weight {_form(weight)}")
-                slots[slot] = loaded
-        slots = _with_format(handlers, name, slots, weight.shape)
+        slots = _loaded_slots(handlers, source, replica, name, weight)
         if shards is not None:
             if shards.part(name, weight) is None:
                 continue  # this worker's shard holds nothing of the parameter
-            parts = ((slot, t if slot == "step" else shards.part(name, t)) for slot, t in slots.items())
+            parts = ((slot, t if slot == STEP else shards.part(name, t)) for slot, t in slots.items())
             slots = {slot: part for slot, part in parts if part is not None}
-        device = handlers.load_device or handlers.device
-        slots = {
-            slot: tensor.to(CPU if rests_on_host or slot == "step" else device, copy=True)
-            for slot, tensor in slots.items()
-        }
         if slots:
             wanted = handlers.job.optimizer.slots_of(name)
             if slots.keys() != wanted:
                 names = [" and ".join(sorted(SLOTS[slot] for slot in some)) or "nothing" for some in (slots, wanted)]
                 raise InputError(f"the checkpoint keeps {names[0]} of '{name}', and this optimizer {names[1]}")
-            state[name] = slots
+            device = handlers.load_device or handlers.device
+            state[name] = {
+                slot: tensor.to(CPU if rests_on_host or slot == STEP else device, copy=True)
+                for slot, tensor in slots.items()
+            }
     return state
+
+
+def _loaded_slots(handlers: Handlers, source: Source, replica: int, name: str, weight: Tensor) -> Tensors:
+    """Returns the saved state of a parameter, whole, with its moments in the format of the plan."""
+    slots: Tensors = {}
+    for slot, torch_name in SLOTS.items():
+        loaded = _find(handlers, source, replica, f"state/{torch_name}", name)
+        if loaded is None:
+            continue
+        if slot != STEP and slot not in _FLAT and loaded.shape != weight.shape:
+            raise InputError(f"'{torch_name}' of '{name}' is {_form(loaded)}, and the weight {_form(weight)}")
+        slots[slot] = loaded
+    return _with_format(handlers, name, slots, weight.shape)
 
 
 def _with_format(handlers: Handlers, name: str, slots: Tensors, shape: torch.Size) -> Tensors:

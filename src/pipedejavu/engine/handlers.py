@@ -34,7 +34,7 @@ from pipedejavu.engine.recompute_span import (
     with_loss,
 )
 from pipedejavu.engine.summed_piece import add_up, is_summed, reduce_gradients, sent_gradients
-from pipedejavu.engine.whole_state import WholeState
+from pipedejavu.engine.joined_state import JoinedState
 from pipedejavu.engine.wire import Wire
 from pipedejavu.facts import InputError
 from pipedejavu.program import Action, ActionKind, Program, Table, UpdatePlace, Value, ValueKind
@@ -60,7 +60,7 @@ def pieces_of(program: Program, index: int) -> list[tuple[int, int]]:
     return sorted({*program.held(index), *((piece, program.num_replicas) for piece in served)})
 
 
-class Handlers(WholeState):
+class Handlers(JoinedState):
     """The values of one worker and the handlers of its actions."""
 
     def __init__(self, program: Program, index: int, runners: Runners, job: Job, batches: Batches, wire: Wire):

@@ -17,7 +17,7 @@ from pipedejavu.engine.sharded_state import ShardedState, whole_masters
 from pipedejavu.program import Program, Value, ValueKind
 
 
-class WholeState(ShardedState):
+class JoinedState(ShardedState):
     """The pieces of one worker, with what other workers hold of them."""
 
     program: Program
