@@ -20,6 +20,7 @@ from pipedejavu.engine.device import CPU, device_of, moved, record_stream
 from pipedejavu.engine.global_norm import GlobalNorm
 from pipedejavu.engine.gradient_check import GradientCheck
 from pipedejavu.engine.job import Batches, Job, Log, Read, with_moments
+from pipedejavu.engine.joined_state import JoinedState
 from pipedejavu.engine.loss_scale import LossScale
 from pipedejavu.engine.piece import PieceRunner
 from pipedejavu.engine.recompute_span import (
@@ -34,7 +35,6 @@ from pipedejavu.engine.recompute_span import (
     with_loss,
 )
 from pipedejavu.engine.summed_piece import add_up, is_summed, reduce_gradients, sent_gradients
-from pipedejavu.engine.joined_state import JoinedState
 from pipedejavu.engine.wire import Wire
 from pipedejavu.facts import InputError
 from pipedejavu.program import Action, ActionKind, Program, Table, UpdatePlace, Value, ValueKind
