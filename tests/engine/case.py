@@ -17,6 +17,7 @@ from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 from pipedejavu.engine import AdamW, Job, Outcome, Sgd, audit, run_threads, unit_random
 from pipedejavu.facts import Cost, Device, Host, Link, Machine, Profile, Tie, Unit, UnitTime
 from pipedejavu.plan import Plan, preset
+from pipedejavu.profile.unit_graph import unit_graphs
 from pipedejavu.program import Program
 from pipedejavu.program import compile as compile_plan
 
@@ -178,7 +179,7 @@ def profile_of(units: Units, ties: int) -> Profile:
 
 def machine_of(plan: Plan, type_: Literal["cpu", "gpu"]) -> Machine:
     """A device for each worker that trains, and a CPU for the rest."""
-    trainers = plan.num_workers - plan.place.cpu_replicas - plan.place.servers
+    trainers = sum(plan.degrees) - plan.place.cpu_replicas - plan.place.servers
     types: list[Literal["cpu", "gpu"]] = [*[type_] * trainers, "cpu"]
     devices = [
         Device(name=f"c{n}", kind="cpu", type=type_, host="h", memory_bytes=2**40, reserved_bytes=0)
@@ -209,6 +210,7 @@ class Case:
             optimizer=self.optimizer,
             seed=11,
             clip_norm=self.clip_norm,
+            graphs=unit_graphs,
             **self.extra,
         )
 
@@ -261,7 +263,7 @@ class Case:
         names = [name for name, _ in self.units]
         size = update_size or self.program.update_size
         named = {f"{u}.{n}": p for u, m in zip(names, modules, strict=True) for n, p in m.named_parameters()}
-        parameters = list({id(p): p for p in named.values()}.values())
+        parameters = list({id(p): p for p in named.values() if p.requires_grad}.values())
         stepper, schedule = torch_optimizer(self.optimizer, named)
         for update in range(len(self.batches.counts) // size):
             members = range(update * size, (update + 1) * size)

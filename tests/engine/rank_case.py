@@ -24,6 +24,10 @@ CASES = {
     "zb-h1": ("zb-h1", "mlp", {"workers": 2, "microbatches": 4}),
     "coarse": ("coarse", "mlp", {"workers": 1, "microbatches": 2}),
     "tied": ("1f1b", "calm-gpt", {"workers": 2, "microbatches": 3}),
+    "zero-1": ("zero-1", "gpt", {"workers": 2, "microbatches": 2, "clip": "global", "clip_norm": 0.1}),
+    "zero-2": ("zero-2", "calm-gpt", {"workers": 2, "microbatches": 1}),
+    "zero-3": ("zero-3", "gpt", {"workers": 2, "microbatches": 2}),
+    "zero-r": ("zero-r", "mlp", {"workers": 2, "microbatches": 2}),
 }
 """Preset, model and sizes."""
 
@@ -53,6 +57,9 @@ def run_rank(rank, folder, names, type_, late, cycles=2_000_000):
         first = case.plan.steps
         for _ in run.rounds(range(0, first * case.rounds, first)):
             pass
+        if name == "ddp":
+            check_collectives(wire, case.device)
+        run.handlers.gather_masters()
         wire.close()
         check_same(case, run)
         if rank == 0:
@@ -60,6 +67,20 @@ def run_rank(rank, folder, names, type_, late, cycles=2_000_000):
             assert case.audit() <= foreign * case.tolerance
         dist.barrier()
     dist.destroy_process_group()
+
+
+def check_collectives(wire, device):
+    """The collectives of this wire return what those of threads do."""
+    rows = torch.arange(6, device=device).view(6, 1) * (wire.rank + 1.0)
+    run = wire.reduce_scatter(rows, "s0")
+    assert run.device == device
+    assert run.tolist() == [[[0], [3], [6]], [[9], [12], [15]]][wire.rank]
+    assert wire.all_gather(run, "s0").tolist() == [[3.0 * n] for n in range(6)]
+    halves = [[0, 1, 2, 0, 2, 4], [3, 4, 5, 6, 8, 10]]
+    assert wire.all_to_all(rows, "s0").flatten().tolist() == halves[wire.rank]
+    uneven = [[0, 1, 0, 2, 4, 6, 8], [2, 3, 4, 5, 10]]
+    assert wire.all_to_all(rows, "s0", [[2, 4], [5, 1]]).flatten().tolist() == uneven[wire.rank]
+    assert torch.equal(wire.reduce_scatter(rows, "alone"), rows)
 
 
 def check_same(case, run):

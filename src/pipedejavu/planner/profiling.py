@@ -39,7 +39,7 @@ from pipedejavu.source.model_source import open_task
 from pipedejavu.source.task import describe_form, draw, loss_of
 from pipedejavu.source.trained_part import TrainedPart
 from pipedejavu.zoo import Task
-from pipedejavu.zoo.gpt_shape import EFFICIENCY
+from pipedejavu.zoo.gpt_profile import EFFICIENCY
 
 _FEWEST = 3
 """Least number of microbatch sizes to measure."""

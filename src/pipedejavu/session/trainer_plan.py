@@ -30,9 +30,11 @@ from pipedejavu.planner.profiling import choose_sizes, measure_with
 from pipedejavu.planner.worker_host import WorkerHost, devices_to_measure, make_machine, read_worker_hosts, torch_device
 from pipedejavu.profile import ModelCut, TimeBudget, UnitSample, cut_model, make_samples
 from pipedejavu.profile.sequential import Units
+from pipedejavu.profile.unit_graph import unit_graphs
 from pipedejavu.program import Program
 from pipedejavu.program import compile as compile_plan
 from pipedejavu.program.pipeline import assign_devices
+from pipedejavu.program.tp_group import written_out
 from pipedejavu.run.measure_bar import show_measuring
 from pipedejavu.runtime.compiled_unit import UnitCompiler
 from pipedejavu.search import RankedPlan, SearchOptions
@@ -141,7 +143,7 @@ class TrainerPlan:
             )
         summed = without_padding(reduction.summed(self.loss))
         best = self._search(summed, BatchSplit(first, (1,), reduction)) if options.plan == "auto" else None
-        plan = _sized(best.plan if best else options.plan, options.workers)
+        plan = written_out(_sized(best.plan if best else options.plan, options.workers))
         if options.head_chunks is not None:
             plan = plan.replace(order=plan.order.replace(head_chunks=options.head_chunks))
         if options.clip_norm is not None and plan.reduce.clip == "none":
@@ -171,6 +173,7 @@ class TrainerPlan:
             optimizer=optimizer,
             seed=options.seed,
             clip_norm=options.clip_norm,
+            graphs=unit_graphs,
             compiler=self.compiler,
         )
 
