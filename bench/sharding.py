@@ -112,7 +112,7 @@ def measure(asked: argparse.Namespace, byte_s: float) -> tuple[Profile, Machine]
 
 
 def program_of(name: str, profile: Profile, machine: Machine, ranks: int, samples: int) -> Program:
-    return compile(preset(name).at(workers=ranks, samples=samples), profile, machine, fold=False)
+    return compile(preset(name).at(workers=ranks, microbatches=1, samples=samples), profile, machine, fold=False)
 
 
 class Ours:
