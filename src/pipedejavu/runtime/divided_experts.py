@@ -1,0 +1,134 @@
+"""A unit whose experts are divided over the ranks of a group; all else of it runs on each rank's own samples."""
+
+from collections.abc import Iterator, Mapping
+from functools import partial
+from typing import Any
+
+from torch import Tensor, fx, nn
+
+from pipedejavu.facts import InputError
+from pipedejavu.runtime.compiled_unit import GraphUnit
+from pipedejavu.runtime.expert_exchange import run_capped, run_slots, run_sorted
+from pipedejavu.runtime.expert_span import ExpertSpan, find_spans
+from pipedejavu.runtime.param_layout import DividedUnit, ParamLayout
+from pipedejavu.runtime.stacked_experts import expert_layouts, parameter_shapes, recorded_graphs, slot_experts
+from pipedejavu.runtime.tensor_group import TensorGroup
+
+
+class DividedExperts(DividedUnit):
+    """Runs a unit, whose module and parameters it takes over, with this rank's part of its experts."""
+
+    def __init__(self, name: str, unit: nn.Module, group: TensorGroup, capacity: float | None = None):
+        """Divides a unit; with a `capacity`, each expert has slots for that many times an even share of the rows."""
+        super().__init__()
+        self.unit, self.group, self.capacity = unit, group, capacity
+        self.layouts: Mapping[str, ParamLayout] = expert_layouts(unit)
+        self._wholes = parameter_shapes(unit)
+        self._known: set[str] = set()
+        """Names of the recorded graphs that are divided."""
+        check_experts(name, self.layouts, group.size)
+        if not isinstance(unit, GraphUnit):
+            parts = [part for _, part in slot_experts(unit)]
+            if parts and capacity is not None:
+                raise InputError(
+                    f"unit '{name}' has slots of its own for the tokens of each expert, so cut.capacity would be a"
+                    " second limit; leave cut.capacity out"
+                )
+            for part in parts:
+                part.forward = partial(_run_slots, group, part.forward)  # type: ignore[method-assign]
+        self._take_part()
+
+    def _take_part(self) -> None:
+        holders = dict(self.unit.named_modules(remove_duplicate=False))
+        for name, layout in self.layouts.items():
+            path, _, key = name.rpartition(".")
+            whole = holders[path]._parameters[key]
+            assert whole is not None
+            part = layout.local(whole.detach(), self.group.rank, self.group.size)
+            holders[path]._parameters[key] = nn.Parameter(part, whole.requires_grad)
+
+    def forward(self, value: Any) -> Any:
+        """Runs the unit; all ranks of the group call it together."""
+        if isinstance(self.unit, GraphUnit):
+            for name, graph in recorded_graphs(self.unit):
+                if name not in self._known:  # recorded later, for another shape of inputs
+                    self._known.add(name)
+                    self._divide(graph)
+        return self.unit(value)
+
+    def _divide(self, graph: fx.GraphModule) -> None:
+        for number, span in enumerate(find_spans(graph.graph, self._wholes)):
+            name = f"experts_{number}"
+            graph.add_module(name, _SpanExperts(span, self.group, self.capacity))
+            inputs = (span.rows, *((span.ends,) if span.ends is not None else ()), *span.weights)
+            with graph.graph.inserting_after(span.output):
+                call = graph.graph.call_module(name, inputs)
+            span.output.replace_all_uses_with(call)
+            for node in reversed(span.nodes):
+                graph.graph.erase_node(node)
+        graph.recompile()
+
+    def named_modules(
+        self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Module]]:
+        """Yields the modules of the unit under their own names."""
+        yield from self.unit.named_modules(memo, prefix, remove_duplicate)
+
+
+def check_experts(name: str, layouts: Mapping[str, ParamLayout], size: int) -> None:
+    """Raises InputError if the experts of a unit cannot be divided evenly."""
+    for experts in sorted({layout.shape[0] for layout in layouts.values()}):
+        if experts < size:
+            raise InputError(
+                f"unit '{name}' has {experts} experts, and the plan divides them over {size} workers; use {experts}"
+                " shards or fewer"
+            )
+        if experts % size:
+            raise InputError(
+                f"unit '{name}' has {experts} experts, which {size} workers cannot divide evenly; use a number of"
+                f" shards that divides {experts}"
+            )
+
+
+def _run_slots(group: TensorGroup, run: Any, rows: Tensor) -> Tensor:
+    return run_slots(rows, group, run)
+
+
+class _SpanExperts(nn.Module):
+    """A span of a recorded graph, on this rank's experts and the rows of all ranks."""
+
+    def __init__(self, span: ExpertSpan, group: TensorGroup, capacity: float | None):
+        super().__init__()
+        self.body, self.group, self.capacity = _body(span), group, capacity
+        self.is_sorted = span.ends is not None
+
+    def forward(self, rows: Tensor, *others: Tensor) -> Tensor:
+        """Takes and returns this rank's rows for all experts; `others` are the ends of sorted rows, and the weights."""
+        if not self.is_sorted:
+            return run_slots(rows, self.group, lambda there: self.body(there, *others))
+        ends, *weights = others
+
+        def run(there: Tensor, ends_there: Tensor) -> Tensor:
+            result: Tensor = self.body(there, ends_there, *weights)
+            return result
+
+        if self.capacity is not None:
+            return run_capped(rows, ends, self.group, run, self.capacity)
+        return run_sorted(rows, ends, self.group, run)
+
+
+def _body(span: ExpertSpan) -> fx.GraphModule:
+    """Returns the operations of a span as a graph of its rows, their ends, and its weights."""
+    graph = fx.Graph()
+    inputs = [span.rows, *([span.ends] if span.ends is not None else []), *span.weights]
+    made = {node: graph.placeholder(f"input_{n}") for n, node in enumerate(inputs)}
+
+    def copied(node: fx.Node) -> fx.Node:
+        if node not in made:  # an operation of the span, or another form of its weights
+            for needed in node.all_input_nodes:
+                copied(needed)
+            made[node] = graph.node_copy(node, made.__getitem__)
+        return made[node]
+
+    graph.output(copied(span.output))
+    return fx.GraphModule({}, graph)
