@@ -12,6 +12,7 @@ from pipedejavu.facts import InputError, Machine, Profile, format_seconds
 from pipedejavu.facts.printable import print_error, tell
 from pipedejavu.plan import Decision, Plan, Precision, preset
 from pipedejavu.probe.machine_shape import num_cores
+from pipedejavu.program.tp_group import written_out
 from pipedejavu.search import RankedPlan, SearchOptions
 
 if TYPE_CHECKING:
@@ -178,7 +179,11 @@ def choose_plan(request: TrainRequest, num_processes: int | None) -> Plan:
 
 
 def _read_sized(request: TrainRequest, num_processes: int | None) -> Plan:
-    read = _data_parallel if request.plan == "auto" else partial(read_plan, request.plan, is_run=True)
+    found = _data_parallel if request.plan == "auto" else partial(read_plan, request.plan, is_run=True)
+
+    def read(sizes: Mapping[str, int | None]) -> Plan:
+        return written_out(found(sizes))  # each device of a tensor-parallel group is a worker
+
     if num_processes is None or request.workers is not None:
         return read(request.sizes)
     for workers in range(1, num_processes + 1):

@@ -149,10 +149,10 @@ class ActionCosts:
             time += loading.at(samples) if loading else 0.0
         if self.plan.feed.budgets:
             time *= self.plan.feed.budgets[a.replica]
-        time = time / self.plan.place.shards + self._sums(a, worker, samples)
+        time = time / self.plan.place.shards + self._sums(a, samples)
         return ActionWork(0.0, time, issue_s=issue)
 
-    def _sums(self, a: Action, worker: int, samples: float) -> float:
+    def _sums(self, a: Action, samples: float) -> float:
         """Returns the time of the sums inside a piece's divided operators: two of a unit's output per pass."""
         if self.plan.place.shards == 1 or "expert" in self.plan.cut.layouts or a.kind == ActionKind.WEIGHT_BACKWARD:
             return 0.0
