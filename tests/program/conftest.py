@@ -52,6 +52,8 @@ def model() -> Callable[..., Profile]:
                 optimizer_bytes=600,
                 activation_bytes=50.0,
                 boundary_bytes=10.0,
+                expert_share=0.5,
+                expert_row_bytes=20.0,
             )
             for n in range(count)
         )

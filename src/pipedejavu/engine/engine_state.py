@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from pipedejavu.engine.device import CPU
+from pipedejavu.engine.expert_shards import newest_masters, whole_expert_masters, whole_expert_slot
 from pipedejavu.engine.finite import nonfinite
 from pipedejavu.engine.handlers import Handlers, pieces_of
 from pipedejavu.engine.master import masters_of, weights_of
@@ -71,7 +72,7 @@ def _share(handlers: Handlers) -> Tensors:
         piece, replica = key
         for number, name in enumerate(runner.initial if key in weights else ()):
             prefix = _prefix(handlers.program, holders_of[piece], (replica, handlers.index), number)
-            if prefix is None:
+            if prefix is None or (key in handlers.experts and name in handlers.experts[key].layouts):
                 continue
             share[f"{prefix}weight/{name}"] = weights[key][name]
             for slot, tensor in handlers.applier.state.get(key, {}).get(name, {}).items():
@@ -89,6 +90,12 @@ def _share(handlers: Handlers) -> Tensors:
 def _sharded(handlers: Handlers) -> Tensors:
     """Returns the state in this worker's shards."""
     state: Tensors = {}
+    for key, experts in handlers.experts.items():
+        masters, slots_of = newest_masters(handlers, key), handlers.applier.state.get(key, {})
+        for name in experts.layouts:
+            state[f"weight/{name}"] = masters[name]
+            slots = slots_of.get(name, {})
+            state |= {f"state/{SLOTS[slot]}/{name}": part for slot, part in slots.items() if slot != LOW}
     for key, shards in handlers.sharded.items():
         parts = masters_of(shards.parts, handlers.applier.state.get(key, {}))
         state |= {f"weight/{name}": part for name, part in parts.items()}
@@ -111,6 +118,27 @@ def _gathered(handlers: Handlers) -> Iterator[tuple[str, Tensor]]:
         del masters  # the next slot takes its memory
         for slot, tensors in whole_slots(handlers, key, tuple(SLOTS)):
             yield from ((f"state/{SLOTS[slot]}/{name}", tensors[name]) for name in mine if name in tensors)
+    for key in sorted(handlers.experts):
+        yield from _gathered_experts(handlers, key, holders_of[key[0]])
+
+
+def _gathered_experts(
+    handlers: Handlers, key: tuple[int, int], holders: list[tuple[int, int]]
+) -> Iterator[tuple[str, Tensor]]:
+    """Yields what this worker saves of the experts of a piece, of which it holds a part."""
+    mine = {
+        name
+        for number, name in enumerate(handlers.runners[key].initial)
+        if _prefix(handlers.program, holders, (key[1], handlers.index), number) is not None
+    }
+    kinds = ["weight", *(f"state/{torch_name}" for torch_name in SLOTS.values())]
+    for kind, slot in zip(kinds, [None, *SLOTS], strict=True):
+        wholes = whole_expert_masters(handlers, key) if slot is None else whole_expert_slot(handlers, key, slot)
+        yield from (
+            (f"{kind}/{name}", wholes[name])
+            for name in handlers.experts[key].layouts
+            if name in wholes and name in mine
+        )
 
 
 def final_buffers(handlers: Handlers) -> Tensors:
@@ -142,7 +170,10 @@ def put_state(handlers: Handlers, update: int, source: Source, norm: float | Non
         is_divided = (value.piece, value.replica) in handlers.sharded
         if value.kind == ValueKind.WEIGHTS and not is_divided and not _is_idle(handlers.program, value.replica):
             for name, weight in weights.items():
-                _fill(f"weight '{name}'", weight.data, _loaded_weight(handlers, source, value.replica, name, weight))
+                loaded_weight = _loaded_weight(handlers, source, value.replica, name, weight)
+                if (experts := handlers.experts.get((value.piece, value.replica))) is not None:
+                    loaded_weight = experts.part(name, loaded_weight)
+                _fill(f"weight '{name}'", weight.data, loaded_weight)
     for (_, replica), shards in handlers.sharded.items():
         for name, leaf in shards.leaves.items():
             loaded_weight = _loaded_weight(handlers, source, replica, name, leaf)
@@ -196,6 +227,7 @@ def _state(handlers: Handlers, key: tuple[int, int], runner: PieceRunner, source
     if handlers.program.plan.keep.kind == "server" and replica < handlers.program.num_replicas:
         return {}  # the server makes the updates
     rests_on_host, shards = state_rests_on_host(handlers.program, piece), handlers.sharded.get(key)
+    experts = handlers.experts.get(key)
     state: dict[str, Tensors] = {}
     for name, weight in runner.initial.items():
         slots = {}
@@ -203,6 +235,7 @@ def _state(handlers: Handlers, key: tuple[int, int], runner: PieceRunner, source
             loaded = _find(handlers, source, replica, f"state/{torch_name}", name)
             if loaded is not None:
                 is_scalar = slot == "step"
+                loaded = experts.part(name, loaded) if experts is not None else loaded
                 if not is_scalar and loaded.shape != weight.shape:
                     raise InputError(f"'{torch_name}' of '{name}' is {_form(loaded)}, and the weight {_form(weight)}")
                 if shards is not None:
@@ -225,6 +258,8 @@ def _state(handlers: Handlers, key: tuple[int, int], runner: PieceRunner, source
 def _lows(handlers: Handlers, key: tuple[int, int], runner: PieceRunner, source: Source) -> Tensors:
     """Returns the low halves of the split weights of a piece, from the masters that were saved."""
     masters = {name: _needed(name, _find(handlers, source, key[1], "weight", name)) for name in runner.initial}
+    if (experts := handlers.experts.get(key)) is not None:
+        masters = {name: experts.part(name, master) for name, master in masters.items()}
     bf16 = {name for name, weight in runner.initial.items() if weight.dtype == torch.bfloat16}
     lowered = {name for name in runner.lowered | bf16 if masters[name].dtype == torch.float32}
     return weights_of(masters, lowered, is_split=runner.form.is_split)[1]

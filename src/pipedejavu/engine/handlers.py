@@ -17,6 +17,7 @@ from torch import Tensor
 
 from pipedejavu.engine.applier import Applier, as_leaves
 from pipedejavu.engine.device import CPU, device_of, moved, record_stream
+from pipedejavu.engine.expert_shards import ExpertShards, whole_expert_masters
 from pipedejavu.engine.global_norm import GlobalNorm
 from pipedejavu.engine.gradient_check import GradientCheck
 from pipedejavu.engine.job import Batches, Job, Log, Read
@@ -43,7 +44,7 @@ from pipedejavu.facts import InputError
 from pipedejavu.program import Action, ActionKind, Program, Table, UpdatePlace, Value, ValueKind
 from pipedejavu.program.action import value_of
 from pipedejavu.program.effect import rest_of
-from pipedejavu.program.value import HOST
+from pipedejavu.program.value import BY_MICROBATCH, HOST
 from pipedejavu.runtime.compiled_unit import LossCall
 from pipedejavu.runtime.compute_precision import ComputeFormat
 
@@ -74,6 +75,8 @@ class Handlers(RestingState):
         self.values: dict[Value, Any] = {}
         self.sharded: dict[tuple[int, int], ShardedPiece] = {}
         """By (piece, replica), those whose state is divided over replicas."""
+        self.experts: dict[tuple[int, int], ExpertShards] = {}
+        """By (piece, replica), those of whose experts this worker holds a part."""
         self.fellows: Mapping[int, Handlers] = {}
         """All workers, if they are threads of this process."""
         self.whole: dict[tuple[int, int], Tensors] | None = None
@@ -82,7 +85,7 @@ class Handlers(RestingState):
         self._form = ComputeFormat.of(program.plan.precision, [module for _, module in job.units])
         self.scale, shared = LossScale(program.plan), (self.values, self.log)
         self.applier = Applier(program, runners, job, batches, *shared, self.device, self.check, self.scale)
-        self.norm = GlobalNorm(program, index, runners, job, batches, *shared, self.check, self.scale)
+        self.norm = GlobalNorm(program, index, runners, job, batches, *shared, self.check, self.scale, self.experts)
         table = Table(program)
         self.effects = {a: table(a, index)[:2] for a in program.workers[index].actions}
         """The values that each action reads and writes."""
@@ -275,6 +278,7 @@ class Handlers(RestingState):
         """
         if self.whole is None:
             self.whole = {key: whole_masters(self, key) for key in sorted(self.sharded)}
+            self.whole |= {key: whole_expert_masters(self, key) for key in sorted(self.experts)}
         return self.whole
 
     def adopt(self) -> None:
@@ -375,13 +379,16 @@ class Handlers(RestingState):
             self.values[value_of(a)] = self.norm.find(a.version, step, lambda part: self.wire.add_up(part, group))
         elif a.what == ValueKind.WEIGHT_GRADIENT:
             reduce_gradients(self, a)
+        elif a.what in BY_MICROBATCH:
+            return  # a unit exchanges rows inside its forward and its backward
         else:  # replicas that update separately average their weights
             sums, count = add_up(self.wire, self.values[value_of(a)], group), len(self.program.groups[group].workers)
             self.values[value_of(a)] = as_leaves({name: total.div_(count) for name, total in sums.items()})
 
     def gather(self, a: Action) -> None:
         """Makes the whole weights of a piece from the shards of its group."""
-        self.values[value_of(a)] = self.sharded[a.piece, a.replica].gather(self.wire)
+        if a.what not in BY_MICROBATCH:
+            self.values[value_of(a)] = self.sharded[a.piece, a.replica].gather(self.wire)
 
     def drop(self, a: Action) -> None:
         """Frees a value, unless it was freed after its last reader."""

@@ -88,10 +88,13 @@ class ReplicaCheck:
             weights, state = shards.leaves, dict[str, Tensors]()
         else:
             weights, state = held_weights(handlers)[key], handlers.applier.state.get(key, {})
-        sums = [checksum([weights[name]], handlers.device) for name in self.names[copy.piece]]
+        experts = handlers.experts.get(key)
+        divided = set(experts.layouts) if experts else set()
+        """Of experts each worker holds others."""
+        sums = [checksum([weights[n]] * (n not in divided), handlers.device) for n in self.names[copy.piece]]
         if self.has_state:
             for name in self.names[copy.piece]:
-                slots = state.get(name, {})
+                slots = {} if name in divided else state.get(name, {})
                 sums.append(checksum([slots[slot] for slot in sorted(slots)], handlers.device))
         row[0] = _model(handlers.device)
         row[1 : 1 + len(sums)] = torch.stack(sums).to(CPU)

@@ -5,6 +5,7 @@ from typing import Any, Protocol
 
 import torch
 
+from pipedejavu.engine.expert_shards import ExpertShards, only
 from pipedejavu.engine.job import Job
 from pipedejavu.engine.optimizer import Tensors
 from pipedejavu.engine.piece import PieceRunner
@@ -34,6 +35,7 @@ class HoldsGradients(Protocol):
     index: int
     runners: dict[tuple[int, int], PieceRunner]
     sharded: dict[tuple[int, int], ShardedPiece]
+    experts: dict[tuple[int, int], ExpertShards]
     job: Job
     values: dict[Value, Any]
     wire: Wire
@@ -51,6 +53,10 @@ def reduce_gradients(worker: HoldsGradients, a: Action) -> None:
     if shards is not None and role is GroupRole.STAGE:
         worker.values.pop(value_of(a))
         worker.values[value_of(a, DEVICE if shards.zero == 1 else SHARD)] = shards.reduce(gradients, worker.wire)
+        return
+    if (experts := worker.experts.get((a.piece, a.replica))) is not None:
+        summed = only(gradients, experts.layouts, are_in=role is GroupRole.EXPERTS)
+        worker.values[value_of(a)] = gradients | add_up(worker.wire, summed, a.group)
         return
     worker.values[value_of(a)] = add_up(worker.wire, gradients, a.group)
 

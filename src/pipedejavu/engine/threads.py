@@ -13,6 +13,7 @@ from torch import Tensor
 from pipedejavu.analysis import verify
 from pipedejavu.engine.applier import as_leaves
 from pipedejavu.engine.device import CPU, device_of
+from pipedejavu.engine.expert_shards import ExpertShards
 from pipedejavu.engine.handlers import Handlers, Runners, pieces_of
 from pipedejavu.engine.job import Batches, Job, Log
 from pipedejavu.engine.master import masters_of, weights_of
@@ -46,7 +47,7 @@ def check_runnable(program: Program) -> None:
     plan = program.plan
     check_tp_groups(plan)
     cannot = {
-        "a layout cut": plan.cut.kind == "layout",
+        "a layout cut": plan.cut.kind == "layout" and not plan.divides_experts,
         "feed 'mask'": plan.feed.kind == "mask",
         f"combiner 'average' with feed '{plan.feed.kind}'": plan.reduce.combiner == "average"
         and plan.feed.kind != "own",
@@ -209,6 +210,7 @@ def make_handlers(
     With a `compiler`, which workers may share, units run compiled.
     """
     runners: Runners = {}
+    experts: dict[tuple[int, int], ExpertShards] = {}
     device = device_of(program, index)
     form = ComputeFormat.of(program.plan.precision, [module for _, module in job.units])
     departing = {
@@ -216,11 +218,15 @@ def make_handlers(
     }
     for piece, replica in pieces_of(program, index):
         units = [(u, *job.units[u]) for u in program.pieces[piece].units]
+        if program.has_experts(piece) and program.plan.place.shards > 1:
+            experts[piece, replica] = ExpertShards(program, index, piece, replica)
+            units = experts[piece, replica].divide(units, wire, program.plan.cut.capacity)
         again, departs = program.recomputed[piece], piece in departing
         runners[piece, replica] = PieceRunner(units, job.seed, again, departs, compiler, form).to(device)
         if program.plan.order.head_chunks > 1 and not program.outputs[piece]:
             runners[piece, replica].head = HeadUse(program.plan.order.head_chunks, is_early=False)
     handlers = Handlers(program, index, runners, job, batches, wire)
+    handlers.experts.update(experts)
     version = -1 if program.plan.version.kind == "torn" else 0
     for (piece, replica), runner in runners.items():
         if is_sharded(program, piece):

@@ -117,6 +117,8 @@ class Unit(Record):
     optimizer_bytes: Bytes = 0
     expert_share: float = Field(default=0.0, ge=0, le=1)
     """Share of the parameters that belongs to experts, which an 'expert' layout divides over workers."""
+    expert_row_bytes: PartBytes = 0.0
+    """Bytes of the rows that the unit's experts take, per sample: an 'expert' layout sends them there and back."""
     activation_bytes: PartBytes = 0.0
     """Bytes that autograd saves for the backward pass, per sample."""
     shared_bytes: PartBytes = 0.0

@@ -176,6 +176,35 @@ RULES = (
         "name the layouts, such as ['col', 'row']",
     ),
     Rule(
+        lambda plan, _: plan.divides_experts and len(plan.cut.layouts) > 1,
+        "layout 'expert' divides experts over workers with different samples, and '{cut}' divides other operators too",
+        "leave the other layouts out",
+    ),
+    Rule(
+        lambda plan, _: (
+            plan.divides_experts
+            and plan.place.shards > 1
+            and (plan.feed.kind != "microbatch" or plan.version.kind != "sync" or plan.reduce.wire != "all-reduce")
+        ),
+        "layout 'expert' exchanges rows among workers that each train microbatches of their own for the same update",
+        "use feed 'microbatch', version 'sync' and wire 'all-reduce'",
+    ),
+    Rule(
+        lambda plan, _: plan.divides_experts and (plan.keep.kind != "replicated" or not plan.order.is_eager),
+        "layout 'expert' keeps each unit as a piece of its own, whose state is on the device",
+        "use keep 'replicated', and set order.is_eager",
+    ),
+    Rule(
+        lambda plan, _: plan.divides_experts and plan.is_compiled,
+        "layout 'expert' exchanges rows inside units, which compiled units cannot do",
+        "switch is_compiled off",
+    ),
+    Rule(
+        lambda plan, profile: plan.divides_experts and not any(unit.expert_share for unit in profile.units),
+        "layout 'expert' divides experts, and no unit of this model has any that are stacked in one parameter",
+        "use another plan, such as preset:ddp, or measure the model again (--renew)",
+    ),
+    Rule(
         lambda plan, _: plan.place.shards > 1 and plan.cut.kind != "layout",
         "{shards} shards hold each stage together, but cut '{cut}' divides no operator",
         "set cut.kind to 'layout' and name its layouts, or place.shards to 1",
@@ -386,7 +415,7 @@ def faults_of(plan: Plan, profile: Profile) -> list[str]:
 
 
 def _num_replicas(plan: Plan) -> int:
-    return plan.place.replicas + plan.place.cpu_replicas
+    return plan.data_replicas + plan.place.cpu_replicas
 
 
 def _ties_cross_stages(plan: Plan, profile: Profile) -> bool:

@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 
 from pipedejavu.facts import InputError
+from pipedejavu.profile.expert_rows import counted_rows
 from pipedejavu.profile.operator_meter import OperatorMeter, OperatorWork, storage_id
 from pipedejavu.profile.segment import refusal_of_branches
 from pipedejavu.profile.unit_step import LossHead, detached, run_step, tensors_of
@@ -29,6 +30,8 @@ class UnitWork:
     backward_work_bytes: int
     """Peak of memory added in the backward while saved tensors are freed; gradients of weights do not count."""
     output: Any
+    expert_row_bytes: int = 0
+    """Bytes of the rows that the unit's experts take."""
 
     @property
     def saved_bytes(self) -> int:
@@ -45,7 +48,8 @@ def count_step(module: nn.Module, value: Any, head: LossHead | None, is_first: b
     """Runs each part of a unit's step once and counts its work."""
     meter = OperatorMeter(module)
     try:
-        output = run_step(module, value, head, is_first, meter)
+        with counted_rows(module, value) as rows:
+            output = run_step(module, value, head, is_first, meter)
     except NotImplementedError as error:
         _, is_of_branches, text = str(error).partition("HigherOrderOperator ")
         if not is_of_branches:
@@ -63,6 +67,7 @@ def count_step(module: nn.Module, value: Any, head: LossHead | None, is_first: b
         forward_work_bytes=_most(forward) - sum(size for _, size in forward),
         backward_work_bytes=_most(meter.changes.get("backward", [])),
         output=detached(output),
+        expert_row_bytes=sum(rows.values()),
     )
 
 

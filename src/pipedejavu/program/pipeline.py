@@ -76,7 +76,7 @@ def pipelines_of(plan: Plan) -> list[Pipeline]:
     pipelines = [
         Pipeline(
             workers=tuple(range(copy * size, (copy + 1) * size)),
-            replica=copy // place.shards * directions,
+            replica=copy // plan.tensor_shards * directions,
             place=place.kind,
             chunks=chunks,
             schedule=plan.order.kind,

@@ -8,25 +8,28 @@ from torch import Tensor, fx, nn
 
 from pipedejavu.facts import InputError
 from pipedejavu.runtime.compiled_unit import GraphUnit
-from pipedejavu.runtime.expert_exchange import run_capped, run_slots, run_sorted
+from pipedejavu.runtime.expert_exchange import RowGroup, run_capped, run_slots, run_sorted
 from pipedejavu.runtime.expert_span import ExpertSpan, find_spans
 from pipedejavu.runtime.param_layout import DividedUnit, ParamLayout
 from pipedejavu.runtime.stacked_experts import expert_layouts, parameter_shapes, recorded_graphs, slot_experts
-from pipedejavu.runtime.tensor_group import TensorGroup
 
 
 class DividedExperts(DividedUnit):
-    """Runs a unit, whose module and parameters it takes over, with this rank's part of its experts."""
+    """Runs a unit, whose module and parameters it takes over, with this rank's part of its experts.
 
-    def __init__(self, name: str, unit: nn.Module, group: TensorGroup, capacity: float | None = None):
+    `layouts` has the full names of parameters.
+    """
+
+    def __init__(self, name: str, unit: nn.Module, group: RowGroup, capacity: float | None = None):
         """Divides a unit; with a `capacity`, each expert has slots for that many times an even share of the rows."""
         super().__init__()
         self.unit, self.group, self.capacity = unit, group, capacity
-        self.layouts: Mapping[str, ParamLayout] = expert_layouts(unit)
-        self._wholes = parameter_shapes(unit)
+        layouts, self._wholes = expert_layouts(unit), parameter_shapes(unit)
+        prefix = "" if isinstance(unit, GraphUnit) else f"{name}."
+        self.layouts: Mapping[str, ParamLayout] = {prefix + inner: layout for inner, layout in layouts.items()}
         self._known: set[str] = set()
         """Names of the recorded graphs that are divided."""
-        check_experts(name, self.layouts, group.size)
+        check_experts(name, layouts, group.size)
         if not isinstance(unit, GraphUnit):
             parts = [part for _, part in slot_experts(unit)]
             if parts and capacity is not None:
@@ -36,16 +39,17 @@ class DividedExperts(DividedUnit):
                 )
             for part in parts:
                 part.forward = partial(_run_slots, group, part.forward)  # type: ignore[method-assign]
-        self._take_part()
-
-    def _take_part(self) -> None:
-        holders = dict(self.unit.named_modules(remove_duplicate=False))
-        for name, layout in self.layouts.items():
-            path, _, key = name.rpartition(".")
+        holders = dict(unit.named_modules(remove_duplicate=False))
+        for inner, layout in layouts.items():
+            path, _, key = inner.rpartition(".")
             whole = holders[path]._parameters[key]
             assert whole is not None
-            part = layout.local(whole.detach(), self.group.rank, self.group.size)
-            holders[path]._parameters[key] = nn.Parameter(part, whole.requires_grad)
+            if not whole.requires_grad:
+                raise InputError(
+                    f"unit '{name}' has experts that are not trained, which the plan cannot divide: '{inner}'; train"
+                    " them, or use another plan"
+                )
+            holders[path]._parameters[key] = nn.Parameter(layout.local(whole.detach(), group.rank, group.size))
 
     def forward(self, value: Any) -> Any:
         """Runs the unit; all ranks of the group call it together."""
@@ -90,14 +94,14 @@ def check_experts(name: str, layouts: Mapping[str, ParamLayout], size: int) -> N
             )
 
 
-def _run_slots(group: TensorGroup, run: Any, rows: Tensor) -> Tensor:
+def _run_slots(group: RowGroup, run: Any, rows: Tensor) -> Tensor:
     return run_slots(rows, group, run)
 
 
 class _SpanExperts(nn.Module):
     """A span of a recorded graph, on this rank's experts and the rows of all ranks."""
 
-    def __init__(self, span: ExpertSpan, group: TensorGroup, capacity: float | None):
+    def __init__(self, span: ExpertSpan, group: RowGroup, capacity: float | None):
         super().__init__()
         self.body, self.group, self.capacity = _body(span), group, capacity
         self.is_sorted = span.ends is not None

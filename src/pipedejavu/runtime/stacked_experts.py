@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor, fx, nn
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._python_dispatch import _disable_current_modes
 
 from pipedejavu.runtime.compiled_unit import GraphUnit
 from pipedejavu.runtime.expert_span import Shape, find_spans
@@ -61,10 +62,13 @@ def _is_slot_experts(module: nn.Module) -> bool:
     shapes = [tuple(p.shape) for p in parameters if p.dim() == 3]
     if parameters[0].dim() < 2 or not shapes or any(True for _ in module.buffers()):
         return False
-    memo: dict[int, object] = {id(p): nn.Parameter(p.detach().to("meta"), p.requires_grad) for p in parameters}
-    probe = copy.deepcopy(module, memo)
     widths = dict.fromkeys(width for shape in shapes for width in shape[1:])
-    return any(_takes_slots(probe, shapes[0][0], width, parameters[0].dtype) for width in widths)
+    with _disable_current_modes():
+        memo: dict[int, object] = {
+            id(p): nn.Parameter(torch.empty(p.shape, dtype=p.dtype, device="meta"), p.requires_grad) for p in parameters
+        }
+        probe = copy.deepcopy(module, memo)
+        return any(_takes_slots(probe, shapes[0][0], width, parameters[0].dtype) for width in widths)
 
 
 def _takes_slots(probe: nn.Module, experts: int, width: int, dtype: torch.dtype) -> bool:

@@ -147,7 +147,7 @@ class ActionCosts:
             time += loading.at(samples) if loading else 0.0
         if self.plan.feed.budgets:
             time *= self.plan.feed.budgets[a.replica]
-        return ActionWork(0.0, time / self.plan.place.shards, issue_s=issue)
+        return ActionWork(0.0, time / self.plan.tensor_shards, issue_s=issue)
 
     def _makes_targets(self, piece: int, worker: int) -> bool:
         """Whether a worker loads samples only for their targets: it has the last piece but not the first."""
@@ -158,7 +158,10 @@ class ActionCosts:
         trainer = self._device(worker)
         device = self.machine.cpu_of(trainer) if a.update_place == UpdatePlace.HOST else trainer
         parts = self.sizes.group_size(a.piece) if a.update_place == UpdatePlace.SHARD else 1
-        time = sum(t.update_s for t in self._times(a, device.kind)) / parts / self.plan.place.shards
+        units = [self.program.profile.units[u] for u in self.program.pieces[a.piece].units]
+        shares = [self.sizes.held_share(unit) for unit in units]
+        times = self._times(a, device.kind)
+        time = sum(t.update_s * share for t, share in zip(times, shares, strict=True)) / parts
         if device.type == trainer.type:
             return ActionWork(0.0, time)
         users = sum(self.machine.cpu_of(self._device(w)).name == device.name for w in self._copies(worker))
