@@ -8,6 +8,7 @@ from pipedejavu.program.action import (
     BACKWARD,
     EVAL,
     FORWARD,
+    GATHER,
     INPUT_BACKWARD,
     RECOMPUTE,
     REDUCE,
@@ -125,9 +126,12 @@ class Sizes:
         return sum(units[u].gradient_bytes * (1 - units[u].expert_share) for u in self.program.pieces[piece].units)
 
     def expert_rows(self, a: Action) -> float:
-        """Returns the bytes of the rows that the experts of an action's piece take, for its microbatch."""
-        units = self.program.profile.units
-        return sum(units[u].expert_row_bytes for u in self.program.pieces[a.piece].units) * self.samples(a.microbatch)
+        """Returns the bytes of the rows that one all-to-all moves: a GATHER is for the pieces that read the value."""
+        program, pieces = self.program, (a.piece,)
+        if a.kind == GATHER:
+            pieces = program.outputs[a.piece] if a.what == ACTIVATION else program.inputs[a.piece]
+        units = [program.profile.units[u] for piece in pieces for u in program.pieces[piece].units]
+        return sum(unit.expert_row_bytes for unit in units) * self.samples(a.microbatch)
 
     @cached_property
     def _edges(self) -> dict[tuple[int, int], dict[int, float]]:

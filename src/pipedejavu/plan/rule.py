@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from pipedejavu.facts import FaultsError, Profile
+from pipedejavu.plan.expert_rule import EXPERT_RULES, expert_facts
 from pipedejavu.plan.plan import Plan
 from pipedejavu.plan.plan_trait import adds_to_weights, is_written_out
 
@@ -174,35 +175,6 @@ RULES = (
         lambda plan, _: plan.cut.kind == "layout" and not plan.cut.layouts,
         "a layout cut divides each operator, but cut.layouts is empty",
         "name the layouts, such as ['col', 'row']",
-    ),
-    Rule(
-        lambda plan, _: plan.divides_experts and len(plan.cut.layouts) > 1,
-        "layout 'expert' divides experts over workers with different samples, and '{cut}' divides other operators too",
-        "leave the other layouts out",
-    ),
-    Rule(
-        lambda plan, _: (
-            plan.divides_experts
-            and plan.place.shards > 1
-            and (plan.feed.kind != "microbatch" or plan.version.kind != "sync" or plan.reduce.wire != "all-reduce")
-        ),
-        "layout 'expert' exchanges rows among workers that each train microbatches of their own for the same update",
-        "use feed 'microbatch', version 'sync' and wire 'all-reduce'",
-    ),
-    Rule(
-        lambda plan, _: plan.divides_experts and (plan.keep.kind != "replicated" or not plan.order.is_eager),
-        "layout 'expert' keeps each unit as a piece of its own, whose state is on the device",
-        "use keep 'replicated', and set order.is_eager",
-    ),
-    Rule(
-        lambda plan, _: plan.divides_experts and plan.is_compiled,
-        "layout 'expert' exchanges rows inside units, which compiled units cannot do",
-        "switch is_compiled off",
-    ),
-    Rule(
-        lambda plan, profile: plan.divides_experts and not any(unit.expert_share for unit in profile.units),
-        "layout 'expert' divides experts, and no unit of this model has any that are stacked in one parameter",
-        "use another plan, such as preset:ddp, or measure the model again (--renew)",
     ),
     Rule(
         lambda plan, _: plan.place.shards > 1 and plan.cut.kind != "layout",
@@ -376,6 +348,7 @@ RULES = (
         "gradients of fp16 may overflow, and all workers skip such an update by the norm that they share",
         "set reduce.clip to 'global', or use compute 'bf16'",
     ),
+    *map(Rule._make, EXPERT_RULES),
 )
 
 
@@ -387,29 +360,33 @@ def check_plan(plan: Plan, profile: Profile) -> None:
 
 def faults_of(plan: Plan, profile: Profile) -> list[str]:
     """Returns a sentence with the remedy for every rule that the plan breaks."""
-    facts: dict[str, object] = plan.axes() | {
-        "precision": str(plan.precision),
-        "order": plan.order.kind,
-        "place": plan.place.kind,
-        "keep": plan.keep.kind,
-        "wire": plan.reduce.wire,
-        "workers": plan.place.workers,
-        "shards": plan.place.shards,
-        "replicas": _num_replicas(plan),
-        "trim": plan.reduce.trim,
-        "chunks": plan.order.head_chunks,
-        "m": plan.feed.microbatches,
-        "zeros": len(plan.keep.zeros or ()),
-        "stages": plan.num_stages,
-        "shard_counts": len(plan.place.stage_shards or ()),
-        "gate": plan.reduce.gate,
-        "combiner": plan.reduce.combiner,
-        "compute": plan.precision.compute,
-        "masters": plan.precision.masters,
-        "masters_for": _MASTERS.get(plan.precision.compute, ("none",))[0],
-        "moments": plan.precision.moments,
-        "slots": len(plan.place.stage_replicas or range(plan.place.workers)),
-    }
+    facts: dict[str, object] = (
+        plan.axes()
+        | expert_facts(plan, profile)
+        | {
+            "precision": str(plan.precision),
+            "order": plan.order.kind,
+            "place": plan.place.kind,
+            "keep": plan.keep.kind,
+            "wire": plan.reduce.wire,
+            "workers": plan.place.workers,
+            "shards": plan.place.shards,
+            "replicas": _num_replicas(plan),
+            "trim": plan.reduce.trim,
+            "chunks": plan.order.head_chunks,
+            "m": plan.feed.microbatches,
+            "zeros": len(plan.keep.zeros or ()),
+            "stages": plan.num_stages,
+            "shard_counts": len(plan.place.stage_shards or ()),
+            "gate": plan.reduce.gate,
+            "combiner": plan.reduce.combiner,
+            "compute": plan.precision.compute,
+            "masters": plan.precision.masters,
+            "masters_for": _MASTERS.get(plan.precision.compute, ("none",))[0],
+            "moments": plan.precision.moments,
+            "slots": len(plan.place.stage_replicas or range(plan.place.workers)),
+        }
+    )
     broken = [rule for rule in RULES if rule.breaks(plan, profile)]
     return [f"{rule.reason.format_map(facts)}; {rule.remedy.format_map(facts)}" for rule in broken]
 

@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from pipedejavu.facts import InputError
-from pipedejavu.profile.expert_rows import counted_rows
+from pipedejavu.profile.expert_rows import ExpertRows, counted_rows
 from pipedejavu.profile.operator_meter import OperatorMeter, OperatorWork, storage_id
 from pipedejavu.profile.segment import refusal_of_branches
 from pipedejavu.profile.unit_step import LossHead, detached, run_step, tensors_of
@@ -30,8 +30,8 @@ class UnitWork:
     backward_work_bytes: int
     """Peak of memory added in the backward while saved tensors are freed; gradients of weights do not count."""
     output: Any
-    expert_row_bytes: int = 0
-    """Bytes of the rows that the unit's experts take."""
+    expert_rows: tuple[ExpertRows, ...] = ()
+    """The rows that each of the unit's experts take."""
 
     @property
     def saved_bytes(self) -> int:
@@ -67,7 +67,7 @@ def count_step(module: nn.Module, value: Any, head: LossHead | None, is_first: b
         forward_work_bytes=_most(forward) - sum(size for _, size in forward),
         backward_work_bytes=_most(meter.changes.get("backward", [])),
         output=detached(output),
-        expert_row_bytes=sum(rows.values()),
+        expert_rows=tuple(rows.values()),
     )
 
 

@@ -21,7 +21,7 @@ from pipedejavu.plan import Precision
 from pipedejavu.profile.dedup import unit_key
 from pipedejavu.profile.head_measurement import measure_head, merge_forms
 from pipedejavu.profile.line_fit import fit_line
-from pipedejavu.profile.expert_rows import expert_share
+from pipedejavu.profile.expert_rows import expert_share, num_experts
 from pipedejavu.profile.operator_count import UnitWork, count_step
 from pipedejavu.profile.sequential import Units
 from pipedejavu.profile.stopwatch import Stopwatch
@@ -356,7 +356,9 @@ def describe(
         gradient_bytes=sum(form.gradient_bytes(part, p) for part, p in trained),
         optimizer_bytes=sum(form.state_bytes(part, p) for part, p in trained),
         expert_share=expert_share(module),
-        expert_row_bytes=counted.expert_row_bytes / samples,
+        num_experts=num_experts(module),
+        expert_rows=min((rows.count for rows in counted.expert_rows), default=0) / samples,
+        expert_row_bytes=sum(rows.size_bytes for rows in counted.expert_rows) / samples,
         activation_bytes=counted.saved_bytes / samples,
         shared_bytes=min(counted.saved_output_bytes, following.saved_input_bytes) / samples if following else 0.0,
         forward_work_bytes=counted.forward_work_bytes / samples,
