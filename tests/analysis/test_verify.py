@@ -358,8 +358,8 @@ BROKEN: list[tuple[Plan, str, str]] = [
     ),
     (
         preset("pipedream").plan.replace(keep=Keep(kind="zero-2"), reduce=Reduce(wire="reduce-scatter")),
-        "keep 'zero-2' divides gradients once they are summed, but order '1f1b-async' updates as it goes",
-        "use 'zero-1', or a synchronous order such as '1f1b'",
+        "keep 'zero-2' updates its shards in place, and version 'stash' reads weights that are older",
+        "use version 'sync' with an order that flushes, such as '1f1b', or keep 'replicated'",
     ),
     (
         preset("chimera").plan.replace(place=Place(kind="bidirectional", workers=3)),
@@ -400,6 +400,19 @@ BROKEN: list[tuple[Plan, str, str]] = [
         preset("gpipe").plan.replace(order=Order(kind="gpipe", recompute=1.0, recompute_units=(0,))),
         "order.recompute is a share of each stage's units, and order.recompute_units names some of them",
         "leave one of the two out",
+    ),
+    *(
+        (
+            preset("gpipe").plan.replace(order=order),
+            "order.checkpoints divides what stages recompute, at rising numbers of units after the first of 8",
+            "set order.recompute or order.recompute_units too, and count units from 0, in the profile's order",
+        )
+        for order in (
+            Order(kind="gpipe", checkpoints=(1,)),
+            Order(kind="gpipe", recompute=1.0, checkpoints=(2, 1)),
+            Order(kind="gpipe", recompute=1.0, checkpoints=(0, 2)),
+            Order(kind="gpipe", recompute=1.0, checkpoints=(12,)),
+        )
     ),
     (
         preset("gpipe").plan.replace(order=Order(kind="gpipe", recompute_units=(7, 99))),
@@ -498,6 +511,24 @@ BROKEN: list[tuple[Plan, str, str]] = [
         "use version 'sync', or keep 'replicated'",
     ),
     (
+        preset("zero-1").plan.replace(reduce=Reduce(wire="reduce-scatter", combiner="average")),
+        "keep 'zero-1' makes one update of the gradients of all replicas; combiner 'average' with feed 'microbatch'"
+        " does not",
+        "set reduce.combiner to 'sum' and feed.kind to 'microbatch', or use keep 'replicated'",
+    ),
+    (
+        preset("zero-3").at(workers=1),
+        "keep 'zero-3' divides state over replicas, and the plan has one",
+        "use more replicas, or keep 'replicated'",
+    ),
+    (
+        preset("1f1b")
+        .at(workers=2, replicas=2)
+        .replace(name="tied", keep=Keep(kind="zero-1", zeros=(0, 1)), reduce=Reduce(wire="reduce-scatter")),
+        "stages that share tied weights must divide them alike, and place 'linear' with keep.zeros '0-1' does not",
+        "give all stages of a linear place the same ZeRO stage, or untie the weights",
+    ),
+    (
         preset("zero-2").plan.replace(reduce=Reduce(wire="all-reduce")),
         "keep 'zero-2' divides state over replicas, which wire 'all-reduce' does not",
         "set reduce.wire to 'reduce-scatter'",
@@ -548,9 +579,14 @@ BROKEN: list[tuple[Plan, str, str]] = [
         "use order '1f1b' or '1f1b-async', or place.replicas",
     ),
     (
-        preset("1f1b").plan.replace(place=Place(workers=2, stage_replicas=(3, 1))),
-        "each of a stage's replicas needs the same number of an update's 8 microbatches",
-        "use a multiple of the numbers in place.stage_replicas",
+        preset("1f1b").plan.replace(place=Place(workers=2, stage_replicas=(9, 1))),
+        "the replicas of a stage take an update's 8 microbatches in turn, and not all get one, or as many",
+        "use as many microbatches or more; if the pipeline never drains, a multiple of each of place.stage_replicas",
+    ),
+    (
+        preset("pipedream").at(microbatches=8).replace(place=Place(workers=2, stage_replicas=(3, 1))),
+        "the replicas of a stage take an update's 1 microbatches in turn, and not all get one, or as many",
+        "use as many microbatches or more; if the pipeline never drains, a multiple of each of place.stage_replicas",
     ),
     (
         preset("1f1b").plan.replace(place=Place(workers=2, stage_replicas=(2, 1), replicas=2)),
@@ -738,7 +774,7 @@ def test_illegal_4_zero_3_in_a_pipeline_unless_weights_persist(model, build):
 
 def test_illegal_5_zero_2_with_an_update_for_each_microbatch(model):
     plan = preset("pipedream").plan.replace(keep=Keep(kind="zero-2"), reduce=Reduce(wire="reduce-scatter"))
-    assert any("divides gradients once they are summed" in fault for fault in told(plan, model(8)))
+    assert any("updates its shards in place" in fault for fault in told(plan, model(8)))
 
 
 @pytest.mark.parametrize("name", ["chimera", "gems-mast", "gems-master", "gems-hy"])

@@ -286,7 +286,7 @@ class Case:
         names = [name for name, _ in self.units]
         size = update_size or self.program.update_size
         named = {f"{u}.{n}": p for u, m in zip(names, modules, strict=True) for n, p in m.named_parameters()}
-        parameters = list({id(p): p for p in named.values()}.values())
+        parameters = list({id(p): p for p in named.values() if p.requires_grad}.values())
         stepper, schedule = torch_optimizer(self.optimizer, named)
         for update in range(len(self.batches.counts) // size):
             members = range(update * size, (update + 1) * size)

@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 import torch
 
-from pipedejavu.analysis import build_graph
+from pipedejavu.analysis import build_graph, verify
 from pipedejavu.analysis.liveness import Liveness, count_versions
 from pipedejavu.engine import AdamW, Read, Sgd, check_runnable, run_threads
 from pipedejavu.engine.threads import Threads
@@ -255,6 +255,23 @@ def test_replicated_stages_equal_their_replay(make, name):
     assert case.audit() <= case.tolerance
     if name == "1f1b":
         assert case.furthest(case.trained_plainly()) <= case.tolerance
+
+
+@pytest.mark.parametrize(("sizes", "microbatches"), [((3, 1), 4), ((1, 3), 5), ((2, 3), 4), ((3,), 4), ((2, 1, 2), 3)])
+@pytest.mark.parametrize("is_eager", [False, True])
+def test_replicas_of_a_stage_need_not_divide_the_microbatches(make, sizes, microbatches, is_eager):
+    plan = preset("1f1b").plan
+    case = make(
+        "1f1b", "convnet", place=plan.place.replace(workers=len(sizes), stage_replicas=sizes), clip="global",
+        feed=plan.feed.replace(microbatches=microbatches), order=plan.order.replace(is_eager=is_eager),
+        clip_norm=0.1, optimizer=MOMENTUM, units=6,
+    )  # fmt: skip
+    verify(case.program)
+    counts = [sum(a.kind == "B" for a in worker.actions) for worker in case.program.workers]
+    assert len({*counts}) > 1
+    assert case.furthest(case.trained_plainly()) <= case.tolerance
+    assert case.audit() <= case.tolerance
+    assert case.moved() > 1e6 * case.tolerance
 
 
 @pytest.mark.parametrize("name", ["1f1b", "pipedream"])

@@ -77,9 +77,7 @@ class PlanRequest:
         list[str] | None, typer.Option(help="Price per hour of a kind of device, such as a100=2.5; may be repeated.")
     ] = None
     staleness: Annotated[int, typer.Option(help="Most updates by which weights may be stale; 0 is synchronous.")] = 0
-    costed: Annotated[bool, typer.Option(help="Include plans that the engine cannot run: ZeRO, divided operators.")] = (
-        False
-    )
+    costed: Annotated[bool, typer.Option(help="Include plans that the engine cannot run: divided operators.")] = False
     time_budget: Annotated[float, typer.Option(help="Seconds for the search.")] = 60.0
     precision: Annotated[
         str, typer.Option(help="For a model measured here: auto, bf16, fp16, tf32, fp32 or fp64, as for 'train'.")

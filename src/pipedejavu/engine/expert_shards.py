@@ -9,9 +9,10 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from pipedejavu.engine.applier import Applier
 from pipedejavu.engine.device import CPU
 from pipedejavu.engine.master import masters_of
-from pipedejavu.engine.optimizer import State, Tensors
+from pipedejavu.engine.optimizer import Tensors
 from pipedejavu.engine.sharded_state import STEP
 from pipedejavu.engine.unit_random import Unit, paused_draws
 from pipedejavu.engine.wire import Wire
@@ -95,19 +96,17 @@ class HoldsExperts(Protocol):
     values: dict[Value, Any]
     wire: Wire
 
-    @property
-    def fellows(self) -> Mapping[int, "HoldsExperts"]:
-        """All workers, if they are threads of this process."""
+    applier: Applier
 
     @property
-    def shard_state(self) -> Mapping[PieceReplica, State]:
-        """Its optimizer state."""
+    def fellows(self) -> Mapping[int, Any]:
+        """All workers, if they are threads of this process."""
 
 
 def newest_masters(worker: HoldsExperts, key: PieceReplica) -> Tensors:
     """Returns the newest masters of a piece as this worker holds them."""
     held = [v for v in worker.values if v.kind == ValueKind.WEIGHTS and (v.piece, v.replica) == key]
-    return masters_of(worker.values[max(held, key=lambda v: v.number)], worker.shard_state.get(key, {}))
+    return masters_of(worker.values[max(held, key=lambda v: v.number)], worker.applier.state.get(key, {}))
 
 
 def whole_expert_masters(worker: HoldsExperts, key: PieceReplica) -> Tensors:
@@ -119,7 +118,7 @@ def whole_expert_slot(worker: HoldsExperts, key: PieceReplica, slot: str) -> Ten
     """Returns a slot of the optimizer state of the experts of a piece, in host memory, for those that have it."""
 
     def pick(held: HoldsExperts, own: PieceReplica) -> Tensors:
-        state = held.shard_state.get(own, {})
+        state = held.applier.state.get(own, {})
         return {name: state[name][slot] for name in held.experts[own].layouts if slot in state.get(name, {})}
 
     if slot == STEP:

@@ -7,7 +7,7 @@ tensors by parameter name.
 import math
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -22,7 +22,6 @@ from pipedejavu.engine.global_norm import GlobalNorm
 from pipedejavu.engine.gradient_check import GradientCheck
 from pipedejavu.engine.job import Batches, Job, Log, Read
 from pipedejavu.engine.loss_scale import LossScale
-from pipedejavu.engine.optimizer import State, Tensors
 from pipedejavu.engine.piece import PieceRunner
 from pipedejavu.engine.recompute_span import (
     Saved,
@@ -35,9 +34,7 @@ from pipedejavu.engine.recompute_span import (
     tensors_of,
     with_loss,
 )
-from pipedejavu.engine.resting_state import RestingState
-from pipedejavu.engine.sharded_piece import ShardedPiece
-from pipedejavu.engine.sharded_state import whole_masters
+from pipedejavu.engine.sharded_state import ShardedState
 from pipedejavu.engine.summed_piece import add_up, is_summed, reduce_gradients, sent_gradients
 from pipedejavu.engine.wire import Wire
 from pipedejavu.facts import InputError
@@ -64,23 +61,18 @@ def pieces_of(program: Program, index: int) -> list[tuple[int, int]]:
     return sorted({*program.held(index), *((piece, program.num_replicas) for piece in served)})
 
 
-class Handlers(RestingState):
+class Handlers(ShardedState):
     """The values of one worker and the handlers of its actions."""
 
     def __init__(self, program: Program, index: int, runners: Runners, job: Job, batches: Batches, wire: Wire):
+        super().__init__()
         self.program, self.index, self.runners, self.job = program, index, runners, job
         self.device = device_of(program, index)
         self.batches, self.wire, self.log, self.live = batches, wire, Log(), 0
         self.notice: Notice = lambda _lane, _action: None
         self.values: dict[Value, Any] = {}
-        self.sharded: dict[tuple[int, int], ShardedPiece] = {}
-        """By (piece, replica), those whose state is divided over replicas."""
         self.experts: dict[tuple[int, int], ExpertShards] = {}
         """By (piece, replica), those of whose experts this worker holds a part."""
-        self.fellows: Mapping[int, Handlers] = {}
-        """All workers, if they are threads of this process."""
-        self.whole: dict[tuple[int, int], Tensors] | None = None
-        """What `gather_masters` has returned since the last round."""
         self.check = GradientCheck(job, program.plan, index)
         self._form = ComputeFormat.of(program.plan.precision, [module for _, module in job.units])
         self.scale, shared = LossScale(program.plan), (self.values, self.log)
@@ -266,24 +258,12 @@ class Handlers(RestingState):
                 f" {self.check.remedy}"
             )
 
-    @property
-    def shard_state(self) -> Mapping[tuple[int, int], State]:
-        """The optimizer state of this worker's shards."""
-        return self.applier.state
-
     def gather_masters(self) -> dict[tuple[int, int], Tensors]:
-        """Returns the whole masters of pieces that are divided, in host memory; all workers call it together.
-
-        They are gathered once between two rounds.
-        """
+        """Returns the whole masters of pieces that are divided, in host memory; all workers call it together."""
         if self.whole is None:
-            self.whole = {key: whole_masters(self, key) for key in sorted(self.sharded)}
-            self.whole |= {key: whole_expert_masters(self, key) for key in sorted(self.experts)}
+            experts = {key: whole_expert_masters(self, key) for key in sorted(self.experts)}
+            self.whole = super().gather_masters() | experts
         return self.whole
-
-    def adopt(self) -> None:
-        """Forgets the whole masters after other values were put into the shards."""
-        self.whole = None
 
     def finish(self) -> None:
         """Ends a round: completes all sends, then reads losses and gradient checks from the device."""

@@ -5,14 +5,16 @@ each other's shards instead; nothing is in flight then.
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from pipedejavu.engine.applier import Applier
 from pipedejavu.engine.device import CPU
 from pipedejavu.engine.master import masters_of
 from pipedejavu.engine.optimizer import LOW, State, Tensors
+from pipedejavu.engine.resting_state import RestingState
 from pipedejavu.engine.sharded_piece import ShardedPiece
 from pipedejavu.engine.wire import Wire
 
@@ -24,23 +26,35 @@ STEP = "step"
 _FORMATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int16, torch.complex64, torch.complex128)
 
 
-class HoldsShards(Protocol):
-    """A worker, as far as its shards are concerned."""
+class ShardedState(RestingState):
+    """The pieces of one worker whose state is divided over replicas."""
 
-    index: int
-    sharded: dict[PieceReplica, ShardedPiece]
     wire: Wire
+    applier: Applier
 
-    @property
-    def fellows(self) -> Mapping[int, "HoldsShards"]:
+    def __init__(self) -> None:
+        self.sharded: dict[PieceReplica, ShardedPiece] = {}
+        """By (piece, replica), those whose state is divided."""
+        self.fellows: Mapping[int, ShardedState] = {}
         """All workers, if they are threads of this process."""
+        self.whole: dict[PieceReplica, Tensors] | None = None
+        """What `gather_masters` has returned since the last round."""
 
-    @property
-    def shard_state(self) -> Mapping[PieceReplica, State]:
-        """The optimizer state of its shards."""
+    def gather_masters(self) -> dict[PieceReplica, Tensors]:
+        """Returns the whole masters of pieces that are divided, in host memory; all workers call it together.
+
+        They are gathered once between two rounds.
+        """
+        if self.whole is None:
+            self.whole = {key: whole_masters(self, key) for key in sorted(self.sharded)}
+        return self.whole
+
+    def adopt(self) -> None:
+        """Forgets the whole masters after other values were put into the shards."""
+        self.whole = None
 
 
-def whole_masters(worker: HoldsShards, key: PieceReplica) -> Tensors:
+def whole_masters(worker: ShardedState, key: PieceReplica) -> Tensors:
     """Returns the masters of all parameters of a piece, in host memory."""
     shards = worker.sharded[key]
     weights = dict(_joined(worker, key, lambda held, _state: held.shards))
@@ -50,7 +64,7 @@ def whole_masters(worker: HoldsShards, key: PieceReplica) -> Tensors:
     return masters_of({name: weights[name] for name in shards.leaves}, lows)
 
 
-def whole_slots(worker: HoldsShards, key: PieceReplica, slots: tuple[str, ...]) -> Iterator[tuple[str, Tensors]]:
+def whole_slots(worker: ShardedState, key: PieceReplica, slots: tuple[str, ...]) -> Iterator[tuple[str, Tensors]]:
     """Yields each slot of a piece's optimizer state, in host memory, for the parameters that have it."""
     table = _table(worker, key, slots)
     names = [*worker.sharded[key].leaves]
@@ -82,7 +96,7 @@ class _SlotPick:
 
 
 def _joined(
-    worker: HoldsShards, key: PieceReplica, pick: Callable[[ShardedPiece, State], list[Tensor]]
+    worker: ShardedState, key: PieceReplica, pick: Callable[[ShardedPiece, State], list[Tensor]]
 ) -> Iterator[tuple[str, Tensor]]:
     """Yields each parameter with the whole tensor whose shards `pick` returns, by layout."""
     shards = worker.sharded[key]
@@ -93,26 +107,26 @@ def _joined(
 
 
 def _all(
-    worker: HoldsShards, key: PieceReplica, pick: Callable[[ShardedPiece, State], list[Tensor]]
+    worker: ShardedState, key: PieceReplica, pick: Callable[[ShardedPiece, State], list[Tensor]]
 ) -> Iterator[Tensor]:
     """Yields what each member picks, member after member, in host memory."""
     shards = worker.sharded[key]
     if worker.fellows:
         held = [worker.fellows[member] for member in shards.members]
         keys = [next(k for k in other.sharded if k[0] == key[0] and _is_like(other, k, shards)) for other in held]
-        picked = [pick(other.sharded[k], other.shard_state.get(k, {})) for other, k in zip(held, keys, strict=True)]
+        picked = [pick(other.sharded[k], other.applier.state.get(k, {})) for other, k in zip(held, keys, strict=True)]
         for row in zip(*picked, strict=True):
             yield torch.cat([tensor.detach().to(CPU) for tensor in row])
         return
-    for vector in pick(shards, worker.shard_state.get(key, {})):
+    for vector in pick(shards, worker.applier.state.get(key, {})):
         yield worker.wire.all_gather(vector, shards.group).detach().to(CPU)
 
 
-def _is_like(other: HoldsShards, key: PieceReplica, shards: ShardedPiece) -> bool:
+def _is_like(other: ShardedState, key: PieceReplica, shards: ShardedPiece) -> bool:
     return other.sharded[key].group == shards.group
 
 
-def _table(worker: HoldsShards, key: PieceReplica, slots: tuple[str, ...]) -> list[tuple[Any, Any]]:
+def _table(worker: ShardedState, key: PieceReplica, slots: tuple[str, ...]) -> list[tuple[Any, Any]]:
     """Returns for each slot and parameter the number of its format, -1 if it has none, and the value of a number."""
     shards = worker.sharded[key]
     names = [*shards.leaves]

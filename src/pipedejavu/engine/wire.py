@@ -218,7 +218,7 @@ class ProcessWire:
         self.carried = Traffic()
         self.known: dict[tuple[int, Key], list[tuple[list[int], str]]] = {}
         self._expected: dict[int, Key] = {}
-        """By channel, the key after the next one."""
+        """By channel, the key of the message that follows the one about to be received."""
         self._coming: dict[int, deque[list[tuple[dist.Work, Tensor]]]] = {}
         """By channel, posted receives: Gloo sends at once to a posted receive, and needs a round trip otherwise."""
 

@@ -123,6 +123,8 @@ class Order(Record):
     """Share of each stage's units that are recomputed for the backward pass, counted from its first unit."""
     recompute_units: tuple[int, ...] | None = Field(default=None, min_length=1)
     """The recomputed units, instead of a share; other units of the same piece keep their activations."""
+    checkpoints: tuple[int, ...] | None = Field(default=None, min_length=1)
+    """Units inside stages at which another piece begins. A piece is recomputed as one and keeps only its input."""
     recomputes_early: bool = False
     """Whether recompute starts before the gradient has arrived, as in torchgpipe."""
     prefetch: int = Field(default=0, ge=0)
@@ -142,6 +144,7 @@ class Order(Record):
         recompute = "recompute" if self.recompute == 1 else f"recompute({self.recompute:g})"
         if self.recompute_units is not None:
             recompute = f"recompute({len(self.recompute_units)} units)"
+        recompute += f" by {len(self.checkpoints)} checkpoints" if self.checkpoints else ""
         recompute = f"early {recompute}" if self.recomputes_early else recompute
         parts = [self.kind] + [recompute] * self.has_recompute
         parts += [f"prefetch({self.prefetch})"] * (self.prefetch > 0) + ["eager"] * self.is_eager

@@ -1,18 +1,18 @@
-"""Rules of plans that divide experts: combinations that cannot work, each with a reason and a remedy."""
+"""Rules for plans that divide experts."""
 
-from collections.abc import Callable
 from math import inf
 
 from pipedejavu.facts import Profile
 from pipedejavu.plan.plan import Plan
+from pipedejavu.plan.plan_rule import Rule
 
-EXPERT_RULES: tuple[tuple[Callable[[Plan, Profile], bool], str, str], ...] = (
-    (
+EXPERT_RULES = (
+    Rule(
         lambda plan, _: plan.divides_experts and len(plan.cut.layouts) > 1,
         "layout 'expert' divides experts over workers with different samples, and '{cut}' divides other operators too",
         "leave the other layouts out",
     ),
-    (
+    Rule(
         lambda plan, _: (
             plan.divides_experts
             and plan.place.shards > 1
@@ -21,44 +21,43 @@ EXPERT_RULES: tuple[tuple[Callable[[Plan, Profile], bool], str, str], ...] = (
         "layout 'expert' exchanges rows among workers that each train microbatches of their own for the same update",
         "use feed 'microbatch', version 'sync' and wire 'all-reduce'",
     ),
-    (
+    Rule(
         lambda plan, _: plan.divides_experts and (plan.keep.kind != "replicated" or not plan.order.is_eager),
         "layout 'expert' keeps each unit as a piece of its own, whose state is on the device",
         "use keep 'replicated', and set order.is_eager",
     ),
-    (
+    Rule(
         lambda plan, _: plan.divides_experts and plan.is_compiled,
         "layout 'expert' exchanges rows inside units, which compiled units cannot do",
         "switch is_compiled off",
     ),
-    (
+    Rule(
         lambda plan, profile: plan.divides_experts and not any(unit.expert_share for unit in profile.units),
         "layout 'expert' divides experts, and no unit of this model has any that are stacked in one parameter",
         "use another plan, such as preset:ddp, or measure the model again (--renew)",
     ),
-    (
+    Rule(
         lambda plan, profile: plan.divides_experts and any(0 < n < plan.place.shards for n in _experts(profile)),
         "layout 'expert' divides {experts} experts, the fewest of a unit, over {shards} workers",
         "set place.shards to {experts} or less",
     ),
-    (
+    Rule(
         lambda plan, profile: plan.divides_experts and any(n % plan.place.shards for n in _experts(profile)),
         "layout 'expert' gives each of {shards} workers as many experts, and a unit has {uneven_experts}",
         "set place.shards to a number that divides the experts of every unit",
     ),
-    (
+    Rule(
         lambda plan, profile: plan.divides_experts and _fewest_rows(plan, profile) < 1,
         "the workers of layout 'expert' send {expert_rows:.0f} rows of their microbatches to {experts} experts, of"
         " which some get none",
         "use larger microbatches",
     ),
-    (
+    Rule(
         lambda plan, _: plan.cut.capacity is not None and not plan.divides_experts,
         "cut.capacity limits the rows of experts, and cut '{cut}' divides none",
         "leave cut.capacity out, or use layout 'expert'",
     ),
 )
-"""Whether a plan breaks the rule, why it cannot work, and what to do."""
 
 
 def expert_facts(plan: Plan, profile: Profile) -> dict[str, object]:

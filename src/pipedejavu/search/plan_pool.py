@@ -9,7 +9,7 @@ from math import inf
 from pipedejavu.program.pipeline import assign_devices, pipelines_of
 from pipedejavu.program.share import ShareSplit
 from pipedejavu.search.candidate_plan import CandidatePlan, Mode, PlanningProblem, note_of
-from pipedejavu.search.plan_estimate import PlanEstimate, estimate, recomputed_units, shortage_of
+from pipedejavu.search.plan_estimate import PlanEstimate, estimate, recompute_of, shortage_of
 from pipedejavu.search.plan_writer import write
 from pipedejavu.search.search_options import Progress, SearchOptions
 from pipedejavu.search.stage_cost import StageCosts
@@ -54,6 +54,12 @@ class Pool:
         """The candidate with the least shortage."""
         self._costs: dict[tuple[int, int], StageCosts] = {}
 
+    def again(self, max_score: float = inf) -> "Pool":
+        """Returns an empty pool for another attempt at the same question, on the same clock."""
+        pool = Pool(self.options, self.progress, max_score)
+        pool.started_s = self.started_s
+        return pool
+
     def costs(self, problem: PlanningProblem, samples: int) -> StageCosts:
         """Returns the stage costs of a problem for microbatches of one size."""
         key = (id(problem), samples)
@@ -78,9 +84,8 @@ class Pool:
         score = self.score(candidate.problem, candidate.devices, cost.time_s)
         if score > self.max_score:
             return score
-        if candidate.mode.recomputes and not recomputed_units(
-            candidate, self.costs(candidate.problem, candidate.samples)
-        ):
+        costs = self.costs(candidate.problem, candidate.samples)
+        if candidate.mode.recomputes and not recompute_of(candidate, costs).units:
             candidate = replace(candidate, mode=replace(candidate.mode, recomputes=False))
         zero = max(stage.zero for stage in candidate.stages)
         if candidate.mode.zero != zero:

@@ -1,6 +1,7 @@
 """`search`: the best plans for a model on a machine, found by one of the searchers and ranked by the simulator."""
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from heapq import heapify, heappop, heappush
 from math import inf
 from typing import NamedTuple
@@ -22,6 +23,8 @@ from pipedejavu.search.share_offer import offer_beside, offer_shares
 
 SMALLER = (0.9, 0.75, 0.6)
 """Memory limits, as shares, to plan for if no plan for the whole memory passes the simulator."""
+MOST_ROUNDS = 3
+"""Rounds of simulations, each of as many plans as a search simulates otherwise, under an optimistic assumption."""
 FEW = 500
 """Candidates up to which `auto` searches exhaustively."""
 
@@ -118,34 +121,81 @@ def _search_form(
 ) -> SearchResult:
     """Searches with the head of the model in the chunks that the profile is for."""
     pool = Pool(options, progress, max_score)
-    problems = [*problems_of(profile, machine, options)]
-    name, reason = _choose(pool, problems, options)
-    is_complete = _fill(pool, problems, options, name)
-    with paused_collector():
-        ranked = _rank(pool, options, {id(problem): problem for problem in problems})
-    for part in (1.0, *SMALLER):
-        if ranked.candidates or pool.is_over or max_score < inf:
+    attempt = _attempt(pool, profile, machine, options)
+    for assumption in _ASSUMPTIONS if max_score == inf else ():
+        if attempt.ranked.candidates or pool.is_over:
             break
-        # Nothing fits: use all devices, and plan for less memory, as the simulator may need more than the estimate.
-        real = [*problems_of(profile, machine, options, all_devices=True)]
-        assumed = [*problems_of(profile, with_memory(machine, times=part), options, all_devices=True)]
-        retry = Pool(options, progress)
-        name, reason = _choose(retry, assumed, options)
-        is_complete = _fill(retry, assumed, options, name)
-        if not retry.plans:
-            break
-        ranked = _rank(retry, options, {id(a): problem for a, problem in zip(assumed, real, strict=True)})
+        attempt = _attempt(pool.again(), profile, machine, options, assumption).beside(attempt)
+    best = attempt.ranked.candidates[0] if attempt.ranked.candidates else None
+    if best is not None and max_score == inf and any(_effort(best)) and not pool.is_over:
+        leaner = pool.again(max_score=best.time_s if options.objective != "price" else 3600 * best.price)
+        attempt = attempt.beside(_attempt(leaner, profile, machine, options, _OPTIMISTIC), options)
     pool.report(1.0, "done")
     return SearchResult(
-        candidates=tuple(ranked.candidates),
-        searcher=name,
-        reason=reason,
-        num_estimated=pool.num_estimated,
-        num_simulated=ranked.num_simulated,
-        is_complete=is_complete,
+        candidates=tuple(attempt.ranked.candidates),
+        searcher=attempt.searcher,
+        reason=attempt.reason,
+        num_estimated=attempt.num_estimated,
+        num_simulated=attempt.ranked.num_simulated,
+        is_complete=attempt.is_complete,
         time_s=pool.elapsed_s,
-        notes=tuple(ranked.notes),
+        notes=tuple(attempt.ranked.notes),
     )
+
+
+class _Assumption(NamedTuple):
+    """What a search assumes about memory; the simulator then decides what fits."""
+
+    share: float = 1.0
+    """Memory limits as shares of the real ones."""
+    is_optimistic: bool = False
+    """Whether no stage holds inputs and outputs because its neighbours run ahead or wait."""
+
+
+_OPTIMISTIC = _Assumption(is_optimistic=True)
+_ASSUMPTIONS = (_Assumption(), _OPTIMISTIC, *(_Assumption(share) for share in SMALLER))
+"""Tried in turn, with all devices, until a plan is found."""
+
+
+class _Attempt(NamedTuple):
+    """A search under one assumption."""
+
+    ranked: "_Ranked"
+    searcher: str
+    reason: str
+    is_complete: bool
+    num_estimated: int
+
+    def beside(self, other: "_Attempt", options: SearchOptions | None = None) -> "_Attempt":
+        """Returns the attempt with the counts of another; with options also with its plans, in order."""
+        ranked = self.ranked._replace(num_simulated=self.ranked.num_simulated + other.ranked.num_simulated)
+        if options is not None:
+            known = [candidate.plan for candidate in ranked.candidates]
+            new = [candidate for candidate in other.ranked.candidates if candidate.plan not in known]
+            both = _in_order([*ranked.candidates, *new], options)[: options.candidates]
+            ranked = ranked._replace(candidates=both)
+        return self._replace(ranked=ranked, num_estimated=self.num_estimated + other.num_estimated)
+
+
+def _attempt(
+    pool: Pool, profile: Profile, machine: Machine, options: SearchOptions, assumption: _Assumption | None = None
+) -> _Attempt:
+    """Fills a pool, with all devices if there is an assumption, and ranks its plans on the real machine."""
+    real = [*problems_of(profile, machine, options, all_devices=assumption is not None)]
+    assumed, rounds = real, None
+    if assumption is not None and assumption != _Assumption():
+        machine = with_memory(machine, times=assumption.share)
+        assumed = [
+            replace(problem, is_optimistic=assumption.is_optimistic)
+            for problem in problems_of(profile, machine, options, all_devices=True)
+        ]
+        rounds = MOST_ROUNDS if assumption.is_optimistic else None
+    name, reason = _choose(pool, assumed, options)
+    is_complete = _fill(pool, assumed, options, name)
+    with paused_collector():
+        pairs = {id(a): problem for a, problem in zip(assumed, real, strict=True)}
+        ranked = _rank(pool, options, pairs, rounds)
+    return _Attempt(ranked, name, reason, is_complete, pool.num_estimated)
 
 
 def _fill(pool: Pool, problems: list[PlanningProblem], options: SearchOptions, name: str) -> bool:
@@ -191,17 +241,18 @@ class _Waiting(NamedTuple):
         return self._replace(value=_value(timed, options), is_timed=True, timed=timed)
 
 
-def _rank(pool: Pool, options: SearchOptions, real: dict[int, PlanningProblem]) -> _Ranked:
+def _rank(pool: Pool, options: SearchOptions, real: dict[int, PlanningProblem], rounds: int | None = None) -> _Ranked:
     """Simulates plans and admits the fastest, until there are enough and no other can be faster.
 
     The queue's first item is simulated, or admitted if it was simulated before. A plan whose lower bound is above all
-    admitted ones is never simulated. If no plan is admitted the next candidates follow. `real` maps the problems of the
-    pool to those to simulate on, which differ if less memory was planned for.
+    admitted ones is never simulated. If no plan is admitted the next candidates follow, at most for some `rounds`.
+    `real` maps the problems of the pool to those to simulate on, which differ if another memory was planned for.
     """
     pooled_plans, tried, notes = pool.ranked(), set[str](), list[str]()
     candidates: list[RankedPlan] = []
     simulated = 0
-    while pooled_plans and not candidates:
+    while pooled_plans and not candidates and (rounds is None or rounds > 0):
+        rounds = None if rounds is None else rounds - 1
         waiting: list[_Waiting] = []
         while pooled_plans and len(waiting) < options.finalists:
             waiting += _plans(pool, pooled_plans.pop(0), options, tried, len(waiting))

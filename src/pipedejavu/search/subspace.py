@@ -59,8 +59,8 @@ class SearchSubspace:
 
     @property
     def zeros(self) -> tuple[int, ...]:
-        """The ZeRO stages that a pipeline stage with replicas may have."""
-        is_one = self.sizes == (len(self.order),)
+        """The ZeRO stages that a pipeline stage with replicas may have; stages with tied weights divide them alike."""
+        is_one = self.sizes == (len(self.order),) or bool(self.problem.profile.ties)
         return (self.mode.zero,) if is_one or not self.mode.zero else (0, self.mode.zero)
 
     def groups(self, after: int) -> Iterator[tuple[int, int]]:
@@ -87,7 +87,7 @@ def subspaces(problem: PlanningProblem, options: SearchOptions) -> Iterator[Sear
     num_units, has_ties = len(problem.profile.units), bool(problem.profile.ties)
     for order in device_orders(problem):
         count = len(order)
-        modes = modes_of(problem, order, options)
+        modes = modes_of(problem, order)
         for size in (r for r in divisors(count) if count // r <= num_units and options.batch % r == 0):
             for layout in _layouts(order, size):
                 device_order = DeviceOrder(problem, layout, size)
@@ -146,12 +146,10 @@ def _layouts(order: tuple[str, ...], size: int) -> list[tuple[str, ...]]:
     return [order, tuple(order[r * stages + s] for s in range(stages) for r in range(size))]
 
 
-def modes_of(problem: PlanningProblem, order: tuple[str, ...], options: SearchOptions) -> list[Mode]:
+def modes_of(problem: PlanningProblem, order: tuple[str, ...]) -> list[Mode]:
     """Returns the modes to try on these devices; modes with ZeRO are for groups of several."""
     modes = [PLAIN, Mode(recomputes=True), *(_HOST_MODES if has_hosts(problem, order) else ())]
-    if not options.is_runnable:
-        modes += [Mode(recomputes=again, zero=zero) for zero in (1, 2, 3) for again in (False, True)]
-    return modes
+    return modes + [Mode(recomputes=again, zero=zero) for zero in (1, 2, 3) for again in (False, True)]
 
 
 def _order_subspaces(
