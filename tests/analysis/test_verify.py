@@ -460,11 +460,6 @@ BROKEN: list[tuple[Plan, str, str]] = [
         "name the layouts, such as ['col', 'row']",
     ),
     (
-        Plan(place=Place(shards=2)),
-        "2 shards hold each stage together, but cut 'whole' divides no operator",
-        "set cut.kind to 'layout' and name its layouts, or place.shards to 1",
-    ),
-    (
         preset("l2l").plan.replace(place=Place(workers=2)),
         "order 'layer-major' takes all microbatches through one layer at a time, on one worker",
         "set place.workers to 1",

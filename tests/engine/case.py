@@ -18,6 +18,7 @@ from pipedejavu.engine import AdamW, Job, Outcome, Sgd, audit, run_threads, unit
 from pipedejavu.facts import Cost, Device, Host, Link, Machine, Profile, Tie, Unit, UnitTime
 from pipedejavu.plan import Plan, preset
 from pipedejavu.profile.expert_rows import expert_share
+from pipedejavu.profile.unit_graph import unit_graphs
 from pipedejavu.program import Program
 from pipedejavu.program import compile as compile_plan
 from pipedejavu.zoo.moe import Mixture, MoeSize
@@ -203,7 +204,7 @@ def profile_of(units: Units, ties: int) -> Profile:
 
 def machine_of(plan: Plan, type_: Literal["cpu", "gpu"]) -> Machine:
     """A device for each worker that trains, and a CPU for the rest."""
-    trainers = plan.num_workers - plan.place.cpu_replicas - plan.place.servers
+    trainers = sum(plan.degrees) - plan.place.cpu_replicas - plan.place.servers
     types: list[Literal["cpu", "gpu"]] = [*[type_] * trainers, "cpu"]
     devices = [
         Device(name=f"c{n}", kind="cpu", type=type_, host="h", memory_bytes=2**40, reserved_bytes=0)
@@ -234,6 +235,7 @@ class Case:
             optimizer=self.optimizer,
             seed=11,
             clip_norm=self.clip_norm,
+            graphs=unit_graphs,
             **self.extra,
         )
 

@@ -8,7 +8,6 @@ import torch
 from pipedejavu.analysis.size import Sizes
 from pipedejavu.engine import AdamW
 from pipedejavu.engine.engine_state import put_all, take_all
-from pipedejavu.engine.expert_shards import newest_masters
 from pipedejavu.engine.threads import Threads
 from pipedejavu.facts import InputError
 from pipedejavu.plan import Feed, Order, Place
@@ -51,7 +50,7 @@ def test_a_worker_holds_and_updates_its_own_experts_only():
     threads = Threads(case.program, case.job, case.batches)
     threads.run()
     for rank, handlers in enumerate(threads.handlers):
-        held = newest_masters(handlers, (1, rank))
+        held = handlers.held_masters((1, rank))
         assert held["u1.mixture.experts.weight_in"].shape[0] == 1
         assert held["u1.mixture.router.gate.weight"].shape[0] == 4
         state = handlers.applier.state[1, rank]["u1.mixture.experts.weight_in"]

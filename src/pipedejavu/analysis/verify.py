@@ -198,7 +198,7 @@ def _update_faults(program: Program) -> Iterator[str]:
                     f"worker {index}: piece {piece} of replica {replica} gets updates {sorted(numbers)},"
                     f" not each of 0 to {plan.steps - 1} once"
                 )
-            group = stage_group(program.pieces[piece].stage)
+            group = stage_group(program.pieces[piece].stage, program.shard_of(index))
             if plan.reduce.combiner == "sum" and group in program.groups:
                 for t in steps:
                     if reductions[index, piece, replica, t] != 1:

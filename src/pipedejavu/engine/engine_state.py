@@ -18,13 +18,13 @@ import torch
 from torch import Tensor
 
 from pipedejavu.engine.device import CPU
-from pipedejavu.engine.expert_shards import newest_masters, whole_expert_masters, whole_expert_slot
+from pipedejavu.engine.divided_state import whole_tensors
 from pipedejavu.engine.finite import nonfinite
 from pipedejavu.engine.handlers import Handlers, pieces_of
 from pipedejavu.engine.master import masters_of, weights_of
 from pipedejavu.engine.optimizer import LOW, Tensors
 from pipedejavu.engine.piece import PieceRunner
-from pipedejavu.engine.sharded_state import whole_masters, whole_slots
+from pipedejavu.engine.sharded_state import STEP, whole_masters, whole_slots
 from pipedejavu.engine.threads import Threads, held_weights, put_lows, state_rests_on_host
 from pipedejavu.facts import InputError
 from pipedejavu.program import Program, Value, ValueKind
@@ -72,16 +72,17 @@ def _share(handlers: Handlers) -> Tensors:
         piece, replica = key
         for number, name in enumerate(runner.initial if key in weights else ()):
             prefix = _prefix(handlers.program, holders_of[piece], (replica, handlers.index), number)
-            if prefix is None or (key in handlers.experts and name in handlers.experts[key].layouts):
+            if prefix is None or name in runner.layouts:
                 continue
             share[f"{prefix}weight/{name}"] = weights[key][name]
             for slot, tensor in handlers.applier.state.get(key, {}).get(name, {}).items():
                 if slot != LOW:  # the weight is saved as its master
                     share[f"{prefix}state/{SLOTS[slot]}/{name}"] = tensor
         if (replica, handlers.index) == holders_of[piece][0]:
-            share |= {f"weight/{name}": tensor for name, tensor in runner.frozen.items()}
+            frozen = {name: tensor for name, tensor in runner.frozen.items() if name not in runner.layouts}
+            share |= {f"weight/{name}": tensor for name, tensor in frozen.items()}
         for name, buffer in runner.saved_buffers():
-            if replica < handlers.program.num_replicas:
+            if replica < handlers.program.num_replicas and name not in runner.layouts:
                 prefix = "" if replica == holders_of[piece][0][0] else f"replica/{replica}/"
                 share[f"{prefix}buffer/{name}"] = buffer
     return share
@@ -90,12 +91,6 @@ def _share(handlers: Handlers) -> Tensors:
 def _sharded(handlers: Handlers) -> Tensors:
     """Returns the state in this worker's shards."""
     state: Tensors = {}
-    for key, experts in handlers.experts.items():
-        masters, slots_of = newest_masters(handlers, key), handlers.applier.state.get(key, {})
-        for name in experts.layouts:
-            state[f"weight/{name}"] = masters[name]
-            slots = slots_of.get(name, {})
-            state |= {f"state/{SLOTS[slot]}/{name}": part for slot, part in slots.items() if slot != LOW}
     for key, shards in handlers.sharded.items():
         parts = masters_of(shards.parts, handlers.applier.state.get(key, {}))
         state |= {f"weight/{name}": part for name, part in parts.items()}
@@ -118,27 +113,24 @@ def _gathered(handlers: Handlers) -> Iterator[tuple[str, Tensor]]:
         del masters  # the next slot takes its memory
         for slot, tensors in whole_slots(handlers, key, tuple(SLOTS)):
             yield from ((f"state/{SLOTS[slot]}/{name}", tensors[name]) for name in mine if name in tensors)
-    for key in sorted(handlers.experts):
-        yield from _gathered_experts(handlers, key, holders_of[key[0]])
+    for key in sorted(handlers.runners):
+        yield from _joined(handlers, key, holders_of[key[0]])
 
 
-def _gathered_experts(
-    handlers: Handlers, key: tuple[int, int], holders: list[tuple[int, int]]
-) -> Iterator[tuple[str, Tensor]]:
-    """Yields what this worker saves of the experts of a piece, of which it holds a part."""
-    mine = {
-        name
-        for number, name in enumerate(handlers.runners[key].initial)
-        if _prefix(handlers.program, holders, (key[1], handlers.index), number) is not None
-    }
-    kinds = ["weight", *(f"state/{torch_name}" for torch_name in SLOTS.values())]
-    for kind, slot in zip(kinds, [None, *SLOTS], strict=True):
-        wholes = whole_expert_masters(handlers, key) if slot is None else whole_expert_slot(handlers, key, slot)
-        yield from (
-            (f"{kind}/{name}", wholes[name])
-            for name in handlers.experts[key].layouts
-            if name in wholes and name in mine
-        )
+def _joined(handlers: Handlers, key: tuple[int, int], holders: list[tuple[int, int]]) -> Iterator[tuple[str, Tensor]]:
+    """Yields what this worker saves of a piece whose operators are divided."""
+    runner, holder = handlers.runners[key], (key[1], handlers.index)
+    numbers = {name: number for number, name in enumerate(runner.initial)}
+    state = handlers.applier.state.get(key, {})
+    for tensor, whole in whole_tensors(handlers, key, has_state=True):
+        kind, name = tensor
+        prefix = _prefix(handlers.program, holders, holder, numbers.get(name, 0))
+        if kind == "buffer":
+            prefix = "" if key[1] == holders[0][0] else f"replica/{key[1]}/"
+        if prefix is not None:
+            yield f"{prefix}{kind if kind in ('weight', 'buffer') else f'state/{SLOTS[kind]}'}/{name}", whole
+            if kind == "weight" and STEP in state.get(name, {}):
+                yield f"{prefix}state/{SLOTS[STEP]}/{name}", state[name][STEP]
 
 
 def final_buffers(handlers: Handlers) -> Tensors:
@@ -146,9 +138,9 @@ def final_buffers(handlers: Handlers) -> Tensors:
     holders_of = _holders(handlers.program)
     return {
         name: buffer
-        for (piece, replica), runner in handlers.runners.items()
+        for piece, replica in handlers.runners
         if replica == holders_of[piece][0][0]
-        for name, buffer in runner.saved_buffers()
+        for name, buffer in handlers.buffers_of((piece, replica))
     }
 
 
@@ -171,8 +163,6 @@ def put_state(handlers: Handlers, update: int, source: Source, norm: float | Non
         if value.kind == ValueKind.WEIGHTS and not is_divided and not _is_idle(handlers.program, value.replica):
             for name, weight in weights.items():
                 loaded_weight = _loaded_weight(handlers, source, value.replica, name, weight)
-                if (experts := handlers.experts.get((value.piece, value.replica))) is not None:
-                    loaded_weight = experts.part(name, loaded_weight)
                 _fill(f"weight '{name}'", weight.data, loaded_weight)
     for (_, replica), shards in handlers.sharded.items():
         for name, leaf in shards.leaves.items():
@@ -227,7 +217,6 @@ def _state(handlers: Handlers, key: tuple[int, int], runner: PieceRunner, source
     if handlers.program.plan.keep.kind == "server" and replica < handlers.program.num_replicas:
         return {}  # the server makes the updates
     rests_on_host, shards = state_rests_on_host(handlers.program, piece), handlers.sharded.get(key)
-    experts = handlers.experts.get(key)
     state: dict[str, Tensors] = {}
     for name, weight in runner.initial.items():
         slots = {}
@@ -235,7 +224,6 @@ def _state(handlers: Handlers, key: tuple[int, int], runner: PieceRunner, source
             loaded = _find(handlers, source, replica, f"state/{torch_name}", name)
             if loaded is not None:
                 is_scalar = slot == "step"
-                loaded = experts.part(name, loaded) if experts is not None else loaded
                 if not is_scalar and loaded.shape != weight.shape:
                     raise InputError(f"'{torch_name}' of '{name}' is {_form(loaded)}, and the weight {_form(weight)}")
                 if shards is not None:
@@ -258,8 +246,6 @@ def _state(handlers: Handlers, key: tuple[int, int], runner: PieceRunner, source
 def _lows(handlers: Handlers, key: tuple[int, int], runner: PieceRunner, source: Source) -> Tensors:
     """Returns the low halves of the split weights of a piece, from the masters that were saved."""
     masters = {name: _needed(name, _find(handlers, source, key[1], "weight", name)) for name in runner.initial}
-    if (experts := handlers.experts.get(key)) is not None:
-        masters = {name: experts.part(name, master) for name, master in masters.items()}
     bf16 = {name for name, weight in runner.initial.items() if weight.dtype == torch.bfloat16}
     lowered = {name for name in runner.lowered | bf16 if masters[name].dtype == torch.float32}
     return weights_of(masters, lowered, is_split=runner.form.is_split)[1]
@@ -280,8 +266,18 @@ def _find(handlers: Handlers, source: Source, replica: int, kind: str, name: str
         for prefix in (f"replica/{replica}/", "") if has_own else ("",):
             tensor = source(f"{prefix}{kind}/{known}")
             if tensor is not None:
-                return tensor
+                return _own_part(handlers, replica, name, tensor)
     return None
+
+
+def _own_part(handlers: Handlers, replica: int, name: str, whole: Tensor) -> Tensor:
+    """Returns this worker's part of a saved tensor, or all of it if it is not divided."""
+    for (_, held), runner in handlers.runners.items():
+        layout = runner.layouts.get(name)
+        if held == replica and layout is not None and layout.shape == whole.shape:
+            program = handlers.program
+            return layout.local(whole, program.part_of(handlers.index), program.plan.place.shards)
+    return whole
 
 
 def _check_loaded(handlers: Handlers, kind: str, name: str, loaded: Tensor) -> None:

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipedejavu.engine.expert_shards import ExpertShards
 from pipedejavu.engine.finite import nonfinite, read_all
 from pipedejavu.engine.gradient_check import GradientCheck
 from pipedejavu.engine.job import Batches, Job, Log
@@ -43,11 +42,10 @@ class GlobalNorm:
         log: Log,
         check: GradientCheck,
         scale: LossScale,
-        experts: Mapping[tuple[int, int], ExpertShards],
     ):
         self.program, self.index, self.runners, self.job = program, index, runners, job
         self.batches, self.values, self.log, self.check = batches, values, log, check
-        self.scale, self.experts = scale, experts
+        self.scale = scale
         self.num_skipped = 0
         """Consecutive updates skipped so far."""
         self._kept: list[tuple[dict[str, Any], str, Tensor, Tensor]] = []
@@ -153,12 +151,17 @@ class GlobalNorm:
     def _square(self, update: int) -> float:
         """Returns this worker's part of the squared norm; parameters on several workers count once in the total."""
         shares, norms = list[float](), list[Tensor]()
-        for key, gradients in zip(self.program.held(self.index), self._gradients(update), strict=True):
-            piece, experts = key[0], self.experts.get(key)
+        for (piece, replica), gradients in zip(self.program.held(self.index), self._gradients(update), strict=True):
             holders = self.program.groups.get(stage_group(self.program.pieces[piece].stage))
             share = 1 / (len(holders.workers) if holders and not is_sharded(self.program, piece) else 1)
+            layouts, shards = self.runners[piece, replica].layouts, self.program.plan.place.shards
             for name, gradient in gradients.items():
                 tied = [len(self.program.tied_pieces[n]) for n, names in enumerate(self.job.ties) if name in names]
-                shares.append((1 / experts.count_of(name) if experts else share) / max(tied, default=1))
+                copies = max(tied, default=1)
+                if name not in layouts:
+                    copies *= self.program.plan.tensor_shards
+                elif self.program.plan.divides_experts:  # only replicas with the same experts have copies
+                    copies /= shards
+                shares.append(share / copies)
                 norms.append(torch.linalg.vector_norm(gradient, dtype=torch.float64))
         return sum(share * norm * norm for share, norm in zip(shares, read_all(norms), strict=True))

@@ -17,11 +17,13 @@ from torch import Tensor
 
 from pipedejavu.engine.applier import Applier, as_leaves
 from pipedejavu.engine.device import CPU, device_of, moved, record_stream
-from pipedejavu.engine.expert_shards import ExpertShards, whole_expert_masters
+from pipedejavu.engine.divided_state import whole_tensors
 from pipedejavu.engine.global_norm import GlobalNorm
 from pipedejavu.engine.gradient_check import GradientCheck
 from pipedejavu.engine.job import Batches, Job, Log, Read
 from pipedejavu.engine.loss_scale import LossScale
+from pipedejavu.engine.master import masters_of
+from pipedejavu.engine.optimizer import Tensors
 from pipedejavu.engine.piece import PieceRunner
 from pipedejavu.engine.recompute_span import (
     Saved,
@@ -71,13 +73,13 @@ class Handlers(ShardedState):
         self.batches, self.wire, self.log, self.live = batches, wire, Log(), 0
         self.notice: Notice = lambda _lane, _action: None
         self.values: dict[Value, Any] = {}
-        self.experts: dict[tuple[int, int], ExpertShards] = {}
-        """By (piece, replica), those of whose experts this worker holds a part."""
+        self.whole_buffers: Tensors = {}
+        """The buffers of divided operators, as `gather_masters` has joined them."""
         self.check = GradientCheck(job, program.plan, index)
         self._form = ComputeFormat.of(program.plan.precision, [module for _, module in job.units])
         self.scale, shared = LossScale(program.plan), (self.values, self.log)
         self.applier = Applier(program, runners, job, batches, *shared, self.device, self.check, self.scale)
-        self.norm = GlobalNorm(program, index, runners, job, batches, *shared, self.check, self.scale, self.experts)
+        self.norm = GlobalNorm(program, index, runners, job, batches, *shared, self.check, self.scale)
         table = Table(program)
         self.effects = {a: table(a, index)[:2] for a in program.workers[index].actions}
         """The values that each action reads and writes."""
@@ -261,9 +263,31 @@ class Handlers(ShardedState):
     def gather_masters(self) -> dict[tuple[int, int], Tensors]:
         """Returns the whole masters of pieces that are divided, in host memory; all workers call it together."""
         if self.whole is None:
-            experts = {key: whole_expert_masters(self, key) for key in sorted(self.experts)}
-            self.whole = super().gather_masters() | experts
+            parts = {key: self._gather_parts(key) for key in sorted(self.runners) if self.runners[key].layouts}
+            self.whole = super().gather_masters() | parts
         return self.whole
+
+    def _gather_parts(self, key: tuple[int, int]) -> Tensors:
+        """Returns the masters of a piece whose operators are divided, and notes its whole buffers."""
+        whole = self.held_masters(key) | self.runners[key].frozen
+        for tensor, joined in whole_tensors(self, key, has_state=False):
+            (whole if tensor.kind == "weight" else self.whole_buffers)[tensor.name] = joined
+        return whole
+
+    def buffers_of(self, key: tuple[int, int]) -> Iterator[tuple[str, Tensor]]:
+        """Yields the persistent buffers of a piece, whole; all workers call it together."""
+        if self.runners[key].layouts:
+            self.gather_masters()
+        for name, buffer in self.runners[key].saved_buffers():
+            yield name, self.whole_buffers[name] if name in self.runners[key].layouts else buffer
+
+    def held_masters(self, key: tuple[int, int]) -> Tensors:
+        """Returns the newest masters of a piece, as this worker has them."""
+        newest = max(
+            (value for value in self.values if value.kind == ValueKind.WEIGHTS and (value.piece, value.replica) == key),
+            key=lambda value: value.number,
+        )
+        return masters_of(self.values[newest], self.applier.state.get(key, {}))
 
     def finish(self) -> None:
         """Ends a round: completes all sends, then reads losses and gradient checks from the device."""

@@ -5,7 +5,6 @@ from typing import Any, Protocol
 
 import torch
 
-from pipedejavu.engine.expert_shards import ExpertShards, only
 from pipedejavu.engine.job import Job
 from pipedejavu.engine.optimizer import Tensors
 from pipedejavu.engine.piece import PieceRunner
@@ -35,7 +34,6 @@ class HoldsGradients(Protocol):
     index: int
     runners: dict[tuple[int, int], PieceRunner]
     sharded: dict[tuple[int, int], ShardedPiece]
-    experts: dict[tuple[int, int], ExpertShards]
     job: Job
     values: dict[Value, Any]
     wire: Wire
@@ -54,9 +52,11 @@ def reduce_gradients(worker: HoldsGradients, a: Action) -> None:
         worker.values.pop(value_of(a))
         worker.values[value_of(a, DEVICE if shards.zero == 1 else SHARD)] = shards.reduce(gradients, worker.wire)
         return
-    if (experts := worker.experts.get((a.piece, a.replica))) is not None:
-        summed = only(gradients, experts.layouts, are_in=role is GroupRole.EXPERTS)
-        worker.values[value_of(a)] = gradients | add_up(worker.wire, summed, a.group)
+    layouts = worker.runners[a.piece, a.replica].layouts
+    if layouts and worker.program.plan.divides_experts:  # workers with other experts have gradients of those
+        is_of_experts = role is GroupRole.EXPERTS
+        gradients_of_all = {name: g for name, g in gradients.items() if (name in layouts) == is_of_experts}
+        worker.values[value_of(a)] = gradients | add_up(worker.wire, gradients_of_all, a.group)
         return
     worker.values[value_of(a)] = add_up(worker.wire, gradients, a.group)
 

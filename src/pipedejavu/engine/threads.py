@@ -8,23 +8,25 @@ from queue import SimpleQueue
 from typing import Protocol
 from weakref import WeakValueDictionary
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from pipedejavu.analysis import verify
 from pipedejavu.engine.applier import as_leaves
 from pipedejavu.engine.device import CPU, device_of
-from pipedejavu.engine.expert_shards import ExpertShards
+from pipedejavu.engine.expert_shards import with_divided_experts
 from pipedejavu.engine.handlers import Handlers, Runners, pieces_of
 from pipedejavu.engine.job import Batches, Job, Log
 from pipedejavu.engine.master import masters_of, weights_of
 from pipedejavu.engine.optimizer import LOW, Tensors
 from pipedejavu.engine.piece import PieceRunner
 from pipedejavu.engine.sharded_piece import ShardedPiece, is_sharded
+from pipedejavu.engine.tensor_parallel import Divisions, check_divisible, divided_units, divides_operators, is_first
 from pipedejavu.engine.wire import Exchange, ThreadWire, Wire, WireStoppedError, staged
 from pipedejavu.engine.worker_loop import WorkerLoop
 from pipedejavu.engine.worker_thread import WorkerThread
 from pipedejavu.facts import InputError, Span
 from pipedejavu.plan import Plan
+from pipedejavu.plan.axis import in_line
 from pipedejavu.program import ActionKind, Program, Value, ValueKind
 from pipedejavu.program.effect import rest_of, resting, update_place
 from pipedejavu.program.value import HOST, SHARD
@@ -47,7 +49,6 @@ def check_runnable(program: Program) -> None:
     plan = program.plan
     check_tp_groups(plan)
     cannot = {
-        "a layout cut": plan.cut.kind == "layout" and not plan.divides_experts,
         "feed 'mask'": plan.feed.kind == "mask",
         f"combiner 'average' with feed '{plan.feed.kind}'": plan.reduce.combiner == "average"
         and plan.feed.kind != "own",
@@ -64,9 +65,13 @@ def check_runnable(program: Program) -> None:
 
 
 def check_tp_groups(plan: Plan) -> None:
-    """Raises InputError if a worker of the plan is a tensor-parallel group of several devices."""
-    if plan.place.stage_shards is not None:
-        raise InputError(f"the engine does not run operators divided over teams yet; plan '{plan.name}' needs it")
+    """Raises InputError if the engine does not run the tensor-parallel groups of a plan."""
+    if plan.place.stage_shards is not None and len({*plan.place.stage_shards}) > 1:
+        raise InputError(
+            f"plan '{plan.name}' has tensor-parallel groups of {in_line(plan.place.stage_shards)} workers, and the"
+            " engine runs groups of one size only; give all stages the same"
+        )
+    check_divisible(plan)
 
 
 def check_units(program: Program, job: Job) -> None:
@@ -170,12 +175,13 @@ class Threads:
 def _make_workers(program: Program, job: Job, batches: Batches) -> list[WorkerRunner]:
     graph, handlers = verify(program), list[Handlers]()
     exchange = Exchange({name: group.workers for name, group in program.groups.items()})
+    divisions = Divisions(program, job, batches)
     compiler = UnitCompiler() if program.plan.is_compiled else None
     for index in range(len(program.workers)):
         # A module is run by one thread at a time, so each worker has a copy.
         copied = replace(job, units=copy.deepcopy(list(job.units)))
         wire = staged(ThreadWire(exchange, index), device_of(program, index))
-        handlers.append(make_handlers(program, index, copied, batches, wire, compiler))
+        handlers.append(make_handlers(program, index, copied, batches, wire, compiler, divisions))
     if program.plan.keep.kind == "shared":
         for other in handlers[1:]:
             _share_weights(handlers[0], other)
@@ -203,30 +209,39 @@ def run_threads(program: Program, job: Job, batches: Batches, rounds: int = 1) -
 
 
 def make_handlers(
-    program: Program, index: int, job: Job, batches: Batches, wire: Wire, compiler: UnitCompiler | None = None
+    program: Program,
+    index: int,
+    job: Job,
+    batches: Batches,
+    wire: Wire,
+    compiler: UnitCompiler | None = None,
+    divisions: Divisions | None = None,
 ) -> Handlers:
     """Returns a worker's handlers, with the first version of its weights in their resting places.
 
-    With a `compiler`, which workers may share, units run compiled.
+    With a `compiler`, which workers may share, units run compiled. Workers that divide operators may share `divisions`.
     """
     runners: Runners = {}
-    experts: dict[tuple[int, int], ExpertShards] = {}
     device = device_of(program, index)
     form = ComputeFormat.of(program.plan.precision, [module for _, module in job.units])
     departing = {
         a.piece for a in program.workers[index].actions if a.kind == ActionKind.OFFLOAD and a.what == ValueKind.SAVED
     }
+    divided: dict[tuple[int, int], dict[int, nn.Module]] = {}
+    if divides_operators(program):
+        divided = divided_units(program, index, wire, divisions or Divisions(program, job, batches))
     for piece, replica in pieces_of(program, index):
-        units = [(u, *job.units[u]) for u in program.pieces[piece].units]
+        parts = divided.get((piece, replica), {})
+        units = [(u, job.units[u][0], parts.get(u, job.units[u][1])) for u in program.pieces[piece].units]
         if program.has_experts(piece) and program.plan.place.shards > 1:
-            experts[piece, replica] = ExpertShards(program, index, piece, replica)
-            units = experts[piece, replica].divide(units, wire, program.plan.cut.capacity)
+            units = with_divided_experts(program, replica, units, wire)
         again, departs = program.recomputed[piece], piece in departing
         runners[piece, replica] = PieceRunner(units, job.seed, again, departs, compiler, form).to(device)
         if program.plan.order.head_chunks > 1 and not program.outputs[piece]:
             runners[piece, replica].head = HeadUse(program.plan.order.head_chunks, is_early=False)
     handlers = Handlers(program, index, runners, job, batches, wire)
-    handlers.experts.update(experts)
+    if divided and not is_first(program, index):
+        handlers.log.silence()
     version = -1 if program.plan.version.kind == "torn" else 0
     for (piece, replica), runner in runners.items():
         if is_sharded(program, piece):
@@ -288,7 +303,7 @@ def final_weights(handlers: Handlers, replica: int | None = None) -> dict[tuple[
     """
     masters = held_weights(handlers) | handlers.gather_masters()
     return {
-        key: tensors | handlers.runners[key].frozen
+        key: handlers.runners[key].frozen | tensors
         for key, tensors in masters.items()
         if replica is None or key[1] == replica
     }

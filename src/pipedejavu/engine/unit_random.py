@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from pipedejavu.engine.recompute_span import Value, tensors_of
+from pipedejavu.runtime.divided_unit import DividedGraph
 from pipedejavu.runtime.recompute import generators_of
 
 _RANDOM = (nn.modules.dropout._DropoutNd, nn.RReLU)
@@ -32,6 +33,7 @@ class SeededRandom:
         self.seed = seed
         self._random = {number for number, _, unit in units if _looks_random(unit)}
         """Units that contain dropout."""
+        self._divided = {number: unit for number, _, unit in units if isinstance(unit, DividedGraph)}
         self._deterministic: set[int] = set()
         """Units that were seen to draw no random numbers; the others need the lock on the generators."""
 
@@ -41,6 +43,9 @@ class SeededRandom:
 
     def run(self, number: int, unit: Callable[[Value], Value], value: Value, microbatch: int) -> Value:
         """Runs a unit; seeds the generators if it may draw random numbers."""
+        if number in self._divided:  # its ranks wait for each other, so none may wait for the lock
+            self._divided[number].seed(mixed(self.seed, microbatch, number), tensors_of(value)[0].device)
+            return unit(value)
         return unit(value) if number in self._deterministic else self.run_seeded(number, unit, value, microbatch)
 
     def run_seeded(self, number: int, unit: Callable[[Value], Value], value: Value, microbatch: int) -> Value:

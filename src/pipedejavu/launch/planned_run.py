@@ -28,6 +28,7 @@ from pipedejavu.program import Program
 from pipedejavu.program import compile as compile_plan
 from pipedejavu.program.limit import check_stages
 from pipedejavu.program.pipeline import assign_devices
+from pipedejavu.program.tp_group import written_out
 from pipedejavu.run.checkpoint_interval import choose_interval, steps_of
 from pipedejavu.run.options import TrainOptions
 from pipedejavu.run.run_folder import RunStart
@@ -72,7 +73,8 @@ def plan_run(
     start = start or RunStart()
     origin = "" if start.step else _check_sources(options, ranks)
     check_choice(data_choice(options))
-    plan = _adapt(Plan.from_json(ranks.broadcast(plan.to_json().encode())), options, ranks, start)
+    plan = written_out(Plan.from_json(ranks.broadcast(plan.to_json().encode())))
+    plan = _adapt(plan, options, ranks, start)
     profile_json = ranks.broadcast(profile.to_json().encode() if profile else b"")
     prepared: list[Prepared] = []
     worker_hosts = ranks.worker_hosts() or read_worker_hosts(plan.num_workers)

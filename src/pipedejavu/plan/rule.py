@@ -154,11 +154,6 @@ RULES = (
         "name the layouts, such as ['col', 'row']",
     ),
     Rule(
-        lambda plan, _: plan.place.shards > 1 and plan.cut.kind != "layout",
-        "{shards} shards hold each stage together, but cut '{cut}' divides no operator",
-        "set cut.kind to 'layout' and name its layouts, or place.shards to 1",
-    ),
-    Rule(
         lambda plan, _: plan.place.stage_shards is not None and plan.place.shards > 1,
         "{shards} shards of a layout cut and the tensor-parallel groups of place.stage_shards both divide operators",
         "use one of the two",

@@ -1,4 +1,4 @@
-"""Counts the bytes of the rows that a unit's experts take: what a plan that divides the experts sends to other workers."""
+"""Counts the rows that a unit's experts take: what a plan that divides the experts sends to other workers."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

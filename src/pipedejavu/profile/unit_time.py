@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from pipedejavu.facts import HeadForm, Profile, Tie, Unit, UnitTime
 from pipedejavu.plan import Precision
 from pipedejavu.profile.dedup import unit_key
+from pipedejavu.profile.expert_rows import expert_share, num_experts
 from pipedejavu.profile.head_measurement import measure_head, merge_forms
 from pipedejavu.profile.line_fit import fit_line
-from pipedejavu.profile.expert_rows import expert_share, num_experts
 from pipedejavu.profile.operator_count import UnitWork, count_step
 from pipedejavu.profile.sequential import Units
 from pipedejavu.profile.stopwatch import Stopwatch

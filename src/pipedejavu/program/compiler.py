@@ -13,7 +13,7 @@ from pipedejavu.program.program import Program, Worker
 from pipedejavu.program.residency import add_residency
 from pipedejavu.program.share import ShareSplit, cut_samples
 from pipedejavu.program.symmetry import is_symmetric
-from pipedejavu.program.tp_group import join, tp_groups_of
+from pipedejavu.program.tp_group import join, tp_groups_of, written_out
 from pipedejavu.program.update import add_updates, server_actions
 
 
@@ -27,6 +27,8 @@ def compile(plan: Plan, profile: Profile, machine: Machine, *, fold: bool = True
     check_plan(plan, profile)
     profile = profile.with_head_chunks(plan.order.head_chunks)
     check_size(plan, profile)
+    if not fold:
+        plan = written_out(plan)
     tp_groups = [*tp_groups_of(plan, assign_devices(plan, machine))]
     profile, machine = join(profile, machine, tp_groups)
     devices = tuple(tp_group[0] for tp_group in tp_groups)

@@ -46,10 +46,13 @@ def _stage_groups(plan: Plan, holders: Holders) -> Iterator[tuple[str, Group]]:
     if plan.reduce.wire == "summation-service":
         helpers = tuple(range(plan.num_workers - plan.place.servers, plan.num_workers))
     for stage in sorted({stage for stage, _ in holders}):
-        # The workers of a sharded stage reduce with the same shard of the other replicas; the first stands for all.
-        workers = tuple(workers[0] for (s, _), workers in sorted(holders.items()) if s == stage)
-        if len(workers) > 1:
-            yield stage_group(stage), Group(workers=workers, role=GroupRole.STAGE, number=stage, helpers=helpers)
+        # The workers of a sharded stage reduce with the same shard of the other replicas.
+        rows = [workers for (s, _), workers in sorted(holders.items()) if s == stage]
+        for shard, workers in enumerate(zip(*rows, strict=True) if len(rows) > 1 else ()):
+            yield (
+                stage_group(stage, shard),
+                Group(workers=workers, role=GroupRole.STAGE, number=stage, helpers=helpers),
+            )
 
 
 def _shard_groups(plan: Plan, holders: Holders) -> Iterator[tuple[str, Group]]:
@@ -84,5 +87,7 @@ def _tie_groups(profile: Profile, pieces: Sequence[Piece], holders: Holders) -> 
             continue
         stages = {pieces[index].stage for index in tied}
         for replica in sorted({replica for _, replica in holders}):
-            workers = tuple(sorted({w for stage in stages for w in holders.get((stage, replica), ())}))
-            yield tie_group(number, replica), Group(workers=workers, role=GroupRole.TIE, number=number)
+            held = [holders[stage, replica] for stage in stages if (stage, replica) in holders]
+            for shard, row in enumerate(zip(*held, strict=True)):
+                workers = tuple(sorted({*row}))
+                yield tie_group(number, replica, shard), Group(workers=workers, role=GroupRole.TIE, number=number)

@@ -59,8 +59,11 @@ COLLECTIVES = {
 
 
 def add_layout_collectives(program: Program) -> Program:
-    """Adds the collectives of divided operators, on the inputs and outputs of each piece."""
-    if program.plan.cut.kind != "layout" or program.plan.place.shards == 1:
+    """Adds the all-to-alls of experts, on the inputs and outputs of each piece.
+
+    The sums inside divided operators are part of forwards and backwards.
+    """
+    if not program.plan.divides_experts or program.plan.place.shards == 1:
         return program
     rows = [COLLECTIVES[layout] for layout in program.plan.cut.layouts]
     sequences = []

@@ -56,9 +56,9 @@ class Group:
 NORM_GROUP = "all"
 
 
-def stage_group(stage: int) -> str:
-    """Returns the name of the group of a stage's replicas."""
-    return f"s{stage}"
+def stage_group(stage: int, shard: int = 0) -> str:
+    """Returns the name of the group of a stage's replicas; each shard of divided operators has its own."""
+    return f"s{stage}.{shard}" if shard else f"s{stage}"
 
 
 def shard_group(stage: int, replica: int) -> str:
@@ -71,9 +71,9 @@ def expert_group(stage: int, shard: int) -> str:
     return f"e{stage}.{shard}"
 
 
-def tie_group(tie: int, replica: int) -> str:
-    """Returns the name of the group of one replica's workers that share a tie's parameters."""
-    return f"tie{tie}.{replica}"
+def tie_group(tie: int, replica: int, shard: int = 0) -> str:
+    """Returns the name of the group of one replica's workers, of one shard, that share a tie's parameters."""
+    return f"tie{tie}.{replica}.{shard}" if shard else f"tie{tie}.{replica}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -186,7 +186,11 @@ class Program:
 
     def shard_of(self, worker: int) -> int:
         """Returns the index of a worker's shard of divided operators; 0 if no operators are divided."""
-        return worker // self.plan.pipeline_size % self.plan.tensor_shards
+        return worker % self.plan.tensor_shards
+
+    def part_of(self, worker: int) -> int:
+        """Returns the index of a worker's part of what the shards divide, operators or experts."""
+        return worker % self.plan.place.shards
 
     def to_text(self) -> str:
         """Prints the sequences, one line per worker; `with_text` reads them back."""

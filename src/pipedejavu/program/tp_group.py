@@ -25,6 +25,19 @@ def tp_groups_of(plan: Plan, devices: Sequence[str]) -> Iterator[TpGroup]:
         first += size
 
 
+def written_out(plan: Plan) -> Plan:
+    """Returns the plan with a worker for each device of its tensor-parallel groups, as the engine runs it.
+
+    Groups of different sizes stay, each as one worker: the engine does not run them.
+    """
+    place = plan.place
+    if place.stage_shards is None or len({*place.stage_shards}) > 1 or place.stage_replicas:
+        return plan
+    if place.cpu_replicas or place.servers:
+        return plan
+    return plan.replace(place=place.replace(shards=place.stage_shards[0], stage_shards=None))
+
+
 def join(profile: Profile, machine: Machine, tp_groups: Sequence[TpGroup]) -> tuple[Profile, Machine]:
     """Returns the profile and the machine with one device per group.
 

@@ -48,9 +48,11 @@ class DividedGraph(DividedUnit):
 
     def seed(self, seed: int, device: torch.device) -> None:
         """Seeds the masks of the next call."""
-        if device.type == "cpu":
-            self.draws.generator = self.draws.generator or torch.Generator()
-            self.draws.generator.manual_seed(seed)
+        if device.type != "cpu":
+            torch.cuda.default_generators[device.index or 0].manual_seed(seed)
+            return
+        self.draws.generator = self.draws.generator or torch.Generator()
+        self.draws.generator.manual_seed(seed)
 
     def named_modules(
         self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True

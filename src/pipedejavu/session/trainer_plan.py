@@ -29,10 +29,12 @@ from pipedejavu.planner.profiling import choose_sizes, measure_with
 from pipedejavu.planner.worker_host import WorkerHost, devices_to_measure, make_machine, read_worker_hosts, torch_device
 from pipedejavu.profile import ModelCut, UnitSample, cut_model, make_samples
 from pipedejavu.profile.sequential import Units
+from pipedejavu.profile.unit_graph import unit_graphs
 from pipedejavu.profile.unit_time import Report
 from pipedejavu.program import Program
 from pipedejavu.program import compile as compile_plan
 from pipedejavu.program.pipeline import assign_devices
+from pipedejavu.program.tp_group import written_out
 from pipedejavu.search import RankedPlan, SearchOptions
 from pipedejavu.session.batch_split import BatchSplit, without_padding
 from pipedejavu.session.trainer_ranks import TrainerRanks
@@ -135,7 +137,7 @@ class TrainerPlan:
             )
         summed = without_padding(reduction.summed(self.loss))
         best = self._search(summed, BatchSplit(first, (1,), reduction)) if options.plan == "auto" else None
-        plan = _sized(best.plan if best else options.plan, options.workers)
+        plan = written_out(_sized(best.plan if best else options.plan, options.workers))
         if options.head_chunks is not None:
             plan = plan.replace(order=plan.order.replace(head_chunks=options.head_chunks))
         if options.clip_norm is not None and plan.reduce.clip == "none":
@@ -159,7 +161,14 @@ class TrainerPlan:
     def _job(self, cut: ModelCut, summed: Callable[[Any, Any], Tensor]) -> Job:
         options, optimizer = self.options, self.optimizer(cut.units)
         loss = loss_of(cut, summed)
-        return Job(units=cut.units, loss=loss, optimizer=optimizer, seed=options.seed, clip_norm=options.clip_norm)
+        return Job(
+            units=cut.units,
+            loss=loss,
+            optimizer=optimizer,
+            seed=options.seed,
+            clip_norm=options.clip_norm,
+            graphs=unit_graphs,
+        )
 
     def _check(self, prepared: PreparedModel, summed: Callable[[Any, Any], Tensor]) -> None:
         """Raises InputError if the units compute something else than the model."""
