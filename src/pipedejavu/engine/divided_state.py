@@ -9,8 +9,9 @@ from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
+from pipedejavu.engine.applier import Applier
 from pipedejavu.engine.device import CPU
-from pipedejavu.engine.optimizer import LOW, State, Tensors
+from pipedejavu.engine.optimizer import LOW, Tensors
 from pipedejavu.engine.piece import PieceRunner
 from pipedejavu.engine.wire import Wire
 from pipedejavu.engine.wire_group import WireGroup
@@ -36,14 +37,11 @@ class HoldsParts(Protocol):
     index: int
     runners: dict[PieceReplica, PieceRunner]
     wire: Wire
+    applier: Applier
 
     @property
     def fellows(self) -> Mapping[int, "HoldsParts"]:
         """All workers, if they are threads of this process."""
-
-    @property
-    def shard_state(self) -> Mapping[PieceReplica, State]:
-        """The optimizer state of this worker's parts."""
 
     def held_masters(self, key: PieceReplica) -> Tensors:
         """Returns the newest masters of a piece, as this worker has them."""
@@ -80,7 +78,7 @@ def _parts(worker: HoldsParts, key: PieceReplica, has_state: bool) -> dict[Divid
         if name in runner.layouts:
             parts[DividedTensor("buffer", name)] = buffer
     if has_state:
-        for name, slots in worker.shard_state.get(key, {}).items():
+        for name, slots in worker.applier.state.get(key, {}).items():
             for slot, tensor in slots.items():
                 if name in runner.layouts and slot != LOW and tensor.ndim:
                     parts[DividedTensor(slot, name)] = tensor

@@ -30,7 +30,7 @@ class WireRows:
 
 
 def with_divided_experts(program: Program, replica: int, units: Sequence[Unit], wire: Wire) -> list[Unit]:
-    """Returns units of a piece, of whose experts a replica holds a part; takes over their modules and parameters."""
+    """Returns units of a piece, of whose experts a replica holds a part."""
     first, rank = program.mesh_of(replica)
     (stage,) = {piece.stage for piece in program.pieces}
     rows = WireRows(wire, shard_group(stage, first), rank, program.plan.place.shards)

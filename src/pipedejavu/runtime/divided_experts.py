@@ -1,5 +1,6 @@
 """A unit whose experts are divided over the ranks of a group; all else of it runs on each rank's own samples."""
 
+import copy
 from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any
@@ -15,7 +16,7 @@ from pipedejavu.runtime.stacked_experts import expert_layouts, parameter_shapes,
 
 
 class DividedExperts(DividedUnit):
-    """Runs a unit, whose module and parameters it takes over, with this rank's part of its experts.
+    """Runs a copy of a unit with this rank's part of its experts, and all other tensors of the unit.
 
     `layouts` has the full names of parameters.
     """
@@ -23,7 +24,8 @@ class DividedExperts(DividedUnit):
     def __init__(self, name: str, unit: nn.Module, group: RowGroup, capacity: float | None = None):
         """Divides a unit; with a `capacity`, each expert has slots for that many times an even share of the rows."""
         super().__init__()
-        self.unit, self.group, self.capacity = unit, group, capacity
+        self.unit, self.group, self.capacity = _like(unit), group, capacity
+        self._source = (unit,)  # in a tuple, as it is no part of this module
         layouts, self._wholes = expert_layouts(unit), parameter_shapes(unit)
         prefix = "" if isinstance(unit, GraphUnit) else f"{name}."
         self.layouts: Mapping[str, ParamLayout] = {prefix + inner: layout for inner, layout in layouts.items()}
@@ -31,7 +33,7 @@ class DividedExperts(DividedUnit):
         """Names of the recorded graphs that are divided."""
         check_experts(name, layouts, group.size)
         if not isinstance(unit, GraphUnit):
-            parts = [part for _, part in slot_experts(unit)]
+            parts = [self.unit.get_submodule(path) for path, _ in slot_experts(unit)]
             if parts and capacity is not None:
                 raise InputError(
                     f"unit '{name}' has slots of its own for the tokens of each expert, so cut.capacity would be a"
@@ -39,7 +41,7 @@ class DividedExperts(DividedUnit):
                 )
             for part in parts:
                 part.forward = partial(_run_slots, group, part.forward)  # type: ignore[method-assign]
-        holders = dict(unit.named_modules(remove_duplicate=False))
+        holders = dict(self.unit.named_modules(remove_duplicate=False))
         for inner, layout in layouts.items():
             path, _, key = inner.rpartition(".")
             whole = holders[path]._parameters[key]
@@ -54,11 +56,27 @@ class DividedExperts(DividedUnit):
     def forward(self, value: Any) -> Any:
         """Runs the unit; all ranks of the group call it together."""
         if isinstance(self.unit, GraphUnit):
-            for name, graph in recorded_graphs(self.unit):
-                if name not in self._known:  # recorded later, for another shape of inputs
+            for name, _ in recorded_graphs(self._source[0]):
+                if name not in self._known:  # a graph for another shape of inputs may be recorded later
                     self._known.add(name)
-                    self._divide(graph)
+                    self._divide(self._taken(name))
         return self.unit(value)
+
+    def _taken(self, name: str) -> fx.GraphModule:
+        """Returns a copy of a graph of the unit with this rank's parameters."""
+        holder, _, _ = name.rpartition(".")
+        shapes, _, number = holder.rpartition(".")
+        graphs = self.unit.get_submodule(shapes)
+        assert isinstance(graphs, nn.ModuleList)
+        if int(number) == len(graphs):
+            graphs.append(_like(self._source[0].get_submodule(holder)))
+        graph = self.unit.get_submodule(name)
+        assert isinstance(graph, fx.GraphModule)
+        first = dict(self.unit.named_modules(remove_duplicate=False))
+        for path, module in graph.named_modules():
+            if module._parameters:
+                module.__dict__["_parameters"] = first[path]._parameters
+        return graph
 
     def _divide(self, graph: fx.GraphModule) -> None:
         for number, span in enumerate(find_spans(graph.graph, self._wholes)):
@@ -77,6 +95,13 @@ class DividedExperts(DividedUnit):
     ) -> Iterator[tuple[str, nn.Module]]:
         """Yields the modules of the unit under their own names."""
         yield from self.unit.named_modules(memo, prefix, remove_duplicate)
+
+
+def _like(module: nn.Module) -> nn.Module:
+    """Returns a copy of a module with the same parameters and buffers."""
+    tensors = [*module.parameters(), *module.buffers()]
+    memo: dict[int, Any] = {id(tensor): tensor for tensor in tensors}
+    return copy.deepcopy(module, memo)
 
 
 def check_experts(name: str, layouts: Mapping[str, ParamLayout], size: int) -> None:
