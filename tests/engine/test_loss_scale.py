@@ -99,10 +99,3 @@ def test_gradients_that_overflow_for_ever_stop_the_run() -> None:
     said = "gradients overflow fp16 in step 17 even at a loss scale of 1, after 17 updates in a row"
     with pytest.raises(InputError, match=said):
         run_threads(case.program, case.job, case.batches, 40)
-
-
-def test_precisions_that_are_not_computed_yet_are_refused() -> None:
-    case = make_case("ddp", "mlp", replicas=1)
-    moments = Precision(compute="bf16", masters="split", moments="int8")
-    with pytest.raises(InputError, match="the engine does not run precision with int8 moments yet"):
-        assert replace(case, plan=case.plan.replace(precision=moments)).outcome

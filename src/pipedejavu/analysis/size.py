@@ -50,6 +50,7 @@ class Sizes:
     def __init__(self, program: Program):
         self.program = program
         self.shards = program.plan.tensor_shards
+        self._tp_size = self._tp_sizes()
         units = program.profile.units
         self.weights = self._per_worker([u.parameter_bytes for u in units])
         self.gradients = self._per_worker([u.gradient_bytes for u in units])
@@ -66,6 +67,14 @@ class Sizes:
         """Whether the profile also says what memory an action needs while it runs."""
         self._largest = [max((n for u in p.units for n in units[u].parameter_parts), default=0) for p in program.pieces]
         self._cache: dict[tuple[ValueKind, int, ValuePlace, int], float] = {}
+
+    def _tp_sizes(self) -> list[int]:
+        """Returns the size of the tensor-parallel group that holds each piece."""
+        degrees, sizes = self.program.plan.degrees, [1] * len(self.program.pieces)
+        for worker, pieces in enumerate(self.program.pieces_on):
+            for piece in pieces:
+                sizes[piece] = degrees[worker]
+        return sizes
 
     def _per_worker(self, sizes: list[int]) -> list[float]:
         """Returns the bytes of state that one worker holds for each piece, from the bytes of each unit."""
@@ -93,7 +102,7 @@ class Sizes:
             else:
                 is_there = not is_recomputed and all(before in on for on in program.pieces_on if piece in on)
             shared = program.profile.units[index - 1].shared_bytes if before is not None and is_there else 0.0
-            saved[index] = unit.activation_bytes - shared
+            saved[index] = unit.activation_bytes - shared + (self._tp_size[piece] - 1) * unit.replicated_bytes
         return saved
 
     def _kept(self, piece: int) -> float:
@@ -182,9 +191,9 @@ class Sizes:
         if kind == SAVED:
             return self.saved[piece] * samples
         if kind == ACTIVATION:
-            return self.outgoing(piece, self.program.outputs[piece]) * samples
+            return self._tp_size[piece] * self.outgoing(piece, self.program.outputs[piece]) * samples
         if kind == GRADIENT:
-            return self.incoming(piece, self.program.inputs[piece]) * samples
+            return self._tp_size[piece] * self.incoming(piece, self.program.inputs[piece]) * samples
         return 0.0
 
     def workspace(self, a: Action, *, is_first: bool) -> float:

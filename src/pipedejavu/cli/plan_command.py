@@ -25,6 +25,7 @@ from pipedejavu.facts import (
     with_part_times,
     write_file,
 )
+from pipedejavu.facts.measurement import MEASURE_S
 from pipedejavu.facts.printable import printable
 from pipedejavu.plan import Plan
 from pipedejavu.program import compile as compile_plan
@@ -78,6 +79,10 @@ class PlanRequest:
     ] = None
     staleness: Annotated[int, typer.Option(help="Most updates by which weights may be stale; 0 is synchronous.")] = 0
     costed: Annotated[bool, typer.Option(help="Include plans that the engine cannot run: divided operators.")] = False
+    measure_budget_s: Annotated[
+        float,
+        typer.Option("--measure-budget", help="Seconds for measuring the model; what is left out is estimated."),
+    ] = MEASURE_S
     time_budget: Annotated[float, typer.Option(help="Seconds for the search.")] = 60.0
     precision: Annotated[
         str, typer.Option(help="For a model measured here: auto, bf16, fp16, tf32, fp32 or fp64, as for 'train'.")
@@ -193,6 +198,7 @@ def _read_inputs(request: PlanRequest, options: SearchOptions, progress: Progres
         from pipedejavu.data.data_choice import DataChoice
         from pipedejavu.planner.planning import profile_here
         from pipedejavu.planner.precision_choice import check_request, with_precision
+        from pipedejavu.profile import TimeBudget
 
         asked = check_request(request.precision)
         dtype = torch.float64 if asked == "fp64" else torch.float32
@@ -200,16 +206,19 @@ def _read_inputs(request: PlanRequest, options: SearchOptions, progress: Progres
         clip = options.clip if chosen.precision.compute != "fp16" else "global"
         options = options.replace(precision=chosen.precision, clip=clip)
         notes += [f"precision: {decision.choice} ({decision.reason})" for decision in chosen.decisions]
+        budget = TimeBudget(request.measure_budget_s)
         profile = profile_here(
             read_model(request.model),
             DataChoice(),
             options.batch,
             machine,
-            lambda text: progress(0.0, text),
+            lambda text: progress(budget.spent_share, text),
             renews=request.renew,
             precision=chosen.precision,
+            budget=budget,
         )
         notes.append("times are measured on this machine")
+        notes += [f"{kind}: {reason}" for kind, reason in profile.estimated.items()]
     else:
         require_torch(*MEASURING)
         from pipedejavu.planner.profiling import estimate_model

@@ -15,7 +15,6 @@ from pipedejavu.program import compile as compile_plan
 from pipedejavu.report import render_html, render_trace
 from pipedejavu.simulate import check_fit, parse_unit_costs, simulate, unit_costs
 from pipedejavu.zoo import estimate_profile
-from pipedejavu.zoo.gpt_shape import EFFICIENCY
 
 DEFAULT_MODEL = "gpt-small"
 
@@ -112,7 +111,7 @@ def read_inputs(request: SimulateRequest) -> SimulateInputs:
         profile, sentences = with_part_times(profile, machine)
         return SimulateInputs(plan, profile, machine, (*notes, *(f"profile: {sentence}" for sentence in sentences)))
     profile = estimate_profile(request.model or DEFAULT_MODEL, machine)
-    notes.append(f"model: {profile.name} from its shape, at {_efficiencies(machine)}")
+    notes.append(f"model: {profile.name} from its shape; times are estimated from each device's stated rates")
     return SimulateInputs(plan, profile, machine, tuple(notes))
 
 
@@ -128,12 +127,3 @@ def _with_unit_costs(plan: Plan, costs: str, request: SimulateRequest) -> Simula
 def _origin(machine: Machine) -> list[str]:
     """Returns a note on when a machine was measured, if it was."""
     return [f"machine: {machine.name}, measured {machine.survey.date}"] if machine.survey else []
-
-
-def _efficiencies(machine: Machine) -> str:
-    """Returns the fraction of its stated rate that each kind of device is assumed to reach, as text."""
-    known = {d.kind: d.efficiency for d in machine.devices if d.efficiency is not None}
-    if not known:
-        return f"{EFFICIENCY:.0%} of each device's stated rate"
-    rest = [f"{EFFICIENCY:.0%} of every other's"] if len(known) < len({d.kind for d in machine.devices}) else []
-    return ", ".join([*(f"{share:.0%} of {kind}'s rate" for kind, share in known.items()), *rest])

@@ -6,6 +6,7 @@ from typing import Annotated, Literal, cast
 import typer
 
 from pipedejavu.cli.input_files import AsJson
+from pipedejavu.facts.measurement import MEASURE_S
 
 DeviceOption = Literal["auto", "cpu", "gpu", "shared-gpu"]
 SIZES = ("workers", "replicas", "microbatches", "samples", "trim")
@@ -97,6 +98,10 @@ class TrainRequest:
     compile: Annotated[
         str, typer.Option(help="auto, on or off: whether units run under torch.compile; auto if the steps repay it.")
     ] = "auto"
+    measure_budget_s: Annotated[
+        float,
+        typer.Option("--measure-budget", help="Seconds for measuring the model; what is left out is estimated."),
+    ] = MEASURE_S
     seed: Annotated[int, typer.Option(help="Seed of weights, data order and dropout.")] = 0
     audit: Annotated[
         bool, typer.Option(help="Replay the run in float64; exits 1 if it differs by more than rounding.")

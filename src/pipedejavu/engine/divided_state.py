@@ -9,9 +9,8 @@ from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
-from pipedejavu.engine.applier import Applier
 from pipedejavu.engine.device import CPU
-from pipedejavu.engine.optimizer import LOW, Tensors
+from pipedejavu.engine.optimizer import LOW, State, Tensors
 from pipedejavu.engine.piece import PieceRunner
 from pipedejavu.engine.wire import Wire
 from pipedejavu.engine.wire_group import WireGroup
@@ -37,11 +36,14 @@ class HoldsParts(Protocol):
     index: int
     runners: dict[PieceReplica, PieceRunner]
     wire: Wire
-    applier: Applier
 
     @property
     def fellows(self) -> Mapping[int, "HoldsParts"]:
         """All workers, if they are threads of this process."""
+
+    @property
+    def shard_state(self) -> Mapping[PieceReplica, State]:
+        """The optimizer state of this worker's parts."""
 
     def held_masters(self, key: PieceReplica) -> Tensors:
         """Returns the newest masters of a piece, as this worker has them."""
@@ -53,13 +55,9 @@ def whole_tensors(worker: HoldsParts, key: PieceReplica, *, has_state: bool) -> 
     piece, first = key[0], worker.program.mesh_of(key[1])[0]
     group = shard_group(worker.program.pieces[piece].stage, first)
     members = worker.program.groups[group].workers if own else ()
-    steps = 1 if worker.program.plan.divides_experts else 0  # the workers that divide experts are replicas
-    replicas = [first + steps * n for n in range(len(members))]
-    others = (
-        [_parts(worker.fellows[member], (piece, q), has_state) for member, q in zip(members, replicas, strict=True)]
-        if worker.fellows
-        else []
-    )
+    step = 1 if worker.program.plan.divides_experts else 0  # workers that divide experts are replicas
+    held = [(member, (piece, first + step * n)) for n, member in enumerate(members)]
+    others = [_parts(worker.fellows[member], k, has_state) for member, k in held] if worker.fellows else []
     ends = WireGroup(worker.wire, group, members, worker.index) if own else None
     for tensor, part in sorted(own.items()):
         layout = worker.runners[key].layouts[tensor.name]
@@ -78,7 +76,7 @@ def _parts(worker: HoldsParts, key: PieceReplica, has_state: bool) -> dict[Divid
         if name in runner.layouts:
             parts[DividedTensor("buffer", name)] = buffer
     if has_state:
-        for name, slots in worker.applier.state.get(key, {}).items():
+        for name, slots in worker.shard_state.get(key, {}).items():
             for slot, tensor in slots.items():
                 if name in runner.layouts and slot != LOW and tensor.ndim:
                     parts[DividedTensor(slot, name)] = tensor

@@ -22,15 +22,28 @@ from pipedejavu.engine.divided_state import whole_tensors
 from pipedejavu.engine.finite import nonfinite
 from pipedejavu.engine.handlers import Handlers, pieces_of
 from pipedejavu.engine.master import masters_of, weights_of
+from pipedejavu.engine.moment_slots import converted_slots
 from pipedejavu.engine.optimizer import LOW, Tensors
 from pipedejavu.engine.piece import PieceRunner
 from pipedejavu.engine.sharded_state import STEP, whole_masters, whole_slots
 from pipedejavu.engine.threads import Threads, held_weights, put_lows, state_rests_on_host
 from pipedejavu.facts import InputError
+from pipedejavu.optim.moment_format import num_scales
 from pipedejavu.program import Program, Value, ValueKind
 
-SLOTS = {"step": "step", "m": "exp_avg", "v": "exp_avg_sq", "momentum": "momentum_buffer"}
-"""The names of optimizer state in this package, and in torch.optim."""
+SLOTS = {
+    "step": "step",
+    "m": "exp_avg",
+    "v": "exp_avg_sq",
+    "m_code": "exp_avg_code",
+    "v_code": "exp_avg_sq_code",
+    "m_scale": "exp_avg_scale",
+    "v_scale": "exp_avg_sq_scale",
+    "momentum": "momentum_buffer",
+}
+"""The names of optimizer state in this package, and those that torch.optim has for it or would."""
+_FLAT = {"m_scale", "v_scale"}
+"""Slots without one element per weight."""
 
 Source = Callable[[str], Tensor | None]
 """Returns the tensor of a name, or None if there is none."""
@@ -219,28 +232,47 @@ def _state(handlers: Handlers, key: tuple[int, int], runner: PieceRunner, source
     rests_on_host, shards = state_rests_on_host(handlers.program, piece), handlers.sharded.get(key)
     state: dict[str, Tensors] = {}
     for name, weight in runner.initial.items():
-        slots = {}
-        for slot, torch_name in SLOTS.items():
-            loaded = _find(handlers, source, replica, f"state/{torch_name}", name)
-            if loaded is not None:
-                is_scalar = slot == "step"
-                if not is_scalar and loaded.shape != weight.shape:
-                    raise InputError(f"'{torch_name}' of '{name}' is {_form(loaded)}, and the weight {_form(weight)}")
-                if shards is not None:
-                    part = shards.part(name, weight if is_scalar else loaded)
-                    if part is None:
-                        continue  # this worker's shard holds nothing of the parameter
-                    loaded = loaded if is_scalar else part
-                slots[slot] = loaded.to(
-                    CPU if rests_on_host or is_scalar else handlers.load_device or handlers.device, copy=True
-                )
+        slots = _loaded_slots(handlers, source, replica, name, weight)
+        if shards is not None:
+            if shards.part(name, weight) is None:
+                continue  # this worker's shard holds nothing of the parameter
+            parts = ((slot, t if slot == STEP else shards.part(name, t)) for slot, t in slots.items())
+            slots = {slot: part for slot, part in parts if part is not None}
         if slots:
             wanted = handlers.job.optimizer.slots_of(name)
             if slots.keys() != wanted:
                 names = [" and ".join(sorted(SLOTS[slot] for slot in some)) or "nothing" for some in (slots, wanted)]
                 raise InputError(f"the checkpoint keeps {names[0]} of '{name}', and this optimizer {names[1]}")
-            state[name] = slots
+            device = handlers.load_device or handlers.device
+            state[name] = {
+                slot: tensor.to(CPU if rests_on_host or slot == STEP else device, copy=True)
+                for slot, tensor in slots.items()
+            }
     return state
+
+
+def _loaded_slots(handlers: Handlers, source: Source, replica: int, name: str, weight: Tensor) -> Tensors:
+    """Returns the saved state of a parameter, whole, with its moments in the format of the plan."""
+    slots: Tensors = {}
+    for slot, torch_name in SLOTS.items():
+        loaded = _find(handlers, source, replica, f"state/{torch_name}", name)
+        if loaded is None:
+            continue
+        if slot != STEP and slot not in _FLAT and loaded.shape != weight.shape:
+            raise InputError(f"'{torch_name}' of '{name}' is {_form(loaded)}, and the weight {_form(weight)}")
+        slots[slot] = loaded
+    return _with_format(handlers, name, slots, weight.shape)
+
+
+def _with_format(handlers: Handlers, name: str, slots: Tensors, shape: torch.Size) -> Tensors:
+    """Returns the slots of a parameter with its moments in the format of the plan, in the order of its elements."""
+    for scales in _FLAT & slots.keys():
+        if slots[scales].shape != (num_scales(shape.numel()),):
+            raise InputError(
+                f"'{SLOTS[scales]}' of '{name}' has {slots[scales].numel()} scales for {shape.numel()} values, and"
+                f" int8 moments need {num_scales(shape.numel())}; the checkpoint is damaged"
+            )
+    return converted_slots(slots, handlers.program.plan.precision.moments, shape)
 
 
 def _lows(handlers: Handlers, key: tuple[int, int], runner: PieceRunner, source: Source) -> Tensors:

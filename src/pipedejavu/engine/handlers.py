@@ -17,13 +17,11 @@ from torch import Tensor
 
 from pipedejavu.engine.applier import Applier, as_leaves
 from pipedejavu.engine.device import CPU, device_of, moved, record_stream
-from pipedejavu.engine.divided_state import whole_tensors
 from pipedejavu.engine.global_norm import GlobalNorm
 from pipedejavu.engine.gradient_check import GradientCheck
-from pipedejavu.engine.job import Batches, Job, Log, Read
+from pipedejavu.engine.job import Batches, Job, Log, Read, with_moments
+from pipedejavu.engine.joined_state import JoinedState
 from pipedejavu.engine.loss_scale import LossScale
-from pipedejavu.engine.master import masters_of
-from pipedejavu.engine.optimizer import Tensors
 from pipedejavu.engine.piece import PieceRunner
 from pipedejavu.engine.recompute_span import (
     Saved,
@@ -36,7 +34,6 @@ from pipedejavu.engine.recompute_span import (
     tensors_of,
     with_loss,
 )
-from pipedejavu.engine.sharded_state import ShardedState
 from pipedejavu.engine.summed_piece import add_up, is_summed, reduce_gradients, sent_gradients
 from pipedejavu.engine.wire import Wire
 from pipedejavu.facts import InputError
@@ -63,18 +60,17 @@ def pieces_of(program: Program, index: int) -> list[tuple[int, int]]:
     return sorted({*program.held(index), *((piece, program.num_replicas) for piece in served)})
 
 
-class Handlers(ShardedState):
+class Handlers(JoinedState):
     """The values of one worker and the handlers of its actions."""
 
     def __init__(self, program: Program, index: int, runners: Runners, job: Job, batches: Batches, wire: Wire):
         super().__init__()
-        self.program, self.index, self.runners, self.job = program, index, runners, job
+        self.program, self.index, self.runners = program, index, runners
         self.device = device_of(program, index)
+        self.job = job = with_moments(job, program.plan.precision)
         self.batches, self.wire, self.log, self.live = batches, wire, Log(), 0
         self.notice: Notice = lambda _lane, _action: None
         self.values: dict[Value, Any] = {}
-        self.whole_buffers: Tensors = {}
-        """The buffers of divided operators, as `gather_masters` has joined them."""
         self.check = GradientCheck(job, program.plan, index)
         self._form = ComputeFormat.of(program.plan.precision, [module for _, module in job.units])
         self.scale, shared = LossScale(program.plan), (self.values, self.log)
@@ -259,35 +255,6 @@ class Handlers(ShardedState):
                 f"the loss is {loss_value} in step {step}, microbatch {number}, on worker {self.index};"
                 f" {self.check.remedy}"
             )
-
-    def gather_masters(self) -> dict[tuple[int, int], Tensors]:
-        """Returns the whole masters of pieces that are divided, in host memory; all workers call it together."""
-        if self.whole is None:
-            parts = {key: self._gather_parts(key) for key in sorted(self.runners) if self.runners[key].layouts}
-            self.whole = super().gather_masters() | parts
-        return self.whole
-
-    def _gather_parts(self, key: tuple[int, int]) -> Tensors:
-        """Returns the masters of a piece whose operators are divided, and notes its whole buffers."""
-        whole = self.held_masters(key) | self.runners[key].frozen
-        for tensor, joined in whole_tensors(self, key, has_state=False):
-            (whole if tensor.kind == "weight" else self.whole_buffers)[tensor.name] = joined
-        return whole
-
-    def buffers_of(self, key: tuple[int, int]) -> Iterator[tuple[str, Tensor]]:
-        """Yields the persistent buffers of a piece, whole; all workers call it together."""
-        if self.runners[key].layouts:
-            self.gather_masters()
-        for name, buffer in self.runners[key].saved_buffers():
-            yield name, self.whole_buffers[name] if name in self.runners[key].layouts else buffer
-
-    def held_masters(self, key: tuple[int, int]) -> Tensors:
-        """Returns the newest masters of a piece, as this worker has them."""
-        newest = max(
-            (value for value in self.values if value.kind == ValueKind.WEIGHTS and (value.piece, value.replica) == key),
-            key=lambda value: value.number,
-        )
-        return masters_of(self.values[newest], self.applier.state.get(key, {}))
 
     def finish(self) -> None:
         """Ends a round: completes all sends, then reads losses and gradient checks from the device."""

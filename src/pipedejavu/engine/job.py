@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal, NamedTuple, Protocol
 
@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from pipedejavu.engine.byzantine import Byzantine
 from pipedejavu.engine.optimizer import Optimizer
+from pipedejavu.plan import Precision
 from pipedejavu.runtime.axis_region import UnitGraph
 
 
@@ -57,6 +58,11 @@ class Job:
                     names.setdefault(id(parameter), []).append((unit, full))
         shared = [uses for uses in names.values() if len({unit for unit, _ in uses}) > 1]
         return tuple(frozenset(full for _, full in uses) for uses in shared)
+
+
+def with_moments(job: Job, precision: Precision) -> Job:
+    """Returns a job whose optimizer keeps its moments in the format of a plan's precision."""
+    return replace(job, optimizer=job.optimizer.with_moments(precision.moments))
 
 
 class Batches(Protocol):

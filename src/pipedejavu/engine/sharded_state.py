@@ -35,19 +35,10 @@ class ShardedState(RestingState):
     def __init__(self) -> None:
         self.sharded: dict[PieceReplica, ShardedPiece] = {}
         """By (piece, replica), those whose state is divided."""
-        self.fellows: Mapping[int, ShardedState] = {}
+        self.fellows: Mapping[int, Any] = {}
         """All workers, if they are threads of this process."""
         self.whole: dict[PieceReplica, Tensors] | None = None
-        """What `gather_masters` has returned since the last round."""
-
-    def gather_masters(self) -> dict[PieceReplica, Tensors]:
-        """Returns the whole masters of pieces that are divided, in host memory; all workers call it together.
-
-        They are gathered once between two rounds.
-        """
-        if self.whole is None:
-            self.whole = {key: whole_masters(self, key) for key in sorted(self.sharded)}
-        return self.whole
+        """Whole masters that were gathered since the last round."""
 
     def adopt(self) -> None:
         """Forgets the whole masters after other values were put into the shards."""

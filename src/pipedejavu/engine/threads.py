@@ -54,7 +54,6 @@ def check_runnable(program: Program) -> None:
         and plan.feed.kind != "own",
         "edges that skip": any(len(before) > 1 for before in program.inputs + program.outputs),
         "a folded program": program.copies > 1,
-        f"precision with {plan.precision.moments} moments": plan.precision.moments != "fp32",
         "precision fp16 with a server": plan.precision.compute == "fp16" and plan.reduce.wire == "server",
         "weights shared between devices": plan.keep.kind == "shared"
         and len({device_of(program, worker) for worker in range(len(program.workers))}) > 1,

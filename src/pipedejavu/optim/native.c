@@ -180,10 +180,13 @@ static inline uint32_t hash(uint32_t h) {
     return h ^ (h >> 16);
 }
 
-static inline uint32_t noisy(uint32_t bits, uint32_t noise) {
-    const uint32_t magnitude = bits & 0x7FFFFFFFu;
-    return magnitude + (magnitude < 0x7F800000u ? noise : 0);
+/* A magnitude with noise added to its last bits; infinities and NaN get none. */
+static inline int32_t noisy(int32_t bits, int32_t noise) {
+    const int32_t magnitude = bits & 0x7FFFFFFF;
+    return magnitude + (magnitude < 0x7F800000 ? noise : 0);
 }
+
+static inline int32_t larger(int32_t a, int32_t b) { return a > b ? a : b; }
 
 CLONES static void widen_bf16(int n, const uint16_t *from, float *to) {
     for (int i = 0; i < n; i++) to[i] = from_bits((uint32_t)from[i] << 16);
@@ -192,10 +195,10 @@ CLONES static void widen_bf16(int n, const uint16_t *from, float *to) {
 CLONES static void narrow_bf16(uint32_t first, int n, const float *m, const float *v, uint16_t *m_out, uint16_t *v_out) {
 #pragma GCC ivdep
     for (int i = 0; i < n; i++) {
-        const uint32_t random = hash(first + (uint32_t)i), a = to_bits(m[i]), b = to_bits(v[i]);
-        const uint32_t upper = noisy(b, random & 0xFFFF) >> 16, least = (b & 0x7FFFFFFFu) > 0;
-        m_out[i] = (uint16_t)(noisy(a, random >> 16) >> 16 | (a >> 31) << 15);
-        v_out[i] = (uint16_t)((upper > least ? upper : least) | (b >> 31) << 15);
+        const uint32_t random = hash(first + (uint32_t)i);
+        const int32_t a = (int32_t)to_bits(m[i]), b = (int32_t)to_bits(v[i]), least = (b & 0x7FFFFFFF) > 0;
+        m_out[i] = (uint16_t)(noisy(a, (int32_t)(random >> 16)) >> 16 | (a >> 16 & 0x8000));
+        v_out[i] = (uint16_t)(larger(noisy(b, random & 0xFFFF) >> 16, least) | (b >> 16 & 0x8000));
     }
 }
 
@@ -224,22 +227,22 @@ CLONES static void narrow_int8(uint32_t first, int n, const float *m, const floa
         int32_t a_most = 0, b_most = 0;
         for (int i = 0; i < stop; i++) {
             const uint32_t random = hash(first + (uint32_t)(block + i));
-            a[i] = (int32_t)noisy(to_bits(m[block + i]), random >> 12);
-            b[i] = (int32_t)noisy(to_bits(v[block + i]), random & 0xFFFFF);
-            a_most = a[i] > a_most ? a[i] : a_most;
-            b_most = b[i] > b_most ? b[i] : b_most;
+            a[i] = noisy((int32_t)to_bits(m[block + i]), (int32_t)(random >> 12));
+            b[i] = noisy((int32_t)to_bits(v[block + i]), (int32_t)(random & 0xFFFFF));
+            a_most = larger(a[i], a_most);
+            b_most = larger(b[i], b_most);
         }
-        const int32_t a_exponent = a_most >> 23 > 15 ? a_most >> 23 : 15, a_base = base_of(a_exponent, 127);
-        const int32_t b_exponent = b_most >> 23 > 31 ? b_most >> 23 : 31, b_base = base_of(b_exponent, 255);
+        const int32_t a_exponent = larger(a_most >> 23, 15), a_base = base_of(a_exponent, 127);
+        const int32_t b_exponent = larger(b_most >> 23, 31), b_base = base_of(b_exponent, 255);
         m_scale[block / SCALE_BLOCK] = from_bits((uint32_t)a_exponent << 23);
         v_scale[block / SCALE_BLOCK] = from_bits((uint32_t)b_exponent << 23);
         for (int i = 0; i < stop; i++) {
-            const int32_t code = (a[i] >> 20) - a_base;
-            m_out[block + i] = (uint8_t)((code > 0 ? code : 0) | (int32_t)(to_bits(m[block + i]) >> 31 << 7));
+            const int32_t sign = (int32_t)to_bits(m[block + i]) >> 24 & 128;
+            m_out[block + i] = (uint8_t)(larger((a[i] >> 20) - a_base, 0) | sign);
         }
         for (int i = 0; i < stop; i++) {
-            const int32_t code = (b[i] >> 20) - b_base, least = (to_bits(v[block + i]) & 0x7FFFFFFFu) > 0;
-            v_out[block + i] = (uint8_t)(code > least ? code : least);
+            const int32_t least = (to_bits(v[block + i]) & 0x7FFFFFFFu) > 0;
+            v_out[block + i] = (uint8_t)larger((b[i] >> 20) - b_base, least);
         }
     }
 }

@@ -249,7 +249,7 @@ class Precision(Record):
     """What updates work on if products are of 16 bits. `split`: weights are bf16, and the optimizer state holds the
     other 16 bits of their float32 masters. `fp32`: weights are float32, and autocast rounds them for each use."""
     moments: Literal["fp32", "bf16", "int8"] = "fp32"
-    """The format of AdamW's moments; `int8` has a float32 scale per block of 256 values."""
+    """The format in which AdamW's moments rest; `int8` has 8 bits per value and a float32 scale per block of 256."""
     accumulate: Literal["fp32", "bf16"] = "fp32"
     """The format in which gradients of bf16 weights are summed over microbatches and replicas."""
 
@@ -258,10 +258,21 @@ class Precision(Record):
         """Whether weights are the high halves of their masters."""
         return self.masters == "split"
 
+    def moment_bytes(self, numel: int) -> int:
+        """Returns the bytes of both moments of a parameter with this many values; those of `fp32` are float32."""
+        if self.moments == "int8":
+            return 2 * numel + 2 * 4 * -(-numel // 256)
+        return {"fp32": 8, "bf16": 4}[self.moments] * numel
+
     @property
     def is_low(self) -> bool:
         """Whether matrix products round to fewer bits than their inputs have in float32."""
         return self.compute in ("tf32", "bf16", "fp16")
+
+    @property
+    def rounds(self) -> bool:
+        """Whether products or moments are rounded to fewer bits than float32 has."""
+        return self.is_low or self.moments != "fp32"
 
     def __str__(self) -> str:
         masters = {"none": "", "split": ", split masters", "fp32": ", fp32 masters"}[self.masters]

@@ -13,7 +13,7 @@ AXES = ("cut", "place", "feed", "order", "version", "reduce", "keep", "precision
 class Decision(Record):
     """An automatic choice and its reason."""
 
-    axis: Literal["cut", "place", "feed", "order", "version", "reduce", "keep", "precision", "compile"]
+    axis: Literal["cut", "place", "feed", "order", "version", "reduce", "keep", "precision", "compile", "profile"]
     choice: str
     reason: str
 

@@ -78,11 +78,6 @@ RULES = (
         "use 2 microbatches or more",
     ),
     Rule(
-        lambda plan, profile: plan.splits_backward and ties_cross_stages(plan, profile),
-        "order '{order}' splits the backward, which counts tied weights twice",
-        "use order '1f1b', or untie the weights",
-    ),
-    Rule(
         lambda plan, _: plan.splits_backward and plan.is_compiled,
         "order '{order}' splits the backward, which compiled stages cannot do",
         "switch is_compiled off, or use order '1f1b'",
@@ -303,6 +298,11 @@ RULES = (
         lambda plan, _: plan.precision.moments != "fp32" and plan.precision.compute == "fp64",
         "moments of {moments} would round away what compute 'fp64' keeps",
         "leave precision.moments out, or use compute 'fp32'",
+    ),
+    Rule(
+        lambda plan, _: plan.precision.moments == "int8" and plan.keep.kind.startswith("zero"),
+        "keep '{keep}' divides state at any element, and int8 moments have a scale per 256 of them",
+        "set precision.moments to 'bf16', or keep to 'replicated'",
     ),
     Rule(
         lambda plan, _: plan.precision.is_split and adds_to_weights(plan),

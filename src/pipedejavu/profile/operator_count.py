@@ -1,5 +1,6 @@
 """Counts the work of a unit's step: FLOP, bytes read and written, bytes saved for backward, temporary bytes."""
 
+import copy
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import accumulate
@@ -9,6 +10,7 @@ from torch import nn
 
 from pipedejavu.facts import InputError
 from pipedejavu.profile.expert_rows import ExpertRows, counted_rows
+from pipedejavu.profile.meta_model import make_mode, meta_like
 from pipedejavu.profile.operator_meter import OperatorMeter, OperatorWork, storage_id
 from pipedejavu.profile.segment import refusal_of_branches
 from pipedejavu.profile.unit_step import LossHead, detached, run_step, tensors_of
@@ -69,6 +71,22 @@ def count_step(module: nn.Module, value: Any, head: LossHead | None, is_first: b
         output=detached(output),
         expert_rows=tuple(rows.values()),
     )
+
+
+def count_on_fakes(module: nn.Module, value: Any, head: LossHead | None, is_first: bool) -> UnitWork | None:
+    """Counts the work of a unit's step by shapes alone, in milliseconds; None if its operations depend on values."""
+    mode = make_mode()
+    mode.allow_non_fake_inputs = True  # constants inside losses and recorded graphs
+    try:
+        held = [*module.parameters(), *module.buffers()]
+        copies: dict[int, Any] = {id(p): meta_like(p, mode).requires_grad_(p.requires_grad) for p in held}
+        copies |= {id(p): nn.Parameter(copies[id(p)], p.requires_grad) for p in module.parameters()}
+        unit = copy.deepcopy(module, copies)
+        fake_head = head and LossHead(head.loss, meta_like(head.targets, mode))
+        with mode:
+            return count_step(unit, meta_like(value, mode), fake_head, is_first)
+    except Exception:  # rules for shapes are missing, or code reads values; an error of the unit is raised when it runs
+        return None
 
 
 def _most(changes: Iterable[tuple[int, int]]) -> int:

@@ -5,6 +5,7 @@ from typing import Literal
 from pydantic import Field
 
 from pipedejavu.facts import Record
+from pipedejavu.facts.measurement import MEASURE_S
 
 Logger = Literal["tensorboard", "wandb", "mlflow"]
 
@@ -61,6 +62,8 @@ class TrainOptions(Record):
     """`float64` stands for the precision fp64, in the settings of earlier versions."""
     compile: Literal["auto", "on", "off"] = "auto"
     """Whether units run under torch.compile; by default if the steps repay it."""
+    measure_budget_s: float = Field(default=MEASURE_S, ge=0)
+    """Seconds that measuring the model may take before the run; what is left out is estimated."""
     on_nan: Literal["stop", "skip"] = "stop"
     max_consecutive_skips: int = Field(default=10, ge=1)
     """Consecutive updates that `on_nan="skip"` may skip before the run stops."""

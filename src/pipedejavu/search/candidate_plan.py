@@ -149,8 +149,8 @@ class CandidatePlan:
 
     @property
     def is_even(self) -> bool:
-        """Whether all stages have the same number of replicas."""
-        return len({*self.sizes}) == 1
+        """Whether all stages have the same number of replicas, which each get as many microbatches."""
+        return len({*self.sizes}) == 1 and (self.is_shared or self.microbatches % self.sizes[0] == 0)
 
     @property
     def has_tp_groups(self) -> bool:

@@ -53,6 +53,7 @@ class Pool:
         self.tightest: CandidatePlan | None = None
         """The candidate with the least shortage."""
         self._costs: dict[tuple[int, int], StageCosts] = {}
+        self._adopted: list[PlanningProblem] = []
 
     def again(self, max_score: float = inf) -> "Pool":
         """Returns an empty pool for another attempt at the same question, on the same clock."""
@@ -66,6 +67,13 @@ class Pool:
         if key not in self._costs:
             self._costs[key] = StageCosts(problem, samples)
         return self._costs[key]
+
+    def adopt(self, problem: PlanningProblem, other: PlanningProblem) -> None:
+        """Uses the costs of another problem, from which this one differs only in memory."""
+        self._adopted.append(problem)  # costs are known by the identity of their problem
+        for (owner, samples), costs in [*self._costs.items()]:
+            if owner == id(other):
+                self._costs[id(problem), samples] = costs
 
     def estimate(self, candidate: CandidatePlan) -> PlanEstimate:
         """Returns the estimate of a candidate."""

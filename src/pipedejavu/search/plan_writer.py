@@ -125,7 +125,7 @@ def _name(candidate: CandidatePlan) -> str:
         text = (
             "one device" if sizes[0] == 1 else f"{sizes[0]} shares" if candidate.is_shared else f"{sizes[0]} replicas"
         )
-    elif candidate.is_even:
+    elif len({*sizes}) == 1:
         text = f"{len(sizes)} stages" + (f" × {sizes[0]}" if sizes[0] > 1 else "")
     else:
         text = f"stages {'-'.join(map(str, sizes))}"
@@ -184,7 +184,8 @@ def _order(candidate: CandidatePlan, recompute: StageRecompute) -> Order:
     fetches = mode.activations == "host" or mode.state == "window" or (mode.zero == 3 and len(candidate.stages) == 1)
     is_data_parallel = len(candidate.stages) == 1 and candidate.sizes[0] > 1 and not candidate.is_shared
     is_data_parallel &= not mode.recomputes  # its segments are the pieces that are reduced
-    kind = "step" if len(candidate.stages) == 1 else "1f1b-async" if candidate.is_stale else "1f1b"
+    is_step = len(candidate.stages) == 1 and candidate.is_even
+    kind = "step" if is_step else "1f1b-async" if candidate.is_stale else "1f1b"
     return Order.model_validate(
         {
             "kind": kind,

@@ -93,12 +93,14 @@ class StageCosts:
         )
         """Prefix sums over units."""
         self.model = ModelStateBytes(*(float(totals[-1]) for totals in self.state))
-        self.saved = prefix_sums([u.activation_bytes * samples for u in units])
+        others = problem.tp_size - 1
+        saved = [(u.activation_bytes + others * u.replicated_bytes) * samples for u in units]
+        self.saved = prefix_sums(saved)
         """Prefix sums of saved activations."""
         self.cut = cut_bytes(problem) * samples
         """Bytes per microbatch that cross each boundary between units."""
         self._largest = LargestUnit(
-            saved=range_maxima([u.activation_bytes * samples for u in units]),
+            saved=range_maxima(saved),
             weights=range_maxima([u.parameter_bytes for u in units]),
             checkpoint=range_maxima([*self.cut[:-1]]),
         )

@@ -101,10 +101,11 @@ def subspaces(problem: PlanningProblem, options: SearchOptions) -> Iterator[Sear
                     yield from _order_subspaces(problem, free, sizes, samples, modes, options)
 
 
-def subspace_of(candidate: CandidatePlan, options: SearchOptions) -> SearchSubspace:
-    """Returns the subspace that holds a candidate."""
-    problem, degrees = candidate.problem, candidate.problem.degrees
-    size = candidate.sizes[0] if candidate.is_even and len(degrees) == 1 else 0
+def subspace_of(candidate: CandidatePlan, options: SearchOptions, *, may_regroup: bool = False) -> SearchSubspace:
+    """Returns the subspace that holds a candidate; if it `may_regroup` the one with free groups, if there is one."""
+    problem, degrees, count = candidate.problem, candidate.problem.degrees, len(candidate.devices)
+    may_regroup &= 1 < count <= MOST_FREE and not problem.profile.ties and candidate.mode.zero == 0
+    size = candidate.sizes[0] if candidate.is_even and len(degrees) == 1 and not may_regroup else 0
     device_order = DeviceOrder(problem, candidate.devices, size)
     sizes = (size,) if size else _free_sizes(problem, options, candidate.samples, len(candidate.devices))
     return SearchSubspace(
@@ -120,9 +121,14 @@ def subspace_of(candidate: CandidatePlan, options: SearchOptions) -> SearchSubsp
 
 
 def _free_sizes(problem: PlanningProblem, options: SearchOptions, samples: int, count: int) -> tuple[int, ...]:
-    """Returns the numbers of replicas that stages may choose from; only 1 if the model ties weights across units."""
-    most = 2 if problem.profile.ties else count
-    return tuple(r for r in divisors(options.batch // samples) if r < most)
+    """Returns the numbers of replicas that stages may choose from; only 1 if the model ties weights across units.
+
+    Replicas need not divide the microbatches. All devices can be one stage here only if they do not; else another
+    subspace has them.
+    """
+    microbatches = options.batch // samples
+    most = 1 if problem.profile.ties else min(count, microbatches)
+    return tuple(r for r in range(1, most + 1) if r < count or microbatches % r)
 
 
 def _tp_subspaces(problem: PlanningProblem, options: SearchOptions) -> Iterator[SearchSubspace]:
@@ -131,7 +137,7 @@ def _tp_subspaces(problem: PlanningProblem, options: SearchOptions) -> Iterator[
     for order in (order for order in device_orders(problem) if len(order) > 2):
         device_order = DeviceOrder(problem, order)
         for samples in microbatch_sizes(options, 1):
-            sizes = _free_sizes(problem, options, samples, len(order))
+            sizes = tuple(r for r in _free_sizes(problem, options, samples, len(order)) if r < len(order))
             for mode in modes if len(sizes) > 1 else modes[:2]:
                 yield SearchSubspace(
                     problem, device_order, sizes, samples, options.batch // samples, mode, degrees=problem.degrees

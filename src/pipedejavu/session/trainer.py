@@ -16,6 +16,7 @@ from pipedejavu.engine import AdamW, Optimizer, Threads
 from pipedejavu.engine.engine_state import take_all
 from pipedejavu.engine.replicas import ReplicaCheck
 from pipedejavu.facts import InputError, Machine
+from pipedejavu.facts.measurement import MEASURE_S
 from pipedejavu.health.failure import WorkerError
 from pipedejavu.plan import Plan
 from pipedejavu.planner.compile_choice import read_mode
@@ -98,6 +99,7 @@ class Trainer:
     all GPUs that train compute it, and else fp32. A `torch.autocast` of bfloat16 around the Trainer asks for "bf16".
     The model's weights stay float32: `state_dict` returns the masters that updates work on. A bfloat16 model is
     trained with float32 masters.
+    Measuring takes about `measure_budget_s` at most, and what is left out is estimated; results are kept on disk.
     With `compile` units run under torch.compile: "on" or True, "off" or False, or "auto", if some 200 steps repay it.
 
     Replicas that share every update must hold equal weights. They are compared every `check_replicas` updates (0:
@@ -126,6 +128,7 @@ class Trainer:
         head_chunks: int | None = None,
         compile: str | bool = "auto",  # noqa: A002
         precision: str = "auto",
+        measure_budget_s: float = MEASURE_S,
     ):
         asked = take_autocast("Trainer()", check_request(precision))
         if head_chunks is not None and head_chunks < 1:
@@ -149,7 +152,7 @@ class Trainer:
             plan=plan, workers=workers or (self._ranks.size if self._ranks else 2), seed=seed, machine=machine,
             replan=replan, hang_after_s=hang_after_s, check_replicas=check_replicas, check_model=check_model,
             precision=asked, head_chunks=head_chunks, clip_norm=clip_norm, ranks=self._ranks,
-            compile=read_mode(compile),
+            compile=read_mode(compile), measure_budget_s=measure_budget_s,
         )  # fmt: skip
         self._reader = BatchReader(model, self.loss, self._ranks, batches)
         self._loaded: Checkpoint | None = None
