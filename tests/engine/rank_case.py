@@ -28,6 +28,7 @@ CASES = {
     "zero-1": ("zero-1", "gpt", {"workers": 2, "microbatches": 2, "clip": "global", "clip_norm": 0.1}),
     "zero-2": ("zero-2", "calm-gpt", {"workers": 2, "microbatches": 1}),
     "zero-3": ("zero-3", "gpt", {"workers": 2, "microbatches": 2}),
+    "experts": ("moe", "moe", {"workers": 2, "microbatches": 2, "clip": "global", "clip_norm": 0.3}),
     "zero-r": ("zero-r", "mlp", {"workers": 2, "microbatches": 2}),
 }
 """Preset, model and sizes."""

@@ -175,7 +175,8 @@ def put_state(handlers: Handlers, update: int, source: Source, norm: float | Non
         is_divided = (value.piece, value.replica) in handlers.sharded
         if value.kind == ValueKind.WEIGHTS and not is_divided and not _is_idle(handlers.program, value.replica):
             for name, weight in weights.items():
-                _fill(f"weight '{name}'", weight.data, _loaded_weight(handlers, source, value.replica, name, weight))
+                loaded_weight = _loaded_weight(handlers, source, value.replica, name, weight)
+                _fill(f"weight '{name}'", weight.data, loaded_weight)
     for (_, replica), shards in handlers.sharded.items():
         for name, leaf in shards.leaves.items():
             loaded_weight = _loaded_weight(handlers, source, replica, name, leaf)
@@ -307,7 +308,7 @@ def _own_part(handlers: Handlers, replica: int, name: str, whole: Tensor) -> Ten
         layout = runner.layouts.get(name)
         if held == replica and layout is not None and layout.shape == whole.shape:
             program = handlers.program
-            return layout.local(whole, program.shard_of(handlers.index), program.plan.place.shards)
+            return layout.local(whole, program.part_of(handlers.index), program.plan.place.shards)
     return whole
 
 

@@ -326,4 +326,4 @@ def _kinds(plan: Plan, machine: Machine) -> dict[str, torch.device]:
 
 
 def _copies(plan: Plan) -> int:
-    return 1 if plan.feed.kind == "share" else plan.place.replicas
+    return 1 if plan.feed.kind == "share" else plan.data_replicas

@@ -149,12 +149,12 @@ class ActionCosts:
             time += loading.at(samples) if loading else 0.0
         if self.plan.feed.budgets:
             time *= self.plan.feed.budgets[a.replica]
-        time = time / self.plan.place.shards + self._sums(a, samples)
+        time = time / self.plan.tensor_shards + self._sums(a, samples)
         return ActionWork(0.0, time, issue_s=issue)
 
     def _sums(self, a: Action, samples: float) -> float:
         """Returns the time of the sums inside a piece's divided operators: two of a unit's output per pass."""
-        if self.plan.place.shards == 1 or "expert" in self.plan.cut.layouts or a.kind == ActionKind.WEIGHT_BACKWARD:
+        if self.plan.tensor_shards == 1 or a.kind == ActionKind.WEIGHT_BACKWARD:
             return 0.0
         group = self.program.groups.get(shard_group(self.program.pieces[a.piece].stage, a.replica))
         routes = self._ring(group.workers) if group is not None else []
@@ -174,7 +174,10 @@ class ActionCosts:
         trainer = self._device(worker)
         device = self.machine.cpu_of(trainer) if a.update_place == UpdatePlace.HOST else trainer
         parts = self.sizes.group_size(a.piece) if a.update_place == UpdatePlace.SHARD else 1
-        time = sum(t.update_s for t in self._times(a, device.kind)) / parts / self.plan.place.shards
+        units = [self.program.profile.units[u] for u in self.program.pieces[a.piece].units]
+        shares = [self.sizes.held_share(unit) for unit in units]
+        times = self._times(a, device.kind)
+        time = sum(t.update_s * share for t, share in zip(times, shares, strict=True)) / parts
         if device.type == trainer.type:
             return ActionWork(0.0, time)
         users = sum(self.machine.cpu_of(self._device(w)).name == device.name for w in self._copies(worker))
