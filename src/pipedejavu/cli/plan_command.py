@@ -12,7 +12,7 @@ from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as Bar
 from rich.table import Table
 
-from pipedejavu.cli.input_files import AsJson, read_model
+from pipedejavu.cli.input_files import AsJson, Speeds, read_model, read_speeds
 from pipedejavu.cli.installed import require_torch
 from pipedejavu.cli.terminal import print_json, styled, terminal
 from pipedejavu.facts import (
@@ -22,11 +22,13 @@ from pipedejavu.facts import (
     format_bytes,
     format_seconds,
     read_machine,
+    read_profile,
     with_part_times,
     write_file,
 )
 from pipedejavu.facts.measurement import MEASURE_S
 from pipedejavu.facts.printable import printable
+from pipedejavu.facts.published import PUBLISHED
 from pipedejavu.plan import Plan
 from pipedejavu.program import compile as compile_plan
 from pipedejavu.report import Choice, render_html
@@ -58,13 +60,15 @@ class PlanRequest:
     model: Annotated[
         str,
         typer.Argument(
-            metavar="MODEL", help="zoo:NAME, hf:CONFIG, FILE.py:FUNCTION, a profile file, or a shape such as gpt-small."
+            metavar="MODEL",
+            help="zoo:NAME, hf:CONFIG, FILE.py:FUNCTION, a profile (JSON, graph.txt or CSV), or a shape: gpt-small.",
         ),
     ]
     machine: Annotated[
         str | None,
         typer.Option(help="A machine file, or a text such as '4xa100 + epyc-7763'; by default this machine, measured."),
     ] = None
+    speed: Speeds = None
     batch: Annotated[int, typer.Option(help="Samples per update.")] = 32
     samples: Annotated[int | None, typer.Option(help="Samples per microbatch; by default the best.")] = None
     search: Annotated[str, typer.Option(help="auto, exhaustive, dp, mcmc or gradient.")] = "auto"
@@ -144,7 +148,7 @@ def run(request: PlanRequest) -> None:
         result = search(problem.profile, problem.machine, problem.options, progress)
         if result.best is None:
             raise nothing_fits(problem.profile, problem.machine, problem.options, is_complete=result.is_complete)
-        if request.model.endswith(".json"):
+        if _is_profile(request.model):
             _, sentences = with_part_times(problem.profile, result.best.machine)
             problem = problem._replace(notes=(*problem.notes, *(f"profile: {sentence}" for sentence in sentences)))
         question = (problem.profile, problem.machine, problem.options, result.best, progress)
@@ -176,6 +180,8 @@ def _read_inputs(request: PlanRequest, options: SearchOptions, progress: Progres
     is_measured = is_model and request.machine is None
     if request.precision != "auto" and not is_measured:
         raise InputError("--precision is for a model that is measured here; profiles and estimates have their own")
+    if request.speed and not _is_profile(request.model):
+        raise InputError("--speed is for profiles; a model's times are measured, or estimated from each device's rate")
     if request.machine is not None:
         machine = read_machine(request.machine)
     else:
@@ -185,9 +191,12 @@ def _read_inputs(request: PlanRequest, options: SearchOptions, progress: Progres
         machine = survey_machine(lambda text, share: progress(share, text), renews=request.renew)
         assert machine.survey is not None
         notes.append(f"machine: {machine.name}, measured {machine.survey.date} (--renew measures again)")
+    if machine.survey is not None and machine.survey.disturbance:
+        notes.append(f"machine: {machine.survey.disturbance}")
     if not is_model:
-        if request.model.endswith(".json"):
-            profile = Profile.load(request.model)
+        if _is_profile(request.model):
+            kinds = [device.kind for device in machine.devices]
+            profile = read_profile(request.model, kinds, read_speeds(request.speed))
         else:
             profile = estimate_profile(request.model, machine)
             notes.append("times are estimated from the model's shape and each device's stated rate")
@@ -228,6 +237,11 @@ def _read_inputs(request: PlanRequest, options: SearchOptions, progress: Progres
         profile = profiled.profile
         notes.append("times are estimated from what the model computes and each device's stated rate")
     return PlanInputs(profile, machine, options, tuple(notes))
+
+
+def _is_profile(model: str) -> bool:
+    """Whether a text names a profile's file: the project's JSON, PipeDream's graph.txt or a CSV table."""
+    return model.endswith((".json", *PUBLISHED))
 
 
 def _print(best: RankedPlan, answer: PlanAnswer, problem: PlanInputs, request: PlanRequest) -> None:

@@ -7,7 +7,7 @@ import typer
 
 from pipedejavu.analysis import verify
 from pipedejavu.cli import show
-from pipedejavu.cli.input_files import AsJson, read_plan
+from pipedejavu.cli.input_files import AsJson, Speeds, read_plan, read_speeds
 from pipedejavu.facts import InputError, Machine, Profile, read_machine, read_profile, with_part_times, write_file
 from pipedejavu.plan import Plan
 from pipedejavu.probe import read_shape
@@ -39,6 +39,7 @@ class SimulateRequest:
     ] = None
     model: Annotated[str | None, typer.Option(help="A model by its shape, such as gpt-small.")] = None
     profile: Annotated[str | None, typer.Option(help="A profile instead of a model: JSON, graph.txt or CSV.")] = None
+    speed: Speeds = None
     machine: Annotated[
         str | None,
         typer.Option(help="A machine file, or a text such as '4xa100 + epyc-7763'; by default this machine's shape."),
@@ -93,6 +94,8 @@ def read_inputs(request: SimulateRequest) -> SimulateInputs:
         return _with_unit_costs(plan, request.unit_costs, request)
     if request.model is not None and request.profile is not None:
         raise InputError("give --model or --profile, not both")
+    if request.speed and request.profile is None:
+        raise InputError("--speed is for --profile; a shape's times are estimated from each device's rate")
     notes = []
     if request.machine is not None:
         machine = read_machine(request.machine)
@@ -107,7 +110,8 @@ def read_inputs(request: SimulateRequest) -> SimulateInputs:
             " its rates are assumed, not measured"
         )
     if request.profile is not None:
-        profile = read_profile(request.profile, [device.kind for device in machine.devices])
+        kinds = [device.kind for device in machine.devices]
+        profile = read_profile(request.profile, kinds, read_speeds(request.speed))
         profile, sentences = with_part_times(profile, machine)
         return SimulateInputs(plan, profile, machine, (*notes, *(f"profile: {sentence}" for sentence in sentences)))
     profile = estimate_profile(request.model or DEFAULT_MODEL, machine)
@@ -126,4 +130,8 @@ def _with_unit_costs(plan: Plan, costs: str, request: SimulateRequest) -> Simula
 
 def _origin(machine: Machine) -> list[str]:
     """Returns a note on when a machine was measured, if it was."""
-    return [f"machine: {machine.name}, measured {machine.survey.date}"] if machine.survey else []
+    if machine.survey is None:
+        return []
+    disturbed = [f"machine: {machine.survey.disturbance}"] if machine.survey.disturbance else []
+    return [f"machine: {machine.name}, measured {machine.survey.date}", *disturbed]
+
