@@ -117,7 +117,7 @@ def _search(options: "TrainOptions", request: TrainRequest, machine: Machine | N
     """Returns the best plan that the engine runs, and its machine."""
     from pipedejavu.launch import find_fastest
     from pipedejavu.planner.planning import MOST_SAMPLES, choose_plans, known_machine, profile_here
-    from pipedejavu.planner.precision_choice import SPLIT, faster, is_worth_measuring, with_precision
+    from pipedejavu.planner.precision_choice import faster, is_worth_measuring, split_of, with_precision
     from pipedejavu.source.chosen_data import data_choice
     from pipedejavu.source.precision import model_dtype
     from pipedejavu.source.trained_part import trained_part
@@ -142,9 +142,10 @@ def _search(options: "TrainOptions", request: TrainRequest, machine: Machine | N
         measured = (options.model, data_choice(options), question.batch, machine, report)
         profile = profile_here(*measured, renews=request.renew, part=part, precision=chosen.precision)
         if is_worth_measuring(chosen, options.asked_precision, trains):
-            other = profile_here(*measured, renews=request.renew, part=part, precision=SPLIT)
+            split = split_of(chosen.precision)
+            other = profile_here(*measured, renews=request.renew, part=part, precision=split)
             chosen = faster(chosen, profile, other, min(question.batch, MOST_SAMPLES))
-            profile = other if chosen.precision == SPLIT else profile
+            profile = other if chosen.precision == split else profile
         clips = chosen.reduce.clip == "global"
         question = question.replace(precision=chosen.precision, clip="global" if clips else question.clip)
         plans: list[RankedPlan] = choose_plans(profile, machine, question, request.tries, devices, progress)
