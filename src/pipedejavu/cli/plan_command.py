@@ -89,7 +89,7 @@ class PlanRequest:
     ] = MEASURE_S
     time_budget: Annotated[float, typer.Option(help="Seconds for the search.")] = 60.0
     precision: Annotated[
-        str, typer.Option(help="For a model measured here: auto, bf16, fp16, tf32, fp32 or fp64, as for 'train'.")
+        str, typer.Option(help="For a model measured here: as for 'train', such as bf16 or 'bf16, int8 moments'.")
     ] = "auto"
     seed: Annotated[int, typer.Option(help="Seed of randomised searchers.")] = 0
     candidates: Annotated[int, typer.Option(help="Most plans to show.")] = 5
@@ -205,8 +205,9 @@ def _read_inputs(request: PlanRequest, options: SearchOptions, progress: Progres
         import torch
 
         from pipedejavu.data.data_choice import DataChoice
+        from pipedejavu.plan.precision_request import check_request
         from pipedejavu.planner.planning import profile_here
-        from pipedejavu.planner.precision_choice import check_request, with_precision
+        from pipedejavu.planner.precision_choice import with_precision
         from pipedejavu.profile import TimeBudget
 
         asked = check_request(request.precision)

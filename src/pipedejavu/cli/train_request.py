@@ -92,7 +92,11 @@ class TrainRequest:
     momentum: Annotated[float, typer.Option(help="Momentum of sgd.")] = 0.0
     clip_norm: Annotated[float | None, typer.Option(help="Clip gradients to this norm over all stages.")] = None
     precision: Annotated[
-        str, typer.Option(help="auto (bf16 on GPUs that compute it, else fp32), bf16, fp16, tf32, fp32 or fp64.")
+        str,
+        typer.Option(
+            help="auto (bf16 on GPUs that compute it, else fp32), bf16, fp16, tf32, fp32 or fp64; 'bf16, int8 moments'"
+            " also chooses the format of AdamW's moments: fp32, bf16 or int8."
+        ),
     ] = "auto"
     dtype: Annotated[str, typer.Option(help="float64 is the old name of --precision fp64.")] = "float32"
     compile: Annotated[

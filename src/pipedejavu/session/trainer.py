@@ -19,8 +19,8 @@ from pipedejavu.facts import InputError, Machine
 from pipedejavu.facts.measurement import MEASURE_S
 from pipedejavu.health.failure import WorkerError
 from pipedejavu.plan import Plan
+from pipedejavu.plan.precision_request import PrecisionRequest
 from pipedejavu.planner.compile_choice import read_mode
-from pipedejavu.planner.precision_choice import check_request
 from pipedejavu.planner.replan import PlanSwitch
 from pipedejavu.program import Program
 from pipedejavu.program import compile as compile_plan
@@ -130,7 +130,8 @@ class Trainer:
         precision: str = "auto",
         measure_budget_s: float = MEASURE_S,
     ):
-        asked = take_autocast("Trainer()", check_request(precision))
+        request = PrecisionRequest.read(precision)
+        asked = str(request._replace(compute=take_autocast("Trainer()", request.compute)))
         if head_chunks is not None and head_chunks < 1:
             raise InputError(f"head_chunks is {head_chunks}; give 1 or more chunks of tokens, or None")
         check_parameters(model)

@@ -25,7 +25,7 @@ from pipedejavu.planner.compile_choice import (
 )
 from pipedejavu.planner.measure import explain_estimates, measure
 from pipedejavu.planner.planning import MOST_SAMPLES, choose_plan, kept_profile, known_machine, measure_setups
-from pipedejavu.planner.precision_choice import PrecisionRequest, with_precision
+from pipedejavu.planner.precision_choice import with_precision
 from pipedejavu.planner.profiling import choose_sizes, measure_with
 from pipedejavu.planner.worker_host import WorkerHost, devices_to_measure, make_machine, read_worker_hosts, torch_device
 from pipedejavu.profile import ModelCut, TimeBudget, UnitSample, cut_model, make_samples
@@ -60,7 +60,7 @@ class TrainerOptions:
     hang_after_s: float | None
     check_replicas: int
     check_model: bool
-    precision: PrecisionRequest = "auto"
+    precision: str = "auto"
     compile: CompileMode = "auto"
     head_chunks: int | None = None
     clip_norm: float | None = None
