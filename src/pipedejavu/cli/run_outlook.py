@@ -21,6 +21,7 @@ _PASSES = 3
 def describe_outlook(options: "TrainOptions", program: Program, done: int = 0) -> Iterator[str]:
     """Yields sentences about a run that has made `done` updates, by the simulator's forecast."""
     yield _what_is_trained(options, program)
+    yield _how_fast(options)
     prediction = simulate(program, verify(program))
     for worker in prediction.workers:
         yield _memory_of(worker, program)
@@ -52,6 +53,12 @@ def _what_is_trained(options: "TrainOptions", program: Program) -> str:
         what = f"training of {options.train}: {trained:,} of {count:,} parameters"
     optimizer = "AdamW" if options.optimizer == "adamw" else "SGD"
     return f"{what}, with exact {optimizer}: weights, gradients and optimizer state in {options.dtype}"
+
+
+def _how_fast(options: "TrainOptions") -> str:
+    warmup = f", after {options.warmup} updates of warm-up" if options.warmup else ""
+    course = "constant" if options.schedule == "constant" else f"falling to 0 ({options.schedule})"
+    return f"learning rate {options.lr:g}, {course}{warmup}; --lr changes it"
 
 
 def _memory_of(worker: WorkerSummary, program: Program) -> str:
