@@ -40,6 +40,11 @@ SHAPES = {
 }
 
 
+def tokens_of(name: str) -> int | None:
+    """Returns the tokens per sample of a shape; None for another model."""
+    return SHAPES[name].context if name in SHAPES else None
+
+
 def estimate_profile(name: str, machine: Machine) -> Profile:
     """Returns the profile of a shape on a machine's kinds of devices."""
     if name not in SHAPES:
@@ -65,6 +70,7 @@ def _unit(
     return Unit(
         name=name,
         times={kind: _time(device, parameters, flop, values) for kind, device in kinds.items()},
+        flop=flop,
         parameter_bytes=_WEIGHT_BYTES * parameters,
         gradient_bytes=_GRADIENT_BYTES * parameters,
         optimizer_bytes=_OPTIMIZER_BYTES * parameters,
