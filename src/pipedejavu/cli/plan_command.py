@@ -31,7 +31,7 @@ from pipedejavu.facts.printable import printable
 from pipedejavu.facts.published import PUBLISHED
 from pipedejavu.plan import Plan
 from pipedejavu.program import compile as compile_plan
-from pipedejavu.report import Choice, render_html
+from pipedejavu.report import Choice, headlines, render_html, step_time
 from pipedejavu.search import (
     Advised,
     MemoryNeed,
@@ -48,6 +48,7 @@ from pipedejavu.search import (
 from pipedejavu.search.ranking import NEAR
 from pipedejavu.simulate import simulate
 from pipedejavu.zoo import estimate_profile
+from pipedejavu.zoo.gpt_shape import tokens_of
 
 MEASURING = ("measuring", "pip install 'pipedejavu[train]', or give --machine and a profile")
 """What needs torch, and what to do without it."""
@@ -348,7 +349,11 @@ def _page(best: RankedPlan, answer: PlanAnswer, problem: PlanInputs, *, by_price
     ]
     title = f"{best.plan.name} · {problem.profile.name} on {problem.machine.name}"
     notes = [*(text.strip() for text in explain(best, answer, by_price=by_price)), *_notes(answer.result, problem)]
-    return render_html(simulate(program).timeline(), title, program.plan.axes(), decisions, notes, choices)
+    prediction = simulate(program)
+    rate = sum(program.sizes) * program.plan.steps / prediction.makespan_s if prediction.makespan_s else 0.0
+    time = step_time(program, prediction.makespan_s)
+    leads = headlines(program, rate, time, tokens_per_sample=tokens_of(program.profile.name))
+    return render_html(prediction.timeline(), title, program.plan.axes(), decisions, notes, choices, leads=leads)
 
 
 def _different(candidates: Sequence[RankedPlan]) -> list[RankedPlan]:

@@ -75,7 +75,7 @@ class Trainer:
     With the plan "auto" the model is measured on all devices of this machine, and the planner searches for the best
     plan for batches like the sample; `workers` is ignored. If workers become slower or faster than forecast, the
     planner searches again in the background, and the next step switches to a plan that pays; `replan=False` keeps the
-    first plan.
+    first plan. On several ranks, replicas and pipelines of as many workers are compared instead, and the plan stays.
 
     Batches may be shorter than the sample, and samples may vary in length. A model that is not a chain is traced again
     for each new shape of a microbatch.
