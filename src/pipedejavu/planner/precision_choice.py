@@ -6,7 +6,8 @@ from typing import Literal, get_args
 
 import torch
 
-from pipedejavu.facts import Device, InputError, Profile, format_seconds, nearest
+from pipedejavu.facts import Device, InputError, Machine, Profile, format_seconds, nearest
+from pipedejavu.facts.catalog import read_catalog
 from pipedejavu.plan import Decision, Plan, Precision
 
 PrecisionRequest = Literal["auto", "bf16", "fp16", "tf32", "fp32", "fp64"]
@@ -45,6 +46,25 @@ def with_precision(
     decision = Decision(axis="precision", choice=str(precision), reason=reason)
     decisions = (*(d for d in plan.decisions if d.axis != "precision"), *([decision] if reason else []))
     return plan.replace(precision=precision, reduce=reduce, decisions=decisions)
+
+
+def estimated_precision(asked: PrecisionRequest, machine: Machine) -> Plan:
+    """Returns a plan with the precision of a run on a machine that need not be here; `auto` is what `train` would take.
+
+    A GPU computes bf16 well if the library of devices says that its tensor cores do.
+    """
+    known = {name: device.dtype for device in read_catalog() for name in (device.name, *device.aliases)}
+    gpus = [device.kind for device in machine.devices if _is_gpu(device)]
+    lacking = [kind for kind in gpus if known.get(kind) != "bfloat16"]
+    if asked != "auto":
+        compute, reason = asked, ""
+    elif gpus and not lacking:
+        compute, reason = _BEST, f"{gpus[0]} computes it at twice the rate of TF32 or more"
+    else:
+        compute, reason = "fp32", f"{lacking[0]} is not known to compute bf16" if lacking else "it trains on CPUs"
+    precision = _precision_of(compute, Plan())
+    decision = Decision(axis="precision", choice=str(precision), reason=reason)
+    return Plan(precision=precision, decisions=(decision,) if reason else ())
 
 
 def _choose(asked: PrecisionRequest, devices: Sequence[Device], dtype: torch.dtype) -> tuple[str, str]:
