@@ -53,7 +53,7 @@ def _module_lines(module: nn.Module) -> Iterator[str]:
 
 
 @cache
-def _source_of(kind: type) -> str:
+def _source_of(kind: Any) -> str:
     """Returns a hash of the file that defines a class; empty if there is none."""
     try:
         path = inspect.getsourcefile(kind)
