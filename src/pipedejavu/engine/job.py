@@ -11,6 +11,9 @@ from torch import Tensor, nn
 from pipedejavu.engine.byzantine import Byzantine
 from pipedejavu.engine.optimizer import Optimizer
 from pipedejavu.plan import Precision
+from pipedejavu.program import Program
+from pipedejavu.runtime.axis_region import UnitGraph
+from pipedejavu.runtime.compiled_unit import UnitCompiler
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +39,14 @@ class Job:
     """How strongly an elastic combiner pulls weights and centre together (ρ)."""
     byzantine: Byzantine | None = None
     """Faults to inject into some replicas."""
+    graphs: Callable[[Sequence[tuple[str, nn.Module]], Any], list[UnitGraph]] | None = None
+    """Records consecutive units as graphs, given what the first one takes; plans that divide operators need it."""
+    compiler: UnitCompiler | None = None
+    """Runs units compiled, if the plan says so; it may have compiled them before. By default a new one."""
+
+    def compiler_for(self, program: Program) -> UnitCompiler | None:
+        """Returns the compiler of a program's units; None if they run eagerly."""
+        return (self.compiler or UnitCompiler()) if program.plan.is_compiled else None
 
     @cached_property
     def ties(self) -> tuple[frozenset[str], ...]:
@@ -111,6 +122,20 @@ class Scored(NamedTuple):
 Event = Read | Applied | Scored
 
 
+class _Nothing(list[Event]):
+    """A list that stays empty."""
+
+    def append(self, event: Event) -> None:
+        """Drops the event."""
+
+
+class _Nowhere(dict[int, float]):
+    """A table that stays empty."""
+
+    def __setitem__(self, number: int, loss: float) -> None:
+        """Drops the loss."""
+
+
 @dataclass
 class Log:
     """The reads, updates and scores of a worker in order; enough to replay its run."""
@@ -129,6 +154,10 @@ class Log:
         """Notes the loss of a microbatch, and when."""
         self.noted_s[number] = time.perf_counter()
         self.losses[number] = loss
+
+    def silence(self) -> None:
+        """Notes no events and losses from now on: another worker of the group notes the same."""
+        self.events, self.losses = _Nothing(), _Nowhere()
 
     def forget_losses(self) -> None:
         """Clears the losses before the next round."""

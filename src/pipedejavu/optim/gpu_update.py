@@ -81,9 +81,10 @@ class UnitUpdate:
         ]
 
     def prepare(self, factors: Sequence[Scalars | None], gradients: Sequence[Tensor | None], base: int = 0) -> Launch:
-        """Returns the update of the parameters that have factors; offsets count from `base`.
+        """Returns a function that launches the update of the parameters that have factors.
 
-        The GPU must have read the previous table: call it again only after the host has waited for a later norm.
+        Offsets of the state are relative to `base`. The GPU must have read the previous table, so
+        call it again only after the host has waited for a later norm.
         """
         launches = [table.prepare(factors, gradients, base) for table in self._tables]
 

@@ -5,6 +5,7 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, Field
 
 from pipedejavu.facts import Record
+from pipedejavu.facts.measurement import MEASURE_S
 from pipedejavu.plan.precision_request import PrecisionRequest, check_request
 
 Logger = Literal["tensorboard", "wandb", "mlflow"]
@@ -12,6 +13,11 @@ Logger = Literal["tensorboard", "wandb", "mlflow"]
 
 MOST_STEPS = 2**53
 """The number of steps until it follows from the number of epochs."""
+
+
+def default_rate(*, is_pretrained: bool, has_adapters: bool) -> float:
+    """Returns the learning rate if none is given: pretrained weights take small steps, their adapters larger ones."""
+    return 2e-4 if has_adapters else 1e-5 if is_pretrained else 1e-3
 
 
 class TrainOptions(Record):
@@ -27,6 +33,8 @@ class TrainOptions(Record):
     """Columns of data in files, as FIELD=COLUMN,FIELD=COLUMN."""
     context: int | None = Field(default=None, ge=1)
     """Tokens per sample; by default the model's."""
+    packing: Literal["documents", "stream", "rows"] = "documents"
+    """How texts become samples: several in a row that attend to themselves, one stream, or one text per row."""
     eval: float = Field(default=0.0, ge=0)
     """What is held out of the data for evaluation: a share, or a number of samples if it is 1 or more."""
     eval_data: str | None = None
@@ -62,6 +70,8 @@ class TrainOptions(Record):
     """`float64` stands for the precision fp64, in the settings of earlier versions."""
     compile: Literal["auto", "on", "off"] = "auto"
     """Whether units run under torch.compile; by default if the steps repay it."""
+    measure_budget_s: float = Field(default=MEASURE_S, ge=0)
+    """Seconds that measuring the model may take before the run; what is left out is estimated."""
     on_nan: Literal["stop", "skip"] = "stop"
     max_consecutive_skips: int = Field(default=10, ge=1)
     """Consecutive updates that `on_nan="skip"` may skip before the run stops."""

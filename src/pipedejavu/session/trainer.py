@@ -16,6 +16,7 @@ from pipedejavu.engine import AdamW, Optimizer, Threads
 from pipedejavu.engine.engine_state import take_all
 from pipedejavu.engine.replicas import ReplicaCheck
 from pipedejavu.facts import InputError, Machine
+from pipedejavu.facts.measurement import MEASURE_S
 from pipedejavu.health.failure import WorkerError
 from pipedejavu.plan import Plan
 from pipedejavu.plan.precision_request import PrecisionRequest
@@ -75,7 +76,7 @@ class Trainer:
     With the plan "auto" the model is measured on all devices of this machine, and the planner searches for the best
     plan for batches like the sample; `workers` is ignored. If workers become slower or faster than forecast, the
     planner searches again in the background, and the next step switches to a plan that pays; `replan=False` keeps the
-    first plan.
+    first plan. On several ranks, replicas and pipelines of as many workers are compared instead, and the plan stays.
 
     Batches may be shorter than the sample, and samples may vary in length. A model that is not a chain is traced again
     for each new shape of a microbatch.
@@ -99,6 +100,7 @@ class Trainer:
     all GPUs that train compute it, and else fp32. A `torch.autocast` of bfloat16 around the Trainer asks for "bf16".
     The model's weights stay float32: `state_dict` returns the masters that updates work on. A bfloat16 model is
     trained with float32 masters.
+    Measuring takes about `measure_budget_s` at most, and what is left out is estimated; results are kept on disk.
     With `compile` units run under torch.compile: "on" or True, "off" or False, or "auto", if some 200 steps repay it.
 
     Replicas that share every update must hold equal weights. They are compared every `check_replicas` updates (0:
@@ -127,6 +129,7 @@ class Trainer:
         head_chunks: int | None = None,
         compile: str | bool = "auto",  # noqa: A002
         precision: str = "auto",
+        measure_budget_s: float = MEASURE_S,
     ):
         request = PrecisionRequest.read(precision)
         asked = str(request._replace(compute=take_autocast("Trainer()", request.compute)))
@@ -151,7 +154,7 @@ class Trainer:
             plan=plan, workers=workers or (self._ranks.size if self._ranks else 2), seed=seed, machine=machine,
             replan=replan, hang_after_s=hang_after_s, check_replicas=check_replicas, check_model=check_model,
             precision=asked, head_chunks=head_chunks, clip_norm=clip_norm, ranks=self._ranks,
-            compile=read_mode(compile),
+            compile=read_mode(compile), measure_budget_s=measure_budget_s,
         )  # fmt: skip
         self._reader = BatchReader(model, self.loss, self._ranks, batches)
         self._loaded: Checkpoint | None = None
