@@ -134,4 +134,3 @@ def _origin(machine: Machine) -> list[str]:
         return []
     disturbed = [f"machine: {machine.survey.disturbance}"] if machine.survey.disturbance else []
     return [f"machine: {machine.name}, measured {machine.survey.date}", *disturbed]
-
