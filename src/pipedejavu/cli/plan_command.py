@@ -31,7 +31,7 @@ from pipedejavu.facts.printable import printable
 from pipedejavu.facts.published import PUBLISHED
 from pipedejavu.plan import Plan
 from pipedejavu.program import compile as compile_plan
-from pipedejavu.report import Choice, render_html
+from pipedejavu.report import Choice, headlines, render_html, step_time
 from pipedejavu.search import (
     Advised,
     MemoryNeed,
@@ -48,6 +48,7 @@ from pipedejavu.search import (
 from pipedejavu.search.ranking import NEAR
 from pipedejavu.simulate import simulate
 from pipedejavu.zoo import estimate_profile
+from pipedejavu.zoo.gpt_shape import tokens_of
 
 MEASURING = ("measuring", "pip install 'pipedejavu[train]', or give --machine and a profile")
 """What needs torch, and what to do without it."""
@@ -178,8 +179,8 @@ def _read_inputs(request: PlanRequest, options: SearchOptions, progress: Progres
     is_model = request.model.startswith(("zoo:", "hf:")) or ".py:" in request.model
     notes = []
     is_measured = is_model and request.machine is None
-    if request.precision != "auto" and not is_measured:
-        raise InputError("--precision is for a model that is measured here; profiles and estimates have their own")
+    if request.precision != "auto" and not is_model:
+        raise InputError("--precision is for a model that is measured or estimated here; profiles have their own")
     if request.speed and not _is_profile(request.model):
         raise InputError("--speed is for profiles; a model's times are measured, or estimated from each device's rate")
     if request.machine is not None:
@@ -231,10 +232,16 @@ def _read_inputs(request: PlanRequest, options: SearchOptions, progress: Progres
         notes += [f"{kind}: {reason}" for kind, reason in profile.estimated.items()]
     else:
         require_torch(*MEASURING)
+        from pipedejavu.planner.precision_choice import estimated_precision
         from pipedejavu.planner.profiling import estimate_model
 
         samples = options.samples or min(options.batch, 8)
-        profiled = estimate_model(read_model(request.model), samples, machine, lambda text: progress(0.0, text))
+        chosen = estimated_precision(request.precision, machine)
+        clip = options.clip if chosen.precision.compute != "fp16" else "global"
+        options = options.replace(precision=chosen.precision, clip=clip)
+        notes += [f"precision: {decision.choice} ({decision.reason})" for decision in chosen.decisions]
+        model = read_model(request.model)
+        profiled = estimate_model(model, samples, machine, lambda text: progress(0.0, text), precision=chosen.precision)
         profile = profiled.profile
         notes.append("times are estimated from what the model computes and each device's stated rate")
     return PlanInputs(profile, machine, options, tuple(notes))
@@ -348,7 +355,11 @@ def _page(best: RankedPlan, answer: PlanAnswer, problem: PlanInputs, *, by_price
     ]
     title = f"{best.plan.name} · {problem.profile.name} on {problem.machine.name}"
     notes = [*(text.strip() for text in explain(best, answer, by_price=by_price)), *_notes(answer.result, problem)]
-    return render_html(simulate(program).timeline(), title, program.plan.axes(), decisions, notes, choices)
+    prediction = simulate(program)
+    rate = sum(program.sizes) * program.plan.steps / prediction.makespan_s if prediction.makespan_s else 0.0
+    time = step_time(program, prediction.makespan_s)
+    leads = headlines(program, rate, time, tokens_per_sample=tokens_of(program.profile.name))
+    return render_html(prediction.timeline(), title, program.plan.axes(), decisions, notes, choices, leads=leads)
 
 
 def _different(candidates: Sequence[RankedPlan]) -> list[RankedPlan]:

@@ -12,9 +12,10 @@ from pipedejavu.facts import InputError, Machine, Profile, read_machine, read_pr
 from pipedejavu.plan import Plan
 from pipedejavu.probe import read_shape
 from pipedejavu.program import compile as compile_plan
-from pipedejavu.report import render_html, render_trace
+from pipedejavu.report import headlines, render_html, render_trace, step_time
 from pipedejavu.simulate import check_fit, parse_unit_costs, simulate, unit_costs
 from pipedejavu.zoo import estimate_profile
+from pipedejavu.zoo.gpt_shape import tokens_of
 
 DEFAULT_MODEL = "gpt-small"
 
@@ -81,7 +82,11 @@ def run(request: SimulateRequest) -> None:
         if request.html:
             decisions = [(d.axis, d.choice, d.reason) for d in program.plan.decisions]
             title = f"{program.plan.name} · {inputs.profile.name} on {inputs.machine.name}"
-            write_file(request.html, render_html(timeline, title, program.plan.axes(), decisions, inputs.notes))
+            rate = sum(program.sizes) * program.plan.steps / prediction.makespan_s if prediction.makespan_s else 0.0
+            time = step_time(program, prediction.makespan_s)
+            leads = headlines(program, rate, time, tokens_per_sample=tokens_of(program.profile.name))
+            page = render_html(timeline, title, program.plan.axes(), decisions, inputs.notes, leads=leads)
+            write_file(request.html, page)
     show.print_prediction(prediction, inputs.notes, files, request.as_json)
 
 

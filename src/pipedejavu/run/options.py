@@ -15,6 +15,11 @@ MOST_STEPS = 2**53
 """The number of steps until it follows from the number of epochs."""
 
 
+def default_rate(*, is_pretrained: bool, has_adapters: bool) -> float:
+    """Returns the learning rate if none is given: pretrained weights take small steps, their adapters larger ones."""
+    return 2e-4 if has_adapters else 1e-5 if is_pretrained else 1e-3
+
+
 class TrainOptions(Record):
     """The options of `train`; the plan, profile and machine have their own files."""
 
@@ -28,6 +33,8 @@ class TrainOptions(Record):
     """Columns of data in files, as FIELD=COLUMN,FIELD=COLUMN."""
     context: int | None = Field(default=None, ge=1)
     """Tokens per sample; by default the model's."""
+    packing: Literal["documents", "stream", "rows"] = "documents"
+    """How texts become samples: several in a row that attend to themselves, one stream, or one text per row."""
     eval: float = Field(default=0.0, ge=0)
     """What is held out of the data for evaluation: a share, or a number of samples if it is 1 or more."""
     eval_data: str | None = None

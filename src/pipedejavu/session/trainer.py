@@ -41,6 +41,7 @@ from pipedejavu.session.newest_weights import NewestWeights, copy_newest
 from pipedejavu.session.pretrained_folder import check_tokenizer, is_pretrained, save_pretrained
 from pipedejavu.session.rank_rounds import Workers
 from pipedejavu.session.started_workers import detach, held_by_session, start_workers
+from pipedejavu.session.step_shortage import explained_shortage
 from pipedejavu.session.torch_optimizer import read_optimizer, read_positional
 from pipedejavu.session.trainer_checkpoints import TrainerCheckpoints, describe_checkpoint
 from pipedejavu.session.trainer_plan import OptimizerOf, TrainerOptions, TrainerPlan, may_pad
@@ -75,7 +76,7 @@ class Trainer:
     With the plan "auto" the model is measured on all devices of this machine, and the planner searches for the best
     plan for batches like the sample; `workers` is ignored. If workers become slower or faster than forecast, the
     planner searches again in the background, and the next step switches to a plan that pays; `replan=False` keeps the
-    first plan.
+    first plan. On several ranks, replicas and pipelines of as many workers are compared instead, and the plan stays.
 
     Batches may be shorter than the sample, and samples may vary in length. A model that is not a chain is traced again
     for each new shape of a microbatch.
@@ -237,7 +238,8 @@ class Trainer:
         if self._groups is not None:
             self._groups.begin(self.updates, self.program.plan.steps)
         start_s = time.perf_counter()
-        spans = self.threads.run()
+        with explained_shortage(self.program, self.updates + 1):
+            spans = self.threads.run()
         if self._groups is not None:
             self._groups.end()
         if self._session.replicas.is_due(self.updates, self.program.plan.steps):
