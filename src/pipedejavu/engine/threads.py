@@ -241,21 +241,25 @@ def make_handlers(
     handlers = Handlers(program, index, runners, job, batches, wire)
     if divided and not is_first(program, index):
         handlers.log.silence()
-    version = -1 if program.plan.version.kind == "torn" else 0
-    for (piece, replica), runner in runners.items():
-        if is_sharded(program, piece):
-            put_shards(handlers, (piece, replica))
-            continue
-        for place in [place for kind, place in resting(program, piece) if kind == ValueKind.WEIGHTS]:
-            weights, lows = weights_of(runner.initial, runner.lowered, is_split=form.is_split)
-            if device != CPU:
-                weights = {n: w.pin_memory() if place == HOST else w.to(device) for n, w in weights.items()}
-            handlers.values[Value.weights(piece, replica, version, place)] = as_leaves(weights)
-            put_lows(handlers, (piece, replica), lows)
+    for key in runners:
+        put = _put_shards if is_sharded(program, key[0]) else _put_weights
+        put(handlers, key)
     return handlers
 
 
-def put_shards(handlers: Handlers, key: tuple[int, int]) -> None:
+def _put_weights(handlers: Handlers, key: tuple[int, int]) -> None:
+    """Puts the initial weights of a piece into their resting places."""
+    program, device, runner = handlers.program, handlers.device, handlers.runners[key]
+    version = -1 if program.plan.version.kind == "torn" else 0
+    for place in [place for kind, place in resting(program, key[0]) if kind == ValueKind.WEIGHTS]:
+        weights, lows = weights_of(runner.initial, runner.lowered, is_split=runner.form.is_split)
+        if device != CPU:
+            weights = {n: w.pin_memory() if place == HOST else w.to(device) for n, w in weights.items()}
+        handlers.values[Value.weights(*key, version, place)] = as_leaves(weights)
+        put_lows(handlers, key, lows)
+
+
+def _put_shards(handlers: Handlers, key: tuple[int, int]) -> None:
     """Begins a piece whose state is divided over replicas with its initial weights."""
     (piece, replica), runner = key, handlers.runners[key]
     weights, lows = weights_of(runner.initial, runner.lowered, is_split=runner.form.is_split)
