@@ -128,7 +128,7 @@ def _search(options: "TrainOptions", request: TrainRequest, machine: Machine | N
     """Returns the best plan that the engine runs, with its machine and profile."""
     from pipedejavu.launch import find_fastest
     from pipedejavu.planner.planning import MOST_SAMPLES, choose_plans, known_machine, profile_here
-    from pipedejavu.planner.precision_choice import SPLIT, faster, is_worth_measuring, with_precision
+    from pipedejavu.planner.precision_choice import faster, is_worth_measuring, split_of, with_precision
     from pipedejavu.profile import TimeBudget
     from pipedejavu.source.chosen_data import data_choice
     from pipedejavu.source.precision import model_dtype
@@ -157,8 +157,9 @@ def _search(options: "TrainOptions", request: TrainRequest, machine: Machine | N
             )  # fmt: skip
 
         if is_worth_measuring(chosen, options.asked_precision, trains):
-            sketches = [measured(precision, is_sketch=True) for precision in (chosen.precision, SPLIT)]
-            chosen = faster(chosen, *sketches, min(question.batch, MOST_SAMPLES))
+            plain = measured(chosen.precision, is_sketch=True)
+            split = measured(split_of(chosen.precision), is_sketch=True)
+            chosen = faster(chosen, plain, split, min(question.batch, MOST_SAMPLES))
         profile = measured(chosen.precision)
         clips = chosen.reduce.clip == "global"
         question = question.replace(precision=chosen.precision, clip="global" if clips else question.clip)

@@ -28,13 +28,13 @@ _NOT_DIVIDED = ("server", "shared-memory", "summation-service")
 
 def divides_operators(program: Program) -> bool:
     """Whether workers hold parts of operators; experts are divided otherwise."""
-    return program.plan.place.shards > 1 and "expert" not in program.plan.cut.layouts
+    return program.plan.tensor_shards > 1
 
 
 def check_divisible(plan: Plan) -> None:
     """Raises InputError if the engine does not divide the operators of such a plan."""
     place = plan.place
-    if "expert" in plan.cut.layouts or (place.shards == 1 and place.stage_shards is None):
+    if plan.tensor_shards == 1 and place.stage_shards is None:
         return
     cannot = {
         "order 'ready-first', whose workers choose the order of forwards each for itself": plan.order.kind
@@ -57,9 +57,8 @@ def check_divisible(plan: Plan) -> None:
 
 def layout_kind(layout: str) -> LayoutKind:
     """Returns how a layout of a plan divides: columns, rows and heads are found as pairs."""
-    if layout == "stationary-x" or layout == "stationary-y" or layout == "stationary-w":
-        return layout
-    return "pairs"
+    kinds: dict[str, LayoutKind] = {kind: kind for kind in ("stationary-x", "stationary-y", "stationary-w")}
+    return kinds.get(layout, "pairs")
 
 
 class Divisions:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from pipedejavu.analysis import verify
 from pipedejavu.engine.applier import as_leaves
 from pipedejavu.engine.device import CPU, device_of
+from pipedejavu.engine.expert_shards import with_divided_experts
 from pipedejavu.engine.handlers import Handlers, Runners, pieces_of
 from pipedejavu.engine.job import Batches, Job, Log
 from pipedejavu.engine.master import masters_of, weights_of
@@ -48,7 +49,6 @@ def check_runnable(program: Program) -> None:
     plan = program.plan
     check_tp_groups(plan)
     cannot = {
-        "layout 'expert'": "expert" in plan.cut.layouts,
         "feed 'mask'": plan.feed.kind == "mask",
         f"combiner 'average' with feed '{plan.feed.kind}'": plan.reduce.combiner == "average"
         and plan.feed.kind != "own",
@@ -175,7 +175,7 @@ def _make_workers(program: Program, job: Job, batches: Batches) -> list[WorkerRu
     graph, handlers = verify(program), list[Handlers]()
     exchange = Exchange({name: group.workers for name, group in program.groups.items()})
     divisions = Divisions(program, job, batches)
-    compiler = UnitCompiler() if program.plan.is_compiled else None
+    compiler = job.compiler_for(program)
     for index in range(len(program.workers)):
         # A module is run by one thread at a time, so each worker has a copy.
         copied = replace(job, units=copy.deepcopy(list(job.units)))
@@ -232,6 +232,8 @@ def make_handlers(
     for piece, replica in pieces_of(program, index):
         parts = divided.get((piece, replica), {})
         units = [(u, job.units[u][0], parts.get(u, job.units[u][1])) for u in program.pieces[piece].units]
+        if program.has_experts(piece) and program.plan.place.shards > 1:
+            units = with_divided_experts(program, replica, units, wire)
         again, departs = program.recomputed[piece], piece in departing
         runners[piece, replica] = PieceRunner(units, job.seed, again, departs, compiler, form).to(device)
         if program.plan.order.head_chunks > 1 and not program.outputs[piece]:

@@ -140,12 +140,25 @@ class Unit(Record):
     optimizer_bytes: Bytes = 0
     expert_share: float = Field(default=0.0, ge=0, le=1)
     """Share of the parameters that belongs to experts, which an 'expert' layout divides over workers."""
+    num_experts: int = Field(default=0, ge=0)
+    """Experts that are stacked in its parameters."""
+    expert_rows: float = Field(default=0.0, ge=0)
+    """Rows that its experts take per sample: tokens times experts per token, or slots."""
+    expert_row_bytes: PartBytes = 0.0
+    """Bytes of those rows per sample: an 'expert' layout sends them there and back."""
     activation_bytes: PartBytes = 0.0
     """Bytes that autograd saves for the backward pass, per sample."""
     replicated_bytes: PartBytes = 0.0
     """Part of `activation_bytes`: what each device of a tensor-parallel group saves whole."""
     shared_bytes: PartBytes = 0.0
     """Part of `activation_bytes`: the output, if the next unit saves it as its input; on one device it exists once."""
+    pending_bytes: PartBytes | None = None
+    """Bytes held between the halves of a split backward, per sample: operands of products, and gradients of their
+    outputs. If not known, those that autograd saves count in their place."""
+    pending_shared_bytes: PartBytes = 0.0
+    """Part of `pending_bytes`: the gradient of the output, which the unit after it passes on."""
+    input_work_bytes: PartBytes = 0.0
+    """Peak of memory that the first half of a split backward adds while saved tensors are freed, per sample."""
     forward_work_bytes: PartBytes = 0.0
     """Peak of temporary memory in a forward, per sample."""
     backward_work_bytes: PartBytes = 0.0
