@@ -41,7 +41,10 @@ def test_a_unit_too_large_for_a_gpu_is_divided_and_the_others_are_not() -> None:
     assert bounds is not None
     assert ranked.plan.keep.zeros is None
     assert not ranked.is_runnable
-    assert ranked.only_costed == "the engine does not yet divide operators over devices (place 'linear ×1-2 mesh(2-1)')"
+    assert (
+        ranked.only_costed
+        == "the engine does not divide operators with tensor-parallel groups of different sizes (2-1)"
+    )
     assert "place: units 0 to" in " ".join(ranked.reasons)
     # The team's memory is told of one of its devices.
     assert {need.device: need.room_bytes for need in ranked.memory}["gpu0"] == round(2.6 * GIB)

@@ -20,13 +20,18 @@ from pipedejavu.engine.master import masters_of, weights_of
 from pipedejavu.engine.optimizer import LOW, Tensors
 from pipedejavu.engine.piece import PieceRunner
 from pipedejavu.engine.sharded_piece import ShardedPiece, is_sharded
-from pipedejavu.engine.tensor_parallel import Divisions, check_divisible, divided_units, divides_operators, is_first
+from pipedejavu.engine.tensor_parallel import (
+    Divisions,
+    check_divisible,
+    check_gpus_apart,
+    divided_units,
+    divides_operators,
+    is_first,
+)
 from pipedejavu.engine.wire import Exchange, ThreadWire, Wire, WireStoppedError, staged
 from pipedejavu.engine.worker_loop import WorkerLoop
 from pipedejavu.engine.worker_thread import WorkerThread
 from pipedejavu.facts import InputError, Span
-from pipedejavu.plan import Plan
-from pipedejavu.plan.axis import in_line
 from pipedejavu.program import ActionKind, Program, Value, ValueKind
 from pipedejavu.program.effect import rest_of, resting, update_place
 from pipedejavu.program.value import HOST, SHARD
@@ -47,7 +52,7 @@ class Outcome:
 def check_runnable(program: Program) -> None:
     """Raises InputError if the program needs something that the engine cannot run yet."""
     plan = program.plan
-    check_tp_groups(plan)
+    check_divisible(plan)
     cannot = {
         "feed 'mask'": plan.feed.kind == "mask",
         f"combiner 'average' with feed '{plan.feed.kind}'": plan.reduce.combiner == "average"
@@ -61,16 +66,6 @@ def check_runnable(program: Program) -> None:
     for what, asked in cannot.items():
         if asked:
             raise InputError(f"the engine does not run {what} yet; plan '{plan.name}' needs it")
-
-
-def check_tp_groups(plan: Plan) -> None:
-    """Raises InputError if the engine does not run the tensor-parallel groups of a plan."""
-    if plan.place.stage_shards is not None and len({*plan.place.stage_shards}) > 1:
-        raise InputError(
-            f"plan '{plan.name}' has tensor-parallel groups of {in_line(plan.place.stage_shards)} workers, and the"
-            " engine runs groups of one size only; give all stages the same"
-        )
-    check_divisible(plan)
 
 
 def check_units(program: Program, job: Job) -> None:
@@ -172,6 +167,7 @@ class Threads:
 
 
 def _make_workers(program: Program, job: Job, batches: Batches) -> list[WorkerRunner]:
+    check_gpus_apart(program)
     graph, handlers = verify(program), list[Handlers]()
     exchange = Exchange({name: group.workers for name, group in program.groups.items()})
     divisions = Divisions(program, job, batches)
