@@ -5,6 +5,7 @@
     python bench/published.py FIT.csv --shipped              # fits nothing, and scores the constants as shipped
     … --machine "64x(8xa100-80gb), 800Gb/s"                  # the machine that the rows were measured on
     … --kept                                                 # the rows of FIT.csv keep activations
+    … --any-batch                                            # ranks rows of all batches together, per sample
 
 A row becomes a plan (1F1B, layers in equal runs, every layer recomputed, tensor-parallel groups on neighbouring GPUs),
 and the plan is compiled for the profile of its shape and simulated, as `pipedejavu plan` does. The file has a header
@@ -236,11 +237,12 @@ class Score(NamedTuple):
 Forecasts = Sequence[tuple[Row, float]]
 
 
-def score(forecasts: Forecasts) -> Score:
+def score(forecasts: Forecasts, *, any_batch: bool = False) -> Score:
     errors = [time_s / row.time_s - 1 for row, time_s in forecasts]
     groups: dict[object, list[tuple[float, float]]] = defaultdict(list)
     for row, time_s in forecasts:
-        groups[row.group].append((row.time_s, time_s))
+        group, size = ((row.gpus, row.shape), row.batch) if any_batch else (row.group, 1)
+        groups[group].append((row.time_s / size, time_s / size))
     ranks, regrets = [], []
     for pairs in (pairs for pairs in groups.values() if len(pairs) >= LEAST):
         real, forecast = zip(*pairs, strict=True)
@@ -288,8 +290,8 @@ def forecast(rows: Sequence[Row], constants: Constants) -> list[tuple[Row, float
     return [(row, row.forecast_s(constants)) for row in rows]
 
 
-def print_score(name: str, forecasts: Forecasts) -> None:
-    print(f"{name}: {len(forecasts)} rows, {score(forecasts)}", flush=True)
+def print_score(name: str, forecasts: Forecasts, *, any_batch: bool = False) -> None:
+    print(f"{name}: {len(forecasts)} rows, {score(forecasts, any_batch=any_batch)}", flush=True)
     for size, key in SIZES.items():
         cells = []
         for value in sorted({key(row) for row, _ in forecasts}):
@@ -324,6 +326,7 @@ def main() -> None:
     parser.add_argument("--machine", default="64x(8xa100-80gb), 800Gb/s", help="the machine of the rows")
     parser.add_argument("--vocabulary", type=int, default=51200)
     parser.add_argument("--shipped", action="store_true", help="fit nothing")
+    parser.add_argument("--any-batch", action="store_true", help="rank rows of all batches together, per sample")
     parser.add_argument("--kept", action="store_true", help="the rows of the first file keep activations")
     asked = parser.parse_args()
     machine = read_machine(asked.machine)
@@ -333,9 +336,10 @@ def main() -> None:
         return
     constants = Constants() if asked.shipped else calibrate(rows)
     print(f"constants {'as shipped' if asked.shipped else f'fitted to {asked.file}'}: {show(constants)}")
-    print_score(asked.file, forecast(rows, constants))
+    print_score(asked.file, forecast(rows, constants), any_batch=asked.any_batch)
     for path in asked.score:
-        print_score(path, forecast(read_rows(path, machine, vocabulary=asked.vocabulary), constants))
+        others = read_rows(path, machine, vocabulary=asked.vocabulary)
+        print_score(path, forecast(others, constants), any_batch=asked.any_batch)
 
 
 if __name__ == "__main__":

@@ -352,6 +352,38 @@ def float_batch():
     return inputs.float(), targets
 
 
+@pytest.fixture
+def graphs(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Replaces inductor by the eager graph, which Dynamo guards in the same way; returns the graphs so far."""
+    compiled: list[str] = []
+    real = torch.compile
+
+    def backend(graph, _):
+        compiled.append(graph.code)
+        return graph.forward
+
+    monkeypatch.setattr(torch, "compile", lambda call, **_: real(call, fullgraph=True, backend=backend))
+    return compiled
+
+
+@pytest.mark.parametrize(("plan", "workers"), [("1f1b", 2), ("ddp", 2), ("gpipe-recompute", 2)])
+def test_alike_units_are_compiled_once_in_a_process(tmp_path, monkeypatch, graphs, plan, workers) -> None:
+    """The measurement, both workers, all steps and evaluations share three graphs: first, middle and last units."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    common = {"optimizer": Sgd(lr=0.1), "compile": True, "check_model": False}
+    trainer = Trainer(model(), loss, sample=batch(8), plan=plan, workers=workers, **common)
+    for seed in range(3):
+        trainer.step(batch(8, seed))
+    trainer.evaluate([batch(8, 4), batch(5, 5)])
+    assert len(graphs) == 3
+    trainer.step(batch(6, 6))
+    shorter = len(graphs)
+    assert shorter <= 6  # once more for microbatches of any size
+    trainer.step(batch(8, 7))
+    trainer.step(batch(7, 8))
+    assert len(graphs) <= shorter + 1
+
+
 def two_workers(profile, machine, options):
     """Chooses as the Trainer does, but for the best plan of two workers."""
     options = options.replace(is_runnable=True, candidates=20)

@@ -63,6 +63,8 @@ class Sizes:
             max(kept, sum(by_unit.values()) / self.shards) for kept, by_unit in zip(self.kept, self._saved, strict=True)
         ]
         """For each piece, the bytes per sample that its backward needs, recomputed ones included."""
+        self.pending = [self._pending(piece) for piece in range(len(program.pieces))]
+        """For each piece, the bytes per sample that it holds between the halves of a backward; None if not known."""
         self.is_detailed = any(u.parameter_parts for u in units)
         """Whether the profile also says what memory an action needs while it runs."""
         self._largest = [max((n for u in p.units for n in units[u].parameter_parts), default=0) for p in program.pieces]
@@ -110,6 +112,19 @@ class Sizes:
         kept = sum(size for index, size in self._saved[piece].items() if index not in again)
         return kept + sum(self._waiting(piece).values())
 
+    def _pending(self, piece: int) -> float | None:
+        """Returns what stands for the saved tensors once the first half of a backward has ended.
+
+        The gradient of the piece's output is a value of its own. The first piece has no first half, and keeps all.
+        """
+        if not self.program.inputs[piece]:
+            return None
+        *others, last = (self.program.profile.units[u] for u in self.program.pieces[piece].units)
+        sizes = [unit.pending_bytes for unit in (*others, last)]
+        if any(size is None for size in sizes):
+            return None
+        return (sum(size or 0.0 for size in sizes) - last.pending_shared_bytes) / self.shards
+
     def _waiting(self, piece: int) -> dict[int, float]:
         """Returns, per unit, the bytes per sample of inputs that are kept only because the unit is recomputed.
 
@@ -136,7 +151,8 @@ class Sizes:
 
     def expert_rows(self, a: Action) -> float:
         """Returns the bytes of the rows that one all-to-all moves: a GATHER is for the pieces that read the value."""
-        program, pieces = self.program, (a.piece,)
+        program = self.program
+        pieces: tuple[int, ...] = (a.piece,)
         if a.kind == GATHER:
             pieces = program.outputs[a.piece] if a.what == ACTIVATION else program.inputs[a.piece]
         units = [program.profile.units[u] for piece in pieces for u in program.pieces[piece].units]
@@ -207,7 +223,12 @@ class Sizes:
             stepped = self.weights[a.piece] if a.kind == EVAL else 0.0  # a copy of the weights, one step later
             return stepped + self._in_forward(a) * self.samples(a.microbatch)
         if a.kind in (BACKWARD, INPUT_BACKWARD, WEIGHT_BACKWARD):
+            is_split = self.pending[a.piece] is not None
+            if a.kind == INPUT_BACKWARD and is_split:
+                return max(0.0, self._in_backward(a.piece, self.samples(a.microbatch), keeps=True))
             more = 0.0 if is_first else self._largest[a.piece] / self.shards
+            if a.kind == WEIGHT_BACKWARD and is_split:
+                return more + (self._in_second_half(a.piece, self.samples(a.microbatch)) if is_first else 0.0)
             return more + self._in_backward(a.piece, self.samples(a.microbatch), grows=is_first)
         if a.kind == UPDATE:
             return _UPDATE_COPIES * self._largest[a.piece] / self.shards
@@ -236,11 +257,27 @@ class Sizes:
         stays = self.kept[a.piece] if a.kind == FORWARD else self.saved[a.piece]
         return max(0.0, most / self.shards - stays - self.outgoing(a.piece, program.outputs[a.piece]))
 
-    def _in_backward(self, piece: int, samples: int, *, grows: bool) -> float:
+    def _in_second_half(self, piece: int, samples: int) -> float:
+        """Returns the peak inside the second half of a backward that begins a sum of gradients, below both together.
+
+        What was kept goes, product by product, as the gradients come.
+        """
+        units = [self.program.profile.units[u] for u in self.program.pieces[piece].units]
+        kept = [(unit.pending_bytes or 0.0) * samples for unit in units]
+        total = sum(kept) + sum(unit.gradient_bytes for unit in units)
+        most, left, summed = 0.0, sum(kept), 0.0
+        for unit, size in zip(reversed(units), reversed(kept), strict=True):
+            summed += unit.gradient_bytes
+            most = max(most, left + summed)
+            left -= size
+        return (most - total) / self.shards
+
+    def _in_backward(self, piece: int, samples: int, *, grows: bool = False, keeps: bool = False) -> float:
         """Returns the peak inside a backward, beside the values of the table, unit by unit from the last.
 
         At each unit are in memory: what the units up to it saved, the gradient of its output, its temporaries and, if
-        the sum of weight gradients `grows`, those of the units after it.
+        the sum of weight gradients `grows`, those of the units after it. The first half of a backward `keeps` what the
+        second needs.
         """
         units = [self.program.profile.units[u] for u in self.program.pieces[piece].units]
         before = self.incoming(piece, self.program.inputs[piece]) * self.shards
@@ -248,11 +285,13 @@ class Sizes:
         kept = [*self._saved[piece].values()]
         total = sum(kept) + before + after
         weights = sum(u.gradient_bytes for u in units)
-        most, saved, passed, summed = -inf, sum(kept), after, 0 if grows else weights
+        most, saved, passed, summed, pending = -inf, sum(kept), after, 0 if grows else weights, 0.0
         for unit, size, previous in zip(reversed(units), reversed(kept), [*reversed(units[:-1]), None], strict=True):
             summed += unit.gradient_bytes if grows else 0
-            most = max(most, (saved + passed + unit.backward_work_bytes) * samples + summed)
+            work = unit.input_work_bytes if keeps else unit.backward_work_bytes
+            most = max(most, (saved + pending + passed + work) * samples + summed)
             saved -= size
+            pending += (unit.pending_bytes or 0.0) if keeps else 0.0
             passed = previous.boundary_bytes if previous else 0.0
         return (most - total * samples - weights) / self.shards
 

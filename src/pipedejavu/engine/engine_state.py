@@ -3,6 +3,7 @@
     weight/NAME               weights; a frozen parameter has a weight and no state
     state/SLOT/NAME           optimizer state; slots have the names of torch.optim
     buffer/NAME               running statistics and the like
+    scale/loss                the loss scale of fp16, saved by the first worker
     replica/2/…/NAME          what only the third replica has: its buffers and, if replicas update separately, its
                               weights and state
 
@@ -21,6 +22,7 @@ from pipedejavu.engine.device import CPU
 from pipedejavu.engine.divided_state import whole_tensors
 from pipedejavu.engine.finite import nonfinite
 from pipedejavu.engine.handlers import Handlers, pieces_of
+from pipedejavu.engine.loss_scale import SAVED
 from pipedejavu.engine.master import masters_of, weights_of
 from pipedejavu.engine.moment_slots import converted_slots
 from pipedejavu.engine.optimizer import LOW, Tensors
@@ -79,7 +81,7 @@ def _check(handlers: Handlers, state: Tensors) -> None:
 
 def _share(handlers: Handlers) -> Tensors:
     """Returns this worker's share of the state that is not divided over replicas, without copies."""
-    share: Tensors = {}
+    share: Tensors = handlers.scale.saved() if handlers.index == 0 else {}
     weights, holders_of = held_weights(handlers), _holders(handlers.program)
     for key, runner in handlers.runners.items():
         piece, replica = key
@@ -199,6 +201,7 @@ def put_state(handlers: Handlers, update: int, source: Source, norm: float | Non
             if loaded is not None:
                 _check_loaded(handlers, "buffer", name, loaded)
                 _fill(f"buffer '{name}'", buffer, loaded)
+    handlers.scale.restore(source(SAVED))
     if norm is not None and plan.reduce.clip == "delayed":
         handlers.values[Value.norm(plan.steps - 1)] = norm
     handlers.adopt()

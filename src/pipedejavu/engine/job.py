@@ -11,7 +11,9 @@ from torch import Tensor, nn
 from pipedejavu.engine.byzantine import Byzantine
 from pipedejavu.engine.optimizer import Optimizer
 from pipedejavu.plan import Precision
+from pipedejavu.program import Program
 from pipedejavu.runtime.axis_region import UnitGraph
+from pipedejavu.runtime.compiled_unit import UnitCompiler
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +41,12 @@ class Job:
     """Faults to inject into some replicas."""
     graphs: Callable[[Sequence[tuple[str, nn.Module]], Any], list[UnitGraph]] | None = None
     """Records consecutive units as graphs, given what the first one takes; plans that divide operators need it."""
+    compiler: UnitCompiler | None = None
+    """Runs units compiled, if the plan says so; it may have compiled them before. By default a new one."""
+
+    def compiler_for(self, program: Program) -> UnitCompiler | None:
+        """Returns the compiler of a program's units; None if they run eagerly."""
+        return (self.compiler or UnitCompiler()) if program.plan.is_compiled else None
 
     @cached_property
     def ties(self) -> tuple[frozenset[str], ...]:

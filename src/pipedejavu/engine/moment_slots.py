@@ -51,7 +51,8 @@ def converted_slots(slots: Slots, form: MomentFormat, shape: torch.Size) -> Slot
     if moments is None or format_of(moments) == form:
         return slots
     target = zero_moments(form, shape.numel(), moments.m.device)
-    convert_moments(Moments(*(part if part is None else part.reshape(-1) for part in moments)), target)
+    flat = moments._replace(m=moments.m.reshape(-1), v=moments.v.reshape(-1))  # scales have one dimension
+    convert_moments(flat, target)
     rest = {name: tensor for name, tensor in slots.items() if name not in (*WIDE_SLOTS, *CODE_SLOTS)}
     return rest | _named(target, shape)
 

@@ -16,7 +16,7 @@ from pipedejavu.program import Program
 from pipedejavu.program.program import shard_group
 from pipedejavu.runtime.compiled_unit import GraphUnit
 from pipedejavu.runtime.divided_unit import UnitDivider
-from pipedejavu.runtime.division import Division, divide
+from pipedejavu.runtime.division import Division, LayoutKind, divide
 
 PieceReplica = tuple[int, int]
 Units = list[tuple[str, nn.Module]]
@@ -55,12 +55,19 @@ def check_divisible(plan: Plan) -> None:
             )
 
 
+def layout_kind(layout: str) -> LayoutKind:
+    """Returns how a layout of a plan divides: columns, rows and heads are found as pairs."""
+    kinds: dict[str, LayoutKind] = {kind: kind for kind in ("stationary-x", "stationary-y", "stationary-w")}
+    return kinds.get(layout, "pairs")
+
+
 class Divisions:
     """The divisions of a program's stages, found once for all workers of this process."""
 
     def __init__(self, program: Program, job: Job, batches: Batches):
         self.program, self.job, self.batches = program, job, batches
         self.size = program.plan.place.shards
+        (self.layout,) = {layout_kind(kind) for kind in program.plan.cut.layouts} or {"pairs"}
         self._known: dict[int, list[Division]] | None = None
 
     def of(self, stage: int) -> list[Division]:
@@ -82,13 +89,19 @@ class Divisions:
             graphs = self.job.graphs(self.job.units, self.batches.inputs(number))
             for stage, units in stage_units(self.program).items():
                 chain = [graphs[unit] for unit in units]
-                divisions.setdefault(stage, []).append(divide(chain, self.size, tied))
+                divisions.setdefault(stage, []).append(divide(chain, self.size, tied, self.layout))
         if not any(division.regions for rows in divisions.values() for division in rows):
+            none = (
+                "no layer whose outputs another one sums over, no attention by heads, and no filters that another layer"
+                " reads; use a degree that divides heads and widths, or a plan that divides none"
+                if self.layout == "pairs"
+                else "no convolution whose filters another layer reads as channels; use a number of workers that"
+                " divides channels, or for a model without convolutions another layout"
+            )
             raise InputError(
                 f"plan '{self.program.plan.name}' divides operators over {self.size} workers, and the model has none"
-                f" that can be divided by {self.size}: no layer whose outputs another one sums over, no attention by"
-                " heads, and no filters that other channels read; use a degree that divides heads and widths, or a"
-                " plan that divides none"
+                f" for {'heads and pairs of layers' if self.layout == 'pairs' else self.layout} that can be divided by"
+                f" {self.size}: {none}"
             )
         return divisions
 

@@ -175,7 +175,7 @@ def _make_workers(program: Program, job: Job, batches: Batches) -> list[WorkerRu
     graph, handlers = verify(program), list[Handlers]()
     exchange = Exchange({name: group.workers for name, group in program.groups.items()})
     divisions = Divisions(program, job, batches)
-    compiler = UnitCompiler() if program.plan.is_compiled else None
+    compiler = job.compiler_for(program)
     for index in range(len(program.workers)):
         # A module is run by one thread at a time, so each worker has a copy.
         copied = replace(job, units=copy.deepcopy(list(job.units)))

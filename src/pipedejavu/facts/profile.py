@@ -152,6 +152,13 @@ class Unit(Record):
     """Part of `activation_bytes`: what each device of a tensor-parallel group saves whole."""
     shared_bytes: PartBytes = 0.0
     """Part of `activation_bytes`: the output, if the next unit saves it as its input; on one device it exists once."""
+    pending_bytes: PartBytes | None = None
+    """Bytes held between the halves of a split backward, per sample: operands of products, and gradients of their
+    outputs. If not known, those that autograd saves count in their place."""
+    pending_shared_bytes: PartBytes = 0.0
+    """Part of `pending_bytes`: the gradient of the output, which the unit after it passes on."""
+    input_work_bytes: PartBytes = 0.0
+    """Peak of memory that the first half of a split backward adds while saved tensors are freed, per sample."""
     forward_work_bytes: PartBytes = 0.0
     """Peak of temporary memory in a forward, per sample."""
     backward_work_bytes: PartBytes = 0.0

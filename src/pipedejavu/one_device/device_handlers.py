@@ -29,7 +29,6 @@ from pipedejavu.one_device.unit_chain import move_shared, without_later_hooks
 from pipedejavu.one_device.unit_settings import UnitSettings
 from pipedejavu.program import Program, Value
 from pipedejavu.program.effect import rest_of
-from pipedejavu.runtime.compiled_unit import UnitCompiler
 from pipedejavu.runtime.compute_precision import ComputeFormat, lower_
 from pipedejavu.runtime.deferred_logits import HeadUse
 from pipedejavu.runtime.device_memory import DeviceMemory
@@ -51,7 +50,7 @@ class DeviceHandlers(Handlers):
         self.form = ComputeFormat.of(program.plan.precision, [module for _, module in job.units])
         """How the units compute."""
         self.settings = UnitSettings(job)
-        compiler = UnitCompiler() if program.plan.is_compiled else None
+        compiler = job.compiler_for(program)
         runners: Runners = {
             (number, 0): PieceRunner(
                 [(unit, *job.units[unit]) for unit in piece.units], job.seed, compiler=compiler, form=self.form

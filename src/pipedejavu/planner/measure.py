@@ -45,7 +45,7 @@ def measure(
     large = plan.feed.samples
     sizes = sorted({1, -(-large // _TIMES), large}) if at_more or plan.feed.kind == "share" else [large]
     unit_samples = make_samples(lambda size: UnitSample(job.units, *batch(size), job.loss), sizes)
-    compiler = silent_compiler() if is_compiled else None
+    compiler = (job.compiler or silent_compiler()) if is_compiled else None
     updates = updates_of(job.optimizer, plan.precision)
     profile = measure_profile(
         name, unit_samples, job.ties, kinds, updates, compiler=compiler, precision=plan.precision, budget=budget
@@ -74,7 +74,9 @@ def with_batches(profile: Profile, make: Make, sizes: Sequence[int], kinds: Mapp
     cpus = [kind for kind, device in kinds.items() if device.type == "cpu"]
     for kind in cpus:
         times[kind] = times[kind].replace(forward=times[kind].forward.plus(load_time))
-    return profile.replace(units=(first.replace(times=times), *others), batch=dict.fromkeys(cpus, load_time))
+    return profile.replace(
+        units=(first.replace(times=times), *others), batch=profile.batch | dict.fromkeys(cpus, load_time)
+    )
 
 
 def _batch_times(make: Make, samples: int) -> list[float]:

@@ -33,8 +33,9 @@ from pipedejavu.profile import (
     meta_like,
     read_rates,
 )
+from pipedejavu.profile.measured_unit import Report
 from pipedejavu.profile.time_budget import TimeBudget
-from pipedejavu.profile.unit_time import PLAIN, Report
+from pipedejavu.profile.unit_time import PLAIN
 from pipedejavu.source.model_source import open_task
 from pipedejavu.source.task import describe_form, draw, loss_of
 from pipedejavu.source.trained_part import TrainedPart
@@ -126,7 +127,7 @@ def measure_with(
     budget: TimeBudget | None = None,
 ) -> Profile:
     """Measures the units of a job with each setup in a precision, compiled or not; with `make` also loading."""
-    compiler = silent_compiler() if is_compiled else None
+    compiler = (job.compiler or silent_compiler()) if is_compiled else None
     profile = measure_profile(
         name,
         unit_samples,

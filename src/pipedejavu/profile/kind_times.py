@@ -11,6 +11,7 @@ from statistics import fmean, median, stdev
 from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 
 from pipedejavu.facts import Cost, UnitTime, format_seconds
 from pipedejavu.profile.dedup import unit_key
@@ -141,7 +142,7 @@ def _count_units(
         head = unit_sample.head(index, targets)
         key = (unit_key(module, value), head is None, index == 0)
         if key not in known:
-            computed = lower_(copy.deepcopy(module), setting.form) if setting.form.lowers else module
+            computed = _computed(module, setting.form)
             output, forward_s = run_forward(computed, value, device)
             expected_s = _PASSES_OF_FORWARD * forward_s
             is_cheap = device.type != "cpu" or budget.allows(2 * expected_s)  # counting slows a pass
@@ -156,15 +157,26 @@ def _count_units(
     return units
 
 
-def _at_size(unit_sample: UnitSample, units: Sequence[MeasuredUnit], device: torch.device) -> list[MeasuredUnit]:
-    """Returns records of the same units at another size, with the inputs that their forwards give."""
+def _computed(module: nn.Module, form: ComputeFormat) -> nn.Module:
+    """Returns a unit with its weights in the formats that they are computed with."""
+    return lower_(copy.deepcopy(module), form) if form.lowers else module
+
+
+def _at_size(
+    unit_sample: UnitSample, units: Sequence[MeasuredUnit], device: torch.device, form: ComputeFormat
+) -> list[MeasuredUnit]:
+    """Returns records of the same units at another size, with the inputs that their forwards give.
+
+    A model that is not a chain has modules of its own for each size.
+    """
     value, targets = moved(unit_sample.inputs, device), moved(unit_sample.targets, device)
     known: dict[int, tuple[MeasuredUnit, Any]] = {}
     smaller = []
     for index, unit in enumerate(units):
         if id(unit) not in known:
-            output, forward_s = run_forward(unit.module, value, device)
-            other = replace(unit.again(), value=value, head=unit_sample.head(index, targets))
+            module = _computed(unit_sample.units[index][1], form)
+            output, forward_s = run_forward(module, value, device)
+            other = replace(unit.again(), module=module, value=value, head=unit_sample.head(index, targets))
             other.expected_s = _PASSES_OF_FORWARD * forward_s
             known[id(unit)] = other, output
         other, value = known[id(unit)]
@@ -192,7 +204,7 @@ def _time_sizes(
                 if not budget.allows(0.0):
                     is_whole = False
                     continue
-                sizes[unit_sample.samples] = _at_size(unit_sample, units, device)
+                sizes[unit_sample.samples] = _at_size(unit_sample, units, device, setting.form)
             for unit in _distinct(sizes[unit_sample.samples]):
                 is_needed = not any(unit.is_timed for same in sizes.values() for unit in same)
                 if not is_needed and not budget.allows(unit.expected_s):

@@ -83,7 +83,7 @@ class MeasuredUnit:
         module = copy.deepcopy(self.module).to(device)
         if self.compiler is None:
             return module, self.head
-        return _CompiledUnit(self.name, module, self.head, self.compiler), None
+        return _CompiledUnit(self.name, _with_leaves(module), self.head, self.compiler), None
 
     def run(self, device: torch.device, enough_s: float, fewest: int) -> float:
         """Times passes on a copy of the unit; returns the time of forward and backward, summed over all equal units."""
@@ -102,6 +102,19 @@ class MeasuredUnit:
                 self.issue[part].append(watch.host_s.get(part, 0.0))
         self.expected_s = sum(median(self.times[part]) for part in PARTS)
         return self.num_equal * sum(median(self.times[part][before:]) for part in ("forward", "backward"))
+
+
+def _with_leaves(module: nn.Module) -> nn.Module:
+    """Replaces a module's parameters by plain tensors, as workers do: compiled code is for one of the two."""
+    leaves: dict[int, Tensor] = {}
+    parameters = [*module.parameters()]  # keeps ids unique
+    for part in module.modules():
+        for key, parameter in part._parameters.items():
+            if parameter is not None:
+                leaf = leaves.setdefault(id(parameter), parameter.detach().requires_grad_(parameter.requires_grad))
+                part._parameters[key] = leaf  # type: ignore[assignment]
+    del parameters
+    return module
 
 
 class _CompiledUnit(nn.Module):

@@ -27,6 +27,12 @@ class UnitWork:
     """Saved bytes that belong to the unit's inputs."""
     saved_output_bytes: int
     """Saved bytes that belong to the unit's outputs."""
+    pending_bytes: int
+    """Bytes kept between the halves of a split backward."""
+    pending_output_bytes: int
+    """Part of them: gradients of the unit's outputs."""
+    input_work_bytes: int
+    """Peak of memory added in the first half while saved tensors are freed."""
     forward_work_bytes: int
     """Peak of temporary memory in the forward, beyond what remains after it."""
     backward_work_bytes: int
@@ -66,6 +72,9 @@ def count_step(module: nn.Module, value: Any, head: LossHead | None, is_first: b
         saved=tuple(saved.values()),
         saved_input_bytes=sum(size for where, size in saved.items() if where not in meter.made),
         saved_output_bytes=sum(size for where, size in saved.items() if where in returned and where in meter.made),
+        pending_bytes=sum(meter.pending.values()),
+        pending_output_bytes=sum(meter.pending[where] for where in meter.pending_outputs),
+        input_work_bytes=_most(meter.changes.get("input_backward", [])),
         forward_work_bytes=_most(forward) - sum(size for _, size in forward),
         backward_work_bytes=_most(meter.changes.get("backward", [])),
         output=detached(output),

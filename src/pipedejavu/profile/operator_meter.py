@@ -4,7 +4,7 @@ It works on real and fake tensors. Workspace that an operation allocates and fre
 do, is recorded only on a GPU, where the allocator reports it.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 from weakref import ref
@@ -41,6 +41,10 @@ class OperatorMeter:
         """The saved storages that an operation of the forward allocated; others are parameters, buffers and inputs."""
         self.changes: dict[str, list[tuple[int, int]]] = {}
         """By part of the step: id and signed size of each allocation and release, except gradients of weights."""
+        self.pending: dict[int, int] = {}
+        """Size of each storage that is kept between the halves of a backward, other than parameters and buffers."""
+        self.pending_outputs: set[int] = set()
+        """Those of them that hold the gradient of an output."""
         self._alive: dict[int, tuple[int, ref[Any]]] = {}
         """Ids of the storages that operations allocated and that still exist."""
         self._changes: list[tuple[int, int]] = []
@@ -66,6 +70,12 @@ class OperatorMeter:
             self.saved = {storage_id(t): t.untyped_storage().nbytes() for t in saved}
             self.made = self.saved.keys() & self._alive.keys()
         saved.clear()  # the graph holds `keep`; the backward must be able to free what it has read
+
+    def between(self, pending: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
+        """Records what the first half of a backward leaves to the second."""
+        held = {storage_id(t) for t in (*self.module.parameters(), *self.module.buffers())}
+        self.pending = {storage_id(t): t.untyped_storage().nbytes() for t in pending if storage_id(t) not in held}
+        self.pending_outputs = self.pending.keys() & {storage_id(t) for t in outputs}
 
     def track(self, tensor: Tensor) -> None:
         """Records an allocation, and later its release."""

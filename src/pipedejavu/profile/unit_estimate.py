@@ -13,12 +13,13 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from pipedejavu.facts import InputError, Profile, Unit, UnitTime
 from pipedejavu.profile.dedup import unit_key
 from pipedejavu.profile.line_fit import fit_line
+from pipedejavu.profile.measured_unit import Report
 from pipedejavu.profile.meta_model import mode_of
 from pipedejavu.profile.operator_count import UnitWork, count_step
 from pipedejavu.profile.rates import Rates
 from pipedejavu.profile.unit_sample import UnitSample
 from pipedejavu.profile.unit_step import PARTS, LossHead
-from pipedejavu.profile.unit_time import Report, describe, describe_ties
+from pipedejavu.profile.unit_time import describe, describe_ties
 
 
 def estimate_units(

@@ -19,8 +19,8 @@ from pipedejavu.facts import InputError, Machine
 from pipedejavu.facts.measurement import MEASURE_S
 from pipedejavu.health.failure import WorkerError
 from pipedejavu.plan import Plan
+from pipedejavu.plan.precision_request import PrecisionRequest
 from pipedejavu.planner.compile_choice import read_mode
-from pipedejavu.planner.precision_choice import check_request
 from pipedejavu.planner.replan import PlanSwitch
 from pipedejavu.program import Program
 from pipedejavu.program import compile as compile_plan
@@ -75,7 +75,7 @@ class Trainer:
     With the plan "auto" the model is measured on all devices of this machine, and the planner searches for the best
     plan for batches like the sample; `workers` is ignored. If workers become slower or faster than forecast, the
     planner searches again in the background, and the next step switches to a plan that pays; `replan=False` keeps the
-    first plan.
+    first plan. On several ranks, replicas and pipelines of as many workers are compared instead, and the plan stays.
 
     Batches may be shorter than the sample, and samples may vary in length. A model that is not a chain is traced again
     for each new shape of a microbatch.
@@ -130,7 +130,8 @@ class Trainer:
         precision: str = "auto",
         measure_budget_s: float = MEASURE_S,
     ):
-        asked = take_autocast("Trainer()", check_request(precision))
+        request = PrecisionRequest.read(precision)
+        asked = str(request._replace(compute=take_autocast("Trainer()", request.compute)))
         if head_chunks is not None and head_chunks < 1:
             raise InputError(f"head_chunks is {head_chunks}; give 1 or more chunks of tokens, or None")
         check_parameters(model)

@@ -86,14 +86,14 @@ class _Product(NamedTuple):
     inner: float
     columns: float
     rows: float
-    count: float = 1.0
+    number: float = 1.0
     shares_weight: bool = True
     """Whether the right operand is a weight, which all samples share."""
 
     @property
     def flop(self) -> float:
         """Operations per sample."""
-        return 2 * self.count * self.rows * self.inner * self.columns
+        return 2 * self.number * self.rows * self.inner * self.columns
 
     @property
     def weight_bytes(self) -> float:
@@ -104,7 +104,7 @@ class _Product(NamedTuple):
     def operand_bytes(self) -> float:
         """Bytes per sample of the operands without the weight, and of the result."""
         right = 0.0 if self.shares_weight else self.inner * self.columns
-        return _HALF * self.count * (self.rows * (self.inner + self.columns) + right)
+        return _HALF * self.number * (self.rows * (self.inner + self.columns) + right)
 
 
 class _Work(NamedTuple):
