@@ -336,7 +336,11 @@ def _score(plan: RankedPlan, by_price: bool) -> float:
 def _notes(result: SearchResult, problem: PlanInputs) -> list[str]:
     looked = f"{result.num_estimated:,} estimated, {result.num_simulated} simulated, {format_seconds(result.time_s)}"
     whole = "" if result.is_complete else "; not all were looked at, so there may be better ones"
-    return [*problem.notes, f"search: {result.searcher}, as {result.reason} ({looked}{whole})", *result.notes]
+    notes = [*problem.notes, f"search: {result.searcher}, as {result.reason} ({looked}{whole})", *result.notes]
+    if result.best is not None and result.best.chance.varies:
+        low, high = map(format_seconds, result.best.chance[1:])
+        notes.append(f"error: in nine of ten such forecasts the first plan's update takes {low} to {high}")
+    return notes
 
 
 def _page(best: RankedPlan, answer: PlanAnswer, problem: PlanInputs, *, by_price: bool) -> str:
@@ -372,7 +376,8 @@ def _form(best: RankedPlan, answer: PlanAnswer, problem: PlanInputs, request: Pl
 
     def candidate(ranked: RankedPlan) -> dict[str, Any]:
         form: dict[str, Any] = json.loads(ranked.model_dump_json(exclude={"machine", "profile", "plan"}))
-        return form | {"plan": json.loads(ranked.plan.to_json()), "axes": ranked.plan.axes()}
+        shown = {"chance": ranked.chance._asdict(), "axes": ranked.plan.axes()}
+        return form | {"plan": json.loads(ranked.plan.to_json())} | shown
 
     result = answer.result
     return {
