@@ -156,8 +156,8 @@ def _search(options: "TrainOptions", request: TrainRequest, machine: Machine | N
             )  # fmt: skip
 
         if is_worth_measuring(chosen, options.asked_precision, trains):
-            sketches = [measured(precision, is_sketch=True) for precision in (chosen.precision, SPLIT)]
-            chosen = faster(chosen, *sketches, min(question.batch, MOST_SAMPLES))
+            plain, split = (measured(precision, is_sketch=True) for precision in (chosen.precision, SPLIT))
+            chosen = faster(chosen, plain, split, min(question.batch, MOST_SAMPLES))
         profile = measured(chosen.precision)
         clips = chosen.reduce.clip == "global"
         question = question.replace(precision=chosen.precision, clip="global" if clips else question.clip)

@@ -56,11 +56,10 @@ def estimated_precision(asked: PrecisionRequest, machine: Machine) -> Plan:
     known = {name: device.dtype for device in read_catalog() for name in (device.name, *device.aliases)}
     gpus = [device.kind for device in machine.devices if _is_gpu(device)]
     lacking = [kind for kind in gpus if known.get(kind) != "bfloat16"]
-    if asked != "auto":
-        compute, reason = asked, ""
-    elif gpus and not lacking:
+    compute, reason = str(asked), ""
+    if asked == "auto" and gpus and not lacking:
         compute, reason = _BEST, f"{gpus[0]} computes it at twice the rate of TF32 or more"
-    else:
+    elif asked == "auto":
         compute, reason = "fp32", f"{lacking[0]} is not known to compute bf16" if lacking else "it trains on CPUs"
     precision = _precision_of(compute, Plan())
     decision = Decision(axis="precision", choice=str(precision), reason=reason)

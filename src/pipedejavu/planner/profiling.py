@@ -33,8 +33,9 @@ from pipedejavu.profile import (
     meta_like,
     read_rates,
 )
+from pipedejavu.profile.measured_unit import Report
 from pipedejavu.profile.time_budget import TimeBudget
-from pipedejavu.profile.unit_time import PLAIN, Report
+from pipedejavu.profile.unit_time import PLAIN
 from pipedejavu.source.model_source import open_task
 from pipedejavu.source.task import describe_form, draw, loss_of
 from pipedejavu.source.trained_part import TrainedPart

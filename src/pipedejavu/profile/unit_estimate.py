@@ -15,13 +15,14 @@ from pipedejavu.facts import InputError, Profile, Unit, UnitTime
 from pipedejavu.plan import Precision
 from pipedejavu.profile.dedup import unit_key
 from pipedejavu.profile.line_fit import fit_line
+from pipedejavu.profile.measured_unit import Report
 from pipedejavu.profile.meta_model import fake_copy, mode_of
 from pipedejavu.profile.operator_count import UnitWork, count_step
 from pipedejavu.profile.operator_meter import OperatorWork, fused
 from pipedejavu.profile.rates import Rates
 from pipedejavu.profile.unit_sample import UnitSample
 from pipedejavu.profile.unit_step import PARTS, LossHead
-from pipedejavu.profile.unit_time import PLAIN, Report, describe, describe_ties
+from pipedejavu.profile.unit_time import PLAIN, describe, describe_ties
 from pipedejavu.runtime.compute_precision import ComputeFormat
 
 
