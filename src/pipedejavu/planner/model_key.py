@@ -38,7 +38,7 @@ def model_key(units: Units, loss: Callable[[Any, Any], Tensor], inputs: Any, tar
 
 def _module_lines(module: nn.Module) -> Iterator[str]:
     for path, inner in module.named_modules():
-        kind = type(inner)
+        kind: Any = type(inner)
         settings = [f"{key}={_text_of(item, 1)}" for key, item in sorted(vars(inner).items()) if key[0] != "_"]
         tensors = [
             (key, t is not None and tensor_form(t)) for key, t in (*inner._parameters.items(), *inner._buffers.items())
