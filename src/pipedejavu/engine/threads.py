@@ -217,7 +217,6 @@ def make_handlers(
 
     With a `compiler`, which workers may share, units run compiled. Workers that divide operators may share `divisions`.
     """
-    device = device_of(program, index)
     form = ComputeFormat.of(program.plan.precision, [module for _, module in job.units])
     divided: dict[tuple[int, int], dict[int, nn.Module]] = {}
     if divides_operators(program):
