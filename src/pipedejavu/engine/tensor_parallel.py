@@ -57,9 +57,8 @@ def check_divisible(plan: Plan) -> None:
 
 def layout_kind(layout: str) -> LayoutKind:
     """Returns how a layout of a plan divides: columns, rows and heads are found as pairs."""
-    if layout == "stationary-x" or layout == "stationary-y" or layout == "stationary-w":
-        return layout
-    return "pairs"
+    kinds: dict[str, LayoutKind] = {kind: kind for kind in ("stationary-x", "stationary-y", "stationary-w")}
+    return kinds.get(layout, "pairs")
 
 
 class Divisions:

@@ -32,7 +32,7 @@ class Draws:
         if split is None:
             return mask
         starts = [part // group.size for part in split.parts]
-        runs = mask.split([*split.parts], split.dim)
+        runs = torch.split(mask, [*split.parts], split.dim)
         own = [r.narrow(split.dim, n * group.rank, n) for r, n in zip(runs, starts, strict=True)]
         return torch.cat(own, split.dim)
 
@@ -107,7 +107,8 @@ class Dropout(_Step):
     def forward(self, tensor: Tensor) -> Tensor:
         """Returns the tensor without the dropped elements."""
         facts, draws = self.facts, self.facts["draws"]
-        return tensor * draws.mask(tensor, facts["shape"], facts["p"], facts["split"], self.group)
+        mask: Tensor = draws.mask(tensor, facts["shape"], facts["p"], facts["split"], self.group)
+        return tensor * mask
 
 
 class Attention(_Step):
@@ -129,7 +130,8 @@ class Attention(_Step):
         shares = torch.softmax(scores, -1)
         facts = self.facts
         shape = (*facts["shape"][:3], key.shape[2])
-        return (shares * facts["draws"].mask(shares, shape, facts["p"], facts["split"], self.group)) @ value
+        kept: Tensor = shares * facts["draws"].mask(shares, shape, facts["p"], facts["split"], self.group)
+        return kept @ value
 
 
 class GraphPart:
