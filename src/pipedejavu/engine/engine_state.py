@@ -65,7 +65,7 @@ def _share(handlers: Handlers) -> Tensors:
             share[f"{prefix}weight/{name}"] = weights[key][name]
             for slot, tensor in handlers.applier.state.get(key, {}).get(name, {}).items():
                 if slot != LOW:  # the weight is saved as its master
-                    share[f"{prefix}state/{SLOTS[slot]}/{name}"] = tensor
+                    share[f"{prefix}state/{SLOTS.get(slot, slot)}/{name}"] = tensor
         if (replica, handlers.index) == holders_of[piece][0]:
             share |= {f"weight/{name}": tensor for name, tensor in runner.frozen.items()}
         for name, buffer in runner.saved_buffers():
@@ -150,20 +150,23 @@ def _state(handlers: Handlers, key: tuple[int, int], runner: PieceRunner, source
     rests_on_host = state_rests_on_host(handlers.program, piece)
     state: dict[str, Tensors] = {}
     for name, weight in runner.initial.items():
-        slots = {}
-        for slot, torch_name in SLOTS.items():
+        slots, wanted = {}, handlers.job.optimizer.slots_of(name)
+        slot_of = {torch_name: slot for slot, torch_name in SLOTS.items()}
+        for torch_name, slot in {**slot_of, **{SLOTS.get(slot, slot): slot for slot in wanted}}.items():
             loaded = _find(handlers, source, replica, f"state/{torch_name}", name)
             if loaded is not None:
-                is_scalar = slot == "step"
+                is_scalar = slot == "step" or (slot not in SLOTS and loaded.ndim == 0)
                 if not is_scalar and loaded.shape != weight.shape:
                     raise InputError(f"'{torch_name}' of '{name}' is {_form(loaded)}, and the weight {_form(weight)}")
                 slots[slot] = loaded.to(
                     CPU if rests_on_host or is_scalar else handlers.load_device or handlers.device, copy=True
                 )
         if slots:
-            wanted = handlers.job.optimizer.slots_of(name)
             if slots.keys() != wanted:
-                names = [" and ".join(sorted(SLOTS[slot] for slot in some)) or "nothing" for some in (slots, wanted)]
+                names = [
+                    " and ".join(sorted(SLOTS.get(slot, slot) for slot in some)) or "nothing"
+                    for some in (slots, wanted)
+                ]
                 raise InputError(f"the checkpoint keeps {names[0]} of '{name}', and this optimizer {names[1]}")
             state[name] = slots
     return state

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from pipedejavu.engine.given_optimizer import GivenOptimizer
 from pipedejavu.engine.optimizer import AdamW, Sgd, State, Tensors
 
 
@@ -16,7 +17,7 @@ from pipedejavu.engine.optimizer import AdamW, Sgd, State, Tensors
 class GroupRule:
     """How the parameters of a group are updated."""
 
-    rule: AdamW | Sgd
+    rule: AdamW | Sgd | GivenOptimizer
     maximizes: bool = False
     """Whether the loss grows along the update."""
 

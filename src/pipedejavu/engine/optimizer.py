@@ -100,7 +100,7 @@ class Sgd:
         Gradients are multiplied by `coefficient`. They stay as they are unless `out` is in their memory.
         """
         for name, gradient in gradients.items():
-            _step_by_deltas(self, update, name, weights, gradient, state, coefficient, out)
+            step_by_deltas(self, update, name, weights, gradient, state, coefficient, out)
 
     def deltas(
         self, update: int, weights: Tensors, gradients: Tensors, state: State, coefficient: float
@@ -182,7 +182,7 @@ class AdamW:
                 s = scalars_of(int(slots["step"].item()), *settings, coefficient)
                 tasks.append(NativeTask(s, gradient, old, new))
             else:
-                _step_by_deltas(self, update, name, weights, gradient, state, coefficient, out)
+                step_by_deltas(self, update, name, weights, gradient, state, coefficient, out)
         update_all(tasks)
 
     def deltas(
@@ -236,7 +236,7 @@ def _adam_slots(state: State, name: str, gradient: Tensor) -> Tensors:
     return slots
 
 
-def _step_by_deltas(
+def step_by_deltas(
     rule: Optimizer,
     update: int,
     name: str,

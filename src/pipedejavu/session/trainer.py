@@ -57,10 +57,11 @@ class Trainer:
     A step of a synchronous plan makes one update. A step of any other plan makes `plan.steps` updates and drains the
     pipeline; the next step starts from the newest weights.
 
-    `optimizer` is a torch.optim.AdamW, Adam or SGD with its parameter groups, or a record of `pipedejavu.engine`. The
-    workers make its updates: each reads lr, weight decay, betas and momentum from the groups, so that a scheduler, or
-    the loop itself, may change them between steps. With `scheduler`, one of torch.optim.lr_scheduler, each update is
-    followed by its `step()`. Moments are in the workers and in checkpoints, not in `optimizer.state`.
+    `optimizer` is a torch.optim.AdamW, Adam or SGD with its parameter groups, another optimizer of torch that updates
+    each element by itself, such as RMSprop, or a record of `pipedejavu.engine`. The workers make its updates: each reads
+    lr, weight decay, betas and momentum from the groups, so that a scheduler, or the loop itself, may change them
+    between steps. With `scheduler`, one of torch.optim.lr_scheduler, each update is followed by its `step()`. Moments
+    are in the workers and in checkpoints, not in `optimizer.state`.
 
     `loss` takes the model's output and the targets. It returns a mean over samples or over the labels that count, or a
     sum, which a step divides by the number of samples; the Trainer finds out which on the sample. With None, the loss
