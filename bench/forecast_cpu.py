@@ -16,7 +16,7 @@ from pipedejavu.facts import Machine, Profile
 from pipedejavu.launch import TrainedRun, plan_run, train
 from pipedejavu.plan import Plan, preset
 from pipedejavu.planner.planning import known_machine, measure_setups
-from pipedejavu.planner.profiling import measure_task
+from pipedejavu.planner.profiling import choose_sizes, measure_task
 from pipedejavu.run import TrainOptions
 
 MODELS = {
@@ -77,7 +77,9 @@ def options_of(model: str) -> TrainOptions:
 def measure_facts(model: str, batch: int) -> tuple[Machine, Profile]:
     """Measures what the forecasts of all plans of a batch rest on."""
     machine = known_machine()
-    return machine, measure_task(model, options_of(model).data, batch, measure_setups(machine), lambda _: None)
+    return machine, measure_task(
+        model, options_of(model).data, choose_sizes(batch), measure_setups(machine), lambda _: None
+    )
 
 
 def run_case(options: TrainOptions, plan: Plan, machine: Machine, profile: Profile) -> dict[str, Any]:

@@ -1,64 +1,137 @@
-"""Scores the closed form of a GPT's step against iteration times that others published, on rows it was not fitted to.
+"""Scores forecasts of GPTs by their shape against iteration times that others published, on rows not fitted to.
 
-    python bench/published.py FILE.csv                        # calibrates on one half of the rows, scores the other
-    python bench/published.py FILE.csv --splits 50            # for more random halves
-    python bench/published.py FILE.csv --all                  # calibrates on all rows: the constants that are shipped
-    python bench/published.py FILE.csv --constants shipped    # fits nothing and scores all rows
-    … --machine "64x(8xa100-80gb), 800Gb/s"                   # where rows of several nodes were measured
+    python bench/published.py FIT.csv                        # leaves out one width and number of GPUs at a time
+    python bench/published.py FIT.csv --score OTHER.csv …    # fits to all of FIT.csv, and scores other files
+    python bench/published.py FIT.csv --shipped              # fits nothing, and scores the constants as shipped
+    … --machine "64x(8xa100-80gb), 800Gb/s"                  # the machine that the rows were measured on
+    … --kept                                                 # the rows of FIT.csv keep activations
+    … --any-batch                                            # ranks rows of all batches together, per sample
 
-The file has a header and the columns of vTrain's published measurements: GPUs, global batch, micro batch, hidden size,
-attention heads, layers, sequence length, tensor, data and pipeline parallelism, iteration time in ms. Halves are drawn
-by a seed, and each has its part of every number of GPUs, width and tensor parallelism. Then the constants of smaller
-rows are tried on larger ones: fewer GPUs on more, less tensor parallelism on more, narrow models on wide ones.
-`docs/forecast.md` says what the model is.
+A row becomes a plan (1F1B, layers in equal runs, every layer recomputed, tensor-parallel groups on neighbouring GPUs),
+and the plan is compiled for the profile of its shape and simulated, as `pipedejavu plan` does. The file has a header
+and the columns of vTrain's published measurements: GPUs, global batch, micro batch, hidden size, attention heads,
+layers, sequence length, tensor, data and pipeline parallelism, iteration time in ms.
 """
 
 import argparse
 import csv
 import math
-import random
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from functools import cache
 from statistics import mean, median
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from pipedejavu.facts import InputError, Machine, read_file, read_machine
-from pipedejavu.simulate.gpt_estimate import GptBatch, GptConstants, GptShape, estimate_gpt
-from pipedejavu.simulate.wiring import Grid, Wiring, wire
+from pipedejavu.facts import InputError, Machine, Record, read_file, read_machine
+from pipedejavu.facts.cluster import SUM_START_S
+from pipedejavu.plan import Cut, Feed, Order, Place, Plan, Reduce
+from pipedejavu.search.candidate_plan import PlanningProblem
+from pipedejavu.search.ranking import time_plan
+from pipedejavu.zoo.gpt_profile import GptConstants, profile_of
+from pipedejavu.zoo.gpt_shape import Shape
 
 COLUMNS = ("gpus", "batch", "micro", "width", "heads", "layers", "context", "tensor", "data", "pipeline", "time_ms")
-FITTED = ("memory", "logit_bytes", "layer_host_s", "microbatch_host_s", "wait_s")
-"""The others are what datasheets and libraries are known to reach."""
-START = GptConstants(memory=0.8, logit_bytes=50, layer_host_s=3e-3, microbatch_host_s=1e-3, wait_s=1e-4)
-"""Where the search begins: round numbers, so that nothing is known of rows that are held out."""
-TRIES, NUDGE = 60, 1e-3
+TRIES, NUDGE, CONVERGED = 40, 1e-3, 1e-4
 CLIFF = 0.05
 """Errors beyond this count by their size and no longer by its square, so that single rows do not decide."""
+LEAST = 3
+"""Rows of a group whose ranks are compared."""
+
+
+class Constants(Record):
+    """What is fitted: the rest is known from datasheets and from measurements of collectives alone."""
+
+    memory: float = GptConstants().memory
+    logit_bytes: float = GptConstants().logit_bytes
+    layer_host_s: float = GptConstants().layer_host_s
+    microbatch_host_s: float = GptConstants().microbatch_host_s
+    sum_start_s: float = SUM_START_S
+
+    def shape_constants(self) -> GptConstants:
+        return GptConstants(**self.model_dump(exclude={"sum_start_s"}))
+
+
+START = Constants(memory=0.8, logit_bytes=50, layer_host_s=3e-3, microbatch_host_s=1e-3, sum_start_s=1e-4)
+"""Where the search begins: round numbers, so that nothing is known of rows that are held out."""
 
 
 class Row(NamedTuple):
-    shape: GptShape
-    grid: Grid
-    batch: GptBatch
-    wiring: Wiring
+    """A published run."""
+
+    gpus: int
+    batch: int
+    micro: int
+    shape: Shape
+    tensor: int
+    data: int
+    pipeline: int
+    is_recomputed: bool
+    machine: Machine
     time_s: float
 
-    def error(self, constants: GptConstants) -> float:
-        """Returns how far the estimate lies from the published time, as a part of it."""
-        step = estimate_gpt(self.shape, self.grid, self.batch, self.wiring, constants)
-        return step.total_s / self.time_s - 1
+    @property
+    def group(self) -> tuple[object, ...]:
+        """What rows share that differ only in their division over GPUs."""
+        return self.gpus, self.batch, self.micro, self.shape
+
+    def plan(self) -> Plan:
+        """Returns Megatron's plan: tensor-parallel groups take neighbouring GPUs, then replicas, then stages."""
+        names, layers = [device.name for device in self.machine.devices], self.shape.layers
+        even, more = divmod(layers, self.pipeline)
+        ends = [(n + 1) * even + min(n + 1, more) for n in range(self.pipeline)]
+        devices = (
+            names[shard + self.tensor * (replica + self.data * stage)]
+            for replica in range(self.data)
+            for stage in range(self.pipeline)
+            for shard in range(self.tensor)
+        )
+        return Plan(
+            cut=Cut(kind="chain", bounds=tuple(1 + end for end in ends[:-1])) if self.pipeline > 1 else Cut(),
+            place=Place(
+                workers=self.pipeline,
+                replicas=self.data,
+                stage_shards=(self.tensor,) * self.pipeline if self.tensor > 1 else None,
+                devices=tuple(devices),
+            ),
+            feed=Feed(microbatches=self.batch // (self.micro * self.data), samples=self.micro),
+            order=Order(
+                kind="1f1b" if self.pipeline > 1 else "step",
+                recompute_units=tuple(range(1, layers + 1)) if self.is_recomputed else None,
+            ),
+            reduce=Reduce(wire="all-reduce" if self.data > 1 else "none"),
+        )
+
+    def forecast_s(self, constants: Constants) -> float:
+        """Returns the simulated time of the iteration."""
+        machine = with_start(self.machine, constants.sum_start_s)
+        profile = profile_of("shape", self.shape, machine, constants.shape_constants())
+        timed = time_plan(self.plan(), PlanningProblem(profile, machine, ()), 0.0)
+        if isinstance(timed, str):
+            raise InputError(f"a row cannot be simulated: {timed}")
+        return timed.time_s
 
 
-def read_rows(path: str, machine: Machine, *, recomputes: bool) -> list[Row]:
+@cache
+def _links_with_start(links: tuple[Any, ...], start_s: float) -> tuple[Any, ...]:
+    return tuple(link.replace(sum_start_s=start_s) for link in links)
+
+
+def with_start(machine: Machine, start_s: float) -> Machine:
+    """Returns the machine with another time to start an all-reduce."""
+    return machine.replace(links=_links_with_start(machine.links, start_s))
+
+
+def read_rows(path: str, machine: Machine, *, vocabulary: int = 51200, is_recomputed: bool = True) -> list[Row]:
     try:
         lines = list(csv.reader(read_file(path).decode("utf-8").splitlines()))[1:]
     except (UnicodeDecodeError, csv.Error) as error:
         raise InputError(f"cannot read {path}: {error}") from None
-    wirings: dict[Grid, Wiring] = {}
-    rows = []
+    machines: dict[int, Machine] = {}
+    rows, crossing = [], 0
+    per_host = sum(device.host == machine.devices[0].host for device in machine.devices)
     for number, line in enumerate(lines, 2):
         values = dict(zip(COLUMNS, map(_number, line), strict=False))
         if len(line) != len(COLUMNS) or None in values.values():
@@ -66,20 +139,28 @@ def read_rows(path: str, machine: Machine, *, recomputes: bool) -> list[Row]:
                 f"{path}, line {number}: expected {len(COLUMNS)} positive numbers, found {','.join(line)!r}"
             )
         size = {name: int(value or 0) for name, value in values.items()}
-        grid = Grid(size["tensor"], size["data"], size["pipeline"])
-        micro, left = divmod(size["batch"], size["micro"] * size["data"])
-        if grid.size != size["gpus"] or left or not micro:
+        gpus, tensor, data, pipeline = (size[name] for name in ("gpus", "tensor", "data", "pipeline"))
+        if tensor * data * pipeline != gpus or size["batch"] % (size["micro"] * data):
             raise InputError(
-                f"{path}, line {number}: {grid.size} workers on {size['gpus']} GPUs, batch {size['batch']} as"
-                f" microbatches of {size['micro']} on {size['data']} replicas; these do not go together"
+                f"{path}, line {number}: {tensor * data * pipeline} workers on {gpus} GPUs, batch {size['batch']} as"
+                f" microbatches of {size['micro']} on {data} replicas; these do not go together"
             )
-        if grid not in wirings:
-            wirings[grid] = wire(grid, machine)
-        shape = GptShape(size["layers"], size["width"], size["heads"], size["context"])
-        batch = GptBatch(size["micro"], micro, recomputes)
-        rows.append(Row(shape, grid, batch, wirings[grid], (values["time_ms"] or 0.0) / 1000))
+        if gpus > len(machine.devices):
+            raise InputError(
+                f"{path}, line {number}: {gpus} GPUs, and the machine has {len(machine.devices)}; name a larger one"
+            )
+        if tensor > per_host:
+            crossing += 1
+            continue
+        if gpus not in machines:
+            machines[gpus] = machine.replace(devices=machine.devices[:gpus])
+        shape = Shape(size["layers"], size["width"], size["heads"], size["context"], vocabulary)
+        divided = (tensor, data, pipeline, is_recomputed, machines[gpus])
+        rows.append(Row(gpus, size["batch"], size["micro"], shape, *divided, (values["time_ms"] or 0.0) / 1000))
     if len(rows) < 2:
         raise InputError(f"{path} has {len(rows)} rows; give at least 2")
+    if crossing:
+        print(f"{path}: {crossing} rows with tensor-parallel groups over several hosts are left out")
     return rows
 
 
@@ -91,85 +172,102 @@ def _number(text: str) -> float | None:
     return value if 0 < value < math.inf else None
 
 
-def calibrate(rows: Sequence[Row]) -> GptConstants:
+def calibrate(rows: Sequence[Row]) -> Constants:
     """Returns the constants that minimise errors of logarithms, by Levenberg and Marquardt."""
-    best, damping = START, 1.0
+    best, damping, count = START, 1.0, len(Constants.model_fields)
     errors = _errors(rows, best)
+    slopes = None
     for _ in range(TRIES):
-        slopes = np.stack([(_errors(rows, _moved(best, n, NUDGE)) - errors) / NUDGE for n in range(len(FITTED))], 1)
+        if slopes is None:
+            slopes = np.stack([(_errors(rows, _moved(best, n, -NUDGE)) - errors) / -NUDGE for n in range(count)], 1)
         weighed = slopes.T / np.sqrt(1 + (errors / CLIFF) ** 2)
-        step = np.linalg.solve(weighed @ slopes + damping * np.eye(len(FITTED)), -weighed @ errors)
+        step = np.linalg.solve(weighed @ slopes + damping * np.eye(count), -weighed @ errors)
         tried = best
         for n, length in enumerate(step):
             tried = _moved(tried, n, length)
         found = _errors(rows, tried)
-        if _loss(found) < _loss(errors):
-            best, errors, damping = tried, found, damping / 3
+        gain = 1 - _loss(found) / _loss(errors)
+        if gain > 0:
+            best, errors, damping, slopes = tried, found, damping / 10, None
+            if gain < CONVERGED:
+                break
         else:
-            damping *= 4
+            damping *= 10
     return best
 
 
-def _moved(constants: GptConstants, index: int, step: float) -> GptConstants:
-    """Returns constants one of which is a part larger."""
-    name = FITTED[index]
+def _moved(constants: Constants, index: int, step: float) -> Constants:
+    """Returns constants one of which is larger by the factor exp(`step`)."""
+    name = [*Constants.model_fields][index]
     value = getattr(constants, name) * math.exp(max(-1.0, min(1.0, step)))
     return constants.replace(**{name: min(1.0, value) if name == "memory" else value})
 
 
-def _errors(rows: Sequence[Row], constants: GptConstants) -> Any:
-    return np.array([math.log1p(row.error(constants)) for row in rows])
+def _errors(rows: Sequence[Row], constants: Constants) -> Any:
+    return np.array([math.log(row.forecast_s(constants) / row.time_s) for row in rows])
 
 
 def _loss(errors: Any) -> float:
     """Returns the sum of errors that count by their square up to a cliff, and by their size beyond."""
-    return float(np.sqrt(1 + (errors / CLIFF) ** 2).sum())
-
-
-def halves(rows: Sequence[Row], seed: int) -> tuple[list[Row], list[Row]]:
-    """Returns two halves with equal parts of each number of GPUs, width and tensor parallelism."""
-    groups: dict[tuple[int, int, int], list[Row]] = defaultdict(list)
-    for row in rows:
-        groups[row.grid.size, row.shape.width, row.grid.tensor].append(row)
-    chance, parts = random.Random(seed), ([], [])
-    flip = 0
-    for key in sorted(groups):
-        own = groups[key]
-        chance.shuffle(own)
-        for row in own:  # over groups of odd size the halves take turns
-            parts[flip].append(row)
-            flip = 1 - flip
-    return parts
+    return float((np.sqrt(1 + (errors / CLIFF) ** 2) - 1).sum())
 
 
 class Score(NamedTuple):
+    """How far forecasts are off, and how they rank rows that differ only in their division over GPUs."""
+
     mean: float
     median: float
     worst: float
     bias: float
+    groups: int
     rank: float
+    regret: float
+    worst_regret: float
 
     def __str__(self) -> str:
+        text = f"mean {self.mean:.1%}, median {self.median:.1%}, worst {self.worst:.0%}, bias {self.bias:+.1%}"
+        if not self.groups:
+            return text
         return (
-            f"mean {self.mean:.2%}, median {self.median:.2%}, worst {self.worst:.1%}, bias {self.bias:+.1%},"
-            f" rank correlation {self.rank:.4f}"
+            f"{text}; {self.groups} groups: Spearman {self.rank:.2f}, regret {self.regret:.1%}, at worst"
+            f" {self.worst_regret:.0%}"
         )
 
 
-def score(rows: Sequence[Row], constants: GptConstants) -> Score:
-    errors = [row.error(constants) for row in rows]
+Forecasts = Sequence[tuple[Row, float]]
+
+
+def score(forecasts: Forecasts, *, any_batch: bool = False) -> Score:
+    errors = [time_s / row.time_s - 1 for row, time_s in forecasts]
+    groups: dict[object, list[tuple[float, float]]] = defaultdict(list)
+    for row, time_s in forecasts:
+        group, size = ((row.gpus, row.shape), row.batch) if any_batch else (row.group, 1)
+        groups[group].append((row.time_s / size, time_s / size))
+    ranks, regrets = [], []
+    for pairs in (pairs for pairs in groups.values() if len(pairs) >= LEAST):
+        real, forecast = zip(*pairs, strict=True)
+        if len({*forecast}) > 1 and len({*real}) > 1:
+            ranks.append(correlation(order(real), order(forecast)))
+        regrets.append(min(pairs, key=lambda pair: pair[1])[0] / min(real) - 1)
     sizes = [abs(error) for error in errors]
-    times = [row.time_s for row in rows]
-    ranks = correlation(order(times), order([t * (1 + e) for t, e in zip(times, errors, strict=True)]))
-    return Score(mean(sizes), median(sizes), max(sizes), mean(errors), ranks)
+    return Score(
+        mean(sizes),
+        median(sizes),
+        max(sizes),
+        mean(errors),
+        len(regrets),
+        mean(ranks or [0.0]),
+        mean(regrets or [0.0]),
+        max(regrets or [0.0]),
+    )
 
 
 def order(values: Sequence[float]) -> list[float]:
-    places = sorted(range(len(values)), key=values.__getitem__)
-    found = [0.0] * len(values)
-    for rank, place in enumerate(places):
-        found[place] = float(rank)
-    return found
+    """Returns ranks; equal values share the mean of theirs."""
+    places: dict[float, list[int]] = defaultdict(list)
+    for rank, value in enumerate(sorted(values)):
+        places[value].append(rank)
+    return [mean(places[value]) for value in values]
 
 
 def correlation(a: Sequence[float], b: Sequence[float]) -> float:
@@ -179,69 +277,69 @@ def correlation(a: Sequence[float], b: Sequence[float]) -> float:
 
 
 SIZES: dict[str, Callable[[Row], int]] = {
-    "GPUs": lambda row: row.grid.size,
-    "tensor": lambda row: row.grid.tensor,
-    "data": lambda row: row.grid.data,
-    "pipeline": lambda row: row.grid.pipeline,
-    "micro batch": lambda row: row.batch.samples,
+    "GPUs": lambda row: row.gpus,
     "width": lambda row: row.shape.width,
+    "tensor": lambda row: row.tensor,
+    "data": lambda row: row.data,
+    "pipeline": lambda row: row.pipeline,
+    "micro batch": lambda row: row.micro,
 }
 
 
-def print_groups(rows: Sequence[Row], constants: GptConstants) -> None:
-    for name, key in SIZES.items():
+def forecast(rows: Sequence[Row], constants: Constants) -> list[tuple[Row, float]]:
+    return [(row, row.forecast_s(constants)) for row in rows]
+
+
+def print_score(name: str, forecasts: Forecasts, *, any_batch: bool = False) -> None:
+    print(f"{name}: {len(forecasts)} rows, {score(forecasts, any_batch=any_batch)}", flush=True)
+    for size, key in SIZES.items():
         cells = []
-        for value in sorted({key(row) for row in rows}):
-            own = [row.error(constants) for row in rows if key(row) == value]
-            cells.append(f"{value}: {mean(map(abs, own)):.1%} ({mean(own):+.1%}, {len(own)})")
-        print(f"  {name:12} {'  '.join(cells)}")
+        for value in sorted({key(row) for row, _ in forecasts}):
+            errors = [time_s / row.time_s - 1 for row, time_s in forecasts if key(row) == value]
+            cells.append(f"{value}: {mean(map(abs, errors)):.1%} ({mean(errors):+.1%}, {len(errors)})")
+        print(f"  {size:12} {'  '.join(cells)}")
 
 
-def print_larger(rows: Sequence[Row]) -> None:
-    """Fits to the rows below the largest number of something, and scores those of the largest."""
-    for name in ("GPUs", "tensor", "width"):
-        key = SIZES[name]
-        most = max(map(key, rows))
-        fitted, held = [row for row in rows if key(row) < most], [row for row in rows if key(row) == most]
-        if fitted:
-            print(
-                f"{name} below {most} fitted ({len(fitted)} rows), {most}: {score(held, calibrate(fitted))}", flush=True
-            )
+def left_out(rows: Sequence[Row]) -> list[tuple[Row, float]]:
+    """Returns forecasts of each width and number of GPUs from constants that are fitted to all others."""
+    groups: dict[tuple[int, int], list[Row]] = defaultdict(list)
+    for row in rows:
+        groups[row.shape.width, row.gpus].append(row)
+    if len(groups) < 2:
+        raise InputError("all rows have one width and number of GPUs; score them from another file's constants")
+    found = []
+    for key, held in sorted(groups.items()):
+        constants = calibrate([row for row in rows if (row.shape.width, row.gpus) != key])
+        found += forecast(held, constants)
+        print(f"width {key[0]}, {key[1]} GPUs left out: {score(found[-len(held) :])}", flush=True)
+    return found
 
 
-def show(constants: GptConstants) -> str:
-    return ", ".join(f"{name} {getattr(constants, name):.4g}" for name in GptConstants.model_fields)
+def show(constants: Constants) -> str:
+    return ", ".join(f"{name} {getattr(constants, name):.4g}" for name in Constants.model_fields)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("file")
-    parser.add_argument("--machine", default="64x(8xa100-80gb), 800Gb/s", help="what the rows were measured on")
-    parser.add_argument("--constants", choices=("calibrated", "shipped"), default="calibrated")
-    parser.add_argument("--splits", type=int, default=5, help="random halves beside the first")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--all", action="store_true", help="calibrate on all rows, and say the constants")
-    parser.add_argument("--recompute", action="store_true", help="the rows recompute activations")
+    parser.add_argument("--score", nargs="+", default=(), help="files to score with the constants of the first")
+    parser.add_argument("--machine", default="64x(8xa100-80gb), 800Gb/s", help="the machine of the rows")
+    parser.add_argument("--vocabulary", type=int, default=51200)
+    parser.add_argument("--shipped", action="store_true", help="fit nothing")
+    parser.add_argument("--any-batch", action="store_true", help="rank rows of all batches together, per sample")
+    parser.add_argument("--kept", action="store_true", help="the rows of the first file keep activations")
     asked = parser.parse_args()
-    rows = read_rows(asked.file, read_machine(asked.machine), recomputes=asked.recompute)
-    if asked.constants == "shipped" or asked.all:
-        constants = calibrate(rows) if asked.all else GptConstants()
-        print(f"{len(rows)} rows, constants {'fitted to all' if asked.all else 'as shipped'}: {score(rows, constants)}")
-        print(f"  {show(constants)}")
-        print_groups(rows, constants)
+    machine = read_machine(asked.machine)
+    rows = read_rows(asked.file, machine, vocabulary=asked.vocabulary, is_recomputed=not asked.kept)
+    if not asked.shipped and not asked.score:
+        print_score(f"{asked.file}, each group left out once", left_out(rows))
         return
-    found = []
-    for seed in range(asked.seed, asked.seed + 1 + asked.splits):
-        fitted, held = halves(rows, seed)
-        constants = calibrate(fitted)
-        found.append(score(held, constants))
-        print(f"seed {seed}: {len(fitted)} rows fitted, {len(held)} held out: {found[-1]}", flush=True)
-        if seed == asked.seed:
-            print(f"  fitted rows: {score(fitted, constants)}\n  {show(constants)}")
-            print_groups(held, constants)
-    means = [one.mean for one in found]
-    print_larger(rows)
-    print(f"held out, over {len(found)} halves: mean {mean(means):.2%}, {min(means):.2%} to {max(means):.2%}")
+    constants = Constants() if asked.shipped else calibrate(rows)
+    print(f"constants {'as shipped' if asked.shipped else f'fitted to {asked.file}'}: {show(constants)}")
+    print_score(asked.file, forecast(rows, constants), any_batch=asked.any_batch)
+    for path in asked.score:
+        others = read_rows(path, machine, vocabulary=asked.vocabulary)
+        print_score(path, forecast(others, constants), any_batch=asked.any_batch)
 
 
 if __name__ == "__main__":

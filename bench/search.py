@@ -1,7 +1,9 @@
 """Searchers against each other: gap to the best known estimate, time and feasibility, over models, machines and memory.
 
 Run with `python bench/search.py`; `--quick` leaves the clusters out, `--only TEXT` takes the rows that hold it,
-`--chains` compares cuts by gradients with the best of the same chain of devices.
+`--chains` compares cuts by gradients with the best of the same chain of devices. `--brute-force FOLDER` holds `auto`
+against an independent brute force on the `*graph.txt` profiles of PipeDream in a folder, from memory that just fits to
+plenty; seconds are of the CPU.
 `auto` is the whole search, plans simulated; all others fill a pool with estimates, which is what gaps compare.
 """
 
@@ -11,10 +13,12 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import pairwise
 from math import inf
+from pathlib import Path
 
 import numpy as np
+from brute_force import BruteForce, blocks_of, describe
 
-from pipedejavu.facts import Cost, Device, Edge, Host, Link, Machine, Profile, Unit, UnitTime
+from pipedejavu.facts import Cost, Device, Edge, Host, Link, Machine, Profile, Unit, UnitTime, read_profile
 from pipedejavu.search import SearchOptions, dp, exhaustive, gradient_descent, mcmc, search
 from pipedejavu.search.plan_pool import Pool
 from pipedejavu.search.planning_problem import problems_of
@@ -235,12 +239,97 @@ def chains(args: argparse.Namespace) -> None:
         )
 
 
+PLACES = ("equal", "hosts, 10 Gb/s", "hosts, 1 Gb/s", "three kinds")
+KIND_SPEEDS = {"a": 1.0, "b": 0.5, "c": 0.25}
+MEMORIES = {"just fits": 1.0, "× 1.2": 1.2, "× 1.6": 1.6, "× 2.5": 2.5, "loose": 100.0}
+"""Memory of each device, as a multiple of the least in which the brute force has a plan."""
+
+
+def published(folder: str) -> Iterator[Profile]:
+    """Yields PipeDream's profiles by operator and in 16 blocks, with times for all kinds of devices."""
+    for path in sorted(Path(folder).glob("*graph.txt")):
+        profile = read_profile(str(path), KIND_SPEEDS)
+        units = []
+        for one in profile.units:
+            times = {
+                kind: time.replace(forward=time.forward.times(1 / speed), backward=time.backward.times(1 / speed))
+                for (kind, time), speed in zip(one.times.items(), KIND_SPEEDS.values(), strict=True)
+            }
+            times = {kind: time.replace(recompute=time.forward) for kind, time in times.items()}
+            units.append(one.replace(times=times))
+        profile = profile.replace(name=path.stem.removesuffix("-graph"), units=tuple(units))
+        yield profile
+        yield blocks_of(profile, 16)
+
+
+def place_of(name: str, count: int) -> Machine:
+    """Returns a machine of GPUs without CPUs: on one host, or on four with one network interface each."""
+    kinds = ["a"] * count
+    if name == "three kinds":
+        kinds = ["a"] * (count // 2) + ["b"] * (count // 4) + ["c"] * (count // 4)
+    hosts = 4 if name.startswith("hosts") else 1
+    devices = tuple(
+        Device(name=f"g{n}", kind=kind, type="gpu", host=f"h{n * hosts // count}", memory_bytes=2**50)
+        for n, kind in enumerate(kinds)
+    )
+    links = [Link(scope="same-host", bytes_per_s=10e9, latency_s=1e-5)]
+    if hosts > 1:
+        rate = 125e6 if "1 Gb" in name else 1.25e9
+        wires = ("out:{source_host}", "in:{target_host}")
+        links.append(Link(scope="other-host", bytes_per_s=rate, latency_s=2e-5, wires=wires))
+    names = tuple(Host(name=f"h{n}") for n in range(hosts))
+    return Machine(name=name, hosts=names, devices=devices, links=tuple(links))
+
+
+def against_brute_force(args: argparse.Namespace) -> None:
+    """Prints `auto` beside the brute force for each profile, machine and memory."""
+    print("| profile, units | devices | memory | brute force | auto | ratio | auto's s |\n|" + "---|" * 7)
+    ratios, missed, seconds = list[float](), 0, list[float]()
+    for profile in published(args.brute_force):
+        for place, count in ((place, count) for place in PLACES for count in args.devices):
+            if args.only not in f"{profile.name} | {count}, {place}":
+                continue
+            machine = place_of(place, count)
+            brute = BruteForce(profile, machine, 48 if count > 8 else 24)
+            least = brute.least_bytes()
+            for memory, times in MEMORIES.items():
+                limit = round(least * times)
+                devices = tuple(device.replace(memory_bytes=limit) for device in machine.devices)
+                known = brute.best(limit)
+                began = time.process_time()
+                answer = search(
+                    profile, machine.replace(devices=devices), SearchOptions(batch=brute.batch, is_runnable=True)
+                ).best
+                used = time.process_time() - began
+                if known is None:
+                    continue
+                ratio = answer.time_s / known.time_s if answer else inf
+                ratios, missed = [*ratios, ratio] if answer else ratios, missed + (answer is None)
+                seconds.append(used)
+                ours = f"{answer.time_s:.4g} s: {describe(answer.plan)}" if answer else "none"
+                head = f"| {profile.name}, {len(profile.units)} | {count}, {place} | {memory} ({limit / GIB:.3g} GiB)"
+                print(
+                    f"{head} | {known.time_s:.4g} s: {describe(known.plan)} | {ours} | {ratio:.3f} | {used:.1f} |",
+                    flush=True,
+                )
+    print(
+        f"{len(ratios)} cases: at most {max(ratios):.3f}, above 1.01: {sum(r > 1.01 for r in ratios)}, middle"
+        f" {np.median(ratios):.3f}, least {min(ratios):.3f}; not found: {missed}; seconds of the CPU at most"
+        f" {max(seconds):.1f}, middle {np.median(seconds):.1f}"
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
+    parser.add_argument("--brute-force", metavar="FOLDER")
+    parser.add_argument("--devices", type=int, nargs="*", default=[4, 8, 16])
     parser.add_argument("--chains", action="store_true")
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--only", default="")
     args = parser.parse_args()
+    if args.brute_force:
+        against_brute_force(args)
+        return
     if args.chains:
         chains(argparse.Namespace(quick=True, only=args.only))
         return

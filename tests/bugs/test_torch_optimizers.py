@@ -209,3 +209,10 @@ def test_the_state_of_other_optimizers_is_saved_and_loaded(name, tmp_path: Path)
     resumed.load(tmp_path)
     train(resumed, epochs=1)
     assert all(map(torch.equal, model.state_dict().values(), again.state_dict().values()))
+
+
+def test_a_plan_that_divides_state_refuses_optimizers_that_run_on_whole_parameters() -> None:
+    model = make()
+    trainer = Trainer(model, OPTIMIZERS["NAdam"](model.parameters()), nn.CrossEntropyLoss(), plan="zero-1", workers=2)
+    with pytest.raises(InputError, match="divides the state of a parameter over workers, and NAdam is run on whole"):
+        train(trainer)

@@ -189,7 +189,7 @@ def test_simulate_on_a_machine_that_is_not_at_hand() -> None:
     line = "2x(4xa100-80gb + epyc-7763), 100Gb/s"
     form = json.loads(run("simulate", "preset:1f1b", "--workers", "8", "--machine", line, "--json").stdout)
     assert [w["device"] for w in form["workers"]] == [f"h{h}/a100-80gb-{n}" for h in range(2) for n in range(4)]
-    assert form["notes"] == ["model: gpt-small from its shape, at 44% of a100-80gb's rate, 40% of every other's"]
+    assert form["notes"] == ["model: gpt-small from its shape; times are estimated from each device's stated rates"]
 
 
 def test_simulate_divides_the_cpu_of_a_machine_over_the_workers() -> None:
@@ -283,7 +283,11 @@ def test_train_continues_from_the_best_of_several_initialisations(tmp_path: Path
     [
         (("gpt-tiny",), "'gpt-tiny' is not a model that can be trained; use zoo:NAME"),
         (("zoo:gpt-tyni",), "there is no model 'zoo:gpt-tyni'; did you mean 'gpt-tiny'?"),
-        (("zoo:mlp", "--plan", "preset:zero-3"), "the engine does not run keep 'zero-3' yet"),
+        (("zoo:mlp", "--plan", "preset:distreal"), "the engine does not run feed 'mask' yet"),
+        (
+            ("zoo:mlp", "--plan", "preset:zero-3", "--workers", "1"),
+            "keep 'zero-3' divides state over replicas, and the plan has one; use more replicas, or keep 'replicated'",
+        ),
         (("zoo:mlp", "--plan", "preset:1f1b", "--workers", "99"), "the plan has 99 stages but profile 'mlp' has"),
         (("zoo:mlp", "--dtype", "int8", "--optimizer", "adam"), "the options of train has 2 faults"),
         (

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from pipedejavu.engine import AdamW, Sgd
 from pipedejavu.optim.arithmetic import AdamState, join, scalars_of, split, update_
+from pipedejavu.optim.moment_format import MomentFormat, zero_moments
 from pipedejavu.plan import Precision
 from tests.engine.case import Case, sum_of_losses
 
@@ -26,7 +27,13 @@ def is_matrix(module: nn.Module, parameter: Tensor) -> bool:
 
 
 def train_plainly(
-    case: Case, *, groups: int = 1, splits: bool = True, is_mean: bool = False, accumulate: torch.dtype = torch.float32
+    case: Case,
+    *,
+    groups: int = 1,
+    splits: bool = True,
+    is_mean: bool = False,
+    accumulate: torch.dtype = torch.float32,
+    moments: MomentFormat = "fp32",
 ) -> dict[str, Tensor]:
     """Returns the masters after training all microbatches of each update in one process.
 
@@ -45,8 +52,8 @@ def train_plainly(
     for name, p, is_low in seen.values():
         weight, low = split(p.detach().clone()) if is_low else (p.detach().clone(), None)
         p.data = weight
-        states[name] = AdamState(weight, low, torch.zeros_like(weight, dtype=torch.float32),
-                                 torch.zeros_like(weight, dtype=torch.float32))  # fmt: skip
+        m, v, *scales = zero_moments(moments, weight.numel(), device)
+        states[name] = AdamState(weight, low, m.view(weight.shape), v.view(weight.shape), *scales)
     for update in range(case.updates):
         members = range(update * size, (update + 1) * size)
         count = sum(case.batches.count(i) for i in members)
@@ -85,7 +92,7 @@ def _wider(parameter: Tensor, dtype: torch.dtype) -> torch.dtype:
 
 
 def _updated(optimizer: Sgd | AdamW, update: int, gradient: Tensor, state: AdamState, scale: float) -> AdamState:
-    new = AdamState(state.weight.clone(), None if state.low is None else state.low.clone(), state.m, state.v)
+    new = state._replace(weight=state.weight.clone(), low=None if state.low is None else state.low.clone())
     if isinstance(optimizer, AdamW):
         settings = optimizer.rate(update), optimizer.betas, optimizer.eps, optimizer.weight_decay
         update_(scalars_of(update + 1, *settings, scale), gradient, state, new)

@@ -17,8 +17,11 @@ from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 from pipedejavu.engine import AdamW, Job, Outcome, Sgd, audit, run_threads, unit_random
 from pipedejavu.facts import Cost, Device, Host, Link, Machine, Profile, Tie, Unit, UnitTime
 from pipedejavu.plan import Plan, preset
+from pipedejavu.profile.expert_rows import expert_share
+from pipedejavu.profile.unit_graph import unit_graphs
 from pipedejavu.program import Program
 from pipedejavu.program import compile as compile_plan
+from pipedejavu.zoo.moe import Mixture, MoeSize
 
 torch.set_num_threads(1)
 
@@ -141,11 +144,33 @@ def gpt_samples(sizes: list[int], random: torch.Generator) -> Samples:
     return Samples(x, y, [int((t != -100).sum()) for t in y])
 
 
+class Routed(nn.Module):
+    """A mixture of experts beside its input, with dropout."""
+
+    def __init__(self, size: MoeSize, dropout: float) -> None:
+        super().__init__()
+        self.norm, self.mixture, self.drop = nn.LayerNorm(4), Mixture(size), nn.Dropout(dropout)
+        for parameter in self.mixture.parameters():
+            nn.init.normal_(parameter)
+
+    def forward(self, x: Tensor) -> Tensor:
+        mixed, _ = self.mixture(self.norm(x))
+        return x + self.drop(mixed)
+
+
+def moe(count: int, dropout: float = 0.2, experts: int = 4) -> Units:
+    """A GPT of which every block is a mixture; its experts have fewer slots than some sequences need."""
+    size = MoeSize(layers=1, width=4, heads=1, context=3, experts=experts)
+    blocks: Units = [(f"u{n}", Routed(size, dropout)) for n in range(1, count - 1)]
+    return [("u0", Embedding(dropout)), *blocks, (f"u{count - 1}", nn.Linear(4, 7))]
+
+
 MODELS: dict[str, tuple[Callable[[int], Units], Callable[[list[int], torch.Generator], Samples]]] = {
     "mlp": (mlp, mlp_samples),
     "convnet": (convnet, convnet_samples),
     "gpt": (gpt, gpt_samples),
     "calm-gpt": (calm_gpt, gpt_samples),
+    "moe": (moe, gpt_samples),
 }
 
 TIME = UnitTime(
@@ -170,6 +195,7 @@ def profile_of(units: Units, ties: int) -> Profile:
                 optimizer_bytes=2 * size,
                 activation_bytes=8.0,
                 boundary_bytes=8.0,
+                expert_share=expert_share(module),
             )
         )
     tied = tuple(Tie(units=(units[0][0], units[-1][0]), size_bytes=8) for _ in range(ties))
@@ -178,7 +204,7 @@ def profile_of(units: Units, ties: int) -> Profile:
 
 def machine_of(plan: Plan, type_: Literal["cpu", "gpu"]) -> Machine:
     """A device for each worker that trains, and a CPU for the rest."""
-    trainers = plan.num_workers - plan.place.cpu_replicas - plan.place.servers
+    trainers = sum(plan.degrees) - plan.place.cpu_replicas - plan.place.servers
     types: list[Literal["cpu", "gpu"]] = [*[type_] * trainers, "cpu"]
     devices = [
         Device(name=f"c{n}", kind="cpu", type=type_, host="h", memory_bytes=2**40, reserved_bytes=0)
@@ -209,6 +235,7 @@ class Case:
             optimizer=self.optimizer,
             seed=11,
             clip_norm=self.clip_norm,
+            graphs=unit_graphs,
             **self.extra,
         )
 
@@ -261,7 +288,7 @@ class Case:
         names = [name for name, _ in self.units]
         size = update_size or self.program.update_size
         named = {f"{u}.{n}": p for u, m in zip(names, modules, strict=True) for n, p in m.named_parameters()}
-        parameters = list({id(p): p for p in named.values()}.values())
+        parameters = list({id(p): p for p in named.values() if p.requires_grad}.values())
         stepper, schedule = torch_optimizer(self.optimizer, named)
         for update in range(len(self.batches.counts) // size):
             members = range(update * size, (update + 1) * size)

@@ -11,7 +11,7 @@ on_gpus = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, re
 
 
 def exchange(rank, folder, backend):
-    """Sends messages of several kinds both ways, one with an empty tensor, and sums; notes what the wire carried."""
+    """Sends messages of several kinds both ways, one with an empty tensor, and calls each collective."""
     dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", 2), rank=rank, world_size=2)
     device = torch.device("cuda", rank) if backend == "nccl" else torch.device("cpu")
     if backend == "nccl":
@@ -32,6 +32,11 @@ def exchange(rank, folder, backend):
     total = wire.add_up(torch.ones(4, device=device) * (rank + 1), "all")
     assert torch.equal(total, torch.full((4,), 3.0, device=device))
     assert wire.traffic() == (6 + 2, 8 * 2 * (3 * 1 + 3 * 2) + 16)
+    rows = torch.arange(4.0, device=device) * (rank + 1)
+    run = wire.reduce_scatter(rows, "all")
+    assert run.tolist() == [[0.0, 3.0], [6.0, 9.0]][rank]
+    assert wire.all_gather(run, "all").tolist() == [0.0, 3.0, 6.0, 9.0]
+    assert wire.all_to_all(rows, "all", [[1, 3], [4, 0]]).tolist() == [[0.0, 0.0, 2.0, 4.0, 6.0], [1.0, 2.0, 3.0]][rank]
     dist.destroy_process_group()
 
 

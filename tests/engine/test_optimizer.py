@@ -34,7 +34,8 @@ def spares(name):
 def test_steps_are_those_of_torch(own, theirs, schedule, decays):
     own = type(own)(**{**vars(own), "schedule": schedule, "decays": decays})
     start = {"a": torch.randn(3, 2), "b": torch.randn(4)}
-    settings = {k: v for k, v in vars(own).items() if k not in ("schedule", "decays", "weight_decay", "is_decoupled")}
+    others = ("schedule", "decays", "weight_decay", "is_decoupled", "moments")
+    settings = {k: v for k, v in vars(own).items() if k not in others}
     parameters = {n: nn.Parameter(w.clone()) for n, w in start.items()}
     groups = [{"params": [p], "weight_decay": own.weight_decay * decays(n)} for n, p in parameters.items()]
     stepper = theirs(groups, **settings)

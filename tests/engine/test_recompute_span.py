@@ -93,6 +93,24 @@ def test_recomputing_some_units_changes_no_bit_and_runs_no_others_again(make, na
     assert {*once.values()} == {plain.program.update_size * plain.updates}
 
 
+@pytest.mark.parametrize(("name", "sizes"), [("1f1b", PRESETS[1][1]), ("zb-h1", PRESETS[3][1])])
+def test_checkpoints_divide_a_recomputed_stage_and_change_nothing(make, name, sizes):
+    case = make(name, "convnet", units=9, optimizer=AdamW(lr=0.01), **sizes)
+    order = case.plan.order.replace(recompute_units=(0, 1, 2, 5, 6, 7), checkpoints=(2, 3, 6, 8))
+    case = replace(case, plan=case.plan.replace(order=order, cut=case.plan.cut.replace(bounds=(4,))))
+    assert [[*piece.units] for piece in case.program.pieces] == [[0, 1], [2], [3], [4, 5], [6, 7], [8]]
+    first = [str(a) for a in case.program.workers[0].actions if a.kind in ("R", "B", "I") and a.microbatch == 0]
+    assert [text[0] for text in first] == ([*"BRBRB"] if name == "1f1b" else [*"IRIRI"])
+    plain = case.plan.order.replace(recompute_units=None, checkpoints=None)
+    found, expected = (
+        {key[1:]: tensor for key, tensor in trained(one)[0].items()}
+        for one in (case, replace(case, plan=case.plan.replace(order=plain)))
+    )
+    assert_same_bits(found, expected)
+    assert case.furthest(case.trained_plainly()) <= case.tolerance
+    assert case.audit() <= case.tolerance
+
+
 @pytest.mark.parametrize("name", ["gpipe", "1f1b"])
 @pytest.mark.parametrize("units", [(0,), (1, 4), (5,), (1, 2, 3, 4)])
 def test_weights_that_are_tied_within_a_stage_and_across_stages(make, name, units):

@@ -181,3 +181,41 @@ def expect_in_a_process(rank, folder):
 def test_what_is_expected_keeps_the_order_of_its_channel(tmp_path, monkeypatch):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     start_processes(expect_in_a_process, args=(str(tmp_path),), nprocs=2, start_method="spawn")
+
+
+def scattered(wire, rank):
+    """Takes part in one collective of each kind; returns the results and what the wire carried."""
+    generator = torch.Generator().manual_seed(rank)
+    vector = torch.randn(6, 2, generator=generator, dtype=torch.float32) * 1e4
+    low = vector.bfloat16()
+    run = wire.reduce_scatter(vector, "all")
+    results = [run, wire.reduce_scatter(low, "all"), wire.all_gather(run, "all"), wire.all_to_all(vector, "all")]
+    return [*results, wire.all_to_all(vector, "all", [[0, 4, 2], [6, 0, 0], [1, 2, 3]])], wire.traffic()
+
+
+def scattered_by_process(rank, folder):
+    dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", 3), rank=rank, world_size=3)
+    torch.save(scattered(ProcessWire(rank, {"all": (0, 1, 2)}), rank), f"{folder}/{rank}.pt")
+    dist.destroy_process_group()
+
+
+def test_threads_and_processes_scatter_gather_and_exchange_the_same_bits_and_bytes(tmp_path, monkeypatch):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    start_processes(scattered_by_process, args=(str(tmp_path),), nprocs=3, start_method="spawn")
+    exchange = Exchange({"all": (0, 1, 2)})
+    threads = on_threads(*(lambda r=r: scattered(ThreadWire(exchange, r), r) for r in range(3)))
+    for rank, (expected, traffic) in enumerate(threads):
+        results, carried = torch.load(tmp_path / f"{rank}.pt")
+        assert all(torch.equal(one, other) for one, other in zip(results, expected, strict=True))
+        exchanged = [6, 6, 3][rank]  # rows to others in the uneven exchange
+        assert carried == traffic == (10, 8 * (4 + 2 + 4 + 4 + exchanged))
+    drawn = [torch.empty(6, 2, dtype=torch.float32) for _ in range(3)]
+    drawn = [t.normal_(generator=torch.Generator().manual_seed(r)) * 1e4 for r, t in enumerate(drawn)]
+    assert torch.equal(threads[0][0][2], (drawn[0] + drawn[1]) + drawn[2])
+    assert torch.equal(threads[1][0][4], torch.cat([drawn[0][:4], drawn[2][1:3]]))
+
+
+def test_rows_that_cannot_be_divided_evenly_are_refused():
+    wire = ThreadWire(Exchange({"all": (0, 1)}), 0)
+    with pytest.raises(ValueError, match="7 rows cannot be divided evenly over 2 members; pad them"):
+        wire.all_to_all(torch.ones(7), "all")

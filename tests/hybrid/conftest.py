@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from pipedejavu.hybrid.hybrid_adamw import HybridAdamW
 from pipedejavu.hybrid.model_unit import find_units
 from pipedejavu.optim.arithmetic import AdamState, join, scalars_of, update_
+from pipedejavu.optim.moment_format import MomentFormat, zero_moments
 
 torch.set_num_threads(1)
 
@@ -62,7 +63,10 @@ NUM_UNITS = 1 + BLOCKS + 2
 class Plain:
     """AdamW with split masters as a loop over parameters: nothing moves, nothing waits."""
 
-    def __init__(self, model: nn.Module, groups: Sequence[dict[str, Any]] | None = None, *, clip_norm: float | None):
+    def __init__(
+        self, model: nn.Module, groups: Sequence[dict[str, Any]] | None = None, *, clip_norm: float | None,
+        moments: MomentFormat = "fp32",
+    ):  # fmt: skip
         self.model, self.clip_norm, self.num_skipped, self.norm = model, clip_norm, 0, 0.0
         own = [{"params": [p for p in model.parameters() if p.requires_grad]}] if groups is None else groups
         self.param_groups = [{**SETTINGS, **group} for group in own]
@@ -71,8 +75,8 @@ class Plain:
         for group in self.param_groups:
             for p in group["params"]:
                 low = torch.zeros(p.numel(), dtype=torch.int16, device=p.device) if p.dtype == torch.bfloat16 else None
-                moments = (torch.zeros(p.numel(), device=p.device) for _ in range(2))
-                self.states[p], self.steps[p] = AdamState(p.data.view(-1), low, *moments), 0
+                zeros = zero_moments(moments, p.numel(), p.device)
+                self.states[p], self.steps[p] = AdamState(p.data.view(-1), low, *zeros), 0
 
     @torch.no_grad()
     def step(self) -> None:
@@ -130,7 +134,7 @@ def bits_of(optimizer: Optimizer, model: nn.Module) -> Bits:
         if state is None:
             continue
         found[f"{name}: step"] = torch.tensor(step)
-        for key, tensor in zip(("low", "m", "v"), state[1:], strict=True):
+        for key, tensor in zip(AdamState._fields[1:], state[1:], strict=True):
             if tensor is not None:
                 found[f"{name}: {key}"] = tensor.cpu().clone()
     return found
@@ -171,12 +175,14 @@ class Lab:
             optimizer.step()
             optimizer.zero_grad()
 
-    def plain_bits(self, dtype: torch.dtype, clip_norm: float | None, num_steps: int) -> Bits:
+    def plain_bits(
+        self, dtype: torch.dtype, clip_norm: float | None, num_steps: int, moments: MomentFormat = "fp32"
+    ) -> Bits:
         """Returns what a plain loop arrives at; each is made once."""
-        key = (dtype, clip_norm, num_steps)
+        key = (dtype, clip_norm, num_steps, moments)
         if key not in self.plain:
             model = self.net(dtype)
-            reference = Plain(model, clip_norm=clip_norm)
+            reference = Plain(model, clip_norm=clip_norm, moments=moments)
             self.train(model, reference, range(num_steps))
             self.plain[key] = bits_of(reference, model)
         return self.plain[key]
@@ -185,9 +191,9 @@ class Lab:
         self, loop: Loop, *, dtype: torch.dtype = torch.bfloat16, options: dict[str, Any], **net: Any
     ) -> None:
         """Runs a loop with the hybrid optimizer and with the plain one, and compares all bits."""
-        clip_norm = options.get("clip_norm")
+        clip_norm, moments = options.get("clip_norm"), options.get("moments", "fp32")
         first, second = self.net(dtype, **net), self.net(dtype, **net)
-        reference, hybrid = Plain(first, clip_norm=clip_norm), self.hybrid(second, **options)
+        reference, hybrid = Plain(first, clip_norm=clip_norm, moments=moments), self.hybrid(second, **options)
         loop(self, first, reference)
         loop(self, second, hybrid)
         check_equal(bits_of(reference, first), bits_of(hybrid, second))

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from pipedejavu.hybrid import HybridAdamW
+from pipedejavu.optim.moment_format import MomentFormat
 
 STEPS = 20
 UNITS = 6
@@ -18,6 +19,7 @@ CLIPS = (None, 0.5, 1e9)
 DTYPES = (torch.bfloat16, torch.float32)
 GRID = list(itertools.product(PLACES, WINDOWS, CLIPS, (True, False), DTYPES, (False, True)))
 Case = tuple[int, int | None, float | None, bool, torch.dtype, bool]
+NARROW: tuple[MomentFormat, ...] = ("bf16", "int8")
 
 
 def name(case: Case) -> str:
@@ -26,12 +28,14 @@ def name(case: Case) -> str:
     return ", ".join([*words, *["speculative"] * speculates, *["checkpointed"] * checkpoints])
 
 
-def check(lab: Any, bits: Any, compare: Any, case: Case) -> None:
+def check(lab: Any, bits: Any, compare: Any, case: Case, moments: MomentFormat = "fp32") -> None:
     units, window, clip_norm, speculates, dtype, checkpoints = case
     model = lab.net(dtype, checkpoints=checkpoints)
-    optimizer = lab.hybrid(model, clip_norm=clip_norm, gpu_units=units, window=window, speculate=speculates)
+    optimizer = lab.hybrid(
+        model, clip_norm=clip_norm, gpu_units=units, window=window, speculate=speculates, moments=moments
+    )
     lab.train(model, optimizer, range(STEPS))
-    compare(bits(optimizer, model), lab.plain_bits(dtype, clip_norm, STEPS))
+    compare(bits(optimizer, model), lab.plain_bits(dtype, clip_norm, STEPS, moments))
     assert optimizer.num_skipped == 0
 
 
@@ -44,6 +48,23 @@ def test_some_placements_agree_bit_for_bit(case: Case, lab: Any, bits: Any, comp
 @pytest.mark.parametrize("case", GRID, ids=name)
 def test_all_placements_agree_bit_for_bit(case: Case, lab: Any, bits: Any, compare: Any) -> None:
     check(lab, bits, compare, case)
+
+
+@pytest.mark.parametrize("moments", NARROW)
+@pytest.mark.parametrize("case", GRID[::97], ids=name)
+def test_some_placements_agree_bit_for_bit_with_moments_of_fewer_bits(
+    case: Case, moments: MomentFormat, lab: Any, bits: Any, compare: Any
+) -> None:
+    check(lab, bits, compare, case, moments)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("moments", NARROW)
+@pytest.mark.parametrize("case", GRID, ids=name)
+def test_all_placements_agree_bit_for_bit_with_moments_of_fewer_bits(
+    case: Case, moments: MomentFormat, lab: Any, bits: Any, compare: Any
+) -> None:
+    check(lab, bits, compare, case, moments)
 
 
 def test_the_clips_are_what_they_say(lab: Any) -> None:

@@ -19,6 +19,7 @@ from pipedejavu.facts import InputError
 from pipedejavu.optim import native
 from pipedejavu.optim.arithmetic import AdamState, join, scalars_of, split, update_
 from pipedejavu.optim.gpu_update import UnitUpdate, _kernel, addresses_of, state_in, state_layout
+from pipedejavu.optim.moment_format import MOMENT_FORMATS, MomentFormat, widened, write_moments, zero_moments
 from pipedejavu.optim.native import HostUpdate, NativeTask
 from pipedejavu.runtime import block_offload
 from pipedejavu.runtime.lane import StreamLane
@@ -60,7 +61,8 @@ def tame(numel: int, generator: torch.Generator) -> Tensor:
 def as_bits(state: AdamState) -> list[Tensor]:
     """Returns master and moments as integers on the CPU; all NaNs are one."""
     master = state.weight if state.low is None else join(state.weight, state.low)
-    found = [tensor.cpu() for tensor in (master, state.m, state.v)]
+    moments = state.moments
+    found = [master.cpu(), widened(moments.m, moments.m_scale).cpu(), widened(moments.v, moments.v_scale).cpu()]
     return [t.where(~t.isnan(), torch.full_like(t, torch.nan)).view(torch.int32) for t in found]
 
 
@@ -68,6 +70,7 @@ def on(device: str, state: AdamState) -> AdamState:
     return AdamState(*(None if tensor is None else tensor.to(device, copy=True) for tensor in state))  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("moments", MOMENT_FORMATS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["split", "float32"])
 @pytest.mark.parametrize("is_wild", [False, True], ids=["tame", "wild"])
 @pytest.mark.parametrize(
@@ -81,7 +84,9 @@ def on(device: str, state: AdamState) -> AdamState:
     ],
     ids=["first", "late", "no eps", "tiny", "huge"],
 )
-def test_kernel_torch_and_native_pass_give_the_same_bits(s: Any, is_wild: bool, dtype: torch.dtype) -> None:
+def test_kernel_torch_and_native_pass_give_the_same_bits(
+    s: Any, is_wild: bool, dtype: torch.dtype, moments: MomentFormat
+) -> None:
     assert _kernel() is not None, "Triton is missing"
     draw = wild if is_wild else tame
     sizes = (1, 1023, 1025, 300_001), (4096, 16, 0, 2**20 + 16), (5,) * 17
@@ -93,7 +98,9 @@ def test_kernel_torch_and_native_pass_give_the_same_bits(s: Any, is_wild: bool, 
             if dtype == torch.bfloat16:
                 weight, low = split(weight)
             gradients.append(draw(numel, generator).to(dtype))
-            starts.append(AdamState(weight, low, draw(numel, generator), draw(numel, generator).abs()))
+            state = AdamState(weight, low, *zero_moments(moments, numel))
+            write_moments(draw(numel, generator), draw(numel, generator).abs(), state.moments, numel)
+            starts.append(state)
         expected = [on("cpu", start) for start in starts]
         by_torch, by_kernel, by_stream = ([on("cuda", start) for start in starts] for _ in range(3))
         for gradient, reference, other in zip(gradients, expected, by_torch, strict=True):
@@ -101,8 +108,9 @@ def test_kernel_torch_and_native_pass_give_the_same_bits(s: Any, is_wild: bool, 
             update_(s, gradient.cuda(), other, other)
         there = [gradient.cuda() for gradient in gradients]
         weights = [state.weight for state in by_kernel]
-        UnitUpdate(weights, [addresses_of(state) for state in by_kernel]).prepare([s] * len(size), there)(s.scale)
-        update_streamed(s, there, by_stream)
+        addresses = [addresses_of(state) for state in by_kernel]
+        UnitUpdate(weights, addresses, moments).prepare([s] * len(size), there)(s.scale)
+        update_streamed(s, there, by_stream, moments)
         for found, who in ((by_torch, "torch on the GPU"), (by_kernel, "the kernel"), (by_stream, "streamed state")):
             for reference, other in zip(expected, found, strict=True):
                 assert all(a.equal(b) for a, b in zip(as_bits(reference), as_bits(other), strict=True)), who
@@ -114,17 +122,18 @@ def test_kernel_torch_and_native_pass_give_the_same_bits(s: Any, is_wild: bool, 
                 assert all(a.equal(b) for a, b in zip(as_bits(reference), as_bits(other), strict=True)), "the native"
 
 
-def update_streamed(s: Any, gradients: list[Tensor], states: list[AdamState]) -> None:
+def update_streamed(s: Any, gradients: list[Tensor], states: list[AdamState], moments: MomentFormat) -> None:
     """Updates states whose moments and low halves lie in one memory."""
     weights = [state.weight for state in states]
-    starts = [0, *accumulate(state_layout(weight)[1] for weight in weights)]
+    starts = [0, *accumulate(state_layout(weight, moments)[1] for weight in weights)]
     memory = torch.zeros(starts[-1], dtype=torch.uint8, device="cuda")
-    views = [state_in(memory, weight, start) for weight, start in zip(weights, starts[:-1], strict=True)]
+    views = [state_in(memory, weight, start, moments) for weight, start in zip(weights, starts[:-1], strict=True)]
     for view, state in zip(views, states, strict=True):
         copy(state, view)
     places = [addresses_of(view) for view in views]
     base = memory.data_ptr()
-    update = UnitUpdate(weights, [(low and low - base, m - base, v - base) for low, m, v in places])
+    offsets = [tuple(address and address - base for address in place) for place in places]
+    update = UnitUpdate(weights, offsets, moments)  # type: ignore[arg-type]
     update.prepare([s] * len(states), gradients, base)(s.scale)
     for view, state in zip(views, states, strict=True):
         copy(view, state)
@@ -153,12 +162,22 @@ def name(case: Case) -> str:
     return ", ".join([*words, *["speculative"] * speculates, *["checkpointed"] * checkpoints])
 
 
-def check(lab: Any, bits: Any, compare: Any, case: Case) -> None:
+def check(lab: Any, bits: Any, compare: Any, case: Case, moments: MomentFormat = "fp32") -> None:
     units, window, clip_norm, speculates, dtype, checkpoints = case
     model = lab.net(dtype, checkpoints=checkpoints)
-    optimizer = lab.hybrid(model, clip_norm=clip_norm, gpu_units=units, window=window, speculate=speculates)
+    optimizer = lab.hybrid(
+        model, clip_norm=clip_norm, gpu_units=units, window=window, speculate=speculates, moments=moments
+    )
     lab.train(model, optimizer, range(STEPS))
-    compare(bits(optimizer, model), lab.plain_bits(dtype, clip_norm, STEPS))
+    compare(bits(optimizer, model), lab.plain_bits(dtype, clip_norm, STEPS, moments))
+
+
+@pytest.mark.parametrize("moments", ["bf16", "int8"])
+@pytest.mark.parametrize("case", GRID[::97], ids=name)
+def test_some_placements_agree_bit_for_bit_with_moments_of_fewer_bits(
+    case: Case, moments: MomentFormat, cuda_lab: Any, bits: Any, compare: Any
+) -> None:
+    check(cuda_lab, bits, compare, case, moments)
 
 
 @pytest.mark.parametrize("case", GRID[::41], ids=name)

@@ -32,12 +32,14 @@ def check(lab: Any, bits: Any, compare: Any, dtype: torch.dtype, clip_norm: floa
     model = lab.net(dtype)
     optimizer = lab.hybrid(model, clip_norm=clip_norm, **options)
     lab.train(model, optimizer, range(STEPS))
-    compare(bits(optimizer, model), lab.plain_bits(dtype, clip_norm, STEPS))
+    compare(bits(optimizer, model), lab.plain_bits(dtype, clip_norm, STEPS, options.get("moments", "fp32")))
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize(
+    ("seed", "moments"), [*((seed, "fp32") for seed in range(8)), (0, "bf16"), (1, "int8"), (2, "int8"), (3, "int8")]
+)
 def test_any_mix_of_places_agrees_bit_for_bit(
-    seed: int, lab: Any, bits: Any, compare: Any, monkeypatch: pytest.MonkeyPatch
+    seed: int, moments: str, lab: Any, bits: Any, compare: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     draw = random.Random(seed)
     clip_norm = draw.choice([0.5, 1e9])
@@ -49,7 +51,7 @@ def test_any_mix_of_places_agrees_bit_for_bit(
             after = draw.randrange(UNITS)
             arrivals[after] = (*arrivals.get(after, ()), n)
     placed(monkeypatch, places, arrivals)
-    check(lab, bits, compare, draw.choice([torch.bfloat16, torch.float32]), clip_norm)
+    check(lab, bits, compare, draw.choice([torch.bfloat16, torch.float32]), clip_norm, moments=moments)
     (optimizer,) = lab.made
     placer = optimizer.scheduler.placer
     streamed_bytes = sum(streamed.slab.size_bytes for streamed in placer.streamed.values())

@@ -11,7 +11,7 @@ from pipedejavu.facts import InputError
 from pipedejavu.health import WorkerError
 from pipedejavu.launch import find_fastest, trial
 from pipedejavu.planner.planning import choose_plan, choose_plans, measure_setups
-from pipedejavu.planner.profiling import measure_task, this_machine
+from pipedejavu.planner.profiling import choose_sizes, measure_task, this_machine
 from pipedejavu.run import TrainOptions
 from pipedejavu.search import RankedPlan, SearchOptions
 from tests.search.case import machine, profile
@@ -79,7 +79,7 @@ def test_a_trial_makes_updates_and_leaves_nothing(tmp_path: Path, monkeypatch: p
     here = here.replace(
         devices=tuple(device.replace(most_workers=2) for device in here.devices if device.type == "cpu")
     )
-    found = measure_task("mlp", None, 4, measure_setups(here), lambda _: None)
+    found = measure_task("mlp", None, choose_sizes(4), measure_setups(here), lambda _: None)
     candidate = choose_plan(found, here, SearchOptions(batch=4, samples=2))
     assert trial.time_update(OPTIONS, candidate, "cpu") > 0
     assert [*tmp_path.iterdir()] == []

@@ -1,6 +1,7 @@
 """What a plan is forecast to hold is what a step really holds: all memory that operations make, counted as it goes."""
 
 import weakref
+from itertools import accumulate
 
 import pytest
 
@@ -12,12 +13,13 @@ from pipedejavu.analysis import verify
 from pipedejavu.analysis.size import Sizes
 from pipedejavu.engine import AdamW
 from pipedejavu.engine.piece import PieceRunner
-from pipedejavu.engine.recompute_span import Saved, with_loss
+from pipedejavu.engine.recompute_span import Saved, backward_input, with_loss
 from pipedejavu.facts import Device, Host, Link, Machine, Profile
 from pipedejavu.plan import Plan, preset
 from pipedejavu.planner.unit_update import updates_of
 from pipedejavu.profile import UnitSample, measure_profile
 from pipedejavu.profile.operator_count import count_step
+from pipedejavu.profile.operator_meter import OperatorMeter
 from pipedejavu.program import Program
 from pipedejavu.program import compile as compile_plan
 from pipedejavu.simulate import Prediction, simulate
@@ -145,3 +147,64 @@ def test_between_its_passes_a_piece_holds_what_is_forecast(again: tuple[int, ...
         del output
         assert held_bytes(saved, held, [*weights.values()]) == round(sizes.saved[0] * SAMPLES)
     assert sizes.kept[0] < sizes.saved[0]
+
+
+def halved(units: list[tuple[str, nn.Module]]) -> tuple[Program, int]:
+    """Returns the program of two stages whose backwards are split, and the piece that ends in the loss."""
+    plan = preset("zb-h1").at(workers=2, samples=SAMPLES, microbatches=2)
+    devices = tuple(Device(name=f"d{n}", kind="cpu", type="cpu", host="h", memory_bytes=2**40) for n in range(2))
+    machine = Machine(name="m", hosts=(Host(name="h"),), devices=devices, links=(Link(bytes_per_s=1e9),))
+    return compile_plan(plan.replace(cut=plan.cut.replace(bounds=(1,))), measured(units), machine), 1
+
+
+@pytest.mark.parametrize("widths", [(80, 80), (400, 40), (40, 400)])
+def test_between_the_halves_of_a_backward_a_piece_holds_what_is_forecast(widths: tuple[int, ...]) -> None:
+    """Operands of products and the gradients of their outputs; the peak of the first half is forecast from above."""
+    units = chain(widths)
+    program, piece = halved(units)
+    sizes, mine = Sizes(program), program.pieces[piece].units
+    assert list(mine) == [1, 2, 3]
+    whole = nn.Sequential(*(units[n][1] for n in mine))
+    runner = PieceRunner([(n, *units[n]) for n in mine], 0, ())
+    weights = {name: weight.clone().requires_grad_() for name, weight in runner.initial.items()}
+    x = torch.randn(SAMPLES, WIDTH).requires_grad_()
+    targets = torch.zeros(SAMPLES, dtype=torch.int64)
+    meter = OperatorMeter(whole)
+    with meter.part("forward"):
+        output, saved = runner.forward(weights, x, 0)
+        saved = with_loss(saved, loss(output, targets))
+        del output
+    with meter.part("input"):
+        gradients, half = backward_input(saved, (torch.ones(()),))
+        del saved
+    owned = {t.untyped_storage().data_ptr() for t in weights.values()}
+    kept = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for p in half.pending for t in p.tensors}
+    # Biases and norms have their gradients already; they do not grow with the samples.
+    early = sum(weight.nbytes for weight in weights.values() if weight.dim() == 1)
+    real = sum(size for place, size in kept.items() if place not in owned)
+    pending = sizes.pending[piece]
+    assert pending is not None
+    assert abs(real - pending * SAMPLES) <= early
+    assert real > 0
+    assert pending != sizes.saved[piece]
+    peak = max(accumulate(size for _, size in meter.changes["input"]))
+    action = next(a for a in program.workers[1].actions if a.kind == "I")
+    forecast_peak = gradients[0].nbytes + sizes.workspace(action, is_first=False)
+    assert peak <= forecast_peak + 16
+    assert forecast_peak <= peak + 2 * gradients[0].nbytes + early + 16
+
+
+def test_the_memory_of_a_zero_bubble_plan_counts_what_its_halves_hold() -> None:
+    """A profile that does not know it assumes that all saved tensors wait for the second half."""
+    units = chain((80, 80))
+    program, _ = halved(units)
+    plain = program.profile.replace(units=tuple(u.replace(pending_bytes=None) for u in program.profile.units))
+    heavy = tuple(u.replace(pending_bytes=4 * (u.pending_bytes or 0.0)) for u in program.profile.units)
+
+    def peak(profile: Profile) -> float:
+        other = compile_plan(program.plan, profile, program.machine)
+        return simulate(other, verify(other)).workers[1].peak_bytes
+
+    known, unknown, most = peak(program.profile), peak(plain), peak(program.profile.replace(units=heavy))
+    assert known != unknown
+    assert most > known

@@ -32,6 +32,7 @@ from pipedejavu.plan import Cut, Feed, Keep, Order, Place, Reduce, Version
         (Order(kind="gpipe", recompute=1.0), "gpipe + recompute"),
         (Order(kind="1f1b", recompute=0.5, is_eager=True), "1f1b + recompute(0.5) + eager"),
         (Order(kind="1f1b", recompute_units=(0, 2)), "1f1b + recompute(2 units)"),
+        (Order(kind="1f1b", recompute=1.0, checkpoints=(3, 6)), "1f1b + recompute by 2 checkpoints"),
         (Order(kind="gpipe", recompute=1.0, recomputes_early=True), "gpipe + early recompute"),
         (Order(kind="layer-major", prefetch=2), "layer-major + prefetch(2)"),
         (Version(kind="double-buffer"), "double-buffer"),

@@ -19,11 +19,12 @@ from pipedejavu.planner.compile_choice import (
     read_mode,
     refuse_compile,
     with_mode,
+    with_times,
 )
 from pipedejavu.planner.measure import measure
 from pipedejavu.run import TrainOptions
 from pipedejavu.session.rank_group import RankGroup
-from pipedejavu.session.trainer_plan import settle_compile, with_times
+from pipedejavu.session.trainer_plan import settle_compile
 from tests.search.case import machine, profile
 
 PLAN = preset("1f1b").at(workers=2, microbatches=2)
@@ -95,7 +96,8 @@ def test_the_measured_gain_decides(
     plan, chosen = settle_launch(monkeypatch, here, steps_for(here, 0.25), measured)
     assert measured.calls == [False, True]
     assert plan.is_compiled is is_compiled
-    assert chosen is (measured.compiled if is_compiled else measured.eager)
+    expected = with_times(measured.eager, measured.compiled, 1) if is_compiled else measured.eager
+    assert chosen == expected
     assert plan.decisions[-1].choice == ("on" if is_compiled else "off")
     assert "repay" in plan.decisions[-1].reason
 
@@ -131,7 +133,7 @@ def test_a_loop_of_unknown_length_measures_only_what_is_not_known(here: Machine)
     measured = Measured(0.5)
     plan, chosen = settle_compile(PLAN, UNITS, here, "auto", measured)
     assert measured.calls == ([True] if plan.decisions[-1].choice == "on" else [])
-    assert chosen is (measured.compiled if plan.is_compiled else UNITS)
+    assert chosen == (with_times(UNITS, measured.compiled, 1) if plan.is_compiled else UNITS)
     assert settle_compile(PLAN, UNITS, here, "off", measured).profile is UNITS
 
 
@@ -207,5 +209,32 @@ def test_compiled_units_are_timed_compiled_with_the_loss_of_the_last(monkeypatch
 
 def test_kinds_that_were_not_measured_compiled_keep_their_times() -> None:
     known, compiled = profile([1.0], {"fast": 1.0, "slow": 0.5}), profile([0.5], {"fast": 1.0})
-    times = with_times(known, compiled).units[0].times
-    assert times == {"fast": compiled.units[0].times["fast"], "slow": known.units[0].times["slow"]}
+    times = with_times(known, compiled, 1).units[0].times
+    assert times["fast"].forward.at(1) == compiled.units[0].times["fast"].forward.at(1)
+    assert times["fast"].forward.at(8) == pytest.approx(0.5 * known.units[0].times["fast"].forward.at(8))
+    assert times["slow"] == known.units[0].times["slow"]
+
+
+def test_units_that_the_budget_left_out_keep_their_eager_times() -> None:
+    known, compiled = profile([1.0, 1.0], {"fast": 1.0}), profile([0.5, 0.1], {"fast": 1.0})
+    first, second = compiled.units
+    second = second.replace(times={"fast": second.times["fast"].replace(is_estimated=True)})
+    merged = with_times(known, compiled.replace(units=(first, second)), 1)
+    assert merged.units[0].times["fast"].forward.at(1) < known.units[0].times["fast"].forward.at(1)
+    assert merged.units[1] == known.units[1]
+
+
+def test_a_run_with_the_profile_of_its_search_measures_compiled_units_alone(
+    here: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measured = Measured(0.6)
+    monkeypatch.setattr(planned_run, "measure_plan", lambda _, plan, *__, **___: measured(plan.is_compiled))
+    options = TrainOptions(model="mlp", compile="auto")
+    arguments = (PLAN, options, here, (), RankGroup(), [])
+    steps = steps_for(here, 0.25)
+    plan, _ = planned_run._settle_compile(*arguments, steps=steps, renews=False, eager=measured.eager)
+    assert plan.is_compiled
+    assert measured.calls == [True]
+    few = planned_run._settle_compile(*arguments, steps=1, renews=False, eager=measured.eager)
+    assert few.profile is measured.eager
+    assert measured.calls == [True]

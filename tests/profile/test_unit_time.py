@@ -1,6 +1,7 @@
 """Measuring a chain: sizes are exact, times are there for every kind, and nothing that is measured changes."""
 
 import gc
+import re
 from dataclasses import replace
 
 import pytest
@@ -13,8 +14,11 @@ from pipedejavu.analysis.liveness import Liveness
 from pipedejavu.analysis.size import Sizes
 from pipedejavu.facts import Cost, Device, Host, Link, Machine, Profile
 from pipedejavu.plan import Precision, preset
-from pipedejavu.profile import UnitSample, make_samples, measure_profile, merge_profiles, unit_time
+from pipedejavu.profile import UnitSample, kind_times, known_efficiencies, make_samples, measure_profile, merge_profiles
+from pipedejavu.profile.kind_times import MeasuredKind
 from pipedejavu.profile.operator_count import count_step
+from pipedejavu.profile.rates import Rates
+from pipedejavu.profile.time_budget import BudgetPart, TimeBudget
 from pipedejavu.profile.unit_step import PARTS
 from pipedejavu.program import compile as compile_plan
 
@@ -86,7 +90,7 @@ def test_how_a_machine_drifts_is_measured_from_turn_to_turn(monkeypatch: pytest.
             found.append(1.0)
         return next(taken)
 
-    monkeypatch.setattr("pipedejavu.profile.unit_time._MeasuredUnit.run", run)
+    monkeypatch.setattr("pipedejavu.profile.measured_unit.MeasuredUnit.run", run)
     assert measure({"cpu": CPU}).drift == {"cpu": pytest.approx(0.1 / 1.1)}
 
 
@@ -126,26 +130,70 @@ def test_all_sizes_are_timed_in_turns() -> None:
     unit_samples[1] = replace(unit_samples[1], units=unit_samples[0].units)
     told: list[str] = []
     measure_profile("net", unit_samples, (), {"cpu": CPU}, make_update, told.append)
-    assert told == ["only (cpu, 1 samples)", "only (cpu, 2 samples)"] * 3
+    assert told == ["only (cpu, 2 samples)", "only (cpu, 1 samples)"] * 3
 
 
-@pytest.mark.parametrize(("budget_s", "passes"), [(0.0, 1), (1e9, 3)])
-def test_a_budget_bounds_the_passes_and_leaves_one_of_each_unit(
-    monkeypatch: pytest.MonkeyPatch, budget_s: float, passes: int
-) -> None:
-    """Without a budget every unit has one pass; with a large one, at least the fewest that give a median."""
-    counts = {"first": 0, "second": 0, "third": 0}
-    run_step = unit_time.run_step
+def test_a_budget_bounds_the_passes_and_what_it_leaves_out_is_estimated_and_marked() -> None:
+    sample = UnitSample(units(), torch.randn(5, 4), torch.tensor([0, 1, 2, 0, 1]), loss)
+    told: list[str] = []
+    arguments = ("net", [sample], (), {"cpu": CPU}, make_update, told.append)
+    profile = measure_profile(*arguments, budget=TimeBudget(0.0))
+    assert len(told) == 1  # a model without any measured time could not be scaled
+    marks = [unit.times["cpu"].is_estimated for unit in profile.units]
+    assert sorted(marks) == [False, True, True]
+    assert all(unit.times["cpu"].forward.at(5) > 0 for unit in profile.units)
+    assert all(unit.times["cpu"].backward.at(5) > 0 for unit in profile.units)
+    left = [unit.name for unit, mark in zip(profile.units, marks, strict=True) if mark]
+    assert profile.estimated["cpu"].startswith("2 of 3 distinct units (")
+    assert profile.estimated["cpu"].endswith(" and 1 more) estimated, as the time for measuring was over")
+    assert any(f"({name} and" in profile.estimated["cpu"] for name in left)
+    whole = measure_profile(*arguments, budget=TimeBudget(60.0))
+    assert not whole.estimated
+    assert not any(unit.times["cpu"].is_estimated for unit in whole.units)
+    assert [u.replace(times={}) for u in profile.units] == [u.replace(times={}) for u in whole.units]
 
-    def counted(module, value, head, is_first, meter):
-        counts["first" if is_first else "second" if head is None else "third"] += 1
-        return run_step(module, value, head, is_first, meter)
 
-    monkeypatch.setattr(unit_time, "run_step", counted)
-    monkeypatch.setattr(unit_time, "_BUDGET_S", budget_s)
-    profile = measure({"cpu": CPU})
-    assert all(count == passes if not budget_s else count >= passes for count in counts.values())
-    assert all(unit.times["cpu"].forward.per_sample_s > 0 for unit in profile.units)
+def test_another_part_of_a_cpu_is_estimated_by_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With no time left, one unit is timed on the second kind, and the others keep their proportions to it."""
+    sample = UnitSample(units(), torch.randn(5, 4), torch.tensor([0, 1, 2, 0, 1]), loss)
+    budget = TimeBudget(60.0)
+
+    def part(self, share: float):
+        return BudgetPart(self, 0.0 if share < 1 else 60.0)
+
+    monkeypatch.setattr(TimeBudget, "part", part)
+    profile = measure_profile("net", [sample], (), {"cpu": CPU, "cpu/2": CPU}, make_update, budget=budget)
+    assert profile.estimated.keys() == {"cpu/2"}
+    ratios = {
+        round(unit.times["cpu/2"].forward.at(5) / unit.times["cpu"].forward.at(5), 9)
+        for unit in profile.units
+        if unit.times["cpu/2"].is_estimated
+    }
+    assert len(ratios) == 1
+
+
+def test_a_device_that_an_estimate_rules_out_is_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The slow kind stands for a CPU beside a GPU: the estimate says that it takes 200 times as long."""
+    sample = UnitSample(units(), torch.randn(5, 4), torch.tensor([0, 1, 2, 0, 1]), loss)
+    told: list[str] = []
+
+    class Slow(Rates):
+        def time_s(self, works):
+            return 1e-3 * len(list(works)) if self.flop_per_s else 0.0
+
+    monkeypatch.setattr(kind_times, "measure_rates", lambda *_: Slow(1.0, 1.0, known_efficiencies()["cpu"]))
+    monkeypatch.setattr(kind_times, "_is_like", lambda *_: False)
+    monkeypatch.setattr(MeasuredKind, "step_s", lambda *_: 1e-5)
+    profile = measure_profile("net", [sample], (), {"gpu": CPU, "cpu": CPU, "cpu/2": CPU}, make_update, told.append)
+    assert {text.partition("(")[2].partition(",")[0] for text in told} == {"gpu"}
+    assert profile.estimated.keys() == {"cpu", "cpu/2"}
+    match = "not measured: forward and backward of 5 samples are estimated at .* times as long as on gpu"
+    assert re.fullmatch(match, profile.estimated["cpu"])
+    for unit in profile.units:
+        assert unit.times["cpu"].is_estimated
+        assert not unit.times["gpu"].is_estimated
+        assert unit.times["cpu"].forward.at(5) > 0
+    assert profile.units[0].times["cpu"].update_s > 0  # updates of a GPU's state may run on the host
 
 
 def test_profiles_of_different_devices_are_joined() -> None:
@@ -183,8 +231,8 @@ def test_nothing_of_what_was_run_stays_in_memory() -> None:
 
 
 def test_a_device_that_runs_after_the_host_has_both_times(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pipedejavu.profile.unit_time._ISSUED", {"cpu"})
-    monkeypatch.setattr("pipedejavu.profile.unit_time._SUSTAINED_S", 0.01)
+    monkeypatch.setattr("pipedejavu.profile.kind_times._ISSUED", {"cpu"})
+    monkeypatch.setattr("pipedejavu.profile.measured_unit._SUSTAINED_S", 0.01)
     first, second, third = (unit.times["cpu"] for unit in measure({"cpu": CPU}).units)
     for cost in (first.forward, first.backward, second.forward, third.recompute, third.backward):
         assert cost.issue_s > 0
@@ -209,10 +257,10 @@ def test_a_device_that_runs_for_a_while_may_be_slower_and_is_never_faster(
         watch.events = dict.fromkeys(PARTS, (None, None))
 
     profile = measure({"cpu": CPU})
-    monkeypatch.setattr("pipedejavu.profile.unit_time._ISSUED", {"cpu"})
-    monkeypatch.setattr("pipedejavu.profile.unit_time._SUSTAINED_S", 0.001)
-    monkeypatch.setattr("pipedejavu.profile.unit_time._MeasuredUnit.run", run_cold)
-    monkeypatch.setattr("pipedejavu.profile.unit_time.run_step", run_warm)
+    monkeypatch.setattr("pipedejavu.profile.kind_times._ISSUED", {"cpu"})
+    monkeypatch.setattr("pipedejavu.profile.measured_unit._SUSTAINED_S", 0.001)
+    monkeypatch.setattr("pipedejavu.profile.measured_unit.MeasuredUnit.run", run_cold)
+    monkeypatch.setattr("pipedejavu.profile.measured_unit.run_step", run_warm)
     for unit, other in zip(measure({"cpu": CPU}).units, profile.units, strict=True):
         assert unit.replace(times={}) == other.replace(times={})
         assert unit.times["cpu"].forward.work_s(5) == pytest.approx(factor)

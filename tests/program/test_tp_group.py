@@ -3,7 +3,7 @@
 import pytest
 
 from pipedejavu.analysis import verify
-from pipedejavu.facts import Cost, InputError
+from pipedejavu.facts import Cost, InputError, Profile, UnitTime
 from pipedejavu.plan import Cut, Feed, Keep, Order, Place, Plan, Reduce
 from pipedejavu.program import compile as compile_plan
 from pipedejavu.simulate import simulate
@@ -32,9 +32,18 @@ def span(prediction, worker: int, kind: str) -> float:
     return time
 
 
+def launched(profile: Profile, fixed_s: float) -> Profile:
+    """Returns the profile with all forwards of 1 s and backwards of 2 s, of which `fixed_s` are launches."""
+    passes = {
+        name: Cost(fixed_s=fixed_s, per_sample_s=size - fixed_s) for name, size in (("forward", 1), ("backward", 2))
+    }
+    units = [u.replace(times={kind: time.replace(**passes) for kind, time in u.times.items()}) for u in profile.units]
+    return profile.replace(units=tuple(units))
+
+
 def test_a_team_takes_its_part_of_the_time_and_two_all_reduces_each_way(model, computer):
     plan = pipeline(Place(workers=2, stage_shards=(2, 1)))
-    program = compile_plan(plan, model(2), computer(3))
+    program = compile_plan(plan, launched(model(2), 0.0), computer(3))
     verify(program)
     assert program.devices == ("gpu0", "gpu2")
     prediction = simulate(program)
@@ -44,6 +53,29 @@ def test_a_team_takes_its_part_of_the_time_and_two_all_reduces_each_way(model, c
     assert span(prediction, 0, "UPDATE") == pytest.approx(0.1 / 2)
     assert span(prediction, 1, "F") == 1.0
     assert span(prediction, 1, "B") == 2.0
+
+
+def test_launches_are_not_divided_and_all_reduces_wait_for_the_last_member(model, computer):
+    machine = computer(9)
+    machine = machine.replace(links=tuple(link.replace(sum_start_s=0.1) for link in machine.links))
+    for size, start_s in ((2, 0.1), (4, 0.2), (8, 0.3)):
+        plan = pipeline(Place(workers=2, stage_shards=(size, 1)))
+        prediction = simulate(compile_plan(plan, launched(model(2), 0.4), machine))
+        ring_s = 2 * (size - 1) * LATENCY + 2 * (size - 1) / size * BOUNDARY / RATE
+        assert span(prediction, 0, "F") == pytest.approx(0.4 + 0.6 / size + 2 * (start_s + ring_s))
+        assert span(prediction, 0, "B") == pytest.approx(0.4 + 1.6 / size + 2 * (start_s + ring_s))
+
+
+def test_a_team_takes_the_times_that_the_profile_states_for_it(model, computer):
+    profile = model(2)
+    kind = next(iter(profile.units[0].times))
+    stated = UnitTime(forward=Cost(fixed_s=0.7), backward=Cost(fixed_s=1.1))
+    units = tuple(u.replace(tp_times={f"2x{kind}": stated}) for u in profile.units)
+    plan = pipeline(Place(workers=2, stage_shards=(2, 1)))
+    prediction = simulate(compile_plan(plan, profile.replace(units=units), computer(3)))
+    reduced = 2 * (2 * LATENCY + BOUNDARY / RATE)
+    assert span(prediction, 0, "F") == pytest.approx(0.7 + reduced)
+    assert span(prediction, 0, "B") == pytest.approx(1.1 + reduced)
 
 
 def test_a_team_adds_its_all_reduces_to_times_that_were_measured(model, computer):

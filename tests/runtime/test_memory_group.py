@@ -85,7 +85,59 @@ def test_shape_strides_and_scalars():
 def test_a_ring_is_counted():
     groups = make_groups(2)
     together(lambda m: groups[m].add_up(torch.ones(4, dtype=torch.float64)), 2)
-    assert [(group.messages, group.size_bytes) for group in groups] == [(2, 32)] * 2
+    assert [group.traffic.total() for group in groups] == [(2, 32)] * 2
+
+
+COUNTS = [[[0, 3, 1], [7, 2, 0], [0, 0, 5]], [[0] * 3] * 3, [[0, 0, 40_000], [1, 0, 0], [20_000, 9, 0]]]
+"""Rows from each of three members to each: few, none, and more than a region holds."""
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_rows_are_scattered_gathered_and_exchanged_in_the_order_of_the_members(dtype, monkeypatch):
+    monkeypatch.setattr(memory_group, "PART_BYTES", 1 << 17)
+    groups, lengths = make_groups(3), [1, 0, 7, 60_001, 2]
+
+    def rows(member, n, count):
+        drawn = torch.randn(count, 2, generator=torch.Generator().manual_seed(100 * n + member), dtype=torch.float64)
+        return (drawn * 1000).to(dtype)
+
+    def member(member):
+        pauses, results = random.Random(member), []
+        for n, length in enumerate(lengths):
+            time.sleep(pauses.random() * 2e-3)
+            scattered = groups[member].reduce_scatter(rows(member, n, 3 * length))
+            results.append((scattered, groups[member].all_gather(scattered)))
+        return results, [groups[member].all_to_all(rows(member, 0, sum(c[member])), c) for c in COUNTS]
+
+    results = together(member, 3)
+    for n, length in enumerate(lengths):
+        first, *others = [rows(m, n, 3 * length) for m in range(3)]
+        total = first.float() if dtype == torch.bfloat16 else first
+        for other in others:
+            total = total + other
+        total = total.to(dtype)
+        for position, (pairs, _) in enumerate(results):
+            assert torch.equal(pairs[n][0], total[position * length : (position + 1) * length])
+            assert torch.equal(pairs[n][1], total)
+    for n, counts in enumerate(COUNTS):
+        sent = [rows(m, 0, sum(counts[m])).split(counts[m]) for m in range(3)]
+        for position, (_, exchanged) in enumerate(results):
+            assert torch.equal(exchanged[n], torch.cat([parts[position] for parts in sent]))
+
+
+def test_collectives_count_the_least_that_must_be_sent():
+    groups = make_groups(2)
+    eight = torch.ones(8, dtype=torch.float64)
+    calls = [
+        lambda group: group.reduce_scatter(eight),
+        lambda group: group.all_gather(eight),
+        lambda group: group.all_to_all(eight, [[8, 0], [5, 3]]),
+    ]
+    totals = []
+    for call in calls:
+        together(lambda m, call=call: call(groups[m]), 2)
+        totals.append([group.traffic.total() for group in groups])
+    assert totals == [[(1, 32)] * 2, [(2, 96)] * 2, [(3, 96), (3, 136)]]
 
 
 def test_a_member_that_is_gone_ends_the_wait_of_the_others():

@@ -67,7 +67,7 @@ def test_plans_that_need_no_simulation_are_none_of_the_answer(objective: str, mo
         {"is_runnable": True, "batch": 32, "objective": objective, "prices": prices, "candidates": 2}
     )
     quick = search(model, place, options)
-    monkeypatch.setattr(import_module("pipedejavu.search.search"), "lower_bound_s", lambda *_: 0.0)
+    monkeypatch.setattr(import_module("pipedejavu.search.simulation_queue"), "lower_bound_s", lambda *_: 0.0)
     whole = search(model, place, options)
     assert quick.candidates == whole.candidates
     assert quick.num_simulated < whole.num_simulated

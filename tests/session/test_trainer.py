@@ -194,13 +194,12 @@ def test_units_that_begin_in_place_train_like_others(plan) -> None:
 
 
 class Residual(nn.Module):
-    """A model that is no chain, with a loss of its own and, where that can be, an embedding that is also its head."""
+    """A model that is no chain, with a loss of its own and an embedding that is also its head."""
 
-    def __init__(self, is_tied: bool):
+    def __init__(self) -> None:
         super().__init__()
         self.embedding, self.head = nn.Embedding(12, 6), nn.Linear(6, 12, bias=False)
-        if is_tied:
-            self.head.weight = self.embedding.weight
+        self.head.weight = self.embedding.weight
         self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(4))
         self.register_buffer("scale", torch.tensor(0.5))
 
@@ -214,9 +213,9 @@ class Residual(nn.Module):
         return {"logits": logits, "loss": nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())}
 
 
-def residual(is_tied: bool = True) -> Residual:
+def residual() -> Residual:
     torch.manual_seed(0)
-    return Residual(is_tied).double()
+    return Residual().double()
 
 
 def texts(size: int, seed: int) -> dict[str, torch.Tensor]:
@@ -228,8 +227,7 @@ def texts(size: int, seed: int) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("plan", ["1f1b", "ddp", "zb-h1", "gpipe-recompute", "chimera", "coarse"])
 @pytest.mark.parametrize("has_own_loss", [True, False])
 def test_a_module_that_is_no_chain_trains_like_in_a_plain_loop(plan, has_own_loss) -> None:
-    is_tied = plan != "zb-h1"  # which splits the backward, as ties do not allow
-    plain, batches = residual(is_tied), [texts(size, size) for size in (8, 8, 11)]
+    plain, batches = residual(), [texts(size, size) for size in (8, 8, 11)]
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9)
     expected = []
     for given in batches:
@@ -242,7 +240,7 @@ def test_a_module_that_is_no_chain_trains_like_in_a_plain_loop(plan, has_own_los
     if not has_own_loss:
         steps = [({"tokens": b["tokens"], "mask": b["mask"]}, b["labels"]) for b in batches]
     trainer = Trainer(
-        residual(is_tied),
+        residual(),
         None if has_own_loss else lambda output, target: loss(output["logits"].flatten(0, 1), target.flatten()) / 5,
         sample=steps[0],
         plan=plan,
@@ -286,6 +284,104 @@ def test_the_plan_auto_is_searched_for_what_is_here(tmp_path, monkeypatch) -> No
     trained = trainer.save_to_model().state_dict()
     for name, weight in plain.state_dict().items():
         torch.testing.assert_close(trained[name], weight, rtol=1e-10, atol=1e-12)
+
+
+class Noted:
+    """Notes what is measured: the kinds of devices, and whether units are compiled; measures eager units."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.calls: list[tuple[set[str], bool]] = []
+        self._measure = trainer_plan.measure_with
+        monkeypatch.setattr(trainer_plan, "measure_with", self)
+
+    def __call__(self, name, unit_samples, job, setups, report, *, is_compiled, **others):
+        self.calls.append(({setup.kind for setup in setups}, is_compiled))
+        return self._measure(name, unit_samples, job, setups, report, **others)
+
+
+def two_kinds() -> Machine:
+    devices = [
+        Device(name=kind, kind=kind, type="cpu", host="here", memory_bytes=2**30, most_workers=1) for kind in ("a", "b")
+    ]
+    return Machine(
+        name="m", hosts=(Host(name="here", cores=2),), devices=tuple(devices), links=(Link(bytes_per_s=1e9),)
+    )
+
+
+def test_compiled_units_are_measured_only_on_devices_that_the_plan_uses(tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    noted = Noted(monkeypatch)
+
+    def on_b(profile, machine, options):
+        options = options.replace(is_runnable=True, devices=("b",))
+        return first_runnable(search(profile, machine, options).candidates, num_workers=1)
+
+    monkeypatch.setattr(trainer_plan, "choose_plan", on_b)
+    common = {"plan": "auto", "optimizer": Sgd(lr=0.1), "machine": two_kinds(), "check_model": False}
+    trainer = Trainer(model(), loss, sample=batch(8), compile="on", **common)
+    assert trainer.program.plan.is_compiled
+    assert noted.calls == [({"a", "b"}, False), ({"b"}, True)]
+
+
+def test_a_second_trainer_of_the_model_measures_nothing(tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    noted = Noted(monkeypatch)
+    common = {"plan": "auto", "machine": two_kinds(), "check_model": False}
+    first = Trainer(model(), loss, sample=batch(8), optimizer=Sgd(lr=0.1), **common)
+    again = Trainer(model(), loss, sample=batch(8, seed=3), optimizer=Sgd(lr=0.5), **common)
+    assert len(noted.calls) == 1
+    assert again.program.profile == first.program.profile
+    Trainer(model(), loss, sample=batch(6), optimizer=Sgd(lr=0.1), **common)
+    Trainer(model(), lambda o, t: 2 * loss(o, t), sample=batch(8), optimizer=Sgd(lr=0.1), **common)
+    Trainer(model(), loss, sample=batch(8), optimizer=Sgd(lr=0.1), measure_budget_s=5.0, **common)
+    assert len(noted.calls) == 4  # another batch, another loss, another budget
+
+
+def test_a_trainer_under_a_given_plan_keeps_its_measurements_too(tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    calls = []
+    measure = trainer_plan.measure
+    monkeypatch.setattr(trainer_plan, "measure", lambda *a, **o: calls.append(o["is_compiled"]) or measure(*a, **o))
+    for precision, plan in (("auto", "1f1b"), ("auto", "1f1b"), ("bf16", "1f1b"), ("bf16", "1f1b"), ("auto", "gpipe")):
+        Trainer(model().float(), loss, sample=float_batch(), plan=plan, precision=precision, check_model=False)
+    assert calls == [False, False]  # once per precision: the order of actions changes no unit
+
+
+def float_batch():
+    inputs, targets = batch(8)
+    return inputs.float(), targets
+
+
+@pytest.fixture
+def graphs(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Replaces inductor by the eager graph, which Dynamo guards in the same way; returns the graphs so far."""
+    compiled: list[str] = []
+    real = torch.compile
+
+    def backend(graph, _):
+        compiled.append(graph.code)
+        return graph.forward
+
+    monkeypatch.setattr(torch, "compile", lambda call, **_: real(call, fullgraph=True, backend=backend))
+    return compiled
+
+
+@pytest.mark.parametrize(("plan", "workers"), [("1f1b", 2), ("ddp", 2), ("gpipe-recompute", 2)])
+def test_alike_units_are_compiled_once_in_a_process(tmp_path, monkeypatch, graphs, plan, workers) -> None:
+    """The measurement, both workers, all steps and evaluations share three graphs: first, middle and last units."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    common = {"optimizer": Sgd(lr=0.1), "compile": True, "check_model": False}
+    trainer = Trainer(model(), loss, sample=batch(8), plan=plan, workers=workers, **common)
+    for seed in range(3):
+        trainer.step(batch(8, seed))
+    trainer.evaluate([batch(8, 4), batch(5, 5)])
+    assert len(graphs) == 3
+    trainer.step(batch(6, 6))
+    shorter = len(graphs)
+    assert shorter <= 6  # once more for microbatches of any size
+    trainer.step(batch(8, 7))
+    trainer.step(batch(7, 8))
+    assert len(graphs) <= shorter + 1
 
 
 def two_workers(profile, machine, options):

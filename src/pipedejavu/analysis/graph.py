@@ -125,7 +125,7 @@ def _connect(graph: Graph, index: int, table: Table, initial: Initial) -> None:
     worker, ops, members = graph.program.workers[index], graph.of_action[index], graph.members
     tails: dict[str, int] = {}  # the last operation of each lane
     in_order: set[int] = set()  # operations of a compute lane that keeps its order
-    rows, reuse = table.rows, _ReuseEdges(graph)
+    rows, reuse = table.rows, _ReuseEdges(graph, table.scatters_gradient)
     data = _DataEdges(graph, index, initial, in_order, reuse)
     for position, a in enumerate(worker.actions):
         kind, op = a[0], ops[position]
@@ -146,15 +146,18 @@ def _connect(graph: Graph, index: int, table: Table, initial: Initial) -> None:
             data.remove(a, taken)
 
 
-_REUSING = frozenset((DROP, OFFLOAD, FETCH, GATHER, UPDATE, *GRADIENT_KINDS))
+_REUSING = frozenset((DROP, OFFLOAD, FETCH, GATHER, UPDATE, REDUCE, *GRADIENT_KINDS))
 """Kinds that free memory on the device, or wait for it."""
+BUCKETS = 2
+"""Whole gradients of pieces that divide them (ZeRO-2 and 3) which may wait for their sum: a backward that begins
+another waits for the memory of the first."""
 
 
 class _ReuseEdges:
     """Edges from an action that frees memory, or reads it last, to the next action that needs it."""
 
-    def __init__(self, graph: Graph):
-        self.graph = graph
+    def __init__(self, graph: Graph, scatters_gradient: list[bool]):
+        self.graph, self.scattered = graph, scatters_gradient
         offloads_activations = graph.program.plan.keep.activations == "host"
         in_order = frozenset((ACTIVATION,)) if offloads_activations else frozenset[ValueKind]()
         self.tracked = {True: in_order, False: in_order | {WEIGHTS}}
@@ -163,11 +166,20 @@ class _ReuseEdges:
         self.last_drop = self.last_host_update = -1
         self.last_freed = -1
         """The last backward or OFFLOAD of optimizer state: the next state is fetched into the memory that it frees."""
+        self.begun: set[Value] = set()
+        """Gradients that are divided once they are summed, and have begun."""
+        self.scatters: list[int] = []
+        """The operations that sum and divide them."""
 
     def add(self, a: Action, op: int) -> None:
         kind, what = a[0], a[5]
         if kind in GRADIENT_KINDS:
             self.last_freed = op
+            if self.scattered[a.piece]:
+                self._begin_gradient(a, op)
+        elif kind == REDUCE:
+            if what == WEIGHT_GRADIENT and self.scattered[a.piece]:
+                self.scatters.append(op)
         elif kind == DROP:
             self._after_readers(a, op)
             self.last_drop = op
@@ -180,6 +192,13 @@ class _ReuseEdges:
             self._after(self.last_freed, op)
         elif kind == FETCH or what == WEIGHTS:
             self._after(self.last_drop, op)
+
+    def _begin_gradient(self, a: Action, op: int) -> None:
+        gradient = Value.weight_gradient(a.piece, a.replica, a.microbatch // self.graph.program.update_size)
+        if gradient not in self.begun:
+            self.begun.add(gradient)
+            if len(self.scatters) >= BUCKETS:
+                self._after(self.scatters[-BUCKETS], op)
 
     def _offload(self, a: Action, op: int) -> None:
         if a.what == ACTIVATION:

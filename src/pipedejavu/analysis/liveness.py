@@ -8,7 +8,7 @@ from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 from pipedejavu.analysis.size import Sizes
-from pipedejavu.program.action import FETCH, RECOMPUTE, UPDATE, Action, UpdatePlace
+from pipedejavu.program.action import FETCH, INPUT_BACKWARD, RECOMPUTE, UPDATE, Action, UpdatePlace
 from pipedejavu.program.effect import TAKING, Effects, Table, rest_of, resting, update_place
 from pipedejavu.program.program import Program
 from pipedejavu.program.value import (
@@ -108,6 +108,8 @@ class _Walk:
         self.late: dict[Value, tuple[float, float]] = {}
         """For gradients that grow while activations shrink: the end of the first backward, and the bytes that are only
         there from then on."""
+        self.halved: dict[Value, float] = {}
+        """For saved tensors of split backwards: the end of the first half, which keeps a part and adds gradients."""
         version = -1 if program.plan.version.kind == "torn" else 0
         for piece, replica in self.held:
             for kind, place in liveness.initial[piece]:
@@ -128,6 +130,8 @@ class _Walk:
     def read(self, a: Action, begins: float, ends: float, reads: Sequence[Value]) -> None:
         """Extends the stays of what an action reads."""
         is_update, live = a[0] == UPDATE, self.live
+        if a[0] == INPUT_BACKWARD and self.sizes.pending[a[1]] is not None:
+            self.halved[next(value for value in reads if value[0] == SAVED)] = ends
         for value in reads:
             stay = live.get(value)
             if stay is not None:
@@ -179,6 +183,10 @@ class _Walk:
             arrival, part = self.late[value]
             done.append(Stay(arrival, death, value, part))
             size -= part
+        if value in self.halved:
+            pending = (self.sizes.pending[value.piece] or 0.0) * self.sizes.samples(value.number)
+            done.append(Stay(self.halved[value], death, value, pending))
+            death = self.halved[value]
         if value.kind == SAVED and self.is_partial[value.piece]:
             kept = self.sizes.kept[value.piece] * self.sizes.samples(value.number)
             done.append(Stay(birth, death, value, kept))

@@ -3,10 +3,12 @@
 from functools import cached_property
 from math import inf
 
+from pipedejavu.facts import Unit
 from pipedejavu.program.action import (
     BACKWARD,
     EVAL,
     FORWARD,
+    GATHER,
     INPUT_BACKWARD,
     RECOMPUTE,
     REDUCE,
@@ -47,7 +49,8 @@ class Sizes:
 
     def __init__(self, program: Program):
         self.program = program
-        self.shards = program.plan.place.shards
+        self.shards = program.plan.tensor_shards
+        self._tp_size = self._tp_sizes()
         units = program.profile.units
         self.weights = self._per_worker([u.parameter_bytes for u in units])
         self.gradients = self._per_worker([u.gradient_bytes for u in units])
@@ -60,16 +63,30 @@ class Sizes:
             max(kept, sum(by_unit.values()) / self.shards) for kept, by_unit in zip(self.kept, self._saved, strict=True)
         ]
         """For each piece, the bytes per sample that its backward needs, recomputed ones included."""
+        self.pending = [self._pending(piece) for piece in range(len(program.pieces))]
+        """For each piece, the bytes per sample that it holds between the halves of a backward; None if not known."""
         self.is_detailed = any(u.parameter_parts for u in units)
         """Whether the profile also says what memory an action needs while it runs."""
         self._largest = [max((n for u in p.units for n in units[u].parameter_parts), default=0) for p in program.pieces]
         self._cache: dict[tuple[ValueKind, int, ValuePlace, int], float] = {}
 
+    def _tp_sizes(self) -> list[int]:
+        """Returns the size of the tensor-parallel group that holds each piece."""
+        degrees, sizes = self.program.plan.degrees, [1] * len(self.program.pieces)
+        for worker, pieces in enumerate(self.program.pieces_on):
+            for piece in pieces:
+                sizes[piece] = degrees[worker]
+        return sizes
+
     def _per_worker(self, sizes: list[int]) -> list[float]:
         """Returns the bytes of state that one worker holds for each piece, from the bytes of each unit."""
-        units, parts = self.program.profile.units, self.shards
-        divided = [u.expert_share if self.divides_experts else 1.0 for u in units]
-        return [sum(sizes[u] * (1 - divided[u] + divided[u] / parts) for u in p.units) for p in self.program.pieces]
+        units = self.program.profile.units
+        return [sum(sizes[u] * self.held_share(units[u]) for u in p.units) for p in self.program.pieces]
+
+    def held_share(self, unit: Unit) -> float:
+        """Returns the share of a unit's parameters that one worker holds: its part of what the shards divide."""
+        divided = unit.expert_share if self.divides_experts else 1.0
+        return 1 - divided + divided / self.program.plan.place.shards
 
     def _saved_by(self, piece: int) -> dict[int, float]:
         """Returns the bytes per sample that each unit of a piece saves and shares with no unit before it.
@@ -87,13 +104,26 @@ class Sizes:
             else:
                 is_there = not is_recomputed and all(before in on for on in program.pieces_on if piece in on)
             shared = program.profile.units[index - 1].shared_bytes if before is not None and is_there else 0.0
-            saved[index] = unit.activation_bytes - shared
+            saved[index] = unit.activation_bytes - shared + (self._tp_size[piece] - 1) * unit.replicated_bytes
         return saved
 
     def _kept(self, piece: int) -> float:
         again = {*self.program.recomputed[piece]}
         kept = sum(size for index, size in self._saved[piece].items() if index not in again)
         return kept + sum(self._waiting(piece).values())
+
+    def _pending(self, piece: int) -> float | None:
+        """Returns what stands for the saved tensors once the first half of a backward has ended.
+
+        The gradient of the piece's output is a value of its own. The first piece has no first half, and keeps all.
+        """
+        if not self.program.inputs[piece]:
+            return None
+        *others, last = (self.program.profile.units[u] for u in self.program.pieces[piece].units)
+        sizes = [unit.pending_bytes for unit in (*others, last)]
+        if any(size is None for size in sizes):
+            return None
+        return (sum(size or 0.0 for size in sizes) - last.pending_shared_bytes) / self.shards
 
     def _waiting(self, piece: int) -> dict[int, float]:
         """Returns, per unit, the bytes per sample of inputs that are kept only because the unit is recomputed.
@@ -112,12 +142,21 @@ class Sizes:
     @property
     def divides_experts(self) -> bool:
         """Whether the shards divide only the experts and each hold all other parameters."""
-        return "expert" in self.program.plan.cut.layouts
+        return self.program.plan.divides_experts
 
     def dense_gradients(self, piece: int) -> float:
-        """Returns the bytes of a piece's gradients outside its experts, which are summed over the shards."""
+        """Returns the bytes of a piece's gradients outside its experts, which are summed over all replicas."""
         units = self.program.profile.units
         return sum(units[u].gradient_bytes * (1 - units[u].expert_share) for u in self.program.pieces[piece].units)
+
+    def expert_rows(self, a: Action) -> float:
+        """Returns the bytes of the rows that one all-to-all moves: a GATHER is for the pieces that read the value."""
+        program = self.program
+        pieces: tuple[int, ...] = (a.piece,)
+        if a.kind == GATHER:
+            pieces = program.outputs[a.piece] if a.what == ACTIVATION else program.inputs[a.piece]
+        units = [program.profile.units[u] for piece in pieces for u in program.pieces[piece].units]
+        return sum(unit.expert_row_bytes for unit in units) * self.samples(a.microbatch)
 
     @cached_property
     def _edges(self) -> dict[tuple[int, int], dict[int, float]]:
@@ -168,9 +207,9 @@ class Sizes:
         if kind == SAVED:
             return self.saved[piece] * samples
         if kind == ACTIVATION:
-            return self.outgoing(piece, self.program.outputs[piece]) * samples
+            return self._tp_size[piece] * self.outgoing(piece, self.program.outputs[piece]) * samples
         if kind == GRADIENT:
-            return self.incoming(piece, self.program.inputs[piece]) * samples
+            return self._tp_size[piece] * self.incoming(piece, self.program.inputs[piece]) * samples
         return 0.0
 
     def workspace(self, a: Action, *, is_first: bool) -> float:
@@ -184,7 +223,12 @@ class Sizes:
             stepped = self.weights[a.piece] if a.kind == EVAL else 0.0  # a copy of the weights, one step later
             return stepped + self._in_forward(a) * self.samples(a.microbatch)
         if a.kind in (BACKWARD, INPUT_BACKWARD, WEIGHT_BACKWARD):
+            is_split = self.pending[a.piece] is not None
+            if a.kind == INPUT_BACKWARD and is_split:
+                return max(0.0, self._in_backward(a.piece, self.samples(a.microbatch), keeps=True))
             more = 0.0 if is_first else self._largest[a.piece] / self.shards
+            if a.kind == WEIGHT_BACKWARD and is_split:
+                return more + (self._in_second_half(a.piece, self.samples(a.microbatch)) if is_first else 0.0)
             return more + self._in_backward(a.piece, self.samples(a.microbatch), grows=is_first)
         if a.kind == UPDATE:
             return _UPDATE_COPIES * self._largest[a.piece] / self.shards
@@ -213,11 +257,27 @@ class Sizes:
         stays = self.kept[a.piece] if a.kind == FORWARD else self.saved[a.piece]
         return max(0.0, most / self.shards - stays - self.outgoing(a.piece, program.outputs[a.piece]))
 
-    def _in_backward(self, piece: int, samples: int, *, grows: bool) -> float:
+    def _in_second_half(self, piece: int, samples: int) -> float:
+        """Returns the peak inside the second half of a backward that begins a sum of gradients, below both together.
+
+        What was kept goes, product by product, as the gradients come.
+        """
+        units = [self.program.profile.units[u] for u in self.program.pieces[piece].units]
+        kept = [(unit.pending_bytes or 0.0) * samples for unit in units]
+        total = sum(kept) + sum(unit.gradient_bytes for unit in units)
+        most, left, summed = 0.0, sum(kept), 0.0
+        for unit, size in zip(reversed(units), reversed(kept), strict=True):
+            summed += unit.gradient_bytes
+            most = max(most, left + summed)
+            left -= size
+        return (most - total) / self.shards
+
+    def _in_backward(self, piece: int, samples: int, *, grows: bool = False, keeps: bool = False) -> float:
         """Returns the peak inside a backward, beside the values of the table, unit by unit from the last.
 
         At each unit are in memory: what the units up to it saved, the gradient of its output, its temporaries and, if
-        the sum of weight gradients `grows`, those of the units after it.
+        the sum of weight gradients `grows`, those of the units after it. The first half of a backward `keeps` what the
+        second needs.
         """
         units = [self.program.profile.units[u] for u in self.program.pieces[piece].units]
         before = self.incoming(piece, self.program.inputs[piece]) * self.shards
@@ -225,11 +285,13 @@ class Sizes:
         kept = [*self._saved[piece].values()]
         total = sum(kept) + before + after
         weights = sum(u.gradient_bytes for u in units)
-        most, saved, passed, summed = -inf, sum(kept), after, 0 if grows else weights
+        most, saved, passed, summed, pending = -inf, sum(kept), after, 0 if grows else weights, 0.0
         for unit, size, previous in zip(reversed(units), reversed(kept), [*reversed(units[:-1]), None], strict=True):
             summed += unit.gradient_bytes if grows else 0
-            most = max(most, (saved + passed + unit.backward_work_bytes) * samples + summed)
+            work = unit.input_work_bytes if keeps else unit.backward_work_bytes
+            most = max(most, (saved + pending + passed + work) * samples + summed)
             saved -= size
+            pending += (unit.pending_bytes or 0.0) if keeps else 0.0
             passed = previous.boundary_bytes if previous else 0.0
         return (most - total * samples - weights) / self.shards
 
@@ -268,8 +330,13 @@ class Sizes:
             return self.program.profile.ties[group.number].size_bytes
         if a.what == NORM:
             return 4.0
-        if group is not None and group.role is GroupRole.DENSE:
-            return self.dense_gradients(a.piece)
+        if group is not None and self.divides_experts:
+            if group.role is GroupRole.SHARDS:
+                return self.expert_rows(a)
+            if a.what == WEIGHT_GRADIENT and group.role is GroupRole.STAGE:
+                return self.dense_gradients(a.piece)
+            if group.role is GroupRole.EXPERTS:
+                return self.gradients[a.piece] - self.dense_gradients(a.piece)
         assert a.what is not None
         return self.of(Value(a.what, a.piece, a.replica, a.microbatch, DEVICE))
 

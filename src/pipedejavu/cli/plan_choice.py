@@ -3,21 +3,33 @@
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from pipedejavu.cli.input_files import read_plan
 from pipedejavu.cli.plan_command import show_progress
 from pipedejavu.cli.train_request import TrainRequest
 from pipedejavu.facts import InputError, Machine, Profile, format_seconds
 from pipedejavu.facts.printable import print_error, tell
-from pipedejavu.plan import Decision, Plan, preset
+from pipedejavu.plan import Decision, Plan, Precision, preset
 from pipedejavu.probe.machine_shape import num_cores
+from pipedejavu.program.tp_group import written_out
 from pipedejavu.search import RankedPlan, SearchOptions
 
 if TYPE_CHECKING:
     from pipedejavu.launch import RankGroup, Resumed, StartFacts
     from pipedejavu.planner.worker_host import WorkerHost
     from pipedejavu.run import TrainOptions
+
+
+class ChosenPlan(NamedTuple):
+    """The plan that a run starts with, and what is known for it."""
+
+    plan: Plan
+    profile: Profile | None
+    """The profile of what will run; None if that is still to be settled."""
+    machine: Machine | None
+    eager: Profile | None = None
+    """The profile that the plan was searched for."""
 
 
 def choose(
@@ -27,8 +39,8 @@ def choose(
     machine: Machine | None,
     resumed: "Resumed | None",
     worker_hosts: "Sequence[WorkerHost]",
-) -> tuple[Plan, Profile | None, Machine | None]:
-    """Returns the plan to train with, and the profile and machine that are known for it."""
+) -> "ChosenPlan":
+    """Returns the plan to train with, and what is known for it."""
     from pipedejavu.launch import PlanSource, choose_source, is_same_plan
 
     known, facts = resumed.known if resumed else None, _facts(options, request, ranks, resumed)
@@ -38,7 +50,7 @@ def choose(
         assert known
         assert known.switch
         resumed.folder.add_metrics(known.switch.row(known.plan.name, resumed.start.step))
-        return known.switch.plan, known.switch.profile, known.switch.machine
+        return ChosenPlan(known.switch.plan, known.switch.profile, known.switch.machine)
     if source is PlanSource.RUN:
         assert known
         chosen = known.plan
@@ -48,12 +60,11 @@ def choose(
     else:
         check_options(request, is_searched=source is PlanSource.SEARCH)
         if source is PlanSource.SEARCH:
-            chosen, machine = _search(options, request, machine)
-        else:
-            chosen = choose_plan(request, facts.num_processes)
+            return _search(options, request, machine)
+        chosen = choose_plan(request, facts.num_processes)
     if known and machine is None and is_same_plan(chosen, known.plan):
-        return known.plan, known.profile, known.machine
-    return chosen, None, machine
+        return ChosenPlan(known.plan, known.profile, known.machine)
+    return ChosenPlan(chosen, None, machine)
 
 
 def _facts(
@@ -113,11 +124,12 @@ def _fit(resumed: "Resumed", request: TrainRequest, worker_hosts: "Sequence[Work
     return plan
 
 
-def _search(options: "TrainOptions", request: TrainRequest, machine: Machine | None) -> tuple[Plan, Machine]:
-    """Returns the best plan that the engine runs, and its machine."""
+def _search(options: "TrainOptions", request: TrainRequest, machine: Machine | None) -> ChosenPlan:
+    """Returns the best plan that the engine runs, with its machine and profile."""
     from pipedejavu.launch import find_fastest
     from pipedejavu.planner.planning import MOST_SAMPLES, choose_plans, known_machine, profile_here
-    from pipedejavu.planner.precision_choice import SPLIT, faster, is_worth_measuring, with_precision
+    from pipedejavu.planner.precision_choice import faster, is_worth_measuring, split_of, with_precision
+    from pipedejavu.profile import TimeBudget
     from pipedejavu.source.chosen_data import data_choice
     from pipedejavu.source.precision import model_dtype
     from pipedejavu.source.trained_part import trained_part
@@ -135,23 +147,28 @@ def _search(options: "TrainOptions", request: TrainRequest, machine: Machine | N
         trains = [device for device in machine.devices if devices in ("auto", device.type)]
         chosen = with_precision(Plan(), options.asked_precision, trains, dtype=dtype)
 
-        def report(text: str) -> None:
-            progress(0.0, text)
+        budget = TimeBudget(options.measure_budget_s)
 
-        part = trained_part(options)
-        measured = (options.model, data_choice(options), question.batch, machine, report)
-        profile = profile_here(*measured, renews=request.renew, part=part, precision=chosen.precision)
+        def measured(precision: Precision, *, is_sketch: bool = False) -> Profile:
+            return profile_here(
+                options.model, data_choice(options), question.batch, machine,
+                lambda text: progress(budget.spent_share, text), renews=request.renew, part=trained_part(options),
+                precision=precision, budget=budget, is_sketch=is_sketch,
+            )  # fmt: skip
+
         if is_worth_measuring(chosen, options.asked_precision, trains):
-            other = profile_here(*measured, renews=request.renew, part=part, precision=SPLIT)
-            chosen = faster(chosen, profile, other, min(question.batch, MOST_SAMPLES))
-            profile = other if chosen.precision == SPLIT else profile
+            plain = measured(chosen.precision, is_sketch=True)
+            split = measured(split_of(chosen.precision), is_sketch=True)
+            chosen = faster(chosen, plain, split, min(question.batch, MOST_SAMPLES))
+        profile = measured(chosen.precision)
         clips = chosen.reduce.clip == "global"
         question = question.replace(precision=chosen.precision, clip="global" if clips else question.clip)
         plans: list[RankedPlan] = choose_plans(profile, machine, question, request.tries, devices, progress)
     best = plans[0] if len(plans) == 1 else find_fastest(options, plans, devices, print_error)
     if not request.as_json:
         print_error(f"plan: {best.bound}; forecast of the search {format_seconds(best.time_s)}")
-    return best.plan.replace(decisions=(*best.plan.decisions, *chosen.decisions)), best.machine
+    plan = best.plan.replace(decisions=(*best.plan.decisions, *chosen.decisions))
+    return ChosenPlan(plan, None, best.machine, best.profile)
 
 
 def choose_plan(request: TrainRequest, num_processes: int | None) -> Plan:
@@ -163,7 +180,11 @@ def choose_plan(request: TrainRequest, num_processes: int | None) -> Plan:
 
 
 def _read_sized(request: TrainRequest, num_processes: int | None) -> Plan:
-    read = _data_parallel if request.plan == "auto" else partial(read_plan, request.plan, is_run=True)
+    found = _data_parallel if request.plan == "auto" else partial(read_plan, request.plan, is_run=True)
+
+    def read(sizes: Mapping[str, int | None]) -> Plan:
+        return written_out(found(sizes))  # each device of a tensor-parallel group is a worker
+
     if num_processes is None or request.workers is not None:
         return read(request.sizes)
     for workers in range(1, num_processes + 1):

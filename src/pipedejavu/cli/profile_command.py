@@ -1,21 +1,18 @@
 """The verb `profile`: profiles a model, and prints its units and the time and memory that training takes."""
 
 import json
-import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from pipedejavu.cli.input_files import AsJson, read_model
 from pipedejavu.cli.installed import require_torch
 from pipedejavu.cli.terminal import print_json, styled, terminal
 from pipedejavu.facts import Cost, Device, InputError, Machine, Unit, format_bytes, format_seconds, read_machine
-from pipedejavu.facts.printable import printable
+from pipedejavu.facts.measurement import MEASURE_S
 from pipedejavu.report import Need, count_parameters, fold_units, step_spread, step_times, work_out_needs
 
 if TYPE_CHECKING:
@@ -39,6 +36,12 @@ class ProfileRequest:
     ] = None
     out: Annotated[str | None, typer.Option(help="Write the profile as JSON to this file.")] = None
     estimate: Annotated[bool, typer.Option(help="Estimate instead of measuring, without allocating the model.")] = False
+    precision: Annotated[
+        str, typer.Option(help="With --estimate: auto (as 'train' would choose), bf16, fp16, tf32, fp32 or fp64.")
+    ] = "auto"
+    compile: Annotated[bool, typer.Option("--compile", help="With --estimate: as compiled or fused kernels run.")] = (
+        False
+    )
     machine: Annotated[
         str | None, typer.Option(help="A machine file to estimate for; by default this machine's shape.")
     ] = None
@@ -46,6 +49,10 @@ class ProfileRequest:
         list[int] | None,
         typer.Option(help="Also measure the CPU shared by this many workers; may be repeated."),
     ] = None
+    measure_budget_s: Annotated[
+        float,
+        typer.Option("--measure-budget", help="Seconds for measuring the model; what is left out is estimated."),
+    ] = MEASURE_S
     as_json: AsJson = False
 
 
@@ -54,33 +61,37 @@ def run(request: ProfileRequest) -> None:
     model = read_model(request.model)
     if request.machine is not None and not request.estimate:
         raise InputError("times are measured on this machine; give --machine together with --estimate")
+    if (request.precision != "auto" or request.compile) and not request.estimate:
+        raise InputError(
+            "units are measured in fp32 and eagerly; give --precision and --compile together with --estimate"
+        )
     if request.parts and request.estimate:
         raise InputError("parts of a CPU are measured; leave out --parts or --estimate")
     machine = None if request.machine is None else read_machine(request.machine)
     require_torch("profiling")
+    from pipedejavu.planner.precision_choice import estimated_precision
     from pipedejavu.planner.profiling import estimate_model, measure_model, this_machine
+    from pipedejavu.profile import TimeBudget
+    from pipedejavu.run.measure_bar import show_measuring
 
-    with _progress() as report:
+    budget = TimeBudget(request.measure_budget_s)
+    with show_measuring(lambda: 0.0 if request.estimate else budget.spent_share) as report:
         if request.estimate:
-            profiled = estimate_model(model, request.batch, machine or this_machine(), report, request.context)
+            machine = machine or this_machine()
+            chosen = estimated_precision(request.precision, machine)
+            profiled = estimate_model(
+                *(model, request.batch, machine, report, request.context),
+                precision=chosen.precision,
+                is_fused=request.compile,
+            )
         else:
-            profiled = measure_model(model, request.batch, report, request.context, request.parts or ())
+            profiled = measure_model(model, request.batch, report, request.context, request.parts or (), budget)
     if request.out:
         profiled.profile.save(request.out)
     if request.as_json:
         print_json(_form(profiled, request))
     else:
         _print(profiled, request)
-
-
-@contextmanager
-def _progress() -> Iterator[Callable[[str], None]]:
-    """Shows on a terminal what is being measured."""
-    columns = SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn()
-    is_hidden = not sys.stderr.isatty()
-    with Progress(*columns, console=terminal(stderr=True), transient=True, disable=is_hidden) as shown:
-        line = shown.add_task("")
-        yield lambda text: shown.update(line, description=printable(text))
 
 
 def _print(profiled: "Profiled", request: ProfileRequest) -> None:
@@ -154,11 +165,12 @@ def _sentences(profiled: "Profiled", request: ProfileRequest) -> list[str]:
     if request.model.startswith("hf:") and request.context is None and "int64" in profiled.sample:
         sentences.append(f"Sequences have {profiled.sample.split()[0]} tokens; --context says how many instead.")
     if request.estimate:
-        sentences.append(profiled.basis)
+        sentences.append(f"{profiled.basis[:-1]}, in {profiled.profile.precision}.")
     else:
         spread = step_spread(profiled.profile, samples)
         busy = "; something else keeps this machine busy, so profile again when it is idle" if spread > _BUSY else ""
         sentences.append(f"Measured times lie within {spread:.0%} of these{busy}.")
+        sentences += [f"On {kind}: {reason}." for kind, reason in profiled.profile.estimated.items()]
     return sentences
 
 

@@ -139,18 +139,19 @@ def _train(
     from pipedejavu.source.chosen_data import data_choice
     from pipedejavu.source.model_source import check_sources
 
-    start, profile, chosen, worker_hosts = resumed.start if resumed else None, None, Plan(), ranks.worker_hosts()
+    start, profile, eager = resumed.start if resumed else None, None, None
+    chosen, worker_hosts = Plan(), ranks.worker_hosts()
     if ranks.is_first:
         check_logbooks(options.log)
         check_choice(data_choice(options))
         if not (start and start.step):
             check_sources(options)
-        chosen, profile, machine = choose(options, request, ranks, machine, resumed, worker_hosts)
+        chosen, profile, machine, eager = choose(options, request, ranks, machine, resumed, worker_hosts)
     folder = request.run_dir or _new_name(f"{options.model}-{chosen.name}")
     if ranks.is_first:
         stack.enter_context(lock_run(folder))
     plan = partial(plan_run, devices=request.device_choice, ranks=ranks, renews=request.renew)
-    options, program, note = plan(options, chosen, machine, start=start, profile=profile)
+    options, program, note = plan(options, chosen, machine, start=start, profile=profile, eager=eager)
     if ranks.is_first and not request.as_json:
         _announce(options, program, note)
         for sentence in describe_outlook(options, program, start.step if start else 0):

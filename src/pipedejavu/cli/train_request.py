@@ -6,6 +6,7 @@ from typing import Annotated, Literal, cast
 import typer
 
 from pipedejavu.cli.input_files import AsJson
+from pipedejavu.facts.measurement import MEASURE_S
 
 DeviceOption = Literal["auto", "cpu", "gpu", "shared-gpu"]
 SIZES = ("workers", "replicas", "microbatches", "samples", "trim")
@@ -98,12 +99,20 @@ class TrainRequest:
     momentum: Annotated[float, typer.Option(help="Momentum of sgd.")] = 0.0
     clip_norm: Annotated[float | None, typer.Option(help="Clip gradients to this norm over all stages.")] = None
     precision: Annotated[
-        str, typer.Option(help="auto (bf16 on GPUs that compute it, else fp32), bf16, fp16, tf32, fp32 or fp64.")
+        str,
+        typer.Option(
+            help="auto (bf16 on GPUs that compute it, else fp32), bf16, fp16, tf32, fp32 or fp64; 'bf16, int8 moments'"
+            " also chooses the format of AdamW's moments: fp32, bf16 or int8."
+        ),
     ] = "auto"
     dtype: Annotated[str, typer.Option(help="float64 is the old name of --precision fp64.")] = "float32"
     compile: Annotated[
         str, typer.Option(help="auto, on or off: whether units run under torch.compile; auto if the steps repay it.")
     ] = "auto"
+    measure_budget_s: Annotated[
+        float,
+        typer.Option("--measure-budget", help="Seconds for measuring the model; what is left out is estimated."),
+    ] = MEASURE_S
     seed: Annotated[int, typer.Option(help="Seed of weights, data order and dropout.")] = 0
     audit: Annotated[
         bool, typer.Option(help="Replay the run in float64; exits 1 if it differs by more than rounding.")

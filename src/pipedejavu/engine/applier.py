@@ -20,7 +20,7 @@ from pipedejavu.engine.piece import PieceRunner
 from pipedejavu.engine.score import ScoreTrial, kept, number_of, score
 from pipedejavu.facts import InputError
 from pipedejavu.program import Action, Program, UpdatePlace, Value
-from pipedejavu.program.value import DEVICE, HOST
+from pipedejavu.program.value import DEVICE, HOST, SHARD
 
 PieceReplica = tuple[int, int]
 """A (piece, replica) pair."""
@@ -82,6 +82,9 @@ class Applier:
             self._on_server(a)
             return
         key, update = (a.piece, a.replica), a.version - 1
+        if a.update_place == UpdatePlace.SHARD:
+            self._on_shard(key, update)
+            return
         place = HOST if a.update_place == UpdatePlace.HOST else DEVICE
         summed: Tensors = self.values[Value.weight_gradient(*key, update, place)]
         if self.plan.reduce.clip == "delayed":  # a later norm may still read them
@@ -147,6 +150,17 @@ class Applier:
         factor = coefficient / self.scale.applied
         self.job.optimizer.step(number, base, summed, self.state.setdefault(key, {}), factor, out=out)
         return out
+
+    def _on_shard(self, key: PieceReplica, update: int) -> None:
+        """Updates this worker's shard of a piece in place: no microbatch in flight reads it."""
+        zero = self.plan.zero_of(self.program.pieces[key[0]].stage)
+        parts: Tensors = self.values[Value.weights(*key, update, SHARD)]
+        summed: Tensors = self.values[Value.weight_gradient(*key, update, DEVICE if zero == 1 else SHARD)]
+        coefficient = self._begin(key, update, summed)
+        if coefficient:
+            factor, state = coefficient / self.scale.applied, self.state.setdefault(key, {})
+            self.job.optimizer.step(self.first_version + update, parts, summed, state, factor, out=parts)
+        self.values[Value.weights(*key, update + 1, SHARD)] = parts
 
     def _deltas(self, key: PieceReplica, update: int, base: Tensors, summed: Tensors) -> Deltas:
         number, coefficient = self.first_version + update, self._begin(key, update, summed)

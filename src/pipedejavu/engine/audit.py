@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from pipedejavu.engine.device import CPU, moved
-from pipedejavu.engine.job import Applied, Batches, Event, Job, Log, Read, Scored
+from pipedejavu.engine.job import Applied, Batches, Event, Job, Log, Read, Scored, with_moments
 from pipedejavu.engine.log_check import check_log, check_replayable
 from pipedejavu.engine.loss_scale import FIRST
 from pipedejavu.engine.optimizer import Tensors
@@ -67,6 +67,7 @@ class Replay:
         nudge: int | None = None,
     ):
         """Replays `uncut` instead of the units if given; `nudge` seeds a move of each weight by one rounding unit."""
+        job = with_moments(job, program.plan.precision)
         self.program, self.plan, self.job, self.batches = program, program.plan, job, batches
         self.in_double = in_double
         form = ComputeFormat.of(self.plan.precision, [module for _, module in job.units])

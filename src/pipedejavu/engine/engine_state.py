@@ -3,45 +3,72 @@
     weight/NAME               weights; a frozen parameter has a weight and no state
     state/SLOT/NAME           optimizer state; slots have the names of torch.optim
     buffer/NAME               running statistics and the like
+    scale/loss                the loss scale of fp16, saved by the first worker
     replica/2/…/NAME          what only the third replica has: its buffers and, if replicas update separately, its
                               weights and state
 
 State is taken between rounds, when nothing is in flight. Workers that hold the same weights each save a part of them.
+State that is divided over replicas is saved as whole tensors too: all workers gather it, one slot of a piece at a time,
+and each keeps what it saves.
 """
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
 
 from pipedejavu.engine.device import CPU
+from pipedejavu.engine.divided_state import whole_tensors
 from pipedejavu.engine.finite import nonfinite
 from pipedejavu.engine.handlers import Handlers, pieces_of
-from pipedejavu.engine.master import weights_of
+from pipedejavu.engine.loss_scale import SAVED
+from pipedejavu.engine.master import masters_of, weights_of
+from pipedejavu.engine.moment_slots import converted_slots
 from pipedejavu.engine.optimizer import LOW, Tensors
 from pipedejavu.engine.piece import PieceRunner
-from pipedejavu.engine.threads import Threads, final_weights, put_lows, state_rests_on_host
+from pipedejavu.engine.sharded_state import STEP, whole_masters, whole_slots
+from pipedejavu.engine.threads import Threads, held_weights, put_lows, state_rests_on_host
 from pipedejavu.facts import InputError
+from pipedejavu.optim.moment_format import num_scales
 from pipedejavu.program import Program, Value, ValueKind
 
-SLOTS = {"step": "step", "m": "exp_avg", "v": "exp_avg_sq", "momentum": "momentum_buffer"}
-"""The names of optimizer state in this package, and in torch.optim."""
+SLOTS = {
+    "step": "step",
+    "m": "exp_avg",
+    "v": "exp_avg_sq",
+    "m_code": "exp_avg_code",
+    "v_code": "exp_avg_sq_code",
+    "m_scale": "exp_avg_scale",
+    "v_scale": "exp_avg_sq_scale",
+    "momentum": "momentum_buffer",
+}
+"""The names of optimizer state in this package, and those that torch.optim has for it or would."""
+_FLAT = {"m_scale", "v_scale"}
+"""Slots without one element per weight."""
 
 Source = Callable[[str], Tensor | None]
 """Returns the tensor of a name, or None if there is none."""
 
 
 def take_state(handlers: Handlers) -> Tensors:
-    """Returns copies in host memory of this worker's share of the state; raises InputError if it is not finite."""
+    """Returns copies in host memory of this worker's share of the state; raises InputError if it is not finite.
+
+    Workers that divide state over replicas call it together.
+    """
     share = _share(handlers)
-    check_state(handlers, share)
-    return {name: _copy(tensor) for name, tensor in share.items()}
+    _check(handlers, share | _sharded(handlers))
+    copies = {name: _copy(tensor) for name, tensor in share.items()}
+    return copies | {name: _copy(tensor) for name, tensor in _gathered(handlers)}
 
 
-def check_state(handlers: Handlers, state: Tensors | None = None) -> None:
-    """Raises InputError if `state`, by default this worker's share, is not finite."""
-    for full, value in nonfinite(_share(handlers) if state is None else state):
+def check_state(handlers: Handlers) -> None:
+    """Raises InputError if this worker's share of the state is not finite."""
+    _check(handlers, _share(handlers) | _sharded(handlers))
+
+
+def _check(handlers: Handlers, state: Tensors) -> None:
+    for full, value in nonfinite(state):
         *_, kind, name = re.split(r"^(?:replica/\d+/)?(weight|state/[^/]+|buffer)/", full)
         if not kind.startswith("state") and _is_meant(handlers, name, value):
             continue
@@ -53,26 +80,72 @@ def check_state(handlers: Handlers, state: Tensors | None = None) -> None:
 
 
 def _share(handlers: Handlers) -> Tensors:
-    """Returns this worker's share of the state, without copies."""
-    share: Tensors = {}
-    weights, holders_of = final_weights(handlers), _holders(handlers.program)
+    """Returns this worker's share of the state that is not divided over replicas, without copies."""
+    share: Tensors = handlers.scale.saved() if handlers.index == 0 else {}
+    weights, holders_of = held_weights(handlers), _holders(handlers.program)
     for key, runner in handlers.runners.items():
         piece, replica = key
-        for number, name in enumerate(runner.initial):
+        for number, name in enumerate(runner.initial if key in weights else ()):
             prefix = _prefix(handlers.program, holders_of[piece], (replica, handlers.index), number)
-            if prefix is None:
+            if prefix is None or name in runner.layouts:
                 continue
             share[f"{prefix}weight/{name}"] = weights[key][name]
             for slot, tensor in handlers.applier.state.get(key, {}).get(name, {}).items():
                 if slot != LOW:  # the weight is saved as its master
                     share[f"{prefix}state/{SLOTS.get(slot, slot)}/{name}"] = tensor
         if (replica, handlers.index) == holders_of[piece][0]:
-            share |= {f"weight/{name}": tensor for name, tensor in runner.frozen.items()}
+            frozen = {name: tensor for name, tensor in runner.frozen.items() if name not in runner.layouts}
+            share |= {f"weight/{name}": tensor for name, tensor in frozen.items()}
         for name, buffer in runner.saved_buffers():
-            if replica < handlers.program.num_replicas:
+            if replica < handlers.program.num_replicas and name not in runner.layouts:
                 prefix = "" if replica == holders_of[piece][0][0] else f"replica/{replica}/"
                 share[f"{prefix}buffer/{name}"] = buffer
     return share
+
+
+def _sharded(handlers: Handlers) -> Tensors:
+    """Returns the state in this worker's shards."""
+    state: Tensors = {}
+    for key, shards in handlers.sharded.items():
+        parts = masters_of(shards.parts, handlers.applier.state.get(key, {}))
+        state |= {f"weight/{name}": part for name, part in parts.items()}
+        for name, slots in handlers.applier.state.get(key, {}).items():
+            state |= {f"state/{SLOTS[slot]}/{name}": part for slot, part in slots.items() if slot != LOW}
+    return state
+
+
+def _gathered(handlers: Handlers) -> Iterator[tuple[str, Tensor]]:
+    """Yields what this worker saves of the state that is divided; all workers gather it together."""
+    holders_of = _holders(handlers.program)
+    for key in sorted(handlers.sharded):
+        mine = [
+            name
+            for number, name in enumerate(handlers.sharded[key].leaves)
+            if _prefix(handlers.program, holders_of[key[0]], (key[1], handlers.index), number) is not None
+        ]
+        masters = whole_masters(handlers, key)
+        yield from ((f"weight/{name}", masters[name]) for name in mine)
+        del masters  # the next slot takes its memory
+        for slot, tensors in whole_slots(handlers, key, tuple(SLOTS)):
+            yield from ((f"state/{SLOTS[slot]}/{name}", tensors[name]) for name in mine if name in tensors)
+    for key in sorted(handlers.runners):
+        yield from _joined(handlers, key, holders_of[key[0]])
+
+
+def _joined(handlers: Handlers, key: tuple[int, int], holders: list[tuple[int, int]]) -> Iterator[tuple[str, Tensor]]:
+    """Yields what this worker saves of a piece whose operators are divided."""
+    runner, holder = handlers.runners[key], (key[1], handlers.index)
+    numbers = {name: number for number, name in enumerate(runner.initial)}
+    state = handlers.applier.state.get(key, {})
+    for tensor, whole in whole_tensors(handlers, key, has_state=True):
+        kind, name = tensor
+        prefix = _prefix(handlers.program, holders, holder, numbers.get(name, 0))
+        if kind == "buffer":
+            prefix = "" if key[1] == holders[0][0] else f"replica/{key[1]}/"
+        if prefix is not None:
+            yield f"{prefix}{kind if kind in ('weight', 'buffer') else f'state/{SLOTS[kind]}'}/{name}", whole
+            if kind == "weight" and STEP in state.get(name, {}):
+                yield f"{prefix}state/{SLOTS[STEP]}/{name}", state[name][STEP]
 
 
 def final_buffers(handlers: Handlers) -> Tensors:
@@ -80,9 +153,9 @@ def final_buffers(handlers: Handlers) -> Tensors:
     holders_of = _holders(handlers.program)
     return {
         name: buffer
-        for (piece, replica), runner in handlers.runners.items()
+        for piece, replica in handlers.runners
         if replica == holders_of[piece][0][0]
-        for name, buffer in runner.saved_buffers()
+        for name, buffer in handlers.buffers_of((piece, replica))
     }
 
 
@@ -101,13 +174,16 @@ def put_state(handlers: Handlers, update: int, source: Source, norm: float | Non
     plan = handlers.program.plan
     handlers.settle()
     for value, weights in handlers.values.items():
-        if value.kind == ValueKind.WEIGHTS and not _is_idle(handlers.program, value.replica):
-            for name, weight in weights.items():  # a split weight is the high half of what is saved
-                known = _needed(name, _find(handlers, source, value.replica, "weight", name))
-                _check_loaded(handlers, "weight", name, known)
-                is_split = weight.dtype == torch.bfloat16 and known.dtype == torch.float32
-                halves = weights_of({name: known}, {name} if is_split else (), is_split=True)
-                _fill(f"weight '{name}'", weight.data, halves[0][name])
+        is_divided = (value.piece, value.replica) in handlers.sharded
+        if value.kind == ValueKind.WEIGHTS and not is_divided and not _is_idle(handlers.program, value.replica):
+            for name, weight in weights.items():
+                loaded_weight = _loaded_weight(handlers, source, value.replica, name, weight)
+                _fill(f"weight '{name}'", weight.data, loaded_weight)
+    for (_, replica), shards in handlers.sharded.items():
+        for name, leaf in shards.leaves.items():
+            loaded_weight = _loaded_weight(handlers, source, replica, name, leaf)
+            _check_shape(f"weight '{name}'", leaf, loaded_weight)
+            shards.load(name, loaded_weight)
     for key, runner in handlers.runners.items():
         handlers.applier.state[key] = _state(handlers, key, runner, source)
         put_lows(handlers, key, _lows(handlers, key, runner, source))
@@ -126,9 +202,18 @@ def put_state(handlers: Handlers, update: int, source: Source, norm: float | Non
             if loaded is not None:
                 _check_loaded(handlers, "buffer", name, loaded)
                 _fill(f"buffer '{name}'", buffer, loaded)
+    handlers.scale.restore(source(SAVED))
     if norm is not None and plan.reduce.clip == "delayed":
         handlers.values[Value.norm(plan.steps - 1)] = norm
     handlers.adopt()
+
+
+def _loaded_weight(handlers: Handlers, source: Source, replica: int, name: str, weight: Tensor) -> Tensor:
+    """Returns a saved weight in the format of `weight`; a split weight is the high half of what is saved."""
+    known = _needed(name, _find(handlers, source, replica, "weight", name))
+    _check_loaded(handlers, "weight", name, known)
+    is_split = weight.dtype == torch.bfloat16 and known.dtype == torch.float32
+    return weights_of({name: known}, {name} if is_split else (), is_split=True)[0][name]
 
 
 def take_all(threads: Threads) -> Tensors:
@@ -147,20 +232,16 @@ def _state(handlers: Handlers, key: tuple[int, int], runner: PieceRunner, source
     piece, replica = key
     if handlers.program.plan.keep.kind == "server" and replica < handlers.program.num_replicas:
         return {}  # the server makes the updates
-    rests_on_host = state_rests_on_host(handlers.program, piece)
+    rests_on_host, shards = state_rests_on_host(handlers.program, piece), handlers.sharded.get(key)
     state: dict[str, Tensors] = {}
     for name, weight in runner.initial.items():
-        slots, wanted = {}, handlers.job.optimizer.slots_of(name)
-        slot_of = {torch_name: slot for slot, torch_name in SLOTS.items()}
-        for torch_name, slot in {**slot_of, **{SLOTS.get(slot, slot): slot for slot in wanted}}.items():
-            loaded = _find(handlers, source, replica, f"state/{torch_name}", name)
-            if loaded is not None:
-                is_scalar = slot == "step" or (slot not in SLOTS and loaded.ndim == 0)
-                if not is_scalar and loaded.shape != weight.shape:
-                    raise InputError(f"'{torch_name}' of '{name}' is {_form(loaded)}, and the weight {_form(weight)}")
-                slots[slot] = loaded.to(
-                    CPU if rests_on_host or is_scalar else handlers.load_device or handlers.device, copy=True
-                )
+        wanted = handlers.job.optimizer.slots_of(name)
+        slots = _loaded_slots(handlers, source, replica, name, weight)
+        if shards is not None:
+            if shards.part(name, weight) is None:
+                continue  # this worker's shard holds nothing of the parameter
+            parts = ((slot, t if slot == STEP else shards.part(name, t)) for slot, t in slots.items())
+            slots = {slot: part for slot, part in parts if part is not None}
         if slots:
             if slots.keys() != wanted:
                 names = [
@@ -168,8 +249,42 @@ def _state(handlers: Handlers, key: tuple[int, int], runner: PieceRunner, source
                     for some in (slots, wanted)
                 ]
                 raise InputError(f"the checkpoint keeps {names[0]} of '{name}', and this optimizer {names[1]}")
-            state[name] = slots
+            device = handlers.load_device or handlers.device
+            state[name] = {
+                slot: tensor.to(CPU if rests_on_host or _is_scalar(slot, tensor) else device, copy=True)
+                for slot, tensor in slots.items()
+            }
     return state
+
+
+def _loaded_slots(handlers: Handlers, source: Source, replica: int, name: str, weight: Tensor) -> Tensors:
+    """Returns the saved state of a parameter, whole, with its moments in the format of the plan."""
+    slots: Tensors = {}
+    own = {SLOTS.get(slot, slot): slot for slot in handlers.job.optimizer.slots_of(name)}
+    for torch_name, slot in ({saved: slot for slot, saved in SLOTS.items()} | own).items():
+        loaded = _find(handlers, source, replica, f"state/{torch_name}", name)
+        if loaded is None:
+            continue
+        if not _is_scalar(slot, loaded) and slot not in _FLAT and loaded.shape != weight.shape:
+            raise InputError(f"'{torch_name}' of '{name}' is {_form(loaded)}, and the weight {_form(weight)}")
+        slots[slot] = loaded
+    return _with_format(handlers, name, slots, weight.shape)
+
+
+def _is_scalar(slot: str, loaded: Tensor) -> bool:
+    """Whether a slot holds one number for the whole parameter; those of other optimizers of torch may."""
+    return slot == STEP or (slot not in SLOTS and loaded.ndim == 0)
+
+
+def _with_format(handlers: Handlers, name: str, slots: Tensors, shape: torch.Size) -> Tensors:
+    """Returns the slots of a parameter with its moments in the format of the plan, in the order of its elements."""
+    for scales in _FLAT & slots.keys():
+        if slots[scales].shape != (num_scales(shape.numel()),):
+            raise InputError(
+                f"'{SLOTS[scales]}' of '{name}' has {slots[scales].numel()} scales for {shape.numel()} values, and"
+                f" int8 moments need {num_scales(shape.numel())}; the checkpoint is damaged"
+            )
+    return converted_slots(slots, handlers.program.plan.precision.moments, shape)
 
 
 def _lows(handlers: Handlers, key: tuple[int, int], runner: PieceRunner, source: Source) -> Tensors:
@@ -195,8 +310,18 @@ def _find(handlers: Handlers, source: Source, replica: int, kind: str, name: str
         for prefix in (f"replica/{replica}/", "") if has_own else ("",):
             tensor = source(f"{prefix}{kind}/{known}")
             if tensor is not None:
-                return tensor
+                return _own_part(handlers, replica, name, tensor)
     return None
+
+
+def _own_part(handlers: Handlers, replica: int, name: str, whole: Tensor) -> Tensor:
+    """Returns this worker's part of a saved tensor, or all of it if it is not divided."""
+    for (_, held), runner in handlers.runners.items():
+        layout = runner.layouts.get(name)
+        if held == replica and layout is not None and layout.shape == whole.shape:
+            program = handlers.program
+            return layout.local(whole, program.part_of(handlers.index), program.plan.place.shards)
+    return whole
 
 
 def _check_loaded(handlers: Handlers, kind: str, name: str, loaded: Tensor) -> None:
@@ -212,9 +337,13 @@ def _is_meant(handlers: Handlers, name: str, value: float) -> bool:
 
 
 def _fill(what: str, target: Tensor, loaded: Tensor) -> None:
+    _check_shape(what, target, loaded)
+    target.copy_(loaded)
+
+
+def _check_shape(what: str, target: Tensor, loaded: Tensor) -> None:
     if loaded.shape != target.shape:
         raise InputError(f"{what} is {_form(loaded)} in the checkpoint and {_form(target)} in the model")
-    target.copy_(loaded)
 
 
 def _form(tensor: Tensor) -> str:

@@ -14,6 +14,8 @@ import torch
 from torch import Tensor, nn, optim
 
 from pipedejavu.engine.optimizer import LOW, State, Tensors, step_by_deltas
+from pipedejavu.facts import InputError
+from pipedejavu.optim.moment_format import MomentFormat
 
 KINDS = (
     optim.Adadelta, optim.Adagrad, optim.Adamax, optim.ASGD, optim.NAdam, optim.RAdam, optim.RMSprop, optim.Rprop,
@@ -34,6 +36,14 @@ class GivenOptimizer:
         """Reads a group; its sign and how torch computes it are the caller's."""
         names = inspect.signature(type(optimizer)).parameters.keys() - {*_CHOSEN_HERE}
         return cls(type(optimizer), {name: group[name] for name in names if name in group})
+
+    def with_moments(self, form: MomentFormat) -> "GivenOptimizer":
+        """Returns itself; raises InputError for moments in another format than torch's."""
+        if form != "fp32":
+            raise InputError(
+                f"the plan keeps moments in {form}, and {self.kind.__name__} keeps its own; use AdamW, or fp32 moments"
+            )
+        return self
 
     @property
     def lr(self) -> float:

@@ -18,10 +18,11 @@ from pipedejavu.engine.job import Batches, Job, Log
 from pipedejavu.engine.loss_scale import LossScale
 from pipedejavu.engine.optimizer import Tensors
 from pipedejavu.engine.piece import PieceRunner
+from pipedejavu.engine.sharded_piece import is_sharded
 from pipedejavu.facts import InputError
 from pipedejavu.program import Program, Value, ValuePlace
 from pipedejavu.program.program import stage_group
-from pipedejavu.program.value import DEVICE, HOST
+from pipedejavu.program.value import DEVICE, HOST, SHARD
 
 LARGEST_SQUARE = 1e300
 """The largest squared norm of one worker that counts as finite, so that the sum over workers is finite too."""
@@ -138,7 +139,10 @@ class GlobalNorm:
     def _gradients(self, update: int) -> list[Tensors]:
         """Returns the summed gradients of each piece that this worker holds, on device or host."""
         keys = self.program.held(self.index)
-        return [next(d for place in (DEVICE, HOST) if (d := self._at(key, update, place)) is not None) for key in keys]
+        return [
+            next(d for place in (DEVICE, HOST, SHARD) if (d := self._at(key, update, place)) is not None)
+            for key in keys
+        ]
 
     def _at(self, key: tuple[int, int], update: int, place: ValuePlace) -> Tensors | None:
         gradients: Tensors | None = self.values.get(Value.weight_gradient(*key, update, place))
@@ -147,11 +151,17 @@ class GlobalNorm:
     def _square(self, update: int) -> float:
         """Returns this worker's part of the squared norm; parameters on several workers count once in the total."""
         shares, norms = list[float](), list[Tensor]()
-        for (piece, _), gradients in zip(self.program.held(self.index), self._gradients(update), strict=True):
+        for (piece, replica), gradients in zip(self.program.held(self.index), self._gradients(update), strict=True):
             holders = self.program.groups.get(stage_group(self.program.pieces[piece].stage))
-            share = 1 / (len(holders.workers) if holders else 1)
+            share = 1 / (len(holders.workers) if holders and not is_sharded(self.program, piece) else 1)
+            layouts, shards = self.runners[piece, replica].layouts, self.program.plan.place.shards
             for name, gradient in gradients.items():
                 tied = [len(self.program.tied_pieces[n]) for n, names in enumerate(self.job.ties) if name in names]
-                shares.append(share / max(tied, default=1))
+                copies = float(max(tied, default=1))
+                if name not in layouts:
+                    copies *= self.program.plan.tensor_shards
+                elif self.program.plan.divides_experts:  # only replicas with the same experts have copies
+                    copies /= shards
+                shares.append(share / copies)
                 norms.append(torch.linalg.vector_norm(gradient, dtype=torch.float64))
         return sum(share * norm * norm for share, norm in zip(shares, read_all(norms), strict=True))

@@ -3,6 +3,7 @@
 Does not know where the settings come from: before a round, the caller puts down those of each of its updates.
 """
 
+import copy
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from pipedejavu.engine.given_optimizer import GivenOptimizer
 from pipedejavu.engine.optimizer import AdamW, Sgd, State, Tensors
+from pipedejavu.optim.moment_format import MomentFormat
 
 
 @dataclass(frozen=True)
@@ -29,14 +31,23 @@ class GroupedOptimizer:
         self.groups, self.left_out = groups, left_out
         self._rules = {0: tuple(rules)}
         """The rules of all groups, by update."""
+        self._moments: MomentFormat = "fp32"
+
+    def with_moments(self, form: MomentFormat) -> "GroupedOptimizer":
+        """Returns an optimizer with the same rules, also later ones, and moments in a format."""
+        other = copy.copy(self)
+        other._moments = form
+        return other
 
     def put(self, rules: Mapping[int, Sequence[GroupRule]]) -> None:
         """Replaces the rules by those of some updates; updates after them follow the last."""
-        self._rules = {update: tuple(some) for update, some in rules.items()}
+        known = {update: tuple(some) for update, some in rules.items()}
+        self._rules.clear()
+        self._rules.update(known)
 
     def slots_of(self, name: str) -> set[str]:
         """Returns the names of a parameter's state."""
-        return set() if name in self.left_out else self.rule_of(name, max(self._rules)).rule.slots
+        return set() if name in self.left_out else self._with_format(self.rule_of(name, max(self._rules))).slots
 
     def shrinks(self, name: str) -> bool:
         """Whether weight decay changes a parameter even if its gradient is zero."""
@@ -56,7 +67,9 @@ class GroupedOptimizer:
         """Writes the new weights to `out`, which may be the gradients or the weights, after one update."""
         for group, names in self._by_group(gradients, update):
             factor = -coefficient if group.maximizes else coefficient
-            group.rule.step(update, weights, {name: gradients[name] for name in names}, state, factor, out)
+            self._with_format(group).step(
+                update, weights, {name: gradients[name] for name in names}, state, factor, out
+            )
         for name in self.left_out & gradients.keys():
             out[name].detach().copy_(weights[name].detach())
 
@@ -70,7 +83,10 @@ class GroupedOptimizer:
                 continue
             group = self.rule_of(name, update)
             factor = -coefficient if group.maximizes else coefficient
-            yield from group.rule.deltas(update, weights, {name: gradient}, state, factor)
+            yield from self._with_format(group).deltas(update, weights, {name: gradient}, state, factor)
+
+    def _with_format(self, group: GroupRule) -> AdamW | Sgd | GivenOptimizer:
+        return group.rule.with_moments(self._moments)
 
     def _by_group(self, names: Iterable[str], update: int) -> Iterator[tuple[GroupRule, list[str]]]:
         """Yields each group with those of its parameters that are among `names`."""

@@ -19,9 +19,9 @@ from pipedejavu.engine.applier import Applier, as_leaves
 from pipedejavu.engine.device import CPU, device_of, moved, record_stream
 from pipedejavu.engine.global_norm import GlobalNorm
 from pipedejavu.engine.gradient_check import GradientCheck
-from pipedejavu.engine.job import Batches, Job, Log, Read
+from pipedejavu.engine.job import Batches, Job, Log, Read, with_moments
+from pipedejavu.engine.joined_state import JoinedState
 from pipedejavu.engine.loss_scale import LossScale
-from pipedejavu.engine.optimizer import Tensors
 from pipedejavu.engine.piece import PieceRunner
 from pipedejavu.engine.recompute_span import (
     Saved,
@@ -34,14 +34,13 @@ from pipedejavu.engine.recompute_span import (
     tensors_of,
     with_loss,
 )
-from pipedejavu.engine.resting_state import RestingState
-from pipedejavu.engine.summed_piece import is_summed, reduce_tied
-from pipedejavu.engine.wire import Wire, flatten, unflatten
+from pipedejavu.engine.summed_piece import add_up, is_summed, reduce_gradients, sent_gradients
+from pipedejavu.engine.wire import Wire
 from pipedejavu.facts import InputError
-from pipedejavu.program import Action, ActionKind, GroupRole, Program, Table, UpdatePlace, Value, ValueKind
+from pipedejavu.program import Action, ActionKind, Program, Table, UpdatePlace, Value, ValueKind
 from pipedejavu.program.action import value_of
 from pipedejavu.program.effect import rest_of
-from pipedejavu.program.value import HOST
+from pipedejavu.program.value import BY_MICROBATCH, HOST
 from pipedejavu.runtime.compiled_unit import LossCall
 from pipedejavu.runtime.compute_precision import ComputeFormat
 
@@ -61,12 +60,14 @@ def pieces_of(program: Program, index: int) -> list[tuple[int, int]]:
     return sorted({*program.held(index), *((piece, program.num_replicas) for piece in served)})
 
 
-class Handlers(RestingState):
+class Handlers(JoinedState):
     """The values of one worker and the handlers of its actions."""
 
     def __init__(self, program: Program, index: int, runners: Runners, job: Job, batches: Batches, wire: Wire):
-        self.program, self.index, self.runners, self.job = program, index, runners, job
+        super().__init__()
+        self.program, self.index, self.runners = program, index, runners
         self.device = device_of(program, index)
+        self.job = job = with_moments(job, program.plan.precision)
         self.batches, self.wire, self.log, self.live = batches, wire, Log(), 0
         self.notice: Notice = lambda _lane, _action: None
         self.values: dict[Value, Any] = {}
@@ -99,6 +100,7 @@ class Handlers(RestingState):
             ActionKind.SEND: self.send,
             ActionKind.RECV: self.receive,
             ActionKind.REDUCE: self.reduce,
+            ActionKind.GATHER: self.gather,
             ActionKind.UPDATE: self.applier.update,
             ActionKind.DROP: self.drop,
             ActionKind.OFFLOAD: self.offload,
@@ -108,7 +110,7 @@ class Handlers(RestingState):
 
     def begin(self, update: int) -> None:
         """Prepares a round that starts at an update: the newest weights become version 0."""
-        plan = self.program.plan
+        plan, self.whole = self.program.plan, None
         self.first_microbatch = update * self.program.update_size
         self.first_version = self.applier.first_version = update
         self.readers = self.reads.copy()
@@ -315,7 +317,7 @@ class Handlers(RestingState):
 
     def send(self, a: Action) -> None:
         """Sends a value to another worker."""
-        value = self._sent_gradients(a) if a.what == ValueKind.WEIGHT_GRADIENT else self.values[value_of(a)]
+        value = sent_gradients(self, a) if a.what == ValueKind.WEIGHT_GRADIENT else self.values[value_of(a)]
         tensors = tuple(value.values()) if isinstance(value, dict) else tensors_of(value)
         self.wire.send(tensors, a.peer, self._key(a))
 
@@ -346,32 +348,24 @@ class Handlers(RestingState):
                 self._read_losses()
             step = self.first_version + a.version + 1
             self.values[value_of(a)] = self.norm.find(a.version, step, lambda part: self.wire.add_up(part, group))
-        elif self.program.groups[group].role is GroupRole.TIE:
-            reduce_tied(self, a)
-        else:
-            value: Tensors = (
-                self._sent_gradients(a) if a.what == ValueKind.WEIGHT_GRADIENT else self.values[value_of(a)]
-            )
-            tensors = [tensor.detach() for tensor in value.values()]
-            added = unflatten(self.wire.add_up(flatten(tensors), group), tensors)
-            sums = dict(zip(value, added, strict=True))
-            if a.what == ValueKind.WEIGHTS:  # replicas that update separately average; an update divides gradients
-                count = len(self.program.groups[group].workers)
-                sums = as_leaves({name: total.div_(count) for name, total in sums.items()})
-            self.values[value_of(a)] = sums
+        elif a.what == ValueKind.WEIGHT_GRADIENT:
+            reduce_gradients(self, a)
+        elif a.what in BY_MICROBATCH:
+            return  # a unit exchanges rows inside its forward and its backward
+        else:  # replicas that update separately average their weights
+            sums, count = add_up(self.wire, self.values[value_of(a)], group), len(self.program.groups[group].workers)
+            self.values[value_of(a)] = as_leaves({name: total.div_(count) for name, total in sums.items()})
 
-    def _sent_gradients(self, a: Action) -> Tensors:
-        """Returns the gradients of a piece as its worker sends them: faulty if the job injects a fault."""
-        value: Tensors = self.values[value_of(a)]
-        fault = self.job.byzantine
-        if fault is None or not fault.is_faulty(a.replica, self.program.num_replicas):
-            return value
-        origin = (self.job.seed, a.replica, self.first_version + a.version, a.piece)
-        return {name: fault.spoilt(gradient, *origin, n) for n, (name, gradient) in enumerate(value.items())}
+    def gather(self, a: Action) -> None:
+        """Makes the whole weights of a piece from the shards of its group."""
+        if a.what not in BY_MICROBATCH:
+            self.values[value_of(a)] = self.sharded[a.piece, a.replica].gather(self.wire)
 
     def drop(self, a: Action) -> None:
         """Frees a value, unless it was freed after its last reader."""
         self.values.pop(value_of(a), None)
+        if a.what == ValueKind.WEIGHTS and (shards := self.sharded.get((a.piece, a.replica))) is not None:
+            shards.drop()
 
     def offload(self, a: Action) -> None:
         """Moves a value to host memory."""

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal, NamedTuple, Protocol
 
@@ -10,6 +10,10 @@ from torch import Tensor, nn
 
 from pipedejavu.engine.byzantine import Byzantine
 from pipedejavu.engine.optimizer import Optimizer
+from pipedejavu.plan import Precision
+from pipedejavu.program import Program
+from pipedejavu.runtime.axis_region import UnitGraph
+from pipedejavu.runtime.compiled_unit import UnitCompiler
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +39,14 @@ class Job:
     """How strongly an elastic combiner pulls weights and centre together (ρ)."""
     byzantine: Byzantine | None = None
     """Faults to inject into some replicas."""
+    graphs: Callable[[Sequence[tuple[str, nn.Module]], Any], list[UnitGraph]] | None = None
+    """Records consecutive units as graphs, given what the first one takes; plans that divide operators need it."""
+    compiler: UnitCompiler | None = None
+    """Runs units compiled, if the plan says so; it may have compiled them before. By default a new one."""
+
+    def compiler_for(self, program: Program) -> UnitCompiler | None:
+        """Returns the compiler of a program's units; None if they run eagerly."""
+        return (self.compiler or UnitCompiler()) if program.plan.is_compiled else None
 
     @cached_property
     def ties(self) -> tuple[frozenset[str], ...]:
@@ -54,6 +66,11 @@ class Job:
                     names.setdefault(id(parameter), []).append((unit, full))
         shared = [uses for uses in names.values() if len({unit for unit, _ in uses}) > 1]
         return tuple(frozenset(full for _, full in uses) for uses in shared)
+
+
+def with_moments(job: Job, precision: Precision) -> Job:
+    """Returns a job whose optimizer keeps its moments in the format of a plan's precision."""
+    return replace(job, optimizer=job.optimizer.with_moments(precision.moments))
 
 
 class Batches(Protocol):
@@ -105,6 +122,20 @@ class Scored(NamedTuple):
 Event = Read | Applied | Scored
 
 
+class _Nothing(list[Event]):
+    """A list that stays empty."""
+
+    def append(self, event: Event) -> None:
+        """Drops the event."""
+
+
+class _Nowhere(dict[int, float]):
+    """A table that stays empty."""
+
+    def __setitem__(self, number: int, loss: float) -> None:
+        """Drops the loss."""
+
+
 @dataclass
 class Log:
     """The reads, updates and scores of a worker in order; enough to replay its run."""
@@ -123,6 +154,10 @@ class Log:
         """Notes the loss of a microbatch, and when."""
         self.noted_s[number] = time.perf_counter()
         self.losses[number] = loss
+
+    def silence(self) -> None:
+        """Notes no events and losses from now on: another worker of the group notes the same."""
+        self.events, self.losses = _Nothing(), _Nowhere()
 
     def forget_losses(self) -> None:
         """Clears the losses before the next round."""

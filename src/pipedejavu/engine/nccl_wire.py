@@ -9,7 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from pipedejavu.engine.collective import all_gather, all_to_all, reduce_scatter
 from pipedejavu.runtime.message_layout import MOST_BYTES, MessageLayout
+from pipedejavu.runtime.traffic import Counts, Traffic
 
 
 class NcclWire:
@@ -34,8 +36,7 @@ class NcclWire:
         self.groups = {name: dist.new_group(list(ranks), backend=backend) for name, ranks in sorted(groups.items())}
         self._sent: dict[tuple[int, object], MessageLayout] = {}
         self._known: dict[tuple[int, object], MessageLayout] = {}
-        self._carried: dict[object, tuple[int, int]] = {}
-        """Messages and bytes of each edge and group; the one lane that uses it counts them."""
+        self.carried = Traffic()
 
     def send(self, tensors: tuple[Tensor, ...], to: int, key: object) -> None:
         """Sends tensors of this rank's GPU; their layout goes before the first of a key, through the host."""
@@ -50,7 +51,7 @@ class NcclWire:
                 work = dist.isend(tensor, to, group=self.edges[self.rank, to])
                 assert work is not None, "this process is a member of the edge"
                 work.wait()  # the stream waits, not the host
-                self._count(to, 1, tensor.nbytes)
+                self.carried.send(to, 1, tensor.nbytes)
 
     def receive(self, source: int, key: object) -> tuple[Tensor, ...]:
         """Receives the next tensors into memory of this rank's GPU."""
@@ -77,15 +78,24 @@ class NcclWire:
     def add_up(self, tensor: Tensor, group: str) -> Tensor:
         """Sums in place over the members' GPUs."""
         dist.all_reduce(tensor, group=self.groups[group])
-        size = self.groups[group].size()
-        self._count(group, 2 * (size - 1), 2 * (size - 1) * tensor.nbytes // size)
+        self.carried.add_up(group, self.groups[group].size(), tensor)
         return tensor
+
+    def reduce_scatter(self, vector: Tensor, group: str) -> Tensor:
+        """Sums over the members' GPUs."""
+        self.carried.reduce_scatter(group, self.groups[group].size(), vector)
+        return reduce_scatter(vector, self.groups[group])
+
+    def all_gather(self, run: Tensor, group: str, out: Tensor | None = None) -> Tensor:
+        """Gathers from the members' GPUs."""
+        self.carried.all_gather(group, self.groups[group].size(), run)
+        return all_gather(run, self.groups[group], out)
+
+    def all_to_all(self, rows: Tensor, group: str, counts: Counts) -> Tensor:
+        """Exchanges rows between the members' GPUs."""
+        self.carried.all_to_all(group, self.groups[group].rank(), rows, counts)
+        return all_to_all(rows, self.groups[group], counts)
 
     def traffic(self) -> tuple[int, int]:
         """Returns the messages and bytes that this rank has sent."""
-        carried = list(self._carried.values())
-        return sum(messages for messages, _ in carried), sum(size for _, size in carried)
-
-    def _count(self, where: object, messages: int, size_bytes: int) -> None:
-        before = self._carried.get(where, (0, 0))
-        self._carried[where] = before[0] + messages, before[1] + size_bytes
+        return self.carried.total()

@@ -3,20 +3,22 @@
 The state belongs to a piece, not to a weight version. `step` writes new weights, to a new version or in place.
 `deltas` turns summed gradients, in place, into what is to be added to the weights; it yields one parameter at a time,
 so that the caller reads it from the cache. AdamW of float32 and split weights is the one of `optim`, on the host and on
-GPUs; all else is torch, which updates the joined master of a split weight.
+GPUs; all else is torch, which updates the joined master of a split weight. The plan says how moments rest.
 """
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from pipedejavu.engine.moment_slots import moments_in, slot_names, store_moments, widened_moments, zero_slots
 from pipedejavu.optim.arithmetic import AdamState, join, scalars_of, split
 from pipedejavu.optim.gpu_update import has_kernel
 from pipedejavu.optim.joint_update import update_all
+from pipedejavu.optim.moment_format import MomentFormat, Moments, seed_of
 from pipedejavu.optim.native import NativeTask
 
 LOW = "low"
@@ -29,6 +31,9 @@ State = dict[str, Tensors]
 
 class Optimizer(Protocol):
     """What the engine asks of an optimizer."""
+
+    def with_moments(self, form: MomentFormat) -> "Optimizer":
+        """Returns the optimizer with its moments, if it has any, in a format."""
 
     def slots_of(self, name: str) -> set[str]:
         """Returns the names of a parameter's state."""
@@ -70,6 +75,10 @@ class Sgd:
     """Factor of the learning rate at each update, counted from 0."""
     decays: Callable[[str], bool] = field(default=lambda _: True)
     """Whether weight decay applies to a parameter, by its full name."""
+
+    def with_moments(self, form: MomentFormat) -> "Sgd":  # noqa: ARG002
+        """Returns itself: it has no moments, and its momentum is in the format of the gradients."""
+        return self
 
     @property
     def slots(self) -> set[str]:
@@ -140,11 +149,17 @@ class AdamW:
     """Whether weight decay acts on the weights (AdamW), and not on the gradients (Adam)."""
     schedule: Callable[[int], float] | None = None
     decays: Callable[[str], bool] = field(default=lambda _: True)
+    moments: MomentFormat = "fp32"
+    """The format in which moments rest."""
+
+    def with_moments(self, form: MomentFormat) -> "AdamW":
+        """Returns the optimizer with its moments in a format."""
+        return replace(self, moments=form)
 
     @property
     def slots(self) -> set[str]:
         """The names of its state per weight."""
-        return {"step", "m", "v"}
+        return {"step", *slot_names(self.moments)}
 
     def slots_of(self, name: str) -> set[str]:  # noqa: ARG002
         """Returns the names of a parameter's state."""
@@ -172,9 +187,9 @@ class AdamW:
         """
         tasks = []
         for name, gradient in gradients.items():
-            slots = _adam_slots(state, name, gradient)
+            slots, moments = self._slots(state, name, gradient)
             if self._is_shared(name, weights[name], gradient, slots):
-                old = AdamState(weights[name].detach(), slots.get(LOW), slots["m"], slots["v"])
+                old = AdamState(weights[name].detach(), slots.get(LOW), *moments)
                 new = old._replace(weight=out[name].detach())
                 slots["step"] += 1
                 decay = self.weight_decay if self.shrinks(name) else 0.0
@@ -190,7 +205,7 @@ class AdamW:
     ) -> Iterator[tuple[str, Tensor]]:
         """Yields what to add to each weight, in the memory of its gradient, after multiplying that by `coefficient`."""
         for name, gradient in gradients.items():
-            slots = _adam_slots(state, name, gradient)
+            slots = self._slots(state, name, gradient)[0]
             if self._is_shared(name, weights[name], gradient, slots):
                 before = {name: weights[name].detach().clone()}  # other workers may write to the weights meanwhile
                 self.step(update, before, {name: gradient}, state, coefficient, {name: gradient})
@@ -205,9 +220,12 @@ class AdamW:
         if decays and not self.is_decoupled:
             gradient.add_(weight, alpha=self.weight_decay)
         slots["step"] += 1
-        count = slots["step"].item()
-        mean = slots["m"].mul_(beta1).add_(gradient, alpha=1 - beta1)
-        square = slots["v"].mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+        count, moments = slots["step"].item(), moments_in(slots)
+        assert moments is not None
+        mean, square = widened_moments(moments, gradient.dtype)
+        mean.mul_(beta1).add_(gradient, alpha=1 - beta1)
+        square.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+        store_moments(mean, square, moments, seed_of(int(count)))
         scale = (square.sqrt() / math.sqrt(1 - beta2**count)).add_(self.eps)
         torch.div(mean, scale, out=gradient).mul_(-lr / (1 - beta1**count))
         if decays and self.is_decoupled:
@@ -218,22 +236,25 @@ class AdamW:
         """Whether the shared arithmetic updates a parameter: float32 or split, with decoupled weight decay."""
         if self.shrinks(name) and not self.is_decoupled:
             return False
-        tensors = [slots["m"], slots["v"]]
-        if LOW not in slots:  # without the kernel, torch's operations on a GPU are as fast as the arithmetic's
-            tensors += [weight, gradient]
-            if weight.device.type != "cpu" and not has_kernel(weight.device):
-                return False
-        return all(t.dtype == torch.float32 and t.device == weight.device for t in tensors)
+        moments = moments_in(slots)
+        assert moments is not None
+        if moments.m.dtype == torch.float64 or moments.m.device != weight.device:
+            return False
+        if LOW in slots:
+            return True
+        if weight.device.type != "cpu" and not has_kernel(weight.device):
+            return False  # torch's operations on a GPU are as fast as the arithmetic's without the kernel
+        return all(t.dtype == torch.float32 and t.device == weight.device for t in (weight, gradient))
 
-
-def _adam_slots(state: State, name: str, gradient: Tensor) -> Tensors:
-    """Returns the slots of a parameter, zeros before its first update."""
-    slots = state.setdefault(name, {})
-    if "m" not in slots:
-        dtype = torch.float32 if gradient.dtype in (torch.bfloat16, torch.float16) else gradient.dtype
-        zeros = torch.zeros_like(gradient, dtype=dtype)
-        slots |= {"step": torch.zeros(()), "m": zeros, "v": zeros.clone()}
-    return slots
+    def _slots(self, state: State, name: str, gradient: Tensor) -> tuple[Tensors, Moments]:
+        """Returns the slots of a parameter, and its moments: zeros before its first update."""
+        slots = state.setdefault(name, {})
+        moments = moments_in(slots)
+        if moments is None:
+            slots |= {"step": torch.zeros(()), **zero_slots(self.moments, gradient)}
+            moments = moments_in(slots)
+        assert moments is not None
+        return slots, moments
 
 
 def step_by_deltas(

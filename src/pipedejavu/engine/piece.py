@@ -22,6 +22,7 @@ from pipedejavu.runtime.compiled_unit import LossCall, UnitCompiler
 from pipedejavu.runtime.compute_precision import FULL, ComputeFormat
 from pipedejavu.runtime.deferred_head import DeferredHead
 from pipedejavu.runtime.deferred_logits import HeadUse
+from pipedejavu.runtime.param_layout import DividedUnit, ParamLayout
 from pipedejavu.runtime.saved_storage import SavedTensorOffload, begin_at, end_of, stub
 
 _Buffer = tuple[dict[str, Any], str, Tensor]
@@ -75,10 +76,14 @@ class PieceRunner:
         self._slots: list[tuple[dict[str, Any], str, str, Tensor]] = []
         """Trained parameters: the module's dictionary, the key in it, the full name, and the tensor that is there while
         the piece does not run."""
+        self.layouts: dict[str, ParamLayout] = {}
+        """By full name, the layout of each parameter and buffer of which this worker has only a part."""
         first: dict[int, str] = {}
         unit_names: dict[int, dict[str, None]] = {}
         for number, unit, module in units:
             unit_names[number] = {}
+            if isinstance(module, DividedUnit):
+                self.layouts |= module.layouts
             for path, part in module.named_modules(prefix=unit, remove_duplicate=False):
                 for key, parameter in part._parameters.items():
                     if parameter is None:
@@ -102,7 +107,8 @@ class PieceRunner:
         self._runs: list[_Run] = []
         for is_again, row in rows:
             names = tuple(dict.fromkeys(name for number, _, _ in row for name in unit_names[number]))
-            in_place = any(getattr(part, "inplace", False) for part in row[0][2].modules())
+            divided = isinstance(row[0][2], DividedUnit)  # which copies what it changes
+            in_place = not divided and any(getattr(part, "inplace", False) for part in row[0][2].modules())
             # A piece that is recomputed as a whole keeps nothing, so its one run is treated as if not recomputed.
             self._runs.append(_Run(row, names, is_again and len(rows) > 1, in_place))
 

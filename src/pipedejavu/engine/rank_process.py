@@ -17,7 +17,6 @@ from pipedejavu.engine.threads import WorkerRunner, check_runnable, check_units,
 from pipedejavu.engine.worker_loop import WorkerLoop
 from pipedejavu.facts import InputError, MemoryFile, Span
 from pipedejavu.program import Program, ValueKind
-from pipedejavu.runtime.compiled_unit import UnitCompiler
 from pipedejavu.runtime.compute_precision import allowed_tf32
 
 SPANS_EVERY = 50
@@ -50,7 +49,7 @@ class RankRun:
             )
         self.program, self.rank, self.wire = program, rank, RankWire(program, rank)
         if worker is None:
-            compiler = UnitCompiler() if program.plan.is_compiled else None
+            compiler = job.compiler_for(program)
             worker = WorkerLoop(verify(program), rank, make_handlers(program, rank, job, batches, self.wire, compiler))
         self.worker, self.handlers = worker, worker.handlers
 

@@ -3,14 +3,14 @@
 All ranks tell each other what they are, choose alike, and connect before the first round.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from itertools import combinations
 
 from torch import Tensor
 
 from pipedejavu.engine.device import CPU, device_of
 from pipedejavu.engine.nccl_wire import NcclWire
-from pipedejavu.engine.wire import Key, ProcessWire, on_host, staged
+from pipedejavu.engine.wire import Key, ProcessWire, Wire, on_host, staged
 from pipedejavu.engine.wire_choice import WireKind, choose_group_wire, choose_wire
 from pipedejavu.engine.wire_end import describe_end, gather_ends, open_listener
 from pipedejavu.program import ActionKind, GroupRole, Program
@@ -19,6 +19,7 @@ from pipedejavu.runtime.memory_channel import ReceiveEnd, SendEnd
 from pipedejavu.runtime.memory_group import MemoryGroup
 from pipedejavu.runtime.memory_slot import GpuEnds
 from pipedejavu.runtime.peer_socket import Address, PeerSocket, connect_all
+from pipedejavu.runtime.traffic import Counts, even_counts
 
 Edge = tuple[int, int]
 """Sender and receiver."""
@@ -35,6 +36,7 @@ class RankWire:
         members = _members(program)
         self.edges = {edge: choose_wire(*(self.ends[r] for r in edge)) for edge in sorted(_edges(program))}
         self.groups = {name: choose_group_wire([self.ends[r] for r in ranks]) for name, ranks in members.items()}
+        self.num_members = {name: len(ranks) for name, ranks in members.items()}
         self._norms = {name for name, group in program.groups.items() if group.role is GroupRole.NORM}
         # NCCL sums tensors of GPUs only, so those of the host take Gloo.
         on_gloo = {n: r for n, r in members.items() if not self.groups[n].kind.is_in_memory}
@@ -43,7 +45,7 @@ class RankWire:
         self.nccl = self._make_nccl(members)
         self.senders: dict[int, SendEnd] = {}
         self.receivers: dict[int, ReceiveEnd] = {}
-        self.sums: dict[str, MemoryGroup] = {}
+        self.memory_groups: dict[str, MemoryGroup] = {}
         if listener is not None:
             pairs = [edge for edge, choice in self.edges.items() if choice.kind.is_in_memory]
             shared = [(n, pair) for n, r in members.items() if self.groups[n].kind.is_in_memory for pair in _pairs(r)]
@@ -78,7 +80,7 @@ class RankWire:
         for name, connected in peers.items():
             is_on_gpu = self.groups[name].kind == WireKind.CUDA_IPC
             ends = {other: self._gpu_ends(other) for other in connected} if is_on_gpu else None
-            self.sums[name] = MemoryGroup(self.rank, connected, ends)
+            self.memory_groups[name] = MemoryGroup(self.rank, connected, ends)
 
     def _gpu_ends(self, other: int) -> GpuEnds:
         there = find_device(self.ends[other].gpu)
@@ -120,19 +122,61 @@ class RankWire:
 
     def add_up(self, tensor: Tensor, group: str) -> Tensor:
         """Returns the sum of the members' tensors, with the same bits on all of them."""
+        return self._collect(tensor, group, lambda memory, t: memory.add_up(t), lambda wire, t: wire.add_up(t, group))
+
+    def reduce_scatter(self, vector: Tensor, group: str) -> Tensor:
+        """Returns this rank's run of rows of the sum of the members' tensors."""
+        return self._collect(
+            vector,
+            group,
+            lambda memory, tensor: memory.reduce_scatter(tensor),
+            lambda wire, tensor: wire.reduce_scatter(tensor, group),
+        )
+
+    def all_gather(self, run: Tensor, group: str, out: Tensor | None = None) -> Tensor:
+        """Returns the rows of all members, who have equally many, one member after the other; in `out` if given."""
+        place = out if group in self.groups and not self._is_staged(run, group) else None
+        whole = self._collect(
+            run,
+            group,
+            lambda memory, tensor: memory.all_gather(tensor, place),
+            lambda wire, tensor: wire.all_gather(tensor, group, place),
+        )
+        return whole if out is None or place is not None else out.copy_(whole, non_blocking=True)
+
+    def all_to_all(self, rows: Tensor, group: str, counts: Counts | None = None) -> Tensor:
+        """Sends rows to each member; returns the rows that the members sent to this one, in their order."""
+        if group not in self.groups:
+            return rows
+        table = counts or even_counts(self.num_members[group], len(rows))
+        return self._collect(
+            rows,
+            group,
+            lambda memory, tensor: memory.all_to_all(tensor, table),
+            lambda wire, tensor: wire.all_to_all(tensor, group, table),
+        )
+
+    def _collect(
+        self,
+        tensor: Tensor,
+        group: str,
+        in_memory: Callable[[MemoryGroup, Tensor], Tensor],
+        by_torch: Callable[[Wire | NcclWire, Tensor], Tensor],
+    ) -> Tensor:
+        """Returns the result of a collective on this tensor's device, by the wire of the group."""
         if group not in self.groups:  # this rank is the only member
             return tensor
         kind = self.groups[group].kind
-        if kind == WireKind.SHARED_MEMORY and tensor.is_cuda:
+        if self._is_staged(tensor, group):
             (on_cpu,) = on_host((tensor,), self.device)
-            return self.sums[group].add_up(on_cpu).to(self.device, non_blocking=True)
+            return in_memory(self.memory_groups[group], on_cpu).to(self.device, non_blocking=True)
         if kind.is_in_memory:
-            return self.sums[group].add_up(tensor)
-        return (
-            self.nccl.add_up(tensor, group)
-            if tensor.is_cuda and kind == WireKind.NCCL
-            else self._staged.add_up(tensor, group)
-        )
+            return in_memory(self.memory_groups[group], tensor)
+        return by_torch(self.nccl if tensor.is_cuda and kind == WireKind.NCCL else self._staged, tensor)
+
+    def _is_staged(self, tensor: Tensor, group: str) -> bool:
+        """Whether a tensor of a GPU passes through memory that the processes of its host share."""
+        return tensor.is_cuda and self.groups[group].kind == WireKind.SHARED_MEMORY
 
     def _kind(self, source: int, target: int) -> WireKind:
         """Returns the wire of an edge; exchanges between rounds may take edges that the program has not."""
@@ -154,14 +198,15 @@ class RankWire:
             receiver.close()
         for sender in self.senders.values():
             sender.close()
-        for group in self.sums.values():
+        for group in self.memory_groups.values():
             group.close()
-        self.receivers, self.senders, self.sums = {}, {}, {}
+        self.receivers, self.senders, self.memory_groups = {}, {}, {}
 
     def traffic(self) -> tuple[int, int]:
         """Returns the messages and bytes that this rank has sent; a sum counts as a ring all-reduce."""
-        carriers: list[SendEnd | MemoryGroup] = [*self.senders.values(), *self.sums.values()]
-        parts = [*((c.messages, c.size_bytes) for c in carriers), self.gloo.traffic(), self.nccl.traffic()]
+        sent = [(sender.messages, sender.size_bytes) for sender in self.senders.values()]
+        summed = [group.traffic.total() for group in self.memory_groups.values()]
+        parts = [*sent, *summed, self.gloo.traffic(), self.nccl.traffic()]
         return sum(messages for messages, _ in parts), sum(size for _, size in parts)
 
     def describe(self) -> str:

@@ -1,6 +1,7 @@
 """Compares replicas by checksums: replicas that share every update must have bit-identical weights and state.
 
-Only copies on devices of one model are compared, as other models may round differently. Knows nothing of processes: the
+Only copies on devices of one model are compared, as other models may round differently. Of state that is divided over
+replicas there are no copies; whole weights that are gathered from it are compared. Knows nothing of processes: the
 caller passes the function that sums the tables of checksums over all workers.
 """
 
@@ -16,8 +17,10 @@ from torch import Tensor
 from pipedejavu.engine.device import CPU
 from pipedejavu.engine.handlers import Handlers, pieces_of
 from pipedejavu.engine.job import Job
+from pipedejavu.engine.optimizer import Tensors
 from pipedejavu.engine.piece import PieceRunner
-from pipedejavu.engine.threads import final_weights
+from pipedejavu.engine.sharded_piece import is_sharded
+from pipedejavu.engine.threads import held_weights
 from pipedejavu.program import Program
 
 CHUNK = 2**18
@@ -35,6 +38,8 @@ class Copy(NamedTuple):
     piece: int
     replica: int
     worker: int
+    shard: int = 0
+    """The worker's part of divided operators."""
 
     def __str__(self) -> str:
         return f"replica {self.replica} on worker {self.worker}"
@@ -64,7 +69,7 @@ class ReplicaCheck:
         if not self.copies or update == self.agreed:
             return ""
         width = max(map(len, self.names.values()))
-        table = torch.zeros(len(self.copies), 1 + 2 * width, dtype=torch.int64)
+        table = torch.zeros(len(self.copies), 1 + 3 * width, dtype=torch.int64)
         for handlers in workers:
             for row, copy in enumerate(self.copies):
                 if copy.worker == handlers.index:
@@ -73,15 +78,19 @@ class ReplicaCheck:
         for piece, names in self.names.items():
             rows = [(copy, row) for copy, row in zip(self.copies, table.tolist(), strict=True) if copy.piece == piece]
             for model in {row[0] for _, row in rows}:
-                copies = [(copy, tuple(row[1:])) for copy, row in rows if row[0] == model]
-                if len({row for _, row in copies}) > 1:
-                    return self._sentence(update, names, copies)
+                alike = [(copy, row[1:]) for copy, row in rows if row[0] == model]
+                for copies in _comparisons(alike, len(names)):
+                    if len({row for _, row in copies}) > 1:
+                        return self._sentence(update, names, copies)
         self.agreed = update
         return ""
 
     def _fill(self, row: Tensor, handlers: Handlers, copy: Copy) -> None:
         key = (copy.piece, copy.replica)
-        weights, state = final_weights(handlers)[key], handlers.applier.state.get(key, {})
+        if (shards := handlers.sharded.get(key)) is not None:
+            weights, state = shards.leaves, dict[str, Tensors]()
+        else:
+            weights, state = held_weights(handlers)[key], handlers.applier.state.get(key, {})
         sums = [checksum([weights[name]], handlers.device) for name in self.names[copy.piece]]
         if self.has_state:
             for name in self.names[copy.piece]:
@@ -89,6 +98,9 @@ class ReplicaCheck:
                 sums.append(checksum([slots[slot] for slot in sorted(slots)], handlers.device))
         row[0] = _model(handlers.device)
         row[1 : 1 + len(sums)] = torch.stack(sums).to(CPU)
+        layouts = handlers.runners[key].layouts
+        for column, name in enumerate(self.names[copy.piece]):
+            row[1 + len(KINDS) * len(self.names[copy.piece]) + column] = name in layouts
 
     def _sentence(self, update: int, names: Sequence[str], copies: Sequence[tuple[Copy, tuple[int, ...]]]) -> str:
         """Returns the sentence about the copies that differ: the minority, or all if there is no majority."""
@@ -105,6 +117,21 @@ class ReplicaCheck:
             f"{told} after update {update}, though replicas that share every update are equal to the bit; they last"
             f" agreed after update {self.agreed}: test the hardware of {hosts}"
         )
+
+
+def _comparisons(
+    rows: Sequence[tuple[Copy, Sequence[int]]], count: int
+) -> Iterator[list[tuple[Copy, tuple[int, ...]]]]:
+    """Yields the copies that must be equal: of each shard of operators, and of all shards what is not divided.
+
+    A row has the checksums of `count` parameters and of their state, then whether each of them is divided.
+    """
+    sums = len(KINDS) * count
+    for shard in sorted({copy.shard for copy, _ in rows}):
+        yield [(copy, tuple(row[:sums])) for copy, row in rows if copy.shard == shard]
+    yield [
+        (copy, tuple(0 if row[sums + n % count] else value for n, value in enumerate(row[:sums]))) for copy, row in rows
+    ]
 
 
 def checksum(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
@@ -138,9 +165,11 @@ def _model(device: torch.device) -> int:
 
 
 def _copies(program: Program) -> Iterator[Copy]:
+    """Yields the copies of each piece; weights that are divided over replicas (ZeRO-3) have none."""
     for worker in range(len(program.workers)):
         for piece, replica in pieces_of(program, worker):
-            yield Copy(piece, replica, worker)
+            if not (is_sharded(program, piece) and program.plan.zero_of(program.pieces[piece].stage) == 3):
+                yield Copy(piece, replica, worker, program.part_of(worker))
 
 
 def _names(program: Program, job: Job, piece: int) -> list[str]:

@@ -1,4 +1,4 @@
-"""Which pieces sum gradients: only their sums need more bits than the gradients themselves."""
+"""Sums of gradients over microbatches and workers: which pieces have them, and the REDUCE of a piece's gradients."""
 
 from collections import Counter
 from typing import Any, Protocol
@@ -6,9 +6,13 @@ from typing import Any, Protocol
 import torch
 
 from pipedejavu.engine.job import Job
+from pipedejavu.engine.optimizer import Tensors
 from pipedejavu.engine.piece import PieceRunner
+from pipedejavu.engine.sharded_piece import ShardedPiece
 from pipedejavu.engine.wire import Wire, flatten, unflatten
-from pipedejavu.program import Action, ActionKind, Program, Value, ValueKind
+from pipedejavu.program import Action, ActionKind, GroupRole, Program, Value, ValueKind
+from pipedejavu.program.action import value_of
+from pipedejavu.program.value import DEVICE, SHARD
 
 
 def is_summed(program: Program, index: int, key: tuple[int, int]) -> bool:
@@ -29,22 +33,62 @@ class HoldsGradients(Protocol):
     program: Program
     index: int
     runners: dict[tuple[int, int], PieceRunner]
+    sharded: dict[tuple[int, int], ShardedPiece]
     job: Job
     values: dict[Value, Any]
     wire: Wire
+    first_version: int
 
 
-def reduce_tied(worker: HoldsGradients, a: Action) -> None:
-    """Sums the gradients of tied parameters over the pieces that share them."""
+def reduce_gradients(worker: HoldsGradients, a: Action) -> None:
+    """Sums the gradients of a piece over a group: on all members, or each shard on one of them if state is divided."""
+    role = worker.program.groups[a.group].role
+    if role is GroupRole.TIE:
+        _reduce_tied(worker, a)
+        return
+    gradients = sent_gradients(worker, a)
+    shards = worker.sharded.get((a.piece, a.replica))
+    if shards is not None and role is GroupRole.STAGE:
+        worker.values.pop(value_of(a))
+        worker.values[value_of(a, DEVICE if shards.zero == 1 else SHARD)] = shards.reduce(gradients, worker.wire)
+        return
+    layouts = worker.runners[a.piece, a.replica].layouts
+    if layouts and worker.program.plan.divides_experts:  # workers with other experts have gradients of those
+        is_of_experts = role is GroupRole.EXPERTS
+        gradients_of_all = {name: g for name, g in gradients.items() if (name in layouts) == is_of_experts}
+        worker.values[value_of(a)] = gradients | add_up(worker.wire, gradients_of_all, a.group)
+        return
+    worker.values[value_of(a)] = add_up(worker.wire, gradients, a.group)
+
+
+def add_up(wire: Wire, tensors: Tensors, group: str) -> Tensors:
+    """Returns the sum of each tensor over a group; all are added as one vector."""
+    parts = [tensor.detach() for tensor in tensors.values()]
+    return dict(zip(tensors, unflatten(wire.add_up(flatten(parts), group), parts), strict=True))
+
+
+def sent_gradients(worker: HoldsGradients, a: Action) -> Tensors:
+    """Returns the gradients of a piece as its worker sends them: faulty if the job injects a fault."""
+    value: Tensors = worker.values[value_of(a)]
+    fault = worker.job.byzantine
+    if fault is None or not fault.is_faulty(a.replica, worker.program.num_replicas):
+        return value
+    origin = (worker.job.seed, a.replica, worker.first_version + a.version, a.piece)
+    return {name: fault.spoilt(gradient, *origin, n) for n, (name, gradient) in enumerate(value.items())}
+
+
+def _reduce_tied(worker: HoldsGradients, a: Action) -> None:
+    """Sums the gradients of tied parameters over the pieces that share them, which divide them alike."""
     tie = worker.program.groups[a.group].number
-    tied = [
-        (worker.values[Value.weight_gradient(piece, replica, a.version)], name)
-        for piece, replica in worker.program.held(worker.index)
-        if replica == a.replica
-        for name in worker.runners[piece, replica].initial
-        if name in worker.job.ties[tie]
-    ]
+    tied: list[tuple[Tensors, str]] = []
+    for piece, replica in worker.program.held(worker.index):
+        if replica == a.replica and piece in worker.program.tied_pieces[tie]:
+            value = Value.weight_gradient(piece, replica, a.version)
+            gradients = worker.values.get(value) or worker.values[value._replace(place=SHARD)]
+            tied += [(gradients, name) for name in gradients if name in worker.job.ties[tie]]
+    if not tied:  # the zeros at the end of a shard are all that the members hold of the parameter
+        return
     local = torch.stack([gradients[name] for gradients, name in tied]).sum(0)
     total = unflatten(worker.wire.add_up(flatten([local]), a.group), [local])[0]
     for gradients, name in tied:
-        gradients[name] = total.clone()
+        gradients[name].copy_(total)

@@ -6,25 +6,30 @@ from dataclasses import dataclass, replace
 from functools import partial
 from queue import SimpleQueue
 from typing import Protocol
+from weakref import WeakValueDictionary
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from pipedejavu.analysis import verify
 from pipedejavu.engine.applier import as_leaves
 from pipedejavu.engine.device import CPU, device_of
+from pipedejavu.engine.expert_shards import with_divided_experts
 from pipedejavu.engine.handlers import Handlers, Runners, pieces_of
 from pipedejavu.engine.job import Batches, Job, Log
 from pipedejavu.engine.master import masters_of, weights_of
 from pipedejavu.engine.optimizer import LOW, Tensors
 from pipedejavu.engine.piece import PieceRunner
+from pipedejavu.engine.sharded_piece import ShardedPiece, is_sharded
+from pipedejavu.engine.tensor_parallel import Divisions, check_divisible, divided_units, divides_operators, is_first
 from pipedejavu.engine.wire import Exchange, ThreadWire, Wire, WireStoppedError, staged
 from pipedejavu.engine.worker_loop import WorkerLoop
 from pipedejavu.engine.worker_thread import WorkerThread
 from pipedejavu.facts import InputError, Span
 from pipedejavu.plan import Plan
+from pipedejavu.plan.axis import in_line
 from pipedejavu.program import ActionKind, Program, Value, ValueKind
 from pipedejavu.program.effect import rest_of, resting, update_place
-from pipedejavu.program.value import HOST
+from pipedejavu.program.value import HOST, SHARD
 from pipedejavu.runtime.compiled_unit import UnitCompiler, is_compiled
 from pipedejavu.runtime.compute_precision import ComputeFormat, allowed_tf32
 from pipedejavu.runtime.deferred_logits import HeadUse
@@ -44,14 +49,11 @@ def check_runnable(program: Program) -> None:
     plan = program.plan
     check_tp_groups(plan)
     cannot = {
-        "a layout cut": plan.cut.kind == "layout",
-        f"keep '{plan.keep.kind}'": plan.keep.kind.startswith("zero"),
         "feed 'mask'": plan.feed.kind == "mask",
         f"combiner 'average' with feed '{plan.feed.kind}'": plan.reduce.combiner == "average"
         and plan.feed.kind != "own",
         "edges that skip": any(len(before) > 1 for before in program.inputs + program.outputs),
         "a folded program": program.copies > 1,
-        f"precision with {plan.precision.moments} moments": plan.precision.moments != "fp32",
         "precision fp16 with a server": plan.precision.compute == "fp16" and plan.reduce.wire == "server",
         "weights shared between devices": plan.keep.kind == "shared"
         and len({device_of(program, worker) for worker in range(len(program.workers))}) > 1,
@@ -62,9 +64,13 @@ def check_runnable(program: Program) -> None:
 
 
 def check_tp_groups(plan: Plan) -> None:
-    """Raises InputError if a worker of the plan is a tensor-parallel group of several devices."""
-    if plan.place.stage_shards is not None:
-        raise InputError(f"the engine does not run operators divided over teams yet; plan '{plan.name}' needs it")
+    """Raises InputError if the engine does not run the tensor-parallel groups of a plan."""
+    if plan.place.stage_shards is not None and len({*plan.place.stage_shards}) > 1:
+        raise InputError(
+            f"plan '{plan.name}' has tensor-parallel groups of {in_line(plan.place.stage_shards)} workers, and the"
+            " engine runs groups of one size only; give all stages the same"
+        )
+    check_divisible(plan)
 
 
 def check_units(program: Program, job: Job) -> None:
@@ -168,15 +174,19 @@ class Threads:
 def _make_workers(program: Program, job: Job, batches: Batches) -> list[WorkerRunner]:
     graph, handlers = verify(program), list[Handlers]()
     exchange = Exchange({name: group.workers for name, group in program.groups.items()})
-    compiler = UnitCompiler() if program.plan.is_compiled else None
+    divisions = Divisions(program, job, batches)
+    compiler = job.compiler_for(program)
     for index in range(len(program.workers)):
         # A module is run by one thread at a time, so each worker has a copy.
         copied = replace(job, units=copy.deepcopy(list(job.units)))
         wire = staged(ThreadWire(exchange, index), device_of(program, index))
-        handlers.append(make_handlers(program, index, copied, batches, wire, compiler))
+        handlers.append(make_handlers(program, index, copied, batches, wire, compiler, divisions))
     if program.plan.keep.kind == "shared":
         for other in handlers[1:]:
             _share_weights(handlers[0], other)
+    fellows = WeakValueDictionary(enumerate(handlers))
+    for worker in handlers:
+        worker.fellows = fellows
     return [WorkerLoop(graph, index, worker) for index, worker in enumerate(handlers)]
 
 
@@ -198,11 +208,17 @@ def run_threads(program: Program, job: Job, batches: Batches, rounds: int = 1) -
 
 
 def make_handlers(
-    program: Program, index: int, job: Job, batches: Batches, wire: Wire, compiler: UnitCompiler | None = None
+    program: Program,
+    index: int,
+    job: Job,
+    batches: Batches,
+    wire: Wire,
+    compiler: UnitCompiler | None = None,
+    divisions: Divisions | None = None,
 ) -> Handlers:
     """Returns a worker's handlers, with the first version of its weights in their resting places.
 
-    With a `compiler`, which workers may share, units run compiled.
+    With a `compiler`, which workers may share, units run compiled. Workers that divide operators may share `divisions`.
     """
     runners: Runners = {}
     device = device_of(program, index)
@@ -210,15 +226,26 @@ def make_handlers(
     departing = {
         a.piece for a in program.workers[index].actions if a.kind == ActionKind.OFFLOAD and a.what == ValueKind.SAVED
     }
+    divided: dict[tuple[int, int], dict[int, nn.Module]] = {}
+    if divides_operators(program):
+        divided = divided_units(program, index, wire, divisions or Divisions(program, job, batches))
     for piece, replica in pieces_of(program, index):
-        units = [(u, *job.units[u]) for u in program.pieces[piece].units]
+        parts = divided.get((piece, replica), {})
+        units = [(u, job.units[u][0], parts.get(u, job.units[u][1])) for u in program.pieces[piece].units]
+        if program.has_experts(piece) and program.plan.place.shards > 1:
+            units = with_divided_experts(program, replica, units, wire)
         again, departs = program.recomputed[piece], piece in departing
         runners[piece, replica] = PieceRunner(units, job.seed, again, departs, compiler, form).to(device)
         if program.plan.order.head_chunks > 1 and not program.outputs[piece]:
             runners[piece, replica].head = HeadUse(program.plan.order.head_chunks, is_early=False)
     handlers = Handlers(program, index, runners, job, batches, wire)
+    if divided and not is_first(program, index):
+        handlers.log.silence()
     version = -1 if program.plan.version.kind == "torn" else 0
     for (piece, replica), runner in runners.items():
+        if is_sharded(program, piece):
+            put_shards(handlers, (piece, replica))
+            continue
         for place in [place for kind, place in resting(program, piece) if kind == ValueKind.WEIGHTS]:
             weights, lows = weights_of(runner.initial, runner.lowered, is_split=form.is_split)
             if device != CPU:
@@ -228,15 +255,30 @@ def make_handlers(
     return handlers
 
 
+def put_shards(handlers: Handlers, key: tuple[int, int]) -> None:
+    """Begins a piece whose state is divided over replicas with its initial weights."""
+    (piece, replica), runner = key, handlers.runners[key]
+    weights, lows = weights_of(runner.initial, runner.lowered, is_split=runner.form.is_split)
+    weights = {name: weight.to(handlers.device) for name, weight in weights.items()}
+    shards = ShardedPiece(handlers.program, handlers.index, piece, weights, handlers.job.ties)
+    handlers.sharded[key] = shards
+    handlers.values[Value.weights(piece, replica, 0, SHARD)] = shards.parts
+    if shards.zero < 3:
+        handlers.values[Value.weights(piece, replica, 0)] = shards.leaves
+    put_lows(handlers, key, lows)
+
+
 def put_lows(handlers: Handlers, key: tuple[int, int], lows: Tensors) -> None:
     """Begins the optimizer state of a piece with the low halves of its split weights, unless a server updates it."""
     program = handlers.program
     if program.plan.keep.kind == "server" and key[1] < program.num_replicas:
         return
     device = CPU if state_rests_on_host(program, key[0]) else handlers.load_device or handlers.device
-    state = handlers.applier.state.setdefault(key, {})
-    for name, low in lows.items():
-        state.setdefault(name, {})[LOW] = low.to(device)
+    state, shards = handlers.applier.state.setdefault(key, {}), handlers.sharded.get(key)
+    for name, whole in lows.items():
+        low = whole if shards is None else shards.part(name, whole)
+        if low is not None:
+            state.setdefault(name, {})[LOW] = low.to(device)
 
 
 def state_rests_on_host(program: Program, piece: int) -> bool:
@@ -256,16 +298,23 @@ def _share_weights(first: Handlers, other: Handlers) -> None:
 def final_weights(handlers: Handlers, replica: int | None = None) -> dict[tuple[int, int], Tensors]:
     """Returns the newest masters of every piece that a worker holds or serves, with its frozen parameters.
 
-    With a `replica`, only its pieces.
+    With a `replica`, only its pieces. Workers that divide state over replicas call it together.
     """
+    masters = held_weights(handlers) | handlers.gather_masters()
+    return {
+        key: handlers.runners[key].frozen | tensors
+        for key, tensors in masters.items()
+        if replica is None or key[1] == replica
+    }
+
+
+def held_weights(handlers: Handlers) -> dict[tuple[int, int], Tensors]:
+    """Returns the newest masters of every piece whose state is not divided over replicas."""
     handlers.settle()
     newest: dict[tuple[int, int], tuple[int, Tensors]] = {}
     for value, weights in handlers.values.items():
         key = (value.piece, value.replica)
-        if value.kind == ValueKind.WEIGHTS and key in handlers.runners and value.number >= newest.get(key, (-2, {}))[0]:
+        is_held = value.kind == ValueKind.WEIGHTS and key in handlers.runners and key not in handlers.sharded
+        if is_held and value.number >= newest.get(key, (-2, {}))[0]:
             newest[key] = (value.number, weights)
-    return {
-        key: masters_of(weights, handlers.applier.state.get(key, {})) | handlers.runners[key].frozen
-        for key, (_, weights) in newest.items()
-        if replica is None or key[1] == replica
-    }
+    return {key: masters_of(ws, handlers.applier.state.get(key, {})) for key, (_, ws) in newest.items()}

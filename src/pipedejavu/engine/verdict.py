@@ -26,7 +26,7 @@ from pipedejavu.program import Program
 FACTOR = 16
 """The largest accepted difference, in multiples of the scale; see docs/engine.md."""
 LOW_FACTOR = 4
-"""The same for precisions that round products: there differences are root mean squares over a parameter."""
+"""The same for precisions that round products or moments: there differences are root mean squares over a parameter."""
 MORE_REPLAYS = 3
 """Further replays from nudged weights before a run fails, as one replay may round well by chance."""
 MOST_BLUR = 0.1
@@ -57,7 +57,7 @@ class Verdict:
     blur: float = 0.0
     """The median over parameters of the tolerance relative to the distance that training moved the parameter."""
     is_low: bool = False
-    """Whether products were rounded to fewer bits than float32; differences are then root mean squares."""
+    """Whether products or moments were rounded to fewer bits than float32; differences are then root mean squares."""
     refusal: str = ""
     """Why the log contradicts the plan; nothing is compared then."""
 
@@ -129,7 +129,7 @@ class _Judge:
         self.program, self.job, self.batches, self.outcome = program, job, batches, outcome
         replay = Replay(program, job, batches, uncut)
         self.initial, self.exact = replay.initial, replay.run(outcome.logs)
-        self.is_low = program.plan.precision.is_low
+        self.is_low = program.plan.precision.rounds
         self.size, self.factor = (_mean_distance, LOW_FACTOR) if self.is_low else (_distance, FACTOR)
         self.scales: dict[str, float] = {}
         """By parameter, the largest distance so far between replays."""

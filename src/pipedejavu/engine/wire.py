@@ -1,14 +1,16 @@
 """Wires: communication between workers, with one interface for threads of a process and for processes.
 
-A channel carries values from one worker to another, first in, first out; a group sums tensors over its members. Nothing
-that arrives is unpickled: processes exchange raw tensors and, once per kind of value, a header with their shapes.
+A channel carries values from one worker to another, first in, first out. A group has collectives: its members, in the
+order of their numbers, have equal runs of the rows of a tensor, unless a table says otherwise. On all wires but NCCL a
+scattered sum has the bits of the members' tensors added one after the other. Nothing that arrives is unpickled:
+processes exchange raw tensors and, once per kind of value, a header with their shapes.
 """
 
 import json
 import queue
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -16,7 +18,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from pipedejavu.engine.collective import all_gather, all_to_all, reduce_scatter
 from pipedejavu.engine.device import CPU, moved
+from pipedejavu.runtime.memory_group import sum_in_order
+from pipedejavu.runtime.traffic import Counts, Traffic, even_counts
 
 Key = tuple[object, ...]
 """What determines the shapes of a message: the value's kind and piece, and the samples of the microbatch."""
@@ -44,6 +49,24 @@ class Wire(Protocol):
 
     def add_up(self, tensor: Tensor, group: str) -> Tensor:
         """Returns the sum of the members' tensors."""
+
+    def reduce_scatter(self, vector: Tensor, group: str) -> Tensor:
+        """Returns this member's rows of the sum of the members' tensors, which the members divide evenly."""
+
+    def all_gather(self, run: Tensor, group: str, out: Tensor | None = None) -> Tensor:
+        """Returns the rows of all members, who have equally many, one member after the other; in `out` if given.
+
+        The member's own rows may be in their place in `out`.
+        """
+
+    def all_to_all(self, rows: Tensor, group: str, counts: Counts | None = None) -> Tensor:
+        """Sends rows to each member, in their order; returns the rows that the members sent to this one.
+
+        `counts[i][j]` is the number of rows from the i-th member to the j-th; by default all are equal.
+        """
+
+    def traffic(self) -> tuple[int, int]:
+        """Returns the messages and bytes that this worker has sent."""
 
     def is_issued(self, lane: str) -> bool:
         """Whether what a lane transfers is issued to its stream, so that the lane's thread need not wait for it."""
@@ -92,9 +115,11 @@ class ThreadWire:
 
     exchange: Exchange
     worker: int
+    carried: Traffic = field(default_factory=Traffic)
 
     def send(self, tensors: tuple[Tensor, ...], to: int, key: Key) -> None:  # noqa: ARG002
         """Puts the tensors themselves into the channel."""
+        self.carried.send(to, len(tensors), sum(t.nbytes for t in tensors))
         self.exchange.channel(self.worker, to).put(tensors)
 
     def expect(self, source: int, key: Key) -> None:
@@ -112,15 +137,58 @@ class ThreadWire:
 
     def add_up(self, tensor: Tensor, group: str) -> Tensor:
         """Sums in the order of the workers, so that all members get the same bits."""
+        self.carried.add_up(group, self._size(group), tensor)
+        return self._meet(tensor, group, lambda tensors: torch.stack(tensors).sum(0))
+
+    def reduce_scatter(self, vector: Tensor, group: str) -> Tensor:
+        """Sums in the order of the workers."""
+        size, position = self._size(group), self._position(group)
+        self.carried.reduce_scatter(group, size, vector)
+        return self._meet(vector, group, lambda all_: sum_in_order([v.chunk(size)[position] for v in all_]))
+
+    def all_gather(self, run: Tensor, group: str, out: Tensor | None = None) -> Tensor:
+        """Joins the members' rows."""
+        size, position = self._size(group), self._position(group)
+        self.carried.all_gather(group, size, run)
+        whole = run.new_empty((len(run) * size, *run.shape[1:])) if out is None else out
+
+        def join(tensors: list[Tensor]) -> Tensor:
+            for n, (place, rows) in enumerate(zip(whole.chunk(size) if len(run) else (), tensors, strict=False)):
+                if n != position or place.data_ptr() != rows.data_ptr():
+                    place.copy_(rows)
+            return whole
+
+        return self._meet(run, group, join)
+
+    def all_to_all(self, rows: Tensor, group: str, counts: Counts | None = None) -> Tensor:
+        """Joins the rows for this member."""
+        table, position = counts or even_counts(self._size(group), len(rows)), self._position(group)
+        self.carried.all_to_all(group, position, rows, table)
+        return self._meet(
+            rows, group, lambda all_: torch.cat([torch.split(r, n)[position] for r, n in zip(all_, table, strict=True)])
+        )
+
+    def traffic(self) -> tuple[int, int]:
+        """Returns what other threads have been given."""
+        return self.carried.total()
+
+    def _size(self, group: str) -> int:
+        return len(self.exchange.groups[group])
+
+    def _position(self, group: str) -> int:
+        return sorted(self.exchange.groups[group]).index(self.worker)
+
+    def _meet(self, tensor: Tensor, group: str, call: Callable[[list[Tensor]], Tensor]) -> Tensor:
+        """Returns the result of a call with the tensors of all members, none of which changes until all have called."""
         meeting = self.exchange.meeting(group)
-        meeting.tensors[self.worker] = tensor
+        meeting.tensors[self.worker] = tensor.detach()
         try:
             meeting.barrier.wait()
-            total = torch.stack([meeting.tensors[w] for w in sorted(meeting.tensors)]).sum(0)
+            result = call([meeting.tensors[w] for w in sorted(meeting.tensors)])
             meeting.barrier.wait()
         except threading.BrokenBarrierError:
             raise WireStoppedError from None
-        return total
+        return result
 
     def is_issued(self, lane: str) -> bool:  # noqa: ARG002
         """Returns False: a transfer has ended when the call returns."""
@@ -147,11 +215,10 @@ class ProcessWire:
         self.sent: dict[tuple[int, Key], str] = {}
         self._in_flight: dict[int, deque[tuple[dist.Work, Tensor]]] = {}
         """By channel, sends that may not be complete, with their tensors."""
-        self._carried: dict[object, tuple[int, int]] = {}
-        """Messages and bytes of each channel and group; the one lane that uses it counts them."""
+        self.carried = Traffic()
         self.known: dict[tuple[int, Key], list[tuple[list[int], str]]] = {}
         self._expected: dict[int, Key] = {}
-        """By channel, the key after the next one."""
+        """By channel, the key of the message that follows the one about to be received."""
         self._coming: dict[int, deque[list[tuple[dist.Work, Tensor]]]] = {}
         """By channel, posted receives: Gloo sends at once to a posted receive, and needs a round trip otherwise."""
 
@@ -174,7 +241,7 @@ class ProcessWire:
         work = dist.isend(tensor, to)
         assert work is not None, "this process is a member of the default group"
         in_flight.append((work, tensor))
-        self._count(to, 1, tensor.nbytes)
+        self.carried.send(to, 1, tensor.nbytes)
 
     def is_issued(self, lane: str) -> bool:  # noqa: ARG002
         """Returns False: Gloo sends from the host."""
@@ -186,14 +253,9 @@ class ProcessWire:
             while in_flight:
                 in_flight.popleft()[0].wait()
 
-    def _count(self, where: object, messages: int, size_bytes: int) -> None:
-        before = self._carried.get(where, (0, 0))
-        self._carried[where] = before[0] + messages, before[1] + size_bytes
-
     def traffic(self) -> tuple[int, int]:
         """Returns the messages and bytes that this worker has sent; a sum counts as a ring all-reduce."""
-        carried = list(self._carried.values())
-        return sum(messages for messages, _ in carried), sum(size for _, size in carried)
+        return self.carried.total()
 
     def expect(self, source: int, key: Key) -> None:
         """Notes the key for the next receive."""
@@ -229,9 +291,25 @@ class ProcessWire:
     def add_up(self, tensor: Tensor, group: str) -> Tensor:
         """Sums over the members' processes."""
         dist.all_reduce(tensor, group=self.groups[group])
-        size = self.groups[group].size()
-        self._count(group, 2 * (size - 1), 2 * (size - 1) * tensor.nbytes // size)
+        self.carried.add_up(group, self.groups[group].size(), tensor)
         return tensor
+
+    def reduce_scatter(self, vector: Tensor, group: str) -> Tensor:
+        """Sums over the members' processes."""
+        self.carried.reduce_scatter(group, self.groups[group].size(), vector)
+        return reduce_scatter(vector, self.groups[group])
+
+    def all_gather(self, run: Tensor, group: str, out: Tensor | None = None) -> Tensor:
+        """Gathers from the members' processes."""
+        self.carried.all_gather(group, self.groups[group].size(), run)
+        return all_gather(run, self.groups[group], out)
+
+    def all_to_all(self, rows: Tensor, group: str, counts: Counts | None = None) -> Tensor:
+        """Exchanges rows with the members' processes."""
+        members = self.groups[group]
+        table = counts or even_counts(members.size(), len(rows))
+        self.carried.all_to_all(group, members.rank(), rows, table)
+        return all_to_all(rows, members, table)
 
     def stop(self) -> None:
         """Does nothing: peers notice that this process ends."""
@@ -261,6 +339,26 @@ class StagedWire:
         """Sums on the hosts."""
         (on_cpu,) = on_host((tensor,), self.device)
         return self.wire.add_up(on_cpu, group).to(tensor.device, non_blocking=True)
+
+    def reduce_scatter(self, vector: Tensor, group: str) -> Tensor:
+        """Sums on the hosts."""
+        (on_cpu,) = on_host((vector,), self.device)
+        return self.wire.reduce_scatter(on_cpu, group).to(vector.device, non_blocking=True)
+
+    def all_gather(self, run: Tensor, group: str, out: Tensor | None = None) -> Tensor:
+        """Gathers on the hosts."""
+        (on_cpu,) = on_host((run,), self.device)
+        whole = self.wire.all_gather(on_cpu, group)
+        return whole.to(run.device, non_blocking=True) if out is None else out.copy_(whole, non_blocking=True)
+
+    def all_to_all(self, rows: Tensor, group: str, counts: Counts | None = None) -> Tensor:
+        """Exchanges rows between the hosts."""
+        (on_cpu,) = on_host((rows,), self.device)
+        return self.wire.all_to_all(on_cpu, group, counts).to(rows.device, non_blocking=True)
+
+    def traffic(self) -> tuple[int, int]:
+        """Forwards to the wrapped wire."""
+        return self.wire.traffic()
 
     def is_issued(self, lane: str) -> bool:  # noqa: ARG002
         """Returns False: the host copies."""

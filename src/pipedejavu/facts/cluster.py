@@ -7,6 +7,7 @@ copies to and from the host. All traffic between hosts shares each host's networ
 
 import json
 import re
+from collections.abc import Mapping
 from itertools import product
 from pathlib import Path
 from typing import NamedTuple, Self
@@ -29,6 +30,11 @@ CONTEXT_BYTES, HIDDEN_SHARE = 1 << 29, 0.02
 SYSTEM_SHARE = 0.05
 """Share of a host's memory that its operating system takes."""
 PEER_LATENCY_S, PCIE_LATENCY_S, PROCESS_LATENCY_S = 5e-6, 10e-6, 20e-6
+PEER_SUM_SHARE, PEER_SUM_LATENCY_S = 0.73, 3.2e-6
+"""Share of NVLink's rate that all-reduces reach, and the latency of each of their rounds: published measurements on
+2 to 8 A100."""
+SUM_START_S = 8.65e-5
+"""Time for two GPUs to start an all-reduce, fitted to published training runs by `bench/published.py`."""
 PROCESS_BYTES_PER_S = 5e9
 """Rate between two workers on one CPU."""
 MOST_DEVICES = 65_536
@@ -252,7 +258,8 @@ def _links(groups: list[tuple[HostGroup, list[_CountedDevice]]], prefix: str) ->
     for a, b in product(pcie, repeat=2):
         ends = {"source": f"{prefix}{a}-*", "target": f"{prefix}{b}-*", "scope": "same-host"}
         if a == b and peers[a]:
-            links.append(_link(ends, PEER_LATENCY_S, peers[a], "nvlink-out:{source}", "nvlink-in:{target}"))
+            sums = {"sum_latency_s": PEER_SUM_LATENCY_S, "sum_bytes_per_s": PEER_SUM_SHARE * peers[a]}
+            links.append(_link({**ends, **sums}, PEER_LATENCY_S, peers[a], "nvlink-out:{source}", "nvlink-in:{target}"))
         else:
             links.append(_link(ends, PCIE_LATENCY_S, min(pcie[a], pcie[b]), "pcie-out:{source}", "pcie-in:{target}"))
     for kind, rate in pcie.items() if has_cpu else ():
@@ -274,7 +281,8 @@ def _links(groups: list[tuple[HostGroup, list[_CountedDevice]]], prefix: str) ->
     return links
 
 
-def _link(ends: dict[str, str], latency_s: float, stated: float, *wires: str) -> Link:
+def _link(form: Mapping[str, object], latency_s: float, stated: float, *wires: str) -> Link:
+    rate = LINK_EFFICIENCY * stated
     return Link.model_validate(
-        {**ends, "latency_s": latency_s, "bytes_per_s": LINK_EFFICIENCY * stated, "wires": wires}
+        {**form, "latency_s": latency_s, "bytes_per_s": rate, "wires": wires, "sum_start_s": SUM_START_S}
     )

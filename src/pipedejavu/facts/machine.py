@@ -7,6 +7,7 @@ if the simulator has a default for it.
 
 from fnmatch import fnmatchcase
 from functools import cached_property
+from math import log2
 from string import Formatter
 from typing import Literal, NamedTuple, Self
 
@@ -69,6 +70,9 @@ class Link(Record):
     """Latency of each round of a ring all-reduce; the link's latency if not measured."""
     sum_bytes_per_s: BytesPerSecond | None = Field(default=None, gt=0)
     """Rate of a ring all-reduce, which adds as well as moves; the link's rate if not measured."""
+    sum_start_s: Seconds = 0.0
+    """Time for two devices to start an all-reduce: its launch, and the wait for the later one; for n it is log₂ n times
+    as long."""
 
 
 class Overlap(Record):
@@ -86,6 +90,11 @@ class Route(NamedTuple):
     wires: tuple[str, ...]
     sum_latency_s: float
     sum_bytes_per_s: float
+    sum_start_s: float = 0.0
+
+    def sum_overhead_s(self, num_devices: int) -> float:
+        """Returns the time of a ring all-reduce of `num_devices` apart from its traffic."""
+        return 2 * (num_devices - 1) * self.sum_latency_s + log2(num_devices) * self.sum_start_s
 
 
 class Machine(Record):
@@ -186,9 +195,8 @@ class Machine(Record):
                 ends |= {"source_host": source.host, "target_host": target.host}
                 wires = tuple(w.format_map(ends) for w in link.wires)
                 sum_latency_s = link.latency_s if link.sum_latency_s is None else link.sum_latency_s
-                return Route(
-                    link.latency_s, link.bytes_per_s, wires, sum_latency_s, link.sum_bytes_per_s or link.bytes_per_s
-                )
+                sum_rate = link.sum_bytes_per_s or link.bytes_per_s
+                return Route(link.latency_s, link.bytes_per_s, wires, sum_latency_s, sum_rate, link.sum_start_s)
         raise InputError(
             f"machine '{self.name}' has no link from '{source.name}' to '{target.name}'; add one to its links"
         )

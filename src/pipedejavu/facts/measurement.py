@@ -7,6 +7,9 @@ from pydantic import Field
 from pipedejavu.facts.quantity import Seconds
 from pipedejavu.facts.record import Record
 
+MEASURE_S = 20.0
+"""Seconds that measuring a model may take, by default; what is left out is estimated."""
+
 
 class Measurement(Record):
     """One measured figure, and how far a repeated measurement may differ from it."""
@@ -41,3 +44,5 @@ class Survey(Record):
     measurements: tuple[Measurement, ...] = ()
     unknown: tuple[str, ...] = ()
     """What could not be measured, and why."""
+    disturbance: str = ""
+    """How other processes disturbed the survey; empty if they hardly did."""

@@ -55,6 +55,13 @@ class Cost(Record):
             measured_s={size: time_s * factor for size, time_s in self.measured_s.items()},
         )
 
+    def divided(self, size: int) -> "Cost":
+        """Returns the cost of one part of the work if `size` devices divide it; fixed times and issuing stay whole."""
+        return self.replace(
+            per_sample_s=self.per_sample_s / size,
+            measured_s={n: self.fixed_s + (time_s - self.fixed_s) / size for n, time_s in self.measured_s.items()},
+        )
+
     def plus(self, *others: "Cost") -> "Cost":
         """Returns the cost of this work followed by others, at every size; the spread stays this one's."""
         every = (self, *others)
@@ -90,6 +97,8 @@ class UnitTime(Record):
     copy_s: dict[str, Seconds] = Field(default_factory=dict)
     """Measured copies between the device and its host, by the text of a program's action, such as 'FETCH:w'. All other
     copies take the time that the machine's links give."""
+    is_estimated: bool = False
+    """Whether forward and backward were estimated when the other units were measured."""
 
     def times(self, factor: float) -> "UnitTime":
         """Returns the unit's times on a device that is `factor` times slower; copies stay as they are."""
@@ -102,6 +111,17 @@ class UnitTime(Record):
             update_s=self.update_s * factor,
         )
 
+    def divided(self, size: int) -> "UnitTime":
+        """Returns the times of one part of the unit if `size` devices divide its operators."""
+        return self.replace(
+            forward=self.forward.divided(size),
+            backward=self.backward.divided(size),
+            weight_backward=self.weight_backward.divided(size),
+            input_backward=self.input_backward and self.input_backward.divided(size),
+            recompute=self.recompute.divided(size),
+            update_s=self.update_s / size,
+        )
+
 
 class Unit(Record):
     """The smallest part of a model that can be placed on a device."""
@@ -109,6 +129,9 @@ class Unit(Record):
     name: str
     times: dict[str, UnitTime] = Field(default_factory=dict)
     """By kind of device."""
+    tp_times: dict[str, UnitTime] = Field(default_factory=dict)
+    """Times of one device's part of the unit, without all-reduces, by kind of tensor-parallel group, such as
+    '4xa100-80gb'; by default they follow from `times`."""
     flop: float = Field(default=0.0, ge=0)
     """Floating-point operations of a forward, per sample."""
     num_parameters: int = Field(default=0, ge=0)
@@ -117,10 +140,25 @@ class Unit(Record):
     optimizer_bytes: Bytes = 0
     expert_share: float = Field(default=0.0, ge=0, le=1)
     """Share of the parameters that belongs to experts, which an 'expert' layout divides over workers."""
+    num_experts: int = Field(default=0, ge=0)
+    """Experts that are stacked in its parameters."""
+    expert_rows: float = Field(default=0.0, ge=0)
+    """Rows that its experts take per sample: tokens times experts per token, or slots."""
+    expert_row_bytes: PartBytes = 0.0
+    """Bytes of those rows per sample: an 'expert' layout sends them there and back."""
     activation_bytes: PartBytes = 0.0
     """Bytes that autograd saves for the backward pass, per sample."""
+    replicated_bytes: PartBytes = 0.0
+    """Part of `activation_bytes`: what each device of a tensor-parallel group saves whole."""
     shared_bytes: PartBytes = 0.0
     """Part of `activation_bytes`: the output, if the next unit saves it as its input; on one device it exists once."""
+    pending_bytes: PartBytes | None = None
+    """Bytes held between the halves of a split backward, per sample: operands of products, and gradients of their
+    outputs. If not known, those that autograd saves count in their place."""
+    pending_shared_bytes: PartBytes = 0.0
+    """Part of `pending_bytes`: the gradient of the output, which the unit after it passes on."""
+    input_work_bytes: PartBytes = 0.0
+    """Peak of memory that the first half of a split backward adds while saved tensors are freed, per sample."""
     forward_work_bytes: PartBytes = 0.0
     """Peak of temporary memory in a forward, per sample."""
     backward_work_bytes: PartBytes = 0.0
@@ -166,6 +204,8 @@ class Profile(Record):
     drift: dict[str, Annotated[float, Field(ge=0)]] = Field(default_factory=dict)
     """Common variation of all times of a kind of device, as a share of them: the standard deviation between rounds of
     measuring. A shared machine is slower for seconds and then faster again."""
+    estimated: dict[str, str] = Field(default_factory=dict)
+    """By kind of device, which of a measured profile's times are estimated, and why."""
     begins: tuple[int, ...] = ()
     """For a model cut from a traced graph: index of the first operation of each unit after the first, then the number
     of operations."""

@@ -191,7 +191,7 @@ STUCK = ": its process is stopped, or one of its threads keeps all others from r
 
 
 def describe(doing: Iterable[LaneActivity]) -> str:
-    """Returns a worker's current action as text: its own before those that wait for other workers, oldest first."""
+    """Returns the oldest action of a worker as text, preferring those that do not wait for other workers."""
     ordered = sorted(doing, key=lambda d: (d.waits_for_others, d.since_s))
     return str(ordered[0]) if ordered else "nothing, between two actions"
 

@@ -28,6 +28,7 @@ from pipedejavu.hybrid.smaller_plan import describe_shortage, refusal_of, shrink
 from pipedejavu.hybrid.state_dict import fill_state, read_state
 from pipedejavu.hybrid.step_options import StepOptions
 from pipedejavu.hybrid.step_scheduler import StepScheduler
+from pipedejavu.optim.moment_format import MOMENT_FORMATS, MomentFormat
 from pipedejavu.optim.native import HostUpdate
 from pipedejavu.runtime.device_memory import use_expandable_segments
 
@@ -35,7 +36,7 @@ _log = logging.getLogger("pipedejavu")
 
 
 class HybridAdamW(Optimizer):
-    """AdamW with decoupled weight decay, float32 moments and float32 masters of bf16 weights, on a GPU and its host.
+    """AdamW with decoupled weight decay and float32 masters of bf16 weights, on a GPU and its host.
 
     The first `step` decides where the state of each unit rests, from the measured memory of a whole step and the
     budgets; `plan` has the decision and its reasons. `step` consumes the gradients. Call `synchronize` before weights
@@ -61,6 +62,7 @@ class HybridAdamW(Optimizer):
         head_chunks: HeadChunks = "auto",
         speculate: bool = True,
         microbatches: int = 1,
+        moments: MomentFormat = "fp32",
         host_threads: int | None = None,
         assignment: Assignment | None = None,
     ):
@@ -93,6 +95,8 @@ class HybridAdamW(Optimizer):
                 then fits the GPU's budget.
             speculate: whether updates may run speculatively during the backward pass, if host memory allows.
             microbatches: backward passes per step; updates that do not wait for the norm begin in the last one.
+            moments: the format in which both moments rest: "fp32" (8 bytes per parameter), "bf16" (4), or "int8" (2,
+                and 8 per 256 values). Updates compute with float32 in all of them.
             host_threads: threads of the host's update; by default all cores but two.
             assignment: the units of the model with the place of each, as a plan gives them; `gpu_units` and `window`
                 then have no effect, and the budgets limit only streamed and shadow state.
@@ -107,6 +111,7 @@ class HybridAdamW(Optimizer):
         self._scheduler: StepScheduler | None = None
         _check_factors(clip_norm, microbatches, window)
         _check_chunks(head_chunks)
+        _check_moments(moments)
         super().__init__(parameters, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
         self.device = _check_parameters(self.param_groups, device)
         self._budgets = gpu_budget, host_budget
@@ -117,7 +122,7 @@ class HybridAdamW(Optimizer):
         self._model = model
         self._options = StepOptions(
             clip_norm=clip_norm, microbatches=microbatches, speculates=speculate, gpu_units=gpu_units,
-            window=window, activations=activations, head_chunks=head_chunks, assignment=assignment,
+            window=window, activations=activations, head_chunks=head_chunks, moments=moments, assignment=assignment,
         )  # fmt: skip
         try:
             self._scheduler = self._schedule(meter)
@@ -230,7 +235,10 @@ class HybridAdamW(Optimizer):
         super().zero_grad(set_to_none)
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the state in the layout of torch.optim.AdamW, plus the low half of each split master."""
+        """Returns the state in the layout of torch.optim.AdamW, plus the low half of each split master.
+
+        Moments are in the format in which they rest; those of int8 are codes and scales under names of their own.
+        """
         self.synchronize()
         self.state.clear()
         self.state.update(self._loaded)
@@ -337,6 +345,11 @@ def _check_factors(clip_norm: float | None, microbatches: int, window: object) -
 def _check_chunks(chunks: object) -> None:
     if chunks != "auto" and not (isinstance(chunks, int) and chunks >= 1):
         raise InputError(f"head_chunks is {chunks!r}; give 1 or more chunks of tokens, or 'auto'")
+
+
+def _check_moments(moments: object) -> None:
+    if moments not in MOMENT_FORMATS:
+        raise InputError(f"moments is {moments!r}; give 'fp32', 'bf16' or 'int8'")
 
 
 def _check_parameters(groups: list[dict[str, Any]], device: torch.device | str | None) -> torch.device:

@@ -10,12 +10,19 @@ from pipedejavu.hybrid.lanes import HybridLanes
 from pipedejavu.hybrid.model_unit import ModelUnit
 from pipedejavu.hybrid.placement import UnitSize
 from pipedejavu.hybrid.unit_state import ParamState, UnitState, size_of
+from pipedejavu.optim.moment_format import MomentFormat
 
 
 class ModelState:
     """The units of a model that hold trained parameters, with their state."""
 
-    def __init__(self, units: Iterable[ModelUnit], groups: list[dict[str, Any]], lanes: HybridLanes):
+    def __init__(
+        self,
+        units: Iterable[ModelUnit],
+        groups: list[dict[str, Any]],
+        lanes: HybridLanes,
+        moments: MomentFormat = "fp32",
+    ):
         self.params: dict[Tensor, ParamState] = {}
         self.uses: list[tuple[nn.Module, list[UnitState]]] = []
         """Modules, and the units whose weights their forward needs."""
@@ -24,7 +31,9 @@ class ModelState:
         unit_states: dict[ModelUnit, UnitState] = {}
         for unit in units:
             trained = [(name, p) for name, p in unit.parameters.items() if p in group_of]
-            params = [ParamState(name, p, group_of[p], len(self.params) + n) for n, (name, p) in enumerate(trained)]
+            params = [
+                ParamState(name, p, group_of[p], len(self.params) + n, moments) for n, (name, p) in enumerate(trained)
+            ]
             self.params.update({param.parameter: param for param in params})
             if params:
                 unit_states[unit] = UnitState(unit, len(unit_states), params, lanes)

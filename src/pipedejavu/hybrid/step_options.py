@@ -7,6 +7,7 @@ from typing import Literal
 from pipedejavu.hybrid.activation_choice import Activations
 from pipedejavu.hybrid.assignment import Assignment
 from pipedejavu.hybrid.head_choice import HeadChunks
+from pipedejavu.optim.moment_format import MomentFormat
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,5 +21,6 @@ class StepOptions:
     window: int | Literal["auto"] | None
     activations: Activations | Mapping[str, Activations]
     head_chunks: HeadChunks = "auto"
+    moments: MomentFormat = "fp32"
     assignment: Assignment | None = None
     """The units and places of a plan; None to find the units, and to choose the places after the first step."""

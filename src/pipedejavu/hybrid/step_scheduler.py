@@ -55,7 +55,7 @@ class StepScheduler:
         """Whether passes of the model belong to its training; other forwards only wait for weights."""
         assignment = options.assignment
         found = find_units(model) if assignment is None else given_units(assignment.units)
-        self.model_state = ModelState(found, groups, lanes)
+        self.model_state = ModelState(found, groups, lanes, options.moments)
         if assignment is None:
             self.window = open_window(model, self.unit_states, lanes, meter, options.window)
             meter.check(self.model_state.sizes, options.clip_norm is not None, options.gpu_units)

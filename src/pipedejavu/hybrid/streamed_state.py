@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 
 from pipedejavu.hybrid.lanes import HybridLanes
-from pipedejavu.hybrid.unit_state import ParamState, UnitState, gradients_of, state_from
+from pipedejavu.hybrid.unit_state import ParamState, UnitState, gradients_of
 from pipedejavu.optim.arithmetic import Scalars
+from pipedejavu.optim.state_parts import state_from
 from pipedejavu.runtime.host_memory import Progress, Slab
 from pipedejavu.runtime.lane import Lane, StreamLane
 from pipedejavu.runtime.lane_event import LaneEvent, now
@@ -144,7 +145,7 @@ class StreamedState:
         is_pinned = self.lanes.device.type == "cuda"
         self.slab = Slab(unit_state.resting_bytes, self.lanes.update.zero, is_pinned=is_pinned, progress=progress)
         for param in unit_state.params:
-            param.state = state_from(self.slab, param, param.parameter.data.view(-1))
+            param.state = state_from(param.parameter.data.view(-1), param.moments, self.slab.take)
         self._on_gpu: Tensor | None = None
         """The state on the GPU, byte for byte as in host memory."""
         self._fetched: LaneEvent | None = None

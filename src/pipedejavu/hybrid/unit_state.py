@@ -22,7 +22,9 @@ from pipedejavu.hybrid.model_unit import ModelUnit
 from pipedejavu.hybrid.placement import Place, UnitSize
 from pipedejavu.optim.arithmetic import AdamState, Part, Scalars, update_
 from pipedejavu.optim.gpu_update import Launch, UnitUpdate, addresses_of, has_kernel, state_in, state_layout
+from pipedejavu.optim.moment_format import MomentFormat
 from pipedejavu.optim.native import NativeTask
+from pipedejavu.optim.state_parts import state_from, state_parts
 from pipedejavu.runtime.host_memory import Progress, Slab, aligned
 from pipedejavu.runtime.lane_event import LaneEvent, now
 
@@ -37,6 +39,8 @@ class ParamState:
     """Its parameter group in the optimizer, whose learning rate a scheduler may change."""
     slot: int
     """Its index among the norms of all gradients."""
+    moments: MomentFormat = "fp32"
+    """The format in which its moments rest."""
     start: int = 0
     """Offset in bytes of its state in memory that holds the state of the whole unit."""
     step: int = 0
@@ -66,9 +70,9 @@ class ParamState:
         return self.parameter.numel()
 
     @property
-    def is_split(self) -> bool:
-        """Whether its float32 master is kept in two halves."""
-        return self.parameter.dtype == torch.bfloat16
+    def state_bytes(self) -> int:
+        """The bytes of its state alone in memory."""
+        return sum(dtype.itemsize * count for dtype, count in state_parts(self.parameter, self.moments))
 
     def setting(self) -> tuple[float, tuple[float, float], float, float]:
         """Returns the present learning rate, betas, eps and weight decay."""
@@ -118,7 +122,7 @@ class UnitState:
 
     def __post_init__(self) -> None:
         for before, param in pairwise(self.params):
-            param.start = before.start + state_layout(before.parameter)[1]
+            param.start = before.start + state_layout(before.parameter, before.moments)[1]
 
     @property
     def is_on_host(self) -> bool:
@@ -128,7 +132,7 @@ class UnitState:
     @property
     def resting_bytes(self) -> int:
         """The bytes of its moments and of the low halves of its masters."""
-        return sum(state_layout(param.parameter)[1] for param in self.params)
+        return sum(state_layout(param.parameter, param.moments)[1] for param in self.params)
 
     def settle(self, place: Place, *, has_shadow: bool, progress: Progress) -> None:
         """Allocates the state in its place, with zero moments and masters equal to the weights."""
@@ -136,9 +140,11 @@ class UnitState:
         device = self.lanes.device
         if place == "gpu":
             for param in self.params:
-                moments = (torch.zeros(param.numel, dtype=torch.float32, device=device) for _ in range(2))
-                low = torch.zeros(param.numel, dtype=torch.int16, device=device) if param.is_split else None
-                param.state = AdamState(param.parameter.data.view(-1), low, *moments)
+                param.state = state_from(
+                    param.parameter.data.view(-1),
+                    param.moments,
+                    lambda n, dtype: torch.zeros(n, dtype=dtype, device=device),
+                )
             return
         has_copy = place != "lean"
         is_pinned = device.type == "cuda"
@@ -153,7 +159,7 @@ class UnitState:
             dtype = param.parameter.dtype
             param.gradient = moved.take(param.numel, dtype)
             weight = moved.take(param.numel, dtype) if has_copy else param.gradient
-            param.state = state_from(resting, param, weight)
+            param.state = state_from(weight, param.moments, resting.take)
         self.refresh()
         if has_shadow:
             self.add_shadow(progress)
@@ -176,7 +182,8 @@ class UnitState:
         resting = Slab(self.resting_bytes, self.lanes.update.zero, is_pinned=False, progress=progress)
         self._slabs += [moved, resting]
         for param in self.params:
-            param.shadow = state_from(resting, param, moved.take(param.numel, param.parameter.dtype))
+            weight = moved.take(param.numel, param.parameter.dtype)
+            param.shadow = state_from(weight, param.moments, resting.take)
 
     def refresh(self) -> None:
         """Copies the weights of the model to the host's copy of them, if there is one."""
@@ -311,7 +318,9 @@ class UnitState:
 
         def one_by_one(scale: float) -> None:
             for param, s in factors.items():
-                state = param.state if streamed is None else state_in(streamed, param.parameter.data, param.start)
+                state = param.state
+                if streamed is not None:
+                    state = state_in(streamed, param.parameter.data, param.start, param.moments)
                 assert state is not None
                 update_(s._replace(scale=scale), gradients[param].reshape(-1), state, state)
 
@@ -325,9 +334,9 @@ class UnitState:
             if self.place == "gpu":
                 layouts.append(addresses_of(param.state))
             else:
-                low, m, v = state_layout(param.parameter)[0]
-                layouts.append((param.start + low, param.start + m, param.start + v))
-        return UnitUpdate([param.parameter for param in self.params], layouts)
+                low, m, v, *scales = (param.start + at for at in state_layout(param.parameter, param.moments)[0])
+                layouts.append((low, m, v, scales[0], scales[1]))
+        return UnitUpdate([param.parameter for param in self.params], layouts, self.params[0].moments)
 
 
 def size_of(unit_state: UnitState) -> UnitSize:
@@ -335,7 +344,7 @@ def size_of(unit_state: UnitState) -> UnitSize:
     params = unit_state.params
     weights = sum(aligned(param.numel * param.parameter.dtype.itemsize) for param in params)
     resting = unit_state.resting_bytes
-    on_gpu = sum(param.numel * (10 if param.is_split else 8) for param in params)
+    on_gpu = sum(param.state_bytes for param in params)
     device = sum(param.numel * param.parameter.dtype.itemsize for param in params)
     return UnitSize(
         name=unit_state.unit.name,
@@ -355,12 +364,6 @@ def gradients_of(params: Iterable[ParamState]) -> dict[ParamState, Tensor]:
     """Returns the gradients that parameters have in the model."""
     gradients = {param: param.parameter.grad for param in params}
     return {param: gradient for param, gradient in gradients.items() if gradient is not None}
-
-
-def state_from(slab: Slab, param: ParamState, weight: Tensor) -> AdamState:
-    """Returns the state of a parameter, with its moments and low half taken from a slab."""
-    low = slab.take(param.numel, torch.int16) if param.is_split else None
-    return AdamState(weight, low, slab.take(param.numel, torch.float32), slab.take(param.numel, torch.float32))
 
 
 def _task(param: ParamState, s: Scalars, weight: Tensor | None, new: AdamState | None) -> NativeTask:

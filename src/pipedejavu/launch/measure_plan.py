@@ -10,11 +10,11 @@ from pipedejavu.facts import Link, Machine, Profile
 from pipedejavu.plan import Plan, Precision
 from pipedejavu.planner.cache import find, keep
 from pipedejavu.planner.measure import measure
-from pipedejavu.planner.planning import machine_key, source_hash
+from pipedejavu.planner.planning import MOST_SAMPLES, machine_key, source_hash
 from pipedejavu.planner.profiling import MeasureSetup
 from pipedejavu.planner.worker_host import devices_to_measure, num_threads, num_threads_beside, torch_device
 from pipedejavu.probe.memory_link import measure_worker_link
-from pipedejavu.profile import background_load, merge_profiles
+from pipedejavu.profile import TimeBudget, background_load, merge_profiles
 from pipedejavu.program.pipeline import assign_devices
 from pipedejavu.run.options import TrainOptions
 from pipedejavu.runtime.compute_precision import ComputeFormat
@@ -72,6 +72,14 @@ def measure_plan(
     return merge_profiles(profiles)
 
 
+def describes_plan(profile: Profile, plan: Plan, machine: Machine, names: Sequence[str]) -> bool:
+    """Whether a profile that was measured for a search has all that a plan runs, at sizes up to its microbatches."""
+    kinds = devices_to_measure(plan, machine, names)
+    costs = [unit.times[kind].forward for unit in profile.units for kind in kinds if kind in unit.times]
+    most = max((size for cost in costs for size in cost.measured_s), default=0)
+    return len(costs) == len(profile.units) * len(kinds) and plan.feed.samples <= max(most, MOST_SAMPLES)
+
+
 def _find_or_measure(
     options: TrainOptions, plan: Plan, setup: MeasureSetup, prepared: Prepared, *, renews: bool
 ) -> Profile:
@@ -112,6 +120,7 @@ def _measure_here(options: TrainOptions, plan: Plan, kinds: dict[str, torch.devi
         batches.first,
         partial(draw, batches.task.data, options.seed),
         kinds,
-        at_more=options.can_switch and batches.cut.method == "chain",
+        at_more=options.can_switch and batches.cut.method == "chain" and not plan.is_compiled,
         is_compiled=plan.is_compiled,
+        budget=TimeBudget(options.measure_budget_s),
     )

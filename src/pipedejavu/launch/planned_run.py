@@ -11,10 +11,11 @@ from pipedejavu.engine import Byzantine, check_runnable
 from pipedejavu.engine.log_check import check_replayable
 from pipedejavu.facts import InputError, Link, Machine, Profile
 from pipedejavu.launch.handover import Handover
-from pipedejavu.launch.measure_plan import measure_messages, measure_plan, open_model
+from pipedejavu.launch.measure_plan import describes_plan, measure_messages, measure_plan, open_model
 from pipedejavu.launch.run_check import check_run
 from pipedejavu.plan import Plan
 from pipedejavu.planner.compile_choice import CompiledPlan, asked_plan, decide_compile, refuse_compile, with_mode
+from pipedejavu.planner.measure import explain_estimates
 from pipedejavu.planner.precision_choice import with_precision
 from pipedejavu.planner.replan import check_replan
 from pipedejavu.planner.worker_host import (
@@ -28,6 +29,7 @@ from pipedejavu.program import Program
 from pipedejavu.program import compile as compile_plan
 from pipedejavu.program.limit import check_stages
 from pipedejavu.program.pipeline import assign_devices
+from pipedejavu.program.tp_group import written_out
 from pipedejavu.run.checkpoint_interval import choose_interval, steps_of
 from pipedejavu.run.options import TrainOptions
 from pipedejavu.run.run_folder import RunStart
@@ -58,12 +60,14 @@ def plan_run(
     ranks: RankGroup | None = None,
     start: RunStart | None = None,
     profile: Profile | None = None,
+    eager: Profile | None = None,
     renews: bool = False,
 ) -> PlannedRun:
     """Measures the model on the devices that the plan uses and compiles the plan; all ranks of a group call it.
 
     A synchronous plan becomes a program of one update, which the run repeats; any other plan becomes one program up to
-    the next checkpoint. With a `profile` nothing is measured, and `machine` is the machine of that profile. `renews`
+    the next checkpoint. With a `profile` nothing is measured, and `machine` is the machine of that profile. With
+    `eager`, the profile that the plan was searched for, only compiled units are measured, if they could pay. `renews`
     measures again what is in the cache.
     """
     ranks = ranks or RankGroup()
@@ -71,7 +75,8 @@ def plan_run(
     start = start or RunStart()
     origin = "" if start.step else _check_sources(options, ranks)
     check_choice(data_choice(options))
-    plan = _adapt(Plan.from_json(ranks.broadcast(plan.to_json().encode())), options, ranks, start)
+    plan = written_out(Plan.from_json(ranks.broadcast(plan.to_json().encode())))
+    plan = _adapt(plan, options, ranks, start)
     profile_json = ranks.broadcast(profile.to_json().encode() if profile else b"")
     prepared: list[Prepared] = []
     worker_hosts = ranks.worker_hosts() or read_worker_hosts(plan.num_workers)
@@ -90,7 +95,8 @@ def plan_run(
         plan = with_mode(plan, options.compile)
     else:
         measured = options, machine, names, ranks, prepared
-        plan, profile = _settle_compile(plan, *measured, steps=options.steps - start.step, renews=renews)
+        plan, profile = _settle_compile(plan, *measured, steps=options.steps - start.step, renews=renews, eager=eager)
+        plan = plan.replace(decisions=(*plan.decisions, *explain_estimates(profile)))
     program = _compile(plan, profile, machine, ranks)
     check_runnable(program)
     epochs = ""
@@ -184,15 +190,18 @@ def _settle_compile(
     *,
     steps: int,
     renews: bool,
+    eager: Profile | None = None,
 ) -> CompiledPlan:
-    """Measures the units of a plan; returns the plan with the decision whether they are compiled."""
+    """Measures the units of a plan, unless `eager` has them; returns the plan with the decision about compiling."""
 
     def measure(plan: Plan) -> Profile:
         return measure_plan(options, plan, machine, names, ranks, prepared, renews=renews)
 
+    if eager is not None and not describes_plan(eager, plan, machine, names):
+        eager = None
     if (asked := asked_plan(plan, options.compile)) is not None:
-        return CompiledPlan(asked, measure(asked))
-    eager = measure(plan)
+        return CompiledPlan(asked, eager if eager and not asked.is_compiled else measure(asked))
+    eager = eager or measure(plan)
     refused = refuse_compile(plan, eager, machine, steps)
     refused = Plan.from_json(ranks.broadcast(refused.to_json().encode()))  # hosts may differ in their compilers
     if refused.decisions != plan.decisions:

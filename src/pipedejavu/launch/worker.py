@@ -135,7 +135,6 @@ class Rank:
                     if self.saver:  # it holds finite state; reports are still taken, so the metrics have its steps
                         self.saver.finish()
                     raise
-                check_state(handlers)  # the result must be finite even if nothing was saved
                 if self.saver:
                     self.saver.wait()
                     for step, path in self.saver.moved.items():
@@ -156,6 +155,8 @@ class Rank:
         for update, spans in rank.rounds(range(self.start.step, self.options.steps, self.program.plan.steps)):
             if not self.after_round(update, rank.handlers, spans):
                 break
+        check_state(rank.handlers)  # the result must be finite even if nothing was saved
+        rank.handlers.gather_masters()
         rank.wire.close()
         return rank.handlers
 

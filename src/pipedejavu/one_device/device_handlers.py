@@ -10,6 +10,7 @@ from typing import Literal
 import torch
 
 from pipedejavu.engine.device import CPU, device_of
+from pipedejavu.engine.engine_state import SLOTS
 from pipedejavu.engine.handlers import Handlers, Runners
 from pipedejavu.engine.job import Batches, Job
 from pipedejavu.engine.master import weights_of
@@ -28,13 +29,12 @@ from pipedejavu.one_device.unit_chain import move_shared, without_later_hooks
 from pipedejavu.one_device.unit_settings import UnitSettings
 from pipedejavu.program import Program, Value
 from pipedejavu.program.effect import rest_of
-from pipedejavu.runtime.compiled_unit import UnitCompiler
 from pipedejavu.runtime.compute_precision import ComputeFormat, lower_
 from pipedejavu.runtime.deferred_logits import HeadUse
 from pipedejavu.runtime.device_memory import DeviceMemory
 from pipedejavu.runtime.lane import ThreadLane
 
-_SLOTS = {"step": "step", "m": "exp_avg", "v": "exp_avg_sq", "low": LOW}
+_SLOTS = {slot: name for slot, name in SLOTS.items() if slot != "momentum"} | {LOW_HALF: LOW}
 """The engine's names of optimizer state, and those in the state dict of HybridAdamW."""
 
 
@@ -50,7 +50,7 @@ class DeviceHandlers(Handlers):
         self.form = ComputeFormat.of(program.plan.precision, [module for _, module in job.units])
         """How the units compute."""
         self.settings = UnitSettings(job)
-        compiler = UnitCompiler() if program.plan.is_compiled else None
+        compiler = job.compiler_for(program)
         runners: Runners = {
             (number, 0): PieceRunner(
                 [(unit, *job.units[unit]) for unit in piece.units], job.seed, compiler=compiler, form=self.form
@@ -183,6 +183,7 @@ def _make_optimizer(program: Program, job: Job, settings: UnitSettings, device: 
         activations={name: "recompute" if n in recomputed else others for n, (name, _) in enumerate(units)},
         head_chunks=1,  # the chain divides the head as the plan says
         microbatches=program.update_size,
+        moments=plan.precision.moments,
         assignment=Assignment(
             units=units, places=places, visitors=plan.keep.visitors, window=plan.keep.window + plan.order.prefetch
         ),

@@ -54,6 +54,8 @@ def _of_plan(program: Program) -> Iterator[str]:
         yield f"its order '{plan.order}' runs several microbatches at a time"
     if plan.precision.compute not in _FORMATS or plan.precision.is_split != (plan.precision.compute == "bf16"):
         yield f"its precision is '{plan.precision}'"
+    if plan.order.checkpoints:
+        yield "it recomputes several units as one"
     if plan.keep.activations == "host" and any(program.recomputed):
         yield "it both recomputes units and keeps activations on the host"
 

@@ -5,7 +5,8 @@ the bits of a parameter do not depend on where its state rests. If one of them i
 
 The float32 master of a bf16 weight is kept as two halves. The high half is the weight that the model computes with:
 the master rounded to the nearest bf16, ties away from zero. The low half is the remainder as a signed 16-bit integer.
-`master bits = (high bits << 16) + low`, exactly.
+`master bits = (high bits << 16) + low`, exactly. The weight is computed from the new moments before they are rounded to
+the format in which they rest.
 """
 
 import math
@@ -15,6 +16,8 @@ from typing import NamedTuple
 import numpy
 import torch
 from torch import Tensor
+
+from pipedejavu.optim.moment_format import Moments, seed_of, widened, write_moments
 
 
 class Scalars(NamedTuple):
@@ -29,6 +32,8 @@ class Scalars(NamedTuple):
     eps: float
     decay: float
     rate: float
+    seed: int = 0
+    """Of the random bits with which moments of fewer bits are rounded."""
 
 
 class AdamState(NamedTuple):
@@ -40,6 +45,14 @@ class AdamState(NamedTuple):
     """int16, the low half of the master of a bf16 weight."""
     m: Tensor
     v: Tensor
+    m_scale: Tensor | None = None
+    """float32, a scale for each block of int8 moments."""
+    v_scale: Tensor | None = None
+
+    @property
+    def moments(self) -> Moments:
+        """Both moments, in the format in which they rest."""
+        return Moments(*self[2:])
 
 
 class Part(IntEnum):
@@ -65,21 +78,21 @@ def scalars_of(
         eps=eps,
         decay=1 - lr * weight_decay,
         rate=lr / (1 - beta1**step),
+        seed=seed_of(step),
     )
 
 
 def update_(s: Scalars, gradient: Tensor, old: AdamState, new: AdamState, part: Part = Part.ALL) -> None:
     """Updates the state `old` and writes the result, or a part of it, to `new`, which may be the same tensors."""
     x = gradient.float() * s.scale
-    m = old.m * s.beta1 + x * s.rest1
-    v = old.v * s.beta2 + (x * s.rest2) * x
+    m = widened(old.m, old.m_scale) * s.beta1 + x * s.rest1
+    v = widened(old.v, old.v_scale) * s.beta2 + (x * s.rest2) * x
     if part != Part.MOMENTS:
         d = _root(v) * s.unroot2 + s.eps
         w = (old.weight if old.low is None else join(old.weight, old.low)) * s.decay - (m / d) * s.rate
         _write_master(w, new)
     if part != Part.WEIGHTS:
-        new.m.copy_(m)
-        new.v.copy_(v)
+        write_moments(m, v, new.moments, s.seed)
 
 
 def _write_master(w: Tensor, new: AdamState) -> None:

@@ -19,14 +19,20 @@ from torch import Tensor
 from pipedejavu.optim.arithmetic import AdamState, Part, Scalars, update_
 
 LIBRARY = Path(__file__).with_name("_native.so")
-VERSION = "pdv_adamw_3"
+VERSION = "pdv_adamw_4"
 """The name of the update in the library; it changes with its arguments."""
 RESERVED_CORES = 2
 """Cores left for launching kernels and for the data loader."""
 
 
 class _Scalars(ctypes.Structure):
-    _fields_ = [(name, ctypes.c_float) for name in Scalars._fields]
+    _fields_ = [(name, ctypes.c_uint32 if name == "seed" else ctypes.c_float) for name in Scalars._fields]
+
+
+_STATE = ("w", "low", "m", "v", "m_scale", "v_scale")
+"""The parts of an `AdamState`, as native.c names them."""
+_FORMATS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
+"""The numbers of the formats of moments in native.c, by the dtype of the first."""
 
 
 class _Job(ctypes.Structure):
@@ -36,7 +42,8 @@ class _Job(ctypes.Structure):
         ("is_split", ctypes.c_int),
         ("is_wide", ctypes.c_int),
         ("part", ctypes.c_int),
-        *((name, ctypes.c_void_p) for name in ("g", "w", "low", "m", "v", "w_out", "low_out", "m_out", "v_out")),
+        ("moments", ctypes.c_int),
+        *((name, ctypes.c_void_p) for name in ("g", *_STATE, *(f"{part}_out" for part in _STATE))),
     ]
 
 
@@ -55,11 +62,10 @@ def _job(s: Scalars, gradient: Tensor, old: AdamState, new: AdamState, part: Par
     assert part == Part.ALL or old.m.data_ptr() == new.m.data_ptr()
     for tensor in (gradient, *old, *new):
         assert tensor is None or (tensor.is_contiguous() and tensor.device.type == "cpu")
-    low, low_out = (None if half is None else half.data_ptr() for half in (old.low, new.low))
+    addresses = (None if tensor is None else tensor.data_ptr() for tensor in (*old, *new))
     return _Job(
         _Scalars(*s), gradient.numel(), old.low is not None, gradient.dtype == torch.float32, part,
-        gradient.data_ptr(), old.weight.data_ptr(), low,
-        old.m.data_ptr(), old.v.data_ptr(), new.weight.data_ptr(), low_out, new.m.data_ptr(), new.v.data_ptr(),
+        _FORMATS[old.m.dtype], gradient.data_ptr(), *addresses,
     )  # fmt: skip
 
 
@@ -74,7 +80,7 @@ def library() -> ctypes.CDLL | None:
     native.pdv_start.restype = ctypes.c_void_p
     native.pdv_start.argtypes = [ctypes.c_int]
     native.pdv_stop.argtypes = [ctypes.c_void_p]
-    native.pdv_adamw_3.argtypes = [ctypes.c_void_p, ctypes.POINTER(_Job), ctypes.c_int]
+    native.pdv_adamw_4.argtypes = [ctypes.c_void_p, ctypes.POINTER(_Job), ctypes.c_int]
     native.pdv_zero.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64]
     return native
 
@@ -107,7 +113,7 @@ class HostUpdate:
         else:
             jobs = (_Job * len(tasks))(*(_job(*task) for task in tasks))
             with self._lock:
-                self._library.pdv_adamw_3(self._pool, jobs, len(tasks))
+                self._library.pdv_adamw_4(self._pool, jobs, len(tasks))
         self.busy_s += time.perf_counter() - started
         self.num_updated += sum(task.gradient.numel() for task in tasks if task.part != Part.MOMENTS)
 
@@ -147,7 +153,10 @@ def update_on_host(tasks: Sequence[NativeTask]) -> None:
 
 def flattened(task: NativeTask) -> NativeTask | None:
     """Returns a task on one-dimensional views, or None if its tensors do not store their elements in one order."""
-    order = sorted(range(task.gradient.dim()), key=task.gradient.stride, reverse=True)
+    dims = range(task.gradient.dim())
+    # Blocks of int8 moments have scales, so their elements are stored in the order of the parameter's.
+    is_sorted = task.old.m_scale is None
+    order = sorted(dims, key=task.gradient.stride, reverse=True) if is_sorted else [*dims]
 
     def view(tensor: Tensor) -> Tensor:
         permuted = tensor.permute(order)
@@ -155,7 +164,7 @@ def flattened(task: NativeTask) -> NativeTask | None:
 
     def viewed(state: AdamState) -> AdamState:
         low = None if state.low is None else view(state.low)
-        return AdamState(view(state.weight), low, view(state.m), view(state.v))
+        return state._replace(weight=view(state.weight), low=low, m=view(state.m), v=view(state.v))
 
     old, new = viewed(task.old), viewed(task.new)
     flat = NativeTask(task.s, view(task.gradient), old, new, task.part)

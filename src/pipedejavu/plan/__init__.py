@@ -2,8 +2,9 @@
 
 from pipedejavu.plan.axis import Cut, Feed, Keep, Layout, Order, Place, Precision, Reduce, Version
 from pipedejavu.plan.plan import AXES, Decision, Plan
+from pipedejavu.plan.plan_rule import Rule
 from pipedejavu.plan.preset import Preset, preset, presets, sized
-from pipedejavu.plan.rule import RULES, Rule, check_plan, faults_of
+from pipedejavu.plan.rule import RULES, check_plan, faults_of
 
 __all__ = [
     "AXES",

@@ -35,11 +35,15 @@ class Cut(Record):
     recorded graph, and at the end the number of operations. `train` cuts the model there."""
     layouts: tuple[Layout, ...] = ()
     """Layouts of the operators inside each unit, in order, for a `layout` cut."""
+    capacity: float | None = Field(default=None, gt=0)
+    """For layout `expert`: slots per expert, as a multiple of an even share of a worker's rows. Rows over it skip their
+    expert. By default no row is dropped."""
 
     def __str__(self) -> str:
         if self.kind == "chain":
             return f"chain({self.stages})" if self.stages else "chain"
-        return " ".join(self.layouts) if self.kind == "layout" else self.kind
+        text = " ".join(self.layouts) if self.kind == "layout" else self.kind
+        return text if self.capacity is None else f"{text}({self.capacity:g})"
 
 
 class Place(Record):
@@ -119,6 +123,8 @@ class Order(Record):
     """Share of each stage's units that are recomputed for the backward pass, counted from its first unit."""
     recompute_units: tuple[int, ...] | None = Field(default=None, min_length=1)
     """The recomputed units, instead of a share; other units of the same piece keep their activations."""
+    checkpoints: tuple[int, ...] | None = Field(default=None, min_length=1)
+    """Units inside stages at which another piece begins. A piece is recomputed as one and keeps only its input."""
     recomputes_early: bool = False
     """Whether recompute starts before the gradient has arrived, as in torchgpipe."""
     prefetch: int = Field(default=0, ge=0)
@@ -138,6 +144,7 @@ class Order(Record):
         recompute = "recompute" if self.recompute == 1 else f"recompute({self.recompute:g})"
         if self.recompute_units is not None:
             recompute = f"recompute({len(self.recompute_units)} units)"
+        recompute += f" by {len(self.checkpoints)} checkpoints" if self.checkpoints else ""
         recompute = f"early {recompute}" if self.recomputes_early else recompute
         parts = [self.kind] + [recompute] * self.has_recompute
         parts += [f"prefetch({self.prefetch})"] * (self.prefetch > 0) + ["eager"] * self.is_eager
@@ -242,7 +249,7 @@ class Precision(Record):
     """What updates work on if products are of 16 bits. `split`: weights are bf16, and the optimizer state holds the
     other 16 bits of their float32 masters. `fp32`: weights are float32, and autocast rounds them for each use."""
     moments: Literal["fp32", "bf16", "int8"] = "fp32"
-    """The format of AdamW's moments; `int8` has a float32 scale per block of 256 values."""
+    """The format in which AdamW's moments rest; `int8` has 8 bits per value and a float32 scale per block of 256."""
     accumulate: Literal["fp32", "bf16"] = "fp32"
     """The format in which gradients of bf16 weights are summed over microbatches and replicas."""
 
@@ -251,10 +258,21 @@ class Precision(Record):
         """Whether weights are the high halves of their masters."""
         return self.masters == "split"
 
+    def moment_bytes(self, numel: int) -> int:
+        """Returns the bytes of both moments of a parameter with this many values; those of `fp32` are float32."""
+        if self.moments == "int8":
+            return 2 * numel + 2 * 4 * -(-numel // 256)
+        return {"fp32": 8, "bf16": 4}[self.moments] * numel
+
     @property
     def is_low(self) -> bool:
         """Whether matrix products round to fewer bits than their inputs have in float32."""
         return self.compute in ("tf32", "bf16", "fp16")
+
+    @property
+    def rounds(self) -> bool:
+        """Whether products or moments are rounded to fewer bits than float32 has."""
+        return self.is_low or self.moments != "fp32"
 
     def __str__(self) -> str:
         masters = {"none": "", "split": ", split masters", "fp32": ", fp32 masters"}[self.masters]

@@ -16,3 +16,15 @@ def is_written_out(plan: Plan) -> bool:
     if len(rows) != plan.place.workers or any(len(row) != 2 * len(numbers) for row in rows):
         return False
     return all(f"F{k}" in row and f"B{k}" in row[row.index(f"F{k}") :] for row in rows for k in numbers)
+
+
+def has_legal_checkpoints(plan: Plan, units: int) -> bool:
+    """Whether checkpoints are rising numbers of units after the first, in a plan that recomputes; or there are none."""
+    checkpoints = (0, *(plan.order.checkpoints or ()), units)
+    return len(checkpoints) == 2 or (plan.order.has_recompute and [*checkpoints] == sorted({*checkpoints}))
+
+
+def can_take_turns(plan: Plan) -> bool:
+    """Whether each replica of a stage gets a microbatch of every update; if it never drains, as many as the others."""
+    replicas, count = plan.place.stage_replicas or (), plan.feed.microbatches
+    return not any(count % size if plan.is_flush_free else count < size for size in replicas)

@@ -1,22 +1,13 @@
 """Rules: combinations of axes that cannot work, each with a reason and a remedy."""
 
-from collections.abc import Callable
-from typing import NamedTuple
-
 from pipedejavu.facts import FaultsError, Profile
+from pipedejavu.plan.axis import in_line
+from pipedejavu.plan.expert_rule import EXPERT_RULES, expert_facts
 from pipedejavu.plan.plan import Plan
-from pipedejavu.plan.plan_trait import adds_to_weights, is_written_out
+from pipedejavu.plan.plan_rule import Rule, num_replicas, ties_cross_stages
+from pipedejavu.plan.plan_trait import adds_to_weights, can_take_turns, has_legal_checkpoints, is_written_out
+from pipedejavu.plan.zero_rule import ZERO_RULES
 
-
-class Rule(NamedTuple):
-    """A combination that is refused; `breaks` tells whether a plan has it."""
-
-    breaks: Callable[[Plan, Profile], bool]
-    reason: str
-    remedy: str
-
-
-_PIPELINES = ("gpipe", "1f1b", "1f1b-async", "interleaved", "zb-h1", "zb-v", "dualpipe-v", "ready-first", "written")
 _PLACES = {
     "gems": "bidirectional",
     "chimera": "bidirectional",
@@ -49,7 +40,7 @@ RULES = (
         "set reduce.wire to 'server'",
     ),
     Rule(
-        lambda plan, _: plan.reduce.combiner == "score-trim" and plan.reduce.trim >= _num_replicas(plan),
+        lambda plan, _: plan.reduce.combiner == "score-trim" and plan.reduce.trim >= num_replicas(plan),
         "combiner 'score-trim' drops {trim} contributions of {replicas}, so none is left to average",
         "set reduce.trim to less than {replicas}, or use more replicas",
     ),
@@ -74,26 +65,8 @@ RULES = (
         "combiner 'score-trim' drops gradients only after the norm over all workers is known",
         "set reduce.clip to 'none'",
     ),
-    Rule(
-        lambda plan, _: plan.keep.kind == "zero-3" and plan.order.kind in _PIPELINES and not plan.keep.persists,
-        "keep 'zero-3' in a pipeline gathers all weights again for every microbatch",
-        "set keep.persists so that they stay for the batch, or use 'zero-1'",
-    ),
-    Rule(
-        lambda plan, _: plan.keep.zeros is not None and plan.keep.kind != f"zero-{max(plan.keep.zeros)}",
-        "keep '{keep}' is not the highest ZeRO stage in keep.zeros",
-        "set keep.kind to the highest of them, or leave keep.zeros out",
-    ),
-    Rule(
-        lambda plan, _: plan.keep.zeros is not None and len(plan.keep.zeros) != plan.num_stages,
-        "keep.zeros has {zeros} entries, one for each stage, and the plan has {stages}",
-        "give as many as there are stages, or leave keep.zeros out",
-    ),
-    Rule(
-        lambda plan, _: plan.is_flush_free and (plan.keep.kind == "zero-2" or 2 in (plan.keep.zeros or ())),
-        "keep 'zero-2' divides gradients once they are summed, but order '1f1b-async' updates as it goes",
-        "use 'zero-1', or a synchronous order such as '1f1b'",
-    ),
+    *ZERO_RULES,
+    *EXPERT_RULES,
     Rule(
         lambda plan, _: plan.place.kind == "bidirectional" and plan.place.workers % 2 == 1,
         "a bidirectional place pairs workers, and {workers} is odd",
@@ -103,11 +76,6 @@ RULES = (
         lambda plan, _: plan.place.kind == "bidirectional" and plan.feed.microbatches < 2,
         "a bidirectional place sends microbatches both ways, and an update has {m}",
         "use 2 microbatches or more",
-    ),
-    Rule(
-        lambda plan, profile: plan.splits_backward and _ties_cross_stages(plan, profile),
-        "order '{order}' splits the backward, which counts tied weights twice",
-        "use order '1f1b', or untie the weights",
     ),
     Rule(
         lambda plan, _: plan.splits_backward and plan.is_compiled,
@@ -128,6 +96,11 @@ RULES = (
         lambda plan, profile: any(not 0 <= u < len(profile.units) for u in plan.order.recompute_units or ()),
         "order.recompute_units names units that the profile does not have",
         "count units from 0, in the profile's order",
+    ),
+    Rule(
+        lambda plan, profile: not has_legal_checkpoints(plan, len(profile.units)),
+        "order.checkpoints divides what stages recompute, at rising numbers of units after the first of {units}",
+        "set order.recompute or order.recompute_units too, and count units from 0, in the profile's order",
     ),
     Rule(
         lambda plan, profile: plan.order.head_chunks > 1 and not profile.head_forms,
@@ -174,11 +147,6 @@ RULES = (
         lambda plan, _: plan.cut.kind == "layout" and not plan.cut.layouts,
         "a layout cut divides each operator, but cut.layouts is empty",
         "name the layouts, such as ['col', 'row']",
-    ),
-    Rule(
-        lambda plan, _: plan.place.shards > 1 and plan.cut.kind != "layout",
-        "{shards} shards hold each stage together, but cut '{cut}' divides no operator",
-        "set cut.kind to 'layout' and name its layouts, or place.shards to 1",
     ),
     Rule(
         lambda plan, _: plan.place.stage_shards is not None and plan.place.shards > 1,
@@ -245,11 +213,6 @@ RULES = (
         "set keep.kind to 'split', or leave keep.places out",
     ),
     Rule(
-        lambda plan, _: plan.keep.kind.startswith("zero") and plan.reduce.wire != "reduce-scatter",
-        "keep '{keep}' divides state over replicas, which wire '{wire}' does not",
-        "set reduce.wire to 'reduce-scatter'",
-    ),
-    Rule(
         lambda plan, _: plan.reduce.wire == "server" and plan.place.servers < 1,
         "wire 'server' needs a server, and the place has none",
         "set place.servers to 1 or more",
@@ -264,7 +227,7 @@ RULES = (
         "set reduce.wire to 'all-reduce', or reduce.gate to 'lock'",
     ),
     Rule(
-        lambda plan, _: plan.reduce.wire == "none" and _num_replicas(plan) > 1,
+        lambda plan, _: plan.reduce.wire == "none" and num_replicas(plan) > 1,
         "{replicas} replicas would never exchange their gradients",
         "set reduce.wire, to 'all-reduce' for instance",
     ),
@@ -279,12 +242,12 @@ RULES = (
         "use order '1f1b' or '1f1b-async', or place.replicas",
     ),
     Rule(
-        lambda plan, _: any(plan.feed.microbatches % r for r in plan.place.stage_replicas or ()),
-        "each of a stage's replicas needs the same number of an update's {m} microbatches",
-        "use a multiple of the numbers in place.stage_replicas",
+        lambda plan, _: not can_take_turns(plan),
+        "the replicas of a stage take an update's {m} microbatches in turn, and not all get one, or as many",
+        "use as many microbatches or more; if the pipeline never drains, a multiple of each of place.stage_replicas",
     ),
     Rule(
-        lambda plan, profile: plan.place.stage_replicas is not None and _ties_cross_stages(plan, profile),
+        lambda plan, profile: plan.place.stage_replicas is not None and ties_cross_stages(plan, profile),
         "stages with different numbers of replicas have no common replica to tie weights in",
         "use place.replicas, or untie the weights",
     ),
@@ -337,6 +300,11 @@ RULES = (
         "leave precision.moments out, or use compute 'fp32'",
     ),
     Rule(
+        lambda plan, _: plan.precision.moments == "int8" and plan.keep.kind.startswith("zero"),
+        "keep '{keep}' divides state at any element, and int8 moments have a scale per 256 of them",
+        "set precision.moments to 'bf16', or keep to 'replicated'",
+    ),
+    Rule(
         lambda plan, _: plan.precision.is_split and adds_to_weights(plan),
         "keep '{keep}' with gate '{gate}' and combiner '{combiner}' adds to the weights of other workers, which do"
         " not hold the other half of split masters",
@@ -358,7 +326,8 @@ def check_plan(plan: Plan, profile: Profile) -> None:
 
 def faults_of(plan: Plan, profile: Profile) -> list[str]:
     """Returns a sentence with the remedy for every rule that the plan breaks."""
-    facts: dict[str, object] = plan.axes() | {
+    facts: dict[str, object] = plan.axes() | expert_facts(plan, profile)
+    facts |= {
         "precision": str(plan.precision),
         "order": plan.order.kind,
         "place": plan.place.kind,
@@ -366,11 +335,13 @@ def faults_of(plan: Plan, profile: Profile) -> list[str]:
         "wire": plan.reduce.wire,
         "workers": plan.place.workers,
         "shards": plan.place.shards,
-        "replicas": _num_replicas(plan),
+        "replicas": num_replicas(plan),
         "trim": plan.reduce.trim,
         "chunks": plan.order.head_chunks,
         "m": plan.feed.microbatches,
+        "units": len(profile.units),
         "zeros": len(plan.keep.zeros or ()),
+        "each": in_line(plan.keep.zeros or (plan.zero_of(0),)),
         "stages": plan.num_stages,
         "shard_counts": len(plan.place.stage_shards or ()),
         "gate": plan.reduce.gate,
@@ -383,11 +354,3 @@ def faults_of(plan: Plan, profile: Profile) -> list[str]:
     }
     broken = [rule for rule in RULES if rule.breaks(plan, profile)]
     return [f"{rule.reason.format_map(facts)}; {rule.remedy.format_map(facts)}" for rule in broken]
-
-
-def _num_replicas(plan: Plan) -> int:
-    return plan.place.replicas + plan.place.cpu_replicas
-
-
-def _ties_cross_stages(plan: Plan, profile: Profile) -> bool:
-    return bool(profile.ties) and plan.num_stages != 1

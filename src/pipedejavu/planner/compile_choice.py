@@ -10,7 +10,7 @@ import shutil
 from collections.abc import Iterable
 from typing import Literal, NamedTuple
 
-from pipedejavu.facts import InputError, Machine, Profile, format_seconds
+from pipedejavu.facts import InputError, Machine, Profile, UnitTime, format_seconds
 from pipedejavu.plan import Decision, Plan
 from pipedejavu.program import compile as compile_plan
 from pipedejavu.program.pipeline import assign_devices
@@ -56,6 +56,7 @@ def refuse_compile(plan: Plan, eager: Profile, machine: Machine, steps: int | No
 
 def decide_compile(plan: Plan, eager: Profile, compiled: Profile, machine: Machine, steps: int | None) -> CompiledPlan:
     """Decides, by measurements of both, whether the units of a plan are compiled."""
+    compiled = with_times(eager, compiled, plan.feed.samples)
     steps = _num_steps(plan, machine, steps)
     gain_s = _step_s(plan, eager, machine) - _step_s(plan.replace(is_compiled=True), compiled, machine)
     cost_s = _cost_s(plan, eager, machine)
@@ -66,6 +67,29 @@ def decide_compile(plan: Plan, eager: Profile, compiled: Profile, machine: Machi
     reason = f"{gain}, which repays about {format_seconds(cost_s)} of compiling within {steps} steps"
     decision = Decision(axis="compile", choice="on", reason=reason)
     return CompiledPlan(plan.replace(is_compiled=True, decisions=(*plan.decisions, decision)), compiled)
+
+
+def with_times(eager: Profile, compiled: Profile, samples: int) -> Profile:
+    """Returns a profile with the times of compiled units, which were measured at one microbatch size.
+
+    Units and kinds of devices that were not measured compiled keep their times.
+    """
+    units = []
+    for unit, other in zip(eager.units, compiled.units, strict=True):
+        known = {kind: time for kind, time in other.times.items() if not time.is_estimated and kind in unit.times}
+        times = {kind: _scaled(unit.times[kind], time, samples) for kind, time in known.items()}
+        units.append(unit.replace(times={**unit.times, **times}))
+    return eager.replace(units=tuple(units))
+
+
+def _scaled(eager: UnitTime, compiled: UnitTime, samples: int) -> UnitTime:
+    """Returns the times of an eager unit at all sizes, in the proportion of compiled to eager at one size."""
+    lines = {}
+    for part in ("forward", "backward", "recompute"):
+        before, after = getattr(eager, part), getattr(compiled, part)
+        factor = after.work_s(samples) / before.work_s(samples) if before.work_s(samples) else 1.0
+        lines[part] = before.times(factor).replace(issue_s=after.issue_s, spread=after.spread)
+    return eager.replace(**lines)
 
 
 def _num_steps(plan: Plan, machine: Machine, steps: int | None) -> int:

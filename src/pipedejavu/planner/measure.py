@@ -8,10 +8,11 @@ import torch
 
 from pipedejavu.engine import Job
 from pipedejavu.facts import Profile
-from pipedejavu.plan import Plan
+from pipedejavu.plan import Decision, Plan
 from pipedejavu.planner.unit_update import updates_of
 from pipedejavu.profile import UnitSample, make_samples, measure_profile
 from pipedejavu.profile.line_fit import fit_line
+from pipedejavu.profile.time_budget import TimeBudget
 from pipedejavu.runtime.compiled_unit import UnitCompiler
 
 _REPEATS = 8
@@ -34,6 +35,7 @@ def measure(
     *,
     at_more: bool = False,
     is_compiled: bool = False,
+    budget: TimeBudget | None = None,
 ) -> Profile:
     """Measures a job's units at the plan's microbatch size.
 
@@ -43,10 +45,20 @@ def measure(
     large = plan.feed.samples
     sizes = sorted({1, -(-large // _TIMES), large}) if at_more or plan.feed.kind == "share" else [large]
     unit_samples = make_samples(lambda size: UnitSample(job.units, *batch(size), job.loss), sizes)
-    compiler = silent_compiler() if is_compiled else None
+    compiler = (job.compiler or silent_compiler()) if is_compiled else None
     updates = updates_of(job.optimizer, plan.precision)
-    profile = measure_profile(name, unit_samples, job.ties, kinds, updates, compiler=compiler, precision=plan.precision)
+    profile = measure_profile(
+        name, unit_samples, job.ties, kinds, updates, compiler=compiler, precision=plan.precision, budget=budget
+    )
     return with_batches(profile, make, [unit_sample.samples for unit_sample in unit_samples], kinds)
+
+
+def explain_estimates(profile: Profile) -> tuple[Decision, ...]:
+    """Returns a decision for each kind of device whose times are estimated in part."""
+    return tuple(
+        Decision(axis="profile", choice=f"estimates for {kind}", reason=reason)
+        for kind, reason in profile.estimated.items()
+    )
 
 
 def silent_compiler() -> UnitCompiler:
@@ -62,7 +74,9 @@ def with_batches(profile: Profile, make: Make, sizes: Sequence[int], kinds: Mapp
     cpus = [kind for kind, device in kinds.items() if device.type == "cpu"]
     for kind in cpus:
         times[kind] = times[kind].replace(forward=times[kind].forward.plus(load_time))
-    return profile.replace(units=(first.replace(times=times), *others), batch=dict.fromkeys(cpus, load_time))
+    return profile.replace(
+        units=(first.replace(times=times), *others), batch=profile.batch | dict.fromkeys(cpus, load_time)
+    )
 
 
 def _batch_times(make: Make, samples: int) -> list[float]:

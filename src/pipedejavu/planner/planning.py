@@ -4,23 +4,27 @@ The model is measured on each kind of device, and on each fraction that a CPU ma
 """
 
 import platform
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from hashlib import sha256
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from pipedejavu.data.data_choice import DataChoice
+from pipedejavu.engine import Job
 from pipedejavu.facts import InputError, Machine, Profile, read_file
 from pipedejavu.plan import Precision
 from pipedejavu.planner.cache import find, find_or_make, keep
+from pipedejavu.planner.model_key import model_key
 from pipedejavu.planner.profiling import MeasureSetup, choose_sizes, fraction_setup, measure_task, this_machine
 from pipedejavu.planner.replan import find_runnable
 from pipedejavu.planner.worker_host import DeviceChoice, read_worker_host, torch_device
 from pipedejavu.probe.machine_shape import num_cores, total_memory_bytes
 from pipedejavu.probe.memory_link import measure_worker_link
 from pipedejavu.probe.survey import measure_machine, read_versions
+from pipedejavu.profile.time_budget import TimeBudget
 from pipedejavu.profile.unit_time import PLAIN
 from pipedejavu.search import Progress, RankedPlan, SearchOptions, nothing_fits, search
 from pipedejavu.search.planning_problem import MOST_PARTS
@@ -30,7 +34,10 @@ from pipedejavu.source.trained_part import TrainedPart
 MOST_SAMPLES = 8
 """Samples in the largest microbatch that is measured; times of larger ones are extrapolated."""
 
-SURVEY = 4
+_SKETCH = 0.1
+"""Share of the budget that a sketch takes."""
+
+SURVEY = 5
 """Version of surveys and profiles; cached records of an older version are measured again."""
 
 Report = Callable[[str], None]
@@ -76,17 +83,37 @@ def profile_here(
     renews: bool = False,
     part: TrainedPart = TrainedPart(),  # noqa: B008
     precision: Precision = PLAIN,
+    budget: TimeBudget | None = None,
+    is_sketch: bool = False,
 ) -> Profile:
-    """Returns a model's profile on each kind of device of this machine, from the cache or measured in a precision."""
+    """Returns a model's profile on each kind of device of this machine, from the cache or measured in a precision.
+
+    A sketch is measured at one size, on the first kind of device, in a tenth of the budget.
+    """
+    budget = budget or TimeBudget()
+    limit = TimeBudget(_SKETCH * budget.total_s) if is_sketch else budget
     samples, setups = min(batch, MOST_SAMPLES), measure_setups(machine)
+    sizes = (samples,) if is_sketch else choose_sizes(samples)
+    setups = setups[:1] if is_sketch else setups
     source = {"model": model, "content": source_hash(model), "data": data.name} | _changed(data)
     if not part.is_all:
         source["part"] = part.to_json()
-    key = {**source, "sizes": choose_sizes(samples), "ways": setups, **machine_key()}
+    key = {**source, "sizes": sizes, "ways": setups, "budget": limit.total_s, **machine_key()}
     key |= {} if precision == PLAIN else {"precision": str(precision)}
-    return find_or_make(
-        Profile, key, lambda: measure_task(model, data, samples, setups, report, precision, part), renews=renews
-    )
+
+    def make() -> Profile:
+        with budget.spending():
+            return measure_task(model, data, sizes, setups, report, precision, part, limit)
+
+    return find_or_make(Profile, key, make, renews=renews)
+
+
+def kept_profile(
+    job: Job, sample: tuple[Any, Any], settings: Mapping[str, object], make: Callable[[], Profile]
+) -> Profile:
+    """Returns the cached profile of a job's units on batches like a sample, or makes it and writes it to the cache."""
+    key = {**model_key(job.units, job.loss, *sample), "optimizer": type(job.optimizer).__qualname__}
+    return find_or_make(Profile, {**key, **settings, **machine_key()}, make, renews=False)
 
 
 def measure_setups(machine: Machine) -> tuple[MeasureSetup, ...]:

@@ -1,6 +1,7 @@
 """Profiles a model by name: opens it, cuts it into units for each microbatch size, and measures or estimates them."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -29,16 +30,17 @@ from pipedejavu.profile import (
     make_mode,
     make_samples,
     measure_profile,
-    merge_profiles,
     meta_like,
     read_rates,
 )
-from pipedejavu.profile.unit_time import PLAIN, Report
+from pipedejavu.profile.measured_unit import Report
+from pipedejavu.profile.time_budget import TimeBudget
+from pipedejavu.profile.unit_time import PLAIN
 from pipedejavu.source.model_source import open_task
 from pipedejavu.source.task import describe_form, draw, loss_of
 from pipedejavu.source.trained_part import TrainedPart
 from pipedejavu.zoo import Task
-from pipedejavu.zoo.gpt_shape import EFFICIENCY
+from pipedejavu.zoo.gpt_profile import EFFICIENCY
 
 _FEWEST = 3
 """Least number of microbatch sizes to measure."""
@@ -71,17 +73,21 @@ class MeasureSetup(NamedTuple):
 
 
 def measure_model(
-    model: str, samples: int, report: Report, context: int | None = None, parts: Sequence[int] = ()
+    model: str,
+    samples: int,
+    report: Report,
+    context: int | None = None,
+    parts: Sequence[int] = (),
+    budget: TimeBudget | None = None,
 ) -> Profiled:
     """Measures a model on a device of each kind of this machine, and on fractions of its CPU: `parts` 2 for halves."""
-    machine, setups = this_machine(), _fraction_setups(parts)
+    machine, fractions = this_machine(), _fraction_setups(parts)
     task = open_task(model, context=context)
-    unit_samples, begins = _unit_samples(task, model, samples, report)
+    unit_samples, begins = _unit_samples(task, model, choose_sizes(samples), report)
     job = _job(unit_samples[-1])
     kinds = {device.kind: torch.device("cpu" if device.type == "cpu" else "cuda") for device in machine.devices}
-    profile = measure_profile(model, unit_samples, job.ties, kinds, updates_of(job.optimizer), report)
-    if setups:
-        profile = merge_profiles([profile, measure_with(model, unit_samples, job, setups, report)])
+    setups = [MeasureSetup(kind, device, torch.get_num_threads()) for kind, device in kinds.items()]
+    profile = measure_with(model, unit_samples, job, [*setups, *fractions], report, budget=budget)
     return Profiled(
         profile.replace(begins=begins),
         machine,
@@ -118,51 +124,70 @@ def measure_with(
     precision: Precision = PLAIN,
     *,
     is_compiled: bool = False,
+    budget: TimeBudget | None = None,
 ) -> Profile:
-    """Measures the units of a job with each setup in a precision, compiled or not; with `make` also loading.
+    """Measures the units of a job with each setup in a precision, compiled or not; with `make` also loading."""
+    compiler = (job.compiler or silent_compiler()) if is_compiled else None
+    profile = measure_profile(
+        name,
+        unit_samples,
+        job.ties,
+        {setup.kind: setup.device for setup in setups},
+        updates_of(job.optimizer, precision),
+        report,
+        compiler,
+        precision,
+        budget,
+        {setup.kind: partial(_set_up, setup) for setup in setups},
+    )
+    if make is None:
+        return profile
+    sizes = [unit_sample.samples for unit_sample in unit_samples]
+    for setup in setups:
+        with _set_up(setup):
+            profile = with_batches(profile, make, sizes, {setup.kind: setup.device})
+    return profile
 
-    Restores the number of threads of torch afterwards.
-    """
-    threads, profiles, updates = torch.get_num_threads(), [], updates_of(job.optimizer, precision)
-    compiler = silent_compiler() if is_compiled else None
+
+@contextmanager
+def _set_up(setup: MeasureSetup) -> Iterator[None]:
+    """Runs what is inside the `with` block with the setup's number of threads, while others are busy."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(setup.threads)
     try:
-        for setup in setups:
-            torch.set_num_threads(setup.threads)
-            with background_load(setup.beside):
-                kinds = {setup.kind: setup.device}
-                profile = measure_profile(name, unit_samples, job.ties, kinds, updates, report, compiler, precision)
-                if make is not None:
-                    sizes = [unit_sample.samples for unit_sample in unit_samples]
-                    profile = with_batches(profile, make, sizes, kinds)
-                profiles.append(profile)
+        with background_load(setup.beside):
+            yield
     finally:
         torch.set_num_threads(threads)
-    return merge_profiles(profiles)
 
 
 def measure_task(
     model: str,
     data: DataChoice,
-    samples: int,
+    sizes: Sequence[int],
     setups: Sequence[MeasureSetup],
     report: Report,
     precision: Precision = PLAIN,
     part: TrainedPart = TrainedPart(),  # noqa: B008
+    budget: TimeBudget | None = None,
 ) -> Profile:
-    """Measures a model on its data with each setup, in a precision; only `part` of it is trained."""
+    """Measures a model on its data at some microbatch sizes with each setup; only `part` of it is trained."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64 if precision.compute == "fp64" else before)
     try:
         task = open_task(model, data=data, part=part)
     finally:
         torch.set_default_dtype(before)
-    unit_samples, begins = _unit_samples(task, model, samples, report)
+    unit_samples, begins = _unit_samples(task, model, sizes, report)
     make = partial(draw, task.data, 0)
     job = _job(unit_samples[-1])
-    return measure_with(model, unit_samples, job, setups, report, make, precision).replace(begins=begins)
+    profile = measure_with(model, unit_samples, job, setups, report, make, precision, budget=budget)
+    return profile.replace(begins=begins)
 
 
-def _unit_samples(task: Task, model: str, samples: int, report: Report) -> tuple[list[UnitSample], tuple[int, ...]]:
+def _unit_samples(
+    task: Task, model: str, sizes: Sequence[int], report: Report
+) -> tuple[list[UnitSample], tuple[int, ...]]:
     """Cuts a model for several microbatch sizes; returns the sizes with the same units, and where the cuts begin."""
     cut: ModelCut | None = None
 
@@ -173,7 +198,7 @@ def _unit_samples(task: Task, model: str, samples: int, report: Report) -> tuple
         cut = cut if cut and cut.method == "chain" else cut_model(task.model, inputs)
         return _unit_sample(task, cut, inputs, targets)
 
-    unit_samples = make_samples(make, choose_sizes(samples))
+    unit_samples = make_samples(make, sizes)
     assert cut is not None
     # Cuts follow the bytes of values, which depend on the microbatch size.
     return [unit_sample for unit_sample in unit_samples if has_same_units(unit_sample, unit_samples[-1])], cut.begins
@@ -186,15 +211,19 @@ def estimate_model(
     report: Report,
     context: int | None = None,
     efficiencies: Mapping[str, Efficiency] | None = None,
+    precision: Precision = PLAIN,
+    *,
+    is_fused: bool = False,
 ) -> Profiled:
     """Estimates a model on each kind of device of a machine, on meta tensors that take no memory.
 
-    `efficiencies` are per type of device; by default those fitted to measured operators.
+    `efficiencies` are per type of device; by default those fitted to measured operators. With `is_fused` the model is
+    compiled.
     """
     efficiencies = known_efficiencies() if efficiencies is None else efficiencies
     _check(samples)
     sizes = [max(_LEAST, samples // 4) if samples >= 2 * _LEAST else samples + 2, samples]  # two points make a line
-    rates = read_rates(machine, efficiencies, EFFICIENCY)
+    rates = read_rates(machine, efficiencies, EFFICIENCY, precision.compute)
     report(f"building {model} without memory")
     task, mode = open_task(model, device="meta", context=context), make_mode()
     make_meta_model(task.model, mode)
@@ -206,7 +235,9 @@ def estimate_model(
         unit_samples.append(_unit_sample(task, cut, inputs, targets))
     unit_samples = [unit_sample for unit_sample in unit_samples if has_same_units(unit_sample, unit_samples[-1])]
     assert cut is not None
-    profile = estimate_units(model, unit_samples, _job(unit_samples[-1]).ties, rates, report).replace(begins=cut.begins)
+    job = _job(unit_samples[-1])
+    profile = estimate_units(model, unit_samples, job.ties, rates, report, precision, is_fused=is_fused)
+    profile = profile.replace(begins=cut.begins)
     sizes = [unit_sample.samples for unit_sample in unit_samples]
     return Profiled(profile, machine, tuple(sizes), describe_form(inputs), _basis(machine, efficiencies))
 

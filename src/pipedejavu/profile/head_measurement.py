@@ -40,10 +40,12 @@ def measure_head(
     work: UnitWork,
     samples: int,
     watch: Callable[[], Watch],
+    is_timed: bool = True,
 ) -> tuple[HeadForm, ...]:
     """Returns the unit in 1, 4 and 16 chunks; empty if it has no head that could run in chunks.
 
-    `work` is the counted work of the unit, and `watch` makes a stopwatch for one pass.
+    `work` is the counted work of the unit, and `watch` makes a stopwatch for one pass. Unless `is_timed`, only bytes
+    are counted.
     """
     unit, use = copy.deepcopy(module).to(device), HeadUse()
     run_step(DeferringUnit(unit, use), value, head, is_first, NullMeter())
@@ -53,7 +55,7 @@ def measure_head(
     works = {1: work} | {chunks: count_step(units[chunks], value, head, is_first) for chunks in CHUNKS}
     output_bytes, logits_bytes = sum(t.nbytes for t in tensors_of(work.output)), use.num_logits * use.itemsize
     ratios: dict[int, dict[str, float]] = {chunks: {} for chunks in units}
-    if logits_bytes >= TIMED_BYTES:
+    if is_timed and logits_bytes >= TIMED_BYTES:
         ratios = _time_ratios(units, value, head, is_first, watch)
     return tuple(
         HeadForm(

@@ -8,6 +8,8 @@ from typing import Any
 from torch import nn
 
 from pipedejavu.facts import InputError
+from pipedejavu.profile.expert_rows import ExpertRows, counted_rows
+from pipedejavu.profile.meta_model import fake_copy, make_mode, meta_like
 from pipedejavu.profile.operator_meter import OperatorMeter, OperatorWork, storage_id
 from pipedejavu.profile.segment import refusal_of_branches
 from pipedejavu.profile.unit_step import LossHead, detached, run_step, tensors_of
@@ -24,11 +26,19 @@ class UnitWork:
     """Saved bytes that belong to the unit's inputs."""
     saved_output_bytes: int
     """Saved bytes that belong to the unit's outputs."""
+    pending_bytes: int
+    """Bytes kept between the halves of a split backward."""
+    pending_output_bytes: int
+    """Part of them: gradients of the unit's outputs."""
+    input_work_bytes: int
+    """Peak of memory added in the first half while saved tensors are freed."""
     forward_work_bytes: int
     """Peak of temporary memory in the forward, beyond what remains after it."""
     backward_work_bytes: int
     """Peak of memory added in the backward while saved tensors are freed; gradients of weights do not count."""
     output: Any
+    expert_rows: tuple[ExpertRows, ...] = ()
+    """The rows that each of the unit's experts take."""
 
     @property
     def saved_bytes(self) -> int:
@@ -45,7 +55,8 @@ def count_step(module: nn.Module, value: Any, head: LossHead | None, is_first: b
     """Runs each part of a unit's step once and counts its work."""
     meter = OperatorMeter(module)
     try:
-        output = run_step(module, value, head, is_first, meter)
+        with counted_rows(module, value) as rows:
+            output = run_step(module, value, head, is_first, meter)
     except NotImplementedError as error:
         _, is_of_branches, text = str(error).partition("HigherOrderOperator ")
         if not is_of_branches:
@@ -60,10 +71,27 @@ def count_step(module: nn.Module, value: Any, head: LossHead | None, is_first: b
         saved=tuple(saved.values()),
         saved_input_bytes=sum(size for where, size in saved.items() if where not in meter.made),
         saved_output_bytes=sum(size for where, size in saved.items() if where in returned and where in meter.made),
+        pending_bytes=sum(meter.pending.values()),
+        pending_output_bytes=sum(meter.pending[where] for where in meter.pending_outputs),
+        input_work_bytes=_most(meter.changes.get("input_backward", [])),
         forward_work_bytes=_most(forward) - sum(size for _, size in forward),
         backward_work_bytes=_most(meter.changes.get("backward", [])),
         output=detached(output),
+        expert_rows=tuple(rows.values()),
     )
+
+
+def count_on_fakes(module: nn.Module, value: Any, head: LossHead | None, is_first: bool) -> UnitWork | None:
+    """Counts the work of a unit's step by shapes alone, in milliseconds; None if its operations depend on values."""
+    mode = make_mode()
+    mode.allow_non_fake_inputs = True  # constants inside losses and recorded graphs
+    try:
+        unit = fake_copy(module, mode)
+        fake_head = head and LossHead(head.loss, meta_like(head.targets, mode))
+        with mode:
+            return count_step(unit, meta_like(value, mode), fake_head, is_first)
+    except Exception:  # rules for shapes are missing, or code reads values; an error of the unit is raised when it runs
+        return None
 
 
 def _most(changes: Iterable[tuple[int, int]]) -> int:

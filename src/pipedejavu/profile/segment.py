@@ -147,6 +147,7 @@ def make_body(
         args, kwargs = fx.map_arg((node.args, node.kwargs), made.__getitem__)
         made[node] = graph.call_function(target, args, kwargs)
         made[node].meta["stack_trace"] = node.meta.get("stack_trace")
+        made[node].meta["shape"] = _shape_of(node.meta.get("val"))
     for node in outputs:
         if node in states and node not in made:
             made[node] = graph.get_attr(states[node])
@@ -156,6 +157,10 @@ def make_body(
         if isinstance(body, fx.GraphModule):
             root[name] = _without_checks(body)
     return fx.GraphModule(root, graph)
+
+
+def _shape_of(value: Any) -> tuple[int, ...] | None:
+    return tuple(value.shape) if isinstance(value, Tensor) else None
 
 
 def _without_checks(body: fx.GraphModule) -> fx.GraphModule:

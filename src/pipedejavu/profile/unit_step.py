@@ -6,7 +6,7 @@ The parts are those that programs name: forward and backward; then the forward a
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -36,6 +36,14 @@ class StepMeter(Protocol):
 
     def part(self, name: str) -> AbstractContextManager[None]:
         """Records what runs inside the `with` block, under a name."""
+
+
+@runtime_checkable
+class HalvesMeter(Protocol):
+    """Also records what the first half of a backward leaves to the second."""
+
+    def between(self, pending: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
+        """Is given what is kept, and the gradients of the unit's outputs."""
 
 
 class NullMeter:
@@ -80,6 +88,8 @@ def _run_halves(forward: _Forward, weights: Sequence[Tensor], meter: StepMeter) 
     if roots and inputs:
         with meter.part("input_backward"):
             _, pending = backward_inputs(roots, seeds, inputs, weights)
+        if isinstance(meter, HalvesMeter):
+            meter.between(pending.tensors, seeds)
         if weights:
             with meter.part("weight_backward"):
                 pending.accumulate()

@@ -13,7 +13,7 @@ from pipedejavu.program.program import Program, Worker
 from pipedejavu.program.residency import add_residency
 from pipedejavu.program.share import ShareSplit, cut_samples
 from pipedejavu.program.symmetry import is_symmetric
-from pipedejavu.program.tp_group import join, tp_groups_of
+from pipedejavu.program.tp_group import join, tp_groups_of, written_out
 from pipedejavu.program.update import add_updates, server_actions
 
 
@@ -27,13 +27,15 @@ def compile(plan: Plan, profile: Profile, machine: Machine, *, fold: bool = True
     check_plan(plan, profile)
     profile = profile.with_head_chunks(plan.order.head_chunks)
     check_size(plan, profile)
+    if not fold:
+        plan = written_out(plan)
     tp_groups = [*tp_groups_of(plan, assign_devices(plan, machine))]
     profile, machine = join(profile, machine, tp_groups)
     devices = tuple(tp_group[0] for tp_group in tp_groups)
     plan = _resolve_cut(plan, profile, machine, devices)
     pipelines = pipelines_of(plan)
     plan, parts = _resolve_parts(plan, profile, machine, pipelines, devices)
-    pipelines = with_counts(pipelines, [len(part) for part in parts], plan.place.shards)
+    pipelines = with_counts(pipelines, [len(part) for part in parts], plan.tensor_shards)
     pieces = cut_pieces(plan, profile, plan.cut.bounds or ())
     copies = len(pipelines) if fold and is_symmetric(plan, profile, machine, devices) else 1
     active = [pipeline for pipeline in pipelines if pipeline.count]
@@ -47,7 +49,7 @@ def compile(plan: Plan, profile: Profile, machine: Machine, *, fold: bool = True
         workers=(),
         groups=make_groups(plan, profile, pieces, active),
         devices=devices,
-        parts=tuple(parts[:: plan.place.shards]),
+        parts=tuple(parts[:: plan.tensor_shards]),
         num_replicas=1 + max(replica for pipeline in pipelines for replica, _ in pipeline.stage_workers()),
         copies=copies,
     )

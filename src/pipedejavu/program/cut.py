@@ -82,19 +82,20 @@ def cut_pieces(plan: Plan, profile: Profile, bounds: tuple[int, ...]) -> tuple[P
 
 
 def _runs(plan: Plan, profile: Profile, stage: int, units: range) -> list[range]:
-    """Divides a stage's units into runs; the units of a run are reduced and updated together."""
-    if not plan.order.is_eager:
-        return [units]
-    if plan.cut.kind == "layout" or plan.keep.kind in ("host", "split") or plan.zero_of(stage) == 3:
+    """Divides a stage's units into runs: at checkpoints and, if the order is eager, where buckets are full.
+
+    The units of a run are recomputed, reduced and updated together.
+    """
+    by_unit = plan.cut.kind == "layout" or plan.keep.kind in ("host", "split") or plan.zero_of(stage) == 3
+    if plan.order.is_eager and by_unit:
         return [range(u, u + 1) for u in units]
+    checkpoints, bucket_bytes = {*(plan.order.checkpoints or ())}, plan.bucket_bytes if plan.order.is_eager else inf
     runs, end, size_bytes = [], units.stop, 0
     for unit in reversed(units):  # the order in which gradients become final
         size_bytes += profile.units[unit].gradient_bytes
-        if size_bytes >= plan.bucket_bytes:
+        if size_bytes >= bucket_bytes or unit in checkpoints or unit == units.start:
             runs.append(range(unit, end))
             end, size_bytes = unit, 0
-    if end > units.start:
-        runs.append(range(units.start, end))
     return runs[::-1]
 
 

@@ -75,7 +75,9 @@ class Table:
         self.recompute_waits = not plan.order.recomputes_early
         self.prefetches_data = plan.prefetches_data
         self.clip_delay = {"none": None, "global": 0, "delayed": 1}[plan.reduce.clip]
-        self.scatters_gradient = [plan.zero_of(piece.stage) >= 2 for piece in program.pieces]
+        self.scatters_gradient = [
+            plan.zero_of(piece.stage) >= 2 and stage_group(piece.stage) in program.groups for piece in program.pieces
+        ]
         self.waves = _Waves(program) if plan.reduce.gate == "bound" else None
         self.elastic = plan.reduce.combiner == "elastic"
         self.in_turn = plan.reduce.gate == "round-robin"
@@ -165,7 +167,7 @@ class Table:
         if group is not None and group.role is GroupRole.TIE:
             tied = self.program.tied_pieces[group.number]
             held = self.program.held(worker)
-            values = tuple(Value.weight_gradient(p, q, a.version) for p, q in held if p in tied and q == a.replica)
+            values = tuple(self._summed(p, q, a.version) for p, q in held if p in tied and q == a.replica)
             return values, values, ()
         if a.what == WEIGHT_GRADIENT and self.scatters_gradient[a.piece]:
             return (value,), (value_of(a, SHARD),), ()
@@ -174,11 +176,16 @@ class Table:
     def _gather(self, a: Action, _worker: int) -> Effects:
         return (value_of(a, SHARD if a.what == WEIGHTS else DEVICE),), (value_of(a),), ()
 
+    def _summed(self, piece: int, replica: int, update: int) -> Value:
+        """Returns the gradient in the place where the sum over replicas leaves it."""
+        place = SHARD if self.scatters_gradient[piece] else DEVICE
+        return Value.weight_gradient(piece, replica, update, place)
+
     def _gradient(self, piece: int, replica: int, update: int) -> Value:
         """Returns the gradient in the place that the piece's update reads it from."""
-        place = self.update_places[piece]
-        is_there = place == HOST or self.scatters_gradient[piece]
-        return Value.weight_gradient(piece, replica, update, place if is_there else DEVICE)
+        if self.update_places[piece] == HOST:
+            return Value.weight_gradient(piece, replica, update, HOST)
+        return self._summed(piece, replica, update)
 
     def _update(self, a: Action, _worker: int) -> Effects:
         _, piece, replica, _, version, _, _ = a

@@ -10,7 +10,7 @@ from pipedejavu.program.program import (
     Group,
     GroupRole,
     Piece,
-    dense_group,
+    expert_group,
     shard_group,
     stage_group,
     tie_group,
@@ -46,19 +46,36 @@ def _stage_groups(plan: Plan, holders: Holders) -> Iterator[tuple[str, Group]]:
     if plan.reduce.wire == "summation-service":
         helpers = tuple(range(plan.num_workers - plan.place.servers, plan.num_workers))
     for stage in sorted({stage for stage, _ in holders}):
-        # The workers of a sharded stage reduce with the same shard of the other replicas; the first stands for all.
-        workers = tuple(workers[0] for (s, _), workers in sorted(holders.items()) if s == stage)
-        if len(workers) > 1:
-            yield stage_group(stage), Group(workers=workers, role=GroupRole.STAGE, number=stage, helpers=helpers)
+        # The workers of a sharded stage reduce with the same shard of the other replicas.
+        rows = [workers for (s, _), workers in sorted(holders.items()) if s == stage]
+        for shard, workers in enumerate(zip(*rows, strict=True) if len(rows) > 1 else ()):
+            yield (
+                stage_group(stage, shard),
+                Group(workers=workers, role=GroupRole.STAGE, number=stage, helpers=helpers),
+            )
 
 
 def _shard_groups(plan: Plan, holders: Holders) -> Iterator[tuple[str, Group]]:
     if plan.place.shards == 1:
         return
+    if plan.divides_experts:
+        yield from _expert_groups(plan, holders)
+        return
     for (stage, replica), workers in holders.items():
         yield shard_group(stage, replica), Group(workers=tuple(workers), role=GroupRole.SHARDS, number=stage)
-        if plan.sums_over_shards:
-            yield dense_group(stage, replica), Group(workers=tuple(workers), role=GroupRole.DENSE, number=stage)
+
+
+def _expert_groups(plan: Plan, holders: Holders) -> Iterator[tuple[str, Group]]:
+    """Yields the groups of replicas with all experts together, and of those with the same experts."""
+    size = plan.place.shards
+    for stage in sorted({stage for stage, _ in holders}):
+        workers = [workers[0] for (s, _), workers in sorted(holders.items()) if s == stage]
+        for first in range(0, len(workers), size):
+            mesh = tuple(workers[first : first + size])
+            yield shard_group(stage, first), Group(workers=mesh, role=GroupRole.SHARDS, number=stage)
+        for shard in range(size) if len(workers) > size else ():
+            same = tuple(workers[shard::size])
+            yield expert_group(stage, shard), Group(workers=same, role=GroupRole.EXPERTS, number=stage)
 
 
 def _tie_groups(profile: Profile, pieces: Sequence[Piece], holders: Holders) -> Iterator[tuple[str, Group]]:
@@ -70,5 +87,7 @@ def _tie_groups(profile: Profile, pieces: Sequence[Piece], holders: Holders) -> 
             continue
         stages = {pieces[index].stage for index in tied}
         for replica in sorted({replica for _, replica in holders}):
-            workers = tuple(sorted({w for stage in stages for w in holders.get((stage, replica), ())}))
-            yield tie_group(number, replica), Group(workers=workers, role=GroupRole.TIE, number=number)
+            held = [holders[stage, replica] for stage in stages if (stage, replica) in holders]
+            for shard, row in enumerate(zip(*held, strict=True)):
+                workers = tuple(sorted({*row}))
+                yield tie_group(number, replica, shard), Group(workers=workers, role=GroupRole.TIE, number=number)

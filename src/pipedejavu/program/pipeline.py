@@ -72,11 +72,13 @@ def pipelines_of(plan: Plan) -> list[Pipeline]:
     """Returns the pipelines of a plan: for each replica one per shard, then the CPU replicas."""
     place, size = plan.place, plan.pipeline_size
     directions = 2 if place.kind == "bidirectional" else max(place.stage_replicas or (1,))
+    shards = place.shards
     chunks = place.chunks if place.kind == "loop" else {"linear": 1}.get(place.kind, 2)
     pipelines = [
         Pipeline(
-            workers=tuple(range(copy * size, (copy + 1) * size)),
-            replica=copy // place.shards * directions,
+            # The shards of a stage are neighbours, so that they are on one host.
+            workers=tuple(copy // shards * shards * size + n * shards + copy % shards for n in range(size)),
+            replica=copy // plan.tensor_shards * directions,
             place=place.kind,
             chunks=chunks,
             schedule=plan.order.kind,

@@ -14,7 +14,7 @@ def is_symmetric(plan: Plan, profile: Profile, machine: Machine, devices: tuple[
     """Whether every pipeline has the same work, the same kinds of devices and the same links as the first."""
     place, size = plan.place, plan.pipeline_size
     copies = place.replicas * place.shards
-    if copies == 1 or not _has_equal_work(plan):
+    if copies == 1 or not _has_equal_work(plan) or (place.shards > 1 and size > 1):
         return False
     if place.shards > 1 and place.replicas > 1 and not _wires_are_private(machine):
         return False

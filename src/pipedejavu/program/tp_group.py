@@ -1,7 +1,8 @@
 """Tensor-parallel groups: GPUs of one kind and host that divide each operator; to a program a group is one device.
 
-The group has the summed memory and speed of its devices. Each unit's forward and backward also take the time of two
-all-reduces of the unit's output.
+The group has the summed memory of its devices. A unit's forward and backward take the time of one device's part: the
+one that the profile states, or else the time per sample divided by the size of the group, with launches as they are.
+They also take the time of two all-reduces of the unit's output.
 """
 
 import fnmatch
@@ -23,6 +24,19 @@ def tp_groups_of(plan: Plan, devices: Sequence[str]) -> Iterator[TpGroup]:
     for size in plan.degrees:
         yield tuple(devices[first : first + size])
         first += size
+
+
+def written_out(plan: Plan) -> Plan:
+    """Returns the plan with a worker for each device of its tensor-parallel groups, as the engine runs it.
+
+    Groups of different sizes stay, each as one worker: the engine does not run them.
+    """
+    place = plan.place
+    if place.stage_shards is None or len({*place.stage_shards}) > 1 or place.stage_replicas:
+        return plan
+    if place.cpu_replicas or place.servers:
+        return plan
+    return plan.replace(place=place.replace(shards=place.stage_shards[0], stage_shards=None))
 
 
 def join(profile: Profile, machine: Machine, tp_groups: Sequence[TpGroup]) -> tuple[Profile, Machine]:
@@ -52,7 +66,8 @@ def with_tp_times(profile: Profile, machine: Machine, tp_groups: Sequence[Sequen
     for unit in profile.units:
         tp_times = {}
         for kind, tp_group in kinds.items():
-            size, time = len(tp_group), profile.time(unit, tp_group[0].kind).times(1 / len(tp_group))
+            size = len(tp_group)
+            time = unit.tp_times.get(kind) or profile.time(unit, tp_group[0].kind).divided(size)
             halves = {half: getattr(time, half) for half in _HALVES}
             tp_times[kind] = time.replace(
                 **{
@@ -88,8 +103,8 @@ def _check_tp_group(tp_group: Sequence[Device]) -> None:
 
 
 def _with_all_reduces(cost: Cost, size: int, boundary_bytes: float, route: Route) -> Cost:
-    waits, sent = 2 * (size - 1) * route.sum_latency_s, 2 * (size - 1) / size * boundary_bytes / route.sum_bytes_per_s
-    return cost.plus(Cost(fixed_s=NUM_ALL_REDUCES * waits, per_sample_s=NUM_ALL_REDUCES * sent))
+    sent_s = 2 * (size - 1) / size * boundary_bytes / route.sum_bytes_per_s
+    return cost.plus(Cost(fixed_s=NUM_ALL_REDUCES * route.sum_overhead_s(size), per_sample_s=NUM_ALL_REDUCES * sent_s))
 
 
 def _joined(tp_group: Sequence[Device]) -> Device:

@@ -17,7 +17,7 @@ from pipedejavu.program.action import (
     Via,
 )
 from pipedejavu.program.effect import rest_of, update_place
-from pipedejavu.program.program import NORM_GROUP, Program, dense_group, stage_group, tie_group
+from pipedejavu.program.program import NORM_GROUP, Program, expert_group, stage_group, tie_group
 from pipedejavu.program.value import HOST, SHARD, Value
 
 PieceReplica = tuple[int, int]
@@ -26,14 +26,17 @@ PieceReplica = tuple[int, int]
 
 def add_updates(program: Program) -> Program:
     """Numbers the weight versions and adds the reductions and updates after each piece's last gradient."""
-    return program.with_actions([tuple(_UpdatePass(program, w.actions).run()) for w in program.workers])
+    sequences = [
+        tuple(_UpdatePass(program, w.actions, program.shard_of(index)).run()) for index, w in enumerate(program.workers)
+    ]
+    return program.with_actions(sequences)
 
 
 class _UpdatePass:
     """The pass over one worker's forwards and backwards."""
 
-    def __init__(self, program: Program, actions: tuple[Action, ...]):
-        self.program, self.plan, self.actions = program, program.plan, actions
+    def __init__(self, program: Program, actions: tuple[Action, ...], shard: int):
+        self.program, self.plan, self.actions, self.shard = program, program.plan, actions, shard
         self.newest: dict[PieceReplica, int] = defaultdict(int)
         self.read: dict[tuple[int, int], int] = {}
         """The weight version that each (piece, microbatch) in flight reads."""
@@ -93,10 +96,12 @@ class _UpdatePass:
         """Yields what can start as soon as a piece's gradient is final."""
         (piece, replica), plan = key, self.plan
         stage, gradient = self.program.pieces[piece].stage, Value.weight_gradient(piece, replica, update)
-        if stage_group(stage) in self.program.groups and plan.reduce.combiner == "sum":
-            yield Action.on(REDUCE, gradient, Via.among(stage_group(stage)))
-        if dense_group(stage, replica) in self.program.groups:
-            yield Action.on(REDUCE, gradient, Via.among(dense_group(stage, replica)))
+        group = stage_group(stage, self.shard)
+        if group in self.program.groups and plan.reduce.combiner == "sum":
+            yield Action.on(REDUCE, gradient, Via.among(group))
+        same_experts = expert_group(stage, self.program.mesh_of(replica)[1])
+        if same_experts in self.program.groups and self.program.has_experts(piece):
+            yield Action.on(REDUCE, gradient, Via.among(same_experts))
         final = [piece]  # pieces of this worker whose gradient is complete now
         for name, tied in self._ties(replica):
             lasts = {
@@ -170,7 +175,7 @@ class _UpdatePass:
 
     def _device_update(self, key: PieceReplica, update: int) -> Iterator[Action]:
         (piece, replica), plan = key, self.plan
-        group = stage_group(self.program.pieces[piece].stage)
+        group = stage_group(self.program.pieces[piece].stage, self.shard)
         if plan.reduce.wire == "server" and plan.reduce.combiner != "elastic" and plan.reduce.gate != "bound":
             return  # the server updates
         self.newest[key] = update + 1
@@ -198,7 +203,7 @@ class _UpdatePass:
 
     def _ties(self, replica: int) -> Iterator[tuple[str, tuple[int, ...]]]:
         for index, tied in enumerate(self.program.tied_pieces):
-            name = tie_group(index, replica)
+            name = tie_group(index, replica, self.shard)
             if name in self.program.groups:
                 yield name, tied
 

@@ -1,10 +1,12 @@
 """The options of a training run, stored in the run folder so that every worker reads the same ones."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from pipedejavu.facts import Record
+from pipedejavu.facts.measurement import MEASURE_S
+from pipedejavu.plan.precision_request import PrecisionRequest, check_request
 
 Logger = Literal["tensorboard", "wandb", "mlflow"]
 
@@ -62,12 +64,14 @@ class TrainOptions(Record):
     schedule: Literal["constant", "cosine", "linear"] = "constant"
     """How the learning rate goes on after the warm-up: it stays, or falls to 0 at the last update."""
     clip_norm: float | None = Field(default=None, gt=0)
-    precision: Literal["auto", "bf16", "fp16", "tf32", "fp32", "fp64"] = "auto"
-    """What is computed; `auto` is the plan's precision, or the best of the devices."""
+    precision: Annotated[str, AfterValidator(check_request)] = "auto"
+    """What is computed, and the format of moments; `auto` is the plan's precision, or the best of the devices."""
     dtype: Literal["float32", "float64"] = "float32"
     """`float64` stands for the precision fp64, in the settings of earlier versions."""
     compile: Literal["auto", "on", "off"] = "auto"
     """Whether units run under torch.compile; by default if the steps repay it."""
+    measure_budget_s: float = Field(default=MEASURE_S, ge=0)
+    """Seconds that measuring the model may take before the run; what is left out is estimated."""
     on_nan: Literal["stop", "skip"] = "stop"
     max_consecutive_skips: int = Field(default=10, ge=1)
     """Consecutive updates that `on_nan="skip"` may skip before the run stops."""
@@ -97,10 +101,10 @@ class TrainOptions(Record):
     @property
     def parameter_dtype(self) -> Literal["float32", "float64"]:
         """The format in which parameters are made."""
-        return "float64" if "fp64" in (self.precision, self.asked_precision) else "float32"
+        return "float64" if PrecisionRequest.read(self.asked_precision).compute == "fp64" else "float32"
 
     @property
-    def asked_precision(self) -> Literal["auto", "bf16", "fp16", "tf32", "fp32", "fp64"]:
+    def asked_precision(self) -> str:
         """The precision that the user asks for, in this version's words."""
         return "fp64" if self.dtype == "float64" else self.precision
 

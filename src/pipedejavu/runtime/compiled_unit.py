@@ -67,6 +67,8 @@ class _Form:
     """Alike units, and the function that runs them."""
 
     call: Callable[..., Any]
+    loss: Callable[..., Any] | None = None
+    """The loss that it computes, which its key names by an id that must not be given to another object."""
     graph: nn.Module | None = None
     """The graph of the first of them, if they are recorded graphs."""
     known: set[Hashable] = field(default_factory=set)
@@ -106,7 +108,7 @@ class UnitCompiler:
             return _run_eagerly(module, value, head)
         lifted = module.lifted(value) if isinstance(module, GraphUnit) else None
         key = (structure if lifted is None else lifted.key, head and id(head.loss))
-        form = self._form(key, name, lifted)
+        form = self._form(key, name, lifted, head and head.loss)
         if not form.is_eager:
             form.graph = form.graph or (lifted.graph if lifted else None)
             arguments = (module, value) if lifted is None else (form.graph, lifted.tensors)
@@ -134,13 +136,14 @@ class UnitCompiler:
             structure = self._structures[module] = "" if is_compiled(module) else digest(_structure(module))
         return structure
 
-    def _form(self, key: Hashable, name: str, lifted: LiftedUnit | None) -> _Form:
+    def _form(self, key: Hashable, name: str, lifted: LiftedUnit | None, loss: Callable[..., Any] | None) -> _Form:
         form = self._forms.get(key)
         if form is None:
             with self._lock:
                 form = self._forms.get(key)
                 if form is None:
                     form = self._forms[key] = self._make(name, lifted)
+                    form.loss = loss
         return form
 
     def _make(self, name: str, lifted: LiftedUnit | None) -> _Form:

@@ -9,7 +9,7 @@ Buffers stay as they are. Knows neither optimizers nor programs.
 
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -32,14 +32,16 @@ class ComputeFormat:
     """Whether bf16 weights have float32 masters, the other half of which is in the optimizer state."""
     sums_wide: bool = True
     """Whether gradients of bf16 weights are added up in float32."""
+    precision: Precision = field(default_factory=Precision)
+    """The precision of the plan."""
 
     @classmethod
     def of(cls, precision: Precision, modules: Iterable[nn.Module]) -> "ComputeFormat":
         """Returns how a model's modules compute in a precision."""
         sums_wide = precision.accumulate == "fp32"
         if is_bf16(modules):
-            return cls(None, False, precision.is_split, sums_wide)
-        return cls(_DTYPES.get(precision.compute), precision.is_split, precision.is_split, sums_wide)
+            return cls(None, False, precision.is_split, sums_wide, precision)
+        return cls(_DTYPES.get(precision.compute), precision.is_split, precision.is_split, sums_wide, precision)
 
     def context(self, device: torch.device, *, caches: bool = True) -> AbstractContextManager[object]:
         """Returns the context in which units and the loss run on a device; `caches` keeps casts of weights in it."""
@@ -62,7 +64,10 @@ class ComputeFormat:
 
     def state_bytes(self, owner: nn.Module, parameter: Tensor) -> int:
         """Returns the bytes of AdamW's state of a parameter: two moments, and the low half of a split weight."""
-        return 10 * parameter.numel() if self.has_master(owner, parameter) else 2 * parameter.nbytes
+        low_bytes = 2 * parameter.numel() if self.has_master(owner, parameter) else 0
+        if not low_bytes and self.precision.moments == "fp32":
+            return 2 * parameter.nbytes
+        return low_bytes + self.precision.moment_bytes(parameter.numel())
 
     def has_master(self, owner: nn.Module, parameter: Tensor) -> bool:
         """Whether the optimizer state of a trained parameter holds the other half of its master."""

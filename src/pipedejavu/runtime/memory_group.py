@@ -1,16 +1,19 @@
-"""Sums over processes of one host through memory that they share.
+"""Collectives of processes of one host through memory that they share.
 
-Every member has two regions that all others map; successive parts of a vector use them in turn:
+Every member has two regions that all others map; successive parts of a tensor use them in turn. A sum that all members
+get takes two meetings:
 
     1. each member copies its part into its region             then all meet
     2. each adds one share of all parts, in the order of the members, into its own region      then all meet
     3. each copies the shares of the others from their regions
 
-A member writes to a region again only two parts later, and by then all have met twice more, so they have read it. To
-meet, each member sends a frame to all others and waits for theirs; on a GPU each records an event before that and its
-stream waits for the events of the others, so no host waits for a device. All members get the same bits.
+The other collectives end with what each member reads after the first meeting. A member writes to a region again only
+two parts later, and by then all have met again, so they have read it. To meet, each member sends a frame to all others
+and waits for theirs; on a GPU each records an event before that and its stream waits for the events of the others, so
+no host waits for a device. Sums have the same bits on all members.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
@@ -26,6 +29,7 @@ from pipedejavu.runtime.cuda_ipc import (
 )
 from pipedejavu.runtime.memory_slot import PAGE_BYTES, GpuEnds, allocate, map_file, take_file
 from pipedejavu.runtime.peer_socket import PeerSocket
+from pipedejavu.runtime.traffic import Counts, Traffic
 
 PART_BYTES = 32 << 20
 """Size of the largest part of a vector that is added at a time; a member has two regions of this size at most."""
@@ -133,27 +137,90 @@ class GpuRegions:
 
 
 class MemoryGroup:
-    """One member's part in the sums of a group; all members make the same calls in the same order."""
+    """One member's part in the collectives of a group; all members make the same calls in the same order."""
 
     def __init__(self, member: int, peers: Peers, ends: Mapping[int, GpuEnds] | None = None):
         """With `ends`, by other member, tensors of a GPU are added there; tensors of the host always on the host."""
         self.member, self.peers, self.ends = member, dict(sorted(peers.items())), ends
         self.members = sorted((member, *peers))
+        self.position = self.members.index(member)
         self._regions: dict[str, Regions] = {}
         self._which = self._meetings = 0
-        self.messages = self.size_bytes = 0
+        self.traffic = Traffic()
 
     def add_up(self, vector: Tensor) -> Tensor:
         """Returns the sum of the members' vectors, which have one shape and dtype; it takes the place of the vector."""
-        flat = vector.detach().resolve_conj().resolve_neg().contiguous().view(-1)
-        size = len(self.members)
-        self.messages += 2 * (size - 1)
-        self.size_bytes += 2 * (size - 1) * flat.nbytes // size
+        flat = _contiguous(vector).view(-1)
+        self.traffic.add_up("", len(self.members), flat)
         if flat.numel():
-            regions = self._fitting(flat)
+            regions = self._fitting(flat.nbytes, flat.device)
             for part in torch.split(flat, regions.size_bytes // flat.itemsize):
                 self._add_part(part, regions)
         return flat.view(vector.shape)
+
+    def reduce_scatter(self, vector: Tensor) -> Tensor:
+        """Returns this member's run of rows of the sum of the members' tensors, which have one shape and dtype."""
+        size = len(self.members)
+        runs = _contiguous(vector).view(size, -1)
+        total = runs.new_empty(runs.shape[1])
+        self.traffic.reduce_scatter("", size, runs)
+        if runs.numel():
+            regions = self._fitting(runs.nbytes, runs.device)
+            width = regions.size_bytes // runs.itemsize // size
+            for part, place in zip(torch.split(runs, width, dim=1), torch.split(total, width), strict=True):
+                held = self._held(regions, part.dtype, part.shape)
+                for n in self._others:
+                    held[self.position][n].copy_(part[n], non_blocking=True)
+                self._meet(regions, 0)
+                held[self.position] = part
+                sum_in_order([rows[self.position] for rows in held], place)
+        return total.view(len(vector) // size, *vector.shape[1:])
+
+    def all_gather(self, run: Tensor, out: Tensor | None = None) -> Tensor:
+        """Returns the rows of all members, which have one shape and dtype, one member after the other.
+
+        They are in `out` if it is given, in which the member's own rows may be in their place already.
+        """
+        size, flat = len(self.members), _contiguous(run).view(-1)
+        runs = flat.new_empty(size, flat.numel()) if out is None else out.view(size, flat.numel())
+        self.traffic.all_gather("", size, flat)
+        if flat.numel():
+            regions = self._fitting(flat.nbytes, flat.device)
+            width = regions.size_bytes // flat.itemsize
+            for part, places in zip(torch.split(flat, width), torch.split(runs, width, dim=1), strict=True):
+                held = self._held(regions, part.dtype, part.shape)
+                held[self.position].copy_(part, non_blocking=True)
+                self._meet(regions, 0)
+                held[self.position] = part
+                for place, rows in zip(places, held, strict=True):
+                    if place.data_ptr() != rows.data_ptr():
+                        place.copy_(rows, non_blocking=True)
+        return runs.view(size * len(run), *run.shape[1:])
+
+    def all_to_all(self, rows: Tensor, counts: Counts) -> Tensor:
+        """Sends rows to each member; returns the rows that the members sent to this one, in their order.
+
+        `counts[i][j]` is the number of rows from the i-th member to the j-th; all members have the same table.
+        """
+        size, row = len(self.members), math.prod(rows.shape[1:])
+        self.traffic.all_to_all("", self.position, rows, counts)
+        sent = [part.reshape(-1) for part in torch.split(_contiguous(rows), counts[self.position])]
+        received = [rows.new_empty(counts[n][self.position] * row) for n in range(size)]
+        received[self.position].copy_(sent[self.position], non_blocking=True)
+        longest = row * max(max(one) for one in counts)
+        if longest:
+            regions = self._fitting(size * longest * rows.itemsize, rows.device)
+            width = regions.size_bytes // rows.itemsize // size
+            for start in range(0, longest, width):
+                held = self._held(regions, rows.dtype, (size, width))
+                for n in self._others:
+                    part = sent[n][start : start + width]
+                    held[self.position][n][: len(part)].copy_(part, non_blocking=True)
+                self._meet(regions, 0)
+                for n in self._others:
+                    place = received[n][start : start + width]
+                    place.copy_(held[n][self.position][: len(place)], non_blocking=True)
+        return torch.cat(received).view(-1, *rows.shape[1:])
 
     def close(self) -> None:
         """Ends the group; all members call it together, after their last sum."""
@@ -163,9 +230,20 @@ class MemoryGroup:
         for peer in self.peers.values():
             peer.close()
 
-    def _fitting(self, vector: Tensor) -> Regions:
-        """Returns regions on the vector's device; replaces them, on all members at once, if they are too small."""
-        needed, kind = min(vector.nbytes, PART_BYTES), vector.device.type
+    @property
+    def _others(self) -> list[int]:
+        """The positions of all other members."""
+        return [n for n in range(len(self.members)) if n != self.position]
+
+    def _held(self, regions: Regions, dtype: torch.dtype, shape: Sequence[int]) -> list[Tensor]:
+        """Returns the start of each member's next region as a tensor."""
+        self._which = 1 - self._which
+        size_bytes, raw = math.prod(shape) * dtype.itemsize, regions.raw(self._which)
+        return [raw[member][:size_bytes].view(dtype).view(*shape) for member in self.members]
+
+    def _fitting(self, size_bytes: int, device: torch.device) -> Regions:
+        """Returns regions on a device; replaces them, on all members at once, if they are too small."""
+        needed, kind = min(size_bytes, PART_BYTES), device.type
         regions = self._regions.get(kind)
         if regions is None or regions.size_bytes < needed:
             if regions is not None:
@@ -179,39 +257,44 @@ class MemoryGroup:
         return regions
 
     def _add_part(self, part: Tensor, regions: Regions) -> None:
-        which, self._which = self._which, 1 - self._which
-        size = part.nbytes
-        held = {member: raw[:size].view(part.dtype) for member, raw in regions.raw(which).items()}
-        held[self.member].copy_(part, non_blocking=True)
-        self._meet(regions, which, 0)
-        bounds = [part.numel() * n // len(self.members) for n in range(len(self.members) + 1)]
-        shares = {m: slice(bounds[n], bounds[n + 1]) for n, m in enumerate(self.members)}
-        mine = shares[self.member]
-        total = _sum([held[member][mine] for member in self.members])
-        held[self.member][mine].copy_(total, non_blocking=True)
-        self._meet(regions, which, 1)
-        for member in self.members:
-            part[shares[member]].copy_(held[member][shares[member]], non_blocking=True)
+        held = self._held(regions, part.dtype, part.shape)
+        held[self.position].copy_(part, non_blocking=True)
+        self._meet(regions, 0)
+        size = len(self.members)
+        shares = [slice(part.numel() * n // size, part.numel() * (n + 1) // size) for n in range(size)]
+        mine = shares[self.position]
+        held[self.position][mine].copy_(sum_in_order([rows[mine] for rows in held]), non_blocking=True)
+        self._meet(regions, 1)
+        for share, rows in zip(shares, held, strict=True):
+            part[share].copy_(rows[share], non_blocking=True)
 
-    def _meet(self, regions: Regions, which: int, phase: int) -> None:
+    def _meet(self, regions: Regions, phase: int) -> None:
         """Waits for all members; on a GPU, the stream waits for their streams."""
-        regions.arrive(which, phase)
+        regions.arrive(self._which, phase)
         self._meetings += 1
         for peer in self.peers.values():
             peer.send_frame(MEET, phase, self._meetings)
         for member, peer in self.peers.items():
             if (meeting := _expect(peer, MEET)) != (phase, self._meetings):
                 raise ValueError(f"rank {member} is at meeting {meeting[1]} of a group, and this is {self._meetings}")
-            regions.follow(member, which, phase)
+            regions.follow(member, self._which, phase)
 
 
-def _sum(parts: Sequence[Tensor]) -> Tensor:
-    """Returns the sum of some vectors, added one after the other."""
+def sum_in_order(parts: Sequence[Tensor], out: Tensor | None = None) -> Tensor:
+    """Returns the sum of tensors, added one after the other; those of 16 bits are added in float32 and rounded once."""
     first, *others = parts
-    total = first.float() if first.dtype in _WIDENED else first.clone()
-    for part in others:
-        total += part
-    return total
+    is_wide = first.dtype not in _WIDENED
+    total = torch.empty_like(first) if out is None else out
+    added = total if is_wide else first.float()
+    for n, part in enumerate(others):
+        torch.add(added if n or not is_wide else first, part, out=added)
+    if not others:
+        added = first
+    return total if added is total else total.copy_(added)
+
+
+def _contiguous(tensor: Tensor) -> Tensor:
+    return tensor.detach().resolve_conj().resolve_neg().contiguous()
 
 
 def _expect(peer: PeerSocket, kind: int) -> tuple[int, int]:

@@ -132,7 +132,7 @@ def smallest_change(profile: Profile, machine: Machine, options: SearchOptions) 
         if extra is not None:
             changes.append(f"{format_bytes(extra)} more memory on {_each(machine, type_)}")
     if options.is_runnable and not changes and _best(profile, machine, asked.replace(is_runnable=False)):
-        changes.append("ZeRO or divided operators (--costed), which the engine does not run yet")
+        changes.append("divided operators (--costed), which the engine does not run yet")
     return ", or ".join(changes)
 
 

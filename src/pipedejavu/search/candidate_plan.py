@@ -31,6 +31,9 @@ class PlanningProblem:
     """Groups that the machine lists as one device each, under the name of their first device."""
     degrees: tuple[int, ...] = (1,)
     """Tensor-parallel degrees that each stage may choose from."""
+    is_optimistic: bool = False
+    """Whether memory is estimated without the inputs and outputs that a stage of a pipeline holds only while its
+    neighbours run ahead or wait."""
 
     @property
     def original(self) -> "PlanningProblem":
@@ -52,7 +55,7 @@ class Mode:
     """Where state and saved activations rest: the same for all stages, but for ZeRO."""
 
     recomputes: bool = False
-    """Whether each stage recomputes as few units as make it fit, the least time per byte freed first."""
+    """Whether each stage recomputes as few segments as make it fit, the least time per byte freed first."""
     activations: Literal["device", "host"] = "device"
     state: Literal["device", "host", "window"] = "device"
     """`host`: the host holds the optimizer state and updates it; `window`: it holds the weights, too."""
@@ -73,8 +76,8 @@ class Mode:
 
     @property
     def goes_by_pieces(self) -> bool:
-        """Whether each unit is a piece, so that units are recomputed, moved or divided one at a time."""
-        return self.recomputes or self.uses_host or self.zero > 0
+        """Whether each unit is a piece, so that units are moved, divided or recomputed one at a time."""
+        return self.uses_host or self.zero > 0
 
     def __str__(self) -> str:
         exception = f" but for {self.device_pieces} units" if self.device_pieces else ""
@@ -146,8 +149,8 @@ class CandidatePlan:
 
     @property
     def is_even(self) -> bool:
-        """Whether all stages have the same number of replicas."""
-        return len({*self.sizes}) == 1
+        """Whether all stages have the same number of replicas, which each get as many microbatches."""
+        return len({*self.sizes}) == 1 and (self.is_shared or self.microbatches % self.sizes[0] == 0)
 
     @property
     def has_tp_groups(self) -> bool:

@@ -19,7 +19,7 @@ def lower_bound_s(candidate: CandidatePlan, costs: StageCosts) -> float:
         return 0.0
     before, bound = 0.0, 0.0
     for stage, scheduled in reversed([*schedule_of(candidate)]):
-        units = costs.recomputed_units(stage.start, stage.end, scheduled, candidate.mode)
+        units = costs.recompute(stage.start, stage.end, scheduled, candidate.mode).units
         work, recomputed = [], []
         for kind in scheduled.slot.kinds:
             forward, backward, recompute, _ = costs.works(kind)

@@ -6,6 +6,7 @@ from typing import NamedTuple
 from pipedejavu.facts import Machine
 from pipedejavu.search.candidate_plan import CandidatePlan, Stage
 from pipedejavu.search.memory_limit import memory_limit_of
+from pipedejavu.search.recompute_segment import StageRecompute
 from pipedejavu.search.slot import DeviceOrder, ScheduledSlot, cpu_of, schedule_slot
 from pipedejavu.search.stage_cost import StageCosts
 
@@ -61,9 +62,11 @@ def schedule_of(candidate: CandidatePlan) -> Iterator[tuple[Stage, ScheduledSlot
         after, workers = after + len(stage.group), workers + stage.replicas
 
 
-def recomputed_units(candidate: CandidatePlan, costs: StageCosts) -> tuple[int, ...]:
-    """Returns the units of a candidate that are recomputed."""
-    units = list[int]()
+def recompute_of(candidate: CandidatePlan, costs: StageCosts) -> StageRecompute:
+    """Returns what the stages of a candidate recompute."""
+    units, checkpoints = list[int](), list[int]()
     for stage, scheduled in schedule_of(candidate):
-        units += costs.recomputed_units(stage.start, stage.end, scheduled, candidate.mode)
-    return tuple(sorted(units))
+        again = costs.recompute(stage.start, stage.end, scheduled, candidate.mode)
+        units += again.units
+        checkpoints += again.checkpoints
+    return StageRecompute(tuple(sorted(units)), tuple(sorted(checkpoints)))

@@ -9,7 +9,7 @@ from math import inf
 from pipedejavu.program.pipeline import assign_devices, pipelines_of
 from pipedejavu.program.share import ShareSplit
 from pipedejavu.search.candidate_plan import CandidatePlan, Mode, PlanningProblem, note_of
-from pipedejavu.search.plan_estimate import PlanEstimate, estimate, recomputed_units, shortage_of
+from pipedejavu.search.plan_estimate import PlanEstimate, estimate, recompute_of, shortage_of
 from pipedejavu.search.plan_writer import write
 from pipedejavu.search.search_options import Progress, SearchOptions
 from pipedejavu.search.stage_cost import StageCosts
@@ -53,6 +53,13 @@ class Pool:
         self.tightest: CandidatePlan | None = None
         """The candidate with the least shortage."""
         self._costs: dict[tuple[int, int], StageCosts] = {}
+        self._adopted: list[PlanningProblem] = []
+
+    def again(self, max_score: float = inf) -> "Pool":
+        """Returns an empty pool for another attempt at the same question, on the same clock."""
+        pool = Pool(self.options, self.progress, max_score)
+        pool.started_s = self.started_s
+        return pool
 
     def costs(self, problem: PlanningProblem, samples: int) -> StageCosts:
         """Returns the stage costs of a problem for microbatches of one size."""
@@ -60,6 +67,13 @@ class Pool:
         if key not in self._costs:
             self._costs[key] = StageCosts(problem, samples)
         return self._costs[key]
+
+    def adopt(self, problem: PlanningProblem, other: PlanningProblem) -> None:
+        """Uses the costs of another problem, from which this one differs only in memory."""
+        self._adopted.append(problem)  # costs are known by the identity of their problem
+        for (owner, samples), costs in [*self._costs.items()]:
+            if owner == id(other):
+                self._costs[id(problem), samples] = costs
 
     def estimate(self, candidate: CandidatePlan) -> PlanEstimate:
         """Returns the estimate of a candidate."""
@@ -78,9 +92,7 @@ class Pool:
         score = self.score(candidate.problem, candidate.devices, cost.time_s)
         if score > self.max_score:
             return score
-        if candidate.mode.recomputes and not recomputed_units(
-            candidate, self.costs(candidate.problem, candidate.samples)
-        ):
+        if candidate.mode.recomputes and not self.recomputes(candidate):
             candidate = replace(candidate, mode=replace(candidate.mode, recomputes=False))
         zero = max(stage.zero for stage in candidate.stages)
         if candidate.mode.zero != zero:
@@ -89,6 +101,11 @@ class Pool:
         if key not in self.plans or pooled.merit < self.plans[key].merit:
             self.plans[key] = pooled
         return score
+
+    def recomputes(self, candidate: CandidatePlan) -> bool:
+        """Whether a candidate recomputes any unit; under its mode, stages that fit as they are do not."""
+        costs = self.costs(candidate.problem, candidate.samples)
+        return candidate.mode.recomputes and bool(recompute_of(candidate, costs).units)
 
     def polish(self) -> None:
         """Offers variants of the best candidates that the searchers leave out.

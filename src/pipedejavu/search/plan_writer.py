@@ -5,7 +5,8 @@ from pipedejavu.facts.head_form import form_at
 from pipedejavu.plan import Cut, Decision, Feed, Keep, Order, Place, Plan, Reduce, Version, faults_of, preset
 from pipedejavu.program.pipeline import assign_devices
 from pipedejavu.search.candidate_plan import CandidatePlan, bucket_bytes
-from pipedejavu.search.plan_estimate import recomputed_units
+from pipedejavu.search.plan_estimate import recompute_of
+from pipedejavu.search.recompute_segment import StageRecompute
 from pipedejavu.search.search_options import SearchOptions
 from pipedejavu.search.stage_cost import StageCosts
 
@@ -27,7 +28,7 @@ def write(candidate: CandidatePlan, options: SearchOptions, costs: StageCosts) -
         cut=_cut(candidate),
         place=_place(candidate),
         feed=_feed(candidate),
-        order=_order(candidate, recomputed_units(candidate, costs)),
+        order=_order(candidate, recompute_of(candidate, costs)),
         version=Version(kind="double-buffer" if candidate.is_stale else "sync"),
         reduce=_reduce(candidate, options),
         keep=_keep(candidate),
@@ -113,8 +114,7 @@ def stashed(plan: Plan, options: SearchOptions) -> list[Plan]:
 
 def why_not_run(plan: Plan) -> str:
     """Returns why the engine does not run a plan; empty if it does."""
-    what = [f"state over replicas (keep '{plan.keep}')"] * plan.keep.kind.startswith("zero")
-    what += [f"operators over devices (place '{plan.place}')"] * (plan.place.stage_shards is not None)
+    what = [f"operators over devices (place '{plan.place}')"] * (plan.place.stage_shards is not None)
     what += ["operators over workers (cut 'layout')"] * (plan.cut.kind == "layout")
     return f"the engine does not yet divide {' or '.join(what)}" if what else ""
 
@@ -125,7 +125,7 @@ def _name(candidate: CandidatePlan) -> str:
         text = (
             "one device" if sizes[0] == 1 else f"{sizes[0]} shares" if candidate.is_shared else f"{sizes[0]} replicas"
         )
-    elif candidate.is_even:
+    elif len({*sizes}) == 1:
         text = f"{len(sizes)} stages" + (f" × {sizes[0]}" if sizes[0] > 1 else "")
     else:
         text = f"stages {'-'.join(map(str, sizes))}"
@@ -179,25 +179,30 @@ def _feed(candidate: CandidatePlan) -> Feed:
     return Feed(microbatches=candidate.microbatches // size, samples=candidate.samples)
 
 
-def _order(candidate: CandidatePlan, recomputed: tuple[int, ...]) -> Order:
+def _order(candidate: CandidatePlan, recompute: StageRecompute) -> Order:
     mode = candidate.mode
     fetches = mode.activations == "host" or mode.state == "window" or (mode.zero == 3 and len(candidate.stages) == 1)
     is_data_parallel = len(candidate.stages) == 1 and candidate.sizes[0] > 1 and not candidate.is_shared
-    kind = "step" if len(candidate.stages) == 1 else "1f1b-async" if candidate.is_stale else "1f1b"
+    is_data_parallel &= not mode.recomputes  # its segments are the pieces that are reduced
+    is_step = len(candidate.stages) == 1 and candidate.is_even
+    kind = "step" if is_step else "1f1b-async" if candidate.is_stale else "1f1b"
     return Order.model_validate(
         {
             "kind": kind,
             "prefetch": int(fetches),
             "is_eager": mode.goes_by_pieces or is_data_parallel,
             "head_chunks": candidate.problem.profile.head_chunks,
-            **_recompute(recomputed, candidate),
+            **_recompute(recompute, candidate),
         }
     )
 
 
-def _recompute(units: tuple[int, ...], candidate: CandidatePlan) -> dict[str, object]:
-    is_all = len(units) == len(candidate.problem.profile.units)
-    return {"recompute": 1.0} if is_all else {"recompute_units": units} if units else {}
+def _recompute(recompute: StageRecompute, candidate: CandidatePlan) -> dict[str, object]:
+    units, is_all = recompute.units, len(recompute.units) == len(candidate.problem.profile.units)
+    form: dict[str, object] = {"recompute": 1.0} if is_all else {"recompute_units": units} if units else {}
+    if recompute.checkpoints and not candidate.mode.goes_by_pieces:
+        form["checkpoints"] = recompute.checkpoints
+    return form
 
 
 def _bucket_bytes(candidate: CandidatePlan) -> int:

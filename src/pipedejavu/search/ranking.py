@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
+from math import ceil
 
 from pipedejavu.analysis import verify
 from pipedejavu.facts import FaultsError, InputError, format_bytes, format_seconds
@@ -165,6 +166,22 @@ def admit(timed: Timed, options: SearchOptions) -> RankedPlan | str:
         machine=problem.machine,
         profile=problem.profile,
     )
+
+
+def shortages(timed: Timed) -> dict[str, int]:
+    """Returns the bytes that a plan needs beyond each memory, or that the allocator of a device would reserve."""
+    prediction, program = timed.prediction, timed.prediction.program
+    footprints, count = prediction.footprints(), len(program.workers)
+    reserved: dict[str, float] = {}
+    for index, name in enumerate(program.devices):
+        footprint = footprints[index % count]
+        reserved[name] = reserved.get(name, 0.0) + (footprint.reserved_bytes if footprint else 0.0)
+    missing = {}
+    for need in memory_needs(prediction, reserved):
+        most = max(need.need_bytes, need.reserved_bytes or 0.0)
+        if most > need.room_bytes:
+            missing[need.device] = ceil(most - need.room_bytes)
+    return missing
 
 
 def _bubble(timed: Timed) -> float:

@@ -82,7 +82,7 @@ class ScheduledSlot(NamedTuple):
 
     slot: StageSlot
     microbatches: int
-    """Microbatches per device and update."""
+    """Microbatches per device and update; the most, if the devices of a slot cannot have the same number."""
     live: int
     """Microbatches per device between their forward and their backward."""
     is_stale: bool
@@ -99,7 +99,7 @@ def schedule_slot(
     `workers_after` counts the workers after the slot if some of them are tensor-parallel groups.
     """
     size = len(slot.group)
-    share = microbatches // size
+    share = -(-microbatches // size)
     after = slot.after if workers_after is None else workers_after
     live = 1 if slot.is_alone else min(-(-after // size) + 1, share)
     return ScheduledSlot(slot, share, live, is_stale, zero)

@@ -9,12 +9,14 @@ work on arrays of stages.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from pipedejavu.facts import Cost
 from pipedejavu.search.candidate_plan import Array, Mode, PlanningProblem, bucket_bytes
+from pipedejavu.search.recompute_segment import RecomputeChoice, Segments, StageRecompute, divide, units_only
 from pipedejavu.search.slot import ScheduledSlot, StageSlot
 from pipedejavu.search.stage_sums import (
     ActivationSums,
@@ -92,17 +94,20 @@ class StageCosts:
         )
         """Prefix sums over units."""
         self.model = ModelStateBytes(*(float(totals[-1]) for totals in self.state))
-        self.saved = prefix_sums([u.activation_bytes * samples for u in units])
+        others = problem.tp_size - 1
+        saved = [(u.activation_bytes + others * u.replicated_bytes) * samples for u in units]
+        self.saved = prefix_sums(saved)
         """Prefix sums of saved activations."""
         self.cut = cut_bytes(problem) * samples
         """Bytes per microbatch that cross each boundary between units."""
         self._largest = LargestUnit(
-            saved=range_maxima([u.activation_bytes * samples for u in units]),
+            saved=range_maxima(saved),
             weights=range_maxima([u.parameter_bytes for u in units]),
             checkpoint=range_maxima([*self.cut[:-1]]),
         )
+        self._buffers = 1 if problem.is_optimistic else 2  # a pipeline holds one more of each, as neighbours run ahead
         self._times: dict[tuple[str, object], tuple[Array, ...]] = {}
-        self._recompute_orders: dict[tuple[str, ...], _RecomputeOrder] = {}
+        self._segments: dict[tuple[tuple[str, ...], bool], tuple[Segments, ...]] = {}
 
     def times(self, kind: str) -> tuple[Array, ...]:
         """Returns prefix sums of forward, backward, recompute and update times on a kind of device."""
@@ -141,7 +146,7 @@ class StageCosts:
         sent_bytes = sums.activations.outputs * (1 + OVERLAP * others * (1 - 1 / scheduled.microbatches))
         work, sent = forward + backward, slot.next.time(sent_bytes)
         tail = _tail(sums, backward, scheduled, mode)
-        device, host = _memory(sums, scheduled, mode)
+        device, host = _memory(sums, scheduled, mode, self._buffers)
         return StageCost(scheduled, work + 2 * sent, np.maximum(work, sent), tail, device, host)
 
     def add_up(self, start: Index, end: Index, slot: StageSlot, mode: Mode) -> StageSums:
@@ -176,79 +181,82 @@ class StageCosts:
         )
 
     def _recomputed(self, sums: StageSums, start: Index, end: Index, scheduled: ScheduledSlot, mode: Mode) -> StageSums:
-        """Returns the sums with as few units recomputed as make each stage fit, the cheapest first."""
-        order = self.recompute_order(scheduled.slot.kinds)
-        count = self._num_recomputed(sums, start, end, scheduled, mode)
+        """Returns the sums with as few segments recomputed as make each stage fit, the cheapest first."""
+        start, end = np.asarray(start), np.asarray(end)
+        segments, choice = self.segments(scheduled.slot.kinds, mode), self._choose(sums, start, end, scheduled, mode)
+        columns = [sums.time.recompute, sums.activations.saved, np.zeros_like(sums.largest.saved)]
+        has_pieces = mode.goes_by_pieces or (scheduled.slot.is_alone and len(scheduled.slot.group) > 1)
+        again, kept, extra, between, pieces = (
+            np.array(column) for column in (*columns, sums.largest.checkpoint * has_pieces, sums.num_units)
+        )
+        for index, division in enumerate(segments):
+            here = (choice.division == index) & (choice.segments > 0)
+            if here.any():
+                count, first, last = choice.segments[here], start[here], end[here]
+                again[here] = division.time[count, last] - division.time[count, first]
+                kept[here] = division.kept_bytes(count, first, last)
+                extra[here] = division.extra[first, last]
+                if not mode.goes_by_pieces:
+                    pieces[here], between[here] = division.num_pieces(count, first, last), 0.0
         return sums._replace(
-            time=sums.time._replace(recompute=order.time[count, end] - order.time[count, start]),
-            activations=sums.activations._replace(checkpoints=order.kept[count, end] - order.kept[count, start]),
-            largest=sums.largest._replace(saved=np.where(count > 0, sums.largest.saved, 0.0)),
+            num_units=pieces,
+            time=sums.time._replace(recompute=again),
+            activations=sums.activations._replace(checkpoints=kept),
+            largest=sums.largest._replace(saved=extra, checkpoint=between),
         )
 
-    def _num_recomputed(
-        self, sums: StageSums, start: Index, end: Index, scheduled: ScheduledSlot, mode: Mode
-    ) -> Positions:
-        """Returns how far down the recompute order of the whole model each stage goes."""
-        kept = self.recompute_order(scheduled.slot.kinds).kept
+    def _choose(
+        self, sums: StageSums, start: Positions, end: Positions, scheduled: ScheduledSlot, mode: Mode
+    ) -> RecomputeChoice:
+        """Returns the division of each stage, and how many segments of it are recomputed."""
+        segments = self.segments(scheduled.slot.kinds, mode)
+        division, count = np.zeros_like(end), np.zeros_like(end)
         if mode.activations == "host":  # what is kept does not take device memory
-            return np.full_like(np.asarray(end), len(kept) - 1)
-        largest = sums.largest._replace(saved=np.zeros_like(sums.activations.saved))
-        without, _ = _memory(sums._replace(largest=largest), scheduled, mode)
-        limit, start, end = scheduled.slot.memory.device_bytes - without, np.asarray(start), np.asarray(end)
-        count = np.zeros_like(end)
-        is_short = scheduled.live * sums.activations.saved > limit
-        left = (limit - sums.largest.saved)[is_short]
-        count[is_short] = _fewest(kept, scheduled.live, start[is_short], end[is_short], left)
-        return count
+            return RecomputeChoice(division, np.full_like(end, segments[0].most))
+        between = sums.largest.checkpoint * mode.goes_by_pieces
+        bare = sums._replace(largest=sums.largest._replace(saved=np.zeros_like(between), checkpoint=between))
+        without, _ = _memory(bare, scheduled, mode, self._buffers)
+        limit = scheduled.slot.memory.device_bytes - without
+        is_short = self._plain_bytes(sums, scheduled, mode) > scheduled.slot.memory.device_bytes
+        start, end = start[is_short], end[is_short]
+        limit, saved = limit[is_short], sums.activations.saved[is_short]
+        chosen, counts = np.zeros_like(end), np.zeros_like(end)
+        best_s, least = np.full(end.shape, np.inf), np.full(end.shape, np.inf)
+        for index, part in enumerate(segments):
+            here = np.flatnonzero(saved > part.least_bytes)
+            first, last = start[here], end[here]
+            few = part.fewest(scheduled.live, first, last, limit[here])
+            need = scheduled.live * part.kept_bytes(few, first, last) + part.extra[first, last]
+            time = np.where(need <= limit[here], part.time[few, last] - part.time[few, first], np.inf)
+            better = (time < best_s[here]) | (np.isinf(best_s[here]) & (need < least[here]))
+            at = here[better]
+            chosen[at], counts[at], best_s[at], least[at] = index, few[better], time[better], need[better]
+        division[is_short], count[is_short] = chosen, counts
+        return RecomputeChoice(division, count)
 
-    def recompute_order(self, kinds: tuple[str, ...]) -> "_RecomputeOrder":
-        """Returns the order in which units are recomputed, by time per byte freed on the slowest of some kinds."""
-        if kinds not in self._recompute_orders:
+    def _plain_bytes(self, sums: StageSums, scheduled: ScheduledSlot, mode: Mode) -> Array:
+        """Returns the peak memory of stages that recompute nothing."""
+        return _memory(sums, scheduled, replace(mode, recomputes=False), self._buffers)[0]
+
+    def segments(self, kinds: tuple[str, ...], mode: Mode) -> tuple[Segments, ...]:
+        """Returns the divisions into recompute segments; the slowest of some kinds decides what is cheap.
+
+        A plan whose state is moved or divided by unit recomputes single units.
+        """
+        key = (kinds, mode.goes_by_pieces)
+        if key not in self._segments:
             time = np.max([np.diff(self.times(kind)[2]) for kind in kinds], axis=0)
-            saved, input_ = np.diff(self.saved), self.cut[:-1]
-            freed = saved - input_
-            order = sorted(np.flatnonzero(freed > 0), key=lambda u: (time[u] / freed[u], u))
-            times, kept = [np.zeros_like(time)], [saved]
-            for unit in order:
-                here = np.arange(len(time)) == unit
-                times.append(np.where(here, time, times[-1]))
-                kept.append(np.where(here, input_, kept[-1]))
-            tables = (np.stack([prefix_sums(row) for row in rows]) for rows in (times, kept))
-            self._recompute_orders[kinds] = _RecomputeOrder(tuple(map(int, order)), *tables)
-        return self._recompute_orders[kinds]
+            sizes = time, np.diff(self.saved), self.cut
+            self._segments[key] = (units_only(*sizes),) if mode.goes_by_pieces else divide(*sizes)
+        return self._segments[key]
 
-    def recomputed_units(self, start: int, end: int, scheduled: ScheduledSlot, mode: Mode) -> tuple[int, ...]:
-        """Returns the units of one stage that are recomputed."""
+    def recompute(self, start: int, end: int, scheduled: ScheduledSlot, mode: Mode) -> StageRecompute:
+        """Returns what one stage recomputes."""
         if not mode.recomputes:
-            return ()
+            return StageRecompute()
         sums = self.add_up(start, end, scheduled.slot, mode)
-        count = int(self._num_recomputed(sums, start, end, scheduled, mode))
-        units = self.recompute_order(scheduled.slot.kinds).units
-        return tuple(sorted(u for u in units[:count] if start <= u < end))
-
-
-class _RecomputeOrder(NamedTuple):
-    """The order in which units are recomputed, and prefix sums for each number of recomputed units."""
-
-    units: tuple[int, ...]
-    time: Array
-    """Seconds of recompute."""
-    kept: Array
-    """Bytes of activations that stay."""
-
-
-def _fewest(kept: Array, live: int, start: Positions, end: Positions, limit_bytes: Array) -> Positions:
-    """Returns the least number of recomputed units with which stages fit; all of them if even that is not enough."""
-    count = np.full_like(end, len(kept) - 1)
-    is_enough = live * (kept[-1, end] - kept[-1, start]) <= limit_bytes
-    start, end, limit_bytes, high = start[is_enough], end[is_enough], limit_bytes[is_enough], count[is_enough]
-    low = np.minimum(1, high)
-    while np.any(low < high):
-        middle = (low + high) // 2
-        fits = live * (kept[middle, end] - kept[middle, start]) <= limit_bytes
-        low, high = np.where(fits, low, np.minimum(middle + 1, high)), np.where(fits, middle, high)
-    count[is_enough] = low
-    return count
+        choice = self._choose(sums, np.asarray(start), np.asarray(end), scheduled, mode)
+        return choice.of(self.segments(scheduled.slot.kinds, mode), start, end)
 
 
 def _tail(sums: StageSums, backward: Array, scheduled: ScheduledSlot, mode: Mode) -> Array:
@@ -293,8 +301,11 @@ def _num_collectives(sums: StageSums, scheduled: ScheduledSlot, mode: Mode) -> A
     return np.minimum(sums.num_units, np.ceil(sums.state.gradients / bucket_bytes(sums.model.gradients)))
 
 
-def _memory(sums: StageSums, scheduled: ScheduledSlot, mode: Mode) -> tuple[Array, Array]:
-    """Returns the peak memory of each device of a slot, and of its host on the device's behalf."""
+def _memory(sums: StageSums, scheduled: ScheduledSlot, mode: Mode, buffers: int) -> tuple[Array, Array]:
+    """Returns the peak memory of each device of a slot, and of its host on the device's behalf.
+
+    A stage of a pipeline holds its input and output so many times in `buffers`.
+    """
     slot, size = scheduled.slot, len(scheduled.slot.group)
     activations, largest, hosted = sums.activations, sums.largest, sums.hosted
     host = np.zeros_like(sums.state.weights)
@@ -305,10 +316,9 @@ def _memory(sums: StageSums, scheduled: ScheduledSlot, mode: Mode) -> tuple[Arra
     held = scheduled.live * kept
     if mode.activations == "host":
         host, held = host + held, np.minimum(held, 3 * piece)
-    # Inputs and outputs; a pipeline holds one more of each, as neighbours run ahead. Then those between pieces.
-    held = held + (activations.inputs + activations.outputs) * (1 if slot.is_alone else 2)
+    held = held + (activations.inputs + activations.outputs) * (1 if slot.is_alone else buffers)
     if not mode.is_plain or (slot.is_alone and size > 1):
-        held = held + 2 * largest.checkpoint
+        held = held + 2 * largest.checkpoint  # between pieces
     if mode.recomputes:
         held = held + largest.saved
     optimizer = sums.state.optimizer / (size if scheduled.zero else 1)

@@ -55,9 +55,9 @@ class NewestWeights:
             weights = {name: w.to(kinds.get(name, w.dtype)) for name, w in weights.items()}
             aliases = {full: weights[name] for full, name in runner.names.items()}
             self.tensors |= {full: tensor.detach() for full, tensor in (weights | aliases).items()}
-        for (_, replica), runner in handlers.runners.items():
-            if replica == first:
-                self.tensors |= dict(runner.saved_buffers())
+        for key in handlers.runners:
+            if key[1] == first:
+                self.tensors |= dict(handlers.buffers_of(key))
 
 
 def final_replicas(program: Program, units: Units) -> list[int]:

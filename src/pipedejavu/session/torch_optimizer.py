@@ -18,6 +18,7 @@ from pipedejavu.engine.given_optimizer import KINDS, GivenOptimizer
 from pipedejavu.engine.grouped_optimizer import GroupedOptimizer, GroupRule
 from pipedejavu.facts import InputError
 from pipedejavu.facts.printable import tell
+from pipedejavu.plan import Plan
 from pipedejavu.profile.sequential import Units
 from pipedejavu.run.saved_facts import SavedFacts
 
@@ -111,6 +112,17 @@ def read_optimizer(model: nn.Module, optimizer: Any, scheduler: Any) -> TorchOpt
     if optimizer is not None and not isinstance(optimizer, Sgd | AdamW):
         raise InputError(f"the optimizer is a {type(optimizer).__name__}; the Trainer takes {_NAMES}")
     return None
+
+
+def check_whole_state(optimizer: Any, plan: Plan) -> None:
+    """Raises InputError if a plan divides parameters and their state, and the optimizer is run as torch runs it."""
+    groups = optimizer.newest if isinstance(optimizer, GroupedOptimizer) else ()
+    kinds = [group.rule.kind.__name__ for group in groups if isinstance(group.rule, GivenOptimizer)]
+    if kinds and (plan.keep.kind.startswith("zero") or plan.place.shards > 1 or plan.place.stage_shards):
+        raise InputError(
+            f"plan '{plan.name}' divides the state of a parameter over workers, and {kinds[0]} is run on whole ones;"
+            " use AdamW, Adam or SGD, or a plan such as '1f1b' or 'ddp'"
+        )
 
 
 def read_positional(positional: tuple[Any, ...], optimizer: Any, loss: Any) -> tuple[Any, Any]:

@@ -16,10 +16,11 @@ from pipedejavu.engine import AdamW, Optimizer, Threads
 from pipedejavu.engine.engine_state import take_all
 from pipedejavu.engine.replicas import ReplicaCheck
 from pipedejavu.facts import InputError, Machine
+from pipedejavu.facts.measurement import MEASURE_S
 from pipedejavu.health.failure import WorkerError
 from pipedejavu.plan import Plan
+from pipedejavu.plan.precision_request import PrecisionRequest
 from pipedejavu.planner.compile_choice import read_mode
-from pipedejavu.planner.precision_choice import check_request
 from pipedejavu.planner.replan import PlanSwitch
 from pipedejavu.program import Program
 from pipedejavu.program import compile as compile_plan
@@ -40,6 +41,7 @@ from pipedejavu.session.newest_weights import NewestWeights, copy_newest
 from pipedejavu.session.pretrained_folder import check_tokenizer, is_pretrained, save_pretrained
 from pipedejavu.session.rank_rounds import Workers
 from pipedejavu.session.started_workers import detach, held_by_session, start_workers
+from pipedejavu.session.step_shortage import explained_shortage
 from pipedejavu.session.torch_optimizer import read_optimizer, read_positional
 from pipedejavu.session.trainer_checkpoints import TrainerCheckpoints, describe_checkpoint
 from pipedejavu.session.trainer_plan import OptimizerOf, TrainerOptions, TrainerPlan, may_pad
@@ -58,10 +60,9 @@ class Trainer:
     pipeline; the next step starts from the newest weights.
 
     `optimizer` is a torch.optim.AdamW, Adam or SGD with its parameter groups, another optimizer of torch that updates
-    each element by itself, such as RMSprop, or a record of `pipedejavu.engine`. The workers make its updates: each reads
-    lr, weight decay, betas and momentum from the groups, so that a scheduler, or the loop itself, may change them
-    between steps. With `scheduler`, one of torch.optim.lr_scheduler, each update is followed by its `step()`. Moments
-    are in the workers and in checkpoints, not in `optimizer.state`.
+    each element by itself, or a record of `pipedejavu.engine`. Workers make its updates: each reads the settings of the
+    groups, so that a scheduler, or the loop itself, may change them between steps. With `scheduler`, one of
+    torch.optim.lr_scheduler, each update is followed by its `step()`. State is in workers and checkpoints only.
 
     `loss` takes the model's output and the targets. It returns a mean over samples or over the labels that count, or a
     sum, which a step divides by the number of samples; the Trainer finds out which on the sample. With None, the loss
@@ -97,8 +98,8 @@ class Trainer:
 
     `precision` is what the units compute: "bf16", "fp16", "tf32", "fp32", "fp64", or "auto" for the plan's own, bf16 if
     all GPUs that train compute it, and else fp32. A `torch.autocast` of bfloat16 around the Trainer asks for "bf16".
-    The model's weights stay float32: `state_dict` returns the masters that updates work on. A bfloat16 model is
-    trained with float32 masters.
+    The model's weights stay float32: `state_dict` returns the masters that updates work on, as bfloat16 models have.
+    Measuring takes about `measure_budget_s` at most, and what is left out is estimated; results are kept on disk.
     With `compile` units run under torch.compile: "on" or True, "off" or False, or "auto", if some 200 steps repay it.
 
     Replicas that share every update must hold equal weights. They are compared every `check_replicas` updates (0:
@@ -127,8 +128,10 @@ class Trainer:
         head_chunks: int | None = None,
         compile: str | bool = "auto",  # noqa: A002
         precision: str = "auto",
+        measure_budget_s: float = MEASURE_S,
     ):
-        asked = take_autocast("Trainer()", check_request(precision))
+        request = PrecisionRequest.read(precision)
+        asked = str(request._replace(compute=take_autocast("Trainer()", request.compute)))
         if head_chunks is not None and head_chunks < 1:
             raise InputError(f"head_chunks is {head_chunks}; give 1 or more chunks of tokens, or None")
         check_parameters(model)
@@ -150,7 +153,7 @@ class Trainer:
             plan=plan, workers=workers or (self._ranks.size if self._ranks else 2), seed=seed, machine=machine,
             replan=replan, hang_after_s=hang_after_s, check_replicas=check_replicas, check_model=check_model,
             precision=asked, head_chunks=head_chunks, clip_norm=clip_norm, ranks=self._ranks,
-            compile=read_mode(compile),
+            compile=read_mode(compile), measure_budget_s=measure_budget_s,
         )  # fmt: skip
         self._reader = BatchReader(model, self.loss, self._ranks, batches)
         self._loaded: Checkpoint | None = None
@@ -234,7 +237,8 @@ class Trainer:
         if self._groups is not None:
             self._groups.begin(self.updates, self.program.plan.steps)
         start_s = time.perf_counter()
-        spans = self.threads.run()
+        with explained_shortage(self.program, self.updates + 1):
+            spans = self.threads.run()
         if self._groups is not None:
             self._groups.end()
         if self._session.replicas.is_due(self.updates, self.program.plan.steps):

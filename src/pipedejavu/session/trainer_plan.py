@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from pipedejavu.engine import Job, Optimizer
 from pipedejavu.engine.device import device_of
 from pipedejavu.facts import InputError, Machine, Profile, format_seconds
+from pipedejavu.facts.measurement import MEASURE_S
 from pipedejavu.facts.printable import tell
 from pipedejavu.model_check.check import Checked, Sample
 from pipedejavu.model_check.check import check_model as check_units
@@ -22,19 +23,23 @@ from pipedejavu.planner.compile_choice import (
     decide_compile,
     refuse_compile,
 )
-from pipedejavu.planner.measure import measure
-from pipedejavu.planner.planning import MOST_SAMPLES, choose_plan, known_machine, measure_setups
-from pipedejavu.planner.precision_choice import PrecisionRequest, with_precision
+from pipedejavu.planner.measure import explain_estimates, measure
+from pipedejavu.planner.planning import MOST_SAMPLES, choose_plan, kept_profile, known_machine, measure_setups
+from pipedejavu.planner.precision_choice import with_precision
 from pipedejavu.planner.profiling import choose_sizes, measure_with
 from pipedejavu.planner.worker_host import WorkerHost, devices_to_measure, make_machine, read_worker_hosts, torch_device
-from pipedejavu.profile import ModelCut, UnitSample, cut_model, make_samples
+from pipedejavu.profile import ModelCut, TimeBudget, UnitSample, cut_model, make_samples
 from pipedejavu.profile.sequential import Units
-from pipedejavu.profile.unit_time import Report
+from pipedejavu.profile.unit_graph import unit_graphs
 from pipedejavu.program import Program
 from pipedejavu.program import compile as compile_plan
 from pipedejavu.program.pipeline import assign_devices
+from pipedejavu.program.tp_group import written_out
+from pipedejavu.run.measure_bar import show_measuring
+from pipedejavu.runtime.compiled_unit import UnitCompiler
 from pipedejavu.search import RankedPlan, SearchOptions
 from pipedejavu.session.batch_split import BatchSplit, without_padding
+from pipedejavu.session.torch_optimizer import check_whole_state
 from pipedejavu.session.trainer_ranks import TrainerRanks
 from pipedejavu.simulate import check_fit, simulate
 from pipedejavu.source.loss_reduction import Loss, Reduction, find_reduction, own_loss
@@ -57,10 +62,11 @@ class TrainerOptions:
     hang_after_s: float | None
     check_replicas: int
     check_model: bool
-    precision: PrecisionRequest = "auto"
+    precision: str = "auto"
     compile: CompileMode = "auto"
     head_chunks: int | None = None
     clip_norm: float | None = None
+    measure_budget_s: float = MEASURE_S
     ranks: TrainerRanks | None = None
     """The ranks that are the workers; None if they are threads."""
 
@@ -94,6 +100,9 @@ class TrainerPlan:
 
     def __init__(self, model: nn.Module, loss: Loss | None, optimizer: OptimizerOf, options: TrainerOptions):
         self.model, self.loss, self.optimizer, self.options = model, loss or own_loss, optimizer, options
+        self.compiler = UnitCompiler()
+        """Compiles alike units once, for the measurement and for the workers."""
+        self.budget = TimeBudget(options.measure_budget_s)
 
     def prepare(self, first: UserBatch, reduction: Reduction) -> PreparedModel:
         """Cuts the model, searches for a plan if none is given, compiles it and checks the units.
@@ -135,7 +144,7 @@ class TrainerPlan:
             prepared = self._fastest_on_ranks(options.ranks.size, first, reduction, summed, hosts)
         else:
             best = self._search(summed, BatchSplit(first, (1,), reduction)) if options.plan == "auto" else None
-            plan = _sized(best.plan if best else options.plan, options.workers)
+            plan = written_out(_sized(best.plan if best else options.plan, options.workers))
             prepared = self._prepare_plan(plan, best, first, reduction, summed, hosts)
         if options.check_model:
             self._check(prepared, summed)
@@ -196,16 +205,25 @@ class TrainerPlan:
         batch = BatchSplit(first, _sizes(plan), reduction, pads=may_pad(plan))
         cut = batch.cut = cut_model(self.model, batch.own_inputs(0), plan.cut.begins)
         job = self._job(cut, summed)
+        check_whole_state(job.optimizer, plan)
         if best is not None:
             program = compile_plan(plan, best.profile, best.machine, fold=False)
         else:
-            program = _measure_and_compile(job, plan, batch, options, hosts)
+            program = _measure_and_compile(job, plan, batch, options, hosts, self.budget)
         return PreparedModel(cut, job, program, batch, best is not None)
 
     def _job(self, cut: ModelCut, summed: Callable[[Any, Any], Tensor]) -> Job:
         options, optimizer = self.options, self.optimizer(cut.units)
         loss = loss_of(cut, summed)
-        return Job(units=cut.units, loss=loss, optimizer=optimizer, seed=options.seed, clip_norm=options.clip_norm)
+        return Job(
+            units=cut.units,
+            loss=loss,
+            optimizer=optimizer,
+            seed=options.seed,
+            clip_norm=options.clip_norm,
+            graphs=unit_graphs,
+            compiler=self.compiler,
+        )
 
     def _check(self, prepared: PreparedModel, summed: Callable[[Any, Any], Tensor]) -> None:
         """Raises InputError if the units compute something else than the model."""
@@ -228,10 +246,11 @@ class TrainerPlan:
         used = {best.machine.device(name).kind for name in assign_devices(best.plan, best.machine)}
 
         def measure_units(is_compiled: bool) -> Profile:
-            return with_times(best.profile, self._measure(loss, batch, machine, used, is_compiled=is_compiled))
+            return self._measure(loss, batch, machine, used, is_compiled=is_compiled, most=best.plan.feed.samples)
 
         chosen = settle_compile(best.plan, best.profile, best.machine, self.options.compile, measure_units)
-        return best.replace(plan=chosen.plan, profile=chosen.profile)
+        plan = chosen.plan.replace(decisions=(*chosen.plan.decisions, *explain_estimates(chosen.profile)))
+        return best.replace(plan=plan, profile=chosen.profile)
 
     def measure(self, first: UserBatch, reduction: Reduction) -> Profile:
         """Measures the model on all devices of this machine, for microbatches of up to as many samples as a batch."""
@@ -246,17 +265,34 @@ class TrainerPlan:
         only: Collection[str] = (),
         *,
         is_compiled: bool = False,
+        most: int = MOST_SAMPLES,
     ) -> Profile:
-        """Measures the model on each kind of device of a machine, or on those in `only`."""
-        sizes = [size for size in choose_sizes(min(batch.size, MOST_SAMPLES)) if size <= batch.size]
+        """Returns the profile on each kind of device of a machine, or on those in `only`, from the cache or measured.
+
+        Compiled units are measured at one size: the plan's, or the largest that is measured.
+        """
+        most = min(batch.size, MOST_SAMPLES, most)
+        sizes = [most] if is_compiled else [size for size in choose_sizes(most) if size <= batch.size]
         cut = batch.cut = cut_model(self.model, batch.own_head(sizes[-1]))
-        job = Job(units=cut.units, loss=loss_of(cut, loss), optimizer=self.optimizer(cut.units))
-        unit_samples = make_samples(lambda size: UnitSample(cut.units, *batch.head(size), job.loss), sizes)
-        quiet: Report = lambda _: None  # noqa: E731
+        job = self._job(cut, loss)
         setups, precision = measure_setups(machine), self._precision(machine).precision
         setups = tuple(setup for setup in setups if setup.kind in only) or setups
-        profile = measure_with("model", unit_samples, job, setups, quiet, precision=precision, is_compiled=is_compiled)
-        return profile.replace(begins=cut.begins)
+
+        budget = self.budget
+
+        def measure() -> Profile:
+            unit_samples = make_samples(lambda size: UnitSample(cut.units, *batch.head(size), job.loss), sizes)
+            with show_measuring(lambda: budget.spent_share) as report:
+                profile = measure_with(
+                    *("model", unit_samples, job, setups, report),
+                    precision=precision,
+                    is_compiled=is_compiled,
+                    budget=budget,
+                )
+            return profile.replace(begins=cut.begins)
+
+        settings = {"sizes": sizes, "ways": setups, "precision": str(precision), "is_compiled": is_compiled}
+        return kept_profile(job, batch.head(sizes[-1]), settings | {"budget": budget.total_s}, measure)
 
     def _precision(self, machine: Machine) -> Plan:
         """Returns a plan with the precision of the plans to search."""
@@ -274,12 +310,6 @@ def settle_compile(
     if refused.decisions != plan.decisions:
         return CompiledPlan(refused, eager)
     return decide_compile(plan, eager, measure(True), machine, None)
-
-
-def with_times(profile: Profile, compiled: Profile) -> Profile:
-    """Returns a profile with the times of compiled units; kinds of devices that these lack keep their times."""
-    units = zip(profile.units, compiled.units, strict=True)
-    return profile.replace(units=tuple(unit.replace(times={**unit.times, **other.times}) for unit, other in units))
 
 
 def may_pad(plan: Plan) -> bool:
@@ -310,7 +340,12 @@ def _sizes(plan: Plan) -> tuple[int, ...]:
 
 
 def _measure_and_compile(
-    job: Job, plan: Plan, batch: BatchSplit, options: TrainerOptions, hosts: Sequence[WorkerHost]
+    job: Job,
+    plan: Plan,
+    batch: BatchSplit,
+    options: TrainerOptions,
+    hosts: Sequence[WorkerHost],
+    budget: TimeBudget,
 ) -> Program:
     """Measures a job at the microbatch size of a batch, and compiles the plan for it."""
     plan = plan.replace(feed=plan.feed.replace(samples=batch.length(0)))
@@ -322,9 +357,16 @@ def _measure_and_compile(
 
     def measure_units(is_compiled: bool) -> Profile:
         load = lambda numbers: batch.head(len(numbers))  # noqa: E731
-        return measure("model", job, plan, batch.head, load, kinds, is_compiled=is_compiled)
+
+        def make() -> Profile:
+            return measure("model", job, plan, batch.head, load, kinds, is_compiled=is_compiled, budget=budget)
+
+        settings: dict[str, Any] = {"feed": (plan.feed.kind, plan.feed.samples), "precision": str(plan.precision)}
+        settings |= {"kinds": kinds, "is_compiled": is_compiled, "budget": budget.total_s}
+        return kept_profile(job, batch.head(plan.feed.samples), settings, make)
 
     plan, profile = settle_compile(plan, None, machine, options.compile, measure_units)
+    plan = plan.replace(decisions=(*plan.decisions, *explain_estimates(profile)))
     return compile_plan(plan, profile, machine, fold=False)
 
 
@@ -342,4 +384,4 @@ def _kinds(plan: Plan, machine: Machine) -> dict[str, torch.device]:
 
 
 def _copies(plan: Plan) -> int:
-    return 1 if plan.feed.kind == "share" else plan.place.replicas
+    return 1 if plan.feed.kind == "share" else plan.data_replicas

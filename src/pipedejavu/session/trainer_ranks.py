@@ -1,4 +1,4 @@
-"""The ranks that a launcher such as torchrun started, as a Trainer uses them: same calls, shared batches, one end.
+"""The ranks that a launcher such as torchrun started, as a Trainer uses them.
 
 Every rank runs the user's script, and the workers of a plan are the ranks. Ranks exchange bytes, tensors and JSON, and
 unpickle nothing.

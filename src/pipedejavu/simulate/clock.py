@@ -28,7 +28,7 @@ def run_clock(graph: Graph, works: Sequence[ActionWork]) -> Times:
 
 
 class HostIssue:
-    """The hosts that issue compute to GPUs, in order; a host runs ahead of its GPU unless it must wait."""
+    """When the host of each GPU issues work: in order, and ahead of the GPU unless it has to wait for an input."""
 
     def __init__(self, graph: Graph, works: Sequence[ActionWork]):
         self.graph, self.works = graph, works

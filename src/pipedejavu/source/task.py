@@ -9,6 +9,7 @@ import torch
 from pipedejavu.engine import AdamW, Batches, Byzantine, Job, Optimizer, Sgd
 from pipedejavu.facts import InputError
 from pipedejavu.profile import ModelCut, cut_model
+from pipedejavu.profile.unit_graph import unit_graphs
 from pipedejavu.program import ActionKind, Program, ValueKind
 from pipedejavu.run.options import TrainOptions
 from pipedejavu.source.chosen_data import data_choice
@@ -55,6 +56,7 @@ def prepare(options: TrainOptions, sizes: Sequence[int], begins: Sequence[int] =
         on_nan=options.on_nan,
         max_consecutive_skips=options.max_consecutive_skips,
         byzantine=Byzantine.parse(options.byzantine) if options.byzantine else None,
+        graphs=unit_graphs,
     )
     return Prepared(job, SampleOrder(task, cut, sizes, options.seed))
 

@@ -14,7 +14,7 @@ from pipedejavu.store.manifest import CheckpointError, Manifest, unreadable
 from pipedejavu.store.shard_file import Tensors, check_shard, check_tensor, read_tensor
 
 MANIFEST = "manifest.json"
-_FINITE = re.compile(r"(?:replica/\d+/)?state/(?:exp_avg|exp_avg_sq|momentum_buffer)/")
+_FINITE = re.compile(r"(?:replica/\d+/)?state/(?:exp_avg(?:_sq)?(?:_scale)?|momentum_buffer)/")
 """Names of tensors that may not hold infinities; a weight may, such as an attention mask."""
 WHOLE = re.compile("step-(0|[1-9][0-9]{0,17})")
 """The name of a complete checkpoint."""

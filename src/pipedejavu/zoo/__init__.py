@@ -4,7 +4,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from pipedejavu.facts import InputError
-from pipedejavu.zoo.gpt_shape import SHAPES, estimate_profile
+from pipedejavu.zoo.gpt_profile import estimate_profile
+from pipedejavu.zoo.gpt_shape import SHAPES
 
 if TYPE_CHECKING:
     from pipedejavu.zoo.chain import Chain, Flow

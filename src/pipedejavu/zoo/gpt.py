@@ -9,8 +9,20 @@ from pipedejavu.zoo.transformer import Embedding, TokenHead, TransformerBlock, T
 _TEN = TransformerSize(layers=10, width=512, context=1000, vocabulary=10_000, heads=1)
 """Ten layers with one head; the width of 512 is that of the first transformers."""
 
+_BYTES = 256
+_VOCABULARIES = {"gpt-175b": 50257}
+"""Vocabularies other than the 256 bytes."""
+
 SIZES = {
-    **{name: TransformerSize(**shape._asdict()) for name, shape in SHAPES.items()},
+    **{
+        name: TransformerSize(
+            layers=shape.layers,
+            width=shape.width,
+            context=shape.context,
+            vocabulary=_VOCABULARIES.get(name, _BYTES),
+        )
+        for name, shape in SHAPES.items()
+    },
     "gpt-10-layers": _TEN.replace(dropout=0.2),
     "gpt-10-layers-no-dropout": _TEN,
 }

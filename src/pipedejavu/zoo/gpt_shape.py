@@ -1,23 +1,10 @@
-"""Profiles of GPT models from their shape alone: closed formulas, without a model, weights or torch.
+"""Dimensions of GPT models, by name or as a text such as 'gpt:24x2048x16,seq=2048,vocab=50257'."""
 
-Times are FLOP and bytes over a device's rates, times its efficiency, which is assumed if the machine does not state it.
-"""
-
+import re
 from typing import NamedTuple
 
-from pipedejavu.facts import Cost, Device, InputError, Machine, Profile, Unit, UnitTime, nearest
-
-EFFICIENCY = 0.4
-"""Share of a device's peak rate that matrix products in training are assumed to reach."""
-
-_WEIGHT_BYTES, _GRADIENT_BYTES, _OPTIMIZER_BYTES = 2, 2, 12
-"""Bytes per parameter: bf16 weight and gradient; fp32 master weight and two moments."""
-
-_UPDATE_TRAFFIC_BYTES = 28
-"""Bytes that one AdamW step reads and writes per parameter."""
-
-_NO_RATE = 1e9
-"""Rate of a device that states none."""
+from pipedejavu.facts import InputError, nearest
+from pipedejavu.program.limit import MOST_UNITS
 
 
 class Shape(NamedTuple):
@@ -25,69 +12,63 @@ class Shape(NamedTuple):
 
     layers: int
     width: int
-    context: int
-    vocabulary: int = 256
+    heads: int
+    context: int = 2048
+    """Tokens per sequence."""
+    vocabulary: int = 51200
+    """Tokens of the vocabulary; by default GPT-2's 50,257, padded for tensor-parallel groups."""
 
 
 SHAPES = {
-    "gpt-tiny": Shape(4, 128, 256),
-    "gpt-small": Shape(12, 768, 1024),
-    "gpt-medium": Shape(24, 1024, 1024),
-    "gpt-large": Shape(36, 1280, 1024),
-    "gpt-1.3b": Shape(24, 2048, 2048),
-    "gpt-6.7b": Shape(32, 4096, 2048),
-    "gpt-175b": Shape(96, 12288, 2048, 50257),
+    "gpt-tiny": Shape(4, 128, 2, 256, 256),
+    "gpt-small": Shape(12, 768, 12, 1024),
+    "gpt-medium": Shape(24, 1024, 16, 1024),
+    "gpt-large": Shape(36, 1280, 20, 1024),
+    "gpt-1.3b": Shape(24, 2048, 16),
+    "gpt-6.7b": Shape(32, 4096, 32),
+    "gpt-175b": Shape(96, 12288, 96),
 }
+
+PREFIX = "gpt:"
+_FORM = f"{PREFIX}LAYERSxWIDTHxHEADS[,seq=TOKENS][,vocab=TOKENS]"
+_OPTIONS = {"seq": "context", "vocab": "vocabulary"}
+_MOST = {"layers": MOST_UNITS - 2, "width": 1 << 20, "heads": 1 << 20, "context": 1 << 24, "vocabulary": 1 << 24}
+
+
+def read_shape(text: str) -> Shape:
+    """Returns the shape of a name or of a text; raises InputError if there is no such name, or a number is wrong."""
+    if not text.startswith(PREFIX):
+        if text in SHAPES:
+            return SHAPES[text]
+        raise InputError(f"there is no model shape '{text}'{nearest(text, SHAPES)} (others are written {_FORM})")
+    sizes, *options = text.removeprefix(PREFIX).split(",")
+    if not re.fullmatch(r"\d+x\d+x\d+", sizes, re.ASCII):
+        raise InputError(f"model shape '{text}' is not {_FORM}; write it as '{PREFIX}24x2048x16,seq=2048,vocab=50257'")
+    numbers = dict(zip(Shape._fields, map(int, sizes.split("x")), strict=False))
+    for option in options:
+        name, _, number = option.partition("=")
+        field = _OPTIONS.get(name)
+        if field is None:
+            raise InputError(f"model shape '{text}' has no option '{name}'{nearest(name, _OPTIONS)}; write {_FORM}")
+        if field in numbers or not re.fullmatch(r"\d+", number, re.ASCII):
+            fault = "twice" if field in numbers else f"as '{number}', which is no whole number"
+            raise InputError(f"model shape '{text}' gives {name} {fault}; write it once, such as {name}=2048")
+        numbers[field] = int(number)
+    return _checked(Shape(**numbers), text)
 
 
 def tokens_of(name: str) -> int | None:
     """Returns the tokens per sample of a shape; None for another model."""
-    return SHAPES[name].context if name in SHAPES else None
+    return read_shape(name).context if name in SHAPES or name.startswith(PREFIX) else None
 
 
-def estimate_profile(name: str, machine: Machine) -> Profile:
-    """Returns the profile of a shape on a machine's kinds of devices."""
-    if name not in SHAPES:
-        raise InputError(f"there is no model shape '{name}'{nearest(name, SHAPES)}")
-    layers, width, context, vocabulary = SHAPES[name]
-    kinds = {device.kind: device for device in machine.devices}
-    # Multiply-adds of a block per token: 12 width² in its matrices, 2 context · width in its attention.
-    block_flop = 2.0 * context * (12 * width * width + 2 * context * width)
-    units = [_unit("embedding", kinds, shape=SHAPES[name], parameters=(vocabulary + context) * width, flop=0.0)]
-    for n in range(layers):
-        unit = _unit(f"block{n}", kinds, SHAPES[name], 12 * width * width, block_flop, saved_per_value=34)
-        units.append(unit)
-    head_flop = 2.0 * context * width * vocabulary
-    units.append(_unit("head", kinds, SHAPES[name], vocabulary * width, head_flop, saved_per_value=4))
-    return Profile(name=name, units=tuple(units))
-
-
-def _unit(
-    name: str, kinds: dict[str, Device], shape: Shape, parameters: int, flop: float, saved_per_value: int = 2
-) -> Unit:
-    """Makes one unit; `saved_per_value` is the number of saved bytes per value of its context · width values."""
-    values = shape.context * shape.width
-    return Unit(
-        name=name,
-        times={kind: _time(device, parameters, flop, values) for kind, device in kinds.items()},
-        flop=flop,
-        parameter_bytes=_WEIGHT_BYTES * parameters,
-        gradient_bytes=_GRADIENT_BYTES * parameters,
-        optimizer_bytes=_OPTIMIZER_BYTES * parameters,
-        activation_bytes=float(saved_per_value * values),
-        boundary_bytes=2.0 * values,
-    )
-
-
-def _time(device: Device, parameters: int, flop: float, values: int) -> UnitTime:
-    rate = (device.efficiency or EFFICIENCY) * (device.flop_per_s or _NO_RATE)
-    memory_rate = device.memory_bytes_per_s or _NO_RATE
-    forward = Cost(per_sample_s=flop / rate + 4 * values / memory_rate)
-    weight = Cost(per_sample_s=forward.per_sample_s)
-    return UnitTime(
-        forward=forward,
-        backward=Cost(per_sample_s=2 * forward.per_sample_s),
-        weight_backward=weight,
-        recompute=forward,
-        update_s=parameters / (device.parameters_per_s or memory_rate / _UPDATE_TRAFFIC_BYTES),
-    )
+def _checked(shape: Shape, text: str) -> Shape:
+    for name, number in shape._asdict().items():
+        if not 1 <= number <= _MOST[name]:
+            raise InputError(f"model shape '{text}' has {number:,} as its {name}; give 1 to {_MOST[name]:,}")
+    if shape.width % shape.heads:
+        raise InputError(
+            f"model shape '{text}' divides a width of {shape.width:,} over {shape.heads:,} heads; give a number of"
+            " heads that divides the width"
+        )
+    return shape

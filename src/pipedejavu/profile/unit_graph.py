@@ -1,0 +1,58 @@
+"""Units as graphs of operations with the shapes of all tensors, to find what can be divided in them."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from pipedejavu.profile.model_trace import trace
+from pipedejavu.profile.segment import Segment, Value, make_body
+from pipedejavu.runtime.axis_region import UnitGraph
+
+
+def unit_graphs(units: Sequence[tuple[str, nn.Module]], value: Value) -> list[UnitGraph]:
+    """Returns the graphs of consecutive units, of which the first takes `value`; nothing is computed.
+
+    A segment has its graph already; other modules are traced. Raises InputError if one cannot be.
+    """
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    tensors = value if isinstance(value, tuple) else (value,)
+    fakes = tuple(mode.from_tensor(tensor) for tensor in tensors)
+    graphs = []
+    for name, unit in units:
+        body = _body(unit, fakes)
+        with torch.enable_grad(), mode:
+            fakes = _Shapes(body, mode).run(*fakes)
+        graphs.append(UnitGraph(name, body))
+    return graphs
+
+
+def _body(unit: nn.Module, inputs: tuple[Tensor, ...]) -> fx.GraphModule:
+    if isinstance(unit, Segment):
+        return unit.body_for(inputs).graph
+    # A trace makes its own fake tensors of real ones; their memory is never touched.
+    sample = tuple(torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in inputs)
+    traced = trace(unit, sample if len(sample) == 1 else (sample,))
+    outputs = [leaf for leaf in traced.outputs if isinstance(leaf, fx.Node)]
+    return make_body(traced.nodes, list(traced.inputs), outputs, traced.states, traced.held)
+
+
+class _Shapes(fx.Interpreter):
+    """Runs a graph on fake tensors and notes each node's result."""
+
+    def __init__(self, body: fx.GraphModule, mode: FakeTensorMode):
+        super().__init__(body)
+        self.mode = mode
+
+    def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:
+        """Returns a fake tensor for a parameter or buffer."""
+        held = super().get_attr(target, args, kwargs)
+        return self.mode.from_tensor(held) if isinstance(held, Tensor) else held
+
+    def run_node(self, n: fx.Node) -> Any:
+        """Notes the result of a node."""
+        result = super().run_node(n)
+        n.meta["val"] = result
+        return result
