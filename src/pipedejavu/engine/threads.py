@@ -216,26 +216,11 @@ def make_handlers(
 
     With a `compiler`, which workers may share, units run compiled. Workers that divide operators may share `divisions`.
     """
-    runners: Runners = {}
     device = device_of(program, index)
     form = ComputeFormat.of(program.plan.precision, [module for _, module in job.units])
-    departing = {
-        a.piece for a in program.workers[index].actions if a.kind == ActionKind.OFFLOAD and a.what == ValueKind.SAVED
-    }
-    divided: dict[tuple[int, int], dict[int, nn.Module]] = {}
-    if divides_operators(program):
-        divided = divided_units(program, index, wire, divisions or Divisions(program, job, batches))
-    for piece, replica in pieces_of(program, index):
-        parts = divided.get((piece, replica), {})
-        units = [(u, job.units[u][0], parts.get(u, job.units[u][1])) for u in program.pieces[piece].units]
-        if program.has_experts(piece) and program.plan.place.shards > 1:
-            units = with_divided_experts(program, replica, units, wire)
-        again, departs = program.recomputed[piece], piece in departing
-        runners[piece, replica] = PieceRunner(units, job.seed, again, departs, compiler, form).to(device)
-        if program.plan.order.head_chunks > 1 and not program.outputs[piece]:
-            runners[piece, replica].head = HeadUse(program.plan.order.head_chunks, is_early=False)
+    runners = _make_runners(program, index, job, wire, compiler, divisions or Divisions(program, job, batches))
     handlers = Handlers(program, index, runners, job, batches, wire)
-    if divided and not is_first(program, index):
+    if divides_operators(program) and not is_first(program, index):
         handlers.log.silence()
     version = -1 if program.plan.version.kind == "torn" else 0
     for (piece, replica), runner in runners.items():
@@ -249,6 +234,32 @@ def make_handlers(
             handlers.values[Value.weights(piece, replica, version, place)] = as_leaves(weights)
             put_lows(handlers, (piece, replica), lows)
     return handlers
+
+
+def _make_runners(
+    program: Program, index: int, job: Job, wire: Wire, compiler: UnitCompiler | None, divisions: Divisions
+) -> Runners:
+    """Returns the runners of a worker's pieces, with their buffers on its device."""
+    runners: Runners = {}
+    form = ComputeFormat.of(program.plan.precision, [module for _, module in job.units])
+    departing = {
+        a.piece for a in program.workers[index].actions if a.kind == ActionKind.OFFLOAD and a.what == ValueKind.SAVED
+    }
+    divided: dict[tuple[int, int], dict[int, nn.Module]] = {}
+    if divides_operators(program):
+        divided = divided_units(program, index, wire, divisions)
+    for piece, replica in pieces_of(program, index):
+        parts = divided.get((piece, replica), {})
+        units = [(u, job.units[u][0], parts.get(u, job.units[u][1])) for u in program.pieces[piece].units]
+        if program.has_experts(piece) and program.plan.place.shards > 1:
+            units = with_divided_experts(program, replica, units, wire)
+        again, departs = program.recomputed[piece], piece in departing
+        runners[piece, replica] = PieceRunner(units, job.seed, again, departs, compiler, form).to(
+            device_of(program, index)
+        )
+        if program.plan.order.head_chunks > 1 and not program.outputs[piece]:
+            runners[piece, replica].head = HeadUse(program.plan.order.head_chunks, is_early=False)
+    return runners
 
 
 def put_shards(handlers: Handlers, key: tuple[int, int]) -> None:
