@@ -151,7 +151,8 @@ def test_a_model_is_planned_for_a_machine_that_is_not_here() -> None:
     pytest.importorskip("torch")
     form = json.loads(run("plan", "zoo:mlp", "--machine", GPUS, "--batch", "8", "--json").stdout)
     assert form["machine"] == "four GPUs and a CPU"
-    assert "times are estimated from what the model computes" in form["notes"][0]
+    assert form["notes"][0].startswith("precision: bf16, split masters (a100 computes it at twice the rate")
+    assert "times are estimated from what the model computes" in form["notes"][1]
 
 
 def test_auto_trains_with_the_plan_that_it_found(tmp_path: Path) -> None:

@@ -179,8 +179,8 @@ def _read_inputs(request: PlanRequest, options: SearchOptions, progress: Progres
     is_model = request.model.startswith(("zoo:", "hf:")) or ".py:" in request.model
     notes = []
     is_measured = is_model and request.machine is None
-    if request.precision != "auto" and not is_measured:
-        raise InputError("--precision is for a model that is measured here; profiles and estimates have their own")
+    if request.precision != "auto" and not is_model:
+        raise InputError("--precision is for a model that is measured or estimated here; profiles have their own")
     if request.speed and not _is_profile(request.model):
         raise InputError("--speed is for profiles; a model's times are measured, or estimated from each device's rate")
     if request.machine is not None:
@@ -232,10 +232,16 @@ def _read_inputs(request: PlanRequest, options: SearchOptions, progress: Progres
         notes += [f"{kind}: {reason}" for kind, reason in profile.estimated.items()]
     else:
         require_torch(*MEASURING)
+        from pipedejavu.planner.precision_choice import estimated_precision
         from pipedejavu.planner.profiling import estimate_model
 
         samples = options.samples or min(options.batch, 8)
-        profiled = estimate_model(read_model(request.model), samples, machine, lambda text: progress(0.0, text))
+        chosen = estimated_precision(request.precision, machine)
+        clip = options.clip if chosen.precision.compute != "fp16" else "global"
+        options = options.replace(precision=chosen.precision, clip=clip)
+        notes += [f"precision: {decision.choice} ({decision.reason})" for decision in chosen.decisions]
+        model = read_model(request.model)
+        profiled = estimate_model(model, samples, machine, lambda text: progress(0.0, text), precision=chosen.precision)
         profile = profiled.profile
         notes.append("times are estimated from what the model computes and each device's stated rate")
     return PlanInputs(profile, machine, options, tuple(notes))
@@ -330,7 +336,11 @@ def _score(plan: RankedPlan, by_price: bool) -> float:
 def _notes(result: SearchResult, problem: PlanInputs) -> list[str]:
     looked = f"{result.num_estimated:,} estimated, {result.num_simulated} simulated, {format_seconds(result.time_s)}"
     whole = "" if result.is_complete else "; not all were looked at, so there may be better ones"
-    return [*problem.notes, f"search: {result.searcher}, as {result.reason} ({looked}{whole})", *result.notes]
+    notes = [*problem.notes, f"search: {result.searcher}, as {result.reason} ({looked}{whole})", *result.notes]
+    if result.best is not None and result.best.chance.varies:
+        low, high = map(format_seconds, result.best.chance[1:])
+        notes.append(f"error: in nine of ten such forecasts the first plan's update takes {low} to {high}")
+    return notes
 
 
 def _page(best: RankedPlan, answer: PlanAnswer, problem: PlanInputs, *, by_price: bool) -> str:
@@ -366,7 +376,8 @@ def _form(best: RankedPlan, answer: PlanAnswer, problem: PlanInputs, request: Pl
 
     def candidate(ranked: RankedPlan) -> dict[str, Any]:
         form: dict[str, Any] = json.loads(ranked.model_dump_json(exclude={"machine", "profile", "plan"}))
-        return form | {"plan": json.loads(ranked.plan.to_json()), "axes": ranked.plan.axes()}
+        shown = {"chance": ranked.chance._asdict(), "axes": ranked.plan.axes()}
+        return form | {"plan": json.loads(ranked.plan.to_json())} | shown
 
     result = answer.result
     return {

@@ -28,6 +28,7 @@ from pipedejavu.engine.tensor_parallel import (
     divides_operators,
     is_first,
 )
+from pipedejavu.engine.unit_random import Unit
 from pipedejavu.engine.wire import Exchange, ThreadWire, Wire, WireStoppedError, staged
 from pipedejavu.engine.worker_loop import WorkerLoop
 from pipedejavu.engine.worker_thread import WorkerThread
@@ -216,53 +217,58 @@ def make_handlers(
 
     With a `compiler`, which workers may share, units run compiled. Workers that divide operators may share `divisions`.
     """
-    device = device_of(program, index)
     form = ComputeFormat.of(program.plan.precision, [module for _, module in job.units])
-    runners = _make_runners(program, index, job, wire, compiler, divisions or Divisions(program, job, batches))
-    handlers = Handlers(program, index, runners, job, batches, wire)
-    if divides_operators(program) and not is_first(program, index):
-        handlers.log.silence()
-    version = -1 if program.plan.version.kind == "torn" else 0
-    for (piece, replica), runner in runners.items():
-        if is_sharded(program, piece):
-            put_shards(handlers, (piece, replica))
-            continue
-        for place in [place for kind, place in resting(program, piece) if kind == ValueKind.WEIGHTS]:
-            weights, lows = weights_of(runner.initial, runner.lowered, is_split=form.is_split)
-            if device != CPU:
-                weights = {n: w.pin_memory() if place == HOST else w.to(device) for n, w in weights.items()}
-            handlers.values[Value.weights(piece, replica, version, place)] = as_leaves(weights)
-            put_lows(handlers, (piece, replica), lows)
-    return handlers
-
-
-def _make_runners(
-    program: Program, index: int, job: Job, wire: Wire, compiler: UnitCompiler | None, divisions: Divisions
-) -> Runners:
-    """Returns the runners of a worker's pieces, with their buffers on its device."""
-    runners: Runners = {}
-    form = ComputeFormat.of(program.plan.precision, [module for _, module in job.units])
-    departing = {
-        a.piece for a in program.workers[index].actions if a.kind == ActionKind.OFFLOAD and a.what == ValueKind.SAVED
-    }
     divided: dict[tuple[int, int], dict[int, nn.Module]] = {}
     if divides_operators(program):
-        divided = divided_units(program, index, wire, divisions)
+        divided = divided_units(program, index, wire, divisions or Divisions(program, job, batches))
+    runners: Runners = {}
     for piece, replica in pieces_of(program, index):
         parts = divided.get((piece, replica), {})
         units = [(u, job.units[u][0], parts.get(u, job.units[u][1])) for u in program.pieces[piece].units]
         if program.has_experts(piece) and program.plan.place.shards > 1:
             units = with_divided_experts(program, replica, units, wire)
-        again, departs = program.recomputed[piece], piece in departing
-        runners[piece, replica] = PieceRunner(units, job.seed, again, departs, compiler, form).to(
-            device_of(program, index)
-        )
-        if program.plan.order.head_chunks > 1 and not program.outputs[piece]:
-            runners[piece, replica].head = HeadUse(program.plan.order.head_chunks, is_early=False)
-    return runners
+        runners[piece, replica] = _make_runner(program, index, piece, units, job.seed, compiler, form)
+    handlers = Handlers(program, index, runners, job, batches, wire)
+    if divides_operators(program) and not is_first(program, index):
+        handlers.log.silence()
+    for key in runners:
+        put = _put_shards if is_sharded(program, key[0]) else _put_weights
+        put(handlers, key)
+    return handlers
 
 
-def put_shards(handlers: Handlers, key: tuple[int, int]) -> None:
+def _make_runner(
+    program: Program,
+    index: int,
+    piece: int,
+    units: list[Unit],
+    seed: int,
+    compiler: UnitCompiler | None,
+    form: ComputeFormat,
+) -> PieceRunner:
+    departs = any(
+        a.kind == ActionKind.OFFLOAD and a.what == ValueKind.SAVED and a.piece == piece
+        for a in program.workers[index].actions
+    )
+    runner = PieceRunner(units, seed, program.recomputed[piece], departs, compiler, form)
+    if program.plan.order.head_chunks > 1 and not program.outputs[piece]:
+        runner.head = HeadUse(program.plan.order.head_chunks, is_early=False)
+    return runner.to(device_of(program, index))
+
+
+def _put_weights(handlers: Handlers, key: tuple[int, int]) -> None:
+    """Puts the initial weights of a piece into their resting places."""
+    program, device, runner = handlers.program, handlers.device, handlers.runners[key]
+    version = -1 if program.plan.version.kind == "torn" else 0
+    for place in [place for kind, place in resting(program, key[0]) if kind == ValueKind.WEIGHTS]:
+        weights, lows = weights_of(runner.initial, runner.lowered, is_split=runner.form.is_split)
+        if device != CPU:
+            weights = {n: w.pin_memory() if place == HOST else w.to(device) for n, w in weights.items()}
+        handlers.values[Value.weights(*key, version, place)] = as_leaves(weights)
+        put_lows(handlers, key, lows)
+
+
+def _put_shards(handlers: Handlers, key: tuple[int, int]) -> None:
     """Begins a piece whose state is divided over replicas with its initial weights."""
     (piece, replica), runner = key, handlers.runners[key]
     weights, lows = weights_of(runner.initial, runner.lowered, is_split=runner.form.is_split)
