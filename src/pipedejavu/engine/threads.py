@@ -229,7 +229,7 @@ def make_handlers(
             units = with_divided_experts(program, replica, units, wire)
         runners[piece, replica] = _make_runner(program, index, piece, units, job.seed, compiler, form)
     handlers = Handlers(program, index, runners, job, batches, wire)
-    if divided and not is_first(program, index):
+    if divides_operators(program) and not is_first(program, index):
         handlers.log.silence()
     for key in runners:
         put = _put_shards if is_sharded(program, key[0]) else _put_weights
