@@ -5,6 +5,7 @@
     python bench/published.py FIT.csv --shipped              # fits nothing, and scores the constants as shipped
     … --machine "64x(8xa100-80gb), 800Gb/s"                  # the machine that the rows were measured on
     … --kept                                                 # the rows of FIT.csv keep activations
+    … --any-batch                                            # ranks rows of all batches together, per sample
 
 A row becomes a plan (1F1B, layers in equal runs, every layer recomputed, tensor-parallel groups on neighbouring GPUs),
 and the plan is compiled for the profile of its shape and simulated, as `pipedejavu plan` does. The file has a header
@@ -29,13 +30,15 @@ from pipedejavu.facts.cluster import SUM_START_S
 from pipedejavu.plan import Cut, Feed, Order, Place, Plan, Reduce
 from pipedejavu.search.candidate_plan import PlanningProblem
 from pipedejavu.search.ranking import time_plan
-from pipedejavu.zoo.gpt_profile import GptConstants, profile_of
+from pipedejavu.zoo.gpt_profile import FITTED_ERROR, GptConstants, profile_of
 from pipedejavu.zoo.gpt_shape import Shape
 
 COLUMNS = ("gpus", "batch", "micro", "width", "heads", "layers", "context", "tensor", "data", "pipeline", "time_ms")
 TRIES, NUDGE, CONVERGED = 40, 1e-3, 1e-4
 CLIFF = 0.05
 """Errors beyond this count by their size and no longer by its square, so that single rows do not decide."""
+NORMAL_80 = 1.2816
+"""80 % of a normal distribution lies within this many standard deviations of its mean."""
 LEAST = 3
 """Rows of a group whose ranks are compared."""
 
@@ -222,9 +225,14 @@ class Score(NamedTuple):
     rank: float
     regret: float
     worst_regret: float
+    covered: float
+    """Share of the rows within the 80 % interval of the forecast."""
 
     def __str__(self) -> str:
-        text = f"mean {self.mean:.1%}, median {self.median:.1%}, worst {self.worst:.0%}, bias {self.bias:+.1%}"
+        text = (
+            f"mean {self.mean:.1%}, median {self.median:.1%}, worst {self.worst:.0%}, bias {self.bias:+.1%},"
+            f" {self.covered:.0%} within the 80 % interval"
+        )
         if not self.groups:
             return text
         return (
@@ -236,11 +244,12 @@ class Score(NamedTuple):
 Forecasts = Sequence[tuple[Row, float]]
 
 
-def score(forecasts: Forecasts) -> Score:
+def score(forecasts: Forecasts, *, any_batch: bool = False) -> Score:
     errors = [time_s / row.time_s - 1 for row, time_s in forecasts]
     groups: dict[object, list[tuple[float, float]]] = defaultdict(list)
     for row, time_s in forecasts:
-        groups[row.group].append((row.time_s, time_s))
+        group, size = ((row.gpus, row.shape), row.batch) if any_batch else (row.group, 1)
+        groups[group].append((row.time_s / size, time_s / size))
     ranks, regrets = [], []
     for pairs in (pairs for pairs in groups.values() if len(pairs) >= LEAST):
         real, forecast = zip(*pairs, strict=True)
@@ -257,6 +266,7 @@ def score(forecasts: Forecasts) -> Score:
         mean(ranks or [0.0]),
         mean(regrets or [0.0]),
         max(regrets or [0.0]),
+        mean(abs(math.log1p(error)) <= NORMAL_80 * FITTED_ERROR for error in errors),
     )
 
 
@@ -288,8 +298,8 @@ def forecast(rows: Sequence[Row], constants: Constants) -> list[tuple[Row, float
     return [(row, row.forecast_s(constants)) for row in rows]
 
 
-def print_score(name: str, forecasts: Forecasts) -> None:
-    print(f"{name}: {len(forecasts)} rows, {score(forecasts)}", flush=True)
+def print_score(name: str, forecasts: Forecasts, *, any_batch: bool = False) -> None:
+    print(f"{name}: {len(forecasts)} rows, {score(forecasts, any_batch=any_batch)}", flush=True)
     for size, key in SIZES.items():
         cells = []
         for value in sorted({key(row) for row, _ in forecasts}):
@@ -324,6 +334,7 @@ def main() -> None:
     parser.add_argument("--machine", default="64x(8xa100-80gb), 800Gb/s", help="the machine of the rows")
     parser.add_argument("--vocabulary", type=int, default=51200)
     parser.add_argument("--shipped", action="store_true", help="fit nothing")
+    parser.add_argument("--any-batch", action="store_true", help="rank rows of all batches together, per sample")
     parser.add_argument("--kept", action="store_true", help="the rows of the first file keep activations")
     asked = parser.parse_args()
     machine = read_machine(asked.machine)
@@ -333,9 +344,10 @@ def main() -> None:
         return
     constants = Constants() if asked.shipped else calibrate(rows)
     print(f"constants {'as shipped' if asked.shipped else f'fitted to {asked.file}'}: {show(constants)}")
-    print_score(asked.file, forecast(rows, constants))
+    print_score(asked.file, forecast(rows, constants), any_batch=asked.any_batch)
     for path in asked.score:
-        print_score(path, forecast(read_rows(path, machine, vocabulary=asked.vocabulary), constants))
+        others = read_rows(path, machine, vocabulary=asked.vocabulary)
+        print_score(path, forecast(others, constants), any_batch=asked.any_batch)
 
 
 if __name__ == "__main__":

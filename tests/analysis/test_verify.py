@@ -310,6 +310,11 @@ def test_workers_on_one_device_share_its_memory(model, computer, resize):
 
 # Plans that break a rule: the plan, and what it is told.
 
+
+def moe(**changes) -> Plan:
+    return preset("moe").plan.replace(**changes)
+
+
 BROKEN: list[tuple[Plan, str, str]] = [
     (
         preset("pipedream").plan.replace(keep=Keep(versions=1)),
@@ -502,6 +507,18 @@ BROKEN: list[tuple[Plan, str, str]] = [
         "set reduce.combiner to 'sum' and feed.kind to 'microbatch', or use keep 'replicated'",
     ),
     (
+        preset("megatron").plan.replace(
+            place=Place(replicas=2, shards=2), keep=Keep(kind="zero-2"), reduce=Reduce(wire="reduce-scatter")
+        ),
+        "keep 'zero-2' divides the state of whole operators, and each of 2 shards of a layout cut holds a part",
+        "use keep 'replicated', or set place.shards to 1",
+    ),
+    (
+        preset("zero-2").plan.replace(precision=Precision(moments="int8")),
+        "keep 'zero-2' divides moments at other places than between the blocks of values that int8 scales together",
+        "set precision.moments to 'bf16' or 'fp32', or use keep 'replicated'",
+    ),
+    (
         preset("zero-3").at(workers=1),
         "keep 'zero-3' divides state over replicas, and the plan has one",
         "use more replicas, or keep 'replicated'",
@@ -638,6 +655,52 @@ BROKEN: list[tuple[Plan, str, str]] = [
         "gradients of fp16 may overflow, and all workers skip such an update by the norm that they share",
         "set reduce.clip to 'global', or use compute 'bf16'",
     ),
+    (
+        moe(cut=Cut(kind="layout", layouts=("expert", "col"))),
+        "layout 'expert' divides experts over workers with different samples, and 'expert col' divides other operators"
+        " too",
+        "leave the other layouts out",
+    ),
+    (
+        moe(feed=Feed(kind="same")),
+        "layout 'expert' exchanges rows among workers that each train microbatches of their own for the same update",
+        "use feed 'microbatch', version 'sync' and wire 'all-reduce'",
+    ),
+    (
+        moe(keep=Keep(kind="host")),
+        "layout 'expert' keeps each unit as a piece of its own, whose state is on the device",
+        "use keep 'replicated', and set order.is_eager",
+    ),
+    (
+        moe(is_compiled=True),
+        "layout 'expert' exchanges rows inside units, which compiled units cannot do",
+        "switch is_compiled off",
+    ),
+    (
+        moe(name="dense"),
+        "layout 'expert' divides experts, and no unit of this model has any that are stacked in one parameter",
+        "use another plan, such as preset:ddp, or measure the model again (--renew)",
+    ),
+    (
+        moe(place=Place(shards=12)),
+        "layout 'expert' divides 8 experts, the fewest of a unit, over 12 workers",
+        "set place.shards to 8 or less",
+    ),
+    (
+        moe(place=Place(shards=3)),
+        "layout 'expert' gives each of 3 workers as many experts, and a unit has 8",
+        "set place.shards to a number that divides the experts of every unit",
+    ),
+    (
+        moe(place=Place(shards=2)),
+        "the workers of layout 'expert' send 6 rows of their microbatches to 8 experts, of which some get none",
+        "use larger microbatches",
+    ),
+    (
+        Plan(cut=Cut(capacity=1.25)),
+        "cut.capacity limits the rows of experts, and cut 'whole(1.25)' divides none",
+        "leave cut.capacity out, or use layout 'expert'",
+    ),
 ]
 
 
@@ -648,15 +711,21 @@ def told(plan: Plan, profile) -> tuple[str, ...]:
     return caught.value.faults
 
 
+def profile_for(plan: Plan, model):
+    profile = model(8, tie=(0, 7)) if plan.name == "tied" else model(8)
+    if plan.name == "dense":
+        profile = profile.replace(units=tuple(unit.replace(expert_share=0.0, num_experts=0) for unit in profile.units))
+    return profile
+
+
 @pytest.mark.parametrize(("plan", "reason", "remedy"), BROKEN, ids=[reason[:60] for _, reason, _ in BROKEN])
 def test_a_broken_rule_says_why_and_what_to_change(plan, reason, remedy, model):
-    profile = model(8, tie=(0, 7)) if plan.name == "tied" else model(8)
-    assert f"{reason}; {remedy}" in told(plan, profile)
+    assert f"{reason}; {remedy}" in told(plan, profile_for(plan, model))
 
 
 @pytest.mark.parametrize("rule", RULES, ids=[rule.reason[:60] for rule in RULES])
 def test_every_rule_is_broken_by_one_of_the_plans_above(rule, model):
-    assert any(rule.breaks(plan, model(8, tie=(0, 7)) if plan.name == "tied" else model(8)) for plan, _, _ in BROKEN)
+    assert any(rule.breaks(plan, profile_for(plan, model)) for plan, _, _ in BROKEN)
 
 
 @pytest.mark.parametrize("name", presets())
@@ -672,7 +741,7 @@ def test_all_broken_rules_are_reported_at_once(model):
 @pytest.mark.parametrize("plan", [plan for plan, _, _ in BROKEN], ids=[plan.name for plan, _, _ in BROKEN])
 def test_a_plan_that_breaks_a_rule_is_never_compiled(plan, model, computer):
     with pytest.raises(InputError):
-        compile_plan(plan, model(12, tie=(0, 11)), computer(16))
+        compile_plan(plan, profile_for(plan, model), computer(16))
 
 
 # The ten illegal combinations that the definitions end with, in their order.

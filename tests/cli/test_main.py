@@ -283,7 +283,11 @@ def test_train_continues_from_the_best_of_several_initialisations(tmp_path: Path
     [
         (("gpt-tiny",), "'gpt-tiny' is not a model that can be trained; use zoo:NAME"),
         (("zoo:gpt-tyni",), "there is no model 'zoo:gpt-tyni'; did you mean 'gpt-tiny'?"),
-        (("zoo:mlp", "--plan", "preset:zero-3"), "the engine does not run keep 'zero-3' yet"),
+        (("zoo:mlp", "--plan", "preset:distreal"), "the engine does not run feed 'mask' yet"),
+        (
+            ("zoo:mlp", "--plan", "preset:zero-3", "--workers", "1"),
+            "keep 'zero-3' divides state over replicas, and the plan has one; use more replicas, or keep 'replicated'",
+        ),
         (("zoo:mlp", "--plan", "preset:1f1b", "--workers", "99"), "the plan has 99 stages but profile 'mlp' has"),
         (("zoo:mlp", "--dtype", "int8", "--optimizer", "adam"), "the options of train has 2 faults"),
         (

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from pipedejavu.facts import Machine, Profile
+from pipedejavu.facts import Machine, Profile, Survey
 from pipedejavu.plan import Plan, preset
 from tests.cli.test_main import EXAMPLES, refused, run
 from tests.search.case import machine, profile
@@ -55,14 +55,62 @@ def test_a_stage_of_its_own_degree_is_told_written_and_only_costed(tmp_path: Pat
     asked = files(tmp_path, model, machine(["fast"] * 4, room=round(2.6 * gib), within=1e10))
     text = run("plan", *asked, "--costed", "--out", out).stdout
     assert "stages 1-2, operators over 2-1 devices (costed only)" in text
-    reason = "the engine does not yet divide operators over devices (place 'linear ×1-2 mesh(2-1)')"
+    reason = "the engine does not divide operators with tensor-parallel groups of different sizes (2-1)"
     assert f"\nIt is only costed: {reason}.\n" in text
     assert Plan.load(out).place.stage_shards == (2, 1)
     simulated = run("simulate", out, "--profile", asked[0], *asked[1:]).stdout
     assert "gpu0 +1" in simulated
     pytest.importorskip("torch")
     told = refused("train", "zoo:mlp", "--plan", out)
-    assert "the engine does not run operators divided over teams yet; plan 'stages 1-2, " in told
+    assert "the engine does not run that with tensor-parallel groups of different sizes (2-1)" in told
+
+
+def test_a_published_profile_is_planned_at_given_speeds(tmp_path: Path) -> None:
+    # The convolution computes and the linear layer has the weights: three replicas of the one, the other on a slow GPU.
+    text = "node{} -- {} -- forward_compute_time={}, backward_compute_time={}, activation_size=1e6, parameter_size={}\n"
+    graph = tmp_path / "small-graph.txt"
+    graph.write_text(
+        text.format(1, "Conv2d()", 10, 20, 4e3) + text.format(2, "Linear()", 1, 1, 4e9) + "\tnode1 -- node2\n"
+    )
+    machine(["fast"] * 3 + ["half"], within=1e10).save(tmp_path / "machine.json")
+    asked = ("plan", str(graph), "--machine", str(tmp_path / "machine.json"), "--batch", "6", "--json")
+    best = json.loads(run(*asked, "--speed", "half=0.5").stdout)["candidates"][0]
+    assert best["plan"]["place"]["stage_replicas"] == [3, 1]
+    assert "devices" not in best["plan"]["place"]  # the machine's own order
+    simulated = ("simulate", "preset:1f1b", "--profile", str(graph), "--workers", "1", "--microbatches", "1", "--json")
+    plain, slow = (
+        json.loads(run(*simulated, "--machine", str(tmp_path / "machine.json"), *more).stdout)["makespan_s"]
+        for more in ((), ("--speed", "fast=0.5"))
+    )
+    assert slow == pytest.approx(2 * plain)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (("--speed", "fast"), "--speed is KIND=FACTOR with a factor above 0, such as xeon=0.04, not 'fast'"),
+        (("--speed", "fast=0"), "--speed is KIND=FACTOR with a factor above 0, such as xeon=0.04, not 'fast=0'"),
+        (("--speed", "fast=2", "--speed", "fast=3"), "--speed gives 'fast' twice; give each kind once"),
+    ],
+)
+def test_speeds_that_are_none_are_refused(arguments: tuple[str, ...], sentence: str, tmp_path: Path) -> None:
+    assert sentence in refused("plan", *files(tmp_path, profile([1e-3]), machine(["fast"])), *arguments)
+
+
+def test_a_speed_is_for_profiles() -> None:
+    text = refused("plan", "gpt-small", "--machine", GPUS, "--speed", "a100=2")
+    assert "--speed is for profiles; a model's times are measured, or estimated from each device's rate" in text
+    text = refused("simulate", "preset:1f1b", "--model", "gpt-small", "--speed", "a100=2")
+    assert "--speed is for --profile; a shape's times are estimated from each device's rate" in text
+
+
+def test_a_disturbed_survey_is_said(tmp_path: Path) -> None:
+    place = machine(["fast"])
+    disturbed = place.replace(survey=Survey(date="2026-11-19", time_s=1.0, disturbance="other processes kept it busy"))
+    asked = files(tmp_path, profile([1e-3]), disturbed)
+    assert "machine: other processes kept it busy" in json.loads(run("plan", *asked, "--json").stdout)["notes"]
+    simulated = run("simulate", "preset:1f1b", "--workers", "1", "--profile", *asked, "--json").stdout
+    assert "machine: other processes kept it busy" in json.loads(simulated)["notes"]
 
 
 def test_the_least_price_is_told_in_prices(tmp_path: Path) -> None:

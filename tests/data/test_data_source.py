@@ -33,7 +33,7 @@ def test_a_folder_is_its_texts_one_after_another_with_an_end_token_between(tmp_p
     (folder / "sub" / "b.md").write_text("second text")
     (folder / ".hidden").write_text("never read")
     (folder / "c.txt").write_text("")
-    data = opened(folder)
+    data = opened(folder, packing="stream")
     stream = list("Grüße aus Köln, heute".encode() + b"\0second text\0")
     assert len(data) == (len(stream) - 1) // 8
     inputs, targets = data.batch(range(len(data)))
@@ -342,7 +342,7 @@ def test_a_folder_that_datasets_has_saved_is_read_without_datasets(tmp_path):
         file.write_table(table)
     (folder / "state.json").write_text("{}")
     (folder / "dataset_info.json").write_text("{}")
-    inputs, targets = opened(folder, TokenForm(context=6)).batch([0])
+    inputs, targets = opened(folder, TokenForm(context=6), packing="stream").batch([0])
     assert bytes([*inputs[0].tolist(), int(targets[0, -1])]) == b"ab\0cde\0"
     (tmp_path / "dataset_dict.json").write_text("{}")
     with pytest.raises(InputError, match="is a folder of `datasets` with splits: saved; give the folder of one"):
@@ -354,3 +354,40 @@ def test_a_column_that_is_not_there_is_told_with_the_nearest(tmp_path):
     file.write_text("body,title\nsome text,a title\n")
     with pytest.raises(InputError, match="line 2 has no 'boddy', which --columns names as text; did you mean 'body'"):
         opened(file, columns="text=boddy")
+
+
+@pytest.fixture
+def texts(tmp_path):
+    write(tmp_path / "texts.jsonl", *({"text": text} for text in ("abcdefghij", "kl", "", "mnopq", "r" * 20)))
+    return tmp_path / "texts.jsonl"
+
+
+def test_documents_in_a_row_have_positions_of_their_own_and_do_not_predict_each_other(texts) -> None:
+    data = open_choice(DataChoice(name=str(texts)), FORM, default="stdlib", separates=lambda: True)
+    (tokens, positions), targets = data.batch([0, 1, 2])
+    assert bytes(tokens[0].tolist()) == b"abcdefgh"
+    assert positions[0].tolist() == [*range(8)]
+    assert bytes(tokens[1].tolist()) == b"ij\0kl\0mn"
+    assert positions[1].tolist() == [0, 1, 2, 0, 1, 2, 0, 1]
+    assert targets[1].tolist() == [ord("j"), 0, -100, ord("l"), 0, -100, ord("n"), ord("o")]
+    assert targets[2].tolist() == [*b"pq\0", -100, *b"rrrr"]
+
+
+def test_texts_are_rows_of_their_own_for_a_model_that_does_not_separate_them(texts, capsys) -> None:
+    for packing in ("documents", "rows"):
+        data = opened(texts, packing=packing)
+        inputs, targets = data.batch(range(len(data)))
+        rows = [bytes(t for t in row if t != -100) for row in targets.tolist()]
+        assert rows == [b"bcdefghi", b"j\0", b"l\0", b"nopq\0", b"rrrrrrrr", b"rrrrrrrr", b"rrr\0"]
+        assert bytes(inputs[1, :2].tolist()) == b"ij"
+    assert "the model does not take several documents in a row, so of" in capsys.readouterr().err
+    masked = TokenForm(context=8, vocabulary=257, objective="masked")
+    assert opened(texts, masked).batch([0])[0].shape == (1, 8)  # one stream: it would see padding
+    with pytest.raises(InputError, match="--packing rows is for models that predict the next token, and this one"):
+        opened(texts, masked, packing="rows")
+
+
+def test_one_text_is_a_stream_without_positions(tmp_path) -> None:
+    (tmp_path / "a.txt").write_text("x" * 30)
+    data = open_choice(DataChoice(name=str(tmp_path / "a.txt")), FORM, default="stdlib", separates=lambda: True)
+    assert isinstance(data.batch([0])[0], torch.Tensor)

@@ -17,9 +17,11 @@ from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 from pipedejavu.engine import AdamW, Job, Outcome, Sgd, audit, run_threads, unit_random
 from pipedejavu.facts import Cost, Device, Host, Link, Machine, Profile, Tie, Unit, UnitTime
 from pipedejavu.plan import Plan, preset
+from pipedejavu.profile.expert_rows import expert_share
 from pipedejavu.profile.unit_graph import unit_graphs
 from pipedejavu.program import Program
 from pipedejavu.program import compile as compile_plan
+from pipedejavu.zoo.moe import Mixture, MoeSize
 
 torch.set_num_threads(1)
 
@@ -142,11 +144,33 @@ def gpt_samples(sizes: list[int], random: torch.Generator) -> Samples:
     return Samples(x, y, [int((t != -100).sum()) for t in y])
 
 
+class Routed(nn.Module):
+    """A mixture of experts beside its input, with dropout."""
+
+    def __init__(self, size: MoeSize, dropout: float) -> None:
+        super().__init__()
+        self.norm, self.mixture, self.drop = nn.LayerNorm(4), Mixture(size), nn.Dropout(dropout)
+        for parameter in self.mixture.parameters():
+            nn.init.normal_(parameter)
+
+    def forward(self, x: Tensor) -> Tensor:
+        mixed, _ = self.mixture(self.norm(x))
+        return x + self.drop(mixed)
+
+
+def moe(count: int, dropout: float = 0.2, experts: int = 4) -> Units:
+    """A GPT of which every block is a mixture; its experts have fewer slots than some sequences need."""
+    size = MoeSize(layers=1, width=4, heads=1, context=3, experts=experts)
+    blocks: Units = [(f"u{n}", Routed(size, dropout)) for n in range(1, count - 1)]
+    return [("u0", Embedding(dropout)), *blocks, (f"u{count - 1}", nn.Linear(4, 7))]
+
+
 MODELS: dict[str, tuple[Callable[[int], Units], Callable[[list[int], torch.Generator], Samples]]] = {
     "mlp": (mlp, mlp_samples),
     "convnet": (convnet, convnet_samples),
     "gpt": (gpt, gpt_samples),
     "calm-gpt": (calm_gpt, gpt_samples),
+    "moe": (moe, gpt_samples),
 }
 
 TIME = UnitTime(
@@ -171,6 +195,7 @@ def profile_of(units: Units, ties: int) -> Profile:
                 optimizer_bytes=2 * size,
                 activation_bytes=8.0,
                 boundary_bytes=8.0,
+                expert_share=expert_share(module),
             )
         )
     tied = tuple(Tie(units=(units[0][0], units[-1][0]), size_bytes=8) for _ in range(ties))

@@ -91,13 +91,16 @@ def divided_case(
     clip_norm: float | None = None,
     optimizer: AdamW | Sgd | None = None,
     rounds: int = 2,
+    layout: str = "",
     **order: Any,
 ) -> Case:
     """Returns a case of tensor × pipeline × data parallelism with microbatches of four samples."""
     plan = Plan(
         name="divided",
-        cut=Cut(kind="chain") if workers > 1 else Cut(),
-        place=Place(workers=workers, replicas=replicas, stage_shards=(shards,) * workers if shards > 1 else None),
+        cut=Cut(kind="layout", layouts=(layout,)) if layout else Cut(kind="chain") if workers > 1 else Cut(),
+        place=Place(workers=workers, replicas=replicas, shards=shards)
+        if layout
+        else Place(workers=workers, replicas=replicas, stage_shards=(shards,) * workers if shards > 1 else None),
         order=Order(kind="1f1b" if workers > 1 else "step", **order),
         feed=Feed(microbatches=3, samples=4),
         reduce=Reduce(wire="all-reduce" if replicas > 1 else "none", clip="global" if clip_norm else "none"),

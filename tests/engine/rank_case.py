@@ -10,6 +10,7 @@ import time
 import torch
 import torch.distributed as dist
 
+from pipedejavu.engine import rank_wire
 from pipedejavu.engine.handlers import Handlers
 from pipedejavu.engine.rank_process import RankRun
 from pipedejavu.engine.threads import final_weights
@@ -27,6 +28,7 @@ CASES = {
     "zero-1": ("zero-1", "gpt", {"workers": 2, "microbatches": 2, "clip": "global", "clip_norm": 0.1}),
     "zero-2": ("zero-2", "calm-gpt", {"workers": 2, "microbatches": 1}),
     "zero-3": ("zero-3", "gpt", {"workers": 2, "microbatches": 2}),
+    "experts": ("moe", "moe", {"workers": 2, "microbatches": 2, "clip": "global", "clip_norm": 0.3}),
     "zero-r": ("zero-r", "mlp", {"workers": 2, "microbatches": 2}),
 }
 """Preset, model and sizes."""
@@ -39,8 +41,11 @@ def case_of(name, type_):
     return make_case(preset, model, **sizes, steps=2, rounds=3, type_=type_)
 
 
-def run_rank(rank, folder, names, type_, late, cycles=2_000_000):
-    """Runs cases as one of two ranks; `late` delays what it does at random, lane by lane."""
+def run_rank(rank, folder, names, type_, late, cycles=2_000_000, over_gloo=False):
+    """Runs cases as one of two ranks; `late` delays what it does at random, lane by lane.
+
+    With `over_gloo` the ranks are as those of hosts that share no memory.
+    """
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # sums in one order, whatever the stream
     torch.set_num_threads(1)
@@ -51,6 +56,8 @@ def run_rank(rank, folder, names, type_, late, cycles=2_000_000):
         case = case_of(name, type_)
         is_on_gpu = case.device.type == "cuda" and not case.plan.place.cpu_replicas
         wanted = WireKind.CUDA_IPC if is_on_gpu else WireKind.SHARED_MEMORY
+        if over_gloo:
+            rank_wire.open_listener, wanted = (lambda: None), WireKind.GLOO
         run = RankRun(case.program, case.job, case.batches)
         wire = run.wire
         assert {choice.kind for choice in (*wire.edges.values(), *wire.groups.values())} == {wanted}, wire.describe()

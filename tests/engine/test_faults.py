@@ -75,7 +75,9 @@ def test_the_exception_of_a_unit_reaches_the_caller(make, name, worker, where):
     assert error is case.units[2 * worker][1].error
 
 
-@pytest.mark.parametrize("name", ["ddp", "parameter-server", "easgd", "hogwild", "coarse", "hetpipe", "byteps"])
+@pytest.mark.parametrize(
+    "name", ["ddp", "zero-1", "zero-2", "zero-3", "parameter-server", "easgd", "hogwild", "coarse", "hetpipe", "byteps"]
+)
 def test_workers_that_wait_for_a_group_or_a_server_end_too(make, name):
     case = make(name, workers=2, microbatches=4, units=4)
     case.units[1] = ("u1", Breaks(2, "forward"))
@@ -85,10 +87,10 @@ def test_workers_that_wait_for_a_group_or_a_server_end_too(make, name):
 def broken_when(method, is_it):
     """Returns a method that raises where `is_it` says so."""
 
-    def run(self, *args):
+    def run(self, *args, **named):
         if is_it(self, *args):
             raise BrokenError(f"{method.__name__} is broken")
-        return method(self, *args)
+        return method(self, *args, **named)
 
     return run
 
@@ -100,6 +102,8 @@ def broken_when(method, is_it):
         ("net out", "1f1b", "send", ThreadWire),
         ("net in", "1f1b", "receive", ThreadWire),
         ("net group", "ddp", "add_up", ThreadWire),
+        ("scattered sum", "zero-2", "reduce_scatter", ThreadWire),
+        ("gather", "zero-3", "all_gather", ThreadWire),
         ("server out", "parameter-server", "send", ThreadWire),
         ("host", "fine", "do", None),
         ("copy-out", "fine", "offload", Handlers),

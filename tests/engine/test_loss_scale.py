@@ -1,13 +1,16 @@
 """fp16: the loss is scaled as GradScaler does, overflows are left out on all workers, and counted."""
 
 import copy
+import math
 from dataclasses import replace
 
 import pytest
 import torch
 
-from pipedejavu.engine import AdamW, judge, run_threads
-from pipedejavu.engine.loss_scale import FIRST, INTERVAL, LossScale
+from pipedejavu.engine import AdamW, judge, loss_scale, run_threads
+from pipedejavu.engine.engine_state import put_all, take_all
+from pipedejavu.engine.loss_scale import FIRST, INTERVAL, SAVED, LossScale
+from pipedejavu.engine.threads import Threads
 from pipedejavu.facts import InputError
 from pipedejavu.plan import Plan, Precision
 from tests.engine.case import Case, make_case
@@ -99,3 +102,52 @@ def test_gradients_that_overflow_for_ever_stop_the_run() -> None:
     said = "gradients overflow fp16 in step 17 even at a loss scale of 1, after 17 updates in a row"
     with pytest.raises(InputError, match=said):
         run_threads(case.program, case.job, case.batches, 40)
+
+
+def loud(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return 64 * torch.nn.functional.cross_entropy(output, target, reduction="sum")
+
+
+@pytest.mark.parametrize("saved_after", [1, 2, 4])
+def test_a_resumed_run_has_the_scales_and_the_bits_of_an_undisturbed_one(monkeypatch, saved_after: int) -> None:
+    """The first updates overflow; later, five clean ones double the scale again, in the middle of which it is saved."""
+    monkeypatch.setattr(loss_scale, "INTERVAL", 5)
+    case = replace(case_of(), rounds=8)
+    case.job.__dict__["loss"] = loud
+
+    def run(rounds: int, state: dict[str, torch.Tensor] | None = None, done: int = 0) -> Threads:
+        threads = Threads(case.program, case.job, case.batches)
+        if state is not None:
+            put_all(threads, done * case.plan.steps, state.get)
+        for _ in range(rounds):
+            threads.run()
+        return threads
+
+    whole = run(8)
+    saved = take_all(run(saved_after))
+    assert saved[SAVED].numel() == 3
+    resumed = run(8 - saved_after, saved, saved_after)
+    for one, other in zip(whole.handlers, resumed.handlers, strict=True):
+        assert vars(one.scale) == vars(other.scale)
+    assert whole.handlers[0].scale.next != FIRST
+    first, second = take_all(whole), take_all(resumed)
+    assert first.keys() == second.keys()
+    assert all(first[name].equal(second[name]) for name in first)
+    del saved[SAVED]
+    forgetful = run(8 - saved_after, saved, saved_after)
+    assert vars(forgetful.handlers[0].scale) != vars(whole.handlers[0].scale)
+
+
+def test_a_scale_that_was_never_saved_is_refused() -> None:
+    own = LossScale(Plan(precision=FP16))
+    for wrong in ([0.0, 0, 0], [8.0, 2000, 0], [1.0], [math.inf] * 3):
+        with pytest.raises(
+            InputError, match=r"^the checkpoint has a loss scale of .* go on from an earlier checkpoint"
+        ):
+            own.restore(torch.tensor(wrong))
+    own.restore(torch.tensor([8.0, 3, 1], dtype=torch.float64))
+    assert (own.next, own.num_clean, own.num_skipped) == (8.0, 3, 1)
+    plain = LossScale(Plan())
+    plain.restore(torch.tensor([8.0, 3, 1]))
+    assert plain.next == 1
+    assert plain.saved() == {}

@@ -18,6 +18,10 @@ def test_two_processes_have_the_bits_of_two_threads(tmp_path, late):
     run_two(str(tmp_path), tuple(CASES), "cpu", late)
 
 
+def test_two_processes_that_share_no_memory_have_the_bits_of_two_threads(tmp_path):
+    run_two(str(tmp_path), ("zero-1", "zero-2", "zero-3", "1f1b"), "cpu", False, 0, True)
+
+
 @pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("type_", [pytest.param("gpu", marks=on_gpu)])
 def test_two_processes_on_one_gpu_have_the_bits_of_two_threads(tmp_path, type_, late):

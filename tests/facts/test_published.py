@@ -208,3 +208,27 @@ def test_any_graph_keeps_its_nodes_and_edges(made: tuple[list[int], set[tuple[in
     assert {u.name: u.boundary_bytes for u in profile.units} == {f"n{n}": n + 0.5 for n in shuffled}
     found = {(profile.units[s].name, profile.units[t].name) for s, t, _ in profile.links}
     assert found == edges
+
+
+def test_speeds_divide_the_times_of_their_kinds_alone(tmp_path: Path) -> None:
+    (tmp_path / "table.csv").write_text(TABLE)
+    plain = read_profile(str(tmp_path / "table.csv"), ["v100"])
+    slow = read_profile(str(tmp_path / "table.csv"), ["v100"], {"cpu": 0.04})
+    kinds = {kind for unit in plain.units for kind in unit.times}
+    for one, two in zip(plain.units, slow.units, strict=True):
+        for kind in kinds:
+            factor = 25 if kind == "cpu" else 1
+            for name in ("forward", "backward", "weight_backward", "recompute"):
+                before, after = getattr(one.times[kind], name), getattr(two.times[kind], name)
+                assert after.at(3) == pytest.approx(factor * before.at(3))
+            assert two.times[kind].update_s == pytest.approx(factor * one.times[kind].update_s)
+    slow.save(tmp_path / "profile.json")
+    assert read_profile(str(tmp_path / "profile.json"), []) == slow
+
+
+def test_a_speed_for_a_kind_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "vgg-graph.txt"
+    path.write_text(node("n1"))
+    text = "a speed is given for 'v10', and profile 'vgg-graph' has times on v100; did you mean 'v100'?"
+    with pytest.raises(InputError, match=re.escape(text)):
+        read_profile(str(path), ["v100"], {"v10": 2.0})

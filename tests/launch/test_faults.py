@@ -24,11 +24,13 @@ import os, signal
 import torch
 from pipedejavu.engine.rank_wire import RankWire
 from pipedejavu.launch import launch, worker
+from pipedejavu.runtime.memory_group import MemoryGroup
 from pipedejavu.source.task import SampleOrder
 
 def patch(rank):
     """Changes what this rank does at microbatch 5, which is in step 3."""
     inputs, targets, send = SampleOrder.inputs, SampleOrder.targets, RankWire.send
+    reduce_scatter = MemoryGroup.reduce_scatter
     def faulty_inputs(self, n):
         x = inputs(self, n)
         {inputs}
@@ -39,7 +41,12 @@ def patch(rank):
     def faulty_send(self, tensors, to, key):
         {send}
         return send(self, tensors, to, key)
+    def faulty_sum(self, vector):
+        self.count = getattr(self, "count", 0) + 1
+        {scatter}
+        return reduce_scatter(self, vector)
     SampleOrder.inputs, SampleOrder.targets, RankWire.send = faulty_inputs, faulty_targets, faulty_send
+    MemoryGroup.reduce_scatter = faulty_sum
 
 def work(rank, size, launched):
     patch(rank)
@@ -52,7 +59,7 @@ MAIN = "import faulty; from pipedejavu.cli.main import main; main()"
 
 def run_faulty(processes, folder: Path, *more: str, **places: str) -> tuple[int, str]:
     """Trains with a fault in its place; returns the exit code and what the user sees."""
-    code = FAULTY.format(**{"inputs": "pass", "targets": "pass", "send": "pass", **places})
+    code = FAULTY.format(**dict.fromkeys(("inputs", "targets", "send", "scatter"), "pass") | places)
     (folder / "faulty.py").write_text(code)
     steps = ("--steps", "1000")
     found, out, err = processes.run((sys.executable, "-c", MAIN, *RUN, *steps, *more), folder)
@@ -87,6 +94,19 @@ def test_a_worker_that_is_killed_is_named_with_the_signal(processes, tmp_path) -
         "pipedejavu: worker 1 was ended by SIGKILL (the system may have run out of memory); all others were stopped\n"
     )
     assert "Traceback" not in err
+
+
+def test_a_worker_that_dies_inside_a_collective_is_named_and_the_others_end(processes, tmp_path) -> None:
+    """It is killed when the others have sent their parts of a scattered sum; what was saved before stays."""
+    dies = "if rank == 1 and self.count == 40: os.kill(os.getpid(), signal.SIGKILL)"
+    code, err = run_faulty(
+        processes, tmp_path, "--plan", "preset:zero-3", "--microbatches", "1", "--checkpoint-every", "2", scatter=dies
+    )
+    assert code == 1
+    assert "worker 1 was ended by SIGKILL" in err
+    assert "all others were stopped" in err
+    assert "Traceback" not in err
+    assert any((tmp_path / "run" / "checkpoints").glob("step-*"))
 
 
 @pytest.mark.parametrize(

@@ -114,7 +114,8 @@ def test_it_continues_with_other_workers_and_another_plan_within_rounding(runs: 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "name", ["gpipe", "interleaved", "zb-h1", "chimera", "ddp", "coarse", "fine", "byteps", "axonn"]
+    "name",
+    ["gpipe", "interleaved", "zb-h1", "chimera", "ddp", "coarse", "fine", "byteps", "axonn", "zero-1", "zero-3"],
 )
 def test_every_kind_of_run_continues_to_the_same_bits(tmp_path: Path, name: str) -> None:
     options = OPTIONS.replace(checkpoint_every=2)

@@ -152,6 +152,8 @@ PLACES = {
     "window": Keep(kind="split", places=("device", "window", "window", "host")),
 }
 """Ways to keep state that are no preset: those of a hybrid step."""
+SHARDED = {f"1f1b, zero-{n}": Keep(kind=f"zero-{n}", persists=n == 3) for n in (1, 2, 3)}  # type: ignore[arg-type]
+"""State divided over the replicas of a pipeline."""
 
 
 @cache
@@ -159,6 +161,13 @@ def legal(name: str) -> Program:
     if name in PLACES:
         plan = preset("zero-offload").at(microbatches=2, steps=2).replace(keep=PLACES[name])
         program = compile_plan(*unit_costs(plan, {}), fold=False)
+        verify(program)
+        return program
+    if name in SHARDED:
+        plan = preset("1f1b").at(workers=2, replicas=2, microbatches=2, steps=2).replace(keep=SHARDED[name])
+        program = compile_plan(
+            *unit_costs(plan.replace(reduce=plan.reduce.replace(wire="reduce-scatter")), {}), fold=False
+        )
         verify(program)
         return program
     found = preset(name)
@@ -187,7 +196,7 @@ tried: Counter[str] = Counter()
 @settings(derandomize=True, max_examples=2000, deadline=None)
 def check_one_mutant(data: st.DataObject) -> None:
     mutation = data.draw(st.sampled_from([*MUTATIONS]), "mutation")
-    name = data.draw(st.sampled_from([n for n in (*presets(), *PLACES) if mutants(n, mutation)]), "preset")
+    name = data.draw(st.sampled_from([n for n in (*presets(), *PLACES, *SHARDED) if mutants(n, mutation)]), "preset")
     w, n, k = data.draw(st.sampled_from(mutants(name, mutation)), "place")
     program = legal(name)
     changed = [*MUTATIONS[mutation](program, [*program.workers[w].actions], n)][k]
@@ -206,7 +215,8 @@ def test_every_mutant_is_caught():
 
 
 @pytest.mark.parametrize(
-    "name", ["1f1b", "pipedream", "zb-h1", "gems-mast", "l2l", "zero-3", "easgd", "hetpipe", *PLACES]
+    "name",
+    ["1f1b", "pipedream", "zb-h1", "gems-mast", "l2l", "zero-1", "zero-3", "easgd", "hetpipe", *PLACES, *SHARDED],
 )
 @pytest.mark.parametrize("mutation", ["delete", "duplicate"])
 def test_no_action_of_these_presets_can_go_missing_or_come_twice(name, mutation):

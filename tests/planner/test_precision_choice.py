@@ -8,8 +8,9 @@ torch = pytest.importorskip("torch")
 
 from pipedejavu.facts import Cost, Device, InputError, Profile, Unit, UnitTime
 from pipedejavu.plan import Plan, Precision, faults_of, preset
+from pipedejavu.plan.precision_request import check_request
 from pipedejavu.planner import precision_choice
-from pipedejavu.planner.precision_choice import SPLIT, check_request, faster, with_precision
+from pipedejavu.planner.precision_choice import SPLIT, faster, with_precision
 
 CPU = Device(name="cpu0", kind="cpu", type="cpu", host="h", memory_bytes=2**30)
 GPU = Device(name="gpu0", kind="nvidia-h200", type="gpu", host="h", memory_bytes=2**30)
@@ -99,3 +100,32 @@ def test_a_cpu_computes_bf16_if_that_measures_faster(monkeypatch, bf16_s, precis
     assert precision_choice.is_worth_measuring(Plan(), "auto", [CPU])
     assert not precision_choice.is_worth_measuring(Plan(), "auto", [CPU, GPU])
     assert not precision_choice.is_worth_measuring(Plan(), "fp32", [CPU])
+
+
+def test_moments_are_asked_for_as_a_plan_prints_them() -> None:
+    for asked in ("bf16, int8 moments", "bf16, split masters, int8 moments"):
+        plan = with_precision(Plan(), asked, [CPU])
+        assert plan.precision == SPLIT.replace(moments="int8")
+        assert str(plan.precision) == "bf16, split masters, int8 moments"
+        assert with_precision(plan, str(plan.precision), [CPU]).precision == plan.precision
+    assert with_precision(Plan(), "auto, bf16 moments", [CPU]).precision == Precision(moments="bf16")
+    narrow = Plan(precision=SPLIT.replace(moments="bf16"))
+    assert with_precision(narrow, "auto", [CPU]).precision.moments == "bf16"
+    assert with_precision(narrow, "auto, fp32 moments", [CPU]).precision == SPLIT
+    assert with_precision(Plan(precision=Precision(moments="int8")), "bf16", [CPU]).precision.moments == "int8"
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        ("bf16, int4 moments", "moments are fp32, bf16, int8, not 'int4'; did you mean 'int8'?; write 'bf16', or"),
+        ("bf16, int8", "precision 'bf16, int8' has 'int8', which is neither moments nor masters; write 'bf16', or"),
+        ("bf16, fp32 masters", "bf16 has masters 'split' in this plan, not 'fp32'; leave the masters out, or set"),
+        ("fp64, int8 moments", "moments of int8 would round away what fp64 keeps; leave them out, or use --precision"),
+    ],
+)
+def test_a_request_that_cannot_be_is_refused_in_one_sentence(asked: str, said: str) -> None:
+    dtype = torch.float64 if "fp64" in asked else torch.float32
+    with pytest.raises(InputError) as error:
+        with_precision(Plan(), asked, [CPU], dtype=dtype)
+    assert said in str(error.value)

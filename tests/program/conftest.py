@@ -52,6 +52,10 @@ def model() -> Callable[..., Profile]:
                 optimizer_bytes=600,
                 activation_bytes=50.0,
                 boundary_bytes=10.0,
+                expert_share=0.5,
+                num_experts=8,
+                expert_rows=3.0,
+                expert_row_bytes=20.0,
             )
             for n in range(count)
         )

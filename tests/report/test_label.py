@@ -1,6 +1,6 @@
 import pytest
 
-from pipedejavu.report.label import UNKNOWN, Label, describe, parse_label
+from pipedejavu.report.label import UNKNOWN, Label, describe, name_in_words, parse_label
 
 
 @pytest.mark.parametrize(
@@ -54,3 +54,18 @@ def test_text_that_is_not_an_action_is_unknown_and_not_an_error(action: str) -> 
 def test_a_kind_of_a_later_version_keeps_its_parts() -> None:
     assert parse_label("JUMP2.5") == Label("JUMP", piece=2, microbatch=5)
     assert "cannot describe" in describe(parse_label("JUMP2.5"))
+
+
+@pytest.mark.parametrize(
+    ("action", "name"),
+    [
+        ("F1.3@0", "forward, microbatch 3, stage 1"),
+        ("B2/1.5@0", "backward, microbatch 5, stage 2, replica 1"),
+        ("SEND:x2.5>3", "send activation, microbatch 5, stage 2"),
+        ("UPDATE2@1~host", "update, stage 2"),
+        ("REDUCE:n*all", "reduce gradient norm"),
+        ("not an action", "action"),
+    ],
+)
+def test_a_bar_has_a_name_in_words(action: str, name: str) -> None:
+    assert name_in_words(parse_label(action)) == name

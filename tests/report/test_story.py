@@ -3,7 +3,7 @@
 import re
 
 from pipedejavu.facts import Timeline, WorkerSummary
-from pipedejavu.report import Story, render_html
+from pipedejavu.report import Story, StoryEvaluation, render_html
 from pipedejavu.report.chart import chart_both
 from pipedejavu.report.story import render_story
 
@@ -82,3 +82,15 @@ def test_the_page_names_forecast_and_reality() -> None:
     assert "measured, forecast 1 s" in page
     assert page.index('id="loss"') < page.index('id="events"') < page.index('id="timeline"')
     assert 'id="loss"' not in render_html(timeline("measured", 2.0), "a run", {})
+
+
+def test_accuracy_is_drawn_by_epoch_and_by_second() -> None:
+    done = [StoryEvaluation(10 * n, n / 2, 3.0 * n, 1.0 / n, f"accuracy {n / 10:.0%}", n / 10) for n in (1, 2, 4)]
+    text = render_story(Story([], [], None, [], done))
+    by_epoch, by_second = points(text)
+    assert by_epoch == by_second  # both are even here: 1.5 epochs and 9 seconds from end to end
+    assert [round(x, 1) for x, _ in by_epoch] == [0.0, 333.3, 1000.0]
+    assert "accuracy from 0.1 at epoch 0.5 to 0.4 at epoch 2" in text
+    assert "accuracy from 0.1 at second 3 to 0.4 at second 12" in text
+    assert "accuracy 40%" in text
+    assert points(render_story(Story([], [], None, [], done[:1]))) == []

@@ -11,9 +11,8 @@ from pipedejavu.profile.model_cut import cut_model
 from pipedejavu.runtime.divided_experts import DividedExperts
 from pipedejavu.runtime.expert_span import find_spans
 from pipedejavu.runtime.stacked_experts import expert_layouts, parameter_shapes, recorded_graphs
-from pipedejavu.runtime.tensor_group import TensorGroup
 from pipedejavu.zoo.moe import MixtureBlock, MoeSize
-from tests.runtime.test_tensor_group import drawn, on_threads
+from tests.runtime.test_expert_exchange import RowThread, drawn, on_threads
 
 
 def block(**more) -> nn.Module:
@@ -33,7 +32,7 @@ def check_divided(unit: nn.Module, value: Tensor, counts: list[int]) -> None:
     groups = [Later(rank, len(counts)) for rank in range(len(counts))]
     units = [DividedExperts("block", copy.deepcopy(unit), group) for group in groups]  # by one thread, as tracing needs
 
-    def work(group: TensorGroup) -> dict[str, Tensor]:
+    def work(group: RowThread) -> dict[str, Tensor]:
         divided = units[group.rank]
         groups[group.rank].group = group
         mine = value.split(counts)[group.rank].clone().requires_grad_()
@@ -57,6 +56,9 @@ class Later:
 
     def __init__(self, rank: int, size: int):
         self.rank, self.size, self.group = rank, size, None
+
+    def gather(self, counts: Tensor) -> Tensor:
+        return self.group.gather(counts)
 
     def all_to_all(self, *args) -> Tensor:
         return self.group.all_to_all(*args)

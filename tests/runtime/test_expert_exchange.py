@@ -5,10 +5,28 @@ from torch import Tensor
 from torch.nn import functional
 
 from pipedejavu.runtime.expert_exchange import capacity_of, run_capped, run_slots, run_sorted
-from pipedejavu.runtime.tensor_group import TensorGroup
-from tests.runtime.test_tensor_group import drawn, on_threads
+from pipedejavu.runtime.traffic import Counts
+from tests.runtime.test_tensor_group import drawn
+from tests.runtime.test_tensor_group import on_threads as on_tensor_threads
 
 EXPERTS, WIDTH, TOP = 4, 6, 2
+
+
+class RowThread:
+    """One of several threads that divide experts."""
+
+    def __init__(self, group):
+        self.group, self.rank, self.size = group, group.rank, group.size
+
+    def gather(self, counts: Tensor) -> Tensor:
+        return torch.stack(self.group.all_gather(counts))
+
+    def all_to_all(self, rows: Tensor, table: Counts) -> Tensor:
+        return self.group.all_to_all(rows, table[self.rank], [row[self.rank] for row in table])
+
+
+def on_threads(size: int, work) -> list:
+    return on_tensor_threads(size, lambda group: work(RowThread(group)))
 
 
 def experts_of(first: Tensor, second: Tensor):
@@ -49,7 +67,7 @@ def one_rank(tokens: Tensor) -> list[Tensor]:
     return [y.detach(), x.grad, router.grad, first.grad, second.grad]
 
 
-def one_of_several(group: TensorGroup, tokens: Tensor, counts: list[int]) -> list[Tensor]:
+def one_of_several(group: RowThread, tokens: Tensor, counts: list[int]) -> list[Tensor]:
     mine = slice(EXPERTS // group.size * group.rank, EXPERTS // group.size * (group.rank + 1))
     x, router, first, second = leaves(tokens.split(counts)[group.rank], ROUTER, FIRST[mine], SECOND[mine])
     y = mixture(x, router, lambda rows, ends: run_sorted(rows, ends, group, experts_of(first, second)))
@@ -76,7 +94,7 @@ def test_a_rank_whose_experts_get_no_token_takes_part():
     router = torch.zeros(WIDTH, EXPERTS, dtype=torch.float64)
     router[0] = torch.tensor([2.0, 1.0, 0.0, 0.0])
 
-    def work(group: TensorGroup) -> tuple[Tensor, Tensor | None]:
+    def work(group: RowThread) -> tuple[Tensor, Tensor | None]:
         mine = slice(2 * group.rank, 2 * group.rank + 2)
         first, second = leaves(FIRST[mine], SECOND[mine])
         x = tokens.chunk(2)[group.rank].clone().requires_grad_()
@@ -92,7 +110,7 @@ def test_a_rank_whose_experts_get_no_token_takes_part():
 def test_every_row_arrives_once_and_returns_to_its_place():
     seen: list[Tensor] = []
 
-    def work(group: TensorGroup) -> Tensor:
+    def work(group: RowThread) -> Tensor:
         rows = torch.arange(10.0)[:, None] + 100 * group.rank
         ends = torch.tensor([[3, 3, 9, 10], [0, 4, 4, 10]][group.rank], dtype=torch.int32)
 
@@ -115,7 +133,7 @@ def test_slots_of_several_ranks_equal_those_on_one():
     expected = (whole[0] @ whole[1]).tanh()
     (expected**2).sum().backward()
 
-    def work(group: TensorGroup) -> list[Tensor]:
+    def work(group: RowThread) -> list[Tensor]:
         rows, first = leaves(parts[group.rank], FIRST.chunk(2)[group.rank])
         y = run_slots(rows, group, lambda there: (there @ first).tanh())
         (y**2).sum().backward()
@@ -131,7 +149,7 @@ def test_rows_over_capacity_return_zeros_and_the_capacity_is_that_of_the_fullest
     assert capacity_of(8, 4, 1.0) == 2
     sizes: set[int] = set()
 
-    def work(group: TensorGroup) -> list[list[float]]:
+    def work(group: RowThread) -> list[list[float]]:
         rows = (torch.arange(float(ends[group.rank][-1])) + 1)[:, None].requires_grad_()
 
         def run(there: Tensor, _: Tensor) -> Tensor:
@@ -151,7 +169,7 @@ def test_rows_over_capacity_return_zeros_and_the_capacity_is_that_of_the_fullest
 def test_a_capacity_that_does_not_bind_equals_all_experts_on_one_rank():
     tokens, counts = drawn(9, WIDTH, seed=4), [5, 4]
 
-    def work(group: TensorGroup) -> list[Tensor]:
+    def work(group: RowThread) -> list[Tensor]:
         mine = slice(2 * group.rank, 2 * group.rank + 2)
         x, router, first, second = leaves(tokens.split(counts)[group.rank], ROUTER, FIRST[mine], SECOND[mine])
         experts = experts_of(first, second)

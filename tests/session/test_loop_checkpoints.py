@@ -198,14 +198,17 @@ def test_a_plain_loop_continues_bit_for_bit(tmp_path: Path, kind: str, dtype) ->
     assert equal(other.state_dict(), own.state_dict())
 
 
-@pytest.mark.parametrize("kind", ["torch", "hybrid"])
-def test_what_a_trainer_saved_continues_in_a_plain_loop(tmp_path: Path, kind: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "moments"), [("torch", "fp32"), ("hybrid", "fp32"), ("torch", "int8"), ("hybrid", "int8")]
+)
+def test_what_a_trainer_saved_continues_in_a_plain_loop(tmp_path: Path, kind: str, moments: str) -> None:
     """And tied weights, which the Trainer has in two places, are one again."""
     batches = [texts(8, seed) for seed in range(4)]
     settings = {"lr": 0.01, "weight_decay": 0.1}
     trainer = Trainer(
-        residual().float(), None, sample=narrow(batches[0]), plan="1f1b", workers=2, optimizer=AdamW(**settings)
-    )
+        residual().float(), None, sample=narrow(batches[0]), plan="1f1b", workers=2, optimizer=AdamW(**settings),
+        precision=f"fp32, {moments} moments",
+    )  # fmt: skip
     for given in batches[:2]:
         trainer.step(narrow(given))
     trainer.save(tmp_path)
@@ -214,7 +217,10 @@ def test_what_a_trainer_saved_continues_in_a_plain_loop(tmp_path: Path, kind: st
     trainer.wait()
     expected = weights_of(trainer)
     own = residual().float()
-    optimizer = torch.optim.AdamW(own.parameters(), **settings) if kind == "torch" else pdv.HybridAdamW(own, **settings)
+    if kind == "torch":
+        optimizer = torch.optim.AdamW(own.parameters(), **settings)
+    else:
+        optimizer = pdv.HybridAdamW(own, **settings, moments=moments)
     assert pdv.Checkpoints(tmp_path).load(own, optimizer) == (2, 16)
     for given in batches[2:]:
         optimizer.zero_grad()
@@ -223,8 +229,10 @@ def test_what_a_trainer_saved_continues_in_a_plain_loop(tmp_path: Path, kind: st
     for name, weight in own.state_dict().items():
         if name in expected:
             # In float32 a weight whose gradient is nearly nothing may go either way, by up to lr a step.
+            # torch's moments are float32 from then on: those of two updates move a weight by less than an eighth of lr.
             assert float((weight - expected[name]).abs().max()) < 2 * 0.01 * 2
-            assert float((weight - expected[name]).abs().mean()) < 1e-5
+            is_rounded = (kind, moments) == ("torch", "int8")
+            assert float((weight - expected[name]).abs().mean()) < (0.01 / 4 if is_rounded else 1e-5)
 
 
 def narrow(given):

@@ -121,7 +121,7 @@ def run_ranks(script: str, folder: Path, processes: Processes, *arguments: str) 
     return [processes.finish(process) for process in started]
 
 
-@pytest.mark.parametrize("plan", ["1f1b", pytest.param("ddp", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("plan", ["auto", *(pytest.param(name, marks=pytest.mark.slow) for name in ("1f1b", "ddp"))])
 def test_ranks_train_evaluate_save_and_load_as_a_plain_loop(plan: str, tmp_path: Path, processes) -> None:
     for n, (code, out, err) in enumerate(run_ranks(WHOLE, tmp_path, processes, plan, "saved")):
         assert code == 0, err
@@ -166,14 +166,6 @@ def test_ranks_give_their_shares_of_a_batch(tmp_path: Path, processes) -> None:
             "trainer.step(batches[0])",
             "pipedejavu: the plan has 3 workers and 2 ranks were started; start one for each\n",
             id="another number of workers",
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            {"plan": "auto"},
-            "trainer.step(batches[0])",
-            "pipedejavu: plan='auto' searches for workers of one process, and torchrun started 2 ranks; give a plan"
-            " with as many workers, such as '1f1b' or 'ddp'\n",
-            id="the plan auto",
             marks=pytest.mark.slow,
         ),
     ],

@@ -3,10 +3,12 @@
 from functools import cached_property
 from math import inf
 
+from pipedejavu.facts import Unit
 from pipedejavu.program.action import (
     BACKWARD,
     EVAL,
     FORWARD,
+    GATHER,
     INPUT_BACKWARD,
     RECOMPUTE,
     REDUCE,
@@ -47,7 +49,7 @@ class Sizes:
 
     def __init__(self, program: Program):
         self.program = program
-        self.shards = program.plan.place.shards
+        self.shards = program.plan.tensor_shards
         self._tp_size = self._tp_sizes()
         units = program.profile.units
         self.weights = self._per_worker([u.parameter_bytes for u in units])
@@ -78,9 +80,13 @@ class Sizes:
 
     def _per_worker(self, sizes: list[int]) -> list[float]:
         """Returns the bytes of state that one worker holds for each piece, from the bytes of each unit."""
-        units, parts = self.program.profile.units, self.shards
-        divided = [u.expert_share if self.divides_experts else 1.0 for u in units]
-        return [sum(sizes[u] * (1 - divided[u] + divided[u] / parts) for u in p.units) for p in self.program.pieces]
+        units = self.program.profile.units
+        return [sum(sizes[u] * self.held_share(units[u]) for u in p.units) for p in self.program.pieces]
+
+    def held_share(self, unit: Unit) -> float:
+        """Returns the share of a unit's parameters that one worker holds: its part of what the shards divide."""
+        divided = unit.expert_share if self.divides_experts else 1.0
+        return 1 - divided + divided / self.program.plan.place.shards
 
     def _saved_by(self, piece: int) -> dict[int, float]:
         """Returns the bytes per sample that each unit of a piece saves and shares with no unit before it.
@@ -136,12 +142,21 @@ class Sizes:
     @property
     def divides_experts(self) -> bool:
         """Whether the shards divide only the experts and each hold all other parameters."""
-        return "expert" in self.program.plan.cut.layouts
+        return self.program.plan.divides_experts
 
     def dense_gradients(self, piece: int) -> float:
-        """Returns the bytes of a piece's gradients outside its experts, which are summed over the shards."""
+        """Returns the bytes of a piece's gradients outside its experts, which are summed over all replicas."""
         units = self.program.profile.units
         return sum(units[u].gradient_bytes * (1 - units[u].expert_share) for u in self.program.pieces[piece].units)
+
+    def expert_rows(self, a: Action) -> float:
+        """Returns the bytes of the rows that one all-to-all moves: a GATHER is for the pieces that read the value."""
+        program = self.program
+        pieces: tuple[int, ...] = (a.piece,)
+        if a.kind == GATHER:
+            pieces = program.outputs[a.piece] if a.what == ACTIVATION else program.inputs[a.piece]
+        units = [program.profile.units[u] for piece in pieces for u in program.pieces[piece].units]
+        return sum(unit.expert_row_bytes for unit in units) * self.samples(a.microbatch)
 
     @cached_property
     def _edges(self) -> dict[tuple[int, int], dict[int, float]]:
@@ -315,8 +330,13 @@ class Sizes:
             return self.program.profile.ties[group.number].size_bytes
         if a.what == NORM:
             return 4.0
-        if group is not None and group.role is GroupRole.DENSE:
-            return self.dense_gradients(a.piece)
+        if group is not None and self.divides_experts:
+            if group.role is GroupRole.SHARDS:
+                return self.expert_rows(a)
+            if a.what == WEIGHT_GRADIENT and group.role is GroupRole.STAGE:
+                return self.dense_gradients(a.piece)
+            if group.role is GroupRole.EXPERTS:
+                return self.gradients[a.piece] - self.dense_gradients(a.piece)
         assert a.what is not None
         return self.of(Value(a.what, a.piece, a.replica, a.microbatch, DEVICE))
 

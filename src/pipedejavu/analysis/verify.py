@@ -90,7 +90,11 @@ def _partner_faults(graph: Graph) -> Iterator[str]:
         if sorted(workers) != expected:
             yield f"{first} has workers {sorted(workers)}, its group {expected}"
         is_tie = group.role is GroupRole.TIE  # tied pieces have different numbers, and replicas always do
-        meanings = {(a.kind, a.what, -1 if is_tie else a.piece, a.microbatch, a.version) for a in actions}
+        # Shards that divide experts have microbatches of their own.
+        has_own = group.role is GroupRole.SHARDS and program.plan.divides_experts
+        meanings = {
+            (a.kind, a.what, -1 if is_tie else a.piece, -1 if has_own else a.microbatch, a.version) for a in actions
+        }
         if len(meanings) > 1:
             texts = ", ".join(f"worker {w}: {a}" for w, a in zip(workers, actions, strict=True))
             yield f"members of one collective differ: {texts}"
@@ -105,7 +109,7 @@ def _once_faults(program: Program) -> Iterator[str]:
     plan, size = program.plan, program.update_size
     count = plan.feed.microbatches if program.copies > 1 else size
     microbatches = [i for i in range(size * plan.steps) if i % size < count]
-    shards = range(plan.place.shards if program.copies == 1 else 1)
+    shards = range(plan.tensor_shards if program.copies == 1 else 1)
     for piece in range(len(program.pieces)):
         recomputes = 1 if program.recomputed[piece] else 0
         for i in microbatches:
@@ -188,7 +192,7 @@ def _update_faults(program: Program) -> Iterator[str]:
         for piece, replica in program.held(index):
             owner = (piece, 0 if plan.reduce.combiner == "score-trim" else replica)
             numbers = updates.get(owner, [])
-            shards = plan.place.shards if program.copies == 1 else 1
+            shards = plan.tensor_shards if program.copies == 1 else 1
             if sorted(numbers) != sorted([*steps] * shards):
                 yield (
                     f"worker {index}: piece {piece} of replica {replica} gets updates {sorted(numbers)},"

@@ -1,14 +1,38 @@
 """Arguments that several verbs share: models and plans by name or file, and `--json`."""
 
 from collections.abc import Mapping
+from math import inf
 from typing import Annotated
 
 import typer
 
 from pipedejavu.facts import InputError
+from pipedejavu.facts.error import brief
 from pipedejavu.plan import Plan, preset, sized
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
+
+Speeds = Annotated[
+    list[str] | None,
+    typer.Option("--speed", help="How fast a kind of device is, as a multiple of the profile: xeon=0.04; repeatable."),
+]
+
+
+def read_speeds(texts: list[str] | None) -> dict[str, float]:
+    """Reads speeds of kinds of devices; raises InputError unless each is KIND=FACTOR, above 0 and given once."""
+    speeds: dict[str, float] = {}
+    for text in texts or ():
+        kind, _, number = text.partition("=")
+        try:
+            speed = float(number)
+        except ValueError:
+            speed = 0.0
+        if not kind or not 0 < speed < inf:
+            raise InputError(f"--speed is KIND=FACTOR with a factor above 0, such as xeon=0.04, not {brief(text)}")
+        if kind in speeds:
+            raise InputError(f"--speed gives '{kind}' twice; give each kind once")
+        speeds[kind] = speed
+    return speeds
 
 
 def read_model(text: str) -> str:

@@ -12,6 +12,7 @@ from pipedejavu.facts import InputError, Machine, Profile, format_seconds
 from pipedejavu.facts.printable import print_error, tell
 from pipedejavu.plan import Decision, Plan, Precision, preset
 from pipedejavu.probe.machine_shape import num_cores
+from pipedejavu.program.tp_group import written_out
 from pipedejavu.search import RankedPlan, SearchOptions
 
 if TYPE_CHECKING:
@@ -127,7 +128,7 @@ def _search(options: "TrainOptions", request: TrainRequest, machine: Machine | N
     """Returns the best plan that the engine runs, with its machine and profile."""
     from pipedejavu.launch import find_fastest
     from pipedejavu.planner.planning import MOST_SAMPLES, choose_plans, known_machine, profile_here
-    from pipedejavu.planner.precision_choice import SPLIT, faster, is_worth_measuring, with_precision
+    from pipedejavu.planner.precision_choice import faster, is_worth_measuring, split_of, with_precision
     from pipedejavu.profile import TimeBudget
     from pipedejavu.source.chosen_data import data_choice
     from pipedejavu.source.precision import model_dtype
@@ -156,7 +157,8 @@ def _search(options: "TrainOptions", request: TrainRequest, machine: Machine | N
             )  # fmt: skip
 
         if is_worth_measuring(chosen, options.asked_precision, trains):
-            plain, split = (measured(precision, is_sketch=True) for precision in (chosen.precision, SPLIT))
+            plain = measured(chosen.precision, is_sketch=True)
+            split = measured(split_of(chosen.precision), is_sketch=True)
             chosen = faster(chosen, plain, split, min(question.batch, MOST_SAMPLES))
         profile = measured(chosen.precision)
         clips = chosen.reduce.clip == "global"
@@ -178,7 +180,11 @@ def choose_plan(request: TrainRequest, num_processes: int | None) -> Plan:
 
 
 def _read_sized(request: TrainRequest, num_processes: int | None) -> Plan:
-    read = _data_parallel if request.plan == "auto" else partial(read_plan, request.plan, is_run=True)
+    found = _data_parallel if request.plan == "auto" else partial(read_plan, request.plan, is_run=True)
+
+    def read(sizes: Mapping[str, int | None]) -> Plan:
+        return written_out(found(sizes))  # each device of a tensor-parallel group is a worker
+
     if num_processes is None or request.workers is not None:
         return read(request.sizes)
     for workers in range(1, num_processes + 1):

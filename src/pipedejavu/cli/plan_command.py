@@ -12,7 +12,7 @@ from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as Bar
 from rich.table import Table
 
-from pipedejavu.cli.input_files import AsJson, read_model
+from pipedejavu.cli.input_files import AsJson, Speeds, read_model, read_speeds
 from pipedejavu.cli.installed import require_torch
 from pipedejavu.cli.terminal import print_json, styled, terminal
 from pipedejavu.facts import (
@@ -22,14 +22,16 @@ from pipedejavu.facts import (
     format_bytes,
     format_seconds,
     read_machine,
+    read_profile,
     with_part_times,
     write_file,
 )
 from pipedejavu.facts.measurement import MEASURE_S
 from pipedejavu.facts.printable import printable
+from pipedejavu.facts.published import PUBLISHED
 from pipedejavu.plan import Plan
 from pipedejavu.program import compile as compile_plan
-from pipedejavu.report import Choice, render_html
+from pipedejavu.report import Choice, headlines, render_html, step_time
 from pipedejavu.search import (
     Advised,
     MemoryNeed,
@@ -46,6 +48,7 @@ from pipedejavu.search import (
 from pipedejavu.search.ranking import NEAR
 from pipedejavu.simulate import simulate
 from pipedejavu.zoo import estimate_profile
+from pipedejavu.zoo.gpt_shape import tokens_of
 
 MEASURING = ("measuring", "pip install 'pipedejavu[train]', or give --machine and a profile")
 """What needs torch, and what to do without it."""
@@ -58,13 +61,15 @@ class PlanRequest:
     model: Annotated[
         str,
         typer.Argument(
-            metavar="MODEL", help="zoo:NAME, hf:CONFIG, FILE.py:FUNCTION, a profile file, or a shape such as gpt-small."
+            metavar="MODEL",
+            help="zoo:NAME, hf:CONFIG, FILE.py:FUNCTION, a profile (JSON, graph.txt or CSV), or a shape: gpt-small.",
         ),
     ]
     machine: Annotated[
         str | None,
         typer.Option(help="A machine file, or a text such as '4xa100 + epyc-7763'; by default this machine, measured."),
     ] = None
+    speed: Speeds = None
     batch: Annotated[int, typer.Option(help="Samples per update.")] = 32
     samples: Annotated[int | None, typer.Option(help="Samples per microbatch; by default the best.")] = None
     search: Annotated[str, typer.Option(help="auto, exhaustive, dp, mcmc or gradient.")] = "auto"
@@ -85,7 +90,7 @@ class PlanRequest:
     ] = MEASURE_S
     time_budget: Annotated[float, typer.Option(help="Seconds for the search.")] = 60.0
     precision: Annotated[
-        str, typer.Option(help="For a model measured here: auto, bf16, fp16, tf32, fp32 or fp64, as for 'train'.")
+        str, typer.Option(help="For a model measured here: as for 'train', such as bf16 or 'bf16, int8 moments'.")
     ] = "auto"
     seed: Annotated[int, typer.Option(help="Seed of randomised searchers.")] = 0
     candidates: Annotated[int, typer.Option(help="Most plans to show.")] = 5
@@ -144,7 +149,7 @@ def run(request: PlanRequest) -> None:
         result = search(problem.profile, problem.machine, problem.options, progress)
         if result.best is None:
             raise nothing_fits(problem.profile, problem.machine, problem.options, is_complete=result.is_complete)
-        if request.model.endswith(".json"):
+        if _is_profile(request.model):
             _, sentences = with_part_times(problem.profile, result.best.machine)
             problem = problem._replace(notes=(*problem.notes, *(f"profile: {sentence}" for sentence in sentences)))
         question = (problem.profile, problem.machine, problem.options, result.best, progress)
@@ -176,6 +181,8 @@ def _read_inputs(request: PlanRequest, options: SearchOptions, progress: Progres
     is_measured = is_model and request.machine is None
     if request.precision != "auto" and not is_model:
         raise InputError("--precision is for a model that is measured or estimated here; profiles have their own")
+    if request.speed and not _is_profile(request.model):
+        raise InputError("--speed is for profiles; a model's times are measured, or estimated from each device's rate")
     if request.machine is not None:
         machine = read_machine(request.machine)
     else:
@@ -185,9 +192,12 @@ def _read_inputs(request: PlanRequest, options: SearchOptions, progress: Progres
         machine = survey_machine(lambda text, share: progress(share, text), renews=request.renew)
         assert machine.survey is not None
         notes.append(f"machine: {machine.name}, measured {machine.survey.date} (--renew measures again)")
+    if machine.survey is not None and machine.survey.disturbance:
+        notes.append(f"machine: {machine.survey.disturbance}")
     if not is_model:
-        if request.model.endswith(".json"):
-            profile = Profile.load(request.model)
+        if _is_profile(request.model):
+            kinds = [device.kind for device in machine.devices]
+            profile = read_profile(request.model, kinds, read_speeds(request.speed))
         else:
             profile = estimate_profile(request.model, machine)
             notes.append("times are estimated from the model's shape and each device's stated rate")
@@ -196,8 +206,9 @@ def _read_inputs(request: PlanRequest, options: SearchOptions, progress: Progres
         import torch
 
         from pipedejavu.data.data_choice import DataChoice
+        from pipedejavu.plan.precision_request import check_request
         from pipedejavu.planner.planning import profile_here
-        from pipedejavu.planner.precision_choice import check_request, with_precision
+        from pipedejavu.planner.precision_choice import with_precision
         from pipedejavu.profile import TimeBudget
 
         asked = check_request(request.precision)
@@ -221,11 +232,11 @@ def _read_inputs(request: PlanRequest, options: SearchOptions, progress: Progres
         notes += [f"{kind}: {reason}" for kind, reason in profile.estimated.items()]
     else:
         require_torch(*MEASURING)
-        from pipedejavu.planner.precision_choice import check_request, estimated_precision
+        from pipedejavu.planner.precision_choice import estimated_precision
         from pipedejavu.planner.profiling import estimate_model
 
         samples = options.samples or min(options.batch, 8)
-        chosen = estimated_precision(check_request(request.precision), machine)
+        chosen = estimated_precision(request.precision, machine)
         clip = options.clip if chosen.precision.compute != "fp16" else "global"
         options = options.replace(precision=chosen.precision, clip=clip)
         notes += [f"precision: {decision.choice} ({decision.reason})" for decision in chosen.decisions]
@@ -234,6 +245,11 @@ def _read_inputs(request: PlanRequest, options: SearchOptions, progress: Progres
         profile = profiled.profile
         notes.append("times are estimated from what the model computes and each device's stated rate")
     return PlanInputs(profile, machine, options, tuple(notes))
+
+
+def _is_profile(model: str) -> bool:
+    """Whether a text names a profile's file: the project's JSON, PipeDream's graph.txt or a CSV table."""
+    return model.endswith((".json", *PUBLISHED))
 
 
 def _print(best: RankedPlan, answer: PlanAnswer, problem: PlanInputs, request: PlanRequest) -> None:
@@ -320,7 +336,11 @@ def _score(plan: RankedPlan, by_price: bool) -> float:
 def _notes(result: SearchResult, problem: PlanInputs) -> list[str]:
     looked = f"{result.num_estimated:,} estimated, {result.num_simulated} simulated, {format_seconds(result.time_s)}"
     whole = "" if result.is_complete else "; not all were looked at, so there may be better ones"
-    return [*problem.notes, f"search: {result.searcher}, as {result.reason} ({looked}{whole})", *result.notes]
+    notes = [*problem.notes, f"search: {result.searcher}, as {result.reason} ({looked}{whole})", *result.notes]
+    if result.best is not None and result.best.chance.varies:
+        low, high = map(format_seconds, result.best.chance[1:])
+        notes.append(f"error: in nine of ten such forecasts the first plan's update takes {low} to {high}")
+    return notes
 
 
 def _page(best: RankedPlan, answer: PlanAnswer, problem: PlanInputs, *, by_price: bool) -> str:
@@ -339,7 +359,11 @@ def _page(best: RankedPlan, answer: PlanAnswer, problem: PlanInputs, *, by_price
     ]
     title = f"{best.plan.name} · {problem.profile.name} on {problem.machine.name}"
     notes = [*(text.strip() for text in explain(best, answer, by_price=by_price)), *_notes(answer.result, problem)]
-    return render_html(simulate(program).timeline(), title, program.plan.axes(), decisions, notes, choices)
+    prediction = simulate(program)
+    rate = sum(program.sizes) * program.plan.steps / prediction.makespan_s if prediction.makespan_s else 0.0
+    time = step_time(program, prediction.makespan_s)
+    leads = headlines(program, rate, time, tokens_per_sample=tokens_of(program.profile.name))
+    return render_html(prediction.timeline(), title, program.plan.axes(), decisions, notes, choices, leads=leads)
 
 
 def _different(candidates: Sequence[RankedPlan]) -> list[RankedPlan]:
@@ -352,7 +376,8 @@ def _form(best: RankedPlan, answer: PlanAnswer, problem: PlanInputs, request: Pl
 
     def candidate(ranked: RankedPlan) -> dict[str, Any]:
         form: dict[str, Any] = json.loads(ranked.model_dump_json(exclude={"machine", "profile", "plan"}))
-        return form | {"plan": json.loads(ranked.plan.to_json()), "axes": ranked.plan.axes()}
+        shown = {"chance": ranked.chance._asdict(), "axes": ranked.plan.axes()}
+        return form | {"plan": json.loads(ranked.plan.to_json())} | shown
 
     result = answer.result
     return {

@@ -74,6 +74,8 @@ def print_machine(machine: Machine) -> None:
             spread = f"± {row.spread / row.value:.0%}" if row.spread and row.value else ""
             shown.add_row(row.subject, row.what, row.setting, format_value(row), spread)
         terminal(width=max(100, console.width)).print(shown)
+    if survey.disturbance:
+        console.print(f"disturbed: {survey.disturbance}")
     for line in survey.unknown:
         console.print(f"unknown: {line}")
     rounds = max((row.rounds for row in survey.measurements), default=0)

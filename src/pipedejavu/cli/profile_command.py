@@ -69,7 +69,7 @@ def run(request: ProfileRequest) -> None:
         raise InputError("parts of a CPU are measured; leave out --parts or --estimate")
     machine = None if request.machine is None else read_machine(request.machine)
     require_torch("profiling")
-    from pipedejavu.planner.precision_choice import check_request, estimated_precision
+    from pipedejavu.planner.precision_choice import estimated_precision
     from pipedejavu.planner.profiling import estimate_model, measure_model, this_machine
     from pipedejavu.profile import TimeBudget
     from pipedejavu.run.measure_bar import show_measuring
@@ -78,7 +78,7 @@ def run(request: ProfileRequest) -> None:
     with show_measuring(lambda: 0.0 if request.estimate else budget.spent_share) as report:
         if request.estimate:
             machine = machine or this_machine()
-            chosen = estimated_precision(check_request(request.precision), machine)
+            chosen = estimated_precision(request.precision, machine)
             profiled = estimate_model(
                 *(model, request.batch, machine, report, request.context),
                 precision=chosen.precision,

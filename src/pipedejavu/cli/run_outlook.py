@@ -1,26 +1,24 @@
 """What is said before a run starts: what is trained, what lies where, how long it takes, and what it costs."""
 
 from collections.abc import Iterator
-from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from pipedejavu.analysis import verify
-from pipedejavu.facts import InputError, WorkerSummary, format_bytes, format_seconds, known_device
+from pipedejavu.facts import WorkerSummary, format_bytes, format_seconds
 from pipedejavu.program import Program
-from pipedejavu.report import count_parameters
+from pipedejavu.report import count_parameters, flop_share
 from pipedejavu.simulate import simulate
 
 if TYPE_CHECKING:
     from pipedejavu.run import TrainOptions
 
 _BYTES = {"float32": 4, "float64": 8}
-_PASSES = 3
-"""FLOP of a forward and its backward, in those of the forward."""
 
 
 def describe_outlook(options: "TrainOptions", program: Program, done: int = 0) -> Iterator[str]:
     """Yields sentences about a run that has made `done` updates, by the simulator's forecast."""
     yield _what_is_trained(options, program)
+    yield _how_fast(options)
     prediction = simulate(program, verify(program))
     for worker in prediction.workers:
         yield _memory_of(worker, program)
@@ -32,7 +30,7 @@ def describe_outlook(options: "TrainOptions", program: Program, done: int = 0) -
         parts.append(f"{rate * options.context:,.0f} tokens/s")
     else:
         parts.append(f"{rate:,.4g} samples/s")
-    if (share := _flop_share(program, rate)) is not None:
+    if (share := flop_share(program, rate)) is not None:
         parts.append(f"MFU {share:.1%}")
     if options.price is not None:
         parts.append(f"cost {options.price * step_s * left / 3600:,.2f} at {options.price:g} per hour")
@@ -40,7 +38,7 @@ def describe_outlook(options: "TrainOptions", program: Program, done: int = 0) -
 
 
 def _what_is_trained(options: "TrainOptions", program: Program) -> str:
-    size = _BYTES[options.dtype]
+    size = _BYTES[options.parameter_dtype]
     count = count_parameters(program.profile)
     trained = sum(unit.gradient_bytes for unit in program.profile.units) // size
     trained = min(trained, count)
@@ -51,7 +49,15 @@ def _what_is_trained(options: "TrainOptions", program: Program) -> str:
     elif options.train is not None:
         what = f"training of {options.train}: {trained:,} of {count:,} parameters"
     optimizer = "AdamW" if options.optimizer == "adamw" else "SGD"
-    return f"{what}, with exact {optimizer}: weights, gradients and optimizer state in {options.dtype}"
+    precision = program.plan.precision
+    computed = "" if str(precision) in ("fp32", "fp64") else f", computed in {precision}"
+    return f"{what}, with exact {optimizer} on weights and state in {options.parameter_dtype}{computed}"
+
+
+def _how_fast(options: "TrainOptions") -> str:
+    warmup = f", after {options.warmup} updates of warm-up" if options.warmup else ""
+    course = "constant" if options.schedule == "constant" else f"falling to 0 ({options.schedule})"
+    return f"learning rate {options.lr:g}, {course}{warmup}; --lr changes it"
 
 
 def _memory_of(worker: WorkerSummary, program: Program) -> str:
@@ -66,18 +72,3 @@ def _memory_of(worker: WorkerSummary, program: Program) -> str:
         if curve.peak_bytes:
             places.append(f"{name} {format_bytes(curve.peak_bytes)}{capacity} ({held})")
     return f"memory of worker {worker.worker} at its peak: {'; '.join(places) or 'not known'}"
-
-
-def _flop_share(program: Program, samples_per_s: float) -> float | None:
-    """Returns the model FLOP utilisation over all devices; None unless FLOP and peaks are known."""
-    flop = _PASSES * sum(unit.flop for unit in program.profile.units) * samples_per_s
-    peak = 0.0
-    for name in program.devices:
-        device = program.machine.device(name)
-        device_peak = device.flop_per_s
-        with suppress(InputError):
-            device_peak = device_peak or known_device(device.kind).flop_per_s
-        if not device_peak:
-            return None
-        peak += device_peak
-    return flop / peak if flop and peak else None

@@ -7,14 +7,15 @@ import typer
 
 from pipedejavu.analysis import verify
 from pipedejavu.cli import show
-from pipedejavu.cli.input_files import AsJson, read_plan
+from pipedejavu.cli.input_files import AsJson, Speeds, read_plan, read_speeds
 from pipedejavu.facts import InputError, Machine, Profile, read_machine, read_profile, with_part_times, write_file
 from pipedejavu.plan import Plan
 from pipedejavu.probe import read_shape
 from pipedejavu.program import compile as compile_plan
-from pipedejavu.report import render_html, render_trace
+from pipedejavu.report import headlines, render_html, render_trace, step_time
 from pipedejavu.simulate import check_fit, parse_unit_costs, simulate, unit_costs
 from pipedejavu.zoo import estimate_profile
+from pipedejavu.zoo.gpt_shape import tokens_of
 
 DEFAULT_MODEL = "gpt-small"
 
@@ -39,6 +40,7 @@ class SimulateRequest:
     ] = None
     model: Annotated[str | None, typer.Option(help="A model by its shape, such as gpt-small.")] = None
     profile: Annotated[str | None, typer.Option(help="A profile instead of a model: JSON, graph.txt or CSV.")] = None
+    speed: Speeds = None
     machine: Annotated[
         str | None,
         typer.Option(help="A machine file, or a text such as '4xa100 + epyc-7763'; by default this machine's shape."),
@@ -80,7 +82,11 @@ def run(request: SimulateRequest) -> None:
         if request.html:
             decisions = [(d.axis, d.choice, d.reason) for d in program.plan.decisions]
             title = f"{program.plan.name} · {inputs.profile.name} on {inputs.machine.name}"
-            write_file(request.html, render_html(timeline, title, program.plan.axes(), decisions, inputs.notes))
+            rate = sum(program.sizes) * program.plan.steps / prediction.makespan_s if prediction.makespan_s else 0.0
+            time = step_time(program, prediction.makespan_s)
+            leads = headlines(program, rate, time, tokens_per_sample=tokens_of(program.profile.name))
+            page = render_html(timeline, title, program.plan.axes(), decisions, inputs.notes, leads=leads)
+            write_file(request.html, page)
     show.print_prediction(prediction, inputs.notes, files, request.as_json)
 
 
@@ -93,6 +99,8 @@ def read_inputs(request: SimulateRequest) -> SimulateInputs:
         return _with_unit_costs(plan, request.unit_costs, request)
     if request.model is not None and request.profile is not None:
         raise InputError("give --model or --profile, not both")
+    if request.speed and request.profile is None:
+        raise InputError("--speed is for --profile; a shape's times are estimated from each device's rate")
     notes = []
     if request.machine is not None:
         machine = read_machine(request.machine)
@@ -107,7 +115,8 @@ def read_inputs(request: SimulateRequest) -> SimulateInputs:
             " its rates are assumed, not measured"
         )
     if request.profile is not None:
-        profile = read_profile(request.profile, [device.kind for device in machine.devices])
+        kinds = [device.kind for device in machine.devices]
+        profile = read_profile(request.profile, kinds, read_speeds(request.speed))
         profile, sentences = with_part_times(profile, machine)
         return SimulateInputs(plan, profile, machine, (*notes, *(f"profile: {sentence}" for sentence in sentences)))
     profile = estimate_profile(request.model or DEFAULT_MODEL, machine)
@@ -126,4 +135,7 @@ def _with_unit_costs(plan: Plan, costs: str, request: SimulateRequest) -> Simula
 
 def _origin(machine: Machine) -> list[str]:
     """Returns a note on when a machine was measured, if it was."""
-    return [f"machine: {machine.name}, measured {machine.survey.date}"] if machine.survey else []
+    if machine.survey is None:
+        return []
+    disturbed = [f"machine: {machine.survey.disturbance}"] if machine.survey.disturbance else []
+    return [f"machine: {machine.name}, measured {machine.survey.date}", *disturbed]

@@ -40,11 +40,13 @@ MOVED = 74
 def read_options(request: TrainRequest) -> "TrainOptions":
     """Returns the run's options from the fields of a request; raises InputError with all faults."""
     require_torch("training")
-    from pipedejavu.run.options import MOST_STEPS, TrainOptions
+    from pipedejavu.run.options import MOST_STEPS, TrainOptions, default_rate
 
     form = {name: getattr(request, name) for name in TrainOptions.model_fields if hasattr(request, name)}
     form |= {"keeps_log": request.audit, "log": request.log or [], "replan": request.is_replanned}
     form["model"] = read_model(request.model)
+    if request.lr is None:
+        form["lr"] = default_rate(is_pretrained=request.weights is not None, has_adapters=request.lora is not None)
     if request.epochs is not None:
         form["steps"] = MOST_STEPS
     check_together(request)
@@ -135,15 +137,15 @@ def _train(
     from pipedejavu.launch import plan_run, train_rank
     from pipedejavu.run import check_logbooks, lock_run
     from pipedejavu.source.chosen_data import data_choice
-    from pipedejavu.source.model_source import check_weights
+    from pipedejavu.source.model_source import check_sources
 
     start, profile, eager = resumed.start if resumed else None, None, None
     chosen, worker_hosts = Plan(), ranks.worker_hosts()
     if ranks.is_first:
         check_logbooks(options.log)
         check_choice(data_choice(options))
-        if options.weights is not None and not (start and start.step):
-            check_weights(options.model, options.weights)
+        if not (start and start.step):
+            check_sources(options)
         chosen, profile, machine, eager = choose(options, request, ranks, machine, resumed, worker_hosts)
     folder = request.run_dir or _new_name(f"{options.model}-{chosen.name}")
     if ranks.is_first:

@@ -61,6 +61,10 @@ class TrainRequest:
         str | None, typer.Option(help="Columns of data in files: text=COLUMN, or prompt=COLUMN,completion=COLUMN.")
     ] = None
     context: Annotated[int | None, typer.Option(help="Tokens per sample; by default the model's.")] = None
+    packing: Annotated[
+        str,
+        typer.Option(help="Texts as samples: documents (attention stays within each), stream (it crosses), or rows."),
+    ] = "documents"
     eval: Annotated[
         float, typer.Option("--eval", help="Hold out a share of the data, or a number of samples, and evaluate on it.")
     ] = 0.0
@@ -83,7 +87,10 @@ class TrainRequest:
     ] = None
     price: Annotated[float | None, typer.Option(help="Price of the machine per hour, for the cost of the run.")] = None
     optimizer: Annotated[str, typer.Option(help="sgd or adamw.")] = "adamw"
-    lr: Annotated[float, typer.Option(help="Learning rate.")] = 1e-3
+    lr: Annotated[
+        float | None,
+        typer.Option(help="Learning rate; by default 1e-5 for pretrained weights, 2e-4 for adapters, else 1e-3."),
+    ] = None
     warmup: Annotated[int, typer.Option(help="Updates over which the learning rate rises.")] = 0
     schedule: Annotated[str, typer.Option(help="The learning rate after the warm-up: constant, cosine or linear.")] = (
         "constant"
@@ -92,7 +99,11 @@ class TrainRequest:
     momentum: Annotated[float, typer.Option(help="Momentum of sgd.")] = 0.0
     clip_norm: Annotated[float | None, typer.Option(help="Clip gradients to this norm over all stages.")] = None
     precision: Annotated[
-        str, typer.Option(help="auto (bf16 on GPUs that compute it, else fp32), bf16, fp16, tf32, fp32 or fp64.")
+        str,
+        typer.Option(
+            help="auto (bf16 on GPUs that compute it, else fp32), bf16, fp16, tf32, fp32 or fp64; 'bf16, int8 moments'"
+            " also chooses the format of AdamW's moments: fp32, bf16 or int8."
+        ),
     ] = "auto"
     dtype: Annotated[str, typer.Option(help="float64 is the old name of --precision fp64.")] = "float32"
     compile: Annotated[

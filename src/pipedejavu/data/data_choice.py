@@ -15,6 +15,7 @@ NAMES = ("digits", "mnist", "cifar10", "stdlib", "random")
 """Data sets that are known by name; everything else is a path."""
 
 Part = Literal["all", "train", "eval"]
+Packing = Literal["documents", "stream", "rows"]
 
 
 class DataChoice(Record):
@@ -28,6 +29,9 @@ class DataChoice(Record):
     """Tokens per sample; by default the model's."""
     columns: str | None = None
     """Columns by what they hold, as FIELD=COLUMN,FIELD=COLUMN."""
+    packing: Packing = "documents"
+    """How texts become samples: several in a row, each attending to itself alone; windows of one stream, in which
+    attention crosses from text to text; or one text per row."""
     held_out: float = Field(default=0.0, ge=0)
     """What is kept for evaluation: a share of the samples, or their number if it is 1 or more."""
     evaluation: str | None = None

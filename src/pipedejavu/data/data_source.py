@@ -1,5 +1,6 @@
 """Opens the data that a user chose, in the form that a model reads."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 from pipedejavu.data.data_choice import DataChoice
@@ -9,7 +10,7 @@ from pipedejavu.data.held_out import split_samples
 from pipedejavu.data.image_folder import ImageFolder, class_names
 from pipedejavu.data.text_tokenizer import TextTokenizer, check_vocabulary, find_tokenizer
 from pipedejavu.data.token_cache import TokenTable, cache_path, open_table, write_table
-from pipedejavu.data.token_data import PackedWindows, PaddedChats
+from pipedejavu.data.token_data import PackedDocuments, PackedWindows, PaddedDocuments
 from pipedejavu.facts import InputError
 from pipedejavu.facts.printable import tell
 from pipedejavu.zoo.data import open_data
@@ -17,11 +18,28 @@ from pipedejavu.zoo.dataset import Dataset
 from pipedejavu.zoo.form import Form, ImageForm, TokenForm
 from pipedejavu.zoo.sequence import Sequences
 
+Separates = Callable[[], bool]
+"""Whether a model takes several documents in a row and attends within each of them; asked only if it matters."""
+
+
+def _never() -> bool:
+    return False
+
 
 def open_choice(
-    choice: DataChoice, form: Form, *, default: str, seed: int = 0, model_folder: str | None = None, is_zoo: bool = True
+    choice: DataChoice,
+    form: Form,
+    *,
+    default: str,
+    seed: int = 0,
+    model_folder: str | None = None,
+    is_zoo: bool = True,
+    separates: Separates = _never,
 ) -> Dataset:
-    """Opens chosen data; `model_folder` has the model's tokenizer, and only zoo models read bytes without one."""
+    """Opens chosen data; `model_folder` has the model's tokenizer, and only zoo models read bytes without one.
+
+    `separates` says whether the model takes several documents in a row and attends within each of them.
+    """
     if choice.path is None:
         data = open_data(choice.name or default, form, seed=seed)
     elif isinstance(form, ImageForm):
@@ -29,12 +47,19 @@ def open_choice(
     else:
         tokenizer = find_tokenizer(choice.tokenizer, model_folder, is_zoo=is_zoo)
         check_vocabulary(tokenizer, form.num_plain, form.num_plain < form.vocabulary)
-        data = open_tokens(choice, find_files(choice.path), form, tokenizer, seed)
+        data = open_tokens(choice, find_files(choice.path), form, tokenizer, seed, separates)
     return take_part(data, choice, seed)
 
 
 def open_held_out(
-    choice: DataChoice, form: Form, *, default: str, seed: int = 0, model_folder: str | None = None, is_zoo: bool = True
+    choice: DataChoice,
+    form: Form,
+    *,
+    default: str,
+    seed: int = 0,
+    model_folder: str | None = None,
+    is_zoo: bool = True,
+    separates: Separates = _never,
 ) -> Dataset | None:
     """Opens the data to evaluate on, in the form that the model reads; None if the choice has none."""
     held_out = choice.for_evaluation()
@@ -44,7 +69,9 @@ def open_held_out(
         return open_data(held_out.name or default, form, seed=seed, split="test")
     if isinstance(form, ImageForm) and held_out.part == "all" and choice.path is not None:
         return _open_images(held_out, form, class_names(find_files(choice.path)))
-    return open_choice(held_out, form, default=default, seed=seed, model_folder=model_folder, is_zoo=is_zoo)
+    return open_choice(
+        held_out, form, default=default, seed=seed, model_folder=model_folder, is_zoo=is_zoo, separates=separates
+    )
 
 
 def _open_images(choice: DataChoice, form: ImageForm, classes: tuple[str, ...] | None = None) -> Dataset:
@@ -66,7 +93,14 @@ def take_part(data: Dataset, choice: DataChoice, seed: int) -> Dataset:
     return train if choice.part == "train" else held_out
 
 
-def open_tokens(choice: DataChoice, files: DataFiles, form: TokenForm, tokenizer: TextTokenizer, seed: int) -> Dataset:
+def open_tokens(
+    choice: DataChoice,
+    files: DataFiles,
+    form: TokenForm,
+    tokenizer: TextTokenizer,
+    seed: int,
+    separates: Separates = _never,
+) -> Dataset:
     """Opens text or records as tokens; tokenises them if the cache does not have them."""
     if files.kind == "images":
         raise InputError(f"{files.root} has images, but the model reads tokens; give text, .jsonl, .csv or .parquet")
@@ -77,19 +111,49 @@ def open_tokens(choice: DataChoice, files: DataFiles, form: TokenForm, tokenizer
         table = _tokenize(path, choice, files, tokenizer)
     assert table is not None
     if table.answers is None:
-        return Sequences(PackedWindows(table, form.context, name), form, seed)
+        return _open_texts(choice, table, form, tokenizer, seed, separates, is_new=is_new)
     if form.objective != "next":
         raise InputError(
             f"{name} has prompts and answers, which are for models that predict the next token; this one predicts"
             f" {form.objective} tokens: give it 'text'"
         )
-    chats = PaddedChats(table, form.context, tokenizer.end, name)
+    chats = PaddedDocuments(table, form.context, tokenizer.end, name)
     if is_new and chats.num_cut:
         tell(
             f"{chats.num_cut} of {len(table.starts) - 1} records of {name} have more than {form.context} tokens and are"
             f" cut there; {chats.num_dropped} without an answer before that are left out"
         )
     return chats
+
+
+def _open_texts(
+    choice: DataChoice,
+    table: TokenTable,
+    form: TokenForm,
+    tokenizer: TextTokenizer,
+    seed: int,
+    separates: Separates,
+    *,
+    is_new: bool,
+) -> Dataset:
+    """Returns texts as samples; a model that cannot separate documents reads one per row, if it is causal."""
+    name, packing, is_causal = str(choice.name), choice.packing, form.objective == "next"
+    if packing == "rows" and not is_causal:
+        raise InputError(
+            f"--packing rows is for models that predict the next token, and this one predicts {form.objective} tokens:"
+            " it would see the padding; leave --packing out"
+        )
+    is_one = len(table.starts) <= 2
+    if packing == "documents" and not is_one and not separates():
+        packing = "rows" if is_causal else "stream"
+        how = "each is a row of its own" if is_causal else "attention crosses from one to the next"
+        if is_new:
+            tell(f"the model does not take several documents in a row, so of {name} {how}")
+    if packing == "rows":
+        return PaddedDocuments(table, form.context, tokenizer.end, name)
+    windows = PackedWindows(table, form.context, name)
+    sequences = Sequences(windows, form, seed)
+    return sequences if is_one or packing == "stream" else PackedDocuments(sequences, windows, table.starts)
 
 
 def _tokenize(path: Path, choice: DataChoice, files: DataFiles, tokenizer: TextTokenizer) -> TokenTable:

@@ -22,6 +22,8 @@ class Document(NamedTuple):
     ids: Sequence[int]
     answers: Sequence[bool] | None = None
     """Which tokens are part of an answer and so count in the loss; None if all do."""
+    is_ended: bool = True
+    """Whether the text ends here; a long one comes in several pieces."""
 
 
 def read_documents(files: DataFiles, columns: Mapping[str, str], tokenizer: TextTokenizer) -> Iterator[Document]:
@@ -67,7 +69,7 @@ def _read_text(path: Path, tokenizer: TextTokenizer) -> Iterator[Document]:
                 text = decoder.decode(body + file.readline(PIECE_BYTES))
                 if text:
                     has_text = True
-                    yield Document(tokenizer.ids(text))
+                    yield Document(tokenizer.ids(text), is_ended=False)
             decoder.decode(b"", final=True)
     except OSError as error:
         raise InputError(f"cannot read {path}: {error.strerror}") from None

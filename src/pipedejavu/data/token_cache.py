@@ -16,7 +16,7 @@ from pipedejavu.data.document import Document
 from pipedejavu.facts import InputError
 from pipedejavu.facts.file import fresh_path, read_regular
 
-_FORMAT = 1
+_FORMAT = 2
 """Part of the key; another layout of the files has another number."""
 
 
@@ -27,7 +27,7 @@ class TokenTable(NamedTuple):
     answers: NDArray[np.bool_] | None
     """Which tokens are part of an answer; None if all tokens count."""
     starts: NDArray[np.int64]
-    """The first token of each document, and the number of all tokens; empty if all tokens count."""
+    """The first token of each document, and the number of all tokens."""
 
 
 def cache_folder() -> Path:
@@ -49,10 +49,10 @@ def open_table(path: Path) -> TokenTable | None:
         tokens: NDArray[Any] = np.memmap(path / "tokens.bin", dtype=about["dtype"], mode="r")
         if len(tokens) != about["tokens"]:
             return None
-        if not about["has_answers"]:
-            return TokenTable(tokens, None, np.zeros(0, np.int64))
-        answers: NDArray[np.bool_] = np.memmap(path / "answers.bin", dtype=np.bool_, mode="r")
         starts: NDArray[np.int64] = np.memmap(path / "starts.bin", dtype=np.int64, mode="r")
+        if not about["has_answers"]:
+            return TokenTable(tokens, None, starts)
+        answers: NDArray[np.bool_] = np.memmap(path / "answers.bin", dtype=np.bool_, mode="r")
         return TokenTable(tokens, answers, starts) if len(answers) == len(tokens) else None
     return None
 
@@ -79,15 +79,16 @@ def write_table(path: Path, documents: Iterable[Document], vocabulary: int) -> N
 def _write(folder: Path, documents: Iterable[Document], dtype: np.dtype[Any]) -> None:
     starts, total, has_answers = [0], 0, False
     with (folder / "tokens.bin").open("xb") as tokens, (folder / "answers.bin").open("xb") as answers:
-        for ids, is_answer in documents:
+        for ids, is_answer, is_ended in documents:
             # bytes are token ids already; numpy would read them as one text
             row = np.frombuffer(ids, np.uint8) if isinstance(ids, bytes) else np.asarray(ids, np.int64)
             tokens.write(row.astype(dtype).tobytes())
             total += len(row)
+            if is_ended:
+                starts.append(total)
             if is_answer is not None:
                 has_answers = True
                 answers.write(np.asarray(is_answer, np.bool_).tobytes())
-                starts.append(total)
     (folder / "starts.bin").write_bytes(np.asarray(starts, np.int64).tobytes())
     about = {"dtype": dtype.name, "tokens": total, "has_answers": has_answers}
     (folder / "about.json").write_text(json.dumps(about))

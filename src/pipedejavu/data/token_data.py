@@ -1,23 +1,27 @@
-"""Samples of tokens: windows of a stream of documents, or one conversation each."""
+"""Samples of tokens: windows of a stream of documents, several documents in a row, or one document per row."""
+
+from collections.abc import Callable
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from pipedejavu.data.token_cache import TokenTable
 from pipedejavu.facts import InputError
 from pipedejavu.zoo.dataset import Indices, check_indices
 from pipedejavu.zoo.loss import IGNORED
+from pipedejavu.zoo.sequence import Sequences
 
 ROUND = 64
-"""Rows of conversations are padded to a multiple of this, up to the context."""
+"""Rows of one document are padded to a multiple of this, up to the context."""
 
 
 class PackedWindows:
     """Adjacent windows of all documents one after another, each with the token that follows it."""
 
     def __init__(self, table: TokenTable, context: int, name: str):
-        self._tokens, self._context = table.tokens, context
+        self.tokens, self.context = table.tokens, context
         self._size = (len(table.tokens) - 1) // context
         if self._size < 1:
             raise InputError(
@@ -30,33 +34,73 @@ class PackedWindows:
 
     def windows(self, indices: Tensor) -> Tensor:
         """Returns token ids [samples, context + 1]."""
-        starts = indices.numpy()[:, None] * self._context
-        return torch.from_numpy(self._tokens[starts + np.arange(self._context + 1)].astype(np.int64))
+        return torch.from_numpy(self.tokens[self.places(indices)].astype(np.int64))
+
+    def places(self, indices: Tensor) -> NDArray[np.int64]:
+        """Returns the places of the windows' tokens in the stream [samples, context + 1]."""
+        places: NDArray[np.int64] = indices.numpy()[:, None] * self.context + np.arange(self.context + 1)
+        return places
 
 
-class PaddedChats:
-    """One conversation per sample, padded on the right; targets that are not part of an answer do not count.
+class PackedDocuments:
+    """Windows of several documents, with the position of each token in its document.
 
-    A causal model cannot see what follows a token, so padding changes nothing before it.
+    A model that attends within documents computes for each of them what it computes for that document alone. The last
+    token of a document predicts nothing: what follows it belongs to another one.
+    """
+
+    def __init__(self, sequences: Sequences, windows: PackedWindows, starts: NDArray[np.int64]):
+        self._sequences, self._windows, self._starts = sequences, windows, starts
+
+    def __len__(self) -> int:
+        return len(self._sequences)
+
+    def batch(self, indices: Indices) -> tuple[tuple[Tensor, Tensor], Tensor]:
+        """Returns (token ids, positions) and targets [samples, context]."""
+        inputs, targets = self._sequences.batch(indices)
+        assert isinstance(inputs, Tensor)
+        places = self._windows.places(check_indices(indices, len(self)))
+        begins = self._starts[np.searchsorted(self._starts, places, side="right") - 1]
+        positions = torch.from_numpy(places - np.maximum(begins, places[:, :1]))
+        if self._sequences.form.objective == "next":
+            targets = targets.masked_fill(positions[:, 1:] == 0, IGNORED)
+        return (inputs, positions[:, :-1].contiguous()), targets
+
+
+class PaddedDocuments:
+    """One document per row, padded on the right; targets that are not part of an answer do not count.
+
+    A causal model cannot see what follows a token, so padding changes nothing before it. Conversations are cut at the
+    context; texts, all tokens of which count, continue in further rows.
     """
 
     def __init__(self, table: TokenTable, context: int, end: int, name: str):
-        assert table.answers is not None
         self._tokens, self._answers, self._end = table.tokens, table.answers, end
         starts, stops = table.starts[:-1], table.starts[1:]
+        num_documents = len(starts)
+        if table.answers is None:
+            starts, stops = _split(starts, stops, context)
         lengths = np.minimum(stops - starts, context + 1)
-        counts = np.concatenate([[0], np.cumsum(table.answers, dtype=np.int64)])
-        has_answer = (lengths > 1) & (counts[starts + lengths] > counts[np.minimum(starts + 1, stops)])
-        self._starts, self._lengths = starts[has_answer], lengths[has_answer]
-        self.num_cut, self.num_dropped = int((stops - starts > context + 1).sum()), int((~has_answer).sum())
+        counts = self._num_counted(len(table.tokens))
+        has_target = (lengths > 1) & (counts(starts + lengths) > counts(np.minimum(starts + 1, stops)))
+        self._starts, self._lengths = starts[has_target], lengths[has_target]
+        self.num_cut, self.num_dropped = int((stops - starts > context + 1).sum()), int((~has_target).sum())
         """Records that are longer than the context, and those of which no answer is left."""
         if not len(self._starts):
             raise InputError(
-                f"{name} has {len(starts)} records, and none has an answer within {context} tokens; give a larger"
+                f"{name} has {num_documents} records, and none has an answer within {context} tokens; give a larger"
                 " --context"
             )
         longest = int(self._lengths.max()) - 1
         self.context = min(context, -(-longest // ROUND) * ROUND)
+
+    def _num_counted(self, size: int) -> Callable[[NDArray[np.int64]], NDArray[np.int64]]:
+        """Returns a function from places to the number of tokens before them that count."""
+        if self._answers is None:
+            return lambda places: places
+        counts = np.concatenate([[0], np.cumsum(self._answers, dtype=np.int64)])
+        assert len(counts) == size + 1
+        return lambda places: counts[places]
 
     def __len__(self) -> int:
         return len(self._starts)
@@ -69,7 +113,19 @@ class PaddedChats:
         for row, number in enumerate(numbers):
             first, length = int(self._starts[number]), int(self._lengths[number])
             ids = torch.from_numpy(self._tokens[first : first + length].astype(np.int64))
-            counts = torch.from_numpy(np.array(self._answers[first + 1 : first + length]))
             inputs[row, : length - 1] = ids[:-1]
-            targets[row, : length - 1] = ids[1:].masked_fill(~counts, IGNORED)
+            targets[row, : length - 1] = ids[1:]
+            if self._answers is not None:
+                counts = torch.from_numpy(np.array(self._answers[first + 1 : first + length]))
+                targets[row, : length - 1].masked_fill_(~counts, IGNORED)
         return inputs, targets
+
+
+def _split(
+    starts: NDArray[np.int64], stops: NDArray[np.int64], context: int
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Returns documents in pieces of up to `context` + 1 tokens; the last token of a piece begins the next one."""
+    counts = np.maximum(1, -(-(stops - starts - 1) // context))
+    number = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+    begins = np.repeat(starts, counts) + number * context
+    return begins, np.minimum(begins + context + 1, np.repeat(stops, counts))

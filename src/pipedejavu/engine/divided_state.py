@@ -52,9 +52,12 @@ class HoldsParts(Protocol):
 def whole_tensors(worker: HoldsParts, key: PieceReplica, *, has_state: bool) -> Iterator[tuple[DividedTensor, Tensor]]:
     """Yields the tensors of a piece that are divided, whole and in host memory; with or without optimizer state."""
     own = _parts(worker, key, has_state)
-    group = shard_group(worker.program.pieces[key[0]].stage, key[1])
+    piece, first = key[0], worker.program.mesh_of(key[1])[0]
+    group = shard_group(worker.program.pieces[piece].stage, first)
     members = worker.program.groups[group].workers if own else ()
-    others = [_parts(worker.fellows[member], key, has_state) for member in members] if worker.fellows else []
+    step = 1 if worker.program.plan.divides_experts else 0  # workers that divide experts are replicas
+    held = [(member, (piece, first + step * n)) for n, member in enumerate(members)]
+    others = [_parts(worker.fellows[member], k, has_state) for member, k in held] if worker.fellows else []
     ends = WireGroup(worker.wire, group, members, worker.index) if own else None
     for tensor, part in sorted(own.items()):
         layout = worker.runners[key].layouts[tensor.name]

@@ -3,6 +3,7 @@
     weight/NAME               weights; a frozen parameter has a weight and no state
     state/SLOT/NAME           optimizer state; slots have the names of torch.optim
     buffer/NAME               running statistics and the like
+    scale/loss                the loss scale of fp16, saved by the first worker
     replica/2/…/NAME          what only the third replica has: its buffers and, if replicas update separately, its
                               weights and state
 
@@ -21,6 +22,7 @@ from pipedejavu.engine.device import CPU
 from pipedejavu.engine.divided_state import whole_tensors
 from pipedejavu.engine.finite import nonfinite
 from pipedejavu.engine.handlers import Handlers, pieces_of
+from pipedejavu.engine.loss_scale import SAVED
 from pipedejavu.engine.master import masters_of, weights_of
 from pipedejavu.engine.moment_slots import converted_slots
 from pipedejavu.engine.optimizer import LOW, Tensors
@@ -79,7 +81,7 @@ def _check(handlers: Handlers, state: Tensors) -> None:
 
 def _share(handlers: Handlers) -> Tensors:
     """Returns this worker's share of the state that is not divided over replicas, without copies."""
-    share: Tensors = {}
+    share: Tensors = handlers.scale.saved() if handlers.index == 0 else {}
     weights, holders_of = held_weights(handlers), _holders(handlers.program)
     for key, runner in handlers.runners.items():
         piece, replica = key
@@ -90,7 +92,7 @@ def _share(handlers: Handlers) -> Tensors:
             share[f"{prefix}weight/{name}"] = weights[key][name]
             for slot, tensor in handlers.applier.state.get(key, {}).get(name, {}).items():
                 if slot != LOW:  # the weight is saved as its master
-                    share[f"{prefix}state/{SLOTS[slot]}/{name}"] = tensor
+                    share[f"{prefix}state/{SLOTS.get(slot, slot)}/{name}"] = tensor
         if (replica, handlers.index) == holders_of[piece][0]:
             frozen = {name: tensor for name, tensor in runner.frozen.items() if name not in runner.layouts}
             share |= {f"weight/{name}": tensor for name, tensor in frozen.items()}
@@ -199,6 +201,7 @@ def put_state(handlers: Handlers, update: int, source: Source, norm: float | Non
             if loaded is not None:
                 _check_loaded(handlers, "buffer", name, loaded)
                 _fill(f"buffer '{name}'", buffer, loaded)
+    handlers.scale.restore(source(SAVED))
     if norm is not None and plan.reduce.clip == "delayed":
         handlers.values[Value.norm(plan.steps - 1)] = norm
     handlers.adopt()
@@ -231,6 +234,7 @@ def _state(handlers: Handlers, key: tuple[int, int], runner: PieceRunner, source
     rests_on_host, shards = state_rests_on_host(handlers.program, piece), handlers.sharded.get(key)
     state: dict[str, Tensors] = {}
     for name, weight in runner.initial.items():
+        wanted = handlers.job.optimizer.slots_of(name)
         slots = _loaded_slots(handlers, source, replica, name, weight)
         if shards is not None:
             if shards.part(name, weight) is None:
@@ -238,13 +242,15 @@ def _state(handlers: Handlers, key: tuple[int, int], runner: PieceRunner, source
             parts = ((slot, t if slot == STEP else shards.part(name, t)) for slot, t in slots.items())
             slots = {slot: part for slot, part in parts if part is not None}
         if slots:
-            wanted = handlers.job.optimizer.slots_of(name)
             if slots.keys() != wanted:
-                names = [" and ".join(sorted(SLOTS[slot] for slot in some)) or "nothing" for some in (slots, wanted)]
+                names = [
+                    " and ".join(sorted(SLOTS.get(slot, slot) for slot in some)) or "nothing"
+                    for some in (slots, wanted)
+                ]
                 raise InputError(f"the checkpoint keeps {names[0]} of '{name}', and this optimizer {names[1]}")
             device = handlers.load_device or handlers.device
             state[name] = {
-                slot: tensor.to(CPU if rests_on_host or slot == STEP else device, copy=True)
+                slot: tensor.to(CPU if rests_on_host or _is_scalar(slot, tensor) else device, copy=True)
                 for slot, tensor in slots.items()
             }
     return state
@@ -253,14 +259,20 @@ def _state(handlers: Handlers, key: tuple[int, int], runner: PieceRunner, source
 def _loaded_slots(handlers: Handlers, source: Source, replica: int, name: str, weight: Tensor) -> Tensors:
     """Returns the saved state of a parameter, whole, with its moments in the format of the plan."""
     slots: Tensors = {}
-    for slot, torch_name in SLOTS.items():
+    own = {SLOTS.get(slot, slot): slot for slot in handlers.job.optimizer.slots_of(name)}
+    for torch_name, slot in ({saved: slot for slot, saved in SLOTS.items()} | own).items():
         loaded = _find(handlers, source, replica, f"state/{torch_name}", name)
         if loaded is None:
             continue
-        if slot != STEP and slot not in _FLAT and loaded.shape != weight.shape:
+        if not _is_scalar(slot, loaded) and slot not in _FLAT and loaded.shape != weight.shape:
             raise InputError(f"'{torch_name}' of '{name}' is {_form(loaded)}, and the weight {_form(weight)}")
         slots[slot] = loaded
     return _with_format(handlers, name, slots, weight.shape)
+
+
+def _is_scalar(slot: str, loaded: Tensor) -> bool:
+    """Whether a slot holds one number for the whole parameter; those of other optimizers of torch may."""
+    return slot == STEP or (slot not in SLOTS and loaded.ndim == 0)
 
 
 def _with_format(handlers: Handlers, name: str, slots: Tensors, shape: torch.Size) -> Tensors:
@@ -307,7 +319,7 @@ def _own_part(handlers: Handlers, replica: int, name: str, whole: Tensor) -> Ten
         layout = runner.layouts.get(name)
         if held == replica and layout is not None and layout.shape == whole.shape:
             program = handlers.program
-            return layout.local(whole, program.shard_of(handlers.index), program.plan.place.shards)
+            return layout.local(whole, program.part_of(handlers.index), program.plan.place.shards)
     return whole
 
 

@@ -157,7 +157,11 @@ class GlobalNorm:
             layouts, shards = self.runners[piece, replica].layouts, self.program.plan.place.shards
             for name, gradient in gradients.items():
                 tied = [len(self.program.tied_pieces[n]) for n, names in enumerate(self.job.ties) if name in names]
-                copies = max(tied, default=1) * (1 if name in layouts else shards)
+                copies = float(max(tied, default=1))
+                if name not in layouts:
+                    copies *= self.program.plan.tensor_shards
+                elif self.program.plan.divides_experts:  # only replicas with the same experts have copies
+                    copies /= shards
                 shares.append(share / copies)
                 norms.append(torch.linalg.vector_norm(gradient, dtype=torch.float64))
         return sum(share * norm * norm for share, norm in zip(shares, read_all(norms), strict=True))

@@ -40,7 +40,7 @@ from pipedejavu.facts import InputError
 from pipedejavu.program import Action, ActionKind, Program, Table, UpdatePlace, Value, ValueKind
 from pipedejavu.program.action import value_of
 from pipedejavu.program.effect import rest_of
-from pipedejavu.program.value import HOST
+from pipedejavu.program.value import BY_MICROBATCH, HOST
 from pipedejavu.runtime.compiled_unit import LossCall
 from pipedejavu.runtime.compute_precision import ComputeFormat
 
@@ -350,13 +350,16 @@ class Handlers(JoinedState):
             self.values[value_of(a)] = self.norm.find(a.version, step, lambda part: self.wire.add_up(part, group))
         elif a.what == ValueKind.WEIGHT_GRADIENT:
             reduce_gradients(self, a)
+        elif a.what in BY_MICROBATCH:
+            return  # a unit exchanges rows inside its forward and its backward
         else:  # replicas that update separately average their weights
             sums, count = add_up(self.wire, self.values[value_of(a)], group), len(self.program.groups[group].workers)
             self.values[value_of(a)] = as_leaves({name: total.div_(count) for name, total in sums.items()})
 
     def gather(self, a: Action) -> None:
         """Makes the whole weights of a piece from the shards of its group."""
-        self.values[value_of(a)] = self.sharded[a.piece, a.replica].gather(self.wire)
+        if a.what not in BY_MICROBATCH:
+            self.values[value_of(a)] = self.sharded[a.piece, a.replica].gather(self.wire)
 
     def drop(self, a: Action) -> None:
         """Frees a value, unless it was freed after its last reader."""

@@ -6,6 +6,9 @@ gradients overflow is left out, and the scale is halved; after many clean update
 
 import math
 
+import torch
+from torch import Tensor
+
 from pipedejavu.engine.job import Batches
 from pipedejavu.facts import InputError
 from pipedejavu.plan import Plan
@@ -13,6 +16,8 @@ from pipedejavu.program import Program
 
 FIRST, GROWTH, BACKOFF, INTERVAL = 2.0**16, 2.0, 0.5, 2000
 """The first scale, its factors after a clean interval and after an overflow, and the updates of an interval."""
+SAVED = "scale/loss"
+"""The name of the scale in a checkpoint: the next one, and the counts of clean and of skipped updates."""
 
 
 class LossScale:
@@ -26,6 +31,26 @@ class LossScale:
         """The scale of the summed gradients of the update that is made next."""
         self.num_clean = self.num_skipped = 0
         """Updates since the last change of the scale, and consecutive updates left out."""
+
+    def saved(self) -> dict[str, Tensor]:
+        """Returns what a checkpoint keeps of it, by name; nothing unless the precision is fp16."""
+        numbers = [self.next, self.num_clean, self.num_skipped]
+        return {SAVED: torch.tensor(numbers, dtype=torch.float64)} if self.is_on else {}
+
+    def restore(self, saved: Tensor | None) -> None:
+        """Goes on from what was saved; a checkpoint of another precision has none, and it begins with the first scale.
+
+        Raises InputError if it cannot have been saved.
+        """
+        if saved is None or not self.is_on:
+            return
+        scale, num_clean, num_skipped = saved.tolist() if saved.shape == (3,) else (math.nan,) * 3
+        if not (scale > 0 and math.isfinite(scale) and 0 <= num_clean < INTERVAL and num_skipped >= 0):
+            raise InputError(
+                f"the checkpoint has a loss scale of {scale:g} after {num_clean:g} clean updates, and needs one above 0"
+                f" after 0 to {INTERVAL - 1}; go on from an earlier checkpoint"
+            )
+        self.next, self.num_clean, self.num_skipped = scale, int(num_clean), int(num_skipped)
 
     def of_sum(self, count: int) -> float:
         """Returns the scale of a loss that is summed over `count` samples or tokens: a power of two, so it is exact."""

@@ -169,7 +169,7 @@ def _copies(program: Program) -> Iterator[Copy]:
     for worker in range(len(program.workers)):
         for piece, replica in pieces_of(program, worker):
             if not (is_sharded(program, piece) and program.plan.zero_of(program.pieces[piece].stage) == 3):
-                yield Copy(piece, replica, worker, program.shard_of(worker))
+                yield Copy(piece, replica, worker, program.part_of(worker))
 
 
 def _names(program: Program, job: Job, piece: int) -> list[str]:

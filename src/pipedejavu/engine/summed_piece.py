@@ -52,6 +52,12 @@ def reduce_gradients(worker: HoldsGradients, a: Action) -> None:
         worker.values.pop(value_of(a))
         worker.values[value_of(a, DEVICE if shards.zero == 1 else SHARD)] = shards.reduce(gradients, worker.wire)
         return
+    layouts = worker.runners[a.piece, a.replica].layouts
+    if layouts and worker.program.plan.divides_experts:  # workers with other experts have gradients of those
+        is_of_experts = role is GroupRole.EXPERTS
+        gradients_of_all = {name: g for name, g in gradients.items() if (name in layouts) == is_of_experts}
+        worker.values[value_of(a)] = gradients | add_up(worker.wire, gradients_of_all, a.group)
+        return
     worker.values[value_of(a)] = add_up(worker.wire, gradients, a.group)
 
 

@@ -7,52 +7,55 @@ between stages are whole on all workers of a group, only the first worker logs, 
 
 from torch import Tensor, nn
 
+from pipedejavu.engine.device import device_of
 from pipedejavu.engine.job import Batches, Job
 from pipedejavu.engine.wire import Wire
 from pipedejavu.engine.wire_group import WireGroup
 from pipedejavu.facts import InputError
 from pipedejavu.plan import Plan
+from pipedejavu.plan.plan_trait import why_not_divided
 from pipedejavu.program import Program
 from pipedejavu.program.program import shard_group
 from pipedejavu.runtime.compiled_unit import GraphUnit
 from pipedejavu.runtime.divided_unit import UnitDivider
-from pipedejavu.runtime.division import Division, divide
+from pipedejavu.runtime.division import Division, LayoutKind, divide
 
 PieceReplica = tuple[int, int]
 Units = list[tuple[str, nn.Module]]
 
 
-_NOT_DIVIDED = ("server", "shared-memory", "summation-service")
-"""Wires of plans whose workers do not make the updates alone."""
-
-
 def divides_operators(program: Program) -> bool:
     """Whether workers hold parts of operators; experts are divided otherwise."""
-    return program.plan.place.shards > 1 and "expert" not in program.plan.cut.layouts
+    return program.plan.tensor_shards > 1
 
 
 def check_divisible(plan: Plan) -> None:
     """Raises InputError if the engine does not divide the operators of such a plan."""
-    place = plan.place
-    if "expert" in plan.cut.layouts or (place.shards == 1 and place.stage_shards is None):
-        return
-    cannot = {
-        "order 'ready-first', whose workers choose the order of forwards each for itself": plan.order.kind
-        == "ready-first",
-        f"wire '{plan.reduce.wire}'": plan.reduce.wire in _NOT_DIVIDED,
-        f"keep '{plan.keep.kind}'": plan.keep.kind not in ("replicated", "split", "host"),
-        f"feed '{plan.feed.kind}'": plan.feed.kind in ("share", "mask"),
-        "compiled units": plan.is_compiled,
-        "a split backward": plan.splits_backward,
-        f"{place.cpu_replicas} CPU replicas": place.cpu_replicas > 0,
-        "stages with other numbers of replicas": place.stage_replicas is not None,
-    }
-    for what, asked in cannot.items():
-        if asked:
-            raise InputError(
-                f"plan '{plan.name}' divides operators over workers, and the engine does not run that with {what};"
-                " use a plan without it, or one that divides no operators"
-            )
+    if what := why_not_divided(plan):
+        raise InputError(
+            f"plan '{plan.name}' divides operators over workers, and the engine does not run that with {what}; use a"
+            " plan without it, or one that divides no operators"
+        )
+
+
+def check_gpus_apart(program: Program) -> None:
+    """Raises InputError if threads that divide operators share a GPU.
+
+    A process has one thread for the backwards of a GPU, so that one worker's would wait for the other's for ever.
+    """
+    devices = [device_of(program, worker) for worker in range(len(program.workers))]
+    gpus = [device for device in devices if device.type == "cuda"]
+    if divides_operators(program) and len({*gpus}) < len(gpus):
+        raise InputError(
+            f"plan '{program.plan.name}' divides operators over {len(gpus)} threads of one process, which has"
+            f" {len({*gpus})} GPUs; use a GPU for each, or processes (train, or a Trainer under torchrun)"
+        )
+
+
+def layout_kind(layout: str) -> LayoutKind:
+    """Returns how a layout of a plan divides: columns, rows and heads are found as pairs."""
+    kinds: dict[str, LayoutKind] = {kind: kind for kind in ("stationary-x", "stationary-y", "stationary-w")}
+    return kinds.get(layout, "pairs")
 
 
 class Divisions:
@@ -61,6 +64,7 @@ class Divisions:
     def __init__(self, program: Program, job: Job, batches: Batches):
         self.program, self.job, self.batches = program, job, batches
         self.size = program.plan.place.shards
+        (self.layout,) = {layout_kind(kind) for kind in program.plan.cut.layouts} or {"pairs"}
         self._known: dict[int, list[Division]] | None = None
 
     def of(self, stage: int) -> list[Division]:
@@ -82,13 +86,19 @@ class Divisions:
             graphs = self.job.graphs(self.job.units, self.batches.inputs(number))
             for stage, units in stage_units(self.program).items():
                 chain = [graphs[unit] for unit in units]
-                divisions.setdefault(stage, []).append(divide(chain, self.size, tied))
+                divisions.setdefault(stage, []).append(divide(chain, self.size, tied, self.layout))
         if not any(division.regions for rows in divisions.values() for division in rows):
+            none = (
+                "no layer whose outputs another one sums over, no attention by heads, and no filters that another layer"
+                " reads; use a degree that divides heads and widths, or a plan that divides none"
+                if self.layout == "pairs"
+                else "no convolution whose filters another layer reads as channels; use a number of workers that"
+                " divides channels, or for a model without convolutions another layout"
+            )
             raise InputError(
                 f"plan '{self.program.plan.name}' divides operators over {self.size} workers, and the model has none"
-                f" that can be divided by {self.size}: no layer whose outputs another one sums over, no attention by"
-                " heads, and no filters that other channels read; use a degree that divides heads and widths, or a"
-                " plan that divides none"
+                f" for {'heads and pairs of layers' if self.layout == 'pairs' else self.layout} that can be divided by"
+                f" {self.size}: {none}"
             )
         return divisions
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from pipedejavu.engine.grouped_product import grouped_product, is_grouped_product
 from pipedejavu.engine.job import Job
 from pipedejavu.engine.optimizer import Tensors
 from pipedejavu.engine.recompute_span import tensors_of
@@ -112,7 +113,7 @@ class _Random(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Runs an operation and counts it if it draws random numbers."""
         if torch.Tag.nondeterministic_seeded in func.tags:
             self.draw()
-        return func(*args, **(kwargs or {}))
+        return (grouped_product if is_grouped_product(func) else func)(*args, **(kwargs or {}))
 
     def draw(self) -> None:
         """Called before an operation that draws random numbers."""

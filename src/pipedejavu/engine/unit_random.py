@@ -5,7 +5,8 @@ same ones. A comparison with the uncut model draws them in the order of its oper
 """
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +19,8 @@ _RANDOM = (nn.modules.dropout._DropoutNd, nn.RReLU)
 
 _drawing = threading.Lock()
 """Held while a unit may draw: threads of a process share its generators."""
+_drawn = threading.local()
+"""In the thread that holds the lock, the generators that its unit draws from."""
 
 Unit = tuple[int, str, nn.Module]
 """A unit's number, name and module."""
@@ -47,7 +50,7 @@ class SeededRandom:
 
     def run_seeded(self, number: int, unit: Callable[[Value], Value], value: Value, microbatch: int) -> Value:
         """Runs a unit that may draw random numbers, with the generators seeded for it."""
-        with _drawing:
+        with _drawing, _drawing_from(generators_of(tensors_of(value)[0].device)):
             generators = self.seed_generators(number, value, microbatch)
             if number in self._random:
                 return unit(value)
@@ -65,6 +68,31 @@ class SeededRandom:
         for generator in generators:
             generator.manual_seed(mixed(self.seed, microbatch, number))
         return generators
+
+
+@contextmanager
+def _drawing_from(generators: list[torch.Generator]) -> Iterator[None]:
+    _drawn.generators = generators
+    try:
+        yield
+    finally:
+        _drawn.generators = None
+
+
+@contextmanager
+def paused_draws() -> Iterator[None]:
+    """Lets units in other threads draw while the unit of this thread waits for them, and then goes on as before."""
+    generators: list[torch.Generator] | None = getattr(_drawn, "generators", None)
+    if generators is None:
+        yield
+        return
+    states = [generator.get_state() for generator in generators]
+    _drawing.release()
+    try:
+        yield
+    finally:
+        _drawing.acquire()
+        _restore(generators, states)
 
 
 class OrderedRandom(SeededRandom):

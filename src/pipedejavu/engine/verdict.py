@@ -71,6 +71,17 @@ class Verdict:
         """The parameter that the verdict reports."""
         return self.excess.name if self.excess else max(self.differences, key=self.differences.__getitem__, default="")
 
+    @property
+    def origin(self) -> str:
+        """Where the tolerance comes from, as a sentence; empty if nothing was compared."""
+        if self.refusal:
+            return ""
+        factor = LOW_FACTOR if self.is_low else FACTOR
+        return (
+            f"The tolerance of each parameter is {factor} times the distance between a replay of the run in float64 and"
+            " one in its own precision."
+        )
+
     def to_dict(self) -> dict[str, object]:
         """Returns the verdict as JSON values, for a summary."""
         largest = max(self.differences.values(), default=math.nan)

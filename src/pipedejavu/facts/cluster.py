@@ -7,6 +7,7 @@ copies to and from the host. All traffic between hosts shares each host's networ
 
 import json
 import re
+from collections.abc import Mapping
 from itertools import product
 from pathlib import Path
 from typing import NamedTuple, Self
@@ -280,7 +281,7 @@ def _links(groups: list[tuple[HostGroup, list[_CountedDevice]]], prefix: str) ->
     return links
 
 
-def _link(form: dict[str, object], latency_s: float, stated: float, *wires: str) -> Link:
+def _link(form: Mapping[str, object], latency_s: float, stated: float, *wires: str) -> Link:
     rate = LINK_EFFICIENCY * stated
     return Link.model_validate(
         {**form, "latency_s": latency_s, "bytes_per_s": rate, "wires": wires, "sum_start_s": SUM_START_S}

@@ -44,3 +44,5 @@ class Survey(Record):
     measurements: tuple[Measurement, ...] = ()
     unknown: tuple[str, ...] = ()
     """What could not be measured, and why."""
+    disturbance: str = ""
+    """How other processes disturbed the survey; empty if they hardly did."""

@@ -140,6 +140,12 @@ class Unit(Record):
     optimizer_bytes: Bytes = 0
     expert_share: float = Field(default=0.0, ge=0, le=1)
     """Share of the parameters that belongs to experts, which an 'expert' layout divides over workers."""
+    num_experts: int = Field(default=0, ge=0)
+    """Experts that are stacked in its parameters."""
+    expert_rows: float = Field(default=0.0, ge=0)
+    """Rows that its experts take per sample: tokens times experts per token, or slots."""
+    expert_row_bytes: PartBytes = 0.0
+    """Bytes of those rows per sample: an 'expert' layout sends them there and back."""
     activation_bytes: PartBytes = 0.0
     """Bytes that autograd saves for the backward pass, per sample."""
     replicated_bytes: PartBytes = 0.0
@@ -200,6 +206,9 @@ class Profile(Record):
     measuring. A shared machine is slower for seconds and then faster again."""
     estimated: dict[str, str] = Field(default_factory=dict)
     """By kind of device, which of a measured profile's times are estimated, and why."""
+    error: dict[str, Annotated[float, Field(ge=0)]] = Field(default_factory=dict)
+    """For times that were estimated: how far steps of whole models were off, by kind of device, as the standard
+    deviation of the logarithm of measured over forecast."""
     begins: tuple[int, ...] = ()
     """For a model cut from a traced graph: index of the first operation of each unit after the first, then the number
     of operations."""

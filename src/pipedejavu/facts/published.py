@@ -25,20 +25,57 @@ _PARAMETER_BYTES = 4
 _PLAIN = re.compile(r"[+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?")
 
 
-def read_profile(path: str, kinds: Iterable[str]) -> Profile:
+PUBLISHED = (".txt", ".csv")
+"""How the names of profiles in other formats end."""
+
+
+def read_profile(path: str, kinds: Iterable[str], speeds: Mapping[str, float] | None = None) -> Profile:
     """Reads a profile: a graph if the name ends in .txt, a table if it ends in .csv, else the project's JSON.
 
-    `kinds` are the kinds of devices that times apply to if the file names none.
+    `kinds` are the kinds of devices that times apply to if the file names none. `speeds` are how many times as fast as
+    the file says some kinds are; the update is as much faster as the passes.
     """
     suffix = Path(path).suffix.lower()
-    if suffix not in (".txt", ".csv"):
-        return Profile.load(path)
+    kinds = tuple(dict.fromkeys(kinds))
+    if suffix not in PUBLISHED:
+        return at_speeds(Profile.load(path), speeds or {})
     try:
         text = read_file(path).decode("utf-8")
     except UnicodeDecodeError:
         raise InputError(f"{path} is not a text in UTF-8; a profile is JSON, CSV or a graph.txt") from None
     parse = parse_graph if suffix == ".txt" else parse_table
-    return parse(text, tuple(dict.fromkeys(kinds)), path)
+    return at_speeds(parse(text, kinds, path), speeds or {})
+
+
+def at_speeds(profile: Profile, speeds: Mapping[str, float]) -> Profile:
+    """Returns a profile whose times on some kinds of devices are divided by the speed of each."""
+    kinds = {kind for unit in profile.units for kind in unit.times}
+    for kind in (kind for kind in speeds if kind not in kinds):
+        raise InputError(
+            f"a speed is given for '{kind}', and profile '{profile.name}' has times on {', '.join(sorted(kinds))}"
+            f"{nearest(kind, kinds)}"
+        )
+    if not speeds:
+        return profile
+    units = (
+        unit.replace(times={kind: _faster(time, speeds.get(kind, 1.0)) for kind, time in unit.times.items()})
+        for unit in profile.units
+    )
+    batch = {kind: cost.times(1 / speeds.get(kind, 1.0)) for kind, cost in profile.batch.items()}
+    return profile.replace(units=tuple(units), batch=batch)
+
+
+def _faster(time: UnitTime, speed: float) -> UnitTime:
+    if speed == 1:
+        return time
+    return time.replace(
+        forward=time.forward.times(1 / speed),
+        backward=time.backward.times(1 / speed),
+        weight_backward=time.weight_backward.times(1 / speed),
+        input_backward=time.input_backward and time.input_backward.times(1 / speed),
+        recompute=time.recompute.times(1 / speed),
+        update_s=time.update_s / speed,
+    )
 
 
 # PipeDream's graph: a line per node, and an indented line per edge.

@@ -12,7 +12,7 @@ from torch import Tensor
 from pipedejavu.facts import InputError
 from pipedejavu.hybrid.unit_state import ParamState, UnitState
 from pipedejavu.optim.arithmetic import AdamState
-from pipedejavu.optim.moment_format import Moments, convert_moments, num_scales
+from pipedejavu.optim.moment_format import Moments, convert_moments, num_scales, widened
 
 LOW = "master_low"
 MOMENTS = "exp_avg", "exp_avg_sq"
@@ -63,6 +63,15 @@ def fill_state(param: ParamState, entry: dict[str, Any] | None) -> None:
         param.state.low.copy_(_checked(param, LOW, low, param.numel)) if is_low else param.state.low.zero_()
     convert_moments(moments, param.state.moments)
     param.step = int(entry["step"])
+
+
+def plain_entry(entry: dict[str, Any]) -> dict[str, Any]:
+    """Returns an entry with float32 moments in place of the codes and scales of int8 ones, as torch.optim.AdamW has."""
+    if CODES[0] not in entry:
+        return entry
+    m, v, m_scale, v_scale = (entry[name] for name in CODES)
+    rest = {name: value for name, value in entry.items() if name not in CODES}
+    return rest | dict(zip(MOMENTS, (widened(m, m_scale), widened(v, v_scale)), strict=True))
 
 
 def _moments_of(param: ParamState, entry: dict[str, Any]) -> Moments:

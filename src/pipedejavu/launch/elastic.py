@@ -41,5 +41,5 @@ def fit_plan(known: Known, requested: Plan | None, worker_hosts: Sequence[Worker
 
 def _batch_of(plan: Plan) -> int:
     """Returns the samples per update over all replicas; replicas may divide one batch among them."""
-    copies = 1 if plan.feed.kind == "share" else plan.place.replicas + plan.place.cpu_replicas
+    copies = 1 if plan.feed.kind == "share" else plan.data_replicas + plan.place.cpu_replicas
     return plan.feed.microbatches * plan.feed.samples * copies

@@ -35,9 +35,8 @@ from pipedejavu.run.options import TrainOptions
 from pipedejavu.run.run_folder import RunStart
 from pipedejavu.session.rank_group import RankGroup
 from pipedejavu.source.chosen_data import data_choice
-from pipedejavu.source.hf_model import check_data
 from pipedejavu.source.initial_weights import describe_dtype
-from pipedejavu.source.model_source import check_weights
+from pipedejavu.source.model_source import check_sources
 from pipedejavu.source.precision import trained_dtype
 from pipedejavu.source.task import Prepared
 
@@ -149,12 +148,10 @@ def _compile(plan: Plan, profile: Profile, machine: Machine, ranks: RankGroup) -
 
 def _check_sources(options: TrainOptions, ranks: RankGroup) -> str:
     """Returns a note on the weights of a new run; raises InputError if its weights or data are not there."""
-    if options.model.startswith("hf:"):
-        check_data(options.model.removeprefix("hf:"), options.data, options.weights)
-    if options.weights is None or not ranks.is_first:
+    if not ranks.is_first:
         return ""
-    check_weights(options.model, options.weights)
-    return describe_dtype(options.weights, options.parameter_dtype)
+    check_sources(options)
+    return "" if options.weights is None else describe_dtype(options.weights, options.parameter_dtype)
 
 
 def _settle_precision(

@@ -35,11 +35,15 @@ class Cut(Record):
     recorded graph, and at the end the number of operations. `train` cuts the model there."""
     layouts: tuple[Layout, ...] = ()
     """Layouts of the operators inside each unit, in order, for a `layout` cut."""
+    capacity: float | None = Field(default=None, gt=0)
+    """For layout `expert`: slots per expert, as a multiple of an even share of a worker's rows. Rows over it skip their
+    expert. By default no row is dropped."""
 
     def __str__(self) -> str:
         if self.kind == "chain":
             return f"chain({self.stages})" if self.stages else "chain"
-        return " ".join(self.layouts) if self.kind == "layout" else self.kind
+        text = " ".join(self.layouts) if self.kind == "layout" else self.kind
+        return text if self.capacity is None else f"{text}({self.capacity:g})"
 
 
 class Place(Record):

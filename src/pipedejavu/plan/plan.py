@@ -57,6 +57,11 @@ class Plan(Record):
         return self.pipeline_size * place.replicas * place.shards + place.cpu_replicas + place.servers
 
     @property
+    def data_replicas(self) -> int:
+        """Pipelines that train different samples, without CPU replicas."""
+        return self.place.replicas * self.place.shards // self.tensor_shards
+
+    @property
     def degrees(self) -> tuple[int, ...]:
         """Devices per worker; above 1 the worker is a tensor-parallel group."""
         place = self.place
@@ -99,6 +104,11 @@ class Plan(Record):
         return self.order.prefetch > 0 and self.keep.kind == "replicated" and self.keep.activations == "device"
 
     @property
-    def sums_over_shards(self) -> bool:
-        """Whether shards train different samples, so that gradients of undivided parameters are summed over shards."""
-        return "expert" in self.cut.layouts and self.reduce.wire == "all-reduce"
+    def divides_experts(self) -> bool:
+        """Whether shards divide only the experts: they train different samples, each as a replica of all else."""
+        return "expert" in self.cut.layouts
+
+    @property
+    def tensor_shards(self) -> int:
+        """Workers that divide the operators of one replica; 1 if the shards are replicas with different experts."""
+        return 1 if self.divides_experts else self.place.shards

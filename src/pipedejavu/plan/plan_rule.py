@@ -21,7 +21,7 @@ PIPELINES = ("gpipe", "1f1b", "1f1b-async", "interleaved", "zb-h1", "zb-v", "dua
 
 def num_replicas(plan: Plan) -> int:
     """Returns the replicas of the whole model, those of CPUs included."""
-    return plan.place.replicas + plan.place.cpu_replicas
+    return plan.data_replicas + plan.place.cpu_replicas
 
 
 def ties_cross_stages(plan: Plan, profile: Profile) -> bool:

@@ -2,6 +2,7 @@
 
 from pipedejavu.facts import FaultsError, Profile
 from pipedejavu.plan.axis import in_line
+from pipedejavu.plan.expert_rule import EXPERT_RULES, expert_facts
 from pipedejavu.plan.plan import Plan
 from pipedejavu.plan.plan_rule import Rule, num_replicas, ties_cross_stages
 from pipedejavu.plan.plan_trait import adds_to_weights, can_take_turns, has_legal_checkpoints, is_written_out
@@ -65,6 +66,7 @@ RULES = (
         "set reduce.clip to 'none'",
     ),
     *ZERO_RULES,
+    *EXPERT_RULES,
     Rule(
         lambda plan, _: plan.place.kind == "bidirectional" and plan.place.workers % 2 == 1,
         "a bidirectional place pairs workers, and {workers} is odd",
@@ -324,7 +326,8 @@ def check_plan(plan: Plan, profile: Profile) -> None:
 
 def faults_of(plan: Plan, profile: Profile) -> list[str]:
     """Returns a sentence with the remedy for every rule that the plan breaks."""
-    facts: dict[str, object] = plan.axes() | {
+    facts: dict[str, object] = plan.axes() | expert_facts(plan, profile)
+    facts |= {
         "precision": str(plan.precision),
         "order": plan.order.kind,
         "place": plan.place.kind,

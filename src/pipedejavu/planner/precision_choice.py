@@ -2,43 +2,36 @@
 
 import re
 from collections.abc import Sequence
-from typing import Literal, get_args
 
 import torch
 
-from pipedejavu.facts import Device, InputError, Machine, Profile, format_seconds, nearest
+from pipedejavu.facts import Device, InputError, Machine, Profile, format_seconds
 from pipedejavu.facts.catalog import read_catalog
 from pipedejavu.plan import Decision, Plan, Precision
+from pipedejavu.plan.precision_request import PrecisionRequest
 
-PrecisionRequest = Literal["auto", "bf16", "fp16", "tf32", "fp32", "fp64"]
-REQUESTS: tuple[PrecisionRequest, ...] = get_args(PrecisionRequest)
 NEEDED = {"bf16": (8, 0), "tf32": (8, 0), "fp16": (7, 0)}
 """The least compute capability whose tensor cores have a format."""
 _BEST = "bf16"
 SPLIT = Precision(compute="bf16", masters="split")
 
 
-def check_request(text: str) -> PrecisionRequest:
-    """Returns a requested precision; raises InputError if there is none of that name."""
-    for known in REQUESTS:
-        if text == known:
-            return known
-    raise InputError(f"a precision is one of {', '.join(REQUESTS)}, not '{text}'{nearest(text, REQUESTS)}")
-
-
-def with_precision(
-    plan: Plan, asked: PrecisionRequest, devices: Sequence[Device], *, dtype: torch.dtype = torch.float32
-) -> Plan:
+def with_precision(plan: Plan, asked: str, devices: Sequence[Device], *, dtype: torch.dtype = torch.float32) -> Plan:
     """Returns the plan with the precision that is asked for; `auto` keeps that of the plan, or chooses the best.
 
-    `devices` are those that train, and `dtype` is that of the model's trained parameters. Raises InputError if a device
-    lacks the precision, or the model cannot be trained in it.
+    Moments are float32 unless the request or the plan names another format. `devices` are those that train, and `dtype`
+    is that of the model's trained parameters. Raises InputError if a device lacks the precision, or the model cannot be
+    trained in it.
     """
-    if asked == "auto" and plan.precision != Precision():
-        _check(plan.precision, devices, dtype)
-        return plan
-    compute, reason = _choose(asked, devices, dtype)
+    request = PrecisionRequest.read(asked)
+    if request.compute == "auto" and plan.precision.replace(moments="fp32") != Precision():
+        precision = plan.precision.replace(moments=request.moments or plan.precision.moments)
+        _check(precision, devices, dtype)
+        return plan.replace(precision=precision)
+    compute, reason = _choose(request.compute, devices, dtype)
     precision = _precision_of(compute, plan)
+    request.check_masters(precision)
+    precision = precision.replace(moments=request.moments or plan.precision.moments)
     _check(precision, devices, dtype)
     reduce = plan.reduce
     if precision.compute == "fp16" and reduce.clip == "none" and plan.version.kind == "sync":
@@ -48,7 +41,7 @@ def with_precision(
     return plan.replace(precision=precision, reduce=reduce, decisions=decisions)
 
 
-def estimated_precision(asked: PrecisionRequest, machine: Machine) -> Plan:
+def estimated_precision(asked: str, machine: Machine) -> Plan:
     """Returns a plan with the precision of a run on a machine that need not be here; `auto` is what `train` would take.
 
     A GPU computes bf16 well if the library of devices says that its tensor cores do.
@@ -56,17 +49,20 @@ def estimated_precision(asked: PrecisionRequest, machine: Machine) -> Plan:
     known = {name: device.dtype for device in read_catalog() for name in (device.name, *device.aliases)}
     gpus = [device.kind for device in machine.devices if _is_gpu(device)]
     lacking = [kind for kind in gpus if known.get(kind) != "bfloat16"]
-    compute, reason = str(asked), ""
-    if asked == "auto" and gpus and not lacking:
+    request = PrecisionRequest.read(asked)
+    compute, reason = str(request.compute), ""
+    if compute == "auto" and gpus and not lacking:
         compute, reason = _BEST, f"{gpus[0]} computes it at twice the rate of TF32 or more"
-    elif asked == "auto":
+    elif compute == "auto":
         compute, reason = "fp32", f"{lacking[0]} is not known to compute bf16" if lacking else "it trains on CPUs"
     precision = _precision_of(compute, Plan())
+    request.check_masters(precision)
+    precision = precision.replace(moments=request.moments or precision.moments)
     decision = Decision(axis="precision", choice=str(precision), reason=reason)
     return Plan(precision=precision, decisions=(decision,) if reason else ())
 
 
-def _choose(asked: PrecisionRequest, devices: Sequence[Device], dtype: torch.dtype) -> tuple[str, str]:
+def _choose(asked: str, devices: Sequence[Device], dtype: torch.dtype) -> tuple[str, str]:
     """Returns what is computed, and why; the reason is empty if it was asked for."""
     if asked != "auto":
         return asked, ""
@@ -103,6 +99,10 @@ def _check(precision: Precision, devices: Sequence[Device], dtype: torch.dtype) 
                 f"{name} has compute capability {capability[0]}.{capability[1]} and {precision.compute} needs"
                 f" {needed[0]}.{needed[1]}; use --precision fp32"
             )
+    if precision.compute == "fp64" and precision.moments != "fp32":
+        raise InputError(
+            f"moments of {precision.moments} would round away what fp64 keeps; leave them out, or use --precision fp32"
+        )
     if precision.compute == "tf32" and not _capabilities(devices):
         raise InputError("tf32 is a format of GPUs, and this run trains on CPUs; use --precision fp32")
     name = str(dtype).removeprefix("torch.")
@@ -119,18 +119,23 @@ def _check(precision: Precision, devices: Sequence[Device], dtype: torch.dtype) 
         )
 
 
-def is_worth_measuring(plan: Plan, asked: PrecisionRequest, devices: Sequence[Device]) -> bool:
+def is_worth_measuring(plan: Plan, asked: str, devices: Sequence[Device]) -> bool:
     """Whether bf16 may be faster than what `auto` has chosen for CPUs, whose cores have instructions for it."""
     has_instructions = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
-    is_open = asked == "auto" and plan.precision == Precision()
+    is_open = PrecisionRequest.read(asked).compute == "auto" and plan.precision.compute == "fp32"
     return is_open and has_instructions and not any(map(_is_gpu, devices))
+
+
+def split_of(precision: Precision) -> Precision:
+    """Returns bf16 with split masters, and the moments of a precision."""
+    return SPLIT.replace(moments=precision.moments)
 
 
 def faster(plan: Plan, profile: Profile, other: Profile, samples: int) -> Plan:
     """Returns the plan in bf16 if the profile `other` in it is faster than the one in float32, with the reason."""
     took_s, takes_s = _step_s(profile, samples), _step_s(other, samples)
     told = f"{format_seconds(takes_s)} of forward, backward and update in bf16, {format_seconds(took_s)} in fp32"
-    precision = SPLIT if takes_s < took_s else plan.precision
+    precision = split_of(plan.precision) if takes_s < took_s else plan.precision
     decision = Decision(axis="precision", choice=str(precision), reason=f"measured on this CPU: {told}")
     return plan.replace(precision=precision, decisions=(decision,))
 

@@ -16,6 +16,7 @@ from pipedejavu.probe.compute import ComputeDevice, compute_trials
 from pipedejavu.probe.disk_speed import disk_trials
 from pipedejavu.probe.host import free_memory_bytes, read_host
 from pipedejavu.probe.link import copy_trials, peer_trials
+from pipedejavu.probe.other_load import OtherLoad
 from pipedejavu.probe.pair import Pair
 from pipedejavu.probe.series import Report, TimedTrial, run_rounds
 from pipedejavu.probe.survey_result import Circumstances, Findings, GpuFacts, build_machine
@@ -23,8 +24,8 @@ from pipedejavu.runtime.device_memory import DeviceMemory
 
 TIME_S, QUICK_TIME_S = 42.0, 15.0
 """Duration of a survey, without the import of torch."""
-BUSY = 0.5
-"""Load per core above which a survey reports that it was disturbed."""
+BUSY = 0.1
+"""Share of the cores that others keep busy above which a survey reports that it was disturbed."""
 
 
 def measure_machine(folder: Path, *, quick: bool = False, report: Report = lambda *_: None) -> Machine:
@@ -32,7 +33,8 @@ def measure_machine(folder: Path, *, quick: bool = False, report: Report = lambd
     start = time.perf_counter()
     report("looking around", 0.0)
     host, free, unknown = read_host(), [free_memory_bytes()], list[str]()
-    unknown += [*host.unknown, *_disturbances(host.cores)]
+    unknown += host.unknown
+    others = OtherLoad(host.cores)
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     with ExitStack() as stack:
         threads = max(1, host.cores // 2)
@@ -56,19 +58,22 @@ def measure_machine(folder: Path, *, quick: bool = False, report: Report = lambd
         probed.clear()
     free.append(free_memory_bytes())
     unknown += [f"{name}: {why}" for name, why in rounds.left_out.items()]
-    findings = Findings(host, facts, tuple(free), tuple(trials), rounds.times_s, tuple(unknown))
+    disturbance = describe_disturbance(others.busy_cores(), host.cores)
+    findings = Findings(host, facts, tuple(free), tuple(trials), rounds.times_s, tuple(unknown), disturbance)
     date = datetime.now(UTC).isoformat(timespec="seconds")
     return build_machine(
         platform.node() or "here", findings, Circumstances(date, read_versions(), time.perf_counter() - start)
     )
 
 
-def _disturbances(cores: int) -> list[str]:
-    """Returns a sentence if other processes keep this host busy."""
-    load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
-    if load <= BUSY * cores:
-        return []
-    return [f"this machine at rest: {load:.1f} processes wanted its {cores} cores before the survey began"]
+def describe_disturbance(busy_cores: float | None, cores: int) -> str:
+    """Returns a sentence if other processes kept this host busy; empty if not, or if that is unknown."""
+    if busy_cores is None or busy_cores <= BUSY * cores:
+        return ""
+    return (
+        f"other processes kept {busy_cores:.1f} of its {cores} cores busy during the survey, so times are too long and"
+        " forecasts may rank plans wrongly; measure again when it is at rest"
+    )
 
 
 def _open_gpus(count: int, unknown: list[str]) -> list[ComputeDevice]:

@@ -42,6 +42,7 @@ class Findings:
     trials: tuple[TimedTrial, ...]
     times_s: Series
     unknown: tuple[str, ...]
+    disturbance: str = ""
 
 
 @dataclass(frozen=True)
@@ -79,6 +80,7 @@ def build_machine(name: str, findings: Findings, when: Circumstances) -> Machine
         time_s=when.time_s,
         measurements=tuple(book.measurements),
         unknown=(*findings.unknown, *book.unknown),
+        disturbance=findings.disturbance,
     )
     return Machine(
         name=name, hosts=(described,), devices=tuple(devices), links=tuple(links), overlap=overlap, survey=survey

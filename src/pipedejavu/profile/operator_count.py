@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 
 from pipedejavu.facts import InputError
+from pipedejavu.profile.expert_rows import ExpertRows, counted_rows
 from pipedejavu.profile.meta_model import fake_copy, make_mode, meta_like
 from pipedejavu.profile.operator_meter import OperatorMeter, OperatorWork, storage_id
 from pipedejavu.profile.segment import refusal_of_branches
@@ -36,6 +37,8 @@ class UnitWork:
     backward_work_bytes: int
     """Peak of memory added in the backward while saved tensors are freed; gradients of weights do not count."""
     output: Any
+    expert_rows: tuple[ExpertRows, ...] = ()
+    """The rows that each of the unit's experts take."""
 
     @property
     def saved_bytes(self) -> int:
@@ -52,7 +55,8 @@ def count_step(module: nn.Module, value: Any, head: LossHead | None, is_first: b
     """Runs each part of a unit's step once and counts its work."""
     meter = OperatorMeter(module)
     try:
-        output = run_step(module, value, head, is_first, meter)
+        with counted_rows(module, value) as rows:
+            output = run_step(module, value, head, is_first, meter)
     except NotImplementedError as error:
         _, is_of_branches, text = str(error).partition("HigherOrderOperator ")
         if not is_of_branches:
@@ -73,6 +77,7 @@ def count_step(module: nn.Module, value: Any, head: LossHead | None, is_first: b
         forward_work_bytes=_most(forward) - sum(size for _, size in forward),
         backward_work_bytes=_most(meter.changes.get("backward", [])),
         output=detached(output),
+        expert_rows=tuple(rows.values()),
     )
 
 

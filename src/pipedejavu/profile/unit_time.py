@@ -13,6 +13,7 @@ from torch import nn
 
 from pipedejavu.facts import HeadForm, Profile, Tie, Unit
 from pipedejavu.plan import Precision
+from pipedejavu.profile.expert_rows import expert_share, num_experts
 from pipedejavu.profile.head_measurement import measure_head, merge_forms
 from pipedejavu.profile.kind_times import MeasuredKind, MeasureSetting, measure_kind
 from pipedejavu.profile.measured_unit import MakeUpdate, Report
@@ -147,6 +148,10 @@ def describe(
         parameter_bytes=form.weight_bytes(module),
         gradient_bytes=sum(form.gradient_bytes(part, p) for part, p in trained),
         optimizer_bytes=sum(form.state_bytes(part, p) for part, p in trained),
+        expert_share=expert_share(module),
+        num_experts=num_experts(module),
+        expert_rows=min((rows.num_rows for rows in counted.expert_rows), default=0) / samples,
+        expert_row_bytes=sum(rows.size_bytes for rows in counted.expert_rows) / samples,
         activation_bytes=counted.saved_bytes / samples,
         shared_bytes=min(counted.saved_output_bytes, following.saved_input_bytes) / samples if following else 0.0,
         pending_bytes=counted.pending_bytes / samples,

@@ -35,7 +35,7 @@ def compile(plan: Plan, profile: Profile, machine: Machine, *, fold: bool = True
     plan = _resolve_cut(plan, profile, machine, devices)
     pipelines = pipelines_of(plan)
     plan, parts = _resolve_parts(plan, profile, machine, pipelines, devices)
-    pipelines = with_counts(pipelines, [len(part) for part in parts], plan.place.shards)
+    pipelines = with_counts(pipelines, [len(part) for part in parts], plan.tensor_shards)
     pieces = cut_pieces(plan, profile, plan.cut.bounds or ())
     copies = len(pipelines) if fold and is_symmetric(plan, profile, machine, devices) else 1
     active = [pipeline for pipeline in pipelines if pipeline.count]
@@ -49,7 +49,7 @@ def compile(plan: Plan, profile: Profile, machine: Machine, *, fold: bool = True
         workers=(),
         groups=make_groups(plan, profile, pieces, active),
         devices=devices,
-        parts=tuple(parts[:: plan.place.shards]),
+        parts=tuple(parts[:: plan.tensor_shards]),
         num_replicas=1 + max(replica for pipeline in pipelines for replica, _ in pipeline.stage_workers()),
         copies=copies,
     )

@@ -10,7 +10,7 @@ from pipedejavu.program.program import (
     Group,
     GroupRole,
     Piece,
-    dense_group,
+    expert_group,
     shard_group,
     stage_group,
     tie_group,
@@ -58,10 +58,24 @@ def _stage_groups(plan: Plan, holders: Holders) -> Iterator[tuple[str, Group]]:
 def _shard_groups(plan: Plan, holders: Holders) -> Iterator[tuple[str, Group]]:
     if plan.place.shards == 1:
         return
+    if plan.divides_experts:
+        yield from _expert_groups(plan, holders)
+        return
     for (stage, replica), workers in holders.items():
         yield shard_group(stage, replica), Group(workers=tuple(workers), role=GroupRole.SHARDS, number=stage)
-        if plan.sums_over_shards:
-            yield dense_group(stage, replica), Group(workers=tuple(workers), role=GroupRole.DENSE, number=stage)
+
+
+def _expert_groups(plan: Plan, holders: Holders) -> Iterator[tuple[str, Group]]:
+    """Yields the groups of replicas with all experts together, and of those with the same experts."""
+    size = plan.place.shards
+    for stage in sorted({stage for stage, _ in holders}):
+        workers = [workers[0] for (s, _), workers in sorted(holders.items()) if s == stage]
+        for first in range(0, len(workers), size):
+            mesh = tuple(workers[first : first + size])
+            yield shard_group(stage, first), Group(workers=mesh, role=GroupRole.SHARDS, number=stage)
+        for shard in range(size) if len(workers) > size else ():
+            same = tuple(workers[shard::size])
+            yield expert_group(stage, shard), Group(workers=same, role=GroupRole.EXPERTS, number=stage)
 
 
 def _tie_groups(profile: Profile, pieces: Sequence[Piece], holders: Holders) -> Iterator[tuple[str, Group]]:

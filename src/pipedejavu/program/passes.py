@@ -63,20 +63,21 @@ def add_layout_collectives(program: Program) -> Program:
 
     The sums inside divided operators are part of forwards and backwards.
     """
-    if "expert" not in program.plan.cut.layouts or program.plan.place.shards == 1:
+    if not program.plan.divides_experts or program.plan.place.shards == 1:
         return program
     rows = [COLLECTIVES[layout] for layout in program.plan.cut.layouts]
     sequences = []
     for worker in program.workers:
         sequence: list[Action] = []
         for a in worker.actions:
-            if a.kind not in (FORWARD, RECOMPUTE, BACKWARD):
+            is_whole = program.plan.divides_experts and not program.has_experts(a.piece)
+            if a.kind not in (FORWARD, RECOMPUTE, BACKWARD) or is_whole:
                 sequence.append(a)
                 continue
             is_backward = a.kind == BACKWARD
             before, after = (2, 3) if is_backward else (0, 1)
             boundary = Value.gradient if is_backward else Value.activation
-            group = Via.among(shard_group(program.pieces[a.piece].stage, a.replica))
+            group = Via.among(shard_group(program.pieces[a.piece].stage, program.mesh_of(a.replica)[0]))
             if any(row[before] for row in rows):
                 sources = program.outputs[a.piece] if is_backward else program.inputs[a.piece]
                 sequence += [Action.on(GATHER, boundary(p, a.microbatch), group) for p in sources]

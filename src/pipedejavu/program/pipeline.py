@@ -78,7 +78,7 @@ def pipelines_of(plan: Plan) -> list[Pipeline]:
         Pipeline(
             # The shards of a stage are neighbours, so that they are on one host.
             workers=tuple(copy // shards * shards * size + n * shards + copy % shards for n in range(size)),
-            replica=copy // place.shards * directions,
+            replica=copy // plan.tensor_shards * directions,
             place=place.kind,
             chunks=chunks,
             schedule=plan.order.kind,

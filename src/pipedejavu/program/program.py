@@ -33,8 +33,8 @@ class GroupRole(StrEnum):
     """Replicas of a stage: reduces gradients, gathers sharded weights."""
     SHARDS = "shards"
     """Shards of one replica's stage: the collectives inside divided operators."""
-    DENSE = "dense"
-    """Shards of one replica's stage: reduces the gradients of operators that are not divided."""
+    EXPERTS = "experts"
+    """Replicas that hold the same experts of a stage: reduces their gradients; all else is reduced over the stage."""
     TIE = "tie"
     """Workers of one replica whose pieces share parameters."""
     NORM = "norm"
@@ -62,13 +62,13 @@ def stage_group(stage: int, shard: int = 0) -> str:
 
 
 def shard_group(stage: int, replica: int) -> str:
-    """Returns the name of the group of the shards of one replica's stage."""
+    """Returns the name of the group of the shards of a stage; `replica` is the first, if shards are replicas."""
     return f"t{stage}.{replica}"
 
 
-def dense_group(stage: int, replica: int) -> str:
-    """Returns the name of the group that sums the gradients of undivided operators over shards."""
-    return f"d{stage}.{replica}"
+def expert_group(stage: int, shard: int) -> str:
+    """Returns the name of the group of the replicas that hold the same experts of a stage."""
+    return f"e{stage}.{shard}"
 
 
 def tie_group(tie: int, replica: int, shard: int = 0) -> str:
@@ -166,6 +166,15 @@ class Program:
             again.update(units[: ceil(round(order.recompute * len(units), 9))])
         return tuple(tuple(unit for unit in piece.units if unit in again) for piece in self.pieces)
 
+    def has_experts(self, piece: int) -> bool:
+        """Whether a piece has experts, which its plan divides."""
+        return self.plan.divides_experts and any(self.profile.units[u].expert_share for u in self.pieces[piece].units)
+
+    def mesh_of(self, replica: int) -> tuple[int, int]:
+        """Returns the first replica of those that divide experts with a replica, and its own number among them."""
+        number = replica % self.plan.place.shards if self.plan.divides_experts else 0
+        return replica - number, number
+
     def keeps_saved(self, piece: int) -> bool:
         """Whether the forward of a piece saves tensors for its backward: not if all its units are recomputed."""
         return len(self.recomputed[piece]) < len(self.pieces[piece].units)
@@ -177,6 +186,10 @@ class Program:
 
     def shard_of(self, worker: int) -> int:
         """Returns the index of a worker's shard of divided operators; 0 if no operators are divided."""
+        return worker % self.plan.tensor_shards
+
+    def part_of(self, worker: int) -> int:
+        """Returns the index of a worker's part of what the shards divide, operators or experts."""
         return worker % self.plan.place.shards
 
     def to_text(self) -> str:

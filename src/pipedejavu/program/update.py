@@ -17,7 +17,7 @@ from pipedejavu.program.action import (
     Via,
 )
 from pipedejavu.program.effect import rest_of, update_place
-from pipedejavu.program.program import NORM_GROUP, Program, dense_group, stage_group, tie_group
+from pipedejavu.program.program import NORM_GROUP, Program, expert_group, stage_group, tie_group
 from pipedejavu.program.value import HOST, SHARD, Value
 
 PieceReplica = tuple[int, int]
@@ -99,8 +99,9 @@ class _UpdatePass:
         group = stage_group(stage, self.shard)
         if group in self.program.groups and plan.reduce.combiner == "sum":
             yield Action.on(REDUCE, gradient, Via.among(group))
-        if dense_group(stage, replica) in self.program.groups:
-            yield Action.on(REDUCE, gradient, Via.among(dense_group(stage, replica)))
+        same_experts = expert_group(stage, self.program.mesh_of(replica)[1])
+        if same_experts in self.program.groups and self.program.has_experts(piece):
+            yield Action.on(REDUCE, gradient, Via.among(same_experts))
         final = [piece]  # pieces of this worker whose gradient is complete now
         for name, tied in self._ties(replica):
             lasts = {

@@ -6,6 +6,7 @@ action; it does not know how a plan is made, simulated or run, and writes no fil
 
 from pipedejavu.report.compare import Comparison, compare
 from pipedejavu.report.grid import render_grid
+from pipedejavu.report.headline import Headline, flop_share, headlines, step_time
 from pipedejavu.report.html import render_html
 from pipedejavu.report.memory_need import Need, count_parameters, fold_units, step_spread, step_times, work_out_needs
 from pipedejavu.report.perfetto import render_trace
@@ -15,16 +16,20 @@ from pipedejavu.report.story import Story, StoryEvaluation
 __all__ = [
     "Choice",
     "Comparison",
+    "Headline",
     "Need",
     "Story",
     "StoryEvaluation",
     "compare",
     "count_parameters",
+    "flop_share",
     "fold_units",
+    "headlines",
     "render_grid",
     "render_html",
     "render_trace",
     "step_spread",
+    "step_time",
     "step_times",
     "work_out_needs",
 ]

@@ -81,7 +81,8 @@ class Gantt {
   }
 
   showTip(bar, x, y) {
-    this.tip.show(x, y, bar.action, `${bar.worker.name} ${this.data.words[bar.action]}.`, [
+    this.tip.show(x, y, this.data.names[bar.action], `${bar.worker.name} ${this.data.words[bar.action]}.`, [
+      ["in the program", bar.action],
       ["start", formatTime(bar.start, 6)], ["end", formatTime(bar.end, 6)],
       ["duration", formatTime(bar.end - bar.start)], ["lane", bar.lane]]);
   }
@@ -217,8 +218,11 @@ class WorkerRow {
       const left = Math.max(0, panel.pixel(bar.start));
       const width = Math.min(panel.width, panel.pixel(bar.end)) - left;
       if (width < 9 || hidden.has(bar.kind)) continue;
-      const text = [bar.action, bar.text, bar.text[0]].find((option, i) =>
-        option.length * 6.6 + (i === 0 ? 40 : 3) <= width && (i < 2 || isNaN(bar.text)));
+      const { names, kinds } = this.gantt.data;
+      const kind = kinds.find(([known]) => known === bar.kind)[1];
+      const short = isNaN(bar.text) ? kind : `${kind} ${bar.text}`;
+      const text = [names[bar.action], short, bar.text, bar.text[0]].find((option, i) =>
+        option.length * 6.6 + [10, 10, 3, 3][i] <= width && (i < 3 || isNaN(bar.text)));
       if (text) found.push(draw("text", { x: left + width / 2, y: tall / 2 + 4 }, text));
     }
     this.labels.replaceChildren(...found);

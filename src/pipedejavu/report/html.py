@@ -14,6 +14,7 @@ from typing import Any
 
 from pipedejavu.facts import Timeline, format_bytes, format_seconds, to_json_text
 from pipedejavu.report.chart import chart_both, chart_data, worker_name
+from pipedejavu.report.headline import Headline
 from pipedejavu.report.scatter import Choice, render_choices
 from pipedejavu.report.story import Story, render_story
 from pipedejavu.report.table import Cell, render_table, worker_table
@@ -30,11 +31,12 @@ def render_html(
     choices: Sequence[Choice] = (),
     forecast: Timeline | None = None,
     story: Story | None = None,
+    leads: Sequence[Headline] = (),
 ) -> str:
     """Returns the page; `axes` maps each axis to its value, `decisions` are (axis, choice, reason).
 
     `choices` are the plans that were considered, `forecast` is the predicted timeline of a measured one, and `story` is
-    the course of the whole run.
+    the course of the whole run. The page begins with the `leads`.
     """
     style = _read("page.css")
     script = "".join(_read(name) for name in _SCRIPTS)
@@ -43,7 +45,7 @@ def render_html(
         policy=escape(_policy(style, script)),
         style=style,
         script=script,
-        figures=_figures(timeline, forecast),
+        figures=_figures(timeline, forecast, leads),
         notes="".join(f'<p class="note">{escape(note)}</p>' for note in notes),
         choices=render_choices(choices) if choices else "",
         story=render_story(story) if story else "",
@@ -72,7 +74,7 @@ def _embed(data: dict[str, Any]) -> str:
     return to_json_text(data, is_compact=True).replace("<", "\\u003c")
 
 
-def _figures(timeline: Timeline, forecast: Timeline | None) -> str:
+def _figures(timeline: Timeline, forecast: Timeline | None, leads: Sequence[Headline]) -> str:
     num_workers = sum(w.copies for w in timeline.workers)
     shown = "all shown" if num_workers == len(timeline.workers) else f"{len(timeline.workers)} shown, with copies"
     times, idle = str(timeline.origin), "of compute lanes is idle"
@@ -81,6 +83,7 @@ def _figures(timeline: Timeline, forecast: Timeline | None) -> str:
         idle += f", forecast {forecast.bubble_fraction:.1%}"
     return "".join(
         (
+            *(_figure(*lead) for lead in leads),
             _figure("Makespan", format_seconds(timeline.makespan_s), times),
             _figure("Bubble", f"{timeline.bubble_fraction:.1%}", idle),
             _peak_figure(timeline),

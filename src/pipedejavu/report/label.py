@@ -105,6 +105,15 @@ def parse_label(action: str) -> Label:
     )
 
 
+def name_in_words(label: Label, piece: str = "stage") -> str:
+    """Returns a short name: 'forward, microbatch 5, stage 2'; `piece` is what the pieces of the program are called."""
+    parts = [" ".join(filter(None, (KINDS.get(label.kind, "action"), _VALUES.get(label.what, label.what))))]
+    parts += [] if label.microbatch is None else [f"microbatch {label.microbatch}"]
+    parts += [] if label.piece is None else [f"{piece} {label.piece}"]
+    parts += [] if label.replica is None else [f"replica {label.replica}"]
+    return ", ".join(parts)
+
+
 def describe(label: Label) -> str:
     """Returns what an action does in words: 'computes the forward of piece 2, microbatch 5, …'."""
     if label.kind not in KINDS:

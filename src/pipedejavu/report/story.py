@@ -39,6 +39,8 @@ class StoryEvaluation(NamedTuple):
     loss: float | None
     figure: str
     """Perplexity or accuracy, in words; empty without either."""
+    value: float | None = None
+    """The perplexity or accuracy."""
 
 
 def render_story(story: Story) -> str:
@@ -48,7 +50,7 @@ def render_story(story: Story) -> str:
         + _section("loss", "Loss", _loss_hint(story), _plane(story.losses, "loss", None, _points(story.evaluations)))
         + _section("rate", "Throughput", _rate_hint(story), _plane(story.rates, "samples/s", story.forecast_rate))
         + "</div>"
-        + (_section("evaluations", "Evaluation", "by epoch and by second", _table(story)) if story.evaluations else "")
+        + _evaluations(story)
         + _section("events", "Events", "faults, restarts and all else beside steps", _events(story.events))
     )
 
@@ -58,6 +60,26 @@ def _section(name: str, title: str, hint: str, content: str) -> str:
         f'<section id="{name}" aria-labelledby="{name}-title"><div class="heading"><h2 id="{name}-title">{title}</h2>'
         f'<p class="hint">{escape(hint)}</p></div>{content}</section>'
     )
+
+
+def _evaluations(story: Story) -> str:
+    """Returns curves of perplexity, accuracy or else the loss, by epoch and by second, and a table of the figures."""
+    if not story.evaluations:
+        return ""
+    known = [done for done in story.evaluations if done.loss is not None]
+    name = known[-1].figure.partition(" ")[0] if known and known[-1].value is not None else "loss"
+    values = [done.loss if done.value is None or name == "loss" else done.value for done in known]
+    curves = ""
+    if len(known) > 1:
+        pairs = [(done, value) for done, value in zip(known, values, strict=True) if value is not None]
+        curves = (
+            '<div class="columns">'
+            + _plane([(done.epoch, value) for done, value in pairs], name, None, axis="epoch")
+            + _plane([(done.elapsed_s, value) for done, value in pairs], name, None, axis="second")
+            + "</div>"
+        )
+    hint = f"{name} by epoch and by second" if curves else "by epoch and by second"
+    return _section("evaluations", "Evaluation", hint, curves + _table(story))
 
 
 def _loss_hint(story: Story) -> str:
@@ -76,18 +98,26 @@ def _table(story: Story) -> str:
         ]
         for done in story.evaluations[-_MAX_EVENTS:]
     ]  # fmt: skip
-    return render_table(("After step", "Epochs", "Time", "Loss", "Perplexity or accuracy"), rows, "reasons")
+    return render_table(("After step", "Epochs", "Time", "Loss", "Perplexity or accuracy"), rows, "evaluated")
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
 
 
 def _rate_hint(story: Story) -> str:
-    line = "" if story.forecast_rate is None else f"; dashed: forecast, {story.forecast_rate:,.4g}"
+    line = "" if story.forecast_rate is None else f"; dashed: forecast, {_number(story.forecast_rate)}"
     return f"samples per second, by step{line}"
 
 
 def _plane(
-    points: Sequence[tuple[int, float]], unit: str, forecast: float | None, others: Sequence[tuple[int, float]] = ()
+    points: Sequence[tuple[float, float]],
+    unit: str,
+    forecast: float | None,
+    others: Sequence[tuple[int, float]] = (),
+    axis: str = "step",
 ) -> str:
-    """Draws a curve over steps, and a second one with a dot for each of its points."""
+    """Draws a curve over steps, epochs or seconds, and a second one with a dot for each of its points."""
     if len(points) < 2:
         return '<p class="note">Fewer than two steps are known, which make no curve.</p>'
     shown = _thin(points)
@@ -104,11 +134,12 @@ def _plane(
         return whole * (top - value) / (top - bottom)
 
     drawn = []
-    for step in {round(tick) for tick in round_ticks(first, last)}:
-        drawn.append(f'<text class="below" x="{x(step):.2f}%" y="100%" dy="16">{step:,}</text>')
+    ticks = round_ticks(first, last)
+    for step in {round(tick) for tick in ticks} if axis == "step" else ticks:
+        drawn.append(f'<text class="below" x="{x(step):.2f}%" y="100%" dy="16">{step:,.6g}</text>')
     for value in round_ticks(bottom, top):
         drawn.append(f'<line class="tick" x1="0" x2="100%" y1="{y(value):.2f}%" y2="{y(value):.2f}%"></line>')
-        drawn.append(f'<text class="beside" x="0" y="{y(value):.2f}%" dx="-6" dy="4">{value:,.4g}</text>')
+        drawn.append(f'<text class="beside" x="0" y="{y(value):.2f}%" dx="-6" dy="4">{_number(value)}</text>')
     if forecast is not None:
         height = f"{y(forecast):.2f}%"
         drawn.append(f'<line class="forecast" x1="0" x2="100%" y1="{height}" y2="{height}"></line>')
@@ -125,14 +156,16 @@ def _plane(
             drawn.append(
                 f'<circle class="second" cx="{x(step):.2f}%" cy="{y(value):.2f}%" r="3"><title>{dot}</title></circle>'
             )
-    label = f"{unit} from {points[0][1]:.4g} at step {first} to {points[-1][1]:.4g} at step {last}"
+    label = f"{unit} from {points[0][1]:.4g} at {axis} {first:,.6g} to {points[-1][1]:.4g} at {axis} {last:,.6g}"
     if others:
         label += f"; evaluation from {others[0][1]:.4g} to {others[-1][1]:.4g}"
+    if axis != "step":
+        drawn.append(f'<text class="unit" x="100%" y="0" dy="-4">by {axis}</text>')
     svg = f'<svg role="img" aria-label="{escape(label)}" height="{_HEIGHT}">{"".join(drawn)}</svg>'
     return f'<div class="panel plane">{svg}</div>'
 
 
-def _thin(points: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
+def _thin(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
     """Returns at most as many points as a screen can show: the last step and the mean of each interval."""
     stretch = -(-len(points) // _MAX_POINTS)
     groups = [points[start : start + stretch] for start in range(0, len(points), stretch)]

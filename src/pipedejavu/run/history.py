@@ -96,6 +96,13 @@ class History:
             if "evaluated" in row
         ]  # fmt: skip
 
+    @property
+    def tokens_per_sample(self) -> float | None:
+        """Tokens that count per sample, the mean over all updates; None if samples are counted."""
+        rows = [row for row in self.rows if "loss" in row and row.get("samples") and row.get("count")]
+        samples, count = sum(row["samples"] for row in rows), sum(row["count"] for row in rows)
+        return count / samples if samples and count != samples else None
+
     def paused_s(self, after: int, until: int) -> float:
         """Returns how long evaluations took after a step and before another one."""
         return sum(done.took_s for done in self.evaluations if after <= done.step < until)

@@ -1,17 +1,23 @@
 """The options of a training run, stored in the run folder so that every worker reads the same ones."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from pipedejavu.facts import Record
 from pipedejavu.facts.measurement import MEASURE_S
+from pipedejavu.plan.precision_request import PrecisionRequest, check_request
 
 Logger = Literal["tensorboard", "wandb", "mlflow"]
 
 
 MOST_STEPS = 2**53
 """The number of steps until it follows from the number of epochs."""
+
+
+def default_rate(*, is_pretrained: bool, has_adapters: bool) -> float:
+    """Returns the learning rate if none is given: pretrained weights take small steps, their adapters larger ones."""
+    return 2e-4 if has_adapters else 1e-5 if is_pretrained else 1e-3
 
 
 class TrainOptions(Record):
@@ -27,6 +33,8 @@ class TrainOptions(Record):
     """Columns of data in files, as FIELD=COLUMN,FIELD=COLUMN."""
     context: int | None = Field(default=None, ge=1)
     """Tokens per sample; by default the model's."""
+    packing: Literal["documents", "stream", "rows"] = "documents"
+    """How texts become samples: several in a row that attend to themselves, one stream, or one text per row."""
     eval: float = Field(default=0.0, ge=0)
     """What is held out of the data for evaluation: a share, or a number of samples if it is 1 or more."""
     eval_data: str | None = None
@@ -56,8 +64,8 @@ class TrainOptions(Record):
     schedule: Literal["constant", "cosine", "linear"] = "constant"
     """How the learning rate goes on after the warm-up: it stays, or falls to 0 at the last update."""
     clip_norm: float | None = Field(default=None, gt=0)
-    precision: Literal["auto", "bf16", "fp16", "tf32", "fp32", "fp64"] = "auto"
-    """What is computed; `auto` is the plan's precision, or the best of the devices."""
+    precision: Annotated[str, AfterValidator(check_request)] = "auto"
+    """What is computed, and the format of moments; `auto` is the plan's precision, or the best of the devices."""
     dtype: Literal["float32", "float64"] = "float32"
     """`float64` stands for the precision fp64, in the settings of earlier versions."""
     compile: Literal["auto", "on", "off"] = "auto"
@@ -93,10 +101,10 @@ class TrainOptions(Record):
     @property
     def parameter_dtype(self) -> Literal["float32", "float64"]:
         """The format in which parameters are made."""
-        return "float64" if "fp64" in (self.precision, self.asked_precision) else "float32"
+        return "float64" if PrecisionRequest.read(self.asked_precision).compute == "fp64" else "float32"
 
     @property
-    def asked_precision(self) -> Literal["auto", "bf16", "fp16", "tf32", "fp32", "fp64"]:
+    def asked_precision(self) -> str:
         """The precision that the user asks for, in this version's words."""
         return "fp64" if self.dtype == "float64" else self.precision
 

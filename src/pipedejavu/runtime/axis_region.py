@@ -2,8 +2,8 @@
 
 From that dimension the division spreads over the recorded operations, forwards and backwards, until each way ends at
 parameters or at sums over the divided dimension. Such a region needs one all-reduce per tensor that enters it, in the
-backward, and one per sum, in the forward. A pair of a column and a row layer, the heads of an attention, and filters with
-the channels that read them are regions; nothing here knows of them.
+backward, and one per sum, in the forward. A pair of a column and a row layer, the heads of an attention, and filters
+with the channels that read them are regions; nothing here knows of them.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,6 +16,7 @@ from pipedejavu.runtime.axis_rule import Axes, argument, axes_of, is_tensor, nam
 from pipedejavu.runtime.reshape_rule import Split, UndividedError, cut_sizes, through_slice, through_view
 
 VIEWS = frozenset(("view", "reshape", "_unsafe_view", "flatten", "unflatten", "view_as"))
+CONVOLUTIONS = ("conv1d", "conv2d", "conv3d", "convolution")
 SPLITS = frozenset(("split", "split_with_sizes", "chunk", "unbind", "unsafe_split", "unsafe_chunk"))
 
 
@@ -106,7 +107,7 @@ class Region:
             self.cut.pop(node, None)
         for operation in self.operations:
             self._enter(operation)
-        if not self.sums:
+        if not self.sums or not any(node.op == "call_function" for node in self.splits):
             raise UndividedError("nothing sums over it")
 
     def _place(self, node: fx.Node, split: Split) -> None:
@@ -228,15 +229,13 @@ class Region:
         source, name = node.args[0], name_of(node)
         assert isinstance(source, fx.Node)
         dim = (argument(node, "dim", 0) or 0) % len(shape_of(source))
-        items = {int(user.args[1]): user for user in node.users if "getitem" in str(user.target)}  # type: ignore[call-overload]
-        if name == "unbind":
-            sizes = (1,) * shape_of(source)[dim]
-        else:
-            sizes = tuple(t.shape[dim] for t in node.meta["val"])
+        items: dict[Any, fx.Node] = {user.args[1]: user for user in node.users if "getitem" in str(user.target)}
+        whole = (1,) * shape_of(source)[dim]
+        sizes = whole if name == "unbind" else tuple(t.shape[dim] for t in node.meta["val"])
         split = self.splits.get(source)
         if split is None:
             known = {n: s for n, item in items.items() if (s := self.splits.get(item)) is not None}
-            (number, one), *_ = known.items()
+            one = next(iter(known.values()))
             if name == "unbind":
                 split = Split(one.dim + (one.dim >= dim), one.parts)
             else:
@@ -289,7 +288,7 @@ class Region:
 
     def _enter(self, node: fx.Node) -> None:
         """Notes the operands that all ranks have and that get a gradient from each rank's part."""
-        bias = argument(node, "bias") if name_of(node) in ("linear", *_CONVOLUTIONS) else None
+        bias = argument(node, "bias") if name_of(node) in ("linear", *CONVOLUTIONS) else None
         bias = node.args[0] if name_of(node) == "addmm" else bias
         shared = node.args[1:3] if node in self.repeats else ()
         for used in node.all_input_nodes:
@@ -303,9 +302,6 @@ class Region:
                 continue
             if not (node in self.sums and used is bias):
                 self.entries.add(used)
-
-
-_CONVOLUTIONS = ("conv1d", "conv2d", "conv3d", "convolution")
 
 
 def bounds_of(node: fx.Node) -> tuple[int, int, int]:

@@ -1,8 +1,8 @@
 """What a division of a tensor along a dimension means to the operations that read or write it.
 
-Each rule names the axes of an operation's operands and of its result: axes of one name are divided together. A sum over a
-divided axis leaves parts of a sum on each rank. An axis without a name cannot be divided. Reshapes and splits have rules of
-their own (`reshape_rule`). An operation without a rule cannot be divided at all.
+Each rule names the axes of an operation's operands and of its result: axes of one name are divided together. A sum over
+a divided axis leaves parts of a sum on each rank. An axis without a name cannot be divided. Reshapes and splits have
+rules of their own (`reshape_rule`). An operation without a rule cannot be divided at all.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -146,7 +146,7 @@ def _attention(node: fx.Node) -> Axes | None:
     if len(shape_of(query)) != 4:
         return None
     heads, shared = shape_of(query)[1], shape_of(key)[1]
-    operands = [(t, ("b", "h", None, None)) for t in (query, key, value)]
+    operands: list[tuple[fx.Node, Names]] = [(t, ("b", "h", None, None)) for t in (query, key, value)]
     if mask is not None:
         sizes = shape_of(mask)
         names = ("b", "h", None, None)[4 - len(sizes) :]

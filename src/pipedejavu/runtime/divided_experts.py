@@ -1,5 +1,6 @@
 """A unit whose experts are divided over the ranks of a group; all else of it runs on each rank's own samples."""
 
+import copy
 from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any
@@ -8,53 +9,74 @@ from torch import Tensor, fx, nn
 
 from pipedejavu.facts import InputError
 from pipedejavu.runtime.compiled_unit import GraphUnit
-from pipedejavu.runtime.expert_exchange import run_capped, run_slots, run_sorted
+from pipedejavu.runtime.expert_exchange import RowGroup, run_capped, run_slots, run_sorted
 from pipedejavu.runtime.expert_span import ExpertSpan, find_spans
 from pipedejavu.runtime.param_layout import DividedUnit, ParamLayout
 from pipedejavu.runtime.stacked_experts import expert_layouts, parameter_shapes, recorded_graphs, slot_experts
-from pipedejavu.runtime.tensor_group import TensorGroup
 
 
 class DividedExperts(DividedUnit):
-    """Runs a unit, whose module and parameters it takes over, with this rank's part of its experts."""
+    """Runs a copy of a unit with this rank's part of its experts, and all other tensors of the unit.
 
-    def __init__(self, name: str, unit: nn.Module, group: TensorGroup, capacity: float | None = None):
+    `layouts` has the full names of parameters.
+    """
+
+    def __init__(self, name: str, unit: nn.Module, group: RowGroup, capacity: float | None = None):
         """Divides a unit; with a `capacity`, each expert has slots for that many times an even share of the rows."""
         super().__init__()
-        self.unit, self.group, self.capacity = unit, group, capacity
-        self.layouts: Mapping[str, ParamLayout] = expert_layouts(unit)
-        self._wholes = parameter_shapes(unit)
+        self.unit, self.group, self.capacity = _like(unit), group, capacity
+        self._source = (unit,)  # in a tuple, as it is no part of this module
+        layouts, self._wholes = expert_layouts(unit), parameter_shapes(unit)
+        prefix = "" if isinstance(unit, GraphUnit) else f"{name}."
+        self.layouts: Mapping[str, ParamLayout] = {prefix + inner: layout for inner, layout in layouts.items()}
         self._known: set[str] = set()
         """Names of the recorded graphs that are divided."""
-        check_experts(name, self.layouts, group.size)
+        check_experts(name, layouts, group.size)
         if not isinstance(unit, GraphUnit):
-            parts = [part for _, part in slot_experts(unit)]
+            parts = [self.unit.get_submodule(path) for path, _ in slot_experts(unit)]
             if parts and capacity is not None:
                 raise InputError(
                     f"unit '{name}' has slots of its own for the tokens of each expert, so cut.capacity would be a"
                     " second limit; leave cut.capacity out"
                 )
             for part in parts:
-                part.forward = partial(_run_slots, group, part.forward)  # type: ignore[method-assign]
-        self._take_part()
-
-    def _take_part(self) -> None:
+                part.forward = partial(_run_slots, group, part.forward)
         holders = dict(self.unit.named_modules(remove_duplicate=False))
-        for name, layout in self.layouts.items():
-            path, _, key = name.rpartition(".")
+        for inner, layout in layouts.items():
+            path, _, key = inner.rpartition(".")
             whole = holders[path]._parameters[key]
             assert whole is not None
-            part = layout.local(whole.detach(), self.group.rank, self.group.size)
-            holders[path]._parameters[key] = nn.Parameter(part, whole.requires_grad)
+            if not whole.requires_grad:
+                raise InputError(
+                    f"unit '{name}' has experts that are not trained, which the plan cannot divide: '{inner}'; train"
+                    " them, or use another plan"
+                )
+            holders[path]._parameters[key] = nn.Parameter(layout.local(whole.detach(), group.rank, group.size))
 
     def forward(self, value: Any) -> Any:
         """Runs the unit; all ranks of the group call it together."""
         if isinstance(self.unit, GraphUnit):
-            for name, graph in recorded_graphs(self.unit):
-                if name not in self._known:  # recorded later, for another shape of inputs
+            for name, _ in recorded_graphs(self._source[0]):
+                if name not in self._known:  # a graph for another shape of inputs may be recorded later
                     self._known.add(name)
-                    self._divide(graph)
+                    self._divide(self._taken(name))
         return self.unit(value)
+
+    def _taken(self, name: str) -> fx.GraphModule:
+        """Returns a copy of a graph of the unit with this rank's parameters."""
+        holder, _, _ = name.rpartition(".")
+        shapes, _, number = holder.rpartition(".")
+        graphs = self.unit.get_submodule(shapes)
+        assert isinstance(graphs, nn.ModuleList)
+        if int(number) == len(graphs):
+            graphs.append(_like(self._source[0].get_submodule(holder)))
+        graph = self.unit.get_submodule(name)
+        assert isinstance(graph, fx.GraphModule)
+        first = dict(self.unit.named_modules(remove_duplicate=False))
+        for path, module in graph.named_modules():
+            if module._parameters:
+                module.__dict__["_parameters"] = first[path]._parameters
+        return graph
 
     def _divide(self, graph: fx.GraphModule) -> None:
         for number, span in enumerate(find_spans(graph.graph, self._wholes)):
@@ -75,6 +97,13 @@ class DividedExperts(DividedUnit):
         yield from self.unit.named_modules(memo, prefix, remove_duplicate)
 
 
+def _like(module: nn.Module) -> nn.Module:
+    """Returns a copy of a module with the same parameters and buffers."""
+    tensors = [*module.parameters(), *module.buffers()]
+    memo: dict[int, Any] = {id(tensor): tensor for tensor in tensors}
+    return copy.deepcopy(module, memo)
+
+
 def check_experts(name: str, layouts: Mapping[str, ParamLayout], size: int) -> None:
     """Raises InputError if the experts of a unit cannot be divided evenly."""
     for experts in sorted({layout.shape[0] for layout in layouts.values()}):
@@ -90,14 +119,14 @@ def check_experts(name: str, layouts: Mapping[str, ParamLayout], size: int) -> N
             )
 
 
-def _run_slots(group: TensorGroup, run: Any, rows: Tensor) -> Tensor:
+def _run_slots(group: RowGroup, run: Any, rows: Tensor) -> Tensor:
     return run_slots(rows, group, run)
 
 
 class _SpanExperts(nn.Module):
     """A span of a recorded graph, on this rank's experts and the rows of all ranks."""
 
-    def __init__(self, span: ExpertSpan, group: TensorGroup, capacity: float | None):
+    def __init__(self, span: ExpertSpan, group: RowGroup, capacity: float | None):
         super().__init__()
         self.body, self.group, self.capacity = _body(span), group, capacity
         self.is_sorted = span.ends is not None

@@ -4,19 +4,21 @@ The layout `pairs` divides each region that a parameter begins and a sum over th
 first: a column and a row layer, attention by heads, filters and the channels that read them.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from math import prod
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor, fx
 
-from pipedejavu.facts import InputError
-from pipedejavu.runtime.axis_region import Chain, Region, UnitGraph
+from pipedejavu.runtime.axis_region import CONVOLUTIONS, Chain, Region, UnitGraph
 from pipedejavu.runtime.axis_rule import name_of, shape_of
+from pipedejavu.runtime.channel_region import ChannelRegion, OperatorLayout, is_operator, weight_of
 from pipedejavu.runtime.param_layout import ParamLayout
 from pipedejavu.runtime.reshape_rule import Split, UndividedError
+
+LayoutKind = Literal["pairs", "stationary-x", "stationary-y", "stationary-w"]
 
 _MOST_TRIES = 3
 """Divisions of one dimension into parts that are tried."""
@@ -41,6 +43,8 @@ class Division:
     chain: Chain
     size: int
     regions: tuple[Region, ...]
+    operators: Mapping[fx.Node, OperatorLayout] = field(default_factory=dict)
+    """Operators whose channels or filters are divided, for the layouts called stationary."""
 
     def region_of(self, node: fx.Node) -> Region | None:
         """Returns the region that an operation is part of."""
@@ -51,11 +55,18 @@ class Division:
         for region in self.regions:
             if (split := region.splits.get(node)) is not None:
                 return ParamLayout(shape_of(node), split.dim, split.parts)
+        for operator, layout in self.operators.items():
+            if weight_of(operator) is node:
+                return layout.of_weight(shape_of(node), self.size)
         return ParamLayout(shape_of(node))
 
     def collectives(self) -> list[Collective]:
         """Returns the all-reduces of a forward and a backward of the chain, in no order."""
-        rows = []
+        rows = [
+            Collective(self.chain.unit_of[node], is_forward, size)
+            for node, layout in self.operators.items()
+            for is_forward, size in _channel_sums(node, layout)
+        ]
         for region in self.regions:
             rows += [Collective(self.chain.unit_of[node], True, _bytes(node)) for node in region.sums]
         entries = {node for region in self.regions for node in region.entries}
@@ -68,16 +79,61 @@ def _bytes(node: fx.Node) -> int:
     return prod(shape_of(node)) * int(node.meta["val"].element_size())
 
 
-def divide(graphs: Sequence[UnitGraph], size: int, whole: Sequence[Tensor] = ()) -> Division:
+def _channel_sums(node: fx.Node, layout: OperatorLayout) -> Iterator[tuple[bool, int]]:
+    """Yields whether each all-reduce of an operator, or pair of a gather and a scattered sum, is in the forward."""
+    if layout.reads and not layout.makes:
+        yield True, _bytes(node)
+    source = node.args[0]
+    assert isinstance(source, fx.Node)
+    if layout.makes and not layout.reads and source.meta["val"].requires_grad:
+        yield False, _bytes(source)
+    if layout.makes and layout.reads:  # a gather or scattered sum in each pass: half of an all-reduce
+        size = {"stationary-x": _bytes(node), "stationary-y": _bytes(source)}.get(
+            layout.kind, _bytes(node) + _bytes(source)
+        )
+        yield True, size // 2
+        yield False, size // 2
+
+
+def divide(
+    graphs: Sequence[UnitGraph], size: int, whole: Sequence[Tensor] = (), layout: LayoutKind = "pairs"
+) -> Division:
     """Returns the division of a chain over `size` ranks; `whole` are parameters that all ranks keep whole."""
     chain = Chain(graphs)
     kept = {id(tensor) for tensor in whole}
+    if layout != "pairs":
+        return _divide_channels(chain, size, kept, layout)
     found = [region for seed in _seeds(chain) if (region := _region(chain, size, *seed, kept)) is not None]
     chosen: list[Region] = []
     for region in sorted(found, key=lambda region: -region.parameter_bytes):
         if all(region.nodes.isdisjoint(other.nodes) for other in chosen):
             chosen.append(region)
     return Division(chain, size, tuple(chosen))
+
+
+def _divide_channels(chain: Chain, size: int, kept: set[int], layout: LayoutKind) -> Division:
+    """Divides the channels of all activations that convolutions make and other operators read."""
+    regions: list[Region] = []
+    makers, readers = set[fx.Node](), set[fx.Node]()
+    shared = {id(chain.held[nodes[0]]) for nodes in chain.twins.values() if len(nodes) > 1}
+    for node in chain.unit_of:
+        if name_of(node) not in CONVOLUTIONS or not is_operator(node) or node in makers:
+            continue
+        region = ChannelRegion(chain, size)
+        try:
+            region.grow(node, Split(1, (shape_of(node)[1],)))
+        except UndividedError:
+            continue
+        weights = {id(chain.held[weight_of(op)]) for op in region.made | region.read}
+        if weights & (kept | shared) or _draws(chain, region):
+            continue
+        regions.append(region)
+        makers |= region.made
+        readers |= region.read
+    operators = {
+        op: OperatorLayout(op in readers, op in makers, layout) for op in chain.unit_of if op in makers | readers
+    }
+    return Division(chain, size, tuple(regions), operators)
 
 
 def _seeds(chain: Chain) -> list[tuple[fx.Node, int]]:
@@ -120,13 +176,3 @@ def _draws(chain: Chain, region: Region) -> bool:
             if is_random and name_of(node) not in _DROPOUT:
                 return True
     return False
-
-
-def check_divided(division: Division, what: str) -> None:
-    """Raises InputError if nothing of a chain can be divided."""
-    if not division.regions:
-        raise InputError(
-            f"{what} has no operator that can be divided by {division.size}: no layer whose outputs another layer sums"
-            " over, nor attention by heads, has a size that is a multiple of it; use a degree that divides heads and"
-            " widths, or a plan without tensor parallelism"
-        )

@@ -10,7 +10,9 @@ from torch.nn import functional
 from pipedejavu.runtime import tensor_group
 from pipedejavu.runtime.axis_region import SPLITS, VIEWS, Region, UnitGraph, bounds_of
 from pipedejavu.runtime.axis_rule import argument, is_tensor, name_of, shape_of
+from pipedejavu.runtime.channel_region import OperatorLayout, channel_dim, grid_of, weight_of
 from pipedejavu.runtime.division import Division
+from pipedejavu.runtime.member_group import MemberGroup
 from pipedejavu.runtime.reshape_rule import Split, local_shape
 from pipedejavu.runtime.tensor_group import TensorGroup
 
@@ -30,7 +32,7 @@ class Draws:
         if split is None:
             return mask
         starts = [part // group.size for part in split.parts]
-        runs = mask.split([*split.parts], split.dim)
+        runs = torch.split(mask, [*split.parts], split.dim)
         own = [r.narrow(split.dim, n * group.rank, n) for r, n in zip(runs, starts, strict=True)]
         return torch.cat(own, split.dim)
 
@@ -59,6 +61,26 @@ class SumBackward(_Step):
         return tensor_group.sum_backward(tensor, self.group)
 
 
+class Gather(_Step):
+    """Gathers the parts of some ranks, for operators of which each computes another part."""
+
+    def __init__(self, group: TensorGroup, **facts: Any):
+        members = facts["members"]
+        super().__init__(group if len(members) == group.size else MemberGroup(group, members), **facts)
+
+    def forward(self, tensor: Tensor) -> Tensor:
+        """Returns the parts of the ranks, joined along the divided dimension."""
+        return tensor_group.gather(tensor, self.facts["dim"], self.group)
+
+
+class ScatterSum(Gather):
+    """Adds up parts of a sum over some ranks, each of which keeps a part of it."""
+
+    def forward(self, tensor: Tensor) -> Tensor:
+        """Returns this rank's part of the sum."""
+        return tensor_group.scatter_sum(tensor, self.facts["dim"], self.group)
+
+
 class TakePart(_Step):
     """Takes this rank's part of a tensor of all ranks."""
 
@@ -85,7 +107,8 @@ class Dropout(_Step):
     def forward(self, tensor: Tensor) -> Tensor:
         """Returns the tensor without the dropped elements."""
         facts, draws = self.facts, self.facts["draws"]
-        return tensor * draws.mask(tensor, facts["shape"], facts["p"], facts["split"], self.group)
+        mask: Tensor = draws.mask(tensor, facts["shape"], facts["p"], facts["split"], self.group)
+        return tensor * mask
 
 
 class Attention(_Step):
@@ -107,7 +130,8 @@ class Attention(_Step):
         shares = torch.softmax(scores, -1)
         facts = self.facts
         shape = (*facts["shape"][:3], key.shape[2])
-        return (shares * facts["draws"].mask(shares, shape, facts["p"], facts["split"], self.group)) @ value
+        kept: Tensor = shares * facts["draws"].mask(shares, shape, facts["p"], facts["split"], self.group)
+        return kept @ value
 
 
 class GraphPart:
@@ -138,6 +162,8 @@ class GraphPart:
         return fx.GraphModule(self.root, self.graph)
 
     def _operation(self, node: fx.Node) -> fx.Node:
+        if (layout := self.division.operators.get(node)) is not None:
+            return self._operator(node, layout)
         region = self.division.region_of(node)
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda used: self._operand(node, used, region))
         if (step := self._random(node, region, args, kwargs)) is not None:
@@ -147,6 +173,33 @@ class GraphPart:
         if node in region.sums:
             return self._sum(node, list(args), dict(kwargs))
         return self.graph.call_function(node.target, *self._adapted(node, region, list(args), dict(kwargs)))  # type: ignore[arg-type]
+
+    def _operator(self, node: fx.Node, layout: OperatorLayout) -> fx.Node:
+        """Writes an operator whose channels or filters are divided; a bias is added once, after any sum."""
+        source, bias = argument(node, "input"), argument(node, "bias")
+        x, (rows, columns) = self.made[source], grid_of(self.group.size)
+        p, q = divmod(self.group.rank, columns)
+        gathers = {"stationary-y": [*range(self.group.size)], "stationary-w": [p * columns + n for n in range(columns)]}
+        scatters = {"stationary-x": [*range(self.group.size)], "stationary-w": [n * columns + q for n in range(rows)]}
+        is_inner = layout.reads and layout.makes
+        if is_inner and len(gathers.get(layout.kind, ())) > 1:
+            x = self._step(Gather, x, dim=channel_dim(node, source), members=gathers[layout.kind])
+        elif not layout.reads and source.meta["val"].requires_grad:
+            x = self._step(SumBackward, x)
+        kwargs = {k: v for k, v in node.kwargs.items() if k not in ("input", "weight", "bias")}
+        kwargs = fx.map_arg(kwargs, self.made.__getitem__)
+        y = self.graph.call_function(node.target, (x, self.made[weight_of(node)], None, *node.args[3:]), kwargs)  # type: ignore[arg-type]
+        if is_inner and len(scatters.get(layout.kind, ())) > 1:
+            y = self._step(ScatterSum, y, dim=channel_dim(node, node), members=scatters[layout.kind])
+        elif not layout.makes:
+            y = self._step(SumForward, y)
+        return y if bias is None else self._biased(node, y, self.made[bias])
+
+    def _biased(self, node: fx.Node, total: fx.Node, bias: fx.Node) -> fx.Node:
+        if name_of(node).startswith("conv"):
+            shape = [-1, *(1,) * (len(shape_of(node)) - 2)]
+            bias = self.graph.call_function(torch.ops.aten.view.default, (bias, shape))
+        return self.graph.call_function(torch.ops.aten.add.Tensor, (total, bias))
 
     def _operand(self, node: fx.Node, used: fx.Node, region: Region | None) -> fx.Node:
         """Returns what an operation reads in place of a node of the whole graph."""
@@ -181,12 +234,7 @@ class GraphPart:
             kwargs.pop("bias", None)
             args = [None if n == 2 else arg for n, arg in enumerate(args)]
         total = self._step(SumForward, self.graph.call_function(target, tuple(args), kwargs))
-        if bias is None:
-            return total
-        if name.startswith("conv"):
-            shape = [-1, *(1,) * (len(shape_of(node)) - 2)]
-            bias = self.graph.call_function(torch.ops.aten.view.default, (bias, shape))
-        return self.graph.call_function(torch.ops.aten.add.Tensor, (total, bias))
+        return total if bias is None else self._biased(node, total, bias)
 
     def _bias(self, used: Any) -> fx.Node:
         assert isinstance(used, fx.Node)

@@ -4,7 +4,7 @@ A divided dimension consists of consecutive parts, each divided evenly: fused qu
 """
 
 from collections.abc import Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from math import prod
 from typing import NamedTuple
 
@@ -68,7 +68,7 @@ def _block(before: Shape, after: Shape, dim: int) -> tuple[list[int], list[int]]
 def cut_sizes(length: int, cuts: Sequence[tuple[int, int]]) -> tuple[int, ...]:
     """Returns the sizes between all starts and ends of some slices of a dimension."""
     edges = sorted({0, length, *(edge for cut in cuts for edge in cut)})
-    return tuple(b - a for a, b in zip(edges, edges[1:], strict=False))
+    return tuple(b - a for a, b in pairwise(edges))
 
 
 def through_slice(split: Split, start: int, end: int, sizes: Sequence[int]) -> Split:

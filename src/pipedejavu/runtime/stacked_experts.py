@@ -5,17 +5,19 @@ Tracing changes torch's modules for all threads of the process, so no other thre
 """
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, fx, nn
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._python_dispatch import _disable_current_modes
 
 from pipedejavu.runtime.compiled_unit import GraphUnit
 from pipedejavu.runtime.expert_span import Shape, find_spans
 from pipedejavu.runtime.param_layout import ParamLayout
 
 _PROBE_SLOTS = 2
+_PLAIN = (bool, int, float, str, tuple, type(None))
 
 
 def expert_layouts(unit: nn.Module) -> dict[str, ParamLayout]:
@@ -61,10 +63,34 @@ def _is_slot_experts(module: nn.Module) -> bool:
     shapes = [tuple(p.shape) for p in parameters if p.dim() == 3]
     if parameters[0].dim() < 2 or not shapes or any(True for _ in module.buffers()):
         return False
-    memo: dict[int, object] = {id(p): nn.Parameter(p.detach().to("meta"), p.requires_grad) for p in parameters}
-    probe = copy.deepcopy(module, memo)
+    key = _key(module)
+    if key not in _known:
+        _known[key] = _traces_as_experts(module, shapes)
+    return _known[key]
+
+
+_known: dict[Hashable, bool] = {}
+"""Whether modules of a form are experts: tracing takes longer than everything else here."""
+
+
+def _key(module: nn.Module) -> Hashable:
+    """Returns a key that modules share only if they have the same forward and parameters of the same shapes."""
+    own = [
+        (type(m), tuple((k, repr(v)) for k, v in vars(m).items() if isinstance(v, _PLAIN))) for m in module.modules()
+    ]
+    is_plain = not any(m._forward_hooks or m._forward_pre_hooks or "forward" in vars(m) for m in module.modules())
+    return (tuple(own), tuple((n, p.shape, p.dtype) for n, p in module.named_parameters()), is_plain or id(module))
+
+
+def _traces_as_experts(module: nn.Module, shapes: Sequence[Shape]) -> bool:
+    parameters = list(module.parameters())
     widths = dict.fromkeys(width for shape in shapes for width in shape[1:])
-    return any(_takes_slots(probe, shapes[0][0], width, parameters[0].dtype) for width in widths)
+    with _disable_current_modes():
+        memo: dict[int, object] = {
+            id(p): nn.Parameter(torch.empty(p.shape, dtype=p.dtype, device="meta"), p.requires_grad) for p in parameters
+        }
+        probe = copy.deepcopy(module, memo)
+        return any(_takes_slots(probe, shapes[0][0], width, parameters[0].dtype) for width in widths)
 
 
 def _takes_slots(probe: nn.Module, experts: int, width: int, dtype: torch.dtype) -> bool:

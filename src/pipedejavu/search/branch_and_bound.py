@@ -31,10 +31,12 @@ def branch_and_bound(
     queue, is_complete = _listed(pool, problems, options)
     if guess is not None:
         queue = _by_guess(pool, queue, guess)
+    solved = set[object]()
     for index, (least, subspace) in enumerate(queue):
         if least >= pool.cutoff and guess is None:
             break
-        if least >= pool.limit(subspace):
+        key = subspace.key_without_recompute
+        if least >= pool.limit(subspace) or (key in solved and not subspace.mode.recomputes):
             continue
         if pool.is_over:
             return False
@@ -42,6 +44,9 @@ def branch_and_bound(
         candidate = solve(subspace, pool.costs(subspace.problem, subspace.samples), pool.limit_s(subspace))
         if candidate is not None:
             pool.offer(candidate)
+        # With recompute, stages that fit anyway recompute nothing, so this was the search without recompute, too.
+        if guess is None and subspace.mode.recomputes and (candidate is None or not pool.recomputes(candidate)):
+            solved.add(key)
     return is_complete
 
 

@@ -10,6 +10,7 @@ from dataclasses import replace
 from math import exp, inf
 
 from pipedejavu.search.candidate_plan import CandidatePlan, PlanningProblem, Stage
+from pipedejavu.search.dp import solve
 from pipedejavu.search.plan_estimate import estimate
 from pipedejavu.search.plan_pool import Pool
 from pipedejavu.search.search_options import SearchOptions
@@ -22,6 +23,8 @@ FIRST, LAST = 0.2, 0.002
 """First and last temperature of our rule, relative to the best time."""
 FLEXFLOW = 0.05
 """FlexFlow's temperature, relative to the time of the first candidate."""
+FEASIBLE_SHARE = 0.3
+"""Share of the time budget for a first candidate that fits."""
 PENALTY = 10.0
 """Weight of a memory shortage in a candidate's time, so that a chain can pass through candidates that do not fit."""
 
@@ -34,7 +37,10 @@ def run(
     is_flexflow: bool = False,
     steps: int = STEPS,
 ) -> bool:
-    """Walks at random, starting from data parallelism; returns False, as the walk is never complete."""
+    """Walks at random from data parallelism or, if that does not fit, from a cut of `dp`; returns False.
+
+    A walk is never complete.
+    """
     chance = random.Random(options.seed)
     listed = (subspace for problem in problems for subspace in subspaces(problem, options))
     every = [subspace for subspace in listed if any(subspace.groupings(len(subspace.problem.profile.units)))]
@@ -43,6 +49,8 @@ def run(
     chain = _Chain(pool, every, chance)
     first = max(every, key=lambda f: (f.mode.is_plain, f.sizes == (len(f.order),), len(f.order), not f.problem.note))
     state = chain.start(first)
+    if pool.shortage > 1:
+        state = chain.start_feasible() or state
     best = state
     since = 0
     for step in range(steps):
@@ -78,6 +86,19 @@ class _Chain:
         state = self._evaluated(subspace, self._equal(subspace))
         self.first_s = state[1]
         return state
+
+    def start_feasible(self) -> _State | None:
+        """Returns a first state that fits, the best cut of the first subspace that has any; None if time is over."""
+        until_s = self.pool.elapsed_s + FEASIBLE_SHARE * self.pool.options.time_budget_s
+        for subspace in sorted(self.every, key=lambda s: (not s.mode.recomputes, s.mode.uses_host, -len(s.order))):
+            if self.pool.elapsed_s > until_s:
+                break
+            candidate = solve(subspace, self.pool.costs(subspace.problem, subspace.samples))
+            if candidate is not None:
+                state = self._evaluated(subspace, candidate.stages)
+                self.first_s = state[1]
+                return state
+        return None
 
     def change(self, state: _State) -> _State:
         """Moves a cut, changes the ZeRO stage of one pipeline stage, or goes to another subspace."""

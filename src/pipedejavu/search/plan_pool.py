@@ -92,8 +92,7 @@ class Pool:
         score = self.score(candidate.problem, candidate.devices, cost.time_s)
         if score > self.max_score:
             return score
-        costs = self.costs(candidate.problem, candidate.samples)
-        if candidate.mode.recomputes and not recompute_of(candidate, costs).units:
+        if candidate.mode.recomputes and not self.recomputes(candidate):
             candidate = replace(candidate, mode=replace(candidate.mode, recomputes=False))
         zero = max(stage.zero for stage in candidate.stages)
         if candidate.mode.zero != zero:
@@ -102,6 +101,11 @@ class Pool:
         if key not in self.plans or pooled.merit < self.plans[key].merit:
             self.plans[key] = pooled
         return score
+
+    def recomputes(self, candidate: CandidatePlan) -> bool:
+        """Whether a candidate recomputes any unit; under its mode, stages that fit as they are do not."""
+        costs = self.costs(candidate.problem, candidate.samples)
+        return candidate.mode.recomputes and bool(recompute_of(candidate, costs).units)
 
     def polish(self) -> None:
         """Offers variants of the best candidates that the searchers leave out.

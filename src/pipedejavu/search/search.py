@@ -17,6 +17,8 @@ from pipedejavu.search.search_result import SearchResult
 from pipedejavu.search.share_offer import offer_beside, offer_shares
 from pipedejavu.search.simulation_queue import Ranked, SimulationQueue, effort, in_order
 
+LARGER = (0.95, 1.1, 1.25)
+"""Memory limits, as shares, to plan for optimistically after that; the simulator may need less than the estimate."""
 SMALLER = (0.9, 0.75, 0.6)
 """Memory limits, as shares, to plan for if no plan for the whole memory passes the simulator."""
 MOST_ROUNDS = 3
@@ -149,7 +151,12 @@ class _Assumption(NamedTuple):
 
 
 _OPTIMISTIC = _Assumption(is_optimistic=True)
-_ASSUMPTIONS = (_Assumption(), _OPTIMISTIC, _Assumption(0.95, True), *(_Assumption(share) for share in SMALLER))
+_ASSUMPTIONS = (
+    _Assumption(),
+    _OPTIMISTIC,
+    *(_Assumption(share, is_optimistic=True) for share in LARGER),
+    *(_Assumption(share) for share in SMALLER),
+)
 """Tried in turn, with all devices, until a plan is found."""
 
 
@@ -197,6 +204,8 @@ def _attempt(
 def _fill(pool: Pool, problems: list[PlanningProblem], options: SearchOptions, name: str) -> bool:
     """Fills a pool by a searcher; returns whether it covered its whole space."""
     offer_shares(pool, problems, options)
+    if name == "exhaustive" and exhaustive.count(pool, problems, options, most=FEW) > FEW:
+        dp.run(pool, problems, options)  # if the time is over before all candidates are estimated, the best are known
     is_complete = SEARCHERS[name](pool, problems, options)
     offer_beside(pool, problems, options, SEARCHERS[name])
     pool.polish()

@@ -2,13 +2,15 @@
 
 from collections.abc import Iterator
 from heapq import heapify, heappop, heappush
+from math import inf
 from typing import NamedTuple
 
 from pipedejavu.plan import Plan
-from pipedejavu.search.candidate_plan import PlanningProblem
+from pipedejavu.search.candidate_plan import PlanningProblem, Stage
 from pipedejavu.search.lower_bound import lower_bound_s
 from pipedejavu.search.memory_repair import repaired
-from pipedejavu.search.plan_pool import Pool, PooledPlan
+from pipedejavu.search.neighbour import neighbours
+from pipedejavu.search.plan_pool import SLACK, Pool, PooledPlan
 from pipedejavu.search.plan_writer import other_orders, stashed, write
 from pipedejavu.search.ranking import NEAR, Timed, admit, faster_form, price_of, time_plan
 from pipedejavu.search.search_options import SearchOptions
@@ -16,6 +18,8 @@ from pipedejavu.search.search_result import RankedPlan
 
 MOST_REPAIRS = 3
 """Times that a plan is cut again for the memory that its simulation found missing."""
+MOST_POLISHES, MOST_NEIGHBOURS = 4, 6
+"""Times that the fastest plan is compared with its neighbours, and neighbours that are simulated at most each time."""
 
 
 class Ranked(NamedTuple):
@@ -57,6 +61,9 @@ class SimulationQueue:
         self.num_simulated = self._number = 0
         self._tried: set[str] = set()
         self._waiting: list[_Waiting] = []
+        self._origins: dict[int, PooledPlan] = {}
+        """What each admitted plan was written from, by identity."""
+        self._polished: list[tuple[Stage, ...]] = []
 
     def rank(self, rounds: int | None = None) -> Ranked:
         """Simulates until there are enough plans and no other can be faster.
@@ -82,12 +89,15 @@ class SimulationQueue:
                     done = min(1.0, (self.num_simulated - before) / number)
                     self.pool.report(0.75 + 0.25 * done, f"simulating {item.plan.name}")
                     self._simulate(item)
+        for _ in range(MOST_POLISHES):
+            if not self._polish():
+                break
         ranked = in_order(self.candidates, self.options)[: self.options.candidates]
         return Ranked(ranked, self.num_simulated, self.notes)
 
     @property
     def _best(self) -> float:
-        return value_of(self.candidates[0], self.options) if self.candidates else float("inf")
+        return value_of(self.candidates[0], self.options) if self.candidates else inf
 
     def _simulate(self, item: _Waiting) -> None:
         """Puts a plan back with its simulated time, if it is legal."""
@@ -104,6 +114,7 @@ class SimulationQueue:
         admitted = admit(timed, self.options)
         if isinstance(admitted, RankedPlan):
             self.candidates.append(admitted)
+            self._origins[id(admitted)] = item.pooled
             return
         self.notes.append(f"{item.plan.name}: {admitted}")
         if timed.plainer is not None:
@@ -114,6 +125,28 @@ class SimulationQueue:
                 self.real[id(repair.candidate.problem)] = self.real[id(item.pooled.candidate.problem)]
                 for plan in [*self._plans(repair)][:1]:
                     heappush(self._waiting, plan._replace(repairs=item.repairs + 1))
+
+    def _polish(self) -> bool:
+        """Simulates the neighbours of the fastest plan; returns whether one of them is faster."""
+        fastest = min(self.candidates, key=lambda plan: value_of(plan, self.options), default=None)
+        if fastest is None or self.pool.elapsed_s > self.options.time_budget_s or self.pool.max_score < inf:
+            return False
+        origin, estimates = self._origins[id(fastest)], list[PooledPlan]()
+        for candidate in neighbours(origin.candidate):
+            cost = self.pool.estimate(candidate)
+            score = self.pool.score(candidate.problem, candidate.devices, cost.time_s)
+            if cost.fits and score <= SLACK * origin.score and candidate.stages not in self._polished:
+                estimates.append(PooledPlan(candidate, cost, score))
+        for pooled in sorted(estimates, key=lambda pooled: pooled.score)[:MOST_NEIGHBOURS]:
+            self._polished.append(pooled.candidate.stages)
+            item = next(self._plans(pooled))
+            if item.value < value_of(fastest, self.options):
+                self._waiting = []
+                self._simulate(item)
+                for simulated in self._waiting:
+                    if simulated.timed is not None and simulated.value < value_of(fastest, self.options):
+                        self._admit(simulated._replace(repairs=MOST_REPAIRS), simulated.timed)
+        return min(self.candidates, key=lambda plan: value_of(plan, self.options)) is not fastest
 
     def _plans(self, pooled: PooledPlan) -> Iterator[_Waiting]:
         """Yields the plan of a candidate, and under other schedules if none of its order and feed had them before."""

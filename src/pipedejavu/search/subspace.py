@@ -5,7 +5,7 @@ Equal devices are never exchanged; all other orders are searched as long as they
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import permutations, product
 
@@ -15,7 +15,7 @@ from pipedejavu.search.search_options import SearchOptions
 from pipedejavu.search.slot import DeviceOrder
 
 MOST_ORDERS = 120
-"""Orders of unequal devices at most; if there are more, devices of one kind and host stay together."""
+"""Orders of unequal devices up to which all are searched; if there are more, equal devices mostly stay together."""
 MOST_FREE = 16
 """Devices up to which each stage may choose its number of replicas and its tensor-parallel degree."""
 MOST_SIZES = 6
@@ -53,6 +53,12 @@ class SearchSubspace:
         return self.device_order.order
 
     @property
+    def key_without_recompute(self) -> tuple[object, ...]:
+        """A key that this subspace shares with the one that differs only in recompute."""
+        mode = replace(self.mode, recomputes=False)
+        return self.device_order, self.sizes, self.samples, self.degrees, self.is_stale, mode
+
+    @property
     def is_free(self) -> bool:
         """Whether stages may have unequal groups."""
         return len(self.sizes) * len(self.degrees) > 1
@@ -87,7 +93,8 @@ def subspaces(problem: PlanningProblem, options: SearchOptions) -> Iterator[Sear
     num_units, has_ties = len(problem.profile.units), bool(problem.profile.ties)
     for order in device_orders(problem):
         count = len(order)
-        modes = modes_of(problem, order)
+        divides = options.precision.moments != "int8"  # a rule says why
+        modes = [mode for mode in modes_of(problem, order) if divides or not mode.zero]
         for size in (r for r in divisors(count) if count // r <= num_units and options.batch % r == 0):
             for layout in _layouts(order, size):
                 device_order = DeviceOrder(problem, layout, size)
@@ -154,7 +161,7 @@ def _layouts(order: tuple[str, ...], size: int) -> list[tuple[str, ...]]:
 
 def modes_of(problem: PlanningProblem, order: tuple[str, ...]) -> list[Mode]:
     """Returns the modes to try on these devices; modes with ZeRO are for groups of several."""
-    modes = [PLAIN, Mode(recomputes=True), *(_HOST_MODES if has_hosts(problem, order) else ())]
+    modes = [Mode(recomputes=True), PLAIN, *(_HOST_MODES if has_hosts(problem, order) else ())]
     return modes + [Mode(recomputes=again, zero=zero) for zero in (1, 2, 3) for again in (False, True)]
 
 
@@ -269,22 +276,40 @@ def _halves(number: int) -> Iterator[int]:
 
 
 def _orders(blocks: list[list[str]]) -> Iterator[tuple[str, ...]]:
-    """Yields the orders of devices; those in one block are equal and keep their order."""
+    """Yields the orders of devices; those in one block are equal and keep their order.
+
+    If there are too many, the devices of a block stay together, and in the orders of two or three blocks one of them
+    may also divide another in quarters.
+    """
     num_orders, placed = 1.0, 0
     for block in blocks:
         for n in range(len(block)):
             placed += 1
             num_orders *= placed / (n + 1)
     if num_orders <= MOST_ORDERS:
-        labels = [index for index, block in enumerate(blocks) for _ in block]
-        for order in sorted(set(permutations(labels))) if len(labels) <= 8 else [tuple(labels)]:
+        for labels in _arrangements([len(block) for block in blocks]):
             left = [iter(block) for block in blocks]
-            yield tuple(next(left[label]) for label in order)
+            yield tuple(next(left[label]) for label in labels)
     elif len(blocks) <= 4:
         for around in permutations(blocks):
             yield tuple(name for block in around for name in block)
+            for at in range(len(around) - 1) if len(blocks) <= 3 else ():
+                before, outer, inner, after = around[:at], around[at], around[at + 1], around[at + 2 :]
+                for cut in sorted({len(outer) * n // 4 for n in (1, 2, 3)} - {0, len(outer)}):
+                    divided = (*before, outer[:cut], inner, outer[cut:], *after)
+                    yield tuple(name for block in divided for name in block)
     else:
         yield tuple(name for block in blocks for name in block)
+
+
+def _arrangements(counts: list[int]) -> Iterator[tuple[int, ...]]:
+    """Yields the sequences in which each number appears as often as `counts` says, in ascending order."""
+    if not any(counts):
+        yield ()
+    for label, count in enumerate(counts):
+        if count:
+            for rest in _arrangements([n - (i == label) for i, n in enumerate(counts)]):
+                yield label, *rest
 
 
 @cache

@@ -13,6 +13,8 @@ from torch.optim import Optimizer
 
 from pipedejavu.facts import InputError, finite_form
 from pipedejavu.facts.printable import tell
+from pipedejavu.hybrid import HybridAdamW
+from pipedejavu.hybrid.state_dict import plain_entry
 from pipedejavu.run.saved_facts import check_finite, current_gpu, random_state, saved_in, set_random_state
 from pipedejavu.store import Checkpoint, CheckpointDir, CheckpointError, Saver, Tensors, is_sound
 
@@ -170,7 +172,7 @@ def _optimizer_state(model: nn.Module, optimizer: Optimizer, checkpoint: Checkpo
         slot_values: dict[str, Any] = {slot: checkpoint.tensor(full) for slot, full in slots.get(known, {}).items()}
         slot_values |= facts.values.get(known, {})
         if slot_values:
-            state[number] = slot_values
+            state[number] = slot_values if isinstance(optimizer, HybridAdamW) else plain_entry(slot_values)
     groups = optimizer.state_dict()["param_groups"]
     saved = ({},) * len(groups) if facts.groups is None else facts.groups
     if len(saved) != len(groups):

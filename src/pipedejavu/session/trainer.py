@@ -19,8 +19,8 @@ from pipedejavu.facts import InputError, Machine
 from pipedejavu.facts.measurement import MEASURE_S
 from pipedejavu.health.failure import WorkerError
 from pipedejavu.plan import Plan
+from pipedejavu.plan.precision_request import PrecisionRequest
 from pipedejavu.planner.compile_choice import read_mode
-from pipedejavu.planner.precision_choice import check_request
 from pipedejavu.planner.replan import PlanSwitch
 from pipedejavu.program import Program
 from pipedejavu.program import compile as compile_plan
@@ -41,6 +41,7 @@ from pipedejavu.session.newest_weights import NewestWeights, copy_newest
 from pipedejavu.session.pretrained_folder import check_tokenizer, is_pretrained, save_pretrained
 from pipedejavu.session.rank_rounds import Workers
 from pipedejavu.session.started_workers import detach, held_by_session, start_workers
+from pipedejavu.session.step_shortage import run_explained
 from pipedejavu.session.torch_optimizer import read_optimizer, read_positional
 from pipedejavu.session.trainer_checkpoints import TrainerCheckpoints, describe_checkpoint
 from pipedejavu.session.trainer_plan import OptimizerOf, TrainerOptions, TrainerPlan, may_pad
@@ -58,10 +59,10 @@ class Trainer:
     A step of a synchronous plan makes one update. A step of any other plan makes `plan.steps` updates and drains the
     pipeline; the next step starts from the newest weights.
 
-    `optimizer` is a torch.optim.AdamW, Adam or SGD with its parameter groups, or a record of `pipedejavu.engine`. The
-    workers make its updates: each reads lr, weight decay, betas and momentum from the groups, so that a scheduler, or
-    the loop itself, may change them between steps. With `scheduler`, one of torch.optim.lr_scheduler, each update is
-    followed by its `step()`. Moments are in the workers and in checkpoints, not in `optimizer.state`.
+    `optimizer` is a torch.optim.AdamW, Adam or SGD with its parameter groups, another optimizer of torch that updates
+    each element by itself, or a record of `pipedejavu.engine`. Workers make its updates: each reads the settings of the
+    groups, so that a scheduler, or the loop itself, may change them between steps. With `scheduler`, one of
+    torch.optim.lr_scheduler, each update is followed by its `step()`. State is in workers and checkpoints only.
 
     `loss` takes the model's output and the targets. It returns a mean over samples or over the labels that count, or a
     sum, which a step divides by the number of samples; the Trainer finds out which on the sample. With None, the loss
@@ -75,7 +76,7 @@ class Trainer:
     With the plan "auto" the model is measured on all devices of this machine, and the planner searches for the best
     plan for batches like the sample; `workers` is ignored. If workers become slower or faster than forecast, the
     planner searches again in the background, and the next step switches to a plan that pays; `replan=False` keeps the
-    first plan.
+    first plan. On several ranks, replicas and pipelines of as many workers are compared instead, and the plan stays.
 
     Batches may be shorter than the sample, and samples may vary in length. A model that is not a chain is traced again
     for each new shape of a microbatch.
@@ -97,8 +98,7 @@ class Trainer:
 
     `precision` is what the units compute: "bf16", "fp16", "tf32", "fp32", "fp64", or "auto" for the plan's own, bf16 if
     all GPUs that train compute it, and else fp32. A `torch.autocast` of bfloat16 around the Trainer asks for "bf16".
-    The model's weights stay float32: `state_dict` returns the masters that updates work on. A bfloat16 model is
-    trained with float32 masters.
+    The model's weights stay float32: `state_dict` returns the masters that updates work on, as bfloat16 models have.
     Measuring takes about `measure_budget_s` at most, and what is left out is estimated; results are kept on disk.
     With `compile` units run under torch.compile: "on" or True, "off" or False, or "auto", if some 200 steps repay it.
 
@@ -130,7 +130,8 @@ class Trainer:
         precision: str = "auto",
         measure_budget_s: float = MEASURE_S,
     ):
-        asked = take_autocast("Trainer()", check_request(precision))
+        request = PrecisionRequest.read(precision)
+        asked = str(request._replace(compute=take_autocast("Trainer()", request.compute)))
         if head_chunks is not None and head_chunks < 1:
             raise InputError(f"head_chunks is {head_chunks}; give 1 or more chunks of tokens, or None")
         check_parameters(model)
@@ -236,7 +237,7 @@ class Trainer:
         if self._groups is not None:
             self._groups.begin(self.updates, self.program.plan.steps)
         start_s = time.perf_counter()
-        spans = self.threads.run()
+        spans = run_explained(self.threads, self.program, self.updates + 1)
         if self._groups is not None:
             self._groups.end()
         if self._session.replicas.is_due(self.updates, self.program.plan.steps):

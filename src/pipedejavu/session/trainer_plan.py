@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from pipedejavu.engine import Job, Optimizer
 from pipedejavu.engine.device import device_of
-from pipedejavu.facts import InputError, Machine, Profile
+from pipedejavu.facts import InputError, Machine, Profile, format_seconds
 from pipedejavu.facts.measurement import MEASURE_S
 from pipedejavu.facts.printable import tell
 from pipedejavu.model_check.check import Checked, Sample
@@ -25,7 +25,7 @@ from pipedejavu.planner.compile_choice import (
 )
 from pipedejavu.planner.measure import explain_estimates, measure
 from pipedejavu.planner.planning import MOST_SAMPLES, choose_plan, kept_profile, known_machine, measure_setups
-from pipedejavu.planner.precision_choice import PrecisionRequest, with_precision
+from pipedejavu.planner.precision_choice import with_precision
 from pipedejavu.planner.profiling import choose_sizes, measure_with
 from pipedejavu.planner.worker_host import WorkerHost, devices_to_measure, make_machine, read_worker_hosts, torch_device
 from pipedejavu.profile import ModelCut, TimeBudget, UnitSample, cut_model, make_samples
@@ -39,7 +39,9 @@ from pipedejavu.run.measure_bar import show_measuring
 from pipedejavu.runtime.compiled_unit import UnitCompiler
 from pipedejavu.search import RankedPlan, SearchOptions
 from pipedejavu.session.batch_split import BatchSplit, without_padding
+from pipedejavu.session.torch_optimizer import check_whole_state
 from pipedejavu.session.trainer_ranks import TrainerRanks
+from pipedejavu.simulate import check_fit, simulate
 from pipedejavu.source.loss_reduction import Loss, Reduction, find_reduction, own_loss
 from pipedejavu.source.precision import trained_dtype
 from pipedejavu.source.task import loss_of
@@ -60,7 +62,7 @@ class TrainerOptions:
     hang_after_s: float | None
     check_replicas: int
     check_model: bool
-    precision: PrecisionRequest = "auto"
+    precision: str = "auto"
     compile: CompileMode = "auto"
     head_chunks: int | None = None
     clip_norm: float | None = None
@@ -136,14 +138,61 @@ class TrainerPlan:
 
     def _prepare(self, first: UserBatch, reduction: Reduction, hosts: Sequence[WorkerHost] = ()) -> PreparedModel:
         options = self.options
-        if options.plan == "auto" and options.ranks is not None:
-            raise InputError(
-                "plan='auto' searches for workers of one process, and torchrun started"
-                f" {options.ranks.size} ranks; give a plan with as many workers, such as '1f1b' or 'ddp'"
-            )
         summed = without_padding(reduction.summed(self.loss))
-        best = self._search(summed, BatchSplit(first, (1,), reduction)) if options.plan == "auto" else None
-        plan = written_out(_sized(best.plan if best else options.plan, options.workers))
+        best = None
+        if options.plan == "auto" and options.ranks is not None:
+            prepared = self._fastest_on_ranks(options.ranks.size, first, reduction, summed, hosts)
+        else:
+            best = self._search(summed, BatchSplit(first, (1,), reduction)) if options.plan == "auto" else None
+            plan = written_out(_sized(best.plan if best else options.plan, options.workers))
+            prepared = self._prepare_plan(plan, best, first, reduction, summed, hosts)
+        if options.check_model:
+            self._check(prepared, summed)
+        return prepared
+
+    def _fastest_on_ranks(
+        self,
+        size: int,
+        first: UserBatch,
+        reduction: Reduction,
+        summed: Callable[[Any, Any], Tensor],
+        hosts: Sequence[WorkerHost],
+    ) -> PreparedModel:
+        """Returns the synchronous plan for that many ranks with the shortest forecast of a step, of those that fit."""
+        times: dict[str, float] = {}
+        fastest, fault = None, InputError("there is no plan")
+        for name, plan in _plans_of(size).items():
+            try:
+                prepared = self._prepare_plan(plan, None, first, reduction, summed, hosts)
+                prediction = simulate(prepared.program)
+                check_fit(prediction)
+            except InputError as error:  # too few units for the stages, or too little memory
+                fault = error
+                continue
+            times[name] = prediction.makespan_s
+            if fastest is None or times[name] == min(times.values()):
+                fastest = name, prepared
+        if fastest is None:
+            raise fault
+        name, prepared = fastest
+        others = ", ".join(f"{other} {format_seconds(time_s)}" for other, time_s in times.items() if other != name)
+        tell(
+            f"plan for {size} ranks: {name}, forecast {format_seconds(times[name])} per step"
+            f"{f' ({others})' if others else ''}"
+        )
+        return prepared
+
+    def _prepare_plan(
+        self,
+        plan: Plan,
+        best: RankedPlan | None,
+        first: UserBatch,
+        reduction: Reduction,
+        summed: Callable[[Any, Any], Tensor],
+        hosts: Sequence[WorkerHost],
+    ) -> PreparedModel:
+        """Cuts the model for a plan and compiles it; measures what a search has not."""
+        options = self.options
         if options.head_chunks is not None:
             plan = plan.replace(order=plan.order.replace(head_chunks=options.head_chunks))
         if options.clip_norm is not None and plan.reduce.clip == "none":
@@ -156,12 +205,11 @@ class TrainerPlan:
         batch = BatchSplit(first, _sizes(plan), reduction, pads=may_pad(plan))
         cut = batch.cut = cut_model(self.model, batch.own_inputs(0), plan.cut.begins)
         job = self._job(cut, summed)
+        check_whole_state(job.optimizer, plan)
         if best is not None:
             program = compile_plan(plan, best.profile, best.machine, fold=False)
         else:
             program = _measure_and_compile(job, plan, batch, options, hosts, self.budget)
-        if options.check_model:
-            self._check(PreparedModel(cut, job, program, batch, best is not None), summed)
         return PreparedModel(cut, job, program, batch, best is not None)
 
     def _job(self, cut: ModelCut, summed: Callable[[Any, Any], Tensor]) -> Job:
@@ -276,6 +324,16 @@ def _sized(plan: str | Plan, workers: int) -> Plan:
     return plan if plan.version.kind != "sync" else plan.replace(steps=1)
 
 
+def _plans_of(size: int) -> dict[str, Plan]:
+    """Returns the synchronous plans for that many workers: replicas, and pipelines of each length, by name."""
+    plans = {"ddp": preset("ddp").at(workers=size, microbatches=1)}
+    for stages in (count for count in range(2, size + 1) if size % count == 0):
+        copies = size // stages
+        name = f"1f1b of {stages} stages" + (f" in {copies} copies" if copies > 1 else "")
+        plans[name] = preset("1f1b").at(workers=stages, replicas=copies, microbatches=2 * stages)
+    return {name: _sized(plan, size) for name, plan in plans.items()}
+
+
 def _sizes(plan: Plan) -> tuple[int, ...]:
     """Returns equal sizes of all microbatches of a step."""
     return (1,) * (plan.feed.microbatches * _copies(plan) * plan.steps)
@@ -326,4 +384,4 @@ def _kinds(plan: Plan, machine: Machine) -> dict[str, torch.device]:
 
 
 def _copies(plan: Plan) -> int:
-    return 1 if plan.feed.kind == "share" else plan.place.replicas
+    return 1 if plan.feed.kind == "share" else plan.data_replicas

@@ -1,5 +1,6 @@
 """Costs of a program's operations: seconds of work, latency, and the wires that they load."""
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -149,12 +150,12 @@ class ActionCosts:
             time += loading.at(samples) if loading else 0.0
         if self.plan.feed.budgets:
             time *= self.plan.feed.budgets[a.replica]
-        time = time / self.plan.place.shards + self._sums(a, worker, samples)
+        time = time / self.plan.tensor_shards + self._sums(a, samples)
         return ActionWork(0.0, time, issue_s=issue)
 
-    def _sums(self, a: Action, worker: int, samples: float) -> float:
+    def _sums(self, a: Action, samples: float) -> float:
         """Returns the time of the sums inside a piece's divided operators: two of a unit's output per pass."""
-        if self.plan.place.shards == 1 or "expert" in self.plan.cut.layouts or a.kind == ActionKind.WEIGHT_BACKWARD:
+        if self.plan.tensor_shards == 1 or a.kind == ActionKind.WEIGHT_BACKWARD:
             return 0.0
         group = self.program.groups.get(shard_group(self.program.pieces[a.piece].stage, a.replica))
         routes = self._ring(group.workers) if group is not None else []
@@ -163,7 +164,7 @@ class ActionCosts:
         latency, rate = max(r.sum_latency_s for r in routes), min(r.sum_bytes_per_s for r in routes)
         rounds, volume = TRAFFIC["all-reduce"](len(group.workers))
         sizes = [self.program.profile.units[u].boundary_bytes * samples for u in self.program.pieces[a.piece].units]
-        return sum(NUM_ALL_REDUCES * (rounds * latency + volume * size / rate) for size in sizes)
+        return math.fsum(NUM_ALL_REDUCES * (rounds * latency + volume * size / rate) for size in sizes)
 
     def _makes_targets(self, piece: int, worker: int) -> bool:
         """Whether a worker loads samples only for their targets: it has the last piece but not the first."""
@@ -174,7 +175,10 @@ class ActionCosts:
         trainer = self._device(worker)
         device = self.machine.cpu_of(trainer) if a.update_place == UpdatePlace.HOST else trainer
         parts = self.sizes.group_size(a.piece) if a.update_place == UpdatePlace.SHARD else 1
-        time = sum(t.update_s for t in self._times(a, device.kind)) / parts / self.plan.place.shards
+        units = [self.program.profile.units[u] for u in self.program.pieces[a.piece].units]
+        shares = [self.sizes.held_share(unit) for unit in units]
+        times = self._times(a, device.kind)
+        time = sum(t.update_s * share for t, share in zip(times, shares, strict=True)) / parts
         if device.type == trainer.type:
             return ActionWork(0.0, time)
         users = sum(self.machine.cpu_of(self._device(w)).name == device.name for w in self._copies(worker))

@@ -77,6 +77,8 @@ def unit_costs(plan: Plan, costs: dict[str, float]) -> tuple[Plan, Profile, Mach
             optimizer_bytes=2,
             activation_bytes=1 / parts,
             boundary_bytes=1.0,
+            expert_share=0.5 if plan.divides_experts else 0.0,
+            expert_row_bytes=1.0 if plan.divides_experts else 0.0,
         )
         for n in range(count)
     )

@@ -11,6 +11,7 @@ def data_choice(options: TrainOptions) -> DataChoice:
         tokenizer=options.tokenizer,
         context=options.context,
         columns=options.columns,
+        packing=options.packing,
         held_out=options.eval,
         evaluation=options.eval_data,
         part="train" if options.eval else "all",

@@ -17,6 +17,8 @@ from pipedejavu.zoo.loss import IGNORED
 
 MOST_NEW = 64
 """Tokens that are generated."""
+MOST_BEGUN = 16
+"""Tokens of a held-out text that the model continues."""
 
 
 class Generated(NamedTuple):
@@ -27,8 +29,9 @@ class Generated(NamedTuple):
 
 
 def generate_sample(options: TrainOptions, folder: Path) -> Generated | None:
-    """Continues `options.sample`, or else the first held-out prompt; None if there is neither, or no tokenizer.
+    """Continues `options.sample`, or else the first held-out prompt or the beginning of the first held-out text.
 
+    Returns None if there is neither, or no tokenizer.
     A tokenizer with a chat template takes the sample as a user's message. The most likely token is taken each time.
     """
     if not (folder / "tokenizer.json").is_file():
@@ -65,8 +68,8 @@ def _read_prompt(tokenizer: Any, options: TrainOptions) -> list[int]:
 
 
 def _held_out_prompt(options: TrainOptions) -> list[int] | None:
-    """Returns the tokens before the first answer of the first held-out record; None unless records have answers."""
-    name, choice = options.model.removeprefix("hf:"), data_choice(options)
+    """Returns the tokens before the first answer of the first held-out record, or the first tokens of a text."""
+    name, choice = options.model.removeprefix("hf:"), data_choice(options).replace(packing="stream")
     form = token_form(name, options.context)
     if form is None or choice.for_evaluation() is None:
         return None
@@ -75,7 +78,9 @@ def _held_out_prompt(options: TrainOptions) -> list[int] | None:
     if data is None:
         return None
     inputs, targets = data.batch([0])
-    if not isinstance(inputs, torch.Tensor) or not bool((targets == IGNORED).any()):
+    if not isinstance(inputs, torch.Tensor):
         return None
+    if not bool((targets == IGNORED).any()):  # a text
+        return [int(token) for token in inputs[0, : min(MOST_BEGUN, inputs.shape[1])]]
     first = int((targets[0] != IGNORED).nonzero()[0])
     return [int(token) for token in inputs[0, : first + 1]]

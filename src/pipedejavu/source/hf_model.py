@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Sequence
+from functools import cache, partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from pipedejavu.data.data_source import open_choice, open_held_out
 from pipedejavu.data.text_tokenizer import FileTokenizer, find_tokenizer
 from pipedejavu.facts import InputError, read_file
 from pipedejavu.facts.file import check_file
+from pipedejavu.source.document_probe import separates_documents
 from pipedejavu.source.hf_config import bounded_build, check_configuration, offline
 from pipedejavu.source.hub import check_source, hub_access
 from pipedejavu.source.initial_weights import load_weights
@@ -24,6 +26,7 @@ from pipedejavu.zoo.loss import count, cross_entropy
 MOST_TOKENS, MOST_ESTIMATED = 128, 4096
 """Default sequence length of a model that runs, and of one that is only estimated, if the configuration allows it."""
 _NUM_BYTES = 256
+_POSITIONS = "position_ids"
 
 _HEADS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("AutoModelForImageClassification", "image", ("pixel_values",)),
@@ -69,8 +72,13 @@ def build_hf_model(
     has_text = isinstance(form, TokenForm) and form.num_plain >= _NUM_BYTES
     default = "stdlib" if has_text else "random"
     folder = tokenizer_folder(name, weights)
-    source = open_choice(choice, form, default=default, seed=seed, model_folder=folder, is_zoo=False)
-    held_out = open_held_out(choice, form, default=default, seed=seed, model_folder=folder, is_zoo=False)
+    separates = cache(partial(separates_documents, model))
+    source = open_choice(
+        choice, form, default=default, seed=seed, model_folder=folder, is_zoo=False, separates=separates
+    )
+    held_out = open_held_out(
+        choice, form, default=default, seed=seed, model_folder=folder, is_zoo=False, separates=separates
+    )
     counts = count if isinstance(form, TokenForm) else len
     return Task(
         name=name, model=model, loss=logits_cross_entropy, count=counts, data=_Named(source, inputs),
@@ -255,7 +263,9 @@ class _Named(Dataset):
     def batch(self, indices: Tensor | Sequence[int]) -> tuple[Any, Any]:
         """Returns (keyword arguments, targets)."""
         inputs, targets = self.source.batch(indices)
-        return dict(zip(self.names, inputs if isinstance(inputs, tuple) else (inputs,), strict=True)), targets
+        values = inputs if isinstance(inputs, tuple) else (inputs,)
+        names = self.names if len(values) == len(self.names) else (*self.names, _POSITIONS)
+        return dict(zip(names, values, strict=True)), targets
 
 
 def logits_cross_entropy(output: Any, targets: Any) -> Tensor:

@@ -4,6 +4,7 @@ import importlib.util
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +16,15 @@ from torch.utils.data import default_collate
 from pipedejavu.data.data_choice import DataChoice
 from pipedejavu.data.data_source import open_choice, open_held_out, take_part
 from pipedejavu.facts import InputError, nearest
-from pipedejavu.source.hf_model import build_hf_model
+from pipedejavu.run.options import TrainOptions
+from pipedejavu.source.hf_model import build_hf_model, check_data
 from pipedejavu.source.hub import check_source
 from pipedejavu.source.initial_weights import load_weights
 from pipedejavu.source.loss_reduction import NUM_SAMPLES, find_reduction, own_loss
 from pipedejavu.source.rng import seed_all
 from pipedejavu.source.trained_part import TrainedPart, freeze_rest
 from pipedejavu.source.user_batch import UserBatch, inputs_and_targets
-from pipedejavu.zoo import Dataset, Task, build, default_data, form_of
+from pipedejavu.zoo import Dataset, Task, build, default_data, form_of, separates_documents
 
 
 def open_task(
@@ -56,8 +58,13 @@ def open_task(
     return task
 
 
-def check_weights(model: str, weights: str) -> None:
-    """Raises InputError if the weights of a run can be seen not to be there, without reading them."""
+def check_sources(options: TrainOptions) -> None:
+    """Raises InputError if the weights of a new run can be seen not to be there, or lack data to be trained on."""
+    model, weights = options.model, options.weights
+    if model.startswith("hf:"):
+        check_data(model.removeprefix("hf:"), options.data, weights)
+    if weights is None:
+        return
     if model.startswith("hf:"):
         check_source(weights, "weights")
     elif not Path(weights).exists():
@@ -80,9 +87,10 @@ def _open(model: str, seed: int, choice: DataChoice, device: str | None) -> Task
         return replace(task, data=take_part(task.data, choice, seed), held_out=rest)
     size = {} if choice.context is None else {"context": choice.context}
     form, default = form_of(model, **size), default_data(model)
-    dataset = open_choice(choice, form, default=default, seed=seed)
+    separates = partial(separates_documents, model)
+    dataset = open_choice(choice, form, default=default, seed=seed, separates=separates)
     task = build(model, seed=seed, data=dataset, device=device, **size)
-    return replace(task, held_out=open_held_out(choice, form, default=default, seed=seed))
+    return replace(task, held_out=open_held_out(choice, form, default=default, seed=seed, separates=separates))
 
 
 def _load(path: str, function: str) -> Callable[[], Any]:

@@ -10,7 +10,7 @@ from pipedejavu.zoo.gpt_shape import SHAPES
 if TYPE_CHECKING:
     from pipedejavu.zoo.chain import Chain, Flow
     from pipedejavu.zoo.data import DATA_NAMES, Dataset, open_data, order
-    from pipedejavu.zoo.zoo_task import MODEL_NAMES, Task, build, default_data, form_of
+    from pipedejavu.zoo.zoo_task import MODEL_NAMES, Task, build, default_data, form_of, separates_documents
 
 __all__ = [
     "DATA_NAMES",
@@ -26,12 +26,13 @@ __all__ = [
     "form_of",
     "open_data",
     "order",
+    "separates_documents",
 ]
 
 _WITH_TORCH = {
     **dict.fromkeys(("Chain", "Flow"), "chain"),
     **dict.fromkeys(("DATA_NAMES", "Dataset", "open_data", "order"), "data"),
-    **dict.fromkeys(("MODEL_NAMES", "Task", "build", "default_data", "form_of"), "zoo_task"),
+    **dict.fromkeys(("MODEL_NAMES", "Task", "build", "default_data", "form_of", "separates_documents"), "zoo_task"),
 }
 
 

@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from pipedejavu.zoo.chain import Chain
 from pipedejavu.zoo.form import Objective
-from pipedejavu.zoo.transformer import Embedding, TransformerBlock, TransformerSize, transformer_std
+from pipedejavu.zoo.transformer import Embedding, Packed, TransformerBlock, TransformerSize, transformer_std
 
 
 class BertSize(TransformerSize):
@@ -42,8 +42,9 @@ class MaskedHead(nn.Module):
         if size.is_tied:
             self.logit.weight = embedding.token.weight
 
-    def forward(self, hidden: Tensor) -> Tensor:
+    def forward(self, flow: Tensor | Packed) -> Tensor:
         """Returns logits [samples, tokens, vocabulary]."""
+        hidden = flow[0] if isinstance(flow, tuple) else flow
         hidden = self.norm2(functional.gelu(self.linear(self.norm1(hidden))))
         logits: Tensor = self.logit(hidden)
         return logits

@@ -57,6 +57,11 @@ def read_shape(text: str) -> Shape:
     return _checked(Shape(**numbers), text)
 
 
+def tokens_of(name: str) -> int | None:
+    """Returns the tokens per sample of a shape; None for another model."""
+    return read_shape(name).context if name in SHAPES or name.startswith(PREFIX) else None
+
+
 def _checked(shape: Shape, text: str) -> Shape:
     for name, number in shape._asdict().items():
         if not 1 <= number <= _MOST[name]:

@@ -7,7 +7,7 @@ order of the tokens, so that whether a token is dropped does not depend on later
 
 import math
 from contextlib import AbstractContextManager, nullcontext
-from typing import NamedTuple, Self
+from typing import ClassVar, NamedTuple, Self
 
 import torch
 from pydantic import Field, model_validator
@@ -20,6 +20,8 @@ from pipedejavu.zoo.transformer import Attention, Embedding, TokenHead, Transfor
 
 class MoeSize(TransformerSize):
     """Size of a GPT with experts."""
+
+    separates: ClassVar[bool] = False  # the tokens of a row share the experts' slots
 
     experts: int = Field(default=4, ge=1)
     """Experts per block."""

@@ -30,6 +30,7 @@ class Seq2seqSize(TransformerSize):
     """
 
     objective: ClassVar[Objective] = "reversed"
+    separates: ClassVar[bool] = False
 
     vocabulary: int = 257
 
@@ -48,7 +49,7 @@ class PairEmbedding(Embedding):
     def forward(self, tokens: Pair) -> Pair:  # type: ignore[override]
         """Takes source and target tokens; the target begins with the start token."""
         source, target = tokens
-        return super().forward(source), super().forward(target)
+        return self.embed(source), self.embed(target)
 
 
 class EncoderBlock(TransformerBlock):
@@ -61,7 +62,7 @@ class EncoderBlock(TransformerBlock):
     def forward(self, pair: Pair) -> Pair:  # type: ignore[override]
         """Updates the memory and passes the hidden state on."""
         memory, hidden = pair
-        return self.norm3(super().forward(memory)), hidden
+        return self.norm3(self.run(memory)), hidden
 
 
 class DecoderBlock(nn.Module):

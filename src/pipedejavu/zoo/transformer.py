@@ -23,6 +23,8 @@ class TransformerSize(Record):
     """Size of a transformer."""
 
     objective: ClassVar[Objective] = "next"
+    separates: ClassVar[bool] = True
+    """Whether a row may hold several documents: the model takes positions, and attends within each document."""
 
     layers: int = Field(ge=1)
     width: int = Field(ge=1)
@@ -67,6 +69,10 @@ def _std(num_residuals: int, name: str, shape: torch.Size) -> float:  # noqa: AR
     return _STD / math.sqrt(num_residuals) if name.endswith(("output.weight", "weight_out")) else _STD
 
 
+Packed = tuple[Tensor, Tensor]
+"""Rows of several documents: token ids or vectors, and the position in its document or the document of each token."""
+
+
 class Embedding(nn.Module):
     """Token and position embeddings."""
 
@@ -76,12 +82,23 @@ class Embedding(nn.Module):
         self.position = nn.Embedding(size.context, size.width)
         self.dropout = nn.Dropout(size.dropout)
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        """Takes token ids [samples, tokens]; returns vectors [samples, tokens, width]."""
+    def forward(self, flow: Tensor | Packed) -> Tensor | Packed:
+        """Takes token ids [samples, tokens]; returns vectors [samples, tokens, width].
+
+        With positions, which begin at 0 in each document, it returns the number of each token's document too.
+        """
+        if not isinstance(flow, tuple):
+            return self.embed(flow)
+        tokens, positions = flow
+        return self.embed(tokens, positions), (positions == 0).cumsum(1)
+
+    def embed(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
+        """Returns the sum of both embeddings; tokens without positions are counted from the left."""
         length, context = tokens.shape[1], self.position.num_embeddings
         if length > context:
             raise InputError(f"a sequence has {length} tokens, but the model's context is {context}; raise context")
-        hidden: Tensor = self.dropout(self.token(tokens) + self.position.weight[:length])
+        where = self.position.weight[:length] if positions is None else self.position(positions)
+        hidden: Tensor = self.dropout(self.token(tokens) + where)
         return hidden
 
 
@@ -97,18 +114,24 @@ class Attention(nn.Module):
         self.dropout = size.dropout
         self.is_causal = is_causal
 
-    def forward(self, hidden: Tensor, memory: Tensor | None = None) -> Tensor:
-        """Takes and returns [samples, tokens, width]."""
+    def forward(self, hidden: Tensor, memory: Tensor | None = None, document: Tensor | None = None) -> Tensor:
+        """Takes and returns [samples, tokens, width]; with documents, a token attends to its own one."""
         key, value = self.key_value(hidden if memory is None else memory).chunk(2, dim=-1)
         mixed = functional.scaled_dot_product_attention(
             self._heads(self.query(hidden)),
             self._heads(key),
             self._heads(value),
             dropout_p=self.dropout if self.training else 0.0,
-            is_causal=self.is_causal,
+            attn_mask=None if document is None else self._mask(document),
+            is_causal=self.is_causal and document is None,
         )
         out: Tensor = self.output(mixed.transpose(1, 2).flatten(2))
         return out
+
+    def _mask(self, document: Tensor) -> Tensor:
+        """Returns which tokens each token attends to [samples, 1, tokens, tokens]."""
+        mask = document[:, None, :, None] == document[:, None, None, :]
+        return mask.tril() if self.is_causal else mask
 
     def _heads(self, hidden: Tensor) -> Tensor:
         return hidden.view(*hidden.shape[:-1], self.num_heads, -1).transpose(1, 2)
@@ -139,9 +162,16 @@ class TransformerBlock(nn.Module):
         self.feed_forward = FeedForward(size.width)
         self.dropout = nn.Dropout(size.dropout)
 
-    def forward(self, hidden: Tensor) -> Tensor:
-        """Takes and returns [samples, tokens, width]."""
-        hidden = hidden + self.dropout(self.attention(self.norm1(hidden)))
+    def forward(self, flow: Tensor | Packed) -> Tensor | Packed:
+        """Takes and returns [samples, tokens, width], and passes on the tokens' documents if they are given."""
+        if not isinstance(flow, tuple):
+            return self.run(flow)
+        hidden, document = flow
+        return self.run(hidden, document), document
+
+    def run(self, hidden: Tensor, document: Tensor | None = None) -> Tensor:
+        """Adds both layers' outputs to the residual."""
+        hidden = hidden + self.dropout(self.attention(self.norm1(hidden), document=document))
         out: Tensor = hidden + self.dropout(self.feed_forward(self.norm2(hidden)))
         return out
 
@@ -156,7 +186,8 @@ class TokenHead(nn.Module):
         if size.is_tied:
             self.logit.weight = embedding.token.weight
 
-    def forward(self, hidden: Tensor) -> Tensor:
+    def forward(self, flow: Tensor | Packed) -> Tensor:
         """Returns logits [samples, tokens, vocabulary]."""
+        hidden = flow[0] if isinstance(flow, tuple) else flow
         logits: Tensor = self.logit(self.norm(hidden))
         return logits

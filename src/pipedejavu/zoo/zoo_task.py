@@ -16,6 +16,7 @@ from pipedejavu.zoo.data import Dataset, open_data
 from pipedejavu.zoo.form import Form, TokenForm
 from pipedejavu.zoo.loss import balanced_cross_entropy, count, cross_entropy
 from pipedejavu.zoo.mlp import Mlp, MlpSize
+from pipedejavu.zoo.transformer import TransformerSize
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,6 +78,11 @@ def form_of(name: str, **options: object) -> Form:
     """Returns the form of the data that a model of the zoo reads; `options` as in `build`."""
     form: Form = _sized(name, options)[1].form()
     return form
+
+
+def separates_documents(name: str) -> bool:
+    """Whether a model of the zoo attends within each of several documents in a row."""
+    return isinstance(size := _sized(name, {})[1], TransformerSize) and size.separates
 
 
 def default_data(name: str) -> str:

@@ -1,0 +1,259 @@
+"""ZeRO on ranks of this host beside FSDP2, side by side in one run: time per step, bytes sent, memory.
+
+    python bench/sharding.py [--ranks 2] [--rounds 7] [--width 512] [--blocks 6] [--tokens 64] [--samples 2]
+
+All contenders train one transformer with AdamW on the same samples and take turns within each round, each in ranks of
+its own that wait while others run. FSDP2 (`fully_shard` per block) frees weights after the forward (reshard), as
+`zero-3` does, or keeps them until the backward has used them, as `zero-2` does. Bytes are those that a rank must send;
+FSDP2's are counted on the loopback interface, as all ranks use Gloo there. Memory is what a rank's process grows by
+from its model to the end of its steps. The forecast is that of the simulator, from unit times and a wire that are
+measured here while no other contender runs.
+"""
+
+import argparse
+import json
+import os
+import tempfile
+import time
+from pathlib import Path
+from statistics import median
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.multiprocessing.spawn import start_processes
+
+from pipedejavu.engine import AdamW, Job
+from pipedejavu.engine.rank_process import RankRun
+from pipedejavu.facts import Cost, Device, Host, Link, Machine, Profile, Unit, UnitTime, keep_heap
+from pipedejavu.plan import preset
+from pipedejavu.program import Program, compile
+from pipedejavu.run.metrics import resident_bytes
+from pipedejavu.simulate import simulate
+
+OURS = ("ddp", "zero-1", "zero-2", "zero-3")
+THEIRS = {"FSDP2, reshard": True, "FSDP2, no reshard": False}
+BESIDE = {"zero-3": "FSDP2, reshard", "zero-2": "FSDP2, no reshard"}
+VOCABULARY, WARM_UP, STEPS = 1024, 2, 3
+"""Steps per turn."""
+
+
+def units(width: int, blocks: int) -> list[tuple[str, nn.Module]]:
+    torch.manual_seed(0)
+    body = [
+        nn.TransformerEncoderLayer(width, 8, 4 * width, 0.0, batch_first=True, norm_first=True) for _ in range(blocks)
+    ]
+    modules = [nn.Embedding(VOCABULARY, width), *body, nn.Linear(width, VOCABULARY)]
+    return [(f"u{n}", module) for n, module in enumerate(modules)]
+
+
+def loss(output: Tensor, targets: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(output.flatten(0, 1), targets.flatten(), reduction="sum")
+
+
+class Tokens:
+    """Random tokens, the same for all contenders."""
+
+    def __init__(self, samples: int, tokens: int):
+        self.form = (samples, tokens)
+
+    def inputs(self, microbatch: int) -> Tensor:
+        return torch.randint(VOCABULARY, self.form, generator=torch.Generator().manual_seed(microbatch))
+
+    def targets(self, microbatch: int) -> Tensor:
+        return self.inputs(microbatch).roll(1, 1)
+
+    def length(self, microbatch: int) -> int:  # noqa: ARG002
+        return self.form[0]
+
+    def count(self, microbatch: int) -> int:  # noqa: ARG002
+        return self.form[0] * self.form[1]
+
+
+def time_unit(module: nn.Module, value: Tensor) -> tuple[Tensor, UnitTime]:
+    """Returns a unit's output and its times, the least of three."""
+    forwards, backwards = [], []
+    is_real = value.is_floating_point()
+    for _ in range(3):
+        value = value.detach().requires_grad_(is_real)
+        start = time.perf_counter()
+        output = module(value)
+        middle = time.perf_counter()
+        output.backward(torch.ones_like(output))
+        forwards.append(middle - start)
+        backwards.append(time.perf_counter() - middle)
+    optimizer = torch.optim.AdamW(module.parameters(), fused=True)
+    optimizer.step()
+    start = time.perf_counter()
+    optimizer.step()
+    update_s = time.perf_counter() - start
+    cost = {"forward": Cost(fixed_s=min(forwards)), "backward": Cost(fixed_s=min(backwards))}
+    return output.detach(), UnitTime(**cost, update_s=update_s)
+
+
+def measure(asked: argparse.Namespace, byte_s: float) -> tuple[Profile, Machine]:
+    """Returns the model's units with their times, and the ranks with the wire between them."""
+    value, rows = Tokens(asked.samples, asked.tokens).inputs(0), []
+    for name, module in units(asked.width, asked.blocks):
+        size = sum(4 * p.numel() for p in module.parameters())
+        value, times = time_unit(module, value)
+        rows.append(
+            Unit(name=name, times={"cpu": times}, parameter_bytes=size, gradient_bytes=size, optimizer_bytes=2 * size)
+        )
+    devices = [
+        Device(name=f"c{n}", kind="cpu", type="cpu", host="here", memory_bytes=2**40) for n in range(asked.ranks)
+    ]
+    link = Link(bytes_per_s=1 / byte_s)
+    return Profile(name="model", units=tuple(rows)), Machine(
+        name="here", hosts=(Host(name="here"),), devices=tuple(devices), links=(link,)
+    )
+
+
+def program_of(name: str, profile: Profile, machine: Machine, ranks: int, samples: int) -> Program:
+    return compile(preset(name).at(workers=ranks, microbatches=1, samples=samples), profile, machine, fold=False)
+
+
+class Ours:
+    """A preset on the engine."""
+
+    def __init__(self, name: str, profile: Profile, machine: Machine, asked: argparse.Namespace):
+        program = program_of(name, profile, machine, asked.ranks, asked.samples)
+        job = Job(units=units(asked.width, asked.blocks), loss=loss, optimizer=AdamW(lr=1e-3))
+        self.run = RankRun(program, job, Tokens(asked.samples, asked.tokens))
+        self.rounds = self.run.rounds(range(10**9))
+
+    def step(self) -> None:
+        next(self.rounds)
+
+    def sent(self) -> int:
+        return self.run.wire.traffic()[1]
+
+
+class Theirs:
+    """FSDP2 on Gloo."""
+
+    def __init__(self, reshards: bool, asked: argparse.Namespace):
+        self.model = nn.Sequential(*(module for _, module in units(asked.width, asked.blocks)))
+        mesh = init_device_mesh("cpu", (asked.ranks,))
+        for module in self.model:
+            fully_shard(module, mesh=mesh, reshard_after_forward=reshards)
+        fully_shard(self.model, mesh=mesh, reshard_after_forward=reshards)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3, fused=True)
+        self.tokens, self.number, self.ranks = Tokens(asked.samples, asked.tokens), dist.get_rank(), asked.ranks
+
+    def step(self) -> None:
+        self.optimizer.zero_grad()
+        total = loss(self.model(self.tokens.inputs(self.number)), self.tokens.targets(self.number))
+        (total / self.tokens.count(self.number)).backward()  # FSDP2 averages over ranks
+        self.optimizer.step()
+        total.item()  # ours reads it too
+        self.number += self.ranks
+
+    def sent(self) -> int:
+        lines = Path("/proc/net/dev").read_text().splitlines()
+        loopback = next(line for line in lines if line.strip().startswith("lo:"))
+        return int(loopback.split(":")[1].split()[8]) // self.ranks
+
+
+def run_rank(rank: int, folder: str, asked: argparse.Namespace, names: list[str]) -> None:
+    """One rank: all contenders in turn."""
+    keep_heap()
+    torch.set_num_threads(1)
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    dist.init_process_group(
+        "gloo", store=dist.FileStore(f"{folder}/store", asked.ranks), rank=rank, world_size=asked.ranks
+    )
+    byte_s = time_wire(asked)
+    box = [measure(asked, byte_s) if rank == 0 else None]
+    dist.broadcast_object_list(box)
+    assert box[0] is not None
+    profile, machine = box[0]
+    figures: dict[str, dict[str, float]] = {}
+    contenders: dict[str, Ours | Theirs] = {}
+    for name in names:
+        before = resident_bytes()
+        contender = Ours(name, profile, machine, asked) if name in OURS else Theirs(THEIRS[name], asked)
+        for _ in range(WARM_UP):
+            contender.step()
+        dist.barrier()
+        figures[name] = {"grown": resident_bytes() - before}
+        contenders[name] = contender
+    times: dict[str, list[float]] = {name: [] for name in names}
+    for number in range(asked.rounds):
+        for name in names[number % len(names) :] + names[: number % len(names)]:
+            dist.barrier()
+            sent, start = contenders[name].sent(), time.perf_counter()
+            for _ in range(STEPS):
+                contenders[name].step()
+            dist.barrier()
+            times[name].append((time.perf_counter() - start) / STEPS)
+            figures[name]["sent"] = (contenders[name].sent() - sent) / STEPS
+    for name in names:
+        figures[name]["step_s"] = median(times[name])
+        figures[name]["best_s"] = min(times[name])
+        if name in OURS:
+            figures[name]["forecast_s"] = simulate(
+                program_of(name, profile, machine, asked.ranks, asked.samples)
+            ).makespan_s
+    if rank == 0:
+        ratios = {
+            o: median(a / b for a, b in zip(times[o], times[t], strict=True))
+            for o, t in BESIDE.items()
+            if {o, t} <= {*names}
+        }
+        Path(folder, "figures.json").write_text(
+            json.dumps([figures, ratios, sum(u.parameter_bytes for u in profile.units)])
+        )
+    dist.destroy_process_group()
+
+
+def time_wire(asked: argparse.Namespace) -> float:
+    """Returns the seconds per byte that a rank sends in a scattered sum, over the wire that the engine takes."""
+    unit = Unit(name="u", times={"cpu": UnitTime(forward=Cost(fixed_s=1.0), backward=Cost(fixed_s=1.0))})
+    devices = [
+        Device(name=f"c{n}", kind="cpu", type="cpu", host="here", memory_bytes=2**40) for n in range(asked.ranks)
+    ]
+    machine = Machine(name="here", hosts=(Host(name="here"),), devices=tuple(devices), links=(Link(bytes_per_s=1e9),))
+    program = program_of("ddp", Profile(name="one", units=(unit,)), machine, asked.ranks, 1)
+    run = RankRun(program, Job(units=[("u", nn.Linear(1, 1))], loss=loss, optimizer=AdamW(lr=1.0)), Tokens(1, 1))
+    vector = torch.ones(asked.ranks << 20)
+    seconds = []
+    for _ in range(7):
+        dist.barrier()
+        start = time.perf_counter()
+        run.wire.reduce_scatter(vector, "s0")
+        seconds.append(time.perf_counter() - start)
+    run.wire.close()
+    sent = vector.nbytes * (asked.ranks - 1) / asked.ranks
+    table = torch.tensor([min(seconds) / sent])
+    dist.all_reduce(table, dist.ReduceOp.MAX)
+    return float(table)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="ZeRO beside FSDP2")
+    for name, value in {"ranks": 2, "rounds": 7, "width": 512, "blocks": 6, "tokens": 64, "samples": 2}.items():
+        parser.add_argument(f"--{name}", type=int, default=value)
+    parser.add_argument("--only", nargs="*", default=[*OURS, *THEIRS], help="contenders to run")
+    asked = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        start_processes(run_rank, args=(folder, asked, asked.only), nprocs=asked.ranks, start_method="spawn")
+        figures, ratios, size = json.loads(Path(folder, "figures.json").read_text())
+    print(
+        f"{asked.ranks} ranks, {size / 4e6:.1f}M parameters, {asked.samples} × {asked.tokens} tokens per rank and step"
+    )
+    print(f"{'':20}{'step':>10}{'best':>10}{'forecast':>10}{'sent / Ψ':>10}{'grown':>12}")
+    for name, row in figures.items():
+        forecast = f"{1e3 * row['forecast_s']:8.1f}ms" if "forecast_s" in row else ""
+        print(
+            f"{name:20}{1e3 * row['step_s']:8.1f}ms{1e3 * row['best_s']:8.1f}ms{forecast:>10}{row['sent'] / size:10.2f}"
+            f"{row['grown'] / 2**20:9.1f}MiB"
+        )
+    for name, ratio in ratios.items():
+        print(f"{name} takes {ratio:.2f} of the time of {BESIDE[name]} (the median over {asked.rounds} rounds)")
+
+
+if __name__ == "__main__":
+    main()
