@@ -33,6 +33,7 @@ from pipedejavu.engine.wire import Exchange, ThreadWire, Wire, WireStoppedError,
 from pipedejavu.engine.worker_loop import WorkerLoop
 from pipedejavu.engine.worker_thread import WorkerThread
 from pipedejavu.facts import InputError, Span
+from pipedejavu.plan import Plan
 from pipedejavu.program import ActionKind, Program, Value, ValueKind
 from pipedejavu.program.effect import rest_of, resting, update_place
 from pipedejavu.program.value import HOST, SHARD
