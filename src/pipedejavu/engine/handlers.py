@@ -113,6 +113,9 @@ class Handlers(JoinedState):
         plan, self.whole = self.program.plan, None
         self.first_microbatch = update * self.program.update_size
         self.first_version = self.applier.first_version = update
+        if self.divided is not None:
+            count = self.program.update_size * plan.steps
+            self.divided.prepare(range(self.first_microbatch, self.first_microbatch + count))
         self.readers = self.reads.copy()
         norms = {key.number: self.values.pop(key) for key in list(self.values) if key.kind == ValueKind.NORM}
         if plan.reduce.clip == "delayed" and plan.steps - 1 in norms:

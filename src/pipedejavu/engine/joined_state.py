@@ -10,10 +10,12 @@ from typing import Any
 from torch import Tensor
 
 from pipedejavu.engine.divided_state import PieceReplica, whole_tensors
+from pipedejavu.engine.job import Job
 from pipedejavu.engine.master import masters_of
 from pipedejavu.engine.optimizer import State, Tensors
 from pipedejavu.engine.piece import PieceRunner
 from pipedejavu.engine.sharded_state import ShardedState, whole_masters
+from pipedejavu.engine.tensor_parallel import DividedStages
 from pipedejavu.program import Program, Value, ValueKind
 
 
@@ -21,14 +23,22 @@ class JoinedState(ShardedState):
     """The pieces of one worker, with what other workers hold of them."""
 
     program: Program
+    job: Job
     index: int
     runners: dict[PieceReplica, PieceRunner]
     values: dict[Value, Any]
 
     def __init__(self) -> None:
         super().__init__()
+        self.divided: DividedStages | None = None
+        """What this worker computes of divided operators."""
         self.whole_buffers: Tensors = {}
         """The buffers of divided operators, as `gather_masters` has joined them."""
+
+    @property
+    def recorded_job(self) -> Job:
+        """The job whose units must know the shapes of all microbatches."""
+        return self.job if self.divided is None else self.divided.divisions.job
 
     @property
     def shard_state(self) -> Mapping[PieceReplica, State]:

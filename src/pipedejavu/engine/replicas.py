@@ -97,7 +97,8 @@ class ReplicaCheck:
                 slots = state.get(name, {})
                 sums.append(checksum([slots[slot] for slot in sorted(slots)], handlers.device))
         row[0] = _model(handlers.device)
-        row[1 : 1 + len(sums)] = torch.stack(sums).to(CPU)
+        if sums:  # a piece may have no weights
+            row[1 : 1 + len(sums)] = torch.stack(sums).to(CPU)
         layouts = handlers.runners[key].layouts
         for column, name in enumerate(self.names[copy.piece]):
             row[1 + len(KINDS) * len(self.names[copy.piece]) + column] = name in layouts

@@ -5,10 +5,14 @@ between stages are whole on all workers of a group, only the first worker logs, 
 (`divided_state`).
 """
 
+from collections.abc import Iterable
+from typing import Any
+
 from torch import Tensor, nn
 
 from pipedejavu.engine.device import device_of
 from pipedejavu.engine.job import Batches, Job
+from pipedejavu.engine.recompute_span import tensors_of
 from pipedejavu.engine.wire import Wire
 from pipedejavu.engine.wire_group import WireGroup
 from pipedejavu.facts import InputError
@@ -21,6 +25,7 @@ from pipedejavu.runtime.divided_unit import UnitDivider
 from pipedejavu.runtime.division import Division, LayoutKind, divide
 
 PieceReplica = tuple[int, int]
+Shapes = tuple[tuple[int, ...], ...]
 Units = list[tuple[str, nn.Module]]
 
 
@@ -65,29 +70,28 @@ class Divisions:
         self.program, self.job, self.batches = program, job, batches
         self.size = program.plan.place.shards
         (self.layout,) = {layout_kind(kind) for kind in program.plan.cut.layouts} or {"pairs"}
-        self._known: dict[int, list[Division]] | None = None
+        self._tied = [p for _, m in job.units for n, p in m.named_parameters() if self._is_tied(p)]
+        self._known: dict[Shapes, dict[int, Division]] = {}
 
-    def of(self, stage: int) -> list[Division]:
-        """Returns the divisions of a stage's units, one for each size of microbatches."""
-        if self._known is None:
-            self._known = self._find()
-        return self._known[stage]
+    def of(self, microbatch: int) -> tuple["Shapes", dict[int, Division]]:
+        """Returns the shapes of a microbatch's inputs, and the division of each stage's units for them."""
+        inputs = self.batches.inputs(microbatch)
+        shapes = tuple(tuple(tensor.shape) for tensor in tensors_of(inputs))
+        if shapes not in self._known:
+            self._known[shapes] = self._find(inputs)
+        return shapes, self._known[shapes]
 
-    def _find(self) -> dict[int, list[Division]]:
+    def _find(self, inputs: Any) -> dict[int, Division]:
         if self.job.graphs is None:
             raise InputError(
                 f"plan '{self.program.plan.name}' divides operators, and this job has no graphs of its units"
             )
-        tied = [p for _, m in self.job.units for n, p in m.named_parameters() if self._is_tied(p)]
-        divisions: dict[int, list[Division]] = {}
-        count = self.program.update_size
-        firsts = {self.batches.length(number): number for number in reversed(range(count))}
-        for number in sorted(firsts.values()):
-            graphs = self.job.graphs(self.job.units, self.batches.inputs(number))
-            for stage, units in stage_units(self.program).items():
-                chain = [graphs[unit] for unit in units]
-                divisions.setdefault(stage, []).append(divide(chain, self.size, tied, self.layout))
-        if not any(division.regions for rows in divisions.values() for division in rows):
+        graphs = self.job.graphs(self.job.units, inputs)
+        divisions = {
+            stage: divide([graphs[unit] for unit in units], self.size, self._tied, self.layout)
+            for stage, units in stage_units(self.program).items()
+        }
+        if not any(division.regions for division in divisions.values()):
             none = (
                 "no layer whose outputs another one sums over, no attention by heads, and no filters that another layer"
                 " reads; use a degree that divides heads and widths, or a plan that divides none"
@@ -114,23 +118,37 @@ def stage_units(program: Program) -> dict[int, list[int]]:
     return units
 
 
-def divided_units(
-    program: Program, index: int, wire: Wire, divisions: Divisions
-) -> dict[PieceReplica, dict[int, nn.Module]]:
-    """Returns the divided units of a worker, by (piece, replica) and number."""
-    rows: dict[PieceReplica, dict[int, nn.Module]] = {}
-    units = stage_units(program)
-    for stage, replica in sorted({(program.pieces[piece].stage, q) for piece, q in program.held(index)}):
-        name = shard_group(stage, replica)
-        divider = UnitDivider(WireGroup(wire, name, program.groups[name].workers, index))
-        prefixes = [_prefix(*divisions.job.units[unit]) for unit in units[stage]]
-        for division in divisions.of(stage):
-            modules = divider.add(division, prefixes)
-        for piece, held in program.held(index):
-            if program.pieces[piece].stage == stage and held == replica:
-                numbers = units[stage]
-                rows[piece, held] = {u: modules[numbers.index(u)] for u in program.pieces[piece].units}
-    return rows
+class DividedStages:
+    """The divided units of a worker, with a graph for each size of microbatches."""
+
+    def __init__(self, program: Program, index: int, wire: Wire, divisions: Divisions):
+        self.program, self.index, self.divisions = program, index, divisions
+        self._units = stage_units(program)
+        stages = sorted({(program.pieces[piece].stage, replica) for piece, replica in program.held(index)})
+        self._dividers: dict[PieceReplica, UnitDivider] = {}
+        for stage, replica in stages:
+            name = shard_group(stage, replica)
+            self._dividers[stage, replica] = UnitDivider(WireGroup(wire, name, program.groups[name].workers, index))
+        self._added: set[Shapes] = set()
+        self.prepare(range(program.update_size))
+
+    def prepare(self, microbatches: Iterable[int]) -> None:
+        """Adds graphs for microbatches whose inputs have other shapes than all before, while no worker runs."""
+        for number in microbatches:
+            shapes, divisions = self.divisions.of(number)
+            if shapes in self._added:
+                continue
+            self._added.add(shapes)
+            for (stage, _), divider in self._dividers.items():
+                prefixes = [_prefix(*self.divisions.job.units[unit]) for unit in self._units[stage]]
+                divider.add(divisions[stage], prefixes)
+
+    def units_of(self, piece: int, replica: int) -> dict[int, nn.Module]:
+        """Returns the divided units of a piece by number."""
+        stage = self.program.pieces[piece].stage
+        modules = self._dividers[stage, replica].units
+        names = {unit: self.divisions.job.units[unit][0] for unit in self.program.pieces[piece].units}
+        return {unit: modules[name] for unit, name in names.items()}
 
 
 def _prefix(name: str, module: nn.Module) -> str:

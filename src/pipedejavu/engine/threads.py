@@ -8,7 +8,7 @@ from queue import SimpleQueue
 from typing import Protocol
 from weakref import WeakValueDictionary
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from pipedejavu.analysis import verify
 from pipedejavu.engine.applier import as_leaves
@@ -21,10 +21,10 @@ from pipedejavu.engine.optimizer import LOW, Tensors
 from pipedejavu.engine.piece import PieceRunner
 from pipedejavu.engine.sharded_piece import ShardedPiece, is_sharded
 from pipedejavu.engine.tensor_parallel import (
+    DividedStages,
     Divisions,
     check_divisible,
     check_gpus_apart,
-    divided_units,
     divides_operators,
     is_first,
 )
@@ -227,17 +227,18 @@ def make_handlers(
     With a `compiler`, which workers may share, units run compiled. Workers that divide operators may share `divisions`.
     """
     form = ComputeFormat.of(program.plan.precision, [module for _, module in job.units])
-    divided: dict[tuple[int, int], dict[int, nn.Module]] = {}
+    divided: DividedStages | None = None
     if divides_operators(program):
-        divided = divided_units(program, index, wire, divisions or Divisions(program, job, batches))
+        divided = DividedStages(program, index, wire, divisions or Divisions(program, job, batches))
     runners: Runners = {}
     for piece, replica in pieces_of(program, index):
-        parts = divided.get((piece, replica), {})
+        parts = divided.units_of(piece, replica) if divided else {}
         units = [(u, job.units[u][0], parts.get(u, job.units[u][1])) for u in program.pieces[piece].units]
         if program.has_experts(piece) and program.plan.place.shards > 1:
             units = with_divided_experts(program, replica, units, wire)
         runners[piece, replica] = _make_runner(program, index, piece, units, job.seed, compiler, form)
     handlers = Handlers(program, index, runners, job, batches, wire)
+    handlers.divided = divided
     if divides_operators(program) and not is_first(program, index):
         handlers.log.silence()
     for key in runners:

@@ -83,7 +83,10 @@ class UnitDivider:
             divided = self.units.setdefault(unit.name, DividedGraph(unit.name, prefix, full))
             if divided.layouts != full:
                 raise InputError(f"unit '{unit.name}' is divided in another way for microbatches of another size")
-            divided.add(inputs, GraphPart(division, unit, self.group, divided.draws).write(tensors))
+            body = GraphPart(division, unit, self.group, divided.draws).write(tensors)
+            if divided.bodies:
+                _share_tensors(body, divided.bodies[0], tensors)
+            divided.add(inputs, body)
         return [self.units[unit.name] for unit in division.chain.graphs]
 
     def _tensors(self, division: Division, unit: UnitGraph) -> tuple[dict[str, Tensor], dict[str, ParamLayout]]:
@@ -105,6 +108,22 @@ class UnitDivider:
     def _local(self, whole: Tensor, layout: ParamLayout) -> Tensor:
         local = layout.local(whole.detach(), self.group.rank, self.group.size)
         return nn.Parameter(local, requires_grad=whole.requires_grad) if isinstance(whole, nn.Parameter) else local
+
+
+def _share_tensors(body: nn.Module, first: nn.Module, states: Mapping[str, Tensor]) -> None:
+    """Makes a graph for another shape use the parameters and buffers of the first, wherever they have moved since."""
+    homes = dict(first.named_modules())
+    for path, module in body.named_modules():
+        home = homes.get(path)
+        if home is None:
+            continue
+        if module._parameters.keys() <= home._parameters.keys():
+            module.__dict__["_parameters"] = home._parameters
+        for key, own in module._buffers.items():
+            known = home._buffers.get(key)
+            if own is not None and known is not None:  # constants may depend on the shape
+                is_state = ".".join(filter(None, (path, key))) in states
+                module._buffers[key] = known if is_state else own.to(known.device)
 
 
 def division_shapes(division: Division) -> list[tuple[tuple[int, ...], ...]]:

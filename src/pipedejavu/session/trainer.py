@@ -195,7 +195,8 @@ class Trainer:
         self.batch = BatchSplit(batch, sizes, self.batch.reduction, self._cut, pads=may_pad(program.plan))
         has_ranks = self._ranks is not None
         self.threads: Workers = start_workers(program, self._job, self.batch, self.model, has_ranks=has_ranks)
-        self.batch.cuts = [replace(self._cut, units=worker.job.units) for worker in self.threads.handlers]
+        units = {id(job.units): job.units for job in (worker.recorded_job for worker in self.threads.handlers)}
+        self.batch.cuts = [replace(self._cut, units=each) for each in units.values()]
         replicas = ReplicaCheck(program, self._job, self._options.check_replicas)
         self._session = TrainingSession(held_by_session(self.threads), replicas, self._whole_state)
         start_watchdogs(self.threads, prediction.makespan_s / program.plan.steps, self._options.hang_after_s)
