@@ -34,6 +34,6 @@ def held_by_session(workers: Workers) -> LocalWorkers:
 
 def detach(workers: Workers, jobs: Sequence[Job]) -> None:
     """Ends workers that train the modules of one of the jobs themselves, so that another Trainer can take these."""
-    if isinstance(workers, Threads) and any(workers.handlers[0].job is job for job in jobs):
+    if isinstance(workers, Threads) and any(workers.handlers[0].job.units is job.units for job in jobs):
         workers.close()
         workers.failure = InputError("another Trainer trains this model now; go on with that one")
