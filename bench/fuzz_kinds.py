@@ -281,7 +281,7 @@ def read_configuration(path: Path) -> None:
 
 def read_published(path: Path) -> None:
     """Reads iteration times that others published."""
-    _published().read_rows(str(path), read_machine("2x(8xa100-80gb), 800Gb/s"), recomputes=False)
+    _published().read_rows(str(path), read_machine("2x(8xa100-80gb), 800Gb/s"))
 
 
 @cache

@@ -207,3 +207,12 @@ def test_a_cut_that_a_plan_carries_is_the_one_that_trains(tmp_path: Path) -> Non
     done = run("train", f"{file}:make", "--plan", str(out), "--steps", "1", "--audit", "--run-dir", str(where))
     assert "audit" in done.stdout
     assert len(Profile.load(where / "profile.json").units) == 6
+
+
+def test_a_shape_is_written_out_and_its_forecast_has_an_interval():
+    asked = ("plan", "gpt:2x64x2,seq=32,vocab=100", "--machine", "2xa100-80gb", "--batch", "4")
+    assert "\nerror: in nine of ten such forecasts the first plan's update takes " in run(*asked).stdout
+    best = json.loads(run(*asked, "--json").stdout)["candidates"][0]
+    assert best["chance"]["low_s"] < best["time_s"] < best["chance"]["high_s"]
+    told = refused("plan", "gpt:2x64x3", "--machine", "2xa100-80gb")
+    assert "divides a width of 64 over 3 heads; give a number of heads that divides the width" in told
