@@ -91,7 +91,7 @@ class Theirs:
         for module in self.model:
             if isinstance(module, Block):
                 parallelize_module(module, mesh, PLAN)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3, weight_decay=0.0, fused=True)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3, weight_decay=0.0, foreach=False)
         self.tokens, self.number = Tokens(asked.samples, asked.tokens), 0
 
     def step(self) -> float:
