@@ -30,7 +30,8 @@ def check_divided(unit: nn.Module, value: Tensor, counts: list[int], capacity: f
     (expected**2).sum().backward()
 
     groups = [Later(rank, len(counts)) for rank in range(len(counts))]
-    units = [DividedExperts("block", copy.deepcopy(unit), group, capacity) for group in groups]  # by one thread, as tracing needs
+    # Made by one thread, as tracing needs.
+    units = [DividedExperts("block", copy.deepcopy(unit), group, capacity) for group in groups]
 
     def work(group: RowThread) -> dict[str, Tensor]:
         divided = units[group.rank]

@@ -9,6 +9,7 @@ work on arrays of stages.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -184,7 +185,11 @@ class StageCosts:
         start, end = np.asarray(start), np.asarray(end)
         segments, choice = self.segments(scheduled.slot.kinds, mode), self._choose(sums, start, end, scheduled, mode)
         columns = [sums.time.recompute, sums.activations.saved, np.zeros_like(sums.largest.saved)]
-        again, kept, extra, pieces = (np.array(column) for column in (*columns, np.ones_like(columns[0])))
+        is_replicated = scheduled.slot.is_alone and len(scheduled.slot.group) > 1
+        has_pieces = mode.goes_by_pieces or (is_replicated and self._buffers > 1)
+        again, kept, extra, between, pieces = (
+            np.array(column) for column in (*columns, sums.largest.checkpoint * has_pieces, sums.num_units)
+        )
         for index, division in enumerate(segments):
             here = (choice.division == index) & (choice.segments > 0)
             if here.any():
@@ -192,13 +197,13 @@ class StageCosts:
                 again[here] = division.time[count, last] - division.time[count, first]
                 kept[here] = division.kept_bytes(count, first, last)
                 extra[here] = division.extra[first, last]
-                pieces[here] = division.num_pieces(count, first, last)
-        by_unit = mode.goes_by_pieces
+                if not mode.goes_by_pieces:
+                    pieces[here], between[here] = division.num_pieces(count, first, last), 0.0
         return sums._replace(
-            num_units=sums.num_units if by_unit else pieces,
+            num_units=pieces,
             time=sums.time._replace(recompute=again),
             activations=sums.activations._replace(checkpoints=kept),
-            largest=sums.largest._replace(saved=extra, checkpoint=sums.largest.checkpoint * by_unit),
+            largest=sums.largest._replace(saved=extra, checkpoint=between),
         )
 
     def _choose(
@@ -213,7 +218,7 @@ class StageCosts:
         bare = sums._replace(largest=sums.largest._replace(saved=np.zeros_like(between), checkpoint=between))
         without, _ = _memory(bare, scheduled, mode, self._buffers)
         limit = scheduled.slot.memory.device_bytes - without
-        is_short = scheduled.live * sums.activations.saved > limit
+        is_short = self._plain_bytes(sums, scheduled, mode) > scheduled.slot.memory.device_bytes
         start, end = start[is_short], end[is_short]
         limit, saved = limit[is_short], sums.activations.saved[is_short]
         chosen, counts = np.zeros_like(end), np.zeros_like(end)
@@ -229,6 +234,10 @@ class StageCosts:
             chosen[at], counts[at], best_s[at], least[at] = index, few[better], time[better], need[better]
         division[is_short], count[is_short] = chosen, counts
         return RecomputeChoice(division, count)
+
+    def _plain_bytes(self, sums: StageSums, scheduled: ScheduledSlot, mode: Mode) -> Array:
+        """Returns the peak memory of stages that recompute nothing."""
+        return _memory(sums, scheduled, replace(mode, recomputes=False), self._buffers)[0]
 
     def segments(self, kinds: tuple[str, ...], mode: Mode) -> tuple[Segments, ...]:
         """Returns the divisions into recompute segments; the slowest of some kinds decides what is cheap.
@@ -296,7 +305,8 @@ def _num_collectives(sums: StageSums, scheduled: ScheduledSlot, mode: Mode) -> A
 def _memory(sums: StageSums, scheduled: ScheduledSlot, mode: Mode, buffers: int) -> tuple[Array, Array]:
     """Returns the peak memory of each device of a slot, and of its host on the device's behalf.
 
-    A stage of a pipeline holds its input and output so many times in `buffers`.
+    A stage of a pipeline holds its input and output so many times in `buffers`. With more than one, replicas of a whole
+    model hold the largest output between two buckets of gradients, too.
     """
     slot, size = scheduled.slot, len(scheduled.slot.group)
     activations, largest, hosted = sums.activations, sums.largest, sums.hosted
@@ -309,7 +319,7 @@ def _memory(sums: StageSums, scheduled: ScheduledSlot, mode: Mode, buffers: int)
     if mode.activations == "host":
         host, held = host + held, np.minimum(held, 3 * piece)
     held = held + (activations.inputs + activations.outputs) * (1 if slot.is_alone else buffers)
-    if not mode.is_plain or (slot.is_alone and size > 1):
+    if not mode.is_plain or (slot.is_alone and size > 1 and buffers > 1):
         held = held + 2 * largest.checkpoint  # between pieces
     if mode.recomputes:
         held = held + largest.saved
