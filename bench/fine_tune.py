@@ -22,6 +22,8 @@ TEMPLATE = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 PLAN = ("--plan", "preset:gpipe", "--workers", "2", "--microbatches", "2", "--samples", "8")
+BEGIN = "Docstring: "
+"""What the answers begin with that the adapters learn."""
 MODEL = ("--context", "96", "--lr", "2e-3", "--seed", "1")
 
 
@@ -35,9 +37,11 @@ def docstrings(count: int) -> Iterator[tuple[str, str]]:
                 yield f"{node.name}({ast.unparse(node.args)})", text.partition("\n")[0]
 
 
-def write_chats(path: Path, count: int = NUM_CHATS) -> None:
+def write_chats(path: Path, count: int = NUM_CHATS, begin: str = "") -> None:
+    """Writes chats whose answers begin with a text and go on with a docstring."""
     with path.open("w") as file:
-        for question, answer in docstrings(count):
+        for question, text in docstrings(count):
+            answer = begin + text
             messages = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
             file.write(json.dumps({"messages": messages}) + "\n")
 
@@ -119,21 +123,25 @@ def opens(folder: Path, question: str) -> str:
 
 def main(root: Path) -> None:
     root.mkdir(parents=True, exist_ok=True)
-    pairs, base, chats = [*docstrings(NUM_CHATS)], root / "base", root / "chats.jsonl"
+    pairs, base, chats, others = [*docstrings(NUM_CHATS)], root / "base", root / "chats.jsonl", root / "others.jsonl"
     write_model(base, [f"{question}\n{answer}" for question, answer in pairs])
     write_chats(chats)
     write_others(root, pairs)
-    for name in ("text.txt", "table.csv", "table.parquet"):
+    for name in ("text.txt", "texts.jsonl", "table.csv", "table.parquet"):
         data = ("--data", str(root / name), "--eval", "0.05", "--steps", "80", "--run-dir", str(root / f"run-{name}"))
         report(name, train(*start(base), *data))
-    for name, begin, extra in (("full", base, ()), ("lora", root / "run-text.txt" / "pretrained", ("--lora", "16"))):
-        chosen = ("--data", str(chats), "--eval", "0.02", "--epochs", "2", "--checkpoint-every", "40")
+    write_chats(others, begin=BEGIN)
+    # Adapters change neither the embeddings nor the head, so their base has to know the template's tokens: it is the
+    # model that the first run leaves, and they teach it another form of answers.
+    runs = (("full", base, chats, ()), ("lora", root / "full" / "pretrained", others, ("--lora", "16")))
+    for name, begin, data, extra in runs:
+        chosen = ("--data", str(data), "--eval", "0.02", "--epochs", "2", "--checkpoint-every", "40")
         options = (*start(begin), *extra, *chosen)
         report(name, train(*options, "--run-dir", str(root / name)))
         answer = opens(root / name / "pretrained", pairs[0][0])
         print(f"  {pairs[0][0]} -> {answer!r}", flush=True)
-        # Adapters beside a small model of random weights learn too little in two epochs to end an answer.
-        assert name == "lora" or "<|im_end|>" in answer, "the answer ends as the answers of the data do"
+        assert answer.endswith("<|im_end|>"), "the answer ends as the answers of the data do"
+        assert answer.startswith(BEGIN) == (name == "lora"), "the answer begins as the answers of the data do"
         killed(root / f"{name}-resumed", 80, *options)
         train(*options, "--run-dir", str(root / f"{name}-resumed"), "--resume")
         assert equal_weights(root / name, root / f"{name}-resumed"), "a resumed run has the same weights"
@@ -154,6 +162,8 @@ def write_others(root: Path, pairs: list[tuple[str, str]]) -> None:
     from sklearn.datasets import load_digits
 
     (root / "text.txt").write_text("\n".join(f"{question}: {answer}" for question, answer in pairs))
+    with (root / "texts.jsonl").open("w") as file:
+        file.writelines(json.dumps({"text": f"{question}: {answer}"}) + "\n" for question, answer in pairs)
     with (root / "table.csv").open("w", newline="") as file:
         writer = csv.writer(file)
         writer.writerows([("prompt", "completion"), *pairs])

@@ -15,6 +15,7 @@ pytest.importorskip("torch")
 
 from typer.testing import CliRunner
 
+import pipedejavu
 from pipedejavu.cli.main import app
 
 ROOT = Path(__file__).parents[1]
@@ -105,7 +106,7 @@ def test_the_script_for_slurm_is_the_page_s_and_runs_as_one_node(tmp_path: Path)
 
 
 def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
-    pytest.importorskip("mkdocs")
+    pytest.importorskip("mkdocstrings")
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path / "site")]
     done = subprocess.run(
         command, cwd=ROOT, capture_output=True, text=True, check=False, env=environment(NO_MKDOCS_2_WARNING="1")
@@ -113,3 +114,9 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "WARNING" not in done.stderr
     assert (tmp_path / "site" / "index.html").exists()
+
+
+def test_the_reference_has_every_public_name() -> None:
+    page = (ROOT / "docs" / "reference.md").read_text()
+    listed = {line.rpartition(".")[2] for line in page.splitlines() if line.startswith("::: ")}
+    assert listed == {*pipedejavu.__all__} - {"__version__"}

@@ -66,6 +66,10 @@ OPTIMIZERS = {
     "nesterov": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.05, nesterov=True),
     "dampening": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, dampening=0.3),
     "maximize": lambda p: torch.optim.Adam(p, lr=0.02, weight_decay=0.1, maximize=True),
+    "Adagrad": lambda p: torch.optim.Adagrad(p, lr=0.1, initial_accumulator_value=0.1),
+    "RMSprop": lambda p: torch.optim.RMSprop(p, lr=0.01, momentum=0.5, weight_decay=0.1, maximize=True),
+    **{name: lambda p, name=name: getattr(torch.optim, name)(p) for name in ("Adadelta", "Adamax", "ASGD")},
+    **{name: lambda p, name=name: getattr(torch.optim, name)(p) for name in ("NAdam", "RAdam", "Rprop")},
 }
 
 
@@ -191,3 +195,24 @@ def test_without_a_batch_there_is_nothing_to_save_or_forecast(tmp_path: Path) ->
     for call, what in ((lambda: trainer.save(tmp_path), "a checkpoint"), (trainer.predict, "a prediction")):
         with pytest.raises(InputError, match=f"{what} needs the shape of a batch, and none was seen yet; call step"):
             call()
+
+
+@pytest.mark.parametrize("name", ["Adagrad", "NAdam", "Rprop"])
+def test_the_state_of_other_optimizers_is_saved_and_loaded(name, tmp_path: Path) -> None:
+    model, again = make(), make()
+    trainer = Trainer(model, OPTIMIZERS[name](model.parameters()), nn.CrossEntropyLoss())
+    train(trainer, epochs=1)
+    trainer.save(tmp_path)
+    trainer.wait()
+    train(trainer, epochs=1)
+    resumed = Trainer(again, OPTIMIZERS[name](again.parameters()), nn.CrossEntropyLoss())
+    resumed.load(tmp_path)
+    train(resumed, epochs=1)
+    assert all(map(torch.equal, model.state_dict().values(), again.state_dict().values()))
+
+
+def test_a_plan_that_divides_state_refuses_optimizers_that_run_on_whole_parameters() -> None:
+    model = make()
+    trainer = Trainer(model, OPTIMIZERS["NAdam"](model.parameters()), nn.CrossEntropyLoss(), plan="zero-1", workers=2)
+    with pytest.raises(InputError, match="divides the state of a parameter over workers, and NAdam is run on whole"):
+        train(trainer)

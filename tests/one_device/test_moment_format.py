@@ -1,4 +1,4 @@
-"""Plans of one GPU and its host with moments of fewer bits: the bits of a plain loop, of the actions, and of a resume."""
+"""One GPU and its host with moments of fewer bits: the bits of a plain loop, of the actions, and of a resume."""
 
 from typing import Any
 

@@ -151,7 +151,8 @@ class Sizes:
 
     def expert_rows(self, a: Action) -> float:
         """Returns the bytes of the rows that one all-to-all moves: a GATHER is for the pieces that read the value."""
-        program, pieces = self.program, (a.piece,)
+        program = self.program
+        pieces: tuple[int, ...] = (a.piece,)
         if a.kind == GATHER:
             pieces = program.outputs[a.piece] if a.what == ACTIVATION else program.inputs[a.piece]
         units = [program.profile.units[u] for piece in pieces for u in program.pieces[piece].units]

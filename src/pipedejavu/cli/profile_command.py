@@ -36,6 +36,12 @@ class ProfileRequest:
     ] = None
     out: Annotated[str | None, typer.Option(help="Write the profile as JSON to this file.")] = None
     estimate: Annotated[bool, typer.Option(help="Estimate instead of measuring, without allocating the model.")] = False
+    precision: Annotated[
+        str, typer.Option(help="With --estimate: auto (as 'train' would choose), bf16, fp16, tf32, fp32 or fp64.")
+    ] = "auto"
+    compile: Annotated[bool, typer.Option("--compile", help="With --estimate: as compiled or fused kernels run.")] = (
+        False
+    )
     machine: Annotated[
         str | None, typer.Option(help="A machine file to estimate for; by default this machine's shape.")
     ] = None
@@ -55,10 +61,15 @@ def run(request: ProfileRequest) -> None:
     model = read_model(request.model)
     if request.machine is not None and not request.estimate:
         raise InputError("times are measured on this machine; give --machine together with --estimate")
+    if (request.precision != "auto" or request.compile) and not request.estimate:
+        raise InputError(
+            "units are measured in fp32 and eagerly; give --precision and --compile together with --estimate"
+        )
     if request.parts and request.estimate:
         raise InputError("parts of a CPU are measured; leave out --parts or --estimate")
     machine = None if request.machine is None else read_machine(request.machine)
     require_torch("profiling")
+    from pipedejavu.planner.precision_choice import estimated_precision
     from pipedejavu.planner.profiling import estimate_model, measure_model, this_machine
     from pipedejavu.profile import TimeBudget
     from pipedejavu.run.measure_bar import show_measuring
@@ -66,7 +77,13 @@ def run(request: ProfileRequest) -> None:
     budget = TimeBudget(request.measure_budget_s)
     with show_measuring(lambda: 0.0 if request.estimate else budget.spent_share) as report:
         if request.estimate:
-            profiled = estimate_model(model, request.batch, machine or this_machine(), report, request.context)
+            machine = machine or this_machine()
+            chosen = estimated_precision(request.precision, machine)
+            profiled = estimate_model(
+                *(model, request.batch, machine, report, request.context),
+                precision=chosen.precision,
+                is_fused=request.compile,
+            )
         else:
             profiled = measure_model(model, request.batch, report, request.context, request.parts or (), budget)
     if request.out:
@@ -148,7 +165,7 @@ def _sentences(profiled: "Profiled", request: ProfileRequest) -> list[str]:
     if request.model.startswith("hf:") and request.context is None and "int64" in profiled.sample:
         sentences.append(f"Sequences have {profiled.sample.split()[0]} tokens; --context says how many instead.")
     if request.estimate:
-        sentences.append(profiled.basis)
+        sentences.append(f"{profiled.basis[:-1]}, in {profiled.profile.precision}.")
     else:
         spread = step_spread(profiled.profile, samples)
         busy = "; something else keeps this machine busy, so profile again when it is idle" if spread > _BUSY else ""

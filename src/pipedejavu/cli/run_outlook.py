@@ -38,7 +38,7 @@ def describe_outlook(options: "TrainOptions", program: Program, done: int = 0) -
 
 
 def _what_is_trained(options: "TrainOptions", program: Program) -> str:
-    size = _BYTES[options.dtype]
+    size = _BYTES[options.parameter_dtype]
     count = count_parameters(program.profile)
     trained = sum(unit.gradient_bytes for unit in program.profile.units) // size
     trained = min(trained, count)
@@ -49,7 +49,9 @@ def _what_is_trained(options: "TrainOptions", program: Program) -> str:
     elif options.train is not None:
         what = f"training of {options.train}: {trained:,} of {count:,} parameters"
     optimizer = "AdamW" if options.optimizer == "adamw" else "SGD"
-    return f"{what}, with exact {optimizer}: weights, gradients and optimizer state in {options.dtype}"
+    precision = program.plan.precision
+    computed = "" if str(precision) in ("fp32", "fp64") else f", computed in {precision}"
+    return f"{what}, with exact {optimizer} on weights and state in {options.parameter_dtype}{computed}"
 
 
 def _how_fast(options: "TrainOptions") -> str:

@@ -92,7 +92,7 @@ def _share(handlers: Handlers) -> Tensors:
             share[f"{prefix}weight/{name}"] = weights[key][name]
             for slot, tensor in handlers.applier.state.get(key, {}).get(name, {}).items():
                 if slot != LOW:  # the weight is saved as its master
-                    share[f"{prefix}state/{SLOTS[slot]}/{name}"] = tensor
+                    share[f"{prefix}state/{SLOTS.get(slot, slot)}/{name}"] = tensor
         if (replica, handlers.index) == holders_of[piece][0]:
             frozen = {name: tensor for name, tensor in runner.frozen.items() if name not in runner.layouts}
             share |= {f"weight/{name}": tensor for name, tensor in frozen.items()}
@@ -177,8 +177,7 @@ def put_state(handlers: Handlers, update: int, source: Source, norm: float | Non
         is_divided = (value.piece, value.replica) in handlers.sharded
         if value.kind == ValueKind.WEIGHTS and not is_divided and not _is_idle(handlers.program, value.replica):
             for name, weight in weights.items():
-                loaded_weight = _loaded_weight(handlers, source, value.replica, name, weight)
-                _fill(f"weight '{name}'", weight.data, loaded_weight)
+                _fill(f"weight '{name}'", weight.data, _loaded_weight(handlers, source, value.replica, name, weight))
     for (_, replica), shards in handlers.sharded.items():
         for name, leaf in shards.leaves.items():
             loaded_weight = _loaded_weight(handlers, source, replica, name, leaf)
@@ -235,6 +234,7 @@ def _state(handlers: Handlers, key: tuple[int, int], runner: PieceRunner, source
     rests_on_host, shards = state_rests_on_host(handlers.program, piece), handlers.sharded.get(key)
     state: dict[str, Tensors] = {}
     for name, weight in runner.initial.items():
+        wanted = handlers.job.optimizer.slots_of(name)
         slots = _loaded_slots(handlers, source, replica, name, weight)
         if shards is not None:
             if shards.part(name, weight) is None:
@@ -242,13 +242,15 @@ def _state(handlers: Handlers, key: tuple[int, int], runner: PieceRunner, source
             parts = ((slot, t if slot == STEP else shards.part(name, t)) for slot, t in slots.items())
             slots = {slot: part for slot, part in parts if part is not None}
         if slots:
-            wanted = handlers.job.optimizer.slots_of(name)
             if slots.keys() != wanted:
-                names = [" and ".join(sorted(SLOTS[slot] for slot in some)) or "nothing" for some in (slots, wanted)]
+                names = [
+                    " and ".join(sorted(SLOTS.get(slot, slot) for slot in some)) or "nothing"
+                    for some in (slots, wanted)
+                ]
                 raise InputError(f"the checkpoint keeps {names[0]} of '{name}', and this optimizer {names[1]}")
             device = handlers.load_device or handlers.device
             state[name] = {
-                slot: tensor.to(CPU if rests_on_host or slot == STEP else device, copy=True)
+                slot: tensor.to(CPU if rests_on_host or _is_scalar(slot, tensor) else device, copy=True)
                 for slot, tensor in slots.items()
             }
     return state
@@ -257,14 +259,20 @@ def _state(handlers: Handlers, key: tuple[int, int], runner: PieceRunner, source
 def _loaded_slots(handlers: Handlers, source: Source, replica: int, name: str, weight: Tensor) -> Tensors:
     """Returns the saved state of a parameter, whole, with its moments in the format of the plan."""
     slots: Tensors = {}
-    for slot, torch_name in SLOTS.items():
+    own = {SLOTS.get(slot, slot): slot for slot in handlers.job.optimizer.slots_of(name)}
+    for torch_name, slot in ({saved: slot for slot, saved in SLOTS.items()} | own).items():
         loaded = _find(handlers, source, replica, f"state/{torch_name}", name)
         if loaded is None:
             continue
-        if slot != STEP and slot not in _FLAT and loaded.shape != weight.shape:
+        if not _is_scalar(slot, loaded) and slot not in _FLAT and loaded.shape != weight.shape:
             raise InputError(f"'{torch_name}' of '{name}' is {_form(loaded)}, and the weight {_form(weight)}")
         slots[slot] = loaded
     return _with_format(handlers, name, slots, weight.shape)
+
+
+def _is_scalar(slot: str, loaded: Tensor) -> bool:
+    """Whether a slot holds one number for the whole parameter; those of other optimizers of torch may."""
+    return slot == STEP or (slot not in SLOTS and loaded.ndim == 0)
 
 
 def _with_format(handlers: Handlers, name: str, slots: Tensors, shape: torch.Size) -> Tensors:

@@ -157,7 +157,7 @@ class GlobalNorm:
             layouts, shards = self.runners[piece, replica].layouts, self.program.plan.place.shards
             for name, gradient in gradients.items():
                 tied = [len(self.program.tied_pieces[n]) for n, names in enumerate(self.job.ties) if name in names]
-                copies = max(tied, default=1)
+                copies = float(max(tied, default=1))
                 if name not in layouts:
                     copies *= self.program.plan.tensor_shards
                 elif self.program.plan.divides_experts:  # only replicas with the same experts have copies

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from pipedejavu.engine.given_optimizer import GivenOptimizer
 from pipedejavu.engine.optimizer import AdamW, Sgd, State, Tensors
 from pipedejavu.optim.moment_format import MomentFormat
 
@@ -18,7 +19,7 @@ from pipedejavu.optim.moment_format import MomentFormat
 class GroupRule:
     """How the parameters of a group are updated."""
 
-    rule: AdamW | Sgd
+    rule: AdamW | Sgd | GivenOptimizer
     maximizes: bool = False
     """Whether the loss grows along the update."""
 
@@ -84,7 +85,7 @@ class GroupedOptimizer:
             factor = -coefficient if group.maximizes else coefficient
             yield from self._with_format(group).deltas(update, weights, {name: gradient}, state, factor)
 
-    def _with_format(self, group: GroupRule) -> AdamW | Sgd:
+    def _with_format(self, group: GroupRule) -> AdamW | Sgd | GivenOptimizer:
         return group.rule.with_moments(self._moments)
 
     def _by_group(self, names: Iterable[str], update: int) -> Iterator[tuple[GroupRule, list[str]]]:

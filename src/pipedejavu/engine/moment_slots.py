@@ -51,7 +51,7 @@ def converted_slots(slots: Slots, form: MomentFormat, shape: torch.Size) -> Slot
     if moments is None or format_of(moments) == form:
         return slots
     target = zero_moments(form, shape.numel(), moments.m.device)
-    convert_moments(Moments(*(part if part is None else part.reshape(-1) for part in moments)), target)
+    convert_moments(moments, target)
     rest = {name: tensor for name, tensor in slots.items() if name not in (*WIDE_SLOTS, *CODE_SLOTS)}
     return rest | _named(target, shape)
 

@@ -109,7 +109,7 @@ class Sgd:
         Gradients are multiplied by `coefficient`. They stay as they are unless `out` is in their memory.
         """
         for name, gradient in gradients.items():
-            _step_by_deltas(self, update, name, weights, gradient, state, coefficient, out)
+            step_by_deltas(self, update, name, weights, gradient, state, coefficient, out)
 
     def deltas(
         self, update: int, weights: Tensors, gradients: Tensors, state: State, coefficient: float
@@ -197,7 +197,7 @@ class AdamW:
                 s = scalars_of(int(slots["step"].item()), *settings, coefficient)
                 tasks.append(NativeTask(s, gradient, old, new))
             else:
-                _step_by_deltas(self, update, name, weights, gradient, state, coefficient, out)
+                step_by_deltas(self, update, name, weights, gradient, state, coefficient, out)
         update_all(tasks)
 
     def deltas(
@@ -257,7 +257,7 @@ class AdamW:
         return slots, moments
 
 
-def _step_by_deltas(
+def step_by_deltas(
     rule: Optimizer,
     update: int,
     name: str,

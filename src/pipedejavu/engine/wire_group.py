@@ -24,7 +24,7 @@ class WireGroup:
         """Returns the tensors of all ranks, which have one shape."""
         run = tensor.detach().reshape(-1)
         whole = self.wire.all_gather(run, self.name)
-        return [part.view(tensor.shape) for part in whole.split(run.numel())]
+        return [part.view(tensor.shape) for part in torch.split(whole, run.numel())]
 
     def reduce_scatter(self, tensors: Sequence[Tensor]) -> Tensor:
         """Takes a tensor for each rank, all of one shape; returns the sum of those for this rank."""

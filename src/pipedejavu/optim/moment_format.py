@@ -95,7 +95,7 @@ def convert_moments(source: Moments, target: Moments) -> None:
     if source.m.dtype == target.m.dtype:
         for old, new in zip(source, target, strict=True):
             if old is not None and new is not None:
-                new.copy_(old.view(new.shape))
+                new.copy_(old.reshape(new.shape))
         return
     m, v = (widened(code.reshape(-1), scale) for code, scale in zip(source[:2], source[2:], strict=True))
     m, v = m.to(target.m.device), v.to(target.v.device)

@@ -5,7 +5,8 @@ from collections.abc import Sequence
 
 import torch
 
-from pipedejavu.facts import Device, InputError, Profile, format_seconds
+from pipedejavu.facts import Device, InputError, Machine, Profile, format_seconds
+from pipedejavu.facts.catalog import read_catalog
 from pipedejavu.plan import Decision, Plan, Precision
 from pipedejavu.plan.precision_request import PrecisionRequest
 
@@ -38,6 +39,27 @@ def with_precision(plan: Plan, asked: str, devices: Sequence[Device], *, dtype: 
     decision = Decision(axis="precision", choice=str(precision), reason=reason)
     decisions = (*(d for d in plan.decisions if d.axis != "precision"), *([decision] if reason else []))
     return plan.replace(precision=precision, reduce=reduce, decisions=decisions)
+
+
+def estimated_precision(asked: str, machine: Machine) -> Plan:
+    """Returns a plan with the precision of a run on a machine that need not be here; `auto` is what `train` would take.
+
+    A GPU computes bf16 well if the library of devices says that its tensor cores do.
+    """
+    known = {name: device.dtype for device in read_catalog() for name in (device.name, *device.aliases)}
+    gpus = [device.kind for device in machine.devices if _is_gpu(device)]
+    lacking = [kind for kind in gpus if known.get(kind) != "bfloat16"]
+    request = PrecisionRequest.read(asked)
+    compute, reason = str(request.compute), ""
+    if compute == "auto" and gpus and not lacking:
+        compute, reason = _BEST, f"{gpus[0]} computes it at twice the rate of TF32 or more"
+    elif compute == "auto":
+        compute, reason = "fp32", f"{lacking[0]} is not known to compute bf16" if lacking else "it trains on CPUs"
+    precision = _precision_of(compute, Plan())
+    request.check_masters(precision)
+    precision = precision.replace(moments=request.moments or precision.moments)
+    decision = Decision(axis="precision", choice=str(precision), reason=reason)
+    return Plan(precision=precision, decisions=(decision,) if reason else ())
 
 
 def _choose(asked: str, devices: Sequence[Device], dtype: torch.dtype) -> tuple[str, str]:

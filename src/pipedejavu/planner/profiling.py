@@ -33,8 +33,9 @@ from pipedejavu.profile import (
     meta_like,
     read_rates,
 )
+from pipedejavu.profile.measured_unit import Report
 from pipedejavu.profile.time_budget import TimeBudget
-from pipedejavu.profile.unit_time import PLAIN, Report
+from pipedejavu.profile.unit_time import PLAIN
 from pipedejavu.source.model_source import open_task
 from pipedejavu.source.task import describe_form, draw, loss_of
 from pipedejavu.source.trained_part import TrainedPart
@@ -210,15 +211,19 @@ def estimate_model(
     report: Report,
     context: int | None = None,
     efficiencies: Mapping[str, Efficiency] | None = None,
+    precision: Precision = PLAIN,
+    *,
+    is_fused: bool = False,
 ) -> Profiled:
     """Estimates a model on each kind of device of a machine, on meta tensors that take no memory.
 
-    `efficiencies` are per type of device; by default those fitted to measured operators.
+    `efficiencies` are per type of device; by default those fitted to measured operators. With `is_fused` the model is
+    compiled.
     """
     efficiencies = known_efficiencies() if efficiencies is None else efficiencies
     _check(samples)
     sizes = [max(_LEAST, samples // 4) if samples >= 2 * _LEAST else samples + 2, samples]  # two points make a line
-    rates = read_rates(machine, efficiencies, EFFICIENCY)
+    rates = read_rates(machine, efficiencies, EFFICIENCY, precision.compute)
     report(f"building {model} without memory")
     task, mode = open_task(model, device="meta", context=context), make_mode()
     make_meta_model(task.model, mode)
@@ -230,7 +235,9 @@ def estimate_model(
         unit_samples.append(_unit_sample(task, cut, inputs, targets))
     unit_samples = [unit_sample for unit_sample in unit_samples if has_same_units(unit_sample, unit_samples[-1])]
     assert cut is not None
-    profile = estimate_units(model, unit_samples, _job(unit_samples[-1]).ties, rates, report).replace(begins=cut.begins)
+    job = _job(unit_samples[-1])
+    profile = estimate_units(model, unit_samples, job.ties, rates, report, precision, is_fused=is_fused)
+    profile = profile.replace(begins=cut.begins)
     sizes = [unit_sample.samples for unit_sample in unit_samples]
     return Profiled(profile, machine, tuple(sizes), describe_form(inputs), _basis(machine, efficiencies))
 

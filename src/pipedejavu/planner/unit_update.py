@@ -8,7 +8,8 @@ from torch import Tensor
 from pipedejavu.engine import Optimizer
 from pipedejavu.engine.optimizer import LOW, Tensors
 from pipedejavu.plan import Precision
-from pipedejavu.profile.unit_time import PLAIN, MakeUpdate
+from pipedejavu.profile.measured_unit import MakeUpdate
+from pipedejavu.profile.unit_time import PLAIN
 
 
 def updates_of(optimizer: Optimizer, precision: Precision = PLAIN) -> MakeUpdate:

@@ -15,7 +15,7 @@ from pipedejavu.runtime.stacked_experts import expert_layouts, parameter_shapes,
 class ExpertRows(NamedTuple):
     """The rows that experts take for one microbatch."""
 
-    count: int
+    num_rows: int
     size_bytes: int
 
 
@@ -47,8 +47,7 @@ def counted_rows(unit: nn.Module, value: Any) -> Iterator[dict[str, ExpertRows]]
         rows[path] = ExpertRows(prod(args[0].shape[:-1]), args[0].nbytes)
 
     handles = [
-        part.register_forward_pre_hook(lambda _, args, path=path: note(path, args))  # type: ignore[misc]
-        for path, part in slot_experts(unit)
+        part.register_forward_pre_hook(lambda _, args, path=path: note(path, args)) for path, part in slot_experts(unit)
     ]
     try:
         yield rows

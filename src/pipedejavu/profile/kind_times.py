@@ -142,7 +142,7 @@ def _count_units(
         head = unit_sample.head(index, targets)
         key = (unit_key(module, value), head is None, index == 0)
         if key not in known:
-            computed = _computed(module, setting.form)
+            computed = _in_format(module, setting.form)
             output, forward_s = run_forward(computed, value, device)
             expected_s = _PASSES_OF_FORWARD * forward_s
             is_cheap = device.type != "cpu" or budget.allows(2 * expected_s)  # counting slows a pass
@@ -157,7 +157,7 @@ def _count_units(
     return units
 
 
-def _computed(module: nn.Module, form: ComputeFormat) -> nn.Module:
+def _in_format(module: nn.Module, form: ComputeFormat) -> nn.Module:
     """Returns a unit with its weights in the formats that they are computed with."""
     return lower_(copy.deepcopy(module), form) if form.lowers else module
 
@@ -174,7 +174,7 @@ def _at_size(
     smaller = []
     for index, unit in enumerate(units):
         if id(unit) not in known:
-            module = _computed(unit_sample.units[index][1], form)
+            module = _in_format(unit_sample.units[index][1], form)
             output, forward_s = run_forward(module, value, device)
             other = replace(unit.again(), module=module, value=value, head=unit_sample.head(index, targets))
             other.expected_s = _PASSES_OF_FORWARD * forward_s

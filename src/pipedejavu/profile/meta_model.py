@@ -1,5 +1,6 @@
 """Meta models: tensors with shape, dtype and device but no storage, so that a model of any size fits."""
 
+import copy
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -9,6 +10,8 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils import _pytree as pytree
+
+from pipedejavu.runtime.compute_precision import FULL, ComputeFormat, parameters_of
 
 Mode = FakeTensorMode
 
@@ -32,6 +35,17 @@ def meta_like(tree: Any, mode: Mode) -> Any:
 
     with mode:
         return pytree.tree_map_only(Tensor, fake, tree)
+
+
+def fake_copy(module: nn.Module, mode: Mode, form: ComputeFormat = FULL) -> nn.Module:
+    """Returns a copy of a module with fake tensors, with its weights in the formats that they are computed with."""
+    copies: dict[int, Any] = {id(buffer): meta_like(buffer, mode) for buffer in module.buffers()}
+    with mode:
+        for part, parameter in parameters_of(module):
+            fake = meta_like(parameter, mode)
+            fake = fake.to(torch.bfloat16) if form.is_lowered(part, parameter) else fake
+            copies[id(parameter)] = nn.Parameter(fake, parameter.requires_grad)
+    return copy.deepcopy(module, copies)
 
 
 def make_meta_model(model: nn.Module, mode: Mode) -> None:

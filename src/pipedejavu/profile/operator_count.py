@@ -1,6 +1,5 @@
 """Counts the work of a unit's step: FLOP, bytes read and written, bytes saved for backward, temporary bytes."""
 
-import copy
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import accumulate
@@ -10,7 +9,7 @@ from torch import nn
 
 from pipedejavu.facts import InputError
 from pipedejavu.profile.expert_rows import ExpertRows, counted_rows
-from pipedejavu.profile.meta_model import make_mode, meta_like
+from pipedejavu.profile.meta_model import fake_copy, make_mode, meta_like
 from pipedejavu.profile.operator_meter import OperatorMeter, OperatorWork, storage_id
 from pipedejavu.profile.segment import refusal_of_branches
 from pipedejavu.profile.unit_step import LossHead, detached, run_step, tensors_of
@@ -87,10 +86,7 @@ def count_on_fakes(module: nn.Module, value: Any, head: LossHead | None, is_firs
     mode = make_mode()
     mode.allow_non_fake_inputs = True  # constants inside losses and recorded graphs
     try:
-        held = [*module.parameters(), *module.buffers()]
-        copies: dict[int, Any] = {id(p): meta_like(p, mode).requires_grad_(p.requires_grad) for p in held}
-        copies |= {id(p): nn.Parameter(copies[id(p)], p.requires_grad) for p in module.parameters()}
-        unit = copy.deepcopy(module, copies)
+        unit = fake_copy(module, mode)
         fake_head = head and LossHead(head.loss, meta_like(head.targets, mode))
         with mode:
             return count_step(unit, meta_like(value, mode), fake_head, is_first)

@@ -4,7 +4,7 @@ It works on real and fake tensors. Workspace that an operation allocates and fre
 do, is recorded only on a GPU, where the allocator reports it.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 from weakref import ref
@@ -27,6 +27,39 @@ class OperatorWork(NamedTuple):
     """Bytes read and written."""
     class_: str
     """Class of operators with similar efficiency."""
+    reads: tuple[tuple[int, int], ...] = ()
+    """Number and bytes of each storage that it reads."""
+    makes: tuple[tuple[int, int], ...] = ()
+    """Number and bytes of each storage that it makes."""
+
+
+_ALONE = frozenset(("matmul", "conv", "attention", "embedding", "update"))
+"""Classes of operators that a compiler does not fuse with others."""
+
+
+def fused(works: Sequence[OperatorWork]) -> list[OperatorWork]:
+    """Returns operations as a compiler runs them: each run of fusible ones is one kernel.
+
+    A kernel reads each storage that comes from outside once, and writes what is read after it. What nothing reads again
+    in this part counts as written, since the backward may need it.
+    """
+    kernels: list[list[OperatorWork]] = []
+    for work in works:
+        is_alone = work.class_ in _ALONE
+        if is_alone or not kernels or kernels[-1][0].class_ in _ALONE:
+            kernels.append([work])
+        else:
+            kernels[-1].append(work)
+    last_read = {number: n for n, kernel in enumerate(kernels) for work in kernel for number, _ in work.reads}
+    return [kernel[0] if len(kernel) == 1 else _one(kernel, n, last_read) for n, kernel in enumerate(kernels)]
+
+
+def _one(kernel: Sequence[OperatorWork], number: int, last_read: Mapping[int, int]) -> OperatorWork:
+    made = {key: size for work in kernel for key, size in work.makes}
+    read = {key: size for work in kernel for key, size in work.reads if key not in made}
+    written = {key: size for key, size in made.items() if last_read.get(key, number + 1) > number}
+    size_bytes = sum(read.values()) + sum(written.values())
+    return OperatorWork(sum(work.flop for work in kernel), size_bytes, "elementwise")
 
 
 class OperatorMeter:
@@ -93,6 +126,12 @@ class OperatorMeter:
         self._alive[where] = number, ref(memory, gone)
         self._changes.append((number, size))
 
+    def number_of(self, tensor: Tensor) -> int:
+        """Returns a number of a tensor's storage that no other has; that of an older storage is negative."""
+        where = storage_id(tensor)
+        known = self._alive.get(where)
+        return known[0] if known else -where
+
     def add_workspace(self, size_bytes: int) -> None:
         """Records memory that an operation allocated and released."""
         self._count += 1
@@ -133,7 +172,8 @@ class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if func._overloadpacket is torch.ops.aten.embedding:
                 read_bytes[0] = min(read_bytes[0], sum(made_bytes))  # an embedding reads only some rows of its table
             class_ = classify(func._overloadpacket.__name__)
-            self.done.append(OperatorWork(int(flop), sum(read_bytes) + sum(made_bytes), class_))
+            ends = (tuple((self.memory.number_of(t), t.nbytes) for t in tensors) for tensors in (inputs, made))
+            self.done.append(OperatorWork(int(flop), sum(read_bytes) + sum(made_bytes), class_, *ends))
         return output
 
 

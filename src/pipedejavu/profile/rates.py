@@ -7,14 +7,16 @@ from pipedejavu.facts import Device, InputError, Machine, Unit
 from pipedejavu.profile.operator_meter import OperatorWork
 from pipedejavu.profile.predictor import Efficiency
 
-_UPDATE_PASSES = 7
-"""AdamW's passes over memory of the parameters' size: it reads weight, gradient and two moments, and writes three."""
 REACHED = 0.8
 """Share of its stated rates that a device's best products and copies reach; measured rates are reached in full."""
 
 INSIDE = {"cpu": 0.7}
 """Speed of an operator inside a model relative to its speed alone, by type of device. Inside a model its results are
 new memory and its caches are cold. Fitted to models of the zoo; 1 for types without such measurements."""
+
+
+_OF_16_BITS = {"tf32": 1 / 2, "fp32": 1 / 16, "fp64": 1 / 16}
+"""A GPU's rate in a precision relative to its rate in 16 bits, which machines state: on GPUs from Ampere on."""
 
 
 @dataclass(frozen=True)
@@ -36,21 +38,26 @@ class Rates:
         """Returns the time of an update of a unit's parameters."""
         if self.parameters_per_s:
             return unit.num_parameters / self.parameters_per_s
-        work = OperatorWork(0, _UPDATE_PASSES * unit.parameter_bytes, "update")
-        return self.time_s([work] if unit.parameter_bytes else [])
+        # Weights and state are read and written, gradients are read.
+        size_bytes = 2 * (unit.parameter_bytes + unit.optimizer_bytes) + unit.gradient_bytes
+        return self.time_s([OperatorWork(0, size_bytes, "update")] if unit.optimizer_bytes else [])
 
     def _bound_s(self, work: OperatorWork) -> float:
         return max(work.flop / self.flop_per_s, work.size_bytes / self.bytes_per_s)
 
 
-def read_rates(machine: Machine, efficiencies: Mapping[str, Efficiency], assumed: float) -> dict[str, Rates]:
+def read_rates(
+    machine: Machine, efficiencies: Mapping[str, Efficiency], assumed: float, compute: str = "bf16"
+) -> dict[str, Rates]:
     """Returns the rates of each kind of device that states both; raises InputError if none does.
+
+    A GPU states its rate in 16 bits; products of another format `compute` run at a share of it.
 
     A type of device without a fitted efficiency is assumed to reach the share `assumed` of its arithmetic, and its full
     memory bandwidth.
     """
     rates = {
-        device.kind: _rates(device, efficiencies.get(device.type), assumed, 1.0 if machine.survey else REACHED)
+        device.kind: _rates(device, efficiencies.get(device.type), assumed, 1.0 if machine.survey else REACHED, compute)
         for device in machine.devices
         if device.flop_per_s and device.memory_bytes_per_s
     }
@@ -63,8 +70,10 @@ def read_rates(machine: Machine, efficiencies: Mapping[str, Efficiency], assumed
     return rates
 
 
-def _rates(device: Device, efficiency: Efficiency | None, assumed: float, reached: float) -> Rates:
+def _rates(device: Device, efficiency: Efficiency | None, assumed: float, reached: float, compute: str) -> Rates:
     flop_per_s, bytes_per_s = device.flop_per_s, device.memory_bytes_per_s
+    if device.type == "gpu":
+        flop_per_s *= _OF_16_BITS.get(compute, 1.0)
     if efficiency is None:
         plain = Efficiency(launch_s={"forward": 0.0}, shares={"elementwise": 1.0})
         return Rates(assumed * flop_per_s, bytes_per_s, plain, device.parameters_per_s)

@@ -150,7 +150,7 @@ def describe(
         optimizer_bytes=sum(form.state_bytes(part, p) for part, p in trained),
         expert_share=expert_share(module),
         num_experts=num_experts(module),
-        expert_rows=min((rows.count for rows in counted.expert_rows), default=0) / samples,
+        expert_rows=min((rows.num_rows for rows in counted.expert_rows), default=0) / samples,
         expert_row_bytes=sum(rows.size_bytes for rows in counted.expert_rows) / samples,
         activation_bytes=counted.saved_bytes / samples,
         shared_bytes=min(counted.saved_output_bytes, following.saved_input_bytes) / samples if following else 0.0,

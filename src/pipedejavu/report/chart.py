@@ -3,6 +3,7 @@
 It decides what is drawn (which bars, how many points), not how it looks.
 """
 
+from collections.abc import Mapping
 from itertools import groupby
 from operator import attrgetter
 from typing import Any
@@ -33,11 +34,17 @@ def chart_data(timeline: Timeline, max_bars: int = MAX_BARS) -> dict[str, Any]:
         "num_actions": len(spans),
         "kinds": [[k, KINDS[k]] for k in KINDS if k in kinds] + [[k, "other"] for k in sorted(kinds - set(KINDS))],
         "words": {action: describe(label) for action, label in labels.items()},
-        "names": {action: name_in_words(label) for action, label in labels.items()},
+        "names": {action: name_in_words(label, _piece_word(timeline, labels)) for action, label in labels.items()},
         "workers": _workers(timeline, drawn, labels),
         "classes": _classes(timeline),
         "memory": _memory(timeline),
     }
+
+
+def _piece_word(timeline: Timeline, labels: Mapping[str, Label]) -> str:
+    """Returns what pieces are called: stages, unless workers have several, which may be parts of a stage."""
+    pieces = {label.piece for label in labels.values() if label.piece is not None}
+    return "stage" if len(pieces) <= len(timeline.workers) else "piece"
 
 
 def chart_both(measured: Timeline, forecast: Timeline) -> dict[str, Any]:

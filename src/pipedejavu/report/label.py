@@ -105,11 +105,11 @@ def parse_label(action: str) -> Label:
     )
 
 
-def name_in_words(label: Label) -> str:
-    """Returns a short name: 'forward, microbatch 5, stage 2'; the kind alone if it is about nothing more."""
+def name_in_words(label: Label, piece: str = "stage") -> str:
+    """Returns a short name: 'forward, microbatch 5, stage 2'; `piece` is what the pieces of the program are called."""
     parts = [" ".join(filter(None, (KINDS.get(label.kind, "action"), _VALUES.get(label.what, label.what))))]
     parts += [] if label.microbatch is None else [f"microbatch {label.microbatch}"]
-    parts += [] if label.piece is None else [f"stage {label.piece}"]
+    parts += [] if label.piece is None else [f"{piece} {label.piece}"]
     parts += [] if label.replica is None else [f"replica {label.replica}"]
     return ", ".join(parts)
 

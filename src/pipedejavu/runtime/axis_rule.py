@@ -146,7 +146,7 @@ def _attention(node: fx.Node) -> Axes | None:
     if len(shape_of(query)) != 4:
         return None
     heads, shared = shape_of(query)[1], shape_of(key)[1]
-    operands = [(t, ("b", "h", None, None)) for t in (query, key, value)]
+    operands: list[tuple[fx.Node, Names]] = [(t, ("b", "h", None, None)) for t in (query, key, value)]
     if mask is not None:
         sizes = shape_of(mask)
         names = ("b", "h", None, None)[4 - len(sizes) :]

@@ -40,7 +40,7 @@ class DividedExperts(DividedUnit):
                     " second limit; leave cut.capacity out"
                 )
             for part in parts:
-                part.forward = partial(_run_slots, group, part.forward)  # type: ignore[method-assign]
+                part.forward = partial(_run_slots, group, part.forward)
         holders = dict(self.unit.named_modules(remove_duplicate=False))
         for inner, layout in layouts.items():
             path, _, key = inner.rpartition(".")

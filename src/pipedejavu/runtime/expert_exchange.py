@@ -85,12 +85,14 @@ def run_slots(rows: Tensor, group: RowGroup, run: RunExperts) -> Tensor:
     slots = group.gather(torch.tensor([rows.shape[1]], device=rows.device)).flatten().tolist()
     each = len(rows) // group.size
     table: Counts = [[each * count] * group.size for count in slots]
-    there = exchange(rows.flatten(0, 1), table, group).split([each * count for count in slots])
-    joined = torch.cat([part.unflatten(0, (each, count)) for part, count in zip(there, slots, strict=True)], dim=1)
+    there = torch.split(exchange(rows.flatten(0, 1), table, group), [each * count for count in slots])
+    joined = torch.cat(
+        [part.view(each, count, *part.shape[1:]) for part, count in zip(there, slots, strict=True)], dim=1
+    )
     result = run(joined if joined.shape[1] else joined.new_zeros(each, 1, *rows.shape[2:]))
-    parts = result[:, : joined.shape[1]].split(slots, dim=1)
+    parts = torch.split(result[:, : joined.shape[1]], slots, dim=1)
     back = exchange(torch.cat([part.flatten(0, 1) for part in parts]), _turned(table), group)
-    return back.unflatten(0, (len(rows), rows.shape[1]))
+    return back.view(len(rows), rows.shape[1], *back.shape[1:])
 
 
 def run_capped(rows: Tensor, ends: Tensor, group: RowGroup, run: RunExperts, factor: float) -> Tensor:

@@ -157,7 +157,8 @@ class _Reader:
         """Returns the shape of a parameter or of an operation's result; empty if it is not known."""
         if node.op == "get_attr" and str(node.target) in self.parameters:
             return self.parameters[str(node.target)]
-        return tuple(node.meta.get("shape") or getattr(node.meta.get("val"), "shape", ()))
+        known: Shape = tuple(node.meta.get("shape") or getattr(node.meta.get("val"), "shape", None) or ())
+        return known
 
 
 def _up_to(last: fx.Node, inside: set[fx.Node]) -> set[fx.Node]:

@@ -32,7 +32,7 @@ class Draws:
         if split is None:
             return mask
         starts = [part // group.size for part in split.parts]
-        runs = mask.split([*split.parts], split.dim)
+        runs = torch.split(mask, [*split.parts], split.dim)
         own = [r.narrow(split.dim, n * group.rank, n) for r, n in zip(runs, starts, strict=True)]
         return torch.cat(own, split.dim)
 
@@ -107,10 +107,11 @@ class Dropout(_Step):
     def forward(self, tensor: Tensor) -> Tensor:
         """Returns the tensor without the dropped elements."""
         facts, draws = self.facts, self.facts["draws"]
-        return tensor * draws.mask(tensor, facts["shape"], facts["p"], facts["split"], self.group)
+        mask: Tensor = draws.mask(tensor, facts["shape"], facts["p"], facts["split"], self.group)
+        return tensor * mask
 
 
-class Attention(_Step):
+class MaskedAttention(_Step):
     """Scaled dot-product attention with dropout, whose mask is the part of the whole attention's."""
 
     def forward(
@@ -129,7 +130,8 @@ class Attention(_Step):
         shares = torch.softmax(scores, -1)
         facts = self.facts
         shape = (*facts["shape"][:3], key.shape[2])
-        return (shares * facts["draws"].mask(shares, shape, facts["p"], facts["split"], self.group)) @ value
+        kept: Tensor = shares * facts["draws"].mask(shares, shape, facts["p"], facts["split"], self.group)
+        return kept @ value
 
 
 class GraphPart:
@@ -251,7 +253,7 @@ class GraphPart:
             return None
         mask = args[3] if len(args) > 3 else kwargs.get("attn_mask")
         given = (*args[:3], mask, bool(argument(node, "is_causal", False)), argument(node, "scale"))
-        return self._step(Attention, *given, shape=shape_of(node), p=p, split=split, draws=self.draws)
+        return self._step(MaskedAttention, *given, shape=shape_of(node), p=p, split=split, draws=self.draws)
 
     def _adapted(
         self, node: fx.Node, region: Region, args: list[Any], kwargs: dict[str, Any]

@@ -43,4 +43,4 @@ class MemberGroup:
         rows = torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
         counts = self._counts(tensors[0].numel())
         received = self.group.all_to_all(rows, counts, counts)
-        return [part.view(tensors[0].shape) for part in received.split(tensors[0].numel())]
+        return [part.view(tensors[0].shape) for part in torch.split(received, tensors[0].numel())]

@@ -55,7 +55,7 @@ class ParamLayout:
         result = shards[0].new_empty(self.shape)
         for rank, shard in enumerate(shards):
             runs = self.rows(rank, len(shards))
-            for (a, b), part in zip(runs, shard.split([b - a for a, b in runs], self.dim), strict=True):
+            for (a, b), part in zip(runs, torch.split(shard, [b - a for a, b in runs], self.dim), strict=True):
                 result.narrow(self.dim, a, b - a).copy_(part)
         return result
 

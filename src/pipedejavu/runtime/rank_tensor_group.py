@@ -79,4 +79,4 @@ class ThreadTensorGroup:
 
     def all_to_all(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:  # noqa: ARG002
         """Sends the first `sent[0]` rows to rank 0, the next to rank 1, …; returns the received rows in rank order."""
-        return torch.cat([brought[self.rank] for brought in self._meet(rows.split([*sent]))])
+        return torch.cat([brought[self.rank] for brought in self._meet(torch.split(rows, [*sent]))])

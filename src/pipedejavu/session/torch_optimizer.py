@@ -14,14 +14,16 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from pipedejavu.engine import AdamW, Sgd
+from pipedejavu.engine.given_optimizer import KINDS, GivenOptimizer
 from pipedejavu.engine.grouped_optimizer import GroupedOptimizer, GroupRule
 from pipedejavu.facts import InputError
 from pipedejavu.facts.printable import tell
+from pipedejavu.plan import Plan
 from pipedejavu.profile.sequential import Units
 from pipedejavu.run.saved_facts import SavedFacts
 
 _TAKEN = (torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD)
-_NAMES = "torch.optim.AdamW, Adam and SGD"
+_NAMES = f"torch.optim.AdamW, Adam and SGD, and {', '.join(kind.__name__ for kind in KINDS)}"
 _UNKNOWN = ("amsgrad", "differentiable")
 """Options that change the arithmetic; `foreach`, `fused` and `capturable` only choose how torch computes it."""
 
@@ -112,6 +114,17 @@ def read_optimizer(model: nn.Module, optimizer: Any, scheduler: Any) -> TorchOpt
     return None
 
 
+def check_whole_state(optimizer: Any, plan: Plan) -> None:
+    """Raises InputError if a plan divides parameters and their state, and the optimizer is run as torch runs it."""
+    groups = optimizer.newest if isinstance(optimizer, GroupedOptimizer) else ()
+    kinds = [group.rule.kind.__name__ for group in groups if isinstance(group.rule, GivenOptimizer)]
+    if kinds and (plan.keep.kind.startswith("zero") or plan.place.shards > 1 or plan.place.stage_shards):
+        raise InputError(
+            f"plan '{plan.name}' divides the state of a parameter over workers, and {kinds[0]} is run on whole ones;"
+            " use AdamW, Adam or SGD, or a plan such as '1f1b' or 'ddp'"
+        )
+
+
 def read_positional(positional: tuple[Any, ...], optimizer: Any, loss: Any) -> tuple[Any, Any]:
     """Returns optimizer and loss from the arguments after the model, which may be in either order."""
     for value in positional:
@@ -133,8 +146,10 @@ def _rule(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> GroupRu
             raise InputError(
                 f"{type(optimizer).__name__} has {option}=True, which the Trainer does not take; leave it out"
             )
-    lr, decay = float(group["lr"]), float(group["weight_decay"])
     maximizes = bool(group.get("maximize"))
+    if isinstance(optimizer, KINDS):
+        return GroupRule(GivenOptimizer.of(optimizer, group), maximizes)
+    lr, decay = float(group["lr"]), float(group["weight_decay"])
     if isinstance(optimizer, torch.optim.SGD):
         momentum, dampening = float(group["momentum"]), float(group["dampening"])
         rule: Sgd | AdamW = Sgd(
@@ -150,11 +165,11 @@ def _rule(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> GroupRu
 
 def _check_kind(optimizer: torch.optim.Optimizer) -> None:
     kind = type(optimizer)
-    if kind not in _TAKEN:
+    if kind not in (*_TAKEN, *KINDS):
         raise InputError(
             f"the optimizer is a {kind.__name__}; the Trainer takes {_NAMES}, whose updates its workers make themselves"
         )
-    if optimizer.state:
+    if optimizer.state and any(state.get("step", 1) > 0 for state in optimizer.state.values()):
         raise InputError(
             f"the {kind.__name__} has made updates already, and their moments would be lost; give a new one, or save"
             " with Checkpoints(folder).save(model, optimizer, step=...) and call Trainer.load(folder)"

@@ -41,6 +41,7 @@ from pipedejavu.session.newest_weights import NewestWeights, copy_newest
 from pipedejavu.session.pretrained_folder import check_tokenizer, is_pretrained, save_pretrained
 from pipedejavu.session.rank_rounds import Workers
 from pipedejavu.session.started_workers import detach, held_by_session, start_workers
+from pipedejavu.session.step_shortage import run_explained
 from pipedejavu.session.torch_optimizer import read_optimizer, read_positional
 from pipedejavu.session.trainer_checkpoints import TrainerCheckpoints, describe_checkpoint
 from pipedejavu.session.trainer_plan import OptimizerOf, TrainerOptions, TrainerPlan, may_pad
@@ -58,10 +59,10 @@ class Trainer:
     A step of a synchronous plan makes one update. A step of any other plan makes `plan.steps` updates and drains the
     pipeline; the next step starts from the newest weights.
 
-    `optimizer` is a torch.optim.AdamW, Adam or SGD with its parameter groups, or a record of `pipedejavu.engine`. The
-    workers make its updates: each reads lr, weight decay, betas and momentum from the groups, so that a scheduler, or
-    the loop itself, may change them between steps. With `scheduler`, one of torch.optim.lr_scheduler, each update is
-    followed by its `step()`. Moments are in the workers and in checkpoints, not in `optimizer.state`.
+    `optimizer` is a torch.optim.AdamW, Adam or SGD with its parameter groups, another optimizer of torch that updates
+    each element by itself, or a record of `pipedejavu.engine`. Workers make its updates: each reads the settings of the
+    groups, so that a scheduler, or the loop itself, may change them between steps. With `scheduler`, one of
+    torch.optim.lr_scheduler, each update is followed by its `step()`. State is in workers and checkpoints only.
 
     `loss` takes the model's output and the targets. It returns a mean over samples or over the labels that count, or a
     sum, which a step divides by the number of samples; the Trainer finds out which on the sample. With None, the loss
@@ -97,8 +98,7 @@ class Trainer:
 
     `precision` is what the units compute: "bf16", "fp16", "tf32", "fp32", "fp64", or "auto" for the plan's own, bf16 if
     all GPUs that train compute it, and else fp32. A `torch.autocast` of bfloat16 around the Trainer asks for "bf16".
-    The model's weights stay float32: `state_dict` returns the masters that updates work on. A bfloat16 model is
-    trained with float32 masters.
+    The model's weights stay float32: `state_dict` returns the masters that updates work on, as bfloat16 models have.
     Measuring takes about `measure_budget_s` at most, and what is left out is estimated; results are kept on disk.
     With `compile` units run under torch.compile: "on" or True, "off" or False, or "auto", if some 200 steps repay it.
 
@@ -237,7 +237,7 @@ class Trainer:
         if self._groups is not None:
             self._groups.begin(self.updates, self.program.plan.steps)
         start_s = time.perf_counter()
-        spans = self.threads.run()
+        spans = run_explained(self.threads, self.program, self.updates + 1)
         if self._groups is not None:
             self._groups.end()
         if self._session.replicas.is_due(self.updates, self.program.plan.steps):

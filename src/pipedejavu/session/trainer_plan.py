@@ -39,6 +39,7 @@ from pipedejavu.run.measure_bar import show_measuring
 from pipedejavu.runtime.compiled_unit import UnitCompiler
 from pipedejavu.search import RankedPlan, SearchOptions
 from pipedejavu.session.batch_split import BatchSplit, without_padding
+from pipedejavu.session.torch_optimizer import check_whole_state
 from pipedejavu.session.trainer_ranks import TrainerRanks
 from pipedejavu.simulate import check_fit, simulate
 from pipedejavu.source.loss_reduction import Loss, Reduction, find_reduction, own_loss
@@ -204,6 +205,7 @@ class TrainerPlan:
         batch = BatchSplit(first, _sizes(plan), reduction, pads=may_pad(plan))
         cut = batch.cut = cut_model(self.model, batch.own_inputs(0), plan.cut.begins)
         job = self._job(cut, summed)
+        check_whole_state(job.optimizer, plan)
         if best is not None:
             program = compile_plan(plan, best.profile, best.machine, fold=False)
         else:
@@ -359,7 +361,7 @@ def _measure_and_compile(
         def make() -> Profile:
             return measure("model", job, plan, batch.head, load, kinds, is_compiled=is_compiled, budget=budget)
 
-        settings = {"feed": (plan.feed.kind, plan.feed.samples), "precision": str(plan.precision)}
+        settings: dict[str, object] = {"feed": (plan.feed.kind, plan.feed.samples), "precision": str(plan.precision)}
         settings |= {"kinds": kinds, "is_compiled": is_compiled, "budget": budget.total_s}
         return kept_profile(job, batch.head(plan.feed.samples), settings, make)
 

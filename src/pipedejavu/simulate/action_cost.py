@@ -1,5 +1,6 @@
 """Costs of a program's operations: seconds of work, latency, and the wires that they load."""
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -163,7 +164,7 @@ class ActionCosts:
         latency, rate = max(r.sum_latency_s for r in routes), min(r.sum_bytes_per_s for r in routes)
         rounds, volume = TRAFFIC["all-reduce"](len(group.workers))
         sizes = [self.program.profile.units[u].boundary_bytes * samples for u in self.program.pieces[a.piece].units]
-        return sum(NUM_ALL_REDUCES * (rounds * latency + volume * size / rate) for size in sizes)
+        return math.fsum(NUM_ALL_REDUCES * (rounds * latency + volume * size / rate) for size in sizes)
 
     def _makes_targets(self, piece: int, worker: int) -> bool:
         """Whether a worker loads samples only for their targets: it has the last piece but not the first."""
