@@ -25,7 +25,9 @@ def lower_bound_s(candidate: CandidatePlan, costs: StageCosts) -> float:
             forward, backward, recompute, _ = costs.works(kind)
             work.append(float(sum(total[stage.end] - total[stage.start] for total in (forward, backward))))
             recomputed.append(float(sum(recompute[unit + 1] - recompute[unit] for unit in units)))
-        longest = max(a + b for a, b in zip(work, recomputed, strict=True))
-        bound = max(bound, before + scheduled.microbatches * longest)
+        each = [a + b for a, b in zip(work, recomputed, strict=True)]
+        # If the replicas cannot have the same number of microbatches, the slowest may be one with fewer.
+        fewest = candidate.microbatches // len(scheduled.slot.group)
+        bound = max(bound, before + max(scheduled.microbatches * min(each), fewest * max(each)))
         before += min(work)
     return bound * (1 - ROUNDING)

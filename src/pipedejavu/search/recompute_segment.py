@@ -95,17 +95,18 @@ class RecomputeChoice(NamedTuple):
         return StageRecompute(tuple(u for u, is_again in enumerate(again, start) if is_again), tuple(marks))
 
 
-def divide(time: Array, saved: Array, cut: Array) -> tuple[Segments, ...]:
+def divide(time: Array, saved: Array, cut: Array, ratio: int = 2) -> tuple[Segments, ...]:
     """Returns the divisions of a model, the longest segments first and single units last.
 
-    `time` and `saved` are of each unit, `cut` are the bytes that cross each boundary.
+    `time` and `saved` are of each unit, `cut` are the bytes that cross each boundary. Segments of one division save at
+    most `ratio` times as much as those of the next.
     """
     total, largest, divisions = float(saved.sum()), float(saved.max(initial=0.0)), list[tuple[float, Positions]]()
     divisions.append((0.0, np.zeros(len(saved), dtype=np.intp)))
-    limit = total / 2
+    limit = total / ratio
     while limit > largest and len(divisions) <= MOST_DIVISIONS:
         divisions.append((limit, _first_units(saved, cut, limit)))
-        limit /= 2
+        limit /= ratio
     divisions.append((0.0, np.arange(len(saved))))
     return tuple(_segments(least, first, time, saved, cut) for least, first in divisions)
 

@@ -21,6 +21,8 @@ LARGER = (0.95, 1.1, 1.25)
 """Memory limits, as shares, to plan for optimistically after that; the simulator may need less than the estimate."""
 SMALLER = (0.9, 0.75, 0.6)
 """Memory limits, as shares, to plan for if no plan for the whole memory passes the simulator."""
+SECOND_SHARE = 0.4
+"""Share of the time budget after which a search that found a plan does not begin again with optimistic estimates."""
 MOST_ROUNDS = 3
 """Rounds of simulations, each of as many plans as a search simulates otherwise, under an optimistic assumption."""
 FEW = 500
@@ -125,7 +127,8 @@ def _search_form(
             break
         attempt = _attempt(pool.again(), profile, machine, options, assumption).beside(attempt)
     best = attempt.ranked.candidates[0] if attempt.ranked.candidates else None
-    if best is not None and max_score == inf and any(effort(best)) and not pool.is_over:
+    has_time = pool.elapsed_s < SECOND_SHARE * options.time_budget_s
+    if best is not None and max_score == inf and any(effort(best)) and has_time:
         leaner = pool.again(max_score=best.time_s if options.objective != "price" else 3600 * best.price)
         attempt = attempt.beside(_attempt(leaner, profile, machine, options, _OPTIMISTIC), options)
     pool.report(1.0, "done")

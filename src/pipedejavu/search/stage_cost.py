@@ -34,6 +34,8 @@ from pipedejavu.search.stage_sums import (
 
 OVERLAP = 0.5
 """The share of other stages' traffic on a wire that a transfer is assumed to overlap with."""
+MOST_FINE = 16
+"""Devices up to which the lengths of recompute segments are twice one another; above it, four times."""
 _PASSES = "forward", "backward", "recompute"
 
 
@@ -248,7 +250,8 @@ class StageCosts:
         if key not in self._segments:
             time = np.max([np.diff(self.times(kind)[2]) for kind in kinds], axis=0)
             sizes = time, np.diff(self.saved), self.cut
-            self._segments[key] = (units_only(*sizes),) if mode.goes_by_pieces else divide(*sizes)
+            ratio = 2 if len(self.problem.devices) <= MOST_FINE else 4
+            self._segments[key] = (units_only(*sizes),) if mode.goes_by_pieces else divide(*sizes, ratio)
         return self._segments[key]
 
     def recompute(self, start: int, end: int, scheduled: ScheduledSlot, mode: Mode) -> StageRecompute:
