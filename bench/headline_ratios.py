@@ -2,7 +2,8 @@
 
     python bench/headline_ratios.py > docs/headline-ratios.md
 
-Machines come from the catalogue, models from their shapes, and times from the simulator. Each figure stands beside the published one, with the reason if the two disagree.
+Machines come from the catalogue, models from their shapes, and times from the simulator. Each figure stands beside the
+published one, with the reason if the two disagree.
 """
 
 import sys

@@ -98,11 +98,13 @@ def test_ties_allow_a_degree_for_each_stage_but_no_replicas() -> None:
     tied = Profile.model_validate(
         {**model.model_dump(), "ties": [{"units": ("u1", "u8"), "size_bytes": 10}]}, strict=False
     )
-    ranked = costed(tied, four(2.6))
-    assert ranked.plan.place.stage_replicas is None
-    degrees = ranked.plan.place.stage_shards or ()
-    assert degrees[0] == 2
-    assert {*degrees[1:]} == {1}
+    candidates = search(tied, four(2.6), SearchOptions(batch=32)).candidates
+    assert all(ranked.plan.place.stage_replicas is None for ranked in candidates)
+    places = {ranked.plan.place.stage_shards: ranked for ranked in reversed(candidates)}
+    fastest = min(candidates, key=lambda ranked: ranked.time_s)
+    assert fastest is places[2, 1, 1]
+    assert not fastest.is_runnable
+    assert places[2, 2].is_runnable
 
 
 @pytest.mark.parametrize("place", [four(2.6), four(3.5, hosts=4, between=1e11)])

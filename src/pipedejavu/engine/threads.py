@@ -33,6 +33,7 @@ from pipedejavu.engine.wire import Exchange, ThreadWire, Wire, WireStoppedError,
 from pipedejavu.engine.worker_loop import WorkerLoop
 from pipedejavu.engine.worker_thread import WorkerThread
 from pipedejavu.facts import InputError, Span
+from pipedejavu.plan import Plan
 from pipedejavu.program import ActionKind, Program, Value, ValueKind
 from pipedejavu.program.effect import rest_of, resting, update_place
 from pipedejavu.program.value import HOST, SHARD
@@ -60,6 +61,9 @@ def check_runnable(program: Program) -> None:
         and plan.feed.kind != "own",
         "edges that skip": any(len(before) > 1 for before in program.inputs + program.outputs),
         "a folded program": program.copies > 1,
+        f"{plan.precision.moments} moments of weights that are divided between workers": plan.precision.moments
+        != "fp32"
+        and divides_weights(plan),
         "precision fp16 with a server": plan.precision.compute == "fp16" and plan.reduce.wire == "server",
         "weights shared between devices": plan.keep.kind == "shared"
         and len({device_of(program, worker) for worker in range(len(program.workers))}) > 1,
@@ -67,6 +71,11 @@ def check_runnable(program: Program) -> None:
     for what, asked in cannot.items():
         if asked:
             raise InputError(f"the engine does not run {what} yet; plan '{plan.name}' needs it")
+
+
+def divides_weights(plan: Plan) -> bool:
+    """Whether workers hold parts of a parameter or of its state: by ZeRO, tensor parallelism, or experts."""
+    return plan.keep.kind.startswith("zero") or plan.place.stage_shards is not None or plan.cut.kind == "layout"
 
 
 def check_units(program: Program, job: Job) -> None:
@@ -229,7 +238,7 @@ def make_handlers(
             units = with_divided_experts(program, replica, units, wire)
         runners[piece, replica] = _make_runner(program, index, piece, units, job.seed, compiler, form)
     handlers = Handlers(program, index, runners, job, batches, wire)
-    if divided and not is_first(program, index):
+    if divides_operators(program) and not is_first(program, index):
         handlers.log.silence()
     for key in runners:
         put = _put_shards if is_sharded(program, key[0]) else _put_weights

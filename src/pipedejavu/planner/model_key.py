@@ -45,7 +45,7 @@ def _module_lines(module: nn.Module) -> Iterator[str]:
         ]
         graph = graph_form(inner) if isinstance(inner, fx.GraphModule) else ()
         described = settings if not isinstance(inner, fx.GraphModule | Segment) else []
-        source = _source_of(kind)  # type: ignore[arg-type]  # mypy holds classes for unhashable
+        source = _source_of(kind)
         yield _without_addresses(
             f"{path} {kind.__module__}.{kind.__qualname__} {source} {inner.training} {inner.extra_repr()}"
             f" {described} {tensors} {graph}"

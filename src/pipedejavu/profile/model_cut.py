@@ -73,8 +73,8 @@ def _contents(name: str, unit: nn.Module) -> tuple[str, frozenset[str]]:
 def cut_model(model: nn.Module, inputs: Any, begins: Sequence[int] = (), operations: Sequence[str] = ()) -> ModelCut:
     """Cuts a model for inputs of one shape: a tensor, a tuple of arguments, or a mapping of keyword arguments.
 
-    `ModelCut.fit` adds other shapes. `begins` repeats an earlier cut, with its `operations` also one for a shape that has
-    a few other operations. However the units are grouped into pieces, outputs and gradients equal the model's;
+    `ModelCut.fit` adds other shapes. `begins` repeats an earlier cut; with its `operations`, even one for a shape that
+    has a few other operations. However the units are grouped into pieces, outputs and gradients equal the model's;
     parameters are the model's own, under its own names. Raises InputError for a model that cannot be traced.
     """
     check_parameter_hooks(model)

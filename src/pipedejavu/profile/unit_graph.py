@@ -18,7 +18,7 @@ def unit_graphs(units: Sequence[tuple[str, nn.Module]], value: Value) -> list[Un
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     tensors = value if isinstance(value, tuple) else (value,)
-    fakes = tuple(mode.from_tensor(tensor) for tensor in tensors)
+    fakes: tuple[Tensor, ...] = tuple(mode.from_tensor(tensor) for tensor in tensors)
     graphs = []
     for name, unit in units:
         body = _body(unit, fakes)
