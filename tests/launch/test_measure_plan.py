@@ -4,10 +4,12 @@ from pathlib import Path
 
 import pytest
 
+from pipedejavu.facts import Device, Host, Link, Machine, Profile, Unit, UnitTime
 from pipedejavu.launch import measure_plan as file
 from pipedejavu.launch import plan_run
 from pipedejavu.plan import preset
 from pipedejavu.run.options import TrainOptions
+from pipedejavu.session.rank_group import RankGroup
 
 OPTIONS = TrainOptions(model="own.py:make", steps=2)
 PLAN = preset("ddp").at(workers=2, microbatches=1, samples=4)
@@ -86,3 +88,29 @@ def test_what_the_budget_left_out_is_a_decision_of_the_plan(measured: list[int])
     assert measured == [4]
     assert [decision.choice for decision in told] == ["estimates for cpu"]
     assert told[0].reason.startswith("1 of 2 distinct units (")
+
+
+def test_a_host_that_only_updates_is_not_measured_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The plan's microbatches are larger than those of its search, which has the host's times."""
+    plan = preset("zero-offload").at(workers=1, microbatches=1, samples=16)
+    units = (Unit(name="only", times={kind: UnitTime(update_s=0.5) for kind in ("fast", "cpu")}),)
+    eager = Profile(name="own", units=units, estimated={"cpu": "not measured: …", "fast": "…"})
+    devices = tuple(
+        Device(name=f"{kind}0", kind=kind, type=type_, host="h", memory_bytes=2**30)
+        for kind, type_ in (("fast", "gpu"), ("cpu", "cpu"))
+    )
+    machine = Machine(name="m", hosts=(Host(name="h"),), devices=devices, links=(Link(bytes_per_s=1e9),))
+    kinds: list[str] = []
+
+    def measured(options, plan, setup, *_, **__) -> Profile:
+        kinds.append(setup.kind)
+        unit = units[0].replace(times={setup.kind: UnitTime(update_s=0.1)})
+        return Profile(name="own", units=(unit,))
+
+    monkeypatch.setattr(file, "_find_or_measure", measured)
+    profile = file.measure_plan(OPTIONS, plan, machine, ("fast0",), RankGroup(), [None], eager=eager)
+    assert kinds == ["fast"]
+    assert {kind: time.update_s for kind, time in profile.units[0].times.items()} == {"fast": 0.1, "cpu": 0.5}
+    assert profile.estimated == {"cpu": "not measured: …"}
+    file.measure_plan(OPTIONS, plan, machine, ("fast0",), RankGroup(), [None])
+    assert kinds == ["fast", "cpu", "fast"]

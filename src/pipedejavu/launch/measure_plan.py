@@ -52,14 +52,20 @@ def measure_plan(
     prepared: list[Prepared],
     *,
     renews: bool = False,
+    eager: Profile | None = None,
 ) -> Profile:
     """Measures the model on each kind of device that the plan uses, on the rank of the first worker of that kind.
 
+    A host that only updates is not measured if `eager`, the profile of the search, has its times.
     Opens the model if `prepared` does not have it, and appends it there. Units are timed compiled if the plan's are.
     Uses cached measurements unless `renews` is set.
     """
-    profiles = []
+    profiles, budget = [], TimeBudget(options.measure_budget_s)
+    computing = {machine.device(name).kind for name in names}
     for kind, (worker, name) in sorted(devices_to_measure(plan, machine, names).items(), key=lambda item: item[1]):
+        if kind not in computing and eager is not None and all(kind in unit.times for unit in eager.units):
+            profiles.append(_only(eager, kind))
+            continue
         source, profile_json = worker if ranks.is_launched else 0, b""
         if ranks.rank == source:
             torch.set_num_threads(num_threads(machine, names, worker))
@@ -67,7 +73,7 @@ def measure_plan(
                 prepared.append(open_model(options, plan))
             beside = num_threads_beside(machine, names, worker)
             setup = MeasureSetup(kind, torch_device(machine, name), torch.get_num_threads(), beside)
-            profile_json = _find_or_measure(options, plan, setup, prepared[0], renews=renews).to_json().encode()
+            profile_json = _find_or_measure(options, plan, setup, prepared[0], budget, renews=renews).to_json().encode()
         profiles.append(Profile.from_json(ranks.broadcast(profile_json, source)))
     return merge_profiles(profiles)
 
@@ -81,7 +87,7 @@ def describes_plan(profile: Profile, plan: Plan, machine: Machine, names: Sequen
 
 
 def _find_or_measure(
-    options: TrainOptions, plan: Plan, setup: MeasureSetup, prepared: Prepared, *, renews: bool
+    options: TrainOptions, plan: Plan, setup: MeasureSetup, prepared: Prepared, budget: TimeBudget, *, renews: bool
 ) -> Profile:
     """Returns the cached profile of these units on this machine, or measures one and writes it to the cache."""
     key = {
@@ -98,7 +104,7 @@ def _find_or_measure(
     profile = None if renews else find(Profile, key)
     if profile is None or not _describes(profile, prepared.job, plan.precision):
         with background_load(setup.beside):
-            profile = _measure_here(options, plan, {setup.kind: setup.device}, prepared)
+            profile = _measure_here(options, plan, {setup.kind: setup.device}, prepared, budget)
         keep(profile, key)
     return profile
 
@@ -110,7 +116,16 @@ def _describes(profile: Profile, job: Job, precision: Precision) -> bool:
     return [(unit.name, unit.parameter_bytes) for unit in profile.units] == sizes
 
 
-def _measure_here(options: TrainOptions, plan: Plan, kinds: dict[str, torch.device], prepared: Prepared) -> Profile:
+def _only(profile: Profile, kind: str) -> Profile:
+    """Returns a profile with its times on one kind of device."""
+    units = tuple(unit.replace(times={kind: unit.times[kind]}) for unit in profile.units)
+    estimated = {name: text for name, text in profile.estimated.items() if name == kind}
+    return profile.replace(units=units, estimated=estimated)
+
+
+def _measure_here(
+    options: TrainOptions, plan: Plan, kinds: dict[str, torch.device], prepared: Prepared, budget: TimeBudget
+) -> Profile:
     job, batches = prepared
     # Planning again needs costs at several microbatch sizes; only a chain has the same units at all of them.
     return measure(
@@ -122,5 +137,5 @@ def _measure_here(options: TrainOptions, plan: Plan, kinds: dict[str, torch.devi
         kinds,
         at_more=options.can_switch and batches.cut.method == "chain" and not plan.is_compiled,
         is_compiled=plan.is_compiled,
-        budget=TimeBudget(options.measure_budget_s),
+        budget=budget,
     )

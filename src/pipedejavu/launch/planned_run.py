@@ -195,8 +195,9 @@ def _settle_compile(
     """Measures the units of a plan, unless `eager` has them; returns the plan with the decision about compiling."""
 
     def measure(plan: Plan) -> Profile:
-        return measure_plan(options, plan, machine, names, ranks, prepared, renews=renews)
+        return measure_plan(options, plan, machine, names, ranks, prepared, renews=renews, eager=searched)
 
+    searched = eager
     if eager is not None and not describes_plan(eager, plan, machine, names):
         eager = None
     if (asked := asked_plan(plan, options.compile)) is not None:

@@ -4,7 +4,7 @@ Equal units are measured once. Everything runs on copies, so that the model's st
 change.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
@@ -61,23 +61,32 @@ def measure_profile(
             with (around or {}).get(kind, nullcontext)(), form.context(device, caches=False), allowed_tf32(precision):
                 measured.append(measure_kind(kind, device, setting, part, measured))
                 forms.append(_head_forms(measured, forms, last.samples, part))
-            if device.type == "cuda":
-                torch.cuda.empty_cache()  # worker processes need the memory
-    counted = [unit.counted for unit in measured[0].units]
-    units = [
-        describe(name, module, work, following, last.samples, form)
-        for (name, module), work, following in zip(last.units, counted, (*counted[1:], None), strict=True)
-    ]
-    times = {each.kind: each.times for each in measured}
-    return Profile(
+    profile = Profile(
         name=name,
-        units=tuple(unit.replace(times={kind: times[kind][n] for kind in kinds}) for n, unit in enumerate(units)),
+        units=_describe_units(last, measured, kinds, form),
         ties=describe_ties(ties, last.units, form),
         drift={each.kind: each.drift for each in measured if each.drift is not None},
         head_forms=merge_forms(forms, 0),
         precision=str(precision),
         estimated={each.kind: each.estimated for each in measured if each.estimated},
     )
+    measured.clear()
+    if any(device.type == "cuda" for device in kinds.values()):
+        torch.cuda.empty_cache()  # worker processes need the memory
+    return profile
+
+
+def _describe_units(
+    last: UnitSample, measured: Sequence[MeasuredKind], kinds: Iterable[str], form: ComputeFormat
+) -> tuple[Unit, ...]:
+    """Returns the units with their bytes, which are those on the first kind, and their times on all kinds."""
+    counted = [unit.counted for unit in measured[0].units]
+    units = [
+        describe(name, module, work, following, last.samples, form)
+        for (name, module), work, following in zip(last.units, counted, (*counted[1:], None), strict=True)
+    ]
+    times = {each.kind: each.times for each in measured}
+    return tuple(unit.replace(times={kind: times[kind][n] for kind in kinds}) for n, unit in enumerate(units))
 
 
 def _head_forms(
