@@ -30,13 +30,15 @@ from pipedejavu.facts.cluster import SUM_START_S
 from pipedejavu.plan import Cut, Feed, Order, Place, Plan, Reduce
 from pipedejavu.search.candidate_plan import PlanningProblem
 from pipedejavu.search.ranking import time_plan
-from pipedejavu.zoo.gpt_profile import GptConstants, profile_of
+from pipedejavu.zoo.gpt_profile import FITTED_ERROR, GptConstants, profile_of
 from pipedejavu.zoo.gpt_shape import Shape
 
 COLUMNS = ("gpus", "batch", "micro", "width", "heads", "layers", "context", "tensor", "data", "pipeline", "time_ms")
 TRIES, NUDGE, CONVERGED = 40, 1e-3, 1e-4
 CLIFF = 0.05
 """Errors beyond this count by their size and no longer by its square, so that single rows do not decide."""
+NORMAL_80 = 1.2816
+"""80 % of a normal distribution lies within this many standard deviations of its mean."""
 LEAST = 3
 """Rows of a group whose ranks are compared."""
 
@@ -223,9 +225,14 @@ class Score(NamedTuple):
     rank: float
     regret: float
     worst_regret: float
+    covered: float
+    """Share of the rows within the 80 % interval of the forecast."""
 
     def __str__(self) -> str:
-        text = f"mean {self.mean:.1%}, median {self.median:.1%}, worst {self.worst:.0%}, bias {self.bias:+.1%}"
+        text = (
+            f"mean {self.mean:.1%}, median {self.median:.1%}, worst {self.worst:.0%}, bias {self.bias:+.1%},"
+            f" {self.covered:.0%} within the 80 % interval"
+        )
         if not self.groups:
             return text
         return (
@@ -259,6 +266,7 @@ def score(forecasts: Forecasts, *, any_batch: bool = False) -> Score:
         mean(ranks or [0.0]),
         mean(regrets or [0.0]),
         max(regrets or [0.0]),
+        mean(abs(math.log1p(error)) <= NORMAL_80 * FITTED_ERROR for error in errors),
     )
 
 

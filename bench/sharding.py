@@ -6,8 +6,8 @@ All contenders train one transformer with AdamW on the same samples and take tur
 its own that wait while others run. FSDP2 (`fully_shard` per block) frees weights after the forward (reshard), as
 `zero-3` does, or keeps them until the backward has used them, as `zero-2` does. Bytes are those that a rank must send;
 FSDP2's are counted on the loopback interface, as all ranks use Gloo there. Memory is what a rank's process grows by
-from its model to the end of its steps. The forecast is that of the simulator, from unit times and a wire that are
-measured here while no other contender runs.
+from its model to the end of its steps. The forecast is that of the simulator, from the times of units on all ranks at
+once and from the rate of the wire, both measured here before the first step.
 """
 
 import argparse
@@ -73,10 +73,10 @@ class Tokens:
 
 
 def time_unit(module: nn.Module, value: Tensor) -> tuple[Tensor, UnitTime]:
-    """Returns a unit's output and its times, the least of three."""
+    """Returns a unit's output and its times, the medians of five."""
     forwards, backwards = [], []
     is_real = value.is_floating_point()
-    for _ in range(3):
+    for _ in range(5):
         value = value.detach().requires_grad_(is_real)
         start = time.perf_counter()
         output = module(value)
@@ -89,7 +89,7 @@ def time_unit(module: nn.Module, value: Tensor) -> tuple[Tensor, UnitTime]:
     start = time.perf_counter()
     optimizer.step()
     update_s = time.perf_counter() - start
-    cost = {"forward": Cost(fixed_s=min(forwards)), "backward": Cost(fixed_s=min(backwards))}
+    cost = {"forward": Cost(fixed_s=median(forwards)), "backward": Cost(fixed_s=median(backwards))}
     return output.detach(), UnitTime(**cost, update_s=update_s)
 
 
@@ -166,9 +166,9 @@ def run_rank(rank: int, folder: str, asked: argparse.Namespace, names: list[str]
         "gloo", store=dist.FileStore(f"{folder}/store", asked.ranks), rank=rank, world_size=asked.ranks
     )
     byte_s = time_wire(asked)
-    box = [measure(asked, byte_s) if rank == 0 else None]
+    dist.barrier()
+    box = [measure(asked, byte_s)]  # on all ranks at once, as they train
     dist.broadcast_object_list(box)
-    assert box[0] is not None
     profile, machine = box[0]
     figures: dict[str, dict[str, float]] = {}
     contenders: dict[str, Ours | Theirs] = {}
@@ -227,7 +227,7 @@ def time_wire(asked: argparse.Namespace) -> float:
         seconds.append(time.perf_counter() - start)
     run.wire.close()
     sent = vector.nbytes * (asked.ranks - 1) / asked.ranks
-    table = torch.tensor([min(seconds) / sent])
+    table = torch.tensor([median(seconds) / sent])
     dist.all_reduce(table, dist.ReduceOp.MAX)
     return float(table)
 

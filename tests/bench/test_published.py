@@ -55,6 +55,7 @@ def test_a_score_knows_errors_ranks_and_the_cost_of_the_first_choice(tmp_path: P
     found = script.score([(rows[0], 0.011), (rows[1], 0.012), (rows[2], 0.040)])
     assert found.mean == pytest.approx((0.45 + 0.2 + 0) / 3)
     assert found.bias == pytest.approx((-0.45 + 0.2 + 0) / 3)
+    assert found.covered == pytest.approx(1 / 3)  # 0.012 is 18 % off, and the interval ends at 14 %
     assert (found.groups, found.rank, found.regret) == (1, pytest.approx(0.5), pytest.approx(1.0))
 
 

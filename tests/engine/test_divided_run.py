@@ -80,7 +80,7 @@ def test_a_model_that_has_nothing_to_divide_is_refused(model, options, sentence)
     [
         ({"order": Order(kind="ready-first")}, "order 'ready-first'"),
         ({"keep": Keep(kind="zero-1")}, "keep 'zero-1'"),
-        ({"place": Place(workers=2, stage_shards=(2, 1))}, "groups of 2-1 workers"),
+        ({"place": Place(workers=2, stage_shards=(2, 1))}, "tensor-parallel groups of different sizes .2-1."),
     ],
 )
 def test_plans_that_do_not_divide_are_refused(changes, what):

@@ -1,6 +1,7 @@
 """The engine with moments of fewer bits: the bits of a plain loop in every place, checkpoints, and the audit."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,10 +12,10 @@ from pipedejavu.engine.applier import Applier
 from pipedejavu.engine.engine_state import put_all, take_all
 from pipedejavu.engine.grouped_optimizer import GroupedOptimizer, GroupRule
 from pipedejavu.engine.moment_slots import moments_in
-from pipedejavu.engine.threads import Threads
+from pipedejavu.engine.threads import Threads, check_runnable
 from pipedejavu.facts import InputError
 from pipedejavu.optim.moment_format import moment_bytes
-from pipedejavu.plan import Precision
+from pipedejavu.plan import Precision, preset
 from tests.engine.bf16 import in_precision, train_plainly
 from tests.engine.case import Case, make_case
 from tests.engine.gpu import PLACES, case_of
@@ -165,3 +166,20 @@ def test_the_bytes_of_a_precision_are_those_of_its_moments() -> None:
     for moments in ("fp32", *NARROW):
         for numel in (1, 255, 256, 1000):
             assert precision_of(moments).moment_bytes(numel) == moment_bytes(moments, numel)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("moments", NARROW)
+def test_divided_parameters_and_state_are_refused_in_one_sentence(moments: str) -> None:
+    """Their scales, and the random bits of their rounding, belong to whole parameters."""
+    for name in ("zero-1", "zero-3"):
+        case = make_case(name, "mlp", workers=2, microbatches=2, optimizer=ADAMW)
+        said = rf"divides state at any element, and {moments} moments are rounded by a parameter's own elements"
+        with pytest.raises(InputError, match=said):
+            train(in_precision(case, precision_of(moments)), 1)
+    plan = preset("megatron").plan.replace(precision=precision_of(moments))
+    program = SimpleNamespace(plan=plan, workers=(), inputs=(), outputs=(), copies=1)
+    said = (
+        rf"^the engine does not run {moments} moments of weights that are divided between workers yet; plan 'megatron'"
+    )
+    with pytest.raises(InputError, match=said):
+        check_runnable(program)  # type: ignore[arg-type]

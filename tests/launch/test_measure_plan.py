@@ -67,3 +67,22 @@ def test_a_kept_profile_of_other_units_is_not_used(measured: list[int], monkeypa
     monkeypatch.setattr(file, "find", lambda *_: other)
     assert plan_run(OPTIONS, PLAN).program.profile.units[0].name != "before"
     assert measured == [4, 4]
+
+
+def test_a_plan_runs_with_the_profile_of_its_search(measured: list[int]) -> None:
+    profile = plan_run(OPTIONS, PLAN).program.profile
+    assert measured == [4]
+    again = plan_run(OPTIONS, PLAN, eager=profile, renews=True).program.profile
+    assert again == profile
+    assert measured == [4]
+    large = PLAN.replace(feed=PLAN.feed.replace(samples=16))  # larger than any size that a search measures
+    plan_run(OPTIONS, large, eager=profile)
+    assert measured == [4, 16]
+
+
+def test_what_the_budget_left_out_is_a_decision_of_the_plan(measured: list[int]) -> None:
+    decisions = plan_run(OPTIONS.replace(measure_budget_s=0.0), PLAN).program.plan.decisions
+    told = [decision for decision in decisions if decision.axis == "profile"]
+    assert measured == [4]
+    assert [decision.choice for decision in told] == ["estimates for cpu"]
+    assert told[0].reason.startswith("1 of 2 distinct units (")

@@ -8,6 +8,7 @@ from torch import nn
 
 from pipedejavu.engine import AdamW, audit
 from pipedejavu.engine.verdict import judge
+from pipedejavu.one_device import why_by_actions
 from pipedejavu.plan import Keep
 from tests.one_device.lab import SETTINGS, SPLIT, Run, check_equal, furthest, plan_of
 
@@ -121,6 +122,21 @@ def test_float32_models_train_as_in_a_plain_loop_under_autocast(name: str, model
     check_sound(run)
     after = {f"{unit}.{n}": p for unit, m in run.units for n, p in m.named_parameters()}
     check_equal(before, {name: p.detach() for name, p in after.items()})
+
+
+@pytest.mark.parametrize("clip_norm", [None, 0.05], ids=["unclipped", "clipped"])
+@pytest.mark.parametrize("places", [None, ("device", "visit", "host", "lean"), ("device", "window", "window", "host")])
+def test_gradients_of_several_microbatches_are_summed_in_bf16_if_the_plan_says_so(
+    places: Any, clip_norm: float | None
+) -> None:
+    precision = SPLIT.replace(accumulate="bf16")
+    run = Run(plan_of(places, clip=clip_norm is not None, precision=precision, microbatches=4), clip_norm=clip_norm)
+    check_equal(run.weights, run.trained_by("hybrid"))
+    if clip_norm is None:  # the actions take norms in float64
+        check_equal(run.weights, run.by_actions())
+    wide = Run(plan_of(places, clip=clip_norm is not None, precision=SPLIT, microbatches=4), clip_norm=clip_norm)
+    assert why_by_actions(wide.program, wide.job) == ("gradients of bfloat16 are summed over microbatches in float32")
+    assert furthest(run.weights, wide.by_actions()) > 0
 
 
 def test_frozen_weights_are_rounded_for_use_and_keep_their_values() -> None:

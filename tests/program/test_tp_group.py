@@ -78,6 +78,13 @@ def test_a_team_takes_the_times_that_the_profile_states_for_it(model, computer):
     assert span(prediction, 0, "B") == pytest.approx(1.1 + reduced)
 
 
+def test_a_team_errs_as_its_devices(model, computer):
+    plan = pipeline(Place(workers=2, stage_shards=(2, 1)))
+    program = compile_plan(plan, model(2).replace(error={"gpu": 0.1}), computer(3))
+    assert program.profile.error == {"gpu": 0.1, "2xgpu": 0.1}
+    assert simulate(program).chance.varies
+
+
 def test_a_team_adds_its_all_reduces_to_times_that_were_measured(model, computer):
     forward = Cost(per_sample_s=1.0, measured_s={1: 3.0, 2: 4.0})
     profile = model(2)

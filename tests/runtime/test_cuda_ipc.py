@@ -7,8 +7,9 @@ import pytest
 import torch
 from torch.multiprocessing.spawn import start_processes
 
+from pipedejavu.facts.message_memory import MOST_SLOTS
 from pipedejavu.runtime.cuda_ipc import BLOCK_BYTES, can_share, find_device, visible_gpus
-from pipedejavu.runtime.memory_channel import MOST_SLOTS, ReceiveEnd, SendEnd
+from pipedejavu.runtime.memory_channel import ReceiveEnd, SendEnd
 from pipedejavu.runtime.memory_group import MemoryGroup
 from pipedejavu.runtime.memory_slot import GpuEnds
 from pipedejavu.runtime.peer_socket import Address, PeerListener, connect_peer
@@ -60,7 +61,7 @@ def exchange(rank, address):
         assert [(t.dtype, t.shape) for t in arrived[n]] == [(t.dtype, t.shape) for t in expected]
         assert all(torch.equal(a, b) for a, b in zip(arrived[n], expected, strict=True)), n
         assert torch.equal(sums[n], expected[0].reshape(-1) + expected[0].reshape(-1) * 2), n
-    assert len(sender._slots) <= MOST_SLOTS["cuda"]
+    assert len(sender._slots) <= MOST_SLOTS["gpu"]
     sender.flush()
     assert not sender._replaced
     assert all(slot.size_bytes % BLOCK_BYTES == 0 for slot in sender._slots)

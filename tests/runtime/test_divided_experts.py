@@ -23,14 +23,15 @@ def block(**more) -> nn.Module:
     return unit
 
 
-def check_divided(unit: nn.Module, value: Tensor, counts: list[int]) -> None:
+def check_divided(unit: nn.Module, value: Tensor, counts: list[int], capacity: float | None = None) -> None:
     """Compares a unit with one whose experts are divided over ranks that have `counts` of the samples."""
     whole, leaf = copy.deepcopy(unit), value.clone().requires_grad_()
     expected = first_of(whole(leaf))
     (expected**2).sum().backward()
 
     groups = [Later(rank, len(counts)) for rank in range(len(counts))]
-    units = [DividedExperts("block", copy.deepcopy(unit), group) for group in groups]  # by one thread, as tracing needs
+    # Made by one thread, as tracing needs.
+    units = [DividedExperts("block", copy.deepcopy(unit), group, capacity) for group in groups]
 
     def work(group: RowThread) -> dict[str, Tensor]:
         divided = units[group.rank]
@@ -149,6 +150,7 @@ def test_a_recorded_unit_is_divided_for_each_shape_of_its_inputs():
     assert len(list(recorded_graphs(unit))) == 3
     assert sorted(expert_layouts(unit)) == ["layers.1.down", "layers.1.up"]
     check_divided(unit, drawn(5, 6, 8, seed=7), [3, 2])
+    check_divided(unit, drawn(5, 6, 8, seed=7), [3, 2], capacity=4.0)  # an expert has a slot for each row
 
 
 def test_the_order_of_products_and_the_output_bound_a_span():
@@ -194,3 +196,13 @@ def test_a_capacity_for_experts_that_have_slots_of_their_own_is_refused():
 
     with pytest.raises(InputError, match="has slots of its own for the tokens of each expert"):
         DividedExperts("block", block(), Alone(), 1.25)
+
+
+def test_experts_that_are_not_trained_are_refused():
+    class Alone:
+        rank, size = 0, 2
+
+    unit = block()
+    unit.mixture.experts.requires_grad_(False)
+    with pytest.raises(InputError, match="unit 'block' has experts that are not trained"):
+        DividedExperts("block", unit, Alone())

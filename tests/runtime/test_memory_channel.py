@@ -13,8 +13,9 @@ import pytest
 import torch
 
 from pipedejavu.facts import InputError
+from pipedejavu.facts.message_memory import PAGE_BYTES
 from pipedejavu.runtime.memory_channel import FREE, LAYOUT, MESSAGE, MOST_SLOTS, NO_SLOT, ReceiveEnd, SendEnd
-from pipedejavu.runtime.memory_slot import PAGE_BYTES, SLOT
+from pipedejavu.runtime.memory_slot import SLOT
 from pipedejavu.runtime.message_layout import DTYPES, MessageLayout, TensorLayout
 from pipedejavu.runtime.peer_socket import LostPeerError, PeerSocket
 

@@ -64,7 +64,7 @@ def test_plans_that_need_no_simulation_are_none_of_the_answer(objective: str, mo
     place = machine(["fast", "fast", "half"], within=1e9)
     prices = {"fast": 1.0, "half": 3.0}
     options = SearchOptions.model_validate(
-        {"is_runnable": True, "batch": 32, "objective": objective, "prices": prices, "candidates": 2}
+        {"is_runnable": True, "batch": 32, "objective": objective, "prices": prices, "candidates": 3}
     )
     quick = search(model, place, options)
     monkeypatch.setattr(import_module("pipedejavu.search.simulation_queue"), "lower_bound_s", lambda *_: 0.0)

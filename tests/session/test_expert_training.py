@@ -30,7 +30,7 @@ def moe_model(name: str) -> nn.Module:
     if name == "mixtral":
         config = transformers.MixtralConfig(**SIZES, num_local_experts=4)
     else:
-        config = transformers.Qwen3MoeConfig(**SIZES, num_experts=4, moe_intermediate_size=6, head_dim=4)
+        config = transformers.Qwen3MoeConfig(**SIZES, num_experts=4, moe_intermediate_size=8, head_dim=4)
     return transformers.AutoModelForCausalLM.from_config(config).train()
 
 
@@ -66,7 +66,7 @@ def trained_plainly(model: nn.Module, batches: list[dict[str, Tensor]]) -> tuple
 
 def furthest(model: nn.Module, exact: nn.Module) -> float:
     return max(
-        float((weight.double() - other).abs().max())
+        float((weight.detach().double() - other.detach()).abs().max())
         for weight, other in zip(model.parameters(), exact.parameters(), strict=True)
     )
 

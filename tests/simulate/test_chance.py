@@ -68,3 +68,19 @@ def test_programs_that_are_too_long_to_be_drawn_take_their_medians(monkeypatch) 
     monkeypatch.setattr(room, "MOST_OPERATIONS", 10)
     prediction = predicted("gpipe", 2, spread=0.2)
     assert prediction.chance == (prediction.makespan_s,) * 3
+
+
+def test_estimated_times_have_the_error_of_such_estimates() -> None:
+    plan, profile, machine = unit_costs(preset("ddp").at(workers=2), {})
+    kind = machine.devices[0].kind
+    prediction = simulate(compile_plan(plan, profile.replace(error={kind: 0.1}), machine, fold=False))
+    chance, half = prediction.chance, math.exp(1.645 * 0.1)
+    assert chance.mean_s == prediction.makespan_s
+    assert chance.low_s == pytest.approx(prediction.makespan_s / half)
+    assert chance.high_s == pytest.approx(prediction.makespan_s * half)
+
+
+def test_devices_without_a_known_error_have_none() -> None:
+    plan, profile, machine = unit_costs(preset("ddp").at(workers=2), {})
+    prediction = simulate(compile_plan(plan, profile.replace(error={"other": 0.1}), machine, fold=False))
+    assert not prediction.chance.varies

@@ -178,12 +178,40 @@ def show_progress() -> Iterator[Progress]:
 def _read_inputs(request: PlanRequest, options: SearchOptions, progress: Progress) -> PlanInputs:
     """Returns profile and machine: those that the request names, or this machine and the model measured on it."""
     is_model = request.model.startswith(("zoo:", "hf:")) or ".py:" in request.model
-    notes = []
-    is_measured = is_model and request.machine is None
     if request.precision != "auto" and not is_model:
         raise InputError("--precision is for a model that is measured or estimated here; profiles have their own")
     if request.speed and not _is_profile(request.model):
         raise InputError("--speed is for profiles; a model's times are measured, or estimated from each device's rate")
+    machine, notes = _read_machine(request, progress)
+    if not is_model:
+        if _is_profile(request.model):
+            kinds = [device.kind for device in machine.devices]
+            profile = read_profile(request.model, kinds, read_speeds(request.speed))
+        else:
+            profile = estimate_profile(request.model, machine)
+            notes.append("times are estimated from the model's shape and each device's stated rate")
+        return PlanInputs(profile, machine, options, tuple(notes))
+    require_torch(*MEASURING)
+    from pipedejavu.plan.precision_request import PrecisionRequest
+    from pipedejavu.planner.precision_choice import estimated_precision, with_precision
+
+    if request.machine is None:
+        import torch
+
+        dtype = torch.float64 if PrecisionRequest.read(request.precision).compute == "fp64" else torch.float32
+        chosen = with_precision(Plan(), request.precision, machine.devices, dtype=dtype)
+    else:
+        chosen = estimated_precision(request.precision, machine)
+    clip = options.clip if chosen.precision.compute != "fp16" else "global"
+    options = options.replace(precision=chosen.precision, clip=clip)
+    notes += [f"precision: {decision.choice} ({decision.reason})" for decision in chosen.decisions]
+    profile, more = _profile_model(request, options, machine, progress)
+    return PlanInputs(profile, machine, options, (*notes, *more))
+
+
+def _read_machine(request: PlanRequest, progress: Progress) -> tuple[Machine, list[str]]:
+    """Returns the machine that the request names, or this one, and what the user should know of it."""
+    notes = []
     if request.machine is not None:
         machine = read_machine(request.machine)
     else:
@@ -195,57 +223,30 @@ def _read_inputs(request: PlanRequest, options: SearchOptions, progress: Progres
         notes.append(f"machine: {machine.name}, measured {machine.survey.date} (--renew measures again)")
     if machine.survey is not None and machine.survey.disturbance:
         notes.append(f"machine: {machine.survey.disturbance}")
-    if not is_model:
-        if _is_profile(request.model):
-            kinds = [device.kind for device in machine.devices]
-            profile = read_profile(request.model, kinds, read_speeds(request.speed))
-        else:
-            profile = estimate_profile(request.model, machine)
-            notes.append("times are estimated from the model's shape and each device's stated rate")
-    elif is_measured:
-        require_torch(*MEASURING)
-        import torch
+    return machine, notes
 
-        from pipedejavu.data.data_choice import DataChoice
-        from pipedejavu.plan.precision_request import check_request
-        from pipedejavu.planner.planning import profile_here
-        from pipedejavu.planner.precision_choice import with_precision
-        from pipedejavu.profile import TimeBudget
 
-        asked = check_request(request.precision)
-        dtype = torch.float64 if asked == "fp64" else torch.float32
-        chosen = with_precision(Plan(), asked, machine.devices, dtype=dtype)
-        clip = options.clip if chosen.precision.compute != "fp16" else "global"
-        options = options.replace(precision=chosen.precision, clip=clip)
-        notes += [f"precision: {decision.choice} ({decision.reason})" for decision in chosen.decisions]
-        budget = TimeBudget(request.measure_budget_s)
-        profile = profile_here(
-            read_model(request.model),
-            DataChoice(),
-            options.batch,
-            machine,
-            lambda text: progress(budget.spent_share, text),
-            renews=request.renew,
-            precision=chosen.precision,
-            budget=budget,
-        )
-        notes.append("times are measured on this machine")
-        notes += [f"{kind}: {reason}" for kind, reason in profile.estimated.items()]
-    else:
-        require_torch(*MEASURING)
-        from pipedejavu.planner.precision_choice import estimated_precision
-        from pipedejavu.planner.profiling import estimate_model
+def _profile_model(
+    request: PlanRequest, options: SearchOptions, machine: Machine, progress: Progress
+) -> tuple[Profile, list[str]]:
+    """Returns the profile of a model, measured here or estimated for another machine, and where its times are from."""
+    from pipedejavu.data.data_choice import DataChoice
+    from pipedejavu.planner.planning import profile_here
+    from pipedejavu.planner.profiling import estimate_model
+    from pipedejavu.profile import TimeBudget
 
+    model, precision = read_model(request.model), options.precision
+    if request.machine is not None:
         samples = options.samples or min(options.batch, 8)
-        chosen = estimated_precision(request.precision, machine)
-        clip = options.clip if chosen.precision.compute != "fp16" else "global"
-        options = options.replace(precision=chosen.precision, clip=clip)
-        notes += [f"precision: {decision.choice} ({decision.reason})" for decision in chosen.decisions]
-        model = read_model(request.model)
-        profiled = estimate_model(model, samples, machine, lambda text: progress(0.0, text), precision=chosen.precision)
-        profile = profiled.profile
-        notes.append("times are estimated from what the model computes and each device's stated rate")
-    return PlanInputs(profile, machine, options, tuple(notes))
+        estimated = estimate_model(model, samples, machine, lambda text: progress(0.0, text), precision=precision)
+        return estimated.profile, ["times are estimated from what the model computes and each device's stated rate"]
+    budget = TimeBudget(request.measure_budget_s)
+    profile = profile_here(
+        model, DataChoice(), options.batch, machine, lambda text: progress(budget.spent_share, text),
+        renews=request.renew, precision=precision, budget=budget,
+    )  # fmt: skip
+    ruled_out = [f"{kind}: {reason}" for kind, reason in profile.estimated.items()]
+    return profile, ["times are measured on this machine", *ruled_out]
 
 
 def _is_profile(model: str) -> bool:
@@ -337,7 +338,11 @@ def _score(plan: RankedPlan, by_price: bool) -> float:
 def _notes(result: SearchResult, problem: PlanInputs) -> list[str]:
     looked = f"{result.num_estimated:,} estimated, {result.num_simulated} simulated, {format_seconds(result.time_s)}"
     whole = "" if result.is_complete else "; not all were looked at, so there may be better ones"
-    return [*problem.notes, f"search: {result.searcher}, as {result.reason} ({looked}{whole})", *result.notes]
+    notes = [*problem.notes, f"search: {result.searcher}, as {result.reason} ({looked}{whole})", *result.notes]
+    if result.best is not None and result.best.chance.varies:
+        low, high = map(format_seconds, result.best.chance[1:])
+        notes.append(f"error: in nine of ten such forecasts the first plan's update takes {low} to {high}")
+    return notes
 
 
 def _page(best: RankedPlan, answer: PlanAnswer, problem: PlanInputs, *, by_price: bool) -> str:
@@ -373,7 +378,8 @@ def _form(best: RankedPlan, answer: PlanAnswer, problem: PlanInputs, request: Pl
 
     def candidate(ranked: RankedPlan) -> dict[str, Any]:
         form: dict[str, Any] = json.loads(ranked.model_dump_json(exclude={"machine", "profile", "plan"}))
-        return form | {"plan": json.loads(ranked.plan.to_json()), "axes": ranked.plan.axes()}
+        shown = {"chance": ranked.chance._asdict(), "axes": ranked.plan.axes()}
+        return form | {"plan": json.loads(ranked.plan.to_json())} | shown
 
     result = answer.result
     return {

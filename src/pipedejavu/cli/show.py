@@ -106,7 +106,7 @@ def describe_chance(chance: Chance) -> str:
     """Returns a sentence on the range of a program's time; empty if no variation is known."""
     if not chance.varies:
         return ""
-    mean, low, high = map(format_seconds, (chance.mean_s, chance.low_s, chance.high_s))
+    mean, low, high = map(format_seconds, chance)
     return f"As times vary and forecasts err, {mean} on average; nine in ten take {low} to {high}.\n"
 
 

@@ -177,8 +177,7 @@ def put_state(handlers: Handlers, update: int, source: Source, norm: float | Non
         is_divided = (value.piece, value.replica) in handlers.sharded
         if value.kind == ValueKind.WEIGHTS and not is_divided and not _is_idle(handlers.program, value.replica):
             for name, weight in weights.items():
-                loaded_weight = _loaded_weight(handlers, source, value.replica, name, weight)
-                _fill(f"weight '{name}'", weight.data, loaded_weight)
+                _fill(f"weight '{name}'", weight.data, _loaded_weight(handlers, source, value.replica, name, weight))
     for (_, replica), shards in handlers.sharded.items():
         for name, leaf in shards.leaves.items():
             loaded_weight = _loaded_weight(handlers, source, replica, name, leaf)

@@ -7,11 +7,13 @@ between stages are whole on all workers of a group, only the first worker logs, 
 
 from torch import Tensor, nn
 
+from pipedejavu.engine.device import device_of
 from pipedejavu.engine.job import Batches, Job
 from pipedejavu.engine.wire import Wire
 from pipedejavu.engine.wire_group import WireGroup
 from pipedejavu.facts import InputError
 from pipedejavu.plan import Plan
+from pipedejavu.plan.plan_trait import why_not_divided
 from pipedejavu.program import Program
 from pipedejavu.program.program import shard_group
 from pipedejavu.runtime.compiled_unit import GraphUnit
@@ -22,10 +24,6 @@ PieceReplica = tuple[int, int]
 Units = list[tuple[str, nn.Module]]
 
 
-_NOT_DIVIDED = ("server", "shared-memory", "summation-service")
-"""Wires of plans whose workers do not make the updates alone."""
-
-
 def divides_operators(program: Program) -> bool:
     """Whether workers hold parts of operators; experts are divided otherwise."""
     return program.plan.tensor_shards > 1
@@ -33,26 +31,25 @@ def divides_operators(program: Program) -> bool:
 
 def check_divisible(plan: Plan) -> None:
     """Raises InputError if the engine does not divide the operators of such a plan."""
-    place = plan.place
-    if plan.tensor_shards == 1 and place.stage_shards is None:
-        return
-    cannot = {
-        "order 'ready-first', whose workers choose the order of forwards each for itself": plan.order.kind
-        == "ready-first",
-        f"wire '{plan.reduce.wire}'": plan.reduce.wire in _NOT_DIVIDED,
-        f"keep '{plan.keep.kind}'": plan.keep.kind not in ("replicated", "split", "host"),
-        f"feed '{plan.feed.kind}'": plan.feed.kind in ("share", "mask"),
-        "compiled units": plan.is_compiled,
-        "a split backward": plan.splits_backward,
-        f"{place.cpu_replicas} CPU replicas": place.cpu_replicas > 0,
-        "stages with other numbers of replicas": place.stage_replicas is not None,
-    }
-    for what, asked in cannot.items():
-        if asked:
-            raise InputError(
-                f"plan '{plan.name}' divides operators over workers, and the engine does not run that with {what};"
-                " use a plan without it, or one that divides no operators"
-            )
+    if what := why_not_divided(plan):
+        raise InputError(
+            f"plan '{plan.name}' divides operators over workers, and the engine does not run that with {what}; use a"
+            " plan without it, or one that divides no operators"
+        )
+
+
+def check_gpus_apart(program: Program) -> None:
+    """Raises InputError if threads that divide operators share a GPU.
+
+    A process has one thread for the backwards of a GPU, so that one worker's would wait for the other's for ever.
+    """
+    devices = [device_of(program, worker) for worker in range(len(program.workers))]
+    gpus = [device for device in devices if device.type == "cuda"]
+    if divides_operators(program) and len({*gpus}) < len(gpus):
+        raise InputError(
+            f"plan '{program.plan.name}' divides operators over {len(gpus)} threads of one process, which has"
+            f" {len({*gpus})} GPUs; use a GPU for each, or processes (train, or a Trainer under torchrun)"
+        )
 
 
 def layout_kind(layout: str) -> LayoutKind:

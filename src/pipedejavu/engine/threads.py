@@ -20,13 +20,20 @@ from pipedejavu.engine.master import masters_of, weights_of
 from pipedejavu.engine.optimizer import LOW, Tensors
 from pipedejavu.engine.piece import PieceRunner
 from pipedejavu.engine.sharded_piece import ShardedPiece, is_sharded
-from pipedejavu.engine.tensor_parallel import Divisions, check_divisible, divided_units, divides_operators, is_first
+from pipedejavu.engine.tensor_parallel import (
+    Divisions,
+    check_divisible,
+    check_gpus_apart,
+    divided_units,
+    divides_operators,
+    is_first,
+)
+from pipedejavu.engine.unit_random import Unit
 from pipedejavu.engine.wire import Exchange, ThreadWire, Wire, WireStoppedError, staged
 from pipedejavu.engine.worker_loop import WorkerLoop
 from pipedejavu.engine.worker_thread import WorkerThread
 from pipedejavu.facts import InputError, Span
 from pipedejavu.plan import Plan
-from pipedejavu.plan.axis import in_line
 from pipedejavu.program import ActionKind, Program, Value, ValueKind
 from pipedejavu.program.effect import rest_of, resting, update_place
 from pipedejavu.program.value import HOST, SHARD
@@ -47,13 +54,16 @@ class Outcome:
 def check_runnable(program: Program) -> None:
     """Raises InputError if the program needs something that the engine cannot run yet."""
     plan = program.plan
-    check_tp_groups(plan)
+    check_divisible(plan)
     cannot = {
         "feed 'mask'": plan.feed.kind == "mask",
         f"combiner 'average' with feed '{plan.feed.kind}'": plan.reduce.combiner == "average"
         and plan.feed.kind != "own",
         "edges that skip": any(len(before) > 1 for before in program.inputs + program.outputs),
         "a folded program": program.copies > 1,
+        f"{plan.precision.moments} moments of weights that are divided between workers": plan.precision.moments
+        != "fp32"
+        and divides_weights(plan),
         "precision fp16 with a server": plan.precision.compute == "fp16" and plan.reduce.wire == "server",
         "weights shared between devices": plan.keep.kind == "shared"
         and len({device_of(program, worker) for worker in range(len(program.workers))}) > 1,
@@ -63,14 +73,9 @@ def check_runnable(program: Program) -> None:
             raise InputError(f"the engine does not run {what} yet; plan '{plan.name}' needs it")
 
 
-def check_tp_groups(plan: Plan) -> None:
-    """Raises InputError if the engine does not run the tensor-parallel groups of a plan."""
-    if plan.place.stage_shards is not None and len({*plan.place.stage_shards}) > 1:
-        raise InputError(
-            f"plan '{plan.name}' has tensor-parallel groups of {in_line(plan.place.stage_shards)} workers, and the"
-            " engine runs groups of one size only; give all stages the same"
-        )
-    check_divisible(plan)
+def divides_weights(plan: Plan) -> bool:
+    """Whether workers hold parts of a parameter or of its state: by ZeRO, tensor parallelism, or experts."""
+    return plan.keep.kind.startswith("zero") or plan.place.stage_shards is not None or plan.cut.kind == "layout"
 
 
 def check_units(program: Program, job: Job) -> None:
@@ -172,6 +177,7 @@ class Threads:
 
 
 def _make_workers(program: Program, job: Job, batches: Batches) -> list[WorkerRunner]:
+    check_gpus_apart(program)
     graph, handlers = verify(program), list[Handlers]()
     exchange = Exchange({name: group.workers for name, group in program.groups.items()})
     divisions = Divisions(program, job, batches)
@@ -220,42 +226,58 @@ def make_handlers(
 
     With a `compiler`, which workers may share, units run compiled. Workers that divide operators may share `divisions`.
     """
-    runners: Runners = {}
-    device = device_of(program, index)
     form = ComputeFormat.of(program.plan.precision, [module for _, module in job.units])
-    departing = {
-        a.piece for a in program.workers[index].actions if a.kind == ActionKind.OFFLOAD and a.what == ValueKind.SAVED
-    }
     divided: dict[tuple[int, int], dict[int, nn.Module]] = {}
     if divides_operators(program):
         divided = divided_units(program, index, wire, divisions or Divisions(program, job, batches))
+    runners: Runners = {}
     for piece, replica in pieces_of(program, index):
         parts = divided.get((piece, replica), {})
         units = [(u, job.units[u][0], parts.get(u, job.units[u][1])) for u in program.pieces[piece].units]
         if program.has_experts(piece) and program.plan.place.shards > 1:
             units = with_divided_experts(program, replica, units, wire)
-        again, departs = program.recomputed[piece], piece in departing
-        runners[piece, replica] = PieceRunner(units, job.seed, again, departs, compiler, form).to(device)
-        if program.plan.order.head_chunks > 1 and not program.outputs[piece]:
-            runners[piece, replica].head = HeadUse(program.plan.order.head_chunks, is_early=False)
+        runners[piece, replica] = _make_runner(program, index, piece, units, job.seed, compiler, form)
     handlers = Handlers(program, index, runners, job, batches, wire)
-    if divided and not is_first(program, index):
+    if divides_operators(program) and not is_first(program, index):
         handlers.log.silence()
-    version = -1 if program.plan.version.kind == "torn" else 0
-    for (piece, replica), runner in runners.items():
-        if is_sharded(program, piece):
-            put_shards(handlers, (piece, replica))
-            continue
-        for place in [place for kind, place in resting(program, piece) if kind == ValueKind.WEIGHTS]:
-            weights, lows = weights_of(runner.initial, runner.lowered, is_split=form.is_split)
-            if device != CPU:
-                weights = {n: w.pin_memory() if place == HOST else w.to(device) for n, w in weights.items()}
-            handlers.values[Value.weights(piece, replica, version, place)] = as_leaves(weights)
-            put_lows(handlers, (piece, replica), lows)
+    for key in runners:
+        put = _put_shards if is_sharded(program, key[0]) else _put_weights
+        put(handlers, key)
     return handlers
 
 
-def put_shards(handlers: Handlers, key: tuple[int, int]) -> None:
+def _make_runner(
+    program: Program,
+    index: int,
+    piece: int,
+    units: list[Unit],
+    seed: int,
+    compiler: UnitCompiler | None,
+    form: ComputeFormat,
+) -> PieceRunner:
+    departs = any(
+        a.kind == ActionKind.OFFLOAD and a.what == ValueKind.SAVED and a.piece == piece
+        for a in program.workers[index].actions
+    )
+    runner = PieceRunner(units, seed, program.recomputed[piece], departs, compiler, form)
+    if program.plan.order.head_chunks > 1 and not program.outputs[piece]:
+        runner.head = HeadUse(program.plan.order.head_chunks, is_early=False)
+    return runner.to(device_of(program, index))
+
+
+def _put_weights(handlers: Handlers, key: tuple[int, int]) -> None:
+    """Puts the initial weights of a piece into their resting places."""
+    program, device, runner = handlers.program, handlers.device, handlers.runners[key]
+    version = -1 if program.plan.version.kind == "torn" else 0
+    for place in [place for kind, place in resting(program, key[0]) if kind == ValueKind.WEIGHTS]:
+        weights, lows = weights_of(runner.initial, runner.lowered, is_split=runner.form.is_split)
+        if device != CPU:
+            weights = {n: w.pin_memory() if place == HOST else w.to(device) for n, w in weights.items()}
+        handlers.values[Value.weights(*key, version, place)] = as_leaves(weights)
+        put_lows(handlers, key, lows)
+
+
+def _put_shards(handlers: Handlers, key: tuple[int, int]) -> None:
     """Begins a piece whose state is divided over replicas with its initial weights."""
     (piece, replica), runner = key, handlers.runners[key]
     weights, lows = weights_of(runner.initial, runner.lowered, is_split=runner.form.is_split)

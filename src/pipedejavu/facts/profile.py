@@ -206,6 +206,9 @@ class Profile(Record):
     measuring. A shared machine is slower for seconds and then faster again."""
     estimated: dict[str, str] = Field(default_factory=dict)
     """By kind of device, which of a measured profile's times are estimated, and why."""
+    error: dict[str, Annotated[float, Field(ge=0)]] = Field(default_factory=dict)
+    """For times that were estimated: how far steps of whole models were off, by kind of device, as the standard
+    deviation of the logarithm of measured over forecast."""
     begins: tuple[int, ...] = ()
     """For a model cut from a traced graph: index of the first operation of each unit after the first, then the number
     of operations."""

@@ -8,6 +8,7 @@ lock the folder ─▶ predict, create files ─▶ run workers ─▶ gather �
 from contextlib import ExitStack
 
 from pipedejavu.analysis import verify
+from pipedejavu.analysis.mapped_memory import mapped_bytes
 from pipedejavu.facts import write_file
 from pipedejavu.facts.printable import tell
 from pipedejavu.launch.backend import Backend, RunSetup
@@ -79,7 +80,7 @@ class RunSession:
             return None
         options, program, start = self.setup
         prediction = simulate(program, verify(program))
-        check_fit(prediction)
+        check_fit(prediction, mapped_bytes(program).gpus)
         check_disk_space(self.folder, program.profile, bool(options.checkpoint_every), tell)
         self.folder.create(options, program, start, fingerprints_to_save(options, start))
         write_file(self.folder.predicted, prediction.timeline().to_json(indent=None))

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
+from pipedejavu.analysis.mapped_memory import mapped_bytes
 from pipedejavu.engine.device import device_of
 from pipedejavu.engine.engine_state import check_state, final_buffers
 from pipedejavu.engine.handlers import Handlers
@@ -149,7 +150,8 @@ class Rank:
         rank = start_rank(self.program, self.job, self.batches)
         self._begin(checkpoint_dir, rank.handlers)
         if self.rank == 0 and (wires := rank.wire.describe()):
-            self.progress.note(f"wires: {wires}")
+            said = str(mapped_bytes(self.program))
+            self.progress.note(f"wires: {wires}" + (f"; {said}" if said else ""))
         rank.handlers.notice = self.watchdog.notice
         self.reporter.follow(rank.handlers.log)
         for update, spans in rank.rounds(range(self.start.step, self.options.steps, self.program.plan.steps)):

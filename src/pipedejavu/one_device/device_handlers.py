@@ -169,7 +169,8 @@ def _make_optimizer(program: Program, job: Job, settings: UnitSettings, device: 
         rest = rest_of(program, number)
         for unit in piece.units:
             places[unit] = "gpu" if rest == "device" else rest
-    recomputed = {unit for some in program.recomputed for unit in some}
+    # The chain recomputes compiled units itself.
+    recomputed = set[int]() if plan.is_compiled else {unit for some in program.recomputed for unit in some}
     others: Activations = "offload" if plan.keep.activations == "host" else "keep"
     clip_norm = job.clip_norm if plan.reduce.clip == "global" else None
     if clip_norm is None and (plan.reduce.clip == "global" or "visit" in places):

@@ -63,8 +63,8 @@ def _of_plan(program: Program) -> Iterator[str]:
 def _of_forms(program: Program) -> Iterator[str]:
     """Yields what does not combine with compiled units, or with a head in chunks."""
     plan = program.plan
-    if plan.is_compiled and (plan.keep.activations == "host" or any(program.recomputed)):
-        yield "its units are compiled, and are recomputed or keep activations on the host"
+    if plan.is_compiled and plan.keep.activations == "host":
+        yield "its units are compiled, and keep activations on the host"
     if plan.order.head_chunks > 1:
         last = program.pieces[-1].units[-1]
         if plan.keep.activations == "host" or last in program.recomputed[-1]:
@@ -106,8 +106,8 @@ def _of_weights(program: Program, job: Job) -> Iterator[str]:
     for parameter in trained.values():
         if parameter.dtype not in _DTYPES or not parameter.is_contiguous():
             yield f"a parameter is {str(parameter.dtype).removeprefix('torch.')}, or not contiguous"
-    if program.update_size > 1 and has_masters(form, job):
-        yield "gradients of bfloat16 are summed over microbatches"
+    if program.update_size > 1 and has_masters(form, job) and form.sums_wide:
+        yield "gradients of bfloat16 are summed over microbatches in float32"
 
 
 def _of_units(program: Program, job: Job) -> Iterator[str]:
@@ -115,7 +115,7 @@ def _of_units(program: Program, job: Job) -> Iterator[str]:
         yield "a module is several units"
     recomputed = {unit for some in program.recomputed for unit in some}
     for unit, (name, module) in enumerate(job.units):
-        if unit in recomputed and _advances_buffers(module):
+        if unit in recomputed and _advances_buffers(module, is_compiled=program.plan.is_compiled):
             yield f"unit '{name}' is recomputed and may change its buffers"
     tied = {name for tie in job.ties for name in tie}
     for piece, names in enumerate(_names(program, job)):
@@ -130,12 +130,15 @@ def _names(program: Program, job: Job) -> Iterator[set[str]]:
         yield {name for unit, m in units for name, _ in m.named_parameters(unit, remove_duplicate=False)}
 
 
-def _advances_buffers(module: nn.Module) -> bool:
-    """Whether a forward may change buffers that a second run must not change again, other than batch statistics."""
+def _advances_buffers(module: nn.Module, *, is_compiled: bool) -> bool:
+    """Whether a forward may change buffers that a second run must not change again.
+
+    Batch statistics of a unit that is not compiled are known, and stay as they are.
+    """
     for part in module.modules():
         if isinstance(part, fx.GraphModule):
             return any(_changes_buffers(node) for node in part.graph.nodes)
-        is_known = isinstance(part, nn.modules.batchnorm._BatchNorm)
+        is_known = isinstance(part, nn.modules.batchnorm._BatchNorm) and not is_compiled
         if not is_known and part._buffers.keys() - part._non_persistent_buffers_set:
             return True
     return False

@@ -4,13 +4,14 @@ Random numbers inside a unit depend only on the run's seed, the microbatch and t
 """
 
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from pipedejavu.engine.piece import PieceRunner
 from pipedejavu.engine.recompute_span import like, tensors_of
@@ -35,6 +36,9 @@ class UnitChain:
     ):
         """Takes the pieces in order, and units without the optimizer's hooks to compile; see `without_later_hooks`."""
         self._runners, self._loss, self._plain = runners, loss, plain
+        self._recomputed = recomputed
+        self._compiled = set[Hashable]()
+        """Recomputed units that were compiled, with the kind of their input."""
         self._last = runners[-1].units[-1][0]
         copying = {n for runner in runners for n, _, module in runner.units if _works_in_place(module)}
         self._copying = {n for n in copying if n == 0 or n in recomputed}
@@ -68,7 +72,25 @@ class UnitChain:
             return module, False
         plain = self._plain[number]
         compiled = partial(runner.run_compiled, (number, name, plain), microbatch, head)
+        if number in self._recomputed:  # HybridAdamW recomputes through the module, which this call passes by
+            compiled = partial(self._recompute, runner, number, microbatch, compiled)
         return partial(_run_within_hooks, module, plain, compiled), head is not None
+
+    def _recompute(
+        self, runner: PieceRunner, number: int, microbatch: int, call: Callable[[Any], Any], value: Any
+    ) -> Any:
+        """Runs a compiled unit that keeps only its input, and runs again in the backward.
+
+        The first call on each kind of input may run the unit more than once to compile it, so it comes before.
+        """
+        kind = (number, tuple((t.shape, t.dtype, t.requires_grad) for t in tensors_of(value)))
+        draws = not runner.random.is_deterministic(number)
+        if kind not in self._compiled:
+            self._compiled.add(kind)
+            call(value)
+            if draws:
+                runner.random.seed_generators(number, value, microbatch)
+        return checkpoint(call, value, use_reentrant=False, preserve_rng_state=draws)
 
 
 def without_later_hooks(module: nn.Module) -> nn.Module:

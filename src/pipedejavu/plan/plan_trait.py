@@ -1,5 +1,6 @@
 """Traits of a plan that several of its axes have together, and that rules ask for."""
 
+from pipedejavu.plan.axis import in_line
 from pipedejavu.plan.plan import Plan
 
 
@@ -28,3 +29,24 @@ def can_take_turns(plan: Plan) -> bool:
     """Whether each replica of a stage gets a microbatch of every update; if it never drains, as many as the others."""
     replicas, count = plan.place.stage_replicas or (), plan.feed.microbatches
     return not any(count % size if plan.is_flush_free else count < size for size in replicas)
+
+
+def why_not_divided(plan: Plan) -> str:
+    """Returns what keeps the engine from running a plan that divides operators; empty if nothing does."""
+    place, reduce = plan.place, plan.reduce
+    if plan.tensor_shards == 1 and place.stage_shards is None:
+        return ""
+    sizes = place.stage_shards or (1,)
+    cannot = {
+        f"tensor-parallel groups of different sizes ({in_line(sizes)})": len({*sizes}) > 1,
+        "order 'ready-first', whose workers choose the order of forwards each for itself": plan.order.kind
+        == "ready-first",
+        f"wire '{reduce.wire}'": reduce.wire in ("server", "shared-memory", "summation-service"),
+        f"keep '{plan.keep.kind}'": plan.keep.kind not in ("replicated", "split", "host"),
+        f"feed '{plan.feed.kind}'": plan.feed.kind in ("share", "mask"),
+        "compiled units": plan.is_compiled,
+        "a split backward": plan.splits_backward,
+        f"{place.cpu_replicas} CPU replicas": place.cpu_replicas > 0,
+        "stages with numbers of replicas of their own": place.stage_replicas is not None,
+    }
+    return next((what for what, asked in cannot.items() if asked), "")

@@ -300,9 +300,9 @@ RULES = (
         "leave precision.moments out, or use compute 'fp32'",
     ),
     Rule(
-        lambda plan, _: plan.precision.moments == "int8" and plan.keep.kind.startswith("zero"),
-        "keep '{keep}' divides state at any element, and int8 moments have a scale per 256 of them",
-        "set precision.moments to 'bf16', or keep to 'replicated'",
+        lambda plan, _: plan.precision.moments != "fp32" and plan.keep.kind.startswith("zero"),
+        "keep '{keep}' divides state at any element, and {moments} moments are rounded by a parameter's own elements",
+        "leave precision.moments out, or set keep to 'replicated'",
     ),
     Rule(
         lambda plan, _: plan.precision.is_split and adds_to_weights(plan),

@@ -7,7 +7,7 @@ of a sample. Values of tensors, names of objects in memory and hash seeds do not
 import inspect
 import re
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from functools import cache
 from hashlib import sha256
 from pathlib import Path
@@ -38,14 +38,14 @@ def model_key(units: Units, loss: Callable[[Any, Any], Tensor], inputs: Any, tar
 
 def _module_lines(module: nn.Module) -> Iterator[str]:
     for path, inner in module.named_modules():
-        kind = type(inner)
+        kind: Any = type(inner)
         settings = [f"{key}={_text_of(item, 1)}" for key, item in sorted(vars(inner).items()) if key[0] != "_"]
         tensors = [
             (key, t is not None and tensor_form(t)) for key, t in (*inner._parameters.items(), *inner._buffers.items())
         ]
         graph = graph_form(inner) if isinstance(inner, fx.GraphModule) else ()
         described = settings if not isinstance(inner, fx.GraphModule | Segment) else []
-        source = _source_of(kind)  # type: ignore[arg-type]  # mypy holds classes for unhashable
+        source = _source_of(kind)
         yield _without_addresses(
             f"{path} {kind.__module__}.{kind.__qualname__} {source} {inner.training} {inner.extra_repr()}"
             f" {described} {tensors} {graph}"
@@ -53,10 +53,10 @@ def _module_lines(module: nn.Module) -> Iterator[str]:
 
 
 @cache
-def _source_of(kind: Any) -> str:
+def _source_of(kind: Hashable) -> str:
     """Returns a hash of the file that defines a class; empty if there is none."""
     try:
-        path = inspect.getsourcefile(kind)
+        path = inspect.getsourcefile(kind)  # type: ignore[arg-type]
         return sha256(Path(path).read_bytes()).hexdigest() if path else ""
     except (TypeError, OSError):
         return ""

@@ -50,12 +50,10 @@ def estimated_precision(asked: str, machine: Machine) -> Plan:
     gpus = [device.kind for device in machine.devices if _is_gpu(device)]
     lacking = [kind for kind in gpus if known.get(kind) != "bfloat16"]
     request = PrecisionRequest.read(asked)
-    compute: str
-    if request.compute != "auto":
-        compute, reason = request.compute, ""
-    elif gpus and not lacking:
+    compute, reason = str(request.compute), ""
+    if compute == "auto" and gpus and not lacking:
         compute, reason = _BEST, f"{gpus[0]} computes it at twice the rate of TF32 or more"
-    else:
+    elif compute == "auto":
         compute, reason = "fp32", f"{lacking[0]} is not known to compute bf16" if lacking else "it trains on CPUs"
     precision = _precision_of(compute, Plan())
     request.check_masters(precision)

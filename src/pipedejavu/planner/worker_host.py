@@ -11,7 +11,7 @@ from typing import Literal
 
 import torch
 
-from pipedejavu.engine.threads import check_tp_groups
+from pipedejavu.engine.tensor_parallel import check_divisible
 from pipedejavu.facts import Device, Host, InputError, Link, Machine, Record
 from pipedejavu.plan import Plan
 from pipedejavu.probe.machine_shape import (
@@ -75,7 +75,7 @@ def make_machine(plan: Plan, worker_hosts: Sequence[WorkerHost], choice: DeviceC
     workers share the host's cores. With `shared-gpu` the workers take the GPUs in turn, each with its share of the
     memory.
     """
-    check_tp_groups(plan)
+    check_divisible(plan)
     on_gpu = _choose_gpus(plan, worker_hosts, choice)
     hosts = {worker_host.host: worker_host for worker_host in worker_hosts}
     sharing = {name: sum(s.host == name and not g for s, g in zip(worker_hosts, on_gpu, strict=True)) for name in hosts}

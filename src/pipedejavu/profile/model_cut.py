@@ -7,6 +7,7 @@ would pass on much more than one just before or after the block.
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from difflib import SequenceMatcher
 from itertools import pairwise
 from typing import Any, Literal
 
@@ -45,13 +46,15 @@ class ModelCut:
     model: nn.Module
     begins: tuple[int, ...] = ()
     """Index of the first operation of each unit after the first, then the number of operations; empty for a chain."""
+    operations: tuple[str, ...] = ()
+    """The module and the operator of each operation; empty for a chain."""
 
     def fit(self, inputs: Any) -> None:
         """Makes the units accept inputs of another shape too, by tracing the model again; a chain accepts any."""
         first = self.units[0][1]
         if not isinstance(first, Segment) or first.takes(self.flat(inputs)):
             return
-        others = cut_model(self.model, inputs, self.begins).units
+        others = cut_model(self.model, inputs, self.begins, self.operations).units
         if [_contents(*unit) for unit in others] != [_contents(*unit) for unit in self.units]:
             raise InputError(
                 f"a {type(self.model).__name__} is cut into other units for microbatches of another size; give all of"
@@ -67,12 +70,12 @@ def _contents(name: str, unit: nn.Module) -> tuple[str, frozenset[str]]:
     return name, frozenset(parameter for parameter, _ in unit.named_parameters(remove_duplicate=False))
 
 
-def cut_model(model: nn.Module, inputs: Any, begins: Sequence[int] = ()) -> ModelCut:
+def cut_model(model: nn.Module, inputs: Any, begins: Sequence[int] = (), operations: Sequence[str] = ()) -> ModelCut:
     """Cuts a model for inputs of one shape: a tensor, a tuple of arguments, or a mapping of keyword arguments.
 
-    `ModelCut.fit` adds other shapes. `begins` repeats an earlier cut, even one made for another shape. However the
-    units are grouped into pieces, outputs and gradients equal the model's; parameters are the model's own, under its
-    own names. Raises InputError for a model that cannot be traced.
+    `ModelCut.fit` adds other shapes. `begins` repeats an earlier cut; with its `operations`, even one for a shape that
+    has a few other operations. However the units are grouped into pieces, outputs and gradients equal the model's;
+    parameters are the model's own, under its own names. Raises InputError for a model that cannot be traced.
     """
     check_parameter_hooks(model)
     if is_chain(model):
@@ -83,14 +86,32 @@ def cut_model(model: nn.Module, inputs: Any, begins: Sequence[int] = ()) -> Mode
     if not any(isinstance(leaf, fx.Node) for leaf in traced.outputs):
         raise InputError(f"a {type(model).__name__} cannot be cut: its output holds no tensor")
     method, positions = _positions(live)
+    known = _operations(live)
     if begins:
+        begins = _moved(begins, operations or known, known)
         _check_begins(model, live, begins)
         positions = [*begins[:-1]]
     units = _segments(live, positions)
     leaves, spec = traced.outputs, traced.spec
     return ModelCut(
-        units, method, traced.form.flat, lambda value: _restored(value, leaves, spec), model, (*positions, live.size)
-    )
+        units, method, traced.form.flat, lambda value: _restored(value, leaves, spec), model,
+        (*positions, live.size), known,
+    )  # fmt: skip
+
+
+def _operations(live: TensorLiveness) -> tuple[str, ...]:
+    nodes = live.trace.nodes
+    return tuple(f"{path} {node.target}" for path, node in zip(module_paths(nodes), nodes, strict=True))
+
+
+def _moved(begins: Sequence[int], before: Sequence[str], after: Sequence[str]) -> Sequence[int]:
+    """Returns the places of a cut in a graph with a few other operations, as a microbatch of one sample may have."""
+    if before == after or len(before) != begins[-1]:
+        return begins
+    matches = SequenceMatcher(None, before, after, autojunk=False).get_matching_blocks()
+    place = {match.a + n: match.b + n for match in matches for n in range(match.size)}
+    moved = [place[position] for position in begins[:-1] if position in place]
+    return (*moved, len(after)) if len(moved) == len(begins) - 1 else begins
 
 
 def _check_begins(model: nn.Module, live: TensorLiveness, begins: Sequence[int]) -> None:

@@ -1,7 +1,6 @@
 """Units as graphs of operations with the shapes of all tensors, to find what can be divided in them."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
@@ -19,12 +18,12 @@ def unit_graphs(units: Sequence[tuple[str, nn.Module]], value: Value) -> list[Un
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     tensors = value if isinstance(value, tuple) else (value,)
-    fakes = tuple(mode.from_tensor(tensor) for tensor in tensors)
+    fakes: tuple[Tensor, ...] = tuple(mode.from_tensor(tensor) for tensor in tensors)
     graphs = []
     for name, unit in units:
         body = _body(unit, fakes)
         with torch.enable_grad(), mode:
-            fakes = _Shapes(body, mode).run(*fakes)
+            fakes = _note_shapes(body, mode, fakes)
         graphs.append(UnitGraph(name, body))
     return graphs
 
@@ -39,20 +38,18 @@ def _body(unit: nn.Module, inputs: tuple[Tensor, ...]) -> fx.GraphModule:
     return make_body(traced.nodes, list(traced.inputs), outputs, traced.states, traced.held)
 
 
-class _Shapes(fx.Interpreter):
-    """Runs a graph on fake tensors and notes each node's result."""
-
-    def __init__(self, body: fx.GraphModule, mode: FakeTensorMode):
-        super().__init__(body)
-        self.mode = mode
-
-    def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:
-        """Returns a fake tensor for a parameter or buffer."""
-        held = super().get_attr(target, args, kwargs)
-        return self.mode.from_tensor(held) if isinstance(held, Tensor) else held
-
-    def run_node(self, n: fx.Node) -> Any:
-        """Notes the result of a node."""
-        result = super().run_node(n)
-        n.meta["val"] = result
-        return result
+def _note_shapes(body: fx.GraphModule, mode: FakeTensorMode, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Runs a graph on fake tensors, notes each node's result, and returns the outputs."""
+    given = iter(inputs)
+    for node in body.graph.nodes:
+        if node.op == "placeholder":
+            node.meta["val"] = next(given)
+        elif node.op == "get_attr":
+            path, _, key = str(node.target).rpartition(".")
+            held = getattr(body.get_submodule(path), key)
+            node.meta["val"] = mode.from_tensor(held) if isinstance(held, Tensor) else held
+        elif node.op == "call_function":
+            args, kwargs = fx.map_arg((node.args, node.kwargs), lambda used: used.meta["val"])
+            node.meta["val"] = node.target(*args, **kwargs)
+    (output,) = (node for node in body.graph.nodes if node.op == "output")
+    return tuple(node.meta["val"] for node in output.args[0])

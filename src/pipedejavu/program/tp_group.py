@@ -77,7 +77,8 @@ def with_tp_times(profile: Profile, machine: Machine, tp_groups: Sequence[Sequen
                 }
             )
         units.append(unit.replace(times=unit.times | tp_times))
-    return profile.replace(units=tuple(units))
+    error = {kind: profile.error[group[0].kind] for kind, group in kinds.items() if group[0].kind in profile.error}
+    return profile.replace(units=tuple(units), error=profile.error | error)
 
 
 _HALVES = ("forward", "backward", "input_backward", "recompute")

@@ -44,7 +44,7 @@ class UnitGraph:
         return list(output.args[0])
 
 
-class Chain:
+class GraphChain:
     """Consecutive units of one worker: what one returns is what the next one takes."""
 
     def __init__(self, graphs: Sequence[UnitGraph]):
@@ -73,7 +73,7 @@ class Chain:
 class Region:
     """Tensors that are divided together over `size` ranks."""
 
-    chain: Chain
+    chain: GraphChain
     size: int
     splits: dict[fx.Node, Split] = field(default_factory=dict)
     sums: set[fx.Node] = field(default_factory=set)

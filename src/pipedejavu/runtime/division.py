@@ -12,7 +12,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor, fx
 
-from pipedejavu.runtime.axis_region import CONVOLUTIONS, Chain, Region, UnitGraph
+from pipedejavu.runtime.axis_region import CONVOLUTIONS, GraphChain, Region, UnitGraph
 from pipedejavu.runtime.axis_rule import name_of, shape_of
 from pipedejavu.runtime.channel_region import ChannelRegion, OperatorLayout, is_operator, weight_of
 from pipedejavu.runtime.param_layout import ParamLayout
@@ -40,7 +40,7 @@ class Collective(NamedTuple):
 class Division:
     """The regions of a chain of units that are divided over `size` ranks."""
 
-    chain: Chain
+    chain: GraphChain
     size: int
     regions: tuple[Region, ...]
     operators: Mapping[fx.Node, OperatorLayout] = field(default_factory=dict)
@@ -99,7 +99,7 @@ def divide(
     graphs: Sequence[UnitGraph], size: int, whole: Sequence[Tensor] = (), layout: LayoutKind = "pairs"
 ) -> Division:
     """Returns the division of a chain over `size` ranks; `whole` are parameters that all ranks keep whole."""
-    chain = Chain(graphs)
+    chain = GraphChain(graphs)
     kept = {id(tensor) for tensor in whole}
     if layout != "pairs":
         return _divide_channels(chain, size, kept, layout)
@@ -111,7 +111,7 @@ def divide(
     return Division(chain, size, tuple(chosen))
 
 
-def _divide_channels(chain: Chain, size: int, kept: set[int], layout: LayoutKind) -> Division:
+def _divide_channels(chain: GraphChain, size: int, kept: set[int], layout: LayoutKind) -> Division:
     """Divides the channels of all activations that convolutions make and other operators read."""
     regions: list[Region] = []
     makers, readers = set[fx.Node](), set[fx.Node]()
@@ -136,14 +136,14 @@ def _divide_channels(chain: Chain, size: int, kept: set[int], layout: LayoutKind
     return Division(chain, size, tuple(regions), operators)
 
 
-def _seeds(chain: Chain) -> list[tuple[fx.Node, int]]:
+def _seeds(chain: GraphChain) -> list[tuple[fx.Node, int]]:
     """Returns the first reader of each trained parameter of several dimensions, with each of these."""
     readers = [nodes[0] for nodes in chain.twins.values()]
     trained = [node for node in readers if chain.held[node].requires_grad and chain.held[node].ndim > 1]
     return [(node, dim) for node in trained for dim in range(chain.held[node].ndim)]
 
 
-def _region(chain: Chain, size: int, node: fx.Node, dim: int, kept: set[int]) -> Region | None:
+def _region(chain: GraphChain, size: int, node: fx.Node, dim: int, kept: set[int]) -> Region | None:
     """Returns what is divided with a dimension of a parameter, or None if it cannot be divided."""
     length = shape_of(node)[dim]
     parts: tuple[int, ...] = (length,)
@@ -165,7 +165,7 @@ def _region(chain: Chain, size: int, node: fx.Node, dim: int, kept: set[int]) ->
     return None
 
 
-def _draws(chain: Chain, region: Region) -> bool:
+def _draws(chain: GraphChain, region: Region) -> bool:
     """Whether units of a region draw random numbers in a way that cannot be divided."""
     units = {chain.unit_of[node] for node in region.operations}
     for unit in units:

@@ -111,7 +111,7 @@ class Dropout(_Step):
         return tensor * mask
 
 
-class Attention(_Step):
+class MaskedAttention(_Step):
     """Scaled dot-product attention with dropout, whose mask is the part of the whole attention's."""
 
     def forward(
@@ -253,7 +253,7 @@ class GraphPart:
             return None
         mask = args[3] if len(args) > 3 else kwargs.get("attn_mask")
         given = (*args[:3], mask, bool(argument(node, "is_causal", False)), argument(node, "scale"))
-        return self._step(Attention, *given, shape=shape_of(node), p=p, split=split, draws=self.draws)
+        return self._step(MaskedAttention, *given, shape=shape_of(node), p=p, split=split, draws=self.draws)
 
     def _adapted(
         self, node: fx.Node, region: Region, args: list[Any], kwargs: dict[str, Any]

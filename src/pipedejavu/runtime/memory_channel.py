@@ -15,6 +15,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from pipedejavu.facts.message_memory import MOST_SLOTS
 from pipedejavu.runtime.memory_slot import SLOT, GpuEnds, GpuSlot, HostSlot, MessageSlot
 from pipedejavu.runtime.message_layout import MOST_BYTES, MessageLayout
 from pipedejavu.runtime.peer_socket import PeerSocket
@@ -23,8 +24,6 @@ LAYOUT, MESSAGE, FREE = 1, 3, 4
 """Kinds of frames: the form of a layout follows; the slot and the layout of a message; a slot that is free again."""
 NO_SLOT = 0xFFFFFFFF
 """The slot of a message without bytes."""
-MOST_SLOTS = {"cpu": 4, "cuda": 2}
-"""Messages of a channel that may be sent and not received; a GPU has few because slots take its memory."""
 
 
 class SendEnd:
@@ -34,7 +33,7 @@ class SendEnd:
         """With `ends`, messages are tensors of a GPU."""
         self.peer, self.ends = peer, ends
         self.device = ends.here if ends else torch.device("cpu")
-        self.most = MOST_SLOTS[self.device.type]
+        self.most = MOST_SLOTS["gpu" if ends else "cpu"]
         self._layouts: dict[MessageLayout, int] = {}
         self._slots: list[MessageSlot] = []
         self._free: deque[int] = deque()

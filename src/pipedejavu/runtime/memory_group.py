@@ -20,6 +20,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from pipedejavu.facts.message_memory import PART_BYTES, paged
 from pipedejavu.runtime.cuda_ipc import (
     HANDLE_BYTES,
     ExportedMemory,
@@ -27,12 +28,10 @@ from pipedejavu.runtime.cuda_ipc import (
     make_shared_event,
     open_shared_event,
 )
-from pipedejavu.runtime.memory_slot import PAGE_BYTES, GpuEnds, allocate, map_file, take_file
+from pipedejavu.runtime.memory_slot import GpuEnds, allocate, map_file, take_file
 from pipedejavu.runtime.peer_socket import PeerSocket
 from pipedejavu.runtime.traffic import Counts, Traffic
 
-PART_BYTES = 32 << 20
-"""Size of the largest part of a vector that is added at a time; a member has two regions of this size at most."""
 REGION, MEET, CLOSED = 16, 17, 18
 """Kinds of frames: a region of a member, its arrival at a meeting, and that it has unmapped old regions."""
 _WIDENED = (torch.bfloat16, torch.float16)
@@ -64,7 +63,7 @@ class HostRegions:
     """Regions in host memory."""
 
     def __init__(self, size_bytes: int, member: int, peers: Peers):
-        self.size_bytes = -(-size_bytes // PAGE_BYTES) * PAGE_BYTES
+        self.size_bytes = paged(size_bytes)
         file = allocate(2 * self.size_bytes)
         try:
             for peer in peers.values():

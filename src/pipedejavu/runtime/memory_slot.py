@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from pipedejavu.facts import MemoryFile, format_bytes
+from pipedejavu.facts.message_memory import paged
 from pipedejavu.runtime.cuda_ipc import (
     HANDLE_BYTES,
     ExportedMemory,
@@ -20,7 +21,6 @@ from pipedejavu.runtime.cuda_ipc import (
 )
 from pipedejavu.runtime.peer_socket import PeerSocket
 
-PAGE_BYTES = 1 << 16
 SLOT = 2
 """The kind of frame that announces a slot: its number and its size."""
 
@@ -63,7 +63,7 @@ class HostSlot:
     @classmethod
     def make(cls, size_bytes: int, number: int, peer: PeerSocket) -> Self:
         """Allocates a slot and announces it."""
-        size_bytes = -(-size_bytes // PAGE_BYTES) * PAGE_BYTES
+        size_bytes = paged(size_bytes)
         file = allocate(size_bytes)
         try:
             peer.send_frame(SLOT, number, size_bytes, (file.file,))

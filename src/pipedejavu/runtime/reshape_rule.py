@@ -34,16 +34,22 @@ def through_view(before: Shape, after: Shape, split: Split, size: int) -> Split:
     outer = prod(before[d] for d in inside if d < split.dim)
     runs = tuple(part * inner for part in split.parts) * outer
     for dim in outside:
-        inner = prod(after[d] for d in outside if d > dim)
-        outer = prod(after[d] for d in outside if d < dim)
-        parts = runs[: len(runs) // outer]
-        fits = len(runs) % outer == 0 and parts * outer == runs
-        if after[dim] > 1 and fits and all(part % (inner * size) == 0 for part in parts):
-            return Split(dim, tuple(part // inner for part in parts))
+        if after[dim] > 1 and (parts := _parts_of(runs, after, outside, dim, size)):
+            return Split(dim, parts)
     sizes = [after[d] for d in outside if after[d] > 1]
     first = sizes[0] if sizes else 1
     parts = (before[split.dim] // first,) * first if before[split.dim] % first == 0 else ()
     raise UndividedError(f"{_product(sizes)} cannot be divided by {size} along one dimension", parts)
+
+
+def _parts_of(runs: tuple[int, ...], after: Shape, block: Sequence[int], dim: int, size: int) -> tuple[int, ...]:
+    """Returns the parts of a dimension of a block whose elements are divided in `runs`; empty if they do not fit it."""
+    inner = prod(after[d] for d in block if d > dim)
+    outer = prod(after[d] for d in block if d < dim)
+    parts = runs[: len(runs) // outer]
+    if len(runs) % outer or parts * outer != runs or any(part % (inner * size) for part in parts):
+        return ()
+    return tuple(part // inner for part in parts)
 
 
 def _block(before: Shape, after: Shape, dim: int) -> tuple[list[int], list[int]]:

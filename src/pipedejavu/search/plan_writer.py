@@ -3,6 +3,7 @@
 from pipedejavu.facts import Cost, Profile, format_bytes
 from pipedejavu.facts.head_form import form_at
 from pipedejavu.plan import Cut, Decision, Feed, Keep, Order, Place, Plan, Reduce, Version, faults_of, preset
+from pipedejavu.plan.plan_trait import why_not_divided
 from pipedejavu.program.pipeline import assign_devices
 from pipedejavu.search.candidate_plan import CandidatePlan, bucket_bytes
 from pipedejavu.search.plan_estimate import recompute_of
@@ -114,9 +115,8 @@ def stashed(plan: Plan, options: SearchOptions) -> list[Plan]:
 
 def why_not_run(plan: Plan) -> str:
     """Returns why the engine does not run a plan; empty if it does."""
-    what = [f"operators over devices (place '{plan.place}')"] * (plan.place.stage_shards is not None)
-    what += ["operators over workers (cut 'layout')"] * (plan.cut.kind == "layout")
-    return f"the engine does not yet divide {' or '.join(what)}" if what else ""
+    what = why_not_divided(plan)
+    return f"the engine does not divide operators with {what}" if what else ""
 
 
 def _name(candidate: CandidatePlan) -> str:

@@ -7,6 +7,7 @@ from pydantic import Field
 from pipedejavu.facts import Bytes, Machine, Profile, Record
 from pipedejavu.facts.quantity import Seconds
 from pipedejavu.plan import Plan
+from pipedejavu.simulate import Chance, estimated_chance
 
 
 class MemoryNeed(Record):
@@ -55,6 +56,13 @@ class RankedPlan(Record):
     def time_per_sample_s(self) -> float:
         """Time of one update, divided by its samples."""
         return self.time_s / self.samples
+
+    @property
+    def chance(self) -> Chance:
+        """The distribution of the time of one update, if its times are estimated with a known error."""
+        devices = [self.machine.device(need.device) for need in self.memory]
+        kinds = {d.kind for d in devices if d.type == "gpu"} or {d.kind for d in devices}
+        return estimated_chance(self.profile.error, kinds, self.time_s)
 
     @property
     def fullest_share(self) -> float:

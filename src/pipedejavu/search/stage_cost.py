@@ -185,7 +185,8 @@ class StageCosts:
         start, end = np.asarray(start), np.asarray(end)
         segments, choice = self.segments(scheduled.slot.kinds, mode), self._choose(sums, start, end, scheduled, mode)
         columns = [sums.time.recompute, sums.activations.saved, np.zeros_like(sums.largest.saved)]
-        has_pieces = mode.goes_by_pieces or (scheduled.slot.is_alone and len(scheduled.slot.group) > 1)
+        is_replicated = scheduled.slot.is_alone and len(scheduled.slot.group) > 1
+        has_pieces = mode.goes_by_pieces or (is_replicated and self._buffers > 1)
         again, kept, extra, between, pieces = (
             np.array(column) for column in (*columns, sums.largest.checkpoint * has_pieces, sums.num_units)
         )
@@ -304,7 +305,8 @@ def _num_collectives(sums: StageSums, scheduled: ScheduledSlot, mode: Mode) -> A
 def _memory(sums: StageSums, scheduled: ScheduledSlot, mode: Mode, buffers: int) -> tuple[Array, Array]:
     """Returns the peak memory of each device of a slot, and of its host on the device's behalf.
 
-    A stage of a pipeline holds its input and output so many times in `buffers`.
+    A stage of a pipeline holds its input and output so many times in `buffers`. With more than one, replicas of a whole
+    model hold the largest output between two buckets of gradients, too.
     """
     slot, size = scheduled.slot, len(scheduled.slot.group)
     activations, largest, hosted = sums.activations, sums.largest, sums.hosted
@@ -317,7 +319,7 @@ def _memory(sums: StageSums, scheduled: ScheduledSlot, mode: Mode, buffers: int)
     if mode.activations == "host":
         host, held = host + held, np.minimum(held, 3 * piece)
     held = held + (activations.inputs + activations.outputs) * (1 if slot.is_alone else buffers)
-    if not mode.is_plain or (slot.is_alone and size > 1):
+    if not mode.is_plain or (slot.is_alone and size > 1 and buffers > 1):
         held = held + 2 * largest.checkpoint  # between pieces
     if mode.recomputes:
         held = held + largest.saved

@@ -93,7 +93,8 @@ def subspaces(problem: PlanningProblem, options: SearchOptions) -> Iterator[Sear
     num_units, has_ties = len(problem.profile.units), bool(problem.profile.ties)
     for order in device_orders(problem):
         count = len(order)
-        modes = modes_of(problem, order)
+        divides = options.precision.moments != "int8"  # a rule says why
+        modes = [mode for mode in modes_of(problem, order) if divides or not mode.zero]
         for size in (r for r in divisors(count) if count // r <= num_units and options.batch % r == 0):
             for layout in _layouts(order, size):
                 device_order = DeviceOrder(problem, layout, size)

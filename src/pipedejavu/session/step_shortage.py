@@ -1,10 +1,10 @@
 """Devices that run out of memory in a step of the user's own loop: one sentence in place of torch's own text."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from typing import Protocol
 
 import torch
 
+from pipedejavu.facts import Span
 from pipedejavu.program import Program
 
 
@@ -12,11 +12,17 @@ class StepShortage(torch.OutOfMemoryError):
     """A device ran out of memory in a step; loops that look for torch.OutOfMemoryError find it."""
 
 
-@contextmanager
-def explained_shortage(program: Program, step: int) -> Iterator[None]:
-    """Raises StepShortage in place of torch.OutOfMemoryError."""
+class StepRunner(Protocol):
+    """What runs the rounds of a program."""
+
+    def run(self) -> tuple[Span, ...]:
+        """Runs one round."""
+
+
+def run_explained(rounds: StepRunner, program: Program, step: int) -> tuple[Span, ...]:
+    """Runs a round that begins with a step; raises StepShortage in place of torch.OutOfMemoryError."""
     try:
-        yield
+        return rounds.run()
     except torch.OutOfMemoryError as error:
         if isinstance(error, StepShortage):
             raise

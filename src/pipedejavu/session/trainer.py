@@ -41,7 +41,7 @@ from pipedejavu.session.newest_weights import NewestWeights, copy_newest
 from pipedejavu.session.pretrained_folder import check_tokenizer, is_pretrained, save_pretrained
 from pipedejavu.session.rank_rounds import Workers
 from pipedejavu.session.started_workers import detach, held_by_session, start_workers
-from pipedejavu.session.step_shortage import explained_shortage
+from pipedejavu.session.step_shortage import run_explained
 from pipedejavu.session.torch_optimizer import read_optimizer, read_positional
 from pipedejavu.session.trainer_checkpoints import TrainerCheckpoints, describe_checkpoint
 from pipedejavu.session.trainer_plan import OptimizerOf, TrainerOptions, TrainerPlan, may_pad
@@ -237,8 +237,7 @@ class Trainer:
         if self._groups is not None:
             self._groups.begin(self.updates, self.program.plan.steps)
         start_s = time.perf_counter()
-        with explained_shortage(self.program, self.updates + 1):
-            spans = self.threads.run()
+        spans = run_explained(self.threads, self.program, self.updates + 1)
         if self._groups is not None:
             self._groups.end()
         if self._session.replicas.is_due(self.updates, self.program.plan.steps):

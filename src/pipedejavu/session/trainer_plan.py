@@ -361,7 +361,7 @@ def _measure_and_compile(
         def make() -> Profile:
             return measure("model", job, plan, batch.head, load, kinds, is_compiled=is_compiled, budget=budget)
 
-        settings: dict[str, Any] = {"feed": (plan.feed.kind, plan.feed.samples), "precision": str(plan.precision)}
+        settings: dict[str, object] = {"feed": (plan.feed.kind, plan.feed.samples), "precision": str(plan.precision)}
         settings |= {"kinds": kinds, "is_compiled": is_compiled, "budget": budget.total_s}
         return kept_profile(job, batch.head(plan.feed.samples), settings, make)
 

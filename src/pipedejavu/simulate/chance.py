@@ -8,6 +8,7 @@ measured spread, and all actions on a kind of device together by the machine's d
 
 import math
 import random
+from collections.abc import Iterable, Mapping
 from statistics import NormalDist, fmean, quantiles
 from typing import NamedTuple
 
@@ -19,6 +20,8 @@ DRAWS, MOST_OPERATIONS = 40, 100_000
 """Most draws, and most operations in all draws: a long program gets fewer draws, but averages over more actions."""
 QUARTILE = 0.6745
 """Half of a normal distribution lies within this many standard deviations of its mean."""
+NORMAL_90 = 1.645
+"""90 % of a normal distribution lies within this many standard deviations of its mean."""
 MOST_SIGMA = 0.5
 """Upper limit of a standard deviation: what disturbed a measurement need not disturb the run."""
 OFF = {"cpu": 0.2, "gpu": 0.08}
@@ -29,7 +32,7 @@ _FEWEST = 4
 
 
 class Chance(NamedTuple):
-    """The time of a program: its mean, and the bounds of a 90 % interval."""
+    """The time of a program: its mean, or for estimated times its median, and the bounds of a 90 % interval."""
 
     mean_s: float
     low_s: float
@@ -37,13 +40,16 @@ class Chance(NamedTuple):
 
     @property
     def varies(self) -> bool:
-        """Whether the spread of times is known."""
+        """Whether the spread of times, or the error of estimates, is known."""
         return self.high_s > self.low_s
 
 
 def chance_of(graph: Graph, makespan_s: float) -> Chance:
     """Returns the distribution of a program's time from independent draws; deterministic for a given program."""
     program, costs = graph.program, ActionCosts(graph.program)
+    if program.profile.error:
+        used = {program.machine.device(name).kind for name in program.devices}
+        return estimated_chance(program.profile.error, used, makespan_s)
     works, spreads = costs.of(graph), costs.spreads(graph)
     draws = min(DRAWS, MOST_OPERATIONS // max(1, len(works)))
     if draws < _FEWEST or not any(spreads):
@@ -65,3 +71,12 @@ def chance_of(graph: Graph, makespan_s: float) -> Chance:
         times.append(max(run_clock(graph, drawn)[1], default=0.0))
     bounds = quantiles(times, n=20, method="inclusive")
     return Chance(fmean(times), bounds[0], bounds[-1])
+
+
+def estimated_chance(error: Mapping[str, float], kinds: Iterable[str], time_s: float) -> Chance:
+    """Returns the distribution of a time on some kinds of devices that follows from estimates with known errors.
+
+    Estimates err alike on all devices of a kind, and a program on several kinds errs as the one with the largest error.
+    """
+    factor = math.exp(NORMAL_90 * max((error.get(kind, 0.0) for kind in kinds), default=0.0))
+    return Chance(time_s, time_s / factor, time_s * factor)

@@ -23,6 +23,10 @@ EFFICIENCY = 0.4
 """Share of a device's stated rate that training is assumed to reach, if the machine does not say."""
 REFERENCE = 0.44
 """Efficiency that machines state for an A100; others reach shares of their matrix rate in proportion to theirs."""
+FITTED_KIND, FITTED_ERROR, OTHER_ERROR = "a100", 0.1, 0.2
+"""The kind of device that the constants are fitted to, and the error of forecasts on it and on others: the standard
+deviation of the logarithm of measured over forecast. That of the A100 is of rows left out of a fit; others are off by a
+factor of 1.2 on average (docs/forecast.md)."""
 TP_SIZES = (2, 4, 8, 16)
 """Sizes of tensor-parallel groups with times of their own."""
 
@@ -77,7 +81,13 @@ def profile_of(name: str, shape: Shape, machine: Machine, constants: GptConstant
     kinds = {device.kind: device for device in machine.devices}
     embedding, block, head = (_unit(work, shape, kinds, constants) for work in (_embedding, _block, _head))
     blocks = (block.replace(name=f"block{n}") for n in range(shape.layers))
-    return Profile(name=name, units=(embedding, *blocks, head))
+    return Profile(
+        name=name, units=(embedding, *blocks, head), error={kind: _error(device) for kind, device in kinds.items()}
+    )
+
+
+def _error(device: Device) -> float:
+    return FITTED_ERROR if device.kind.startswith(FITTED_KIND) else OTHER_ERROR
 
 
 class _Product(NamedTuple):
