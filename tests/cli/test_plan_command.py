@@ -39,7 +39,11 @@ def test_what_is_written_is_what_is_told(tmp_path: Path) -> None:
     out, html = str(tmp_path / "plan.json"), str(tmp_path / "plan.html")
     form = json.loads(run("plan", *asked, "--batch", "8", "--out", out, "--html", html, "--json").stdout)
     best = form["candidates"][0]
-    assert Plan.load(out) == Plan.from_json(json.dumps(best["plan"]))
+    saved, shown = Plan.load(out), Plan.from_json(json.dumps(best["plan"]))
+    *decisions, origin = saved.decisions
+    assert saved.replace(decisions=tuple(decisions)) == shown
+    assert origin.axis == "place"
+    assert origin.reason.startswith("what it was planned for: ")
     assert form["files"] == [out, html]
     page = Path(html).read_text("utf-8")
     assert "Plans that were considered" in page

@@ -14,6 +14,7 @@ from rich.table import Table
 
 from pipedejavu.cli.input_files import AsJson, Speeds, read_model, read_speeds
 from pipedejavu.cli.installed import require_torch
+from pipedejavu.cli.plan_origin import with_origin
 from pipedejavu.cli.terminal import print_json, styled, terminal
 from pipedejavu.facts import (
     InputError,
@@ -156,7 +157,7 @@ def run(request: PlanRequest) -> None:
         answer = PlanAnswer(result, leaner_plans(*question) if request.html else (), advise(*question))
     best = result.best
     if request.out:
-        best.plan.save(request.out)
+        with_origin(best).save(request.out)
     if request.html:
         write_file(request.html, _page(best, answer, problem, by_price=problem.options.objective == "price"))
     if request.as_json:

@@ -26,8 +26,8 @@ def describe_outlook(options: "TrainOptions", program: Program, done: int = 0) -
     samples = sum(program.sizes)
     rate = samples / step_s if step_s else 0.0
     parts = [f"{format_seconds(step_s)} per update, {left} updates: {format_seconds(step_s * left)}"]
-    if options.context and not options.model.endswith(".py"):
-        parts.append(f"{rate * options.context:,.0f} tokens/s")
+    if tokens := _tokens_per_sample(options):
+        parts.append(f"{rate * tokens:,.0f} tokens/s")
     else:
         parts.append(f"{rate:,.4g} samples/s")
     if (share := flop_share(program, rate)) is not None:
@@ -35,6 +35,15 @@ def describe_outlook(options: "TrainOptions", program: Program, done: int = 0) -
     if options.price is not None:
         parts.append(f"cost {options.price * step_s * left / 3600:,.2f} at {options.price:g} per hour")
     yield f"forecast: {', '.join(parts)}"
+
+
+def _tokens_per_sample(options: "TrainOptions") -> int | None:
+    """Returns the length of a model's samples; None if it reads no tokens, or only its own code says how many."""
+    if options.context is not None or ".py:" in options.model or options.model.startswith("hf:"):
+        return options.context
+    from pipedejavu.zoo import form_of
+
+    return getattr(form_of(options.model), "context", None)
 
 
 def _what_is_trained(options: "TrainOptions", program: Program) -> str:

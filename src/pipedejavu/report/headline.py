@@ -52,7 +52,7 @@ def headlines(
     mfu = Headline("MFU", "–", "not known: a device's peak or the model's FLOP")
     if share is not None:
         mfu = Headline("MFU", f"{share:.1%}", "of the devices' peak FLOP/s")
-    price = Headline("Cost", "–", "--price says what an hour costs")
+    price = Headline("Cost", "–", "known with train --price")
     if cost is not None:
         price = Headline("Cost", f"{cost[0] * cost[1]:,.2f}", f"{cost[0]:g} per hour")
     return [rate, mfu, time, price]
