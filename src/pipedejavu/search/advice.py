@@ -132,7 +132,9 @@ def smallest_change(profile: Profile, machine: Machine, options: SearchOptions) 
         if extra is not None:
             changes.append(f"{format_bytes(extra)} more memory on {_each(machine, type_)}")
     if options.is_runnable and not changes and _best(profile, machine, asked.replace(is_runnable=False)):
-        changes.append("divided operators (--costed), which the engine does not run yet")
+        changes.append(
+            "a plan that is only costed (--costed), such as one with tensor-parallel groups of several sizes"
+        )
     return ", or ".join(changes)
 
 
