@@ -28,7 +28,8 @@ def test_an_update_has_the_microbatches_and_samples_that_were_asked_for(name: st
         *unit_costs(plan_to_run(f"preset:{name}", microbatches=asked, samples=SAMPLES), {}), fold=False
     )
     plan = program.plan
-    copies = 1 if plan.feed.kind == "share" else plan.place.replicas
+    experts = plan.place.shards if plan.divides_experts else 1  # such shards train samples of their own
+    copies = 1 if plan.feed.kind == "share" else plan.place.replicas * experts
     assert sum(program.sizes) == asked * SAMPLES * copies
     assert set(program.sizes) == {SAMPLES}
 

@@ -12,7 +12,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from pipedejavu.engine import AdamW, Applied, Outcome, Sgd, audit, handlers, run_threads
+from pipedejavu.engine import AdamW, Applied, Outcome, Sgd, audit, run_threads, summed_piece
 from pipedejavu.engine.applier import Applier
 from pipedejavu.engine.global_norm import GlobalNorm
 from pipedejavu.engine.handlers import Handlers
@@ -264,7 +264,7 @@ def test_a_recompute_of_some_units_with_other_masks(make, monkeypatch):
 def test_tied_gradients_that_are_not_summed(make, monkeypatch, name):
     case = make(name, "gpt", workers=2, microbatches=4)
     assert any(group.startswith("tie") for group in case.program.groups)
-    assert caught(case, monkeypatch, handlers, "reduce_tied", lambda _: lambda *_: None) > FAR
+    assert caught(case, monkeypatch, summed_piece, "_reduce_tied", lambda _: lambda *_: None) > FAR
 
 
 def test_ties_that_the_profile_does_not_know(make):

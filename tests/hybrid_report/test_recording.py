@@ -67,7 +67,8 @@ def test_nothing_of_the_lanes_is_lost_but_what_the_step_before_left() -> None:
     spans = Counter(action for lane, action, _, _ in run.spans if lane in LANES)
     kept = Counter(_recorded_name(work) for work in run.work)
     assert not kept - spans
-    left = spans - kept
+    # Moments that follow the weights are recorded, but the program of a review has whole updates only.
+    left = Counter({action: n for action, n in (spans - kept).items() if not action.endswith("~moments")})
     assert all(action[:3] in ("UPD", "FET", "OFF", "wai", "loo") for action in left)
     assert len(run.everything) == sum(spans.values())
     assert all(count == 1 for action, count in left.items() if action.startswith("UPDATE"))

@@ -43,7 +43,7 @@ def patch(rank):
         return send(self, tensors, to, key)
     def faulty_sum(self, vector):
         self.count = getattr(self, "count", 0) + 1
-        {scatter}
+        # a fault of a scattered sum
         return reduce_scatter(self, vector)
     SampleOrder.inputs, SampleOrder.targets, RankWire.send = faulty_inputs, faulty_targets, faulty_send
     MemoryGroup.reduce_scatter = faulty_sum
@@ -59,7 +59,9 @@ MAIN = "import faulty; from pipedejavu.cli.main import main; main()"
 
 def run_faulty(processes, folder: Path, *more: str, **places: str) -> tuple[int, str]:
     """Trains with a fault in its place; returns the exit code and what the user sees."""
-    code = FAULTY.format(**dict.fromkeys(("inputs", "targets", "send", "scatter"), "pass") | places)
+    scatter = places.pop("scatter", "pass")
+    code = FAULTY.format(**dict.fromkeys(("inputs", "targets", "send"), "pass") | places)
+    code = code.replace("# a fault of a scattered sum", scatter)
     (folder / "faulty.py").write_text(code)
     steps = ("--steps", "1000")
     found, out, err = processes.run((sys.executable, "-c", MAIN, *RUN, *steps, *more), folder)

@@ -138,9 +138,9 @@ def test_megatron_has_two_all_reduces_in_each_direction_of_a_block():
     plan, link = at("megatron", 4, 1), Link(bytes_per_s=1.0, latency_s=0.5)
     prediction = run(plan, model([(1.0, 2.0), (1.0, 2.0)]), computer(["here"] * 4, link))
     ring = 2 * (4 - 1) * (0.5 + 10 / 4)
-    found = {s.action: s.end_s - s.start_s for s in prediction.timeline().spans() if s.action.startswith("REDUCE")}
-    assert found["REDUCE:x0.0*t0.0"] == pytest.approx(2 * ring)  # one behind the head's row, one behind the MLP's
-    assert found["REDUCE:g1.0*t0.0"] == pytest.approx(2 * ring)
+    times = {s.action: s.end_s - s.start_s for s in prediction.timeline().spans()}
+    assert times["F0.0@0"] == pytest.approx(1.0 / 4 + 2 * ring)  # one after the attention's rows, one after the MLP's
+    assert times["B1.0@0"] == pytest.approx(2.0 / 4 + 2 * ring)
 
 
 @given(st.integers(2, 6), st.integers(1, 5))

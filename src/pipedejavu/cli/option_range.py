@@ -51,6 +51,7 @@ RANGES = {
     "checkpoint_every": OptionRange("a number of updates", 0),
     "check_replicas": OptionRange("a number of updates", 0),
     "hang_after_s": OptionRange("a number of seconds", 0),
+    "measure_budget_s": OptionRange("a number of seconds", 0),
     "lr": OptionRange("a number", 0, is_open=True),
     "warmup": OptionRange("a number of updates", 0),
     "momentum": OptionRange("a factor", 0, 1),

@@ -84,12 +84,9 @@ class PlanRequest:
         list[str] | None, typer.Option(help="Price per hour of a kind of device, such as a100=2.5; may be repeated.")
     ] = None
     staleness: Annotated[int, typer.Option(help="Most updates by which weights may be stale; 0 is synchronous.")] = 0
-    costed: Annotated[
-        bool, typer.Option(help="Include plans that are only costed: tensor-parallel groups of several sizes.")
-    ] = False
+    costed: Annotated[bool, typer.Option(help="Include plans that are only costed, not run.")] = False
     measure_budget_s: Annotated[
-        float,
-        typer.Option("--measure-budget", help="Seconds for measuring the model; what is left out is estimated."),
+        float, typer.Option("--measure-budget", help="Seconds for measuring the model; what is left out is estimated.")
     ] = MEASURE_S
     time_budget: Annotated[float, typer.Option(help="Seconds for the search.")] = 60.0
     precision: Annotated[

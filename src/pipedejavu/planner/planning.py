@@ -29,6 +29,7 @@ from pipedejavu.profile.unit_time import PLAIN
 from pipedejavu.search import Progress, RankedPlan, SearchOptions, nothing_fits, search
 from pipedejavu.search.planning_problem import MOST_PARTS
 from pipedejavu.search.subspace import divisors
+from pipedejavu.source.rng import preserve_rng
 from pipedejavu.source.trained_part import TrainedPart
 
 MOST_SAMPLES = 8
@@ -111,9 +112,13 @@ def profile_here(
 def kept_profile(
     job: Job, sample: tuple[Any, Any], settings: Mapping[str, object], make: Callable[[], Profile]
 ) -> Profile:
-    """Returns the cached profile of a job's units on batches like a sample, or makes it and writes it to the cache."""
+    """Returns the cached profile of a job's units on batches like a sample, or makes it and writes it to the cache.
+
+    The generators of the user's program do not change.
+    """
     key = {**model_key(job.units, job.loss, *sample), "optimizer": type(job.optimizer).__qualname__}
-    return find_or_make(Profile, {**key, **settings, **machine_key()}, make, renews=False)
+    with preserve_rng(torch.device("cuda" if torch.cuda.is_available() else "cpu")):
+        return find_or_make(Profile, {**key, **settings, **machine_key()}, make, renews=False)
 
 
 def measure_setups(machine: Machine) -> tuple[MeasureSetup, ...]:

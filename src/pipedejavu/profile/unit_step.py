@@ -160,7 +160,8 @@ def tensors_of(value: Any) -> list[Tensor]:
 
 def detached(value: Any) -> Any:
     """Returns a value detached from its autograd graph."""
-    return tuple(t.detach() for t in value) if isinstance(value, tuple) else value.detach()
+    tensors = tuple(t.detach() for t in tensors_of(value))
+    return tensors if isinstance(value, tuple) else tensors[0]
 
 
 def moved(value: Any, device: torch.device) -> Any:
