@@ -80,15 +80,19 @@ def sent_gradients(worker: HoldsGradients, a: Action) -> Tensors:
 def _reduce_tied(worker: HoldsGradients, a: Action) -> None:
     """Sums the gradients of tied parameters over the pieces that share them, which divide them alike."""
     tie = worker.program.groups[a.group].number
-    tied: list[tuple[Tensors, str]] = []
+    tied: list[tuple[Tensors, str, bool]] = []
     for piece, replica in worker.program.held(worker.index):
         if replica == a.replica and piece in worker.program.tied_pieces[tie]:
             value = Value.weight_gradient(piece, replica, a.version)
-            gradients = worker.values.get(value) or worker.values[value._replace(place=SHARD)]
-            tied += [(gradients, name) for name in gradients if name in worker.job.ties[tie]]
+            is_shard = value not in worker.values
+            gradients = worker.values[value._replace(place=SHARD) if is_shard else value]
+            tied += [(gradients, name, is_shard) for name in gradients if name in worker.job.ties[tie]]
     if not tied:  # the zeros at the end of a shard are all that the members hold of the parameter
         return
-    local = torch.stack([gradients[name] for gradients, name in tied]).sum(0)
+    local = torch.stack([gradients[name] for gradients, name, _ in tied]).sum(0)
     total = unflatten(worker.wire.add_up(flatten([local]), a.group), [local])[0]
-    for gradients, name in tied:
-        gradients[name].copy_(total)
+    for gradients, name, is_shard in tied:
+        if is_shard:  # a part of the shard's memory
+            gradients[name].copy_(total)
+        else:
+            gradients[name] = total.clone()
