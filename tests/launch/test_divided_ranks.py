@@ -46,6 +46,7 @@ def check(out: str) -> None:
     assert form["audit"]["largest_difference"] < 1e-12
 
 
+@pytest.mark.slow
 def test_four_ranks_train_and_one_process_goes_on(tmp_path: Path, processes: Processes) -> None:
     write(tmp_path, Place(workers=2, stage_shards=(2, 2)))
     command = (*TORCHRUN, "--nproc-per-node", "4", *TRAIN, "--steps", "2", "--plan", "plan.json", *RUN)
