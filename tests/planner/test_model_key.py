@@ -42,6 +42,25 @@ def test_what_changes_times_counts() -> None:
     assert len({str(other) for other in (key(), *others)}) == 9
 
 
+def test_shared_parameters_count() -> None:
+    """The profile says which weights are tied; that of an untied model would leave their gradients apart."""
+    keys = []
+    for is_tied in (False, True):
+        one, two = nn.Linear(4, 4), nn.Linear(4, 4)
+        if is_tied:
+            two.weight = one.weight
+        keys.append(model_key([("one", one), ("two", two)], scaled_loss, torch.randn(2, 4), torch.randn(2, 4)))
+    assert keys[0] != keys[1]
+
+
+def test_frozen_parameters_count() -> None:
+    frozen = nn.Linear(4, 4).requires_grad_(False)
+    sample = torch.randn(2, 4), torch.randn(2, 4)
+    assert model_key([("one", frozen)], scaled_loss, *sample) != model_key(
+        [("one", nn.Linear(4, 4))], scaled_loss, *sample
+    )
+
+
 def test_a_global_that_a_loss_reads_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     before = key()
     monkeypatch.setitem(globals(), "FACTOR", 3.0)

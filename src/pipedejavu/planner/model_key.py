@@ -30,10 +30,20 @@ def model_key(units: Units, loss: Callable[[Any, Any], Tensor], inputs: Any, tar
     lines = [f"{name}: {line}" for name, module in units for line in _module_lines(module)]
     return {
         "units": sha256("\n".join(lines).encode()).hexdigest(),
+        "ties": sha256("\n".join(map(str, _ties(units))).encode()).hexdigest(),
         "loss": sha256(_text_of(loss, _DEEPEST).encode()).hexdigest(),
         "inputs": _forms_of(inputs),
         "targets": _forms_of(targets),
     }
+
+
+def _ties(units: Units) -> list[list[str]]:
+    """Returns the names of each parameter that has several, in the order of the units."""
+    names: dict[int, list[str]] = {}
+    for unit, module in units:
+        for name, parameter in module.named_parameters(prefix=unit, remove_duplicate=False):
+            names.setdefault(id(parameter), []).append(name)
+    return [shared for shared in names.values() if len(shared) > 1]
 
 
 def _module_lines(module: nn.Module) -> Iterator[str]:
