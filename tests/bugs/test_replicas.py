@@ -24,7 +24,7 @@ from pipedejavu.session import Trainer
 from pipedejavu.store import CheckpointDir
 from tests.bugs.test_verdict import flip, train
 from tests.engine.case import make_case
-from tests.engine.test_presets import SCORED, SYNCHRONOUS, VERSIONED, can_tie
+from tests.engine.test_presets import SCORED, SYNCHRONOUS, VERSIONED
 
 ADAMW = AdamW(lr=1e-2)
 SIZES = {**SYNCHRONOUS, **VERSIONED, **SCORED}
@@ -64,7 +64,7 @@ def test_replicas_of_sound_runs_agree_after_every_round(name: str) -> None:
     workers, microbatches = SIZES[name][0]
     replicas = 2 if preset(name).grows == "workers" and name != "coarse" else None
     case = make_case(
-        name, "calm-gpt" if can_tie(name) else "convnet", workers=workers, microbatches=microbatches, steps=1, rounds=3,
+        name, "calm-gpt", workers=workers, microbatches=microbatches, steps=1, rounds=3,
         replicas=replicas, optimizer=ADAMW,
     )  # fmt: skip
     threads, check = Threads(case.program, case.job, case.batches), ReplicaCheck(case.program, case.job, 1)

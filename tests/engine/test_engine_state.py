@@ -7,7 +7,7 @@ from pipedejavu.engine import AdamW, Sgd
 from pipedejavu.engine.engine_state import SLOTS, put_all, take_all, take_norm
 from pipedejavu.engine.threads import Threads
 from pipedejavu.facts import InputError
-from tests.engine.test_presets import ADAMW, MOMENTUM, SCORED, SYNCHRONOUS, VERSIONED, can_tie
+from tests.engine.test_presets import ADAMW, MOMENTUM, SCORED, SYNCHRONOUS, VERSIONED
 
 PLANS = [(name, *size) for name, sizes in {**SYNCHRONOUS, **VERSIONED, **SCORED}.items() for size in sizes[:1]]
 # Several workers of a server push in any order, so that no two runs are alike; one worker's are.
@@ -36,8 +36,6 @@ def same(first, second):
 @pytest.mark.parametrize(("name", "workers", "microbatches"), PLANS)
 def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(make, name, workers, microbatches, model):
     """Weights, optimizer state and running statistics of every replica; with dropout in the model of tokens."""
-    if model == "gpt" and not can_tie(name):
-        pytest.skip("ties are refused")
     case = make(
         name, model, workers=workers, microbatches=microbatches, rounds=5,
         optimizer=MOMENTUM if model == "convnet" else ADAMW,
@@ -91,8 +89,6 @@ OTHERS = [("ddp", 3, 2), ("gpipe", 3, 6), ("zb-h1", 2, 6), ("chimera", 2, 6), ("
 @pytest.mark.parametrize("model", ["convnet", "calm-gpt"])
 @pytest.mark.parametrize(("name", "workers", "microbatches"), OTHERS)
 def test_any_other_plan_continues_from_the_same_state_within_rounding(make, name, workers, microbatches, model):
-    if model == "calm-gpt" and not can_tie(name):
-        pytest.skip("ties are refused")
     first = make("1f1b", model, workers=2, microbatches=6, steps=1, units=6, rounds=4, optimizer=ADAMW, sizes=(3,))
     whole = Threads(first.program, first.job, first.batches)
     state = take_all(run(whole, 2))

@@ -81,11 +81,6 @@ MOMENTUM = Sgd(lr=0.1, momentum=0.9, weight_decay=0.01, decays=decays)
 ADAMW = AdamW(lr=0.01, eps=0.01, weight_decay=0.1, decays=decays, schedule=lambda update: 1 / (1 + update))
 
 
-def can_tie(name):
-    """Whether pieces may share weights: not where the backward is split."""
-    return not preset(name).plan.splits_backward
-
-
 def test_the_sizes_below_cover_every_preset_that_runs():
     runnable = {}
     for name, found in presets().items():
@@ -106,8 +101,6 @@ def test_the_sizes_below_cover_every_preset_that_runs():
 @pytest.mark.parametrize(("name", "workers", "microbatches"), [row for row in SIZED if row[0] in SYNCHRONOUS])
 @pytest.mark.parametrize("model", ["mlp", "convnet", "gpt"])
 def test_a_synchronous_preset_equals_plain_training(make, name, workers, microbatches, model):
-    if model == "gpt" and not can_tie(name):
-        pytest.skip("ties are refused")
     optimizer = MOMENTUM if model == "convnet" else ADAMW
     case = make(name, model, workers=workers, microbatches=microbatches, optimizer=optimizer)
     assert case.updates >= 2
@@ -186,8 +179,6 @@ def test_axonn_holds_no_more_than_its_limit(make, workers):
     ],
 )  # fmt: skip
 def test_pipelines_in_parallel_equal_plain_training(make, name, microbatches, model):
-    if model == "calm-gpt" and not can_tie(name):
-        pytest.skip("ties are refused")
     case = make(name, model, workers=2, replicas=2, microbatches=microbatches, optimizer=ADAMW)
     assert case.furthest(case.trained_plainly()) <= case.tolerance
     assert case.audit() <= case.tolerance

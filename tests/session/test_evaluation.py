@@ -16,7 +16,7 @@ from pipedejavu.runtime.evaluation_mode import evaluation_mode
 from pipedejavu.session.evaluation import RankPlaces, WorkerPlaces, run_model
 from pipedejavu.session.newest_weights import NewestWeights, final_replicas
 from tests.engine.case import Case, Samples, make_case, sum_of_losses
-from tests.engine.test_presets import ADAMW, ALL, MOMENTUM, can_tie
+from tests.engine.test_presets import ADAMW, ALL, MOMENTUM
 
 PRESETS = [(name, *sizes[0]) for name, sizes in ALL.items()]
 SIZES = [3, 3, 2]
@@ -75,8 +75,6 @@ def expected(case: Case, units: list[torch.nn.Module]) -> float:
 @pytest.mark.parametrize(("name", "workers", "microbatches"), PRESETS)
 @pytest.mark.parametrize("model", ["convnet", "gpt"])
 def test_it_equals_the_whole_model_in_eval_mode(name: str, workers: int, microbatches: int, model: str) -> None:
-    if model == "gpt" and not can_tie(name):
-        pytest.skip("ties are refused")
     optimizer = MOMENTUM if model == "gpt" else ADAMW
     case = make_case(name, model, workers=workers, microbatches=microbatches, optimizer=optimizer)
     threads = Threads(case.program, case.job, case.batches)
