@@ -22,7 +22,7 @@ PieceReplica = tuple[int, int]
 
 
 class DividedTensor(NamedTuple):
-    """A tensor of which each worker of a group has a part."""
+    """A tensor that is divided over the workers of a group."""
 
     kind: str
     """'weight', 'buffer', or a slot of optimizer state."""

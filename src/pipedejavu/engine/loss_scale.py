@@ -38,7 +38,7 @@ class LossScale:
         return {SAVED: torch.tensor(numbers, dtype=torch.float64)} if self.is_on else {}
 
     def restore(self, saved: Tensor | None) -> None:
-        """Goes on from what was saved; a checkpoint of another precision has none, and it begins with the first scale.
+        """Restores a saved scale; keeps the initial one if the checkpoint, of another precision, has none.
 
         Raises InputError if it cannot have been saved.
         """

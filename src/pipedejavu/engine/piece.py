@@ -77,7 +77,7 @@ class PieceRunner:
         """Trained parameters: the module's dictionary, the key in it, the full name, and the tensor that is there while
         the piece does not run."""
         self.layouts: dict[str, ParamLayout] = {}
-        """By full name, the layout of each parameter and buffer of which this worker has only a part."""
+        """By full name, the layout of each parameter and buffer that is divided."""
         first: dict[int, str] = {}
         unit_names: dict[int, dict[str, None]] = {}
         for number, unit, module in units:
