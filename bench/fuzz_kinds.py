@@ -18,6 +18,7 @@ import torch
 from safetensors.torch import save
 
 from pipedejavu.cli import compare_command, runs_command
+from pipedejavu.data.data_choice import DataChoice
 from pipedejavu.facts import InputError, Machine, Profile, Record, Timeline, read_file, read_machine, read_profile
 from pipedejavu.health.failure import read_failure
 from pipedejavu.hybrid_report.recording import HybridRun
@@ -276,7 +277,7 @@ def read_recording(path: Path) -> None:
 
 def read_configuration(path: Path) -> None:
     """Builds the model of a configuration, without memory."""
-    build_hf_model(str(path), data="random", device="meta")
+    build_hf_model(str(path), choice=DataChoice(name="random"), device="meta")
 
 
 def read_published(path: Path) -> None:

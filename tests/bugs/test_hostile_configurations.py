@@ -10,6 +10,7 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
+from pipedejavu.data.data_choice import DataChoice
 from pipedejavu.facts import InputError
 from pipedejavu.source.hf_model import build_hf_model
 
@@ -21,7 +22,7 @@ GPT2 = {"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 1, "n_positio
 def build(folder: Path, **changes: Any) -> Any:
     path = folder / "config.json"
     path.write_text(json.dumps({**GPT2, **changes}))
-    return build_hf_model(str(path), data="random")
+    return build_hf_model(str(path), choice=DataChoice(name="random"))
 
 
 def test_a_sound_one_is_built_with_what_it_may_ask_for(tmp_path: Path) -> None:
@@ -94,4 +95,4 @@ def test_a_fifo_among_weights_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(GPT2))
     os.mkfifo(tmp_path / "model.safetensors")
     with pytest.raises(InputError, match="is a FIFO"):
-        build_hf_model(str(tmp_path), data="stdlib", weights=str(tmp_path))
+        build_hf_model(str(tmp_path), choice=DataChoice(name="stdlib"), weights=str(tmp_path))

@@ -6,12 +6,16 @@ units gets the same values for them as one that holds the whole model.
 
 import math
 from collections.abc import Callable, Collection, Iterable
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from torch import Tensor, nn
 
 from pipedejavu.facts import InputError, nearest
 from pipedejavu.zoo.generator import generator
+
+MIN_THREADED = 1 << 22
+"""Values from which on parameters are drawn by all threads."""
 
 Flow = Tensor | tuple[Tensor, ...]
 """The value that passes from one unit to the next; in training all of its tensors have gradients."""
@@ -64,21 +68,32 @@ class Chain(nn.Module):
         for name in units or ():
             if name not in known:
                 raise InputError(f"the model has no unit '{name}'{nearest(name, known)}")
-        before = list(self.named_parameters())  # a tied one by its first name; the list keeps ids unique
-        names = {id(parameter): name for name, parameter in before}
-        made: dict[int, nn.Parameter] = {}
-        for name, unit in known.items():
-            if units is not None and name not in units:
-                continue
+        wanted = [unit for name, unit in known.items() if units is None or name in units]
+        made = self._drawn({id(p) for unit in wanted for p in unit.parameters()}, device, seed)
+        for unit in wanted:
             for module in unit.modules():
                 for leaf, parameter in list(module.named_parameters(recurse=False)):
-                    key = id(parameter)
-                    if key not in made:
-                        made[key] = nn.Parameter(self._initial(names[key], parameter, seed).to(device))
-                    setattr(module, leaf, made[key])
+                    if id(parameter) in made:  # a tied one may be in place already
+                        setattr(module, leaf, made[id(parameter)])
                 for leaf, buffer in list(module.named_buffers(recurse=False)):
                     start = torch.ones if leaf.endswith("var") else torch.zeros  # running statistics of BatchNorm
                     setattr(module, leaf, start(buffer.shape, dtype=buffer.dtype, device=device))
+
+    def _drawn(self, wanted: Collection[int], device: torch.device, seed: int) -> dict[int, nn.Parameter]:
+        """Returns new parameters by the ids of those that they replace, drawn by all threads: each has its generator.
+
+        A tied parameter is drawn once, by its first name.
+        """
+        before = [(name, parameter) for name, parameter in self.named_parameters() if id(parameter) in wanted]
+
+        def draw(item: tuple[str, nn.Parameter]) -> nn.Parameter:
+            name, parameter = item
+            return nn.Parameter(self._initial(name, parameter, seed).to(device))
+
+        is_large = sum(parameter.numel() for _, parameter in before) >= MIN_THREADED
+        with ThreadPoolExecutor(torch.get_num_threads()) as pool:
+            drawn = (pool.map if is_large else map)(draw, before)
+            return {id(parameter): new for (_, parameter), new in zip(before, drawn, strict=True)}
 
     def _initial(self, name: str, like: Tensor, seed: int) -> Tensor:
         """Returns a parameter's initial values, drawn on the CPU so that all devices start equal."""
