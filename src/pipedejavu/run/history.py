@@ -234,6 +234,8 @@ def _describe(row: Mapping[str, Any]) -> tuple[str, str]:
             return "not saved", f"step {step}: {reason}"
         case {"skipped": step, "reason": reason}:
             return "skipped", f"the update of step {step} was left out: {reason}"
+        case {"start": {**phases}}:
+            return "start", ", ".join(f"{name} {format_seconds(time_s)}" for name, time_s in phases.items())
         case {"resumed": step}:
             return "resumed", f"after step {step}"
         case {"shares": [*shares]}:
