@@ -1,4 +1,4 @@
-"""The only worker of a run in the process that planned it: the same run, with the same ends, as in a process of its own."""
+"""The only worker of a run in the process that planned it: the same run as in a process of its own."""
 
 import gc
 import json

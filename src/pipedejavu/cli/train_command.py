@@ -293,6 +293,7 @@ def _summary(done: "TrainedRun") -> dict[str, object]:
         "predicted_s": done.prediction.makespan_s,
         "expected_s": done.prediction.chance.mean_s,
         "measured_s": done.measured.makespan_s,
+        "predicted_reserved_bytes": max(worker.reserved_bytes or 0 for worker in done.prediction.workers),
         "predicted_bubble_fraction": done.prediction.bubble_fraction,
         "measured_bubble_fraction": done.measured.bubble_fraction,
         "model": str(folder.place(folder.model)),

@@ -82,9 +82,9 @@ class StartPhases:
                 outer[-1].inner_s += lasted_s
         self.add(name, max(0.0, lasted_s - here.inner_s))
 
-    def rounded(self) -> dict[str, float]:
-        """Returns the seconds by phase, in milliseconds' resolution."""
-        return {name: round(time_s, 3) for name, time_s in self.seconds.items()}
+    def of_process(self) -> dict[str, float]:
+        """Returns the seconds by phase, and since this process was started, in milliseconds' resolution."""
+        return {name: round(time_s, 3) for name, time_s in (*self.seconds.items(), ("total", process_age_s()))}
 
     def __str__(self) -> str:
         """Returns the phases in the order in which they first ended, and their sum."""

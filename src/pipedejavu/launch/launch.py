@@ -114,7 +114,7 @@ def run_workers(
     StoppedError is raised. A worker without a heartbeat for `silent_s` ends the run.
     """
     if START.seconds and not START.is_over:
-        folder.add_metrics({"start": START.rounded()})
+        folder.add_metrics({"start": START.of_process()})
         START.is_over = True
     store, page, program = serve_store(), MemoryFile("heartbeats"), MemoryFile("program")
     outputs = [MemoryFile("result") for _ in range(size)]

@@ -72,6 +72,7 @@ class OwnProcessBackend(ProcessBackend):
         watchdog, rank = self.ranks.start_watchdog(setup.options), None
         self._results = []
         try:
+            _free_memory()  # peaks are those of the run, not of the measurements before
             prepared = self._reused(setup)
             rank = Rank(setup.options, setup.program, store, folder, folder.start(), watchdog, forecast, prepared)
             result = rank.run(folder.checkpoint_dir)
@@ -139,8 +140,9 @@ def _forget_frames(error: BaseException | None) -> None:
 
 
 def _free_memory() -> None:
-    """Frees the memory of a worker that has ended."""
+    """Frees what measurements or a worker that has ended held, and forgets its peaks."""
     gc.collect()
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
     sys.stderr.flush()

@@ -177,7 +177,7 @@ class Rank:
         if first is None:
             return
         if self.rank == 0 and not START.is_over:
-            self.folder.add_metrics({"start": START.rounded()})
+            self.folder.add_metrics({"start": START.of_process()})
             self.progress.note(str(START))
         START.is_over = True
         yield first

@@ -16,7 +16,7 @@ from pipedejavu.run.run_lock import is_locked
 State = Literal["running", "finished", "stopped", "failed"]
 _MOST_SHOWN = 1000
 """Characters shown of an event's text."""
-_ABOUT_STEP = {"step", "loss", "count", "samples", "elapsed_s", "peak_bytes", "peak_gpu_bytes"}
+_ABOUT_STEP = {"step", "loss", "count", "samples", "elapsed_s", "peak_bytes", "peak_gpu_bytes", "peak_reserved_bytes"}
 
 
 class RunStep(NamedTuple):
