@@ -12,7 +12,7 @@ from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as Bar
 from rich.table import Table
 
-from pipedejavu.cli.input_files import AsJson, Speeds, read_model, read_speeds
+from pipedejavu.cli.input_files import AsJson, Speeds, read_amounts, read_model, read_speeds
 from pipedejavu.cli.installed import require_torch
 from pipedejavu.cli.plan_origin import with_origin
 from pipedejavu.cli.terminal import print_json, styled, terminal
@@ -101,13 +101,7 @@ class PlanRequest:
 
     def search_options(self) -> SearchOptions:
         """Returns the options of the search; raises InputError with all faults."""
-        prices = {}
-        for text in self.price or ():
-            kind, _, number = text.partition("=")
-            try:
-                prices[kind] = float(number)
-            except ValueError:
-                raise InputError(f"--price is KIND=PRICE, such as a100=2.5, not '{text}'") from None
+        prices = read_amounts("price", self.price)
         names = ("batch", "samples", "objective", "staleness", "seed", "candidates")
         form: dict[str, object] = {name: getattr(self, name) for name in names}
         form |= {"searcher": self.search, "time_budget_s": self.time_budget, "is_runnable": not self.costed}
@@ -141,7 +135,7 @@ def run(request: PlanRequest) -> None:
     """
     options = request.search_options()
     with show_progress() as progress:
-        problem = _read_inputs(request, options, progress)
+        problem = read_inputs(request, options, progress)
         largest = find_largest(problem.profile, problem.machine, options, progress)
         if largest is not None:
             notes = (f"largest: {largest.text}", *problem.notes)
@@ -174,7 +168,7 @@ def show_progress() -> Iterator[Progress]:
         yield lambda share, text: bar.update(line, description=printable(text), completed=min(1.0, share))
 
 
-def _read_inputs(request: PlanRequest, options: SearchOptions, progress: Progress) -> PlanInputs:
+def read_inputs(request: PlanRequest, options: SearchOptions, progress: Progress) -> PlanInputs:
     """Returns profile and machine: those that the request names, or this machine and the model measured on it."""
     is_model = request.model.startswith(("zoo:", "hf:")) or ".py:" in request.model
     if request.precision != "auto" and not is_model:
