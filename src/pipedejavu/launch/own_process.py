@@ -78,7 +78,8 @@ class OwnProcessBackend(ProcessBackend):
             result = rank.run(folder.checkpoint_dir)
         except ShortageError as shortage:
             _forget_frames(shortage)
-            return ShortageError(shortage.worker, shortage.found_bytes), rank and rank.microbatch_samples
+            samples = rank.microbatch_samples if rank else None
+            return ShortageError(shortage.worker, shortage.found_bytes), samples
         except InputError:
             raise
         except Exception as error:
@@ -142,7 +143,7 @@ def _forget_frames(error: BaseException | None) -> None:
 def _free_memory() -> None:
     """Frees what measurements or a worker that has ended held, and forgets its peaks."""
     gc.collect()
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
     sys.stderr.flush()

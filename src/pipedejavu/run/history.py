@@ -235,7 +235,7 @@ def _describe(row: Mapping[str, Any]) -> tuple[str, str]:
         case {"skipped": step, "reason": reason}:
             return "skipped", f"the update of step {step} was left out: {reason}"
         case {"start": {**phases}}:
-            return "start", ", ".join(f"{name} {format_seconds(time_s)}" for name, time_s in phases.items())
+            return "start", ", ".join(f"{name} {format_seconds(float(str(time_s)))}" for name, time_s in phases.items())
         case {"resumed": step}:
             return "resumed", f"after step {step}"
         case {"shares": [*shares]}:
