@@ -89,7 +89,7 @@ def orders(model: Profile, gpus: int, batch: int) -> dict[str, float]:
 
 def test_other_orders_are_simulated_beside_the_best_pipeline() -> None:
     # A stage takes 4 ms forward, and 4 and 4 backward. Bubbles, in units of these: 1F1B 3·(1 + 2), interleaved a
-    # fourth of that with four chunks per worker, ZB-H1 3, and ZB-V and DualPipeV half of that, with chunks half as long.
+    # fourth of that with four chunks per worker, ZB-H1 3, and ZB-V and DualPipeV half of that: half as long chunks.
     kinds = orders(halved(heavy(16)), 4, 8)
     assert kinds["1f1b"] == pytest.approx((8 * 3 + 9) * 4e-3, rel=1e-3)
     assert kinds["zb-h1"] == pytest.approx((8 * 3 + 3) * 4e-3, rel=1e-3)
