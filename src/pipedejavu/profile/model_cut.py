@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 
 from pipedejavu.facts import InputError
+from pipedejavu.facts.start_phase import START
 from pipedejavu.profile.live_tensors import TensorLiveness, module_paths
 from pipedejavu.profile.meta_model import Mode, mode_of
 from pipedejavu.profile.model_trace import Trace, trace
@@ -77,6 +78,11 @@ def cut_model(model: nn.Module, inputs: Any, begins: Sequence[int] = (), operati
     has a few other operations. However the units are grouped into pieces, outputs and gradients equal the model's;
     parameters are the model's own, under its own names. Raises InputError for a model that cannot be traced.
     """
+    with START.phase("cut"):
+        return _cut_model(model, inputs, begins, operations)
+
+
+def _cut_model(model: nn.Module, inputs: Any, begins: Sequence[int], operations: Sequence[str]) -> ModelCut:
     check_parameter_hooks(model)
     if is_chain(model):
         return ModelCut(read_chain(model), "chain", _same, _same, model)
