@@ -21,7 +21,7 @@ TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-PLAN = ("--plan", "preset:gpipe", "--workers", "2", "--microbatches", "2", "--samples", "8")
+PLAN = ("--plan", "preset:gpipe", "--workers", "2", "--microbatches", "2", "--samples", "4")
 BEGIN = "Docstring: "
 """What the answers begin with that the adapters learn."""
 MODEL = ("--context", "96", "--lr", "2e-3", "--seed", "1")
@@ -91,12 +91,13 @@ def killed(folder: Path, step: int, *options: str) -> None:
     process.wait()
 
 
+STARTED = time.perf_counter()
 FIGURES = ("first_loss", "last_loss", "eval_loss", "perplexity", "accuracy")
 
 
 def report(name: str, summary: dict[str, object]) -> None:
     figures = [f"{key} {value:.4g}" for key in FIGURES if isinstance(value := summary.get(key), float)]
-    print(name, *figures, flush=True)
+    print(f"{time.perf_counter() - STARTED:5.0f} s", name, *figures, flush=True)
     assert summary["last_loss"] < summary["first_loss"], "the loss fell"  # type: ignore[operator]
 
 
