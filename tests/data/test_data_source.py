@@ -417,7 +417,7 @@ def test_records_share_rows_whole_each_with_positions_and_answers_of_its_own(tmp
         sorted(t for t in data.batch(range(len(data)))[1].flatten().tolist() if t >= 0) for data in (packed, rows)
     ]
     assert counted[0] == counted[1]
-    with pytest.raises(InputError, match="--packing stream is for texts, and .* has prompts and answers, which would"):
+    with pytest.raises(InputError, match=r"--packing stream is for texts, and .* has prompts and answers, which would"):
         opened(file, packing="stream")
 
 

@@ -105,7 +105,7 @@ def open_tokens(
     if files.kind == "images":
         raise InputError(f"{files.root} has images, but the model reads tokens; give text, .jsonl, .csv or .parquet")
     key = {"files": files.digest(), "kind": files.kind, "tokenizer": tokenizer.digest, "columns": choice.columns}
-    path, name = cache_path(key), str(files.root)
+    path = cache_path(key)
     table = open_table(path)
     if is_new := table is None:
         table = _tokenize(path, choice, files, tokenizer)
