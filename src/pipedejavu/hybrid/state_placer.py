@@ -35,6 +35,7 @@ from pipedejavu.hybrid.streamed_state import StreamBuffer, StreamedState
 from pipedejavu.hybrid.unit_state import ParamState, UnitState, size_of
 from pipedejavu.hybrid.weight_staging import WeightStaging
 from pipedejavu.runtime.host_memory import Progress
+from pipedejavu.runtime.host_pages import end_warming
 
 UNCLIPPED_STEPS = 3
 """Consecutive unclipped steps after which speculative updates are considered."""
@@ -116,6 +117,7 @@ class StatePlacer:
                     gradients.send(unit_state)
             if self.options.assignment is None:
                 self.staging = WeightStaging(unit_states, self.lanes, progress)
+        end_warming()
         self._note_places("the GPU's or the host's memory ran out while state was allocated")
 
     def _settle(self, unit_state: UnitState, place: Place, has_shadow: bool, progress: Progress) -> None:
