@@ -23,7 +23,7 @@ TEMPLATE = (
 )
 ONE = ("--plan", "preset:ddp", "--workers", "1", "--samples", "8")
 PLAN = ("--plan", "preset:gpipe", "--workers", "2", "--microbatches", "2", "--samples", "4")
-BEGIN = "Docstring: "
+BEGIN = "This is the way to "
 """What the answers begin with that the adapters learn."""
 MODEL = ("--context", "96", "--lr", "2e-3", "--seed", "1")
 
@@ -136,7 +136,7 @@ def main(root: Path) -> None:
     # Adapters change neither the embeddings nor the head, so their base has to know the template's tokens: it is the
     # model that the first run leaves, and they teach it another form of answers.
     learned = root / "full" / "pretrained"
-    runs = (("full", base, chats, ("--epochs", "2")), ("lora", learned, others, ("--epochs", "4", "--lora", "16")))
+    runs = (("full", base, chats, ("--epochs", "2")), ("lora", learned, others, ("--epochs", "2", "--lora", "16")))
     for name, begin, data, extra in runs:
         chosen = ("--data", str(data), "--eval", "0.02", "--checkpoint-every", "40")
         options = (*start(begin), *extra, *chosen)
