@@ -2,7 +2,7 @@
 
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Annotated, Any, NamedTuple
@@ -12,7 +12,7 @@ from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as Bar
 from rich.table import Table
 
-from pipedejavu.cli.input_files import AsJson, Speeds, read_model, read_speeds
+from pipedejavu.cli.input_files import AsJson, Speeds, read_amounts, read_model, read_speeds
 from pipedejavu.cli.installed import require_torch
 from pipedejavu.cli.plan_origin import with_origin
 from pipedejavu.cli.terminal import print_json, styled, terminal
@@ -49,7 +49,7 @@ from pipedejavu.search import (
 from pipedejavu.search.ranking import NEAR
 from pipedejavu.simulate import simulate
 from pipedejavu.zoo import estimate_profile
-from pipedejavu.zoo.gpt_shape import tokens_of
+from pipedejavu.zoo.gpt_shape import read_shape, shape_text, tokens_of
 
 MEASURING = ("measuring", "pip install 'pipedejavu[train]', or give --machine and a profile")
 """What needs torch, and what to do without it."""
@@ -77,7 +77,8 @@ class PlanRequest:
     objective: Annotated[
         str,
         typer.Option(
-            help="Minimise time or price per sample, or find the largest batch, or the most blocks, that fit."
+            help="Minimise time or price per sample, or find the largest batch, the most blocks or the longest context"
+            " that fit: time, price, batch, blocks or context."
         ),
     ] = "time"
     price: Annotated[
@@ -101,13 +102,7 @@ class PlanRequest:
 
     def search_options(self) -> SearchOptions:
         """Returns the options of the search; raises InputError with all faults."""
-        prices = {}
-        for text in self.price or ():
-            kind, _, number = text.partition("=")
-            try:
-                prices[kind] = float(number)
-            except ValueError:
-                raise InputError(f"--price is KIND=PRICE, such as a100=2.5, not '{text}'") from None
+        prices = read_amounts("price", self.price)
         names = ("batch", "samples", "objective", "staleness", "seed", "candidates")
         form: dict[str, object] = {name: getattr(self, name) for name in names}
         form |= {"searcher": self.search, "time_budget_s": self.time_budget, "is_runnable": not self.costed}
@@ -136,13 +131,14 @@ def run(request: PlanRequest) -> None:
 
     The best plan takes one search. Advice takes one more per change that it considers (a larger batch, stale weights,
     faster links, more memory, one more GPU), since each has another machine or other options: about seven searches in
-    all on a host with GPUs. `--html` adds up to six with less memory. Only the objectives
-    batch and blocks repeat one: `find_largest` ends with a search for the largest question, without its alternatives.
+    all on a host with GPUs. `--html` adds up to six with less memory. Only the objectives batch, blocks and context
+    repeat one: `find_largest` ends with a search for the largest question, without its alternatives.
     """
     options = request.search_options()
     with show_progress() as progress:
-        problem = _read_inputs(request, options, progress)
-        largest = find_largest(problem.profile, problem.machine, options, progress)
+        problem = read_inputs(request, options, progress)
+        with_context = _with_context(request.model, problem.machine)
+        largest = find_largest(problem.profile, problem.machine, options, progress, with_context)
         if largest is not None:
             notes = (f"largest: {largest.text}", *problem.notes)
             problem = PlanInputs(largest.profile, problem.machine, largest.options, notes)
@@ -174,7 +170,7 @@ def show_progress() -> Iterator[Progress]:
         yield lambda share, text: bar.update(line, description=printable(text), completed=min(1.0, share))
 
 
-def _read_inputs(request: PlanRequest, options: SearchOptions, progress: Progress) -> PlanInputs:
+def read_inputs(request: PlanRequest, options: SearchOptions, progress: Progress) -> PlanInputs:
     """Returns profile and machine: those that the request names, or this machine and the model measured on it."""
     is_model = request.model.startswith(("zoo:", "hf:")) or ".py:" in request.model
     if request.precision != "auto" and not is_model:
@@ -246,6 +242,14 @@ def _profile_model(
     )  # fmt: skip
     ruled_out = [f"{kind}: {reason}" for kind, reason in profile.estimated.items()]
     return profile, ["times are measured on this machine", *ruled_out]
+
+
+def _with_context(model: str, machine: Machine) -> Callable[[int], Profile] | None:
+    """Returns what estimates a shape with another number of tokens per sample; None for other models."""
+    if tokens_of(model) is None:
+        return None
+    shape = read_shape(model)
+    return lambda tokens: estimate_profile(shape_text(shape._replace(context=tokens)), machine)
 
 
 def _is_profile(model: str) -> bool:
