@@ -45,7 +45,7 @@ ROWS: dict[str, dict[str, Any]] = {
     "dualpipe-v": {**_V, "order": "dualpipe-v"},
     "l2l": {
         "cut": "chain", "order": "layer-major", "recompute": "all", "prefetch": 1, "is_eager": True,
-        "keep": "host", "window": 1,
+        "keep": "host", "window": 1, "activations": "host",
     },
     "zero-1": {**_ZERO, "keep": "zero-1"},
     "zero-2": {**_ZERO, "keep": "zero-2"},
