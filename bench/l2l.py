@@ -1,9 +1,9 @@
 """The device memory of L2L over depth, forecast and run: constant, if boundary activations rest on the host.
 
 Run with `python bench/l2l.py` on a machine with a GPU (weights are bf16 with split masters), or with `--quick` on
-stand-ins for a GPU and its host. Each depth is run with boundary activations on the host (the preset) and on the device.
-On a GPU the peak is the allocator's; on stand-ins it is that of the weights, gradients and activations which the engine
-holds for the device between actions, without what autograd saves inside the one layer that runs. A copy that is late may
+stand-ins for a GPU and its host. Each depth is run with boundary activations on the host (the preset), and on the
+device. On a GPU the peak is the allocator's; on stand-ins it is that of the weights, gradients and activations that
+are held for the device between actions, without what autograd saves inside the one layer that runs. A late copy may
 hold one more gradient, and as many activations as a layer has.
 """
 

@@ -97,6 +97,7 @@ DEPARTURES: dict[str, dict[str, tuple[Any, str]]] = {
     "stronghold": {
         "cut": ("whole", _ONE_DEVICE),
         "prefetch": (1, "beside the window: the layer that comes in while one of the window's two runs is two ahead"),
+        "window": ("auto", "the paper's is chosen by its own analytical model, and the table's figure is an example"),
     },
 }
 """Where a preset differs from the table on purpose, with its value and the reason."""

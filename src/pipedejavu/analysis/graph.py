@@ -26,6 +26,7 @@ from pipedejavu.program.action import (
     value_of,
 )
 from pipedejavu.program.effect import TAKING, Effects, Table, resting
+from pipedejavu.program.offload_time import BUCKETS
 from pipedejavu.program.program import Program
 from pipedejavu.program.value import (
     ACTIVATION,
@@ -150,9 +151,6 @@ def _connect(graph: Graph, index: int, table: Table, initial: Initial) -> None:
 
 _REUSING = frozenset((FORWARD, DROP, OFFLOAD, FETCH, GATHER, UPDATE, REDUCE, *GRADIENT_KINDS))
 """Kinds that free memory on the device, or wait for it."""
-BUCKETS = 2
-"""Whole gradients which may wait for their sum, if pieces divide them (ZeRO-2 and 3), or for their copy to the host, if
-weights come through a window: a backward that begins another waits for the memory of the first."""
 
 
 class _ReuseEdges:

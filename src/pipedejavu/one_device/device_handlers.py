@@ -186,6 +186,6 @@ def _make_optimizer(program: Program, job: Job, settings: UnitSettings, device: 
         microbatches=program.update_size,
         moments=plan.precision.moments,
         assignment=Assignment(
-            units=units, places=places, visitors=plan.keep.visitors, window=plan.keep.window + plan.order.prefetch
+            units=units, places=places, visitors=plan.keep.visitors, window=plan.keep.num_windowed + plan.order.prefetch
         ),
     )
