@@ -31,7 +31,7 @@ CASES: dict[str, list[tuple[str, str, dict[str, Any]]]] = {
         ("loop, bf16 autocast, compiled", "loop", {"is_compiled": True}),
         ("loop, bf16 autocast", "loop", {}),
         ("train --plan auto", "train", {}),
-        ("train --plan auto --compile on", "train", {"compile": "on"}),
+        ("train --plan auto --compile on", "train", {"mode": "on"}),
         ("Trainer, plan auto", "trainer", {}),
         ("Trainer, plan auto, compile=True", "trainer", {"compile": True}),
     ],
@@ -39,7 +39,7 @@ CASES: dict[str, list[tuple[str, str, dict[str, Any]]]] = {
         ("loop, bf16 autocast, compiled", "loop", {"is_compiled": True}),
         ("loop, bf16 autocast", "loop", {}),
         ("train --plan auto", "train", {}),
-        ("train --plan auto --compile on", "train", {"compile": "on"}),
+        ("train --plan auto --compile on", "train", {"mode": "on"}),
         ("Trainer, plan auto", "trainer", {}),
         ("Trainer, plan auto, compile=True", "trainer", {"compile": True}),
     ],
@@ -202,7 +202,7 @@ def train_one(case: str, method: str, steps: int, settings: dict[str, Any]) -> d
     }
 
 
-def train_by_command(case: str, batch: int, steps: int, *, compile: str = "auto") -> dict[str, Any]:
+def train_by_command(case: str, batch: int, steps: int, *, mode: str = "auto") -> dict[str, Any]:
     """Runs `pipedejavu train`; its metrics say when each update was made."""
     with tempfile.TemporaryDirectory() as folder:
         run, started = Path(folder) / "run", time.time()
