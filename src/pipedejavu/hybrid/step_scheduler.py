@@ -63,6 +63,8 @@ class StepScheduler:
             meter.check(self.model_state.sizes, options.clip_norm is not None, options.gpu_units)
         else:
             self.window = assigned_window(self.unit_states, lanes, assignment)
+        if assignment is None:
+            meter.warm_host(self.model_state.sizes, options.clip_norm is not None, options.gpu_units)
         chunked, activations = chunked_names(options.activations)
         self._undo_activations = self._set_activations(activations)
         self.head = HeadChoice(model, self.unit_states, options.head_chunks, chunked, meter)

@@ -319,6 +319,7 @@ def size_of(unit_state: UnitState) -> UnitSize:
         streamed_bytes=resting,
         shadow_bytes=weights + resting,
         is_bound_to_host=unit_state.is_windowed or unit_state.is_moved,
+        host_place="lean" if unit_state.place == "lean" else "host",
     )
 
 

@@ -191,7 +191,7 @@ def _make_optimizer(
             units=units,
             places=places,
             visitors=plan.keep.visitors,
-            window=plan.keep.window + plan.order.prefetch,
+            window=plan.keep.num_windowed + plan.order.prefetch,
             sums_wide=form.sums_wide,
         ),
     )

@@ -61,10 +61,11 @@ class ModelCut:
                 f"a {type(self.model).__name__} is cut into other units for microbatches of another size; give all of"
                 " them one size"
             )
+        buffer_names = {name for name, _ in self.model.named_buffers(remove_duplicate=False)}
         for (_, unit), (_, other) in zip(self.units, others, strict=True):
             assert isinstance(unit, Segment)
             assert isinstance(other, Segment)
-            unit.adopt(other)
+            unit.adopt(other, buffer_names)
 
 
 def _contents(name: str, unit: nn.Module) -> tuple[str, frozenset[str]]:

@@ -48,6 +48,10 @@ from pipedejavu.source.task import loss_of
 from pipedejavu.source.user_batch import UserBatch
 
 OptimizerOf = Callable[[Units], Optimizer]
+_SUM = (
+    "the loss is a sum over samples, and a step divides it by their number, which a plain loop does not: the learning"
+    " rate and the clip norm are those of a mean"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,6 +116,8 @@ class TrainerPlan:
         On several ranks the first plans, and the others take its plan.
         """
         ranks = self.options.ranks
+        if reduction.kind == "sum" and (ranks is None or ranks.rank == 0):
+            tell(_SUM)
         if ranks is None:
             return self._prepare(first, reduction)
         hosts = ranks.group.worker_hosts()
