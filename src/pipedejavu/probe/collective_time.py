@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from itertools import combinations
 from statistics import median
 from typing import NamedTuple
@@ -51,8 +52,7 @@ def measure_collectives(cores: int) -> tuple[CollectiveTime, ...]:
 def sample_collectives(group: MemoryGroup) -> dict[str, list[list[CollectiveSample]]]:
     """Runs all kinds in one member; returns its samples of both sizes. All members call it together."""
     return {
-        kind: [_sample(lambda k=kind, s=size: _prepare(k, group, s)) for size in (SMALL_BYTES, LARGE_BYTES)]
-        for kind in KINDS
+        kind: [_sample(partial(_prepare, kind, group, size)) for size in (SMALL_BYTES, LARGE_BYTES)] for kind in KINDS
     }
 
 
