@@ -3,6 +3,7 @@
 from pipedejavu.facts import FaultsError, Profile
 from pipedejavu.plan.axis import in_line
 from pipedejavu.plan.expert_rule import EXPERT_RULES, expert_facts
+from pipedejavu.plan.layout_rule import LAYOUT_RULES
 from pipedejavu.plan.plan import Plan
 from pipedejavu.plan.plan_rule import Rule, num_replicas, ties_cross_stages
 from pipedejavu.plan.plan_trait import adds_to_weights, can_take_turns, has_legal_checkpoints, is_written_out
@@ -67,6 +68,7 @@ RULES = (
     ),
     *ZERO_RULES,
     *EXPERT_RULES,
+    *LAYOUT_RULES,
     Rule(
         lambda plan, _: plan.place.kind == "bidirectional" and plan.place.workers % 2 == 1,
         "a bidirectional place pairs workers, and {workers} is odd",
