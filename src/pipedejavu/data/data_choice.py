@@ -30,8 +30,8 @@ class DataChoice(Record):
     columns: str | None = None
     """Columns by what they hold, as FIELD=COLUMN,FIELD=COLUMN."""
     packing: Packing = "documents"
-    """How texts become samples: several in a row, each attending to itself alone; windows of one stream, in which
-    attention crosses from text to text; or one text per row."""
+    """How texts and chats become samples: several in a row, each attending to itself alone; windows of one stream, in
+    which attention crosses from text to text; or one per row."""
     held_out: float = Field(default=0.0, ge=0)
     """What is kept for evaluation: a share of the samples, or their number if it is 1 or more."""
     evaluation: str | None = None

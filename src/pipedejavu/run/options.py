@@ -34,7 +34,7 @@ class TrainOptions(Record):
     context: int | None = Field(default=None, ge=1)
     """Tokens per sample; by default the model's."""
     packing: Literal["documents", "stream", "rows"] = "documents"
-    """How texts become samples: several in a row that attend to themselves, one stream, or one text per row."""
+    """How texts and chats become samples: several in a row that attend to themselves, one stream, or one per row."""
     eval: float = Field(default=0.0, ge=0)
     """What is held out of the data for evaluation: a share, or a number of samples if it is 1 or more."""
     eval_data: str | None = None
