@@ -122,7 +122,7 @@ def test_models_of_transformers_equal_the_whole_ones(name, size, layout):
 
 
 def gpt(**options: Any) -> Gpt:
-    return Gpt(TransformerSize(**{"layers": 2, "width": 8, "context": 8, "vocabulary": 64, "heads": 4, **options}))
+    return Gpt(TransformerSize(**{"layers": 2, "width": 8, "context": 16, "vocabulary": 64, "heads": 4, **options}))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -177,3 +177,37 @@ def test_logits_of_which_the_loss_drops_a_token_are_gathered_for_it():
 def test_a_sequence_that_cannot_be_divided_stays_whole():
     graphs = unit_graphs(gpt().units(), torch.randint(0, 64, (2, 7)))
     assert divide(graphs, 2, layout="context").is_whole
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("layout", ["sequence", "both", "context"])
+def test_a_rank_saves_its_share_of_the_bytes(layout, size):
+    model, (ids, labels) = gpt(dropout=0.1), labelled(16)
+    head = LossCall(lambda value, target: tokens_loss()(value, target), labels)
+    graphs = unit_graphs(model.units(), ids, head)
+    whole = divide(graphs, 1)
+    part = divide(graphs, size, **LAYOUTS[layout])
+
+    def saved_by(group: Any, division: Division) -> list[int]:
+        units = UnitDivider(group).add(division, ["", "", "", "", ""])
+        value, sizes = ids, []
+        for unit in units:
+            kept: dict[int, Tensor] = {}
+            held = {t.untyped_storage().data_ptr() for u in units for t in (*u.parameters(), *u.buffers(), ids, labels)}
+
+            def note(tensor: Tensor, kept: Any = kept) -> Tensor:
+                kept[tensor.untyped_storage().data_ptr()] = tensor
+                return tensor
+
+            with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+                value = unit((value, labels) if unit is units[-1] else value)
+            floats = [t for key, t in kept.items() if key not in held and t.is_floating_point()]
+            sizes.append(sum(t.untyped_storage().nbytes() for t in floats if t.numel() > 1))
+        return sizes
+
+    (one,) = on_threads(1, lambda group: saved_by(group, whole))
+    ranks = on_threads(size, lambda group: saved_by(group, part))
+    assert ranks[0] == ranks[-1]
+    # Attention kernels keep a few more bytes for a single head.
+    for all_, share in zip(one, ranks[0], strict=True):
+        assert all_ / size <= share <= 1.03 * all_ / size

@@ -1,5 +1,6 @@
 """One rank's part of a unit's graph: the same operations on the shapes of its parts, with collectives between them."""
 
+from operator import getitem
 from typing import Any
 
 import torch
@@ -13,6 +14,8 @@ from pipedejavu.runtime.graph_step import (
     Draws,
     Dropout,
     Gather,
+    GatheredProduct,
+    GatherOnce,
     JoinParts,
     MaskedAttention,
     ScatterSum,
@@ -66,7 +69,7 @@ class GraphPart:
         if (layout := self.division.operators.get(node)) is not None:
             return self._operator(node, layout)
         region, sequence = self.division.region_of(node), self.division.sequence
-        if region is None and sequence is not None and node in self.division.on_parts:
+        if region is None and node in self.division.on_parts:
             region = sequence
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda used: self._operand(node, used, region))
         if region is not None and name_of(node) == LOSS:
@@ -77,6 +80,8 @@ class GraphPart:
             return self.graph.call_function(node.target, args, kwargs)  # type: ignore[arg-type]
         if node in region.sums:
             return self._sum(node, list(args), dict(kwargs))
+        if (product := self._product(node, args, kwargs)) is not None:
+            return product
         return self.graph.call_function(node.target, *self._adapted(node, region, list(args), dict(kwargs)))  # type: ignore[arg-type]
 
     def _operator(self, node: fx.Node, layout: OperatorLayout) -> fx.Node:
@@ -100,6 +105,18 @@ class GraphPart:
             y = self._step(SumForward, y)
         return y if bias is None else self._biased(node, y, self.made[bias])
 
+    def _product(self, node: fx.Node, args: Any, kwargs: Any) -> fx.Node | None:
+        """Returns a matrix product that gathers its input again in the backward; None if its input is not gathered."""
+        position = {"linear": 0, "addmm": 1, "mm": 0, "matmul": 0}.get(name_of(node))
+        if position is None or kwargs or not isinstance(used := node.args[position], fx.Node):
+            return None
+        sequence = self.division.sequence
+        split = sequence.splits.get(used) if sequence is not None else None
+        if split is None or (gathered := self._stepped.get((GatherOnce, used, split))) is None:
+            return None
+        source = self.graph.call_function(getitem, (gathered, 1))
+        return self._step(GatheredProduct, source, *args, target=node.target, position=position)
+
     def _biased(self, node: fx.Node, total: fx.Node, bias: fx.Node) -> fx.Node:
         if name_of(node).startswith("conv"):
             shape = [-1, *(1,) * (len(shape_of(node)) - 2)]
@@ -115,7 +132,7 @@ class GraphPart:
         if region is not None and region is sequence:
             return made if split is not None else self._given(node, used)
         if region is not None and split is not None and used in region.entries and not self._is_shared(node, used):
-            return self._once(Gather, used, split)
+            return self.graph.call_function(getitem, (self._once(GatherOnce, used, split), 0))
         if split is not None:
             made = self._once(JoinParts, used, split)
         if region is None:
@@ -236,7 +253,7 @@ class GraphPart:
         if name in SPLITS and name != "unbind":
             return self._adapted_parts(node, region, args), kwargs
         source = node.args[0] if node.args else None
-        divided = region.splits.get(source) if isinstance(source, fx.Node) else None
+        divided = self._split_for(node, source, region) if isinstance(source, fx.Node) else None
         if name == "slice" and divided is not None:
             dim, start, end = bounds_of(node)
             if dim == divided.dim:
@@ -250,10 +267,18 @@ class GraphPart:
             args, kwargs = _with(node, args, kwargs, "enable_gqa", False)
         return tuple(args), kwargs
 
+    def _split_for(self, node: fx.Node, source: fx.Node, region: Region) -> Split | None:
+        """Returns how an operand is divided when an operation of a region reads it."""
+        sequence = self.division.sequence
+        if (split := region.splits.get(source)) is None and sequence is not None and region is sequence:
+            return sequence.part_for(node, source)
+        return split
+
     def _adapted_parts(self, node: fx.Node, region: Region, args: list[Any]) -> tuple[Any, ...]:
         source = node.args[0]
         assert isinstance(source, fx.Node)
-        divided, dim = region.splits[source], (argument(node, "dim", 0) or 0) % len(shape_of(source))
+        divided, dim = self._split_for(node, source, region), (argument(node, "dim", 0) or 0) % len(shape_of(source))
+        assert divided is not None
         if divided.dim != dim or name_of(node).endswith("chunk"):
             return tuple(args)
         sizes = args[1]

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional
 
 from pipedejavu.runtime import tensor_group
@@ -65,6 +66,67 @@ class Gather(Step):
     def forward(self, tensor: Tensor) -> Tensor:
         """Returns the parts of the ranks, joined along the divided dimension."""
         return tensor_group.gather(tensor, self.facts["dim"], self.group, self.facts.get("parts", ()))
+
+
+class GatherOnce(Gather):
+    """Gathers the parts of all ranks; what saves the whole tensor for its backward saves its part instead."""
+
+    def forward(self, tensor: Tensor) -> tuple[Tensor, "Regather"]:  # type: ignore[override]
+        """Returns the whole tensor, and how to gather it again."""
+        return super().forward(tensor), Regather(tensor.detach(), self)
+
+
+class Regather:
+    """Gathers a tensor again in the backward, once for all products that read it."""
+
+    def __init__(self, part: Tensor, gather: GatherOnce):
+        self.part, self.gather = part, gather
+        self._whole: Tensor | None = None
+        self._waiting = 0
+
+    def save(self) -> "Regather":
+        """Notes that a product has saved the tensor."""
+        self._waiting += 1
+        return self
+
+    def whole(self, part: Tensor) -> Tensor:
+        """Returns the whole tensor; it is freed when all products have had it."""
+        whole = self._whole if self._whole is not None else Gather.forward(self.gather, part)
+        self._waiting -= 1
+        self._whole = whole if self._waiting > 0 else None
+        return whole
+
+
+class GatheredProduct(Step):
+    """A matrix product of a gathered tensor; keeps this rank's part of it for the backward."""
+
+    def forward(self, source: Regather, *args: Any) -> Tensor:
+        """Returns the product of the arguments, of which the one at `position` is the gathered tensor."""
+        position, target = self.facts["position"], self.facts["target"]
+        whole: Tensor = args[position]
+        if torch.is_autocast_enabled(whole.device.type) and whole.dtype != torch.float64:
+            whole = whole.to(torch.get_autocast_dtype(whole.device.type))
+        outer = torch._C._autograd._top_saved_tensors_default_hooks(False)
+        pack, unpack = outer or (_same, _same)
+
+        def save(tensor: Tensor) -> Any:
+            if tensor.numel() == whole.numel() and tensor.data_ptr() == whole.data_ptr():
+                return source.save(), pack(source.part), tensor.shape, tensor.dtype
+            return pack(tensor)
+
+        def load(saved: Any) -> Tensor:
+            if not (isinstance(saved, tuple) and saved and isinstance(saved[0], Regather)):
+                return unpack(saved)  # type: ignore[no-any-return]
+            kept, part, shape, dtype = saved
+            return kept.whole(unpack(part)).to(dtype).view(shape)
+
+        with saved_tensors_hooks(save, load):
+            product: Tensor = target(*args[:position], whole, *args[position + 1 :])
+        return product
+
+
+def _same(tensor: Any) -> Any:
+    return tensor
 
 
 class ScatterSum(Gather):

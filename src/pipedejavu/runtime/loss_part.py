@@ -88,7 +88,7 @@ class _ClassLosses(torch.autograd.Function):
         shares /= total[:, None]
         ctx.save_for_backward(shares, local, is_here, is_counted)
         ctx.smoothing, ctx.num_classes = smoothing, width * group.size
-        losses = total.log() - (1 - smoothing) * picked - smoothing / ctx.num_classes * every
+        losses: Tensor = total.log() - (1 - smoothing) * picked - smoothing / ctx.num_classes * every
         return losses.masked_fill(~is_counted, 0.0)
 
     @staticmethod
